@@ -1,0 +1,54 @@
+# Everything a developer runs. Each target installs what it needs first, so any of them works in a fresh checkout
+# that has python3 (3.11 or later), make and a C compiler (torch.compile uses it).
+
+PYTHON ?= python3
+WORKERS ?= 2
+
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+BENCHMARKS := $(sort $(filter-out benchmarks/_%,$(wildcard benchmarks/*.py)))
+PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --cov --cov-report=term
+
+# A cap on the instructions that oneDNN uses: on some CPUs its AMX kernels for bfloat16 matrix products die with an
+# illegal instruction. A CPU without AMX loses nothing by it.
+export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE_BF16
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test test-all lint bench clean
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+setup: $(INSTALLED) ## make .venv with the pinned versions of constraints.txt
+
+# The stamp is written last: an installation that broke off is taken up again.
+$(INSTALLED): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev,hf]'
+	@touch $@
+
+demo: $(INSTALLED) ## audit and rewire a small vision transformer, and take it back
+	$(BIN)/unskip demo
+
+test: lint ## lint, types and every test but the full matrices
+	$(PYTEST) -m "not full"
+
+# A table is written by the tests of one file, so a file stays with one worker.
+test-all: export UNSKIP_WRITE_TABLES = 1
+test-all: lint ## lint, types and all tests; writes their tables into docs
+	$(PYTEST) --dist loadfile
+
+lint: $(INSTALLED) ## style, types, and the arrows between the rooms
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+bench: $(INSTALLED) ## run each benchmark
+	@$(if $(BENCHMARKS),,echo "There is no benchmark yet: benchmarks/ holds no Python file.")
+	@set -e; for file in $(BENCHMARKS); do echo "== $$file"; $(BIN)/python "$$file"; done
+
+clean: ## remove caches and build outputs; .venv and runs stay
+	rm -rf build dist .coverage .coverage.* htmlcov .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
+	find src tests benchmarks -type d -name __pycache__ -prune -exec rm -rf {} + 2>/dev/null || true

@@ -1,0 +1,28 @@
+"""unskip takes control of the skip connections in your transformer.
+
+At every residual site l of a model you already have,
+
+    x  <-  alpha_l * x  +  beta_l * f_l(x)
+
+`audit` finds the sites, `rewire` sets the weights, and the wiring it returns undoes them.
+"""
+
+from unskip.anatomy import Audit, Site, audit, features
+from unskip.wiring import Anneal, Cut, Decay, Keep, Learn, Scale, Wiring, rewire, rewired
+
+__version__ = "0.1.0"
+__all__ = [
+    "Anneal",
+    "Audit",
+    "Cut",
+    "Decay",
+    "Keep",
+    "Learn",
+    "Scale",
+    "Site",
+    "Wiring",
+    "audit",
+    "features",
+    "rewire",
+    "rewired",
+]

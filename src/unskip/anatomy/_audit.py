@@ -1,0 +1,110 @@
+"""The audit: a table of every residual in a model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, overload
+
+from torch import nn
+
+from unskip._table import table
+from unskip.anatomy._example import Example, example_for
+from unskip.anatomy._guard import refuse_wrapped, wiring_in
+from unskip.anatomy.sites import Site, Survey, Unknown, survey
+
+
+class Audit(Sequence[Site]):
+    """The residual sites of a model in execution order; long skips and what could not be decided stand apart."""
+
+    def __init__(self, model: str, found: Survey) -> None:
+        self.model = model
+        self.sites = tuple(site for site in found.sites if not site.long)
+        self.long_skips = tuple(site for site in found.sites if site.long)
+        self.unknown: tuple[Unknown, ...] = found.unknown
+        self.notes: tuple[str, ...] = found.notes
+
+    def __len__(self) -> int:
+        return len(self.sites)
+
+    @overload
+    def __getitem__(self, index: int) -> Site: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Site]: ...
+    def __getitem__(self, index: int | slice) -> Site | Sequence[Site]:
+        return self.sites[index]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for JSON."""
+        return {
+            "model": self.model,
+            "sites": [site.to_dict() for site in self.sites],
+            "long_skips": [site.to_dict() for site in self.long_skips],
+            "unknown": [vars(unknown) for unknown in self.unknown],
+            "notes": list(self.notes),
+        }
+
+    def __str__(self) -> str:
+        lines = [f"{self.model}: {count(len(self.sites), 'residual site')}", "", _rows(self.sites)]
+        if self.long_skips:
+            lines += [
+                "",
+                f"{count(len(self.long_skips), 'long skip')}, kept unless asked for",
+                "",
+                _rows(self.long_skips),
+            ]
+        if self.unknown:
+            lines += ["", f"{count(len(self.unknown), 'addition')} not decided, and left alone:"]
+            lines += [f"  {u.path or '(model)'} ({u.source}): {u.reason}" for u in self.unknown]
+        lines += [f"note: {note}" for note in self.notes]
+        return "\n".join(lines)
+
+    def __repr__(self) -> str:
+        return f"<Audit of {self.model}: {len(self.sites)} sites, {len(self.long_skips)} long skips, {len(self.unknown)} unknown>"
+
+
+HEADER = ("site", "path", "kind", "norm", "runs", "|f|/|x|", "branch", "source", "note")
+
+
+def rows(sites: Sequence[Site]) -> list[list[object]]:
+    """The cells of an audit's table."""
+    return [[s.index, s.path or "(model)", s.kind, s.norm, s.runs, s.ratio, _modules(s), s.source, _remark(s)] for s in sites]
+
+
+def _rows(sites: Sequence[Site]) -> str:
+    return table(HEADER, rows(sites)) if sites else "none"
+
+
+def _modules(site: Site) -> str:
+    """The branch's modules, relative to the module that adds where they lie in it."""
+    prefix = site.path + "." if site.path else ""
+    short = [name.removeprefix(prefix) for name in site.branch]
+    return ", ".join(short[:4]) + (", ..." if len(short) > 4 else "")
+
+
+def _remark(site: Site) -> str:
+    remarks = ["projected"] if site.projected else []
+    if site.problem:
+        remarks.append(f"cannot be rewired: {site.problem}")
+    return "; ".join(remarks)
+
+
+def count(number: int, noun: str) -> str:
+    """ "1 site", "2 sites"."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
+def audit(model: nn.Module, example: object = None) -> Audit:
+    """Lists every residual addition of a model. The model runs once in each mode and is left as it was.
+
+    `example` is a tensor, a tuple of arguments or a mapping of keyword arguments; None infers one from the model. The sites
+    of a rewired model are those it had before.
+    """
+    wiring = wiring_in(model)
+    found: Survey = wiring.survey if wiring is not None else look(model, example_for(model, example))
+    return Audit(type(model).__name__, found)
+
+
+def look(model: nn.Module, example: Example) -> Survey:
+    """Surveys a model that is not rewired."""
+    refuse_wrapped(model)
+    return survey(model, example)

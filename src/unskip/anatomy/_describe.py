@@ -1,0 +1,136 @@
+"""What a residual is: the kind of its branch and where the normalisation stands."""
+
+from __future__ import annotations
+
+import re
+from typing import Literal
+
+from torch import nn
+
+from unskip.anatomy import _ops
+from unskip.anatomy._find import Finding, in_norm, is_product
+from unskip.anatomy._trace import Graph, Node
+
+Kind = Literal["attention", "mlp", "parallel", "conv", "other"]
+Norm = Literal["pre", "post", "out", "sandwich", "inner", "none"]
+
+_EXPERTS = re.compile(r"moe|expert|router", re.IGNORECASE)
+_FEED_FORWARD = re.compile(r"mlp|ffn|feed_?forward", re.IGNORECASE)
+_ATTENTION_NAME = re.compile(r"attn|attention", re.IGNORECASE)
+
+
+def kind_of(graph: Graph, path: list[Node]) -> Kind:
+    """What the branch is made of, by its operators; names decide only between readings that the operators leave open."""
+    cores = [node for node in path if _is_attention_core(graph, path, node)]
+    if cores:
+        return "parallel" if _has_mlp_beside(path, cores) else "attention"
+    spatial = [node for node in path if _ops.is_convolution(node.op) and _is_spatial(graph, node)]
+    if spatial and not all(any(_FEED_FORWARD.search(type(m).__name__) for m in node.owners) for node in spatial):
+        return "conv"
+    weights = [node for node in path if _ops.is_matmul(node.op) and not is_product(graph.nodes, node)]
+    return "mlp" if weights else "other"
+
+
+def _is_attention_core(graph: Graph, path: list[Node], node: Node) -> bool:
+    if _ops.is_attention(node.op):
+        return True
+    if not is_product(graph.nodes, node) or any(_EXPERTS.search(type(m).__name__) for m in node.owners[:2]):
+        return False
+    softmax = any(_ops.is_softmax(graph.nodes[i].op) for i in _upstream(graph, node))
+    # Linear attention has no softmax, and nothing but its name tells it from other products of activations.
+    return softmax or any(_ATTENTION_NAME.search(type(m).__name__) for m in node.owners[:2])
+
+
+def _upstream(graph: Graph, node: Node) -> list[int]:
+    """The nodes behind a product through rearrangements, scaling and dropout."""
+    through = _ops.IDENTITY | _ops.PART | _ops.SCALE | {"native_dropout"}
+    found, frontier = [], list(node.parents)
+    while frontier:
+        index = frontier.pop()
+        found.append(index)
+        if graph.nodes[index].op in through:
+            frontier.extend(graph.nodes[index].parents)
+    return found
+
+
+def _is_spatial(graph: Graph, node: Node) -> bool:
+    """A convolution with a kernel larger than one position."""
+    return any(len(graph.nodes[p].shape) > 2 and max(graph.nodes[p].shape[2:]) > 1 for p in node.parents if graph.nodes[p].fixed)
+
+
+def _has_mlp_beside(path: list[Node], cores: list[Node]) -> bool:
+    """An activation that neither feeds nor follows the attention and joins it by a sum or a concatenation.
+
+    One that joins it by a product is a gate on the attention, not an MLP.
+    """
+    for node in path:
+        if node.op not in _ops.ACTIVATION or in_norm(node):
+            continue
+        beside = all(core.index not in node and node.index not in core for core in cores)
+        if not beside:
+            continue
+        joined = next((n for n in path if node.index in n and any(core.index in n for core in cores)), None)
+        if joined is not None and joined.op in {"add", "cat", "stack", "sum"}:
+            return True
+    return False
+
+
+def norm_of(graph: Graph, readers: list[list[int]], finding: Finding, path: list[Node], module: nn.Module) -> Norm:
+    """Where the normalisation stands relative to the addition."""
+    on_path = {node.index for node in path}
+    pre = _all_norms(graph, readers, finding.root, on_path)
+    out = _ends_in_norm(graph, finding.branch)
+    if pre:
+        return "sandwich" if out else "pre"
+    inside = {n.index for n in graph.nodes[finding.add.index + 1 :] if any(owner is module for owner in n.owners)}
+    if _all_norms(graph, readers, finding.add.index, inside, every=True):
+        return "post"
+    if out:
+        return "out"
+    return "inner" if any(in_norm(node) for node in path) else "none"
+
+
+def _all_norms(graph: Graph, readers: list[list[int]], index: int, allowed: set[int], every: bool = False) -> bool:
+    """Whether all that reads a tensor, within `allowed`, is a normalisation; with `every`, nothing else may read it."""
+    frontier, seen = [index], 0
+    while frontier:
+        for reader in readers[frontier.pop()]:
+            node = graph.nodes[reader]
+            if reader not in allowed:
+                if every:
+                    return False
+                continue
+            if in_norm(node):
+                seen += 1
+            elif node.op in _ops.IDENTITY or node.op in _ops.PART:
+                frontier.append(reader)
+            else:
+                return False
+    return seen > 0
+
+
+def _ends_in_norm(graph: Graph, index: int) -> bool:
+    """Whether the branch ends in a normalisation, LayerScale, gates, dropout and rearrangement aside."""
+    while True:
+        node = graph.nodes[index]
+        if in_norm(node):
+            return True
+        if not node.parents:
+            return False
+        if node.op in _ops.IDENTITY or node.op in _ops.PART or node.op == "native_dropout":
+            index = node.parents[0]
+        elif node.op in _ops.SCALE:
+            index = next(
+                (p for p in node.parents if graph.nodes[p].shape == node.shape and not graph.nodes[p].fixed),
+                node.parents[0],
+            )
+        else:
+            return False
+
+
+def channel_axis(graph: Graph, path: list[Node], shape: tuple[int, ...]) -> int:
+    """The axis that holds the features: 1 for a map made by a convolution, else the last."""
+    weights = [node for node in path if _ops.is_matmul(node.op) and not is_product(graph.nodes, node)]
+    if len(shape) >= 3 and weights and _ops.is_convolution(weights[-1].op) and len(weights[-1].shape) == len(shape):
+        return 1
+    return -1

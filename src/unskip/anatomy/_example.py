@@ -1,0 +1,172 @@
+"""The arguments of one forward call: given, or inferred from what the model says it takes.
+
+A model says so by its configuration (timm, transformers, diffusers), by an attribute (torchvision), or by being a layer of
+torch.nn. Anything else is asked for: a guess that happens to run would audit another computation than the user's.
+"""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from unskip.errors import BadInput
+
+_BATCH = 2
+_TOKENS = 8
+
+
+@dataclass(frozen=True)
+class Example:
+    """The arguments of one forward call."""
+
+    args: tuple[Any, ...] = ()
+    kwargs: dict[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, value: object) -> Example:
+        """A tensor, a tuple of arguments, or a mapping of keyword arguments."""
+        if isinstance(value, Example):
+            return value
+        if isinstance(value, tuple):
+            return cls(value)
+        if not isinstance(value, Tensor) and hasattr(value, "keys"):
+            return cls((), {str(key): value[key] for key in value.keys()})  # type: ignore[index]  # noqa: SIM118
+        if isinstance(value, Tensor):
+            return cls((value,))
+        raise BadInput(
+            f"example is a {type(value).__name__}; pass a tensor, a tuple of arguments or a mapping of keyword arguments"
+        )
+
+    @property
+    def values(self) -> tuple[Any, ...]:
+        """All arguments."""
+        return (*self.args, *self.kwargs.values())
+
+    def run(self, model: nn.Module) -> Any:
+        """Calls the model."""
+        return model(*self.args, **self.kwargs)
+
+
+def example_for(model: nn.Module, example: object = None) -> Example:
+    """The given example, or one inferred from the model. Raises BadInput where the model does not say what it takes."""
+    if not isinstance(model, nn.Module):
+        raise BadInput(f"expected a torch.nn.Module, got {type(model).__name__}")
+    if example is not None:
+        return Example.of(example)
+    maker = _Maker(model)
+    found = maker.torch_nn() or maker.timm() or maker.diffusers() or maker.transformers() or maker.torchvision()
+    if found is None:
+        raise BadInput(
+            f"{type(model).__name__} does not say what it takes. Pass example= a tensor, a tuple of arguments or a mapping of "
+            "keyword arguments."
+        )
+    return found
+
+
+class _Maker:
+    """Makes small inputs of the model's dtype and device, the same ones every time."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        weight = next((p for p in model.parameters() if p.is_floating_point()), torch.empty(()))
+        self.dtype, self.device = weight.dtype, weight.device
+        self.generator = torch.Generator().manual_seed(0)
+
+    def normal(self, *shape: int) -> Tensor:
+        return torch.randn(*shape, generator=self.generator).to(self.device, self.dtype)
+
+    def ids(self, size: int, *shape: int) -> Tensor:
+        # Low ids are often padding and other special tokens.
+        low = min(4, size - 1)
+        return torch.randint(low, size, shape, generator=self.generator).to(self.device)
+
+    def image(self, channels: int, size: object) -> Tensor:
+        height, width = size if isinstance(size, list | tuple) else (size, size)
+        return self.normal(_BATCH, channels, int(height), int(width))
+
+    def torch_nn(self) -> Example | None:
+        model = self.model
+        if isinstance(model, nn.TransformerEncoderLayer | nn.TransformerDecoderLayer):
+            return self._layer(model, isinstance(model, nn.TransformerDecoderLayer))
+        if isinstance(model, nn.TransformerEncoder | nn.TransformerDecoder):
+            return self._layer(model.layers[0], isinstance(model, nn.TransformerDecoder))
+        if isinstance(model, nn.Transformer):
+            return self._layer(model.encoder.layers[0], both=True)
+        return None
+
+    def _layer(self, layer: nn.Module, both: bool) -> Example:
+        width = layer.self_attn.embed_dim  # type: ignore[union-attr]
+        # With the same count of tokens and rows the layout (batch first or not) does not matter.
+        return Example(tuple(self.normal(_TOKENS, _TOKENS, int(width)) for _ in range(1 + both)))  # type: ignore[arg-type]
+
+    def timm(self) -> Example | None:
+        config: Any = getattr(self.model, "pretrained_cfg", None) or getattr(self.model, "default_cfg", None)
+        size = config.get("input_size") if isinstance(config, dict) else getattr(config, "input_size", None)
+        if size is None:
+            return None
+        channels, *spatial = size
+        embed = getattr(self.model, "patch_embed", None)
+        spatial = getattr(embed, "img_size", None) or spatial
+        conv = next((m for m in self.model.modules() if isinstance(m, nn.Conv2d)), None)
+        channels = conv.in_channels if conv is not None and conv.groups == 1 else channels
+        return Example((self.image(channels, list(spatial)),))
+
+    def torchvision(self) -> Example | None:
+        if not type(self.model).__module__.startswith("torchvision.models"):
+            return None
+        return Example((self.image(3, getattr(self.model, "image_size", 224)),))
+
+    def diffusers(self) -> Example | None:
+        if "diffusers" not in {base.__module__.partition(".")[0] for base in type(self.model).__mro__}:
+            return None
+        config: Any = self.model.config
+        takes = inspect.signature(self.model.forward).parameters
+        width = getattr(config, "cross_attention_dim", None) or getattr(config, "joint_attention_dim", None)
+        if "img_ids" in takes:  # Flux: packed patches, with positions of three axes
+            return self._flux(config)
+        size = getattr(config, "sample_size", None)
+        if size is None or not hasattr(config, "in_channels"):
+            return None
+        arguments: dict[str, Any] = {
+            "sample" if "sample" in takes else "hidden_states": self.image(config.in_channels, size),
+            "timestep": torch.ones(_BATCH, dtype=torch.long, device=self.device),
+        }
+        if "class_labels" in takes and getattr(config, "num_embeds_ada_norm", None):
+            arguments["class_labels"] = self.ids(config.num_embeds_ada_norm, _BATCH)
+        if "encoder_hidden_states" in takes and isinstance(width, int):
+            arguments["encoder_hidden_states"] = self.normal(_BATCH, _TOKENS, width)
+        if "pooled_projections" in takes and hasattr(config, "pooled_projection_dim"):
+            arguments["pooled_projections"] = self.normal(_BATCH, config.pooled_projection_dim)
+        return Example((), {key: value for key, value in arguments.items() if key in takes})
+
+    def _flux(self, config: Any) -> Example:
+        arguments = {
+            "hidden_states": self.normal(_BATCH, _TOKENS, config.in_channels),
+            "encoder_hidden_states": self.normal(_BATCH, _TOKENS, config.joint_attention_dim),
+            "pooled_projections": self.normal(_BATCH, config.pooled_projection_dim),
+            "timestep": torch.ones(_BATCH, device=self.device, dtype=self.dtype),
+            "img_ids": torch.zeros(_TOKENS, 3, device=self.device, dtype=self.dtype),
+            "txt_ids": torch.zeros(_TOKENS, 3, device=self.device, dtype=self.dtype),
+        }
+        if getattr(config, "guidance_embeds", False):
+            arguments["guidance"] = torch.ones(_BATCH, device=self.device, dtype=self.dtype)
+        return Example((), arguments)
+
+    def transformers(self) -> Example | None:
+        config: Any = getattr(self.model, "config", None)
+        if not hasattr(config, "model_type") or not hasattr(self.model, "main_input_name"):
+            return None
+        takes = inspect.signature(self.model.forward).parameters
+        text, vision = getattr(config, "text_config", config), getattr(config, "vision_config", config)
+        arguments: dict[str, Any] = {}
+        if "pixel_values" in takes and hasattr(vision, "image_size"):
+            arguments["pixel_values"] = self.image(getattr(vision, "num_channels", 3), vision.image_size)
+        if "input_ids" in takes and hasattr(text, "vocab_size"):
+            arguments["input_ids"] = self.ids(text.vocab_size, _BATCH, _TOKENS)
+        if "decoder_input_ids" in takes and getattr(config, "is_encoder_decoder", False):
+            arguments["decoder_input_ids"] = self.ids(text.vocab_size, _BATCH, _TOKENS)
+        return Example((), arguments) if arguments else None

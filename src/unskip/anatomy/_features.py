@@ -1,0 +1,84 @@
+"""Features of any block: the output of the repeated units that hold a model's residual sites, in one forward pass."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from unskip.anatomy._audit import audit
+from unskip.anatomy._example import Example
+from unskip.errors import BadInput, NoResidualError
+
+
+def features(
+    model: nn.Module,
+    images: object,
+    blocks: int | Iterable[int] | Literal["all"] = "all",
+    pool: Literal["mean", "cls"] | None = "mean",
+) -> dict[int, Tensor]:
+    """The output of blocks, by block index in execution order: (images, dim), or (images, tokens, dim) with pool=None.
+
+    `images` is a batch, or whatever else the model takes: a tuple of arguments or a mapping of keyword arguments. "mean" is
+    over all tokens or positions, "cls" takes the first token. The model runs once as it is (its mode, its gradients: call it
+    under torch.no_grad() to save memory); negative indices count from the end.
+    """
+    if pool not in ("mean", "cls", None):
+        raise BadInput(f"pool is {pool!r}; it can be 'mean', 'cls' or None")
+    example = Example.of(images)
+    axes: dict[str, int] = {}
+    for site in audit(model, _first_row(example)):
+        axes[site.block] = site.axis
+    if not axes:
+        raise NoResidualError(f"{type(model).__name__}: no residual sites, so no blocks to take features from")
+    wanted = _indices(blocks, len(axes))
+    names = list(axes)
+    outputs: dict[int, Tensor] = {}
+    handles = [model.get_submodule(names[index]).register_forward_hook(_keep(outputs, index)) for index in wanted]
+    try:
+        example.run(model)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return {index: _pooled(outputs[index], axes[names[index]], pool) for index in wanted}
+
+
+def _first_row(example: Example) -> Example:
+    """One row is enough to find the blocks."""
+
+    def cut(value: Any) -> Any:
+        return value[:1] if isinstance(value, Tensor) and value.ndim > 1 else value
+
+    return Example(tuple(cut(v) for v in example.args), {k: cut(v) for k, v in example.kwargs.items()})
+
+
+def _indices(blocks: object, count: int) -> list[int]:
+    if isinstance(blocks, str) and blocks == "all":
+        return list(range(count))
+    asked = [blocks] if isinstance(blocks, int) else list(blocks)  # type: ignore[call-overload]
+    wrong = [index for index in asked if not isinstance(index, int) or not -count <= index < count]
+    if wrong:
+        raise BadInput(f"blocks: {wrong} not among the model's {count} blocks, 0 to {count - 1}")
+    return sorted({index % count for index in asked})
+
+
+def _keep(outputs: dict[int, Tensor], index: int) -> Any:
+    def hook(module: nn.Module, arguments: object, output: object) -> None:
+        tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+        if not tensors:
+            raise BadInput(f"block {index} ({type(module).__name__}) returns no tensor")
+        outputs[index] = tensors[0]  # a block that runs several times leaves its last output
+
+    return hook
+
+
+def _pooled(output: Tensor, axis: int, pool: str | None) -> Tensor:
+    if output.ndim == 2:
+        return output
+    tokens = output.movedim(axis, -1).flatten(1, -2)  # (images, tokens, dim)
+    if pool is None:
+        return tokens
+    return tokens[:, 0] if pool == "cls" else tokens.to(torch.promote_types(tokens.dtype, torch.float32)).mean(1)

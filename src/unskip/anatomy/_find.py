@@ -1,0 +1,262 @@
+"""Finds the residual additions in a recorded graph.
+
+An addition `l + r` of equal shapes is a residual when one operand, the stream, comes unchanged from a tensor that the other
+operand, the branch, was computed from by way of a matrix product, convolution, attention or pooling:
+
+    identity    s = x                  f = f(x)        x + f(x)
+    projected   s = P x                f = f(x)        P at most one linear map: a ResNet downsample, a pooled or sliced stream
+    more        s = x + f(x)           g = g(x)        a further branch of the same site: x + attention + mlp
+
+What only looks like one is told apart: a position embedding has no ancestor in common, a bias or mask is added to attention
+logits, the sum of two branches has no stream, and a polynomial such as x + c x^3 has no transformation in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from math import prod
+from typing import Literal
+
+from unskip.anatomy import _ops
+from unskip.anatomy._trace import Graph, Node
+
+Role = Literal["mix", "more"]
+
+
+@dataclass(eq=False)
+class Finding:
+    """One execution of one residual addition."""
+
+    add: Node
+    stream: int
+    branch: int
+    side: Literal["left", "right"]  # where the stream stands in the source
+    root: int  # the tensor that stream and branch both come from
+    path: list[Node]  # what was computed between the root and the branch
+    projected: bool = False
+    role: Role = "mix"
+    first: Finding | None = None  # of a further branch: the finding it continues
+    spans: list[Finding] = field(default_factory=list)  # residuals inside the branch
+    long: bool = False
+
+
+@dataclass(eq=False)
+class Doubt:
+    """Something that may be a residual and cannot be told or touched."""
+
+    node: Node
+    reason: str
+
+
+def find(graph: Graph) -> tuple[list[Finding], list[Doubt]]:
+    """Every execution of a residual addition, in order, and what could not be decided."""
+    search = _Search(graph)
+    for node in graph.nodes:
+        if node.calls and len(node.parents) > 1:
+            search.look(node)
+    return search.found, search.doubts
+
+
+class _Search:
+    def __init__(self, graph: Graph) -> None:
+        self.graph = graph
+        self.nodes = graph.nodes
+        self.consumers = consumers(graph)
+        self.found: list[Finding] = []
+        self.doubts: list[Doubt] = []
+        self.output_of: dict[int, Finding] = {}
+
+    def look(self, node: Node) -> None:
+        left, right = node.parents[0], node.parents[1]
+        same = self.nodes[left].shape == self.nodes[right].shape == node.shape and len(node.shape) > 0
+        if node.op in _ops.ADD and node.plain:
+            if same and node.floating and not self._is_logits(node):
+                self._add(node, left, right)
+        elif node.floating and not self._is_logits(node):
+            self._fused(node)
+
+    def _add(self, node: Node, left: int, right: int) -> None:
+        finding = (
+            self._identity(node, left, right, "left")
+            or self._identity(node, right, left, "right")
+            or self._more(node, left, right, "left")
+            or self._more(node, right, left, "right")
+            or self._projected(node, left, right, "left")
+            or self._projected(node, right, left, "right")
+        )
+        if finding is None:
+            return
+        on_path = {n.index for n in finding.path}
+        finding.spans = [f for f in self.found if f.role == "mix" and f.add.index in on_path]
+        if self._is_side_input(finding):
+            self.doubts.append(Doubt(node, "a side input that is added again at another depth, not the stream of a branch"))
+            return
+        finding.long = self._is_long(finding)
+        self.found.append(finding)
+        self.output_of[node.index] = finding
+
+    def _identity(self, node: Node, s: int, f: int, side: Literal["left", "right"]) -> Finding | None:
+        for root, narrowed in climb(self.nodes, s):
+            if root not in self.nodes[f]:
+                continue
+            path = between(self.nodes, root, f)
+            if not any(_ops.is_transform(n.op) for n in path):
+                continue
+            if narrowed:
+                return None
+            if self.nodes[root].fixed and not self._ends_in_transform(f):
+                return None  # a weight added again, such as a position embedding at every layer
+            return Finding(node, s, f, side, root, path)
+        return None
+
+    def _more(self, node: Node, s: int, f: int, side: Literal["left", "right"]) -> Finding | None:
+        for index, _ in climb(self.nodes, s):
+            first = self.output_of.get(index)
+            if first is None or first.root not in self.nodes[f] or index in self.nodes[f]:
+                continue
+            if first.add.owners[:1] != node.owners[:1]:
+                continue
+            path = between(self.nodes, first.root, f)
+            if any(_ops.is_transform(n.op) for n in path):
+                return Finding(node, s, f, side, first.root, path, first.projected, "more", first.first or first)
+        return None
+
+    def _projected(self, node: Node, s: int, f: int, side: Literal["left", "right"]) -> Finding | None:
+        common = self.nodes[s].ancestors & self.nodes[f].ancestors & self.graph.moving
+        if not common:
+            return None
+        root = common.bit_length() - 1
+        if root in (s, f):
+            return None
+        shortcut, path = between(self.nodes, root, s), between(self.nodes, root, f)
+        if any(self._bends(n) for n in shortcut) or not any(self._bends(n) for n in path):
+            return None
+        if self._depth(shortcut) > 1 or self._depth(path) < 2:
+            return None
+        return Finding(node, s, f, side, root, path, projected=True)
+
+    def _bends(self, node: Node) -> bool:
+        """Not an affine map of its input: an activation, attention, or a product of two activations."""
+        if node.op in _ops.ACTIVATION or _ops.is_softmax(node.op) or _ops.is_attention(node.op):
+            return not in_norm(node)
+        return is_product(self.nodes, node)
+
+    def _depth(self, path: list[Node]) -> int:
+        """The longest chain of weight products on the path."""
+        depth: dict[int, int] = {}
+        for node in path:
+            below = max((depth.get(parent, 0) for parent in node.parents), default=0)
+            depth[node.index] = below + (_ops.is_matmul(node.op) and not is_product(self.nodes, node))
+        return depth[path[-1].index] if path else 0
+
+    def _ends_in_transform(self, index: int) -> bool:
+        """Whether the last thing that happened is a product, not a sum or norm: a branch's output rather than a stream."""
+        *_, (last, _) = climb(self.nodes, index, scaled_by_weights=True)
+        return _ops.is_transform(self.nodes[last].op)
+
+    def _is_logits(self, node: Node) -> bool:
+        """Whether the sum is handed to a softmax whose result weighs values: an attention mask or bias was added."""
+        through = _ops.IDENTITY | _ops.PART | _ops.SCALE | {"add", "sub", "tanh", "masked_fill", "where", "maximum", "amax"}
+        frontier, seen = [node.index], set()
+        while frontier:
+            for consumer in self.consumers[frontier.pop()]:
+                if consumer in seen:
+                    continue
+                seen.add(consumer)
+                op = self.nodes[consumer].op
+                if _ops.is_softmax(op):
+                    return any(is_product(self.nodes, self.nodes[i]) for i in self._reach(consumer))
+                if op in through:
+                    frontier.append(consumer)
+        return False
+
+    def _reach(self, index: int) -> set[int]:
+        """The consumers of a tensor through rearrangements and dropout."""
+        reached: set[int] = set()
+        frontier = [index]
+        while frontier:
+            for consumer in self.consumers[frontier.pop()]:
+                if consumer not in reached:
+                    reached.add(consumer)
+                    if self.nodes[consumer].op in _ops.IDENTITY | {"native_dropout", "mul", "masked_fill", "where"}:
+                        frontier.append(consumer)
+        return reached
+
+    def _is_side_input(self, finding: Finding) -> bool:
+        """The root enters some residual inside the path by its branch alone: it was handed in beside that stream."""
+        return any(finding.root not in self.nodes[inner.root] and finding.root != inner.root for inner in finding.spans)
+
+    def _is_long(self, finding: Finding) -> bool:
+        """Reaches over other residuals of its own stream, or over another resolution, as in a U-Net.
+
+        One residual inside the branch is a nested residual, not a long skip.
+        """
+        here = self._trunk(finding.root)
+        own = [inner for inner in finding.spans if self._trunk(inner.root) == here]
+        return len(own) > 1 or any(prod(i.add.shape[1:-1]) != prod(finding.add.shape[1:-1]) for i in finding.spans)
+
+    def _trunk(self, index: int) -> int:
+        """Where the stream that a tensor lies on began: back through rearrangements and residual additions."""
+        while True:
+            for start, _ in climb(self.nodes, index):
+                if start in self.output_of:
+                    index = self.output_of[start].root
+                    break
+            else:
+                return start
+
+    def _fused(self, node: Node) -> None:
+        """A residual inside a larger operator (addcmul, lerp, baddbmm, ...), or with a sign or factor of its own."""
+        s, *rest = node.parents
+        if self.nodes[s].shape != node.shape:
+            return
+        for root, _ in climb(self.nodes, s):
+            for f in rest:
+                if self.nodes[root].fixed or root not in self.nodes[f]:
+                    continue
+                if _ops.is_matmul(node.op) or any(_ops.is_transform(n.op) for n in between(self.nodes, root, f)):
+                    self.doubts.append(Doubt(node, f"a residual fused into torch.{node.op}, which has no addition to weigh"))
+                    return
+
+
+def consumers(graph: Graph) -> list[list[int]]:
+    """For every node, the nodes that read it."""
+    result: list[list[int]] = [[] for _ in graph.nodes]
+    for node in graph.nodes:
+        for parent in dict.fromkeys(node.parents):
+            result[parent].append(node.index)
+    return result
+
+
+def climb(nodes: list[Node], index: int, scaled_by_weights: bool = False) -> Iterator[tuple[int, bool]]:
+    """A tensor and the tensors it is a rearranged, cast or constantly scaled copy of; True once a part was taken."""
+    narrowed = False
+    while True:
+        yield index, narrowed
+        node = nodes[index]
+        if not node.parents:
+            return
+        if node.op in _ops.PART:
+            narrowed = narrowed or prod(nodes[node.parents[0]].shape) != prod(node.shape)
+        elif node.op in _ops.SCALE and (len(node.parents) == 1 or (scaled_by_weights and nodes[node.parents[1]].fixed)):
+            pass
+        elif node.op not in _ops.IDENTITY:
+            return
+        index = node.parents[0]
+
+
+def between(nodes: list[Node], root: int, end: int) -> list[Node]:
+    """The nodes on any way from the root to the end, the end included."""
+    last = nodes[end]
+    return [node for node in nodes[root + 1 : end + 1] if root in node and node.index in last]
+
+
+def is_product(nodes: list[Node], node: Node) -> bool:
+    """A matrix product of two tensors that both depend on the input, as in attention."""
+    return _ops.is_matmul(node.op) and sum(not nodes[parent].fixed for parent in node.parents[-2:]) == 2
+
+
+def in_norm(node: Node) -> bool:
+    """Whether a normalisation ran the operator: by the operator, or by the name of the module that ran it."""
+    return _ops.is_norm(node.op) or (bool(node.owners) and "norm" in type(node.owners[0]).__name__.lower())

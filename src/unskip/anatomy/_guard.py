@@ -1,0 +1,49 @@
+"""Models that must not be traced or rewired as they are: compiled, wrapped, hooked, or part of a rewired one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from unskip.errors import WrappedError
+
+WIRING = "_unskip_wiring"  # attribute of a rewired model's root
+PATCH = "_unskip_patch"  # attribute of the classes made by rewiring
+
+_WRAPPERS = {
+    "OptimizedModule": "torch.compile",
+    "DistributedDataParallel": "DistributedDataParallel",
+    "DataParallel": "DataParallel",
+    "FullyShardedDataParallel": "FSDP",
+    "PeftModel": "peft",
+    "DeepSpeedEngine": "DeepSpeed",
+}
+
+
+def wiring_in(model: nn.Module) -> Any:
+    """The wiring of a rewired model, or None."""
+    return vars(model).get(WIRING)
+
+
+def refuse_wrapped(model: nn.Module) -> None:
+    """Raises WrappedError where rewiring would be ignored, hidden or undone by something around the model."""
+    for path, module in model.named_modules():
+        where = f"{path or 'the model'} ({type(module).__name__})"
+        for cls in type(module).__mro__:
+            if cls.__name__ in _WRAPPERS:
+                tool = _WRAPPERS[cls.__name__]
+                raise WrappedError(f"{where} is wrapped by {tool}. Rewire the plain model first, then apply {tool}.")
+            if cls.__name__ == "FSDPModule":
+                raise WrappedError(f"{where} is sharded by FSDP. Rewire the plain model first, then call fully_shard.")
+            if cls.__module__.startswith("torch.jit"):
+                raise WrappedError(f"{where} is a TorchScript module, which has no Python source. Rewire before scripting.")
+        if "forward" in vars(module):
+            raise WrappedError(
+                f"{where} has a forward of its own on the instance (a hook of accelerate or another tool), which would bypass "
+                "rewiring. Remove it, rewire, then put it back."
+            )
+        if vars(module).get("_compiled_call_impl") is not None:
+            raise WrappedError(f"{where} was compiled in place by module.compile(). Rewire first, then compile.")
+        if hasattr(type(module), PATCH):
+            raise WrappedError(f"{where} belongs to a rewired model. Work on that model, or undo its wiring first.")

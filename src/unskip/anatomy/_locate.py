@@ -1,0 +1,181 @@
+"""From the Python frames of an addition to the place in a module's source where it stands.
+
+The addition may stand in the module's own method, in a function that the method calls (`dropout_add(...)`), in an inherited
+method reached by `super()`, or in the `__call__` of a helper object such as an attention processor. A place is therefore a
+chain: the method of a module, then the calls that lead from it to the addition.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+from collections.abc import Iterator
+from dataclasses import dataclass
+from types import CodeType, FunctionType, MethodType
+from typing import Any, Literal
+
+from torch import nn
+
+from unskip.anatomy._source import FunctionSource, Position, expression_at, function_source, nested
+from unskip.anatomy._trace import Call
+from unskip.errors import SourceError
+
+_DEPTH = 6  # decorators around a function, and functions between a module and an addition: more is not followed
+
+
+@dataclass(frozen=True)
+class Hop:
+    """An expression in a function: a call that leads on, or, last, the addition itself."""
+
+    module: str  # import name of the function's module
+    qualname: str
+    digest: str  # of the function's source
+    position: Position
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where an addition stands, and on which side its stream is. Plain data: it can be saved and found again."""
+
+    hops: tuple[Hop, ...]  # the first is a method of the module that is rewired
+    side: Literal["left", "right"]
+    role: Literal["mix", "more"]
+
+
+class Unreachable(Exception):
+    """An addition that cannot be rewired, with the reason."""
+
+
+@dataclass(frozen=True)
+class Located:
+    """The module that an addition belongs to and the chain of expressions down to it."""
+
+    module: nn.Module
+    hops: tuple[Hop, ...]
+    expression: str
+    source: str  # file and line
+
+
+def locate(calls: tuple[Call, ...]) -> Located:
+    """Follows the frames of an addition, innermost first, up to the method of a module. Raises Unreachable."""
+    hops: list[Hop] = []
+    text = line = ""
+    index = 0
+    position = calls[0].position
+    while len(hops) < _DEPTH:
+        index = _enclosing(calls, index)
+        code = calls[index].code
+        source, node = _expression(code, position)
+        if not hops:
+            check_addition(node, code)
+            text, line = " ".join(ast.unparse(node).split()), f"{code.co_filename}:{position[0]}"
+        elif not isinstance(node, ast.Call):
+            raise Unreachable(f"{code.co_qualname} reaches {hops[0].qualname} by something other than a plain call")
+        module_name = calls[index].frame.f_globals.get("__name__", "")
+        hops.insert(0, Hop(module_name, code.co_qualname, source.digest, position))  # type: ignore[arg-type]
+        receiver = calls[index].receiver
+        if isinstance(receiver, nn.Module) and names_of(type(receiver), code):
+            return Located(receiver, tuple(hops), text, line)
+        function = import_function(module_name, code.co_qualname, code)
+        wrappers = {layer.__code__ for layer in layers(function)}
+        index += 1
+        while index < len(calls) and calls[index].code in wrappers:
+            index += 1
+        if index >= len(calls):
+            raise Unreachable(f"{code.co_qualname} is not called from a module's method")
+        position = calls[index].position
+    raise Unreachable(f"more than {_DEPTH} calls lie between the module and the addition")
+
+
+def _expression(code: CodeType, position: Any) -> tuple[FunctionSource, ast.AST]:
+    try:
+        source = function_source(code)
+    except SourceError as error:
+        raise Unreachable(str(error)) from error
+    if None in position:
+        raise Unreachable("Python runs without column positions (-X no_debug_ranges)")
+    node = expression_at(source, position)
+    if node is None:
+        raise Unreachable(f"{code.co_qualname}, line {position[0]}: the addition is not written as one")
+    return source, node
+
+
+def _enclosing(calls: tuple[Call, ...], index: int) -> int:
+    """A comprehension, lambda or inner function is rewritten as part of the function it stands in."""
+    for outer in range(len(calls) - 1, index, -1):
+        if any(code is calls[index].code for code in nested(calls[outer].code)):
+            return outer
+    return index
+
+
+def check_addition(node: ast.AST, code: CodeType) -> None:
+    """Whether the expression is an addition that can be rewritten."""
+    match node:
+        case ast.BinOp(op=ast.Add()):
+            return
+        case ast.AugAssign(op=ast.Add(), target=target):
+            if all(
+                isinstance(
+                    n,
+                    ast.Name
+                    | ast.Attribute
+                    | ast.Subscript
+                    | ast.Slice
+                    | ast.Tuple
+                    | ast.Constant
+                    | ast.UnaryOp
+                    | ast.unaryop
+                    | ast.expr_context,
+                )
+                for n in ast.walk(target)
+            ):
+                return
+            raise Unreachable(f"`{ast.unparse(target)} +=` computes its target, which would run twice")
+        case ast.Call(func=ast.Attribute(attr="add" | "add_"), keywords=[], args=[_] | [_, _]):
+            return
+        case ast.Call(func=ast.Name(id="add"), keywords=[], args=[_, _]):
+            return
+    raise Unreachable(f"{code.co_qualname}: the sum is made inside `{ast.unparse(node)[:60]}`, not by an addition in the source")
+
+
+def layers(function: object, depth: int = _DEPTH) -> Iterator[FunctionType]:
+    """A function and the functions that its decorators wrapped, outermost first."""
+    if isinstance(function, MethodType | staticmethod | classmethod):
+        function = function.__func__
+    if not isinstance(function, FunctionType) or depth < 0:
+        return
+    yield function
+    for cell in function.__closure__ or ():
+        try:
+            content = cell.cell_contents
+        except ValueError:  # an empty cell
+            continue
+        if isinstance(content, FunctionType):
+            yield from layers(content, depth - 1)
+
+
+def names_of(owner: type, code: CodeType) -> list[str]:
+    """The attributes of a class that run a code object when looked up on it (not those that a subclass overrides)."""
+    names = [code.co_name, *(name for base in owner.__mro__ for name in vars(base))]
+    found = []
+    for name in dict.fromkeys(names):
+        value = inspect.getattr_static(owner, name, None)
+        if isinstance(value, FunctionType) and any(layer.__code__ is code for layer in layers(value)):
+            found.append(name)
+            if name == code.co_name:
+                break  # the ordinary case; a second name for the same method would be looked up by that name
+    return found
+
+
+def import_function(module: str, qualname: str, code: CodeType | None = None) -> FunctionType:
+    """The function that a hop names, as other code finds it: with its decorators. Raises Unreachable."""
+    try:
+        value: Any = importlib.import_module(module)
+        for name in qualname.split("."):
+            value = inspect.getattr_static(value, name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise Unreachable(f"{module}.{qualname} cannot be found by name") from error
+    if not isinstance(value, FunctionType) or (code is not None and all(layer.__code__ is not code for layer in layers(value))):
+        raise Unreachable(f"{module}.{qualname} is not the function that ran")
+    return value

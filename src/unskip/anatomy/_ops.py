@@ -1,0 +1,80 @@
+"""What the operators in a trace mean for finding residuals: which ones move data, transform it, mix tokens, or bend it.
+
+Operators are known by their base name ("aten.add_.Tensor" is "add"), so that one entry covers overloads and in-place forms.
+"""
+
+from __future__ import annotations
+
+import re
+
+# Rearranges or casts its first argument: the values stay the same tensor of values.
+IDENTITY = frozenset(
+    "view _unsafe_view reshape _reshape_alias permute transpose t mT expand expand_as squeeze unsqueeze alias detach clone "
+    "contiguous _to_copy to roll flip flatten unflatten movedim lift_fresh lift_fresh_copy pixel_shuffle pixel_unshuffle "
+    "rot90 as_strided view_as_real view_as_complex _conj resolve_conj positive copy".split()
+)
+# Takes a part of its first argument; the identity only where the part is the whole.
+PART = frozenset(
+    "slice narrow select split split_with_sizes unbind chunk index index_select gather constant_pad_nd "
+    "take_along_dim unfold".split()
+)
+SCALE = frozenset({"mul", "div"})
+
+# A new tensor that takes only shape and dtype from its arguments.
+FRESH = frozenset(
+    "zeros_like ones_like empty_like full_like rand_like randn_like randint_like new_zeros new_ones new_empty new_full "
+    "new_empty_strided bernoulli zero fill".split()
+)
+
+ADD = frozenset({"add"})
+# Holds a residual addition inside a larger operator: seen, and reported as unknown.
+FUSED = frozenset("addcmul addcdiv lerp addmm addbmm baddbmm index_add scatter_add sub".split())
+
+_MATMUL = re.compile(r"^(\w*mm|mv|addmv|dot|linear|bilinear|\w*convolution\w*|conv\w*|_trilinear|einsum|\w*lstm\w*|\w*gru\w*)$")
+_POOL = re.compile(r"^(\w*avg_pool\w*|\w*max_pool\w*|_fft\w*|fft\w*|stft|cumsum|grid_sampler\w*)$")
+_ATTENTION = re.compile(r"attention|attn", re.IGNORECASE)
+_SOFTMAX = re.compile(r"softmax")
+_NORM = re.compile(r"^(native_)?\w*norm\w*$")
+ACTIVATION = frozenset(
+    "relu gelu silu sigmoid tanh hardswish hardsigmoid hardtanh leaky_relu elu celu selu mish softplus prelu glu "
+    "clamp_min erf softsign log_sigmoid logsigmoid threshold rrelu exp square pow".split()
+)
+
+
+def base_name(op: object) -> str:
+    """ "add" for aten.add.Tensor and aten.add_.Tensor; other libraries' operators keep their namespace: "xformers.mha"."""
+    namespace, _, name = str(op.name()).partition("::")  # type: ignore[attr-defined]
+    name = name.partition(".")[0]
+    if namespace != "aten":
+        return f"{namespace}.{name}"
+    return name[:-1] if name.endswith("_") and not name.endswith("__") else name
+
+
+def is_attention(name: str) -> bool:
+    """One fused kernel from queries, keys and values to the attended values."""
+    return bool(_ATTENTION.search(name)) and "mask" not in name
+
+
+def is_softmax(name: str) -> bool:
+    return bool(_SOFTMAX.search(name))
+
+
+def is_matmul(name: str) -> bool:
+    """A matrix product or convolution, of two activations or with a weight."""
+    return bool(_MATMUL.match(name))
+
+
+def is_convolution(name: str) -> bool:
+    return "conv" in name
+
+
+def is_norm(name: str) -> bool:
+    return bool(_NORM.match(name)) and "linalg" not in name
+
+
+def is_transform(name: str) -> bool:
+    """Enough of an operation to make `stream + g(stream)` a residual around g, rather than arithmetic of one formula.
+
+    An operator of another library is opaque, so it counts.
+    """
+    return "." in name or is_matmul(name) or is_attention(name) or bool(_POOL.match(name))

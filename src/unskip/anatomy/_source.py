@@ -1,0 +1,130 @@
+"""The source of a running function: its syntax tree, the expression at a position, and proof that the two belong together.
+
+Source on disk may have changed since the import, or an import hook may have rewritten it. So the tree is compiled again and
+its bytecode compared with the code that runs; only then is a position in it to be trusted.
+"""
+
+from __future__ import annotations
+import __future__
+
+import ast
+import copy
+import functools
+import hashlib
+import linecache
+from collections.abc import Iterator
+from dataclasses import dataclass
+from types import CodeType
+
+from unskip.errors import SourceError
+
+Position = tuple[int, int, int, int]  # line, end line, column, end column (columns count UTF-8 bytes, as in ast)
+FunctionNode = ast.FunctionDef | ast.AsyncFunctionDef
+_FUTURE = functools.reduce(lambda a, b: a | b, (getattr(__future__, name).compiler_flag for name in __future__.all_feature_names))
+
+
+@dataclass(frozen=True, eq=False)
+class FunctionSource:
+    """A function's syntax tree, the class it stands in (which mangles private names), and a digest of its text.
+
+    The module's imports belong to it: the compiler emits other bytecode for a method call on an imported name.
+    """
+
+    node: FunctionNode
+    class_name: str | None
+    imports: tuple[ast.stmt, ...]
+    digest: str
+    filename: str
+
+
+@functools.lru_cache(maxsize=256)
+def function_source(code: CodeType) -> FunctionSource:
+    """Finds the source of a code object and checks that it compiles to that code. Raises SourceError."""
+    lines = linecache.getlines(code.co_filename)
+    where = f"{code.co_qualname} ({code.co_filename}:{code.co_firstlineno})"
+    if not lines:
+        raise SourceError(f"{where}: its source cannot be had. Define the class in a file or a notebook cell.")
+    tree = _parse(code.co_filename, "".join(lines))
+    for node, class_name in _functions(tree):
+        first = min([node.lineno, *(d.lineno for d in node.decorator_list)])
+        if node.name == code.co_name and first == code.co_firstlineno:
+            text = "".join(lines[first - 1 : node.end_lineno])
+            digest = hashlib.sha256(text.encode()).hexdigest()[:16]
+            source = FunctionSource(node, class_name, tuple(_imports(tree)), digest, code.co_filename)
+            if not _same(compile_function(source, source.node, code), code):
+                break
+            return source
+    raise SourceError(f"{where}: its source does not match the code that runs. Restart Python if the file was edited.")
+
+
+@functools.lru_cache(maxsize=32)
+def _parse(filename: str, text: str) -> ast.Module:
+    try:
+        return ast.parse(text, filename)
+    except SyntaxError as error:
+        raise SourceError(f"{filename}: its source does not parse: {error}") from error
+
+
+def _functions(tree: ast.AST, class_name: str | None = None) -> Iterator[tuple[FunctionNode, str | None]]:
+    for child in ast.iter_child_nodes(tree):
+        if isinstance(child, FunctionNode):
+            yield child, class_name
+        yield from _functions(child, child.name if isinstance(child, ast.ClassDef) else class_name)
+
+
+def _imports(tree: ast.AST) -> Iterator[ast.stmt]:
+    """The imports that bind names of the module, also those inside its if and try statements."""
+    for child in ast.iter_child_nodes(tree):
+        if isinstance(child, ast.Import) or (isinstance(child, ast.ImportFrom) and child.module != "__future__"):
+            yield child
+        elif not isinstance(child, FunctionNode | ast.ClassDef):
+            yield from _imports(child)
+
+
+def expression_at(source: FunctionSource, position: Position) -> ast.AST | None:
+    """The binary operation, augmented assignment or call that stands at a position."""
+    line, end_line, column, end_column = position
+    for node in ast.walk(source.node):
+        if isinstance(node, ast.BinOp | ast.AugAssign | ast.Call) and (
+            (node.lineno, node.end_lineno, node.col_offset, node.end_col_offset) == (line, end_line, column, end_column)
+        ):
+            return node
+    return None
+
+
+def compile_function(source: FunctionSource, node: FunctionNode, like: CodeType, names: tuple[str, ...] = ()) -> CodeType:
+    """Compiles a function's tree into code that fits where `like` ran: same class for private names and super(), same free
+    variables, same __future__ flags; `names` become further free variables.
+    """
+    node = copy.copy(node)
+    node.decorator_list = []
+    free = [name for name in (*like.co_freevars, *names) if name != "__class__"]
+    body: list[ast.stmt] = [node]
+    if source.class_name is not None:
+        body = [ast.ClassDef(source.class_name, bases=[], keywords=[], body=body, decorator_list=[])]
+    arguments = ast.arguments([], [ast.arg(name) for name in free], None, [], [], None, [])
+    outer = ast.FunctionDef("unskip_scope", arguments, body, [], None)
+    tree = ast.fix_missing_locations(ast.Module([*source.imports, outer], []))
+    module = compile(tree, source.filename, "exec", like.co_flags & _FUTURE, dont_inherit=True)
+    return next(code for code in nested(module) if code.co_name == node.name and code.co_firstlineno == node.lineno)
+
+
+def nested(code: CodeType) -> Iterator[CodeType]:
+    """The code objects inside a code object, at any depth."""
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield constant
+            yield from nested(constant)
+
+
+def _same(a: CodeType, b: CodeType) -> bool:
+    facts = ("co_code", "co_names", "co_varnames", "co_freevars", "co_cellvars", "co_argcount", "co_kwonlyargcount")
+    if any(getattr(a, fact) != getattr(b, fact) for fact in facts) or len(a.co_consts) != len(b.co_consts):
+        return False
+    for x, y in zip(a.co_consts, b.co_consts, strict=True):
+        if isinstance(x, CodeType) or isinstance(y, CodeType):
+            if not (isinstance(x, CodeType) and isinstance(y, CodeType) and _same(x, y)):
+                return False
+        elif type(x) is not type(y) or repr(x) != repr(y):
+            return False
+    return True

@@ -1,0 +1,260 @@
+"""One forward pass as a graph: which operator made each tensor, from what, in which module and at which line.
+
+The graph is recorded below autograd by a dispatch mode, so it sees what really ran: control flow, keyword arguments,
+functions of other libraries. Nothing is hooked or changed; the model's tensors stay alive while the trace does, because
+tensors are known by identity.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from types import CodeType, FrameType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from unskip.anatomy import _ops
+from unskip.anatomy._example import Example
+
+_CALL = nn.Module._call_impl.__code__
+# Frames of the machinery between a Python expression and its dispatch.
+_MACHINERY = (
+    "torch/_compile.py",
+    "torch/_dynamo/",
+    "torch/utils/_python_dispatch.py",
+    "torch/_ops.py",
+    "unskip/anatomy/_trace.py",
+    "unskip/wiring/_verify.py",
+)
+
+
+@dataclass(eq=False)
+class Call:
+    """A Python frame as it stood when an operator ran: the function and the instruction it was at."""
+
+    frame: FrameType
+    instruction: int
+
+    @property
+    def code(self) -> CodeType:
+        return self.frame.f_code
+
+    @property
+    def position(self) -> tuple[int | None, int | None, int | None, int | None]:
+        """(line, end line, column, end column) of the expression being evaluated."""
+        return list(self.code.co_positions())[self.instruction // 2]
+
+    @property
+    def receiver(self) -> object:
+        """The first argument: `self` in a method, whatever it is called."""
+        if not self.code.co_argcount:
+            return None
+        return self.frame.f_locals.get(self.code.co_varnames[0])
+
+
+@dataclass(eq=False)
+class Node:
+    """One tensor version: the output of an operator, an input, or a weight."""
+
+    index: int
+    op: str  # base name of the operator; "input", "weight" or "constant" for leaves
+    parents: tuple[int, ...] = ()
+    ancestors: int = 0  # bit set of node indices, itself included
+    fixed: bool = False  # made from weights and constants alone: does not depend on the input
+    shape: tuple[int, ...] = ()
+    floating: bool = True
+    owners: tuple[nn.Module, ...] = ()  # modules being called, innermost first
+    calls: tuple[Call, ...] = ()  # Python frames, innermost first; kept for possible residuals only
+    plain: bool = True  # an addition without a factor of its own
+    ratio: float | None = None  # of an addition: rms of the right operand over rms of the left
+
+    def __contains__(self, index: int) -> bool:
+        return bool(self.ancestors >> index & 1)
+
+
+@dataclass(eq=False)
+class Graph:
+    """The nodes in execution order."""
+
+    nodes: list[Node] = field(default_factory=list)
+    moving: int = 0  # bit set of the nodes that depend on the input
+
+    def add(self, op: str, parents: tuple[int, ...] = (), **facts: Any) -> Node:
+        index = len(self.nodes)
+        ancestors = 1 << index
+        for parent in parents:
+            ancestors |= self.nodes[parent].ancestors
+        node = Node(index, op, parents, ancestors, **facts)
+        self.nodes.append(node)
+        if not node.fixed:
+            self.moving |= 1 << index
+        return node
+
+
+def _storage(tensor: Tensor) -> int | None:
+    try:
+        return int(tensor.untyped_storage()._cdata)
+    except (NotImplementedError, RuntimeError):  # sparse and nested tensors have none
+        return None
+
+
+def _tensors(tree: object) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+def _rms(tensor: Tensor) -> float | None:
+    if tensor.device.type == "meta" or not tensor.numel():
+        return None
+    return float(tensor.detach().to(torch.float32).square().mean().sqrt())
+
+
+class Recorder(TorchDispatchMode):
+    """Records every operator that runs while it is active into `graph`."""
+
+    def __init__(self, model: nn.Module, example: object) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.graph = Graph()
+        self._node: dict[int, int] = {}  # id of a tensor -> its node
+        self._alive: list[Tensor] = []  # so that no id is used twice
+        self._written: dict[int, int] = {}  # storage -> node of the last in-place write to it
+        for tensor in [*model.parameters(), *model.buffers()]:
+            self._leaf(tensor, "weight", fixed=True)
+        for tensor in _tensors(example):
+            self._leaf(tensor, "input", fixed=False)
+
+    def _leaf(self, tensor: Tensor, op: str, fixed: bool) -> int:
+        if id(tensor) not in self._node:
+            node = self.graph.add(op, fixed=fixed, shape=tuple(tensor.shape), floating=_floating(tensor))
+            self._remember(tensor, node)
+        return self._node[id(tensor)]
+
+    def _remember(self, tensor: Tensor, node: Node) -> None:
+        self._node[id(tensor)] = node.index
+        self._alive.append(tensor)
+
+    def _lookup(self, tensor: Tensor) -> int:
+        """The node that holds the tensor's present value, in-place writes through other views included."""
+        index = self._leaf(tensor, "constant", fixed=True)
+        storage = _storage(tensor) if self._written else None
+        written = self._written.get(storage, -1) if storage is not None else -1
+        if written <= index:
+            return index
+        whole = self.graph.nodes[written].shape
+        same = torch.Size(whole).numel() == tensor.numel()  # a write through another view of the same elements
+        parents = (written, index) if same else (index, written)
+        fixed = all(self.graph.nodes[p].fixed for p in parents)
+        node = self.graph.add(
+            "alias" if same else "overwrite",
+            parents,
+            fixed=fixed,
+            shape=tuple(tensor.shape),
+            floating=_floating(tensor),
+        )
+        self._remember(tensor, node)
+        return node.index
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+        kwargs = kwargs or {}
+        name = _ops.base_name(func)
+        parents = tuple(self._lookup(tensor) for tensor in _tensors((args, kwargs)))
+        ratio = self._ratio(name, args)
+        out = func(*args, **kwargs)
+        written = [
+            value
+            for argument, value in zip(func._schema.arguments, args, strict=False)
+            if argument.alias_info is not None and argument.alias_info.is_write and isinstance(value, Tensor)
+        ]
+        facts: dict[str, Any] = {"owners": self._owners()}
+        if len(parents) >= 2 and (name in _ops.ADD or name in _ops.FUSED):
+            facts.update(calls=tuple(calls()), plain=kwargs.get("alpha", 1) == 1, ratio=ratio)
+        for tensor in [*written, *(t for t in _tensors(out) if not any(t is w for w in written))]:
+            self._record(tensor, name, parents, facts)
+            storage = _storage(tensor)
+            if any(tensor is w for w in written) and storage is not None:
+                self._written[storage] = self._node[id(tensor)]
+        return out
+
+    def _record(self, tensor: Tensor, name: str, parents: tuple[int, ...], facts: dict[str, Any]) -> None:
+        nodes = self.graph.nodes
+        floating = _floating(tensor)
+        fixed = all(nodes[p].fixed for p in parents)
+        if name in _ops.FRESH:
+            parents, fixed = (), True
+        elif not floating:
+            parents = ()  # nothing differentiable passes an integer: indices and masks are not streams
+        node = self.graph.add(name, parents, fixed=fixed, shape=tuple(tensor.shape), floating=floating, **facts)
+        self._remember(tensor, node)
+
+    @staticmethod
+    def _ratio(name: str, args: tuple[Any, ...]) -> float | None:
+        if name not in _ops.ADD or len(args) < 2 or not all(isinstance(a, Tensor) for a in args[:2]):
+            return None
+        if args[0].shape != args[1].shape or not (_floating(args[0]) and _floating(args[1])):
+            return None
+        left, right = _rms(args[0]), _rms(args[1])
+        if left is None or right is None:
+            return None
+        return right / left if left else float("inf")
+
+    @staticmethod
+    def _owners() -> tuple[nn.Module, ...]:
+        owners = []
+        frame: FrameType | None = sys._getframe(2)
+        while frame is not None:
+            if frame.f_code is _CALL:
+                owners.append(frame.f_locals["self"])
+            frame = frame.f_back
+        return tuple(owners)
+
+
+def _floating(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
+def calls() -> Iterator[Call]:
+    frame: FrameType | None = sys._getframe(1)
+    inside = True
+    while frame is not None:
+        filename = frame.f_code.co_filename.replace("\\", "/")
+        inside = inside and any(part in filename for part in _MACHINERY)
+        if not inside:
+            yield Call(frame, frame.f_lasti)
+        frame = frame.f_back
+
+
+@contextlib.contextmanager
+def quiet(model: nn.Module, training: bool) -> Iterator[None]:
+    """The model in one mode, no gradients, no fused attention fast path; modes, buffers and random state are put back."""
+    modes = {module: module.training for module in model.modules()}
+    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()} if training else {}
+    devices = {tensor.device for tensor in model.parameters() if tensor.device.type == "cuda"}
+    fast = torch.backends.mha.get_fastpath_enabled()
+    try:
+        torch.backends.mha.set_fastpath_enabled(False)
+        model.train(training)
+        with torch.no_grad(), torch.random.fork_rng(list(devices)):
+            torch.manual_seed(0)
+            yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(fast)
+        for module, mode in modes.items():
+            module.training = mode
+        if buffers:
+            with torch.no_grad():
+                for name, buffer in model.named_buffers():
+                    if name in buffers:
+                        buffer.copy_(buffers[name])
+
+
+def record(model: nn.Module, example: Example, training: bool) -> Graph:
+    """Runs the model on the example once and returns the graph of what happened."""
+    recorder = Recorder(model, example.values)
+    with quiet(model, training), recorder:
+        example.run(model)
+    return recorder.graph

@@ -1,0 +1,266 @@
+"""Residual sites: every `stream + branch` of a model, in execution order, with what is known about each.
+
+The model runs on the example twice, in evaluation and in training mode, under a recorder that leaves it as it was: an
+addition that only training reaches is seen too. `_find` tells residuals from other additions, `_describe` says what they are,
+`_locate` says where they stand in the source.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from unskip.anatomy._describe import Kind, Norm, channel_axis, kind_of, norm_of
+from unskip.anatomy._example import Example
+from unskip.anatomy._find import Finding, consumers, find
+from unskip.anatomy._locate import Located, Place, Unreachable, locate
+from unskip.anatomy._trace import Graph, Node, record
+from unskip.errors import ForwardError
+
+
+@dataclass(frozen=True)
+class Site:
+    """One residual addition, `stream + branch`. `index` counts all sites of the model in execution order."""
+
+    index: int
+    path: str  # of the module that adds; "" is the model itself
+    kind: Kind
+    norm: Norm
+    projected: bool  # a linear map, pooling or slicing lies on the stream
+    long: bool  # reaches over other residuals of its stream, as in a U-Net
+    runs: int  # in one forward: more than one where layers are shared
+    branch: tuple[str, ...]  # paths of the branch's modules, in execution order
+    block: str  # path of the repeated unit the site is in
+    expression: str
+    source: str  # file and line
+    axis: int  # of the features: -1, or 1 in a map made by a convolution
+    features: int
+    rank: int  # dimensions of the stream, the batch included
+    ratio: float | None  # rms(branch) / rms(stream) on the example; None without values (meta tensors)
+    problem: str | None = None  # why it cannot be rewired
+    places: tuple[Place, ...] = field(default=(), repr=False)
+
+    @property
+    def name(self) -> str:
+        """The path and kind, for messages."""
+        return f"{self.path or '(model)'} [{self.kind}]"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for JSON, without the places in the source."""
+        skip = {"places"}
+        return {key: value for key, value in vars(self).items() if key not in skip}
+
+
+@dataclass(frozen=True)
+class Unknown:
+    """An addition that may be a residual and could not be decided."""
+
+    path: str
+    source: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Survey:
+    """All that was found in a model."""
+
+    sites: tuple[Site, ...]
+    unknown: tuple[Unknown, ...]
+    notes: tuple[str, ...]
+
+
+@dataclass(eq=False)
+class _Draft:
+    """A site while its executions are gathered."""
+
+    graph: Graph
+    module: nn.Module | None
+    located: Located | None
+    problem: str | None
+    findings: list[Finding] = field(default_factory=list)
+    more: list[tuple[Finding, Located | None]] = field(default_factory=list)
+    twins: list[Place] = field(default_factory=list)
+
+
+def survey(model: nn.Module, example: Example) -> Survey:
+    """Runs the model on the example and returns its residual sites."""
+    names = {id(module): name for name, module in reversed([*model.named_modules(remove_duplicate=False)])}
+    graph = _run(model, example, training=False)
+    drafts, unknown = _gather(graph, names)
+    notes = []
+    try:
+        training = _run(model, example, training=True)
+    except ForwardError as error:
+        notes.append(
+            f"the training forward was not traced ({error.__cause__}); additions that only training reaches are not seen"
+        )
+    else:
+        others, doubts = _gather(training, names)
+        unknown = [*unknown, *_pair(drafts, others, names), *(d for d in doubts if d not in unknown)]
+    sites = [_finish(model, draft, names) for draft in drafts]
+    return Survey(tuple(replace(site, index=i) for i, site in enumerate(sites)), tuple(unknown), tuple(notes))
+
+
+def _run(model: nn.Module, example: Example, training: bool) -> Graph:
+    try:
+        return record(model, example, training)
+    except Exception as error:
+        mode = "training" if training else "evaluation"
+        raise ForwardError(
+            f"{type(model).__name__}: its forward failed on the example in {mode} mode: {type(error).__name__}: {error}. "
+            "Pass example= a tensor, a tuple of arguments or a mapping of keyword arguments that the model takes."
+        ) from error
+
+
+def _gather(graph: Graph, names: dict[int, str]) -> tuple[list[_Draft], list[Unknown]]:
+    """The findings of one forward, grouped into sites."""
+    findings, doubts = find(graph)
+    drafts: dict[Any, _Draft] = {}
+    draft_of: dict[int, _Draft] = {}
+    for finding in findings:
+        located, problem = _try_locate(finding.add)
+        if finding.first is not None:
+            draft = draft_of[finding.first.add.index]
+            draft.more.append((finding, located))
+            draft.problem = draft.problem or problem
+            if located and draft.located and located.module is not draft.located.module:
+                draft.problem = "its branches are added by different modules"
+            continue
+        key = (id(located.module), located.hops) if located else _execution(finding.add)
+        module = located.module if located else next(iter(finding.add.owners), None)
+        draft = drafts.setdefault(key, _Draft(graph, module, located, problem))
+        draft.findings.append(finding)
+        draft_of[finding.add.index] = draft
+    _check_runs(graph, drafts.values())
+    unknown = [Unknown(_name(d.node, names), _line(d.node), d.reason) for d in doubts]
+    return list(drafts.values()), list(dict.fromkeys(unknown))
+
+
+def _try_locate(node: Node) -> tuple[Located | None, str | None]:
+    try:
+        return locate(node.calls), None
+    except Unreachable as error:
+        return None, str(error)
+
+
+def _execution(node: Node) -> tuple[object, ...]:
+    """What tells one addition in the source from another, without reading the source."""
+    return (node.calls[0].code, node.calls[0].instruction, *(id(owner) for owner in node.owners[:1]))
+
+
+def _check_runs(graph: Graph, drafts: Iterable[_Draft]) -> None:
+    """An addition that is a residual in some of its runs and not in others cannot be weighed by one pair of numbers."""
+    additions = (n for n in graph.nodes if n.calls and n.op == "add" and len({graph.nodes[p].shape for p in n.parents[:2]}) == 1)
+    total = Counter(_execution(node) for node in additions)
+    for draft in drafts:
+        mine = Counter(_execution(f.add) for f in draft.findings)
+        for execution, count in mine.items():
+            others = sum(_execution(f.add) == execution for d in drafts for f in d.findings)
+            if others < total[execution]:
+                draft.problem = draft.problem or f"a residual in {count} of its {total[execution]} runs"
+
+
+def _pair(drafts: list[_Draft], others: list[_Draft], names: dict[int, str]) -> list[Unknown]:
+    """Matches the additions that ran in training with those of evaluation, module by module; returns what has no match."""
+    unmatched = []
+    for module in {id(d.module): d.module for d in others}.values():
+        ours = [d for d in drafts if d.module is module]
+        theirs = [d for d in others if d.module is module]
+        new = [d for d in theirs if _hops(d) not in {_hops(o) for o in ours}]
+        if not new:
+            continue
+        if len(ours) == len(theirs):
+            for our, their in zip(ours, theirs, strict=True):
+                if their in new:
+                    our.problem = our.problem or their.problem
+                    our.twins.extend(_places(their))
+        else:
+            reason = "runs only in training, and has no counterpart in evaluation"
+            unmatched += [Unknown(names.get(id(module), "?"), _line(d.findings[0].add), reason) for d in new]
+    return unmatched
+
+
+def _hops(draft: _Draft) -> object:
+    return draft.located.hops if draft.located else _execution(draft.findings[0].add)
+
+
+def _places(draft: _Draft) -> list[Place]:
+    pairs = [(draft.findings[0], draft.located), *draft.more]
+    return list(dict.fromkeys(Place(located.hops, finding.side, finding.role) for finding, located in pairs if located))
+
+
+def _finish(model: nn.Module, draft: _Draft, names: dict[int, str]) -> Site:
+    first, graph = draft.findings[0], draft.graph
+    path = names.get(id(draft.module), "")
+    problem = draft.problem
+    if problem is None and id(draft.module) not in names:
+        problem = f"{type(draft.module).__name__} adds it, which is not a submodule of the model"
+    extra = [more.path for more, _ in draft.more if more.first is first]
+    steps = sorted({n.index: n for part in (first.path, *extra) for n in part}.values(), key=lambda n: n.index)
+    kinds = {kind_of(graph, part) for part in (first.path, *extra)}
+    kind: Kind = "parallel" if {"attention", "mlp"} <= kinds else kind_of(graph, steps)
+    assert draft.module is not None
+    shape = first.add.shape
+    axis = channel_axis(graph, first.path, shape)
+    ratio = first.add.ratio
+    if ratio is not None and first.side == "right":
+        ratio = 1 / ratio if ratio else float("inf")
+    return Site(
+        index=-1,
+        path=path,
+        kind=kind,
+        norm=norm_of(graph, consumers(graph), first, steps, draft.module),
+        projected=first.projected,
+        long=first.long,
+        runs=len(draft.findings),
+        branch=_branch(steps, path, names),
+        block=_block(model, path),
+        expression=draft.located.expression if draft.located else "",
+        source=_short(draft.located.source) if draft.located else _line(first.add),
+        axis=axis,
+        features=shape[axis],
+        rank=len(shape),
+        ratio=ratio,
+        problem=problem,
+        places=tuple(dict.fromkeys([*_places(draft), *draft.twins])),
+    )
+
+
+def _branch(steps: list[Node], path: str, names: dict[int, str]) -> tuple[str, ...]:
+    """The outermost modules that ran the branch and do not hold the addition themselves."""
+    found: dict[str, None] = {}
+    for node in steps:
+        owners = [names[id(owner)] for owner in node.owners if id(owner) in names]
+        outside = [name for name in owners if name and name != path and not path.startswith(name + ".")]
+        if outside:
+            found[outside[-1]] = None
+    return tuple(found)
+
+
+def _block(model: nn.Module, path: str) -> str:
+    """The repeated unit around a module: the nearest element of a list whose elements are all of one class."""
+    parts = path.split(".") if path else []
+    for end in range(len(parts), 0, -1):
+        parent = model.get_submodule(".".join(parts[: end - 1]))
+        listed = isinstance(parent, nn.ModuleList | nn.Sequential | nn.ModuleDict)
+        if listed and len({type(child).__qualname__ for child in parent.children()}) == 1:
+            return ".".join(parts[:end])
+    return path
+
+
+def _name(node: Node, names: dict[int, str]) -> str:
+    return next((names[id(owner)] for owner in node.owners if id(owner) in names), "?")
+
+
+def _line(node: Node) -> str:
+    call = node.calls[0]
+    return _short(f"{call.code.co_filename}:{call.position[0]}")
+
+
+def _short(source: str) -> str:
+    return Path(source).name

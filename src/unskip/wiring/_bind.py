@@ -1,0 +1,98 @@
+"""Binds rewritten methods to one module: a subclass of its class, made for it, that pickles as a recipe.
+
+The module keeps its identity, parameters, hooks and `isinstance`; only `module.__class__` is exchanged, and other instances
+of the class are left alone. A bound method on the instance would be simpler, but is dropped in silence by pickle.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Iterator
+from dataclasses import dataclass
+from types import FunctionType
+from typing import Any
+
+from torch import nn
+
+from unskip.anatomy._guard import PATCH
+from unskip.anatomy._locate import Hop, Place, layers, names_of
+from unskip.anatomy._source import function_source
+from unskip.errors import RewireError, SourceError
+from unskip.wiring._rewrite import Edit, rewrite
+
+
+@dataclass(frozen=True)
+class Patch:
+    """Which additions of a class read which slots. Plain data: it is what a pickled module keeps."""
+
+    slots: tuple[tuple[Place, ...], ...]
+
+
+def bind(module: nn.Module, patch: Patch) -> None:
+    """Exchanges the module's class for one whose additions are weighed."""
+    base: Any = type(module)
+    module.__class__ = patched(base, patch)
+
+
+def unbind(module: nn.Module) -> None:
+    """Gives the module its own class back."""
+    if is_bound(module):
+        module.__class__ = type(module).__bases__[0]
+
+
+def is_bound(module: nn.Module) -> bool:
+    return PATCH in vars(type(module))
+
+
+@functools.cache  # one class for all blocks of a model, so that they share compiled code
+def patched(base: Any, patch: Patch) -> Any:
+    """The subclass of `base` for a patch."""
+    if base.__reduce_ex__ is not object.__reduce_ex__ or base.__reduce__ is not object.__reduce__:
+        raise RewireError(f"{base.__qualname__} defines how it is pickled, which would drop the rewiring. It cannot be rewired.")
+    edits = [Edit(p.hops, p.side, p.role, slot) for slot, places in enumerate(patch.slots) for p in places]
+    namespace: dict[str, Any] = {
+        "__module__": base.__module__,
+        "__qualname__": base.__qualname__,
+        "__doc__": base.__doc__,
+    }
+    for hop in dict.fromkeys((edit.hops[0].qualname, edit.hops[0].digest) for edit in edits):
+        here = [edit for edit in edits if (edit.hops[0].qualname, edit.hops[0].digest) == hop]
+        for name, function in _methods(base, here[0].hops[0]):
+            namespace[name] = rewrite(function, here)
+    namespace[PATCH] = patch
+    namespace["__reduce_ex__"] = _reduce
+    return types.new_class(base.__name__, (base,), {}, lambda body: body.update(namespace))
+
+
+def _methods(base: type, hop: Hop) -> Iterator[tuple[str, FunctionType]]:
+    for owner in base.__mro__:
+        for function in list(vars(owner).values()):
+            for layer in layers(function):
+                if layer.__code__.co_qualname != hop.qualname or not _is_source(layer, hop.digest):
+                    continue
+                names = names_of(base, layer.__code__)
+                if names:
+                    yield from ((name, getattr(base, name)) for name in names)
+                    return
+    raise RewireError(
+        f"{hop.module}.{hop.qualname}: {base.__qualname__} has no method with the source that was rewired. The library that "
+        "defines it may be of another version."
+    )
+
+
+def _is_source(function: FunctionType, digest: str) -> bool:
+    try:
+        return function_source(function.__code__).digest == digest
+    except SourceError:
+        return False
+
+
+def _reduce(self: nn.Module, protocol: Any) -> tuple[Any, ...]:
+    cls = next(cls for cls in type(self).__mro__ if PATCH in vars(cls))
+    return _rebuild, (cls.__bases__[0], vars(cls)[PATCH]), self.__getstate__()
+
+
+def _rebuild(base: Any, patch: Patch) -> Any:
+    cls = patched(base, patch)
+    return cls.__new__(cls)

@@ -1,0 +1,49 @@
+"""The arithmetic of one site: alpha * stream + beta * branch, in as few passes over memory as it takes.
+
+A weight is a number or, where it must change without recompiling or be learnt, a tensor.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+Number = float | Tensor
+
+
+def mix(stream: Tensor, branch: Tensor, alpha: Number, beta: Number, into: Literal["stream", "branch"] | None = None) -> Tensor:
+    """alpha * stream + beta * branch. `into` names the operand that an in-place addition wrote to, and that is written again.
+
+    At alpha = 0 the stream is not read: nothing in it, NaN included, reaches the result.
+    """
+    if into == "stream":
+        if not isinstance(alpha, Tensor) and alpha == 0:
+            return stream.copy_(_scaled(branch, beta))
+        stream = stream if _is(alpha, 1) else stream.mul_(alpha)
+        return stream.add_(branch, alpha=beta) if not isinstance(beta, Tensor) else stream.add_(branch * beta)
+    if into == "branch":
+        branch = branch if _is(beta, 1) else branch.mul_(beta)
+        if isinstance(alpha, Tensor):
+            return branch.addcmul_(stream, alpha.to(stream.dtype))
+        return branch if alpha == 0 else branch.add_(stream, alpha=alpha)
+    if isinstance(alpha, Tensor):
+        # Cast, or autocast would widen the whole stream to the weight's dtype.
+        return torch.addcmul(_scaled(branch, beta), stream, alpha.to(stream.dtype))
+    if alpha == 0:
+        # The dtype that the sum would have: under autocast the branch may be narrower than the stream.
+        return _scaled(branch, beta).to(torch.promote_types(stream.dtype, branch.dtype))
+    if _is(alpha, 1) and not isinstance(beta, Tensor):
+        return torch.add(stream, branch, alpha=beta)
+    return torch.add(_scaled(branch, beta), stream, alpha=alpha)
+
+
+def _scaled(branch: Tensor, beta: Number) -> Tensor:
+    if isinstance(beta, Tensor):
+        return branch * beta.to(branch.dtype)
+    return branch if beta == 1 else branch * beta
+
+
+def _is(weight: Number, value: float) -> bool:
+    return not isinstance(weight, Tensor) and weight == value

@@ -1,0 +1,115 @@
+"""rewire: puts shortcut weights into a model that exists."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from torch import nn
+
+from unskip.anatomy._audit import look
+from unskip.anatomy._example import Example, example_for
+from unskip.anatomy._guard import wiring_in
+from unskip.anatomy.sites import Survey
+from unskip.errors import NoResidualError, RewireError
+from unskip.wiring import _caution, _verify
+from unskip.wiring._select import Rules, Where, assign, normalise
+from unskip.wiring._wiring import Wiring
+
+
+def rewire(
+    model: nn.Module,
+    shortcut: Rules,
+    example: object = None,
+    where: Where = None,
+    *,
+    verify: bool = True,
+    force: bool = False,
+) -> Wiring:
+    """Sets x <- alpha_l * x + beta_l * f_l(x) at the residual sites of a model, in place.
+
+    `shortcut` is a rule, its text ("decay:0.6"), or a mapping from a kind or predicate to rules; `where` is None, a kind or a
+    predicate on Site. Without a predicate, projected shortcuts and long skips are kept. `example` is a tensor, a tuple of
+    arguments or a mapping of keyword arguments; None infers one. A model that is rewired already gets the new rules instead
+    of the old. If anything fails the model is left as it was.
+
+    `verify` checks the detection on the example against an independent oracle before the weights are set. `force` patches
+    blocks whose weights are all 1 too, which are otherwise left alone.
+    """
+    wiring = wiring_in(model)
+    if wiring is not None:
+        wiring.force = force
+        wiring._plan = ()  # so that where=None means every site again
+        wiring.set(shortcut, where)
+        return wiring  # type: ignore[no-any-return]
+    pairs = normalise(shortcut, where)
+    given = example_for(model, example)
+    survey = look(model, given)
+    if not survey.sites:
+        raise NoResidualError(_nothing(model, survey))
+    assign(pairs, survey.sites)
+    wiring = Wiring(model, survey, force)
+    if verify and _verify.can_verify(model, given):
+        _check(wiring, given)
+        wiring.verified = True
+    _caution.left_alone([f"{u.path or '(model)'} ({u.source}): {u.reason}" for u in survey.unknown])
+    try:
+        wiring.set(shortcut, where)
+    except BaseException:
+        wiring.undo()
+        raise
+    return wiring
+
+
+@contextmanager
+def rewired(
+    model: nn.Module, shortcut: Rules, example: object = None, where: Where = None, *, verify: bool = True
+) -> Iterator[Wiring]:
+    """`rewire` for the length of a with statement; afterwards the model is as it was before, rewired or not."""
+    before = wiring_in(model)
+    plan, step = (before._plan, before.at_step) if before is not None else ((), 0)
+    wiring = rewire(model, shortcut, example, where, verify=verify)
+    try:
+        yield wiring
+    finally:
+        if before is None:
+            wiring.undo()
+        else:
+            wiring._follow(plan, step)
+
+
+def _nothing(model: nn.Module, survey: Survey) -> str:
+    name = type(model).__name__
+    if survey.unknown:
+        first = survey.unknown[0]
+        return f"{name}: no residual addition that can be weighed; {first.path} ({first.source}): {first.reason}"
+    return f"{name}: no residual additions were found on the example. unskip.audit(model, example) shows what was seen."
+
+
+def _check(wiring: Wiring, example: Example) -> None:
+    """Compares the model, rewired with probe weights, with the oracle; puts it back either way."""
+    sites = [site for site in wiring.sites if site.problem is None]
+    if not sites:
+        return
+    weights = _verify.probe(sites)
+    model = wiring.model
+    paths = {id(module): path for path, module in reversed([*model.named_modules(remove_duplicate=False)])}
+    for training in (False, True):
+        oracle = _verify.Oracle(paths, sites, weights)
+        try:
+            expected = _verify.fingerprint(model, example, training, oracle)
+        except Exception:
+            if not training:  # the training forward may need what the example lacks; the audit notes it
+                raise
+            continue
+        try:
+            wiring._probe(dict(zip([site.index for site in sites], weights, strict=True)))
+            got = _verify.fingerprint(model, example, training)
+        finally:
+            wiring.undo()
+        wrong = _verify.mismatch(expected, got)
+        if wrong:
+            raise RewireError(
+                f"{type(model).__name__}: rewired on the example, it does not compute alpha * x + beta * f(x): {wrong}. The model "
+                "is left as it was. Please report it; where= can leave the site out, verify=False skips this check."
+            )

@@ -1,0 +1,210 @@
+"""Rewrites additions in the source of a function and compiles it again, leaving everything else as it is.
+
+    x = x + self.attn(self.norm(x))     becomes     x = mix(stream=x, branch=self.attn(self.norm(x)),
+                                                            alpha=self.unskip_alpha0, beta=self.unskip_beta0)
+
+Only the expression changes: operands are evaluated in their order, globals, defaults, closures, `super()`, private names and
+decorators are the original's, and line numbers still point into the original file. A function that the method calls, and in
+which the addition stands, is cloned with the weights as a further argument; only that call goes to the clone.
+"""
+
+from __future__ import annotations
+
+import ast
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import CellType, FunctionType, MethodType
+from typing import Any, Literal
+
+from unskip.anatomy._locate import Hop, Unreachable, import_function, layers
+from unskip.anatomy._source import compile_function, function_source
+from unskip.errors import RewireError
+from unskip.wiring._mix import mix
+
+MIX = "__unskip_mix__"
+WEIGHTS = "__unskip_weights__"
+
+
+@dataclass(frozen=True)
+class Edit:
+    """One addition to rewrite: the expressions that lead to it, and the slot of its weights in the module."""
+
+    hops: tuple[Hop, ...]
+    side: Literal["left", "right"]
+    role: Literal["mix", "more"]
+    slot: int
+
+
+def rewrite(function: FunctionType, edits: list[Edit], clone: bool = False) -> FunctionType:
+    """The function, with its decorators, in which the additions are mixed.
+
+    A method reads its weights from the module; a clone of any other function takes them as a keyword.
+    """
+    target = layer_at(function, edits[0].hops[0])
+    source = function_source(target.__code__)
+    tree = copy.deepcopy(source.node)
+    slots = sorted({edit.slot for edit in edits})
+    weight = _from_argument(slots) if clone else _from_module(tree)
+    cells: dict[str, object] = {MIX: mix}
+    replacements: dict[tuple[int, ...], Callable[[ast.AST], ast.AST]] = {}
+    for position in dict.fromkeys(edit.hops[0].position for edit in edits):
+        here = [edit for edit in edits if edit.hops[0].position == position]
+        if len(here[0].hops) == 1:
+            replacements[position] = _Addition(here[0], weight)
+        else:
+            onward = [Edit(e.hops[1:], e.side, e.role, e.slot) for e in here]
+            callee = import_function(onward[0].hops[0].module, onward[0].hops[0].qualname)
+            name = f"__unskip_call{len(cells)}__"
+            cells[name] = _Redirect(callee, rewrite(callee, onward, clone=True))
+            replacements[position] = _Call(name, sorted({e.slot for e in onward}), weight)
+    _Replace(replacements).visit(tree)
+    if clone:
+        tree.args.kwonlyargs.append(ast.arg(WEIGHTS))
+        tree.args.kw_defaults.append(None)
+    code = compile_function(source, ast.fix_missing_locations(tree), target.__code__, tuple(cells))
+    closure = dict(zip(target.__code__.co_freevars, target.__closure__ or (), strict=True))
+    closure |= {name: CellType(value) for name, value in cells.items()}
+    changed = _function(target, code, tuple(closure[name] for name in code.co_freevars))
+    return _rewrap(function, target, changed)
+
+
+def layer_at(function: FunctionType, hop: Hop) -> FunctionType:
+    """The function that a hop names, under its decorators; its source must be the one that was traced."""
+    for layer in layers(function):
+        if layer.__code__.co_qualname == hop.qualname and function_source(layer.__code__).digest == hop.digest:
+            return layer
+    raise RewireError(
+        f"{hop.module}.{hop.qualname}: its source is not the one that was rewired (another version of the library?)"
+    )
+
+
+def _function(like: FunctionType, code: Any, closure: tuple[CellType, ...]) -> FunctionType:
+    new = FunctionType(code, like.__globals__, like.__name__, like.__defaults__, closure)
+    new.__kwdefaults__ = like.__kwdefaults__
+    new.__dict__.update(like.__dict__)
+    new.__annotations__, new.__doc__ = like.__annotations__, like.__doc__
+    new.__module__, new.__qualname__ = like.__module__, like.__qualname__
+    return new
+
+
+def _rewrap(function: FunctionType, old: FunctionType, new: FunctionType) -> FunctionType:
+    """Puts the decorators around the new function: copies of their wrappers whose closures hold it instead of the old one."""
+    if function is old:
+        return new
+    cells = []
+    for cell in function.__closure__ or ():
+        content = cell.cell_contents if cell != CellType() else None
+        holds = isinstance(content, FunctionType) and any(layer is old for layer in layers(content))
+        cells.append(CellType(_rewrap(content, old, new)) if holds else cell)  # type: ignore[arg-type]
+    wrapper = _function(function, function.__code__, tuple(cells))
+    if getattr(function, "__wrapped__", None) is old:
+        wrapper.__wrapped__ = new  # type: ignore[attr-defined]
+    return wrapper
+
+
+class _Redirect:
+    """At a call that leads to an addition: the clone instead of the function, and only instead of that function."""
+
+    def __init__(self, original: FunctionType, clone: FunctionType) -> None:
+        self.original, self.clone = original, clone
+
+    def __call__(self, callee: Any) -> Any:
+        receiver = None
+        if isinstance(callee, MethodType):
+            callee, receiver = callee.__func__, callee.__self__
+        elif not isinstance(callee, FunctionType):
+            callee, receiver = type(callee).__call__, callee
+        if callee is not self.original:
+            raise RewireError(
+                f"{self.original.__qualname__} was replaced by {getattr(callee, '__qualname__', callee)} after rewiring, so its "
+                "addition would go unweighted. Undo the wiring, make the change, and rewire."
+            )
+        return self.clone if receiver is None else MethodType(self.clone, receiver)
+
+
+# A weight of a slot as an expression, from (slot, "alpha" | "beta").
+_Weight = Callable[[int, str], ast.expr]
+
+
+def _from_module(tree: ast.FunctionDef | ast.AsyncFunctionDef) -> _Weight:
+    receiver = [*tree.args.posonlyargs, *tree.args.args][0].arg
+
+    def weight(slot: int, which: str) -> ast.expr:
+        return ast.Attribute(ast.Name(receiver, ast.Load()), attribute(slot, which), ast.Load())
+
+    return weight
+
+
+def _from_argument(slots: list[int]) -> _Weight:
+    def weight(slot: int, which: str) -> ast.expr:
+        index = 2 * slots.index(slot) + (which == "beta")
+        return ast.Subscript(ast.Name(WEIGHTS, ast.Load()), ast.Constant(index), ast.Load())
+
+    return weight
+
+
+def attribute(slot: int, which: str) -> str:
+    """The module attribute that holds a weight."""
+    return f"unskip_{which}{slot}"
+
+
+class _Replace(ast.NodeTransformer):
+    def __init__(self, replacements: dict[tuple[int, ...], Callable[[ast.AST], ast.AST]]) -> None:
+        self.replacements = replacements
+
+    def visit(self, node: ast.AST) -> Any:
+        node = super().generic_visit(node)
+        if isinstance(node, ast.BinOp | ast.AugAssign | ast.Call):
+            position = (node.lineno, node.end_lineno, node.col_offset, node.end_col_offset)
+            replace = self.replacements.get(position)  # type: ignore[arg-type]
+            if replace is not None:
+                return ast.copy_location(replace(node), node)
+        return node
+
+
+@dataclass
+class _Addition:
+    edit: Edit
+    weight: _Weight
+
+    def __call__(self, node: ast.AST) -> ast.AST:
+        match node:
+            case ast.BinOp(left=left, right=right):
+                return self._mix(left, right, False)
+            case ast.AugAssign(target=target, value=right):
+                left = copy.deepcopy(target)
+                left.ctx = ast.Load()
+                return ast.Assign([target], self._mix(left, right, True))
+            case ast.Call(func=ast.Attribute(value=left, attr=name), args=[right]):
+                return self._mix(left, right, name.endswith("_"))
+            case ast.Call(args=[left, right]):
+                return self._mix(left, right, False)
+        raise Unreachable(f"not an addition: {ast.unparse(node)}")
+
+    def _mix(self, left: ast.expr, right: ast.expr, in_place: bool) -> ast.Call:
+        names = ("stream", "branch") if self.edit.side == "left" else ("branch", "stream")
+        # The stream of a further branch has been weighed by the first.
+        alpha = ast.Constant(1.0) if self.edit.role == "more" else self.weight(self.edit.slot, "alpha")
+        keywords = [
+            ast.keyword(names[0], left),
+            ast.keyword(names[1], right),
+            ast.keyword("alpha", alpha),
+            ast.keyword("beta", self.weight(self.edit.slot, "beta")),
+        ]
+        if in_place:
+            keywords.append(ast.keyword("into", ast.Constant(names[0])))
+        return ast.Call(ast.Name(MIX, ast.Load()), [], keywords)
+
+
+@dataclass
+class _Call:
+    name: str
+    slots: list[int]
+    weight: _Weight
+
+    def __call__(self, node: ast.AST) -> ast.AST:
+        assert isinstance(node, ast.Call)
+        weights: list[ast.expr] = [self.weight(slot, which) for slot in self.slots for which in ("alpha", "beta")]
+        function = ast.Call(ast.Name(self.name, ast.Load()), [node.func], [])
+        return ast.Call(function, node.args, [*node.keywords, ast.keyword(WEIGHTS, ast.Tuple(weights, ast.Load()))])

@@ -1,0 +1,118 @@
+"""Checks a rewiring on the example, against an oracle that does not read source.
+
+The oracle runs the original model and, below it, replaces each residual addition by a * x + b * f as it is dispatched. The
+rewired model, with the same weights, must give the same output in every module. Every site gets weights of its own, so that
+two sites exchanged would show.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from unskip.anatomy import _ops
+from unskip.anatomy._example import Example
+from unskip.anatomy._locate import Hop, Place, Unreachable, locate
+from unskip.anatomy._trace import calls, quiet
+from unskip.anatomy.sites import Site
+from unskip.wiring.shortcuts import Weight
+
+Print = list[tuple[str, float, float]]  # per module call: its class, the sum and the absolute sum of its output
+
+
+def probe(sites: Sequence[Site]) -> list[Weight]:
+    """Weights to check with: all different, none of them 0 or 1."""
+    return [Weight(0.35 + 0.5 * (i * 0.618 % 1), 0.45 + 0.5 * (i * 0.414 % 1)) for i in range(len(sites))]
+
+
+def can_verify(model: nn.Module, example: Example) -> bool:
+    """Values are needed: on meta tensors there is nothing to compare."""
+    tensors = [
+        *model.parameters(),
+        *model.buffers(),
+        *(v for v in tree_leaves(example.values) if isinstance(v, Tensor)),
+    ]
+    return all(tensor.device.type != "meta" for tensor in tensors)
+
+
+def fingerprint(model: nn.Module, example: Example, training: bool, oracle: TorchDispatchMode | None = None) -> Print:
+    """Runs the model and sums up what every module returned."""
+    prints: Print = []
+
+    def hook(module: nn.Module, arguments: object, output: object) -> None:
+        for leaf in tree_leaves(output):
+            if isinstance(leaf, Tensor) and leaf.is_floating_point():
+                values = leaf.detach().to(torch.float64)
+                prints.append((type(module).__name__, float(values.sum()), float(values.abs().sum())))
+
+    handle = register_module_forward_hook(hook)
+    try:
+        with quiet(model, training):
+            if oracle is None:
+                example.run(model)
+            else:
+                with oracle:
+                    example.run(model)
+    finally:
+        handle.remove()
+    return prints
+
+
+def mismatch(expected: Print, got: Print, tolerance: float = 1e-3) -> str | None:
+    """The first module whose output differs, in words."""
+    if len(expected) != len(got):
+        return f"{len(got)} module outputs instead of {len(expected)}"
+    for i, ((name, total, size), (other, total2, size2)) in enumerate(zip(expected, got, strict=True)):
+        bound = tolerance * (size + 1e-12)
+        same = all(math.isclose(a, b, abs_tol=bound) or (a != a and b != b) for a, b in ((total, total2), (size, size2)))
+        if name != other or not same:
+            return f"output {i}, of {name}: sum {total2:.6g} instead of {total:.6g}"
+    return None
+
+
+class Oracle(TorchDispatchMode):
+    """Replaces the additions of the sites by their weighted form, in the original model."""
+
+    def __init__(self, modules: dict[int, str], sites: Sequence[Site], weights: Sequence[Weight]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.modules = modules  # id of a module -> its path
+        self.table: dict[tuple[str, tuple[Hop, ...]], tuple[Place, Weight]] = {
+            (site.path, place.hops): (place, weight) for site, weight in zip(sites, weights, strict=True) for place in site.places
+        }
+        self.positions = {place.hops[-1].position for site in sites for place in site.places}
+        self.met: set[tuple[str, tuple[Hop, ...]]] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+        if _ops.base_name(func) in _ops.ADD and len(args) > 1 and all(isinstance(a, Tensor) for a in args[:2]):
+            found = self._match()
+            if found is not None:
+                return self._mix(found, func, args[0], args[1])
+        return func(*args, **(kwargs or {}))
+
+    def _match(self) -> tuple[Place, Weight] | None:
+        frames = tuple(calls())
+        if frames[0].position not in self.positions:
+            return None
+        try:
+            located = locate(frames)
+        except Unreachable:
+            return None
+        key = (self.modules.get(id(located.module), "?"), located.hops)
+        if key in self.table:
+            self.met.add(key)
+        return self.table.get(key)
+
+    @staticmethod
+    def _mix(found: tuple[Place, Weight], func: Any, left: Tensor, right: Tensor) -> Tensor:
+        place, weight = found
+        alpha = 1.0 if place.role == "more" else weight.alpha
+        factors = (alpha, weight.beta) if place.side == "left" else (weight.beta, alpha)
+        mixed = left * factors[0] + right * factors[1]
+        return left.copy_(mixed) if func._schema.name.endswith("_") else mixed

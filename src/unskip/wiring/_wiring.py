@@ -1,0 +1,281 @@
+"""The wiring of a model: its sites, their weights now, and the way back.
+
+Each module that adds at a governed site gets a class of its own whose additions read `unskip_alpha<k>` and `unskip_beta<k>`
+from the module: a float where the weight is fixed, a buffer while it is annealed (its value changes without recompiling), a
+parameter where it is learnt. A module whose weights are all 1 is left as it was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from unskip._table import table
+from unskip.anatomy._audit import count
+from unskip.anatomy._guard import WIRING, wiring_in
+from unskip.anatomy.sites import Site, Survey
+from unskip.errors import BadInput, RewireError
+from unskip.wiring import _caution, _fastpath
+from unskip.wiring._bind import Patch, bind, is_bound, unbind
+from unskip.wiring._rewrite import attribute
+from unskip.wiring._select import Assignment, Rules, Where, assign, normalise
+from unskip.wiring.shortcuts import Anneal, Keep, Learn, Shortcut, Weight, band, effective_decay
+
+_KEPT = Weight(1.0, 1.0)
+
+
+class Wiring:
+    """What `rewire` returns. It lives in the model: a copy of the model has a copy of the wiring (`Wiring.of(copy)`)."""
+
+    def __init__(self, model: nn.Module, survey: Survey, force: bool = False) -> None:
+        self.model = model
+        self.survey = survey
+        self.force = force
+        self.verified = False
+        self.at_step = 0
+        self._plan: tuple[Assignment, ...] = ()
+        self._rule_of: dict[int, Shortcut] = {}
+        self._weights = [_KEPT for _ in survey.sites]  # of learnt sites: where they began
+
+    @classmethod
+    def of(cls, model: nn.Module) -> Wiring:
+        """The wiring of a rewired model, for instance of a copy or of one that was unpickled."""
+        found = wiring_in(model)
+        if found is None:
+            raise BadInput(f"{type(model).__name__} is not rewired")
+        assert isinstance(found, cls)
+        return found
+
+    @property
+    def sites(self) -> tuple[Site, ...]:
+        """All sites in execution order, projected shortcuts and long skips included."""
+        return self.survey.sites
+
+    @property
+    def alphas(self) -> list[float]:
+        """The weight of the stream at each of `sites` now; the mean where it is learnt per channel."""
+        return [self._now(site, "alpha") for site in self.sites]
+
+    @property
+    def betas(self) -> list[float]:
+        """The weight of the branch at each of `sites` now."""
+        return [self._now(site, "beta") for site in self.sites]
+
+    @property
+    def effective_decay(self) -> float:
+        """prod_l alpha_l ** runs_l over the governed sites: what is left of the first stream at the end."""
+        alphas = self.alphas
+        mine = [site for site in self.sites if site.index in self._rule_of]
+        return effective_decay([abs(alphas[s.index]) for s in mine], [s.runs for s in mine])
+
+    @property
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """The parameters that `Learn` added, by their names in the model."""
+        found = {}
+        for site in self.sites:
+            name = attribute(self._slot(site), "alpha")
+            value = self._module(site.path)._parameters.get(name) if self._is_bound(site) else None
+            if value is not None:
+                found[f"{site.path}.{name}" if site.path else name] = value
+        return found
+
+    def set(self, rules: Rules, where: Where = None) -> None:
+        """Puts other rules in place of the present ones. Without `where`, a single rule governs the sites governed now."""
+        pairs = normalise(rules, where)
+        sites = self.sites
+        if where is None and not isinstance(rules, Mapping) and len(self._plan) == 1:
+            pairs, sites = ((_any, pairs[0][1]),), self._plan[0].sites
+        plan = assign(pairs, sites)
+        self._refuse(plan)
+        self._caution(plan)
+        self._follow(plan, 0)
+
+    def step(self, step: int) -> None:
+        """Moves annealed weights to where they are at a training step. Cheap, and free where nothing is annealed."""
+        self.at_step = step
+        moving = [a for a in self._plan if isinstance(a.rule, Anneal)]
+        if moving:
+            self._apply(moving, fresh=False)
+
+    def _follow(self, plan: tuple[Assignment, ...], step: int) -> None:
+        self._plan, self.at_step = plan, step
+        self._rule_of = {site.index: a.rule for a in plan for site in a.sites}
+        self._apply(plan, fresh=True)
+
+    def _probe(self, weights: dict[int, Weight]) -> None:
+        """Fixed weights for a check, whatever the rules."""
+        for index, weight in weights.items():
+            self._weights[index] = weight
+        for path in self._paths():
+            self._write(path, {i: (w, Keep()) for i, w in weights.items()})
+        _fastpath.switch(self.model, {self._module(path) for path in self._paths()})
+
+    def undo(self) -> None:
+        """Takes the wiring out: classes, attributes and outputs are the original's again."""
+        for path in self._paths():
+            self._unpatch(self._module(path))
+        _fastpath.switch(self.model, set())
+        self._weights = [_KEPT for _ in self.sites]
+        self._rule_of = {}
+        vars(self.model).pop(WIRING, None)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for JSON: the rules where they have a text, and every site's weights now."""
+        return {
+            "rules": [{"where": a.where, "rule": str(a.rule)} for a in self._plan],
+            "step": self.at_step,
+            "effective_decay": self.effective_decay,
+            "verified": self.verified,
+            "sites": [
+                site.to_dict() | {"alpha": alpha, "beta": beta}
+                for site, alpha, beta in zip(self.sites, self.alphas, self.betas, strict=True)
+            ],
+        }
+
+    def __str__(self) -> str:
+        header = ("site", "path", "kind", "norm", "runs", "alpha", "beta", "rule")
+        rows = [
+            [s.index, s.path or "(model)", s.kind, s.norm, s.runs, alpha, beta, self._says(s)]
+            for s, alpha, beta in zip(self.sites, self.alphas, self.betas, strict=True)
+        ]
+        decay = self.effective_decay
+        lines = [
+            f"{type(self.model).__name__}: {count(len(self._rule_of), 'governed site')} of {len(self.sites)}",
+            "",
+            table(header, rows),
+            "",
+            f"effective decay {decay:.3g}, {band(decay)}",
+        ]
+        learnt = self.parameters
+        if learnt:
+            total = sum(p.numel() for p in learnt.values())
+            lines.append(f"{count(len(learnt), 'learnt parameter')} added ({total} numbers): {', '.join(list(learnt)[:3])}, ...")
+        return "\n".join(lines)
+
+    def __repr__(self) -> str:
+        rules = ", ".join(str(a.rule) for a in self._plan)
+        return f"<Wiring of {type(self.model).__name__}: {rules}; {len(self._rule_of)} of {len(self.sites)} sites>"
+
+    def _says(self, site: Site) -> str:
+        if site.index in self._rule_of:
+            return str(self._rule_of[site.index])
+        return "kept (projected)" if site.projected else "kept (long skip)" if site.long else "kept"
+
+    def _refuse(self, plan: Sequence[Assignment]) -> None:
+        broken = [site for a in plan if not isinstance(a.rule, Keep) for site in a.sites if site.problem]
+        if broken:
+            each = "; ".join(f"{site.name} ({site.source}): {site.problem}" for site in broken[:3])
+            more = f" and {len(broken) - 3} more" if len(broken) > 3 else ""
+            raise RewireError(f"cannot be rewired: {each}{more}. Leave these out: where=lambda site: site.problem is None")
+
+    def _caution(self, plan: Sequence[Assignment]) -> None:
+        last = {index: weight for a in plan for index, weight in a.weights(a.rule.steps or 0).items()}
+        _caution.before_cut(self.model, [site for site in self.sites if last.get(site.index, _KEPT).alpha == 0])
+
+    def _apply(self, plan: Sequence[Assignment], fresh: bool) -> None:
+        """Puts weights into the modules. `fresh` also resets what no rule governs and where learning begins."""
+        values = {index: (weight, a.rule) for a in plan for index, weight in a.weights(self.at_step).items()}
+        if fresh:
+            values = {site.index: values.get(site.index, (_KEPT, Keep())) for site in self.sites}
+        for index, (weight, _) in values.items():
+            self._weights[index] = weight
+        for path in self._paths():
+            self._write(path, values)
+        _fastpath.switch(self.model, {self._module(path) for path in self._paths() if not self._is_plain(path)})
+        vars(self.model)[WIRING] = self
+
+    def _write(self, path: str, values: dict[int, tuple[Weight, Shortcut]]) -> None:
+        module, sites = self._module(path), self._at(path)
+        if self._is_plain(path) and not self.force:
+            self._unpatch(module)
+            return
+        if not is_bound(module):
+            bind(module, Patch(tuple(site.places for site in sites)))
+            values = {site.index: values.get(site.index, (_KEPT, Keep())) for site in sites}
+        for slot, site in enumerate(sites):
+            if site.index in values:
+                weight, rule = values[site.index]
+                self._store(module, site, slot, "alpha", weight.alpha, rule)
+                self._store(module, site, slot, "beta", weight.beta, rule)
+
+    def _store(self, module: nn.Module, site: Site, slot: int, which: str, value: float, rule: Shortcut) -> None:
+        name = attribute(slot, which)
+        moving = isinstance(rule, Anneal) and self.at_step < rule.steps and _moves(rule, which)
+        learnt = isinstance(rule, Learn) and which == "alpha"
+        buffer = module._buffers.get(name)
+        if moving and buffer is not None:
+            buffer.fill_(value)  # in place: a compiled graph goes on reading it
+            return
+        _remove(module, name)
+        if learnt:
+            module.register_parameter(name, nn.Parameter(self._tensor(module, site, rule, value)))
+        elif moving:
+            module.register_buffer(name, self._tensor(module, site, rule, value), persistent=False)
+        else:
+            setattr(module, name, float(value))
+
+    def _tensor(self, module: nn.Module, site: Site, rule: Shortcut, value: float) -> Tensor:
+        like = next((p for p in self.model.get_submodule(site.block).parameters() if p.is_floating_point()), torch.empty(()))
+        shape: tuple[int, ...] = ()
+        if isinstance(rule, Learn) and rule.per == "channel":
+            shape = (site.features,) + (1,) * (site.rank - 2 if site.axis == 1 else 0)
+        return torch.full(shape, value, dtype=like.dtype, device=like.device)
+
+    def _is_plain(self, path: str) -> bool:
+        """Whether all weights of a module are fixed at 1."""
+        for site in self._at(path):
+            rule = self._rule_of.get(site.index, Keep())
+            moving = isinstance(rule, Anneal) and self.at_step < rule.steps
+            if self._weights[site.index] != _KEPT or moving or rule.learnable:
+                return False
+        return True
+
+    def _unpatch(self, module: nn.Module) -> None:
+        if not is_bound(module):
+            return
+        for slot in range(len(type(module)._unskip_patch.slots)):  # type: ignore[attr-defined]
+            for which in ("alpha", "beta"):
+                _remove(module, attribute(slot, which))
+        unbind(module)
+
+    def _now(self, site: Site, which: str) -> float:
+        if not self._is_bound(site):
+            return 1.0
+        value = getattr(self._module(site.path), attribute(self._slot(site), which))
+        if not isinstance(value, Tensor):
+            return float(value)
+        return float(self._weights[site.index].alpha if value.device.type == "meta" else value.detach().double().mean())
+
+    def _is_bound(self, site: Site) -> bool:
+        return site.problem is None and is_bound(self._module(site.path))
+
+    def _module(self, path: str) -> nn.Module:
+        return self.model.get_submodule(path)
+
+    def _paths(self) -> list[str]:
+        return list(dict.fromkeys(site.path for site in self.sites if site.problem is None))
+
+    def _at(self, path: str) -> list[Site]:
+        return [site for site in self.sites if site.path == path and site.problem is None]
+
+    def _slot(self, site: Site) -> int:
+        return next((i for i, other in enumerate(self._at(site.path)) if other.index == site.index), -1)
+
+
+def _any(site: Site) -> bool:
+    return True
+
+
+def _moves(rule: Anneal, which: str) -> bool:
+    """Whether a weight differs between the ends anywhere: one that does not stays a number."""
+    ends = (rule.first.weights(16), rule.last.weights(16))
+    return any(getattr(a, which) != getattr(b, which) for a, b in zip(*ends, strict=True))
+
+
+def _remove(module: nn.Module, name: str) -> None:
+    for store in (module._parameters, module._buffers, vars(module)):
+        store.pop(name, None)
+    module._non_persistent_buffers_set.discard(name)

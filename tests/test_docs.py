@@ -1,0 +1,105 @@
+"""Every example in the README and the docs runs, page by page, from top to bottom, in one folder and one namespace.
+
+A ```python block is executed. In a ```console block each line `$ unskip ...` is run and has to exit with 0.
+A block whose first line is `# not run: REASON` is left out, and shows as a skipped test with that reason.
+"""
+
+import shlex
+import subprocess
+import sys
+import textwrap
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+# The other languages are only shown. A block in none of these is a mistake, not a block to pass over.
+LANGUAGES = {"python", "console", "", "text", "json", "toml", "yaml", "make", "bibtex", "html", "svg", "diff"}
+NOT_RUN = "# not run:"
+
+
+@dataclass(frozen=True)
+class Block:
+    page: Path
+    line: int  # of the opening fence, from 1
+    language: str
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.page.relative_to(ROOT)}:{self.line}"
+
+    @property
+    def reason(self) -> str | None:
+        """Why the block is not run; None where it is."""
+        first = self.text.partition("\n")[0]
+        return first.removeprefix(NOT_RUN).strip() if first.startswith(NOT_RUN) else None
+
+
+def blocks(page: Path) -> list[Block]:
+    """The fenced blocks of a page, in order."""
+    found: list[Block] = []
+    start, language, lines = 0, "", list[str]()
+    for number, line in enumerate(page.read_text(encoding="utf-8").splitlines(), start=1):
+        if not start and line.lstrip().startswith("```"):
+            start, language, lines = number, (line.strip("` ").split() or [""])[0], []
+        elif start and line.strip() == "```":
+            found.append(Block(page, start, language, textwrap.dedent("\n".join(lines))))
+            start = 0
+        elif start:
+            lines.append(line)
+    assert not start, f"{page.name}:{start}: the block is never closed"
+    return found
+
+
+def as_module(page: Path, folder: Path) -> ModuleType:
+    """A module to run the page's Python in, with a source file: its blocks at their own line numbers, blank elsewhere.
+
+    So a traceback points into the page, and the classes an example defines can be pickled and their source be found.
+    """
+    lines = [""] * len(page.read_text(encoding="utf-8").splitlines())
+    for block in blocks(page):
+        if block.language == "python" and block.reason is None:
+            code = block.text.splitlines()
+            lines[block.line : block.line + len(code)] = code
+    module = ModuleType(f"page_{page.stem.replace('-', '_')}")
+    module.__file__ = str(folder / f"{page.stem}.py")
+    Path(module.__file__).write_text("\n".join(lines), encoding="utf-8")
+    return module
+
+
+def run_python(block: Block, module: ModuleType) -> None:
+    assert module.__file__
+    exec(compile("\n" * block.line + block.text, module.__file__, "exec"), module.__dict__)
+
+
+def run_console(block: Block) -> None:
+    for line in block.text.splitlines():
+        if line.startswith("$ unskip"):
+            command = [sys.executable, "-m", *shlex.split(line.removeprefix("$"), comments=True)]
+            done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+            assert done.returncode == 0, f"{block}: {line}\n{done.stdout}{done.stderr}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_page(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = as_module(page, tmp_path)
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    for block in blocks(page):
+        assert block.language in LANGUAGES, f"{block}: unknown language {block.language!r}"
+        if block.reason is not None:
+            assert block.reason, f"{block}: `{NOT_RUN}` needs a reason"
+        elif block.language == "python":
+            run_python(block, module)
+        elif block.language == "console":
+            run_console(block)
+
+
+@pytest.mark.parametrize("block", [b for page in PAGES for b in blocks(page) if b.reason is not None], ids=str)
+def test_not_run(block: Block) -> None:
+    pytest.skip(f"not run: {block.reason}")
