@@ -102,7 +102,7 @@ def _all_norms(graph: Graph, readers: list[list[int]], index: int, allowed: set[
                 continue
             if in_norm(node):
                 seen += 1
-            elif node.op in _ops.IDENTITY or node.op in _ops.PART:
+            elif node.op in _ops.IDENTITY or node.op in _ops.PART or node.op == "cat":
                 frontier.append(reader)
             else:
                 return False
@@ -126,11 +126,3 @@ def _ends_in_norm(graph: Graph, index: int) -> bool:
             )
         else:
             return False
-
-
-def channel_axis(graph: Graph, path: list[Node], shape: tuple[int, ...]) -> int:
-    """The axis that holds the features: 1 for a map made by a convolution, else the last."""
-    weights = [node for node in path if _ops.is_matmul(node.op) and not is_product(graph.nodes, node)]
-    if len(shape) >= 3 and weights and _ops.is_convolution(weights[-1].op) and len(weights[-1].shape) == len(shape):
-        return 1
-    return -1

@@ -188,23 +188,18 @@ class _Search:
         return any(finding.root not in self.nodes[inner.root] and finding.root != inner.root for inner in finding.spans)
 
     def _is_long(self, finding: Finding) -> bool:
-        """Reaches over other residuals of its own stream, or over another resolution, as in a U-Net.
+        """Reaches over several residuals, or over one at another resolution, as in a U-Net.
 
-        One residual inside the branch is a nested residual, not a long skip.
+        One residual inside the branch at the same resolution is a nested residual, not a long skip.
         """
-        here = self._trunk(finding.root)
-        own = [inner for inner in finding.spans if self._trunk(inner.root) == here]
-        return len(own) > 1 or any(prod(i.add.shape[1:-1]) != prod(finding.add.shape[1:-1]) for i in finding.spans)
+        return len(finding.spans) > 1 or any(self._resolution_changes(finding, inner) for inner in finding.spans)
 
-    def _trunk(self, index: int) -> int:
-        """Where the stream that a tensor lies on began: back through rearrangements and residual additions."""
-        while True:
-            for start, _ in climb(self.nodes, index):
-                if start in self.output_of:
-                    index = self.output_of[start].root
-                    break
-            else:
-                return start
+    def _resolution_changes(self, outer: Finding, inner: Finding) -> bool:
+        here, there = outer.add.shape, inner.add.shape
+        if len(here) != len(there):  # heads split off, or windows: the same elements in another order
+            return prod(here) != prod(there)
+        axis = channel_axis(self.nodes, outer.path, here) % len(here)
+        return any(a != b for i, (a, b) in enumerate(zip(here, there, strict=True)) if i not in (0, axis))
 
     def _fused(self, node: Node) -> None:
         """A residual inside a larger operator (addcmul, lerp, baddbmm, ...), or with a sign or factor of its own."""
@@ -255,6 +250,14 @@ def between(nodes: list[Node], root: int, end: int) -> list[Node]:
 def is_product(nodes: list[Node], node: Node) -> bool:
     """A matrix product of two tensors that both depend on the input, as in attention."""
     return _ops.is_matmul(node.op) and sum(not nodes[parent].fixed for parent in node.parents[-2:]) == 2
+
+
+def channel_axis(nodes: list[Node], path: list[Node], shape: tuple[int, ...]) -> int:
+    """The axis that holds the features: 1 for a map made by a convolution, else the last."""
+    weights = [node for node in path if _ops.is_matmul(node.op) and not is_product(nodes, node)]
+    if len(shape) >= 3 and weights and _ops.is_convolution(weights[-1].op) and len(weights[-1].shape) == len(shape):
+        return 1
+    return -1
 
 
 def in_norm(node: Node) -> bool:

@@ -111,7 +111,7 @@ def _tensors(tree: object) -> list[Tensor]:
 def _rms(tensor: Tensor) -> float | None:
     if tensor.device.type == "meta" or not tensor.numel():
         return None
-    return float(tensor.detach().to(torch.float32).square().mean().sqrt())
+    return float(torch.linalg.vector_norm(tensor.detach(), dtype=torch.float32)) / tensor.numel() ** 0.5
 
 
 class Recorder(TorchDispatchMode):

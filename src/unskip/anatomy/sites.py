@@ -15,9 +15,9 @@ from typing import Any
 
 from torch import nn
 
-from unskip.anatomy._describe import Kind, Norm, channel_axis, kind_of, norm_of
+from unskip.anatomy._describe import Kind, Norm, kind_of, norm_of
 from unskip.anatomy._example import Example
-from unskip.anatomy._find import Finding, consumers, find
+from unskip.anatomy._find import Finding, channel_axis, consumers, find
 from unskip.anatomy._locate import Located, Place, Unreachable, locate
 from unskip.anatomy._trace import Graph, Node, record
 from unskip.errors import ForwardError
@@ -102,7 +102,8 @@ def survey(model: nn.Module, example: Example) -> Survey:
     else:
         others, doubts = _gather(training, names)
         unknown = [*unknown, *_pair(drafts, others, names), *(d for d in doubts if d not in unknown)]
-    sites = [_finish(model, draft, names) for draft in drafts]
+    readers = consumers(graph)
+    sites = [_finish(model, draft, names, readers) for draft in drafts]
     return Survey(tuple(replace(site, index=i) for i, site in enumerate(sites)), tuple(unknown), tuple(notes))
 
 
@@ -194,7 +195,7 @@ def _places(draft: _Draft) -> list[Place]:
     return list(dict.fromkeys(Place(located.hops, finding.side, finding.role) for finding, located in pairs if located))
 
 
-def _finish(model: nn.Module, draft: _Draft, names: dict[int, str]) -> Site:
+def _finish(model: nn.Module, draft: _Draft, names: dict[int, str], readers: list[list[int]]) -> Site:
     first, graph = draft.findings[0], draft.graph
     path = names.get(id(draft.module), "")
     problem = draft.problem
@@ -206,7 +207,7 @@ def _finish(model: nn.Module, draft: _Draft, names: dict[int, str]) -> Site:
     kind: Kind = "parallel" if {"attention", "mlp"} <= kinds else kind_of(graph, steps)
     assert draft.module is not None
     shape = first.add.shape
-    axis = channel_axis(graph, first.path, shape)
+    axis = channel_axis(graph.nodes, first.path, shape)
     ratio = first.add.ratio
     if ratio is not None and first.side == "right":
         ratio = 1 / ratio if ratio else float("inf")
@@ -214,7 +215,7 @@ def _finish(model: nn.Module, draft: _Draft, names: dict[int, str]) -> Site:
         index=-1,
         path=path,
         kind=kind,
-        norm=norm_of(graph, consumers(graph), first, steps, draft.module),
+        norm=norm_of(graph, readers, first, steps, draft.module),
         projected=first.projected,
         long=first.long,
         runs=len(draft.findings),

@@ -43,14 +43,17 @@ def can_verify(model: nn.Module, example: Example) -> bool:
 
 
 def fingerprint(model: nn.Module, example: Example, training: bool, oracle: TorchDispatchMode | None = None) -> Print:
-    """Runs the model and sums up what every module returned."""
+    """Runs the model and sums up what every module that holds others returned."""
     prints: Print = []
 
     def hook(module: nn.Module, arguments: object, output: object) -> None:
+        if not module._modules and module is not model:
+            return
         for leaf in tree_leaves(output):
             if isinstance(leaf, Tensor) and leaf.is_floating_point():
-                values = leaf.detach().to(torch.float64)
-                prints.append((type(module).__name__, float(values.sum()), float(values.abs().sum())))
+                total = float(leaf.sum(dtype=torch.float64))
+                size = float(torch.linalg.vector_norm(leaf, 1, dtype=torch.float64))
+                prints.append((type(module).__name__, total, size))
 
     handle = register_module_forward_hook(hook)
     try:

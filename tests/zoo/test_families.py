@@ -1,0 +1,549 @@
+"""Every property of rewiring, for every family of models."""
+
+from __future__ import annotations
+
+import copy
+import io
+import itertools
+import pickle
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import unskip
+from tests.zoo import handmade
+from tests.zoo.families import FAMILIES, Expected, Family, Poison, tokens
+from tests.zoo.harness import (
+    additions,
+    cautioned,
+    changes,
+    checkpointed,
+    difference,
+    gradient_difference,
+    gradients,
+    poisoned,
+    run,
+    same,
+    snapshot,
+    watched,
+)
+from tests.zoo.oracle import REFERENCES, Weights, weighted
+from unskip import Anneal, Cut, Decay, Keep, Learn, Scale, Site, Wiring
+from unskip.errors import ForwardError, UnskipWarning
+
+HALF = Scale(0.5, 0.7)
+CLOSE = 1e-6
+
+each_family = pytest.mark.parametrize(
+    "family", [pytest.param(f, id=f.name, marks=() if f.core else pytest.mark.full) for f in FAMILIES.values()]
+)
+each_core_family = pytest.mark.parametrize("family", [f for f in FAMILIES.values() if f.core], ids=str)
+each_mode = pytest.mark.parametrize("training", [False, True], ids=["eval", "train"])
+
+
+def rewired(family: Family, rule: Any = HALF, **options: Any) -> tuple[nn.Module, Wiring]:
+    model = family.build()
+    with cautioned(family):
+        return model, unskip.rewire(model, rule, family.inputs(2), **options)
+
+
+def at(index: int) -> Callable[[Site], bool]:
+    return lambda site: site.index == index
+
+
+# --- What the audit finds -------------------------------------------------------------------------------------------------
+
+
+@each_family
+def test_audit_finds_exactly_the_residuals(family: Family) -> None:
+    model = family.build()
+    before = snapshot(model)
+    audit = unskip.audit(model, family.inputs(2))
+    found = [Expected(s.path, s.kind, s.norm, s.runs, s.projected, s.long) for s in (*audit, *audit.long_skips)]
+    assert found == list(family.sites)
+    assert [s.problem for s in audit] == [None] * len(audit)
+    assert (audit.unknown, audit.notes) == ((), ())
+    assert changes(before, snapshot(model)) == []
+
+
+@each_family
+def test_audit_of_one_row_finds_the_same(family: Family) -> None:
+    """A tensor without a batch dimension of its own may have the stream's shape then: a position embedding does."""
+    model = family.build()
+    one, two = (unskip.audit(model, family.inputs(batch)) for batch in (1, 2))
+    assert [(s.path, s.kind, s.norm, s.source) for s in one] == [(s.path, s.kind, s.norm, s.source) for s in two]
+
+
+# --- What the weights do --------------------------------------------------------------------------------------------------
+
+
+@each_core_family
+@each_mode
+def test_oracle_is_the_original_at_one(family: Family, training: bool) -> None:
+    """The references are worth comparing with: they are the libraries' forwards."""
+    model, inputs = family.build().train(training), family.inputs(2)
+    outputs, grads = gradients(model, inputs)
+    with weighted(model, family, [(1.0, 1.0)] * len(family.sites)):
+        reference, reference_grads = gradients(model, inputs)
+    assert difference(outputs, reference) < CLOSE
+    assert gradient_difference(grads, reference_grads) < 10 * CLOSE
+
+
+@each_family
+@each_mode
+def test_alpha_one_is_the_original_bit_for_bit(family: Family, training: bool) -> None:
+    inputs = family.inputs(2)
+    original = family.build().train(training)
+    model, wiring = rewired(family, Keep(), force=True)
+    model.train(training)
+    assert {path for path, (cls, _) in snapshot(model).items() if cls is not type(original.get_submodule(path))} == {
+        site.path for site in family.sites
+    }
+    assert set(wiring.alphas) == set(wiring.betas) == {1.0}
+    outputs, grads = gradients(model, inputs)
+    reference, reference_grads = gradients(original, inputs)
+    assert same(outputs, reference)
+    assert same(list(grads.values()), list(reference_grads.values()))
+    with torch.no_grad():
+        assert same(run(model, inputs), run(original, inputs))
+
+
+@each_family
+def test_keep_leaves_every_class_alone(family: Family) -> None:
+    model, _ = rewired(family, Keep())
+    assert [type(module) for module in model.modules()] == [type(module) for module in family.build().modules()]
+
+
+def agree(family: Family, rule: Any, weights: Weights, training: bool) -> None:
+    """A rewired model and the oracle: outputs, with and without gradients, and the gradients."""
+    inputs = family.inputs(2)
+    model, wiring = rewired(family, rule)
+    assert list(zip(wiring.alphas, wiring.betas, strict=True)) == pytest.approx(list(weights))
+    model.train(training)
+    outputs, grads = gradients(model, inputs)
+    with torch.no_grad():
+        quiet = run(model, inputs)
+    original = family.build().train(training)
+    plain, _ = gradients(original, inputs)
+    with weighted(original, family, weights):
+        reference, reference_grads = gradients(original, inputs)
+    assert difference(reference, plain) > 1e-2, "the weights move nothing"
+    assert difference(outputs, reference) < CLOSE
+    assert difference(quiet, reference) < CLOSE
+    assert gradient_difference(grads, reference_grads) < 10 * CLOSE
+
+
+@each_core_family
+@each_mode
+def test_scale_matches_the_oracle(family: Family, training: bool) -> None:
+    agree(family, HALF, [(0.5, 0.7)] * len(family.sites), training)
+
+
+@each_core_family
+@each_mode
+def test_decay_matches_the_oracle(family: Family, training: bool) -> None:
+    last = len(family.sites) - 1
+    agree(family, Decay(0.3), [(1 - 0.7 * i / last, 1.0) for i in range(last + 1)], training)
+
+
+@each_core_family
+def test_weights_of_its_own_for_every_site_match_the_oracle(family: Family) -> None:
+    weights = [(0.4 + 0.1 * i, 1.1 - 0.05 * i) for i in range(len(family.sites))]
+    agree(family, {at(i): Scale(*weight) for i, weight in enumerate(weights)}, weights, training=True)
+
+
+@each_core_family
+def test_cut_matches_the_oracle(family: Family) -> None:
+    agree(family, Cut(), [(0.0, 1.0)] * len(family.sites), training=False)
+
+
+@each_core_family
+def test_anneal_matches_the_oracle_on_its_way(family: Family) -> None:
+    inputs = family.inputs(2)
+    model, wiring = rewired(family, Anneal(Keep(), Scale(0.2, 0.6), steps=10))
+    for step, alpha, beta in ((0, 1.0, 1.0), (5, 0.6, 0.8), (10, 0.2, 0.6)):
+        wiring.step(step)
+        original = family.build()
+        with weighted(original, family, [(alpha, beta)] * len(family.sites)):
+            assert difference(run(model, inputs), run(original, inputs)) < CLOSE
+
+
+@each_core_family
+def test_learnt_weights_get_the_oracles_gradient(family: Family) -> None:
+    model, wiring = rewired(family, Learn(0.6))
+    inputs, names = family.inputs(2), list(wiring.parameters)
+    outputs, grads = gradients(model, inputs)
+    assert len(names) == len(family.sites)
+    alphas = [torch.tensor(0.6, requires_grad=True) for _ in family.sites]
+    original = family.build()
+    with weighted(original, family, [(alpha, 1.0) for alpha in alphas]):  # type: ignore[misc]
+        reference, reference_grads = gradients(original, inputs)
+    assert difference(outputs, reference) < CLOSE
+    wanted = {name: alpha.grad for name, alpha in zip(names, alphas, strict=True)}
+    assert all(grad is not None and grad.abs() > 0 for grad in wanted.values())
+    assert gradient_difference({name: grads.pop(name) for name in names}, wanted) < 10 * CLOSE  # type: ignore[arg-type]
+    assert gradient_difference(grads, reference_grads) < 10 * CLOSE
+
+
+# --- Cut removes the addition ---------------------------------------------------------------------------------------------
+
+
+@each_family
+def test_cut_leaves_no_addition(family: Family) -> None:
+    inputs = family.inputs(2)
+    before = additions(family.build(), inputs)
+    after = additions(rewired(family, Cut())[0], inputs)
+    assert before["add"] - after["add"] == sum(site.runs for site in family.sites)
+    assert {name: n for name, n in before.items() if name != "add"} == {n: c for n, c in after.items() if n != "add"}
+
+
+@each_family
+def test_cut_keeps_a_nan_in_the_stream_from_the_output(family: Family) -> None:
+    """The stream is NaN from the first block on and the branches are not. Each site alone, cut, ends that."""
+    inputs = family.inputs(2)
+    poisons = [family.poison] * len(family.sites) if isinstance(family.poison, Poison) else family.poison
+    for index, poison in enumerate(poisons):
+        model = family.build()
+        with poisoned(model, poison):
+            assert any(out.isnan().any() for out in run(model, inputs)), "the poison does not arrive"
+        with cautioned(family):
+            unskip.rewire(model, Cut(), inputs, where=at(index), verify=False)
+        with poisoned(model, poison):
+            assert all(out.isfinite().all() for out in run(model, inputs)), family.sites[index]
+
+
+@pytest.mark.parametrize("name", [f.name for f in FAMILIES.values() if f.drop_path])
+def test_cut_under_drop_path_warns(name: str) -> None:
+    family = FAMILIES[name]
+    with pytest.warns(UnskipWarning, match="drop path is on"):
+        unskip.rewire(family.build(), Cut(), family.inputs(2))
+
+
+# --- What stays as it is --------------------------------------------------------------------------------------------------
+
+
+@each_family
+@pytest.mark.parametrize("rule", [HALF, Cut(), Anneal(Keep(), HALF, steps=4)], ids=str)
+def test_weights_and_modules_stay(family: Family, rule: Any) -> None:
+    model = family.build()
+    values = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    modules, parameters = dict(model.named_modules()), dict(model.named_parameters())
+    with cautioned(family):
+        wiring = unskip.rewire(model, rule, family.inputs(2))
+    wiring.step(2)
+    state = model.state_dict()
+    assert list(state) == list(values)
+    assert all(torch.equal(state[name], values[name]) for name in values)
+    assert [(n, id(m)) for n, m in model.named_modules()] == [(n, id(m)) for n, m in modules.items()]
+    assert [(n, id(p)) for n, p in model.named_parameters()] == [(n, id(p)) for n, p in parameters.items()]
+    plain = family.build()
+    for path, module in modules.items():
+        assert isinstance(module, type(plain.get_submodule(path)))
+        assert type(module).__qualname__ == type(plain.get_submodule(path)).__qualname__
+    assert str(model) == str(plain)
+
+
+@each_family
+def test_other_instances_and_the_classes_are_left_alone(family: Family) -> None:
+    inputs, other = family.inputs(2), family.build()
+    outputs, modules = run(other, inputs), snapshot(other)
+    classes = {cls: dict(vars(cls)) for module in other.modules() for cls in type(module).__mro__[:-1]}
+    names = {cls.__module__: set(vars(sys.modules[cls.__module__])) for cls in classes}
+    model, _ = rewired(family)
+    moved = run(model, inputs)
+    assert not same(moved, outputs)
+    assert same(run(other, inputs), outputs)
+    assert changes(modules, snapshot(other)) == []
+    for cls, attributes in classes.items():
+        assert dict(vars(cls)) == attributes
+    assert {name: set(vars(sys.modules[name])) for name in names} == names
+
+
+@each_family
+def test_undo_restores_everything(family: Family) -> None:
+    inputs, model = family.inputs(2), family.build()
+    before, outputs, text = snapshot(model), run(model, inputs), str(model)
+    with torch.no_grad():
+        quiet = run(model, inputs)
+    for rule in (HALF, Cut(), Learn(0.5), Anneal(Keep(), Cut(), steps=4)):
+        with cautioned(family):
+            wiring = unskip.rewire(model, rule, inputs, verify=rule is HALF)
+        wiring.step(2)
+        assert not same(run(model, inputs), outputs)
+        wiring.undo()
+        assert changes(before, snapshot(model)) == []
+        assert str(model) == text
+        assert same(run(model, inputs), outputs)
+        with torch.no_grad():
+            assert same(run(model, inputs), quiet)
+
+
+@each_family
+def test_context_manager_restores_everything(family: Family) -> None:
+    inputs, model = family.inputs(2), family.build()
+    before, outputs = snapshot(model), run(model, inputs)
+    with cautioned(family), unskip.rewired(model, Cut(), inputs) as wiring:
+        assert set(wiring.alphas) == {0.0}
+        assert not same(run(model, inputs), outputs)
+    assert changes(before, snapshot(model)) == []
+    with pytest.raises(ZeroDivisionError), cautioned(family), unskip.rewired(model, Cut(), inputs):
+        raise ZeroDivisionError
+    assert changes(before, snapshot(model)) == []
+    assert same(run(model, inputs), outputs)
+
+
+@each_family
+def test_context_manager_gives_the_wiring_back_that_was_there(family: Family) -> None:
+    inputs = family.inputs(2)
+    model, wiring = rewired(family)
+    outputs = run(model, inputs)
+    with cautioned(family), unskip.rewired(model, Cut(), inputs):
+        assert not same(run(model, inputs), outputs)
+    assert (set(wiring.alphas), set(wiring.betas)) == ({0.5}, {0.7})
+    assert Wiring.of(model) is wiring
+    assert same(run(model, inputs), outputs)
+
+
+@each_family
+def test_rewiring_again_replaces(family: Family) -> None:
+    inputs = family.inputs(2)
+    model, first = rewired(family, Scale(0.3, 0.9))
+    wanted = run(model, inputs)
+    model, wiring = rewired(family)
+    modules = snapshot(model)
+    assert not same(run(model, inputs), wanted)
+    assert unskip.rewire(model, Scale(0.3, 0.9), inputs) is wiring
+    assert (wiring.alphas, wiring.betas) == (first.alphas, first.betas)
+    assert same(run(model, inputs), wanted)
+    assert [cls for cls, _ in modules.values()] == [cls for cls, _ in snapshot(model).values()]
+    wiring.undo()
+    assert same(run(model, inputs), run(family.build(), inputs))
+
+
+@each_family
+@pytest.mark.parametrize("fault", ["example", "where", "bind"])
+def test_a_rewiring_that_fails_leaves_the_model_as_it_was(family: Family, fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    inputs, model = family.inputs(2), family.build()
+    before, outputs = snapshot(model), run(model, inputs)
+    options: dict[str, Any] = {"example": inputs}
+    error: type[Exception] = ZeroDivisionError
+    last = len(family.sites) - 1
+    if fault == "example":
+        options["example"], error = torch.zeros(1), ForwardError
+    elif fault == "where":
+        options["where"] = lambda site: 1 / (last - site.index) > 0
+    else:
+        # At the last module of the real rewiring: the others are patched by then.
+        _fail_at(monkeypatch, len({site.path for site in family.sites}))
+        options["verify"] = False
+    with pytest.raises(error):
+        unskip.rewire(model, HALF, **options)
+    assert changes(before, snapshot(model)) == []
+    assert same(run(model, inputs), outputs)
+
+
+def _fail_at(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    from unskip.wiring import _wiring
+
+    calls, bind = itertools.count(1), _wiring.bind
+
+    def failing(module: nn.Module, patch: Any) -> None:
+        bind(module, patch)
+        if next(calls) == number:
+            raise ZeroDivisionError
+
+    monkeypatch.setattr(_wiring, "bind", failing)
+
+
+# --- Copies ---------------------------------------------------------------------------------------------------------------
+
+
+@each_family
+@pytest.mark.parametrize("rule", [HALF, Learn(0.5), Anneal(Keep(), HALF, steps=4)], ids=str)
+def test_deepcopy_is_rewired_and_independent(family: Family, rule: Any) -> None:
+    inputs = family.inputs(2)
+    model, wiring = rewired(family, rule)
+    wiring.step(2)
+    outputs, plain = run(model, inputs), run(family.build(), inputs)
+    twin = copy.deepcopy(model)
+    theirs = Wiring.of(twin)
+    assert theirs is not wiring
+    assert theirs.model is twin
+    assert same(run(twin, inputs), outputs)
+    theirs.set(Scale(0.1, 0.4))
+    changed = run(twin, inputs)
+    assert not same(changed, outputs)
+    assert same(run(model, inputs), outputs)
+    wiring.undo()
+    assert same(run(model, inputs), plain)
+    assert same(run(twin, inputs), changed)
+    theirs.undo()
+    assert same(run(twin, inputs), plain)
+    assert not {id(module) for module in twin.modules()} & {id(module) for module in model.modules()}
+
+
+@each_family
+@pytest.mark.parametrize("rule", [HALF, Cut(), Learn(0.5), Anneal(Keep(), HALF, steps=4)], ids=str)
+def test_pickle_keeps_the_wiring(family: Family, rule: Any) -> None:
+    inputs = family.inputs(2)
+    model, wiring = rewired(family, rule)
+    wiring.step(2)
+    outputs, plain = run(model, inputs), run(family.build(), inputs)
+    assert not same(outputs, plain)
+    buffer = io.BytesIO()
+    torch.save(model, buffer)
+    buffer.seek(0)
+    for loaded in (pickle.loads(pickle.dumps(model)), torch.load(buffer, weights_only=False)):
+        assert same(run(loaded, inputs), outputs)
+        theirs = Wiring.of(loaded)
+        assert (theirs.alphas, theirs.betas) == (wiring.alphas, wiring.betas)
+        theirs.step(3)
+        if isinstance(rule, Anneal):
+            assert not same(run(loaded, inputs), outputs)
+        theirs.undo()
+        assert same(run(loaded, inputs), plain)
+    assert same(run(model, inputs), outputs)
+
+
+FRESH = """
+import sys
+import torch
+model, inputs = torch.load(sys.argv[1], weights_only=False)
+torch.save(model(**inputs) if isinstance(inputs, dict) else model(inputs), sys.argv[2])
+"""
+
+
+@pytest.mark.parametrize("name", ["timm_vit", "hf_bert"])
+def test_a_saved_model_is_rewired_in_a_fresh_process(name: str, tmp_path: Path) -> None:
+    family = FAMILIES[name]
+    inputs = family.inputs(2)
+    model, _ = rewired(family, Decay(0.3))
+    torch.save((model, inputs), tmp_path / "model.pt")
+    subprocess.run([sys.executable, "-c", FRESH, tmp_path / "model.pt", tmp_path / "out.pt"], check=True)
+    outputs = torch.load(tmp_path / "out.pt", weights_only=False)
+    from tests.zoo.harness import floats
+
+    assert not same(run(family.build(), inputs), run(model, inputs))
+    assert same(floats(outputs), run(model, inputs))
+
+
+# --- Training tools -------------------------------------------------------------------------------------------------------
+
+
+@each_family
+@pytest.mark.parametrize("rule", [HALF, Cut(), Learn(0.5)], ids=str)
+def test_gradient_checkpointing_changes_no_gradient(family: Family, rule: Any) -> None:
+    inputs = family.inputs(2)
+    model, _ = rewired(family, rule)
+    model.train()
+    adder = model.get_submodule(family.sites[0].path)
+    calls: list[nn.Module] = []
+    adder.register_forward_hook(lambda module, args, output: calls.append(module))
+    outputs, grads = gradients(model, inputs)
+    runs = len(calls)
+    with checkpointed(model, family):
+        checked, checked_grads = gradients(model, inputs)
+    assert len(calls) == 3 * runs, "nothing was computed twice"
+    assert same(outputs, checked)
+    assert gradient_difference(checked_grads, grads) < CLOSE
+
+
+@each_family
+@pytest.mark.parametrize(
+    "rule", [Keep(), HALF, Scale(0.5), Scale(1.0, 0.7), Cut(), Learn(0.5), Anneal(Keep(), HALF, steps=4)], ids=str
+)
+def test_autocast_keeps_every_dtype(family: Family, rule: Any) -> None:
+    inputs = family.inputs(2)
+    original = family.build()
+    model, wiring = rewired(family, rule, force=True, verify=False)
+    wiring.step(2)
+    seen: list[Any] = []
+    for each in (original, model):
+        with torch.autocast("cpu", torch.bfloat16), watched(each) as dtypes:
+            outputs, grads = gradients(each, inputs)
+        seen.append(dtypes)
+        assert all(tensor.isfinite().all() for tensor in (*outputs, *grads.values()))
+    assert seen[0] == seen[1]
+    assert any("bfloat16" in dtypes for _, dtypes in seen[0])
+
+
+# --- Cases of single families ---------------------------------------------------------------------------------------------
+
+
+def test_every_core_family_has_a_reference() -> None:
+    for family in FAMILIES.values():
+        model = family.build()
+        classes = [type(model.get_submodule(site.path)) for site in family.sites]
+        assert not family.core or {f"{cls.__module__}.{cls.__qualname__}" for cls in classes} <= REFERENCES.keys()
+
+
+@pytest.mark.parametrize("arguments", [{"attend": False}, {"times": 1}, {"attend": False, "times": 0}, {"times": 2}], ids=str)
+def test_control_flow_goes_the_way_the_arguments_say(arguments: dict[str, Any]) -> None:
+    """Rewired on an example with both steps, called with other arguments."""
+    family = FAMILIES["hand_control_flow"]
+    inputs, weights = family.inputs(2), [(0.5 + 0.1 * i, 0.9 - 0.1 * i) for i in range(4)]
+    model, _ = rewired(family, {at(i): Scale(*weight) for i, weight in enumerate(weights)})
+    original = family.build()
+    with weighted(original, family, weights):
+        wanted = run(original, inputs, **arguments)
+    assert difference(run(model, inputs, **arguments), wanted) < CLOSE
+
+
+@pytest.mark.parametrize("rule", [Keep(), HALF, Cut(), Anneal(Keep(), HALF, steps=4)], ids=str)
+def test_an_addition_into_a_tensor_still_writes_to_it(rule: Any) -> None:
+    block = handmade.IntoStream()
+    wiring = unskip.rewire(block, rule, tokens(2, handmade.WIDTH), force=True)
+    wiring.step(2)
+    x = tokens(2, handmade.WIDTH)
+    before = x.clone()
+    alpha, beta = wiring.alphas[0], wiring.betas[0]
+    with torch.no_grad():
+        out = block(x)
+        wanted = alpha * before + beta * block.branch(before)
+    assert out is x
+    assert difference([x], [wanted]) < CLOSE
+
+
+def test_mapping_by_kind_governs_only_that_kind() -> None:
+    family = FAMILIES["timm_vit"]
+    inputs = family.inputs(2)
+    model, _ = rewired(family, {"attention": Cut(), "mlp": Scale(0.6, 0.8)})
+    original = family.build()
+    with weighted(original, family, [(0.0, 1.0), (0.6, 0.8)] * 2):
+        assert difference(run(model, inputs), run(original, inputs)) < CLOSE
+    model, _ = rewired(family, Scale(0.6), where="mlp")
+    with weighted(original, family, [(1.0, 1.0), (0.6, 1.0)] * 2):
+        assert difference(run(model, inputs), run(original, inputs)) < CLOSE
+
+
+def test_a_failed_second_rewiring_keeps_the_first() -> None:
+    family = FAMILIES["timm_vit"]
+    inputs = family.inputs(2)
+    model, wiring = rewired(family, Anneal(Keep(), Scale(0.2), steps=10))
+    wiring.step(5)
+    outputs = run(model, inputs)
+    with pytest.raises(ZeroDivisionError):
+        unskip.rewire(model, Cut(), inputs, where=lambda site: 1 / 0 > 0)
+    assert same(run(model, inputs), outputs)
+    wiring.step(10)
+    assert wiring.alphas == [0.2] * len(family.sites)
+
+
+def test_context_manager_gives_learnt_weights_back() -> None:
+    family = FAMILIES["timm_vit"]
+    inputs = family.inputs(2)
+    model, wiring = rewired(family, Learn(0.5))
+    with torch.no_grad():
+        for number, parameter in enumerate(wiring.parameters.values()):
+            parameter.fill_(0.1 * (number + 1))
+    learnt = {name: id(parameter) for name, parameter in wiring.parameters.items()}
+    with unskip.rewired(model, Cut(), inputs):
+        pass
+    assert wiring.alphas == pytest.approx([0.1, 0.2, 0.3, 0.4])
+    assert {name: id(parameter) for name, parameter in wiring.parameters.items()} == learnt  # an optimizer holds them
