@@ -14,9 +14,8 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
-
 from tests.zoo import handmade
+from torch import Tensor, nn
 
 Inputs = Any  # what `example` takes: a tensor, a tuple of arguments, a mapping of keyword arguments
 

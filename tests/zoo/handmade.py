@@ -231,15 +231,15 @@ class Decorated(nn.Module):
 class Mangled(nn.Module):
     """A receiver that is not called self, private names, a keyword-only argument, an addition in a method that forward calls."""
 
-    def __init__(this) -> None:  # noqa: N805
+    def __init__(this) -> None:
         super().__init__()
         this.norm = nn.LayerNorm(WIDTH)
         this.mlp = mlp()
 
-    def forward(this, x: Tensor, *, gain: float = 0.9) -> Tensor:  # noqa: N805
+    def forward(this, x: Tensor, *, gain: float = 0.9) -> Tensor:
         return this.__residual(x, gain)
 
-    def __residual(this, x: Tensor, gain: float) -> Tensor:  # noqa: N805
+    def __residual(this, x: Tensor, gain: float) -> Tensor:
         return x + gain * this.mlp(this.norm(x))
 
 

@@ -9,12 +9,12 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
+from tests.zoo.families import Family, Inputs, Poison
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.checkpoint import checkpoint
 
-from tests.zoo.families import Family, Inputs, Poison
 from unskip.errors import UnskipWarning
 
 

@@ -13,11 +13,10 @@ from types import MethodType
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.nn import functional
-
 from tests.zoo import handmade
 from tests.zoo.families import Family
+from torch import Tensor, nn
+from torch.nn import functional
 
 Weights = Sequence[tuple[float, float]]  # (alpha, beta) of each site
 

@@ -14,9 +14,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
-
-import unskip
 from tests.zoo import handmade
 from tests.zoo.families import FAMILIES, Expected, Family, Poison, tokens
 from tests.zoo.harness import (
@@ -34,6 +31,9 @@ from tests.zoo.harness import (
     watched,
 )
 from tests.zoo.oracle import REFERENCES, Weights, weighted
+from torch import nn
+
+import unskip
 from unskip import Anneal, Cut, Decay, Keep, Learn, Scale, Site, Wiring
 from unskip.errors import ForwardError, UnskipWarning
 

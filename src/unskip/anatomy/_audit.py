@@ -83,6 +83,8 @@ def _modules(site: Site) -> str:
 
 def _remark(site: Site) -> str:
     remarks = ["projected"] if site.projected else []
+    if site.doubled:
+        remarks.append("its branch carries the stream already")
     if site.problem:
         remarks.append(f"cannot be rewired: {site.problem}")
     return "; ".join(remarks)

@@ -39,6 +39,7 @@ class Finding:
     first: Finding | None = None  # of a further branch: the finding it continues
     spans: list[Finding] = field(default_factory=list)  # residuals inside the branch
     long: bool = False
+    doubled: bool = False  # the branch ends on the stream it is added to: x + (x + f(x))
 
 
 @dataclass(eq=False)
@@ -86,13 +87,15 @@ class _Search:
             or self._projected(node, right, left, "right")
         )
         if finding is None:
+            self._gated(node, left, right)
             return
         on_path = {n.index for n in finding.path}
         finding.spans = [f for f in self.found if f.role == "mix" and f.add.index in on_path]
         if self._is_side_input(finding):
             self.doubts.append(Doubt(node, "a side input that is added again at another depth, not the stream of a branch"))
             return
-        finding.long = self._is_long(finding)
+        finding.doubled = self._carries(finding.branch, finding.root)
+        finding.long = finding.doubled or self._is_long(finding)
         self.found.append(finding)
         self.output_of[node.index] = finding
 
@@ -183,6 +186,20 @@ class _Search:
                         frontier.append(consumer)
         return reached
 
+    def _gated(self, node: Node, left: int, right: int) -> None:
+        """(1 - t) * x + t * f(x): the stream is weighed by the data, as in a highway network or a gated recurrent unit."""
+        for s, f in ((left, right), (right, left)):
+            *_, (last, _) = climb(self.nodes, s)
+            gated = self.nodes[last]
+            if gated.op != "mul" or len(gated.parents) < 2 or any(self.nodes[p].fixed for p in gated.parents[:2]):
+                continue
+            for parent in gated.parents[:2]:
+                for root, _ in climb(self.nodes, parent):
+                    path = between(self.nodes, root, f) if root in self.nodes[f] else []
+                    if not self.nodes[root].fixed and any(_ops.is_transform(n.op) for n in path):
+                        self.doubts.append(Doubt(node, "the stream is weighed by the data (a gate), not by a number"))
+                        return
+
     def _is_side_input(self, finding: Finding) -> bool:
         """The root enters some residual inside the path by its branch alone: it was handed in beside that stream."""
         return any(finding.root not in self.nodes[inner.root] and finding.root != inner.root for inner in finding.spans)
@@ -190,7 +207,8 @@ class _Search:
     def _is_long(self, finding: Finding) -> bool:
         """Reaches over several residuals, or over one at another resolution, as in a U-Net.
 
-        One residual inside the branch at the same resolution is a nested residual, not a long skip.
+        One residual inside the branch at the same resolution is a nested residual, not a long skip, unless the branch is
+        that residual's own stream: x + (x + f(x)).
         """
         return len(finding.spans) > 1 or any(self._resolution_changes(finding, inner) for inner in finding.spans)
 
@@ -200,6 +218,15 @@ class _Search:
             return prod(here) != prod(there)
         axis = channel_axis(self.nodes, outer.path, here) % len(here)
         return any(a != b for i, (a, b) in enumerate(zip(here, there, strict=True)) if i not in (0, axis))
+
+    def _carries(self, index: int, root: int) -> bool:
+        """Whether a tensor is the root with branches added to it."""
+        for start, _ in climb(self.nodes, index):
+            if start == root:
+                return True
+            if start in self.output_of:
+                return self._carries(self.output_of[start].stream, root)
+        return False
 
     def _fused(self, node: Node) -> None:
         """A residual inside a larger operator (addcmul, lerp, baddbmm, ...), or with a sign or factor of its own."""

@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 from torch import nn
 
-from unskip.anatomy._source import FunctionSource, Position, expression_at, function_source, nested
+from unskip.anatomy._source import FunctionSource, Position, expression_at, function_source
 from unskip.anatomy._trace import Call
 from unskip.errors import SourceError
 
@@ -41,6 +41,7 @@ class Place:
     hops: tuple[Hop, ...]  # the first is a method of the module that is rewired
     side: Literal["left", "right"]
     role: Literal["mix", "more"]
+    turn: int | None = None  # of one line that adds several branches in a loop: which turn of the loop
 
 
 class Unreachable(Exception):
@@ -55,6 +56,7 @@ class Located:
     hops: tuple[Hop, ...]
     expression: str
     source: str  # file and line
+    call: int  # tells one call of the module's method from another
 
 
 def locate(calls: tuple[Call, ...]) -> Located:
@@ -76,7 +78,7 @@ def locate(calls: tuple[Call, ...]) -> Located:
         hops.insert(0, Hop(module_name, code.co_qualname, source.digest, position))  # type: ignore[arg-type]
         receiver = calls[index].receiver
         if isinstance(receiver, nn.Module) and names_of(type(receiver), code):
-            return Located(receiver, tuple(hops), text, line)
+            return Located(receiver, tuple(hops), text, line, id(calls[index].frame))
         function = import_function(module_name, code.co_qualname, code)
         wrappers = {layer.__code__ for layer in layers(function)}
         index += 1
@@ -103,9 +105,12 @@ def _expression(code: CodeType, position: Any) -> tuple[FunctionSource, ast.AST]
 
 def _enclosing(calls: tuple[Call, ...], index: int) -> int:
     """A comprehension, lambda or inner function is rewritten as part of the function it stands in."""
-    for outer in range(len(calls) - 1, index, -1):
-        if any(code is calls[index].code for code in nested(calls[outer].code)):
-            return outer
+    while "." not in calls[index].code.co_qualname.rpartition("<locals>.")[2] and "<locals>." in calls[index].code.co_qualname:
+        code = calls[index].code
+        outer = next((i for i in range(index + 1, len(calls)) if code in calls[i].code.co_consts), None)
+        if outer is None:
+            raise Unreachable(f"{code.co_qualname} runs outside the function it was defined in")
+        index = outer
     return index
 
 

@@ -13,6 +13,11 @@ IDENTITY = frozenset(
     "contiguous _to_copy to roll flip flatten unflatten movedim lift_fresh lift_fresh_copy pixel_shuffle pixel_unshuffle "
     "rot90 as_strided view_as_real view_as_complex _conj resolve_conj positive copy".split()
 )
+# Of those and the next, the ones that share memory with their argument: the same view twice is the same tensor.
+VIEW = frozenset(
+    "view permute transpose t expand squeeze unsqueeze alias detach slice narrow select split "
+    "split_with_sizes unbind chunk".split()
+)
 # Takes a part of its first argument; the identity only where the part is the whole.
 PART = frozenset(
     "slice narrow select split split_with_sizes unbind chunk index index_select gather constant_pad_nd "

@@ -8,6 +8,7 @@ tensors are known by identity.
 from __future__ import annotations
 
 import contextlib
+import math
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -111,7 +112,8 @@ def _tensors(tree: object) -> list[Tensor]:
 def _rms(tensor: Tensor) -> float | None:
     if tensor.device.type == "meta" or not tensor.numel():
         return None
-    return float(torch.linalg.vector_norm(tensor.detach(), dtype=torch.float32)) / tensor.numel() ** 0.5
+    norm = float(torch.linalg.vector_norm(tensor.detach(), dtype=torch.float32))
+    return norm / math.sqrt(tensor.numel())
 
 
 class Recorder(TorchDispatchMode):
@@ -123,6 +125,7 @@ class Recorder(TorchDispatchMode):
         self._node: dict[int, int] = {}  # id of a tensor -> its node
         self._alive: list[Tensor] = []  # so that no id is used twice
         self._written: dict[int, int] = {}  # storage -> node of the last in-place write to it
+        self._views: dict[object, int] = {}  # rearrangement of a node -> its node, so that taking it twice is one node
         for tensor in [*model.parameters(), *model.buffers()]:
             self._leaf(tensor, "weight", fixed=True)
         for tensor in _tensors(example):
@@ -161,7 +164,7 @@ class Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
-        name = _ops.base_name(func)
+        name = _name(func, args)
         parents = tuple(self._lookup(tensor) for tensor in _tensors((args, kwargs)))
         ratio = self._ratio(name, args)
         out = func(*args, **kwargs)
@@ -174,14 +177,18 @@ class Recorder(TorchDispatchMode):
         if len(parents) >= 2 and (name in _ops.ADD or name in _ops.FUSED):
             facts.update(calls=tuple(calls()), plain=kwargs.get("alpha", 1) == 1, ratio=ratio)
         for tensor in [*written, *(t for t in _tensors(out) if not any(t is w for w in written))]:
-            self._record(tensor, name, parents, facts)
+            self._record(tensor, name, parents, facts, view=_view_key(name, args, kwargs))
             storage = _storage(tensor)
             if any(tensor is w for w in written) and storage is not None:
                 self._written[storage] = self._node[id(tensor)]
         return out
 
-    def _record(self, tensor: Tensor, name: str, parents: tuple[int, ...], facts: dict[str, Any]) -> None:
+    def _record(self, tensor: Tensor, name: str, parents: tuple[int, ...], facts: dict[str, Any], view: str | None) -> None:
         nodes = self.graph.nodes
+        key = (view, parents, tuple(tensor.shape), tensor.storage_offset()) if view is not None else None
+        if key is not None and key in self._views:
+            self._remember(tensor, nodes[self._views[key]])
+            return
         floating = _floating(tensor)
         fixed = all(nodes[p].fixed for p in parents)
         if name in _ops.FRESH:
@@ -190,6 +197,8 @@ class Recorder(TorchDispatchMode):
             parents = ()  # nothing differentiable passes an integer: indices and masks are not streams
         node = self.graph.add(name, parents, fixed=fixed, shape=tuple(tensor.shape), floating=floating, **facts)
         self._remember(tensor, node)
+        if key is not None:
+            self._views[key] = node.index
 
     @staticmethod
     def _ratio(name: str, args: tuple[Any, ...]) -> float | None:
@@ -211,6 +220,18 @@ class Recorder(TorchDispatchMode):
                 owners.append(frame.f_locals["self"])
             frame = frame.f_back
         return tuple(owners)
+
+
+def _name(func: Any, args: tuple[Any, ...]) -> str:
+    """The operator's base name; adding the number 0, with which `sum` begins, is the identity."""
+    name = _ops.base_name(func)
+    return "alias" if name in _ops.ADD and len(args) > 1 and isinstance(args[1], int) and args[1] == 0 else name
+
+
+def _view_key(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
+    if name not in _ops.VIEW:
+        return None
+    return f"{name} {[a for a in (*args, *kwargs.items()) if not isinstance(a, Tensor)]}"
 
 
 def _floating(tensor: Tensor) -> bool:

@@ -17,7 +17,7 @@ from torch import nn
 
 from unskip.anatomy._describe import Kind, Norm, kind_of, norm_of
 from unskip.anatomy._example import Example
-from unskip.anatomy._find import Finding, channel_axis, consumers, find
+from unskip.anatomy._find import Doubt, Finding, channel_axis, consumers, find
 from unskip.anatomy._locate import Located, Place, Unreachable, locate
 from unskip.anatomy._trace import Graph, Node, record
 from unskip.errors import ForwardError
@@ -32,7 +32,8 @@ class Site:
     kind: Kind
     norm: Norm
     projected: bool  # a linear map, pooling or slicing lies on the stream
-    long: bool  # reaches over other residuals of its stream, as in a U-Net
+    long: bool  # reaches over other residuals, as in a U-Net
+    doubled: bool  # the branch carries the stream already: x + (x + f(x))
     runs: int  # in one forward: more than one where layers are shared
     branch: tuple[str, ...]  # paths of the branch's modules, in execution order
     block: str  # path of the repeated unit the site is in
@@ -81,9 +82,10 @@ class _Draft:
     graph: Graph
     module: nn.Module | None
     located: Located | None
+    turn: int | None
     problem: str | None
     findings: list[Finding] = field(default_factory=list)
-    more: list[tuple[Finding, Located | None]] = field(default_factory=list)
+    more: list[tuple[Finding, Located | None, int | None]] = field(default_factory=list)
     twins: list[Place] = field(default_factory=list)
 
 
@@ -121,25 +123,52 @@ def _run(model: nn.Module, example: Example, training: bool) -> Graph:
 def _gather(graph: Graph, names: dict[int, str]) -> tuple[list[_Draft], list[Unknown]]:
     """The findings of one forward, grouped into sites."""
     findings, doubts = find(graph)
+    where = {finding.add.index: _try_locate(finding.add) for finding in findings}
+    turns = _turns(graph, findings, {index: located for index, (located, _) in where.items() if located})
     drafts: dict[Any, _Draft] = {}
     draft_of: dict[int, _Draft] = {}
     for finding in findings:
-        located, problem = _try_locate(finding.add)
+        located, problem = where[finding.add.index]
+        turn = turns.get(finding.add.index)
         if finding.first is not None:
             draft = draft_of[finding.first.add.index]
-            draft.more.append((finding, located))
+            draft.more.append((finding, located, turn))
             draft.problem = draft.problem or problem
             if located and draft.located and located.module is not draft.located.module:
                 draft.problem = "its branches are added by different modules"
             continue
-        key = (id(located.module), located.hops) if located else _execution(finding.add)
+        key = (id(located.module), located.hops, turn) if located else _execution(finding.add)
         module = located.module if located else next(iter(finding.add.owners), None)
-        draft = drafts.setdefault(key, _Draft(graph, module, located, problem))
+        draft = drafts.setdefault(key, _Draft(graph, module, located, turn, problem))
         draft.findings.append(finding)
         draft_of[finding.add.index] = draft
     _check_runs(graph, drafts.values())
+    drifting = [key for key, draft in drafts.items() if draft.problem and draft.findings[0].projected]
+    doubts += [Doubt(drafts[key].findings[0].add, drafts.pop(key).problem or "") for key in drifting]
     unknown = [Unknown(_name(d.node, names), _line(d.node), d.reason) for d in doubts]
     return list(drafts.values()), list(dict.fromkeys(unknown))
+
+
+def _turns(graph: Graph, findings: list[Finding], where: dict[int, Located]) -> dict[int, int]:
+    """Which turn of a loop an addition ran in, where one line adds other branches in every turn.
+
+    `for f in self.layers: x = x + f(x)` is one line but as many sites as layers; the same branch again is the same site.
+    """
+    lines: dict[object, dict[int, list[Finding]]] = {}
+    for finding in findings:
+        if located := where.get(finding.add.index):
+            calls = lines.setdefault((id(located.module), located.hops), {})
+            calls.setdefault(located.call, []).append(finding)
+    turns: dict[int, int] = {}
+    for calls in lines.values():
+        if any(len({_weights(graph, finding) for finding in runs}) > 1 for runs in calls.values()):
+            turns |= {finding.add.index: turn for runs in calls.values() for turn, finding in enumerate(runs)}
+    return turns
+
+
+def _weights(graph: Graph, finding: Finding) -> frozenset[int]:
+    """The weights that a branch was computed with."""
+    return frozenset(parent for node in finding.path for parent in node.parents if graph.nodes[parent].op == "weight")
 
 
 def _try_locate(node: Node) -> tuple[Located | None, str | None]:
@@ -187,12 +216,12 @@ def _pair(drafts: list[_Draft], others: list[_Draft], names: dict[int, str]) -> 
 
 
 def _hops(draft: _Draft) -> object:
-    return draft.located.hops if draft.located else _execution(draft.findings[0].add)
+    return (draft.located.hops, draft.turn) if draft.located else _execution(draft.findings[0].add)
 
 
 def _places(draft: _Draft) -> list[Place]:
-    pairs = [(draft.findings[0], draft.located), *draft.more]
-    return list(dict.fromkeys(Place(located.hops, finding.side, finding.role) for finding, located in pairs if located))
+    adds = [(draft.findings[0], draft.located, draft.turn), *draft.more]
+    return list(dict.fromkeys(Place(at.hops, finding.side, finding.role, turn) for finding, at, turn in adds if at))
 
 
 def _finish(model: nn.Module, draft: _Draft, names: dict[int, str], readers: list[list[int]]) -> Site:
@@ -201,7 +230,7 @@ def _finish(model: nn.Module, draft: _Draft, names: dict[int, str], readers: lis
     problem = draft.problem
     if problem is None and id(draft.module) not in names:
         problem = f"{type(draft.module).__name__} adds it, which is not a submodule of the model"
-    extra = [more.path for more, _ in draft.more if more.first is first]
+    extra = [more.path for more, _, _ in draft.more if more.first is first]
     steps = sorted({n.index: n for part in (first.path, *extra) for n in part}.values(), key=lambda n: n.index)
     kinds = {kind_of(graph, part) for part in (first.path, *extra)}
     kind: Kind = "parallel" if {"attention", "mlp"} <= kinds else kind_of(graph, steps)
@@ -218,6 +247,7 @@ def _finish(model: nn.Module, draft: _Draft, names: dict[int, str], readers: lis
         norm=norm_of(graph, readers, first, steps, draft.module),
         projected=first.projected,
         long=first.long,
+        doubled=first.doubled,
         runs=len(draft.findings),
         branch=_branch(steps, path, names),
         block=_block(model, path),

@@ -50,7 +50,7 @@ def patched(base: Any, patch: Patch) -> Any:
     """The subclass of `base` for a patch."""
     if base.__reduce_ex__ is not object.__reduce_ex__ or base.__reduce__ is not object.__reduce__:
         raise RewireError(f"{base.__qualname__} defines how it is pickled, which would drop the rewiring. It cannot be rewired.")
-    edits = [Edit(p.hops, p.side, p.role, slot) for slot, places in enumerate(patch.slots) for p in places]
+    edits = [Edit(p.hops, p.side, p.role, slot, p.turn) for slot, places in enumerate(patch.slots) for p in places]
     namespace: dict[str, Any] = {
         "__module__": base.__module__,
         "__qualname__": base.__qualname__,

@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import ast
 import copy
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import CellType, FunctionType, MethodType
 from typing import Any, Literal
@@ -20,9 +21,11 @@ from typing import Any, Literal
 from unskip.anatomy._locate import Hop, Unreachable, import_function, layers
 from unskip.anatomy._source import compile_function, function_source
 from unskip.errors import RewireError
-from unskip.wiring._mix import mix
+from unskip.wiring._mix import Number, mix
 
 MIX = "__unskip_mix__"
+COUNT = "__unskip_count__"
+PICK = "__unskip_pick__"
 WEIGHTS = "__unskip_weights__"
 
 
@@ -34,6 +37,7 @@ class Edit:
     side: Literal["left", "right"]
     role: Literal["mix", "more"]
     slot: int
+    turn: int | None = None  # of a loop, where each turn has a slot of its own
 
 
 def rewrite(function: FunctionType, edits: list[Edit], clone: bool = False) -> FunctionType:
@@ -48,17 +52,29 @@ def rewrite(function: FunctionType, edits: list[Edit], clone: bool = False) -> F
     weight = _from_argument(slots) if clone else _from_module(tree)
     cells: dict[str, object] = {MIX: mix}
     replacements: dict[tuple[int, ...], Callable[[ast.AST], ast.AST]] = {}
+    counters: list[str] = []
     for position in dict.fromkeys(edit.hops[0].position for edit in edits):
         here = [edit for edit in edits if edit.hops[0].position == position]
+        here_weight = weight
+        if here[0].turn is not None:
+            cells |= {COUNT: itertools.count, PICK: pick}
+            names = {which: f"__unskip_turn{len(counters)}_{which}__" for which in ("alpha", "beta")}
+            counters += names.values()
+            here_weight = _by_turn(here, names, weight)
         if len(here[0].hops) == 1:
-            replacements[position] = _Addition(here[0], weight)
+            replacements[position] = _Addition(here[0], here_weight)
         else:
-            onward = [Edit(e.hops[1:], e.side, e.role, e.slot) for e in here]
+            # All turns lead to the same addition in the same clone, which then has one slot.
+            onward = [Edit(e.hops[1:], e.side, e.role, e.slot) for e in here if e.turn in (None, here[0].turn)]
             callee = import_function(onward[0].hops[0].module, onward[0].hops[0].qualname)
             name = f"__unskip_call{len(cells)}__"
             cells[name] = _Redirect(callee, rewrite(callee, onward, clone=True))
-            replacements[position] = _Call(name, sorted({e.slot for e in onward}), weight)
+            replacements[position] = _Call(name, sorted({e.slot for e in onward}), here_weight)
     _Replace(replacements).visit(tree)
+    tree.body[_docstring(tree) : _docstring(tree)] = [
+        ast.copy_location(ast.Assign([ast.Name(name, ast.Store())], ast.Call(ast.Name(COUNT, ast.Load()), [], [])), tree.body[0])
+        for name in counters
+    ]
     if clone:
         tree.args.kwonlyargs.append(ast.arg(WEIGHTS))
         tree.args.kw_defaults.append(None)
@@ -142,6 +158,33 @@ def _from_argument(slots: list[int]) -> _Weight:
         return ast.Subscript(ast.Name(WEIGHTS, ast.Load()), ast.Constant(index), ast.Load())
 
     return weight
+
+
+def _by_turn(edits: list[Edit], counters: dict[str, str], weight: _Weight) -> _Weight:
+    """In a loop: the weights of all turns, of which the present one is picked."""
+    slots = {edit.turn: edit.slot for edit in edits}
+
+    def picked(slot: int, which: str) -> ast.expr:
+        every: list[ast.expr] = [weight(slots[turn], which) for turn in sorted(slots, key=lambda t: t or 0)]
+        arguments = [ast.Tuple(every, ast.Load()), ast.Name(counters[which], ast.Load())]
+        return ast.Call(ast.Name(PICK, ast.Load()), arguments, [])
+
+    return picked
+
+
+def pick(weights: tuple[Number, ...], counter: Iterator[int]) -> Number:
+    """The weight of this turn of a loop."""
+    turn = next(counter)
+    if turn >= len(weights):
+        raise RewireError(
+            f"a loop over residual branches ran more than the {len(weights)} turns it had when the model was rewired. Undo the "
+            "wiring and rewire the model as it is now."
+        )
+    return weights[turn]
+
+
+def _docstring(tree: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    return int(ast.get_docstring(tree, clean=False) is not None)
 
 
 def attribute(slot: int, which: str) -> str:

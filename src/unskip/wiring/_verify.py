@@ -8,6 +8,7 @@ two sites exchanged would show.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -24,6 +25,7 @@ from unskip.anatomy._trace import calls, quiet
 from unskip.anatomy.sites import Site
 from unskip.wiring.shortcuts import Weight
 
+Key = tuple[str, tuple[Hop, ...], int | None]  # path, expressions, turn of a loop
 Print = list[tuple[str, float, float]]  # per module call: its class, the sum and the absolute sum of its output
 
 
@@ -86,11 +88,15 @@ class Oracle(TorchDispatchMode):
     def __init__(self, modules: dict[int, str], sites: Sequence[Site], weights: Sequence[Weight]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.modules = modules  # id of a module -> its path
-        self.table: dict[tuple[str, tuple[Hop, ...]], tuple[Place, Weight]] = {
-            (site.path, place.hops): (place, weight) for site, weight in zip(sites, weights, strict=True) for place in site.places
+        self.table: dict[Key, tuple[Place, Weight]] = {
+            (site.path, place.hops, place.turn): (place, weight)
+            for site, weight in zip(sites, weights, strict=True)
+            for place in site.places
         }
         self.positions = {place.hops[-1].position for site in sites for place in site.places}
-        self.met: set[tuple[str, tuple[Hop, ...]]] = set()
+        self.met: set[Key] = set()
+        self.runs: Counter[object] = Counter()  # of each line in each call of its method
+        self.alive: list[object] = []  # frames, so that no id is used twice
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
         if _ops.base_name(func) in _ops.ADD and len(args) > 1 and all(isinstance(a, Tensor) for a in args[:2]):
@@ -107,10 +113,15 @@ class Oracle(TorchDispatchMode):
             located = locate(frames)
         except Unreachable:
             return None
-        key = (self.modules.get(id(located.module), "?"), located.hops)
-        if key in self.table:
-            self.met.add(key)
-        return self.table.get(key)
+        self.alive.append(frames)
+        path, line = self.modules.get(id(located.module), "?"), (located.call, located.hops)
+        turn = self.runs[line]
+        self.runs[line] += 1
+        for key in ((path, located.hops, None), (path, located.hops, turn)):
+            if key in self.table:
+                self.met.add(key)
+                return self.table[key]
+        return None
 
     @staticmethod
     def _mix(found: tuple[Place, Weight], func: Any, left: Tensor, right: Tensor) -> Tensor:

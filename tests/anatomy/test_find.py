@@ -1,0 +1,144 @@
+"""What is a residual addition and what is not, on models made to be mistaken."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import unskip
+from tests.anatomy import handmade as h
+
+X = torch.randn(2, 5, h.DIM, generator=torch.Generator().manual_seed(1))
+MASK = torch.ones(2, 5, 5, dtype=torch.bool).tril()
+
+# model, example, the sites as (kind, norm), in execution order
+RESIDUAL = [
+    (h.PreNorm, X, [("mlp", "pre")]),
+    (h.PostNorm, X, [("mlp", "post")]),
+    (h.OutNorm, X, [("mlp", "out")]),
+    (h.Sandwich, X, [("mlp", "sandwich")]),
+    (h.Attention, (X, MASK), [("attention", "none")]),
+    (h.LinearAttention, X, [("attention", "none")]),
+    (h.Parallel, X, [("parallel", "pre")]),
+    (h.GatedAttention, X, [("attention", "none")]),
+    (h.Experts, X, [("mlp", "none")]),
+    (h.Pooling, X, [("other", "pre")]),
+    (h.Convolution, X, [("conv", "none")]),
+    (h.Nested, X, [("mlp", "none"), ("mlp", "none")]),
+    (h.SliceInPlace, X, [("mlp", "none")]),
+    (h.PositionEachLayer, X, [("mlp", "pre")] * 3),
+    (h.Latents, X, [("attention", "none")]),
+    (h.InnerFunctions, X, [("mlp", "none"), ("mlp", "none")]),
+    (h.TrainingArm, X, [("mlp", "none"), ("mlp", "none")]),
+]
+
+
+@pytest.mark.parametrize(("build", "example", "expected"), RESIDUAL, ids=lambda v: getattr(v, "__name__", ""))
+def test_finds_exactly_the_residuals(build: type[nn.Module], example: object, expected: list[tuple[str, str]]) -> None:
+    audit = unskip.audit(build(), example)
+    assert [(site.kind, site.norm) for site in audit] == expected
+    assert not audit.long_skips
+    assert not audit.unknown
+    assert not any(site.projected or site.problem for site in audit)
+
+
+@pytest.mark.parametrize("build", [h.Recurrent, h.StraightThrough, h.LowRank, nn.Identity], ids=lambda b: b.__name__)
+def test_finds_nothing_where_there_is_nothing(build: type[nn.Module]) -> None:
+    audit = unskip.audit(build(), X)
+    assert len(audit) == 0
+    assert not audit.long_skips
+
+
+def test_arithmetic_of_formulas_is_not_residual() -> None:
+    audit = unskip.audit(h.Arithmetic(), (X, torch.randn(2, 5, h.DIM)))
+    assert len(audit) == 0
+    assert not audit.unknown
+
+
+@pytest.mark.parametrize("build", [h.Projected, h.Sliced], ids=lambda b: b.__name__)
+def test_projected_streams_are_sites_and_say_so(build: type[nn.Module]) -> None:
+    audit = unskip.audit(build(), X)
+    assert [site.projected for site in audit] == [True]
+
+
+def test_long_skips_stand_apart() -> None:
+    audit = unskip.audit(h.UNet(), X)
+    assert [site.path for site in audit] == [f"blocks.{i}" for i in range(5)]
+    assert [site.expression for site in audit.long_skips] == ["x + second", "x + first"]
+
+
+def test_a_skip_over_another_resolution_is_long() -> None:
+    audit = unskip.audit(h.ResolutionNet(), X)
+    assert len(audit) == 1
+    assert [site.expression for site in audit.long_skips] == ["x + self.up(h)"]
+
+
+def test_a_projected_long_skip_is_long() -> None:
+    audit = unskip.audit(h.ProjectedLongSkip(), X)
+    assert len(audit) == 3
+    assert [(site.projected, site.long) for site in audit.long_skips] == [(True, True)]
+
+
+def test_a_second_residual_around_a_residual_block_shows() -> None:
+    audit = unskip.audit(h.Doubled(), X)
+    assert [site.path for site in audit] == ["block"]
+    assert [site.doubled for site in audit.long_skips] == [True]
+    assert "carries the stream already" in str(audit)
+
+
+def test_a_side_input_at_every_layer_is_not_a_stream() -> None:
+    audit = unskip.audit(h.SideInput(), (X, torch.randn(2, 5, h.DIM)))
+    assert [site.kind for site in audit] == ["attention"] * 3
+    assert [site.expression[:8] for site in audit] == ["x + attn"] * 3
+    assert {"side input" in unknown.reason for unknown in audit.unknown} == {True}
+
+
+@pytest.mark.parametrize(
+    ("build", "reason"),
+    [
+        (h.Subtraction, "torch.sub"),
+        (h.Highway, "weighed by the data"),
+        (h.TrainingFused, "torch.lerp"),
+        (h.Recurrent, "2 of its 3 runs"),
+    ],
+    ids=lambda v: getattr(v, "__name__", ""),
+)
+def test_what_cannot_be_decided_is_reported(build: type[nn.Module], reason: str) -> None:
+    audit = unskip.audit(build(), X)
+    assert [reason in unknown.reason for unknown in audit.unknown] == [True]
+    assert reason in str(audit)
+
+
+@pytest.mark.parametrize(("build", "reason"), [(h.BuiltinSum, "sum([x, self.f(x)])"), (h.SometimesResidual, "1 of its 3 runs")])
+def test_a_site_that_cannot_be_rewired_says_why(build: type[nn.Module], reason: str) -> None:
+    problems = [site.problem for site in unskip.audit(build(), X) if site.problem]
+    assert len(problems) == 1
+    assert reason in problems[0]
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_the_batch_size_does_not_matter(batch: int) -> None:
+    # With one row a position embedding has the shape of the stream.
+    x = torch.randn(batch, 5, h.DIM)
+    assert len(unskip.audit(h.PositionEachLayer(), x)) == 3
+
+
+def test_training_arms_are_places_of_the_same_site() -> None:
+    first, second = unskip.audit(h.TrainingArm(), X)
+    assert (len(first.places), len(second.places)) == (2, 1)
+
+
+def test_branches_are_named() -> None:
+    (site,) = unskip.audit(h.Parallel(), X)
+    assert site.branch == ("norm", "attn", "f")
+    assert site.expression == "x + self.attn(h, h, h, need_weights=False)[0]"
+    assert site.source.startswith("handmade.py:")
+
+
+def test_ratio_is_branch_over_stream() -> None:
+    model = h.PreNorm()
+    (site,) = unskip.audit(model, X)
+    with torch.no_grad():
+        expected = model.f(model.norm(X)).square().mean().sqrt() / X.square().mean().sqrt()
+    assert site.ratio == pytest.approx(float(expected), rel=1e-5)
