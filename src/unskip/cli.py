@@ -175,16 +175,15 @@ def _write_json(name: str, found: Audit, wiring: Wiring | None, last: int | None
 
 
 def _draw(found: Audit, wiring: Wiring | None) -> None:
-    """The same on a terminal, with the weights in the table; a cell too wide for it goes on in the next line."""
+    """The same for a terminal: the weights stand in the table, and columns that are empty or do not fit go."""
     console = Console(highlight=False)
-    console.print(f"[bold]{found.model}[/bold]: {count(len(found), 'residual site')}")
-    if found.sites:
-        console.print(_table(found.sites, wiring))
+    console.print(f"{found.model}: {count(len(found), 'residual site')}", markup=False, style="bold")
+    _draw_table(console, found.sites, wiring)
     if found.long_skips:
         console.print(f"{count(len(found.long_skips), 'long skip')}, kept unless asked for")
-        console.print(_table(found.long_skips, wiring))
+        _draw_table(console, found.long_skips, wiring)
     if found.unknown:
-        console.print(f"[yellow]{count(len(found.unknown), 'addition')} not decided, and left alone:[/yellow]")
+        console.print(f"{count(len(found.unknown), 'addition')} not decided, and left alone:", style="yellow")
     for unknown in found.unknown:
         console.print(f"  {unknown.path or '(model)'} ({unknown.source}): {unknown.reason}", markup=False)
     for note in found.notes:
@@ -193,19 +192,37 @@ def _draw(found: Audit, wiring: Wiring | None) -> None:
         console.print(_decay(wiring), markup=False)
 
 
-def _table(sites: Sequence[Site], wiring: Wiring | None) -> Any:
+def _draw_table(console: Console, sites: Sequence[Site], wiring: Wiring | None) -> None:
     header, cells = list(HEADER), rows(sites)
     if wiring is not None:
         header[5:5] = ["alpha", "beta"]
         for row, site in zip(cells, sites, strict=True):
             row[5:5] = [wiring.alphas[site.index], wiring.betas[site.index]]
-    shown = [i for i in range(len(header)) if any(row[i] not in (None, "") for row in cells)]
-    table = Table(box=box.SIMPLE_HEAD)
-    for i in shown:
+    plain = {"runs": 1}  # what goes without saying
+    shown = [name for i, name in enumerate(header) if any(row[i] not in (None, "", plain.get(name)) for row in cells)]
+    table = _table(header, cells, shown)
+    endless = console.options.update_width(10_000)  # else it would measure the table as cut to the terminal
+    gone = []
+    for name in ("source", "branch"):
+        if name in shown and console.measure(table, options=endless).maximum > console.width:
+            shown.remove(name)
+            gone.append(name)
+            table = _table(header, cells, shown)
+    if shown:
+        console.print(table)
+    if gone:
+        console.print(f"too wide for the terminal: {' and '.join(gone)} not shown; add | cat for all columns", style="dim")
+
+
+def _table(header: Sequence[str], cells: Sequence[Sequence[object]], shown: Sequence[str]) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
+    indices = [header.index(name) for name in shown]
+    for i in indices:
         numbers = all(isinstance(row[i], int | float | None) for row in cells)
-        table.add_column(escape(header[i]), justify="right" if numbers else "left", overflow="fold")
+        short = header[i] not in ("path", "branch", "source", "note")
+        table.add_column(escape(header[i]), justify="right" if numbers else "left", no_wrap=short, overflow="fold")
     for row in cells:
-        table.add_row(*(escape(_cell(row[i])) for i in shown))
+        table.add_row(*(escape(_cell(row[i])) for i in indices))
     return table
 
 

@@ -415,3 +415,34 @@ class Arithmetic(nn.Module):
         scale, shift = self.film(condition).chunk(2, -1)
         x = x * (1 + scale) + shift
         return x + x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)
+
+
+class Loop(nn.Module):
+    """Two lines of one forward serve every layer."""
+
+    def __init__(self, depth: int = 3) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(
+            nn.ModuleList([nn.MultiheadAttention(DIM, 2, batch_first=True), nn.Sequential(nn.LayerNorm(DIM), mlp())])
+            for _ in range(depth)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        """A docstring, so that the first statement is not the first line."""
+        for attn, feed_forward in self.layers:
+            x = attn(x, x, x, need_weights=False)[0] + x
+            x = feed_forward(x) + x
+        return x
+
+
+class SameBranchLoop(nn.Module):
+    """One layer that runs three times: one site."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.f = mlp()
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(3):
+            x = x + self.f(x)
+        return x

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from tests.anatomy import handmade as h
 from torch import nn
 
 import unskip
-from tests.anatomy import handmade as h
 
 X = torch.randn(2, 5, h.DIM, generator=torch.Generator().manual_seed(1))
 MASK = torch.ones(2, 5, 5, dtype=torch.bool).tril()
@@ -31,6 +31,8 @@ RESIDUAL = [
     (h.Latents, X, [("attention", "none")]),
     (h.InnerFunctions, X, [("mlp", "none"), ("mlp", "none")]),
     (h.TrainingArm, X, [("mlp", "none"), ("mlp", "none")]),
+    (h.Loop, X, [("attention", "none"), ("mlp", "pre")] * 3),
+    (h.SameBranchLoop, X, [("mlp", "none")]),
 ]
 
 
@@ -142,3 +144,8 @@ def test_ratio_is_branch_over_stream() -> None:
     with torch.no_grad():
         expected = model.f(model.norm(X)).square().mean().sqrt() / X.square().mean().sqrt()
     assert site.ratio == pytest.approx(float(expected), rel=1e-5)
+
+
+def test_a_loop_over_one_branch_is_one_site_that_runs_often() -> None:
+    (site,) = unskip.audit(h.SameBranchLoop(), X)
+    assert site.runs == 3

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from unskip.errors import WrappedError
+from unskip.errors import BadInput, WrappedError
 
 WIRING = "_unskip_wiring"  # attribute of a rewired model's root
 PATCH = "_unskip_patch"  # attribute of the classes made by rewiring
@@ -23,6 +23,8 @@ _WRAPPERS = {
 
 def wiring_in(model: nn.Module) -> Any:
     """The wiring of a rewired model, or None."""
+    if not isinstance(model, nn.Module):
+        raise BadInput(f"expected a torch.nn.Module, got {type(model).__name__}")
     return vars(model).get(WIRING)
 
 

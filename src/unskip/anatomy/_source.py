@@ -37,10 +37,14 @@ class FunctionSource:
     filename: str
 
 
-@functools.lru_cache(maxsize=256)
 def function_source(code: CodeType) -> FunctionSource:
     """Finds the source of a code object and checks that it compiles to that code. Raises SourceError."""
-    lines = linecache.getlines(code.co_filename)
+    return _function_source(code, code.co_filename)
+
+
+@functools.lru_cache(maxsize=256)
+def _function_source(code: CodeType, filename: str) -> FunctionSource:  # equal code in two files is equal to a cache
+    lines = linecache.getlines(filename)
     where = f"{code.co_qualname} ({code.co_filename}:{code.co_firstlineno})"
     if not lines:
         raise SourceError(f"{where}: its source cannot be had. Define the class in a file or a notebook cell.")

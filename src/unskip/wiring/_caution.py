@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 import warnings
 from collections.abc import Sequence
 
@@ -59,7 +60,11 @@ def left_alone(reasons: Sequence[str]) -> None:
 
 
 def _warn(message: str) -> None:
-    warnings.warn(message, UnskipWarning, stacklevel=2)
+    # The line that called unskip, however deep in it we are.
+    frame, level = sys._getframe(1), 2
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("unskip."):
+        frame, level = frame.f_back, level + 1
+    warnings.warn(message, UnskipWarning, stacklevel=level - 1)
 
 
 def _list(sites: Sequence[Site]) -> str:

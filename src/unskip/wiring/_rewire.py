@@ -37,24 +37,24 @@ def rewire(
     blocks whose weights are all 1 too, which are otherwise left alone.
     """
     wiring = wiring_in(model)
-    if wiring is not None:
-        wiring.force = force
-        wiring._plan = ()  # so that where=None means every site again
-        wiring.set(shortcut, where)
-        return wiring  # type: ignore[no-any-return]
     pairs = normalise(shortcut, where)
+    if wiring is not None:
+        plan = assign(pairs, wiring.sites)
+        wiring.force = force
+        wiring.begin(plan)
+        return wiring  # type: ignore[no-any-return]
     given = example_for(model, example)
     survey = look(model, given)
     if not survey.sites:
         raise NoResidualError(_nothing(model, survey))
-    assign(pairs, survey.sites)
+    plan = assign(pairs, survey.sites)
     wiring = Wiring(model, survey, force)
     if verify and _verify.can_verify(model, given):
         _check(wiring, given)
         wiring.verified = True
     _caution.left_alone([f"{u.path or '(model)'} ({u.source}): {u.reason}" for u in survey.unknown])
     try:
-        wiring.set(shortcut, where)
+        wiring.begin(plan)
     except BaseException:
         wiring.undo()
         raise
@@ -67,7 +67,7 @@ def rewired(
 ) -> Iterator[Wiring]:
     """`rewire` for the length of a with statement; afterwards the model is as it was before, rewired or not."""
     before = wiring_in(model)
-    plan, step = (before._plan, before.at_step) if before is not None else ((), 0)
+    plan, step = (before.plan, before.at_step) if before is not None else ((), 0)
     wiring = rewire(model, shortcut, example, where, verify=verify)
     try:
         yield wiring
@@ -75,7 +75,7 @@ def rewired(
         if before is None:
             wiring.undo()
         else:
-            wiring._follow(plan, step)
+            wiring.follow(plan, step)
 
 
 def _nothing(model: nn.Module, survey: Survey) -> str:
@@ -107,7 +107,7 @@ def _check(wiring: Wiring, example: Example) -> None:
             break
         met |= oracle.met
         try:
-            wiring._probe(dict(zip([site.index for site in sites], weights, strict=True)))
+            wiring.probe(dict(zip([site.index for site in sites], weights, strict=True)))
             got = _verify.fingerprint(model, example, training)
         finally:
             wiring.undo()

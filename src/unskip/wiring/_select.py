@@ -9,7 +9,7 @@ from typing import get_args
 
 from unskip.anatomy._describe import Kind
 from unskip.anatomy.sites import Site
-from unskip.errors import BadInput
+from unskip.errors import BadInput, RewireError
 from unskip.wiring.shortcuts import Keep, Shortcut, Weight, parse
 
 Where = str | Callable[[Site], bool] | None
@@ -69,7 +69,9 @@ class Assignment:
 
 
 def assign(pairs: Sequence[tuple[Where, Shortcut]], sites: Sequence[Site]) -> tuple[Assignment, ...]:
-    """Each rule with the sites it governs. Raises BadInput for a rule that governs none."""
+    """Each rule with the sites it governs. Raises BadInput for a rule that governs none, RewireError for a site that cannot
+    be rewired.
+    """
     taken: set[int] = set()
     result = []
     for where, rule in pairs:
@@ -77,7 +79,16 @@ def assign(pairs: Sequence[tuple[Where, Shortcut]], sites: Sequence[Site]) -> tu
         if not mine and not isinstance(rule, Keep):
             present = ", ".join(sorted({site.kind for site in sites}))
             raise BadInput(f"{rule} governs no site: where={where!r} picks none of the model's {len(sites)} (kinds: {present})")
+        if not isinstance(rule, Keep):
+            _refuse([site for site in mine if site.problem])
         taken |= {site.index for site in mine}
         text = where if isinstance(where, str) or where is None else getattr(where, "__name__", repr(where))
         result.append(Assignment(rule, mine, text))
     return tuple(result)
+
+
+def _refuse(broken: list[Site]) -> None:
+    if broken:
+        each = "; ".join(f"{site.name} ({site.source}): {site.problem}" for site in broken[:3])
+        more = f" and {len(broken) - 3} more" if len(broken) > 3 else ""
+        raise RewireError(f"cannot be rewired: {each}{more}. Leave these out: where=lambda site: site.problem is None")

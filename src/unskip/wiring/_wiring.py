@@ -8,6 +8,7 @@ parameter where it is learnt. A module whose weights are all 1 is left as it was
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from unskip._table import table
 from unskip.anatomy._audit import count
 from unskip.anatomy._guard import WIRING, wiring_in
 from unskip.anatomy.sites import Site, Survey
-from unskip.errors import BadInput, RewireError
+from unskip.errors import BadInput
 from unskip.wiring import _caution, _fastpath
 from unskip.wiring._bind import Patch, bind, is_bound, unbind
 from unskip.wiring._rewrite import attribute
@@ -36,7 +37,7 @@ class Wiring:
         self.force = force
         self.verified = False
         self.at_step = 0
-        self._plan: tuple[Assignment, ...] = ()
+        self.plan: tuple[Assignment, ...] = ()
         self._rule_of: dict[int, Shortcut] = {}
         self._weights = [_KEPT for _ in survey.sites]  # of learnt sites: where they began
 
@@ -85,27 +86,33 @@ class Wiring:
     def set(self, rules: Rules, where: Where = None) -> None:
         """Puts other rules in place of the present ones. Without `where`, a single rule governs the sites governed now."""
         pairs = normalise(rules, where)
-        sites = self.sites
-        if where is None and not isinstance(rules, Mapping) and len(self._plan) == 1:
-            pairs, sites = ((_any, pairs[0][1]),), self._plan[0].sites
-        plan = assign(pairs, sites)
-        self._refuse(plan)
-        self._caution(plan)
-        self._follow(plan, 0)
+        if where is None and not isinstance(rules, Mapping) and len(self.plan) == 1:
+            self.begin(assign(((_any, pairs[0][1]),), self.plan[0].sites))
+        else:
+            self.begin(assign(pairs, self.sites))
+
+    def begin(self, plan: tuple[Assignment, ...]) -> None:
+        """Follows a plan from its first step, after a word of caution about what it cuts."""
+        last = {index: weight for a in plan for index, weight in a.weights(a.rule.steps or 0).items()}
+        _caution.before_cut(self.model, [site for site in self.sites if last.get(site.index, _KEPT).alpha == 0])
+        self.follow(plan, 0)
 
     def step(self, step: int) -> None:
         """Moves annealed weights to where they are at a training step. Cheap, and free where nothing is annealed."""
-        self.at_step = step
-        moving = [a for a in self._plan if isinstance(a.rule, Anneal)]
+        if not isinstance(step, Integral) or isinstance(step, bool):
+            raise BadInput(f"step must be a whole number, got {step!r}")
+        self.at_step = int(step)
+        moving = [a for a in self.plan if isinstance(a.rule, Anneal)]
         if moving:
             self._apply(moving, fresh=False)
 
-    def _follow(self, plan: tuple[Assignment, ...], step: int) -> None:
-        self._plan, self.at_step = plan, step
+    def follow(self, plan: tuple[Assignment, ...], step: int) -> None:
+        """Follows a plan from a step on."""
+        self.plan, self.at_step = plan, step
         self._rule_of = {site.index: a.rule for a in plan for site in a.sites}
         self._apply(plan, fresh=True)
 
-    def _probe(self, weights: dict[int, Weight]) -> None:
+    def probe(self, weights: dict[int, Weight]) -> None:
         """Fixed weights for a check, whatever the rules."""
         for index, weight in weights.items():
             self._weights[index] = weight
@@ -125,7 +132,7 @@ class Wiring:
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON: the rules where they have a text, and every site's weights now."""
         return {
-            "rules": [{"where": a.where, "rule": str(a.rule)} for a in self._plan],
+            "rules": [{"where": a.where, "rule": str(a.rule)} for a in self.plan],
             "step": self.at_step,
             "effective_decay": self.effective_decay,
             "verified": self.verified,
@@ -156,24 +163,13 @@ class Wiring:
         return "\n".join(lines)
 
     def __repr__(self) -> str:
-        rules = ", ".join(str(a.rule) for a in self._plan)
+        rules = ", ".join(str(a.rule) for a in self.plan)
         return f"<Wiring of {type(self.model).__name__}: {rules}; {len(self._rule_of)} of {len(self.sites)} sites>"
 
     def _says(self, site: Site) -> str:
         if site.index in self._rule_of:
             return str(self._rule_of[site.index])
         return "kept (projected)" if site.projected else "kept (long skip)" if site.long else "kept"
-
-    def _refuse(self, plan: Sequence[Assignment]) -> None:
-        broken = [site for a in plan if not isinstance(a.rule, Keep) for site in a.sites if site.problem]
-        if broken:
-            each = "; ".join(f"{site.name} ({site.source}): {site.problem}" for site in broken[:3])
-            more = f" and {len(broken) - 3} more" if len(broken) > 3 else ""
-            raise RewireError(f"cannot be rewired: {each}{more}. Leave these out: where=lambda site: site.problem is None")
-
-    def _caution(self, plan: Sequence[Assignment]) -> None:
-        last = {index: weight for a in plan for index, weight in a.weights(a.rule.steps or 0).items()}
-        _caution.before_cut(self.model, [site for site in self.sites if last.get(site.index, _KEPT).alpha == 0])
 
     def _apply(self, plan: Sequence[Assignment], fresh: bool) -> None:
         """Puts weights into the modules. `fresh` also resets what no rule governs and where learning begins."""

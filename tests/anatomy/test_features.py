@@ -1,0 +1,91 @@
+"""Features of blocks in one pass."""
+
+from __future__ import annotations
+
+import pytest
+import timm
+import torch
+from tests.anatomy import handmade as h
+from torch import nn
+from transformers import BertConfig, BertModel
+
+import unskip
+from unskip.errors import BadInput, NoResidualError
+
+IMAGES = torch.randn(3, 3, 32, 32, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.fixture
+def vit() -> nn.Module:
+    torch.manual_seed(0)
+    model = timm.create_model("vit_tiny_patch16_224", img_size=32, patch_size=8, embed_dim=16, num_heads=2, depth=3)
+    return model.eval()
+
+
+@torch.no_grad()
+def test_agrees_with_the_blocks_run_by_hand(vit: nn.Module) -> None:
+    x = vit.norm_pre(vit._pos_embed(vit.patch_embed(IMAGES)))
+    expected = []
+    for block in vit.blocks:
+        x = block(x)
+        expected.append(x)
+    found = unskip.features(vit, IMAGES, pool=None)
+    assert list(found) == [0, 1, 2]
+    assert all(torch.equal(found[i], expected[i]) for i in range(3))
+    means = unskip.features(vit, IMAGES)
+    assert all(torch.allclose(means[i], expected[i].mean(1), atol=1e-6) for i in range(3))
+    assert torch.equal(unskip.features(vit, IMAGES, pool="cls")[2], expected[2][:, 0])
+
+
+@torch.no_grad()
+def test_takes_some_blocks_and_counts_from_the_end(vit: nn.Module) -> None:
+    every = unskip.features(vit, IMAGES)
+    assert list(unskip.features(vit, IMAGES, blocks=[0, -1])) == [0, 2]
+    assert torch.equal(unskip.features(vit, IMAGES, blocks=1)[1], every[1])
+
+
+def test_leaves_no_hooks_even_after_a_fault(vit: nn.Module) -> None:
+    unskip.features(vit, IMAGES)
+    with pytest.raises(unskip.errors.ForwardError):
+        unskip.features(vit, torch.randn(2, 1, 32, 32))
+    assert not any(module._forward_hooks for module in vit.modules())
+
+
+def test_keeps_gradients_and_mode(vit: nn.Module) -> None:
+    vit.train()
+    unskip.features(vit, IMAGES, blocks=0)[0].sum().backward()
+    assert vit.blocks[0].attn.qkv.weight.grad is not None
+    assert vit.blocks[1].attn.qkv.weight.grad is None
+    assert vit.training
+
+
+@torch.no_grad()
+def test_maps_become_tokens() -> None:
+    model = timm.create_model("convnext_atto", depths=(1, 1, 1, 1), dims=(8, 8, 16, 16)).eval()
+    images = torch.randn(2, 3, 64, 64)
+    tokens = unskip.features(model, images, pool=None)
+    assert [tuple(value.shape) for value in tokens.values()] == [(2, 256, 8), (2, 64, 8), (2, 16, 16), (2, 4, 16)]
+    final = model.forward_features(images)  # (images, dim, rows, cols)
+    means = unskip.features(model, images, blocks=-1)[3]
+    assert torch.allclose(model.norm_pre(final).mean((2, 3)), means, atol=1e-5)
+
+
+@torch.no_grad()
+def test_works_on_text_and_after_rewiring() -> None:
+    config = BertConfig(hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32, vocab_size=50)
+    model = BertModel(config).eval()
+    batch = {"input_ids": torch.randint(0, 50, (2, 7))}
+    states = model(**batch, output_hidden_states=True).hidden_states
+    found = unskip.features(model, batch, pool=None)
+    assert all(torch.equal(found[i], states[i + 1]) for i in range(2))
+    unskip.rewire(model, unskip.Scale(0.5))
+    assert not torch.equal(unskip.features(model, batch, pool=None)[1], found[1])
+
+
+def test_bad_requests(vit: nn.Module) -> None:
+    with pytest.raises(BadInput, match="not among the model's 3 blocks"):
+        unskip.features(vit, IMAGES, blocks=[7])
+    with pytest.raises(BadInput, match="pool is 'max'"):
+        unskip.features(vit, IMAGES, pool="max")  # type: ignore[arg-type]
+    with pytest.raises(NoResidualError):
+        unskip.features(h.LowRank(), torch.randn(2, 5, h.DIM))

@@ -1,0 +1,307 @@
+"""Bad input: a specific exception with the path and the next step, and the model exactly as it was."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+from tests.anatomy import handmade as h
+from torch import Tensor, nn
+
+import unskip
+from unskip import Anneal, Cut, Decay, Keep, Learn, Scale
+from unskip.errors import BadInput, ForwardError, NoResidualError, RewireError, UnskipError, WrappedError
+from unskip.wiring import _verify
+
+X = torch.randn(2, 5, h.DIM)
+
+
+def snapshot(model: nn.Module) -> object:
+    """Everything about a model that rewiring could touch."""
+    modules = [(name, type(module), id(module), module.training) for name, module in model.named_modules()]
+    attributes = [sorted(vars(module)) for module in model.modules()]
+    hooks = [(len(module._forward_hooks), len(module._forward_pre_hooks)) for module in model.modules()]
+    state = [(key, value.clone()) for key, value in model.state_dict().items()]
+    return modules, attributes, hooks, [key for key, _ in state], [value.tolist() for _, value in state]
+
+
+@contextmanager
+def untouched(model: nn.Module) -> Iterator[None]:
+    before, random = snapshot(model), torch.get_rng_state()
+    yield
+    assert snapshot(model) == before
+    assert torch.equal(torch.get_rng_state(), random)
+
+
+@pytest.mark.parametrize(
+    ("build", "example", "error", "message"),
+    [
+        (h.LowRank, X, NoResidualError, "LowRank: no residual additions were found"),
+        (h.Subtraction, X, NoResidualError, r"no residual addition that can be weighed.*torch\.sub"),
+        (h.PreNorm, torch.randn(2, 5, 3), ForwardError, "PreNorm: its forward failed on the example.*Pass example="),
+        (h.PreNorm, None, BadInput, "PreNorm does not say what it takes. Pass example="),
+        (h.PreNorm, 3, BadInput, "example is a int"),
+        (h.BuiltinSum, X, RewireError, r"\(model\) \[mlp\] \(handmade.py:\d+\).*sum.*where="),
+        (h.SometimesResidual, X, RewireError, r"1 of its 3 runs.*Leave these out"),
+        (h.Projected, X, BadInput, "governs no site"),
+    ],
+)
+def test_models_that_cannot_be_rewired(build: Callable[[], nn.Module], example: object, error: type, message: str) -> None:
+    model = build()
+    with untouched(model), pytest.raises(error, match=message):
+        unskip.rewire(model, Cut(), example)
+
+
+@pytest.mark.parametrize(
+    ("shortcut", "where", "message"),
+    [
+        (Decay, None, "Decay is a class"),
+        (0.5, None, "is not a shortcut"),
+        ("decai:0.6", None, "nearest: decay"),
+        ("decay", None, "give either alpha_min or product"),
+        ({}, None, "mapping of rules is empty"),
+        ({"atention": Cut()}, None, "did you mean 'attention'"),
+        (Cut(), "mpl", "did you mean 'mlp'"),
+        (Cut(), 3, "it can be one of attention, mlp"),
+        ({"mlp": Cut()}, "mlp", "leave where out"),
+        (Cut(), "conv", r"governs no site: where='conv' picks none of the model's 1 \(kinds: mlp\)"),
+        (Cut(), lambda site: False, "governs no site"),
+    ],
+)
+def test_bad_rules_and_selections(shortcut: object, where: object, message: str) -> None:
+    model = h.PreNorm()
+    with untouched(model), pytest.raises(BadInput, match=message):
+        unskip.rewire(model, shortcut, X, where=where)  # type: ignore[arg-type]
+
+
+def test_a_predicate_that_fails_is_the_users_error_and_changes_nothing() -> None:
+    model = h.PreNorm()
+    with untouched(model), pytest.raises(AttributeError, match="knid"):
+        unskip.rewire(model, Cut(), X, where=lambda site: site.knid == "mlp")  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -0.1, True, "0.5", None, 1 + 1j])
+@pytest.mark.parametrize("rule", [Decay, Learn, lambda v: Scale(v), lambda v: Scale(1.0, v), lambda v: Scale(stream=v)])
+def test_numbers_that_are_no_weights(rule: Callable[[object], object], value: object) -> None:
+    with pytest.raises(BadInput):
+        rule(value)
+
+
+def test_a_bad_set_leaves_the_present_rules() -> None:
+    model = nn.Sequential(h.PreNorm(), h.PreNorm())
+    wiring = unskip.rewire(model, Decay(0.6), X)
+    out = model(X)
+    with pytest.raises(BadInput):
+        wiring.set(Cut(), where="conv")
+    with pytest.raises(BadInput):
+        unskip.rewire(model, Cut(), where="conv")
+    with pytest.raises(BadInput, match="whole number"):
+        wiring.step(0.5)  # type: ignore[arg-type]
+    assert wiring.alphas == [1.0, 0.6]
+    assert torch.equal(model(X), out)
+
+
+def test_a_class_without_source_is_refused() -> None:
+    text = "class Hidden(nn.Module):\n    def __init__(self):\n        super().__init__(); self.f = nn.Linear(8, 8)\n"
+    text += "    def forward(self, x):\n        return x + self.f(x)\n"
+    space = {"nn": nn, "__name__": "hidden"}
+    exec(compile(text, "<typed in>", "exec"), space)
+    model = space["Hidden"]()  # type: ignore[operator]
+    assert len(unskip.audit(model, X)) == 1
+    with untouched(model), pytest.raises(RewireError, match=r"Hidden\.forward .*source cannot be had"):
+        unskip.rewire(model, Cut(), X)
+
+
+class Tampering(nn.Module):
+    """Reads its own code, so that a rewritten forward behaves differently."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.f = h.linear()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.f(x)
+        return x * len(type(self).__mro__)
+
+
+def test_a_rewiring_that_does_not_compute_the_formula_is_taken_back() -> None:
+    model = Tampering()
+    with untouched(model), pytest.raises(RewireError, match=r"does not compute alpha \* x \+ beta \* f\(x\).*left as it was"):
+        unskip.rewire(model, Cut(), X)
+    assert unskip.rewire(model, Keep(), X, verify=False).verified is False
+
+
+def test_verification_catches_exchanged_sites(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sabotage: the places of two sites are exchanged after the trace."""
+    from dataclasses import replace
+
+    from unskip.wiring import _rewire
+
+    look = _rewire.look
+
+    def exchanged(model: nn.Module, example: object) -> object:
+        survey = look(model, example)  # type: ignore[arg-type]
+        a, b = survey.sites
+        return replace(survey, sites=(replace(a, places=b.places), replace(b, places=a.places)))
+
+    model = h.Nested()
+    real = _verify.Oracle
+
+    def honest(paths: object, sites: object, weights: object) -> object:
+        return real(paths, look(model, _rewire.example_for(model, X)).sites, weights)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(_rewire, "look", exchanged)
+    monkeypatch.setattr(_verify, "Oracle", honest)
+    with untouched(model), pytest.raises(RewireError, match="does not compute"):
+        unskip.rewire(model, Cut(), X)
+
+
+def test_a_fault_while_weights_are_set_takes_the_wiring_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    from unskip.wiring import _fastpath
+
+    model = nn.Sequential(h.PreNorm(), h.PreNorm())
+
+    def fault(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with untouched(model):
+        calls = iter([None, None, fault])  # probe, undo, set
+        real = _fastpath.switch
+        monkeypatch.setattr(_fastpath, "switch", lambda *a: (next(calls, None) or real)(*a))
+        with pytest.raises(KeyboardInterrupt):
+            unskip.rewire(model, Cut(), X)
+        monkeypatch.setattr(_fastpath, "switch", real)
+
+
+def instance_forward(model: nn.Module) -> nn.Module:
+    model.forward = model.forward  # type: ignore[method-assign]
+    return model
+
+
+@pytest.mark.parametrize(
+    ("wrap", "message"),
+    [
+        (lambda m: torch.compile(m, backend="eager"), r"wrapped by torch\.compile\. Rewire the plain model first"),
+        (lambda m: nn.Sequential(torch.compile(m, backend="eager")), r"0 \(OptimizedModule\) is wrapped by torch\.compile"),
+        (nn.DataParallel, "wrapped by DataParallel"),
+        (instance_forward, "forward of its own on the instance.*Remove it, rewire, then put it back"),
+    ],
+)
+def test_wrapped_models_are_refused_with_the_order_to_use(wrap: Callable[[nn.Module], nn.Module], message: str) -> None:
+    model = wrap(h.PreNorm())
+    with untouched(model), pytest.raises(WrappedError, match=message):
+        unskip.rewire(model, Cut(), X)
+
+
+def test_a_module_compiled_in_place_is_refused() -> None:
+    model = h.PreNorm()
+    model.compile(backend="eager")
+    with pytest.raises(WrappedError, match=r"Rewire first, then compile"):
+        unskip.rewire(model, Cut(), X)
+
+
+def test_accelerate_hooks_are_refused_before_and_work_after() -> None:
+    from accelerate.hooks import ModelHook, add_hook_to_module, remove_hook_from_module
+
+    model = h.PreNorm()
+    add_hook_to_module(model, ModelHook())
+    with untouched(model), pytest.raises(WrappedError, match="accelerate"):
+        unskip.rewire(model, Cut(), X)
+    remove_hook_from_module(model)
+    vars(model).pop("forward", None)  # accelerate leaves the restored method on the instance
+    unskip.rewire(model, Cut(), X)
+    cut = model(X)
+    add_hook_to_module(model, ModelHook())
+    assert torch.equal(model(X), cut)
+
+
+def test_plain_hooks_are_no_obstacle() -> None:
+    model = h.PreNorm()
+    seen = []
+    model.register_forward_hook(lambda module, arguments, output: seen.append(output))
+    unskip.rewire(model, Cut(), X)
+    seen.clear()
+    out = model(X)
+    assert len(seen) == 1
+    assert torch.equal(out, model.f(model.norm(X)))
+
+
+def test_part_of_a_rewired_model_is_refused() -> None:
+    model = nn.Sequential(h.PreNorm(), h.PreNorm())
+    unskip.rewire(model, Cut(), X)
+    with pytest.raises(WrappedError, match="belongs to a rewired model"):
+        unskip.rewire(model[0], Cut(), X)
+    with pytest.raises(WrappedError, match=r"0\.0 \(PreNorm\) belongs to a rewired model"):
+        unskip.rewire(nn.Sequential(model, h.PreNorm()), Cut(), X)
+
+
+class OwnPickle(h.PreNorm):
+    def __reduce__(self) -> tuple[object, ...]:
+        return OwnPickle, ()
+
+
+def test_a_class_with_pickling_of_its_own_is_refused() -> None:
+    model = OwnPickle()
+    with untouched(model), pytest.raises(RewireError, match="OwnPickle defines how it is pickled"):
+        unskip.rewire(model, Cut(), X)
+
+
+def test_a_pickle_whose_source_has_changed_is_refused() -> None:
+    from dataclasses import replace
+
+    from unskip.wiring._bind import Patch, patched
+
+    (site,) = unskip.audit(h.PreNorm(), X)
+    hop = replace(site.places[0].hops[0], digest="0" * 16)
+    stale = Patch(((replace(site.places[0], hops=(hop,)),),))
+    with pytest.raises(RewireError, match=r"PreNorm\.forward: .*another version"):
+        patched(h.PreNorm, stale)
+
+
+def helper_add(x: Tensor, y: Tensor) -> Tensor:
+    return x + y
+
+
+def other_add(x: Tensor, y: Tensor) -> Tensor:
+    return x + y
+
+
+class UsesHelper(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.f = h.linear()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return helper_add(x, self.f(x))
+
+
+def test_a_helper_that_is_exchanged_after_rewiring_fails_loudly(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = UsesHelper()
+    unskip.rewire(model, Cut(), X)
+    assert torch.equal(model(X), model.f(X))
+    monkeypatch.setitem(globals(), "helper_add", other_add)
+    with pytest.raises(RewireError, match="helper_add was replaced by other_add after rewiring"):
+        model(X)
+
+
+def test_every_error_is_an_unskip_error() -> None:
+    import unskip.errors as errors
+
+    names = [name for name in vars(errors) if name.endswith(("Error", "Input")) and name != "UnskipError"]
+    assert len(names) >= 6
+    assert all(issubclass(getattr(errors, name), UnskipError) for name in names)
+
+
+def test_deepcopy_of_a_failed_rewire_is_clean() -> None:
+    model = h.BuiltinSum()
+    with pytest.raises(RewireError):
+        unskip.rewire(model, Cut(), X)
+    assert torch.equal(copy.deepcopy(model)(X), model(X))
+
+
+def test_anneal_refuses_what_cannot_be_blended() -> None:
+    with pytest.raises(BadInput, match="rule of fixed weights"):
+        Anneal(Keep(), Learn(), steps=10)

@@ -1,0 +1,78 @@
+"""alpha * stream + beta * branch: every form of the weights, in place or not, agrees with the formula in float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from unskip.wiring._mix import mix
+
+weights = st.one_of(st.sampled_from([0.0, 1.0]), st.floats(0, 2))
+
+
+@given(
+    alpha=weights, beta=weights, tensors=st.sampled_from(["", "a", "b", "ab"]), into=st.sampled_from([None, "stream", "branch"])
+)
+def test_agrees_with_the_formula(alpha: float, beta: float, tensors: str, into: str | None) -> None:
+    generator = torch.Generator().manual_seed(3)
+    stream, branch = (torch.randn(4, 6, generator=generator, dtype=torch.float64) for _ in range(2))
+    expected = alpha * stream + beta * branch
+    a = torch.tensor(alpha, dtype=torch.float64) if "a" in tensors else alpha
+    b = torch.tensor(beta, dtype=torch.float64) if "b" in tensors else beta
+    operands = {"stream": stream.clone(), "branch": branch.clone()}
+    result = mix(operands["stream"], operands["branch"], a, b, into)  # type: ignore[arg-type]
+    assert torch.allclose(result, expected, rtol=1e-14, atol=1e-14)
+    if into is not None:
+        assert result is operands[into]
+    other = {"stream": branch, "branch": stream}
+    for name, value in operands.items():
+        if name != into:
+            assert torch.equal(value, stream if name == "stream" else branch), other
+
+
+@pytest.mark.parametrize("into", [None, "stream", "branch"])
+def test_weights_of_one_are_the_plain_sum_bit_for_bit(into: str | None) -> None:
+    stream, branch = torch.randn(50, 7), torch.randn(50, 7)
+    expected = stream + branch
+    assert torch.equal(mix(stream, branch, 1.0, 1.0, into), expected)  # type: ignore[arg-type]
+    assert torch.equal(mix(torch.ones(2, 2), torch.ones(2, 2), torch.tensor(1.0), 1.0), torch.full((2, 2), 2.0))
+
+
+@pytest.mark.parametrize("into", [None, "stream", "branch"])
+def test_a_cut_stream_is_not_read(into: str | None) -> None:
+    stream = torch.full((2, 3), torch.nan)
+    assert torch.equal(mix(stream, torch.ones(2, 3), 0.0, 1.0, into), torch.ones(2, 3))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("alpha", [0.0, 0.5, 1.0, torch.tensor(0.5)])
+def test_the_result_has_the_dtype_of_the_sum(alpha: float) -> None:
+    wide, narrow = torch.ones(2, 3), torch.ones(2, 3, dtype=torch.bfloat16)
+    assert mix(wide, narrow, alpha, 1.0).dtype == torch.float32
+    assert mix(narrow, wide, alpha, 1.0).dtype == torch.float32
+    assert mix(narrow, narrow, alpha, 1.0).dtype == torch.bfloat16
+
+
+def test_autocast_does_not_widen_a_stream_of_tensor_weights() -> None:
+    narrow = torch.ones(2, 3, dtype=torch.bfloat16)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert mix(narrow, narrow, torch.tensor(0.5), 1.0).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("learnt", ["site", "channel"])
+def test_a_learnt_weight_gets_its_gradient(learnt: str) -> None:
+    stream, branch = torch.randn(5, 3), torch.randn(5, 3)
+    alpha = torch.full((3,) if learnt == "channel" else (), 0.5, requires_grad=True)
+    mix(stream, branch, alpha, 1.0).sum().backward()
+    expected = stream.sum(0) if learnt == "channel" else stream.sum()
+    assert alpha.grad is not None
+    assert torch.allclose(alpha.grad, expected)
+
+
+def test_in_place_forms_keep_gradients() -> None:
+    base = torch.randn(4, 3, requires_grad=True)
+    out = mix(base * 1, base * 2, 0.5, 0.7, "stream")
+    out.sum().backward()
+    assert base.grad is not None
+    assert torch.allclose(base.grad, torch.full((4, 3), 0.5 + 1.4))

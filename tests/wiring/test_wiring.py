@@ -1,0 +1,282 @@
+"""The handle: what it governs, reports, sets, steps and undoes."""
+
+from __future__ import annotations
+
+import copy
+import json
+import pickle
+import warnings
+
+import pytest
+import timm
+import torch
+from tests.anatomy import handmade as h
+from torch import nn
+
+import unskip
+from unskip import Anneal, Cut, Decay, Keep, Learn, Scale, Wiring
+from unskip.errors import BadInput, UnskipWarning
+
+X = torch.randn(2, 5, h.DIM, generator=torch.Generator().manual_seed(0))
+IMAGES = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.fixture
+def vit() -> nn.Module:
+    torch.manual_seed(0)
+    model = timm.create_model("vit_tiny_patch16_224", img_size=32, patch_size=8, embed_dim=16, num_heads=2, depth=3)
+    return model.eval()
+
+
+def test_weights_follow_the_rule_in_execution_order(vit: nn.Module) -> None:
+    wiring = unskip.rewire(vit, Decay(0.5))
+    assert wiring.alphas == pytest.approx([1.0, 0.9, 0.8, 0.7, 0.6, 0.5], abs=1e-15)
+    assert wiring.betas == [1.0] * 6
+    assert wiring.effective_decay == pytest.approx(0.9 * 0.8 * 0.7 * 0.6 * 0.5)
+    assert wiring.verified
+
+
+def test_a_rule_counts_the_sites_it_governs(vit: nn.Module) -> None:
+    wiring = unskip.rewire(vit, {"attention": Cut(), "mlp": Decay(0.6)})
+    assert wiring.alphas == pytest.approx([0.0, 1.0, 0.0, 0.8, 0.0, 0.6])
+    wiring = unskip.rewire(vit, Decay(0.6), where="attention")
+    assert wiring.alphas == pytest.approx([1.0, 1.0, 0.8, 1.0, 0.6, 1.0])
+    wiring = unskip.rewire(vit, Cut(), where=lambda site: site.path == "blocks.1")
+    assert wiring.alphas == [1.0, 1.0, 0.0, 0.0, 1.0, 1.0]
+    wiring = unskip.rewire(vit, {lambda site: site.index == 0: Keep(), "attention": Cut()})
+    assert wiring.alphas == [1.0, 1.0, 0.0, 1.0, 0.0, 1.0]
+
+
+def test_rules_may_be_text(vit: nn.Module) -> None:
+    assert unskip.rewire(vit, "decay:0.6").alphas[-1] == 0.6
+    assert unskip.rewire(vit, {"mlp": "cut"}).alphas == [1.0, 0.0] * 3
+
+
+def test_set_keeps_the_selection_and_rewire_does_not(vit: nn.Module) -> None:
+    wiring = unskip.rewire(vit, Decay(0.6), where="mlp")
+    wiring.set(Cut())
+    assert wiring.alphas == [1.0, 0.0] * 3
+    wiring.set(Cut(), where="attention")
+    assert wiring.alphas == [0.0, 1.0] * 3
+    again = unskip.rewire(vit, Scale(0.5, 0.7))
+    assert again is wiring
+    assert again.alphas == [0.5] * 6
+    assert again.betas == [0.7] * 6
+
+
+def test_blocks_whose_weights_are_all_one_are_not_patched(vit: nn.Module) -> None:
+    plain = type(vit.blocks[0])
+    wiring = unskip.rewire(vit, Cut(), where=lambda site: site.path == "blocks.1")
+    assert [type(block) is plain for block in vit.blocks] == [True, False, True]
+    wiring.set(Keep())
+    assert all(type(block) is plain for block in vit.blocks)
+    assert not any("unskip" in name for block in vit.blocks for name in vars(block))
+
+
+def test_projected_and_long_skips_are_kept_unless_a_predicate_picks_them() -> None:
+    model = h.UNet()
+    wiring = unskip.rewire(model, Cut(), X)
+    assert [wiring.alphas[site.index] for site in wiring.sites if site.long] == [1.0, 1.0]
+    wiring = unskip.rewire(model, Cut(), where=lambda site: site.long)
+    assert [alpha for alpha, site in zip(wiring.alphas, wiring.sites, strict=True) if site.long] == [0.0, 0.0]
+    assert "kept" in str(wiring)
+
+
+def test_cutting_a_projected_shortcut_warns_of_unused_weights() -> None:
+    model = h.Projected()
+    with pytest.raises(BadInput, match="governs no site"):
+        unskip.rewire(model, Cut(), X)
+    with pytest.warns(UnskipWarning, match="find_unused_parameters"):
+        unskip.rewire(model, Cut(), X, where=lambda site: site.projected)
+    assert torch.equal(model(X), model.f(X))
+
+
+def test_prints_the_weights_and_the_effective_decay(vit: nn.Module) -> None:
+    text = str(unskip.rewire(vit, Decay.to_product(5e-3)))
+    assert "effective decay 0.005, in the paper's band [1e-3, 1e-2)" in text
+    assert text.count("decay:product=0.005") == 6
+    assert "above the paper's band" in str(unskip.rewire(vit, Decay(0.9)))
+    assert "below the paper's band" in str(unskip.rewire(vit, Cut()))
+
+
+def test_serialises(vit: nn.Module) -> None:
+    wiring = unskip.rewire(vit, {"mlp": Decay(0.6), lambda site: site.index == 0: Cut()})
+    data = json.loads(json.dumps(wiring.to_dict()))
+    assert data["rules"] == [{"where": "mlp", "rule": "decay:0.6"}, {"where": "<lambda>", "rule": "cut"}]
+    assert [site["alpha"] for site in data["sites"]] == wiring.alphas
+
+
+def test_a_site_that_runs_often_counts_once_and_decays_once_per_run() -> None:
+    model = h.SameBranchLoop()
+    wiring = unskip.rewire(model, Scale(0.5), X)
+    assert wiring.alphas == [0.5]
+    assert wiring.effective_decay == 0.125
+    expected = X
+    for _ in range(3):
+        expected = 0.5 * expected + model.f(expected)
+    assert torch.allclose(model(X), expected, atol=1e-6)
+
+
+def test_each_turn_of_a_loop_has_its_own_weights() -> None:
+    model = h.Loop()
+    wiring = unskip.rewire(model, Decay(0.5), X)
+    expected = X
+    for (attn, feed_forward), a, b in zip(model.layers, wiring.alphas[::2], wiring.alphas[1::2], strict=True):
+        expected = attn(expected, expected, expected, need_weights=False)[0] + a * expected
+        expected = feed_forward(expected) + b * expected
+    assert torch.allclose(model(X), expected, atol=1e-6)
+    again = pickle.loads(pickle.dumps(model))
+    assert torch.equal(again(X), model(X))
+    model.layers.append(copy.deepcopy(model.layers[0]))
+    with pytest.raises(unskip.errors.RewireError, match="more than the 3 turns"):
+        model(X)
+
+
+def test_a_further_branch_is_weighed_and_the_stream_only_once() -> None:
+    model = h.Parallel()
+    unskip.rewire(model, Scale(0.5, 0.7), X)
+    normed = model.norm(X)
+    attended = model.attn(normed, normed, normed, need_weights=False)[0]
+    assert torch.allclose(model(X), 0.5 * X + 0.7 * attended + 0.7 * model.f(normed), atol=1e-6)
+
+
+def test_the_training_arm_is_weighed_too() -> None:
+    model = h.TrainingArm()
+    unskip.rewire(model, Cut(), X, where=lambda site: site.index == 0)
+    for training in (True, False):
+        model.train(training)
+        stream = X.clone().requires_grad_()
+        torch.manual_seed(0)
+        out = model(stream)
+        torch.manual_seed(0)
+        inner = torch.nn.functional.dropout(model.f(X), 0.5) if training else model.f(X)
+        assert torch.allclose(out, inner + model.g(inner), atol=1e-6)
+
+
+@pytest.mark.parametrize("per", ["site", "channel"])
+def test_learn_adds_parameters_that_train_and_are_listed(vit: nn.Module, per: str) -> None:
+    keys = set(vit.state_dict())
+    wiring = unskip.rewire(vit, Learn(0.5, per=per))  # type: ignore[arg-type]
+    assert len(wiring.parameters) == 6
+    assert set(vit.state_dict()) - keys == set(wiring.parameters)
+    assert {tuple(p.shape) for p in wiring.parameters.values()} == ({()} if per == "site" else {(16,)})
+    assert wiring.alphas == [0.5] * 6
+    vit.train()
+    vit.head.weight.data.normal_()
+    optimizer = torch.optim.SGD(wiring.parameters.values(), lr=0.1)
+    vit(IMAGES).square().sum().backward()
+    optimizer.step()
+    assert all(alpha != 0.5 for alpha in wiring.alphas)
+    assert "6 learnt parameters added" in str(wiring)
+    wiring.undo()
+    assert set(vit.state_dict()) == keys
+
+
+def test_learn_per_channel_of_a_map_broadcasts_over_positions() -> None:
+    model = h.Convolution()
+    wiring = unskip.rewire(model, Learn(0.5, per="channel"), X)
+    (alpha,) = wiring.parameters.values()
+    assert tuple(alpha.shape) == (h.DIM, 1)
+    with torch.no_grad():
+        alpha.copy_(torch.arange(h.DIM)[:, None])
+    maps = X.transpose(1, 2)
+    expected = torch.arange(h.DIM)[:, None] * maps + model.b(model.a(maps).relu())
+    assert torch.allclose(model(X), expected.transpose(1, 2), atol=1e-5)
+
+
+def test_anneal_moves_with_the_step_and_ends_exactly(vit: nn.Module) -> None:
+    unskip.rewire(vit, Decay(0.6))
+    decayed = vit(IMAGES)
+    wiring = unskip.rewire(vit, Anneal(Keep(), Decay(0.6), steps=10))
+    assert wiring.alphas == [1.0] * 6
+    seen = []
+    for step in (0, 5, 10):
+        wiring.step(step)
+        seen.append(wiring.alphas[-1])
+    assert seen == pytest.approx([1.0, 0.8, 0.6], abs=1e-7)
+    assert seen[-1] == 0.6
+    assert torch.equal(vit(IMAGES), decayed)
+    wiring.step(5)
+    assert wiring.alphas[-1] == pytest.approx(0.8)
+
+
+def test_annealed_weights_move_with_the_model_and_stay_out_of_its_state(vit: nn.Module) -> None:
+    keys = list(vit.state_dict())
+    wiring = unskip.rewire(vit, Anneal(Keep(), Cut(), steps=10))
+    wiring.step(5)
+    vit.double()
+    assert {buffer.dtype for name, buffer in vit.named_buffers() if "unskip" in name} == {torch.float64}
+    assert vit(IMAGES.double()).dtype == torch.float64
+    assert list(vit.state_dict()) == keys
+    wiring.undo()
+    assert not [name for name, _ in vit.named_buffers() if "unskip" in name]
+
+
+def test_a_copy_has_a_wiring_of_its_own(vit: nn.Module) -> None:
+    wiring = unskip.rewire(vit, Decay(0.6), where=lambda site: True)
+    for copied in (copy.deepcopy(vit), pickle.loads(pickle.dumps(vit))):
+        other = Wiring.of(copied)
+        assert other.model is copied
+        assert other.alphas == wiring.alphas
+        other.set(Cut())
+        assert wiring.alphas[-1] == 0.6
+        other.undo()
+        assert type(copied.blocks[1]) is not type(vit.blocks[1])
+    with pytest.raises(BadInput, match="not rewired"):
+        Wiring.of(h.PreNorm())
+
+
+def test_rewired_puts_back_what_was_there(vit: nn.Module) -> None:
+    plain = vit(IMAGES)
+    with unskip.rewired(vit, Cut()) as wiring:
+        assert wiring.alphas == [0.0] * 6
+        assert not torch.equal(vit(IMAGES), plain)
+    assert torch.equal(vit(IMAGES), plain)
+    outer = unskip.rewire(vit, Anneal(Keep(), Decay(0.6), steps=10))
+    outer.step(5)
+    half = vit(IMAGES)
+    with pytest.raises(RuntimeError, match="inside"), unskip.rewired(vit, Cut()):
+        raise RuntimeError("inside")
+    assert torch.equal(vit(IMAGES), half)
+
+
+def test_undo_twice_is_harmless_and_the_wiring_can_be_used_again(vit: nn.Module) -> None:
+    wiring = unskip.rewire(vit, Cut())
+    wiring.undo()
+    wiring.undo()
+    assert wiring.alphas == [1.0] * 6
+    again = unskip.rewire(vit, Cut())
+    assert again.alphas == [0.0] * 6
+
+
+def test_one_patched_class_serves_all_blocks(vit: nn.Module) -> None:
+    unskip.rewire(vit, Cut())
+    assert len({type(block) for block in vit.blocks}) == 1
+    assert type(vit.blocks[0]).__name__ == "Block"
+    assert isinstance(vit.blocks[0], timm.models.vision_transformer.Block)
+
+
+def test_cutting_a_silent_branch_warns() -> None:
+    model = timm.create_model(
+        "vit_tiny_patch16_224", img_size=32, patch_size=8, embed_dim=16, num_heads=2, depth=1, init_values=1e-6
+    )
+    with pytest.warns(UnskipWarning, match=r"under 0\.001 of its stream"):
+        unskip.rewire(model, Cut())
+    with pytest.warns(UnskipWarning, match=r"under 0\.001 of its stream"):
+        unskip.rewire(model, Anneal(Keep(), Cut(), steps=5))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        unskip.rewire(model, Decay(0.6))
+
+
+def test_cutting_under_drop_path_warns() -> None:
+    model = timm.create_model(
+        "vit_tiny_patch16_224", img_size=32, patch_size=8, embed_dim=16, num_heads=2, depth=2, drop_path_rate=0.1
+    )
+    with pytest.warns(UnskipWarning, match=r"blocks\.1 \[attention\].*drop path is on"):
+        unskip.rewire(model, Cut())
+
+
+def test_additions_that_were_left_alone_are_warned_of() -> None:
+    with pytest.warns(UnskipWarning, match=r"torch\.lerp"):
+        unskip.rewire(h.TrainingFused(), Cut(), X)
