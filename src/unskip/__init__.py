@@ -8,7 +8,7 @@ At every residual site l of a model you already have,
 """
 
 from unskip.anatomy import Audit, Site, audit, features
-from unskip.wiring import Anneal, Cut, Decay, Keep, Learn, Scale, Wiring, rewire, rewired
+from unskip.wiring import Anneal, Cut, Decay, Keep, Learn, Scale, Wiring, load, rewire, rewired, save
 
 __version__ = "0.1.0"
 __all__ = [
@@ -23,6 +23,8 @@ __all__ = [
     "Wiring",
     "audit",
     "features",
+    "load",
     "rewire",
     "rewired",
+    "save",
 ]

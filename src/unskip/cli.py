@@ -1,7 +1,7 @@
 """The front door: `unskip audit MODEL` and `unskip demo`.
 
-Exit codes: 0 fine; 2 bad input, told in one line on stderr; 1 a fault; 130 interrupted. Results go to stdout, all else to
-stderr. On a terminal tables are drawn; in a pipe the same table is plain text.
+Exit codes: 0 fine; 2 bad input, told in one line on stderr; 1 a fault; 130 interrupted. Results go to stdout, all else
+to stderr. On a terminal tables are drawn; in a pipe the same table is plain text.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ Example: unskip audit timm:vit_base_patch16_224 --shortcut decay:0.6"""
 
 _MODEL = f"What to audit: {spec.FORMS}. Weights are random; none are needed."
 _SHORTCUT = (
-    "Show what a rule would give each site: keep, cut, decay:0.6, decay:0.6,cosine, decay:product=5e-3, scale:0.7,0.7, learn:1.0 "
-    "or anneal:keep>cut@10000."
+    "Show what a rule would give each site: keep, cut, decay:0.6, decay:0.6,cosine, decay:product=5e-3, "
+    "scale:0.7,0.7, learn:1.0 or anneal:keep>cut@10000."
 )
 _INPUT = (
-    "The shape of what the model takes, for one that does not say: 2,3,32,32 of numbers or int:2,16 of token ids. Several for "
-    "several arguments."
+    "The shape of what the model takes, for one that does not say: 2,3,32,32 of numbers or int:2,16 of token ids. "
+    "Several for several arguments."
 )
 
 
@@ -56,7 +56,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     commands: dict[str, Callable[..., int]] = {"audit": audit, "demo": demo}
     try:
         with _warnings_in_a_line():
-            code: int = tyro.extras.subcommand_cli_from_dict(commands, prog="unskip", description=DESCRIPTION, args=args)
+            code: int = tyro.extras.subcommand_cli_from_dict(
+                commands, prog="unskip", description=DESCRIPTION, args=args
+            )
         sys.stdout.flush()
         return code
     except UnskipError as error:
@@ -122,11 +124,15 @@ def _look(name: str, rule: Shortcut | None, shapes: list[tuple[str, tuple[int, .
             result = _survey(model, rule, shapes)
         except ForwardError:  # a forward that needs values
             return _survey(spec.build(name), rule, shapes)
-    print("note: a large model, built without values: |f|/|x| is not measured, nor is what depends on it", file=sys.stderr)
+    print(
+        "note: a large model, built without values: |f|/|x| is not measured, nor is what depends on it", file=sys.stderr
+    )
     return result
 
 
-def _survey(model: nn.Module, rule: Shortcut | None, shapes: list[tuple[str, tuple[int, ...]]]) -> tuple[Audit, Wiring | None]:
+def _survey(
+    model: nn.Module, rule: Shortcut | None, shapes: list[tuple[str, tuple[int, ...]]]
+) -> tuple[Audit, Wiring | None]:
     example = tuple(_tensor(model, kind, shape) for kind, shape in shapes) or None
     try:
         # The sites of a rewired model are those it had before, so one trace serves both.
@@ -135,7 +141,7 @@ def _survey(model: nn.Module, rule: Shortcut | None, shapes: list[tuple[str, tup
     except (BadInput, ForwardError) as error:
         if "example=" not in str(error):
             raise
-        raise BadInput(f"{_line(error)} On the command line: --input 2,3,224,224 or --input int:2,16") from error
+        raise type(error)(f"{_line(error)} On the command line: --input 2,3,224,224 or --input int:2,16") from error
 
 
 def _is_meta(model: nn.Module) -> bool:
@@ -211,7 +217,9 @@ def _draw_table(console: Console, sites: Sequence[Site], wiring: Wiring | None) 
     if shown:
         console.print(table)
     if gone:
-        console.print(f"too wide for the terminal: {' and '.join(gone)} not shown; add | cat for all columns", style="dim")
+        console.print(
+            f"too wide for the terminal: {' and '.join(gone)} not shown; add | cat for all columns", style="dim"
+        )
 
 
 def _table(header: Sequence[str], cells: Sequence[Sequence[object]], shown: Sequence[str]) -> Table:

@@ -23,7 +23,8 @@ def run(write: Callable[[str], object] = print) -> bool:
     write(f"{audit(model)}\n")
 
     write(
-        "Rewired in place, each of them becomes alpha * x + beta * f(x). With Decay(0.6), alpha falls with depth from 1 to 0.6:\n"
+        "Rewired in place, each of them becomes alpha * x + beta * f(x). With Decay(0.6), alpha falls with depth from "
+        "1 to 0.6:\n"
     )
     wiring = rewire(model, Decay(0.6))
     write(f"{wiring}\n")
@@ -44,7 +45,11 @@ def run(write: Callable[[str], object] = print) -> bool:
     after = _output(model, images)
     restored = torch.equal(before, after)
     write(f"\nUndone: the output differs from the first one by {_distance(before, after):g}.")
-    write("It is the same bit for bit." if restored else "It is NOT the same bit for bit: a fault of unskip. Please report it.")
+    write(
+        "It is the same bit for bit."
+        if restored
+        else "It is NOT the same bit for bit: a fault of unskip. Please report it."
+    )
     return restored and moved > 0
 
 

@@ -29,5 +29,9 @@ class WrappedError(UnskipError):
     """The model is already compiled, hooked or wrapped; it has to be rewired first."""
 
 
+class LoadError(UnskipError):
+    """A saved folder is damaged, too new, or does not fit the model or its source."""
+
+
 class UnskipWarning(UserWarning):
     """Something that works as asked but may not do what was meant."""

@@ -32,37 +32,39 @@ from torch import nn
 from unskip.errors import BadInput, UnskipError
 
 FORMS = "timm:NAME, torchvision:NAME, hf:NAME-or-FOLDER, diffusers:FOLDER or file.py:FUNCTION"
-# Above this many parameters a light build has shapes only. With values, building and tracing a ViT-B takes seconds on two
-# cores, a ViT-g more memory than 20 GiB: a trace keeps every activation.
+# Above this many parameters a light build has shapes only. With values, building and tracing a ViT-B takes seconds on
+# two cores, a ViT-g more memory than 20 GiB: a trace keeps every activation.
 LARGE = 100_000_000
 
+_Maker = Callable[..., nn.Module]  # (name, pretrained, **kwargs)
 
-def build(spec: str, pretrained: bool = False, light: bool = False) -> nn.Module:
-    """The model that a spec names, with random weights unless pretrained ones are asked for.
+
+def build(spec: str, pretrained: bool = False, light: bool = False, **kwargs: Any) -> nn.Module:
+    """The model that a spec names, with random weights unless pretrained ones are asked for; `kwargs` go to its maker.
 
     With `light`, a model of a library with more than 100 million parameters stays on the meta device, without values.
     """
     make = _maker(spec)
     if light and not pretrained and make is not _from_file:
-        model = _shapes(make, spec)
+        model = _shapes(make, spec, kwargs)
         if model is not None and sum(p.numel() for p in model.parameters()) > LARGE:
             return model
-    return _made(make, spec, pretrained)
+    return _made(make, spec, pretrained, kwargs)
 
 
-def _shapes(make: Callable[[str, bool], nn.Module], spec: str) -> nn.Module | None:
+def _shapes(make: _Maker, spec: str, kwargs: dict[str, Any]) -> nn.Module | None:
     """The model without values; None where its constructor needs them."""
     try:
         with torch.device("meta"):
-            return _made(make, spec, False)
+            return _made(make, spec, False, kwargs)
     except BadInput:
         return None
 
 
-def _made(make: Callable[[str, bool], nn.Module], spec: str, pretrained: bool) -> nn.Module:
+def _made(make: _Maker, spec: str, pretrained: bool, kwargs: dict[str, Any]) -> nn.Module:
     name = spec if make is _from_file else spec.partition(":")[2]
     try:
-        return make(name, pretrained)
+        return make(name, pretrained, **kwargs)
     except UnskipError as error:
         raise BadInput(f"{spec}: {error}") from error
     except MemoryError:
@@ -71,8 +73,13 @@ def _made(make: Callable[[str, bool], nn.Module], spec: str, pretrained: bool) -
         raise BadInput(f"{spec}: {type(error).__name__}: {_line(error)}") from error
 
 
-def _maker(spec: str) -> Callable[[str, bool], nn.Module]:
-    makers = {"timm": _from_timm, "torchvision": _from_torchvision, "hf": _from_hf, "diffusers": _from_diffusers}
+def _maker(spec: str) -> _Maker:
+    makers: dict[str, _Maker] = {
+        "timm": _from_timm,
+        "torchvision": _from_torchvision,
+        "hf": _from_hf,
+        "diffusers": _from_diffusers,
+    }
     head, colon, rest = spec.partition(":")
     if colon and head in makers:
         if not rest:
@@ -90,26 +97,26 @@ def _maker(spec: str) -> Callable[[str, bool], nn.Module]:
 # --- Libraries --------------------------------------------------------------------------------------------------------
 
 
-def _from_timm(name: str, pretrained: bool) -> nn.Module:
+def _from_timm(name: str, pretrained: bool, **kwargs: Any) -> nn.Module:
     timm = _library("timm", "timm")
     base = name.partition(".")[0]  # what follows the dot is a tag of pretrained weights
     if not timm.is_model(base):
         raise BadInput(f"timm has no model of this name{_nearest(base, timm.list_models())}")
     with _hub(needed=pretrained):
-        return _module(timm.create_model(name, pretrained=pretrained))
+        return _module(timm.create_model(name, pretrained=pretrained, **kwargs))
 
 
-def _from_torchvision(name: str, pretrained: bool) -> nn.Module:
-    models = _library("torchvision.models", "torchvision")
+def _from_torchvision(name: str, pretrained: bool, **kwargs: Any) -> nn.Module:
+    models = _library("torchvision", "torchvision").models
     if name not in models.list_models():
         raise BadInput(f"torchvision has no model of this name{_nearest(name, models.list_models())}")
     options = {"weights": "DEFAULT" if pretrained else None}
     if "weights_backbone" in inspect.signature(models.get_model_builder(name)).parameters:
         options["weights_backbone"] = None  # the default would be downloaded
-    return _module(models.get_model(name, **options))
+    return _module(models.get_model(name, **options, **kwargs))
 
 
-def _from_hf(name: str, pretrained: bool) -> nn.Module:
+def _from_hf(name: str, pretrained: bool, **kwargs: Any) -> nn.Module:
     transformers = _library("transformers", "unskip[hf]")
     folder = Path(name).expanduser()
     if folder.is_dir():
@@ -121,13 +128,13 @@ def _from_hf(name: str, pretrained: bool) -> nn.Module:
     options = {"trust_remote_code": False}  # else it would stop and ask
     with _hub(needed=not folder.is_dir()):
         if pretrained:
-            return _module(transformers.AutoModel.from_pretrained(name, **options))
-        config = transformers.AutoConfig.from_pretrained(name, **options)
+            return _module(transformers.AutoModel.from_pretrained(name, **options, **kwargs))
+        config = transformers.AutoConfig.from_pretrained(name, **options, **kwargs)
         # The precision of the checkpoint says nothing about the model, and not every CPU has it.
         return _module(transformers.AutoModel.from_config(config, dtype=torch.float32, **options))
 
 
-def _from_diffusers(name: str, pretrained: bool) -> nn.Module:
+def _from_diffusers(name: str, pretrained: bool, **kwargs: Any) -> nn.Module:
     diffusers = _library("diffusers", "unskip[hf]")
     folder = Path(name).expanduser()
     if not folder.is_dir():
@@ -135,20 +142,22 @@ def _from_diffusers(name: str, pretrained: bool) -> nn.Module:
     if (folder / "model_index.json").is_file():
         parts = sorted(path.parent.name for path in folder.glob("*/config.json"))
         each = " or ".join(f"diffusers:{name.rstrip('/')}/{part}" for part in parts)
-        raise BadInput(f"the folder is a whole pipeline; name one of its models, {each or 'a folder with a config.json'}")
+        raise BadInput(
+            f"the folder is a whole pipeline; name one of its models, {each or 'a folder with a config.json'}"
+        )
     config = _config(folder)
     cls = getattr(diffusers, str(config.get("_class_name")), None)
     if not (isinstance(cls, type) and issubclass(cls, nn.Module)):
         raise BadInput(f"its config.json has _class_name {config.get('_class_name')!r}, which is no model of diffusers")
     loader: Any = cls
-    return _module(loader.from_pretrained(folder) if pretrained else loader.from_config(config))
+    return _module(loader.from_pretrained(folder, **kwargs) if pretrained else loader.from_config(config, **kwargs))
 
 
 def _library(name: str, install: str) -> Any:
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
-        if error.name != name.partition(".")[0]:
+        if error.name != name:
             raise
         raise BadInput(f"{error.name} is not installed; pip install '{install}'") from error
 
@@ -200,7 +209,7 @@ def _reaches_hub() -> bool:
 # --- Files ------------------------------------------------------------------------------------------------------------
 
 
-def _from_file(spec: str, pretrained: bool) -> nn.Module:
+def _from_file(spec: str, pretrained: bool, **kwargs: Any) -> nn.Module:
     path, _, function = spec.rpartition(":")
     file = Path(path).expanduser().resolve()
     if not file.is_file():
@@ -210,15 +219,19 @@ def _from_file(spec: str, pretrained: bool) -> nn.Module:
         module = _run(file, f"importing {file.name}", lambda: _import(file, name))
         make = getattr(module, function, None)
         if make is None:
-            names = [n for n, value in vars(module).items() if inspect.isfunction(value) and value.__module__ == module.__name__]
+            names = [
+                n
+                for n, value in vars(module).items()
+                if inspect.isfunction(value) and value.__module__ == module.__name__
+            ]
             raise BadInput(f"the file has no {function!r}{_nearest(function, names)}{_all(names)}")
         if isinstance(make, nn.Module) or not callable(make):
             raise BadInput(f"{function} is of type {type(make).__name__}; name a function that returns the model")
-        return _module(_run(file, f"{function}()", make))
+        return _module(_run(file, f"{function}()", lambda: make(**kwargs)))
 
 
 def _import_name(file: Path) -> tuple[str, Path]:
-    """The name a file is imported by, with the packages it lies in, and the folder that has to be on the path for it."""
+    """The name a file is imported by, with the packages it lies in, and the folder to put on the path for it."""
     parts, folder = [file.stem], file.parent
     while (folder / "__init__.py").is_file():
         parts.insert(0, folder.name)
@@ -268,7 +281,9 @@ def _run(file: Path, what: str, function: Callable[[], Any]) -> Any:
     try:
         return function()
     except (Exception, SystemExit) as error:
-        lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == os.fspath(file)]
+        lines = [
+            frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == os.fspath(file)
+        ]
         where = f" (line {lines[-1]})" if lines else ""
         raise BadInput(f"{what} failed{where}: {type(error).__name__}: {_line(error)}") from error
 
@@ -296,7 +311,7 @@ def _library_of(name: str) -> str:
     with contextlib.suppress(BadInput):
         if _library("timm", "timm").is_model(name):
             return f"; perhaps timm:{name}"
-        if name in _library("torchvision.models", "torchvision").list_models():
+        if name in _library("torchvision", "torchvision").models.list_models():
             return f"; perhaps torchvision:{name}"
     return ""
 

@@ -288,12 +288,13 @@ class InnerFunctions(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.f, self.gs = linear(), nn.ModuleList([linear()])
+        self.f, self.gs, self.h = linear(), nn.ModuleList([linear()]), linear()
 
     def forward(self, x: Tensor) -> Tensor:
         add = lambda y: y + self.f(y)  # noqa: E731
         y = add(x)
-        return torch.stack([y + g(y) for g in self.gs])[0]
+        y = torch.stack([y + g(y) for g in self.gs])[0]
+        return [(lambda z: z + self.h(z))(y) for _ in range(1)][0]  # noqa: RUF015
 
 
 class TrainingArm(nn.Module):

@@ -19,7 +19,9 @@ X = torch.randn(2, 5, h.DIM)
 
 
 def vit(**options: object) -> nn.Module:
-    return timm.create_model("vit_tiny_patch16_224", img_size=32, patch_size=8, embed_dim=16, num_heads=2, depth=2, **options)
+    return timm.create_model(
+        "vit_tiny_patch16_224", img_size=32, patch_size=8, embed_dim=16, num_heads=2, depth=2, **options
+    )
 
 
 def test_is_a_sequence_that_prints_and_serialises() -> None:
@@ -63,7 +65,9 @@ def test_leaves_model_random_state_and_modes_alone(training: bool) -> None:
 
 def test_a_failed_forward_leaves_the_modes_alone() -> None:
     model = Counting().train()
-    with pytest.raises(unskip.errors.ForwardError, match="Counting: its forward failed on the example in evaluation mode"):
+    with pytest.raises(
+        unskip.errors.ForwardError, match="Counting: its forward failed on the example in evaluation mode"
+    ):
         unskip.audit(model, torch.randn(2, 5, 3))
     assert all(module.training for module in model.modules())
     assert torch.backends.mha.get_fastpath_enabled()

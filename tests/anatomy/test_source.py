@@ -53,7 +53,9 @@ def test_compiles_to_the_same_bytecode(tmp_path: Path) -> None:
     assert source.class_name == "Hard"
     again = compile_function(source, source.node, code)
     assert again.co_code == code.co_code
-    assert "_Hard__secret" in {name for const in again.co_consts if hasattr(const, "co_names") for name in const.co_names}
+    assert "_Hard__secret" in {
+        name for const in again.co_consts if hasattr(const, "co_names") for name in const.co_names
+    }
 
 
 @pytest.mark.parametrize(

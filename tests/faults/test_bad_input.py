@@ -40,7 +40,7 @@ def untouched(model: nn.Module) -> Iterator[None]:
     ("build", "example", "error", "message"),
     [
         (h.LowRank, X, NoResidualError, "LowRank: no residual additions were found"),
-        (h.Subtraction, X, NoResidualError, r"no residual addition that can be weighed.*torch\.sub"),
+        (h.Subtraction, X, NoResidualError, r"no residual addition that can be weighed.*minus sign"),
         (h.PreNorm, torch.randn(2, 5, 3), ForwardError, "PreNorm: its forward failed on the example.*Pass example="),
         (h.PreNorm, None, BadInput, "PreNorm does not say what it takes. Pass example="),
         (h.PreNorm, 3, BadInput, "example is a int"),
@@ -49,7 +49,9 @@ def untouched(model: nn.Module) -> Iterator[None]:
         (h.Projected, X, BadInput, "governs no site"),
     ],
 )
-def test_models_that_cannot_be_rewired(build: Callable[[], nn.Module], example: object, error: type, message: str) -> None:
+def test_models_that_cannot_be_rewired(
+    build: Callable[[], nn.Module], example: object, error: type, message: str
+) -> None:
     model = build()
     with untouched(model), pytest.raises(error, match=message):
         unskip.rewire(model, Cut(), example)
@@ -129,7 +131,10 @@ class Tampering(nn.Module):
 
 def test_a_rewiring_that_does_not_compute_the_formula_is_taken_back() -> None:
     model = Tampering()
-    with untouched(model), pytest.raises(RewireError, match=r"does not compute alpha \* x \+ beta \* f\(x\).*left as it was"):
+    with (
+        untouched(model),
+        pytest.raises(RewireError, match=r"does not compute alpha \* x \+ beta \* f\(x\).*left as it was"),
+    ):
         unskip.rewire(model, Cut(), X)
     assert unskip.rewire(model, Keep(), X, verify=False).verified is False
 
@@ -176,18 +181,15 @@ def test_a_fault_while_weights_are_set_takes_the_wiring_out(monkeypatch: pytest.
         monkeypatch.setattr(_fastpath, "switch", real)
 
 
-def instance_forward(model: nn.Module) -> nn.Module:
-    model.forward = model.forward  # type: ignore[method-assign]
-    return model
-
-
 @pytest.mark.parametrize(
     ("wrap", "message"),
     [
         (lambda m: torch.compile(m, backend="eager"), r"wrapped by torch\.compile\. Rewire the plain model first"),
-        (lambda m: nn.Sequential(torch.compile(m, backend="eager")), r"0 \(OptimizedModule\) is wrapped by torch\.compile"),
+        (
+            lambda m: nn.Sequential(torch.compile(m, backend="eager")),
+            r"0 \(OptimizedModule\) is wrapped by torch\.compile",
+        ),
         (nn.DataParallel, "wrapped by DataParallel"),
-        (instance_forward, "forward of its own on the instance.*Remove it, rewire, then put it back"),
     ],
 )
 def test_wrapped_models_are_refused_with_the_order_to_use(wrap: Callable[[nn.Module], nn.Module], message: str) -> None:
@@ -211,7 +213,9 @@ def test_accelerate_hooks_are_refused_before_and_work_after() -> None:
     with untouched(model), pytest.raises(WrappedError, match="accelerate"):
         unskip.rewire(model, Cut(), X)
     remove_hook_from_module(model)
-    vars(model).pop("forward", None)  # accelerate leaves the restored method on the instance
+    with untouched(model), pytest.raises(RewireError, match=r"self\.forward = "):
+        unskip.rewire(model, Cut(), X)
+    del model.forward  # accelerate leaves the restored method on the instance
     unskip.rewire(model, Cut(), X)
     cut = model(X)
     add_hook_to_module(model, ModelHook())

@@ -13,7 +13,10 @@ weights = st.one_of(st.sampled_from([0.0, 1.0]), st.floats(0, 2))
 
 
 @given(
-    alpha=weights, beta=weights, tensors=st.sampled_from(["", "a", "b", "ab"]), into=st.sampled_from([None, "stream", "branch"])
+    alpha=weights,
+    beta=weights,
+    tensors=st.sampled_from(["", "a", "b", "ab"]),
+    into=st.sampled_from([None, "stream", "branch"]),
 )
 def test_agrees_with_the_formula(alpha: float, beta: float, tensors: str, into: str | None) -> None:
     generator = torch.Generator().manual_seed(3)
@@ -76,3 +79,19 @@ def test_in_place_forms_keep_gradients() -> None:
     out.sum().backward()
     assert base.grad is not None
     assert torch.allclose(base.grad, torch.full((4, 3), 0.5 + 1.4))
+
+
+def test_an_annealed_weight_is_a_number_in_eager_mode_and_a_tensor_in_a_graph() -> None:
+    alpha = torch.tensor(0.5)
+    alpha.unskip_number = 0.5  # type: ignore[attr-defined]
+    stream, branch = torch.randn(3, 4), torch.randn(3, 4)
+    expected = 0.5 * stream + branch
+    assert torch.allclose(mix(stream, branch, alpha, 1.0), expected)
+
+    def run(s: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        return mix(s, b, alpha, 1.0)
+
+    compiled = torch.compile(run, backend="eager", fullgraph=True)
+    assert torch.allclose(compiled(stream, branch), expected)
+    alpha.fill_(0.25)  # the graph reads the tensor
+    assert torch.allclose(compiled(stream, branch), 0.25 * stream + branch)

@@ -272,7 +272,9 @@ def test_effective_decay_at_the_edges() -> None:
     assert effective_decay([1e-30]) == 1e-30
     assert effective_decay([1e-200, 1e-200, 1e200, 1e180]) == pytest.approx(1e-20, rel=1e-12)  # 0 halfway
     assert effective_decay([0.999], [5000]) == pytest.approx(math.exp(5000 * math.log(0.999)), rel=1e-11)
-    assert effective_decay([0.6, 1.5], [2000, 2500]) == pytest.approx(float(exact_product([0.6, 1.5], [2000, 2500])), rel=1e-12)
+    assert effective_decay([0.6, 1.5], [2000, 2500]) == pytest.approx(
+        float(exact_product([0.6, 1.5], [2000, 2500])), rel=1e-12
+    )
     assert effective_decay([0.5, 0.0]) == 0.0
     assert effective_decay([0.5, 0.0], [1, 0]) == 0.5
     assert effective_decay([1e-300, 1e-300]) == 5e-324  # not 0: only a cut is 0
@@ -715,7 +717,8 @@ def test_bad_text(text: Any, message: str) -> None:
         ({"rule": "keep", "alpha": 1}, "keep: unknown argument 'alpha'; it has: none"),
         (
             {"rule": "decay", "alpha_mn": 0.6},
-            "decay: unknown argument 'alpha_mn'; nearest: alpha_min; it has: alpha_min, shape, convention, until, back, product",
+            "decay: unknown argument 'alpha_mn'; nearest: alpha_min; "
+            "it has: alpha_min, shape, convention, until, back, product",
         ),
         ({"rule": "anneal", "last": {"rule": "cut"}}, "anneal: missing first, steps"),
         ({"rule": "anneal", "first": {"rule": "kep"}}, f"no shortcut is called 'kep'; nearest: keep; {NAMES}"),

@@ -164,7 +164,9 @@ def timm_eva02_scaled() -> nn.Module:
     return Eva(**sizes, init_values=0.1, drop_path_rate=0.5)
 
 
-@_timm("timm_parallel_scaling", repeat("blocks.{}", ("parallel", "pre")), poison=Poison("blocks.0", "input", ("in_norm",)))
+@_timm(
+    "timm_parallel_scaling", repeat("blocks.{}", ("parallel", "pre")), poison=Poison("blocks.0", "input", ("in_norm",))
+)
 def timm_parallel_scaling() -> nn.Module:
     from timm.models.vision_transformer import ParallelScalingBlock, VisionTransformer
 
@@ -246,7 +248,9 @@ _hf = functools.partial(add, checkpoint="gradient_checkpointing_enable")
 def hf_vit() -> nn.Module:
     from transformers import ViTConfig, ViTModel
 
-    sizes = {key: _TEXT[key] for key in ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")}
+    sizes = {
+        key: _TEXT[key] for key in ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+    }
     return ViTModel(ViTConfig(**sizes, image_size=16, patch_size=8, hidden_dropout_prob=0.1))
 
 
@@ -343,11 +347,8 @@ def _stack(block: Callable[[], nn.Module]) -> nn.Module:
 _hand(
     "hand_control_flow",
     handmade.ControlFlow,
-    tuple(
-        site
-        for i in range(2)
-        for site in (Expected(f"blocks.{i}", "attention", "pre"), Expected(f"blocks.{i}", "mlp", "pre", runs=2))
-    ),
+    # One line in a loop, but a site for each branch that it adds.
+    repeat("blocks.{}", *PRE, ("mlp", "pre")),
     ("norm1", "norm2"),
 )
 _hand(

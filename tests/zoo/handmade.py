@@ -48,7 +48,7 @@ class Stack(nn.Module):
 
 
 class ControlFlow(nn.Module):
-    """An `if` on an argument, and a loop whose one addition runs once for each MLP."""
+    """An `if` on an argument, and a loop whose one line adds every MLP in turn."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -146,10 +146,14 @@ def poisoned(model: nn.Module, poison: Poison) -> Iterator[None]:
 
     module = model.get_submodule(poison.path)
     if poison.at == "input":
-        handles.append(module.register_forward_pre_hook(lambda module, args, kwargs: spoil((args, kwargs)), with_kwargs=True))
+        handles.append(
+            module.register_forward_pre_hook(lambda module, args, kwargs: spoil((args, kwargs)), with_kwargs=True)
+        )
     else:
         handles.append(module.register_forward_hook(lambda module, args, output: spoil(output)))
-    readers = [m for path, m in model.named_modules() if any(f".{path}".endswith(f".{name}") for name in poison.readers)]
+    readers = [
+        m for path, m in model.named_modules() if any(f".{path}".endswith(f".{name}") for name in poison.readers)
+    ]
     assert readers
     handles += [reader.register_forward_pre_hook(heal, with_kwargs=True) for reader in readers]
     try:

@@ -73,7 +73,9 @@ def block(self: Any, weights: Weights, x: Tensor, attn_mask: Any = None, is_caus
 
 
 @reference("timm.models.eva.EvaBlock")
-def eva_block(self: Any, weights: Weights, x: Tensor, rope: Any = None, attn_mask: Any = None, is_causal: bool = False) -> Tensor:
+def eva_block(
+    self: Any, weights: Weights, x: Tensor, rope: Any = None, attn_mask: Any = None, is_causal: bool = False
+) -> Tensor:
     (a1, b1), (a2, b2) = weights
     f = self.attn(self.norm1(x), rope=rope, attn_mask=attn_mask, is_causal=is_causal)
     if self.gamma_1 is not None:
@@ -241,11 +243,13 @@ def _hand(*classes: type[nn.Module]) -> Callable[[Callable[..., Tensor]], Callab
 
 @_hand(handmade.ControlFlow)
 def control_flow(self: Any, weights: Weights, x: Tensor, attend: bool = True, times: int = 2) -> Tensor:
-    (a1, b1), (a2, b2) = weights
+    (a1, b1), (a2, b2), (a3, b3) = weights
     if attend:
         x = a1 * x + b1 * self.attention(self.norm1(x))
-    for index in range(times):
-        x = a2 * x + b2 * self.mlps[index](self.norm2(x))
+    if times > 0:
+        x = a2 * x + b2 * self.mlps[0](self.norm2(x))
+    if times > 1:
+        x = a3 * x + b3 * self.mlps[1](self.norm2(x))
     return x
 
 

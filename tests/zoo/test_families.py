@@ -329,7 +329,9 @@ def test_rewiring_again_replaces(family: Family) -> None:
 
 @each_family
 @pytest.mark.parametrize("fault", ["example", "where", "bind"])
-def test_a_rewiring_that_fails_leaves_the_model_as_it_was(family: Family, fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rewiring_that_fails_leaves_the_model_as_it_was(
+    family: Family, fault: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     inputs, model = family.inputs(2), family.build()
     before, outputs = snapshot(model), run(model, inputs)
     options: dict[str, Any] = {"example": inputs}
@@ -443,14 +445,11 @@ def test_gradient_checkpointing_changes_no_gradient(family: Family, rule: Any) -
     inputs = family.inputs(2)
     model, _ = rewired(family, rule)
     model.train()
-    adder = model.get_submodule(family.sites[0].path)
-    calls: list[nn.Module] = []
-    adder.register_forward_pre_hook(lambda module, args: calls.append(module))
-    outputs, grads = gradients(model, inputs)
-    runs = len(calls)
-    with checkpointed(model, family):
+    with watched(model) as calls:
+        outputs, grads = gradients(model, inputs)
+    with checkpointed(model, family), watched(model) as more_calls:
         checked, checked_grads = gradients(model, inputs)
-    assert len(calls) == 3 * runs, "nothing was computed twice"
+    assert len(more_calls) >= len(calls) + 2 * len(family.sites), "nothing was computed twice"
     assert same(outputs, checked)
     assert gradient_difference(checked_grads, grads) < CLOSE
 
@@ -484,11 +483,13 @@ def test_every_core_family_has_a_reference() -> None:
         assert not family.core or {f"{cls.__module__}.{cls.__qualname__}" for cls in classes} <= REFERENCES.keys()
 
 
-@pytest.mark.parametrize("arguments", [{"attend": False}, {"times": 1}, {"attend": False, "times": 0}, {"times": 2}], ids=str)
+@pytest.mark.parametrize(
+    "arguments", [{"attend": False}, {"times": 1}, {"attend": False, "times": 0}, {"times": 2}], ids=str
+)
 def test_control_flow_goes_the_way_the_arguments_say(arguments: dict[str, Any]) -> None:
     """Rewired on an example with both steps, called with other arguments."""
     family = FAMILIES["hand_control_flow"]
-    inputs, weights = family.inputs(2), [(0.5 + 0.1 * i, 0.9 - 0.1 * i) for i in range(4)]
+    inputs, weights = family.inputs(2), [(0.4 + 0.1 * i, 0.9 - 0.1 * i) for i in range(6)]
     model, _ = rewired(family, {at(i): Scale(*weight) for i, weight in enumerate(weights)})
     original = family.build()
     with weighted(original, family, weights):

@@ -59,7 +59,8 @@ class Audit(Sequence[Site]):
         return "\n".join(lines)
 
     def __repr__(self) -> str:
-        return f"<Audit of {self.model}: {len(self.sites)} sites, {len(self.long_skips)} long skips, {len(self.unknown)} unknown>"
+        counts = f"{len(self.sites)} sites, {len(self.long_skips)} long skips, {len(self.unknown)} unknown"
+        return f"<Audit of {self.model}: {counts}>"
 
 
 HEADER = ("site", "path", "kind", "norm", "runs", "|f|/|x|", "branch", "source", "note")
@@ -67,7 +68,10 @@ HEADER = ("site", "path", "kind", "norm", "runs", "|f|/|x|", "branch", "source",
 
 def rows(sites: Sequence[Site]) -> list[list[object]]:
     """The cells of an audit's table."""
-    return [[s.index, s.path or "(model)", s.kind, s.norm, s.runs, s.ratio, _modules(s), s.source, _remark(s)] for s in sites]
+    return [
+        [s.index, s.path or "(model)", s.kind, s.norm, s.runs, s.ratio, _modules(s), s.source, _remark(s)]
+        for s in sites
+    ]
 
 
 def _rows(sites: Sequence[Site]) -> str:
@@ -98,8 +102,8 @@ def count(number: int, noun: str) -> str:
 def audit(model: nn.Module, example: object = None) -> Audit:
     """Lists every residual addition of a model. The model runs once in each mode and is left as it was.
 
-    `example` is a tensor, a tuple of arguments or a mapping of keyword arguments; None infers one from the model. The sites
-    of a rewired model are those it had before.
+    `example` is a tensor, a tuple of arguments or a mapping of keyword arguments; None infers one from the model. The
+    sites of a rewired model are those it had before.
     """
     wiring = wiring_in(model)
     found: Survey = wiring.survey if wiring is not None else look(model, example_for(model, example))

@@ -16,11 +16,10 @@ Norm = Literal["pre", "post", "out", "sandwich", "inner", "none"]
 
 _EXPERTS = re.compile(r"moe|expert|router", re.IGNORECASE)
 _FEED_FORWARD = re.compile(r"mlp|ffn|feed_?forward", re.IGNORECASE)
-_ATTENTION_NAME = re.compile(r"attn|attention", re.IGNORECASE)
 
 
 def kind_of(graph: Graph, path: list[Node]) -> Kind:
-    """What the branch is made of, by its operators; names decide only between readings that the operators leave open."""
+    """What the branch is made of, by its operators; names decide only where the operators leave two readings."""
     cores = [node for node in path if _is_attention_core(graph, path, node)]
     if cores:
         return "parallel" if _has_mlp_beside(path, cores) else "attention"
@@ -32,30 +31,23 @@ def kind_of(graph: Graph, path: list[Node]) -> Kind:
 
 
 def _is_attention_core(graph: Graph, path: list[Node], node: Node) -> bool:
+    """A fused attention kernel, or a product of activations that a softmax weighs (or, in linear attention, another
+    product).
+    """
     if _ops.is_attention(node.op):
         return True
     if not is_product(graph.nodes, node) or any(_EXPERTS.search(type(m).__name__) for m in node.owners[:2]):
         return False
-    softmax = any(_ops.is_softmax(graph.nodes[i].op) for i in _upstream(graph, node))
-    # Linear attention has no softmax, and nothing but its name tells it from other products of activations.
-    return softmax or any(_ATTENTION_NAME.search(type(m).__name__) for m in node.owners[:2])
-
-
-def _upstream(graph: Graph, node: Node) -> list[int]:
-    """The nodes behind a product through rearrangements, scaling and dropout."""
-    through = _ops.IDENTITY | _ops.PART | _ops.SCALE | {"native_dropout"}
-    found, frontier = [], list(node.parents)
-    while frontier:
-        index = frontier.pop()
-        found.append(index)
-        if graph.nodes[index].op in through:
-            frontier.extend(graph.nodes[index].parents)
-    return found
+    return any(n.index in node for n in path if n is not node and (_ops.is_softmax(n.op) or is_product(graph.nodes, n)))
 
 
 def _is_spatial(graph: Graph, node: Node) -> bool:
     """A convolution with a kernel larger than one position."""
-    return any(len(graph.nodes[p].shape) > 2 and max(graph.nodes[p].shape[2:]) > 1 for p in node.parents if graph.nodes[p].fixed)
+    return any(
+        len(graph.nodes[p].shape) > 2 and max(graph.nodes[p].shape[2:]) > 1
+        for p in node.parents
+        if graph.nodes[p].fixed
+    )
 
 
 def _has_mlp_beside(path: list[Node], cores: list[Node]) -> bool:

@@ -1,7 +1,7 @@
 """The arguments of one forward call: given, or inferred from what the model says it takes.
 
-A model says so by its configuration (timm, transformers, diffusers), by an attribute (torchvision), or by being a layer of
-torch.nn. Anything else is asked for: a guess that happens to run would audit another computation than the user's.
+A model says so by its configuration (timm, transformers, diffusers), by an attribute (torchvision), or by being a layer
+of torch.nn. Anything else is asked for: a guess that happens to run would audit another computation than the user's.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ class Example:
         if isinstance(value, Tensor):
             return cls((value,))
         raise BadInput(
-            f"example is a {type(value).__name__}; pass a tensor, a tuple of arguments or a mapping of keyword arguments"
+            f"example is a {type(value).__name__}; pass a tensor, a tuple of arguments or a mapping of keyword "
+            "arguments"
         )
 
     @property
@@ -59,8 +60,8 @@ def example_for(model: nn.Module, example: object = None) -> Example:
     found = maker.torch_nn() or maker.timm() or maker.diffusers() or maker.transformers() or maker.torchvision()
     if found is None:
         raise BadInput(
-            f"{type(model).__name__} does not say what it takes. Pass example= a tensor, a tuple of arguments or a mapping of "
-            "keyword arguments."
+            f"{type(model).__name__} does not say what it takes. Pass example= a tensor, a tuple of arguments or a "
+            "mapping of keyword arguments."
         )
     return found
 
@@ -109,8 +110,10 @@ class _Maker:
         channels, *spatial = size
         embed = getattr(self.model, "patch_embed", None)
         spatial = getattr(embed, "img_size", None) or spatial
-        conv = next((m for m in self.model.modules() if isinstance(m, nn.Conv2d)), None)
-        channels = conv.in_channels if conv is not None and conv.groups == 1 else channels
+        first = config.get("first_conv") if isinstance(config, dict) else getattr(config, "first_conv", None)
+        for name in [first] if isinstance(first, str) else first or []:
+            taken = getattr(dict(self.model.named_modules()).get(name), "in_channels", channels)
+            channels = taken if taken < 16 else channels  # more are not an image's, but what a stem made of them
         return Example((self.image(channels, list(spatial)),))
 
     def torchvision(self) -> Example | None:

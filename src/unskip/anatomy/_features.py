@@ -22,9 +22,9 @@ def features(
 ) -> dict[int, Tensor]:
     """The output of blocks, by block index in execution order: (images, dim), or (images, tokens, dim) with pool=None.
 
-    `images` is a batch, or whatever else the model takes: a tuple of arguments or a mapping of keyword arguments. "mean" is
-    over all tokens or positions, "cls" takes the first token. The model runs once as it is (its mode, its gradients: call it
-    under torch.no_grad() to save memory); negative indices count from the end.
+    `images` is a batch, or whatever else the model takes: a tuple of arguments or a mapping of keyword arguments.
+    "mean" is over all tokens or positions, "cls" takes the first token. The model runs once as it is (its mode, its
+    gradients: call it under torch.no_grad() to save memory); negative indices count from the end.
     """
     if pool not in ("mean", "cls", None):
         raise BadInput(f"pool is {pool!r}; it can be 'mean', 'cls' or None")

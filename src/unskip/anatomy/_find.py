@@ -1,14 +1,14 @@
 """Finds the residual additions in a recorded graph.
 
-An addition `l + r` of equal shapes is a residual when one operand, the stream, comes unchanged from a tensor that the other
-operand, the branch, was computed from by way of a matrix product, convolution, attention or pooling:
+An addition `l + r` of equal shapes is a residual when one operand, the stream, comes unchanged from a tensor that the
+other operand, the branch, was computed from by way of a matrix product, convolution, attention or pooling:
 
     identity    s = x                  f = f(x)        x + f(x)
-    projected   s = P x                f = f(x)        P at most one linear map: a ResNet downsample, a pooled or sliced stream
+    projected   s = P x                f = f(x)        P one linear map at most: a ResNet downsample, a pool, a slice
     more        s = x + f(x)           g = g(x)        a further branch of the same site: x + attention + mlp
 
-What only looks like one is told apart: a position embedding has no ancestor in common, a bias or mask is added to attention
-logits, the sum of two branches has no stream, and a polynomial such as x + c x^3 has no transformation in it.
+What only looks like one is told apart: a position embedding has no ancestor in common, a bias or mask is added to
+attention logits, the sum of two branches has no stream, and a polynomial such as x + c x^3 has no transformation in it.
 """
 
 from __future__ import annotations
@@ -59,6 +59,12 @@ def find(graph: Graph) -> tuple[list[Finding], list[Doubt]]:
     return search.found, search.doubts
 
 
+_FUSED = {
+    "sub": "a residual with a minus sign: write x + (-f(x)) for one that can be weighed",
+    "add": "a residual with a factor of its own (torch.add with alpha)",
+}
+
+
 class _Search:
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
@@ -92,7 +98,9 @@ class _Search:
         on_path = {n.index for n in finding.path}
         finding.spans = [f for f in self.found if f.role == "mix" and f.add.index in on_path]
         if self._is_side_input(finding):
-            self.doubts.append(Doubt(node, "a side input that is added again at another depth, not the stream of a branch"))
+            self.doubts.append(
+                Doubt(node, "a side input that is added again at another depth, not the stream of a branch")
+            )
             return
         finding.doubled = self._carries(finding.branch, finding.root)
         finding.long = finding.doubled or self._is_long(finding)
@@ -133,11 +141,20 @@ class _Search:
         if root in (s, f):
             return None
         shortcut, path = between(self.nodes, root, s), between(self.nodes, root, f)
+        if self._is_other_part(root, shortcut, path):
+            return None
         if any(self._bends(n) for n in shortcut) or not any(self._bends(n) for n in path):
             return None
         if self._depth(shortcut) > 1 or self._depth(path) < 2:
             return None
         return Finding(node, s, f, side, root, path, projected=True)
+
+    def _is_other_part(self, root: int, shortcut: list[Node], path: list[Node]) -> bool:
+        """Whether the stream is one part of the root and the branch was computed from other parts of it alone."""
+        if not shortcut or shortcut[0].op not in _ops.PART:
+            return False
+        readers = [node for node in path if root in node.parents]
+        return all(node.op in _ops.PART and node is not shortcut[0] for node in readers)
 
     def _bends(self, node: Node) -> bool:
         """Not an affine map of its input: an activation, attention, or a product of two activations."""
@@ -154,13 +171,15 @@ class _Search:
         return depth[path[-1].index] if path else 0
 
     def _ends_in_transform(self, index: int) -> bool:
-        """Whether the last thing that happened is a product, not a sum or norm: a branch's output rather than a stream."""
+        """Whether the last thing that happened is a product, not a sum or norm: the output of a branch, not a stream."""
         *_, (last, _) = climb(self.nodes, index, scaled_by_weights=True)
         return _ops.is_transform(self.nodes[last].op)
 
     def _is_logits(self, node: Node) -> bool:
         """Whether the sum is handed to a softmax whose result weighs values: an attention mask or bias was added."""
-        through = _ops.IDENTITY | _ops.PART | _ops.SCALE | {"add", "sub", "tanh", "masked_fill", "where", "maximum", "amax"}
+        through = (
+            _ops.IDENTITY | _ops.PART | _ops.SCALE | {"add", "sub", "tanh", "masked_fill", "where", "maximum", "amax"}
+        )
         frontier, seen = [node.index], set()
         while frontier:
             for consumer in self.consumers[frontier.pop()]:
@@ -187,18 +206,27 @@ class _Search:
         return reached
 
     def _gated(self, node: Node, left: int, right: int) -> None:
-        """(1 - t) * x + t * f(x): the stream is weighed by the data, as in a highway network or a gated recurrent unit."""
+        """(1 - t) * x + t * f(x): the stream is weighed by the data, as in a highway network or a GRU."""
+        gates = {side: self._factors(side) for side in (left, right)}
+        if not any(self._complements(a, b) for a in gates[left] for b in gates[right]):
+            return
         for s, f in ((left, right), (right, left)):
-            *_, (last, _) = climb(self.nodes, s)
-            gated = self.nodes[last]
-            if gated.op != "mul" or len(gated.parents) < 2 or any(self.nodes[p].fixed for p in gated.parents[:2]):
-                continue
-            for parent in gated.parents[:2]:
-                for root, _ in climb(self.nodes, parent):
+            for factor in gates[s]:
+                for root, _ in climb(self.nodes, factor):
                     path = between(self.nodes, root, f) if root in self.nodes[f] else []
-                    if not self.nodes[root].fixed and any(_ops.is_transform(n.op) for n in path):
+                    if any(_ops.is_transform(n.op) for n in path):
                         self.doubts.append(Doubt(node, "the stream is weighed by the data (a gate), not by a number"))
                         return
+
+    def _factors(self, index: int) -> tuple[int, ...]:
+        """The operands of a product of two tensors that depend on the input."""
+        *_, (last, _) = climb(self.nodes, index)
+        factors = self.nodes[last].parents[:2] if self.nodes[last].op == "mul" else ()
+        return factors if len(factors) == 2 and not any(self.nodes[p].fixed for p in factors) else ()
+
+    def _complements(self, a: int, b: int) -> bool:
+        """Whether one is 1 minus the other."""
+        return any(self.nodes[x].op in ("rsub", "sub") and y in self.nodes[x].parents for x, y in ((a, b), (b, a)))
 
     def _is_side_input(self, finding: Finding) -> bool:
         """The root enters some residual inside the path by its branch alone: it was handed in beside that stream."""
@@ -207,8 +235,8 @@ class _Search:
     def _is_long(self, finding: Finding) -> bool:
         """Reaches over several residuals, or over one at another resolution, as in a U-Net.
 
-        One residual inside the branch at the same resolution is a nested residual, not a long skip, unless the branch is
-        that residual's own stream: x + (x + f(x)).
+        One residual inside the branch at the same resolution is a nested residual, not a long skip, unless the branch
+        is that residual's own stream: x + (x + f(x)).
         """
         return len(finding.spans) > 1 or any(self._resolution_changes(finding, inner) for inner in finding.spans)
 
@@ -238,7 +266,7 @@ class _Search:
                 if self.nodes[root].fixed or root not in self.nodes[f]:
                     continue
                 if _ops.is_matmul(node.op) or any(_ops.is_transform(n.op) for n in between(self.nodes, root, f)):
-                    self.doubts.append(Doubt(node, f"a residual fused into torch.{node.op}, which has no addition to weigh"))
+                    self.doubts.append(Doubt(node, _FUSED.get(node.op, f"a residual fused into torch.{node.op}")))
                     return
 
 

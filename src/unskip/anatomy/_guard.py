@@ -39,11 +39,13 @@ def refuse_wrapped(model: nn.Module) -> None:
             if cls.__name__ == "FSDPModule":
                 raise WrappedError(f"{where} is sharded by FSDP. Rewire the plain model first, then call fully_shard.")
             if cls.__module__.startswith("torch.jit"):
-                raise WrappedError(f"{where} is a TorchScript module, which has no Python source. Rewire before scripting.")
-        if "forward" in vars(module):
+                raise WrappedError(
+                    f"{where} is a TorchScript module, which has no Python source. Rewire before scripting."
+                )
+        if "forward" in vars(module) and getattr(vars(module)["forward"], "__self__", None) is not module:
             raise WrappedError(
-                f"{where} has a forward of its own on the instance (a hook of accelerate or another tool), which would bypass "
-                "rewiring. Remove it, rewire, then put it back."
+                f"{where} has a forward of its own on the instance (a hook of accelerate or another tool), which "
+                "would bypass rewiring. Remove it, rewire, then put it back."
             )
         if vars(module).get("_compiled_call_impl") is not None:
             raise WrappedError(f"{where} was compiled in place by module.compile(). Rewire first, then compile.")

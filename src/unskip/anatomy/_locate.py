@@ -1,8 +1,8 @@
 """From the Python frames of an addition to the place in a module's source where it stands.
 
-The addition may stand in the module's own method, in a function that the method calls (`dropout_add(...)`), in an inherited
-method reached by `super()`, or in the `__call__` of a helper object such as an attention processor. A place is therefore a
-chain: the method of a module, then the calls that lead from it to the addition.
+The addition may stand in the module's own method, in a function that the method calls (`dropout_add(...)`), in an
+inherited method reached by `super()`, or in the `__call__` of a helper object such as an attention processor. A place
+is therefore a chain: the method of a module, then the calls that lead from it to the addition.
 """
 
 from __future__ import annotations
@@ -105,13 +105,18 @@ def _expression(code: CodeType, position: Any) -> tuple[FunctionSource, ast.AST]
 
 def _enclosing(calls: tuple[Call, ...], index: int) -> int:
     """A comprehension, lambda or inner function is rewritten as part of the function it stands in."""
-    while "." not in calls[index].code.co_qualname.rpartition("<locals>.")[2] and "<locals>." in calls[index].code.co_qualname:
-        code = calls[index].code
+    while _is_inner(code := calls[index].code):
         outer = next((i for i in range(index + 1, len(calls)) if code in calls[i].code.co_consts), None)
         if outer is None:
             raise Unreachable(f"{code.co_qualname} runs outside the function it was defined in")
         index = outer
     return index
+
+
+def _is_inner(code: CodeType) -> bool:
+    """Whether a code object stands in the body of a function, not in that of a class which does."""
+    _, local, name = code.co_qualname.rpartition("<locals>.")
+    return bool(local) and all(part.startswith("<") for part in name.split(".")[:-1])
 
 
 def check_addition(node: ast.AST, code: CodeType) -> None:
@@ -141,7 +146,9 @@ def check_addition(node: ast.AST, code: CodeType) -> None:
             return
         case ast.Call(func=ast.Name(id="add"), keywords=[], args=[_, _]):
             return
-    raise Unreachable(f"{code.co_qualname}: the sum is made inside `{ast.unparse(node)[:60]}`, not by an addition in the source")
+    raise Unreachable(
+        f"{code.co_qualname}: the sum is made inside `{ast.unparse(node)[:60]}`, not by an addition in the source"
+    )
 
 
 def layers(function: object, depth: int = _DEPTH) -> Iterator[FunctionType]:
@@ -181,6 +188,8 @@ def import_function(module: str, qualname: str, code: CodeType | None = None) ->
             value = inspect.getattr_static(value, name)
     except (ImportError, AttributeError, ValueError) as error:
         raise Unreachable(f"{module}.{qualname} cannot be found by name") from error
-    if not isinstance(value, FunctionType) or (code is not None and all(layer.__code__ is not code for layer in layers(value))):
+    if not isinstance(value, FunctionType) or (
+        code is not None and all(layer.__code__ is not code for layer in layers(value))
+    ):
         raise Unreachable(f"{module}.{qualname} is not the function that ran")
     return value

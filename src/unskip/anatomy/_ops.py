@@ -1,6 +1,7 @@
 """What the operators in a trace mean for finding residuals: which ones move data, transform it, mix tokens, or bend it.
 
-Operators are known by their base name ("aten.add_.Tensor" is "add"), so that one entry covers overloads and in-place forms.
+Operators are known by their base name ("aten.add_.Tensor" is "add"), so that one entry covers overloads and in-place
+forms.
 """
 
 from __future__ import annotations
@@ -9,9 +10,9 @@ import re
 
 # Rearranges or casts its first argument: the values stay the same tensor of values.
 IDENTITY = frozenset(
-    "view _unsafe_view reshape _reshape_alias permute transpose t mT expand expand_as squeeze unsqueeze alias detach clone "
-    "contiguous _to_copy to roll flip flatten unflatten movedim lift_fresh lift_fresh_copy pixel_shuffle pixel_unshuffle "
-    "rot90 as_strided view_as_real view_as_complex _conj resolve_conj positive copy".split()
+    "view _unsafe_view reshape _reshape_alias permute transpose t mT expand expand_as squeeze unsqueeze alias detach "
+    "clone contiguous _to_copy to roll flip flatten unflatten movedim lift_fresh lift_fresh_copy pixel_shuffle "
+    "pixel_unshuffle rot90 as_strided view_as_real view_as_complex _conj resolve_conj positive copy".split()
 )
 # Of those and the next, the ones that share memory with their argument: the same view twice is the same tensor.
 VIEW = frozenset(
@@ -35,7 +36,9 @@ ADD = frozenset({"add"})
 # Holds a residual addition inside a larger operator: seen, and reported as unknown.
 FUSED = frozenset("addcmul addcdiv lerp addmm addbmm baddbmm index_add scatter_add sub".split())
 
-_MATMUL = re.compile(r"^(\w*mm|mv|addmv|dot|linear|bilinear|\w*convolution\w*|conv\w*|_trilinear|einsum|\w*lstm\w*|\w*gru\w*)$")
+_MATMUL = re.compile(
+    r"^(\w*mm|mv|addmv|dot|linear|bilinear|\w*convolution\w*|conv\w*|_trilinear|einsum|\w*lstm\w*|\w*gru\w*)$"
+)
 _POOL = re.compile(r"^(\w*avg_pool\w*|\w*max_pool\w*|_fft\w*|fft\w*|stft|cumsum|grid_sampler\w*)$")
 _ATTENTION = re.compile(r"attention|attn", re.IGNORECASE)
 _SOFTMAX = re.compile(r"softmax")
@@ -47,7 +50,7 @@ ACTIVATION = frozenset(
 
 
 def base_name(op: object) -> str:
-    """ "add" for aten.add.Tensor and aten.add_.Tensor; other libraries' operators keep their namespace: "xformers.mha"."""
+    """ "add" for aten.add.Tensor and aten.add_.Tensor; other libraries' keep their namespace: "xformers.mha"."""
     namespace, _, name = str(op.name()).partition("::")  # type: ignore[attr-defined]
     name = name.partition(".")[0]
     if namespace != "aten":

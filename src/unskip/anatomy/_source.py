@@ -1,7 +1,8 @@
-"""The source of a running function: its syntax tree, the expression at a position, and proof that the two belong together.
+"""The source of a running function: its syntax tree, the expression at a position, and proof that the two belong
+together.
 
-Source on disk may have changed since the import, or an import hook may have rewritten it. So the tree is compiled again and
-its bytecode compared with the code that runs; only then is a position in it to be trusted.
+Source on disk may have changed since the import, or an import hook may have rewritten it. So the tree is compiled again
+and its bytecode compared with the code that runs; only then is a position in it to be trusted.
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ from unskip.errors import SourceError
 
 Position = tuple[int, int, int, int]  # line, end line, column, end column (columns count UTF-8 bytes, as in ast)
 FunctionNode = ast.FunctionDef | ast.AsyncFunctionDef
-_FUTURE = functools.reduce(lambda a, b: a | b, (getattr(__future__, name).compiler_flag for name in __future__.all_feature_names))
+_FUTURE = functools.reduce(
+    lambda a, b: a | b, (getattr(__future__, name).compiler_flag for name in __future__.all_feature_names)
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -96,9 +99,11 @@ def expression_at(source: FunctionSource, position: Position) -> ast.AST | None:
     return None
 
 
-def compile_function(source: FunctionSource, node: FunctionNode, like: CodeType, names: tuple[str, ...] = ()) -> CodeType:
-    """Compiles a function's tree into code that fits where `like` ran: same class for private names and super(), same free
-    variables, same __future__ flags; `names` become further free variables.
+def compile_function(
+    source: FunctionSource, node: FunctionNode, like: CodeType, names: tuple[str, ...] = ()
+) -> CodeType:
+    """Compiles a function's tree into code that fits where `like` ran: same class for private names and super(), same
+    free variables, same __future__ flags; `names` become further free variables.
     """
     node = copy.copy(node)
     node.decorator_list = []

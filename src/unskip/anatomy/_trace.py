@@ -162,7 +162,9 @@ class Recorder(TorchDispatchMode):
         self._remember(tensor, node)
         return node.index
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         kwargs = kwargs or {}
         name = _name(func, args)
         parents = tuple(self._lookup(tensor) for tensor in _tensors((args, kwargs)))
@@ -183,7 +185,9 @@ class Recorder(TorchDispatchMode):
                 self._written[storage] = self._node[id(tensor)]
         return out
 
-    def _record(self, tensor: Tensor, name: str, parents: tuple[int, ...], facts: dict[str, Any], view: str | None) -> None:
+    def _record(
+        self, tensor: Tensor, name: str, parents: tuple[int, ...], facts: dict[str, Any], view: str | None
+    ) -> None:
         nodes = self.graph.nodes
         key = (view, parents, tuple(tensor.shape), tensor.storage_offset()) if view is not None else None
         if key is not None and key in self._views:
@@ -251,7 +255,7 @@ def calls() -> Iterator[Call]:
 
 @contextlib.contextmanager
 def quiet(model: nn.Module, training: bool) -> Iterator[None]:
-    """The model in one mode, no gradients, no fused attention fast path; modes, buffers and random state are put back."""
+    """The model in one mode, without gradients or fused attention; modes, buffers and random state are put back."""
     modes = {module: module.training for module in model.modules()}
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()} if training else {}
     devices = {tensor.device for tensor in model.parameters() if tensor.device.type == "cuda"}

@@ -1,8 +1,8 @@
 """Residual sites: every `stream + branch` of a model, in execution order, with what is known about each.
 
 The model runs on the example twice, in evaluation and in training mode, under a recorder that leaves it as it was: an
-addition that only training reaches is seen too. `_find` tells residuals from other additions, `_describe` says what they are,
-`_locate` says where they stand in the source.
+addition that only training reaches is seen too. `_find` tells residuals from other additions, `_describe` says what
+they are, `_locate` says where they stand in the source.
 """
 
 from __future__ import annotations
@@ -99,7 +99,8 @@ def survey(model: nn.Module, example: Example) -> Survey:
         training = _run(model, example, training=True)
     except ForwardError as error:
         notes.append(
-            f"the training forward was not traced ({error.__cause__}); additions that only training reaches are not seen"
+            f"the training forward was not traced ({error.__cause__}); additions that only training reaches are not "
+            "seen"
         )
     else:
         others, doubts = _gather(training, names)
@@ -115,8 +116,9 @@ def _run(model: nn.Module, example: Example, training: bool) -> Graph:
     except Exception as error:
         mode = "training" if training else "evaluation"
         raise ForwardError(
-            f"{type(model).__name__}: its forward failed on the example in {mode} mode: {type(error).__name__}: {error}. "
-            "Pass example= a tensor, a tuple of arguments or a mapping of keyword arguments that the model takes."
+            f"{type(model).__name__}: its forward failed on the example in {mode} mode: {type(error).__name__}: "
+            f"{error}. Pass example= a tensor, a tuple of arguments or a mapping of keyword arguments that the model "
+            "takes."
         ) from error
 
 
@@ -152,7 +154,8 @@ def _gather(graph: Graph, names: dict[int, str]) -> tuple[list[_Draft], list[Unk
 def _turns(graph: Graph, findings: list[Finding], where: dict[int, Located]) -> dict[int, int]:
     """Which turn of a loop an addition ran in, where one line adds other branches in every turn.
 
-    `for f in self.layers: x = x + f(x)` is one line but as many sites as layers; the same branch again is the same site.
+    `for f in self.layers: x = x + f(x)` is one line but as many sites as layers; the same branch again is the same
+    site.
     """
     lines: dict[object, dict[int, list[Finding]]] = {}
     for finding in findings:
@@ -185,7 +188,9 @@ def _execution(node: Node) -> tuple[object, ...]:
 
 def _check_runs(graph: Graph, drafts: Iterable[_Draft]) -> None:
     """An addition that is a residual in some of its runs and not in others cannot be weighed by one pair of numbers."""
-    additions = (n for n in graph.nodes if n.calls and n.op == "add" and len({graph.nodes[p].shape for p in n.parents[:2]}) == 1)
+    additions = (
+        n for n in graph.nodes if n.calls and n.op == "add" and len({graph.nodes[p].shape for p in n.parents[:2]}) == 1
+    )
     total = Counter(_execution(node) for node in additions)
     for draft in drafts:
         mine = Counter(_execution(f.add) for f in draft.findings)
@@ -196,7 +201,7 @@ def _check_runs(graph: Graph, drafts: Iterable[_Draft]) -> None:
 
 
 def _pair(drafts: list[_Draft], others: list[_Draft], names: dict[int, str]) -> list[Unknown]:
-    """Matches the additions that ran in training with those of evaluation, module by module; returns what has no match."""
+    """Matches the additions of training with those of evaluation, module by module; returns what has no match."""
     unmatched = []
     for module in {id(d.module): d.module for d in others}.values():
         ours = [d for d in drafts if d.module is module]
@@ -230,6 +235,8 @@ def _finish(model: nn.Module, draft: _Draft, names: dict[int, str], readers: lis
     problem = draft.problem
     if problem is None and id(draft.module) not in names:
         problem = f"{type(draft.module).__name__} adds it, which is not a submodule of the model"
+    if problem is None and "forward" in vars(draft.module):
+        problem = "its module holds a forward of its own (self.forward = ...), which a new class does not change"
     extra = [more.path for more, _, _ in draft.more if more.first is first]
     steps = sorted({n.index: n for part in (first.path, *extra) for n in part}.values(), key=lambda n: n.index)
     kinds = {kind_of(graph, part) for part in (first.path, *extra)}

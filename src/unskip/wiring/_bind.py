@@ -1,7 +1,8 @@
 """Binds rewritten methods to one module: a subclass of its class, made for it, that pickles as a recipe.
 
-The module keeps its identity, parameters, hooks and `isinstance`; only `module.__class__` is exchanged, and other instances
-of the class are left alone. A bound method on the instance would be simpler, but is dropped in silence by pickle.
+The module keeps its identity, parameters, hooks and `isinstance`; only `module.__class__` is exchanged, and other
+instances of the class are left alone. A bound method on the instance would be simpler, but is dropped in silence by
+pickle.
 """
 
 from __future__ import annotations
@@ -49,7 +50,9 @@ def is_bound(module: nn.Module) -> bool:
 def patched(base: Any, patch: Patch) -> Any:
     """The subclass of `base` for a patch."""
     if base.__reduce_ex__ is not object.__reduce_ex__ or base.__reduce__ is not object.__reduce__:
-        raise RewireError(f"{base.__qualname__} defines how it is pickled, which would drop the rewiring. It cannot be rewired.")
+        raise RewireError(
+            f"{base.__qualname__} defines how it is pickled, which would drop the rewiring. It cannot be rewired."
+        )
     edits = [Edit(p.hops, p.side, p.role, slot, p.turn) for slot, places in enumerate(patch.slots) for p in places]
     namespace: dict[str, Any] = {
         "__module__": base.__module__,
@@ -76,8 +79,8 @@ def _methods(base: type, hop: Hop) -> Iterator[tuple[str, FunctionType]]:
                     yield from ((name, getattr(base, name)) for name in names)
                     return
     raise RewireError(
-        f"{hop.module}.{hop.qualname}: {base.__qualname__} has no method with the source that was rewired. The library that "
-        "defines it may be of another version."
+        f"{hop.module}.{hop.qualname}: {base.__qualname__} has no method with the source that was rewired. The "
+        "library that defines it may be of another version."
     )
 
 

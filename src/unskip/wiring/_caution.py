@@ -21,26 +21,27 @@ def before_cut(model: nn.Module, sites: Sequence[Site]) -> None:
     silent = [site for site in sites if site.ratio is not None and site.ratio < _SILENT]
     if silent:
         _warn(
-            f"{_list(silent)}: the branch is under {_SILENT:g} of its stream on the example (LayerScale, a zero-initialised "
-            "projection or gate). Cut, it passes almost nothing on: initialise it first, or weaken the stream instead."
+            f"{_list(silent)}: the branch is under {_SILENT:g} of its stream on the example (LayerScale, a "
+            "zero-initialised projection or gate). Cut, it passes almost nothing on: initialise it first, or weaken "
+            "the stream instead."
         )
     dropped = [site for site in sites if _drops(model, site)]
     if dropped:
         _warn(
-            f"{_list(dropped)}: drop path is on. A dropped sample has nothing but its stream, and with the stream cut it becomes "
-            "zeros. Set drop_path to 0."
+            f"{_list(dropped)}: drop path is on. A dropped sample has nothing but its stream, and with the stream cut "
+            "it becomes zeros. Set drop_path to 0."
         )
     projected = [site for site in sites if site.projected]
     if projected:
         _warn(
-            f"{_list(projected)}: cutting a projected shortcut leaves its weights without gradients; DistributedDataParallel "
-            "needs find_unused_parameters=True."
+            f"{_list(projected)}: cutting a projected shortcut leaves its weights without gradients; "
+            "DistributedDataParallel needs find_unused_parameters=True."
         )
 
 
 def _drops(model: nn.Module, site: Site) -> bool:
-    """Whether a module of the site drops whole branches in training. An inactive drop path may not have run in the trace, so
-    the module that adds is searched too.
+    """Whether a module of the site drops whole branches in training. An inactive drop path may not have run in the
+    trace, so the module that adds is searched too.
     """
     prefix = site.path + "." if site.path else ""
     holder = model.get_submodule(site.path)

@@ -1,6 +1,6 @@
-"""torch.nn's encoder layers fuse their residuals into one inference kernel: no addition is left to weigh. A weighed layer
-must not take that path, nor may its encoder hand it nested tensors. Both are switched off by the flags that torch itself
-asks, and back on when the wiring goes.
+"""torch.nn's encoder layers fuse their residuals into one inference kernel: no addition is left to weigh. A weighed
+layer must not take that path, nor may its encoder hand it nested tensors. Both are switched off by the flags that torch
+itself asks, and back on when the wiring goes.
 """
 
 from __future__ import annotations

@@ -11,13 +11,18 @@ import torch
 from torch import Tensor
 
 Number = float | Tensor
+NUMBER = "unskip_number"  # attribute of an annealed weight's tensor: its value, known without asking the device
 
 
-def mix(stream: Tensor, branch: Tensor, alpha: Number, beta: Number, into: Literal["stream", "branch"] | None = None) -> Tensor:
-    """alpha * stream + beta * branch. `into` names the operand that an in-place addition wrote to, and that is written again.
+def mix(
+    stream: Tensor, branch: Tensor, alpha: Number, beta: Number, into: Literal["stream", "branch"] | None = None
+) -> Tensor:
+    """alpha * stream + beta * branch. `into` names the operand that an in-place addition wrote to, and that is written
+    again.
 
     At alpha = 0 the stream is not read: nothing in it, NaN included, reaches the result.
     """
+    alpha, beta = _value(alpha, stream), _value(beta, stream)
     if into == "stream":
         if not isinstance(alpha, Tensor) and alpha == 0:
             return stream.copy_(_scaled(branch, beta))
@@ -37,6 +42,17 @@ def mix(stream: Tensor, branch: Tensor, alpha: Number, beta: Number, into: Liter
     if _is(alpha, 1) and not isinstance(beta, Tensor):
         return torch.add(stream, branch, alpha=beta)
     return torch.add(_scaled(branch, beta), stream, alpha=alpha)
+
+
+def _value(weight: Number, stream: Tensor) -> Number:
+    """An annealed weight as the number it holds, which takes fewer kernels. Where kernels are recorded it stays a
+    tensor.
+    """
+    if not isinstance(weight, Tensor) or torch.compiler.is_compiling():
+        return weight
+    if stream.is_cuda and torch.cuda.is_current_stream_capturing():
+        return weight
+    return getattr(weight, NUMBER, weight)
 
 
 def _scaled(branch: Tensor, beta: Number) -> Tensor:

@@ -28,13 +28,13 @@ def rewire(
 ) -> Wiring:
     """Sets x <- alpha_l * x + beta_l * f_l(x) at the residual sites of a model, in place.
 
-    `shortcut` is a rule, its text ("decay:0.6"), or a mapping from a kind or predicate to rules; `where` is None, a kind or a
-    predicate on Site. Without a predicate, projected shortcuts and long skips are kept. `example` is a tensor, a tuple of
-    arguments or a mapping of keyword arguments; None infers one. A model that is rewired already gets the new rules instead
-    of the old. If anything fails the model is left as it was.
+    `shortcut` is a rule, its text ("decay:0.6"), or a mapping from a kind or predicate to rules; `where` is None, a
+    kind or a predicate on Site. Without a predicate, projected shortcuts and long skips are kept. `example` is a
+    tensor, a tuple of arguments or a mapping of keyword arguments; None infers one. A model that is rewired already
+    gets the new rules instead of the old. If anything fails the model is left as it was.
 
-    `verify` checks the detection on the example against an independent oracle before the weights are set. `force` patches
-    blocks whose weights are all 1 too, which are otherwise left alone.
+    `verify` checks the detection on the example against an independent oracle before the weights are set. `force`
+    patches blocks whose weights are all 1 too, which are otherwise left alone.
     """
     wiring = wiring_in(model)
     pairs = normalise(shortcut, where)
@@ -114,6 +114,7 @@ def _check(wiring: Wiring, example: Example) -> None:
         wrong = _verify.mismatch(expected, got)
         if wrong:
             raise RewireError(
-                f"{type(model).__name__}: rewired on the example, it does not compute alpha * x + beta * f(x): {wrong}. "
-                "The model is left as it was. Please report it; where= can leave the site out, verify=False skips this check."
+                f"{type(model).__name__}: rewired on the example, it does not compute alpha * x + beta * f(x): "
+                f"{wrong}. The model is left as it was. Please report it; where= can leave the site out, verify=False "
+                "skips this check."
             )

@@ -3,9 +3,10 @@
     x = x + self.attn(self.norm(x))     becomes     x = mix(stream=x, branch=self.attn(self.norm(x)),
                                                             alpha=self.unskip_alpha0, beta=self.unskip_beta0)
 
-Only the expression changes: operands are evaluated in their order, globals, defaults, closures, `super()`, private names and
-decorators are the original's, and line numbers still point into the original file. A function that the method calls, and in
-which the addition stands, is cloned with the weights as a further argument; only that call goes to the clone.
+Only the expression changes: operands are evaluated in their order, globals, defaults, closures, `super()`, private
+names and decorators are the original's, and line numbers still point into the original file. A function that the method
+calls, and in which the addition stands, is cloned with the weights as a further argument; only that call goes to the
+clone.
 """
 
 from __future__ import annotations
@@ -72,7 +73,9 @@ def rewrite(function: FunctionType, edits: list[Edit], clone: bool = False) -> F
             replacements[position] = _Call(name, sorted({e.slot for e in onward}), here_weight)
     _Replace(replacements).visit(tree)
     tree.body[_docstring(tree) : _docstring(tree)] = [
-        ast.copy_location(ast.Assign([ast.Name(name, ast.Store())], ast.Call(ast.Name(COUNT, ast.Load()), [], [])), tree.body[0])
+        ast.copy_location(
+            ast.Assign([ast.Name(name, ast.Store())], ast.Call(ast.Name(COUNT, ast.Load()), [], [])), tree.body[0]
+        )
         for name in counters
     ]
     if clone:
@@ -105,7 +108,9 @@ def _function(like: FunctionType, code: Any, closure: tuple[CellType, ...]) -> F
 
 
 def _rewrap(function: FunctionType, old: FunctionType, new: FunctionType) -> FunctionType:
-    """Puts the decorators around the new function: copies of their wrappers whose closures hold it instead of the old one."""
+    """Puts the decorators around the new function: copies of their wrappers whose closures hold it instead of the old
+    one.
+    """
     if function is old:
         return new
     cells = []
@@ -133,8 +138,8 @@ class _Redirect:
             callee, receiver = type(callee).__call__, callee
         if callee is not self.original:
             raise RewireError(
-                f"{self.original.__qualname__} was replaced by {getattr(callee, '__qualname__', callee)} after rewiring, so its "
-                "addition would go unweighted. Undo the wiring, make the change, and rewire."
+                f"{self.original.__qualname__} was replaced by {getattr(callee, '__qualname__', callee)} after "
+                "rewiring, so its addition would go unweighted. Undo the wiring, make the change, and rewire."
             )
         return self.clone if receiver is None else MethodType(self.clone, receiver)
 
@@ -177,8 +182,8 @@ def pick(weights: tuple[Number, ...], counter: Iterator[int]) -> Number:
     turn = next(counter)
     if turn >= len(weights):
         raise RewireError(
-            f"a loop over residual branches ran more than the {len(weights)} turns it had when the model was rewired. Undo the "
-            "wiring and rewire the model as it is now."
+            f"a loop over residual branches ran more than the {len(weights)} turns it had when the model was rewired. "
+            "Undo the wiring and rewire the model as it is now."
         )
     return weights[turn]
 

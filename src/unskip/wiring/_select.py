@@ -40,7 +40,11 @@ def _rule(value: object) -> Shortcut:
 
 def _selector(where: object) -> Where:
     kinds = get_args(Kind)
-    if where is None or (isinstance(where, str) and where in kinds) or (callable(where) and not isinstance(where, type)):
+    if (
+        where is None
+        or (isinstance(where, str) and where in kinds)
+        or (callable(where) and not isinstance(where, type))
+    ):
         return where
     near = difflib.get_close_matches(str(where), kinds, 1)
     hint = f" (did you mean {near[0]!r}?)" if near else ""
@@ -69,8 +73,8 @@ class Assignment:
 
 
 def assign(pairs: Sequence[tuple[Where, Shortcut]], sites: Sequence[Site]) -> tuple[Assignment, ...]:
-    """Each rule with the sites it governs. Raises BadInput for a rule that governs none, RewireError for a site that cannot
-    be rewired.
+    """Each rule with the sites it governs. Raises BadInput for a rule that governs none, RewireError for a site that
+    cannot be rewired.
     """
     taken: set[int] = set()
     result = []
@@ -78,7 +82,9 @@ def assign(pairs: Sequence[tuple[Where, Shortcut]], sites: Sequence[Site]) -> tu
         mine = tuple(site for site in sites if site.index not in taken and picks(where, site))
         if not mine and not isinstance(rule, Keep):
             present = ", ".join(sorted({site.kind for site in sites}))
-            raise BadInput(f"{rule} governs no site: where={where!r} picks none of the model's {len(sites)} (kinds: {present})")
+            raise BadInput(
+                f"{rule} governs no site: where={where!r} picks none of the model's {len(sites)} (kinds: {present})"
+            )
         if not isinstance(rule, Keep):
             _refuse([site for site in mine if site.problem])
         taken |= {site.index for site in mine}
@@ -89,6 +95,6 @@ def assign(pairs: Sequence[tuple[Where, Shortcut]], sites: Sequence[Site]) -> tu
 
 def _refuse(broken: list[Site]) -> None:
     if broken:
-        each = "; ".join(f"{site.name} ({site.source}): {site.problem}" for site in broken[:3])
+        each = "; ".join(f"{site.name} ({site.source}): {(site.problem or '').rstrip('.')}" for site in broken[:3])
         more = f" and {len(broken) - 3} more" if len(broken) > 3 else ""
         raise RewireError(f"cannot be rewired: {each}{more}. Leave these out: where=lambda site: site.problem is None")

@@ -1,8 +1,8 @@
 """Checks a rewiring on the example, against an oracle that does not read source.
 
-The oracle runs the original model and, below it, replaces each residual addition by a * x + b * f as it is dispatched. The
-rewired model, with the same weights, must give the same output in every module. Every site gets weights of its own, so that
-two sites exchanged would show.
+The oracle runs the original model and, below it, replaces each residual addition by a * x + b * f as it is dispatched.
+The rewired model, with the same weights, must give the same output in every module. Every site gets weights of its own,
+so that two sites exchanged would show.
 """
 
 from __future__ import annotations
@@ -76,7 +76,9 @@ def mismatch(expected: Print, got: Print, tolerance: float = 1e-3) -> str | None
         return f"{len(got)} module outputs instead of {len(expected)}"
     for i, ((name, total, size), (other, total2, size2)) in enumerate(zip(expected, got, strict=True)):
         bound = tolerance * (size + 1e-12)
-        same = all(math.isclose(a, b, abs_tol=bound) or (a != a and b != b) for a, b in ((total, total2), (size, size2)))
+        same = all(
+            math.isclose(a, b, abs_tol=bound) or (a != a and b != b) for a, b in ((total, total2), (size, size2))
+        )
         if name != other or not same:
             return f"output {i}, of {name}: sum {total2:.6g} instead of {total:.6g}"
     return None
@@ -98,7 +100,9 @@ class Oracle(TorchDispatchMode):
         self.runs: Counter[object] = Counter()  # of each line in each call of its method
         self.alive: list[object] = []  # frames, so that no id is used twice
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         if _ops.base_name(func) in _ops.ADD and len(args) > 1 and all(isinstance(a, Tensor) for a in args[:2]):
             found = self._match()
             if found is not None:

@@ -1,8 +1,8 @@
 """The wiring of a model: its sites, their weights now, and the way back.
 
-Each module that adds at a governed site gets a class of its own whose additions read `unskip_alpha<k>` and `unskip_beta<k>`
-from the module: a float where the weight is fixed, a buffer while it is annealed (its value changes without recompiling), a
-parameter where it is learnt. A module whose weights are all 1 is left as it was.
+Each module that adds at a governed site gets a class of its own whose additions read `unskip_alpha<k>` and
+`unskip_beta<k>` from the module: a float where the weight is fixed, a buffer while it is annealed (its value changes
+without recompiling), a parameter where it is learnt. A module whose weights are all 1 is left as it was.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from unskip.anatomy.sites import Site, Survey
 from unskip.errors import BadInput
 from unskip.wiring import _caution, _fastpath
 from unskip.wiring._bind import Patch, bind, is_bound, unbind
+from unskip.wiring._mix import NUMBER
 from unskip.wiring._rewrite import attribute
 from unskip.wiring._select import Assignment, Rules, Where, assign, normalise
 from unskip.wiring.shortcuts import Anneal, Keep, Learn, Shortcut, Weight, band, effective_decay
@@ -29,7 +30,7 @@ _KEPT = Weight(1.0, 1.0)
 
 
 class Wiring:
-    """What `rewire` returns. It lives in the model: a copy of the model has a copy of the wiring (`Wiring.of(copy)`)."""
+    """What `rewire` returns. It lives in the model: a copy of the model has its own (`Wiring.of(copy)`)."""
 
     def __init__(self, model: nn.Module, survey: Survey, force: bool = False) -> None:
         self.model = model
@@ -84,7 +85,7 @@ class Wiring:
         return found
 
     def set(self, rules: Rules, where: Where = None) -> None:
-        """Puts other rules in place of the present ones. Without `where`, a single rule governs the sites governed now."""
+        """Puts other rules in place of the present ones. Without `where`, one rule governs the sites governed now."""
         pairs = normalise(rules, where)
         if where is None and not isinstance(rules, Mapping) and len(self.plan) == 1:
             self.begin(assign(((_any, pairs[0][1]),), self.plan[0].sites))
@@ -159,7 +160,9 @@ class Wiring:
         learnt = self.parameters
         if learnt:
             total = sum(p.numel() for p in learnt.values())
-            lines.append(f"{count(len(learnt), 'learnt parameter')} added ({total} numbers): {', '.join(list(learnt)[:3])}, ...")
+            lines.append(
+                f"{count(len(learnt), 'learnt parameter')} added ({total} numbers): {', '.join(list(learnt)[:3])}, ..."
+            )
         return "\n".join(lines)
 
     def __repr__(self) -> str:
@@ -204,17 +207,21 @@ class Wiring:
         buffer = module._buffers.get(name)
         if moving and buffer is not None:
             buffer.fill_(value)  # in place: a compiled graph goes on reading it
+            setattr(buffer, NUMBER, value)
             return
         _remove(module, name)
         if learnt:
             module.register_parameter(name, nn.Parameter(self._tensor(module, site, rule, value)))
         elif moving:
             module.register_buffer(name, self._tensor(module, site, rule, value), persistent=False)
+            setattr(module._buffers[name], NUMBER, value)
         else:
             setattr(module, name, float(value))
 
     def _tensor(self, module: nn.Module, site: Site, rule: Shortcut, value: float) -> Tensor:
-        like = next((p for p in self.model.get_submodule(site.block).parameters() if p.is_floating_point()), torch.empty(()))
+        like = next(
+            (p for p in self.model.get_submodule(site.block).parameters() if p.is_floating_point()), torch.empty(())
+        )
         shape: tuple[int, ...] = ()
         if isinstance(rule, Learn) and rule.per == "channel":
             shape = (site.features,) + (1,) * (site.rank - 2 if site.axis == 1 else 0)

@@ -1,0 +1,210 @@
+"""What rewiring costs: training-step time and peak memory, rewired over original, and the time of audit and rewire.
+
+    python benchmarks/rewire.py                              # timm ViT-S on the CPU
+    python benchmarks/rewire.py --device cuda --compiled     # timm ViT-B, eager and compiled
+    python benchmarks/rewire.py --only search                # audit and rewire on meta tensors, up to ViT-g size
+
+Every variant is a copy of one model and runs in the same process; in each round all of them take one step, in random
+order. The ratio is the median over rounds of (variant / original of the same round). The original against a second copy
+of the original is the control: what a ratio means is measured by its spread.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import platform
+import random
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import timm
+import torch
+from torch import nn
+
+import unskip
+from unskip import Anneal, Cut, Decay, Keep
+
+RESULTS = Path(__file__).resolve().parent.parent / "docs" / "results"
+
+
+def variants(model: nn.Module) -> dict[str, nn.Module]:
+    """The copies that are compared: the original twice, and one for each position of the knob."""
+    copies = {
+        name: copy.deepcopy(model) for name in ("original", "original again", "alpha 1", "decay", "cut", "anneal")
+    }
+    unskip.rewire(copies["alpha 1"], Keep(), force=True)
+    unskip.rewire(copies["decay"], Decay(0.6))
+    unskip.rewire(copies["cut"], Cut())
+    unskip.rewire(copies["anneal"], Anneal(Keep(), Decay(0.6), steps=1000)).step(500)
+    return copies
+
+
+def training_step(model: nn.Module, run: Callable[..., torch.Tensor], images: torch.Tensor) -> Callable[[], None]:
+    """One step: forward, loss, backward, AdamW."""
+    device = images.device.type
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6, fused=device == "cuda")
+    labels = torch.zeros(len(images), dtype=torch.long, device=device)
+
+    def step() -> None:
+        with torch.autocast(device, torch.bfloat16, enabled=device == "cuda"):
+            loss = nn.functional.cross_entropy(run(images), labels)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    return step
+
+
+def seconds(step: Callable[[], None], device: str) -> float:
+    if device != "cuda":
+        begin = time.perf_counter()
+        step()
+        return time.perf_counter() - begin
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+    step()
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end) / 1e3
+
+
+def peak(step: Callable[[], None]) -> int:
+    """Bytes that a step allocates at most, over what is there before."""
+    step()
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    step()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() - before
+
+
+def compare(steps: dict[str, Callable[[], None]], device: str, rounds: int, seed: int) -> dict[str, dict[str, float]]:
+    """Times all variants in alternation."""
+    for step in steps.values():
+        for _ in range(3):
+            step()
+    order, shuffle = list(steps), random.Random(seed)
+    times: dict[str, list[float]] = {name: [] for name in steps}
+    for _ in range(rounds):
+        shuffle.shuffle(order)
+        for name in order:
+            times[name].append(seconds(steps[name], device))
+    result = {}
+    for name, values in times.items():
+        ratios = sorted(value / base for value, base in zip(values, times["original"], strict=True))
+        quarter = len(ratios) // 4
+        result[name] = {
+            "median_ms": 1e3 * statistics.median(values),
+            "ratio": statistics.median(ratios),
+            "ratio_low": ratios[quarter],
+            "ratio_high": ratios[-quarter - 1],
+        }
+        if device == "cuda":
+            result[name]["peak_mib"] = peak(steps[name]) / 2**20
+    return result
+
+
+def cost(device: str, compiled: bool, rounds: int, seed: int) -> dict[str, object]:
+    """Step times and peak memory of every variant."""
+    torch.manual_seed(seed)
+    name, batch = ("vit_base_patch16_224", 128) if device == "cuda" else ("vit_small_patch16_224", 4)
+    copies = variants(timm.create_model(name).to(device).train())
+    images = torch.randn(batch, 3, 224, 224, device=device)
+    runs: dict[str, Callable[..., torch.Tensor]] = dict(copies)
+    if compiled:
+        for key, model in copies.items():
+            torch._dynamo.reset()  # each variant is compiled alone, without the others' guards
+            runs[key] = torch.compile(model)
+            training_step(model, runs[key], images)()
+    steps = {key: training_step(model, runs[key], images) for key, model in copies.items()}
+    return {
+        "model": name,
+        "batch": batch,
+        "mode": "compiled" if compiled else "eager",
+        "variants": compare(steps, device, rounds, seed),
+    }
+
+
+def search() -> list[dict[str, object]]:
+    """Time of audit and rewire on meta tensors."""
+    rows = []
+    shapes = [(192, 12, 3), (192, 24, 3), (192, 48, 3), (768, 12, 12), (1024, 24, 16), (1408, 40, 16)]
+    for width, depth, heads in shapes:
+        with torch.device("meta"):
+            model = timm.create_model("vit_base_patch16_224", embed_dim=width, depth=depth, num_heads=heads)
+        times = []
+        for call in (lambda m: unskip.audit(m), lambda m: unskip.rewire(m, Decay(0.6))):
+            begin = time.perf_counter()
+            call(model)
+            times.append(time.perf_counter() - begin)
+        parameters = sum(p.numel() for p in model.parameters())
+        rows.append(
+            {
+                "width": width,
+                "depth": depth,
+                "sites": 2 * depth,
+                "parameters": parameters,
+                "audit_s": times[0],
+                "rewire_s": times[1],
+            }
+        )
+    return rows
+
+
+def show(result: dict[str, object]) -> None:
+    print(f"\n{result['model']}, batch {result['batch']}, {result['mode']}")
+    for name, row in result["variants"].items():  # type: ignore[attr-defined]
+        memory = f"  peak {row['peak_mib']:8.0f} MiB" if "peak_mib" in row else ""
+        spread = f"[{row['ratio_low']:.3f}, {row['ratio_high']:.3f}]"
+        print(f"  {name:15s} {row['median_ms']:9.2f} ms  ratio {row['ratio']:.3f} {spread}{memory}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
+    parser.add_argument("--compiled", action="store_true", help="also compare compiled models")
+    parser.add_argument("--only", choices=["search", "cost"], help="one half of the benchmark")
+    parser.add_argument("--rounds", type=int, default=None)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path, default=None, help="where the JSON goes (default docs/results)")
+    options = parser.parse_args()
+    rounds = options.rounds or (60 if options.device == "cuda" else 20)
+    out = options.out or RESULTS
+    out.mkdir(parents=True, exist_ok=True)
+    gpu = torch.cuda.get_device_name() if options.device == "cuda" else None
+    about = {
+        "script": "benchmarks/rewire.py",
+        "device": gpu or f"{platform.machine()} CPU, {torch.get_num_threads()} threads",
+        "versions": {
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "timm": timm.__version__,
+            "unskip": unskip.__version__,
+        },
+        "seed": options.seed,
+        "rounds": rounds,
+    }
+    if options.only != "search":
+        results = []
+        for compiled in [False, True] if options.compiled else [False]:
+            results.append(cost(options.device, compiled, rounds, options.seed))
+            show(results[-1])
+            name = "rewire-cost-gpu.json" if gpu else "rewire-cost-cpu.json"
+            (out / name).write_text(json.dumps({**about, "results": results}, indent=1) + "\n")
+    if options.only != "cost":
+        rows = search()
+        for row in rows:
+            print(
+                f"  width {row['width']:5d} depth {row['depth']:3d}: audit {row['audit_s']:.2f} s, rewire "
+                f"{row['rewire_s']:.2f} s"
+            )
+        (out / "rewire-search.json").write_text(json.dumps({**about, "results": rows}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

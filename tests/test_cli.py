@@ -1,0 +1,381 @@
+"""The command line: what it prints, where, and with which exit code."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import unskip
+from unskip import cli, spec
+from unskip.wiring.shortcuts import parse
+
+SOURCE = """
+import torch
+from torch import nn
+
+print("a line of the model's own")
+
+class Block(nn.Module):
+    def __init__(self, silent=False):
+        super().__init__()
+        self.f = nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8))
+        if silent:
+            nn.init.zeros_(self.f[-1].weight)
+            nn.init.zeros_(self.f[-1].bias)
+
+    def forward(self, x):
+        return x + self.f(x)
+
+class Empty(Block):
+    def forward(self, x):
+        x = x * 0
+        return x + self.f(x)
+
+class Words(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.block = nn.Embedding(2, 8), Block()
+
+    def forward(self, ids, bias):
+        return self.block(self.embed(ids)) + bias
+
+def make():
+    return nn.Sequential(*(Block() for _ in range(3)))
+
+def silent():
+    return nn.Sequential(Block(silent=True), Block(silent=True))
+
+def plain():
+    return nn.Linear(8, 8)
+"""
+
+
+@pytest.fixture
+def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """A file of models in the working directory."""
+    (tmp_path / "models_of_cli.py").write_text(SOURCE, encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    yield "models_of_cli.py"
+    for name in [name for name in sys.modules if name.startswith("models_of_cli")]:
+        del sys.modules[name]
+
+
+Run = tuple[int, str, str]  # exit code, stdout, stderr
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> Any:
+    def call(*args: str) -> Run:
+        code = cli.main(list(args))
+        out, err = capsys.readouterr()
+        return code, out, err
+
+    return call
+
+
+def in_process(*args: str, **options: Any) -> Run:
+    """The command in a process of its own."""
+    done = subprocess.run(
+        [sys.executable, "-m", "unskip", *args], capture_output=True, text=True, timeout=300, **options
+    )
+    return done.returncode, done.stdout, done.stderr
+
+
+def strict(text: str) -> Any:
+    """JSON as the standard has it, without NaN and Infinity."""
+
+    def refuse(word: str) -> None:
+        raise AssertionError(f"{word} is not JSON")
+
+    return json.loads(text, parse_constant=refuse)
+
+
+def seeded(name: str) -> nn.Module:
+    """The model with the weights that the command line gives it."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return spec.build(name, light=True)
+
+
+# --- audit ---
+
+
+def test_piped_audit_is_the_text_of_the_audit(run: Any) -> None:
+    code, out, err = run("audit", "timm:test_vit")
+    assert (code, err) == (0, "")
+    assert out == f"{unskip.audit(seeded('timm:test_vit'))}\n"
+
+
+def test_shortcut_adds_the_text_of_the_wiring(run: Any) -> None:
+    code, out, err = run("audit", "timm:test_vit", "--shortcut", "decay:0.6")
+    model = seeded("timm:test_vit")
+    expected = f"{unskip.audit(model)}\n\n{unskip.rewire(model, 'decay:0.6')}\n"
+    assert (code, out, err) == (0, expected, "")
+    assert "the paper's band" in out
+
+
+def test_json(run: Any, file: str) -> None:
+    code, out, err = run("audit", f"{file}:make", "--input", "2,4,8", "--json")
+    data = strict(out)
+    assert code == 0
+    assert err == "a line of the model's own\n"
+    assert data["spec"] == f"{file}:make"
+    assert [site["path"] for site in data["sites"]] == ["0", "1", "2"]
+    assert data["unknown"] == []
+    assert "shortcut" not in data
+
+
+def test_json_shortcut(run: Any, file: str) -> None:
+    _, out, _ = run("audit", f"{file}:make", "--input", "2,4,8", "--json", "--shortcut", "decay:product=5e-3")
+    shortcut = strict(out)["shortcut"]
+    weights = parse("decay:product=5e-3").weights(3)
+    assert [(site["alpha"], site["beta"]) for site in shortcut["sites"]] == weights
+    assert shortcut["effective_decay"] == pytest.approx(5e-3)
+    assert shortcut["band"] == "in the paper's band [1e-3, 1e-2)"
+    assert "end" not in shortcut
+
+
+def test_annealed_rule_shows_where_it_ends(run: Any, file: str) -> None:
+    arguments = ("audit", f"{file}:make", "--input", "2,4,8", "--shortcut", "anneal:keep>decay:0.5@70")
+    _, out, _ = run(*arguments)
+    assert "effective decay 1, above" in out
+    assert out.endswith("after step 70: effective decay 0.375, above the paper's band [1e-3, 1e-2)\n")
+    _, out, _ = run(*arguments, "--json")
+    shortcut = strict(out)["shortcut"]
+    assert [site["alpha"] for site in shortcut["sites"]] == [1, 1, 1]
+    assert [site["alpha"] for site in shortcut["end"]["sites"]] == [1, 0.75, 0.5]
+
+
+def test_what_json_cannot_hold_is_null(run: Any, file: str) -> None:
+    _, out, _ = run("audit", f"{file}:Empty", "--input", "2,4,8", "--json")
+    assert [site["ratio"] for site in strict(out)["sites"]] == [None]
+    assert unskip.audit(seeded(f"{file}:Empty"), torch.randn(2, 4, 8))[0].ratio == float("inf")
+
+
+def test_several_inputs_and_token_ids(run: Any, file: str) -> None:
+    code, out, _ = run("audit", f"{file}:Words", "--input", "int:2,5", "2,5,8", "--json")
+    assert code == 0
+    assert [site["path"] for site in strict(out)["sites"]] == ["block"]
+
+
+def test_model_without_residuals(run: Any, file: str) -> None:
+    code, out, _ = run("audit", f"{file}:plain", "--input", "2,8")
+    assert code == 0
+    assert out.startswith("Linear: 0 residual sites")
+
+
+def test_large_model_is_audited_without_values(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(spec, "LARGE", 0)
+    code, out, err = run("audit", "timm:test_vit", "--json", "--shortcut", "cut")
+    assert code == 0
+    assert err.startswith("note: ")
+    assert err.count("\n") == 1
+    assert {site["ratio"] for site in strict(out)["sites"]} == {None}
+    assert {site["alpha"] for site in strict(out)["shortcut"]["sites"]} == {0}
+
+
+def test_large_model_whose_forward_needs_values(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Needs(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.f = nn.Linear(8, 8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x + self.f(x) * float(x.mean())
+
+    monkeypatch.setattr(spec, "LARGE", 0)
+    monkeypatch.setattr(spec, "_from_timm", lambda name, pretrained: Needs())
+    code, out, err = run("audit", "timm:test_vit", "--input", "2,8", "--json")
+    assert (code, err) == (0, "")
+    assert [site["ratio"] is None for site in strict(out)["sites"]] == [False]
+
+
+# --- Bad input ---
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["timm:vit_bas_patch16_224"], "nearest: vit_base_patch16_224"),
+        (["nothing"], "timm:NAME"),
+        (["timm:test_vit", "--shortcut", "decai:0.6"], "nearest: decay"),
+        (["timm:test_vit", "--shortcut", "decay:nan"], "alpha_min must be a number in [0, 1]"),
+        (["timm:test_vit", "--input", "2,x"], "'2,x' is not a shape"),
+        (["timm:test_vit", "--input", "float:2,3"], "'float:2,3' is not a shape"),
+        (["timm:test_vit", "--input", "2,0"], "'2,0' is not a shape"),
+        (["timm:test_vit", "--input", "1,2,3,4"], "--input 2,3,224,224"),
+        (["hf:unskip/no-such-model"], "needs the internet"),
+    ],
+)
+def test_bad_input_is_one_line(arguments: list[str], words: str, run: Any) -> None:
+    code, out, err = run("audit", *arguments)
+    assert (code, out) == (2, "")
+    assert err.startswith("unskip: ")
+    assert err.count("\n") == 1
+    assert words in err
+
+
+@pytest.mark.parametrize(
+    ("function", "options", "words"),
+    [
+        ("mak", [], "nearest: make"),
+        ("make", [], "does not say what it takes"),
+        ("make", [], "--input"),
+        ("make", ["--input", "2,4,9"], "its forward failed on the example"),
+        ("plain", ["--input", "2,8", "--shortcut", "cut"], "no residual additions"),
+    ],
+)
+def test_bad_input_of_a_file(function: str, options: list[str], words: str, run: Any, file: str) -> None:
+    code, out, err = run("audit", f"{file}:{function}", *options)
+    first, *rest = err.splitlines()
+    assert (code, out, first, len(rest)) == (2, "", "a line of the model's own", 1)
+    assert words in rest[0]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        [],
+        ["adit"],
+        ["audit"],
+        ["audit", "timm:test_vit", "--shortcutt", "cut"],
+        ["audit", "a", "b"],
+        ["demo", "--fast"],
+    ],
+)
+def test_unknown_commands_and_flags(arguments: list[str], run: Any) -> None:
+    code, out, err = run(*arguments)
+    assert (code, out) == (2, "")
+    assert "--help" in err
+
+
+def test_no_traceback_in_a_process_of_its_own() -> None:
+    code, out, err = in_process("audit", "timm:vit_bas_patch16_224")
+    assert (code, out) == (2, "")
+    assert err.count("\n") == 1
+    assert "vit_base_patch16_224" in err
+
+
+# --- The other exits ---
+
+
+def test_help_and_version(run: Any) -> None:
+    code, out, err = run("--help")
+    assert (code, err) == (0, "")
+    assert "unskip audit timm:vit_base_patch16_224" in out
+    code, out, _ = run("audit", "--help")
+    assert code == 0
+    assert all(word in out for word in ("MODEL", "--shortcut", "--input", "--json", "Example"))
+    assert run("--version") == (0, f"{unskip.__version__}\n", "")
+
+
+FAULT = """
+import sys
+from unskip import cli, spec
+
+def build(*args, **options):
+    raise RuntimeError("broken inside")
+
+spec.build = build
+sys.exit(cli.main(["audit", "timm:test_vit"]))
+"""
+
+
+def test_a_fault_exits_with_1_and_its_traceback() -> None:
+    done = subprocess.run([sys.executable, "-c", FAULT], capture_output=True, text=True, timeout=300)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "Traceback" in done.stderr
+    assert "broken inside" in done.stderr
+
+
+def test_interrupt_is_quiet(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(*args: object, **options: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(spec, "build", interrupt)
+    assert run("audit", "timm:test_vit") == (130, "", "")
+
+
+def test_reader_that_goes_away() -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    with os.fdopen(writing, "w") as stdout:
+        command = [sys.executable, "-m", "unskip", "audit", "timm:test_vit"]
+        done = subprocess.run(command, stdout=stdout, stderr=subprocess.PIPE, text=True, timeout=300)
+    assert (done.returncode, done.stderr) == (141, "")
+
+
+# --- Warnings ---
+
+
+def test_our_warning_is_one_line(run: Any, file: str) -> None:
+    code, out, err = run("audit", f"{file}:silent", "--input", "2,4,8", "--shortcut", "cut")
+    assert code == 0
+    assert "effective decay 0" in out
+    _, warning = err.splitlines()
+    assert warning.startswith("warning: 0 [mlp], 1 [mlp]: the branch is under")
+
+
+def test_warnings_of_others_stay_as_they_are(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    import warnings
+
+    def warn(*args: object, **options: object) -> nn.Module:
+        warnings.warn("of a library", FutureWarning, stacklevel=1)
+        raise AssertionError("the filter of the tests makes it an error")
+
+    monkeypatch.setattr(spec, "build", warn)
+    with pytest.raises(FutureWarning, match="of a library"):
+        run("audit", "timm:test_vit")
+
+
+# --- On a terminal ---
+
+
+@pytest.fixture
+def terminal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
+    def call(width: int, *args: str) -> str:
+        monkeypatch.setenv("COLUMNS", str(width))
+        for stream in (sys.stdout, sys.stderr):  # the second shows that work is going on
+            monkeypatch.setattr(stream, "isatty", lambda: True, raising=False)
+        assert cli.main(list(args)) == 0
+        return re.sub(r"\x1b\[[0-9;]*m", "", capsys.readouterr().out)  # without colours
+
+    monkeypatch.setenv("TERM", "xterm")
+    return call
+
+
+def test_terminal_shows_the_weights_in_the_table(terminal: Any, file: str) -> None:
+    out = terminal(160, "audit", f"{file}:make", "--input", "2,4,8", "--shortcut", "scale:0.125,0.375")
+    header = next(line for line in out.splitlines() if "path" in line).split()
+    assert header == ["site", "path", "kind", "norm", "alpha", "beta", "|f|/|x|", "branch", "source"]
+    assert sum("0.125" in line and "0.375" in line for line in out.splitlines()) == 3
+    assert "effective decay 0.00195, in the paper's band [1e-3, 1e-2)" in out
+
+
+def test_narrow_terminal_says_what_it_leaves_out(terminal: Any) -> None:
+    out = terminal(60, "audit", "timm:test_vit")
+    assert max(len(line) for line in out.splitlines()) <= 60
+    assert "too wide for the terminal: source" in out
+    assert "vision_transformer.py" not in out
+    assert "vision_transformer.py" in terminal(200, "audit", "timm:test_vit")
+
+
+def test_terminal_shows_long_skips_unknowns_and_notes(terminal: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = unskip.audit(seeded("timm:test_vit"))
+    first, *rest = found.sites
+    found.long_skips, found.sites = (first,), tuple(rest)
+    found.unknown = (unskip.anatomy.Unknown("blocks.0[odd]", "file.py:3", "a reason"),)
+    found.notes = ("something [to] know",)
+    monkeypatch.setattr(cli, "_look", lambda *args: (found, None))
+    out = terminal(200, "audit", "timm:test_vit")
+    assert "1 long skip, kept unless asked for" in out
+    assert "1 addition not decided, and left alone:\n  blocks.0[odd] (file.py:3): a reason" in out
+    assert "note: something [to] know" in out

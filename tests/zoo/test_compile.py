@@ -1,0 +1,141 @@
+"""torch.compile sees a rewired model as one graph, follows its weights, and is not asked to compile again for every step."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from tests.zoo.families import FAMILIES
+from tests.zoo.harness import cautioned, difference, gradient_difference, gradients, run, same
+from tests.zoo.oracle import weighted
+from torch import nn
+from torch._dynamo.testing import CompileCounter
+
+import unskip
+from unskip import Anneal, Cut, Decay, Keep, Learn, Scale
+
+CLOSE = 2e-6
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "timm_vit_layerscale_droppath",
+        "timm_eva02",
+        "nn_encoder_post",
+        "hf_llama",
+        "hand_control_flow",
+        "hand_spellings",
+        "hand_helpers",
+        "hand_inherited",
+    ],
+)
+def test_one_graph_that_equals_eager(name: str) -> None:
+    family = FAMILIES[name]
+    inputs, model = family.inputs(2), family.build()
+    unskip.rewire(model, Decay(0.3), inputs, verify=False)
+    outputs, grads = gradients(model, inputs)
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    got, got_grads = gradients(compiled, inputs)
+    assert difference(got, outputs) < CLOSE
+    assert gradient_difference({n.removeprefix("_orig_mod."): g for n, g in got_grads.items()}, grads) < 10 * CLOSE
+    assert difference(run(family.build(), inputs), outputs) > 1e-2
+
+
+def test_a_fixed_weight_can_be_changed_after_compiling() -> None:
+    family = FAMILIES["timm_vit"]
+    inputs, model = family.inputs(2), family.build()
+    wiring = unskip.rewire(model, Scale(0.5, 0.7), inputs)
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    seen = []
+    for rule in (Scale(0.5, 0.7), Scale(0.2, 0.9), Cut(), Keep()):
+        wiring.set(rule)
+        seen.append(run(compiled, inputs))
+        original = family.build()
+        with weighted(original, family, list(zip(wiring.alphas, wiring.betas, strict=True))):
+            assert difference(seen[-1], run(original, inputs)) < CLOSE
+    assert not any(same(a, b) for a, b in itertools.pairwise(seen))
+    wiring.undo()
+    assert difference(run(compiled, inputs), run(family.build(), inputs)) < CLOSE
+
+
+@pytest.mark.parametrize("name", ["timm_vit", "hand_spellings", "hand_control_flow"])
+def test_an_anneal_compiles_once_and_once_more_at_its_end(name: str) -> None:
+    family = FAMILIES[name]
+    inputs, model = family.inputs(2), family.build()
+    wiring = unskip.rewire(model, Anneal(Keep(), Cut(), steps=20), inputs, verify=False)
+    counter = CompileCounter()
+    compiled = torch.compile(model, backend=counter, fullgraph=True)
+    for step in range(20):
+        wiring.step(step)
+        out = run(compiled, inputs)
+        assert difference(out, run(model, inputs)) < CLOSE
+        if step == 10:
+            original = family.build()
+            with weighted(original, family, [(0.5, 1.0)] * len(family.sites)):
+                assert difference(out, run(original, inputs)) < CLOSE
+    assert counter.frame_count == 1
+    before = counter.op_count
+    for step in range(20, 25):
+        wiring.step(step)
+        out = run(compiled, inputs)
+    assert counter.frame_count == 2
+    assert counter.op_count - before < before  # the second graph is without the additions
+    original = family.build()
+    with weighted(original, family, [(0.0, 1.0)] * len(family.sites)):
+        assert difference(out, run(original, inputs)) < CLOSE
+
+
+@pytest.mark.filterwarnings(
+    "ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"
+)  # torch's own access
+def test_blocks_of_equal_weights_share_one_compiled_graph() -> None:
+    family = FAMILIES["timm_vit"]
+    inputs = family.inputs(2)
+    model = family.build()
+    other = family.build()
+    model.blocks = nn.Sequential(*model.blocks, *other.blocks)
+    wiring = unskip.rewire(model, Anneal(Keep(), Scale(0.5), steps=8), inputs, verify=False)
+    counter = CompileCounter()
+    outputs = []
+    for step in range(8):
+        wiring.step(step)
+        outputs.append(run(model, inputs))
+    for block in model.blocks:
+        block.compile(backend=counter, fullgraph=True)
+    for step in range(8):
+        wiring.step(step)
+        assert difference(run(model, inputs), outputs[step]) < CLOSE
+    assert len(wiring.sites) == 8
+    assert counter.frame_count == 1
+
+
+@pytest.mark.parametrize("rule", [Learn(0.5), Learn(0.5, per="channel")], ids=str)
+def test_learnt_weights_train_under_compile(rule: Any) -> None:
+    family = FAMILIES["timm_vit"]
+    inputs, model = family.inputs(2), family.build()
+    with cautioned(family):
+        wiring = unskip.rewire(model, rule, inputs, verify=False)
+    _, grads = gradients(model, inputs)
+    counter = CompileCounter()
+    compiled = torch.compile(model, backend=counter, fullgraph=True)
+    for _ in range(3):
+        _, got = gradients(compiled, inputs)
+        alphas = {name: got[f"_orig_mod.{name}"] for name in wiring.parameters}
+        wanted = {name: gradients(model, inputs)[1][name] for name in wiring.parameters}
+        assert gradient_difference(alphas, wanted) < 10 * CLOSE
+        with torch.no_grad():
+            for parameter in wiring.parameters.values():
+                parameter.sub_(0.01 * parameter.sign())
+    assert counter.frame_count == 1
+    assert grads.keys() >= wiring.parameters.keys()
