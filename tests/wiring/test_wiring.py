@@ -240,6 +240,19 @@ def test_rewired_puts_back_what_was_there(vit: nn.Module) -> None:
     assert torch.equal(vit(IMAGES), half)
 
 
+def test_rewired_gives_learnt_weights_back(vit: nn.Module) -> None:
+    wiring = unskip.rewire(vit, Learn(0.5))
+    before = wiring.parameters
+    with torch.no_grad():
+        for i, parameter in enumerate(before.values()):
+            parameter.fill_(0.1 * i)
+    learnt = wiring.alphas
+    with unskip.rewired(vit, Cut()):
+        assert wiring.parameters == {}
+    assert wiring.alphas == learnt
+    assert all(wiring.parameters[name] is parameter for name, parameter in before.items())
+
+
 def test_undo_twice_is_harmless_and_the_wiring_can_be_used_again(vit: nn.Module) -> None:
     wiring = unskip.rewire(vit, Cut())
     wiring.undo()

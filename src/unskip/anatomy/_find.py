@@ -171,7 +171,7 @@ class _Search:
         return depth[path[-1].index] if path else 0
 
     def _ends_in_transform(self, index: int) -> bool:
-        """Whether the last thing that happened is a product, not a sum or norm: the output of a branch, not a stream."""
+        """Whether the last thing that happened is a product, not a sum or norm: a branch's output, not a stream."""
         *_, (last, _) = climb(self.nodes, index, scaled_by_weights=True)
         return _ops.is_transform(self.nodes[last].op)
 

@@ -67,7 +67,7 @@ def rewired(
 ) -> Iterator[Wiring]:
     """`rewire` for the length of a with statement; afterwards the model is as it was before, rewired or not."""
     before = wiring_in(model)
-    plan, step = (before.plan, before.at_step) if before is not None else ((), 0)
+    state = before.state() if before is not None else None
     wiring = rewire(model, shortcut, example, where, verify=verify)
     try:
         yield wiring
@@ -75,7 +75,7 @@ def rewired(
         if before is None:
             wiring.undo()
         else:
-            wiring.follow(plan, step)
+            wiring.restore(state)
 
 
 def _nothing(model: nn.Module, survey: Survey) -> str:

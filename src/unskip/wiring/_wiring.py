@@ -107,6 +107,18 @@ class Wiring:
         if moving:
             self._apply(moving, fresh=False)
 
+    def state(self) -> tuple[tuple[Assignment, ...], int, dict[str, nn.Parameter]]:
+        """What `restore` goes back to: the plan, the step, and the learnt parameters themselves."""
+        return self.plan, self.at_step, self.parameters
+
+    def restore(self, state: tuple[tuple[Assignment, ...], int, dict[str, nn.Parameter]]) -> None:
+        """Goes back to an earlier state. Learnt parameters are the same objects again: an optimizer may hold them."""
+        plan, step, learnt = state
+        self.follow(plan, step)
+        for full, parameter in learnt.items():
+            path, _, name = full.rpartition(".")
+            self._module(path).register_parameter(name, parameter)
+
     def follow(self, plan: tuple[Assignment, ...], step: int) -> None:
         """Follows a plan from a step on."""
         self.plan, self.at_step = plan, step

@@ -19,12 +19,11 @@ from abc import ABC, abstractmethod
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, MISSING, dataclass, field, fields
-from difflib import get_close_matches
 from functools import lru_cache
-from numbers import Integral, Real
 from typing import Any, ClassVar, Literal, NamedTuple, NoReturn, get_args
 
 from unskip.errors import BadInput
+from unskip.wiring._checks import choice, counts, nearest, number, whole
 
 Shape = Literal["linear", "cosine", "geometric"]
 Ease = Literal["linear", "cosine"]
@@ -46,9 +45,9 @@ def effective_decay(alphas: Iterable[float], runs: Iterable[int] | None = None) 
 
     Zero only when an alpha that runs is zero: what a float cannot hold stops at the least or greatest positive one.
     """
-    values = [_number("effective_decay", "every alpha", alpha) for alpha in alphas]
+    values = [number("effective_decay", "every alpha", alpha) for alpha in alphas]
     mantissa, exponent = 1.0, 0  # kept apart, so that nothing on the way under- or overflows
-    for value, run in zip(values, _counts(runs, len(values)), strict=True):
+    for value, run in zip(values, counts(runs, len(values)), strict=True):
         if value == 0 and run:
             return 0.0
         part, shift = math.frexp(value)
@@ -64,7 +63,7 @@ def effective_decay(alphas: Iterable[float], runs: Iterable[int] | None = None) 
 
 def band(decay: float) -> str:
     """Where an effective decay lies relative to the paper's band."""
-    decay = _number("band", "decay", decay)
+    decay = number("band", "decay", decay)
     place = "below" if decay < BAND[0] else "above" if decay >= BAND[1] else "in"
     return f"{place} the paper's band [1e-3, 1e-2)"
 
@@ -83,8 +82,8 @@ class Shortcut(ABC):
     def weights(self, count: int, *, runs: Sequence[int] | None = None, step: int = 0) -> list[Weight]:
         """The weights of `count` sites in execution order; site i runs runs[i] times in one forward (default 1)."""
         who = type(self).__name__
-        count, step = _whole(who, "count", count, low=0), _whole(who, "step", step)
-        each = _counts(runs, count)
+        count, step = whole(who, "count", count, low=0), whole(who, "step", step)
+        each = counts(runs, count)
         return self._weights(count, each, step) if count else []
 
     @abstractmethod
@@ -133,7 +132,7 @@ class Scale(Shortcut):
     numbers = ("stream", "branch")
 
     def __post_init__(self) -> None:
-        _put(self, stream=_number("Scale", "stream", self.stream), branch=_number("Scale", "branch", self.branch))
+        _put(self, stream=number("Scale", "stream", self.stream), branch=number("Scale", "branch", self.branch))
 
     def _weights(self, count: int, runs: tuple[int, ...], step: int) -> list[Weight]:
         return [Weight(self.stream, self.branch)] * count
@@ -158,8 +157,8 @@ class Learn(Shortcut):
     learnable = True
 
     def __post_init__(self) -> None:
-        _put(self, start=_number("Learn", "start", self.start))
-        _choice("Learn", "per", self.per, get_args(Per))
+        _put(self, start=number("Learn", "start", self.start))
+        choice("Learn", "per", self.per, get_args(Per))
 
     def _weights(self, count: int, runs: tuple[int, ...], step: int) -> list[Weight]:
         return [Weight(self.start, 1.0)] * count
@@ -199,19 +198,19 @@ class Decay(Shortcut):
     words["back"] = "back"
 
     def __post_init__(self) -> None:
-        _choice("Decay", "shape", self.shape, get_args(Shape))
-        _choice("Decay", "convention", self.convention, get_args(Convention))
+        choice("Decay", "shape", self.shape, get_args(Shape))
+        choice("Decay", "convention", self.convention, get_args(Convention))
         if not isinstance(self.back, bool):
             raise BadInput(f"Decay: back must be True or False, got {reprlib.repr(self.back)}")
         if (self.alpha_min is None) == (self.product is None):
             raise BadInput("Decay: give either alpha_min or product, as in Decay(0.6), decay:0.6, decay:product=5e-3")
         if self.product is None:
             who, zero = f"Decay ({self.shape})", self.shape != "geometric"  # 0 ** t is no decay but a cliff
-            _put(self, alpha_min=_number(who, "alpha_min", self.alpha_min, high=1, zero=zero))
+            _put(self, alpha_min=number(who, "alpha_min", self.alpha_min, high=1, zero=zero))
         else:
-            _put(self, product=_number("Decay", "product", self.product, high=1, zero=False))
+            _put(self, product=number("Decay", "product", self.product, high=1, zero=False))
         until = (0.5 if self.back else 1.0) if self.until is None else self.until
-        _put(self, until=_number("Decay", "until", until, high=1, zero=False))
+        _put(self, until=number("Decay", "until", until, high=1, zero=False))
         if self.back and self.until == 1:
             raise BadInput("Decay: back=True needs until below 1, got 1.0; there is no depth left to return in")
 
@@ -230,8 +229,8 @@ class Decay(Shortcut):
 
     def solve(self, count: int, runs: Sequence[int] | None = None) -> float:
         """The alpha_min that `count` sites get: its own, or the one that makes their effective decay the product."""
-        count = _whole("Decay.solve", "count", count, low=1)
-        each = _counts(runs, count)
+        count = whole("Decay.solve", "count", count, low=1)
+        each = counts(runs, count)
         return _solve(self, count, each) if self.alpha_min is None else self.alpha_min
 
     def _alphas(self, count: int, low: float) -> list[float]:
@@ -275,8 +274,8 @@ class Anneal(Shortcut):
         for name, rule in (("first", self.first), ("last", self.last)):
             if not isinstance(rule, Shortcut) or isinstance(rule, Learn | Anneal):
                 raise BadInput(f"Anneal: {name} must be a rule of fixed weights such as Keep() or Cut(), got {rule!r}")
-        _put(self, steps=_whole("Anneal", "steps", self.steps, low=1))
-        _choice("Anneal", "shape", self.shape, get_args(Ease))
+        _put(self, steps=whole("Anneal", "steps", self.steps, low=1))
+        choice("Anneal", "shape", self.shape, get_args(Ease))
 
     def _weights(self, count: int, runs: tuple[int, ...], step: int) -> list[Weight]:
         if step >= self.steps:
@@ -312,7 +311,7 @@ def parse(text: str) -> Shortcut:
             try:
                 got = float(number if keyed else item)
             except ValueError:
-                _wrong(kind, f"{item!r} is neither a number nor an option{_nearest(name, [*kind.words, *keys])}")
+                _wrong(kind, f"{item!r} is neither a number nor an option{nearest(name, [*kind.words, *keys])}")
             if not keyed:
                 name = free.pop(0) if free else _wrong(kind, f"{item!r} is one number too many")
         if name in given:
@@ -345,7 +344,7 @@ def from_dict(data: Mapping[str, Any]) -> Shortcut:
     known = {item.name: item.default for item in fields(kind)}
     if strange := [str(name) for name in given if name not in known]:
         has = ", ".join(known) or "none"
-        raise BadInput(f"{kind.name}: unknown argument {strange[0]!r}{_nearest(strange[0], known)}; it has: {has}")
+        raise BadInput(f"{kind.name}: unknown argument {strange[0]!r}{nearest(strange[0], known)}; it has: {has}")
     if missing := [name for name, default in known.items() if default is MISSING and name not in given]:
         raise BadInput(f"{kind.name}: missing {', '.join(missing)}")
     return kind(**given)
@@ -383,13 +382,8 @@ def _between(first: float, last: float, g: float) -> float:
 def _kind(name: str) -> type[Shortcut]:
     kinds = {kind.name: kind for kind in (Keep, Decay, Cut, Scale, Learn, Anneal)}
     if name not in kinds:
-        raise BadInput(f"no shortcut is called {name!r}{_nearest(name, kinds)}; there are: {', '.join(kinds)}")
+        raise BadInput(f"no shortcut is called {name!r}{nearest(name, kinds)}; there are: {', '.join(kinds)}")
     return kinds[name]
-
-
-def _nearest(word: str, names: Iterable[str]) -> str:
-    close = get_close_matches(word.lower(), list(names))
-    return f"; nearest: {', '.join(close)}" if close else ""
 
 
 def _wrong(kind: type[Shortcut], why: str) -> NoReturn:
@@ -399,36 +393,3 @@ def _wrong(kind: type[Shortcut], why: str) -> NoReturn:
 def _put(rule: Shortcut, **values: object) -> None:
     for name, value in values.items():
         object.__setattr__(rule, name, value)  # the way a frozen dataclass normalises its own fields
-
-
-def _number(who: str, name: str, value: object, *, high: float = sys.float_info.max, zero: bool = True) -> float:
-    try:
-        number = float(value) if isinstance(value, Real) and not isinstance(value, bool) else math.nan
-    except OverflowError:
-        number = math.inf
-    if not 0 <= number <= high or (number == 0 and not zero):
-        allowed = f"a number in {'[' if zero else '('}0, 1]" if high == 1 else "a finite number, 0 or more"
-        raise BadInput(f"{who}: {name} must be {allowed}, got {reprlib.repr(value)}")
-    return number + 0.0  # -0.0 becomes 0.0
-
-
-def _whole(who: str, name: str, value: object, *, low: int | None = None) -> int:
-    if not isinstance(value, Integral) or isinstance(value, bool) or (low is not None and int(value) < low):
-        least = "" if low is None else f", {low} or more"
-        raise BadInput(f"{who}: {name} must be a whole number{least}, got {reprlib.repr(value)}")
-    return int(value)
-
-
-def _counts(runs: Iterable[int] | None, count: int) -> tuple[int, ...]:
-    if runs is None:
-        return (1,) * count
-    each = tuple(_whole("runs", "every entry", run, low=0) for run in runs)
-    if len(each) != count:
-        raise BadInput(f"runs: there must be one entry for each of the {count} sites, got {len(each)}")
-    return each
-
-
-def _choice(who: str, name: str, value: object, allowed: tuple[str, ...]) -> None:
-    if not isinstance(value, str) or value not in allowed:
-        near = _nearest(str(value), allowed)
-        raise BadInput(f"{who}: {name} must be one of {', '.join(allowed)}, got {reprlib.repr(value)}{near}")
