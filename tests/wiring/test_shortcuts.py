@@ -4,7 +4,6 @@ import copy
 import json
 import math
 import pickle
-import subprocess
 import sys
 from dataclasses import FrozenInstanceError
 from decimal import Decimal, localcontext
@@ -525,22 +524,6 @@ def test_numbers_become_plain_floats() -> None:
     assert type(Anneal(Keep(), Cut(), np.int64(5)).steps) is int  # type: ignore[arg-type]
     assert str(Scale(-0.0, 1)) == "scale:0.0,1.0"
     assert Decay(np.float64(0.6)).weights(np.int64(2), runs=np.array([1, 2]), step=np.int64(3)) == [(1, 1), (0.6, 1)]  # type: ignore[arg-type]
-
-
-def test_needs_nothing_but_the_standard_library() -> None:
-    # A process of its own, where the heavy ones cannot be imported: `unskip` itself may load torch, this file may not.
-    code = (
-        "import sys, types, importlib.util as u\n"
-        "for name in ('torch', 'numpy', 'scipy', 'timm'): sys.modules[name] = None\n"
-        "for name in ('unskip', 'unskip.wiring'): sys.modules[name] = types.ModuleType(name)\n"
-        "for name, path in (('unskip.errors', sys.argv[1]), ('unskip.wiring.shortcuts', sys.argv[2])):\n"
-        "    spec = u.spec_from_file_location(name, path); sys.modules[name] = u.module_from_spec(spec)\n"
-        "    spec.loader.exec_module(sys.modules[name])\n"
-        "print(sys.modules['unskip.wiring.shortcuts'].parse('decay:0.6').weights(1))"
-    )
-    files = [sys.modules[thing.__module__].__file__ for thing in (BadInput, Decay)]
-    done = subprocess.run([sys.executable, "-c", code, *map(str, files)], capture_output=True, text=True, check=False)
-    assert (done.stdout, done.stderr) == ("[Weight(alpha=0.6, beta=1.0)]\n", "")
 
 
 # --- Bad input ---

@@ -52,6 +52,11 @@ class Family:
     core: bool = True
     drop_path: bool = False  # cutting warns
 
+    @property
+    def governed(self) -> list[int]:
+        """The sites that a rule governs unless it asks for others."""
+        return [i for i, site in enumerate(self.sites) if not site.projected and not site.long]
+
     def build(self) -> nn.Module:
         """A fresh model in evaluation mode, the same every time."""
         return copy.deepcopy(_built(self.name))

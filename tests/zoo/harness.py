@@ -67,10 +67,12 @@ def gradient_difference(got: dict[str, Tensor], wanted: dict[str, Tensor]) -> fl
 
 @contextlib.contextmanager
 def cautioned(family: Family) -> Iterator[None]:
-    """Cutting under drop path warns; any other warning is still an error."""
+    """Cutting under drop path warns, and so does cutting a projected shortcut; any other warning is still an error."""
     with warnings.catch_warnings():
         if family.drop_path:
             warnings.filterwarnings("ignore", ".*drop path is on", UnskipWarning)
+        if any(site.projected for site in family.sites):
+            warnings.filterwarnings("ignore", ".*cutting a projected shortcut", UnskipWarning)
         yield
 
 

@@ -103,14 +103,14 @@ def swinv2_block(self: Any, weights: Weights, x: Tensor) -> Tensor:
 
 @_timm(
     "timm_convnext",
-    _stages("stages.{}.blocks.{}", ("conv", "inner")),
+    repeat("stages.{}.blocks.0", ("conv", "inner"), count=4),
     inputs=lambda batch: image(batch, 32),
     poison=Poison("stages.0.blocks.0", "input", ("conv_dw",)),
 )
 def timm_convnext() -> nn.Module:
     from timm.models.convnext import ConvNeXt
 
-    return ConvNeXt(depths=(2, 2), dims=(8, 16), num_classes=5, ls_init_value=0.1)
+    return ConvNeXt(depths=(1, 1, 1, 1), dims=(8, 8, 16, 16), num_classes=5, ls_init_value=0.1)
 
 
 @reference("timm.models.convnext.ConvNeXtBlock")
@@ -129,7 +129,7 @@ def convnext_block(self: Any, weights: Weights, x: Tensor) -> Tensor:
 def timm_resnet() -> nn.Module:
     from timm.models.resnet import BasicBlock, ResNet
 
-    return ResNet(BasicBlock, (2, 2, 2, 2), channels=(8, 8, 16, 16), stem_width=8, num_classes=5)
+    return ResNet(BasicBlock, (2, 2, 2, 2), channels=(64, 8, 16, 16), num_classes=5)
 
 
 @reference("timm.models.resnet.BasicBlock")

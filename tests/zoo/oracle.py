@@ -43,6 +43,11 @@ def weighted(model: nn.Module, family: Family, weights: Weights) -> Iterator[Non
             vars(module).pop("forward", None)
 
 
+def has_oracle(family: Family) -> bool:
+    model = family.build()
+    return all(_name(model.get_submodule(site.path)) in REFERENCES for site in family.sites)
+
+
 def _name(module: nn.Module) -> str:
     return f"{type(module).__module__}.{type(module).__qualname__}"
 

@@ -72,7 +72,7 @@ def rewired(
     try:
         yield wiring
     finally:
-        if before is None:
+        if state is None:
             wiring.undo()
         else:
             wiring.restore(state)
