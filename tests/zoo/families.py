@@ -1,7 +1,7 @@
 """The families that rewiring is tested on: how each is built, what it takes, and what an audit must find in it.
 
-The expected sites are written by hand from each library's source. Models are tiny, seeded and built offline, and all their
-weights are random: a zero-initialised head or a LayerScale of 1e-6 would make most comparisons empty.
+The expected sites are written by hand from each library's source. Models are tiny, seeded and built offline, and all
+their weights are random: a zero-initialised head or a LayerScale of 1e-6 would make most comparisons empty.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Expected:
 
 @dataclass(frozen=True)
 class Poison:
-    """Where NaN is put into the stream (the input or the output of a module), and which modules read the stream in a branch."""
+    """Where NaN is put into the stream, at the input or output of a module, and which modules read it in a branch."""
 
     path: str
     at: Literal["input", "output"]
@@ -51,6 +51,7 @@ class Family:
     checkpoint: str | tuple[str, ...]  # the name of the model's own switch, or the paths of the blocks to wrap
     core: bool = True
     drop_path: bool = False  # cutting warns
+    oracle: bool = True  # its weighted forward is written out in oracle.py or more.py
 
     @property
     def governed(self) -> list[int]:
@@ -124,7 +125,7 @@ def repeat(paths: str, *sites: tuple[str, str], count: int = 2, **facts: Any) ->
 PRE = (("attention", "pre"), ("mlp", "pre"))
 POST = (("attention", "post"), ("mlp", "post"))
 
-# --- timm ---------------------------------------------------------------------------------------------------------------
+# --- timm -------------------------------------------------------------------------------------------------------------
 
 _VIT = {"img_size": 16, "patch_size": 8, "embed_dim": 16, "depth": 2, "num_heads": 2, "num_classes": 5}
 _timm = functools.partial(
@@ -190,7 +191,7 @@ def timm_parallel_things() -> nn.Module:
     return VisionTransformer(**_VIT, block_fn=ParallelThingsBlock, proj_drop_rate=0.1)
 
 
-# --- torch.nn -----------------------------------------------------------------------------------------------------------
+# --- torch.nn ---------------------------------------------------------------------------------------------------------
 
 _LAYER = {"d_model": 16, "nhead": 2, "dim_feedforward": 32, "dropout": 0.1}
 _READERS = {True: ("norm1", "norm2", "norm3"), False: ("self_attn", "multihead_attn", "linear1")}
@@ -231,7 +232,7 @@ def _decoder_inputs(batch: int) -> tuple[Tensor, Tensor]:
 _add_torch(norm_first=True)
 _add_torch(norm_first=False)
 
-# --- transformers and torchvision -----------------------------------------------------------------------------------------
+# --- transformers and torchvision -------------------------------------------------------------------------------------
 
 _TEXT = {
     "vocab_size": 32,
@@ -333,7 +334,7 @@ def torchvision_vit() -> nn.Module:
     return VisionTransformer(**sizes, dropout=0.1, num_classes=5)
 
 
-# --- Written by hand ------------------------------------------------------------------------------------------------------
+# --- Written by hand --------------------------------------------------------------------------------------------------
 
 
 def _hand(name: str, block: Callable[[], nn.Module], sites: tuple[Expected, ...], poison: Any, **facts: Any) -> None:

@@ -123,8 +123,8 @@ class SharedBranch(nn.Module):
 
 
 class Spellings(nn.Module):
-    """Additions that are not written `x + f`. A branch begins with tanh, which does not need its input for the gradient:
-    an addition into the stream is allowed to overwrite it.
+    """Additions that are not written `x + f`. A branch begins with tanh, which does not need its input for the
+    gradient: an addition into the stream is allowed to overwrite it.
     """
 
     def __init__(self) -> None:
@@ -229,7 +229,7 @@ class Decorated(nn.Module):
 
 
 class Mangled(nn.Module):
-    """A receiver that is not called self, private names, a keyword-only argument, an addition in a method that forward calls."""
+    """A receiver that is not called self, private names, an addition in a method that forward calls."""
 
     def __init__(this) -> None:
         super().__init__()

@@ -15,13 +15,17 @@ from torch import Tensor, nn
 
 more = functools.partial(add, core=False)
 
-# --- timm ---------------------------------------------------------------------------------------------------------------
+# --- timm -------------------------------------------------------------------------------------------------------------
 
 _timm = functools.partial(more, inputs=image, checkpoint="set_grad_checkpointing")
 _PRE_READERS = Poison("blocks.0", "input", ("norm1", "norm2"))
 
 
-@_timm("timm_respost", repeat("blocks.{}", ("attention", "out"), ("mlp", "out")), poison=Poison("blocks.0", "input", ("attn", "mlp")))
+@_timm(
+    "timm_respost",
+    repeat("blocks.{}", ("attention", "out"), ("mlp", "out")),
+    poison=Poison("blocks.0", "input", ("attn", "mlp")),
+)
 def timm_respost() -> nn.Module:
     from timm.models.vision_transformer import ResPostBlock, VisionTransformer
 
@@ -35,7 +39,12 @@ def respost_block(self: Any, weights: Weights, x: Tensor) -> Tensor:
     return a2 * x + b2 * self.drop_path2(self.norm2(self.mlp(x)))
 
 
-@_timm("timm_diff_parallel", repeat("blocks.{}", ("parallel", "pre")), poison=Poison("blocks.0", "input", ("in_norm",)))
+@_timm(
+    "timm_diff_parallel",
+    repeat("blocks.{}", ("parallel", "pre")),
+    poison=Poison("blocks.0", "input", ("in_norm",)),
+    oracle=False,
+)
 def timm_diff_parallel() -> nn.Module:
     from timm.models.vision_transformer import DiffParallelScalingBlock, VisionTransformer
 
@@ -123,7 +132,7 @@ def convnext_block(self: Any, weights: Weights, x: Tensor) -> Tensor:
 @_timm(
     "timm_resnet",
     tuple(Expected(f"layer{s}.{b}", "conv", "out", projected=s > 1 and b == 0) for s in range(1, 5) for b in range(2)),
-    inputs=lambda batch: image(batch, 32),
+    inputs=lambda batch: image(batch, 64),
     poison=Poison("layer1.0", "input", ("conv1",)),
 )
 def timm_resnet() -> nn.Module:
@@ -154,7 +163,7 @@ def mixer_block(self: Any, weights: Weights, x: Tensor) -> Tensor:
     return a2 * x + b2 * self.drop_path(self.mlp_channels(self.norm2(x)))
 
 
-# --- transformers -------------------------------------------------------------------------------------------------------
+# --- transformers -----------------------------------------------------------------------------------------------------
 
 _hf = functools.partial(more, checkpoint="gradient_checkpointing_enable")
 _text = functools.partial(_hf, inputs=lambda batch: {"input_ids": ids(batch)})
@@ -171,7 +180,9 @@ def hf_dinov2() -> nn.Module:
     from transformers import Dinov2Config, Dinov2Model
 
     sizes = {key: _TEXT[key] for key in ("hidden_size", "num_hidden_layers", "num_attention_heads")}
-    return Dinov2Model(Dinov2Config(**sizes, mlp_ratio=2, image_size=16, patch_size=8, drop_path_rate=0.5, use_swiglu_ffn=True))
+    return Dinov2Model(
+        Dinov2Config(**sizes, mlp_ratio=2, image_size=16, patch_size=8, drop_path_rate=0.5, use_swiglu_ffn=True)
+    )
 
 
 @reference("transformers.models.dinov2.modeling_dinov2.Dinov2Layer")
@@ -182,9 +193,13 @@ def dinov2_layer(self: Any, weights: Weights, x: Tensor, attention_mask: Any = N
     return a2 * x + b2 * self.drop_path(self.layer_scale2(self.mlp(self.norm2(x))))
 
 
-_T5_ENCODER = tuple(Expected(f"encoder.block.{i}.layer.{j}", k, "pre") for i in range(2) for j, k in enumerate(("attention", "mlp")))
+_T5_ENCODER = tuple(
+    Expected(f"encoder.block.{i}.layer.{j}", k, "pre") for i in range(2) for j, k in enumerate(("attention", "mlp"))
+)
 _T5_DECODER = tuple(
-    Expected(f"decoder.block.{i}.layer.{j}", k, "pre") for i in range(2) for j, k in enumerate(("attention", "attention", "mlp"))
+    Expected(f"decoder.block.{i}.layer.{j}", k, "pre")
+    for i in range(2)
+    for j, k in enumerate(("attention", "attention", "mlp"))
 )
 
 
@@ -226,13 +241,26 @@ def t5_mlp(self: Any, weights: Weights, x: Tensor) -> Tensor:
 
 @_text(
     "hf_bloom",  # the additions stand in a function, dropout_add
-    tuple(Expected(f"h.{i}.{path}", kind, "pre") for i in range(2) for path, kind in (("self_attention", "attention"), ("mlp", "mlp"))),
+    tuple(
+        Expected(f"h.{i}.{path}", kind, "pre")
+        for i in range(2)
+        for path, kind in (("self_attention", "attention"), ("mlp", "mlp"))
+    ),
     poison=Poison("h.0", "input", ("input_layernorm", "post_attention_layernorm")),
 )
 def hf_bloom() -> nn.Module:
     from transformers import BloomConfig, BloomModel
 
-    return BloomModel(BloomConfig(vocab_size=32, hidden_size=16, n_layer=2, n_head=2, hidden_dropout=0.1, use_cache=False))
+    return BloomModel(
+        BloomConfig(vocab_size=32, hidden_size=16, n_layer=2, n_head=2, hidden_dropout=0.1, use_cache=False)
+    )
+
+
+@reference("transformers.models.bloom.modeling_bloom.BloomAttention")
+def bloom_attention(self: Any, weights: Weights, x: Tensor, residual: Tensor, *args: Any, **kwargs: Any) -> Any:
+    [(a, b)] = weights
+    f, *rest = type(self).forward(self, x, torch.zeros_like(residual), *args, **kwargs)
+    return a * residual + b * f, *rest
 
 
 @reference("transformers.models.bloom.modeling_bloom.BloomMLP")
@@ -340,7 +368,7 @@ for _name in ("RobertaSelfOutput", "RobertaOutput"):  # line for line those of B
         "transformers.models.bert.modeling_bert.BertOutput"
     ]
 
-# --- diffusers and torchvision --------------------------------------------------------------------------------------------
+# --- diffusers --------------------------------------------------------------------------------------------------------
 
 
 @more(
@@ -362,32 +390,11 @@ def diffusers_dit() -> nn.Module:
 
 
 @reference("diffusers.models.attention.BasicTransformerBlock")
-def dit_block(self: Any, weights: Weights, x: Tensor, timestep: Any = None, class_labels: Any = None, **kwargs: Any) -> Tensor:
+def dit_block(
+    self: Any, weights: Weights, x: Tensor, timestep: Any = None, class_labels: Any = None, **kwargs: Any
+) -> Tensor:
     (a1, b1), (a2, b2) = weights
     y, gate, shift, scale, gate2 = self.norm1(x, timestep, class_labels, hidden_dtype=x.dtype)
     x = a1 * x + b1 * (gate.unsqueeze(1) * self.attn1(y))
     y = self.norm3(x) * (1 + scale[:, None]) + shift[:, None]
     return a2 * x + b2 * (gate2.unsqueeze(1) * self.ff(y))
-
-
-@more(
-    "torchvision_resnet",
-    tuple(Expected(f"layer{s}.{b}", "conv", "out", projected=s > 1 and b == 0) for s in range(1, 5) for b in range(2)),
-    inputs=lambda batch: image(batch, 32),
-    poison=Poison("layer1.0", "input", ("conv1",)),
-    checkpoint=("layer1.0", "layer2.0", "layer3.1"),
-)
-def torchvision_resnet() -> nn.Module:
-    from torchvision.models.resnet import BasicBlock, ResNet
-
-    return ResNet(BasicBlock, [2, 2, 2, 2], num_classes=5)
-
-
-@reference("torchvision.models.resnet.BasicBlock")
-def torchvision_basic_block(self: Any, weights: Weights, x: Tensor) -> Tensor:
-    [(a, b)] = weights
-    f = self.bn2(self.conv2(self.relu(self.bn1(self.conv1(x)))))
-    stream = x if self.downsample is None else self.downsample(x)
-    return self.relu(a * stream + b * f)
-
-

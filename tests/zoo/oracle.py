@@ -1,8 +1,8 @@
 """What a rewired model must compute, written out by hand.
 
 For every class that adds a residual there is a copy of its forward, made by reading the library's source, in which each
-addition is a * x + b * f. `weighted` runs a model with these in place of its own forwards. Nothing here uses unskip: neither its
-detection nor its arithmetic.
+addition is a * x + b * f. `weighted` runs a model with these in place of its own forwards. Nothing here uses unskip:
+neither its detection nor its arithmetic.
 """
 
 from __future__ import annotations
@@ -43,11 +43,6 @@ def weighted(model: nn.Module, family: Family, weights: Weights) -> Iterator[Non
             vars(module).pop("forward", None)
 
 
-def has_oracle(family: Family) -> bool:
-    model = family.build()
-    return all(_name(model.get_submodule(site.path)) in REFERENCES for site in family.sites)
-
-
 def _name(module: nn.Module) -> str:
     return f"{type(module).__module__}.{type(module).__qualname__}"
 
@@ -67,7 +62,7 @@ def reference(*names: str) -> Callable[[Callable[..., Tensor]], Callable[..., Te
     return enter
 
 
-# --- timm ---------------------------------------------------------------------------------------------------------------
+# --- timm -------------------------------------------------------------------------------------------------------------
 
 
 @reference("timm.models.vision_transformer.Block")
@@ -115,7 +110,7 @@ def parallel_things_block(self: Any, weights: Weights, x: Tensor) -> Tensor:
     return a2 * x + b2 * torch.stack([branch(x) for branch in self.ffns]).sum(dim=0)
 
 
-# --- torch.nn -----------------------------------------------------------------------------------------------------------
+# --- torch.nn ---------------------------------------------------------------------------------------------------------
 
 
 @reference("torch.nn.modules.transformer.TransformerEncoderLayer")
@@ -166,7 +161,7 @@ def decoder_layer(self: Any, weights: Weights, x: Tensor, memory: Tensor, **mask
     return self.norm3(a3 * x + b3 * feed(x))
 
 
-# --- transformers and torchvision -----------------------------------------------------------------------------------------
+# --- transformers and torchvision -------------------------------------------------------------------------------------
 
 
 @reference("transformers.models.vit.modeling_vit.ViTLayer")
@@ -239,7 +234,7 @@ def encoder_block(self: Any, weights: Weights, x: Tensor) -> Tensor:
     return a2 * x + b2 * self.mlp(self.ln_2(x))
 
 
-# --- Written by hand ------------------------------------------------------------------------------------------------------
+# --- Written by hand --------------------------------------------------------------------------------------------------
 
 
 def _hand(*classes: type[nn.Module]) -> Callable[[Callable[..., Tensor]], Callable[..., Tensor]]:

@@ -1,4 +1,4 @@
-"""torch.compile sees a rewired model as one graph, follows its weights, and is not asked to compile again for every step."""
+"""torch.compile sees a rewired model as one graph, follows its weights, and does not compile again at every step."""
 
 from __future__ import annotations
 
