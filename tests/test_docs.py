@@ -1,7 +1,6 @@
 """Every example in the README and the docs runs, page by page, from top to bottom, in one folder and one namespace.
 
 A ```python block is executed. In a ```console block each line `$ unskip ...` is run and has to exit with 0.
-A block whose first line is `# not run: REASON` is left out, and shows as a skipped test with that reason.
 """
 
 import shlex
@@ -18,7 +17,6 @@ ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 # The other languages are only shown. A block in none of these is a mistake, not a block to pass over.
 LANGUAGES = {"python", "console", "", "text", "json", "toml", "yaml", "make", "bibtex", "html", "svg", "diff"}
-NOT_RUN = "# not run:"
 
 
 @dataclass(frozen=True)
@@ -30,12 +28,6 @@ class Block:
 
     def __str__(self) -> str:
         return f"{self.page.relative_to(ROOT)}:{self.line}"
-
-    @property
-    def reason(self) -> str | None:
-        """Why the block is not run; None where it is."""
-        first = self.text.partition("\n")[0]
-        return first.removeprefix(NOT_RUN).strip() if first.startswith(NOT_RUN) else None
 
 
 def blocks(page: Path) -> list[Block]:
@@ -61,7 +53,7 @@ def as_module(page: Path, folder: Path) -> ModuleType:
     """
     lines = [""] * len(page.read_text(encoding="utf-8").splitlines())
     for block in blocks(page):
-        if block.language == "python" and block.reason is None:
+        if block.language == "python":
             code = block.text.splitlines()
             lines[block.line : block.line + len(code)] = code
     module = ModuleType(f"page_{page.stem.replace('-', '_')}")
@@ -92,14 +84,7 @@ def test_page(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.chdir(folder)
     for block in blocks(page):
         assert block.language in LANGUAGES, f"{block}: unknown language {block.language!r}"
-        if block.reason is not None:
-            assert block.reason, f"{block}: `{NOT_RUN}` needs a reason"
-        elif block.language == "python":
+        if block.language == "python":
             run_python(block, module)
         elif block.language == "console":
             run_console(block)
-
-
-@pytest.mark.parametrize("block", [b for page in PAGES for b in blocks(page) if b.reason is not None], ids=str)
-def test_not_run(block: Block) -> None:
-    pytest.skip(f"not run: {block.reason}")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import functools
 import math
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -67,6 +68,8 @@ class Family:
 
 
 FAMILIES: dict[str, Family] = {}
+# Every class as it was when it was first met, before any rewiring, and the names of the module that defines it.
+PRISTINE: dict[type, tuple[dict[str, object], set[str]]] = {}
 
 
 def add(
@@ -88,6 +91,8 @@ def _built(name: str) -> nn.Module:
         torch.manual_seed(0)
         model = FAMILIES[name].make()
         liven(model)
+    for cls in {cls for module in model.modules() for cls in type(module).__mro__[:-1]} - PRISTINE.keys():
+        PRISTINE[cls] = (dict(vars(cls)), set(vars(sys.modules[cls.__module__])))
     return model.eval()
 
 
