@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from tests.zoo.families import liven
 from torch import Tensor, nn
 
 
-def build(make: object) -> nn.Module:
+def build(make: Callable[[], nn.Module]) -> nn.Module:
     """A seeded model in evaluation mode, the same every time."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        model = make()  # type: ignore[operator]
+        model = make()
         liven(model)
     return model.eval()
 
@@ -36,7 +38,7 @@ def gpt2() -> nn.Module:
 
     sizes = {"vocab_size": 32, "n_positions": 32, "n_embd": 16, "n_layer": 2, "n_head": 2}
     drops = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
-    # No token ends the text: 0 is never the most likely by the length that is generated.
+    # No token ends the text, so that every text has the length that was asked for.
     return build(lambda: GPT2LMHeadModel(GPT2Config(**sizes, **drops, bos_token_id=0, eos_token_id=None)))
 
 

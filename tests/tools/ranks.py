@@ -29,6 +29,7 @@ RULES: dict[str, Any] = {
     "cut": Cut(),
     "anneal": Anneal(Keep(), Cut(), steps=4),
     "learn": Learn(0.5),
+    "learn channel": Learn(0.5, per="channel"),
 }
 STEPS = 2
 BATCH = 4
@@ -131,7 +132,7 @@ def main(folder: Path) -> None:
     found = {
         "ddp": {name: ddp(rule, x, y) for name, rule in RULES.items()},
         "accelerate": {name: accelerated(RULES[name], x, y) for name in ("decay", "cut")},
-        "fsdp": {name: sharded(RULES[name], mesh, x, y) for name in ("keep", "decay", "cut")},
+        "fsdp": {name: sharded(RULES[name], mesh, x, y) for name in ("keep", "decay", "cut", "learn channel")},
         "handled": {"blocks": handled(mesh, True), "whole": handled(mesh, False)},
         "late": late(mesh),
     }

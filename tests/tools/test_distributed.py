@@ -56,7 +56,7 @@ def test_ddp_trains_as_one_process_does(ranks: list[dict[str, Any]], rule: str) 
     first, second = (found["ddp"][rule] for found in ranks)
     assert same(first, second)
     assert distance(first, single(RULES[rule])) < CLOSE
-    if rule != "learn":  # it has keys of its own
+    if "learn" not in rule:  # they have keys of their own
         assert distance(first, vit().state_dict()) > 1e-2
     if rule in ("decay", "cut", "anneal"):
         assert distance(first, ranks[0]["ddp"]["keep"]) > 1e-2
@@ -76,7 +76,7 @@ def test_accelerate_trains_on_two_processes(ranks: list[dict[str, Any]], rule: s
     assert distance(first, ranks[0]["ddp"]["keep"]) > 1e-2
 
 
-@pytest.mark.parametrize("rule", ["keep", "decay", "cut"])
+@pytest.mark.parametrize("rule", ["keep", "decay", "cut", "learn channel"])
 def test_fully_shard_computes_and_trains_the_rewired_model(ranks: list[dict[str, Any]], rule: str) -> None:
     model = vit()
     plain = model(images(BATCH))
@@ -168,11 +168,10 @@ def test_accelerate_accumulates_gradients(accelerator: Any) -> None:
 # accelerate puts a forward of its own on the model, around that of the class it has then.
 @pytest.mark.xfail(reason="undo leaves the rewritten forward on the instance, without its weights")
 @pytest.mark.parametrize("accelerator", [{"mixed_precision": "bf16"}], indirect=True)
-@torch.no_grad()
 def test_undo_of_a_model_that_adds_itself_after_mixed_precision(accelerator: Any) -> None:
     layer = torch.nn.TransformerEncoderLayer(16, 2, 32, batch_first=True, dropout=0.0).eval()
     x = torch.randn(2, 4, 16)
-    plain = layer(x)
+    plain = layer(x)  # with gradients: without, torch takes a fused kernel that never calls the forward
     wiring = unskip.rewire(layer, Cut(), x)
     prepared = accelerator.prepare(layer)
     assert not torch.allclose(prepared(x), plain, atol=0.1)

@@ -41,8 +41,6 @@ def rewired(family: Family, rule: Any) -> nn.Module:
 # --- Compile ----------------------------------------------------------------------------------------------------------
 
 
-# Inductor imports things that warn; only what unskip's code would cause is of interest here.
-@pytest.mark.filterwarnings("ignore::DeprecationWarning:torch.*")
 @pytest.mark.parametrize("name", ["timm_vit", "hf_llama", "torchvision_vit"])
 def test_inductor_makes_one_graph_that_equals_eager(name: str) -> None:
     family = FAMILIES[name]
@@ -54,7 +52,6 @@ def test_inductor_makes_one_graph_that_equals_eager(name: str) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.filterwarnings("ignore::DeprecationWarning:torch.*")
 @pytest.mark.parametrize("rule", [Decay(0.3), Cut()], ids=str)
 @pytest.mark.parametrize("name", ["timm_vit", "hf_llama", "torchvision_vit"])
 def test_inductor_trains_as_eager_does(name: str, rule: Any) -> None:
@@ -156,8 +153,6 @@ def test_an_annealed_weight_exports_as_it_stands() -> None:
 # --- ONNX -------------------------------------------------------------------------------------------------------------
 
 
-# The exporter's own use of what torch and onnxscript have deprecated.
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 @pytest.mark.parametrize("rule", [Decay(0.3), Cut()], ids=str)
 @pytest.mark.parametrize("name", ["timm_vit", "hf_bert"])
 def test_onnx_runtime_computes_the_rewired_model(name: str, rule: Any) -> None:

@@ -91,9 +91,14 @@ def _built(name: str) -> nn.Module:
         torch.manual_seed(0)
         model = FAMILIES[name].make()
         liven(model)
-    for cls in {cls for module in model.modules() for cls in type(module).__mro__[:-1]} - PRISTINE.keys():
+    for cls in classes(model) - PRISTINE.keys():
         PRISTINE[cls] = (dict(vars(cls)), set(vars(sys.modules[cls.__module__])))
     return model.eval()
+
+
+def classes(model: nn.Module) -> set[type]:
+    """The classes of a model, but for those that torch.compile and transformers write to themselves."""
+    return {cls for module in model.modules() for cls in type(module).__mro__} - {nn.Module, object}
 
 
 @torch.no_grad()

@@ -16,7 +16,7 @@ import pytest
 import tests.zoo.more  # noqa: F401  (enters the families beyond the core)
 import torch
 from tests.zoo import handmade
-from tests.zoo.families import FAMILIES, PRISTINE, Expected, Family, Poison, tokens
+from tests.zoo.families import FAMILIES, PRISTINE, Expected, Family, Poison, classes, tokens
 from tests.zoo.harness import (
     additions,
     cautioned,
@@ -267,7 +267,7 @@ def test_other_instances_and_the_classes_are_left_alone(family: Family) -> None:
     assert not same(moved, outputs)
     assert same(run(other, inputs), outputs)
     assert changes(modules, snapshot(other)) == []
-    for cls in {cls for module in other.modules() for cls in type(module).__mro__[:-1]}:
+    for cls in classes(other):
         attributes, names = PRISTINE[cls]
         assert dict(vars(cls)) == attributes
         assert not [name for name in set(vars(sys.modules[cls.__module__])) - names if "unskip" in name]
@@ -486,8 +486,8 @@ def test_autocast_keeps_every_dtype(family: Family, rule: Any) -> None:
 @each_family
 def test_a_reference_is_written_for_every_class(family: Family) -> None:
     model = family.build()
-    classes = [type(model.get_submodule(site.path)) for site in family.sites]
-    assert family.oracle == ({f"{cls.__module__}.{cls.__qualname__}" for cls in classes} <= REFERENCES.keys())
+    adders = [type(model.get_submodule(site.path)) for site in family.sites]
+    assert family.oracle == ({f"{cls.__module__}.{cls.__qualname__}" for cls in adders} <= REFERENCES.keys())
     assert family.oracle or not family.core
 
 

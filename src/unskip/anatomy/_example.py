@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
 from unskip.errors import BadInput
 
@@ -46,6 +47,14 @@ class Example:
     def values(self) -> tuple[Any, ...]:
         """All arguments."""
         return (*self.args, *self.kwargs.values())
+
+    def copy(self) -> Example:
+        """The same arguments in tensors of their own: a forward may write into its input."""
+
+        def clone(value: Any) -> Any:
+            return value.clone() if isinstance(value, Tensor) else value
+
+        return Example(*tree_map(clone, (self.args, self.kwargs)))
 
     def run(self, model: nn.Module) -> Any:
         """Calls the model."""
@@ -164,8 +173,9 @@ class _Maker:
         takes = inspect.signature(self.model.forward).parameters
         text, vision = getattr(config, "text_config", config), getattr(config, "vision_config", config)
         arguments: dict[str, Any] = {}
-        if "pixel_values" in takes and hasattr(vision, "image_size"):
-            arguments["pixel_values"] = self.image(getattr(vision, "num_channels", 3), vision.image_size)
+        if "pixel_values" in takes:  # convolutional models take any size and name none
+            size = getattr(vision, "image_size", 64)
+            arguments["pixel_values"] = self.image(getattr(vision, "num_channels", 3), size)
         if "input_ids" in takes and hasattr(text, "vocab_size"):
             arguments["input_ids"] = self.ids(text.vocab_size, _BATCH, _TOKENS)
         if "decoder_input_ids" in takes and getattr(config, "is_encoder_decoder", False):

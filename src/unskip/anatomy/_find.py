@@ -108,7 +108,8 @@ class _Search:
         self.output_of[node.index] = finding
 
     def _identity(self, node: Node, s: int, f: int, side: Literal["left", "right"]) -> Finding | None:
-        for root, narrowed in climb(self.nodes, s):
+        # A scale that the model learns on its stream leaves it the stream.
+        for root, narrowed in climb(self.nodes, s, scaled_by_weights=True):
             if root not in self.nodes[f]:
                 continue
             path = between(self.nodes, root, f)

@@ -279,6 +279,7 @@ def quiet(model: nn.Module, training: bool) -> Iterator[None]:
 
 def record(model: nn.Module, example: Example, training: bool) -> Graph:
     """Runs the model on the example once and returns the graph of what happened."""
+    example = example.copy()
     recorder = Recorder(model, example.values)
     with quiet(model, training), recorder:
         example.run(model)

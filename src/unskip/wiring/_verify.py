@@ -47,6 +47,7 @@ def can_verify(model: nn.Module, example: Example) -> bool:
 def fingerprint(model: nn.Module, example: Example, training: bool, oracle: TorchDispatchMode | None = None) -> Print:
     """Runs the model and sums up what every module that holds others returned."""
     prints: Print = []
+    example = example.copy()
 
     def hook(module: nn.Module, arguments: object, output: object) -> None:
         if not module._modules and module is not model:
