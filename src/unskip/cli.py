@@ -7,9 +7,12 @@ to stderr. On a terminal tables are drawn; in a pipe the same table is plain tex
 from __future__ import annotations
 
 import contextlib
+import functools
+import io
 import json as json_format
 import math
 import os
+import re
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -55,10 +58,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     commands: dict[str, Callable[..., int]] = {"audit": audit, "demo": demo}
     try:
-        with _warnings_in_a_line():
-            code: int = tyro.extras.subcommand_cli_from_dict(
-                commands, prog="unskip", description=DESCRIPTION, args=args
-            )
+        with _warnings_in_a_line(), _argument_errors_in_a_line(commands) as held:
+            code: int = tyro.extras.subcommand_cli_from_dict(held, prog="unskip", description=DESCRIPTION, args=args)
         sys.stdout.flush()
         return code
     except UnskipError as error:
@@ -259,6 +260,33 @@ def _busy(text: str) -> Iterator[None]:
         return
     with Console(stderr=True).status(escape(text)):
         yield
+
+
+@contextlib.contextmanager
+def _argument_errors_in_a_line(commands: dict[str, Callable[..., int]]) -> Iterator[dict[str, Callable[..., int]]]:
+    """Holds back what tyro prints about bad arguments, a box of several lines, and prints it as one.
+
+    What it gives are the commands, which let go of stderr when they start.
+    """
+    stderr, held = sys.stderr, io.StringIO()
+
+    def letting_go(command: Callable[..., int]) -> Callable[..., int]:
+        @functools.wraps(command)
+        def run(*args: Any, **kwargs: Any) -> int:
+            sys.stderr = stderr
+            return command(*args, **kwargs)
+
+        return run
+
+    sys.stderr = held
+    try:
+        yield {name: letting_go(command) for name, command in commands.items()}
+    finally:
+        sys.stderr = stderr
+        words = re.sub(r"[^\x20-\x7e]+", " ", held.getvalue()).split()
+        words = [word for word in words if word.strip("-")]
+        if words:
+            print("unskip:", " ".join(words), file=stderr)
 
 
 @contextlib.contextmanager

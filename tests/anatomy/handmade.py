@@ -447,3 +447,67 @@ class SameBranchLoop(nn.Module):
         for _ in range(3):
             x = x + self.f(x)
         return x
+
+
+class HelperMethod(nn.Module):
+    """One line in a method of its own adds two branches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attn, self.f = nn.MultiheadAttention(DIM, 2, batch_first=True), mlp()
+
+    def residual(self, x: Tensor, branch: Tensor) -> Tensor:
+        return x + branch
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.residual(x, self.attn(x, x, x, need_weights=False)[0])
+        return self.residual(x, self.f(x))
+
+
+class Add(nn.Module):
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return x + y
+
+
+class SharedAdd(nn.Module):
+    """One module adds two branches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.add, self.f, self.g = Add(), mlp(), mlp()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.add(x, self.f(x))
+        return self.add(x, self.g(x))
+
+
+class WritesIntoTheSum(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.f = mlp()
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        branch = self.f(x)
+        x = x + branch
+        x *= 2
+        return x, branch
+
+
+class OptionalBranch(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.f = mlp()
+
+    def forward(self, x: Tensor, on: bool = True) -> Tensor:
+        return x + (self.f(x) if on else 0)
+
+
+class ScaledStream(nn.Module):
+    """The model has a learnt scale on its stream."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.norm, self.f = nn.Parameter(torch.rand(DIM)), nn.LayerNorm(DIM), mlp()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.scale * x + self.f(self.norm(x))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import random
 
 import pytest
 import timm
@@ -113,3 +114,49 @@ def test_sites_say_which_block_they_are_in() -> None:
 def test_a_thing_that_is_no_module_is_refused() -> None:
     with pytest.raises(BadInput, match=r"expected a torch\.nn\.Module, got str"):
         unskip.audit("vit_tiny")  # type: ignore[arg-type]
+
+
+class Restless(nn.Module):
+    """Changes buffers in evaluation too, draws from Python's generator, and does something of its own in train()."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.f, self.merged = h.linear(), True
+        self.register_buffer("calls", torch.zeros(()))
+        self.register_buffer("cache", None)
+
+    def train(self, mode: bool = True) -> Restless:
+        self.merged = not mode
+        return super().train(mode)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        self.cache = x[:1]
+        random.random()
+        return x + self.f(x)
+
+
+def test_a_restless_model_is_left_as_it_was() -> None:
+    model = Restless().eval()
+    state, keys, calls = random.getstate(), list(model.state_dict()), model.calls
+    unskip.audit(model, X)
+    assert model.calls is calls
+    assert float(model.calls) == 0
+    assert model.cache is None
+    assert list(model.state_dict()) == keys
+    assert model.merged
+    assert random.getstate() == state
+
+
+def test_complex_models_are_understood() -> None:
+    class Complex(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.f = nn.Linear(4, 4, dtype=torch.complex64)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x + self.f(x)
+
+    model, x = Complex(), torch.randn(2, 4, dtype=torch.complex64)
+    assert unskip.rewire(model, Cut(), x).verified
+    assert torch.equal(model(x), model.f(x))

@@ -82,6 +82,14 @@ def test_works_on_text_and_after_rewiring() -> None:
     assert not torch.equal(unskip.features(model, batch, pool=None)[1], found[1])
 
 
+@torch.no_grad()
+def test_an_argument_without_a_row_for_each_image() -> None:
+    encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 2, 32, batch_first=True), 2).eval()
+    x, mask = torch.randn(3, 5, 16), torch.zeros(5, 5)
+    found = unskip.features(encoder, (x, mask), pool=None)
+    assert torch.allclose(found[1], encoder(x, mask), atol=1e-5)
+
+
 def test_bad_requests(vit: nn.Module) -> None:
     with pytest.raises(BadInput, match="not among the model's 3 blocks"):
         unskip.features(vit, IMAGES, blocks=[7])

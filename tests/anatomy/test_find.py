@@ -33,6 +33,9 @@ RESIDUAL = [
     (h.TrainingArm, X, [("mlp", "none"), ("mlp", "none")]),
     (h.Loop, X, [("attention", "none"), ("mlp", "pre")] * 3),
     (h.SameBranchLoop, X, [("mlp", "none")]),
+    (h.HelperMethod, X, [("attention", "none"), ("mlp", "none")]),
+    (h.ScaledStream, X, [("mlp", "pre")]),
+    (h.OptionalBranch, X, [("mlp", "none")]),
 ]
 
 
@@ -151,3 +154,9 @@ def test_ratio_is_branch_over_stream() -> None:
 def test_a_loop_over_one_branch_is_one_site_that_runs_often() -> None:
     (site,) = unskip.audit(h.SameBranchLoop(), X)
     assert site.runs == 3
+
+
+def test_a_module_that_adds_for_several_branches_is_refused() -> None:
+    problems = [site.problem or "" for site in unskip.audit(h.SharedAdd(), X)]
+    assert all("adds for several others" in problem for problem in problems)
+    assert problems

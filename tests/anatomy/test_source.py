@@ -87,6 +87,7 @@ def test_positions_are_unique(tmp_path: Path) -> None:
     module = load(tmp_path / "sums.py", "def f(a, b, c):\n    é = (a + b) + c; é += a\n    return é.add(b + a)\n")
     code = module.f.__code__
     source = function_source(code)
-    additions = {p for p in code.co_positions() if p[0] in (2, 3) and expression_at(source, p) is not None}  # type: ignore[arg-type]
-    kinds = sorted(type(expression_at(source, p)).__name__ for p in additions)  # type: ignore[arg-type]
+    positions = {(p[0] - 1, p[1] - 1, *p[2:]) for p in code.co_positions() if p[0] and p[1]}  # from the def line
+    found = [expression_at(source, position) for position in positions]  # type: ignore[arg-type]
+    kinds = sorted(type(node).__name__ for node in found if node is not None)
     assert kinds == ["AugAssign", "BinOp", "BinOp", "BinOp", "Call"]

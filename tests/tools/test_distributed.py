@@ -92,10 +92,7 @@ def test_a_sharded_model_is_refused(ranks: list[dict[str, Any]]) -> None:
     assert all("Rewire the plain model first, then call fully_shard" in found["late"] for found in ranks)
 
 
-SHARDED_BLOCKS = pytest.mark.xfail(reason="a sharded block is taken for a plain one: undo leaves it rewired")
-
-
-@pytest.mark.parametrize("way", ["whole", pytest.param("blocks", marks=SHARDED_BLOCKS)])
+@pytest.mark.parametrize("way", ["whole", "blocks"])
 def test_the_handle_works_or_refuses_once_the_model_is_sharded(ranks: list[dict[str, Any]], way: str) -> None:
     model = vit()
     outputs = {"plain": model(images(BATCH))}
@@ -166,7 +163,6 @@ def test_accelerate_accumulates_gradients(accelerator: Any) -> None:
 
 
 # accelerate puts a forward of its own on the model, around that of the class it has then.
-@pytest.mark.xfail(reason="undo leaves the rewritten forward on the instance, without its weights")
 @pytest.mark.parametrize("accelerator", [{"mixed_precision": "bf16"}], indirect=True)
 def test_undo_of_a_model_that_adds_itself_after_mixed_precision(accelerator: Any) -> None:
     layer = torch.nn.TransformerEncoderLayer(16, 2, 32, batch_first=True, dropout=0.0).eval()

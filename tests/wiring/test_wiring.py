@@ -293,3 +293,118 @@ def test_cutting_under_drop_path_warns() -> None:
 def test_additions_that_were_left_alone_are_warned_of() -> None:
     with pytest.warns(UnskipWarning, match=r"torch\.lerp"):
         unskip.rewire(h.TrainingFused(), Cut(), X)
+
+
+def test_a_helper_that_adds_two_branches_weighs_each_by_its_own_rule() -> None:
+    model = h.HelperMethod()
+    unskip.rewire(model, {"attention": Cut(), "mlp": Scale(0.5, 0.7)}, X)
+    attended = model.attn(X, X, X, need_weights=False)[0]
+    assert torch.allclose(model(X), 0.5 * attended + 0.7 * model.f(attended), atol=1e-6)
+
+
+def test_a_cut_sum_that_is_written_into_leaves_the_branch_alone() -> None:
+    model = h.WritesIntoTheSum()
+    unskip.rewire(model, Cut(), X)
+    total, branch = model(X)
+    assert torch.equal(branch, model.f(X))
+    assert torch.equal(total, 2 * branch)
+
+
+def test_a_branch_that_is_the_number_zero() -> None:
+    model = h.OptionalBranch()
+    wiring = unskip.rewire(model, Cut(), X)
+    assert torch.equal(model(X, on=False), torch.zeros_like(X))
+    wiring.set(Scale(0.5))
+    assert torch.equal(model(X, on=False), 0.5 * X)
+
+
+def test_a_stale_handle_does_not_touch_a_newer_wiring(vit: nn.Module) -> None:
+    old = unskip.rewire(vit, Cut())
+    old.undo()
+    old.step(5)
+    assert old.alphas == [1.0] * 6
+    unskip.rewire(vit, Decay(0.5))
+    out = vit(IMAGES)
+    old.undo()
+    with pytest.raises(BadInput, match="replaced by a newer one"):
+        old.set(Cut())
+    assert torch.equal(vit(IMAGES), out)
+
+
+def test_a_class_put_on_top_is_seen_through_and_undo_refuses(vit: nn.Module) -> None:
+    plain = vit(IMAGES)
+    wiring = unskip.rewire(vit, Decay(0.5))
+    block = vit.blocks[1]
+    patched = type(block)
+    block.__class__ = type("OnTop", (patched,), {})
+    assert wiring.alphas == pytest.approx([1.0, 0.9, 0.8, 0.7, 0.6, 0.5])
+    wiring.set(Cut())
+    assert wiring.alphas == [0.0] * 6
+    with pytest.raises(unskip.errors.WrappedError, match=r"blocks\.1 was changed after it was rewired \(OnTop"):
+        wiring.undo()
+    assert wiring.alphas == [0.0] * 6
+    block.__class__ = patched
+    wiring.undo()
+    assert torch.equal(vit(IMAGES), plain)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_models_of_other_dtypes_are_verified(vit: nn.Module, dtype: torch.dtype) -> None:
+    wiring = unskip.rewire(vit.to(dtype), Decay(0.5))
+    assert wiring.verified
+    assert vit(IMAGES.to(dtype)).dtype == dtype
+
+
+def test_an_anneal_that_begins_cut_does_not_read_the_stream() -> None:
+    model = h.PreNorm()
+    wiring = unskip.rewire(model, Anneal(Cut(), Keep(), steps=4), X)
+    assert wiring.alphas == [0.0]
+    assert isinstance(model.unskip_alpha0, float)
+    wiring.step(2)
+    assert wiring.alphas == [0.5]
+
+
+def test_an_anneal_to_a_product_asks_only_about_its_own_sites() -> None:
+    model = nn.Sequential(h.PreNorm(), h.PreNorm(), h.PreNorm())
+    wiring = unskip.rewire(model, Anneal(Keep(), Decay.to_product(1e-8, back=True), steps=10), X)
+    wiring.step(10)
+    assert wiring.effective_decay == pytest.approx(1e-8)
+
+
+def test_a_learnt_weight_that_diverged_still_prints(vit: nn.Module) -> None:
+    wiring = unskip.rewire(vit, Learn())
+    with torch.no_grad():
+        next(iter(wiring.parameters.values())).fill_(float("nan"))
+    assert "effective decay nan" in str(wiring)
+
+
+def test_rewired_in_inference_mode_it_can_still_learn_and_anneal(vit: nn.Module) -> None:
+    with torch.inference_mode():
+        wiring = unskip.rewire(vit, Learn(0.5))
+    vit.train()(IMAGES).sum().backward()
+    assert all(p.grad is not None for p in wiring.parameters.values())
+    with torch.inference_mode():
+        wiring.set(Anneal(Keep(), Cut(), steps=10))
+    wiring.step(5)
+    assert wiring.alphas == [0.5] * 6
+
+
+def test_cutting_zero_initialised_branches_warns() -> None:
+    model = nn.Sequential(h.PreNorm(), h.PreNorm())
+    nn.init.zeros_(model[1].f[2].weight)
+    nn.init.zeros_(model[1].f[2].bias)
+    with pytest.warns(UnskipWarning, match=r"^1 \[mlp\]: the branch is under"):
+        unskip.rewire(model, Cut(), X)
+
+
+def test_cutting_behind_an_adaln_zero_gate_warns() -> None:
+    from diffusers import DiTTransformer2DModel
+
+    model = DiTTransformer2DModel(
+        num_attention_heads=2, attention_head_dim=8, in_channels=4, num_layers=1, sample_size=8, num_embeds_ada_norm=10
+    )
+    gate = model.transformer_blocks[0].norm1.linear
+    nn.init.zeros_(gate.weight)
+    nn.init.zeros_(gate.bias)
+    with pytest.warns(UnskipWarning, match="gate"):
+        unskip.rewire(model, Cut())

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from unskip.anatomy._audit import audit
+from unskip.anatomy._audit import Audit, audit
 from unskip.anatomy._example import Example
-from unskip.errors import BadInput, NoResidualError
+from unskip.errors import BadInput, ForwardError, NoResidualError
 
 
 def features(
@@ -24,13 +24,14 @@ def features(
 
     `images` is a batch, or whatever else the model takes: a tuple of arguments or a mapping of keyword arguments.
     "mean" is over all tokens or positions, "cls" takes the first token. The model runs once as it is (its mode, its
-    gradients: call it under torch.no_grad() to save memory); negative indices count from the end.
+    gradients: call it under torch.no_grad() to save memory). The first axis counts images; negative block indices count
+    from the end.
     """
     if pool not in ("mean", "cls", None):
         raise BadInput(f"pool is {pool!r}; it can be 'mean', 'cls' or None")
     example = Example.of(images)
     axes: dict[str, int] = {}
-    for site in audit(model, _first_row(example)):
+    for site in _sites(model, example):
         axes[site.block] = site.axis
     if not axes:
         raise NoResidualError(f"{type(model).__name__}: no residual sites, so no blocks to take features from")
@@ -44,6 +45,13 @@ def features(
         for handle in handles:
             handle.remove()
     return {index: _pooled(outputs[index], axes[names[index]], pool) for index in wanted}
+
+
+def _sites(model: nn.Module, example: Example) -> Audit:
+    try:
+        return audit(model, _first_row(example))
+    except ForwardError:  # an argument without a row for each image, such as a mask
+        return audit(model, example)
 
 
 def _first_row(example: Example) -> Example:

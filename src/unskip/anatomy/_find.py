@@ -39,6 +39,7 @@ class Finding:
     first: Finding | None = None  # of a further branch: the finding it continues
     spans: list[Finding] = field(default_factory=list)  # residuals inside the branch
     long: bool = False
+    overwritten: bool = False  # the model writes into the sum later
     doubled: bool = False  # the branch ends on the stream it is added to: x + (x + f(x))
 
 
@@ -56,6 +57,9 @@ def find(graph: Graph) -> tuple[list[Finding], list[Doubt]]:
     for node in graph.nodes:
         if node.calls and len(node.parents) > 1:
             search.look(node)
+    overwritten = {i for n in graph.nodes if n.wrote is not None for i, _ in climb(graph.nodes, n.wrote)}
+    for finding in search.found:
+        finding.overwritten = finding.add.index in overwritten
     return search.found, search.doubts
 
 
@@ -288,13 +292,17 @@ def climb(nodes: list[Node], index: int, scaled_by_weights: bool = False) -> Ite
         node = nodes[index]
         if not node.parents:
             return
+        source = node.parents[0]
         if node.op in _ops.PART:
-            narrowed = narrowed or prod(nodes[node.parents[0]].shape) != prod(node.shape)
-        elif node.op in _ops.SCALE and (len(node.parents) == 1 or (scaled_by_weights and nodes[node.parents[1]].fixed)):
-            pass
-        elif node.op not in _ops.IDENTITY:
+            narrowed = narrowed or prod(nodes[source].shape) != prod(node.shape)
+        elif node.op in _ops.SCALE and scaled_by_weights and len(node.parents) > 1:
+            moving = [parent for parent in node.parents if not nodes[parent].fixed]
+            if len(moving) != 1:
+                return
+            source = moving[0]
+        elif node.op not in _ops.IDENTITY and not (node.op in _ops.SCALE and len(node.parents) == 1):
             return
-        index = node.parents[0]
+        index = source
 
 
 def between(nodes: list[Node], root: int, end: int) -> list[Node]:

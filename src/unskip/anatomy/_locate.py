@@ -21,6 +21,7 @@ from unskip.anatomy._source import FunctionSource, Position, expression_at, func
 from unskip.anatomy._trace import Call
 from unskip.errors import SourceError
 
+_CALL = nn.Module._call_impl.__code__
 _DEPTH = 6  # decorators around a function, and functions between a module and an addition: more is not followed
 
 
@@ -42,6 +43,7 @@ class Place:
     side: Literal["left", "right"]
     role: Literal["mix", "more"]
     turn: int | None = None  # of one line that adds several branches in a loop: which turn of the loop
+    fresh: bool = False  # the model writes into the sum, so that it must not share memory with the branch
 
 
 class Unreachable(Exception):
@@ -59,8 +61,12 @@ class Located:
     call: int  # tells one call of the module's method from another
 
 
-def locate(calls: tuple[Call, ...]) -> Located:
-    """Follows the frames of an addition, innermost first, up to the method of a module. Raises Unreachable."""
+def locate(calls: tuple[Call, ...], up: int = 0) -> Located:
+    """Follows the frames of an addition, innermost first, up to the method of a module. Raises Unreachable.
+
+    `up` goes on to the method that called that one, and so forth: where a helper method adds for several callers, the
+    calls tell its additions apart.
+    """
     hops: list[Hop] = []
     text = line = ""
     index = 0
@@ -68,16 +74,20 @@ def locate(calls: tuple[Call, ...]) -> Located:
     while len(hops) < _DEPTH:
         index = _enclosing(calls, index)
         code = calls[index].code
-        source, node = _expression(code, position)
+        source, node, place = _expression(code, position)
         if not hops:
             check_addition(node, code)
             text, line = " ".join(ast.unparse(node).split()), f"{code.co_filename}:{position[0]}"
         elif not isinstance(node, ast.Call):
             raise Unreachable(f"{code.co_qualname} reaches {hops[0].qualname} by something other than a plain call")
         module_name = calls[index].frame.f_globals.get("__name__", "")
-        hops.insert(0, Hop(module_name, code.co_qualname, source.digest, position))  # type: ignore[arg-type]
+        hops.insert(0, Hop(module_name, code.co_qualname, source.digest, place))
         receiver = calls[index].receiver
-        if isinstance(receiver, nn.Module) and names_of(type(receiver), code):
+        if code is _CALL:
+            raise Unreachable(
+                f"{hops[1].qualname} is a module that adds for several others, and cannot tell them apart"
+            )
+        if isinstance(receiver, nn.Module) and names_of(type(receiver), code) and len(hops) > up:
             return Located(receiver, tuple(hops), text, line, id(calls[index].frame))
         function = import_function(module_name, code.co_qualname, code)
         wrappers = {layer.__code__ for layer in layers(function)}
@@ -90,17 +100,19 @@ def locate(calls: tuple[Call, ...]) -> Located:
     raise Unreachable(f"more than {_DEPTH} calls lie between the module and the addition")
 
 
-def _expression(code: CodeType, position: Any) -> tuple[FunctionSource, ast.AST]:
+def _expression(code: CodeType, position: Any) -> tuple[FunctionSource, ast.AST, Position]:
     try:
         source = function_source(code)
     except SourceError as error:
         raise Unreachable(str(error)) from error
     if None in position:
         raise Unreachable("Python runs without column positions (-X no_debug_ranges)")
-    node = expression_at(source, position)
+    line, end_line, column, end_column = position
+    place = (line - source.node.lineno, end_line - source.node.lineno, column, end_column)
+    node = expression_at(source, place)
     if node is None:
-        raise Unreachable(f"{code.co_qualname}, line {position[0]}: the addition is not written as one")
-    return source, node
+        raise Unreachable(f"{code.co_qualname}, line {line}: the addition is not written as one")
+    return source, node, place
 
 
 def _enclosing(calls: tuple[Call, ...], index: int) -> int:

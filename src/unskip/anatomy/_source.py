@@ -19,7 +19,9 @@ from types import CodeType
 
 from unskip.errors import SourceError
 
-Position = tuple[int, int, int, int]  # line, end line, column, end column (columns count UTF-8 bytes, as in ast)
+# Line, end line, column, end column. Lines count from the function's first, so that a function that moved in its file
+# is still the same; columns count UTF-8 bytes, as in ast.
+Position = tuple[int, int, int, int]
 FunctionNode = ast.FunctionDef | ast.AsyncFunctionDef
 _FUTURE = functools.reduce(
     lambda a, b: a | b, (getattr(__future__, name).compiler_flag for name in __future__.all_feature_names)
@@ -90,13 +92,14 @@ def _imports(tree: ast.AST) -> Iterator[ast.stmt]:
 
 def expression_at(source: FunctionSource, position: Position) -> ast.AST | None:
     """The binary operation, augmented assignment or call that stands at a position."""
-    line, end_line, column, end_column = position
-    for node in ast.walk(source.node):
-        if isinstance(node, ast.BinOp | ast.AugAssign | ast.Call) and (
-            (node.lineno, node.end_lineno, node.col_offset, node.end_col_offset) == (line, end_line, column, end_column)
-        ):
-            return node
-    return None
+    nodes = (node for node in ast.walk(source.node) if isinstance(node, ast.BinOp | ast.AugAssign | ast.Call))
+    return next((node for node in nodes if position_of(node, source.node) == position), None)
+
+
+def position_of(node: ast.BinOp | ast.AugAssign | ast.Call, function: FunctionNode) -> Position:
+    """Where an expression stands in its function."""
+    first = function.lineno
+    return node.lineno - first, (node.end_lineno or 0) - first, node.col_offset, node.end_col_offset or 0
 
 
 def compile_function(

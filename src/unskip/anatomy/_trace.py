@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import contextlib
 import math
+import random
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from types import CodeType, FrameType
 from typing import Any
 
+import numpy
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -74,6 +76,7 @@ class Node:
     calls: tuple[Call, ...] = ()  # Python frames, innermost first; kept for possible residuals only
     plain: bool = True  # an addition without a factor of its own
     ratio: float | None = None  # of an addition: rms of the right operand over rms of the left
+    wrote: int | None = None  # the version of a tensor that an in-place operator wrote over
 
     def __contains__(self, index: int) -> bool:
         return bool(self.ancestors >> index & 1)
@@ -112,7 +115,8 @@ def _tensors(tree: object) -> list[Tensor]:
 def _rms(tensor: Tensor) -> float | None:
     if tensor.device.type == "meta" or not tensor.numel():
         return None
-    norm = float(torch.linalg.vector_norm(tensor.detach(), dtype=torch.float32))
+    values = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    norm = float(torch.linalg.vector_norm(values.detach(), dtype=torch.float64))
     return norm / math.sqrt(tensor.numel())
 
 
@@ -179,9 +183,10 @@ class Recorder(TorchDispatchMode):
         if len(parents) >= 2 and (name in _ops.ADD or name in _ops.FUSED):
             facts.update(calls=tuple(calls()), plain=kwargs.get("alpha", 1) == 1, ratio=ratio)
         for tensor in [*written, *(t for t in _tensors(out) if not any(t is w for w in written))]:
-            self._record(tensor, name, parents, facts, view=_view_key(name, args, kwargs))
+            before = self._node.get(id(tensor)) if any(tensor is w for w in written) else None
+            self._record(tensor, name, parents, {**facts, "wrote": before}, view=_view_key(name, args, kwargs))
             storage = _storage(tensor)
-            if any(tensor is w for w in written) and storage is not None:
+            if before is not None and storage is not None:
                 self._written[storage] = self._node[id(tensor)]
         return out
 
@@ -257,9 +262,10 @@ def calls() -> Iterator[Call]:
 def quiet(model: nn.Module, training: bool) -> Iterator[None]:
     """The model in one mode, without gradients or fused attention; modes, buffers and random state are put back."""
     modes = {module: module.training for module in model.modules()}
-    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()} if training else {}
+    buffers = [(m, name, b, None if b is None else b.clone()) for m in modes for name, b in m._buffers.items()]
     devices = {tensor.device for tensor in model.parameters() if tensor.device.type == "cuda"}
     fast = torch.backends.mha.get_fastpath_enabled()
+    python, array = random.getstate(), numpy.random.get_state()  # noqa: NPY002  (what a user's forward may draw from)
     try:
         torch.backends.mha.set_fastpath_enabled(False)
         model.train(training)
@@ -268,13 +274,16 @@ def quiet(model: nn.Module, training: bool) -> Iterator[None]:
             yield
     finally:
         torch.backends.mha.set_fastpath_enabled(fast)
+        random.setstate(python)
+        numpy.random.set_state(array)  # noqa: NPY002
+        model.train(modes[model])  # whatever a train() of the model's own does besides
         for module, mode in modes.items():
             module.training = mode
-        if buffers:
-            with torch.no_grad():
-                for name, buffer in model.named_buffers():
-                    if name in buffers:
-                        buffer.copy_(buffers[name])
+        with torch.no_grad():
+            for module, name, buffer, value in buffers:
+                module._buffers[name] = buffer
+                if buffer is not None and value is not None:
+                    buffer.data = value
 
 
 def record(model: nn.Module, example: Example, training: bool) -> Graph:

@@ -125,7 +125,7 @@ def _run(model: nn.Module, example: Example, training: bool) -> Graph:
 def _gather(graph: Graph, names: dict[int, str]) -> tuple[list[_Draft], list[Unknown]]:
     """The findings of one forward, grouped into sites."""
     findings, doubts = find(graph)
-    where = {finding.add.index: _try_locate(finding.add) for finding in findings}
+    where = _locations(graph, findings)
     turns = _turns(graph, findings, {index: located for index, (located, _) in where.items() if located})
     drafts: dict[Any, _Draft] = {}
     draft_of: dict[int, _Draft] = {}
@@ -174,9 +174,39 @@ def _weights(graph: Graph, finding: Finding) -> frozenset[int]:
     return frozenset(parent for node in finding.path for parent in node.parents if graph.nodes[parent].op == "weight")
 
 
-def _try_locate(node: Node) -> tuple[Located | None, str | None]:
+def _locations(graph: Graph, findings: list[Finding]) -> dict[int, tuple[Located | None, str | None]]:
+    """Where each addition stands, or why that cannot be said.
+
+    A helper that adds for several callers, `self.residual(x, self.attn)`, is followed up to the calls that tell its
+    branches apart.
+    """
+    where = {finding.add.index: _try_locate(finding.add, 0) for finding in findings}
+    for up in range(1, 4):
+        mixed = _mixed(graph, findings, where)
+        where |= {finding.add.index: _try_locate(finding.add, up) for finding in mixed}
+    for finding in _mixed(graph, findings, where):
+        where[finding.add.index] = (None, "one line adds several branches, in a way that does not tell them apart")
+    return where
+
+
+def _mixed(graph: Graph, findings: list[Finding], where: dict[int, tuple[Located | None, str | None]]) -> list[Finding]:
+    """The additions whose line adds one thing in one call of its method and another in the next."""
+    lines: dict[object, dict[int, list[Finding]]] = {}
+    for finding in findings:
+        located, _ = where[finding.add.index]
+        if located is not None:
+            calls = lines.setdefault((id(located.module), located.hops), {})
+            calls.setdefault(located.call, []).append(finding)
+    mixed = []
+    for calls in lines.values():
+        if len({tuple(_weights(graph, finding) for finding in runs) for runs in calls.values()}) > 1:
+            mixed += [finding for runs in calls.values() for finding in runs]
+    return mixed
+
+
+def _try_locate(node: Node, up: int) -> tuple[Located | None, str | None]:
     try:
-        return locate(node.calls), None
+        return locate(node.calls, up), None
     except Unreachable as error:
         return None, str(error)
 
@@ -226,7 +256,11 @@ def _hops(draft: _Draft) -> object:
 
 def _places(draft: _Draft) -> list[Place]:
     adds = [(draft.findings[0], draft.located, draft.turn), *draft.more]
-    return list(dict.fromkeys(Place(at.hops, finding.side, finding.role, turn) for finding, at, turn in adds if at))
+    return list(
+        dict.fromkeys(
+            Place(at.hops, finding.side, finding.role, turn, finding.overwritten) for finding, at, turn in adds if at
+        )
+    )
 
 
 def _finish(model: nn.Module, draft: _Draft, names: dict[int, str], readers: list[list[int]]) -> Site:

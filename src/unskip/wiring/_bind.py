@@ -19,7 +19,7 @@ from torch import nn
 from unskip.anatomy._guard import PATCH
 from unskip.anatomy._locate import Hop, Place, layers, names_of
 from unskip.anatomy._source import function_source
-from unskip.errors import RewireError, SourceError
+from unskip.errors import RewireError, SourceError, WrappedError
 from unskip.wiring._rewrite import Edit, rewrite
 
 
@@ -38,22 +38,43 @@ def bind(module: nn.Module, patch: Patch) -> None:
 
 def unbind(module: nn.Module) -> None:
     """Gives the module its own class back."""
-    if is_bound(module):
-        module.__class__ = type(module).__bases__[0]
+    module.__class__ = original_class(module)
 
 
 def is_bound(module: nn.Module) -> bool:
-    return PATCH in vars(type(module))
+    """Whether the module's additions are weighed, also under a class that another tool put on top."""
+    return hasattr(type(module), PATCH)
 
 
-@functools.cache  # one class for all blocks of a model, so that they share compiled code
+def refuse_covered(module: nn.Module, path: str) -> None:
+    """Raises WrappedError where the class cannot be given back."""
+    covered = PATCH not in vars(type(module))
+    if is_bound(module) and (covered or "forward" in vars(module)):
+        what = type(module).__name__ if covered else "a forward on the instance"
+        raise WrappedError(
+            f"{path or 'the model'} was changed after it was rewired ({what}: FSDP, a parametrization, a hook of "
+            "accelerate). Take that off first, or undo the wiring before it is put on."
+        )
+
+
+def original_class(module: nn.Module) -> Any:
+    """The class that a module has without rewiring."""
+    for cls in type(module).__mro__:
+        if PATCH in vars(cls):
+            return cls.__bases__[0]
+    return type(module)
+
+
+@functools.lru_cache(maxsize=1024)  # one class for all blocks of a model, so that they share compiled code
 def patched(base: Any, patch: Patch) -> Any:
     """The subclass of `base` for a patch."""
     if base.__reduce_ex__ is not object.__reduce_ex__ or base.__reduce__ is not object.__reduce__:
         raise RewireError(
             f"{base.__qualname__} defines how it is pickled, which would drop the rewiring. It cannot be rewired."
         )
-    edits = [Edit(p.hops, p.side, p.role, slot, p.turn) for slot, places in enumerate(patch.slots) for p in places]
+    edits = [
+        Edit(p.hops, p.side, p.role, slot, p.turn, p.fresh) for slot, places in enumerate(patch.slots) for p in places
+    ]
     namespace: dict[str, Any] = {
         "__module__": base.__module__,
         "__qualname__": base.__qualname__,
@@ -92,8 +113,7 @@ def _is_source(function: FunctionType, digest: str) -> bool:
 
 
 def _reduce(self: nn.Module, protocol: Any) -> tuple[Any, ...]:
-    cls = next(cls for cls in type(self).__mro__ if PATCH in vars(cls))
-    return _rebuild, (cls.__bases__[0], vars(cls)[PATCH]), self.__getstate__()
+    return _rebuild, (original_class(self), getattr(type(self), PATCH)), self.__getstate__()
 
 
 def _rebuild(base: Any, patch: Patch) -> Any:

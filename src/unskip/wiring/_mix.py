@@ -15,13 +15,21 @@ NUMBER = "unskip_number"  # attribute of an annealed weight's tensor: its value,
 
 
 def mix(
-    stream: Tensor, branch: Tensor, alpha: Number, beta: Number, into: Literal["stream", "branch"] | None = None
+    stream: Tensor,
+    branch: Tensor,
+    alpha: Number,
+    beta: Number,
+    into: Literal["stream", "branch"] | None = None,
+    fresh: bool = False,
 ) -> Tensor:
-    """alpha * stream + beta * branch. `into` names the operand that an in-place addition wrote to, and that is written
-    again.
+    """alpha * stream + beta * branch.
 
-    At alpha = 0 the stream is not read: nothing in it, NaN included, reaches the result.
+    `into` names the operand that an in-place addition wrote to, and that is written again. At alpha = 0 the stream is
+    not read: nothing in it, NaN included, reaches the result, which then is the branch itself unless a `fresh` tensor
+    is asked for, because the model writes into the sum.
     """
+    if not isinstance(branch, Tensor):  # an optional branch that is the number 0
+        branch = torch.full_like(stream, branch)
     alpha, beta = _value(alpha, stream), _value(beta, stream)
     if into == "stream":
         if not isinstance(alpha, Tensor) and alpha == 0:
@@ -37,8 +45,10 @@ def mix(
         # Cast, or autocast would widen the whole stream to the weight's dtype.
         return torch.addcmul(_scaled(branch, beta), stream, alpha.to(stream.dtype))
     if alpha == 0:
-        # The dtype that the sum would have: under autocast the branch may be narrower than the stream.
-        return _scaled(branch, beta).to(torch.promote_types(stream.dtype, branch.dtype))
+        # The dtype and shape that the sum would have: under autocast the branch may be narrower than the stream.
+        out = _scaled(branch, beta).to(torch.promote_types(stream.dtype, branch.dtype))
+        out = out if out.shape == stream.shape else out.expand(torch.broadcast_shapes(out.shape, stream.shape))
+        return out.clone() if fresh and out is branch else out
     if _is(alpha, 1) and not isinstance(beta, Tensor):
         return torch.add(stream, branch, alpha=beta)
     return torch.add(_scaled(branch, beta), stream, alpha=alpha)

@@ -20,7 +20,14 @@ from types import CellType, FunctionType, MethodType
 from typing import Any, Literal
 
 from unskip.anatomy._locate import Hop, Unreachable, import_function, layers
-from unskip.anatomy._source import compile_function, function_source
+from unskip.anatomy._source import (
+    FunctionNode,
+    Position,
+    compile_function,
+    expression_at,
+    function_source,
+    position_of,
+)
 from unskip.errors import RewireError
 from unskip.wiring._mix import Number, mix
 
@@ -39,6 +46,7 @@ class Edit:
     role: Literal["mix", "more"]
     slot: int
     turn: int | None = None  # of a loop, where each turn has a slot of its own
+    fresh: bool = False  # the sum must not share memory with the branch
 
 
 def rewrite(function: FunctionType, edits: list[Edit], clone: bool = False) -> FunctionType:
@@ -52,7 +60,7 @@ def rewrite(function: FunctionType, edits: list[Edit], clone: bool = False) -> F
     slots = sorted({edit.slot for edit in edits})
     weight = _from_argument(slots) if clone else _from_module(tree)
     cells: dict[str, object] = {MIX: mix}
-    replacements: dict[tuple[int, ...], Callable[[ast.AST], ast.AST]] = {}
+    replacements: dict[Position, Callable[[ast.AST], ast.AST]] = {}
     counters: list[str] = []
     for position in dict.fromkeys(edit.hops[0].position for edit in edits):
         here = [edit for edit in edits if edit.hops[0].position == position]
@@ -66,12 +74,23 @@ def rewrite(function: FunctionType, edits: list[Edit], clone: bool = False) -> F
             replacements[position] = _Addition(here[0], here_weight)
         else:
             # All turns lead to the same addition in the same clone, which then has one slot.
-            onward = [Edit(e.hops[1:], e.side, e.role, e.slot) for e in here if e.turn in (None, here[0].turn)]
+            onward = [
+                Edit(e.hops[1:], e.side, e.role, e.slot, fresh=e.fresh) for e in here if e.turn in (None, here[0].turn)
+            ]
             callee = import_function(onward[0].hops[0].module, onward[0].hops[0].qualname)
             name = f"__unskip_call{len(cells)}__"
-            cells[name] = _Redirect(callee, rewrite(callee, onward, clone=True))
-            replacements[position] = _Call(name, sorted({e.slot for e in onward}), here_weight)
-    _Replace(replacements).visit(tree)
+            clone_of = rewrite(callee, onward, clone=True)
+            slots_there = sorted({e.slot for e in onward})
+            if _is_super(expression_at(source, position)):
+                cells[name] = clone_of  # no other function can be meant
+                replacements[position] = _SuperCall(name, slots_there, here_weight, _receiver(tree))
+            else:
+                cells[name] = _Redirect(callee, clone_of)
+                replacements[position] = _Call(name, slots_there, here_weight)
+    transformer = _Replace(tree, replacements)
+    transformer.visit(tree)
+    if len(transformer.done) != len(replacements):
+        raise RewireError(f"{target.__qualname__}: an addition is not where it was when the model was traced")
     tree.body[_docstring(tree) : _docstring(tree)] = [
         ast.copy_location(
             ast.Assign([ast.Name(name, ast.Store())], ast.Call(ast.Name(COUNT, ast.Load()), [], [])), tree.body[0]
@@ -148,8 +167,20 @@ class _Redirect:
 _Weight = Callable[[int, str], ast.expr]
 
 
-def _from_module(tree: ast.FunctionDef | ast.AsyncFunctionDef) -> _Weight:
-    receiver = [*tree.args.posonlyargs, *tree.args.args][0].arg
+def _receiver(tree: FunctionNode) -> str:
+    return [*tree.args.posonlyargs, *tree.args.args][0].arg
+
+
+def _is_super(node: ast.AST | None) -> bool:
+    """super().method(...)"""
+    match node:
+        case ast.Call(func=ast.Attribute(value=ast.Call(func=ast.Name(id="super"), args=[]))):
+            return True
+    return False
+
+
+def _from_module(tree: FunctionNode) -> _Weight:
+    receiver = _receiver(tree)
 
     def weight(slot: int, which: str) -> ast.expr:
         return ast.Attribute(ast.Name(receiver, ast.Load()), attribute(slot, which), ast.Load())
@@ -188,7 +219,7 @@ def pick(weights: tuple[Number, ...], counter: Iterator[int]) -> Number:
     return weights[turn]
 
 
-def _docstring(tree: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+def _docstring(tree: FunctionNode) -> int:
     return int(ast.get_docstring(tree, clean=False) is not None)
 
 
@@ -198,16 +229,17 @@ def attribute(slot: int, which: str) -> str:
 
 
 class _Replace(ast.NodeTransformer):
-    def __init__(self, replacements: dict[tuple[int, ...], Callable[[ast.AST], ast.AST]]) -> None:
-        self.replacements = replacements
+    def __init__(self, tree: FunctionNode, replacements: dict[Position, Callable[[ast.AST], ast.AST]]) -> None:
+        self.tree, self.replacements = tree, replacements
+        self.done: set[Position] = set()
 
     def visit(self, node: ast.AST) -> Any:
         node = super().generic_visit(node)
         if isinstance(node, ast.BinOp | ast.AugAssign | ast.Call):
-            position = (node.lineno, node.end_lineno, node.col_offset, node.end_col_offset)
-            replace = self.replacements.get(position)  # type: ignore[arg-type]
-            if replace is not None:
-                return ast.copy_location(replace(node), node)
+            position = position_of(node, self.tree)
+            if position in self.replacements:
+                self.done.add(position)
+                return ast.copy_location(self.replacements[position](node), node)
         return node
 
 
@@ -242,6 +274,8 @@ class _Addition:
         ]
         if in_place:
             keywords.append(ast.keyword("into", ast.Constant(names[0])))
+        elif self.edit.fresh:
+            keywords.append(ast.keyword("fresh", ast.Constant(True)))
         return ast.Call(ast.Name(MIX, ast.Load()), [], keywords)
 
 
@@ -254,5 +288,17 @@ class _Call:
     def __call__(self, node: ast.AST) -> ast.AST:
         assert isinstance(node, ast.Call)
         weights: list[ast.expr] = [self.weight(slot, which) for slot in self.slots for which in ("alpha", "beta")]
-        function = ast.Call(ast.Name(self.name, ast.Load()), [node.func], [])
-        return ast.Call(function, node.args, [*node.keywords, ast.keyword(WEIGHTS, ast.Tuple(weights, ast.Load()))])
+        keywords = [*node.keywords, ast.keyword(WEIGHTS, ast.Tuple(weights, ast.Load()))]
+        return self._to(node, keywords)
+
+    def _to(self, node: ast.Call, keywords: list[ast.keyword]) -> ast.Call:
+        return ast.Call(ast.Call(ast.Name(self.name, ast.Load()), [node.func], []), node.args, keywords)
+
+
+@dataclass
+class _SuperCall(_Call):
+    receiver: str
+
+    def _to(self, node: ast.Call, keywords: list[ast.keyword]) -> ast.Call:
+        arguments = [ast.Name(self.receiver, ast.Load()), *node.args]
+        return ast.Call(ast.Name(self.name, ast.Load()), arguments, keywords)

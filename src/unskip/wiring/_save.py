@@ -26,7 +26,7 @@ from unskip.anatomy._guard import PATCH, refuse_wrapped, wiring_in
 from unskip.anatomy._locate import Hop, Place
 from unskip.anatomy.sites import Site, Survey, Unknown
 from unskip.errors import BadInput, LoadError, UnskipError
-from unskip.wiring._bind import Patch, patched
+from unskip.wiring._bind import Patch, original_class, patched
 from unskip.wiring._select import Assignment
 from unskip.wiring._wiring import Wiring
 from unskip.wiring.shortcuts import from_dict
@@ -288,9 +288,7 @@ def _versions() -> dict[str, str]:
 
 
 def _class(model: nn.Module) -> str:
-    cls: type = type(model)
-    while PATCH in vars(cls):
-        cls = cls.__bases__[0]
+    cls = original_class(model)
     return f"{cls.__module__}.{cls.__qualname__}"
 
 

@@ -7,6 +7,7 @@ without recompiling), a parameter where it is learnt. A module whose weights are
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from numbers import Integral
 from typing import Any
@@ -16,16 +17,17 @@ from torch import Tensor, nn
 
 from unskip._table import table
 from unskip.anatomy._audit import count
-from unskip.anatomy._guard import WIRING, wiring_in
+from unskip.anatomy._guard import PATCH, WIRING, wiring_in
 from unskip.anatomy.sites import Site, Survey
 from unskip.errors import BadInput
 from unskip.wiring import _caution, _fastpath
-from unskip.wiring._bind import Patch, bind, is_bound, unbind
+from unskip.wiring._bind import Patch, bind, is_bound, refuse_covered, unbind
 from unskip.wiring._mix import NUMBER
 from unskip.wiring._rewrite import attribute
 from unskip.wiring._select import Assignment, Rules, Where, assign, normalise
 from unskip.wiring.shortcuts import Anneal, Keep, Learn, Shortcut, Weight, band, effective_decay
 
+State = tuple[tuple[Assignment, ...], int, bool, dict[str, nn.Parameter]]
 _KEPT = Weight(1.0, 1.0)
 
 
@@ -41,6 +43,13 @@ class Wiring:
         self.plan: tuple[Assignment, ...] = ()
         self._rule_of: dict[int, Shortcut] = {}
         self._weights = [_KEPT for _ in survey.sites]  # of learnt sites: where they began
+        # The modules themselves, not their paths: a block may be wrapped in place after it was rewired.
+        self._sites_at: dict[str, list[Site]] = {}
+        for site in survey.sites:
+            if site.problem is None:
+                self._sites_at.setdefault(site.path, []).append(site)
+        self._module_at = {path: model.get_submodule(path) for path in self._sites_at}
+        self._slot_of = {site.index: slot for sites in self._sites_at.values() for slot, site in enumerate(sites)}
 
     @classmethod
     def of(cls, model: nn.Module) -> Wiring:
@@ -71,15 +80,19 @@ class Wiring:
         """prod_l alpha_l ** runs_l over the governed sites: what is left of the first stream at the end."""
         alphas = self.alphas
         mine = [site for site in self.sites if site.index in self._rule_of]
-        return effective_decay([abs(alphas[s.index]) for s in mine], [s.runs for s in mine])
+        if not all(math.isfinite(alphas[site.index]) for site in mine):
+            return math.nan  # a learnt weight has diverged
+        return effective_decay([abs(alphas[site.index]) for site in mine], [site.runs for site in mine])
 
     @property
     def parameters(self) -> dict[str, nn.Parameter]:
         """The parameters that `Learn` added, by their names in the model."""
         found = {}
         for site in self.sites:
-            name = attribute(self._slot(site), "alpha")
-            value = self._module(site.path)._parameters.get(name) if self._is_bound(site) else None
+            if not self._is_bound(site):
+                continue
+            name = attribute(self._slot_of[site.index], "alpha")
+            value = self._module_at[site.path]._parameters.get(name)
             if value is not None:
                 found[f"{site.path}.{name}" if site.path else name] = value
         return found
@@ -94,6 +107,7 @@ class Wiring:
 
     def begin(self, plan: tuple[Assignment, ...]) -> None:
         """Follows a plan from its first step, after a word of caution about what it cuts."""
+        self._refuse_stale()
         last = {index: weight for a in plan for index, weight in a.weights(a.rule.steps or 0).items()}
         _caution.before_cut(self.model, [site for site in self.sites if last.get(site.index, _KEPT).alpha == 0])
         self.follow(plan, 0)
@@ -102,22 +116,23 @@ class Wiring:
         """Moves annealed weights to where they are at a training step. Cheap, and free where nothing is annealed."""
         if not isinstance(step, Integral) or isinstance(step, bool):
             raise BadInput(f"step must be a whole number, got {step!r}")
+        self._refuse_stale()
         self.at_step = int(step)
         moving = [a for a in self.plan if isinstance(a.rule, Anneal)]
         if moving:
             self._apply(moving, fresh=False)
 
-    def state(self) -> tuple[tuple[Assignment, ...], int, dict[str, nn.Parameter]]:
-        """What `restore` goes back to: the plan, the step, and the learnt parameters themselves."""
-        return self.plan, self.at_step, self.parameters
+    def state(self) -> State:
+        """What `restore` goes back to: the plan, the step, whether forced, and the learnt parameters themselves."""
+        return self.plan, self.at_step, self.force, self.parameters
 
-    def restore(self, state: tuple[tuple[Assignment, ...], int, dict[str, nn.Parameter]]) -> None:
+    def restore(self, state: State) -> None:
         """Goes back to an earlier state. Learnt parameters are the same objects again: an optimizer may hold them."""
-        plan, step, learnt = state
+        plan, step, self.force, learnt = state
         self.follow(plan, step)
         for full, parameter in learnt.items():
             path, _, name = full.rpartition(".")
-            self._module(path).register_parameter(name, parameter)
+            self._module_at[path].register_parameter(name, parameter)
 
     def follow(self, plan: tuple[Assignment, ...], step: int) -> None:
         """Follows a plan from a step on."""
@@ -129,17 +144,21 @@ class Wiring:
         """Fixed weights for a check, whatever the rules."""
         for index, weight in weights.items():
             self._weights[index] = weight
-        for path in self._paths():
+        for path in self._sites_at:
             self._write(path, {i: (w, Keep()) for i, w in weights.items()})
-        _fastpath.switch(self.model, {self._module(path) for path in self._paths()})
+        _fastpath.switch(self.model, {self._module_at[path] for path in self._sites_at})
 
     def undo(self) -> None:
         """Takes the wiring out: classes, attributes and outputs are the original's again."""
-        for path in self._paths():
-            self._unpatch(self._module(path))
+        if wiring_in(self.model) not in (None, self):
+            return  # a newer wiring holds the model
+        for path, module in self._module_at.items():
+            refuse_covered(module, path)
+        for module in self._module_at.values():
+            self._unpatch(module)
         _fastpath.switch(self.model, set())
         self._weights = [_KEPT for _ in self.sites]
-        self._rule_of = {}
+        self.plan, self._rule_of = (), {}
         vars(self.model).pop(WIRING, None)
 
     def to_dict(self) -> dict[str, Any]:
@@ -167,7 +186,7 @@ class Wiring:
             "",
             table(header, rows),
             "",
-            f"effective decay {decay:.3g}, {band(decay)}",
+            f"effective decay {decay:.3g}" + (f", {band(decay)}" if math.isfinite(decay) else ""),
         ]
         learnt = self.parameters
         if learnt:
@@ -193,14 +212,15 @@ class Wiring:
             values = {site.index: values.get(site.index, (_KEPT, Keep())) for site in self.sites}
         for index, (weight, _) in values.items():
             self._weights[index] = weight
-        for path in self._paths():
+        for path in self._sites_at:
             self._write(path, values)
-        _fastpath.switch(self.model, {self._module(path) for path in self._paths() if not self._is_plain(path)})
+        _fastpath.switch(self.model, {self._module_at[path] for path in self._sites_at if not self._is_plain(path)})
         vars(self.model)[WIRING] = self
 
     def _write(self, path: str, values: dict[int, tuple[Weight, Shortcut]]) -> None:
-        module, sites = self._module(path), self._at(path)
-        if self._is_plain(path) and not self.force:
+        module, sites = self._module_at[path], self._sites_at[path]
+        covered = is_bound(module) and PATCH not in vars(type(module))  # its class has to stay
+        if self._is_plain(path) and not self.force and not covered:
             self._unpatch(module)
             return
         if not is_bound(module):
@@ -214,7 +234,8 @@ class Wiring:
 
     def _store(self, module: nn.Module, site: Site, slot: int, which: str, value: float, rule: Shortcut) -> None:
         name = attribute(slot, which)
-        moving = isinstance(rule, Anneal) and self.at_step < rule.steps and _moves(rule, which)
+        # At 0 the addition goes, so 0 is always a number.
+        moving = isinstance(rule, Anneal) and self.at_step < rule.steps and value != 0 and self._moves(site, which)
         learnt = isinstance(rule, Learn) and which == "alpha"
         buffer = module._buffers.get(name)
         if moving and buffer is not None:
@@ -237,11 +258,12 @@ class Wiring:
         shape: tuple[int, ...] = ()
         if isinstance(rule, Learn) and rule.per == "channel":
             shape = (site.features,) + (1,) * (site.rank - 2 if site.axis == 1 else 0)
-        return torch.full(shape, value, dtype=like.dtype, device=like.device)
+        with torch.inference_mode(False):  # to be trained, or filled, later
+            return torch.full(shape, value, dtype=like.dtype, device=like.device)
 
     def _is_plain(self, path: str) -> bool:
         """Whether all weights of a module are fixed at 1."""
-        for site in self._at(path):
+        for site in self._sites_at[path]:
             rule = self._rule_of.get(site.index, Keep())
             moving = isinstance(rule, Anneal) and self.at_step < rule.steps
             if self._weights[site.index] != _KEPT or moving or rule.learnable:
@@ -259,35 +281,27 @@ class Wiring:
     def _now(self, site: Site, which: str) -> float:
         if not self._is_bound(site):
             return 1.0
-        value = getattr(self._module(site.path), attribute(self._slot(site), which))
+        value = getattr(self._module_at[site.path], attribute(self._slot_of[site.index], which))
         if not isinstance(value, Tensor):
             return float(value)
         return float(self._weights[site.index].alpha if value.device.type == "meta" else value.detach().double().mean())
 
+    def _moves(self, site: Site, which: str) -> bool:
+        """Whether an annealed weight differs between its ends: one that does not stays a number."""
+        plan = next(a for a in self.plan if site in a.sites)
+        first, last = plan.weights(0)[site.index], plan.weights(plan.rule.steps or 0)[site.index]
+        return bool(getattr(first, which) != getattr(last, which))
+
     def _is_bound(self, site: Site) -> bool:
-        return site.problem is None and is_bound(self._module(site.path))
+        return site.problem is None and is_bound(self._module_at[site.path])
 
-    def _module(self, path: str) -> nn.Module:
-        return self.model.get_submodule(path)
-
-    def _paths(self) -> list[str]:
-        return list(dict.fromkeys(site.path for site in self.sites if site.problem is None))
-
-    def _at(self, path: str) -> list[Site]:
-        return [site for site in self.sites if site.path == path and site.problem is None]
-
-    def _slot(self, site: Site) -> int:
-        return next((i for i, other in enumerate(self._at(site.path)) if other.index == site.index), -1)
+    def _refuse_stale(self) -> None:
+        if wiring_in(self.model) not in (None, self):
+            raise BadInput("this wiring was replaced by a newer one of the same model: use Wiring.of(model)")
 
 
 def _any(site: Site) -> bool:
     return True
-
-
-def _moves(rule: Anneal, which: str) -> bool:
-    """Whether a weight differs between the ends anywhere: one that does not stays a number."""
-    ends = (rule.first.weights(16), rule.last.weights(16))
-    return any(getattr(a, which) != getattr(b, which) for a, b in zip(*ends, strict=True))
 
 
 def _remove(module: nn.Module, name: str) -> None:
