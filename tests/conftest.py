@@ -11,6 +11,7 @@ from collections.abc import Iterator
 import hypothesis
 import pytest
 import torch
+from tests.tables import pytest_configure  # noqa: F401  (a hook: `make test-all` writes its tables into the docs)
 
 # The pytest workers share the cores, and the models are tiny: more threads only wait for each other.
 torch.set_num_threads(1)

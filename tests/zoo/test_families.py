@@ -270,7 +270,9 @@ def test_other_instances_and_the_classes_are_left_alone(family: Family) -> None:
     for cls in classes(other):
         attributes, names = PRISTINE[cls]
         assert dict(vars(cls)) == attributes
-        assert not [name for name in set(vars(sys.modules[cls.__module__])) - names if "unskip" in name]
+        new = set(vars(sys.modules[cls.__module__])) - names
+        # torch.compile, in an earlier test, leaves such names in the modules it compiles.
+        assert not [name for name in new if "unskip" in name and not name.startswith("__import_")]
 
 
 @each_family
