@@ -21,13 +21,16 @@ class Tables:
     """Gathers reports, also those of xdist's workers, and writes the page at the end."""
 
     def __init__(self) -> None:
+        from tests.zoo.families import FAMILIES
+
+        self.names = set(FAMILIES)
         self.families: dict[str, dict[str, bool]] = defaultdict(dict)
         self.timm: dict[str, tuple[dict[str, str], bool]] = {}
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.when != "call" and report.passed:
             return
-        found = re.match(r"tests/zoo/test_(\w+)\.py::test_(\w+)\[(\w+)", report.nodeid)
+        found = re.match(r"tests/zoo/test_(\w+)\.py::test_(\w+)\[(.+)\]", report.nodeid)
         if found is None:
             return
         file, test, case = found.groups()
@@ -35,7 +38,8 @@ class Tables:
             self.timm[case] = ({key: str(value) for key, value in report.user_properties}, report.passed)
         elif file == "families":
             name = test.replace("_", " ")
-            self.families[case][name] = self.families[case].get(name, True) and report.passed
+            for family in set(re.split(r"[-,]", case)) & self.names:  # a case may also name a rule or a mode
+                self.families[family][name] = self.families[family].get(name, True) and report.passed
 
     def pytest_sessionfinish(self) -> None:
         if not self.families or not self.timm:

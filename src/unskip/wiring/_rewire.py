@@ -40,8 +40,8 @@ def rewire(
     pairs = normalise(shortcut, where)
     if wiring is not None:
         plan = assign(pairs, wiring.sites)
-        wiring.force = force
-        wiring.begin(plan)
+        wiring._force = force
+        wiring._begin(plan)
         return wiring  # type: ignore[no-any-return]
     given = example_for(model, example)
     survey = look(model, given)
@@ -54,7 +54,7 @@ def rewire(
         wiring.verified = True
     _caution.left_alone([f"{u.path or '(model)'} ({u.source}): {u.reason}" for u in survey.unknown])
     try:
-        wiring.begin(plan)
+        wiring._begin(plan)
     except BaseException:
         wiring.undo()
         raise
@@ -67,7 +67,7 @@ def rewired(
 ) -> Iterator[Wiring]:
     """`rewire` for the length of a with statement; afterwards the model is as it was before, rewired or not."""
     before = wiring_in(model)
-    state = before.state() if before is not None else None
+    state = before._state() if before is not None else None
     wiring = rewire(model, shortcut, example, where, verify=verify)
     try:
         yield wiring
@@ -75,7 +75,7 @@ def rewired(
         if state is None:
             wiring.undo()
         else:
-            wiring.restore(state)
+            wiring._restore(state)
 
 
 def _nothing(model: nn.Module, survey: Survey) -> str:
@@ -107,7 +107,7 @@ def _check(wiring: Wiring, example: Example) -> None:
             break
         met |= oracle.met
         try:
-            wiring.probe(dict(zip([site.index for site in sites], weights, strict=True)))
+            wiring._probe(dict(zip([site.index for site in sites], weights, strict=True)))
             got = _verify.fingerprint(model, example, training)
         finally:
             wiring.undo()

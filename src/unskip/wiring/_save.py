@@ -89,7 +89,7 @@ def load(folder: str | os.PathLike[str], model: nn.Module | None = None) -> nn.M
     try:
         if wiring is not None:
             _check_paths(wiring, source)
-            wiring.follow(plan, step)
+            wiring._follow(plan, step)
         _fill(model, source)
     except BaseException:
         if wiring is not None:
@@ -229,7 +229,8 @@ def _wiring_record(wiring: Wiring | None) -> dict[str, Any] | None:
         "unknown": [asdict(unknown) for unknown in wiring.survey.unknown],
         "notes": list(wiring.survey.notes),
         "plan": [
-            {"rule": a.rule.to_dict(), "where": a.where, "sites": [site.index for site in a.sites]} for a in wiring.plan
+            {"rule": a.rule.to_dict(), "where": a.where, "sites": [site.index for site in a.sites]}
+            for a in wiring._plan
         ],
         "step": wiring.at_step,
         "alphas": wiring.alphas,

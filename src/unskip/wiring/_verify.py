@@ -1,4 +1,4 @@
-"""Checks a rewiring on the example, against an oracle that does not read source.
+"""Checks a rewiring on the example, against an oracle that does not rewrite source.
 
 The oracle runs the original model and, below it, replaces each residual addition by a * x + b * f as it is dispatched.
 The rewired model, with the same weights, must give the same output in every module. Every site gets weights of its own,

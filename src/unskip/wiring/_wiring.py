@@ -37,10 +37,10 @@ class Wiring:
     def __init__(self, model: nn.Module, survey: Survey, force: bool = False) -> None:
         self.model = model
         self.survey = survey
-        self.force = force
+        self._force = force
         self.verified = False
         self.at_step = 0
-        self.plan: tuple[Assignment, ...] = ()
+        self._plan: tuple[Assignment, ...] = ()
         self._rule_of: dict[int, Shortcut] = {}
         self._weights = [_KEPT for _ in survey.sites]  # of learnt sites: where they began
         # The modules themselves, not their paths: a block may be wrapped in place after it was rewired.
@@ -100,17 +100,17 @@ class Wiring:
     def set(self, rules: Rules, where: Where = None) -> None:
         """Puts other rules in place of the present ones. Without `where`, one rule governs the sites governed now."""
         pairs = normalise(rules, where)
-        if where is None and not isinstance(rules, Mapping) and len(self.plan) == 1:
-            self.begin(assign(((_any, pairs[0][1]),), self.plan[0].sites))
+        if where is None and not isinstance(rules, Mapping) and len(self._plan) == 1:
+            self._begin(assign(((_any, pairs[0][1]),), self._plan[0].sites))
         else:
-            self.begin(assign(pairs, self.sites))
+            self._begin(assign(pairs, self.sites))
 
-    def begin(self, plan: tuple[Assignment, ...]) -> None:
+    def _begin(self, plan: tuple[Assignment, ...]) -> None:
         """Follows a plan from its first step, after a word of caution about what it cuts."""
         self._refuse_stale()
         last = {index: weight for a in plan for index, weight in a.weights(a.rule.steps or 0).items()}
         _caution.before_cut(self.model, [site for site in self.sites if last.get(site.index, _KEPT).alpha == 0])
-        self.follow(plan, 0)
+        self._follow(plan, 0)
 
     def step(self, step: int) -> None:
         """Moves annealed weights to where they are at a training step. Cheap, and free where nothing is annealed."""
@@ -118,29 +118,29 @@ class Wiring:
             raise BadInput(f"step must be a whole number, got {step!r}")
         self._refuse_stale()
         self.at_step = int(step)
-        moving = [a for a in self.plan if isinstance(a.rule, Anneal)]
+        moving = [a for a in self._plan if isinstance(a.rule, Anneal)]
         if moving:
             self._apply(moving, fresh=False)
 
-    def state(self) -> State:
-        """What `restore` goes back to: the plan, the step, whether forced, and the learnt parameters themselves."""
-        return self.plan, self.at_step, self.force, self.parameters
+    def _state(self) -> State:
+        """What `_restore` goes back to: the plan, the step, whether forced, and the learnt parameters themselves."""
+        return self._plan, self.at_step, self._force, self.parameters
 
-    def restore(self, state: State) -> None:
+    def _restore(self, state: State) -> None:
         """Goes back to an earlier state. Learnt parameters are the same objects again: an optimizer may hold them."""
-        plan, step, self.force, learnt = state
-        self.follow(plan, step)
+        plan, step, self._force, learnt = state
+        self._follow(plan, step)
         for full, parameter in learnt.items():
             path, _, name = full.rpartition(".")
             self._module_at[path].register_parameter(name, parameter)
 
-    def follow(self, plan: tuple[Assignment, ...], step: int) -> None:
+    def _follow(self, plan: tuple[Assignment, ...], step: int) -> None:
         """Follows a plan from a step on."""
-        self.plan, self.at_step = plan, step
+        self._plan, self.at_step = plan, step
         self._rule_of = {site.index: a.rule for a in plan for site in a.sites}
         self._apply(plan, fresh=True)
 
-    def probe(self, weights: dict[int, Weight]) -> None:
+    def _probe(self, weights: dict[int, Weight]) -> None:
         """Fixed weights for a check, whatever the rules."""
         for index, weight in weights.items():
             self._weights[index] = weight
@@ -158,13 +158,13 @@ class Wiring:
             self._unpatch(module)
         _fastpath.switch(self.model, set())
         self._weights = [_KEPT for _ in self.sites]
-        self.plan, self._rule_of = (), {}
+        self._plan, self._rule_of = (), {}
         vars(self.model).pop(WIRING, None)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON: the rules where they have a text, and every site's weights now."""
         return {
-            "rules": [{"where": a.where, "rule": str(a.rule)} for a in self.plan],
+            "rules": [{"where": a.where, "rule": str(a.rule)} for a in self._plan],
             "step": self.at_step,
             "effective_decay": self.effective_decay,
             "verified": self.verified,
@@ -197,7 +197,7 @@ class Wiring:
         return "\n".join(lines)
 
     def __repr__(self) -> str:
-        rules = ", ".join(str(a.rule) for a in self.plan)
+        rules = ", ".join(str(a.rule) for a in self._plan)
         return f"<Wiring of {type(self.model).__name__}: {rules}; {len(self._rule_of)} of {len(self.sites)} sites>"
 
     def _says(self, site: Site) -> str:
@@ -220,7 +220,7 @@ class Wiring:
     def _write(self, path: str, values: dict[int, tuple[Weight, Shortcut]]) -> None:
         module, sites = self._module_at[path], self._sites_at[path]
         covered = is_bound(module) and PATCH not in vars(type(module))  # its class has to stay
-        if self._is_plain(path) and not self.force and not covered:
+        if self._is_plain(path) and not self._force and not covered:
             self._unpatch(module)
             return
         if not is_bound(module):
@@ -288,7 +288,7 @@ class Wiring:
 
     def _moves(self, site: Site, which: str) -> bool:
         """Whether an annealed weight differs between its ends: one that does not stays a number."""
-        plan = next(a for a in self.plan if site in a.sites)
+        plan = next(a for a in self._plan if site in a.sites)
         first, last = plan.weights(0)[site.index], plan.weights(plan.rule.steps or 0)[site.index]
         return bool(getattr(first, which) != getattr(last, which))
 
