@@ -8,7 +8,6 @@ Whatever is wrong with the text, or with what it names, is a `BadInput` of one l
 from __future__ import annotations
 
 import contextlib
-import difflib
 import hashlib
 import importlib
 import importlib.util
@@ -21,7 +20,7 @@ import sys
 import traceback
 import urllib.parse
 import urllib.request
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -29,6 +28,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from unskip._words import nearest
 from unskip.errors import BadInput, UnskipError
 
 FORMS = "timm:NAME, torchvision:NAME, hf:NAME-or-FOLDER, diffusers:FOLDER or file.py:FUNCTION"
@@ -91,7 +91,7 @@ def _maker(spec: str) -> _Maker:
         return _from_file
     if Path(spec).is_dir():
         raise BadInput(f"{spec} is a folder, and does not say of what; write {FORMS}")
-    raise BadInput(f"{spec!r} is not a model{_nearest(head, makers) if colon else _library_of(spec)}; write {FORMS}")
+    raise BadInput(f"{spec!r} is not a model{nearest(head, makers) if colon else _library_of(spec)}; write {FORMS}")
 
 
 # --- Libraries --------------------------------------------------------------------------------------------------------
@@ -101,7 +101,7 @@ def _from_timm(name: str, pretrained: bool, **kwargs: Any) -> nn.Module:
     timm = _library("timm", "timm")
     base = name.partition(".")[0]  # what follows the dot is a tag of pretrained weights
     if not timm.is_model(base):
-        raise BadInput(f"timm has no model of this name{_nearest(base, timm.list_models())}")
+        raise BadInput(f"timm has no model of this name{nearest(base, timm.list_models())}")
     with _hub(needed=pretrained):
         return _module(timm.create_model(name, pretrained=pretrained, **kwargs))
 
@@ -109,7 +109,7 @@ def _from_timm(name: str, pretrained: bool, **kwargs: Any) -> nn.Module:
 def _from_torchvision(name: str, pretrained: bool, **kwargs: Any) -> nn.Module:
     models = _library("torchvision", "torchvision").models
     if name not in models.list_models():
-        raise BadInput(f"torchvision has no model of this name{_nearest(name, models.list_models())}")
+        raise BadInput(f"torchvision has no model of this name{nearest(name, models.list_models())}")
     options = {"weights": "DEFAULT" if pretrained else None}
     if "weights_backbone" in inspect.signature(models.get_model_builder(name)).parameters:
         options["weights_backbone"] = None  # the default would be downloaded
@@ -224,7 +224,7 @@ def _from_file(spec: str, pretrained: bool, **kwargs: Any) -> nn.Module:
                 for n, value in vars(module).items()
                 if inspect.isfunction(value) and value.__module__ == module.__name__
             ]
-            raise BadInput(f"the file has no {function!r}{_nearest(function, names)}{_all(names)}")
+            raise BadInput(f"the file has no {function!r}{nearest(function, names)}{_all(names)}")
         if isinstance(make, nn.Module) or not callable(make):
             raise BadInput(f"{function} is of type {type(make).__name__}; name a function that returns the model")
         return _module(_run(file, f"{function}()", lambda: make(**kwargs)))
@@ -295,11 +295,6 @@ def _module(value: object) -> nn.Module:
     if not isinstance(value, nn.Module):
         raise BadInput(f"it gives something of type {type(value).__name__}, not a torch.nn.Module")
     return value
-
-
-def _nearest(word: str, names: Iterable[str]) -> str:
-    close = difflib.get_close_matches(word, list(names))
-    return f"; nearest: {', '.join(close)}" if close else ""
 
 
 def _all(names: list[str]) -> str:

@@ -6,16 +6,10 @@ import math
 import reprlib
 import sys
 from collections.abc import Iterable
-from difflib import get_close_matches
 from numbers import Integral, Real
 
+from unskip._words import nearest
 from unskip.errors import BadInput
-
-
-def nearest(word: str, names: Iterable[str]) -> str:
-    """The end of a message: the names that a misspelt word comes near to."""
-    close = get_close_matches(word.lower(), list(names))
-    return f"; nearest: {', '.join(close)}" if close else ""
 
 
 def number(who: str, name: str, value: object, *, high: float = sys.float_info.max, zero: bool = True) -> float:

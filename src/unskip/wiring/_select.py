@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import get_args
 
+from unskip._words import nearest
 from unskip.anatomy._describe import Kind
 from unskip.anatomy.sites import Site
 from unskip.errors import BadInput, RewireError
@@ -46,9 +46,9 @@ def _selector(where: object) -> Where:
         or (callable(where) and not isinstance(where, type))
     ):
         return where
-    near = difflib.get_close_matches(str(where), kinds, 1)
-    hint = f" (did you mean {near[0]!r}?)" if near else ""
-    raise BadInput(f"where is {where!r}{hint}; it can be one of {', '.join(kinds)}, or a function of a Site")
+    raise BadInput(
+        f"where is {where!r}{nearest(str(where), kinds)}; it can be one of {', '.join(kinds)}, or a function of a Site"
+    )
 
 
 def picks(where: Where, site: Site) -> bool:

@@ -22,8 +22,9 @@ from dataclasses import KW_ONLY, MISSING, dataclass, field, fields
 from functools import lru_cache
 from typing import Any, ClassVar, Literal, NamedTuple, NoReturn, get_args
 
+from unskip._words import nearest
 from unskip.errors import BadInput
-from unskip.wiring._checks import choice, counts, nearest, number, whole
+from unskip.wiring._checks import choice, counts, number, whole
 
 Shape = Literal["linear", "cosine", "geometric"]
 Ease = Literal["linear", "cosine"]

@@ -1,0 +1,12 @@
+"""Words for messages."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from difflib import get_close_matches
+
+
+def nearest(word: str, names: Iterable[str]) -> str:
+    """The end of a message: the names that a misspelt word comes near to."""
+    close = get_close_matches(word.lower(), list(names))
+    return f"; nearest: {', '.join(close)}" if close else ""
