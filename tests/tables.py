@@ -21,6 +21,7 @@ class Tables:
     """Gathers reports, also those of xdist's workers, and writes the page at the end."""
 
     def __init__(self) -> None:
+        from tests.zoo import more  # noqa: F401  (adds its families)
         from tests.zoo.families import FAMILIES
 
         self.names = set(FAMILIES)
