@@ -1,5 +1,5 @@
-"""Families without a reference written out by hand: what the audit must find, that rewiring verifies, moves the output,
-and that undo restores it bit for bit.
+"""Families without a reference written out by hand: that the audit's answer stays, that rewiring verifies and moves the
+output, and that undo restores it bit for bit.
 """
 
 from __future__ import annotations
@@ -72,14 +72,14 @@ def diffusers_flux() -> nn.Module:
     )
 
 
-# Kinds read off the libraries' sources: a P marks a projected shortcut.
+# Recorded from the audit's own answers: they guard against change and are no independent expectation, unlike those of
+# families.py and more.py, which were written from the sources. A P marks a projected shortcut.
 FURTHER: list[tuple[Callable[[], nn.Module], Any, dict[str, int]]] = [
     (torchvision_convnext, IMAGES, {"conv": 3}),
     (torchvision_swin, IMAGES, {"attention": 4, "mlp": 4}),
     (torchvision_resnet, IMAGES, {"conv": 2, "conv P": 3}),
     (timm_mobilenetv2, IMAGES, {"conv": 10}),
     (hf_clip, None, {"attention": 4, "mlp": 4}),
-    # Each UNet has a residual block per level and side, two and an attention in the middle; the processor adds.
     (diffusers_unet, None, {"conv": 3, "conv P": 5, "attention": 4}),
     (diffusers_flux, None, {"attention": 2, "mlp": 2, "parallel": 1}),
 ]
