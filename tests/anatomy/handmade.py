@@ -493,6 +493,15 @@ class WritesIntoTheSum(nn.Module):
         return x, branch
 
 
+class BroadcastBranch(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.f = mlp()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.f(x.mean(1, keepdim=True))
+
+
 class OptionalBranch(nn.Module):
     def __init__(self) -> None:
         super().__init__()

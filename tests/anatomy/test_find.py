@@ -104,6 +104,7 @@ def test_a_side_input_at_every_layer_is_not_a_stream() -> None:
     [
         (h.Subtraction, "minus sign"),
         (h.Highway, "weighed by the data"),
+        (h.BroadcastBranch, "broadcasts over the stream"),
         (h.TrainingFused, "torch.lerp"),
         (h.Recurrent, "2 of its 3 runs"),
     ],

@@ -82,8 +82,11 @@ class _Search:
         left, right = node.parents[0], node.parents[1]
         same = self.nodes[left].shape == self.nodes[right].shape == node.shape and len(node.shape) > 0
         if node.op in _ops.ADD and node.plain:
-            if same and node.floating and not self._is_logits(node):
-                self._add(node, left, right)
+            if node.floating and not self._is_logits(node):
+                if same:
+                    self._add(node, left, right)
+                else:
+                    self._broadcast(node, left, right)
         elif node.floating and not self._is_logits(node):
             self._fused(node)
 
@@ -209,6 +212,17 @@ class _Search:
                     if self.nodes[consumer].op in _ops.IDENTITY | {"native_dropout", "mul", "masked_fill", "where"}:
                         frontier.append(consumer)
         return reached
+
+    def _broadcast(self, node: Node, left: int, right: int) -> None:
+        """x + f(x) with a branch of fewer elements, which is added to many positions at once: reported, not weighed."""
+        for s, f in ((left, right), (right, left)):
+            if self.nodes[s].shape != node.shape:
+                continue
+            for root, _ in climb(self.nodes, s, scaled_by_weights=True):
+                path = between(self.nodes, root, f) if root in self.nodes[f] and not self.nodes[root].fixed else []
+                if any(_ops.is_transform(n.op) for n in path):
+                    self.doubts.append(Doubt(node, "a residual whose branch broadcasts over the stream"))
+                    return
 
     def _gated(self, node: Node, left: int, right: int) -> None:
         """(1 - t) * x + t * f(x): the stream is weighed by the data, as in a highway network or a GRU."""
