@@ -16,8 +16,8 @@ from torch.utils._pytree import tree_map
 
 from unskip.errors import BadInput
 
-_BATCH = 2
-_TOKENS = 8
+BATCH = 2
+TOKENS = 8
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ def example_for(model: nn.Module, example: object = None) -> Example:
     """The given example, or one inferred from the model. Raises BadInput where the model does not say what it takes."""
     if example is not None:
         return Example.of(example)
-    maker = _Maker(model)
+    maker = Maker(model)
     found = maker.torch_nn() or maker.timm() or maker.diffusers() or maker.transformers() or maker.torchvision()
     if found is None:
         raise BadInput(
@@ -75,7 +75,7 @@ def example_for(model: nn.Module, example: object = None) -> Example:
     return found
 
 
-class _Maker:
+class Maker:
     """Makes small inputs of the model's dtype and device, the same ones every time."""
 
     def __init__(self, model: nn.Module) -> None:
@@ -94,7 +94,7 @@ class _Maker:
 
     def image(self, channels: int, size: object) -> Tensor:
         height, width = size if isinstance(size, list | tuple) else (size, size)
-        return self.normal(_BATCH, channels, int(height), int(width))
+        return self.normal(BATCH, channels, int(height), int(width))
 
     def torch_nn(self) -> Example | None:
         model = self.model
@@ -109,7 +109,7 @@ class _Maker:
     def _layer(self, layer: nn.Module, both: bool) -> Example:
         width = layer.self_attn.embed_dim  # type: ignore[union-attr]
         # With the same count of tokens and rows the layout (batch first or not) does not matter.
-        return Example(tuple(self.normal(_TOKENS, _TOKENS, int(width)) for _ in range(1 + both)))  # type: ignore[arg-type]
+        return Example(tuple(self.normal(TOKENS, TOKENS, int(width)) for _ in range(1 + both)))  # type: ignore[arg-type]
 
     def timm(self) -> Example | None:
         config: Any = getattr(self.model, "pretrained_cfg", None) or getattr(self.model, "default_cfg", None)
@@ -143,41 +143,31 @@ class _Maker:
             return None
         arguments: dict[str, Any] = {
             "sample" if "sample" in takes else "hidden_states": self.image(config.in_channels, size),
-            "timestep": torch.ones(_BATCH, dtype=torch.long, device=self.device),
+            "timestep": torch.ones(BATCH, dtype=torch.long, device=self.device),
         }
         if "class_labels" in takes and getattr(config, "num_embeds_ada_norm", None):
-            arguments["class_labels"] = self.ids(config.num_embeds_ada_norm, _BATCH)
+            arguments["class_labels"] = self.ids(config.num_embeds_ada_norm, BATCH)
         if "encoder_hidden_states" in takes and isinstance(width, int):
-            arguments["encoder_hidden_states"] = self.normal(_BATCH, _TOKENS, width)
+            arguments["encoder_hidden_states"] = self.normal(BATCH, TOKENS, width)
         if "pooled_projections" in takes and hasattr(config, "pooled_projection_dim"):
-            arguments["pooled_projections"] = self.normal(_BATCH, config.pooled_projection_dim)
+            arguments["pooled_projections"] = self.normal(BATCH, config.pooled_projection_dim)
         return Example((), {key: value for key, value in arguments.items() if key in takes})
 
     def _flux(self, config: Any) -> Example:
         arguments = {
-            "hidden_states": self.normal(_BATCH, _TOKENS, config.in_channels),
-            "encoder_hidden_states": self.normal(_BATCH, _TOKENS, config.joint_attention_dim),
-            "pooled_projections": self.normal(_BATCH, config.pooled_projection_dim),
-            "timestep": torch.ones(_BATCH, device=self.device, dtype=self.dtype),
-            "img_ids": torch.zeros(_TOKENS, 3, device=self.device, dtype=self.dtype),
-            "txt_ids": torch.zeros(_TOKENS, 3, device=self.device, dtype=self.dtype),
+            "hidden_states": self.normal(BATCH, TOKENS, config.in_channels),
+            "encoder_hidden_states": self.normal(BATCH, TOKENS, config.joint_attention_dim),
+            "pooled_projections": self.normal(BATCH, config.pooled_projection_dim),
+            "timestep": torch.ones(BATCH, device=self.device, dtype=self.dtype),
+            "img_ids": torch.zeros(TOKENS, 3, device=self.device, dtype=self.dtype),
+            "txt_ids": torch.zeros(TOKENS, 3, device=self.device, dtype=self.dtype),
         }
         if getattr(config, "guidance_embeds", False):
-            arguments["guidance"] = torch.ones(_BATCH, device=self.device, dtype=self.dtype)
+            arguments["guidance"] = torch.ones(BATCH, device=self.device, dtype=self.dtype)
         return Example((), arguments)
 
     def transformers(self) -> Example | None:
-        config: Any = getattr(self.model, "config", None)
-        if not hasattr(config, "model_type") or not hasattr(self.model, "main_input_name"):
-            return None
-        takes = inspect.signature(self.model.forward).parameters
-        text, vision = getattr(config, "text_config", config), getattr(config, "vision_config", config)
-        arguments: dict[str, Any] = {}
-        if "pixel_values" in takes:  # convolutional models take any size and name none
-            size = getattr(vision, "image_size", 64)
-            arguments["pixel_values"] = self.image(getattr(vision, "num_channels", 3), size)
-        if "input_ids" in takes and hasattr(text, "vocab_size"):
-            arguments["input_ids"] = self.ids(text.vocab_size, _BATCH, _TOKENS)
-        if "decoder_input_ids" in takes and getattr(config, "is_encoder_decoder", False):
-            arguments["decoder_input_ids"] = self.ids(text.vocab_size, _BATCH, _TOKENS)
+        from unskip.anatomy._inputs import transformers_inputs
+
+        arguments = transformers_inputs(self)
         return Example((), arguments) if arguments else None

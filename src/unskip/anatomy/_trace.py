@@ -7,16 +7,13 @@ tensors are known by identity.
 
 from __future__ import annotations
 
-import contextlib
 import math
-import random
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from types import CodeType, FrameType
 from typing import Any
 
-import numpy
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -24,6 +21,7 @@ from torch.utils._pytree import tree_leaves
 
 from unskip.anatomy import _ops
 from unskip.anatomy._example import Example
+from unskip.anatomy._quiet import quiet
 
 _CALL = nn.Module._call_impl.__code__
 # Frames of the machinery between a Python expression and its dispatch.
@@ -256,34 +254,6 @@ def calls() -> Iterator[Call]:
         if not inside:
             yield Call(frame, frame.f_lasti)
         frame = frame.f_back
-
-
-@contextlib.contextmanager
-def quiet(model: nn.Module, training: bool) -> Iterator[None]:
-    """The model in one mode, without gradients or fused attention; modes, buffers and random state are put back."""
-    modes = {module: module.training for module in model.modules()}
-    buffers = [(m, name, b, None if b is None else b.clone()) for m in modes for name, b in m._buffers.items()]
-    devices = {tensor.device for tensor in model.parameters() if tensor.device.type == "cuda"}
-    fast = torch.backends.mha.get_fastpath_enabled()
-    python, array = random.getstate(), numpy.random.get_state()  # noqa: NPY002  (what a user's forward may draw from)
-    try:
-        torch.backends.mha.set_fastpath_enabled(False)
-        model.train(training)
-        with torch.no_grad(), torch.random.fork_rng(list(devices)):
-            torch.manual_seed(0)
-            yield
-    finally:
-        torch.backends.mha.set_fastpath_enabled(fast)
-        random.setstate(python)
-        numpy.random.set_state(array)  # noqa: NPY002
-        model.train(modes[model])  # whatever a train() of the model's own does besides
-        for module, mode in modes.items():
-            module.training = mode
-        with torch.no_grad():
-            for module, name, buffer, value in buffers:
-                module._buffers[name] = buffer
-                if buffer is not None and value is not None:
-                    buffer.data = value
 
 
 def record(model: nn.Module, example: Example, training: bool) -> Graph:

@@ -21,7 +21,8 @@ from torch.utils._pytree import tree_leaves
 from unskip.anatomy import _ops
 from unskip.anatomy._example import Example
 from unskip.anatomy._locate import Hop, Place, Unreachable, locate
-from unskip.anatomy._trace import calls, quiet
+from unskip.anatomy._quiet import quiet
+from unskip.anatomy._trace import calls
 from unskip.anatomy.sites import Site
 from unskip.wiring.shortcuts import Weight
 
