@@ -14,7 +14,9 @@ from unskip.anatomy._trace import Graph, Node
 Kind = Literal["attention", "mlp", "parallel", "conv", "other"]
 Norm = Literal["pre", "post", "out", "sandwich", "inner", "none"]
 
-_EXPERTS = re.compile(r"moe|expert|router", re.IGNORECASE)
+# By what they do: a model's name, such as TinyMoeAttention, says nothing of its modules.
+_EXPERTS = re.compile(r"expert|router|sparse_?(moe|mlp)|moe_?(block|layer|mlp|ffn)?$", re.IGNORECASE)
+_ATTENTION = re.compile(r"attention|attn", re.IGNORECASE)
 _FEED_FORWARD = re.compile(r"mlp|ffn|feed_?forward", re.IGNORECASE)
 
 
@@ -22,7 +24,7 @@ def kind_of(graph: Graph, path: list[Node]) -> Kind:
     """What the branch is made of, by its operators; names decide only where the operators leave two readings."""
     cores = [node for node in path if _is_attention_core(graph, path, node)]
     if cores:
-        return "parallel" if _has_mlp_beside(path, cores) else "attention"
+        return "parallel" if _has_mlp_beside(graph, path, cores) else "attention"
     spatial = [node for node in path if _ops.is_convolution(node.op) and _is_spatial(graph, node)]
     if spatial and not all(any(_FEED_FORWARD.search(type(m).__name__) for m in node.owners) for node in spatial):
         return "conv"
@@ -36,9 +38,24 @@ def _is_attention_core(graph: Graph, path: list[Node], node: Node) -> bool:
     """
     if _ops.is_attention(node.op):
         return True
-    if not is_product(graph.nodes, node) or any(_EXPERTS.search(type(m).__name__) for m in node.owners[:2]):
+    if not _multiplies(graph, path, node) or _in_experts(node):
         return False
-    return any(n.index in node for n in path if n is not node and (_ops.is_softmax(n.op) or is_product(graph.nodes, n)))
+    return any(
+        n.index in node for n in path if n is not node and (_ops.is_softmax(n.op) or _multiplies(graph, path, n))
+    )
+
+
+def _in_experts(node: Node) -> bool:
+    """Whether a product gathers what experts made, by the names of the two innermost modules."""
+    names = [type(owner).__name__ for owner in node.owners[:2]]
+    return not _ATTENTION.search(names[0] if names else "") and any(_EXPERTS.search(name) for name in names)
+
+
+def _multiplies(graph: Graph, path: list[Node], node: Node) -> bool:
+    """A product of two tensors of the branch, also where these are made from learnt queries and not from the input."""
+    if is_product(graph.nodes, node):
+        return True
+    return _ops.is_matmul(node.op) and {graph.nodes[p] for p in node.parents[-2:]} <= set(path)
 
 
 def _is_spatial(graph: Graph, node: Node) -> bool:
@@ -50,8 +67,9 @@ def _is_spatial(graph: Graph, node: Node) -> bool:
     )
 
 
-def _has_mlp_beside(path: list[Node], cores: list[Node]) -> bool:
-    """An activation that neither feeds nor follows the attention and joins it by a sum or a concatenation.
+def _has_mlp_beside(graph: Graph, path: list[Node], cores: list[Node]) -> bool:
+    """An activation that neither feeds nor follows the attention and joins it, by a concatenation or, with a weight in
+    between, by a sum.
 
     One that joins it by a product is a gate on the attention, not an MLP.
     """
@@ -62,9 +80,22 @@ def _has_mlp_beside(path: list[Node], cores: list[Node]) -> bool:
         if not beside:
             continue
         joined = next((n for n in path if node.index in n and any(core.index in n for core in cores)), None)
-        if joined is not None and joined.op in {"add", "cat", "stack", "sum"}:
+        if joined is None:
+            continue
+        if joined.op == "cat":
+            return True
+        between = [n for n in path if node.index in n and n.index in joined and n is not joined]
+        if joined.op in {"add", "stack", "sum"} and any(_has_weight(graph, n) for n in between):
             return True
     return False
+
+
+def _has_weight(graph: Graph, node: Node) -> bool:
+    """A product with a weight: a state that starts at zero is none."""
+    if not _ops.is_matmul(node.op):
+        return False
+    fixed = [graph.nodes[parent] for parent in node.parents if graph.nodes[parent].fixed]
+    return any(graph.nodes[i].op == "weight" for end in fixed for i in range(end.index + 1) if i in end)
 
 
 def norm_of(graph: Graph, readers: list[list[int]], finding: Finding, path: list[Node], module: nn.Module) -> Norm:
