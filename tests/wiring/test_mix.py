@@ -95,3 +95,18 @@ def test_an_annealed_weight_is_a_number_in_eager_mode_and_a_tensor_in_a_graph() 
     assert torch.allclose(compiled(stream, branch), expected)
     alpha.fill_(0.25)  # the graph reads the tensor
     assert torch.allclose(compiled(stream, branch), 0.25 * stream + branch)
+
+
+@pytest.mark.parametrize("alpha", [0.0, 0.5, 1.0, torch.tensor(0.5)], ids=str)
+@pytest.mark.parametrize("beta", [0.5, 1.0, torch.tensor(0.5)], ids=str)
+def test_the_sum_lies_in_memory_as_that_of_the_operands(alpha: float, beta: float) -> None:
+    """A model may take a view of the sum that only the layout of its left operand allows."""
+    plain, turned = torch.randn(2, 3, 4), torch.randn(2, 4, 3).transpose(1, 2)
+    for stream, branch in ((plain, turned), (turned, plain)):
+        expected = alpha * stream + beta * branch
+        left = mix(stream, branch, alpha, beta)
+        right = mix(stream, branch, alpha, beta, left="branch")
+        assert left.stride() == (stream + branch).stride()
+        assert right.stride() == (branch + stream).stride()
+        assert torch.allclose(left, expected)
+        assert torch.allclose(right, expected)

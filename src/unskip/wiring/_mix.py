@@ -21,12 +21,14 @@ def mix(
     beta: Number,
     into: Literal["stream", "branch"] | None = None,
     fresh: bool = False,
+    left: Literal["stream", "branch"] = "stream",
 ) -> Tensor:
     """alpha * stream + beta * branch.
 
     `into` names the operand that an in-place addition wrote to, and that is written again. At alpha = 0 the stream is
     not read: nothing in it, NaN included, reaches the result, which then is the branch itself unless a `fresh` tensor
-    is asked for, because the model writes into the sum.
+    is asked for, because the model writes into the sum. `left` names the left operand of the addition: the sum lies in
+    memory as that one does, and a view that the model takes of it later may rely on that.
     """
     if not isinstance(branch, Tensor):  # an optional branch that is the number 0
         branch = torch.full_like(stream, branch)
@@ -41,6 +43,8 @@ def mix(
         if isinstance(alpha, Tensor):
             return branch.addcmul_(stream, alpha.to(stream.dtype))
         return branch if alpha == 0 else branch.add_(stream, alpha=alpha)
+    if not _lie_alike(stream, branch):
+        return _laid_out(stream, branch, alpha, beta, left)
     if isinstance(alpha, Tensor):
         # Cast, or autocast would widen the whole stream to the weight's dtype.
         return torch.addcmul(_scaled(branch, beta), stream, alpha.to(stream.dtype))
@@ -54,6 +58,22 @@ def mix(
     return torch.add(_scaled(branch, beta), stream, alpha=alpha)
 
 
+def _lie_alike(stream: Tensor, branch: Tensor) -> bool:
+    if stream.shape != branch.shape or stream.stride() == branch.stride():
+        return True
+    return stream.is_contiguous() and branch.is_contiguous()
+
+
+def _laid_out(stream: Tensor, branch: Tensor, alpha: Number, beta: Number, left: str) -> Tensor:
+    """The sum in the order of its operands, whose first one says how it lies in memory."""
+    if not isinstance(alpha, Tensor) and alpha == 0:
+        like = stream if left == "stream" else branch
+        dtype = torch.promote_types(stream.dtype, branch.dtype)
+        return torch.empty_like(like, dtype=dtype).copy_(_scaled(branch, beta))
+    first, second = _scaled(stream, alpha), _scaled(branch, beta)
+    return torch.add(first, second) if left == "stream" else torch.add(second, first)
+
+
 def _value(weight: Number, stream: Tensor) -> Number:
     """An annealed weight as the number it holds, which takes fewer kernels. Where kernels are recorded it stays a
     tensor.
@@ -65,10 +85,10 @@ def _value(weight: Number, stream: Tensor) -> Number:
     return getattr(weight, NUMBER, weight)
 
 
-def _scaled(branch: Tensor, beta: Number) -> Tensor:
-    if isinstance(beta, Tensor):
-        return branch * beta.to(branch.dtype)
-    return branch if beta == 1 else branch * beta
+def _scaled(tensor: Tensor, weight: Number) -> Tensor:
+    if isinstance(weight, Tensor):
+        return tensor * weight.to(tensor.dtype)
+    return tensor if weight == 1 else tensor * weight
 
 
 def _is(weight: Number, value: float) -> bool:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import ast
 import copy
+import inspect
 import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -135,8 +136,12 @@ def _rewrap(function: FunctionType, old: FunctionType, new: FunctionType) -> Fun
     cells = []
     for cell in function.__closure__ or ():
         content = cell.cell_contents if cell != CellType() else None
-        holds = isinstance(content, FunctionType) and any(layer is old for layer in layers(content))
-        cells.append(CellType(_rewrap(content, old, new)) if holds else cell)  # type: ignore[arg-type]
+        if isinstance(content, FunctionType) and any(layer is old for layer in layers(content)):
+            cells.append(CellType(_rewrap(content, old, new)))
+        elif isinstance(content, tuple) and content == tuple(inspect.signature(old).parameters):
+            cells.append(CellType((*content, WEIGHTS)))  # a wrapper passes on the arguments that it knows by name
+        else:
+            cells.append(cell)
     wrapper = _function(function, function.__code__, tuple(cells))
     if getattr(function, "__wrapped__", None) is old:
         wrapper.__wrapped__ = new  # type: ignore[attr-defined]
@@ -276,6 +281,8 @@ class _Addition:
             keywords.append(ast.keyword("into", ast.Constant(names[0])))
         elif self.edit.fresh:
             keywords.append(ast.keyword("fresh", ast.Constant(True)))
+        if names[0] == "branch":
+            keywords.append(ast.keyword("left", ast.Constant("branch")))
         return ast.Call(ast.Name(MIX, ast.Load()), [], keywords)
 
 
