@@ -1,0 +1,141 @@
+"""The basis that SOAP works in: eigenvectors of the gradient statistics, followed by one power iteration at a time.
+
+The first basis is an eigendecomposition. A refresh takes one step of orthogonal iteration on the statistics L,
+
+    Q  <-  QR(L Q),    the columns of Q sorted first by their Rayleigh quotients q_i' L q_i
+
+A basis is stored transposed, a vector in each row, and statistics of equal size are worked on together: (rows, n, n).
+
+QR is where the time goes on a GPU: Householder reflections work through a matrix column by column. Here it is
+Gram-Schmidt over panels of vectors, each panel closed by a Cholesky factorisation of its Gram matrix: batched matrix
+products in float64. Float64 makes one pass enough: Gram-Schmidt loses orthogonality with the condition of L Q, about
+1e6 at worst in float32 data, and Cholesky with its square.
+
+Q with another sign in a column is as good: Adam's denominator squares it away, and the first moment follows the basis.
+L may be singular, and is for a tall gradient. Then L Q has columns of nothing but rounding, which Cholesky cannot
+factor. So the iteration runs on L + shift * I there, which has the same eigenvectors, and leaves those vectors where
+they are. Where float64 is slow, and on the CPU, QR is torch's own, without a shift.
+
+SOAP: Vyas et al., "SOAP: Improving and Stabilizing Shampoo using Adam" (arXiv 2409.11321). Cholesky QR: Yamamoto et
+al., "Roundoff error analysis of the CholeskyQR2 algorithm" (2015).
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from unskip.optim._precision import exact_product
+
+PANEL = 256  # vectors a panel: Cholesky's own cost grows with it, the number of steps in sequence falls
+SHIFT = 0.5  # roundings of L: less, and ill-conditioned bases lose orthogonality; more, and small eigenvalues are lost
+LEAST = 32  # triangles up to this size are inverted directly
+HELD = 1e-3  # a refresh whose vectors are less orthogonal than this is put off
+FAST_FLOAT64 = {(8, 0), (9, 0), (10, 0)}  # compute capabilities whose float64 products are as fast as float32's
+
+
+class Refreshed(NamedTuple):
+    basis: Tensor  # (rows, n, n), a vector in each row
+    order: Tensor  # (rows, n): which old vector each new one came from
+    held: Tensor  # (rows,) bool: the old basis was kept, for the new one was not orthogonal
+
+
+def eigenbasis(statistics: Tensor) -> Tensor:
+    """All eigenvectors, a vector in each row, the largest eigenvalue first."""
+    # Eigenvectors do not depend on the scale, and squared gradients may be too small for the solver.
+    _, vectors = torch.linalg.eigh(statistics / _unit(statistics))
+    basis: Tensor = vectors.flip(-1).mT.contiguous()
+    return basis
+
+
+def refresh(statistics: Tensor, basis: Tensor) -> Refreshed:
+    """One sorted step of orthogonal iteration, without a word to the host."""
+    scaled = statistics / _unit(statistics)
+    # L is symmetric, and its transpose is the layout that tensor cores read fastest.
+    moved = exact_product(basis, scaled.mT)
+    quotients = (basis * moved).sum(-1)  # (rows, n)
+    blocked = _fast_float64(basis.device)
+    size = moved.norm(dim=(-2, -1), keepdim=True)  # the Frobenius norm of L: no less than its largest eigenvalue
+    shift = torch.where(size > 0, SHIFT * torch.finfo(basis.dtype).eps * size if blocked else 0.0, 1.0)
+    moved.addcmul_(basis, shift)
+    order = quotients.argsort(dim=-1, descending=True, stable=True)
+    moved = _rows(moved, order)
+    new = orthonormal_rows(moved) if blocked else torch.linalg.qr(moved.mT).Q.mT.contiguous()
+    held = ~(_defect(new) < HELD)  # a NaN is held too
+    still = torch.arange(order.shape[-1], device=order.device)
+    return Refreshed(torch.where(held[:, None, None], basis, new), torch.where(held[:, None], still, order), held)
+
+
+def orthonormal_rows(rows: Tensor, panel: int = PANEL) -> Tensor:
+    """Gram-Schmidt over the rows of (batch, n, n), panel by panel: what QR gives, each vector up to its sign."""
+    result = torch.empty(rows.shape, dtype=torch.float64, device=rows.device)
+    for start in range(0, rows.shape[-2], panel):
+        block = _unit_rows(rows[:, start : start + panel].double())
+        if start:
+            done = result[:, :start]
+            block = torch.baddbmm(block, torch.bmm(block, done.mT), done, alpha=-1)
+        result[:, start : start + panel] = _cholesky_rows(block)
+    return result.to(rows.dtype)
+
+
+def _fast_float64(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) in FAST_FLOAT64
+
+
+def _cholesky_rows(block: Tensor) -> Tensor:
+    """Orthonormal rows with the same span, the first k rows of it for every k: (batch, panel, n)."""
+    block = _unit_rows(block)
+    gram = torch.bmm(block, block.mT)
+    # Rounding may take away what little a Gram matrix of nearly dependent rows has; this keeps it positive definite.
+    gram.diagonal(dim1=-2, dim2=-1).add_(gram.shape[-1] * torch.finfo(gram.dtype).eps)
+    factor = torch.linalg.cholesky_ex(gram, check_errors=False).L
+    rows = torch.bmm(inverse_lower(factor), block)
+    # What ill-conditioned rows are short of orthogonal, to second order: V <- V + (I - V V') V / 2.
+    return torch.baddbmm(rows, torch.bmm(rows, rows.mT), rows, beta=1.5, alpha=-0.5)
+
+
+def inverse_lower(factor: Tensor) -> Tensor:
+    """The inverse of lower triangular matrices (batch, n, n), by halves: [[A, 0], [B, C]] -> [[a, 0], [-c B a, c]]."""
+    size = factor.shape[-1]
+    if size <= LEAST or size % 2:
+        eye = torch.eye(size, dtype=factor.dtype, device=factor.device).expand_as(factor)
+        solved: Tensor = torch.linalg.solve_triangular(factor, eye, upper=False)
+        return solved
+    half = size // 2
+    corners = torch.stack([factor[:, :half, :half], factor[:, half:, half:]], 1)  # (batch, 2, half, half)
+    a, c = inverse_lower(corners.flatten(0, 1)).unflatten(0, (-1, 2)).unbind(1)
+    result = torch.zeros_like(factor)
+    result[:, :half, :half] = a
+    result[:, half:, half:] = c
+    result[:, half:, :half] = torch.bmm(c, torch.bmm(factor[:, half:, :half], a)).neg_()
+    return result
+
+
+def _defect(basis: Tensor) -> Tensor:
+    """How far Q'Q is from the identity, seen by four fixed vectors of signs: (rows,)."""
+    size = basis.shape[-1]
+    index = torch.arange(size, device=basis.device)
+    # Signs without a pattern: the fractional parts of multiples of the golden ratio.
+    turns = torch.outer(torch.arange(1, 5, device=basis.device), index) * 0.6180339887498949
+    probe = torch.where(turns.frac() < 0.5, 1.0, -1.0).to(basis.dtype).mT.expand(len(basis), -1, -1)  # (rows, n, 4)
+    with_vectors = torch.bmm(basis, torch.bmm(basis.mT, probe))
+    lengths: Tensor = (with_vectors - probe).norm(dim=-2).amax(-1)
+    return lengths / math.sqrt(size)
+
+
+def _unit(statistics: Tensor) -> Tensor:
+    """The largest entry of each, which stands on the diagonal of a positive semidefinite matrix; 1 where all are 0."""
+    largest = statistics.diagonal(dim1=-2, dim2=-1).amax(-1)[:, None, None]
+    return torch.where(largest > 0, largest, 1.0)
+
+
+def _unit_rows(block: Tensor) -> Tensor:
+    lengths: Tensor = block.norm(dim=-1, keepdim=True)
+    return block / lengths.clamp_min(torch.finfo(block.dtype).tiny)
+
+
+def _rows(matrix: Tensor, order: Tensor) -> Tensor:
+    return matrix.take_along_dim(order[:, :, None], -2)

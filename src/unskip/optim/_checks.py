@@ -1,0 +1,54 @@
+"""Checks of what an optimizer is given; each raises a BadInput that says what to do."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from numbers import Integral, Real
+
+import torch
+from torch import Tensor
+
+from unskip.errors import BadInput
+
+
+def number(who: str, name: str, value: object, *, below: float = torch.inf) -> None:
+    """A number from 0 up to, and without, `below`; a learning rate may also be a tensor of one element."""
+    if isinstance(value, Tensor) and value.numel() == 1:
+        return  # looking at it would wait for the device
+    if not isinstance(value, Real) or isinstance(value, bool) or not 0 <= float(value) < below:
+        limit = "0 or more" if below == torch.inf else f"in [0, {below})"
+        raise BadInput(f"{who}: {name} must be a number {limit}, got {value!r}")
+
+
+def whole(who: str, name: str, value: object, *, low: int) -> int:
+    """A whole number, `low` or more."""
+    if not isinstance(value, Integral) or isinstance(value, bool) or int(value) < low:
+        raise BadInput(f"{who}: {name} must be a whole number, {low} or more, got {value!r}")
+    return int(value)
+
+
+def betas_of(who: str, betas: object) -> None:
+    """Two decay rates in [0, 1)."""
+    if not isinstance(betas, tuple | list) or len(betas) != 2:
+        raise BadInput(f"{who}: betas must be two numbers in [0, 1), got {betas!r}")
+    for beta in betas:
+        number(who, "each of betas", beta, below=1)
+
+
+def plain(who: str, params: Iterable[Tensor]) -> None:
+    """Whole real tensors: a sharded one holds only some rows of its matrix."""
+    for param in params:
+        if type(param.data).__name__ == "DTensor" or hasattr(param, "device_mesh"):
+            raise BadInput(
+                f"{who}: a sharded (FSDP2, DTensor) parameter of shape {tuple(param.shape)} has no whole matrix on any "
+                "rank; use DistributedDataParallel, or 'adamw' for sharded models"
+            )
+        if not param.is_floating_point():
+            raise BadInput(f"{who}: a parameter of dtype {param.dtype} cannot be optimized; leave it out")
+
+
+def dense(who: str, params: Iterable[Tensor]) -> None:
+    """Gradients that are not sparse."""
+    for param in params:
+        if param.grad is not None and param.grad.layout != torch.strided:
+            raise BadInput(f"{who}: the gradient of a {tuple(param.shape)} parameter is sparse; use sparse=False")

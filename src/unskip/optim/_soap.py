@@ -1,0 +1,298 @@
+"""SOAP: Adam in the eigenbasis of Shampoo's statistics, for all matrices of one shape at once.
+
+For a gradient G (m, n) with statistics L, R and their bases U, V,
+
+    G' = U' G V                                         the gradient, rotated
+    M  = beta1 M + (1 - beta1) G'                       moments, in the rotated basis
+    S  = beta2 S + (1 - beta2) G'^2
+    W  = (1 - lr * decay) (W - lr * c * U [M / (sqrt(S) + eps)] V')
+    L  = beta L + (1 - beta) G G',   R = beta R + (1 - beta) G' G
+
+with c = sqrt(1 - beta2^t) / (1 - beta1^t). Every few steps one power iteration moves a basis after its statistics; the
+first moment is re-expressed in the new basis and the second permuted with it. The first step a parameter sees only
+builds its basis. Vectors, and sides longer than `max_dim`, have the identity for a basis: that is Adam.
+
+Vyas et al., "SOAP: Improving and Stabilizing Shampoo using Adam" (arXiv 2409.11321).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from itertools import groupby
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from unskip.errors import BadInput
+from unskip.optim._basis import eigenbasis
+from unskip.optim._checks import betas_of, dense, number, plain, whole
+from unskip.optim._precision import Precision, products
+from unskip.optim._spread import Face, Lot, calendar
+from unskip.optim._stacks import (
+    SIDES,
+    Factors,
+    Matrices,
+    Piece,
+    gather,
+    matrix_shape,
+    refresh_pieces,
+    working,
+)
+
+COUNTERS = ("step", "skipped", "held")  # steps taken, gradients masked, refreshes put off
+
+
+class SOAP(torch.optim.Optimizer):
+    """Second order at a cost that can be left on; the module's docstring has the formula.
+
+    Each basis is refreshed once in `refresh_every` steps, all at once or spread over the interval (`stagger`).
+    `one_sided` keeps only the smaller side of each matrix. `splits` maps parameters to the number of row blocks that
+    are matrices of their own, 3 for a fused qkv. `precision` is that of the products on a GPU; `state_dtype` "bfloat16"
+    halves the statistics, bases and first moments. A gradient that is not finite is masked on the device and counted
+    (`skipped`), or raises at once with `check=True`, which waits for the device in every step.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float | Tensor = 3e-3,
+        betas: tuple[float, float] = (0.95, 0.95),
+        *,
+        shampoo_beta: float | None = None,
+        eps: float = 1e-8,
+        weight_decay: float = 0.01,
+        correct_bias: bool = True,
+        refresh_every: int = 10,
+        max_dim: int = 10_000,
+        one_sided: bool = False,
+        stagger: bool = True,
+        splits: Mapping[Tensor, int] | None = None,
+        precision: Precision = "tf32",
+        state_dtype: Literal["float32", "bfloat16"] = "float32",
+        check: bool = False,
+    ) -> None:
+        if precision not in ("tf32", "float32"):
+            raise BadInput(f"SOAP: precision is {precision!r}; it can be 'tf32' or 'float32'")
+        if state_dtype not in ("float32", "bfloat16"):
+            raise BadInput(f"SOAP: state_dtype is {state_dtype!r}; it can be 'float32' or 'bfloat16'")
+        self._splits = {} if splits is None else dict(splits)
+        self._check = check
+        self._teams: dict[int, list[_Team]] = {}
+        defaults = {
+            "lr": lr,
+            "betas": betas,
+            "shampoo_beta": shampoo_beta,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "correct_bias": correct_bias,
+            "refresh_every": refresh_every,
+            "max_dim": max_dim,
+            "one_sided": one_sided,
+            "stagger": stagger,
+            "precision": precision,
+            "state_dtype": state_dtype,
+        }
+        super().__init__(params, defaults)
+        unused = set(self._splits) - {param for group in self.param_groups for param in group["params"]}
+        if unused:
+            raise BadInput(f"SOAP: splits names {len(unused)} tensors that are not among the parameters")
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        try:
+            number("SOAP", "lr", group["lr"])
+            betas_of("SOAP", group["betas"])
+            number("SOAP", "eps", group["eps"])
+            number("SOAP", "weight_decay", group["weight_decay"])
+            if group["shampoo_beta"] is not None:
+                number("SOAP", "shampoo_beta", group["shampoo_beta"], below=1)
+            whole("SOAP", "refresh_every", group["refresh_every"], low=1)
+            whole("SOAP", "max_dim", group["max_dim"], low=0)
+            plain("SOAP", group["params"])
+            group["blocks"] = [self._blocks(param) for param in group["params"]]
+        except BadInput:
+            self.param_groups.pop()
+            raise
+        group["updates"] = 0  # the calendar's clock
+
+    def _blocks(self, param: Tensor) -> int:
+        count = whole("SOAP", "every entry of splits", self._splits.get(param, 1), low=1)
+        if count > 1 and (param.ndim < 2 or param.shape[0] % count):
+            raise BadInput(f"SOAP: a parameter of shape {tuple(param.shape)} has no {count} equal blocks of rows")
+        return count
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for index, group in enumerate(self.param_groups):
+            present = [param for param in group["params"] if param.grad is not None and param.numel()]
+            dense("SOAP", present)
+            if index not in self._teams:
+                self._teams[index] = self._gathered(group)
+            new = [param for param in present if not self.state.get(param)]
+            if self._check:
+                self._raise_if_masked(present)
+            if any(param.grad is not None for team in self._teams[index] for param in team.params):
+                group["updates"] += 1
+                for team in self._teams[index]:
+                    with products(group["precision"], team.device):
+                        team.step(group)
+            if new:
+                for param in new:
+                    with products(group["precision"], param.device):
+                        self._begin(param, group)
+                del self._teams[index]  # stacked again in the next step
+        return loss
+
+    def skipped(self) -> dict[str, int]:
+        """How many gradients of each parameter were not finite and left out; parameters without any are not listed."""
+        return self._count("skipped")
+
+    def held(self) -> dict[str, int]:
+        """How many refreshes of each parameter were put off because the new basis was not orthogonal."""
+        return self._count("held")
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        # The base class casts every entry to its parameter's dtype; these have dtypes of their own.
+        ids = [key for group in state_dict["param_groups"] for key in group["params"]]
+        params = [param for group in self.param_groups for param in group["params"]]
+        for key, param in zip(ids, params, strict=True):
+            for name, value in state_dict["state"].get(key, {}).items():
+                self.state[param][name] = value.to(param.device, copy=True)
+        self._teams = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_check": self._check}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._teams, self._splits = {}, {}
+        self.__dict__.setdefault("_check", False)
+
+    def _begin(self, param: Tensor, group: dict[str, Any]) -> None:
+        """The first gradient: moments of zero, statistics, and the basis they give."""
+        state = self.state[param]
+        assert param.grad is not None
+        work = working(param.dtype)
+        store = torch.bfloat16 if group["state_dtype"] == "bfloat16" else work
+        finite = torch.isfinite(param.grad).all()
+        for name in COUNTERS:
+            state[name] = torch.zeros((), dtype=torch.float32 if name == "step" else torch.int32, device=param.device)
+        state["skipped"] += ~finite
+        blocks = group["blocks"][_place(group["params"], param)]
+        shape = matrix_shape(param.shape, blocks)
+        sides = [] if shape is None else _sides(shape, group["max_dim"], group["one_sided"])
+        whole_shape = (blocks, *shape) if shape is not None and sides else tuple(param.shape)
+        state["exp_avg"] = torch.zeros(whole_shape, dtype=store, device=param.device)
+        state["exp_avg_sq"] = torch.zeros(whole_shape, dtype=work, device=param.device)
+        gradient = torch.where(finite, param.grad, 0).to(work).reshape(whole_shape)
+        for side in sides:
+            half = gradient if side == "left" else gradient.mT
+            statistics = torch.bmm(half, half.mT).mul_(1 - _beta(group))
+            state[side] = statistics.to(store)
+            state[f"{side}_basis"] = eigenbasis(statistics).to(store)
+
+    def _gathered(self, group: dict[str, Any]) -> list[_Team]:
+        started = [(p, b) for p, b in zip(group["params"], group["blocks"], strict=True) if self.state.get(p)]
+        devices = dict.fromkeys(param.device for param, _ in started)
+        return [_Team([pair for pair in started if pair[0].device == device], self.state, group) for device in devices]
+
+    def _raise_if_masked(self, params: list[Tensor]) -> None:
+        bad = [p for p in params if p.grad is not None and not bool(torch.isfinite(p.grad).all())]
+        if bad:
+            names = ", ".join(name for name, param in self._named() if any(param is other for other in bad))
+            raise BadInput(f"SOAP: the gradient of {names} is not finite; nothing was changed in this step")
+
+    def _named(self) -> list[tuple[str, Tensor]]:
+        named = []
+        for index, group in enumerate(self.param_groups):
+            names = group.get("param_names") or [f"group {index}, parameter {i}" for i in range(len(group["params"]))]
+            named += list(zip(names, group["params"], strict=True))
+        return named
+
+    def _count(self, counter: str) -> dict[str, int]:
+        counts = {name: int(self.state[p][counter]) for name, p in self._named() if self.state.get(p)}
+        return {name: count for name, count in counts.items() if count}
+
+
+class _Team:
+    """The parameters of one group on one device that have a state: their stacks, counters and calendar."""
+
+    def __init__(self, pairs: list[tuple[Tensor, int]], state: Any, group: dict[str, Any]) -> None:
+        self.params = [param for param, _ in pairs]
+        self.device = self.params[0].device
+        self.stacks = gather(self.params, [blocks for _, blocks in pairs], state)
+        self.counters = {name: torch.stack([state[param][name] for param in self.params]) for name in COUNTERS}
+        for name, values in self.counters.items():
+            for param, value in zip(self.params, values.unbind(), strict=True):
+                state[param][name] = value
+        faces = [
+            Face(i, side, stack.fields[side].shape[-1], len(stack.index))
+            for i, stack in enumerate(self.stacks)
+            if isinstance(stack, Matrices)
+            for side in SIDES
+            if side in stack.fields
+        ]
+        self.calendar = calendar(faces, group["refresh_every"], group["stagger"])
+
+    def step(self, group: dict[str, Any]) -> None:
+        grads = [param.grad for param in self.params]
+        ok = self._finite(grads)
+        factors = self._factors(ok, group)
+        for stack in self.stacks:
+            stack.update([grads[place] for place in stack.places], ok, factors, _beta(group), group["eps"])
+        lots = self.calendar[group["updates"] % group["refresh_every"]]
+        for _, same in groupby(lots, key=lambda lot: (lot.face.size, self._stack(lot).work)):
+            pieces = [(self._stack(lot), Piece(lot.face.side, lot.start, lot.stop)) for lot in same]
+            refresh_pieces(pieces, self.counters["held"])
+
+    def _stack(self, lot: Lot) -> Matrices:
+        stack = self.stacks[lot.face.stack]
+        assert isinstance(stack, Matrices)
+        return stack
+
+    def _finite(self, grads: list[Tensor | None]) -> Tensor:
+        """Which parameters have a gradient that counts; the others are counted, unless they have none at all."""
+        absent = torch.full((), -1.0, device=self.device)
+        found = iter(torch._foreach_norm([grad for grad in grads if grad is not None], torch.inf))
+        largest = torch.stack([absent if grad is None else next(found).to(torch.float32) for grad in grads])
+        finite = torch.isfinite(largest)
+        self.counters["skipped"] += ~finite
+        return finite & (largest >= 0)
+
+    def _factors(self, ok: Tensor, group: dict[str, Any]) -> Factors:
+        (beta1, beta2), lr = group["betas"], group["lr"]
+        steps = self.counters["step"].add_(ok)
+        count = steps.double()  # float32 would lose 1 - beta^t, and decides on nothing else here
+        size = torch.ones_like(count)
+        if group["correct_bias"]:
+            size = (1 - beta2**count).sqrt() / (1 - beta1**count)
+        decay, counts = lr * group["weight_decay"], ok.double()
+        return Factors(
+            first=(1 - beta1) * counts,
+            second=(1 - beta2) * counts,
+            size=torch.where(ok, size * (-lr * (1 - decay)), 0.0),
+            keep=1 - decay * counts,
+        )
+
+
+def _sides(shape: tuple[int, int], max_dim: int, one_sided: bool) -> list[str]:
+    sides = [side for side, size in zip(SIDES, shape, strict=True) if size <= max_dim]
+    if one_sided and len(sides) == 2:
+        return [SIDES[0] if shape[0] <= shape[1] else SIDES[1]]
+    return sides
+
+
+def _beta(group: dict[str, Any]) -> float:
+    beta: float = group["betas"][1] if group["shampoo_beta"] is None else group["shampoo_beta"]
+    return beta
+
+
+def _place(params: list[Tensor], param: Tensor) -> int:
+    return next(i for i, other in enumerate(params) if other is param)

@@ -1,0 +1,232 @@
+"""Parameters of equal shape, stacked so that a GPU works on all of them in one batched product.
+
+A `Matrices` stack holds what SOAP knows about matrices of one shape: moments in the rotated basis (rows, m, n),
+statistics and bases (rows, m, m) and (rows, n, n). A parameter owns one row, or several where it is split into blocks
+of rows. A `Vectors` stack holds the moments of everything else, end to end. The entries of an optimizer's state are
+views of the stacks, so a stack is never saved itself: `gather` makes it again from the entries, bit for bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from unskip.optim._basis import refresh
+
+SIDES = ("left", "right")
+LARGE = 2**20  # a vector this long is a stack of its own
+
+State = dict[Tensor, dict[str, Any]]
+
+
+class Factors(NamedTuple):
+    """What a step does to each parameter of a group; a masked one keeps everything it has."""
+
+    first: Tensor  # how much of the gradient enters the first moment
+    second: Tensor  # and its square the second
+    size: Tensor  # how far the parameter goes, weight decay included
+    keep: Tensor  # how much of it stays
+
+    def take(self, index: Tensor, dtype: torch.dtype) -> Factors:
+        return Factors(*(value[index].to(dtype) for value in self))
+
+
+def matrix_shape(shape: Sequence[int], blocks: int = 1) -> tuple[int, int] | None:
+    """(m, n) of each block of rows of a parameter, the later axes taken together; None for what is only a vector."""
+    axes = list(shape)
+    while axes and axes[0] == 1:
+        axes = axes[1:]
+    if len(axes) < 2:
+        return None
+    m, n = axes[0] // blocks, prod(axes[1:])
+    return (m, n) if min(m, n) > 1 else None
+
+
+@dataclass
+class Matrices:
+    """Matrices of one shape."""
+
+    params: list[Tensor]
+    blocks: int  # rows of the stack that each parameter owns
+    shape: tuple[int, int]
+    index: Tensor  # (rows,): the place of each row's parameter in the counters of the group
+    places: list[int]  # the same for each parameter
+    fields: dict[str, Tensor]
+    work: torch.dtype
+
+    def basis(self, side: str) -> Tensor | None:
+        value = self.fields.get(f"{side}_basis")
+        return None if value is None else value.to(self.work)
+
+    def update(self, grads: Sequence[Tensor | None], ok: Tensor, factors: Factors, beta: float, eps: float) -> None:
+        """One step of Adam in the basis, then the statistics; `ok` says which gradients count."""
+        m, n = self.shape
+        rows = [self._row(grad) for grad in grads]
+        gradient = torch.cat(rows).to(self.work)  # (rows, m, n)
+        gradient.masked_fill_(~ok[self.index][:, None, None], 0)
+        row = factors.take(self.index[:, None, None], self.work)
+        left, right = self.basis("left"), self.basis("right")
+        rotated = rotate(gradient, left, right)
+        first = self.fields["exp_avg"].to(self.work).lerp_(rotated, row.first)
+        second = self.fields["exp_avg_sq"].lerp_(rotated.square_(), row.second)
+        if first.dtype != self.fields["exp_avg"].dtype:
+            self.fields["exp_avg"].copy_(first)
+        direction = torch.div(first, torch.sqrt(second, out=rotated).add_(eps), out=rotated).mul_(row.size)
+        change = unrotate(direction, left, right)
+        keep = row.keep[:: self.blocks].unbind()
+        for param, step, share in zip(self.params, change.split(self.blocks), keep, strict=True):
+            move(param, step, share.view(()))
+        self._learn("left", gradient, beta)
+        # The layout that tensor cores read fastest; for the small side the copy would cost more than it saves.
+        self._learn("right", gradient.mT.contiguous() if n > m else gradient.mT, beta)
+
+    def _row(self, grad: Tensor | None) -> Tensor:
+        if grad is None:
+            return self.fields["exp_avg"].new_zeros((self.blocks, *self.shape), dtype=self.params[0].dtype)
+        return grad.reshape(self.blocks, *self.shape)
+
+    def _learn(self, side: str, gradient: Tensor, beta: float) -> None:
+        """L <- beta L + (1 - beta) G G'. A masked gradient is zero here: L gets smaller, its eigenvectors stay."""
+        if side not in self.fields:
+            return
+        statistics = self.fields[side]
+        if statistics.dtype == self.work:
+            statistics.baddbmm_(gradient, gradient.mT, beta=beta, alpha=1 - beta)
+        else:
+            statistics.copy_(torch.baddbmm(statistics.to(self.work), gradient, gradient.mT, beta=beta, alpha=1 - beta))
+
+
+@dataclass
+class Vectors:
+    """Parameters without a basis, end to end: plain Adam."""
+
+    params: list[Tensor]
+    index: Tensor  # (elements,) or (1,): the place of each element's parameter in the counters of the group
+    places: list[int]
+    fields: dict[str, Tensor]
+    work: torch.dtype
+
+    def update(self, grads: Sequence[Tensor | None], ok: Tensor, factors: Factors, beta: float, eps: float) -> None:
+        flat = [p.new_zeros(p.numel()) if g is None else g.reshape(-1) for g, p in zip(grads, self.params, strict=True)]
+        gradient = torch.cat(flat).to(self.work)
+        gradient.masked_fill_(~ok[self.index], 0)
+        each = factors.take(self.index, self.work)
+        first = self.fields["exp_avg"].to(self.work).lerp_(gradient, each.first)
+        second = self.fields["exp_avg_sq"].lerp_(gradient.square(), each.second)
+        if first.dtype != self.fields["exp_avg"].dtype:
+            self.fields["exp_avg"].copy_(first)
+        values = torch.cat([param.reshape(-1) for param in self.params]).to(self.work)
+        values = torch.addcmul(first.div(second.sqrt().add_(eps)).mul_(each.size), values, each.keep)
+        parts = values.split([param.numel() for param in self.params])
+        torch._foreach_copy_(self.params, [part.view_as(p) for part, p in zip(parts, self.params, strict=True)])
+
+
+class Piece(NamedTuple):
+    """Some rows of one side of a stack, refreshed together."""
+
+    side: str
+    start: int
+    stop: int
+
+
+def refresh_pieces(pieces: Sequence[tuple[Matrices, Piece]], held: Tensor) -> None:
+    """Refreshes bases of one size, adding to `held` what was put off. The moments follow the basis."""
+    parts = [(stack, piece, slice(piece.start, piece.stop)) for stack, piece in pieces]
+    old = torch.cat([stack.fields[f"{p.side}_basis"][rows] for stack, p, rows in parts]).to(parts[0][0].work)
+    result = refresh(torch.cat([stack.fields[p.side][rows] for stack, p, rows in parts]).to(old.dtype), old)
+    sizes = [piece.stop - piece.start for _, piece, _ in parts]
+    each = zip(parts, *(value.split(sizes) for value in (old, *result)), strict=True)
+    for (stack, piece, rows), before, after, order, late in each:
+        stack.fields[f"{piece.side}_basis"][rows] = after.to(stack.fields[f"{piece.side}_basis"].dtype)
+        moment = stack.fields["exp_avg"][rows]
+        wide = moment.to(stack.work)
+        if piece.side == "left":
+            moment.copy_(torch.bmm(after, torch.bmm(before.mT, wide)))
+            chosen = order[:, :, None]
+        else:
+            moment.copy_(torch.bmm(torch.bmm(wide, before), after.mT))
+            chosen = order[:, None, :]
+        squares = stack.fields["exp_avg_sq"][rows]
+        squares.copy_(squares.take_along_dim(chosen, -2 if piece.side == "left" else -1))
+        held.index_add_(0, stack.index[rows], late.to(held.dtype))
+
+
+def rotate(x: Tensor, left: Tensor | None, right: Tensor | None) -> Tensor:
+    """U' x V for bases stored as rows; a missing one is the identity. Every product reads rows, not columns."""
+    if left is None:
+        return x if right is None else torch.bmm(x, right.mT)
+    if right is None:
+        return torch.bmm(left, x)
+    return torch.bmm(left, torch.bmm(right, x.mT).mT)
+
+
+def unrotate(x: Tensor, left: Tensor | None, right: Tensor | None) -> Tensor:
+    """U x V': the way back. The product that has to read columns of both factors is the one over the smaller side."""
+    if left is None:
+        return x if right is None else torch.bmm(x, right)
+    if right is None:
+        return torch.bmm(left.mT, x)
+    if x.shape[-2] > x.shape[-1]:
+        return torch.bmm(torch.bmm(x.mT.contiguous(), left).mT, right)
+    return torch.bmm(left.mT, torch.bmm(x, right))
+
+
+def move(param: Tensor, change: Tensor, keep: Tensor) -> None:
+    """param <- keep * param + change, in one pass and rounded once."""
+    change = change.reshape(param.shape)
+    if param.dtype == change.dtype:
+        torch.addcmul(change, param, keep, out=param)
+    else:
+        param.copy_(torch.addcmul(change, param.to(change.dtype), keep))
+
+
+def gather(params: list[Tensor], blocks: Sequence[int], state: State) -> list[Matrices | Vectors]:
+    """Stacks the state of parameters, which become views of the stacks."""
+    matrices: dict[tuple[Any, ...], list[int]] = {}
+    vectors: dict[tuple[Any, ...], list[int]] = {}
+    for place, (param, count) in enumerate(zip(params, blocks, strict=True)):
+        entry = state[param]
+        if "left" in entry or "right" in entry:
+            shape = tuple(entry["exp_avg"].shape[1:])
+            matrices.setdefault((shape, count, param.dtype, *(side in entry for side in SIDES)), []).append(place)
+        else:
+            vectors.setdefault((param.dtype, place if param.numel() >= LARGE else None), []).append(place)
+    device = params[0].device
+    result: list[Matrices | Vectors] = []
+    for (shape, count, dtype, *_), places in matrices.items():
+        mine = [params[place] for place in places]
+        fields = {name: _stack(name, mine, state, count) for name in state[mine[0]] if state[mine[0]][name].ndim}
+        index = torch.tensor(places, device=device).repeat_interleave(count)
+        result.append(Matrices(mine, count, shape, index, places, fields, working(dtype)))
+    for (dtype, _), places in vectors.items():
+        mine = [params[place] for place in places]
+        fields = {name: _lay(name, mine, state) for name in ("exp_avg", "exp_avg_sq")}
+        index = torch.tensor(places, device=device)
+        if len(mine) > 1:
+            index = index.repeat_interleave(torch.tensor([param.numel() for param in mine], device=device))
+        result.append(Vectors(mine, index, places, fields, working(dtype)))
+    return result
+
+
+def working(dtype: torch.dtype) -> torch.dtype:
+    """What the optimizer computes in: float32, or float64 for float64 parameters."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def _stack(name: str, params: list[Tensor], state: State, blocks: int) -> Tensor:
+    whole = torch.cat([state[param][name] for param in params])
+    for param, view in zip(params, whole.split(blocks), strict=True):
+        state[param][name] = view
+    return whole
+
+
+def _lay(name: str, params: list[Tensor], state: State) -> Tensor:
+    whole = torch.cat([state[param][name].reshape(-1) for param in params])
+    for param, view in zip(params, whole.split([param.numel() for param in params]), strict=True):
+        state[param][name] = view.view(param.shape)
+    return whole
