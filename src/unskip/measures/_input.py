@@ -1,0 +1,59 @@
+"""What the measures are given: floating tensors of the right shape and without NaN, carried to float64."""
+
+from __future__ import annotations
+
+import reprlib
+from numbers import Integral
+
+import torch
+from torch import Tensor
+
+from unskip.errors import BadInput
+
+
+def floats(who: str, name: str, x: object, axes: str, least: int, most: int | None = None) -> Tensor:
+    """x in float64, detached; `axes` says in words what shape is meant, `least` and `most` how many axes it has."""
+    if not isinstance(x, Tensor) or not x.is_floating_point():
+        found = f"a tensor of {x.dtype}" if isinstance(x, Tensor) else reprlib.repr(x)
+        raise BadInput(f"{who}: {name} must be a floating tensor {axes}, got {found}")
+    if x.ndim < least or (most is not None and x.ndim > most) or x.numel() == 0:
+        raise BadInput(f"{who}: {name} must be {axes} and not empty, got shape {tuple(x.shape)}")
+    wide = x.detach().to(torch.float64)
+    finite(who, name, wide)
+    return wide
+
+
+def finite(who: str, name: str, x: Tensor) -> None:
+    """Raise if x holds NaN or infinity, with how many and where the first one stands."""
+    good = torch.isfinite(x)
+    if not bool(good.all()):
+        wrong = (~good).nonzero()
+        first = tuple(wrong[0].tolist())
+        raise BadInput(
+            f"{who}: {name} holds {len(wrong)} non-finite of {x.numel()} entries, the first {float(x[first])} at "
+            f"{first}; find the layer that makes them, or leave these samples out"
+        )
+
+
+def centred(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """x (samples, dim) less its mean over samples; a feature that varies by no more than its rounding becomes zero.
+
+    `dtype` is what the numbers were computed in. Two units in the last place of the feature's largest entry count as
+    rounding: without this, constant features would leave a noise of full rank.
+    """
+    away = x - x.mean(0)
+    noise = 2 * torch.finfo(dtype).eps * x.abs().amax(0)
+    return torch.where(away.abs().amax(0) > noise, away, 0.0)
+
+
+def same_rows(who: str, x: Tensor, y: Tensor) -> None:
+    """Raise unless two matrices have a row for each of the same samples."""
+    if len(x) != len(y):
+        raise BadInput(f"{who}: both need one row for each sample, got {len(x)} rows and {len(y)}")
+
+
+def whole(who: str, name: str, value: object, low: int) -> int:
+    """A whole number, `low` or more."""
+    if not isinstance(value, Integral) or isinstance(value, bool) or int(value) < low:
+        raise BadInput(f"{who}: {name} must be a whole number, {low} or more, got {reprlib.repr(value)}")
+    return int(value)

@@ -1,0 +1,163 @@
+"""The Jacobian of a function at a point, as products with it and as a matrix.
+
+One forward pass records a graph. Backward passes through it give rows, w -> J^T w. That map is linear in w, so a
+backward pass through it gives columns, v -> J v: the products need no second forward and no forward-mode formulas,
+which fused kernels often lack. Where an operation has no second derivative, forward mode is tried instead.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from unskip.errors import BadInput
+from unskip.measures._input import finite
+
+Function = Callable[[Tensor], Tensor]
+
+
+class Jacobian:
+    """J = df/dx at x, (outputs, inputs) with both sides flattened; the graph lives as long as this object."""
+
+    def __init__(self, f: Function, x: Tensor) -> None:
+        if not isinstance(x, Tensor) or x.dtype not in (torch.float32, torch.float64) or x.numel() == 0:
+            what = f"{x.dtype}, shape {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
+            raise BadInput(
+                f"jacobian_spectrum: x must be a float64 or float32 tensor that is not empty, got {what}; "
+                "cast x and the model, as in model.double()"
+            )
+        finite("jacobian_spectrum", "x", x.detach())
+        self.f = f
+        self.batched = True
+        with _recording(x):
+            self.x = x.detach().clone().requires_grad_()
+            with torch.no_grad():
+                again = f(self.x)
+            self.y = f(self.x)
+        _check(again, self.y)
+        self.shape = (self.y.numel(), self.x.numel())
+        self._rows: tuple[Tensor, Tensor] | None = None
+
+    @property
+    def precision(self) -> torch.dtype:
+        """The coarser of the dtypes of x and f(x)."""
+        return torch.float32 if torch.float32 in (self.x.dtype, self.y.dtype) else torch.float64
+
+    def transposed_times(self, w: Tensor) -> Tensor:
+        """J^T w for each of the rows of w (rows, outputs), in float64."""
+
+        def one(z: Tensor, batched: bool) -> Tensor:
+            (row,) = torch.autograd.grad(self.y, self.x, z, retain_graph=True, is_grads_batched=batched)
+            return row
+
+        return self._each(one, w.to(self.y.dtype).reshape(-1, *self.y.shape))
+
+    def times(self, v: Tensor) -> Tensor:
+        """J v for each of the rows of v (rows, inputs), in float64."""
+        z = v.to(self.x.dtype).reshape(-1, *self.x.shape)
+        try:
+            self._check_adjoint()
+            return self._each(self._through_rows, z)
+        except (RuntimeError, NotImplementedError) as second:
+            try:
+                return self._each(self._forward, z)
+            except (RuntimeError, NotImplementedError) as first:
+                raise BadInput(
+                    "jacobian_spectrum: f has neither second derivatives nor forward-mode ones, which the matrix-free "
+                    f"way needs ({second}; {first}); pass exact=True, or use f's plain operations"
+                ) from first
+
+    def matrix(self, chunk: int) -> Tensor:
+        """All of J in float64, `chunk` rows at a time."""
+        rows, columns = self.shape
+        full = torch.empty(rows, columns, dtype=torch.float64, device=self.x.device)
+        for start in range(0, rows, chunk):
+            stop = min(rows, start + chunk)
+            unit = torch.zeros(stop - start, rows, dtype=self.y.dtype, device=self.y.device)
+            unit[torch.arange(stop - start), torch.arange(start, stop)] = 1
+            full[start:stop] = self.transposed_times(unit)
+        return full
+
+    def _check_adjoint(self) -> None:
+        """A backward pass that hides part of itself from autograd gives wrong columns without an error."""
+        if self._rows is not None:
+            return
+        g = torch.Generator().manual_seed(17_041_987)
+        v = torch.randn(1, self.shape[1], generator=g, dtype=torch.float64).to(self.x.device)
+        w = torch.randn(1, self.shape[0], generator=g, dtype=torch.float64).to(self.x.device)
+        column = self._each(self._through_rows, v.to(self.x.dtype).reshape(1, *self.x.shape))
+        row = self.transposed_times(w)
+        apart = float(((w * column).sum() - (row * v).sum()).abs())
+        if apart > 10 * math.sqrt(torch.finfo(self.precision).eps) * float(row.norm() * v.norm()):
+            self._rows = None
+            raise RuntimeError("the backward pass is not differentiable as it claims")
+
+    def _through_rows(self, v: Tensor, batched: bool) -> Tensor:
+        if self._rows is None:
+            with torch.inference_mode(False), torch.enable_grad():
+                w = torch.zeros_like(self.y, requires_grad=True)
+                (row,) = torch.autograd.grad(self.y, self.x, w, create_graph=True)
+            self._rows = w, row
+        w, row = self._rows
+        if not row.requires_grad:
+            raise RuntimeError("the backward pass is not differentiable")
+        (column,) = torch.autograd.grad(row, w, v, retain_graph=True, is_grads_batched=batched)
+        return column
+
+    def _forward(self, v: Tensor, batched: bool) -> Tensor:
+        def one(z: Tensor) -> Tensor:
+            return torch.func.jvp(self.f, (self.x.detach(),), (z,))[1]  # type: ignore[no-any-return]
+
+        with _recording(self.x), warnings.catch_warnings():
+            # torch scripts its own decompositions on first use and deprecates scripting.
+            warnings.filterwarnings("ignore", message=".*torch.jit.script", category=FutureWarning)
+            warnings.filterwarnings("ignore", message=".*torch.jit.script", category=DeprecationWarning)
+            return torch.func.vmap(one)(v) if batched else one(v)
+
+    def _each(self, one: Callable[[Tensor, bool], Tensor], z: Tensor) -> Tensor:
+        """One product for each entry of the first axis, together where torch can batch them."""
+        out: Tensor | None = None
+        if len(z) > 1 and self.batched:
+            # A fallback inside of torch's batching is slower and no less right.
+            with suppress(RuntimeError, NotImplementedError), warnings.catch_warnings():
+                warnings.filterwarnings("ignore", message="There is a performance drop")
+                out = one(z, True).detach().reshape(len(z), -1)
+        if out is None:
+            out = torch.stack([one(entry, False).detach().flatten() for entry in z])
+            self.batched = self.batched and len(z) == 1  # set only now: the loop may fail too, for another reason
+        finite("jacobian_spectrum", "a product with the Jacobian", out)
+        return out.to(torch.float64)
+
+
+@contextmanager
+def _recording(x: Tensor) -> Iterator[None]:
+    # The fused attention kernels have no second derivative and round differently from the plain formula.
+    with (
+        torch.inference_mode(False),
+        torch.enable_grad(),
+        torch.autocast(x.device.type, enabled=False),
+        sdpa_kernel(SDPBackend.MATH),
+    ):
+        yield
+
+
+def _check(again: object, y: object) -> None:
+    if not isinstance(y, Tensor) or y.dtype not in (torch.float32, torch.float64) or y.numel() == 0:
+        what = f"{y.dtype}, shape {tuple(y.shape)}" if isinstance(y, Tensor) else type(y).__name__
+        raise BadInput(f"jacobian_spectrum: f must return one float32 or float64 tensor, got {what}")
+    finite("jacobian_spectrum", "f(x)", y.detach())
+    if not y.requires_grad:
+        raise BadInput(
+            "jacobian_spectrum: f(x) does not depend on x as far as autograd sees; "
+            "f must use its argument, without detach() or no_grad()"
+        )
+    assert isinstance(again, Tensor)
+    apart = float((again - y).detach().abs().max())
+    if apart > math.sqrt(torch.finfo(y.dtype).eps) * max(float(y.detach().abs().max()), 1e-300):
+        raise BadInput(f"jacobian_spectrum: f gives two answers for one x, {apart:.2g} apart; call model.eval() first")

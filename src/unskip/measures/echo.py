@@ -1,0 +1,147 @@
+"""How much of the input is still heard in layer l, and what it sounds like.
+
+    cosine      mean over tokens of <x_0, x_l> / (|x_0| |x_l|)
+    ridge R^2   1 - |x_0 - A x_l - b|^2 / |x_0 - mean|^2 on held-out samples, A and b fitted by ridge regression
+    high share  sum of |DFT|^2 above a radius / sum of |DFT|^2 without the mean, of patch tokens on their grid
+
+A full-strength shortcut carries the input to every depth: "Residual Connections Harm Generative Representation
+Learning", arXiv 2404.10947, says it floods deep layers with shallow detail and high frequencies.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from unskip.errors import BadInput
+from unskip.measures._input import centred, finite, floats, same_rows
+
+GRID = tuple(10.0**power for power in range(-10, 3))  # ridges tried, relative to the largest squared singular value
+
+
+def cosine(x0: Tensor, xl: Tensor) -> float:
+    """The mean over tokens of the cosine between x0 and xl, both (..., dim); nan if any token is zero."""
+    a, b = floats("cosine", "x0", x0, "(..., dim)", 1), floats("cosine", "xl", xl, "(..., dim)", 1)
+    if a.shape != b.shape:
+        raise BadInput(f"cosine: both must have one shape, got {tuple(a.shape)} and {tuple(b.shape)}")
+    return float(((a / a.norm(dim=-1, keepdim=True)) * (b / b.norm(dim=-1, keepdim=True))).sum(-1).mean())
+
+
+def feature_norm(x: Tensor) -> float:
+    """The mean over tokens of |x|, x (..., dim)."""
+    return float(floats("feature_norm", "x", x, "(..., dim)", 1).norm(dim=-1).mean())
+
+
+def ridge_r2(
+    x: Tensor,
+    y: Tensor,
+    holdout: float | Tensor = 0.25,
+    *,
+    ridge: float | None = None,
+    groups: Tensor | None = None,
+    generator: torch.Generator | None = None,
+) -> float:
+    """R^2 of y (samples, dim) predicted from x (samples, other dim) by ridge regression, on held-out samples.
+
+    `holdout` is the share of samples held out, or a mask (samples,) of them. `groups` (samples,) numbers what belongs
+    together, such as the tokens of an image: a group is held out whole, or tokens would be predicted from their
+    neighbours. `ridge` is added to the squared singular values of the centred training x; by default the best of a
+    grid on a quarter of the training groups, then fitted again on all. The sums run over samples and dims, around the
+    held-out mean. Less than 0 is worse than that mean; nan where the held-out y does not vary.
+    """
+    wide_x = floats("ridge_r2", "x", x, "(samples, dim)", 2, 2)
+    wide_y = floats("ridge_r2", "y", y, "(samples, dim)", 2, 2)
+    same_rows("ridge_r2", wide_x, wide_y)
+    ids = _groups(groups, len(x))
+    generator = torch.Generator().manual_seed(0) if generator is None else generator
+    if isinstance(holdout, Tensor):
+        if holdout.dtype != torch.bool or holdout.shape != (len(x),) or bool(holdout.all()) or not bool(holdout.any()):
+            raise BadInput(
+                f"ridge_r2: holdout must be a share, or a mask with one bool for each of {len(x)} samples that leaves "
+                f"some on both sides, got {holdout.dtype}, shape {tuple(holdout.shape)}"
+            )
+        test = holdout.cpu()
+    else:
+        test = _part(ids, holdout, generator)
+    test, train = test.to(x.device), ~test.to(x.device)
+    if not bool(centred(wide_y[test], y.dtype).any()):
+        return math.nan
+    if ridge is None:
+        inner = _part(ids[train.cpu()], 0.25, generator).to(x.device)
+        fit = wide_x[train][~inner], wide_y[train][~inner]
+        scores = _scores(*fit, wide_x[train][inner], wide_y[train][inner], GRID, relative=True)
+        factor = GRID[max(range(len(GRID)), key=lambda at: -math.inf if math.isnan(scores[at]) else scores[at])]
+        return _scores(wide_x[train], wide_y[train], wide_x[test], wide_y[test], (factor,), relative=True)[0]
+    if not 0 <= ridge < math.inf:
+        raise BadInput(f"ridge_r2: ridge must be a finite number, 0 or more, got {ridge!r}")
+    return _scores(wide_x[train], wide_y[train], wide_x[test], wide_y[test], (ridge,), relative=False)[0]
+
+
+def high_frequency_share(tokens: Tensor, grid: tuple[int, int], cutoff: float = 0.5) -> float:
+    """The share of the spatial energy of patch tokens (batch, rows * cols, dim) that lies above a frequency.
+
+    A 2-D DFT of each channel on the grid, its zero frequency (the mean over patches) left out; energies are summed over
+    batch and channels. The radius of a frequency is sqrt(a^2 + b^2), a and b in units of Nyquist, one period in two
+    patches: 1 along an axis, sqrt(2) in the corner. Energy at radii above `cutoff` counts as high. The DFT is periodic:
+    a slope over the image has some high energy at its border. nan where tokens do not vary over patches.
+    """
+    wide = floats("high_frequency_share", "tokens", tokens, "(batch, rows * cols, dim) without prefix tokens", 3, 3)
+    rows, columns = grid
+    if rows < 1 or columns < 1 or rows * columns != wide.shape[1]:
+        raise BadInput(
+            f"high_frequency_share: {wide.shape[1]} tokens do not fill a grid of {rows} x {columns}; cut off prefix "
+            "tokens such as cls, and give the grid as (rows, cols)"
+        )
+    patches = centred(wide.transpose(0, 1).flatten(1), tokens.dtype).unflatten(0, (rows, columns))
+    energy = torch.fft.fft2(patches, dim=(0, 1)).abs().square().sum(-1)  # (rows, cols)
+    energy[0, 0] = 0  # what rounding left of the mean
+    down, across = torch.fft.fftfreq(rows).mul(2), torch.fft.fftfreq(columns).mul(2)
+    radius = torch.hypot(down[:, None], across[None]).to(energy.device)
+    total = float(energy.sum())
+    return float(energy[radius > cutoff].sum()) / total if total > 0 else math.nan
+
+
+def _groups(groups: Tensor | None, count: int) -> Tensor:
+    if groups is None:
+        return torch.arange(count)
+    if not isinstance(groups, Tensor) or groups.shape != (count,):
+        shape = tuple(groups.shape) if isinstance(groups, Tensor) else type(groups).__name__
+        raise BadInput(f"ridge_r2: groups must be a tensor with one number for each of {count} samples, got {shape}")
+    numbers: Tensor = torch.unique(groups.cpu(), return_inverse=True)[1]
+    return numbers
+
+
+def _part(ids: Tensor, share: float, generator: torch.Generator) -> Tensor:
+    """A mask of the samples whose group falls into a random share of the groups, at least one on each side."""
+    names = torch.unique(ids)
+    if not 0 < share < 1 or len(names) < 2:
+        raise BadInput(
+            f"ridge_r2: holdout must be a share between 0 and 1 of two groups or more on each side, got {share} of "
+            f"{len(names)}; measure more samples"
+        )
+    take = min(len(names) - 1, max(1, round(share * len(names))))
+    order = torch.randperm(len(names), generator=generator, device=generator.device).cpu()
+    return torch.isin(ids, names[order[:take]])
+
+
+def _scores(
+    x: Tensor, y: Tensor, new_x: Tensor, new_y: Tensor, ridges: tuple[float, ...], relative: bool
+) -> list[float]:
+    """R^2 on the new samples for each ridge, from one decomposition of the training x."""
+    mean_x, mean_y = x.mean(0), y.mean(0)
+    u, s, vh = torch.linalg.svd(x - mean_x, full_matrices=False)
+    keep = s > max(x.shape) * torch.finfo(torch.float64).eps * s[0]  # a ridge of 0 is the pseudo-inverse
+    u, s, vh = u[:, keep], s[keep], vh[keep]
+    onto, from_new = u.mT @ (y - mean_y), (new_x - mean_x) @ vh.mT
+    around = new_y - new_y.mean(0)
+    total = float(around.square().sum())
+    out = []
+    for ridge in ridges:
+        added = ridge * (float(s[0]) ** 2 if relative and len(s) else 1.0)
+        predicted = mean_y + from_new @ ((s / (s**2 + added))[:, None] * onto)
+        finite("ridge_r2", "the prediction", predicted)
+        error = float((new_y - predicted).square().sum())
+        out.append(1 - error / total if total > 0 else math.nan)
+    return out

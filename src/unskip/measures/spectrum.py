@@ -1,0 +1,248 @@
+"""The singular values of a Jacobian: how a function stretches and squeezes small changes of its input.
+
+    J = df/dx (outputs, inputs), flattened;  condition = sigma_max / sigma_min;  stable rank = |J|_F^2 / sigma_max^2
+
+Small Jacobians are built and decomposed. Large ones are only multiplied with, and what that can tell is told with its
+error: sigma_max from below with a residual, the stable rank with a standard error, quantiles of the singular values
+with the spread of the probes and of the resolution, sigma_min as an upper bound and the condition as a lower one.
+
+A normalisation has null directions by construction: LayerNorm forgets the mean and (up to its eps) the size of each
+token, RMSNorm the size: two directions a token and one go to zero, whatever the weights. The condition number is meant
+on the complement of such directions, whose number `null` gives. The case for conditioning: "Cutting the Skip: Training
+Residual-Free Transformers", arXiv 2510.00345. The norm of J outside of a known subspace, for the stable rank: Meyer,
+Musco, Musco & Woodruff 2021, "Hutch++".
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from unskip.errors import BadInput
+from unskip.measures._input import whole
+from unskip.measures._jacobian import Function, Jacobian
+from unskip.measures._lanczos import Krylov, Nodes, above_null, bidiagonalise, bound, nodes, quantile, resolved, spread
+
+SHARES = (0.1, 0.5, 0.9)
+TOGETHER = 2**17  # numbers in the vectors that are multiplied at once, and in the probes together
+
+
+@dataclass(frozen=True, eq=False)
+class Spectrum:
+    """The singular values of one Jacobian, over the directions of its input.
+
+    `quantiles` counts all inputs: a Jacobian with fewer outputs than inputs, or with null directions, has zeros among
+    them. `errors` bounds each quantile at about 95%; infinite says that the quantile was not resolved and its value is
+    only an upper bound. `null` is None where nothing counted it. `resolution` is what rounding leaves undecided: an
+    exact condition number whose sigma_min lies below it is infinite.
+    """
+
+    exact: bool
+    shape: tuple[int, int]
+    precision: str
+    values: Tensor | None = field(repr=False)  # largest first, min(outputs, inputs) of them
+    sigma_max: float
+    sigma_max_error: float
+    sigma_min: float | None  # exact: the smallest outside of the null directions
+    sigma_min_bound: float | None  # matrix-free: no smaller than sigma_min
+    null: int | None
+    null_max: float | None  # exact: the largest singular value that was counted as null
+    condition: float  # a lower bound where not exact
+    stable_rank: float
+    stable_rank_error: float
+    quantiles: dict[float, float]
+    errors: dict[float, float]
+    resolution: float
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for JSON, without the values; what is not finite becomes None."""
+        data = {name: value for name, value in vars(self).items() if name != "values"}
+        for name in ("quantiles", "errors"):
+            data[name] = {str(share): _plain(value) for share, value in data[name].items()}
+        return {name: _plain(value) if isinstance(value, float) else value for name, value in data.items()} | {
+            "shape": list(self.shape)
+        }
+
+    def __str__(self) -> str:
+        way = "exact" if self.exact else "matrix-free"
+        text = f"{self.shape[0]} x {self.shape[1]} {way} {self.precision}: sigma_max {self.sigma_max:.4g}"
+        if self.exact:
+            text += f", sigma_min {self.sigma_min:.3g}, condition {self.condition:.3g}"
+        else:
+            text += f", sigma_min <= {self.sigma_min_bound:.3g}, condition >= {self.condition:.3g}"
+        text += (
+            f" outside of {'?' if self.null is None else self.null} null directions, stable rank {self.stable_rank:.4g}"
+        )
+        text += "" if self.exact else f" ± {self.stable_rank_error:.1g}"
+        return text + ", quantiles " + ", ".join(f"{share:.0%} {self._quantile(share)}" for share in self.quantiles)
+
+    def _quantile(self, share: float) -> str:
+        value, error = self.quantiles[share], self.errors[share]
+        if math.isinf(error):
+            return f"<= {value:.3g}"
+        return f"{value:.3g}" if self.exact else f"{value:.3g} ± {error:.1g}"
+
+
+def jacobian_spectrum(
+    f: Function,
+    x: Tensor,
+    *,
+    exact: bool | None = None,
+    probes: int | None = None,
+    steps: int = 128,
+    samples: int = 16,
+    generator: torch.Generator | None = None,
+    null: int | Literal["count"] | None = None,
+) -> Spectrum:
+    """The spectrum of f's Jacobian at x, where f maps one tensor to one tensor. Pass float64 for exact work.
+
+    `exact` builds the Jacobian; by default where inputs and outputs are at most 4096, or 16384 on a GPU. It takes 8
+    bytes for each of its entries, twice. Otherwise `probes` random starts (by default enough for 131072 numbers, at
+    most 32) go `steps` products each way, in 8 bytes for each of probes x steps x (inputs + outputs) at most, and `samples`
+    more products give the stable rank. Without a generator the probes are the same in each call.
+
+    `null` is the number of input directions that are null by construction, if the caller knows it; inputs less outputs
+    are always counted. "count" counts singular values below max(inputs, outputs) * eps * sigma_max, where exact.
+    """
+    steps, samples = whole("jacobian_spectrum", "steps", steps, 2), whole("jacobian_spectrum", "samples", samples, 2)
+    jacobian = Jacobian(f, x)
+    outputs, inputs = jacobian.shape
+    if null is not None and null != "count" and whole("jacobian_spectrum", "null", null, 0) > inputs:
+        raise BadInput(f"jacobian_spectrum: null is {null}, but x has only {inputs} directions")
+    if exact is None:
+        exact = max(outputs, inputs) <= (16384 if jacobian.x.is_cuda else 4096)
+    if exact:
+        return _exact(jacobian, null)
+    if probes is None:
+        probes = min(32, math.ceil(TOGETHER / inputs))
+    else:
+        probes = whole("jacobian_spectrum", "probes", probes, 1)
+    # A seed of its own: weights drawn from a generator of the same seed must not turn up again as probes.
+    seed = 20_240_410_947 if generator is None else _seed(generator)
+    return _matrix_free(jacobian, null, probes, min(steps, inputs), samples, torch.Generator().manual_seed(seed))
+
+
+def _exact(jacobian: Jacobian, null: int | str | None) -> Spectrum:
+    outputs, inputs = jacobian.shape
+    values = torch.linalg.svdvals(jacobian.matrix(max(1, TOGETHER * 8 // max(outputs, inputs)))).cpu()
+    every = torch.cat([values, values.new_zeros(max(0, inputs - outputs))])  # one for each direction of the input
+    top = float(values[0])
+    resolution = _resolution(jacobian, top)
+    if null == "count":
+        count = int((every <= max(outputs, inputs) * torch.finfo(jacobian.precision).eps * top).sum())
+    else:
+        count = max(inputs - outputs, int(null or 0))
+    least = float(every[inputs - count - 1]) if count < inputs else math.nan
+    squares = float((values**2).sum())
+    return Spectrum(
+        exact=True,
+        shape=jacobian.shape,
+        precision=_name(jacobian),
+        values=values,
+        sigma_max=top,
+        sigma_max_error=resolution,
+        sigma_min=least,
+        sigma_min_bound=None,
+        null=count,
+        null_max=float(every[inputs - count]) if count else 0.0,
+        condition=math.nan if top == 0 or count == inputs else top / least if least > resolution else math.inf,
+        stable_rank=squares / top**2 if top else math.nan,
+        stable_rank_error=0.0,
+        quantiles={share: float(torch.quantile(every, share)) for share in SHARES},
+        errors=dict.fromkeys(SHARES, resolution),
+        resolution=resolution,
+    )
+
+
+def _matrix_free(
+    jacobian: Jacobian, null: int | str | None, probes: int, steps: int, samples: int, generator: torch.Generator
+) -> Spectrum:
+    outputs, inputs = jacobian.shape
+
+    def draw(count: int) -> Tensor:
+        noise = torch.randn(count, inputs, generator=generator, dtype=torch.float64)
+        return noise.to(jacobian.x.device)
+
+    tiny = 8 * _resolution(jacobian, 1.0)
+    together = max(1, TOGETHER // max(outputs, inputs))
+    first: Krylov | None = None
+    found: list[Nodes] = []
+    half: list[Nodes] = []
+    for start in range(0, probes, together):
+        starts = draw(min(together, probes - start))
+        krylovs = bidiagonalise(jacobian.times, jacobian.transposed_times, starts, outputs, steps, tiny)
+        first = krylovs[0] if first is None else first  # the other bases are not needed again
+        found += [nodes(krylov, steps) for krylov in krylovs]
+        half += [nodes(krylov, max(1, steps // 2)) for krylov in krylovs]
+    assert first is not None
+    best = max(found, key=lambda each: float(each.values[-1]))
+    top, top_error = float(best.values[-1]), float(best.residuals[-1])
+    resolution = _resolution(jacobian, top)
+
+    norms = torch.cat(
+        [_outside(jacobian, first, draw(min(together, samples - at))) for at in range(0, samples, together)]
+    )
+    squares = float((first.bidiagonal**2).sum() + norms.mean())
+    squares_error = float(norms.std()) / math.sqrt(samples)
+
+    count = None if null == "count" else max(inputs - outputs, int(null or 0))
+    least = min(above_null(each, count or 0, inputs) for each in found)
+    known = top > 0 and count is not None and math.isfinite(least)
+    quantiles, errors = {}, {}
+    for share in SHARES:
+        quantiles[share], errors[share] = _quantile(found, half, share, inputs)
+        errors[share] += resolution
+    return Spectrum(
+        exact=False,
+        shape=jacobian.shape,
+        precision=_name(jacobian),
+        values=None,
+        sigma_max=top,
+        sigma_max_error=top_error + resolution,
+        sigma_min=None,
+        sigma_min_bound=least,
+        null=count,
+        null_max=None,
+        condition=top / max(least, resolution) if known else math.nan,
+        stable_rank=squares / top**2 if top else math.nan,
+        stable_rank_error=2 * (squares_error + squares * top_error / top) / top**2 if top else math.nan,
+        quantiles=quantiles,
+        errors=errors,
+        resolution=resolution,
+    )
+
+
+def _quantile(found: list[Nodes], half: list[Nodes], share: float, inputs: int) -> tuple[float, float]:
+    """Value and error: two standard deviations of the probes, and what the second half of the steps moved."""
+    away = 2 * spread(share, inputs, len(found))
+    if not resolved(found, share):
+        return bound(found, min(1.0, share + away)), math.inf
+    value = quantile(found, share)
+    low, high = quantile(found, max(0.0, share - away)), quantile(found, min(1.0, share + away))
+    return value, max(high - value, value - low) + abs(value - quantile(half, share))
+
+
+def _outside(jacobian: Jacobian, krylov: Krylov, noise: Tensor) -> Tensor:
+    """|J (I - V V^T) g|^2 for each g; J V = U B is known, so J is applied to g alone."""
+    inside = noise @ krylov.right.mT @ krylov.bidiagonal.mT.to(noise.device) @ krylov.left
+    return (jacobian.times(noise) - inside).square().sum(1).cpu()
+
+
+def _resolution(jacobian: Jacobian, top: float) -> float:
+    return math.sqrt(max(jacobian.shape)) * torch.finfo(jacobian.precision).eps * top
+
+
+def _seed(generator: torch.Generator) -> int:
+    return int(torch.randint(2**62, (), generator=generator, device=generator.device))
+
+
+def _name(jacobian: Jacobian) -> str:
+    return str(jacobian.precision).removeprefix("torch.")
+
+
+def _plain(value: float) -> float | None:
+    return value if math.isfinite(value) else None

@@ -1,0 +1,169 @@
+"""Echo: cosine, ridge against scikit-learn, and frequencies of known waves."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from sklearn.linear_model import Ridge
+from sklearn.metrics import r2_score
+from torch import Tensor
+
+from unskip.errors import BadInput
+from unskip.measures.echo import cosine, feature_norm, high_frequency_share, ridge_r2
+
+
+def test_cosine() -> None:
+    x = torch.randn(2, 5, 8)
+    assert cosine(x, x) == pytest.approx(1)
+    assert cosine(x, -3 * x) == pytest.approx(-1)
+    a, b = torch.tensor([[1.0, 0.0], [1.0, 0.0]]), torch.tensor([[0.0, 2.0], [5.0, 5.0]])
+    assert cosine(a, b) == pytest.approx((0 + math.sqrt(0.5)) / 2)
+    assert math.isnan(cosine(a, b * 0))
+    with pytest.raises(BadInput, match=r"one shape"):
+        cosine(a, b[:1])
+
+
+def test_feature_norm() -> None:
+    assert feature_norm(torch.tensor([[[3.0, 4.0], [0.0, 1.0]]])) == pytest.approx(3)
+    assert feature_norm(torch.full((1, 4), 6e4).half()) == pytest.approx(1.2e5, rel=1e-3)
+
+
+def noisy(samples: int = 120, wide: int = 7, out: int = 4, noise: float = 0.5, seed: int = 0) -> tuple[Tensor, Tensor]:
+    g = torch.Generator().manual_seed(seed)
+    x = torch.randn(samples, wide, generator=g, dtype=torch.float64) * torch.logspace(0, -2, wide) + 3
+    y = x @ torch.randn(wide, out, generator=g, dtype=torch.float64)
+    return x, y + noise * torch.randn(samples, out, generator=g, dtype=torch.float64) - 5
+
+
+# Without a ridge and with more features than samples the peer leaves the least-norm solution.
+@pytest.mark.parametrize(("ridge", "wide"), [(0.0, 7), *((r, w) for r in (1e-3, 1.0, 100.0) for w in (7, 200))])
+def test_against_scikit_learn(ridge: float, wide: int) -> None:
+    x, y = noisy(wide=wide)
+    mask = torch.arange(120) % 4 == 0
+    peer = Ridge(alpha=ridge, solver="svd").fit(x[~mask].numpy(), y[~mask].numpy()).predict(x[mask].numpy())
+    wanted = r2_score(y[mask].numpy(), peer, multioutput="variance_weighted")
+    assert ridge_r2(x, y, mask, ridge=ridge) == pytest.approx(wanted, abs=1e-8)
+
+
+def test_the_ridge_is_chosen() -> None:
+    """With more features than samples the choice must come near the best ridge, which the test sets may see."""
+    x, y = noisy(wide=300, noise=3.0)
+    mask = torch.arange(120) % 4 == 0
+    best = max(ridge_r2(x, y, mask, ridge=10.0**power) for power in np.arange(-6, 5, 0.5))
+    chosen = ridge_r2(x, y, mask)
+    assert chosen <= best + 1e-3
+    assert chosen > best - 0.1
+    assert chosen > ridge_r2(x, y, mask, ridge=1e4) + 0.01
+
+
+def test_what_is_there_is_found_and_what_is_not_is_not() -> None:
+    x, y = noisy(noise=0.0)
+    assert ridge_r2(x, y) == pytest.approx(1, abs=1e-6)
+    nothing = torch.randn(400, 5, dtype=torch.float64), torch.randn(400, 3, dtype=torch.float64)
+    assert abs(ridge_r2(*nothing)) < 0.05
+
+
+def test_closed_form_of_half_noise() -> None:
+    """y = x + e with equal variances: R^2 is 1/2."""
+    x = torch.randn(20000, 3, dtype=torch.float64)
+    assert ridge_r2(x, x + torch.randn(20000, 3, dtype=torch.float64)) == pytest.approx(0.5, abs=0.02)
+
+
+def test_groups_are_held_out_whole() -> None:
+    """Tokens that carry their image's own code are easy to predict from a sibling, and not from another image."""
+    codes = torch.randn(40, 30)
+    groups = torch.arange(40).repeat_interleave(10)
+    x, y = torch.eye(40)[groups], codes[groups]  # x names the image: useless for an image never seen
+    assert ridge_r2(x, y) > 0.99
+    assert ridge_r2(x, y, groups=groups) < 0.05
+
+
+def test_the_same_generator_gives_the_same_number() -> None:
+    x, y = noisy()
+    numbers = [ridge_r2(x, y, generator=torch.Generator().manual_seed(seed)) for seed in (1, 1, 2)]
+    assert numbers[0] == numbers[1] != numbers[2]
+    assert ridge_r2(x, y) == ridge_r2(x, y)
+
+
+def test_constants() -> None:
+    x, y = noisy()
+    assert math.isnan(ridge_r2(x, torch.ones(120, 2)))
+    assert math.isnan(ridge_r2(x, torch.nextafter(torch.ones(120, 2), torch.randn(120, 2) * 9)))
+    assert ridge_r2(torch.ones(120, 3), y) <= 0  # only the mean can be predicted
+
+
+def test_ridge_bad_input() -> None:
+    x, y = noisy()
+    with pytest.raises(BadInput, match=r"120 rows and 119"):
+        ridge_r2(x, y[:-1])
+    with pytest.raises(BadInput, match=r"holdout must be a share"):
+        ridge_r2(x, y, 1.5)
+    with pytest.raises(BadInput, match=r"leaves some on both sides"):
+        ridge_r2(x, y, torch.ones(120, dtype=torch.bool))
+    with pytest.raises(BadInput, match=r"of 1; measure more"):
+        ridge_r2(x, y, groups=torch.zeros(120))
+    with pytest.raises(BadInput, match=r"one number for each of 120"):
+        ridge_r2(x, y, groups=torch.zeros(3))
+    with pytest.raises(BadInput, match=r"0 or more, got -1"):
+        ridge_r2(x, y, ridge=-1.0)
+
+
+def wave(rows: int, cols: int, down: int, across: int) -> Tensor:
+    """(1, rows * cols, 1): a cosine with so many periods down and across."""
+    r, c = torch.arange(rows, dtype=torch.float64)[:, None], torch.arange(cols, dtype=torch.float64)[None]
+    return torch.cos(2 * math.pi * (down * r / rows + across * c / cols)).reshape(1, -1, 1)
+
+
+def test_checkerboard_is_all_high_and_a_slow_wave_all_low() -> None:
+    assert high_frequency_share(wave(8, 8, 4, 4) + 5, (8, 8)) == pytest.approx(1)
+    assert high_frequency_share(wave(8, 8, 1, 0) + 5, (8, 8)) == pytest.approx(0, abs=1e-12)
+    assert high_frequency_share(wave(8, 8, 1, 0) + 2 * wave(8, 8, 4, 4), (8, 8)) == pytest.approx(
+        # a wave at Nyquist has mean square 1, another 1/2
+        4 / 4.5
+    )
+
+
+@pytest.mark.parametrize(
+    ("rows", "cols", "down", "across"), [(8, 12, 1, 4), (8, 12, 3, 0), (9, 7, 2, 1), (1, 16, 0, 5)]
+)
+def test_the_radius_of_a_wave(rows: int, cols: int, down: int, across: int) -> None:
+    radius = math.hypot(2 * down / rows, 2 * across / cols)
+    tokens = wave(rows, cols, down, across)
+    assert high_frequency_share(tokens, (rows, cols), cutoff=radius - 0.01) == pytest.approx(1)
+    assert high_frequency_share(tokens, (rows, cols), cutoff=radius + 0.01) == pytest.approx(0, abs=1e-12)
+
+
+@given(st.integers(2, 9), st.integers(2, 9), st.integers(0, 5))
+def test_the_two_sides_add_up(rows: int, cols: int, seed: int) -> None:
+    """Parseval: what is not high is low, whichever way the energy is counted."""
+    g = torch.Generator().manual_seed(seed)
+    tokens = torch.randn(2, rows * cols, 3, generator=g, dtype=torch.float64)
+    spectrum = torch.fft.fft2(tokens.unflatten(1, (rows, cols)), dim=(1, 2))
+    down, across = 2 * np.fft.fftfreq(rows), 2 * np.fft.fftfreq(cols)
+    low = [spectrum[:, i, j].abs().square().sum() for i in range(rows) for j in range(cols) if
+           0 < math.hypot(down[i], across[j]) <= 0.5]  # fmt: skip
+    total = (tokens - tokens.mean(1, keepdim=True)).square().sum() * rows * cols
+    assert high_frequency_share(tokens, (rows, cols)) == pytest.approx(1 - float(sum(low) / total), abs=1e-9)
+
+
+def test_white_noise_counts_frequencies() -> None:
+    tokens = torch.randn(50, 144, 40)
+    freq = 2 * np.fft.fftfreq(12)
+    radius = np.hypot(freq[:, None], freq[None])
+    assert high_frequency_share(tokens, (12, 12)) == pytest.approx((radius > 0.5).sum() / 143, abs=0.005)
+
+
+def test_constant_tokens_have_no_share() -> None:
+    assert math.isnan(high_frequency_share(torch.randn(2, 1, 5).expand(2, 16, 5), (4, 4)))
+    noisy_constant = torch.nextafter(torch.ones(1, 16, 5), torch.randn(1, 16, 5) * 9)
+    assert math.isnan(high_frequency_share(noisy_constant, (4, 4)))
+
+
+def test_the_grid_must_fit() -> None:
+    with pytest.raises(BadInput, match=r"17 tokens do not fill a grid of 4 x 4; cut off prefix"):
+        high_frequency_share(torch.randn(1, 17, 3), (4, 4))
+    with pytest.raises(BadInput, match=r"non-finite"):
+        high_frequency_share(torch.full((1, 16, 3), math.inf), (4, 4))

@@ -1,0 +1,511 @@
+"""Jacobian spectra: known matrices, torch's own Jacobian, and the matrix-free way against the exact one."""
+
+import json
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from unskip.errors import BadInput
+from unskip.measures._jacobian import Jacobian
+from unskip.measures._lanczos import bidiagonalise
+from unskip.measures.spectrum import Spectrum, jacobian_spectrum
+
+DOUBLE = torch.float64
+SHARES = (0.1, 0.5, 0.9)
+
+
+def gauss(rows: int, columns: int, seed: int) -> Tensor:
+    g = torch.Generator().manual_seed(seed)
+    return torch.randn(rows, columns, generator=g, dtype=DOUBLE) / math.sqrt(rows)
+
+
+def with_values(sigma: Tensor, seed: int = 0) -> Tensor:
+    n = len(sigma)
+    return torch.linalg.qr(gauss(n, n, seed)).Q @ torch.diag(sigma) @ torch.linalg.qr(gauss(n, n, seed + 1)).Q
+
+
+def linear(a: Tensor) -> tuple[Callable[[Tensor], Tensor], Tensor]:
+    return (lambda x: nn.functional.linear(x, a)), torch.zeros(1, a.shape[1], dtype=a.dtype)
+
+
+def free(a: Tensor, **kwargs: object) -> Spectrum:
+    return jacobian_spectrum(*linear(a), exact=False, **kwargs)  # type: ignore[arg-type]
+
+
+# --- Exact ------------------------------------------------------------------------------------------------------------
+
+
+@given(st.integers(1, 9), st.integers(1, 9), st.integers(0, 20))
+def test_a_linear_map_has_its_own_singular_values(rows: int, columns: int, seed: int) -> None:
+    a = gauss(rows, columns, seed)
+    found = jacobian_spectrum(*linear(a))
+    values = torch.linalg.svdvals(a)
+    assert found.exact
+    assert found.values is not None
+    assert torch.allclose(found.values, values)
+    assert found.shape == (rows, columns)
+    assert found.sigma_max == pytest.approx(float(values[0]))
+    assert found.sigma_min == pytest.approx(float(values[-1]))
+    assert found.condition == pytest.approx(float(values[0] / values[-1]))
+    assert found.stable_rank == pytest.approx(float(a.square().sum() / values[0] ** 2))
+    assert found.null == max(0, columns - rows)
+    padded = torch.cat([values, torch.zeros(max(0, columns - rows), dtype=DOUBLE)])
+    for share in SHARES:
+        assert found.quantiles[share] == pytest.approx(float(torch.quantile(padded, share)))
+
+
+def block(dim: int = 12, heads: int = 3) -> nn.Module:
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.qkv, self.out = nn.LayerNorm(dim), nn.Linear(dim, 3 * dim), nn.Linear(dim, dim)
+            self.mlp = nn.Sequential(nn.LayerNorm(dim), nn.Linear(dim, 2 * dim), nn.GELU(), nn.Linear(2 * dim, dim))
+
+        def forward(self, x: Tensor) -> Tensor:
+            q, k, v = self.qkv(self.norm(x)).unflatten(-1, (3, heads, -1)).permute(2, 0, 3, 1, 4)
+            x = x + self.out(nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+            return x + self.mlp(x)  # type: ignore[no-any-return]
+
+    torch.manual_seed(0)
+    return Block().double()
+
+
+def test_a_transformer_block_against_torch() -> None:
+    model, x = block(), torch.randn(5, 12, dtype=DOUBLE)
+    wanted = torch.autograd.functional.jacobian(lambda z: model(z[None])[0], x).reshape(60, 60)
+    found = jacobian_spectrum(lambda z: model(z[None])[0], x)
+    assert found.values is not None
+    assert torch.allclose(found.values, torch.linalg.svdvals(wanted))
+    assert all(p.grad is None for p in model.parameters())
+    assert not x.requires_grad
+
+
+@pytest.mark.parametrize(
+    "context", [torch.no_grad, torch.inference_mode, lambda: torch.autocast("cpu", torch.bfloat16)]
+)
+def test_the_callers_context_does_not_matter(context: Callable[[], object]) -> None:
+    model, x = block(), torch.randn(5, 12, dtype=DOUBLE)
+    plain = jacobian_spectrum(lambda z: model(z[None])[0], x)
+    with context():  # type: ignore[attr-defined]
+        inside = jacobian_spectrum(lambda z: model(z[None])[0], x)
+        outside = jacobian_spectrum(lambda z: model(z[None])[0], x, exact=False)
+    assert inside.sigma_max == pytest.approx(plain.sigma_max)
+    assert outside.sigma_max == pytest.approx(plain.sigma_max)
+
+
+def test_layer_norm_is_singular_by_construction() -> None:
+    norm, x = nn.LayerNorm(8, eps=0.0).double(), torch.randn(3, 8, dtype=DOUBLE)
+    counted = jacobian_spectrum(norm, x, null="count")
+    assert counted.null == 6  # the mean and the size of each of three tokens
+    # Between them and the unit sphere it is 1 / std in all directions.
+    std = x.var(-1, correction=0).sqrt()
+    assert counted.condition == pytest.approx(float(std.max() / std.min()))
+    assert counted.null_max == pytest.approx(0, abs=1e-12)
+    told = jacobian_spectrum(norm, x, null=6)
+    assert told.condition == pytest.approx(counted.condition)
+    assert jacobian_spectrum(norm, x).condition == math.inf
+    assert jacobian_spectrum(nn.RMSNorm(8, eps=0.0).double(), x, null="count").null == 3
+
+
+def test_what_was_taken_for_null_is_shown() -> None:
+    a = torch.diag(torch.tensor([4.0, 2.0, 1e-3], dtype=DOUBLE))
+    found = jacobian_spectrum(*linear(a), null=1)
+    assert found.null_max == pytest.approx(1e-3)
+    assert found.condition == pytest.approx(2)
+    assert found.sigma_min == pytest.approx(2)
+
+
+def test_rounding_is_not_a_condition_number() -> None:
+    sigma = torch.logspace(0, -20, 30, dtype=DOUBLE)
+    found = jacobian_spectrum(*linear(with_values(sigma)))
+    assert found.condition == math.inf
+    assert found.resolution == pytest.approx(math.sqrt(30) * torch.finfo(DOUBLE).eps)
+    reached = jacobian_spectrum(*linear(with_values(torch.logspace(0, -10, 30, dtype=DOUBLE))))
+    assert reached.condition == pytest.approx(1e10, rel=1e-3)
+
+
+def test_float32_is_said() -> None:
+    a = gauss(6, 6, 0).float()
+    found = jacobian_spectrum(*linear(a))
+    assert found.precision == "float32"
+    narrow = jacobian_spectrum(lambda x: x.float() @ a.T, torch.zeros(6, dtype=DOUBLE))
+    assert narrow.precision == "float32"
+    assert jacobian_spectrum(*linear(a.double())).precision == "float64"
+    assert found.resolution > 1e6 * jacobian_spectrum(*linear(a.double())).resolution
+
+
+def test_scalars() -> None:
+    found = jacobian_spectrum(lambda x: (x**2).sum(), torch.tensor([3.0, 4.0], dtype=DOUBLE))
+    assert found.shape == (1, 2)
+    assert found.sigma_max == pytest.approx(10)
+    assert found.null == 1
+    for exact in (True, False):
+        assert jacobian_spectrum(torch.sin, torch.tensor(0.0, dtype=DOUBLE), exact=exact).sigma_max == pytest.approx(1)
+
+
+def test_a_zero_jacobian() -> None:
+    for exact in (True, False):
+        found = jacobian_spectrum(lambda x: x * 0, torch.ones(5, dtype=DOUBLE), exact=exact)
+        assert found.sigma_max == 0
+        assert math.isnan(found.condition)
+        assert math.isnan(found.stable_rank)
+        assert set(found.quantiles.values()) == {0.0}
+        json.dumps(found.to_dict(), allow_nan=False)
+        assert str(found)
+
+
+# --- Matrix-free ------------------------------------------------------------------------------------------------------
+
+
+def spread_out(name: str, n: int) -> Tensor:
+    """Spectra as Jacobians have them."""
+    eye = torch.eye(n, dtype=DOUBLE)
+    if name == "gauss":
+        return gauss(n, n, 1)
+    if name == "tall":
+        return gauss(2 * n, n, 1)
+    if name == "wide":
+        return gauss(n - n // 20, n, 1)
+    if name == "product":
+        return gauss(n, n, 1) @ gauss(n, n, 2)
+    if name == "identity and low rank":
+        return eye + 4 * gauss(n, n // 16, 1) @ gauss(n // 16, n, 2)
+    if name == "low rank and small":
+        return 10 * gauss(n, n // 16, 1) @ gauss(n // 16, n, 2) + 0.3 * gauss(n, n, 3)
+    if name == "residual layers":
+        return torch.linalg.multi_dot([eye + 0.5 * gauss(n, n, seed) for seed in range(6)])
+    return with_values(torch.logspace(0, -2, n, dtype=DOUBLE))
+
+
+NAMES = [
+    "gauss",
+    "tall",
+    "wide",
+    "product",
+    "identity and low rank",
+    "low rank and small",
+    "residual layers",
+    "decades",
+]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_within_five_percent_of_exact(name: str) -> None:
+    a = spread_out(name, 500)
+    # So small a matrix shows little of itself to one probe: many, where the spectrum is steep at its lower end.
+    found = free(a, probes=192 if name == "product" else 64, steps=128)
+    exact = jacobian_spectrum(*linear(a), exact=True)
+    assert not found.exact
+    assert found.values is None
+    assert found.sigma_max == pytest.approx(exact.sigma_max, rel=1e-6)
+    assert found.sigma_max <= exact.sigma_max * (1 + 1e-12)
+    assert found.stable_rank == pytest.approx(exact.stable_rank, rel=0.03)
+    assert abs(found.stable_rank - exact.stable_rank) <= 2 * found.stable_rank_error + 1e-9
+    for share in SHARES:
+        assert found.quantiles[share] == pytest.approx(exact.quantiles[share], rel=0.05)
+        assert abs(found.quantiles[share] - exact.quantiles[share]) <= found.errors[share]
+    assert found.sigma_min_bound is not None
+    assert exact.sigma_min is not None
+    assert found.sigma_min_bound >= exact.sigma_min * (1 - 1e-9)
+    assert found.condition <= exact.condition * (1 + 1e-9)
+    assert found.null == exact.null
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", NAMES)
+def test_within_five_percent_of_exact_with_the_defaults(name: str) -> None:
+    a = spread_out(name, 3000)
+    exact, found = jacobian_spectrum(*linear(a), exact=True), free(a)
+    assert found.sigma_max == pytest.approx(exact.sigma_max, rel=1e-6)
+    for share in SHARES:
+        assert found.quantiles[share] == pytest.approx(exact.quantiles[share], rel=0.05)
+
+
+def test_the_error_bars_cover() -> None:
+    """About 95% each; over 40 draws of 3 quantiles at least 90% must be inside, and the bars must not be idle."""
+    inside, tight = 0, 0
+    for seed in range(40):
+        a = gauss(200, 200, seed)
+        values = torch.linalg.svdvals(a)
+        found = free(a, probes=4, steps=60, generator=torch.Generator().manual_seed(seed))
+        for share in SHARES:
+            off = abs(found.quantiles[share] - float(torch.quantile(values, share)))
+            inside += off <= found.errors[share]
+            tight += off > 0.2 * found.errors[share]
+    assert inside >= 108
+    assert tight >= 40
+
+
+def test_an_unresolved_quantile_says_so() -> None:
+    """Twelve decades cannot be seen with 40 steps: the low quantiles come as bounds."""
+    sigma = torch.logspace(0, -12, 400, dtype=DOUBLE)
+    found = free(with_values(sigma), probes=8, steps=40)
+    for share in (0.1, 0.5):
+        assert math.isinf(found.errors[share])
+        assert found.quantiles[share] >= float(torch.quantile(sigma, share))
+    assert "10% <= " in str(found)
+    assert found.to_dict()["errors"]["0.1"] is None
+
+
+def test_a_whole_krylov_space_is_exact() -> None:
+    """Few distinct values: the space closes after as many steps, and every number is sharp."""
+    sigma = torch.tensor([3.0] * 20 + [1.0] * 60 + [0.5] * 20, dtype=DOUBLE)
+    found = free(with_values(sigma), probes=40, steps=50)
+    assert [round(found.quantiles[share], 9) for share in SHARES] == [0.5, 1.0, 3.0]
+    assert found.sigma_min_bound == pytest.approx(0.5)
+    assert found.condition == pytest.approx(6)
+    assert found.stable_rank == pytest.approx((20 * 9 + 60 + 20 * 0.25) / 9, rel=0.05)
+
+
+def test_null_directions_do_not_enter_the_bound() -> None:
+    sigma = torch.cat([torch.linspace(1, 2, 80), torch.zeros(20)]).to(DOUBLE)
+    a = with_values(sigma)
+    told = free(a, null=20, steps=100)
+    assert told.sigma_min_bound is not None
+    assert 1 - 1e-9 <= told.sigma_min_bound <= 1.5
+    assert 1.3 <= told.condition <= 2 + 1e-9
+    untold = free(a, steps=100)
+    assert untold.sigma_min_bound == pytest.approx(0, abs=1e-9)
+    assert untold.condition > 1e12
+    uncounted = free(a, null="count", steps=100)
+    assert uncounted.null is None
+    assert math.isnan(uncounted.condition)
+    assert untold.quantiles[0.1] == pytest.approx(0, abs=1e-9)
+
+
+def test_one_strong_direction_does_not_blur_the_stable_rank() -> None:
+    """A plain Hutchinson estimate would be off by sqrt(2 / 16) here."""
+    a = gauss(300, 300, 0) * 0.01
+    a[0, 0] += 50
+    exact, found = jacobian_spectrum(*linear(a)), free(a, probes=1, steps=20)
+    assert found.stable_rank == pytest.approx(exact.stable_rank, rel=1e-4)
+
+
+def test_a_block_both_ways() -> None:
+    model, x = block(24), torch.randn(8, 24, dtype=DOUBLE)
+
+    def f(z: Tensor) -> Tensor:
+        return model(z[None])[0]  # type: ignore[no-any-return]
+
+    exact, found = jacobian_spectrum(f, x), jacobian_spectrum(f, x, exact=False, probes=128)
+    single = jacobian_spectrum(f, x.float().double(), exact=False, probes=128)
+    assert found.sigma_max == pytest.approx(exact.sigma_max, rel=1e-6)
+    assert single.sigma_max == pytest.approx(exact.sigma_max, rel=1e-3)
+    for share in SHARES:
+        assert found.quantiles[share] == pytest.approx(exact.quantiles[share], rel=0.05)
+
+
+def test_float32_matrix_free() -> None:
+    a = spread_out("residual layers", 300)
+    found = free(a.float(), probes=64, steps=100)
+    exact = jacobian_spectrum(*linear(a))
+    assert found.precision == "float32"
+    assert found.sigma_max == pytest.approx(exact.sigma_max, rel=1e-5)
+    for share in SHARES:
+        assert found.quantiles[share] == pytest.approx(exact.quantiles[share], rel=0.1)
+
+
+@settings(max_examples=25)
+@given(st.integers(1, 6), st.integers(1, 6), st.integers(0, 9), st.integers(1, 4), st.integers(2, 9))
+def test_small_matrices_do_not_break_it(rows: int, columns: int, seed: int, probes: int, steps: int) -> None:
+    a = gauss(rows, columns, seed)
+    if seed % 3 == 0:
+        a[:, 0] = 0
+    exact, found = jacobian_spectrum(*linear(a)), free(a, probes=probes, steps=steps)
+    assert found.sigma_max <= exact.sigma_max * (1 + 1e-9) + 1e-15
+    if steps >= min(rows, columns) + 1:
+        assert found.sigma_max == pytest.approx(exact.sigma_max, rel=1e-6, abs=1e-12)
+    assert str(found)
+    json.dumps(found.to_dict(), allow_nan=False)
+
+
+def test_the_generator_decides() -> None:
+    a = gauss(100, 100, 0)
+    numbers = [free(a, probes=1, generator=torch.Generator().manual_seed(seed)).quantiles[0.5] for seed in (1, 1, 2)]
+    assert numbers[0] == numbers[1] != numbers[2]
+    assert free(a).quantiles == free(a).quantiles
+    before = torch.random.get_rng_state()
+    free(a)
+    assert torch.equal(before, torch.random.get_rng_state())
+
+
+def test_which_way_is_taken() -> None:
+    assert jacobian_spectrum(torch.sin, torch.zeros(64, dtype=DOUBLE)).exact
+    large = jacobian_spectrum(torch.sin, torch.zeros(4097, dtype=DOUBLE), steps=2, probes=1)
+    assert not large.exact
+    assert large.sigma_max == pytest.approx(1)  # the identity: one step closes the space
+    assert large.quantiles[0.1] == pytest.approx(1)
+
+
+def test_the_bases_are_orthonormal_and_belong_together() -> None:
+    a = spread_out("identity and low rank", 200)
+    (found,) = bidiagonalise(lambda v: v @ a.mT, lambda u: u @ a, gauss(1, 200, 9), 200, 80, 1e-13)
+    k = len(found.bidiagonal)
+    assert k < 80  # it closes after the distinct values, of which there are some 25
+    eye = torch.eye(k, dtype=DOUBLE)
+    assert torch.allclose(found.right @ found.right.mT, eye, atol=1e-12)
+    assert torch.allclose(found.left @ found.left.mT, eye, atol=1e-12)
+    assert torch.allclose(a @ found.right.mT, found.left.mT @ found.bidiagonal, atol=1e-12)
+    assert torch.equal(found.bidiagonal, found.bidiagonal.triu().tril(1))
+
+
+# --- Products ---------------------------------------------------------------------------------------------------------
+
+
+class Once(torch.autograd.Function):
+    """A cube whose backward pass cannot be differentiated, with a forward-mode formula and no batching rule."""
+
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:  # type: ignore[override]
+        return x**3
+
+    @staticmethod
+    def setup_context(ctx: object, inputs: tuple[Tensor], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs)  # type: ignore[attr-defined]
+        ctx.save_for_forward(*inputs)  # type: ignore[attr-defined]
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: object, grad: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors  # type: ignore[attr-defined]
+        return grad * 3 * x**2
+
+    @staticmethod
+    def jvp(ctx: object, tangent: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors  # type: ignore[attr-defined]
+        return tangent * 3 * x**2
+
+
+@pytest.mark.parametrize("f", [torch.sin, lambda x: x @ gauss(7, 4, 0), lambda x: x.softmax(-1).cumsum(-1)])
+def test_products_are_those_of_the_matrix(f: Callable[[Tensor], Tensor]) -> None:
+    x = torch.randn(3, 7, dtype=DOUBLE)
+    jacobian = Jacobian(f, x)
+    wanted = torch.autograd.functional.jacobian(f, x).reshape(jacobian.shape)
+    assert torch.allclose(jacobian.matrix(4), wanted)
+    v, w = torch.randn(5, jacobian.shape[1], dtype=DOUBLE), torch.randn(5, jacobian.shape[0], dtype=DOUBLE)
+    assert torch.allclose(jacobian.times(v), v @ wanted.T)
+    assert torch.allclose(jacobian.transposed_times(w), w @ wanted)
+    assert torch.allclose(jacobian.times(v[:1]), v[:1] @ wanted.T)
+
+
+def test_without_batching() -> None:
+    """An operation that torch cannot batch is run one vector at a time."""
+    x = torch.randn(6, dtype=DOUBLE)
+
+    class Stubborn(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: object, z: Tensor) -> Tensor:
+            return z.clone()
+
+        @staticmethod
+        def backward(ctx: object, grad: Tensor) -> Tensor:
+            return grad * float(grad.sum().item() * 0 + 2)  # .item() has no batched form
+
+    jacobian = Jacobian(lambda z: Stubborn.apply(z), x)
+    assert torch.equal(jacobian.matrix(3), 2 * torch.eye(6, dtype=DOUBLE))
+    assert not jacobian.batched
+
+
+def test_forward_mode_stands_in() -> None:
+    x = torch.linspace(1, 2, 6, dtype=DOUBLE)
+    found = jacobian_spectrum(lambda z: Once.apply(z), x, exact=False)
+    assert found.sigma_max == pytest.approx(12)
+    assert jacobian_spectrum(lambda z: Once.apply(z), x).sigma_max == pytest.approx(12)
+
+
+def test_a_backward_pass_that_hides_something() -> None:
+    """Its second derivative is wrong and raises nothing; the products must not believe it."""
+
+    class Hidden(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: object, x: Tensor) -> Tensor:
+            return x * 2
+
+        @staticmethod
+        def backward(ctx: object, grad: Tensor) -> Tensor:
+            return grad + grad.detach()
+
+    x = torch.ones(4, dtype=DOUBLE)
+    with pytest.raises(BadInput, match=r"not differentiable as it claims"):
+        jacobian_spectrum(lambda z: Hidden.apply(z), x, exact=False)
+    assert jacobian_spectrum(lambda z: Hidden.apply(z), x).sigma_max == pytest.approx(2)
+
+
+def test_probes_do_not_repeat_the_weights() -> None:
+    """A model and its probes may be drawn with one seed; the probes must still be strangers to it."""
+    for seed in range(3):
+        a = gauss(200, 200, seed)
+        found = free(a, probes=4, steps=60, generator=torch.Generator().manual_seed(seed))
+        assert found.quantiles[0.5] == pytest.approx(float(torch.linalg.svdvals(a).median()), rel=0.2)
+
+
+def test_no_way_to_multiply() -> None:
+    class Neither(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: object, x: Tensor) -> Tensor:
+            return x * 2
+
+        @staticmethod
+        @torch.autograd.function.once_differentiable
+        def backward(ctx: object, grad: Tensor) -> Tensor:
+            return grad * 2
+
+    x = torch.ones(4, dtype=DOUBLE)
+    with pytest.raises(BadInput, match=r"neither second derivatives nor forward-mode"):
+        jacobian_spectrum(lambda z: Neither.apply(z), x, exact=False)
+    assert jacobian_spectrum(lambda z: Neither.apply(z), x).sigma_max == pytest.approx(2)
+
+
+# --- Words and bad input ----------------------------------------------------------------------------------------------
+
+
+def test_in_words() -> None:
+    a = torch.diag(torch.tensor([4.0, 2.0, 1.0], dtype=DOUBLE))
+    assert str(jacobian_spectrum(*linear(a))) == (
+        "3 x 3 exact float64: sigma_max 4, sigma_min 1, condition 4 outside of 0 null directions, stable rank 1.312, "
+        "quantiles 10% 1.2, 50% 2, 90% 3.6"
+    )
+    text = str(free(a))
+    assert "matrix-free" in text
+    assert "sigma_min <= 1, condition >= 4" in text
+    data = jacobian_spectrum(*linear(a)).to_dict()
+    assert json.loads(json.dumps(data, allow_nan=False)) == data
+    assert data["shape"] == [3, 3]
+    assert data["quantiles"]["0.5"] == pytest.approx(2)
+    assert "values" not in data
+
+
+def test_bad_input_is_named() -> None:
+    x = torch.ones(3, dtype=DOUBLE)
+    with pytest.raises(BadInput, match=r"got torch.float16, shape \(3,\); cast x and the model"):
+        jacobian_spectrum(torch.sin, x.half())
+    with pytest.raises(BadInput, match=r"got list"):
+        jacobian_spectrum(torch.sin, [1.0])  # type: ignore[arg-type]
+    with pytest.raises(BadInput, match=r"x holds 3 non-finite"):
+        jacobian_spectrum(torch.sin, x * math.nan)
+    with pytest.raises(BadInput, match=r"f\(x\) holds 3 non-finite"):
+        jacobian_spectrum(lambda z: z / 0, x)
+    with pytest.raises(BadInput, match=r"must return one float32 or float64 tensor, got tuple"):
+        jacobian_spectrum(lambda z: (z, z), x)  # type: ignore[arg-type, return-value]
+    with pytest.raises(BadInput, match=r"without detach"):
+        jacobian_spectrum(lambda z: z.detach() * 2, x)
+    with pytest.raises(BadInput, match=r"two answers for one x.*eval"):
+        jacobian_spectrum(nn.Dropout(0.5), torch.ones(50, dtype=DOUBLE))
+    with pytest.raises(BadInput, match=r"null is 4, but x has only 3"):
+        jacobian_spectrum(torch.sin, x, null=4)
+    with pytest.raises(BadInput, match=r"steps must be a whole number, 2 or more"):
+        jacobian_spectrum(torch.sin, x, steps=1)
+    with pytest.raises(BadInput, match=r"probes must be a whole number, 1 or more"):
+        jacobian_spectrum(torch.sin, x, probes=0, exact=False)
+
+
+def test_a_jacobian_that_overflows() -> None:
+    with pytest.raises(BadInput, match=r"non-finite"):
+        jacobian_spectrum(torch.sqrt, torch.zeros(3, dtype=DOUBLE))
+    with pytest.raises(BadInput, match=r"non-finite"):
+        jacobian_spectrum(torch.sqrt, torch.zeros(3, dtype=DOUBLE), exact=False)
