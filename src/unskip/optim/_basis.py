@@ -28,11 +28,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from unskip.optim._kernels import inner, pick
 from unskip.optim._precision import exact_product
 
 PANEL = 256  # vectors a panel: Cholesky's own cost grows with it, the number of steps in sequence falls
-SHIFT = 0.5  # roundings of L: less, and ill-conditioned bases lose orthogonality; more, and small eigenvalues are lost
-LEAST = 32  # triangles up to this size are inverted directly
+SHIFT = 2  # roundings of L: less, and ill-conditioned bases lose orthogonality; more, and small eigenvalues are lost
+LEAST = 64  # triangles up to this size are inverted directly
 HELD = 1e-3  # a refresh whose vectors are less orthogonal than this is put off
 FAST_FLOAT64 = {(8, 0), (9, 0), (10, 0)}  # compute capabilities whose float64 products are as fast as float32's
 
@@ -46,55 +47,51 @@ class Refreshed(NamedTuple):
 def eigenbasis(statistics: Tensor) -> Tensor:
     """All eigenvectors, a vector in each row, the largest eigenvalue first."""
     # Eigenvectors do not depend on the scale, and squared gradients may be too small for the solver.
-    _, vectors = torch.linalg.eigh(statistics / _unit(statistics))
+    _, vectors = torch.linalg.eigh(statistics * _scale(statistics)[:, None, None])
     basis: Tensor = vectors.flip(-1).mT.contiguous()
     return basis
 
 
 def refresh(statistics: Tensor, basis: Tensor) -> Refreshed:
     """One sorted step of orthogonal iteration, without a word to the host."""
-    scaled = statistics / _unit(statistics)
-    # L is symmetric, and its transpose is the layout that tensor cores read fastest.
-    moved = exact_product(basis, scaled.mT)
-    quotients = (basis * moved).sum(-1)  # (rows, n)
     blocked = _fast_float64(basis.device)
-    size = moved.norm(dim=(-2, -1), keepdim=True)  # the Frobenius norm of L: no less than its largest eigenvalue
+    moved = exact_product(basis, statistics, _scale(statistics))  # L is symmetric: the rows of Q' L
+    quotients, squares = inner(basis, moved)  # (rows, n)
+    size = squares.sum(-1).sqrt()  # the Frobenius norm of L: no less than its largest eigenvalue
     shift = torch.where(size > 0, SHIFT * torch.finfo(basis.dtype).eps * size if blocked else 0.0, 1.0)
-    moved.addcmul_(basis, shift)
     order = quotients.argsort(dim=-1, descending=True, stable=True)
-    moved = _rows(moved, order)
-    new = orthonormal_rows(moved) if blocked else torch.linalg.qr(moved.mT).Q.mT.contiguous()
+    new = pick(moved, basis, shift, order, torch.float64 if blocked else basis.dtype)
+    new = orthonormal_rows_(new).to(basis.dtype) if blocked else torch.linalg.qr(new.mT).Q.mT.contiguous()
     held = ~(_defect(new) < HELD)  # a NaN is held too
     still = torch.arange(order.shape[-1], device=order.device)
     return Refreshed(torch.where(held[:, None, None], basis, new), torch.where(held[:, None], still, order), held)
 
 
-def orthonormal_rows(rows: Tensor, panel: int = PANEL) -> Tensor:
-    """Gram-Schmidt over the rows of (batch, n, n), panel by panel: what QR gives, each vector up to its sign."""
-    result = torch.empty(rows.shape, dtype=torch.float64, device=rows.device)
+def orthonormal_rows_(rows: Tensor, panel: int = PANEL) -> Tensor:
+    """Gram-Schmidt over the rows of (batch, n, n), panel by panel, in place: what QR gives, but for signs."""
     for start in range(0, rows.shape[-2], panel):
-        block = _unit_rows(rows[:, start : start + panel].double())
+        block, done = rows[:, start : start + panel], rows[:, :start]
         if start:
-            done = result[:, :start]
-            block = torch.baddbmm(block, torch.bmm(block, done.mT), done, alpha=-1)
-        result[:, start : start + panel] = _cholesky_rows(block)
-    return result.to(rows.dtype)
+            block.baddbmm_(torch.bmm(block, done.mT), done, alpha=-1)
+        _orthonormal_panel_(block)
+    return rows
 
 
 def _fast_float64(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device) in FAST_FLOAT64
 
 
-def _cholesky_rows(block: Tensor) -> Tensor:
-    """Orthonormal rows with the same span, the first k rows of it for every k: (batch, panel, n)."""
-    block = _unit_rows(block)
+def _orthonormal_panel_(block: Tensor) -> None:
+    """Rows with the same span, that of the first k rows for every k: (batch, panel, n)."""
     gram = torch.bmm(block, block.mT)
-    # Rounding may take away what little a Gram matrix of nearly dependent rows has; this keeps it positive definite.
-    gram.diagonal(dim1=-2, dim2=-1).add_(gram.shape[-1] * torch.finfo(gram.dtype).eps)
+    # Rows as if of length 1, and a little more on the diagonal: rounding may take away what nearly dependent rows have.
+    lengths = gram.diagonal(dim1=-2, dim2=-1).clamp_min(torch.finfo(gram.dtype).tiny).rsqrt()
+    gram.mul_(lengths[:, :, None] * lengths[:, None, :])
+    gram.diagonal(dim1=-2, dim2=-1).add_(4 * torch.finfo(gram.dtype).eps)
     factor = torch.linalg.cholesky_ex(gram, check_errors=False).L
-    rows = torch.bmm(inverse_lower(factor), block)
+    rows = torch.bmm(inverse_lower(factor).mul_(lengths[:, None, :]), block)
     # What ill-conditioned rows are short of orthogonal, to second order: V <- V + (I - V V') V / 2.
-    return torch.baddbmm(rows, torch.bmm(rows, rows.mT), rows, beta=1.5, alpha=-0.5)
+    torch.baddbmm(rows, torch.bmm(rows, rows.mT), rows, beta=1.5, alpha=-0.5, out=block)
 
 
 def inverse_lower(factor: Tensor) -> Tensor:
@@ -126,16 +123,7 @@ def _defect(basis: Tensor) -> Tensor:
     return lengths / math.sqrt(size)
 
 
-def _unit(statistics: Tensor) -> Tensor:
-    """The largest entry of each, which stands on the diagonal of a positive semidefinite matrix; 1 where all are 0."""
-    largest = statistics.diagonal(dim1=-2, dim2=-1).amax(-1)[:, None, None]
-    return torch.where(largest > 0, largest, 1.0)
-
-
-def _unit_rows(block: Tensor) -> Tensor:
-    lengths: Tensor = block.norm(dim=-1, keepdim=True)
-    return block / lengths.clamp_min(torch.finfo(block.dtype).tiny)
-
-
-def _rows(matrix: Tensor, order: Tensor) -> Tensor:
-    return matrix.take_along_dim(order[:, :, None], -2)
+def _scale(statistics: Tensor) -> Tensor:
+    """What makes the largest entry 1; it stands on the diagonal of a positive semidefinite matrix. (rows,)"""
+    largest = statistics.diagonal(dim1=-2, dim2=-1).amax(-1)
+    return torch.where(largest > 0, largest.reciprocal(), 1.0)

@@ -18,6 +18,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from unskip.optim._kernels import halves
+
 Precision = Literal["tf32", "float32"]
 LOW = 2.0**11  # float16 has 11 bits of mantissa, so the rest of a number is this much smaller
 
@@ -35,16 +37,11 @@ def products(precision: Precision, device: torch.device) -> Iterator[None]:
         settings.fp32_precision = before
 
 
-def exact_product(a: Tensor, b: Tensor) -> Tensor:
-    """a @ b to float32 accuracy, (rows, n, n); the entries of both are at most 1 in magnitude."""
+def exact_product(a: Tensor, b: Tensor, scale: Tensor) -> Tensor:
+    """a @ (scale * b) to float32 accuracy, (rows, n, n); the entries of both factors are at most 1 in magnitude."""
     if not a.is_cuda or a.dtype != torch.float32:
-        return torch.bmm(a, b)
-    (a_high, a_low), (b_high, b_low) = _halves(a), _halves(b)
+        return torch.bmm(a, b * scale[:, None, None])
+    (a_high, a_low), (b_high, b_low) = halves(a, torch.ones_like(scale), LOW), halves(b, scale, LOW)
     small = torch.bmm(a_high, b_low, out_dtype=torch.float32)
     small = torch.baddbmm(small, a_low, b_high, out_dtype=torch.float32)
     return torch.baddbmm(small, a_high, b_high, out_dtype=torch.float32, beta=1 / LOW)
-
-
-def _halves(x: Tensor) -> tuple[Tensor, Tensor]:
-    high = x.half()
-    return high, (x - high).mul_(LOW).half()

@@ -27,11 +27,11 @@ from torch import Tensor
 from unskip.errors import BadInput
 from unskip.optim._basis import eigenbasis
 from unskip.optim._checks import betas_of, dense, number, plain, whole
+from unskip.optim._kernels import Factors
 from unskip.optim._precision import Precision, products
 from unskip.optim._spread import Face, Lot, calendar
 from unskip.optim._stacks import (
     SIDES,
-    Factors,
     Matrices,
     Piece,
     gather,
@@ -132,7 +132,7 @@ class SOAP(torch.optim.Optimizer):
         for index, group in enumerate(self.param_groups):
             present = [param for param in group["params"] if param.grad is not None and param.numel()]
             dense("SOAP", present)
-            if index not in self._teams:
+            if index not in self._teams or any(team.moved() for team in self._teams[index]):
                 self._teams[index] = self._gathered(group)
             new = [param for param in present if not self.state.get(param)]
             if self._check:
@@ -252,6 +252,9 @@ class _Team:
             pieces = [(self._stack(lot), Piece(lot.face.side, lot.start, lot.stop)) for lot in same]
             refresh_pieces(pieces, self.counters["held"])
 
+    def moved(self) -> bool:
+        return any(stack.moved() for stack in self.stacks if isinstance(stack, Matrices))
+
     def _stack(self, lot: Lot) -> Matrices:
         stack = self.stacks[lot.face.stack]
         assert isinstance(stack, Matrices)
@@ -266,19 +269,22 @@ class _Team:
         self.counters["skipped"] += ~finite
         return finite & (largest >= 0)
 
-    def _factors(self, ok: Tensor, group: dict[str, Any]) -> Factors:
+    def _factors(self, ok: Tensor, group: dict[str, Any]) -> Tensor:
+        """(4, params), see `Factors`."""
         (beta1, beta2), lr = group["betas"], group["lr"]
-        steps = self.counters["step"].add_(ok)
-        count = steps.double()  # float32 would lose 1 - beta^t, and decides on nothing else here
-        size = torch.ones_like(count)
+        counts = ok.double()  # float32 would lose 1 - beta^t
+        steps = self.counters["step"].add_(ok).double()
+        size = counts
         if group["correct_bias"]:
-            size = (1 - beta2**count).sqrt() / (1 - beta1**count)
-        decay, counts = lr * group["weight_decay"], ok.double()
-        return Factors(
-            first=(1 - beta1) * counts,
-            second=(1 - beta2) * counts,
-            size=torch.where(ok, size * (-lr * (1 - decay)), 0.0),
-            keep=1 - decay * counts,
+            size = counts * (1 - beta2**steps).sqrt() / (1 - beta1**steps).clamp_min(torch.finfo(torch.float64).tiny)
+        decay = lr * group["weight_decay"]
+        return torch.stack(
+            Factors(
+                first=(1 - beta1) * counts,
+                second=(1 - beta2) * counts,
+                size=size * (-lr * (1 - decay)),
+                keep=1 - decay * counts,
+            )
         )
 
 

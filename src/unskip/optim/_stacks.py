@@ -9,7 +9,7 @@ views of the stacks, so a stack is never saved itself: `gather` makes it again f
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
 from typing import Any, NamedTuple
 
@@ -17,23 +17,12 @@ import torch
 from torch import Tensor
 
 from unskip.optim._basis import refresh
+from unskip.optim._kernels import adam, clear, move, pointers
 
 SIDES = ("left", "right")
 LARGE = 2**20  # a vector this long is a stack of its own
 
 State = dict[Tensor, dict[str, Any]]
-
-
-class Factors(NamedTuple):
-    """What a step does to each parameter of a group; a masked one keeps everything it has."""
-
-    first: Tensor  # how much of the gradient enters the first moment
-    second: Tensor  # and its square the second
-    size: Tensor  # how far the parameter goes, weight decay included
-    keep: Tensor  # how much of it stays
-
-    def take(self, index: Tensor, dtype: torch.dtype) -> Factors:
-        return Factors(*(value[index].to(dtype) for value in self))
 
 
 def matrix_shape(shape: Sequence[int], blocks: int = 1) -> tuple[int, int] | None:
@@ -58,29 +47,31 @@ class Matrices:
     places: list[int]  # the same for each parameter
     fields: dict[str, Tensor]
     work: torch.dtype
+    pointers: Tensor | None = None
+    addresses: list[int] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.pointers = pointers(self.params, self.work)
+        self.addresses = [param.data_ptr() for param in self.params]
+
+    def moved(self) -> bool:
+        """Whether a parameter has been given other memory since."""
+        return self.pointers is not None and self.addresses != [param.data_ptr() for param in self.params]
 
     def basis(self, side: str) -> Tensor | None:
         value = self.fields.get(f"{side}_basis")
         return None if value is None else value.to(self.work)
 
-    def update(self, grads: Sequence[Tensor | None], ok: Tensor, factors: Factors, beta: float, eps: float) -> None:
-        """One step of Adam in the basis, then the statistics; `ok` says which gradients count."""
+    def update(self, grads: Sequence[Tensor | None], ok: Tensor, factors: Tensor, beta: float, eps: float) -> None:
+        """One step of Adam in the basis, then the statistics; `ok` says which gradients count. Factors (4, params)."""
         m, n = self.shape
-        rows = [self._row(grad) for grad in grads]
-        gradient = torch.cat(rows).to(self.work)  # (rows, m, n)
-        gradient.masked_fill_(~ok[self.index][:, None, None], 0)
-        row = factors.take(self.index[:, None, None], self.work)
+        gradient = torch.cat([self._row(grad) for grad in grads]).to(self.work)  # (rows, m, n)
+        clear(gradient, ok[self.index])
+        each = factors[:, self.index].to(self.work)
         left, right = self.basis("left"), self.basis("right")
         rotated = rotate(gradient, left, right)
-        first = self.fields["exp_avg"].to(self.work).lerp_(rotated, row.first)
-        second = self.fields["exp_avg_sq"].lerp_(rotated.square_(), row.second)
-        if first.dtype != self.fields["exp_avg"].dtype:
-            self.fields["exp_avg"].copy_(first)
-        direction = torch.div(first, torch.sqrt(second, out=rotated).add_(eps), out=rotated).mul_(row.size)
-        change = unrotate(direction, left, right)
-        keep = row.keep[:: self.blocks].unbind()
-        for param, step, share in zip(self.params, change.split(self.blocks), keep, strict=True):
-            move(param, step, share.view(()))
+        adam(rotated, self.fields["exp_avg"], self.fields["exp_avg_sq"], each, eps)
+        move(self.params, self.pointers, unrotate(rotated, left, right), each, self.blocks)
         self._learn("left", gradient, beta)
         # The layout that tensor cores read fastest; for the small side the copy would cost more than it saves.
         self._learn("right", gradient.mT.contiguous() if n > m else gradient.mT, beta)
@@ -111,17 +102,15 @@ class Vectors:
     fields: dict[str, Tensor]
     work: torch.dtype
 
-    def update(self, grads: Sequence[Tensor | None], ok: Tensor, factors: Factors, beta: float, eps: float) -> None:
+    def update(self, grads: Sequence[Tensor | None], ok: Tensor, factors: Tensor, beta: float, eps: float) -> None:
         flat = [p.new_zeros(p.numel()) if g is None else g.reshape(-1) for g, p in zip(grads, self.params, strict=True)]
-        gradient = torch.cat(flat).to(self.work)
-        gradient.masked_fill_(~ok[self.index], 0)
-        each = factors.take(self.index, self.work)
-        first = self.fields["exp_avg"].to(self.work).lerp_(gradient, each.first)
-        second = self.fields["exp_avg_sq"].lerp_(gradient.square(), each.second)
-        if first.dtype != self.fields["exp_avg"].dtype:
-            self.fields["exp_avg"].copy_(first)
-        values = torch.cat([param.reshape(-1) for param in self.params]).to(self.work)
-        values = torch.addcmul(first.div(second.sqrt().add_(eps)).mul_(each.size), values, each.keep)
+        gradient = torch.cat(flat).to(self.work).view(len(self.index), -1)  # each element, or the one vector, a row
+        clear(gradient, ok[self.index])
+        each = factors[:, self.index].to(self.work)
+        first, second = (self.fields[name].view_as(gradient) for name in ("exp_avg", "exp_avg_sq"))
+        adam(gradient, first, second, each, eps)
+        values = torch.cat([param.reshape(-1) for param in self.params]).to(self.work).view_as(gradient)
+        values = torch.addcmul(gradient, values, each[3][:, None]).view(-1)
         parts = values.split([param.numel() for param in self.params])
         torch._foreach_copy_(self.params, [part.view_as(p) for part, p in zip(parts, self.params, strict=True)])
 
@@ -137,12 +126,11 @@ class Piece(NamedTuple):
 def refresh_pieces(pieces: Sequence[tuple[Matrices, Piece]], held: Tensor) -> None:
     """Refreshes bases of one size, adding to `held` what was put off. The moments follow the basis."""
     parts = [(stack, piece, slice(piece.start, piece.stop)) for stack, piece in pieces]
-    old = torch.cat([stack.fields[f"{p.side}_basis"][rows] for stack, p, rows in parts]).to(parts[0][0].work)
-    result = refresh(torch.cat([stack.fields[p.side][rows] for stack, p, rows in parts]).to(old.dtype), old)
+    old = _joined([stack.fields[f"{p.side}_basis"][rows] for stack, p, rows in parts]).to(parts[0][0].work)
+    result = refresh(_joined([stack.fields[p.side][rows] for stack, p, rows in parts]).to(old.dtype), old)
     sizes = [piece.stop - piece.start for _, piece, _ in parts]
     each = zip(parts, *(value.split(sizes) for value in (old, *result)), strict=True)
     for (stack, piece, rows), before, after, order, late in each:
-        stack.fields[f"{piece.side}_basis"][rows] = after.to(stack.fields[f"{piece.side}_basis"].dtype)
         moment = stack.fields["exp_avg"][rows]
         wide = moment.to(stack.work)
         if piece.side == "left":
@@ -153,7 +141,12 @@ def refresh_pieces(pieces: Sequence[tuple[Matrices, Piece]], held: Tensor) -> No
             chosen = order[:, None, :]
         squares = stack.fields["exp_avg_sq"][rows]
         squares.copy_(squares.take_along_dim(chosen, -2 if piece.side == "left" else -1))
+        stack.fields[f"{piece.side}_basis"][rows].copy_(after)  # last: `before` may be a view of it
         held.index_add_(0, stack.index[rows], late.to(held.dtype))
+
+
+def _joined(parts: list[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def rotate(x: Tensor, left: Tensor | None, right: Tensor | None) -> Tensor:
@@ -174,15 +167,6 @@ def unrotate(x: Tensor, left: Tensor | None, right: Tensor | None) -> Tensor:
     if x.shape[-2] > x.shape[-1]:
         return torch.bmm(torch.bmm(x.mT.contiguous(), left).mT, right)
     return torch.bmm(left.mT, torch.bmm(x, right))
-
-
-def move(param: Tensor, change: Tensor, keep: Tensor) -> None:
-    """param <- keep * param + change, in one pass and rounded once."""
-    change = change.reshape(param.shape)
-    if param.dtype == change.dtype:
-        torch.addcmul(change, param, keep, out=param)
-    else:
-        param.copy_(torch.addcmul(change, param.to(change.dtype), keep))
 
 
 def gather(params: list[Tensor], blocks: Sequence[int], state: State) -> list[Matrices | Vectors]:

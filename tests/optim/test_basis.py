@@ -1,0 +1,162 @@
+"""Bases: the blocked orthogonalisation against QR, its orthogonality in the worst cases, and the calendar."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from unskip.optim import _basis
+from unskip.optim._basis import eigenbasis, inverse_lower, orthonormal_rows_, refresh
+from unskip.optim._spread import STEPS_PER_LOT, Face, calendar
+
+
+def defect(basis: Tensor) -> float:
+    basis = basis.double()
+    return float((basis @ basis.mT - torch.eye(basis.shape[-1])).abs().max())
+
+
+def random_basis(rows: int, size: int) -> Tensor:
+    return torch.linalg.qr(torch.randn(rows, size, size, dtype=torch.float64)).Q
+
+
+def statistics(kind: str, size: int) -> tuple[Tensor, Tensor]:
+    """L and the basis that the iteration starts from, (2, n, n) each."""
+    if kind == "zero":
+        return torch.zeros(2, size, size, dtype=torch.float64), random_basis(2, size)
+    if kind == "low rank":
+        thin = torch.randn(2, size, 5, dtype=torch.float64)
+        return thin @ thin.mT, eigenbasis(thin @ thin.mT)
+    vectors = random_basis(2, size)
+    spectrum = vectors * torch.logspace(0, -9, size, dtype=torch.float64) @ vectors.mT
+    if kind == "near":
+        return spectrum, vectors.mT.contiguous()
+    if kind == "far":
+        return spectrum, random_basis(2, size)
+    scale = torch.logspace(0, -4, size, dtype=torch.float64)[:, None]  # "moving": ten gradients after the first
+    gradients = [scale * torch.randn(2, size, size // 4, dtype=torch.float64) for _ in range(11)]
+    first = 0.05 * gradients[0] @ gradients[0].mT
+    total = first
+    for gradient in gradients[1:]:
+        total = 0.95 * total + 0.05 * gradient @ gradient.mT
+    return total, eigenbasis(first)
+
+
+KINDS = ["zero", "low rank", "near", "far", "moving"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("size", [30, 150])
+@pytest.mark.parametrize("blocked", [False, True])
+def test_a_refreshed_basis_is_orthogonal(kind: str, size: int, blocked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_basis, "_fast_float64", lambda device: blocked)
+    matrix, basis = statistics(kind, size)
+    result = refresh(matrix.float(), basis.float().contiguous())
+    assert not result.held.any()
+    assert defect(result.basis) < 2e-4
+    if kind != "far":
+        assert defect(result.basis) < 2e-6
+    assert (result.order.sort(-1).values == torch.arange(size)).all()
+
+
+@pytest.mark.parametrize("panel", [7, 16, 64])
+@pytest.mark.parametrize("size", [5, 16, 33, 64])
+def test_panels_give_what_qr_gives(panel: int, size: int) -> None:
+    rows = torch.randn(3, size, size, dtype=torch.float64) * torch.logspace(0, -3, size, dtype=torch.float64)[:, None]
+    ours, theirs = orthonormal_rows_(rows.clone(), panel), torch.linalg.qr(rows.mT).Q.mT
+    signs = (ours * theirs).sum(-1, keepdim=True).sign()
+    assert (ours - signs * theirs).abs().max() < 1e-9
+
+
+@settings(max_examples=25)
+@given(st.integers(1, 100), st.integers(0, 1000))
+def test_the_inverse_of_a_triangle(size: int, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    factor = torch.randn(2, size, size, generator=generator, dtype=torch.float64).tril()
+    factor.diagonal(dim1=-2, dim2=-1).abs_().add_(size**0.5)
+    inverse = inverse_lower(factor)
+    assert torch.allclose(inverse @ factor, torch.eye(size, dtype=torch.float64).expand(2, -1, -1), atol=1e-8)
+    assert torch.equal(inverse, inverse.tril())
+
+
+@pytest.mark.parametrize("blocked", [False, True])
+def test_refreshes_converge_on_the_eigenvectors(blocked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_basis, "_fast_float64", lambda device: blocked)
+    values = torch.tensor([5.0, 4.0, 2.0, 1.0, 0.1])
+    vectors = random_basis(1, 5).float()
+    matrix, basis = vectors * values @ vectors.mT, random_basis(1, 5).float()
+    for _ in range(60):
+        basis = refresh(matrix, basis).basis
+    assert torch.allclose((basis @ matrix @ basis.mT)[0], values.diag(), atol=1e-5)
+
+
+def test_the_order_says_where_each_vector_came_from() -> None:
+    matrix = torch.diag(torch.tensor([1.0, 3.0, 2.0])).double()[None]
+    result = refresh(matrix, torch.eye(3).double()[None])
+    assert result.order.tolist() == [[1, 2, 0]]
+    assert torch.allclose(result.basis.abs(), torch.eye(3).double()[result.order])
+
+
+def test_a_dead_basis_stays() -> None:
+    basis = random_basis(2, 6)
+    result = refresh(torch.zeros(2, 6, 6, dtype=torch.float64), basis)
+    assert result.order.tolist() == [list(range(6))] * 2
+    assert torch.allclose((result.basis * basis).sum(-1).abs(), torch.ones(2, 6).double())
+
+
+def test_a_basis_that_is_not_orthogonal_is_held(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of two matrices goes wrong: it keeps the basis it has, the other moves on."""
+    matrix, basis = statistics("moving", 20)
+
+    def broken(rows: Tensor) -> Tensor:
+        result = orthonormal_rows_(rows)
+        result[0, 3] += 0.1
+        return result
+
+    monkeypatch.setattr(_basis, "_fast_float64", lambda device: True)
+    monkeypatch.setattr(_basis, "orthonormal_rows_", broken)
+    result = refresh(matrix, basis)
+    assert result.held.tolist() == [True, False]
+    assert torch.equal(result.basis[0], basis[0])
+    assert result.order[0].tolist() == list(range(20))
+    assert not torch.equal(result.basis[1], basis[1])
+
+
+def test_tiny_statistics_have_the_same_basis() -> None:
+    matrix, _ = statistics("moving", 12)
+    plain, tiny = eigenbasis(matrix.float()), eigenbasis(matrix.float() * 2.0**-100)
+    assert torch.allclose(plain, tiny)
+
+
+# --- The calendar -----------------------------------------------------------------------------------------------------
+
+faces = st.lists(st.tuples(st.integers(2, 400), st.integers(1, 30)), min_size=1, max_size=8).map(
+    lambda pairs: [Face(i, "left", size, rows) for i, (size, rows) in enumerate(pairs)]
+)
+
+
+@given(faces, st.integers(1, 25), st.booleans())
+def test_every_basis_is_refreshed_once_in_an_interval(sides: list[Face], every: int, stagger: bool) -> None:
+    steps = calendar(sides, every, stagger)
+    assert len(steps) == every
+    seen = sorted((lot.face.stack, row) for lots in steps for lot in lots for row in range(lot.start, lot.stop))
+    assert seen == sorted((face.stack, row) for face in sides for row in range(face.rows))
+    if not stagger:
+        assert not any(steps[1:])
+
+
+@given(faces, st.integers(STEPS_PER_LOT, 25))
+def test_no_lot_is_more_than_one_basis_over_its_share(sides: list[Face], every: int) -> None:
+    costs = [sum((lot.stop - lot.start) * lot.face.size**3 for lot in lots) for lots in calendar(sides, every)]
+    share = sum(costs) / (every // STEPS_PER_LOT)
+    assert max(costs) <= share + max(face.size for face in sides) ** 3
+
+
+def test_the_calendar_of_vit_b() -> None:
+    shapes = [(2304, 768), (768, 768), (3072, 768), (768, 3072)]
+    sides = [Face(i, "lr"[j], size, 12) for i, shape in enumerate(shapes) for j, size in enumerate(shape)]
+    steps = calendar(sides, 10)
+    assert [i for i, lots in enumerate(steps) if lots] == [0, 3, 6]
+    assert sum(lot.stop - lot.start for lots in steps for lot in lots) == 96
