@@ -33,5 +33,9 @@ class LoadError(UnskipError):
     """A saved folder is damaged, too new, or does not fit the model or its source."""
 
 
+class InitError(UnskipError):
+    """An initialisation does not fit the model, or did not keep its promise."""
+
+
 class UnskipWarning(UserWarning):
     """Something that works as asked but may not do what was meant."""

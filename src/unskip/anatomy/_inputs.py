@@ -140,7 +140,8 @@ class _Inputs:
             return {}
         if "spatial_shapes" in self.takes:
             return self._padded_patches(vision, channels)
-        size = getattr(vision, "image_size", None) or getattr(self.config, "image_size", None) or _IMAGE
+        sizes = (getattr(part, n, None) for part in (vision, self.config) for n in ("image_size", "input_size"))
+        size = next((size for size in sizes if size), _IMAGE)
         image = self.maker.image(channels, size)
         frames = getattr(vision, "num_frames", None) or getattr(vision, "frames_per_clip", None)
         if frames:

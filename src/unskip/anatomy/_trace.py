@@ -9,15 +9,15 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from types import CodeType, FrameType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 from unskip.anatomy import _ops
 from unskip.anatomy._example import Example
@@ -59,6 +59,23 @@ class Call:
         return self.frame.f_locals.get(self.code.co_varnames[0])
 
 
+@dataclass(frozen=True)
+class Ref:
+    """A tensor among the arguments of a step: the node that holds it."""
+
+    index: int
+
+
+@dataclass(frozen=True, eq=False)
+class Step:
+    """How a node was computed: an operator, its arguments with a Ref for each tensor, and which of its outputs."""
+
+    func: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    output: int
+
+
 @dataclass(eq=False)
 class Node:
     """One tensor version: the output of an operator, an input, or a weight."""
@@ -75,6 +92,7 @@ class Node:
     plain: bool = True  # an addition without a factor of its own
     ratio: float | None = None  # of an addition: rms of the right operand over rms of the left
     wrote: int | None = None  # the version of a tensor that an in-place operator wrote over
+    step: Step | None = None  # kept where the graph is to be computed again
 
     def __contains__(self, index: int) -> bool:
         return bool(self.ancestors >> index & 1)
@@ -86,6 +104,7 @@ class Graph:
 
     nodes: list[Node] = field(default_factory=list)
     moving: int = 0  # bit set of the nodes that depend on the input
+    values: dict[int, Tensor] = field(default_factory=dict)  # by node, kept where the graph is to be computed again
 
     def add(self, op: str, parents: tuple[int, ...] = (), **facts: Any) -> Node:
         index = len(self.nodes)
@@ -118,12 +137,22 @@ def _rms(tensor: Tensor) -> float | None:
     return norm / math.sqrt(tensor.numel())
 
 
-class Recorder(TorchDispatchMode):
-    """Records every operator that runs while it is active into `graph`."""
+# Sums to compute otherwise, by the node they would be: left and right operand -> result.
+Weigh = Mapping[int, Callable[[Tensor, Tensor], Tensor]]
 
-    def __init__(self, model: nn.Module, example: object) -> None:
+
+class Recorder(TorchDispatchMode):
+    """Records every operator that runs while it is active into `graph`.
+
+    With `keep` the graph can be computed again: it holds every tensor and how it was made. `weigh` names additions that
+    are computed as weighted sums, as in a rewired model.
+    """
+
+    def __init__(self, model: nn.Module, example: object, keep: bool = False, weigh: Weigh | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.graph = Graph()
+        self._keep = keep
+        self._weigh = weigh or {}
         self._node: dict[int, int] = {}  # id of a tensor -> its node
         self._alive: list[Tensor] = []  # so that no id is used twice
         self._written: dict[int, int] = {}  # storage -> node of the last in-place write to it
@@ -142,6 +171,8 @@ class Recorder(TorchDispatchMode):
     def _remember(self, tensor: Tensor, node: Node) -> None:
         self._node[id(tensor)] = node.index
         self._alive.append(tensor)
+        if self._keep:
+            self.graph.values.setdefault(node.index, tensor)
 
     def _lookup(self, tensor: Tensor) -> int:
         """The node that holds the tensor's present value, in-place writes through other views included."""
@@ -171,16 +202,27 @@ class Recorder(TorchDispatchMode):
         name = _name(func, args)
         parents = tuple(self._lookup(tensor) for tensor in _tensors((args, kwargs)))
         ratio = self._ratio(name, args)
-        out = func(*args, **kwargs)
         written = [
             value
             for argument, value in zip(func._schema.arguments, args, strict=False)
             if argument.alias_info is not None and argument.alias_info.is_write and isinstance(value, Tensor)
         ]
+        if self._keep:
+            self._save(written)
+        weigh = self._weigh.get(len(self.graph.nodes))
+        if weigh is None:
+            out = func(*args, **kwargs)
+        else:
+            out = weigh(args[0], args[1])
+            out = args[0].copy_(out) if written else out
         facts: dict[str, Any] = {"owners": self._owners()}
+        if self._keep:
+            facts["step"] = self._step(weigh or func, args, {} if weigh else kwargs)
         if len(parents) >= 2 and (name in _ops.ADD or name in _ops.FUSED):
             facts.update(calls=tuple(calls()), plain=kwargs.get("alpha", 1) == 1, ratio=ratio)
-        for tensor in [*written, *(t for t in _tensors(out) if not any(t is w for w in written))]:
+        for position, tensor in enumerate([*written, *(t for t in _tensors(out) if not any(t is w for w in written))]):
+            if self._keep:
+                facts["step"] = replace(facts["step"], output=position)
             before = self._node.get(id(tensor)) if any(tensor is w for w in written) else None
             self._record(tensor, name, parents, {**facts, "wrote": before}, view=_view_key(name, args, kwargs))
             storage = _storage(tensor)
@@ -206,6 +248,20 @@ class Recorder(TorchDispatchMode):
         self._remember(tensor, node)
         if key is not None:
             self._views[key] = node.index
+
+    def _save(self, written: list[Tensor]) -> None:
+        """What an in-place operator is about to write over, in every view of it."""
+        storages = {_storage(tensor) for tensor in written}
+        for index, value in self.graph.values.items() if storages else ():
+            if _storage(value) in storages:
+                self.graph.values[index] = value.clone()
+
+    def _step(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Step:
+        def refer(value: Any) -> Any:
+            return Ref(self._lookup(value)) if isinstance(value, Tensor) else value
+
+        args, kwargs = tree_map(refer, (args, kwargs))
+        return Step(func, args, kwargs, 0)
 
     @staticmethod
     def _ratio(name: str, args: tuple[Any, ...]) -> float | None:
@@ -256,10 +312,10 @@ def calls() -> Iterator[Call]:
         frame = frame.f_back
 
 
-def record(model: nn.Module, example: Example, training: bool) -> Graph:
+def record(model: nn.Module, example: Example, training: bool, keep: bool = False, weigh: Weigh | None = None) -> Graph:
     """Runs the model on the example once and returns the graph of what happened."""
     example = example.copy()
-    recorder = Recorder(model, example.values)
+    recorder = Recorder(model, example.values, keep, weigh)
     with quiet(model, training), recorder:
         example.run(model)
     return recorder.graph

@@ -91,7 +91,7 @@ class _Draft:
 
 def survey(model: nn.Module, example: Example) -> Survey:
     """Runs the model on the example and returns its residual sites."""
-    names = {id(module): name for name, module in reversed([*model.named_modules(remove_duplicate=False)])}
+    names = _names(model)
     graph = _run(model, example, training=False)
     drafts, unknown = _gather(graph, names)
     notes = []
@@ -108,6 +108,23 @@ def survey(model: nn.Module, example: Example) -> Survey:
     readers = consumers(graph)
     sites = [_finish(model, draft, names, readers) for draft in drafts]
     return Survey(tuple(replace(site, index=i) for i, site in enumerate(sites)), tuple(unknown), tuple(notes))
+
+
+def sites_in(graph: Graph, model: nn.Module) -> tuple[tuple[Site, ...], list[list[tuple[Finding, ...]]]]:
+    """The sites of a recorded forward and where each ran in it: by site, for each run, its branches in order."""
+    names = _names(model)
+    drafts, _ = _gather(graph, names)
+    readers = consumers(graph)
+    sites = tuple(replace(_finish(model, draft, names, readers), index=i) for i, draft in enumerate(drafts))
+    runs = [
+        [(first, *(more for more, _, _ in draft.more if more.first is first)) for first in draft.findings]
+        for draft in drafts
+    ]
+    return sites, runs
+
+
+def _names(model: nn.Module) -> dict[int, str]:
+    return {id(module): name for name, module in reversed([*model.named_modules(remove_duplicate=False)])}
 
 
 def _run(model: nn.Module, example: Example, training: bool) -> Graph:

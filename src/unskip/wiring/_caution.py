@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import re
 import sys
 import warnings
 from collections.abc import Sequence
 
 from torch import nn
 
+from unskip.anatomy._droppath import drop_paths
 from unskip.anatomy.sites import Site
 from unskip.errors import UnskipWarning
 
-_DROP_PATH = re.compile(r"drop_?path|stochastic_?depth", re.IGNORECASE)
 _SILENT = 1e-3  # rms(branch) / rms(stream) under which a branch has not begun to speak
 
 
@@ -25,7 +24,7 @@ def before_cut(model: nn.Module, sites: Sequence[Site]) -> None:
             "zero-initialised projection or gate). Cut, it passes almost nothing on: initialise it first, or weaken "
             "the stream instead."
         )
-    dropped = [site for site in sites if _drops(model, site)]
+    dropped = [site for site in sites if drop_paths(model, site)]
     if dropped:
         _warn(
             f"{_list(dropped)}: drop path is on. A dropped sample has nothing but its stream, and with the stream cut "
@@ -37,21 +36,6 @@ def before_cut(model: nn.Module, sites: Sequence[Site]) -> None:
             f"{_list(projected)}: cutting a projected shortcut leaves its weights without gradients; "
             "DistributedDataParallel needs find_unused_parameters=True."
         )
-
-
-def _drops(model: nn.Module, site: Site) -> bool:
-    """Whether a module of the site drops whole branches in training. An inactive drop path may not have run in the
-    trace, so the module that adds is searched too.
-    """
-    prefix = site.path + "." if site.path else ""
-    holder = model.get_submodule(site.path)
-    inside = [prefix + name for name, _ in holder.named_children()]
-    for name in {*site.branch, *inside}:
-        for module in model.get_submodule(name).modules():
-            rate = getattr(module, "drop_prob", getattr(module, "p", 0.0))
-            if _DROP_PATH.search(type(module).__name__) and rate:
-                return True
-    return False
 
 
 def left_alone(reasons: Sequence[str]) -> None:

@@ -24,8 +24,8 @@ def normalise(rules: Rules, where: Where) -> tuple[tuple[Where, Shortcut], ...]:
             raise BadInput("a mapping of rules says where each applies: leave where out")
         if not rules:
             raise BadInput("the mapping of rules is empty; pass Keep() to keep every shortcut")
-        return tuple((_selector(key), _rule(value)) for key, value in rules.items())
-    return ((_selector(where), _rule(rules)),)
+        return tuple((selector(key), _rule(value)) for key, value in rules.items())
+    return ((selector(where), _rule(rules)),)
 
 
 def _rule(value: object) -> Shortcut:
@@ -38,7 +38,8 @@ def _rule(value: object) -> Shortcut:
     raise BadInput(f"{value!r} is not a shortcut; pass a rule such as Decay(0.6), or its text 'decay:0.6'")
 
 
-def _selector(where: object) -> Where:
+def selector(where: object) -> Where:
+    """The selector itself, where it is one. Raises BadInput."""
     kinds = get_args(Kind)
     if (
         where is None

@@ -7,8 +7,9 @@ without recompiling), a parameter where it is learnt. A module whose weights are
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from numbers import Integral
 from typing import Any
 
@@ -96,6 +97,24 @@ class Wiring:
             if value is not None:
                 found[f"{site.path}.{name}" if site.path else name] = value
         return found
+
+    def weights(self) -> dict[int, tuple[float | Tensor, float | Tensor]]:
+        """The weights of every site now, by its index: a learnt one is the parameter itself."""
+        return {site.index: (self._held(site, "alpha"), self._held(site, "beta")) for site in self.sites}
+
+    @contextlib.contextmanager
+    def suspended(self) -> Iterator[None]:
+        """The plain model while it lasts. Weights stay in the modules; only their classes are exchanged."""
+        for path, module in self._module_at.items():
+            refuse_covered(module, path)
+        bound = [(module, type(module)) for module in self._module_at.values() if is_bound(module)]
+        try:
+            for module, _ in bound:
+                unbind(module)
+            yield
+        finally:
+            for module, patched in bound:
+                module.__class__ = patched
 
     def set(self, rules: Rules, where: Where = None) -> None:
         """Puts other rules in place of the present ones. Without `where`, one rule governs the sites governed now."""
@@ -278,10 +297,14 @@ class Wiring:
                 _remove(module, attribute(slot, which))
         unbind(module)
 
-    def _now(self, site: Site, which: str) -> float:
+    def _held(self, site: Site, which: str) -> float | Tensor:
         if not self._is_bound(site):
             return 1.0
         value = getattr(self._module_at[site.path], attribute(self._slot_of[site.index], which))
+        return getattr(value, NUMBER, value) if isinstance(value, Tensor) else float(value)
+
+    def _now(self, site: Site, which: str) -> float:
+        value = self._held(site, which)
         if not isinstance(value, Tensor):
             return float(value)
         return float(self._weights[site.index].alpha if value.device.type == "meta" else value.detach().double().mean())

@@ -1,0 +1,46 @@
+"""Activations by name. A function is recognised by its values, so it does not matter how a model spells it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+Activation = Callable[[Tensor], Tensor]
+
+ACTIVATIONS: dict[str, Activation] = {
+    "identity": lambda x: x,
+    "relu": F.relu,
+    "leaky_relu": F.leaky_relu,
+    "relu6": F.relu6,
+    "relu2": lambda x: F.relu(x).square(),
+    "gelu": F.gelu,
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x),
+    "silu": F.silu,
+    "mish": F.mish,
+    "elu": F.elu,
+    "selu": F.selu,
+    "softplus": F.softplus,
+    "softsign": F.softsign,
+    "sigmoid": torch.sigmoid,
+    "tanh": torch.tanh,
+    "hardswish": F.hardswish,
+    "hardsigmoid": F.hardsigmoid,
+    "hardtanh": F.hardtanh,
+    "log_sigmoid": F.logsigmoid,
+    "square": torch.square,
+}
+
+# Spread over where activations bend, and not symmetric, so that no two of them agree on all of it.
+GRID = torch.cat([torch.linspace(-7.9, 8.3, 90), torch.tensor([-30.0, -20.5, 19.5, 31.0])]).double()
+
+
+def name_of(values: Tensor) -> str | None:
+    """The name of the activation that takes these values on GRID, or None."""
+    for name, function in ACTIVATIONS.items():
+        if torch.allclose(values, function(GRID), rtol=1e-5, atol=1e-7):
+            return name
+    return None

@@ -1,0 +1,194 @@
+"""The attention of a branch: which rows of which weights make the queries, keys and values of each head.
+
+    scores = q k^T,   p = softmax(scores),   context = p v,   branch = W_O context
+
+The graph shows the two products around the softmax. From their operands the weights are found going back, and the rows
+of each head by following columns (`_columns`), so fused, separate, interleaved and grouped layouts are one case.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from unskip.anatomy import _ops
+from unskip.anatomy._columns import NOTHING, follow, labels, spread
+from unskip.anatomy._find import in_norm, is_product
+from unskip.anatomy._products import Product, Unviewable, is_weighted, product, rows
+from unskip.anatomy._trace import Graph, Node, Ref
+
+
+@dataclass(frozen=True, eq=False)
+class Projection:
+    """The weights of one of q, k, v: (heads, head_dim, in), and their bias (heads, head_dim)."""
+
+    of: Product
+    weight: Tensor
+    bias: Tensor | None
+    head_of: Tensor  # which head each matrix of the batched product belongs to
+
+    @property
+    def heads(self) -> int:
+        return len(self.weight)
+
+
+@dataclass(frozen=True, eq=False)
+class Attention:
+    """What was found of one attention."""
+
+    softmax: int  # node of the attention probabilities
+    q: Projection
+    k: Projection
+    v: Projection
+    out: Product
+    columns: slice  # of the output weight that read this attention
+    context: int  # node of p v
+    cross: bool  # keys and values come from elsewhere than queries
+    scale: float  # of the scores, q k^T, before the softmax
+    extras: tuple[str, ...]  # what else happens on the way
+
+
+def find_attention(graph: Graph, readers: list[list[int]], steps: list[Node]) -> Attention:
+    """The attention on a branch's path. Raises Unviewable with the reason where it is of another form."""
+    scores, softmax, context = _core(graph, steps)
+    q, k = (_projection(graph, readers, operand) for operand in ((scores.parents[-2], -1), (scores.parents[-1], -2)))
+    value = next(parent for parent in context.parents[-2:] if softmax.index not in graph.nodes[parent])
+    v = _projection(graph, readers, (value, -1))
+    out, columns = _output(graph, readers, steps, context, q)
+    cross = any(not _from_stream(graph, steps, part.of) for part in (k, v))
+    if not _from_stream(graph, steps, q.of):
+        raise Unviewable("the queries are not a linear map of the normalised stream")
+    extras = _extras(graph, q.of.result, scores.index, "query-key")
+    extras += _extras(graph, context.index, out.source, "output")
+    scale = (
+        _factor(graph, q.of.result, scores.parents[-2])
+        * _factor(graph, k.of.result, scores.parents[-1])
+        * _factor(graph, scores.index, softmax.index)
+    )
+    return Attention(softmax.index, q, k, v, out, columns, context.index, cross, scale, tuple(dict.fromkeys(extras)))
+
+
+def _core(graph: Graph, steps: list[Node]) -> tuple[Node, Node, Node]:
+    """The product of queries and keys, the softmax, and the product with the values."""
+    if any(_ops.is_attention(node.op) for node in steps):
+        raise Unviewable("a fused attention kernel that shows neither queries nor keys")
+    products = [node for node in steps if is_product(graph.nodes, node)]
+    cores = []
+    for node in steps:
+        if _ops.is_softmax(node.op):
+            before = [p for p in products if p.index in node]
+            after = [p for p in products if node.index in p]
+            if before and after:
+                cores.append((before[-1], node, after[0]))
+    if not cores:
+        raise Unviewable("attention without a softmax between two products")
+    if len(cores) > 1:
+        raise Unviewable(f"{len(cores)} attentions in one branch")
+    return cores[0]
+
+
+def nearest(graph: Graph, target: int, stop: int | None = None) -> list[Node]:
+    """The products with a weight that a node is made of, those behind other such products or behind `stop` left out."""
+    found: list[Node] = []
+    frontier, seen = [target], set()
+    while frontier:
+        index = frontier.pop()
+        if index in seen or index == stop or graph.nodes[index].fixed:
+            continue
+        seen.add(index)
+        node = graph.nodes[index]
+        if is_weighted(graph, node):
+            found.append(node)
+        else:
+            frontier.extend(node.parents)
+    return sorted(found, key=lambda node: node.index)
+
+
+def _projection(graph: Graph, readers: list[list[int]], operand: tuple[int, int]) -> Projection:
+    index, axis = operand
+    behind = nearest(graph, index)
+    if len(behind) != 1:
+        raise Unviewable(f"queries, keys or values are made by {len(behind)} weights")
+    of = product(graph, readers, behind[0])
+    names = spread(graph, of.result, of.axis, labels(len(of.matrix)))
+    found = follow(graph, {of.result: names}, index).get(index)
+    if found is None:
+        raise Unviewable("the rows that make a head cannot be followed")
+    found = found.movedim(axis, -1)  # (..., tokens, head_dim)
+    found = found.reshape(-1, *found.shape[-2:])
+    if found.eq(NOTHING).any() or not found.eq(found[:, :1]).all():
+        raise Unviewable("attention over features, or heads that differ by token")
+    heads, which = _distinct(found[:, 0].long() - 1)
+    bias = None if of.bias is None else rows(of.bias, heads)
+    return Projection(of, rows(of.matrix, heads), bias, which)
+
+
+def _distinct(found: Tensor) -> tuple[Tensor, Tensor]:
+    """The distinct rows in order of appearance, and which of them each row is."""
+    order: dict[tuple[int, ...], int] = {}
+    which = [order.setdefault(tuple(row), len(order)) for row in found.tolist()]
+    return torch.tensor([*order]), torch.tensor(which)
+
+
+def _output(
+    graph: Graph, readers: list[list[int]], steps: list[Node], context: Node, q: Projection
+) -> tuple[Product, slice]:
+    after = [node for node in steps if context.index in node and is_weighted(graph, node)]
+    if not after:
+        raise Unviewable("no output projection")
+    out = product(graph, readers, after[0])
+    batches, _, width = (torch.Size(context.shape[:-2]).numel(), *context.shape[-2:])
+    if batches != len(q.head_of):
+        raise Unviewable("queries and attended values are laid out differently")
+    names = q.head_of[:, None, None] * width + labels(width)  # (batch * heads, 1, head_dim)
+    names = names.reshape(*context.shape[:-2], 1, width).expand(context.shape)
+    found = follow(graph, {context.index: names}, out.source).get(out.source)
+    inner = q.heads * width
+    if found is None:
+        raise Unviewable("the heads cannot be followed to the output projection")
+    columns = found.movedim(out.axis, -1).reshape(-1, out.matrix.shape[1])
+    start = int(columns[0].ne(NOTHING).long().argmax())
+    expected = torch.zeros(out.matrix.shape[1], dtype=torch.float64)
+    expected[start : start + inner] = labels(inner)
+    if not columns.eq(expected).all():
+        raise Unviewable("the output projection reads the heads in another order")
+    return out, slice(start, start + inner)
+
+
+def _from_stream(graph: Graph, steps: list[Node], of: Product) -> bool:
+    """Whether a product reads the branch's input with no other weight in between."""
+    inside = {node.index for node in steps}
+    return of.source in inside and not any(
+        is_weighted(graph, graph.nodes[i]) for i in inside if i == of.source or i in graph.nodes[of.source]
+    )
+
+
+def _factor(graph: Graph, source: int, target: int) -> float:
+    """The product of the numbers that a tensor is multiplied or divided by on its way."""
+    end, factor = graph.nodes[target], 1.0
+    for node in graph.nodes[source + 1 : target + 1]:
+        if source not in node or node.index not in end or node.op not in _ops.SCALE or node.step is None:
+            continue
+        other = node.step.args[1]
+        if isinstance(other, Ref):
+            value = graph.values[other.index]
+            other = float(value) if value.numel() == 1 and value.device.type != "meta" else 1.0
+        factor *= other if node.op == "mul" else 1 / other
+    return factor
+
+
+def _extras(graph: Graph, source: int, target: int, where: str) -> list[str]:
+    """What lies between two nodes besides moving and scaling."""
+    end = graph.nodes[target]
+    between = [n for n in graph.nodes[source + 1 : target + 1] if source in n and (n.index in end or n is end)]
+    found = []
+    for node in between:
+        if in_norm(node):
+            found.append(f"{where} norm")
+        elif node.op in _ops.ADD or node.op == "cat":
+            found.append(f"{where} positions" if where == "query-key" else f"{where} sum")
+        elif node.op == "mul" and len(node.parents) == 2 and not any(graph.nodes[p].fixed for p in node.parents):
+            found.append(f"{where} gate")
+    return found

@@ -1,0 +1,149 @@
+"""A model laid open on one example: the graph of its plain forward with every tensor, and each site's place in it.
+
+A rewired model is recorded as the plain model it was, for its sites, and its weights are kept beside them; where values
+matter the additions are computed with those weights.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._pytree import tree_map
+
+from unskip.anatomy._example import Example
+from unskip.anatomy._find import Finding, consumers
+from unskip.anatomy._guard import refuse_wrapped, wiring_in
+from unskip.anatomy._trace import Graph, Node, record
+from unskip.anatomy.sites import Site, sites_in
+from unskip.errors import BadInput, ForwardError
+
+Number = float | Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Cut:
+    """One run of one site in the graph."""
+
+    add: Node  # the sum, its last branch included
+    findings: tuple[Finding, ...]  # the first branch, then those added to the same stream
+    steps: list[Node]  # what the branches are computed by, in order
+
+    @property
+    def stream(self) -> int:
+        return self.findings[0].stream
+
+    @property
+    def root(self) -> int:
+        return self.findings[0].root
+
+
+@dataclass(frozen=True, eq=False)
+class Dissection:
+    """The graph, and for each site its runs and its weights."""
+
+    graph: Graph
+    readers: list[list[int]]
+    sites: tuple[Site, ...]
+    runs: tuple[tuple[Cut, ...], ...]  # by site
+    weights: dict[int, tuple[Number, Number]]  # by site index: alpha, beta
+
+    @property
+    def cuts(self) -> tuple[Cut, ...]:
+        """The first run of each site."""
+        return tuple(runs[0] for runs in self.runs)
+
+
+def dissect(model: nn.Module, example: Example, weighted: bool = False) -> Dissection:
+    """Runs the model on the example in evaluation mode. With `weighted`, a rewired model's sums are its own.
+
+    Attention runs as plain products and a softmax, so that its probabilities are in the graph.
+    """
+    wiring = wiring_in(model)
+    held: dict[int, tuple[Number, Number]] = wiring.weights() if wiring is not None else {}
+    with wiring.suspended() if wiring is not None else contextlib.nullcontext():
+        refuse_wrapped(model)
+        graph = _record(model, example)
+        sites, found = sites_in(graph, model)
+        if wiring is not None:
+            sites = _same(model, wiring.sites, sites)
+        weights = held or {site.index: (1.0, 1.0) for site in sites}
+        weigh = {
+            finding.add.index: _sum(finding, *weights[site.index])
+            for site, runs in zip(sites, found, strict=True)
+            for finding in (f for run in runs for f in run)
+            if any(isinstance(w, Tensor) or w != 1 for w in weights[site.index])
+        }
+        if weighted and weigh:
+            graph = _record(model, example, weigh)
+            _refuse_moved(model, graph, found)
+    return Dissection(graph, consumers(graph), tuple(sites), tuple(tuple(map(_cut, r)) for r in found), weights)
+
+
+def rows(example: Example, start: int, stop: int) -> Example:
+    """Some samples of an example: its tensors of more than one axis, cut along the first."""
+
+    def cut(value: Any) -> Any:
+        return value[start:stop] if isinstance(value, Tensor) and value.ndim > 1 else value
+
+    return Example(*tree_map(cut, (example.args, example.kwargs)))
+
+
+def _record(
+    model: nn.Module, example: Example, weigh: dict[int, Callable[[Tensor, Tensor], Tensor]] | None = None
+) -> Graph:
+    try:
+        with sdpa_kernel(SDPBackend.MATH):
+            return record(model, example, training=False, keep=True, weigh=weigh)
+    except Exception as error:
+        raise ForwardError(
+            f"{type(model).__name__}: its forward failed on the example: {type(error).__name__}: {error}. Pass a "
+            "tensor, a tuple of arguments or a mapping of keyword arguments that the model takes."
+        ) from error
+
+
+def _same(model: nn.Module, before: tuple[Site, ...], now: tuple[Site, ...]) -> tuple[Site, ...]:
+    """The sites of the wiring, where the example ran the same ones."""
+    if [(site.path, site.places[:1]) for site in before] != [(site.path, site.places[:1]) for site in now]:
+        raise BadInput(
+            f"{type(model).__name__}: {len(now)} sites run on this example, which are not the {len(before)} that were "
+            "rewired. Pass an example like the one given to rewire."
+        )
+    return before
+
+
+def _sum(finding: Finding, alpha: Number, beta: Number) -> Callable[[Tensor, Tensor], Tensor]:
+    stream, branch = (1.0 if finding.role == "more" else alpha), beta
+    a, b = (stream, branch) if finding.side == "left" else (branch, stream)
+
+    def weighted(left: Tensor, right: Tensor) -> Tensor:
+        return _times(left, a) + _times(right, b)
+
+    return weighted
+
+
+def _times(value: Tensor, weight: Number) -> Tensor:
+    if isinstance(weight, Tensor):
+        return value * weight.detach().to(value.device, value.dtype)
+    # At 0 nothing of it is left, NaN included, as in a rewired model.
+    return torch.zeros_like(value) if weight == 0 else value * weight
+
+
+def _refuse_moved(model: nn.Module, graph: Graph, found: list[list[tuple[Finding, ...]]]) -> None:
+    for finding in (f for runs in found for run in runs for f in run):
+        node = graph.nodes[finding.add.index] if finding.add.index < len(graph.nodes) else None
+        if node is None or not node.calls or node.calls[0].code is not finding.add.calls[0].code:
+            raise BadInput(
+                f"{type(model).__name__}: which operators run depends on values, so its rewired form cannot be "
+                "laid open. Undo the wiring, or measure with fixed weights."
+            )
+
+
+def _cut(run: tuple[Finding, ...]) -> Cut:
+    steps = {node.index: node for finding in run for node in finding.path}
+    return Cut(run[-1].add, run, [steps[index] for index in sorted(steps)])

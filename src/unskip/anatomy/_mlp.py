@@ -1,0 +1,183 @@
+"""The MLP of a branch: its weights, whether one gates another, and its activation by name.
+
+    branch = W_down act(W_up x)            branch = W_down (act(W_gate x) * W_up x)
+
+A gate is a product of two tensors with different columns, be they of two weights or of one that holds both. The
+activation is recognised by computing that part of the graph again on a grid of numbers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from unskip.anatomy._activations import GRID, name_of
+from unskip.anatomy._attention import nearest
+from unskip.anatomy._columns import NOTHING, follow, labels, spread
+from unskip.anatomy._find import in_norm
+from unskip.anatomy._products import Product, Unviewable, is_weighted, product, rows
+from unskip.anatomy._replay import ReplayError, replay
+from unskip.anatomy._trace import Graph, Node
+
+
+@dataclass(frozen=True, eq=False)
+class Half:
+    """One map of the hidden layer: (hidden, in), its bias (hidden,), and the product it belongs to."""
+
+    of: Product
+    weight: Tensor
+    bias: Tensor | None
+
+
+@dataclass(frozen=True, eq=False)
+class Mlp:
+    """What was found of one MLP."""
+
+    up: Half
+    gate: Half | None
+    down: Product
+    columns: slice  # of the down weight that read this MLP
+    activation: str | None
+    extras: tuple[str, ...]
+
+
+def find_mlp(graph: Graph, readers: list[list[int]], steps: list[Node], context: int | None = None) -> Mlp:
+    """The MLP on a branch's path; `context` is the node of an attention beside it. Raises Unviewable."""
+    inside = {node.index for node in steps}
+    down_node, ups = _ends(graph, steps, context)
+    down = product(graph, readers, down_node)
+    halves = [product(graph, readers, node) for node in ups]
+    names: dict[int, Tensor] = {}
+    first = 1
+    for half in halves:
+        names[half.result] = spread(graph, half.result, half.axis, labels(len(half.matrix), first))
+        first += len(half.matrix)
+    found = follow(graph, names, down.source)
+    joint = _joint(graph, found, inside)
+    operands = joint.parents[:2] if joint is not None else (down.source,)
+    sides = [_side(halves, found, operand) for operand in operands]
+    activations = [_activation(graph, half.of, operand) for half, operand in zip(sides, operands, strict=True)]
+    columns = _columns(graph, down, found, joint, len(sides[0].weight))
+    norms = _has_norm(graph, [half.result for half in halves], down.source)
+    extras = ("hidden norm",) if norms else ()
+    if joint is None:
+        return Mlp(sides[0], None, down, columns, activations[0], extras)
+    gate, up = (1, 0) if activations[0] == "identity" and activations[1] != "identity" else (0, 1)
+    if activations[up] != "identity":
+        raise Unviewable("both halves of a gated MLP bend")
+    return Mlp(sides[up], sides[gate], down, columns, activations[gate], extras)
+
+
+def _ends(graph: Graph, steps: list[Node], context: int | None) -> tuple[Node, list[Node]]:
+    """The last product with a weight, and the one or two that it reads, an attention beside them aside."""
+    weighted = [node for node in steps if is_weighted(graph, node)]
+
+    def behind(node: Node) -> list[Node]:
+        moving = [parent for parent in node.parents if not graph.nodes[parent].fixed]
+        found = {n.index: n for parent in moving for n in nearest(graph, parent, stop=context)}
+        return [found[index] for index in sorted(found) if any(n.index == index for n in weighted)]
+
+    ends = []
+    for node in weighted:
+        last = not any(node.index in other for other in weighted if other is not node)
+        ups = behind(node)
+        if last and ups and not any(behind(up) for up in ups):
+            ends.append((node, ups))
+    if len(ends) != 1:
+        raise Unviewable(f"{len(weighted)} products with a weight, in another order than an MLP's")
+    if len(ends[0][1]) > 2:
+        raise Unviewable(f"{len(ends[0][1])} weights make the hidden layer")
+    return ends[0]
+
+
+def _joint(graph: Graph, found: dict[int, Tensor], inside: set[int]) -> Node | None:
+    """The product of two tensors with different columns, where there is one."""
+    joints = []
+    for index in sorted(found):
+        node = graph.nodes[index]
+        if node.op != "mul" or len(node.parents) != 2 or index not in inside:
+            continue
+        a, b = (found.get(parent) for parent in node.parents)
+        if a is not None and b is not None and a.shape == b.shape and not torch.equal(a, b):
+            joints.append(node)
+    if len(joints) > 1:
+        raise Unviewable("more than one gate in the hidden layer")
+    return joints[0] if joints else None
+
+
+def _side(halves: list[Product], found: dict[int, Tensor], operand: int) -> Half:
+    """The rows behind one operand."""
+    if operand not in found:
+        raise Unviewable("the hidden units cannot be followed")
+    names = found[operand].movedim(halves[0].axis, -1)
+    names = names.reshape(-1, names.shape[-1])
+    if not names.eq(names[:1]).all():
+        raise Unviewable("hidden units that differ by token")
+    index = names[0][names[0].ne(NOTHING)].long() - 1  # nothing: an attention that shares the down weight
+    first = 0
+    for half in halves:
+        mine = index - first
+        first += len(half.matrix)
+        if int(mine.min()) >= 0 and int(mine.max()) < len(half.matrix):
+            bias = None if half.bias is None else rows(half.bias, mine)
+            return Half(half, rows(half.matrix, mine), bias)
+    raise Unviewable("hidden units made by two weights")
+
+
+def _activation(graph: Graph, of: Product, operand: int) -> str | None:
+    """The name of what happens entry by entry between a product and a later node; None where it is unknown."""
+    if of.result == operand:
+        return "identity"
+    size = len(of.matrix)
+    names = spread(graph, of.result, of.axis, labels(size))
+    entries = follow(graph, {of.result: names}, operand)[operand].long() - 1  # -1: not of this product
+    device = graph.values[of.result].device
+    device = torch.device("cpu") if device.type == "meta" else device
+    values = torch.full((len(GRID),), torch.nan, dtype=torch.float64)
+    try:
+        function = replay(graph, of.result, operand, torch.float64)
+        for shift in [
+            *range(0, len(GRID), len(entries[entries >= 0].unique())),
+            37,
+        ]:  # all of the grid, and one part of it in other company
+            pattern = GRID[(torch.arange(size) + shift) % len(GRID)]
+            out = function(spread(graph, of.result, of.axis, pattern).contiguous().to(device)).cpu()
+            index = (entries[entries >= 0] + shift) % len(GRID)
+            got = out[entries >= 0]
+            before = values[index]
+            values[index] = got
+            # A function of each entry alone gives the same wherever the entry stands.
+            for one, other in ((before[before.isfinite()], got[before.isfinite()]), (values[index], got)):
+                if not torch.allclose(one, other, rtol=1e-9, atol=1e-12):
+                    return None
+    except (ReplayError, RuntimeError, NotImplementedError):  # constants without values
+        return None
+    return name_of(values)
+
+
+def _columns(graph: Graph, down: Product, found: dict[int, Tensor], joint: Node | None, hidden: int) -> slice:
+    """The columns of the down weight that read the hidden units, which must stand there side by side and in order."""
+    width = down.matrix.shape[1]
+    if joint is not None:
+        names = spread(graph, joint.index, down.axis, labels(joint.shape[down.axis]))
+        found = follow(graph, {joint.index: names}, down.source)
+        if down.source not in found:
+            raise Unviewable("the hidden units cannot be followed to the down weight")
+    row = found[down.source].movedim(down.axis, -1).reshape(-1, width)[0]
+    start = int(row.ne(NOTHING).long().argmax())
+    mine = row[start : start + hidden]
+    ordered = mine.ne(NOTHING).all() if joint is None else torch.equal(mine, labels(hidden))
+    if not ordered or int(row.ne(NOTHING).sum()) != hidden:
+        raise Unviewable("the down weight reads the hidden units in another order")
+    return slice(start, start + hidden)
+
+
+def _has_norm(graph: Graph, sources: list[int], target: int) -> bool:
+    end = graph.nodes[target]
+    return any(
+        in_norm(node) and any(source in node for source in sources)
+        for node in graph.nodes[min(sources) + 1 : target + 1]
+        if node.index in end or node is end
+    )

@@ -1,0 +1,358 @@
+"""Parts: typed views on the weights of every branch, whatever the model's layout.
+
+An attention's q, k and v are (heads, head_dim, in), its output (out, heads * head_dim); an MLP's up and gate are
+(hidden, in), its down (out, hidden), all as nn.Linear stores them. They share memory with the model's parameters, so
+writing into them (`parts[0].q.mul_(2)`) writes into the model, and nothing of them enters autograd.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, overload
+
+import torch
+from torch import Tensor, nn
+
+from unskip._table import table
+from unskip.anatomy import _ops
+from unskip.anatomy._activations import ACTIVATIONS
+from unskip.anatomy._attention import Attention, find_attention
+from unskip.anatomy._dissect import Cut, Dissection, dissect, rows
+from unskip.anatomy._example import Example, example_for
+from unskip.anatomy._find import in_norm
+from unskip.anatomy._mlp import Mlp, find_mlp
+from unskip.anatomy._products import Unviewable
+from unskip.anatomy._trace import Graph, Node
+from unskip.anatomy.sites import Site
+from unskip.errors import UnskipError
+
+
+@dataclass(frozen=True, eq=False)
+class NormParts:
+    """A normalisation: LayerNorm, RMSNorm or another, by the module that runs it."""
+
+    path: str
+    kind: Literal["layernorm", "rmsnorm", "other"]
+    place: Literal["pre", "out", "post"]
+    eps: float | None
+    gain: Tensor | None
+    bias: Tensor | None
+
+
+@dataclass(frozen=True, eq=False)
+class _Branch:
+    site: Site
+    norm: NormParts | None  # before the branch, or else after it or after the sum
+    out_norm: NormParts | None  # at the branch's end, the sum not included
+    scale: Tensor | None  # LayerScale: the branch's output is multiplied by it, entry by entry
+    gated: bool  # the branch's output is multiplied by something that depends on the input (adaLN)
+    closed: bool  # by zero, on the example: a gate that starts shut
+    alpha: float
+    beta: float
+    extras: tuple[str, ...]  # what else happens inside: "query-key norm", "query-key positions", "hidden norm", ...
+    parameters: tuple[nn.Parameter, ...]  # that the views are views on
+    biases: tuple[nn.Parameter, ...]  # that the branch's biases are made of
+
+
+@dataclass(frozen=True, eq=False)
+class AttentionParts(_Branch):
+    """The weights of an attention. `cross`: keys and values read another sequence."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    q_bias: Tensor | None
+    k_bias: Tensor | None
+    v_bias: Tensor | None
+    out: Tensor
+    out_bias: Tensor | None
+    cross: bool
+    softmax_scale: float  # of q k^T before the softmax
+
+    @property
+    def heads(self) -> int:
+        return len(self.q)
+
+    @property
+    def kv_heads(self) -> int:
+        return len(self.k)
+
+    @property
+    def head_dim(self) -> int:
+        return self.q.shape[1]
+
+    def value_output(self) -> Tensor:
+        """The map of tokens under an attention that looks at itself only: W_V W_O as one (out, in) matrix, float64."""
+        group = self.heads // len(self.v)
+        out = self.out.detach().double().unflatten(1, (self.heads, -1))  # (out, heads, head_dim)
+        value = self.v.detach().double().repeat_interleave(group, 0)  # (heads, head_dim, in)
+        return torch.mm(out.flatten(1), value.flatten(0, 1))
+
+
+@dataclass(frozen=True, eq=False)
+class MlpParts(_Branch):
+    """The weights of an MLP. `activation` is a name, or None where it is none that is known."""
+
+    up: Tensor
+    gate: Tensor | None
+    down: Tensor
+    up_bias: Tensor | None
+    gate_bias: Tensor | None
+    down_bias: Tensor | None
+    activation: str | None
+
+    @property
+    def function(self) -> Callable[[Tensor], Tensor] | None:
+        """The activation itself."""
+        return None if self.activation is None else ACTIVATIONS[self.activation]
+
+
+@dataclass(frozen=True, eq=False)
+class ParallelParts:
+    """An attention and an MLP that are added at one site."""
+
+    attention: AttentionParts
+    mlp: MlpParts
+
+    @property
+    def site(self) -> Site:
+        return self.attention.site
+
+
+Part = AttentionParts | MlpParts | ParallelParts
+
+
+class Parts(Sequence[Part | None]):
+    """The parts of every site, in the order of the sites; None where the layout is unknown, with `reasons` why."""
+
+    def __init__(self, model: str, sites: Sequence[Site], found: Sequence[Part | None], reasons: dict[int, str]):
+        self.model = model
+        self.sites = tuple(sites)
+        self.reasons = reasons  # by site index
+        self._found = tuple(found)
+
+    @overload
+    def __getitem__(self, index: int) -> Part | None: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Part | None]: ...
+    def __getitem__(self, index: int | slice) -> Part | Sequence[Part | None] | None:
+        return self._found[index]
+
+    def __len__(self) -> int:
+        return len(self._found)
+
+    def attentions(self) -> Iterator[AttentionParts]:
+        """Every attention, those of parallel sites included."""
+        for part in self._found:
+            if isinstance(part, ParallelParts):
+                yield part.attention
+            elif isinstance(part, AttentionParts):
+                yield part
+
+    def mlps(self) -> Iterator[MlpParts]:
+        """Every MLP, those of parallel sites included."""
+        for part in self._found:
+            if isinstance(part, ParallelParts):
+                yield part.mlp
+            elif isinstance(part, MlpParts):
+                yield part
+
+    def __str__(self) -> str:
+        header = ("site", "path", "kind", "parts", "activation", "besides")
+        lines: list[list[object]] = []
+        for site, part in zip(self.sites, self._found, strict=True):
+            lines += [[site.index, site.path or "(model)", site.kind, *cells] for cells in _cells(part)]
+            if part is None:
+                lines[-1][-1] = self.reasons[site.index]
+        known = sum(part is not None for part in self._found)
+        return f"{self.model}: the weights of {known} of {len(self)} sites\n\n" + table(header, lines)
+
+    def __repr__(self) -> str:
+        known = sum(part is not None for part in self._found)
+        return f"<Parts of {self.model}: {known} of {len(self)} sites>"
+
+
+@dataclass(frozen=True, eq=False)
+class Opened:
+    """A model laid open, with its parts and where each attention stands in the graph."""
+
+    dissection: Dissection
+    parts: Parts
+    attentions: dict[int, Attention]  # by site index
+
+    def probabilities(self, index: int) -> Tensor:
+        """The attention probabilities at a site: (samples, heads, queries, keys)."""
+        found = self.attentions[index]
+        values = self.dissection.graph.values[found.softmax]
+        values = values.reshape(-1, *values.shape[-2:])
+        return torch.stack([values[found.q.head_of == head] for head in range(found.q.heads)], 1)
+
+
+def parts(model: nn.Module, example: object = None) -> Parts:
+    """Views on the weights of every site's branch. `example` is as for audit."""
+    whole = example_for(model, example)
+    try:  # the layout does not depend on the batch
+        return lay_open(model, rows(whole, 0, 1)).parts
+    except UnskipError:  # an argument without a row for each sample, such as a mask
+        return lay_open(model, whole).parts
+
+
+def lay_open(model: nn.Module, example: Example, weighted: bool = False) -> Opened:
+    """Runs the model on the example and finds the parts of every site."""
+    dissection = dissect(model, example, weighted)
+    finder = _Finder(model, dissection)
+    found: list[Part | None] = []
+    reasons: dict[int, str] = {}
+    for site, cut in zip(dissection.sites, dissection.cuts, strict=True):
+        try:
+            found.append(finder.part(site, cut))
+        except Unviewable as reason:
+            found.append(None)
+            reasons[site.index] = str(reason)
+    return Opened(dissection, Parts(type(model).__name__, dissection.sites, found, reasons), finder.attentions)
+
+
+class _Finder:
+    def __init__(self, model: nn.Module, dissection: Dissection) -> None:
+        self.graph: Graph = dissection.graph
+        self.readers = dissection.readers
+        self.dissection = dissection
+        self.names = {id(module): name for name, module in model.named_modules()}
+        self.attentions: dict[int, Attention] = {}
+
+    def part(self, site: Site, cut: Cut) -> Part:
+        if site.kind == "parallel":
+            attention = find_attention(self.graph, self.readers, cut.steps)
+            mlp = find_mlp(self.graph, self.readers, cut.steps, attention.context)
+            return ParallelParts(self._attention(site, cut, attention), self._mlp(site, cut, mlp))
+        if site.kind == "attention":
+            return self._attention(site, cut, find_attention(self.graph, self.readers, cut.steps))
+        if site.kind == "mlp":
+            return self._mlp(site, cut, find_mlp(self.graph, self.readers, cut.steps))
+        raise Unviewable(f"neither attention nor MLP, but {site.kind}")
+
+    def _attention(self, site: Site, cut: Cut, found: Attention) -> AttentionParts:
+        self.attentions[site.index] = found
+        products = {id(p): p for p in (found.q.of, found.k.of, found.v.of, found.out)}.values()
+        return AttentionParts(
+            **self._common(site, cut, found.out.result, found.extras),
+            parameters=tuple({id(p.weight): p.weight for p in products}.values()),
+            biases=tuple({id(b): b for p in products for b in p.biases}.values()),
+            q=found.q.weight,
+            k=found.k.weight,
+            v=found.v.weight,
+            q_bias=found.q.bias,
+            k_bias=found.k.bias,
+            v_bias=found.v.bias,
+            out=found.out.matrix[:, found.columns],
+            out_bias=found.out.bias,
+            cross=found.cross,
+            softmax_scale=found.scale,
+        )
+
+    def _mlp(self, site: Site, cut: Cut, found: Mlp) -> MlpParts:
+        halves = [found.up] if found.gate is None else [found.up, found.gate]
+        products = {id(p): p for p in (*(half.of for half in halves), found.down)}.values()
+        return MlpParts(
+            **self._common(site, cut, found.down.result, found.extras),
+            parameters=tuple({id(p.weight): p.weight for p in products}.values()),
+            biases=tuple({id(b): b for p in products for b in p.biases}.values()),
+            up=found.up.weight,
+            gate=None if found.gate is None else found.gate.weight,
+            down=found.down.matrix[:, found.columns],
+            up_bias=found.up.bias,
+            gate_bias=None if found.gate is None else found.gate.bias,
+            down_bias=found.down.bias,
+            activation=found.activation,
+        )
+
+    def _common(self, site: Site, cut: Cut, output: int, extras: tuple[str, ...]) -> dict[str, Any]:
+        scale, gated, closed = self._scaling(cut, output)
+        alpha, beta = self.dissection.weights[site.index]
+        return {
+            "site": site,
+            "norm": self._norm(site, cut),
+            "out_norm": self._out_norm(site, cut, output),
+            "scale": scale,
+            "gated": gated,
+            "closed": closed,
+            "alpha": float(alpha if not isinstance(alpha, Tensor) else alpha.detach().double().mean()),
+            "beta": float(beta if not isinstance(beta, Tensor) else beta.detach().double().mean()),
+            "extras": extras,
+        }
+
+    def _scaling(self, cut: Cut, output: int) -> tuple[Tensor | None, bool, bool]:
+        """What multiplies the branch after its last weight: a stored vector, or something made from the input."""
+        scale, gated, closed = None, False, False
+        for node in cut.steps:
+            if output not in node or node.op != "mul" or len(node.parents) != 2 or in_norm(node):
+                continue
+            side = [p for p in node.parents if output not in self.graph.nodes[p]]
+            if len(side) != 1:
+                continue
+            leaf = self._leaf(side[0])
+            if not self.graph.nodes[side[0]].fixed:
+                gated = True
+                value = self.graph.values[side[0]]
+                closed = closed or (value.device.type != "meta" and not value.any())
+            elif leaf is not None and leaf.numel() > 1:
+                scale = leaf.detach()
+        return scale, gated, closed
+
+    def _leaf(self, index: int) -> nn.Parameter | None:
+        node = self.graph.nodes[index]
+        while node.op != "weight" and node.parents and node.op in _ops.IDENTITY:
+            node = self.graph.nodes[node.parents[0]]
+        value = self.graph.values.get(node.index)
+        return value if isinstance(value, nn.Parameter) else None
+
+    def _norm(self, site: Site, cut: Cut) -> NormParts | None:
+        if site.norm in ("pre", "sandwich"):
+            return self._norm_at("pre", [node for node in cut.steps if in_norm(node)][:1])
+        if site.norm == "out":
+            return self._norm_at("out", [node for node in cut.steps if in_norm(node)][-1:])
+        if site.norm == "post":
+            later = self.graph.nodes[cut.add.index + 1 :]
+            return self._norm_at("post", [n for n in later if in_norm(n) and cut.add.index in n][:1])
+        return None
+
+    def _out_norm(self, site: Site, cut: Cut, output: int) -> NormParts | None:
+        if site.norm not in ("out", "sandwich"):
+            return None
+        return self._norm_at("out", [node for node in cut.steps if in_norm(node) and output in node][-1:])
+
+    def _norm_at(self, place: Literal["pre", "out", "post"], nodes: list[Node]) -> NormParts | None:
+        if not nodes or not nodes[0].owners:
+            return None
+        module, op = nodes[0].owners[0], nodes[0].op
+        name = type(module).__name__.lower()
+        layer = isinstance(module, nn.LayerNorm) or op == "native_layer_norm"
+        gain, bias = getattr(module, "weight", None), getattr(module, "bias", None)
+        eps = getattr(module, "eps", getattr(module, "variance_epsilon", None))
+        return NormParts(
+            self.names.get(id(module), ""),
+            "rmsnorm" if "rms" in name else "layernorm" if layer else "other",
+            place,
+            None if eps is None else float(eps),
+            gain.detach() if isinstance(gain, Tensor) else None,
+            bias.detach() if isinstance(bias, Tensor) else None,
+        )
+
+
+def _cells(part: Part | None) -> list[list[object]]:
+    if part is None:
+        return [["unknown", None, ""]]
+    if isinstance(part, ParallelParts):
+        return [*_cells(part.attention), *_cells(part.mlp)]
+    if isinstance(part, AttentionParts):
+        heads = f"{part.heads} heads of {part.head_dim}"
+        if part.kv_heads != part.heads:
+            heads += f", {part.kv_heads} for keys and values"
+        return [[heads + (", cross" if part.cross else ""), None, _besides(part)]]
+    width = f"{part.up.shape[1]} > {len(part.up)} > {len(part.down)}" + (", gated" if part.gate is not None else "")
+    return [[width, part.activation or "unknown", _besides(part)]]
+
+
+def _besides(part: _Branch) -> str:
+    return ", ".join([*part.extras, *(["layer scale"] if part.scale is not None else []), *(["gate"] * part.gated)])

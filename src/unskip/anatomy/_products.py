@@ -1,0 +1,152 @@
+"""Products with a weight in a recorded graph: y = x W^T + b, as views on the parameters that hold W and b.
+
+A view is a tensor that shares memory with the parameter, in the layout of nn.Linear, (out, in): writing into it writes
+into the model, whether the parameter is stored so, transposed (GPT-2's Conv1D) or as a 1 x 1 convolution.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+
+from unskip.anatomy import _ops
+from unskip.anatomy._find import is_product
+from unskip.anatomy._trace import Graph, Node, Ref
+
+_COPIES = frozenset("_to_copy to clone contiguous detach alias".split())
+
+
+@dataclass(frozen=True, eq=False)
+class Product:
+    """One product with a weight: where it reads, where its result (bias included) stands, and its parameters."""
+
+    source: int  # node of x
+    result: int  # node of y
+    axis: int  # of the features in both
+    matrix: Tensor  # (out, in), shares memory with the parameter
+    bias: Tensor | None  # (out,), likewise
+    weight: nn.Parameter
+    biases: tuple[nn.Parameter, ...]  # the parameters that the bias is made of, also where it is no view
+
+
+class Unviewable(Exception):
+    """A weight that is no view on one parameter, with the reason."""
+
+
+def is_weighted(graph: Graph, node: Node) -> bool:
+    """Whether a node is a product of an activation with something that does not depend on the input."""
+    if not _ops.is_matmul(node.op) or is_product(graph.nodes, node) or node.fixed:
+        return False
+    return any(graph.nodes[parent].fixed for parent in node.parents)
+
+
+def product(graph: Graph, readers: list[list[int]], node: Node) -> Product:
+    """The product at a node. Raises Unviewable."""
+    if _ops.is_convolution(node.op):
+        return _pointwise(graph, node)
+    if node.op not in ("mm", "addmm", "bmm", "baddbmm", "linear"):
+        raise Unviewable(f"a product by torch.{node.op}")
+    added = node.parents[0] if node.op in ("addmm", "baddbmm") else None
+    left, right = node.parents[-2:] if node.op != "linear" else node.parents[:2]
+    if not graph.nodes[right].fixed:
+        raise Unviewable("the weight stands on the left of the product")
+    weight, view = _view(graph, right)
+    view = view[0] if view.ndim == 3 and view.stride(0) == 0 else view
+    if view.ndim != 2:
+        raise Unviewable(f"the weight has {view.ndim} axes")
+    matrix = view if node.op == "linear" else view.t()
+    result = node.index
+    if node.op == "linear" and len(node.parents) > 2:
+        added = node.parents[2]
+    if added is None:
+        result, added = _later_bias(graph, readers, node, len(matrix))
+    bias, biases = _bias(graph, added, len(matrix))
+    return Product(left, result, -1, matrix, bias, weight, biases)
+
+
+def _pointwise(graph: Graph, node: Node) -> Product:
+    assert node.step is not None
+    source, weight_ref, bias_ref, *_, groups = (*node.step.args[:3], node.step.args[-1])
+    weight, view = _view(graph, weight_ref.index)
+    if groups != 1 or max(view.shape[2:]) > 1:
+        raise Unviewable("a convolution over several positions")
+    bias, biases = _bias(graph, bias_ref.index if isinstance(bias_ref, Ref) else None, len(view))
+    return Product(source.index, node.index, 1, view.flatten(1), bias, weight, biases)
+
+
+def _view(graph: Graph, index: int) -> tuple[nn.Parameter, Tensor]:
+    """The parameter behind a node, and the node's tensor as a view on it."""
+    chain: list[Node] = []
+    node = graph.nodes[index]
+    while node.op != "weight":
+        if node.step is None or (node.op not in _ops.VIEW and node.op not in _COPIES and node.op != "_unsafe_view"):
+            raise Unviewable(f"the weight is computed (torch.{node.op}) and not stored")
+        chain.append(node)
+        node = graph.nodes[node.parents[0]]
+    parameter = graph.values[node.index]
+    if not isinstance(parameter, nn.Parameter):
+        raise Unviewable("the weight is a buffer and not a parameter")
+    view = parameter.detach()
+    for link in reversed(chain):
+        view = view if link.op in _COPIES else _apply(link, view)
+    return parameter, view
+
+
+def _apply(node: Node, value: Tensor) -> Tensor:
+    """A node's operator on another tensor."""
+    assert node.step is not None
+    args, kwargs = tree_map(lambda v: value if isinstance(v, Ref) else v, (node.step.args, node.step.kwargs))
+    out: Any = node.step.func(*args, **kwargs)
+    return cast(Tensor, out[node.step.output] if isinstance(out, list | tuple) else out)
+
+
+def _later_bias(graph: Graph, readers: list[list[int]], node: Node, size: int) -> tuple[int, int | None]:
+    """A bias that is added after the product, as torch does for inputs in some layouts."""
+    index = node.index
+    while True:
+        following = [graph.nodes[i] for i in readers[index]]
+        if len(following) != 1:
+            return node.index, None
+        (reader,) = following
+        if reader.op in _ops.ADD and len(reader.parents) == 2:
+            other = reader.parents[1] if reader.parents[0] == index else reader.parents[0]
+            fixed = graph.nodes[other].fixed and graph.nodes[other].shape == (size,)
+            return (reader.index, other) if fixed else (node.index, None)
+        if reader.op not in ("view", "_unsafe_view"):
+            return node.index, None
+        index = reader.index
+
+
+def _bias(graph: Graph, index: int | None, size: int) -> tuple[Tensor | None, tuple[nn.Parameter, ...]]:
+    if index is None:
+        return None, ()
+    node = graph.nodes[index]
+    leaves = [graph.values[i] for i in range(index + 1) if graph.nodes[i].op == "weight" and i in node]
+    parameters = tuple(leaf for leaf in leaves if isinstance(leaf, nn.Parameter))
+    try:
+        _, view = _view(graph, index)
+    except Unviewable:
+        return None, parameters
+    return (view if view.shape == (size,) else None), parameters
+
+
+def rows(matrix: Tensor, index: Tensor) -> Tensor:
+    """The rows of a matrix (or entries of a vector) named by an index of any shape, as a view.
+
+    A view takes evenly spaced steps along each axis: rows[h, j] = a + h * s + j * t.
+    """
+    index = index.long()
+    steps = []
+    for axis, size in enumerate(index.shape):
+        first = index.narrow(axis, 0, 1)
+        step = int((index.narrow(axis, 1, 1) - first).flatten()[0]) if size > 1 else 1
+        arange = torch.arange(size).reshape([-1 if i == axis else 1 for i in range(index.ndim)])
+        if step < 0 or not torch.equal(first + step * arange, index):
+            raise Unviewable("the rows of a head stand in no regular order")
+        steps.append(step * matrix.stride(0))
+    start = matrix.storage_offset() + int(index.flatten()[0]) * matrix.stride(0)
+    return matrix.as_strided((*index.shape, *matrix.shape[1:]), (*steps, *matrix.stride()[1:]), start)

@@ -1,0 +1,84 @@
+"""Computes a part of a recorded graph again: the target tensor as a function of the source tensor.
+
+    y = g(x)        x the source node's tensor, everything else that went into the target as it was
+
+The function is made of torch operators, so it can be differentiated and batched by torch.func. This is how a branch of
+any model becomes a function, however its Python is written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map
+
+from unskip.anatomy._trace import Graph, Node, Ref
+from unskip.errors import UnskipError
+
+
+class ReplayError(UnskipError):
+    """A part of a graph that cannot be computed again."""
+
+
+def path(graph: Graph, source: int, target: int) -> list[Node]:
+    """The nodes that carry the source into the target, in order."""
+    end = graph.nodes[target]
+    if source not in end:
+        raise ReplayError("the target does not depend on the source")
+    return [node for node in graph.nodes[source + 1 : target + 1] if source in node and node.index in end]
+
+
+def replay(graph: Graph, source: int, target: int, dtype: torch.dtype | None = None) -> Callable[[Tensor], Tensor]:
+    """The target as a function of the source. With `dtype`, every floating tensor and cast inside is of that type."""
+    nodes = path(graph, source, target)
+    for node in nodes:
+        if node.step is None:
+            raise ReplayError(f"{node.op} cannot be computed again: the model writes into a part of a tensor in place")
+    moving = {source, *(node.index for node in nodes)}
+    used = {ref.index for node in nodes for ref in _refs(node)}
+    fixed = {index: _cast(graph.values[index].detach(), dtype) for index in used - moving}
+    last_use = {ref.index: node.index for node in nodes for ref in _refs(node)}
+
+    def function(value: Tensor) -> Tensor:
+        live = {**fixed, source: _cast(value, dtype)}
+        for node in nodes:
+            live[node.index] = _compute(node, live, dtype)
+            for ref in _refs(node):
+                if ref.index in moving and last_use[ref.index] == node.index:
+                    live.pop(ref.index, None)
+        return live[target]
+
+    return function
+
+
+def _refs(node: Node) -> list[Ref]:
+    assert node.step is not None
+    return [leaf for leaf in tree_leaves((node.step.args, node.step.kwargs)) if isinstance(leaf, Ref)]
+
+
+def _compute(node: Node, live: dict[int, Tensor], dtype: torch.dtype | None) -> Tensor:
+    step = node.step
+    assert step is not None
+
+    def resolve(value: Any) -> Any:
+        if isinstance(value, Ref):
+            return live[value.index]
+        if dtype is not None and isinstance(value, torch.dtype) and value.is_floating_point:
+            return dtype
+        return value
+
+    args, kwargs = tree_map(resolve, (step.args, step.kwargs))
+    if node.op in ("view", "_unsafe_view") and not isinstance(args[1], torch.dtype):
+        return torch.reshape(args[0], args[1])  # a batched tensor may be laid out otherwise
+    if node.wrote is not None:
+        args = (args[0].clone(), *args[1:])
+    out = step.func(*args, **kwargs)
+    tensors = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
+    return tensors[step.output]
+
+
+def _cast(value: Tensor, dtype: torch.dtype | None) -> Tensor:
+    return value.to(dtype) if dtype is not None and value.is_floating_point() else value

@@ -1,0 +1,86 @@
+"""What an initialisation promised and whether it holds: a table with a row a site, which raises where it does not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from unskip._table import table
+from unskip.anatomy.sites import Site
+from unskip.errors import InitError
+
+
+@dataclass(frozen=True)
+class Row:
+    """One site: its numbers by name, and the promises that failed."""
+
+    site: Site
+    values: dict[str, float | None]
+    failed: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Check:
+    """The rows of all sites, and notes on what else was changed."""
+
+    title: str
+    rows: tuple[Row, ...]
+    notes: tuple[str, ...] = field(default=())
+
+    @property
+    def failed(self) -> tuple[Row, ...]:
+        return tuple(row for row in self.rows if row.failed)
+
+    def raise_if_failed(self) -> Check:
+        """The check itself, or InitError with the table."""
+        if self.failed:
+            names = ", ".join(row.site.name for row in self.failed[:3])
+            raise InitError(f"{self.title}: {len(self.failed)} of {len(self.rows)} sites fail ({names}).\n{self}")
+        return self
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for JSON."""
+        return {
+            "title": self.title,
+            "rows": [
+                {"site": row.site.index, "path": row.site.path, "kind": row.site.kind, **row.values}
+                | {"failed": list(row.failed)}
+                for row in self.rows
+            ],
+            "notes": list(self.notes),
+        }
+
+    def __str__(self) -> str:
+        names = list(dict.fromkeys(name for row in self.rows for name in row.values))
+        header = ("site", "path", "kind", *names, "holds")
+        cells = [
+            [row.site.index, row.site.path or "(model)", row.site.kind]
+            + [row.values.get(name) for name in names]
+            + ["; ".join(row.failed) or "yes"]
+            for row in self.rows
+        ]
+        return "\n".join([self.title, "", table(header, cells), *(f"note: {note}" for note in self.notes)])
+
+
+def named(sites: Sequence[Site]) -> str:
+    """The first few sites by name."""
+    names = [site.name for site in sites]
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
+@contextmanager
+def transaction(model: nn.Module) -> Iterator[None]:
+    """Puts the parameters back where what is inside raises."""
+    before: dict[str, Tensor] = {name: p.detach().clone() for name, p in model.named_parameters()}
+    try:
+        yield
+    except BaseException:
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                parameter.copy_(before[name])
+        raise

@@ -1,0 +1,337 @@
+"""Initialisation for transformers without skips: every sub-layer starts as a well-conditioned map.
+
+    value-output    W_V W_O = c^2 R                  R orthogonal over the whole width, not head by head
+    query-key       W_Q W_K^T ~ alpha Z + beta I     Z_ij ~ N(0, 1/d); per head, the best approximation of rank d_head
+    mlp             W = max(sqrt(out / in), 1) R     R with orthonormal rows or columns
+
+Without a skip the derivative of a block is the product of what its parts do. W_V W_O is a common factor of the
+attention's derivative, so its condition number enters everything, and an attention that starts near the identity keeps
+tokens apart. From "Cutting the Skip: Training Residual-Free Transformers" (arXiv 2510.00345). How it splits
+`alpha Z + beta I` over heads is not stated there; the default gives every head a Z of its own.
+
+Beyond the paper: keys and values that several queries share get the approximation of rank d_head that is best for all
+of them together; both halves of a gated MLP start orthogonal; where the heads hold fewer dimensions than the stream,
+W_V W_O is a partial isometry and a note says so.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Sequence
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor, nn
+
+from unskip.anatomy._droppath import drop_paths
+from unskip.anatomy._example import example_for
+from unskip.anatomy._parts import AttentionParts, MlpParts, Opened, Parts, lay_open
+from unskip.errors import BadInput, InitError, UnskipWarning
+from unskip.init._check import Check, Row, named, transaction
+from unskip.wiring._select import Where, picks, selector
+
+Name = Literal["value-output", "query-key", "mlp"]
+PARTS: tuple[Name, ...] = get_args(Name)
+Heads = Literal["independent", "shared", "sliced"]
+_TOKENS = 64  # that attention is judged among
+
+# Constants of the paper, by the model they were used for.
+PRESETS: dict[str, dict[str, float]] = {
+    "vit-base": {"alpha": 2.0, "beta": 0.6, "c": 3.0},
+    "vit-small": {"alpha": 1.8, "beta": 1.0, "c": 3.0},
+}
+
+
+def skipless_(
+    model: nn.Module,
+    alpha: float = 2.0,
+    beta: float = 0.6,
+    c: float = 3.0,
+    generator: torch.Generator | None = None,
+    example: object = None,
+    *,
+    parts: Sequence[Name] = PARTS,
+    heads: Heads = "independent",
+    where: Where = None,
+) -> Check:
+    """Initialises the branches of a model so that it trains without its skips. Returns what `verify_skipless` found.
+
+    `parts` leaves some of the three out, `where` chooses sites as in `rewire`. `heads` is how one `alpha Z + beta I`
+    becomes heads: "independent" (a Z for each), "shared" (one Z, all heads alike) or "sliced" (one Z, whose singular
+    directions are dealt out in order: the last heads see almost nothing). Biases of what is initialised become 0 and
+    LayerScale 1; drop path is switched off. The same generator gives the same weights on every device. The model is
+    not rewired, and where something cannot be initialised nothing is changed.
+    """
+    _refuse_bad(alpha, beta, c, parts, heads)
+    whole = example_for(model, example)
+    opened = lay_open(model, whole)
+    chosen = _chosen(model, opened.parts, where, parts)
+    draw = _Draw(generator)
+    with torch.no_grad(), transaction(model):
+        for attention in chosen.attentions():
+            if "value-output" in parts:
+                _value_output_(attention, c, draw)
+            if "query-key" in parts:
+                _query_key_(attention, alpha, beta, heads, draw)
+        if "mlp" in parts:
+            for mlp in chosen.mlps():
+                _mlp_(mlp, draw)
+        for part in (*chosen.attentions(), *chosen.mlps()):
+            if part.scale is not None:
+                part.scale.fill_(1)
+        check = verify_skipless(model, whole, parts=parts, where=where)
+    notes = [*_notes(chosen, parts), *_alike(check), *_still(model, chosen)]
+    for note in notes:
+        warnings.warn(note, UnskipWarning, stacklevel=2)
+    return Check(check.title, check.rows, tuple(notes))
+
+
+def verify_skipless(
+    model: nn.Module,
+    example: object = None,
+    *,
+    parts: Sequence[Name] = PARTS,
+    where: Where = None,
+    check: bool = True,
+) -> Check:
+    """What `skipless_` promises, measured. Raises InitError where it does not hold, unless `check` is off.
+
+    By site: the condition number of W_V W_O on its range and the rank it has; the share of attention that a token pays
+    to itself among 64 independent tokens, over heads the mean and the least (the promise: twice what even attention
+    would pay); how far an MLP's weights are from orthogonal, as a fraction. Beside it, what tokens of the example pay
+    to themselves in the model as it is wired, and what would be even: no promise, since tokens may grow alike.
+    """
+    opened = lay_open(model, example_for(model, example), weighted=True)
+    rows = []
+    for site, part in zip(opened.parts.sites, opened.parts, strict=True):
+        if part is None or not picks(where, site):
+            continue
+        values: dict[str, float | None] = {}
+        failed: list[str] = []
+        only = Parts(opened.parts.model, [site], [part], {})
+        for attention in only.attentions():
+            if "value-output" in parts:
+                _judge_value_output(attention, values, failed)
+            if "query-key" in parts:
+                _judge_query_key(opened, attention, values, failed)
+        for mlp in only.mlps():
+            if "mlp" in parts:
+                _judge_mlp(mlp, values, failed)
+        rows.append(Row(site, values, tuple(failed)))
+    found = Check(f"{type(model).__name__}: skipless initialisation, {len(rows)} sites", tuple(rows))
+    return found.raise_if_failed() if check else found
+
+
+class _Draw:
+    """Random matrices in float64 on the CPU, whatever the model's device and dtype."""
+
+    def __init__(self, generator: torch.Generator | None) -> None:
+        self.generator = generator
+
+    def normal(self, *shape: int) -> Tensor:
+        device = "cpu" if self.generator is None else self.generator.device
+        values = torch.randn(shape, generator=self.generator, device=device, dtype=torch.float64)
+        return values.cpu()
+
+    def orthogonal(self, rows: int, columns: int) -> Tensor:
+        """Uniform among the matrices with orthonormal rows or columns, whichever are fewer."""
+        tall = self.normal(max(rows, columns), min(rows, columns))
+        q, r = torch.linalg.qr(tall)
+        q = q * r.diagonal().sign()  # else the distribution would not be uniform
+        return q.T if rows < columns else torch.as_tensor(q)
+
+
+def _value_output_(part: AttentionParts, c: float, draw: _Draw) -> None:
+    groups, width, columns = part.v.shape
+    inner, rows = groups * width, part.out.shape[0]
+    value = draw.orthogonal(inner, columns)
+    if inner >= columns:
+        out = draw.orthogonal(rows, columns) @ value.T  # so that out @ value is the first factor
+    else:
+        out = draw.orthogonal(rows, inner)
+    part.v.copy_((c * value).reshape(part.v.shape))
+    share = part.heads // groups  # queries that read the same values also share what they write
+    out = out.reshape(rows, groups, 1, width).expand(rows, groups, share, width) / share
+    part.out.copy_((c * out).reshape(part.out.shape))
+    _zero(part, part.v_bias, part.out_bias)
+
+
+def _query_key_(part: AttentionParts, alpha: float, beta: float, heads: Heads, draw: _Draw) -> None:
+    groups, width, dim = part.k.shape
+    share = part.heads // groups
+    if heads == "sliced":
+        if share > 1 or part.heads * width > dim:
+            raise InitError(f"{part.site.name}: one matrix cannot be dealt out to grouped or wider heads")
+        left, right = _factors(_target(draw, alpha, beta, dim), dim)
+        part.q.copy_(left.T[: part.heads * width].reshape(part.q.shape))
+        part.k.copy_(right.T[: part.heads * width].reshape(part.k.shape))
+    else:
+        queries = part.q.unflatten(0, (groups, share))
+        shared = _target(draw, alpha, beta, dim, share)
+        for group in range(groups):
+            target = shared if heads == "shared" or group == 0 else _target(draw, alpha, beta, dim, share)
+            left, right = _factors(target, width)  # (share * dim, width), (dim, width)
+            queries[group].copy_(left.reshape(share, dim, width).mT)
+            part.k[group].copy_(right.T)
+    _zero(part, part.q_bias, part.k_bias)
+
+
+def _target(draw: _Draw, alpha: float, beta: float, dim: int, count: int = 1) -> Tensor:
+    """alpha Z + beta I, for queries that share their keys one under the other."""
+    blocks = [alpha * draw.normal(dim, dim) / math.sqrt(dim) + beta * torch.eye(dim).double() for _ in range(count)]
+    return torch.cat(blocks)
+
+
+def _factors(target: Tensor, rank: int) -> tuple[Tensor, Tensor]:
+    """Left and right factor of the best approximation of a rank, of equal weight. float32: no promise needs more."""
+    u, s, v = torch.linalg.svd(target.float(), full_matrices=False)
+    root = s[:rank].sqrt()
+    return u[:, :rank] * root, v[:rank].T * root
+
+
+def _mlp_(part: MlpParts, draw: _Draw) -> None:
+    for weight in (part.up, part.gate, part.down):
+        if weight is not None:
+            weight.copy_(_gain(weight) * draw.orthogonal(*weight.shape))
+    _zero(part, part.up_bias, part.gate_bias, part.down_bias)
+
+
+def _gain(weight: Tensor) -> float:
+    out, into = weight.shape
+    return max(math.sqrt(out / into), 1.0)
+
+
+def _zero(part: AttentionParts | MlpParts, *biases: Tensor | None) -> None:
+    for bias in biases:
+        if bias is not None:
+            bias.zero_()
+    seen = {bias.untyped_storage()._cdata for bias in biases if bias is not None}
+    viewed = [part.q_bias, part.k_bias, part.v_bias] if isinstance(part, AttentionParts) else [part.up_bias]
+    if all(bias is None for bias in viewed):  # put together from several parameters, as in BEiT
+        for parameter in part.biases:
+            if parameter.untyped_storage()._cdata not in seen:
+                parameter.zero_()
+
+
+def _judge_value_output(part: AttentionParts, values: dict[str, float | None], failed: list[str]) -> None:
+    rank = min(part.v.shape[0] * part.v.shape[1], *part.v.shape[2:], part.out.shape[0])
+    singular = torch.linalg.svdvals(part.value_output().cpu())[:rank]
+    values["cond(W_V W_O)"] = condition = float(singular[0] / singular[-1])
+    values["rank"] = float(rank)
+    tolerance = max(1e-5, 8 * torch.finfo(part.v.dtype).eps)
+    if not condition - 1 <= tolerance:
+        failed.append(f"W_V W_O has condition {condition:.3g}, promised 1")
+
+
+def _judge_query_key(opened: Opened, part: AttentionParts, values: dict[str, float | None], failed: list[str]) -> None:
+    if "query-key norm" not in part.extras:  # else the size of the logits is not the weights'
+        mass = _self_attention(part)
+        values["self-attention"], values["least"] = float(mass.mean()), float(mass.min())
+        if not float(mass.mean()) >= 2 / _TOKENS:
+            failed.append(f"a token pays {float(mass.mean()):.2g} of its attention to itself, evenly {1 / _TOKENS:.2g}")
+    p = opened.probabilities(part.site.index).double()  # (samples, heads, queries, keys)
+    if p.shape[-1] == p.shape[-2]:
+        values["on example"] = float(p.diagonal(dim1=-2, dim2=-1).mean())
+        values["evenly"] = float((1 / (p > 0).sum(-1).clamp(min=1)).mean())  # a mask leaves some keys out
+
+
+def _self_attention(part: AttentionParts) -> Tensor:
+    """The attention a token pays to itself among independent ones of unit variance, by head."""
+    dim = part.q.shape[2]
+    tokens = torch.randn(_TOKENS, dim, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    tokens = nn.functional.layer_norm(tokens, (dim,))
+    q = torch.einsum("hed,nd->hne", part.q.detach().double().cpu(), tokens)
+    k = torch.einsum("hed,nd->hne", part.k.detach().double().cpu(), tokens)
+    k = k.repeat_interleave(part.heads // part.kv_heads, 0)
+    scores = part.softmax_scale * (q @ k.mT)
+    return scores.softmax(-1).diagonal(dim1=-2, dim2=-1).mean(-1)
+
+
+def _judge_mlp(part: MlpParts, values: dict[str, float | None], failed: list[str]) -> None:
+    worst = 0.0
+    for weight in (part.up, part.gate, part.down):
+        if weight is not None:
+            unit = weight.detach().double().cpu() / _gain(weight)
+            gram = unit @ unit.T if unit.shape[0] <= unit.shape[1] else unit.T @ unit
+            worst = max(worst, float((gram - torch.eye(len(gram)).double()).abs().max()))
+    values["mlp error"] = worst
+    if not worst <= max(1e-5, 8 * torch.finfo(part.up.dtype).eps):
+        failed.append(f"the MLP's weights are {worst:.2g} from orthogonal")
+
+
+def _refuse_bad(alpha: float, beta: float, c: float, parts: Sequence[str], heads: str) -> None:
+    for name, value in (("alpha", alpha), ("beta", beta), ("c", c)):
+        if not math.isfinite(value) or value < 0 or (name == "c" and value == 0):
+            raise BadInput(f"{name} is {value!r}; it must be a positive number")
+    if isinstance(parts, str) or not parts or set(parts) - set(PARTS):
+        raise BadInput(f"parts is {parts!r}; it is a sequence of some of {', '.join(PARTS)}")
+    if heads not in get_args(Heads):
+        raise BadInput(f"heads is {heads!r}; it can be {', '.join(get_args(Heads))}")
+
+
+def _chosen(model: nn.Module, found: Parts, where: Where, parts: Sequence[Name]) -> Parts:
+    """The parts of the chosen sites. Raises where one of them cannot be initialised."""
+    selector(where)
+    pairs = [(site, part) for site, part in zip(found.sites, found, strict=True) if picks(where, site)]
+    kinds = {"mlp"} if set(parts) == {"mlp"} else {"attention"} if "mlp" not in parts else {"attention", "mlp", "conv"}
+    pairs = [(site, part) for site, part in pairs if site.kind in kinds | {"parallel", "other"}]
+    if not pairs:
+        raise InitError(f"{type(model).__name__}: no site to initialise")
+    chosen = Parts(found.model, [site for site, _ in pairs], [part for _, part in pairs], {})
+    unknown = [site for site, part in pairs if part is None]
+    if unknown:
+        raise InitError(
+            f"{named(unknown)}: {found.reasons[unknown[0].index]}. Nothing was changed; leave such sites out by where=."
+        )
+    crossed = [part.site for part in chosen.attentions() if part.cross and "query-key" in parts]
+    if crossed:
+        raise InitError(
+            f"{named(crossed)}: keys come from another sequence, where no attention is the identity. Nothing was "
+            "changed; leave such sites out by where=, or 'query-key' out of parts."
+        )
+    weights = [p for part in (*chosen.attentions(), *chosen.mlps()) for p in part.parameters]
+    if any(not p.is_floating_point() or p.device.type == "meta" for p in weights):
+        raise InitError(f"{type(model).__name__}: its weights are on the meta device or not floating: nothing to fill")
+    return chosen
+
+
+def _notes(chosen: Parts, parts: Sequence[Name]) -> list[str]:
+    notes = []
+    if "value-output" in parts:
+        narrow = [p for p in chosen.attentions() if p.v.shape[0] * p.v.shape[1] < min(p.v.shape[2], len(p.out))]
+        if narrow:
+            rank = narrow[0].v.shape[0] * narrow[0].v.shape[1]
+            notes.append(
+                f"{named([p.site for p in narrow])}: values of {rank} dimensions cannot carry a stream of "
+                f"{len(narrow[0].out)}. W_V W_O is an isometry on {rank} of them and loses the rest; keep this skip, "
+                "or give the attention more value heads."
+            )
+    gated = [p.site for p in (*chosen.attentions(), *chosen.mlps()) if p.closed]
+    if gated:
+        notes.append(
+            f"{named(gated)}: the branch is multiplied by a gate that starts at zero (adaLN). Cut, nothing would pass."
+        )
+    return notes
+
+
+def _alike(check: Check) -> list[str]:
+    """A note where the example's tokens have become so alike that attention cannot tell them apart."""
+    rows = [row for row in check.rows if row.values.get("on example") is not None]
+    even = [row.site for row in rows if (row.values["on example"] or 0) < 1.5 * (row.values["evenly"] or 0)]
+    if not even:
+        return []
+    return [
+        f"{named(even)}: on the example tokens pay themselves hardly more attention than evenly. They have grown alike "
+        "on the way there: the model starts ill-conditioned from that depth on."
+    ]
+
+
+def _still(model: nn.Module, chosen: Parts) -> list[str]:
+    """Switches drop path off at the chosen sites."""
+    count = 0
+    for site in chosen.sites:
+        for module, rate in drop_paths(model, site):
+            setattr(module, rate, 0.0)
+            count += 1
+    return [f"drop path was switched off in {count} modules: a dropped branch has no skip to live on"] if count else []

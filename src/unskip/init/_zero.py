@@ -1,0 +1,95 @@
+"""Zero start: every branch begins by adding nothing, so the model begins as its stream.
+
+    W_out = 0, b_out = 0        then        x  <-  alpha x + beta f(x)  =  alpha x
+
+The stabiliser of decayed shortcuts ("Residual Connections Harm Generative Representation Learning", arXiv 2404.10947).
+One factor of the branch starts at zero, never two: with two, neither would get a gradient. So LayerScale becomes 1, a
+branch that ends in a normalisation starts with that gain at zero, and one whose gate starts shut (adaLN-zero) is left
+as it is.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+
+from unskip.anatomy._example import example_for
+from unskip.anatomy._parts import AttentionParts, MlpParts, ParallelParts, Parts, lay_open
+from unskip.errors import InitError, UnskipWarning
+from unskip.init._check import Check, Row, named, transaction
+from unskip.wiring._select import Where, picks, selector
+
+
+def zero_branches_(model: nn.Module, example: object = None, *, where: Where = None) -> Check:
+    """Sets the last weight of every branch to zero. Returns what `verify_zero_branches` found.
+
+    Works before or after `rewire` and never rewires. `where` chooses sites as in `rewire`. Where a site cannot be done
+    nothing is changed.
+    """
+    selector(where)
+    whole = example_for(model, example)
+    found = lay_open(model, whole).parts
+    unknown = [s for s, part in zip(found.sites, found, strict=True) if part is None and picks(where, s)]
+    if unknown:
+        raise InitError(
+            f"{named(unknown)}: {found.reasons[unknown[0].index]}. Nothing was changed; leave such sites out by where=."
+        )
+    chosen = [part for site, part in zip(found.sites, found, strict=True) if picks(where, site)]
+    if not chosen:
+        raise InitError(f"{type(model).__name__}: no site to initialise")
+    scaled, shut = [], []
+    with torch.no_grad(), transaction(model):
+        for part in _branches(Parts(found.model, [p.site for p in chosen if p], chosen, {})):
+            if part.closed:
+                shut.append(part.site)
+                continue
+            for tensor in _last(part):
+                tensor.zero_()
+            if part.scale is not None:
+                part.scale.fill_(1)
+                scaled.append(part.site)
+        check = verify_zero_branches(model, whole, where=where)
+    notes = []
+    if scaled:
+        notes.append(f"{named(scaled)}: LayerScale was set to 1, the branch's weight is the zero start")
+    if shut:
+        notes.append(f"{named(shut)}: left as it is, its gate starts at zero")
+    for note in notes:
+        warnings.warn(note, UnskipWarning, stacklevel=2)
+    return Check(check.title, check.rows, tuple(notes))
+
+
+def verify_zero_branches(model: nn.Module, example: object = None, *, where: Where = None, check: bool = True) -> Check:
+    """The size of each branch against its stream, on the example. Raises InitError where it is not 0."""
+    dissection = lay_open(model, example_for(model, example)).dissection
+    rows = []
+    for site, cut in zip(dissection.sites, dissection.cuts, strict=True):
+        if picks(where, site):
+            size = max(float(dissection.graph.values[f.branch].abs().max()) for f in cut.findings)
+            failed = () if size == 0 else (f"the branch adds up to {size:.3g}, promised 0",)
+            rows.append(Row(site, {"largest": size}, failed))
+    found = Check(f"{type(model).__name__}: zero branches, {len(rows)} sites", tuple(rows))
+    return found.raise_if_failed() if check else found
+
+
+def _branches(found: Parts) -> Iterator[AttentionParts | MlpParts]:
+    for part in found:
+        if isinstance(part, ParallelParts):
+            yield part.attention
+            yield part.mlp
+        elif part is not None:
+            yield part
+
+
+def _last(part: AttentionParts | MlpParts) -> list[Tensor]:
+    """What the branch's output is a multiple of."""
+    if part.out_norm is not None and part.out_norm.gain is not None:
+        last = [part.out_norm.gain, part.out_norm.bias]
+    elif isinstance(part, AttentionParts):
+        last = [part.out, part.out_bias]
+    else:
+        last = [part.down, part.down_bias]
+    return [tensor for tensor in last if tensor is not None]
