@@ -53,15 +53,17 @@ def eigenbasis(statistics: Tensor) -> Tensor:
 
 
 def refresh(statistics: Tensor, basis: Tensor) -> Refreshed:
-    """One sorted step of orthogonal iteration, without a word to the host."""
-    blocked = _fast_float64(basis.device)
+    """One sorted step of orthogonal iteration, without a word to the host. On a GPU the basis may be float16."""
     moved = exact_product(basis, statistics, _scale(statistics))  # L is symmetric: the rows of Q' L
     quotients, squares = inner(basis, moved)  # (rows, n)
     size = squares.sum(-1).sqrt()  # the Frobenius norm of L: no less than its largest eigenvalue
-    shift = torch.where(size > 0, SHIFT * torch.finfo(basis.dtype).eps * size if blocked else 0.0, 1.0)
     order = quotients.argsort(dim=-1, descending=True, stable=True)
-    new = pick(moved, basis, shift, order, torch.float64 if blocked else basis.dtype)
-    new = orthonormal_rows_(new).to(basis.dtype) if blocked else torch.linalg.qr(new.mT).Q.mT.contiguous()
+    if _fast_float64(basis.device):
+        shift = torch.where(size > 0, SHIFT * torch.finfo(moved.dtype).eps * size, 1.0)
+        new = orthonormal_rows_(pick(moved, basis, shift, order)).to(moved.dtype)
+    else:
+        alive = torch.where(size[:, None, None] > 0, moved, basis.to(moved.dtype))
+        new = torch.linalg.qr(alive.take_along_dim(order[:, :, None], -2).mT).Q.mT.contiguous()
     held = ~(_defect(new) < HELD)  # a NaN is held too
     still = torch.arange(order.shape[-1], device=order.device)
     return Refreshed(torch.where(held[:, None, None], basis, new), torch.where(held[:, None], still, order), held)
@@ -73,7 +75,7 @@ def orthonormal_rows_(rows: Tensor, panel: int = PANEL) -> Tensor:
         block, done = rows[:, start : start + panel], rows[:, :start]
         if start:
             block.baddbmm_(torch.bmm(block, done.mT), done, alpha=-1)
-        _orthonormal_panel_(block)
+        _orthonormal_panel_(block, again=not start)
     return rows
 
 
@@ -81,7 +83,7 @@ def _fast_float64(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device) in FAST_FLOAT64
 
 
-def _orthonormal_panel_(block: Tensor) -> None:
+def _orthonormal_panel_(block: Tensor, again: bool) -> None:
     """Rows with the same span, that of the first k rows for every k: (batch, panel, n)."""
     gram = torch.bmm(block, block.mT)
     # Rows as if of length 1, and a little more on the diagonal: rounding may take away what nearly dependent rows have.
@@ -90,8 +92,11 @@ def _orthonormal_panel_(block: Tensor) -> None:
     gram.diagonal(dim1=-2, dim2=-1).add_(4 * torch.finfo(gram.dtype).eps)
     factor = torch.linalg.cholesky_ex(gram, check_errors=False).L
     rows = torch.bmm(inverse_lower(factor).mul_(lengths[:, None, :]), block)
-    # What ill-conditioned rows are short of orthogonal, to second order: V <- V + (I - V V') V / 2.
-    torch.baddbmm(rows, torch.bmm(rows, rows.mT), rows, beta=1.5, alpha=-0.5, out=block)
+    if again:
+        # What ill-conditioned rows are short of orthogonal, to second order: V <- V + (I - V V') V / 2. The first panel
+        # is the one whose rows can lean on one another by six orders of magnitude, and all others build on it.
+        rows = torch.baddbmm(rows, torch.bmm(rows, rows.mT), rows, beta=1.5, alpha=-0.5)
+    block.copy_(rows)
 
 
 def inverse_lower(factor: Tensor) -> Tensor:
@@ -124,6 +129,6 @@ def _defect(basis: Tensor) -> Tensor:
 
 
 def _scale(statistics: Tensor) -> Tensor:
-    """What makes the largest entry 1; it stands on the diagonal of a positive semidefinite matrix. (rows,)"""
+    """A power of two that brings the largest entry, which stands on the diagonal, just under 1: (rows,)."""
     largest = statistics.diagonal(dim1=-2, dim2=-1).amax(-1)
-    return torch.where(largest > 0, largest.reciprocal(), 1.0)
+    return torch.where(largest > 0, torch.exp2(-largest.log2().ceil()), 1.0)

@@ -22,6 +22,7 @@ except ImportError:  # wheels without CUDA
 
 BLOCK = 2048
 LONGEST = 16384  # a row that one program can hold
+SHORTEST, MOST = 128, 65535
 
 
 class Factors(NamedTuple):
@@ -31,11 +32,13 @@ class Factors(NamedTuple):
     second: Tensor  # and its square the second
     size: Tensor  # how far the parameter goes, weight decay included
     keep: Tensor  # how much of it stays
+    scale: Tensor  # by how much the gradient was multiplied, see `load`
 
 
 def fast(x: Tensor) -> bool:
-    """Whether a stack is worked on by kernels."""
-    return triton is not None and x.is_cuda and x.dtype == torch.float32
+    """Whether a stack is worked on by kernels: one with few rows, and those long enough for a program of their own."""
+    few = len(x) <= MOST and x.numel() >= SHORTEST * len(x)
+    return triton is not None and x.is_cuda and x.dtype == torch.float32 and few
 
 
 def clear(stack: Tensor, ok: Tensor) -> None:
@@ -47,30 +50,45 @@ def clear(stack: Tensor, ok: Tensor) -> None:
         stack.masked_fill_(~ok.view(-1, *[1] * (stack.ndim - 1)), 0)
 
 
-def adam(gradient: Tensor, first: Tensor, second: Tensor, factors: Tensor, eps: float) -> None:
-    """One step of Adam on (rows, ...) with factors (4, rows): the moments move, and the gradient becomes the change."""
+def half(x: Tensor, scale: Tensor) -> Tensor:
+    """scale * x in float16: (rows, ...), (rows,)."""
+    if fast(x):
+        result = torch.empty_like(x, dtype=torch.float16)
+        size = x[0].numel()
+        _half[(triton.cdiv(size, BLOCK), len(x))](x, scale, result, size, BLOCK)
+        return result
+    return (x * scale.view(-1, *[1] * (x.ndim - 1))).half()
+
+
+def adam(gradient: Tensor, first: Tensor, second: Tensor, factors: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
+    """One step of Adam on (rows, ...) with factors (5, rows): the moments move, the direction comes back in `dtype`."""
     if fast(gradient):
+        direction = gradient if dtype == gradient.dtype else torch.empty_like(gradient, dtype=dtype)
         size = gradient[0].numel()
         grid = (triton.cdiv(size, BLOCK), len(gradient))
-        _adam[grid](gradient, first, second, factors, len(gradient), size, eps, BLOCK)
-        return
-    row = Factors(*factors.view(4, -1, *[1] * (gradient.ndim - 1)))
+        most = min(torch.finfo(dtype).max, 1e30)  # what a bounded direction never reaches, and float16 must not pass
+        _adam[grid](gradient, first, second, factors, direction, len(gradient), size, eps, most, BLOCK)
+        return direction
+    row = Factors(*factors.view(5, -1, *[1] * (gradient.ndim - 1)))
+    gradient.div_(row.scale)
     moment = first.to(gradient.dtype).lerp_(gradient, row.first)
     second.lerp_(gradient.square_(), row.second)
     if moment.dtype != first.dtype:
         first.copy_(moment)
-    torch.div(moment, torch.sqrt(second, out=gradient).add_(eps), out=gradient).mul_(row.size)
+    return torch.div(moment, torch.sqrt(second, out=gradient).add_(eps), out=gradient).to(dtype)
 
 
 def move(params: list[Tensor], pointers: Tensor | None, change: Tensor, factors: Tensor, blocks: int) -> None:
-    """param <- keep * param + change for params that own `blocks` rows each, rounded once."""
+    """param <- keep * param + size * change for params that own `blocks` rows each, rounded once."""
     if pointers is not None:
         size = blocks * change[0].numel()
         kind = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}[params[0].dtype]
-        _move[(triton.cdiv(size, BLOCK), len(params))](pointers, change, factors[3], blocks, size, kind, BLOCK)
+        grid = (triton.cdiv(size, BLOCK), len(params))
+        _move[grid](pointers, change, factors, len(change), blocks, size, kind, BLOCK)
         return
-    for param, step, keep in zip(params, change.split(blocks), factors[3, ::blocks].unbind(), strict=True):
-        step = step.reshape(param.shape)
+    sizes, keeps = (factors[i, ::blocks].unbind() for i in (2, 3))
+    for param, step, far, keep in zip(params, change.split(blocks), sizes, keeps, strict=True):
+        step = step.reshape(param.shape) * far
         if param.dtype == step.dtype:
             torch.addcmul(step, param, keep, out=param)
         else:
@@ -102,24 +120,25 @@ def halves(x: Tensor, scale: Tensor, ratio: float) -> tuple[Tensor, Tensor]:
 
 def inner(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
     """Row by row a . b and b . b of (batch, n, n): (batch, n) each."""
-    if fast(a) and a.shape[-1] <= LONGEST:
-        dots, squares = a.new_empty(a.shape[:-1]), a.new_empty(a.shape[:-1])
-        size = a.shape[-1]
+    if fast(b) and a.shape[-1] <= LONGEST:
+        dots, squares = b.new_empty(b.shape[:-1]), b.new_empty(b.shape[:-1])
+        size = b.shape[-1]
         _inner[(dots.numel(),)](a, b, dots, squares, size, triton.next_power_of_2(size))
         return dots, squares
     return (a * b).sum(-1), b.square().sum(-1)
 
 
-def pick(moved: Tensor, basis: Tensor, shift: Tensor, order: Tensor, dtype: torch.dtype) -> Tensor:
-    """The rows of moved + shift * basis in another order, each of length 1: (batch, n, n), shift (batch,)."""
+def pick(moved: Tensor, basis: Tensor, shift: Tensor, order: Tensor) -> Tensor:
+    """The rows of moved + shift * basis in another order, of length 1, in float64: (batch, n, n), shift (batch,)."""
     if fast(moved) and moved.shape[-1] <= LONGEST:
-        result = torch.empty_like(moved, dtype=dtype)
+        result = torch.empty_like(moved, dtype=torch.float64)
         size = moved.shape[-1]
         _pick[(size, len(moved))](moved, basis, shift, order, result, size, triton.next_power_of_2(size))
         return result
-    rows = torch.addcmul(moved, basis, shift[:, None, None]).take_along_dim(order[:, :, None], -2).to(dtype)
+    shifted = torch.addcmul(moved, basis.to(moved.dtype), shift[:, None, None])
+    rows = shifted.take_along_dim(order[:, :, None], -2).double()
     lengths: Tensor = rows.norm(dim=-1, keepdim=True)
-    return rows / lengths.clamp_min(torch.finfo(dtype).tiny)
+    return rows / lengths.clamp_min(torch.finfo(rows.dtype).tiny)
 
 
 if triton is not None:
@@ -132,29 +151,39 @@ if triton is not None:
             tl.store(stack + row.to(tl.int64) * size + at, tl.zeros([BLOCK], tl.float32), mask=at < size)
 
     @triton.jit
-    def _adam(gradient, first, second, factors, rows, size, eps, BLOCK: tl.constexpr):
+    def _half(x, scale, result, size, BLOCK: tl.constexpr):
         row = tl.program_id(1)
         at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
         inside = at < size
         at = row.to(tl.int64) * size + at
-        g = tl.load(gradient + at, mask=inside, other=0.0)
+        tl.store(result + at, (tl.load(x + at, mask=inside) * tl.load(scale + row)).to(tl.float16), mask=inside)
+
+    @triton.jit
+    def _adam(gradient, first, second, factors, direction, rows, size, eps, most, BLOCK: tl.constexpr):
+        row = tl.program_id(1)
+        at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+        inside = at < size
+        at = row.to(tl.int64) * size + at
+        g = tl.load(gradient + at, mask=inside, other=0.0) / tl.load(factors + 4 * rows + row)
         m = tl.load(first + at, mask=inside, other=0.0).to(tl.float32)
         v = tl.load(second + at, mask=inside, other=0.0)
         m += tl.load(factors + row) * (g - m)
         v += tl.load(factors + rows + row) * (g * g - v)
         tl.store(first + at, m, mask=inside)
         tl.store(second + at, v, mask=inside)
-        tl.store(gradient + at, m / (tl.sqrt(v) + eps) * tl.load(factors + 2 * rows + row), mask=inside)
+        d = m / (tl.sqrt(v) + eps)
+        tl.store(direction + at, tl.minimum(tl.maximum(d, -most), most), mask=inside)
 
     @triton.jit
-    def _move(pointers, change, keep, blocks, size, KIND: tl.constexpr, BLOCK: tl.constexpr):
+    def _move(pointers, change, factors, rows, blocks, size, KIND: tl.constexpr, BLOCK: tl.constexpr):
         place = tl.program_id(1)
         at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
         inside = at < size
         param = tl.multiple_of(tl.load(pointers + place).to(tl.pointer_type(KIND)), 16)
         value = tl.load(param + at, mask=inside).to(tl.float32)
         step = tl.load(change + place.to(tl.int64) * size + at, mask=inside)
-        tl.store(param + at, value * tl.load(keep + place * blocks) + step, mask=inside)
+        far, keep = tl.load(factors + 2 * rows + place * blocks), tl.load(factors + 3 * rows + place * blocks)
+        tl.store(param + at, value * keep + step * far, mask=inside)
 
     @triton.jit
     def _halves(x, scale, high, low, size, ratio, BLOCK: tl.constexpr):
@@ -172,7 +201,7 @@ if triton is not None:
         row = tl.program_id(0)
         at = tl.arange(0, LENGTH)
         inside = at < size
-        x = tl.load(a + row.to(tl.int64) * size + at, mask=inside, other=0.0)
+        x = tl.load(a + row.to(tl.int64) * size + at, mask=inside, other=0.0).to(tl.float32)
         y = tl.load(b + row.to(tl.int64) * size + at, mask=inside, other=0.0)
         tl.store(dots + row, tl.sum(x * y, 0))
         tl.store(squares + row, tl.sum(y * y, 0))

@@ -1,8 +1,9 @@
 """In which precision the optimizers multiply, whatever the user's own settings are.
 
 On a GPU a float32 product is either exact ("float32") or rounds its factors to 10 bits of mantissa ("tf32", seven times
-as fast on an H200). The second is right for gradients, not for the power iteration that decides on a basis: there
-`exact_product` splits each factor into two float16 halves,
+as fast on an H200). Float16 has the same 10 bits and less range, so a rotation, whose factors are a basis and a scaled
+gradient, is done in float16, at twice the rate again. That is right for gradients, not for the power iteration that
+decides on a basis: there `exact_product` splits a factor into two float16 halves,
 
     a b  =  a_hi b_hi  +  (a_hi b_lo + a_lo b_hi) / 2^11,    a = a_hi + a_lo / 2^11
 
@@ -39,9 +40,14 @@ def products(precision: Precision, device: torch.device) -> Iterator[None]:
 
 def exact_product(a: Tensor, b: Tensor, scale: Tensor) -> Tensor:
     """a @ (scale * b) to float32 accuracy, (rows, n, n); the entries of both factors are at most 1 in magnitude."""
-    if not a.is_cuda or a.dtype != torch.float32:
-        return torch.bmm(a, b * scale[:, None, None])
-    (a_high, a_low), (b_high, b_low) = halves(a, torch.ones_like(scale), LOW), halves(b, scale, LOW)
-    small = torch.bmm(a_high, b_low, out_dtype=torch.float32)
-    small = torch.baddbmm(small, a_low, b_high, out_dtype=torch.float32)
+    if not a.is_cuda or b.dtype != torch.float32:
+        return torch.bmm(a.to(b.dtype), b * scale[:, None, None])
+    b_high, b_low = halves(b, scale, LOW)
+    if a.dtype == torch.float16:
+        a_high = a
+        small = torch.bmm(a_high, b_low, out_dtype=torch.float32)
+    else:
+        a_high, a_low = halves(a, torch.ones_like(scale), LOW)
+        small = torch.bmm(a_high, b_low, out_dtype=torch.float32)
+        small = torch.baddbmm(small, a_low, b_high, out_dtype=torch.float32)
     return torch.baddbmm(small, a_high, b_high, out_dtype=torch.float32, beta=1 / LOW)

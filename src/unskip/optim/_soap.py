@@ -196,7 +196,9 @@ class SOAP(torch.optim.Optimizer):
             half = gradient if side == "left" else gradient.mT
             statistics = torch.bmm(half, half.mT).mul_(1 - _beta(group))
             state[side] = statistics.to(store)
-            state[f"{side}_basis"] = eigenbasis(statistics).to(store)
+            # float16 has the bits that a tf32 product would leave of a basis
+            halved = param.is_cuda and work == torch.float32 and group["precision"] == "tf32"
+            state[f"{side}_basis"] = eigenbasis(statistics).to(torch.float16 if halved else store)
 
     def _gathered(self, group: dict[str, Any]) -> list[_Team]:
         started = [(p, b) for p, b in zip(group["params"], group["blocks"], strict=True) if self.state.get(p)]
@@ -243,8 +245,8 @@ class _Team:
 
     def step(self, group: dict[str, Any]) -> None:
         grads = [param.grad for param in self.params]
-        ok = self._finite(grads)
-        factors = self._factors(ok, group)
+        ok, largest = self._finite(grads)
+        factors = self._factors(ok, largest, group)
         for stack in self.stacks:
             stack.update([grads[place] for place in stack.places], ok, factors, _beta(group), group["eps"])
         lots = self.calendar[group["updates"] % group["refresh_every"]]
@@ -260,17 +262,17 @@ class _Team:
         assert isinstance(stack, Matrices)
         return stack
 
-    def _finite(self, grads: list[Tensor | None]) -> Tensor:
-        """Which parameters have a gradient that counts; the others are counted, unless they have none at all."""
+    def _finite(self, grads: list[Tensor | None]) -> tuple[Tensor, Tensor]:
+        """Which parameters have a gradient that counts, and its largest entry. Others are counted, if they have one."""
         absent = torch.full((), -1.0, device=self.device)
         found = iter(torch._foreach_norm([grad for grad in grads if grad is not None], torch.inf))
         largest = torch.stack([absent if grad is None else next(found).to(torch.float32) for grad in grads])
         finite = torch.isfinite(largest)
         self.counters["skipped"] += ~finite
-        return finite & (largest >= 0)
+        return finite & (largest >= 0), largest
 
-    def _factors(self, ok: Tensor, group: dict[str, Any]) -> Tensor:
-        """(4, params), see `Factors`."""
+    def _factors(self, ok: Tensor, largest: Tensor, group: dict[str, Any]) -> Tensor:
+        """(5, params), see `Factors`."""
         (beta1, beta2), lr = group["betas"], group["lr"]
         counts = ok.double()  # float32 would lose 1 - beta^t
         steps = self.counters["step"].add_(ok).double()
@@ -284,6 +286,8 @@ class _Team:
                 second=(1 - beta2) * counts,
                 size=size * (-lr * (1 - decay)),
                 keep=1 - decay * counts,
+                # A power of two that brings the largest entry to 64 .. 128: the middle of float16's range.
+                scale=torch.where(ok & (largest > 0), torch.exp2(7 - largest.double().log2().ceil()), 1.0),
             )
         )
 

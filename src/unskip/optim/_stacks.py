@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from unskip.optim._basis import refresh
-from unskip.optim._kernels import adam, clear, move, pointers
+from unskip.optim._kernels import adam, clear, half, move, pointers
 
 SIDES = ("left", "right")
 LARGE = 2**20  # a vector this long is a stack of its own
@@ -60,18 +60,25 @@ class Matrices:
 
     def basis(self, side: str) -> Tensor | None:
         value = self.fields.get(f"{side}_basis")
-        return None if value is None else value.to(self.work)
+        return value if value is None or _halved(value) else value.to(self.work)
 
     def update(self, grads: Sequence[Tensor | None], ok: Tensor, factors: Tensor, beta: float, eps: float) -> None:
-        """One step of Adam in the basis, then the statistics; `ok` says which gradients count. Factors (4, params)."""
+        """One step of Adam in the basis, then the statistics; `ok` says which gradients count. Factors (5, params)."""
         m, n = self.shape
         gradient = torch.cat([self._row(grad) for grad in grads]).to(self.work)  # (rows, m, n)
         clear(gradient, ok[self.index])
         each = factors[:, self.index].to(self.work)
         left, right = self.basis("left"), self.basis("right")
-        rotated = rotate(gradient, left, right)
-        adam(rotated, self.fields["exp_avg"], self.fields["exp_avg_sq"], each, eps)
-        move(self.params, self.pointers, unrotate(rotated, left, right), each, self.blocks)
+        halved = torch.float16 in {basis.dtype for basis in (left, right) if basis is not None}
+        if halved:
+            rotated = rotate(half(gradient, each[4]), left, right, out=torch.float32)
+        else:
+            each[4] = 1
+            rotated = rotate(gradient, left, right)
+        kind = torch.float16 if halved else self.work
+        direction = adam(rotated, self.fields["exp_avg"], self.fields["exp_avg_sq"], each, eps, kind)
+        change = unrotate(direction, left, right, out=self.work if halved else None)
+        move(self.params, self.pointers, change, each, self.blocks)
         self._learn("left", gradient, beta)
         # The layout that tensor cores read fastest; for the small side the copy would cost more than it saves.
         self._learn("right", gradient.mT.contiguous() if n > m else gradient.mT, beta)
@@ -89,7 +96,8 @@ class Matrices:
         if statistics.dtype == self.work:
             statistics.baddbmm_(gradient, gradient.mT, beta=beta, alpha=1 - beta)
         else:
-            statistics.copy_(torch.baddbmm(statistics.to(self.work), gradient, gradient.mT, beta=beta, alpha=1 - beta))
+            wide = statistics.to(self.work)
+            statistics.copy_(wide.baddbmm_(gradient, gradient.mT, beta=beta, alpha=1 - beta))
 
 
 @dataclass
@@ -107,10 +115,11 @@ class Vectors:
         gradient = torch.cat(flat).to(self.work).view(len(self.index), -1)  # each element, or the one vector, a row
         clear(gradient, ok[self.index])
         each = factors[:, self.index].to(self.work)
+        each[4] = 1
         first, second = (self.fields[name].view_as(gradient) for name in ("exp_avg", "exp_avg_sq"))
-        adam(gradient, first, second, each, eps)
+        change = adam(gradient, first, second, each, eps, self.work).mul_(each[2][:, None])
         values = torch.cat([param.reshape(-1) for param in self.params]).to(self.work).view_as(gradient)
-        values = torch.addcmul(gradient, values, each[3][:, None]).view(-1)
+        values = torch.addcmul(change, values, each[3][:, None]).view(-1)
         parts = values.split([param.numel() for param in self.params])
         torch._foreach_copy_(self.params, [part.view_as(p) for part, p in zip(parts, self.params, strict=True)])
 
@@ -126,13 +135,15 @@ class Piece(NamedTuple):
 def refresh_pieces(pieces: Sequence[tuple[Matrices, Piece]], held: Tensor) -> None:
     """Refreshes bases of one size, adding to `held` what was put off. The moments follow the basis."""
     parts = [(stack, piece, slice(piece.start, piece.stop)) for stack, piece in pieces]
-    old = _joined([stack.fields[f"{p.side}_basis"][rows] for stack, p, rows in parts]).to(parts[0][0].work)
-    result = refresh(_joined([stack.fields[p.side][rows] for stack, p, rows in parts]).to(old.dtype), old)
+    work = parts[0][0].work
+    old = _joined([stack.fields[f"{p.side}_basis"][rows] for stack, p, rows in parts])
+    statistics = _joined([stack.fields[p.side][rows] for stack, p, rows in parts]).to(work)
+    result = refresh(statistics, old if _halved(old) else old.to(work))
     sizes = [piece.stop - piece.start for _, piece, _ in parts]
     each = zip(parts, *(value.split(sizes) for value in (old, *result)), strict=True)
     for (stack, piece, rows), before, after, order, late in each:
         moment = stack.fields["exp_avg"][rows]
-        wide = moment.to(stack.work)
+        wide, before = moment.to(work), before.to(work)
         if piece.side == "left":
             moment.copy_(torch.bmm(after, torch.bmm(before.mT, wide)))
             chosen = order[:, :, None]
@@ -149,24 +160,32 @@ def _joined(parts: list[Tensor]) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
-def rotate(x: Tensor, left: Tensor | None, right: Tensor | None) -> Tensor:
+def _halved(basis: Tensor) -> bool:
+    return basis.is_cuda and basis.dtype == torch.float16
+
+
+def rotate(x: Tensor, left: Tensor | None, right: Tensor | None, out: torch.dtype | None = None) -> Tensor:
     """U' x V for bases stored as rows; a missing one is the identity. Every product reads rows, not columns."""
     if left is None:
-        return x if right is None else torch.bmm(x, right.mT)
+        return x if right is None else _product(x, right.mT, out)
     if right is None:
-        return torch.bmm(left, x)
-    return torch.bmm(left, torch.bmm(right, x.mT).mT)
+        return _product(left, x, out)
+    return _product(left, torch.bmm(right, x.mT).mT, out)
 
 
-def unrotate(x: Tensor, left: Tensor | None, right: Tensor | None) -> Tensor:
+def unrotate(x: Tensor, left: Tensor | None, right: Tensor | None, out: torch.dtype | None = None) -> Tensor:
     """U x V': the way back. The product that has to read columns of both factors is the one over the smaller side."""
     if left is None:
-        return x if right is None else torch.bmm(x, right)
+        return x if right is None else _product(x, right, out)
     if right is None:
-        return torch.bmm(left.mT, x)
-    if x.shape[-2] > x.shape[-1]:
+        return _product(left.mT, x, out)
+    if x.shape[-2] > x.shape[-1] and out is None:
         return torch.bmm(torch.bmm(x.mT.contiguous(), left).mT, right)
-    return torch.bmm(left.mT, torch.bmm(x, right))
+    return _product(left.mT, torch.bmm(x, right), out)
+
+
+def _product(a: Tensor, b: Tensor, out: torch.dtype | None) -> Tensor:
+    return torch.bmm(a, b) if out is None else torch.bmm(a, b, out_dtype=out)
 
 
 def gather(params: list[Tensor], blocks: Sequence[int], state: State) -> list[Matrices | Vectors]:
