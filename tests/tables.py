@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from pathlib import Path
 
 import pytest
@@ -27,6 +27,7 @@ class Tables:
         self.names = set(FAMILIES)
         self.families: dict[str, dict[str, bool]] = defaultdict(dict)
         self.timm: dict[str, tuple[dict[str, str], bool]] = {}
+        self.transformers: dict[str, tuple[dict[str, str], bool]] = {}
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.when != "call" and report.passed:
@@ -35,17 +36,18 @@ class Tables:
         if found is None:
             return
         file, test, case = found.groups()
-        if file == "coverage":
-            self.timm[case] = ({key: str(value) for key, value in report.user_properties}, report.passed)
+        if file in ("coverage", "transformers"):
+            rows = self.timm if file == "coverage" else self.transformers
+            rows[case] = ({key: str(value) for key, value in report.user_properties}, report.passed)
         elif file == "families":
             name = test.replace("_", " ")
             for family in set(re.split(r"[-,]", case)) & self.names:  # a case may also name a rule or a mode
                 self.families[family][name] = self.families[family].get(name, True) and report.passed
 
     def pytest_sessionfinish(self) -> None:
-        if not self.families or not self.timm:
+        if not self.families or not self.timm or not self.transformers:
             return  # not a full run
-        PAGE.write_text(HEAD + self._families() + "\n" + self._timm(), encoding="utf-8")
+        PAGE.write_text("\n".join([HEAD + self._families(), self._timm(), self._transformers()]), encoding="utf-8")
 
     def _families(self) -> str:
         properties = sorted({name for row in self.families.values() for name in row})
@@ -68,6 +70,45 @@ class Tables:
         for file, (row, passed) in sorted(self.timm.items()):
             cells = [file, *(row.get(key, "") for key in ("model", "sites", "apart", "unknown"))]
             lines.append("| " + " | ".join(cells) + f" | {'y' if passed else '**no**'} |")
+        return "\n".join(lines) + "\n"
+
+    def _transformers(self) -> str:
+        rows = {name: row for name, (row, _) in self.transformers.items()}
+        outcomes = Counter(row.get("outcome", "failed") for row in rows.values())
+        sites: Counter[str] = Counter()
+        for row in rows.values():
+            for part in row.get("sites", "").split(", ") if row.get("outcome") == "done" else []:
+                count, _, kind = part.partition(" ")
+                sites[kind] += int(count)
+        lines = [
+            "## One model of every type of transformers",
+            "",
+            f"The {len(rows)} types behind `AutoModel`, each a small random model with real tensors on the CPU: audited, "
+            "rewired, verified, its outputs moved, and put back bit for bit (`tests/zoo/test_transformers.py`).",
+            "",
+            "| outcome | types |",
+            "|---|---|",
+            *(f"| {outcome} | {count} |" for outcome, count in outcomes.most_common()),
+            "",
+            f"Sites of those that are done: {', '.join(f'{count} {kind}' for kind, count in sites.most_common())}.",
+            "",
+            "Not done, by reason:",
+            "",
+        ]
+        reasons: dict[tuple[str, str], list[str]] = defaultdict(list)
+        for name, row in sorted(rows.items()):
+            if row.get("outcome", "failed") != "done":
+                reasons[row.get("outcome", "failed"), row.get("reason", "")].append(name)
+        lines += [f"- **{outcome}**, {why}: {', '.join(names)}" for (outcome, why), names in sorted(reasons.items())]
+        kept = [name for name, row in sorted(rows.items()) if row.get("kept")]
+        lines += ["", "All their shortcuts are projected or long, so that a rule has to ask for them: "]
+        lines[-1] += ", ".join(kept) + "."
+        lines += ["", "Additions that are reported as not decided, and left alone:", ""]
+        unknown: dict[str, list[str]] = defaultdict(list)
+        for name, row in sorted(rows.items()):
+            for reason in filter(None, row.get("unknown", "").split("; ")):
+                unknown[reason].append(name)
+        lines += [f"- {reason}: {', '.join(names)}" for reason, names in sorted(unknown.items())]
         return "\n".join(lines) + "\n"
 
 

@@ -105,7 +105,7 @@ def classes(model: nn.Module) -> set[type]:
 def liven(model: nn.Module) -> None:
     """Gives every weight a random value of a size that lets it speak: branches about as large as their streams."""
     for parameter in model.parameters():
-        if parameter.ndim > 1:
+        if parameter.ndim > 1 and parameter.numel():
             parameter.normal_(std=math.prod(parameter.shape[1:]) ** -0.5)
         else:
             parameter.add_(0.2 * torch.randn_like(parameter))

@@ -121,7 +121,8 @@ class _Inputs:
         given = {k: v.clone() for k, v in found.items() if k in takes or (open_ended and k not in self.takes)}
         with quiet(self.model, training=False), contextlib.suppress(Exception):
             output = method(**given)
-            output = getattr(output, "pooler_output", output)
+            parts = [getattr(output, name, None) for name in ("pooler_output", "last_hidden_state")]
+            output = next((part for part in parts if part is not None), output)
             features = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.ndim > 1]
             return sum(prod(leaf.shape[:-1]) for leaf in features) // BATCH
         return None
