@@ -4,10 +4,13 @@ At every residual site l of a model you already have,
 
     x  <-  alpha_l * x  +  beta_l * f_l(x)
 
-`audit` finds the sites, `rewire` sets the weights, and the wiring it returns undoes them.
+`audit` finds the sites, `rewire` sets the weights, and the wiring it returns undoes them. `parts` shows the weights of
+every branch, `init` starts a model that has no skips, and `measure` says in numbers what a shortcut does.
 """
 
-from unskip.anatomy import Audit, Site, audit, features
+from unskip import init, measures
+from unskip.anatomy import Audit, Site, audit, features, parts
+from unskip.measures import measure
 from unskip.wiring import Anneal, Cut, Decay, Keep, Learn, Scale, Wiring, load, rewire, rewired, save
 
 __version__ = "0.1.0"
@@ -23,7 +26,11 @@ __all__ = [
     "Wiring",
     "audit",
     "features",
+    "init",
     "load",
+    "measure",
+    "measures",
+    "parts",
     "rewire",
     "rewired",
     "save",

@@ -7,7 +7,7 @@ matter the additions are computed with those weights.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_map
 from unskip.anatomy._example import Example
 from unskip.anatomy._find import Finding, consumers
 from unskip.anatomy._guard import refuse_wrapped, wiring_in
-from unskip.anatomy._trace import Graph, Node, record
+from unskip.anatomy._trace import Graph, Node, Weigh, record
 from unskip.anatomy.sites import Site, sites_in
 from unskip.errors import BadInput, ForwardError
 
@@ -73,16 +73,34 @@ def dissect(model: nn.Module, example: Example, weighted: bool = False) -> Disse
         if wiring is not None:
             sites = _same(model, wiring.sites, sites)
         weights = held or {site.index: (1.0, 1.0) for site in sites}
-        weigh = {
-            finding.add.index: _sum(finding, *weights[site.index])
-            for site, runs in zip(sites, found, strict=True)
-            for finding in (f for run in runs for f in run)
-            if any(isinstance(w, Tensor) or w != 1 for w in weights[site.index])
-        }
+        weigh = _weighed(sites, found, weights)
         if weighted and weigh:
             graph = _record(model, example, weigh)
             _refuse_moved(model, graph, found)
     return Dissection(graph, consumers(graph), tuple(sites), tuple(tuple(map(_cut, r)) for r in found), weights)
+
+
+def dissect_again(model: nn.Module, example: Example, like: Dissection) -> Dissection:
+    """The same for another example of the same shape, without finding the sites again."""
+    wiring = wiring_in(model)
+    with wiring.suspended() if wiring is not None else contextlib.nullcontext():
+        found = [[run.findings for run in runs] for runs in like.runs]
+        graph = _record(model, example, _weighed(like.sites, found, like.weights))
+    if [node.op for node in graph.nodes] != [node.op for node in like.graph.nodes]:
+        raise BadInput(f"{type(model).__name__}: which operators run depends on values or shapes of the example")
+    return Dissection(graph, like.readers, like.sites, like.runs, like.weights)
+
+
+def _weighed(
+    sites: Sequence[Site], found: list[list[tuple[Finding, ...]]], weights: dict[int, tuple[Number, Number]]
+) -> Weigh:
+    """The sums that are not plain, by their nodes."""
+    return {
+        finding.add.index: _sum(finding, *weights[site.index])
+        for site, runs in zip(sites, found, strict=True)
+        for finding in (f for run in runs for f in run)
+        if any(isinstance(w, Tensor) or w != 1 for w in weights[site.index])
+    }
 
 
 def rows(example: Example, start: int, stop: int) -> Example:
@@ -94,9 +112,7 @@ def rows(example: Example, start: int, stop: int) -> Example:
     return Example(*tree_map(cut, (example.args, example.kwargs)))
 
 
-def _record(
-    model: nn.Module, example: Example, weigh: dict[int, Callable[[Tensor, Tensor], Tensor]] | None = None
-) -> Graph:
+def _record(model: nn.Module, example: Example, weigh: Weigh | None = None) -> Graph:
     try:
         with sdpa_kernel(SDPBackend.MATH):
             return record(model, example, training=False, keep=True, weigh=weigh)

@@ -31,8 +31,17 @@ def path(graph: Graph, source: int, target: int) -> list[Node]:
     return [node for node in graph.nodes[source + 1 : target + 1] if source in node and node.index in end]
 
 
-def replay(graph: Graph, source: int, target: int, dtype: torch.dtype | None = None) -> Callable[[Tensor], Tensor]:
-    """The target as a function of the source. With `dtype`, every floating tensor and cast inside is of that type."""
+def replay(
+    graph: Graph,
+    source: int,
+    target: int,
+    dtype: torch.dtype | None = None,
+    keep: dict[int, Tensor] | None = None,
+) -> Callable[[Tensor], Tensor]:
+    """The target as a function of the source. With `dtype`, every floating tensor and cast inside is of that type.
+
+    `keep` collects all tensors on the way, by their nodes.
+    """
     nodes = path(graph, source, target)
     for node in nodes:
         if node.step is None:
@@ -46,6 +55,8 @@ def replay(graph: Graph, source: int, target: int, dtype: torch.dtype | None = N
         live = {**fixed, source: _cast(value, dtype)}
         for node in nodes:
             live[node.index] = _compute(node, live, dtype)
+            if keep is not None:
+                keep[node.index] = live[node.index]
             for ref in _refs(node):
                 if ref.index in moving and last_use[ref.index] == node.index:
                     live.pop(ref.index, None)

@@ -103,14 +103,22 @@ def _unit(x: Tensor, scale: Tensor, tiny: float) -> tuple[Tensor, Tensor, Tensor
     return norm, x / torch.where(norm > 0, norm, torch.inf)[:, None], scale
 
 
-def nodes(krylov: Krylov, steps: int) -> Nodes:
-    """The Ritz values after the first `steps` steps."""
+def nodes(krylov: Krylov, steps: int, close: float) -> Nodes:
+    """The Ritz values after the first `steps` steps; those nearer than `close` times the largest become one.
+
+    A singular value of many directions is found again once rounding has mixed some more of them in.
+    """
     size = min(steps, len(krylov.bidiagonal))
     small = krylov.bidiagonal[:size, :size]
     rest = krylov.rest if size == len(krylov.bidiagonal) else float(krylov.bidiagonal[size - 1, size])
     left, values, right = torch.linalg.svd(small)
     order = torch.argsort(values)
-    return Nodes(values[order].numpy(), (right[:, 0] ** 2)[order].numpy(), (rest * left[-1].abs())[order].numpy())
+    found, weights = values[order].numpy(), (right[:, 0] ** 2)[order].numpy()
+    residuals = (rest * left[-1].abs())[order].numpy()
+    groups = np.flatnonzero(np.diff(found, prepend=-np.inf) > close * found[-1])
+    return Nodes(
+        np.maximum.reduceat(found, groups), np.add.reduceat(weights, groups), np.maximum.reduceat(residuals, groups)
+    )
 
 
 def quantile(found: list[Nodes], share: float) -> float:

@@ -101,9 +101,11 @@ def jacobian_spectrum(
     """The spectrum of f's Jacobian at x, where f maps one tensor to one tensor. Pass float64 for exact work.
 
     `exact` builds the Jacobian; by default where inputs and outputs are at most 4096, or 16384 on a GPU. It takes 8
-    bytes for each of its entries, twice. Otherwise `probes` random starts (by default enough for 131072 numbers, at
-    most 32) go `steps` products each way, in 8 bytes for each of probes x steps x (inputs + outputs) at most, and `samples`
-    more products give the stable rank. Without a generator the probes are the same in each call.
+    bytes for each of its entries, about three times. Otherwise `probes` random starts (by default enough for 131072
+    numbers, at most 32) go `steps` products each way, and `samples` more products give the stable rank. That takes 8
+    bytes for each of steps x (inputs + outputs) x probes, where no more probes run at once than have 131072 numbers,
+    and f's own memory for one graph and for that many vectors. Small quantiles of a spectrum over decades need more
+    steps; their error says when. Without a generator the probes are the same in each call.
 
     `null` is the number of input directions that are null by construction, if the caller knows it; inputs less outputs
     are always counted. "count" counts singular values below max(inputs, outputs) * eps * sigma_max, where exact.
@@ -167,21 +169,21 @@ def _matrix_free(
         noise = torch.randn(count, inputs, generator=generator, dtype=torch.float64)
         return noise.to(jacobian.x.device)
 
-    tiny = 8 * _resolution(jacobian, 1.0)
+    close = _resolution(jacobian, 1.0)
     together = max(1, TOGETHER // max(outputs, inputs))
     first: Krylov | None = None
     found: list[Nodes] = []
     half: list[Nodes] = []
     for start in range(0, probes, together):
         starts = draw(min(together, probes - start))
-        krylovs = bidiagonalise(jacobian.times, jacobian.transposed_times, starts, outputs, steps, tiny)
+        krylovs = bidiagonalise(jacobian.times, jacobian.transposed_times, starts, outputs, steps, 8 * close)
         first = krylovs[0] if first is None else first  # the other bases are not needed again
-        found += [nodes(krylov, steps) for krylov in krylovs]
-        half += [nodes(krylov, max(1, steps // 2)) for krylov in krylovs]
+        found += [nodes(krylov, steps, close) for krylov in krylovs]
+        half += [nodes(krylov, max(1, steps // 2), close) for krylov in krylovs]
     assert first is not None
     best = max(found, key=lambda each: float(each.values[-1]))
     top, top_error = float(best.values[-1]), float(best.residuals[-1])
-    resolution = _resolution(jacobian, top)
+    resolution = close * top
 
     norms = torch.cat(
         [_outside(jacobian, first, draw(min(together, samples - at))) for at in range(0, samples, together)]

@@ -1,0 +1,166 @@
+"""What happens in a model on one sample: the stream before and after every site, and its parts as functions.
+
+The sample is recorded once (`anatomy._dissect`), with the weights of its wiring. A branch, a sub-layer or the whole
+stack of sites is then computed again from the recording as a function of one tensor, in float64 where asked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import isqrt
+
+import torch
+from torch import Tensor, nn
+
+from unskip.anatomy._dissect import Cut, Dissection
+from unskip.anatomy._find import in_norm
+from unskip.anatomy._replay import ReplayError, path, replay
+from unskip.anatomy.sites import Site
+from unskip.errors import BadInput
+
+Function = Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True, eq=False)
+class Sample:
+    """One recorded sample."""
+
+    dissection: Dissection
+
+    @property
+    def sites(self) -> tuple[Site, ...]:
+        return self.dissection.sites
+
+    def value(self, node: int) -> Tensor:
+        return self.dissection.graph.values[node]
+
+    def cut(self, site: Site) -> Cut:
+        return self.dissection.runs[site.index][-1]  # of a site that runs several times, the last run
+
+    def first(self) -> int:
+        """The node of the stream that the first site reads."""
+        return min(runs[0].root for site, runs in zip(self.sites, self.dissection.runs, strict=True) if not site.long)
+
+    def last(self) -> int:
+        """The node of the sum that the last site makes."""
+        return max(
+            runs[-1].add.index for site, runs in zip(self.sites, self.dissection.runs, strict=True) if not site.long
+        )
+
+    def stream(self, site: Site) -> Tensor:
+        return tokens(self.value(self.cut(site).stream), site)
+
+    def sum(self, site: Site) -> Tensor:
+        return tokens(self.value(self.cut(site).add.index), site)
+
+    def ratio(self, site: Site) -> float:
+        """rms(beta f) / rms(alpha x), over all branches of the site; infinite where the stream is cut."""
+        alpha, beta = self.dissection.weights[site.index]
+        cut = self.cut(site)
+        branch = sum(self.value(finding.branch).double() for finding in cut.findings) * _double(beta)
+        stream = self.value(cut.stream).double() * _double(alpha)
+        below = float(stream.square().mean().sqrt())
+        return float(torch.as_tensor(branch).square().mean().sqrt()) / below if below else float("inf")
+
+    def branch(self, site: Site, dtype: torch.dtype) -> tuple[Function, Tensor, int]:
+        """The branch as a function of its normalised input, that input, and the directions it cannot see: none."""
+        cut = self.cut(site)
+        source = self._normalised(cut)
+        # Several branches end in the sum, to which the stream adds a constant.
+        target = cut.findings[0].branch if len(cut.findings) == 1 else cut.add.index
+        return replay(self.dissection.graph, source, target, dtype), self.value(source).to(dtype), 0
+
+    def sublayer(self, site: Site, dtype: torch.dtype) -> tuple[Function, Tensor, int]:
+        """alpha x + beta f(x) as a function of x, x, and the number of directions that a norm before all else loses."""
+        cut = self.cut(site)
+        value = self.value(cut.root)
+        return replay(self.dissection.graph, cut.root, cut.add.index, dtype), value.to(dtype), self._lost(site)
+
+    def network(self, dtype: torch.dtype) -> tuple[Function, Tensor, int]:
+        """All sites, from the first stream to the last sum."""
+        source = self.first()
+        lost = self._lost(next(site for site in self.sites if self.cut(site).root == source))
+        return replay(self.dissection.graph, source, self.last(), dtype), self.value(source).to(dtype), lost
+
+    def _normalised(self, cut: Cut) -> int:
+        """The node that all of the branch reads: a norm's output, or the stream itself."""
+        norms = [node for node in cut.steps if in_norm(node) and node.owners]
+        if not norms:
+            return cut.root
+        owner = norms[0].owners[0]
+        last = [node for node in norms if node.owners[0] is owner][-1]
+        inside = {node.index for node in cut.steps if last.index in node}
+        before = {node.index for node in cut.steps if node.index in last}
+        around = [node for node in cut.steps if node.index not in inside | before]
+        return cut.root if around else last.index  # something passes the norm by: the branch reads the stream
+
+    def _lost(self, site: Site) -> int:
+        """LayerNorm forgets each token's mean and size, RMSNorm its size: lost where nothing passes it by."""
+        cut = self.cut(site)
+        alpha, _ = self.dissection.weights[site.index]
+        cut_off = not isinstance(alpha, Tensor) and alpha == 0
+        source = self._normalised(cut)
+        if not cut_off or source == cut.root:
+            return 0
+        node = self.dissection.graph.nodes[source]
+        rms = "rms" in type(node.owners[0]).__name__.lower()
+        return (1 if rms else 2) * (self.value(cut.root).numel() // site.features)
+
+
+def gradient_norms(sample: Sample, generator: torch.Generator) -> list[float]:
+    """|d<w, x_L>/dx_l| at each site's stream, for a random sign vector w: how a signal from the end arrives there."""
+    graph = sample.dissection.graph
+    start, end = sample.first(), sample.last()
+    roots = [sample.cut(site).root for site in sample.sites]
+    value = sample.value(start).double().requires_grad_()
+    kept: dict[int, Tensor] = {start: value}
+    reachable = {start, *(node.index for node in path(graph, start, end))}
+    with torch.enable_grad():
+        out = replay(graph, start, end, torch.float64, keep=kept)(value)
+        signs = torch.randint(0, 2, out.shape, generator=generator).to(out) * 2 - 1
+        wanted = [root for root in dict.fromkeys(roots) if root in reachable and root in kept]
+        found = torch.autograd.grad((out * signs).sum(), [kept[root] for root in wanted], allow_unused=True)
+    norms = {root: float(g.norm()) for root, g in zip(wanted, found, strict=True) if g is not None}
+    return [norms.get(root, float("nan")) for root in roots]
+
+
+def tokens(value: Tensor, site: Site) -> Tensor:
+    """(samples, tokens, dim), whatever the layout."""
+    moved = value.movedim(site.axis, -1)
+    return moved.reshape(moved.shape[0], -1, moved.shape[-1]) if moved.ndim > 2 else moved[:, None]
+
+
+def grid_of(model: nn.Module, site: Site, value: Tensor) -> tuple[int, int, int] | None:
+    """(prefix tokens, rows, columns) of the patches at a site, or None where tokens are not patches on a square."""
+    if site.axis == 1 and value.ndim == 4:
+        return 0, value.shape[2], value.shape[3]
+    if value.ndim == 4:
+        return 0, value.shape[1], value.shape[2]
+    if value.ndim != 3:
+        return None
+    count = value.shape[1]
+    said = getattr(model, "num_prefix_tokens", None)
+    for prefix in [said] if isinstance(said, int) else (0, 1):
+        side = isqrt(count - prefix)
+        if side > 1 and side * side == count - prefix:
+            return prefix, side, side
+    return None
+
+
+def refuse_not_finite(sample: Sample) -> None:
+    """Names the first site whose stream or branch is not finite."""
+    for site in sample.sites:
+        cut = sample.cut(site)
+        for what, node in [("stream", cut.stream), *(("branch", finding.branch) for finding in cut.findings)]:
+            if not sample.value(node).isfinite().all():
+                raise BadInput(
+                    f"{site.name}: its {what} is not finite on this batch, so nothing after it can be measured"
+                )
+
+
+def _double(weight: float | Tensor) -> float | Tensor:
+    return weight.detach().double() if isinstance(weight, Tensor) else weight
+
+
+__all__ = ["ReplayError", "Sample", "gradient_norms", "grid_of", "refuse_not_finite", "tokens"]

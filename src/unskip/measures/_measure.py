@@ -1,0 +1,314 @@
+"""`measure`: what a model does to a batch, site by site and block by block.
+
+Each sample is recorded once, with the weights of the model's wiring; the numbers come from the plain functions of this
+package. Memory: all activations of one sample, the streams of every block for the rows that are kept (at most 4096
+tokens), and what a Jacobian takes (`jacobian_spectrum`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from unskip.anatomy._dissect import dissect_again, rows
+from unskip.anatomy._example import Example, example_for
+from unskip.anatomy._parts import AttentionParts, Opened, ParallelParts, lay_open
+from unskip.anatomy._quiet import quiet
+from unskip.anatomy.sites import Site
+from unskip.errors import BadInput, NoResidualError
+from unskip.measures._capture import ReplayError, Sample, gradient_norms, grid_of, refuse_not_finite, tokens
+from unskip.measures._measurement import BlockRow, Measurement, SiteRow
+from unskip.measures.attention import attention_condition, attention_entropy, condition, self_attention_mass
+from unskip.measures.echo import cosine, feature_norm, high_frequency_share, ridge_r2
+from unskip.measures.quantise import excess_kurtosis, sqnr
+from unskip.measures.rank import effective_rank, feature_matrix, rank_entropy
+from unskip.measures.similarity import cka
+from unskip.measures.spectrum import Spectrum, jacobian_spectrum
+
+_ROWS = 4096  # tokens that rank, echo and similarity are computed from
+_EXACT = {"cpu": 4096, "cuda": 16384}  # inputs up to which a Jacobian is built
+
+Jacobians = Literal["auto", "exact", "off"]
+Progress = Callable[[int, int, str], None]
+
+
+def measure(
+    model: nn.Module,
+    batch: object = None,
+    *,
+    jacobians: Jacobians = "auto",
+    steps: int = 128,
+    grid: tuple[int, int] | None = None,
+    generator: torch.Generator | None = None,
+    progress: Progress | None = None,
+) -> Measurement:
+    """Rank, conditioning, attention, echo and quantisation of a model on a batch. Nothing in the model is changed.
+
+    `batch` is a tensor, a tuple of arguments or a mapping, as for audit; samples lie along the first axis. Jacobians
+    are those of the first sample: "auto" builds them where they are small and estimates them otherwise, in `steps`
+    products each way; "exact" builds them all, "off" leaves them out. `grid` is (rows, columns) of the patches, where
+    they do not lie on a square. `progress` is called with (done, total, what). The model runs in evaluation mode; a
+    rewired one with its weights. What cannot be measured is left out, and the notes say why.
+    """
+    if jacobians not in ("auto", "exact", "off"):
+        raise BadInput(f"jacobians is {jacobians!r}; it can be 'auto', 'exact' or 'off'")
+    example = example_for(model, batch)
+    count = _samples(example)
+    tick = progress or (lambda done, total, what: None)
+    generator = generator or torch.Generator().manual_seed(0)
+    total = count + (0 if jacobians == "off" else 1)
+    tick(0, total, "recording")
+    opened = lay_open(model, rows(example, 0, 1) if count > 1 else example, weighted=True)
+    if not opened.dissection.sites:
+        raise NoResidualError(f"{type(model).__name__}: no residual sites, so nothing to measure")
+    gather = _Gather(model, opened, grid)
+    first = gather.sample
+    for index in range(count):
+        sample = (
+            first if index == 0 else Sample(dissect_again(model, rows(example, index, index + 1), opened.dissection))
+        )
+        refuse_not_finite(sample)
+        gather.add(sample)
+        tick(index + 1, total, "samples")
+    with quiet(model, training=False):
+        spectra = _Spectra(first, jacobians, steps, gather.notes, progress)
+        blocks = gather.blocks(generator)
+        sites = gather.sites(spectra, generator)
+        network = spectra.of("the network", first.network)
+    return Measurement(
+        type(model).__name__,
+        count,
+        gather.tokens,
+        tuple(sites),
+        tuple(blocks),
+        network,
+        tuple(dict.fromkeys(gather.notes)),
+    )
+
+
+def _samples(example: Example) -> int:
+    counts = {len(value) for value in example.values if isinstance(value, Tensor) and value.ndim > 1}
+    if not counts:
+        raise BadInput("the batch holds no tensor with an axis of samples")
+    if len(counts) > 1:
+        return 1  # arguments without a row for each sample: taken as one
+    return counts.pop()
+
+
+class _Spectra:
+    """The spectra of one sample's Jacobians."""
+
+    def __init__(
+        self, sample: Sample, jacobians: Jacobians, steps: int, notes: list[str], progress: Progress | None
+    ) -> None:
+        self.sample, self.jacobians, self.steps, self.notes = sample, jacobians, steps, notes
+        self.progress, self.done = progress, 0
+
+    def of(self, name: str, part: Callable[[torch.dtype], tuple[Any, Tensor, int]]) -> Spectrum | None:
+        if self.jacobians == "off":
+            return None
+        self.done += 1
+        if self.progress is not None:
+            self.progress(self.done, 2 * len(self.sample.sites) + 1, f"Jacobian of {name}")
+        try:
+            function, value, lost = part(torch.float64)
+            exact = self.jacobians == "exact" or value.numel() <= _EXACT.get(value.device.type, 4096)
+            if not exact:  # float32 with the error bars of an estimate
+                function, value, lost = part(torch.float32)
+            return jacobian_spectrum(function, value, exact=exact, steps=self.steps, null=lost)
+        except ReplayError as reason:
+            self.notes.append(f"no Jacobian of {name}: {reason}")
+        except (NotImplementedError, RuntimeError) as error:
+            self.notes.append(f"no Jacobian of {name}: {type(error).__name__}: {str(error).splitlines()[0]}")
+        return None
+
+
+class _Gather:
+    """Collects what the samples give."""
+
+    def __init__(self, model: nn.Module, opened: Opened, grid: tuple[int, int] | None) -> None:
+        self.model, self.opened, self.grid = model, opened, grid
+        self.sample = Sample(opened.dissection)
+        self.all = [site for site in self.sample.sites if not site.long]
+        ends: dict[str, Site] = {}
+        for site in self.all:
+            ends[site.block] = site  # the last site of each block
+        self.ends = ends
+        self.notes: list[str] = [
+            f"{site.name}: parts unknown ({opened.parts.reasons[site.index]})"
+            for site in self.all
+            if site.index in opened.parts.reasons and site.kind in ("attention", "mlp", "parallel")
+        ]
+        self.start: list[Tensor] = []  # x_0 by sample, (tokens, dim)
+        self.after: dict[str, list[Tensor]] = {block: [] for block in ends}
+        self.maps: dict[str, list[float]] = {block: [] for block in ends}
+        self.ratios: dict[int, list[float]] = {site.index: [] for site in self.all}
+        self.attention: dict[int, list[tuple[Tensor, Tensor | None, Tensor | None]]] = {}
+        self.tokens = 0
+
+    def add(self, sample: Sample) -> None:
+        self.start.append(sample.stream(self.all[0])[0].cpu())
+        self.tokens = len(self.start[0])
+        for block, site in self.ends.items():
+            self.after[block].append(sample.sum(site)[0].cpu())
+            self.maps[block].append(self._high(site, sample.value(sample.cut(site).add.index)))
+        for site in self.all:
+            self.ratios[site.index].append(sample.ratio(site))
+            if site.index in self.opened.attentions:
+                self._attend(site, sample)
+
+    def _attend(self, site: Site, sample: Sample) -> None:
+        p = Opened(sample.dissection, self.opened.parts, self.opened.attentions).probabilities(site.index)
+        square = p.shape[-1] == p.shape[-2]
+        entry = (
+            attention_entropy(p),
+            self_attention_mass(p) if square else None,
+            attention_condition(p) if square else None,
+        )
+        self.attention.setdefault(site.index, []).append(entry)
+
+    def _high(self, site: Site, value: Tensor) -> float:
+        found = grid_of(self.model, site, value)
+        flat = tokens(value, site)
+        if self.grid is not None:
+            found = (flat.shape[1] - self.grid[0] * self.grid[1], *self.grid)
+        if found is None or found[0] < 0 or min(found[1:]) < 2:
+            return math.nan
+        prefix, height, width = found
+        return high_frequency_share(flat[:, prefix:], (height, width))
+
+    def blocks(self, generator: torch.Generator) -> list[BlockRow]:
+        weights = self.sample.dissection.weights
+        carried, done = 1.0, set()
+        first = torch.stack(self.start)  # (samples, tokens, dim)
+        result: list[BlockRow] = []
+        previous: Tensor | None = None
+        for index, block in enumerate(self.ends):
+            for inner in self.all:
+                if inner.block == block and inner.index not in done:
+                    alpha, _ = weights[inner.index]
+                    mean = float(alpha.detach().double().mean()) if isinstance(alpha, Tensor) else alpha
+                    carried *= mean**inner.runs
+                    done.add(inner.index)
+            x = torch.stack(self.after[block])
+            same = x.shape == first.shape
+            keep = self._rows(x, generator)
+            flat = feature_matrix(x)[keep]
+            result.append(
+                BlockRow(
+                    index=index,
+                    path=block,
+                    norm=feature_norm(x),
+                    token_rank=effective_rank(flat) if len(flat) > 1 else None,
+                    token_entropy=_finite(rank_entropy(flat)) if len(flat) > 1 else None,
+                    pooled_rank=effective_rank(feature_matrix(x, "pooled")) if len(x) > 1 else None,
+                    carried=carried,
+                    cosine=_finite(cosine(first, x)) if same else None,
+                    echo=self._echo(first, x, generator) if x.shape[:2] == first.shape[:2] else None,
+                    high_frequency=_finite(_mean(self.maps[block])),
+                    cka_first=self._cka(first, x, generator),
+                    cka_previous=None if previous is None else self._cka(previous, x, generator),
+                    kurtosis=_finite(excess_kurtosis(x)),
+                    sqnr8=_finite(sqnr(x, 8)),
+                    sqnr4=_finite(sqnr(x, 4)),
+                )
+            )
+            previous = x
+        if len(self.start) < 2:
+            self.notes.append("one sample: no pooled rank and no held-out echo, which compare samples")
+        if any(row.cosine is None for row in result):
+            self.notes.append("the stream changes its shape with depth: no cosine with the input where it does")
+        if all(row.high_frequency is None for row in result):
+            self.notes.append("tokens are not patches on a square grid: no spatial frequencies (pass grid=)")
+        return result
+
+    def _rows(self, x: Tensor, generator: torch.Generator) -> Tensor:
+        """Which tokens are used: all, or as many as can be afforded, the same ones for tensors of one shape."""
+        total = x.shape[0] * x.shape[1]
+        if total <= _ROWS:
+            return torch.arange(total)
+        seed = torch.Generator().manual_seed(generator.initial_seed())
+        self.notes.append(f"rank, echo and similarity from {_ROWS} of {total} tokens")
+        return torch.randperm(total, generator=seed)[:_ROWS].sort().values
+
+    def _echo(self, first: Tensor, x: Tensor, generator: torch.Generator) -> float | None:
+        if len(x) < 2:
+            return None
+        keep = self._rows(x, generator)
+        groups = torch.arange(len(x)).repeat_interleave(x.shape[1])[keep]
+        seed = torch.Generator().manual_seed(generator.initial_seed())
+        return _finite(ridge_r2(feature_matrix(x)[keep], feature_matrix(first)[keep], groups=groups, generator=seed))
+
+    def _cka(self, a: Tensor, b: Tensor, generator: torch.Generator) -> float | None:
+        if a.shape[:2] != b.shape[:2]:
+            return None
+        keep = self._rows(b, generator)
+        x, y = feature_matrix(a)[keep], feature_matrix(b)[keep]
+        if len(x) < 4:
+            return None
+        try:
+            return _finite(cka(x, y))
+        except BadInput:  # features that do not vary have no similarity
+            return None
+
+    def sites(self, spectra: _Spectra, generator: torch.Generator) -> list[SiteRow]:
+        try:
+            gradients = dict(
+                zip((s.index for s in self.sample.sites), gradient_norms(self.sample, generator), strict=True)
+            )
+        except (ReplayError, RuntimeError, NotImplementedError) as error:
+            gradients = {}
+            self.notes.append(f"no gradient norms: {str(error).splitlines()[0]}")
+        return [self._site(site, spectra, gradients.get(site.index)) for site in self.all]
+
+    def _site(self, site: Site, spectra: _Spectra, gradient: float | None) -> SiteRow:
+        part = self.opened.parts[site.index]
+        attention = part.attention if isinstance(part, ParallelParts) else part
+        value_output = None
+        if isinstance(attention, AttentionParts):
+            value_output = float(condition(attention.value_output()))
+        alpha, beta = (
+            float(w.detach().double().mean()) if isinstance(w, Tensor) else w
+            for w in self.sample.dissection.weights[site.index]
+        )
+        entropy, mass, cond = self._heads(site)
+        return SiteRow(
+            index=site.index,
+            path=site.path,
+            kind=site.kind,
+            alpha=alpha,
+            beta=beta,
+            ratio=_mean(self.ratios[site.index]),
+            branch=spectra.of(f"the branch of {site.name}", lambda dtype: self.sample.branch(site, dtype)),
+            sublayer=spectra.of(f"{site.name} with its skip", lambda dtype: self.sample.sublayer(site, dtype)),
+            entropy=entropy,
+            self_attention=mass,
+            attention_condition=cond,
+            value_output=value_output,
+            gradient=None if gradient is None else _finite(gradient),
+        )
+
+    def _heads(self, site: Site) -> tuple[tuple[float, ...] | None, tuple[float, ...] | None, tuple[float, ...] | None]:
+        entries = self.attention.get(site.index)
+        if not entries:
+            return None, None, None
+        entropy = torch.stack([e for e, _, _ in entries]).mean(0)
+        masses = [m for _, m, _ in entries if m is not None]
+        conditions = [c for _, _, c in entries if c is not None]
+        return (
+            tuple(entropy.tolist()),
+            tuple(torch.stack(masses).mean(0).tolist()) if masses else None,
+            tuple(torch.stack(conditions).median(0).values.tolist()) if conditions else None,
+        )
+
+
+def _mean(values: list[float]) -> float:
+    return sum(values) / len(values)
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
