@@ -196,9 +196,9 @@ NAMES = [
 
 @pytest.mark.parametrize("name", NAMES)
 def test_within_five_percent_of_exact(name: str) -> None:
-    a = spread_out(name, 500)
-    # So small a matrix shows little of itself to one probe: many, where the spectrum is steep at its lower end.
-    found = free(a, probes=192 if name == "product" else 64, steps=128)
+    # Where the spectrum is steep at its lower end, one singular value of 500 more or less is some percent there.
+    a = spread_out(name, 1200 if name == "product" else 500)
+    found = free(a, probes=64, steps=128)
     exact = jacobian_spectrum(*linear(a), exact=True)
     assert not found.exact
     assert found.values is None
@@ -222,8 +222,22 @@ def test_within_five_percent_of_exact_with_the_defaults(name: str) -> None:
     a = spread_out(name, 3000)
     exact, found = jacobian_spectrum(*linear(a), exact=True), free(a)
     assert found.sigma_max == pytest.approx(exact.sigma_max, rel=1e-6)
+    known = [share for share in SHARES if math.isfinite(found.errors[share])]
+    # Outliers sixty times as large as the bulk take the steps that its lower end would need.
+    assert known == ([0.5, 0.9] if name == "low rank and small" else list(SHARES))
     for share in SHARES:
-        assert found.quantiles[share] == pytest.approx(exact.quantiles[share], rel=0.05)
+        if share in known:
+            assert found.quantiles[share] == pytest.approx(exact.quantiles[share], rel=0.05)
+        else:
+            assert found.quantiles[share] >= exact.quantiles[share]
+
+
+def test_a_value_found_twice_is_one() -> None:
+    """Rounding lets a multiple singular value into the space again, a hair away; it is still one step of F."""
+    a = spread_out("identity and low rank", 1200)
+    found = free(a, probes=2, steps=128)
+    assert [found.quantiles[share] for share in SHARES] == pytest.approx([1, 1, 1])
+    assert max(found.errors.values()) < 1e-9
 
 
 def test_the_error_bars_cover() -> None:
@@ -292,8 +306,8 @@ def test_a_block_both_ways() -> None:
     def f(z: Tensor) -> Tensor:
         return model(z[None])[0]  # type: ignore[no-any-return]
 
-    exact, found = jacobian_spectrum(f, x), jacobian_spectrum(f, x, exact=False, probes=128)
-    single = jacobian_spectrum(f, x.float().double(), exact=False, probes=128)
+    exact, found = jacobian_spectrum(f, x), jacobian_spectrum(f, x, exact=False, probes=96, steps=96)
+    single = jacobian_spectrum(f, x.float().double(), exact=False, probes=1, steps=40)
     assert found.sigma_max == pytest.approx(exact.sigma_max, rel=1e-6)
     assert single.sigma_max == pytest.approx(exact.sigma_max, rel=1e-3)
     for share in SHARES:
