@@ -83,7 +83,7 @@ class Tables:
         lines = [
             "## One model of every type of transformers",
             "",
-            f"The {len(rows)} types behind `AutoModel`, each a small random model with real tensors on the CPU: audited, "
+            f"The {len(rows)} types behind `AutoModel`, each a small random model on the CPU: audited, "
             "rewired, verified, its outputs moved, and put back bit for bit (`tests/zoo/test_transformers.py`).",
             "",
             "| outcome | types |",

@@ -1,4 +1,4 @@
-"""What is inferred for models of transformers: every tower of the model runs, and gets what it takes."""
+"""What is inferred for models of transformers and diffusers: every tower of the model runs, and gets what it takes."""
 
 from __future__ import annotations
 
@@ -95,6 +95,23 @@ def layoutlm() -> nn.Module:
     return LayoutLMModel(LayoutLMConfig(**{key: TEXT[key] for key in TEXT if "key_value" not in key}))
 
 
+def unet() -> nn.Module:
+    from diffusers import UNet2DModel
+
+    blocks = {"down_block_types": ("DownBlock2D",), "up_block_types": ("UpBlock2D",), "block_out_channels": (8,)}
+    return UNet2DModel(
+        sample_size=8, in_channels=4, layers_per_block=1, norm_num_groups=4, add_attention=False, **blocks
+    )
+
+
+def flux() -> nn.Module:
+    from diffusers import FluxTransformer2DModel
+
+    sizes = {"in_channels": 4, "num_layers": 1, "num_single_layers": 1, "attention_head_dim": 16}
+    inputs = {"joint_attention_dim": 12, "pooled_projection_dim": 10, "axes_dims_rope": (4, 4, 8)}
+    return FluxTransformer2DModel(**sizes, **inputs, num_attention_heads=2, guidance_embeds=True)
+
+
 # The shapes that the libraries' processors give, and the modules that add.
 CASES: list[tuple[Any, dict[str, tuple[int, ...]], set[str]]] = [
     (llava, {"pixel_values": (2, 3, 16, 16), "input_ids": (2, 12)}, {"vision_tower", "language_model"}),
@@ -110,6 +127,20 @@ CASES: list[tuple[Any, dict[str, tuple[int, ...]], set[str]]] = [
     (wav2vec2_bert, {"input_features": (2, 128, 20)}, {"encoder"}),
     (spectrogram_transformer, {"input_values": (2, 32, 24)}, {"layers"}),
     (layoutlm, {"input_ids": (2, 8), "bbox": (2, 8, 4)}, {"encoder"}),
+    (unet, {"sample": (2, 4, 8, 8), "timestep": (2,)}, {"down_blocks", "mid_block", "up_blocks"}),
+    (
+        flux,
+        {
+            "hidden_states": (2, 8, 4),
+            "encoder_hidden_states": (2, 8, 12),
+            "pooled_projections": (2, 10),
+            "timestep": (2,),
+            "img_ids": (8, 3),
+            "txt_ids": (8, 3),
+            "guidance": (2,),
+        },
+        {"transformer_blocks", "single_transformer_blocks"},
+    ),
 ]
 
 

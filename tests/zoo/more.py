@@ -1,6 +1,7 @@
 """Families beyond the core: each with the sites that its source says it has and, beside it, its weighted forward.
 
-Importing this module enters them into the registry. They are tested by the full matrix only.
+Importing this module enters them into the registry, and those of `more_images`. They are tested by the full matrix
+only.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+import tests.zoo.more_images  # noqa: F401
 import torch
 from tests.zoo.families import _TEXT, _VIT, POST, PRE, Expected, Poison, add, generator, ids, image, repeat
 from tests.zoo.oracle import REFERENCES, Weights, reference
