@@ -8,7 +8,7 @@ At every residual site l of a model you already have,
 every branch, `init` starts a model that has no skips, and `measure` says in numbers what a shortcut does.
 """
 
-from unskip import init, measures
+from unskip import data, init, measures
 from unskip.anatomy import Audit, Site, audit, features, parts
 from unskip.measures import measure
 from unskip.wiring import Anneal, Cut, Decay, Keep, Learn, Scale, Wiring, load, rewire, rewired, save
@@ -25,6 +25,7 @@ __all__ = [
     "Site",
     "Wiring",
     "audit",
+    "data",
     "features",
     "init",
     "load",

@@ -1,4 +1,4 @@
-"""The front door: `unskip audit MODEL` and `unskip demo`.
+"""The front door: `unskip audit MODEL`, `unskip measure MODEL` and `unskip demo`.
 
 Exit codes: 0 fine; 2 bad input, told in one line on stderr; 1 a fault; 130 interrupted. Results go to stdout, all else
 to stderr. On a terminal tables are drawn; in a pipe the same table is plain text.
@@ -23,6 +23,7 @@ import tyro
 from rich import box
 from rich.console import Console
 from rich.markup import escape
+from rich.progress import Progress
 from rich.table import Table
 from torch import Tensor, nn
 
@@ -31,6 +32,8 @@ from unskip import demo as demonstration
 from unskip import spec
 from unskip.anatomy import Audit, Site
 from unskip.anatomy._audit import HEADER, count, rows
+from unskip.anatomy._example import example_for
+from unskip.data import batch as data_batch
 from unskip.errors import BadInput, ForwardError, UnskipError, UnskipWarning
 from unskip.wiring import Shortcut, Wiring
 from unskip.wiring.shortcuts import band, parse
@@ -50,13 +53,17 @@ _INPUT = (
 )
 
 
+_MEASURED = f"What to measure: {spec.FORMS}. Pretrained weights are loaded, unless --random."
+_DATA = "Samples: a folder of images, an .npy file, or random:N."
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs a command and returns its exit code."""
     args = list(sys.argv[1:] if argv is None else argv)
     if args == ["--version"]:
         print(unskip.__version__)
         return 0
-    commands: dict[str, Callable[..., int]] = {"audit": audit, "demo": demo}
+    commands: dict[str, Callable[..., int]] = {"audit": audit, "measure": measure, "demo": demo}
     try:
         with _warnings_in_a_line(), _argument_errors_in_a_line(commands) as held:
             code: int = tyro.extras.subcommand_cli_from_dict(held, prog="unskip", description=DESCRIPTION, args=args)
@@ -107,9 +114,98 @@ def audit(
     return 0
 
 
+def measure(
+    model: Annotated[str, tyro.conf.Positional, tyro.conf.arg(help=_MEASURED, metavar="MODEL")],
+    data: Annotated[str, tyro.conf.arg(help=_DATA, metavar="SOURCE", help_behavior_hint="")] = "random:8",
+    n: Annotated[int, tyro.conf.arg(help="How many samples of the source.", metavar="N")] = 8,
+    shortcut: Annotated[
+        str | None, tyro.conf.arg(help="Rewire first: cut, decay:0.6, ...", metavar="RULE", help_behavior_hint="")
+    ] = None,
+    init: Annotated[
+        str | None,
+        tyro.conf.arg(help="Initialise first: skipless or zero.", metavar="NAME", help_behavior_hint=""),
+    ] = None,
+    jacobians: Annotated[
+        str, tyro.conf.arg(help="auto, exact (as matrices, however large) or off.", metavar="WAY")
+    ] = "auto",
+    device: Annotated[str, tyro.conf.arg(help="Where to compute.", metavar="DEVICE")] = "cpu",
+    random: Annotated[
+        bool,
+        tyro.conf.FlagCreatePairsOff,
+        tyro.conf.arg(help="Random weights instead of pretrained ones.", help_behavior_hint=""),
+    ] = False,
+    json: Annotated[
+        bool,
+        tyro.conf.FlagCreatePairsOff,
+        tyro.conf.arg(help="Print JSON and nothing else.", help_behavior_hint=""),
+    ] = False,
+) -> int:
+    """Measure rank, conditioning, attention, echo and quantisation of a model on a few samples.
+
+    Example: unskip measure timm:vit_small_patch16_224 --data photos --shortcut decay:0.6
+    """
+    rule = parse(shortcut) if shortcut is not None else None
+    with contextlib.redirect_stdout(sys.stderr), _progress(f"measuring {model}") as tick:
+        torch.manual_seed(0)  # random weights, but the same ones each time
+        built = spec.build(model, pretrained=not random).to(device)
+        samples = _samples(built, data, n)
+        if init is not None:
+            _initialise(built, init, samples)
+        if rule is not None:
+            unskip.rewire(built, rule, samples)
+        found = unskip.measure(built, samples, jacobians=jacobians, progress=tick)  # type: ignore[arg-type]
+    if json:
+        print(json_format.dumps(_finite({"model": model, **found.to_dict()}), indent=2, allow_nan=False))
+    else:
+        print(found)
+    return 0
+
+
 def demo() -> int:
     """Audit and rewire a small vision transformer, and take it back; needs seconds and no network."""
     return 0 if demonstration.run() else 1
+
+
+# --- The measurement --------------------------------------------------------------------------------------------------
+
+
+def _samples(model: nn.Module, source: str, n: int) -> object:
+    """A batch that fits the model: images of its size, or the inputs that it says it takes."""
+    example = example_for(model)
+    images = [value for value in example.values if isinstance(value, Tensor) and value.ndim == 4]
+    if len(example.values) > 1 or not images:
+        if source.startswith("random"):
+            return example
+        ids = data_batch(source, n)
+        return dict.fromkeys(list(example.kwargs)[:1], ids) or (ids,)
+    channels, *size = images[0].shape[1:]
+    config = getattr(model, "pretrained_cfg", None) or {}
+    known = isinstance(config, dict) and len(config.get("mean", ())) == channels
+    mean, std = (config["mean"], config["std"]) if known else ((0.5,) * channels, (0.5,) * channels)
+    values = data_batch(source, n, (int(size[0]), int(size[1])), mean=mean, std=std).to(images[0])
+    return dict.fromkeys(example.kwargs, values) or (values,)
+
+
+def _initialise(model: nn.Module, name: str, samples: object) -> None:
+    if name == "skipless":
+        unskip.init.skipless_(model, generator=torch.Generator().manual_seed(0), example=samples)
+    elif name == "zero":
+        unskip.init.zero_branches_(model, samples)
+    else:
+        raise BadInput(f"--init {name}: it can be skipless or zero")
+
+
+@contextlib.contextmanager
+def _progress(text: str) -> Iterator[Callable[[int, int, str], None] | None]:
+    """A bar on stderr while it lasts, where somebody is looking."""
+    if not sys.stderr.isatty():
+        yield None
+        return
+    with Progress(console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(escape(text), total=None)
+        yield lambda done, total, what: bar.update(
+            task, completed=done, total=total, description=escape(f"{text}: {what}")
+        )
 
 
 # --- The audit --------------------------------------------------------------------------------------------------------

@@ -41,7 +41,7 @@ def measure(
     batch: object = None,
     *,
     jacobians: Jacobians = "auto",
-    steps: int = 128,
+    steps: int = 96,
     grid: tuple[int, int] | None = None,
     generator: torch.Generator | None = None,
     progress: Progress | None = None,
@@ -151,10 +151,10 @@ class _Gather:
         self.tokens = 0
 
     def add(self, sample: Sample) -> None:
-        self.start.append(sample.stream(self.all[0])[0].cpu())
+        self.start.append(sample.stream(self.all[0])[0])
         self.tokens = len(self.start[0])
         for block, site in self.ends.items():
-            self.after[block].append(sample.sum(site)[0].cpu())
+            self.after[block].append(sample.sum(site)[0])
             self.maps[block].append(self._high(site, sample.value(sample.cut(site).add.index)))
         for site in self.all:
             self.ratios[site.index].append(sample.ratio(site))
@@ -230,16 +230,16 @@ class _Gather:
         """Which tokens are used: all, or as many as can be afforded, the same ones for tensors of one shape."""
         total = x.shape[0] * x.shape[1]
         if total <= _ROWS:
-            return torch.arange(total)
+            return torch.arange(total, device=x.device)
         seed = torch.Generator().manual_seed(generator.initial_seed())
         self.notes.append(f"rank, echo and similarity from {_ROWS} of {total} tokens")
-        return torch.randperm(total, generator=seed)[:_ROWS].sort().values
+        return torch.randperm(total, generator=seed)[:_ROWS].sort().values.to(x.device)
 
     def _echo(self, first: Tensor, x: Tensor, generator: torch.Generator) -> float | None:
         if len(x) < 2:
             return None
         keep = self._rows(x, generator)
-        groups = torch.arange(len(x)).repeat_interleave(x.shape[1])[keep]
+        groups = torch.arange(len(x), device=x.device).repeat_interleave(x.shape[1])[keep]
         seed = torch.Generator().manual_seed(generator.initial_seed())
         return _finite(ridge_r2(feature_matrix(x)[keep], feature_matrix(first)[keep], groups=groups, generator=seed))
 

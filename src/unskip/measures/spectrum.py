@@ -130,7 +130,9 @@ def jacobian_spectrum(
 
 def _exact(jacobian: Jacobian, null: int | str | None) -> Spectrum:
     outputs, inputs = jacobian.shape
-    values = torch.linalg.svdvals(jacobian.matrix(max(1, TOGETHER * 8 // max(outputs, inputs)))).cpu()
+    full = jacobian.matrix(max(1, TOGETHER * 8 // max(outputs, inputs)))
+    # On a GPU torch's own choice of method is the slower one at this size.
+    values = torch.linalg.svdvals(full, driver="gesvd" if full.is_cuda else None).cpu()
     every = torch.cat([values, values.new_zeros(max(0, inputs - outputs))])  # one for each direction of the input
     top = float(values[0])
     resolution = _resolution(jacobian, top)

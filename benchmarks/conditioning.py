@@ -1,0 +1,182 @@
+"""How well-conditioned a transformer is before its first step, with skips, without, and with each part of the init.
+
+    python benchmarks/conditioning.py                              # small models on the CPU
+    python benchmarks/conditioning.py --device cuda --limit 420    # timm ViT-S and ViT-B at 64 px, exact, in 7 minutes
+
+For every model and variant, on one image or sequence: the exact singular values of the Jacobian of chosen attention
+branches with respect to their normalised input, of sub-layers with respect to their stream, and of the whole stack; and
+beside them self-attention, the condition of W_V W_O and the rank of the tokens by depth. The stack's are also estimated
+matrix-free, for comparison. The JSON is written after each step; a run that is cut off goes on where it stopped.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import unskip
+from unskip import Cut
+from unskip.anatomy._example import example_for
+from unskip.anatomy._parts import lay_open
+from unskip.measures import effective_rank, jacobian_spectrum, self_attention_mass
+from unskip.measures._capture import Sample
+
+RESULTS = Path(__file__).resolve().parent.parent / "docs" / "results"
+VARIANTS: dict[str, tuple[bool, tuple[str, ...]]] = {  # name: (cut, parts of the initialisation)
+    "residual": (False, ()),
+    "skipless": (True, ()),
+    "skipless + init": (True, ("value-output", "query-key", "mlp")),
+    "value-output alone": (True, ("value-output",)),
+    "query-key alone": (True, ("query-key",)),
+    "mlp alone": (True, ("mlp",)),
+}
+SHARES = (0.01, 0.1, 0.25, 0.5, 0.75, 0.9, 0.99)
+
+
+def timm_model(name: str) -> Callable[[], tuple[nn.Module, object]]:
+    def make() -> tuple[nn.Module, object]:
+        import timm
+
+        model = timm.create_model(name, img_size=64)
+        return model, torch.randn(1, 3, 64, 64, generator=torch.Generator().manual_seed(1))
+
+    return make
+
+
+def hf_model(kind: str) -> Callable[[], tuple[nn.Module, object]]:
+    """A random model of 8 blocks, 256 wide, in the shape of a well-known one, on 16 tokens."""
+
+    def make() -> tuple[nn.Module, object]:
+        import transformers as hf
+
+        sizes = {"hidden_size": 256, "num_hidden_layers": 8, "num_attention_heads": 8, "vocab_size": 1000}
+        if kind == "gpt2":
+            config = hf.GPT2Config(n_embd=256, n_layer=8, n_head=8, vocab_size=1000, bos_token_id=1, eos_token_id=2)
+            model = hf.GPT2Model(config)
+        elif kind == "bert":
+            model = hf.BertModel(hf.BertConfig(**sizes, intermediate_size=1024))
+        else:
+            model = hf.LlamaModel(hf.LlamaConfig(**sizes, intermediate_size=688))
+        ids = torch.randint(4, 1000, (1, 16), generator=torch.Generator().manual_seed(1))
+        return model, {"input_ids": ids}
+
+    return make
+
+
+# name: (how to build it, the constants of its init, which blocks are decomposed)
+MODELS: dict[str, tuple[Callable[[], tuple[nn.Module, object]], str, tuple[float, ...]]] = {
+    "gpt2-shaped": (hf_model("gpt2"), "vit-base", (0, 0.5, 1)),
+    "bert-shaped": (hf_model("bert"), "vit-base", (0, 0.5, 1)),
+    "llama-shaped": (hf_model("llama"), "vit-base", (0, 0.5, 1)),
+    "vit_small_patch16_224 at 64 px": (timm_model("vit_small_patch16_224"), "vit-small", (0, 0.25, 0.5, 0.75, 1)),
+    "vit_base_patch16_224 at 64 px": (timm_model("vit_base_patch16_224"), "vit-base", (0, 1)),
+}
+
+
+def study(name: str, variant: str, device: str) -> dict[str, Any]:
+    """All numbers of one model in one variant."""
+    make, preset, depths = MODELS[name]
+    cut, parts = VARIANTS[variant]
+    torch.manual_seed(0)
+    model, example = make()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", unskip.errors.UnskipWarning)
+        if parts:
+            constants = unskip.init.PRESETS[preset]
+            generator = torch.Generator().manual_seed(0)
+            unskip.init.skipless_(model, **constants, generator=generator, example=example, parts=parts)
+        if cut:
+            unskip.rewire(model, Cut(), example)
+    model.to(device).eval()
+    moved = {k: v.to(device) for k, v in example.items()} if isinstance(example, dict) else example.to(device)
+    opened = lay_open(model, example_for(model, moved), weighted=True)
+    sample = Sample(opened.dissection)
+    blocks = list(dict.fromkeys(site.block for site in sample.sites))
+    chosen = {blocks[round(depth * (len(blocks) - 1))] for depth in depths}
+    result: dict[str, Any] = {"blocks": len(blocks), "tokens": [], "sites": [], "preset": preset if parts else None}
+    for block in blocks:
+        last = [site for site in sample.sites if site.block == block][-1]
+        x = sample.sum(last)[0].double()
+        alike = torch.nn.functional.cosine_similarity(x[:, None], x[None], dim=-1)
+        count = len(x)
+        mean = float((alike.sum() - count) / (count * (count - 1)))
+        result["tokens"].append({"block": block, "rank": effective_rank(x), "mean_cosine": mean})
+    for site in sample.sites:
+        row: dict[str, Any] = {"site": site.index, "path": site.path, "kind": site.kind}
+        if site.index in opened.attentions:
+            row["self_attention"] = float(self_attention_mass(opened.probabilities(site.index)).mean())
+            part = opened.parts[site.index]
+            assert isinstance(part, unskip.anatomy.AttentionParts)
+            row["value_output"] = float(unskip.measures.condition(part.value_output()))
+        if site.block in chosen:
+            if site.kind == "attention":
+                row["branch"] = spectrum(*sample.branch(site, torch.float64))
+            row["sublayer"] = spectrum(*sample.sublayer(site, torch.float64))
+        result["sites"].append(row)
+    result["network"] = spectrum(*sample.network(torch.float64), compare=True)
+    return result
+
+
+def spectrum(function: Any, value: torch.Tensor, lost: int, compare: bool = False) -> dict[str, Any]:
+    start = time.perf_counter()
+    found = jacobian_spectrum(function, value, exact=True, null=lost)
+    assert found.values is not None
+    data = found.to_dict()
+    flipped = found.values.flip(0)
+    data["curve"] = {str(share): float(flipped[int(share * (len(flipped) - 1))]) for share in SHARES}
+    data["seconds"] = round(time.perf_counter() - start, 2)
+    if compare:
+        start = time.perf_counter()
+        free = jacobian_spectrum(function, value, exact=False, null=lost)
+        data["matrix_free"] = free.to_dict() | {"seconds": round(time.perf_counter() - start, 2)}
+    return data
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--limit", type=float, default=float("inf"), help="start nothing new after this many seconds")
+    parser.add_argument("--models", nargs="*", choices=[*MODELS], help="some of the models (default by device)")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="where the JSON goes (default docs/results)")
+    options = parser.parse_args()
+    models = options.models or [name for name in MODELS if (options.device == "cuda") == name.startswith("vit")]
+    file = options.out / f"conditioning-{'gpu' if options.device == 'cuda' else 'cpu'}.json"
+    data: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {"results": {}}
+    data["script"] = "benchmarks/conditioning.py"
+    data["device"] = torch.cuda.get_device_name() if options.device == "cuda" else f"{platform.machine()} CPU"
+    data["versions"] = {"python": platform.python_version(), "torch": torch.__version__, "unskip": unskip.__version__}
+    data["seed"] = {"weights": 0, "input": 1}
+    data["protocol"] = "one sample of noise (images) or random token ids; float64; singular values of built Jacobians"
+    begun = time.perf_counter()
+    for name in models:
+        for variant in VARIANTS:
+            if variant in data["results"].setdefault(name, {}):
+                continue
+            if time.perf_counter() - begun > options.limit:
+                print("time is up; the rest is left for the next run")
+                return
+            start = time.perf_counter()
+            data["results"][name][variant] = found = study(name, variant, options.device)
+            options.out.mkdir(parents=True, exist_ok=True)
+            file.write_text(json.dumps(data, indent=1, allow_nan=False) + "\n")
+            network = found["network"]
+            last = [row for row in found["sites"] if "branch" in row][-1]
+            whole, branch = (part["condition"] or float("inf") for part in (network, last["branch"]))
+            print(
+                f"{name:32s} {variant:20s} condition of the network {whole:9.3g}, of its last attention {branch:9.3g}, "
+                f"rank at the end {found['tokens'][-1]['rank']:6.1f}, {time.perf_counter() - start:6.1f} s",
+                flush=True,
+            )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,79 @@
+"""How long `measure` takes and how much memory: timm ViT-B at 224 px, 8 images.
+
+    python benchmarks/measure.py                   # on the CPU
+    python benchmarks/measure.py --device cuda
+
+The bars are 10 minutes on two CPU cores and one minute on a GPU. Time is also given as a multiple of one forward and
+backward pass over the same images, measured in the same process.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import resource
+import time
+from pathlib import Path
+
+import timm
+import torch
+
+import unskip
+
+RESULTS = Path(__file__).resolve().parent.parent / "docs" / "results"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--model", default="vit_base_patch16_224")
+    parser.add_argument("--images", type=int, default=8)
+    parser.add_argument("--out", type=Path, default=RESULTS, help="where the JSON goes (default docs/results)")
+    options = parser.parse_args()
+    cuda = options.device == "cuda"
+    torch.manual_seed(0)
+    model = timm.create_model(options.model).to(options.device)
+    images = unskip.data.batch(f"random:{options.images}", size=224).to(options.device)
+
+    def passes() -> float:
+        start = time.perf_counter()
+        model(images).square().sum().backward()
+        if cuda:
+            torch.cuda.synchronize()
+        return time.perf_counter() - start
+
+    passes()
+    reference = min(passes() for _ in range(3))
+    model.zero_grad(set_to_none=True)
+    if cuda:
+        torch.cuda.reset_peak_memory_stats()
+    start = time.perf_counter()
+    found = unskip.measure(model, images)
+    seconds = time.perf_counter() - start
+    peak = torch.cuda.max_memory_allocated() if cuda else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    data = {
+        "script": "benchmarks/measure.py",
+        "device": torch.cuda.get_device_name()
+        if cuda
+        else f"{platform.machine()} CPU, {torch.get_num_threads()} threads",
+        "versions": {"python": platform.python_version(), "torch": torch.__version__, "timm": timm.__version__},
+        "seed": 0,
+        "model": options.model,
+        "images": options.images,
+        "seconds": seconds,
+        "forward_and_backward_seconds": reference,
+        "ratio": seconds / reference,
+        "peak_gib": peak / 2**30,
+        "peak_is": "of the GPU's allocator" if cuda else "of the process",
+        "network": found.network.to_dict() if found.network is not None else None,
+        "notes": list(found.notes),
+    }
+    options.out.mkdir(parents=True, exist_ok=True)
+    (options.out / f"measure-{'gpu' if cuda else 'cpu'}.json").write_text(json.dumps(data, indent=1) + "\n")
+    print(found)
+    print(f"{seconds:.1f} s, {seconds / reference:.0f} forward and backward passes; peak {data['peak_gib']:.1f} GiB")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,127 @@
+"""One batch from a source, for looking at a model: a folder of images, an .npy file, or noise.
+
+Which images are taken is a function of the source and n alone: evenly spread over the sorted files, so that a folder of
+classes gives some of each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy
+import torch
+from torch import Tensor
+
+from unskip.errors import BadInput
+
+IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+_SUFFIXES = frozenset(".bmp .gif .jpeg .jpg .png .ppm .pgm .tif .tiff .webp".split())
+
+
+def batch(
+    source: str | Path,
+    n: int = 8,
+    size: int | tuple[int, int] = 224,
+    *,
+    mean: Sequence[float] = IMAGENET_MEAN,
+    std: Sequence[float] = IMAGENET_STD,
+    seed: int = 0,
+) -> Tensor:
+    """n samples from a source: images (n, channels, height, width), normalised, or what an array of numbers holds.
+
+    A folder is searched for images, which are resized by their shorter side and cropped at the centre. An .npy file
+    holds images, (N, height, width[, channels]) or (N, channels, height, width), of bytes or of floats in [0, 1]; or
+    token ids (N, tokens); arrays of other shapes are taken as they are. "random:N" is N images of noise, whatever n.
+    """
+    if n < 1:
+        raise BadInput(f"n is {n}; a batch holds at least one sample")
+    height, width = (size, size) if isinstance(size, int) else size
+    text = str(source)
+    if text.partition(":")[0] == "random":
+        return _noise(text, len(mean), height, width, seed)
+    path = Path(source)
+    if path.is_dir():
+        return _folder(path, n, height, width, mean, std)
+    if path.suffix == ".npy" and path.is_file():
+        return _array(path, n, height, width, mean, std)
+    if not path.exists():
+        raise BadInput(f"{text}: no such file or folder; a source is a folder of images, an .npy file or random:N")
+    raise BadInput(f"{text}: a source is a folder of images, an .npy file or random:N")
+
+
+def _noise(text: str, channels: int, height: int, width: int, seed: int) -> Tensor:
+    count = text.partition(":")[2]
+    if not count.isdigit() or int(count) < 1:
+        raise BadInput(f"{text}: write random:N with a number of images, as in random:8")
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(int(count), channels, height, width, generator=generator)
+
+
+def _folder(path: Path, n: int, height: int, width: int, mean: Sequence[float], std: Sequence[float]) -> Tensor:
+    files = sorted(file for file in path.rglob("*") if file.suffix.lower() in _SUFFIXES and file.is_file())
+    if not files:
+        raise BadInput(f"{path}: no images in it (looked for {', '.join(sorted(_SUFFIXES))})")
+    chosen = [files[i] for i in _spread(len(files), n)]
+    return _normalised(torch.stack([_image(file, height, width, len(mean)) for file in chosen]), mean, std)
+
+
+def _image(file: Path, height: int, width: int, channels: int) -> Tensor:
+    from PIL import Image, ImageOps
+
+    try:
+        with Image.open(file) as opened:
+            image = opened.convert("L" if channels == 1 else "RGB")
+    except (OSError, SyntaxError, ValueError) as error:
+        raise BadInput(f"{file}: not an image that can be read ({error})") from error
+    pixels = numpy.array(ImageOps.fit(image, (width, height), Image.Resampling.BICUBIC))
+    return _channels_first(torch.from_numpy(pixels)[None])[0] / 255
+
+
+def _array(path: Path, n: int, height: int, width: int, mean: Sequence[float], std: Sequence[float]) -> Tensor:
+    try:
+        values: Any = numpy.load(path, mmap_mode="r", allow_pickle=False)
+    except (OSError, ValueError) as error:
+        raise BadInput(f"{path}: not an array of numbers that can be read ({error})") from error
+    if values.ndim == 0 or len(values) == 0 or values.dtype.kind not in "biuf":
+        raise BadInput(
+            f"{path}: holds {values.dtype} of shape {values.shape}; samples of numbers lie along the first axis"
+        )
+    data = torch.from_numpy(numpy.array(values[_spread(len(values), n)]))
+    if data.ndim == 2 and not data.is_floating_point():
+        return data.long()
+    if data.ndim == 3 or (data.ndim == 4 and (data.shape[-1] in (1, 3) or data.shape[1] in (1, 3))):
+        bytes_ = data.dtype == torch.uint8
+        images = _channels_first(data if data.ndim == 4 else data[..., None]).float() / (255 if bytes_ else 1)
+        if not images.isfinite().all() or images.min() < 0 or images.max() > 1:
+            raise BadInput(
+                f"{path}: images hold bytes, or floats from 0 to 1; these go from {images.min()} to {images.max()}"
+            )
+        if images.shape[1] == 1 and len(mean) == 3:
+            images = images.expand(-1, 3, -1, -1)
+        if images.shape[1] != len(mean):
+            raise BadInput(f"{path}: {images.shape[1]} channels, and a mean of {len(mean)}")
+        return _normalised(_resized(images, height, width), mean, std)
+    return data.float()
+
+
+def _channels_first(images: Tensor) -> Tensor:
+    images = images if images.ndim == 4 else images[..., None]
+    return images.movedim(-1, 1) if images.shape[1] not in (1, 3) or images.shape[-1] in (1, 3) else images
+
+
+def _resized(images: Tensor, height: int, width: int) -> Tensor:
+    if images.shape[-2:] == (height, width):
+        return images
+    return torch.nn.functional.interpolate(images, (height, width), mode="bicubic", antialias=True).clamp(0, 1)
+
+
+def _normalised(images: Tensor, mean: Sequence[float], std: Sequence[float]) -> Tensor:
+    return (images - torch.tensor(mean)[:, None, None]) / torch.tensor(std)[:, None, None]
+
+
+def _spread(total: int, n: int) -> list[int]:
+    """At most n indices, evenly spread."""
+    n = min(n, total)
+    return [i * total // n for i in range(n)]
