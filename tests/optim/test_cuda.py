@@ -11,7 +11,7 @@ import torch
 from tests.optim.oracle import Soap
 from torch import Tensor, nn
 
-from unskip.optim import SOAP
+from unskip.optim import SOAP, Muon
 from unskip.optim._basis import eigenbasis, orthonormal_rows_, refresh
 from unskip.optim._precision import exact_product, products
 
@@ -137,4 +137,40 @@ def test_a_resumed_run_is_the_uninterrupted_one() -> None:
     second.load_state_dict(first.state_dict())
     train(other, second, range(13, 30))
     for a, b in zip(straight.parameters(), other.parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_muon_follows_torch(dtype: torch.dtype) -> None:
+    shapes = [(64, 64), (96, 40), (40, 96), (96, 40)]
+    generator = torch.Generator("cuda").manual_seed(0)
+    mine = [nn.Parameter(torch.randn(s, device="cuda", generator=generator).to(dtype)) for s in shapes]
+    theirs = [nn.Parameter(param.detach().clone()) for param in mine]
+    first = [param.detach().clone() for param in mine]
+    ours, peer = Muon(mine, lr=0.02), torch.optim.Muon(theirs, lr=0.02)
+    for step in range(30):
+        for a, b in zip(mine, theirs, strict=True):
+            a.grad = torch.randn(a.shape, device="cuda", generator=generator).to(dtype)
+            b.grad = a.grad.clone()
+        with no_synchronisation() if step > 1 else contextlib.nullcontext():
+            ours.step()
+        peer.step()
+    for a, b, c in zip(mine, theirs, first, strict=True):
+        assert (a - b).norm() < 0.03 * (b - c).norm()
+
+
+def test_parameters_that_move_are_followed() -> None:
+    """A kernel writes to where a parameter lies; one that was given other memory is found again."""
+    net, twin = model(), model()
+    optimizers = [SOAP(net.parameters()), SOAP(twin.parameters())]
+    for step in range(8):
+        if step == 4:
+            for param in net.parameters():
+                param.data = param.data.clone()
+        for one, optimizer in zip((net, twin), optimizers, strict=True):
+            optimizer.zero_grad()
+            x = torch.randn(16, 32, device="cuda", generator=torch.Generator("cuda").manual_seed(step))
+            one(x).square().mean().backward()
+            optimizer.step()
+    for a, b in zip(net.parameters(), twin.parameters(), strict=True):
         assert torch.equal(a, b)

@@ -32,7 +32,7 @@ from unskip.optim._kernels import inner, pick
 from unskip.optim._precision import exact_product
 
 PANEL = 256  # vectors a panel: Cholesky's own cost grows with it, the number of steps in sequence falls
-SHIFT = 2  # roundings of L: less, and ill-conditioned bases lose orthogonality; more, and small eigenvalues are lost
+SHIFT = 4  # roundings of L: less, and ill-conditioned bases lose orthogonality; more, and small eigenvalues are lost
 LEAST = 64  # triangles up to this size are inverted directly
 HELD = 1e-3  # a refresh whose vectors are less orthogonal than this is put off
 FAST_FLOAT64 = {(8, 0), (9, 0), (10, 0)}  # compute capabilities whose float64 products are as fast as float32's
@@ -75,7 +75,7 @@ def orthonormal_rows_(rows: Tensor, panel: int = PANEL) -> Tensor:
         block, done = rows[:, start : start + panel], rows[:, :start]
         if start:
             block.baddbmm_(torch.bmm(block, done.mT), done, alpha=-1)
-        _orthonormal_panel_(block, again=not start)
+        _orthonormal_panel_(block)
     return rows
 
 
@@ -83,7 +83,7 @@ def _fast_float64(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device) in FAST_FLOAT64
 
 
-def _orthonormal_panel_(block: Tensor, again: bool) -> None:
+def _orthonormal_panel_(block: Tensor) -> None:
     """Rows with the same span, that of the first k rows for every k: (batch, panel, n)."""
     gram = torch.bmm(block, block.mT)
     # Rows as if of length 1, and a little more on the diagonal: rounding may take away what nearly dependent rows have.
@@ -92,11 +92,8 @@ def _orthonormal_panel_(block: Tensor, again: bool) -> None:
     gram.diagonal(dim1=-2, dim2=-1).add_(4 * torch.finfo(gram.dtype).eps)
     factor = torch.linalg.cholesky_ex(gram, check_errors=False).L
     rows = torch.bmm(inverse_lower(factor).mul_(lengths[:, None, :]), block)
-    if again:
-        # What ill-conditioned rows are short of orthogonal, to second order: V <- V + (I - V V') V / 2. The first panel
-        # is the one whose rows can lean on one another by six orders of magnitude, and all others build on it.
-        rows = torch.baddbmm(rows, torch.bmm(rows, rows.mT), rows, beta=1.5, alpha=-0.5)
-    block.copy_(rows)
+    # What ill-conditioned rows are short of orthogonal, to second order: V <- V + (I - V V') V / 2.
+    torch.baddbmm(rows, torch.bmm(rows, rows.mT), rows, beta=1.5, alpha=-0.5, out=block)
 
 
 def inverse_lower(factor: Tensor) -> Tensor:

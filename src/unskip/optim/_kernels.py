@@ -88,7 +88,7 @@ def move(params: list[Tensor], pointers: Tensor | None, change: Tensor, factors:
         return
     sizes, keeps = (factors[i, ::blocks].unbind() for i in (2, 3))
     for param, step, far, keep in zip(params, change.split(blocks), sizes, keeps, strict=True):
-        step = step.reshape(param.shape) * far
+        step = step.reshape(param.shape).to(factors.dtype) * far
         if param.dtype == step.dtype:
             torch.addcmul(step, param, keep, out=param)
         else:
@@ -181,7 +181,7 @@ if triton is not None:
         inside = at < size
         param = tl.multiple_of(tl.load(pointers + place).to(tl.pointer_type(KIND)), 16)
         value = tl.load(param + at, mask=inside).to(tl.float32)
-        step = tl.load(change + place.to(tl.int64) * size + at, mask=inside)
+        step = tl.load(change + place.to(tl.int64) * size + at, mask=inside).to(tl.float32)
         far, keep = tl.load(factors + 2 * rows + place * blocks), tl.load(factors + 3 * rows + place * blocks)
         tl.store(param + at, value * keep + step * far, mask=inside)
 

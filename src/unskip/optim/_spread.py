@@ -1,17 +1,18 @@
 """When each basis is refreshed: a calendar that spreads the work over the interval.
 
-A refresh of an n x n basis costs about n^3, and waiting that grows with n however many are done at once. So the bases
-are laid end to end by size, cut into a third as many lots of equal cost as the interval has steps, and the lots placed
-evenly in it. The calendar depends on nothing but the shapes, so it is the same on every rank and after a restart.
+A refresh of an n x n basis costs about n^3, and waiting that grows with n however many are done at once. So bases of
+one size stay together as far as the load can be balanced over a third of the steps of an interval. The calendar depends
+on nothing but the shapes, so it is the same on every rank and after a restart.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import groupby
 from typing import NamedTuple
 
-WAIT = 2 * 10**7  # the waiting, in units of n^2, on an H200
-STEPS_PER_LOT = 3  # fewer lots are faster on the whole, and make the slowest step slower
+WAIT = 2 * 10**7  # operations that an H200 could do while it waits, for each vector of a basis
+STEPS_PER_LOT = 3  # fewer steps with refreshes are faster on the whole, and make the slowest step slower
 
 
 class Face(NamedTuple):
@@ -34,20 +35,23 @@ class Lot(NamedTuple):
 def calendar(faces: Sequence[Face], every: int, stagger: bool = True) -> list[list[Lot]]:
     """For each step of the interval, the lots that are refreshed in it; all in the first unless staggered."""
     steps: list[list[Lot]] = [[] for _ in range(every)]
-    order = sorted(faces, key=lambda face: -face.size)
-    lots = max(1, every // STEPS_PER_LOT) if stagger else 1
-    waits = [WAIT * size for size in sorted({face.size for face in order}, reverse=True)]
-    total = sum(face.rows * face.size**3 for face in order) + sum(waits) + (lots - 1) * max(waits, default=0)
-    lot, spent, seen = 0, 0, 0
-    for face in order:
-        start = 0
-        for row in range(face.rows):
-            cost = face.size**3 + (WAIT * face.size if face.size != seen else 0)
-            if lot < lots - 1 and spent and lots * (2 * spent + cost) > 2 * total:
-                if row > start:
-                    steps[lot * every // lots].append(Lot(face, start, row))
-                lot, spent, start = lot + 1, 0, row
-                cost = face.size**3 + WAIT * face.size
-            spent, seen = spent + cost, face.size
-        steps[lot * every // lots].append(Lot(face, start, face.rows))
+    sizes = sorted({face.size for face in faces}, reverse=True)
+    rows = {size: [(face, row) for face in faces if face.size == size for row in range(face.rows)] for size in sizes}
+    days = max(1, every // STEPS_PER_LOT) if stagger else 1
+    share = sum(_cost(size, len(rows[size])) for size in sizes) / days
+    load = [0] * days
+    for size in sizes:
+        # As many equal parts as there are shares in it; the parts go where least has to be done yet, the heavy first.
+        parts = min(max(1, round(_cost(size, len(rows[size])) / share)), len(rows[size]))
+        for part in range(parts):
+            mine = rows[size][part * len(rows[size]) // parts : (part + 1) * len(rows[size]) // parts]
+            day = load.index(min(load))
+            load[day] += _cost(size, len(mine))
+            for face, group in groupby(mine, key=lambda pair: pair[0]):
+                numbers = [row for _, row in group]
+                steps[day * every // days].append(Lot(face, numbers[0], numbers[-1] + 1))
     return steps
+
+
+def _cost(size: int, rows: int) -> int:
+    return rows * size**3 + WAIT * size

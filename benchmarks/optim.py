@@ -1,0 +1,321 @@
+"""What an optimizer step costs: SOAP and Muon against their peers, on the parameters of timm ViTs.
+
+    python benchmarks/optim.py                         # CUDA: vit_small and vit_base against every peer, then the sizes
+    python benchmarks/optim.py --models vit_base_patch16_224 --steps 20
+    python benchmarks/optim.py --figure                # draws docs/img/optim-cost.svg from the JSON, on any machine
+
+Gradients are random, a new one for every step from a small set. Steps are timed by events between them, with nothing
+else on the device, once the first ones (which build bases, stacks and kernels) are over. `alone` is a loop of steps, so
+the host counts where it is slower than the device. `queued` holds the device back while the host launches a step, as
+the backward pass of a training step does: the time the device itself needs. pytorch_optimizer is compared where it is
+installed. Where the time goes is read from a profile of a step without refreshes and of a step with some.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import importlib.util
+import json
+import platform
+import statistics
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import timm
+import torch
+from torch import Tensor, nn
+
+import unskip
+from unskip.optim import SOAP, Muon, build
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "docs" / "results"
+Make = Callable[[nn.Module], torch.optim.Optimizer]
+BARS = {
+    "soap_ms": 15.0,
+    "soap_ratio": 8.0,
+    "soap_max_over_mean": 3.0,
+    "state_gib": 3.1,
+    "muon_ms": 6.0,
+    "muon_ratio": 4.0,
+}
+KINDS = {  # by what the name of a kernel says, the first that fits
+    "refresh: orthogonalisation": ("f64", "potrf", "trsm_left", "_pick", "_inner"),
+    "refresh: power iteration": ("_halves", "badd", "_bx_"),
+    "rotations": ("_hss_", "_hsh_"),
+    "statistics": ("tf32f32", "s1688gemm", "splitKreduce"),
+    "moments and parameters": ("_adam", "_move", "_half", "_clear", "multi_tensor", "CatArray"),
+}
+
+
+def hidden(model: nn.Module) -> list[Tensor]:
+    return [row.param for row in unskip.optim.groups(model) if row.role == "hidden"]
+
+
+def optimizers(full: bool) -> dict[str, Make]:
+    """By name, how each is made from a model."""
+    made: dict[str, Make] = {
+        "unskip SOAP": lambda model: SOAP(model.parameters()),
+        "unskip SOAP, bfloat16 state": lambda model: SOAP(model.parameters(), state_dtype="bfloat16"),
+        "unskip SOAP, float32 products": lambda model: SOAP(model.parameters(), precision="float32"),
+        "unskip SOAP, no stagger": lambda model: SOAP(model.parameters(), stagger=False),
+        "unskip Muon": lambda model: Muon(hidden(model)),
+        "torch Muon": lambda model: torch.optim.Muon(hidden(model)),
+        "torch AdamW, fused": lambda model: build(model, "adamw", lr=1e-3),
+    }
+    if importlib.util.find_spec("pytorch_optimizer"):
+        made["pytorch_optimizer SOAP"] = peer
+    elif full:
+        print("pytorch_optimizer is not installed: its SOAP is left out")
+    if not full:
+        made = {name: made[name] for name in ("unskip SOAP", "unskip Muon", "torch Muon", "torch AdamW, fused")}
+    return made
+
+
+def peer(model: nn.Module) -> torch.optim.Optimizer:
+    from pytorch_optimizer import SOAP as Peer
+
+    return Peer(model.parameters())
+
+
+class Gradients:
+    """A new gradient for every step, out of a small set, as the backward pass would leave them."""
+
+    def __init__(self, model: nn.Module, seed: int, count: int = 4) -> None:
+        self.params = list(model.parameters())
+        generator = torch.Generator(self.params[0].device).manual_seed(seed)
+        self.sets = [
+            [0.01 * torch.randn(p.shape, device=p.device, generator=generator) for p in self.params]
+            for _ in range(count)
+        ]
+        self.step = 0
+
+    def next(self) -> None:
+        for param, grad in zip(self.params, self.sets[self.step % len(self.sets)], strict=True):
+            param.grad = grad
+        self.step += 1
+
+
+def state_bytes(optimizer: torch.optim.Optimizer) -> int:
+    """What the state holds, views counted once."""
+    seen: dict[int, int] = {}
+
+    def visit(value: object) -> None:
+        if isinstance(value, Tensor):
+            storage = value.untyped_storage()
+            seen[storage.data_ptr()] = storage.nbytes()
+        elif isinstance(value, dict | list | tuple):
+            for item in value.values() if isinstance(value, dict) else value:
+                visit(item)
+
+    for entry in optimizer.state.values():
+        visit(entry)
+    return sum(seen.values())
+
+
+def timed(optimizer: torch.optim.Optimizer, gradients: Gradients, steps: int, hold: float) -> list[float]:
+    """Milliseconds of each of `steps` steps; the device is held back for `hold` milliseconds before each."""
+    events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(steps)]
+    torch.cuda.synchronize()
+    for begin, end in events:
+        gradients.next()
+        if hold:
+            torch.cuda.synchronize()
+            torch.cuda._sleep(int(hold * 1.8e6))  # about 1.8 GHz
+        begin.record()
+        optimizer.step()
+        end.record()
+    torch.cuda.synchronize()
+    if hold:
+        return [begin.elapsed_time(end) for begin, end in events]
+    ends = [begin for begin, _ in events] + [events[-1][1]]
+    return [a.elapsed_time(b) for a, b in zip(ends, ends[1:], strict=False)]
+
+
+def measure(make: Make, name: str, steps: int, seed: int) -> dict[str, Any]:
+    torch.manual_seed(seed)
+    model = timm.create_model(name).cuda()
+    optimizer, gradients = make(model), Gradients(model, seed)
+    first = timed(optimizer, gradients, 1, 0)[0]
+    second = timed(optimizer, gradients, 1, 0)[0]
+    timed(optimizer, gradients, 12, 0)  # kernels of every step of an interval are compiled and chosen
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    alone = timed(optimizer, gradients, steps, 0)
+    peak = torch.cuda.max_memory_allocated() - before
+    host = max(60.0, 1.5 * max(alone)) if max(alone) < 150 else 0.0  # a step that waits for the device needs no holding
+    queued = timed(optimizer, gradients, 20, host) if host else alone
+    result = {
+        "first_ms": first,
+        "second_ms": second,
+        **{f"alone_{key}": value for key, value in summary(alone).items()},
+        **{f"queued_{key}": value for key, value in summary(queued).items()},
+        "state_gib": state_bytes(optimizer) / 2**30,
+        "temporary_gib": peak / 2**30,
+        "steps": {"alone": [round(ms, 3) for ms in alone], "queued": [round(ms, 3) for ms in queued]},
+    }
+    if isinstance(optimizer, SOAP):
+        result["refreshes_held"] = sum(optimizer.held().values())
+    return result
+
+
+def summary(times: list[float]) -> dict[str, float]:
+    return {"mean_ms": statistics.fmean(times), "median_ms": statistics.median(times), "max_ms": max(times)}
+
+
+def profile(name: str, seed: int) -> dict[str, dict[str, float]]:
+    """Milliseconds by kind of work, for a step without refreshes and summed over an interval."""
+    from torch.profiler import ProfilerActivity
+    from torch.profiler import profile as recorded
+
+    torch.manual_seed(seed)
+    model = timm.create_model(name).cuda()
+    optimizer, gradients = SOAP(model.parameters()), Gradients(model, seed)
+    timed(optimizer, gradients, 22, 0)
+    result: dict[str, dict[str, float]] = {}
+    for label, steps in (("step without refreshes", 1), ("mean over an interval", 10)):
+        while optimizer.param_groups[0]["updates"] % 10:  # the next step is the first after those of step 0
+            timed(optimizer, gradients, 1, 0)
+        with recorded(activities=[ProfilerActivity.CUDA], acc_events=True) as record:
+            timed(optimizer, gradients, steps, 0)
+        kinds = dict.fromkeys([*KINDS, "other"], 0.0)
+        for event in record.key_averages():
+            if event.device_type.name == "CUDA" and not event.key.startswith(("Optimizer", "ProfilerStep")):
+                kind = next((k for k, words in KINDS.items() if any(word in event.key for word in words)), "other")
+                kinds[kind] += event.self_device_time_total / 1e3 / steps
+        result[label] = kinds
+    return result
+
+
+def verdicts(results: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """ViT-B against the bars: the number, the bar, and whether it holds, both ways of timing."""
+    base = results.get("vit_base_patch16_224", {})
+    soap, reference = base.get("unskip SOAP"), base.get("pytorch_optimizer SOAP")
+    muon, torchs = base.get("unskip Muon"), base.get("torch Muon")
+    found: dict[str, Any] = {}
+    for way in ("alone", "queued"):
+        if soap:
+            found[f"soap_ms ({way})"] = (soap[f"{way}_mean_ms"], BARS["soap_ms"], "<=")
+            share = soap[f"{way}_max_ms"] / soap[f"{way}_mean_ms"]
+            found[f"soap_max_over_mean ({way})"] = (share, BARS["soap_max_over_mean"], "<=")
+        if soap and reference:
+            ratio = reference[f"{way}_mean_ms"] / soap[f"{way}_mean_ms"]
+            found[f"soap_ratio ({way})"] = (ratio, BARS["soap_ratio"], ">=")
+        if muon and torchs:
+            found[f"muon_ms ({way})"] = (muon[f"{way}_mean_ms"], BARS["muon_ms"], "<=")
+            found[f"muon_ratio ({way})"] = (torchs[f"{way}_mean_ms"] / muon[f"{way}_mean_ms"], BARS["muon_ratio"], ">=")
+    if soap:
+        found["state_gib"] = (soap["state_gib"], BARS["state_gib"], "<=")
+    return {
+        key: {"measured": value, "bar": bar, "holds": value <= bar if sign == "<=" else value >= bar}
+        for key, (value, bar, sign) in found.items()
+    }
+
+
+def show(name: str, rows: dict[str, dict[str, Any]]) -> None:
+    print(
+        f"\n{name:31s} {'first':>8s} {'alone':>8s} {'max':>8s} {'queued':>8s} {'max':>8s} {'state':>6s} {'temp.':>6s}"
+    )
+    for key, row in rows.items():
+        times = [row[k] for k in ("first_ms", "alone_mean_ms", "alone_max_ms", "queued_mean_ms", "queued_max_ms")]
+        print(f"  {key:29s} {' '.join(f'{t:8.2f}' for t in times)} {row['state_gib']:6.2f} {row['temporary_gib']:6.2f}")
+
+
+def figure(results: Path) -> None:
+    """Time of a step against the size of the model, and where SOAP's time goes."""
+    import matplotlib.pyplot as plt
+
+    data = json.loads(results.read_text())
+    size = data["parameters"]
+    fig, (left, right) = plt.subplots(1, 2, figsize=(10, 3.6))
+    names = sorted({name for rows in data["results"].values() for name in rows})
+    chosen = [
+        n
+        for n in names
+        if n in ("unskip SOAP", "unskip Muon", "torch Muon", "torch AdamW, fused", "pytorch_optimizer SOAP")
+    ]
+    for name in chosen:
+        points = sorted(
+            (size[m] / 1e6, rows[name]["queued_mean_ms"]) for m, rows in data["results"].items() if name in rows
+        )
+        ours = name.startswith("unskip")
+        left.plot(*zip(*points, strict=True), "o-" if ours else "s--", label=name, lw=2 if ours else 1)
+    left.set(xscale="log", yscale="log", xlabel="parameters (millions)", ylabel="device time of a step (ms)")
+    left.legend(fontsize=7)
+    parts = data["where_the_time_goes"]
+    kinds = list(next(iter(parts.values())))
+    bottom = [0.0] * len(parts)
+    for kind in kinds:
+        values = [row[kind] for row in parts.values()]
+        right.barh(list(parts), values, left=bottom, label=kind)
+        bottom = [a + b for a, b in zip(bottom, values, strict=True)]
+    right.set(xlabel="ms, SOAP on ViT-B")
+    right.legend(fontsize=7, loc="upper left", bbox_to_anchor=(0, -0.2), ncol=2)
+    fig.tight_layout()
+    target = ROOT / "docs" / "img" / "optim-cost.svg"
+    fig.savefig(target, metadata={"Date": None})
+    print(f"wrote {target.relative_to(ROOT)}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="*", default=["vit_base_patch16_224", "vit_small_patch16_224"])
+    parser.add_argument("--sizes", nargs="*", default=["vit_tiny_patch16_224", "vit_large_patch16_224"])
+    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    parser.add_argument("--figure", action="store_true", help="only draw the figure from the JSON")
+    options = parser.parse_args()
+    target = options.out / "optim-gpu.json"
+    if options.figure:
+        figure(target)
+        return
+    if not torch.cuda.is_available():
+        raise SystemExit("this benchmark needs a CUDA device; --figure draws from docs/results/optim-gpu.json")
+    about: dict[str, Any] = {
+        "script": "benchmarks/optim.py",
+        "device": torch.cuda.get_device_name(),
+        "versions": {
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "timm": timm.__version__,
+            "unskip": unskip.__version__,
+        },
+        "seed": options.seed,
+        "steps": options.steps,
+    }
+    if importlib.util.find_spec("pytorch_optimizer"):
+        from importlib.metadata import PackageNotFoundError, version
+
+        try:
+            about["versions"]["pytorch_optimizer"] = version("pytorch_optimizer")
+        except PackageNotFoundError:  # carried as a folder, without its metadata
+            about["versions"]["pytorch_optimizer"] = "unknown"
+    options.out.mkdir(parents=True, exist_ok=True)
+    results: dict[str, dict[str, Any]] = {}
+    about["parameters"] = {}
+    for full, names in ((True, options.models), (False, options.sizes)):
+        for name in names:
+            about["parameters"][name] = sum(p.numel() for p in timm.create_model(name).parameters())
+            results[name] = {}
+            for key, make in optimizers(full).items():
+                slow = key == "pytorch_optimizer SOAP"
+                results[name][key] = measure(make, name, 20 if slow else options.steps, options.seed)
+                gc.collect()
+                torch.cuda.empty_cache()
+            show(name, results[name])
+            record = {**about, "bars_on_vit_b": verdicts(results), "results": results}
+            target.write_text(json.dumps(record, indent=1) + "\n")
+    if "vit_base_patch16_224" in results:
+        record["where_the_time_goes"] = profile("vit_base_patch16_224", options.seed)
+        target.write_text(json.dumps(record, indent=1) + "\n")
+        for label, kinds in record["where_the_time_goes"].items():
+            print(f"{label}: " + ", ".join(f"{kind} {ms:.2f} ms" for kind, ms in kinds.items()))
+    for key, row in record["bars_on_vit_b"].items():
+        print(f"  {key:28s} {row['measured']:8.2f}  bar {row['bar']:6.2f}  {'holds' if row['holds'] else 'missed'}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,114 @@
+"""One call from a model to its optimizer: parameters are assigned by role, each exactly once.
+
+adamw  every parameter, fused on a GPU
+soap   every parameter; those with two axes or more in the eigenbasis, vectors as Adam
+muon   hidden matrices by Muon; embeddings, tokens, input, head and vectors by AdamW, in the same object
+other  any optimizer of timm, by its name there
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from unskip._words import nearest
+from unskip.errors import BadInput
+from unskip.optim._checks import number
+from unskip.optim._groups import Assigned, Groups, groups
+from unskip.optim._muon import Muon
+from unskip.optim._soap import SOAP
+
+Group = dict[str, Any]
+
+
+def build(
+    model: nn.Module,
+    name: str,
+    lr: float,
+    weight_decay: float = 0.0,
+    *,
+    layer_decay: float | None = None,
+    split_qkv: bool = False,
+    **options: Any,
+) -> torch.optim.Optimizer:
+    """An optimizer for a model; `unskip.optim.groups` shows the assignment. `options` go to the optimizer's class.
+
+    Biases, norms, embeddings and tokens do not decay; tied weights count once; frozen parameters are left out. Build it
+    before the model is sharded; DistributedDataParallel and torch.compile may come before or after.
+    """
+    number("build", "lr", lr)
+    number("build", "weight_decay", weight_decay)
+    if layer_decay is not None:
+        number("build", "layer_decay", layer_decay)
+    assigned = groups(model, layer_decay=layer_decay, split_qkv=split_qkv)
+    makers: dict[str, Callable[..., torch.optim.Optimizer]] = {"adamw": _adamw, "soap": _soap, "muon": _muon}
+    maker = makers.get(name.lower())
+    if maker is None:
+        maker = _from_timm(name, tuple(makers))
+    optimizer = maker(assigned, lr, weight_decay, options)
+    check_assignment(assigned, optimizer)
+    return optimizer
+
+
+def check_assignment(assigned: Groups, optimizer: torch.optim.Optimizer) -> None:
+    """Every trainable parameter is in exactly one group."""
+    held = [id(param) for group in optimizer.param_groups for param in group["params"]]
+    assert len(held) == len(set(held)), "a parameter is in two groups"
+    assert set(held) == {id(row.param) for row in assigned}, "the optimizer does not hold the parameters of the model"
+
+
+def _adamw(assigned: Groups, lr: float, weight_decay: float, options: dict[str, Any]) -> torch.optim.Optimizer:
+    fused = all(row.param.is_cuda and row.param.is_floating_point() for row in assigned)
+    return torch.optim.AdamW(_param_groups(assigned, lr, weight_decay), **{"lr": lr, "fused": fused or None, **options})
+
+
+def _soap(assigned: Groups, lr: float, weight_decay: float, options: dict[str, Any]) -> torch.optim.Optimizer:
+    return SOAP(_param_groups(assigned, lr, weight_decay), **{"lr": lr, "splits": _splits(assigned), **options})
+
+
+def _muon(assigned: Groups, lr: float, weight_decay: float, options: dict[str, Any]) -> torch.optim.Optimizer:
+    def use(row: Assigned) -> dict[str, Any]:
+        return {"use": "muon" if row.role == "hidden" else "adamw"}
+
+    chosen = _param_groups(assigned, lr, weight_decay, use)
+    hidden = _splits(assigned, lambda row: row.role == "hidden")
+    return Muon(chosen, **{"lr": lr, "splits": hidden, **options})
+
+
+def _from_timm(name: str, ours: tuple[str, ...]) -> Callable[..., torch.optim.Optimizer]:
+    factory: Any = import_module("timm.optim")
+    known = [str(each) for each in factory.list_optimizers()]
+    if name.lower() not in known:
+        near = nearest(name, (*ours, *known))
+        raise BadInput(f"build: no optimizer is called {name!r}{near}; there are {', '.join(ours)} and those of timm")
+
+    def make(assigned: Groups, lr: float, weight_decay: float, options: dict[str, Any]) -> torch.optim.Optimizer:
+        chosen = _param_groups(assigned, lr, weight_decay)
+        made = factory.create_optimizer_v2(chosen, name, lr=lr, weight_decay=weight_decay, **options)
+        assert isinstance(made, torch.optim.Optimizer)
+        return made
+
+    return make
+
+
+def _param_groups(
+    assigned: Groups, lr: float, weight_decay: float, extra: Callable[[Assigned], dict[str, Any]] = lambda row: {}
+) -> list[Group]:
+    """One group for each way of being trained, in the order of the model."""
+    chosen: dict[tuple[Any, ...], Group] = {}
+    for row in assigned:
+        how = {"lr": lr * row.lr, "weight_decay": weight_decay if row.decays else 0.0, **extra(row)}
+        group = chosen.setdefault(tuple(how.items()), {"params": [], "param_names": [], **how})
+        group["params"].append(row.param)
+        group["param_names"].append(row.name)
+    for group in chosen.values():  # torch takes names with the parameters
+        group["params"] = list(zip(group.pop("param_names"), group["params"], strict=True))
+    return list(chosen.values())
+
+
+def _splits(assigned: Groups, where: Callable[[Assigned], bool] = lambda row: True) -> dict[Tensor, int]:
+    return {row.param: row.blocks for row in assigned if row.blocks > 1 and where(row)}

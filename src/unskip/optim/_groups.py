@@ -1,0 +1,217 @@
+"""Parameters by what they are: the role of each, its learning rate and its decay, as a table that leaves nothing out.
+
+A role comes from the module that holds a parameter, and from where that module stands, never from a list of names:
+
+    hidden     a weight matrix of a Linear, convolution or attention between the input and the head
+    input      such a weight before the blocks: a patch embedding
+    head       such a weight after the blocks: a classifier
+    embedding  the weight of an nn.Embedding
+    token      what a module holds itself beside the blocks: position embeddings, class and mask tokens
+    vector     biases, norms, scales, learnt shortcut weights: everything with one axis
+
+The blocks are the repeated units of the model: the children of a list of modules of one class. Only hidden, input and
+head weights decay. With layer-wise decay a parameter at depth i of D has the learning rate lr * decay^(D - i).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from torch import Tensor, nn
+
+from unskip._table import table
+from unskip.errors import BadInput
+
+Role = Literal["hidden", "input", "head", "embedding", "token", "vector"]
+MATRICES = ("hidden", "input", "head")  # the roles that decay
+
+
+@dataclass(frozen=True)
+class Assigned:
+    """One parameter: what it is, and how it is trained. `lr` is a factor of the optimizer's."""
+
+    name: str
+    param: Tensor
+    role: Role
+    decays: bool
+    depth: int
+    lr: float = 1.0
+    blocks: int = 1  # matrices of their own that its rows make up: 3 for a split qkv
+    tied: tuple[str, ...] = ()  # further names of the same parameter
+
+
+class Groups(Sequence[Assigned]):
+    """Every trainable parameter of a model, once. Prints as a table."""
+
+    def __init__(self, rows: Sequence[Assigned], frozen: Sequence[str]) -> None:
+        self._rows, self.frozen = tuple(rows), tuple(frozen)
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._rows[index]
+
+    def __iter__(self) -> Iterator[Assigned]:
+        return iter(self._rows)
+
+    def __str__(self) -> str:
+        header = ["parameter", "shape", "role", "decay", "lr", "note"]
+        rows = []
+        for row in self:
+            notes = [f"{row.blocks} matrices"] if row.blocks > 1 else []
+            notes += [f"also {', '.join(row.tied)}"] if row.tied else []
+            shape = "x".join(map(str, row.param.shape)) or "scalar"
+            rows.append([row.name, shape, row.role, "yes" if row.decays else "no", row.lr, "; ".join(notes)])
+        lines = [table(header, rows)]
+        if self.frozen:
+            lines.append(f"frozen, left out: {', '.join(self.frozen)}")
+        return "\n".join(lines)
+
+
+def groups(model: nn.Module, *, layer_decay: float | None = None, split_qkv: bool = False) -> Groups:
+    """The role, decay and learning-rate factor of every trainable parameter, tied ones once."""
+    model = unwrapped(model)
+    names: dict[Tensor, list[str]] = {}
+    for each, tensor in model.named_parameters(remove_duplicate=False):
+        names.setdefault(tensor, []).append(each)
+    first, last = _span(model)
+    head = _head_paths(model)
+    plain = _undecayed(model)
+    order = {path: i for i, (path, _) in enumerate(model.named_modules())}
+    rows, frozen = [], []
+    depths = _depths(model, [each[0] for each in names.values()])
+    deepest = max(depths.values(), default=0)
+    for param, (name, *others) in names.items():
+        if not param.requires_grad:
+            frozen.append(name)
+            continue
+        path, _, leaf = name.rpartition(".")
+        role = _role(model.get_submodule(path), leaf, param, path, order[path], (first, last), head)
+        if name in plain and role not in ("vector", "embedding"):
+            role = "token"
+        depth = depths[name]
+        factor = 1.0 if layer_decay is None else layer_decay ** (deepest - depth)
+        row = Assigned(name, param, role, role in MATRICES, depth, factor, tied=tuple(others))
+        if split_qkv and role == "hidden" and _is_qkv(model, path, leaf, param):
+            row = replace(row, blocks=3)
+        rows.append(row)
+    if not rows:
+        raise BadInput(f"{type(model).__name__}: no parameter requires a gradient, so there is nothing to optimize")
+    return Groups(rows, frozen)
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The model inside DistributedDataParallel and torch.compile, whose parameters are the same objects."""
+    while True:
+        inner = getattr(model, "_orig_mod", None)
+        if inner is None and isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):
+            inner = model.module
+        if not isinstance(inner, nn.Module):
+            return model
+        model = inner
+
+
+def _role(
+    module: nn.Module, leaf: str, param: Tensor, path: str, place: int, span: tuple[int, int], head: set[str]
+) -> Role:
+    if sum(size > 1 for size in param.shape) < 2 and not _is_weight(module, leaf):
+        return "token" if param.ndim > 1 and not span[0] <= place <= span[1] else "vector"
+    if param.ndim < 2:
+        return "vector"
+    if isinstance(module, nn.Embedding | nn.EmbeddingBag):
+        return "embedding"
+    inside = span[0] <= place <= span[1]
+    if not _is_weight(module, leaf) and (not inside or (param.ndim > 2 and param.shape[0] == 1)):
+        return "token"
+    if path in head:
+        return "head"
+    if inside or span[1] < 0:
+        return "hidden"
+    return "input" if place < span[0] else "head"
+
+
+def _is_weight(module: nn.Module, leaf: str) -> bool:
+    """Whether a parameter is the matrix of a layer, rather than something that a module of its own kind keeps."""
+    layers = (nn.Linear, nn.Bilinear, nn.modules.conv._ConvNd)
+    attention = isinstance(module, nn.MultiheadAttention) and leaf.endswith("proj_weight")
+    # transformers' Conv1D and its like: classes that are a layer in all but inheritance
+    alike = type(module).__name__ in ("Conv1D", "NonDynamicallyQuantizableLinear") and leaf == "weight"
+    return (isinstance(module, layers) and leaf == "weight") or attention or alike
+
+
+def _span(model: nn.Module) -> tuple[int, int]:
+    """The places, in the order of modules, of the first and the last one inside repeated units; (-1, -1) for none."""
+    order = list(model.named_modules())
+    inside = set()
+    for path, module in order:
+        children = list(module.children())
+        listed = isinstance(module, nn.ModuleList | nn.Sequential | nn.ModuleDict)
+        # A list of units of one class that have modules of their own; a stack of bare layers is not a list of blocks.
+        if listed and len(children) > 1 and len({type(c) for c in children}) == 1 and any(children[0].children()):
+            prefix = f"{path}." if path else ""
+            inside |= {i for i, (other, _) in enumerate(order) if other == path or other.startswith(prefix)} - {0}
+    return (min(inside), max(inside)) if inside else (-1, -1)
+
+
+def _head_paths(model: nn.Module) -> set[str]:
+    """The classifier, where the model says which module it is."""
+    heads: set[int] = set()
+    for method in ("get_classifier", "get_output_embeddings"):
+        found = getattr(model, method, None)
+        result = found() if callable(found) else None
+        for module in result if isinstance(result, tuple | list) else [result]:
+            if isinstance(module, nn.Module):
+                heads |= {id(inner) for inner in module.modules()}
+    return {path for path, module in model.named_modules() if id(module) in heads}
+
+
+def _undecayed(model: nn.Module) -> set[str]:
+    """What the model itself says must not decay (timm's convention)."""
+    said = getattr(model, "no_weight_decay", None)
+    words = getattr(model, "no_weight_decay_keywords", None)
+    names = set(said()) if callable(said) else set()
+    keys = tuple(words()) if callable(words) else ()
+    return {name for name, _ in model.named_parameters() if name in names or any(key in name for key in keys)}
+
+
+def _depths(model: nn.Module, names: Sequence[str]) -> dict[str, int]:
+    """How deep each parameter stands: 0 for the input, then one for each block, the head last."""
+    matcher = getattr(model, "group_matcher", None)
+    if callable(matcher):
+        from timm.models import group_parameters
+
+        layers = group_parameters(model, matcher(coarse=False), reverse=True)
+        return {name: int(layers.get(name, 0)) for name in names}
+    first, last = _span(model)
+    order = {path: i for i, (path, _) in enumerate(model.named_modules())}
+    numbers = {name: _number(name) for name in names}
+    inside = {name for name in names if first <= order[name.rpartition(".")[0]] <= last and numbers[name] is not None}
+    deepest = max((numbers[name] or 0 for name in inside), default=-1)
+    return {
+        name: (numbers[name] or 0) + 1
+        if name in inside
+        else 0
+        if order[name.rpartition(".")[0]] < first or first < 0
+        else deepest + 2
+        for name in names
+    }
+
+
+def _number(name: str) -> int | None:
+    return next((int(part) for part in name.split(".") if part.isdigit()), None)
+
+
+def _is_qkv(model: nn.Module, path: str, leaf: str, param: Tensor) -> bool:
+    """A fused query, key and value: three square blocks, held by or directly in an attention module."""
+    if param.ndim != 2 or param.shape[0] != 3 * param.shape[1]:
+        return False
+    module = model.get_submodule(path)
+    parent = model.get_submodule(path.rpartition(".")[0])
+    if isinstance(module, nn.MultiheadAttention):
+        return leaf == "in_proj_weight"
+    siblings = [child for child in parent.children() if isinstance(child, nn.Linear)]
+    # Beside it stands the output projection, d x d; an MLP of ratio 3 has 3d x d beside d x 3d.
+    return any(tuple(other.weight.shape) == (param.shape[1], param.shape[1]) for other in siblings)

@@ -1,0 +1,214 @@
+"""Muon: momentum, orthogonalised by Newton-Schulz, for all matrices of one shape at once; AdamW for the rest.
+
+    B  =  mu B + (1 - mu) G,    O  =  NS(mu B + (1 - mu) G),    W  =  (1 - lr * decay) W - lr * adjust(m, n) * O
+
+NS is five steps of X <- a X + (b X X' + c (X X')^2) X in bfloat16, which brings all singular values near 1. Numbers and
+order are those of torch.optim.Muon; here the products of equal shapes are batched, and groups with use="adamw" take the
+parameters that are not hidden matrices, so that one optimizer holds a whole model.
+
+Jordan et al., "Muon: An optimizer for hidden layers in neural networks" (2024); the adjustment to AdamW's scale: Liu et
+al., "Muon is Scalable for LLM Training" (arXiv 2502.16982).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.optim.adamw import adamw
+
+from unskip.errors import BadInput
+from unskip.optim._checks import betas_of, dense, number, plain, whole
+from unskip.optim._kernels import move, pointers
+from unskip.optim._stacks import matrix_shape, working
+
+Adjust = Literal["original", "match_rms_adamw", "spectral_unclamped"]
+ADJUST: dict[str, Callable[[int, int], float]] = {
+    "original": lambda m, n: math.sqrt(max(1, m / n)),
+    "match_rms_adamw": lambda m, n: 0.2 * math.sqrt(max(m, n)),
+    "spectral_unclamped": lambda m, n: math.sqrt(m / n),
+}
+
+
+class Muon(torch.optim.Optimizer):
+    """torch.optim.Muon with equal shapes batched; the module's docstring has the formula.
+
+    Matrices of more than two axes are flattened to (first, rest). `splits` maps parameters to the number of row blocks
+    that are matrices of their own, 3 for a fused qkv. A group with use="adamw" is AdamW with `betas` and `adam_eps`.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-3,
+        weight_decay: float = 0.1,
+        momentum: float = 0.95,
+        nesterov: bool = True,
+        *,
+        ns_coefficients: tuple[float, float, float] = (3.4445, -4.7750, 2.0315),
+        eps: float = 1e-7,
+        ns_steps: int = 5,
+        adjust_lr_fn: Adjust | None = None,
+        splits: Mapping[Tensor, int] | None = None,
+        betas: tuple[float, float] = (0.9, 0.999),
+        adam_eps: float = 1e-8,
+    ) -> None:
+        self._splits = {} if splits is None else dict(splits)
+        self._stacks: dict[int, list[_Stack]] = {}
+        defaults = {
+            "lr": lr,
+            "weight_decay": weight_decay,
+            "momentum": momentum,
+            "nesterov": nesterov,
+            "ns_coefficients": ns_coefficients,
+            "eps": eps,
+            "ns_steps": ns_steps,
+            "adjust_lr_fn": adjust_lr_fn,
+            "use": "muon",
+            "betas": betas,
+            "adam_eps": adam_eps,
+        }
+        super().__init__(params, defaults)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        try:
+            number("Muon", "lr", group["lr"])
+            number("Muon", "weight_decay", group["weight_decay"])
+            number("Muon", "momentum", group["momentum"], below=1)
+            whole("Muon", "ns_steps", group["ns_steps"], low=0)
+            betas_of("Muon", group["betas"])
+            if group["use"] not in ("muon", "adamw"):
+                raise BadInput(f"Muon: a group's use is {group['use']!r}; it can be 'muon' or 'adamw'")
+            if group["adjust_lr_fn"] not in (None, *ADJUST):
+                raise BadInput(
+                    f"Muon: adjust_lr_fn is {group['adjust_lr_fn']!r}; it can be {', '.join(ADJUST)} or None"
+                )
+            group["blocks"] = [whole("Muon", "splits", self._splits.get(p, 1), low=1) for p in group["params"]]
+            if group["use"] == "muon":
+                plain("Muon", group["params"])
+                for param, blocks in zip(group["params"], group["blocks"], strict=True):
+                    if matrix_shape(param.shape, blocks) is None or param.shape[0] % blocks:
+                        raise BadInput(
+                            f"Muon: a parameter of shape {tuple(param.shape)} is not {blocks} matrices; put it into a "
+                            "group with use='adamw', or use unskip.optim.build"
+                        )
+        except BadInput:
+            self.param_groups.pop()
+            raise
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for index, group in enumerate(self.param_groups):
+            present = [param for param in group["params"] if param.grad is not None]
+            dense("Muon", present)
+            if not present:
+                continue
+            if group["use"] == "adamw":
+                self._adamw(present, group)
+                continue
+            stacks = self._stacks.get(index, [])
+            if {id(p) for s in stacks for p in s.params} != {id(p) for p in present} or any(s.moved() for s in stacks):
+                stacks = self._stacks[index] = self._gathered(present, group)
+            for stack in stacks:
+                with torch.autocast(stack.momentum.device.type, enabled=False):
+                    stack.step(group)
+        return loss
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        self._stacks = {}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._stacks, self._splits = {}, {}
+
+    def _gathered(self, params: list[Tensor], group: dict[str, Any]) -> list[_Stack]:
+        blocks = dict(zip(map(id, group["params"]), group["blocks"], strict=True))
+        kinds: dict[Any, list[Tensor]] = {}
+        for param in params:
+            kinds.setdefault(
+                (matrix_shape(param.shape, blocks[id(param)]), blocks[id(param)], param.dtype, param.device), []
+            ).append(param)
+        return [_Stack(same, key[1], key[0], self.state) for key, same in kinds.items()]
+
+    def _adamw(self, params: list[Tensor], group: dict[str, Any]) -> None:
+        fused = all(param.is_cuda for param in params)
+        for param in params:
+            if not self.state[param]:
+                self.state[param] = {
+                    "step": torch.zeros((), device=param.device if fused else "cpu"),
+                    "exp_avg": torch.zeros_like(param),
+                    "exp_avg_sq": torch.zeros_like(param),
+                }
+        states = [self.state[param] for param in params]
+        adamw(
+            params,
+            [param.grad for param in params if param.grad is not None],
+            [state["exp_avg"] for state in states],
+            [state["exp_avg_sq"] for state in states],
+            [],
+            [state["step"] for state in states],
+            fused=fused,
+            foreach=not fused,
+            amsgrad=False,
+            beta1=group["betas"][0],
+            beta2=group["betas"][1],
+            lr=float(group["lr"]),
+            weight_decay=group["weight_decay"],
+            eps=group["adam_eps"],
+            maximize=False,
+        )
+
+
+class _Stack:
+    """Matrices of one shape; their momentum is stacked, and the entries of the state are views of it."""
+
+    def __init__(self, params: list[Tensor], blocks: int, shape: tuple[int, int], state: Any) -> None:
+        self.params, self.blocks, self.shape = params, blocks, shape
+        for param in params:
+            if not state[param]:
+                state[param] = {"momentum_buffer": torch.zeros_like(param, memory_format=torch.contiguous_format)}
+        # (rows, m, n)
+        self.momentum = torch.cat([state[param]["momentum_buffer"].reshape(blocks, *shape) for param in params])
+        for param, view in zip(params, self.momentum.split(blocks), strict=True):
+            state[param]["momentum_buffer"] = view.view(param.shape)
+        self.pointers = pointers(params, working(params[0].dtype))
+        self.addresses = [param.data_ptr() for param in params]
+
+    def moved(self) -> bool:
+        return self.pointers is not None and self.addresses != [param.data_ptr() for param in self.params]
+
+    def step(self, group: dict[str, Any]) -> None:
+        m, n = self.shape
+        rows = [param.grad.reshape(self.blocks, m, n) for param in self.params if param.grad is not None]
+        gradient = torch.cat(rows).to(self.momentum.dtype)
+        self.momentum.lerp_(gradient, 1 - group["momentum"])
+        update = gradient.lerp_(self.momentum, group["momentum"]) if group["nesterov"] else self.momentum
+        change = newton_schulz(update, group["ns_coefficients"], group["ns_steps"], group["eps"])
+        lr = float(group["lr"])
+        factors = torch.empty(4, len(change), dtype=working(self.params[0].dtype), device=change.device)
+        factors[2].fill_(-lr * ADJUST[group["adjust_lr_fn"] or "original"](m, n))
+        factors[3].fill_(1 - lr * group["weight_decay"])
+        move(self.params, self.pointers, change, factors, self.blocks)
+
+
+def newton_schulz(matrices: Tensor, coefficients: tuple[float, float, float], steps: int, eps: float) -> Tensor:
+    """Matrices (rows, m, n) with their singular values brought near 1, in bfloat16."""
+    a, b, c = coefficients
+    tall = matrices.shape[-2] > matrices.shape[-1]
+    x = (matrices.mT if tall else matrices).to(torch.bfloat16, copy=True, memory_format=torch.contiguous_format)
+    lengths: Tensor = x.norm(dim=(-2, -1), keepdim=True)
+    x.div_(lengths.clamp_min(eps))
+    for _ in range(steps):
+        gram = torch.bmm(x, x.mT)
+        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.mT.contiguous() if tall else x

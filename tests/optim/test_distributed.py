@@ -1,0 +1,45 @@
+"""Two ranks: the same weights on both under DistributedDataParallel, and a refusal of sharded parameters."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from tests.optim.ranks import model
+
+pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="torch is built without distributed")
+
+
+@pytest.fixture(scope="module")
+def left(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("ranks")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [*command, "-m", "tests.optim.ranks", str(folder)],
+        cwd=Path(__file__).parents[2],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    return folder
+
+
+@pytest.mark.parametrize("name", ["soap", "muon"])
+def test_every_rank_has_the_same_weights(left: Path, name: str) -> None:
+    one, other = (torch.load(left / f"{name}-{rank}.pt", weights_only=True) for rank in (0, 1))
+    assert all(torch.equal(one[key], other[key]) for key in one)
+    assert not torch.equal(one["0.weight"], model().state_dict()["0.weight"])
+
+
+@pytest.mark.parametrize("name", ["soap", "muon"])
+def test_sharded_parameters_are_refused_in_a_sentence(left: Path, name: str) -> None:
+    said = (left / f"{name}-0.txt").read_text()
+    assert "no whole matrix on any rank" in said
+    assert "DistributedDataParallel" in said

@@ -1,0 +1,125 @@
+"""Muon against torch.optim.Muon, its own formula, and AdamW inside it."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tests.optim.oracle import newton_schulz as oracle
+from tests.optim.test_soap import gradients, run, same, start
+from torch import nn
+
+from unskip.errors import BadInput
+from unskip.optim import Muon
+from unskip.optim._muon import newton_schulz
+
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+SHAPES = [(8, 8), (12, 5), (5, 12), (12, 5), (8, 8)]
+
+
+@pytest.mark.parametrize("nesterov", [True, False])
+@pytest.mark.parametrize("adjust", [None, "original", "match_rms_adamw", "spectral_unclamped"])
+def test_fifty_steps_follow_torch(nesterov: bool, adjust: Any) -> None:
+    grads = [gradients(shape, seed=i, dtype=torch.float32) for i, shape in enumerate(SHAPES)]
+    mine = [start(shape, torch.float32, seed=i) for i, shape in enumerate(SHAPES)]
+    theirs = copy.deepcopy(mine)
+    options: dict[str, Any] = {"lr": 0.02, "nesterov": nesterov, "adjust_lr_fn": adjust}
+    ours = run(Muon(mine, **options), list(zip(mine, grads, strict=True)), range(50))
+    torchs = run(torch.optim.Muon(theirs, **options), list(zip(theirs, grads, strict=True)), range(50))
+    for a, b in zip(ours[0], torchs[0], strict=True):
+        assert torch.allclose(a, b, atol=2e-3)  # one bfloat16 rounding of an update of 0.02
+    for a, b in zip(ours[-1], torchs[-1], strict=True):
+        assert (a - b).norm() < 0.02 * (b - start(tuple(b.shape), torch.float32)).norm()
+
+
+@pytest.mark.parametrize("shape", [(6, 6), (4, 9), (9, 4)], ids=str)
+def test_newton_schulz_follows_its_formula(shape: tuple[int, int]) -> None:
+    matrices = torch.randn(3, *shape)
+    result = newton_schulz(matrices, COEFFICIENTS, 5, 1e-7)
+    for matrix, ours in zip(matrices.double().numpy(), result.double().numpy(), strict=True):
+        flip = shape[0] > shape[1]
+        expected = oracle(matrix.T).T if flip else oracle(matrix)
+        assert np.linalg.norm(ours - expected) < 0.05 * np.linalg.norm(expected)
+        values = np.linalg.svd(ours, compute_uv=False)
+        assert ((values > 0.4) & (values < 1.4)).all()
+
+
+def test_groups_of_adamw_are_adamw() -> None:
+    shapes = [(5,), (3, 4), ()]
+    grads = [gradients(shape, seed=i, dtype=torch.float32) for i, shape in enumerate(shapes)]
+    mine = [start(shape, torch.float32, seed=i) for i, shape in enumerate(shapes)]
+    theirs = copy.deepcopy(mine)
+    group = {"params": mine, "use": "adamw", "lr": 0.01, "weight_decay": 0.1, "betas": (0.8, 0.9)}
+    run(Muon([group]), list(zip(mine, grads, strict=True)), range(20))
+    run(
+        torch.optim.AdamW(theirs, lr=0.01, weight_decay=0.1, betas=(0.8, 0.9)),
+        list(zip(theirs, grads, strict=True)),
+        range(20),
+    )
+    assert all(torch.allclose(a, b, atol=1e-7) for a, b in zip(mine, theirs, strict=True))
+
+
+def test_splits_and_filters_are_matrices() -> None:
+    whole, grads = start((12, 4), torch.float32), gradients((12, 4), dtype=torch.float32)
+    parts = [nn.Parameter(part.clone()) for part in whole.detach().split(4)]
+    conv = nn.Parameter(whole.detach().reshape(12, 2, 2).clone())
+    flat = nn.Parameter(whole.detach().clone())
+    run(Muon([whole], splits={whole: 3}), [(whole, grads)], range(10))
+    run(Muon(parts), [(part, grads[:, 4 * i : 4 * i + 4]) for i, part in enumerate(parts)], range(10))
+    assert torch.allclose(whole, torch.cat([part.detach() for part in parts]))
+    run(Muon([conv]), [(conv, grads.reshape(-1, 12, 2, 2))], range(10))
+    run(Muon([flat]), [(flat, grads)], range(10))
+    assert torch.equal(conv.reshape(12, 4), flat)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_resumed_run_is_the_uninterrupted_one(dtype: torch.dtype) -> None:
+    shapes = [(6, 4), (4, 6), (6, 4), (5,)]
+    grads = [gradients(shape, seed=i, dtype=dtype) for i, shape in enumerate(shapes)]
+
+    def fresh() -> tuple[list[nn.Parameter], Muon]:
+        params = [start(shape, dtype, seed=i) for i, shape in enumerate(shapes)]
+        return params, Muon([{"params": params[:3]}, {"params": params[3:], "use": "adamw"}])
+
+    straight, whole = fresh()
+    run(whole, list(zip(straight, grads, strict=True)), range(20))
+    params, optimizer = fresh()
+    run(optimizer, list(zip(params, grads, strict=True)), range(9))
+    saved = copy.deepcopy(optimizer.state_dict())
+    others, resumed = fresh()
+    for param, value in zip(others, params, strict=True):
+        param.data.copy_(value)
+    resumed.load_state_dict(saved)
+    assert same(resumed.state_dict(), saved)
+    run(resumed, list(zip(others, grads, strict=True)), range(9, 20))
+    assert all(torch.equal(a, b) for a, b in zip(others, straight, strict=True))
+    assert same(resumed.state_dict(), whole.state_dict())
+
+
+def test_a_parameter_without_a_gradient_is_left_alone() -> None:
+    a, b = start((4, 4), torch.float32), start((4, 4), torch.float32, seed=2)
+    grads = gradients((4, 4), dtype=torch.float32)
+    optimizer = Muon([a, b, start((3, 5), torch.float32)])
+    run(optimizer, [(a, grads), (b, grads)], range(3))
+    stacks = optimizer._stacks[0]
+    run(optimizer, [(a, grads), (b, grads)], range(3))
+    assert optimizer._stacks[0] is stacks  # stacked once, not in every step
+    before, momentum = b.detach().clone(), optimizer.state[b]["momentum_buffer"].clone()
+    b.grad = None
+    run(optimizer, [(a, grads)], range(3, 6))
+    assert torch.equal(b, before)
+    assert torch.equal(optimizer.state[b]["momentum_buffer"], momentum)
+    run(optimizer, [(a, grads), (b, grads)], range(6, 8))
+    assert not torch.equal(b, before)
+
+
+def test_vectors_are_refused_by_name_of_their_shape() -> None:
+    with pytest.raises(BadInput, match="use='adamw'"):
+        Muon([start((5,))])
+    with pytest.raises(BadInput, match="it can be 'muon' or 'adamw'"):
+        Muon([{"params": [start((5, 5))], "use": "sgd"}])
+    with pytest.raises(BadInput, match="adjust_lr_fn"):
+        Muon([start((5, 5))], adjust_lr_fn="none")  # type: ignore[arg-type]
