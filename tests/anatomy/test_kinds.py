@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 import unskip
 
@@ -83,13 +84,49 @@ class LearntQueries(nn.Module):
         return h + (self.cross(h) @ m.transpose(1, 2)).softmax(-1) @ m
 
 
+class Deformable(nn.Module):
+    """Values sampled where the input says, weighed by a softmax: attention without a product of activations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.places, self.weights, self.values = nn.Linear(DIM, 4), nn.Linear(DIM, 2), linear()
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, tokens, _ = x.shape
+        values = self.values(x).transpose(1, 2).unsqueeze(2)  # (batch, dim, 1, tokens)
+        places = self.places(x).view(batch, tokens, 2, 2).tanh()
+        sampled = functional.grid_sample(values, places, align_corners=False)  # (batch, dim, tokens, points)
+        f = (sampled * self.weights(x).softmax(-1).unsqueeze(1)).sum(-1)
+        return x + f.transpose(1, 2)
+
+
+class Queries(nn.Module):
+    """A detection decoder: queries are chosen from the input, and so are the positions that decorate them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.position = nn.Sequential(linear(), nn.ReLU(), linear(), nn.ReLU(), linear())
+        self.q, self.k, self.v = linear(), linear(), linear()
+
+    def forward(self, x: Tensor) -> Tensor:
+        position = self.position(x)[:, :3]
+        h = x[:, :3]
+        y = h + position
+        return h + (self.q(y) @ self.k(y).transpose(1, 2)).softmax(-1) @ self.v(h)
+
+
 CASES = [
     (TinyMoeLayer, ["attention", "mlp"]),
     (Recurrence, ["attention"]),
     (LearntQueries, ["attention", "attention"]),
+    (Deformable, ["attention"]),
+    (Queries, ["attention"]),
 ]
 
 
 @pytest.mark.parametrize(("build", "kinds"), CASES, ids=lambda value: getattr(value, "__name__", ""))
 def test_the_operators_say_the_kind(build: type[nn.Module], kinds: list[str]) -> None:
-    assert [site.kind for site in unskip.audit(build(), X)] == kinds
+    audit = unskip.audit(build(), X)
+    assert [site.kind for site in audit] == kinds
+    assert not audit.unknown
+    assert not any(site.projected for site in audit)

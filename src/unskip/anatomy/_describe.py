@@ -34,10 +34,12 @@ def kind_of(graph: Graph, path: list[Node]) -> Kind:
 
 def _is_attention_core(graph: Graph, path: list[Node], node: Node) -> bool:
     """A fused attention kernel, or a product of activations that a softmax weighs (or, in linear attention, another
-    product).
+    product); or values sampled at learnt places and weighed by a softmax, as in deformable attention.
     """
     if _ops.is_attention(node.op):
         return True
+    if _ops.is_sampler(node.op):
+        return any(_ops.is_softmax(n.op) for n in path)
     if not _multiplies(graph, path, node) or _in_experts(node):
         return False
     return any(

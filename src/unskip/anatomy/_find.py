@@ -103,6 +103,7 @@ class _Search:
             self._gated(node, left, right)
             return
         on_path = {n.index for n in finding.path}
+        self._drop_decorations(finding, on_path)
         finding.spans = [f for f in self.found if f.role == "mix" and f.add.index in on_path]
         if self._is_side_input(finding):
             self.doubts.append(
@@ -113,6 +114,20 @@ class _Search:
         finding.long = finding.doubled or self._is_long(finding)
         self.found.append(finding)
         self.output_of[node.index] = finding
+
+    def _drop_decorations(self, finding: Finding, on_path: set[int]) -> None:
+        """x + f(x + p), where x is a part of a larger tensor that p was computed from: p only decorates the input of f,
+        as the position of a query does, and x + p is no residual. The stream goes on without it.
+        """
+
+        def decorates(inner: Finding) -> bool:
+            whole = [index for index, narrowed in climb(self.nodes, inner.stream) if not narrowed]
+            return inner.projected and inner.add.index in on_path and finding.root in whole
+
+        gone = [inner for inner in self.found if decorates(inner)]
+        self.found = [inner for inner in self.found if inner not in gone and inner.first not in gone]
+        for inner in gone:
+            del self.output_of[inner.add.index]
 
     def _identity(self, node: Node, s: int, f: int, side: Literal["left", "right"]) -> Finding | None:
         # A scale that the model learns on its stream leaves it the stream.

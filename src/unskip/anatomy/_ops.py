@@ -67,6 +67,11 @@ def is_softmax(name: str) -> bool:
     return bool(_SOFTMAX.search(name))
 
 
+def is_sampler(name: str) -> bool:
+    """Values at places that are themselves computed."""
+    return name.startswith("grid_sampler")
+
+
 def is_matmul(name: str) -> bool:
     """A matrix product or convolution, of two activations or with a weight."""
     return bool(_MATMUL.match(name))
