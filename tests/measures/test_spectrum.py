@@ -523,3 +523,14 @@ def test_a_jacobian_that_overflows() -> None:
         jacobian_spectrum(torch.sqrt, torch.zeros(3, dtype=DOUBLE))
     with pytest.raises(BadInput, match=r"non-finite"):
         jacobian_spectrum(torch.sqrt, torch.zeros(3, dtype=DOUBLE), exact=False)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("exact", [True, False])
+def test_the_same_on_a_gpu(exact: bool) -> None:
+    model, x = block(), torch.randn(5, 12, dtype=DOUBLE)
+    here = jacobian_spectrum(lambda z: model(z[None])[0], x, exact=exact)
+    model = model.cuda()
+    there = jacobian_spectrum(lambda z: model(z[None])[0], x.cuda(), exact=exact)
+    assert there.sigma_max == pytest.approx(here.sigma_max)
+    assert list(there.quantiles.values()) == pytest.approx(list(here.quantiles.values()), rel=1e-6)

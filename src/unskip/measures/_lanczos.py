@@ -123,7 +123,7 @@ def nodes(krylov: Krylov, steps: int, close: float) -> Nodes:
 
 def quantile(found: list[Nodes], share: float) -> float:
     """The s at which the mean distribution of several starts reaches `share`."""
-    return _inverse([_distribution(each) for each in found], share)
+    return _inverse([_distribution(_weighty(each)) for each in found], share)
 
 
 def bound(found: list[Nodes], share: float) -> float:
@@ -133,7 +133,7 @@ def bound(found: list[Nodes], share: float) -> float:
 
 def resolved(found: list[Nodes], share: float) -> bool:
     """Whether the quantile lies above the first node; below it only zero and a bound are known."""
-    first = [0.0 if _alone(each)[0] else float(each.weights[0]) for each in found]
+    first = [0.0 if _alone(each)[0] else float(each.weights[0]) for each in map(_weighty, found)]
     return share > float(np.mean(first))
 
 
@@ -150,6 +150,12 @@ def above_null(found: Nodes, null: int, inputs: int) -> float:
 def spread(share: float, inputs: int, probes: int) -> float:
     """Standard deviation of the mean of F over independent random starts, at the true `share`."""
     return math.sqrt(2 * share * (1 - share) / ((inputs + 2) * probes))
+
+
+def _weighty(found: Nodes) -> Nodes:
+    """Without the values that F does not notice; on its way to converge, one may pass close by a heavy one."""
+    keep = found.weights > 1e-8
+    return Nodes(found.values[keep], found.weights[keep], found.residuals[keep])
 
 
 def _alone(found: Nodes) -> NDArray[np.bool_]:
