@@ -20,6 +20,7 @@ import json
 import platform
 import statistics
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -42,12 +43,12 @@ BARS = {
     "muon_ratio": 4.0,
 }
 KINDS = {  # by what the name of a kernel says, the first that fits
-    "refresh: orthogonalisation": ("f64", "potrf", "trsm_left", "_pick", "_inner"),
-    "refresh: power iteration": ("_halves", "badd", "_bx_"),
+    "orthogonalisation": ("f64", "potrf", "trsm_left", "_pick", "_inner"),
     "rotations": ("_hss_", "_hsh_"),
     "statistics": ("tf32f32", "s1688gemm", "splitKreduce"),
     "moments and parameters": ("_adam", "_move", "_half", "_clear", "multi_tensor", "CatArray"),
 }
+REFRESH = ("refresh: orthogonalisation", "refresh: power iteration, moments turned")
 
 
 def hidden(model: nn.Module) -> list[Tensor]:
@@ -131,7 +132,7 @@ def timed(optimizer: torch.optim.Optimizer, gradients: Gradients, steps: int, ho
     if hold:
         return [begin.elapsed_time(end) for begin, end in events]
     ends = [begin for begin, _ in events] + [events[-1][1]]
-    return [a.elapsed_time(b) for a, b in zip(ends, ends[1:], strict=False)]
+    return [a.elapsed_time(b) for a, b in pairwise(ends)]
 
 
 def measure(make: Make, name: str, steps: int, seed: int) -> dict[str, Any]:
@@ -166,7 +167,7 @@ def summary(times: list[float]) -> dict[str, float]:
 
 
 def profile(name: str, seed: int) -> dict[str, dict[str, float]]:
-    """Milliseconds by kind of work, for a step without refreshes and summed over an interval."""
+    """Milliseconds of device time by kind of work, in a step without refreshes and in the mean step of an interval."""
     from torch.profiler import ProfilerActivity
     from torch.profiler import profile as recorded
 
@@ -174,9 +175,9 @@ def profile(name: str, seed: int) -> dict[str, dict[str, float]]:
     model = timm.create_model(name).cuda()
     optimizer, gradients = SOAP(model.parameters()), Gradients(model, seed)
     timed(optimizer, gradients, 22, 0)
-    result: dict[str, dict[str, float]] = {}
-    for label, steps in (("step without refreshes", 1), ("mean over an interval", 10)):
-        while optimizer.param_groups[0]["updates"] % 10:  # the next step is the first after those of step 0
+    seen = []
+    for steps in (1, 10):
+        while optimizer.param_groups[0]["updates"] % 10:  # so that the next step has no refreshes
             timed(optimizer, gradients, 1, 0)
         with recorded(activities=[ProfilerActivity.CUDA], acc_events=True) as record:
             timed(optimizer, gradients, steps, 0)
@@ -185,8 +186,14 @@ def profile(name: str, seed: int) -> dict[str, dict[str, float]]:
             if event.device_type.name == "CUDA" and not event.key.startswith(("Optimizer", "ProfilerStep")):
                 kind = next((k for k, words in KINDS.items() if any(word in event.key for word in words)), "other")
                 kinds[kind] += event.self_device_time_total / 1e3 / steps
-        result[label] = kinds
-    return result
+        seen.append(kinds)
+    plain = {kind: ms for kind, ms in seen[0].items() if kind != "orthogonalisation"}
+    refresh = seen[1]["orthogonalisation"]
+    rest = sum(seen[1].values()) - sum(seen[0].values()) - refresh
+    return {
+        "step without refreshes": {**plain, **dict.fromkeys(REFRESH, 0.0)},
+        "mean step": {**plain, **dict(zip(REFRESH, (refresh, rest), strict=True))},
+    }
 
 
 def verdicts(results: dict[str, dict[str, Any]]) -> dict[str, Any]:
@@ -230,16 +237,11 @@ def figure(results: Path) -> None:
     data = json.loads(results.read_text())
     size = data["parameters"]
     fig, (left, right) = plt.subplots(1, 2, figsize=(10, 3.6))
-    names = sorted({name for rows in data["results"].values() for name in rows})
-    chosen = [
-        n
-        for n in names
-        if n in ("unskip SOAP", "unskip Muon", "torch Muon", "torch AdamW, fused", "pytorch_optimizer SOAP")
-    ]
-    for name in chosen:
-        points = sorted(
-            (size[m] / 1e6, rows[name]["queued_mean_ms"]) for m, rows in data["results"].items() if name in rows
-        )
+    for name in ("unskip SOAP", "pytorch_optimizer SOAP", "unskip Muon", "torch Muon", "torch AdamW, fused"):
+        rows = {model: found[name]["queued_mean_ms"] for model, found in data["results"].items() if name in found}
+        points = sorted((size[model] / 1e6, ms) for model, ms in rows.items())
+        if not points:
+            continue
         ours = name.startswith("unskip")
         left.plot(*zip(*points, strict=True), "o-" if ours else "s--", label=name, lw=2 if ours else 1)
     left.set(xscale="log", yscale="log", xlabel="parameters (millions)", ylabel="device time of a step (ms)")

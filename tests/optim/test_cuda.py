@@ -140,11 +140,12 @@ def test_a_resumed_run_is_the_uninterrupted_one() -> None:
         assert torch.equal(a, b)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_muon_follows_torch(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 0.03), (torch.bfloat16, 0.15)], ids=str)
+def test_muon_follows_torch(dtype: torch.dtype, tolerance: float) -> None:
     shapes = [(64, 64), (96, 40), (40, 96), (96, 40)]
     generator = torch.Generator("cuda").manual_seed(0)
-    mine = [nn.Parameter(torch.randn(s, device="cuda", generator=generator).to(dtype)) for s in shapes]
+    # Small weights: next to large ones, bfloat16 would round the updates away.
+    mine = [nn.Parameter(0.01 * torch.randn(s, device="cuda", generator=generator).to(dtype)) for s in shapes]
     theirs = [nn.Parameter(param.detach().clone()) for param in mine]
     first = [param.detach().clone() for param in mine]
     ours, peer = Muon(mine, lr=0.02), torch.optim.Muon(theirs, lr=0.02)
@@ -156,7 +157,7 @@ def test_muon_follows_torch(dtype: torch.dtype) -> None:
             ours.step()
         peer.step()
     for a, b, c in zip(mine, theirs, first, strict=True):
-        assert (a - b).norm() < 0.03 * (b - c).norm()
+        assert (a - b).norm() < tolerance * (b - c).norm()
 
 
 def test_parameters_that_move_are_followed() -> None:

@@ -78,6 +78,17 @@ def adam(gradient: Tensor, first: Tensor, second: Tensor, factors: Tensor, eps: 
     return torch.div(moment, torch.sqrt(second, out=gradient).add_(eps), out=gradient).to(dtype)
 
 
+def momentum(gradient: Tensor, buffer: Tensor, share: float, nesterov: bool, dtype: torch.dtype) -> Tensor:
+    """buffer <- share * buffer + (1 - share) * gradient. Comes back in `dtype`, looking one step ahead if nesterov."""
+    if fast(gradient):
+        result = torch.empty_like(gradient, dtype=dtype)
+        size = gradient.numel()
+        _momentum[(triton.cdiv(size, BLOCK),)](gradient, buffer, result, size, share, nesterov, BLOCK)
+        return result
+    buffer.lerp_(gradient, 1 - share)
+    return (gradient.lerp_(buffer, share) if nesterov else buffer).to(dtype)
+
+
 def move(params: list[Tensor], pointers: Tensor | None, change: Tensor, factors: Tensor, blocks: int) -> None:
     """param <- keep * param + size * change for params that own `blocks` rows each, rounded once."""
     if pointers is not None:
@@ -173,6 +184,16 @@ if triton is not None:
         tl.store(second + at, v, mask=inside)
         d = m / (tl.sqrt(v) + eps)
         tl.store(direction + at, tl.minimum(tl.maximum(d, -most), most), mask=inside)
+
+    @triton.jit
+    def _momentum(gradient, buffer, result, size, share, NESTEROV: tl.constexpr, BLOCK: tl.constexpr):
+        at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+        inside = at < size
+        g = tl.load(gradient + at, mask=inside)
+        b = tl.load(buffer + at, mask=inside)
+        b += (1 - share) * (g - b)
+        tl.store(buffer + at, b, mask=inside)
+        tl.store(result + at, (g + share * (b - g)) if NESTEROV else b, mask=inside)
 
     @triton.jit
     def _move(pointers, change, factors, rows, blocks, size, KIND: tl.constexpr, BLOCK: tl.constexpr):

@@ -22,7 +22,7 @@ from torch.optim.adamw import adamw
 
 from unskip.errors import BadInput
 from unskip.optim._checks import betas_of, dense, number, plain, whole
-from unskip.optim._kernels import move, pointers
+from unskip.optim._kernels import momentum, move, pointers
 from unskip.optim._stacks import matrix_shape, working
 
 Adjust = Literal["original", "match_rms_adamw", "spectral_unclamped"]
@@ -191,8 +191,7 @@ class _Stack:
         m, n = self.shape
         rows = [param.grad.reshape(self.blocks, m, n) for param in self.params if param.grad is not None]
         gradient = torch.cat(rows).to(self.momentum.dtype)
-        self.momentum.lerp_(gradient, 1 - group["momentum"])
-        update = gradient.lerp_(self.momentum, group["momentum"]) if group["nesterov"] else self.momentum
+        update = momentum(gradient, self.momentum, group["momentum"], group["nesterov"], torch.bfloat16)
         change = newton_schulz(update, group["ns_coefficients"], group["ns_steps"], group["eps"])
         lr = float(group["lr"])
         factors = torch.empty(4, len(change), dtype=working(self.params[0].dtype), device=change.device)
@@ -205,10 +204,11 @@ def newton_schulz(matrices: Tensor, coefficients: tuple[float, float, float], st
     """Matrices (rows, m, n) with their singular values brought near 1, in bfloat16."""
     a, b, c = coefficients
     tall = matrices.shape[-2] > matrices.shape[-1]
-    x = (matrices.mT if tall else matrices).to(torch.bfloat16, copy=True, memory_format=torch.contiguous_format)
-    lengths: Tensor = x.norm(dim=(-2, -1), keepdim=True)
-    x.div_(lengths.clamp_min(eps))
+    lengths: Tensor = matrices.to(torch.bfloat16).norm(dim=(-2, -1), keepdim=True)
+    x = matrices.to(torch.bfloat16).div(lengths.clamp_min(eps))
     for _ in range(steps):
-        gram = torch.bmm(x, x.mT)
-        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
-    return x.mT.contiguous() if tall else x
+        # The smaller Gram matrix, from whichever side. Adding a to its diagonal would spare a pass, and some accuracy.
+        gram = torch.bmm(x.mT, x) if tall else torch.bmm(x, x.mT)
+        update = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
+        x = torch.baddbmm(x, x, update, beta=a) if tall else torch.baddbmm(x, update, x, beta=a)
+    return x
