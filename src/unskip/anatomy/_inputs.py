@@ -104,7 +104,9 @@ class _Inputs:
             if rows is None and "image_sizes" in found:  # some towers take images of one size, and no sizes
                 del found["image_sizes"]
                 rows = self._features(method, found)
-            if rows is None and kind == "audio":  # the text alone is a forward of its own
+            if kind == "audio" and (
+                rows is None or ids.device.type == "meta"
+            ):  # the text alone is a forward of its own
                 for name in (main, *_MASKS):
                     found.pop(name, None)
             elif rows is not None:
