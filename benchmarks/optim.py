@@ -43,10 +43,10 @@ BARS = {
     "muon_ratio": 4.0,
 }
 KINDS = {  # by what the name of a kernel says, the first that fits
-    "orthogonalisation": ("f64", "potrf", "trsm_left", "_pick", "_inner"),
+    "orthogonalisation": ("f64", "potrf", "trsm_left", "unskip_pick", "unskip_inner"),
     "rotations": ("_hss_", "_hsh_"),
     "statistics": ("tf32f32", "s1688gemm", "splitKreduce"),
-    "moments and parameters": ("_adam", "_move", "_half", "_clear", "multi_tensor", "CatArray"),
+    "moments and parameters": ("unskip_", "multi_tensor", "CatArray"),
 }
 REFRESH = ("refresh: orthogonalisation", "refresh: power iteration, moments turned")
 
