@@ -236,7 +236,7 @@ def figure(results: Path) -> None:
 
     data = json.loads(results.read_text())
     size = data["parameters"]
-    fig, (left, right) = plt.subplots(1, 2, figsize=(10, 3.6))
+    fig, (left, right) = plt.subplots(1, 2, figsize=(10, 4.6), layout="constrained")
     for name in ("unskip SOAP", "pytorch_optimizer SOAP", "unskip Muon", "torch Muon", "torch AdamW, fused"):
         rows = {model: found[name]["queued_mean_ms"] for model, found in data["results"].items() if name in found}
         points = sorted((size[model] / 1e6, ms) for model, ms in rows.items())
@@ -245,7 +245,7 @@ def figure(results: Path) -> None:
         ours = name.startswith("unskip")
         left.plot(*zip(*points, strict=True), "o-" if ours else "s--", label=name, lw=2 if ours else 1)
     left.set(xscale="log", yscale="log", xlabel="parameters (millions)", ylabel="device time of a step (ms)")
-    left.legend(fontsize=7)
+    left.legend(fontsize=7, loc="upper center", bbox_to_anchor=(0.5, -0.18), ncol=2)
     parts = data["where_the_time_goes"]
     kinds = list(next(iter(parts.values())))
     bottom = [0.0] * len(parts)
@@ -254,8 +254,7 @@ def figure(results: Path) -> None:
         right.barh(list(parts), values, left=bottom, label=kind)
         bottom = [a + b for a, b in zip(bottom, values, strict=True)]
     right.set(xlabel="ms, SOAP on ViT-B")
-    right.legend(fontsize=7, loc="upper left", bbox_to_anchor=(0, -0.2), ncol=2)
-    fig.tight_layout()
+    right.legend(fontsize=7, loc="upper center", bbox_to_anchor=(0.5, -0.18), ncol=2)
     target = ROOT / "docs" / "img" / "optim-cost.svg"
     fig.savefig(target, metadata={"Date": None})
     print(f"wrote {target.relative_to(ROOT)}")

@@ -4,7 +4,7 @@
 
 A small timm ViT (8 x 8 images in patches of 2, 64 wide, 6 blocks), batch 128, the same batches for every optimizer,
 warm-up of 20 steps and a cosine to zero. The residual-free one is cut by `rewire` and initialised by
-`unskip.init.skipless_`. The learning rate is chosen for each of the six among three by the training loss of one seed,
+`unskip.init.skipless_`. The learning rate is chosen for each of the six among four by the training loss of one seed,
 then three seeds are run with it. Too short and too small to say which optimizer is better in earnest: it shows that all
 of them work, and in which order they fall behind when the shortcuts go.
 """
@@ -29,7 +29,7 @@ from unskip import Cut
 from unskip.optim import build, schedules
 
 RESULTS = Path(__file__).resolve().parent.parent / "docs" / "results"
-RATES = {"adamw": (3e-4, 1e-3, 3e-3), "muon": (1e-3, 3e-3, 1e-2), "soap": (3e-4, 1e-3, 3e-3)}
+RATES = {"adamw": (3e-4, 1e-3, 3e-3, 1e-2), "muon": (1e-3, 3e-3, 1e-2, 3e-2), "soap": (3e-4, 1e-3, 3e-3, 1e-2)}
 WIRINGS = ("residual", "skipless")
 BATCH, WARMUP, DECAY = 128, 20, 0.05
 SIZES = {"img_size": 8, "patch_size": 2, "in_chans": 1, "embed_dim": 64, "num_heads": 4, "depth": 6, "num_classes": 10}

@@ -160,6 +160,17 @@ def test_muon_follows_torch(dtype: torch.dtype, tolerance: float) -> None:
         assert (a - b).norm() < tolerance * (b - c).norm()
 
 
+@pytest.mark.parametrize("scale", [1e-44, 1e-38, 1e-18, 1e12])
+def test_gradients_of_any_size_leave_finite_weights(scale: float) -> None:
+    param = nn.Parameter(torch.randn(96, 64, device="cuda"))
+    optimizer = SOAP([param])
+    for grad in gradients((96, 64), steps=25):
+        param.grad = (grad.double() * scale).float().cuda()
+        optimizer.step()
+    assert torch.isfinite(param).all()
+    assert all(torch.isfinite(value).all() for value in optimizer.state[param].values())
+
+
 def test_parameters_that_move_are_followed() -> None:
     """A kernel writes to where a parameter lies; one that was given other memory is found again."""
     net, twin = model(), model()

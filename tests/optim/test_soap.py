@@ -217,7 +217,7 @@ def test_a_basis_can_begin_from_a_gradient_of_zero() -> None:
 # --- Faults -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf, 1e30])
 @pytest.mark.parametrize("shape", [(5, 4), (6,)], ids=str)
 def test_a_gradient_that_is_not_finite_is_masked_and_counted(value: float, shape: tuple[int, ...]) -> None:
     good, bad = start(shape), start(shape, seed=2)
@@ -240,6 +240,16 @@ def test_a_gradient_that_is_not_finite_is_masked_and_counted(value: float, shape
     run(optimizer, [(good, grads), (bad, grads)], range(8, 12))
     assert torch.isfinite(bad).all()
     assert optimizer.skipped() == {"bad": 1}
+
+
+@pytest.mark.parametrize("scale", [1e-44, 1e-38, 1e-30, 1e-18, 1e12])
+def test_gradients_of_any_size_leave_finite_weights(scale: float) -> None:
+    param, grads = start((6, 5), torch.float32), (gradients((6, 5)) * scale).float()
+    optimizer = SOAP([param])
+    run(optimizer, [(param, grads)], range(25))
+    assert torch.isfinite(param).all()
+    assert all(torch.isfinite(value).all() for value in optimizer.state[param].values())
+    assert optimizer.skipped() == {}
 
 
 def test_a_masked_step_never_happened() -> None:

@@ -128,4 +128,4 @@ def _defect(basis: Tensor) -> Tensor:
 def _scale(statistics: Tensor) -> Tensor:
     """A power of two that brings the largest entry, which stands on the diagonal, just under 1: (rows,)."""
     largest = statistics.diagonal(dim1=-2, dim2=-1).amax(-1)
-    return torch.where(largest > 0, torch.exp2(-largest.log2().ceil()), 1.0)
+    return torch.where(largest > 0, torch.exp2(-largest.log2().ceil().clamp_min(-99)), 1.0)

@@ -34,7 +34,7 @@ class Factors(NamedTuple):
     second: Tensor  # and its square the second
     size: Tensor  # how far the parameter goes, weight decay included
     keep: Tensor  # how much of it stays
-    scale: Tensor  # by how much the gradient was multiplied, see `load`
+    scale: Tensor  # by how much the gradient was multiplied, see `half`
 
 
 def fast(x: Tensor) -> bool:

@@ -40,6 +40,7 @@ from unskip.optim._stacks import (
     working,
 )
 
+LIMIT = 1e17  # the square of a larger gradient, summed over a row, would not be finite in float32
 COUNTERS = ("step", "skipped", "held")  # steps taken, gradients masked, refreshes put off
 
 
@@ -181,7 +182,7 @@ class SOAP(torch.optim.Optimizer):
         assert param.grad is not None
         work = working(param.dtype)
         store = torch.bfloat16 if group["state_dtype"] == "bfloat16" else work
-        finite = torch.isfinite(param.grad).all()
+        finite = param.grad.abs().amax() < LIMIT  # not so for a NaN
         for name in COUNTERS:
             state[name] = torch.zeros((), dtype=torch.float32 if name == "step" else torch.int32, device=param.device)
         state["skipped"] += ~finite
@@ -206,10 +207,10 @@ class SOAP(torch.optim.Optimizer):
         return [_Team([pair for pair in started if pair[0].device == device], self.state, group) for device in devices]
 
     def _raise_if_masked(self, params: list[Tensor]) -> None:
-        bad = [p for p in params if p.grad is not None and not bool(torch.isfinite(p.grad).all())]
+        bad = [p for p in params if p.grad is not None and not bool(p.grad.abs().amax() < LIMIT)]
         if bad:
             names = ", ".join(name for name, param in self._named() if any(param is other for other in bad))
-            raise BadInput(f"SOAP: the gradient of {names} is not finite; nothing was changed in this step")
+            raise BadInput(f"SOAP: the gradient of {names} is not finite, or over {LIMIT:g}; nothing was changed")
 
     def _named(self) -> list[tuple[str, Tensor]]:
         named = []
@@ -248,7 +249,9 @@ class _Team:
         ok, largest = self._finite(grads)
         factors = self._factors(ok, largest, group)
         for stack in self.stacks:
-            stack.update([grads[place] for place in stack.places], ok, factors, _beta(group), group["eps"])
+            mine = [grads[place] for place in stack.places]
+            if any(grad is not None for grad in mine):
+                stack.update(mine, ok, factors, _beta(group), group["eps"])
         lots = self.calendar[group["updates"] % group["refresh_every"]]
         for _, same in groupby(lots, key=lambda lot: (lot.face.size, self._stack(lot).work)):
             pieces = [(self._stack(lot), Piece(lot.face.side, lot.start, lot.stop)) for lot in same]
@@ -267,7 +270,7 @@ class _Team:
         absent = torch.full((), -1.0, device=self.device)
         found = iter(torch._foreach_norm([grad for grad in grads if grad is not None], torch.inf))
         largest = torch.stack([absent if grad is None else next(found).to(torch.float32) for grad in grads])
-        finite = torch.isfinite(largest)
+        finite = largest < LIMIT  # not so for a NaN
         self.counters["skipped"] += ~finite
         return finite & (largest >= 0), largest
 
@@ -287,7 +290,9 @@ class _Team:
                 size=size * (-lr * (1 - decay)),
                 keep=1 - decay * counts,
                 # A power of two that brings the largest entry to 64 .. 128: the middle of float16's range.
-                scale=torch.where(ok & (largest > 0), torch.exp2(7 - largest.double().log2().ceil()), 1.0),
+                scale=torch.where(
+                    ok & (largest > 0), torch.exp2(7 - largest.double().log2().ceil().clamp_min(-99)), 1.0
+                ),
             )
         )
 
