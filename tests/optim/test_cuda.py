@@ -11,7 +11,7 @@ import torch
 from tests.optim.oracle import Soap
 from torch import Tensor, nn
 
-from unskip.optim import SOAP, Muon
+from unskip.optim import SOAP, Muon, _kernels
 from unskip.optim._basis import eigenbasis, orthonormal_rows_, refresh
 from unskip.optim._precision import exact_product, products
 
@@ -186,3 +186,32 @@ def test_parameters_that_move_are_followed() -> None:
             optimizer.step()
     for a, b in zip(net.parameters(), twin.parameters(), strict=True):
         assert torch.equal(a, b)
+
+
+def test_kernels_compute_what_their_plain_forms_say(monkeypatch: pytest.MonkeyPatch) -> None:
+    generator = torch.Generator("cuda").manual_seed(0)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(shape, device="cuda", generator=generator)
+
+    ok, factors = torch.tensor([True, False, True], device="cuda"), draw(5, 3).abs() + 0.1
+    x, y, z = (draw(3, 40, 20) for _ in range(3))
+    order = torch.stack([torch.randperm(33) for _ in range(2)]).cuda()
+    a, b, shift = draw(2, 33, 33), draw(2, 33, 33), draw(2)
+
+    def everything() -> list[Tensor]:
+        cleared, gradient, first, second, buffer = (t.clone() for t in (x, x, y, z.abs(), y))
+        _kernels.clear(cleared, ok)
+        direction = _kernels.adam(gradient, first, second, factors, 1e-8, torch.float16)
+        ahead = _kernels.momentum(z.clone(), buffer, 0.95, True, torch.bfloat16)
+        weights = [row.clone() for row in y]
+        _kernels.move(weights, _kernels.pointers(weights, torch.float32), x, factors, 1)
+        rest = [_kernels.half(x, factors[0]), *_kernels.inner(a, b), _kernels.pick(a, b, shift, order)]
+        return [cleared, direction, first, second, ahead, buffer, *weights, *rest]
+
+    fast = everything()
+    monkeypatch.setattr(_kernels, "fast", lambda x: False)
+    monkeypatch.setattr(_kernels, "pointers", lambda params, work: None)
+    for ours, plain in zip(fast, everything(), strict=True):
+        assert ours.dtype == plain.dtype
+        assert (ours.double() - plain.double()).norm() < 2e-3 * plain.double().norm()

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from unskip.errors import BadInput
-from unskip.optim._basis import eigenbasis
+from unskip.optim._basis import eigenbasis, refresh
 from unskip.optim._checks import betas_of, dense, number, plain, whole
 from unskip.optim._kernels import Factors
 from unskip.optim._precision import Precision, products
@@ -203,8 +203,11 @@ class SOAP(torch.optim.Optimizer):
 
     def _gathered(self, group: dict[str, Any]) -> list[_Team]:
         started = [(p, b) for p, b in zip(group["params"], group["blocks"], strict=True) if self.state.get(p)]
-        devices = dict.fromkeys(param.device for param, _ in started)
-        return [_Team([pair for pair in started if pair[0].device == device], self.state, group) for device in devices]
+        teams = []
+        for device in dict.fromkeys(param.device for param, _ in started):
+            with products(group["precision"], device):
+                teams.append(_Team([pair for pair in started if pair[0].device == device], self.state, group))
+        return teams
 
     def _raise_if_masked(self, params: list[Tensor]) -> None:
         bad = [p for p in params if p.grad is not None and not bool(p.grad.abs().amax() < LIMIT)]
@@ -243,6 +246,21 @@ class _Team:
             if side in stack.fields
         ]
         self.calendar = calendar(faces, group["refresh_every"], group["stagger"])
+        if self.device.type == "cuda":
+            self._rehearse()
+
+    def _rehearse(self) -> None:
+        """One refresh of each size on nothing: kernels are compiled and libraries loaded now, not in a later step."""
+        kinds = {
+            (stack.fields[side].shape[-1], stack.fields[f"{side}_basis"].dtype, stack.work)
+            for stack in self.stacks
+            if isinstance(stack, Matrices)
+            for side in SIDES
+            if side in stack.fields
+        }
+        for size, dtype, work in kinds:
+            basis = torch.eye(size, dtype=dtype if dtype == torch.float16 else work, device=self.device)[None]
+            refresh(torch.zeros(1, size, size, dtype=work, device=self.device), basis)
 
     def step(self, group: dict[str, Any]) -> None:
         grads = [param.grad for param in self.params]
