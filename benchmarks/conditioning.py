@@ -1,7 +1,7 @@
 """How well-conditioned a transformer is before its first step, with skips, without, and with each part of the init.
 
-    python benchmarks/conditioning.py                              # small models on the CPU
-    python benchmarks/conditioning.py --device cuda --limit 420    # timm ViT-S and ViT-B at 64 px, exact, in 7 minutes
+    python benchmarks/conditioning.py                              # three small language models, on the CPU
+    python benchmarks/conditioning.py --device cuda --limit 420    # and timm ViT-S and ViT-B at 64 px
 
 For every model and variant, on one image or sequence: the exact singular values of the Jacobian of chosen attention
 branches with respect to their normalised input, of sub-layers with respect to their stream, and of the whole stack; and
@@ -53,20 +53,20 @@ def timm_model(name: str) -> Callable[[], tuple[nn.Module, object]]:
 
 
 def hf_model(kind: str) -> Callable[[], tuple[nn.Module, object]]:
-    """A random model of 8 blocks, 256 wide, in the shape of a well-known one, on 16 tokens."""
+    """A random model of 8 blocks, 192 wide, in the shape of a well-known one, on 12 tokens."""
 
     def make() -> tuple[nn.Module, object]:
         import transformers as hf
 
-        sizes = {"hidden_size": 256, "num_hidden_layers": 8, "num_attention_heads": 8, "vocab_size": 1000}
+        sizes = {"hidden_size": 192, "num_hidden_layers": 8, "num_attention_heads": 8, "vocab_size": 1000}
         if kind == "gpt2":
-            config = hf.GPT2Config(n_embd=256, n_layer=8, n_head=8, vocab_size=1000, bos_token_id=1, eos_token_id=2)
+            config = hf.GPT2Config(n_embd=192, n_layer=8, n_head=8, vocab_size=1000, bos_token_id=1, eos_token_id=2)
             model = hf.GPT2Model(config)
         elif kind == "bert":
-            model = hf.BertModel(hf.BertConfig(**sizes, intermediate_size=1024))
+            model = hf.BertModel(hf.BertConfig(**sizes, intermediate_size=768))
         else:
-            model = hf.LlamaModel(hf.LlamaConfig(**sizes, intermediate_size=688))
-        ids = torch.randint(4, 1000, (1, 16), generator=torch.Generator().manual_seed(1))
+            model = hf.LlamaModel(hf.LlamaConfig(**sizes, intermediate_size=512))
+        ids = torch.randint(4, 1000, (1, 12), generator=torch.Generator().manual_seed(1))
         return model, {"input_ids": ids}
 
     return make
@@ -77,8 +77,8 @@ MODELS: dict[str, tuple[Callable[[], tuple[nn.Module, object]], str, tuple[float
     "gpt2-shaped": (hf_model("gpt2"), "vit-base", (0, 0.5, 1)),
     "bert-shaped": (hf_model("bert"), "vit-base", (0, 0.5, 1)),
     "llama-shaped": (hf_model("llama"), "vit-base", (0, 0.5, 1)),
-    "vit_small_patch16_224 at 64 px": (timm_model("vit_small_patch16_224"), "vit-small", (0, 0.25, 0.5, 0.75, 1)),
-    "vit_base_patch16_224 at 64 px": (timm_model("vit_base_patch16_224"), "vit-base", (0, 1)),
+    "vit_small_patch16_224 at 64 px": (timm_model("vit_small_patch16_224"), "vit-small", (0, 0.5, 1)),
+    "vit_base_patch16_224 at 64 px": (timm_model("vit_base_patch16_224"), "vit-base", (1,)),
 }
 
 
@@ -141,15 +141,49 @@ def spectrum(function: Any, value: torch.Tensor, lost: int, compare: bool = Fals
     return data
 
 
+def figure(data: dict[str, Any], file: Path) -> None:
+    """For each model: the stack's singular values, and the rank of its tokens by depth."""
+    import matplotlib
+
+    matplotlib.use("agg")
+    from matplotlib import pyplot
+
+    colours = ["#000000", "#d55e00", "#0072b2", "#009e73", "#cc79a7", "#e69f00"]  # Okabe and Ito
+    styles = ["-", "-", "-", "--", ":", "-."]
+    names = list(data["results"])
+    grid, axes = pyplot.subplots(2, len(names), figsize=(3.4 * len(names), 6), sharey="row", squeeze=False)
+    for column, name in enumerate(names):
+        for (variant, found), colour, style in zip(data["results"][name].items(), colours, styles, strict=False):
+            curve = found["network"]["curve"]
+            top = found["network"]["sigma_max"]
+            heights = [max(value / top, 1e-18) for value in curve.values()]
+            axes[0, column].semilogy([float(s) for s in curve], heights, style, color=colour, label=variant)
+            ranks = [row["rank"] for row in found["tokens"]]
+            axes[1, column].plot(range(1, len(ranks) + 1), ranks, style, color=colour)
+        axes[0, column].set_title(name, fontsize=9)
+        axes[0, column].set_xlabel("share of directions")
+        axes[1, column].set_xlabel("block")
+    axes[0, 0].set_ylabel("singular value of the stack / largest")
+    axes[1, 0].set_ylabel("effective rank of one sample's tokens")
+    grid.legend(*axes[0, 0].get_legend_handles_labels(), loc="lower center", ncol=6, frameon=False, fontsize=9)
+    grid.tight_layout(rect=(0, 0.05, 1, 1))
+    file.parent.mkdir(parents=True, exist_ok=True)
+    grid.savefig(file, metadata={"Date": None})
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--limit", type=float, default=float("inf"), help="start nothing new after this many seconds")
     parser.add_argument("--models", nargs="*", choices=[*MODELS], help="some of the models (default by device)")
     parser.add_argument("--out", type=Path, default=RESULTS, help="where the JSON goes (default docs/results)")
+    parser.add_argument("--figure", type=Path, help="draw the JSON into this file, and measure nothing")
     options = parser.parse_args()
-    models = options.models or [name for name in MODELS if (options.device == "cuda") == name.startswith("vit")]
-    file = options.out / f"conditioning-{'gpu' if options.device == 'cuda' else 'cpu'}.json"
+    if options.figure:
+        figure(json.loads((options.out / "conditioning.json").read_text()), options.figure)
+        return
+    models = options.models or [name for name in MODELS if options.device == "cuda" or not name.startswith("vit")]
+    file = options.out / "conditioning.json"
     data: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {"results": {}}
     data["script"] = "benchmarks/conditioning.py"
     data["device"] = torch.cuda.get_device_name() if options.device == "cuda" else f"{platform.machine()} CPU"
