@@ -56,18 +56,35 @@ def find_attention(graph: Graph, readers: list[list[int]], steps: list[Node]) ->
     q, k = (_projection(graph, readers, operand) for operand in ((scores.parents[-2], -1), (scores.parents[-1], -2)))
     value = next(parent for parent in context.parents[-2:] if softmax.index not in graph.nodes[parent])
     v = _projection(graph, readers, (value, -1))
+    _check_groups(q, k, v)
     out, columns = _output(graph, readers, steps, context, q)
     cross = any(not _from_stream(graph, steps, part.of) for part in (k, v))
     if not _from_stream(graph, steps, q.of):
         raise Unviewable("the queries are not a linear map of the normalised stream")
-    extras = _extras(graph, q.of.result, scores.index, "query-key")
+    extras = input_extras(graph, steps, q.of.source)
+    extras += _extras(graph, q.of.result, scores.parents[-2], "query-key")
+    extras += _extras(graph, k.of.result, scores.parents[-1], "query-key")
+    extras += _score_extras(graph, scores, softmax)
     extras += _extras(graph, context.index, out.source, "output")
+    if any(part.of.hides_bias(part.bias) for part in (q, k, v)) or out.hides_bias():
+        extras.append("computed bias")
+    inside = scores.step.kwargs.get("alpha", 1) if scores.step is not None else 1  # of baddbmm, as in Bloom
     scale = (
-        _factor(graph, q.of.result, scores.parents[-2])
+        float(inside)
+        * _factor(graph, q.of.result, scores.parents[-2])
         * _factor(graph, k.of.result, scores.parents[-1])
         * _factor(graph, scores.index, softmax.index)
     )
     return Attention(softmax.index, q, k, v, out, columns, context.index, cross, scale, tuple(dict.fromkeys(extras)))
+
+
+def _check_groups(q: Projection, k: Projection, v: Projection) -> None:
+    """Query heads share keys and values by neighbours: the first ones the first key head, and so on."""
+    for part in (k, v):
+        if q.heads % part.heads or len(part.head_of) != len(q.head_of):
+            raise Unviewable(f"{q.heads} heads of queries and {part.heads} of keys or values")
+        if not torch.equal(part.head_of, q.head_of // (q.heads // part.heads)):
+            raise Unviewable("query heads share their keys or values in another order than by neighbours")
 
 
 def _core(graph: Graph, steps: list[Node]) -> tuple[Node, Node, Node]:
@@ -81,6 +98,8 @@ def _core(graph: Graph, steps: list[Node]) -> tuple[Node, Node, Node]:
             before = [p for p in products if p.index in node]
             after = [p for p in products if node.index in p]
             if before and after:
+                if any(p.index not in before[-1] for p in before):
+                    raise Unviewable("attention whose scores are made of several products")
                 cores.append((before[-1], node, after[0]))
     if not cores:
         raise Unviewable("attention without a softmax between two products")
@@ -121,8 +140,7 @@ def _projection(graph: Graph, readers: list[list[int]], operand: tuple[int, int]
     if found.eq(NOTHING).any() or not found.eq(found[:, :1]).all():
         raise Unviewable("attention over features, or heads that differ by token")
     heads, which = _distinct(found[:, 0].long() - 1)
-    bias = None if of.bias is None else rows(of.bias, heads)
-    return Projection(of, rows(of.matrix, heads), bias, which)
+    return Projection(of, rows(of.matrix, heads), of.bias_at(heads), which)
 
 
 def _distinct(found: Tensor) -> tuple[Tensor, Tensor]:
@@ -138,6 +156,8 @@ def _output(
     after = [node for node in steps if context.index in node and is_weighted(graph, node)]
     if not after:
         raise Unviewable("no output projection")
+    if any(after[0].index in node for node in after[1:]):
+        raise Unviewable("more weights follow the first one after the attention")
     out = product(graph, readers, after[0])
     batches, _, width = (torch.Size(context.shape[:-2]).numel(), *context.shape[-2:])
     if batches != len(q.head_of):
@@ -179,16 +199,56 @@ def _factor(graph: Graph, source: int, target: int) -> float:
     return factor
 
 
+def _is_norm(node: Node) -> bool:
+    """A normalisation proper, and not what a module such as AdaLayerNorm does besides."""
+    return in_norm(node) and (_ops.is_norm(node.op) or not any(node.owners[0].children()))
+
+
+def input_extras(graph: Graph, steps: list[Node], target: int) -> list[str]:
+    """What happens to a branch's input besides its norm: positions are added, or it is modulated by a condition."""
+    found = []
+    for node in steps:
+        on_path = node.index <= target and node.index in graph.nodes[target]
+        if on_path and not _is_norm(node) and len(node.parents) == 2:
+            found += ["input modulation"] if node.op == "mul" else ["input sum"] if node.op in _ops.ADD else []
+    return list(dict.fromkeys(found))
+
+
 def _extras(graph: Graph, source: int, target: int, where: str) -> list[str]:
     """What lies between two nodes besides moving and scaling."""
     end = graph.nodes[target]
     between = [n for n in graph.nodes[source + 1 : target + 1] if source in n and (n.index in end or n is end)]
     found = []
     for node in between:
-        if in_norm(node):
+        if in_norm(node) or node.op in ("linalg_vector_norm", "norm"):
             found.append(f"{where} norm")
         elif node.op in _ops.ADD or node.op == "cat":
             found.append(f"{where} positions" if where == "query-key" else f"{where} sum")
         elif node.op == "mul" and len(node.parents) == 2 and not any(graph.nodes[p].fixed for p in node.parents):
             found.append(f"{where} gate")
+        elif node.op in _ops.ACTIVATION - {"clamp_min"}:  # that guards a division
+            found.append(f"{where} {node.op}")
     return found
+
+
+def _score_extras(graph: Graph, scores: Node, softmax: Node) -> list[str]:
+    """What happens to the scores besides one number: a mask, a bias such as relative positions, a cap, scales."""
+    found = ["score bias"] if len(scores.parents) > 2 and scores.step and scores.step.kwargs.get("beta", 1) else []
+    for node in graph.nodes[scores.index + 1 : softmax.index]:
+        if scores.index not in node or node.index not in softmax:
+            continue
+        others = [p for p in node.parents if scores.index not in graph.nodes[p] and p != scores.index]
+        if node.op in ("masked_fill", "where"):
+            found.append("mask")
+        elif node.op in _ops.ADD and others:
+            found.append("mask" if _masks(graph.values[others[0]]) else "score bias")
+        elif node.op == "mul" and others and graph.values[others[0]].numel() > 1:
+            found.append("score scale")
+        elif node.op in _ops.ACTIVATION:
+            found.append("score cap" if node.op == "tanh" else f"score {node.op}")
+    return found
+
+
+def _masks(value: Tensor) -> bool:
+    """Whether a tensor added to scores only leaves some out: nothing, or as good as minus infinity."""
+    return value.device.type != "meta" and bool(((value == 0) | (value < -1e4)).all())

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from unskip.anatomy._example import Example
 from unskip.anatomy._find import Finding, consumers
@@ -55,8 +55,8 @@ class Dissection:
 
     @property
     def cuts(self) -> tuple[Cut, ...]:
-        """The first run of each site."""
-        return tuple(runs[0] for runs in self.runs)
+        """The last run of each site."""
+        return tuple(runs[-1] for runs in self.runs)
 
 
 def dissect(model: nn.Module, example: Example, weighted: bool = False) -> Dissection:
@@ -104,10 +104,14 @@ def _weighed(
 
 
 def rows(example: Example, start: int, stop: int) -> Example:
-    """Some samples of an example: its tensors of more than one axis, cut along the first."""
+    """Some samples of an example: its tensors cut along the first axis, those of one axis where they are as long."""
+    leaves = [leaf for leaf in tree_leaves(example.values) if isinstance(leaf, Tensor)]
+    counts = {len(leaf) for leaf in leaves if leaf.ndim > 1}
 
     def cut(value: Any) -> Any:
-        return value[start:stop] if isinstance(value, Tensor) and value.ndim > 1 else value
+        if not isinstance(value, Tensor) or value.ndim == 0 or (value.ndim == 1 and {len(value)} != counts):
+            return value
+        return value[start:stop]
 
     return Example(*tree_map(cut, (example.args, example.kwargs)))
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from unskip.anatomy._activations import GRID, name_of
-from unskip.anatomy._attention import nearest
+from unskip.anatomy._attention import input_extras, nearest
 from unskip.anatomy._columns import NOTHING, follow, labels, spread
 from unskip.anatomy._find import in_norm
 from unskip.anatomy._products import Product, Unviewable, is_weighted, product, rows
@@ -60,14 +60,19 @@ def find_mlp(graph: Graph, readers: list[list[int]], steps: list[Node], context:
     sides = [_side(halves, found, operand) for operand in operands]
     activations = [_activation(graph, half.of, operand) for half, operand in zip(sides, operands, strict=True)]
     columns = _columns(graph, down, found, joint, len(sides[0].weight))
-    norms = _has_norm(graph, [half.result for half in halves], down.source)
-    extras = ("hidden norm",) if norms else ()
+    extras = input_extras(graph, steps, halves[0].source)
+    if not _reads_features(graph, steps, halves[0]):
+        extras.append("over tokens")
+    if _has_norm(graph, [half.result for half in halves], down.source):
+        extras.append("hidden norm")
+    if any(half.of.hides_bias(half.bias) for half in sides) or down.hides_bias():
+        extras.append("computed bias")
     if joint is None:
-        return Mlp(sides[0], None, down, columns, activations[0], extras)
+        return Mlp(sides[0], None, down, columns, activations[0], tuple(extras))
     gate, up = (1, 0) if activations[0] == "identity" and activations[1] != "identity" else (0, 1)
     if activations[up] != "identity":
         raise Unviewable("both halves of a gated MLP bend")
-    return Mlp(sides[up], sides[gate], down, columns, activations[gate], extras)
+    return Mlp(sides[up], sides[gate], down, columns, activations[gate], tuple(extras))
 
 
 def _ends(graph: Graph, steps: list[Node], context: int | None) -> tuple[Node, list[Node]]:
@@ -121,8 +126,7 @@ def _side(halves: list[Product], found: dict[int, Tensor], operand: int) -> Half
         mine = index - first
         first += len(half.matrix)
         if int(mine.min()) >= 0 and int(mine.max()) < len(half.matrix):
-            bias = None if half.bias is None else rows(half.bias, mine)
-            return Half(half, rows(half.matrix, mine), bias)
+            return Half(half, rows(half.matrix, mine), half.bias_at(mine))
     raise Unviewable("hidden units made by two weights")
 
 
@@ -138,10 +142,8 @@ def _activation(graph: Graph, of: Product, operand: int) -> str | None:
     values = torch.full((len(GRID),), torch.nan, dtype=torch.float64)
     try:
         function = replay(graph, of.result, operand, torch.float64)
-        for shift in [
-            *range(0, len(GRID), len(entries[entries >= 0].unique())),
-            37,
-        ]:  # all of the grid, and one part of it in other company
+        # All of the grid, and one part of it in other company.
+        for shift in [*range(0, len(GRID), len(entries[entries >= 0].unique())), 37]:
             pattern = GRID[(torch.arange(size) + shift) % len(GRID)]
             out = function(spread(graph, of.result, of.axis, pattern).contiguous().to(device)).cpu()
             index = (entries[entries >= 0] + shift) % len(GRID)
@@ -172,6 +174,18 @@ def _columns(graph: Graph, down: Product, found: dict[int, Tensor], joint: Node 
     if not ordered or int(row.ne(NOTHING).sum()) != hidden:
         raise Unviewable("the down weight reads the hidden units in another order")
     return slice(start, start + hidden)
+
+
+def _reads_features(graph: Graph, steps: list[Node], half: Product) -> bool:
+    """Whether the weight reads a token's features, and not one feature of all tokens as in an MLP-Mixer."""
+    root = min(parent for parent in steps[0].parents if not graph.nodes[parent].fixed)
+    axis = 1 if half.axis == 1 else -1
+    names = spread(graph, root, axis, labels(graph.nodes[root].shape[axis]))
+    found = follow(graph, {root: names}, half.source).get(half.source)
+    if found is None or half.source == root:
+        return True  # cannot be told
+    along = found.movedim(half.axis, -1).reshape(-1, found.shape[half.axis])[0]
+    return len(along) == 1 or bool(along[0] != along[1])
 
 
 def _has_norm(graph: Graph, sources: list[int], target: int) -> bool:

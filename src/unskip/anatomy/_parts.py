@@ -8,7 +8,7 @@ writing into them (`parts[0].q.mul_(2)`) writes into the model, and nothing of t
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, overload
 
 import torch
@@ -22,8 +22,9 @@ from unskip.anatomy._dissect import Cut, Dissection, dissect, rows
 from unskip.anatomy._example import Example, example_for
 from unskip.anatomy._find import in_norm
 from unskip.anatomy._mlp import Mlp, find_mlp
+from unskip.anatomy._norms import norm_at
 from unskip.anatomy._products import Unviewable
-from unskip.anatomy._trace import Graph, Node
+from unskip.anatomy._trace import Graph, Node, Ref
 from unskip.anatomy.sites import Site
 from unskip.errors import UnskipError
 
@@ -38,6 +39,7 @@ class NormParts:
     eps: float | None
     gain: Tensor | None
     bias: Tensor | None
+    offset: float = 0.0  # the gain that acts is offset + gain: Gemma stores it less 1
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,7 +52,7 @@ class _Branch:
     closed: bool  # by zero, on the example: a gate that starts shut
     alpha: float
     beta: float
-    extras: tuple[str, ...]  # what else happens inside: "query-key norm", "query-key positions", "hidden norm", ...
+    extras: tuple[str, ...]  # what else happens: "query-key norm", "mask", "input modulation", "output factor", ...
     parameters: tuple[nn.Parameter, ...]  # that the views are views on
     biases: tuple[nn.Parameter, ...]  # that the branch's biases are made of
 
@@ -213,6 +215,14 @@ def lay_open(model: nn.Module, example: Example, weighted: bool = False) -> Open
     return Opened(dissection, Parts(type(model).__name__, dissection.sites, found, reasons), finder.attentions)
 
 
+@dataclass
+class _Scaling:
+    scale: Tensor | None = None
+    gated: bool = False
+    closed: bool = False
+    extras: list[str] = field(default_factory=list)
+
+
 class _Finder:
     def __init__(self, model: nn.Module, dissection: Dissection) -> None:
         self.graph: Graph = dissection.graph
@@ -236,7 +246,7 @@ class _Finder:
         self.attentions[site.index] = found
         products = {id(p): p for p in (found.q.of, found.k.of, found.v.of, found.out)}.values()
         return AttentionParts(
-            **self._common(site, cut, found.out.result, found.extras),
+            **self._common(site, cut, [found.q.of.source], found.out.result, found.extras),
             parameters=tuple({id(p.weight): p.weight for p in products}.values()),
             biases=tuple({id(b): b for p in products for b in p.biases}.values()),
             q=found.q.weight,
@@ -255,7 +265,7 @@ class _Finder:
         halves = [found.up] if found.gate is None else [found.up, found.gate]
         products = {id(p): p for p in (*(half.of for half in halves), found.down)}.values()
         return MlpParts(
-            **self._common(site, cut, found.down.result, found.extras),
+            **self._common(site, cut, [half.of.source for half in halves], found.down.result, found.extras),
             parameters=tuple({id(p.weight): p.weight for p in products}.values()),
             biases=tuple({id(b): b for p in products for b in p.biases}.values()),
             up=found.up.weight,
@@ -267,38 +277,46 @@ class _Finder:
             activation=found.activation,
         )
 
-    def _common(self, site: Site, cut: Cut, output: int, extras: tuple[str, ...]) -> dict[str, Any]:
-        scale, gated, closed = self._scaling(cut, output)
+    def _common(
+        self, site: Site, cut: Cut, inputs: Sequence[int], output: int, extras: tuple[str, ...]
+    ) -> dict[str, Any]:
+        scaling = self._scaling(cut, output)
         alpha, beta = self.dissection.weights[site.index]
         return {
             "site": site,
-            "norm": self._norm(site, cut),
+            "norm": self._norm(site, cut, inputs, output),
             "out_norm": self._out_norm(site, cut, output),
-            "scale": scale,
-            "gated": gated,
-            "closed": closed,
+            "scale": scaling.scale,
+            "gated": scaling.gated,
+            "closed": scaling.closed,
             "alpha": float(alpha if not isinstance(alpha, Tensor) else alpha.detach().double().mean()),
             "beta": float(beta if not isinstance(beta, Tensor) else beta.detach().double().mean()),
-            "extras": extras,
+            "extras": tuple(dict.fromkeys([*extras, *scaling.extras])),
         }
 
-    def _scaling(self, cut: Cut, output: int) -> tuple[Tensor | None, bool, bool]:
+    def _scaling(self, cut: Cut, output: int) -> _Scaling:
         """What multiplies the branch after its last weight: a stored vector, or something made from the input."""
-        scale, gated, closed = None, False, False
+        found = _Scaling()
         for node in cut.steps:
-            if output not in node or node.op != "mul" or len(node.parents) != 2 or in_norm(node):
+            if output not in node or in_norm(node) or node.index == output:
+                continue
+            if node.op in _ops.ACTIVATION:
+                found.extras.append(f"output {node.op}")
+            if node.op not in _ops.SCALE:
                 continue
             side = [p for p in node.parents if output not in self.graph.nodes[p]]
-            if len(side) != 1:
-                continue
-            leaf = self._leaf(side[0])
-            if not self.graph.nodes[side[0]].fixed:
-                gated = True
+            leaf = self._leaf(side[0]) if side else None
+            if not side:
+                found.extras += ["output factor"] if node.step is None or node.step.args[1] != 1 else []
+            elif not self.graph.nodes[side[0]].fixed:
+                found.gated = True
                 value = self.graph.values[side[0]]
-                closed = closed or (value.device.type != "meta" and not value.any())
-            elif leaf is not None and leaf.numel() > 1:
-                scale = leaf.detach()
-        return scale, gated, closed
+                found.closed = found.closed or (value.device.type != "meta" and not value.any())
+            elif leaf is not None and node.op == "mul" and found.scale is None:
+                found.scale = leaf.detach()
+            else:
+                found.extras.append("computed scale")
+        return found
 
     def _leaf(self, index: int) -> nn.Parameter | None:
         node = self.graph.nodes[index]
@@ -307,15 +325,15 @@ class _Finder:
         value = self.graph.values.get(node.index)
         return value if isinstance(value, nn.Parameter) else None
 
-    def _norm(self, site: Site, cut: Cut) -> NormParts | None:
+    def _norm(self, site: Site, cut: Cut, inputs: Sequence[int], output: int) -> NormParts | None:
+        """The norm that the part's first weights read, or else the one at its end or after the sum."""
         if site.norm in ("pre", "sandwich"):
-            return self._norm_at("pre", [node for node in cut.steps if in_norm(node)][:1])
-        if site.norm == "out":
-            return self._norm_at("out", [node for node in cut.steps if in_norm(node)][-1:])
+            before = [n for n in cut.steps if in_norm(n) and any(n.index in self.graph.nodes[i] for i in inputs)]
+            return self._norm_at("pre", before[:1])
         if site.norm == "post":
             later = self.graph.nodes[cut.add.index + 1 :]
             return self._norm_at("post", [n for n in later if in_norm(n) and cut.add.index in n][:1])
-        return None
+        return self._out_norm(site, cut, output)
 
     def _out_norm(self, site: Site, cut: Cut, output: int) -> NormParts | None:
         if site.norm not in ("out", "sandwich"):
@@ -323,20 +341,21 @@ class _Finder:
         return self._norm_at("out", [node for node in cut.steps if in_norm(node) and output in node][-1:])
 
     def _norm_at(self, place: Literal["pre", "out", "post"], nodes: list[Node]) -> NormParts | None:
-        if not nodes or not nodes[0].owners:
+        found = norm_at(self.graph, self.readers, nodes[0]) if nodes else None
+        if found is None:
             return None
-        module, op = nodes[0].owners[0], nodes[0].op
-        name = type(module).__name__.lower()
-        layer = isinstance(module, nn.LayerNorm) or op == "native_layer_norm"
-        gain, bias = getattr(module, "weight", None), getattr(module, "bias", None)
-        eps = getattr(module, "eps", getattr(module, "variance_epsilon", None))
+        gain, bias = getattr(found.module, "weight", None), getattr(found.module, "bias", None)
+        step = nodes[0].step
+        if nodes[0].op == "native_layer_norm" and step is not None:  # also where no module runs it
+            gain, bias = (self._leaf(ref.index) if isinstance(ref, Ref) else None for ref in step.args[2:4])
         return NormParts(
-            self.names.get(id(module), ""),
-            "rmsnorm" if "rms" in name else "layernorm" if layer else "other",
+            self.names.get(id(found.module), ""),
+            found.kind,
             place,
-            None if eps is None else float(eps),
+            found.eps,
             gain.detach() if isinstance(gain, Tensor) else None,
             bias.detach() if isinstance(bias, Tensor) else None,
+            found.offset,
         )
 
 

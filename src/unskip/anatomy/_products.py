@@ -6,6 +6,7 @@ into the model, whether the parameter is stored so, transposed (GPT-2's Conv1D) 
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -28,9 +29,27 @@ class Product:
     result: int  # node of y
     axis: int  # of the features in both
     matrix: Tensor  # (out, in), shares memory with the parameter
-    bias: Tensor | None  # (out,), likewise
     weight: nn.Parameter
     biases: tuple[nn.Parameter, ...]  # the parameters that the bias is made of, also where it is no view
+    pieces: tuple[tuple[int, Tensor], ...]  # views that the bias is put together from, each with where it begins
+
+    @property
+    def bias(self) -> Tensor | None:
+        """The whole bias, (out,), shares memory with its parameter."""
+        return self.bias_at(torch.arange(len(self.matrix)))
+
+    def bias_at(self, index: Tensor) -> Tensor | None:
+        """The entries of the bias named by an index of any shape, where one parameter holds them all."""
+        for start, view in self.pieces:
+            if start <= int(index.min()) and int(index.max()) < start + len(view):
+                return rows(view, index - start)
+        return None
+
+    def hides_bias(self, *found: Tensor | None) -> bool:
+        """Whether parameters of the bias are in none of the views that were found of it."""
+        seen = {view.untyped_storage()._cdata for view in found if view is not None}
+        seen |= {view.untyped_storage()._cdata for _, view in self.pieces}
+        return any(parameter.untyped_storage()._cdata not in seen for parameter in self.biases)
 
 
 class Unviewable(Exception):
@@ -64,8 +83,7 @@ def product(graph: Graph, readers: list[list[int]], node: Node) -> Product:
         added = node.parents[2]
     if added is None:
         result, added = _later_bias(graph, readers, node, len(matrix))
-    bias, biases = _bias(graph, added, len(matrix))
-    return Product(left, result, -1, matrix, bias, weight, biases)
+    return Product(left, result, -1, matrix, weight, *_bias(graph, added, len(matrix)))
 
 
 def _pointwise(graph: Graph, node: Node) -> Product:
@@ -74,8 +92,8 @@ def _pointwise(graph: Graph, node: Node) -> Product:
     weight, view = _view(graph, weight_ref.index)
     if groups != 1 or max(view.shape[2:]) > 1:
         raise Unviewable("a convolution over several positions")
-    bias, biases = _bias(graph, bias_ref.index if isinstance(bias_ref, Ref) else None, len(view))
-    return Product(source.index, node.index, 1, view.flatten(1), bias, weight, biases)
+    biases = _bias(graph, bias_ref.index if isinstance(bias_ref, Ref) else None, len(view))
+    return Product(source.index, node.index, 1, view.flatten(1), weight, *biases)
 
 
 def _view(graph: Graph, index: int) -> tuple[nn.Parameter, Tensor]:
@@ -121,17 +139,24 @@ def _later_bias(graph: Graph, readers: list[list[int]], node: Node, size: int) -
         index = reader.index
 
 
-def _bias(graph: Graph, index: int | None, size: int) -> tuple[Tensor | None, tuple[nn.Parameter, ...]]:
+def _bias(
+    graph: Graph, index: int | None, size: int
+) -> tuple[tuple[nn.Parameter, ...], tuple[tuple[int, Tensor], ...]]:
+    """The parameters of a bias, and the views that it is made of: one, or several put end to end as in BEiT."""
     if index is None:
-        return None, ()
+        return (), ()
     node = graph.nodes[index]
     leaves = [graph.values[i] for i in range(index + 1) if graph.nodes[i].op == "weight" and i in node]
     parameters = tuple(leaf for leaf in leaves if isinstance(leaf, nn.Parameter))
-    try:
-        _, view = _view(graph, index)
-    except Unviewable:
-        return None, parameters
-    return (view if view.shape == (size,) else None), parameters
+    while node.op in _COPIES:
+        node = graph.nodes[node.parents[0]]
+    parts = node.parents if node.op == "cat" else (node.index,)
+    pieces, start = [], 0
+    for part in parts:
+        with contextlib.suppress(Unviewable):  # a buffer, or computed
+            pieces.append((start, _view(graph, part)[1]))
+        start += torch.Size(graph.nodes[part].shape).numel()
+    return parameters, tuple(pieces) if start == size and all(view.ndim == 1 for _, view in pieces) else ()
 
 
 def rows(matrix: Tensor, index: Tensor) -> Tensor:

@@ -1,0 +1,171 @@
+"""Normalisations in a recorded graph: which nodes are one, what it is, and how many directions of its input it forgets.
+
+    LayerNorm(s x + c) = LayerNorm(x)        RMSNorm(s x) = RMSNorm(x)        s > 0 and c, numbers of each token
+
+The kind is found by computing the norm again on such inputs, not from its name: T5's LayerNorm is an RMSNorm. What a
+norm forgets is lost to all that reads it alone, so it bounds the rank of any derivative through it: two directions a
+token for LayerNorm, one for RMSNorm.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from unskip.anatomy._find import in_norm
+from unskip.anatomy._replay import ReplayError, path, replay
+from unskip.anatomy._trace import Graph, Node
+
+Kind = Literal["layernorm", "rmsnorm", "other"]
+Edge = tuple[int, int]  # from a node to one that reads it
+
+
+@dataclass(frozen=True, eq=False)
+class Norm:
+    """One run of one normalisation."""
+
+    source: int  # the node it reads
+    result: int
+    module: nn.Module | None  # that runs it
+    kind: Kind
+    forgets: int  # directions of its input
+    eps: float | None
+    offset: float  # the gain that acts is offset + the stored one
+
+
+def norm_at(graph: Graph, readers: Sequence[Sequence[int]], node: Node) -> Norm | None:
+    """The normalisation that a node is of, or None where its beginning and end are not one tensor each."""
+    group = _group(graph, readers, node)
+    sources = {p for i in group for p in graph.nodes[i].parents if p not in group and not graph.nodes[p].fixed}
+    results = [i for i in group if not readers[i] or any(reader not in group for reader in readers[i])]
+    if len(sources) != 1 or len(results) != 1:
+        return None
+    source, result = sources.pop(), results[0]
+    module = node.owners[0] if node.owners and "norm" in type(node.owners[0]).__name__.lower() else None
+    kind, axis = _kind(graph, source, result, module)
+    each = {"layernorm": 2, "rmsnorm": 1, "other": 0}[kind]
+    forgets = each * (prod(graph.nodes[source].shape) // graph.nodes[source].shape[axis])
+    if node.op == "native_group_norm" and node.step is not None:
+        forgets = 2 * node.step.args[3] * node.step.args[6]  # samples, groups
+    offset = _offset(graph, source, result, module, kind, axis)
+    return Norm(source, result, module, kind, forgets, _eps(node, module), offset)
+
+
+def null_directions(
+    graph: Graph, readers: Sequence[Sequence[int]], source: int, target: int, gone: Iterable[Edge] = ()
+) -> int:
+    """How many directions of the source cannot reach the target whatever the weights, for what norms forget.
+
+    A norm counts where all ways lead through it. `gone` are edges that carry nothing, such as a stream that is cut.
+    """
+    inner = _inner(graph, source, target, set(gone))
+    inputs, lost = prod(graph.nodes[source].shape), 0
+    furthest = source  # that an edge from before the present node reaches
+    for index in sorted(inner):
+        following = inner[index]
+        if furthest <= index and following and all(in_norm(graph.nodes[i]) for i in following):
+            norms = [norm_at(graph, readers, graph.nodes[i]) for i in following]
+            forgets = [n.forgets if n is not None and n.source == index else 0 for n in norms]
+            lost = max(lost, inputs - prod(graph.nodes[index].shape) + min(forgets))
+        furthest = max([furthest, *following])
+    return lost
+
+
+def _inner(graph: Graph, source: int, target: int, gone: set[Edge]) -> dict[int, list[int]]:
+    """The nodes on the ways from the source to the target, each with those that read it on such a way."""
+    nodes = path(graph, source, target)
+    reached = {source}
+    for node in nodes:
+        if any(parent in reached and (parent, node.index) not in gone for parent in node.parents):
+            reached.add(node.index)
+    following: dict[int, list[int]] = {target: []}
+    for node in reversed(nodes):
+        for parent in dict.fromkeys(node.parents):
+            if node.index in following and parent in reached and (parent, node.index) not in gone:
+                following.setdefault(parent, []).append(node.index)
+    return following
+
+
+def _group(graph: Graph, readers: Sequence[Sequence[int]], node: Node) -> set[int]:
+    """The nodes of one run of a norm: those of its module that hang together."""
+    if not node.owners or "norm" not in type(node.owners[0]).__name__.lower():
+        return {node.index}
+    group: set[int] = set()
+    frontier = [node.index]
+    while frontier:
+        index = frontier.pop()
+        here = graph.nodes[index]
+        if index not in group and not here.fixed and _same(here.owners, node.owners):
+            group.add(index)
+            frontier += [*readers[index], *here.parents]
+    return group
+
+
+def _same(one: tuple[nn.Module, ...], other: tuple[nn.Module, ...]) -> bool:
+    return len(one) == len(other) and all(a is b for a, b in zip(one, other, strict=True))
+
+
+def _kind(graph: Graph, source: int, result: int, module: nn.Module | None) -> tuple[Kind, int]:
+    """The kind, and the axis that it normalises."""
+    shape = graph.nodes[source].shape
+    try:
+        function = replay(graph, source, result, torch.float64)
+        for axis in [-1, 1] if len(shape) == 4 else [-1]:
+            x, shift, scale = _inputs(graph, source, axis)
+            out = function(x)
+            same = [bool(torch.allclose(function(other), out, rtol=1e-4, atol=1e-6)) for other in (shift, scale)]
+            if same[1] and out.isfinite().all() and not torch.allclose(out, out.flatten()[0]):
+                return ("layernorm" if same[0] else "rmsnorm"), axis
+    except (ReplayError, RuntimeError, NotImplementedError):  # without values: by the name
+        name = type(module).__name__.lower()
+        named: Kind = "rmsnorm" if "rms" in name else "layernorm" if isinstance(module, nn.LayerNorm) else "other"
+        return named, -1
+    return "other", -1
+
+
+def _inputs(graph: Graph, source: int, axis: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Numbers, the same moved by a number of each token, and multiplied by one. Large: eps must not matter."""
+    generator = torch.Generator().manual_seed(0)
+    shape = list(graph.nodes[source].shape)
+    few = shape.copy()
+    few[axis] = 1
+    device = graph.values[source].device
+    if device.type == "meta":
+        raise ReplayError("constants without values")
+    x = 1e3 * torch.randn(shape, generator=generator, dtype=torch.float64)
+    shift = 1e3 * torch.randn(few, generator=generator, dtype=torch.float64)
+    scale = 1 + torch.rand(few, generator=generator, dtype=torch.float64)
+    return x.to(device), (x + shift).to(device), (x * scale).to(device)
+
+
+def _offset(graph: Graph, source: int, result: int, module: nn.Module | None, kind: Kind, axis: int) -> float:
+    """1 for a norm that multiplies by 1 + its weight, as Gemma's does."""
+    gain = getattr(module, "weight", None)
+    if kind == "other" or axis != -1 or not isinstance(gain, Tensor):
+        return 0.0
+    try:
+        x, _, _ = _inputs(graph, source, axis)
+        out = replay(graph, source, result, torch.float64)(x)
+    except (ReplayError, RuntimeError, NotImplementedError):
+        return 0.0
+    x = x - x.mean(-1, keepdim=True) if kind == "layernorm" else x
+    plain = x / x.square().mean(-1, keepdim=True).sqrt()
+    bias = getattr(module, "bias", None)
+    bias = bias.detach().double() if isinstance(bias, Tensor) else 0.0
+    return next((o for o in (0.0, 1.0) if _close(out, plain * (o + gain.detach().double()) + bias)), 0.0)
+
+
+def _close(a: Tensor, b: Tensor) -> bool:
+    return bool(torch.allclose(a, b, rtol=1e-4, atol=1e-5))
+
+
+def _eps(node: Node, module: nn.Module | None) -> float | None:
+    if node.op == "native_layer_norm" and node.step is not None:
+        return float(node.step.args[4])
+    eps = getattr(module, "eps", getattr(module, "variance_epsilon", None))
+    return None if eps is None else float(eps)
