@@ -617,7 +617,7 @@ def test_looking_changes_nothing(name: str, rewired: bool) -> None:
     model = family.build().train()
     next(model.parameters()).requires_grad_(False)
     if rewired:
-        with pytest.warns(UserWarning) if family.drop_path else contextlib.nullcontext():
+        with pytest.warns(unskip.errors.UnskipWarning) if family.drop_path else contextlib.nullcontext():
             unskip.rewire(model, Decay(0.6) if name == "timm_resnet" else Cut(), family.inputs(2))
     before = facts(model)
     states = torch.get_rng_state(), random.getstate(), numpy.random.get_state()[1].copy()  # type: ignore[union-attr]  # noqa: NPY002

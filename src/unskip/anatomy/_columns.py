@@ -57,7 +57,7 @@ def _pass(graph: Graph, node: Node, found: dict[int, Tensor]) -> Tensor | None:
     step = node.step
     if step is None:
         return None
-    refs = [leaf.index for leaf in tree_leaves((step.args, step.kwargs)) if isinstance(leaf, Ref)]
+    refs = step.refs
     known = [index for index in refs if index in found]
     if not known:
         return None

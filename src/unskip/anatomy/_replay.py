@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
+from unskip.anatomy import _ops
 from unskip.anatomy._trace import Graph, Node, Ref
 from unskip.errors import UnskipError
 
@@ -25,10 +26,25 @@ class ReplayError(UnskipError):
 
 def path(graph: Graph, source: int, target: int) -> list[Node]:
     """The nodes that carry the source into the target, in order."""
-    end = graph.nodes[target]
-    if source not in end:
+    if source not in graph.nodes[target]:
         raise ReplayError("the target does not depend on the source")
-    return [node for node in graph.nodes[source + 1 : target + 1] if source in node and node.index in end]
+    reached = {source}
+    for node in graph.nodes[source + 1 : target + 1]:
+        if not reached.isdisjoint(_reads(node)):
+            reached.add(node.index)
+    wanted = {target}
+    for node in reversed(graph.nodes[source + 1 : target + 1]):
+        if node.index in wanted:
+            wanted.update(_reads(node))
+    both = reached & wanted
+    return [node for node in graph.nodes[source + 1 : target + 1] if node.index in both]
+
+
+def _reads(node: Node) -> tuple[int, ...]:
+    """What a node is made of, comparisons and indices included; what takes only a shape is a constant."""
+    if node.step is None:
+        return node.parents
+    return () if node.op in _ops.FRESH else node.step.refs
 
 
 def replay(
@@ -47,9 +63,9 @@ def replay(
         if node.step is None:
             raise ReplayError(f"{node.op} cannot be computed again: the model writes into a part of a tensor in place")
     moving = {source, *(node.index for node in nodes)}
-    used = {ref.index for node in nodes for ref in _refs(node)}
+    used = {index for node in nodes for index in _refs(node)}
     fixed = {index: _cast(graph.values[index].detach(), dtype) for index in used - moving}
-    last_use = {ref.index: node.index for node in nodes for ref in _refs(node)}
+    last_use = {index: node.index for node in nodes for index in _refs(node)}
 
     def function(value: Tensor) -> Tensor:
         live = {**fixed, source: _cast(value, dtype)}
@@ -57,17 +73,17 @@ def replay(
             live[node.index] = _compute(node, live, dtype)
             if keep is not None:
                 keep[node.index] = live[node.index]
-            for ref in _refs(node):
-                if ref.index in moving and last_use[ref.index] == node.index:
-                    live.pop(ref.index, None)
+            for index in _refs(node):
+                if index in moving and last_use[index] == node.index:
+                    live.pop(index, None)
         return live[target]
 
     return function
 
 
-def _refs(node: Node) -> list[Ref]:
+def _refs(node: Node) -> tuple[int, ...]:
     assert node.step is not None
-    return [leaf for leaf in tree_leaves((node.step.args, node.step.kwargs)) if isinstance(leaf, Ref)]
+    return node.step.refs
 
 
 def _compute(node: Node, live: dict[int, Tensor], dtype: torch.dtype | None) -> Tensor:
@@ -82,6 +98,8 @@ def _compute(node: Node, live: dict[int, Tensor], dtype: torch.dtype | None) -> 
         return value
 
     args, kwargs = tree_map(resolve, (step.args, step.kwargs))
+    if dtype is not None and node.op in ("_softmax", "_log_softmax"):
+        args = (*args[:2], False)  # half_to_float: nothing is half any more
     if node.op in ("view", "_unsafe_view") and not isinstance(args[1], torch.dtype):
         return torch.reshape(args[0], args[1])  # a batched tensor may be laid out otherwise
     if node.wrote is not None:

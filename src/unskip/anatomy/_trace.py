@@ -74,6 +74,7 @@ class Step:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     output: int
+    refs: tuple[int, ...] = ()  # the nodes among the arguments, integers included
 
 
 @dataclass(eq=False)
@@ -261,7 +262,8 @@ class Recorder(TorchDispatchMode):
             return Ref(self._lookup(value)) if isinstance(value, Tensor) else value
 
         args, kwargs = tree_map(refer, (args, kwargs))
-        return Step(func, args, kwargs, 0)
+        refs = tuple(leaf.index for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Ref))
+        return Step(func, args, kwargs, 0, refs)
 
     @staticmethod
     def _ratio(name: str, args: tuple[Any, ...]) -> float | None:
