@@ -37,5 +37,9 @@ class InitError(UnskipError):
     """An initialisation does not fit the model, or did not keep its promise."""
 
 
+class TrainingError(UnskipError):
+    """A run that cannot go on; its last checkpoint is whole."""
+
+
 class UnskipWarning(UserWarning):
     """Something that works as asked but may not do what was meant."""

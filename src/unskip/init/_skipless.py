@@ -19,7 +19,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Sequence
-from typing import Literal, get_args
+from typing import Literal, TypedDict, get_args
 
 import torch
 from torch import Tensor, nn
@@ -36,8 +36,17 @@ PARTS: tuple[Name, ...] = get_args(Name)
 Heads = Literal["independent", "shared", "sliced"]
 _TOKENS = 64  # that attention is judged among
 
+
+class Constants(TypedDict):
+    """What `skipless_` takes as numbers."""
+
+    alpha: float
+    beta: float
+    c: float
+
+
 # Constants of the paper, by the model they were used for.
-PRESETS: dict[str, dict[str, float]] = {
+PRESETS: dict[str, Constants] = {
     "vit-base": {"alpha": 2.0, "beta": 0.6, "c": 3.0},
     "vit-small": {"alpha": 1.8, "beta": 1.0, "c": 3.0},
 }

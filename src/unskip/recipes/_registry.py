@@ -1,0 +1,80 @@
+"""The recipes by name, their presets, and configs from names and fields with errors that say what was meant."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+from unskip._words import nearest
+from unskip.errors import BadInput
+
+
+@dataclass(frozen=True)
+class Preset:
+    """The fields a preset sets, what a run of it costs, and what it should reach."""
+
+    fields: Mapping[str, Any]
+    cost: str
+    expected: str
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A kind of run."""
+
+    name: str
+    config: type
+    presets: Mapping[str, Preset]
+    build: Callable[[Any], Any]  # config -> (Task, Schedule)
+
+
+RECIPES: dict[str, Recipe] = {}
+
+
+def register(recipe: Recipe) -> Recipe:
+    """Enters a recipe."""
+    RECIPES[recipe.name] = recipe
+    return recipe
+
+
+def resolve(recipe: str, preset: str, overrides: Mapping[str, Any]) -> Any:
+    """The config of a preset with some fields changed. Raises BadInput with the nearest names."""
+    found = RECIPES.get(recipe)
+    if found is None:
+        raise BadInput(f"no recipe {recipe!r}{nearest(recipe, RECIPES)}; there are {', '.join(RECIPES)}")
+    chosen = found.presets.get(preset)
+    if chosen is None:
+        raise BadInput(f"{recipe} has no preset {preset!r}{nearest(preset, found.presets)}; {', '.join(found.presets)}")
+    names = [field.name for field in fields(found.config)]
+    for name in overrides:
+        if name not in names:
+            raise BadInput(f"{recipe} has no field {name!r}{nearest(name, names)}; it has {', '.join(names)}")
+    config = found.config(preset=preset, **chosen.fields)
+    return replace(config, **overrides)
+
+
+def from_dict(data: Mapping[str, Any]) -> Any:
+    """The config that a run folder holds."""
+    values = dict(data)
+    recipe = RECIPES.get(values.pop("recipe", ""))
+    if recipe is None:
+        raise BadInput(f"the run's recipe is {data.get('recipe')!r}; this version has {', '.join(RECIPES)}")
+    names = {field.name for field in fields(recipe.config)}
+    unknown = sorted(set(values) - names)
+    if unknown:
+        raise BadInput(f"the run's config has fields that this version does not know: {', '.join(unknown)}")
+    return recipe.config(**values)
+
+
+def to_dict(recipe: str, config: Any) -> dict[str, Any]:
+    """Plain data for a run folder."""
+    return {"recipe": recipe, **{field.name: getattr(config, field.name) for field in fields(config)}}
+
+
+def recipe_of(config: Any) -> Recipe:
+    """The recipe that a config belongs to."""
+    for recipe in RECIPES.values():
+        if type(config) is recipe.config:
+            return recipe
+    raise BadInput(f"{type(config).__name__} is no config of a recipe: call unskip.recipes.supervised(...)")

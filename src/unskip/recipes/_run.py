@@ -1,0 +1,39 @@
+"""From a config to a run: build the task, make the folder, train; and the same again from a folder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from unskip.recipes._registry import RECIPES, from_dict, recipe_of, to_dict
+from unskip.training import Outcome, RunFolder
+from unskip.training import train as run_loop
+
+
+def train(config: Any, out: str | Path, quiet: bool = False) -> Outcome:
+    """Carries out a config in a new run folder. Stopped by Ctrl-C or SIGTERM it leaves a checkpoint to resume from."""
+    recipe = recipe_of(config)
+    torch.manual_seed(config.seed)
+    task, schedule = recipe.build(config)
+    folder = RunFolder(out)
+    if _is_main():
+        folder = RunFolder.create(out, to_dict(recipe.name, config), str(next(task.model.parameters()).device))
+    return run_loop(task, schedule, folder, quiet)
+
+
+def resume(out: str | Path, quiet: bool = False) -> Outcome:
+    """Goes on with a run from its last whole checkpoint, or from the start where it has none."""
+    folder = RunFolder.open(out)
+    data = folder.config
+    config = from_dict(data)
+    torch.manual_seed(config.seed)
+    task, schedule = RECIPES[data["recipe"]].build(config)
+    return run_loop(task, schedule, folder, quiet)
+
+
+def _is_main() -> bool:
+    import os
+
+    return int(os.environ.get("RANK", "0")) == 0

@@ -1,0 +1,158 @@
+"""A run is a folder: everything about one training run, from which every other view is made.
+
+    config.json                  the resolved config, versions, device, seed
+    metrics.jsonl                a line a logged step, the truth about the run
+    evals.jsonl                  a line an evaluation
+    warnings.jsonl               a line a named warning
+    checkpoints/step-N/          model, optimizer, averaged weights and where the run stood, with checksums
+
+Checkpoints are written aside and renamed, and the last two are kept: a run that is killed at any moment has a whole
+one, or none yet.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import platform
+import shutil
+import subprocess
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from unskip.errors import BadInput, LoadError, UnskipWarning
+from unskip.training._state import check, seal
+
+KEPT = 2
+
+
+class RunFolder:
+    """Reads and writes one run."""
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    @classmethod
+    def create(cls, path: str | Path, config: dict[str, Any], device: str) -> RunFolder:
+        """A new run. A folder that holds one already is refused."""
+        run = cls(path)
+        if (run.path / "config.json").exists():
+            raise BadInput(f"{path} holds a run already: go on with `unskip resume {path}`, or choose another --out")
+        run.checkpoints.mkdir(parents=True, exist_ok=True)
+        run._write("config.json", {"config": config, "device": device, "versions": versions(), "git": _commit()})
+        return run
+
+    @classmethod
+    def open(cls, path: str | Path) -> RunFolder:
+        """An existing run."""
+        run = cls(path)
+        if not (run.path / "config.json").is_file():
+            raise BadInput(f"{path}: no run there (it has no config.json)")
+        return run
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """The resolved config of the run."""
+        try:
+            data = json.loads((self.path / "config.json").read_text())
+            return dict(data["config"])
+        except (OSError, ValueError, KeyError) as error:
+            raise LoadError(f"{self.path / 'config.json'}: damaged ({error})") from error
+
+    def _write(self, name: str, data: object) -> None:
+        aside = self.path / f".{name}.tmp"
+        aside.write_text(json.dumps(data, indent=1) + "\n")
+        aside.replace(self.path / name)
+
+    def append(self, name: str, row: dict[str, Any]) -> None:
+        """Adds a line to a .jsonl file, on the disk when this returns. What is not finite is written as text."""
+        with (self.path / name).open("a") as file:
+            file.write(json.dumps({key: _plain(value) for key, value in row.items()}, allow_nan=False) + "\n")
+            file.flush()
+
+    def read(self, name: str) -> list[dict[str, Any]]:
+        """The lines of a .jsonl file; a line that was cut off is left out."""
+        rows = []
+        file = self.path / name
+        for line in file.read_text().splitlines() if file.exists() else []:
+            try:
+                rows.append(json.loads(line))
+            except ValueError:
+                continue
+        return rows
+
+    def rewind(self, step: int) -> None:
+        """Forgets what was logged after a step, because those steps will be taken again."""
+        for name in ("metrics.jsonl", "evals.jsonl", "warnings.jsonl"):
+            if (self.path / name).exists():
+                kept = [row for row in self.read(name) if row.get("step", 0) <= step]
+                aside = self.path / f".{name}.tmp"
+                aside.write_text("".join(json.dumps(row) + "\n" for row in kept))
+                aside.replace(self.path / name)
+
+    def save_checkpoint(self, step: int, write: Callable[[Path], None]) -> Path:
+        """Writes a checkpoint aside, renames it, and drops the oldest."""
+        target = self.checkpoints / f"step-{step}"
+        aside = self.checkpoints / f".step-{step}.tmp"
+        shutil.rmtree(aside, ignore_errors=True)
+        aside.mkdir(parents=True)
+        try:
+            write(aside)
+            seal(aside)
+        except BaseException:
+            shutil.rmtree(aside, ignore_errors=True)
+            raise
+        shutil.rmtree(target, ignore_errors=True)
+        aside.rename(target)
+        for old in self._steps()[:-KEPT]:
+            shutil.rmtree(self.checkpoints / f"step-{old}", ignore_errors=True)
+        return target
+
+    def _steps(self) -> list[int]:
+        names = [folder.name for folder in self.checkpoints.glob("step-*") if folder.is_dir()]
+        return sorted(int(name.partition("-")[2]) for name in names if name.partition("-")[2].isdigit())
+
+    def last_checkpoint(self) -> tuple[int, Path] | None:
+        """The newest whole checkpoint, or None before the first. A damaged one is passed over with a warning."""
+        for step in reversed(self._steps()):
+            folder = self.checkpoints / f"step-{step}"
+            try:
+                check(folder)
+                return step, folder
+            except LoadError as error:
+                warnings.warn(f"{error}: the checkpoint before it is used", UnskipWarning, stacklevel=3)
+        return None
+
+
+def versions() -> dict[str, str]:
+    """The versions a result depends on."""
+    from importlib import metadata
+
+    found = {"python": platform.python_version(), "torch": torch.__version__}
+    for name in ("unskip", "timm", "accelerate"):
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def _commit() -> str | None:
+    """The commit of the working directory, where it is a repository."""
+    try:
+        done = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, timeout=5, check=False)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip() or None
+
+
+def _plain(value: object) -> object:
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value

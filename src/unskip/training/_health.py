@@ -1,0 +1,85 @@
+"""Named warnings of a run that is going wrong, raised while it can still be stopped.
+
+non-finite-loss       the loss is not a number any more
+exploding-features    the last block's features are a hundred times as long as at the first look, or longer than 1e4
+collapsed-features    the features of different samples span hardly more than one direction
+flat-loss             after a fifth of the run the loss is where a model stands that has learnt nothing
+dead-attention        most attentions look at all tokens evenly
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from typing import Any
+
+import torch
+
+from unskip.errors import UnskipError, UnskipWarning
+from unskip.measures import Measurement, measure
+from unskip.training._folder import RunFolder
+from unskip.training._task import Schedule, Task
+
+
+class Watch:
+    """Looks at a run from time to time; what it knows is part of a checkpoint."""
+
+    def __init__(self, task: Task, schedule: Schedule, folder: RunFolder) -> None:
+        self.task, self.schedule, self.folder = task, schedule, folder
+        self.first_norm: float | None = None
+        self.raised: list[str] = []
+
+    def state(self) -> dict[str, Any]:
+        return {"first_norm": self.first_norm, "raised": list(self.raised)}
+
+    def load(self, state: dict[str, Any]) -> None:
+        self.first_norm, self.raised = state["first_norm"], list(state["raised"])
+
+    def loss(self, done: int, value: float) -> None:
+        """Looks at a logged loss."""
+        trivial = self.task.trivial
+        if trivial is None or done < self.schedule.steps / 5:
+            return
+        if abs(value - trivial) < 0.01 * trivial:
+            text = f"at step {done} the loss is {value:.4g}, that of a model that has learnt nothing ({trivial:.4g})"
+            self.warn(done, "flat-loss", text)
+
+    def look(self, done: int) -> None:
+        """Looks at the features and attentions of the model on a few samples."""
+        if self.task.sample is None:
+            return
+        try:
+            with torch.no_grad():
+                found = measure(self.task.model, self.task.sample, jacobians="off")
+        except UnskipError as error:
+            self.warn(done, "not-measured", f"the model's health could not be looked at: {error}")
+            return
+        self._features(done, found)
+        self._attention(done, found)
+
+    def _features(self, done: int, found: Measurement) -> None:
+        last = found.blocks[-1]
+        if self.first_norm is None:
+            self.first_norm = last.norm
+        if last.norm > max(1e4, 100 * self.first_norm):
+            self.warn(
+                done, "exploding-features", f"features have length {last.norm:.3g}, at first {self.first_norm:.3g}"
+            )
+        if last.pooled_rank is not None and found.samples >= 4 and last.pooled_rank < 1.2:
+            text = f"the features of {found.samples} samples have effective rank {last.pooled_rank:.2f}"
+            self.warn(done, "collapsed-features", text)
+
+    def _attention(self, done: int, found: Measurement) -> None:
+        entropies = [row.entropy for row in found.sites if row.entropy is not None]
+        even = math.log(found.tokens) if found.tokens > 1 else math.inf
+        dead = [heads for heads in entropies if min(heads) > 0.999 * even]
+        if entropies and len(dead) > len(entropies) / 2:
+            text = f"{len(dead)} of {len(entropies)} attentions look at all tokens evenly"
+            self.warn(done, "dead-attention", text)
+
+    def warn(self, done: int, name: str, text: str) -> None:
+        """Writes a named warning into the run, and says it once."""
+        self.folder.append("warnings.jsonl", {"step": done, "warning": name, "text": text})
+        if name not in self.raised:
+            self.raised.append(name)
+            warnings.warn(f"{name}: {text}", UnskipWarning, stacklevel=2)

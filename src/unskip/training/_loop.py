@@ -1,0 +1,286 @@
+"""The step loop: from a task and a schedule to a run folder, stopped and resumed at any step.
+
+Whatever is random in a step is a function of (seed, step, rank): batches are, and the global generator is seeded anew
+before each step, so dropout is too. So a resumed run needs no generator's state, only its step, and on one CPU process
+goes on to the same weights bit for bit.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import math
+import signal
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from unskip.errors import TrainingError
+from unskip.optim import schedules
+from unskip.training import _health
+from unskip.training._folder import RunFolder
+from unskip.training._progress import Reporter
+from unskip.training._state import read_state, write_state
+from unskip.training._task import Schedule, Task
+from unskip.wiring import save as save_model
+
+_DTYPES = {"float32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a run ended."""
+
+    folder: Path
+    step: int
+    finished: bool
+    evaluations: dict[str, float]
+
+
+def train(task: Task, schedule: Schedule, folder: RunFolder, quiet: bool = False) -> Outcome:
+    """Trains from the last checkpoint of the folder, or from the start, to the end of the schedule or to a signal."""
+    from accelerate import Accelerator
+
+    accelerator = Accelerator(cpu=_device(task.model).type == "cpu", step_scheduler_with_optimizer=False)
+    trainer = _Trainer(task, schedule, folder, accelerator)
+    start = trainer.restore()
+    reporter = Reporter(schedule.steps, start, quiet or not accelerator.is_main_process)
+    with _stop_on_signal() as stop, reporter:
+        step = trainer.go(start, stop, reporter)
+    return Outcome(folder.path, step, step >= schedule.steps, trainer.last_evaluations)
+
+
+class _Stop:
+    """Set by a signal, read between steps."""
+
+    asked = False
+
+
+@contextlib.contextmanager
+def _stop_on_signal() -> Iterator[_Stop]:
+    """SIGINT and SIGTERM end the run after the step in hand; a second one ends it at once."""
+    stop = _Stop()
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        if stop.asked:
+            raise KeyboardInterrupt
+        stop.asked = True
+
+    before = {}
+    with contextlib.suppress(ValueError):  # not the main thread: signals are somebody else's
+        for number in (signal.SIGINT, signal.SIGTERM):
+            before[number] = signal.signal(number, handle)
+    try:
+        yield stop
+    finally:
+        for number, previous in before.items():
+            signal.signal(number, previous)
+
+
+class _Trainer:
+    def __init__(self, task: Task, schedule: Schedule, folder: RunFolder, accelerator: Any) -> None:
+        self.task, self.schedule, self.folder, self.accelerator = task, schedule, folder, accelerator
+        self.model, self.optimizer = accelerator.prepare(task.model, task.optimizer)
+        self.forward: Any = torch.compile(self.model) if schedule.compile else self.model
+        self.average = _averaged(task.model, schedule.average)
+        self.last_evaluations: dict[str, float] = {}
+        self.health = _health.Watch(task, schedule, folder)
+
+    @property
+    def rank(self) -> int:
+        return int(self.accelerator.process_index)
+
+    @property
+    def world(self) -> int:
+        return int(self.accelerator.num_processes)
+
+    def restore(self) -> int:
+        """Puts the newest whole checkpoint into the model and the optimizer; returns the step it stood at."""
+        from safetensors.torch import load_model
+
+        found = self.folder.last_checkpoint()
+        step = 0
+        if found is not None:
+            step, folder = found
+            device = _device(self.task.model)
+            load_model(self.task.model, folder / "model.safetensors", device=str(device))
+            self.task.optimizer.load_state_dict(read_state(folder, "optimizer", device))
+            if self.average is not None:
+                self.average.load_state_dict(read_state(folder, "average", device))
+            self.health.load(read_state(folder, "health"))
+        if self.accelerator.is_main_process:
+            self.folder.rewind(step)
+        return step
+
+    def go(self, start: int, stop: _Stop, reporter: Reporter) -> int:
+        schedule, pending = self.schedule, []
+        begun, counted, saved = time.perf_counter(), 0, start
+        for step, batch in enumerate(self.task.feed.iterate(start, schedule.steps, self.rank, self.world), start):
+            loss, numbers = self._step(step, batch)
+            pending.append((loss, numbers))
+            counted += _rows(batch) * self.world
+            done = step + 1
+            last = done == schedule.steps
+            stopping = self._stopping(stop, done)
+            if done % schedule.log_every == 0 or last or stopping:
+                row = self._row(step, pending)
+                seconds = time.perf_counter() - begun
+                row |= {"samples_per_second": counted / seconds, "seconds": seconds}
+                self._refuse_not_finite(row, saved)
+                self._log("metrics.jsonl", row)
+                self.health.loss(done, row["loss"])
+                reporter.show(done, row)
+                pending, counted, begun = [], 0, time.perf_counter()
+            if last or (schedule.evaluate_every and done % schedule.evaluate_every == 0):
+                self._evaluate(done, reporter)
+                begun = time.perf_counter()
+            if last or done % schedule.checkpoint_every == 0 or stopping:
+                self._checkpoint(done)
+                saved = done
+                begun = time.perf_counter()
+            if stopping and not last:
+                reporter.say(f"stopped at step {done}; go on with: unskip resume {self.folder.path}")
+                return done
+        return schedule.steps
+
+    def _step(self, step: int, batch: Any) -> tuple[Tensor, dict[str, Tensor]]:
+        schedule = self.schedule
+        self.model.train()
+        torch.manual_seed(mix(schedule.seed, step, self.rank))
+        factor = schedules.warmup_cosine(step, total=schedule.steps, warmup=schedule.warmup, floor=schedule.lr_end)
+        schedules.apply(self.task.optimizer, lr=factor)
+        if self.task.wiring is not None:
+            self.task.wiring.step(step)
+        parts = _split(batch, schedule.accumulate)
+        total: Tensor | None = None
+        for index, part in enumerate(parts):
+            synchronise = index == len(parts) - 1
+            with contextlib.nullcontext() if synchronise else self.accelerator.no_sync(self.model):
+                with self._autocast():
+                    loss, numbers = self.task.loss(self.forward, part)
+                loss = loss / len(parts)
+                self.accelerator.backward(loss)
+            total = loss.detach() if total is None else total + loss.detach()
+        if schedule.clip is not None:
+            norm = self.accelerator.clip_grad_norm_(self.model.parameters(), schedule.clip)
+            numbers = {**numbers, "gradient_norm": norm.detach()}
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        if self.average is not None:
+            self.average.update_parameters(self.task.model)
+        assert total is not None
+        return total, numbers
+
+    def _autocast(self) -> Any:
+        dtype = _DTYPES[self.schedule.precision]
+        device = _device(self.task.model).type
+        return torch.autocast(device, dtype) if dtype is not None else contextlib.nullcontext()
+
+    def _row(self, step: int, pending: list[tuple[Tensor, dict[str, Tensor]]]) -> dict[str, Any]:
+        """One line of metrics: means over the steps since the last one and over processes."""
+        losses = torch.stack([loss for loss, _ in pending])
+        values = {"loss": losses.mean()}
+        for name in pending[-1][1]:
+            values[name] = torch.stack([numbers[name].detach().float() for _, numbers in pending]).mean()
+        if self.world > 1:
+            values = {name: self.accelerator.reduce(value, "mean") for name, value in values.items()}
+        row: dict[str, Any] = {"step": step + 1}
+        row |= {name: float(value) for name, value in values.items()}
+        row["lr"] = self.task.optimizer.param_groups[0]["lr"]
+        if self.task.wiring is not None:
+            row["effective_decay"] = self.task.wiring.effective_decay
+        return row
+
+    def _refuse_not_finite(self, row: dict[str, Any], saved: int) -> None:
+        if not math.isfinite(row["loss"]):
+            self._log("metrics.jsonl", row)
+            self.health.warn(row["step"], "non-finite-loss", f"the loss is {row['loss']} at step {row['step']}")
+            raise TrainingError(
+                f"{self.folder.path}: the loss is {row['loss']} at step {row['step']}. The last good checkpoint is "
+                f"that of step {saved}. Lower the learning rate, lengthen the warm-up or clip the gradient, and start "
+                "anew."
+            )
+
+    def _evaluate(self, done: int, reporter: Reporter) -> None:
+        self.accelerator.wait_for_everyone()
+        model = self.task.model if self.average is None else self.average.module
+        if self.accelerator.is_main_process:
+            for name, evaluation in self.task.evaluations.items():
+                with torch.no_grad(), _evaluating(model), torch.random.fork_rng():
+                    values = evaluation(model)
+                self.last_evaluations |= values
+                self.folder.append("evals.jsonl", {"step": done, "evaluation": name, **values})
+                reporter.say(f"step {done}: " + ", ".join(f"{key} {value:.4g}" for key, value in values.items()))
+            self.health.look(done)
+        self.accelerator.wait_for_everyone()
+
+    def _checkpoint(self, done: int) -> None:
+        self.accelerator.wait_for_everyone()
+        if self.accelerator.is_main_process:
+            self.folder.save_checkpoint(done, self._write)
+        self.accelerator.wait_for_everyone()
+
+    def _write(self, folder: Path) -> None:
+        (self.task.save or save_model)(self.task.model, folder)
+        write_state(folder, "optimizer", self.task.optimizer.state_dict())
+        if self.average is not None:
+            write_state(folder, "average", dict(self.average.state_dict()))
+        write_state(folder, "health", self.health.state())
+
+    def _stopping(self, stop: _Stop, done: int) -> bool:
+        """Whether to end here. Several processes agree on it, now and then."""
+        if self.world == 1:
+            return stop.asked
+        if done % self.schedule.log_every:
+            return False
+        flag = torch.tensor(float(stop.asked), device=self.accelerator.device)
+        return bool(self.accelerator.reduce(flag, "sum") > 0)
+
+    def _log(self, name: str, row: dict[str, Any]) -> None:
+        if self.accelerator.is_main_process:
+            self.folder.append(name, row)
+
+
+def mix(*numbers: int) -> int:
+    """A seed from several numbers; neighbours give unrelated ones."""
+    digest = hashlib.blake2b(repr(numbers).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") >> 1
+
+
+def _device(model: nn.Module) -> torch.device:
+    return next(model.parameters()).device
+
+
+def _averaged(model: nn.Module, decay: float | None) -> Any:
+    if decay is None:
+        return None
+    from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+    return AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(decay), use_buffers=True)
+
+
+def _split(batch: Any, parts: int) -> list[Any]:
+    if parts == 1:
+        return [batch]
+    return [*zip(*(tensor.chunk(parts) for tensor in batch), strict=True)]
+
+
+def _rows(batch: Any) -> int:
+    return len(batch[0])
+
+
+@contextlib.contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    modes = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, mode in modes.items():
+            module.training = mode

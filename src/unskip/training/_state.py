@@ -1,0 +1,99 @@
+"""State as plain files: tensors in safetensors, all else as JSON, checksums over both; no pickle.
+
+A state is a tree of dicts, lists, tuples, numbers, strings and tensors, such as an optimizer's `state_dict()`. It comes
+back with the same structure and, bit for bit, the same tensors.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from unskip.errors import LoadError
+
+_TENSOR, _TUPLE, _PAIRS = "tensor:", "tuple:", "pairs:"
+
+
+def write_state(folder: Path, name: str, state: object) -> None:
+    """Writes `name`.safetensors and `name`.json into a folder."""
+    from safetensors.torch import save_file
+
+    tensors: dict[str, Tensor] = {}
+    tree = _pack(state, tensors)
+    save_file(tensors, folder / f"{name}.safetensors")
+    (folder / f"{name}.json").write_text(json.dumps(tree))
+
+
+def read_state(folder: Path, name: str, device: str | torch.device = "cpu") -> Any:
+    """What `write_state` wrote."""
+    from safetensors.torch import load_file
+
+    tensors = load_file(folder / f"{name}.safetensors", device=str(device))
+    return _unpack(json.loads((folder / f"{name}.json").read_text()), tensors)
+
+
+def _pack(value: object, tensors: dict[str, Tensor]) -> object:
+    if isinstance(value, Tensor):
+        key = str(len(tensors))
+        # A tensor of its own: safetensors refuses memory that two of them share.
+        tensors[key] = value.detach().clone(memory_format=torch.contiguous_format)
+        return {_TENSOR: key}
+    if isinstance(value, dict):
+        if all(isinstance(key, str) for key in value):
+            return {key: _pack(item, tensors) for key, item in value.items()}
+        return {_PAIRS: [[key, _pack(item, tensors)] for key, item in value.items()]}  # JSON keys are strings
+    if isinstance(value, tuple):
+        return {_TUPLE: [_pack(item, tensors) for item in value]}
+    if isinstance(value, list):
+        return [_pack(item, tensors) for item in value]
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    raise TypeError(f"a {type(value).__name__} cannot be saved without pickle")
+
+
+def _unpack(value: Any, tensors: dict[str, Tensor]) -> Any:
+    if isinstance(value, list):
+        return [_unpack(item, tensors) for item in value]
+    if not isinstance(value, dict):
+        return value
+    if _TENSOR in value:
+        return tensors[value[_TENSOR]]
+    if _TUPLE in value:
+        return tuple(_unpack(item, tensors) for item in value[_TUPLE])
+    if _PAIRS in value:
+        return {key: _unpack(item, tensors) for key, item in value[_PAIRS]}
+    return {key: _unpack(item, tensors) for key, item in value.items()}
+
+
+def seal(folder: Path) -> None:
+    """Writes the checksums of all files of a folder into it, and all of it to the disk."""
+    sums = {file.name: _digest(file) for file in sorted(folder.iterdir()) if file.is_file()}
+    (folder / "checksums.json").write_text(json.dumps(sums, indent=1))
+    for file in folder.iterdir():
+        with file.open("rb") as opened:
+            os.fsync(opened.fileno())
+
+
+def check(folder: Path) -> None:
+    """Raises LoadError where a file is missing or not what was written."""
+    try:
+        sums = json.loads((folder / "checksums.json").read_text())
+    except (OSError, ValueError) as error:
+        raise LoadError(f"{folder}: no checksums, so it was not written to its end") from error
+    for name, expected in sums.items():
+        file = folder / name
+        if not file.is_file():
+            raise LoadError(f"{file}: missing")
+        if _digest(file) != expected:
+            raise LoadError(f"{file}: damaged, its checksum is another")
+
+
+def _digest(file: Path) -> str:
+    with file.open("rb") as opened:
+        return hashlib.file_digest(opened, "sha256").hexdigest()

@@ -1,0 +1,57 @@
+"""What a recipe hands to the loop: a model that is built, initialised and rewired, its batches, and its loss."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from torch import Tensor, nn
+
+from unskip.wiring import Wiring
+
+Batch = Any
+Loss = Callable[[nn.Module, Batch], tuple[Tensor, dict[str, Tensor]]]
+Evaluation = Callable[[nn.Module], dict[str, float]]
+
+
+class Batches(Protocol):
+    """Batches as a function of the step alone."""
+
+    @property
+    def steps_per_epoch(self) -> int: ...
+
+    def iterate(self, start_step: int, stop_step: int, rank: int = 0, world: int = 1) -> Iterator[Batch]: ...
+
+
+@dataclass
+class Task:
+    """One complete thing to train."""
+
+    model: nn.Module
+    feed: Batches
+    loss: Loss  # (model, batch) -> (loss, numbers to log)
+    optimizer: Any
+    wiring: Wiring | None = None
+    trivial: float | None = None  # the loss of a model that has learnt nothing, such as log(classes)
+    evaluations: dict[str, Evaluation] = field(default_factory=dict)
+    sample: Any = None  # a few inputs, on which the model's health is looked at
+    save: Callable[[nn.Module, Any], None] | None = None  # how a checkpoint stores the model; unskip.save by default
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """How long and how: the part of a config that every recipe has."""
+
+    steps: int
+    warmup: int = 0
+    lr_end: float = 0.0  # as a fraction of lr
+    precision: str = "float32"
+    accumulate: int = 1
+    clip: float | None = None
+    compile: bool = False
+    average: float | None = None  # decay of the averaged weights (EMA)
+    log_every: int = 10
+    checkpoint_every: int = 500
+    evaluate_every: int | None = None
+    seed: int = 0

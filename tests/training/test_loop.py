@@ -1,0 +1,249 @@
+"""The step loop on a small task: exact resume, faults, accumulation, averaging."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from unskip.errors import BadInput, TrainingError, UnskipWarning
+from unskip.training import RunFolder, Schedule, Task, train
+
+
+class Feed:
+    """Regression batches as a function of (seed, step)."""
+
+    steps_per_epoch = 7
+
+    def __init__(self, poison: int | None = None, stop_at: int | None = None) -> None:
+        self.poison, self.stop_at = poison, stop_at
+
+    def iterate(self, start_step: int, stop_step: int, rank: int = 0, world: int = 1) -> Iterator[Any]:
+        for step in range(start_step, stop_step):
+            if step == self.stop_at:
+                os.kill(os.getpid(), signal.SIGTERM)
+            generator = torch.Generator().manual_seed(1000 + step)
+            x = torch.randn(8, 6, generator=generator)
+            y = torch.stack([x.sum(1), x.prod(1)], 1)
+            if step == self.poison:
+                y = y * torch.nan
+            yield x[rank::world], y[rank::world]
+
+
+def task(optimizer: str = "adamw", **feed: Any) -> Task:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 16), nn.Dropout(0.3), nn.GELU(), nn.Linear(16, 2))
+    if optimizer == "adamw":
+        chosen: Any = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    else:
+        from unskip.optim import build
+
+        chosen = build(model, optimizer, lr=1e-2)
+
+    def loss(network: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+        x, y = batch
+        value = (network(x) - y).square().mean()
+        return value, {"twice": 2 * value}
+
+    def evaluation(network: nn.Module) -> dict[str, float]:
+        assert not network.training
+        return {"bias": float(network[-1].bias[0])}
+
+    def save(network: nn.Module, folder: Any) -> None:
+        from safetensors.torch import save_model
+
+        save_model(network, str(Path(folder) / "model.safetensors"))
+
+    return Task(model, Feed(**feed), loss, chosen, evaluations={"bias": evaluation}, save=save)
+
+
+def schedule(**changes: Any) -> Schedule:
+    return Schedule(**{"steps": 20, "warmup": 3, "log_every": 4, "checkpoint_every": 6, "evaluate_every": 10, **changes})
+
+
+def new(path: Path) -> RunFolder:
+    return RunFolder.create(path, {"recipe": "test"}, "cpu")
+
+
+def weights(one: Task) -> list[Tensor]:
+    return [parameter.detach().clone() for parameter in one.model.parameters()]
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "soap", "muon"])
+@pytest.mark.parametrize("stop_at", [3, 6, 13])
+def test_a_run_that_was_stopped_goes_on_to_the_same_weights(tmp_path: Path, optimizer: str, stop_at: int) -> None:
+    whole = task(optimizer)
+    train(whole, schedule(average=0.9), new(tmp_path / "whole"), quiet=True)
+    first = task(optimizer, stop_at=stop_at)
+    outcome = train(first, schedule(average=0.9), new(tmp_path / "cut"), quiet=True)
+    assert not outcome.finished
+    assert outcome.step == stop_at + 1
+    second = task(optimizer)
+    outcome = train(second, schedule(average=0.9), RunFolder.open(tmp_path / "cut"), quiet=True)
+    assert outcome.finished
+    for a, b in zip(weights(whole), weights(second), strict=True):
+        assert torch.equal(a, b)
+    averages = [
+        (tmp_path / name / "checkpoints" / "step-20" / "average.safetensors").read_bytes() for name in ("whole", "cut")
+    ]
+    assert averages[0] == averages[1]
+    steps = [[row["step"] for row in RunFolder(tmp_path / name).read("metrics.jsonl")] for name in ("whole", "cut")]
+    assert set(steps[0]) <= set(steps[1]) and steps[1] == sorted(set(steps[1]))
+
+
+def test_the_schedule_and_the_log(tmp_path: Path) -> None:
+    folder = new(tmp_path / "run")
+    outcome = train(task(), schedule(clip=1.0), folder, quiet=True)
+    rows = folder.read("metrics.jsonl")
+    assert [row["step"] for row in rows] == [4, 8, 12, 16, 20]
+    assert all(row["twice"] == pytest.approx(2 * row["loss"], rel=1e-5) for row in rows)
+    assert rows[0]["lr"] == pytest.approx(1e-2)  # step 3, the first after the warm-up
+    assert rows[-1]["lr"] < 1e-3
+    assert "gradient_norm" in rows[0]
+    assert [row["step"] for row in folder.read("evals.jsonl")] == [10, 20]
+    assert outcome.evaluations.keys() == {"bias"}
+    kept = sorted(path.name for path in folder.checkpoints.iterdir())
+    assert kept == ["step-18", "step-20"]
+
+
+def test_accumulation_takes_the_same_step(tmp_path: Path) -> None:
+    def without_dropout() -> Task:
+        one = task()
+        one.model[1].p = 0.0
+        return one
+
+    once, four = without_dropout(), without_dropout()
+    train(once, schedule(steps=5), new(tmp_path / "once"), quiet=True)
+    train(four, schedule(steps=5, accumulate=4), new(tmp_path / "four"), quiet=True)
+    for a, b in zip(weights(once), weights(four), strict=True):
+        assert torch.allclose(a, b, atol=1e-6)
+
+
+def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_the_last_checkpoint(tmp_path: Path) -> None:
+    folder = new(tmp_path / "run")
+    with pytest.warns(UnskipWarning, match="non-finite-loss"), pytest.raises(TrainingError, match="checkpoint is that of step 6"):
+        train(task(poison=9), schedule(), folder, quiet=True)
+    assert folder.last_checkpoint() is not None
+    assert folder.last_checkpoint()[0] == 6  # type: ignore[index]
+    assert folder.read("warnings.jsonl")[0]["warning"] == "non-finite-loss"
+    assert folder.read("metrics.jsonl")[-1]["loss"] == "nan"
+
+
+@pytest.mark.parametrize("damage", ["truncate", "flip", "delete", "unsealed"])
+def test_a_damaged_checkpoint_is_passed_over(tmp_path: Path, damage: str) -> None:
+    whole = task()
+    train(whole, schedule(), new(tmp_path / "run"), quiet=True)
+    folder = RunFolder.open(tmp_path / "run")
+    victim = folder.checkpoints / "step-20" / "optimizer.safetensors"
+    if damage == "truncate":
+        victim.write_bytes(victim.read_bytes()[:-7])
+    elif damage == "flip":
+        data = bytearray(victim.read_bytes())
+        data[-1] ^= 1
+        victim.write_bytes(bytes(data))
+    elif damage == "delete":
+        victim.unlink()
+    else:
+        (folder.checkpoints / "step-20" / "checksums.json").unlink()
+    again = task()
+    with pytest.warns(UnskipWarning, match="the checkpoint before it is used"):
+        train(again, schedule(), folder, quiet=True)
+    for a, b in zip(weights(whole), weights(again), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_a_folder_that_holds_a_run_is_not_written_over(tmp_path: Path) -> None:
+    new(tmp_path / "run")
+    with pytest.raises(BadInput, match="unskip resume"):
+        new(tmp_path / "run")
+    with pytest.raises(BadInput, match="no run there"):
+        RunFolder.open(tmp_path / "other")
+
+
+def test_a_full_disk_leaves_the_checkpoint_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = new(tmp_path / "run")
+    one = task()
+    good = one.save
+
+    def full(network: nn.Module, target: Any) -> None:
+        if "step-12" in str(target):
+            raise OSError(28, "No space left on device")
+        assert good is not None
+        good(network, target)
+
+    one.save = full
+    with pytest.raises(OSError, match="No space left"):
+        train(one, schedule(), folder, quiet=True)
+    assert [path.name for path in folder.checkpoints.iterdir()] == ["step-6"]
+    again = task()
+    train(again, schedule(), folder, quiet=True)
+    whole = task()
+    train(whole, schedule(), new(tmp_path / "whole"), quiet=True)
+    for a, b in zip(weights(whole), weights(again), strict=True):
+        assert torch.equal(a, b)
+
+
+KILLED = """
+import os, signal, sys
+sys.path.insert(0, {root!r})
+from pathlib import Path
+from tests.training.test_loop import Feed, new, schedule, task
+from unskip.training import RunFolder, train
+
+one = task()
+class Deadly(Feed):
+    def iterate(self, start_step, stop_step, rank=0, world=1):
+        for step, batch in enumerate(super().iterate(start_step, stop_step), start_step):
+            if step == {at}:
+                os.kill(os.getpid(), signal.SIGKILL)
+            yield batch
+one.feed = Deadly()
+train(one, schedule(), new(Path({out!r})), quiet=True)
+"""
+
+
+@pytest.mark.parametrize("at", [2, 11])
+def test_killed_without_a_word_it_goes_on_to_the_same_weights(tmp_path: Path, at: int) -> None:
+    root = str(Path(__file__).resolve().parents[2])
+    code = textwrap.dedent(KILLED).format(root=root, at=at, out=str(tmp_path / "run"))
+    done = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, timeout=120)
+    assert done.returncode == -signal.SIGKILL, done.stderr.decode()[-2000:]
+    again, whole = task(), task()
+    folder = RunFolder.open(tmp_path / "run")
+    found = folder.last_checkpoint()
+    assert (found is None) == (at == 2)
+    train(again, schedule(), folder, quiet=True)
+    train(whole, schedule(), new(tmp_path / "whole"), quiet=True)
+    for a, b in zip(weights(whole), weights(again), strict=True):
+        assert torch.equal(a, b)
+    assert [row["step"] for row in folder.read("metrics.jsonl")] == [4, 8, 12, 16, 20]
+
+
+def test_config_and_versions_are_written(tmp_path: Path) -> None:
+    new(tmp_path / "run")
+    data = json.loads((tmp_path / "run" / "config.json").read_text())
+    assert data["config"] == {"recipe": "test"}
+    assert data["versions"]["torch"] == torch.__version__
+
+
+def test_a_line_that_was_cut_off_is_left_out(tmp_path: Path) -> None:
+    folder = new(tmp_path / "run")
+    folder.append("metrics.jsonl", {"step": 1, "loss": 0.5})
+    with (folder.path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 2, "lo')
+    assert folder.read("metrics.jsonl") == [{"step": 1, "loss": 0.5}]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        folder.rewind(1)
+    assert (folder.path / "metrics.jsonl").read_text().count("\n") == 1
