@@ -374,7 +374,7 @@ def test_terminal_shows_long_skips_unknowns_and_notes(terminal: Any, monkeypatch
     found.long_skips, found.sites = (first,), tuple(rest)
     found.unknown = (unskip.anatomy.Unknown("blocks.0[odd]", "file.py:3", "a reason"),)
     found.notes = ("something [to] know",)
-    monkeypatch.setattr(cli, "_look", lambda *args: (found, None))
+    monkeypatch.setattr(cli._audit, "_look", lambda *args: (found, None))
     out = terminal(200, "audit", "timm:test_vit")
     assert "1 long skip, kept unless asked for" in out
     assert "1 addition not decided, and left alone:\n  blocks.0[odd] (file.py:3): a reason" in out

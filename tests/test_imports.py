@@ -40,7 +40,7 @@ import importlib, pkgutil, sys
 sys.modules[sys.argv[1]] = None
 import unskip
 for module in pkgutil.walk_packages(unskip.__path__, "unskip."):
-    if module.name not in ("unskip.cli", "unskip.__main__"):
+    if module.name != "unskip.__main__" and not module.name.startswith("unskip.cli"):
         importlib.import_module(module.name)
         print(module.name)
 """

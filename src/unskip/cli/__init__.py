@@ -1,0 +1,66 @@
+"""The front door: `unskip audit`, `measure`, `train`, `resume`, `recipes` and `demo`.
+
+Exit codes: 0 fine; 2 bad input, told in one line on stderr; 1 a fault; 130 interrupted. Results go to stdout, all else
+to stderr. On a terminal tables are drawn; in a pipe the same table is plain text.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Sequence
+
+import tyro
+
+import unskip
+from unskip import demo as demonstration
+from unskip.cli._audit import audit
+from unskip.cli._measure import measure
+from unskip.cli._say import argument_errors_in_a_line, line, warnings_in_a_line
+from unskip.cli._train import plan, recipes, resume, run, train
+from unskip.errors import UnskipError
+
+DESCRIPTION = """Take control of the skip connections in your transformer.
+
+Example: unskip audit timm:vit_base_patch16_224 --shortcut decay:0.6"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs a command and returns its exit code."""
+    args = list(sys.argv[1:] if argv is None else argv)
+    if args == ["--version"]:
+        print(unskip.__version__)
+        return 0
+    commands: dict[str, Callable[..., int]] = {
+        "audit": audit,
+        "measure": measure,
+        "train": train,
+        "run": run,
+        "resume": resume,
+        "recipes": recipes,
+        "demo": demo,
+    }
+    try:
+        with warnings_in_a_line(), argument_errors_in_a_line(commands) as held:
+            if args[:1] == ["train"]:  # its options depend on the recipe and the preset
+                code = held["run"](plan(args[1:]))
+            else:
+                shown = {name: command for name, command in held.items() if name != "run"}
+                code = tyro.extras.subcommand_cli_from_dict(shown, prog="unskip", description=DESCRIPTION, args=args)
+        sys.stdout.flush()
+        return int(code)
+    except UnskipError as error:
+        print(f"unskip: {line(error)}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:  # the reader, `head` for instance, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+    except SystemExit as stop:  # of tyro: help, or an argument it does not know
+        return stop.code if isinstance(stop.code, int) else 2 if stop.code else 0
+
+
+def demo() -> int:
+    """Audit and rewire a small vision transformer, and take it back; needs seconds and no network."""
+    return 0 if demonstration.run() else 1

@@ -1,0 +1,197 @@
+"""`unskip audit MODEL`: every residual of a model, and what a rule would give each of them."""
+
+from __future__ import annotations
+
+import contextlib
+import json as json_format
+import sys
+from collections.abc import Sequence
+from typing import Annotated
+
+import torch
+import tyro
+from rich import box
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+from torch import Tensor, nn
+
+import unskip
+from unskip import spec
+from unskip.anatomy import Audit, Site
+from unskip.anatomy._audit import HEADER, count, rows
+from unskip.cli._say import busy, finite, line
+from unskip.errors import BadInput, ForwardError
+from unskip.wiring import Shortcut, Wiring
+from unskip.wiring.shortcuts import band, parse
+
+_MODEL = f"What to audit: {spec.FORMS}. Weights are random; none are needed."
+_SHORTCUT = (
+    "Show what a rule would give each site: keep, cut, decay:0.6, decay:0.6,cosine, decay:product=5e-3, "
+    "scale:0.7,0.7, learn:1.0 or anneal:keep>cut@10000."
+)
+_INPUT = (
+    "The shape of what the model takes, for one that does not say: 2,3,32,32 of numbers or int:2,16 of token ids. "
+    "Several for several arguments."
+)
+
+
+def audit(
+    model: Annotated[str, tyro.conf.Positional, tyro.conf.arg(help=_MODEL, metavar="MODEL")],
+    shortcut: Annotated[str | None, tyro.conf.arg(help=_SHORTCUT, metavar="RULE", help_behavior_hint="")] = None,
+    input: Annotated[tuple[str, ...], tyro.conf.arg(help=_INPUT, metavar="SHAPE", help_behavior_hint="")] = (),  # noqa: A002
+    json: Annotated[
+        bool,
+        tyro.conf.FlagCreatePairsOff,
+        tyro.conf.arg(help="Print JSON and nothing else.", help_behavior_hint=""),
+    ] = False,
+) -> int:
+    """List every residual addition of a model, in execution order.
+
+    Example: unskip audit timm:vit_base_patch16_224 --shortcut decay:0.6
+    """
+    rule = parse(shortcut) if shortcut is not None else None
+    shapes = [_shape(text) for text in input]
+    # Whatever the model prints while it is built and run is no part of the result.
+    with contextlib.redirect_stdout(sys.stderr), busy(f"auditing {model}"):
+        found, wiring = _look(model, rule, shapes)
+    last = rule.steps if rule is not None else None
+    if json:
+        _write_json(model, found, wiring, last)
+        return 0
+    if sys.stdout.isatty():
+        _draw(found, wiring)
+    else:
+        print(found if wiring is None else f"{found}\n\n{wiring}")
+    if wiring is not None and last is not None:
+        wiring.step(last)
+        print(f"after step {last}: {_decay(wiring)}")
+    return 0
+
+
+def _look(name: str, rule: Shortcut | None, shapes: list[tuple[str, tuple[int, ...]]]) -> tuple[Audit, Wiring | None]:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)  # random weights, but the same ones each time
+        model = spec.build(name, light=True)
+        if not _is_meta(model):
+            return _survey(model, rule, shapes)
+        try:
+            result = _survey(model, rule, shapes)
+        except ForwardError:  # a forward that needs values
+            return _survey(spec.build(name), rule, shapes)
+    print(
+        "note: a large model, built without values: |f|/|x| is not measured, nor is what depends on it", file=sys.stderr
+    )
+    return result
+
+
+def _survey(
+    model: nn.Module, rule: Shortcut | None, shapes: list[tuple[str, tuple[int, ...]]]
+) -> tuple[Audit, Wiring | None]:
+    example = tuple(_tensor(model, kind, shape) for kind, shape in shapes) or None
+    try:
+        # The sites of a rewired model are those it had before, so one trace serves both.
+        wiring = unskip.rewire(model, rule, example, verify=False) if rule is not None else None
+        return unskip.audit(model, example), wiring
+    except (BadInput, ForwardError) as error:
+        if "example=" not in str(error):
+            raise
+        raise type(error)(f"{line(error)} On the command line: --input 2,3,224,224 or --input int:2,16") from error
+
+
+def _is_meta(model: nn.Module) -> bool:
+    return any(parameter.device.type == "meta" for parameter in model.parameters())
+
+
+def _shape(text: str) -> tuple[str, tuple[int, ...]]:
+    kind, _, sizes = text.rpartition(":")
+    try:
+        shape = tuple(int(size) for size in sizes.split(","))
+    except ValueError:
+        shape = ()
+    if kind not in ("", "int") or not shape or min(shape) < 1:
+        raise BadInput(f"--input {text!r} is not a shape; write 2,3,32,32, or int:2,16 for token ids")
+    return kind, shape
+
+
+def _tensor(model: nn.Module, kind: str, shape: tuple[int, ...]) -> Tensor:
+    weight = next((p for p in model.parameters() if p.is_floating_point()), torch.empty(()))
+    generator = torch.Generator().manual_seed(0)
+    if kind == "int":
+        return torch.randint(2, shape, generator=generator).to(weight.device)  # ids that any vocabulary has
+    return torch.randn(shape, generator=generator).to(weight.device, weight.dtype)
+
+
+# --- What is shown ----------------------------------------------------------------------------------------------------
+
+
+def _write_json(name: str, found: Audit, wiring: Wiring | None, last: int | None) -> None:
+    data = {"spec": name, **found.to_dict()}
+    if wiring is not None:
+        data["shortcut"] = wiring.to_dict() | {"band": band(wiring.effective_decay)}
+        if last is not None:
+            wiring.step(last)
+            data["shortcut"]["end"] = wiring.to_dict() | {"band": band(wiring.effective_decay)}
+    print(json_format.dumps(finite(data), indent=2, allow_nan=False))
+
+
+def _draw(found: Audit, wiring: Wiring | None) -> None:
+    """The same for a terminal: the weights stand in the table, and columns that are empty or do not fit go."""
+    console = Console(highlight=False)
+    console.print(f"{found.model}: {count(len(found), 'residual site')}", markup=False, style="bold")
+    _draw_table(console, found.sites, wiring)
+    if found.long_skips:
+        console.print(f"{count(len(found.long_skips), 'long skip')}, kept unless asked for")
+        _draw_table(console, found.long_skips, wiring)
+    if found.unknown:
+        console.print(f"{count(len(found.unknown), 'addition')} not decided, and left alone:", style="yellow")
+    for unknown in found.unknown:
+        console.print(f"  {unknown.path or '(model)'} ({unknown.source}): {unknown.reason}", markup=False)
+    for note in found.notes:
+        console.print(f"note: {note}", markup=False)
+    if wiring is not None:
+        console.print(_decay(wiring), markup=False)
+
+
+def _draw_table(console: Console, sites: Sequence[Site], wiring: Wiring | None) -> None:
+    header, cells = list(HEADER), rows(sites)
+    if wiring is not None:
+        header[5:5] = ["alpha", "beta"]
+        for row, site in zip(cells, sites, strict=True):
+            row[5:5] = [wiring.alphas[site.index], wiring.betas[site.index]]
+    plain = {"runs": 1}  # what goes without saying
+    shown = [name for i, name in enumerate(header) if any(row[i] not in (None, "", plain.get(name)) for row in cells)]
+    table = _table(header, cells, shown)
+    endless = console.options.update_width(10_000)  # else it would measure the table as cut to the terminal
+    gone = []
+    for name in ("source", "branch"):
+        if name in shown and console.measure(table, options=endless).maximum > console.width:
+            shown.remove(name)
+            gone.append(name)
+            table = _table(header, cells, shown)
+    if shown:
+        console.print(table)
+    if gone:
+        console.print(
+            f"too wide for the terminal: {' and '.join(gone)} not shown; add | cat for all columns", style="dim"
+        )
+
+
+def _table(header: Sequence[str], cells: Sequence[Sequence[object]], shown: Sequence[str]) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
+    indices = [header.index(name) for name in shown]
+    for i in indices:
+        numbers = all(isinstance(row[i], int | float | None) for row in cells)
+        short = header[i] not in ("path", "branch", "source", "note")
+        table.add_column(escape(header[i]), justify="right" if numbers else "left", no_wrap=short, overflow="fold")
+    for row in cells:
+        table.add_row(*(escape(_cell(row[i])) for i in indices))
+    return table
+
+
+def _cell(value: object) -> str:
+    return "" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def _decay(wiring: Wiring) -> str:
+    return f"effective decay {wiring.effective_decay:.3g}, {band(wiring.effective_decay)}"

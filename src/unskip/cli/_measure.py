@@ -1,0 +1,96 @@
+"""`unskip measure MODEL`: rank, conditioning, attention, echo and quantisation on a few samples."""
+
+from __future__ import annotations
+
+import contextlib
+import json as json_format
+import sys
+from typing import Annotated
+
+import torch
+import tyro
+from torch import Tensor, nn
+
+import unskip
+from unskip import spec
+from unskip.anatomy._example import example_for
+from unskip.cli._say import finite, progress
+from unskip.data import batch as data_batch
+from unskip.errors import BadInput
+from unskip.wiring.shortcuts import parse
+
+_MEASURED = f"What to measure: {spec.FORMS}. Pretrained weights are loaded, unless --random."
+_DATA = "Samples: a folder of images, an .npy file, or random:N."
+
+
+def measure(
+    model: Annotated[str, tyro.conf.Positional, tyro.conf.arg(help=_MEASURED, metavar="MODEL")],
+    data: Annotated[str, tyro.conf.arg(help=_DATA, metavar="SOURCE", help_behavior_hint="")] = "random:8",
+    n: Annotated[int, tyro.conf.arg(help="How many samples of the source.", metavar="N")] = 8,
+    shortcut: Annotated[
+        str | None, tyro.conf.arg(help="Rewire first: cut, decay:0.6, ...", metavar="RULE", help_behavior_hint="")
+    ] = None,
+    init: Annotated[
+        str | None,
+        tyro.conf.arg(help="Initialise first: skipless or zero.", metavar="NAME", help_behavior_hint=""),
+    ] = None,
+    jacobians: Annotated[
+        str, tyro.conf.arg(help="auto, exact (as matrices, however large) or off.", metavar="WAY")
+    ] = "auto",
+    device: Annotated[str, tyro.conf.arg(help="Where to compute.", metavar="DEVICE")] = "cpu",
+    random: Annotated[
+        bool,
+        tyro.conf.FlagCreatePairsOff,
+        tyro.conf.arg(help="Random weights instead of pretrained ones.", help_behavior_hint=""),
+    ] = False,
+    json: Annotated[
+        bool,
+        tyro.conf.FlagCreatePairsOff,
+        tyro.conf.arg(help="Print JSON and nothing else.", help_behavior_hint=""),
+    ] = False,
+) -> int:
+    """Measure rank, conditioning, attention, echo and quantisation of a model on a few samples.
+
+    Example: unskip measure timm:vit_small_patch16_224 --data photos --shortcut decay:0.6
+    """
+    rule = parse(shortcut) if shortcut is not None else None
+    with contextlib.redirect_stdout(sys.stderr), progress(f"measuring {model}") as tick:
+        torch.manual_seed(0)  # random weights, but the same ones each time
+        built = spec.build(model, pretrained=not random).to(device)
+        samples = _samples(built, data, n)
+        if init is not None:
+            _initialise(built, init, samples)
+        if rule is not None:
+            unskip.rewire(built, rule, samples)
+        found = unskip.measure(built, samples, jacobians=jacobians, progress=tick)  # type: ignore[arg-type]
+    if json:
+        print(json_format.dumps(finite({"model": model, **found.to_dict()}), indent=2, allow_nan=False))
+    else:
+        print(found)
+    return 0
+
+
+def _samples(model: nn.Module, source: str, n: int) -> object:
+    """A batch that fits the model: images of its size, or the inputs that it says it takes."""
+    example = example_for(model)
+    images = [value for value in example.values if isinstance(value, Tensor) and value.ndim == 4]
+    if len(example.values) > 1 or not images:
+        if source.startswith("random"):
+            return example
+        ids = data_batch(source, n)
+        return dict.fromkeys(list(example.kwargs)[:1], ids) or (ids,)
+    channels, *size = images[0].shape[1:]
+    config = getattr(model, "pretrained_cfg", None) or {}
+    known = isinstance(config, dict) and len(config.get("mean", ())) == channels
+    mean, std = (config["mean"], config["std"]) if known else ((0.5,) * channels, (0.5,) * channels)
+    values = data_batch(source, n, (int(size[0]), int(size[1])), mean=mean, std=std).to(images[0])
+    return dict.fromkeys(example.kwargs, values) or (values,)
+
+
+def _initialise(model: nn.Module, name: str, samples: object) -> None:
+    if name == "skipless":
+        unskip.init.skipless_(model, generator=torch.Generator().manual_seed(0), example=samples)
+    elif name == "zero":
+        unskip.init.zero_branches_(model, samples)
+    else:
+        raise BadInput(f"--init {name}: it can be skipless or zero")

@@ -1,0 +1,105 @@
+"""How the command line speaks: one line for an error or a warning, a spinner or a bar where somebody is looking."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import io
+import math
+import re
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any, TextIO
+
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import Progress
+
+from unskip.errors import UnskipWarning
+
+
+def finite(value: Any) -> Any:
+    """JSON has no NaN and no infinity: null stands for them."""
+    if isinstance(value, dict):
+        return {key: finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+@contextlib.contextmanager
+def progress(text: str) -> Iterator[Callable[[int, int, str], None] | None]:
+    """A bar on stderr while it lasts, where somebody is looking."""
+    if not sys.stderr.isatty():
+        yield None
+        return
+    with Progress(console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(escape(text), total=None)
+        yield lambda done, total, what: bar.update(
+            task, completed=done, total=total, description=escape(f"{text}: {what}")
+        )
+
+
+@contextlib.contextmanager
+def busy(text: str) -> Iterator[None]:
+    """A spinner while it lasts, where somebody is looking."""
+    if not sys.stderr.isatty():
+        yield
+        return
+    with Console(stderr=True).status(escape(text)):
+        yield
+
+
+@contextlib.contextmanager
+def argument_errors_in_a_line(commands: dict[str, Callable[..., int]]) -> Iterator[dict[str, Callable[..., int]]]:
+    """Holds back what tyro prints about bad arguments, a box of several lines, and prints it as one.
+
+    What it gives are the commands, which let go of stderr when they start.
+    """
+    stderr, held = sys.stderr, io.StringIO()
+
+    def letting_go(command: Callable[..., int]) -> Callable[..., int]:
+        @functools.wraps(command)
+        def run(*args: Any, **kwargs: Any) -> int:
+            sys.stderr = stderr
+            return command(*args, **kwargs)
+
+        return run
+
+    sys.stderr = held
+    try:
+        yield {name: letting_go(command) for name, command in commands.items()}
+    finally:
+        sys.stderr = stderr
+        words = re.sub(r"[^\x20-\x7e]+", " ", held.getvalue()).split()
+        words = [word for word in words if word.strip("-")]
+        if words:
+            print("unskip:", " ".join(words), file=stderr)
+
+
+@contextlib.contextmanager
+def warnings_in_a_line() -> Iterator[None]:
+    """Our own warnings as one line each, all of them; those of other libraries as Python shows them."""
+
+    def show(
+        message: Warning | str,
+        category: type[Warning],
+        filename: str,
+        lineno: int,
+        file: TextIO | None = None,
+        source: str | None = None,
+    ) -> None:
+        if issubclass(category, UnskipWarning):
+            print(f"warning: {line(message)}", file=sys.stderr)
+        else:
+            others(message, category, filename, lineno, file, source)
+
+    with warnings.catch_warnings():
+        others, warnings.showwarning = warnings.showwarning, show
+        warnings.filterwarnings("always", category=UnskipWarning)
+        yield
+
+
+def line(message: object) -> str:
+    return " ".join(str(message).split())

@@ -1,0 +1,153 @@
+"""`unskip train RECIPE`, `unskip resume RUN` and `unskip recipes`.
+
+The fields of a recipe's config are the options of `train`; a preset sets their defaults.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import statistics
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import tyro
+
+from unskip import recipes as book
+from unskip._table import table
+from unskip.errors import BadInput
+from unskip.recipes._registry import resolve
+from unskip.training import Outcome
+
+_OWN = ("--preset", "--out", "--seeds")
+
+
+@dataclass(frozen=True)
+class Job:
+    """What a command line asks for."""
+
+    config: Any
+    out: Path
+    seeds: list[int] | None
+    quiet: bool
+
+
+def train() -> int:
+    """Train a model by a recipe: unskip train RECIPE [--preset P] [--field value ...] [--out FOLDER]."""
+    raise AssertionError("read by `plan`")
+
+
+def plan(args: Sequence[str]) -> Job:
+    """The arguments of `train`, read: the recipe, the preset, then the fields of its config."""
+    recipe, rest = _recipe(args)
+    options, rest = _options(rest)
+    presets = book.RECIPES[recipe].presets
+    preset = options.get("--preset", next(iter(presets)))
+    config = resolve(recipe, preset, {})
+    config = tyro.cli(
+        type(config),
+        default=config,
+        args=rest,
+        prog=f"unskip train {recipe}",
+        description=(
+            f"Presets (--preset): {', '.join(presets)}. --out FOLDER is where the run goes; --seeds 0,1,2 makes "
+            "several; --quiet shows no progress. Defaults are those of the preset."
+        ),
+    )
+    seeds = _seeds(options["--seeds"]) if "--seeds" in options else None
+    return Job(config, Path(options.get("--out", f"runs/{recipe}-{preset}")), seeds, "--quiet" in options)
+
+
+def run(job: Job) -> int:
+    """Carries a job out."""
+    if job.seeds is None:
+        _tell(book.train(job.config, job.out, job.quiet))
+        return 0
+    outcomes = []
+    for seed in job.seeds:
+        outcome = book.train(replace(job.config, seed=seed), job.out / f"seed-{seed}", job.quiet)
+        _tell(outcome)
+        if not outcome.finished:
+            return 130
+        outcomes.append(outcome)
+    _summary(job.out, job.seeds, outcomes)
+    return 0
+
+
+def resume(
+    run: Annotated[str, tyro.conf.Positional, tyro.conf.arg(help="The folder of the run.", metavar="RUN")],
+    quiet: Annotated[bool, tyro.conf.FlagCreatePairsOff, tyro.conf.arg(help="Print no progress.")] = False,
+) -> int:
+    """Go on with a run from its last checkpoint."""
+    _tell(book.resume(run, quiet))
+    return 0
+
+
+def recipes() -> int:
+    """List the recipes and their presets, with what they cost and what they should reach."""
+    rows = [
+        [recipe.name, name, preset.cost, preset.expected]
+        for recipe in book.RECIPES.values()
+        for name, preset in recipe.presets.items()
+    ]
+    print(table(("recipe", "preset", "cost", "expected"), rows))
+    return 0
+
+
+def _recipe(args: Sequence[str]) -> tuple[str, list[str]]:
+    if not args or args[0] in ("-h", "--help"):
+        print("usage: unskip train RECIPE [--preset P] [--field value ...] [--out FOLDER] [--seeds 0,1,2]\n")
+        recipes()
+        print("\nunskip train RECIPE --help lists the fields.")
+        raise SystemExit(0)
+    if args[0] not in book.RECIPES:
+        resolve(args[0], "", {})  # raises, with the nearest name
+    return args[0], list(args[1:])
+
+
+def _options(args: list[str]) -> tuple[dict[str, str], list[str]]:
+    """What belongs to the command and not to the config."""
+    found: dict[str, str] = {}
+    rest: list[str] = []
+    words = iter(args)
+    for word in words:
+        name, equals, value = word.partition("=")
+        if name in _OWN:
+            given = value if equals else next(words, None)
+            if given is None:
+                raise BadInput(f"{name} needs a value")
+            found[name] = given
+        elif word == "--quiet":
+            found[word] = ""
+        else:
+            rest.append(word)
+    return found, rest
+
+
+def _seeds(text: str) -> list[int]:
+    try:
+        return [int(item) for item in text.split(",")]
+    except ValueError:
+        raise BadInput(f"--seeds {text}: write whole numbers, as in 0,1,2") from None
+
+
+def _tell(outcome: Outcome) -> None:
+    numbers = "  ".join(f"{name} {value:.4g}" for name, value in outcome.evaluations.items())
+    state = "done" if outcome.finished else "stopped"
+    print(f"{outcome.folder}: {state} at step {outcome.step}  {numbers}".rstrip())
+
+
+def _summary(out: Path, seeds: list[int], outcomes: list[Outcome]) -> None:
+    """Mean and spread over seeds, printed and kept."""
+    data: dict[str, Any] = {"seeds": seeds}
+    for name in outcomes[0].evaluations:
+        values = [outcome.evaluations[name] for outcome in outcomes]
+        spread = statistics.stdev(values) if len(values) > 1 else 0.0
+        data[name] = {"mean": statistics.mean(values), "stdev": spread, "values": values}
+        print(f"{name}: {statistics.mean(values):.4g} +- {spread:.2g} over seeds {', '.join(map(str, seeds))}")
+    with contextlib.suppress(OSError):
+        (out / "seeds.json").write_text(json.dumps(data, indent=1) + "\n")
+    sys.stdout.flush()
