@@ -1,5 +1,9 @@
-"""Images in: a batch from a folder, an array or noise."""
+"""Images in: labelled sets, their order, and batches augmented on the device; or one batch, for looking at a model."""
 
+from unskip.data._augment import Augment
 from unskip.data._batch import batch
+from unskip.data._feed import Feed
+from unskip.data._images import ImageSet
+from unskip.data._sources import open_images
 
-__all__ = ["batch"]
+__all__ = ["Augment", "Feed", "ImageSet", "batch", "open_images"]

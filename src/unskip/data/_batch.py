@@ -14,9 +14,9 @@ import numpy
 import torch
 from torch import Tensor
 
+from unskip.data._augment import IMAGENET_MEAN, IMAGENET_STD
 from unskip.errors import BadInput
 
-IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 _SUFFIXES = frozenset(".bmp .gif .jpeg .jpg .png .ppm .pgm .tif .tiff .webp".split())
 
 

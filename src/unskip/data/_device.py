@@ -1,0 +1,74 @@
+"""Augmentation on the device: crop, resize, flip, normalise, erase and mix a whole batch from numbers drawn before.
+
+A crop with resizing is linear and separable, so it is two matrix products per image, out = R x C, with
+
+    R[i, j] = tri((j + 1/2 - c_i) / max(s, 1)),   c_i = top + s (i + 1/2),   s = box / out,   tri(t) = max(0, 1 - |t|)
+
+over the pixels j of the box, each row divided by its sum: bilinear when enlarging, antialiased when shrinking, exact
+copies when s = 1. A flip reverses the rows of C. Pixels beyond the edge are black. Nothing here waits for the device.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def shown(images: Tensor, boxes: Tensor, size: tuple[int, int], pad: int = 0) -> Tensor:
+    """What each box shows: bytes or floats (n, channels, H, W) and (n, 5) to floats (n, channels, *size).
+
+    A box is top, left, height, width and 1 where flipped. It reaches at most `pad` pixels beyond the edge.
+    """
+    top, left, tall, wide, flip = boxes.float().unbind(1)
+    rows = _weights(top, tall, torch.zeros_like(flip), images.shape[-2], size[0], pad)
+    columns = _weights(left, wide, flip, images.shape[-1], size[1], pad)
+    count, channels, height, width = images.shape
+    with torch.autocast(images.device.type, enabled=False):
+        # Shapes: (n, channels H, W) (n, W, out) -> (n, channels, H, out), then (n, 1, out, H) from the left.
+        narrow = torch.bmm(images.float().reshape(count, channels * height, width), columns.transpose(1, 2))
+        return torch.matmul(rows[:, None], narrow.reshape(count, channels, height, size[1]))
+
+
+def _weights(start: Tensor, length: Tensor, flip: Tensor, pixels: int, out: int, pad: int) -> Tensor:
+    """(n, out, pixels): how much of each pixel of the source goes into each of the output."""
+    scale = (length / out)[:, None, None]
+    places = torch.arange(out, device=start.device)[None, :, None] + 0.5
+    places = torch.where(flip[:, None, None] > 0.5, out - places, places)
+    # The edge's far side takes part in the sum of weights, and adds black.
+    taps = torch.arange(-pad, pixels + pad, device=start.device)[None, None, :] + 0.5
+    first = start[:, None, None]
+    weights = (1 - ((taps - first - scale * places) / scale.clamp_min(1)).abs()).clamp_min(0)
+    weights = weights * ((taps > first) & (taps < first + length[:, None, None]))
+    return (weights / weights.sum(-1, keepdim=True))[..., pad : pad + pixels]
+
+
+def normalised(images: Tensor, mean: Tensor, std: Tensor) -> Tensor:
+    """Bytes, or floats from 0 to 255, to floats with that mean and deviation; mean and std are (channels, 1, 1)."""
+    return (images.float() - mean * 255) / (std * 255)
+
+
+def erased(images: Tensor, boxes: Tensor) -> Tensor:
+    """Normalised images with their boxes (n, 4) at the mean, which is 0."""
+    return images.masked_fill(_inside(boxes, images), 0.0)
+
+
+def mixed(images: Tensor, others: Tensor, table: Tensor) -> Tensor:
+    """Each image with its partner; the table (n, >= 6) holds the share, the label's weight and the pasted box."""
+    own = table[:, 0, None, None, None] * ~_inside(table[:, 2:6], images)
+    return torch.lerp(others, images, own)
+
+
+def mixed_labels(labels: Tensor, others: Tensor, table: Tensor, classes: int) -> Tensor:
+    """(n, classes): the weight of every class."""
+    own = table[:, 1, None]
+    first = torch.nn.functional.one_hot(labels, classes)
+    return own * first + (1 - own) * torch.nn.functional.one_hot(others, classes)
+
+
+def _inside(boxes: Tensor, images: Tensor) -> Tensor:
+    """(n, 1, H, W): which pixels lie in the boxes (top, left, bottom, right), end exclusive."""
+    top, left, bottom, right = boxes[:, :, None].unbind(1)
+    rows = torch.arange(images.shape[-2], device=images.device)[None]
+    columns = torch.arange(images.shape[-1], device=images.device)[None]
+    tall, wide = (rows >= top) & (rows < bottom), (columns >= left) & (columns < right)
+    return (tall[:, :, None] & wide[:, None, :])[:, None]

@@ -1,0 +1,172 @@
+"""Batches on the device, step by step: what a training loop and an evaluation read.
+
+A set in memory is moved to the device once, as bytes, and every batch is made there. A set on disk goes through a
+DataLoader: workers decode, crop and flip, the device normalises, erases and mixes. Either way the batch of a step is a
+function of (seed, step) alone, and no global generator is touched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy
+import torch
+from torch import Tensor
+
+from unskip.data import _device
+from unskip.data._augment import Augment, Table, geometry, mixing, normalisation, partners
+from unskip.data._images import ImageSet
+from unskip.data._loader import Key, loader
+from unskip.data._order import GEOMETRY, MIXING, Order, Rows, check_world, share, stream
+from unskip.errors import BadInput
+
+Batch = tuple[Tensor, Tensor]
+
+
+class Feed:
+    """Batches of `batch` images over all processes, (n, channels, size, size), normalised, float32.
+
+    With `augment` None the images are centred and not changed. Labels are int64 (n,), or weights (n, classes) where
+    images are mixed. `workers` decode sets that are read from disk.
+    """
+
+    def __init__(
+        self,
+        images: ImageSet,
+        batch: int,
+        size: int | None = None,
+        *,
+        seed: int = 0,
+        augment: Augment | None = None,
+        device: str | torch.device = "cpu",
+        workers: int = 0,
+        drop_last: bool = True,
+    ) -> None:
+        if size is None and (images.size is None or images.size[0] != images.size[1]):
+            raise BadInput(f"{images.name}: its images are not squares of one size; say which size to feed them at")
+        if augment is not None and augment.randaugment and images.images is not None:
+            raise BadInput(
+                f"{images.name}: randaugment works on images that are read from disk, and these are held in memory; "
+                "leave it out, or open a folder without a size"
+            )
+        self.images, self.batch, self.seed, self.augment, self.workers = images, batch, seed, augment, workers
+        self.size = size if size is not None else images.size[0] if images.size else 0
+        self.device = torch.device(device)
+        self.order = Order(len(images), batch, seed, drop_last)
+        self.mean, self.std = normalisation(augment, images.channels)
+        self._mean, self._std = (torch.tensor(v, device=self.device)[:, None, None] for v in (self.mean, self.std))
+        self._held = None if images.images is None else images.images.to(self.device)
+        self._labels = images.labels.to(self.device)
+
+    @property
+    def steps_per_epoch(self) -> int:
+        return self.order.steps_per_epoch
+
+    @property
+    def classes(self) -> tuple[str, ...]:
+        return self.images.classes
+
+    def iterate(self, start: int, stop: int, rank: int = 0, world: int = 1) -> Iterator[Batch]:
+        """The batches of the steps from `start` up to but without `stop`: this process's part of each."""
+        check_world(self.batch, rank, world)
+        if not 0 <= start <= stop:
+            raise BadInput(f"steps from {start} to {stop}; the first is 0 or more, and the last does not lie before it")
+        return self._training(range(start, stop), rank, world)
+
+    def evaluate(self, rank: int = 0, world: int = 1) -> Iterator[Batch]:
+        """Every image once, in order, unchanged. The last batch may be short; a process left without a row skips it."""
+        check_world(world, rank, world)
+        batches = []
+        for start in range(0, len(self.images), self.batch):
+            part = share(min(self.batch, len(self.images) - start), rank, world)
+            if len(part):
+                batches.append(numpy.arange(start + part.start, start + part.stop))
+        return self._evaluation(batches)
+
+    def _training(self, steps: range, rank: int, world: int) -> Iterator[Batch]:
+        read = self._read((self._plan(step, rank, world).keys(step) for step in steps), self.augment)
+        for step in steps:
+            plan = self._plan(step, rank, world)
+            where = self._put(plan.rows[plan.made])
+            if self._held is not None:
+                drawn = geometry(self.augment, stream(GEOMETRY, self.seed, step), len(plan.rows), *self._held.shape[2:])
+                pixels = self._shown(self._held[where], drawn[plan.made], self.augment)
+            else:
+                pixels = next(read)
+            yield self._mixed(_device.normalised(pixels, self._mean, self._std), self._labels[where], plan, step)
+
+    def _evaluation(self, batches: list[Rows]) -> Iterator[Batch]:
+        still = self.augment and self.augment.still()
+        read = self._read(([(0, 0, row) for row in rows.tolist()] for rows in batches), still)
+        for rows in batches:
+            where = self._put(rows)
+            if self._held is not None:
+                boxes = geometry(still, stream(GEOMETRY, self.seed), len(rows), *self._held.shape[2:])
+                pixels = self._shown(self._held[where], boxes, still)
+            else:
+                pixels = next(read)
+            yield _device.normalised(pixels, self._mean, self._std), self._labels[where]
+
+    def _plan(self, step: int, rank: int, world: int) -> _Plan:
+        return _plan(self.order.rows(step), rank, world, self.augment is not None and self.augment.mixes)
+
+    def _shown(self, pixels: Tensor, boxes: Table, augment: Augment | None) -> Tensor:
+        out = (self.size, self.size)
+        if tuple(pixels.shape[2:]) == out and (boxes == (0, 0, *out, 0)).all():  # nothing to crop, resize or flip
+            return pixels
+        pad = augment.pad if augment is not None and augment.crop == "pad" else 0
+        return _device.shown(pixels, self._put(boxes.astype(numpy.float32)), out, pad)
+
+    def _mixed(self, images: Tensor, labels: Tensor, plan: _Plan, step: int) -> Batch:
+        """Erase and mix."""
+        if self.augment is None or not (self.augment.erase or self.augment.mixes):
+            return images, labels
+        drawn = mixing(self.augment, stream(MIXING, self.seed, step), len(plan.rows), self.size)
+        table = self._put(drawn[plan.made].astype(numpy.float32))
+        if self.augment.erase:
+            images = _device.erased(images, table[:, 6:])
+        if not self.augment.mixes:
+            return images, labels
+        own, other = len(plan.partner), self._put(plan.partner)
+        weights = _device.mixed_labels(labels[:own], labels[other], table[:own], len(self.classes))
+        return _device.mixed(images[:own], images[other], table[:own]), weights
+
+    def _read(self, keys: Iterable[list[Key]], augment: Augment | None) -> Iterator[Tensor]:
+        """The pixels of a set on disk, on the device. Nothing is read before the first is asked for."""
+        assert self.images.reader is not None or self._held is not None
+        if self.images.reader is not None:
+            pinned = self.device.type == "cuda"
+            parts = loader(
+                self.images.reader, keys, augment, self.size, seed=self.seed, workers=self.workers, pinned=pinned
+            )
+            for pixels in parts:
+                yield pixels.to(self.device, non_blocking=True)
+
+    def _put(self, values: Any) -> Tensor:
+        value = torch.from_numpy(values)
+        # From pinned memory the copy is queued, and the host does not wait for the device.
+        return (value.pin_memory() if self.device.type == "cuda" else value).to(self.device, non_blocking=True)
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """What one process makes of a step."""
+
+    rows: Rows  # the samples of the global batch
+    made: Rows  # positions in it that are made here: the process's own, then partners that lie elsewhere
+    partner: Rows  # for each of its own, the place of its partner in `made`
+
+    def keys(self, step: int) -> list[Key]:
+        return [(step, position, int(self.rows[position])) for position in self.made.tolist()]
+
+
+def _plan(rows: Rows, rank: int, world: int, mixes: bool) -> _Plan:
+    part = share(len(rows), rank, world)
+    own = numpy.arange(part.start, part.stop)
+    partner = partners(len(rows))[own] if mixes else own
+    outside = (partner < part.start) | (partner >= part.stop)
+    elsewhere = numpy.unique(partner[outside])
+    place = numpy.where(outside, len(own) + numpy.searchsorted(elsewhere, partner), partner - part.start)
+    return _Plan(rows, numpy.concatenate([own, elsewhere]), place)

@@ -1,0 +1,126 @@
+"""A labelled set of images: held in memory as bytes, or read from disk as they are asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+from torch import Tensor
+
+from unskip.data._augment import central
+from unskip.data._device import shown
+from unskip.errors import BadInput
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+MEMORY_LIMIT = 8 * 2**30  # bytes of pixels; larger sets are read from disk
+_CHUNK = 1024
+
+
+class Reader(Protocol):
+    """Where the images of a large set come from. It is sent to the workers, so it can be pickled."""
+
+    def __len__(self) -> int: ...
+    def image(self, index: int) -> Image:
+        """One image, decoded, of its own mode and size; BadInput names the file if it cannot be."""
+
+    def place(self, index: int) -> str:
+        """The file, or the file and row, for messages."""
+
+    def select(self, indices: Sequence[int]) -> Reader: ...
+
+
+@dataclass(frozen=True, eq=False)
+class ImageSet:
+    """Images with labels. `images` is (N, channels, H, W) of bytes, or None for a set that is read from disk."""
+
+    name: str
+    split: str
+    classes: tuple[str, ...]
+    labels: Tensor  # (N,) int64, on the CPU
+    images: Tensor | None = None
+    report: tuple[str, ...] = ()  # what was skipped or assumed on opening
+    reader: Reader | None = None
+
+    def __post_init__(self) -> None:
+        if (self.images is None) == (self.reader is None):
+            raise BadInput(f"{self.name}: an image set has either images in memory or a reader")
+        source = self.images if self.images is not None else self.reader
+        assert source is not None
+        if len(source) != len(self.labels):
+            raise BadInput(f"{self.name}: {len(source)} images and {len(self.labels)} labels")
+        if self.images is not None and (self.images.ndim != 4 or self.images.dtype != torch.uint8):
+            raise BadInput(
+                f"{self.name}: images are {self.images.dtype} of shape {tuple(self.images.shape)}; "
+                "they are bytes (uint8) of shape (N, channels, height, width)"
+            )
+        wrong = (self.labels < 0) | (self.labels >= len(self.classes))
+        if wrong.any():
+            row = int(wrong.nonzero()[0])
+            raise BadInput(
+                f"{self.place(row)}: label {int(self.labels[row])} is out of range; "
+                f"{self.name} has {len(self.classes)} classes, 0 to {len(self.classes) - 1}"
+            )
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def __repr__(self) -> str:
+        shape = "x".join(map(str, self.size)) if self.size else "any size, from disk"
+        return f"ImageSet({self.name}, {self.split}: {len(self)} images, {len(self.classes)} classes, {shape})"
+
+    @property
+    def channels(self) -> int:
+        return 3 if self.images is None else self.images.shape[1]
+
+    @property
+    def size(self) -> tuple[int, int] | None:
+        """Height and width, where all images share them."""
+        return None if self.images is None else (self.images.shape[2], self.images.shape[3])
+
+    def place(self, index: int) -> str:
+        """Where an image comes from, for messages."""
+        return self.reader.place(index) if self.reader else f"{self.name} ({self.split}), image {index}"
+
+    def select(self, indices: Sequence[int] | Tensor, split: str | None = None) -> ImageSet:
+        """The set of some of the images, in this order."""
+        rows = torch.as_tensor(indices, dtype=torch.int64)
+        return replace(
+            self,
+            split=split or self.split,
+            labels=self.labels[rows],
+            images=None if self.images is None else self.images[rows],
+            reader=self.reader and self.reader.select(rows.tolist()),
+        )
+
+    def load(self, indices: Sequence[int] | Tensor, size: int | tuple[int, int] | None = None) -> Tensor:
+        """Some images as bytes (n, channels, height, width): the central part, resized. None keeps the set's size."""
+        from torchvision.transforms.v2 import functional
+
+        rows = torch.as_tensor(indices, dtype=torch.int64).tolist()
+        out = self.size if size is None else (size, size) if isinstance(size, int) else size
+        if out is None:
+            raise BadInput(f"{self.name}: its images are of any size; say which size to load them at")
+        if self.images is not None:
+            return resized(self.images[rows], out)
+        assert self.reader is not None
+        loaded = torch.empty(len(rows), 3, *out, dtype=torch.uint8)
+        for place, row in enumerate(rows):
+            image = self.reader.image(row).convert("RGB")
+            top, left, tall, wide = (int(edge) for edge in central(image.height, image.width, out))
+            loaded[place] = functional.pil_to_tensor(
+                functional.resized_crop(image, top, left, tall, wide, list(out), antialias=True)
+            )
+        return loaded
+
+
+def resized(images: Tensor, out: tuple[int, int]) -> Tensor:
+    """Bytes (n, channels, H, W) to bytes (n, channels, *out): the largest central part of that aspect, resized."""
+    if tuple(images.shape[-2:]) == tuple(out):
+        return images
+    box = torch.tensor([*central(images.shape[-2], images.shape[-1], out), 0])
+    parts = [shown(chunk, box.expand(len(chunk), 5), out).round().byte() for chunk in images.split(_CHUNK)]
+    return torch.cat(parts)
