@@ -5,12 +5,14 @@ At every residual site l of a model you already have,
     x  <-  alpha_l * x  +  beta_l * f_l(x)
 
 `audit` finds the sites, `rewire` sets the weights, and the wiring it returns undoes them. `parts` shows the weights of
-every branch, `init` starts a model that has no skips, and `measure` says in numbers what a shortcut does.
+every branch, `init` starts a model that has no skips, `measure` says in numbers what a shortcut does, and `train`
+carries out a recipe.
 """
 
-from unskip import data, init, measures
+from unskip import data, init, measures, optim, recipes
 from unskip.anatomy import Audit, Site, audit, features, parts
 from unskip.measures import measure
+from unskip.recipes import resume, train
 from unskip.wiring import Anneal, Cut, Decay, Keep, Learn, Scale, Wiring, load, rewire, rewired, save
 
 __version__ = "0.1.0"
@@ -31,8 +33,12 @@ __all__ = [
     "load",
     "measure",
     "measures",
+    "optim",
     "parts",
+    "recipes",
+    "resume",
     "rewire",
     "rewired",
     "save",
+    "train",
 ]

@@ -205,3 +205,11 @@ def test_a_masked_gradient_has_a_name() -> None:
             model.head.weight.grad.fill_(torch.nan)
         optimizer.step()
     assert optimizer.skipped() == {"head.weight": 1}
+
+
+def test_muon_leaves_a_weight_of_one_row_to_adamw() -> None:
+    model = nn.Sequential(nn.Linear(6, 16), nn.GELU(), nn.Linear(16, 1))
+    optimizer = build(model, "muon", lr=1e-2)
+    used = {id(param): group["use"] for group in optimizer.param_groups for param in group["params"]}
+    assert used[id(model[0].weight)] == "muon"
+    assert used[id(model[2].weight)] == "adamw"

@@ -21,6 +21,7 @@ from unskip.optim._checks import number
 from unskip.optim._groups import Assigned, Groups, groups
 from unskip.optim._muon import Muon
 from unskip.optim._soap import SOAP
+from unskip.optim._stacks import matrix_shape
 
 Group = dict[str, Any]
 
@@ -72,7 +73,8 @@ def _soap(assigned: Groups, lr: float, weight_decay: float, options: dict[str, A
 
 def _muon(assigned: Groups, lr: float, weight_decay: float, options: dict[str, Any]) -> torch.optim.Optimizer:
     def use(row: Assigned) -> dict[str, Any]:
-        return {"use": "muon" if row.role == "hidden" else "adamw"}
+        matrix = matrix_shape(row.param.shape, row.blocks) is not None  # not of one row or column
+        return {"use": "muon" if row.role == "hidden" and matrix else "adamw"}
 
     chosen = _param_groups(assigned, lr, weight_decay, use)
     hidden = _splits(assigned, lambda row: row.role == "hidden")
