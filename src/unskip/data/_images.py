@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from unskip.data._augment import central
+from unskip.data._decode import fitted
 from unskip.data._device import shown
 from unskip.errors import BadInput
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-MEMORY_LIMIT = 8 * 2**30  # bytes of pixels; larger sets are read from disk
 _CHUNK = 1024
 
 
@@ -109,11 +109,7 @@ class ImageSet:
         assert self.reader is not None
         loaded = torch.empty(len(rows), 3, *out, dtype=torch.uint8)
         for place, row in enumerate(rows):
-            image = self.reader.image(row).convert("RGB")
-            top, left, tall, wide = (int(edge) for edge in central(image.height, image.width, out))
-            loaded[place] = functional.pil_to_tensor(
-                functional.resized_crop(image, top, left, tall, wide, list(out), antialias=True)
-            )
+            loaded[place] = functional.pil_to_tensor(fitted(self.reader.image(row), out).convert("RGB"))
         return loaded
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from unskip.data._images import ImageSet
-from unskip.data._order import HOLD_OUT, stream
+from unskip.data._splits import divided
 from unskip.errors import BadInput
 
 DEBIAN = Path("/usr/share/datasets/fashion-mnist")  # where Debian's package dataset-fashion-mnist puts its files
@@ -33,19 +33,6 @@ def digits(split: str, root: Path, download: bool) -> ImageSet:
     kept, test = divided(labels, 5)
     everything = ImageSet("digits", split, tuple("0123456789"), labels, images)
     return everything.select(test if split == "test" else kept)
-
-
-def divided(labels: Tensor, parts: int) -> tuple[Tensor, Tensor]:
-    """(the rest, one part of each class), as sorted indices; which ones is a function of the labels alone."""
-    taken = []
-    for label in labels.unique().tolist():
-        rows = (labels == label).nonzero()[:, 0]
-        order = torch.from_numpy(stream(HOLD_OUT, parts, label).permutation(len(rows)))
-        taken.append(rows[order[: max(1, round(len(rows) / parts))]])
-    part = torch.cat(taken).sort().values
-    rest = torch.ones(len(labels), dtype=torch.bool)
-    rest[part] = False
-    return rest.nonzero()[:, 0], part
 
 
 def fashion_mnist(split: str, root: Path, download: bool) -> ImageSet:

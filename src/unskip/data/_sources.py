@@ -1,23 +1,28 @@
 """Sets of labelled images by name: well-known ones, folders, parquet files, the Hugging Face hub.
 
 A set without a validation split has one made: a fixed tenth of each class of its training split, the same on every
-machine. `split="train"` is then the whole training split, or what is left of it with hold_out=True. A set whose only
+machine. `split="train"` is then the whole training split, or with hold_out=True what is left of it. A set whose only
 other split is called validation (ImageNet) is tested on that, and says so in its report.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Literal, get_args
 
 from unskip._words import nearest
+from unskip.data._folder import folder_parts
+from unskip.data._hub import hub_parts
 from unskip.data._images import ImageSet, resized
-from unskip.data._small import KNOWN, divided
+from unskip.data._parquet import parquet_parts
+from unskip.data._small import KNOWN
+from unskip.data._splits import Parts, taken
 from unskip.errors import BadInput
 
 Split = Literal["train", "val", "test"]
-HOLD_OUT_PARTS = 10
-_FORMS = 'a folder of images, "path/*.parquet" or hf:NAME'
+NAMES = (*KNOWN, "imagenet")
 
 
 def open_images(
@@ -32,39 +37,63 @@ def open_images(
 ) -> ImageSet:
     """A set of labelled images.
 
-    `source` is digits, fashion-mnist, cifar10, cifar100, stl10, imagenet, a folder, parquet files or hf:NAME. `root` is
-    where the files of a named set lie (default ~/.cache/unskip). `size` holds the images at that size, central part,
-    resized; without it a folder is read from disk as it is needed. `skip_broken` leaves out, counts and reports what
-    would be an error otherwise. `hold_out` takes the images of the "val" split out of "train".
+    `source` is digits, fashion-mnist, cifar10, cifar100, stl10, imagenet, a folder, parquet files ("path/*.parquet",
+    "name-{split}.parquet") or hf:NAME. `root` is where the files of a named set lie (default ~/.cache/unskip). With a
+    `size` the images are held in memory as squares of that size, their central part resized; without it a folder is
+    read from disk as it is needed. `skip_broken` leaves out, counts and reports what would be an error otherwise.
+    `hold_out` takes the images of the "val" split out of "train".
     """
     if split not in get_args(Split):
         raise BadInput(f"split is {split!r}; it can be {', '.join(get_args(Split))}")
-    name = str(source)
     folder = Path(root).expanduser() if root is not None else Path.home() / ".cache" / "unskip"
+    found = taken(str(source), _parts(source, folder, size, skip_broken, download), split, hold_out)
+    missing = [name for name, count in zip(found.classes, _counts(found), strict=True) if not count]
+    if missing and not skip_broken:
+        raise BadInput(
+            f"{found.name}: no image of class {missing[0]!r} in the {split} split ({len(missing)} of "
+            f"{len(found.classes)} classes are missing); go on without with skip_broken=True"
+        )
+    lines = (f"{len(missing)} of {len(found.classes)} classes have no image: {', '.join(missing[:3])}",) * bool(missing)
+    return replace(found, report=(*found.report, *lines))
+
+
+def _parts(source: str | Path, root: Path, size: int | None, skip_broken: bool, download: bool) -> Parts:
+    name, path = str(source), Path(source).expanduser()
     if name in KNOWN:
-        found = KNOWN[name](split, folder, download)
-        if size is not None and found.images is not None and found.size != (size, size):
-            found = _at(found, size)
-        return _held_out(found, split, hold_out)
+        return {split: partial(_known, name, split, root, size, download) for split in ("train", "test")}
+    if name == "imagenet":
+        return folder_parts(_imagenet(root), size, skip_broken)
+    if name.startswith("hf:"):
+        return hub_parts(name, size, skip_broken)
+    if name.endswith(".parquet"):
+        return parquet_parts(str(path), size, skip_broken)
+    if path.is_dir():
+        for inside in (path, path / "data"):  # how the hub lays them out
+            if any(inside.glob("*.parquet")):
+                return parquet_parts(str(inside / "*.parquet"), size, skip_broken)
+        return folder_parts(path, size, skip_broken)
     raise BadInput(
-        f"{name}: no such set, file or folder{nearest(name, KNOWN)}; a source is {', '.join(KNOWN)}, {_FORMS}"
+        f"{name}: no such set, file or folder{nearest(name, NAMES)}; a source is {', '.join(NAMES)}, a folder of "
+        "images, 'path/*.parquet' or hf:NAME"
     )
 
 
-def _at(found: ImageSet, size: int) -> ImageSet:
-    from dataclasses import replace
-
+def _known(name: str, split: str, root: Path, size: int | None, download: bool) -> ImageSet:
+    found = KNOWN[name](split, root, download)
     assert found.images is not None
-    return replace(found, images=resized(found.images, (size, size)))
+    return found if size is None else replace(found, images=resized(found.images, (size, size)))
 
 
-def _held_out(found: ImageSet, split: str, hold_out: bool) -> ImageSet:
-    """`found` is the test split, or the whole training split, of a set without a validation split."""
-    if split == "test" or (split == "train" and not hold_out):
-        return found
-    counts = found.labels.bincount(minlength=len(found.classes))
-    if (counts == 1).any():
-        lone = found.classes[int((counts == 1).nonzero()[0])]
-        raise BadInput(f"{found.name}: class {lone!r} has one image, too few to hold some out for validation")
-    kept, part = divided(found.labels, HOLD_OUT_PARTS)
-    return found.select(part if split == "val" else kept, split)
+def _imagenet(root: Path) -> Path:
+    for folder in (root / "imagenet", root):
+        if (folder / "train").is_dir() or (folder / "val").is_dir():
+            return folder
+    raise BadInput(
+        f"imagenet: no train or val folder in {root / 'imagenet'} or {root}; unpack ILSVRC2012 there as "
+        "train/CLASS/*.JPEG and val/CLASS/*.JPEG, or point root at it"
+    )
+
+
+def _counts(found: ImageSet) -> list[int]:
+    counts: list[int] = found.labels.bincount(minlength=len(found.classes)).tolist()
+    return counts

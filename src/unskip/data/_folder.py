@@ -1,0 +1,109 @@
+"""A folder of images, a folder a class: root/class/*.jpg, or root/train/class/*.jpg with val and test beside it.
+
+It is read from disk as it is needed, or held in memory at one size where a size is given. Images that lie in no folder
+of a class are one class.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy
+import torch
+
+from unskip.data._decode import decoded, held, readable
+from unskip.data._images import ImageSet
+from unskip.data._splits import WORDS, Parts
+from unskip.errors import BadInput
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+SUFFIXES = frozenset(".bmp .gif .jpeg .jpg .png .ppm .pgm .tif .tiff .webp".split())
+
+
+@dataclass(frozen=True, eq=False)
+class FolderReader:
+    """Files under one folder. Their names are bytes in one array, which workers share without copying it."""
+
+    folder: str
+    names: Any  # (N,) of bytes, relative to the folder
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    def place(self, index: int) -> str:
+        return str(Path(self.folder, os.fsdecode(bytes(self.names[index]))))
+
+    def image(self, index: int) -> Image:
+        return decoded(self.place(index), self.place(index))
+
+    def select(self, indices: Sequence[int]) -> FolderReader:
+        return replace(self, names=self.names[list(indices)])
+
+
+def folder_parts(folder: Path, size: int | None, skip_broken: bool) -> Parts:
+    """The splits of a folder: its subfolders of those names, or all of it for training."""
+    inner = _subfolders(folder)
+    named = {split: path for path in inner for split, words in WORDS.items() if path.name.lower() in words}
+    # A class may be called "train" too: it has images in it where a split has folders.
+    if named and (len(named) == len(inner) or any(_subfolders(path) for path in named.values())):
+        places = {split: named[split] for split in WORDS if split in named}
+    else:
+        places = {"train": folder}
+    return {split: partial(_open, folder, split, places, size, skip_broken) for split in places}
+
+
+def _open(root: Path, split: str, places: dict[str, Path], size: int | None, skip_broken: bool) -> ImageSet:
+    classes = tuple(sorted({path.name for place in places.values() for path in _subfolders(place)}))
+    folder, names, labels = places[split], list[bytes](), list[int]()
+    report: tuple[str, ...] = ()
+    loose = sorted(entry.name for entry in folder.iterdir() if entry.is_file() and _is_image(entry.name))
+    if loose and classes:
+        raise BadInput(f"{folder / loose[0]}: an image outside the folders of the classes; move it into one")
+    if not classes:
+        report = ("no folders of classes: every image has label 0",) * bool(loose)
+        classes, names, labels = ("images",), [os.fsencode(name) for name in loose], [0] * len(loose)
+    for label, name in enumerate(classes if not loose else ()):
+        files = _files(folder, name) if (folder / name).is_dir() else []
+        if not files and not skip_broken:
+            raise BadInput(
+                f"{folder / name}: no images of this class in the {split} split (looked for "
+                f"{', '.join(sorted(SUFFIXES))}); add some, remove the class, or go on without with skip_broken=True"
+            )
+        report += (f"no images of class {name!r} in {folder}",) * (not files)
+        names += files
+        labels += [label] * len(files)
+    if not names:
+        raise BadInput(f"{folder}: no images in it (looked for {', '.join(sorted(SUFFIXES))})")
+    reader = FolderReader(str(folder), numpy.array(names))
+    images, kept, skipped = held(reader, size, skip_broken) if size else (None, *readable(reader, skip_broken))
+    if size and images is None:
+        report += (f"{len(names)} images of {size}x{size} do not fit in memory: they are read from disk",)
+    found = torch.tensor(labels)[kept]
+    rest = reader.select(kept) if images is None else None
+    return ImageSet(str(root), split, classes, found, images, (*report, *skipped), rest)
+
+
+def _subfolders(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.iterdir() if path.is_dir() and not path.name.startswith("."))
+
+
+def _files(folder: Path, name: str) -> list[bytes]:
+    """The images below one class, sorted, relative to `folder`."""
+    found = [
+        os.fsencode(os.path.relpath(Path(here, file), folder))
+        for here, _, files in os.walk(folder / name, followlinks=True)
+        for file in files
+        if _is_image(file)
+    ]
+    return sorted(found)
+
+
+def _is_image(name: str) -> bool:
+    return Path(name).suffix.lower() in SUFFIXES and not name.startswith(".")
