@@ -1,7 +1,7 @@
-"""One batch from a source, for looking at a model: a folder of images, an .npy file, or noise.
+"""One batch from a source, for looking at a model: a folder of images, an .npy file, a set of images, or noise.
 
-Which images are taken is a function of the source and n alone: evenly spread over the sorted files, so that a folder of
-classes gives some of each.
+Which images are taken is a function of the source and n alone: evenly spread over the set or the sorted files, so that
+a folder of classes gives some of each.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from unskip.data._augment import IMAGENET_MEAN, IMAGENET_STD
+from unskip.data._folder import SUFFIXES
+from unskip.data._sources import NAMES, open_images
 from unskip.errors import BadInput
-
-_SUFFIXES = frozenset(".bmp .gif .jpeg .jpg .png .ppm .pgm .tif .tiff .webp".split())
 
 
 def batch(
@@ -31,9 +31,11 @@ def batch(
 ) -> Tensor:
     """n samples from a source: images (n, channels, height, width), normalised, or what an array of numbers holds.
 
-    A folder is searched for images, which are resized by their shorter side and cropped at the centre. An .npy file
-    holds images, (N, height, width[, channels]) or (N, channels, height, width), of bytes or of floats in [0, 1]; or
-    token ids (N, tokens); arrays of other shapes are taken as they are. "random:N" is N images of noise, whatever n.
+    A set that `open_images` knows by name, parquet files and hf:NAME give images of their training split, resized by
+    their shorter side and cropped at the centre. A folder is searched for images, resized and cropped likewise. An
+    .npy file holds images, (N, height, width[, channels]) or (N, channels, height, width), of bytes or of floats in
+    [0, 1]; or token ids (N, tokens); arrays of other shapes are taken as they are. "random:N" is N images of noise,
+    whatever n.
     """
     if n < 1:
         raise BadInput(f"n is {n}; a batch holds at least one sample")
@@ -46,9 +48,13 @@ def batch(
         return _folder(path, n, height, width, mean, std)
     if path.suffix == ".npy" and path.is_file():
         return _array(path, n, height, width, mean, std)
-    if not path.exists():
-        raise BadInput(f"{text}: no such file or folder; a source is a folder of images, an .npy file or random:N")
-    raise BadInput(f"{text}: a source is a folder of images, an .npy file or random:N")
+    if text in NAMES or text.startswith("hf:") or path.suffix == ".parquet":
+        return _set(text, n, height, width, mean, std)
+    missing = "" if path.exists() else "no such file or folder; "
+    raise BadInput(
+        f"{text}: {missing}a source is a folder of images, an .npy file, random:N, a set such as digits, "
+        "'path/*.parquet' or hf:NAME"
+    )
 
 
 def _noise(text: str, channels: int, height: int, width: int, seed: int) -> Tensor:
@@ -59,10 +65,24 @@ def _noise(text: str, channels: int, height: int, width: int, seed: int) -> Tens
     return torch.randn(int(count), channels, height, width, generator=generator)
 
 
+def _set(source: str, n: int, height: int, width: int, mean: Sequence[float], std: Sequence[float]) -> Tensor:
+    found = open_images(source)
+    images = found.load(_spread(len(found), n), (height, width)).float() / 255
+    return _normalised(_as_channels(images, len(mean), source), mean, std)
+
+
+def _as_channels(images: Tensor, channels: int, place: object) -> Tensor:
+    if images.shape[1] == 1 and channels == 3:
+        images = images.expand(-1, 3, -1, -1)
+    if images.shape[1] != channels:
+        raise BadInput(f"{place}: {images.shape[1]} channels, and a mean of {channels}")
+    return images
+
+
 def _folder(path: Path, n: int, height: int, width: int, mean: Sequence[float], std: Sequence[float]) -> Tensor:
-    files = sorted(file for file in path.rglob("*") if file.suffix.lower() in _SUFFIXES and file.is_file())
+    files = sorted(file for file in path.rglob("*") if file.suffix.lower() in SUFFIXES and file.is_file())
     if not files:
-        raise BadInput(f"{path}: no images in it (looked for {', '.join(sorted(_SUFFIXES))})")
+        raise BadInput(f"{path}: no images in it (looked for {', '.join(sorted(SUFFIXES))})")
     chosen = [files[i] for i in _spread(len(files), n)]
     return _normalised(torch.stack([_image(file, height, width, len(mean)) for file in chosen]), mean, std)
 
@@ -98,11 +118,7 @@ def _array(path: Path, n: int, height: int, width: int, mean: Sequence[float], s
             raise BadInput(
                 f"{path}: images hold bytes, or floats from 0 to 1; these go from {images.min()} to {images.max()}"
             )
-        if images.shape[1] == 1 and len(mean) == 3:
-            images = images.expand(-1, 3, -1, -1)
-        if images.shape[1] != len(mean):
-            raise BadInput(f"{path}: {images.shape[1]} channels, and a mean of {len(mean)}")
-        return _normalised(_resized(images, height, width), mean, std)
+        return _normalised(_resized(_as_channels(images, len(mean), path), height, width), mean, std)
     return data.float()
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from io import BytesIO
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy
@@ -21,34 +21,48 @@ if TYPE_CHECKING:
 
 MEMORY_LIMIT = 8 * 2**30  # bytes of pixels; larger sets are read from disk
 _GRAY = frozenset({"1", "L"})
-_NAMED = 3  # of the images that are skipped, in a report
+_NAMED = 3  # of what is skipped, in a report
 
 
 class MixedSizes(BadInput):
     """The images of a set differ in size, and no common one was asked for."""
 
 
-def decoded(data: bytes | str | None, place: str) -> Image:
-    """An image of one channel or three, from its encoded bytes or its file."""
+def decoded(reader: Reader, index: int) -> Image:
+    """One image of a set, of one channel or three."""
     from PIL import Image
 
-    if not data:
-        raise BadInput(f"{place}: holds no image")
     try:
-        with Image.open(BytesIO(data) if isinstance(data, bytes) else Path(data)) as opened:
+        with Image.open(BytesIO(reader.encoded(index))) as opened:
             return opened.convert("L" if opened.mode in _GRAY else "RGB")
     except Exception as error:  # a damaged file can make a decoder fail in any way
-        raise BadInput(f"{place}: not an image that can be read ({error})") from error
+        raise BadInput(f"{reader.place(index)}: not an image that can be read ({error})") from error
 
 
-def fitted(image: Image, out: tuple[int, int]) -> Image:
+def pixels(reader: Reader, index: int) -> Tensor:
+    """One image of a set as bytes (1 or 3, height, width)."""
+    from torchvision.io import decode_jpeg
+    from torchvision.transforms.v2.functional import pil_to_tensor
+
+    values: Tensor | None = None
+    with suppress(
+        Exception
+    ):  # the same values as Pillow's in a third of the time; what it refuses, Pillow reads or names
+        values = decode_jpeg(torch.frombuffer(bytearray(reader.encoded(index)), dtype=torch.uint8))
+    if values is None or len(values) not in (1, 3):
+        values = pil_to_tensor(decoded(reader, index))
+    return values
+
+
+def fitted(image: Tensor, out: tuple[int, int]) -> Tensor:
     """The largest central part with the aspect of `out` (height, width), resized to it."""
-    from torchvision.transforms.v2 import functional
+    from torchvision.transforms.v2.functional import resized_crop
 
-    if (image.height, image.width) == out:
+    height, width = image.shape[-2:]
+    if (height, width) == out:
         return image
-    top, left, tall, wide = (int(edge) for edge in central(image.height, image.width, out))
-    resized: Image = functional.resized_crop(image, top, left, tall, wide, list(out), antialias=True)
+    top, left, tall, wide = (int(edge) for edge in central(height, width, out))
+    resized: Tensor = resized_crop(image, top, left, tall, wide, list(out), antialias=True)
     return resized
 
 
@@ -59,44 +73,43 @@ def held(reader: Reader, size: int | None, skip_broken: bool) -> tuple[Tensor | 
     """
     kept, broken = list[int](), list[str]()
     out = None if size is None else (size, size)
-    pixels, gray = None, True
+    images, gray = torch.empty(0), True
     for index in range(len(reader)):
         try:
-            image = reader.image(index)
+            image = pixels(reader, index)
         except BadInput as error:
             if not skip_broken:
                 raise
             broken.append(str(error))
             continue
-        if out is None:
-            out = image.height, image.width
-        elif size is None and (image.height, image.width) != out:
+        found = (image.shape[1], image.shape[2])
+        out = out or found
+        if size is None and found != out:
             raise MixedSizes(
-                f"{reader.place(index)}: {image.width}x{image.height} pixels, and {out[1]}x{out[0]} before it; "
+                f"{reader.place(index)}: {found[1]}x{found[0]} pixels, and {out[1]}x{out[0]} before it; "
                 "say which size to hold all of them at"
             )
-        if pixels is None:
+        if not kept:
             if 3 * len(reader) * out[0] * out[1] > MEMORY_LIMIT:
                 return None, *readable(reader, skip_broken)
-            pixels = numpy.empty((len(reader), *out, 3), numpy.uint8)
-        gray = gray and image.mode == "L"
-        values = numpy.asarray(fitted(image, out))
-        pixels[len(kept)] = values[..., None] if values.ndim == 2 else values
+            images = torch.empty(len(reader), 3, *out, dtype=torch.uint8)
+        gray = gray and len(image) == 1
+        images[len(kept)] = fitted(image, out)
         kept.append(index)
-    if pixels is None:
+    if not kept:
         raise BadInput(f"{reader.place(0)}: none of the {len(reader)} images can be read")
-    channels_last = torch.from_numpy(pixels[: len(kept), ..., : 1 if gray else 3])
-    return channels_last.movedim(-1, 1).contiguous(), kept, skipped(broken)
+    whole = not gray and len(kept) == len(reader)
+    return images if whole else images[: len(kept), : 1 if gray else 3].clone(), kept, skipped(broken)
 
 
 def readable(reader: Reader, skip_broken: bool) -> tuple[list[int], tuple[str, ...]]:
     """The images of a set on disk that are kept: all, or with skip_broken those that decode, which costs a pass."""
     if not skip_broken:
         return list(range(len(reader))), ()
-    kept, broken = [], []
+    kept, broken = list[int](), list[str]()
     for index in range(len(reader)):
         try:
-            reader.image(index)
+            pixels(reader, index)
             kept.append(index)
         except BadInput as error:
             broken.append(str(error))

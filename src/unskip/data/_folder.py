@@ -11,18 +11,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy
 import torch
 
-from unskip.data._decode import decoded, held, readable
+from unskip.data._decode import held, readable
 from unskip.data._images import ImageSet
 from unskip.data._splits import WORDS, Parts
 from unskip.errors import BadInput
-
-if TYPE_CHECKING:
-    from PIL.Image import Image
 
 SUFFIXES = frozenset(".bmp .gif .jpeg .jpg .png .ppm .pgm .tif .tiff .webp".split())
 
@@ -40,8 +37,8 @@ class FolderReader:
     def place(self, index: int) -> str:
         return str(Path(self.folder, os.fsdecode(bytes(self.names[index]))))
 
-    def image(self, index: int) -> Image:
-        return decoded(self.place(index), self.place(index))
+    def encoded(self, index: int) -> bytes:
+        return Path(self.place(index)).read_bytes()
 
     def select(self, indices: Sequence[int]) -> FolderReader:
         return replace(self, names=self.names[list(indices)])

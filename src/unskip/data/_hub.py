@@ -5,20 +5,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import numpy
 import torch
 
-from unskip.data._decode import MixedSizes, decoded, held, in_range, readable
+from unskip.data._decode import MixedSizes, held, in_range, readable
 from unskip.data._images import ImageSet
 from unskip.data._order import Rows
 from unskip.data._parquet import columns
 from unskip.data._splits import WORDS, Parts
 from unskip.errors import BadInput
-
-if TYPE_CHECKING:
-    from PIL.Image import Image
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,9 +34,9 @@ class HubReader:
     def place(self, index: int) -> str:
         return f"{self.name}, row {int(self.rows[index])}"
 
-    def image(self, index: int) -> Image:
-        got = self.data[int(self.rows[index])][self.column]
-        return decoded(got["bytes"] or got["path"], self.place(index))
+    def encoded(self, index: int) -> bytes:
+        got = self.data[int(self.rows[index])][self.column] or {"bytes": b""}
+        return got["bytes"] if got["bytes"] is not None else Path(got["path"]).read_bytes()
 
     def select(self, indices: Sequence[int]) -> HubReader:
         return replace(self, rows=self.rows[list(indices)])

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from unskip.data._augment import central
-from unskip.data._decode import fitted
+from unskip.data._decode import fitted, pixels
 from unskip.data._device import shown
 from unskip.errors import BadInput
-
-if TYPE_CHECKING:
-    from PIL.Image import Image
 
 _CHUNK = 1024
 
@@ -24,8 +21,8 @@ class Reader(Protocol):
     """Where the images of a large set come from. It is sent to the workers, so it can be pickled."""
 
     def __len__(self) -> int: ...
-    def image(self, index: int) -> Image:
-        """One image, decoded, of its own mode and size; BadInput names the file if it cannot be."""
+    def encoded(self, index: int) -> bytes:
+        """One image as its file holds it."""
 
     def place(self, index: int) -> str:
         """The file, or the file and row, for messages."""
@@ -98,8 +95,6 @@ class ImageSet:
 
     def load(self, indices: Sequence[int] | Tensor, size: int | tuple[int, int] | None = None) -> Tensor:
         """Some images as bytes (n, channels, height, width): the central part, resized. None keeps the set's size."""
-        from torchvision.transforms.v2 import functional
-
         rows = torch.as_tensor(indices, dtype=torch.int64).tolist()
         out = self.size if size is None else (size, size) if isinstance(size, int) else size
         if out is None:
@@ -107,10 +102,7 @@ class ImageSet:
         if self.images is not None:
             return resized(self.images[rows], out)
         assert self.reader is not None
-        loaded = torch.empty(len(rows), 3, *out, dtype=torch.uint8)
-        for place, row in enumerate(rows):
-            loaded[place] = functional.pil_to_tensor(fitted(self.reader.image(row), out).convert("RGB"))
-        return loaded
+        return torch.stack([fitted(pixels(self.reader, row), out).expand(3, *out) for row in rows])
 
 
 def resized(images: Tensor, out: tuple[int, int]) -> Tensor:

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from unskip.data._augment import Augment, geometry, randaugment
+from unskip.data._decode import decoded
 from unskip.data._images import Reader
 from unskip.data._order import GEOMETRY, PIXELS, stream
 from unskip.errors import BadInput
@@ -62,7 +63,7 @@ class Decoded(Dataset[Tensor | str]):
     def __getitem__(self, key: Key) -> Tensor | str:
         step, position, index = key
         try:
-            image = self.reader.image(index).convert("RGB")
+            image = decoded(self.reader, index).convert("RGB")
         except BadInput as error:  # as text: an exception from a worker comes wrapped in its traceback
             return str(error)
         return self.changed(image, step, position)

@@ -10,19 +10,16 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy
 import torch
 
-from unskip.data._decode import MEMORY_LIMIT, decoded, held, in_range
+from unskip.data._decode import MEMORY_LIMIT, held, in_range
 from unskip.data._images import ImageSet
 from unskip.data._order import Rows
 from unskip.data._splits import Parts, files_by_split
 from unskip.errors import BadInput
-
-if TYPE_CHECKING:
-    from PIL.Image import Image
 
 _IMAGES, _LABELS = ("image", "img", "images"), ("label", "labels", "fine_label")
 
@@ -31,7 +28,7 @@ _IMAGES, _LABELS = ("image", "img", "images"), ("label", "labels", "fine_label")
 class ParquetReader:
     """Encoded images of several files, one after the other."""
 
-    encoded: Any  # a pyarrow ChunkedArray of bytes
+    column: Any  # a pyarrow ChunkedArray of bytes
     files: tuple[str, ...]
     starts: tuple[int, ...]  # the first row of each file
     rows: Rows
@@ -44,8 +41,8 @@ class ParquetReader:
         file = int(numpy.searchsorted(self.starts, row, side="right")) - 1
         return f"{self.files[file]}, row {row - self.starts[file]}"
 
-    def image(self, index: int) -> Image:
-        return decoded(self.encoded[int(self.rows[index])].as_py(), self.place(index))
+    def encoded(self, index: int) -> bytes:
+        return self.column[int(self.rows[index])].as_py() or b""
 
     def select(self, indices: Sequence[int]) -> ParquetReader:
         return replace(self, rows=self.rows[list(indices)])
