@@ -13,8 +13,10 @@ from math import isqrt
 import torch
 from torch import Tensor, nn
 
+from unskip.anatomy import _ops
 from unskip.anatomy._dissect import Cut, Dissection
-from unskip.anatomy._find import in_norm
+from unskip.anatomy._find import climb, in_norm
+from unskip.anatomy._norms import Edge, norm_at, null_directions
 from unskip.anatomy._replay import ReplayError, path, replay
 from unskip.anatomy.sites import Site
 from unskip.errors import BadInput
@@ -64,48 +66,82 @@ class Sample:
         return float(torch.as_tensor(branch).square().mean().sqrt()) / below if below else float("inf")
 
     def branch(self, site: Site, dtype: torch.dtype) -> tuple[Function, Tensor, int]:
-        """The branch as a function of its normalised input, that input, and the directions it cannot see: none."""
+        """The branch as a function of its normalised input, that input, and the number of directions lost on the way.
+
+        Several branches of one site are taken together.
+        """
         cut = self.cut(site)
         source = self._normalised(cut)
-        # Several branches end in the sum, to which the stream adds a constant.
-        target = cut.findings[0].branch if len(cut.findings) == 1 else cut.add.index
-        return replay(self.dissection.graph, source, target, dtype), self.value(source).to(dtype), 0
+        functions = [replay(self.dissection.graph, source, finding.branch, dtype) for finding in cut.findings]
+
+        def together(x: Tensor) -> Tensor:
+            return torch.stack([function(x) for function in functions]).sum(0)
+
+        function = functions[0] if len(functions) == 1 else together
+        target = cut.findings[0].branch if len(functions) == 1 else cut.add.index
+        lost = self._lost(source, target, (cut.stream, cut.findings[0].add.index))
+        return function, self.value(source).to(dtype), lost
 
     def sublayer(self, site: Site, dtype: torch.dtype) -> tuple[Function, Tensor, int]:
-        """alpha x + beta f(x) as a function of x, x, and the number of directions that a norm before all else loses."""
+        """alpha x + beta f(x) as a function of x, x, and the number of directions lost on the way."""
         cut = self.cut(site)
-        value = self.value(cut.root)
-        return replay(self.dissection.graph, cut.root, cut.add.index, dtype), value.to(dtype), self._lost(site)
+        function = replay(self.dissection.graph, cut.root, cut.add.index, dtype)
+        return function, self.value(cut.root).to(dtype), self._lost(cut.root, cut.add.index)
 
     def network(self, dtype: torch.dtype) -> tuple[Function, Tensor, int]:
         """All sites, from the first stream to the last sum."""
-        source = self.first()
-        lost = self._lost(next(site for site in self.sites if self.cut(site).root == source))
-        return replay(self.dissection.graph, source, self.last(), dtype), self.value(source).to(dtype), lost
+        source, target = self.first(), self.last()
+        function = replay(self.dissection.graph, source, target, dtype)
+        return function, self.value(source).to(dtype), self._lost(source, target)
+
+    def origins(self) -> dict[int, Site]:
+        """For every site that is no long skip, by its index, the site at which its stream begins.
+
+        A model may have several streams, as encoder and decoder or two towers do. A site goes on with the stream of
+        the sum that it reads, or else of the last sum that its input was computed from.
+        """
+        nodes = self.dissection.graph.nodes
+        owner: dict[int, Site] = {}  # of the sums so far
+        result: dict[int, Site] = {}
+        for site in self.sites:
+            if site.long:
+                continue
+            runs = self.dissection.runs[site.index]
+            whole = [index for index, _ in climb(nodes, runs[0].root) if index in owner]
+            sums = whole[:1] or [index for index in sorted(owner, reverse=True) if index in nodes[runs[0].root]][:1]
+            result[site.index] = result[owner[sums[0]].index] if sums else site
+            owner |= {run.add.index: site for run in runs}
+        return result
 
     def _normalised(self, cut: Cut) -> int:
-        """The node that all of the branch reads: a norm's output, or the stream itself."""
-        norms = [node for node in cut.steps if in_norm(node) and node.owners]
-        if not norms:
+        """The node that all of the branch reads: the output of a norm of the stream, or the stream itself."""
+        norms = [node for node in cut.steps if in_norm(node)]
+        found = norm_at(self.dissection.graph, self.dissection.readers, norms[0]) if norms else None
+        if found is None or found.source not in [cut.root, *self._moved(cut)]:
             return cut.root
-        owner = norms[0].owners[0]
-        last = [node for node in norms if node.owners[0] is owner][-1]
-        inside = {node.index for node in cut.steps if last.index in node}
-        before = {node.index for node in cut.steps if node.index in last}
-        around = [node for node in cut.steps if node.index not in inside | before]
-        return cut.root if around else last.index  # something passes the norm by: the branch reads the stream
+        result = self.dissection.graph.nodes[found.result]
+        around = [n for n in cut.steps if n.index not in result and found.result not in n]
+        return cut.root if around else found.result  # something passes the norm by: the branch reads the stream
 
-    def _lost(self, site: Site) -> int:
-        """LayerNorm forgets each token's mean and size, RMSNorm its size: lost where nothing passes it by."""
-        cut = self.cut(site)
-        alpha, _ = self.dissection.weights[site.index]
-        cut_off = not isinstance(alpha, Tensor) and alpha == 0
-        source = self._normalised(cut)
-        if not cut_off or source == cut.root:
-            return 0
-        node = self.dissection.graph.nodes[source]
-        rms = "rms" in type(node.owners[0]).__name__.lower()
-        return (1 if rms else 2) * (self.value(cut.root).numel() // site.features)
+    def _moved(self, cut: Cut) -> set[int]:
+        """The nodes of the branch that are the stream itself, rearranged or cast."""
+        moved = {cut.root}
+        for node in cut.steps:
+            if node.op in _ops.IDENTITY and node.parents[0] in moved:
+                moved.add(node.index)
+        return moved
+
+    def _lost(self, source: int, target: int, *gone: Edge) -> int:
+        """The directions of the source that norms on the way forget, where nothing passes them by."""
+        dead = list(gone)
+        for site, runs in zip(self.sites, self.dissection.runs, strict=True):
+            alpha, beta = self.dissection.weights[site.index]
+            for finding in (f for run in runs for f in run.findings):
+                if finding.role == "mix" and not isinstance(alpha, Tensor) and alpha == 0:
+                    dead.append((finding.stream, finding.add.index))
+                if not isinstance(beta, Tensor) and beta == 0:
+                    dead.append((finding.branch, finding.add.index))
+        return null_directions(self.dissection.graph, self.dissection.readers, source, target, dead)
 
 
 def gradient_norms(sample: Sample, generator: torch.Generator) -> list[float]:
@@ -113,7 +149,7 @@ def gradient_norms(sample: Sample, generator: torch.Generator) -> list[float]:
     graph = sample.dissection.graph
     start, end = sample.first(), sample.last()
     roots = [sample.cut(site).root for site in sample.sites]
-    value = sample.value(start).double().requires_grad_()
+    value = sample.value(start).detach().to(torch.float64, copy=True).requires_grad_()
     kept: dict[int, Tensor] = {start: value}
     reachable = {start, *(node.index for node in path(graph, start, end))}
     with torch.enable_grad():
@@ -152,7 +188,8 @@ def refuse_not_finite(sample: Sample) -> None:
     """Names the first site whose stream or branch is not finite."""
     for site in sample.sites:
         cut = sample.cut(site)
-        for what, node in [("stream", cut.stream), *(("branch", finding.branch) for finding in cut.findings)]:
+        branches = [("branch", finding.branch) for finding in cut.findings]
+        for what, node in [("stream", cut.stream), *branches, ("sum", cut.add.index)]:
             if not sample.value(node).isfinite().all():
                 raise BadInput(
                     f"{site.name}: its {what} is not finite on this batch, so nothing after it can be measured"

@@ -1,8 +1,8 @@
 """`measure`: what a model does to a batch, site by site and block by block.
 
 Each sample is recorded once, with the weights of the model's wiring; the numbers come from the plain functions of this
-package. Memory: all activations of one sample, the streams of every block for the rows that are kept (at most 4096
-tokens), and what a Jacobian takes (`jacobian_spectrum`).
+package. Memory: all activations of one sample, the stream after every block for all samples, what 4096 tokens take in
+float64, and what a Jacobian takes (`jacobian_spectrum`).
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from unskip.anatomy._dissect import dissect_again, rows
 from unskip.anatomy._example import Example, example_for
@@ -22,7 +23,12 @@ from unskip.anatomy.sites import Site
 from unskip.errors import BadInput, NoResidualError
 from unskip.measures._capture import ReplayError, Sample, gradient_norms, grid_of, refuse_not_finite, tokens
 from unskip.measures._measurement import BlockRow, Measurement, SiteRow
-from unskip.measures.attention import attention_condition, attention_entropy, condition, self_attention_mass
+from unskip.measures.attention import (
+    attention_condition,
+    attention_entropy,
+    self_attention_mass,
+    value_output_condition,
+)
 from unskip.measures.echo import cosine, feature_norm, high_frequency_share, ridge_r2
 from unskip.measures.quantise import excess_kurtosis, sqnr
 from unskip.measures.rank import effective_rank, feature_matrix, rank_entropy
@@ -58,6 +64,7 @@ def measure(
         raise BadInput(f"jacobians is {jacobians!r}; it can be 'auto', 'exact' or 'off'")
     example = example_for(model, batch)
     count = _samples(example)
+    _refuse_mixed(model, example, count)
     tick = progress or (lambda done, total, what: None)
     generator = generator or torch.Generator().manual_seed(0)
     total = count + (0 if jacobians == "off" else 1)
@@ -65,7 +72,10 @@ def measure(
     opened = lay_open(model, rows(example, 0, 1) if count > 1 else example, weighted=True)
     if not opened.dissection.sites:
         raise NoResidualError(f"{type(model).__name__}: no residual sites, so nothing to measure")
-    gather = _Gather(model, opened, grid)
+    images = any(value.ndim == 4 for value in _tensors(example))
+    gather = _Gather(model, opened, grid, images)
+    if len({len(value) for value in _tensors(example) if value.ndim > 1}) > 1:
+        gather.notes.append("arguments without a row for each sample: the batch is run whole, its first sample is seen")
     first = gather.sample
     for index in range(count):
         sample = (
@@ -90,13 +100,37 @@ def measure(
     )
 
 
+def _tensors(tree: object) -> list[Tensor]:
+    tree = tree.values if isinstance(tree, Example) else tree
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
 def _samples(example: Example) -> int:
-    counts = {len(value) for value in example.values if isinstance(value, Tensor) and value.ndim > 1}
-    if not counts:
-        raise BadInput("the batch holds no tensor with an axis of samples")
+    counts = {len(value) for value in _tensors(example) if value.ndim > 1}
+    if not counts or 0 in counts:
+        raise BadInput("the batch holds no tensor with samples along its first axis, or none at all")
     if len(counts) > 1:
         return 1  # arguments without a row for each sample: taken as one
     return counts.pop()
+
+
+def _refuse_mixed(model: nn.Module, example: Example, count: int) -> None:
+    """Samples are measured one by one, which makes sense only where they don't see each other."""
+    if count < 2:
+        return
+    try:
+        with quiet(model, training=False):
+            pair, alone = (rows(example, start, count).copy().run(model) for start in (count - 2, count - 1))
+    except Exception:  # what is wrong is told where the model is recorded
+        return
+    for two, one in zip(_tensors(pair), _tensors(alone), strict=False):
+        if two.dtype not in (torch.float32, torch.float64) or two.ndim < 2 or len(two) != 2:
+            continue
+        if two[1:].shape == one.shape and float((two[1:] - one).norm()) > 0.1 * float(one.norm()):
+            raise BadInput(
+                f"{type(model).__name__}: its answer for a sample changes with the sample before it. Samples must lie "
+                "along the first axis (batch_first=True) and not see each other; else pass one at a time."
+            )
 
 
 class _Spectra:
@@ -120,7 +154,7 @@ class _Spectra:
             if not exact:  # float32 with the error bars of an estimate
                 function, value, lost = part(torch.float32)
             return jacobian_spectrum(function, value, exact=exact, steps=self.steps, null=lost)
-        except ReplayError as reason:
+        except (ReplayError, BadInput) as reason:
             self.notes.append(f"no Jacobian of {name}: {reason}")
         except (NotImplementedError, RuntimeError) as error:
             self.notes.append(f"no Jacobian of {name}: {type(error).__name__}: {str(error).splitlines()[0]}")
@@ -130,8 +164,8 @@ class _Spectra:
 class _Gather:
     """Collects what the samples give."""
 
-    def __init__(self, model: nn.Module, opened: Opened, grid: tuple[int, int] | None) -> None:
-        self.model, self.opened, self.grid = model, opened, grid
+    def __init__(self, model: nn.Module, opened: Opened, grid: tuple[int, int] | None, images: bool) -> None:
+        self.model, self.opened, self.grid, self.images = model, opened, grid, images
         self.sample = Sample(opened.dissection)
         self.all = [site for site in self.sample.sites if not site.long]
         ends: dict[str, Site] = {}
@@ -143,7 +177,8 @@ class _Gather:
             for site in self.all
             if site.index in opened.parts.reasons and site.kind in ("attention", "mlp", "parallel")
         ]
-        self.start: list[Tensor] = []  # x_0 by sample, (tokens, dim)
+        self.origins = self.sample.origins()
+        self.start: dict[int, list[Tensor]] = {}  # by the site where a stream begins: x_0 by sample, (tokens, dim)
         self.after: dict[str, list[Tensor]] = {block: [] for block in ends}
         self.maps: dict[str, list[float]] = {block: [] for block in ends}
         self.ratios: dict[int, list[float]] = {site.index: [] for site in self.all}
@@ -151,8 +186,10 @@ class _Gather:
         self.tokens = 0
 
     def add(self, sample: Sample) -> None:
-        self.start.append(sample.stream(self.all[0])[0])
-        self.tokens = len(self.start[0])
+        for site in {origin.index: origin for origin in self.origins.values()}.values():
+            first = sample.dissection.runs[site.index][0].stream
+            self.start.setdefault(site.index, []).append(tokens(sample.value(first), site)[0])
+        self.tokens = len(next(iter(self.start.values()))[0])
         for block, site in self.ends.items():
             self.after[block].append(sample.sum(site)[0])
             self.maps[block].append(self._high(site, sample.value(sample.cut(site).add.index)))
@@ -164,15 +201,19 @@ class _Gather:
     def _attend(self, site: Site, sample: Sample) -> None:
         p = Opened(sample.dissection, self.opened.parts, self.opened.attentions).probabilities(site.index)
         square = p.shape[-1] == p.shape[-2]
-        entry = (
-            attention_entropy(p),
-            self_attention_mass(p) if square else None,
-            attention_condition(p) if square else None,
-        )
+        try:
+            entry = (
+                attention_entropy(p),
+                self_attention_mass(p) if square else None,
+                attention_condition(p) if square else None,
+            )
+        except BadInput as reason:  # a token that may look at nothing
+            self.notes.append(f"{site.name}: attention not measured: {reason}")
+            return
         self.attention.setdefault(site.index, []).append(entry)
 
     def _high(self, site: Site, value: Tensor) -> float:
-        found = grid_of(self.model, site, value)
+        found = grid_of(self.model, site, value) if self.images else None
         flat = tokens(value, site)
         if self.grid is not None:
             found = (flat.shape[1] - self.grid[0] * self.grid[1], *self.grid)
@@ -182,20 +223,15 @@ class _Gather:
         return high_frequency_share(flat[:, prefix:], (height, width))
 
     def blocks(self, generator: torch.Generator) -> list[BlockRow]:
-        weights = self.sample.dissection.weights
-        carried, done = 1.0, set()
-        first = torch.stack(self.start)  # (samples, tokens, dim)
         result: list[BlockRow] = []
-        previous: Tensor | None = None
-        for index, block in enumerate(self.ends):
-            for inner in self.all:
-                if inner.block == block and inner.index not in done:
-                    alpha, _ = weights[inner.index]
-                    mean = float(alpha.detach().double().mean()) if isinstance(alpha, Tensor) else alpha
-                    carried *= mean**inner.runs
-                    done.add(inner.index)
+        before: dict[int, Tensor] = {}  # the block before, by stream
+        changed = False
+        for index, (block, last) in enumerate(self.ends.items()):
+            origin = self.origins[last.index].index
+            first = torch.stack(self.start[origin])  # (samples, tokens, dim)
             x = torch.stack(self.after[block])
             same = x.shape == first.shape
+            changed = changed or not same
             keep = self._rows(x, generator)
             flat = feature_matrix(x)[keep]
             result.append(
@@ -206,25 +242,40 @@ class _Gather:
                     token_rank=effective_rank(flat) if len(flat) > 1 else None,
                     token_entropy=_finite(rank_entropy(flat)) if len(flat) > 1 else None,
                     pooled_rank=effective_rank(feature_matrix(x, "pooled")) if len(x) > 1 else None,
-                    carried=carried,
+                    carried=self._carried(last),
                     cosine=_finite(cosine(first, x)) if same else None,
                     echo=self._echo(first, x, generator) if x.shape[:2] == first.shape[:2] else None,
                     high_frequency=_finite(_mean(self.maps[block])),
                     cka_first=self._cka(first, x, generator),
-                    cka_previous=None if previous is None else self._cka(previous, x, generator),
+                    cka_previous=self._cka(before[origin], x, generator) if origin in before else None,
                     kurtosis=_finite(excess_kurtosis(x)),
                     sqnr8=_finite(sqnr(x, 8)),
                     sqnr4=_finite(sqnr(x, 4)),
                 )
             )
-            previous = x
-        if len(self.start) < 2:
-            self.notes.append("one sample: no pooled rank and no held-out echo, which compare samples")
-        if any(row.cosine is None for row in result):
+            before[origin] = x
+        count = len(next(iter(self.start.values())))
+        if count < 3:
+            which = "no pooled rank and no held-out echo" if count < 2 else "no held-out echo, which takes three"
+            self.notes.append(f"{'one sample' if count < 2 else 'two samples'}: {which}")
+        if len(self.start) > 1:
+            names = ", ".join(site.path or "(model)" for site in self.all if site.index in self.start)
+            self.notes.append(f"{len(self.start)} streams, which begin at {names}: each block is compared with its own")
+        if changed:
             self.notes.append("the stream changes its shape with depth: no cosine with the input where it does")
         if all(row.high_frequency is None for row in result):
             self.notes.append("tokens are not patches on a square grid: no spatial frequencies (pass grid=)")
         return result
+
+    def _carried(self, last: Site) -> float:
+        """The product of the alphas of a stream from its beginning up to a site."""
+        product = 1.0
+        for site in self.all:
+            if site.index <= last.index and self.origins[site.index] is self.origins[last.index]:
+                alpha, _ = self.sample.dissection.weights[site.index]
+                mean = float(alpha.detach().double().mean()) if isinstance(alpha, Tensor) else alpha
+                product *= mean**site.runs
+        return product
 
     def _rows(self, x: Tensor, generator: torch.Generator) -> Tensor:
         """Which tokens are used: all, or as many as can be afforded, the same ones for tensors of one shape."""
@@ -236,7 +287,7 @@ class _Gather:
         return torch.randperm(total, generator=seed)[:_ROWS].sort().values.to(x.device)
 
     def _echo(self, first: Tensor, x: Tensor, generator: torch.Generator) -> float | None:
-        if len(x) < 2:
+        if len(x) < 3:  # to fit, to choose the ridge and to judge
             return None
         keep = self._rows(x, generator)
         groups = torch.arange(len(x), device=x.device).repeat_interleave(x.shape[1])[keep]
@@ -270,7 +321,7 @@ class _Gather:
         attention = part.attention if isinstance(part, ParallelParts) else part
         value_output = None
         if isinstance(attention, AttentionParts):
-            value_output = float(condition(attention.value_output()))
+            value_output = float(value_output_condition(*_grouped(attention)))
         alpha, beta = (
             float(w.detach().double().mean()) if isinstance(w, Tensor) else w
             for w in self.sample.dissection.weights[site.index]
@@ -304,6 +355,12 @@ class _Gather:
             tuple(torch.stack(masses).mean(0).tolist()) if masses else None,
             tuple(torch.stack(conditions).median(0).values.tolist()) if conditions else None,
         )
+
+
+def _grouped(part: AttentionParts) -> tuple[Tensor, Tensor]:
+    """W_V (inner, dim) and W_O (dim, inner); queries that share their values also share what they write."""
+    out = part.out.double().unflatten(1, (part.v.shape[0], -1, part.v.shape[1])).sum(2).flatten(1)
+    return part.v.flatten(0, 1).double(), out
 
 
 def _mean(values: list[float]) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
@@ -63,7 +64,7 @@ class Measurement:
     notes: tuple[str, ...]
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data for JSON; spectra without their values."""
+        """Plain data for JSON; spectra without their values. What is not finite becomes None."""
         return {
             "model": self.model,
             "samples": self.samples,
@@ -75,7 +76,7 @@ class Measurement:
         }
 
     def __str__(self) -> str:
-        title = f"{self.model} on {self.samples} samples of {self.tokens} tokens"
+        title = f"{self.model} on {self.samples} sample{'s' * (self.samples != 1)} of {self.tokens} tokens"
         lines = [title, "", _table(_SITE, self.sites), "", _table(_BLOCK, self.blocks)]
         if self.network is not None:
             lines += ["", f"network: {self.network}"]
@@ -87,10 +88,13 @@ class Measurement:
 
 def _plain(row: SiteRow | BlockRow) -> dict[str, Any]:
     values = {f.name: getattr(row, f.name) for f in fields(row)}
-    return {
-        name: value.to_dict() if isinstance(value, Spectrum) else list(value) if isinstance(value, tuple) else value
-        for name, value in values.items()
-    }
+    return {name: value.to_dict() if isinstance(value, Spectrum) else _finite(value) for name, value in values.items()}
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return [_finite(each) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _table(columns: dict[str, Callable[[Any], object]], rows: Sequence[SiteRow | BlockRow]) -> str:

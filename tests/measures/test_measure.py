@@ -1,0 +1,613 @@
+"""`measure`: against closed forms, against the modules themselves, and on models of every sort."""
+
+import copy
+import json
+import math
+import random
+from typing import Any
+
+import pytest
+import tests.zoo.more  # noqa: F401  (enters its families into the registry)
+import torch
+from tests.zoo.families import FAMILIES
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import unskip
+from unskip import Cut, Decay, Learn, Scale
+from unskip.errors import BadInput, ForwardError, NoResidualError, UnskipWarning
+from unskip.measures import effective_rank
+from unskip.measures._measurement import Measurement
+
+
+class Linear(nn.Module):
+    """x + W x."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.f = nn.Linear(dim, dim, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.f(x)
+
+
+def stack(depth: int = 3, dim: int = 6) -> nn.Sequential:
+    return nn.Sequential(*(Linear(dim) for _ in range(depth))).double()
+
+
+def matrices(model: nn.Module) -> list[Tensor]:
+    return [p.detach() for p in model.parameters() if p.ndim == 2]
+
+
+def strict(found: Measurement) -> dict[str, Any]:
+    """What a strict JSON reader gets."""
+    return json.loads(json.dumps(found.to_dict(), allow_nan=False))  # type: ignore[no-any-return]
+
+
+# --- Closed forms -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("alpha", [1.0, 0.4, 0.0])
+def test_a_stack_of_linear_branches(alpha: float) -> None:
+    """All Jacobians are known matrices, the same for every token."""
+    model = stack()
+    x = torch.randn(4, 5, 6, dtype=torch.float64)
+    unskip.rewire(model, Scale(stream=alpha, branch=1.5), x)
+    found = unskip.measure(model, x)
+    eye = torch.eye(6, dtype=torch.float64)
+    whole, stream = eye, x
+    for row, block, w in zip(found.sites, found.blocks, matrices(model), strict=True):
+        assert (row.alpha, row.beta) == (alpha, 1.5)
+        step = alpha * eye + 1.5 * w
+        whole = step @ whole
+        assert row.branch is not None
+        assert row.sublayer is not None
+        torch.testing.assert_close(row.branch.values, spread(w, 5))
+        torch.testing.assert_close(row.sublayer.values, spread(step, 5))
+        assert (row.branch.null, row.sublayer.null) == (0, 0)
+        sizes = [(1.5 * F.linear(s, w)).square().mean().sqrt() / (alpha * s).square().mean().sqrt() for s in stream]
+        assert row.ratio == pytest.approx(float(torch.stack(sizes).mean()))
+        stream = F.linear(stream, step)
+        assert block.norm == pytest.approx(float(stream.norm(dim=-1).mean()))
+        assert block.cosine == pytest.approx(float(F.cosine_similarity(stream, x, dim=-1).mean()))
+        assert block.carried == pytest.approx(alpha ** (block.index + 1))
+        assert block.token_rank == pytest.approx(effective_rank(stream.flatten(0, 1)))
+        assert block.pooled_rank == pytest.approx(effective_rank(stream.mean(1)))
+        assert block.token_entropy == pytest.approx(math.log(block.token_rank or 0))
+    assert found.network is not None
+    torch.testing.assert_close(found.network.values, spread(whole, 5), rtol=1e-8, atol=1e-10)
+    assert (found.samples, found.tokens) == (4, 5)
+    assert [row["ratio"] is None for row in strict(found)["sites"]] == [alpha == 0] * 3
+
+
+def spread(matrix: Tensor, tokens: int) -> Tensor:
+    """The singular values of a map that acts on every token alike."""
+    return torch.linalg.svdvals(matrix).repeat_interleave(tokens)
+
+
+def test_gradient_norms_of_a_linear_stack() -> None:
+    """|J^T w| for signs w; for orthogonal maps it is the number of entries' root at every depth."""
+    model = stack()
+    with torch.no_grad():
+        for w in model.parameters():
+            q, _ = torch.linalg.qr(torch.randn(6, 6, dtype=torch.float64))
+            w.copy_(q)
+    x = torch.randn(2, 5, 6, dtype=torch.float64)
+    unskip.rewire(model, Cut(), x)
+    found = unskip.measure(model, x)
+    assert [row.gradient for row in found.sites] == pytest.approx([math.sqrt(30)] * 3)
+    unskip.Wiring.of(model).undo()
+    with torch.no_grad():
+        for w in model.parameters():
+            w.copy_(torch.eye(6))
+    assert [row.gradient for row in unskip.measure(model, x).sites] == pytest.approx(
+        [2 ** (3 - i) * math.sqrt(30) for i in range(3)]
+    )
+
+
+def test_echo_is_whole_where_the_stream_is_an_invertible_map_of_the_first() -> None:
+    model = stack(depth=2, dim=4)
+    found = unskip.measure(model, torch.randn(6, 20, 4, dtype=torch.float64))
+    assert [row.echo for row in found.blocks] == pytest.approx([1.0, 1.0], abs=1e-3)
+
+
+def test_learnt_weights_of_every_channel_are_used() -> None:
+    model = stack(depth=1)
+    x = torch.randn(2, 3, 6, dtype=torch.float64)
+    wiring = unskip.rewire(model, Learn(start=1.0, per="channel"), x)
+    (alpha,) = wiring.parameters.values()
+    with torch.no_grad():
+        alpha.copy_(torch.arange(1.0, 7.0))
+    found = unskip.measure(model, x)
+    assert found.sites[0].sublayer is not None
+    expected = torch.diag(alpha.detach()) + matrices(model[0])[-1]
+    torch.testing.assert_close(found.sites[0].sublayer.values, spread(expected, 3))
+    assert found.sites[0].alpha == pytest.approx(3.5)
+
+
+# --- The modules themselves -------------------------------------------------------------------------------------------
+
+
+def test_branches_have_the_jacobians_of_their_modules() -> None:
+    family = FAMILIES["timm_vit"]
+    model: Any = family.build().double()
+    image = family.inputs(1).double()
+    found = unskip.measure(model, image)
+    seen: dict[str, Tensor] = {}
+    hooks = [
+        model.get_submodule(name).register_forward_pre_hook(
+            lambda _, args, name=name: seen.__setitem__(name, args[0].detach())
+        )
+        for name in ("blocks.0.attn", "blocks.0.mlp", "blocks.0", "blocks.0.norm2", "norm")
+    ]
+    model(image)
+    for hook in hooks:
+        hook.remove()
+    block = model.blocks[0]
+    pairs = [
+        (found.sites[0].branch, block.attn, seen["blocks.0.attn"]),
+        (found.sites[1].branch, block.mlp, seen["blocks.0.mlp"]),
+        (found.sites[0].sublayer, lambda x: x + block.attn(block.norm1(x)), seen["blocks.0"]),
+        (found.sites[1].sublayer, lambda x: x + block.mlp(block.norm2(x)), seen["blocks.0.norm2"]),
+        (found.network, model.blocks, seen["blocks.0"]),
+    ]
+    for spectrum, function, x in pairs:
+        assert spectrum is not None
+        jacobian = torch.autograd.functional.jacobian(function, x).reshape(x.numel(), x.numel())
+        torch.testing.assert_close(spectrum.values, torch.linalg.svdvals(jacobian), rtol=1e-6, atol=1e-8)
+
+
+def test_attention_is_that_which_the_model_itself_returns() -> None:
+    from transformers import BertConfig, BertModel
+
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    model = BertModel(BertConfig(**sizes, vocab_size=32, attn_implementation="eager")).eval()
+    ids = torch.randint(4, 32, (3, 6))
+    found = unskip.measure(model, {"input_ids": ids}, jacobians="off")
+    with torch.no_grad():
+        attentions = model(input_ids=ids, output_attentions=True).attentions
+    for row, p in zip(found.sites[::2], attentions, strict=True):
+        wide = p.double()
+        entropy = -(wide * wide.log()).sum(-1).mean((0, 2))
+        assert row.entropy == pytest.approx(entropy.tolist(), rel=1e-5)
+        assert row.self_attention == pytest.approx(wide.diagonal(dim1=-2, dim2=-1).mean((0, 2)).tolist(), rel=1e-5)
+        sigma = torch.linalg.svdvals(wide)
+        assert row.attention_condition == pytest.approx(
+            (sigma[..., 0] / sigma[..., -1]).median(0).values.tolist(), rel=1e-3
+        )
+    assert all(row.branch is None and row.sublayer is None for row in found.sites)
+    assert found.network is None
+    assert found.sites[1].entropy is None
+
+
+def test_value_output_is_judged_on_the_values_that_there_are() -> None:
+    """Grouped values: W_V W_O has rank 8 of 16, and its condition is that of the 8."""
+    family = FAMILIES["hf_llama"]
+    model = family.build()
+    found = unskip.measure(model, family.inputs(2), jacobians="off")
+    weights = {name: p.detach() for name, p in model.named_parameters()}
+    value, out = weights["layers.0.self_attn.v_proj.weight"], weights["layers.0.self_attn.o_proj.weight"]
+    shared = value.unflatten(0, (2, 1, 4)).expand(2, 2, 4, 16).flatten(0, 2)
+    sigma = torch.linalg.svdvals((out @ shared).double())
+    assert found.sites[0].value_output == pytest.approx(float(sigma[0] / sigma[7]), rel=1e-4)
+
+
+# --- Null directions --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "rule", "expected"),
+    [
+        # tokens x (directions that a norm forgets): of the branches, the sub-layers, the network
+        ("timm_vit", None, (0, 0, 0)),
+        ("timm_vit", Cut(), (0, 10, 10)),
+        ("timm_vit", {"mlp": Cut()}, (0, None, 10)),  # the network goes through the MLPs' norms alone
+        ("hf_llama", Cut(), (0, 6, 6)),
+        ("hf_t5", Cut(), (0, None, 5)),  # an RMSNorm by another name; 6 tokens in the encoder, 5 in the decoder
+        ("hf_bert", None, (0, 0, 12)),  # post: the norm between sub-layers, cut or not
+        ("hf_bert", Cut(), (0, 0, 12)),
+        ("timm_respost", None, (10, 0, 0)),  # the norm ends the branch
+        ("timm_respost", Cut(), (10, 10, 10)),
+        ("hf_gpt_neox", Cut(), (12, 12, 12)),  # two norms of one stream, and the branch reads both
+        ("hf_gpt_neox", None, (12, 0, 0)),
+    ],
+)
+def test_null_directions_are_those_that_norms_forget(name: str, rule: Any, expected: tuple[Any, ...]) -> None:
+    family = FAMILIES[name]
+    model = family.build()
+    if rule is not None:
+        unskip.rewire(model, rule, family.inputs(2))
+    found = unskip.measure(model, family.inputs(1))
+    branch, sublayer, network = expected
+    for row in found.sites:
+        assert row.branch is not None
+        assert row.sublayer is not None
+        assert row.branch.null == branch
+        if sublayer is not None:
+            assert row.sublayer.null == sublayer
+    assert found.network is not None
+    if network is not None and name != "hf_t5":
+        assert found.network.null == network
+    spectra = [row.branch for row in found.sites] + [row.sublayer for row in found.sites]
+    for spectrum in spectra:
+        assert spectrum is not None
+        if spectrum.null:  # the norms' eps is all that is left of them
+            assert spectrum.null_max is not None
+            assert spectrum.null_max < 1e-3 * spectrum.sigma_max
+
+
+def test_null_directions_of_an_rms_norm_named_layer_norm() -> None:
+    family = FAMILIES["hf_t5"]
+    model = family.build()
+    unskip.rewire(model, Cut(), family.inputs(2))
+    nulls = [row.sublayer.null for row in unskip.measure(model, family.inputs(1)).sites if row.sublayer is not None]
+    assert nulls == [6] * 4 + [5] * 6
+
+
+# --- Rewired ----------------------------------------------------------------------------------------------------------
+
+
+class ByHand(nn.Module):
+    """A ViT's blocks with the weights of a wiring written into them."""
+
+    def __init__(self, model: Any, alphas: list[float]) -> None:
+        super().__init__()
+        self.model, self.alphas = model, alphas
+
+    def forward(self, image: Tensor) -> Tensor:
+        m = self.model
+        x = m.norm_pre(m.patch_drop(m._pos_embed(m.patch_embed(image))))
+        for i, block in enumerate(m.blocks):
+            x = self.alphas[2 * i] * x + block.attn(block.norm1(x))
+            x = self.alphas[2 * i + 1] * x + block.mlp(block.norm2(x))
+        return x
+
+
+def test_a_rewired_model_is_measured_as_it_is_wired() -> None:
+    family = FAMILIES["timm_vit"]
+    model = family.build().double()
+    images = family.inputs(3).double()
+    wiring = unskip.rewire(model, Decay(0.5), images)
+    got = unskip.measure(model, images)
+    assert [row.alpha for row in got.sites] == pytest.approx(wiring.alphas)
+    assert got.blocks[-1].carried == pytest.approx(wiring.effective_decay)
+    with torch.no_grad():
+        stream = ByHand(family.build().double(), wiring.alphas)(images)
+    assert got.blocks[-1].norm == pytest.approx(float(stream.norm(dim=-1).mean()))
+    jacobian = torch.autograd.functional.jacobian(
+        lambda x: _blocks(model, wiring.alphas, x), _first_stream(model, images[:1])
+    )
+    assert got.network is not None
+    torch.testing.assert_close(got.network.values, torch.linalg.svdvals(jacobian.reshape(80, 80)), rtol=1e-6, atol=1e-8)
+
+
+def _first_stream(model: Any, image: Tensor) -> Tensor:
+    with torch.no_grad():
+        return model._pos_embed(model.patch_embed(image))  # type: ignore[no-any-return]
+
+
+def _blocks(model: Any, alphas: list[float], x: Tensor) -> Tensor:
+    for i, block in enumerate(model.blocks):
+        x = alphas[2 * i] * x + block.attn(block.norm1(x))
+        x = alphas[2 * i + 1] * x + block.mlp(block.norm2(x))
+    return x
+
+
+@pytest.mark.parametrize("name", ["timm_vit", "nn_encoder_post", "hf_llama"])
+def test_nothing_in_the_model_is_changed(name: str) -> None:
+    family = FAMILIES[name]
+    model = family.build().train()
+    unskip.rewire(model, Decay(0.6), family.inputs(2))
+    frozen = next(model.parameters()).requires_grad_(False)
+    list(model.parameters())[3].grad = torch.ones_like(list(model.parameters())[3])
+    before = copy.deepcopy(model.state_dict())
+    kinds = [(type(m), m.training, len(m._forward_hooks), sorted(vars(m))) for m in model.modules()]
+    flags = [(p.requires_grad, p.grad is None, p._version) for p in model.parameters()]
+    inputs = copy.deepcopy(family.inputs(2))
+    states = torch.get_rng_state(), random.getstate()
+    first = unskip.measure(model, inputs)
+    assert torch.equal(torch.get_rng_state(), states[0])
+    assert random.getstate() == states[1]
+    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+    assert [(type(m), m.training, len(m._forward_hooks), sorted(vars(m))) for m in model.modules()] == kinds
+    assert [(p.requires_grad, p.grad is None, p._version) for p in model.parameters()] == flags
+    assert not frozen.requires_grad
+    assert str(unskip.measure(model, inputs)) == str(first)
+
+
+def test_a_frozen_first_stream_stays_frozen() -> None:
+    """Learnt queries in float64 are the first stream themselves, not a copy."""
+
+    class Queries(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.queries = nn.Parameter(torch.randn(1, 3, 4), requires_grad=False)
+            self.q, self.k, self.f = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            read = (self.q(self.queries) @ self.k(x).mT).softmax(-1) @ x
+            return self.queries + self.f(read)
+
+    model = Queries().double()
+    unskip.measure(model, torch.randn(1, 5, 4, dtype=torch.float64))
+    assert not model.queries.requires_grad
+    assert model.queries.grad is None
+
+
+# --- Models of every sort ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["hf_bert", "hf_gpt2", "diffusers_dit", "timm_swin", "timm_convnext", "hf_clip"])
+@pytest.mark.parametrize("jacobians", ["off"])
+def test_a_family_is_measured(name: str, jacobians: Any) -> None:
+    family = FAMILIES[name]
+    found = unskip.measure(family.build(), family.inputs(3), jacobians=jacobians)
+    assert found.samples == 3
+    assert len(found.sites) == len(family.sites)
+    strict(found)
+    assert all(row.norm > 0 for row in found.blocks)
+    assert found.model in str(found)
+    assert found.model in repr(found)
+    attentions = [row for row in found.sites if row.kind == "attention"]
+    assert all(row.entropy is not None for row in attentions)
+    assert all(row.entropy is None for row in found.sites if row.kind in ("mlp", "conv"))
+
+
+def test_text_has_no_spatial_frequencies() -> None:
+    """Nine tokens would make a square, but they are words."""
+    family = FAMILIES["hf_bert"]
+    ids = torch.randint(4, 32, (2, 9))
+    found = unskip.measure(family.build(), {"input_ids": ids}, jacobians="off")
+    assert all(row.high_frequency is None for row in found.blocks)
+    assert any("spatial" in note for note in found.notes)
+
+
+def test_a_grid_that_is_no_square_can_be_given() -> None:
+    model = stack(depth=1)
+    x = torch.randn(2, 7, 6, dtype=torch.float64)
+    assert unskip.measure(model, x, jacobians="off").blocks[0].high_frequency is None
+    found = unskip.measure(model, x, jacobians="off", grid=(2, 3))  # and one token before them
+    sums = x + F.linear(x, matrices(model)[0])
+    shares = [unskip.measures.high_frequency_share(one[None, 1:], (2, 3)) for one in sums]
+    assert found.blocks[0].high_frequency == pytest.approx(sum(shares) / 2)
+
+
+def test_a_stream_that_changes_its_shape_has_gaps() -> None:
+    family = FAMILIES["timm_swin"]
+    found = unskip.measure(family.build(), family.inputs(2), jacobians="off")
+    assert [row.cosine is None for row in found.blocks] == [False, False, True, True]
+    assert any("shape" in note for note in found.notes)
+
+
+def test_two_towers_are_not_compared_with_each_other() -> None:
+    """T5's decoder and CLIP's second tower have streams of their own."""
+    for name, starts in (("hf_t5", 2), ("hf_clip", 2)):
+        family = FAMILIES[name]
+        model = family.build()
+        inputs = family.inputs(2)
+        unskip.rewire(model, Scale(0.5, 1.0), inputs)
+        found = unskip.measure(model, inputs, jacobians="off")
+        assert [row.carried for row in found.blocks[:2]] == [0.25, 0.0625]
+        own = 0.125 if name == "hf_t5" else 0.25
+        assert [row.carried for row in found.blocks[2:4]] == [own, own**2]
+        assert any(note.startswith(f"{starts} streams") for note in found.notes)
+        assert sum(row.cka_previous is None for row in found.blocks) == starts
+
+
+def test_a_site_that_runs_several_times_is_seen_at_its_last_run() -> None:
+    family = FAMILIES["hf_albert"]
+    model = family.build()
+    unskip.rewire(model, Scale(0.5, 1.0), family.inputs(2))
+    found = unskip.measure(model, family.inputs(2))
+    assert len(found.sites) == 2
+    assert found.blocks[0].carried == pytest.approx(0.5**6)
+    assert found.network is not None
+    streams: list[Tensor] = []
+    sums: list[Tensor] = []
+    layer = model.get_submodule("encoder.albert_layer_groups.0.albert_layers.0")
+    norm = layer.get_submodule("full_layer_layer_norm")  # reads the second sum
+    with (
+        layer.register_forward_pre_hook(lambda _, args: streams.append(args[0])),
+        norm.register_forward_pre_hook(lambda _, args: sums.append(args[0])),
+        torch.no_grad(),
+    ):
+        model(**family.inputs(2))
+    assert len(streams) == len(sums) == 3
+    assert found.blocks[0].cosine == pytest.approx(float(F.cosine_similarity(sums[-1], streams[0], dim=-1).mean()))
+    assert found.blocks[0].norm == pytest.approx(float(sums[-1].norm(dim=-1).mean()))
+
+
+def test_one_sample_is_enough() -> None:
+    family = FAMILIES["timm_vit"]
+    found = unskip.measure(family.build(), family.inputs(1), jacobians="off")
+    assert found.samples == 1
+    assert all(row.pooled_rank is None and row.echo is None for row in found.blocks)
+    assert any("one sample" in note for note in found.notes)
+    assert "on 1 sample of 5 tokens" in str(found)
+
+
+def test_samples_are_measured_with_their_own_conditions() -> None:
+    family = FAMILIES["diffusers_dit"]
+    model = family.build()
+    together = unskip.measure(model, family.inputs(2), jacobians="off")
+    whole = family.inputs(2)
+    apart = [
+        unskip.measure(model, {key: value[i : i + 1] for key, value in whole.items()}, jacobians="off")
+        for i in range(2)
+    ]
+    for index, row in enumerate(together.sites):
+        assert row.ratio == pytest.approx(sum(one.sites[index].ratio for one in apart) / 2)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_weights(dtype: torch.dtype) -> None:
+    family = FAMILIES["timm_vit"]
+    model = family.build().to(dtype)
+    images = family.inputs(2).to(dtype)
+    found = unskip.measure(model, images)
+    wide = unskip.measure(model.double(), images.double())
+    strict(found)
+    for got, expected in zip(found.sites, wide.sites, strict=True):
+        assert got.branch is not None
+        assert expected.branch is not None
+        assert got.branch.precision == "float64"
+        assert got.branch.sigma_max == pytest.approx(expected.branch.sigma_max, rel=0.05)
+        assert got.ratio == pytest.approx(expected.ratio, rel=0.05)
+
+
+def test_a_branch_that_writes_in_place_has_a_jacobian_or_a_note() -> None:
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.f = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.f(x)
+            y[..., :2] = 0.0
+            return x + y
+
+    found = unskip.measure(Block(), torch.randn(2, 3, 4))
+    assert found.sites[0].branch is None
+    assert any("no Jacobian of the branch" in note and "in place" in note for note in found.notes)
+    assert found.sites[0].ratio > 0
+
+
+# --- Bad input --------------------------------------------------------------------------------------------------------
+
+
+def test_nan_weights_name_the_site() -> None:
+    family = FAMILIES["timm_vit"]
+    model = family.build()
+    with torch.no_grad():
+        model.get_parameter("blocks.1.attn.qkv.weight")[0, 0] = torch.nan
+    with pytest.raises(BadInput, match=r"blocks\.1 \[attention\]: its branch is not finite"):
+        unskip.measure(model, family.inputs(2))
+
+
+def test_nan_input_names_the_first_site() -> None:
+    family = FAMILIES["timm_vit"]
+    with pytest.raises(BadInput, match=r"blocks\.0 \[attention\]: its stream is not finite"):
+        unskip.measure(family.build(), torch.full((2, 3, 16, 16), torch.nan))
+
+
+def test_a_sum_that_overflows_names_the_site() -> None:
+    model = stack(depth=1).half()
+    with torch.no_grad():
+        model[0].f.weight.copy_(torch.eye(6))
+    with pytest.raises(BadInput, match=r"its sum is not finite"):
+        unskip.measure(model, torch.full((2, 3, 6), 6e4, dtype=torch.float16))
+
+
+def test_constant_features_have_rank_zero_and_no_similarity() -> None:
+    model = stack(depth=2)
+    x = torch.ones(3, 5, 6, dtype=torch.float64)
+    found = unskip.measure(model, x)
+    for row in found.blocks:
+        assert row.token_rank == 0
+        assert row.token_entropy is None
+        assert row.cka_first is None
+        assert row.cka_previous is None
+        assert row.echo is None
+    strict(found)
+
+
+def test_a_zeroed_branch_has_no_condition() -> None:
+    model = stack(depth=1)
+    nn.init.zeros_(model[0].f.weight)
+    x = torch.randn(2, 3, 6, dtype=torch.float64)
+    row = unskip.measure(model, x).sites[0]
+    assert row.branch is not None
+    assert math.isnan(row.branch.condition)
+    assert row.sublayer is not None
+    assert row.sublayer.condition == pytest.approx(1.0)
+    assert row.ratio == 0
+    with pytest.warns(UnskipWarning, match="passes almost nothing on"):
+        unskip.rewire(model, Cut(), x)
+    found = unskip.measure(model, x)
+    strict(found)
+    assert found.blocks[0].norm == 0
+    assert found.blocks[0].cosine is None
+    assert found.blocks[0].token_rank == 0
+    assert str(found)
+
+
+def test_a_rank_deficient_branch_is_told() -> None:
+    model = stack(depth=1)
+    with torch.no_grad():
+        model[0].f.weight[-1] = 0
+    row = unskip.measure(model, torch.randn(2, 3, 6, dtype=torch.float64)).sites[0]
+    assert row.branch is not None
+    assert row.branch.condition == math.inf
+    assert row.branch.null == 0
+    assert row.branch.to_dict()["condition"] is None
+
+
+def test_wrong_batches_are_refused() -> None:
+    model = FAMILIES["timm_vit"].build()
+    with pytest.raises(ForwardError, match="forward failed"):
+        unskip.measure(model, torch.randn(2, 3, 20, 20))
+    with pytest.raises(BadInput, match="samples along its first axis"):
+        unskip.measure(stack(), torch.randn(6, dtype=torch.float64))
+    with pytest.raises(BadInput, match="samples along its first axis"):
+        unskip.measure(stack(), torch.randn(0, 5, 6, dtype=torch.float64))
+    with pytest.raises(BadInput, match="jacobians"):
+        unskip.measure(model, jacobians="some")  # type: ignore[arg-type]
+    with pytest.raises(NoResidualError, match="no residual sites"):
+        unskip.measure(nn.Linear(4, 4), torch.randn(2, 4))
+
+
+def test_samples_along_another_axis_are_refused() -> None:
+    """(tokens, batch, dim): taken for samples, tokens would attend to themselves alone."""
+    layer = nn.TransformerEncoderLayer(8, 2, 16, norm_first=True)
+    with pytest.raises(BadInput, match="batch_first"):
+        unskip.measure(layer, torch.randn(5, 2, 8), jacobians="off")
+    layer = nn.TransformerEncoderLayer(8, 2, 16, norm_first=True, batch_first=True)
+    assert unskip.measure(layer, torch.randn(5, 2, 8), jacobians="off").samples == 5
+
+
+def test_tokens_that_may_look_at_nothing_leave_a_gap() -> None:
+    class Masked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.q, self.k, self.v, self.o = (nn.Linear(4, 4) for _ in range(4))
+
+        def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+            out = F.scaled_dot_product_attention(self.q(x), self.k(x), self.v(x), attn_mask=mask)
+            return x + self.o(out)
+
+    mask = torch.ones(2, 3, 3, dtype=torch.bool)
+    mask[:, 0] = False
+    found = unskip.measure(Masked(), (torch.randn(2, 3, 4), mask), jacobians="off")
+    assert found.sites[0].entropy is None
+    assert any("attention not measured" in note for note in found.notes)
+
+
+# --- Matrix-free ------------------------------------------------------------------------------------------------------
+
+
+def test_a_large_jacobian_is_estimated_and_marked(monkeypatch: pytest.MonkeyPatch) -> None:
+    from unskip.measures import _measure
+
+    family = FAMILIES["timm_vit"]
+    model = family.build()
+    exact = unskip.measure(model, family.inputs(1))
+    monkeypatch.setitem(_measure._EXACT, "cpu", 16)
+    free = unskip.measure(model, family.inputs(1))
+    for a, b in zip(exact.sites, free.sites, strict=True):
+        assert a.sublayer is not None
+        assert b.sublayer is not None
+        assert not b.sublayer.exact
+        assert b.sublayer.sigma_max == pytest.approx(a.sublayer.sigma_max, rel=0.05)
+        assert b.sublayer.condition <= a.sublayer.condition * 1.01
+    assert ">" in str(free)
+    forced = unskip.measure(model, family.inputs(1), jacobians="exact")
+    assert forced.sites[0].sublayer is not None
+    assert forced.sites[0].sublayer.exact
+
+
+def test_progress_is_told() -> None:
+    said: list[tuple[int, int, str]] = []
+    unskip.measure(stack(), torch.randn(2, 3, 6, dtype=torch.float64), progress=lambda *args: said.append(args))
+    assert said[0][2] == "recording"
+    assert "Jacobian of the network" in said[-1][2]
+    assert all(done <= total for done, total, _ in said)
