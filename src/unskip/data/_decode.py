@@ -45,9 +45,8 @@ def pixels(reader: Reader, index: int) -> Tensor:
     from torchvision.transforms.v2.functional import pil_to_tensor
 
     values: Tensor | None = None
-    with suppress(
-        Exception
-    ):  # the same values as Pillow's in a third of the time; what it refuses, Pillow reads or names
+    # The same values as Pillow's in a third of the time. What it refuses, Pillow reads or names.
+    with suppress(Exception):
         values = decode_jpeg(torch.frombuffer(bytearray(reader.encoded(index)), dtype=torch.uint8))
     if values is None or len(values) not in (1, 3):
         values = pil_to_tensor(decoded(reader, index))

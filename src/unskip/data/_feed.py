@@ -68,12 +68,13 @@ class Feed:
     def classes(self) -> tuple[str, ...]:
         return self.images.classes
 
-    def iterate(self, start: int, stop: int, rank: int = 0, world: int = 1) -> Iterator[Batch]:
-        """The batches of the steps from `start` up to but without `stop`: this process's part of each."""
+    def iterate(self, start_step: int, stop_step: int, rank: int = 0, world: int = 1) -> Iterator[Batch]:
+        """The batches of the steps from `start_step` up to but without `stop_step`: this process's part of each."""
         check_world(self.batch, rank, world)
-        if not 0 <= start <= stop:
-            raise BadInput(f"steps from {start} to {stop}; the first is 0 or more, and the last does not lie before it")
-        return self._training(range(start, stop), rank, world)
+        if not 0 <= start_step <= stop_step:
+            raise BadInput(f"steps from {start_step} to {stop_step}; the first is 0 or more and not beyond the second")
+        assert self.steps_per_epoch  # says now, not at the first batch, that there are too few images
+        return self._training(range(start_step, stop_step), rank, world)
 
     def evaluate(self, rank: int = 0, world: int = 1) -> Iterator[Batch]:
         """Every image once, in order, unchanged. The last batch may be short; a process left without a row skips it."""

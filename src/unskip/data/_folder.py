@@ -87,6 +87,29 @@ def _open(root: Path, split: str, places: dict[str, Path], size: int | None, ski
     return ImageSet(str(root), split, classes, found, images, (*report, *skipped), rest)
 
 
+def tiny_imagenet_parts(root: Path, size: int | None, skip_broken: bool) -> Parts:
+    """Tiny-ImageNet as it unpacks: train/CLASS/images/*.JPEG, and val/images with the classes in a file beside it."""
+    folder = next((place for place in (root / "tiny-imagenet-200", root) if (place / "wnids.txt").is_file()), None)
+    if folder is None:
+        raise BadInput(f"tiny-imagenet: no wnids.txt in {root / 'tiny-imagenet-200'} or {root}; unpack the set there")
+    train = partial(_open, folder, "train", {"train": folder / "train"}, size or 64, skip_broken)
+    return {"train": train, "val": partial(_tiny_validation, folder, size or 64, skip_broken)}
+
+
+def _tiny_validation(folder: Path, size: int, skip_broken: bool) -> ImageSet:
+    listed = folder / "val" / "val_annotations.txt"
+    classes = tuple(path.name for path in _subfolders(folder / "train"))
+    try:
+        lines = [line.split("\t") for line in listed.read_text().splitlines()]
+        labels = [classes.index(line[1]) for line in lines]
+    except (OSError, ValueError, IndexError) as error:
+        raise BadInput(f"{listed}: cannot be read as a list of images and classes ({error})") from error
+    reader = FolderReader(str(listed.parent / "images"), numpy.array([os.fsencode(line[0]) for line in lines]))
+    images, kept, skipped = held(reader, size, skip_broken)
+    rest = reader.select(kept) if images is None else None
+    return ImageSet(str(folder), "val", classes, torch.tensor(labels)[kept], images, skipped, rest)
+
+
 def _subfolders(folder: Path) -> list[Path]:
     return sorted(path for path in folder.iterdir() if path.is_dir() and not path.name.startswith("."))
 

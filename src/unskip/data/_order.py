@@ -43,16 +43,17 @@ class Order:
             value: Any = getattr(self, name)
             if not isinstance(value, int) or value < low:
                 raise BadInput(f"{name} is {value!r}; it is a whole number of {low} or more")
-        if not self.steps_per_epoch:
-            raise BadInput(
-                f"{self.total} images do not fill one batch of {self.batch}; take a batch of at most {self.total}, "
-                "or drop_last=False"
-            )
 
     @property
     def steps_per_epoch(self) -> int:
         """Batches in one pass over the set; a last short one counts unless drop_last."""
-        return self.total // self.batch if self.drop_last else -(-self.total // self.batch)
+        steps = self.total // self.batch if self.drop_last else -(-self.total // self.batch)
+        if not steps:
+            raise BadInput(
+                f"{self.total} images do not fill one batch of {self.batch}; take a batch of at most {self.total}, "
+                "or drop_last=False"
+            )
+        return steps
 
     def rows(self, step: int) -> Rows:
         """The samples of a step over all processes, (batch,) or fewer in the last step of an epoch."""

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from unskip._words import nearest
-from unskip.data._folder import folder_parts
+from unskip.data._folder import folder_parts, tiny_imagenet_parts
 from unskip.data._hub import hub_parts
 from unskip.data._images import ImageSet, resized
 from unskip.data._parquet import parquet_parts
@@ -22,7 +22,7 @@ from unskip.data._splits import Parts, taken
 from unskip.errors import BadInput
 
 Split = Literal["train", "val", "test"]
-NAMES = (*KNOWN, "imagenet")
+NAMES = (*KNOWN, "tiny-imagenet", "imagenet")
 
 
 def open_images(
@@ -37,11 +37,11 @@ def open_images(
 ) -> ImageSet:
     """A set of labelled images.
 
-    `source` is digits, fashion-mnist, cifar10, cifar100, stl10, imagenet, a folder, parquet files ("path/*.parquet",
-    "name-{split}.parquet") or hf:NAME. `root` is where the files of a named set lie (default ~/.cache/unskip). With a
-    `size` the images are held in memory as squares of that size, their central part resized; without it a folder is
-    read from disk as it is needed. `skip_broken` leaves out, counts and reports what would be an error otherwise.
-    `hold_out` takes the images of the "val" split out of "train".
+    `source` is digits, fashion-mnist, cifar10, cifar100, stl10, tiny-imagenet, imagenet, a folder, parquet files
+    ("path/*.parquet", "name-{split}.parquet") or hf:NAME. `root` is where the files of a named set lie (default
+    ~/.cache/unskip). With a `size` the images are held in memory as squares of that size, their central part resized;
+    without it a folder is read from disk as it is needed. `skip_broken` leaves out, counts and reports what would be
+    an error otherwise. `hold_out` takes the images of the "val" split out of "train".
     """
     if split not in get_args(Split):
         raise BadInput(f"split is {split!r}; it can be {', '.join(get_args(Split))}")
@@ -63,6 +63,8 @@ def _parts(source: str | Path, root: Path, size: int | None, skip_broken: bool, 
         return {split: partial(_known, name, split, root, size, download) for split in ("train", "test")}
     if name == "imagenet":
         return folder_parts(_imagenet(root), size, skip_broken)
+    if name == "tiny-imagenet":
+        return tiny_imagenet_parts(root, size, skip_broken)
     if name.startswith("hf:"):
         return hub_parts(name, size, skip_broken)
     if name.endswith(".parquet"):
