@@ -69,7 +69,9 @@ def task(optimizer: str = "adamw", **feed: Any) -> Task:
 
 
 def schedule(**changes: Any) -> Schedule:
-    return Schedule(**{"steps": 20, "warmup": 3, "log_every": 4, "checkpoint_every": 6, "evaluate_every": 10, **changes})
+    return Schedule(
+        **{"steps": 20, "warmup": 3, "log_every": 4, "checkpoint_every": 6, "evaluate_every": 10, **changes}
+    )
 
 
 def new(path: Path) -> RunFolder:
@@ -99,7 +101,8 @@ def test_a_run_that_was_stopped_goes_on_to_the_same_weights(tmp_path: Path, opti
     ]
     assert averages[0] == averages[1]
     steps = [[row["step"] for row in RunFolder(tmp_path / name).read("metrics.jsonl")] for name in ("whole", "cut")]
-    assert set(steps[0]) <= set(steps[1]) and steps[1] == sorted(set(steps[1]))
+    assert set(steps[0]) <= set(steps[1])
+    assert steps[1] == sorted(set(steps[1]))
 
 
 def test_the_schedule_and_the_log(tmp_path: Path) -> None:
@@ -132,7 +135,10 @@ def test_accumulation_takes_the_same_step(tmp_path: Path) -> None:
 
 def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_the_last_checkpoint(tmp_path: Path) -> None:
     folder = new(tmp_path / "run")
-    with pytest.warns(UnskipWarning, match="non-finite-loss"), pytest.raises(TrainingError, match="checkpoint is that of step 6"):
+    with (
+        pytest.warns(UnskipWarning, match="non-finite-loss"),
+        pytest.raises(TrainingError, match="checkpoint is that of step 6"),
+    ):
         train(task(poison=9), schedule(), folder, quiet=True)
     assert folder.last_checkpoint() is not None
     assert folder.last_checkpoint()[0] == 6  # type: ignore[index]

@@ -47,6 +47,10 @@ def plan(args: Sequence[str]) -> Job:
     presets = book.RECIPES[recipe].presets
     preset = options.get("--preset", next(iter(presets)))
     config = resolve(recipe, preset, {})
+    for word in rest:
+        name = word.removeprefix("--").partition("=")[0].replace("-", "_")
+        if word.startswith("--") and name != "help" and not hasattr(config, name.removeprefix("no_")):
+            resolve(recipe, preset, {name: None})  # raises, with the nearest names
     config = tyro.cli(
         type(config),
         default=config,

@@ -21,7 +21,7 @@ from unskip.init import PRESETS, skipless_, zero_branches_
 from unskip.optim import build as build_optimizer
 from unskip.recipes._registry import Preset, Recipe, register, resolve
 from unskip.training import Schedule, Task
-from unskip.wiring import rewire
+from unskip.wiring import rewire, save
 
 
 @dataclass(frozen=True)
@@ -133,7 +133,8 @@ def build(config: Supervised) -> tuple[Task, Schedule]:
     options = {"batch": config.batch, "size": config.size, "device": device, "workers": config.workers}
     feed = Feed(train, seed=config.seed, augment=augment, **options)
     judge = Feed(test, seed=0, augment=None, **options)
-    model = _model(config, len(train.classes), train.channels).to(device)
+    arguments = _model_arguments(config, len(train.classes), train.channels)
+    model = spec.build(config.model, **arguments).to(device)
     sample = next(iter(judge.evaluate()))[0][:8]
     teacher = _prepare(config, model, sample)
     wiring = rewire(model, config.shortcut, sample) if config.shortcut != "keep" else None
@@ -185,17 +186,18 @@ def build(config: Supervised) -> tuple[Task, Schedule]:
         trivial=math.log(len(train.classes)) if teacher is None else None,
         evaluations={"accuracy-v1": accuracy},
         sample=sample,
+        save=lambda network, folder: save(network, folder, {"spec": config.model, "kwargs": arguments}),
     )
     return task, schedule
 
 
-def _model(config: Supervised, classes: int, channels: int) -> nn.Module:
+def _model_arguments(config: Supervised, classes: int, channels: int) -> dict[str, Any]:
     arguments: dict[str, Any] = _arguments(config.model_args)
     if config.model.startswith("timm:"):
         arguments = {"num_classes": classes, "in_chans": channels, "img_size": config.size, **arguments}
         if config.patch is not None:
             arguments.setdefault("patch_size", config.patch)
-    return spec.build(config.model, **arguments)
+    return arguments
 
 
 def _arguments(text: str) -> dict[str, Any]:

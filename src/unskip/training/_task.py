@@ -36,7 +36,7 @@ class Task:
     trivial: float | None = None  # the loss of a model that has learnt nothing, such as log(classes)
     evaluations: dict[str, Evaluation] = field(default_factory=dict)
     sample: Any = None  # a few inputs, on which the model's health is looked at
-    save: Callable[[nn.Module, Any], None] | None = None  # how a checkpoint stores the model; unskip.save by default
+    save: Callable[[nn.Module, Any], object] | None = None  # how a checkpoint stores the model; unskip.save by default
 
 
 @dataclass(frozen=True)
