@@ -49,7 +49,7 @@ class _Branch:
     out_norm: NormParts | None  # at the branch's end, the sum not included
     scale: Tensor | None  # LayerScale: the branch's output is multiplied by it, entry by entry
     gated: bool  # the branch's output is multiplied by something that depends on the input (adaLN)
-    closed: bool  # by zero, on the example: a gate that starts shut
+    closed: bool  # a gate, or a scale that is computed from weights, is zero on the example: it starts shut
     alpha: float
     beta: float
     extras: tuple[str, ...]  # what else happens: "query-key norm", "mask", "input modulation", "output factor", ...
@@ -308,14 +308,14 @@ class _Finder:
             leaf = self._leaf(side[0]) if side else None
             if not side:
                 found.extras += ["output factor"] if node.step is None or node.step.args[1] != 1 else []
-            elif not self.graph.nodes[side[0]].fixed:
-                found.gated = True
-                value = self.graph.values[side[0]]
-                found.closed = found.closed or (value.device.type != "meta" and not value.any())
             elif leaf is not None and node.op == "mul" and found.scale is None:
                 found.scale = leaf.detach()
             else:
-                found.extras.append("computed scale")
+                moving = not self.graph.nodes[side[0]].fixed
+                found.gated = found.gated or moving
+                found.extras += [] if moving else ["computed scale"]
+                value = self.graph.values[side[0]]
+                found.closed = found.closed or (value.device.type != "meta" and not value.any())
         return found
 
     def _leaf(self, index: int) -> nn.Parameter | None:

@@ -68,11 +68,12 @@ def skipless_(
 
     `parts` leaves some of the three out, `where` chooses sites as in `rewire`. `heads` is how one `alpha Z + beta I`
     becomes heads: "independent" (a Z for each), "shared" (one Z, all heads alike) or "sliced" (one Z, whose singular
-    directions are dealt out in order: the last heads see almost nothing). Biases of what is initialised become 0 and
-    LayerScale 1; drop path is switched off. The same generator gives the same weights on every device. The model is
-    not rewired, and where something cannot be initialised nothing is changed.
+    directions are dealt out in order: the last heads see almost nothing). Biases of what is initialised become 0;
+    LayerScale becomes 1 with "value-output" and "mlp"; drop path is switched off. The same generator gives the same
+    weights on every device. The model is not rewired, and where something cannot be initialised nothing is changed.
     """
     _refuse_bad(alpha, beta, c, parts, heads)
+    selector(where)
     whole = example_for(model, example)
     opened = lay_open(model, whole)
     chosen = _chosen(model, opened.parts, where, parts)
@@ -86,11 +87,8 @@ def skipless_(
         if "mlp" in parts:
             for mlp in chosen.mlps():
                 _mlp_(mlp, draw)
-        for part in (*chosen.attentions(), *chosen.mlps()):
-            if part.scale is not None:
-                part.scale.fill_(1)
         check = verify_skipless(model, whole, parts=parts, where=where)
-    notes = [*_notes(chosen, parts), *_alike(check), *_still(model, chosen)]
+    notes = [*check.notes, *_notes(chosen, parts), *_alike(check), *_still(model, chosen)]
     for note in notes:
         warnings.warn(note, UnskipWarning, stacklevel=2)
     return Check(check.title, check.rows, tuple(notes))
@@ -112,9 +110,12 @@ def verify_skipless(
     to themselves in the model as it is wired, and what would be even: no promise, since tokens may grow alike.
     """
     opened = lay_open(model, example_for(model, example), weighted=True)
-    rows = []
+    rows, unknown = [], []
     for site, part in zip(opened.parts.sites, opened.parts, strict=True):
-        if part is None or not picks(where, site):
+        if not picks(where, site):
+            continue
+        if part is None:
+            unknown.append(site)
             continue
         values: dict[str, float | None] = {}
         failed: list[str] = []
@@ -128,7 +129,10 @@ def verify_skipless(
             if "mlp" in parts:
                 _judge_mlp(mlp, values, failed)
         rows.append(Row(site, values, tuple(failed)))
-    found = Check(f"{type(model).__name__}: skipless initialisation, {len(rows)} sites", tuple(rows))
+    if not rows:
+        raise InitError(f"{type(model).__name__}: no site to judge")
+    notes = (f"{named(unknown)}: parts unknown, not judged",) if unknown else ()
+    found = Check(f"{type(model).__name__}: skipless initialisation, {len(rows)} sites", tuple(rows), notes)
     return found.raise_if_failed() if check else found
 
 
@@ -163,7 +167,8 @@ def _value_output_(part: AttentionParts, c: float, draw: _Draw) -> None:
     share = part.heads // groups  # queries that read the same values also share what they write
     out = out.reshape(rows, groups, 1, width).expand(rows, groups, share, width) / share
     part.out.copy_((c * out).reshape(part.out.shape))
-    _zero(part, part.v_bias, part.out_bias)
+    _zero(part.v_bias, part.out_bias)
+    _unscale(part)
 
 
 def _query_key_(part: AttentionParts, alpha: float, beta: float, heads: Heads, draw: _Draw) -> None:
@@ -177,13 +182,13 @@ def _query_key_(part: AttentionParts, alpha: float, beta: float, heads: Heads, d
         part.k.copy_(right.T[: part.heads * width].reshape(part.k.shape))
     else:
         queries = part.q.unflatten(0, (groups, share))
-        shared = _target(draw, alpha, beta, dim, share)
+        one = _target(draw, alpha, beta, dim).repeat(share, 1) if heads == "shared" else None
         for group in range(groups):
-            target = shared if heads == "shared" or group == 0 else _target(draw, alpha, beta, dim, share)
+            target = _target(draw, alpha, beta, dim, share) if one is None else one
             left, right = _factors(target, width)  # (share * dim, width), (dim, width)
             queries[group].copy_(left.reshape(share, dim, width).mT)
             part.k[group].copy_(right.T)
-    _zero(part, part.q_bias, part.k_bias)
+    _zero(part.q_bias, part.k_bias)
 
 
 def _target(draw: _Draw, alpha: float, beta: float, dim: int, count: int = 1) -> Tensor:
@@ -203,7 +208,8 @@ def _mlp_(part: MlpParts, draw: _Draw) -> None:
     for weight in (part.up, part.gate, part.down):
         if weight is not None:
             weight.copy_(_gain(weight) * draw.orthogonal(*weight.shape))
-    _zero(part, part.up_bias, part.gate_bias, part.down_bias)
+    _zero(part.up_bias, part.gate_bias, part.down_bias)
+    _unscale(part)
 
 
 def _gain(weight: Tensor) -> float:
@@ -211,21 +217,22 @@ def _gain(weight: Tensor) -> float:
     return max(math.sqrt(out / into), 1.0)
 
 
-def _zero(part: AttentionParts | MlpParts, *biases: Tensor | None) -> None:
+def _unscale(part: AttentionParts | MlpParts) -> None:
+    """LayerScale would undo the size that the last weight was given."""
+    if part.scale is not None:
+        part.scale.fill_(1)
+
+
+def _zero(*biases: Tensor | None) -> None:
     for bias in biases:
         if bias is not None:
             bias.zero_()
-    seen = {bias.untyped_storage()._cdata for bias in biases if bias is not None}
-    viewed = [part.q_bias, part.k_bias, part.v_bias] if isinstance(part, AttentionParts) else [part.up_bias]
-    if all(bias is None for bias in viewed):  # put together from several parameters, as in BEiT
-        for parameter in part.biases:
-            if parameter.untyped_storage()._cdata not in seen:
-                parameter.zero_()
 
 
 def _judge_value_output(part: AttentionParts, values: dict[str, float | None], failed: list[str]) -> None:
     rank = min(part.v.shape[0] * part.v.shape[1], *part.v.shape[2:], part.out.shape[0])
-    singular = torch.linalg.svdvals(part.value_output().cpu())[:rank]
+    product = part.value_output().cpu()
+    singular = torch.linalg.svdvals(product)[:rank] if product.isfinite().all() else torch.tensor([math.nan])
     values["cond(W_V W_O)"] = condition = float(singular[0] / singular[-1])
     values["rank"] = float(rank)
     tolerance = max(1e-5, 8 * torch.finfo(part.v.dtype).eps)
@@ -234,7 +241,7 @@ def _judge_value_output(part: AttentionParts, values: dict[str, float | None], f
 
 
 def _judge_query_key(opened: Opened, part: AttentionParts, values: dict[str, float | None], failed: list[str]) -> None:
-    if "query-key norm" not in part.extras:  # else the size of the logits is not the weights'
+    if not {"query-key norm", "score scale"} & {*part.extras}:  # else the size of the logits is not the weights'
         mass = _self_attention(part)
         values["self-attention"], values["least"] = float(mass.mean()), float(mass.min())
         if not float(mass.mean()) >= 2 / _TOKENS:
@@ -258,13 +265,13 @@ def _self_attention(part: AttentionParts) -> Tensor:
 
 
 def _judge_mlp(part: MlpParts, values: dict[str, float | None], failed: list[str]) -> None:
-    worst = 0.0
+    errors = []
     for weight in (part.up, part.gate, part.down):
         if weight is not None:
             unit = weight.detach().double().cpu() / _gain(weight)
             gram = unit @ unit.T if unit.shape[0] <= unit.shape[1] else unit.T @ unit
-            worst = max(worst, float((gram - torch.eye(len(gram)).double()).abs().max()))
-    values["mlp error"] = worst
+            errors.append((gram - torch.eye(len(gram)).double()).abs().max())
+    values["mlp error"] = worst = float(torch.stack(errors).max())  # NaN where one is
     if not worst <= max(1e-5, 8 * torch.finfo(part.up.dtype).eps):
         failed.append(f"the MLP's weights are {worst:.2g} from orthogonal")
 
@@ -272,7 +279,9 @@ def _judge_mlp(part: MlpParts, values: dict[str, float | None], failed: list[str
 def _refuse_bad(alpha: float, beta: float, c: float, parts: Sequence[str], heads: str) -> None:
     for name, value in (("alpha", alpha), ("beta", beta), ("c", c)):
         if not math.isfinite(value) or value < 0 or (name == "c" and value == 0):
-            raise BadInput(f"{name} is {value!r}; it must be a positive number")
+            raise BadInput(
+                f"{name} is {value!r}; it must be a finite number, {'above 0' if name == 'c' else '0 or more'}"
+            )
     if isinstance(parts, str) or not parts or set(parts) - set(PARTS):
         raise BadInput(f"parts is {parts!r}; it is a sequence of some of {', '.join(PARTS)}")
     if heads not in get_args(Heads):
@@ -281,7 +290,6 @@ def _refuse_bad(alpha: float, beta: float, c: float, parts: Sequence[str], heads
 
 def _chosen(model: nn.Module, found: Parts, where: Where, parts: Sequence[Name]) -> Parts:
     """The parts of the chosen sites. Raises where one of them cannot be initialised."""
-    selector(where)
     pairs = [(site, part) for site, part in zip(found.sites, found, strict=True) if picks(where, site)]
     kinds = {"mlp"} if set(parts) == {"mlp"} else {"attention"} if "mlp" not in parts else {"attention", "mlp", "conv"}
     pairs = [(site, part) for site, part in pairs if site.kind in kinds | {"parallel", "other"}]
@@ -299,7 +307,14 @@ def _chosen(model: nn.Module, found: Parts, where: Where, parts: Sequence[Name])
             f"{named(crossed)}: keys come from another sequence, where no attention is the identity. Nothing was "
             "changed; leave such sites out by where=, or 'query-key' out of parts."
         )
-    weights = [p for part in (*chosen.attentions(), *chosen.mlps()) for p in part.parameters]
+    branches = [*chosen.attentions(), *chosen.mlps()]
+    computed = [part.site for part in branches if "computed bias" in part.extras]
+    if computed:
+        raise InitError(
+            f"{named(computed)}: a bias that is computed and not stored cannot be set to 0. Nothing was changed; leave "
+            "such sites out by where=."
+        )
+    weights = [p for part in branches for p in part.parameters]
     if any(not p.is_floating_point() or p.device.type == "meta" for p in weights):
         raise InitError(f"{type(model).__name__}: its weights are on the meta device or not floating: nothing to fill")
     return chosen
@@ -307,6 +322,7 @@ def _chosen(model: nn.Module, found: Parts, where: Where, parts: Sequence[Name])
 
 def _notes(chosen: Parts, parts: Sequence[Name]) -> list[str]:
     notes = []
+    branches = [*chosen.attentions(), *chosen.mlps()]
     if "value-output" in parts:
         narrow = [p for p in chosen.attentions() if p.v.shape[0] * p.v.shape[1] < min(p.v.shape[2], len(p.out))]
         if narrow:
@@ -316,7 +332,16 @@ def _notes(chosen: Parts, parts: Sequence[Name]) -> list[str]:
                 f"{len(narrow[0].out)}. W_V W_O is an isometry on {rank} of them and loses the rest; keep this skip, "
                 "or give the attention more value heads."
             )
-    gated = [p.site for p in (*chosen.attentions(), *chosen.mlps()) if p.closed]
+    sized = [p.site for p in chosen.attentions() if {"query-key norm", "score scale"} & {*p.extras}]
+    if "query-key" in parts and sized:
+        notes.append(
+            f"{named(sized)}: the model normalises or scales its queries and keys, so how near attention starts to the "
+            "identity is not for their weights to say, and is not judged"
+        )
+    factors = [p.site for p in branches if {"output factor", "computed scale"} & {*p.extras}]
+    if factors:
+        notes.append(f"{named(factors)}: the branch is multiplied by a factor of the model's own, which stays")
+    gated = [p.site for p in branches if p.closed]
     if gated:
         notes.append(
             f"{named(gated)}: the branch is multiplied by a gate that starts at zero (adaLN). Cut, nothing would pass."

@@ -46,8 +46,8 @@ def zero_branches_(model: nn.Module, example: object = None, *, where: Where = N
             if part.closed:
                 shut.append(part.site)
                 continue
-            for tensor in _last(part):
-                tensor.zero_()
+            for tensor, value in _last(part):
+                tensor.fill_(value)
             if part.scale is not None:
                 part.scale.fill_(1)
                 scaled.append(part.site)
@@ -68,9 +68,12 @@ def verify_zero_branches(model: nn.Module, example: object = None, *, where: Whe
     rows = []
     for site, cut in zip(dissection.sites, dissection.cuts, strict=True):
         if picks(where, site):
-            size = max(float(dissection.graph.values[f.branch].abs().max()) for f in cut.findings)
+            sizes = torch.stack([dissection.graph.values[f.branch].abs().max() for f in cut.findings])
+            size = float(sizes.max())  # NaN where one is
             failed = () if size == 0 else (f"the branch adds up to {size:.3g}, promised 0",)
             rows.append(Row(site, {"largest": size}, failed))
+    if not rows:
+        raise InitError(f"{type(model).__name__}: no site to judge")
     found = Check(f"{type(model).__name__}: zero branches, {len(rows)} sites", tuple(rows))
     return found.raise_if_failed() if check else found
 
@@ -84,12 +87,13 @@ def _branches(found: Parts) -> Iterator[AttentionParts | MlpParts]:
             yield part
 
 
-def _last(part: AttentionParts | MlpParts) -> list[Tensor]:
-    """What the branch's output is a multiple of."""
-    if part.out_norm is not None and part.out_norm.gain is not None:
-        last = [part.out_norm.gain, part.out_norm.bias]
+def _last(part: AttentionParts | MlpParts) -> list[tuple[Tensor, float]]:
+    """What the branch's output is a multiple of, each with the number that makes it nothing."""
+    norm = part.out_norm
+    if norm is not None and norm.gain is not None:
+        last = [(norm.gain, -norm.offset), (norm.bias, 0.0)]
     elif isinstance(part, AttentionParts):
-        last = [part.out, part.out_bias]
+        last = [(part.out, 0.0), (part.out_bias, 0.0)]
     else:
-        last = [part.down, part.down_bias]
-    return [tensor for tensor in last if tensor is not None]
+        last = [(part.down, 0.0), (part.down_bias, 0.0)]
+    return [(tensor, value) for tensor, value in last if tensor is not None]

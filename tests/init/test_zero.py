@@ -1,0 +1,241 @@
+"""Zero start: every branch adds nothing, and its weight still learns."""
+
+import warnings
+from typing import Any
+
+import pytest
+import tests.zoo.more  # noqa: F401  (enters its families into the registry)
+import torch
+from tests.zoo.families import FAMILIES
+from torch import Tensor, nn
+
+import unskip
+from unskip import Cut, Decay
+from unskip.anatomy._example import Example
+from unskip.errors import BadInput, InitError, UnskipWarning
+from unskip.init import Check, verify_zero_branches, zero_branches_
+
+
+def quietly(*args: Any, **kwargs: Any) -> Check:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UnskipWarning)
+        return zero_branches_(*args, **kwargs)
+
+
+def weights(model: nn.Module) -> dict[str, Tensor]:
+    return {name: value.clone() for name, value in model.state_dict().items()}
+
+
+def changed(before: dict[str, Tensor], model: nn.Module) -> set[str]:
+    return {name for name, value in model.state_dict().items() if not torch.equal(value, before[name])}
+
+
+def gradients(model: nn.Module, inputs: Any) -> dict[str, float]:
+    """The size of every gradient of some number that depends on all of the output."""
+    model.zero_grad()
+    out = Example.of(inputs).copy().run(model)
+    out = out if isinstance(out, Tensor) else next(iter(out.values()))
+    signs = torch.randn(out.shape, generator=torch.Generator().manual_seed(0))
+    (out * signs).sum().backward()
+    return {name: 0.0 if p.grad is None else float(p.grad.norm()) for name, p in model.named_parameters()}
+
+
+# What becomes zero in each family: the ends of the names of parameters.
+LAST = {
+    "timm_vit": ("attn.proj.weight", "attn.proj.bias", "mlp.fc2.weight", "mlp.fc2.bias"),
+    "nn_encoder_pre": ("out_proj.weight", "out_proj.bias", "linear2.weight", "linear2.bias"),
+    "nn_encoder_post": ("out_proj.weight", "out_proj.bias", "linear2.weight", "linear2.bias"),
+    "hf_bert": (
+        "attention.output.dense.weight",
+        "attention.output.dense.bias",
+        "output.dense.weight",
+        "output.dense.bias",
+    ),
+    "hf_gpt2": ("attn.c_proj.weight", "attn.c_proj.bias", "mlp.c_proj.weight", "mlp.c_proj.bias"),
+    "hf_llama": ("self_attn.o_proj.weight", "mlp.down_proj.weight"),
+    "hf_t5": ("Attention.o.weight", "DenseReluDense.wo.weight"),
+    "hf_gpt_neox": ("attention.dense.weight", "attention.dense.bias", "dense_4h_to_h.weight", "dense_4h_to_h.bias"),
+    "timm_parallel_scaling": ("attn_out_proj.weight", "attn_out_proj.bias", "mlp_out_proj.weight", "mlp_out_proj.bias"),
+    # A branch that ends in a norm would be rescaled whatever its weight: its gain is what is zero.
+    "timm_respost": ("norm1.weight", "norm1.bias", "norm2.weight", "norm2.bias"),
+    "timm_swinv2": ("norm1.weight", "norm1.bias", "norm2.weight", "norm2.bias"),
+    "hf_gemma2": ("post_attention_layernorm.weight", "post_feedforward_layernorm.weight"),
+    "diffusers_dit": ("attn1.to_out.0.weight", "attn1.to_out.0.bias", "ff.net.2.weight", "ff.net.2.bias"),
+}
+
+
+@pytest.mark.parametrize("name", LAST)
+def test_branches_add_nothing_and_learn(name: str) -> None:
+    family = FAMILIES[name]
+    model = family.build()
+    before = weights(model)
+    check = quietly(model, family.inputs(2))
+    assert all(row.values == {"largest": 0.0} for row in check.rows)
+    assert len(check.rows) == len(family.sites)
+    touched = changed(before, model)
+    assert touched
+    assert all(key.endswith(LAST[name]) for key in touched)
+    graph = unskip.measure(model, family.inputs(2), jacobians="off")
+    assert [row.ratio for row in graph.sites] == [0.0] * len(family.sites)
+    # No dead start: what was set to zero gets a gradient (Gemma's gain of 1 + w is zero at -1).
+    found = gradients(model, family.inputs(2))
+    matrices = [key for key in touched if key in found and key.endswith("weight")]
+    assert matrices
+    if name != "hf_t5":  # the output of T5Model is the decoder's alone
+        assert all(found[key] > 0 for key in matrices)
+
+
+def test_the_model_is_its_stream() -> None:
+    """A pre-norm model that starts so is the norm of its embedding."""
+    family = FAMILIES["timm_vit"]
+    model: Any = family.build()
+    quietly(model, family.inputs(2))
+    x = family.inputs(2)
+    with torch.no_grad():
+        stream = model._pos_embed(model.patch_embed(x))
+        assert torch.equal(model.forward_features(x), model.norm(stream))
+
+
+def test_layer_scale_becomes_one() -> None:
+    family = FAMILIES["timm_deit3"]
+    model = family.build()
+    with pytest.warns(UnskipWarning, match="LayerScale was set to 1"):
+        check = zero_branches_(model, family.inputs(2))
+    assert all((p == 1).all() for name, p in model.named_parameters() if "gamma" in name)
+    assert len(check.notes) == 1
+    found = gradients(model, family.inputs(2))
+    assert all(found[f"blocks.{i}.{name}.weight"] > 0 for i in range(2) for name in ("attn.proj", "mlp.fc2"))
+
+
+@pytest.mark.parametrize("shut", [torch.zeros(()), torch.zeros(4)])
+def test_a_scale_that_starts_at_zero_is_opened(shut: Tensor) -> None:
+    """With two zeros in a row neither would learn. A scalar (ReZero) counts as well as a vector."""
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.down, self.size = nn.Linear(4, 8), nn.Linear(8, 4), nn.Parameter(shut.clone())
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x + self.size * self.down(self.up(x).relu())
+
+    model = Block()
+    quietly(model, torch.randn(2, 3, 4))
+    assert (model.size == 1).all()
+    assert not model.down.weight.any()
+    assert gradients(model, torch.randn(2, 3, 4))["down.weight"] > 0
+
+
+def test_a_gate_that_starts_shut_is_left_alone_and_still_learns() -> None:
+    """adaLN-zero: the gate is the zero start."""
+    family = FAMILIES["diffusers_dit"]
+    model = family.build()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if ".norm1.linear." in name:
+                parameter.zero_()
+    before = weights(model)
+    with pytest.warns(UnskipWarning, match="left as it is, its gate starts at zero"):
+        check = zero_branches_(model, family.inputs(2))
+    assert not changed(before, model)
+    assert all(row.values["largest"] == 0 for row in check.rows)
+    assert gradients(model, family.inputs(2))["transformer_blocks.0.norm1.linear.weight"] > 0
+
+
+def test_a_computed_gate_that_starts_shut_is_left_alone() -> None:
+    """tanh of a weight that starts at zero, as in Flamingo."""
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.down, self.gate = nn.Linear(4, 8), nn.Linear(8, 4), nn.Parameter(torch.zeros(1))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x + self.gate.tanh() * self.down(self.up(x).relu())
+
+    model = Block()
+    quietly(model, torch.randn(2, 3, 4))
+    assert model.down.weight.any()
+    assert gradients(model, torch.randn(2, 3, 4))["gate"] > 0
+
+
+@pytest.mark.parametrize("rule", [Decay(0.6), Cut()])
+def test_before_and_after_rewire_are_the_same(rule: Any) -> None:
+    family = FAMILIES["timm_vit"]
+    plain, rewired = family.build(), family.build()
+    quietly(plain, family.inputs(2))
+    wiring = unskip.rewire(rewired, rule, family.inputs(2))
+    alphas = wiring.alphas
+    quietly(rewired, family.inputs(2))
+    assert not changed(weights(plain), rewired)
+    assert wiring.alphas == alphas
+    verify_zero_branches(rewired, family.inputs(2))
+    with pytest.raises(BadInput, match="not rewired"):
+        unskip.Wiring.of(plain)
+
+
+def test_where_chooses_sites() -> None:
+    family = FAMILIES["timm_vit"]
+    model = family.build()
+    before = weights(model)
+    check = zero_branches_(model, family.inputs(2), where="mlp")
+    assert changed(before, model) == {f"blocks.{i}.mlp.fc2.{kind}" for i in range(2) for kind in ("weight", "bias")}
+    assert [row.site.kind for row in check.rows] == ["mlp", "mlp"]
+    with pytest.raises(InitError, match="sites fail"):
+        verify_zero_branches(model, family.inputs(2))
+    for call in (zero_branches_, verify_zero_branches):
+        with pytest.raises(InitError, match="no site"):
+            call(model, family.inputs(2), where=lambda site: False)  # type: ignore[operator]
+    with pytest.raises(BadInput, match="where"):
+        zero_branches_(model, family.inputs(2), where="mpl")
+
+
+@pytest.mark.parametrize("name", ["timm_resnet", "timm_parallel_things", "hand_nested"])
+def test_what_cannot_be_done_is_left_bit_for_bit(name: str) -> None:
+    family = FAMILIES[name]
+    model = family.build()
+    before = weights(model)
+    with pytest.raises(InitError, match="Nothing was changed"):
+        zero_branches_(model, family.inputs(2))
+    assert not changed(before, model)
+
+
+def test_a_branch_that_ends_otherwise_is_restored() -> None:
+    """A sigmoid at its end: no weight makes it nothing."""
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.down = nn.Linear(4, 8), nn.Linear(8, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x + self.down(self.up(x).relu()).sigmoid()
+
+    model = Block()
+    before = weights(model)
+    with pytest.raises(InitError, match=r"the branch adds up to 0\.5, promised 0"):
+        zero_branches_(model, torch.randn(2, 3, 4))
+    assert not changed(before, model)
+
+
+def test_verify_fails_loudly() -> None:
+    family = FAMILIES["timm_vit"]
+    model = family.build()
+    quietly(model, family.inputs(2))
+    assert not verify_zero_branches(model, family.inputs(2)).failed
+    with torch.no_grad():
+        model.get_parameter("blocks.1.mlp.fc2.bias")[3] = 0.25
+    with pytest.raises(InitError, match=r"blocks\.1 \[mlp\]"):
+        verify_zero_branches(model, family.inputs(2))
+    found = verify_zero_branches(model, family.inputs(2), check=False)
+    assert [row.values["largest"] for row in found.rows] == [0.0, 0.0, 0.0, 0.25]
+    with torch.no_grad():
+        model.get_parameter("blocks.0.attn.proj.bias")[0] = torch.nan
+    assert len(verify_zero_branches(model, family.inputs(2), check=False).failed) >= 2
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision(dtype: torch.dtype) -> None:
+    family = FAMILIES["timm_vit"]
+    model = family.build().to(dtype)
+    assert all(row.values["largest"] == 0 for row in quietly(model, family.inputs(2).to(dtype)).rows)
