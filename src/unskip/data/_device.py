@@ -60,9 +60,8 @@ def mixed(images: Tensor, others: Tensor, table: Tensor) -> Tensor:
 
 def mixed_labels(labels: Tensor, others: Tensor, table: Tensor, classes: int) -> Tensor:
     """(n, classes): the weight of every class."""
-    own = table[:, 1, None]
-    first = torch.nn.functional.one_hot(labels, classes)
-    return own * first + (1 - own) * torch.nn.functional.one_hot(others, classes)
+    own, every = table[:, 1, None], torch.arange(classes, device=labels.device)
+    return own * (labels[:, None] == every) + (1 - own) * (others[:, None] == every)
 
 
 def _inside(boxes: Tensor, images: Tensor) -> Tensor:

@@ -93,7 +93,7 @@ class Feed:
             where = self._put(plan.rows[plan.made])
             if self._held is not None:
                 drawn = geometry(self.augment, stream(GEOMETRY, self.seed, step), len(plan.rows), *self._held.shape[2:])
-                pixels = self._shown(self._held[where], drawn[plan.made], self.augment)
+                pixels = self._shown(self._held.index_select(0, where), drawn[plan.made], self.augment)
             else:
                 pixels = next(read)
             yield self._mixed(_device.normalised(pixels, self._mean, self._std), self._labels[where], plan, step)
@@ -105,7 +105,7 @@ class Feed:
             where = self._put(rows)
             if self._held is not None:
                 boxes = geometry(still, stream(GEOMETRY, self.seed), len(rows), *self._held.shape[2:])
-                pixels = self._shown(self._held[where], boxes, still)
+                pixels = self._shown(self._held.index_select(0, where), boxes, still)
             else:
                 pixels = next(read)
             yield _device.normalised(pixels, self._mean, self._std), self._labels[where]

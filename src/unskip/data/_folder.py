@@ -58,30 +58,31 @@ def folder_parts(folder: Path, size: int | None, skip_broken: bool) -> Parts:
 
 def _open(root: Path, split: str, places: dict[str, Path], size: int | None, skip_broken: bool) -> ImageSet:
     classes = tuple(sorted({path.name for place in places.values() for path in _subfolders(place)}))
-    folder, names, labels = places[split], list[bytes](), list[int]()
-    report: tuple[str, ...] = ()
-    loose = sorted(entry.name for entry in folder.iterdir() if entry.is_file() and _is_image(entry.name))
+    folder, report = places[split], list[str]()
+    loose = sorted(os.fsencode(path.name) for path in folder.iterdir() if path.is_file() and _is_image(path.name))
     if loose and classes:
-        raise BadInput(f"{folder / loose[0]}: an image outside the folders of the classes; move it into one")
-    if not classes:
-        report = ("no folders of classes: every image has label 0",) * bool(loose)
-        classes, names, labels = ("images",), [os.fsencode(name) for name in loose], [0] * len(loose)
-    for label, name in enumerate(classes if not loose else ()):
-        files = _files(folder, name) if (folder / name).is_dir() else []
+        raise BadInput(
+            f"{folder / os.fsdecode(loose[0])}: an image outside the folders of the classes; move it into one"
+        )
+    names, labels = loose, [0] * len(loose)
+    for label, name in enumerate(classes):
+        files = _files(folder, name)
         if not files and not skip_broken:
             raise BadInput(
                 f"{folder / name}: no images of this class in the {split} split (looked for "
                 f"{', '.join(sorted(SUFFIXES))}); add some, remove the class, or go on without with skip_broken=True"
             )
-        report += (f"no images of class {name!r} in {folder}",) * (not files)
         names += files
         labels += [label] * len(files)
     if not names:
         raise BadInput(f"{folder}: no images in it (looked for {', '.join(sorted(SUFFIXES))})")
+    if not classes:
+        classes = ("images",)
+        report.append("no folders of classes: every image has label 0")
     reader = FolderReader(str(folder), numpy.array(names))
     images, kept, skipped = held(reader, size, skip_broken) if size else (None, *readable(reader, skip_broken))
     if size and images is None:
-        report += (f"{len(names)} images of {size}x{size} do not fit in memory: they are read from disk",)
+        report.append(f"{len(names)} images of {size}x{size} do not fit in memory: they are read from disk")
     found = torch.tensor(labels)[kept]
     rest = reader.select(kept) if images is None else None
     return ImageSet(str(root), split, classes, found, images, (*report, *skipped), rest)

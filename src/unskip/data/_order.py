@@ -26,7 +26,10 @@ ORDER, GEOMETRY, MIXING, PIXELS, HOLD_OUT = range(5)
 
 def stream(purpose: int, seed: int, *where: int) -> numpy.random.Generator:
     """Random numbers of their own for each purpose, seed and place (an epoch, a step, a position)."""
-    return numpy.random.Generator(numpy.random.PCG64(numpy.random.SeedSequence([purpose, seed, *where])))
+    # A seed sequence pads with zeros and cuts large numbers into words: told how many there are, and given two words of
+    # each, it cannot take one place for another.
+    words = [word for number in (seed, *where) for word in (number % 2**32, number >> 32)]
+    return numpy.random.Generator(numpy.random.PCG64(numpy.random.SeedSequence([purpose, len(words), *words])))
 
 
 @dataclass(frozen=True)
@@ -41,8 +44,8 @@ class Order:
     def __post_init__(self) -> None:
         for name, low in (("batch", 1), ("seed", 0)):
             value: Any = getattr(self, name)
-            if not isinstance(value, int) or value < low:
-                raise BadInput(f"{name} is {value!r}; it is a whole number of {low} or more")
+            if not isinstance(value, int) or not low <= value < 2**64:
+                raise BadInput(f"{name} is {value!r}; it is a whole number of {low} or more, below 2**64")
 
     @property
     def steps_per_epoch(self) -> int:

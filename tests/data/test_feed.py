@@ -1,0 +1,262 @@
+"""Batches: functions of (seed, step) alone, the same in one process and in several, with workers and without."""
+
+import copy
+import pickle
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.data.files import picture, write_folder
+from torch import Tensor
+
+from unskip.data import Augment, Feed, ImageSet, open_images
+from unskip.errors import BadInput
+
+EVERYTHING = Augment("resized", mixup=0.8, cutmix=1.0, erase=0.3)
+
+
+def numbered(count: int = 40, classes: int = 4, size: int = 6, channels: int = 3) -> ImageSet:
+    """Images of noise."""
+    images = torch.randint(0, 256, (count, channels, size, size), generator=torch.Generator().manual_seed(1))
+    names = tuple("abcdefgh"[:classes])
+    return ImageSet("numbered", "train", names, torch.arange(count) % classes, images.to(torch.uint8))
+
+
+def constant(count: int = 32) -> ImageSet:
+    """Image i is gray of value i, and so is its label."""
+    values = torch.arange(count, dtype=torch.uint8)
+    names = tuple(map(str, range(count)))
+    return ImageSet("constant", "train", names, torch.arange(count), values[:, None, None, None].expand(-1, 1, 8, 8))
+
+
+def assert_same(first: Iterator[tuple[Tensor, Tensor]], second: Iterator[tuple[Tensor, Tensor]]) -> None:
+    """Bitwise."""
+    count = 0
+    for (x, y), (u, v) in zip(first, second, strict=True):
+        assert torch.equal(x, u)
+        assert torch.equal(y, v)
+        count += 1
+    assert count
+
+
+@pytest.mark.parametrize("augment", [None, Augment(), EVERYTHING, Augment("none", erase=1.0)])
+def test_any_step_can_be_asked_for(augment: Augment | None) -> None:
+    feed = Feed(numbered(), 8, seed=5, augment=augment)
+    whole = list(feed.iterate(0, 13))
+    assert len(whole) == 13
+    assert_same(iter(whole[7:]), Feed(numbered(), 8, seed=5, augment=augment).iterate(7, 13))
+    assert not torch.equal(whole[0][0], next(Feed(numbered(), 8, seed=6, augment=augment).iterate(0, 1))[0])
+
+
+@settings(max_examples=25)
+@given(st.sampled_from([1, 2, 3, 4, 6, 12]), st.sampled_from([Augment(), EVERYTHING]), st.integers(0, 30))
+def test_processes_together_see_what_one_sees(world: int, augment: Augment, step: int) -> None:
+    feed = Feed(numbered(), 12, augment=augment)  # shares of 12, 6, 4, 3, 2 and 1: even and odd
+    parts = [next(feed.iterate(step, step + 1, rank, world)) for rank in range(world)]
+    assert [len(x) for x, _ in parts] == [12 // world] * world
+    alone = next(feed.iterate(step, step + 1))
+    assert torch.equal(torch.cat([x for x, _ in parts]), alone[0])
+    assert torch.equal(torch.cat([y for _, y in parts]), alone[1])
+
+
+def test_a_short_last_batch_is_divided_too() -> None:
+    feed = Feed(numbered(41), 8, augment=EVERYTHING, drop_last=False)
+    assert feed.steps_per_epoch == 6
+    parts = [next(feed.iterate(5, 6, rank, 2)) for rank in range(2)]
+    assert [len(x) for x, _ in parts] == [0, 1]
+    assert torch.equal(parts[1][0], next(feed.iterate(5, 6))[0])
+
+
+def test_images_keep_their_labels() -> None:
+    feed = Feed(constant(), 8, augment=Augment("resized", mean=(0.0,), std=(1 / 255,)))
+    seen = []
+    for x, y in feed.iterate(0, feed.steps_per_epoch):
+        torch.testing.assert_close(x, y[:, None, None, None].float().expand_as(x))
+        seen += y.tolist()
+    assert sorted(seen) == list(range(32))
+    assert seen != sorted(seen)
+
+
+@pytest.mark.parametrize("augment", [Augment("none", mixup=0.8), Augment("none", cutmix=1.0)])
+def test_label_mass_is_what_the_pixels_show(augment: Augment) -> None:
+    feed = Feed(constant(), 8, augment=replace(augment, mean=(0.0,), std=(1 / 255,)))
+    mixed = 0
+    for x, y in feed.iterate(0, 4):
+        torch.testing.assert_close(y.sum(1), torch.ones(8))
+        # Image i has value i everywhere, so the mean pixel is the mean label under the weights.
+        torch.testing.assert_close(x.mean((1, 2, 3)), y @ torch.arange(32.0), atol=1e-4, rtol=1e-5)
+        mixed += int((y.max(1).values < 0.999).sum())
+    assert mixed > 16
+
+
+def test_flip_is_half_of_the_images() -> None:
+    ramp = torch.arange(6, dtype=torch.uint8).expand(400, 1, 6, 6).contiguous()
+    images = ImageSet("ramps", "train", ("a",), torch.zeros(400, dtype=torch.int64), ramp)
+    x, _ = next(Feed(images, 400, augment=Augment("none")).iterate(0, 1))
+    flipped = x[:, 0, 0, 0] > x[:, 0, 0, -1]
+    assert 160 < int(flipped.sum()) < 240
+    assert torch.equal(x[flipped][0].flip(-1), x[~flipped][0])
+
+
+def test_evaluation_is_every_image_once_in_order() -> None:
+    images = numbered(19)
+    feed = Feed(images, 8, augment=EVERYTHING)
+    parts = list(feed.evaluate())
+    assert [len(x) for x, _ in parts] == [8, 8, 3]
+    assert torch.equal(torch.cat([y for _, y in parts]), images.labels)
+    mean, std = (torch.tensor(values)[:, None, None] for values in (feed.mean, feed.std))
+    assert images.images is not None
+    torch.testing.assert_close(torch.cat([x for x, _ in parts]), (images.images / 255 - mean) / std)
+
+
+@pytest.mark.parametrize("world", [2, 3, 5])
+def test_evaluation_by_several(world: int) -> None:
+    feed = Feed(numbered(17), 8, augment=None)
+    ranks = [list(feed.evaluate(rank, world)) for rank in range(world)]
+
+    def rows(batches: Iterable[tuple[Tensor, Tensor]]) -> list[tuple[list[float], int]]:
+        return sorted((x.flatten().tolist(), int(y)) for xs, ys in batches for x, y in zip(xs, ys, strict=True))
+
+    assert rows(batch for rank in ranks for batch in rank) == rows(feed.evaluate())
+    assert all(len(x) for rank in ranks for x, _ in rank)
+
+
+def test_a_set_smaller_than_a_batch_is_evaluated_and_not_trained_on() -> None:
+    feed = Feed(numbered(5), 8)
+    assert len(next(feed.evaluate())[0]) == 5
+    with pytest.raises(BadInput, match="5 images do not fill one batch of 8"):
+        feed.iterate(0, 1)
+
+
+def test_sizes_and_channels() -> None:
+    x, y = next(Feed(numbered(channels=1), 8, 10, augment=Augment()).iterate(0, 1))
+    assert (x.shape, x.dtype, y.dtype) == ((8, 1, 10, 10), torch.float32, torch.int64)
+    wide = ImageSet("wide", "train", ("a",), torch.zeros(4, dtype=torch.int64), torch.zeros(4, 3, 6, 9).byte())
+    for augment in (None, Augment(), Augment("resized"), Augment("none")):
+        assert next(Feed(wide, 4, 8, augment=augment).iterate(0, 1))[0].shape == (4, 3, 8, 8)
+
+
+def test_the_global_generator_is_left_alone(tmp_path: Path) -> None:
+    disk = open_images(write_folder(tmp_path, {"a": 4, "b": 4}))
+    state = torch.random.get_rng_state()
+    for images, augment in ((numbered(), EVERYTHING), (disk, replace(EVERYTHING, randaugment="2,9"))):
+        feed = Feed(images, 4, 8, augment=augment)
+        list(feed.iterate(0, 2))
+        list(feed.evaluate())
+    assert torch.equal(torch.random.get_rng_state(), state)
+
+
+@pytest.fixture(scope="module")
+def disk(tmp_path_factory: pytest.TempPathFactory) -> ImageSet:
+    folder = tmp_path_factory.mktemp("disk")
+    write_folder(folder, {"a": 7, "b": 6, "c": 5}, (20, 14))
+    picture(99, 9, 30, "L").save(folder / "a" / "gray.png")
+    return open_images(folder)
+
+
+@pytest.mark.parametrize("augment", [None, Augment(), replace(EVERYTHING, randaugment="2,9")])
+def test_disk_any_step_any_workers_any_processes(disk: ImageSet, augment: Augment | None) -> None:
+    feed = Feed(disk, 6, 8, augment=augment)
+    whole = list(feed.iterate(0, 5))
+    assert all(x.shape == (6, 3, 8, 8) for x, _ in whole)
+    assert_same(iter(whole[3:]), feed.iterate(3, 5))
+    assert_same(iter(whole), Feed(disk, 6, 8, augment=augment, workers=2).iterate(0, 5))
+    parts = [list(feed.iterate(0, 5, rank, 2)) for rank in range(2)]
+    for step, (x, y) in enumerate(whole):  # shares of 3: a partner lies in the other process
+        assert torch.equal(torch.cat([part[step][0] for part in parts]), x)
+        assert torch.equal(torch.cat([part[step][1] for part in parts]), y)
+
+
+def test_disk_augments_every_time_anew(disk: ImageSet) -> None:
+    feed = Feed(disk, len(disk), 8, augment=replace(EVERYTHING, mixup=0.0, cutmix=0.0))
+    seen = torch.cat([x for x, _ in feed.iterate(0, 2)])
+    assert len({tuple(x.flatten().tolist()) for x in seen}) == 2 * len(disk)
+
+
+def test_disk_evaluation_is_what_memory_shows(disk: ImageSet, tmp_path: Path) -> None:
+    """Images of the asked size pass through unchanged on either way."""
+    folder = write_folder(tmp_path, {"a": 3, "b": 2}, (8, 8))
+    streamed, held = open_images(folder), open_images(folder, size=8)
+    assert streamed.images is None
+    assert held.images is not None
+    assert_same(Feed(streamed, 4, 8).evaluate(), Feed(held, 4, 8).evaluate())
+    assert len(torch.cat([y for _, y in Feed(disk, 4, 8, workers=1).evaluate()])) == len(disk)
+
+
+def test_disk_and_memory_crop_alike(tmp_path: Path) -> None:
+    """The same boxes give the same pixels, but for the rounding of Pillow's resizing to bytes."""
+    from unskip.data import _device
+    from unskip.data._augment import geometry
+    from unskip.data._loader import Decoded
+    from unskip.data._order import GEOMETRY, stream
+
+    images = open_images(write_folder(tmp_path, {"a": 6}, (20, 14)), size=None)
+    held = images.load(range(6), (20, 14))
+    for augment in (Augment("resized"), Augment("pad"), Augment("center", center=0.6)):
+        for index in range(6):
+            assert images.reader is not None
+            got = Decoded(images.reader, augment, 10, seed=0)[(2, index, index)]
+            boxes = torch.from_numpy(geometry(augment, stream(GEOMETRY, 0, 2, index), 1, 20, 14))
+            expected = _device.shown(held[index : index + 1], boxes, (10, 10), pad=4)[0]
+            assert isinstance(got, Tensor)
+            torch.testing.assert_close(got.float(), expected, atol=2.0, rtol=0)
+
+
+def test_disk_names_a_file_that_vanished(tmp_path: Path) -> None:
+    images = open_images(write_folder(tmp_path, {"a": 3, "b": 3}))
+    (tmp_path / "b" / "001.png").unlink()
+    for workers in (0, 1):
+        with pytest.raises(BadInput, match=r"b/001\.png: not an image that can be read .*No such file"):
+            list(Feed(images, 6, 8, workers=workers).iterate(0, 1))
+
+
+def test_readers_can_be_sent_to_workers(disk: ImageSet) -> None:
+    again = pickle.loads(pickle.dumps(disk))
+    assert_same(Feed(again, 4, 8).evaluate(), Feed(disk, 4, 8).evaluate())
+
+
+def test_wrong_arguments(disk: ImageSet) -> None:
+    with pytest.raises(BadInput, match="say which size to feed them at"):
+        Feed(disk, 4)
+    with pytest.raises(BadInput, match="randaugment works on images that are read from disk"):
+        Feed(numbered(), 4, augment=Augment(randaugment="2,9"))
+    feed = Feed(numbered(), 8)
+    with pytest.raises(BadInput, match="cannot be divided evenly among 3"):
+        feed.iterate(0, 1, 0, 3)
+    with pytest.raises(BadInput, match="steps from 3 to 2"):
+        feed.iterate(3, 2)
+    with pytest.raises(BadInput, match="ranks go from 0"):
+        feed.evaluate(1, 1)
+
+
+def test_what_it_says_of_itself() -> None:
+    images = numbered()
+    feed = Feed(images, 8)
+    assert feed.classes == ("a", "b", "c", "d")
+    assert feed.steps_per_epoch == 5
+    assert repr(images) == "ImageSet(numbered, train: 40 images, 4 classes, 6x6)"
+    assert copy.copy(images).labels is images.labels
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
+def test_cuda_equals_cpu() -> None:
+    for augment in (None, Augment(), EVERYTHING):
+        cpu, gpu = (Feed(numbered(), 8, augment=augment, device=device).iterate(0, 8) for device in ("cpu", "cuda"))
+        for (x, y), (u, v) in zip(cpu, gpu, strict=True):
+            torch.testing.assert_close(u.cpu(), x, atol=1e-4, rtol=0)
+            torch.testing.assert_close(v.cpu(), y)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
+def test_cuda_never_waits() -> None:
+    feed = Feed(numbered(), 8, augment=EVERYTHING, device="cuda")
+    list(feed.iterate(0, 2))
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        list(feed.iterate(0, 8))
+    finally:
+        torch.cuda.set_sync_debug_mode("default")

@@ -1,0 +1,242 @@
+"""Parquet files in the Hugging Face layout, small ones made here and the real ones where they are at hand."""
+
+import pickle
+from pathlib import Path
+
+import numpy
+import pytest
+import torch
+from PIL import Image
+from tests.data.files import REAL, encoded, needs_real, picture, write_parquet
+
+from unskip.data import Augment, Feed, _decode, _parquet, batch, open_images
+from unskip.errors import BadInput
+
+NAMES = ("cat", "dog")
+
+
+def pictures(count: int, start: int = 0) -> list[bytes]:
+    return [encoded(picture(start + index)) for index in range(count)]
+
+
+def test_pixels_labels_and_classes(tmp_path: Path) -> None:
+    write_parquet(tmp_path / "pets-train.parquet", pictures(10), [0, 1] * 5, NAMES)
+    write_parquet(tmp_path / "pets-test.parquet", pictures(4, 50), [1, 0] * 2, NAMES)
+    for pattern in ("pets-{split}.parquet", "pets-*.parquet", "*.parquet", "."):
+        train, test = (open_images(str(tmp_path / pattern), split) for split in ("train", "test"))
+        assert (len(train), len(test), train.classes, train.size) == (10, 4, NAMES, (12, 12))
+        assert test.labels.tolist() == [1, 0, 1, 0]
+        assert test.images is not None
+        for index in range(4):
+            assert (test.images[index].numpy() == numpy.array(picture(50 + index)).transpose(2, 0, 1)).all()
+    assert len(open_images(str(tmp_path / "pets-{split}.parquet"), "val")) == 2  # one of each class
+
+
+def test_several_files_and_other_columns(tmp_path: Path) -> None:
+    for index in range(2):
+        write_parquet(
+            tmp_path / f"train-{index:05d}-of-00002.parquet",
+            pictures(3, 3 * index),
+            [index] * 3,
+            None,
+            ("img", "label"),
+        )
+    write_parquet(tmp_path / "validation-00000-of-00001.parquet", pictures(1, 9), [2], None, ("img", "label"))
+    found = open_images(tmp_path, skip_broken=True)
+    assert found.classes == ("0", "1", "2")  # over all splits
+    assert found.labels.tolist() == [0, 0, 0, 1, 1, 1]
+    assert found.report == ("1 of 3 classes have no image: 2",)
+    with pytest.raises(BadInput, match="no image of class '2' in the train split"):
+        open_images(tmp_path)
+    assert open_images(tmp_path, "test", skip_broken=True).report[0] == "no test split: this is the validation split"
+
+
+def test_gray_images_stay_gray(tmp_path: Path) -> None:
+    gray = [encoded(picture(index, mode="L"), kind) for index, kind in enumerate(["PNG", "JPEG", "PNG"])]
+    found = open_images(str(write_parquet(tmp_path / "x.parquet", gray, [0, 1, 0], NAMES)))
+    assert found.channels == 1
+    mixed = open_images(str(write_parquet(tmp_path / "y.parquet", [*gray, *pictures(1)], [0, 1, 0, 1], NAMES)))
+    assert mixed.channels == 3
+    assert mixed.images is not None
+    assert found.images is not None
+    assert torch.equal(mixed.images[:3], found.images.expand(-1, 3, -1, -1))
+
+
+@pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP", "BMP"])
+def test_formats_decode_as_pillow_does(tmp_path: Path, kind: str) -> None:
+    data = encoded(picture(0, 17, 23), kind)
+    found = open_images(str(write_parquet(tmp_path / "x.parquet", [data], [0], ["one"])))
+    (tmp_path / "file").write_bytes(data)
+    assert found.images is not None
+    assert (found.images[0].numpy() == numpy.array(Image.open(tmp_path / "file")).transpose(2, 0, 1)).all()
+
+
+def test_one_file_for_all_splits(tmp_path: Path) -> None:
+    file = write_parquet(tmp_path / "mine.parquet", pictures(20), [0, 1] * 10, NAMES)
+    assert [len(open_images(str(file), "train")), len(open_images(str(file), "val"))] == [20, 2]
+    with pytest.raises(BadInput, match=r"no test split \(it has: train\).*by \{split\} in the path"):
+        open_images(str(file), "test")
+    with pytest.raises(BadInput, match=r"no such files; a pattern is a path with \* or \{split\}"):
+        open_images(str(tmp_path / "nothing-*.parquet"))
+
+
+def test_a_test_file_is_never_trained_on(tmp_path: Path) -> None:
+    file = write_parquet(tmp_path / "x-test.parquet", pictures(4), [0, 1] * 2, NAMES)
+    assert len(open_images(str(file), "test")) == 4
+    for split in ("train", "val"):
+        with pytest.raises(BadInput, match=r"no train split \(it has: test\)"):
+            open_images(str(file), split)  # type: ignore[arg-type]
+    write_parquet(tmp_path / "other.parquet", pictures(4), [0, 1] * 2, NAMES)
+    with pytest.raises(
+        BadInput, match=r"other\.parquet: other files of .* are named after a split and this one is not"
+    ):
+        open_images(tmp_path, "test")
+
+
+def test_sets_that_do_not_belong_together(tmp_path: Path) -> None:
+    write_parquet(tmp_path / "a-train.parquet", pictures(2), [0, 1], NAMES)
+    write_parquet(tmp_path / "b-train.parquet", pictures(2), [0, 1], ("hat", "cap"))
+    with pytest.raises(BadInput, match=r"b-train\.parquet: its columns or classes are not those of .*a-train\.parquet"):
+        open_images(tmp_path)
+
+
+def test_broken_rows_are_named_or_counted(tmp_path: Path) -> None:
+    data: list[bytes | None] = list(pictures(8))
+    whole = data[5]
+    assert whole is not None
+    data[5], data[6] = whole[:40], None
+    file = str(write_parquet(tmp_path / "x.parquet", data, [0, 1, 7, None, 0, 1, 1, -3], NAMES))
+    with pytest.raises(BadInput, match=r"x\.parquet, row 2: label 7 out of range, and labels go from 0 to 1"):
+        open_images(file)
+    found = open_images(file, skip_broken=True)
+    assert found.labels.tolist() == [0, 1, 0]
+    assert found.images is not None
+    assert (found.images[2].numpy() == numpy.array(picture(4)).transpose(2, 0, 1)).all()
+    labels, images = found.report
+    assert labels.startswith("skipped 3: ")
+    assert "row 3: no label" in labels
+    assert images.startswith("skipped 2: ")
+    assert "row 5: not an image" in images
+
+
+def test_a_broken_image_is_named(tmp_path: Path) -> None:
+    for index in range(2):
+        data = pictures(3)
+        if index:
+            data[1] = b"\xff\xd8 not a jpeg"
+        write_parquet(tmp_path / f"{index}.parquet", data, [0, 1, 0], NAMES)
+    with pytest.raises(BadInput, match=r"1\.parquet, row 1: not an image that can be read"):
+        open_images(tmp_path)
+
+
+def test_truncated_jpeg_is_broken(tmp_path: Path) -> None:
+    data = encoded(picture(0, 64, 64), "JPEG")
+    file = write_parquet(tmp_path / "x.parquet", [data, data[: len(data) // 2]], [0, 0], ["one"])
+    with pytest.raises(BadInput, match=r"row 1: not an image that can be read"):
+        open_images(str(file))
+
+
+def test_mixed_sizes(tmp_path: Path) -> None:
+    data = [*pictures(1), encoded(picture(1, 10, 14))]
+    file = str(write_parquet(tmp_path / "x.parquet", data, [0, 1], NAMES))
+    with pytest.raises(BadInput, match="row 1: 14x10 pixels, and 12x12 before it; say which size"):
+        open_images(file)
+    found = open_images(file, size=10)
+    assert found.images is not None
+    assert (found.images[1].numpy() == numpy.array(picture(1, 10, 14))[:, 2:12].transpose(2, 0, 1)).all()
+
+
+@pytest.mark.parametrize(
+    ("damage", "says"),
+    [(b"", "not a parquet file"), (b"PAR1 this is none PAR1", "not a parquet file")],
+)
+def test_damaged_files(tmp_path: Path, damage: bytes, says: str) -> None:
+    (tmp_path / "x.parquet").write_bytes(damage)
+    with pytest.raises(BadInput, match=rf"x\.parquet: {says}"):
+        open_images(tmp_path)
+
+
+def test_empty_and_foreign_files(tmp_path: Path) -> None:
+    file = write_parquet(tmp_path / "x.parquet", [], [], NAMES)
+    with pytest.raises(BadInput, match=r"x\.parquet: no images in it"):
+        open_images(str(file))
+    file = write_parquet(tmp_path / "y.parquet", pictures(1), [0], None, ("photo", "label"))
+    with pytest.raises(BadInput, match=r"y\.parquet: no column is called image or img or images; it has: photo, label"):
+        open_images(str(file))
+
+
+def test_what_does_not_fit_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Flat pictures: as pixels they are much larger than as files.
+    flat = [encoded(Image.new("RGB", (64, 64), (index, 0, 0))) for index in range(6)]
+    file = str(write_parquet(tmp_path / "x.parquet", flat, [0, 1] * 3, NAMES))
+    held = open_images(file)
+    monkeypatch.setattr(_decode, "MEMORY_LIMIT", 6 * 3 * 64 * 64 - 1)
+    streamed = open_images(file)
+    assert streamed.images is None
+    assert streamed.place(3) == f"{file}, row 3"
+    again = pickle.loads(pickle.dumps(streamed))
+    for images in (streamed, again):
+        for (x, y), (u, v) in zip(Feed(held, 4, 64).evaluate(), Feed(images, 4, 64).evaluate(), strict=True):
+            assert torch.equal(x, u)
+            assert torch.equal(y, v)
+    monkeypatch.setattr(_parquet, "MEMORY_LIMIT", 100)
+    with pytest.raises(BadInput, match="open their folder as hf:FOLDER, or unpack them"):
+        open_images(file)
+
+
+def test_hub_layout_through_datasets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    datasets = pytest.importorskip("datasets", reason="the library datasets is not installed")
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    folder = tmp_path / "set"
+    folder.mkdir()
+    write_parquet(folder / "train-00000-of-00001.parquet", pictures(10), [0, 1] * 5, NAMES)
+    write_parquet(folder / "test-00000-of-00001.parquet", pictures(4, 50), [0, 1] * 2, NAMES)
+    for split in ("train", "val", "test"):
+        theirs = open_images(f"hf:{folder}", split)  # type: ignore[arg-type]
+        ours = open_images(folder, split)  # type: ignore[arg-type]
+        assert theirs.images is not None
+        assert ours.images is not None
+        assert torch.equal(theirs.images, ours.images)
+        assert torch.equal(theirs.labels, ours.labels)
+        assert theirs.classes == ours.classes
+    monkeypatch.setattr(_decode, "MEMORY_LIMIT", 1)
+    streamed = open_images(f"hf:{folder}", "test")
+    assert streamed.images is None
+    assert ours.images is not None
+    assert torch.equal(streamed.load(range(4), 12), ours.images)
+    with pytest.raises(BadInput, match=r"hf:.*nowhere: datasets cannot load it"):
+        open_images(f"hf:{tmp_path / 'nowhere'}")
+
+
+@needs_real
+def test_real_images() -> None:
+    test = open_images(f"{REAL}/cifar10-{{split}}.parquet", "test")
+    assert (len(test), test.size, test.classes[:2]) == (10_000, (32, 32), ("airplane", "automobile"))
+    assert test.labels.bincount().tolist() == [1000] * 10
+    pets = open_images(f"{REAL}/pets-*.parquet", "test", size=32)
+    assert (len(pets), len(pets.classes), pets.size) == (736, 37, (32, 32))
+    tiny = open_images(f"{REAL}/tinyimagenet100-*.parquet", "val")
+    assert (len(tiny), len(tiny.classes), tiny.size) == (2000, 100, (64, 64))
+    with pytest.raises(BadInput, match="they are different sets"):
+        open_images(REAL)
+    assert batch(f"{REAL}/pets-{{split}}.parquet", 4, 64).shape == (4, 3, 64, 64)
+
+
+@needs_real
+def test_real_images_are_normalised_and_learnable() -> None:
+    """Through the whole feed, the mean image of a class tells classes apart far better than chance."""
+    test = open_images(f"{REAL}/cifar10-test.parquet", "test")
+    assert test.images is not None
+    rest, part = test.select(range(8000)), test.select(range(8000, 10_000))
+    feed = Feed(rest, 500, augment=Augment(), seed=1)
+    total, count = torch.zeros(10, 3, 32, 32), torch.zeros(10)
+    moments = []
+    for x, y in feed.iterate(0, feed.steps_per_epoch):
+        total.index_add_(0, y, x)
+        count += y.bincount(minlength=10)
+        moments.append((x.mean(), x.std()))
+    assert abs(sum(float(mean) for mean, _ in moments) / 16) < 0.5
+    assert 0.8 < sum(float(std) for _, std in moments) / 16 < 1.5
+    means = (total / count[:, None, None, None]).flatten(1)
+    right = sum(int((torch.cdist(x.flatten(1), means).argmin(1) == y).sum()) for x, y in Feed(part, 500).evaluate())
+    assert right / 2000 > 0.2
