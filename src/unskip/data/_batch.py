@@ -37,11 +37,13 @@ def batch(
     [0, 1]; or token ids (N, tokens); arrays of other shapes are taken as they are. "random:N" is N images of noise,
     whatever n.
     """
-    if n < 1:
-        raise BadInput(f"n is {n}; a batch holds at least one sample")
+    if not isinstance(n, int) or n < 1:
+        raise BadInput(f"n is {n!r}; a batch holds at least one sample")
     height, width = (size, size) if isinstance(size, int) else size
+    if min(height, width) < 1:
+        raise BadInput(f"size is {size!r}; an image is at least one pixel high and wide")
     text = str(source)
-    if text.partition(":")[0] == "random":
+    if text.startswith("random:"):
         return _noise(text, len(mean), height, width, seed)
     path = Path(source)
     if path.is_dir():
@@ -59,7 +61,7 @@ def batch(
 
 def _noise(text: str, channels: int, height: int, width: int, seed: int) -> Tensor:
     count = text.partition(":")[2]
-    if not count.isdigit() or int(count) < 1:
+    if not (count.isascii() and count.isdigit()) or int(count) < 1:
         raise BadInput(f"{text}: write random:N with a number of images, as in random:8")
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(int(count), channels, height, width, generator=generator)
@@ -92,8 +94,11 @@ def _image(file: Path, height: int, width: int, channels: int) -> Tensor:
 
     try:
         with Image.open(file) as opened:
-            image = opened.convert("L" if channels == 1 else "RGB")
-    except (OSError, SyntaxError, ValueError) as error:
+            image = ImageOps.exif_transpose(opened)
+            if image.mode.startswith("I;16"):  # which convert() would clip at 255
+                image = Image.fromarray((numpy.asarray(image) // 257).astype(numpy.uint8))
+            image = image.convert("L" if channels == 1 else "RGB")
+    except Exception as error:  # a damaged file can make a decoder fail in any way
         raise BadInput(f"{file}: not an image that can be read ({error})") from error
     pixels = numpy.array(ImageOps.fit(image, (width, height), Image.Resampling.BICUBIC))
     return _channels_first(torch.from_numpy(pixels)[None])[0] / 255
@@ -102,19 +107,24 @@ def _image(file: Path, height: int, width: int, channels: int) -> Tensor:
 def _array(path: Path, n: int, height: int, width: int, mean: Sequence[float], std: Sequence[float]) -> Tensor:
     try:
         values: Any = numpy.load(path, mmap_mode="r", allow_pickle=False)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, EOFError) as error:
         raise BadInput(f"{path}: not an array of numbers that can be read ({error})") from error
+    if not isinstance(values, numpy.ndarray):
+        raise BadInput(f"{path}: not an array of numbers that can be read (several arrays in one file)")
     if values.ndim == 0 or len(values) == 0 or values.dtype.kind not in "biuf":
         raise BadInput(
             f"{path}: holds {values.dtype} of shape {values.shape}; samples of numbers lie along the first axis"
         )
-    data = torch.from_numpy(numpy.array(values[_spread(len(values), n)]))
+    chosen = values[_spread(len(values), n)]
+    data = torch.from_numpy(numpy.array(chosen, dtype=values.dtype.newbyteorder("=")))
+    if not data.isfinite().all():
+        raise BadInput(f"{path}: holds numbers that are not finite; leave those samples out")
     if data.ndim == 2 and not data.is_floating_point():
         return data.long()
     if data.ndim == 3 or (data.ndim == 4 and (data.shape[-1] in (1, 3) or data.shape[1] in (1, 3))):
         bytes_ = data.dtype == torch.uint8
         images = _channels_first(data if data.ndim == 4 else data[..., None]).float() / (255 if bytes_ else 1)
-        if not images.isfinite().all() or images.min() < 0 or images.max() > 1:
+        if images.min() < 0 or images.max() > 1:
             raise BadInput(
                 f"{path}: images hold bytes, or floats from 0 to 1; these go from {images.min()} to {images.max()}"
             )
