@@ -1,0 +1,157 @@
+"""`unskip measure`: what it prints, where, and with which exit code."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from PIL import Image
+
+import unskip
+from unskip import cli, spec
+
+SOURCE = """
+import torch
+from torch import nn
+
+print("a line of the model's own")
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(8), nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x):
+        return x + self.down(self.up(self.norm(x)).relu())
+
+class Small(nn.Module):
+    default_cfg = pretrained_cfg = {"input_size": (3, 4, 4), "mean": (0.1, 0.2, 0.3), "std": (0.5, 0.5, 0.5)}
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.blocks = nn.Linear(12, 8), nn.Sequential(Block(), Block())
+
+    def forward(self, x):
+        patches = x.unfold(2, 2, 2).unfold(3, 2, 2).permute(0, 2, 3, 1, 4, 5).flatten(3).flatten(1, 2)
+        return self.blocks(self.embed(patches))
+
+def make():
+    return Small()
+
+def plain():
+    model = nn.Linear(4, 4)
+    model.default_cfg = model.pretrained_cfg = {"input_size": (3, 4, 4), "mean": (0.5,) * 3, "std": (0.5,) * 3}
+    return model
+"""
+
+
+@pytest.fixture
+def name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    (tmp_path / "models_of_measure.py").write_text(SOURCE, encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    return "models_of_measure.py:make"
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> Any:
+    def call(*args: str) -> tuple[int, str, str]:
+        code = cli.main(["measure", *args])
+        out, err = capsys.readouterr()
+        return code, out, err
+
+    return call
+
+
+def strict(text: str) -> Any:
+    def refuse(word: str) -> None:
+        raise AssertionError(f"{word} is not JSON")
+
+    return json.loads(text, parse_constant=refuse)
+
+
+def test_the_table_is_the_text_of_the_measurement(run: Any, name: str) -> None:
+    code, out, err = run(name, "--data", "random:3")
+    assert code == 0
+    assert err == "a line of the model's own\n"
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = spec.build(name)
+    samples = unskip.data.batch("random:3", size=(4, 4))
+    assert out == f"{unskip.measure(model, samples)}\n"
+    assert "on 3 samples of 4 tokens" in out
+
+
+def test_json_is_strict_and_alone(run: Any, name: str) -> None:
+    code, out, _ = run(name, "--data", "random:3", "--shortcut", "cut", "--json")
+    data = strict(out)
+    assert code == 0
+    assert [row["alpha"] for row in data["sites"]] == [0.0, 0.0]
+    assert [row["ratio"] for row in data["sites"]] == [None, None]
+    assert data["samples"] == 3
+    assert data["network"]["exact"]
+    assert data["network"]["null"] == 8  # two directions of each of four tokens
+
+
+def test_options_reach_the_measurement(run: Any, name: str) -> None:
+    _, out, _ = run(name, "--data", "random:2", "--jacobians", "off", "--json")
+    assert strict(out)["network"] is None
+    code, out, err = run(name, "--data", "random:2", "--init", "zero", "--jacobians", "off", "--json")
+    assert code == 0, err
+    assert [row["ratio"] for row in strict(out)["sites"]] == [0.0, 0.0]
+    code, out, err = run(name, "--data", "random:2", "--init", "skipless", "--shortcut", "decay:0.6", "--json")
+    assert code == 0, err
+    assert [row["alpha"] for row in strict(out)["sites"]] == pytest.approx([1.0, 0.6])
+
+
+def test_a_folder_and_an_array_are_read_with_the_models_own_normalisation(run: Any, name: str, tmp_path: Path) -> None:
+    (tmp_path / "photos").mkdir()
+    for number in range(3):
+        Image.new("L", (8, 8), 60 * number).save(tmp_path / "photos" / f"{number}.png")
+    _, folder, _ = run(name, "--data", "photos", "--jacobians", "off", "--json")
+    values = numpy.stack([numpy.full((8, 8), 60 * number, dtype=numpy.uint8) for number in range(3)])
+    numpy.save(tmp_path / "x.npy", values)
+    _, array, _ = run(name, "--data", "x.npy", "--jacobians", "off", "--json")
+    assert strict(folder)["samples"] == 3
+    norms = [[row["norm"] for row in strict(out)["blocks"]] for out in (folder, array)]
+    assert norms[0] == pytest.approx(norms[1], rel=1e-5)
+    _, two, _ = run(name, "--data", "photos", "--n", "2", "--jacobians", "off", "--json")
+    assert strict(two)["samples"] == 2
+
+
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [
+        (["--data", "nowhere"], "nowhere: no such file or folder"),
+        (["--data", "random:none"], "write random:N"),
+        (["--data", "random:2", "--init", "best"], "--init best: it can be skipless or zero"),
+        (["--data", "random:2", "--jacobians", "some"], "jacobians is 'some'"),
+        (["--data", "random:2", "--shortcut", "cute"], "cute"),
+        (["--data", "models_of_measure.py"], "a source is a folder"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_code_2(run: Any, name: str, args: list[str], says: str) -> None:
+    code, out, err = run(name, *args)
+    lines = [line for line in err.splitlines() if line != "a line of the model's own"]
+    assert code == 2
+    assert out == ""
+    assert len(lines) == 1
+    assert lines[0].startswith("unskip: ")
+    assert says in lines[0]
+
+
+def test_a_model_without_residuals_is_told(run: Any, name: str) -> None:
+    code, _, err = run(name.replace("make", "plain"), "--data", "random:2")
+    assert code == 2
+    assert "no residual sites" in err
+
+
+def test_weights_that_cannot_be_had_are_one_line_and_random_goes_on_without(run: Any) -> None:
+    code, out, err = run("timm:vit_tiny_patch16_224", "--data", "random:1")
+    assert (code, out) == (2, "")
+    assert len(err.splitlines()) == 1
+    assert err.startswith("unskip: timm:vit_tiny_patch16_224: needs the internet")
+    code, out, _ = run("timm:test_vit", "--data", "random:1", "--random", "--jacobians", "off")
+    assert code == 0
+    assert out.startswith("VisionTransformer on 1 sample of ")
