@@ -1,12 +1,15 @@
 """Parquet files in the Hugging Face layout, small ones made here and the real ones where they are at hand."""
 
 import pickle
+import sys
 from pathlib import Path
 
 import numpy
+import pyarrow
 import pytest
 import torch
-from PIL import Image
+from PIL import Image, ImageOps
+from pyarrow import parquet
 from tests.data.files import REAL, encoded, needs_real, picture, write_parquet
 
 from unskip.data import Augment, Feed, _decode, _parquet, batch, open_images
@@ -69,6 +72,38 @@ def test_formats_decode_as_pillow_does(tmp_path: Path, kind: str) -> None:
     (tmp_path / "file").write_bytes(data)
     assert found.images is not None
     assert (found.images[0].numpy() == numpy.array(Image.open(tmp_path / "file")).transpose(2, 0, 1)).all()
+
+
+@pytest.mark.parametrize("turn", range(1, 9))
+def test_photographs_are_upright(tmp_path: Path, turn: int) -> None:
+    """The two decoders agree about the orientation that a camera wrote down, and with Pillow."""
+    exif = Image.Exif()
+    exif[0x0112] = turn
+    files = [tmp_path / "x.jpg", tmp_path / "x.png"]
+    picture(0, 16, 24).resize((96, 64)).save(files[0], exif=exif, quality=100, subsampling=0)
+    picture(0, 16, 24).resize((96, 64)).save(files[1], exif=exif)
+    size = (64, 96) if turn < 5 else (96, 64)
+    for file in files:
+        found = open_images(str(write_parquet(tmp_path / "x.parquet", [file.read_bytes()], [0], ["one"])))
+        assert found.images is not None
+        assert found.size == size
+        expected = numpy.array(ImageOps.exif_transpose(Image.open(file)))
+        assert (found.images[0].numpy() == expected.transpose(2, 0, 1)).all()
+
+
+def test_deep_gray_images_are_scaled_and_not_clipped(tmp_path: Path) -> None:
+    deep = encoded(Image.fromarray(numpy.full((8, 8), 26214, numpy.uint16)))  # 0.4 of 65535
+    found = open_images(str(write_parquet(tmp_path / "x.parquet", [deep], [0], ["one"])))
+    assert found.channels == 1
+    assert found.images is not None
+    assert found.images.unique().tolist() == [102]
+
+
+def test_images_may_be_plain_bytes(tmp_path: Path) -> None:
+    parquet.write_table(pyarrow.table({"image": pictures(2), "label": [0, 1]}), tmp_path / "x.parquet")
+    found = open_images(tmp_path)
+    assert found.images is not None
+    assert (found.images[1].numpy() == numpy.array(picture(1)).transpose(2, 0, 1)).all()
 
 
 def test_one_file_for_all_splits(tmp_path: Path) -> None:
@@ -204,8 +239,34 @@ def test_hub_layout_through_datasets(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert streamed.images is None
     assert ours.images is not None
     assert torch.equal(streamed.load(range(4), 12), ours.images)
+    with pytest.raises(BadInput, match="say which size to load them at"):
+        streamed.load([0])
     with pytest.raises(BadInput, match=r"hf:.*nowhere: datasets cannot load it"):
         open_images(f"hf:{tmp_path / 'nowhere'}")
+
+
+def test_hub_sets_of_several_sizes_are_read_as_needed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    datasets = pytest.importorskip("datasets", reason="the library datasets is not installed")
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    (tmp_path / "set").mkdir()
+    data = [*pictures(1), encoded(picture(1, 10, 14))]
+    write_parquet(tmp_path / "set" / "train.parquet", data, [0, 1], NAMES)
+    found = open_images(f"hf:{tmp_path / 'set'}")
+    assert found.images is None
+    assert len(next(Feed(found, 2, 8).evaluate())[0]) == 2
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(BadInput, match=r"pip install 'unskip\[hf\]'"):
+        open_images("hf:any")
+
+
+def test_a_file_damaged_inside(tmp_path: Path) -> None:
+    """The end of the file, where the schema stands, is whole; the pages are not."""
+    file = write_parquet(tmp_path / "x.parquet", pictures(4), [0, 1] * 2, NAMES)
+    data = bytearray(file.read_bytes())
+    data[4:200] = bytes(196)
+    file.write_bytes(data)
+    with pytest.raises(BadInput, match=r"x\.parquet"):
+        open_images(str(file))
 
 
 @needs_real

@@ -29,12 +29,15 @@ class MixedSizes(BadInput):
 
 
 def decoded(reader: Reader, index: int) -> Image:
-    """One image of a set, of one channel or three."""
-    from PIL import Image
+    """One image of a set, upright, of eight bits and of one channel or three."""
+    from PIL import Image, ImageOps
 
     try:
         with Image.open(BytesIO(reader.encoded(index))) as opened:
-            return opened.convert("L" if opened.mode in _GRAY else "RGB")
+            image = ImageOps.exif_transpose(opened)
+            if image.mode.startswith("I;16"):  # which convert() would clip at 255
+                image = Image.fromarray((numpy.asarray(image) // 257).astype(numpy.uint8))
+            return image.convert("L" if image.mode in _GRAY else "RGB")
     except Exception as error:  # a damaged file can make a decoder fail in any way
         raise BadInput(f"{reader.place(index)}: not an image that can be read ({error})") from error
 
@@ -47,7 +50,8 @@ def pixels(reader: Reader, index: int) -> Tensor:
     values: Tensor | None = None
     # The same values as Pillow's in a third of the time. What it refuses, Pillow reads or names.
     with suppress(Exception):
-        values = decode_jpeg(torch.frombuffer(bytearray(reader.encoded(index)), dtype=torch.uint8))
+        data = torch.frombuffer(bytearray(reader.encoded(index)), dtype=torch.uint8)
+        values = decode_jpeg(data, apply_exif_orientation=True)
     if values is None or len(values) not in (1, 3):
         values = pil_to_tensor(decoded(reader, index))
     return values

@@ -103,7 +103,7 @@ def _layout(files: Sequence[str]) -> tuple[str, str, tuple[str, ...]]:
             found, first = (image, label, names), first or file
             encoded += sum(opened.metadata.row_group(i).total_byte_size for i in range(opened.num_row_groups))
             if not names:
-                most = max(most, int(_labels(opened.read([label]).column(label)).max(initial=-1)))
+                most = max(most, int(_labels(_table(file, [label]).column(label)).max(initial=-1)))
     if encoded > MEMORY_LIMIT:
         raise BadInput(
             f"{files[0]}: the files hold {encoded / 2**30:.0f} GiB, and at most {MEMORY_LIMIT / 2**30:.0f} are read "
