@@ -520,3 +520,17 @@ class ScaledStream(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.scale * x + self.f(self.norm(x))
+
+
+class StateSpace(nn.Module):
+    """y = scan + D u inside a branch, as in Mamba: D u is part of the branch, and the block's own skip is the site."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(8), nn.Linear(8, 16), nn.Linear(16, 8)
+        self.mix, self.skip = nn.Linear(16, 16), nn.Parameter(torch.ones(16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        u = self.up(self.norm(x)).tanh()
+        y = self.mix(u).cumsum(1) + u * self.skip
+        return x + self.down(y)

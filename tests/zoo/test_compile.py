@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import tests.zoo.more  # noqa: F401  (enters the families beyond the core)
 import torch
 from tests.zoo.families import FAMILIES
 from tests.zoo.harness import cautioned, difference, gradient_difference, gradients, run, same
@@ -50,6 +51,26 @@ def test_one_graph_that_equals_eager(name: str) -> None:
     assert difference(got, outputs) < CLOSE
     assert gradient_difference({n.removeprefix("_orig_mod."): g for n, g in got_grads.items()}, grads) < 10 * CLOSE
     assert difference(run(family.build(), inputs), outputs) > 1e-2
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", sorted(name for name in FAMILIES if not name.startswith("hand_")))
+def test_whatever_compiles_whole_compiles_rewired(name: str) -> None:
+    family = FAMILIES[name]
+    inputs, plain, model = family.inputs(2), family.build().eval(), family.build().eval()
+    try:
+        with torch.no_grad():
+            run(torch.compile(plain, backend="aot_eager", fullgraph=True), inputs)
+    except torch._dynamo.exc.TorchDynamoException as error:
+        pytest.skip(f"the original does not compile whole: {type(error).__name__}")
+    for rule in (Decay(0.3), Cut()):
+        torch._dynamo.reset()
+        with cautioned(family):
+            unskip.rewire(model, rule, inputs, verify=False)
+        with torch.no_grad():
+            expected = run(model, inputs)
+            got = run(torch.compile(model, backend="aot_eager", fullgraph=True), inputs)
+        assert difference(got, expected) < 10 * CLOSE
 
 
 def test_a_fixed_weight_can_be_changed_after_compiling() -> None:

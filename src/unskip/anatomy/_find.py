@@ -41,6 +41,7 @@ class Finding:
     long: bool = False
     overwritten: bool = False  # the model writes into the sum later
     doubled: bool = False  # the branch ends on the stream it is added to: x + (x + f(x))
+    scaled: bool = False  # a weight of the model scales the stream
 
 
 @dataclass(eq=False)
@@ -105,6 +106,7 @@ class _Search:
         on_path = {n.index for n in finding.path}
         self._drop_decorations(finding, on_path)
         finding.spans = [f for f in self.found if f.role == "mix" and f.add.index in on_path]
+        self._drop_inner_scales(finding)
         if self._is_side_input(finding):
             self.doubts.append(
                 Doubt(node, "a side input that is added again at another depth, not the stream of a branch")
@@ -129,6 +131,14 @@ class _Search:
         for inner in gone:
             del self.output_of[inner.add.index]
 
+    def _drop_inner_scales(self, outer: Finding) -> None:
+        """Inside a branch, x * w + f(x) with a weight w is part of the branch, as the D x of a state-space model."""
+        for inner in [f for f in outer.spans if f.scaled]:
+            outer.spans.remove(inner)
+            self.found = [f for f in self.found if f is not inner and f.first is not inner]
+            self.output_of = {index: f for index, f in self.output_of.items() if f in self.found}
+            self.doubts.append(Doubt(inner.add, "a skip with a learnt scale inside the branch of another"))
+
     def _identity(self, node: Node, s: int, f: int, side: Literal["left", "right"]) -> Finding | None:
         # A scale that the model learns on its stream leaves it the stream.
         for root, narrowed in climb(self.nodes, s, scaled_by_weights=True):
@@ -141,7 +151,7 @@ class _Search:
                 return None
             if self.nodes[root].fixed and not self._ends_in_transform(f):
                 return None  # a weight added again, such as a position embedding at every layer
-            return Finding(node, s, f, side, root, path)
+            return Finding(node, s, f, side, root, path, scaled=root not in (i for i, _ in climb(self.nodes, s)))
         return None
 
     def _more(self, node: Node, s: int, f: int, side: Literal["left", "right"]) -> Finding | None:

@@ -12,6 +12,7 @@ clone.
 from __future__ import annotations
 
 import ast
+import functools
 import copy
 import inspect
 import itertools
@@ -165,7 +166,8 @@ class _Redirect:
                 f"{self.original.__qualname__} was replaced by {getattr(callee, '__qualname__', callee)} after "
                 "rewiring, so its addition would go unweighted. Undo the wiring, make the change, and rewire."
             )
-        return self.clone if receiver is None else MethodType(self.clone, receiver)
+        # Not a bound method: torch.compile cannot trace the making of one.
+        return self.clone if receiver is None else functools.partial(self.clone, receiver)
 
 
 # A weight of a slot as an expression, from (slot, "alpha" | "beta").
