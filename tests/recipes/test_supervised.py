@@ -92,7 +92,7 @@ def test_a_run_leaves_a_whole_folder_and_can_be_loaded(tmp_path: Path, changes: 
 
 
 def test_it_learns(tmp_path: Path) -> None:
-    config = recipes.supervised("digits", device="cpu", epochs=6, optimizer="soap", lr=3e-3)
+    config = recipes.supervised("digits", device="cpu", epochs=5, optimizer="soap")
     outcome = unskip.train(config, tmp_path / "run", quiet=True)
     assert outcome.evaluations["test_accuracy"] > 0.6
 

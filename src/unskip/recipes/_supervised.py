@@ -89,14 +89,14 @@ _PAPER: dict[str, Any] = {  # as transcribed by others; see the docs
 _SUPERVISED = {
     "digits": Preset(
         {"data": "digits", "size": 8, "patch": 2, "model_args": "depth=4,embed_dim=64,num_heads=4", "flip": False}
-        | {"crop": "none", "epochs": 30, "smoothing": 0.0},
+        | {"crop": "none", "epochs": 30, "smoothing": 0.0, "batch": 64, "lr": 3e-3},
         "half a minute on two CPU cores",
-        "see docs/training.md",
+        "test accuracy about 0.95 under SOAP",
     ),
     "cifar": Preset(
         {"data": "cifar10", "size": 32, "batch": 512, "epochs": 25, "precision": "bf16", "compile": True} | _VIT_192,
-        "about 2 minutes on one H200",
-        "see docs/training.md",
+        "not measured",
+        "not measured",
     ),
     "tiny-imagenet": Preset(
         {"data": "tiny-imagenet", "size": 64, "patch": 8, "batch": 512, "epochs": 100, "crop": "resized"}
@@ -130,7 +130,7 @@ def build(config: Supervised) -> tuple[Task, Schedule]:
     train = open_images(config.data, split="train", hold_out=config.validate, **root)
     test = open_images(config.data, split="val" if config.validate else "test", **root)
     augment = Augment(crop=config.crop, flip=config.flip, mixup=config.mixup, cutmix=config.cutmix, erase=config.erase)
-    options = {"batch": config.batch, "size": config.size, "device": device, "workers": config.workers}
+    options: dict[str, Any] = {"batch": config.batch, "size": config.size, "device": device, "workers": config.workers}
     feed = Feed(train, seed=config.seed, augment=augment, **options)
     judge = Feed(test, seed=0, augment=None, **options)
     arguments = _model_arguments(config, len(train.classes), train.channels)
