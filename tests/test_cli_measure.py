@@ -126,7 +126,7 @@ def test_a_folder_and_an_array_are_read_with_the_models_own_normalisation(run: A
         (["--data", "nowhere"], "nowhere: no such file or folder"),
         (["--data", "random:none"], "write random:N"),
         (["--data", "random:2", "--init", "best"], "--init best: it can be skipless or zero"),
-        (["--data", "random:2", "--jacobians", "some"], "jacobians is 'some'"),
+        (["--data", "random:2", "--jacobians", "some"], "--jacobians some"),
         (["--data", "random:2", "--shortcut", "cute"], "cute"),
         (["--data", "models_of_measure.py"], "a source is a folder"),
     ],
@@ -152,6 +152,7 @@ def test_weights_that_cannot_be_had_are_one_line_and_random_goes_on_without(run:
     assert (code, out) == (2, "")
     assert len(err.splitlines()) == 1
     assert err.startswith("unskip: timm:vit_tiny_patch16_224: needs the internet")
+    assert "--random" in err
     code, out, _ = run("timm:test_vit", "--data", "random:1", "--random", "--jacobians", "off")
     assert code == 0
     assert out.startswith("VisionTransformer on 1 sample of ")

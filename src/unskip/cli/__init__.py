@@ -16,7 +16,7 @@ import unskip
 from unskip import demo as demonstration
 from unskip.cli._audit import audit
 from unskip.cli._measure import measure
-from unskip.cli._say import argument_errors_in_a_line, line, warnings_in_a_line
+from unskip.cli._say import argument_errors_in_a_line, one_line, warnings_in_a_line
 from unskip.cli._train import plan, recipes, resume, run, train
 from unskip.errors import UnskipError
 
@@ -50,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
         return int(code)
     except UnskipError as error:
-        print(f"unskip: {line(error)}", file=sys.stderr)
+        print(f"unskip: {one_line(error)}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130

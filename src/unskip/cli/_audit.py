@@ -20,7 +20,7 @@ import unskip
 from unskip import spec
 from unskip.anatomy import Audit, Site
 from unskip.anatomy._audit import HEADER, count, rows
-from unskip.cli._say import busy, finite, line
+from unskip.cli._say import busy, finite, one_line
 from unskip.errors import BadInput, ForwardError
 from unskip.wiring import Shortcut, Wiring
 from unskip.wiring.shortcuts import band, parse
@@ -96,7 +96,7 @@ def _survey(
     except (BadInput, ForwardError) as error:
         if "example=" not in str(error):
             raise
-        raise type(error)(f"{line(error)} On the command line: --input 2,3,224,224 or --input int:2,16") from error
+        raise type(error)(f"{one_line(error)} On the command line: --input 2,3,224,224 or --input int:2,16") from error
 
 
 def _is_meta(model: nn.Module) -> bool:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import unskip
 from unskip import spec
 from unskip.anatomy._example import example_for
-from unskip.cli._say import finite, progress
+from unskip.cli._say import finite, one_line, progress
 from unskip.data import batch as data_batch
 from unskip.errors import BadInput
 from unskip.wiring.shortcuts import parse
@@ -54,9 +54,12 @@ def measure(
     Example: unskip measure timm:vit_small_patch16_224 --data photos --shortcut decay:0.6
     """
     rule = parse(shortcut) if shortcut is not None else None
+    if jacobians not in ("auto", "exact", "off"):
+        raise BadInput(f"--jacobians {jacobians}: it can be auto, exact or off")
+    where = _device(device)
     with contextlib.redirect_stdout(sys.stderr), progress(f"measuring {model}") as tick:
         torch.manual_seed(0)  # random weights, but the same ones each time
-        built = spec.build(model, pretrained=not random).to(device)
+        built = _build(model, random).to(where)
         samples = _samples(built, data, n)
         if init is not None:
             _initialise(built, init, samples)
@@ -64,10 +67,27 @@ def measure(
             unskip.rewire(built, rule, samples)
         found = unskip.measure(built, samples, jacobians=jacobians, progress=tick)  # type: ignore[arg-type]
     if json:
-        print(json_format.dumps(finite({"model": model, **found.to_dict()}), indent=2, allow_nan=False))
+        print(json_format.dumps(finite({"spec": model, **found.to_dict()}), indent=2, allow_nan=False))
     else:
         print(found)
     return 0
+
+
+def _build(model: str, random: bool) -> nn.Module:
+    try:
+        return spec.build(model, pretrained=not random)
+    except BadInput as error:
+        if random or "internet" not in str(error):
+            raise
+        raise BadInput(f"{one_line(error)}; --random measures it with random weights") from error
+
+
+def _device(name: str) -> torch.device:
+    try:
+        torch.empty((), device=name)
+        return torch.device(name)
+    except (RuntimeError, AssertionError) as error:
+        raise BadInput(f"--device {name}: {str(error).splitlines()[0]}") from error
 
 
 def _samples(model: nn.Module, source: str, n: int) -> object:

@@ -88,12 +88,12 @@ def warnings_in_a_line() -> Iterator[None]:
         filename: str,
         lineno: int,
         file: TextIO | None = None,
-        source: str | None = None,
+        line: str | None = None,
     ) -> None:
         if issubclass(category, UnskipWarning):
-            print(f"warning: {line(message)}", file=sys.stderr)
+            print(f"warning: {one_line(message)}", file=sys.stderr)
         else:
-            others(message, category, filename, lineno, file, source)
+            others(message, category, filename, lineno, file, line)
 
     with warnings.catch_warnings():
         others, warnings.showwarning = warnings.showwarning, show
@@ -101,5 +101,5 @@ def warnings_in_a_line() -> Iterator[None]:
         yield
 
 
-def line(message: object) -> str:
+def one_line(message: object) -> str:
     return " ".join(str(message).split())

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -49,7 +49,7 @@ class Supervised:
     warmup: float = 0.1  # share of the steps
     clip: float | None = 1.0
     smoothing: float = 0.1
-    crop: str = "pad"
+    crop: Literal["pad", "resized", "center", "none"] = "pad"
     flip: bool = True
     mixup: float = 0.0
     cutmix: float = 0.0
@@ -126,9 +126,8 @@ def build(config: Supervised) -> tuple[Task, Schedule]:
     from unskip.data import Augment, Feed, open_images
 
     device = torch.device(_device(config.device))
-    root = {"root": config.data_root} if config.data_root else {}
-    train = open_images(config.data, split="train", hold_out=config.validate, **root)
-    test = open_images(config.data, split="val" if config.validate else "test", **root)
+    train = open_images(config.data, split="train", root=config.data_root, hold_out=config.validate)
+    test = open_images(config.data, split="val" if config.validate else "test", root=config.data_root)
     augment = Augment(crop=config.crop, flip=config.flip, mixup=config.mixup, cutmix=config.cutmix, erase=config.erase)
     options: dict[str, Any] = {"batch": config.batch, "size": config.size, "device": device, "workers": config.workers}
     feed = Feed(train, seed=config.seed, augment=augment, **options)

@@ -12,8 +12,8 @@ clone.
 from __future__ import annotations
 
 import ast
-import functools
 import copy
+import functools
 import inspect
 import itertools
 from collections.abc import Callable, Iterator
