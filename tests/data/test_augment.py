@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torchvision.transforms.v2 import functional
+from torchvision.transforms.v2 import RandomResizedCrop, functional
 
 from unskip.data import Augment, _device
 from unskip.data._augment import central, geometry, mixing, normalisation, partners
@@ -52,6 +52,18 @@ def test_resized_boxes_have_the_asked_area_and_aspect() -> None:
     assert numpy.log(aspect).mean() == pytest.approx(0, abs=0.02)
     # Every corner that fits is as likely.
     assert (boxes[:, 0] / (1000 - boxes[:, 2])).mean() == pytest.approx(0.5, abs=0.01)
+
+
+def test_resized_boxes_are_torchvisions() -> None:
+    """The same mean and spread where some draws do not fit, so that tries and the last resort count."""
+    scale, ratio, image = (0.6, 1.0), (0.5, 2.0), torch.empty(3, 30, 40)
+    theirs = RandomResizedCrop(8, scale=scale, ratio=ratio)
+    drawn = [theirs.make_params([image]) for _ in range(8000)]
+    ours = geometry(Augment("resized", scale=scale, ratio=ratio), rng(), 8000, 30, 40).T
+    for column, name in enumerate(("top", "left", "height", "width")):
+        values = numpy.array([float(params[name]) for params in drawn])
+        assert ours[column].mean() == pytest.approx(values.mean(), abs=0.15), name
+        assert ours[column].std() == pytest.approx(values.std(), abs=0.15), name
 
 
 def test_resized_falls_back_to_the_centre() -> None:

@@ -71,6 +71,19 @@ def test_a_short_last_batch_is_divided_too() -> None:
     assert torch.equal(parts[1][0], next(feed.iterate(5, 6))[0])
 
 
+def test_shares_of_odd_ends_find_both_partners() -> None:
+    feed = Feed(numbered(23), 12, augment=EVERYTHING, drop_last=False)
+    parts = [next(feed.iterate(1, 2, rank, 3)) for rank in range(3)]  # of 11: the second process begins and ends odd
+    assert [len(x) for x, _ in parts] == [3, 4, 4]
+    assert torch.equal(torch.cat([x for x, _ in parts]), next(feed.iterate(1, 2))[0])
+
+
+def test_every_step_draws_anew() -> None:
+    feed = Feed(numbered(8), 8, augment=Augment("none", flip=False, mixup=1.0))
+    shares = [y.max(1).values.sort().values for _, y in feed.iterate(0, 2)]
+    assert not torch.equal(*shares)
+
+
 def test_images_keep_their_labels() -> None:
     feed = Feed(constant(), 8, augment=Augment("resized", mean=(0.0,), std=(1 / 255,)))
     seen = []
@@ -175,6 +188,15 @@ def test_disk_augments_every_time_anew(disk: ImageSet) -> None:
     feed = Feed(disk, len(disk), 8, augment=replace(EVERYTHING, mixup=0.0, cutmix=0.0))
     seen = torch.cat([x for x, _ in feed.iterate(0, 2)])
     assert len({tuple(x.flatten().tolist()) for x in seen}) == 2 * len(disk)
+
+
+def test_disk_randaugment_is_drawn_for_every_sample(tmp_path: Path) -> None:
+    for index in range(8):
+        picture(0).save(tmp_path / f"{index}.png")
+    feed = Feed(open_images(tmp_path), 8, 12, augment=Augment("none", flip=False, randaugment="2,9"))
+    first, second = (x for x, _ in feed.iterate(0, 2))
+    assert len({tuple(x.flatten().tolist()) for x in first}) > 4  # of the same picture
+    assert not torch.equal(first, second)
 
 
 def test_disk_evaluation_is_what_memory_shows(disk: ImageSet, tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
 from io import BytesIO
 from typing import TYPE_CHECKING
 
@@ -44,17 +43,8 @@ def decoded(reader: Reader, index: int) -> Image:
 
 def pixels(reader: Reader, index: int) -> Tensor:
     """One image of a set as bytes (1 or 3, height, width)."""
-    from torchvision.io import decode_jpeg
-    from torchvision.transforms.v2.functional import pil_to_tensor
-
-    values: Tensor | None = None
-    # The same values as Pillow's in a third of the time. What it refuses, Pillow reads or names.
-    with suppress(Exception):
-        data = torch.frombuffer(bytearray(reader.encoded(index)), dtype=torch.uint8)
-        values = decode_jpeg(data, apply_exif_orientation=True)
-    if values is None or len(values) not in (1, 3):
-        values = pil_to_tensor(decoded(reader, index))
-    return values
+    values = torch.from_numpy(numpy.array(decoded(reader, index)))
+    return values[None] if values.ndim == 2 else values.movedim(-1, 0)
 
 
 def fitted(image: Tensor, out: tuple[int, int]) -> Tensor:
