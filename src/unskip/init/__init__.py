@@ -1,7 +1,8 @@
 """Start without it: initialisations for models whose skips are cut or decayed."""
 
 from unskip.init._check import Check, Row
-from unskip.init._skipless import PARTS, PRESETS, skipless_, verify_skipless
+from unskip.init._promises import PARTS, verify_skipless
+from unskip.init._skipless import PRESETS, skipless_
 from unskip.init._zero import verify_zero_branches, zero_branches_
 
 __all__ = [
