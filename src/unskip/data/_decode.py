@@ -33,10 +33,10 @@ def decoded(reader: Reader, index: int) -> Image:
 
     try:
         with Image.open(BytesIO(reader.encoded(index))) as opened:
-            image = ImageOps.exif_transpose(opened)
-            if image.mode.startswith("I;16"):  # which convert() would clip at 255
-                image = Image.fromarray((numpy.asarray(image) // 257).astype(numpy.uint8))
-            return image.convert("L" if image.mode in _GRAY else "RGB")
+            ImageOps.exif_transpose(opened, in_place=True)
+            if opened.mode.startswith("I;16"):  # which convert() would clip at 255
+                return Image.fromarray((numpy.asarray(opened) // 257).astype(numpy.uint8))
+            return opened.convert("L" if opened.mode in _GRAY else "RGB")
     except Exception as error:  # a damaged file can make a decoder fail in any way
         raise BadInput(f"{reader.place(index)}: not an image that can be read ({error})") from error
 
@@ -49,11 +49,11 @@ def pixels(reader: Reader, index: int) -> Tensor:
 
 def fitted(image: Tensor, out: tuple[int, int]) -> Tensor:
     """The largest central part with the aspect of `out` (height, width), resized to it."""
-    from torchvision.transforms.v2.functional import resized_crop
-
     height, width = image.shape[-2:]
     if (height, width) == out:
         return image
+    from torchvision.transforms.v2.functional import resized_crop
+
     top, left, tall, wide = (int(edge) for edge in central(height, width, out))
     resized: Tensor = resized_crop(image, top, left, tall, wide, list(out), antialias=True)
     return resized
