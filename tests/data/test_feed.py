@@ -73,15 +73,23 @@ def test_a_short_last_batch_is_divided_too() -> None:
 
 def test_shares_of_odd_ends_find_both_partners() -> None:
     feed = Feed(numbered(23), 12, augment=EVERYTHING, drop_last=False)
-    parts = [next(feed.iterate(1, 2, rank, 3)) for rank in range(3)]  # of 11: the second process begins and ends odd
-    assert [len(x) for x, _ in parts] == [3, 4, 4]
-    assert torch.equal(torch.cat([x for x, _ in parts]), next(feed.iterate(1, 2))[0])
+    for step in (1, 3, 5, 7):  # of 11 images: the second process begins and ends with one whose partner lies elsewhere
+        parts = [next(feed.iterate(step, step + 1, rank, 3)) for rank in range(3)]
+        assert [len(x) for x, _ in parts] == [3, 4, 4]
+        assert torch.equal(torch.cat([x for x, _ in parts]), next(feed.iterate(step, step + 1))[0])
 
 
 def test_every_step_draws_anew() -> None:
-    feed = Feed(numbered(8), 8, augment=Augment("none", flip=False, mixup=1.0))
+    feed = Feed(constant(), 32, augment=Augment("none", flip=False, mixup=1.0))  # every label once: shares alone differ
     shares = [y.max(1).values.sort().values for _, y in feed.iterate(0, 2)]
     assert not torch.equal(*shares)
+
+
+def test_erased_boxes_have_the_mean_colour() -> None:
+    feed = Feed(constant(), 32, augment=Augment("none", flip=False, erase=0.5, mean=(0.5,), std=(0.5,)))
+    gone = [(x == 0).flatten(1).sum(1) for x, _ in feed.iterate(0, 20)]
+    assert 0.4 < float((torch.cat(gone) > 0).float().mean()) < 0.6
+    assert int(torch.cat(gone).max()) < 0.5 * 64
 
 
 def test_images_keep_their_labels() -> None:
