@@ -239,6 +239,19 @@ def _import_name(file: Path) -> tuple[str, Path]:
     return ".".join(parts), folder
 
 
+def _other_name(file: Path) -> str:
+    digest = hashlib.sha256(str(file).encode()).hexdigest()[:8]
+    return f"{re.sub(r'[^0-9a-zA-Z]', '_', file.stem)}_{digest}"
+
+
+def own_name(module: str) -> str:
+    """The name of a module, also where its file had to be imported by another because the name was taken."""
+    path = getattr(sys.modules.get(module), "__file__", None)
+    if path is None or module != _other_name(file := Path(path).resolve()):
+        return module
+    return _import_name(file)[0]
+
+
 @contextlib.contextmanager
 def _on_path(folder: Path) -> Iterator[None]:
     """As for a script, the folder comes first, so that the file finds its neighbours."""
@@ -259,8 +272,7 @@ def _import(file: Path, name: str) -> ModuleType:
         found = None
     if found is None or found.origin is None or Path(found.origin).resolve() != file:
         # The name belongs to something else, such as a model.py that another folder gave.
-        digest = hashlib.sha256(str(file).encode()).hexdigest()[:8]
-        name = f"{re.sub(r'[^0-9a-zA-Z]', '_', file.stem)}_{digest}"
+        name = _other_name(file)
         found = importlib.util.spec_from_file_location(name, file)
     if name in sys.modules:
         return sys.modules[name]

@@ -29,3 +29,9 @@ def _set(module: nn.Module, flag: str, off: object, switched: bool) -> None:
         setattr(module, flag, off)
     elif not switched and _SAVED in state:
         setattr(module, flag, state.pop(_SAVED))
+
+
+def original(module: nn.Module) -> dict[str, object]:
+    """The flag of a module as it was before it was switched off; empty where it was not."""
+    state = vars(module)
+    return {flag: state[_SAVED] for cls, flag, _ in _FLAGS if isinstance(module, cls) and _SAVED in state}

@@ -1,41 +1,39 @@
 """save and load: weights as safetensors, everything else as JSON that can be read and checked. No pickle.
 
     folder/model.safetensors    the weights
-    folder/unskip.json          how to build the model, its wiring, versions, digests of its source, checksums
+    folder/unskip.json          how to build the model, what it is made of, its wiring, versions, digests of its source,
+                                checksums of the weights and of itself
 
-A wiring rests on the source of the functions it rewrote. Loading checks the checksum of the weights and the digest of
-every such function before it builds or changes anything.
+A model is more than its shapes. Loading checks the two files, then the structure of the model and the source of its
+classes, and only then changes anything.
 """
 
 from __future__ import annotations
 
-import hashlib
 import importlib.metadata
-import json
+import math
 import os
-from collections.abc import Mapping
-from dataclasses import asdict
+from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from unskip import spec
 from unskip.anatomy._guard import PATCH, refuse_wrapped, wiring_in
-from unskip.anatomy._locate import Hop, Place
-from unskip.anatomy.sites import Site, Survey, Unknown
-from unskip.errors import BadInput, LoadError, UnskipError
-from unskip.wiring._bind import Patch, original_class, patched
+from unskip.anatomy._locate import Place
+from unskip.anatomy.sites import Survey
+from unskip.errors import BadInput, LoadError
+from unskip.wiring import _builders, _record, _structure
+from unskip.wiring._bind import Patch, patched
+from unskip.wiring._builders import Builder
+from unskip.wiring._record import MALFORMED, RECORD, WEIGHTS
 from unskip.wiring._select import Assignment
+from unskip.wiring._structure import class_name
 from unskip.wiring._wiring import Wiring
-from unskip.wiring.shortcuts import from_dict
 
-FORMAT = 1
-_WEIGHTS, _RECORD = "model.safetensors", "unskip.json"
 _LIBRARIES = ("torch", "timm", "torchvision", "transformers", "diffusers")
-
-Builder = str | Mapping[str, Any] | None
 
 
 def save(model: nn.Module, folder: str | os.PathLike[str], builder: Builder = None) -> Path:
@@ -43,239 +41,230 @@ def save(model: nn.Module, folder: str | os.PathLike[str], builder: Builder = No
 
     `builder` says how to build the model again: a spec such as "timm:vit_tiny_patch16_224" or "file.py:function", or a
     mapping {"spec": ..., "kwargs": {...}}. Without one, a transformers or diffusers model is recorded by its
-    configuration and a timm model by its name where that builds the same shapes; any other needs `model=` when it is
-    loaded.
+    configuration and a timm model by its name, where that builds the same structure; any other needs `model=` when it
+    is loaded.
     """
     from safetensors.torch import save_model
 
     if wiring_in(model) is None:
         refuse_wrapped(model)
+    _refuse_odd_state(model)
+    target = Path(folder)
+    if target.exists() and not target.is_dir():
+        raise BadInput(f"{target} is a file. Give a folder, or a name for a new one.")
     record = {
-        "format": FORMAT,
-        "class": _class(model),
-        "builder": _given(model, builder) if builder is not None else _inferred(model),
-        "wiring": _wiring_record(wiring_in(model)),
+        "format": _record.FORMAT,
+        "class": class_name(model),
+        "builder": _builders.record_of(model, builder),
+        "wiring": _record.wiring_record(wiring_in(model)),
+        "structure": _structure.pack(_structure.structure(model)),
+        "sources": _structure.sources(model),
+        "buffers": _structure.buffers(model),
         "versions": _versions(),
     }
-    target = Path(folder)
     target.mkdir(parents=True, exist_ok=True)
-    aside = target / (_WEIGHTS + ".new")
+    aside, text = target / (WEIGHTS + ".new"), target / (RECORD + ".new")
     save_model(model, str(aside))
-    record["sha256"] = {_WEIGHTS: _sha256(aside)}
-    text = target / (_RECORD + ".new")
-    text.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    _record.write(text, {**record, "sha256": {WEIGHTS: _record.sha256(aside)}})
     # The record is renamed last: a save that broke off leaves the old record, whose checksum no longer fits.
-    aside.replace(target / _WEIGHTS)
-    text.replace(target / _RECORD)
+    aside.replace(target / WEIGHTS)
+    text.replace(target / RECORD)
     return target
 
 
-def load(folder: str | os.PathLike[str], model: nn.Module | None = None) -> nn.Module:
+def load(folder: str | os.PathLike[str], model: nn.Module | None = None, check_source: bool = True) -> nn.Module:
     """Reads a model that `save` wrote: builds it where the folder says how, or fills the freshly built `model`.
 
-    Raises LoadError, and leaves a given model as it was, for a folder that is damaged, from a newer version, or rests
-    on source that has changed. `Wiring.of(model)` gives the wiring back.
+    The dtypes are those that were saved; train or eval mode is left to the caller. Raises LoadError, and leaves a given
+    model as it was, for a folder that is damaged or from another version, and for a model of another structure or
+    source. `check_source=False` goes on where a class's source, a buffer it computes, or which settings it has, has
+    changed; what the wiring itself rewrote has to be the same. `Wiring.of(model)` gives the wiring back.
     """
     source = Path(folder)
-    record = _read(source)
-    survey, plan, step = _wiring_of(record, source)
+    record = _record.read(source)
+    survey, plan, step = _record.wiring_of(record, source)
+    tensors = _weights(source)
     if model is None:
-        model = _build(record, source)
+        model = _built(record, source)
     elif wiring_in(model) is not None:
-        raise BadInput(f"{_class(model)} is rewired already. Undo its wiring, or pass a freshly built model.")
-    if _class(model) != record["class"]:
-        raise LoadError(f"{source}: holds a {record['class']}, but the model is a {_class(model)}.")
-    wiring = Wiring(model, survey) if survey is not None else None
+        raise BadInput(f"{class_name(model)} is rewired already. Undo its wiring, or pass a freshly built model.")
+    elif any(value.is_meta for value in _values(model)):
+        raise BadInput("the model is on the meta device, without values. Give it some: model.to_empty(device='cpu')")
+    _check_structure(model, record, source, common=not check_source)
+    if check_source:
+        _check_source(model, record, source)
+    before: list[tuple[Tensor, Tensor]] = []
+    wiring: Wiring | None = None
     try:
-        if wiring is not None:
-            _check_paths(wiring, source)
-            wiring._follow(plan, step)
-        _fill(model, source)
+        _cast(model, tensors, record, before)
+        if survey is not None:
+            wiring = _wired(model, survey, plan, step, record, source)
+            _cast(model, tensors, record, before)  # the learnt weights, which are new
+        _fill(model, tensors, source)
     except BaseException:
         if wiring is not None:
             wiring.undo()
+        for value, data in reversed(before):
+            value.data = data
         raise
     return model
 
 
-def _read(folder: Path) -> dict[str, Any]:
-    """The record, once it and the weights are known to be whole."""
-    path, weights = folder / _RECORD, folder / _WEIGHTS
-    if not path.is_file() or not weights.is_file():
-        missing = _RECORD if not path.is_file() else _WEIGHTS
-        raise LoadError(f"{folder}: no {missing}. Give a folder that unskip.save wrote.")
-    try:
-        record = json.loads(path.read_text(encoding="utf-8"))
-        version = record["format"]
-    except (ValueError, KeyError, TypeError) as error:
-        raise LoadError(f"{path}: damaged, it does not read as a record of unskip ({error}).") from error
-    if version != FORMAT:
-        raise LoadError(f"{path}: written in format {version}; this unskip reads format {FORMAT}. Update unskip.")
-    wanted = {"class", "builder", "wiring", "versions", "sha256"} - set(record)
-    if wanted:
-        raise LoadError(f"{path}: damaged, {', '.join(sorted(wanted))} missing.")
-    if _sha256(weights) != record["sha256"].get(_WEIGHTS):
-        raise LoadError(f"{weights}: damaged, its checksum is not the recorded one.")
-    return record  # type: ignore[no-any-return]
+# --- Checks -----------------------------------------------------------------------------------------------------------
 
 
-def _fill(model: nn.Module, folder: Path) -> None:
-    """Loads the weights, names and shapes compared first: nothing is half loaded."""
-    from safetensors import safe_open
-    from safetensors.torch import load_model
-
-    with safe_open(str(folder / _WEIGHTS), framework="pt") as file:
-        shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
-    state = model.state_dict()
-    wrong = [name for name, shape in shapes.items() if name not in state or tuple(state[name].shape) != shape]
-    # Tied weights are stored once, under one of their names.
-    stored = {state[name].data_ptr() for name in shapes if name in state}
-    wrong += [
-        name for name, value in state.items() if name not in shapes and value.data_ptr() not in stored and value.numel()
-    ]
-    if wrong:
-        raise LoadError(
-            f"{folder}: the model does not fit the weights: {', '.join(wrong[:4])}. Build it as when it was saved."
-        )
-    load_model(model, str(folder / _WEIGHTS))
-
-
-# --- Builders ---------------------------------------------------------------------------------------------------------
-
-
-def _given(model: nn.Module, builder: str | Mapping[str, Any]) -> dict[str, Any]:
-    record = {"spec": builder, "kwargs": {}} if isinstance(builder, str) else {"kwargs": {}, **builder}
-    if set(record) != {"spec", "kwargs"}:
-        raise BadInput("builder is a spec such as 'timm:NAME', or a mapping with 'spec' and 'kwargs'")
-    wrong = _difference(model, record)
-    if wrong:
-        raise BadInput(f"builder {record['spec']} does not build this model: {wrong}")
-    return record
-
-
-def _inferred(model: nn.Module) -> dict[str, Any] | None:
-    config: Any = getattr(model, "config", None)
-    library = type(model).__module__.partition(".")[0]
-    if library == "transformers" and hasattr(config, "to_dict"):
-        return {"transformers": type(model).__name__, "config": json.loads(config.to_json_string(use_diff=False))}
-    if library == "diffusers" and config is not None:
-        return {
-            "diffusers": type(model).__name__,
-            "config": {k: v for k, v in dict(config).items() if not k.startswith("_")},
-        }
-    name = getattr(getattr(model, "pretrained_cfg", None), "architecture", None) or _get(model, "architecture")
-    if library == "timm" and name:
-        record = {"spec": f"timm:{name}", "kwargs": {}}
-        return None if _difference(model, record) else record
-    return None
-
-
-def _get(model: nn.Module, key: str) -> Any:
-    config = getattr(model, "pretrained_cfg", None)
-    return config.get(key) if isinstance(config, dict) else None
-
-
-def _difference(model: nn.Module, record: dict[str, Any]) -> str | None:
-    """How a model built from the record differs in class or shapes."""
-    try:
-        with torch.device("meta"):
-            other = spec.build(record["spec"], **record["kwargs"])
-    except (UnskipError, TypeError) as error:
-        return str(error)
-    if _class(other) != _class(model):
-        return f"it gives a {_class(other)}, not a {_class(model)}"
-    added = set(wiring_in(model).parameters) if wiring_in(model) is not None else set()
-    ours = {k: tuple(v.shape) for k, v in model.state_dict().items() if k not in added}
-    theirs = {k: tuple(v.shape) for k, v in other.state_dict().items()}
-    differing = [key for key in {**ours, **theirs} if ours.get(key) != theirs.get(key)]
-    return f"{len(differing)} weights differ, such as {differing[0]}" if differing else None
-
-
-def _build(record: dict[str, Any], folder: Path) -> nn.Module:
-    builder = record["builder"]
-    if builder is None:
+def _built(record: dict[str, Any], folder: Path) -> nn.Module:
+    if record["builder"] is None:
         raise LoadError(
             f"{folder}: it is not recorded how to build the {record['class']}. Build it as when it was saved and pass "
             "model=, or save it with builder=."
         )
     try:
-        if "spec" in builder:
-            return spec.build(builder["spec"], **builder["kwargs"])
-        return _from_config(builder)
-    except (UnskipError, ImportError, AttributeError, TypeError, ValueError) as error:
-        raise LoadError(f"{folder}: building the {record['class']} failed: {error}") from error
+        return _builders.build(record["builder"])
+    except (ImportError, RuntimeError, OSError, *MALFORMED) as error:
+        raise LoadError(
+            f"{folder}: building the {record['class']} failed: {error}. Put that right, or pass model=."
+        ) from error
 
 
-def _from_config(builder: dict[str, Any]) -> nn.Module:
-    if "transformers" in builder:
-        import transformers
-
-        cls: Any = getattr(transformers, builder["transformers"])
-        return cls(cls.config_class.from_dict(builder["config"]))  # type: ignore[no-any-return]
-    import diffusers
-
-    cls = getattr(diffusers, builder["diffusers"])
-    return cls.from_config(builder["config"])  # type: ignore[no-any-return]
-
-
-# --- Wirings ----------------------------------------------------------------------------------------------------------
-
-
-def _wiring_record(wiring: Wiring | None) -> dict[str, Any] | None:
-    if wiring is None:
-        return None
-    return {
-        "sites": [asdict(site) for site in wiring.sites],
-        "unknown": [asdict(unknown) for unknown in wiring.survey.unknown],
-        "notes": list(wiring.survey.notes),
-        "plan": [
-            {"rule": a.rule.to_dict(), "where": a.where, "sites": [site.index for site in a.sites]}
-            for a in wiring._plan
-        ],
-        "step": wiring.at_step,
-        "alphas": wiring.alphas,
-        "betas": wiring.betas,
-    }
-
-
-def _wiring_of(record: dict[str, Any], folder: Path) -> tuple[Survey | None, tuple[Assignment, ...], int]:
-    data = record["wiring"]
-    if data is None:
-        return None, (), 0
+def _check_structure(model: nn.Module, record: dict[str, Any], folder: Path, common: bool) -> None:
+    if class_name(model) != record["class"]:
+        raise LoadError(f"{folder}: holds a {record['class']}, but the model is a {class_name(model)}.")
+    found = _structure.structure(model)
     try:
-        sites = tuple(_site(site) for site in data["sites"])
-        survey = Survey(sites, tuple(Unknown(**unknown) for unknown in data["unknown"]), tuple(data["notes"]))
-        plan = tuple(
-            Assignment(from_dict(a["rule"]), tuple(sites[i] for i in a["sites"]), a["where"]) for a in data["plan"]
+        wrong = _structure.difference(_structure.unpack(record["structure"]), found, common)
+    except MALFORMED as error:
+        raise LoadError(f"{folder / RECORD}: damaged, its structure does not read ({error}).") from error
+    if wrong:
+        raise LoadError(
+            f"{folder}: the model is not the one that was saved: {wrong}. Build it as when it was saved, and pass "
+            "model=."
         )
-        return survey, plan, int(data["step"])
-    except (KeyError, TypeError, IndexError, ValueError) as error:
-        raise LoadError(f"{folder / _RECORD}: damaged, its wiring does not read ({error}).") from error
 
 
-def _site(data: dict[str, Any]) -> Site:
-    places = tuple(
-        Place(tuple(Hop(**{**hop, "position": tuple(hop["position"])}) for hop in p.pop("hops")), **p)
-        for p in data["places"]
-    )
-    return Site(**{**data, "branch": tuple(data["branch"]), "places": places})
+def _check_source(model: nn.Module, record: dict[str, Any], folder: Path) -> None:
+    found = _structure.sources(model)
+    try:
+        wrong = _structure.source_difference(record["sources"], found)
+        wrong = wrong or _structure.buffer_difference(record["buffers"], model)
+    except MALFORMED as error:
+        raise LoadError(f"{folder / RECORD}: damaged, its sources or buffers do not read ({error}).") from error
+    if wrong:
+        now = _versions()
+        changed = [f"{name} {was}" for name, was in record["versions"].items() if now.get(name) != was]
+        under = f" It was saved under {', '.join(changed)}." if changed else ""
+        raise LoadError(
+            f"{folder}: {wrong} since the model was saved.{under} Bring the old source back, or pass "
+            "check_source=False if the change is harmless."
+        )
 
 
-def _check_paths(wiring: Wiring, folder: Path) -> None:
-    """Every rewritten class must have the source it had."""
-    slots: dict[str, list[tuple[Place, ...]]] = {}
-    for site in wiring.sites:
-        if site.problem is None:
-            slots.setdefault(site.path, []).append(site.places)
-    for path, places in slots.items():
-        try:
-            module = wiring.model.get_submodule(path)
-            if hasattr(type(module), PATCH):
+def _wired(
+    model: nn.Module, survey: Survey, plan: tuple[Assignment, ...], step: int, record: dict[str, Any], folder: Path
+) -> Wiring:
+    """The model rewired as it was; taken back where that fails."""
+    try:
+        wiring = Wiring(model, survey)
+        slots: dict[str, list[tuple[Place, ...]]] = {}
+        for site in survey.sites:
+            if site.problem is None:
+                slots.setdefault(site.path, []).append(site.places)
+        for path, places in slots.items():
+            base: Any = type(model.get_submodule(path))
+            if hasattr(base, PATCH):
                 raise LoadError(f"{path} is rewired already")
-            base: Any = type(module)
-            patched(base, Patch(tuple(places)))
-        except (AttributeError, UnskipError) as error:
+            patched(base, Patch(tuple(places)))  # raises where the source is another
+    except MALFORMED as error:
+        raise LoadError(f"{folder}: its wiring does not fit this model: {error}") from error
+    try:
+        wiring._follow(plan, step)
+        _check_weights(wiring, record["wiring"])
+    except BaseException as error:
+        wiring.undo()
+        if isinstance(error, MALFORMED):
             raise LoadError(f"{folder}: its wiring does not fit this model: {error}") from error
+        raise
+    return wiring
+
+
+def _check_weights(wiring: Wiring, record: dict[str, Any]) -> None:
+    """The rules must give the weights that they gave; learnt ones come from the file."""
+    for name, now in (("alphas", wiring.alphas), ("betas", wiring.betas)):
+        for a in wiring._plan:
+            # An annealed weight is a buffer, and may have been rounded to a narrow dtype.
+            tolerance = 1e-2 if a.rule.steps else 1e-6
+            for site in () if a.rule.learnable else a.sites:
+                was = record[name][site.index]
+                if not math.isclose(now[site.index], was, rel_tol=tolerance):
+                    raise ValueError(f"{name} of {site.name} are {now[site.index]} by its rule, and were {was}")
+
+
+# --- Weights ----------------------------------------------------------------------------------------------------------
+
+
+def _weights(folder: Path) -> dict[str, Tensor]:
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    try:
+        return load_file(folder / WEIGHTS)
+    except (SafetensorError, OSError, *MALFORMED) as error:
+        raise LoadError(f"{folder / WEIGHTS}: damaged, it does not read as safetensors ({error}).") from error
+
+
+def _cast(
+    model: nn.Module, tensors: dict[str, Tensor], record: dict[str, Any], before: list[tuple[Tensor, Tensor]]
+) -> None:
+    """Gives the model the saved dtypes. What it changes is noted in `before`, with the old data."""
+    state = model.state_dict(keep_vars=True)
+    computed = _structure.computed(model)
+    dtypes = {state[name].data_ptr(): value.dtype for name, value in tensors.items() if name in state}
+    wanted = [(value, dtypes.get(value.data_ptr(), value.dtype)) for value in state.values()]
+    try:
+        names = {name: _structure.dtype_of(facts["dtype"]) for name, facts in record["buffers"].items()}
+    except MALFORMED as error:
+        raise LoadError(f"{RECORD}: damaged, its buffers do not read ({error}).") from error
+    wanted += [(value, names.get(name, value.dtype)) for name, value in computed.items()]
+    made: dict[tuple[Any, ...], Tensor] = {}
+    for value, dtype in wanted:
+        if value.dtype != dtype:
+            # Tied weights stay one memory.
+            memory = (value.data_ptr(), value.shape, value.stride(), dtype)
+            data = made.get(memory)
+            before.append((value, value.data))
+            made[memory] = value.data = value.data.to(dtype) if data is None else data
+
+
+def _fill(model: nn.Module, tensors: dict[str, Tensor], folder: Path) -> None:
+    """Copies the weights, names and shapes compared first: nothing is half loaded."""
+    state = model.state_dict()
+    wrong = [name for name, value in tensors.items() if name not in state or state[name].shape != value.shape]
+    # Tied weights are stored once, under one of their names.
+    stored = Counter(state[name].data_ptr() for name in tensors if name in state and state[name].numel())
+    wrong += [
+        name
+        for name, value in state.items()
+        if name not in tensors and value.numel() and value.data_ptr() not in stored
+    ]
+    wrong += [name for name in tensors if name in state and stored[state[name].data_ptr()] > 1]  # tied only here
+    if wrong:
+        raise LoadError(
+            f"{folder}: the model does not fit the weights: {', '.join(wrong[:4])}. Build it as when it was saved."
+        )
+    model.load_state_dict(tensors, strict=False)
+
+
+def _refuse_odd_state(model: nn.Module) -> None:
+    if any(value.is_meta for value in _values(model)):
+        raise BadInput("the model is on the meta device: there are no values to save")
+    odd = [name for name, value in model.state_dict().items() if not isinstance(value, Tensor)]
+    if odd:
+        raise BadInput(f"{odd[0]} of the state_dict is no tensor (get_extra_state); safetensors cannot hold it")
+
+
+def _values(model: nn.Module) -> Iterator[torch.Tensor]:
+    yield from model.parameters()
+    yield from model.buffers()
 
 
 def _versions() -> dict[str, str]:
@@ -286,13 +275,3 @@ def _versions() -> dict[str, str]:
         except importlib.metadata.PackageNotFoundError:
             continue
     return found
-
-
-def _class(model: nn.Module) -> str:
-    cls = original_class(model)
-    return f"{cls.__module__}.{cls.__qualname__}"
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

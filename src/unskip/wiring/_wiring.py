@@ -133,8 +133,8 @@ class Wiring:
 
     def step(self, step: int) -> None:
         """Moves annealed weights to where they are at a training step. Cheap, and free where nothing is annealed."""
-        if not isinstance(step, Integral) or isinstance(step, bool):
-            raise BadInput(f"step must be a whole number, got {step!r}")
+        if not isinstance(step, Integral) or isinstance(step, bool) or step < 0:
+            raise BadInput(f"step must be a whole number, 0 or more, got {step!r}")
         self._refuse_stale()
         self.at_step = int(step)
         moving = [a for a in self._plan if isinstance(a.rule, Anneal)]

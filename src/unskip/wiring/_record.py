@@ -1,0 +1,159 @@
+"""The record of a saved model, unskip.json: read with all its checks, written with its seal.
+
+The seal is the SHA-256 of everything else in the record, as JSON with sorted keys and no spaces. So a field that was
+edited, or a bit that flipped, is found before anything is built.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import Any
+
+from unskip.anatomy._locate import Hop, Place
+from unskip.anatomy.sites import Site, Survey, Unknown
+from unskip.errors import LoadError, UnskipError
+from unskip.wiring._select import Assignment
+from unskip.wiring._wiring import Wiring
+from unskip.wiring.shortcuts import from_dict
+
+FORMAT = 2
+WEIGHTS, RECORD = "model.safetensors", "unskip.json"
+MALFORMED = (AttributeError, KeyError, IndexError, TypeError, ValueError, UnskipError)
+
+_FIELDS: dict[str, type | tuple[type, ...]] = {
+    "class": str,
+    "builder": (dict, type(None)),
+    "structure": dict,
+    "sources": dict,
+    "buffers": dict,
+    "wiring": (dict, type(None)),
+    "versions": dict,
+    "sha256": dict,
+    "seal": str,
+}
+_TYPES: dict[Any, type] = {"int": int, "str": str, "bool": bool}
+
+
+def seal(record: dict[str, Any]) -> str:
+    """The checksum of a record, without the one it may hold."""
+    rest = {key: value for key, value in record.items() if key != "seal"}
+    return hashlib.sha256(json.dumps(rest, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+
+def write(path: Path, record: dict[str, Any]) -> None:
+    """Writes a record, sealed as it will be read."""
+    plain = json.loads(json.dumps(record))
+    path.write_text(json.dumps({**plain, "seal": seal(plain)}, indent=1) + "\n", encoding="utf-8")
+
+
+def read(folder: Path) -> dict[str, Any]:
+    """The record of a folder, once it and the weights are known to be whole."""
+    path, weights = folder / RECORD, folder / WEIGHTS
+    if not path.is_file() or not weights.is_file():
+        missing = RECORD if not path.is_file() else WEIGHTS
+        raise LoadError(f"{folder}: no {missing}. Give a folder that unskip.save wrote.")
+    try:
+        record = json.loads(path.read_text(encoding="utf-8"))
+        version = record["format"]
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise LoadError(f"{path}: damaged, it does not read as a record of unskip ({error}).") from error
+    _check_format(path, version)
+    for name, kind in _FIELDS.items():
+        if name not in record:
+            raise LoadError(f"{path}: damaged, {name} is missing.")
+        if not isinstance(record[name], kind):
+            raise LoadError(f"{path}: damaged, {name} holds a {type(record[name]).__name__}.")
+    if seal(record) != record["seal"]:
+        raise LoadError(f"{path}: changed after it was written. Save the model again, with what was to be changed.")
+    if sha256(weights) != record["sha256"].get(WEIGHTS):
+        raise LoadError(f"{weights}: damaged, its checksum is not the recorded one.")
+    return record  # type: ignore[no-any-return]
+
+
+def _check_format(path: Path, version: object) -> None:
+    if not isinstance(version, int) or isinstance(version, bool):
+        raise LoadError(f"{path}: damaged, its format is {version!r}.")
+    if version > FORMAT:
+        raise LoadError(f"{path}: written in format {version}; this unskip reads format {FORMAT}. Update unskip.")
+    if version < FORMAT:
+        raise LoadError(
+            f"{path}: written by an earlier version of unskip, in format {version}; this one reads format {FORMAT}. "
+            f"Build the model and rewire it as it was, read {WEIGHTS} with safetensors.torch.load_model, and save it "
+            "again."
+        )
+
+
+def sha256(path: Path) -> str:
+    """The checksum of a file."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+# --- Wirings ----------------------------------------------------------------------------------------------------------
+
+
+def wiring_record(wiring: Wiring | None) -> dict[str, Any] | None:
+    """A wiring as plain data; predicates are the sites they picked."""
+    if wiring is None:
+        return None
+    return {
+        "sites": [asdict(site) for site in wiring.sites],
+        "unknown": [asdict(unknown) for unknown in wiring.survey.unknown],
+        "notes": list(wiring.survey.notes),
+        "plan": [
+            {"rule": a.rule.to_dict(), "where": a.where, "sites": [site.index for site in a.sites]}
+            for a in wiring._plan
+        ],
+        "step": wiring.at_step,
+        "alphas": wiring.alphas,
+        "betas": wiring.betas,
+    }
+
+
+def wiring_of(record: dict[str, Any], folder: Path) -> tuple[Survey | None, tuple[Assignment, ...], int]:
+    """What `wiring_record` wrote: the sites, the plan and the step."""
+    data = record["wiring"]
+    if data is None:
+        return None, (), 0
+    try:
+        sites = tuple(_site(site) for site in data["sites"])
+        if [site.index for site in sites] != list(range(len(sites))):
+            raise ValueError("its sites are not numbered in order")
+        survey = Survey(sites, tuple(Unknown(**unknown) for unknown in data["unknown"]), tuple(data["notes"]))
+        plan = tuple(
+            Assignment(from_dict(a["rule"]), tuple(sites[i] for i in _indices(a["sites"])), a["where"])
+            for a in data["plan"]
+        )
+        governed = [site.index for a in plan for site in a.sites]
+        if len(set(governed)) != len(governed):
+            raise ValueError("a site has two rules")
+        if not _is_whole(data["step"]) or not len(data["alphas"]) == len(data["betas"]) == len(sites):
+            raise ValueError("its step or weights are none")
+        return survey, plan, data["step"]
+    except MALFORMED as error:
+        raise LoadError(f"{folder / RECORD}: damaged, its wiring does not read ({error}).") from error
+
+
+def _site(data: dict[str, Any]) -> Site:
+    places = tuple(
+        Place(**{**place, "hops": tuple(Hop(**{**hop, "position": tuple(hop["position"])}) for hop in place["hops"])})
+        for place in data["places"]
+    )
+    site = Site(**{**data, "branch": tuple(data["branch"]), "places": places})
+    for field in fields(site):
+        if field.type in _TYPES and type(getattr(site, field.name)) is not _TYPES[field.type]:
+            raise TypeError(f"{field.name} of a site is {getattr(site, field.name)!r}")
+    return site
+
+
+def _indices(values: list[Any]) -> list[int]:
+    if not all(_is_whole(value) for value in values):
+        raise ValueError(f"no sites: {values}")
+    return values
+
+
+def _is_whole(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
