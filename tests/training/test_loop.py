@@ -243,6 +243,16 @@ def test_config_and_versions_are_written(tmp_path: Path) -> None:
     assert data["versions"]["torch"] == torch.__version__
 
 
+def test_notes_are_written_once(tmp_path: Path) -> None:
+    one = task(stop_at=3)
+    one.notes = ("two images were left out",)
+    train(one, schedule(), new(tmp_path / "run"), quiet=True)
+    again = task()
+    again.notes = one.notes
+    train(again, schedule(), RunFolder.open(tmp_path / "run"), quiet=True)
+    assert [row["text"] for row in RunFolder(tmp_path / "run").read("warnings.jsonl")] == ["two images were left out"]
+
+
 def test_a_line_that_was_cut_off_is_left_out(tmp_path: Path) -> None:
     folder = new(tmp_path / "run")
     folder.append("metrics.jsonl", {"step": 1, "loss": 0.5})

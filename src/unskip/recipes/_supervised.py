@@ -184,6 +184,7 @@ def build(config: Supervised) -> tuple[Task, Schedule]:
         wiring=wiring,
         trivial=math.log(len(train.classes)) if teacher is None else None,
         evaluations={"accuracy-v1": accuracy},
+        notes=(*train.report, *test.report),
         sample=sample,
         save=lambda network, folder: save(network, folder, {"spec": config.model, "kwargs": arguments}),
     )

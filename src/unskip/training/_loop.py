@@ -52,6 +52,10 @@ def train(task: Task, schedule: Schedule, folder: RunFolder, quiet: bool = False
     start = trainer.restore()
     reporter = Reporter(schedule.steps, start, quiet or not accelerator.is_main_process)
     with _stop_on_signal() as stop, reporter:
+        for note in task.notes if start == 0 else ():
+            reporter.say(note)
+            if accelerator.is_main_process:
+                folder.append("warnings.jsonl", {"step": 0, "warning": "note", "text": note})
         step = trainer.go(start, stop, reporter)
     return Outcome(folder.path, step, step >= schedule.steps, trainer.last_evaluations)
 

@@ -35,6 +35,7 @@ class Task:
     wiring: Wiring | None = None
     trivial: float | None = None  # the loss of a model that has learnt nothing, such as log(classes)
     evaluations: dict[str, Evaluation] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()  # what whoever reads the run should know, such as images that were left out
     sample: Any = None  # a few inputs, on which the model's health is looked at
     save: Callable[[nn.Module, Any], object] | None = None  # how a checkpoint stores the model; unskip.save by default
 
