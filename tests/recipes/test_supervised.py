@@ -148,7 +148,9 @@ def test_the_command_line_trains_resumes_and_summarises(tmp_path: Path, capsys: 
     summary = json.loads((tmp_path / "runs" / "seeds.json").read_text())
     assert len(summary["test_accuracy"]["values"]) == 2
     assert cli.main(["resume", f"{out}/seed-0", "--quiet"]) == 0
-    assert "done at step 2" in capsys.readouterr().out
+    resumed = capsys.readouterr().out
+    assert "done at step 2" in resumed
+    assert "test_accuracy" in resumed
     assert cli.main(["train", "supervised", *words, "--out", f"{out}/seed-0"]) == 2
     assert "unskip resume" in capsys.readouterr().err
     assert cli.main(["train", "supervised", "--optimiser", "soap"]) == 2

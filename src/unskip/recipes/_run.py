@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,5 @@ def resume(out: str | Path, quiet: bool = False) -> Outcome:
 
 
 def _is_main() -> bool:
-    import os
-
+    """Whether this process writes the folder; torchrun and accelerate number their processes so."""
     return int(os.environ.get("RANK", "0")) == 0

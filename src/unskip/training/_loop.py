@@ -120,6 +120,8 @@ class _Trainer:
             self.health.load(read_state(folder, "health"))
         if self.accelerator.is_main_process:
             self.folder.rewind(step)
+        for row in self.folder.read("evals.jsonl"):
+            self.last_evaluations |= {key: value for key, value in row.items() if key not in ("step", "evaluation")}
         return step
 
     def go(self, start: int, stop: _Stop, reporter: Reporter) -> int:
