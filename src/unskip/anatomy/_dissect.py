@@ -26,6 +26,11 @@ from unskip.errors import BadInput, ForwardError
 Number = float | Tensor
 
 
+def mean(weight: Number) -> float:
+    """A weight as one number: the mean where it is learnt by channel."""
+    return float(weight.detach().double().mean()) if isinstance(weight, Tensor) else float(weight)
+
+
 @dataclass(frozen=True, eq=False)
 class Cut:
     """One run of one site in the graph."""

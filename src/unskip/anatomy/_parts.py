@@ -18,7 +18,7 @@ from unskip._table import table
 from unskip.anatomy import _ops
 from unskip.anatomy._activations import ACTIVATIONS
 from unskip.anatomy._attention import Attention, find_attention
-from unskip.anatomy._dissect import Cut, Dissection, dissect, rows
+from unskip.anatomy._dissect import Cut, Dissection, dissect, mean, rows
 from unskip.anatomy._example import Example, example_for
 from unskip.anatomy._find import in_norm
 from unskip.anatomy._mlp import Mlp, find_mlp
@@ -289,8 +289,8 @@ class _Finder:
             "scale": scaling.scale,
             "gated": scaling.gated,
             "closed": scaling.closed,
-            "alpha": float(alpha if not isinstance(alpha, Tensor) else alpha.detach().double().mean()),
-            "beta": float(beta if not isinstance(beta, Tensor) else beta.detach().double().mean()),
+            "alpha": mean(alpha),
+            "beta": mean(beta),
             "extras": tuple(dict.fromkeys([*extras, *scaling.extras])),
         }
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from unskip.anatomy._dissect import dissect_again, rows
+from unskip.anatomy._dissect import dissect_again, mean, rows
 from unskip.anatomy._example import Example, example_for
 from unskip.anatomy._parts import AttentionParts, Opened, ParallelParts, lay_open
 from unskip.anatomy._quiet import quiet
@@ -273,8 +273,7 @@ class _Gather:
         for site in self.all:
             if site.index <= last.index and self.origins[site.index] is self.origins[last.index]:
                 alpha, _ = self.sample.dissection.weights[site.index]
-                mean = float(alpha.detach().double().mean()) if isinstance(alpha, Tensor) else alpha
-                product *= mean**site.runs
+                product *= mean(alpha) ** site.runs
         return product
 
     def _rows(self, x: Tensor, generator: torch.Generator) -> Tensor:
@@ -322,10 +321,7 @@ class _Gather:
         value_output = None
         if isinstance(attention, AttentionParts):
             value_output = float(value_output_condition(*_grouped(attention)))
-        alpha, beta = (
-            float(w.detach().double().mean()) if isinstance(w, Tensor) else w
-            for w in self.sample.dissection.weights[site.index]
-        )
+        alpha, beta = map(mean, self.sample.dissection.weights[site.index])
         entropy, mass, cond = self._heads(site)
         return SiteRow(
             index=site.index,
