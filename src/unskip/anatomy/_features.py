@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Literal
 
 import torch
@@ -30,21 +31,33 @@ def features(
     if pool not in ("mean", "cls", None):
         raise BadInput(f"pool is {pool!r}; it can be 'mean', 'cls' or None")
     example = Example.of(images)
+    axes = block_axes(model, example)
+    wanted = indices(blocks, len(axes))
+    with kept(model, axes, wanted) as outputs:
+        example.run(model)
+    return {index: pooled(output, list(axes.values())[index], pool) for index, output in outputs.items()}
+
+
+def block_axes(model: nn.Module, example: Example) -> dict[str, int]:
+    """The path of every block in execution order, and the axis of its output that holds the features."""
     axes: dict[str, int] = {}
     for site in _sites(model, example):
         axes[site.block] = site.axis
     if not axes:
         raise NoResidualError(f"{type(model).__name__}: no residual sites, so no blocks to take features from")
-    wanted = _indices(blocks, len(axes))
-    names = list(axes)
-    outputs: dict[int, Tensor] = {}
-    handles = [model.get_submodule(names[index]).register_forward_hook(_keep(outputs, index)) for index in wanted]
+    return axes
+
+
+@contextmanager
+def kept(model: nn.Module, names: Iterable[str], wanted: Sequence[int]) -> Iterator[dict[int, Tensor]]:
+    """While it lasts, a forward of the model leaves the outputs of the wanted blocks in the mapping, in this order."""
+    paths, outputs = list(names), dict[int, Tensor]()
+    handles = [model.get_submodule(paths[index]).register_forward_hook(_keep(outputs, index)) for index in wanted]
     try:
-        example.run(model)
+        yield outputs
     finally:
         for handle in handles:
             handle.remove()
-    return {index: _pooled(outputs[index], axes[names[index]], pool) for index in wanted}
 
 
 def _sites(model: nn.Module, example: Example) -> Audit:
@@ -63,7 +76,8 @@ def _first_row(example: Example) -> Example:
     return Example(tuple(cut(v) for v in example.args), {k: cut(v) for k, v in example.kwargs.items()})
 
 
-def _indices(blocks: object, count: int) -> list[int]:
+def indices(blocks: object, count: int) -> list[int]:
+    """Block indices, sorted, each once, counted from the front."""
     if isinstance(blocks, str) and blocks == "all":
         return list(range(count))
     asked = [blocks] if isinstance(blocks, int) else list(blocks)  # type: ignore[call-overload]
@@ -83,7 +97,8 @@ def _keep(outputs: dict[int, Tensor], index: int) -> Any:
     return hook
 
 
-def _pooled(output: Tensor, axis: int, pool: str | None) -> Tensor:
+def pooled(output: Tensor, axis: int, pool: str | None) -> Tensor:
+    """(images, dim), or (images, tokens, dim) without a pool."""
     if output.ndim == 2:
         return output
     tokens = output.movedim(axis, -1).flatten(1, -2)  # (images, tokens, dim)
