@@ -1,0 +1,107 @@
+"""Features of every block of a model over a whole set of images, each image going through the model once.
+
+The blocks are found once. The model is put into evaluation mode, and every module back into the mode it was in.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from unskip.anatomy._example import Example
+from unskip.anatomy._features import block_axes, indices, kept, pooled
+from unskip.errors import BadInput
+from unskip.evals._protocols import Norm, Pool
+
+View = tuple[Pool, Norm]
+Precision = Literal["float32", "bf16", "fp16"]
+DTYPES = {"float32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass(frozen=True)
+class Features:
+    """Pooled features by view and block, float32 (images, dim), and the labels of the images."""
+
+    views: dict[View, dict[int, Tensor]]
+    labels: Tensor
+    blocks: int  # how many the model has
+
+    def __getitem__(self, view: View) -> dict[int, Tensor]:
+        return self.views[view]
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+
+@torch.no_grad()
+def extract(
+    model: nn.Module,
+    batches: Iterable[tuple[Tensor, Tensor]],
+    blocks: int | Iterable[int] | Literal["all"] = "all",
+    views: Iterable[View] = (("mean", "none"),),
+    *,
+    precision: Precision = "float32",
+) -> Features:
+    """Features of blocks over batches of (images, labels), such as `Feed.evaluate()` gives; they stay on the device.
+
+    A view is a pool ("mean" over all tokens, or "cls", the first) and a norm: "none", or "layer" for tokens brought to
+    mean 0 and variance 1 before they are pooled.
+    """
+    wanted_views = list(dict.fromkeys(views))
+    for pool, norm in wanted_views:
+        if pool not in ("mean", "cls") or norm not in ("none", "layer"):
+            raise BadInput(f"a view is ('mean' | 'cls', 'none' | 'layer'), got {(pool, norm)!r}")
+    if precision not in DTYPES:
+        raise BadInput(f"precision is {precision!r}; it can be {', '.join(DTYPES)}")
+    found: dict[View, dict[int, list[Tensor]]] = {view: {} for view in wanted_views}
+    labels: list[Tensor] = []
+    axes: dict[str, int] = {}
+    wanted: list[int] = []
+    with evaluating(model):
+        for images, part in batches:
+            if not axes:
+                axes = block_axes(model, Example.of(images))
+                wanted = indices(blocks, len(axes))
+            with kept(model, axes, wanted) as outputs, autocast(images.device, precision):
+                model(images)
+            for index, axis in zip(wanted, (list(axes.values())[index] for index in wanted), strict=True):
+                tokens = pooled(outputs[index], axis, None).float()  # (images, tokens, dim), or (images, dim)
+                for pool, norm in wanted_views:
+                    found[pool, norm].setdefault(index, []).append(_view(tokens, pool, norm))
+            labels.append(part)
+    if not labels:
+        raise BadInput("extract: there is no batch to take features of")
+    whole = {view: {index: torch.cat(parts) for index, parts in by.items()} for view, by in found.items()}
+    return Features(whole, torch.cat(labels), len(axes))
+
+
+def _view(tokens: Tensor, pool: Pool, norm: Norm) -> Tensor:
+    if norm == "layer":
+        tokens = F.layer_norm(tokens, tokens.shape[-1:], eps=1e-6)
+    if tokens.ndim == 2:
+        return tokens
+    return tokens[:, 0].clone() if pool == "cls" else tokens.mean(1)
+
+
+@contextlib.contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode while it lasts; afterwards every module is in the mode it was in."""
+    modes = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
+
+
+def autocast(device: torch.device, precision: str) -> contextlib.AbstractContextManager[object]:
+    """Autocast for one of the names of a precision."""
+    dtype = DTYPES[precision]
+    return torch.autocast(device.type, dtype) if dtype is not None else contextlib.nullcontext()

@@ -1,0 +1,39 @@
+"""What the judges are given: features with a label for each row, finite, and every judged class known."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from unskip.errors import BadInput
+from unskip.measures._input import finite
+
+
+def checked(
+    who: str, train: Tensor, train_labels: Tensor, test: Tensor, test_labels: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Features (..., samples, dim) as float32 and labels as int64, all on the device of `train`."""
+    pairs = []
+    for name, x, y in (("train", train, train_labels), ("test", test, test_labels)):
+        if not isinstance(x, Tensor) or not x.is_floating_point() or x.ndim < 2 or x.numel() == 0:
+            found = f"{x.dtype} of shape {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
+            raise BadInput(f"{who}: {name} must be floating features (samples, dim) and not empty, got {found}")
+        if not isinstance(y, Tensor) or y.is_floating_point() or y.ndim != 1 or len(y) != x.shape[-2]:
+            found = f"{y.dtype} of shape {tuple(y.shape)}" if isinstance(y, Tensor) else type(y).__name__
+            raise BadInput(f"{who}: {name}_labels must be {x.shape[-2]} whole numbers, one a sample, got {found}")
+        finite(who, name, x)
+        if int(y.min()) < 0:
+            raise BadInput(f"{who}: {name}_labels holds {int(y.min())}; classes count from 0")
+        pairs.append((x.detach().to(train.device, torch.float32), y.to(train.device, torch.int64)))
+    (a, a_labels), (b, b_labels) = pairs
+    if a.shape[:-2] != b.shape[:-2] or a.shape[-1] != b.shape[-1]:
+        raise BadInput(f"{who}: train is {tuple(a.shape)} and test {tuple(b.shape)}; their features must be the same")
+    count = int(torch.maximum(a_labels.max(), b_labels.max())) + 1
+    missing = (a_labels.bincount(minlength=count) == 0) & (b_labels.bincount(minlength=count) > 0)
+    if bool(missing.any()):
+        first = int(missing.nonzero()[0])
+        raise BadInput(
+            f"{who}: class {first} is judged and has no training sample ({int(missing.sum())} such classes); "
+            "take the training features of the same classes, or leave these test samples out"
+        )
+    return a, a_labels, b, b_labels

@@ -1,0 +1,73 @@
+"""k nearest neighbours, weighed, as DINO judges features (arXiv 2104.14294).
+
+    cos_i = <x, x_i> / (|x| |x_i|);   score(c) = sum over the k nearest i of class c of exp(cos_i / T)
+
+The cosines of a chunk of test samples with all training samples are one matrix product. The best k of a long row are
+found in one more pass over it: a value among the best k is in one of the k groups with the highest maxima, so only
+those groups are searched. Votes are summed as integers, in which the order of a sum does not matter: the same features
+give the same numbers on a GPU too.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from unskip.errors import BadInput
+from unskip.evals._input import checked
+from unskip.evals._protocols import protocol as find
+
+_GROUP = 64
+_CHUNK_BYTES = {"cpu": 2**27, "cuda": 2**32}  # of cosines held at a time
+_ONE = 2**40  # the vote of the nearest neighbour as an integer
+
+
+@torch.no_grad()
+def knn(
+    train: Tensor,
+    train_labels: Tensor,
+    test: Tensor,
+    test_labels: Tensor,
+    protocol: str = "knn-dino-v1",
+    *,
+    chunk_bytes: int | None = None,
+) -> dict[int, float]:
+    """The accuracy on `test` for each k of the protocol. Features are (samples, dim); it runs where `train` lies."""
+    settings = find(protocol, "knn").settings
+    ks, temperature = settings["neighbours"], settings["temperature"]
+    x, labels, y, wanted = checked("knn", train, train_labels, test, test_labels)
+    if x.ndim != 2:
+        raise BadInput(f"knn: features must be (samples, dim), got {tuple(x.shape)}")
+    if len(x) < max(ks):
+        raise BadInput(f"knn: {protocol} asks for {max(ks)} neighbours and there are {len(x)} training samples")
+    count = len(x)
+    # Whole groups: the rows that are added can never be neighbours.
+    x = F.pad(F.normalize(x, dim=1), (0, 0, 0, -count % _GROUP))
+    budget = chunk_bytes or _CHUNK_BYTES.get(x.device.type, 2**30)
+    rows = max(1, budget // (4 * len(x)))
+    classes = int(torch.maximum(labels.max(), wanted.max())) + 1
+    right = torch.zeros(len(ks), dtype=torch.int64, device=x.device)
+    for part, truth in zip(y.split(rows), wanted.split(rows), strict=True):
+        cosines = F.normalize(part, dim=1) @ x.T
+        cosines[:, count:] = -torch.inf
+        values, places = best(cosines, max(ks))
+        votes = ((values - values[:, :1]) / temperature).double().exp().mul(_ONE).round().long()
+        found = labels[places]
+        for index, k in enumerate(ks):
+            scores = votes.new_zeros(len(part), classes).scatter_add_(1, found[:, :k], votes[:, :k])
+            right[index] += (scores.argmax(1) == truth).sum()
+    return {k: hits / len(y) for k, hits in zip(ks, right.tolist(), strict=True)}
+
+
+def best(values: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """The k highest of each row (rows, columns) and their columns, falling. Columns come in whole groups of 64."""
+    groups = values.view(len(values), -1, _GROUP)
+    if groups.shape[1] <= 2 * k:
+        top = values.topk(k)
+        return top.values, top.indices
+    chosen = groups.amax(2).topk(k).indices  # (rows, k)
+    inside = groups.gather(1, chosen[:, :, None].expand(-1, -1, _GROUP)).flatten(1)  # (rows, k * 64)
+    top = inside.topk(k)
+    columns = chosen.gather(1, top.indices // _GROUP) * _GROUP + top.indices % _GROUP
+    return top.values, columns
