@@ -1,0 +1,246 @@
+"""Masked autoencoder: an encoder that sees a quarter of the patches, and a decoder that paints the rest.
+
+    loss = mean over masked patches of |prediction - patch|^2 / pixels,   each patch brought to mean 0, variance 1
+
+Plain (He et al., arXiv 2111.06377) the decoder gets the last block's output. With long skips ("Residual Connections
+Harm Generative Representation Learning", arXiv 2404.10947) it starts from positions alone, and outputs of encoder
+blocks spread over the depth, deepest first, are fused into the inputs of its blocks:
+
+    x  <-  x + MLP(concat(encoder output with mask tokens, x)),   the MLP's last layer zero at the start
+
+The tokens of the decoder stay in the order of the draw, visible ones first: blocks do not mind the order of tokens, and
+positions are looked up in it. So nothing is put back in place, and what the loss needs is a slice. Only visible patches
+are embedded, and only masked ones predicted.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from unskip.errors import BadInput
+from unskip.models._vit import Grid, grid_of, positions, sources
+
+
+class Reconstruction(NamedTuple):
+    """What a forward gives. `order` (images, patches) holds patch numbers, the visible ones first."""
+
+    loss: Tensor
+    prediction: Tensor  # (images, masked, patch * patch * channels), of the patches order[:, visible:]
+    order: Tensor
+    feature_norm: Tensor  # the mean length of the encoder's last tokens
+
+
+class Fuse(nn.Module):
+    """One long skip: an encoder output, its own mask token for what the encoder did not see, and the stream."""
+
+    def __init__(self, width: int, stream: int) -> None:
+        super().__init__()
+        self.mask_token = nn.Parameter(torch.zeros(1, 1, width))
+        self.up = nn.Linear(width + stream, stream)
+        self.down = nn.Linear(stream, stream)
+
+    def forward(self, stream: Tensor, output: Tensor) -> Tensor:
+        # The linear layer of a concatenation is a sum; that of the mask token is the same for every masked patch.
+        width = output.shape[2]
+        theirs, own = self.up.weight[:, :width], self.up.weight[:, width:]
+        seen = F.linear(output, theirs)
+        unseen = F.linear(self.mask_token.to(output.dtype), theirs)
+        unseen = unseen.expand(len(seen), stream.shape[1] - seen.shape[1], -1)
+        hidden = torch.cat([seen, unseen], 1) + F.linear(stream, own, self.up.bias)
+        fused: Tensor = self.down(F.silu(hidden))
+        return stream + fused
+
+
+class Decoder(nn.Module):
+    """Transformer blocks over all patches, in any order."""
+
+    positions: Tensor
+
+    def __init__(
+        self, grid: Grid, encoder_width: int, width: int, depth: int, heads: int, skips: tuple[int, ...], pixels: int
+    ) -> None:
+        super().__init__()
+        from timm.models.vision_transformer import Block
+
+        self.skips = skips  # for each of the first blocks, the encoder block whose output it gets
+        if skips:
+            self.cls_token = nn.Parameter(torch.zeros(1, grid.prefix, width))
+            self.fuse: Any = nn.ModuleList(Fuse(encoder_width, width) for _ in skips)
+        else:
+            self.embed = nn.Linear(encoder_width, width)
+            self.mask_token = nn.Parameter(torch.zeros(1, 1, width))
+        self.register_buffer("positions", positions(grid, width))  # (patches, width)
+        norm: Any = partial(nn.LayerNorm, eps=1e-6)
+        self.blocks: Any = nn.ModuleList(Block(width, heads, 4.0, qkv_bias=True, norm_layer=norm) for _ in range(depth))
+        self.norm = norm(width)
+        self.head = nn.Linear(width, pixels)
+
+    def forward(self, outputs: list[Tensor], order: Tensor, visible: int) -> Tensor:
+        """Encoder outputs in the order of `skips` (or the last one alone) to predictions of the masked patches."""
+        where = F.embedding(order, self.positions)  # (images, patches, width)
+        prefix = outputs[0].shape[1] - visible
+        if self.skips:
+            x = torch.cat([self.cls_token.expand(len(order), -1, -1).to(where.dtype), where], 1)
+        else:
+            seen = self.embed(outputs[0])
+            masked = self.mask_token.to(seen.dtype).expand(len(seen), order.shape[1] - visible, -1)
+            patches = torch.cat([seen[:, prefix:], masked], 1) + where
+            x = torch.cat([seen[:, :prefix].to(patches.dtype), patches], 1)
+        for index, block in enumerate(self.blocks):
+            if index < len(self.skips):
+                x = self.fuse[index](x, outputs[index])
+            x = block(x)
+        prediction: Tensor = self.head(self.norm(x[:, prefix + visible :]))
+        return prediction
+
+
+class MAE(nn.Module):
+    """A masked autoencoder around a ViT of timm, which stays a model of its own: rewire, load and judge `encoder`."""
+
+    mean: Tensor
+    std: Tensor
+
+    def __init__(
+        self,
+        encoder: nn.Module,
+        *,
+        width: int = 512,
+        depth: int = 8,
+        heads: int = 16,
+        mask: float = 0.75,
+        long_skips: bool = True,
+        norm_pix: bool = True,
+        mean: tuple[float, ...] = (0.485, 0.456, 0.406),
+        std: tuple[float, ...] = (0.229, 0.224, 0.225),
+    ) -> None:
+        """`width`, `depth` and `heads` are the decoder's; `mean` and `std` normalise images that come as bytes."""
+        super().__init__()
+        grid = grid_of(encoder)
+        self.visible = _visible(grid, mask)
+        if width % heads or width % 4:
+            raise BadInput(
+                f"a decoder {width} wide cannot have {heads} heads; the width is a multiple of both 4 and it"
+            )
+        if depth < 1:
+            raise BadInput(f"the decoder has {depth} blocks; it needs one")
+        self.encoder, self.grid, self.norm_pix = encoder, grid, norm_pix
+        inner: Any = encoder
+        skips = sources(len(inner.blocks), depth) if long_skips else ()
+        if skips and not isinstance(inner.norm, nn.Identity):
+            raise BadInput(
+                "with long skips nothing reads the encoder's last norm; build the encoder with final_norm=False"
+            )
+        pixels = grid.patch**2 * grid.channels
+        self.decoder = Decoder(grid, inner.embed_dim, width, depth, heads, skips, pixels)
+        self.register_buffer("mean", torch.tensor(mean[: grid.channels]) * 255, persistent=False)
+        self.register_buffer("std", torch.tensor(std[: grid.channels]) * 255, persistent=False)
+        self.start_()
+
+    @torch.no_grad()
+    def start_(self) -> None:
+        """MAE's start: Xavier for every linear layer, tokens of deviation 0.02, fixed sine positions."""
+        inner: Any = self.encoder
+        for module in self.modules():
+            if isinstance(module, nn.Linear):
+                nn.init.xavier_uniform_(module.weight)
+                if module.bias is not None:
+                    nn.init.zeros_(module.bias)
+        kernel = inner.patch_embed.proj.weight
+        nn.init.xavier_uniform_(kernel.view(len(kernel), -1))
+        for name, token in self.named_parameters():
+            if name.endswith(("cls_token", "mask_token", "reg_token")):
+                nn.init.normal_(token, std=0.02)
+        for fuse in self.decoder.fuse if self.decoder.skips else ():
+            nn.init.zeros_(fuse.down.weight)
+        if inner.pos_embed is not None:
+            inner.pos_embed.zero_()
+            inner.pos_embed[0, -self.grid.patches :] = positions(self.grid, inner.embed_dim)
+            inner.pos_embed.requires_grad_(False)
+
+    @torch.no_grad()
+    def zero_start_(self) -> None:
+        """The decoder's branches and its head begin at zero; for the encoder's see `unskip.init.zero_branches_`."""
+        lasts = [layer for block in self.decoder.blocks for layer in (block.attn.proj, block.mlp.fc2)]
+        for layer in (*lasts, self.decoder.head):
+            nn.init.zeros_(layer.weight)
+            nn.init.zeros_(layer.bias)
+
+    def forward(self, images: Tensor, noise: Tensor | None = None) -> Reconstruction:
+        """Images are normalised floats, or bytes. `noise` (images, patches) decides the order: lowest is visible."""
+        if noise is None:
+            noise = torch.rand(len(images), self.grid.patches, device=images.device)
+        order = noise.argsort(1)
+        shown, hidden = order[:, : self.visible], order[:, self.visible :]
+        patches = self.patches(images)
+        outputs = self.encode(_rows(patches, shown), shown)
+        prediction = self.decoder([outputs[i] for i in self.decoder.skips] or outputs[-1:], order, self.visible)
+        target = self.target(_rows(patches, hidden))
+        loss = (prediction.float() - target).square().mean()
+        length = outputs[-1].detach().float().norm(dim=2).mean()
+        return Reconstruction(loss, prediction, order, length)
+
+    def patches(self, images: Tensor) -> Tensor:
+        """(images, channels, height, width) to (images, patches, patch * patch * channels), bytes as bytes."""
+        grid = self.grid
+        if images.shape[1:] != (grid.channels, grid.rows * grid.patch, grid.columns * grid.patch):
+            raise BadInput(
+                f"images are {tuple(images.shape[1:])}; the encoder takes "
+                f"{(grid.channels, grid.rows * grid.patch, grid.columns * grid.patch)}"
+            )
+        cut = images.reshape(len(images), grid.channels, grid.rows, grid.patch, grid.columns, grid.patch)
+        return cut.permute(0, 2, 4, 3, 5, 1).reshape(len(images), grid.patches, -1)
+
+    def normalised(self, patches: Tensor) -> Tensor:
+        """Bytes as floats with the mean and deviation of the data; floats as they are."""
+        if patches.dtype != torch.uint8:
+            return patches
+        repeats = self.grid.patch**2
+        return (patches.float() - self.mean.repeat(repeats)) / self.std.repeat(repeats)
+
+    def target(self, patches: Tensor) -> Tensor:
+        """What the decoder should paint."""
+        values = self.normalised(patches).float()
+        if not self.norm_pix:
+            return values
+        spread, middle = torch.var_mean(values, -1, keepdim=True)
+        return (values - middle) / (spread + 1e-6).sqrt()
+
+    def encode(self, patches: Tensor, where: Tensor) -> list[Tensor]:
+        """The output of every encoder block (images, prefix + visible, dim), the last after the encoder's norm."""
+        inner: Any = self.encoder
+        weight = inner.patch_embed.proj.weight.permute(0, 2, 3, 1).flatten(1)  # pixels in the order of a patch
+        x = F.linear(self.normalised(patches).to(weight.dtype), weight, inner.patch_embed.proj.bias)
+        x = inner.patch_embed.norm(x)
+        # What the encoder adds to no patches at all: its prefix tokens, and the position of every patch.
+        shape = (1, self.grid.rows, self.grid.columns, -1) if inner.dynamic_img_size else (1, self.grid.patches, -1)
+        base = inner._pos_embed(x.new_zeros(self.grid.patches, x.shape[2]).view(shape))[0]
+        learnt = inner.pos_embed is not None and inner.pos_embed.requires_grad
+        place = base[self.grid.prefix :] if learnt else base[self.grid.prefix :].detach()
+        x = x + F.embedding(where, place)
+        x = torch.cat([base[: self.grid.prefix].expand(len(x), -1, -1).to(x.dtype), x], 1)
+        x = inner.norm_pre(x)
+        outputs = []
+        for block in inner.blocks:
+            x = block(x)
+            outputs.append(x)
+        outputs[-1] = inner.norm(x)
+        return outputs
+
+
+def _visible(grid: Grid, mask: float) -> int:
+    if not 0 < mask < 1:
+        raise BadInput(f"a mask ratio of {mask} leaves nothing to {'paint' if mask <= 0 else 'see'}; it lies between")
+    visible = int(grid.patches * (1 - mask))
+    if not 0 < visible < grid.patches:
+        raise BadInput(f"of {grid.patches} patches a mask ratio of {mask} shows {visible}; take smaller patches")
+    return visible
+
+
+def _rows(values: Tensor, where: Tensor) -> Tensor:
+    """(images, patches, n) and (images, k) to (images, k, n)."""
+    return values.gather(1, where[:, :, None].expand(-1, -1, values.shape[2]))

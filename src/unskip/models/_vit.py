@@ -1,0 +1,65 @@
+"""What a masked autoencoder has to know of a ViT of timm: its grid of patches, and where long skips begin."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from unskip.errors import BadInput
+
+
+class Grid(NamedTuple):
+    """Patches of an image, and the tokens that come before them."""
+
+    rows: int
+    columns: int
+    patch: int
+    channels: int
+    prefix: int
+
+    @property
+    def patches(self) -> int:
+        return self.rows * self.columns
+
+
+def grid_of(encoder: nn.Module) -> Grid:
+    """The grid of a ViT whose patches are embedded one by one. Raises BadInput for any other model."""
+    from timm.models.vision_transformer import VisionTransformer
+
+    name = type(encoder).__name__
+    if not isinstance(encoder, VisionTransformer):
+        raise BadInput(f"{name} has no patch tokens that could be left out; the encoder is a VisionTransformer of timm")
+    embed: Any = encoder.patch_embed
+    proj = getattr(embed, "proj", None)
+    if not isinstance(proj, nn.Conv2d) or proj.kernel_size != proj.stride or any(map(int, proj.padding)):
+        raise BadInput(f"{name}: its patch embedding ({type(embed).__name__}) looks beyond the patch")
+    (tall, wide), (height, width) = proj.kernel_size, embed.img_size
+    if tall != wide:
+        raise BadInput(f"{name}: patches are {tall} x {wide}; they are squares")
+    if height % tall or width % tall:
+        raise BadInput(f"{name}: patches of {tall} do not divide an image of {height} x {width}")
+    return Grid(height // tall, width // tall, tall, proj.in_channels, int(encoder.num_prefix_tokens))
+
+
+def sources(encoder: int, decoder: int) -> tuple[int, ...]:
+    """The encoder blocks whose outputs go into decoder blocks 0, 1, 2, ...: deepest first, spread evenly.
+
+    Every second block, as in the paper (12 and 8 blocks: 11, 9, 7, 5, 3, 1), or fewer where the decoder is shallower:
+    as many skips as there are, and none that nothing reads.
+    """
+    count = max(1, min(decoder, encoder // 2))
+    return tuple(encoder * (index + 1) // count - 1 for index in reversed(range(count)))
+
+
+def positions(grid: Grid, dim: int) -> Tensor:
+    """(patches, dim): sines and cosines of the column, then of the row, at dim / 4 wave lengths from 2 pi to 2e4 pi."""
+    if dim % 4:
+        raise BadInput(f"positions take a width that is a multiple of 4, got {dim}")
+    rates = 10_000.0 ** -(torch.arange(dim // 4, dtype=torch.float64) / (dim // 4))
+    rows, columns = torch.meshgrid(
+        torch.arange(grid.rows, dtype=torch.float64), torch.arange(grid.columns, dtype=torch.float64), indexing="ij"
+    )
+    parts = [wave(axis.flatten()[:, None] * rates) for axis in (columns, rows) for wave in (torch.sin, torch.cos)]
+    return torch.cat(parts, 1).float()
