@@ -50,7 +50,7 @@ class Watch:
             return
         try:
             with torch.no_grad():
-                found = measure(self.task.model, self.task.sample, jacobians="off")
+                found = measure(self.task.watched or self.task.model, self.task.sample, jacobians="off")
         except UnskipError as error:
             self.warn(done, "not-measured", f"the model's health could not be looked at: {error}")
             return

@@ -121,7 +121,8 @@ class _Trainer:
         if self.accelerator.is_main_process:
             self.folder.rewind(step)
         for row in self.folder.read("evals.jsonl"):
-            self.last_evaluations |= {key: value for key, value in row.items() if key not in ("step", "evaluation")}
+            numbers = {key: value for key, value in row.items() if isinstance(value, float)}
+            self.last_evaluations |= numbers
         return step
 
     def go(self, start: int, stop: _Stop, reporter: Reporter) -> int:

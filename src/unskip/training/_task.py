@@ -37,6 +37,7 @@ class Task:
     evaluations: dict[str, Evaluation] = field(default_factory=dict)
     notes: tuple[str, ...] = ()  # what whoever reads the run should know, such as images that were left out
     sample: Any = None  # a few inputs, on which the model's health is looked at
+    watched: nn.Module | None = None  # the part whose health that is, such as an encoder; the model by default
     save: Callable[[nn.Module, Any], object] | None = None  # how a checkpoint stores the model; unskip.save by default
 
 
