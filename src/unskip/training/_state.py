@@ -72,10 +72,11 @@ def _unpack(value: Any, tensors: dict[str, Tensor]) -> Any:
 
 
 def seal(folder: Path) -> None:
-    """Writes the checksums of all files of a folder into it, and all of it to the disk."""
-    sums = {file.name: _digest(file) for file in sorted(folder.iterdir()) if file.is_file()}
+    """Writes the checksums of all files in and below a folder into it, and all of it to the disk."""
+    files = sorted(file for file in folder.rglob("*") if file.is_file())
+    sums = {file.relative_to(folder).as_posix(): _digest(file) for file in files}
     (folder / "checksums.json").write_text(json.dumps(sums, indent=1))
-    for file in folder.iterdir():
+    for file in (*files, folder / "checksums.json"):
         with file.open("rb") as opened:
             os.fsync(opened.fileno())
 
