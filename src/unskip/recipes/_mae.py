@@ -1,0 +1,256 @@
+"""Pretraining of a masked autoencoder, plain or with decayed shortcuts and long skips.
+
+The main result of "Residual Connections Harm Generative Representation Learning" (arXiv 2404.10947): decayed identity
+shortcuts in the encoder, with long skips for the details, lift what MAE's features know of the class.
+
+    the paper's method    --shortcut decay:0.6 (or decay:product=5e-3) --long-skips --init zero
+    plain MAE             --shortcut keep --no-long-skips --init default
+    its ablations         --shortcut keep | scale:0.7071,0.7071 | scale:1,0.7071 | learn:1.0
+                          --where attention | mlp        --no-long-skips        --init default
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from unskip import spec
+from unskip.data import Augment, Feed, ImageSet, open_images
+from unskip.errors import BadInput
+from unskip.evals import extract, knn, rank
+from unskip.init import zero_branches_
+from unskip.models import MAE, load_published
+from unskip.optim import build as build_optimizer
+from unskip.recipes._registry import Preset, Recipe, register, resolve
+from unskip.recipes._supervised import _arguments, _device
+from unskip.training import Schedule, Task
+from unskip.wiring import rewire, save
+
+
+@dataclass(frozen=True)
+class Mae:
+    """The config of a pretraining run. `steps`, where given, counts instead of `epochs`."""
+
+    preset: str = "digits"
+    data: str = "digits"
+    data_root: str | None = None
+    model: str = "timm:vit_tiny_patch16_224"
+    model_args: str = ""  # further arguments of the builder: "depth=6,embed_dim=96"
+    size: int = 32
+    patch: int | None = 4
+    shortcut: str = "decay:0.6"  # in the encoder alone
+    where: str | None = None  # attention | mlp: the sites that the shortcut governs
+    long_skips: bool = True
+    init: str = "zero"  # zero: encoder and decoder branches and the head start at zero | default
+    weights: str | None = None  # a published checkpoint of plain MAE
+    decoder_width: int = 512
+    decoder_depth: int = 8
+    decoder_heads: int = 16
+    mask: float = 0.75
+    norm_pix: bool = True
+    optimizer: str = "adamw"
+    lr: float = 3e-4
+    weight_decay: float = 0.05
+    batch: int = 512
+    epochs: float = 60
+    steps: int | None = None
+    warmup: float = 0.05  # share of the steps
+    clip: float | None = None
+    crop: Literal["pad", "resized", "center", "none"] = "resized"
+    scale: float = 0.2  # the least share of the area that a resized crop takes
+    flip: bool = True
+    precision: str = "float32"
+    accumulate: int = 1
+    compile: bool = False
+    average: float | None = None
+    validate: bool = False  # hold a tenth of the training set out and judge by it, for choosing settings
+    evaluate_every: int | None = None
+    online_images: int = 10_000  # how many images of each split the neighbours and the rank are judged on in training
+    checkpoint_every: int = 500
+    log_every: int = 20
+    workers: int = 0
+    seed: int = 0
+    device: str = "auto"
+
+
+_PRESETS = {
+    "digits": Preset(
+        {"data": "digits", "size": 8, "patch": 2, "model_args": "depth=4,embed_dim=64,num_heads=4", "flip": False}
+        | {"crop": "none", "epochs": 30, "batch": 64, "lr": 1e-3, "mask": 0.5}
+        | {"decoder_width": 32, "decoder_depth": 2, "decoder_heads": 4},
+        "under a minute on one CPU core",
+        "not measured",
+    ),
+    "cifar": Preset(
+        {"data": "cifar10", "size": 32, "model_args": "depth=12,embed_dim=192,num_heads=3", "epochs": 200}
+        | {"lr": 1e-3, "decoder_width": 128, "decoder_depth": 6, "decoder_heads": 4, "evaluate_every": 2000}
+        | {"precision": "bf16", "compile": True},
+        "not measured",
+        "not measured",
+    ),
+    "tiny-imagenet": Preset(
+        {"data": "tiny-imagenet", "size": 64, "patch": 8, "model": "timm:vit_small_patch16_224", "epochs": 400}
+        | {"lr": 1e-3, "decoder_width": 256, "decoder_depth": 8, "decoder_heads": 8, "evaluate_every": 5000}
+        | {"precision": "bf16", "compile": True},
+        "hours on one GPU; not run here",
+        "not measured",
+    ),
+    "vit-b16": Preset(
+        {"data": "imagenet", "size": 224, "patch": None, "model": "timm:vit_base_patch16_224", "epochs": 800}
+        | {"batch": 4096, "lr": 1.5e-4 * 4096 / 256, "evaluate_every": 5000, "workers": 12}
+        | {"precision": "bf16", "compile": True},
+        "days on 8 GPUs; not run here",
+        "the paper: KNN 63.9, linear probe 72.7 (plain MAE 27.4, 67.8)",
+    ),
+}
+
+
+def mae(preset: str = "digits", **overrides: Any) -> Mae:
+    """The config of a pretraining run: a preset with some fields changed."""
+    config: Mae = resolve("mae", preset, overrides)
+    return config
+
+
+def build(config: Mae) -> tuple[Task, Schedule]:
+    """The task and schedule of a config."""
+    device = torch.device(_device(config.device))
+    if config.patch is not None and config.size % config.patch:
+        raise BadInput(f"patches of {config.patch} do not divide images of {config.size}; change size or patch")
+    train = open_images(config.data, split="train", root=config.data_root, hold_out=config.validate)
+    test = open_images(config.data, split="val" if config.validate else "test", root=config.data_root)
+    augment = Augment(crop=config.crop, scale=(config.scale, 1.0), flip=config.flip)
+    options: dict[str, Any] = {"batch": config.batch, "size": config.size, "device": device, "workers": config.workers}
+    feed = Feed(train, seed=config.seed, augment=augment, **options)
+    known, judged = (Feed(_some(images, config.online_images), augment=None, **options) for images in (train, test))
+    sample = next(iter(judged.evaluate()))[0][:64]
+    arguments = encoder_arguments(config, train.channels)
+    model = _model(config, arguments).to(device)
+    if config.init == "zero":
+        zero_branches_(model.encoder, sample[:2])
+        model.zero_start_()
+    elif config.init != "default":
+        raise BadInput(f"init is {config.init!r}; it can be zero or default")
+    if config.weights is not None:
+        load_published(model, config.weights)
+    wiring = rewire(model.encoder, config.shortcut, sample[:2], config.where) if config.shortcut != "keep" else None
+    betas: dict[str, Any] = {"betas": (0.9, 0.95)} if config.optimizer == "adamw" else {}
+    optimizer = build_optimizer(model, config.optimizer, config.lr, config.weight_decay, **betas)
+    steps = config.steps or round(config.epochs * feed.steps_per_epoch)
+    schedule = Schedule(
+        steps=steps,
+        warmup=round(config.warmup * steps),
+        precision=config.precision,
+        accumulate=config.accumulate,
+        clip=config.clip,
+        compile=config.compile,
+        average=config.average,
+        log_every=config.log_every,
+        checkpoint_every=config.checkpoint_every,
+        evaluate_every=config.evaluate_every,
+        seed=config.seed,
+    )
+
+    def loss(network: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+        found = network(batch[0])
+        return found.loss, {"feature_norm": found.feature_norm}
+
+    def write(network: nn.Module, folder: Path) -> None:
+        from safetensors.torch import save_model
+
+        assert isinstance(network, MAE)
+        save_model(network, str(folder / "model.safetensors"))
+        # The encoder once more, on its own: unskip.load builds and rewires it.
+        save(network.encoder, folder / "encoder", {"spec": config.model, "kwargs": arguments})
+
+    task = Task(
+        model=model,
+        feed=feed,
+        loss=loss,
+        optimizer=optimizer,
+        wiring=wiring,
+        trivial=float(model.target(model.patches(sample)).square().mean()),
+        evaluations={
+            "reconstruction-v1": _reconstruction(judged, "val" if config.validate else "test"),
+            "knn-dino-v1, rank-v1": _online(known, judged, config.precision),
+        },
+        notes=(*train.report, *test.report),
+        sample=sample[:8],
+        watched=model.encoder,
+        save=write,
+    )
+    return task, schedule
+
+
+def encoder_arguments(config: Mae, channels: int) -> dict[str, Any]:
+    """The arguments of the encoder's builder: no head, and no last norm where nothing would read it."""
+    if not config.model.startswith("timm:"):
+        raise BadInput(
+            f"model is {config.model!r}; the encoder of an MAE is a ViT of timm, as in timm:vit_base_patch16_224"
+        )
+    arguments: dict[str, Any] = {"num_classes": 0, "global_pool": "", "in_chans": channels, "img_size": config.size}
+    if config.long_skips:
+        arguments["final_norm"] = False
+    if config.patch is not None:
+        arguments["patch_size"] = config.patch
+    return arguments | _arguments(config.model_args)
+
+
+def _model(config: Mae, arguments: dict[str, Any]) -> MAE:
+    try:
+        encoder = spec.build(config.model, **arguments)
+    except BadInput as error:
+        if "unexpected keyword" not in str(error):
+            raise
+        raise BadInput(f"{config.model} is no ViT whose patches can be left out: {error}") from error
+    return MAE(
+        encoder,
+        width=config.decoder_width,
+        depth=config.decoder_depth,
+        heads=config.decoder_heads,
+        mask=config.mask,
+        long_skips=config.long_skips,
+        norm_pix=config.norm_pix,
+    )
+
+
+def _some(images: ImageSet, count: int) -> ImageSet:
+    """The first so many images of a random but fixed order: every class has its share."""
+    if len(images) <= count:
+        return images
+    order = torch.randperm(len(images), generator=torch.Generator().manual_seed(0))
+    return images.select(order[:count].sort().values)
+
+
+def _reconstruction(judge: Feed, split: str) -> Callable[[nn.Module], dict[str, float]]:
+    def reconstruction(network: nn.Module) -> dict[str, float]:
+        assert isinstance(network, MAE)
+        draw = torch.Generator().manual_seed(0)  # the same masks each time
+        total = torch.zeros((), dtype=torch.float64, device=judge.device)
+        for images, _ in judge.evaluate():
+            noise = torch.rand(len(images), network.grid.patches, generator=draw).to(judge.device)
+            total += network(images, noise).loss.double() * len(images)
+        return {f"{split}_loss": float(total) / len(judge.images)}
+
+    return reconstruction
+
+
+def _online(train: Feed, test: Feed, precision: Any) -> Callable[[nn.Module], dict[str, float]]:
+    """Neighbours and rank of the last block, while training goes on."""
+
+    def online(network: nn.Module) -> dict[str, float]:
+        assert isinstance(network, MAE)
+        learnt, judged = (extract(network.encoder, feed.evaluate(), -1, precision=precision) for feed in (train, test))
+        view, last = ("mean", "none"), learnt.blocks - 1
+        x, y = learnt[view][last], judged[view][last]  # type: ignore[index]
+        by_k = knn(x, learnt.labels, y, judged.labels)
+        return {f"knn{k}": accuracy for k, accuracy in by_k.items()} | rank(y)
+
+    return online
+
+
+register(Recipe("mae", Mae, _PRESETS, build))
