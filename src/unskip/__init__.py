@@ -9,7 +9,7 @@ every branch, `init` starts a model that has no skips, `measure` says in numbers
 carries out a recipe.
 """
 
-from unskip import data, init, measures, optim, recipes
+from unskip import data, evals, init, measures, models, optim, recipes
 from unskip.anatomy import Audit, Site, audit, features, parts
 from unskip.measures import measure
 from unskip.recipes import resume, train
@@ -28,11 +28,13 @@ __all__ = [
     "Wiring",
     "audit",
     "data",
+    "evals",
     "features",
     "init",
     "load",
     "measure",
     "measures",
+    "models",
     "optim",
     "parts",
     "recipes",

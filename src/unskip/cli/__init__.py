@@ -1,4 +1,4 @@
-"""The front door: `unskip audit`, `measure`, `train`, `resume`, `recipes` and `demo`.
+"""The front door: `unskip audit`, `measure`, `train`, `resume`, `eval`, `recipes` and `demo`.
 
 Exit codes: 0 fine; 2 bad input, told in one line on stderr; 1 a fault; 130 interrupted. Results go to stdout, all else
 to stderr. On a terminal tables are drawn; in a pipe the same table is plain text.
@@ -15,6 +15,7 @@ import tyro
 import unskip
 from unskip import demo as demonstration
 from unskip.cli._audit import audit
+from unskip.cli._eval import evaluate
 from unskip.cli._measure import measure
 from unskip.cli._say import argument_errors_in_a_line, one_line, warnings_in_a_line
 from unskip.cli._train import plan, recipes, resume, run, train
@@ -37,6 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "train": train,
         "run": run,
         "resume": resume,
+        "eval": evaluate,
         "recipes": recipes,
         "demo": demo,
     }

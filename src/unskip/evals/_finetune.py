@@ -96,7 +96,7 @@ def _train(
     augment = Augment(**{name: settings[name] for name in ("crop", "flip", "mixup", "cutmix", "erase")})
     batch = min(settings["batch"], len(train))
     feed = Feed(train, batch, size, seed=seed, augment=augment, device=device, workers=workers)
-    lr = settings["lr"] * batch / settings["batch"]
+    lr = settings["lr_256"] * batch / 256
     optimizer = build(
         network, "adamw", lr, settings["weight_decay"], layer_decay=settings["layer_decay"], betas=settings["betas"]
     )

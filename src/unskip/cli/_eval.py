@@ -1,0 +1,102 @@
+"""`unskip eval RUN`: the features of a run judged by named protocols, block by block."""
+
+from __future__ import annotations
+
+import contextlib
+import json as json_format
+import sys
+from typing import Annotated, Any
+
+import tyro
+
+from unskip.cli._say import busy, finite
+from unskip.errors import BadInput
+from unskip.evals import PROTOCOLS
+from unskip.evals._evaluate import by_depth
+from unskip.evals._extract import DTYPES
+from unskip.evals._protocols import protocol as find
+from unskip.recipes._judge import judge_run
+
+_PROTOCOLS = f"Protocols, separated by commas: {', '.join(PROTOCOLS)}."
+_CHANGE = "Another value for a setting of a protocol, recorded with the result: finetune-mae-v1.epochs=20."
+
+
+def evaluate(
+    run: Annotated[str, tyro.conf.Positional, tyro.conf.arg(help="The folder of the run.", metavar="RUN")],
+    protocol: Annotated[str, tyro.conf.arg(help=_PROTOCOLS, metavar="NAMES")] = "knn-dino-v1,rank-v1",
+    blocks: Annotated[str, tyro.conf.arg(help="all, last, or indices such as 3,7,11.", metavar="BLOCKS")] = "all",
+    pool: Annotated[
+        str | None,
+        tyro.conf.arg(help="mean or cls instead of the protocols' own.", metavar="POOL", help_behavior_hint=""),
+    ] = None,
+    split: Annotated[
+        str | None,
+        tyro.conf.arg(help="test or val (default: what the run held out).", metavar="SPLIT", help_behavior_hint=""),
+    ] = None,
+    change: Annotated[tuple[str, ...], tyro.conf.arg(help=_CHANGE, metavar="SETTING", help_behavior_hint="")] = (),
+    seed: Annotated[int, tyro.conf.arg(help="Of probes and fine-tuning.", metavar="N")] = 0,
+    precision: Annotated[str, tyro.conf.arg(help="float32, bf16 or fp16.", metavar="NAME")] = "float32",
+    device: Annotated[
+        str | None, tyro.conf.arg(help="Where to compute (default: as the run).", metavar="DEVICE")
+    ] = None,
+    json: Annotated[
+        bool,
+        tyro.conf.FlagCreatePairsOff,
+        tyro.conf.arg(help="Print JSON and nothing else.", help_behavior_hint=""),
+    ] = False,
+) -> int:
+    """Judge the features of a run by protocols, over depth; the results go into its evals.jsonl too.
+
+    Example: unskip eval runs/x --protocol knn-dino-v1,probe-mae-v1
+    """
+    names = [name.strip() for name in protocol.split(",") if name.strip()]
+    for name in names:
+        find(name)
+    if not names:
+        raise BadInput(f"--protocol names none; there are {', '.join(PROTOCOLS)}")
+    _one_of("pool", pool, ("mean", "cls"))
+    _one_of("split", split, ("test", "val"))
+    _one_of("precision", precision, tuple(DTYPES))
+    options: dict[str, Any] = {"blocks": _blocks(blocks), "pool": pool, "split": split, "seed": seed}
+    with contextlib.redirect_stdout(sys.stderr), busy(f"judging {run}"):
+        trained, results = judge_run(
+            run, names, precision=precision, device=device, changes=_changes(change, names), **options
+        )
+    if json:
+        used = {name: PROTOCOLS[name].to_dict() for name in names}
+        rows = [each.to_dict() for each in results]
+        data = {"run": run, "step": trained.step, "protocols": used, "results": rows}
+        print(json_format.dumps(finite(data), indent=2, allow_nan=False))
+        return 0
+    print(f"{run}, step {trained.step}: {', '.join(names)}\n")
+    print(by_depth(results))
+    return 0
+
+
+def _one_of(name: str, value: str | None, known: tuple[str, ...]) -> None:
+    if value is not None and value not in known:
+        raise BadInput(f"--{name} {value}: it can be {' or '.join(known)}")
+
+
+def _blocks(text: str) -> Any:
+    if text in ("all", "last"):
+        return "all" if text == "all" else -1
+    try:
+        return [int(item) for item in text.split(",")]
+    except ValueError:
+        raise BadInput(f"--blocks {text}: write all, last, or indices such as 3,7,11") from None
+
+
+def _changes(items: tuple[str, ...], names: list[str]) -> dict[str, dict[str, Any]]:
+    """ "probe-decayed-v1.epochs=50" as {protocol: {setting: value}}."""
+    found: dict[str, dict[str, Any]] = {}
+    for item in items:
+        place, equals, value = item.partition("=")
+        name, dot, setting = place.rpartition(".")
+        if not equals or not dot or name not in names or setting not in PROTOCOLS[name].settings:
+            raise BadInput(f"--change {item}: write PROTOCOL.SETTING=VALUE, with a protocol that is asked for")
+        try:
+            found.setdefault(name, {})[setting] = json_format.loads(value)
+        except ValueError:
+            found.setdefault(name, {})[setting] = value
+    return found

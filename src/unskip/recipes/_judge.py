@@ -1,0 +1,95 @@
+"""A run judged by protocols: its model as the last checkpoint holds it, its data, and results beside its own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from torch import nn
+
+from unskip.data import open_images
+from unskip.errors import BadInput
+from unskip.evals import Result, evaluate
+from unskip.recipes._registry import RECIPES, from_dict
+from unskip.training import RunFolder
+from unskip.training._state import read_state
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What a run has come to: the model, the part of it that makes features, and the step of its checkpoint."""
+
+    folder: RunFolder
+    config: Any
+    model: nn.Module
+    encoder: nn.Module
+    step: int
+
+
+def open_run(out: str | Path, device: str | None = None) -> Trained:
+    """Builds the model of a run and fills it from the last whole checkpoint; averaged weights where there are any."""
+    from safetensors.torch import load_model
+
+    folder = RunFolder.open(out)
+    data = folder.config
+    config = from_dict(data)
+    if device is not None:
+        config = replace(config, device=device)
+    found = folder.last_checkpoint()
+    if found is None:
+        raise BadInput(f"{out}: no checkpoint yet; go on with `unskip resume {out}`")
+    step, checkpoint = found
+    task, _ = RECIPES[data["recipe"]].build(config)
+    where = next(task.model.parameters()).device
+    load_model(task.model, checkpoint / "model.safetensors", device=str(where))
+    if (checkpoint / "average.json").is_file():
+        state = read_state(checkpoint, "average", where)
+        task.model.load_state_dict(
+            {name.removeprefix("module."): value for name, value in state.items() if name.startswith("module.")}
+        )
+    if task.wiring is not None:
+        task.wiring.step(step)
+    return Trained(folder, config, task.model, task.watched or task.model, step)
+
+
+def judge_run(
+    out: str | Path,
+    protocols: Sequence[str],
+    *,
+    blocks: int | Iterable[int] | Literal["all"] = "all",
+    pool: Literal["mean", "cls"] | None = None,
+    split: Literal["val", "test"] | None = None,
+    seed: int = 0,
+    precision: Any = "float32",
+    device: str | None = None,
+    changes: Mapping[str, Mapping[str, Any]] | None = None,
+) -> tuple[Trained, list[Result]]:
+    """Judges a run on its own data and adds a row for each result to its evals.jsonl.
+
+    Without a `split` it is the one the run itself was judged on: "val" where that held one out, otherwise "test".
+    """
+    run = open_run(out, device)
+    config = run.config
+    split = split or ("val" if config.validate else "test")
+    train = open_images(config.data, split="train", root=config.data_root, hold_out=split == "val")
+    test = open_images(config.data, split=split, root=config.data_root)
+    results = evaluate(
+        run.encoder,
+        train,
+        test,
+        protocols,
+        size=config.size,
+        blocks=blocks,
+        pool=pool,
+        batch=config.batch,
+        seed=seed,
+        precision=precision,
+        workers=config.workers,
+        changes=changes,
+    )
+    for each in results:
+        row = {"step": run.step, **each.to_dict(), "split": split, "seed": seed, "precision": precision}
+        run.folder.append("evals.jsonl", row)
+    return run, results
