@@ -269,6 +269,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--figure", action="store_true", help="only draw the figure from the JSON")
+    parser.add_argument("--resume", action="store_true", help="keep the models that the JSON has, and add the others")
     options = parser.parse_args()
     target = options.out / "optim-gpu.json"
     if options.figure:
@@ -296,10 +297,11 @@ def main() -> None:
         except PackageNotFoundError:  # carried as a folder, without its metadata
             about["versions"]["pytorch_optimizer"] = "unknown"
     options.out.mkdir(parents=True, exist_ok=True)
-    results: dict[str, dict[str, Any]] = {}
-    about["parameters"] = {}
+    record = json.loads(target.read_text()) if options.resume and target.exists() else {}
+    results: dict[str, dict[str, Any]] = record.get("results", {})
+    about["parameters"] = record.get("parameters", {})
     for full, names in ((True, options.models), (False, options.sizes)):
-        for name in names:
+        for name in [name for name in names if name not in results]:
             about["parameters"][name] = sum(p.numel() for p in timm.create_model(name).parameters())
             results[name] = {}
             for key, make in optimizers(full).items():

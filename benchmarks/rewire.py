@@ -171,6 +171,7 @@ def main() -> None:
     parser.add_argument("--only", choices=["search", "cost"], help="one half of the benchmark")
     parser.add_argument("--rounds", type=int, default=None)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--resume", action="store_true", help="keep the modes that the JSON has, and add the others")
     parser.add_argument("--out", type=Path, default=None, help="where the JSON goes (default docs/results)")
     options = parser.parse_args()
     rounds = options.rounds or (60 if options.device == "cuda" else 20)
@@ -190,12 +191,14 @@ def main() -> None:
         "rounds": rounds,
     }
     if options.only != "search":
-        results = []
+        target = out / ("rewire-cost-gpu.json" if gpu else "rewire-cost-cpu.json")
+        results = json.loads(target.read_text())["results"] if options.resume and target.exists() else []
         for compiled in [False, True] if options.compiled else [False]:
+            if ("compiled" if compiled else "eager") in [row["mode"] for row in results]:
+                continue
             results.append(cost(options.device, compiled, rounds, options.seed))
             show(results[-1])
-            name = "rewire-cost-gpu.json" if gpu else "rewire-cost-cpu.json"
-            (out / name).write_text(json.dumps({**about, "results": results}, indent=1) + "\n")
+            target.write_text(json.dumps({**about, "results": results}, indent=1) + "\n")
     if options.only != "cost":
         rows = search()
         for row in rows:

@@ -36,6 +36,7 @@ class Supervised:
     size: int = 32
     patch: int | None = 4
     shortcut: str = "keep"
+    where: str | None = None  # the sites that shortcut and init="skipless" speak of: "attention", "mlp", or all
     init: str = "default"  # default | skipless | skipless:vit-small | zero
     weights: str | None = None  # a folder of unskip.save, or a checkpoint of a run
     teacher: str | None = None  # "original": distil from the model as it was before its skips were changed
@@ -136,7 +137,7 @@ def build(config: Supervised) -> tuple[Task, Schedule]:
     model = spec.build(config.model, **arguments).to(device)
     sample = next(iter(judge.evaluate()))[0][:8]
     teacher = _prepare(config, model, sample)
-    wiring = rewire(model, config.shortcut, sample) if config.shortcut != "keep" else None
+    wiring = rewire(model, config.shortcut, sample, where=config.where) if config.shortcut != "keep" else None
     optimizer = build_optimizer(model, config.optimizer, config.lr, config.weight_decay)
     steps = config.steps or round(config.epochs * feed.steps_per_epoch)
     schedule = Schedule(
@@ -237,7 +238,7 @@ def _prepare(config: Supervised, model: nn.Module, sample: Tensor) -> nn.Module 
         if preset and preset not in PRESETS:
             raise BadInput(f"init {config.init!r}: presets are {', '.join(PRESETS)}")
         constants = PRESETS[preset or "vit-base"]
-        skipless_(model, **constants, generator=generator, example=sample)
+        skipless_(model, **constants, generator=generator, example=sample, where=config.where)
     elif name == "zero":
         zero_branches_(model, sample)
     elif name != "default":

@@ -268,8 +268,8 @@ def _values(model: nn.Module) -> Iterator[torch.Tensor]:
 
 
 def _versions() -> dict[str, str]:
-    found = {"unskip": importlib.metadata.version("unskip")}
-    for name in _LIBRARIES:
+    found = {}
+    for name in ("unskip", *_LIBRARIES):  # unskip too may be read from its sources, without an installation
         try:
             found[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
