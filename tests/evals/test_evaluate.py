@@ -1,0 +1,254 @@
+"""Protocols that stay as they are; features of all blocks in one pass; whole evaluations; rank; fine-tuning."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from typing import Any
+
+import pytest
+import timm
+import torch
+from torch import Tensor, nn
+
+import unskip
+from unskip import evals
+from unskip.data import Feed, ImageSet, open_images
+from unskip.errors import BadInput
+from unskip.evals._evaluate import by_depth
+from unskip.evals._finetune import Classifier
+
+FROZEN = {
+    "knn-dino-v1": "05b20206c747ff8e",
+    "probe-mae-v1": "039e5ed0cd01666a",
+    "probe-decayed-v1": "045550ef9ac68472",
+    "probe-lbfgs-v1": "49ddbf92af033b6a",
+    "finetune-mae-v1": "a4266ff1080c6bbc",
+    "rank-v1": "316cf7f7321f6700",
+}
+
+
+def vit(**options: Any) -> nn.Module:
+    made: nn.Module = timm.create_model(
+        "vit_tiny_patch16_224",
+        **{"img_size": 8, "patch_size": 2, "in_chans": 1, "depth": 3, "embed_dim": 16, "num_heads": 2}
+        | {"num_classes": 0, **options},
+    )
+    return made
+
+
+def digits(split: Any = "train", count: int = 300) -> ImageSet:
+    return open_images("digits", split).select(range(count))
+
+
+def test_a_protocol_never_changes() -> None:
+    """A new way of judging is a new name. Nothing here may be edited, only added to."""
+    found = {
+        name: hashlib.sha256(json.dumps(each.to_dict(), sort_keys=True).encode()).hexdigest()[:16]
+        for name, each in evals.PROTOCOLS.items()
+    }
+    assert {name: found.get(name) for name in FROZEN} == FROZEN
+    assert set(found) == set(FROZEN), "a new protocol: add its digest"
+    with pytest.raises(TypeError):
+        evals.PROTOCOLS["rank-v1"].settings["samples"] = 5  # type: ignore[index]
+
+
+# --- Features ---------------------------------------------------------------------------------------------------------
+
+
+def test_features_are_those_of_the_blocks_however_the_images_are_batched() -> None:
+    model = vit()
+    images = digits()
+    whole = torch.cat([x for x, _ in Feed(images, 300, 8).evaluate()])
+    views: Any = [("mean", "none"), ("cls", "none"), ("mean", "layer"), ("cls", "layer")]
+    found = evals.extract(model, Feed(images, 64, 8).evaluate(), "all", views)
+    assert found.blocks == 3
+    assert len(found) == 300
+    assert torch.equal(found.labels, images.labels)
+    with torch.no_grad():
+        model.eval()
+        tokens = unskip.features(model, whole, pool=None)
+    for block, expected in tokens.items():
+        plain = nn.functional.layer_norm(expected, (16,), eps=1e-6)
+        assert torch.allclose(found["mean", "none"][block], expected.mean(1), atol=1e-5)
+        assert torch.allclose(found["cls", "none"][block], expected[:, 0], atol=1e-5)
+        assert torch.allclose(found["mean", "layer"][block], plain.mean(1), atol=1e-5)
+        assert torch.allclose(found["cls", "layer"][block], plain[:, 0], atol=1e-5)
+
+
+def test_each_image_goes_through_the_model_once() -> None:
+    model = vit()
+    seen: list[int] = []
+    model.register_forward_hook(lambda module, inputs, output: seen.append(len(inputs[0])))
+    evals.extract(model, Feed(digits(), 100, 8).evaluate(), "all", [("mean", "none"), ("cls", "layer")])
+    # One row to find the blocks, then three batches.
+    assert sum(size for size in seen if size > 1) == 300
+
+
+def test_the_evaluator_owns_the_mode() -> None:
+    model = vit(drop_path_rate=0.5, proj_drop_rate=0.5)
+    model.train()
+    model.blocks[1].eval()  # type: ignore[index,operator,union-attr]
+    modes = [module.training for module in model.modules()]
+    first = evals.extract(model, Feed(digits(), 64, 8).evaluate())
+    assert [module.training for module in model.modules()] == modes
+    again = evals.extract(model.eval(), Feed(digits(), 64, 8).evaluate())
+    assert torch.equal(first["mean", "none"][2], again["mean", "none"][2])
+    assert not first["mean", "none"][2].requires_grad
+
+
+def test_blocks_can_be_chosen_and_a_rewired_model_is_taken_as_it_is() -> None:
+    model = vit().eval()
+    plain = evals.extract(model, Feed(digits(), 100, 8).evaluate(), -1)
+    assert list(plain["mean", "none"]) == [2]
+    with unskip.rewired(model, "decay:0.5"):
+        decayed = evals.extract(model, Feed(digits(), 100, 8).evaluate(), [2])
+    assert not torch.allclose(plain["mean", "none"][2], decayed["mean", "none"][2])
+
+
+def test_half_precision_comes_back_in_full() -> None:
+    model = vit().eval()
+    found = evals.extract(model, Feed(digits(), 100, 8).evaluate(), precision="bf16")["mean", "none"][2]
+    exact = evals.extract(model, Feed(digits(), 100, 8).evaluate())["mean", "none"][2]
+    assert found.dtype == torch.float32
+    assert torch.allclose(found, exact, atol=0.1)
+    assert not torch.equal(found, exact)
+
+
+def test_bad_views_and_empty_sets_are_refused() -> None:
+    with pytest.raises(BadInput, match="a view is"):
+        evals.extract(vit(), [], views=[("max", "none")])  # type: ignore[list-item]
+    with pytest.raises(BadInput, match="no batch"):
+        evals.extract(vit(), [])
+    with pytest.raises(BadInput, match="precision is 'int8'"):
+        evals.extract(vit(), [], precision="int8")  # type: ignore[arg-type]
+
+
+# --- Whole evaluations ------------------------------------------------------------------------------------------------
+
+
+def test_all_protocols_over_depth() -> None:
+    model = vit().eval()
+    train, test = digits(), digits("test", 100)
+    names = ["knn-dino-v1", "rank-v1", "probe-lbfgs-v1"]
+    results = evals.evaluate(model, train, test, names, size=8, batch=100)
+    assert [(each.protocol, each.block) for each in results] == [(name, block) for name in names for block in range(3)]
+    learnt, judged = (evals.extract(model, Feed(x, 100, 8).evaluate()) for x in (train, test))
+    x, y = learnt["mean", "none"][1], judged["mean", "none"][1]
+    expected = evals.knn(x, train.labels, y, test.labels)
+    assert results[1].values == {f"knn{k}": value for k, value in expected.items()}
+    assert results[4].values == evals.rank(y)
+    accuracy = evals.linear_probe(x, train.labels, y, test.labels, "probe-lbfgs-v1")
+    assert results[7].values == {"probe_lbfgs": pytest.approx(accuracy, abs=1e-9)}
+    assert results[7].to_dict() == {"evaluation": "probe-lbfgs-v1", "block": 1, "pool": "mean"} | results[7].values
+    shown = by_depth(results)
+    assert shown.splitlines()[0].split() == ["block", *results[0].values, "rank", "rank_entropy", "probe_lbfgs"]
+    assert len(shown.splitlines()) == 5
+
+
+def test_another_pool_and_other_settings_are_recorded() -> None:
+    model = vit().eval()
+    changes = {"probe-decayed-v1": {"epochs": 2}}
+    results = evals.evaluate(
+        model, digits(), digits("test", 50), ["probe-decayed-v1"], size=8, pool="cls", blocks=[0], changes=changes
+    )
+    assert results[0].to_dict() | {"probe_decayed": 0} == {
+        "evaluation": "probe-decayed-v1",
+        "block": 0,
+        "pool": "cls",
+        "changes": {"epochs": 2},
+        "probe_decayed": 0,
+    }
+
+
+def test_blocks_of_several_widths_are_judged_apart() -> None:
+    class Pyramid(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.stages = nn.ModuleList([Stage(1, 4), Stage(4, 8)])
+
+        def forward(self, x: Tensor) -> Tensor:
+            for stage in self.stages:
+                x = stage(x)
+            return x
+
+    class Stage(nn.Module):
+        def __init__(self, before: int, after: int) -> None:
+            super().__init__()
+            self.grow, self.conv = nn.Conv2d(before, after, 1), nn.Conv2d(after, after, 3, padding=1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.grow(x)
+            return x + self.conv(x).relu()
+
+    results = evals.evaluate(Pyramid(), digits(), digits("test", 50), ["probe-lbfgs-v1", "rank-v1"], size=8)
+    assert [each.block for each in results] == [0, 1, 0, 1]
+
+
+def test_rank_is_that_of_the_first_samples() -> None:
+    x = torch.randn(12_000, 4, generator=torch.Generator().manual_seed(0))
+    x[10_000:] = 0
+    found = evals.rank(x)
+    assert found["rank"] == pytest.approx(math.exp(found["rank_entropy"]))
+    assert found["rank"] == pytest.approx(unskip.measures.effective_rank(x[:10_000]))
+    assert 3.99 < found["rank"] <= 4
+
+
+# --- Fine-tuning ------------------------------------------------------------------------------------------------------
+
+SHORT = {"epochs": 15, "warmup": 1, "batch": 32, "lr_256": 4e-2, "layer_decay": 1.0, "crop": "none", "flip": False}
+SHORT |= {"drop_path": 0.0, "mixup": 0.0, "cutmix": 0.0, "erase": 0.0}
+
+
+def test_fine_tuning_learns_and_leaves_the_model_alone() -> None:
+    model = vit()
+    unskip.rewire(model, "decay:0.8")
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    state = torch.get_rng_state()
+    found = [evals.finetune(model, digits(count=800), digits("test", 200), size=8, changes=SHORT) for _ in range(2)]
+    assert found[0] == found[1] > 0.3  # one in ten is chance
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert isinstance(model.norm, nn.LayerNorm)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_the_copy_keeps_the_wiring_and_pools_patches_alone() -> None:
+    model = vit().eval()
+    wiring = unskip.rewire(model, "decay:0.5")
+    network = Classifier(model, 10, 0.02).eval()
+    x = torch.randn(4, 1, 8, 8, generator=torch.Generator().manual_seed(0))
+    tokens = unskip.features(model, x, -1, pool=None)[2]
+    expected = network.head(network.norm(tokens[:, 1:].mean(1)))
+    assert torch.allclose(network(x), expected, atol=1e-5)
+    wiring.undo()
+    assert not torch.allclose(network(x), expected, atol=1e-3)
+
+
+def test_layer_decay_and_drop_path_reach_the_optimizer_and_the_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    from unskip.evals import _finetune
+
+    seen: dict[str, Any] = {}
+
+    def train(network: nn.Module, *rest: Any) -> float:
+        seen["rates"] = [getattr(block.drop_path1, "drop_prob", None) for block in network.encoder.blocks]  # type: ignore[union-attr]
+        seen["lr"] = {row.name: row.lr for row in unskip.optim.groups(network, layer_decay=0.65)}
+        return 0.0
+
+    monkeypatch.setattr(_finetune, "_train", train)
+    evals.finetune(vit(), digits(), digits("test"), size=8)
+    assert seen["rates"] == pytest.approx([0, 0.05, 0.1])
+    lr = seen["lr"]
+    assert lr["head.weight"] == 1
+    assert lr["encoder.blocks.2.attn.qkv.weight"] == pytest.approx(0.65)
+    assert lr["encoder.blocks.0.mlp.fc1.bias"] == pytest.approx(0.65**3)
+    assert lr["encoder.pos_embed"] == lr["encoder.patch_embed.proj.weight"] == pytest.approx(0.65**4)
+
+
+def test_fine_tuning_refuses_what_it_cannot_do() -> None:
+    with pytest.raises(BadInput, match="no setting epoch"):
+        evals.finetune(vit(), digits(), digits("test"), changes={"epoch": 3})
+    with pytest.raises(BadInput, match="has no forward_features"):
+        evals.finetune(nn.Linear(2, 2), digits(), digits("test"))
+    with pytest.raises(BadInput, match="the warm-up alone takes"):
+        evals.finetune(vit(), digits(), digits("test"), size=8, changes=SHORT | {"epochs": 1})

@@ -1,0 +1,98 @@
+"""Neighbours: against scikit-learn and a loop written out, in chunks of any size, and what is refused."""
+
+from __future__ import annotations
+
+import math
+
+import numpy
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from sklearn.neighbors import KNeighborsClassifier
+
+from unskip import evals
+from unskip.errors import BadInput
+from unskip.evals._knn import best
+
+KS = (10, 20, 100, 200)
+
+
+def blobs(count: int, dim: int = 8, classes: int = 5, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    draw = torch.Generator().manual_seed(seed)
+    labels = torch.arange(count) % classes
+    centres = torch.randn(classes, dim, generator=torch.Generator().manual_seed(99))
+    return centres[labels] + 1.5 * torch.randn(count, dim, generator=draw), labels
+
+
+@pytest.mark.parametrize("dim", [3, 16])
+def test_it_agrees_with_scikit_learn(dim: int) -> None:
+    x, labels = blobs(600, dim)
+    y, truth = blobs(150, dim, seed=1)
+    found = evals.knn(x, labels, y, truth)
+    assert list(found) == list(KS)
+    for k, accuracy in found.items():
+        peer = KNeighborsClassifier(k, metric="cosine", weights=lambda far: numpy.exp((1 - far) / 0.07))
+        expected = peer.fit(x.numpy(), labels.numpy()).score(y.numpy(), truth.numpy())
+        assert accuracy == pytest.approx(expected, abs=1e-9)
+        assert 0.3 < accuracy < 1  # neither trivial nor perfect, so that the comparison says something
+
+
+@pytest.mark.parametrize("chunk_bytes", [1, 4 * 640 * 7, 2**40])
+def test_the_chunk_does_not_matter(chunk_bytes: int) -> None:
+    x, labels = blobs(600)
+    y, truth = blobs(50, seed=1)
+    assert evals.knn(x, labels, y, truth, chunk_bytes=chunk_bytes) == evals.knn(x, labels, y, truth)
+
+
+def test_one_vote_close_by_outweighs_many_far_away() -> None:
+    """exp(cos / T): a neighbour at angle 0 against nine at 60 degrees, exp(0.5 / 0.07) = 1263 to 1."""
+    near, far = torch.tensor([1.0, 0.0]), torch.tensor([0.5, math.sqrt(0.75)])
+    x = torch.stack([near, *[far] * 9, *[-near] * 190])
+    labels = torch.tensor([0] + [1] * 9 + [2] * 190)
+    found = evals.knn(x, labels, near[None], torch.tensor([0]))
+    assert found[10] == 1
+
+
+def test_length_of_features_does_not_matter() -> None:
+    x, labels = blobs(300)
+    y, truth = blobs(60, seed=1)
+    scale = torch.rand(300, 1, generator=torch.Generator().manual_seed(2)) * 100 + 0.01
+    assert evals.knn(x * scale, labels, y * 1e-3, truth) == evals.knn(x, labels, y, truth)
+
+
+@given(st.integers(1, 9), st.integers(1, 40), st.integers(1, 12), st.integers(0, 10))
+def test_the_best_of_a_row_are_those_of_a_full_sort(rows: int, groups: int, k: int, seed: int) -> None:
+    values = torch.randn(rows, groups * 64, generator=torch.Generator().manual_seed(seed))
+    found, columns = best(values, k)
+    expected = values.sort(1, descending=True)
+    assert torch.equal(found, expected.values[:, :k])
+    assert torch.equal(columns, expected.indices[:, :k])
+
+
+def test_fewer_samples_than_neighbours() -> None:
+    x, labels = blobs(199)
+    with pytest.raises(BadInput, match="200 neighbours and there are 199"):
+        evals.knn(x, labels, x, labels)
+
+
+def test_bad_features_and_labels_are_refused() -> None:
+    x, labels = blobs(300)
+    broken = x.clone()
+    broken[17, 3] = torch.nan
+    with pytest.raises(BadInput, match=r"test holds 1 non-finite .* nan at \(17, 3\)"):
+        evals.knn(x, labels, broken, labels)
+    with pytest.raises(BadInput, match="class 4 is judged and has no training sample"):
+        evals.knn(x[labels < 4], labels[labels < 4], x, labels)
+    with pytest.raises(BadInput, match="300 whole numbers"):
+        evals.knn(x, labels[:-1], x, labels)
+    with pytest.raises(BadInput, match="classes count from 0"):
+        evals.knn(x, labels - 1, x, labels)
+    with pytest.raises(BadInput, match="must be the same"):
+        evals.knn(x, labels, x[:, :5], labels)
+    with pytest.raises(BadInput, match="floating features"):
+        evals.knn(x.long(), labels, x, labels)
+    with pytest.raises(BadInput, match="knn-dino-v1"):
+        evals.knn(x, labels, x, labels, protocol="knn-dino")
+    with pytest.raises(BadInput, match="rank-v1 is of kind rank"):
+        evals.knn(x, labels, x, labels, protocol="rank-v1")

@@ -1,0 +1,132 @@
+"""Probes: the regression against scikit-learn, gradients against autograd, LARS by its formula, what they reach."""
+
+from __future__ import annotations
+
+import numpy
+import pytest
+import torch
+from sklearn.linear_model import LogisticRegression
+from sklearn.preprocessing import StandardScaler
+from tests.evals.test_knn import blobs
+from torch.nn import functional as F
+
+from unskip import evals
+from unskip.errors import BadInput
+from unskip.evals import _probe
+from unskip.evals._protocols import PROTOCOLS
+
+PROBES = [name for name, each in PROTOCOLS.items() if each.kind == "probe"]
+
+
+def test_the_regression_is_that_of_scikit_learn() -> None:
+    x, labels = blobs(400, dim=6, classes=4)
+    x = x * torch.tensor([1, 10, 0.1, 1, 1, 5.0]) + 3
+    settings = PROTOCOLS["probe-lbfgs-v1"].settings
+    weight, bias, mean, std = _probe._regression(x[None], labels, 4, settings)
+    scaler = StandardScaler().fit(x.double().numpy())
+    peer = LogisticRegression(C=1.0, tol=1e-8, max_iter=5000).fit(scaler.transform(x.double().numpy()), labels.numpy())
+    assert numpy.allclose(mean[0].numpy(), scaler.mean_, atol=1e-6)
+    assert numpy.allclose(std[0].numpy(), scaler.scale_, atol=1e-6)
+    assert numpy.allclose(weight[0].numpy(), peer.coef_, atol=2e-4)
+    # The bias is free up to a constant over the classes.
+    assert numpy.allclose((bias[0] - bias[0].mean()).numpy(), peer.intercept_ - peer.intercept_.mean(), atol=2e-4)
+    y, truth = blobs(200, dim=6, classes=4, seed=1)
+    y = y * torch.tensor([1, 10, 0.1, 1, 1, 5.0]) + 3
+    found = evals.linear_probe(x, labels, y, truth, "probe-lbfgs-v1")
+    assert found == pytest.approx(peer.score(scaler.transform(y.double().numpy()), truth.numpy()), abs=1e-9)
+
+
+def test_the_regression_in_chunks_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, labels = blobs(300)
+    settings = PROTOCOLS["probe-lbfgs-v1"].settings
+    whole = _probe._regression(x[None], labels, 5, settings)[0]
+    monkeypatch.setattr(_probe, "_CHUNK", 5 * 37)
+    assert torch.allclose(_probe._regression(x[None], labels, 5, settings)[0], whole, atol=1e-6)
+
+
+def test_the_gradient_is_that_of_the_cross_entropy() -> None:
+    draw = torch.Generator().manual_seed(0)
+    z = torch.randn(3, 7, 4, generator=draw, dtype=torch.float64)
+    weight = torch.randn(3, 5, 4, generator=draw, dtype=torch.float64, requires_grad=True)
+    bias = torch.randn(3, 5, generator=draw, dtype=torch.float64, requires_grad=True)
+    labels = torch.tensor([0, 1, 2, 3, 4, 4, 0])
+    loss = sum(F.cross_entropy(z[i] @ weight[i].T + bias[i], labels) for i in range(3))
+    assert isinstance(loss, torch.Tensor)
+    loss.backward()
+    with torch.no_grad():
+        by_weight, by_bias = _probe._gradient(z, labels, weight, bias)
+    assert weight.grad is not None
+    assert bias.grad is not None
+    assert torch.allclose(by_weight, weight.grad)
+    assert torch.allclose(by_bias, bias.grad)
+
+
+def test_lars_moves_a_matrix_in_proportion_to_its_length() -> None:
+    weight, bias = torch.full((2, 3, 4), 2.0), torch.zeros(2, 3)
+    weight[1] *= 10
+    before = weight.clone()
+    weight.grad, bias.grad = torch.randn(2, 3, 4, generator=torch.Generator().manual_seed(0)), torch.ones(2, 3)
+    optimizer = _probe._Lars([weight, bias], momentum=0.9, trust=0.001, weight_decay=0.0)
+    optimizer.param_groups[0]["lr"] = 0.5
+    optimizer.step()
+    moved = (weight - before).flatten(1).norm(dim=1)
+    assert torch.allclose(moved, 0.5 * 0.001 * before.flatten(1).norm(dim=1), rtol=1e-4)
+    assert torch.allclose(bias, torch.full((2, 3), -0.5))
+    optimizer.step()  # the same gradient: momentum adds 0.9 of the last step
+    assert torch.allclose(bias, torch.full((2, 3), -0.5 - 0.5 * 1.9))
+
+
+@pytest.mark.parametrize("protocol", PROBES)
+def test_a_probe_reaches_what_can_be_reached(protocol: str) -> None:
+    x, labels = blobs(2000, dim=12)
+    y, truth = blobs(500, dim=12, seed=1)
+    centres = torch.stack([x[labels == c].mean(0) for c in range(5)])
+    nearest = (torch.cdist(y, centres).argmin(1) == truth).float().mean()  # optimal up to the estimate of the centres
+    assert evals.linear_probe(x, labels, y, truth, protocol) == pytest.approx(float(nearest), abs=0.03)
+
+
+@pytest.mark.parametrize("protocol", PROBES)
+def test_sets_probed_together_are_probed_as_alone(protocol: str) -> None:
+    x, labels = blobs(300)
+    y, truth = blobs(100, seed=1)
+    other, its = x.roll(1, 1)[:, :8] * 3 + 1, y.roll(1, 1)[:, :8] * 3 + 1
+    together = _probe.probe_all(torch.stack([x, other]), labels, torch.stack([y, its]), truth, protocol)
+    alone = [evals.linear_probe(*pair, protocol) for pair in ((x, labels, y, truth), (other, labels, its, truth))]
+    assert together == pytest.approx(alone, abs=0.011)  # a product of another shape may turn a sample
+
+
+def test_a_seed_decides_a_probe() -> None:
+    x, labels = blobs(300)
+    y, truth = blobs(1000, seed=1)
+    found = [evals.linear_probe(x, labels, y, truth, "probe-mae-v1", seed=seed) for seed in (0, 0, 1)]
+    assert found[0] == found[1]
+    assert found[0] != found[2]
+
+
+def test_a_probe_works_without_gradients_and_leaves_features_alone() -> None:
+    x, labels = blobs(300)
+    kept = x.clone()
+    with torch.no_grad():
+        without = evals.linear_probe(x, labels, x, labels, "probe-lbfgs-v1")
+    with torch.enable_grad():
+        x.requires_grad_(True)
+        assert evals.linear_probe(x, labels, x, labels, "probe-lbfgs-v1") == without
+    assert torch.equal(x.detach(), kept)
+
+
+def test_constant_features_are_no_fault() -> None:
+    x, labels = blobs(300)
+    x[:, 2] = 7
+    assert evals.linear_probe(x, labels, x, labels, "probe-lbfgs-v1") > 0.5
+
+
+def test_bad_input_is_refused() -> None:
+    x, labels = blobs(300)
+    with pytest.raises(BadInput, match="non-finite"):
+        evals.linear_probe(x * torch.inf, labels, x, labels)
+    with pytest.raises(BadInput, match="class 2 is judged and has no training sample"):
+        evals.linear_probe(x[labels != 2], labels[labels != 2], x, labels)
+    with pytest.raises(BadInput, match=r"\(samples, dim\)"):
+        evals.linear_probe(x[None], labels, x[None], labels)
+    with pytest.raises(BadInput, match="no probe protocol"):
+        evals.linear_probe(x, labels, x, labels, "probe-mae-v9")
