@@ -123,9 +123,7 @@ class MAE(nn.Module):
         grid = grid_of(encoder)
         self.visible = _visible(grid, mask)
         if width % heads or width % 4:
-            raise BadInput(
-                f"a decoder {width} wide cannot have {heads} heads; the width is a multiple of both 4 and it"
-            )
+            raise BadInput(f"a decoder {width} wide and {heads} heads: the width is a multiple of 4 and of the heads")
         if depth < 1:
             raise BadInput(f"the decoder has {depth} blocks; it needs one")
         self.encoder, self.grid, self.norm_pix = encoder, grid, norm_pix

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
@@ -63,8 +64,9 @@ def _read(weights: str | Path | Mapping[str, Tensor]) -> Mapping[str, Tensor]:
     if isinstance(weights, str | Path):
         try:
             data = torch.load(weights, map_location="cpu", weights_only=True)
-        except (OSError, RuntimeError, ValueError, EOFError) as error:
-            raise LoadError(f"{weights}: not a checkpoint that torch can read without pickle: {error}") from error
+        except (OSError, RuntimeError, ValueError, EOFError, UnpicklingError) as error:
+            reason = str(error).partition("\n")[0]
+            raise LoadError(f"{weights}: no checkpoint of plain tensors (weights_only=True): {reason}") from error
     if isinstance(data, Mapping) and isinstance(data.get("model"), Mapping):
         data = data["model"]
     if not isinstance(data, Mapping) or not data or not all(isinstance(value, Tensor) for value in data.values()):

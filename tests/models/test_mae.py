@@ -1,0 +1,441 @@
+"""The masked autoencoder: against the published layout written out, long skips, starts, checkpoints, bad input."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import timm
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import unskip
+from unskip.errors import BadInput, LoadError
+from unskip.models import MAE, load_published
+from unskip.models._vit import Grid, positions, sources
+
+
+def vit(**options: Any) -> nn.Module:
+    made: nn.Module = timm.create_model(
+        options.pop("name", "vit_tiny_patch16_224"),
+        **{"img_size": 12, "patch_size": 3, "depth": 4, "embed_dim": 16, "num_heads": 2, "num_classes": 0}
+        | {"global_pool": "", "final_norm": False, **options},
+    )
+    return made
+
+
+def mae(long_skips: bool = True, encoder: nn.Module | None = None, **options: Any) -> MAE:
+    encoder = encoder if encoder is not None else vit(final_norm=not long_skips)
+    return MAE(encoder, **{"width": 12, "depth": 2, "heads": 2, "long_skips": long_skips, **options})
+
+
+def images(count: int = 5, seed: int = 0) -> Tensor:
+    return torch.randn(count, 3, 12, 12, generator=torch.Generator().manual_seed(seed))
+
+
+def draw(count: int = 5, seed: int = 1) -> Tensor:
+    return torch.rand(count, 16, generator=torch.Generator().manual_seed(seed))
+
+
+def patchified(x: Tensor, patch: int = 3) -> Tensor:
+    """(n, c, h, w) to (n, patches, patch * patch * c), pixel by pixel."""
+    n, _, h, w = x.shape
+    rows = []
+    for top in range(0, h, patch):
+        for left in range(0, w, patch):
+            rows.append(x[:, :, top : top + patch, left : left + patch].permute(0, 2, 3, 1).reshape(n, -1))
+    return torch.stack(rows, 1)
+
+
+def unshuffled(tokens: Tensor, mask_token: Tensor, order: Tensor) -> Tensor:
+    """Visible tokens and mask tokens, each back in its place."""
+    n, visible, dim = tokens.shape
+    full = torch.cat([tokens, mask_token.expand(n, order.shape[1] - visible, dim)], 1)
+    return torch.stack([row[where.argsort()] for row, where in zip(full, order, strict=True)])
+
+
+def published(model: MAE, x: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
+    """The same loss in the published layout: all patches embedded, put back in place, predicted, and masked last."""
+    encoder: Any = model.encoder
+    decoder = model.decoder
+    order = noise.argsort(1)
+    keep = order[:, : model.visible]
+    tokens = encoder.patch_embed(x) + encoder.pos_embed[:, 1:]
+    tokens = torch.stack([row[where] for row, where in zip(tokens, keep, strict=True)])
+    cls = (encoder.cls_token + encoder.pos_embed[:, :1]).expand(len(x), -1, -1)
+    tokens = torch.cat([cls, tokens], 1)
+    outputs = []
+    for block in encoder.blocks:
+        tokens = block(tokens)
+        outputs.append(tokens)
+    outputs[-1] = encoder.norm(outputs[-1])
+    if decoder.skips:
+        stream = torch.cat([decoder.cls_token.expand(len(x), -1, -1), decoder.positions.expand(len(x), -1, -1)], 1)
+    else:
+        latent = decoder.embed(outputs[-1])
+        patches = unshuffled(latent[:, 1:], decoder.mask_token, order) + decoder.positions
+        stream = torch.cat([latent[:, :1], patches], 1)
+    for index, block in enumerate(decoder.blocks):
+        if index < len(decoder.skips):
+            unit, output = decoder.fuse[index], outputs[decoder.skips[index]]
+            full = torch.cat([output[:, :1], unshuffled(output[:, 1:], unit.mask_token, order)], 1)
+            stream = stream + unit.down(F.silu(unit.up(torch.cat([full, stream], 2))))
+        stream = block(stream)
+    prediction = decoder.head(decoder.norm(stream))[:, 1:]
+    target = patchified(x)
+    target = (target - target.mean(2, keepdim=True)) / (target.var(2, keepdim=True) + 1e-6).sqrt()
+    masked = torch.ones(len(x), 16).scatter(1, keep, 0.0)
+    error = (prediction - target).square().mean(2)
+    return (error * masked).sum() / masked.sum(), prediction
+
+
+def awake(model: MAE) -> MAE:
+    """Away from the zeros of the start, where much would agree by accident."""
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
+    return model.eval()
+
+
+@pytest.mark.parametrize("long_skips", [False, True])
+def test_it_computes_what_the_published_layout_computes(long_skips: bool) -> None:
+    model = awake(mae(long_skips))
+    x, noise = images(), draw()
+    found = model(x, noise)
+    loss, prediction = published(model, x, noise)
+    assert torch.allclose(found.loss, loss, atol=1e-5)
+    rows = torch.stack([row[where] for row, where in zip(prediction, found.order[:, 4:], strict=True)])
+    assert torch.allclose(found.prediction, rows, atol=1e-5)
+    # And the same gradients.
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    ours = torch.autograd.grad(found.loss, parameters)
+    theirs = torch.autograd.grad(loss, parameters)
+    assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(ours, theirs, strict=True))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"reg_tokens": 2},
+        {"class_token": False},
+        {"no_embed_class": True, "reg_tokens": 1},
+        {"dynamic_img_size": True},
+        {"pos_embed": "none"},
+        {"pre_norm": True},
+        {"init_values": 1e-1, "qk_norm": True},
+        {"name": "vit_small_patch16_224"},
+        {"name": "deit_tiny_distilled_patch16_224", "global_pool": "token"},
+    ],
+)
+def test_an_encoder_that_sees_everything_gives_the_features_of_timm(options: dict[str, Any]) -> None:
+    encoder: Any = vit(**options)
+    model = mae(encoder=encoder).eval()
+    everything = torch.arange(16).expand(5, -1)
+    x = images()
+    outputs = model.encode(model.patches(x), everything)
+    expected = unskip.features(encoder, x, pool=None)
+    for block, value in expected.items():
+        assert torch.allclose(outputs[block], value, atol=1e-5)
+    assert torch.isfinite(model(x).loss)
+
+
+@given(st.integers(1, 24), st.integers(1, 24))
+def test_long_skips_are_spread_and_none_is_idle(encoder: int, decoder: int) -> None:
+    found = sources(encoder, decoder)
+    assert found[0] == encoder - 1  # the deepest first
+    assert list(found) == sorted(set(found), reverse=True)
+    assert min(found) >= 0
+    assert len(found) == max(1, min(decoder, encoder // 2))
+    gaps = [a - b for a, b in zip(found, (*found[1:], -1), strict=True)]
+    assert max(gaps) - min(gaps) <= 1
+
+
+def test_long_skips_of_the_paper() -> None:
+    assert sources(12, 8) == (11, 9, 7, 5, 3, 1)
+
+
+@settings(max_examples=12)
+@given(st.integers(1, 6), st.integers(1, 6), st.booleans(), st.booleans())
+def test_every_parameter_learns_at_any_depth_ratio(encoder: int, decoder: int, long_skips: bool, zero: bool) -> None:
+    model = mae(long_skips, vit(depth=encoder, final_norm=not long_skips), depth=decoder)
+    if zero:
+        unskip.init.zero_branches_(model.encoder, images(2))
+        model.zero_start_()
+    optimizer = torch.optim.SGD(model.parameters(), 0.5)
+    moved: dict[str, bool] = {}
+    # Zeros open one after another: the head, the branches that end in zero, then all behind them.
+    for step in range(8):
+        optimizer.zero_grad()
+        model(images(seed=step)).loss.backward()
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad:
+                assert parameter.grad is not None, name
+                moved[name] = moved.get(name, False) or bool(parameter.grad.abs().max() > 0)
+        optimizer.step()
+    # The bias of a key adds the same to every score; all else moves.
+    assert [name for name, yes in moved.items() if not yes] == []
+
+
+def test_the_decoder_sees_the_encoder_only_through_the_skips() -> None:
+    model = awake(mae())
+    for unit in model.decoder.fuse:
+        nn.init.zeros_(unit.down.weight)
+        nn.init.zeros_(unit.down.bias)
+    with torch.no_grad():
+        assert torch.equal(model(images(), draw()).prediction, model(images(seed=7), draw()).prediction)
+
+
+def test_visible_and_masked_patches_are_all_patches() -> None:
+    order = mae()(images(50)).order
+    assert torch.equal(order.sort(1).values, torch.arange(16).expand(50, -1))
+    counts = order[:, :4].flatten().bincount(minlength=16)
+    assert counts.min() > 0  # no patch is always hidden: 50 draws miss one with probability 0.75^50
+
+
+def test_the_loss_does_not_look_at_visible_patches_but_the_prediction_does() -> None:
+    model = awake(mae())
+    x, noise = images(), draw()
+    shown = noise.argsort(1)[:, :4]
+    other = patchified(x)
+    other.scatter_(1, shown[:, :, None].expand(-1, -1, 27), 0.0)
+    assert torch.equal(model.target(other), model.target(patchified(x))) is False
+    first = model(x, noise)
+    hidden = first.order[:, 4:, None].expand(-1, -1, 27)
+    expected = (first.prediction - model.target(patchified(x).gather(1, hidden))).square().mean()
+    assert torch.allclose(first.loss, expected)
+
+
+def test_bytes_are_normalised_as_floats_are() -> None:
+    model = awake(mae())
+    raw = torch.randint(256, (5, 3, 12, 12), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    mean, std = (torch.tensor(v)[:, None, None] for v in ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)))
+    assert torch.allclose(model(raw, draw()).loss, model((raw / 255 - mean) / std, draw()).loss, atol=1e-5)
+
+
+def test_plain_pixels_are_the_target_where_asked_for() -> None:
+    model = mae(norm_pix=False)
+    assert torch.equal(model.target(patchified(images())), patchified(images()))
+
+
+def test_constant_patches_are_no_fault() -> None:
+    assert torch.isfinite(mae()(torch.zeros(5, 3, 12, 12)).loss)
+
+
+# --- Starts -----------------------------------------------------------------------------------------------------------
+
+
+def test_zero_start_predicts_nothing_and_shrinks_the_stream() -> None:
+    model = mae()
+    unskip.init.zero_branches_(model.encoder, images(2))
+    model.zero_start_()
+    wiring = unskip.rewire(model.encoder, "decay:0.5")
+    found = model(images(), draw())
+    assert torch.equal(found.prediction, torch.zeros_like(found.prediction))
+    assert found.loss.item() == pytest.approx(26 / 27, abs=0.01)  # var is over 27 pixels less one
+    outputs = model.encode(model.patches(images()), torch.arange(16).expand(5, -1))
+    first = model.encoder._pos_embed(model.encoder.patch_embed(images()))  # type: ignore[operator]
+    assert torch.allclose(outputs[-1], wiring.effective_decay * first, atol=1e-5)
+
+
+def test_positions_are_sines_that_tell_every_patch_apart() -> None:
+    table = positions(Grid(3, 5, 2, 3, 1), 16)
+    assert table.shape == (15, 16)
+    assert torch.allclose(table.square().sum(1), torch.full((15,), 8.0))  # sin^2 + cos^2, 16 / 2 times
+    assert torch.pdist(table).min() > 0.1
+    at = table[1 * 5 + 3]  # row 1, column 3
+    rates = [10_000.0 ** -(i / 4) for i in range(4)]
+    assert torch.allclose(at[:4], torch.tensor([3 * rate for rate in rates]).sin())
+    assert torch.allclose(at[12:], torch.tensor(rates).cos())
+
+
+def test_encoder_positions_are_fixed() -> None:
+    model = mae()
+    assert not model.encoder.pos_embed.requires_grad  # type: ignore[union-attr]
+    assert torch.equal(model.encoder.pos_embed[0, 0], torch.zeros(16))  # type: ignore[index]
+    assert torch.equal(model.encoder.pos_embed[0, 1:], positions(model.grid, 16))  # type: ignore[index]
+
+
+def test_only_the_encoder_is_rewired_and_it_can_be_undone() -> None:
+    model = awake(mae())
+    before = model(images(), draw()).loss
+    wiring = unskip.rewire(model.encoder, "decay:0.6", images(2))
+    assert len(wiring.sites) == 8
+    assert all(site.path.startswith("blocks.") for site in wiring.sites)
+    assert not torch.allclose(model(images(), draw()).loss, before)
+    wiring.undo()
+    assert torch.equal(model(images(), draw()).loss, before)
+
+
+def test_it_compiles_without_a_break() -> None:
+    model = awake(mae())
+    with torch.no_grad():
+        expected = model(images(), draw()).loss
+        found = torch.compile(model, fullgraph=True, backend="aot_eager")(images(), draw()).loss
+    assert torch.allclose(found, expected, atol=1e-5)
+
+
+# --- Published checkpoints --------------------------------------------------------------------------------------------
+
+
+def made_up(depth: int = 4, decoder: int = 2, width: int = 16, narrow: int = 12) -> dict[str, Tensor]:
+    """A state dict in the published layout, with numbers that tell every tensor from every other."""
+    shapes: dict[str, tuple[int, ...]] = {
+        "cls_token": (1, 1, width),
+        "pos_embed": (1, 17, width),
+        "mask_token": (1, 1, narrow),
+        "decoder_pos_embed": (1, 17, narrow),
+        "patch_embed.proj.weight": (width, 3, 3, 3),
+        "patch_embed.proj.bias": (width,),
+        "norm.weight": (width,),
+        "norm.bias": (width,),
+        "decoder_embed.weight": (narrow, width),
+        "decoder_embed.bias": (narrow,),
+        "decoder_norm.weight": (narrow,),
+        "decoder_norm.bias": (narrow,),
+        "decoder_pred.weight": (27, narrow),
+        "decoder_pred.bias": (27,),
+    }
+    for prefix, count, dim in (("blocks", depth, width), ("decoder_blocks", decoder, narrow)):
+        for index in range(count):
+            at = f"{prefix}.{index}"
+            layers = {"attn.qkv": (3 * dim, dim), "attn.proj": (dim, dim), "mlp.fc1": (4 * dim, dim)}
+            for name, shape in (layers | {"mlp.fc2": (dim, 4 * dim)}).items():
+                shapes[f"{at}.{name}.weight"], shapes[f"{at}.{name}.bias"] = shape, shape[:1]
+            for name in ("norm1", "norm2"):
+                shapes[f"{at}.{name}.weight"] = shapes[f"{at}.{name}.bias"] = (dim,)
+    generator = torch.Generator().manual_seed(3)
+    state = {name: 0.2 * torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+    state["decoder_pos_embed"][:, 0] = 0  # as published: the class token has no place
+    return state
+
+
+def attention(x: Tensor, state: dict[str, Tensor], at: str, heads: int = 2) -> Tensor:
+    """One pre-norm block, from a state dict alone."""
+
+    def linear(value: Tensor, name: str) -> Tensor:
+        return value @ state[f"{at}.{name}.weight"].T + state[f"{at}.{name}.bias"]
+
+    def norm(value: Tensor, name: str) -> Tensor:
+        return F.layer_norm(value, value.shape[-1:], state[f"{at}.{name}.weight"], state[f"{at}.{name}.bias"], 1e-6)
+
+    n, tokens, dim = x.shape
+    qkv = linear(norm(x, "norm1"), "attn.qkv").reshape(n, tokens, 3, heads, dim // heads).permute(2, 0, 3, 1, 4)
+    scores = (qkv[0] @ qkv[1].mT / (dim // heads) ** 0.5).softmax(-1)
+    x = x + linear((scores @ qkv[2]).transpose(1, 2).reshape(n, tokens, dim), "attn.proj")
+    return x + linear(F.gelu(linear(norm(x, "norm2"), "mlp.fc1")), "mlp.fc2")
+
+
+@pytest.mark.parametrize("as_file", [False, True])
+def test_a_published_checkpoint_computes_what_it_computed(as_file: bool, tmp_path: Path) -> None:
+    state = made_up()
+    model = mae(long_skips=False).eval()
+    if as_file:
+        torch.save({"model": state, "epoch": 3}, tmp_path / "mae.pth")
+        load_published(model, tmp_path / "mae.pth")
+    else:
+        load_published(model, state)
+    x, noise = images(), draw()
+    order = noise.argsort(1)
+    tokens = F.conv2d(x, state["patch_embed.proj.weight"], state["patch_embed.proj.bias"], stride=3)
+    tokens = tokens.flatten(2).mT + state["pos_embed"][:, 1:]
+    tokens = torch.stack([row[where] for row, where in zip(tokens, order[:, :4], strict=True)])
+    tokens = torch.cat([(state["cls_token"] + state["pos_embed"][:, :1]).expand(5, -1, -1), tokens], 1)
+    for index in range(4):
+        tokens = attention(tokens, state, f"blocks.{index}")
+    tokens = F.layer_norm(tokens, (16,), state["norm.weight"], state["norm.bias"], 1e-6)
+    tokens = tokens @ state["decoder_embed.weight"].T + state["decoder_embed.bias"]
+    full = torch.cat([tokens[:, :1], unshuffled(tokens[:, 1:], state["mask_token"], order)], 1)
+    full = full + state["decoder_pos_embed"]
+    for index in range(2):
+        full = attention(full, state, f"decoder_blocks.{index}")
+    full = F.layer_norm(full, (12,), state["decoder_norm.weight"], state["decoder_norm.bias"], 1e-6)
+    expected = (full @ state["decoder_pred.weight"].T + state["decoder_pred.bias"])[:, 1:]
+    rows = torch.stack([row[where] for row, where in zip(expected, order[:, 4:], strict=True)])
+    with torch.no_grad():
+        assert torch.allclose(model(x, noise).prediction, rows, atol=1e-4)
+
+
+def test_a_checkpoint_without_a_decoder_fills_the_encoder() -> None:
+    model = mae(long_skips=False)
+    before = model.decoder.head.weight.clone()
+    state = {name: value for name, value in made_up().items() if "decoder" not in name and name != "mask_token"}
+    load_published(model, state)
+    assert torch.equal(model.encoder.norm.weight, state["norm.weight"])  # type: ignore[union-attr,arg-type]
+    assert torch.equal(model.decoder.head.weight, before)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda s: s.pop("blocks.3.mlp.fc2.bias"), "encoder.blocks.3.mlp.fc2.bias is missing"),
+        (lambda s: s.update({"blocks.9.norm1.bias": torch.zeros(16)}), "encoder.blocks.9.norm1.bias is not known"),
+        (lambda s: s.update({"pos_embed": torch.zeros(1, 26, 16)}), r"pos_embed is \(1, 26, 16\), not \(1, 17, 16\)"),
+        (lambda s: s.update({"decoder_pos_embed": torch.zeros(1, 26, 12)}), r"decoder.positions is \(25, 12\)"),
+        (lambda s: s.clear(), "holds no tensors by name"),
+    ],
+)
+def test_a_checkpoint_of_another_shape_is_refused_and_nothing_is_loaded(change: Any, message: str) -> None:
+    model = mae(long_skips=False)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    state = made_up()
+    change(state)
+    with pytest.raises(LoadError, match=message):
+        load_published(model, state)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_checkpoints_that_cannot_be_read(tmp_path: Path) -> None:
+    with pytest.raises(BadInput, match="no long skips"):
+        load_published(mae(), made_up())
+    (tmp_path / "broken.pth").write_bytes(b"not a checkpoint")
+    for name in ("broken.pth", "missing.pth"):
+        with pytest.raises(LoadError, match=name):
+            load_published(mae(long_skips=False), tmp_path / name)
+
+
+# --- Bad input --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"mask": 0.0}, "nothing to paint"),
+        ({"mask": 1.0}, "nothing to see"),
+        ({"mask": float("nan")}, "mask ratio of nan"),
+        ({"mask": 0.97}, "of 16 patches a mask ratio of 0.97 shows 0"),
+        ({"depth": 0}, "it needs one"),
+        ({"heads": 5}, "12 wide and 5 heads"),
+        ({"width": 6, "heads": 3}, "multiple of 4"),
+    ],
+)
+def test_bad_settings_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(BadInput, match=message):
+        mae(**options)
+
+
+@pytest.mark.parametrize(
+    ("encoder", "message"),
+    [
+        (lambda: vit(img_size=13), "patches of 3 do not divide an image of 13 x 13"),
+        (lambda: timm.create_model("resnet18", num_classes=0), "ResNet has no patch tokens"),
+        (lambda: timm.create_model("swin_tiny_patch4_window7_224", num_classes=0), "has no patch tokens"),
+        (lambda: nn.Linear(2, 2), "Linear has no patch tokens"),
+        (lambda: vit(final_norm=True), "final_norm=False"),
+        (lambda: vit(patch_size=(3, 4)), "they are squares"),
+    ],
+)
+def test_encoders_that_will_not_do(encoder: Any, message: str) -> None:
+    with pytest.raises(BadInput, match=message):
+        mae(encoder=encoder())
+
+
+def test_images_of_another_size_are_refused() -> None:
+    with pytest.raises(BadInput, match=r"images are \(3, 15, 15\); the encoder takes \(3, 12, 12\)"):
+        mae()(torch.zeros(2, 3, 15, 15))
