@@ -1,0 +1,264 @@
+"""The MAE recipe: every ablation a flag, runs on digits, resume, the encoder on its own, and runs judged."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import unskip
+from unskip import cli, recipes
+from unskip.errors import BadInput, UnskipError
+from unskip.models import MAE
+from unskip.recipes._judge import open_run
+from unskip.recipes._mae import build
+from unskip.training import RunFolder
+
+# Runs of a few steps look unhealthy, and are told so.
+pytestmark = pytest.mark.filterwarnings("ignore::unskip.errors.UnskipWarning")
+
+TINY: dict[str, Any] = {
+    "model_args": "depth=2,embed_dim=16,num_heads=2",
+    "decoder_width": 8,
+    "decoder_depth": 1,
+    "decoder_heads": 2,
+    "steps": 6,
+    "batch": 32,
+    "log_every": 2,
+    "checkpoint_every": 4,
+    "online_images": 300,
+    "device": "cpu",
+}
+DECAY = 1 * (13 / 15) * (11 / 15) * 0.6  # of decay:0.6 over four sites
+ABLATIONS: dict[str, dict[str, Any]] = {
+    "paper": {},
+    "standard": {"shortcut": "keep"},
+    "both branches": {"shortcut": "scale:0.7071,0.7071"},
+    "branch only": {"shortcut": "scale:1,0.7071"},
+    "attention only": {"where": "attention"},
+    "mlp only": {"where": "mlp"},
+    "without long skips": {"long_skips": False},
+    "learnable": {"shortcut": "learn:1.0"},
+    "without zero start": {"init": "default"},
+    "by product": {"shortcut": "decay:product=0.2"},
+    "plain": {"shortcut": "keep", "long_skips": False, "init": "default"},
+}
+
+
+def tiny(**changes: Any) -> recipes.Mae:
+    return recipes.mae("digits", **{**TINY, **changes})
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished run that tests only read, or add results to."""
+    out = tmp_path_factory.mktemp("mae") / "run"
+    assert unskip.train(tiny(), out, quiet=True).finished
+    return out
+
+
+@pytest.mark.parametrize("name", ABLATIONS)
+def test_every_ablation_is_a_flag_away(name: str) -> None:
+    config = tiny(**ABLATIONS[name])
+    task, _ = build(config)
+    assert isinstance(task.model, MAE)
+    rule = {
+        "both branches": ([0.7071] * 4, [0.7071] * 4),
+        "branch only": ([1.0] * 4, [0.7071] * 4),
+        "attention only": ([1.0, 1.0, 0.6, 1.0], [1.0] * 4),
+        "mlp only": ([1.0, 1.0, 1.0, 0.6], [1.0] * 4),
+        "learnable": ([1.0] * 4, [1.0] * 4),
+    }.get(name, ([1 - 0.4 * i / 3 for i in range(4)], [1.0] * 4))
+    if config.shortcut == "keep":
+        assert task.wiring is None
+    elif name == "by product":
+        assert task.wiring is not None
+        assert task.wiring.effective_decay == pytest.approx(0.2)
+    else:
+        assert task.wiring is not None
+        assert task.wiring.alphas == pytest.approx(rule[0])
+        assert task.wiring.betas == pytest.approx(rule[1])
+    learnt = [] if task.wiring is None else list(task.wiring.parameters.values())
+    held = {id(p) for group in task.optimizer.param_groups for p in group["params"]}
+    assert len(learnt) == (4 if name == "learnable" else 0)
+    assert {id(p) for p in learnt} <= held
+    assert bool(task.model.decoder.skips) == config.long_skips
+    starts = [block.attn.proj.weight for block in (*task.model.encoder.blocks, *task.model.decoder.blocks)]  # type: ignore[misc,union-attr]
+    assert all(bool((weight == 0).all()) == (config.init == "zero") for weight in starts)
+    assert bool((task.model.decoder.head.weight == 0).all()) == (config.init == "zero")
+    # One step, which every parameter takes part in: what DistributedDataParallel asks for.
+    loss, numbers = task.loss(task.model, next(task.feed.iterate(0, 1)))
+    loss.backward()
+    assert all(p.grad is not None for p in task.model.parameters() if p.requires_grad)
+    assert float(numbers["feature_norm"]) > 0
+
+
+def test_a_run_trains_resumes_and_holds_its_encoder(run: Path, tmp_path: Path) -> None:
+    again = tmp_path / "again"
+    unskip.train(tiny(), again, quiet=True)
+    first, second = (load_file(each / "checkpoints" / "step-6" / "model.safetensors") for each in (run, again))
+    assert all(torch.equal(first[key], second[key]) for key in first)
+    # As if it had been killed after the first checkpoint.
+    shutil.rmtree(again / "checkpoints" / "step-6")
+    outcome = unskip.resume(again, quiet=True)
+    third = load_file(again / "checkpoints" / "step-6" / "model.safetensors")
+    assert all(torch.equal(first[key], third[key]) for key in first)
+    assert set(outcome.evaluations) >= {"test_loss", "knn20", "rank"}
+    encoder = unskip.load(run / "checkpoints" / "step-6" / "encoder").eval()
+    assert unskip.Wiring.of(encoder).alphas[-1] == pytest.approx(0.6)
+    opened = open_run(run)
+    assert isinstance(opened.model, MAE)
+    assert opened.step == 6
+    x = torch.randn(3, 1, 8, 8, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        assert torch.allclose(encoder(x), opened.encoder.eval()(x), atol=1e-6)
+
+
+def test_a_run_says_what_it_saw(run: Path) -> None:
+    folder = RunFolder(run)
+    rows = folder.read("evals.jsonl")
+    names = [row["evaluation"] for row in rows[:2]]
+    assert names == ["reconstruction-v1", "knn-dino-v1, rank-v1"]
+    assert 0 <= rows[1]["knn20"] <= 1
+    metrics = folder.read("metrics.jsonl")
+    assert all(row["feature_norm"] > 0 and row["effective_decay"] == pytest.approx(DECAY) for row in metrics)
+
+
+def test_training_learns_to_paint(tmp_path: Path) -> None:
+    outcome = unskip.train(tiny(steps=120, lr=5e-3, checkpoint_every=1000, decoder_depth=2), tmp_path / "x", quiet=True)
+    rows = RunFolder(tmp_path / "x").read("metrics.jsonl")
+    trivial = build(tiny())[0].trivial
+    assert trivial is not None
+    assert rows[0]["loss"] == pytest.approx(trivial, rel=0.1)  # from the zero start it paints nothing
+    assert rows[-1]["loss"] < 0.85 * trivial
+    assert outcome.evaluations["test_loss"] < 0.85 * trivial
+
+
+def test_averaged_weights_are_what_is_judged(tmp_path: Path) -> None:
+    unskip.train(tiny(average=0.5), tmp_path / "x", quiet=True)
+    opened = open_run(tmp_path / "x")
+    raw = load_file(tmp_path / "x" / "checkpoints" / "step-6" / "model.safetensors")
+    name = "encoder.blocks.0.attn.qkv.weight"
+    assert not torch.equal(opened.model.state_dict()[name], raw[name])
+
+
+def test_a_published_checkpoint_starts_a_plain_run(tmp_path: Path) -> None:
+    from tests.models.test_mae import made_up
+
+    torch.save({"model": made_up()}, tmp_path / "mae.pth")
+    changes = {"weights": str(tmp_path / "mae.pth"), "shortcut": "keep", "long_skips": False, "init": "default"}
+    with pytest.raises(UnskipError, match="does not fit"):
+        build(tiny(**changes))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"mask": 0.0}, "nothing to paint"),
+        ({"mask": 1.0}, "nothing to see"),
+        ({"patch": 3}, "patches of 3 do not divide images of 8"),
+        ({"model": "timm:resnet18", "model_args": ""}, "no ViT|no patch tokens"),
+        ({"model": "torchvision:vit_b_16"}, "ViT of timm"),
+        ({"init": "skipless"}, "init is 'skipless'"),
+        ({"where": "attn"}, "where is 'attn'"),
+    ],
+)
+def test_bad_settings_are_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(BadInput, match=message):
+        build(tiny(**changes))
+
+
+@pytest.mark.parametrize("preset", ["cifar", "tiny-imagenet", "vit-b16"])
+def test_presets_are_whole(preset: str) -> None:
+    config = recipes.mae(preset)
+    assert config.size % (config.patch or 16) == 0
+    assert config.shortcut == "decay:0.6"
+    assert config.mask == 0.75
+    assert config.long_skips
+    assert config.init == "zero"
+
+
+def test_the_preset_of_the_paper() -> None:
+    config = recipes.mae("vit-b16")
+    assert (config.epochs, config.batch, config.weight_decay) == (800, 4096, 0.05)
+    assert config.lr == pytest.approx(2.4e-3)
+    assert config.warmup == pytest.approx(40 / 800)
+    assert (config.decoder_width, config.decoder_depth, config.decoder_heads) == (512, 8, 16)
+    assert (config.crop, config.scale, config.flip) == ("resized", 0.2, True)
+
+
+# --- unskip eval ------------------------------------------------------------------------------------------------------
+
+
+def test_eval_prints_a_table_over_depth_and_keeps_it(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["eval", str(run), "--protocol", "knn-dino-v1,probe-lbfgs-v1,rank-v1"]) == 0
+    out = capsys.readouterr().out
+    assert "step 6: knn-dino-v1, probe-lbfgs-v1, rank-v1" in out
+    table = out.strip().splitlines()[2:]
+    assert table[0].split()[:2] == ["block", "knn10"]
+    assert [line.split()[0] for line in table[2:]] == ["0", "1"]
+    rows = [row for row in RunFolder(run).read("evals.jsonl") if row["evaluation"] == "probe-lbfgs-v1"]
+    assert [row["block"] for row in rows[-2:]] == [0, 1]
+    assert rows[-1] | {"probe_lbfgs": 0} == {
+        "step": 6,
+        "evaluation": "probe-lbfgs-v1",
+        "block": 1,
+        "pool": "mean",
+        "probe_lbfgs": 0,
+        "split": "test",
+        "seed": 0,
+        "precision": "float32",
+    }
+    # What was added does not stand in the way of the run itself.
+    assert unskip.resume(run, quiet=True).finished
+
+
+def test_eval_as_json_with_the_protocol(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--protocol", "probe-decayed-v1", "--blocks", "last", "--pool", "cls", "--split", "val", "--json"]
+    change = ["--change", "probe-decayed-v1.epochs=3"]
+    assert cli.main(["eval", str(run), *arguments, *change]) == 0
+    data = json.loads(capsys.readouterr().out)
+    assert data["protocols"]["probe-decayed-v1"]["settings"]["lr"] == 0.01
+    assert [row["block"] for row in data["results"]] == [1]
+    assert data["results"][0]["pool"] == "cls"
+    assert data["results"][0]["changes"] == {"epochs": 3}
+
+
+def test_a_supervised_run_can_be_judged_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = recipes.supervised("digits", model_args="depth=2,embed_dim=16,num_heads=2", steps=2, device="cpu")
+    unskip.train(config, tmp_path / "x", quiet=True)
+    assert cli.main(["eval", str(tmp_path / "x"), "--protocol", "rank-v1", "--blocks", "0,1"]) == 0
+    assert len(capsys.readouterr().out.strip().splitlines()) == 6
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--protocol", "knn-dino"], "nearest: knn-dino-v1"),
+        (["--protocol", ","], "names none"),
+        (["--blocks", "first"], "write all, last"),
+        (["--blocks", "7"], "not among the model's 2 blocks"),
+        (["--pool", "max"], "mean or cls"),
+        (["--split", "train"], "test or val"),
+        (["--precision", "int8"], "float32 or bf16"),
+        (["--change", "knn-dino-v1.k=3"], "PROTOCOL.SETTING=VALUE"),
+    ],
+)
+def test_eval_refuses_what_it_cannot_do(
+    run: Path, arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["eval", str(run), *arguments]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_eval_needs_a_run_with_a_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["eval", str(tmp_path)]) == 2
+    assert "no run there" in capsys.readouterr().err
+    RunFolder.create(tmp_path / "x", {"recipe": "mae", **vars(tiny())}, "cpu")
+    assert cli.main(["eval", str(tmp_path / "x")]) == 2
+    assert "no checkpoint yet" in capsys.readouterr().err
