@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -32,6 +33,10 @@ ACTIVATIONS: dict[str, Activation] = {
     "hardtanh": F.hardtanh,
     "log_sigmoid": F.logsigmoid,
     "square": torch.square,
+    "abs": torch.abs,
+    "sin": torch.sin,
+    "squareplus": lambda x: (x + (x.square() + 4).sqrt()) / 2,
+    "shifted_softplus": lambda x: F.softplus(x) - math.log(2),
 }
 
 # Spread over where activations bend, and not symmetric, so that no two of them agree on all of it.

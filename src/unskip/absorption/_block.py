@@ -1,0 +1,245 @@
+"""A block: one MLP with its skip and its norms, as weights.
+
+    F(x) = A x + W_down phi(W_up x + b_up) + b_down                           plain
+    F(x) = A x + W_down (phi(W_gate x + b_gate) * (W_up x + b_up)) + b_down   gated
+
+A norm stands before the MLP ("pre"), at the end of the branch ("out"), after the sum ("post"), or before the whole
+block ("input": the block reads what a norm gives, as in BERT).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+from unskip._words import nearest
+from unskip.absorption._activations import Activation, resolve
+from unskip.anatomy import NormParts
+from unskip.errors import BadInput
+
+NormKind = Literal["layernorm", "rmsnorm", "other"]
+NormPlace = Literal["pre", "post", "out", "input"]
+
+
+@dataclass(frozen=True, eq=False)
+class Norm:
+    """LayerNorm or RMSNorm; the gain that acts is `gain`, 1 where it is None."""
+
+    kind: NormKind = "layernorm"
+    place: NormPlace = "pre"
+    eps: float | None = 1e-5
+    gain: Tensor | None = None
+    bias: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        for name, value, known in (("kind", self.kind, NormKind), ("place", self.place, NormPlace)):
+            if value not in get_args(known):
+                raise BadInput(f"Norm: no {name} {value!r}{nearest(str(value), get_args(known))}; {get_args(known)}")
+        if self.eps is not None and not (math.isfinite(self.eps) and self.eps >= 0):
+            raise BadInput(f"Norm: eps must be a number that is not negative, got {self.eps!r}")
+        for name in ("gain", "bias"):
+            value = getattr(self, name)
+            if value is not None:
+                _weight(f"Norm: {name}", value, 1)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if self.kind == "other":
+            raise BadInput("Norm: a norm of kind 'other' cannot be computed")
+        if self.kind == "layernorm":
+            x = x - x.mean(-1, keepdim=True)
+        out = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + (self.eps or 0.0))
+        if self.gain is not None:
+            out = out * self.gain.to(x)
+        return out if self.bias is None else out + self.bias.to(x)
+
+
+@dataclass(frozen=True, eq=False)
+class Block:
+    """The weights of one block as nn.Linear stores them: up and gate (h, d), down (d_out, h).
+
+    `skip` is a number or a (d_out, d) matrix; `norm` is one norm, or several at different places. A gate makes a plain
+    word a gated one: activation="silu" with a gate is "swiglu".
+    """
+
+    up: Tensor
+    down: Tensor
+    gate: Tensor | None = None
+    up_bias: Tensor | None = None
+    gate_bias: Tensor | None = None
+    down_bias: Tensor | None = None
+    activation: str = "gelu"
+    skip: float | Tensor = 1.0
+    norm: Norm | tuple[Norm, ...] | None = None
+
+    def __post_init__(self) -> None:
+        phi, gated = resolve(self.activation)
+        object.__setattr__(self, "_phi", phi)
+        _weight("Block: up", self.up, 2)
+        _weight("Block: down", self.down, 2)
+        h, d = self.up.shape
+        if self.down.shape[1] != h:
+            raise BadInput(
+                f"Block: up is {tuple(self.up.shape)} and down {tuple(self.down.shape)}: down must be (d_out, {h}), "
+                "as nn.Linear stores it; transpose it if it is stored the other way"
+            )
+        if gated and self.gate is None:
+            raise BadInput(f"Block: {self.activation!r} is a gated activation, so it needs gate, a ({h}, {d}) weight")
+        if self.gate is None and self.gate_bias is not None:
+            raise BadInput("Block: gate_bias is given without gate")
+        if self.gate is not None:
+            _weight("Block: gate", self.gate, 2)
+            _shaped("gate", self.gate, (h, d))
+        for name, size in (("up_bias", h), ("gate_bias", h), ("down_bias", len(self.down))):
+            value = getattr(self, name)
+            if value is not None:
+                _weight(f"Block: {name}", value, 1)
+                _shaped(name, value, (size,))
+        if isinstance(self.skip, Tensor) and self.skip.ndim:
+            _weight("Block: skip", self.skip, 2)
+            _shaped("skip", self.skip, (len(self.down), d))
+        else:
+            number = float(self.skip)
+            if not math.isfinite(number):
+                raise BadInput(f"Block: skip must be finite, got {number}")
+            if number and len(self.down) != d:
+                raise BadInput(
+                    f"Block: a number as skip needs as many outputs as inputs, got {len(self.down)} and {d}; "
+                    f"give a ({len(self.down)}, {d}) matrix"
+                )
+            object.__setattr__(self, "skip", number)
+        given = self.norm if isinstance(self.norm, tuple) else () if self.norm is None else (self.norm,)
+        norms = tuple(n if isinstance(n, Norm) else norm_of(n) for n in given)
+        sizes = {"pre": d, "input": d, "post": len(self.down), "out": len(self.down)}
+        for norm in norms:
+            for name in ("gain", "bias"):
+                value = getattr(norm, name)
+                if value is not None:
+                    _shaped(f"norm.{name} ({norm.place})", value, (sizes[norm.place],))
+        if len({norm.place for norm in norms}) < len(norms):
+            raise BadInput("Block: two norms stand at the same place")
+        object.__setattr__(self, "norm", norms or None)
+
+    @property
+    def phi(self) -> Activation:
+        """The activation with its facts."""
+        return self._phi  # type: ignore[attr-defined,no-any-return]
+
+    @property
+    def gated(self) -> bool:
+        return self.gate is not None
+
+    @property
+    def width(self) -> int:
+        return len(self.up)
+
+    @property
+    def inputs(self) -> int:
+        return self.up.shape[1]
+
+    @property
+    def outputs(self) -> int:
+        return len(self.down)
+
+    @property
+    def norms(self) -> dict[str, Norm]:
+        """The norms by their place."""
+        return {norm.place: norm for norm in (self.norm or ())}  # type: ignore[union-attr]
+
+    @property
+    def matrix(self) -> Tensor:
+        """The skip as a (d_out, d) matrix in float64."""
+        if isinstance(self.skip, Tensor):
+            return self.skip.detach().double().to(self.up.device)
+        eye = torch.eye(self.outputs, self.inputs, dtype=torch.float64, device=self.up.device)
+        return self.skip * eye
+
+    @property
+    def roundoff(self) -> float:
+        """The unit roundoff of the coarsest dtype that a weight is stored in."""
+        weights = [w for w in (self.up, self.down, self.gate) if w is not None]
+        return max(torch.finfo(weight.dtype).eps for weight in weights) / 2
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The coarsest dtype that a weight is stored in."""
+        weights = [w for w in (self.up, self.down, self.gate) if w is not None]
+        return max((w.dtype for w in weights), key=lambda dtype: torch.finfo(dtype).eps)
+
+    def branch(self, x: Tensor) -> Tensor:
+        """The MLP alone, on x (..., d), in the dtype of x."""
+        rows = torch.nn.functional.linear(x, self.up.to(x), None if self.up_bias is None else self.up_bias.to(x))
+        if self.gate is None:
+            hidden = self.phi.function(rows)
+        else:
+            bias = None if self.gate_bias is None else self.gate_bias.to(x)
+            hidden = self.phi.function(torch.nn.functional.linear(x, self.gate.to(x), bias)) * rows
+        bias = None if self.down_bias is None else self.down_bias.to(x)
+        return torch.nn.functional.linear(hidden, self.down.to(x), bias)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """The whole block on x (..., d), in the dtype of x. An "input" norm is not applied: x is what it gave."""
+        norms = self.norms
+        out = self.branch(norms["pre"](x) if "pre" in norms else x)
+        if "out" in norms:
+            out = norms["out"](out)
+        if isinstance(self.skip, Tensor):
+            out = out + x @ self.skip.to(x).mT
+        elif self.skip:
+            out = out + self.skip * x
+        return norms["post"](out) if "post" in norms else out
+
+    def bare(self) -> Block:
+        """The block with its norms set aside: the question of the paper."""
+        return replace(self, norm=None)
+
+    def double(self) -> Block:
+        """The same block with every weight in float64. What the weights were stored in is lost."""
+
+        def cast(value: Tensor | None) -> Tensor | None:
+            return None if value is None else value.detach().double()
+
+        skip = self.skip.detach().double() if isinstance(self.skip, Tensor) else self.skip
+        return replace(
+            self,
+            up=self.up.detach().double(),
+            down=self.down.detach().double(),
+            gate=cast(self.gate),
+            up_bias=cast(self.up_bias),
+            gate_bias=cast(self.gate_bias),
+            down_bias=cast(self.down_bias),
+            skip=skip,
+        )
+
+
+def norm_of(part: NormParts, place: NormPlace | None = None) -> Norm:
+    """A norm as `unskip.parts` shows it, with the offset of its gain put in."""
+    gain, offset = part.gain, float(getattr(part, "offset", 0.0))
+    if gain is not None and offset:
+        gain = gain.detach().double() + offset
+    return Norm(part.kind, place or part.place, part.eps, gain, part.bias)
+
+
+def _weight(name: str, value: object, ndim: int) -> None:
+    if not isinstance(value, Tensor):
+        raise BadInput(f"{name} must be a tensor, got {type(value).__name__}")
+    if value.is_meta:
+        raise BadInput(f"{name} is on the meta device and holds no numbers; load the weights first")
+    if not value.is_floating_point():
+        raise BadInput(
+            f"{name} is {str(value.dtype).removeprefix('torch.')}: the decision is about real weights; "
+            "dequantise or cast them to a floating dtype first"
+        )
+    if value.ndim != ndim or not value.numel():
+        raise BadInput(f"{name} must have {ndim} dimension(s) and not be empty, got shape {tuple(value.shape)}")
+    bad = int((~torch.isfinite(value.detach().float() if value.element_size() == 1 else value.detach())).sum())
+    if bad:
+        raise BadInput(f"{name} has {bad} entries that are NaN or infinite; no verdict can stand on them")
+
+
+def _shaped(name: str, value: Tensor, shape: tuple[int, ...]) -> None:
+    if tuple(value.shape) != shape:
+        raise BadInput(f"Block: {name} must have shape {shape}, got {tuple(value.shape)}")

@@ -1,0 +1,172 @@
+"""The canonical form: which units really count.
+
+Up to affine functions a block of class O is  sum_k J_k e(u_k.x + b_k)  over distinct keys: +-(u, b), or for ReLU and
+LeakyReLU the hyperplane u.x + b = 0. Units of one key merge (J_k is their sum), a key whose J_k is zero counts for
+nothing, and neither does a unit with u = 0. What is left over is spare: a spare unit of the replacement can be used for
+something else. With u_i = s_i r_i u_k, a replacement of m units, one on each key, needs
+
+    sum_k t_k J_k u_k^T = B,   t in {0, 1}^m,        B = -A / c + sum_i beta_i v_i u_i^T
+
+where beta_i is 0 for a unit that looks the same way as its key, -1 for one that looks the other way, and takes off the
+linear part of a unit that counts for nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from unskip.absorption._reduce import EPS, Problem
+
+STRICT = 16 * EPS
+
+
+@dataclass(frozen=True, eq=False)
+class Keys:
+    """The active keys of a problem: `joint` (o, m), `rows` (m, n), and the (o, n) `goal` B."""
+
+    joint: Tensor
+    rows: Tensor
+    goal: Tensor
+    first: Tensor  # (m,) the unit that stands for each key
+    member: Tensor  # (h,) the key of each unit, -1 where it counts for nothing
+    sizes: Tensor  # (m,) how many units a key has
+    spares: int  # width of the replacement less m
+
+    @property
+    def count(self) -> int:
+        return len(self.first)
+
+
+def canonical(problem: Problem, loose: bool = False) -> Keys:
+    """Groups the units. `loose` also merges what rounding of the stored weights could have told apart."""
+    up, bias, down = problem.up, problem.bias, problem.down
+    homogeneous = problem.block.phi.homogeneous
+    tolerance = 32 * problem.block.roundoff if loose else STRICT
+    h = len(up)
+    lengths = up.norm(dim=1)
+    idle = (lengths == 0) | (down.norm(dim=0) == 0)
+    linear = torch.full((h,), problem.odd / 2, dtype=torch.float64, device=up.device)
+    if loose:
+        floor = problem.tolerance() / (abs(problem.odd) * h)
+        idle |= down.norm(dim=0) * lengths <= floor
+    if problem.radius is not None and not problem.block.phi.analytic:
+        # Its kink misses the ball, so it is affine there. (On a ball this is for piecewise linear words only.)
+        reach = problem.radius * lengths
+        idle |= bias.abs() >= reach * (1 - (1e-6 if loose else -1e-12))
+        slopes = torch.where(bias > 0, 1.0, problem.odd - 1)  # ReLU: 1 and 0; LeakyReLU: 1 and c - 1
+        linear = torch.where(bias.abs() >= reach, slopes.to(linear), linear)
+    keyed = torch.cat([up, bias[:, None]], 1)
+    member, sign, ratio = _group(keyed, ~idle, tolerance, homogeneous)
+    count = int(member.max()) + 1 if h else 0
+    active = member >= 0
+    joint = down.new_zeros(len(down), count)
+    joint.index_add_(1, member[active], (down * ratio)[:, active])
+    bulk = down.new_zeros(count).index_add_(0, member[active], (down.norm(dim=0) * ratio)[active])
+    small = max(tolerance, 64 * EPS) if loose else 64 * EPS
+    alive = joint.norm(dim=0) > small * bulk
+    renumber = torch.cumsum(alive.long(), 0) - 1
+    member = torch.where(active & alive[member.clamp(min=0)], renumber[member.clamp(min=0)], -1)
+    active = member >= 0
+    joint, count = joint[:, alive], int(alive.sum())
+    units = torch.arange(h, device=up.device)
+    first = torch.full((count,), h, device=up.device).scatter_reduce_(0, member[active], units[active], "amin")
+    sizes = torch.bincount(member[active], minlength=count)
+    # Signs are relative to the unit that stands for the key.
+    sign = torch.where(active, sign * sign[first[member.clamp(min=0)]] if count else sign, sign)
+    beta = torch.where(active, (sign - 1) / 2, -linear / problem.odd)
+    beta = torch.where(lengths == 0, torch.zeros_like(beta), beta)
+    target, rows = problem.target, problem.rows
+    const = _constants(problem, lengths == 0)
+    if not problem.output_bias and const is not None:
+        target = target.clone()
+        target[:, -1] += const
+    moved = beta != 0
+    goal = -target / problem.odd
+    if bool(moved.any()):
+        goal = goal + (down[:, moved] * beta[moved]) @ rows[moved]
+    # A unit alone keeps its column to the bit.
+    joint = torch.where(sizes == 1, down[:, first], joint / ratio[first])
+    return Keys(joint, rows[first], goal, first, member, sizes, problem.width - count)
+
+
+def _constants(problem: Problem, zero: Tensor) -> Tensor | None:
+    if not bool(zero.any()):
+        return None
+    return problem.down[:, zero] @ problem.block.phi.function(problem.bias[zero])
+
+
+def _group(rows: Tensor, wanted: Tensor, tolerance: float, homogeneous: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """For every wanted row its group, its sign against the group's first row, and its length (1 if not homogeneous)."""
+    h = len(rows)
+    lengths = rows.norm(dim=1).clamp(min=torch.finfo(torch.float64).tiny)
+    unit = rows / lengths[:, None]
+    index = torch.nonzero(wanted).flatten()
+    parent: dict[int, int] = {}
+    for i, j in _close(unit[index], 2 * tolerance):
+        a, b = int(index[i]), int(index[j])
+        long = max(float(lengths[a]), float(lengths[b]))
+        one, two = (unit[a], unit[b]) if homogeneous else (rows[a] / long, rows[b] / long)
+        if min(float((one - two).norm()), float((one + two).norm())) <= tolerance:
+            _join(parent, a, b)
+    member = torch.full((h,), -1, dtype=torch.long, device=rows.device)
+    member[index] = torch.arange(len(index), device=rows.device)
+    sign = torch.ones(h, dtype=torch.float64, device=rows.device)
+    for unit_index in list(parent):
+        root = _root(parent, unit_index)
+        member[unit_index] = member[root]
+        sign[unit_index] = 1.0 if float(unit[unit_index] @ unit[root]) >= 0 else -1.0
+    _, dense = torch.unique(member[index], return_inverse=True)
+    member[index] = dense
+    return member, sign, lengths if homogeneous else torch.ones_like(lengths)
+
+
+def _close(unit: Tensor, tolerance: float) -> list[tuple[int, int]]:
+    """Pairs of unit rows that may be equal up to sign and `tolerance`; none that are is left out."""
+    count, n = unit.shape
+    generator = torch.Generator().manual_seed(0)
+    probe = torch.randn(n, generator=generator, dtype=torch.float64).to(unit.device)
+    probe /= probe.norm()
+    values, order = (unit @ probe).abs().sort()
+    reach = tolerance + 8 * n * EPS
+    last = torch.searchsorted(values, values + reach, right=True)
+    spans = last - torch.arange(count, device=unit.device) - 1
+    if int(spans.sum()) <= 64 * count:
+        pairs = []
+        for i in torch.nonzero(spans).flatten().tolist():
+            pairs += [(int(order[i]), int(order[j])) for j in range(i + 1, int(last[i]))]
+        return pairs
+    # A wide tolerance: distances in a few coordinates are never more than the whole distance.
+    some = unit[:, torch.randperm(n, generator=generator)[:512].to(unit.device)].float()
+    square = some.square().sum(1)
+    limit = (tolerance + 1e-5) ** 2
+    pairs = []
+    for start in range(0, count, 2048):
+        part = some[start : start + 2048]
+        apart = square[start : start + 2048, None] + square[None, :] - 2 * (part @ some.mT).abs()
+        left, right = torch.nonzero(apart <= limit + 1e-6, as_tuple=True)
+        left = left + start
+        keep = left < right
+        left, right = left[keep], right[keep]
+        if len(left):
+            cosines = torch.cat(
+                [(unit[a] * unit[b]).sum(1) for a, b in zip(left.split(4096), right.split(4096), strict=True)]
+            )
+            near = 2 - 2 * cosines.abs() <= tolerance**2 + 1e-12
+            pairs += list(zip(left[near].tolist(), right[near].tolist(), strict=True))
+    return pairs
+
+
+def _root(parent: dict[int, int], index: int) -> int:
+    while parent.get(index, index) != index:
+        index = parent[index]
+    return index
+
+
+def _join(parent: dict[int, int], a: int, b: int) -> None:
+    parent.setdefault(a, a)
+    parent.setdefault(b, b)
+    one, two = sorted((_root(parent, a), _root(parent, b)))
+    parent[two] = one

@@ -1,0 +1,167 @@
+"""Verdicts that need no search: what the activation or a norm forbids whatever the weights are.
+
+bounded activation, or a norm on the branch    G is bounded and F grows like A x
+ELU, SELU, CELU, Mish, |z|                     no sum of their units is linear, so A would have to be 0
+degree k > 1, or a gate with g(0) = 0          without hidden biases G is flat at the origin, and F moves like DF(0)
+linear                                         F is one matrix; only its rank counts
+any activation, width h < d                    DG has rank at most h at every point
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from unskip.absorption._block import Block
+from unskip.absorption._reduce import Problem
+from unskip.absorption._verdict import Certificate, Obstruction
+
+
+def direction(skip: Tensor) -> Tensor | None:
+    """The axis that the skip moves most, or None where it moves nothing."""
+    sizes = skip.norm(dim=0)
+    if not float(sizes.max()) > 0:
+        return None
+    axis = torch.zeros(skip.shape[1], dtype=torch.float64, device=skip.device)
+    axis[int(sizes.argmax())] = 1.0
+    return axis
+
+
+def _moved(problem: Problem) -> tuple[Tensor, dict[str, Tensor]] | None:
+    axis = direction(problem.skip)
+    if axis is None or float((problem.skip @ axis).norm()) <= 1e-9 * float(problem.block.matrix.norm()):
+        return None
+    where = {} if problem.basis is None else {"basis": problem.basis}
+    return axis, {"direction": axis, **where}
+
+
+def growth(problem: Problem) -> Obstruction | None:
+    """A bounded replacement for a block that grows."""
+    block = problem.block
+    norms = [block.norms[place] for place in ("pre", "out") if place in block.norms]
+    bounded = block.phi.family == "bounded" and not block.gated
+    found = _moved(problem)
+    if found is None or not block.phi.trusted or any(norm.kind == "other" for norm in norms):
+        return None
+    if not (norms or bounded) or ("post" in block.norms and problem.caveat is not None):
+        return None
+    if problem.radius is not None and (problem.caveat or not (norms or block.phi.analytic)):
+        return None
+    if norms:
+        sentence = (
+            "Behind a norm the MLP stays bounded, and the skip grows with the input: no weights of this form reproduce "
+            "the block on any open set of inputs. This says nothing about finite data or about approximation."
+        )
+    else:
+        sentence = f"{block.phi.name} is bounded, so the MLP stays bounded, and the skip grows with the input."
+    return Obstruction(sentence, Certificate("growth", found[1]))
+
+
+def family(problem: Problem) -> Obstruction | None:
+    """ELU-like, Mish and even activations: their units never add up to something linear."""
+    block, found = problem.block, _moved(problem)
+    if found is None or block.gated or block.phi.family not in ("elu", "mish", "even") or not block.phi.trusted:
+        return None
+    if problem.caveat is not None or (problem.radius is not None and not block.phi.analytic):
+        return None
+    sentence = (
+        f"Units of {block.phi.name} cannot add up to a linear map, at any width, so nothing can stand for the skip."
+    )
+    return Obstruction(sentence, Certificate("family", found[1]))
+
+
+def flat(problem: Problem) -> list[Obstruction]:
+    """Gates with g(0) = 0 and activations of degree above 1, without hidden biases in the replacement."""
+    block, phi = problem.block, problem.block.phi
+    gate = block.gated and phi.at_zero == 0 and math.isfinite(phi.lipschitz)
+    power = not block.gated and phi.family == "power"
+    if not (gate or power) or problem.hidden_bias or problem.caveat is not None or problem.radius is not None:
+        return []
+    if not phi.trusted or {"pre", "out"} & block.norms.keys():
+        return []
+    matrix = problem.skip
+    if block.up_bias is not None or block.gate_bias is not None:
+        inner = block.gate_bias if block.gated else block.up_bias
+        if not phi.analytic and (inner is None or bool((inner == 0).any())):
+            return []  # a kink at the origin
+        point = torch.zeros(block.inputs, dtype=torch.float64, device=block.up.device)
+        matrix = torch.func.jacrev(block.bare().double().__call__)(point)
+        if "post" in block.norms and block.norms["post"].kind == "layernorm":
+            matrix = matrix - matrix.mean(0)
+        size = float(block.down.double().norm() * block.up.double().norm())
+        if not float(matrix.norm()) > 1e-6 * (size + float(block.matrix.norm())):
+            return []
+    axis = direction(matrix)
+    if axis is None:
+        return []
+    found = []
+    if power or phi.degree is not None:
+        degree = (phi.degree or 1) + (1 if gate else 0)
+        sentence = (
+            f"Without hidden biases the MLP is homogeneous of degree {degree}, so close to the origin it vanishes "
+            "against the skip, which is of degree 1. No width helps."
+        )
+        found.append(Obstruction(sentence, Certificate("degree", {"direction": axis})))
+    if gate:
+        sentence = (
+            f"The gate {phi.name} is 0 at 0, so without hidden biases the MLP has no linear part at the origin, and "
+            "the block has one. No width helps."
+        )
+        found.append(Obstruction(sentence, Certificate("linearisation", {"direction": axis})))
+    return found
+
+
+def bottleneck(problem: Problem) -> Obstruction | None:
+    """A replacement narrower than its input forgets directions that the block keeps."""
+    block, width = problem.block, problem.width
+    if block.norms or not block.phi.trusted or width >= min(block.inputs, block.outputs) or block.inputs > 1024:
+        return None
+    point = torch.randn(block.inputs, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    point = point.to(block.up.device)
+    jacobian = torch.func.jacrev(block.double().__call__)(point)
+    values = torch.linalg.svdvals(jacobian)
+    scale = float(block.matrix.norm()) + float(block.down.double().norm() * block.up.double().norm())
+    scale *= 1 + float(point.norm()) * (1.0 if block.gate is None else float(block.gate.double().norm()))
+    if not float(values[width]) > (2e-9 + 16 * block.roundoff) * scale:
+        return None
+    sentence = (
+        f"At one point the block moves its output in more than {width} directions, and {width} units cannot follow."
+    )
+    return Obstruction(sentence, Certificate("bottleneck", {"point": point, "value": float(values[width])}))
+
+
+def linear(problem: Problem) -> tuple[Block | None, float, Obstruction | None]:
+    """A block without a bend is one matrix A + (c / 2) W_down W_up: the replacement and its error, or why not."""
+    block = problem.block
+    half = problem.odd / 2
+    matrix = block.matrix + half * block.down.detach().double() @ block.up.detach().double()
+    left, values, right = torch.linalg.svd(matrix, full_matrices=False)
+    size = float(block.matrix.norm()) + abs(half) * float(block.down.double().norm() * block.up.double().norm())
+    width = problem.width
+    if len(values) > width and float(values[width]) > max(1e-9 * size, 2 * problem.tolerance()):
+        sentence = f"Without a bend the block is one matrix of rank above {width}, and {width} units carry no more."
+        return None, 0.0, Obstruction(sentence, Certificate("rank", {"value": float(values[width])}))
+    use = min(width, len(values))
+    root = values[:use].sqrt()
+    up, down = matrix.new_zeros(width, block.inputs), matrix.new_zeros(block.outputs, width)
+    up[:use], down[:, :use] = right[:use] * root[:, None], left[:, :use] * root / half
+    lost = float(values[use:].norm()) if len(values) > use else 0.0
+    const = block.down_bias
+    if block.up_bias is not None:
+        shift = half * block.down.detach().double() @ block.up_bias.detach().double()
+        const = (shift + (0 if const is None else const.double())).to(block.down.dtype)
+    if const is not None and not problem.output_bias and bool(const.any()):
+        return None, 0.0, None
+    if float(values[0]) == 0:
+        down.zero_()
+    made = Block(
+        up.to(block.up.dtype),
+        down.to(block.down.dtype),
+        down_bias=const if problem.output_bias else None,
+        activation=block.activation,
+        skip=0.0,
+        norm=block.norm,
+    )
+    return made, lost, None

@@ -1,0 +1,89 @@
+"""From a model to blocks: the parts of an MLP site as a Block, or the reason why they are none."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from unskip.absorption._activations import GATED
+from unskip.absorption._block import Block, Norm, norm_of
+from unskip.anatomy import MlpParts, parts
+from unskip.errors import BadInput
+
+
+@dataclass(frozen=True, eq=False)
+class NoBlock:
+    """A site that is no block, with the reason."""
+
+    reason: str
+
+
+def block_of(source: object, example: object = None) -> Block:
+    """The block of MlpParts or of a module with exactly one MLP site. Raises BadInput."""
+    if isinstance(source, nn.Module):
+        found = parts(source, example)
+        mlps = list(found.mlps())
+        if len(mlps) != 1:
+            what = "; ".join(found.reasons.values())
+            raise BadInput(
+                f"absorb: {type(source).__name__} has {len(mlps)} MLP sites that can be read, not one"
+                + (f" ({what})" if what else "")
+                + "; use unskip.absorption.scan for a whole model"
+            )
+        source = mlps[0]
+    if not isinstance(source, MlpParts):
+        raise BadInput(f"absorb: expected a Block, MlpParts or a module with one MLP site, got {type(source).__name__}")
+    made = from_parts(source)
+    if isinstance(made, NoBlock):
+        raise BadInput(f"absorb: {source.site.path or 'the site'}: {made.reason}")
+    return made
+
+
+def from_parts(part: MlpParts) -> Block | NoBlock:
+    """The block of a site: alpha x + beta * scale * MLP(x), with beta and the scale put into the down weight."""
+    if part.activation is None:
+        return NoBlock("its activation is none that is known; absorption.Block with a registered word can still ask")
+    if part.gated:
+        return NoBlock("its branch is multiplied by something made from the input")
+    if part.extras:
+        return NoBlock(f"its branch does more than an MLP: {', '.join(part.extras)}")
+    if part.site.kind == "parallel":
+        return NoBlock("its MLP is added together with an attention")
+    if getattr(part.site, "projected", False):
+        return NoBlock("its stream is projected")
+    down, bias = part.down.detach(), None if part.down_bias is None else part.down_bias.detach()
+    norms: list[Norm] = []
+    if part.norm is not None:
+        norms.append(norm_of(part.norm))
+    if part.out_norm is not None and part.out_norm is not part.norm:
+        norms.append(norm_of(part.out_norm))
+    norms = list({norm.place: norm for norm in norms}.values())
+    scaled = part.scale is not None or part.beta != 1
+    if scaled:
+        if any(norm.place == "out" for norm in norms):
+            return NoBlock("its branch is normed and then scaled")
+        factor = part.beta * (down.new_ones(len(down)) if part.scale is None else part.scale.detach().flatten())
+        down = down * factor.to(down)[:, None]
+        bias = None if bias is None else bias * factor.to(bias)
+    word = part.activation
+    if part.gate is not None:
+        word = next((gated for gated, plain in GATED.items() if plain == word), word)
+    try:
+        return Block(
+            up=_plain(part.up),
+            down=down,
+            gate=None if part.gate is None else _plain(part.gate),
+            up_bias=None if part.up_bias is None else part.up_bias.detach(),
+            gate_bias=None if part.gate_bias is None else part.gate_bias.detach(),
+            down_bias=bias,
+            activation=word,
+            skip=part.alpha,
+            norm=tuple(norms) or None,
+        )
+    except BadInput as error:
+        return NoBlock(str(error))
+
+
+def _plain(value: Tensor) -> Tensor:
+    return value.detach()

@@ -1,0 +1,132 @@
+"""The question that is left once the norms are taken care of: a plain block on a simple domain.
+
+A norm after the sum sees its input only up to a shift (LayerNorm, eps > 0) or exactly (RMSNorm, eps > 0), so
+
+    LN(F(x)) = LN(G(x))  for all x    <=>    P F(x) = P G(x),  P = I - 1 1^T / d.
+
+A block that reads what a norm gives has x = beta + B s with s in an open ball of radius sqrt(d), B = diag(gamma) Q and
+Q a basis of the vectors that sum to zero (all of R^d for RMSNorm). What cannot be carried over is said as a caveat:
+with it an `impossible` of the reduced question says nothing about the block.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from unskip.absorption._block import Block, Norm
+
+EPS = 2.0**-53
+
+
+@dataclass(frozen=True, eq=False)
+class Problem:
+    """A x + W_down phi(W_up x + b) + const on R^n or on a ball, in float64. `skip` is (o, n), `up` (h, n)."""
+
+    block: Block
+    width: int  # of the replacement
+    hidden_bias: bool  # whether the replacement may have them
+    output_bias: bool
+    skip: Tensor
+    up: Tensor
+    bias: Tensor
+    down: Tensor
+    const: Tensor
+    radius: float | None
+    caveat: str | None
+    basis: Tensor | None  # (d, n): x = offset + basis s
+    offset: Tensor | None
+
+    @property
+    def odd(self) -> float:
+        odd = self.block.phi.odd
+        return float(odd) if odd is not None else math.nan
+
+    @property
+    def target(self) -> Tensor:
+        """The skip; without output biases with the constant as one more column."""
+        return self.skip if self.output_bias else torch.cat([self.skip, self.const[:, None]], 1)
+
+    @property
+    def rows(self) -> Tensor:
+        """The rows of the hidden layer, with the bias as one more column where the constant counts."""
+        return self.up if self.output_bias else torch.cat([self.up, self.bias[:, None]], 1)
+
+    @property
+    def weights(self) -> Tensor:
+        """|v_k| |u_k| of every unit, the size of its rank-one."""
+        size: Tensor = self.down.norm(dim=0) * self.rows.norm(dim=1)
+        return size
+
+    def tolerance(self, which: Tensor | None = None) -> float:
+        """How far rounding of the stored weights may move the linear map, over the units of `which` (default all)."""
+        size = self.weights if which is None else self.weights[which]
+        norm = float(self.target.norm())
+        return max(
+            4 * self.block.roundoff * math.hypot(abs(self.odd) * float(size.square().sum().sqrt()), norm), 1e-12 * norm
+        )
+
+
+def reduce(block: Block, width: int, hidden_bias: bool, output_bias: bool) -> Problem:
+    """The problem behind a block whose norms stand after the sum or before the block, or that has none."""
+    norms = block.norms
+    up, down, skip = block.up.detach().double(), block.down.detach().double(), block.matrix
+    h = block.width
+    bias = up.new_zeros(h) if block.up_bias is None else block.up_bias.detach().to(up)
+    const = up.new_zeros(len(down)) if block.down_bias is None else block.down_bias.detach().to(up)
+    caveats: list[str] = []
+    radius = basis = offset = None
+    if "input" in norms:
+        norm = norms["input"]
+        basis, offset = _domain(norm, up)
+        if norm.kind == "other":
+            caveats.append("what the norm before the block gives is not known")
+        if not norm.eps:
+            caveats.append("with eps = 0 the inputs lie on a sphere, which has no interior")
+        radius = math.sqrt(block.inputs)
+        size = up.norm(dim=1) * basis.norm()
+        bias = bias + up @ offset
+        const = const + skip @ offset
+        skip, up = skip @ basis, up @ basis
+        up[up.norm(dim=1) <= 64 * block.inputs * EPS * size] = 0  # u ~ 1 / gamma sees nothing of the input
+    if "post" in norms:
+        norm = norms["post"]
+        if norm.kind == "other":
+            caveats.append("what the norm after the sum leaves of its input is not known")
+        elif not norm.eps:
+            caveats.append("with eps = 0 the norm after the sum also hides a scale")
+        if norm.gain is not None and bool((norm.gain == 0).any()):
+            caveats.append("the norm after the sum has gains that are zero and hides those channels")
+        if norm.kind == "layernorm":
+            size = down.norm(dim=0)
+            skip, down, const = (value - value.mean(0, keepdim=True) for value in (skip, down, const))
+            down[:, down.norm(dim=0) <= 64 * len(down) * EPS * size] = 0  # a column of ones is hidden
+    caveat = "; ".join(caveats) or None
+    return Problem(block, width, hidden_bias, output_bias, skip, up, bias, down, const, radius, caveat, basis, offset)
+
+
+def _domain(norm: Norm, like: Tensor) -> tuple[Tensor, Tensor]:
+    d = like.shape[1]
+    gain = like.new_ones(d) if norm.gain is None else norm.gain.detach().to(like)
+    offset = like.new_zeros(d) if norm.bias is None else norm.bias.detach().to(like)
+    basis = torch.diag(gain)
+    if norm.kind == "layernorm":
+        basis = basis @ helmert(d).to(like)
+    if bool((gain == 0).any()):  # fewer directions than coordinates
+        left, values, _ = torch.linalg.svd(basis, full_matrices=False)
+        keep = values > 1e-12 * values.max()
+        basis = left[:, keep] * values[keep]
+    return basis, offset
+
+
+def helmert(d: int) -> Tensor:
+    """An orthonormal basis (d, d - 1) of the vectors that sum to zero."""
+    basis = torch.zeros(d, d - 1, dtype=torch.float64)
+    for k in range(1, d):
+        basis[:k, k - 1] = 1.0
+        basis[k, k - 1] = -float(k)
+        basis[:, k - 1] /= math.sqrt(k * (k + 1))
+    return basis

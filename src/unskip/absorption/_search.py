@@ -1,0 +1,290 @@
+"""The search for a flip set, or for a proof that there is none.
+
+    sum_k t_k J_k u_k^T = B,   t in {0, 1}^m
+
+For any matrix Y let g_k = J_k^T Y u_k. Over all t in [0, 1]^m the left side stays at least
+
+    LB(Y) = max( <Y, B> - sum_k max(g_k, 0),  sum_k min(g_k, 0) - <Y, B> ) / |Y|_F
+
+away from B, so one Y with LB(Y) > 0 settles it. The residual of the least squares is the natural Y; a Y on few rows
+and columns does as well, so the least squares need only be solved on a sketch. Where B lies in the span and the
+rank-ones are independent, t is unique and is either binary or not: then Y with g = e_i pins t_i to a value that is
+neither 0 nor 1.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+EPS = 2.0**-53
+DENSE = 3_000_000  # entries of the matrix of rank-ones that is still written out
+
+
+@dataclass(frozen=True, eq=False)
+class Dual:
+    """A matrix Y that lives on some rows and columns. With `index`, it pins t_index; without, it keeps all t away."""
+
+    matrix: Tensor
+    rows: Tensor
+    columns: Tensor
+    bound: float
+    index: int | None = None
+
+
+@dataclass(eq=False)
+class Found:
+    """What the search came to. No dual and no flips: nothing is known."""
+
+    flips: Tensor | None = None  # (m,) bool
+    dual: Dual | None = None
+    independent: bool | None = None
+    solution: Tensor | None = None  # the t of least squares
+    tried: list[str] = field(default_factory=list)
+
+
+Accept = Callable[[Tensor], bool]  # whether flipping these keys is good enough
+
+
+def search(joint: Tensor, rows: Tensor, goal: Tensor, tolerance: float, accept: Accept) -> Found:
+    """Looks for a flip set that `accept` takes, or a Y that keeps every t further than `tolerance` away."""
+    found = Found()
+    m = len(rows)
+    if accept(torch.zeros(m, dtype=torch.bool, device=rows.device)):
+        found.flips = torch.zeros(m, dtype=torch.bool, device=rows.device)
+        return found
+    whole = (torch.arange(len(goal), device=goal.device), torch.arange(goal.shape[1], device=goal.device))
+    if float(goal.norm()) == 0:
+        return found
+    found.dual = _dual(joint, rows, goal, goal, *whole, tolerance)  # for A = I the trace test
+    if found.dual is not None:
+        found.tried.append("trace")
+        return found
+    if m == 0:
+        return found
+    if goal.numel() * m <= DENSE:
+        return _dense(joint, rows, goal, tolerance, accept, whole, found)
+    return _large(joint, rows, goal, tolerance, accept, whole, found)
+
+
+def lower_bound(joint: Tensor, rows: Tensor, goal: Tensor, matrix: Tensor) -> float:
+    """LB(Y) less what rounding could have added to it."""
+    g = (joint * (matrix @ rows.mT)).sum(0)
+    inner = float((matrix * goal).sum())
+    size = float((joint.abs() * (matrix.abs() @ rows.abs().mT)).sum() + (matrix * goal).abs().sum())
+    slack = (len(goal) + goal.shape[1] + len(rows) + 16) * 2 * EPS * size
+    high, low = float(g.clamp(min=0).sum()), float(g.clamp(max=0).sum())
+    norm = float(matrix.norm())
+    return (max(inner - high, low - inner) - slack) / norm if norm else -math.inf
+
+
+def _dual(
+    joint: Tensor, rows: Tensor, goal: Tensor, matrix: Tensor, at: Tensor, by: Tensor, tolerance: float
+) -> Dual | None:
+    bound = lower_bound(joint, rows, goal, matrix)
+    if not bound > tolerance:
+        return None
+    norm = float(matrix.norm())
+    return Dual(matrix / norm, at, by, bound)
+
+
+def _pinned(
+    joint: Tensor, rows: Tensor, goal: Tensor, matrix: Tensor, index: int, at: Tensor, by: Tensor, tolerance: float
+) -> Dual | None:
+    g = (joint * (matrix @ rows.mT)).sum(0)
+    inner = float((matrix * goal).sum())
+    size = float((joint.abs() * (matrix.abs() @ rows.abs().mT)).sum() + (matrix * goal).abs().sum())
+    slack = (len(goal) + goal.shape[1] + len(rows) + 16) * 2 * EPS * size
+    own = float(g[index])
+    rest = float(g.abs().sum()) - abs(own)
+    norm = float(matrix.norm())
+    away = min(abs(inner), abs(inner - own)) - rest - slack
+    if not (norm and away > norm * tolerance):
+        return None
+    return Dual(matrix / norm, at, by, away / norm, index)
+
+
+def _dense(
+    joint: Tensor,
+    rows: Tensor,
+    goal: Tensor,
+    tolerance: float,
+    accept: Accept,
+    whole: tuple[Tensor, Tensor],
+    found: Found,
+) -> Found:
+    m = len(rows)
+    matrix = (joint.mT[:, :, None] * rows[:, None, :]).reshape(m, -1).mT  # (o n, m)
+    scale = matrix.norm(dim=0)
+    left, values, right = torch.linalg.svd(matrix / scale, full_matrices=False)
+    keep = values > 1e-10 * values[0]
+    inverse = right[keep].mT / values[keep]  # (m, r)
+    solution = (inverse @ (left[:, keep].mT @ goal.flatten())) / scale
+    found.solution = solution
+    found.independent = bool(keep.sum() == m)
+    residual = (goal.flatten() - matrix @ solution).reshape(goal.shape)
+    found.dual = _dual(joint, rows, goal, residual, *whole, tolerance)
+    if found.dual is not None:
+        found.tried.append("least squares")
+        return found
+    flips = solution > 0.5
+    if accept(flips):
+        found.flips = flips
+        return found
+    if found.independent:
+        fraction = (solution - flips.double()).abs() * scale
+        for index in fraction.argsort(descending=True)[:3].tolist():
+            pin = (left[:, keep] @ inverse[index]) / scale[index]
+            found.dual = _pinned(joint, rows, goal, pin.reshape(goal.shape), index, *whole, tolerance)
+            if found.dual is not None:
+                found.tried.append("integrality")
+                return found
+    from scipy.optimize import lsq_linear
+
+    boxed = lsq_linear(matrix.cpu().numpy(), goal.flatten().cpu().numpy(), bounds=(0.0, 1.0), tol=1e-14, max_iter=400)
+    inside = torch.as_tensor(boxed.x, dtype=torch.float64, device=goal.device)
+    residual = (goal.flatten() - matrix @ inside).reshape(goal.shape)
+    found.dual = _dual(joint, rows, goal, residual, *whole, tolerance)
+    if found.dual is not None:
+        found.tried.append("box")
+    elif accept(inside > 0.5):
+        found.flips = inside > 0.5
+    return found
+
+
+def _large(
+    joint: Tensor,
+    rows: Tensor,
+    goal: Tensor,
+    tolerance: float,
+    accept: Accept,
+    whole: tuple[Tensor, Tensor],
+    found: Found,
+) -> Found:
+    m = len(rows)
+    generator = torch.Generator().manual_seed(0)
+    for factor in (2, 4):
+        at, by = _corner(goal, math.ceil(math.sqrt(factor * m)) + 1, generator)
+        if len(at) * len(by) >= goal.numel() / 2:
+            break
+        part = joint[at], rows[:, by].contiguous(), goal[at][:, by]
+        if _conjugate(*part, tolerance, accept, (at, by), found, steps=200):
+            return found
+    if m <= 8192:
+        _gram(joint, rows, goal, tolerance, accept, whole, found)
+    else:
+        _conjugate(joint, rows, goal, tolerance, accept, whole, found, steps=100)
+    return found
+
+
+def _corner(goal: Tensor, size: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Random columns, and the rows where the goal is large in them: for A = I the same ones."""
+    o, n = goal.shape
+    by = torch.randperm(n, generator=generator)[:size].sort().values.to(goal.device)
+    heavy = goal[:, by].abs().amax(1)
+    at = heavy.argsort(descending=True, stable=True)[: min(size, o)].sort().values
+    return at, by
+
+
+def _conjugate(
+    joint: Tensor,
+    rows: Tensor,
+    goal: Tensor,
+    tolerance: float,
+    accept: Accept,
+    where: tuple[Tensor, Tensor],
+    found: Found,
+    steps: int,
+) -> bool:
+    """Least squares by conjugate gradients, with a look at the residual every few steps."""
+    scale = (joint.norm(dim=0) * rows.norm(dim=1)).clamp(min=1e-300)
+    columns, lines = joint / scale, rows
+
+    def forward(t: Tensor) -> Tensor:
+        return torch.mm(columns * t, lines)
+
+    def back(matrix: Tensor) -> Tensor:
+        return torch.sum(torch.mm(columns.mT, matrix) * lines, 1)
+
+    residual, t = goal.clone(), goal.new_zeros(len(rows))
+    slope = back(residual)
+    direction, power = slope, float(slope.square().sum())
+    start, seen = float(goal.norm()), None
+    for step in range(1, steps + 1):
+        moved = forward(direction)
+        length = float(moved.square().sum())
+        if length == 0 or power == 0:
+            break
+        rate = power / length
+        t = t + rate * direction
+        residual = residual - rate * moved
+        slope = back(residual)
+        fresh = float(slope.square().sum())
+        direction, power = slope + (fresh / power) * direction, fresh
+        small = float(residual.norm()) <= 1e-9 * start
+        if step % 5 and not small and step < steps:
+            continue
+        found.dual = _dual(joint, rows, goal, residual, *where, tolerance)
+        if found.dual is not None:
+            found.tried.append(f"sketch of {len(goal)} x {goal.shape[1]}, {step} steps")
+            return True
+        flips = t / scale > 0.5
+        left = float((goal - (joint * flips) @ rows).norm())
+        if left <= max(4 * tolerance, 1e-9 * start) and (seen is None or not torch.equal(seen, flips)):
+            if accept(flips):
+                found.flips, found.solution = flips, t / scale
+                return True
+            seen = flips
+        if small:
+            break
+    found.solution = t / scale
+    return False
+
+
+def _gram(
+    joint: Tensor,
+    rows: Tensor,
+    goal: Tensor,
+    tolerance: float,
+    accept: Accept,
+    whole: tuple[Tensor, Tensor],
+    found: Found,
+) -> None:
+    """The normal equations: G_ij = (J_i.J_j)(u_i.u_j), scaled, Cholesky, two steps of refinement."""
+    scale = (joint.norm(dim=0) * rows.norm(dim=1)).clamp(min=1e-300)
+    columns = joint / scale
+    gram = (columns.mT @ columns).mul_(rows @ rows.mT)
+    factor, trouble = torch.linalg.cholesky_ex(gram)
+    found.independent = int(trouble) == 0 and float(factor.diagonal().min()) > 1e-6
+    if int(trouble):
+        return
+    t = torch.zeros_like(scale)
+    residual = goal
+    for _ in range(3):
+        slope = ((columns.mT @ residual) * rows).sum(1)
+        t = t + torch.cholesky_solve(slope[:, None], factor).flatten()
+        residual = goal - (columns * t) @ rows
+    found.solution = t / scale
+    found.dual = _dual(joint, rows, goal, residual, *whole, tolerance)
+    if found.dual is not None:
+        found.tried.append("Gram solve")
+        return
+    flips = found.solution > 0.5
+    if accept(flips):
+        found.flips = flips
+        return
+    if not found.independent:
+        return
+    fraction = (found.solution - flips.double()).abs() * scale
+    for index in fraction.argsort(descending=True)[:3].tolist():
+        one = torch.zeros_like(scale)
+        one[index] = 1.0
+        weights = torch.cholesky_solve(one[:, None], factor).flatten()
+        found.dual = _pinned(joint, rows, goal, (columns * weights) @ rows, index, *whole, tolerance)
+        if found.dual is not None:
+            found.tried.append("integrality")
+            return

@@ -1,0 +1,124 @@
+"""What `absorb` returns: a status, the sentence that explains it, and the data that anyone can re-check."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from torch import Tensor
+
+from unskip.absorption._block import Block
+from unskip.errors import BadInput
+
+Status = Literal["possible", "impossible", "undecided"]
+Biases = Literal["as-is", "allowed", "none"]
+
+
+@dataclass(frozen=True, eq=False)
+class Certificate:
+    """Why a verdict holds, as data. What `data` contains depends on `kind`; docs/absorb.md lists it."""
+
+    kind: str
+    data: Mapping[str, Any]
+
+    def to_dict(self) -> dict[str, Any]:
+        """The same as lists and numbers."""
+        return {"kind": self.kind, **{name: _plain(value) for name, value in self.data.items()}}
+
+    def __repr__(self) -> str:
+        shown = ", ".join(f"{n}={_short(v)}" for n, v in self.data.items())
+        return f"Certificate({self.kind}: {shown})"
+
+
+@dataclass(frozen=True, eq=False)
+class Obstruction:
+    """One thing that stands in the way, with its own certificate."""
+
+    sentence: str
+    certificate: Certificate
+
+    @property
+    def kind(self) -> str:
+        return self.certificate.kind
+
+
+@dataclass(frozen=True, eq=False)
+class Verdict:
+    """Whether a block can do without its skip. `str()` is the whole of it in a few lines."""
+
+    status: Status
+    reason: str
+    block: Block
+    width: int  # of the replacement that was asked about
+    biases: Biases
+    domain: str  # the inputs for which it is said
+    certificate: Certificate | None = None
+    obstructions: tuple[Obstruction, ...] = ()
+    error: float | None = None  # possible: |F - G| as a linear map, relative to the skip, in spectral norm
+    flips: Tensor | None = None  # possible: the units whose rows are turned around, where that is all it takes
+    exact: bool = False  # equal in exact arithmetic, not only within rounding
+    flip_bound: float | None = None  # no flip set comes closer than this (Frobenius); says nothing of other weights
+    extra_width: int | None = None  # units more that are enough for an exact replacement; None: none is known, or never
+    measured: Mapping[str, float] = field(default_factory=dict)  # output errors that were measured
+    notes: tuple[str, ...] = ()
+    weights: Block | None = None  # possible: the replacement
+
+    def replacement(self) -> Block:
+        """The block without its skip: the same function within `error`, with the same norms."""
+        if self.weights is None:
+            raise BadInput(
+                f"absorb: the verdict is {self.status}, so there is no replacement; "
+                "absorption.widen adds the units that it takes, absorption.approximate comes near at the same width"
+            )
+        return self.weights
+
+    def verify(self) -> bool:
+        """Checks the verdict again from the weights and the certificates alone. An undecided one claims nothing."""
+        from unskip.absorption._verify import verify
+
+        return verify(self)
+
+    def to_dict(self) -> dict[str, Any]:
+        """What JSON can hold of it; the weights are left out."""
+        return {
+            "status": self.status,
+            "reason": self.reason,
+            "activation": self.block.activation,
+            "shape": [self.block.inputs, self.block.width, self.block.outputs],
+            "width": self.width,
+            "biases": self.biases,
+            "domain": self.domain,
+            "obstructions": [{"kind": each.kind, "sentence": each.sentence} for each in self.obstructions],
+            "error": self.error,
+            "flips": None if self.flips is None else self.flips.tolist(),
+            "exact": self.exact,
+            "flip_bound": self.flip_bound,
+            "extra_width": self.extra_width,
+            "measured": dict(self.measured),
+            "notes": list(self.notes),
+        }
+
+    def __str__(self) -> str:
+        block = self.block
+        head = f"{block.inputs} > {block.width} > {block.outputs}, {block.activation}: {self.status}"
+        lines = [head + (" (exact)" if self.exact else ""), f"  {self.reason}", f"  holds on: {self.domain}"]
+        lines += [f"  obstruction ({each.kind}): {each.sentence}" for each in self.obstructions]
+        if self.error is not None:
+            lines.append(f"  error of the replacement, relative to the skip: {self.error:.3g}")
+        if self.status != "possible" and self.extra_width:
+            lines.append(f"  {self.extra_width} more units are enough for an exact replacement")
+        return "\n".join([*lines, *(f"  note: {note}" for note in self.notes)])
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.tolist()
+    return str(value) if isinstance(value, int) and abs(value) >= 2**53 else value
+
+
+def _short(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return "x".join(map(str, value.shape)) or "()"
+    text = f"{value:.4g}" if isinstance(value, float) else str(value)
+    return text if len(text) < 60 else text[:57] + "..."

@@ -1,0 +1,73 @@
+"""Random and adversarial small blocks with whole weights, and the truth about them."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from tests.absorption import oracle
+
+from unskip.absorption import Block, absorb
+
+WORDS = {"relu": (1.0, True), "gelu": (1.0, False), "silu": (1.0, False), "leaky_relu:-3": (-2.0, True)}
+WORDS |= {"softplus": (1.0, False), "leaky_relu:0.5": (1.5, True)}
+
+
+def case(random: np.random.Generator) -> tuple[Block, dict[str, np.ndarray], int, float, bool]:
+    """A block, its weights, a width, c and whether phi is homogeneous."""
+    word = str(random.choice(list(WORDS)))
+    odd, homogeneous = WORDS[word]
+    d, o, h = (int(random.integers(1, high)) for high in (4, 4, 7))
+    if random.random() < 0.6:
+        o = d
+    up, down = random.integers(-2, 3, (h, d)), random.integers(-2, 3, (o, h))
+    bias = random.integers(-1, 2, h) if random.random() < 0.6 else np.zeros(h, dtype=int)
+    skip = random.integers(-1, 2, (o, d)).astype(float)
+    if o == d and random.random() < 0.5:
+        skip = float(random.choice([1.0, 2.0, 0.5, -1.0])) * np.eye(d)
+    trick = random.random()
+    if trick < 0.4:  # planted: the skip is what some units add up to
+        chosen = random.random(h) < 0.5
+        skip = -odd * down[:, chosen] @ up[chosen].astype(float)
+        if trick < 0.1:
+            skip[random.integers(o), random.integers(d)] += random.choice([-1.0, 1.0])
+    for _ in range(int(random.integers(0, 3))):  # degenerate units
+        i, j = (int(random.integers(h)) for _ in range(2))
+        what = random.integers(5)
+        if what == 0:
+            down[:, i] = 0
+        elif what == 1:
+            up[i] = 0
+        elif what == 2:
+            up[i], bias[i] = up[j], bias[j]
+        elif what == 3:
+            up[i], bias[i] = -up[j], -bias[j]
+        else:
+            up[i], bias[i] = 2 * up[j], 2 * bias[j]
+    width = h + int(random.choice([0, 0, 0, 0, 0, 1, 2, -1]))
+    width = max(width, 1)
+    weights = {"up": up, "bias": bias, "down": down, "skip": skip}
+    dtype = torch.float32 if random.random() < 0.3 else torch.float64
+    block = Block(
+        torch.tensor(up, dtype=dtype),
+        torch.tensor(down, dtype=dtype),
+        up_bias=torch.tensor(bias, dtype=dtype),
+        down_bias=torch.zeros(o, dtype=dtype),
+        activation=word,
+        skip=torch.tensor(skip),
+    )
+    return block, weights, width, odd, homogeneous
+
+
+def run(count: int, seed: int) -> dict[str, int]:
+    """Decides `count` blocks and compares each with the truth. A wrong verdict raises."""
+    random = np.random.default_rng(seed)
+    counts = {"possible": 0, "impossible": 0, "undecided": 0}
+    for index in range(count):
+        block, weights, width, odd, homogeneous = case(random)
+        truth = oracle.absorbable(**weights, odd=odd, homogeneous=homogeneous, width=width)
+        verdict = absorb(block, width=width)
+        where = f"seed {seed}, block {index}: {verdict} but the truth is {truth}: {weights}"
+        assert verdict.status != ("impossible" if truth else "possible"), where
+        assert verdict.verify(), f"does not verify: {where}"
+        counts[verdict.status] += 1
+    return counts
