@@ -219,6 +219,22 @@ def test_bytes_are_normalised_as_floats_are() -> None:
     assert torch.allclose(model(raw, draw()).loss, model((raw / 255 - mean) / std, draw()).loss, atol=1e-5)
 
 
+@pytest.mark.parametrize("long_skips", [False, True])
+def test_narrow_streams_have_the_precision_of_autocast(long_skips: bool) -> None:
+    wide, narrow = (awake(mae(long_skips, narrow=each)) for each in (False, True))
+    narrow.load_state_dict(wide.state_dict())
+    exact = wide(images(), draw()).loss
+    assert torch.equal(narrow(images(), draw()).loss, exact)  # without autocast nothing changes
+    seen: dict[bool, set[torch.dtype]] = {}
+    for model in (wide, narrow):
+        kinds = seen.setdefault(model.narrow, set())
+        for block in (*model.encoder.blocks, *model.decoder.blocks):  # type: ignore[misc]
+            block.register_forward_hook(lambda module, inputs, output, kinds=kinds: kinds.add(output.dtype))  # type: ignore[misc]
+        with torch.autocast("cpu", torch.bfloat16):
+            assert torch.allclose(model(images(), draw()).loss, exact, atol=0.05)
+    assert seen == {False: {torch.float32}, True: {torch.bfloat16}}
+
+
 def test_plain_pixels_are_the_target_where_asked_for() -> None:
     model = mae(norm_pix=False)
     assert torch.equal(model.target(patchified(images())), patchified(images()))

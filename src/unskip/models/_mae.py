@@ -62,11 +62,20 @@ class Decoder(nn.Module):
     positions: Tensor
 
     def __init__(
-        self, grid: Grid, encoder_width: int, width: int, depth: int, heads: int, skips: tuple[int, ...], pixels: int
+        self,
+        grid: Grid,
+        encoder_width: int,
+        width: int,
+        depth: int,
+        heads: int,
+        skips: tuple[int, ...],
+        pixels: int,
+        narrow: bool,
     ) -> None:
         super().__init__()
         from timm.models.vision_transformer import Block
 
+        self.narrow = narrow
         self.skips = skips  # for each of the first blocks, the encoder block whose output it gets
         if skips:
             self.cls_token = nn.Parameter(torch.zeros(1, grid.prefix, width))
@@ -91,6 +100,7 @@ class Decoder(nn.Module):
             masked = self.mask_token.to(seen.dtype).expand(len(seen), order.shape[1] - visible, -1)
             patches = torch.cat([seen[:, prefix:], masked], 1) + where
             x = torch.cat([seen[:, :prefix].to(patches.dtype), patches], 1)
+        x = _narrowed(x) if self.narrow else x
         for index, block in enumerate(self.blocks):
             if index < len(self.skips):
                 x = self.fuse[index](x, outputs[index])
@@ -115,10 +125,15 @@ class MAE(nn.Module):
         mask: float = 0.75,
         long_skips: bool = True,
         norm_pix: bool = True,
+        narrow: bool = False,
         mean: tuple[float, ...] = (0.485, 0.456, 0.406),
         std: tuple[float, ...] = (0.229, 0.224, 0.225),
     ) -> None:
-        """`width`, `depth` and `heads` are the decoder's; `mean` and `std` normalise images that come as bytes."""
+        """`width`, `depth` and `heads` are the decoder's; `mean` and `std` normalise images that come as bytes.
+
+        Under autocast the streams are float32, as adding positions makes them; with `narrow` they have autocast's
+        precision, which is faster and rounds more.
+        """
         super().__init__()
         grid = grid_of(encoder)
         self.visible = _visible(grid, mask)
@@ -126,7 +141,7 @@ class MAE(nn.Module):
             raise BadInput(f"a decoder {width} wide and {heads} heads: the width is a multiple of 4 and of the heads")
         if depth < 1:
             raise BadInput(f"the decoder has {depth} blocks; it needs one")
-        self.encoder, self.grid, self.norm_pix = encoder, grid, norm_pix
+        self.encoder, self.grid, self.norm_pix, self.narrow = encoder, grid, norm_pix, narrow
         inner: Any = encoder
         skips = sources(len(inner.blocks), depth) if long_skips else ()
         if skips and not isinstance(inner.norm, nn.Identity):
@@ -134,7 +149,7 @@ class MAE(nn.Module):
                 "with long skips nothing reads the encoder's last norm; build the encoder with final_norm=False"
             )
         pixels = grid.patch**2 * grid.channels
-        self.decoder = Decoder(grid, inner.embed_dim, width, depth, heads, skips, pixels)
+        self.decoder = Decoder(grid, inner.embed_dim, width, depth, heads, skips, pixels, narrow)
         self.register_buffer("mean", torch.tensor(mean[: grid.channels]) * 255, persistent=False)
         self.register_buffer("std", torch.tensor(std[: grid.channels]) * 255, persistent=False)
         self.start_()
@@ -221,7 +236,7 @@ class MAE(nn.Module):
         place = base[self.grid.prefix :] if learnt else base[self.grid.prefix :].detach()
         x = x + F.embedding(where, place)
         x = torch.cat([base[: self.grid.prefix].expand(len(x), -1, -1).to(x.dtype), x], 1)
-        x = inner.norm_pre(x)
+        x = inner.norm_pre(_narrowed(x) if self.narrow else x)
         outputs = []
         for block in inner.blocks:
             x = block(x)
@@ -237,6 +252,12 @@ def _visible(grid: Grid, mask: float) -> int:
     if not 0 < visible < grid.patches:
         raise BadInput(f"of {grid.patches} patches a mask ratio of {mask} shows {visible}; take smaller patches")
     return visible
+
+
+def _narrowed(x: Tensor) -> Tensor:
+    """In the precision of autocast, where that is on."""
+    kind = x.device.type
+    return x.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else x
 
 
 def _rows(values: Tensor, where: Tensor) -> Tensor:
