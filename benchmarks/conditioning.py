@@ -176,6 +176,7 @@ def main() -> None:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--limit", type=float, default=float("inf"), help="start nothing new after this many seconds")
     parser.add_argument("--models", nargs="*", choices=[*MODELS], help="some of the models (default by device)")
+    parser.add_argument("--variants", nargs="*", choices=[*VARIANTS], default=[*VARIANTS], help="some of the variants")
     parser.add_argument("--out", type=Path, default=RESULTS, help="where the JSON goes (default docs/results)")
     parser.add_argument("--figure", type=Path, help="draw the JSON into this file, and measure nothing")
     options = parser.parse_args()
@@ -192,7 +193,7 @@ def main() -> None:
     data["protocol"] = "one sample of noise (images) or random token ids; float64; singular values of built Jacobians"
     begun = time.perf_counter()
     for name in models:
-        for variant in VARIANTS:
+        for variant in options.variants:
             if variant in data["results"].setdefault(name, {}):
                 continue
             if time.perf_counter() - begun > options.limit:

@@ -3,10 +3,10 @@
     python benchmarks/skipless.py --data "DATA/cifar10-{split}.parquet" --device cuda --workers 8 --limit 540
     python benchmarks/skipless.py                                             # digits on the CPU, a few epochs
 
-First the pace of each optimizer, with nothing beside it; then a sweep of learning rates, one seed, on a tenth of the
-training set that is held out; then, at the best rate of each, three seeds judged on the test set: at equal epochs, with
-the skips of one kind alone cut, and at the wall time of SOAP. Every run is a process of its own, several side by side;
-each appends its result to the JSON, and what is there already is not run again.
+First a sweep of learning rates, one seed, on a tenth of the training set that is held out; then, at the best rate of
+each, three seeds judged on the test set: at equal epochs, with the skips of one kind alone cut, and, once `--pace` has
+timed the optimizers, at the wall time of SOAP. Every run is a process of its own, several side by side; each appends
+its result to the JSON, and what is there already is not run again.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def jobs(done: dict[str, Any], fields: dict[str, Any], epochs: tuple[float, floa
         if all(name in done for name in names.values()):
             best = max(names, key=lambda rate: done[names[rate]].get("val_accuracy", 0))
             rows.append((wiring, optimizer, {**fields, **changes, "optimizer": optimizer, "lr": best}))
-    found: list[Job] = [("pace", fields)] + [(name, config | {"epochs": epochs[0]}) for name, config in sweep]
+    found: list[Job] = [(name, config | {"epochs": epochs[0]}) for name, config in sweep]
     for seed in SEEDS:
         for wiring, optimizer, config in rows:
             name = f"{wiring} | {optimizer} | {config['lr']:g} | seed {seed}"
@@ -86,8 +86,6 @@ def work(config: dict[str, Any]) -> dict[str, Any]:
     import unskip
 
     warnings.simplefilter("ignore", unskip.errors.UnskipWarning)
-    if "optimizer" not in config:
-        return pace(config)
     preset = config.pop("preset")
     start = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
@@ -126,6 +124,7 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--workers", type=int, default=1, help="runs side by side")
     parser.add_argument("--limit", type=float, default=float("inf"), help="start nothing new after this many seconds")
+    parser.add_argument("--pace", action="store_true", help="time the optimizers, with nothing beside them, and end")
     parser.add_argument("--compile", action="store_true", help="compile each model: pays off in long runs")
     parser.add_argument("--epochs", type=float, nargs=2, default=(6, 25), help="of the sweep, and of the final runs")
     parser.add_argument("--out", type=Path, help="the JSON (default docs/results/skipless-cifar.json, or -digits)")
@@ -153,15 +152,18 @@ def main() -> None:
         "epochs": {"sweep": epochs[0], "final": epochs[1]},
     }
     done, begun = data["runs"], time.perf_counter()
+    if options.pace:
+        done["pace"] = pace(fields)
+        options.out.write_text(json.dumps(data, indent=1) + "\n")
+        print(json.dumps(done["pace"]))
+        return
     running: dict[str, subprocess.Popen[str]] = {}
     while True:
         waiting = [job for job in jobs(done, fields, epochs) if job[0] not in running]
-        alone = "pace" in running or (waiting and waiting[0][0] == "pace" and running)
-        while waiting and not alone and len(running) < options.workers and time.perf_counter() - begun < options.limit:
+        while waiting and len(running) < options.workers and time.perf_counter() - begun < options.limit:
             name, config = waiting.pop(0)
             command = [sys.executable, __file__, "--work", json.dumps(config)]
             running[name] = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-            alone = name == "pace"
         if not running:
             break
         time.sleep(0.2)

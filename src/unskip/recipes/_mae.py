@@ -28,7 +28,7 @@ from unskip.models import MAE, load_published
 from unskip.optim import build as build_optimizer
 from unskip.recipes._registry import Preset, Recipe, register, resolve
 from unskip.recipes._supervised import _arguments, _device
-from unskip.training import Schedule, Task
+from unskip.training import Precision, Schedule, Task
 from unskip.wiring import rewire, save
 
 
@@ -64,7 +64,7 @@ class Mae:
     crop: Literal["pad", "resized", "center", "none"] = "resized"
     scale: float = 0.2  # the least share of the area that a resized crop takes
     flip: bool = True
-    precision: str = "float32"
+    precision: Precision = "float32"
     accumulate: int = 1
     compile: bool = False
     average: float | None = None

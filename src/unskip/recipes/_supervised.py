@@ -20,7 +20,7 @@ from unskip.errors import BadInput
 from unskip.init import PRESETS, skipless_, zero_branches_
 from unskip.optim import build as build_optimizer
 from unskip.recipes._registry import Preset, Recipe, register, resolve
-from unskip.training import Schedule, Task
+from unskip.training import Precision, Schedule, Task
 from unskip.wiring import rewire, save
 
 
@@ -55,7 +55,7 @@ class Supervised:
     mixup: float = 0.0
     cutmix: float = 0.0
     erase: float = 0.0
-    precision: str = "float32"
+    precision: Precision = "float32"
     accumulate: int = 1
     compile: bool = False
     average: float | None = None

@@ -2,6 +2,6 @@
 
 from unskip.training._folder import RunFolder
 from unskip.training._loop import Outcome, train
-from unskip.training._task import Batches, Evaluation, Schedule, Task
+from unskip.training._task import Batches, Evaluation, Precision, Schedule, Task
 
-__all__ = ["Batches", "Evaluation", "Outcome", "RunFolder", "Schedule", "Task", "train"]
+__all__ = ["Batches", "Evaluation", "Outcome", "Precision", "RunFolder", "Schedule", "Task", "train"]

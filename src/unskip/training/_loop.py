@@ -30,8 +30,6 @@ from unskip.training._state import read_state, write_state
 from unskip.training._task import Schedule, Task
 from unskip.wiring import save as save_model
 
-_DTYPES = {"float32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
-
 
 @dataclass(frozen=True)
 class Outcome:
@@ -92,6 +90,7 @@ class _Trainer:
         self.task, self.schedule, self.folder, self.accelerator = task, schedule, folder, accelerator
         self.model, self.optimizer = accelerator.prepare(task.model, task.optimizer)
         self.forward: Any = torch.compile(self.model) if schedule.compile else self.model
+        self.parameters, self.kind = [*self.model.parameters()], _device(task.model).type  # walked once, not each step
         self.average = _averaged(task.model, schedule.average)
         self.last_evaluations: dict[str, float] = {}
         self.health = _health.Watch(task, schedule, folder)
@@ -127,6 +126,7 @@ class _Trainer:
 
     def go(self, start: int, stop: _Stop, reporter: Reporter) -> int:
         schedule, pending = self.schedule, []
+        self.model.train()  # an evaluation leaves the modes as they were
         begun, counted, saved = time.perf_counter(), 0, start
         for step, batch in enumerate(self.task.feed.iterate(start, schedule.steps, self.rank, self.world), start):
             loss, numbers = self._step(step, batch)
@@ -158,7 +158,6 @@ class _Trainer:
 
     def _step(self, step: int, batch: Any) -> tuple[Tensor, dict[str, Tensor]]:
         schedule = self.schedule
-        self.model.train()
         torch.manual_seed(mix(schedule.seed, step, self.rank))
         factor = schedules.warmup_cosine(step, total=schedule.steps, warmup=schedule.warmup, floor=schedule.lr_end)
         schedules.apply(self.task.optimizer, lr=factor)
@@ -175,7 +174,7 @@ class _Trainer:
                 self.accelerator.backward(loss)
             total = loss.detach() if total is None else total + loss.detach()
         if schedule.clip is not None:
-            norm = self.accelerator.clip_grad_norm_(self.model.parameters(), schedule.clip)
+            norm = nn.utils.clip_grad_norm_(self.parameters, schedule.clip)
             numbers = {**numbers, "gradient_norm": norm.detach()}
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
@@ -185,9 +184,7 @@ class _Trainer:
         return total, numbers
 
     def _autocast(self) -> Any:
-        dtype = _DTYPES[self.schedule.precision]
-        device = _device(self.task.model).type
-        return torch.autocast(device, dtype) if dtype is not None else contextlib.nullcontext()
+        return torch.autocast(self.kind, torch.bfloat16, enabled=self.schedule.precision == "bf16")
 
     def _row(self, step: int, pending: list[tuple[Tensor, dict[str, Tensor]]]) -> dict[str, Any]:
         """One line of metrics: means over the steps since the last one and over processes."""

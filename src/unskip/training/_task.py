@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol, get_args
 
 from torch import Tensor, nn
 
+from unskip.errors import BadInput
 from unskip.wiring import Wiring
 
 Batch = Any
+Precision = Literal["float32", "bf16"]  # of the forward under autocast; weights and optimizer stay float32
 Loss = Callable[[nn.Module, Batch], tuple[Tensor, dict[str, Tensor]]]
 Evaluation = Callable[[nn.Module], dict[str, float]]
 
@@ -48,7 +50,7 @@ class Schedule:
     steps: int
     warmup: int = 0
     lr_end: float = 0.0  # as a fraction of lr
-    precision: str = "float32"
+    precision: Precision = "float32"
     accumulate: int = 1
     clip: float | None = None
     compile: bool = False
@@ -57,3 +59,7 @@ class Schedule:
     checkpoint_every: int = 500
     evaluate_every: int | None = None
     seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.precision not in get_args(Precision):
+            raise BadInput(f"precision is {self.precision!r}; it can be {' or '.join(get_args(Precision))}")
