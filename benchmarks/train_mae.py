@@ -1,0 +1,271 @@
+"""How fast is a pretraining step of MAE ViT-B/16 at 224 px, against the published layout?
+
+    python benchmarks/train_mae.py                          # on a GPU: batch 512 of bytes that lie on the device
+    python benchmarks/train_mae.py --small --device cpu     # at a size for a CPU, to see that it runs
+
+    published        normalise, embed all patches, gather the visible, put tokens back in place, predict all patches,
+                     mask the loss; attention written out
+    published, sdpa  the same with torch's fused attention
+    ours             `unskip.models.MAE`, plain: the same model and the same loss
+    ours, narrow     its streams in bf16
+    ours, paper's    with long skips and decayed shortcuts: more work, shown beside the others
+
+All are compiled, under bf16 autocast, with fused AdamW; they take turns, and the ratio is that of neighbours. Before
+that the losses of the same weights, images and masks are compared. JSON goes to docs/results/train-mae-gpu.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import platform
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import timm
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import unskip
+from unskip.models import MAE, load_published
+from unskip.models._vit import Grid, positions
+
+RESULTS = Path(__file__).resolve().parent.parent / "docs" / "results"
+BASE = {"size": 224, "patch": 16, "dim": 768, "depth": 12, "heads": 12, "width": 512, "blocks": 8, "decoder_heads": 16}
+SMALL = {"size": 32, "patch": 8, "dim": 48, "depth": 2, "heads": 2, "width": 32, "blocks": 2, "decoder_heads": 2}
+
+
+class Attention(nn.Module):
+    def __init__(self, dim: int, heads: int, fused: bool) -> None:
+        super().__init__()
+        self.heads, self.fused = heads, fused
+        self.qkv, self.proj = nn.Linear(dim, 3 * dim), nn.Linear(dim, dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, tokens, dim = x.shape
+        q, k, v = self.qkv(x).reshape(batch, tokens, 3, self.heads, dim // self.heads).permute(2, 0, 3, 1, 4)
+        if self.fused:
+            mixed = F.scaled_dot_product_attention(q, k, v)
+        else:
+            mixed = (q @ k.transpose(-2, -1) * (dim // self.heads) ** -0.5).softmax(-1) @ v
+        return self.proj(mixed.transpose(1, 2).reshape(batch, tokens, dim))
+
+
+class Block(nn.Module):
+    def __init__(self, dim: int, heads: int, fused: bool) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(dim, eps=1e-6), nn.LayerNorm(dim, eps=1e-6)
+        self.attn = Attention(dim, heads, fused)
+        self.mlp = nn.ModuleDict({"fc1": nn.Linear(dim, 4 * dim), "fc2": nn.Linear(4 * dim, dim)})
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attn(self.norm1(x))
+        return x + self.mlp["fc2"](F.gelu(self.mlp["fc1"](self.norm2(x))))
+
+
+class Published(nn.Module):
+    """The layout of the published code, parameter names included."""
+
+    def __init__(self, sizes: dict[str, int], fused: bool) -> None:
+        super().__init__()
+        dim, width, patch = sizes["dim"], sizes["width"], sizes["patch"]
+        side = sizes["size"] // patch
+        self.patch, self.visible = patch, side * side // 4
+        grid = Grid(side, side, patch, 3, 1)
+        self.patch_embed = nn.ModuleDict({"proj": nn.Conv2d(3, dim, patch, patch)})
+        self.cls_token, self.mask_token = nn.Parameter(torch.randn(1, 1, dim)), nn.Parameter(torch.randn(1, 1, width))
+        for name, each in (("pos_embed", dim), ("decoder_pos_embed", width)):
+            table = torch.cat([torch.zeros(1, each), positions(grid, each)])[None]
+            setattr(self, name, nn.Parameter(table, requires_grad=False))
+        self.blocks = nn.ModuleList(Block(dim, sizes["heads"], fused) for _ in range(sizes["depth"]))
+        self.norm = nn.LayerNorm(dim, eps=1e-6)
+        self.decoder_embed = nn.Linear(dim, width)
+        self.decoder_blocks = nn.ModuleList(Block(width, sizes["decoder_heads"], fused) for _ in range(sizes["blocks"]))
+        self.decoder_norm = nn.LayerNorm(width, eps=1e-6)
+        self.decoder_pred = nn.Linear(width, patch * patch * 3)
+        mean, std = (torch.tensor(v)[:, None, None] * 255 for v in ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)))
+        self.register_buffer("mean", mean, persistent=False)
+        self.register_buffer("std", std, persistent=False)
+
+    def forward(self, images: Tensor, noise: Tensor | None = None) -> Tensor:
+        images = (images.float() - self.mean) / self.std
+        x = self.patch_embed["proj"](images).flatten(2).transpose(1, 2) + self.pos_embed[:, 1:]
+        batch, patches, dim = x.shape
+        if noise is None:
+            noise = torch.rand(batch, patches, device=x.device)
+        shuffle = noise.argsort(1)
+        restore = shuffle.argsort(1)
+        x = x.gather(1, shuffle[:, : self.visible, None].expand(-1, -1, dim))
+        mask = torch.ones(batch, patches, device=x.device)
+        mask[:, : self.visible] = 0
+        mask = mask.gather(1, restore)
+        x = torch.cat([(self.cls_token + self.pos_embed[:, :1]).expand(batch, -1, -1), x], 1)
+        for block in self.blocks:
+            x = block(x)
+        x = self.decoder_embed(self.norm(x))
+        tokens = torch.cat([x[:, 1:], self.mask_token.expand(batch, patches - self.visible, -1)], 1)
+        tokens = tokens.gather(1, restore[:, :, None].expand(-1, -1, tokens.shape[2]))
+        x = torch.cat([x[:, :1], tokens], 1) + self.decoder_pos_embed
+        for block in self.decoder_blocks:
+            x = block(x)
+        prediction = self.decoder_pred(self.decoder_norm(x))[:, 1:]
+        side, patch = images.shape[2] // self.patch, self.patch
+        target = (
+            images.reshape(batch, 3, side, patch, side, patch).permute(0, 2, 4, 3, 5, 1).reshape(batch, patches, -1)
+        )
+        target = (target - target.mean(-1, keepdim=True)) / (target.var(-1, keepdim=True) + 1e-6).sqrt()
+        loss = (prediction - target).square().mean(-1)
+        return (loss * mask).sum() / mask.sum()
+
+
+def ours(sizes: dict[str, int], long_skips: bool = False, narrow: bool = False) -> MAE:
+    encoder = timm.create_model(
+        "vit_base_patch16_224",
+        img_size=sizes["size"],
+        patch_size=sizes["patch"],
+        embed_dim=sizes["dim"],
+        depth=sizes["depth"],
+        num_heads=sizes["heads"],
+        num_classes=0,
+        global_pool="",
+        final_norm=not long_skips,
+    )
+    model = MAE(
+        encoder,
+        width=sizes["width"],
+        depth=sizes["blocks"],
+        heads=sizes["decoder_heads"],
+        long_skips=long_skips,
+        narrow=narrow,
+    )
+    if long_skips:
+        unskip.rewire(model.encoder, "decay:0.6")
+    return model
+
+
+def same_loss(sizes: dict[str, int], device: str) -> float:
+    """How far the losses of both layouts lie apart for the same weights, images and masks, in float32."""
+    torch.manual_seed(0)
+    theirs, mine = Published(sizes, fused=True).to(device), ours(sizes).to(device)
+    load_published(mine, theirs.state_dict())
+    images = torch.randint(256, (8, 3, sizes["size"], sizes["size"]), dtype=torch.uint8, device=device)
+    noise = torch.rand(8, (sizes["size"] // sizes["patch"]) ** 2, device=device)
+    with torch.no_grad():
+        return abs(float(theirs(images, noise) - mine(images, noise).loss))
+
+
+def stepper(model: nn.Module, images: Tensor, mode: str) -> Callable[[], None]:
+    device = images.device.type
+    model.train()
+    optimizer = torch.optim.AdamW(
+        [p for p in model.parameters() if p.requires_grad], lr=1e-4, betas=(0.9, 0.95), weight_decay=0.05, fused=True
+    )
+    forward = torch.compile(model, mode=None if mode == "default" else mode)
+
+    def step() -> None:
+        with torch.autocast(device, torch.bfloat16):
+            found = forward(images)
+        (found if isinstance(found, Tensor) else found.loss).backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    return step
+
+
+def pace(step: Callable[[], None], steps: int, images: Tensor) -> float:
+    """Images a second."""
+    wait = torch.cuda.synchronize if images.is_cuda else (lambda: None)
+    wait()
+    begin = time.perf_counter()
+    for _ in range(steps):
+        step()
+    wait()
+    return len(images) * steps / (time.perf_counter() - begin)
+
+
+def attention(name: str) -> contextlib.AbstractContextManager[object]:
+    """Leaves torch the choice of its attention kernel, or takes it away."""
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    kernels = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}
+    return sdpa_kernel(kernels[name]) if name in kernels else contextlib.nullcontext()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cuda", choices=["cpu", "cuda"])
+    parser.add_argument("--small", action="store_true", help="a model for a CPU; its numbers are not kept")
+    parser.add_argument("--batch", type=int, default=512)
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--mode", default="default", help="of torch.compile, for all: max-autotune-no-cudagraphs")
+    parser.add_argument("--attention", choices=["any", "cudnn", "flash"], default="any", help="torch's kernel, for all")
+    parser.add_argument("--only", default="", help="a part of the names to be measured")
+    parser.add_argument("--out", type=Path, default=RESULTS / "train-mae-gpu.json")
+    options = parser.parse_args()
+    if options.device == "cuda" and not torch.cuda.is_available():
+        raise SystemExit("this benchmark needs a CUDA device; --small --device cpu shows that it runs")
+    sizes = SMALL if options.small else BASE
+    batch, steps = (16, 2) if options.small else (options.batch, options.steps)
+    apart = same_loss(sizes, options.device)
+    print(f"losses of both layouts lie {apart:.2g} apart")
+    assert apart < 1e-4, "the two layouts do not compute the same"
+    makers: dict[str, Callable[[], nn.Module]] = {
+        "published": lambda: Published(sizes, fused=False),
+        "published, sdpa": lambda: Published(sizes, fused=True),
+        "ours": lambda: ours(sizes),
+        "ours, narrow": lambda: ours(sizes, narrow=True),
+        "ours, paper's": lambda: ours(sizes, long_skips=True),
+    }
+    images = torch.randint(256, (batch, 3, sizes["size"], sizes["size"]), dtype=torch.uint8, device=options.device)
+    found: dict[str, list[float]] = {}
+    memory: dict[str, float] = {}
+    with attention(options.attention):
+        prepared = {}
+        for name, make in makers.items():
+            if options.only in name:
+                torch.manual_seed(0)
+                prepared[name] = stepper(make().to(options.device), images, options.mode)
+                if images.is_cuda:
+                    torch.cuda.reset_peak_memory_stats()
+                    held = torch.cuda.memory_allocated()
+                pace(prepared[name], 5, images)  # compiles
+                if images.is_cuda:
+                    memory[name] = (torch.cuda.max_memory_allocated() - held) / 2**30
+                print(f"{name} is ready", flush=True)
+        for _ in range(options.rounds):
+            for name, step in prepared.items():
+                found.setdefault(name, []).append(pace(step, steps, images))
+    fastest = max(
+        (n for n in found if n.startswith("published")), key=lambda n: statistics.median(found[n]), default=""
+    )
+    results: dict[str, Any] = {}
+    for name, values in found.items():
+        results[name] = {"images a second": statistics.median(values), "rounds": values}
+        if name in memory:
+            results[name]["GiB"] = memory[name]
+        if fastest:
+            ratios = [a / b for a, b in zip(values, found[fastest], strict=True)]
+            results[name]["over the faster published"] = statistics.median(ratios)
+        ratio = results[name].get("over the faster published", float("nan"))
+        print(f"{name:18s} {results[name]['images a second']:8.0f} img/s  {ratio:.3f}  {memory.get(name, 0):.1f} GiB")
+    record = {
+        "script": "benchmarks/train_mae.py",
+        "device": torch.cuda.get_device_name() if images.is_cuda else f"{platform.machine()} CPU",
+        "versions": {"python": platform.python_version(), "torch": torch.__version__, "timm": timm.__version__},
+        "settings": {"batch": batch, "steps": steps, "mode": options.mode, "attention": options.attention, **sizes},
+        "losses apart": apart,
+        "results": results,
+    }
+    if not options.small:
+        options.out.parent.mkdir(parents=True, exist_ok=True)
+        options.out.write_text(json.dumps(record, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
