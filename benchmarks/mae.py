@@ -348,6 +348,7 @@ def main() -> None:
         fields = {"preset": "cifar", "data": options.data, "device": options.device, "epochs": options.epochs}
         fields |= {"lr": options.lr, "compile": options.compile, "log_every": 25, "checkpoint_every": 1000}
         fields |= {"model_args": "depth=12,embed_dim=192,num_heads=3", "evaluate_every": max(1, round(steps / 16))}
+        fields |= {"online_images": 5000, "health": False}  # feature norms and ranks are recorded anyway
     else:
         options.finetune = 3
     word = fields["preset"]

@@ -71,6 +71,7 @@ class Mae:
     validate: bool = False  # hold a tenth of the training set out and judge by it, for choosing settings
     evaluate_every: int | None = None
     online_images: int = 10_000  # how many images of each split the neighbours and the rank are judged on in training
+    health: bool = True  # look at features and attention with each evaluation, and warn; takes some seconds
     checkpoint_every: int = 500
     log_every: int = 20
     workers: int = 0
@@ -179,7 +180,7 @@ def build(config: Mae) -> tuple[Task, Schedule]:
             "knn-dino-v1, rank-v1": _online(known, judged, config.precision),
         },
         notes=(*train.report, *test.report),
-        sample=sample[:8],
+        sample=sample[:8] if config.health else None,
         watched=model.encoder,
         save=write,
     )

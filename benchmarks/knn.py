@@ -1,0 +1,98 @@
+"""Is the search for neighbours limited by its matrix product? `unskip.evals.knn` against the product alone.
+
+    python benchmarks/knn.py                          # on a GPU: 1.28 million by 50,000 at 768 dims, ImageNet's size
+    python benchmarks/knn.py --small --device cpu     # at a size for a CPU, to see that it runs
+
+    product   the cosines of every chunk, and nothing done with them
+    topk      the product and torch.topk over whole rows, as is common
+    knn       `unskip.evals.knn`: product, neighbours, votes, for all k
+
+JSON goes to docs/results/knn-gpu.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import unskip
+from unskip.evals._knn import _CHUNK_BYTES
+
+RESULTS = Path(__file__).resolve().parent.parent / "docs" / "results"
+
+
+def seconds(work: Callable[[], object], device: str) -> float:
+    wait = torch.cuda.synchronize if device == "cuda" else (lambda: None)
+    wait()
+    begin = time.perf_counter()
+    work()
+    wait()
+    return time.perf_counter() - begin
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cuda", choices=["cpu", "cuda"])
+    parser.add_argument("--small", action="store_true", help="a size for a CPU; its numbers are not kept")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--out", type=Path, default=RESULTS / "knn-gpu.json")
+    options = parser.parse_args()
+    if options.device == "cuda" and not torch.cuda.is_available():
+        raise SystemExit("this benchmark needs a CUDA device; --small --device cpu shows that it runs")
+    count, asked, dim, classes = (40_000, 500, 384, 100) if options.small else (1_281_167, 50_000, 768, 1000)
+    draw = torch.Generator(options.device).manual_seed(0)
+    labels, truth = (torch.arange(n, device=options.device) % classes for n in (count, asked))
+    x = torch.randn(count, dim, device=options.device, generator=draw)
+    y = torch.randn(asked, dim, device=options.device, generator=draw)
+    rows = max(1, _CHUNK_BYTES[options.device] // (4 * count))
+
+    def product(top: bool) -> None:
+        for part in y.split(rows):
+            cosines = part @ x.T
+            if top:
+                cosines.topk(200)
+
+    works: dict[str, Callable[[], Any]] = {
+        "product": lambda: product(False),
+        "topk": lambda: product(True),
+        "knn": lambda: unskip.evals.knn(x, labels, y, truth),
+    }
+    found: dict[str, list[float]] = {name: [] for name in works}
+    memory = 0.0
+    for turn in range(options.rounds + 1):
+        for name, each in works.items():
+            if options.device == "cuda":
+                torch.cuda.reset_peak_memory_stats()
+            taken = seconds(each, options.device)
+            if turn:  # the first one warms up
+                found[name].append(taken)
+            if options.device == "cuda" and name == "knn":
+                memory = torch.cuda.max_memory_allocated() / 2**30
+    results: dict[str, Any] = {name: statistics.median(values) for name, values in found.items()}
+    results |= {"knn over product": results["knn"] / results["product"], "GiB at most": memory, "rounds": found}
+    results["TFLOP/s of the product"] = 2 * count * asked * dim / results["product"] / 1e12
+    for name in works:
+        print(f"{name:8s} {results[name]:8.3f} s")
+    print(f"knn over product {results['knn over product']:.2f}, {memory:.1f} GiB at most")
+    record = {
+        "script": "benchmarks/knn.py",
+        "device": torch.cuda.get_device_name() if options.device == "cuda" else f"{platform.machine()} CPU",
+        "versions": {"python": platform.python_version(), "torch": torch.__version__, "unskip": unskip.__version__},
+        "settings": {"train": count, "test": asked, "dim": dim, "classes": classes, "precision": "float32, no TF32"},
+        "results": results,
+    }
+    if not options.small:
+        options.out.parent.mkdir(parents=True, exist_ok=True)
+        options.out.write_text(json.dumps(record, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
