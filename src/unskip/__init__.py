@@ -9,7 +9,8 @@ every branch, `init` starts a model that has no skips, `measure` says in numbers
 carries out a recipe.
 """
 
-from unskip import data, evals, init, measures, models, optim, recipes
+from unskip import absorption, data, evals, init, measures, models, optim, recipes
+from unskip.absorption import absorb
 from unskip.anatomy import Audit, Site, audit, features, parts
 from unskip.measures import measure
 from unskip.recipes import resume, train
@@ -26,6 +27,8 @@ __all__ = [
     "Scale",
     "Site",
     "Wiring",
+    "absorb",
+    "absorption",
     "audit",
     "data",
     "evals",

@@ -5,8 +5,8 @@ exists if and only if for some |T| + 2 q <= p and some signs
 
     rank( (A + (c / 2) W_down W_up - (c / 2) sum_{k not in T} s_k J_k u_k^T) P_T ) <= q,
 
-P_T the projector away from the rows of T; rank(M P_T) = rank([M; U_T]) - rank(U_T). Weights are small integers, so ranks
-in floating point are right.
+P_T the projector away from the rows of T; rank(M P_T) = rank([M; U_T]) - rank(U_T). Weights are small integers, so
+ranks in floating point are right.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def absorbable(
             rest = [k for k in range(m) if k not in split]
             held = rows[list(split)]
             base = np.linalg.matrix_rank(held) if size else 0
-            signs = np.array(list(itertools.product((1.0, -1.0), repeat=len(rest)))).reshape(-1, len(rest))
+            signs = np.array(list(itertools.product((1.0, -1.0), repeat=len(rest)))).reshape(2 ** len(rest), len(rest))
             left = whole - odd / 2 * np.einsum("sk,kij->sij", signs, ones[rest])
             stack = np.concatenate([left, np.broadcast_to(held, (len(left), *held.shape))], 1)
             if (np.linalg.matrix_rank(stack, tol=1e-9) - base <= pairs).any():

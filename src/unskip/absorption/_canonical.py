@@ -67,15 +67,14 @@ def canonical(problem: Problem, loose: bool = False) -> Keys:
     bulk = down.new_zeros(count).index_add_(0, member[active], (down.norm(dim=0) * ratio)[active])
     small = max(tolerance, 64 * EPS) if loose else 64 * EPS
     alive = joint.norm(dim=0) > small * bulk
-    renumber = torch.cumsum(alive.long(), 0) - 1
-    member = torch.where(active & alive[member.clamp(min=0)], renumber[member.clamp(min=0)], -1)
+    # The last entry serves the units of no key, which have -1.
+    renumber = torch.where(alive, torch.cumsum(alive.long(), 0) - 1, -1)
+    member = torch.cat([renumber, renumber.new_full((1,), -1)])[member]
     active = member >= 0
     joint, count = joint[:, alive], int(alive.sum())
     units = torch.arange(h, device=up.device)
     first = torch.full((count,), h, device=up.device).scatter_reduce_(0, member[active], units[active], "amin")
     sizes = torch.bincount(member[active], minlength=count)
-    # Signs are relative to the unit that stands for the key.
-    sign = torch.where(active, sign * sign[first[member.clamp(min=0)]] if count else sign, sign)
     beta = torch.where(active, (sign - 1) / 2, -linear / problem.odd)
     beta = torch.where(lengths == 0, torch.zeros_like(beta), beta)
     target, rows = problem.target, problem.rows

@@ -87,7 +87,7 @@ def flat(problem: Problem) -> list[Obstruction]:
         if not phi.analytic and (inner is None or bool((inner == 0).any())):
             return []  # a kink at the origin
         point = torch.zeros(block.inputs, dtype=torch.float64, device=block.up.device)
-        matrix = torch.func.jacrev(block.bare().double().__call__)(point)
+        matrix = block.derivative(point)
         if "post" in block.norms and block.norms["post"].kind == "layernorm":
             matrix = matrix - matrix.mean(0)
         size = float(block.down.double().norm() * block.up.double().norm())
@@ -120,7 +120,7 @@ def bottleneck(problem: Problem) -> Obstruction | None:
         return None
     point = torch.randn(block.inputs, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     point = point.to(block.up.device)
-    jacobian = torch.func.jacrev(block.double().__call__)(point)
+    jacobian = block.derivative(point)
     values = torch.linalg.svdvals(jacobian)
     scale = float(block.matrix.norm()) + float(block.down.double().norm() * block.up.double().norm())
     scale *= 1 + float(point.norm()) * (1.0 if block.gate is None else float(block.gate.double().norm()))
@@ -152,14 +152,14 @@ def linear(problem: Problem) -> tuple[Block | None, float, Obstruction | None]:
     if block.up_bias is not None:
         shift = half * block.down.detach().double() @ block.up_bias.detach().double()
         const = (shift + (0 if const is None else const.double())).to(block.down.dtype)
-    if const is not None and not problem.output_bias and bool(const.any()):
+    if const is not None and problem.drop_constant and bool(const.any()):
         return None, 0.0, None
     if float(values[0]) == 0:
         down.zero_()
     made = Block(
         up.to(block.up.dtype),
         down.to(block.down.dtype),
-        down_bias=const if problem.output_bias else None,
+        down_bias=None if problem.drop_constant else const,
         activation=block.activation,
         skip=0.0,
         norm=block.norm,

@@ -48,7 +48,9 @@ def build(problem: Problem, keys: Keys, flips: Tensor, split: tuple[int, ...] = 
         chosen = order[flips]
         const = None if block.down_bias is None else block.down_bias.detach().to(up)
         shift = problem.odd * down[:, chosen] @ bias[chosen]
-        if block.up_bias is not None and bool(shift.any()):
+        if problem.offset is not None:  # along it the flips need not add up; it is a constant
+            shift = shift + (block.matrix + problem.odd * down[:, chosen] @ up[chosen]) @ problem.offset
+        if bool(shift.any()):
             const = shift if const is None else const + shift
         made = _finish(problem, rows, biases, columns, const)
         return None if made is None else Built(made, problem.odd * rest, chosen.sort().values)
@@ -131,9 +133,9 @@ def _finish(problem: Problem, rows: Tensor, biases: Tensor, columns: Tensor, con
     down_bias = None
     if const is not None:
         dtype = block.down.dtype if block.down_bias is None else block.down_bias.dtype
-        if problem.output_bias:
+        if not problem.drop_constant:
             down_bias = const.to(dtype) if bool(const.any()) or block.down_bias is not None else None
-        # Without output biases the search has already made the constant vanish, within rounding.
+        # Otherwise the search has already made the constant vanish, within rounding.
     return replace(
         block,
         up=rows.to(block.up.dtype),

@@ -37,6 +37,7 @@ class Outcome:
     measured: dict[str, float] = field(default_factory=dict)
     obstructions: list[Obstruction] = field(default_factory=list)
     bound: float | None = None  # on |E_S|_F over all flip sets
+    none_near: bool = False  # no flip set is within rounding of the skip
     why: str = ""  # where neither holds
     spares: int = 0
 
@@ -134,11 +135,17 @@ def _possible(problem: Problem, keys: Keys, tolerance: float, out: Outcome) -> D
     elif found.dual is None and 0 < keys.count <= _enumerate.ALL:
         mask, _ = _enumerate.closest(keys.joint, keys.rows, keys.goal)
         accept(mask)
-    elif found.dual is None and 0 < keys.count <= _enumerate.PROGRAM and keys.goal.numel() <= 4096:
-        for within in (0.0, tolerance):  # an exact answer first
-            status, mask = _enumerate.program(keys.joint, keys.rows, keys.goal, within)
-            if status == "found" and accept(mask.to(keys.rows.device)):
-                break
+    elif found.dual is None and found.independent is not True and 0 < keys.count <= _enumerate.PROGRAM:
+        near = None
+        if keys.count <= _enumerate.HALVES:
+            near = _enumerate.in_halves(keys.joint, keys.rows, keys.goal, tolerance)
+        if near is not None:
+            out.none_near = near[1] == math.inf
+            accept(near[0])
+        elif keys.goal.numel() <= 4096:
+            status, mask = _enumerate.program(keys.joint, keys.rows, keys.goal, tolerance)
+            if status == "found":
+                accept(mask.to(keys.rows.device))
     return found.dual
 
 
@@ -287,10 +294,10 @@ def _without_spares(problem: Problem, keys: Keys, duals: list[Dual], tolerance: 
         else:
             out.why = "the closest flip set is within rounding of the skip, but not close enough to be taken"
         return
-    _in_halves(problem, keys, tolerance, out)
+    _in_halves(problem, keys, out)
 
 
-def _in_halves(problem: Problem, keys: Keys, tolerance: float, out: Outcome) -> None:
+def _in_halves(problem: Problem, keys: Keys, out: Outcome) -> None:
     odd = problem.block.phi.odd
     plain = bool((keys.sizes == 1).all()) and keys.count == len(problem.up) and not problem.block.norms
     if problem.tolerance() >= float(problem.target.norm()) / 20:
@@ -305,9 +312,8 @@ def _in_halves(problem: Problem, keys: Keys, tolerance: float, out: Outcome) -> 
             "neither a flip set nor a proof was found"
         )
         return
-    status, _ = _enumerate.program(keys.joint, keys.rows, keys.goal, tolerance)
     modulus, z, values, goal = hashed(keys.joint, keys.rows, keys.goal, odd, problem.target)
-    if status == "none" and no_subset(values, goal, modulus):
+    if out.none_near and no_subset(values, goal, modulus):
         sentence = "In whole numbers no choice of units adds up to the skip (decided in two halves, modulo a prime)."
         data = {"modulus": modulus, "functional": z}
         out.obstructions.append(Obstruction(sentence, Certificate("subset-sum", data)))

@@ -29,7 +29,8 @@ class Problem:
     block: Block
     width: int  # of the replacement
     hidden_bias: bool  # whether the replacement may have them
-    output_bias: bool
+    output_bias: bool  # or would not need one anyway
+    drop_constant: bool  # it may not have one
     skip: Tensor
     up: Tensor
     bias: Tensor
@@ -105,7 +106,12 @@ def reduce(block: Block, width: int, hidden_bias: bool, output_bias: bool) -> Pr
             skip, down, const = (value - value.mean(0, keepdim=True) for value in (skip, down, const))
             down[:, down.norm(dim=0) <= 64 * len(down) * EPS * size] = 0  # a column of ones is hidden
     caveat = "; ".join(caveats) or None
-    return Problem(block, width, hidden_bias, output_bias, skip, up, bias, down, const, radius, caveat, basis, offset)
+    # Without any bias there is no constant to make up, unless a unit that sees nothing gives one.
+    still = bool(bias.any()) or bool(const.any()) or (block.phi.at_zero != 0 and bool((up.norm(dim=1) == 0).any()))
+    drop, output_bias = not output_bias, output_bias or not still
+    return Problem(
+        block, width, hidden_bias, output_bias, drop, skip, up, bias, down, const, radius, caveat, basis, offset
+    )
 
 
 def _domain(norm: Norm, like: Tensor) -> tuple[Tensor, Tensor]:
@@ -119,6 +125,7 @@ def _domain(norm: Norm, like: Tensor) -> tuple[Tensor, Tensor]:
         left, values, _ = torch.linalg.svd(basis, full_matrices=False)
         keep = values > 1e-12 * values.max()
         basis = left[:, keep] * values[keep]
+        basis[gain == 0] = 0
     return basis, offset
 
 

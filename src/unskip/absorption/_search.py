@@ -120,6 +120,7 @@ def _dense(
     m = len(rows)
     matrix = (joint.mT[:, :, None] * rows[:, None, :]).reshape(m, -1).mT  # (o n, m)
     scale = matrix.norm(dim=0)
+    scale = torch.where(scale > 1e-14 * scale.max(), scale, 1.0)
     left, values, right = torch.linalg.svd(matrix / scale, full_matrices=False)
     keep = values > 1e-10 * values[0]
     inverse = right[keep].mT / values[keep]  # (m, r)
@@ -145,7 +146,7 @@ def _dense(
                 return found
     from scipy.optimize import lsq_linear
 
-    boxed = lsq_linear(matrix.cpu().numpy(), goal.flatten().cpu().numpy(), bounds=(0.0, 1.0), tol=1e-14, max_iter=400)
+    boxed = lsq_linear(matrix.cpu().numpy(), goal.flatten().cpu().numpy(), bounds=(0.0, 1.0), tol=1e-13, max_iter=100)
     inside = torch.as_tensor(boxed.x, dtype=torch.float64, device=goal.device)
     residual = (goal.flatten() - matrix @ inside).reshape(goal.shape)
     found.dual = _dual(joint, rows, goal, residual, *whole, tolerance)

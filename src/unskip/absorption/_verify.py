@@ -93,7 +93,7 @@ def _setting(verdict: Verdict, certificate: Certificate) -> Setting:
         sound &= bool(norm.eps) and norm.kind != "other" and "basis" in certificate.data
         sound &= not np.any(basis[gain == 0])
         # The ball of s: directions that sum to zero, and no longer than the search believed.
-        if norm.kind == "layernorm":
+        if norm.kind == "layernorm" and np.all(gain != 0):  # else the hidden channel makes up the sum
             sound &= bool(np.all(np.abs(inner.sum(0)) <= 1e-9 * (1 + np.abs(inner).sum(0))))
         shift = _numbers(norm.bias, (d,))
         bias, const = bias + up @ shift, const + skip @ shift
@@ -110,6 +110,8 @@ def _setting(verdict: Verdict, certificate: Certificate) -> Setting:
             sizes[0], sizes[2] = sizes[0] + sizes[0].mean(0), sizes[2] + sizes[2].mean(0)
             skip, down, const = skip - skip.mean(0), down - down.mean(0), const - const.mean(0)
             down[:, hidden_shift] = 0
+    silent = not bias.any() and not const.any() and (block.phi.at_zero == 0 or bool(np.all(up.any(axis=1))))
+    output = output or silent  # no constant to make up
     if not output:
         skip = np.concatenate([skip, const[:, None]], 1)
         sizes[0] = np.concatenate([sizes[0], np.abs(const)[:, None]], 1)
@@ -451,7 +453,7 @@ def _at_zero(at: Setting, data: Mapping[str, Any]) -> bool:
             inner = block.gate_bias if block.gated else block.up_bias
             if inner is None or bool((inner == 0).any()):
                 return False
-        jacobian = torch.func.jacrev(block.bare().double().__call__)(point).cpu().numpy()
+        jacobian = block.derivative(point).cpu().numpy()
         matrix = jacobian - jacobian.mean(0) if "post" in block.norms else jacobian
         size = np.abs(jacobian) + float(np.abs(at.size_down).sum() * np.abs(at.size_up).max()) * 1e-3
     return _moves(at, data, matrix, size)
@@ -469,6 +471,9 @@ def _rank(at: Setting, data: Mapping[str, Any]) -> bool:
     return len(values) > at.width and bool(values[at.width] > max(1e-10 * size, _tolerance(at)))
 
 
+KINKS = {"hardswish": (-3.0, 3.0), "hardsigmoid": (-3.0, 3.0), "hardtanh": (-1.0, 1.0), "relu6": (0.0, 6.0)}
+
+
 def _bottleneck(at: Setting, data: Mapping[str, Any]) -> bool:
     """At one point the block's derivative has a rank above the width of the replacement."""
     block = at.block
@@ -476,13 +481,12 @@ def _bottleneck(at: Setting, data: Mapping[str, Any]) -> bool:
         return False
     point = data["point"].double().to(block.up.device)
     if not block.phi.analytic:
-        for weight, bias in ((block.up, block.up_bias), (block.gate, block.gate_bias)):
-            if weight is not None:
-                z = weight.double() @ point + (0 if bias is None else bias.double())
-                for kink in (-3.0, -1.0, 0.0, 1.0, 3.0, 6.0):
-                    if bool(((z - kink).abs() < 1e-9).any()):
-                        return False
-    jacobian = torch.func.jacrev(block.double().__call__)(point).cpu().numpy()
+        weight, bias = (block.up, block.up_bias) if block.gate is None else (block.gate, block.gate_bias)
+        z = weight.double() @ point + (0 if bias is None else bias.double())
+        z = z[weight.double().abs().sum(1) > 0]
+        if any(bool(((z - kink).abs() < 1e-9).any()) for kink in KINKS.get(block.phi.name, (0.0,))):
+            return False
+    jacobian = block.derivative(point).cpu().numpy()
     values = np.linalg.svd(jacobian, compute_uv=False)
     scale = np.linalg.norm(at.size_skip) + np.linalg.norm(at.size_down) * np.linalg.norm(at.size_up)
     scale *= 1 + float(point.norm()) * (1 if block.gate is None else float(block.gate.double().norm()))

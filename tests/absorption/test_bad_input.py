@@ -1,0 +1,121 @@
+"""Bad input: a specific error that says what to do, or `undecided` with the reason."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from tests.absorption.blocks import generic
+from torch import nn
+
+import unskip
+from unskip.absorption import Activation, Block, Norm, absorb, register
+from unskip.errors import BadInput
+
+UP, DOWN = torch.randn(6, 3, generator=torch.Generator().manual_seed(0)), torch.ones(3, 6)
+
+
+def with_value(value: float) -> torch.Tensor:
+    weight = UP.clone()
+    weight[2, 1] = value
+    return weight
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"up": with_value(math.nan)}, r"up has 1 entries that are NaN"),
+        ({"down": torch.full((3, 6), math.inf)}, r"down has 18 entries"),
+        ({"up_bias": torch.full((6,), math.nan)}, r"up_bias has 6"),
+        ({"up": UP.mT}, r"transpose it"),
+        ({"up_bias": torch.ones(5)}, r"up_bias must have shape \(6,\)"),
+        ({"down_bias": torch.ones(6)}, r"down_bias must have shape \(3,\)"),
+        ({"gate": torch.ones(5, 3), "activation": "swiglu"}, r"gate must have shape"),
+        ({"activation": "swiglu"}, r"needs gate"),
+        ({"gate_bias": torch.ones(6)}, r"gate_bias is given without gate"),
+        ({"activation": "gleu"}, r"nearest: .*g"),
+        ({"activation": "tanh:2"}, r"take a number"),
+        ({"activation": "silu:x"}, r"not a number"),
+        ({"activation": 3}, r"must be a word"),
+        ({"up": UP.int()}, r"int32.*dequantise"),
+        ({"up": UP.to("meta")}, r"meta device"),
+        ({"up": UP.tolist()}, r"must be a tensor"),
+        ({"up": UP[0]}, r"2 dimension"),
+        ({"up": UP[:0], "down": DOWN[:, :0]}, r"not be empty"),
+        ({"skip": math.nan}, r"skip must be finite"),
+        ({"skip": torch.ones(2, 2)}, r"skip must have shape \(3, 3\)"),
+        ({"down": torch.ones(4, 6)}, r"give a \(4, 3\) matrix"),
+        ({"norm": (Norm("rmsnorm", "pre"), Norm("layernorm", "pre"))}, r"same place"),
+        ({"norm": Norm("rmsnorm", "pre", gain=torch.ones(4))}, r"norm.gain"),
+    ],
+)
+def test_a_block_that_cannot_be(arguments: dict[str, object], message: str) -> None:
+    with pytest.raises(BadInput, match=message):
+        Block(**{"up": UP, "down": DOWN, "activation": "gelu", **arguments})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"kind": "batchnorm"}, "no kind"),
+        ({"place": "before"}, "no place"),
+        ({"eps": -1.0}, "eps"),
+        ({"gain": torch.tensor([math.nan])}, "gain"),
+    ],
+)
+def test_a_norm_that_cannot_be(arguments: dict[str, object], message: str) -> None:
+    with pytest.raises(BadInput, match=message):
+        Norm(**arguments)  # type: ignore[arg-type]
+
+
+def test_questions_that_cannot_be() -> None:
+    with pytest.raises(BadInput, match="width"):
+        absorb(generic(), width=0)
+    with pytest.raises(BadInput, match="width"):
+        absorb(generic(), width=2.5)  # type: ignore[arg-type]
+    with pytest.raises(BadInput, match="biases"):
+        absorb(generic(), biases="some")  # type: ignore[arg-type]
+    with pytest.raises(BadInput, match="got Tensor"):
+        absorb(torch.ones(3))  # type: ignore[arg-type]
+    with pytest.raises(BadInput, match="widen"):
+        absorb(generic()).replacement()
+
+
+def test_words_that_cannot_be_registered() -> None:
+    with pytest.raises(BadInput, match="taken"):
+        register(Activation("relu", torch.relu))
+    from fractions import Fraction
+
+    with pytest.raises(BadInput, match="not 1 z"):
+        register(Activation("wrong_odd", torch.tanh, odd=Fraction(1)))
+
+
+def test_tied_weights_are_weights() -> None:
+    weight = torch.randn(6, 3, generator=torch.Generator().manual_seed(1))
+    verdict = absorb(Block(weight, weight.mT, activation="relu"))
+    assert verdict.status == "impossible"
+    assert verdict.verify()
+
+
+class TwoMlps(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.ups = nn.ModuleList(nn.Linear(4, 8) for _ in range(2))
+        self.downs = nn.ModuleList(nn.Linear(8, 4) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for up, down in zip(self.ups, self.downs, strict=True):
+            x = x + down(torch.relu(up(x)))
+        return x
+
+
+def test_modules() -> None:
+    with pytest.raises(BadInput, match=r"2 MLP sites.*scan"):
+        unskip.absorb(TwoMlps(), example=torch.ones(2, 4))
+    model = TwoMlps()
+    parts = unskip.parts(model, torch.ones(2, 4))
+    verdict = unskip.absorb(next(parts.mlps()))
+    assert verdict.status == "impossible"
+    assert verdict.block.activation == "relu"
+    assert verdict.verify()

@@ -1,0 +1,279 @@
+"""Blocks that defeat a careless engine. Each is an equality written out, so that the test itself is the proof."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+
+import pytest
+import torch
+from tests.absorption.blocks import close, generic, normal, numbers, planted
+
+from unskip.absorption import Activation, Block, Norm, absorb, register
+
+
+def eye(d: int) -> torch.Tensor:
+    return torch.eye(d, dtype=torch.float64)
+
+
+def test_hardswish_with_three_parallel_rows() -> None:
+    """No flip set adds up to -1, and yet another block of three units is the same function."""
+    up = torch.tensor([[6.0], [2.0], [6.0]], dtype=torch.float64)
+    bias = torch.tensor([-3.0, -3.0, -9.0], dtype=torch.float64)
+    down = -torch.tensor([[1 / 48, 3 / 16, 1 / 16]], dtype=torch.float64)
+    zero = torch.zeros(1).double()
+    block = Block(up, down, up_bias=bias, down_bias=zero, activation="hardswish")
+    other = Block(
+        torch.tensor([[-3.0], [-3.0], [6.0]], dtype=torch.float64),
+        torch.tensor([[-1 / 6, -1 / 6, 1 / 48]], dtype=torch.float64),
+        up_bias=torch.tensor([3.0, 6.0, -15.0], dtype=torch.float64),
+        down_bias=torch.tensor([1.5], dtype=torch.float64),
+        activation="hardswish",
+        skip=0.0,
+    )
+    assert close(block, other, torch.linspace(-9, 9, 400).double()[:, None]) < 1e-13
+    verdict = absorb(block)
+    assert verdict.status == "undecided"
+    assert "HardSwish" in verdict.reason
+    # Two parallel rows are safe.
+    fine = Block(up[:2], down[:, :2], up_bias=bias[:2], down_bias=zero, activation="hardswish")
+    assert absorb(fine).status == "impossible"
+    assert absorb(fine).verify()
+
+
+def test_a_user_activation_never_leads_to_impossible() -> None:
+    """Snake, z + sin(z)^2, is of class O, but its units have relations of their own."""
+    snake = register(Activation("snake", lambda z: z + torch.sin(z).square(), odd=Fraction(2)))
+    assert not snake.trusted
+    block = generic(4, 9)
+    asked = Block(block.up, block.down, up_bias=block.up_bias, down_bias=block.down_bias, activation="snake")
+    verdict = absorb(asked)
+    assert verdict.status == "undecided"
+    assert "snake" in verdict.reason
+    up = torch.cat([eye(4), normal(numbers(0), 3, 4)])
+    down = torch.cat([-eye(4) / 2, normal(numbers(1), 4, 3)], 1)
+    verdict = absorb(Block(up, down, activation="snake"))
+    assert verdict.status == "possible"
+    assert close(verdict.block, verdict.replacement()) < 1e-13
+    other = register(Activation("cube", lambda z: z**3, trusted=True))
+    assert absorb(Block(up, down, activation="cube")).status == "undecided"
+    assert not other.trusted
+
+
+def test_spectral_test_on_a_skip_with_few_outputs() -> None:
+    """d_out < d: W_down has no third singular value, and still a split and a fresh pair make up a skip of rank two."""
+    g = numbers(0)
+    up, down = normal(g, 12, 10), normal(g, 2, 12)
+    down[:, 9:] = 0  # three spare units
+    first, second = normal(g, 2, 1), normal(g, 2, 1)
+    skip = first @ up[:1] + second @ normal(g, 1, 10)
+    block = Block(up, down, activation="relu", skip=skip)
+    verdict = absorb(block)
+    assert verdict.status == "possible"
+    assert close(block, verdict.replacement()) < 1e-12
+    assert verdict.verify()
+
+
+@pytest.mark.parametrize("word", ["relu", "leaky_relu", "elu", "abs", "relu6"])
+def test_on_a_ball_units_can_be_affine(word: str) -> None:
+    """s + v phi(s + 10) = (1 + v) phi(s + 10) - 10 where s stays small: the verdict for R^d does not hold there."""
+    shift = 3.0 if word == "relu6" else 10.0
+    v = 0.3
+    norm = Norm("rmsnorm", "input", 1e-5)
+    one = torch.ones(1, 1).double()
+    bias, zero = torch.full((1,), shift, dtype=torch.float64), torch.zeros(1).double()
+    block = Block(one, v * one, up_bias=bias, down_bias=zero, activation=word, norm=norm)
+    other = Block(one, (1 + v) * one, up_bias=bias, down_bias=-bias, activation=word, skip=0.0, norm=norm)
+    x = torch.linspace(-0.999, 0.999, 99).double()[:, None]
+    assert close(block, other, x) < 1e-13
+    verdict = absorb(block)
+    assert verdict.status != "impossible"
+    if word in ("relu", "leaky_relu"):
+        assert verdict.status == "possible"
+        assert close(block, verdict.replacement(), x) < 1e-12
+        assert "ball" in verdict.domain
+    bare = absorb(block.bare())
+    assert bare.status == "impossible"
+    assert bare.verify()
+
+
+def test_on_a_ball_one_spare_relu_makes_up_rank_one() -> None:
+    """On all of R^3 the spare unit is not enough; on the ball a unit whose kink misses it gives any rank-one alone."""
+    g = numbers(1)
+    up, down = normal(g, 6, 3), normal(g, 3, 6)
+    down[:, 5] = 0
+    skip = normal(g, 3, 1) @ normal(g, 1, 3)
+    norm = Norm("rmsnorm", "input", 1e-5)
+    zeros = torch.zeros(6).double(), torch.zeros(3).double()
+    block = Block(up, down, up_bias=zeros[0], down_bias=zeros[1], activation="relu", skip=skip, norm=norm)
+    bare = absorb(block.bare())
+    assert bare.status == "impossible"
+    assert bare.verify()
+    verdict = absorb(block)
+    assert verdict.status == "possible"
+    x = norm(normal(numbers(2), 500, 3)) * torch.rand(500, 1, generator=numbers(3)).double()
+    assert close(block, verdict.replacement(), x) < 1e-12
+
+
+@pytest.mark.parametrize("d", range(5, 14, 2))
+def test_columns_that_the_norm_hides_are_spare(d: int) -> None:
+    """A column of equal entries vanishes behind a LayerNorm, though its projection is not exactly zero in floats."""
+    g = numbers(d)
+    h = 3 * d
+    up, down = normal(g, h, d), normal(g, d, h)
+    down[:, : d + 1] = normal(g, 1, d + 1).expand(d, -1)
+    block = Block(up, down, activation="relu", norm=Norm("layernorm", "post", 1e-5))
+    verdict = absorb(block)
+    assert verdict.status == "possible"
+    assert close(block, verdict.replacement()) < 1e-10
+    assert verdict.verify()
+
+
+def test_pre_norm_on_a_sphere_is_an_ordinary_block() -> None:
+    """Inputs that are already normed with eps = 0: norm(x) = x, so the impossibility of R^d says nothing there."""
+    block, _ = planted(6, 24, "relu", seed=1)
+    norm = Norm("rmsnorm", "pre", 0.0)
+    normed = Block(block.up, block.down, up_bias=block.up_bias, down_bias=block.down_bias, activation="relu", norm=norm)
+    plain = absorb(block)
+    x = Norm("rmsnorm", "pre", 0.0)(normal(numbers(0), 100, 6))
+    assert float((normed(x) - plain.replacement()(x)).abs().max()) < 1e-12
+    both = (norm, Norm("rmsnorm", "input", 0.0))
+    on_sphere = Block(
+        block.up, block.down, up_bias=block.up_bias, down_bias=block.down_bias, activation="relu", norm=both
+    )
+    assert absorb(on_sphere).status == "undecided"
+    assert absorb(normed).status == "impossible"
+    assert "open set" in absorb(normed).domain
+    assert "approximation" in absorb(normed).reason
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_large_bfloat16_weights_do_not_hide_the_skip(seed: int) -> None:
+    g = numbers(seed)
+    block = Block((8 * normal(g, 64, 16)).bfloat16(), (8 * normal(g, 16, 64)).bfloat16(), activation="gelu")
+    assert absorb(block).status != "possible"
+
+
+@pytest.mark.parametrize(("dtype", "size"), [(torch.bfloat16, 512.0), (torch.float32, 3e7)])
+def test_one_heavy_unit_does_not_hide_the_skip(dtype: torch.dtype, size: float) -> None:
+    block = generic(16, 64, "relu", dtype=torch.float64)
+    up, down = block.up.clone(), block.down.clone()
+    assert block.up_bias is not None
+    bias = block.up_bias.clone()
+    up[0] = size**0.5 * up[0] / up[0].norm()
+    down[:, 0] = size**0.5 * down[:, 0] / down[:, 0].norm()
+    bias[0] = -100 * size**0.5  # never active on data
+    asked = Block(
+        up.to(dtype), down.to(dtype), up_bias=bias.to(dtype), down_bias=torch.zeros(16, dtype=dtype), activation="relu"
+    )
+    assert absorb(asked).status != "possible"
+
+
+def test_scaled_duplicates_that_rounding_told_apart() -> None:
+    """Exactly there is no spare unit; merged they give d of them, and then the skip fits within rounding."""
+    g = numbers(0)
+    d = 6
+    up = normal(g, 12, d).float()
+    up[6:] = up[:6] * torch.rand(6, 1, generator=g) * 3
+    down = normal(g, d, 12).float()
+    verdict = absorb(Block(up, down, activation="relu"))
+    assert verdict.status != "impossible"
+    if verdict.status == "possible":
+        assert close(verdict.block, verdict.replacement()) < 1e-5
+    same = Block(up, down, activation="gelu")  # for GELU scaled rows are different units
+    assert absorb(same).status == "impossible"
+
+
+def test_columns_of_next_to_nothing() -> None:
+    g = numbers(0)
+    up, down = normal(g, 12, 4), normal(g, 4, 12)
+    down[:, :4] = 1e-20 * down[:, :4]
+    block = Block(up, down, activation="gelu")
+    verdict = absorb(block)
+    assert verdict.status != "impossible"
+    assert verdict.status != "possible" or close(block, verdict.replacement()) < 1e-12
+
+
+def test_negative_odd_part() -> None:
+    """LeakyReLU with slope below -1 has c < 0."""
+    block, chosen = planted(5, 20, "leaky_relu:-3", seed=0)
+    verdict = absorb(block)
+    assert verdict.flips is not None
+    assert torch.equal(verdict.flips, chosen)
+    refused = absorb(generic(5, 20, "leaky_relu:-3"))
+    assert refused.status == "impossible"
+    assert refused.flip_bound is not None
+    assert refused.flip_bound > 0
+    assert refused.verify()
+
+
+def test_swiglu_with_gate_biases_can_absorb() -> None:
+    """x + x silu(x) - x silu(x + 1) = x silu(-x) - x silu(-x - 1)."""
+    one = torch.ones(2, 1).double()
+    gates = torch.tensor([0.0, 1.0], dtype=torch.float64)
+    block = Block(one, torch.tensor([[1.0, -1.0]], dtype=torch.float64), one, gate_bias=gates, activation="swiglu")
+    other = Block(
+        one, torch.tensor([[1.0, -1.0]], dtype=torch.float64), -one, gate_bias=-gates, activation="swiglu", skip=0.0
+    )
+    assert close(block, other) < 1e-13
+    assert absorb(block).status == "undecided"
+    assert absorb(block, biases="allowed").status == "undecided"
+
+
+def test_squared_relu_with_biases_can_absorb() -> None:
+    """x - r2(x + 1) / 2 + r2(x) / 2 = r2(-x - 1) / 2 - r2(-x) / 2 - 1 / 2."""
+    one, half = torch.ones(2, 1).double(), torch.tensor([[-0.5, 0.5]], dtype=torch.float64)
+    bias, zero = torch.tensor([1.0, 0.0], dtype=torch.float64), torch.zeros(1).double()
+    block = Block(one, half, up_bias=bias, down_bias=zero, activation="relu2")
+    other = Block(-one, -half, up_bias=-bias, down_bias=zero - 0.5, activation="relu2", skip=0.0)
+    assert close(block, other) < 1e-13
+    assert absorb(block).status == "undecided"
+
+
+def test_a_biased_block_and_a_replacement_without_biases() -> None:
+    """x - silu(1) x / silu(1) + silu(x) x = silu(x) x: the skip is there, and gone, because DF(0) = 0."""
+    scale = float(torch.nn.functional.silu(torch.ones(1).double()))
+    block = Block(
+        torch.ones(2, 1).double(),
+        torch.tensor([[-1 / scale, 1.0]], dtype=torch.float64),
+        torch.tensor([[0.0], [1.0]], dtype=torch.float64),
+        gate_bias=torch.tensor([1.0, 0.0], dtype=torch.float64),
+        activation="swiglu",
+    )
+    other = Block(
+        torch.ones(1, 1).double(), torch.ones(1, 1).double(), torch.ones(1, 1).double(), skip=0.0, activation="swiglu"
+    )
+    assert close(block, other) < 1e-13
+    assert absorb(block, biases="none").status == "undecided"
+    moved = Block(block.up, 2 * block.down, block.gate, gate_bias=block.gate_bias, activation="swiglu")
+    verdict = absorb(moved, biases="none")
+    assert verdict.status == "impossible"
+    assert verdict.verify()
+
+
+def test_edges_of_the_parameters() -> None:
+    up, down = torch.ones(1, 2).double(), torch.ones(2, 1).double()
+    assert absorb(Block(eye(2), -eye(2), activation="elu:0")).status == "possible"  # ELU with alpha 0 is ReLU
+    assert absorb(Block(eye(2), eye(2), activation="leaky_relu:-1")).status == "impossible"  # |z|
+    for word in ("leaky_relu:1", "silu:0", "identity"):  # linear
+        assert absorb(Block(eye(2), eye(2), activation=word)).status == "possible"
+        narrow = absorb(Block(up, down, activation=word))
+        assert narrow.status == "impossible"
+        assert narrow.verify()
+    assert absorb(Block(torch.eye(2).double(), -2 * eye(2), activation="silu:0")).status == "possible"  # 0.5 z
+
+
+def test_widths_below_and_above() -> None:
+    block = generic(3, 6, "gelu", skip=0.0)
+    narrow = absorb(block, width=5)
+    assert narrow.status == "impossible"
+    assert {each.kind for each in narrow.obstructions} == {"count"}
+    assert narrow.verify()
+    block = generic(3, 6, "gelu")
+    for extra in (1, 2):
+        verdict = absorb(block, width=6 + extra)
+        assert verdict.status == "impossible"
+        assert verdict.verify()
+    enough = absorb(block, width=9)
+    assert enough.status == "possible"
+    assert close(block, enough.replacement()) < 1e-12
+    assert enough.replacement().width == 9

@@ -1,0 +1,127 @@
+"""Units that count for nothing: dead, constant, equal, mirrored and cancelling ones, and what they make possible."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tests.absorption.blocks import close, normal, numbers
+
+from unskip.absorption import Block, absorb
+from unskip.absorption._canonical import canonical
+from unskip.absorption._reduce import reduce
+
+
+def block_with(spares: int, how: str, word: str, d: int = 4, h: int = 12) -> Block:
+    g = numbers(spares)
+    up, down, bias = normal(g, h, d), normal(g, d, h), normal(g, h)
+    for i in range(spares):
+        j = h - 1 - i
+        if how == "dead column":
+            down[:, j] = 0
+        elif how == "zero row":
+            up[j] = 0
+        elif how == "equal":
+            up[j], bias[j] = up[i], bias[i]
+        elif how == "mirrored":
+            up[j], bias[j] = -up[i], -bias[i]
+        elif how == "scaled":
+            up[j], bias[j] = 2 * up[i], 2 * bias[i]
+        else:  # both units of a key that cancels
+            up[j], bias[j], down[:, j] = up[i], bias[i], -down[:, i]
+    return Block(up, down, up_bias=bias, down_bias=torch.zeros(d).double(), activation=word)
+
+
+WAYS = ["dead column", "zero row", "equal", "mirrored", "scaled", "cancelling"]
+
+
+@pytest.mark.parametrize("how", WAYS)
+@pytest.mark.parametrize("word", ["relu", "gelu", "leaky_relu:0.5"])
+def test_they_are_counted(how: str, word: str) -> None:
+    block = block_with(3, how, word)
+    keys = canonical(reduce(block, 12, True, True))
+    expected = {"cancelling": 6, "scaled": 0 if word == "gelu" else 3}.get(how, 3)
+    assert keys.spares == expected
+
+
+@pytest.mark.parametrize("how", WAYS)
+@pytest.mark.parametrize("word", ["relu", "gelu"])
+def test_d_of_them_make_any_skip_possible(how: str, word: str) -> None:
+    block = block_with(4, how, word)
+    verdict = absorb(block)
+    if how == "scaled" and word == "gelu":
+        assert verdict.status == "impossible"
+    else:
+        assert verdict.status == "possible"
+        assert close(block, verdict.replacement()) < 1e-11
+        assert verdict.replacement().width == 12
+    assert verdict.verify()
+
+
+@pytest.mark.parametrize("how", ["dead column", "zero row", "equal", "mirrored"])
+def test_one_fewer_is_not_enough(how: str) -> None:
+    block = block_with(3, how, "gelu", d=4, h=9)
+    verdict = absorb(block)
+    assert verdict.status in ("impossible", "undecided")
+    assert verdict.verify()
+    small = block_with(2, how, "gelu", d=3, h=7)
+    verdict = absorb(small)
+    assert verdict.status == "impossible"
+    assert verdict.verify()
+
+
+def test_a_middle_that_is_left_open() -> None:
+    """Too many uses of the spare units to try, and no obstruction: undecided."""
+    g = numbers(0)
+    d, h = 8, 40
+    up, down = 3 * normal(g, h, d), 3 * normal(g, d, h)
+    down[:, :4] = 0
+    verdict = absorb(Block(up, down, activation="gelu"))
+    assert verdict.status == "undecided"
+    assert "spare" in verdict.reason
+    assert verdict.weights is None
+    assert verdict.verify()
+    weak = absorb(Block(0.02 * up, 0.02 * down, activation="gelu"))
+    assert weak.status == "impossible"
+    assert weak.certificate is not None
+    assert weak.certificate.kind == "spectral"
+    assert weak.verify()
+
+
+def test_flipping_one_of_two_equal_units() -> None:
+    """A flip set that takes one twin and leaves the other."""
+    g = numbers(3)
+    up, down = normal(g, 8, 3), normal(g, 3, 8)
+    up[7] = up[0]
+    chosen = torch.tensor([0, 2, 3, 4])
+    inverse = torch.linalg.pinv(up[chosen])
+    down[:, chosen] = -inverse
+    block = Block(up, down, activation="gelu")
+    verdict = absorb(block)
+    assert verdict.status == "possible"
+    assert close(block, verdict.replacement()) < 1e-11
+
+
+def test_no_unit_at_all_counts() -> None:
+    verdict = absorb(Block(torch.zeros(3, 4).double(), torch.ones(4, 3).double(), activation="gelu"))
+    assert verdict.status == "impossible"
+    assert verdict.verify()
+    wide = absorb(Block(torch.zeros(8, 4).double(), torch.ones(4, 8).double(), activation="gelu"))
+    assert wide.status == "possible"  # eight idle units are four pairs
+    assert close(wide.block, wide.replacement()) < 1e-12
+
+
+def test_the_kernel_of_the_units() -> None:
+    """Two streams and an MLP that reads their mean: the difference of the streams is seen by no unit."""
+    g = numbers(1)
+    d, h = 2, 6
+    inner, outer = normal(g, h, d), normal(g, d, h)
+    up, down = torch.cat([inner, inner], 1), torch.cat([outer, outer])
+    for width in (6, 7, 8, 9):  # fewer than 2 d spare units are never enough, whatever the weights
+        verdict = absorb(Block(up, down, activation="gelu"), width=width)
+        assert verdict.status == "impossible"
+        assert verdict.verify()
+    kinds = {each.kind for each in absorb(Block(up, down, activation="gelu"), width=9).obstructions}
+    assert "kernel" in kinds
+    enough = absorb(Block(up, down, activation="gelu"), width=6 + 2 * 4 - 2)
+    assert enough.status == "possible"
+    assert close(enough.block, enough.replacement()) < 1e-11

@@ -1,0 +1,155 @@
+"""Activations that need no search: closed-form verdicts, under the hypotheses on biases that they need."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tests.absorption.blocks import CLASS_O, generic, normal, numbers
+
+from unskip.absorption import Block, absorb
+from unskip.absorption._activations import BUILT_IN, GATED, resolve
+
+BOUNDED = [name for name, each in BUILT_IN.items() if each.family == "bounded"]
+GRID = torch.linspace(-30, 30, 6001, dtype=torch.float64)
+
+
+def gated(word: str, biases: bool = False, seed: int = 0, **more: object) -> Block:
+    g = numbers(seed)
+    up, gate, down = normal(g, 12, 5), normal(g, 12, 5), normal(g, 5, 12)
+    held = {"up_bias": normal(g, 12), "gate_bias": normal(g, 12)} if biases else {}
+    return Block(up, down, gate, activation=word, **held, **more)  # type: ignore[arg-type]
+
+
+# --- The facts of the table -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("word", [*CLASS_O, "leaky_relu:0.3", "leaky_relu:-3", "silu:2.5", "softplus:0.7"])
+def test_odd_part_is_linear(word: str) -> None:
+    phi = resolve(word)[0]
+    assert phi.odd is not None
+    gap = phi.function(GRID) - phi.function(-GRID) - float(phi.odd) * GRID
+    assert float(gap.abs().max()) < 1e-12 * 90
+
+
+@pytest.mark.parametrize("word", BUILT_IN)
+def test_facts_hold_in_numbers(word: str) -> None:
+    phi = BUILT_IN[word]
+    values = phi.function(GRID)
+    assert float(phi.function(torch.zeros(1, dtype=torch.float64))) == pytest.approx(phi.at_zero, abs=1e-15)
+    steps = (values[1:] - values[:-1]).abs() / (GRID[1] - GRID[0])
+    assert float(steps.max()) <= phi.lipschitz * (1 + 1e-9)
+    if phi.degree is not None:
+        assert torch.allclose(phi.function(3 * GRID), 3**phi.degree * values)
+    assert phi.homogeneous == (phi.degree == 1)
+    if phi.family == "bounded":
+        assert float(phi.function(1e6 * GRID).abs().max()) <= 6
+    if phi.family == "even":
+        assert torch.equal(values, phi.function(-GRID))
+    if phi.family not in ("odd-linear", "linear"):  # and no other word has a linear odd part
+        odd = values - phi.function(-GRID)
+        assert word == "square" or phi.family == "even" or float((odd / GRID.clamp(min=1e-3))[3100:].std()) > 1e-3
+
+
+# --- Closed forms -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("word", [*BOUNDED, "elu", "selu", "celu", "mish", "abs", "elu:0.5"])
+@pytest.mark.parametrize("width", [32, 1000])
+def test_never_at_any_width(word: str, width: int) -> None:
+    verdict = absorb(generic(word=word), width=width)
+    assert verdict.status == "impossible"
+    assert verdict.extra_width is None
+    assert verdict.verify()
+    assert {each.kind for each in verdict.obstructions} == {"growth" if word in BOUNDED else "family"}
+
+
+@pytest.mark.parametrize("word", [*BOUNDED, "elu", "mish", "abs", "relu2", "swiglu"])
+def test_without_a_skip_there_is_nothing_to_do(word: str) -> None:
+    block = gated(word, skip=0.0) if word == "swiglu" else generic(word=word, skip=0.0)
+    assert absorb(block).status == "possible"
+    assert absorb(block).verify()
+
+
+def test_degree_and_linearisation_hold_together() -> None:
+    assert [each.kind for each in absorb(gated("reglu")).obstructions] == ["degree", "linearisation"]
+    assert [each.kind for each in absorb(gated("bilinear")).obstructions] == ["degree", "linearisation"]
+    assert [each.kind for each in absorb(gated("swiglu")).obstructions] == ["linearisation"]
+    g = numbers(0)
+    plain = Block(normal(g, 12, 5), normal(g, 5, 12), activation="relu2")
+    assert [each.kind for each in absorb(plain).obstructions] == ["degree"]
+    narrow = Block(normal(g, 3, 5), normal(g, 5, 3), activation="relu2")
+    assert [each.kind for each in absorb(narrow).obstructions] == ["degree", "bottleneck"]
+    assert absorb(narrow).verify()
+
+
+@pytest.mark.parametrize("word", GATED)
+def test_gated(word: str) -> None:
+    block = gated(word)
+    verdict = absorb(block)
+    assert verdict.status == ("undecided" if word == "glu" else "impossible")
+    assert verdict.verify()
+    assert absorb(block, biases="allowed").status == "undecided"
+    assert absorb(gated(word, biases=True)).status == "undecided"
+    # An output bias does no harm.
+    const = gated(word, down_bias=torch.ones(5).double())
+    assert absorb(const).status == verdict.status
+    # At the origin a biased block is linear, and a replacement without hidden biases is flat.
+    if word not in ("glu", "reglu"):
+        assert absorb(gated(word, biases=True), biases="none").status == "impossible"
+
+
+def test_a_plain_word_with_a_gate_is_the_gated_word() -> None:
+    block = gated("swiglu")
+    same = Block(block.up, block.down, block.gate, activation="silu")
+    x = normal(numbers(1), 7, 5)
+    assert torch.equal(block(x), same(x))
+    assert absorb(same).status == "impossible"
+
+
+def test_the_quotients_that_the_linearisation_is_about() -> None:
+    """F(t x) / t -> A x and G(t x) / t -> 0, in numbers."""
+    block = gated("swiglu", skip=0.5)
+    x = normal(numbers(2), 5)
+    assert torch.allclose(block(1e-7 * x) / 1e-7, 0.5 * x, atol=1e-4)
+    free = gated("swiglu", skip=0.0, seed=9)
+    assert float((free(1e-7 * x) / 1e-7).norm()) < 1e-4
+
+
+def test_squared_relu_and_square_with_biases_are_open() -> None:
+    for word in ("relu2", "square"):
+        assert absorb(generic(word=word)).status == "undecided"
+        assert absorb(generic(word=word), biases="none").status in ("impossible", "undecided")
+        bare = Block(generic().up, generic().down, activation=word)
+        assert absorb(bare).status == "impossible"
+        assert absorb(bare, biases="allowed").status == "undecided"
+
+
+# --- Biases -----------------------------------------------------------------------------------------------------------
+
+
+def test_without_output_biases_the_constant_has_to_fit() -> None:
+    """Flipping moves a constant into the output bias; where there is none, the same flip set is not enough."""
+    from tests.absorption.blocks import planted
+
+    block, chosen = planted(5, 20, "gelu", seed=3)
+    asked = Block(block.up, block.down, up_bias=block.up_bias, activation="gelu")
+    verdict = absorb(asked)
+    assert verdict.status == "impossible"
+    assert verdict.verify()
+    assert absorb(asked, biases="allowed").status == "possible"
+    # A bias with W_down[:, S] b[S] = 0 needs none.
+    bias = block.up_bias.clone()  # type: ignore[union-attr]
+    down = block.down[:, chosen]
+    bias[chosen] -= torch.linalg.pinv(down) @ (down @ bias[chosen])
+    fits = Block(block.up, block.down, up_bias=bias, activation="gelu")
+    verdict = absorb(fits)
+    assert verdict.status == "possible"
+    assert verdict.replacement().down_bias is None
+    assert verdict.verify()
+
+
+def test_without_hidden_biases_a_bent_unit_cannot_be_had() -> None:
+    verdict = absorb(generic(word="relu"), biases="none")
+    assert verdict.status == "impossible"
+    assert "hidden-bias" in {each.kind for each in verdict.obstructions}
+    assert verdict.verify()
