@@ -127,7 +127,7 @@ def work(name: str, config: dict[str, Any], folder: Path, finetune_epochs: float
         found["diverged"] = str(error).partition(": ")[2]
     metrics, raised = run.read("metrics.jsonl"), run.read("warnings.jsonl")
     online = [row for row in run.read("evals.jsonl") if row["evaluation"].startswith("knn-dino-v1, ")]
-    early = metrics[:20] + metrics[20 :: max(1, len(metrics) // 30)]
+    early = metrics[:40] + metrics[40 :: max(1, len(metrics) // 30)]
     found |= {
         "online": [[row["step"], row["knn20"], row["rank"]] for row in online],
         "loss": [[row["step"], row["loss"], row["feature_norm"]] for row in early],
@@ -285,7 +285,7 @@ def pearson(x: list[float], y: list[float]) -> float | None:
 
 
 def figures(done: dict[str, Any], folder: Path, word: str) -> None:
-    """KNN over depth, KNN over training, and rank against KNN, as SVG."""
+    """KNN over depth and training, and rank against KNN; feature norms, echo and frequency; as SVG."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -317,6 +317,23 @@ def figures(done: dict[str, Any], folder: Path, word: str) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     figure.savefig(folder / f"mae-{word}.svg", metadata={"Date": None})
     pyplot.close(figure)
+    figure, (norms, echo, frequency) = pyplot.subplots(1, 3, figsize=(13, 3.8), constrained_layout=True)
+    for name, rows in sorted(groups(done).items()):
+        if name.startswith("start") or name in ("sweep | alpha_min 0.4", "sweep | alpha_min 0.6"):
+            label = name.partition(" | ")[2] + ("" if name.startswith("start") else " with zero start")
+            norms.plot([point[0] for point in rows[0]["loss"]], [point[2] for point in rows[0]["loss"]], label=label)
+        whole = [row["measure"] for row in rows if "measure" in row]
+        for key, axes in (("echo", echo), ("high_frequency", frequency)) if whole else ():
+            each = zip(*([block.get(key) for block in row] for row in whole), strict=True)
+            means = [statistics.mean(values) if None not in values else None for values in each]
+            axes.plot(means, marker="o", markersize=3, label=name.partition(" | ")[2])
+    norms.set(xlabel="step", ylabel="length of the last tokens", title="feature norm over training", yscale="log")
+    echo.set(xlabel="block", ylabel="R² of the first stream", title="echo")
+    frequency.set(xlabel="block", ylabel="share of energy", title="high frequencies")
+    for axes in (norms, echo, frequency):
+        axes.legend(fontsize=7)
+    figure.savefig(folder / f"mae-{word}-inside.svg", metadata={"Date": None})
+    pyplot.close(figure)
 
 
 def main() -> None:
@@ -346,7 +363,7 @@ def main() -> None:
     if options.data is not None:
         steps = options.epochs * (50_000 // 512)
         fields = {"preset": "cifar", "data": options.data, "device": options.device, "epochs": options.epochs}
-        fields |= {"lr": options.lr, "compile": options.compile, "log_every": 25, "checkpoint_every": 1000}
+        fields |= {"lr": options.lr, "compile": options.compile, "log_every": 10, "checkpoint_every": 1000}
         fields |= {"model_args": "depth=12,embed_dim=192,num_heads=3", "evaluate_every": max(1, round(steps / 16))}
         fields |= {"online_images": 5000, "health": False}  # feature norms and ranks are recorded anyway
     else:
