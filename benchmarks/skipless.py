@@ -30,7 +30,7 @@ WIRINGS: dict[str, dict[str, str]] = {
     "skipless": {"shortcut": "cut"},
     "skipless + init": {"shortcut": "cut", "init": "skipless"},
 }
-RATES = {"adamw": (1e-4, 3e-4, 1e-3), "muon": (3e-4, 1e-3, 3e-3), "soap": (3e-4, 1e-3, 3e-3)}
+RATES = {"adamw": (3e-4, 1e-3, 3e-3), "muon": (1e-3, 3e-3, 1e-2), "soap": (1e-3, 3e-3, 1e-2)}
 SEEDS = (0, 1, 2)
 
 
@@ -125,7 +125,7 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=1, help="runs side by side")
     parser.add_argument("--limit", type=float, default=float("inf"), help="start nothing new after this many seconds")
     parser.add_argument("--pace", action="store_true", help="time the optimizers, with nothing beside them, and end")
-    parser.add_argument("--compile", action="store_true", help="compile each model: pays off in long runs")
+    parser.add_argument("--compile", action="store_true", help="compile each model too: pays off in long runs")
     parser.add_argument("--epochs", type=float, nargs=2, default=(6, 25), help="of the sweep, and of the final runs")
     parser.add_argument("--out", type=Path, help="the JSON (default docs/results/skipless-cifar.json, or -digits)")
     parser.add_argument("--work", help=argparse.SUPPRESS)

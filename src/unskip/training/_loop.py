@@ -25,6 +25,7 @@ from unskip.errors import TrainingError
 from unskip.optim import schedules
 from unskip.training import _health
 from unskip.training._folder import RunFolder
+from unskip.training._graph import Graphed
 from unskip.training._progress import Reporter
 from unskip.training._state import read_state, write_state
 from unskip.training._task import Schedule, Task
@@ -91,6 +92,8 @@ class _Trainer:
         self.model, self.optimizer = accelerator.prepare(task.model, task.optimizer)
         self.forward: Any = torch.compile(self.model) if schedule.compile else self.model
         self.parameters, self.kind = [*self.model.parameters()], _device(task.model).type  # walked once, not each step
+        possible = self.kind == "cuda" and self.world == 1 and schedule.accumulate == 1
+        self.graph = Graphed(self._passes, task.model) if schedule.graph and possible else None
         self.average = _averaged(task.model, schedule.average)
         self.last_evaluations: dict[str, float] = {}
         self.health = _health.Watch(task, schedule, folder)
@@ -163,8 +166,26 @@ class _Trainer:
         schedules.apply(self.task.optimizer, lr=factor)
         if self.task.wiring is not None:
             self.task.wiring.step(step)
-        parts = _split(batch, schedule.accumulate)
-        total: Tensor | None = None
+        if self.graph is not None:
+            # A weight that is annealed is a tensor while it moves, and a number afterwards: another graph.
+            moving = () if self.task.wiring is None else tuple(map(id, self.task.wiring.tensors()))
+            loss, numbers = self.graph(batch, moving, mix(schedule.seed, step, self.rank))
+        else:
+            loss, numbers = self._passes(batch)
+        if schedule.clip is not None:
+            norm = nn.utils.clip_grad_norm_(self.parameters, schedule.clip)
+            numbers = {**numbers, "gradient_norm": norm.detach()}
+        self.optimizer.step()
+        if self.graph is None:  # a graph writes its gradients, and keeps their memory
+            self.optimizer.zero_grad(set_to_none=True)
+        if self.average is not None:
+            self.average.update_parameters(self.task.model)
+        return loss, numbers
+
+    def _passes(self, batch: Any) -> tuple[Tensor, dict[str, Tensor]]:
+        """Forward and backward over a batch, in parts where gradients are accumulated."""
+        parts = _split(batch, self.schedule.accumulate)
+        total: Any = 0
         for index, part in enumerate(parts):
             synchronise = index == len(parts) - 1
             with contextlib.nullcontext() if synchronise else self.accelerator.no_sync(self.model):
@@ -172,15 +193,7 @@ class _Trainer:
                     loss, numbers = self.task.loss(self.forward, part)
                 loss = loss / len(parts)
                 self.accelerator.backward(loss)
-            total = loss.detach() if total is None else total + loss.detach()
-        if schedule.clip is not None:
-            norm = nn.utils.clip_grad_norm_(self.parameters, schedule.clip)
-            numbers = {**numbers, "gradient_norm": norm.detach()}
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
-        if self.average is not None:
-            self.average.update_parameters(self.task.model)
-        assert total is not None
+            total = loss.detach() + total
         return total, numbers
 
     def _autocast(self) -> Any:

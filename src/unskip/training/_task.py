@@ -54,6 +54,7 @@ class Schedule:
     accumulate: int = 1
     clip: float | None = None
     compile: bool = False
+    graph: bool = False  # replay forward and backward as a CUDA graph, on one GPU, where nothing is accumulated
     average: float | None = None  # decay of the averaged weights (EMA)
     log_every: int = 10
     checkpoint_every: int = 500

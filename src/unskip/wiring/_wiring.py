@@ -102,6 +102,16 @@ class Wiring:
         """The weights of every site now, by its index: a learnt one is the parameter itself."""
         return {site.index: (self._held(site, "alpha"), self._held(site, "beta")) for site in self.sites}
 
+    def tensors(self) -> list[Tensor]:
+        """What holds the weights that are annealed or learnt now; the others are numbers in the modules."""
+        held = [
+            getattr(self._module_at[site.path], attribute(self._slot_of[site.index], which))
+            for site in self.sites
+            if self._is_bound(site)
+            for which in ("alpha", "beta")
+        ]
+        return [value for value in held if isinstance(value, Tensor)]
+
     @contextlib.contextmanager
     def suspended(self) -> Iterator[None]:
         """The plain model while it lasts. Weights stay in the modules; only their classes are exchanged."""
