@@ -19,6 +19,7 @@ command goes on.
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import platform
 import statistics
@@ -183,7 +184,8 @@ def study(data: dict[str, Any], fields: dict[str, Any], options: argparse.Namesp
         waiting = [] if late else [job for job in jobs(done, fields) if job[0] not in running]
         while waiting and len(running) < options.workers:
             name, config = waiting.pop(0)
-            folder = options.runs / name.replace(" | ", "_").replace(" ", "-")
+            digest = hashlib.sha256(json.dumps(config, sort_keys=True).encode()).hexdigest()[:8]
+            folder = options.runs / f"{name.replace(' | ', '_').replace(' ', '-')}-{digest}"
             task = {"name": name, "config": config, "folder": str(folder), "finetune_epochs": options.finetune}
             command = [sys.executable, __file__, "--work", json.dumps(task)]
             running[name] = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
@@ -346,7 +348,7 @@ def main() -> None:
     parser.add_argument("--epochs", type=float, default=60)
     parser.add_argument("--finetune", type=float, default=20, help="epochs of fine-tuning")
     parser.add_argument("--lr", type=float, default=1e-3)
-    parser.add_argument("--out", type=Path, help="the JSON (default docs/results/mae-cifar.json, or -digits)")
+    parser.add_argument("--out", type=Path, help="the JSON (default docs/results/mae-cifar.json)")
     parser.add_argument("--runs", type=Path, default=ROOT / "build" / "mae-runs", help="where the run folders go")
     parser.add_argument("--show", action="store_true", help="tables and figures of what is there; run nothing")
     parser.add_argument("--work", help=argparse.SUPPRESS)
@@ -369,8 +371,12 @@ def main() -> None:
     else:
         options.finetune = 3
     word = fields["preset"]
-    options.out = options.out or ROOT / "docs" / "results" / f"mae-{word}.json"
+    results = ROOT / "docs" / "results" if options.data else ROOT / "build"
+    options.out = options.out or results / f"mae-{word}.json"
     data = json.loads(options.out.read_text()) if options.out.exists() else {"runs": {}}
+    settings = {key: value for key, value in fields.items() if key not in ("data", "device", "compile")}
+    if data.get("settings", settings) != settings and not options.show:
+        raise SystemExit(f"{options.out} holds runs of other settings, {data['settings']}; choose another --out")
     if not options.show:
         import torch
 
@@ -381,13 +387,13 @@ def main() -> None:
             "device": torch.cuda.get_device_name() if options.device == "cuda" else f"{platform.machine()} CPU",
             "versions": {"python": platform.python_version(), "torch": torch.__version__, "unskip": unskip.__version__},
             "protocols": {name: unskip.evals.PROTOCOLS[name].to_dict() for name in (*PROTOCOLS, "finetune-mae-v1")},
-            "settings": {key: value for key, value in fields.items() if key not in ("data", "device")},
+            "settings": settings,
             "runs": data["runs"],  # last, a run a line
         }
         study(data, fields, options)
     print(table(data["runs"]))
     print(json.dumps(correlations(data["runs"])["over configurations"]))
-    figures(data["runs"], ROOT / "docs" / "img" if options.data else options.out.parent, word)
+    figures(data["runs"], ROOT / "docs" / "img" if options.data else ROOT / "build", word)
 
 
 if __name__ == "__main__":
