@@ -314,8 +314,8 @@ def figures(done: dict[str, Any], folder: Path, word: str) -> None:
     depth.set(xlabel="block", ylabel="KNN accuracy, k = 20 (%)", title="over depth")
     training.set(xlabel="step", title="over training, last block")
     ranks.set(xlabel="effective rank, last block", title="rank against KNN")
-    depth.legend(fontsize=7)
-    ranks.legend(fontsize=5)
+    _legend(depth, 7)
+    _legend(ranks, 5)
     folder.mkdir(parents=True, exist_ok=True)
     figure.savefig(folder / f"mae-{word}.svg", metadata={"Date": None})
     pyplot.close(figure)
@@ -333,9 +333,14 @@ def figures(done: dict[str, Any], folder: Path, word: str) -> None:
     echo.set(xlabel="block", ylabel="R² of the first stream", title="echo")
     frequency.set(xlabel="block", ylabel="share of energy", title="high frequencies")
     for axes in (norms, echo, frequency):
-        axes.legend(fontsize=7)
+        _legend(axes, 7)
     figure.savefig(folder / f"mae-{word}-inside.svg", metadata={"Date": None})
     pyplot.close(figure)
+
+
+def _legend(axes: Any, size: int) -> None:
+    if axes.get_legend_handles_labels()[0]:
+        axes.legend(fontsize=size)
 
 
 def main() -> None:
