@@ -127,6 +127,8 @@ def _possible(problem: Problem, keys: Keys, tolerance: float, out: Outcome) -> D
     def accept(flips: Tensor, split: tuple[int, ...] = ()) -> bool:
         return _accept(problem, keys, flips, split, out)
 
+    if keys.spares > 0 and _enough(problem, keys, out):
+        return None
     found = search(keys.joint, keys.rows, keys.goal, tolerance, accept)
     if found.flips is not None or out.built is not None:
         return None
@@ -147,6 +149,18 @@ def _possible(problem: Problem, keys: Keys, tolerance: float, out: Outcome) -> D
             if status == "found":
                 accept(mask.to(keys.rows.device))
     return found.dual
+
+
+def _enough(problem: Problem, keys: Keys, out: Outcome) -> bool:
+    """Whether the spare units make up any skip: p >= 2 n - rank of the rows, or p >= 2 rank(B)."""
+    n, p = keys.rows.shape[1], keys.spares
+    nothing = torch.zeros(keys.count, dtype=torch.bool, device=keys.rows.device)
+    affine = problem.radius is not None and not problem.block.phi.analytic
+    if not affine and keys.count and p >= 2 * n - min(keys.count, n):
+        order = pivots(keys.rows)
+        if p >= 2 * n - len(order) and _accept(problem, keys, nothing, tuple(order), out):
+            return True
+    return p >= (1 if affine else 2) and _accept(problem, keys, nothing, (), out)
 
 
 def _use_spares(problem: Problem, keys: Keys, tolerance: float, out: Outcome) -> None:
@@ -223,10 +237,21 @@ def _accept(problem: Problem, keys: Keys, flips: Tensor, split: tuple[int, ...],
         return False
     if measured["stored"] > measured["explained"] + 4 * measured["original_stored"]:
         return False
-    norm = float(torch.linalg.matrix_norm(built.left, 2)) if built.left.numel() <= 2**22 else left
-    whole = float(torch.linalg.matrix_norm(problem.target, 2)) if built.left.numel() <= 2**22 else size
+    norm, whole = spectral_norm(built.left), spectral_norm(problem.target)
     out.built, out.error, out.exact, out.measured = built, norm / whole if whole else 0.0, exact, measured
     return True
+
+
+def spectral_norm(matrix: Tensor) -> float:
+    """|matrix|_2: by decomposition where it is small, else by power iteration, which is right to a few digits."""
+    if matrix.numel() <= 65_536:
+        return float(torch.linalg.matrix_norm(matrix, 2)) if matrix.numel() else 0.0
+    x = torch.randn(matrix.shape[1], generator=torch.Generator().manual_seed(0), dtype=matrix.dtype).to(matrix.device)
+    value = 0.0
+    for _ in range(60):
+        x = matrix.mT @ (matrix @ (x / x.norm().clamp(min=1e-300)))
+        value = float(x.norm()) ** 0.5
+    return value
 
 
 def _units(flips: Tensor, width: int) -> Tensor:

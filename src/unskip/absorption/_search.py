@@ -23,6 +23,7 @@ from torch import Tensor
 
 EPS = 2.0**-53
 DENSE = 3_000_000  # entries of the matrix of rank-ones that is still written out
+GRAM = 8192  # units whose normal equations are still formed
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,11 +76,13 @@ def lower_bound(joint: Tensor, rows: Tensor, goal: Tensor, matrix: Tensor) -> fl
     """LB(Y) less what rounding could have added to it."""
     g = (joint * (matrix @ rows.mT)).sum(0)
     inner = float((matrix * goal).sum())
+    high, low = float(g.clamp(min=0).sum()), float(g.clamp(max=0).sum())
+    gap, norm = max(inner - high, low - inner), float(matrix.norm())
+    if not (gap > 0 and norm):
+        return -math.inf
     size = float((joint.abs() * (matrix.abs() @ rows.abs().mT)).sum() + (matrix * goal).abs().sum())
     slack = (len(goal) + goal.shape[1] + len(rows) + 16) * 2 * EPS * size
-    high, low = float(g.clamp(min=0).sum()), float(g.clamp(max=0).sum())
-    norm = float(matrix.norm())
-    return (max(inner - high, low - inner) - slack) / norm if norm else -math.inf
+    return (gap - slack) / norm
 
 
 def _dual(
@@ -168,14 +171,16 @@ def _large(
 ) -> Found:
     m = len(rows)
     generator = torch.Generator().manual_seed(0)
-    for factor in (2, 4):
+    # Where the normal equations are cheap, a sketch gets a short try only.
+    cheap = m <= GRAM
+    for factor, steps in ((2, 30),) if cheap else ((2, 60), (4, 200)):
         at, by = _corner(goal, math.ceil(math.sqrt(factor * m)) + 1, generator)
         if len(at) * len(by) >= goal.numel() / 2:
             break
         part = joint[at], rows[:, by].contiguous(), goal[at][:, by]
-        if _conjugate(*part, tolerance, accept, (at, by), found, steps=200):
+        if _conjugate(*part, tolerance, accept, (at, by), found, steps):
             return found
-    if m <= 8192:
+    if m <= GRAM or (m <= 2 * GRAM and goal.is_cuda):
         _gram(joint, rows, goal, tolerance, accept, whole, found)
     else:
         _conjugate(joint, rows, goal, tolerance, accept, whole, found, steps=100)

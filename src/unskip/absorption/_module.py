@@ -1,0 +1,85 @@
+"""An MLP that is trained with a skip and runs without one, exactly.
+
+It trains x + W_down phi(W_up x + b) with `hidden - dim` units. `absorbed()` spends the other `dim` units on mirrored
+rows, which carry the skip: the same function at width `hidden`, with no constraint on training. (Splitting needs `dim`
+independent rows, which training does not take away in practice; it is checked.)
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from unskip.absorption._activations import resolve
+from unskip.absorption._block import Block
+from unskip.absorption._decide import absorb
+from unskip.errors import BadInput
+
+
+class _Bend(nn.Module):
+    def __init__(self, word: str) -> None:
+        super().__init__()
+        self.word = word
+
+    def forward(self, x: Tensor) -> Tensor:
+        return resolve(self.word)[0].function(x)
+
+    def extra_repr(self) -> str:
+        return self.word
+
+
+class AbsorbableMLP(nn.Module):
+    """x + MLP(x) in training; `absorbed()` is a plain MLP of `hidden` units that is equal to it."""
+
+    def __init__(self, dim: int, hidden: int, activation: str = "gelu", bias: bool = True) -> None:
+        super().__init__()
+        phi, gated = resolve(activation)
+        if gated or phi.family != "odd-linear":
+            raise BadInput(
+                f"AbsorbableMLP: {activation!r} has no linear odd part, so its skip cannot be swallowed; "
+                "use relu, gelu, silu or another of that class"
+            )
+        if hidden < 2 * dim:
+            raise BadInput(f"AbsorbableMLP: hidden must be at least 2 * dim = {2 * dim}, got {hidden}")
+        self.hidden = hidden
+        self.activation = activation
+        self.up = nn.Linear(dim, hidden - dim, bias=bias)
+        self.act = _Bend(activation)
+        self.down = nn.Linear(hidden - dim, dim, bias=bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        branch: Tensor = self.down(self.act(self.up(x)))
+        return x + branch
+
+    def block(self) -> Block:
+        """The weights as a block."""
+        return Block(
+            self.up.weight.detach(),
+            self.down.weight.detach(),
+            up_bias=None if self.up.bias is None else self.up.bias.detach(),
+            down_bias=None if self.down.bias is None else self.down.bias.detach(),
+            activation=self.activation,
+        )
+
+    def absorbed(self) -> nn.Sequential:
+        """The same function as Linear, activation, Linear, without a skip."""
+        verdict = absorb(self.block(), width=self.hidden)
+        if verdict.status != "possible":
+            raise BadInput(f"AbsorbableMLP: its rows do not span the input any more. {verdict.reason}")
+        return plain(verdict.replacement())
+
+
+def plain(block: Block) -> nn.Sequential:
+    """A block without skip, gate and norms as modules."""
+    biased = block.up_bias is not None
+    up = nn.Linear(block.inputs, block.width, bias=biased, dtype=block.up.dtype, device=block.up.device)
+    constant = block.down_bias is not None
+    down = nn.Linear(block.width, block.outputs, bias=constant, dtype=block.down.dtype, device=block.up.device)
+    with torch.no_grad():
+        up.weight.copy_(block.up)
+        down.weight.copy_(block.down)
+        if block.up_bias is not None:
+            up.bias.copy_(block.up_bias)
+        if block.down_bias is not None:
+            down.bias.copy_(block.down_bias)
+    return nn.Sequential(up, _Bend(block.activation), down)

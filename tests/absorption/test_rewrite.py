@@ -1,0 +1,189 @@
+"""Wider, nearby and approximate replacements, and the module that is made to be absorbed."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tests.absorption.blocks import CLASS_O, close, generic, normal, numbers, planted
+
+from unskip.absorption import AbsorbableMLP, Block, Norm, absorb, approximate, nearest, widen
+from unskip.errors import BadInput
+
+
+@pytest.mark.parametrize("word", CLASS_O)
+def test_d_more_units_are_enough_and_fewer_are_not(word: str) -> None:
+    block = generic(3, 6, word)
+    wide = widen(block)
+    assert wide.extra == 3
+    assert wide.block.width == 9
+    assert close(block, wide.block) < 1e-12
+    assert wide.verdict.verify()
+    assert wide.least is (None if word == "hardswish" else True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_widening_keeps_the_dtype(dtype: torch.dtype) -> None:
+    block = generic(8, 32, dtype=dtype)
+    wide = widen(block)
+    assert wide.block.up.dtype == dtype
+    assert wide.block.up_bias is not None
+    assert wide.block.up_bias.dtype == dtype
+    assert close(block, wide.block) < (1e-5 if dtype == torch.float32 else 0.1)
+
+
+@pytest.mark.parametrize(("d", "o", "rank", "h"), [(4, 4, 1, 10), (5, 3, 3, 8), (3, 5, 3, 7), (4, 4, 4, 2)])
+def test_the_least_width_for_other_skips(d: int, o: int, rank: int, h: int) -> None:
+    g = numbers(1)
+    block = Block(normal(g, h, d), normal(g, o, h), activation="gelu", skip=normal(g, o, rank) @ normal(g, rank, d))
+    wide = widen(block)
+    assert wide.extra == min(2 * rank, 2 * d - min(h, d))
+    assert close(block, wide.block) < 1e-10
+
+
+def test_widening_what_is_possible_changes_nothing() -> None:
+    block, _ = planted()
+    assert widen(block).extra == 0
+
+
+@pytest.mark.parametrize("word", ["swiglu", "reglu", "glu", "bilinear"])
+def test_gated_blocks_widen_with_a_gate_bias(word: str) -> None:
+    g = numbers(2)
+    block = Block(normal(g, 8, 3), normal(g, 3, 8), normal(g, 8, 3), activation=word)
+    wide = widen(block, biases="allowed")
+    assert wide.extra == 3
+    assert close(block, wide.block) < 1e-12
+    if word != "glu":
+        with pytest.raises(BadInput, match="biases='allowed'"):
+            widen(block)
+
+
+@pytest.mark.parametrize(("word", "each"), [("relu2", 4), ("square", 2)])
+def test_powers_widen_with_biases(word: str, each: int) -> None:
+    block = generic(3, 6, word)
+    wide = widen(block)
+    assert wide.extra == each * 3
+    assert close(block, wide.block) < 1e-11
+
+
+@pytest.mark.parametrize("word", ["tanh", "elu", "mish", "abs"])
+def test_what_no_width_can_do(word: str) -> None:
+    with pytest.raises(BadInput, match="approximate"):
+        widen(generic(word=word))
+    with pytest.raises(BadInput, match="norm"):
+        widen(generic(norm=Norm("layernorm", "pre")))
+
+
+@pytest.mark.parametrize("joint", [True, False])
+def test_the_nearest_absorbable_block(joint: bool) -> None:
+    block = generic(6, 24, "gelu")
+    found = nearest(block, joint=joint)
+    assert found.verdict.status == "possible"
+    assert found.verdict.verify()
+    product = found.block.down[:, found.flips] @ found.block.up[found.flips]
+    assert torch.allclose(product, -torch.eye(6, dtype=torch.float64), atol=1e-10)
+    moved = (found.block.up - block.up).square().sum() + (found.block.down - block.down).square().sum()
+    total = block.up.square().sum() + block.down.square().sum()
+    assert found.change == pytest.approx(float((moved / total).sqrt()), rel=1e-9)
+    assert 0 < found.change < 1
+    if not joint:
+        assert torch.equal(found.block.up, block.up)
+        assert nearest(block).change < found.change
+
+
+def test_a_block_that_is_absorbable_is_its_own_nearest() -> None:
+    up = torch.cat([torch.eye(4), torch.eye(4)]).double()
+    up[4:] += 0.5 * normal(numbers(0), 4, 4)
+    block = Block(up, -torch.linalg.pinv(up), activation="relu")
+    assert nearest(block).change < 1e-12
+
+
+def test_no_flips_no_nearest() -> None:
+    with pytest.raises(BadInput, match="class-O"):
+        nearest(generic(word="tanh"))
+    with pytest.raises(BadInput, match="fewer than the rank"):
+        nearest(generic(6, 3, "relu"))
+
+
+def test_the_ladder_falls() -> None:
+    g = numbers(3)
+    block = generic(6, 48, "gelu")
+    found = approximate(block, normal(g, 4000, 6))
+    assert list(found.ladder) == ["drop", "refit", "flip", "split"]
+    assert found.ladder["drop"] > found.ladder["refit"] > found.error
+    assert found.step == "split"
+    assert found.block.width == 48
+    assert found.block.skip == 0
+    # The error is what it says: of inputs that were held out.
+    fresh = normal(g, 500, 6)
+    truth = block(fresh)
+    measured = float((found.block(fresh) - truth).norm() / (truth - truth.mean(0)).norm())
+    assert measured == pytest.approx(found.error, rel=0.5)
+    given = approximate(block, normal(g, 4000, 6), held_out=fresh)
+    assert given.error == pytest.approx(
+        float((given.block(fresh) - truth).norm() / (truth - truth.mean(0)).norm()), rel=1e-6
+    )
+
+
+def test_a_possible_block_is_fitted_exactly() -> None:
+    """Where the skip is linear in the hidden units, least squares find it."""
+    up = torch.cat([torch.eye(4), -torch.eye(4), normal(numbers(0), 8, 4)]).double()
+    block = Block(up, normal(numbers(1), 4, 16), activation="relu")
+    assert approximate(block, normal(numbers(2), 1000, 4)).error < 1e-5
+
+
+def test_approximation_behind_a_norm_and_with_gates() -> None:
+    g = numbers(4)
+    plain = generic(6, 48, "gelu", norm=Norm("layernorm", "pre"))
+    inputs = normal(g, 2000, 6)
+    found = approximate(plain, inputs)
+    assert found.error < found.ladder["drop"]
+    gated = Block(normal(g, 24, 6), normal(g, 6, 24), normal(g, 24, 6), activation="swiglu")
+    assert set(approximate(gated, inputs).ladder) == {"drop", "refit"}
+    with pytest.raises(BadInput, match="too few"):
+        approximate(plain, inputs[:3])
+    with pytest.raises(BadInput, match="NaN"):
+        approximate(plain, inputs * float("nan"))
+    with pytest.raises(BadInput, match=r"bare\(\)"):
+        approximate(generic(norm=Norm("layernorm", "post")), normal(g, 100, 8))
+
+
+@pytest.mark.parametrize("word", ["relu", "gelu", "silu"])
+@pytest.mark.parametrize("bias", [True, False])
+def test_the_module_trains_and_is_absorbed(word: str, bias: bool) -> None:
+    module = AbsorbableMLP(5, 20, word, bias=bias)
+    x = torch.randn(30, 5, generator=numbers(0))
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.05)
+    before = float((module(x) - x.roll(1, 1)).square().mean().detach())
+    for _ in range(20):
+        optimizer.zero_grad()
+        loss = (module(x) - x.roll(1, 1)).square().mean()
+        loss.backward()
+        optimizer.step()
+    assert float(loss.detach()) < before
+    plain = module.absorbed()
+    assert plain[0].weight.shape == (20, 5)
+    assert torch.allclose(plain(x), module(x), atol=1e-5)
+    wide = module.double().absorbed()
+    assert torch.allclose(wide(x.double()), module(x.double()), atol=1e-12)
+
+
+def test_modules_that_cannot_be() -> None:
+    with pytest.raises(BadInput, match="linear odd part"):
+        AbsorbableMLP(4, 16, "tanh")
+    with pytest.raises(BadInput, match="at least 2"):
+        AbsorbableMLP(4, 7)
+    assert absorb(AbsorbableMLP(4, 16).block()).status == "impossible"
+
+
+def test_the_weights_that_are_asked_about_stay_as_they_are() -> None:
+    for norm in (None, Norm("layernorm", "post"), Norm("layernorm", "input"), Norm("rmsnorm", "pre")):
+        block = generic(4, 12, "relu", norm=norm)
+        before = [value.clone() for value in (block.up, block.down, block.up_bias, block.down_bias)]  # type: ignore[union-attr]
+        absorb(block).verify()
+        absorb(block, width=20)
+        if norm is None:
+            nearest(block)
+            widen(block)
+            approximate(block, normal(numbers(0), 100, 4))
+        after = (block.up, block.down, block.up_bias, block.down_bias)
+        assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))  # type: ignore[arg-type]
