@@ -162,6 +162,16 @@ def test_another_pool_and_other_settings_are_recorded() -> None:
     }
 
 
+def test_fine_tuning_is_a_result_of_the_whole_model() -> None:
+    changes = {"finetune-mae-v1": SHORT | {"epochs": 2}}
+    model, train, test = vit(), digits(), digits("test", 50)
+    results = evals.evaluate(model, train, test, ["finetune-mae-v1"], size=8, seed=3, changes=changes)
+    expected = evals.finetune(model, train, test, size=8, seed=3, changes=changes["finetune-mae-v1"])
+    assert [(each.block, each.pool, each.values) for each in results] == [(None, "patches", {"finetune": expected})]
+    assert results[0].changes == changes["finetune-mae-v1"]
+    assert "all" in by_depth(results)
+
+
 def test_blocks_of_several_widths_are_judged_apart() -> None:
     class Pyramid(nn.Module):
         def __init__(self) -> None:
@@ -197,7 +207,15 @@ def test_rank_is_that_of_the_first_samples() -> None:
 
 # --- Fine-tuning ------------------------------------------------------------------------------------------------------
 
-SHORT = {"epochs": 15, "warmup": 1, "batch": 32, "lr_256": 4e-2, "layer_decay": 1.0, "crop": "none", "flip": False}
+SHORT: dict[str, Any] = {
+    "epochs": 15,
+    "warmup": 1,
+    "batch": 32,
+    "lr_256": 4e-2,
+    "layer_decay": 1.0,
+    "crop": "none",
+    "flip": False,
+}
 SHORT |= {"drop_path": 0.0, "mixup": 0.0, "cutmix": 0.0, "erase": 0.0}
 
 
@@ -250,5 +268,8 @@ def test_fine_tuning_refuses_what_it_cannot_do() -> None:
         evals.finetune(vit(), digits(), digits("test"), changes={"epoch": 3})
     with pytest.raises(BadInput, match="has no forward_features"):
         evals.finetune(nn.Linear(2, 2), digits(), digits("test"))
+    convolutions = timm.create_model("resnet18", num_classes=0, in_chans=1)
+    with pytest.raises(BadInput, match=r"features of shape \(32, 512, 1, 1\), not tokens"):
+        evals.finetune(convolutions, digits(), digits("test"), size=8, changes=SHORT)
     with pytest.raises(BadInput, match="the warm-up alone takes"):
         evals.finetune(vit(), digits(), digits("test"), size=8, changes=SHORT | {"epochs": 1})

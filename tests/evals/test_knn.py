@@ -92,6 +92,8 @@ def test_bad_features_and_labels_are_refused() -> None:
         evals.knn(x, labels, x[:, :5], labels)
     with pytest.raises(BadInput, match="floating features"):
         evals.knn(x.long(), labels, x, labels)
+    with pytest.raises(BadInput, match=r"must be \(samples, dim\)"):
+        evals.knn(x[None], labels, x[None], labels)
     with pytest.raises(BadInput, match="knn-dino-v1"):
         evals.knn(x, labels, x, labels, protocol="knn-dino")
     with pytest.raises(BadInput, match="rank-v1 is of kind rank"):

@@ -416,6 +416,12 @@ def test_checkpoints_that_cannot_be_read(tmp_path: Path) -> None:
             load_published(mae(long_skips=False), tmp_path / name)
 
 
+def overlapping() -> nn.Module:
+    encoder: Any = vit()
+    encoder.patch_embed.proj = nn.Conv2d(3, 16, 5, 3, padding=1)
+    return encoder  # type: ignore[no-any-return]
+
+
 # --- Bad input --------------------------------------------------------------------------------------------------------
 
 
@@ -445,6 +451,8 @@ def test_bad_settings_are_refused(options: dict[str, Any], message: str) -> None
         (lambda: nn.Linear(2, 2), "Linear has no patch tokens"),
         (lambda: vit(final_norm=True), "final_norm=False"),
         (lambda: vit(patch_size=(3, 4)), "they are squares"),
+        (lambda: overlapping(), "looks beyond the patch"),
+        (lambda: vit(embed_dim=18), "multiple of 4, got 18"),
     ],
 )
 def test_encoders_that_will_not_do(encoder: Any, message: str) -> None:

@@ -164,6 +164,8 @@ def test_a_published_checkpoint_starts_a_plain_run(tmp_path: Path) -> None:
         ({"patch": 3}, "patches of 3 do not divide images of 8"),
         ({"model": "timm:resnet18", "model_args": ""}, "no ViT|no patch tokens"),
         ({"model": "torchvision:vit_b_16"}, "ViT of timm"),
+        ({"model": "timm:swin_tiny_patch4_window7_224", "model_args": ""}, "no ViT|no patch tokens"),
+        ({"model": "timm:no_such_model"}, "no model of this name"),
         ({"init": "skipless"}, "init is 'skipless'"),
         ({"where": "attn"}, "where is 'attn'"),
     ],
