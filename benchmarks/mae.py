@@ -19,6 +19,7 @@ command goes on.
 from __future__ import annotations
 
 import argparse
+import functools
 import hashlib
 import json
 import platform
@@ -110,9 +111,12 @@ def product_of(alpha: float, sites: int) -> float:
 def work(name: str, config: dict[str, Any], folder: Path, finetune_epochs: float) -> dict[str, Any] | None:
     """One run in this process, from its checkpoint where it has one; None where it was told to stop."""
     import unskip
+    from unskip.recipes import _judge, _mae
     from unskip.training import RunFolder
 
     warnings.simplefilter("ignore", unskip.errors.UnskipWarning)
+    # Training and judging open the same images: decode them once.
+    _mae.open_images = _judge.open_images = functools.cache(unskip.data.open_images)
     start = time.perf_counter()
     fields = dict(config)
     planned = unskip.recipes.mae(fields.pop("preset"), **fields)
@@ -145,8 +149,8 @@ def judged(name: str, config: Any, folder: Path, finetune_epochs: float) -> dict
     import torch
 
     import unskip
-    from unskip.data import Feed, open_images
-    from unskip.recipes._judge import judge_run
+    from unskip.data import Feed
+    from unskip.recipes._judge import judge_run, open_images
 
     protocols, changes = list(PROTOCOLS), {}
     if name.startswith("final"):
