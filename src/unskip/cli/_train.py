@@ -20,6 +20,7 @@ from unskip import recipes as book
 from unskip._table import table
 from unskip.errors import BadInput
 from unskip.recipes._registry import resolve
+from unskip.recipes._run import is_main
 from unskip.training import Outcome
 
 _OWN = ("--preset", "--out", "--seeds")
@@ -77,7 +78,8 @@ def run(job: Job) -> int:
         if not outcome.finished:
             return 130
         outcomes.append(outcome)
-    _summary(job.out, job.seeds, outcomes)
+    if is_main():
+        _summary(job.out, job.seeds, outcomes)
     return 0
 
 
@@ -139,6 +141,8 @@ def _seeds(text: str) -> list[int]:
 
 
 def _tell(outcome: Outcome) -> None:
+    if not is_main():
+        return
     numbers = "  ".join(f"{name} {value:.4g}" for name, value in outcome.evaluations.items())
     state = "done" if outcome.finished else "stopped"
     print(f"{outcome.folder}: {state} at step {outcome.step}  {numbers}".rstrip())

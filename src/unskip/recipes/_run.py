@@ -19,7 +19,7 @@ def train(config: Any, out: str | Path, quiet: bool = False) -> Outcome:
     torch.manual_seed(config.seed)
     task, schedule = recipe.build(config)
     folder = RunFolder(out)
-    if _is_main():
+    if is_main():
         folder = RunFolder.create(out, to_dict(recipe.name, config), str(next(task.model.parameters()).device))
     return run_loop(task, schedule, folder, quiet)
 
@@ -34,6 +34,6 @@ def resume(out: str | Path, quiet: bool = False) -> Outcome:
     return run_loop(task, schedule, folder, quiet)
 
 
-def _is_main() -> bool:
+def is_main() -> bool:
     """Whether this process writes the folder; torchrun and accelerate number their processes so."""
     return int(os.environ.get("RANK", "0")) == 0

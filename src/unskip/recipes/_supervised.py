@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import math
+import os
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -59,11 +60,13 @@ class Supervised:
     accumulate: int = 1
     compile: bool = False
     graph: bool = False  # forward and backward as one CUDA graph, on one GPU: small models stop waiting for the host
+    shard: bool = False  # spread the weights over the processes (FSDP2); AdamW only
     average: float | None = None
     validate: bool = False  # hold a tenth of the training set out and judge by it, for choosing settings
     evaluate_every: int | None = None
     checkpoint_every: int = 500
     log_every: int = 20
+    tensorboard: bool = False
     workers: int = 0
     seed: int = 0
     device: str = "auto"
@@ -149,10 +152,12 @@ def build(config: Supervised) -> tuple[Task, Schedule]:
         clip=config.clip,
         compile=config.compile,
         graph=config.graph,
+        shard=config.shard,
         average=config.average,
         log_every=config.log_every,
         checkpoint_every=config.checkpoint_every,
         evaluate_every=config.evaluate_every,
+        tensorboard=config.tensorboard,
         seed=config.seed,
     )
 
@@ -250,8 +255,8 @@ def _prepare(config: Supervised, model: nn.Module, sample: Tensor) -> nn.Module 
 
 def _device(name: str) -> str:
     if name == "auto":
-        return "cuda" if torch.cuda.is_available() else "cpu"
-    return name
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    return f"cuda:{os.environ['LOCAL_RANK']}" if name == "cuda" and "LOCAL_RANK" in os.environ else name
 
 
 register(Recipe("supervised", Supervised, _SUPERVISED, build))

@@ -20,13 +20,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
-from unskip.errors import TrainingError
+from unskip.errors import BadInput, TrainingError
 from unskip.optim import schedules
 from unskip.training import _health
+from unskip.training._board import Board
 from unskip.training._folder import RunFolder
 from unskip.training._graph import Graphed
 from unskip.training._progress import Reporter
+from unskip.training._shard import Sharded
 from unskip.training._state import read_state, write_state
 from unskip.training._task import Schedule, Task
 from unskip.wiring import save as save_model
@@ -49,13 +52,19 @@ def train(task: Task, schedule: Schedule, folder: RunFolder, quiet: bool = False
     accelerator = Accelerator(cpu=_device(task.model).type == "cpu", step_scheduler_with_optimizer=False)
     trainer = _Trainer(task, schedule, folder, accelerator)
     start = trainer.restore()
+    if schedule.tensorboard and accelerator.is_main_process:
+        trainer.board = Board(folder.path, start)
     reporter = Reporter(schedule.steps, start, quiet or not accelerator.is_main_process)
     with _stop_on_signal() as stop, reporter:
         for note in task.notes if start == 0 else ():
             reporter.say(note)
             if accelerator.is_main_process:
                 folder.append("warnings.jsonl", {"step": 0, "warning": "note", "text": note})
-        step = trainer.go(start, stop, reporter)
+        try:
+            step = trainer.go(start, stop, reporter)
+        finally:
+            if trainer.board is not None:
+                trainer.board.close()
     return Outcome(folder.path, step, step >= schedule.steps, trainer.last_evaluations)
 
 
@@ -89,12 +98,17 @@ def _stop_on_signal() -> Iterator[_Stop]:
 class _Trainer:
     def __init__(self, task: Task, schedule: Schedule, folder: RunFolder, accelerator: Any) -> None:
         self.task, self.schedule, self.folder, self.accelerator = task, schedule, folder, accelerator
-        self.model, self.optimizer = accelerator.prepare(task.model, task.optimizer)
+        self.sharded = self._shard() if schedule.shard and self.world > 1 else None
+        if self.sharded is not None:
+            self.model, self.optimizer = task.model, task.optimizer
+        else:
+            self.model, self.optimizer = accelerator.prepare(task.model, task.optimizer)
         self.forward: Any = torch.compile(self.model) if schedule.compile else self.model
         self.parameters, self.kind = [*self.model.parameters()], _device(task.model).type  # walked once, not each step
         possible = self.kind == "cuda" and self.world == 1 and schedule.accumulate == 1
         self.graph = Graphed(self._passes, task.model) if schedule.graph and possible else None
         self.average = _averaged(task.model, schedule.average)
+        self.board: Board | None = None
         self.last_evaluations: dict[str, float] = {}
         self.health = _health.Watch(task, schedule, folder)
 
@@ -106,17 +120,25 @@ class _Trainer:
     def world(self) -> int:
         return int(self.accelerator.num_processes)
 
+    def _shard(self) -> Sharded:
+        if self.schedule.average is not None:
+            raise BadInput("averaged weights of a sharded model are not kept: leave out average or shard")
+        return Sharded(self.task.model, self.task.optimizer, self.accelerator.is_main_process)
+
     def restore(self) -> int:
         """Puts the newest whole checkpoint into the model and the optimizer; returns the step it stood at."""
-        from safetensors.torch import load_model
+        from safetensors.torch import load_file, load_model
 
         found = self.folder.last_checkpoint()
         step = 0
         if found is not None:
             step, folder = found
             device = _device(self.task.model)
-            load_model(self.task.model, folder / "model.safetensors", device=str(device))
-            self.task.optimizer.load_state_dict(read_state(folder, "optimizer", device))
+            if self.sharded is not None:
+                self.sharded.restore(load_file(folder / "model.safetensors"), read_state(folder, "optimizer"))
+            else:
+                load_model(self.task.model, folder / "model.safetensors", device=str(device))
+                self.task.optimizer.load_state_dict(read_state(folder, "optimizer", device))
             if self.average is not None:
                 self.average.load_state_dict(read_state(folder, "average", device))
             self.health.load(read_state(folder, "health"))
@@ -174,6 +196,7 @@ class _Trainer:
             loss, numbers = self._passes(batch)
         if schedule.clip is not None:
             norm = nn.utils.clip_grad_norm_(self.parameters, schedule.clip)
+            norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
             numbers = {**numbers, "gradient_norm": norm.detach()}
         self.optimizer.step()
         if self.graph is None:  # a graph writes its gradients, and keeps their memory
@@ -227,25 +250,28 @@ class _Trainer:
     def _evaluate(self, done: int, reporter: Reporter) -> None:
         self.accelerator.wait_for_everyone()
         model = self.task.model if self.average is None else self.average.module
-        if self.accelerator.is_main_process:
-            for name, evaluation in self.task.evaluations.items():
-                with torch.no_grad(), _evaluating(model), torch.random.fork_rng():
-                    values = evaluation(model)
-                self.last_evaluations |= values
-                self.folder.append("evals.jsonl", {"step": done, "evaluation": name, **values})
-                reporter.say(f"step {done}: " + ", ".join(f"{key} {value:.4g}" for key, value in values.items()))
+        for name, evaluation in self.task.evaluations.items():
+            if not self.accelerator.is_main_process and self.sharded is None:
+                break  # of a sharded model every process has a part to play
+            with torch.no_grad(), _evaluating(model), torch.random.fork_rng():
+                values = evaluation(model)
+            self.last_evaluations |= values
+            self._log("evals.jsonl", {"step": done, "evaluation": name, **values})
+            reporter.say(f"step {done}: " + ", ".join(f"{key} {value:.4g}" for key, value in values.items()))
+        if self.accelerator.is_main_process and self.sharded is None:
             self.health.look(done)
         self.accelerator.wait_for_everyone()
 
     def _checkpoint(self, done: int) -> None:
         self.accelerator.wait_for_everyone()
+        model, state = self.sharded.gathered() if self.sharded is not None else (self.task.model, None)
         if self.accelerator.is_main_process:
-            self.folder.save_checkpoint(done, self._write)
+            self.folder.save_checkpoint(done, lambda folder: self._write(folder, model, state))
         self.accelerator.wait_for_everyone()
 
-    def _write(self, folder: Path) -> None:
-        (self.task.save or save_model)(self.task.model, folder)
-        write_state(folder, "optimizer", self.task.optimizer.state_dict())
+    def _write(self, folder: Path, model: Any, state: Any) -> None:
+        (self.task.save or save_model)(model, folder)
+        write_state(folder, "optimizer", self.task.optimizer.state_dict() if state is None else state)
         if self.average is not None:
             write_state(folder, "average", dict(self.average.state_dict()))
         write_state(folder, "health", self.health.state())
@@ -262,6 +288,8 @@ class _Trainer:
     def _log(self, name: str, row: dict[str, Any]) -> None:
         if self.accelerator.is_main_process:
             self.folder.append(name, row)
+            if self.board is not None:
+                self.board.write(row)
 
 
 def mix(*numbers: int) -> int:

@@ -55,10 +55,12 @@ class Schedule:
     clip: float | None = None
     compile: bool = False
     graph: bool = False  # replay forward and backward as a CUDA graph, on one GPU, where nothing is accumulated
+    shard: bool = False  # spread the weights over the processes (FSDP2), where there are several
     average: float | None = None  # decay of the averaged weights (EMA)
     log_every: int = 10
     checkpoint_every: int = 500
     evaluate_every: int | None = None
+    tensorboard: bool = False
     seed: int = 0
 
     def __post_init__(self) -> None:
