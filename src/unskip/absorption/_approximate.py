@@ -104,15 +104,17 @@ def _hidden(block: Block, x: Tensor) -> Tensor:
 
 
 def _refit(block: Block, x: Tensor, target: Tensor, ridge: float) -> Block:
-    """W_down and the output bias by least squares, held to the units' own scale by a small ridge."""
+    """W_down, and the output bias if there is one, by least squares; a small ridge holds them to the units' scale."""
     hidden = _hidden(block, x)
     middle, centre = hidden.mean(0), target.mean(0)
+    if block.down_bias is None:
+        middle, centre = torch.zeros_like(middle), torch.zeros_like(centre)
     scale = hidden.std(0).clamp(min=1e-12)
     centred = (hidden - middle) / scale
     gram = centred.mT @ centred
     gram.diagonal().add_(ridge * float(gram.diagonal().mean()) + 1e-12)
     weight = torch.linalg.solve(gram, centred.mT @ (target - centre)).mT / scale
-    return replace(block, down=weight, down_bias=centre - weight @ middle)
+    return replace(block, down=weight, down_bias=None if block.down_bias is None else centre - weight @ middle)
 
 
 def _split(block: Block, x: Tensor) -> Block:

@@ -52,7 +52,7 @@ def canonical(problem: Problem, loose: bool = False) -> Keys:
     if loose:
         floor = problem.tolerance() / (abs(problem.odd) * h)
         idle |= down.norm(dim=0) * lengths <= floor
-    if problem.radius is not None and not problem.block.phi.analytic:
+    if problem.radius is not None and problem.bounded:
         # Its kink misses the ball, so it is affine there. (On a ball this is for piecewise linear words only.)
         reach = problem.radius * lengths
         idle |= bias.abs() >= reach * (1 - (1e-6 if loose else -1e-12))

@@ -101,7 +101,7 @@ def _joint(problem: Problem, keys: Keys) -> Tensor:
 
 def _fresh(problem: Problem, rest: Tensor, room: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Units that carry as much of the linear map `rest` as there is room for, and what is left of it."""
-    affine = problem.radius is not None and not problem.block.phi.analytic
+    affine = problem.one_each
     count = room if affine else room // 2
     d = problem.block.inputs
     nothing = rest.new_zeros(0, d), rest.new_zeros(0), rest.new_zeros(len(problem.block.down), 0)

@@ -248,7 +248,7 @@ def _extra(problem: Problem) -> int | None:
         return max(0, min(block.inputs, block.outputs) - problem.width)
     if phi.family != "odd-linear" or (block.up_bias is not None and not problem.output_bias):
         return None
-    if problem.radius is not None and not phi.analytic:
+    if problem.one_each:
         return rank + max(short, 0)
     return min(2 * rank, 2 * n - min(block.width, n)) + max(short, 0)
 

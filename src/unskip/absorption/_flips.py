@@ -155,7 +155,7 @@ def _enough(problem: Problem, keys: Keys, out: Outcome) -> bool:
     """Whether the spare units make up any skip: p >= 2 n - rank of the rows, or p >= 2 rank(B)."""
     n, p = keys.rows.shape[1], keys.spares
     nothing = torch.zeros(keys.count, dtype=torch.bool, device=keys.rows.device)
-    affine = problem.radius is not None and not problem.block.phi.analytic
+    affine = problem.one_each
     if not affine and keys.count and p >= 2 * n - min(keys.count, n):
         order = pivots(keys.rows)
         if p >= 2 * n - len(order) and _accept(problem, keys, nothing, tuple(order), out):
@@ -167,7 +167,7 @@ def _use_spares(problem: Problem, keys: Keys, tolerance: float, out: Outcome) ->
     """Tries the ways to spend spare units that cost little to find, then all of them if there are few."""
     m, p, device = keys.count, keys.spares, keys.rows.device
     nothing = torch.zeros(m, dtype=torch.bool, device=device)
-    affine = problem.radius is not None and not problem.block.phi.analytic
+    affine = problem.one_each
     splits: list[tuple[int, ...]] = [()]
     if not affine and m:
         twins = tuple(torch.nonzero(keys.sizes > 1).flatten().tolist())
@@ -196,9 +196,9 @@ def _use_spares(problem: Problem, keys: Keys, tolerance: float, out: Outcome) ->
             search(keys.joint[:, kept], keys.rows[kept] @ away, keys.goal @ away, tolerance, accept)
             if out.built is not None:
                 return
-    if _enumerate.cases(m, 0 if affine else p) <= _enumerate.CASES:
+    if _enumerate.cases(m, 0 if problem.bounded else p) <= _enumerate.CASES:
         joint, rows, goal = (value.cpu() for value in (keys.joint, keys.rows, keys.goal))
-        way, _ = _enumerate.exhaust(joint, rows, goal, p, affine, tolerance)
+        way, _ = _enumerate.exhaust(joint, rows, goal, p, problem.bounded, tolerance)
         if way is not None:
             _accept(problem, keys, way.flips.to(device), way.split, out)
 
@@ -353,7 +353,7 @@ def _with_spares(problem: Problem, strict: Keys, loose: Keys, tolerance: float, 
         return
     _spectral(problem, spares, out)
     _kernel(problem, loose, out)
-    affine = problem.radius is not None and not problem.block.phi.analytic
+    affine = problem.bounded
     biased_hardswish = problem.block.phi.name == "hardswish" and bool(problem.bias.any())
     few = _enumerate.cases(strict.count, 0 if affine else spares) <= _enumerate.CASES
     if strict.spares == loose.spares and few and not biased_hardswish:
@@ -370,7 +370,7 @@ def _with_spares(problem: Problem, strict: Keys, loose: Keys, tolerance: float, 
 
 def _spectral(problem: Problem, spares: int, out: Outcome) -> None:
     """|c| sigma_i(W_down) sigma_j(W_up) < sigma_rho(A) with i + j - 1 = rho - p: the units are too weak."""
-    if problem.radius is not None and not problem.block.phi.analytic and problem.odd < 1:
+    if problem.bounded and problem.odd < 1:
         return  # units that are affine on the domain then weigh more than 1
     skip = torch.linalg.svdvals(problem.skip)
     down, up = torch.linalg.svdvals(problem.down), torch.linalg.svdvals(problem.up)

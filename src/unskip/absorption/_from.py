@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor, nn
 
 from unskip.absorption._activations import GATED
@@ -40,8 +41,11 @@ def block_of(source: object, example: object = None) -> Block:
     return made
 
 
-def from_parts(part: MlpParts) -> Block | NoBlock:
-    """The block of a site: alpha x + beta * scale * MLP(x), with beta and the scale put into the down weight."""
+def from_parts(part: MlpParts, alpha: Tensor | None = None) -> Block | NoBlock:
+    """The block of a site: alpha x + beta * scale * MLP(x), with beta and the scale put into the down weight.
+
+    `alpha` is given where it differs from channel to channel.
+    """
     if part.activation is None:
         return NoBlock("its activation is none that is known; absorption.Block with a registered word can still ask")
     if part.gated:
@@ -50,8 +54,8 @@ def from_parts(part: MlpParts) -> Block | NoBlock:
         return NoBlock(f"its branch does more than an MLP: {', '.join(part.extras)}")
     if part.site.kind == "parallel":
         return NoBlock("its MLP is added together with an attention")
-    if getattr(part.site, "projected", False):
-        return NoBlock("its stream is projected")
+    if part.site.projected or part.site.doubled:
+        return NoBlock("its stream is projected" if part.site.projected else "its branch carries the stream already")
     down, bias = part.down.detach(), None if part.down_bias is None else part.down_bias.detach()
     norms: list[Norm] = []
     if part.norm is not None:
@@ -71,19 +75,15 @@ def from_parts(part: MlpParts) -> Block | NoBlock:
         word = next((gated for gated, plain in GATED.items() if plain == word), word)
     try:
         return Block(
-            up=_plain(part.up),
+            up=part.up.detach(),
             down=down,
-            gate=None if part.gate is None else _plain(part.gate),
+            gate=None if part.gate is None else part.gate.detach(),
             up_bias=None if part.up_bias is None else part.up_bias.detach(),
             gate_bias=None if part.gate_bias is None else part.gate_bias.detach(),
             down_bias=bias,
             activation=word,
-            skip=part.alpha,
+            skip=part.alpha if alpha is None else torch.diag(alpha.detach().flatten().double()),
             norm=tuple(norms) or None,
         )
     except BadInput as error:
         return NoBlock(str(error))
-
-
-def _plain(value: Tensor) -> Tensor:
-    return value.detach()

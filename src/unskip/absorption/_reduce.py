@@ -47,6 +47,16 @@ class Problem:
         return float(odd) if odd is not None else math.nan
 
     @property
+    def bounded(self) -> bool:
+        """Whether units can be affine on the domain: their kink misses it, and one alone gives any rank-one."""
+        return self.radius is not None and not self.block.phi.analytic
+
+    @property
+    def one_each(self) -> bool:
+        """Whether the replacement may have such units: they need their biases."""
+        return self.bounded and self.hidden_bias and not self.drop_constant
+
+    @property
     def target(self) -> Tensor:
         """The skip; without output biases with the constant as one more column."""
         return self.skip if self.output_bias else torch.cat([self.skip, self.const[:, None]], 1)

@@ -64,7 +64,7 @@ def _extra(block: Block, biases: Biases, now: Verdict) -> int:
         return max(1, min(block.inputs, block.outputs) - block.width)
     problem = reduce(block, block.width, *allowed(block, biases))
     rank, n = skip_rank(problem.target), problem.rows.shape[1]
-    if problem.radius is not None and not block.phi.analytic:
+    if problem.one_each:
         return rank
     rows = problem.up if problem.output_bias else None
     split = 2 * n - len(pivots(rows)) if rows is not None else 2 * n
@@ -73,7 +73,8 @@ def _extra(block: Block, biases: Biases, now: Verdict) -> int:
 
 def _with_biases(block: Block, biases: Biases) -> Verdict:
     hidden, _ = allowed(block, biases)
-    if not hidden or {"pre", "out"} & block.norms.keys():
+    open_gate = block.gated and block.phi.at_zero != 0  # then a zero row of the gate needs no bias
+    if not (hidden or open_gate) or {"pre", "out"} & block.norms.keys():
         now = absorb(block, biases=biases)
         raise BadInput(
             f"widen: {now.reason} With hidden biases it can be done: ask with biases='allowed'"
@@ -92,7 +93,7 @@ def _with_biases(block: Block, biases: Biases) -> Verdict:
         f"With {made.width - block.width} more units the skip is made up.",
         block,
         made.width,
-        "allowed",
+        biases,
         "all inputs",
         Certificate("construction", {}),
         error=errors["float64"],
@@ -109,14 +110,15 @@ def _rows(value: Tensor | None, more: Tensor, like: Tensor) -> Tensor:
 
 def _gate(block: Block, rows: Tensor, columns: Tensor) -> Block:
     assert block.gate is not None
-    beta = torch.ones(1, dtype=torch.float64, device=rows.device)
+    beta = torch.full((1,), 0.0 if block.phi.at_zero else 1.0, dtype=torch.float64, device=rows.device)
     height = float(block.phi.function(beta))
     zero = rows.new_zeros(len(rows))
+    plain = block.gate_bias is None and not bool(beta.any())
     return replace(
         block,
         up=torch.cat([block.up.detach(), rows.to(block.up)]),
         gate=torch.cat([block.gate.detach(), torch.zeros_like(rows).to(block.gate)]),
-        gate_bias=_rows(block.gate_bias, zero + beta, block.up[:, 0]),
+        gate_bias=None if plain else _rows(block.gate_bias, zero + beta, block.up[:, 0]),
         up_bias=None if block.up_bias is None else _rows(block.up_bias, zero, block.up[:, 0]),
         down=torch.cat([block.down.detach(), (columns / height).to(block.down)], 1),
         skip=0.0,

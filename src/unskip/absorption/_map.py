@@ -1,0 +1,168 @@
+"""The map: where removing a skip is permissible. Activation x biases x norm -> same width, extra width, or never.
+
+Every cell names its theorem and can build an example, which the tests put to the engine. The cells say what holds for
+weights in general position and a skip A of rank r on d inputs; `absorb` decides about the weights at hand.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from unskip.absorption._activations import resolve
+from unskip.absorption._block import Block, Norm
+
+Same = Literal["flips", "never", "open", "rank"]
+GROUPS: dict[str, tuple[str, ...]] = {  # a word that stands for others that behave the same way
+    "gelu": ("gelu", "gelu_tanh", "quick_gelu", "silu", "softplus", "shifted_softplus", "squareplus", "log_sigmoid"),
+    "relu": ("relu", "leaky_relu"),
+    "hardswish": ("hardswish",),
+    "tanh": ("tanh", "sigmoid", "sin"),
+    "relu6": ("relu6", "hardtanh", "hardsigmoid", "softsign"),
+    "elu": ("elu", "selu", "celu", "abs"),
+    "mish": ("mish",),
+    "identity": ("identity",),
+    "relu2": ("relu2",),
+    "square": ("square",),
+    "swiglu": ("swiglu", "geglu", "geglu_tanh", "mish_glu", "tanh_glu"),
+    "reglu": ("reglu", "bilinear"),
+    "glu": ("glu",),
+}
+NORMS: dict[str, Norm | None] = {
+    "none": None,
+    "pre": Norm("layernorm", "pre"),
+    "post layernorm": Norm("layernorm", "post"),
+    "post rmsnorm": Norm("rmsnorm", "post"),
+    "input layernorm": Norm("layernorm", "input"),
+}
+SAYS: dict[Same, str] = {
+    "flips": "only if a flip set adds up to the skip; generic weights: no",
+    "never": "never",
+    "open": "open",
+    "rank": "if rank(A + W_down W_up) <= h",
+}
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One cell of the map."""
+
+    word: str  # stands for all of `activations`
+    biases: bool  # whether block and replacement have them
+    norm: str
+    same: Same
+    extra: str | None  # units more that are enough, as a formula; None: no width is known, or none is enough
+    theorem: str
+
+    @property
+    def activations(self) -> tuple[str, ...]:
+        return GROUPS[self.word]
+
+    def units(self, d: int, h: int, rank: int) -> int | None:
+        """The formula of `extra` in numbers, for the (d, d) skip of an example."""
+        n = d - 1 if self.norm == "input layernorm" else d
+        lost = rank - 1 if rank == d and "layernorm" in self.norm else rank  # a norm hides one direction
+        values = {
+            "min(2 r, 2 d - min(h, d))": min(2 * lost, 2 * n - min(h, n)),
+            "r": lost if self.norm == "input layernorm" else rank,
+            "2 r": 2 * rank,
+            "4 r": 4 * rank,
+            "max(0, r - h)": max(0, rank - h),
+        }
+        return None if self.extra is None else values[self.extra]
+
+    def example(self, planted: bool = False, seed: int = 0) -> Block:
+        """A block of this cell: generic, or with a flip set planted into it."""
+        g = torch.Generator().manual_seed(seed)
+
+        def normal(*shape: int) -> Tensor:
+            return torch.randn(*shape, generator=g, dtype=torch.float64)
+
+        d, h = 4, 10
+        phi, gated = resolve(self.word)
+        up, down, gate = normal(h, d), normal(d, h), normal(h, d) if gated else None
+        if planted:
+            chosen = torch.arange(6)
+            inverse = torch.linalg.pinv(up[chosen])
+            free = torch.eye(6, dtype=torch.float64) - up[chosen] @ inverse
+            down[:, chosen] = -inverse / float(phi.odd or 1) + down[:, chosen] @ free
+        bias = 0.1 * normal(h) if self.biases else None
+        gate_bias = 0.1 * normal(h) if self.biases and gated else None
+        const = normal(d) if self.biases else None
+        return Block(up, down, gate, bias, gate_bias, const, self.word, 1.0, NORMS[self.norm])
+
+
+def table() -> list[Cell]:
+    """Every cell of the map."""
+    return [_cell(word, biases, norm) for word in GROUPS for biases in (False, True) for norm in NORMS]
+
+
+def _cell(word: str, biases: bool, norm: str) -> Cell:
+    phi, gated = resolve(word)
+    if norm == "pre":
+        return Cell(word, biases, norm, "never", None, "growth: behind a norm the MLP is bounded")
+    ball = norm == "input layernorm"
+    if gated or phi.family == "power":
+        return _flat(word, biases, norm)
+    if phi.family == "odd-linear":
+        if word == "hardswish" and ball:
+            return Cell(word, biases, norm, "open", None, "its quadratic zone on a ball is not settled")
+        where = {
+            "post layernorm": ", up to 1 w^T",
+            "input layernorm": ", on the d - 1 directions of the input",
+        }.get(norm, "")
+        units = "r" if ball and not phi.analytic and biases else "min(2 r, 2 d - min(h, d))"
+        return Cell(word, biases, norm, "flips", units, f"flip criterion{where}; splits and fresh pairs")
+    if phi.family == "linear":
+        if norm != "none":
+            return Cell(word, biases, norm, "open", None, "not settled")
+        return Cell(word, biases, norm, "rank", "max(0, r - h)", "one matrix; only its rank counts")
+    if ball and not phi.analytic:
+        return Cell(word, biases, norm, "open", None, "on a ball its units may be affine")
+    why = "growth: the MLP is bounded" if phi.family == "bounded" else "its units never add up to a linear map"
+    return Cell(word, biases, norm, "never", None, why)
+
+
+def _flat(word: str, biases: bool, norm: str) -> Cell:
+    phi, gated = resolve(word)
+    units = {"relu2": "4 r", "square": "2 r"}.get(word, "r")
+    built = norm in ("none", "post layernorm", "post rmsnorm")
+    if norm == "input layernorm":
+        return Cell(word, biases, norm, "open", None, "the origin need not be among the inputs")
+    if biases or (gated and phi.at_zero != 0):
+        why = "with hidden biases, or an open gate, units can be added that make up the skip"
+        return Cell(word, biases, norm, "open", units if built else None, why)
+    why = "linearisation: the replacement is flat at the origin" if gated else "degree: the replacement is of degree 2"
+    return Cell(word, biases, norm, "never", None, why)
+
+
+def page() -> str:
+    """The map as a page of the docs."""
+    lines = [
+        "# The map: where removing a skip is permissible",
+        "",
+        "This page is written from `unskip.absorption.table()`; `make test-all` puts an example of every cell to the",
+        "engine and writes it. `r` is the rank of the skip, `d` the number of inputs, `h` the width. *Same width* and",
+        "*extra width* are for weights in general position; `unskip.absorb` decides about the weights at hand.",
+        "What an activation is known to do is proved for each word on its own; a word of your own is never refused.",
+        "",
+    ]
+    for word, every in GROUPS.items():
+        lines += [f"## {', '.join(every)}", ""]
+        lines += ["| biases | norm | same width | exact with this many more units | why |", "|---|---|---|---|---|"]
+        rows: dict[tuple[str, str, str], dict[str, list[str]]] = {}
+        for cell in (cell for cell in table() if cell.word == word):
+            none = "none known" if cell.same == "open" else "none"
+            key = (SAYS[cell.same], f"`{cell.extra}`" if cell.extra else none, cell.theorem)
+            rows.setdefault(key, {}).setdefault(cell.norm, []).append("with" if cell.biases else "without")
+        for (same, extra, why), places in rows.items():
+            grouped: dict[str, list[str]] = {}
+            for norm, kinds in places.items():
+                grouped.setdefault(" or ".join(kinds), []).append(norm)
+            for biases, norms in grouped.items():
+                lines.append(f"| {biases} | {', '.join(norms)} | {same} | {extra} | {why} |")
+        lines.append("")
+    return "\n".join(lines)

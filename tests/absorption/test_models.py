@@ -1,0 +1,171 @@
+"""Whole models: every MLP site gets its verdict, and what may be rewritten is, and comes back."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import timm
+import torch
+from tests.absorption.blocks import normal, numbers, planted
+from torch import Tensor, nn
+
+import unskip
+from unskip import absorption
+from unskip.absorption import absorb
+from unskip.errors import BadInput
+
+
+class Plain(nn.Module):
+    """Two blocks without norms, one of them absorbable."""
+
+    def __init__(self, word: type[nn.Module] = nn.GELU, possible: bool = True, d: int = 6, h: int = 24) -> None:
+        super().__init__()
+        self.ups = nn.ModuleList(nn.Linear(d, h) for _ in range(2))
+        self.downs = nn.ModuleList(nn.Linear(h, d) for _ in range(2))
+        self.act = word()
+        self.double()
+        if possible:
+            block, _ = planted(d, h, "gelu" if word is nn.GELU else "relu", seed=1)
+            with torch.no_grad():
+                for layer, weight, bias in (
+                    (self.ups[0], block.up, block.up_bias),
+                    (self.downs[0], block.down, block.down_bias),
+                ):
+                    layer.weight.copy_(weight)
+                    layer.bias.copy_(bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for up, down in zip(self.ups, self.downs, strict=True):
+            x = x + down(self.act(up(x)))
+        return x
+
+
+X = normal(numbers(0), 400, 6)
+
+
+def test_scan() -> None:
+    scan = absorption.scan(Plain(), X)
+    assert [row.status for row in scan] == ["possible", "impossible"]
+    assert scan.verify()
+    assert scan[1].verdict is not None
+    assert scan[1].verdict.extra_width == 6
+    assert all(row.bare is None for row in scan)
+    assert "1 possible, 1 impossible" in str(scan)
+    assert json.loads(json.dumps(scan.to_dict()))["counts"]["possible"] == 1
+    with_data = absorption.scan(Plain(), data=X)
+    assert with_data[1].approximation is not None
+    assert 0 < with_data[1].approximation.error < 1
+
+
+def test_exact_rewrites_what_is_possible_and_comes_back() -> None:
+    model = Plain()
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    before = model(X)
+    applied = absorption.apply(model, "exact", X)
+    assert len(applied.done) == 1
+    assert len(applied.left) == 1
+    assert applied.difference is not None
+    assert applied.difference < 1e-12
+    assert torch.allclose(model(X), before, atol=1e-9)
+    assert not torch.equal(model.ups[0].weight, state["ups.0.weight"])
+    assert unskip.audit(model, X)[0] is not None
+    assert applied.wiring is not None
+    assert applied.wiring.alphas == [0.0, 1.0]
+    assert "1 of 2" in str(applied)
+    json.dumps(applied.to_dict())
+    applied.undo()
+    applied.undo()
+    assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
+    assert torch.equal(model(X), before)
+
+
+def test_widen_grows_the_layers_and_comes_back() -> None:
+    model = Plain(nn.ReLU, possible=False)
+    before = model(X)
+    applied = absorption.apply(model, "widen", X)
+    assert len(applied.done) == 2
+    assert torch.allclose(model(X), before, atol=1e-9)
+    assert model.ups[0].weight.shape == (30, 6)
+    assert (model.ups[0].out_features, model.downs[0].in_features) == (30, 30)
+    assert applied.after is not None
+    assert applied.before is not None
+    assert applied.after.parameters - applied.before.parameters == 2 * 6 * (6 + 6 + 1)
+    assert applied.after.flops - applied.before.flops == 2 * (2 * 6 * 12 - 6)
+    applied.undo()
+    assert model.ups[0].weight.shape == (24, 6)
+    assert torch.equal(model(X), before)
+
+
+def test_approximate_fits_to_data() -> None:
+    model = Plain(possible=False)
+    before = model(X)
+    applied = absorption.apply(model, "approximate", data=X)
+    assert len(applied.done) == 2
+    assert applied.difference is not None
+    assert 0 < applied.difference < 0.5
+    applied.undo()
+    assert torch.equal(model(X), before)
+
+
+def test_a_vision_transformer() -> None:
+    model = timm.create_model("vit_tiny_patch16_224", depth=2, img_size=32, embed_dim=24, num_heads=2).eval()
+    images = torch.randn(20, 3, 32, 32, generator=numbers(1))
+    scan = absorption.scan(model, data=images)
+    assert [row.status for row in scan] == ["impossible", "impossible"]
+    for row in scan:
+        assert row.verdict is not None
+        assert row.verdict.certificate is not None
+        assert row.verdict.certificate.kind == "growth"
+        assert row.bare is not None
+        assert row.bare.status == "impossible"
+        assert row.bare.extra_width == 24
+        assert row.bare.flip_bound is not None
+        assert row.approximation is not None
+    assert scan.verify()
+    before = model(images)
+    for mode in ("exact", "widen"):
+        nothing = absorption.apply(model, mode, images)
+        assert not nothing.done
+        assert all("approximate" in why for why in nothing.left.values())
+        assert torch.equal(model(images), before)
+    applied = absorption.apply(model, "approximate", data=images)
+    assert len(applied.done) == 2
+    assert not torch.equal(model(images), before)
+    applied.undo()
+    assert torch.equal(model(images), before)
+
+
+def test_layer_scale_is_part_of_the_branch() -> None:
+    model = timm.create_model("vit_tiny_patch16_224", depth=1, img_size=32, embed_dim=24, num_heads=2, init_values=0.5)
+    part = next(unskip.parts(model.eval()).mlps())
+    verdict = absorb(part)
+    assert torch.allclose(verdict.block.down, 0.5 * part.down)
+
+
+def test_a_rewired_model_is_asked_about_its_alpha() -> None:
+    model = Plain(possible=False)
+    with unskip.rewired(model, "scale:0.5,2.0", X):
+        scan = absorption.scan(model, X)
+        assert scan[0].verdict is not None
+        assert scan[0].verdict.block.skip == 0.5
+        assert torch.allclose(scan[0].verdict.block.down, 2 * model.downs[0].weight)
+        with pytest.raises(BadInput, match="rewired already"):
+            absorption.apply(model, "exact", X)
+    with unskip.rewired(model, "cut", X):
+        assert [row.status for row in absorption.scan(model, X)] == ["possible", "possible"]
+
+
+def test_tied_layers_are_left_alone() -> None:
+    model = Plain(possible=False)
+    model.ups[1], model.downs[1] = model.ups[0], model.downs[0]
+    applied = absorption.apply(model, "widen", X)
+    assert not applied.done
+    assert all("tied" in why for why in applied.left.values())
+
+
+def test_applying_what_cannot_be() -> None:
+    with pytest.raises(BadInput, match="no mode"):
+        absorption.apply(Plain(), "exactly", X)  # type: ignore[arg-type]
+    with pytest.raises(BadInput, match="give data="):
+        absorption.apply(Plain(), "approximate", X)
