@@ -43,7 +43,9 @@ def knn(
         raise BadInput(f"knn: {protocol} asks for {max(ks)} neighbours and there are {len(x)} training samples")
     count = len(x)
     # Whole groups: the rows that are added can never be neighbours.
-    x = F.pad(F.normalize(x, dim=1), (0, 0, 0, -count % _GROUP))
+    unit = x.new_zeros(count + -count % _GROUP, x.shape[1])
+    F.normalize(x, dim=1, out=unit[:count])
+    x = unit
     budget = chunk_bytes or _CHUNK_BYTES.get(x.device.type, 2**30)
     rows = max(1, budget // (4 * len(x)))
     classes = int(torch.maximum(labels.max(), wanted.max())) + 1
