@@ -1,4 +1,4 @@
-"""The front door: `unskip audit`, `measure`, `train`, `resume`, `eval`, `recipes` and `demo`.
+"""The front door: `unskip audit`, `measure`, `absorb`, `train`, `resume`, `eval`, `recipes` and `demo`.
 
 Exit codes: 0 fine; 2 bad input, told in one line on stderr; 1 a fault; 130 interrupted. Results go to stdout, all else
 to stderr. On a terminal tables are drawn; in a pipe the same table is plain text.
@@ -14,6 +14,7 @@ import tyro
 
 import unskip
 from unskip import demo as demonstration
+from unskip.cli._absorb import absorb
 from unskip.cli._audit import audit
 from unskip.cli._eval import evaluate
 from unskip.cli._measure import measure
@@ -35,6 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     commands: dict[str, Callable[..., int]] = {
         "audit": audit,
         "measure": measure,
+        "absorb": absorb,
         "train": train,
         "run": run,
         "resume": resume,

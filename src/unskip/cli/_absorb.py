@@ -1,0 +1,79 @@
+"""`unskip absorb MODEL`: which MLPs could do without their skip, and a model rewritten that way."""
+
+from __future__ import annotations
+
+import contextlib
+import json as json_format
+import sys
+from typing import Annotated, get_args
+
+import torch
+import tyro
+
+import unskip
+from unskip import absorption, spec
+from unskip.absorption._apply import Mode
+from unskip.cli._measure import _build, _device, _samples
+from unskip.cli._say import finite, progress
+from unskip.errors import BadInput
+
+_ASKED = f"What to ask about: {spec.FORMS}. Pretrained weights are loaded, unless --random."
+_DATA = "Samples to approximate on: a folder of images, an .npy file, or random:N."
+_APPLY = "Rewrite the sites that may be: exact, widen or approximate (needs --data)."
+
+
+def absorb(
+    model: Annotated[str, tyro.conf.Positional, tyro.conf.arg(help=_ASKED, metavar="MODEL")],
+    data: Annotated[str | None, tyro.conf.arg(help=_DATA, metavar="SOURCE", help_behavior_hint="")] = None,
+    n: Annotated[int, tyro.conf.arg(help="How many samples of the source.", metavar="N")] = 64,
+    apply: Annotated[str | None, tyro.conf.arg(help=_APPLY, metavar="MODE", help_behavior_hint="")] = None,
+    out: Annotated[
+        str | None, tyro.conf.arg(help="Folder for the rewritten model.", metavar="FOLDER", help_behavior_hint="")
+    ] = None,
+    device: Annotated[str, tyro.conf.arg(help="Where to compute.", metavar="DEVICE")] = "cpu",
+    random: Annotated[
+        bool,
+        tyro.conf.FlagCreatePairsOff,
+        tyro.conf.arg(help="Random weights instead of pretrained ones.", help_behavior_hint=""),
+    ] = False,
+    json: Annotated[
+        bool,
+        tyro.conf.FlagCreatePairsOff,
+        tyro.conf.arg(help="Print JSON and nothing else.", help_behavior_hint=""),
+    ] = False,
+) -> int:
+    """Decide for every MLP of a model whether it can swallow its skip, with a certificate.
+
+    Example: unskip absorb timm:vit_base_patch16_224 --data photos
+    """
+    if apply is not None and apply not in get_args(Mode):
+        raise BadInput(f"--apply {apply}: it can be {', '.join(get_args(Mode))}")
+    if apply == "approximate" and data is None:
+        raise BadInput("--apply approximate fits to samples: give --data")
+    if out is not None and apply is None:
+        raise BadInput("--out is for a rewritten model: give --apply too")
+    where = _device(device)
+    with contextlib.redirect_stdout(sys.stderr), progress(f"asking about {model}") as tick:
+        torch.manual_seed(0)  # random weights, but the same ones each time
+        built = _build(model, random).to(where).eval()
+        samples = None if data is None else _samples(built, data, n)
+        found = absorption.scan(built, data=samples, progress=tick)
+        sound = found.verify()
+        applied = None
+        if apply is not None:
+            applied = absorption.apply(built, apply, data=samples)  # type: ignore[arg-type]
+            if out is not None:
+                unskip.save(built, out)
+    if json:
+        record = {"spec": model, **found.to_dict(), "verified": sound}
+        if applied is not None:
+            record["applied"] = applied.to_dict()
+        print(json_format.dumps(finite(record), indent=2, allow_nan=False))
+        return 0 if sound else 1
+    print(found)
+    print("\nevery verdict was checked again from the weights" if sound else "\na verdict did not stand its check")
+    if applied is not None:
+        print(f"\n{applied}")
+        if out is not None:
+            print(f"saved to {out}")
+    return 0 if sound else 1

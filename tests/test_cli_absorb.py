@@ -1,0 +1,100 @@
+"""`unskip absorb`: what it prints, where, and with which exit code."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+import unskip
+from unskip import cli
+
+SOURCE = """
+import torch
+from torch import nn
+
+class Block(nn.Module):
+    def __init__(self, norm):
+        super().__init__()
+        self.norm = nn.LayerNorm(8) if norm else nn.Identity()
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x):
+        return x + self.down(self.up(self.norm(x)).relu())
+
+class Small(nn.Module):
+    default_cfg = pretrained_cfg = {"input_size": (3, 4, 4), "mean": (0.1, 0.2, 0.3), "std": (0.5, 0.5, 0.5)}
+
+    def __init__(self, norm=False):
+        super().__init__()
+        self.embed, self.blocks = nn.Linear(12, 8), nn.Sequential(Block(norm), Block(norm))
+
+    def forward(self, x):
+        patches = x.unfold(2, 2, 2).unfold(3, 2, 2).permute(0, 2, 3, 1, 4, 5).flatten(3).flatten(1, 2)
+        return self.blocks(self.embed(patches))
+
+def make():
+    return Small()
+
+def normed():
+    return Small(True)
+"""
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> str:
+    (tmp_path / "small.py").write_text(SOURCE, encoding="utf-8")
+    return str(tmp_path / "small.py")
+
+
+def run(capsys: pytest.CaptureFixture[str], *args: str) -> tuple[int, str, str]:
+    code = cli.main(["absorb", *args])
+    out, err = capsys.readouterr()
+    return code, out, err
+
+
+def test_the_table(source: str, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run(capsys, f"{source}:make")
+    assert code == 0
+    assert "2 impossible" in out
+    assert "checked again" in out
+
+
+def test_json_with_data(source: str, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run(capsys, f"{source}:normed", "--data", "random:40", "--n", "40", "--json")
+    assert code == 0
+    found = json.loads(out)
+    assert found["verified"] is True
+    assert found["counts"]["impossible"] == 2
+    assert found["rows"][0]["verdict"]["obstructions"][0]["kind"] == "growth"
+    assert found["rows"][0]["bare"]["status"] == "impossible"
+    assert found["rows"][0]["approximation"]["error"] > 0
+
+
+def test_apply_and_save(source: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    folder = tmp_path / "out"
+    code, out, _ = run(
+        capsys, f"{source}:make", "--data", "random:40", "--n", "40", "--apply", "approximate", "--out", str(folder)
+    )
+    assert code == 0
+    assert "2 of 2 MLP sites rewritten" in out
+    loaded = unskip.load(folder, model=unskip.spec.build(f"{source}:make", pretrained=False))
+    assert unskip.Wiring.of(loaded).alphas == [0.0, 0.0]
+    code, out, _ = run(capsys, f"{source}:make", "--apply", "widen", "--json")
+    assert json.loads(out)["applied"]["difference"] < 1e-5
+    assert torch.isfinite(loaded(torch.zeros(1, 3, 4, 4))).all()
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["--apply", "exactly"], "--apply exactly"),
+        (["--apply", "approximate"], "give --data"),
+        (["--out", "x"], "give --apply"),
+        (["--device", "nowhere"], "--device nowhere"),
+    ],
+)
+def test_bad_input(source: str, capsys: pytest.CaptureFixture[str], args: list[str], message: str) -> None:
+    code, _, err = run(capsys, f"{source}:make", *args)
+    assert code == 2
+    assert message in err
