@@ -9,7 +9,7 @@ every branch, `init` starts a model that has no skips, `measure` says in numbers
 carries out a recipe.
 """
 
-from unskip import absorption, data, evals, init, measures, models, optim, recipes
+from unskip import absorption, data, evals, init, measures, models, optim, recipes, report
 from unskip.absorption import absorb
 from unskip.anatomy import Audit, Site, audit, features, parts
 from unskip.measures import measure
@@ -41,6 +41,7 @@ __all__ = [
     "optim",
     "parts",
     "recipes",
+    "report",
     "resume",
     "rewire",
     "rewired",

@@ -20,7 +20,8 @@ def train(config: Any, out: str | Path, quiet: bool = False) -> Outcome:
     task, schedule = recipe.build(config)
     folder = RunFolder(out)
     if is_main():
-        folder = RunFolder.create(out, to_dict(recipe.name, config), str(next(task.model.parameters()).device))
+        device = str(next(task.model.parameters()).device)
+        folder = RunFolder.create(out, to_dict(recipe.name, config), device, schedule.steps)
     return run_loop(task, schedule, folder, quiet)
 
 

@@ -41,13 +41,14 @@ class RunFolder:
         return self.path / "checkpoints"
 
     @classmethod
-    def create(cls, path: str | Path, config: dict[str, Any], device: str) -> RunFolder:
-        """A new run. A folder that holds one already is refused."""
+    def create(cls, path: str | Path, config: dict[str, Any], device: str, steps: int | None = None) -> RunFolder:
+        """A new run of so many steps, where that is known. A folder that holds one already is refused."""
         run = cls(path)
         if (run.path / "config.json").exists():
             raise BadInput(f"{path} holds a run already: go on with `unskip resume {path}`, or choose another --out")
         run.checkpoints.mkdir(parents=True, exist_ok=True)
-        run._write("config.json", {"config": config, "device": device, "versions": versions(), "git": _commit()})
+        about = {"device": device, "steps": steps, "versions": versions(), "git": _commit()}
+        run._write("config.json", {"config": config, **about})
         return run
 
     @classmethod

@@ -28,6 +28,7 @@ from unskip.training import _health
 from unskip.training._board import Board
 from unskip.training._folder import RunFolder
 from unskip.training._graph import Graphed
+from unskip.training._memory import peak_memory
 from unskip.training._progress import Reporter
 from unskip.training._shard import Sharded
 from unskip.training._state import read_state, write_state
@@ -163,7 +164,7 @@ class _Trainer:
             if done % schedule.log_every == 0 or last or stopping:
                 row = self._row(step, pending)
                 seconds = time.perf_counter() - begun
-                row |= {"samples_per_second": counted / seconds, "seconds": seconds}
+                row |= {"samples_per_second": counted / seconds, "seconds": seconds, **peak_memory(self.kind)}
                 self._refuse_not_finite(row, saved)
                 self._log("metrics.jsonl", row)
                 self.health.loss(done, row["loss"])

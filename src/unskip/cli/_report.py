@@ -1,0 +1,43 @@
+"""`unskip report RUN ...`: one page about any runs."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import tyro
+
+from unskip import report as reports
+from unskip.cli._say import busy
+from unskip.errors import BadInput
+
+_RUNS = "Folders of runs; a folder of runs, such as --seeds makes, stands for the runs in it."
+_LOOK = "How many runs to build and measure from their checkpoints, and to show pictures of; 0 for none."
+
+
+def report(
+    runs: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(help=_RUNS, metavar="RUN ...")],
+    out: Annotated[str, tyro.conf.arg(help="The page to write.", metavar="FILE")] = "report.html",
+    look: Annotated[int, tyro.conf.arg(help=_LOOK, metavar="N")] = reports.LOOKED,
+    jacobians: Annotated[
+        bool,
+        tyro.conf.FlagCreatePairsOff,
+        tyro.conf.arg(help="Measure the singular values of Jacobians too; takes longer.", help_behavior_hint=""),
+    ] = False,
+    trust: Annotated[
+        bool,
+        tyro.conf.FlagCreatePairsOff,
+        tyro.conf.arg(help="Run the Python file that a run names as its model.", help_behavior_hint=""),
+    ] = False,
+) -> int:
+    """Write one self-contained HTML page about any runs: curves, depth, shortcuts, pictures, warnings.
+
+    Example: unskip report runs/plain runs/decayed --out page.html
+    """
+    if not runs:
+        raise BadInput("report: name the folders of one or more runs, as in `unskip report runs/a runs/b`")
+    if look < 0:
+        raise BadInput(f"--look {look}: it is the number of runs to look at, 0 for none")
+    with busy("writing the page"):
+        page = reports.write(runs, out, look, jacobians, trust)
+    print(page)
+    return 0

@@ -1,0 +1,58 @@
+"""Show it: what runs did, as matplotlib figures and as one self-contained HTML page."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+
+from unskip.report import figures
+from unskip.report._read import Group, Run, read_groups
+from unskip.report.figures import Tiles
+
+LOOKED = 12  # runs whose checkpoints are looked at, unless asked otherwise
+
+__all__ = ["Group", "Run", "Tiles", "figures", "read", "write"]
+
+
+def read(
+    runs: Iterable[str | Path], look: bool | int = True, jacobians: bool = False, trust: bool = False
+) -> list[Group]:
+    """Runs, grouped by everything but their seed. A folder of runs stands for the runs in it.
+
+    With `look` the models of the first 12 runs (or of so many as it says) are built, filled from their last checkpoint
+    and measured on 16 test images; `jacobians` measures singular values too, which takes longer. A model that is a
+    Python file is built with `trust` alone.
+    """
+    groups = read_groups(runs)
+    most = LOOKED if look is True else int(look)
+    if not most:
+        return groups
+    from unskip.report._look import look as look_at
+
+    # The first seed of every group, then the second: pictures of each before more of one.
+    places = sorted((place, index) for index, group in enumerate(groups) for place in range(len(group.runs)))
+    members = [list(group.runs) for group in groups]
+    for place, index in places[:most]:
+        run = members[index][place]
+        members[index][place] = replace(run, look=look_at(run, jacobians, trust))
+    return [replace(group, runs=tuple(runs)) for group, runs in zip(groups, members, strict=True)]
+
+
+def write(
+    runs: Iterable[str | Path],
+    out: str | Path = "report.html",
+    look: bool | int = True,
+    jacobians: bool = False,
+    trust: bool = False,
+) -> Path:
+    """Writes the page about some runs; `look`, `jacobians` and `trust` as for `read`."""
+    from unskip.report._page import page
+
+    text = page(read(runs, look, jacobians, trust))
+    file = Path(out)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    aside = file.with_name(f".{file.name}.tmp")
+    aside.write_text(text, encoding="utf-8")
+    aside.replace(file)
+    return file

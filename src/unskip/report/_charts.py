@@ -1,0 +1,298 @@
+"""The numbers behind every chart, as lines: one a group of runs, the mean over its seeds and the spread around it.
+
+mean = sum_i y_i / n,   spread = sqrt(sum_i (y_i - mean)^2 / (n - 1)),   over the n runs with a finite value there
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import statistics
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from unskip.report._read import Group, Run, number
+
+POINTS = 300  # a longer curve is thinned: a page is some hundred pixels wide
+NAMES = {  # what a number is called, and its unit
+    "loss": ("Loss in training", "loss"),
+    "test_loss": ("Loss on test images", "loss"),
+    "val_loss": ("Loss on held-out images", "loss"),
+    "test_accuracy": ("Accuracy on test images", "accuracy (share)"),
+    "val_accuracy": ("Accuracy on held-out images", "accuracy (share)"),
+    "rank": ("Effective rank of the features", "effective rank (directions)"),
+    "probe_mae": ("Linear probe (probe-mae-v1)", "accuracy (share)"),
+    "probe_decayed": ("Linear probe (probe-decayed-v1)", "accuracy (share)"),
+    "probe_lbfgs": ("Linear probe (probe-lbfgs-v1)", "accuracy (share)"),
+    "finetune": ("Fine-tuned", "accuracy (share)"),
+}
+_LABELS = ("step", "evaluation", "block", "pool", "split", "seed", "precision", "changes")
+_KNN = re.compile(r"knn(\d+)")
+_TAKEN = ("rank_entropy",)  # the logarithm of a number that is shown
+
+
+@dataclass(frozen=True)
+class Line:
+    """One group in a chart. `count` says over how many runs each point is a mean; `spread` is None for one run."""
+
+    label: str
+    group: int  # its place among the groups, which decides its colour
+    x: tuple[float, ...]
+    y: tuple[float, ...]
+    spread: tuple[float | None, ...]
+    count: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Chart:
+    """What a chart shows. An empty one says in `missing` why there is nothing."""
+
+    name: str
+    title: str
+    x_label: str
+    y_label: str
+    lines: tuple[Line, ...] = ()
+    log: bool = False
+    whole: bool = False  # x counts blocks or sites
+    note: str = ""
+    missing: str = ""
+
+    def rows(self) -> tuple[list[str], list[list[object]]]:
+        """The data as a table."""
+        header = ["group", self.x_label, self.y_label, "spread (standard deviation)", "runs"]
+        rows: list[list[object]] = [
+            [line.label, *point]
+            for line in self.lines
+            for point in zip(line.x, line.y, line.spread, line.count, strict=True)
+        ]
+        return header, rows
+
+    def alt(self) -> str:
+        """The chart in words."""
+        said = []
+        for line in self.lines[:8]:
+            x, y = (line.x[0], line.x[-1]), (line.y[0], line.y[-1])
+            ends = f"{y[0]:.3g} at {x[0]:g}" + (f" to {y[1]:.3g} at {x[1]:g}" if len(line.x) > 1 else "")
+            said.append(f"{line.label}: {ends}")
+        more = f" And {len(self.lines) - 8} more." if len(self.lines) > 8 else ""
+        return f"Line chart. {self.title}: {self.y_label} over {self.x_label}. " + "; ".join(said) + "." + more
+
+
+def over_steps(groups: Sequence[Group], name: str) -> Chart:
+    """A number of metrics.jsonl over training steps."""
+    title, unit = called(name)
+    values = [[{row["step"]: row[name] for row in run.metrics if name in row} for run in g.runs] for g in groups]
+    return _chart(f"step-{name}", title, "training step", unit, groups, values, f"no run has logged {name}")
+
+
+def evaluated(groups: Sequence[Group], name: str) -> Chart:
+    """A number of evals.jsonl that was taken in the course of training."""
+    title, unit = called(name)
+    values = [[_course(run, name) for run in group.runs] for group in groups]
+    chart = _chart(f"eval-{name}", title, "training step", unit, groups, values, f"no run was judged by {name}")
+    if chart.lines and all(len(line.x) == 1 for line in chart.lines):
+        return _none(chart, "judged once, at the end: the number is in the table of results")
+    return chart
+
+
+def over_depth(groups: Sequence[Group], name: str) -> Chart:
+    """A number that `unskip eval` gave for every block."""
+    title, unit = called(name)
+    values = [[_by_block(run, name) for run in group.runs] for group in groups]
+    missing = f"no run was judged by {name} block by block; `unskip eval RUN` does it"
+    return _chart(f"depth-{name}", f"{title}, by depth", "block", unit, groups, values, missing, whole=True)
+
+
+_MEASURED = {
+    "echo": ("Echo of the input, by depth", "share of the first stream that can be read off (R²)", False),
+    "high_frequency": ("High frequencies of the patch tokens, by depth", "share of the energy", False),
+    "token_rank": ("Effective rank of the tokens, by depth", "effective rank (directions)", False),
+    "norm": ("Length of the tokens, by depth", "mean norm of a token", True),
+}
+
+
+def measured(groups: Sequence[Group], name: str) -> Chart:
+    """A number that `unskip.measure` takes of every block of a run's last checkpoint."""
+    title, unit, log = _MEASURED[name]
+    values = [[_looked(run, "blocks", lambda row: row.get(name)) for run in group.runs] for group in groups]
+    missing = _unlooked(groups) or f"{name} could not be measured"
+    chart = _chart(f"measured-{name}", title, "block", unit, groups, values, missing, whole=True)
+    return _logarithmic(chart) if log else chart
+
+
+def alphas(groups: Sequence[Group]) -> Chart:
+    """How strong each shortcut is, as the last checkpoint holds it. A run that was never rewired has alpha = 1."""
+    values = []
+    for group in groups:
+        mine: list[dict[float, float]] = []
+        for run in group.runs:
+            kept = _looked(run, "sites", lambda row: row.get("alpha"))
+            mine.append({float(each.site): each.alpha for each in run.weights} or kept)
+        values.append(mine)
+    missing = "no run has a checkpoint that records its shortcuts"
+    unit = "alpha (share of the stream that is kept)"
+    return _chart("alphas", "Shortcut weight alpha, by site", "site", unit, groups, values, missing, whole=True)
+
+
+def decay(groups: Sequence[Group]) -> Chart:
+    """The product of all alphas over training steps; a line at 1 is not drawn for a run without a rule."""
+    chart = over_steps(groups, "effective_decay")
+    positive = [y for line in chart.lines for y in line.y]
+    title, unit = "Effective decay in training", "product of all alphas"
+    chart = _named(chart, "decay", title, unit, "no run has logged an effective decay: none has a rule")
+    return _logarithmic(chart) if positive and min(positive) > 0 else chart
+
+
+_SPECTRA = {
+    "sublayer": "from a sublayer's input to its sum",
+    "branch": "of a branch, from its normalised input",
+}
+
+
+def spectra(groups: Sequence[Group], part: str = "sublayer", share: str = "0.5") -> Chart:
+    """A quantile of the singular values of each site's Jacobian, on one sample."""
+    words = {"0.1": "10% quantile", "0.5": "Median", "0.9": "90% quantile"}.get(share, share)
+
+    def value(row: Mapping[str, Any]) -> object:
+        spectrum = row.get(part)
+        return spectrum["quantiles"].get(share) if isinstance(spectrum, dict) else None
+
+    values = [[_looked(run, "sites", value) for run in group.runs] for group in groups]
+    title = f"{words} of the singular values {_SPECTRA[part]}"
+    missing = _unlooked(groups) or "not measured: ask for it with --jacobians"
+    name = f"spectrum-{part}-{share.replace('.', '')}"
+    return _logarithmic(_chart(name, title, "site", "singular value", groups, values, missing, whole=True))
+
+
+def conditions(groups: Sequence[Group], part: str = "sublayer") -> Chart:
+    """Condition numbers of the Jacobians; lower bounds where they were estimated."""
+
+    def value(row: Mapping[str, Any]) -> object:
+        spectrum = row.get(part)
+        return spectrum.get("condition") if isinstance(spectrum, dict) else None
+
+    values = [[_looked(run, "sites", value) for run in group.runs] for group in groups]
+    missing = _unlooked(groups) or "not measured: ask for it with --jacobians"
+    title = f"Condition number of the Jacobian {_SPECTRA[part]}"
+    return _logarithmic(
+        _chart(f"condition-{part}", title, "site", "condition number", groups, values, missing, whole=True)
+    )
+
+
+def called(name: str) -> tuple[str, str]:
+    """The title and the unit of a number."""
+    if name in NAMES:
+        return NAMES[name]
+    near = _KNN.fullmatch(name)
+    if near:
+        return f"{near[1]} nearest neighbours", "accuracy (share)"
+    return name, name
+
+
+def evaluations(groups: Sequence[Group], by_block: bool) -> list[str]:
+    """The names of the numbers that evaluations gave, those of few neighbours standing for all."""
+    found: dict[str, None] = {}
+    for run in (run for group in groups for run in group.runs):
+        for row in run.evals:
+            if (row.get("block") is not None) == by_block:
+                found |= dict.fromkeys(name for name in row if name not in _LABELS and number(row[name]) is not None)
+    near = [name for name in found if _KNN.fullmatch(name)]
+    shown = "knn20" if "knn20" in near else next(iter(near), None)
+    return [name for name in found if name not in _TAKEN and (name not in near or name == shown)]
+
+
+def last_values(run: Run) -> dict[str, float]:
+    """The newest number of each name: of the model, or of its last block."""
+    found: dict[str, float] = {}
+    for row in run.evals:
+        blocks = [each["block"] for each in run.evals if each.get("block") is not None]
+        if row.get("block") is not None and row["block"] != max(blocks):
+            continue
+        found |= {n: v for n, raw in row.items() if n not in _LABELS and (v := number(raw)) is not None}
+    return found
+
+
+def mean_and_spread(values: Iterable[float]) -> tuple[float, float | None, int]:
+    """Over what is finite: mean, standard deviation (None for one), and how many there are."""
+    kept = [value for value in values if math.isfinite(value)]
+    if not kept:
+        return math.nan, None, 0
+    scale = max(map(abs, kept)) or 1.0  # squares of what is large would overflow
+    shrunk = [value / scale for value in kept]
+    spread = statistics.stdev(shrunk) * scale if len(kept) > 1 else None
+    return statistics.fmean(shrunk) * scale, spread, len(kept)
+
+
+def _course(run: Run, name: str) -> dict[float, float]:
+    rows = [row for row in run.evals if row.get("block") is None and name in row]
+    return {row["step"]: value for row in rows if (value := number(row[name])) is not None}
+
+
+def _by_block(run: Run, name: str) -> dict[float, float]:
+    """Of the newest step that was judged so; a later line takes the place of an earlier one."""
+    rows = [row for row in run.evals if row.get("block") is not None and name in row]
+    newest = max((row["step"] for row in rows), default=0)
+    return {
+        float(row["block"]): value for row in rows if row["step"] == newest and (value := number(row[name])) is not None
+    }
+
+
+def _looked(run: Run, part: str, value: Callable[[Mapping[str, Any]], object]) -> dict[float, float]:
+    measurement = run.look.measurement if run.look is not None else None
+    if measurement is None:
+        return {}
+    found = {float(row["index"]): number(value(row)) for row in measurement[part]}
+    return {index: given for index, given in found.items() if given is not None}
+
+
+def _unlooked(groups: Sequence[Group]) -> str:
+    if any(run.look is not None and run.look.measurement is not None for group in groups for run in group.runs):
+        return ""
+    return "no checkpoint was looked at"
+
+
+def _chart(
+    name: str,
+    title: str,
+    x_label: str,
+    y_label: str,
+    groups: Sequence[Group],
+    values: Sequence[Sequence[Mapping[float, float]]],
+    missing: str,
+    whole: bool = False,
+) -> Chart:
+    lines, thinned = [], False
+    most = max(40, min(POINTS, 20 * POINTS // max(1, len(groups))))
+    for group, runs in zip(groups, values, strict=True):
+        points = []
+        for x in sorted({x for run in runs for x in run}):
+            mean, spread, count = mean_and_spread(run[x] for run in runs if x in run)
+            if count:
+                points.append((x, mean, spread, count))
+        if not points:
+            continue
+        every = max(1, math.ceil(len(points) / most))
+        thinned |= every > 1
+        kept = points[::every] + ([points[-1]] if (len(points) - 1) % every else [])
+        xs, ys, spreads, counts = zip(*kept, strict=True)
+        lines.append(Line(group.label, group.place, xs, ys, spreads, counts))
+    note = f"Long curves are thinned to {most} points." if thinned else ""
+    chart = Chart(name, title, x_label, y_label, tuple(lines), whole=whole, note=note, missing="" if lines else missing)
+    values_shown = [abs(y) for line in lines for y in line.y if y]
+    wide = bool(values_shown) and max(values_shown) > 1000 * min(values_shown)
+    return _logarithmic(chart) if wide else chart
+
+
+def _logarithmic(chart: Chart) -> Chart:
+    """On a logarithmic axis where every value is positive."""
+    positive = all(y > 0 for line in chart.lines for y in line.y)
+    return replace(chart, log=bool(chart.lines) and positive)
+
+
+def _none(chart: Chart, missing: str) -> Chart:
+    return replace(chart, lines=(), missing=missing)
+
+
+def _named(chart: Chart, name: str, title: str, y_label: str, missing: str) -> Chart:
+    return replace(chart, name=name, title=title, y_label=y_label, missing="" if chart.lines else missing)

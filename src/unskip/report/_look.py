@@ -1,0 +1,283 @@
+"""What a checkpoint shows when it is looked at: measurements of its blocks, and pictures.
+
+The model of a run is built again, filled from its last checkpoint and run on some images of its own test split. PCA
+colours: tokens of one block over all images, centred, projected on their three main directions, each brought to
+0..255. Whatever stands in the way is a note; a report never fails because a model cannot be built.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from unskip.anatomy import features
+from unskip.data import Feed, ImageSet, open_images
+from unskip.errors import UnskipError
+from unskip.evals import extract
+from unskip.measures import measure
+from unskip.models import MAE
+from unskip.recipes._judge import Trained, open_run
+from unskip.report._read import Run, clean
+from unskip.report.figures._draw import Pixels, Tiles
+
+SHOWN, MEASURED, KNOWN, NEAREST = 6, 16, 2000, 5  # images that are shown, measured, searched; neighbours of each
+
+
+@dataclass(frozen=True, eq=False)
+class Look:
+    """Measurements (`Measurement.to_dict()`) and pictures of one run, and what could not be had."""
+
+    step: int | None = None
+    measurement: dict[str, Any] | None = None
+    tiles: tuple[Tiles, ...] = ()
+    notes: tuple[str, ...] = ()
+
+
+@dataclass
+class _Found:
+    measurement: dict[str, Any] | None = None
+    tiles: list[Tiles] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+
+def look(run: Run, jacobians: bool = False, trust: bool = False) -> Look:
+    """Looks at the last checkpoint of a run. With `trust` a model from a Python file is built too."""
+    model = str(run.config.get("model", ""))
+    if not trust and ".py:" in model:
+        return Look(notes=(f"not looked at: its model is code ({clean(model)}), which is run only with --trust",))
+    if run.checkpoint is None:
+        return Look(notes=("not looked at: it has no checkpoint yet",))
+    found = _Found()
+    with warnings.catch_warnings(record=True) as caught, torch.random.fork_rng():
+        warnings.simplefilter("always")
+        torch.manual_seed(0)
+        try:
+            trained = open_run(run.path, device="auto")
+            train, test = _images(trained)
+        except Exception as error:  # whatever a config of another version, or data that is gone, leads to
+            return Look(notes=(f"not looked at: {_said(error)}",))
+        for part in (_measurement, _reconstructions, _patch_features, _neighbours):
+            try:
+                part(found, trained, train, test, jacobians)
+            except Exception as error:
+                found.notes.append(f"{part.__name__.strip('_').replace('_', ' ')}: {_said(error)}")
+    found.notes += [clean(each.message, 200) for each in caught if issubclass(each.category, UserWarning)]
+    return Look(trained.step, found.measurement, tuple(found.tiles), tuple(dict.fromkeys(found.notes)))
+
+
+def _images(trained: Trained) -> tuple[ImageSet, ImageSet]:
+    config = trained.config
+    split: Literal["val", "test"] = "val" if config.validate else "test"
+    train = open_images(config.data, split="train", root=config.data_root, hold_out=config.validate)
+    test = open_images(config.data, split=split, root=config.data_root)
+    return _some(train, KNOWN), _some(test, max(SHOWN, MEASURED))
+
+
+def _some(images: ImageSet, count: int) -> ImageSet:
+    """Images of a random but fixed choice."""
+    order = torch.randperm(len(images), generator=torch.Generator().manual_seed(0))
+    return images.select(order[:count])
+
+
+def _ready(trained: Trained, images: ImageSet) -> Tensor:
+    """As the model takes them."""
+    device = next(trained.model.parameters()).device
+    return next(iter(Feed(images, max(1, len(images)), trained.config.size, device=device).evaluate()))[0]
+
+
+def _measurement(found: _Found, trained: Trained, train: ImageSet, test: ImageSet, jacobians: bool) -> None:
+    batch = _ready(trained, test)[:MEASURED]
+    taken = measure(trained.encoder, batch, jacobians="auto" if jacobians else "off")
+    found.measurement = taken.to_dict()
+    found.notes += taken.notes
+
+
+def _reconstructions(found: _Found, trained: Trained, train: ImageSet, test: ImageSet, jacobians: bool) -> None:
+    model = trained.model
+    if not isinstance(model, MAE):
+        return
+    raw = _raw(trained, test)
+    batch = _ready(trained, test)[:SHOWN]
+    noise = torch.rand(len(batch), model.grid.patches, generator=torch.Generator().manual_seed(0)).to(batch.device)
+    with torch.no_grad():
+        result = model.eval()(batch, noise)
+    true = model.patches(raw).float().cpu()  # (images, patches, pixels)
+    order, masked = result.order.cpu(), result.order.cpu()[:, model.visible :]
+    painted = _in_bytes(model, true, masked, result.prediction.float().cpu())
+    shown, whole = true.clone(), true.clone()
+    rows = torch.arange(len(true))[:, None]
+    shown[rows, masked] = 128.0
+    whole[rows, masked] = painted
+    error = (whole - true).square()[rows, masked].mean((1, 2)).sqrt() / 255
+    pictures = [_assembled(model, each, len(order)) for each in (true, shown, whole)]
+    found.tiles.append(
+        Tiles(
+            "reconstructions",
+            "Reconstructions of masked patches",
+            tuple(tuple(picture) for picture in pictures),
+            ("image", "visible", "painted"),
+            (),
+            f"{len(true)} test images: as they are, with the masked patches grey, and with these painted by the model.",
+            note="Each painted patch has the mean and spread of the true one, where the loss leaves them out."
+            if model.norm_pix
+            else "",
+            header=("image", "class", "error of masked pixels (root mean square, share of the range)"),
+            table=tuple((place, _name(test, place), float(value)) for place, value in enumerate(error)),
+        )
+    )
+
+
+def _in_bytes(model: MAE, true: Tensor, masked: Tensor, prediction: Tensor) -> Tensor:
+    """What the decoder paints, 0 to 255."""
+    repeats = model.grid.patch**2
+    middle, scale = model.mean.cpu().repeat(repeats), model.std.cpu().repeat(repeats)
+    if model.norm_pix:
+        target = (true.gather(1, masked[:, :, None].expand(-1, -1, true.shape[2])) - middle) / scale
+        spread, mean = torch.var_mean(target, -1, keepdim=True)
+        prediction = prediction * (spread + 1e-6).sqrt() + mean
+    return (prediction * scale + middle).clamp(0, 255)
+
+
+def _assembled(model: MAE, patches: Tensor, count: int) -> list[Pixels]:
+    grid = model.grid
+    cut = patches.reshape(count, grid.rows, grid.columns, grid.patch, grid.patch, grid.channels)
+    images = cut.permute(0, 5, 1, 3, 2, 4).reshape(count, grid.channels, grid.rows * grid.patch, -1)
+    return _pixels(images)
+
+
+def _patch_features(found: _Found, trained: Trained, train: ImageSet, test: ImageSet, jacobians: bool) -> None:
+    raw, encoder = _raw(trained, test), trained.encoder.eval()
+    with torch.no_grad():
+        tokens = features(encoder, _ready(trained, test)[:SHOWN], pool=None)
+    columns: list[list[Pixels]] = []
+    shares: list[tuple[object, ...]] = []
+    for block, values in tokens.items():
+        grid = _grid(encoder, values)
+        if grid is None:
+            found.notes.append(f"patch features: the {values.shape[1]} tokens of block {block} lie on no square")
+            return
+        colours, explained = pca_colours(grid)
+        columns.append(list(colours))
+        shares.append((block, *explained))
+    chosen = _spread_out(len(columns), 8)
+    pictures = [_pixels(raw), *(columns[index] for index in chosen)]
+    found.tiles.append(
+        Tiles(
+            "patch-features",
+            "Patch features by block, three main directions as colours",
+            tuple(tuple(picture[row] for picture in pictures) for row in range(len(raw))),
+            tuple(_name(test, row) for row in range(len(raw))),
+            ("image", *(f"block {index}" for index in chosen)),
+            f"{len(raw)} test images, each beside its patch features after {len(chosen)} blocks. Patches of one colour "
+            "have similar features.",
+            note="Colours compare patches and images within a block, not blocks with each other.",
+            header=("block", "1st direction (share of variance)", "2nd direction", "3rd direction"),
+            table=tuple(shares),
+        )
+    )
+
+
+def pca_colours(tokens: Tensor) -> tuple[Pixels, tuple[float, ...]]:
+    """(images, rows, columns, dim) to colours (images, rows, columns, 3), and the variance each direction explains."""
+    rows = tokens.reshape(-1, tokens.shape[-1]).double().cpu()
+    if not rows.isfinite().all():
+        raise UnskipError("features are not finite")
+    rows = rows - rows.mean(0)
+    _, sizes, directions = torch.linalg.svd(rows, full_matrices=False)
+    directions = directions[:3]
+    largest = directions.gather(1, directions.abs().argmax(1, keepdim=True))
+    directions = directions * largest.sign()  # a direction and its opposite are the same: take one of them
+    places = F.pad(rows @ directions.T, (0, 3 - len(directions)))
+    low, high = places.quantile(0.01, 0), places.quantile(0.99, 0)
+    scaled = (places - low) / (high - low).clamp_min(1e-12)
+    share = (sizes.square() / sizes.square().sum().clamp_min(1e-300))[:3].tolist()
+    explained = (*share, *[0.0] * (3 - len(share)))
+    return _bytes(scaled.clamp(0, 1) * 255).reshape(*tokens.shape[:-1], 3), explained
+
+
+def _neighbours(found: _Found, trained: Trained, train: ImageSet, test: ImageSet, jacobians: bool) -> None:
+    device, size = next(trained.model.parameters()).device, trained.config.size
+    learnt = extract(trained.encoder, Feed(train, 256, size, device=device).evaluate(), -1)
+    judged = extract(trained.encoder, Feed(test, 256, size, device=device).evaluate(), -1)
+    ((index, known),) = learnt["mean", "none"].items()
+    asked = judged["mean", "none"][index][:SHOWN]
+    cosines = F.normalize(asked.double(), dim=1) @ F.normalize(known.double(), dim=1).T
+    best = cosines.topk(min(NEAREST, cosines.shape[1]), 1)
+    images, captions, table = [], [], []
+    for row, picture in enumerate(_raw(trained, test)):
+        places = best.indices[row].tolist()
+        own = _name(test, row)
+        names = [_name(train, place) for place in places]
+        images.append((*_pixels(picture[None]), *_pixels(train.load(places, size))))
+        captions.append((own, *(name if name == own else f"{name} ✗" for name in names)))
+        cosine = best.values[row].tolist()
+        table += [(row, own, rank + 1, name, cosine[rank]) for rank, name in enumerate(names)]
+    right = sum(name == own for _, own, _, name, _ in table)
+    found.tiles.append(
+        Tiles(
+            "neighbours",
+            f"Nearest neighbours in the features of block {index}",
+            tuple(images),
+            tuple("" for _ in images),
+            ("image", *(f"{rank + 1}." for rank in range(best.indices.shape[1]))),
+            f"{len(images)} test images and the training images nearest to them; {right} of {len(table)} neighbours "
+            "have the class of the image.",
+            captions=tuple(captions),
+            note=f"By cosine of mean tokens, among {len(train)} training images; ✗ marks another class.",
+            header=("image", "class", "neighbour", "its class", "cosine"),
+            table=tuple(table),
+        )
+    )
+
+
+def _grid(encoder: nn.Module, tokens: Tensor) -> Tensor | None:
+    """(images, tokens, dim) as (images, rows, columns, dim), without class and register tokens."""
+    prefix = int(getattr(encoder, "num_prefix_tokens", 0))
+    patches = tokens[:, prefix:]
+    side = math.isqrt(patches.shape[1])
+    return patches.unflatten(1, (side, side)) if side and side**2 == patches.shape[1] else None
+
+
+def _raw(trained: Trained, images: ImageSet) -> Tensor:
+    return images.load(range(min(SHOWN, len(images))), trained.config.size)
+
+
+def _pixels(images: Tensor) -> list[Pixels]:
+    """(n, channels, height, width), 0 to 255, as (height, width, 3) each."""
+    rgb = images.expand(-1, 3, -1, -1) if images.shape[1] == 1 else images[:, :3]
+    return [*_bytes(rgb.permute(0, 2, 3, 1))]
+
+
+def _bytes(values: Tensor) -> Pixels:
+    found: Pixels = np.ascontiguousarray(values.round().to(torch.uint8).cpu().numpy())
+    return found
+
+
+def _name(images: ImageSet, place: int) -> str:
+    return clean(images.classes[int(images.labels[place])], 24)
+
+
+def _spread_out(count: int, most: int) -> list[int]:
+    """Up to so many places, first and last among them."""
+    if count <= most:
+        return [*range(count)]
+    return sorted({round(place * (count - 1) / (most - 1)) for place in range(most)})
+
+
+def _said(error: BaseException) -> str:
+    text = clean(error, 240)
+    return text if isinstance(error, UnskipError) and text else f"{type(error).__name__}: {text}"
+
+
+def samples_of(folder: Path) -> Path | None:
+    """The newest picture under samples/, such as `unskip sample` leaves there."""
+    pictures = [each for each in (folder / "samples").glob("*.png") if each.is_file() and each.stat().st_size < 2**21]
+    return max(pictures, key=lambda each: (each.stat().st_mtime, each.name), default=None)

@@ -1,0 +1,297 @@
+"""Run folders as plain data, whatever state they are in.
+
+A line that is cut off, a number that is none, a config that cannot be read, a run that goes on meanwhile: each leaves a
+note, and the rest is shown. Only a folder that holds no run at all is an error.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from unskip.errors import BadInput
+
+if TYPE_CHECKING:
+    from unskip.report._look import Look
+
+FILES = ("metrics.jsonl", "evals.jsonl", "warnings.jsonl")
+_SEED = re.compile(r"[-_ .]?seed[-_=]?\d+$", re.IGNORECASE)
+
+
+class Weights(NamedTuple):
+    """What one site of a run's model has: x <- alpha x + beta f(x)."""
+
+    site: int
+    path: str
+    alpha: float
+    beta: float
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a folder says of one run. Metrics and evaluations are in the order of their steps."""
+
+    path: Path
+    name: str
+    config: dict[str, Any]
+    about: dict[str, Any]  # device, versions, commit
+    metrics: tuple[dict[str, float], ...]
+    evals: tuple[dict[str, Any], ...]
+    warnings: tuple[dict[str, Any], ...]
+    weights: tuple[Weights, ...]  # of the newest checkpoint; empty where nothing was rewired
+    checkpoint: int | None
+    steps: int | None  # planned
+    notes: tuple[str, ...]
+    look: Look | None = None
+
+    @property
+    def recipe(self) -> str:
+        return clean(self.config.get("recipe", "unknown"), 40)
+
+    @property
+    def seed(self) -> object:
+        return self.config.get("seed")
+
+    @property
+    def step(self) -> int:
+        """The last step that was logged."""
+        return int(self.metrics[-1]["step"]) if self.metrics else 0
+
+    @property
+    def state(self) -> str:
+        """Where the run stands, in a few words."""
+        if any(row.get("warning") == "non-finite-loss" for row in self.warnings):
+            return f"stopped at step {self.step}: the loss was not finite"
+        if not self.metrics:
+            return "no step logged yet"
+        if self.steps is None:
+            return f"at step {self.step}"
+        return f"finished, {self.steps} steps" if self.step >= self.steps else f"at step {self.step} of {self.steps}"
+
+
+@dataclass(frozen=True)
+class Group:
+    """Runs that differ by their seed alone."""
+
+    label: str
+    runs: tuple[Run, ...]
+    place: int = 0  # among the groups of a page: it decides the colour
+
+    @property
+    def recipe(self) -> str:
+        return self.runs[0].recipe
+
+    @property
+    def config(self) -> dict[str, Any]:
+        return self.runs[0].config
+
+
+def read_groups(paths: Iterable[str | Path]) -> list[Group]:
+    """The runs at some paths, grouped by everything but their seed. A folder of runs stands for the runs in it."""
+    folders = [folder for path in paths for folder in _folders(Path(path))]
+    if not folders:
+        raise BadInput("no run to report on: name the folders of one or more runs")
+    runs = [read_run(folder) for folder in dict.fromkeys(folders)]
+    together: dict[str, list[Run]] = {}
+    for run in runs:
+        rest = {name: value for name, value in run.config.items() if name != "seed"}
+        # A run without a config is like no other.
+        key = json.dumps(rest, sort_keys=True, default=str) if rest else str(run.path)
+        together.setdefault(key, []).append(run)
+    groups = [Group(_label(members), tuple(members)) for members in together.values()]
+    return _unique(groups)
+
+
+def by_recipe(groups: Sequence[Group]) -> dict[str, list[Group]]:
+    """The groups of each recipe: what different kinds of runs log is not the same thing."""
+    found: dict[str, list[Group]] = {}
+    for group in groups:
+        found.setdefault(group.recipe, []).append(group)
+    return found
+
+
+def read_run(path: str | Path) -> Run:
+    """One run folder."""
+    folder = Path(path)
+    notes: list[str] = []
+    about = _json(folder / "config.json", notes)
+    config = about.pop("config", {})
+    if not isinstance(config, dict):
+        notes.append("config.json: its config is no mapping")
+        config = {}
+    metrics = [_numbers(row) for row in _rows(folder / FILES[0], notes)]
+    evals = [_mixed(row) for row in _rows(folder / FILES[1], notes)]
+    alerts = _rows(folder / FILES[2], notes)
+    last_of_step = {row["step"]: row for row in metrics}  # a resumed run may have logged a step twice
+    broken = [row["step"] for row in last_of_step.values() if not math.isfinite(row.get("loss", 0.0))]
+    if broken:
+        notes.append(f"the loss is not finite at step {_whole(min(broken))}, and in {len(broken)} logged steps in all")
+    checkpoint, weights = _checkpoint(folder, notes)
+    planned = about.pop("steps", None) or config.get("steps")
+    return Run(
+        path=folder,
+        name=clean(folder.resolve().name) or "run",
+        config=config,
+        about=about,
+        metrics=tuple(last_of_step[step] for step in sorted(last_of_step)),
+        evals=tuple(sorted(evals, key=lambda row: row["step"])),
+        warnings=tuple(alerts),
+        weights=weights,
+        checkpoint=checkpoint,
+        steps=planned if isinstance(planned, int) and planned > 0 else None,
+        notes=tuple(notes),
+    )
+
+
+def number(value: object) -> float | None:
+    """A float of what a log holds ("nan" and "inf" are written as text), or None."""
+    if isinstance(value, bool) or not isinstance(value, int | float | str):
+        return None
+    if isinstance(value, str) and value.lower() not in ("nan", "inf", "-inf", "infinity", "-infinity"):
+        return None
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf
+
+
+def clean(text: object, limit: int = 80) -> str:
+    """Text for a page: one line, no control characters, nothing that is no character, and not too long."""
+    kept = str(text).encode("utf-8", "replace").decode("utf-8")
+    kept = "".join(letter if letter.isprintable() else " " for letter in kept)
+    kept = " ".join(kept.split())
+    return kept if len(kept) <= limit else kept[: limit - 1] + "…"
+
+
+def _folders(path: Path) -> list[Path]:
+    """The run at a path, or the runs in the folders of it, as `--seeds` makes them."""
+    if not path.is_dir():
+        raise BadInput(f"{path}: no such folder; name the folders of runs")
+    if _is_run(path):
+        return [path]
+    inside = sorted((each for each in path.iterdir() if each.is_dir() and _is_run(each)), key=_natural)
+    if not inside:
+        raise BadInput(f"{path}: no run there (it has no config.json and no metrics.jsonl, and no folder in it has)")
+    return inside
+
+
+def _is_run(path: Path) -> bool:
+    return any((path / name).is_file() for name in ("config.json", "metrics.jsonl"))
+
+
+def _natural(path: Path) -> list[tuple[bool, int, str]]:
+    parts = re.findall(r"\d{1,18}|\D+|\d+", path.name)
+    return [(part[0].isdigit(), int(part) if part.isdigit() and len(part) <= 18 else 0, part) for part in parts]
+
+
+def _text(file: Path, notes: list[str]) -> str | None:
+    try:
+        return file.read_bytes().decode("utf-8", "replace")
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        notes.append(f"{file.name}: cannot be read ({error.strerror or type(error).__name__})")
+        return None
+
+
+def _json(file: Path, notes: list[str]) -> dict[str, Any]:
+    text = _text(file, notes)
+    if text is None:
+        notes.append(f"{file.name}: not there")
+        return {}
+    try:
+        data = json.loads(text)
+    except (ValueError, RecursionError):
+        notes.append(f"{file.name}: damaged, so its config is not known")
+        return {}
+    return data if isinstance(data, dict) else {}
+
+
+def _rows(file: Path, notes: list[str]) -> list[dict[str, Any]]:
+    """The lines of a log that are whole and have a step."""
+    rows, damaged = [], []
+    for place, line in enumerate((_text(file, notes) or "").split("\n"), start=1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except (ValueError, RecursionError):
+            row = None
+        step = number(row.get("step")) if isinstance(row, dict) else None
+        if step is None or not math.isfinite(step) or abs(step) > 2**53:
+            damaged.append(place)
+        else:
+            rows.append({**row, "step": step})
+    if damaged:
+        lines = f"line {damaged[0]}" if len(damaged) == 1 else f"{len(damaged)} lines, the first is line {damaged[0]},"
+        notes.append(f"{file.name}: {lines} could not be read and {'is' if len(damaged) == 1 else 'are'} left out")
+    return rows
+
+
+def _numbers(row: dict[str, Any]) -> dict[str, float]:
+    found = {clean(name): number(value) for name, value in row.items()}
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def _mixed(row: dict[str, Any]) -> dict[str, Any]:
+    """Numbers as floats, the block as a whole number or None, the rest as it is."""
+    found: dict[str, Any] = {}
+    for name, value in row.items():
+        given = number(value)
+        found[clean(name)] = value if given is None else given
+    if "block" in found and found["block"] is not None:
+        block = number(found["block"])
+        found["block"] = int(block) if block is not None and math.isfinite(block) else None
+    return found
+
+
+def _checkpoint(folder: Path, notes: list[str]) -> tuple[int | None, tuple[Weights, ...]]:
+    """The step of the newest checkpoint, and the weights of its sites, without building a model."""
+    steps = [each.name.partition("-")[2] for each in (folder / "checkpoints").glob("step-*")]
+    known = sorted(int(step) for step in steps if step.isdigit() and len(step) < 16)
+    if not known:
+        return None, ()
+    place = folder / "checkpoints" / f"step-{known[-1]}"
+    for file in (place / "encoder" / "unskip.json", place / "unskip.json"):
+        if not file.is_file():
+            continue
+        try:
+            wiring = json.loads(file.read_text(encoding="utf-8")).get("wiring") or {}
+            return known[-1], tuple(
+                Weights(int(site["index"]), str(site["path"]), float(site["alpha"]), float(site["beta"]))
+                for site in wiring.get("sites", ())
+            )
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+            notes.append(f"{file.name} of step {known[-1]}: damaged, so the weights of its sites are not known")
+    return known[-1], ()
+
+
+def _label(runs: Sequence[Run]) -> str:
+    """The name of the only run; of several the folder they share, or what their names share."""
+    if len(runs) == 1:
+        run = runs[0]
+        return clean(run.path.resolve().parent.name) if _SEED.fullmatch(run.name) else run.name
+    parents = {run.path.resolve().parent for run in runs}
+    if len(parents) == 1 and all(_SEED.fullmatch(run.name) for run in runs):
+        return clean(parents.pop().name) or "runs"
+    return _SEED.sub("", runs[0].name) or runs[0].name
+
+
+def _unique(groups: list[Group]) -> list[Group]:
+    seen: dict[str, int] = {}
+    found = []
+    for place, group in enumerate(groups):
+        seen[group.label] = seen.get(group.label, 0) + 1
+        again = seen[group.label]
+        label = group.label if again == 1 else f"{group.label} ({again})"
+        found.append(replace(group, label=label, place=place))
+    return found
+
+
+def _whole(value: float) -> str:
+    return f"{value:.0f}"

@@ -1,0 +1,49 @@
+"""matplotlib figures as SVG inside a page: colours follow the page's scheme, text is text, ids are their own."""
+
+from __future__ import annotations
+
+import html
+import io
+import re
+import warnings
+from typing import TYPE_CHECKING
+
+from unskip.report._html import Markup
+from unskip.report.figures import _style
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+_VARIABLES = {colour: f"var(--c{index})" for index, colour in enumerate(_style.COLOURS)}
+_VARIABLES |= {_style.INK: "var(--ink)", _style.GRID: "var(--grid)", _style.REST: "var(--rest)"}
+_COLOUR = re.compile("|".join(_VARIABLES), re.IGNORECASE)
+_STYLE = re.compile(r' style="[^"]*"')
+_FONT = re.compile(r"font: ((?:[\w.]+ )*?)([\d.]+)px [^;\"]*")
+_PLACES = re.compile(r' (?:d|x|y|width|height|transform|points)="[^"]*"')
+_LONG = re.compile(r"(\d\.\d\d)\d+")
+_IDS = re.compile(r'\b(id="|href="#|url\(#)')
+
+
+def inline(figure: Figure, name: str, alt: str) -> Markup:
+    """The figure as an <svg> element; `name` makes its ids unique in the page."""
+    file = io.StringIO()
+    with _style.settings(), warnings.catch_warnings():
+        # The browser has glyphs that matplotlib's font lacks.
+        warnings.filterwarnings("ignore", message="Glyph .* missing from")
+        figure.savefig(file, format="svg", metadata={"Date": None, "Creator": None})
+    text = file.getvalue()
+    text = text[text.index("<svg") :]
+    text = re.sub(r"<metadata>.*?</metadata>|<style.*?</style>|<!--.*?-->", "", text, flags=re.DOTALL)
+    opening, _, rest = text.partition(">")
+    box = re.search(r'viewBox="[^"]*"', opening)
+    width = re.search(r'width="([\d.]+)pt"', opening)
+    assert box is not None
+    assert width is not None
+    rest = _STYLE.sub(lambda found: _COLOUR.sub(lambda c: _VARIABLES[c[0].lower()], found[0]), rest)
+    rest = _STYLE.sub(lambda found: _FONT.sub(r"font: \1\2px var(--font)", found[0]), rest)
+    rest = _PLACES.sub(lambda found: _LONG.sub(r"\1", found[0]), rest)
+    rest = _IDS.sub(rf"\g<1>{name}-", rest)
+    rest = re.sub(r"\n\s*", "\n", rest)
+    size = f'style="max-width: {float(width[1]) * 1.6:.0f}px"'
+    label = html.escape(alt, quote=True)
+    return Markup(f'<svg class="chart" {box[0]} {size} role="img" aria-label="{label}">{rest}')

@@ -1,0 +1,106 @@
+"""The figures of a report as matplotlib figures, for papers and notebooks.
+
+    groups = unskip.report.read(["runs/a", "runs/b"])
+    unskip.report.figures.loss(groups).savefig("loss.pdf")
+
+Each function takes the groups that `unskip.report.read` gives. What was not logged, judged or measured is a BadInput
+that says what to do for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from unskip.errors import BadInput
+from unskip.report import _charts
+from unskip.report._read import Group
+from unskip.report.figures._draw import Tiles, draw, draw_tiles
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+__all__ = [
+    "Tiles",
+    "alphas",
+    "conditions",
+    "decay",
+    "depth",
+    "draw",
+    "draw_tiles",
+    "evaluation",
+    "loss",
+    "measured",
+    "neighbours",
+    "patch_features",
+    "reconstructions",
+    "spectra",
+]
+
+
+def loss(groups: Sequence[Group], name: str = "loss") -> Figure:
+    """The loss, or another logged number, over training steps."""
+    return draw(_charts.over_steps(groups, name))
+
+
+def evaluation(groups: Sequence[Group], name: str) -> Figure:
+    """A number of evaluations in the course of training, such as knn20."""
+    return draw(_charts.evaluated(groups, name))
+
+
+def depth(groups: Sequence[Group], name: str) -> Figure:
+    """A number of evaluations by block, such as knn20, probe_lbfgs or rank."""
+    return draw(_charts.over_depth(groups, name))
+
+
+def measured(groups: Sequence[Group], name: str) -> Figure:
+    """echo, high_frequency, token_rank or norm, by block."""
+    return draw(_charts.measured(groups, name))
+
+
+def alphas(groups: Sequence[Group]) -> Figure:
+    """The weight of every shortcut."""
+    return draw(_charts.alphas(groups))
+
+
+def decay(groups: Sequence[Group]) -> Figure:
+    """The product of all alphas, over training steps."""
+    return draw(_charts.decay(groups))
+
+
+def spectra(groups: Sequence[Group], part: str = "sublayer", share: str = "0.5") -> Figure:
+    """A quantile of the singular values of Jacobians, by site; `part` is "sublayer" or "branch"."""
+    return draw(_charts.spectra(groups, part, share))
+
+
+def conditions(groups: Sequence[Group], part: str = "sublayer") -> Figure:
+    """Condition numbers of Jacobians, by site."""
+    return draw(_charts.conditions(groups, part))
+
+
+def reconstructions(groups: Sequence[Group], group: int = 0) -> Figure:
+    """What a masked autoencoder paints."""
+    return _tiles(groups, group, "reconstructions")
+
+
+def patch_features(groups: Sequence[Group], group: int = 0) -> Figure:
+    """Patch features by block, their three main directions as red, green and blue."""
+    return _tiles(groups, group, "patch-features")
+
+
+def neighbours(groups: Sequence[Group], group: int = 0) -> Figure:
+    """Test images and their nearest training images in the features of the last block."""
+    return _tiles(groups, group, "neighbours")
+
+
+def _tiles(groups: Sequence[Group], group: int, name: str) -> Figure:
+    seen = [run.look for run in groups[group].runs if run.look is not None]
+    for look in seen:
+        for tiles in look.tiles:
+            if tiles.name == name:
+                return draw_tiles(tiles)
+    why = [note for look in seen for note in look.notes]
+    raise BadInput(
+        f"{groups[group].label}: no {name} there, because "
+        + ("; ".join(why) or "its checkpoint was not looked at: call unskip.report.read with look=True")
+    )

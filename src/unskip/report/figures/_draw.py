@@ -1,0 +1,119 @@
+"""From numbers to matplotlib figures: lines over steps or depth, and grids of small images."""
+
+from __future__ import annotations
+
+import textwrap
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from unskip.errors import BadInput
+from unskip.report._charts import Chart
+from unskip.report.figures import _style
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+Pixels = NDArray[np.uint8]  # (height, width, 3)
+
+
+@dataclass(frozen=True, eq=False)
+class Tiles:
+    """A grid of small images: images[row][column], with a caption each where there are captions."""
+
+    name: str
+    title: str
+    images: tuple[tuple[Pixels, ...], ...]
+    rows: tuple[str, ...]
+    columns: tuple[str, ...]
+    description: str  # for those who cannot see it
+    captions: tuple[tuple[str, ...], ...] = ()
+    note: str = ""
+    header: tuple[str, ...] = ()  # numbers that belong to it, as a table
+    table: tuple[tuple[object, ...], ...] = ()
+
+
+def draw(chart: Chart) -> Figure:
+    """A chart as a figure. Raises BadInput where it has nothing to show."""
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
+
+    if not chart.lines:
+        raise BadInput(f"{chart.title}: nothing to draw, because {chart.missing}")
+    shown = [line for line in chart.lines if line.group < _style.SHOWN]
+    height = _style.SIZE[1] + 0.19 * ((len(shown) + 1) // 2)
+    with _style.settings():
+        figure = Figure(figsize=(_style.SIZE[0], height), layout="constrained")
+        axes: Any = figure.add_subplot()
+        handles = [_line(axes, chart, line) for line in reversed(chart.lines)][::-1]  # the first lie on top
+        axes.set_title(textwrap.fill(_style.plain(chart.title, 90), 52), loc="left")
+        axes.set_xlabel(_style.plain(chart.x_label))
+        axes.set_ylabel(textwrap.fill(_style.plain(chart.y_label, 60), 34))
+        if chart.log:
+            axes.set_yscale("log")
+        if chart.whole:
+            axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        if shown:
+            texts = [_style.plain(line.label, 26) for line in shown]
+            kept = [handle for handle, line in zip(handles, chart.lines, strict=True) if line in shown]
+            figure.legend(kept, texts, loc="outside lower center", ncols=2 if len(shown) > 1 else 1)
+    return figure
+
+
+def _line(axes: Any, chart: Chart, line: Any) -> Any:
+    look = _style.look(line.group)
+    few = len(line.x) <= 24
+    width = 1.8 if line.group < _style.SHOWN else 0.8
+    (drawn,) = axes.plot(
+        line.x,
+        line.y,
+        color=look.colour,
+        linestyle=look.dash,
+        linewidth=width,
+        marker=look.marker if few else "",
+    )
+    if not few and look.marker:  # enough marks to tell lines apart, not so many that they hide them
+        drawn.set_marker(look.marker)
+        drawn.set_markevery(max(1, len(line.x) // 6))
+    spread = np.array([0.0 if value is None else value for value in line.spread])
+    if spread.any():
+        low, high = np.array(line.y) - spread, np.array(line.y) + spread
+        if chart.log:
+            low = np.maximum(low, np.array(line.y) * 1e-2)  # a band that reaches zero has no place on this axis
+        axes.fill_between(line.x, low, high, color=look.colour, alpha=0.2, linewidth=0)
+    return drawn
+
+
+def draw_tiles(tiles: Tiles) -> Figure:
+    """A grid of images as a figure."""
+    from matplotlib.figure import Figure
+
+    rows, columns = len(tiles.images), max(map(len, tiles.images), default=0)
+    if not rows or not columns:
+        raise BadInput(f"{tiles.title}: no images")
+    label = 0.11 * min(12, max((len(text) for text in tiles.rows), default=0)) * 0.8 + 0.1
+    below = 0.22 if tiles.captions else 0.05
+    cell = min(0.9, (_style.SIZE[0] - label) / columns)
+    above = 0.55 if tiles.columns else 0.36
+    width, height = label + columns * cell, above + rows * (cell + below)
+    with _style.settings():
+        figure = Figure(figsize=(max(width, 2.4), height))
+        width = max(width, 2.4)
+        figure.text(0.01, 1 - 0.06 / height, _style.plain(tiles.title, 90), va="top", fontsize=10.5)
+        for row, images in enumerate(tiles.images):
+            bottom = height - above - (row + 1) * cell - row * below
+            name = textwrap.fill(_style.plain(tiles.rows[row], 24), 12)
+            figure.text(0.01, (bottom + cell / 2) / height, name, va="center", fontsize=8.5)
+            for column, image in enumerate(images):
+                left = label + column * cell
+                axes: Any = figure.add_axes((left / width, bottom / height, 0.94 * cell / width, 0.94 * cell / height))
+                axes.imshow(image, interpolation="none")
+                axes.set_axis_off()
+                if row == 0 and column < len(tiles.columns):
+                    axes.set_title(_style.plain(tiles.columns[column], 12), fontsize=8.5, pad=3)
+                if tiles.captions:
+                    text = _style.plain(tiles.captions[row][column], 12)
+                    axes.text(0.5, -0.04, text, transform=axes.transAxes, ha="center", va="top", fontsize=8.5)
+    return figure

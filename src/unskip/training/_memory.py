@@ -1,0 +1,19 @@
+"""The most memory that a run has held: of the device that trains, or of the process where that is the CPU."""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+
+
+def peak_memory(kind: str) -> dict[str, float]:
+    """{"peak_memory_gib": ...}, or nothing where the system does not say."""
+    if kind == "cuda":
+        return {"peak_memory_gib": torch.cuda.max_memory_allocated() / 2**30}
+    try:
+        import resource
+    except ImportError:  # Windows
+        return {}
+    unit = 1 if sys.platform == "darwin" else 2**10  # bytes there, kibibytes on Linux
+    return {"peak_memory_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30}
