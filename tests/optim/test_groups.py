@@ -79,6 +79,38 @@ def test_tied_weights_count_once() -> None:
     assert sum(len(group["params"]) for group in optimizer.param_groups) == len(table)
 
 
+def test_a_head_tied_to_an_embedding_is_one_whichever_stands_first() -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.out = nn.Linear(4, 7, bias=False)
+            self.embed = nn.Embedding(7, 4)
+            self.embed.weight = self.out.weight
+
+    (row,) = groups(Tied())
+    assert (row.name, row.role, row.tied, row.decays) == ("out.weight", "embedding", ("embed.weight",), False)
+
+
+class Experts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(6, 4)
+        self.up, self.down = nn.Parameter(torch.randn(4, 6, 8)), nn.Parameter(torch.randn(4, 8, 6))
+
+
+def test_experts_are_matrices_of_their_own() -> None:
+    model = nn.ModuleDict({"blocks": nn.ModuleList(Experts() for _ in range(2)), "head": nn.Linear(6, 3)})
+    found = {row.name: (row.role, row.blocks) for row in groups(model) if row.param.ndim == 3}
+    assert set(found.values()) == {("hidden", 4)}
+    for name in ("soap", "muon"):
+        optimizer = build(model, name, lr=1e-3)
+        for param in model.parameters():
+            param.grad = torch.randn_like(param)
+        optimizer.step()
+        if name == "soap":
+            assert optimizer.state[model["blocks"][0].up]["left"].shape == (4, 6, 6)
+
+
 def test_frozen_parameters_are_left_out_and_listed() -> None:
     model = vit()
     for param in model.blocks[0].parameters():
@@ -122,6 +154,22 @@ def test_layer_wise_decay_follows_depth() -> None:
     assert plain["stem.weight"] == 0.5**4
     assert [plain[f"layers.{i}.0.weight"] for i in range(3)] == [0.125, 0.25, 0.5]
     assert plain["head.bias"] == 1
+
+
+def test_layer_wise_decay_needs_layers() -> None:
+    model = nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 4))
+    with pytest.raises(BadInput, match=r"no repeated blocks were found.*leave layer_decay out"):
+        groups(model, layer_decay=0.5)
+    assert {row.lr for row in groups(model, layer_decay=1.0)} == {1.0}
+
+
+def test_layer_wise_decay_where_timms_numbers_say_nothing() -> None:
+    with torch.device("meta"):
+        model = timm.create_model("levit_128s")  # its group_matcher looks for blocks, and it has stages
+    rates = {row.name: row.lr for row in groups(model, layer_decay=0.5)}
+    assert rates["stem.conv1.linear.weight"] < rates["stages.0.blocks.0.attn.qkv.linear.weight"]
+    assert rates["stages.0.blocks.0.attn.qkv.linear.weight"] < rates["stages.2.blocks.0.attn.qkv.linear.weight"]
+    assert rates["stages.2.blocks.0.attn.qkv.linear.weight"] < rates["head.linear.weight"] == 1
 
 
 def test_layer_wise_decay_is_timms() -> None:
@@ -185,6 +233,15 @@ def test_build_makes_what_its_name_says() -> None:
         build(model, "soup", lr=1e-3)
     with pytest.raises(BadInput, match="lr must be"):
         build(model, "soap", lr=-1)
+
+
+@pytest.mark.parametrize("name", ["soap", "muon"])
+def test_a_rate_may_be_a_tensor(name: str) -> None:
+    plain, tensor = (build(vit(), name, lr=lr, layer_decay=0.5) for lr in (1e-3, torch.tensor(1e-3)))
+    assert len(plain.param_groups) == len(tensor.param_groups)
+    for one, other in zip(plain.param_groups, tensor.param_groups, strict=True):
+        assert one["param_names"] == other["param_names"]
+        assert one["lr"] == pytest.approx(float(other["lr"]))
 
 
 def test_wrapped_models_are_looked_through() -> None:

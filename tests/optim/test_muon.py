@@ -70,6 +70,11 @@ def test_splits_and_filters_are_matrices() -> None:
     run(Muon([whole], splits={whole: 3}), [(whole, grads)], range(10))
     run(Muon(parts), [(part, grads[:, 4 * i : 4 * i + 4]) for i, part in enumerate(parts)], range(10))
     assert torch.allclose(whole, torch.cat([part.detach() for part in parts]))
+    stack = nn.Parameter(whole.detach().reshape(3, 4, 4).clone())
+    apart = [nn.Parameter(part.clone()) for part in stack.detach()]
+    run(Muon([stack], splits={stack: 3}), [(stack, grads.reshape(-1, 3, 4, 4))], range(10))
+    run(Muon(apart), [(part, grads[:, 4 * i : 4 * i + 4]) for i, part in enumerate(apart)], range(10))
+    assert torch.allclose(stack, torch.stack([part.detach() for part in apart]))
     run(Muon([conv]), [(conv, grads.reshape(-1, 12, 2, 2))], range(10))
     run(Muon([flat]), [(flat, grads)], range(10))
     assert torch.equal(conv.reshape(12, 4), flat)
@@ -123,3 +128,17 @@ def test_vectors_are_refused_by_name_of_their_shape() -> None:
         Muon([{"params": [start((5, 5))], "use": "sgd"}])
     with pytest.raises(BadInput, match="adjust_lr_fn"):
         Muon([start((5, 5))], adjust_lr_fn="none")  # type: ignore[arg-type]
+    with pytest.raises(BadInput, match="not among"):
+        Muon([start((5, 5))], splits={start((6, 6)): 3})
+
+
+def test_a_refusal_leaves_every_group_alone() -> None:
+    param, table = start((5, 4), torch.float32), nn.Embedding(5, 3, sparse=True)
+    optimizer = Muon([{"params": [param]}, {"params": list(table.parameters()), "use": "adamw"}])
+    table(torch.tensor([1])).sum().backward()
+    before = param.detach().clone()
+    with pytest.raises(BadInput, match="sparse"):
+        run(optimizer, [(param, gradients((5, 4), dtype=torch.float32))], range(1))
+    assert torch.equal(param, before)
+    with pytest.raises(BadInput, match="another optimizer; load one that Muon saved"):
+        optimizer.load_state_dict(torch.optim.AdamW([param]).state_dict())

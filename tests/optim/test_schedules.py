@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -69,6 +70,15 @@ def test_torch_can_drive_them() -> None:
     assert one.param_groups[0]["lr"] == 0.5
     schedules.apply(one, lr=0.5)
     assert one.param_groups[0]["lr"] == 0.25
+
+
+@pytest.mark.parametrize("schedule", [schedules.warmup_cosine, schedules.warmup_linear])
+def test_a_warm_up_may_take_the_whole_run(schedule: Any) -> None:
+    """LambdaLR asks for one step more than there are: the factor stays where it is."""
+    assert [schedule(t, total=4, warmup=4) for t in range(6)] == [0.25, 0.5, 0.75, 1, 1, 1]
+    assert [schedule(t, total=2, warmup=4) for t in range(6)] == [0.25, 0.5, 0.5, 0.5, 0.5, 0.5]
+    with pytest.raises(BadInput, match=f"{schedule.__name__}: total must be 1 step or more"):
+        schedule(0, total=0)
 
 
 def test_what_does_not_fit_is_said() -> None:

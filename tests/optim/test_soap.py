@@ -165,6 +165,14 @@ def test_a_split_parameter_is_as_many_matrices() -> None:
         SOAP([whole], splits={start((3, 3)): 3})
 
 
+def test_a_stack_of_matrices_is_as_many_matrices() -> None:
+    whole, grads = start((3, 5, 4)), gradients((3, 5, 4))
+    parts = [nn.Parameter(part.clone()) for part in whole.detach()]
+    run(SOAP([whole], splits={whole: 3}), [(whole, grads)], range(30))
+    run(SOAP(parts), [(part, grads[:, i]) for i, part in enumerate(parts)], range(30))
+    assert torch.allclose(whole, torch.stack([part.detach() for part in parts]), atol=1e-12)
+
+
 def test_a_convolution_is_a_matrix_of_its_filters() -> None:
     conv, grads = start((8, 3, 2, 2)), gradients((8, 3, 2, 2))
     flat = nn.Parameter(conv.detach().reshape(8, 12).clone())
@@ -275,6 +283,49 @@ def test_check_raises_at_once_and_changes_nothing() -> None:
     assert same(optimizer.state_dict(), state)
 
 
+@pytest.mark.parametrize("check", [True, False])
+def test_a_refusal_in_one_group_leaves_the_others_alone(check: bool) -> None:
+    """With `check` the second group has a gradient that is not finite, without it a sparse one."""
+    param, table = start((5, 4)), nn.Embedding(5, 3, sparse=not check)
+    grads = gradients((5, 4))
+    optimizer = SOAP([{"params": [param]}, {"params": list(table.parameters())}], check=check)
+    run(optimizer, [(param, grads)], range(3))
+    before, state = param.detach().clone(), copy.deepcopy(optimizer.state_dict())
+    (table(torch.tensor([1])).sum() * (torch.nan if check else 1)).backward()
+    with pytest.raises(BadInput, match="not finite" if check else "sparse"):
+        run(optimizer, [(param, grads)], range(3, 4))
+    assert torch.equal(param, before)
+    assert same(optimizer.state_dict(), state)
+
+
+@pytest.mark.parametrize("state_dtype", ["float32", "bfloat16"])
+def test_a_pause_changes_nothing(state_dtype: Any) -> None:
+    """Beside one of its shape that goes on: without refreshes, steps without a gradient never happened."""
+    paused, twin, other = (start((6, 4), torch.float32, seed) for seed in (1, 1, 2))
+    grads = gradients((6, 4), dtype=torch.float32)
+    options: dict[str, Any] = {"refresh_every": 1000, "stagger": False, "state_dtype": state_dtype}
+    optimizer = SOAP([other, paused], splits={other: 2, paused: 2}, **options)
+    alone = SOAP([twin], splits={twin: 2}, **options)
+    for step in range(20):
+        other.grad, paused.grad = grads[step].clone(), grads[step // 2].clone() if step % 2 else None
+        optimizer.step()
+    run(alone, [(twin, grads)], range(10))
+    assert same(optimizer.state[paused], alone.state[twin])
+    assert torch.equal(paused, twin)
+
+
+def test_the_interval_may_change_on_the_way() -> None:
+    param, grads = start((5, 4)), gradients((5, 4))
+    optimizer = SOAP([param], refresh_every=5, stagger=False)
+    bases = []
+    for step in range(50):
+        run(optimizer, [(param, grads)], range(step, step + 1))
+        optimizer.param_groups[0]["refresh_every"] = 5 if step < 20 else 12
+        bases.append(optimizer.state[param]["right_basis"].clone())
+    changed = [step for step in range(1, 50) if not torch.equal(bases[step], bases[step - 1])]
+    assert changed == [5, 10, 15, 20, 24, 36, 48]
+
+
 def test_a_parameter_may_come_late_or_pause() -> None:
     early, late, paused = start((5, 4)), start((5, 4), seed=2), start((3,), seed=3)
     grads, short = gradients((5, 4)), gradients((3,))
@@ -378,6 +429,17 @@ def test_a_loaded_state_is_a_copy() -> None:
     other.load_state_dict(saved)
     run(other, [(twin, grads)], range(5, 10))
     assert same(optimizer.state_dict(), kept)
+
+
+def test_a_state_that_does_not_fit_is_refused() -> None:
+    param, grads = start((5, 4)), gradients((5, 4))
+    optimizer, adam = SOAP([param]), torch.optim.AdamW([param])
+    run(adam, [(param, grads)], range(2))
+    with pytest.raises(BadInput, match="another optimizer; load one that SOAP saved"):
+        optimizer.load_state_dict(adam.state_dict())
+    run(optimizer, [(param, grads)], range(2))
+    with pytest.raises(BadInput, match=r"shape \(6, 4\).*the same groups"):
+        SOAP([start((6, 4))]).load_state_dict(optimizer.state_dict())
 
 
 def test_state_is_float32_and_no_more_than_the_peer_holds() -> None:

@@ -29,7 +29,7 @@ Group = dict[str, Any]
 def build(
     model: nn.Module,
     name: str,
-    lr: float,
+    lr: float | Tensor,
     weight_decay: float = 0.0,
     *,
     layer_decay: float | None = None,
@@ -62,16 +62,16 @@ def check_assignment(assigned: Groups, optimizer: torch.optim.Optimizer) -> None
     assert set(held) == {id(row.param) for row in assigned}, "the optimizer does not hold the parameters of the model"
 
 
-def _adamw(assigned: Groups, lr: float, weight_decay: float, options: dict[str, Any]) -> torch.optim.Optimizer:
+def _adamw(assigned: Groups, lr: float | Tensor, weight_decay: float, options: dict[str, Any]) -> torch.optim.Optimizer:
     fused = all(row.param.is_cuda and row.param.is_floating_point() for row in assigned)
     return torch.optim.AdamW(_param_groups(assigned, lr, weight_decay), **{"lr": lr, "fused": fused or None, **options})
 
 
-def _soap(assigned: Groups, lr: float, weight_decay: float, options: dict[str, Any]) -> torch.optim.Optimizer:
+def _soap(assigned: Groups, lr: float | Tensor, weight_decay: float, options: dict[str, Any]) -> torch.optim.Optimizer:
     return SOAP(_param_groups(assigned, lr, weight_decay), **{"lr": lr, "splits": _splits(assigned), **options})
 
 
-def _muon(assigned: Groups, lr: float, weight_decay: float, options: dict[str, Any]) -> torch.optim.Optimizer:
+def _muon(assigned: Groups, lr: float | Tensor, weight_decay: float, options: dict[str, Any]) -> torch.optim.Optimizer:
     def use(row: Assigned) -> dict[str, Any]:
         matrix = matrix_shape(row.param.shape, row.blocks) is not None  # not of one row or column
         return {"use": "muon" if row.role == "hidden" and matrix else "adamw"}
@@ -88,7 +88,9 @@ def _from_timm(name: str, ours: tuple[str, ...]) -> Callable[..., torch.optim.Op
         near = nearest(name, (*ours, *known))
         raise BadInput(f"build: no optimizer is called {name!r}{near}; there are {', '.join(ours)} and those of timm")
 
-    def make(assigned: Groups, lr: float, weight_decay: float, options: dict[str, Any]) -> torch.optim.Optimizer:
+    def make(
+        assigned: Groups, lr: float | Tensor, weight_decay: float, options: dict[str, Any]
+    ) -> torch.optim.Optimizer:
         chosen = _param_groups(assigned, lr, weight_decay)
         made = factory.create_optimizer_v2(chosen, name, lr=lr, weight_decay=weight_decay, **options)
         assert isinstance(made, torch.optim.Optimizer)
@@ -98,13 +100,18 @@ def _from_timm(name: str, ours: tuple[str, ...]) -> Callable[..., torch.optim.Op
 
 
 def _param_groups(
-    assigned: Groups, lr: float, weight_decay: float, extra: Callable[[Assigned], dict[str, Any]] = lambda row: {}
+    assigned: Groups,
+    lr: float | Tensor,
+    weight_decay: float,
+    extra: Callable[[Assigned], dict[str, Any]] = lambda row: {},
 ) -> list[Group]:
     """One group for each way of being trained, in the order of the model."""
     chosen: dict[tuple[Any, ...], Group] = {}
     for row in assigned:
-        how = {"lr": lr * row.lr, "weight_decay": weight_decay if row.decays else 0.0, **extra(row)}
-        group = chosen.setdefault(tuple(how.items()), {"params": [], "param_names": [], **how})
+        more = extra(row)
+        how = {"lr": lr * row.lr, "weight_decay": weight_decay if row.decays else 0.0, **more}
+        key = (row.lr, how["weight_decay"], *more.items())  # not the rate itself: a tensor equals only itself
+        group = chosen.setdefault(key, {"params": [], "param_names": [], **how})
         group["params"].append(row.param)
         group["param_names"].append(row.name)
     for group in chosen.values():  # torch takes names with the parameters

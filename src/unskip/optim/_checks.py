@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from numbers import Integral, Real
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -52,3 +53,17 @@ def dense(who: str, params: Iterable[Tensor]) -> None:
     for param in params:
         if param.grad is not None and param.grad.layout != torch.strided:
             raise BadInput(f"{who}: the gradient of a {tuple(param.shape)} parameter is sparse; use sparse=False")
+
+
+def loadable(who: str, state: dict[str, Any], params: Iterable[Tensor], *, group: str, entry: str) -> None:
+    """A saved state of this optimizer, whose groups have the field `group`, with entries of the parameters' sizes."""
+    if any(group not in each for each in state["param_groups"]):
+        raise BadInput(f"{who}: the state to load is that of another optimizer; load one that {who} saved, or none")
+    keys = [key for each in state["param_groups"] for key in each["params"]]
+    for key, param in zip(keys, params, strict=False):  # torch compares the number of parameters
+        found = state["state"].get(key, {}).get(entry)
+        if found is not None and found.numel() != param.numel():
+            raise BadInput(
+                f"{who}: parameter {key} has the shape {tuple(param.shape)}, its state to load {tuple(found.shape)}; "
+                "build the optimizer as the saved one was, the same groups in the same order"
+            )

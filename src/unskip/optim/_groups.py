@@ -26,6 +26,7 @@ from unskip.errors import BadInput
 
 Role = Literal["hidden", "input", "head", "embedding", "token", "vector"]
 MATRICES = ("hidden", "input", "head")  # the roles that decay
+EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,7 @@ class Assigned:
     decays: bool
     depth: int
     lr: float = 1.0
-    blocks: int = 1  # matrices of their own that its rows make up: 3 for a split qkv
+    blocks: int = 1  # matrices of their own that its rows make up: 3 for a split qkv, or one for each expert
     tied: tuple[str, ...] = ()  # further names of the same parameter
 
 
@@ -84,12 +85,20 @@ def groups(model: nn.Module, *, layer_decay: float | None = None, split_qkv: boo
     rows, frozen = [], []
     depths = _depths(model, [each[0] for each in names.values()])
     deepest = max(depths.values(), default=0)
+    if layer_decay not in (None, 1) and len(set(depths.values())) == 1:
+        raise BadInput(
+            f"{type(model).__name__}: layer_decay is {layer_decay}, but no repeated blocks were found (a list of "
+            "modules of one class), so every parameter would have the same rate; leave layer_decay out"
+        )
     for param, (name, *others) in names.items():
         if not param.requires_grad:
             frozen.append(name)
             continue
         path, _, leaf = name.rpartition(".")
-        role = _role(model.get_submodule(path), leaf, param, path, order[path], (first, last), head)
+        module = model.get_submodule(path)
+        role = _role(module, leaf, param, path, order[path], (first, last), head)
+        if any(isinstance(model.get_submodule(other.rpartition(".")[0]), EMBEDDINGS) for other in others):
+            role = "embedding"  # tied to one, whichever of the two stands first
         if name in plain and role not in ("vector", "embedding"):
             role = "token"
         depth = depths[name]
@@ -97,6 +106,8 @@ def groups(model: nn.Module, *, layer_decay: float | None = None, split_qkv: boo
         row = Assigned(name, param, role, role in MATRICES, depth, factor, tied=tuple(others))
         if split_qkv and role == "hidden" and _is_qkv(model, path, leaf, param):
             row = replace(row, blocks=3)
+        elif role == "hidden" and param.ndim == 3 and min(param.shape) > 1 and not _is_weight(module, leaf):
+            row = replace(row, blocks=param.shape[0])  # a stack of matrices: the experts of a mixture
         rows.append(row)
     if not rows:
         raise BadInput(f"{type(model).__name__}: no parameter requires a gradient, so there is nothing to optimize")
@@ -121,7 +132,7 @@ def _role(
         return "token" if param.ndim > 1 and not span[0] <= place <= span[1] else "vector"
     if param.ndim < 2:
         return "vector"
-    if isinstance(module, nn.Embedding | nn.EmbeddingBag):
+    if isinstance(module, EMBEDDINGS):
         return "embedding"
     inside = span[0] <= place <= span[1]
     if not _is_weight(module, leaf) and (not inside or (param.ndim > 2 and param.shape[0] == 1)):
@@ -184,7 +195,8 @@ def _depths(model: nn.Module, names: Sequence[str]) -> dict[str, int]:
         from timm.models import group_parameters
 
         layers = group_parameters(model, matcher(coarse=False), reverse=True)
-        return {name: int(layers.get(name, 0)) for name in names}
+        if len(set(layers.values())) > 1:  # some matchers name no module that the model has (levit)
+            return {name: int(layers.get(name, 0)) for name in names}
     first, last = _span(model)
     order = {path: i for i, (path, _) in enumerate(model.named_modules())}
     numbers = {name: _number(name) for name in names}

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 
 from unskip.errors import BadInput
-from unskip.optim._checks import betas_of, dense, number, plain, whole
+from unskip.optim._checks import betas_of, dense, loadable, number, plain, whole
 from unskip.optim._kernels import momentum, move, pointers
 from unskip.optim._stacks import matrix_shape, working
 
@@ -72,6 +72,9 @@ class Muon(torch.optim.Optimizer):
             "adam_eps": adam_eps,
         }
         super().__init__(params, defaults)
+        unused = set(self._splits) - {param for group in self.param_groups for param in group["params"]}
+        if unused:
+            raise BadInput(f"Muon: splits names {len(unused)} tensors that are not among the parameters")
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         super().add_param_group(param_group)
@@ -107,9 +110,10 @@ class Muon(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        for group in self.param_groups:  # all of them before the first group moves
+            dense("Muon", group["params"])
         for index, group in enumerate(self.param_groups):
             present = [param for param in group["params"] if param.grad is not None]
-            dense("Muon", present)
             if not present:
                 continue
             if group["use"] == "adamw":
@@ -124,6 +128,8 @@ class Muon(torch.optim.Optimizer):
         return loss
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        params = [param for group in self.param_groups for param in group["params"]]
+        loadable("Muon", state_dict, params, group="use", entry="momentum_buffer")
         super().load_state_dict(state_dict)
         self._stacks = {}
 

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from unskip.errors import BadInput
 from unskip.optim._basis import eigenbasis, refresh
-from unskip.optim._checks import betas_of, dense, number, plain, whole
+from unskip.optim._checks import betas_of, dense, loadable, number, plain, whole
 from unskip.optim._kernels import Factors
 from unskip.optim._precision import Precision, products
 from unskip.optim._spread import Face, Lot, calendar
@@ -130,19 +130,20 @@ class SOAP(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        present = [[p for p in group["params"] if p.grad is not None and p.numel()] for group in self.param_groups]
+        for params in present:  # all of them before the first group moves
+            dense("SOAP", params)
+        if self._check:
+            self._raise_if_masked([param for params in present for param in params])
         for index, group in enumerate(self.param_groups):
-            present = [param for param in group["params"] if param.grad is not None and param.numel()]
-            dense("SOAP", present)
-            if index not in self._teams or any(team.moved() for team in self._teams[index]):
+            if index not in self._teams or any(team.stale(group) for team in self._teams[index]):
                 self._teams[index] = self._gathered(group)
-            new = [param for param in present if not self.state.get(param)]
-            if self._check:
-                self._raise_if_masked(present)
-            if any(param.grad is not None for team in self._teams[index] for param in team.params):
-                group["updates"] += 1
-                for team in self._teams[index]:
-                    with products(group["precision"], team.device):
-                        team.step(group)
+            new = [param for param in present[index] if not self.state.get(param)]
+            awake = [team for team in self._teams[index] if any(param.grad is not None for param in team.params)]
+            group["updates"] += bool(awake)
+            for team in awake:
+                with products(group["precision"], team.device):
+                    team.step(group)
             if new:
                 for param in new:
                     with products(group["precision"], param.device):
@@ -159,10 +160,11 @@ class SOAP(torch.optim.Optimizer):
         return self._count("held")
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        params = [param for group in self.param_groups for param in group["params"]]
+        loadable("SOAP", state_dict, params, group="updates", entry="exp_avg")
         super().load_state_dict(state_dict)
         # The base class casts every entry to its parameter's dtype; these have dtypes of their own.
         ids = [key for group in state_dict["param_groups"] for key in group["params"]]
-        params = [param for group in self.param_groups for param in group["params"]]
         for key, param in zip(ids, params, strict=True):
             for name, value in state_dict["state"].get(key, {}).items():
                 self.state[param][name] = value.to(param.device, copy=True)
@@ -245,7 +247,8 @@ class _Team:
             for side in SIDES
             if side in stack.fields
         ]
-        self.calendar = calendar(faces, group["refresh_every"], group["stagger"])
+        self.rhythm = (group["refresh_every"], group["stagger"])
+        self.calendar = calendar(faces, *self.rhythm)
         if self.device.type == "cuda":
             self._rehearse()
 
@@ -275,8 +278,10 @@ class _Team:
             pieces = [(self._stack(lot), Piece(lot.face.side, lot.start, lot.stop)) for lot in same]
             refresh_pieces(pieces, self.counters["held"])
 
-    def moved(self) -> bool:
-        return any(stack.moved() for stack in self.stacks if isinstance(stack, Matrices))
+    def stale(self, group: dict[str, Any]) -> bool:
+        """Whether the group has another rhythm by now, or a parameter other memory."""
+        moved = any(stack.moved() for stack in self.stacks if isinstance(stack, Matrices))
+        return moved or self.rhythm != (group["refresh_every"], group["stagger"])
 
     def _stack(self, lot: Lot) -> Matrices:
         stack = self.stacks[lot.face.stack]

@@ -26,14 +26,23 @@ State = dict[Tensor, dict[str, Any]]
 
 
 def matrix_shape(shape: Sequence[int], blocks: int = 1) -> tuple[int, int] | None:
-    """(m, n) of each block of rows of a parameter, the later axes taken together; None for what is only a vector."""
-    axes = list(shape)
-    while axes and axes[0] == 1:
-        axes = axes[1:]
+    """(m, n) of each block of rows of a parameter, the later axes taken together; None for what is only a vector.
+
+    A block of one row of three axes is a matrix: (8, m, n) in 8 blocks are 8 matrices (m, n), experts for instance.
+    """
+    axes = _without_ones(list(shape))
     if len(axes) < 2:
         return None
-    m, n = axes[0] // blocks, prod(axes[1:])
+    axes = _without_ones([axes[0] // blocks, *axes[1:]])
+    m, n = axes[0] if axes else 1, prod(axes[1:])
     return (m, n) if min(m, n) > 1 else None
+
+
+def _without_ones(axes: list[int]) -> list[int]:
+    """Without the leading axes of length 1."""
+    while axes and axes[0] == 1:
+        axes = axes[1:]
+    return axes
 
 
 @dataclass
@@ -79,25 +88,32 @@ class Matrices:
         direction = adam(rotated, self.fields["exp_avg"], self.fields["exp_avg_sq"], each, eps, kind)
         change = unrotate(direction, left, right, out=self.work if halved else None)
         move(self.params, self.pointers, change, each, self.blocks)
-        self._learn("left", gradient, beta)
+        resting = [slice(i * self.blocks, (i + 1) * self.blocks) for i, grad in enumerate(grads) if grad is None]
+        self._learn("left", gradient, beta, resting)
         # The layout that tensor cores read fastest; for the small side the copy would cost more than it saves.
-        self._learn("right", gradient.mT.contiguous() if n > m else gradient.mT, beta)
+        self._learn("right", gradient.mT.contiguous() if n > m else gradient.mT, beta, resting)
 
     def _row(self, grad: Tensor | None) -> Tensor:
         if grad is None:
             return self.fields["exp_avg"].new_zeros((self.blocks, *self.shape), dtype=self.params[0].dtype)
         return grad.reshape(self.blocks, *self.shape)
 
-    def _learn(self, side: str, gradient: Tensor, beta: float) -> None:
-        """L <- beta L + (1 - beta) G G'. A masked gradient is zero here: L gets smaller, its eigenvectors stay."""
+    def _learn(self, side: str, gradient: Tensor, beta: float, resting: Sequence[slice]) -> None:
+        """L <- beta L + (1 - beta) G G'. A masked gradient is zero here: L gets smaller, its eigenvectors stay.
+
+        The rows of parameters that have no gradient in this step, which the host knows, keep what they have.
+        """
         if side not in self.fields:
             return
         statistics = self.fields[side]
+        kept = [statistics[rows].clone() for rows in resting]
         if statistics.dtype == self.work:
             statistics.baddbmm_(gradient, gradient.mT, beta=beta, alpha=1 - beta)
         else:
             wide = statistics.to(self.work)
             statistics.copy_(wide.baddbmm_(gradient, gradient.mT, beta=beta, alpha=1 - beta))
+        for rows, value in zip(resting, kept, strict=True):
+            statistics[rows] = value
 
 
 @dataclass

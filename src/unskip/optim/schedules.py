@@ -24,6 +24,7 @@ def constant(step: int, *, warmup: int = 0) -> float:
 
 def warmup_cosine(step: int, *, total: int, warmup: int = 0, floor: float = 0.0) -> float:
     """A linear warm-up, then half a cosine from 1 down to `floor` at the last step."""
+    step = _within("warmup_cosine", step, total)
     if step < warmup:
         return _warm(step, warmup)
     return cosine(step - warmup, total=total - warmup, start=1.0, end=floor)
@@ -31,6 +32,7 @@ def warmup_cosine(step: int, *, total: int, warmup: int = 0, floor: float = 0.0)
 
 def warmup_linear(step: int, *, total: int, warmup: int = 0, floor: float = 0.0) -> float:
     """A linear warm-up, then a straight line from 1 down to `floor` at the last step."""
+    step = _within("warmup_linear", step, total)
     if step < warmup:
         return _warm(step, warmup)
     return 1 + (floor - 1) * _progress(step - warmup, total - warmup)
@@ -49,8 +51,7 @@ def warmup_stable_decay(step: int, *, total: int, warmup: int = 0, decay: int, f
 
 def cosine(step: int, *, total: int, start: float, end: float) -> float:
     """Half a cosine from `start` at the first step to `end` at the last: DINO's weight decay, for instance."""
-    if total < 1:
-        raise BadInput(f"cosine: total must be 1 step or more, got {total}")
+    step = _within("cosine", step, total)
     return end + (start - end) * (1 + math.cos(math.pi * _progress(step, total))) / 2
 
 
@@ -64,6 +65,13 @@ def apply(optimizer: torch.optim.Optimizer, *, lr: float | None = None, weight_d
             group["weight_decay"] = weight_decay
 
 
+def _within(who: str, step: int, total: int) -> int:
+    """The step, or the last one after it: a warm-up that takes all of a run ends where it is, too."""
+    if total < 1:
+        raise BadInput(f"{who}: total must be 1 step or more, got {total}")
+    return min(step, total - 1)
+
+
 def _warm(step: int, warmup: int) -> float:
     if step < 0 or warmup < 0:
         raise BadInput(f"step and warmup count from 0, got {step} and {warmup}")
@@ -74,4 +82,4 @@ def _progress(step: int, total: int) -> float:
     """From 0 at the first of `total` steps to 1 at the last."""
     if step < 0:
         raise BadInput(f"steps count from 0, got {step}")
-    return min(step / (total - 1), 1.0) if total > 1 else 1.0
+    return step / (total - 1) if total > 1 else 1.0
