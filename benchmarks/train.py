@@ -161,6 +161,8 @@ def kernels(work: Callable[[], object]) -> dict[str, float]:
     times: dict[str, float] = {}
     for event in trace.key_averages():
         name = event.key.lower()
+        if "dtoh" in name:  # the checkpoint at the end, which is no part of a step
+            continue
         kind = next((kind for kind, words in kinds.items() if any(word in name for word in words)), "other")
         times[kind] = times.get(kind, 0.0) + event.self_device_time_total
     return {kind: time / sum(times.values()) for kind, time in sorted(times.items(), key=lambda item: -item[1])}
