@@ -22,12 +22,11 @@ from unskip._words import nearest
 from unskip.absorption._approximate import approximate
 from unskip.absorption._block import Block
 from unskip.absorption._decide import absorb
-from unskip.absorption._from import NoBlock, from_parts
+from unskip.absorption._from import NoBlock, from_parts, opened, streams
 from unskip.absorption._widen import widen
 from unskip.anatomy import MlpParts, Site
 from unskip.anatomy._example import Example, example_for
 from unskip.anatomy._guard import wiring_in
-from unskip.anatomy._parts import lay_open
 from unskip.errors import BadInput, UnskipError
 from unskip.wiring import Cut, Wiring, rewire
 
@@ -111,12 +110,13 @@ def apply(
     given = example_for(model, data if data is not None else example)
     out = Applied(model, mode)
     before = _outputs(model, given)
-    opened = lay_open(model, given, weighted=True)
+    laid = opened(model, given)
+    read = streams(model, given) if mode == "approximate" else {}
     seen: dict[int, int] = {}
-    for part in opened.parts.mlps():
+    for part in laid.parts.mlps():
         for weight in part.parameters:
             seen[id(weight)] = seen.get(id(weight), 0) + 1
-    mlps = list(opened.parts.mlps())
+    mlps = list(laid.parts.mlps())
     out.before = _cost(model, mlps)
     owners = {id(value): (module, name) for module in model.modules() for name, value in module._parameters.items()}
     try:
@@ -126,8 +126,7 @@ def apply(
                 if where is not None and not where(site):
                     continue
                 out.sites[site.index] = site
-                stream = opened.dissection.graph.values[opened.dissection.cuts[site.index].stream]
-                why = _rewrite(part, mode, stream, seen, owners, out)
+                why = _rewrite(part, mode, read.get(site.index), seen, owners, out)
                 if why:
                     out.left[site.index] = why
         if out.done:
@@ -159,7 +158,7 @@ Owners = dict[int, tuple[nn.Module, str]]
 
 
 def _rewrite(
-    part: MlpParts, mode: Mode, stream: Tensor, seen: dict[int, int], owners: Owners, out: Applied
+    part: MlpParts, mode: Mode, stream: Tensor | None, seen: dict[int, int], owners: Owners, out: Applied
 ) -> str | None:
     """Writes the replacement of one site into the model; why not, where it cannot."""
     block = from_parts(part)
@@ -185,8 +184,9 @@ def _rewrite(
             wide = widen(block)
             made, said = wide.block, f"{wide.extra} more units"
         else:
-            inner = block.bare() if "post" in block.norms else block
-            near = approximate(inner, stream.reshape(-1, block.inputs))
+            if stream is None:
+                return "what it reads could not be seen"
+            near = approximate(block.bare() if "post" in block.norms else block, stream)
             made, said = near.block, f"{near.step}, error {near.error:.3g}"
     except UnskipError as error:
         return str(error)

@@ -40,36 +40,44 @@ class Keys:
         return len(self.first)
 
 
-def canonical(problem: Problem, loose: bool = False) -> Keys:
-    """Groups the units. `loose` also merges what rounding of the stored weights could have told apart."""
+def canonical(problem: Problem, loose: bool = False, other: Keys | None = None) -> Keys:
+    """Groups the units. `loose` also merges what rounding of the stored weights could have told apart.
+
+    Where that comes to the same groups as `other`, it is `other` that comes back.
+    """
     up, bias, down = problem.up, problem.bias, problem.down
-    homogeneous = problem.block.phi.homogeneous
     tolerance = 32 * problem.block.roundoff if loose else STRICT
     h = len(up)
-    lengths = up.norm(dim=1)
-    idle = (lengths == 0) | (down.norm(dim=0) == 0)
+    lengths, columns = up.norm(dim=1), down.norm(dim=0)
+    idle = (lengths == 0) | (columns == 0)
     linear = torch.full((h,), problem.odd / 2, dtype=torch.float64, device=up.device)
     if loose:
-        floor = problem.tolerance() / (abs(problem.odd) * h)
-        idle |= down.norm(dim=0) * lengths <= floor
+        idle |= columns * lengths <= problem.tolerance / (abs(problem.odd) * h)
     if problem.radius is not None and problem.bounded:
         # Its kink misses the ball, so it is affine there. (On a ball this is for piecewise linear words only.)
         reach = problem.radius * lengths
         idle |= bias.abs() >= reach * (1 - (1e-6 if loose else -1e-12))
         slopes = torch.where(bias > 0, 1.0, problem.odd - 1)  # ReLU: 1 and 0; LeakyReLU: 1 and c - 1
         linear = torch.where(bias.abs() >= reach, slopes.to(linear), linear)
-    keyed = torch.cat([up, bias[:, None]], 1)
-    member, sign, ratio = _group(keyed, ~idle, tolerance, homogeneous)
-    count = int(member.max()) + 1 if h else 0
+    member, sign, ratio = _group(up, bias, ~idle, tolerance, problem.block.phi.homogeneous)
+    if int(member.min()) >= 0 and int(member.max()) + 1 == h:  # every unit counts and stands alone
+        if other is not None and other.count == h:
+            return other
+        units = torch.arange(h, device=up.device)
+        ones = torch.ones_like(units)
+        return Keys(down, problem.rows, -problem.target / problem.odd, units, units, ones, problem.width - h)
+    count = int(member.max()) + 1
     active = member >= 0
     joint = down.new_zeros(len(down), count)
     joint.index_add_(1, member[active], (down * ratio)[:, active])
-    bulk = down.new_zeros(count).index_add_(0, member[active], (down.norm(dim=0) * ratio)[active])
+    bulk = down.new_zeros(count).index_add_(0, member[active], (columns * ratio)[active])
     small = max(tolerance, 64 * EPS) if loose else 64 * EPS
     alive = joint.norm(dim=0) > small * bulk
     # The last entry serves the units of no key, which have -1.
     renumber = torch.where(alive, torch.cumsum(alive.long(), 0) - 1, -1)
     member = torch.cat([renumber, renumber.new_full((1,), -1)])[member]
+    if other is not None and torch.equal(member, other.member):
+        return other
     active = member >= 0
     joint, count = joint[:, alive], int(alive.sum())
     units = torch.arange(h, device=up.device)
@@ -97,64 +105,67 @@ def _constants(problem: Problem, zero: Tensor) -> Tensor | None:
     return problem.down[:, zero] @ problem.block.phi.function(problem.bias[zero])
 
 
-def _group(rows: Tensor, wanted: Tensor, tolerance: float, homogeneous: bool) -> tuple[Tensor, Tensor, Tensor]:
+def _group(
+    up: Tensor, bias: Tensor, wanted: Tensor, tolerance: float, homogeneous: bool
+) -> tuple[Tensor, Tensor, Tensor]:
     """For every wanted row its group, its sign against the group's first row, and its length (1 if not homogeneous)."""
-    h = len(rows)
-    lengths = rows.norm(dim=1).clamp(min=torch.finfo(torch.float64).tiny)
-    unit = rows / lengths[:, None]
-    index = torch.nonzero(wanted).flatten()
+    h = len(up)
+    lengths = torch.hypot(up.norm(dim=1), bias).clamp(min=torch.finfo(torch.float64).tiny)
+
+    def unit(i: int) -> Tensor:
+        return torch.cat([up[i], bias[i : i + 1]]) / lengths[i]
+
     parent: dict[int, int] = {}
-    for i, j in _close(unit[index], 2 * tolerance):
-        a, b = int(index[i]), int(index[j])
-        long = max(float(lengths[a]), float(lengths[b]))
-        one, two = (unit[a], unit[b]) if homogeneous else (rows[a] / long, rows[b] / long)
+    for a, b in _close(up, bias, lengths, wanted, 2 * tolerance):
+        one, two = unit(a), unit(b)
+        if not homogeneous:
+            long = max(float(lengths[a]), float(lengths[b]))
+            one, two = one * (float(lengths[a]) / long), two * (float(lengths[b]) / long)
         if min(float((one - two).norm()), float((one + two).norm())) <= tolerance:
             _join(parent, a, b)
-    member = torch.full((h,), -1, dtype=torch.long, device=rows.device)
-    member[index] = torch.arange(len(index), device=rows.device)
-    sign = torch.ones(h, dtype=torch.float64, device=rows.device)
-    for unit_index in list(parent):
-        root = _root(parent, unit_index)
-        member[unit_index] = member[root]
-        sign[unit_index] = 1.0 if float(unit[unit_index] @ unit[root]) >= 0 else -1.0
+    member = torch.full((h,), -1, dtype=torch.long, device=up.device)
+    index = torch.nonzero(wanted).flatten()
+    member[index] = torch.arange(len(index), device=up.device)
+    sign = torch.ones(h, dtype=torch.float64, device=up.device)
+    for i in list(parent):
+        root = _root(parent, i)
+        member[i] = member[root]
+        sign[i] = 1.0 if float(unit(i) @ unit(root)) >= 0 else -1.0
     _, dense = torch.unique(member[index], return_inverse=True)
     member[index] = dense
     return member, sign, lengths if homogeneous else torch.ones_like(lengths)
 
 
-def _close(unit: Tensor, tolerance: float) -> list[tuple[int, int]]:
-    """Pairs of unit rows that may be equal up to sign and `tolerance`; none that are is left out."""
-    count, n = unit.shape
+def _close(up: Tensor, bias: Tensor, lengths: Tensor, wanted: Tensor, tolerance: float) -> list[tuple[int, int]]:
+    """Pairs of wanted rows that may be equal up to sign and `tolerance` once normed; none that are is left out."""
+    index = torch.nonzero(wanted).flatten()
+    count, n = len(index), up.shape[1] + 1
     generator = torch.Generator().manual_seed(0)
-    probe = torch.randn(n, generator=generator, dtype=torch.float64).to(unit.device)
+    probe = torch.randn(n, generator=generator, dtype=torch.float64).to(up.device)
     probe /= probe.norm()
-    values, order = (unit @ probe).abs().sort()
-    reach = tolerance + 8 * n * EPS
-    last = torch.searchsorted(values, values + reach, right=True)
-    spans = last - torch.arange(count, device=unit.device) - 1
+    seen = ((up @ probe[:-1] + bias * probe[-1]) / lengths).abs()[index]
+    values, order = seen.sort()
+    last = torch.searchsorted(values, values + tolerance + 8 * n * EPS, right=True)
+    spans = last - torch.arange(count, device=up.device) - 1
     if int(spans.sum()) <= 64 * count:
-        pairs = []
-        for i in torch.nonzero(spans).flatten().tolist():
-            pairs += [(int(order[i]), int(order[j])) for j in range(i + 1, int(last[i]))]
-        return pairs
+        places = index[order]
+        return [
+            (int(places[i]), int(places[j]))
+            for i in torch.nonzero(spans).flatten().tolist()
+            for j in range(i + 1, int(last[i]))
+        ]
     # A wide tolerance: distances in a few coordinates are never more than the whole distance.
-    some = unit[:, torch.randperm(n, generator=generator)[:512].to(unit.device)].float()
-    square = some.square().sum(1)
-    limit = (tolerance + 1e-5) ** 2
+    some = torch.randperm(n - 1, generator=generator)[:512].to(up.device)
+    few = (torch.cat([up[:, some], bias[:, None]], 1) / lengths[:, None])[index].float()
+    square = few.square().sum(1)
     pairs = []
     for start in range(0, count, 2048):
-        part = some[start : start + 2048]
-        apart = square[start : start + 2048, None] + square[None, :] - 2 * (part @ some.mT).abs()
-        left, right = torch.nonzero(apart <= limit + 1e-6, as_tuple=True)
+        part = few[start : start + 2048]
+        apart = square[start : start + 2048, None] + square[None, :] - 2 * (part @ few.mT).abs()
+        left, right = torch.nonzero(apart <= (tolerance + 1e-5) ** 2 + 1e-6, as_tuple=True)
         left = left + start
         keep = left < right
-        left, right = left[keep], right[keep]
-        if len(left):
-            cosines = torch.cat(
-                [(unit[a] * unit[b]).sum(1) for a, b in zip(left.split(4096), right.split(4096), strict=True)]
-            )
-            near = 2 - 2 * cosines.abs() <= tolerance**2 + 1e-12
-            pairs += list(zip(left[near].tolist(), right[near].tolist(), strict=True))
+        pairs += list(zip(index[left[keep]].tolist(), index[right[keep]].tolist(), strict=True))
     return pairs
 
 

@@ -140,7 +140,7 @@ def linear(problem: Problem) -> tuple[Block | None, float, Obstruction | None]:
     left, values, right = torch.linalg.svd(matrix, full_matrices=False)
     size = float(block.matrix.norm()) + abs(half) * float(block.down.double().norm() * block.up.double().norm())
     width = problem.width
-    if len(values) > width and float(values[width]) > max(1e-9 * size, 2 * problem.tolerance()):
+    if len(values) > width and float(values[width]) > max(1e-9 * size, 2 * problem.tolerance):
         sentence = f"Without a bend the block is one matrix of rank above {width}, and {width} units carry no more."
         return None, 0.0, Obstruction(sentence, Certificate("rank", {"value": float(values[width])}))
     use = min(width, len(values))

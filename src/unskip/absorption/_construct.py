@@ -105,7 +105,7 @@ def _fresh(problem: Problem, rest: Tensor, room: int) -> tuple[Tensor, Tensor, T
     count = room if affine else room // 2
     d = problem.block.inputs
     nothing = rest.new_zeros(0, d), rest.new_zeros(0), rest.new_zeros(len(problem.block.down), 0)
-    if count <= 0 or float(rest.norm()) <= 1e-14 * float(problem.target.norm()):
+    if count <= 0 or float(rest.norm()) <= 1e-14 * problem.size:
         return *nothing, rest
     left, values, right = torch.linalg.svd(rest, full_matrices=False)
     use = min(count, int((values > 1e-13 * values[0]).sum()))

@@ -18,7 +18,7 @@ from unskip._words import nearest
 from unskip.absorption import _closed
 from unskip.absorption._block import Block
 from unskip.absorption._construct import output_errors
-from unskip.absorption._flips import Outcome, decide
+from unskip.absorption._flips import decide
 from unskip.absorption._from import block_of
 from unskip.absorption._reduce import Problem, reduce
 from unskip.absorption._search import search
@@ -147,7 +147,7 @@ def _undecided(problem: Problem, plain: Verdict, why: str) -> Verdict:
 
 
 def _class_o(problem: Problem, plain: Verdict) -> Verdict:
-    found: Outcome = decide(problem)
+    found = decide(problem)
     if found.built is not None:
         flips = found.built.flips
         if found.exact:

@@ -10,7 +10,13 @@ from torch import Tensor, nn
 from unskip.absorption._activations import GATED
 from unskip.absorption._block import Block, Norm, norm_of
 from unskip.anatomy import MlpParts, parts
-from unskip.errors import BadInput
+from unskip.anatomy._dissect import dissect, rows
+from unskip.anatomy._example import Example
+from unskip.anatomy._parts import Opened, lay_open
+from unskip.errors import BadInput, UnskipError
+
+CHUNK = 4  # samples whose recordings are held at a time
+ENOUGH = 8192  # inputs of a site that are kept
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,3 +93,30 @@ def from_parts(part: MlpParts, alpha: Tensor | None = None) -> Block | NoBlock:
         )
     except BadInput as error:
         return NoBlock(str(error))
+
+
+def opened(model: nn.Module, given: Example) -> Opened:
+    """The model laid open on one sample of the example: the layout does not depend on the batch."""
+    try:
+        return lay_open(model, rows(given, 0, 1))
+    except UnskipError:  # an argument without a row for each sample, such as a mask
+        return lay_open(model, given)
+
+
+def streams(model: nn.Module, given: Example) -> dict[int, Tensor]:
+    """What every site reads on a batch, by site index, as (inputs, d), a few samples at a time."""
+    samples = max((len(value) for value in given.values if isinstance(value, Tensor) and value.ndim), default=1)
+    found: dict[int, list[Tensor]] = {}
+    for start in range(0, samples, CHUNK):
+        try:
+            part = rows(given, start, min(start + CHUNK, samples))
+        except UnskipError:
+            part, start = given, samples
+        dissection = dissect(model, part, weighted=True)
+        for site, cut in zip(dissection.sites, dissection.cuts, strict=True):
+            value = dissection.graph.values[cut.stream].detach()
+            if site.axis == -1 and sum(map(len, found.get(site.index, []))) < ENOUGH:
+                found.setdefault(site.index, []).append(value.reshape(-1, value.shape[-1]))
+        if start >= samples:
+            break
+    return {index: torch.cat(parts) for index, parts in found.items()}

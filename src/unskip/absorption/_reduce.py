@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -66,19 +67,25 @@ class Problem:
         """The rows of the hidden layer, with the bias as one more column where the constant counts."""
         return self.up if self.output_bias else torch.cat([self.up, self.bias[:, None]], 1)
 
-    @property
+    @cached_property
     def weights(self) -> Tensor:
         """|v_k| |u_k| of every unit, the size of its rank-one."""
-        size: Tensor = self.down.norm(dim=0) * self.rows.norm(dim=1)
+        lengths = self.up.norm(dim=1)
+        if not self.output_bias:
+            lengths = torch.hypot(lengths, self.bias)
+        size: Tensor = self.down.norm(dim=0) * lengths
         return size
 
-    def tolerance(self, which: Tensor | None = None) -> float:
-        """How far rounding of the stored weights may move the linear map, over the units of `which` (default all)."""
-        size = self.weights if which is None else self.weights[which]
-        norm = float(self.target.norm())
-        return max(
-            4 * self.block.roundoff * math.hypot(abs(self.odd) * float(size.square().sum().sqrt()), norm), 1e-12 * norm
-        )
+    @cached_property
+    def size(self) -> float:
+        """The Frobenius norm of the skip."""
+        return float(self.target.norm())
+
+    @cached_property
+    def tolerance(self) -> float:
+        """How far rounding of the stored weights may move the linear map, if all units were flipped."""
+        bulk = math.hypot(abs(self.odd) * float(self.weights.norm()), self.size)
+        return max(4 * self.block.roundoff * bulk, 1e-12 * self.size)
 
 
 def reduce(block: Block, width: int, hidden_bias: bool, output_bias: bool) -> Problem:

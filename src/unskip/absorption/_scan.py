@@ -16,11 +16,10 @@ from torch import Tensor, nn
 from unskip._table import table
 from unskip.absorption._approximate import Approximation, approximate
 from unskip.absorption._decide import absorb
-from unskip.absorption._from import NoBlock, from_parts
+from unskip.absorption._from import NoBlock, from_parts, opened, streams
 from unskip.absorption._verdict import Biases, Verdict
 from unskip.anatomy import MlpParts, ParallelParts, Site
 from unskip.anatomy._example import example_for
-from unskip.anatomy._parts import lay_open
 from unskip.errors import BadInput
 
 Progress = Callable[[int, int, str], None]
@@ -121,16 +120,16 @@ def scan(
 ) -> Scan:
     """A verdict for every MLP site. With `data`, a batch, also the best approximation on what each site reads."""
     given = example_for(model, data if data is not None else example)
-    opened = lay_open(model, given, weighted=data is not None)
-    values, cuts = opened.dissection.graph.values, opened.dissection.cuts
+    laid = opened(model, given)
+    read = streams(model, given) if data is not None else {}
     found: list[tuple[Site, MlpParts | None, str]] = []
-    for index, (site, part) in enumerate(zip(opened.parts.sites, opened.parts, strict=True)):
+    for index, (site, part) in enumerate(zip(laid.parts.sites, laid.parts, strict=True)):
         if isinstance(part, MlpParts):
             found.append((site, part, ""))
         elif isinstance(part, ParallelParts):
             found.append((site, None, "its MLP is added together with an attention"))
         elif part is None and site.kind in ("mlp", "parallel"):
-            found.append((site, None, opened.parts.reasons[index]))
+            found.append((site, None, laid.parts.reasons[index]))
     if any(value.is_meta for value in model.parameters()):
         raise BadInput(
             f"scan: {type(model).__name__} is on the meta device and holds no numbers; load the weights first"
@@ -142,7 +141,7 @@ def scan(
         if part is None:
             rows.append(ScanRow(site, None, None, None, reason))
             continue
-        alpha = opened.dissection.weights[site.index][0]
+        alpha = laid.dissection.weights[site.index][0]
         block = from_parts(part, alpha if isinstance(alpha, Tensor) and alpha.numel() > 1 else None)
         if isinstance(block, NoBlock):
             rows.append(ScanRow(site, None, None, None, block.reason))
@@ -150,11 +149,10 @@ def scan(
         verdict = absorb(block, biases=biases)
         bare = absorb(block.bare(), biases=biases) if block.norms else None
         near = None
-        if data is not None:
-            stream = values[cuts[site.index].stream]
+        if site.index in read:
             inner = block.bare() if "post" in block.norms else block
             try:
-                near = approximate(inner, stream.reshape(-1, block.inputs))
+                near = approximate(inner, read[site.index])
             except BadInput:  # too few inputs
                 near = None
         rows.append(ScanRow(site, verdict, bare, near, verdict.reason))

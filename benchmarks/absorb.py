@@ -1,0 +1,181 @@
+"""How long a verdict with its verified certificate takes, and how much memory.
+
+    python benchmarks/absorb.py                    # on the CPU; about three minutes on two cores
+    python benchmarks/absorb.py --device cuda
+    python benchmarks/absorb.py --only growth      # the figure alone
+
+The bars: generic weights at 768 > 3072 in 2 s on two cores, heavy-tailed ones in 5 s, a planted positive in 15 s;
+4096 > 16384 in 15 s and 4 GiB on two cores and in 3 s on a GPU; the 12 MLPs of a ViT-B and their bare forms in 60 s.
+No other program decides this, so the yardstick is one float64 product W_down W_up of the same size, timed in the same
+process. Every case runs in a process of its own, so that its peak of memory is its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import resource
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from unskip import absorption
+from unskip.absorption import Block, absorb
+
+ROOT = Path(__file__).resolve().parent.parent
+SIZES = (64, 128, 256, 512, 768, 1024)
+# name: (what it is, bar in seconds on the CPU, on a GPU)
+CASES: dict[str, tuple[str, float | None, float | None]] = {
+    "generic": ("768 > 3072, gelu, float32, N(0, 0.02)", 2.0, None),
+    "trained-scale": ("768 > 3072, gelu, float32, N(0, 2): the trace test does not fire", 2.0, None),
+    "heavy": ("768 > 3072, gelu, float32, log-normal rows and 8 outlier channels x 20", 5.0, None),
+    "planted": ("768 > 3072, gelu, float32, a flip set of 1536 units", 15.0, None),
+    "large": ("4096 > 16384, gelu, float32, N(0, 0.02)", 15.0, 3.0),
+    "large-hard": ("4096 > 16384, gelu, float32, N(0, 2)", 15.0, 3.0),
+    "vit-b": ("scan of timm vit_base_patch16_224, random weights, 12 MLPs and their bare forms", 60.0, None),
+}
+
+
+def normal(generator: torch.Generator, *shape: int) -> Tensor:
+    return torch.randn(*shape, generator=generator)
+
+
+def block(case: str, device: str, d: int = 768) -> Block:
+    g = torch.Generator().manual_seed(0)
+    d = 4096 if case.startswith("large") else d
+    h = 4 * d
+    up, down = normal(g, h, d), normal(g, d, h)
+    if case in ("generic", "large"):
+        up, down = 0.02 * up, 0.02 * down
+    elif case in ("trained-scale", "large-hard"):
+        up, down = 2 * up, 2 * down
+    elif case == "heavy":
+        up, down = 2 * up * torch.exp(normal(g, h, 1)), 2 * down
+        up[:, :8] *= 20
+        down[:8] *= 20
+    else:
+        up, down = up.double() / d**0.5, down.double() / h**0.5
+        chosen = torch.randperm(h, generator=g)[: h // 2]
+        inverse = torch.linalg.pinv(up[chosen])
+        down[:, chosen] += -inverse - down[:, chosen] @ up[chosen] @ inverse
+        up, down = up.float(), down.float()
+    zeros = torch.zeros(h, device=device), torch.zeros(d, device=device)
+    return Block(up.to(device), down.to(device), up_bias=zeros[0], down_bias=zeros[1], activation="gelu")
+
+
+def clock(device: str) -> float:
+    if device == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+def measure(case: str, device: str, d: int = 768) -> dict[str, Any]:
+    """One case: seconds for the verdict and for checking it, and the peak of memory."""
+    if case == "vit-b":
+        import timm
+
+        torch.manual_seed(0)
+        model = timm.create_model("vit_base_patch16_224").to(device).eval()
+        start = clock(device)
+        scan = absorption.scan(model)
+        middle = clock(device)
+        verified = scan.verify()
+        out: dict[str, Any] = {"status": scan.counts(), "sites": len(scan)}
+    else:
+        asked = block(case, device, d)
+        absorb(block("generic", device, 64)).verify()  # imports and first kernels are not what is measured
+        start = clock(device)
+        verdict = absorb(asked)
+        middle = clock(device)
+        verified = verdict.verify()
+        certificate = verdict.certificate
+        out = {"status": verdict.status, "certificate": None if certificate is None else certificate.kind}
+        out["flip_bound"] = verdict.flip_bound
+    end = clock(device)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 2**30
+    out |= {"seconds": end - start, "verdict_seconds": middle - start, "verify_seconds": end - middle}
+    out |= {"verified": verified, "peak_gib": peak}
+    if device == "cuda":
+        out["peak_gpu_gib"] = torch.cuda.max_memory_allocated() / 2**30
+    if case != "vit-b":
+        up, down = asked.up.double(), asked.down.double()
+        start = clock(device)
+        down @ up
+        out["product_seconds"] = clock(device) - start
+        out["ratio_to_product"] = out["seconds"] / out["product_seconds"]
+    return out
+
+
+def apart(case: str, device: str, d: int = 768) -> dict[str, Any]:
+    """The case in a process of its own."""
+    command = [sys.executable, __file__, "--device", device, "--case", case, "--d", str(d)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    return dict(json.loads(done.stdout.splitlines()[-1]))
+
+
+def figure(rows: list[dict[str, Any]], path: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("svg")
+    import matplotlib.pyplot as plt
+
+    drawing, axes = plt.subplots(figsize=(5, 3.2))
+    for case in dict.fromkeys(row["case"] for row in rows):
+        mine = [row for row in rows if row["case"] == case]
+        axes.loglog([row["d"] for row in mine], [row["seconds"] for row in mine], marker="o", label=case)
+    reference = [row for row in rows if row["case"] == rows[0]["case"]]
+    axes.loglog(
+        [row["d"] for row in reference], [row["product_seconds"] for row in reference], "k--", label="one product"
+    )
+    axes.set_xlabel("d (h = 4 d)")
+    axes.set_ylabel("seconds, verified")
+    axes.legend()
+    drawing.tight_layout()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    drawing.savefig(path, metadata={"Date": None})
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--only", help="one case, or growth")
+    parser.add_argument("--case", help=argparse.SUPPRESS)
+    parser.add_argument("--d", type=int, default=768, help=argparse.SUPPRESS)
+    parser.add_argument("--out", type=Path, default=ROOT / "docs" / "results", help="where the JSON goes")
+    options = parser.parse_args()
+    if options.case:
+        print(json.dumps(measure(options.case, options.device, options.d)))
+        return
+    path = options.out / f"absorb-{'gpu' if options.device == 'cuda' else 'cpu'}.json"
+    data = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"cases": {}, "growth": []}
+    for case, (what, on_cpu, on_gpu) in CASES.items():
+        if options.only in (None, case):
+            bar = on_gpu if options.device == "cuda" else on_cpu
+            data["cases"][case] = {"what": what, "bar_seconds": bar, **apart(case, options.device)}
+            print(case, json.dumps(data["cases"][case]))
+    if options.only in (None, "growth"):
+        data["growth"] = [
+            {"case": case, "d": d, "h": 4 * d, **apart(case, options.device, d)}
+            for case in ("trained-scale", "planted")
+            for d in SIZES
+        ]
+        figure(data["growth"], ROOT / "docs" / "img" / f"absorb-growth-{path.stem.split('-')[1]}.svg")
+    name = torch.cuda.get_device_name() if options.device == "cuda" else platform.machine() + " CPU"
+    data |= {
+        "script": "benchmarks/absorb.py",
+        "device": f"{name}, {torch.get_num_threads()} threads",
+        "versions": {"python": platform.python_version(), "torch": torch.__version__},
+        "seed": 0,
+    }
+    options.out.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
