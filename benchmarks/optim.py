@@ -215,6 +215,8 @@ def verdicts(results: dict[str, dict[str, Any]]) -> dict[str, Any]:
             found[f"muon_ms ({way})"] = (muon[f"{way}_mean_ms"], BARS["muon_ms"], "<=")
             found[f"muon_ratio ({way})"] = (torchs[f"{way}_mean_ms"] / muon[f"{way}_mean_ms"], BARS["muon_ratio"], ">=")
     if soap:
+        early = soap["third_to_fourteenth_max_ms"] / soap["alone_mean_ms"]
+        found["soap_max_over_mean (steps 3 to 14)"] = (early, BARS["soap_max_over_mean"], "<=")
         found["state_gib"] = (soap["state_gib"], BARS["state_gib"], "<=")
     return {
         key: {"measured": value, "bar": bar, "holds": value <= bar if sign == "<=" else value >= bar}
@@ -318,7 +320,7 @@ def main() -> None:
         for label, kinds in record["where_the_time_goes"].items():
             print(f"{label}: " + ", ".join(f"{kind} {ms:.2f} ms" for kind, ms in kinds.items()))
     for key, row in record["bars_on_vit_b"].items():
-        print(f"  {key:28s} {row['measured']:8.2f}  bar {row['bar']:6.2f}  {'holds' if row['holds'] else 'missed'}")
+        print(f"  {key:34s} {row['measured']:8.2f}  bar {row['bar']:6.2f}  {'holds' if row['holds'] else 'missed'}")
 
 
 if __name__ == "__main__":
