@@ -15,6 +15,7 @@ from typing import Any
 from unskip.report._read import Group, Run, number
 
 POINTS = 300  # a longer curve is thinned: a page is some hundred pixels wide
+BEYOND = 1e100  # larger than that no axis can be drawn
 NAMES = {  # what a number is called, and its unit
     "loss": ("Loss in training", "loss"),
     "test_loss": ("Loss on test images", "loss"),
@@ -262,14 +263,15 @@ def _chart(
     missing: str,
     whole: bool = False,
 ) -> Chart:
-    lines, thinned = [], False
+    lines, thinned, beyond = [], False, False
     most = max(40, min(POINTS, 20 * POINTS // max(1, len(groups))))
     for group, runs in zip(groups, values, strict=True):
         points = []
         for x in sorted({x for run in runs for x in run}):
             mean, spread, count = mean_and_spread(run[x] for run in runs if x in run)
-            if count:
+            if count and abs(mean) < BEYOND:
                 points.append((x, mean, spread, count))
+            beyond |= abs(mean) >= BEYOND
         if not points:
             continue
         every = max(1, math.ceil(len(points) / most))
@@ -277,7 +279,9 @@ def _chart(
         kept = points[::every] + ([points[-1]] if (len(points) - 1) % every else [])
         xs, ys, spreads, counts = zip(*kept, strict=True)
         lines.append(Line(group.label, group.place, xs, ys, spreads, counts))
-    note = f"Long curves are thinned to {most} points." if thinned else ""
+    said = [f"Long curves are thinned to {most} points."] if thinned else []
+    said += [f"Values beyond {BEYOND:.0e} are not drawn."] if beyond else []
+    note = " ".join(said)
     chart = Chart(name, title, x_label, y_label, tuple(lines), whole=whole, note=note, missing="" if lines else missing)
     values_shown = [abs(y) for line in lines for y in line.y if y]
     wide = bool(values_shown) and max(values_shown) > 1000 * min(values_shown)

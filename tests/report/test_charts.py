@@ -1,0 +1,106 @@
+"""The numbers behind the figures, against numpy and by hand."""
+
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.report.runs import by_block, folder
+
+from unskip.report import _charts as charts
+from unskip.report._read import Group, read_groups
+
+FINITE = st.floats(-1e300, 1e300)
+
+
+@given(st.lists(FINITE, min_size=2, max_size=6), st.integers(0, 3))
+def test_mean_and_spread(values: list[float], broken: int) -> None:
+    mean, spread, count = charts.mean_and_spread([*values, *[math.nan] * broken])
+    scaled = np.array(values) / 1e300
+    assert count == len(values)
+    assert mean / 1e300 == pytest.approx(scaled.mean(), rel=1e-9, abs=1e-12)
+    assert spread is not None
+    assert spread / 1e300 == pytest.approx(scaled.std(ddof=1), rel=1e-6, abs=1e-12)
+
+
+def test_mean_of_nothing_and_of_one() -> None:
+    assert charts.mean_and_spread([3.0]) == (3.0, None, 1)
+    mean, spread, count = charts.mean_and_spread([math.nan])
+    assert (math.isnan(mean), spread, count) == (True, None, 0)
+
+
+@pytest.fixture
+def groups(tmp_path: Path) -> list[Group]:
+    for seed, losses in ((0, (4.0, 2.0, 1.0)), (1, (2.0, "nan"))):
+        folder(tmp_path / "a" / f"seed-{seed}", losses=losses, seed=seed, evals=by_block((0.2, 0.4 + seed / 10)))
+    folder(tmp_path / "b", losses=(9.0,), shortcut="decay:0.5", weights=(1.0, 0.75, 0.5))
+    return read_groups([tmp_path / "a", tmp_path / "b"])
+
+
+def test_curve(groups: list[Group]) -> None:
+    first, second = charts.over_steps(groups, "loss").lines
+    assert (first.x, first.y, first.count) == ((10, 20, 30), (3.0, 2.0, 1.0), (2, 1, 1))
+    assert first.spread == (pytest.approx(math.sqrt(2)), None, None)
+    assert (second.label, second.group, second.y) == ("b", 1, (9.0,))
+
+
+def test_depth(groups: list[Group]) -> None:
+    chart = charts.over_depth(groups, "knn20")
+    assert (chart.lines[0].x, chart.lines[0].y) == ((0.0, 1.0), (0.2, pytest.approx(0.45)))
+    assert len(chart.lines) == 1
+    assert charts.over_depth(groups, "rank").missing.startswith("no run was judged by rank")
+
+
+def test_only_the_newest_step_counts_over_depth(tmp_path: Path) -> None:
+    folder(tmp_path / "a", evals=by_block((0.9, 0.9, 0.9), step=10) + by_block((0.1, 0.2)) + by_block((0.3,)))
+    (line,) = charts.over_depth(read_groups([tmp_path]), "knn20").lines
+    assert line.y == (0.3, 0.2)
+
+
+def test_last_values(tmp_path: Path) -> None:
+    judged = [{"step": 10, "evaluation": "o", "knn20": 0.1}, {"step": 30, "evaluation": "o", "knn20": 0.2}]
+    whole = [{"step": 30, "evaluation": "finetune-mae-v1", "block": None, "finetune": 0.9}]
+    folder(tmp_path / "a", evals=[*judged, *whole, *by_block((5.0, 7.0), "rank")])
+    (group,) = read_groups([tmp_path])
+    assert charts.last_values(group.runs[0]) == {"knn20": 0.2, "finetune": 0.9, "rank": 7.0}
+
+
+def test_judged_once_is_no_curve(tmp_path: Path) -> None:
+    folder(tmp_path / "a", evals=[{"step": 30, "evaluation": "o", "knn20": 0.1}])
+    chart = charts.evaluated(read_groups([tmp_path]), "knn20")
+    assert (chart.lines, chart.missing) == ((), "judged once, at the end: the number is in the table of results")
+
+
+def test_alphas(groups: list[Group]) -> None:
+    (line,) = charts.alphas(groups).lines
+    assert (line.label, line.y) == ("b", (1.0, 0.75, 0.5))
+
+
+def test_few_neighbours_stand_for_all(tmp_path: Path) -> None:
+    row = {"step": 30, "evaluation": "o", "knn10": 0.1, "knn20": 0.2, "knn200": 0.3, "rank": 3.0, "rank_entropy": 1.1}
+    folder(tmp_path / "a", evals=[row])
+    assert charts.evaluations(read_groups([tmp_path]), by_block=False) == ["knn20", "rank"]
+
+
+def test_long_curves_are_thinned_and_keep_their_ends(tmp_path: Path) -> None:
+    folder(tmp_path / "a", losses=[1 / (1 + i) for i in range(1000)])
+    chart = charts.over_steps(read_groups([tmp_path]), "loss")
+    (line,) = chart.lines
+    assert 150 < len(line.x) <= charts.POINTS + 1
+    assert (line.x[0], line.x[-1], line.y[-1]) == (10, 10_000, 1 / 1000)
+    assert "thinned to 300" in chart.note
+
+
+def test_wide_ranges_are_logarithmic(tmp_path: Path) -> None:
+    folder(tmp_path / "a", losses=(1e6, 1.0))
+    folder(tmp_path / "b", losses=(1e6, -1.0), shortcut="cut")
+    assert charts.over_steps(read_groups([tmp_path / "a"]), "loss").log
+    assert not charts.over_steps(read_groups([tmp_path / "a", tmp_path / "b"]), "loss").log
+
+
+def test_alt_text(groups: list[Group]) -> None:
+    assert charts.over_steps(groups, "loss").alt() == (
+        "Line chart. Loss in training: loss over training step. a: 3 at 10 to 1 at 30; b: 9 at 10."
+    )

@@ -1,0 +1,130 @@
+"""The figures show the numbers they are given, and nothing in a name breaks them."""
+
+import io
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from tests.report.runs import by_block, folder
+
+from unskip.errors import BadInput
+from unskip.report import figures, read
+from unskip.report._look import pca_colours
+from unskip.report.figures import Tiles, _style
+
+EVIL = "_<b>$\\frac{1$ \u4e2d\u6587 & 'x' \"y\""
+
+
+def luminance(colour: str) -> float:
+    values = [int(colour[place : place + 2], 16) / 255 for place in (1, 3, 5)]
+    linear = [v / 12.92 if v <= 0.04045 else ((v + 0.055) / 1.055) ** 2.4 for v in values]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+def contrast(one: str, other: str) -> float:
+    """As WCAG 2 has it."""
+    low, high = sorted((luminance(one), luminance(other)))
+    return (high + 0.05) / (low + 0.05)
+
+
+def test_lines_and_bands(tmp_path: Path) -> None:
+    for seed in (0, 1):
+        folder(tmp_path / "a" / f"seed-{seed}", losses=(2.0 + seed, 1.0), seed=seed)
+    folder(tmp_path / "b", losses=(5.0, 4.0), shortcut="cut")
+    figure = figures.loss(read([tmp_path / "a", tmp_path / "b"], look=False))
+    (axes,) = figure.axes
+    lines = sorted((line.get_ydata().tolist(), line.get_color()) for line in axes.lines)
+    assert lines == [([2.5, 1.0], _style.COLOURS[0]), ([5.0, 4.0], _style.COLOURS[1])]
+    (band,) = axes.collections
+    extent = band.get_paths()[0].get_extents()
+    assert (extent.ymin, extent.ymax) == (pytest.approx(1.0), pytest.approx(2.5 + np.std([2, 3], ddof=1)))
+    assert (axes.get_xlabel(), axes.get_ylabel(), axes.get_title(loc="left")) == (
+        "training step",
+        "loss",
+        "Loss in training",
+    )
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == ["a", "b"]
+
+
+def test_more_groups_than_can_be_told_apart(tmp_path: Path) -> None:
+    for index in range(14):
+        folder(tmp_path / f"r{index}", lr=float(index))
+    figure = figures.loss(read([tmp_path], look=False))
+    looks = [(line.get_color(), line.get_linestyle(), line.get_marker()) for line in figure.axes[0].lines]
+    assert len(set(looks)) == _style.SHOWN + 1
+    assert sum(colour == _style.REST for colour, _, _ in looks) == 4
+    assert len(figure.legends[0].get_texts()) == _style.SHOWN
+
+
+def test_what_is_missing_says_what_to_do(tmp_path: Path) -> None:
+    groups = read([folder(tmp_path / "a")], look=False)
+    with pytest.raises(BadInput, match="`unskip eval RUN` does it"):
+        figures.depth(groups, "knn20")
+    for wanted in (figures.reconstructions, figures.patch_features, figures.neighbours):
+        with pytest.raises(BadInput, match="look=True"):
+            wanted(groups)
+    for missing in (figures.alphas, figures.decay, figures.spectra, figures.conditions):
+        with pytest.raises(BadInput, match="nothing to draw"):
+            missing(groups)
+    with pytest.raises(BadInput, match="no checkpoint was looked at"):
+        figures.measured(groups, "echo")
+
+
+@pytest.mark.filterwarnings("ignore:Glyph .* missing from:UserWarning")  # matplotlib's font; a page has the browser's
+def test_no_name_breaks_a_figure(tmp_path: Path) -> None:
+    folder(tmp_path / "a", evals=by_block((0.1, 0.2), name=EVIL))
+    groups = read([tmp_path], look=False)
+    figure = figures.depth([type(groups[0])(EVIL, groups[0].runs)], EVIL)
+    file = io.StringIO()
+    figure.savefig(file, format="svg")
+    assert "<b>" not in file.getvalue()
+    assert figure.legends[0].get_texts()[0].get_text().strip().startswith("_<b>")
+
+
+def test_tiles() -> None:
+    rows = tuple(tuple(np.full((3, 3, 3), 40 * (r + c), np.uint8) for c in range(2)) for r in range(3))
+    tiles = Tiles("x", "T", rows, ("$a", "_b", ""), ("one", "two"), "d", captions=(("p", "q"),) * 3)
+    figure = figures.draw_tiles(tiles)
+    shown = [axes.images[0].get_array().max() for axes in figure.axes]
+    assert shown == [0, 40, 40, 80, 80, 120]
+    with pytest.raises(BadInput, match="no images"):
+        figures.draw_tiles(Tiles("x", "T", (), (), (), ""))
+
+
+@pytest.mark.parametrize("page", ["#ffffff", "#14181d"])
+def test_ink_colours_are_apart_in_lightness_too(page: str) -> None:
+    """Neighbouring groups differ in lightness or in dash, so a grey print tells them apart with their markers."""
+    looks = [_style.look(index) for index in range(_style.SHOWN)]
+    assert len({(look.colour, look.dash) for look in looks}) == _style.SHOWN
+    assert len({look.marker for look in looks}) == _style.SHOWN
+    assert all(contrast(look.colour, page) > 2 for look in looks)
+
+
+# --- PCA colours ------------------------------------------------------------------------------------------------------
+
+
+def test_pca_agrees_with_scikit_learn() -> None:
+    from sklearn.decomposition import PCA
+
+    tokens = torch.randn(5, 4, 4, 12, generator=torch.Generator().manual_seed(1)) * torch.arange(1, 13)
+    colours, explained = pca_colours(tokens)
+    peer = PCA(3).fit(tokens.reshape(-1, 12).numpy())
+    assert explained == pytest.approx(peer.explained_variance_ratio_, rel=1e-4)
+    places = peer.transform(tokens.reshape(-1, 12).numpy())
+    found = colours.reshape(-1, 3).astype(float)
+    for channel in range(3):
+        assert abs(np.corrcoef(places[:, channel], found[:, channel])[0, 1]) > 0.98  # but for the clipped ends
+    assert (colours.min(), colours.max()) == (0, 255)
+
+
+def test_pca_of_few_directions() -> None:
+    line = torch.arange(9.0).reshape(1, 3, 3, 1)
+    colours, explained = pca_colours(line)
+    assert explained == (1.0, 0.0, 0.0)
+    assert np.all(np.diff(colours[0, :, :, 0].reshape(-1).astype(int)) > 0)
+    same, none = pca_colours(torch.ones(2, 2, 2, 4))
+    assert same.max() == 0
+    assert none == (0.0, 0.0, 0.0)
+    with pytest.raises(Exception, match="not finite"):
+        pca_colours(torch.full((1, 2, 2, 3), torch.nan))

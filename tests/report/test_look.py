@@ -1,0 +1,147 @@
+"""Checkpoints that are looked at: a masked autoencoder, a classifier, and what cannot be looked at."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from tests.report.runs import folder
+
+import unskip
+from unskip.data import open_images
+from unskip.report import Group, figures, read
+from unskip.report._look import SHOWN, _some, look
+from unskip.report._page import page
+
+SMALL = {"model_args": "depth=2,embed_dim=16,num_heads=2", "steps": 6, "batch": 16, "log_every": 2, "device": "cpu"}
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    place = tmp_path_factory.mktemp("runs")
+    decoder = {"decoder_width": 16, "decoder_depth": 1, "decoder_heads": 2}
+    config = unskip.recipes.mae("digits", shortcut="decay:0.5", health=False, **SMALL, **decoder)
+    unskip.train(config, place / "mae", quiet=True)
+    config = unskip.recipes.supervised("digits", **SMALL)
+    with pytest.warns(unskip.errors.UnskipWarning):  # after six steps it has learnt nothing
+        unskip.train(config, place / "classifier", quiet=True)
+    return place
+
+
+@pytest.fixture(scope="module")
+def groups(runs: Path) -> list[Group]:
+    return read([runs / "mae", runs / "classifier"], jacobians=True)
+
+
+def test_the_folder_says_how_far_and_how_much(runs: Path, groups: list[Group]) -> None:
+    assert groups[0].runs[0].state == "finished, 6 steps"
+    assert 0.05 < groups[0].runs[0].metrics[-1]["peak_memory_gib"] < 64
+
+
+def test_measured(groups: list[Group]) -> None:
+    for group in groups:
+        seen = group.runs[0].look
+        assert seen is not None
+        assert seen.measurement is not None
+        assert (seen.step, len(seen.measurement["blocks"]), len(seen.measurement["sites"])) == (6, 2, 4)
+    (axes,) = figures.alphas(groups).axes
+    lines = sorted(line.get_ydata().tolist() for line in axes.lines)
+    assert lines == [pytest.approx([1.0, 1 - 1 / 6, 1 - 2 / 6, 0.5]), [1.0] * 4]  # of the classifier: as measured
+    for figure in (figures.measured(groups, "echo"), figures.spectra(groups), figures.conditions(groups)):
+        assert len(figure.axes[0].lines) == 2
+
+
+def test_reconstructions_show_the_images(runs: Path, groups: list[Group]) -> None:
+    seen = groups[0].runs[0].look
+    assert seen is not None
+    tiles = {each.name: each for each in seen.tiles}
+    true, visible, painted = (np.stack(row) for row in tiles["reconstructions"].images)
+    images = _some(open_images("digits", "test"), 16).load(range(SHOWN))[:, 0].numpy()
+    assert np.array_equal(true[..., 0], images)
+    grey = (visible == 128).all(-1)
+    assert np.array_equal(visible[~grey], true[~grey])
+    assert np.array_equal(painted[~grey], true[~grey])
+    assert grey.mean() == pytest.approx(0.5, abs=0.05)  # the mask ratio; a true pixel may be that grey as well
+    assert len(tiles["reconstructions"].table) == SHOWN
+
+
+def test_painting_right_is_painting_the_image(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A decoder that predicts its target exactly reconstructs every pixel."""
+    from unskip.models import MAE
+    from unskip.models._mae import Reconstruction, _rows
+
+    def perfect(self: MAE, images: torch.Tensor, noise: torch.Tensor) -> Reconstruction:
+        order = noise.argsort(1)
+        target = self.target(_rows(self.patches(images), order[:, self.visible :]))
+        return Reconstruction(torch.zeros(()), target, order, torch.zeros(()))
+
+    monkeypatch.setattr(MAE, "forward", perfect)
+    (group,) = read([runs / "mae"], look=False)
+    tiles = {each.name: each for each in look(group.runs[0]).tiles}
+    true, _, painted = (np.stack(row).astype(int) for row in tiles["reconstructions"].images)
+    assert abs(true - painted).max() <= 1
+    assert max(float(str(row[2])) for row in tiles["reconstructions"].table) < 0.01
+
+
+def test_neighbours_and_patch_features(groups: list[Group]) -> None:
+    for group in groups:
+        seen = group.runs[0].look
+        assert seen is not None
+        tiles = {each.name: each for each in seen.tiles}
+        assert len(tiles["neighbours"].images) == SHOWN
+        assert {len(row) for row in tiles["neighbours"].images} == {6}
+        cosines = np.array([row[4] for row in tiles["neighbours"].table], dtype=float).reshape(SHOWN, 5)
+        assert np.all(np.diff(cosines, axis=1) <= 0)
+        marks = [text.endswith("✗") for row in tiles["neighbours"].captions for text in row[1:]]
+        assert marks == [row[1] != row[3] for row in tiles["neighbours"].table]
+        assert [len(row) for row in tiles["patch-features"].images] == [3] * SHOWN
+        assert tiles["patch-features"].images[0][1].shape == (4, 4, 3)
+    assert "reconstructions" not in {each.name for each in groups[1].runs[0].look.tiles}  # type: ignore[union-attr]
+
+
+def test_page_has_it_all(groups: list[Group]) -> None:
+    text = page(groups)
+    assert text.count("Nearest neighbours in the features of block 1") > 2
+    assert "Left out" in text
+    assert "20 nearest neighbours, by depth: no run was judged by knn20 block by block" in text
+
+
+def test_a_search_leaves_the_generator_alone(runs: Path) -> None:
+    (group,) = read([runs / "mae"], look=False)
+    before = torch.get_rng_state()
+    look(group.runs[0])
+    assert torch.equal(before, torch.get_rng_state())
+
+
+def test_what_cannot_be_looked_at(runs: Path, tmp_path: Path) -> None:
+    (none,) = read([folder(tmp_path / "none")])
+    assert none.runs[0].look is not None
+    assert none.runs[0].look.notes == ("not looked at: it has no checkpoint yet",)
+
+    (code,) = read([folder(tmp_path / "code", model="evil.py:make", weights=(1.0,))])
+    assert code.runs[0].look is not None
+    assert "its model is code (evil.py:make), which is run only with --trust" in code.runs[0].look.notes[0]
+
+    (gone,) = read([folder(tmp_path / "gone", weights=(1.0,))])
+    assert gone.runs[0].look is not None
+    assert gone.runs[0].look.notes[0].startswith("not looked at:")
+
+    (moved,) = read([runs / "mae"], look=False)
+    data = json.loads((runs / "mae" / "config.json").read_text())
+    data["config"]["data"] = "gone-{split}.parquet"
+    (tmp_path / "moved").mkdir()
+    (tmp_path / "moved" / "config.json").write_text(json.dumps(data))
+    (tmp_path / "moved" / "checkpoints").symlink_to(runs / "mae" / "checkpoints")
+    (moved,) = read([tmp_path / "moved"])
+    assert moved.runs[0].look is not None
+    assert "gone-" in moved.runs[0].look.notes[0]
+
+
+def test_few_runs_are_looked_at(tmp_path: Path) -> None:
+    """The first seed of each group comes before the second of any."""
+    for name in "ab":
+        for seed in (0, 1):
+            folder(tmp_path / name / f"seed-{seed}", shortcut=f"decay:0.{ord(name) - 92}", seed=seed)
+    groups = read([tmp_path / "a", tmp_path / "b"], look=3)
+    assert [[run.look is not None for run in group.runs] for group in groups] == [[True, True], [True, False]]

@@ -1,0 +1,215 @@
+"""The page: whole, self-contained, the same each time, and safe from what runs are called."""
+
+import base64
+import csv
+import io
+import json
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+from tests.report.runs import by_block, folder
+from tests.report.test_figures import contrast
+
+from unskip import cli, report
+from unskip.report._html import Markup, data, table, tag, words
+from unskip.report._page import _file, page
+
+EVIL = "<script>alert(1)</script><img src=x onerror=alert(2)>\"'&"
+VOID = {"meta", "link", "img", "br"}
+
+
+class Elements(HTMLParser):
+    """Every element of a page, whether it is well nested, and the text outside of script and style."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.found: list[tuple[str, dict[str, str]]] = []
+        self.open: list[str] = []
+        self.text = ""
+        self.feed(text)
+        self.close()
+        assert not self.open, f"never closed: {self.open}"
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.found.append((tag, {name: value or "" for name, value in attrs}))
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.found.append((tag, {name: value or "" for name, value in attrs}))
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if self.open and self.open[-1] not in ("script", "style"):
+            self.text += data
+
+    def of(self, name: str) -> list[dict[str, str]]:
+        return [attributes for tag, attributes in self.found if tag == name]
+
+
+def made(*paths: Path) -> str:
+    return page(report.read(paths, look=False))
+
+
+def test_page(tmp_path: Path) -> None:
+    for seed in (0, 1):
+        folder(tmp_path / "plain" / f"seed-{seed}", losses=(1, 0.5 + seed / 10), seed=seed, evals=by_block((0.1, 0.3)))
+    alert = {"step": 20, "warning": "flat-loss", "text": "the loss is flat"}
+    folder(tmp_path / "decayed", shortcut="decay:0.6", weights=(1.0, 0.6), warnings=[alert, alert | {"step": 30}])
+    text = made(tmp_path / "plain", tmp_path / "decayed")
+    found = Elements(text)
+    assert "3 runs in 2 groups of equal config: mae on digits, which differ in shortcut (keep and decay:0.6)." in text
+    assert "0.55 ± 0.071" in found.text
+    assert "flat-loss" in found.text
+    assert "Echo of the input, by depth: no checkpoint was looked at." in found.text
+    assert next(each["aria-label"] for each in found.of("svg") if each.get("role") == "img").startswith("Line chart.")
+    ids = [attributes["id"] for _, attributes in found.found if "id" in attributes]
+    assert len(ids) == len(set(ids))
+    links = [each["href"] for each in found.of("a") if each["href"].startswith("#")]
+    assert {link[1:] for link in links} <= set(ids)
+    uses = [v[1:] for _, attributes in found.found for k, v in attributes.items() if k == "xlink:href" and v[0] == "#"]
+    assert uses
+    assert set(uses) <= set(ids)
+
+
+def test_nothing_is_fetched(tmp_path: Path) -> None:
+    found = Elements(made(folder(tmp_path / "a")))
+    for _, attributes in found.found:
+        for name in ("src", "href", "xlink:href", "srcset", "action"):
+            assert attributes.get(name, "#").startswith(("#", "data:"))
+    policy = next(each["content"] for each in found.of("meta") if "http-equiv" in each)
+    assert policy.startswith("default-src 'none'; img-src data:;")
+    assert "url(http" not in _file("page.css")
+
+
+def test_data_of_a_figure(tmp_path: Path) -> None:
+    found = Elements(made(folder(tmp_path / "a", losses=(1.0, 0.5))))
+    (link,) = [each for each in found.of("a") if each.get("download") == "step-loss.csv"]
+    text = base64.b64decode(link["href"].partition("base64,")[2]).decode()
+    assert list(csv.reader(io.StringIO(text))) == [
+        ["group", "training step", "loss", "spread (standard deviation)", "runs"],
+        ["a", "10.0", "1.0", "", "1"],
+        ["a", "20.0", "0.5", "", "1"],
+    ]
+
+
+def test_the_same_each_time(tmp_path: Path) -> None:
+    path = folder(tmp_path / "a", evals=by_block((0.1, 0.2)))
+    assert made(path) == made(path)
+
+
+def test_names_are_text(tmp_path: Path) -> None:
+    path = folder(
+        tmp_path / EVIL.replace("/", ""),
+        evals=[*by_block((0.1, 0.2), name=EVIL), {"step": 10, "evaluation": EVIL, EVIL: 1.0}],
+        warnings=[{"step": 1, "warning": EVIL, "text": EVIL}],
+        shortcut=EVIL,
+        recipe=EVIL,
+    )
+    (path / "config.json").write_text(
+        (path / "config.json")
+        .read_text()
+        .replace('"versions": {"torch": "2"}', f'"versions": {json.dumps({EVIL: EVIL})}')
+    )
+    found = Elements(made(path, folder(tmp_path / "b", **{EVIL: EVIL})))
+    assert len(found.of("script")) == 1
+    assert not found.of("img")
+    assert not [name for _, attributes in found.found for name in attributes if name.startswith("on")]
+    assert "<script>alert(1)</script>" in found.text
+    assert "<script>alert(1)<script>" in found.text  # the folder: its name has no slash
+
+
+@pytest.mark.parametrize("losses", [("nan", "nan"), (), (1e308, 1e-308, -1e308), (0.0, 0.0)])
+def test_odd_numbers(tmp_path: Path, losses: tuple[object, ...]) -> None:
+    text = made(folder(tmp_path / "a", losses=losses))
+    assert "One run," in text
+    assert Elements(text).of("svg") or "no run has logged loss" in text
+
+
+def test_broken_off_and_damaged(tmp_path: Path) -> None:
+    path = folder(tmp_path / "a")
+    with (path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 40, "lo')
+    text = made(path)
+    assert "at step 30 of 100" in text
+    assert "metrics.jsonl: line 4 could not be read and is left out" in text
+
+
+def test_fifty_runs(tmp_path: Path) -> None:
+    for index in range(50):
+        rows = by_block([0.1 * index] * 12)
+        folder(tmp_path / f"r{index}", losses=[1.0] * 400, lr=float(index), weights=(1.0,) * 24, evals=rows)
+    text = made(tmp_path)
+    assert len(text) < 3_000_000
+    found = Elements(text)
+    assert "50 runs: mae on digits, which differ in lr (0.0, 1.0, 2.0, 3.0 and 46 more)." in text
+    assert "The last 40 groups are grey in the figures." in found.text
+
+
+def test_different_kinds(tmp_path: Path) -> None:
+    folder(tmp_path / "a", recipe="supervised", evals=[{"step": s, "test_accuracy": s / 100} for s in (10, 20)])
+    folder(tmp_path / "b")
+    text = made(tmp_path)
+    assert "Loss in training (supervised)" in text
+    assert "Loss in training (mae)" in text
+    assert "Accuracy on test images (supervised)" in text
+    assert "Accuracy on test images (mae)" not in text
+    assert "supervised on digits; mae on digits." in text
+
+
+def test_samples(tmp_path: Path) -> None:
+    path = folder(tmp_path / "a")
+    (path / "samples").mkdir()
+    (path / "samples" / "bad.png").write_bytes(b"<script>")
+    assert not Elements(made(path)).of("img")
+    (path / "samples" / "bad.png").unlink()
+    (path / "samples" / "step-30.png").write_bytes(b"\x89PNG\r\n\x1a\n...")
+    (image,) = Elements(made(path)).of("img")
+    assert image["src"].startswith("data:image/png;base64,")
+
+
+def test_colours_stand_out() -> None:
+    """Text 4.5 to 1, lines 3 to 1, on the page and on its cards, light and dark."""
+    schemes = [dict(re.findall(r"--(\w+): (#\w{6})", part)) for part in _file("page.css").split("prefers-color-scheme")]
+    assert len(schemes) == 2
+    for scheme in schemes:
+        for ground in ("page", "card"):
+            for name in ("ink", "soft", "link"):
+                assert contrast(scheme[name], scheme[ground]) >= 4.5, (name, scheme[ground])
+            for name in ("c0", "c1", "c2", "c3", "c4", "c5"):
+                assert contrast(scheme[name], scheme[ground]) >= 3, (name, scheme[ground])
+            assert contrast(scheme["rest"], scheme[ground]) >= 2.8
+
+
+def test_markup() -> None:
+    assert tag("p", "<", Markup("<b>x</b>"), None, class_="a", title='"', gone=None) == (
+        '<p class="a" title="&quot;">&lt;<b>x</b></p>'
+    )
+    assert "data-value" not in table("t", ["x"], [[float("nan")]])
+    assert 'data-value="2.0"' in table("t", ["x"], [[2]])
+    assert "the CSV has all" in data("t", "t", ["x"], [[i] for i in range(300)])
+    assert [words(["a"]), words(["a", "b"]), words(list("abc")), words(list("abcd"), 2)] == [
+        "a",
+        "a and b",
+        "a, b and c",
+        "a, b and 2 more",
+    ]
+    encoded = re.search(r"base64,([^\"]+)", data("t", "t", ["x"], [["=1+1"], [-1]]))
+    assert encoded
+    assert base64.b64decode(encoded[1]).decode() == "x\n'=1+1\n-1\n"
+
+
+def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = folder(tmp_path / "a")
+    out = tmp_path / "new" / "page.html"
+    assert cli.main(["report", str(run), "--out", str(out), "--look", "0"]) == 0
+    assert capsys.readouterr().out == f"{out}\n"
+    assert out.read_text() == made(run)
+    assert [each.name for each in out.parent.iterdir()] == ["page.html"]
+    for wrong in ([], [str(tmp_path / "x")], [str(run), "--look", "-1"]):
+        assert cli.main(["report", *wrong]) == 2
+        assert capsys.readouterr().err.count("\n") == 1

@@ -1,0 +1,148 @@
+"""Run folders are read whatever state they are in, and what was wrong is said."""
+
+import json
+import math
+import tempfile
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.report.runs import CONFIG, folder
+
+from unskip.errors import BadInput
+from unskip.report._read import clean, number, read_groups, read_run
+
+
+def test_run(tmp_path: Path) -> None:
+    run = read_run(folder(tmp_path / "a", weights=(1.0, 0.6), evals=[{"step": 30, "evaluation": "x", "knn20": 0.5}]))
+    assert (run.name, run.recipe, run.seed, run.step, run.steps) == ("a", "mae", 0, 30, 100)
+    assert [row["loss"] for row in run.metrics] == [1.0, 0.5, 0.25]
+    assert [(each.site, each.alpha) for each in run.weights] == [(0, 1.0), (1, 0.6)]
+    assert run.state == "at step 30 of 100"
+    assert run.notes == ()
+
+
+@pytest.mark.parametrize(
+    ("change", "state"),
+    [
+        ({"steps": 30}, "finished, 30 steps"),
+        ({"steps": None}, "at step 30"),
+        ({"losses": ()}, "no step logged yet"),
+        ({"warnings": [{"step": 30, "warning": "non-finite-loss", "text": ""}]}, "stopped at step 30: the loss"),
+    ],
+)
+def test_state(tmp_path: Path, change: dict[str, object], state: str) -> None:
+    assert read_run(folder(tmp_path / "a", **change)).state.startswith(state)  # type: ignore[arg-type]
+
+
+def test_planned_steps_come_from_the_folder(tmp_path: Path) -> None:
+    path = folder(tmp_path / "a", steps=None)
+    about = json.loads((path / "config.json").read_text()) | {"steps": 30}
+    (path / "config.json").write_text(json.dumps(about))
+    assert read_run(path).state == "finished, 30 steps"
+
+
+def test_damaged_lines_are_left_out_and_counted(tmp_path: Path) -> None:
+    path = folder(tmp_path / "a")
+    with (path / "metrics.jsonl").open("ab") as file:
+        file.write(b'{"step": 40, "loss": 0.1}\n[1, 2]\n{"loss": 3}\n\xff\xfe\n{"step": 50, "lo')
+    run = read_run(path)
+    assert [row["step"] for row in run.metrics] == [10, 20, 30, 40]
+    assert run.notes == ("metrics.jsonl: 4 lines, the first is line 5, could not be read and are left out",)
+
+
+def test_not_finite(tmp_path: Path) -> None:
+    run = read_run(folder(tmp_path / "a", losses=(1.0, "nan", float("inf"), 0.5)))
+    assert [math.isfinite(row["loss"]) for row in run.metrics] == [True, False, False, True]
+    assert run.notes == ("the loss is not finite at step 20, and in 2 logged steps in all",)
+
+
+def test_a_step_logged_again_counts_once(tmp_path: Path) -> None:
+    path = folder(tmp_path / "a")
+    with (path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 20, "loss": 0.75}\n')
+    assert [(row["step"], row["loss"]) for row in read_run(path).metrics] == [(10, 1.0), (20, 0.75), (30, 0.25)]
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"config": 3}', "[" * 100_000])
+def test_a_config_that_cannot_be_read_leaves_the_rest(tmp_path: Path, text: str) -> None:
+    path = folder(tmp_path / "a")
+    (path / "config.json").write_text(text)
+    run = read_run(path)
+    assert (run.config, len(run.metrics), run.recipe) == ({}, 3, "unknown")
+
+
+def test_a_damaged_checkpoint_is_noted(tmp_path: Path) -> None:
+    path = folder(tmp_path / "a", weights=(1.0,))
+    (path / "checkpoints" / "step-30" / "encoder" / "unskip.json").write_text('{"wiring": {"sites": [{"index": 0}]}}')
+    run = read_run(path)
+    assert run.weights == ()
+    assert run.notes == ("unskip.json of step 30: damaged, so the weights of its sites are not known",)
+
+
+def test_groups(tmp_path: Path) -> None:
+    for seed in (0, 1, 10):
+        folder(tmp_path / "decayed" / f"seed-{seed}", shortcut="decay:0.6", seed=seed)
+    folder(tmp_path / "plain")
+    groups = read_groups([tmp_path / "plain", tmp_path / "decayed", tmp_path / "plain"])
+    assert [(group.label, [run.seed for run in group.runs], group.place) for group in groups] == [
+        ("plain", [0], 0),
+        ("decayed", [0, 1, 10], 1),
+    ]
+
+
+def test_equal_names_and_equal_configs(tmp_path: Path) -> None:
+    folder(tmp_path / "one" / "x", shortcut="cut")
+    folder(tmp_path / "two" / "x")
+    folder(tmp_path / "x-seed1", seed=1)
+    groups = read_groups([tmp_path / "one" / "x", tmp_path / "two" / "x", tmp_path / "x-seed1"])
+    assert [(group.label, len(group.runs)) for group in groups] == [("x", 1), ("x (2)", 2)]
+
+
+def test_runs_without_configs_are_not_taken_for_equal(tmp_path: Path) -> None:
+    for name in "ab":
+        folder(tmp_path / name)
+        (tmp_path / name / "config.json").unlink()
+    groups = read_groups([tmp_path])
+    assert [group.label for group in groups] == ["a", "b"]
+    assert groups[0].runs[0].notes == ("config.json: not there",)
+
+
+def test_no_run(tmp_path: Path) -> None:
+    with pytest.raises(BadInput, match="no run to report on"):
+        read_groups([])
+    with pytest.raises(BadInput, match="no such folder"):
+        read_groups([tmp_path / "x"])
+    with pytest.raises(BadInput, match=r"no run there \(it has no config.json"):
+        read_groups([tmp_path])
+
+
+@given(
+    metrics=st.binary(max_size=200),
+    evals=st.lists(
+        st.dictionaries(
+            st.sampled_from(["step", "block", "knn20", "evaluation", "<b>"]),
+            st.one_of(st.none(), st.integers(), st.floats(), st.text(max_size=5), st.lists(st.integers(), max_size=2)),
+        ),
+        max_size=4,
+    ),
+)
+def test_whatever_a_log_holds(metrics: bytes, evals: list[dict[str, object]]) -> None:
+    from unskip.report._page import page
+
+    with tempfile.TemporaryDirectory() as place:
+        path = folder(Path(place) / "run")
+        (path / "metrics.jsonl").write_bytes(metrics)
+        (path / "evals.jsonl").write_text("".join(json.dumps(row) + "\n" for row in evals))
+        text = page(read_groups([path]))
+    assert text.endswith("</html>\n")
+
+
+def test_words() -> None:
+    assert clean("a\n\tb\x00\u202e c", 80) == "a b c"
+    assert clean("x" * 100, 10) == "xxxxxxxxx…"
+    assert clean("\udcff") == "?"
+    assert number("NaN") != number("NaN")
+    assert number(10**400) == math.inf
+    assert (number("3"), number(True), number(None), number(CONFIG)) == (None,) * 4
