@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import torch
 from tests.absorption import oracle
 
-from unskip.absorption import Block, absorb
+from unskip.absorption import Block, Norm, absorb
 
 WORDS = {"relu": (1.0, True), "gelu": (1.0, False), "silu": (1.0, False), "leaky_relu:-3": (-2.0, True)}
 WORDS |= {"softplus": (1.0, False), "leaky_relu:0.5": (1.5, True)}
@@ -58,16 +60,68 @@ def case(random: np.random.Generator) -> tuple[Block, dict[str, np.ndarray], int
     return block, weights, width, odd, homogeneous
 
 
+def reduced(weights: dict[str, np.ndarray], norm: Norm | None) -> dict[str, np.ndarray]:
+    """The same question without its norm, in whole numbers: differences of outputs, or of inputs, are what is left."""
+    if norm is None or norm.kind == "rmsnorm":
+        return weights
+    up, down, skip = weights["up"], weights["down"], weights["skip"]
+    if norm.place == "post":
+        return {**weights, "down": down[:-1] - down[-1:], "skip": skip[:-1] - skip[-1:]}
+    return {**weights, "up": up[:, :-1] - up[:, -1:], "skip": skip[:, :-1] - skip[:, -1:]}
+
+
+def normed(random: np.random.Generator, block: Block, homogeneous: bool) -> Norm | None:
+    """A norm, or none; what comes out of a norm is a ball, for which the truth is not written down for kinks."""
+    choice = random.random()
+    if choice < 0.15 and block.outputs > 1:
+        return Norm("layernorm", "post", 1e-5)
+    if choice < 0.2:
+        return Norm("rmsnorm", "post", 1e-5)
+    if choice < 0.35 and block.inputs > 1 and not homogeneous:
+        return Norm("layernorm", "input", 1e-5)
+    return None
+
+
 def run(count: int, seed: int) -> dict[str, int]:
     """Decides `count` blocks and compares each with the truth. A wrong verdict raises."""
     random = np.random.default_rng(seed)
     counts = {"possible": 0, "impossible": 0, "undecided": 0}
     for index in range(count):
         block, weights, width, odd, homogeneous = case(random)
-        truth = oracle.absorbable(**weights, odd=odd, homogeneous=homogeneous, width=width)
+        norm = normed(random, block, homogeneous)
+        block = replace(block, norm=norm)
+        truth = oracle.absorbable(**reduced(weights, norm), odd=odd, homogeneous=homogeneous, width=width)
         verdict = absorb(block, width=width)
-        where = f"seed {seed}, block {index}: {verdict} but the truth is {truth}: {weights}"
+        where = f"seed {seed}, block {index}, {norm}: {verdict} but the truth is {truth}: {weights}"
         assert verdict.status != ("impossible" if truth else "possible"), where
         assert verdict.verify(), f"does not verify: {where}"
+        counts[verdict.status] += 1
+    return counts
+
+
+def run_without_constants(count: int, seed: int) -> dict[str, int]:
+    """Blocks with hidden biases and no output bias: a flip set also has to leave no constant. No degenerate units."""
+    random = np.random.default_rng(seed)
+    counts = {"possible": 0, "impossible": 0, "undecided": 0}
+    while sum(counts.values()) < count:
+        d, h = int(random.integers(1, 4)), int(random.integers(1, 7))
+        up, down = random.integers(-3, 4, (h, d)), random.integers(-2, 3, (d, h))
+        bias = random.integers(-2, 3, h)
+        if len(oracle.keys(up, bias, down, False)) < h:
+            continue
+        chosen = random.random(h) < 0.5
+        skip = -(down[:, chosen] @ up[chosen]).astype(float)
+        if random.random() < 0.3 and chosen.any():
+            bias[chosen] = 0
+        if len(oracle.keys(up, bias, down, False)) < h:
+            continue
+        whole = np.concatenate([up, bias[:, None]], 1)
+        miss, _ = oracle.closest(whole, down, np.concatenate([skip, np.zeros((d, 1))], 1), 1.0)
+        tensors = (torch.tensor(value, dtype=torch.float64) for value in (up, down, bias, skip))
+        one, two, three, four = tensors
+        verdict = absorb(Block(one, two, up_bias=three, activation="gelu", skip=four))
+        where = f"seed {seed}: {verdict} but the nearest flip set misses by {miss}: {up} {bias} {down} {skip}"
+        assert verdict.status != ("impossible" if miss < 1e-9 else "possible"), where
+        assert verdict.verify(), where
         counts[verdict.status] += 1
     return counts

@@ -339,13 +339,17 @@ def test_a_small_campaign() -> None:
     counts = campaign.run(300, seed=1)
     assert counts["undecided"] <= 10
     assert min(counts["possible"], counts["impossible"]) > 50
+    counts = campaign.run_without_constants(60, seed=2)
+    assert counts["undecided"] == 0
+    assert min(counts["possible"], counts["impossible"]) > 5
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("seed", range(8))
 def test_the_campaign(seed: int) -> None:
     counts = campaign.run(2_600, seed=1000 + seed)
-    assert counts["undecided"] <= 60
+    assert counts["undecided"] <= 130
+    campaign.run_without_constants(300, seed=2000 + seed)
 
 
 def test_it_is_at_the_top() -> None:

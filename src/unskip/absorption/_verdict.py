@@ -103,7 +103,8 @@ class Verdict:
         block = self.block
         head = f"{block.inputs} > {block.width} > {block.outputs}, {block.activation}: {self.status}"
         lines = [head + (" (exact)" if self.exact else ""), f"  {self.reason}", f"  holds on: {self.domain}"]
-        lines += [f"  obstruction ({each.kind}): {each.sentence}" for each in self.obstructions]
+        for each in self.obstructions:
+            lines.append(f"  obstruction: {each.kind}" + (f": {each.sentence}" if each.sentence != self.reason else ""))
         if self.error is not None:
             lines.append(f"  error of the replacement, relative to the skip: {self.error:.3g}")
         if self.status != "possible" and self.extra_width:
