@@ -128,6 +128,10 @@ def test_vectors_are_refused_by_name_of_their_shape() -> None:
         Muon([{"params": [start((5, 5))], "use": "sgd"}])
     with pytest.raises(BadInput, match="adjust_lr_fn"):
         Muon([start((5, 5))], adjust_lr_fn="none")  # type: ignore[arg-type]
+    with pytest.raises(BadInput, match="three numbers"):
+        Muon([start((5, 5))], ns_coefficients=(1, 2))  # type: ignore[arg-type]
+    with pytest.raises(BadInput, match="adam_eps must be"):
+        Muon([start((5, 5))], adam_eps=-1)
     with pytest.raises(BadInput, match="not among"):
         Muon([start((5, 5))], splits={start((6, 6)): 3})
 

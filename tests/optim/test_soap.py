@@ -358,6 +358,8 @@ def test_a_parameter_may_come_late_or_pause() -> None:
 def test_wrong_options_are_named(options: dict[str, Any], message: str) -> None:
     with pytest.raises(BadInput, match=message):
         SOAP([start((2, 2))], **options)
+    with pytest.raises(BadInput, match=message):
+        SOAP([{"params": [start((2, 2))], **options}])
 
 
 def test_what_cannot_be_optimized_is_refused() -> None:
@@ -429,6 +431,23 @@ def test_a_loaded_state_is_a_copy() -> None:
     other.load_state_dict(saved)
     run(other, [(twin, grads)], range(5, 10))
     assert same(optimizer.state_dict(), kept)
+
+
+def test_what_a_hook_makes_of_a_state_is_loaded() -> None:
+    param, grads = start((5, 4), torch.bfloat16), gradients((5, 4), dtype=torch.bfloat16)
+    optimizer = SOAP([param])
+    run(optimizer, [(param, grads)], range(3))
+
+    def forget(_: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+        state = copy.deepcopy(state)
+        state["state"][0]["exp_avg"].zero_()
+        return state
+
+    other = SOAP([param])
+    other.register_load_state_dict_pre_hook(forget)
+    other.load_state_dict(optimizer.state_dict())
+    assert not other.state[param]["exp_avg"].any()
+    assert torch.equal(other.state[param]["left"], optimizer.state[param]["left"])
 
 
 def test_a_state_that_does_not_fit_is_refused() -> None:

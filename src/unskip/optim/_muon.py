@@ -85,6 +85,10 @@ class Muon(torch.optim.Optimizer):
             number("Muon", "momentum", group["momentum"], below=1)
             whole("Muon", "ns_steps", group["ns_steps"], low=0)
             betas_of("Muon", group["betas"])
+            number("Muon", "eps", group["eps"])
+            number("Muon", "adam_eps", group["adam_eps"])
+            if len(group["ns_coefficients"]) != 3:
+                raise BadInput(f"Muon: ns_coefficients must be three numbers, got {group['ns_coefficients']!r}")
             if group["use"] not in ("muon", "adamw"):
                 raise BadInput(f"Muon: a group's use is {group['use']!r}; it can be 'muon' or 'adamw'")
             if group["adjust_lr_fn"] not in (None, *ADJUST):

@@ -73,10 +73,6 @@ class SOAP(torch.optim.Optimizer):
         state_dtype: Literal["float32", "bfloat16"] = "float32",
         check: bool = False,
     ) -> None:
-        if precision not in ("tf32", "float32"):
-            raise BadInput(f"SOAP: precision is {precision!r}; it can be 'tf32' or 'float32'")
-        if state_dtype not in ("float32", "bfloat16"):
-            raise BadInput(f"SOAP: state_dtype is {state_dtype!r}; it can be 'float32' or 'bfloat16'")
         self._splits = {} if splits is None else dict(splits)
         self._check = check
         self._teams: dict[int, list[_Team]] = {}
@@ -111,6 +107,10 @@ class SOAP(torch.optim.Optimizer):
                 number("SOAP", "shampoo_beta", group["shampoo_beta"], below=1)
             whole("SOAP", "refresh_every", group["refresh_every"], low=1)
             whole("SOAP", "max_dim", group["max_dim"], low=0)
+            if group["precision"] not in ("tf32", "float32"):
+                raise BadInput(f"SOAP: precision is {group['precision']!r}; it can be 'tf32' or 'float32'")
+            if group["state_dtype"] not in ("float32", "bfloat16"):
+                raise BadInput(f"SOAP: state_dtype is {group['state_dtype']!r}; it can be 'float32' or 'bfloat16'")
             plain("SOAP", group["params"])
             group["blocks"] = [self._blocks(param) for param in group["params"]]
         except BadInput:
@@ -161,12 +161,21 @@ class SOAP(torch.optim.Optimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         params = [param for group in self.param_groups for param in group["params"]]
-        loadable("SOAP", state_dict, params, group="updates", entry="exp_avg")
-        super().load_state_dict(state_dict)
+        given: dict[str, Any] = {}
+
+        def look(_: torch.optim.Optimizer, state: dict[str, Any]) -> None:  # at what the user's own hooks made of it
+            loadable("SOAP", state, params, group="updates", entry="exp_avg")
+            given.update(state)
+
+        hook = self.register_load_state_dict_pre_hook(look)
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            hook.remove()
         # The base class casts every entry to its parameter's dtype; these have dtypes of their own.
-        ids = [key for group in state_dict["param_groups"] for key in group["params"]]
+        ids = [key for group in given["param_groups"] for key in group["params"]]
         for key, param in zip(ids, params, strict=True):
-            for name, value in state_dict["state"].get(key, {}).items():
+            for name, value in given["state"].get(key, {}).items():
                 self.state[param][name] = value.to(param.device, copy=True)
         self._teams = {}
 
