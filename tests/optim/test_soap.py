@@ -600,3 +600,18 @@ def test_autocast_does_not_reach_inside() -> None:
     with torch.autocast("cpu", torch.bfloat16):
         run(SOAP([cast]), [(cast, grads)], range(12))
     assert torch.equal(plain, cast)
+
+
+def test_a_rehearsed_refresh_leaves_no_trace() -> None:
+    params = [start((6, 4)), start((4, 6), seed=2), start((5,), seed=3)]
+    optimizer = SOAP(params, refresh_every=3)
+    run(optimizer, [(param, gradients(tuple(param.shape))) for param in params], range(5))
+    before = copy.deepcopy(optimizer.state_dict())
+    (team,) = optimizer._teams[0]
+    for lots in team.calendar:
+        team._refresh(lots, write=False)
+    assert any(team.calendar)
+    after = optimizer.state_dict()
+    for key, entry in before["state"].items():
+        for name, value in entry.items():
+            assert torch.equal(after["state"][key][name], value), name

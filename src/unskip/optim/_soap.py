@@ -17,7 +17,7 @@ Vyas et al., "SOAP: Improving and Stabilizing Shampoo using Adam" (arXiv 2409.11
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import groupby
 from typing import Any, Literal
 
@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from unskip.errors import BadInput
-from unskip.optim._basis import eigenbasis, refresh
+from unskip.optim._basis import eigenbasis
 from unskip.optim._checks import betas_of, dense, loadable, number, plain, whole
 from unskip.optim._kernels import Factors
 from unskip.optim._precision import Precision, products
@@ -259,20 +259,10 @@ class _Team:
         self.rhythm = (group["refresh_every"], group["stagger"])
         self.calendar = calendar(faces, *self.rhythm)
         if self.device.type == "cuda":
-            self._rehearse()
-
-    def _rehearse(self) -> None:
-        """One refresh of each size on nothing: kernels are compiled and libraries loaded now, not in a later step."""
-        kinds = {
-            (stack.fields[side].shape[-1], stack.fields[f"{side}_basis"].dtype, stack.work)
-            for stack in self.stacks
-            if isinstance(stack, Matrices)
-            for side in SIDES
-            if side in stack.fields
-        }
-        for size, dtype, work in kinds:
-            basis = torch.eye(size, dtype=dtype if dtype == torch.float16 else work, device=self.device)[None]
-            refresh(torch.zeros(1, size, size, dtype=work, device=self.device), basis)
+            # Kernels are compiled and libraries loaded now, not in the steps to come.
+            with products(group["precision"], self.device):
+                for lots in self.calendar:
+                    self._refresh(lots, write=False)
 
     def step(self, group: dict[str, Any]) -> None:
         grads = [param.grad for param in self.params]
@@ -282,10 +272,12 @@ class _Team:
             mine = [grads[place] for place in stack.places]
             if any(grad is not None for grad in mine):
                 stack.update(mine, ok, factors, _beta(group), group["eps"])
-        lots = self.calendar[group["updates"] % group["refresh_every"]]
+        self._refresh(self.calendar[group["updates"] % group["refresh_every"]])
+
+    def _refresh(self, lots: Sequence[Lot], write: bool = True) -> None:
         for _, same in groupby(lots, key=lambda lot: (lot.face.size, self._stack(lot).work)):
             pieces = [(self._stack(lot), Piece(lot.face.side, lot.start, lot.stop)) for lot in same]
-            refresh_pieces(pieces, self.counters["held"])
+            refresh_pieces(pieces, self.counters["held"], write)
 
     def stale(self, group: dict[str, Any]) -> bool:
         """Whether the group has another rhythm by now, or a parameter other memory."""

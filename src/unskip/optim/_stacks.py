@@ -148,8 +148,11 @@ class Piece(NamedTuple):
     stop: int
 
 
-def refresh_pieces(pieces: Sequence[tuple[Matrices, Piece]], held: Tensor) -> None:
-    """Refreshes bases of one size, adding to `held` what was put off. The moments follow the basis."""
+def refresh_pieces(pieces: Sequence[tuple[Matrices, Piece]], held: Tensor, write: bool = True) -> None:
+    """Refreshes bases of one size, adding to `held` what was put off. The moments follow the basis.
+
+    With `write` False all of it is computed and nothing kept: a rehearsal.
+    """
     parts = [(stack, piece, slice(piece.start, piece.stop)) for stack, piece in pieces]
     work = parts[0][0].work
     old = _joined([stack.fields[f"{p.side}_basis"][rows] for stack, p, rows in parts])
@@ -161,13 +164,17 @@ def refresh_pieces(pieces: Sequence[tuple[Matrices, Piece]], held: Tensor) -> No
         moment = stack.fields["exp_avg"][rows]
         wide, before = moment.to(work), before.to(work)
         if piece.side == "left":
-            moment.copy_(torch.bmm(after, torch.bmm(before.mT, wide)))
+            turned = torch.bmm(after, torch.bmm(before.mT, wide))
             chosen = order[:, :, None]
         else:
-            moment.copy_(torch.bmm(torch.bmm(wide, before), after.mT))
+            turned = torch.bmm(torch.bmm(wide, before), after.mT)
             chosen = order[:, None, :]
         squares = stack.fields["exp_avg_sq"][rows]
-        squares.copy_(squares.take_along_dim(chosen, -2 if piece.side == "left" else -1))
+        chosen = squares.take_along_dim(chosen, -2 if piece.side == "left" else -1)
+        if not write:
+            continue
+        moment.copy_(turned)
+        squares.copy_(chosen)
         stack.fields[f"{piece.side}_basis"][rows].copy_(after)  # last: `before` may be a view of it
         held.index_add_(0, stack.index[rows], late.to(held.dtype))
 
