@@ -1,6 +1,24 @@
-"""Models of objectives, around blocks of timm: the masked autoencoder."""
+"""Models of objectives, around blocks of timm: the masked autoencoder, SiT and U-ViT, and what lies between noise and
+data: interpolants and samplers."""
 
+from unskip.models._flow import Flow
 from unskip.models._mae import MAE, Reconstruction
 from unskip.models._published import load_published
+from unskip.models._published_sit import load_published_sit
+from unskip.models._samplers import Drawn, Sampling, draw, drawn
+from unskip.models._sit import SiT
+from unskip.models._uvit import UViT
 
-__all__ = ["MAE", "Reconstruction", "load_published"]
+__all__ = [
+    "MAE",
+    "Drawn",
+    "Flow",
+    "Reconstruction",
+    "Sampling",
+    "SiT",
+    "UViT",
+    "draw",
+    "drawn",
+    "load_published",
+    "load_published_sit",
+]

@@ -1,0 +1,143 @@
+"""Between noise and data: interpolants, what a network predicts of them, and the loss.
+
+    x_t = a_t x + s_t e,    v_t = a'_t x + s'_t e,    t from noise e at 0 to data x at 1
+
+    linear   a = t,              s = 1 - t
+    gvp      a = sin(pi t / 2),  s = cos(pi t / 2): the variance stays where data has variance 1
+
+A network sees x_t and t and predicts the velocity v, the noise e, or the data x. Each gives the others: two equations
+in two unknowns. The score is -e / s. Ma et al., "SiT", arXiv 2401.08740; Lipman et al., arXiv 2210.02747.
+
+    velocity   E |network(x_t, t) - v_t|^2,   t uniform, or logit-normal: sigmoid(mean + deviation n) (arXiv 2403.03206)
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, get_args
+
+import torch
+from torch import Tensor, nn
+
+from unskip.errors import BadInput
+
+Interpolant = Literal["linear", "gvp"]
+Target = Literal["velocity", "noise", "data"]
+Times = Literal["uniform", "logit-normal"]
+_MARGIN = 1e-3  # at the ends of time, where noise or data alone does not give the velocity
+
+
+class Path(NamedTuple):
+    """a, s and their derivatives at some times, in the shape of those."""
+
+    a: Tensor
+    s: Tensor
+    da: Tensor
+    ds: Tensor
+
+
+class Parts(NamedTuple):
+    """What a prediction says of x_t."""
+
+    velocity: Tensor
+    noise: Tensor
+    data: Tensor
+
+
+@dataclass(frozen=True)
+class Flow:
+    """An interpolant, what the network predicts, and how times and labels are drawn in training."""
+
+    interpolant: Interpolant = "linear"
+    target: Target = "velocity"
+    times: Times = "uniform"
+    time_mean: float = 0.0  # of logit-normal times, before the sigmoid
+    time_deviation: float = 1.0
+    label_dropout: float = 0.1  # how often a label is left out, for classifier-free guidance
+
+    def __post_init__(self) -> None:
+        for name, known in (("interpolant", Interpolant), ("target", Target), ("times", Times)):
+            if getattr(self, name) not in get_args(known):
+                raise BadInput(f"{name} is {getattr(self, name)!r}; it can be {', '.join(get_args(known))}")
+        if not 0 <= self.label_dropout < 1:
+            raise BadInput(f"label_dropout is {self.label_dropout}; it is a share from 0 up to but without 1")
+        if not self.time_deviation > 0:
+            raise BadInput(f"time_deviation is {self.time_deviation}; it is above 0")
+
+    @property
+    def ends(self) -> tuple[float, float]:
+        """The first and last time at which a prediction gives the velocity."""
+        first = _MARGIN if self.target == "noise" else 0.0
+        return first, 1 - (_MARGIN if self.target == "data" else 0.0)
+
+    def path(self, time: Tensor) -> Path:
+        if self.interpolant == "linear":
+            one = torch.ones_like(time)
+            return Path(time, 1 - time, one, -one)
+        angle = math.pi / 2 * time
+        return Path(angle.sin(), angle.cos(), math.pi / 2 * angle.cos(), -math.pi / 2 * angle.sin())
+
+    def mixed(self, data: Tensor, noise: Tensor, time: Tensor) -> Tensor:
+        """x_t; times are (batch,)."""
+        path = self.path(_like(time, data))
+        return path.a * data + path.s * noise
+
+    def wanted(self, data: Tensor, noise: Tensor, time: Tensor) -> Tensor:
+        """What the network should predict."""
+        if self.target == "noise":
+            return noise
+        if self.target == "data":
+            return data
+        path = self.path(_like(time, data))
+        return path.da * data + path.ds * noise
+
+    def parts(self, x: Tensor, prediction: Tensor, time: Tensor) -> Parts:
+        """Velocity, noise and data that a prediction at x_t means."""
+        a, s, da, ds = self.path(_like(time, x))
+        if self.target == "velocity":
+            det = a * ds - s * da  # -1 for linear, -pi / 2 for gvp
+            return Parts(prediction, (a * prediction - da * x) / det, (ds * x - s * prediction) / det)
+        if self.target == "noise":
+            data = (x - s * prediction) / a
+            return Parts(da * data + ds * prediction, prediction, data)
+        noise = (x - a * prediction) / s
+        return Parts(da * prediction + ds * noise, noise, prediction)
+
+    def drawn_times(self, count: int, device: torch.device, generator: torch.Generator | None = None) -> Tensor:
+        """(count,) float32, for training."""
+        if self.times == "uniform":
+            time = torch.rand(count, device=device, generator=generator)
+        else:
+            normal = torch.randn(count, device=device, generator=generator)
+            time = torch.sigmoid(self.time_mean + self.time_deviation * normal)
+        first, last = self.ends
+        return first + (last - first) * time
+
+    def loss(
+        self,
+        network: nn.Module,
+        data: Tensor,
+        labels: Tensor,
+        classes: int,
+        *,
+        time: Tensor | None = None,
+        noise: Tensor | None = None,
+        generator: torch.Generator | None = None,
+    ) -> Tensor:
+        """The mean squared error for each image, (batch,). What is not given is drawn."""
+        if time is None:
+            time = self.drawn_times(len(data), data.device, generator)
+        if noise is None:
+            noise = torch.randn(data.shape, device=data.device, generator=generator)
+        if self.label_dropout:
+            left_out = torch.rand(len(labels), device=labels.device, generator=generator) < self.label_dropout
+            labels = torch.where(left_out, classes, labels)
+        prediction = network(self.mixed(data, noise, time), time, labels)
+        error: Tensor = (prediction.float() - self.wanted(data, noise, time)).square().flatten(1).mean(1)
+        return error
+
+
+def _like(time: Tensor, x: Tensor) -> Tensor:
+    """(batch,) to (batch, 1, 1, 1)."""
+    return time.to(x.dtype).reshape(-1, *[1] * (x.ndim - 1))

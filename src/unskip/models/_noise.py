@@ -1,0 +1,57 @@
+"""Normal noise as a function of (seed, sample, step), on any device: sample i is the same whatever its company.
+
+    bits(seed, sample, step, place)  by splitmix64's finaliser (Steele et al. 2014), once a number
+    two of them make two normal numbers: sqrt(-2 log u) cos(2 pi w), sqrt(-2 log u) sin(2 pi w) (Box & Muller 1958)
+
+There is no state and no order, so nothing has to be drawn before something else. Bits are the same on every device; the
+numbers are too, but for the last digit of its logarithm.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+_GOLDEN, _FIRST, _SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+
+
+def normal(
+    seed: int, samples: Tensor, step: int, shape: Sequence[int], device: torch.device | str | None = None
+) -> Tensor:
+    """(samples, *shape), float32: independent normal numbers for every seed, sample (int64), step and place."""
+    device = samples.device if device is None else torch.device(device)
+    count = math.prod(shape)
+    pairs = (count + 1) // 2
+    key = _mixed(_mixed(torch.tensor(_signed(seed), device=device), step), samples.to(device))  # (samples,)
+    places = torch.arange(2 * pairs, device=device)
+    units = _unit(_mixed(key[:, None], places))  # (samples, 2 pairs)
+    radius = (-2 * units[:, :pairs].log()).sqrt()
+    angle = 2 * math.pi * units[:, pairs:]
+    values = torch.cat([radius * angle.cos(), radius * angle.sin()], 1)[:, :count]
+    return values.float().reshape(len(samples), *shape)
+
+
+def _mixed(key: Tensor, number: Tensor | int) -> Tensor:
+    """int64 that wraps around, as unsigned numbers would."""
+    x = key + (number + 1) * _signed(_GOLDEN)
+    x = (x ^ _shifted(x, 30)) * _signed(_FIRST)
+    x = (x ^ _shifted(x, 27)) * _signed(_SECOND)
+    return x ^ _shifted(x, 31)
+
+
+def _unit(bits: Tensor) -> Tensor:
+    """Uniform in (0, 1), float64: the upper 53 bits, and half a step more."""
+    return (_shifted(bits, 11).double() + 0.5) * 2.0**-53
+
+
+def _shifted(x: Tensor, by: int) -> Tensor:
+    """To the right, with zeros from the left."""
+    return (x >> by) & ((1 << (64 - by)) - 1)
+
+
+def _signed(number: int) -> int:
+    number %= 2**64
+    return number - 2**64 if number >= 2**63 else number
