@@ -25,7 +25,8 @@ def normal(
     device = samples.device if device is None else torch.device(device)
     count = math.prod(shape)
     pairs = (count + 1) // 2
-    key = _mixed(_mixed(torch.tensor(_signed(seed), device=device), step), samples.to(device))  # (samples,)
+    start = _mixed(torch.tensor(_signed(seed)), torch.tensor(_signed(step)))
+    key = _mixed(start.to(device), samples.to(device))  # (samples,)
     places = torch.arange(2 * pairs, device=device)
     units = _unit(_mixed(key[:, None], places))  # (samples, 2 pairs)
     radius = (-2 * units[:, :pairs].log()).sqrt()
@@ -34,7 +35,7 @@ def normal(
     return values.float().reshape(len(samples), *shape)
 
 
-def _mixed(key: Tensor, number: Tensor | int) -> Tensor:
+def _mixed(key: Tensor, number: Tensor) -> Tensor:
     """int64 that wraps around, as unsigned numbers would."""
     x = key + (number + 1) * _signed(_GOLDEN)
     x = (x ^ _shifted(x, 30)) * _signed(_FIRST)
