@@ -26,6 +26,9 @@ FROZEN = {
     "probe-lbfgs-v1": "49ddbf92af033b6a",
     "finetune-mae-v1": "a4266ff1080c6bbc",
     "rank-v1": "316cf7f7321f6700",
+    "segment-linear-v1": "8d41161813b99800",
+    "segment-ridge-v1": "1ab50a825473690b",
+    "discover-tokencut-v1": "d211f5b90e01c24c",
 }
 
 

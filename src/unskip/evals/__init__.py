@@ -1,22 +1,39 @@
 """Judge it: features of every block in one pass, and named, frozen protocols that turn them into numbers."""
 
+from unskip.evals._discover import discover, discoveries
 from unskip.evals._evaluate import Result, evaluate
 from unskip.evals._extract import Features, extract
 from unskip.evals._finetune import finetune
+from unskip.evals._iou import class_iou, confusion, mean_iou
 from unskip.evals._knn import knn
+from unskip.evals._patches import Patches, patches
 from unskip.evals._probe import linear_probe
 from unskip.evals._protocols import PROTOCOLS, Protocol
 from unskip.evals._rank import rank
+from unskip.evals._segment import Segmentation, segment, segment_blocks
+from unskip.evals._tokencut import Discovery, tokencut
 
 __all__ = [
     "PROTOCOLS",
+    "Discovery",
     "Features",
+    "Patches",
     "Protocol",
     "Result",
+    "Segmentation",
+    "class_iou",
+    "confusion",
+    "discover",
+    "discoveries",
     "evaluate",
     "extract",
     "finetune",
     "knn",
     "linear_probe",
+    "mean_iou",
+    "patches",
     "rank",
+    "segment",
+    "segment_blocks",
+    "tokencut",
 ]

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from unskip._table import table
 from unskip.data import Feed, ImageSet
+from unskip.errors import BadInput
 from unskip.evals._extract import Features, Precision, View, extract
 from unskip.evals._finetune import finetune
 from unskip.evals._knn import knn
@@ -57,6 +58,12 @@ def evaluate(
     are recorded in the results.
     """
     asked = [find(name) for name in protocols]
+    dense = [each.name for each in asked if each.kind in ("segment", "discover")]
+    if dense:
+        raise BadInput(
+            f"{', '.join(dense)}: needs masks or boxes, which labelled images have not; see unskip.evals.segment and "
+            "discover, or give `unskip eval` the images with --dense"
+        )
     changed = {name: dict(values) for name, values in (changes or {}).items()}
     views = {each.name: (pool or each.pool, each.norm) for each in asked}
     device = next(model.parameters()).device

@@ -14,7 +14,7 @@ from typing import Any, Literal
 from unskip._words import nearest
 from unskip.errors import BadInput
 
-Kind = Literal["knn", "probe", "rank", "finetune"]
+Kind = Literal["knn", "probe", "rank", "finetune", "segment", "discover"]
 Pool = Literal["mean", "cls"]
 Norm = Literal["none", "layer"]
 
@@ -120,6 +120,29 @@ PROTOCOLS = _frozen(
         "rank",
         _settings(samples=10_000, center=True),
         "Effective rank of pooled features, as entropy and as its exponential: arXiv 2404.10947; Roy & Vetterli 2007.",
+    ),
+    Protocol(
+        "segment-linear-v1",
+        "segment",
+        _settings(
+            solver="adamw", epochs=40, batch=32, lr=1e-3, weight_decay=1e-4, batch_norm=True, start=0.01, flip=False
+        ),
+        "A linear layer on frozen patch tokens after batch norm without affine, logits brought to the size of the "
+        "labels (bilinear), cross entropy of every labelled pixel; mean IoU from one confusion matrix over the set.",
+        pool="mean",
+    ),
+    Protocol(
+        "segment-ridge-v1",
+        "segment",
+        _settings(solver="ridge", penalty=1e-3),
+        "The same map in closed form: ridge regression of each patch's share of classes on standardised tokens, "
+        "penalty times patches; logits brought to the size of the labels (bilinear). No seed, and fast.",
+    ),
+    Protocol(
+        "discover-tokencut-v1",
+        "discover",
+        _settings(tau=0.2, floor=1e-5, iou=0.5),
+        "TokenCut on keys, CorLoc against all boxes of an image: arXiv 2202.11539.",
     ),
 )
 

@@ -1,0 +1,190 @@
+"""The second eigenvector of a normalised cut, for a batch of graphs at once.
+
+    (D - A) y = mu D y,    A_ij = 1 for an edge and `floor` elsewhere,   D its degrees
+
+With M = D^-1/2 A D^-1/2 and y = D^-1/2 x this is M x = (1 - mu) x. The first eigenvector is known, u = D^1/2 1 at 1,
+and M - 2 u u^T has it at -1, out of the way; the second is now the leading one. A step is one product with A for all
+graphs:
+
+    1. Lanczos' method in float32, in which zeros and ones are as exact as elsewhere, for the first digits
+    2. Newton's correction for the rest: the residual in float64, the equation (M - theta) d = -r in float32
+    3. where that is not enough, Lanczos' method in float64, restarted with its best vectors (Wu & Simon 2000)
+    4. where that is not enough either, and for small graphs, `torch.linalg.eigh`
+
+What is handed out has a residual below 1e-10 in float64, or comes from 4.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+_SMALL = 32  # a graph of so many nodes is solved whole
+_WIDTH = 2  # two vectors to start from see an eigenvalue that is double; one would take it for a single
+_FIRST, _MORE = 16, 12  # vectors of the first basis, and of one that corrects
+_CORRECTIONS = 2  # after the first
+_BASIS, _KEPT, _STEPS = 24, 4, 400  # vectors of the last basis at most, after a restart, and steps in all
+_TOLERANCE = 1e-10  # of the residual of the wanted pair
+_NEXT = 0.1  # of the residual of the pair after it, as a share of the gap: only its eigenvalue matters
+_LEAST = 1e-8  # and no less than this, where gaps are smaller than anybody asks
+
+
+def second_eigenvectors(edges: Tensor, floor: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Of (graphs, nodes, nodes), bool, symmetric: vectors y (graphs, nodes), float64, gaps (graphs,), degrees' roots.
+
+    The gap is mu_3 - mu_2, right to a tenth of it or to 1e-8. Vectors have y^T D y = 1; their sign is not fixed.
+    """
+    nodes = edges.shape[1]
+    root = ((1 - floor) * edges.sum(2, dtype=torch.float64) + floor * nodes).sqrt()  # of the degrees
+    if nodes <= _SMALL:
+        values, vectors = _whole(edges, floor, root)
+        return vectors / root, values[:, 0] - values[:, 1], root
+    draw = torch.Generator().manual_seed(0)
+    start = torch.randn(1, _WIDTH, nodes, generator=draw, dtype=torch.float64).to(edges.device)
+    start = start.expand(len(edges), -1, -1)
+    coarse, fine = (_Operator.of(edges, floor, root, dtype) for dtype in (torch.float32, torch.float64))
+    values, ritz, _ = _lanczos(coarse, start, _FIRST, _FIRST, 0.0)
+    vectors = ritz[:, 0].clone()
+    values[:, 0], vectors, residual = _corrected(coarse, fine, vectors)
+    near = _next_is_near(coarse, values, ritz[:, 1])
+    near &= ritz[:, :2].norm(dim=2).amin(1) > 0.5  # not made of the zeros of a basis that came to its end
+    rest = (~(residual < _TOLERANCE)).nonzero()[:, 0]
+    for _ in range(_CORRECTIONS):
+        if not len(rest):
+            break
+        values[rest, 0], vectors[rest], residual = _corrected(coarse.some(rest), fine.some(rest), vectors[rest])
+        rest = rest[~(residual < _TOLERANCE)]
+    near[rest] = False
+    rest = (~near).nonzero()[:, 0]
+    if len(rest):
+        ritz[:, 0] = vectors
+        values[rest], again, done = _lanczos(fine.some(rest), ritz[rest], _BASIS, _STEPS, _TOLERANCE)
+        vectors[rest] = again[:, 0]
+        rest = rest[~done]
+    if len(rest):
+        values[rest], vectors[rest] = _whole(edges[rest], floor, root[rest])
+    return vectors / root, values[:, 0] - values[:, 1], root
+
+
+@dataclass(frozen=True)
+class _Operator:
+    """M - 2 u u^T of every graph, in one precision."""
+
+    ones: Tensor  # (graphs, nodes, nodes)
+    floor: float
+    scale: Tensor  # (graphs, nodes), D^-1/2
+    first: Tensor  # u
+
+    @staticmethod
+    def of(edges: Tensor, floor: float, root: Tensor, dtype: torch.dtype) -> _Operator:
+        first = root / root.norm(dim=1, keepdim=True)
+        return _Operator(edges.to(dtype), floor, (1 / root).to(dtype), first.to(dtype))
+
+    def some(self, graphs: Tensor) -> _Operator:
+        return _Operator(self.ones[graphs], self.floor, self.scale[graphs], self.first[graphs])
+
+    def __call__(self, rows: Tensor) -> Tensor:
+        """Of vectors (graphs, k, nodes); they are rows, for which the product is fastest."""
+        scaled = rows * self.scale[:, None]
+        out = torch.bmm(scaled, self.ones).mul_(1 - self.floor).add_(scaled.sum(2, keepdim=True), alpha=self.floor)
+        out.mul_(self.scale[:, None])
+        return out.sub_((rows * self.first[:, None]).sum(2, keepdim=True).mul(2) * self.first[:, None])
+
+
+def _whole(edges: Tensor, floor: float, root: Tensor) -> tuple[Tensor, Tensor]:
+    first = root / root.norm(dim=1, keepdim=True)
+    affinity = edges.double() * (1 - floor) + floor
+    matrix = affinity / (root[:, :, None] * root[:, None, :]) - 2 * first[:, :, None] * first[:, None, :]
+    values, vectors = torch.linalg.eigh(matrix)
+    return values[:, [-1, max(-2, -values.shape[1])]], vectors[:, :, -1]
+
+
+def _corrected(coarse: _Operator, fine: _Operator, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """One step of Newton's from x (graphs, nodes), of length 1: its eigenvalue, the new x, and the new residual."""
+    image = fine(x[:, None])[:, 0]
+    value = (x * image).sum(1)
+    wrong = image - value[:, None] * x
+    size = wrong.norm(dim=1, keepdim=True)
+    # A basis from the residual on, orthogonal to x. In it the equation is (theta - T) c = |r| e_1.
+    basis, moved = _krylov(coarse, _unit(wrong.float())[:, None], x.float()[:, None], _MORE)
+    inner = torch.bmm(basis, moved.mT)
+    inner = torch.diag_embed(value.float()[:, None].expand(-1, _MORE)) - (inner + inner.mT) / 2
+    right = torch.zeros_like(basis[:, :, :1])
+    right[:, 0] = 1
+    weights, _ = torch.linalg.solve_ex(inner, right)
+    x = _unit(x + size * torch.bmm(weights.mT, basis)[:, 0].double())
+    image = fine(x[:, None])[:, 0]
+    value = (x * image).sum(1)
+    return value, x, (image - value[:, None] * x).norm(dim=1)
+
+
+def _krylov(operator: _Operator, start: Tensor, outside: Tensor, count: int, width: int = 1) -> tuple[Tensor, Tensor]:
+    """An orthonormal basis (graphs, count, nodes) from `start` on, orthogonal to the rows `outside`, and M of it.
+
+    After the rows of `start` come M of the last `width` vectors, and so on.
+    """
+    graphs, first, nodes = start.shape
+    away = outside.shape[1]
+    basis, image = (start.new_empty(graphs, away + count, nodes) for _ in range(2))
+    basis[:, :away] = outside
+    begin, end = away, away + first
+    while begin < away + count:
+        for index in range(begin, end):
+            vector = start[:, index - away] if begin == away else image[:, index - width]
+            basis[:, index] = _new(vector, basis[:, :index])
+        image[:, begin:end] = operator(basis[:, begin:end])
+        begin, end = end, min(end + width, away + count)
+    return basis[:, away:], image[:, away:]
+
+
+def _lanczos(
+    operator: _Operator, start: Tensor, size: int, steps: int, tolerance: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Two leading eigenvalues (graphs, 2), Ritz vectors (graphs, kept, nodes), float64, and which have converged."""
+    rows = start.to(operator.scale.dtype)
+    nothing = rows[:, :0]
+    taken = 0
+    while True:
+        basis, image = _krylov(operator, rows, nothing, size, _WIDTH)
+        taken += size
+        values, turn = torch.linalg.eigh(torch.bmm(basis, image.mT))
+        values, turn = values.flip(1)[:, :_KEPT], turn.flip(2).mT[:, :_KEPT]  # (graphs, kept), (graphs, kept, size)
+        ritz, moved = torch.bmm(turn, basis), torch.bmm(turn, image)
+        wrong = moved[:, :2] - ritz[:, :2] * values[:, :2, None]
+        residual = wrong.norm(dim=2)
+        there = ritz[:, :2].norm(dim=2).amin(1) > 0.5  # not made of the zeros of a basis that came to its end
+        done = (
+            there
+            & (residual[:, 0] < tolerance)
+            & (residual[:, 1] < (_NEXT * (values[:, 0] - values[:, 1])).clamp_min(_LEAST))
+        )
+        if taken >= steps or bool(done.all()):
+            return values[:, :2].double(), ritz.double(), done
+        rows = torch.cat([ritz, wrong], 1)  # the best vectors, and on from the residuals of the first two
+
+
+def _next_is_near(operator: _Operator, values: Tensor, second: Tensor) -> Tensor:
+    """Whether the second vector's eigenvalue is known well enough for the gap."""
+    row = second[:, None].to(operator.scale.dtype)
+    residual = (operator(row) - values[:, 1, None, None] * row).norm(dim=2)[:, 0]
+    near: Tensor = residual < (_NEXT * (values[:, 0] - values[:, 1])).clamp_min(_LEAST)
+    return near
+
+
+def _new(vector: Tensor, rows: Tensor) -> Tensor:
+    """The direction of vectors (graphs, nodes) beyond the span of orthonormal rows (graphs, k, nodes); zero where none.
+
+    The part within the span is taken out twice: once leaves what rounding makes of it.
+    """
+    vector = _unit(vector)
+    for _ in range(2):
+        vector = torch.baddbmm(vector[:, None], torch.bmm(vector[:, None], rows.mT), rows, alpha=-1)[:, 0]
+    left = vector.norm(dim=1, keepdim=True) > 10 * torch.finfo(vector.dtype).eps
+    return torch.where(left, _unit(vector), 0.0)
+
+
+def _unit(vector: Tensor) -> Tensor:
+    unit: Tensor = vector / vector.norm(dim=1, keepdim=True).clamp_min(torch.finfo(vector.dtype).tiny)
+    return unit

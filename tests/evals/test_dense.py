@@ -1,0 +1,355 @@
+"""Mean IoU, patch features of any backbone, the segmentation probe, object discovery, and what they refuse."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy
+import pytest
+import timm
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from sklearn.metrics import jaccard_score
+from torch import Tensor, nn
+
+import unskip
+from unskip import evals
+from unskip.errors import BadInput
+from unskip.evals._discover import in_pixels, true_boxes
+from unskip.evals._iou import box_iou
+
+
+def vit(**options: Any) -> nn.Module:
+    made: nn.Module = timm.create_model(
+        "vit_tiny_patch16_224",
+        **{"img_size": 32, "patch_size": 8, "depth": 3, "embed_dim": 24, "num_heads": 3, "num_classes": 0, **options},
+    )
+    return made.eval()
+
+
+def colours(count: int = 12, size: int = 32, seed: int = 0) -> tuple[Tensor, Tensor]:
+    """Bytes with a bright square on a dark ground, each patch of one kind, and their masks."""
+    draw = torch.Generator().manual_seed(seed)
+    masks = torch.zeros(count, size, size, dtype=torch.uint8)
+    for mask in masks:
+        top, left = (8 * torch.randint(0, size // 8 - 1, (2,), generator=draw)).tolist()
+        mask[top : top + 16, left : left + 16] = 1
+    noise = torch.randint(0, 40, (count, 3, size, size), generator=draw)
+    return (noise + 150 * masks[:, None]).byte(), masks
+
+
+# --- Mean IoU ---------------------------------------------------------------------------------------------------------
+
+
+def test_mean_iou_by_hand() -> None:
+    truth = torch.tensor([[0, 0, 1], [1, 2, 9]])
+    guess = torch.tensor([[0, 1, 1], [1, 2, 0]])
+    # class 0: 1 of 2, class 1: 2 of 3, class 2: 1 of 1; class 3 is nowhere; the 9 is not looked at
+    assert evals.mean_iou(guess, truth, 4, ignore=9) == pytest.approx((1 / 2 + 2 / 3 + 1) / 3)
+    assert evals.mean_iou(guess, guess, 3) == 1.0
+    assert math.isnan(evals.mean_iou(guess[:0], truth[:0], 3))
+    assert math.isnan(evals.mean_iou(guess, torch.full_like(guess, 9), 3, ignore=9))
+
+
+@given(st.integers(0, 10_000), st.integers(1, 5), st.booleans())
+def test_mean_iou_is_that_of_scikit_learn(seed: int, classes: int, skip: bool) -> None:
+    draw = torch.Generator().manual_seed(seed)
+    guess, truth = (torch.randint(classes, (3, 4, 5), generator=draw) for _ in range(2))
+    counted = torch.ones_like(truth, dtype=torch.bool)
+    if skip:
+        counted = torch.rand(truth.shape, generator=draw) < 0.7
+        truth = torch.where(counted, truth, 255)
+    x, y = truth[counted].numpy(), guess[counted].numpy()
+    if not len(x):
+        return
+    labels = sorted(set(x) | set(y))
+    expected = jaccard_score(x, y, labels=labels, average="macro", zero_division=0)
+    assert evals.mean_iou(guess, truth, classes, ignore=255 if skip else None) == pytest.approx(expected)
+    # One matrix over the set is not the mean over its images.
+    parts = sum(evals.confusion(g, t, classes, 255) for g, t in zip(guess, truth, strict=True))
+    assert torch.equal(parts, evals.confusion(guess, truth, classes, 255))
+
+
+@pytest.mark.parametrize(
+    ("guess", "truth", "classes", "message"),
+    [
+        (torch.zeros(2, 3).long(), torch.zeros(3, 2).long(), 2, "bring the predictions to the size"),
+        (torch.zeros(2).long(), torch.full((2,), 7), 3, "targets hold class 7"),
+        (torch.full((2,), 3), torch.zeros(2).long(), 3, "predictions hold class 3"),
+        (torch.zeros(2), torch.zeros(2).long(), 3, "take the argmax"),
+        (torch.zeros(2).long(), [0, 0], 3, "got list"),
+        (torch.zeros(2).long(), torch.zeros(2).long(), 0, "0 classes"),
+    ],
+)
+def test_mean_iou_refuses(guess: Any, truth: Any, classes: int, message: str) -> None:
+    with pytest.raises(BadInput, match=message):
+        evals.mean_iou(guess, truth, classes)
+
+
+def test_boxes_against_boxes() -> None:
+    boxes = torch.tensor([[0, 0, 2, 2], [1, 1, 3, 3], [0, 0, 0, 0], [5, 5, 6, 6]])
+    found = box_iou(boxes, boxes)
+    assert found[0, 1] == pytest.approx(1 / 7)
+    assert found[0, 0] == 1
+    assert (found[2] == 0).all()  # an empty box meets nothing, itself included
+    assert found[3, 0] == 0
+
+
+# --- Patch features ---------------------------------------------------------------------------------------------------
+
+
+def qkv(model: Any, x: Tensor, block: int) -> Tensor:
+    """(3, images, tokens, dim) as the block of timm computes it."""
+    seen: list[Tensor] = []
+    handle = model.blocks[block].attn.qkv.register_forward_hook(lambda module, args, out: seen.append(out))
+    model(x)
+    handle.remove()
+    return seen[0].unflatten(2, (3, -1)).movedim(2, 0)
+
+
+@pytest.mark.parametrize("shortcut", ["keep", "cut", "decay:0.5"])
+@pytest.mark.parametrize("registers", [0, 4])
+def test_keys_queries_values_and_tokens(shortcut: str, registers: int) -> None:
+    model: Any = vit(reg_tokens=registers)
+    unskip.rewire(model, shortcut)
+    x = torch.randn(2, 3, 32, 32)
+    with torch.no_grad():
+        expected = qkv(model, x, 1)[:, :, 1 + registers :]
+        tokens = unskip.features(model, x, 1, pool=None)[1][:, 1 + registers :]
+    for index, what in enumerate(("queries", "keys", "values")):
+        found = evals.patches(model, x, 1, what)  # type: ignore[arg-type]
+        assert found.grid == (4, 4)
+        assert torch.allclose(found.blocks[1], expected[index], atol=1e-5)
+    assert torch.allclose(evals.patches(model, x, 1).blocks[1], tokens, atol=1e-6)
+
+
+def test_other_libraries_and_layouts() -> None:
+    from torchvision.models import vision_transformer
+
+    theirs = vision_transformer.VisionTransformer(
+        image_size=32, patch_size=8, num_layers=2, num_heads=2, hidden_dim=16, mlp_dim=32
+    ).eval()
+    x = torch.randn(2, 3, 32, 32)
+    found = evals.patches(theirs, x, "all", "keys")
+    assert {block: tuple(value.shape) for block, value in found.blocks.items()} == {0: (2, 16, 16), 1: (2, 16, 16)}
+    attention: Any = theirs.encoder.layers[0].self_attention
+    seen: list[Tensor] = []
+    theirs.encoder.layers[0].ln_1.register_forward_hook(lambda module, args, out: seen.append(out))
+    with torch.no_grad():
+        theirs(x)
+    expected = nn.functional.linear(seen[0], attention.in_proj_weight[16:32], attention.in_proj_bias[16:32])
+    assert torch.allclose(found.blocks[0], expected[:, 1:], atol=1e-5)
+    maps = evals.patches(timm.create_model("resnet10t", num_classes=0), torch.randn(1, 3, 64, 96))
+    assert maps.grid == (2, 3)  # of a convolutional net, its positions
+
+
+def test_sides_that_a_patch_does_not_divide_are_filled_up() -> None:
+    model = vit(dynamic_img_size=True)
+    x = torch.randn(1, 3, 30, 41)
+    found = evals.patches(model, x)
+    assert found.grid == (4, 6)
+    assert found.stride == (8.0, 8.0)
+    filled = nn.functional.pad(x, (0, 7, 0, 2))
+    assert torch.equal(found.blocks[2], evals.patches(model, filled).blocks[2])
+
+
+def test_bytes_are_normalised() -> None:
+    images, _ = colours(2)
+    mean, std = (torch.tensor(v)[:, None, None] for v in ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)))
+    model = vit()
+    by_hand = evals.patches(model, (images / 255 - mean) / std).blocks[2]
+    assert torch.allclose(evals.patches(model, images).blocks[2], by_hand, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("make", "shape", "options", "message"),
+    [
+        (vit, (1, 3, 4, 4), {}, "smaller than a patch"),
+        (vit, (1, 3, 40, 40), {}, "dynamic_img_size=True"),
+        (vit, (1, 1, 32, 32), {}, "takes 3 channels"),
+        (vit, (3, 32, 32), {}, "n, channels, height, width"),
+        (vit, (1, 3, 32, 32), {"blocks": 7}, "not among the model's 3 blocks"),
+        (vit, (1, 3, 32, 32), {"what": "heads"}, "what is 'heads'"),
+        (lambda: nn.Linear(3, 3), (1, 3, 32, 32), {}, "no patch tokens"),
+        (lambda: timm.create_model("resnet10t"), (1, 3, 64, 64), {"what": "keys"}, "no keys to be had"),
+    ],
+    ids=["tiny image", "other size", "channels", "one image", "block", "what", "no patches", "no attention"],
+)
+def test_what_has_no_patch_features(make: Any, shape: tuple[int, ...], options: Any, message: str) -> None:
+    with pytest.raises(BadInput, match=message):
+        evals.patches(make(), torch.zeros(shape), **options)
+
+
+def test_the_model_stays_as_it_was() -> None:
+    model = vit().train()
+    evals.patches(model, torch.randn(1, 3, 32, 32), -1, "keys")
+    assert model.training
+    assert all(not module._forward_pre_hooks and not module._forward_hooks for module in model.modules())
+
+
+# --- Segmentation -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("protocol", ["segment-linear-v1", "segment-ridge-v1"])
+@pytest.mark.parametrize("blocks", [-1, (0, 2)])
+def test_what_is_linear_in_the_tokens_is_read(protocol: str, blocks: Any) -> None:
+    model = vit()
+    changes = {"lr": 3e-2, "batch": 6} if "linear" in protocol else {}
+    found = evals.segment(model, colours(24), colours(8, seed=1), 2, blocks=blocks, protocol=protocol, changes=changes)
+    assert found.mean_iou > 0.75  # of 1: between patches the logits are interpolated
+    assert found.iou[0] > 0.75
+    assert found.blocks == ((2,) if blocks == -1 else (0, 2))
+    assert found.changes == changes
+    again = evals.segment(model, colours(24), colours(8, seed=1), 2, blocks=blocks, protocol=protocol, changes=changes)
+    assert again == found
+
+
+def test_ridge_is_the_ridge_of_scikit_learn() -> None:
+    from sklearn.linear_model import Ridge
+
+    model, (images, masks) = vit(), colours(10)
+    test = colours(4, seed=1)
+    found = evals.segment(model, (images, masks), test, 2, protocol="segment-ridge-v1")
+    x = evals.patches(model, images).blocks[2].flatten(0, 1).double().numpy()
+    share = nn.functional.avg_pool2d(masks[:, None].float(), 8).flatten().double().numpy()
+    mean, std = x.mean(0), x.std(0)
+    theirs = Ridge(alpha=1e-3 * len(x)).fit((x - mean) / std, numpy.stack([1 - share, share], 1))
+    z = evals.patches(model, test[0]).blocks[2].flatten(0, 1).double().numpy()
+    logits = torch.from_numpy(theirs.predict((z - mean) / std)).view(4, 4, 4, 2).movedim(-1, 1)
+    large = nn.functional.interpolate(logits, (32, 32), mode="bilinear", align_corners=False).argmax(1)
+    assert found.mean_iou == pytest.approx(evals.mean_iou(large, test[1].long(), 2), abs=2e-3)
+
+
+def test_ignored_pixels_neither_teach_nor_count() -> None:
+    model = vit()
+    (images, masks), test = colours(16), colours(6, seed=1)
+    plain = evals.segment(model, (images, masks), test, 2, protocol="segment-ridge-v1")
+    wrong, border = masks.clone(), masks.clone()
+    wrong[:, :, :16] = 1 - wrong[:, :, :16]
+    border[:, :, :16] = 255
+    misled = evals.segment(model, (images, wrong), test, 2, protocol="segment-ridge-v1")
+    found = evals.segment(model, (images, border), test, 2, protocol="segment-ridge-v1", ignore=255)
+    assert misled.mean_iou < 0.6 < 0.8 < found.mean_iou
+    same = masks.clone()
+    hidden = test[1].clone()
+    hidden[:, 3:5] = 200
+    without = evals.segment(model, (images, same), (test[0], hidden), 2, protocol="segment-ridge-v1", ignore=200)
+    assert without.accuracy != plain.accuracy
+    with pytest.raises(BadInput, match="no pixel"):
+        evals.segment(model, (images, torch.full_like(masks, 9)), test, 2, protocol="segment-ridge-v1", ignore=9)
+
+
+def test_a_curve_over_blocks_is_each_block_on_its_own() -> None:
+    model, train, test = vit(), colours(12), colours(4, seed=1)
+    curve = evals.segment_blocks(model, train, test, 2)
+    assert [each.blocks for each in curve] == [(0,), (1,), (2,)]
+    assert curve[1] == evals.segment(model, train, test, 2, blocks=1, protocol="segment-ridge-v1")
+
+
+def test_masks_of_a_finer_grid_and_odd_images() -> None:
+    model = vit(dynamic_img_size=True)
+    images, masks = colours(6)
+    fine = masks.repeat_interleave(2, 1).repeat_interleave(2, 2)
+    assert evals.segment(model, (images, fine), (images, fine), 2, protocol="segment-ridge-v1").mean_iou > 0.7
+    odd, cut = images[:, :, :30, :27], masks[:, :30, :27]
+    found = evals.segment(model, (odd, cut), (odd, cut), 2, protocol="segment-ridge-v1")
+    assert 0.5 < found.mean_iou <= 1
+
+
+@pytest.mark.parametrize(
+    ("masks", "options", "message"),
+    [
+        (torch.zeros(4, 32, 16).long(), {}, "not in the same proportion"),
+        (torch.zeros(3, 32, 32).long(), {}, "one for each image"),
+        (torch.zeros(4, 32, 32), {}, "whole numbers"),
+        (torch.full((4, 32, 32), 5), {}, r"hold \[5\], and there are 2 classes"),
+        (torch.full((4, 32, 32), 5), {"ignore": 4}, r"hold \[5\]"),
+        (torch.zeros(4, 32, 32).long(), {"protocol": "knn-dino-v1"}, "of kind knn"),
+        (torch.zeros(4, 32, 32).long(), {"changes": {"depth": 3}}, "no setting depth"),
+    ],
+)
+def test_segment_refuses(masks: Tensor, options: Any, message: str) -> None:
+    images, _ = colours(4)
+    with pytest.raises(BadInput, match=message):
+        evals.segment(vit(), (images, masks), colours(2), 2, **options)
+
+
+# --- Discovery --------------------------------------------------------------------------------------------------------
+
+
+def test_corloc_counts_hits_against_any_box() -> None:
+    """Boxes made of what is found are hits; shifted ones are not; one of several is enough."""
+    model, (images, masks) = vit(), colours(8)
+    found, stride = evals.discoveries(model, images)
+    mine = in_pixels(found.boxes, stride, (32, 32))
+    assert stride == (8.0, 8.0)
+    assert found.sure.any()
+    empty = ~found.masks.flatten(1).any(1)
+    assert not empty.any()
+    assert evals.discover(model, images, mine)["corloc"] == 1.0
+    small = torch.tensor([[0.0, 0.0, 0.5, 0.5]]).expand(8, 4)
+    assert evals.discover(model, images, small)["corloc"] == 0.0
+    several = [
+        torch.stack([a, b]) if i < 4 else a[None] for i, (a, b) in enumerate(zip(small, mine.float(), strict=True))
+    ]
+    result = evals.discover(model, images, several, masks=masks)
+    assert result["corloc"] == 0.5
+    assert 0 <= result["mask_iou"] <= 1
+    assert result["empty"] == 0
+
+
+def test_masks_are_compared_at_full_resolution() -> None:
+    model, (images, _) = vit(), colours(5)
+    found, _ = evals.discoveries(model, images)
+    full = found.masks.repeat_interleave(8, 1).repeat_interleave(8, 2)
+    boxes = torch.tensor([[0, 0, 32, 32]]).expand(5, 4)
+    assert evals.discover(model, images, boxes, masks=full.long())["mask_iou"] == 1.0
+    half = full.long()
+    half[:, :, 16:] = 7
+    expected = [float(m[:, :16].sum() / (m[:, :16].sum()) if m[:, :16].any() else 1) for m in full]
+    found_iou = evals.discover(model, images, boxes, masks=half, ignore=7)["mask_iou"]
+    assert found_iou == pytest.approx(sum(expected) / 5)
+
+
+def test_features_that_are_not_finite_are_misses() -> None:
+    model, (images, _) = vit(), colours(4)
+    broken = images.float() / 128 - 1
+    broken[1] = float("nan")
+    result = evals.discover(model, broken, torch.tensor([[0, 0, 32, 32]]).expand(4, 4))
+    assert result["empty"] == 0.25
+    assert result["unsure"] >= 0.25
+
+
+def test_images_that_are_no_squares() -> None:
+    model = vit(dynamic_img_size=True)
+    images = torch.randint(0, 255, (2, 3, 37, 52), dtype=torch.uint8)
+    found, stride = evals.discoveries(model, images, what="tokens", block=1)
+    assert found.masks.shape == (2, 5, 7)
+    boxes = in_pixels(found.boxes, stride, (37, 52))
+    assert bool((boxes <= torch.tensor([52, 37, 52, 37])).all())
+    assert evals.discover(model, images, boxes, what="tokens", block=1)["corloc"] == 1.0
+
+
+@pytest.mark.parametrize(
+    ("boxes", "options", "message"),
+    [
+        (torch.zeros(2, 4), {}, "has no part in an image 32 wide"),
+        (torch.tensor([[40.0, 0, 50, 10]] * 2), {}, "has no part"),
+        (torch.tensor([[9.0, 9, 3, 20]] * 2), {}, "has no part"),
+        (torch.zeros(3, 4), {}, "2 images and boxes of 3"),
+        (torch.zeros(2, 5), {}, "x0, y0, x1, y1 for each"),
+        (torch.full((2, 4), float("nan")), {}, "x0, y0, x1, y1 for each"),
+        (torch.tensor([[0.0, 0, 9, 9]] * 2), {"masks": torch.zeros(2, 9, 9)}, "a mask of the same height"),
+        (torch.tensor([[0.0, 0, 9, 9]] * 2), {"protocol": "rank-v1"}, "of kind rank"),
+    ],
+)
+def test_discover_refuses(boxes: Tensor, options: Any, message: str) -> None:
+    with pytest.raises(BadInput, match=message):
+        evals.discover(vit(), colours(2)[0], boxes, **options)
+
+
+def test_boxes_over_the_edge_are_cut_off() -> None:
+    images = torch.zeros(1, 3, 20, 30)
+    assert true_boxes(torch.tensor([[-5.0, 3, 40, 90]]), images)[0].tolist() == [[0, 3, 30, 20]]
