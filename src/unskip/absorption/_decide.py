@@ -265,7 +265,7 @@ def absorbable_alpha(block: Block) -> float | None:
     """The one alpha other than 0 for which alpha x could be swallowed by flips, or None.
 
     With independent rank-ones, sum_i t_i v_i u_i^T = -(alpha / c) A has one solution, alpha t(1); it is binary for one
-    alpha at most. `block.skip` gives the direction A.
+    alpha at most. A matrix as `block.skip` gives the direction A; any number but 0 stands for the identity.
     """
     with torch.no_grad():
         hidden, output = allowed(block, "allowed")
@@ -283,4 +283,9 @@ def absorbable_alpha(block: Block) -> float | None:
         scaled = found.solution * alpha
         flips = scaled > 0.5
         left = (problem.down[:, flips] @ problem.up[flips] + alpha * problem.skip / problem.odd).norm()
-        return alpha if float(left) <= max(1e-9, 8 * block.roundoff**0.5 * 0.01) * alpha * float(goal.norm()) else None
+        number = block.skip if isinstance(block.skip, float) else 1.0
+        return (
+            alpha * number
+            if float(left) <= max(1e-9, 8 * block.roundoff**0.5 * 0.01) * alpha * float(goal.norm())
+            else None
+        )

@@ -281,22 +281,35 @@ def _gram(
     whole: tuple[Tensor, Tensor],
     found: Found,
 ) -> None:
-    """The normal equations: G_ij = (J_i.J_j)(u_i.u_j), scaled, Cholesky, two steps of refinement."""
+    """The normal equations: G_ij = (J_i.J_j)(u_i.u_j), scaled, Cholesky in float32, refined in float64."""
     scale = (joint.norm(dim=0) * rows.norm(dim=1)).clamp(min=1e-300)
     columns = joint / scale
-    gram = (columns.mT @ columns).mul_(rows @ rows.mT)
-    factor, trouble = torch.linalg.cholesky_ex(gram)
+    lengths = rows.norm(dim=1, keepdim=True)
+    thin, wide = (columns * lengths.mT).float(), (rows / lengths).float()  # both of unit size
+    factor, trouble = torch.linalg.cholesky_ex((thin.mT @ thin).mul_(wide @ wide.mT))
+    if int(trouble):  # too close to dependent for float32
+        gram = (columns.mT @ columns).mul_(rows @ rows.mT)
+        factor, trouble = torch.linalg.cholesky_ex(gram)
     found.independent = int(trouble) == 0 and float(factor.diagonal().min()) > 1e-6
     if int(trouble):
         return
-    t = torch.zeros_like(scale)
-    residual = goal
-    for _ in range(3):
-        slope = ((columns.mT @ residual) * rows).sum(1)
-        t = t + torch.cholesky_solve(slope[:, None], factor).flatten()
+
+    def solve(values: Tensor) -> Tensor:
+        return torch.cholesky_solve(values[:, None].to(factor), factor).flatten().double()
+
+    t, residual, left = torch.zeros_like(scale), goal, float(goal.norm())
+    for step in range(12):
+        t = t + solve(((columns.mT @ residual) * rows).sum(1))
         residual = goal - (columns * t) @ rows
+        if step % 3 == 0:
+            found.dual = _dual(joint, rows, goal, residual, *whole, tolerance)
+            if found.dual is not None:
+                break
+        before, left = left, float(residual.norm())
+        if step > 1 and left > 0.5 * before:  # what is left is no rounding of the solution any more
+            break
     found.solution = t / scale
-    found.dual = _dual(joint, rows, goal, residual, *whole, tolerance)
+    found.dual = found.dual or _dual(joint, rows, goal, residual, *whole, tolerance)
     if found.dual is not None:
         found.tried.append("Gram solve")
         return
@@ -310,7 +323,10 @@ def _gram(
     for index in fraction.argsort(descending=True)[:3].tolist():
         one = torch.zeros_like(scale)
         one[index] = 1.0
-        weights = torch.cholesky_solve(one[:, None], factor).flatten()
+        weights, missing = torch.zeros_like(scale), one
+        for _ in range(4):
+            weights = weights + solve(missing)
+            missing = one - ((columns.mT @ ((columns * weights) @ rows)) * rows).sum(1)
         found.dual = _pinned(joint, rows, goal, (columns * weights) @ rows, index, *whole, tolerance)
         if found.dual is not None:
             found.tried.append("integrality")

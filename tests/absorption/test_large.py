@@ -1,0 +1,77 @@
+"""Blocks whose rank-ones are too many to write out: sketches, normal equations, and what they come to."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from tests.absorption.blocks import close, generic, normal, numbers, planted
+
+from unskip.absorption import Block, _search, absorb, absorbable_alpha
+
+D, H = 64, 256  # with DENSE lowered
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_search, "DENSE", 1000)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_planted(dtype: torch.dtype) -> None:
+    block, chosen = planted(D, H, "gelu", dtype=dtype)
+    verdict = absorb(block)
+    assert verdict.flips is not None
+    assert torch.equal(verdict.flips, chosen)
+    assert verdict.verify()
+    assert close(block, verdict.replacement()) < {torch.float64: 1e-10, torch.float32: 1e-5}.get(dtype, 0.1)
+
+
+@pytest.mark.parametrize("scale", [0.1, 1.0, 10.0])
+@pytest.mark.parametrize("heavy", [False, True])
+def test_generic(scale: float, heavy: bool) -> None:
+    g = numbers(0)
+    up, down = scale * normal(g, H, D), scale * normal(g, D, H)
+    if heavy:
+        up = up * torch.exp(normal(g, H, 1))
+        up[:, :4] *= 20
+        down[:4] *= 20
+    verdict = absorb(Block(up, down, activation="relu"))
+    assert verdict.status == "impossible"
+    assert verdict.verify()
+
+
+def test_a_fraction_of_a_unit() -> None:
+    """The skip is half of what the flip set makes up: t is 1/2, which is neither 0 nor 1."""
+    block, _ = planted(D, H, "gelu")
+    half = replace(block, skip=0.5)
+    verdict = absorb(half)
+    assert verdict.status == "impossible"
+    assert verdict.certificate is not None
+    assert verdict.certificate.kind == "integrality"
+    assert verdict.verify()
+    assert absorbable_alpha(half) == pytest.approx(1.0, abs=1e-6)
+    assert absorbable_alpha(generic(D, H)) is None
+
+
+def test_a_near_miss() -> None:
+    block, chosen = planted(D, H, "gelu")
+    down = block.down.clone()
+    down[0, chosen[0]] += 1e-6
+    verdict = absorb(replace(block, down=down))
+    assert verdict.status == "impossible"
+    assert verdict.verify()
+
+
+@pytest.mark.parametrize("rank", [1, 32])
+def test_other_skips(rank: int) -> None:
+    g = numbers(1)
+    skip = normal(g, 48, rank) @ normal(g, rank, D)
+    block, chosen = planted(h=H, word="relu", skip=skip)
+    verdict = absorb(block)
+    assert verdict.flips is not None
+    assert torch.equal(verdict.flips, chosen)
+    refused = absorb(Block(normal(g, H, D), normal(g, 48, H), activation="relu", skip=skip))
+    assert refused.status == "impossible"
+    assert refused.verify()
