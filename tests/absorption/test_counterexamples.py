@@ -268,6 +268,7 @@ def test_widths_below_and_above() -> None:
     assert narrow.status == "impossible"
     assert {each.kind for each in narrow.obstructions} == {"count"}
     assert narrow.verify()
+    assert absorb(generic(3, 6, "hardswish", skip=0.0), width=5).status == "undecided"
     block = generic(3, 6, "gelu")
     for extra in (1, 2):
         verdict = absorb(block, width=6 + extra)

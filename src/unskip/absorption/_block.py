@@ -215,6 +215,11 @@ class Block:
         """The block with its norms set aside: the question of the paper."""
         return replace(self, norm=None)
 
+    def known(self) -> Block:
+        """The block without norms of a kind that cannot be computed; equal blocks are equal behind those too."""
+        kept = tuple(norm for norm in self.norms.values() if norm.kind != "other")
+        return self if len(kept) == len(self.norms) else replace(self, norm=kept or None)
+
     def double(self) -> Block:
         """The same block with every weight in float64. What the weights were stored in is lost."""
 

@@ -149,6 +149,7 @@ def _finish(problem: Problem, rows: Tensor, biases: Tensor, columns: Tensor, con
 def output_errors(block: Block, other: Block, samples: int = 64, seed: int = 0) -> dict[str, float]:
     """Relative errors of the outputs on random inputs, in float64 and in the dtype of the weights, and what rounding
     explains of them."""
+    block, other = block.known(), other.known()
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(samples, block.inputs, generator=generator, dtype=torch.float64).to(block.up.device)
     if "input" in block.norms:

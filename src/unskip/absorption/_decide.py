@@ -23,8 +23,11 @@ from unskip.absorption._from import block_of
 from unskip.absorption._reduce import Problem, reduce
 from unskip.absorption._search import search
 from unskip.absorption._verdict import Biases, Certificate, Obstruction, Verdict
+from unskip.absorption._verify import holds
 from unskip.anatomy import MlpParts
 from unskip.errors import BadInput
+
+CHECKED = 200_000  # weights of a block whose certificates are checked before they are handed out
 
 
 def absorb(
@@ -65,6 +68,8 @@ def _absorb(block: Block, width: int, biases: Biases) -> Verdict:
             weights=grown,
         )
     norms = block.norms
+    if not problem.up.shape[1]:
+        return replace(plain, reason="Not decided: the norm before the block leaves nothing of its input.")
     if {"pre", "out"} & norms.keys():
         return _behind_a_norm(problem, plain)
     if block.gated:
@@ -129,6 +134,12 @@ def _notes(block: Block) -> tuple[str, ...]:
 def _impossible(problem: Problem, plain: Verdict, found: list[Obstruction]) -> Verdict:
     extra = _closed.bottleneck(problem)
     every = [*found, *([extra] if extra is not None else [])]
+    if problem.up.numel() + problem.down.numel() <= CHECKED:
+        # A certificate that its check does not take, for a margin that is too thin, is none.
+        every = [each for each in every if holds(plain, each.certificate)]
+    if not every:
+        why = "what speaks against it does not stand its own check with the margin that is asked for"
+        return replace(plain, reason=f"Not decided: {why}.", extra_width=_extra(problem))
     return replace(
         plain,
         status="impossible",

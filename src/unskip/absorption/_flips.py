@@ -51,7 +51,9 @@ def decide(problem: Problem) -> Outcome:
         return out
     if not problem.hidden_bias:
         needs_bias(problem, loose, out)
-    if loose.spares < 0:
+    if loose.spares < 0 and problem.block.phi.name == "hardswish":
+        out.why = "HardSwish units can stand in for one another, so fewer may do"
+    elif loose.spares < 0:
         data = {"keys": loose.count, **where(problem)}
         sentence = f"{loose.count} units each bend the input in their own place; {problem.width} units cannot do that."
         out.obstructions.append(Obstruction(sentence, Certificate("count", data)))
