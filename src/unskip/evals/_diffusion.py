@@ -1,0 +1,135 @@
+"""What a diffusion model's blocks know, at chosen noise levels: features of noisy images, judged by the protocols.
+
+    x_t = a_t x + s_t e   ->   network(x_t, t, no label)   ->   the output of each block, pooled
+
+Every image has a noise of its own, made from its place in the set: the same for every block, protocol and model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from unskip._table import table
+from unskip.anatomy._example import Example
+from unskip.anatomy._features import block_axes, indices, kept, pooled
+from unskip.data import Feed, ImageSet
+from unskip.errors import BadInput
+from unskip.evals._evaluate import Result, judge
+from unskip.evals._extract import DTYPES, Features, Precision, View, _view, autocast, evaluating
+from unskip.evals._protocols import protocol as find
+from unskip.models import Flow
+from unskip.models._noise import normal
+
+Blocks = int | Iterable[int] | Literal["all", "middle"]
+
+
+@torch.no_grad()
+def noised_features(
+    network: nn.Module,
+    batches: Iterable[tuple[Tensor, Tensor]],
+    flow: Flow,
+    time: float,
+    blocks: Blocks = "all",
+    views: Iterable[View] = (("mean", "none"),),
+    *,
+    seed: int = 0,
+    precision: Precision = "float32",
+) -> Features:
+    """Features of blocks at one time, from noise, 0, to data, 1, over batches of (images or latents, labels)."""
+    if not 0 <= time <= 1:
+        raise BadInput(f"a time of {time}; times go from noise, 0, to data, 1")
+    if precision not in DTYPES:
+        raise BadInput(f"precision is {precision!r}; it can be {', '.join(DTYPES)}")
+    wanted_views = list(dict.fromkeys(views))
+    found: dict[View, dict[int, list[Tensor]]] = {view: {} for view in wanted_views}
+    labels: list[Tensor] = []
+    axes: dict[str, int] = {}
+    wanted: list[int] = []
+    seen = 0
+    with evaluating(network):
+        for images, part in batches:
+            if not bool(images.isfinite().all()):
+                raise BadInput(f"images {seen} to {seen + len(images) - 1}: not all of their values are finite")
+            noise = normal(seed, torch.arange(seen, seen + len(images), device=images.device), 0, images.shape[1:])
+            times = torch.full((len(images),), time, device=images.device)
+            inputs = (flow.mixed(images, noise, times), times)
+            if not axes:
+                axes = block_axes(network, Example.of(inputs))
+                wanted = [len(axes) // 2] if blocks == "middle" else indices(blocks, len(axes))
+            with kept(network, axes, wanted) as outputs, autocast(images.device, precision):
+                network(*inputs)
+            for index in wanted:
+                tokens = pooled(outputs[index], list(axes.values())[index], None).float()
+                for pool, norm in wanted_views:
+                    found[pool, norm].setdefault(index, []).append(_view(tokens, pool, norm))
+            labels.append(part)
+            seen += len(images)
+    if not labels:
+        raise BadInput("there is no batch to take features of")
+    whole = {view: {index: torch.cat(parts) for index, parts in by.items()} for view, by in found.items()}
+    return Features(whole, torch.cat(labels), len(axes))
+
+
+def diffusion(
+    network: nn.Module,
+    train: ImageSet,
+    test: ImageSet,
+    protocols: Sequence[str] = ("knn-dino-v1", "probe-lbfgs-v1"),
+    *,
+    times: Sequence[float] = (0.5, 0.7, 0.8, 0.9, 1.0),
+    blocks: Blocks = "all",
+    flow: Flow | None = None,
+    size: int | None = None,
+    batch: int = 512,
+    seed: int = 0,
+    precision: Precision = "float32",
+    changes: dict[str, dict[str, Any]] | None = None,
+) -> dict[float, list[Result]]:
+    """Protocols over blocks and times in one sweep: {time: results}. Features are means over all tokens."""
+    asked = [find(name) for name in protocols]
+    if not asked or any(each.kind not in ("knn", "probe", "rank") for each in asked):
+        raise BadInput("diffusion: ask for protocols of features that stand still: knn, probe or rank")
+    if not times:
+        raise BadInput("diffusion: name one time or more, from noise, 0, to data, 1")
+    views: dict[str, View] = {each.name: ("mean", each.norm) for each in asked}
+    device = next(network.parameters()).device
+    found: dict[float, list[Result]] = {}
+    for time in times:
+        # Training and test images have noise of their own.
+        learnt, judged = (
+            noised_features(
+                network,
+                Feed(images, batch, size, device=device).evaluate(),
+                flow or Flow(),
+                time,
+                blocks,
+                views.values(),
+                seed=2 * seed + which,
+                precision=precision,
+            )
+            for which, images in ((1, train), (0, test))
+        )
+        found[time] = [
+            result
+            for each in asked
+            for result in judge(each, learnt, judged, views[each.name], seed, (changes or {}).get(each.name))
+        ]
+    return found
+
+
+def by_time(found: dict[float, list[Result]], name: str) -> str:
+    """A table of one number: a row for each block, a column for each time."""
+    cells: dict[int | None, dict[float, float]] = {}
+    for time, results in found.items():
+        for each in results:
+            if name in each.values:
+                cells.setdefault(each.block, {})[time] = each.values[name]
+    if not cells:
+        known = sorted({key for results in found.values() for each in results for key in each.values})
+        raise BadInput(f"no number {name!r}; there are {', '.join(known)}")
+    rows = [[block, *(row.get(time) for time in found)] for block, row in cells.items()]
+    return table(("block", *(f"t = {time:g}" for time in found)), rows)

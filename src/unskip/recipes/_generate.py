@@ -1,0 +1,267 @@
+"""What the recipes of SiT and U-ViT share: one config, one task. They differ in their model and their settings.
+
+"Residual Connections Harm Generative Representation Learning" (arXiv 2404.10947): decayed shortcuts improve what a
+diffusion transformer draws and what its features know. Where the decay should end is left open there:
+
+    over all blocks         --shortcut decay:0.8
+    by effective decay      --shortcut decay:product=5e-3
+    in the middle           --shortcut decay:0.8,until=0.5
+    and back to 1           --shortcut decay:0.8,until=0.5,back
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from unskip.data import Augment, Feed, ImageSet, open_images
+from unskip.data._latents import Autoencoder, LatentFeed
+from unskip.errors import BadInput
+from unskip.evals import knn, rank
+from unskip.evals._diffusion import noised_features
+from unskip.init import zero_branches_
+from unskip.models import Flow
+from unskip.models._flow import Interpolant, Target, Times
+from unskip.models._noise import normal
+from unskip.optim import build as build_optimizer
+from unskip.recipes._supervised import _device
+from unskip.training import Precision, Schedule, Task
+from unskip.wiring import rewire, save
+
+
+@dataclass(frozen=True)
+class Generative:
+    """The config of a generative run. `steps`, where given, counts instead of `epochs`."""
+
+    preset: str = "digits"
+    data: str = "digits"
+    data_root: str | None = None
+    latents: str | None = None  # a folder of an AutoencoderKL of diffusers: train on its latents, encoded once
+    cache: str = "~/.cache/unskip/latents"  # where they are kept
+    model: str = "S/2"  # size and patch
+    model_args: str = ""  # other numbers for the model: "width=512,depth=9,heads=8,patch=4"
+    size: int = 32  # of images, before they are encoded
+    shortcut: str = "decay:0.8"
+    where: str | None = None  # attention | mlp: the sites that the shortcut governs
+    init: str = "default"  # default | zero: branches start at zero (SiT's do anyway)
+    weights: str | None = None  # a published checkpoint
+    interpolant: Interpolant = "linear"
+    target: Target = "velocity"
+    times: Times = "uniform"
+    time_mean: float = 0.0
+    time_deviation: float = 1.0
+    label_dropout: float = 0.1
+    optimizer: str = "adamw"
+    lr: float = 1e-4
+    lr_end: float = 1.0  # as a fraction of lr; 1: it stays
+    weight_decay: float = 0.0
+    betas: str = "0.9,0.999"  # of AdamW
+    batch: int = 256
+    epochs: float = 80
+    steps: int | None = None
+    warmup: float = 0.0  # share of the steps
+    clip: float | None = None
+    flip: bool = True
+    precision: Precision = "float32"
+    accumulate: int = 1
+    compile: bool = False
+    graph: bool = False  # forward and backward as one CUDA graph, on one GPU
+    narrow: bool = False  # the stream in autocast's precision: faster, and it rounds more
+    average: float | None = 0.9999  # decay of the averaged weights, which are those that are judged and sampled
+    validate: bool = False  # hold a tenth of the training set out and judge by it, for choosing settings
+    evaluate_every: int | None = None
+    online_images: int = 5000  # how many images of each split neighbours and rank are judged on in training; 0: none
+    online_time: float = 0.9  # the time of the noisy images whose features those are, at the middle block
+    health: bool = True  # look at features and attention with each evaluation, and warn; takes some seconds
+    checkpoint_every: int = 500
+    log_every: int = 20
+    workers: int = 0
+    seed: int = 0
+    device: str = "auto"
+
+    @property
+    def flow(self) -> Flow:
+        return Flow(self.interpolant, self.target, self.times, self.time_mean, self.time_deviation, self.label_dropout)
+
+
+class _Images(Protocol):
+    """What a Feed and a LatentFeed have in common."""
+
+    images: ImageSet
+    device: torch.device
+
+    @property
+    def steps_per_epoch(self) -> int: ...
+    def iterate(self, start_step: int, stop_step: int, rank: int = 0, world: int = 1) -> Iterator[Any]: ...
+    def evaluate(self, rank: int = 0, world: int = 1) -> Iterator[tuple[Tensor, Tensor]]: ...
+
+
+Maker = Callable[[dict[str, Any]], nn.Module]
+
+
+def build_task(config: Generative, make: Maker) -> tuple[Task, Schedule]:
+    """The task and schedule of a config; `make` builds the model from size, channels, classes and `narrow`."""
+    device = torch.device(_device(config.device))
+    if not 0 <= config.online_time <= 1:
+        raise BadInput(f"online_time is {config.online_time}; times go from noise, 0, to data, 1")
+    train = open_images(config.data, split="train", root=config.data_root, hold_out=config.validate)
+    test = open_images(config.data, split="val" if config.validate else "test", root=config.data_root)
+    autoencoder = Autoencoder.open(config.latents, device) if config.latents is not None else None
+    feed = _feed(config, train, autoencoder, device, config.flip)
+    known, judged = (_feed(config, _some(each, config.online_images), autoencoder, device) for each in (train, test))
+    sample = next(iter(judged.evaluate()))[0][:64]
+    classes = len(train.classes)
+    shape = {"size": sample.shape[2], "channels": sample.shape[1], "classes": classes, "narrow": config.narrow}
+    model = make(shape).to(device)
+    if config.init == "zero":
+        zero_branches_(model, sample[:2])
+    elif config.init != "default":
+        raise BadInput(f"init is {config.init!r}; it can be default or zero")
+    wiring = rewire(model, config.shortcut, sample[:2], config.where) if config.shortcut != "keep" else None
+    betas: dict[str, Any] = {"betas": _betas(config.betas)} if config.optimizer == "adamw" else {}
+    optimizer = build_optimizer(model, config.optimizer, config.lr, config.weight_decay, **betas)
+    steps = config.steps or round(config.epochs * feed.steps_per_epoch)
+    flow = config.flow
+
+    def loss(network: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+        values, labels = batch
+        if autoencoder is not None:
+            moments = values
+            noise = torch.randn(len(moments), autoencoder.channels, *moments.shape[2:], device=moments.device)
+            values = autoencoder.latents(moments, noise)
+        return flow.loss(network, values, labels, classes).mean(), {}
+
+    split = "val" if config.validate else "test"
+    evaluations: dict[str, Any] = {"flow-loss-v1": _judged_loss(judged, flow, split)}
+    if config.online_images:
+        evaluations["knn-dino-v1, rank-v1"] = _online(known, judged, flow, config)
+    task = Task(
+        model=model,
+        feed=feed,
+        loss=loss,
+        optimizer=optimizer,
+        wiring=wiring,
+        trivial=_trivial(flow, float(sample.square().mean())),
+        evaluations=evaluations,
+        notes=(*train.report, *test.report),
+        sample=sample[:8] if config.health else None,
+        save=lambda network, folder: save(network, folder),
+    )
+    return task, schedule_of(config, steps)
+
+
+def schedule_of(config: Generative, steps: int) -> Schedule:
+    return Schedule(
+        steps=steps,
+        warmup=round(config.warmup * steps),
+        lr_end=config.lr_end,
+        precision=config.precision,
+        accumulate=config.accumulate,
+        clip=config.clip,
+        compile=config.compile,
+        graph=config.graph,
+        average=config.average,
+        log_every=config.log_every,
+        checkpoint_every=config.checkpoint_every,
+        evaluate_every=config.evaluate_every,
+        seed=config.seed,
+    )
+
+
+def _feed(
+    config: Generative,
+    images: ImageSet,
+    autoencoder: Autoencoder | None,
+    device: torch.device,
+    flip: bool | None = None,
+) -> _Images:
+    """For training where `flip` is said, otherwise for judging."""
+    if autoencoder is not None:
+        return LatentFeed(
+            images,
+            autoencoder,
+            config.batch,
+            config.size,
+            config.cache,
+            seed=config.seed,
+            flip=bool(flip),
+            device=device,
+        )
+    crop: Literal["center"] = "center"
+    augment = None if flip is None else Augment(crop=crop, flip=flip)
+    return Feed(
+        images,
+        config.batch,
+        config.size,
+        seed=config.seed if flip is not None else 0,
+        augment=augment,
+        device=device,
+        workers=config.workers,
+    )
+
+
+def _some(images: ImageSet, count: int) -> ImageSet:
+    """The first so many images of a random but fixed order; a thousand at least, for the loss."""
+    count = max(count, 1000)
+    if len(images) <= count:
+        return images
+    order = torch.randperm(len(images), generator=torch.Generator().manual_seed(0))
+    return images.select(order[:count].sort().values)
+
+
+def _betas(text: str) -> tuple[float, float]:
+    try:
+        first, second = (float(part) for part in text.split(","))
+    except ValueError:
+        raise BadInput(f"betas is {text!r}; write two numbers, as in 0.9,0.999") from None
+    return first, second
+
+
+def _trivial(flow: Flow, power: float) -> float:
+    """The loss of a network that predicts nothing, for data of mean square `power` and uniform times."""
+    if flow.target != "velocity":
+        return 1.0 if flow.target == "noise" else power
+    time = torch.linspace(0, 1, 1001, dtype=torch.float64)
+    path = flow.path(time)
+    return float((path.da.square() * power + path.ds.square()).mean())
+
+
+def _judged_loss(feed: _Images, flow: Flow, split: str) -> Callable[[nn.Module], dict[str, float]]:
+    """The loss without dropped labels, at times spread evenly over the images, with the same noise each time."""
+
+    def judged_loss(network: nn.Module) -> dict[str, float]:
+        plain = Flow(flow.interpolant, flow.target, label_dropout=0.0)
+        first, last = flow.ends
+        count, seen = len(feed.images), 0
+        total = torch.zeros((), dtype=torch.float64, device=feed.device)
+        for values, labels in feed.evaluate():
+            index = torch.arange(seen, seen + len(values), device=values.device)
+            # Neighbours have unlike times: a step of the golden ratio.
+            time = first + (last - first) * ((index * 0.6180339887498949 + 0.5) % 1.0).float()
+            noise = normal(0, index, 0, values.shape[1:])
+            total += plain.loss(network, values, labels, 0, time=time, noise=noise).double().sum()
+            seen += len(values)
+        return {f"{split}_loss": float(total) / count}
+
+    return judged_loss
+
+
+def _online(known: _Images, judged: _Images, flow: Flow, config: Generative) -> Callable[[nn.Module], dict[str, float]]:
+    """Neighbours and rank of the middle block on images with a little noise, while training goes on."""
+
+    def online(network: nn.Module) -> dict[str, float]:
+        view, time = ("mean", "none"), config.online_time
+        learnt, tested = (
+            noised_features(network, feed.evaluate(), flow, time, "middle", seed=seed, precision=config.precision)
+            for feed, seed in ((known, 1), (judged, 0))
+        )
+        (block,) = tested[view]  # type: ignore[index]
+        x, y = learnt[view][block], tested[view][block]  # type: ignore[index]
+        by_k = knn(x, learnt.labels, y, tested.labels)
+        return {f"knn{k}": accuracy for k, accuracy in by_k.items()} | rank(y)
+
+    return online

@@ -1,0 +1,176 @@
+"""Samples of a run: images from noise by its averaged weights, as PNG files and one grid beside them.
+
+RUN/samples/step-N-SAMPLER-cfg-seed.png          the grid; the report shows the newest
+RUN/samples/step-N-SAMPLER-cfg-seed/00000.png    sample 0, 1, 2, ...
+RUN/samples/step-N-SAMPLER-cfg-seed.json         how they were made, and at what cost
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from unskip.data._augment import normalisation
+from unskip.data._latents import Autoencoder
+from unskip.errors import BadInput
+from unskip.evals._extract import autocast, evaluating
+from unskip.models import Sampling, drawn
+from unskip.models._samplers import Sampler
+from unskip.recipes._generate import Generative
+from unskip.recipes._judge import Trained, open_run
+
+_IN_GRID = 100
+_LEAST_SIDE = 32  # of an image in the grid; smaller ones are enlarged
+
+
+@dataclass(frozen=True, eq=False)
+class Samples:
+    """What was drawn: bytes (n, channels, size, size), their labels, and the cost."""
+
+    images: Tensor
+    labels: Tensor
+    evaluations: float  # of the network, for one sample: two for each velocity with guidance
+    seconds: float
+    grid: Path | None  # the picture of them
+
+
+def sample(
+    run: str | Path | Trained,
+    n: int = 64,
+    cfg: float = 1.0,
+    *,
+    sampler: Sampler = "heun",
+    steps: int = 50,
+    tolerance: float = 1e-5,
+    labels: int | Sequence[int] | None = None,
+    seed: int = 0,
+    batch: int = 256,
+    precision: Any = "float32",
+    device: str | None = None,
+    write: bool = True,
+) -> Samples:
+    """Draws n samples of a run's last checkpoint and writes them into its folder.
+
+    Sample i has class i modulo the number of classes, unless `labels` names one for all or one for each; the class
+    after the last one is none. It is the same for any n and batch, up to how products are rounded. `write=False` leaves
+    the folder alone.
+    """
+    sampling = Sampling(sampler, steps, cfg, tolerance, seed)
+    if not isinstance(n, int) or n < 1:
+        raise BadInput(f"{n} samples; ask for one or more")
+    trained = run if isinstance(run, Trained) else open_run(run, device)
+    start = time.perf_counter()
+    parts = list(sampled(trained, n, sampling, labels=labels, batch=batch, precision=precision))
+    images, names = (torch.cat([part[index] for part in parts]) for index in range(2))
+    costs = float(torch.cat([part[2] for part in parts]).double().mean())
+    seconds = time.perf_counter() - start
+    grid = None
+    if write:
+        about = {"step": trained.step, "n": n, **asdict(sampling), "evaluations": costs, "seconds": seconds}
+        name = f"step-{trained.step}-{sampler}-cfg{cfg:g}-seed{seed}"
+        grid = _write(trained.folder.path / "samples", name, images, {**about, "labels": names.tolist()})
+    return Samples(images, names, costs, seconds, grid)
+
+
+def sampled(
+    trained: Trained,
+    n: int,
+    sampling: Sampling,
+    *,
+    labels: int | Sequence[int] | None = None,
+    batch: int = 256,
+    precision: Any = "float32",
+    first: int = 0,
+) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """Bytes, labels and evaluations of samples first, first + 1, ..., a batch at a time, on the CPU."""
+    config, model = trained.config, trained.model
+    if not isinstance(config, Generative):
+        raise BadInput(f"{trained.folder.path}: its recipe does not draw; sample a run of sit or uvit")
+    network: Any = model
+    device = next(model.parameters()).device
+    classes = int(network.classes)
+    wanted = _labels(labels, n, classes, first).to(device)
+    shape = (int(network.channels), int(network.size), int(network.size))
+    pixels = _decoder(config, device, shape[0])
+    with evaluating(model):
+        for part in drawn(
+            model,
+            wanted,
+            shape,
+            classes,
+            config.flow,
+            sampling,
+            first=first,
+            batch=batch,
+            autocast=partial(autocast, device, precision),
+        ):
+            yield pixels(part.values).cpu(), part.labels.cpu(), part.evaluations.cpu()
+
+
+def _labels(labels: int | Sequence[int] | None, n: int, classes: int, first: int) -> Tensor:
+    if labels is None:
+        return torch.arange(first, first + n) % max(1, classes)
+    found = torch.full((n,), labels) if isinstance(labels, int) else torch.as_tensor(labels, dtype=torch.int64)
+    if len(found) != n:
+        raise BadInput(f"{len(found)} labels for {n} samples; name one for all, or one for each")
+    return found
+
+
+def _decoder(config: Generative, device: torch.device, channels: int) -> Any:
+    """From the model's values to bytes: by the autoencoder, or by undoing what `Feed` does."""
+    if config.latents is not None:
+        return Autoencoder.open(config.latents, device).decode
+    mean, std = (torch.tensor(each, device=device)[:, None, None] for each in normalisation(None, channels))
+
+    def pixels(values: Tensor) -> Tensor:
+        return ((values * std + mean) * 255).round().clamp(0, 255).byte()
+
+    return pixels
+
+
+def _write(folder: Path, name: str, images: Tensor, about: dict[str, Any]) -> Path:
+    from PIL import Image
+
+    each = folder / name
+    each.mkdir(parents=True, exist_ok=True)
+    for index, image in enumerate(images):
+        Image.fromarray(_channels_last(image)).save(each / f"{index:05d}.png")
+    with contextlib.suppress(OSError):
+        for old in each.glob("*.png"):  # of an earlier call that asked for more
+            if old.stem.isdigit() and int(old.stem) >= len(images):
+                old.unlink()
+    (folder / f"{name}.json").write_text(json.dumps(about) + "\n")
+    target = folder / f"{name}.png"
+    Image.fromarray(_channels_last(grid_of(images[:_IN_GRID]))).save(target)
+    return target
+
+
+def grid_of(images: Tensor, gap: int = 2) -> Tensor:
+    """Bytes (n, channels, size, size) to one image (channels, height, width), in rows from the left, on white."""
+    times = max(1, -(-_LEAST_SIDE // images.shape[2]))
+    images = images.repeat_interleave(times, 2).repeat_interleave(times, 3)
+    count, channels, tall, wide = images.shape
+    columns = math.ceil(math.sqrt(count))
+    rows = -(-count // columns)
+    out = images.new_full((channels, rows * (tall + gap) + gap, columns * (wide + gap) + gap), 255)
+    for index, image in enumerate(images):
+        row, column = divmod(index, columns)
+        top, left = gap + row * (tall + gap), gap + column * (wide + gap)
+        out[:, top : top + tall, left : left + wide] = image
+    return out
+
+
+def _channels_last(image: Tensor) -> Any:
+    if image.shape[0] not in (1, 3):
+        raise BadInput(f"images of {image.shape[0]} channels are no PNG; sample with write=False")
+    return image[0].numpy() if image.shape[0] == 1 else image.permute(1, 2, 0).contiguous().numpy()
