@@ -28,7 +28,7 @@ $(INSTALLED): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev,hf]'
 	@touch $@
 
-demo: $(INSTALLED) ## audit and rewire a small vision transformer, and take it back
+demo: $(INSTALLED) ## rewire, train with and without shortcuts, prove, and one page about it; minutes
 	$(BIN)/unskip demo
 
 test: lint ## lint, types and every test but the full matrices

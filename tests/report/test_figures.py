@@ -86,7 +86,7 @@ def test_tiles() -> None:
     rows = tuple(tuple(np.full((3, 3, 3), 40 * (r + c), np.uint8) for c in range(2)) for r in range(3))
     tiles = Tiles("x", "T", rows, ("$a", "_b", ""), ("one", "two"), "d", captions=(("p", "q"),) * 3)
     figure = figures.draw_tiles(tiles)
-    shown = [axes.images[0].get_array().max() for axes in figure.axes]
+    shown = [int(image.get_array().max()) for image in figure.axes[0].images]
     assert shown == [0, 40, 40, 80, 80, 120]
     with pytest.raises(BadInput, match="no images"):
         figures.draw_tiles(Tiles("x", "T", (), (), (), ""))

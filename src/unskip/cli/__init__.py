@@ -13,9 +13,9 @@ from collections.abc import Callable, Sequence
 import tyro
 
 import unskip
-from unskip import demo as demonstration
 from unskip.cli._absorb import absorb
 from unskip.cli._audit import audit
+from unskip.cli._demo import demo
 from unskip.cli._eval import evaluate
 from unskip.cli._measure import measure
 from unskip.cli._report import report
@@ -65,8 +65,3 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 141
     except SystemExit as stop:  # of tyro: help, or an argument it does not know
         return stop.code if isinstance(stop.code, int) else 2 if stop.code else 0
-
-
-def demo() -> int:
-    """Audit and rewire a small vision transformer, and take it back; needs seconds and no network."""
-    return 0 if demonstration.run() else 1

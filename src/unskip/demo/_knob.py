@@ -1,4 +1,4 @@
-"""The main job on a small model, in seconds: find its residuals, weaken them, take it back."""
+"""The knob: find the residuals of a small model, weaken them, take it back."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from unskip.anatomy import audit
 from unskip.wiring import Cut, Decay, rewire
 
 
-def run(write: Callable[[str], object] = print) -> bool:
-    """Shows it on a small timm ViT with random weights. True where the output moved and, undone, is
-    the same bit for bit.
+def turn(write: Callable[[str], object]) -> bool:
+    """Shows it on a small timm ViT with random weights. True where the output moved and, undone, is the same bit for
+    bit.
     """
     model = small_vit()
     images = torch.randn(4, 3, 32, 32, generator=torch.Generator().manual_seed(0))

@@ -1,0 +1,85 @@
+"""The demo: the knob, what it does to features, a model without skips, a proof, and one page about all of it.
+
+Every number is of the run at hand, and the text says what that run showed.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from unskip.demo import _absorb, _knob, _train
+from unskip.demo._train import LARGE, QUICK, SMALL, Interrupted, Scale
+from unskip.errors import BadInput
+
+__all__ = ["LARGE", "QUICK", "SMALL", "Scale", "Shown", "chosen", "run"]
+Write = Callable[[str], object]
+
+
+class Shown(NamedTuple):
+    """What came of a demo: whether everything that has to hold did, and its page."""
+
+    holds: bool
+    page: Path
+
+
+def chosen(data: str = "digits", quick: bool = False, device: str | None = None) -> Scale:
+    """How large the demo is: digits on a CPU, or CIFAR-10 (by name or as parquet files) on a GPU."""
+    if data == "digits":
+        scale = QUICK if quick else SMALL
+    else:
+        if device is None and not torch.cuda.is_available():
+            raise BadInput(f"demo --data {data} takes a GPU, and there is none here; leave --data out")
+        share = 6 if quick else 1
+        scale = Scale(LARGE.preset, *({**each, "data": data} for each in (LARGE.mae, LARGE.supervised)))
+        scale = Scale(scale.preset, *({**f, "steps": f["steps"] // share} for f in (scale.mae, scale.supervised)))
+    if device is not None:
+        given: Any = {"device": device}
+        scale = Scale(scale.preset, {**scale.mae, **given}, {**scale.supervised, **given})
+    return scale
+
+
+def run(out: str | Path = "runs/demo", write: Write = print, scale: Scale = SMALL, quiet: bool = False) -> Shown:
+    """Carries the demo out in a new folder."""
+    folder, begun = _free(Path(out)), time.perf_counter()
+    try:
+        shown = _all(folder, write, scale, quiet)
+    except (Interrupted, KeyboardInterrupt):
+        write(f"\nStopped. What was done is in {folder}; a run goes on with `unskip resume {folder}/RUN`.")
+        raise KeyboardInterrupt from None
+    minutes, seconds = divmod(round(time.perf_counter() - begun), 60)
+    write(f"It took {minutes} min {seconds} s. Next: docs/getting-started.md goes through the same, line by line.")
+    return shown
+
+
+def _all(folder: Path, write: Write, scale: Scale, quiet: bool) -> Shown:
+    from unskip.report import write as write_page
+
+    _part(write, 1, "One knob at every residual")
+    holds = _knob.turn(write)
+    _part(write, 2, f"Masked autoencoders, plain and decayed: {scale.mae['steps']} steps each, the same seed")
+    runs = _train.pretrain(scale, folder, write, quiet)
+    _part(write, 3, f"A classifier without skips: {scale.supervised['steps']} steps each, the same seed")
+    runs += (others := _train.classify(scale, folder, write, quiet))
+    _part(write, 4, "Can an MLP absorb its own skip?")
+    holds &= _absorb.decide(others[0], write)
+    _part(write, 5, "One page about all of it")
+    page = write_page(runs, folder / "report.html").resolve()
+    write(f"Open {page} in a browser: curves, depth, shortcuts, pictures, and the data behind them.\n")
+    return Shown(holds, page)
+
+
+def _part(write: Write, number: int, title: str) -> None:
+    write(f"{'' if number == 1 else chr(10)}== {number} of 5: {title} ==\n")
+
+
+def _free(folder: Path) -> Path:
+    """The folder, or where it is taken the next one: nothing of an earlier demo is overwritten."""
+    number, found = 2, folder
+    while found.exists():
+        found, number = folder.with_name(f"{folder.name}-{number}"), number + 1
+    return found

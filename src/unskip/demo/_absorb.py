@@ -1,0 +1,50 @@
+"""Verdicts on absorption: for a trained MLP as it is, and for one that was made to be absorbed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from unskip.absorption import AbsorbableMLP, absorb
+from unskip.anatomy import MlpParts, parts
+from unskip.recipes._judge import open_run
+
+Write = Callable[[str], object]
+
+
+def decide(run: Path, write: Write) -> bool:
+    """True where every verdict holds when it is checked again from the weights alone."""
+    trained = open_run(run)
+    opened = parts(trained.encoder)
+    place, part = next((place, part) for place, part in enumerate(opened) if isinstance(part, MlpParts))
+    write(f"The MLP of site {place} ({opened.sites[place].path}) of the model that kept its skips:\n")
+    first = absorb(part)
+    write(_indented(str(first)))
+    right = [_checked(first.verify(), write)]
+
+    write("An MLP with its skip that was made for it (AbsorbableMLP), 16 dimensions and 64 units:\n")
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        mlp, x = AbsorbableMLP(16, 64).double(), torch.randn(32, 16, dtype=torch.float64)
+    second = absorb(mlp.block(), width=64)
+    write(_indented(str(second)))
+    right.append(_checked(second.verify(), write))
+    with torch.no_grad():
+        difference = float((mlp(x) - mlp.absorbed()(x)).abs().max())
+    write(f"  With its skip and absorbed into plain weights, its outputs differ by at most {difference:.1g}.\n")
+    return all(right) and difference < 1e-6
+
+
+def _checked(holds: bool, write: Write) -> bool:
+    write(
+        "  Checked again from the weights and the certificate alone: it holds.\n"
+        if holds
+        else "  Checked again, it does NOT hold: a fault of unskip. Please report it.\n"
+    )
+    return holds
+
+
+def _indented(text: str) -> str:
+    return "\n".join(f"  {line}" for line in text.splitlines())
