@@ -1,6 +1,6 @@
 """How long a verdict with its verified certificate takes, and how much memory.
 
-    python benchmarks/absorb.py                    # on the CPU; about three minutes on two cores
+    python benchmarks/absorb.py                    # on the CPU; some minutes
     python benchmarks/absorb.py --device cuda
     python benchmarks/absorb.py --only growth      # the figure alone
 
