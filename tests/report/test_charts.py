@@ -84,6 +84,20 @@ def test_few_neighbours_stand_for_all(tmp_path: Path) -> None:
     assert charts.evaluations(read_groups([tmp_path]), by_block=False) == ["knn20", "rank"]
 
 
+def test_other_ways_have_other_names(tmp_path: Path) -> None:
+    rows = by_block((0.1, 0.2), "knn20") + by_block((0.5,), "knn10")
+    rows += [{**row, "time": 0.5} for row in by_block((0.3, 0.4))] + [
+        {**row, "changes": {"k": 1}} for row in by_block((0.9,))
+    ]
+    folder(tmp_path / "a", evals=rows)
+    groups = read_groups([tmp_path])
+    names = charts.evaluations(groups, by_block=True)
+    assert names == ["knn20", "knn20 at time 0.5", "knn20 (changed)"]
+    assert [charts.over_depth(groups, name).lines[0].y for name in names] == [(0.1, 0.2), (0.3, 0.4), (0.9,)]
+    assert charts.called("knn20 at time 0.5") == ("20 nearest neighbours at time 0.5", "accuracy (share)")
+    assert charts.called("rank (changed)")[0] == "Effective rank of the features (changed)"
+
+
 def test_long_curves_are_thinned_and_keep_their_ends(tmp_path: Path) -> None:
     folder(tmp_path / "a", losses=[1 / (1 + i) for i in range(1000)])
     chart = charts.over_steps(read_groups([tmp_path]), "loss")

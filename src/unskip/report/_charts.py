@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from unskip.report._read import Group, Run, number
+from unskip.report._read import LABELS, Group, Run, number
 
 POINTS = 300  # a longer curve is thinned: a page is some hundred pixels wide
 BEYOND = 1e100  # larger than that no axis can be drawn
@@ -28,8 +28,7 @@ NAMES = {  # what a number is called, and its unit
     "probe_lbfgs": ("Linear probe (probe-lbfgs-v1)", "accuracy (share)"),
     "finetune": ("Fine-tuned", "accuracy (share)"),
 }
-_LABELS = ("step", "evaluation", "block", "pool", "split", "seed", "precision", "changes")
-_KNN = re.compile(r"knn(\d+)")
+_KNN = re.compile(r"knn(\d+)(?= |$)")
 _TAKEN = ("rank_entropy",)  # the logarithm of a number that is shown
 
 
@@ -185,10 +184,11 @@ def called(name: str) -> tuple[str, str]:
     """The title and the unit of a number."""
     if name in NAMES:
         return NAMES[name]
-    near = _KNN.fullmatch(name)
+    near = _KNN.match(name)
     if near:
-        return f"{near[1]} nearest neighbours", "accuracy (share)"
-    return name, name
+        return f"{near[1]} nearest neighbours{name[near.end() :]}", "accuracy (share)"
+    word = name.split(" ")[0]  # what follows says how it was taken
+    return (f"{NAMES[word][0]}{name[len(word) :]}", NAMES[word][1]) if word in NAMES else (name, name)
 
 
 def evaluations(groups: Sequence[Group], by_block: bool) -> list[str]:
@@ -197,10 +197,16 @@ def evaluations(groups: Sequence[Group], by_block: bool) -> list[str]:
     for run in (run for group in groups for run in group.runs):
         for row in run.evals:
             if (row.get("block") is not None) == by_block:
-                found |= dict.fromkeys(name for name in row if name not in _LABELS and number(row[name]) is not None)
-    near = [name for name in found if _KNN.fullmatch(name)]
-    shown = "knn20" if "knn20" in near else next(iter(near), None)
-    return [name for name in found if name not in _TAKEN and (name not in near or name == shown)]
+                found |= dict.fromkeys(name for name in row if name not in LABELS and number(row[name]) is not None)
+    # Of the counts of neighbours one is shown: 20, or else the first.
+    shown: dict[str, str] = {}
+    for name in found:
+        near = _KNN.match(name)
+        if near and (name[near.end() :] not in shown or near[1] == "20"):
+            shown[name[near.end() :]] = name
+    return [
+        name for name in found if name.split(" ")[0] not in _TAKEN and (not _KNN.match(name) or name in shown.values())
+    ]
 
 
 def last_values(run: Run) -> dict[str, float]:
@@ -210,7 +216,7 @@ def last_values(run: Run) -> dict[str, float]:
         blocks = [each["block"] for each in run.evals if each.get("block") is not None]
         if row.get("block") is not None and row["block"] != max(blocks):
             continue
-        found |= {n: v for n, raw in row.items() if n not in _LABELS and (v := number(raw)) is not None}
+        found |= {n: v for n, raw in row.items() if n not in LABELS and (v := number(raw)) is not None}
     return found
 
 

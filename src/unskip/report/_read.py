@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from unskip.report._look import Look
 
 FILES = ("metrics.jsonl", "evals.jsonl", "warnings.jsonl")
+LABELS = ("step", "evaluation", "block", "pool", "split", "seed", "precision", "changes", "time")  # no results
 _SEED = re.compile(r"[-_ .]?seed[-_=]?\d+$", re.IGNORECASE)
 
 
@@ -239,11 +240,16 @@ def _numbers(row: dict[str, Any]) -> dict[str, float]:
 
 
 def _mixed(row: dict[str, Any]) -> dict[str, Any]:
-    """Numbers as floats, the block as a whole number or None, the rest as it is."""
+    """Numbers as floats, the block as a whole number or None, the rest as it is.
+
+    What was taken at a noise level, or not quite by the protocol, has another name than what was not.
+    """
     found: dict[str, Any] = {}
+    time = number(row.get("time"))
+    apart = (f" at time {time:g}" if time is not None else "") + (" (changed)" if row.get("changes") else "")
     for name, value in row.items():
         given = number(value)
-        found[clean(name)] = value if given is None else given
+        found[clean(name) + ("" if name in LABELS else apart)] = value if given is None else given
     if "block" in found and found["block"] is not None:
         block = number(found["block"])
         found["block"] = int(block) if block is not None and math.isfinite(block) else None
