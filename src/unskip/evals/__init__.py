@@ -1,11 +1,16 @@
 """Judge it: features of every block in one pass, and named, frozen protocols that turn them into numbers."""
 
+from unskip.evals._diffusion import diffusion, noised_features
 from unskip.evals._discover import discover, discoveries
 from unskip.evals._evaluate import Result, evaluate
 from unskip.evals._extract import Features, extract
+from unskip.evals._extractor import Extractor, extractor
 from unskip.evals._finetune import finetune
+from unskip.evals._frechet import Moments, frechet
+from unskip.evals._generation import Statistics, generation, statistics
 from unskip.evals._iou import class_iou, confusion, mean_iou
 from unskip.evals._knn import knn
+from unskip.evals._manifold import kid, precision_recall, score
 from unskip.evals._patches import Patches, patches
 from unskip.evals._probe import linear_probe
 from unskip.evals._protocols import PROTOCOLS, Protocol
@@ -16,24 +21,36 @@ from unskip.evals._tokencut import Discovery, tokencut
 __all__ = [
     "PROTOCOLS",
     "Discovery",
+    "Extractor",
     "Features",
+    "Moments",
     "Patches",
     "Protocol",
     "Result",
     "Segmentation",
+    "Statistics",
     "class_iou",
     "confusion",
+    "diffusion",
     "discover",
     "discoveries",
     "evaluate",
     "extract",
+    "extractor",
     "finetune",
+    "frechet",
+    "generation",
+    "kid",
     "knn",
     "linear_probe",
     "mean_iou",
+    "noised_features",
     "patches",
+    "precision_recall",
     "rank",
+    "score",
     "segment",
     "segment_blocks",
+    "statistics",
     "tokencut",
 ]

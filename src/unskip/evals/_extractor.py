@@ -1,0 +1,185 @@
+"""Where the features of a generation metric come from, and what it is called by them.
+
+    inception        the standard Inception weights, through torch-fidelity: then, and only then, it is FID
+    timm:NAME        a pretrained model of timm
+    RUN or FOLDER    a classifier trained here: a run folder, or one of unskip.save
+    a module         bytes or floats in, features out; give it a name
+
+Every other name is FD-<name>. The hash of the weights goes with every number and every cached statistic.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from unskip.data._augment import normalisation
+from unskip.errors import BadInput, LoadError, UnskipError
+from unskip.evals._extract import evaluating
+
+INCEPTION = "pt_inception-2015-12-05-6726825d.pth"  # the weights that the name FID stands for
+
+
+@dataclass(frozen=True)
+class Extractor:
+    """Bytes (n, channels, height, width) to features (n, dim), and logits where it is a classifier."""
+
+    name: str
+    module: nn.Module
+    extract: Callable[[Tensor], tuple[Tensor, Tensor | None]]
+    key: str  # hash of the weights
+
+    @property
+    def distance(self) -> str:
+        """What the Fréchet distance over it is called."""
+        return "FID" if self.name == "inception" else f"FD-{self.name}"
+
+    @torch.no_grad()
+    def __call__(self, images: Tensor) -> tuple[Tensor, Tensor | None]:
+        if images.dtype != torch.uint8 or images.ndim != 4:
+            raise BadInput(
+                f"{self.name}: images are bytes (n, channels, height, width), got {images.dtype} {tuple(images.shape)}"
+            )
+        where = next(self.module.parameters()).device
+        with evaluating(self.module):
+            features, logits = self.extract(images.to(where))
+        if features.ndim != 2 or not bool(features.isfinite().all()):
+            raise BadInput(f"{self.name}: its features are {tuple(features.shape)}; they are finite (n, dim)")
+        return features.float(), None if logits is None else logits.float()
+
+
+def extractor(
+    source: str | Path | nn.Module | Extractor, *, name: str | None = None, device: str | torch.device | None = None
+) -> Extractor:
+    """The extractor that a name, a folder or a module stands for. Raises BadInput or LoadError where weights are
+    missing.
+    """
+    if isinstance(source, Extractor):
+        return source
+    if isinstance(source, nn.Module):
+        return Extractor(name or type(source).__name__, source, _plain(source), weights_key(source))
+    if str(source) == "inception":
+        return _inception(device)
+    if str(source).startswith("timm:"):
+        return _timm(str(source).partition(":")[2], name, device)
+    return _folder(Path(source), name, device)
+
+
+def weights_key(module: nn.Module) -> str:
+    """A hash of all weights, by name."""
+    digest = hashlib.sha256()
+    for key, value in sorted(module.state_dict().items()):
+        digest.update(key.encode())
+        digest.update(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()[:16]
+
+
+def _plain(module: nn.Module) -> Callable[[Tensor], tuple[Tensor, Tensor | None]]:
+    def extract(images: Tensor) -> tuple[Tensor, None]:
+        found: Tensor = module(images)
+        return found.flatten(1), None
+
+    return extract
+
+
+def _classifier(
+    module: Any, size: tuple[int, int] | None, mean: Tensor, std: Tensor
+) -> Callable[[Tensor], tuple[Tensor, Tensor | None]]:
+    """Of a model of timm: features before the head, and what the head makes of them."""
+
+    def extract(images: Tensor) -> tuple[Tensor, Tensor | None]:
+        x = (images.float() / 255 - mean.to(images.device)) / std.to(images.device)
+        if size is not None and tuple(x.shape[2:]) != size:
+            x = F.interpolate(x, size, mode="bicubic", antialias=True, align_corners=False)
+        if not hasattr(module, "forward_features") or not hasattr(module, "forward_head"):
+            logits: Tensor = module(x)
+            return logits.flatten(1), None
+        found = module.forward_features(x)
+        features: Tensor = module.forward_head(found, pre_logits=True)
+        return features.flatten(1), module.forward_head(found) if getattr(module, "num_classes", 0) else None
+
+    return extract
+
+
+def _statistics(mean: Any, std: Any) -> tuple[Tensor, Tensor]:
+    first, second = (torch.tensor(tuple(each))[:, None, None] for each in (mean, std))
+    return first, second
+
+
+def _timm(model: str, name: str | None, device: Any) -> Extractor:
+    import timm
+
+    try:
+        module: Any = timm.create_model(model, pretrained=True)
+    except Exception as error:  # whatever the hub raises without a network
+        raise LoadError(
+            f"timm:{model}: its pretrained weights cannot be had ({str(error).partition(chr(10))[0][:200]}). Fetch "
+            "them where there is a network, or take a run folder as extractor: unskip train supervised"
+        ) from error
+    config = module.pretrained_cfg
+    module = module.to(device or "cpu").eval()
+    size = (int(config["input_size"][1]), int(config["input_size"][2]))
+    extract = _classifier(module, size, *_statistics(config["mean"], config["std"]))
+    return Extractor(name or model, module, extract, weights_key(module))
+
+
+def _folder(folder: Path, name: str | None, device: Any) -> Extractor:
+    from unskip.training import RunFolder
+    from unskip.wiring import load
+
+    if not folder.is_dir():
+        raise BadInput(f"{folder}: no extractor there; it is inception, timm:NAME, a run folder or one of unskip.save")
+    size, place = None, folder
+    if (folder / "config.json").is_file() and (folder / "checkpoints").is_dir():
+        run = RunFolder.open(folder)
+        found = run.last_checkpoint()
+        if found is None:
+            raise LoadError(f"{folder}: the run has no checkpoint yet, so no weights; unskip resume {folder}")
+        size, place = run.config.get("size"), found[1]
+    try:
+        module: Any = load(place)
+    except UnskipError as error:
+        raise LoadError(f"{folder}: no model that could be an extractor: {error}") from error
+    module = module.to(device or "cpu").eval()
+    channels = _channels(module)
+    extract = _classifier(module, None if size is None else (size, size), *_statistics(*normalisation(None, channels)))
+    return Extractor(name or folder.resolve().name, module, extract, weights_key(module))
+
+
+def _channels(module: nn.Module) -> int:
+    for each in module.modules():
+        if isinstance(each, nn.Conv2d):
+            return each.in_channels
+    return 3
+
+
+def _inception(device: Any) -> Extractor:
+    file = Path(torch.hub.get_dir()) / "checkpoints" / INCEPTION
+    try:
+        from torch_fidelity.feature_extractor_inceptionv3 import (  # type: ignore[import-not-found,unused-ignore]
+            FeatureExtractorInceptionV3,
+        )
+    except ImportError as error:
+        raise BadInput(
+            "inception needs torch-fidelity: pip install torch-fidelity; or name another extractor"
+        ) from error
+    if not file.is_file():
+        raise LoadError(
+            f"{file}: the standard Inception weights are missing. Put {INCEPTION} there; over any other extractor the "
+            "distance is no FID"
+        )
+    module: Any = FeatureExtractorInceptionV3("inception", ["2048", "logits_unbiased"], str(file))
+    module = module.to(device or "cpu").eval()
+
+    def extract(images: Tensor) -> tuple[Tensor, Tensor]:
+        features, logits = module(images.expand(-1, 3, -1, -1))
+        return features, logits
+
+    return Extractor("inception", module, extract, weights_key(module))

@@ -1,0 +1,119 @@
+"""Fréchet distance of two feature sets, taken as Gaussians, in float64.
+
+    FD = |m_1 - m_2|^2 + tr C_1 + tr C_2 - 2 tr (C_1^1/2 C_2 C_1^1/2)^1/2
+
+With C = F^T F the last trace is the sum of the singular values of F_1 F_2^T: no square root of a product, no complex
+numbers, and a covariance without full rank is as good as any other. C is that of the sample, divided by n - 1. Heusel
+et al., arXiv 1706.08500. Over the standard Inception weights this is FID; over anything else it is FD-<extractor>.
+
+The distance of two samples of the same distribution is not 0: it has a bias of order (features / n), and where n is
+not above the number of features the covariance has no full rank. Compare numbers of the same n only.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from unskip.errors import BadInput, UnskipWarning
+from unskip.measures._input import finite
+
+
+@dataclass
+class Moments:
+    """Mean and covariance of features, gathered batch by batch (Chan et al. 1979), float64."""
+
+    count: int = 0
+    mean: Tensor | None = None  # (dim,)
+    scatter: Tensor | None = None  # (dim, dim): sum of (x - mean) (x - mean)^T
+
+    @torch.no_grad()
+    def update(self, features: Tensor) -> None:
+        """Takes in a batch (samples, dim)."""
+        if not isinstance(features, Tensor) or not features.is_floating_point() or features.ndim != 2:
+            found = f"{features.dtype} {tuple(features.shape)}" if isinstance(features, Tensor) else type(features)
+            raise BadInput(f"frechet: features must be floating (samples, dim), got {found}")
+        if not len(features):
+            return
+        finite("frechet", "features", features)
+        x = features.detach().double()
+        mean = x.mean(0)
+        x = x - mean
+        scatter = x.T @ x
+        if self.mean is None or self.scatter is None:
+            self.count, self.mean, self.scatter = len(x), mean, scatter
+            return
+        if len(mean) != len(self.mean):
+            raise BadInput(f"frechet: features of {len(mean)} numbers after features of {len(self.mean)}")
+        total = self.count + len(x)
+        apart = mean.to(self.mean.device) - self.mean
+        self.scatter += scatter.to(self.mean.device) + torch.outer(apart, apart) * (self.count * len(x) / total)
+        self.mean = self.mean + apart * (len(x) / total)
+        self.count = total
+
+    @property
+    def covariance(self) -> Tensor:
+        if self.scatter is None or self.count < 2:
+            raise BadInput(f"frechet: a covariance takes two samples or more, got {self.count}")
+        return self.scatter / (self.count - 1)
+
+    def state(self) -> dict[str, Tensor]:
+        """Tensors for a file."""
+        assert self.mean is not None
+        assert self.scatter is not None
+        return {"count": torch.tensor(self.count), "mean": self.mean.cpu(), "scatter": self.scatter.cpu()}
+
+    @staticmethod
+    def from_state(state: Mapping[str, Any]) -> Moments:
+        return Moments(int(state["count"]), state["mean"], state["scatter"])
+
+
+def frechet(features_a: Tensor | Moments, features_b: Tensor | Moments) -> float:
+    """The distance of two sets (samples, dim), or of moments gathered before. Warns where there are too few samples.
+
+    A singular covariance is no error: it is that of features which do not vary in some direction.
+    """
+    first, second = (_moments(each) for each in (features_a, features_b))
+    assert first.mean is not None
+    assert second.mean is not None
+    dim = len(first.mean)
+    if dim != len(second.mean):
+        raise BadInput(f"frechet: features of {dim} and of {len(second.mean)} numbers; take them from one extractor")
+    few = min(first.count, second.count)
+    if few <= dim:
+        warnings.warn(
+            f"frechet: {few} samples of {dim} features: the covariance has no full rank, and the distance is too large "
+            f"by a bias that falls as 1 / samples. Compare it with distances of {few} samples only, or take more than "
+            f"{dim} ({5 * dim} are better).",
+            UnskipWarning,
+            stacklevel=2,
+        )
+    device = first.mean.device
+    one, two = first.covariance, second.covariance.to(device)
+    apart = first.mean - second.mean.to(device)
+    overlap = torch.linalg.svdvals(_factor(one) @ _factor(two).T).sum()
+    value = apart @ apart + one.trace() + two.trace() - 2 * overlap
+    return max(0.0, float(value))  # below zero by rounding alone
+
+
+def _moments(features: Tensor | Moments) -> Moments:
+    if isinstance(features, Moments):
+        found = features
+    else:
+        found = Moments()
+        found.update(features)
+    if found.mean is None or found.count < 2:
+        raise BadInput(f"frechet: it takes two samples or more, got {found.count}")
+    return found
+
+
+def _factor(covariance: Tensor) -> Tensor:
+    """F with F^T F = C."""
+    values, vectors = torch.linalg.eigh((covariance + covariance.T) / 2)
+    factor: Tensor = values.clamp_min(0).sqrt()[:, None] * vectors.T
+    return factor

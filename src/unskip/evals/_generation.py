@@ -1,0 +1,147 @@
+"""Samples judged against real images: Fréchet distance, precision, recall, KID, and a score, over one extractor.
+
+Features are made batch by batch, and mean and covariance gathered in float64. Those of the reference are kept on disk,
+where a cache is named, under the hash of the images and of the extractor's weights. Precision, recall and KID compare
+single features: of the first `manifold` images of a fixed order.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from unskip.data import ImageSet
+from unskip.errors import BadInput, LoadError
+from unskip.evals._extractor import Extractor
+from unskip.evals._extractor import extractor as find
+from unskip.evals._frechet import Moments, frechet
+from unskip.evals._manifold import kid, precision_recall, score
+
+Pictures = Tensor | ImageSet | Iterable[Tensor]
+
+
+@dataclass(frozen=True)
+class Statistics:
+    """What is kept of a set: its moments, some of its features, and its score."""
+
+    moments: Moments
+    features: Tensor  # (n, dim), float32, at most `manifold`
+    score: float | None
+    extractor: str  # the hash of its weights
+
+
+def statistics(
+    images: Pictures,
+    extractor: str | Path | nn.Module | Extractor,
+    *,
+    size: int | None = None,
+    batch: int = 256,
+    manifold: int = 10_000,
+    cache: str | Path | None = None,
+) -> Statistics:
+    """Of bytes (n, channels, height, width), a set of images (at `size`), or batches of bytes.
+
+    With a `cache`, a folder, what was found is kept there; images that come in batches are not known beforehand, so
+    they are not.
+    """
+    chosen = find(extractor)
+    file = None
+    if cache is not None and isinstance(images, Tensor | ImageSet):
+        key = f"{_fingerprint(images, size)}-{chosen.key}-{manifold}"
+        file = Path(cache).expanduser() / f"statistics-{key}.safetensors"
+        if file.is_file():
+            return _read(file, chosen)
+    moments, kept, held, logits = Moments(), list[Tensor](), 0, list[Tensor]()
+    for part in _batches(images, size, batch):
+        features, scores = chosen(part)
+        moments.update(features)
+        if held < manifold:
+            kept.append(features[: manifold - held])
+            held += len(kept[-1])
+        if scores is not None:
+            logits.append(scores.cpu())
+    if not moments.count:
+        raise BadInput("generation: there is no image to judge; draw one sample or more")
+    found = Statistics(moments, torch.cat(kept), score(torch.cat(logits)) if logits else None, chosen.key)
+    if file is not None:
+        _write(file, found)
+    return found
+
+
+def generation(
+    samples: Pictures | Statistics,
+    reference: Pictures | Statistics,
+    extractor: str | Path | nn.Module | Extractor = "inception",
+    *,
+    size: int | None = None,
+    batch: int = 256,
+    k: int = 3,
+    manifold: int = 10_000,
+    cache: str | Path | None = None,
+) -> dict[str, float]:
+    """{"FD-name": ..., "precision", "recall", "kid", and "score" where the extractor is a classifier}.
+
+    It is "FID" with the standard Inception weights alone. Images are bytes; a set is loaded at `size`.
+    """
+    chosen = find(extractor)
+    options: dict[str, Any] = {"size": size, "batch": batch, "manifold": manifold}
+    ours = samples if isinstance(samples, Statistics) else statistics(samples, chosen, **options)
+    real = reference if isinstance(reference, Statistics) else statistics(reference, chosen, cache=cache, **options)
+    for name, each in (("samples", ours), ("reference", real)):
+        if each.extractor != chosen.key:
+            raise BadInput(f"generation: the statistics of the {name} are of another extractor ({each.extractor})")
+    found = {chosen.distance: frechet(ours.moments, real.moments)}
+    found["precision"], found["recall"] = precision_recall(ours.features, real.features, k)
+    found["kid"] = kid(ours.features, real.features)
+    return found | ({} if ours.score is None else {"score": ours.score})
+
+
+def _batches(images: Pictures, size: int | None, batch: int) -> Iterator[Tensor]:
+    if isinstance(images, Tensor):
+        yield from images.split(batch) if len(images) else ()
+    elif isinstance(images, ImageSet):
+        for start in range(0, len(images), batch):
+            yield images.load(range(start, min(start + batch, len(images))), size)
+    else:
+        yield from images
+
+
+def _fingerprint(images: Tensor | ImageSet, size: int | None) -> str:
+    if isinstance(images, ImageSet):
+        from unskip.data._latents import fingerprint
+
+        return f"{fingerprint(images)}-{size}"
+    digest = hashlib.sha256(str(tuple(images.shape)).encode())
+    digest.update(images.cpu().contiguous().numpy().tobytes())
+    return digest.hexdigest()[:16]
+
+
+def _write(file: Path, found: Statistics) -> None:
+    from safetensors.torch import save_file
+
+    file.parent.mkdir(parents=True, exist_ok=True)
+    tensors = {**found.moments.state(), "features": found.features.cpu()}
+    if found.score is not None:
+        tensors["score"] = torch.tensor(found.score, dtype=torch.float64)
+    aside = file.with_suffix(".tmp")
+    save_file(tensors, aside)
+    aside.replace(file)
+
+
+def _read(file: Path, extractor: Extractor) -> Statistics:
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    try:
+        tensors = load_file(file)
+        held = float(tensors["score"]) if "score" in tensors else None
+        device = next(extractor.module.parameters()).device
+        return Statistics(Moments.from_state(tensors), tensors["features"].to(device), held, extractor.key)
+    except (SafetensorError, KeyError, OSError) as error:
+        raise LoadError(f"{file}: damaged ({error}); delete it, and it is made again") from error
