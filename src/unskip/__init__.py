@@ -13,7 +13,7 @@ from unskip import absorption, data, evals, init, measures, models, optim, recip
 from unskip.absorption import absorb
 from unskip.anatomy import Audit, Site, audit, features, parts
 from unskip.measures import measure
-from unskip.recipes import resume, train
+from unskip.recipes import resume, sample, train
 from unskip.wiring import Anneal, Cut, Decay, Keep, Learn, Scale, Wiring, load, rewire, rewired, save
 
 __version__ = "0.1.0"
@@ -45,6 +45,7 @@ __all__ = [
     "resume",
     "rewire",
     "rewired",
+    "sample",
     "save",
     "train",
 ]

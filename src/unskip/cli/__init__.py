@@ -1,4 +1,4 @@
-"""The front door: `unskip audit`, `measure`, `absorb`, `train`, `resume`, `eval`, `report`, `recipes` and `demo`.
+"""The front door: `unskip audit`, `measure`, `absorb`, `train`, `resume`, `eval`, `sample`, `report`, `recipes`, `demo`.
 
 Exit codes: 0 fine; 2 bad input, told in one line on stderr; 1 a fault; 130 interrupted. Results go to stdout, all else
 to stderr. On a terminal tables are drawn; in a pipe the same table is plain text.
@@ -19,6 +19,7 @@ from unskip.cli._demo import demo
 from unskip.cli._eval import evaluate
 from unskip.cli._measure import measure
 from unskip.cli._report import report
+from unskip.cli._sample import sample
 from unskip.cli._say import argument_errors_in_a_line, one_line, warnings_in_a_line
 from unskip.cli._train import plan, recipes, resume, run, train
 from unskip.errors import UnskipError
@@ -42,6 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "run": run,
         "resume": resume,
         "eval": evaluate,
+        "sample": sample,
         "report": report,
         "recipes": recipes,
         "demo": demo,

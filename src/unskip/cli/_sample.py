@@ -1,0 +1,82 @@
+"""`unskip sample RUN`: images of a generative run, as PNG files and a grid, and judged where an extractor is named."""
+
+from __future__ import annotations
+
+import json as json_format
+from typing import Annotated, Any, get_args
+
+import tyro
+
+from unskip.cli._say import busy, finite
+from unskip.errors import BadInput
+from unskip.evals._extract import DTYPES
+from unskip.models import Sampling
+from unskip.models._samplers import Sampler
+from unskip.recipes import sample as draw
+from unskip.recipes._judge import open_run
+from unskip.recipes._judge_generation import judge_samples
+
+_SAMPLERS = f"{', '.join(get_args(Sampler))}."
+_JUDGE = "Compare with the run's data over this extractor: inception, timm:NAME, or the folder of a classifier."
+
+
+def sample(
+    run: Annotated[str, tyro.conf.Positional, tyro.conf.arg(help="The folder of the run.", metavar="RUN")],
+    n: Annotated[int, tyro.conf.arg(help="How many.", metavar="N")] = 64,
+    cfg: Annotated[float, tyro.conf.arg(help="Strength of guidance; 1 is none.", metavar="W")] = 1.0,
+    sampler: Annotated[str, tyro.conf.arg(help=_SAMPLERS, metavar="NAME")] = "heun",
+    steps: Annotated[int, tyro.conf.arg(help="Of all samplers but dopri5.", metavar="N")] = 50,
+    tolerance: Annotated[float, tyro.conf.arg(help="Of dopri5.", metavar="X")] = 1e-5,
+    label: Annotated[
+        int | None,
+        tyro.conf.arg(help="One class for all (default: each in turn).", metavar="CLASS", help_behavior_hint=""),
+    ] = None,
+    seed: Annotated[int, tyro.conf.arg(help="Of the noise.", metavar="N")] = 0,
+    batch: Annotated[int, tyro.conf.arg(help="How many at a time.", metavar="N")] = 256,
+    precision: Annotated[str, tyro.conf.arg(help="float32, bf16 or fp16.", metavar="NAME")] = "float32",
+    judge: Annotated[str | None, tyro.conf.arg(help=_JUDGE, metavar="EXTRACTOR", help_behavior_hint="")] = None,
+    device: Annotated[
+        str | None, tyro.conf.arg(help="Where to compute (default: as the run).", metavar="DEVICE")
+    ] = None,
+    json: Annotated[
+        bool,
+        tyro.conf.FlagCreatePairsOff,
+        tyro.conf.arg(help="Print JSON and nothing else.", help_behavior_hint=""),
+    ] = False,
+) -> int:
+    """Draw images with a run's averaged weights: PNG files and a grid under RUN/samples.
+
+    Example: unskip sample runs/x --n 64 --cfg 1.5
+    """
+    if precision not in DTYPES:
+        raise BadInput(f"--precision {precision}: it can be {', '.join(DTYPES)}")
+    # Said before a model is built: what cannot be asked for.
+    sampling = Sampling(sampler, steps, cfg, tolerance, seed)  # type: ignore[arg-type]  # it checks
+    if n < 1:
+        raise BadInput(f"--n {n}: ask for one sample or more")
+    with busy(f"drawing {n} samples of {run}"):
+        trained = open_run(run, device)
+        found = draw(
+            trained,
+            n,
+            cfg,
+            sampler=sampling.sampler,
+            steps=steps,
+            tolerance=tolerance,
+            labels=label,
+            seed=seed,
+            batch=batch,
+            precision=precision,
+        )
+        judged = judge_samples(trained, judge, n, sampling, batch=batch, precision=precision) if judge else {}
+    data: dict[str, Any] = {"run": run, "step": trained.step, "n": n, "evaluations": found.evaluations}
+    data |= {"seconds": found.seconds, "grid": str(found.grid), **judged}
+    if json:
+        print(json_format.dumps(finite(data), indent=2, allow_nan=False))
+        return 0
+    print(f"{n} samples of {run}, step {trained.step}: {found.evaluations:g} evaluations of the network each")
+    for name, value in judged.items():
+        if name != "evaluations":
+            print(f"{name}  {value:.4g}")
+    print(found.grid)
+    return 0
