@@ -12,10 +12,12 @@ import tyro
 from unskip.cli._say import busy, finite
 from unskip.errors import BadInput
 from unskip.evals import PROTOCOLS
+from unskip.evals._diffusion import by_time
 from unskip.evals._evaluate import by_depth
 from unskip.evals._extract import DTYPES
 from unskip.evals._protocols import protocol as find
 from unskip.recipes._judge import judge_run
+from unskip.recipes._judge_generation import judge_times
 
 _PROTOCOLS = f"Protocols, separated by commas: {', '.join(PROTOCOLS)}."
 _CHANGE = "Another value for a setting of a protocol, recorded with the result: finetune-mae-v1.epochs=20."
@@ -32,6 +34,14 @@ def evaluate(
     split: Annotated[
         str | None,
         tyro.conf.arg(help="test or val (default: what the run held out).", metavar="SPLIT", help_behavior_hint=""),
+    ] = None,
+    times: Annotated[
+        str | None,
+        tyro.conf.arg(
+            help="Of a diffusion model: times of noisy images, from noise, 0, to data, 1, such as 0.5,0.9,1.",
+            metavar="TIMES",
+            help_behavior_hint="",
+        ),
     ] = None,
     change: Annotated[tuple[str, ...], tyro.conf.arg(help=_CHANGE, metavar="SETTING", help_behavior_hint="")] = (),
     seed: Annotated[int, tyro.conf.arg(help="Of probes and fine-tuning.", metavar="N")] = 0,
@@ -57,19 +67,29 @@ def evaluate(
     _one_of("pool", pool, ("mean", "cls"))
     _one_of("split", split, ("test", "val"))
     _one_of("precision", precision, tuple(DTYPES))
-    options: dict[str, Any] = {"blocks": _blocks(blocks), "pool": pool, "split": split, "seed": seed}
+    options: dict[str, Any] = {"blocks": _blocks(blocks), "split": split, "seed": seed, "precision": precision}
+    options |= {"device": device, "changes": _changes(change, names)}
     with contextlib.redirect_stdout(sys.stderr), busy(f"judging {run}"):
-        trained, results = judge_run(
-            run, names, precision=precision, device=device, changes=_changes(change, names), **options
-        )
+        if times is not None:
+            if pool is not None:
+                raise BadInput("--times takes means over all tokens: leave --pool out")
+            trained, by = judge_times(run, names, _times(times), **options)
+        else:
+            trained, results = judge_run(run, names, pool=pool, **options)
+            by = {}
     if json:
         used = {name: PROTOCOLS[name].to_dict() for name in names}
-        rows = [each.to_dict() for each in results]
+        rows = [{**each.to_dict(), "time": time} for time, found in by.items() for each in found]
+        rows = rows or [each.to_dict() for each in results]
         data = {"run": run, "step": trained.step, "protocols": used, "results": rows}
         print(json_format.dumps(finite(data), indent=2, allow_nan=False))
         return 0
     print(f"{run}, step {trained.step}: {', '.join(names)}\n")
-    print(by_depth(results))
+    if times is None:
+        print(by_depth(results))
+        return 0
+    for name in dict.fromkeys(name for found in by.values() for each in found for name in each.values):
+        print(f"{name}\n{by_time(by, name)}\n")
     return 0
 
 
@@ -85,6 +105,13 @@ def _blocks(text: str) -> Any:
         return [int(item) for item in text.split(",")]
     except ValueError:
         raise BadInput(f"--blocks {text}: write all, last, or indices such as 3,7,11") from None
+
+
+def _times(text: str) -> list[float]:
+    try:
+        return [float(item) for item in text.split(",")]
+    except ValueError:
+        raise BadInput(f"--times {text}: write numbers from 0 to 1, such as 0.5,0.9,1") from None
 
 
 def _changes(items: tuple[str, ...], names: list[str]) -> dict[str, dict[str, Any]]:
