@@ -105,20 +105,19 @@ def over_depth(groups: Sequence[Group], name: str) -> Chart:
 
 
 _MEASURED = {
-    "echo": ("Echo of the input, by depth", "share of the first stream that can be read off (R²)", False),
-    "high_frequency": ("High frequencies of the patch tokens, by depth", "share of the energy", False),
-    "token_rank": ("Effective rank of the tokens, by depth", "effective rank (directions)", False),
-    "norm": ("Length of the tokens, by depth", "mean norm of a token", True),
+    "echo": ("Echo of the input, by depth", "share of the first stream that can be read off (R²)"),
+    "high_frequency": ("High frequencies of the patch tokens, by depth", "share of the energy"),
+    "token_rank": ("Effective rank of the tokens, by depth", "effective rank (directions)"),
+    "norm": ("Length of the tokens, by depth", "mean norm of a token"),
 }
 
 
 def measured(groups: Sequence[Group], name: str) -> Chart:
     """A number that `unskip.measure` takes of every block of a run's last checkpoint."""
-    title, unit, log = _MEASURED[name]
+    title, unit = _MEASURED[name]
     values = [[_looked(run, "blocks", lambda row: row.get(name)) for run in group.runs] for group in groups]
     missing = _unlooked(groups) or f"{name} could not be measured"
-    chart = _chart(f"measured-{name}", title, "block", unit, groups, values, missing, whole=True)
-    return _logarithmic(chart) if log else chart
+    return _chart(f"measured-{name}", title, "block", unit, groups, values, missing, whole=True)
 
 
 def alphas(groups: Sequence[Group]) -> Chart:

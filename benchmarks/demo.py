@@ -1,0 +1,93 @@
+"""What does `unskip demo` show? Its numbers as JSON, and its page as pictures for the docs.
+
+python benchmarks/demo.py                       # the demo, then the rest
+python benchmarks/demo.py --runs runs/demo      # of a demo that was made already
+python benchmarks/demo.py --runs runs/demo --pictures docs/img       # chromium takes the pictures
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def record(runs: Path, seconds: float | None) -> dict[str, Any]:
+    """Configs, last numbers and numbers by block of every run of a demo."""
+    from unskip.report import _charts, read
+
+    groups = read([runs], look=False)
+    found: dict[str, Any] = {}
+    for run in (run for group in groups for run in group.runs):
+        names = _charts.evaluations([group for group in groups if run in group.runs], by_block=True)
+        found[run.name] = {
+            "config": run.config,
+            "state": run.state,
+            "last": _charts.last_values(run),
+            "by block": {name: list(_charts._by_block(run, name).values()) for name in names},
+            "seconds in steps": sum(row["seconds"] for row in run.metrics),
+            "warnings": sorted({str(row["warning"]) for row in run.warnings}),
+        }
+    about = groups[0].runs[0].about
+    device = f"{platform.machine()} CPU" if about["device"] == "cpu" else about["device"]
+    # The folder may hold where data lies on the machine that ran it: only names of data are kept.
+    return {
+        "script": "benchmarks/demo.py",
+        "device": device,
+        "versions": about["versions"],
+        "protocol": "unskip demo, one seed; knn-dino-v1, probe-lbfgs-v1 and rank-v1 by block on the test split",
+        "seconds": seconds,
+        "runs": found,
+    }
+
+
+def pictures(page: Path, out: Path) -> None:
+    """The top of the page, its figures in the dark, its pictures, and a phone."""
+    sys.path.insert(0, str(ROOT))
+    from PIL import Image
+    from tests.report.browser import Browser
+
+    with Browser() as browser:
+        for name, place, width, height, dark in (
+            ("report", "content", 1180, 640, False),
+            ("report-depth", "depth", 1180, 860, False),
+            ("report-dark", "shortcuts", 1180, 470, True),
+            ("report-pictures", "pictures", 1180, 760, False),
+            ("report-phone", "training", 390, 720, False),
+        ):
+            browser.open(page, width, height, dark)
+            if name != "report":
+                browser.run(f"document.getElementById('{place}').scrollIntoView({{behavior: 'instant'}})")
+            file = out / f"{name}.png"
+            browser.screenshot(file)
+            Image.open(file).convert("RGB").save(file, optimize=True)
+            print(f"{file}: {file.stat().st_size / 1000:.0f} kB")
+        assert not browser.problems, browser.problems
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--runs", type=Path)
+    parser.add_argument("--pictures", type=Path)
+    parser.add_argument("--json", type=Path, default=ROOT / "docs" / "results" / "demo-digits.json")
+    args = parser.parse_args()
+    seconds = None
+    if args.runs is None:
+        from unskip import demo
+
+        begun = time.perf_counter()
+        args.runs = demo.run("runs/demo").page.parent
+        seconds = time.perf_counter() - begun
+    args.json.write_text(json.dumps(record(args.runs, seconds), indent=1) + "\n")
+    if args.pictures is not None:
+        pictures(args.runs / "report.html", args.pictures)
+
+
+if __name__ == "__main__":
+    main()
