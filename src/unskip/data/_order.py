@@ -21,7 +21,7 @@ from unskip.errors import BadInput
 Rows = NDArray[numpy.int64]
 
 # What a stream of random numbers is for. Streams of different purposes never meet.
-ORDER, GEOMETRY, MIXING, PIXELS, HOLD_OUT = range(5)
+ORDER, GEOMETRY, MIXING, PIXELS, HOLD_OUT, VIEWS = range(6)
 
 
 def stream(purpose: int, seed: int, *where: int) -> numpy.random.Generator:

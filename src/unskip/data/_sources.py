@@ -16,6 +16,7 @@ from unskip._words import nearest
 from unskip.data._folder import folder_parts, tiny_imagenet_parts
 from unskip.data._hub import hub_parts
 from unskip.data._images import ImageSet, resized
+from unskip.data._joined import joined
 from unskip.data._parquet import parquet_parts
 from unskip.data._small import KNOWN
 from unskip.data._splits import Parts, taken
@@ -38,13 +39,16 @@ def open_images(
     """A set of labelled images.
 
     `source` is digits, fashion-mnist, cifar10, cifar100, stl10, tiny-imagenet, imagenet, a folder, parquet files
-    ("path/*.parquet", "name-{split}.parquet") or hf:NAME. `root` is where the files of a named set lie (default
-    ~/.cache/unskip). With a `size` the images are held in memory as squares of that size, their central part resized;
-    without it a folder is read from disk as it is needed. `skip_broken` leaves out, counts and reports what would be
-    an error otherwise. `hold_out` takes the images of the "val" split out of "train".
+    ("path/*.parquet", "name-{split}.parquet") or hf:NAME; several are joined by +. `root` is where the files of a named
+    set lie (default ~/.cache/unskip). With a `size` the images are held in memory as squares of that size, their
+    central part resized; without it a folder is read from disk as it is needed. `skip_broken` leaves out, counts and
+    reports what would be an error otherwise. `hold_out` takes the images of the "val" split out of "train".
     """
     if split not in get_args(Split):
         raise BadInput(f"split is {split!r}; it can be {', '.join(get_args(Split))}")
+    if "+" in str(source) and not Path(source).expanduser().exists():
+        each = {"root": root, "size": size, "skip_broken": skip_broken, "hold_out": hold_out, "download": download}
+        return joined([open_images(part.strip(), split, **each) for part in str(source).split("+")])  # type: ignore[arg-type]
     folder = Path(root).expanduser() if root is not None else Path.home() / ".cache" / "unskip"
     found = taken(str(source), _parts(source, folder, size, skip_broken, download), split, hold_out)
     missing = [name for name, count in zip(found.classes, _counts(found), strict=True) if not count]

@@ -1,24 +1,35 @@
-"""Models of objectives, around blocks of timm: the masked autoencoder, SiT and U-ViT, and what lies between noise and
-data: interpolants and samplers."""
+"""Models of objectives, around blocks of timm: the masked autoencoder, DINO, SimCLR, SiT and U-ViT, and what lies
+between noise and data: interpolants and samplers."""
 
+from unskip.models._dino import DINO, Head, Teaching, sinkhorn
 from unskip.models._flow import Flow
 from unskip.models._mae import MAE, Reconstruction
 from unskip.models._published import load_published
+from unskip.models._published_dino import load_dino
 from unskip.models._published_sit import load_published_sit
 from unskip.models._samplers import Drawn, Sampling, draw, drawn
+from unskip.models._simclr import Contrast, SimCLR, contrast
 from unskip.models._sit import SiT
 from unskip.models._uvit import UViT
 
 __all__ = [
+    "DINO",
     "MAE",
+    "Contrast",
     "Drawn",
     "Flow",
+    "Head",
     "Reconstruction",
     "Sampling",
     "SiT",
+    "SimCLR",
+    "Teaching",
     "UViT",
+    "contrast",
     "draw",
     "drawn",
+    "load_dino",
     "load_published",
     "load_published_sit",
+    "sinkhorn",
 ]

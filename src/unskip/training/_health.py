@@ -5,6 +5,8 @@ exploding-features    the last block's features are a hundred times as long as a
 collapsed-features    the features of different samples span hardly more than one direction
 flat-loss             after a fifth of the run the loss is where a model stands that has learnt nothing
 dead-attention        most attentions look at all tokens evenly
+
+A task can add its own: a teacher that says the same of every image, for instance.
 """
 
 from __future__ import annotations
@@ -43,6 +45,12 @@ class Watch:
         if abs(value - trivial) < 0.01 * trivial:
             text = f"at step {done} the loss is {value:.4g}, that of a model that has learnt nothing ({trivial:.4g})"
             self.warn(done, "flat-loss", text)
+
+    def row(self, done: int, values: dict[str, Any]) -> None:
+        """Asks the task about a logged row or an evaluation."""
+        if self.task.watch is not None:
+            for name, text in self.task.watch(values, done / self.schedule.steps):
+                self.warn(done, name, f"at step {done} {text}")
 
     def look(self, done: int) -> None:
         """Looks at the features and attentions of the model on a few samples."""

@@ -168,6 +168,7 @@ class _Trainer:
                 self._refuse_not_finite(row, saved)
                 self._log("metrics.jsonl", row)
                 self.health.loss(done, row["loss"])
+                self.health.row(done, row)
                 reporter.show(done, row)
                 pending, counted, begun = [], 0, time.perf_counter()
             if last or (schedule.evaluate_every and done % schedule.evaluate_every == 0):
@@ -189,6 +190,8 @@ class _Trainer:
         schedules.apply(self.task.optimizer, lr=factor)
         if self.task.wiring is not None:
             self.task.wiring.step(step)
+        if self.task.before is not None:
+            self.task.before(step)
         if self.graph is not None:
             # A weight that is annealed is a tensor while it moves, and a number afterwards: another graph.
             moving = () if self.task.wiring is None else tuple(map(id, self.task.wiring.tensors()))
@@ -202,6 +205,8 @@ class _Trainer:
         self.optimizer.step()
         if self.graph is None:  # a graph writes its gradients, and keeps their memory
             self.optimizer.zero_grad(set_to_none=True)
+        if self.task.after is not None:
+            self.task.after(step)
         if self.average is not None:
             self.average.update_parameters(self.task.model)
         return loss, numbers
@@ -258,6 +263,7 @@ class _Trainer:
                 values = evaluation(model)
             self.last_evaluations |= values
             self._log("evals.jsonl", {"step": done, "evaluation": name, **values})
+            self.health.row(done, values)
             reporter.say(f"step {done}: " + ", ".join(f"{key} {value:.4g}" for key, value in values.items()))
         if self.accelerator.is_main_process and self.sharded is None:
             self.health.look(done)

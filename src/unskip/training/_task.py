@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, get_args
 
@@ -14,6 +14,7 @@ from unskip.wiring import Wiring
 Batch = Any
 Precision = Literal["float32", "bf16"]  # of the forward under autocast; weights and optimizer stay float32
 Loss = Callable[[nn.Module, Batch], tuple[Tensor, dict[str, Tensor]]]
+Watch = Callable[[dict[str, Any], float], Iterable[tuple[str, str]]]  # (row, share of the run that is done)
 Evaluation = Callable[[nn.Module], dict[str, float]]
 
 
@@ -40,6 +41,9 @@ class Task:
     notes: tuple[str, ...] = ()  # what whoever reads the run should know, such as images that were left out
     sample: Any = None  # a few inputs, on which the model's health is looked at
     watched: nn.Module | None = None  # the part whose health that is, such as an encoder; the model by default
+    before: Callable[[int], object] | None = None  # called with the step before it is taken, such as to set a schedule
+    after: Callable[[int], object] | None = None  # and after the optimizer's step, such as to move a teacher
+    watch: Watch | None = None  # looks at each logged row and evaluation: names and texts of warnings
     save: Callable[[nn.Module, Any], object] | None = None  # how a checkpoint stores the model; unskip.save by default
 
 

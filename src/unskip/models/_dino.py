@@ -1,0 +1,198 @@
+"""DINO: a student that learns to say of each crop what a slow average of itself says of the whole image.
+
+    loss = mean over pairs of a large view i and another view j of  - <p_i, log q_j>
+    p_i = softmax((t_i - c) / T_t),   q_j = softmax(s_j / T_s),    c <- m c + (1 - m) mean(t)
+
+Caron et al. 2021, "Emerging Properties in Self-Supervised Vision Transformers" (arXiv 2104.14294). Instead of the
+centre c, p can be balanced over the batch by Sinkhorn and Knopp's iteration, as in SwAV (arXiv 2006.09882). Both are
+over the batches of all processes. Without p and q being written out, the cross entropy of a pair is
+
+    log sum exp(s_j / T_s) - <p_i, s_j> / T_s
+
+How a run collapses can be seen in three numbers: the entropy of p (at log(out) every p is uniform), the entropy of the
+mean of p (at 0 every image is given the same entry), and the divergence of q from p (at 0 there is nothing to learn).
+"""
+
+from __future__ import annotations
+
+import copy
+from itertools import pairwise
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from unskip.errors import BadInput
+
+Balance = Literal["centre", "sinkhorn"]
+
+
+class Teaching(NamedTuple):
+    """What a forward gives."""
+
+    loss: Tensor
+    entropy: Tensor  # of the teacher's p, a mean over samples
+    spread: Tensor  # the entropy of the mean of p over the batch
+    divergence: Tensor  # KL(p, q)
+
+
+class Head(nn.Module):
+    """An MLP to a bottleneck of length 1, and from there a linear layer whose rows have length 1."""
+
+    def __init__(
+        self, width: int, out: int, *, hidden: int = 2048, bottleneck: int = 256, layers: int = 3, norm: bool = False
+    ) -> None:
+        super().__init__()
+        if layers < 1:
+            raise BadInput(f"a head of {layers} layers; it has one at least")
+        sizes = [width, *[hidden] * (layers - 1), bottleneck]
+        steps: list[nn.Module] = []
+        for index, (a, b) in enumerate(pairwise(sizes)):
+            steps.append(nn.Linear(a, b))
+            if index < layers - 1:
+                steps += [nn.BatchNorm1d(b), nn.GELU()] if norm else [nn.GELU()]
+        self.mlp = nn.Sequential(*steps)
+        self.last = nn.Linear(bottleneck, out, bias=False)  # only the directions of its rows count
+        for module in self.modules():
+            if isinstance(module, nn.Linear):
+                nn.init.trunc_normal_(module.weight, std=0.02)
+                if module.bias is not None:
+                    nn.init.zeros_(module.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.normalize(self.mlp(x), dim=-1)
+        return F.linear(x, F.normalize(self.last.weight, dim=1).to(x.dtype))
+
+
+class Tower(nn.Module):
+    """A backbone that gives one vector an image, and a head."""
+
+    def __init__(self, backbone: nn.Module, head: Head) -> None:
+        super().__init__()
+        self.backbone, self.head = backbone, head
+
+    def forward(self, images: Tensor) -> Tensor:
+        out: Tensor = self.head(self.backbone(images))
+        return out
+
+
+class DINO(nn.Module):
+    """Student and teacher. Rewire `student.backbone` and `teacher.backbone` alike; `follow_` moves the teacher."""
+
+    centre: Tensor
+    temperature: Tensor
+
+    def __init__(
+        self,
+        backbone: nn.Module,
+        *,
+        out: int = 65536,
+        hidden: int = 2048,
+        bottleneck: int = 256,
+        layers: int = 3,
+        norm: bool = False,
+        student_temperature: float = 0.1,
+        centre_momentum: float = 0.9,
+        balance: Balance = "centre",
+    ) -> None:
+        """`backbone` takes images of any size that its patches divide and gives (images, width)."""
+        super().__init__()
+        if balance not in ("centre", "sinkhorn"):
+            raise BadInput(f"balance is {balance!r}; it can be centre or sinkhorn")
+        width = width_of(backbone)
+        self.student = Tower(backbone, Head(width, out, hidden=hidden, bottleneck=bottleneck, layers=layers, norm=norm))
+        self.teacher = copy.deepcopy(self.student).requires_grad_(False)
+        inner: Any
+        for inner in self.teacher.modules():  # drop path and dropout are the student's
+            if hasattr(inner, "drop_prob"):
+                inner.drop_prob = 0.0
+            elif isinstance(inner, nn.Dropout):
+                inner.p = 0.0
+        self.out, self.student_temperature = out, student_temperature
+        self.centre_momentum, self.balance = centre_momentum, balance
+        self.register_buffer("centre", torch.zeros(out))
+        self.register_buffer("temperature", torch.tensor(0.04))  # the teacher's; a schedule moves it
+
+    def forward(self, large: Tensor, small: Tensor) -> Teaching:
+        """Views (images, count, channels, height, width); in training the centre moves."""
+        images, count = large.shape[:2]
+        with torch.no_grad():
+            taught = _wide(self.teacher(large.transpose(0, 1).flatten(0, 1)))  # view by view
+            p = self.targets(taught).unflatten(0, (count, images))
+        groups = [large, small] if small.shape[1] else [large]
+        said = torch.cat(
+            [_wide(self.student(each.transpose(0, 1).flatten(0, 1))).unflatten(0, (-1, images)) for each in groups]
+        )
+        said = said / self.student_temperature  # (views, images, out)
+        normaliser = said.logsumexp(2)
+        total: Any = 0
+        pairs = 0
+        for i in range(count):
+            for j in range(len(said)):
+                if i != j:
+                    total = total + (normaliser[j] - (p[i] * said[j]).sum(1)).mean()
+                    pairs += 1
+        if not pairs:
+            raise BadInput("one large view and no small one: there is no pair to compare")
+        loss = total / pairs
+        entropy = torch.special.entr(p).sum(2).mean()
+        spread = torch.special.entr(over_processes(p.mean((0, 1)))).sum()
+        if self.training and self.balance == "centre":
+            self.centre.lerp_(over_processes(taught.mean(0)), 1 - self.centre_momentum)
+        return Teaching(loss, entropy, spread, (loss - entropy).detach())
+
+    def targets(self, taught: Tensor) -> Tensor:
+        """p of the teacher's outputs (samples, out)."""
+        if self.balance == "sinkhorn":
+            return sinkhorn(taught / self.temperature)
+        return ((taught - self.centre) / self.temperature).softmax(1)
+
+    @torch.no_grad()
+    def follow_(self, momentum: float) -> None:
+        """teacher <- m teacher + (1 - m) student."""
+        theirs, ours = (list[Tensor](tower.parameters()) for tower in (self.teacher, self.student))
+        torch._foreach_lerp_(theirs, ours, 1 - momentum)
+
+    def last_layer(self) -> Tensor:
+        """The weight that stands still at the start of training."""
+        return self.student.head.last.weight
+
+
+def sinkhorn(logits: Tensor, rounds: int = 3) -> Tensor:
+    """exp(logits) (samples, out) with rows of sum 1, and columns as near to equal sums as `rounds` bring them."""
+    highest = logits.max()
+    if _several():
+        torch.distributed.all_reduce(highest, torch.distributed.ReduceOp.MAX)
+    q = torch.exp(logits - highest)
+    for _ in range(rounds):
+        q = q / over_processes(q.sum(0)).clamp_min(1e-30)
+        q = q / q.sum(1, keepdim=True).clamp_min(1e-30)
+    return q
+
+
+def over_processes(value: Tensor) -> Tensor:
+    """The mean of a tensor over all processes."""
+    if not _several():
+        return value
+    value = value.clone()
+    torch.distributed.all_reduce(value)
+    return value / torch.distributed.get_world_size()
+
+
+def _wide(x: Tensor) -> Tensor:
+    """In float32 at least: half precision is not enough for a softmax over many entries."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def width_of(backbone: nn.Module) -> int:
+    """The length of the vector that a backbone gives an image."""
+    width = getattr(backbone, "num_features", None)
+    if not isinstance(width, int):
+        raise BadInput(f"{type(backbone).__name__} does not say how wide its features are; take a model of timm")
+    return width
+
+
+def _several() -> bool:
+    dist = torch.distributed
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1

@@ -1,0 +1,83 @@
+"""Checkpoints of DINO in the layout of its published code, put into our model, name by name.
+
+    student, teacher: [module.]backbone.*                 ->  backbone.*
+                      [module.]head.mlp.*                 ->  head.mlp.*
+                      [module.]head.last_layer.weight_v   ->  head.last.weight     (weight_g, the lengths, are 1)
+    dino_loss: center                                     ->  centre
+
+A checkpoint of a backbone alone, names without any prefix, fills the backbones of both.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping
+from pathlib import Path
+from pickle import UnpicklingError
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from unskip.errors import LoadError
+from unskip.models._dino import DINO
+
+
+def load_dino(dino: DINO, weights: str | Path | Mapping[str, Any]) -> None:
+    """Fills student and teacher from a published checkpoint: a .pth file or what it holds.
+
+    Raises LoadError where names or shapes differ, and leaves the model as it was.
+    """
+    data = _read(weights)
+    towers = {side: _renamed(data[side]) for side in ("student", "teacher") if isinstance(data.get(side), Mapping)}
+    if not towers:
+        alone = {f"backbone.{name}": value for name, value in data.items() if isinstance(value, Tensor)}
+        if not alone:
+            raise LoadError("the checkpoint holds neither student and teacher nor the tensors of a backbone")
+        towers = {"student": alone, "teacher": alone}
+    for side in {"student", "teacher"} - set(towers):
+        towers[side] = next(iter(towers.values()))
+    wanted = dino.state_dict()
+    found = {f"{side}.{name}": value for side, tower in towers.items() for name, value in tower.items()}
+    whole = any(".head." in name for name in found)
+    centre = data.get("dino_loss")
+    if isinstance(centre, Mapping) and isinstance(centre.get("center"), Tensor):
+        found["centre"] = centre["center"].flatten()
+    needed = {name for name in wanted if name.startswith(("student.", "teacher.")) and (whole or ".head." not in name)}
+    problems = [f"{name} is missing" for name in sorted(needed - set(found))]
+    problems += [f"{name} is not known" for name in sorted(set(found) - needed - {"centre"})]
+    problems += [
+        f"{name} is {tuple(value.shape)}, not {tuple(wanted[name].shape)}"
+        for name, value in sorted(found.items())
+        if name in wanted and value.shape != wanted[name].shape
+    ]
+    if problems:
+        raise LoadError(
+            f"the checkpoint does not fit the model: {'; '.join(problems[:3])} ({len(problems)} in all). Build the "
+            "backbone with its patch size and image size, and the head with its sizes."
+        )
+    dino.load_state_dict(found, strict=False)
+
+
+def _renamed(tower: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    found = {}
+    for name, value in tower.items():
+        name = name.removeprefix("module.")
+        if name.endswith("head.last_layer.weight_g"):
+            continue
+        found[name.replace("head.last_layer.weight_v", "head.last.weight")] = value
+    return found
+
+
+def _read(weights: str | Path | Mapping[str, Any]) -> Mapping[str, Any]:
+    data: Any = weights
+    if isinstance(weights, str | Path):
+        try:
+            with torch.serialization.safe_globals([argparse.Namespace]):  # the settings beside the tensors
+                data = torch.load(weights, map_location="cpu", weights_only=True)
+        except (OSError, RuntimeError, ValueError, EOFError, UnpicklingError) as error:
+            reason = str(error).partition("\n")[0]
+            raise LoadError(f"{weights}: no checkpoint of plain tensors (weights_only=True): {reason}") from error
+    if not isinstance(data, Mapping) or not data:
+        raise LoadError("the checkpoint holds no tensors by name")
+    return data

@@ -1,0 +1,85 @@
+"""SimCLR: two views of an image find each other among the views of all others.
+
+    loss = - mean_i log( exp(<z_i, z_i'> / T) / sum over k != i of exp(<z_i, z_k> / T) ),   z of length 1
+
+Chen et al. 2020, "A Simple Framework for Contrastive Learning of Visual Representations" (arXiv 2002.05709); the loss
+is InfoNCE (arXiv 1807.03748) over the views of all processes. Without anything learnt it is log(2 n - 1).
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from unskip.models._dino import _several, _wide, width_of
+
+
+class Contrast(NamedTuple):
+    """What a forward gives."""
+
+    loss: Tensor
+    aligned: Tensor  # the mean cosine of the two views of an image
+    apart: Tensor  # and that of views of different images
+
+
+class SimCLR(nn.Module):
+    """A backbone and a projection to the sphere."""
+
+    def __init__(
+        self,
+        backbone: nn.Module,
+        *,
+        hidden: int = 2048,
+        out: int = 128,
+        temperature: float = 0.2,
+        norm: bool = True,
+    ) -> None:
+        """With `norm` the projection is batch-normalised, by the batch of each process, as SimCLR's is: it keeps views
+        of different images apart from the first step on."""
+        super().__init__()
+        width = width_of(backbone)
+        self.backbone, self.temperature = backbone, temperature
+        layers = [nn.Linear(width, hidden), nn.BatchNorm1d(hidden), nn.GELU(), nn.Linear(hidden, out)]
+        layers.append(nn.BatchNorm1d(out, affine=False))
+        self.head = nn.Sequential(*(each for each in layers if norm or not isinstance(each, nn.BatchNorm1d)))
+
+    def forward(self, large: Tensor, small: Tensor | None = None) -> Contrast:
+        """Views (images, 2, channels, height, width)."""
+        z = F.normalize(_wide(self.head(self.backbone(large.transpose(0, 1).flatten(0, 1)))), dim=1)
+        one, two = z.chunk(2)
+        return contrast(one, two, self.temperature)
+
+
+def contrast(one: Tensor, two: Tensor, temperature: float) -> Contrast:
+    """InfoNCE of two views (images, dim), unit vectors, in both directions."""
+    every = [_everywhere(each) for each in (one, two)]
+    count, rank = len(one), torch.distributed.get_rank() if _several() else 0
+    own = torch.arange(count, device=one.device) + rank * count
+    total = len(every[0])
+    z = torch.cat(every)
+    losses, aligned, apart = [], [], []
+    for view, mine in enumerate((one, two)):
+        cosines = mine @ z.T
+        scores = cosines / temperature
+        itself = torch.zeros_like(scores, dtype=torch.bool)
+        itself[torch.arange(count), own + view * total] = True
+        scores = scores.masked_fill(itself, -torch.inf)
+        wanted = own + (1 - view) * total
+        losses.append(F.cross_entropy(scores, wanted))
+        near = cosines.detach().gather(1, wanted[:, None]).mean()
+        others = (cosines.detach().sum() - count * (1 + near)) / max(1, count * (2 * total - 2))
+        aligned.append(near)
+        apart.append(others)
+    return Contrast(torch.stack(losses).mean(), torch.stack(aligned).mean(), torch.stack(apart).mean())
+
+
+def _everywhere(z: Tensor) -> Tensor:
+    """The rows of all processes, in their order; gradients go back to where a row came from."""
+    if not _several():
+        return z
+    from torch.distributed.nn.functional import all_gather
+
+    return torch.cat(list(all_gather(z)))

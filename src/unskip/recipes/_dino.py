@@ -1,0 +1,370 @@
+"""Self-supervised training by DINO, with any shortcut: student and teacher, many crops, and a watch for collapse.
+
+The second paper ("Cutting the Skip", arXiv 2510.00345) reports that a ViT without residuals, initialised for it, has
+better dense features after DINO (arXiv 2104.14294) than one with them.
+
+    residual             --shortcut keep
+    without residuals    --shortcut cut --init skipless:vit-small --optimizer soap
+    remedies             --shortcut anneal:keep>cut@5000 | decay:0.6 | --balance sinkhorn
+
+The teacher is what is judged. Loss at log(out), a teacher that says the same of every image, and features of any block
+that lose their rank are logged and warned about.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from unskip import spec
+from unskip.data import Feed, ImageSet, ViewFeed, Views, open_images
+from unskip.errors import BadInput
+from unskip.evals import extract, knn, rank
+from unskip.init import PRESETS, skipless_, zero_branches_
+from unskip.models import DINO, load_dino
+from unskip.optim import build as build_optimizer
+from unskip.optim import schedules
+from unskip.recipes._mae import _some
+from unskip.recipes._registry import Preset, Recipe, register, resolve
+from unskip.recipes._supervised import _arguments, _device
+from unskip.training import Precision, Schedule, Task
+from unskip.wiring import rewire, save
+
+
+@dataclass(frozen=True)
+class Dino:
+    """The config of a DINO run. `steps`, where given, counts instead of `epochs`."""
+
+    preset: str = "digits"
+    data: str = "digits"  # several sets are joined by +
+    data_root: str | None = None
+    model: str = "timm:vit_tiny_patch16_224"
+    model_args: str = ""  # further arguments of the builder: "depth=6,embed_dim=96"
+    size: int = 32  # of large views
+    patch: int | None = 4
+    small: int = 8  # how many small views
+    small_size: int = 16
+    scale: float = 0.4  # large views show at least this share of the area, small ones at most
+    small_scale: float = 0.05
+    source: int | None = None  # images are brought to this size before they are cropped; None: as they are held
+    colour: float = 1.0  # strength of the changes of colour; 0 leaves colours alone
+    shortcut: str = "keep"  # of student and teacher
+    where: str | None = None
+    init: str = "default"  # default | skipless | skipless:vit-small | zero
+    weights: str | None = None  # a published checkpoint
+    out: int = 65536  # entries of the projection
+    hidden: int = 2048
+    bottleneck: int = 256
+    head_layers: int = 3
+    head_norm: bool = False
+    balance: str = "centre"  # centre | sinkhorn
+    student_temperature: float = 0.1
+    teacher_temperature: float = 0.07
+    teacher_start: float = 0.04  # the temperature begins here
+    teacher_warmup: float = 0.3  # and rises over this share of the steps
+    momentum: float = 0.996  # of the teacher; it rises to 1
+    centre_momentum: float = 0.9
+    freeze_last: float = 1.0  # epochs in which the last layer stands still
+    optimizer: str = "adamw"
+    lr: float = 5e-4
+    lr_end: float = 2e-3  # as a fraction of lr
+    weight_decay: float = 0.04
+    weight_decay_end: float = 0.4
+    batch: int = 512
+    epochs: float = 100
+    steps: int | None = None
+    warmup: float = 0.1  # share of the steps
+    clip: float | None = 3.0
+    precision: Precision = "float32"
+    accumulate: int = 1
+    compile: bool = False
+    graph: bool = False
+    validate: bool = False  # hold a tenth of the training set out and judge by it, for choosing settings
+    evaluate_every: int | None = None
+    online_images: int = 10_000  # how many images of each split the neighbours and the rank are judged on in training
+    health: bool = True
+    checkpoint_every: int = 500
+    log_every: int = 20
+    workers: int = 0
+    seed: int = 0
+    device: str = "auto"
+
+
+_SMALL_DATA: dict[str, Any] = {
+    # What keeps a small set from loss = log(out): batch norm in the head, fewer entries, a teacher that stays sharp and
+    # moves faster, a longer warm-up, small crops that still show something.
+    "head_norm": True,
+    "out": 4096,
+    "teacher_temperature": 0.04,
+    "teacher_warmup": 0.0,
+    "momentum": 0.99,
+    "small_scale": 0.15,
+    "warmup": 0.15,
+    "weight_decay_end": 0.2,
+    "precision": "bf16",
+}
+_PRESETS = {
+    "digits": Preset(
+        {"data": "digits", "size": 8, "patch": 2, "model_args": "depth=4,embed_dim=64,num_heads=4", "small": 4}
+        | {"small_size": 4, "small_scale": 0.2, "colour": 0.5, "batch": 64, "epochs": 30, "lr": 1e-3}
+        | {"out": 256, "hidden": 128, "bottleneck": 64, "momentum": 0.98, "teacher_temperature": 0.04}
+        | {"teacher_warmup": 0.0, "weight_decay_end": 0.2, "head_norm": True},
+        "a few minutes on one CPU core",
+        "not measured",
+    ),
+    "cifar": Preset(
+        {"data": "cifar10", "size": 32, "patch": 4, "model_args": "depth=12,embed_dim=192,num_heads=3"}
+        | {"small_size": 16, "epochs": 100, "evaluate_every": 2000}
+        | _SMALL_DATA,
+        "not measured",
+        "not measured",
+    ),
+    "tiny-imagenet": Preset(
+        {"data": "tiny-imagenet", "size": 64, "patch": 8, "model": "timm:vit_small_patch16_224", "small_size": 32}
+        | {"epochs": 200, "evaluate_every": 5000}
+        | _SMALL_DATA,
+        "hours on one GPU; not run here",
+        "not measured",
+    ),
+    "vit-small": Preset(
+        {"data": "imagenet", "size": 224, "patch": None, "model": "timm:vit_small_patch16_224", "small_size": 96}
+        | {"source": 256, "batch": 1024, "lr": 5e-4 * 1024 / 256, "epochs": 100, "warmup": 0.1, "workers": 12}
+        | {"model_args": "drop_path_rate=0.1", "precision": "bf16", "compile": True, "evaluate_every": 5000},
+        "days on 8 GPUs; not run here",
+        "the paper on skips, second hand, VOC12 TokenCut: residual 49.4, without residuals 63.2",
+    ),
+}
+
+
+def dino(preset: str = "digits", **overrides: Any) -> Dino:
+    """The config of a DINO run: a preset with some fields changed."""
+    config: Dino = resolve("dino", preset, overrides)
+    return config
+
+
+def build(config: Dino) -> tuple[Task, Schedule]:
+    """The task and schedule of a config."""
+    device = torch.device(_device(config.device))
+    train, test, feed = view_data(config, device)
+    known, judged = still_feeds(config, train, test, device)
+    sample = next(iter(judged.evaluate()))[0][:64]
+    arguments = backbone_arguments(config, train.channels)
+    backbone = spec.build(config.model, **arguments).to(device)
+    prepare(config, backbone, sample)
+    model = DINO(
+        backbone,
+        out=config.out,
+        hidden=config.hidden,
+        bottleneck=config.bottleneck,
+        layers=config.head_layers,
+        norm=config.head_norm,
+        student_temperature=config.student_temperature,
+        centre_momentum=config.centre_momentum,
+        balance=config.balance,  # type: ignore[arg-type]
+    ).to(device)
+    if config.weights is not None:
+        load_dino(model, config.weights)
+    wirings = []
+    if config.shortcut != "keep":
+        for tower in (model.student, model.teacher):
+            wirings.append(rewire(tower.backbone, config.shortcut, sample[:2], config.where))
+        model.teacher.requires_grad_(False)  # a learnt shortcut would have brought a parameter of its own
+    optimizer = build_optimizer(model.student, config.optimizer, config.lr, config.weight_decay)
+    steps = config.steps or round(config.epochs * feed.steps_per_epoch)
+    schedule = schedule_of(config, steps)
+    frozen = round(config.freeze_last * feed.steps_per_epoch)
+    now = {"step": 0}
+
+    def before(step: int) -> None:
+        now["step"] = step
+        rise = min(1.0, step / max(1, round(config.teacher_warmup * steps)))
+        model.temperature.fill_(config.teacher_start + rise * (config.teacher_temperature - config.teacher_start))
+        decay = schedules.cosine(step, total=steps, start=config.weight_decay, end=config.weight_decay_end)
+        schedules.apply(optimizer, weight_decay=decay)
+        if len(wirings) > 1:
+            wirings[1].step(step)
+
+    def after(step: int) -> None:
+        model.follow_(schedules.cosine(step, total=steps, start=config.momentum, end=1.0))
+
+    last = model.last_layer()
+
+    def hold(*_: Any) -> None:
+        if now["step"] < frozen:
+            last.grad = None
+
+    optimizer.register_step_pre_hook(hold)
+
+    def loss(network: nn.Module, batch: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+        found = network(batch[0], batch[1])
+        return found.loss, {
+            "teacher_entropy": found.entropy,
+            "teacher_spread": found.spread,
+            "divergence": found.divergence,
+        }
+
+    def write(network: nn.Module, folder: Path) -> None:
+        from safetensors.torch import save_model
+
+        assert isinstance(network, DINO)
+        save_model(network, str(folder / "model.safetensors"))
+        # The teacher's backbone once more, on its own: unskip.load builds and rewires it.
+        save(network.teacher.backbone, folder / "encoder", {"spec": config.model, "kwargs": arguments})
+
+    task = Task(
+        model=model,
+        feed=feed,
+        loss=loss,
+        optimizer=optimizer,
+        wiring=wirings[0] if wirings else None,
+        trivial=math.log(config.out),
+        evaluations={"knn-dino-v1, rank-v1": online(known, judged, config.precision, lambda net: net.teacher.backbone)},
+        notes=(*train.report, *test.report),
+        sample=sample[:8] if config.health else None,
+        watched=model.teacher.backbone,
+        before=before,
+        after=after,
+        watch=watch(config.out, config.batch),
+        save=write,
+    )
+    return task, schedule
+
+
+# --- What DINO and SimCLR share ---------------------------------------------------------------------------------------
+
+
+def view_data(config: Any, device: torch.device) -> tuple[ImageSet, ImageSet, ViewFeed]:
+    """The training and the judged set, and the views of the first."""
+    patch = config.patch or 1
+    for name in ("size", "small_size"):
+        if getattr(config, name, patch) % patch:
+            raise BadInput(f"patches of {patch} do not divide {name} {getattr(config, name)}; change one of them")
+    train = open_images(config.data, split="train", root=config.data_root, hold_out=config.validate)
+    test = open_images(config.data, split="val" if config.validate else "test", root=config.data_root)
+    strength = config.colour
+    small = getattr(config, "small", 0)
+    views = Views(
+        small=small,
+        size=config.size,
+        small_size=getattr(config, "small_size", config.size),
+        scale=(config.scale, 1.0),
+        small_scale=(min(getattr(config, "small_scale", config.scale), config.scale), config.scale),
+        jitter=0.8 if strength else 0.0,
+        brightness=0.4 * strength,
+        contrast=0.4 * strength,
+        saturation=0.2 * strength,
+        hue=0.1 * strength,
+        gray=0.2 if strength else 0.0,
+        blur=(1.0, 0.1, 0.5) if strength else (0.0, 0.0, 0.0),
+        solarize=0.2 if strength else 0.0,
+    )
+    source = config.source if train.images is None else None
+    if train.images is None and source is None:
+        raise BadInput(f"{train.name}: its images are read from disk; say with --source at which size to crop from")
+    options: dict[str, Any] = {"seed": config.seed, "device": device, "workers": config.workers}
+    return train, test, ViewFeed(train, config.batch, views, source=source, **options)
+
+
+def still_feeds(config: Any, train: ImageSet, test: ImageSet, device: torch.device) -> tuple[Feed, Feed]:
+    """Images as they are, for the neighbours and ranks of a run that goes on."""
+    options: dict[str, Any] = {"size": config.size, "device": device, "workers": config.workers}
+    known, judged = (Feed(_some(each, config.online_images), config.batch, **options) for each in (train, test))
+    return known, judged
+
+
+def backbone_arguments(config: Any, channels: int) -> dict[str, Any]:
+    """The arguments of a backbone that gives a vector an image and takes images of several sizes."""
+    if not config.model.startswith("timm:"):
+        raise BadInput(f"model is {config.model!r}; the backbone is a ViT of timm, as in timm:vit_small_patch16_224")
+    arguments: dict[str, Any] = {"num_classes": 0, "in_chans": channels, "img_size": config.size}
+    arguments["dynamic_img_size"] = True
+    if config.patch is not None:
+        arguments["patch_size"] = config.patch
+    return arguments | _arguments(config.model_args)
+
+
+def prepare(config: Any, backbone: nn.Module, sample: Tensor) -> None:
+    """The initialisation."""
+    name, _, preset = config.init.partition(":")
+    if name == "skipless":
+        if preset and preset not in PRESETS:
+            raise BadInput(f"init {config.init!r}: presets are {', '.join(PRESETS)}")
+        draw = torch.Generator().manual_seed(config.seed)
+        skipless_(backbone, **PRESETS[preset or "vit-small"], generator=draw, example=sample[:2], where=config.where)
+    elif name == "zero":
+        zero_branches_(backbone, sample[:2])
+    elif name != "default":
+        raise BadInput(f"init is {config.init!r}; it can be default, skipless, skipless:PRESET or zero")
+
+
+def schedule_of(config: Any, steps: int) -> Schedule:
+    """The schedule of a run with views."""
+    return Schedule(
+        steps=steps,
+        warmup=round(config.warmup * steps),
+        lr_end=config.lr_end,
+        precision=config.precision,
+        accumulate=config.accumulate,
+        clip=config.clip,
+        compile=config.compile,
+        graph=config.graph,
+        log_every=config.log_every,
+        checkpoint_every=config.checkpoint_every,
+        evaluate_every=config.evaluate_every,
+        seed=config.seed,
+    )
+
+
+def online(
+    train: Feed, test: Feed, precision: Any, encoder: Callable[[Any], nn.Module]
+) -> Callable[[nn.Module], dict[str, float]]:
+    """Neighbours of the last block, and the rank of every block, while training goes on."""
+
+    def judged(network: nn.Module) -> dict[str, float]:
+        inner = encoder(network)
+        learnt = extract(inner, train.evaluate(), -1, precision=precision)
+        found = extract(inner, test.evaluate(), "all", precision=precision)
+        x, y = learnt["mean", "none"][learnt.blocks - 1], found["mean", "none"]
+        last = found.blocks - 1
+        by_k = knn(x, learnt.labels, y[last], found.labels)
+        ranks = {f"rank_block_{index}": rank(value)["rank"] for index, value in y.items()}
+        return {f"knn{k}": accuracy for k, accuracy in by_k.items()} | rank(y[last]) | ranks
+
+    return judged
+
+
+def watch(out: int, batch: int) -> Callable[[dict[str, Any], float], Iterator[tuple[str, str]]]:
+    """What a collapse looks like in the numbers of a run."""
+    most, possible = math.log(out), math.log(min(out, 2 * batch))
+
+    def look(row: dict[str, Any], share: float) -> Iterator[tuple[str, str]]:
+        if share < 0.05:
+            return
+        entropy, spread = row.get("teacher_entropy"), row.get("teacher_spread")
+        if entropy is not None and entropy > 0.99 * most:
+            yield "uniform-teacher", f"the teacher's entropy is {entropy:.3g} of at most {most:.3g}: it says nothing"
+        if spread is not None and spread < 0.05 * possible:
+            text = (
+                f"the teacher says the same of every image: the entropy of its mean is {spread:.2g} of {possible:.3g}"
+            )
+            yield "one-answer", text
+        if row.get("divergence", 1.0) < 1e-3:
+            yield "nothing-to-learn", f"student and teacher agree to within {row['divergence']:.2g}"
+        ranks = {int(key.rpartition("_")[2]): value for key, value in row.items() if key.startswith("rank_block_")}
+        flat = [index for index, value in sorted(ranks.items()) if value < 2]
+        if flat:
+            yield (
+                "collapsed-blocks",
+                f"features have lost their rank in blocks {flat}: {ranks[flat[0]]:.2f} in the first",
+            )
+
+    return look
+
+
+register(Recipe("dino", Dino, _PRESETS, build))

@@ -1,0 +1,162 @@
+"""Contrastive training by SimCLR (arXiv 2002.05709), with any shortcut.
+
+The boundary of decayed shortcuts: "Residual Connections Harm Generative Representation Learning" (arXiv 2404.10947)
+finds that they help objectives which generate, and do not suit contrastive ones, which want a high rank. Here it can be
+checked, and is warned about.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from unskip import spec
+from unskip.errors import UnskipWarning
+from unskip.models import SimCLR
+from unskip.optim import build as build_optimizer
+from unskip.recipes import _dino
+from unskip.recipes._registry import Preset, Recipe, register, resolve
+from unskip.recipes._supervised import _device
+from unskip.training import Precision, Schedule, Task
+from unskip.wiring import Anneal, Decay, rewire, save
+from unskip.wiring.shortcuts import parse
+
+
+@dataclass(frozen=True)
+class Simclr:
+    """The config of a contrastive run. `steps`, where given, counts instead of `epochs`."""
+
+    preset: str = "digits"
+    data: str = "digits"  # several sets are joined by +
+    data_root: str | None = None
+    model: str = "timm:vit_tiny_patch16_224"
+    model_args: str = ""
+    size: int = 32
+    patch: int | None = 4
+    scale: float = 0.2  # the least share of the area that a view shows
+    source: int | None = None
+    colour: float = 1.0
+    shortcut: str = "keep"
+    where: str | None = None
+    init: str = "default"
+    hidden: int = 2048
+    out: int = 128
+    temperature: float = 0.2
+    head_norm: bool = True
+    optimizer: str = "adamw"
+    lr: float = 5e-4
+    lr_end: float = 2e-3
+    weight_decay: float = 0.1
+    batch: int = 512
+    epochs: float = 100
+    steps: int | None = None
+    warmup: float = 0.1
+    clip: float | None = 3.0
+    precision: Precision = "float32"
+    accumulate: int = 1
+    compile: bool = False
+    graph: bool = False
+    validate: bool = False
+    evaluate_every: int | None = None
+    online_images: int = 10_000
+    health: bool = True
+    checkpoint_every: int = 500
+    log_every: int = 20
+    workers: int = 0
+    seed: int = 0
+    device: str = "auto"
+
+
+_PRESETS = {
+    "digits": Preset(
+        {"data": "digits", "size": 8, "patch": 2, "model_args": "depth=4,embed_dim=64,num_heads=4", "colour": 0.5}
+        | {"scale": 0.4, "batch": 64, "epochs": 30, "lr": 1e-3, "hidden": 128, "out": 32},
+        "about a minute on one CPU core",
+        "not measured",
+    ),
+    "cifar": Preset(
+        {"data": "cifar10", "size": 32, "patch": 4, "model_args": "depth=12,embed_dim=192,num_heads=3"}
+        | {"precision": "bf16", "evaluate_every": 2000},
+        "not measured",
+        "not measured",
+    ),
+    "tiny-imagenet": Preset(
+        {"data": "tiny-imagenet", "size": 64, "patch": 8, "model": "timm:vit_small_patch16_224", "epochs": 200}
+        | {"precision": "bf16", "evaluate_every": 5000},
+        "hours on one GPU; not run here",
+        "not measured",
+    ),
+}
+
+
+def simclr(preset: str = "digits", **overrides: Any) -> Simclr:
+    """The config of a contrastive run: a preset with some fields changed."""
+    config: Simclr = resolve("simclr", preset, overrides)
+    return config
+
+
+def build(config: Simclr) -> tuple[Task, Schedule]:
+    """The task and schedule of a config."""
+    caution = decay_caution(config.shortcut)
+    if caution is not None:
+        warnings.warn(caution, UnskipWarning, stacklevel=2)
+    device = torch.device(_device(config.device))
+    train, test, feed = _dino.view_data(config, device)
+    known, judged = _dino.still_feeds(config, train, test, device)
+    sample = next(iter(judged.evaluate()))[0][:64]
+    arguments = _dino.backbone_arguments(config, train.channels)
+    backbone = spec.build(config.model, **arguments).to(device)
+    _dino.prepare(config, backbone, sample)
+    head: dict[str, Any] = {"hidden": config.hidden, "out": config.out, "norm": config.head_norm}
+    model = SimCLR(backbone, temperature=config.temperature, **head).to(device)
+    wiring = rewire(model.backbone, config.shortcut, sample[:2], config.where) if config.shortcut != "keep" else None
+    optimizer = build_optimizer(model, config.optimizer, config.lr, config.weight_decay)
+    steps = config.steps or round(config.epochs * feed.steps_per_epoch)
+
+    def loss(network: nn.Module, batch: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+        found = network(batch[0])
+        return found.loss, {"aligned": found.aligned, "apart": found.apart}
+
+    def write(network: nn.Module, folder: Path) -> None:
+        from safetensors.torch import save_model
+
+        assert isinstance(network, SimCLR)
+        save_model(network, str(folder / "model.safetensors"))
+        save(network.backbone, folder / "encoder", {"spec": config.model, "kwargs": arguments})
+
+    encoder = _dino.online(known, judged, config.precision, lambda net: net.backbone)
+    task = Task(
+        model=model,
+        feed=feed,
+        loss=loss,
+        optimizer=optimizer,
+        wiring=wiring,
+        trivial=math.log(2 * config.batch - 1),
+        evaluations={"knn-dino-v1, rank-v1": encoder},
+        notes=(*train.report, *test.report, *((caution,) if caution else ())),
+        sample=sample[:8] if config.health else None,
+        watched=model.backbone,
+        watch=_dino.watch(config.out, config.batch),
+        save=write,
+    )
+    return task, _dino.schedule_of(config, steps)
+
+
+def decay_caution(shortcut: str) -> str | None:
+    """What is to be said where a decayed shortcut meets a contrastive loss."""
+    rule = parse(shortcut)
+    if isinstance(rule, Decay) or (isinstance(rule, Anneal) and isinstance(rule.last, Decay)):
+        return (
+            f"shortcut {shortcut} with a contrastive loss: decay lowers the rank of features, which contrastive "
+            "objectives want high; arXiv 2404.10947 does not recommend it. Compare with --shortcut keep"
+        )
+    return None
+
+
+register(Recipe("simclr", Simclr, _PRESETS, build))

@@ -1,0 +1,137 @@
+"""Views of images: a function of (seed, step) alone, whatever the processes; colours against torchvision and numpy."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from scipy import ndimage
+from torchvision.transforms.v2 import functional as tv
+
+from unskip.data import ImageSet, ViewFeed, Views, open_images
+from unskip.data._views import coloured
+from unskip.errors import BadInput
+
+
+def images(count: int = 24, channels: int = 3, size: int = 20) -> ImageSet:
+    draw = torch.Generator().manual_seed(0)
+    pixels = torch.randint(0, 256, (count, channels, size, size), generator=draw, dtype=torch.uint8)
+    return ImageSet("noise", "train", ("a", "b"), torch.arange(count) % 2, pixels)
+
+
+def views(**changes: Any) -> Views:
+    return Views(**{"small": 3, "size": 16, "small_size": 8, **changes})
+
+
+def test_shapes_and_labels() -> None:
+    feed = ViewFeed(images(), 8, views())
+    large, small, labels = next(feed.iterate(0, 1))
+    assert large.shape == (8, 2, 3, 16, 16)
+    assert small.shape == (8, 3, 3, 8, 8)
+    assert labels.shape == (8,)
+    assert feed.steps_per_epoch == 3
+    large, small, _ = next(ViewFeed(images(), 8, views(small=0)).iterate(0, 1))
+    assert small.shape == (8, 0, 3, 8, 8)
+
+
+def test_a_step_is_a_function_of_seed_and_step() -> None:
+    feed = ViewFeed(images(), 8, views(), seed=3)
+    whole = list(feed.iterate(0, 5))
+    (again,) = feed.iterate(4, 5)
+    assert all(torch.equal(a, b) for a, b in zip(whole[4], again, strict=True))
+    torch.manual_seed(99)  # no global generator takes part
+    assert torch.equal(next(ViewFeed(images(), 8, views(), seed=3).iterate(2, 3))[0], whole[2][0])
+    assert not torch.equal(next(ViewFeed(images(), 8, views(), seed=4).iterate(2, 3))[0], whole[2][0])
+    # Views of one image differ from each other.
+    assert not torch.equal(whole[0][0][:, 0], whole[0][0][:, 1])
+
+
+def test_processes_together_make_what_one_makes() -> None:
+    feed = ViewFeed(images(), 8, views())
+    one = next(feed.iterate(3, 4))
+    parts = [next(feed.iterate(3, 4, rank, 4)) for rank in range(4)]
+    for index in range(3):
+        assert torch.allclose(torch.cat([part[index] for part in parts]), one[index], atol=1e-6)
+
+
+def still(count: int = 5, **changes: float) -> torch.Tensor:
+    table = torch.tensor([[1.0, 1, 1, 0, 0, 0, 0]]).repeat(count, 1)
+    for name, value in changes.items():
+        table[:, ("brightness", "contrast", "saturation", "hue", "gray", "sigma", "solar").index(name)] = value
+    return table
+
+
+def test_nothing_asked_is_nothing_done() -> None:
+    x = torch.rand(5, 3, 9, 7, generator=torch.Generator().manual_seed(0))
+    assert torch.allclose(coloured(x, still()), x, atol=1e-5)
+    gray = x[:, :1]
+    assert torch.allclose(coloured(gray, still()), gray, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("changes", "theirs"),
+    [
+        ({"brightness": 1.3}, lambda x: tv.adjust_brightness(x, 1.3)),
+        ({"brightness": 0.6}, lambda x: tv.adjust_brightness(x, 0.6)),
+        ({"contrast": 0.5}, lambda x: tv.adjust_contrast(x, 0.5)),
+        ({"contrast": 1.4}, lambda x: tv.adjust_contrast(x, 1.4)),
+        ({"saturation": 0.4}, lambda x: tv.adjust_saturation(x, 0.4)),
+        ({"gray": 1.0}, lambda x: tv.rgb_to_grayscale(x, 3)),
+        ({"solar": 1.0}, lambda x: tv.solarize(x, 0.5)),
+    ],
+)
+def test_colours_are_those_of_torchvision(changes: dict[str, float], theirs: Any) -> None:
+    x = torch.rand(5, 3, 8, 8, generator=torch.Generator().manual_seed(0)) * 0.7
+    assert torch.allclose(coloured(x, still(**changes)), theirs(x), atol=2e-3)  # its weights of gray have four digits
+
+
+def test_blur_is_a_gaussian() -> None:
+    x = torch.zeros(2, 3, 21, 21)
+    x[:, :, 10, 10] = 1
+    found = coloured(x, still(2, sigma=1.5))
+    expected = ndimage.gaussian_filter(x[0, 0].numpy(), 1.5, truncate=7)
+    assert numpy.allclose(found[0, 0].numpy(), expected, atol=1e-5)
+
+
+def test_hue_turns_and_keeps_gray() -> None:
+    x = torch.rand(4, 3, 6, 6, generator=torch.Generator().manual_seed(0)) * 0.4 + 0.3
+    turned = coloured(x, still(4, hue=0.3))
+    back = coloured(turned, still(4, hue=-0.3))
+    assert not torch.allclose(turned, x, atol=1e-2)
+    assert torch.allclose(back, x, atol=1e-4)
+    gray = x[:, :1].expand(-1, 3, -1, -1)
+    assert torch.allclose(coloured(gray, still(4, hue=0.3)), gray, atol=1e-3)
+
+
+def test_views_stay_within_what_pixels_can_be() -> None:
+    feed = ViewFeed(images(), 8, views())
+    large, small, _ = next(feed.iterate(0, 1))
+    mean, std = (torch.tensor(each)[:, None, None] for each in (feed.base.mean, feed.base.std))
+    for each in (large, small):
+        pixels = each * std + mean
+        assert float(pixels.min()) > -1e-3
+        assert float(pixels.max()) < 1 + 1e-3
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [({"large": 0}, "one large view"), ({"scale": (0.9, 0.2)}, "two shares"), ({"small_size": 0}, "none is empty")],
+)
+def test_views_refuse(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(BadInput, match=message):
+        views(**changes)
+
+
+def test_sets_are_joined() -> None:
+    both = open_images("digits+digits", "test")
+    one = open_images("digits", "test")
+    assert len(both) == 2 * len(one)
+    assert both.classes == one.classes * 2
+    assert torch.equal(both.labels[len(one) :], one.labels + 10)
+    assert both.images is not None
+    assert one.images is not None
+    assert torch.equal(both.images[len(one) :], one.images)
+    with pytest.raises(BadInput, match="no such set"):
+        open_images("digits+nothing")

@@ -1,0 +1,255 @@
+"""DINO and SimCLR: losses against the formulas written out, centre, Sinkhorn, the teacher, published checkpoints."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import timm
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import unskip
+from unskip.errors import BadInput, LoadError
+from unskip.models import DINO, SimCLR, contrast, load_dino, sinkhorn
+
+
+def backbone(**options: Any) -> nn.Module:
+    made: nn.Module = timm.create_model(
+        "vit_tiny_patch16_224",
+        **{"img_size": 16, "patch_size": 4, "depth": 2, "embed_dim": 16, "num_heads": 2, "num_classes": 0}
+        | {"dynamic_img_size": True, **options},
+    )
+    return made
+
+
+def model(**options: Any) -> DINO:
+    torch.manual_seed(0)
+    return DINO(backbone(), **{"out": 12, "hidden": 20, "bottleneck": 8, **options})
+
+
+def crops(images: int = 3, large: int = 2, small: int = 3) -> tuple[Tensor, Tensor]:
+    draw = torch.Generator().manual_seed(1)
+    return torch.randn(images, large, 3, 16, 16, generator=draw), torch.randn(images, small, 3, 8, 8, generator=draw)
+
+
+def by_hand(dino: DINO, large: Tensor, small: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The loss as the paper writes it: every view on its own, every pair in a loop. Loss, entropy, mean of outputs."""
+    taught = [dino.teacher(large[:, i]) for i in range(large.shape[1])]
+    said = [dino.student(large[:, i]) for i in range(large.shape[1])] + [
+        dino.student(small[:, i]) for i in range(small.shape[1])
+    ]
+    p = [F.softmax((t - dino.centre) / dino.temperature, 1).detach() for t in taught]
+    terms = [
+        -(p[i] * F.log_softmax(said[j] / 0.1, 1)).sum(1).mean()
+        for i in range(len(p))
+        for j in range(len(said))
+        if i != j
+    ]
+    entropy = -torch.cat(p).mul(torch.cat(p).log()).sum(1).mean()
+    return torch.stack(terms).mean(), entropy, torch.cat(taught).mean(0).detach()
+
+
+@pytest.mark.parametrize("small", [0, 3])
+@pytest.mark.parametrize("shortcut", ["keep", "cut", "decay:0.5"])
+def test_the_loss_is_the_paper_s(small: int, shortcut: str) -> None:
+    dino = model()
+    dino.teacher.head.last.weight.add_(0.01)  # so that student and teacher differ
+    dino.centre.copy_(torch.linspace(-0.1, 0.1, 12))
+    if shortcut != "keep":
+        for tower in (dino.student, dino.teacher):
+            unskip.rewire(tower.backbone, shortcut)
+    large, locals_ = crops(small=small)
+    expected, entropy, mean = by_hand(dino, large, locals_)
+    before = dino.centre.clone()
+    found = dino(large, locals_)
+    assert torch.allclose(found.loss, expected, atol=1e-5)
+    assert torch.allclose(found.entropy, entropy, atol=1e-4)
+    assert torch.allclose(found.divergence, expected - entropy, atol=1e-4)
+    assert torch.allclose(dino.centre, 0.9 * before + 0.1 * mean, atol=1e-6)
+    ours = torch.autograd.grad(found.loss, list(dino.student.parameters()))
+    dino.centre.copy_(before)
+    theirs = torch.autograd.grad(by_hand(dino, large, locals_)[0], list(dino.student.parameters()))
+    assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(ours, theirs, strict=True))
+
+
+def test_evaluation_does_not_move_the_centre_and_the_teacher_has_no_gradient() -> None:
+    dino = model().eval()
+    dino(*crops())
+    assert (dino.centre == 0).all()
+    assert not any(parameter.requires_grad for parameter in dino.teacher.parameters())
+
+
+def test_the_numbers_of_a_collapse() -> None:
+    """A centred teacher that says the same of all has entropy log(out); one peak has spread 0."""
+    dino = model().eval()
+    large, small = crops()
+    same = large[:1, :1].expand_as(large)
+    dino.centre.copy_(dino.teacher(same[:, 0])[0])
+    found = dino(same, small)
+    assert float(found.entropy) == pytest.approx(math.log(12), abs=1e-4)
+    assert float(found.spread) == pytest.approx(math.log(12), abs=1e-4)
+    dino.centre.copy_(torch.tensor([-1e3] + [0.0] * 11))
+    found = dino(large, small)
+    assert float(found.spread) == pytest.approx(0, abs=1e-5)
+
+
+def test_the_teacher_drops_nothing() -> None:
+    dino = DINO(backbone(drop_path_rate=0.5, proj_drop_rate=0.5), out=12, hidden=20, bottleneck=8)
+    x = torch.randn(2, 3, 16, 16)
+    assert torch.equal(dino.teacher(x), dino.teacher(x))
+    assert not torch.equal(dino.student(x), dino.student(x))
+
+
+def test_the_teacher_follows() -> None:
+    dino = model()
+    for parameter in dino.student.parameters():
+        parameter.data.add_(1.0)
+    before = [parameter.clone() for parameter in dino.teacher.parameters()]
+    dino.follow_(0.75)
+    for old, now, student in zip(before, dino.teacher.parameters(), dino.student.parameters(), strict=True):
+        assert torch.allclose(now, 0.75 * old + 0.25 * student, atol=1e-6)
+    dino.follow_(0.0)
+    assert all(torch.allclose(a, b) for a, b in zip(dino.teacher.parameters(), dino.student.parameters(), strict=True))
+
+
+def test_the_last_layer_knows_directions_only() -> None:
+    dino = model()
+    x = torch.randn(4, 16)
+    before = dino.student.head(x).detach()
+    assert float(before.abs().max()) <= 1 + 1e-6  # cosines
+    dino.student.head.last.weight.data.mul_(7)
+    assert torch.allclose(dino.student.head(x), before, atol=1e-5)
+
+
+def test_sinkhorn_balances() -> None:
+    logits = torch.randn(64, 6, generator=torch.Generator().manual_seed(0)).double() * 3
+    q = sinkhorn(logits, rounds=50)
+    assert torch.allclose(q.sum(1), torch.ones(64, dtype=torch.float64))
+    assert torch.allclose(q.sum(0), torch.full((6,), 64 / 6, dtype=torch.float64), rtol=1e-3)
+    # It only scales rows and columns: every 2 x 2 ratio stays what it was.
+    ratio = q[0, 0] * q[1, 1] / (q[0, 1] * q[1, 0])
+    assert torch.allclose(ratio.log(), logits[0, 0] + logits[1, 1] - logits[0, 1] - logits[1, 0])
+    found = model(balance="sinkhorn")(*crops())
+    assert bool(found.loss.isfinite())
+
+
+@pytest.mark.parametrize("options", [{"norm": True}, {"layers": 1}])
+def test_other_heads(options: dict[str, Any]) -> None:
+    model(**options)(*crops()).loss.backward()
+
+
+def test_refusals() -> None:
+    with pytest.raises(BadInput, match="centre or sinkhorn"):
+        model(balance="none")
+    with pytest.raises(BadInput, match="no pair"):
+        model()(*crops(large=1, small=0))
+    with pytest.raises(BadInput, match="how wide"):
+        DINO(nn.Linear(3, 3))
+    with pytest.raises(BadInput, match="0 layers"):
+        model(layers=0)
+
+
+# --- Published checkpoints --------------------------------------------------------------------------------------------
+
+
+def made_up(dino: DINO, prefix: str = "module.") -> dict[str, Any]:
+    """A checkpoint in the published layout, with other numbers."""
+    draw = torch.Generator().manual_seed(5)
+
+    def tower() -> dict[str, Tensor]:
+        found = {}
+        for name, value in dino.student.state_dict().items():
+            theirs = name.replace("head.last.weight", "head.last_layer.weight_v")
+            found[prefix + theirs] = torch.randn(value.shape, generator=draw)
+        found[f"{prefix}head.last_layer.weight_g"] = torch.ones(dino.out, 1)
+        return found
+
+    return {
+        "student": tower(),
+        "teacher": {name.removeprefix("module."): value for name, value in tower().items()},
+        "dino_loss": {"center": torch.randn(1, dino.out, generator=draw)},
+        "epoch": 3,
+        "args": argparse.Namespace(arch="vit_small"),
+    }
+
+
+def test_a_published_checkpoint_is_loaded(tmp_path: Path) -> None:
+    dino = model()
+    theirs = made_up(dino)
+    torch.save(theirs, tmp_path / "checkpoint.pth")
+    load_dino(dino, tmp_path / "checkpoint.pth")
+    assert torch.equal(
+        dino.student.backbone.state_dict()["blocks.1.attn.qkv.weight"],
+        theirs["student"]["module.backbone.blocks.1.attn.qkv.weight"],
+    )
+    assert torch.equal(dino.teacher.head.last.weight, theirs["teacher"]["head.last_layer.weight_v"])
+    assert torch.equal(dino.student.head.mlp[0].weight, theirs["student"]["module.head.mlp.0.weight"])
+    assert torch.equal(dino.centre, theirs["dino_loss"]["center"][0])
+
+
+def test_a_backbone_alone_fills_both() -> None:
+    dino = model()
+    other = backbone()
+    head = dino.student.head.last.weight.clone()
+    load_dino(dino, other.state_dict())
+    for tower in (dino.student, dino.teacher):
+        assert all(torch.equal(a, b) for a, b in zip(tower.backbone.parameters(), other.parameters(), strict=True))
+    assert torch.equal(dino.student.head.last.weight, head)
+
+
+def test_checkpoints_that_do_not_fit(tmp_path: Path) -> None:
+    dino = model()
+    before = {name: value.clone() for name, value in dino.state_dict().items()}
+    theirs = made_up(dino)
+    theirs["student"]["module.backbone.pos_embed"] = torch.zeros(1, 3, 16)
+    with pytest.raises(LoadError, match=r"student.backbone.pos_embed is \(1, 3, 16\)"):
+        load_dino(dino, theirs)
+    theirs = made_up(dino)
+    del theirs["teacher"]["backbone.cls_token"]
+    with pytest.raises(LoadError, match=r"teacher\.backbone\.cls_token is missing"):
+        load_dino(dino, theirs)
+    with pytest.raises(LoadError, match="neither student"):
+        load_dino(dino, {"epoch": 3})
+    with pytest.raises(LoadError, match="no tensors by name"):
+        load_dino(dino, {})
+    (tmp_path / "x.pth").write_bytes(b"nothing")
+    with pytest.raises(LoadError, match="no checkpoint of plain tensors"):
+        load_dino(dino, tmp_path / "x.pth")
+    assert all(torch.equal(value, before[name]) for name, value in dino.state_dict().items())
+
+
+# --- SimCLR -----------------------------------------------------------------------------------------------------------
+
+
+def test_contrast_is_the_formula() -> None:
+    draw = torch.Generator().manual_seed(0)
+    one, two = (F.normalize(torch.randn(5, 7, generator=draw), dim=1) for _ in range(2))
+    z = torch.cat([one, two])
+    total = torch.zeros(())
+    for i in range(10):
+        others = torch.stack([z[i] @ z[k] / 0.3 for k in range(10) if k != i])
+        total = total - (z[i] @ z[(i + 5) % 10] / 0.3 - others.logsumexp(0))
+    found = contrast(one, two, 0.3)
+    assert torch.allclose(found.loss, total / 10, atol=1e-5)
+    assert torch.allclose(found.aligned, (one * two).sum(1).mean(), atol=1e-6)
+    cosines = z @ z.T
+    apart = [cosines[i, k] for i in range(10) for k in range(10) if i % 5 != k % 5]
+    assert torch.allclose(found.apart, torch.stack(apart).mean(), atol=1e-6)
+
+
+def test_contrast_of_nothing_learnt_is_the_logarithm() -> None:
+    same = F.normalize(torch.ones(8, 4), dim=1)
+    assert float(contrast(same, same, 0.1).loss) == pytest.approx(math.log(15))
+
+
+@pytest.mark.parametrize("norm", [True, False])
+def test_simclr_takes_views(norm: bool) -> None:
+    net = SimCLR(backbone(), hidden=20, out=6, norm=norm)
+    found = net(crops()[0])
+    found.loss.backward()
+    assert all(parameter.grad is not None for parameter in net.parameters())

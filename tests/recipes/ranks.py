@@ -1,0 +1,85 @@
+"""What every rank does to DINO and SimCLR; test_views.py starts it and judges what it leaves.
+
+python -m torch.distributed.run --standalone --nproc-per-node 2 -m tests.recipes.ranks FOLDER
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import timm
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from unskip.data import ImageSet, ViewFeed, Views
+from unskip.models import DINO, SimCLR
+
+STEPS = 3
+
+
+def made(kind: str) -> nn.Module:
+    torch.manual_seed(0)
+    options = {"img_size": 16, "patch_size": 4, "depth": 2, "embed_dim": 16, "num_heads": 2, "num_classes": 0}
+    backbone = timm.create_model("vit_tiny_patch16_224", dynamic_img_size=True, **options)
+    if kind == "contrast":
+        return SimCLR(backbone, hidden=20, out=6, norm=False).double()
+    model = DINO(backbone, out=12, hidden=20, bottleneck=8, balance=kind).double()  # type: ignore[arg-type]
+    for parameter in model.teacher.parameters():  # so that there is something to learn
+        parameter.add_(0.02 * torch.randn(parameter.shape, dtype=torch.float64))
+    return model
+
+
+def trained(kind: str, rank: int, world: int) -> tuple[nn.Module, list[float]]:
+    model = made(kind)
+    network: Any = DistributedDataParallel(model) if world > 1 else model
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    pixels = torch.randint(0, 256, (16, 3, 16, 16), generator=torch.Generator().manual_seed(1), dtype=torch.uint8)
+    images = ImageSet("noise", "train", ("a",), torch.zeros(16, dtype=torch.int64), pixels)
+    feed = ViewFeed(images, 8, Views(small=2, size=16, small_size=8))
+    losses = []
+    for large, small, _ in feed.iterate(0, STEPS, rank, world):
+        optimizer.zero_grad()
+        loss = network(large.double(), small.double()).loss
+        loss.backward()
+        optimizer.step()
+        if isinstance(model, DINO):
+            model.follow_(0.9)
+        losses.append(float(loss.detach()))
+    return model, losses
+
+
+def _furthest(one: nn.Module, other: nn.Module) -> float:
+    pairs = zip(one.parameters(), other.parameters(), strict=True)
+    return max(float((a - b).detach().abs().max()) for a, b in pairs)
+
+
+def main(folder: Path) -> None:
+    # One process first, before there is a group that losses and centres would be reduced over.
+    alone = {kind: trained(kind, 0, 1) for kind in ("centre", "sinkhorn", "contrast")}
+    dist.init_process_group("gloo")
+    rank, world = dist.get_rank(), dist.get_world_size()
+    told: dict[str, dict[str, float]] = {}
+    for kind, (expected, losses) in alone.items():
+        model, mine = trained(kind, rank, world)
+        mean = torch.tensor(mine, dtype=torch.float64)
+        dist.all_reduce(mean)
+        off, moved = (_furthest(model, other) for other in (expected, made(kind)))
+        told[kind] = {
+            "loss": float((mean / world - torch.tensor(losses, dtype=torch.float64)).abs().max()),
+            "weights": off,
+            "moved": moved,
+        }
+        if kind == "centre":
+            told[kind]["centre"] = float((model.centre - expected.centre).abs().max())  # type: ignore[operator]
+    if rank == 0:
+        (folder / "result.json").write_text(json.dumps(told))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,257 @@
+"""The recipes dino and simclr: every knob, runs on digits, resume, schedules, warnings of collapse, two processes."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import unskip
+from unskip import recipes
+from unskip.errors import BadInput, UnskipError, UnskipWarning
+from unskip.models import DINO, SimCLR
+from unskip.recipes import _dino, _simclr
+from unskip.recipes._judge import open_run
+from unskip.training import RunFolder
+
+pytestmark = pytest.mark.filterwarnings("ignore::unskip.errors.UnskipWarning")  # runs of a few steps look unhealthy
+
+TINY: dict[str, Any] = {
+    "model_args": "depth=2,embed_dim=16,num_heads=2",
+    "steps": 6,
+    "batch": 32,
+    "log_every": 2,
+    "checkpoint_every": 4,
+    "online_images": 300,
+    "hidden": 24,
+    "health": False,
+    "device": "cpu",
+}
+DINO_TINY = {"small": 2, "out": 32, "bottleneck": 8, **TINY}
+
+
+def dino(**changes: Any) -> recipes.Dino:
+    return recipes.dino("digits", **{**DINO_TINY, **changes})
+
+
+def simclr(**changes: Any) -> recipes.Simclr:
+    return recipes.simclr("digits", **{**TINY, **changes})
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"shortcut": "cut", "init": "skipless:vit-small"},
+        {"shortcut": "decay:0.6", "init": "zero"},
+        {"shortcut": "learn:1.0"},
+        {"shortcut": "anneal:keep>cut@4", "where": "mlp"},
+        {"balance": "sinkhorn", "head_norm": False, "small": 0},
+        {"optimizer": "soap"},
+        {"optimizer": "muon", "shortcut": "cut", "init": "skipless"},
+    ],
+    ids=str,
+)
+def test_any_shortcut_init_and_optimizer(changes: dict[str, Any]) -> None:
+    task, _ = _dino.build(dino(**changes))
+    model = task.model
+    assert isinstance(model, DINO)
+    trained = {id(p) for group in task.optimizer.param_groups for p in group["params"]}
+    assert trained == {id(p) for p in model.student.parameters()}
+    assert not any(p.requires_grad for p in model.teacher.parameters())
+    assert [*model.student.state_dict()] == [*model.teacher.state_dict()]
+    assert task.before is not None
+    assert task.after is not None
+    teacher = {name: value.clone() for name, value in model.teacher.state_dict().items()}
+    for step, batch in enumerate(task.feed.iterate(0, 2)):
+        task.before(step)
+        loss, numbers = task.loss(model, batch)
+        loss.backward()
+        assert all(p.grad is not None for p in model.student.parameters())
+        task.optimizer.step()
+        task.optimizer.zero_grad()
+        task.after(step)
+        assert set(numbers) == {"teacher_entropy", "teacher_spread", "divergence"}
+    assert any(not torch.equal(value, teacher[name]) for name, value in model.teacher.state_dict().items())
+    if task.wiring is not None:
+        mine, theirs = (unskip.Wiring.of(tower.backbone) for tower in (model.student, model.teacher))
+        assert mine.betas == pytest.approx(theirs.betas)
+        if "anneal" in str(changes):
+            task.wiring.step(3)
+            task.before(3)
+            assert mine.alphas == theirs.alphas
+            assert mine.alphas[1] == pytest.approx(0.25)
+
+
+def test_schedules_and_the_frozen_last_layer() -> None:
+    task, _ = _dino.build(dino(steps=100, teacher_temperature=0.07, teacher_warmup=0.3, freeze_last=2 / 40))
+    model: Any = task.model
+    assert task.before is not None
+    assert task.after is not None
+    task.before(0)
+    assert float(model.temperature) == pytest.approx(0.04)
+
+    def decays() -> list[float]:
+        return sorted({round(group["weight_decay"], 9) for group in task.optimizer.param_groups})
+
+    assert decays() == [0.0, 0.04]
+    task.before(15)
+    assert float(model.temperature) == pytest.approx(0.055)
+    task.before(99)
+    assert float(model.temperature) == pytest.approx(0.07)
+    assert decays() == [0.0, 0.2]
+    before = {name: value.clone() for name, value in model.teacher.state_dict().items()}
+    model.student.head.last.weight.data.add_(1)
+    task.after(99)  # at the last step the teacher stands still
+    assert all(torch.equal(before[name], value) for name, value in model.teacher.state_dict().items())
+    last = model.last_layer()
+    held = []
+    for step, batch in enumerate(task.feed.iterate(0, 4)):
+        task.before(step)
+        now = last.detach().clone()
+        task.loss(model, batch)[0].backward()
+        task.optimizer.step()
+        task.optimizer.zero_grad()
+        held.append(torch.equal(now, last))
+    per_epoch = task.feed.steps_per_epoch
+    frozen = round(2 / 40 * per_epoch)
+    assert held == [step < frozen for step in range(4)]
+    assert 0 < frozen < 4
+
+
+@pytest.mark.parametrize("make", [dino, simclr])
+def test_a_run_trains_resumes_and_holds_its_encoder(make: Any, tmp_path: Path) -> None:
+    one, two = tmp_path / "one", tmp_path / "two"
+    outcome = unskip.train(make(), one, quiet=True)
+    assert outcome.finished
+    assert {"knn20", "rank", "rank_block_0", "rank_block_1"} <= set(outcome.evaluations)
+    unskip.train(make(), two, quiet=True)
+    (two / "checkpoints" / "step-6").rename(tmp_path / "away")  # as if it had been killed after the first checkpoint
+    unskip.resume(two, quiet=True)
+    first, second = (load_file(each / "checkpoints" / "step-6" / "model.safetensors") for each in (one, two))
+    assert all(torch.equal(first[key], second[key]) for key in first)
+    encoder = unskip.load(one / "checkpoints" / "step-6" / "encoder").eval()
+    opened = open_run(one)
+    x = torch.randn(2, 1, 8, 8)
+    with torch.no_grad():
+        assert torch.allclose(encoder(x), opened.encoder.eval()(x), atol=1e-6)
+    rows = RunFolder(one).read("metrics.jsonl")
+    wanted = {"teacher_entropy", "teacher_spread", "divergence"} if make is dino else {"aligned", "apart"}
+    assert wanted <= set(rows[0])
+
+
+def test_a_collapse_is_told(tmp_path: Path) -> None:
+    """A teacher whose temperature is so high that it says nothing."""
+    config = dino(teacher_start=100.0, teacher_temperature=100.0)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        unskip.train(config, tmp_path / "x", quiet=True)
+    assert any("uniform-teacher" in str(each.message) for each in told)
+    raised = {row["warning"] for row in RunFolder(tmp_path / "x").read("warnings.jsonl")}
+    assert {"uniform-teacher", "nothing-to-learn"} & raised
+
+
+def test_what_the_watch_says() -> None:
+    look = _dino.watch(out=1024, batch=64)
+
+    def names(share: float = 0.5, **row: float) -> list[str]:
+        return [name for name, _ in look(row, share)]
+
+    healthy = {"teacher_entropy": 3.0, "teacher_spread": 4.0, "divergence": 1.0}
+    assert names(**healthy) == []
+    assert names(**{**healthy, "teacher_entropy": math.log(1024)}) == ["uniform-teacher"]
+    assert names(**{**healthy, "teacher_spread": 0.01}) == ["one-answer"]
+    assert names(**{**healthy, "divergence": 1e-5}) == ["nothing-to-learn"]
+    assert names(share=0.01, **{**healthy, "teacher_spread": 0.01}) == []
+    assert names(rank_block_0=9.0, rank_block_1=1.3, rank_block_11=1.1) == ["collapsed-blocks"]
+    assert "blocks [1, 11]" in next(look({"rank_block_1": 1.3, "rank_block_11": 1.1}, 0.5))[1]
+
+
+def test_decay_with_a_contrastive_loss_is_warned_about() -> None:
+    for shortcut in ("decay:0.6", "anneal:keep>decay:0.5@10"):
+        with pytest.warns(UnskipWarning, match="contrastive"):
+            task, _ = _simclr.build(simclr(shortcut=shortcut))
+        assert any("contrastive" in note for note in task.notes)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        task, _ = _simclr.build(simclr(shortcut="cut", init="skipless"))
+    assert isinstance(task.model, SimCLR)
+
+
+def test_published_weights_start_a_run(tmp_path: Path) -> None:
+    from tests.models.test_dino import made_up
+
+    model: Any = _dino.build(dino())[0].model
+    theirs = made_up(model)
+    torch.save(theirs, tmp_path / "dino.pth")
+    again: Any = _dino.build(dino(weights=str(tmp_path / "dino.pth")))[0].model
+    assert torch.equal(again.student.head.last.weight, theirs["student"]["module.head.last_layer.weight_v"])
+    with pytest.raises(UnskipError, match="does not fit"):
+        _dino.build(dino(weights=str(tmp_path / "dino.pth"), out=16))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"small_size": 5}, "do not divide small_size 5"),
+        ({"patch": 3}, "do not divide size 8"),
+        ({"model": "torchvision:vit_b_16"}, "ViT of timm"),
+        ({"init": "orthogonal"}, "init is 'orthogonal'"),
+        ({"init": "skipless:huge"}, "presets are"),
+        ({"balance": "mean"}, "centre or sinkhorn"),
+    ],
+)
+def test_bad_settings_are_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(BadInput, match=message):
+        _dino.build(dino(**changes))
+
+
+def test_the_official_preset() -> None:
+    config = recipes.dino("vit-small")
+    assert (config.out, config.hidden, config.bottleneck, config.head_layers, config.head_norm) == (
+        65536,
+        2048,
+        256,
+        3,
+        False,
+    )
+    assert (config.small, config.size, config.small_size, config.clip) == (8, 224, 96, 3.0)
+    assert (config.weight_decay, config.weight_decay_end, config.momentum) == (0.04, 0.4, 0.996)
+    assert (config.teacher_start, config.teacher_temperature, config.student_temperature) == (0.04, 0.07, 0.1)
+    assert config.lr == pytest.approx(5e-4 * config.batch / 256)
+    for preset in ("cifar", "tiny-imagenet"):
+        each = recipes.dino(preset)
+        assert each.size % (each.patch or 16) == each.small_size % (each.patch or 16) == 0
+
+
+# --- Two processes ----------------------------------------------------------------------------------------------------
+
+
+def test_two_processes_are_one(tmp_path: Path) -> None:
+    """Losses, centre, Sinkhorn's balance and weights after some steps: those of one process on the whole batch."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    done = subprocess.run(
+        [*command, "-m", "tests.recipes.ranks", str(tmp_path)],
+        cwd=Path(__file__).parents[2],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    told = json.loads((tmp_path / "result.json").read_text())
+    assert set(told) == {"centre", "sinkhorn", "contrast"}
+    for name, row in told.items():
+        assert row["loss"] < 1e-6, name
+        assert row["weights"] < 1e-6, name
+        assert row["moved"] > 1e-3, name
+        assert row.get("centre", 0.0) < 1e-6, name
