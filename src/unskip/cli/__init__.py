@@ -1,4 +1,4 @@
-"""The front door: `unskip audit`, `measure`, `absorb`, `train`, `resume`, `eval`, `sample`, `report`, `recipes`, `demo`.
+"""The front door: `audit`, `measure`, `absorb`, `train`, `resume`, `eval`, `sample`, `report`, `recipes` and `demo`.
 
 Exit codes: 0 fine; 2 bad input, told in one line on stderr; 1 a fault; 130 interrupted. Results go to stdout, all else
 to stderr. On a terminal tables are drawn; in a pipe the same table is plain text.

@@ -75,7 +75,7 @@ def evaluate(
                 raise BadInput("--times takes means over all tokens: leave --pool out")
             trained, by = judge_times(run, names, _times(times), **options)
         else:
-            trained, results = judge_run(run, names, pool=pool, **options)
+            trained, results = judge_run(run, names, **{**options, "pool": pool})
             by = {}
     if json:
         used = {name: PROTOCOLS[name].to_dict() for name in names}
