@@ -26,7 +26,11 @@ class Scale:
     supervised: Mapping[str, Any]
 
 
-SMALL = Scale("digits", {"steps": 600, "device": "cpu"}, {"steps": 220, "device": "cpu"})
+SMALL = Scale(
+    "digits",
+    {"steps": 600, "evaluate_every": 200, "device": "cpu"},
+    {"steps": 220, "evaluate_every": 110, "device": "cpu"},
+)
 QUICK = Scale("digits", {"steps": 150, "device": "cpu"}, {"steps": 100, "device": "cpu"})
 LARGE = Scale(
     "cifar",
