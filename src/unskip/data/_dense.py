@@ -1,0 +1,112 @@
+"""Images with masks and boxes: parquet files whose rows have a `mask`, a `bbox`, or both beside their image and label.
+
+A mask is an encoded image of one channel, as large as its image. `values` says what its numbers mean: {1: 1, 2: 0, 3:
+255} makes a trimap (object, ground, border) classes with 255 to be ignored. A box is x0, y0, x1, y1 in pixels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from io import BytesIO
+from pathlib import Path
+from typing import Literal
+
+import numpy
+import torch
+from torch import Tensor
+
+from unskip.data._device import shown
+from unskip.data._images import ImageSet
+from unskip.data._sources import open_images
+from unskip.data._splits import files_by_split
+from unskip.errors import BadInput
+
+
+@dataclass(frozen=True, eq=False)
+class DenseSet:
+    """Images held in memory as bytes (n, channels, H, W), with masks (n, H, W) and boxes (n, 4) where there are any."""
+
+    images: ImageSet
+    masks: Tensor | None
+    boxes: Tensor | None
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    @property
+    def pixels(self) -> Tensor:
+        assert self.images.images is not None
+        return self.images.images
+
+
+def open_dense(
+    source: str | Path,
+    split: Literal["train", "val", "test"] = "train",
+    *,
+    size: int | None = None,
+    values: Mapping[int, int] | None = None,
+) -> DenseSet:
+    """Opens the split of a set of parquet files. With a `size` images and boxes are resized; masks keep theirs."""
+    import pyarrow
+    from pyarrow import parquet
+
+    files = files_by_split(str(source))
+    chosen = files.get(split) or (files.get("val") if split == "test" else None)
+    if not chosen:
+        raise BadInput(f"{source}: no {split} split among its files (it has: {', '.join(files) or 'none'})")
+    images = open_images(source, split)
+    if images.images is None:
+        raise BadInput(f"{source}: too large to be held in memory")
+    try:
+        names = [name for name in ("mask", "bbox") if name in parquet.read_schema(chosen[0]).names]
+        tables = [parquet.read_table(file, columns=names, partitioning=None) for file in chosen]
+    except (OSError, pyarrow.ArrowException) as error:
+        raise BadInput(f"{chosen[0]}: cannot be read ({error})") from error
+    table = pyarrow.concat_tables(tables)
+    masks = _masks(table, chosen[0], images, values) if "mask" in table.column_names else None
+    boxes = None
+    if "bbox" in table.column_names:
+        boxes = torch.tensor(table.column("bbox").to_pylist(), dtype=torch.float64)
+    if masks is None and boxes is None:
+        raise BadInput(f"{chosen[0]}: neither mask nor bbox among its columns, so there is nothing to judge by")
+    height, width = images.images.shape[2:]
+    if size is not None and (height, width) != (size, size):
+        box = torch.tensor([[0.0, 0, height, width, 0]])
+        parts = [
+            shown(part, box.expand(len(part), 5), (size, size)).round().byte() for part in images.images.split(512)
+        ]
+        images = ImageSet(images.name, split, images.classes, images.labels, torch.cat(parts), images.report)
+        boxes = None if boxes is None else boxes * torch.tensor([size / width, size / height] * 2, dtype=torch.float64)
+    return DenseSet(images, masks, boxes)
+
+
+def _masks(table: object, file: str, images: ImageSet, values: Mapping[int, int] | None) -> Tensor:
+    from PIL import Image
+
+    assert images.size is not None
+    known = torch.arange(256, dtype=torch.uint8)
+    if values is not None:
+        known = torch.full((256,), 255, dtype=torch.int64)
+        for number, meaning in values.items():
+            known[number] = meaning
+        known = known.to(torch.uint8)
+    found, numbers = [], set[int]()
+    for row, cell in enumerate(table.column("mask").to_pylist()):  # type: ignore[attr-defined]
+        encoded = cell["bytes"] if isinstance(cell, dict) else cell
+        try:
+            with Image.open(BytesIO(encoded)) as opened:
+                mask = torch.from_numpy(numpy.array(opened.convert("L") if opened.mode not in ("L", "P") else opened))
+        except Exception as error:  # a damaged file can make a decoder fail in any way
+            raise BadInput(f"{file}, row {row}: its mask is no image that can be read ({error})") from error
+        if tuple(mask.shape) != images.size:
+            raise BadInput(
+                f"{file}, row {row}: a mask of {mask.shape[0]} x {mask.shape[1]} for an image of {images.size[0]} x "
+                f"{images.size[1]}"
+            )
+        numbers |= set(mask.unique().tolist())
+        found.append(known[mask.long()])
+    unknown = sorted(numbers - set(values)) if values is not None else []
+    if unknown:
+        raise BadInput(f"{file}: its masks hold {unknown[:5]}, which `values` does not speak of")
+    return torch.stack(found)
