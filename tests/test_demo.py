@@ -106,6 +106,23 @@ def test_stopped(tmp_path: Path) -> None:
     assert group.runs[0].checkpoint == group.runs[0].step > 0
 
 
+def test_the_page_is_opened_where_somebody_looks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import webbrowser
+
+    opened: list[str] = []
+    shown = demo.Shown(True, tmp_path / "report.html")
+    monkeypatch.setattr(demo, "run", lambda *given: shown)
+    monkeypatch.setattr(webbrowser, "open", opened.append)
+    monkeypatch.setenv("DISPLAY", ":0")
+    assert cli.main(["demo"]) == 0
+    assert opened == []
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
+    assert cli.main(["demo"]) == 0
+    assert opened == [shown.page.as_uri()]
+    shown = demo.Shown(False, tmp_path / "report.html")
+    assert cli.main(["demo"]) == 1
+
+
 def test_a_verdict_that_does_not_hold_is_a_fault() -> None:
     lines: list[str] = []
     assert _absorb._checked(False, lines.append) is False

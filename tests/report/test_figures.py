@@ -47,6 +47,12 @@ def test_lines_and_bands(tmp_path: Path) -> None:
     assert [text.get_text() for text in figure.legends[0].get_texts()] == ["a", "b"]
 
 
+def test_evaluations_over_steps(tmp_path: Path) -> None:
+    folder(tmp_path / "a", evals=[{"step": step, "evaluation": "o", "knn20": step / 100} for step in (10, 20)])
+    (axes,) = figures.evaluation(read([tmp_path], look=False), "knn20").axes
+    assert axes.lines[0].get_xydata().tolist() == [[10, 0.1], [20, 0.2]]
+
+
 def test_more_groups_than_can_be_told_apart(tmp_path: Path) -> None:
     for index in range(14):
         folder(tmp_path / f"r{index}", lr=float(index))

@@ -100,6 +100,27 @@ def test_neighbours_and_patch_features(groups: list[Group]) -> None:
     assert "reconstructions" not in {each.name for each in groups[1].runs[0].look.tiles}  # type: ignore[union-attr]
 
 
+def test_pictures_as_figures(groups: list[Group]) -> None:
+    assert len(figures.reconstructions(groups).axes[0].images) == 3 * SHOWN
+    assert len(figures.patch_features(groups, group=1).axes[0].images) == 3 * SHOWN
+    assert len(figures.neighbours(groups, group=1).axes[0].images) == 6 * SHOWN
+    with pytest.raises(unskip.errors.BadInput, match="classifier: no reconstructions there"):
+        figures.reconstructions(groups, group=1)
+
+
+def test_one_part_that_fails_leaves_the_others(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from unskip.report import _look
+
+    def broken(*given: object, **named: object) -> None:
+        raise ValueError("no way <b>")
+
+    monkeypatch.setattr(_look, "measure", broken)
+    (group,) = read([runs / "classifier"], look=False)
+    seen = look(group.runs[0])
+    assert (seen.measurement, seen.notes) == (None, ("measurement: ValueError: no way <b>",))
+    assert [each.name for each in seen.tiles] == ["patch-features", "neighbours"]
+
+
 def test_page_has_it_all(groups: list[Group]) -> None:
     text = page(groups)
     assert text.count("Nearest neighbours in the features of block 1") > 2
