@@ -11,12 +11,13 @@ import tyro
 
 from unskip.cli._say import busy, finite
 from unskip.errors import BadInput
-from unskip.evals import PROTOCOLS
+from unskip.evals import PROTOCOLS, Result
 from unskip.evals._diffusion import by_time
 from unskip.evals._evaluate import by_depth
 from unskip.evals._extract import DTYPES
 from unskip.evals._protocols import protocol as find
-from unskip.recipes._judge import judge_run
+from unskip.recipes._judge import Trained, judge_run
+from unskip.recipes._judge_dense import DENSE, judge_dense, picture_run
 from unskip.recipes._judge_generation import judge_times
 
 _PROTOCOLS = f"Protocols, separated by commas: {', '.join(PROTOCOLS)}."
@@ -40,6 +41,22 @@ def evaluate(
         tyro.conf.arg(
             help="Of a diffusion model: times of noisy images, from noise, 0, to data, 1, such as 0.5,0.9,1.",
             metavar="TIMES",
+            help_behavior_hint="",
+        ),
+    ] = None,
+    dense: Annotated[
+        str | None,
+        tyro.conf.arg(
+            help="Images with masks and boxes for segment and discover protocols: parquet files, name-{split}.parquet.",
+            metavar="FILES",
+            help_behavior_hint="",
+        ),
+    ] = None,
+    pictures: Annotated[
+        str | None,
+        tyro.conf.arg(
+            help="Write a sheet of features as colours, attention and discovered objects.",
+            metavar="FILE.png",
             help_behavior_hint="",
         ),
     ] = None,
@@ -75,8 +92,11 @@ def evaluate(
                 raise BadInput("--times takes means over all tokens: leave --pool out")
             trained, by = judge_times(run, names, _times(times), **options)
         else:
-            trained, results = judge_run(run, names, **{**options, "pool": pool})
+            trained, results = _judged(run, names, dense, {**options, "pool": pool})
             by = {}
+        if pictures is not None:
+            written = picture_run(run, pictures, dense, device)
+            print(f"pictures in {written}")
     if json:
         used = {name: PROTOCOLS[name].to_dict() for name in names}
         rows = [{**each.to_dict(), "time": time} for time, found in by.items() for each in found]
@@ -91,6 +111,23 @@ def evaluate(
     for name in dict.fromkeys(name for found in by.values() for each in found for name in each.values):
         print(f"{name}\n{by_time(by, name)}\n")
     return 0
+
+
+def _judged(run: str, names: list[str], dense: str | None, options: dict[str, Any]) -> tuple[Trained, list[Result]]:
+    """Protocols of whole images on the run's own data, dense ones on images with masks and boxes."""
+    apart = [name for name in names if PROTOCOLS[name].kind in DENSE]
+    if apart and dense is None:
+        raise BadInput(f"{', '.join(apart)}: give images with masks and boxes, --dense FILES")
+    results: list[Result] = []
+    whole = [name for name in names if name not in apart]
+    if whole:
+        trained, results = judge_run(run, whole, **options)
+    if apart:
+        assert dense is not None
+        mine = {key: value for key, value in options.items() if key not in ("pool", "split")}
+        trained, more = judge_dense(run, dense, apart, **mine)
+        results = [*results, *more]
+    return trained, results
 
 
 def _one_of(name: str, value: str | None, known: tuple[str, ...]) -> None:

@@ -12,6 +12,7 @@ from unskip.evals._iou import class_iou, confusion, mean_iou
 from unskip.evals._knn import knn
 from unskip.evals._manifold import kid, precision_recall, score
 from unskip.evals._patches import Patches, patches
+from unskip.evals._pictures import attention_maps, pca_colours, pictures
 from unskip.evals._probe import linear_probe
 from unskip.evals._protocols import PROTOCOLS, Protocol
 from unskip.evals._rank import rank
@@ -29,6 +30,7 @@ __all__ = [
     "Result",
     "Segmentation",
     "Statistics",
+    "attention_maps",
     "class_iou",
     "confusion",
     "diffusion",
@@ -46,6 +48,8 @@ __all__ = [
     "mean_iou",
     "noised_features",
     "patches",
+    "pca_colours",
+    "pictures",
     "precision_recall",
     "rank",
     "score",

@@ -1,0 +1,146 @@
+"""What patch features look like: their main directions as colours, where attention looks, and what is discovered.
+
+colours      the first three principal components of the patch tokens of a block, over all images, as red, green, blue
+attention    of the class token over the patches, or the mean over all queries where there is none, by head
+discovery    TokenCut's mask and box over the image
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from unskip.data._augment import normalisation
+from unskip.errors import BadInput, UnskipError
+from unskip.evals._discover import discoveries, in_pixels
+from unskip.evals._patches import Reader, project
+
+Pixels = NDArray[numpy.uint8]
+_CELL, _TITLE, _EDGE = 128, 14, 2
+
+
+def pca_colours(tokens: Tensor, grid: tuple[int, int]) -> Tensor:
+    """(images, patches, dim) to colours (images, rows, columns, 3) from 0 to 1; directions are shared by the images.
+
+    Each component is stretched from its 2nd to its 98th percentile, and points where its third moment is positive, so
+    that the same features always have the same colours. A direction without variance is gray.
+    """
+    flat = tokens.double().flatten(0, 1)
+    flat = flat - flat.mean(0)
+    _, values, directions = torch.linalg.svd(flat, full_matrices=False)
+    directions = directions[:3]
+    parts = flat @ directions.T
+    parts = parts * torch.where((parts**3).sum(0) < 0, -1.0, 1.0)
+    kept = values[:3] > 1e-9 * values[0].clamp_min(1e-300)
+    low, high = parts.quantile(0.02, 0), parts.quantile(0.98, 0)
+    scaled = ((parts - low) / (high - low).clamp_min(1e-300)).clamp(0, 1)
+    scaled = torch.where(kept, scaled, 0.5)
+    if scaled.shape[1] < 3:
+        scaled = F.pad(scaled, (0, 3 - scaled.shape[1]), value=0.5)
+    return scaled.view(len(tokens), *grid, 3).float()
+
+
+@torch.no_grad()
+def attention_maps(model: nn.Module, images: Tensor, block: int = -1) -> Tensor:
+    """(images, heads, rows, columns): how much of its attention the class token gives to each patch, before any mask.
+
+    Where there is no token before the patches it is the mean over all of them.
+    """
+    reader = Reader(model, images, block, "keys")
+    (look,) = reader.looks.values()
+    seen: list[Tensor] = []
+    handle = look.module.register_forward_pre_hook(lambda module, args: seen.append(args[0]))
+    try:
+        read = reader(images)
+    finally:
+        handle.remove()
+    part, patches = look.attention, read.grid[0] * read.grid[1]
+    queries, keys = (project(part, what, seen[-1]).transpose(1, 2) for what in ("queries", "keys"))
+    keys = keys.repeat_interleave(part.heads // part.kv_heads, 1)
+    scores = (queries @ keys.mT * part.softmax_scale).softmax(-1)  # (images, heads, tokens, tokens)
+    prefix = scores.shape[-1] - patches
+    rows = scores[:, :, 0] if prefix else scores.mean(2)
+    maps: Tensor = rows[..., prefix:].unflatten(2, read.grid).float()
+    return maps
+
+
+def pictures(model: nn.Module, images: Tensor, out: str | Path, *, blocks: Sequence[int] | None = None) -> Path:
+    """Writes one sheet, a PNG: for each image the colours of some blocks, its last attention, and what is discovered.
+
+    `images` are normalised or bytes, a dozen at most. What cannot be had of a model, such as attention of one that has
+    none, is left white and named in the title.
+    """
+    from PIL import Image, ImageDraw
+
+    if not 1 <= len(images) <= 12:
+        raise BadInput(f"pictures: {len(images)} images; a sheet holds 1 to 12")
+    count = len(Reader(model, images).axes)
+    chosen = [index % count for index in blocks] if blocks is not None else _spread(count)
+    columns: list[tuple[str, list[Pixels]]] = [("image", _bytes(images))]
+    for index in chosen:
+        read = Reader(model, images, index)(images)  # on its own: not all blocks of a pyramid have the same grid
+        colours = (pca_colours(read.blocks[index], read.grid) * 255).byte().cpu().numpy()
+        columns.append((f"block {index}", list(colours)))
+    white = [numpy.full((1, 1, 3), 255, dtype=numpy.uint8)] * len(images)
+    try:
+        maps = attention_maps(model, images).mean(1)
+        scaled = maps / maps.amax((1, 2), keepdim=True).clamp_min(1e-12)
+        columns.append(("attention", [_gray(each) for each in scaled]))
+    except UnskipError:
+        columns.append(("no attention", white))
+    found, stride = discoveries(model, images, what="keys" if columns[-1][0] == "attention" else "tokens")
+    boxes = in_pixels(found.boxes, stride, (images.shape[2], images.shape[3])).tolist()
+    columns.append(("discovered", [_overlay(a, b, stride) for a, b in zip(columns[0][1], found.masks, strict=True)]))
+    wide, tall = len(columns) * (_CELL + _EDGE), len(images) * (_CELL + _EDGE) + _TITLE
+    sheet = Image.new("RGB", (wide, tall), "white")
+    pen = ImageDraw.Draw(sheet)
+    scale = (_CELL / images.shape[3], _CELL / images.shape[2])
+    for column, (title, cells) in enumerate(columns):
+        left = column * (_CELL + _EDGE)
+        pen.text((left + 2, 1), title, fill="black")
+        for row, cell in enumerate(cells):
+            top = _TITLE + row * (_CELL + _EDGE)
+            sheet.paste(Image.fromarray(cell).resize((_CELL, _CELL), Image.Resampling.NEAREST), (left, top))
+            if title == "discovered" and found.masks[row].any():
+                x0, y0, x1, y1 = boxes[row]
+                edge = [left + x0 * scale[0], top + y0 * scale[1], left + x1 * scale[0] - 1, top + y1 * scale[1] - 1]
+                pen.rectangle(edge, outline="red", width=2)
+    target = Path(out)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    sheet.save(target)
+    return target
+
+
+def _spread(count: int) -> list[int]:
+    """Four blocks over the depth, the last among them."""
+    return sorted({max(0, round(count * share / 4) - 1) for share in (1, 2, 3, 4)})
+
+
+def _bytes(images: Tensor) -> list[Pixels]:
+    """(height, width, 3) for each."""
+    if images.dtype != torch.uint8:
+        mean, std = (torch.tensor(each)[:, None, None] for each in normalisation(None, images.shape[1]))
+        images = ((images.cpu() * std + mean).clamp(0, 1) * 255).byte()
+    return list(images.cpu().expand(-1, 3, -1, -1).movedim(1, -1).numpy())
+
+
+def _gray(values: Tensor) -> Pixels:
+    found: Any = (values * 255).byte().cpu()[:, :, None].expand(-1, -1, 3).numpy()
+    return numpy.ascontiguousarray(found)
+
+
+def _overlay(image: Pixels, mask: Tensor, stride: tuple[float, float]) -> Pixels:
+    """The image, what is not in the mask darkened."""
+    height, width = image.shape[:2]
+    rows = (numpy.arange(height) / stride[0]).astype(int).clip(max=mask.shape[0] - 1)
+    columns = (numpy.arange(width) / stride[1]).astype(int).clip(max=mask.shape[1] - 1)
+    inside = mask.cpu().numpy()[rows][:, columns]
+    shown: Pixels = numpy.where(inside[:, :, None], image, image // 3)
+    return shown

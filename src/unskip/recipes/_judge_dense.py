@@ -1,0 +1,86 @@
+"""A run judged on images with masks and boxes: segmentation, object discovery, and pictures of its features."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from unskip.anatomy._features import indices
+from unskip.data import open_images
+from unskip.data._dense import open_dense
+from unskip.errors import BadInput
+from unskip.evals import PROTOCOLS, Result, discover, patches, pictures, segment_blocks
+from unskip.recipes._judge import Trained, open_run
+
+DENSE = ("segment", "discover")
+
+
+def judge_dense(
+    out: str | Path,
+    source: str,
+    protocols: Iterable[str],
+    *,
+    blocks: int | Iterable[int] | Literal["all"] = "all",
+    size: int | None = None,
+    values: Mapping[int, int] | None = None,
+    ignore: int | None = None,
+    seed: int = 0,
+    precision: Any = "float32",
+    device: str | None = None,
+    changes: Mapping[str, Mapping[str, Any]] | None = None,
+) -> tuple[Trained, list[Result]]:
+    """Judges the blocks of a run on a set of parquet files with masks or boxes, and adds rows to its evals.jsonl.
+
+    Images are brought to `size` (default: the run's). Without `values` a mask of 1, 2 and 3 is a trimap.
+    """
+    run = open_run(out, device)
+    size = size or run.config.size
+    train, test = (open_dense(source, split, size=size) for split in ("train", "test"))
+    if values is None and test.masks is not None and set(test.masks.unique().tolist()) <= {1, 2, 3}:
+        values, ignore = {1: 1, 2: 0, 3: 255}, 255
+    if values is not None:
+        train, test = (open_dense(source, split, size=size, values=values) for split in ("train", "test"))
+    count = len(patches(run.encoder, test.pixels[:1], "all").blocks)
+    wanted = indices(blocks, count)
+    results: list[Result] = []
+    for name in protocols:
+        mine = dict((changes or {}).get(name, {}))
+        if PROTOCOLS[name].kind == "segment":
+            if train.masks is None or test.masks is None:
+                raise BadInput(f"{source}: no masks, and {name} needs them")
+            known = [each[each != (256 if ignore is None else ignore)] for each in (train.masks, test.masks)]
+            classes = int(max(int(each.max()) for each in known)) + 1
+            pair = ((train.pixels, train.masks), (test.pixels, test.masks))
+            options: dict[str, Any] = {"ignore": ignore, "seed": seed, "precision": precision, "changes": mine}
+            for found in segment_blocks(run.encoder, *pair, classes, blocks=wanted, protocol=name, **options):
+                numbers = {"mean_iou": found.mean_iou, "pixel_accuracy": found.accuracy}
+                numbers |= {f"iou_{index}": value for index, value in enumerate(found.iou)}
+                results.append(Result(name, found.blocks[0], numbers, "patches", mine))
+        else:
+            if test.boxes is None:
+                raise BadInput(f"{source}: no boxes, and {name} needs them")
+            for block in wanted:
+                options = {"block": block, "protocol": name, "precision": precision}
+                numbers = discover(run.encoder, test.pixels, test.boxes, **options)
+                results.append(Result(name, block, numbers, "keys", mine))
+    for each in results:
+        row = {"step": run.step, **each.to_dict(), "data": Path(source).name, "size": size, "seed": seed}
+        run.folder.append("evals.jsonl", row)
+    return run, results
+
+
+def picture_run(
+    out: str | Path, target: str | Path, source: str | None = None, device: str | None = None, count: int = 6
+) -> Path:
+    """A sheet of pictures of a run's features, of images of its own test split or of another set of parquet files."""
+    run = open_run(out, device)
+    if source is None:
+        images = open_images(run.config.data, split="test", root=run.config.data_root)
+    else:
+        images = open_dense(source, "test").images
+    chosen = torch.linspace(0, len(images) - 1, count).long()
+    size = run.config.size if source is None or images.size is None else None
+    return pictures(run.encoder, images.load(chosen, size), Path(target))

@@ -1,0 +1,187 @@
+"""Features as colours, attention maps, sheets of pictures; sets with masks and boxes; all of it on the command line."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pyarrow
+import pytest
+import timm
+import torch
+from PIL import Image
+from pyarrow import parquet
+from tests.data.files import REAL, encoded, needs_real
+from torch import Tensor, nn
+
+import unskip
+from unskip import cli, evals, recipes
+from unskip.data._dense import open_dense
+from unskip.errors import BadInput
+from unskip.training import RunFolder
+
+TRIMAP = {1: 1, 2: 0, 3: 255}
+
+
+def vit(**options: Any) -> nn.Module:
+    made: nn.Module = timm.create_model(
+        "vit_tiny_patch16_224",
+        **{"img_size": 32, "patch_size": 8, "depth": 3, "embed_dim": 24, "num_heads": 3, "num_classes": 0, **options},
+    )
+    return made.eval()
+
+
+def test_colours_are_the_principal_components() -> None:
+    draw = torch.Generator().manual_seed(0)
+    tokens = torch.randn(3, 20, 6, generator=draw) * torch.tensor([9.0, 5, 3, 1, 0.5, 0.1])
+    colours = evals.pca_colours(tokens, (4, 5))
+    assert colours.shape == (3, 4, 5, 3)
+    assert float(colours.min()) == 0
+    assert float(colours.max()) == 1
+    first = tokens.flatten(0, 1)[:, 0]
+    assert abs(float(numpy.corrcoef(colours[..., 0].flatten(), first)[0, 1])) > 0.95
+    # Neither a turn of the features nor their scale changes a colour.
+    turn, _ = torch.linalg.qr(torch.randn(6, 6, generator=draw))
+    assert torch.allclose(evals.pca_colours(3 * tokens @ turn, (4, 5)), colours, atol=1e-3)
+    gray = evals.pca_colours(torch.ones(2, 20, 6), (4, 5))
+    assert (gray == 0.5).all()
+    assert evals.pca_colours(torch.randn(1, 6, 2, generator=draw), (2, 3))[..., 2].unique().tolist() == [0.5]
+
+
+@pytest.mark.parametrize("options", [{}, {"reg_tokens": 2}, {"class_token": False, "global_pool": "avg"}])
+def test_attention_maps_are_those_of_the_block(options: dict[str, Any]) -> None:
+    model: Any = vit(**options)
+    attention = model.blocks[2].attn
+    attention.fused_attn = False
+    seen: list[Tensor] = []
+    attention.attn_drop.register_forward_hook(lambda module, args, out: seen.append(args[0]))
+    x = torch.randn(2, 3, 32, 32)
+    with torch.no_grad():
+        model(x)
+    prefix = model.num_prefix_tokens
+    expected = seen[0][:, :, 0, prefix:] if prefix else seen[0].mean(2)
+    found = evals.attention_maps(model, x)
+    assert found.shape == (2, 3, 4, 4)
+    assert torch.allclose(found.flatten(2), expected, atol=1e-5)
+
+
+def test_a_sheet_is_written(tmp_path: Path) -> None:
+    images = torch.randint(0, 255, (3, 3, 32, 32), dtype=torch.uint8)
+    out = evals.pictures(vit(), images, tmp_path / "deep" / "sheet.png", blocks=[0, 2])
+    with Image.open(out) as sheet:
+        pixels = numpy.array(sheet)
+    assert pixels.shape == (3 * 130 + 14, 5 * 130, 3)  # image, two blocks, attention, discovered
+    shown = pixels[14 : 14 + 128, :128]
+    assert numpy.array_equal(shown[::4, ::4], images[0].movedim(0, -1).numpy())
+    conv = timm.create_model("resnet10t", num_classes=0).eval()
+    assert evals.pictures(conv, torch.randn(2, 3, 64, 64), tmp_path / "conv.png").is_file()  # no attention: left white
+    with pytest.raises(BadInput, match="1 to 12"):
+        evals.pictures(vit(), images.repeat(5, 1, 1, 1), tmp_path / "x.png")
+
+
+# --- Masks and boxes --------------------------------------------------------------------------------------------------
+
+
+def write(file: Path, count: int = 6, mask: Any = None, boxes: bool = True, size: int = 32, **extra: Any) -> Path:
+    """Gray images with a bright square, a trimap and a box."""
+    random = numpy.random.default_rng(0)
+    rows: dict[str, Any] = {"image": [], "mask": [], "label": [], "bbox": []}
+    for index in range(count):
+        left = 4 * (index % 3)
+        pixels = random.integers(0, 60, (size, size), numpy.uint8)
+        trimap = numpy.full((size, size), 2, numpy.uint8)
+        trimap[8:24, left : left + 18] = 3
+        trimap[9:23, left + 1 : left + 17] = 1
+        pixels[trimap == 1] += 150
+        rows["image"].append({"bytes": encoded(Image.fromarray(pixels)), "path": None})
+        rows["mask"].append({"bytes": encoded(Image.fromarray(trimap)) if mask is None else mask, "path": None})
+        rows["label"].append(index % 2)
+        rows["bbox"].append([left, 8, left + 18, 24])
+    if not boxes:
+        del rows["bbox"]
+    if extra.get("masks") is False:
+        del rows["mask"]
+    parquet.write_table(pyarrow.table(rows), file)
+    return file
+
+
+def test_masks_and_boxes_are_read(tmp_path: Path) -> None:
+    for split in ("train", "test"):
+        write(tmp_path / f"x-{split}.parquet")
+    found = open_dense(tmp_path / "x-{split}.parquet", "test", values=TRIMAP)
+    assert found.masks is not None
+    assert found.boxes is not None
+    assert len(found) == 6
+    assert found.masks.shape == (6, 32, 32)
+    assert found.masks.unique().tolist() == [0, 1, 255]
+    assert found.masks[1, 10, 6] == 1
+    assert found.boxes[1].tolist() == [4, 8, 22, 24]
+    half = open_dense(tmp_path / "x-{split}.parquet", "test", size=16)
+    assert half.pixels.shape[2:] == (16, 16)
+    assert half.boxes is not None
+    assert half.boxes[1].tolist() == [2, 4, 11, 12]
+    assert half.masks is not None
+    assert half.masks.unique().tolist() == [1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("options", "values", "message"),
+    [
+        ({"mask": b"nothing"}, None, "row 0: its mask is no image"),
+        ({"mask": encoded(Image.new("L", (8, 8)))}, None, "a mask of 8 x 8 for an image of 32 x 32"),
+        ({}, {1: 1, 2: 0}, r"hold \[3\], which `values` does not speak of"),
+        ({"masks": False, "boxes": False}, None, "neither mask nor bbox"),
+    ],
+)
+def test_dense_sets_that_are_wrong(tmp_path: Path, options: Any, values: Any, message: str) -> None:
+    write(tmp_path / "x-train.parquet", **options)
+    with pytest.raises(BadInput, match=message):
+        open_dense(tmp_path / "x-train.parquet", values=values)
+    with pytest.raises(BadInput, match="no test split"):
+        open_dense(tmp_path / "x-train.parquet", "test")
+
+
+@pytest.mark.filterwarnings("ignore::unskip.errors.UnskipWarning")
+def test_a_run_is_judged_by_dense_protocols_and_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for split in ("train", "test"):
+        write(tmp_path / f"x-{split}.parquet")
+    tiny: dict[str, Any] = {"model_args": "depth=2,embed_dim=16,num_heads=2", "steps": 2, "batch": 32, "device": "cpu"}
+    tiny |= {"small": 1, "out": 16, "hidden": 16, "bottleneck": 8, "online_images": 250, "health": False}
+    unskip.train(recipes.dino("digits", **tiny), tmp_path / "run", quiet=True)
+    names = "segment-ridge-v1,discover-tokencut-v1,rank-v1"
+    dense = str(tmp_path / "x-{split}.parquet")
+    sheet = str(tmp_path / "sheet.png")
+    command = ["eval", str(tmp_path / "run"), "--protocol", names, "--dense", dense, "--pictures", sheet, "--json"]
+    assert cli.main(command) == 0
+    rows = json.loads(capsys.readouterr().out)["results"]
+    by = {(row["evaluation"], row["block"]): row for row in rows}
+    assert set(by) == {(name, block) for name in names.split(",") for block in (0, 1)}
+    assert 0 <= by["segment-ridge-v1", 1]["mean_iou"] <= 1
+    assert 0 <= by["discover-tokencut-v1", 0]["corloc"] <= 1
+    kept = [row["evaluation"] for row in RunFolder(tmp_path / "run").read("evals.jsonl")]
+    assert kept.count("segment-ridge-v1") == 2
+    assert Path(sheet).is_file()
+    assert cli.main(["eval", str(tmp_path / "run"), "--protocol", "segment-ridge-v1"]) == 2
+    assert "--dense FILES" in capsys.readouterr().err
+
+
+@needs_real
+def test_pets() -> None:
+    """Real masks and boxes agree with each other, and pixels alone say something of them."""
+    found = open_dense(REAL / "pets-test.parquet", "test", size=64, values=TRIMAP)
+    assert found.masks is not None
+    assert found.boxes is not None
+    rows, columns = (found.masks[0] == 1).nonzero(as_tuple=True)
+    x0, y0, x1, y1 = (2 * found.boxes[0]).tolist()
+    assert x0 - 3 <= int(columns.min())
+    assert int(columns.max()) <= x1 + 3
+    assert y0 - 3 <= int(rows.min())
+    assert int(rows.max()) <= y1 + 3
+    model = vit(img_size=64)
+    pairs = [(found.pixels[part], found.masks[part]) for part in (slice(0, 48), slice(48, 80))]
+    guess = evals.segment(model, pairs[0], pairs[1], 2, blocks=0, ignore=255, protocol="segment-ridge-v1")
+    assert guess.accuracy > 0.6
+    result = evals.discover(model, found.pixels[:16], found.boxes[:16])
+    assert 0 <= result["corloc"] <= 1
