@@ -1,0 +1,282 @@
+"""How fast is a training step of SiT-B/2 on latents of 4 x 32 x 32, against the published layout?
+
+    python benchmarks/train_sit.py                          # on a GPU: batch 128
+    python benchmarks/train_sit.py --small --device cpu     # at a size for a CPU, to see that it runs
+
+    published        the published layout written plainly, torch's fused attention; its loss as well
+    ours             `unskip.models.SiT` and `Flow`: the same model and the same loss
+    ours, narrow     its stream in bf16
+    ours, paper's    with long skips and decayed shortcuts: more work, shown beside the others
+
+All are compiled, under bf16 autocast, with fused AdamW and no averaged weights; they take turns, and the ratio is that
+of neighbours. Before that the losses of the same weights, latents, noise and times are compared. Last come images a
+second at 50 steps of Heun's: 100 evaluations of the network each. JSON goes to docs/results/train-sit-gpu.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import math
+import platform
+import statistics
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import timm
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import unskip
+from unskip.models import Flow, Sampling, SiT, draw, load_published_sit
+from unskip.models._vit import Grid, positions
+
+RESULTS = Path(__file__).resolve().parent.parent / "docs" / "results"
+BASE = {"size": 32, "patch": 2, "channels": 4, "width": 768, "depth": 12, "heads": 12, "classes": 1000}
+SMALL = {"size": 8, "patch": 2, "channels": 4, "width": 32, "depth": 3, "heads": 2, "classes": 10}
+BAR = 2450  # images a second that the published layout itself has to reach on an H200
+
+
+class Attention(nn.Module):
+    def __init__(self, dim: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.qkv, self.proj = nn.Linear(dim, 3 * dim), nn.Linear(dim, dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, tokens, dim = x.shape
+        q, k, v = self.qkv(x).reshape(batch, tokens, 3, self.heads, dim // self.heads).permute(2, 0, 3, 1, 4)
+        return self.proj(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(batch, tokens, dim))
+
+
+def modulate(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
+    return x * (1 + scale.unsqueeze(1)) + shift.unsqueeze(1)
+
+
+class Block(nn.Module):
+    def __init__(self, dim: int, heads: int) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = (nn.LayerNorm(dim, eps=1e-6, elementwise_affine=False) for _ in range(2))
+        self.attn = Attention(dim, heads)
+        self.mlp = nn.ModuleDict({"fc1": nn.Linear(dim, 4 * dim), "fc2": nn.Linear(4 * dim, dim)})
+        self.adaLN_modulation = nn.Sequential(nn.SiLU(), nn.Linear(dim, 6 * dim))
+
+    def forward(self, x: Tensor, c: Tensor) -> Tensor:
+        b1, s1, g1, b2, s2, g2 = self.adaLN_modulation(c).chunk(6, dim=1)
+        x = x + g1.unsqueeze(1) * self.attn(modulate(self.norm1(x), b1, s1))
+        hidden = F.gelu(self.mlp["fc1"](modulate(self.norm2(x), b2, s2)), approximate="tanh")
+        return x + g2.unsqueeze(1) * self.mlp["fc2"](hidden)
+
+
+class Published(nn.Module):
+    """The layout of the published code, parameter names and the half of the output that is thrown away included."""
+
+    def __init__(self, sizes: dict[str, int]) -> None:
+        super().__init__()
+        dim, patch, channels = sizes["width"], sizes["patch"], sizes["channels"]
+        side = sizes["size"] // patch
+        self.patch, self.out = patch, 2 * channels
+        self.x_embedder = nn.ModuleDict({"proj": nn.Conv2d(channels, dim, patch, patch)})
+        self.t_embedder = nn.ModuleDict({"mlp": nn.Sequential(nn.Linear(256, dim), nn.SiLU(), nn.Linear(dim, dim))})
+        self.y_embedder = nn.ModuleDict({"embedding_table": nn.Embedding(sizes["classes"] + 1, dim)})
+        table = positions(Grid(side, side, patch, channels, 0), dim)[None]
+        self.pos_embed = nn.Parameter(table, requires_grad=False)
+        self.blocks = nn.ModuleList(Block(dim, sizes["heads"]) for _ in range(sizes["depth"]))
+        self.norm_final = nn.LayerNorm(dim, eps=1e-6, elementwise_affine=False)
+        final = {"linear": nn.Linear(dim, patch * patch * self.out)}
+        self.final_layer = nn.ModuleDict(
+            {**final, "adaLN_modulation": nn.Sequential(nn.SiLU(), nn.Linear(dim, 2 * dim))}
+        )
+
+    def forward(self, x: Tensor, t: Tensor, y: Tensor) -> Tensor:
+        rates = torch.exp(-math.log(10000) * torch.arange(128, dtype=torch.float32, device=x.device) / 128)
+        angles = t[:, None].float() * rates[None]
+        c = self.t_embedder["mlp"](torch.cat([torch.cos(angles), torch.sin(angles)], dim=-1))
+        c = c + self.y_embedder["embedding_table"](y)
+        x = self.x_embedder["proj"](x).flatten(2).transpose(1, 2) + self.pos_embed
+        for block in self.blocks:
+            x = block(x, c)
+        shift, scale = self.final_layer["adaLN_modulation"](c).chunk(2, dim=1)
+        x = self.final_layer["linear"](modulate(self.norm_final(x), shift, scale))
+        side = math.isqrt(x.shape[1])
+        x = x.reshape(len(x), side, side, self.patch, self.patch, self.out)
+        x = torch.einsum("nhwpqc->nchpwq", x).reshape(len(x), self.out, side * self.patch, side * self.patch)
+        return x.chunk(2, dim=1)[0]
+
+
+def published_loss(model: Any, latents: Tensor, labels: Tensor, classes: int, t: Tensor, noise: Tensor) -> Tensor:
+    """The published objective: a straight path, its velocity, the mean square of each image, their mean."""
+    wide = t[:, None, None, None]
+    return (model(wide * latents + (1 - wide) * noise, t, labels) - (latents - noise)).square().mean((1, 2, 3)).mean()
+
+
+def ours(sizes: dict[str, int], long_skips: bool = False, narrow: bool = False) -> SiT:
+    model = SiT(**sizes, long_skips=long_skips, narrow=narrow)
+    if long_skips:
+        unskip.rewire(model, "decay:0.8")
+    return model
+
+
+def data(sizes: dict[str, int], batch: int, device: str) -> tuple[Tensor, Tensor]:
+    shape = (batch, sizes["channels"], sizes["size"], sizes["size"])
+    return torch.randn(shape, device=device), torch.randint(sizes["classes"], (batch,), device=device)
+
+
+def same_loss(sizes: dict[str, int], device: str) -> float:
+    """How far the losses of both layouts lie apart for the same weights, latents, noise and times, in float32."""
+    torch.manual_seed(0)
+    theirs, mine = Published(sizes).to(device), ours(sizes).to(device)
+    load_published_sit(mine, theirs.state_dict())
+    latents, labels = data(sizes, 8, device)
+    noise, t = torch.randn_like(latents), torch.rand(8, device=device)
+    with torch.no_grad():
+        one = published_loss(theirs, latents, labels, sizes["classes"], t, noise)
+        two = Flow(label_dropout=0.0).loss(mine, latents, labels, sizes["classes"], time=t, noise=noise).mean()
+    return abs(float(one - two))
+
+
+def stepper(model: nn.Module, latents: Tensor, labels: Tensor, classes: int, mode: str) -> Callable[[], None]:
+    device = latents.device.type
+    model.train()
+    weights = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(weights, lr=1e-4, weight_decay=0.0, fused=True)
+    forward: Any = torch.compile(model, mode=None if mode == "default" else mode)
+    flow = Flow()
+
+    def step() -> None:
+        with torch.autocast(device, torch.bfloat16):
+            if isinstance(model, Published):
+                t, noise = torch.rand(len(latents), device=device), torch.randn_like(latents)
+                left_out = torch.rand(len(labels), device=device) < 0.1
+                kept = torch.where(left_out, classes, labels)
+                loss = published_loss(forward, latents, kept, classes, t, noise)
+            else:
+                loss = flow.loss(forward, latents, labels, classes).mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    return step
+
+
+def pace(step: Callable[[], None], steps: int, images: Tensor) -> float:
+    """Images a second."""
+    wait = torch.cuda.synchronize if images.is_cuda else (lambda: None)
+    wait()
+    begin = time.perf_counter()
+    for _ in range(steps):
+        step()
+    wait()
+    return len(images) * steps / (time.perf_counter() - begin)
+
+
+def sampling(sizes: dict[str, int], device: str, batch: int, steps: int, compiled: bool) -> float:
+    """Images a second from noise to latents, with guidance off."""
+    torch.manual_seed(0)
+    model: Any = ours(sizes).to(device).eval().requires_grad_(False)
+    network = torch.compile(model) if compiled else model
+    labels = torch.arange(batch, device=device) % sizes["classes"]
+    shape = (sizes["channels"], sizes["size"], sizes["size"])
+
+    def go(count: int) -> None:
+        how = Sampling("heun", count)
+        context = partial(torch.autocast, device, torch.bfloat16)
+        draw(network, labels, shape, sizes["classes"], sampling=how, batch=batch, autocast=context)
+
+    go(2)
+    return pace(lambda: go(steps), 1, labels)
+
+
+def attention(name: str) -> contextlib.AbstractContextManager[object]:
+    """Leaves torch the choice of its attention kernel, or takes it away."""
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    kernels = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}
+    return sdpa_kernel(kernels[name]) if name in kernels else contextlib.nullcontext()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cuda", choices=["cpu", "cuda"])
+    parser.add_argument("--small", action="store_true", help="a model for a CPU; its numbers are not kept")
+    parser.add_argument("--batch", type=int, default=128)
+    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--mode", default="default", help="of torch.compile, for all: max-autotune-no-cudagraphs")
+    parser.add_argument("--attention", choices=["any", "cudnn", "flash"], default="any", help="torch's kernel, for all")
+    parser.add_argument("--only", default="", help="a part of the names to be measured")
+    parser.add_argument("--out", type=Path, default=RESULTS / "train-sit-gpu.json")
+    options = parser.parse_args()
+    if options.device == "cuda" and not torch.cuda.is_available():
+        raise SystemExit("this benchmark needs a CUDA device; --small --device cpu shows that it runs")
+    sizes = SMALL if options.small else BASE
+    batch, steps = (8, 2) if options.small else (options.batch, options.steps)
+    apart = same_loss(sizes, options.device)
+    print(f"losses of both layouts lie {apart:.2g} apart")
+    assert apart < 1e-4, "the two layouts do not compute the same"
+    makers: dict[str, Callable[[], nn.Module]] = {
+        "published": lambda: Published(sizes),
+        "ours": lambda: ours(sizes),
+        "ours, narrow": lambda: ours(sizes, narrow=True),
+        "ours, paper's": lambda: ours(sizes, long_skips=True),
+    }
+    latents, labels = data(sizes, batch, options.device)
+    found: dict[str, list[float]] = {}
+    memory: dict[str, float] = {}
+    with attention(options.attention):
+        prepared = {}
+        for name, make in makers.items():
+            if options.only in name:
+                torch.manual_seed(0)
+                model = make().to(options.device)
+                prepared[name] = stepper(model, latents, labels, sizes["classes"], options.mode)
+                if latents.is_cuda:
+                    torch.cuda.reset_peak_memory_stats()
+                    held = torch.cuda.memory_allocated()
+                pace(prepared[name], 5, latents)  # compiles
+                if latents.is_cuda:
+                    memory[name] = (torch.cuda.max_memory_allocated() - held) / 2**30
+                print(f"{name} is ready", flush=True)
+        for _ in range(options.rounds):
+            for name, step in prepared.items():
+                found.setdefault(name, []).append(pace(step, steps, latents))
+        drawn = {
+            "compiled" if compiled else "eager": sampling(sizes, options.device, batch, 50, compiled)
+            for compiled in (False, True)
+        }
+    results: dict[str, Any] = {}
+    for name, values in found.items():
+        results[name] = {"images a second": statistics.median(values), "rounds": values}
+        if name in memory:
+            results[name]["GiB"] = memory[name]
+        if "published" in found:
+            ratios = [a / b for a, b in zip(values, found["published"], strict=True)]
+            results[name]["over published"] = statistics.median(ratios)
+        ratio = results[name].get("over published", float("nan"))
+        print(f"{name:18s} {results[name]['images a second']:8.0f} img/s  {ratio:.3f}  {memory.get(name, 0):.1f} GiB")
+    if "published" in results and not options.small:
+        reached = results["published"]["images a second"]
+        print(f"published: {reached:.0f} of the {BAR} img/s that make it a fair peer on an H200")
+    for name, value in drawn.items():
+        print(f"sampling, 50 steps of Heun's, {name}: {value:.1f} img/s")
+    record = {
+        "script": "benchmarks/train_sit.py",
+        "device": torch.cuda.get_device_name() if latents.is_cuda else f"{platform.machine()} CPU",
+        "versions": {"python": platform.python_version(), "torch": torch.__version__, "timm": timm.__version__},
+        "settings": {"batch": batch, "steps": steps, "mode": options.mode, "attention": options.attention, **sizes},
+        "losses apart": apart,
+        "results": results,
+        "sampling, images a second at 50 steps of Heun's": drawn,
+    }
+    if not options.small:
+        options.out.parent.mkdir(parents=True, exist_ok=True)
+        options.out.write_text(json.dumps(record, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
