@@ -23,7 +23,7 @@ from torch import Tensor
 
 _SMALL = 32  # a graph of so many nodes is solved whole
 _WIDTH = 2  # two vectors to start from see an eigenvalue that is double; one would take it for a single
-_FIRST, _MORE = 16, 12  # vectors of the first basis, and of one that corrects
+_FIRST, _MORE = 20, 10  # vectors of the first basis, and of one that corrects
 _CORRECTIONS = 2  # after the first
 _BASIS, _KEPT, _STEPS = 24, 4, 400  # vectors of the last basis at most, after a restart, and steps in all
 _TOLERANCE = 1e-10  # of the residual of the wanted pair
@@ -37,7 +37,8 @@ def second_eigenvectors(edges: Tensor, floor: float) -> tuple[Tensor, Tensor, Te
     The gap is mu_3 - mu_2, right to a tenth of it or to 1e-8. Vectors have y^T D y = 1; their sign is not fixed.
     """
     nodes = edges.shape[1]
-    root = ((1 - floor) * edges.sum(2, dtype=torch.float64) + floor * nodes).sqrt()  # of the degrees
+    count = edges.view(torch.uint8).to(torch.float32).sum(2).double()  # exact
+    root = ((1 - floor) * count + floor * nodes).sqrt()  # of the degrees
     if nodes <= _SMALL:
         values, vectors = _whole(edges, floor, root)
         return vectors / root, values[:, 0] - values[:, 1], root
@@ -54,7 +55,11 @@ def second_eigenvectors(edges: Tensor, floor: float) -> tuple[Tensor, Tensor, Te
     for _ in range(_CORRECTIONS):
         if not len(rest):
             break
-        values[rest, 0], vectors[rest], residual = _corrected(coarse.some(rest), fine.some(rest), vectors[rest])
+        if 2 * len(rest) > len(edges):  # to pick them out would cost more than it saves
+            rest = torch.arange(len(edges), device=edges.device)
+            values[:, 0], vectors, residual = _corrected(coarse, fine, vectors)
+        else:
+            values[rest, 0], vectors[rest], residual = _corrected(coarse.some(rest), fine.some(rest), vectors[rest])
         rest = rest[~(residual < _TOLERANCE)]
     near[rest] = False
     rest = (~near).nonzero()[:, 0]
@@ -80,7 +85,8 @@ class _Operator:
     @staticmethod
     def of(edges: Tensor, floor: float, root: Tensor, dtype: torch.dtype) -> _Operator:
         first = root / root.norm(dim=1, keepdim=True)
-        return _Operator(edges.to(dtype), floor, (1 / root).to(dtype), first.to(dtype))
+        # Bytes are converted faster than truth values.
+        return _Operator(edges.view(torch.uint8).to(dtype), floor, (1 / root).to(dtype), first.to(dtype))
 
     def some(self, graphs: Tensor) -> _Operator:
         return _Operator(self.ones[graphs], self.floor, self.scale[graphs], self.first[graphs])
@@ -102,7 +108,8 @@ def _whole(edges: Tensor, floor: float, root: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _corrected(coarse: _Operator, fine: _Operator, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """One step of Newton's from x (graphs, nodes), of length 1: its eigenvalue, the new x, and the new residual."""
+    """One step of Newton's from x (graphs, nodes): its eigenvalue, the new x, and the new residual."""
+    x = _unit(x)  # which it was in float32
     image = fine(x[:, None])[:, 0]
     value = (x * image).sum(1)
     wrong = image - value[:, None] * x
