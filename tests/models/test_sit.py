@@ -196,3 +196,31 @@ def test_input_that_does_not_fit() -> None:
         UViT(**{**SMALL, "width": 18}, depth=3)
     with pytest.raises(BadInput, match="depth is odd"):
         UViT(**SMALL, depth=4)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_saved_and_loaded_with_its_wiring(name: str, tmp_path: Path) -> None:
+    model = seeded(MODELS[name])
+    wiring = unskip.rewire(model, "decay:0.6", batch())
+    unskip.save(model, tmp_path / "model")
+    again = MODELS[name]()
+    unskip.load(tmp_path / "model", again)
+    with torch.no_grad():
+        assert torch.equal(model(*batch()), again(*batch()))
+    assert wiring.effective_decay < 0.2
+
+
+@pytest.mark.parametrize("kind", [SiT, UViT])
+def test_a_narrow_stream_has_the_precision_of_autocast(kind: Any) -> None:
+    found = {}
+    for narrow in (False, True):
+        model: Any = seeded(lambda narrow=narrow: kind(**SMALL, depth=3, narrow=narrow))
+        middle = model.blocks[1] if kind is SiT else model.mid_block
+        kinds: list[torch.dtype] = []
+        middle.register_forward_pre_hook(lambda module, inputs, kinds=kinds: kinds.append(inputs[0].dtype))
+        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+            found[narrow] = model(*batch()).float()
+        assert kinds == [torch.bfloat16 if narrow else torch.float32]
+        with torch.no_grad():
+            exact = model(*batch())
+        assert (found[narrow] - exact).norm() < 0.1 * exact.norm()
