@@ -57,7 +57,7 @@ _PRESETS = {
     "sit-xl2": Preset(
         {"model": "XL/2"} | _IMAGENET,
         "a week on 8 GPUs; not run here",
-        "the paper: FID 11.8 (plain SiT 17.2) at 400k steps, without guidance",
+        "the paper: FID 11.8 (plain SiT 17.2) at 400k steps",
     ),
 }
 
