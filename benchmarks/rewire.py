@@ -126,6 +126,7 @@ def cost(device: str, compiled: bool, rounds: int, seed: int) -> dict[str, objec
         "model": name,
         "batch": batch,
         "mode": "compiled" if compiled else "eager",
+        "rounds": rounds,
         "variants": compare(steps, device, rounds, seed),
     }
 
@@ -188,7 +189,6 @@ def main() -> None:
             "unskip": unskip.__version__,
         },
         "seed": options.seed,
-        "rounds": rounds,
     }
     if options.only != "search":
         target = out / ("rewire-cost-gpu.json" if gpu else "rewire-cost-cpu.json")
