@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from fractions import Fraction
 
 import pytest
 import torch
 from tests.absorption.blocks import close, generic, normal, numbers, planted
 
-from unskip.absorption import Activation, Block, Norm, absorb, register
+from unskip.absorption import Activation, Block, Certificate, Norm, absorb, register
 
 
 def eye(d: int) -> torch.Tensor:
@@ -278,3 +279,129 @@ def test_widths_below_and_above() -> None:
     assert enough.status == "possible"
     assert close(block, enough.replacement()) < 1e-12
     assert enough.replacement().width == 9
+
+
+def test_a_skip_that_the_norm_before_hides() -> None:
+    """A 1^T is zero on what a LayerNorm gives, though its product with a basis is not exactly zero in floats."""
+    skip = torch.tensor([-2.0, 1.0, 0.0, 3.0], dtype=torch.float64)[:, None].expand(4, 4).contiguous()
+    down = torch.tensor([[3.0, -2.0], [3.0, -2.0], [0.0, 0.0], [-2.0, 0.0]], dtype=torch.float64)
+    bias, const = torch.full((2,), -2.0, dtype=torch.float64), torch.ones(4, dtype=torch.float64)
+    norm = Norm("layernorm", "input", 1e-5)
+    zero = Block(torch.zeros(2, 4).double(), down, up_bias=bias, down_bias=const, skip=skip, norm=norm)
+    assert absorb(zero, width=1).status != "impossible"
+    rows = Block(normal(numbers(0), 2, 4), down, up_bias=bias, down_bias=const, skip=skip, norm=norm)
+    verdict = absorb(rows)
+    assert verdict.status == "possible"
+    assert verdict.verify()
+
+
+@pytest.mark.parametrize("place", ["post", "input"])
+def test_units_that_cancel_once_a_norm_has_taken_most_of_them(place: str) -> None:
+    """Small differences beside a large part that the norm hides: what rounding left of that part is no key of its own.
+
+    The first two units are one key with columns that cancel, so they are spare; the third makes up the skip.
+    """
+    small = 2.0**-20 * torch.tensor([1.0, -3.0, 2.0], dtype=torch.float64)
+    other = 2.0**-20 * torch.tensor([3.0, 1.0, -5.0], dtype=torch.float64)
+    row = torch.tensor([1.0, -2.0, 3.0], dtype=torch.float64)
+    for seed in range(20):
+        large = torch.randint(-9, 9, (3,), generator=numbers(seed)).double()
+        if place == "post":
+            down = torch.stack([small + large[0], -small + large[1], other + large[2]], 1)
+            up, skip = torch.stack([row, row, row.flip(0)]), -torch.outer(other, row.flip(0))
+        else:
+            up = torch.stack([small + large[0], small + large[1], other + large[2]])
+            down, skip = torch.stack([row, -row, row.flip(0)], 1), -torch.outer(row.flip(0), other)
+        block = Block(up, down, activation="gelu", skip=skip, norm=Norm("layernorm", place, 1e-5))  # type: ignore[arg-type]
+        assert absorb(block, width=1).status != "impossible"
+
+
+def test_weights_whose_squares_leave_float64() -> None:
+    """x 1e-20 - 1e150 relu(1e-170 x) can be flipped; the norms of its rows are 0 in floats."""
+    block = Block(1e-170 * eye(2), -1e150 * eye(2), activation="relu", skip=1e-20)
+    verdict = absorb(block)
+    assert verdict.status == "undecided"
+    assert "float64" in verdict.reason
+
+
+@pytest.mark.parametrize("size", [1e9 / 3, 1e10 / 3, 1e11 / 7, 1e12 / 3])
+def test_a_derivative_that_is_rounding(size: float) -> None:
+    """Three large gated units that add up to nothing: what is left of them at the origin is rounding."""
+
+    def column(*values: float) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.float64)[:, None]
+
+    one, two = 1000.0999755859375, 333.70001220703125
+    block = Block(
+        1e-3 * column(1, 0, 0, 0, 0),
+        column(-0.5, 1, 1, -1, 1).mT,
+        gate=column(0, size, size, size, 3),
+        up_bias=column(0, one, two, one + two, 0)[:, 0],
+        gate_bias=column(2, 1, 1, 1, 1)[:, 0],
+        activation="reglu",
+        skip=1e-3,
+    )  # is 0 everywhere
+    assert absorb(block, biases="none").status != "impossible"
+
+
+@pytest.mark.parametrize("scale", [4.0, 8.0, 30.0])
+def test_a_linear_block_does_not_drop_its_skip(scale: float) -> None:
+    """In bfloat16 a skip is within the rounding of large weights; that makes it no smaller."""
+    g = numbers(0)
+    up, down = (scale * normal(g, 8, 16) / 4).bfloat16(), (scale * normal(g, 16, 8) / 3).bfloat16()
+    assert absorb(Block(up, down, activation="identity")).status == "undecided"
+
+
+def test_box_constraints_on_weights_of_uneven_size() -> None:
+    """scipy's trust-region method went round in circles on these, without an end."""
+    from unskip.absorption._search import search
+
+    joint = [
+        [2147483647.9999998, -715827882.6666665, 2147483648.0, 1789569706.6666665, 1073741824.0, 1789569706.6666667],
+        [-(2.0**-24), 357913941.3333335, 1073741824.0, 715827882.6666666, -3221225472.0, -1431655765.3333333],
+        [-2147483648.0, 357913941.3333335, -3221225472.0, -2505397589.3333335, 2147483648.0, -357913941.3333333],
+    ]
+    rows = [
+        [413.5384615384615, 275.6923076923076],
+        [472.6153846153846, 315.0769230769231],
+        [-118.15384615384619, -78.76923076923066],
+        [-354.4615384615384, -236.3076923076924],
+        [-177.23076923076923, -118.15384615384613],
+        [59.07692307692304, 39.38461538461547],
+    ]
+    goal = [
+        [-232588998183.38458, -155059332122.2564],
+        [-296022361324.3077, -197348240882.8719],
+        [528611359507.6922, 352407573005.1283],
+    ]
+    parts = (torch.tensor(part, dtype=torch.float64) for part in (joint, rows, goal))
+    assert search(*parts, 1e13, lambda flips: False).flips is None
+
+
+def test_forged_verdicts() -> None:
+    """A ball that was made larger, and a skip that was simply dropped where rounding of the weights would hide it."""
+    one, norm = torch.ones(1, 1).double(), Norm("rmsnorm", "input", 1e-5)
+    ten, zero = torch.full((1,), 10.0).double(), torch.zeros(1).double()
+    verdict = absorb(Block(one, 0.3 * one, up_bias=ten, down_bias=zero, activation="relu", norm=norm))
+    assert verdict.status == "possible"
+    data = {"matrix": one, "rows": torch.tensor([0]), "columns": torch.tensor([0]), "basis": 100 * one}
+    forged = Certificate("dual", data)
+    assert not replace(verdict, status="impossible", certificate=forged, weights=None).verify()
+    for dtype in (torch.bfloat16, torch.float16):
+        block, _ = planted(16, 64, dtype=dtype, biases=False)
+        verdict = absorb(block)
+        assert verdict.status == "possible"
+        assert verdict.verify()
+        assert not replace(verdict, weights=replace(block, skip=0.0)).verify()
+        assert not replace(verdict, weights=replace(verdict.replacement(), activation="silu")).verify()
+
+
+@pytest.mark.parametrize("word", ["softplus:0.5", "log_sigmoid", "squareplus"])
+def test_units_that_are_not_zero_at_zero_stand_the_check(word: str) -> None:
+    """A fresh pair adds up to something linear; what its two units are at the origin cancels, with its rounding."""
+    up = torch.tensor([[2.0, 1, 1], [0, 0, -2], [-2, -1, -1], [0, 0, -2]], dtype=torch.float64)
+    down = 2.0**-20 * torch.tensor([[-1.0, 3, 0, 0], [-3, 0, 4, 0], [-2, -1, 6, 1]], dtype=torch.float64)
+    skip = 2.0**-20 * torch.tensor([[2.0, 1, 1], [6, 3, 3], [4, 2, 2]], dtype=torch.float64)
+    verdict = absorb(Block(up, down, activation=word, skip=skip))
+    assert verdict.status == "possible"
+    assert verdict.verify()

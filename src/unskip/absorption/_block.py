@@ -211,6 +211,30 @@ class Block:
         rows = up @ x + (0 if self.up_bias is None else self.up_bias.detach().double())
         return self.matrix + (down * (slope * rows)) @ gate + (down * value) @ up
 
+    def derivative_size(self, point: Tensor) -> float:
+        """What rounding of `derivative` is relative to: the sizes of all that it adds up."""
+
+        def norm(value: Tensor | None) -> float:
+            return 0.0 if value is None else float(value.detach().double().norm())
+
+        up, gate, far = norm(self.up), norm(self.gate), float(point.norm())
+        rows, inner = far * up + norm(self.up_bias), far * gate + norm(self.gate_bias)
+        if self.gate is None:
+            return norm(self.matrix) + norm(self.down) * up * (1 + rows)
+        return norm(self.matrix) + norm(self.down) * (up + gate * rows) * (1 + inner)
+
+    @property
+    def extreme(self) -> bool:
+        """Whether a row, a column or the skip is so large or small that squares of its entries leave float64."""
+        up, down = self.up.detach(), self.down.detach()
+        skip = self.skip.detach() if isinstance(self.skip, Tensor) else torch.tensor([self.skip], dtype=torch.float64)
+        sizes = [up.amax(1), up.amin(1), down.amax(0), down.amin(0), skip.max()[None], skip.min()[None]]
+        sizes = [torch.maximum(high.double(), -low.double()) for high, low in zip(sizes[::2], sizes[1::2], strict=True)]
+        sizes += [bias.detach().double().abs() for bias in (self.up_bias, self.down_bias) if bias is not None]
+        every = torch.cat([size.cpu() for size in sizes])
+        every = every[every > 0]
+        return bool(((every > 1e70) | (every < 1e-70)).any())
+
     def bare(self) -> Block:
         """The block with its norms set aside: the question of the paper."""
         return replace(self, norm=None)

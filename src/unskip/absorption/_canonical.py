@@ -47,6 +47,8 @@ def canonical(problem: Problem, loose: bool = False, other: Keys | None = None) 
     """
     up, bias, down = problem.up, problem.bias, problem.down
     tolerance = 32 * problem.block.roundoff if loose else STRICT
+    if problem.block.norms:  # quotients round as well
+        tolerance = max(tolerance, 16 * max(problem.block.inputs, problem.block.outputs) * EPS)
     h = len(up)
     lengths, columns = up.norm(dim=1), down.norm(dim=0)
     idle = (lengths == 0) | (columns == 0)
@@ -59,7 +61,7 @@ def canonical(problem: Problem, loose: bool = False, other: Keys | None = None) 
         idle |= bias.abs() >= reach * (1 - (1e-6 if loose else -1e-12))
         slopes = torch.where(bias > 0, 1.0, problem.odd - 1)  # ReLU: 1 and 0; LeakyReLU: 1 and c - 1
         linear = torch.where(bias.abs() >= reach, slopes.to(linear), linear)
-    member, sign, ratio = _group(up, bias, ~idle, tolerance, problem.block.phi.homogeneous)
+    member, sign, ratio = _group(up, bias, ~idle, tolerance, problem.spread, problem.block.phi.homogeneous)
     if int(member.min()) >= 0 and int(member.max()) + 1 == h:  # every unit counts and stands alone
         if other is not None and other.count == h:
             return other
@@ -70,8 +72,8 @@ def canonical(problem: Problem, loose: bool = False, other: Keys | None = None) 
     active = member >= 0
     joint = down.new_zeros(len(down), count)
     joint.index_add_(1, member[active], (down * ratio)[:, active])
-    bulk = down.new_zeros(count).index_add_(0, member[active], (columns * ratio)[active])
-    small = max(tolerance, 64 * EPS) if loose else 64 * EPS
+    bulk = down.new_zeros(count).index_add_(0, member[active], (problem.long_down * ratio)[active])
+    small = max(tolerance, 64 * EPS) if loose or problem.block.norms else 64 * EPS
     alive = joint.norm(dim=0) > small * bulk
     # The last entry serves the units of no key, which have -1.
     renumber = torch.where(alive, torch.cumsum(alive.long(), 0) - 1, -1)
@@ -106,7 +108,7 @@ def _constants(problem: Problem, zero: Tensor) -> Tensor | None:
 
 
 def _group(
-    up: Tensor, bias: Tensor, wanted: Tensor, tolerance: float, homogeneous: bool
+    up: Tensor, bias: Tensor, wanted: Tensor, tolerance: float, spread: Tensor, homogeneous: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """For every wanted row its group, its sign against the group's first row, and its length (1 if not homogeneous)."""
     h = len(up)
@@ -116,12 +118,14 @@ def _group(
         return torch.cat([up[i], bias[i : i + 1]]) / lengths[i]
 
     parent: dict[int, int] = {}
-    for a, b in _close(up, bias, lengths, wanted, 2 * tolerance):
+    widest = float(spread[wanted].max()) if bool(wanted.any()) else 1.0
+    for a, b in _close(up, bias, lengths, wanted, 2 * tolerance * widest):
         one, two = unit(a), unit(b)
         if not homogeneous:
             long = max(float(lengths[a]), float(lengths[b]))
             one, two = one * (float(lengths[a]) / long), two * (float(lengths[b]) / long)
-        if min(float((one - two).norm()), float((one + two).norm())) <= tolerance:
+        apart = min(float((one - two).norm()), float((one + two).norm()))
+        if apart <= tolerance * max(float(spread[a]), float(spread[b])):
             _join(parent, a, b)
     member = torch.full((h,), -1, dtype=torch.long, device=up.device)
     index = torch.nonzero(wanted).flatten()

@@ -90,8 +90,7 @@ def flat(problem: Problem) -> list[Obstruction]:
         matrix = block.derivative(point)
         if "post" in block.norms and block.norms["post"].kind == "layernorm":
             matrix = matrix - matrix.mean(0)
-        size = float(block.down.double().norm() * block.up.double().norm())
-        if not float(matrix.norm()) > 1e-6 * (size + float(block.matrix.norm())):
+        if not float(matrix.norm()) > 1e-6 * block.derivative_size(point):
             return []
     axis = direction(matrix)
     if axis is None:
@@ -122,8 +121,7 @@ def bottleneck(problem: Problem) -> Obstruction | None:
     point = point.to(block.up.device)
     jacobian = block.derivative(point)
     values = torch.linalg.svdvals(jacobian)
-    scale = float(block.matrix.norm()) + float(block.down.double().norm() * block.up.double().norm())
-    scale *= 1 + float(point.norm()) * (1.0 if block.gate is None else float(block.gate.double().norm()))
+    scale = block.derivative_size(point)
     if not float(values[width]) > (2e-9 + 16 * block.roundoff) * scale:
         return None
     sentence = (

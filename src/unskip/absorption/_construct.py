@@ -10,6 +10,7 @@ row, -y on its mirror), and a fresh pair any rank-one at all: a (phi(n.x) - phi(
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 import torch
@@ -146,6 +147,21 @@ def _finish(problem: Problem, rows: Tensor, biases: Tensor, columns: Tensor, con
     )
 
 
+def stored_error(problem: Problem, made: Block) -> Tensor | None:
+    """The linear map between a block and its replacement as stored, (o, n); None where units may be affine.
+
+    A replacement that is equal has the same A + (c / 2) W_down W_up. New weights are rounded, and that shows here.
+    """
+    if problem.bounded:
+        return None
+    block, half = problem.block, problem.odd / 2
+    ours, theirs = (half * each.down.detach().double() @ each.up.detach().double() for each in (block, made))
+    left: Tensor = block.matrix + ours - theirs
+    left = left if problem.basis is None else left @ problem.basis
+    norm = block.norms.get("post")
+    return left - left.mean(0, keepdim=True) if norm is not None and norm.kind == "layernorm" else left
+
+
 def output_errors(block: Block, other: Block, samples: int = 64, seed: int = 0) -> dict[str, float]:
     """Relative errors of the outputs on random inputs, in float64 and in the dtype of the weights, and what rounding
     explains of them."""
@@ -171,9 +187,10 @@ def output_errors(block: Block, other: Block, samples: int = 64, seed: int = 0) 
 def _explained(block: Block, other: Block, x: Tensor) -> float:
     """50 u times the sum of what every unit adds up, |v| |z|, in both blocks."""
     bare = block.bare().double()
-    total = float((x @ bare.matrix.mT).norm())
+    total = float((x.abs() @ bare.matrix.abs().mT).norm())
     for each in (bare, other.bare().double()):
         z = x.abs() @ each.up.abs().mT + (0 if each.up_bias is None else each.up_bias.abs())
+        z = z + (abs(each.phi.at_zero) if math.isfinite(each.phi.at_zero) else 0)  # softplus is not 0 at 0
         total += float((z @ each.down.abs().mT).norm())
         total += 0.0 if each.down_bias is None else float(each.down_bias.norm()) * len(x) ** 0.5
     if "post" in block.norms:

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from unskip._words import nearest
 from unskip.absorption import _closed
 from unskip.absorption._block import Block
-from unskip.absorption._construct import output_errors
-from unskip.absorption._flips import decide
+from unskip.absorption._construct import output_errors, stored_error
+from unskip.absorption._flips import cap, decide, spectral_norm
 from unskip.absorption._from import block_of
 from unskip.absorption._reduce import Problem, reduce
 from unskip.absorption._search import search
@@ -75,6 +75,9 @@ def _absorb(block: Block, width: int, biases: Biases) -> Verdict:
     if block.gated:
         return _gated(problem, plain)
     family = block.phi.family
+    if family in ("odd-linear", "linear") and block.extreme:
+        why = "its weights are so large or so small that float64 cannot hold their squares; rescale rows and columns"
+        return replace(plain, reason=f"Not decided: {why}.", extra_width=_extra(problem))
     if family == "odd-linear":
         return _class_o(problem, plain)
     if family == "linear":
@@ -194,15 +197,20 @@ def _linear(problem: Problem, plain: Verdict) -> Verdict:
         return _impossible(problem, plain, [stands])
     if made is None:
         return _undecided(problem, plain, "its constant needs an output bias, which the replacement may not have")
-    size = float(problem.block.matrix.norm())
+    size, measured = problem.size, output_errors(problem.block, made)
+    within = lost <= min(problem.tolerance, cap(problem.block.roundoff) * size) and problem.tolerance < size / 20
+    whole = size + float(problem.down.norm() * problem.up.norm())
+    if (lost > 1e-9 * whole and not within) or measured["float64"] > measured["explained"]:
+        return _undecided(problem, plain, "the width does not carry its rank exactly, but rounding may explain that")
+    stored = stored_error(problem, made)
     return replace(
         plain,
         status="possible",
         reason="Without a bend the block is one matrix, and the width carries its rank.",
         certificate=Certificate("construction", {}),
-        error=lost / size if size else 0.0,
+        error=spectral_norm(stored) / spectral_norm(problem.skip) if size and stored is not None else 0.0,
         extra_width=0,
-        measured=output_errors(problem.block, made),
+        measured=measured,
         weights=made,
         domain="all inputs",
     )

@@ -18,12 +18,14 @@ from torch import Tensor
 
 from unskip.absorption import _enumerate
 from unskip.absorption._canonical import Keys, canonical
-from unskip.absorption._construct import build, output_errors
+from unskip.absorption._construct import build, output_errors, stored_error
 from unskip.absorption._exact import flips_exactly
 from unskip.absorption._reduce import Problem
 from unskip.absorption._refuse import Outcome, needs_bias, where, with_spares, without_spares
 from unskip.absorption._search import Dual, search
 from unskip.absorption._verdict import Certificate, Obstruction
+
+SHARE = 0.05  # of the skip, that a replacement may leave over at most
 
 
 def decide(problem: Problem) -> Outcome:
@@ -203,24 +205,27 @@ def _accept(problem: Problem, keys: Keys, flips: Tensor, split: tuple[int, ...],
     used = flips.to(keys.rows.device) & kept
     if not split and keys.spares == 0:  # cheap, and most candidates end here
         left = abs(problem.odd) * float((keys.joint[:, used] @ keys.rows[used] - keys.goal).norm())
-        if not left <= min(_within(problem, keys, used), _cap(block.roundoff) * size):
+        if not left <= min(_within(problem, keys, used), cap(block.roundoff) * size):
             return False
     built = build(problem, keys, used, split)
     if built is None:
         return False
     left = float(built.left.norm())
-    if not left <= min(_within(problem, keys, used), _cap(block.roundoff) * size):
+    if not left <= min(_within(problem, keys, used), cap(block.roundoff) * size):
         return False
     exact = built.flips is not None and flips_exactly(problem, _units(built.flips, block.width))
     vacuous = problem.tolerance >= size / 20
-    if vacuous and not exact:
+    if vacuous and size and not exact:
         return False
+    made = stored_error(problem, built.block) if built.flips is None else None
+    if made is not None and not float(made.norm()) <= SHARE * size + 1e-12 * problem.tolerance / block.roundoff:
+        return False  # the dtype cannot hold the new weights well enough
     measured = output_errors(block, built.block)
     if measured["float64"] > measured["explained"]:
         return False
     if measured["stored"] > measured["explained"] + 4 * measured["original_stored"]:
         return False
-    norm, whole = spectral_norm(built.left), spectral_norm(problem.target)
+    norm, whole = spectral_norm(built.left if made is None else made), spectral_norm(problem.target)
     out.built, out.error, out.exact, out.measured = built, norm / whole if whole else 0.0, exact, measured
     return True
 
@@ -243,8 +248,9 @@ def _units(flips: Tensor, width: int) -> Tensor:
     return mask
 
 
-def _cap(roundoff: float) -> float:
-    return min(0.05, math.sqrt(roundoff))
+def cap(roundoff: float) -> float:
+    """The share of the skip that may be left over at most."""
+    return min(SHARE, math.sqrt(roundoff))
 
 
 def _within(problem: Problem, keys: Keys, used: Tensor) -> float:

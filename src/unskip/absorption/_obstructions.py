@@ -270,7 +270,7 @@ def _at_zero(at: Setting, data: Mapping[str, Any]) -> bool:
         jacobian = block.derivative(point).cpu().numpy()
         shifts = "post" in block.norms and block.norms["post"].kind == "layernorm"
         matrix = jacobian - jacobian.mean(0) if shifts else jacobian
-        size = np.abs(jacobian) + float(np.abs(at.size_down).sum() * np.abs(at.size_up).max()) * 1e-3
+        size = np.full_like(jacobian, 100 * block.derivative_size(point))
     return _moves(at, data, matrix, size)
 
 
@@ -305,8 +305,7 @@ def _bottleneck(at: Setting, data: Mapping[str, Any]) -> bool:
             return False
     jacobian = block.derivative(point).cpu().numpy()
     values = np.linalg.svd(jacobian, compute_uv=False)
-    scale = np.linalg.norm(at.size_skip[:, : block.inputs]) + np.linalg.norm(at.size_down) * np.linalg.norm(at.size_up)
-    scale *= 1 + float(point.norm()) * (1 if block.gate is None else float(block.gate.double().norm()))
+    scale = block.derivative_size(point)
     return len(values) > at.width and bool(values[at.width] > 1e-9 * scale + 8 * block.roundoff * scale)
 
 

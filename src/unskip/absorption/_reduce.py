@@ -41,6 +41,11 @@ class Problem:
     caveat: str | None
     basis: Tensor | None  # (d, n): x = offset + basis s
     offset: Tensor | None
+    # Norms before the quotients, which rounding is relative to: what a quotient takes away may have been most of it.
+    long_skip: float
+    long_up: Tensor  # (h,)
+    long_bias: Tensor  # (h,)
+    long_down: Tensor  # (h,)
 
     @property
     def odd(self) -> float:
@@ -68,15 +73,6 @@ class Problem:
         return self.up if self.output_bias else torch.cat([self.up, self.bias[:, None]], 1)
 
     @cached_property
-    def weights(self) -> Tensor:
-        """|v_k| |u_k| of every unit, the size of its rank-one."""
-        lengths = self.up.norm(dim=1)
-        if not self.output_bias:
-            lengths = torch.hypot(lengths, self.bias)
-        size: Tensor = self.down.norm(dim=0) * lengths
-        return size
-
-    @cached_property
     def size(self) -> float:
         """The Frobenius norm of the skip."""
         return float(self.target.norm())
@@ -84,8 +80,18 @@ class Problem:
     @cached_property
     def tolerance(self) -> float:
         """How far rounding of the stored weights may move the linear map, if all units were flipped."""
-        bulk = math.hypot(abs(self.odd) * float(self.weights.norm()), self.size)
-        return max(4 * self.block.roundoff * bulk, 1e-12 * self.size)
+        lengths = self.long_up if self.output_bias else torch.hypot(self.long_up, self.long_bias)
+        size = self.long_skip if self.output_bias else math.hypot(self.long_skip, float(self.const.norm()))
+        bulk = math.hypot(abs(self.odd) * float((self.long_down * lengths).norm()), size)
+        return max(4 * self.block.roundoff * bulk, 1e-12 * size)
+
+    @property
+    def spread(self) -> Tensor:
+        """By how much a relative rounding of each row, with its bias, has grown in the quotient; 1 without norms."""
+        if self.basis is None:
+            return torch.ones_like(self.bias)
+        before, now = torch.hypot(self.long_up, self.long_bias), torch.hypot(self.up.norm(dim=1), self.bias)
+        return (before / now.clamp(min=torch.finfo(now.dtype).tiny)).clamp(min=1.0)
 
 
 def reduce(block: Block, width: int, hidden_bias: bool, output_bias: bool) -> Problem:
@@ -97,6 +103,7 @@ def reduce(block: Block, width: int, hidden_bias: bool, output_bias: bool) -> Pr
     const = up.new_zeros(len(down)) if block.down_bias is None else block.down_bias.detach().to(up)
     caveats: list[str] = []
     radius = basis = offset = None
+    long_skip, long_up, long_bias, long_down = float(skip.norm()), up.norm(dim=1), bias.abs(), down.norm(dim=0)
     if "input" in norms:
         norm = norms["input"]
         basis, offset = _domain(norm, up)
@@ -105,6 +112,9 @@ def reduce(block: Block, width: int, hidden_bias: bool, output_bias: bool) -> Pr
         if not norm.eps:
             caveats.append("with eps = 0 the inputs lie on a sphere, which has no interior")
         radius = math.sqrt(block.inputs)
+        gain = up.new_ones(block.inputs) if norm.gain is None else norm.gain.detach().to(up)
+        long_skip, long_up = float((skip * gain).norm()), (up * gain).norm(dim=1)
+        long_bias = torch.hypot(long_bias, (up * offset).norm(dim=1))
         size = up.norm(dim=1) * basis.norm()
         bias = bias + up @ offset
         const = const + skip @ offset
@@ -122,12 +132,31 @@ def reduce(block: Block, width: int, hidden_bias: bool, output_bias: bool) -> Pr
             size = down.norm(dim=0)
             skip, down, const = (value - value.mean(0, keepdim=True) for value in (skip, down, const))
             down[:, down.norm(dim=0) <= 64 * len(down) * EPS * size] = 0  # a column of ones is hidden
+    if norms and float(skip.norm()) <= 64 * max(block.inputs, block.outputs) * EPS * long_skip:
+        skip = torch.zeros_like(skip)  # the norms hide all of it
     caveat = "; ".join(caveats) or None
     # Without any bias there is no constant to make up, unless a unit that sees nothing gives one.
     still = bool(bias.any()) or bool(const.any()) or (block.phi.at_zero != 0 and bool((up.norm(dim=1) == 0).any()))
     drop, output_bias = not output_bias, output_bias or not still
     return Problem(
-        block, width, hidden_bias, output_bias, drop, skip, up, bias, down, const, radius, caveat, basis, offset
+        block,
+        width,
+        hidden_bias,
+        output_bias,
+        drop,
+        skip,
+        up,
+        bias,
+        down,
+        const,
+        radius,
+        caveat,
+        basis,
+        offset,
+        long_skip,
+        long_up,
+        long_bias,
+        long_down,
     )
 
 

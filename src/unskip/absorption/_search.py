@@ -170,7 +170,15 @@ def _dense(
                 return found
     from scipy.optimize import lsq_linear
 
-    boxed = lsq_linear(matrix.cpu().numpy(), goal.flatten().cpu().numpy(), bounds=(0.0, 1.0), tol=1e-13, max_iter=100)
+    # The same problem in as many equations as unknowns, of unit size. scipy's other method need not come to an end.
+    square, aim = values[:, None] * right * scale, left.mT @ goal.flatten()
+    unit = float(square.norm())
+    if unit == 0:
+        return found
+    method = "bvls" if m <= 256 else "trf"
+    boxed = lsq_linear(
+        (square / unit).cpu().numpy(), (aim / unit).cpu().numpy(), (0.0, 1.0), method, tol=1e-13, max_iter=100
+    )
     inside = torch.as_tensor(boxed.x, dtype=torch.float64, device=goal.device)
     residual = (goal.flatten() - matrix @ inside).reshape(goal.shape)
     found.dual = _dual(joint, rows, goal, residual, *whole, tolerance)

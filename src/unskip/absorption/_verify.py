@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -33,6 +35,10 @@ def _replaces(verdict: Verdict) -> bool:
     block, other = verdict.block, verdict.weights
     if other is None or other.width != verdict.width or isinstance(other.skip, Tensor) or other.skip != 0:
         return False
+    if other.activation != block.activation or other.norms != block.norms or other.gated != block.gated:
+        return False
+    if not _makes_up(block, other):
+        return False
     allowed = {
         "as-is": (block.up_bias is not None, block.gate_bias is not None, block.down_bias is not None),
         "allowed": (True, True, True),
@@ -57,6 +63,31 @@ def _replaces(verdict: Verdict) -> bool:
     return True
 
 
+def _makes_up(block: Block, other: Block) -> bool:
+    """Whether the linear maps agree up to a small share of the skip. In a coarse dtype outputs alone would not show
+    that a skip was dropped: against large weights it is within their rounding."""
+    phi, norms = block.phi, block.norms
+    affine = "input" in norms and not phi.analytic  # then units may be affine, and the maps are not these
+    if block.gated or phi.odd is None or {"pre", "out"} & norms.keys() or affine:
+        return True
+    half = float(phi.odd) / 2
+    ours, theirs = (half * each.down.detach().double() @ each.up.detach().double() for each in (block, other))
+    skip = block.matrix
+    left = skip + ours - theirs
+    for norm in norms.values():
+        if norm.place == "input" and norm.kind != "other":
+            gain = left.new_ones(block.inputs) if norm.gain is None else norm.gain.detach().to(left)
+            left, skip = left * gain, skip * gain
+            if norm.kind == "layernorm":
+                left, skip = (each - each.mean(1, keepdim=True) for each in (left, skip))
+        elif norm.place == "post" and norm.kind == "layernorm":
+            left, skip = (each - each.mean(0, keepdim=True) for each in (left, skip))
+    noise = 1e-12 * float(block.matrix.norm() + abs(half) * block.down.double().norm() * block.up.double().norm())
+    if phi.family == "linear":  # the whole map is rebuilt, and rounded, and not only what stands for the skip
+        noise += 8 * block.roundoff * abs(half) * float(other.down.double().norm() * other.up.double().norm())
+    return float(left.norm()) <= 0.05 * float(skip.norm()) + noise
+
+
 def allowance(block: Block, other: Block, x: Tensor) -> float:
     """How far rounding of the stored weights may move the outputs on x: a multiple of the sizes of all terms."""
     u = max(block.roundoff, 2.0**-50)
@@ -65,11 +96,13 @@ def allowance(block: Block, other: Block, x: Tensor) -> float:
         inner = each.norms["pre"](x) if "pre" in each.norms else x
         hidden = inner.abs() @ each.up.double().abs().mT
         hidden = hidden + (0 if each.up_bias is None else each.up_bias.double().abs())
+        if each.gate is None and math.isfinite(each.phi.at_zero):
+            hidden = hidden + abs(each.phi.at_zero)  # softplus is not 0 at 0
         if each.gate is not None:
             gate = inner.abs() @ each.gate.double().abs().mT
             hidden = hidden * (1 + gate + (0 if each.gate_bias is None else each.gate_bias.double().abs()))
         spread = hidden.square() @ each.down.double().square().mT  # errors of different units add as squares
-        total += float(spread.sum().sqrt()) + float((x @ each.matrix.mT).norm())
+        total += float(spread.sum().sqrt()) + float((x.abs() @ each.matrix.abs().mT).norm())
         total += 0.0 if each.down_bias is None else float(each.down_bias.double().norm()) * len(x) ** 0.5
     scale = 1.0
     if "post" in block.norms:  # a norm divides by the size of what it gets
