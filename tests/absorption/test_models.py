@@ -169,3 +169,37 @@ def test_applying_what_cannot_be() -> None:
         absorption.apply(Plain(), "exactly", X)  # type: ignore[arg-type]
     with pytest.raises(BadInput, match="give data="):
         absorption.apply(Plain(), "approximate", X)
+
+
+class Head(nn.Module):
+    """An absorbable block whose first weight a head holds as well, or whose stream is scaled by channel."""
+
+    def __init__(self, tied: bool) -> None:
+        super().__init__()
+        plain = Plain()
+        self.up, self.down, self.act = plain.ups[0], plain.downs[0], nn.GELU()
+        self.head = nn.Linear(6, 24, bias=False).double()
+        self.gain = None if tied else nn.Parameter(torch.linspace(0.5, 1.5, 6).double())
+        if tied:
+            self.head.weight = self.up.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.down(self.act(self.up(x)))
+        return self.head((x if self.gain is None else self.gain * x) + y)
+
+
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "scaled"])
+@pytest.mark.parametrize("mode", ["exact", "widen", "approximate"])
+def test_sites_that_must_not_be_rewritten(tied: bool, mode: str) -> None:
+    model = Head(tied)
+    before = model(X)
+    applied = absorption.apply(model, mode, X, data=X if mode == "approximate" else None)  # type: ignore[arg-type]
+    assert not applied.done
+    assert ("tied" if tied else "scaled") in str(applied)
+    assert applied.difference == 0
+    assert torch.equal(model(X), before)
+    status = absorption.scan(model, X)[0].status
+    assert status == ("possible" if tied else "unknown")
+    if not tied:
+        with pytest.raises(BadInput, match="scaled"):
+            absorb(model, example=X)

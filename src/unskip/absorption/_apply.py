@@ -9,6 +9,7 @@ The skip itself is cut by `rewire`, so the model's own code runs with alpha = 0 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
@@ -22,7 +23,7 @@ from unskip._words import nearest
 from unskip.absorption._approximate import approximate
 from unskip.absorption._block import Block
 from unskip.absorption._decide import absorb
-from unskip.absorption._from import NoBlock, from_parts, opened, streams
+from unskip.absorption._from import NoBlock, opened, read_block, streams
 from unskip.absorption._widen import widen
 from unskip.anatomy import MlpParts, Site
 from unskip.anatomy._example import Example, example_for
@@ -112,13 +113,13 @@ def apply(
     before = _outputs(model, given)
     laid = opened(model, given)
     read = streams(model, given) if mode == "approximate" else {}
-    seen: dict[int, int] = {}
-    for part in laid.parts.mlps():
-        for weight in part.parameters:
-            seen[id(weight)] = seen.get(id(weight), 0) + 1
     mlps = list(laid.parts.mlps())
+    used = Counter(id(weight) for part in mlps for weight in {*part.parameters, *part.biases})
+    places = [(module, name, id(value)) for module in model.modules() for name, value in module._parameters.items()]
+    held = Counter(place for _, _, place in places)  # an embedding or a head may hold a weight as well
+    tied = {place for place in used if used[place] > 1 or held[place] > 1}
     out.before = _cost(model, mlps)
-    owners = {id(value): (module, name) for module in model.modules() for name, value in module._parameters.items()}
+    owners = {place: (module, name) for module, name, place in places}
     try:
         with torch.no_grad():
             for part in mlps:
@@ -126,7 +127,10 @@ def apply(
                 if where is not None and not where(site):
                     continue
                 out.sites[site.index] = site
-                why = _rewrite(part, mode, read.get(site.index), seen, owners, out)
+                block = read_block(laid, part)
+                why = block.reason if isinstance(block, NoBlock) else None
+                if isinstance(block, Block):
+                    why = _rewrite(part, block, mode, read.get(site.index), tied, owners, out)
                 if why:
                     out.left[site.index] = why
         if out.done:
@@ -158,16 +162,13 @@ Owners = dict[int, tuple[nn.Module, str]]
 
 
 def _rewrite(
-    part: MlpParts, mode: Mode, stream: Tensor | None, seen: dict[int, int], owners: Owners, out: Applied
+    part: MlpParts, block: Block, mode: Mode, stream: Tensor | None, tied: set[int], owners: Owners, out: Applied
 ) -> str | None:
     """Writes the replacement of one site into the model; why not, where it cannot."""
-    block = from_parts(part)
-    if isinstance(block, NoBlock):
-        return block.reason
     if part.site.problem is not None:
         return part.site.problem
-    if part.site.runs > 1 or any(seen[id(weight)] > 1 for weight in part.parameters):
-        return "its weights are tied to those of another run or site"
+    if part.site.runs > 1 or any(id(weight) in tied for weight in (*part.parameters, *part.biases)):
+        return "its weights are tied to those of another run, site or module"
     behind = {"pre", "out"} & block.norms.keys()
     if behind and mode != "approximate":
         return BEHIND

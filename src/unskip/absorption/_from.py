@@ -9,9 +9,9 @@ from torch import Tensor, nn
 
 from unskip.absorption._activations import GATED
 from unskip.absorption._block import Block, Norm, norm_of
-from unskip.anatomy import MlpParts, parts
+from unskip.anatomy import MlpParts
 from unskip.anatomy._dissect import dissect, rows
-from unskip.anatomy._example import Example
+from unskip.anatomy._example import Example, example_for
 from unskip.anatomy._parts import Opened, lay_open
 from unskip.errors import BadInput, UnskipError
 
@@ -29,7 +29,8 @@ class NoBlock:
 def block_of(source: object, example: object = None) -> Block:
     """The block of MlpParts or of a module with exactly one MLP site. Raises BadInput."""
     if isinstance(source, nn.Module):
-        found = parts(source, example)
+        laid = opened(source, example_for(source, example))
+        found = laid.parts
         mlps = list(found.mlps())
         if len(mlps) != 1:
             what = "; ".join(found.reasons.values())
@@ -38,7 +39,10 @@ def block_of(source: object, example: object = None) -> Block:
                 + (f" ({what})" if what else "")
                 + "; use unskip.absorption.scan for a whole model"
             )
-        source = mlps[0]
+        made = read_block(laid, mlps[0])
+        if isinstance(made, NoBlock):
+            raise BadInput(f"absorb: {mlps[0].site.path or type(source).__name__}: {made.reason}")
+        return made
     if not isinstance(source, MlpParts):
         raise BadInput(f"absorb: expected a Block, MlpParts or a module with one MLP site, got {type(source).__name__}")
     made = from_parts(source)
@@ -93,6 +97,17 @@ def from_parts(part: MlpParts, alpha: Tensor | None = None) -> Block | NoBlock:
         )
     except BadInput as error:
         return NoBlock(str(error))
+
+
+def read_block(laid: Opened, part: MlpParts) -> Block | NoBlock:
+    """The block of a site of a model that is laid open, with the weight of its skip channel by channel."""
+    dissection, index = laid.dissection, part.site.index
+    cut = dissection.cuts[index]
+    added, seen = (dissection.graph.values[node].detach().double().norm() for node in (cut.stream, cut.root))
+    if not bool((added - seen).abs() <= 1e-3 * seen):
+        return NoBlock("its stream is scaled or changed on its way past the MLP, so the skip is not what the MLP reads")
+    alpha = dissection.weights[index][0]
+    return from_parts(part, alpha if isinstance(alpha, Tensor) and alpha.numel() > 1 else None)
 
 
 def opened(model: nn.Module, given: Example) -> Opened:

@@ -11,12 +11,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, overload
 
-from torch import Tensor, nn
+from torch import nn
 
 from unskip._table import table
 from unskip.absorption._approximate import Approximation, approximate
 from unskip.absorption._decide import absorb
-from unskip.absorption._from import NoBlock, from_parts, opened, streams
+from unskip.absorption._from import NoBlock, opened, read_block, streams
 from unskip.absorption._verdict import Biases, Verdict
 from unskip.anatomy import MlpParts, ParallelParts, Site
 from unskip.anatomy._example import example_for
@@ -141,8 +141,7 @@ def scan(
         if part is None:
             rows.append(ScanRow(site, None, None, None, reason))
             continue
-        alpha = laid.dissection.weights[site.index][0]
-        block = from_parts(part, alpha if isinstance(alpha, Tensor) and alpha.numel() > 1 else None)
+        block = read_block(laid, part)
         if isinstance(block, NoBlock):
             rows.append(ScanRow(site, None, None, None, block.reason))
             continue
