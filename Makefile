@@ -8,7 +8,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 BENCHMARKS := $(sort $(filter-out benchmarks/_%,$(wildcard benchmarks/*.py)))
-PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --cov --cov-report=term
+PYTEST := $(BIN)/python -m pytest -n $(WORKERS)
 
 # A cap on the instructions that oneDNN uses: on some CPUs its AMX kernels for bfloat16 matrix products die with an
 # illegal instruction. A CPU without AMX loses nothing by it.
@@ -37,7 +37,7 @@ test: lint ## lint, types and every test but the full matrices
 # A table is written by the tests of one file, so a file stays with one worker.
 test-all: export UNSKIP_WRITE_TABLES = 1
 test-all: lint ## lint, types and all tests; writes their tables into docs
-	$(PYTEST) --dist loadfile
+	$(PYTEST) --dist loadfile --cov --cov-report=term
 
 lint: $(INSTALLED) ## style, types, and the arrows between the rooms
 	$(BIN)/ruff check

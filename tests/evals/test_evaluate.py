@@ -222,6 +222,7 @@ SHORT: dict[str, Any] = {
 SHORT |= {"drop_path": 0.0, "mixup": 0.0, "cutmix": 0.0, "erase": 0.0}
 
 
+@pytest.mark.full
 def test_fine_tuning_learns_and_leaves_the_model_alone() -> None:
     model = vit()
     unskip.rewire(model, "decay:0.8")

@@ -85,6 +85,7 @@ def test_a_probe_reaches_what_can_be_reached(protocol: str) -> None:
     assert evals.linear_probe(x, labels, y, truth, protocol) == pytest.approx(float(nearest), abs=0.03)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("protocol", PROBES)
 def test_sets_probed_together_are_probed_as_alone(protocol: str) -> None:
     x, labels = blobs(300)
@@ -95,6 +96,7 @@ def test_sets_probed_together_are_probed_as_alone(protocol: str) -> None:
     assert together == pytest.approx(alone, abs=0.011)  # a product of another shape may turn a sample
 
 
+@pytest.mark.full
 def test_a_seed_decides_a_probe() -> None:
     x, labels = blobs(300)
     y, truth = blobs(1000, seed=1)

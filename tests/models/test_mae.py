@@ -289,6 +289,7 @@ def test_only_the_encoder_is_rewired_and_it_can_be_undone() -> None:
     assert torch.equal(model(images(), draw()).loss, before)
 
 
+@pytest.mark.full
 def test_it_compiles_without_a_break() -> None:
     model = awake(mae())
     with torch.no_grad():

@@ -122,7 +122,8 @@ def test_skips_are_taken_away_from_a_trained_model_by_its_own_teaching(tmp_path:
     assert RunFolder.open(tmp_path / "second").read("metrics.jsonl")[-1]["effective_decay"] == 0
 
 
-def test_two_processes_take_the_same_steps_as_one(tmp_path: Path) -> None:
+@pytest.mark.parametrize("others", [["two"], pytest.param(["sharded", "resumed"], marks=pytest.mark.full)])
+def test_two_processes_take_the_same_steps_as_one(tmp_path: Path, others: list[str]) -> None:
     # No dropout, float32: only the order of sums differs.
     fields = {key: value for key, value in TINY.items() if key != "device"} | {"steps": 3, "checkpoint_every": 2}
     words = [f"--{key.replace('_', '-')}={value}" for key, value in fields.items()]
@@ -135,6 +136,7 @@ def test_two_processes_take_the_same_steps_as_one(tmp_path: Path) -> None:
         "sharded": [*launch, *command, "--shard", "--out", str(tmp_path / "sharded")],
         "resumed": [*launch, "-m", "unskip", "resume", str(tmp_path / "resumed"), "--quiet"],
     }
+    runs = {name: runs[name] for name in ["one", *others]}
     for name, words in runs.items():
         if name == "resumed":  # the sharded run again, from its checkpoint of step 2
             shutil.copytree(tmp_path / "sharded", tmp_path / "resumed")
