@@ -140,7 +140,11 @@ def test_sinkhorn_balances() -> None:
 
 @pytest.mark.parametrize("options", [{"norm": True}, {"layers": 1}])
 def test_other_heads(options: dict[str, Any]) -> None:
-    model(**options)(*crops()).loss.backward()
+    network = model(**options)
+    network(*crops()).loss.backward()
+    gradients = [parameter.grad for parameter in network.parameters() if parameter.grad is not None]
+    assert gradients
+    assert all(bool(gradient.isfinite().all()) for gradient in gradients)
 
 
 def test_refusals() -> None:

@@ -32,7 +32,7 @@ from unskip.optim import build as build_optimizer
 from unskip.optim import schedules
 from unskip.recipes._mae import _some
 from unskip.recipes._registry import Preset, Recipe, register, resolve
-from unskip.recipes._supervised import _arguments, _device
+from unskip.recipes._shared import arguments_of, device_of, schedule_of
 from unskip.training import Precision, Schedule, Task
 from unskip.wiring import rewire, save
 
@@ -150,7 +150,7 @@ def dino(preset: str = "digits", **overrides: Any) -> Dino:
 
 def build(config: Dino) -> tuple[Task, Schedule]:
     """The task and schedule of a config."""
-    device = torch.device(_device(config.device))
+    device = device_of(config.device)
     train, test, feed = view_data(config, device)
     known, judged = still_feeds(config, train, test, device)
     sample = next(iter(judged.evaluate()))[0][:64]
@@ -286,7 +286,7 @@ def backbone_arguments(config: Any, channels: int) -> dict[str, Any]:
     arguments["dynamic_img_size"] = True
     if config.patch is not None:
         arguments["patch_size"] = config.patch
-    return arguments | _arguments(config.model_args)
+    return arguments | arguments_of(config.model_args)
 
 
 def prepare(config: Any, backbone: nn.Module, sample: Tensor) -> None:
@@ -301,24 +301,6 @@ def prepare(config: Any, backbone: nn.Module, sample: Tensor) -> None:
         zero_branches_(backbone, sample[:2])
     elif name != "default":
         raise BadInput(f"init is {config.init!r}; it can be default, skipless, skipless:PRESET or zero")
-
-
-def schedule_of(config: Any, steps: int) -> Schedule:
-    """The schedule of a run with views."""
-    return Schedule(
-        steps=steps,
-        warmup=round(config.warmup * steps),
-        lr_end=config.lr_end,
-        precision=config.precision,
-        accumulate=config.accumulate,
-        clip=config.clip,
-        compile=config.compile,
-        graph=config.graph,
-        log_every=config.log_every,
-        checkpoint_every=config.checkpoint_every,
-        evaluate_every=config.evaluate_every,
-        seed=config.seed,
-    )
 
 
 def online(

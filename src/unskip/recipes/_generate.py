@@ -28,7 +28,7 @@ from unskip.models import Flow
 from unskip.models._flow import Interpolant, Target, Times
 from unskip.models._noise import normal
 from unskip.optim import build as build_optimizer
-from unskip.recipes._supervised import _device
+from unskip.recipes._shared import device_of, schedule_of
 from unskip.training import Precision, Schedule, Task
 from unskip.wiring import rewire, save
 
@@ -105,7 +105,7 @@ Maker = Callable[[dict[str, Any]], nn.Module]
 
 def build_task(config: Generative, make: Maker) -> tuple[Task, Schedule]:
     """The task and schedule of a config; `make` builds the model from size, channels, classes and `narrow`."""
-    device = torch.device(_device(config.device))
+    device = device_of(config.device)
     if not 0 <= config.online_time <= 1:
         raise BadInput(f"online_time is {config.online_time}; times go from noise, 0, to data, 1")
     train = open_images(config.data, split="train", root=config.data_root, hold_out=config.validate)
@@ -152,24 +152,6 @@ def build_task(config: Generative, make: Maker) -> tuple[Task, Schedule]:
         save=lambda network, folder: save(network, folder),
     )
     return task, schedule_of(config, steps)
-
-
-def schedule_of(config: Generative, steps: int) -> Schedule:
-    return Schedule(
-        steps=steps,
-        warmup=round(config.warmup * steps),
-        lr_end=config.lr_end,
-        precision=config.precision,
-        accumulate=config.accumulate,
-        clip=config.clip,
-        compile=config.compile,
-        graph=config.graph,
-        average=config.average,
-        log_every=config.log_every,
-        checkpoint_every=config.checkpoint_every,
-        evaluate_every=config.evaluate_every,
-        seed=config.seed,
-    )
 
 
 def _feed(

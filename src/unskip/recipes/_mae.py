@@ -27,7 +27,7 @@ from unskip.init import zero_branches_
 from unskip.models import MAE, load_published
 from unskip.optim import build as build_optimizer
 from unskip.recipes._registry import Preset, Recipe, register, resolve
-from unskip.recipes._supervised import _arguments, _device
+from unskip.recipes._shared import arguments_of, device_of, schedule_of
 from unskip.training import Precision, Schedule, Task
 from unskip.wiring import rewire, save
 
@@ -119,7 +119,7 @@ def mae(preset: str = "digits", **overrides: Any) -> Mae:
 
 def build(config: Mae) -> tuple[Task, Schedule]:
     """The task and schedule of a config."""
-    device = torch.device(_device(config.device))
+    device = device_of(config.device)
     if config.patch is not None and config.size % config.patch:
         raise BadInput(f"patches of {config.patch} do not divide images of {config.size}; change size or patch")
     train = open_images(config.data, split="train", root=config.data_root, hold_out=config.validate)
@@ -142,19 +142,7 @@ def build(config: Mae) -> tuple[Task, Schedule]:
     betas: dict[str, Any] = {"betas": (0.9, 0.95)} if config.optimizer == "adamw" else {}
     optimizer = build_optimizer(model, config.optimizer, config.lr, config.weight_decay, **betas)
     steps = config.steps or round(config.epochs * feed.steps_per_epoch)
-    schedule = Schedule(
-        steps=steps,
-        warmup=round(config.warmup * steps),
-        precision=config.precision,
-        accumulate=config.accumulate,
-        clip=config.clip,
-        compile=config.compile,
-        average=config.average,
-        log_every=config.log_every,
-        checkpoint_every=config.checkpoint_every,
-        evaluate_every=config.evaluate_every,
-        seed=config.seed,
-    )
+    schedule = schedule_of(config, steps)
 
     def loss(network: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
         found = network(batch[0])
@@ -198,7 +186,7 @@ def encoder_arguments(config: Mae, channels: int) -> dict[str, Any]:
         arguments["final_norm"] = False
     if config.patch is not None:
         arguments["patch_size"] = config.patch
-    return arguments | _arguments(config.model_args)
+    return arguments | arguments_of(config.model_args)
 
 
 def _model(config: Mae, arguments: dict[str, Any]) -> MAE:

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from unskip import spec
@@ -22,7 +21,7 @@ from unskip.models import SimCLR
 from unskip.optim import build as build_optimizer
 from unskip.recipes import _dino
 from unskip.recipes._registry import Preset, Recipe, register, resolve
-from unskip.recipes._supervised import _device
+from unskip.recipes._shared import device_of, schedule_of
 from unskip.training import Precision, Schedule, Task
 from unskip.wiring import Anneal, Decay, rewire, save
 from unskip.wiring.shortcuts import parse
@@ -106,7 +105,7 @@ def build(config: Simclr) -> tuple[Task, Schedule]:
     caution = decay_caution(config.shortcut)
     if caution is not None:
         warnings.warn(caution, UnskipWarning, stacklevel=2)
-    device = torch.device(_device(config.device))
+    device = device_of(config.device)
     train, test, feed = _dino.view_data(config, device)
     known, judged = _dino.still_feeds(config, train, test, device)
     sample = next(iter(judged.evaluate()))[0][:64]
@@ -145,7 +144,7 @@ def build(config: Simclr) -> tuple[Task, Schedule]:
         watch=_dino.watch(config.out, config.batch),
         save=write,
     )
-    return task, _dino.schedule_of(config, steps)
+    return task, schedule_of(config, steps)
 
 
 def decay_caution(shortcut: str) -> str | None:

@@ -16,7 +16,7 @@ from torch import nn
 from unskip.models import SiT, load_published_sit
 from unskip.recipes._generate import Generative, build_task
 from unskip.recipes._registry import Preset, Recipe, register, resolve
-from unskip.recipes._supervised import _arguments
+from unskip.recipes._shared import arguments_of
 from unskip.training import Schedule, Task
 
 
@@ -72,7 +72,7 @@ def build(config: Sit) -> tuple[Task, Schedule]:
     """The task and schedule of a config."""
 
     def make(shape: dict[str, Any]) -> nn.Module:
-        options = {**shape, "long_skips": config.long_skips, **_arguments(config.model_args)}
+        options = {**shape, "long_skips": config.long_skips, **arguments_of(config.model_args)}
         model = SiT.named(config.model, **options)
         if config.weights is not None:
             load_published_sit(model, config.weights)

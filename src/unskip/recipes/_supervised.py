@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import math
-import os
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -21,6 +20,7 @@ from unskip.errors import BadInput
 from unskip.init import PRESETS, skipless_, zero_branches_
 from unskip.optim import build as build_optimizer
 from unskip.recipes._registry import Preset, Recipe, register, resolve
+from unskip.recipes._shared import arguments_of, device_of, schedule_of
 from unskip.training import Precision, Schedule, Task
 from unskip.wiring import rewire, save
 
@@ -130,7 +130,7 @@ def build(config: Supervised) -> tuple[Task, Schedule]:
     """The task and schedule of a config. Rewiring and parameter groups come before any wrapping."""
     from unskip.data import Augment, Feed, open_images
 
-    device = torch.device(_device(config.device))
+    device = device_of(config.device)
     train = open_images(config.data, split="train", root=config.data_root, hold_out=config.validate)
     test = open_images(config.data, split="val" if config.validate else "test", root=config.data_root)
     augment = Augment(crop=config.crop, flip=config.flip, mixup=config.mixup, cutmix=config.cutmix, erase=config.erase)
@@ -144,22 +144,7 @@ def build(config: Supervised) -> tuple[Task, Schedule]:
     wiring = rewire(model, config.shortcut, sample, where=config.where) if config.shortcut != "keep" else None
     optimizer = build_optimizer(model, config.optimizer, config.lr, config.weight_decay)
     steps = config.steps or round(config.epochs * feed.steps_per_epoch)
-    schedule = Schedule(
-        steps=steps,
-        warmup=round(config.warmup * steps),
-        precision=config.precision,
-        accumulate=config.accumulate,
-        clip=config.clip,
-        compile=config.compile,
-        graph=config.graph,
-        shard=config.shard,
-        average=config.average,
-        log_every=config.log_every,
-        checkpoint_every=config.checkpoint_every,
-        evaluate_every=config.evaluate_every,
-        tensorboard=config.tensorboard,
-        seed=config.seed,
-    )
+    schedule = schedule_of(config, steps)
 
     def loss(network: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
         images, labels = batch
@@ -200,30 +185,12 @@ def build(config: Supervised) -> tuple[Task, Schedule]:
 
 
 def _model_arguments(config: Supervised, classes: int, channels: int) -> dict[str, Any]:
-    arguments: dict[str, Any] = _arguments(config.model_args)
+    arguments: dict[str, Any] = arguments_of(config.model_args)
     if config.model.startswith("timm:"):
         arguments = {"num_classes": classes, "in_chans": channels, "img_size": config.size, **arguments}
         if config.patch is not None:
             arguments.setdefault("patch_size", config.patch)
     return arguments
-
-
-def _arguments(text: str) -> dict[str, Any]:
-    """ "depth=6,drop_rate=0.1" as keyword arguments."""
-    found: dict[str, Any] = {}
-    for item in filter(None, (part.strip() for part in text.split(","))):
-        name, equals, value = item.partition("=")
-        if not equals or not name.isidentifier():
-            raise BadInput(f"model_args {text!r}: write name=value, separated by commas")
-        for kind in (int, float):
-            try:
-                found[name] = kind(value)
-                break
-            except ValueError:
-                continue
-        else:
-            found[name] = {"true": True, "false": False, "none": None}.get(value.lower(), value)
-    return found
 
 
 def _prepare(config: Supervised, model: nn.Module, sample: Tensor) -> nn.Module | None:
@@ -251,12 +218,6 @@ def _prepare(config: Supervised, model: nn.Module, sample: Tensor) -> nn.Module 
     elif name != "default":
         raise BadInput(f"init is {config.init!r}; it can be default, skipless, skipless:PRESET or zero")
     return teacher
-
-
-def _device(name: str) -> str:
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    return f"cuda:{os.environ['LOCAL_RANK']}" if name == "cuda" and "LOCAL_RANK" in os.environ else name
 
 
 register(Recipe("supervised", Supervised, _SUPERVISED, build))

@@ -11,7 +11,7 @@ from unskip.errors import BadInput
 from unskip.models import UViT
 from unskip.recipes._generate import Generative, build_task
 from unskip.recipes._registry import Preset, Recipe, register, resolve
-from unskip.recipes._supervised import _arguments
+from unskip.recipes._shared import arguments_of
 from unskip.training import Schedule, Task
 
 
@@ -53,7 +53,7 @@ def build(config: Uvit) -> tuple[Task, Schedule]:
         raise BadInput("weights: published checkpoints of U-ViT predict noise at discrete times and are not loaded")
 
     def make(shape: dict[str, Any]) -> nn.Module:
-        return UViT.named(config.model, **{**shape, **_arguments(config.model_args)})
+        return UViT.named(config.model, **{**shape, **arguments_of(config.model_args)})
 
     return build_task(config, make)
 
