@@ -1,70 +1,80 @@
 """Does a ViT without skips keep up? Supervised training, with and without skips, under three optimizers.
 
-    python benchmarks/skipless.py --data "DATA/cifar10-{split}.parquet" --device cuda --workers 8 --limit 540
-    python benchmarks/skipless.py                                             # digits on the CPU, a few epochs
+python benchmarks/skipless.py --data "DATA/cifar10-{split}.parquet" --device cuda --workers 3 --limit 540
+python benchmarks/skipless.py                                             # digits on the CPU, a few epochs
 
-First a sweep of learning rates, one seed, on a tenth of the training set that is held out; then, at the best rate of
-each, three seeds judged on the test set: at equal epochs, with the skips of one kind alone cut, and, once `--pace` has
-timed the optimizers, at the wall time of SOAP. Every run is a process of its own, several side by side; each appends
-its result to the JSON, and what is there already is not run again.
+sweep    learning rates a factor of three apart, one seed, judged on a tenth of the training set that is held out;
+         rates are added until the best lies between two others
+final    at the best rate of each, three seeds judged on the test set, and with the skips of one kind alone cut
+time     once `--pace` has timed the optimizers, the same at the wall time of SOAP
 """
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import json
-import platform
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 import warnings
-from pathlib import Path
 from typing import Any
 
-RESULTS = Path(__file__).resolve().parent.parent / "docs" / "results"
+from _study import ROOT, Job, about, arguments, opened, serve, study, write
+
 WIRINGS: dict[str, dict[str, str]] = {
     "residual": {},
     "skipless": {"shortcut": "cut"},
     "skipless + init": {"shortcut": "cut", "init": "skipless"},
 }
-RATES = {"adamw": (3e-4, 1e-3, 3e-3), "muon": (1e-3, 3e-3, 1e-2), "soap": (1e-3, 3e-3, 1e-2)}
+GRID = (3e-5, 1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2)
+RATES = {"adamw": (3e-4, 1e-3, 3e-3), "muon": (1e-3, 3e-3, 1e-2), "soap": (1e-3, 3e-3, 1e-2)}  # to begin with
 SEEDS = (0, 1, 2)
-
-
-Job = tuple[str, dict[str, Any]]
 
 
 def jobs(done: dict[str, Any], fields: dict[str, Any], epochs: tuple[float, float]) -> list[Job]:
     """What is still to be run, what matters most first; what a missing result decides is not there yet."""
-    sweep, rows = [], []
+    sweep: list[Job] = []
+    final: list[Job] = []
+    longer: list[Job] = []
     for (wiring, changes), optimizer in itertools.product(WIRINGS.items(), RATES):
-        names = {rate: f"sweep | {wiring} | {optimizer} | {rate:g}" for rate in RATES[optimizer]}
-        for rate, name in names.items():
-            sweep.append((name, {**fields, **changes, "optimizer": optimizer, "lr": rate, "validate": True}))
-        if all(name in done for name in names.values()):
-            best = max(names, key=lambda rate: done[names[rate]].get("val_accuracy", 0))
-            rows.append((wiring, optimizer, {**fields, **changes, "optimizer": optimizer, "lr": best}))
-    found: list[Job] = [(name, config | {"epochs": epochs[0]}) for name, config in sweep]
-    for seed in SEEDS:
-        for wiring, optimizer, config in rows:
-            name = f"{wiring} | {optimizer} | {config['lr']:g} | seed {seed}"
-            found.append((f"final | {name}", {**config, "seed": seed, "epochs": epochs[1]}))
-            if wiring == "skipless + init" and optimizer != "muon":
-                for where in ("attention", "mlp"):
-                    partial = {**config, "where": where, "seed": seed, "epochs": epochs[1]}
-                    found.append((f"final | {where} cut + init | {name.partition(' | ')[2]}", partial))
-    if "pace" in done:
+        config = {**fields, **changes, "optimizer": optimizer}
+        rates, best = swept(done, wiring, optimizer)
+        for rate in rates:
+            trial = {**config, "lr": rate, "validate": True, "epochs": epochs[0]}
+            sweep.append((f"sweep | {wiring} | {optimizer} | {rate:g}", trial))
+        if best is None:
+            continue
+        config |= {"lr": best, "epochs": epochs[1]}
         for seed in SEEDS:
-            for wiring, optimizer, config in rows:
+            name = f"{optimizer} | {best:g} | seed {seed}"
+            final.append((f"final | {wiring} | {name}", {**config, "seed": seed}))
+            if wiring == "skipless + init" and optimizer == "soap":
+                for where in ("attention", "mlp"):
+                    final.append((f"final | {where} cut + init | {name}", {**config, "where": where, "seed": seed}))
+            if "pace" in done and optimizer != "soap" and wiring != "skipless":
                 pace = done["pace"]["residual" if wiring == "residual" else "skipless"]
-                longer = epochs[1] * pace["soap"] / pace[optimizer]
-                if optimizer != "soap" and wiring != "skipless":
-                    name = f"time | {wiring} | {optimizer} | {config['lr']:g} | seed {seed}"
-                    found.append((name, {**config, "seed": seed, "epochs": round(longer, 1)}))
-    return [(name, config) for name, config in found if name not in done]
+                more = round(epochs[1] * pace["soap"] / pace[optimizer], 1)
+                longer.append((f"time | {wiring} | {name}", {**config, "seed": seed, "epochs": more}))
+    final.sort(key=lambda job: job[1]["seed"])
+    return [(name, config) for name, config in sweep + final + longer if name not in done]
+
+
+def swept(done: dict[str, Any], wiring: str, optimizer: str) -> tuple[list[float], float | None]:
+    """The rates to be tried, and the best once it is known not to lie at their edge."""
+    first, last = GRID.index(RATES[optimizer][0]), GRID.index(RATES[optimizer][-1])
+    while True:
+        rates = GRID[first : last + 1]
+        rows = [done.get(f"sweep | {wiring} | {optimizer} | {rate:g}") for rate in rates]
+        if None in rows:
+            return [*rates], None
+        values = [row.get("val_accuracy", 0.0) for row in rows if row is not None]
+        best = values.index(max(values))
+        if best == 0 and first > 0:
+            first -= 1
+        elif best == len(rates) - 1 and last < len(GRID) - 1:
+            last += 1
+        else:
+            return [*rates], rates[best]
 
 
 def pace(fields: dict[str, Any]) -> dict[str, dict[str, float]]:
@@ -81,8 +91,8 @@ def pace(fields: dict[str, Any]) -> dict[str, dict[str, float]]:
     return found
 
 
-def work(config: dict[str, Any]) -> dict[str, Any]:
-    """One run, in this process."""
+def work(config: dict[str, Any]) -> dict[str, Any] | None:
+    """One run, in this process; None where it was told to stop."""
     import unskip
 
     warnings.simplefilter("ignore", unskip.errors.UnskipWarning)
@@ -91,14 +101,19 @@ def work(config: dict[str, Any]) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         try:
             outcome = unskip.train(unskip.recipes.supervised(preset, **config), f"{folder}/run", quiet=True)
+            if not outcome.finished:
+                return None
             found: dict[str, Any] = dict(outcome.evaluations)
         except unskip.errors.TrainingError as error:
             found = {"diverged": str(error).partition(": ")[2]}
         rows = unskip.training.RunFolder(f"{folder}/run").read("metrics.jsonl")
         raised = unskip.training.RunFolder(f"{folder}/run").read("warnings.jsonl")
     curve = [[row["step"], row["loss"]] for row in rows[:: max(1, len(rows) // 25)]]
-    names = sorted({row["warning"] for row in raised})
-    return found | {"seconds": time.perf_counter() - start, "loss": curve, "warnings": names, "config": config}
+    told = {key: value for key, value in config.items() if key not in ("data", "device")}
+    found |= {"seconds": time.perf_counter() - start, "loss": curve, "config": told}
+    if rows:
+        found["images_per_second"] = statistics.median(row["samples_per_second"] for row in rows)
+    return found | {"warnings": sorted({row["warning"] for row in raised})}
 
 
 def table(done: dict[str, Any]) -> str:
@@ -119,67 +134,37 @@ def table(done: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", help="CIFAR-10: cifar10, or parquet files (default: digits)")
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--workers", type=int, default=1, help="runs side by side")
-    parser.add_argument("--limit", type=float, default=float("inf"), help="start nothing new after this many seconds")
+    parser = arguments(__doc__, "skipless-cifar.json, or -digits")
     parser.add_argument("--pace", action="store_true", help="time the optimizers, with nothing beside them, and end")
     parser.add_argument("--compile", action="store_true", help="compile each model too: pays off in long runs")
-    parser.add_argument("--epochs", type=float, nargs=2, default=(6, 25), help="of the sweep, and of the final runs")
-    parser.add_argument("--out", type=Path, help="the JSON (default docs/results/skipless-cifar.json, or -digits)")
-    parser.add_argument("--work", help=argparse.SUPPRESS)
+    parser.add_argument("--epochs", type=float, nargs=2, default=(5, 20), help="of the sweep, and of the final runs")
     options = parser.parse_args()
     if options.work:
-        print(json.dumps(work(json.loads(options.work))))
+        serve(work)
         return
-    import torch
-
-    import unskip
-
     fields = {"preset": "digits", "device": options.device}
     epochs = (3, 10)
     if options.data is not None:
         fields = {"preset": "cifar", "data": options.data, "device": options.device, "log_every": 50}
         fields["compile"] = options.compile
         epochs = tuple(options.epochs)
-    options.out = options.out or RESULTS / f"skipless-{fields['preset']}.json"
-    data = json.loads(options.out.read_text()) if options.out.exists() else {"runs": {}}
-    data |= {
-        "script": "benchmarks/skipless.py",
-        "device": torch.cuda.get_device_name() if options.device == "cuda" else f"{platform.machine()} CPU",
-        "versions": {"python": platform.python_version(), "torch": torch.__version__, "unskip": unskip.__version__},
-        "epochs": {"sweep": epochs[0], "final": epochs[1]},
-    }
-    done, begun = data["runs"], time.perf_counter()
-    if options.pace:
-        done["pace"] = pace(fields)
-        options.out.write_text(json.dumps(data, indent=1) + "\n")
-        print(json.dumps(done["pace"]))
-        return
-    running: dict[str, subprocess.Popen[str]] = {}
-    while True:
-        waiting = [job for job in jobs(done, fields, epochs) if job[0] not in running]
-        while waiting and len(running) < options.workers and time.perf_counter() - begun < options.limit:
-            name, config = waiting.pop(0)
-            command = [sys.executable, __file__, "--work", json.dumps(config)]
-            running[name] = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-        if not running:
-            break
-        time.sleep(0.2)
-        for name, process in list(running.items()):
-            if process.poll() is None:
-                continue
-            out, err = process.communicate()
-            del running[name]
-            if process.returncode:
-                raise SystemExit(f"{name} failed:\n{err[-3000:]}")
-            done[name] = json.loads(out.splitlines()[-1])
-            options.out.parent.mkdir(parents=True, exist_ok=True)
-            options.out.write_text(json.dumps(data, indent=1) + "\n")
-            shown = {key: round(value, 3) for key, value in done[name].items() if isinstance(value, float)}
-            print(f"{name}: {shown}", flush=True)
+    options.out = options.out or ROOT / "docs" / "results" / f"skipless-{fields['preset']}.json"
+    data = opened(options.out, {"preset": fields["preset"], "epochs": [*epochs]})
+    done = data["runs"]
+    if not options.show:
+        data |= about(__file__, options.device, {"preset": fields["preset"], "epochs": [*epochs]})
+        if options.pace:
+            done["pace"] = pace(fields)
+            write(data, options.out)
+            print(json.dumps(done["pace"]))
+            return
+        study(__file__, data, lambda: jobs(done, fields, epochs), lambda name, config: config, options, tell)
     print(table(done))
+
+
+def tell(name: str, row: dict[str, Any]) -> str:
+    shown = {key: round(value, 3) for key, value in row.items() if key.endswith("accuracy")}
+    return f"{shown or row.get('diverged')}, {row.get('images_per_second', 0):.0f} images/s"
 
 
 if __name__ == "__main__":

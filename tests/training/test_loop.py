@@ -236,6 +236,14 @@ def test_killed_without_a_word_it_goes_on_to_the_same_weights(tmp_path: Path, at
     assert [row["step"] for row in folder.read("metrics.jsonl")] == [4, 8, 12, 16, 20]
 
 
+def test_a_run_after_one_on_another_device(tmp_path: Path) -> None:
+    from accelerate.state import PartialState
+
+    PartialState(cpu=True).device = torch.device("meta")  # as a run on a GPU leaves it
+    train(task(), schedule(steps=2), new(tmp_path / "run"), quiet=True)
+    assert PartialState().device.type == "cpu"
+
+
 def test_config_and_versions_are_written(tmp_path: Path) -> None:
     new(tmp_path / "run")
     data = json.loads((tmp_path / "run" / "config.json").read_text())

@@ -48,9 +48,7 @@ class Outcome:
 
 def train(task: Task, schedule: Schedule, folder: RunFolder, quiet: bool = False) -> Outcome:
     """Trains from the last checkpoint of the folder, or from the start, to the end of the schedule or to a signal."""
-    from accelerate import Accelerator
-
-    accelerator = Accelerator(cpu=_device(task.model).type == "cpu", step_scheduler_with_optimizer=False)
+    accelerator = _accelerator(_device(task.model).type)
     trainer = _Trainer(task, schedule, folder, accelerator)
     start = trainer.restore()
     if schedule.tensorboard and accelerator.is_main_process:
@@ -67,6 +65,16 @@ def train(task: Task, schedule: Schedule, folder: RunFolder, quiet: bool = False
             if trainer.board is not None:
                 trainer.board.close()
     return Outcome(folder.path, step, step >= schedule.steps, trainer.last_evaluations)
+
+
+def _accelerator(kind: str) -> Any:
+    """The engine on this kind of device. It keeps one device a process: a run on another begins it anew."""
+    from accelerate import Accelerator
+    from accelerate.state import AcceleratorState, PartialState
+
+    if PartialState._shared_state and PartialState().num_processes == 1 and PartialState().device.type != kind:
+        AcceleratorState._reset_state(reset_partial_state=True)
+    return Accelerator(cpu=kind == "cpu", step_scheduler_with_optimizer=False)
 
 
 class _Stop:

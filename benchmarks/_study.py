@@ -1,0 +1,180 @@
+"""What the studies share: many short runs side by side, each result added to a JSON when it is there.
+
+Workers are processes that stay: importing, decoding images and finding a GPU is done once each, not once a run. A study
+that is started again goes on: what its JSON holds is not run again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import hashlib
+import json
+import platform
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+_MARK = "result: "
+Job = tuple[str, dict[str, Any]]
+Row = dict[str, Any]
+
+
+def arguments(about: str | None, out: str) -> argparse.ArgumentParser:
+    """The options that every study has."""
+    parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", help="the images; without them digits and tiny models, to see that it runs")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--workers", type=int, default=1, help="runs side by side")
+    parser.add_argument("--limit", type=float, default=float("inf"), help="stop after this many seconds")
+    parser.add_argument("--only", default="", help="runs whose name holds this")
+    parser.add_argument("--out", type=Path, help=f"the JSON (default docs/results/{out})")
+    parser.add_argument("--runs", type=Path, default=ROOT / "build" / "runs", help="where the run folders go")
+    parser.add_argument("--show", action="store_true", help="tables and figures of what is there; run nothing")
+    parser.add_argument("--work", action="store_true", help=argparse.SUPPRESS)
+    return parser
+
+
+def opened(out: Path, settings: dict[str, Any]) -> dict[str, Any]:
+    """What the JSON holds; runs of other settings are not mixed with these."""
+    data: dict[str, Any] = json.loads(out.read_text()) if out.exists() else {"runs": {}}
+    if data.get("settings", settings) != settings:
+        raise SystemExit(f"{out} holds runs of other settings, {data['settings']}; choose another --out")
+    return data
+
+
+def about(script: str, device: str, settings: dict[str, Any], **more: Any) -> dict[str, Any]:
+    """What a JSON says beside its runs."""
+    import torch
+
+    import unskip
+
+    return {
+        "script": f"benchmarks/{Path(script).name}",
+        "device": torch.cuda.get_device_name() if device == "cuda" else f"{platform.machine()} CPU",
+        "versions": {"python": platform.python_version(), "torch": torch.__version__, "unskip": unskip.__version__},
+        "settings": settings,
+        **more,
+    }
+
+
+def folder_of(runs: Path, name: str, config: dict[str, Any]) -> Path:
+    """A folder of its own for every configuration."""
+    digest = hashlib.sha256(json.dumps(config, sort_keys=True).encode()).hexdigest()[:8]
+    words = "".join(letter if letter.isalnum() or letter in ".-" else "-" for letter in name.replace(" | ", "-"))
+    return runs / f"{words}-{digest}"
+
+
+# --- In a worker ------------------------------------------------------------------------------------------------------
+
+
+def serve(work: Callable[[Any], Row | None]) -> None:
+    """Does the tasks that come in, a line each, until none comes or a run was told to stop."""
+    decode_once()
+    for line in sys.stdin:
+        result = work(json.loads(line))
+        print(_MARK + json.dumps(result), flush=True)
+        if result is None:
+            return
+
+
+def decode_once() -> None:
+    """Runs, and their judges, open the same images again and again: keep them decoded."""
+    import unskip.recipes
+
+    kept = functools.cache(unskip.data.open_images)
+    for name, module in list(sys.modules.items()):
+        if name == "unskip.data" or (name.startswith("unskip.recipes") and hasattr(module, "open_images")):
+            vars(module)["open_images"] = kept
+
+
+# --- Side by side -----------------------------------------------------------------------------------------------------
+
+
+class _Worker:
+    def __init__(self, script: str) -> None:
+        self.errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 (read when the process has gone)
+        command = [sys.executable, script, "--work"]
+        pipe = subprocess.PIPE
+        self.process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=self.errors, text=True)
+
+    def run(self, task: Any) -> Row | None:
+        """The result of a task; None where the run was stopped."""
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.process.stdin.write(json.dumps(task) + "\n")
+        self.process.stdin.flush()
+        for line in self.process.stdout:
+            if line.startswith(_MARK):
+                found: Row | None = json.loads(line[len(_MARK) :])
+                return found
+        self.errors.seek(0)
+        raise RuntimeError(self.errors.read()[-3000:])
+
+
+def study(
+    script: str,
+    data: dict[str, Any],
+    jobs: Callable[[], list[Job]],
+    task_of: Callable[[str, dict[str, Any]], Any],
+    options: argparse.Namespace,
+    tell: Callable[[str, Row], str],
+) -> None:
+    """Keeps `options.workers` runs going until nothing is left, or until the limit.
+
+    `jobs` names what is still to be run, what matters most first; it is asked again after each result. Nothing is begun
+    that, by the longest run so far, would not end in time. What still runs at the limit is stopped: its folder holds a
+    checkpoint, from which the same command goes on.
+    """
+    begun, longest, stopping = time.perf_counter(), 0.0, False
+    idle = [_Worker(script) for _ in range(options.workers)]
+    running: dict[Future[Row | None], tuple[str, _Worker, float]] = {}
+    with ThreadPoolExecutor(options.workers) as pool:
+        while True:
+            now = time.perf_counter()
+            busy = {name for name, _, _ in running.values()}
+            waiting = [job for job in jobs() if job[0] not in busy and options.only in job[0]]
+            while waiting and idle and now - begun + longest < options.limit:
+                name, config = waiting.pop(0)
+                worker = idle.pop()
+                running[pool.submit(worker.run, task_of(name, config))] = (name, worker, now)
+            if now - begun > options.limit and not stopping:
+                stopping = True
+                for _, worker, _ in running.values():
+                    worker.process.terminate()  # in training it writes a checkpoint first
+            if not running:
+                break
+            for future in wait(running, timeout=1, return_when=FIRST_COMPLETED).done:
+                name, worker, start = running.pop(future)
+                if stopping and (future.exception() is not None or future.result() is None):
+                    print(f"{name}: stopped; the same command goes on with it", flush=True)
+                    continue
+                if future.exception() is not None:
+                    raise SystemExit(f"{name} failed:\n{future.exception()}")
+                row = future.result()
+                assert row is not None
+                longest = max(longest, time.perf_counter() - start)
+                data["runs"][name] = row
+                idle.append(worker)
+                write(data, options.out)
+                print(f"{name}: {tell(name, row)} in {row['seconds']:.0f} s", flush=True)
+    for worker in idle:
+        worker.process.terminate()
+
+
+def write(data: dict[str, Any], out: Path) -> None:
+    """The JSON, a run a line; written aside and renamed."""
+    runs = ",\n".join(
+        f"{json.dumps(name)}:{json.dumps(row, separators=(',', ':'))}" for name, row in data["runs"].items()
+    )
+    rest = json.dumps({key: value for key, value in data.items() if key != "runs"}, indent=1)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    aside = out.with_suffix(".tmp")
+    aside.write_text(f'{rest[:-2]},\n "runs": {{\n{runs}\n}}}}\n')
+    aside.replace(out)
