@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import warnings
 from pathlib import Path
 from typing import Any
@@ -188,6 +189,8 @@ def test_score_in_closed_form() -> None:
     assert score(sure) == pytest.approx(5)  # certain, and every class as often
     assert score(sure[:1].repeat(7, 1)) == pytest.approx(1)  # one class
     assert score(torch.zeros(7, 5)) == pytest.approx(1)  # no idea
+    assert score(100 * sure) == pytest.approx(5)  # so certain that other classes have a probability of exactly 0
+    assert score(100 * sure[:1].repeat(7, 1)) == pytest.approx(1)
     p = torch.tensor([[0.8, 0.2], [0.4, 0.6]]).double()
     middle = p.mean(0)
     expected = math.exp(float((p * (p / middle).log()).sum(1).mean()))
@@ -241,6 +244,44 @@ def test_a_set_a_tensor_and_batches_are_judged_alike() -> None:
         generation(held, fake, Doubled())
 
 
+def test_statistics_are_written_by_several_processes_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import safetensors.torch
+
+    module, real = Pixels(), small_set(60, 0)
+    write = safetensors.torch.save_file
+
+    def overtaken(tensors: Any, file: Any) -> None:
+        write(tensors, file)
+        with monkeypatch.context() as other:  # another process, which ends first
+            other.setattr(safetensors.torch, "save_file", write)
+            other.setattr(os, "getpid", lambda: -1)
+            statistics(real, module, cache=tmp_path)
+
+    with monkeypatch.context() as first:
+        first.setattr(safetensors.torch, "save_file", overtaken)
+        found = statistics(real, module, cache=tmp_path)
+    (kept,) = tmp_path.iterdir()
+    assert kept.suffix == ".safetensors"
+    assert torch.equal(statistics(real, module, cache=tmp_path).features, found.features)
+
+
+def test_single_features_are_of_the_whole_set_even_where_it_is_sorted() -> None:
+    """Sets come class by class: the first images would be one class."""
+    dark, bright = pictures(200, 0) // 8, 255 - pictures(200, 1) // 8
+    both, module = torch.cat([dark, bright]), Pixels()
+    for images in (both, ImageSet("made", "test", ("a", "b"), torch.arange(400) // 200, both)):
+        held = statistics(images, module, manifold=100, batch=64)
+        assert held.features.shape == (100, 6)
+        whole = module(both).detach()
+        places = [(whole - each).abs().sum(1).argmin().item() for each in held.features]
+        assert 30 < sum(place < 200 for place in places) < 70
+        assert sorted(set(places)) == places
+    assert precision_recall(module(dark).detach(), held.features)[1] == pytest.approx(0.5, abs=0.2)
+    assert torch.equal(statistics(both, module, manifold=400).features, whole)
+    # How many come in batches is not known beforehand: the first.
+    assert torch.equal(statistics(iter(both.split(64)), module, manifold=100).features, whole[:100])
+
+
 @pytest.fixture(scope="module")
 def classifier(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of two steps, and a folder of its model."""
@@ -272,6 +313,22 @@ def test_a_run_folder_is_an_extractor_and_its_distance_no_fid(classifier: Path) 
         torch.testing.assert_close(logits, model.eval()(batch))  # the images as the run itself saw them
     named = extractor(next((classifier / "checkpoints").glob("step-*")), name="twin")
     assert (named.key, named.distance) == (chosen.key, "FD-twin")
+
+
+def test_a_run_with_averaged_weights_judges_by_them(tmp_path: Path) -> None:
+    from unskip.training._state import read_state
+
+    config = unskip.recipes.supervised(
+        "digits", steps=3, device="cpu", model_args="depth=1,embed_dim=16,num_heads=2", average=0.9
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UnskipWarning)
+        unskip.train(config, tmp_path / "run", quiet=True)
+    average = read_state(tmp_path / "run" / "checkpoints" / "step-3", "average")
+    state = extractor(tmp_path / "run").module.state_dict()
+    plain = unskip.load(tmp_path / "run" / "checkpoints" / "step-3").state_dict()
+    assert all(torch.equal(value, average[f"module.{name}"]) for name, value in state.items())
+    assert any(not torch.equal(value, plain[name]) for name, value in state.items())
 
 
 def test_extractors_that_are_not_there(tmp_path: Path, classifier: Path, monkeypatch: pytest.MonkeyPatch) -> None:

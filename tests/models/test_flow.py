@@ -6,7 +6,9 @@ noise z to m + c z exactly.
 
 from __future__ import annotations
 
+import contextlib
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -15,6 +17,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from unskip.errors import BadInput
 from unskip.models import Flow, Sampling, SiT, draw, drawn
@@ -165,6 +169,26 @@ def test_dopri5_counts_for_every_sample() -> None:
     assert ((found.evaluations - 1) % 6 == 0).all()  # one to begin with, and six for every step
 
 
+def test_autocast_is_entered_once_for_a_batch_and_leaves_the_solver_alone() -> None:
+    """Weights that autocast narrows are kept until its context ends: left between steps, it would do so every step."""
+    entered: list[int] = []
+
+    @contextlib.contextmanager
+    def context() -> Iterator[None]:
+        entered.append(1)
+        with torch.autocast("cpu", torch.bfloat16):
+            yield
+
+    flow, labels = Flow("gvp"), torch.arange(5) % NONE
+    for sampler in ("euler", "heun", "dopri5", "euler-maruyama"):
+        entered.clear()
+        sampling = Sampling(sampler, steps=4, cfg=1.5)
+        # This network computes in float64, which autocast lets be: what differs would be the solver's.
+        found = draw(Gaussian(flow), labels, SHAPE, NONE, flow, sampling, batch=3, autocast=context).values
+        assert len(entered) == 2
+        assert torch.equal(found, draw(Gaussian(flow), labels, SHAPE, NONE, flow, sampling).values)
+
+
 def test_guidance_is_the_formula() -> None:
     """With means m_y and m_none the guided flow of this Gaussian leads to m_none + cfg (m_y - m_none)."""
     flow, labels = Flow(), torch.tensor([0, 1, NONE])
@@ -241,6 +265,21 @@ def test_noise_of_a_sample_stands_alone(seed: int, sample: int, step: int, size:
     assert bool(alone.isfinite().all())
 
 
+def test_noise_waits_for_no_device() -> None:
+    """Nothing is made on the host and copied: with samples elsewhere no tensor of the CPU takes part."""
+
+    class Elsewhere(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            out = func(*args, **(kwargs or {}))
+            leaves = [leaf for leaf in tree_leaves((args, kwargs, out)) if isinstance(leaf, Tensor)]
+            assert all(leaf.device.type == "meta" for leaf in leaves), func
+            return out
+
+    samples = torch.arange(4, device="meta")
+    with Elsewhere():
+        assert normal(3, samples, 7, SHAPE).shape == (4, *SHAPE)
+
+
 # --- Bad input --------------------------------------------------------------------------------------------------------
 
 
@@ -282,7 +321,7 @@ def test_samples_that_cannot_be_drawn() -> None:
             return x * torch.where(labels == 1, torch.nan, 1.0).reshape(-1, 1, 1, 1)
 
     for sampler in ("heun", "dopri5"):
-        with pytest.raises(BadInput, match="not finite"):
+        with pytest.raises(BadInput, match=r"sample 1 is not finite \(1 of 3\)"):
             draw(Broken(), torch.tensor([0, 1, 0]), SHAPE, NONE, sampling=Sampling(sampler))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,8 @@ import pytest
 import torch
 from PIL import Image
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import unskip
 from unskip import cli, recipes
@@ -206,6 +209,45 @@ def test_noise_alone_and_data_alone(run: Path) -> None:
     torch.testing.assert_close(nothing[0][view][2], nothing[1][view][2])  # type: ignore[index]
 
 
+def test_an_audit_takes_one_image_and_is_made_once_for_all_times(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from unskip.evals import _diffusion
+
+    found: list[tuple[int, ...]] = []
+    audited = _diffusion.block_axes
+
+    def counted(network: Any, example: Any) -> Any:
+        found.append(tuple(len(each) for each in example.args))
+        return audited(network, example)
+
+    monkeypatch.setattr(_diffusion, "block_axes", counted)
+    _diffusion.diffusion(open_run(run).model, few(300), few(60), ["knn-dino-v1"], times=(0.5, 1.0), blocks=[1])
+    assert found == [(1, 1)]
+
+
+def test_samples_that_are_there_are_judged_as_they_are(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from unskip.recipes import _judge_generation
+
+    monkeypatch.setenv("HOME", str(tmp_path))
+    config = recipes.supervised("digits", steps=2, device="cpu", model_args="depth=1,embed_dim=16,num_heads=2")
+    unskip.train(config, tmp_path / "judge", quiet=True)
+    options: dict[str, Any] = {"sampling": Sampling("euler", 2)}
+    drawn = judge_samples(run, tmp_path / "judge", 40, **options)
+    monkeypatch.setattr(_judge_generation, "sampled", lambda *args, **kwargs: pytest.fail("drawn again"))
+    there = unskip.sample(run, n=40, sampler="euler", steps=2, write=False)
+    assert judge_samples(run, tmp_path / "judge", samples=there, **options) == pytest.approx(drawn, rel=1e-3)
+    assert RunFolder.open(run).read("evals.jsonl")[-1]["n"] == 40
+    told = ["sample", str(run), "--n", "40", "--sampler", "euler", "--steps", "2", "--judge", str(tmp_path / "judge")]
+    assert cli.main(told) == 0
+    assert "FD-judge" in capsys.readouterr().out
+    assert len(list((tmp_path / ".cache" / "unskip" / "statistics").iterdir())) == 1  # what is compared with is kept
+    # A judge that is not there is missed before anything is drawn.
+    monkeypatch.setattr("unskip.cli._sample.draw", lambda *args, **kwargs: pytest.fail("drawn in vain"))
+    assert cli.main(["sample", str(run), "--judge", "nowhere"]) == 2
+    shutil.rmtree(run / "samples")
+
+
 def test_what_a_run_draws_is_judged_by_a_classifier(run: Path, tmp_path: Path) -> None:
     config = recipes.supervised("digits", steps=3, device="cpu", model_args="depth=2,embed_dim=16,num_heads=2")
     unskip.train(config, tmp_path / "judge", quiet=True)
@@ -247,6 +289,10 @@ def test_what_cannot_be_drawn(run: Path, tmp_path: Path) -> None:
         unskip.sample(run, n=3, labels=[1, 2])
     with pytest.raises(BadInput, match="label 12 is out of range"):
         unskip.sample(run, n=3, labels=12)
+    with pytest.raises(BadInput, match="whole numbers"):
+        unskip.sample(run, n=2, labels=[1.5, 2])  # type: ignore[list-item]
+    number: Any = numpy.int64(3)
+    assert unskip.sample(run, n=2, steps=1, labels=number, write=False).labels.tolist() == [3, 3]
     config = recipes.supervised("digits", steps=1, device="cpu", model_args="depth=1,embed_dim=16,num_heads=2")
     unskip.train(config, tmp_path / "run", quiet=True)
     with pytest.raises(BadInput, match="does not draw"):
@@ -262,6 +308,7 @@ def test_what_cannot_be_drawn(run: Path, tmp_path: Path) -> None:
     ({"model_args": "width=18,heads=4"}, "multiple"),
     ({"init": "skipless"}, "default or zero"),
     ({"betas": "0.9"}, "two numbers"),
+    ({"model_args": "width=16,depth=2,heads=2,classes=9"}, "9 classes, and digits has 10"),
     ({"interpolant": "cubic"}, "linear, gvp"),
     ({"online_time": 2.0}, "from noise"),
     ({"latents": "nowhere"}, "no autoencoder there"),
@@ -277,6 +324,54 @@ def test_a_checkpoint_of_another_size_is_refused(tmp_path: Path) -> None:
         RECIPES["sit"].build(tiny(weights=str(tmp_path / "x.pt")))
     with pytest.raises(BadInput, match="not loaded"):
         RECIPES["uvit"].build(tiny("uvit", weights=str(tmp_path / "x.pt")))
+
+
+def test_a_model_that_knows_more_classes_has_its_own_label_for_none() -> None:
+    """As published weights do: a label that is left out is the model's last row, not the class after the data's."""
+    task, _ = RECIPES["sit"].build(tiny(model_args=f"{SIT},classes=25", label_dropout=0.5))
+    seen: list[Tensor] = []
+
+    class Watched(torch.nn.Module):
+        def forward(self, images: Tensor, time: Tensor, labels: Tensor) -> Tensor:
+            seen.append(labels)
+            return images
+
+    task.loss(Watched(), next(task.feed.iterate(0, 1)))
+    assert set(seen[0].tolist()) <= {*range(10), 25}
+    assert 25 in seen[0]
+
+
+def test_how_a_run_is_carried_out_is_a_field_too() -> None:
+    for recipe in ("sit", "uvit"):
+        _, plan = RECIPES[recipe].build(tiny(recipe, graph=True, shard=True, tensorboard=True, accumulate=2, clip=3.0))
+        assert (plan.graph, plan.shard, plan.tensorboard, plan.accumulate, plan.clip) == (True, True, True, 2, 3.0)
+
+
+class _Captured(TorchDispatchMode):
+    """What a CUDA graph cannot record: values that the host reads, and tensors of the host."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = str(func).partition(".")[2]
+        assert not name.startswith(("_local_scalar_dense", "nonzero", "masked_select", "equal.")), func
+        out = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves((args, kwargs, out)):
+            assert not isinstance(leaf, Tensor) or leaf.device.type == "meta", func
+        return out
+
+
+@pytest.mark.parametrize("recipe", ["sit", "uvit"])
+@pytest.mark.parametrize("choice", [
+    {}, {"interpolant": "gvp", "times": "logit-normal"}, {"target": "noise"}, {"shortcut": "keep", "precision": "bf16"},
+])  # fmt: skip
+def test_a_step_can_be_recorded(recipe: str, choice: dict[str, Any]) -> None:
+    """Forward and backward on a device without values: nothing is read from it, and nothing brought to it."""
+    task, _ = RECIPES[recipe].build(tiny(recipe, graph=True, **choice))
+    batch = [each.to("meta") for each in next(task.feed.iterate(0, 1))]
+    model = task.model.to("meta")
+    with _Captured(), torch.autocast("cpu", torch.bfloat16, enabled="precision" in choice):
+        loss, _ = task.loss(model, batch)
+        loss.backward()
+    assert all(weight.grad is not None for weight in model.parameters())
 
 
 # --- Latents ----------------------------------------------------------------------------------------------------------
@@ -347,6 +442,43 @@ def test_a_run_on_latents_learns_and_draws(autoencoder: Path, tmp_path: Path) ->
     assert found.images.shape == (3, 3, 8, 8)
     with pytest.raises(BadInput, match="trained on latents"):
         judge_times(tmp_path / "run", ["knn-dino-v1"], (1.0,))
+
+
+def test_latents_are_decoded_a_few_at_a_time(
+    autoencoder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    unskip.train(
+        tiny(latents=str(autoencoder), cache=str(tmp_path / "cache"), health=False), tmp_path / "run", quiet=True
+    )
+    sizes: list[int] = []
+    decode = Autoencoder.decode
+
+    def counted(self: Autoencoder, latents: Tensor) -> Tensor:
+        sizes.append(len(latents))
+        return decode(self, latents)
+
+    monkeypatch.setattr(Autoencoder, "decode", counted)
+    assert unskip.sample(tmp_path / "run", n=40, steps=1, write=False).images.shape == (40, 3, 8, 8)
+    assert sizes == [16, 16, 8]
+
+
+def test_latents_are_encoded_by_several_processes_at_once(
+    autoencoder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mine, moments = Autoencoder.open(autoencoder), Autoencoder.moments
+
+    def overtaken(self: Autoencoder, images: Tensor) -> Tensor:
+        with monkeypatch.context() as other:  # another process, which began later and ends first
+            other.setattr(Autoencoder, "moments", moments)
+            other.setattr(os, "getpid", lambda: -1)
+            encode(few(), self, 8, tmp_path)
+        return moments(self, images)
+
+    with monkeypatch.context() as first:
+        first.setattr(Autoencoder, "moments", overtaken)
+        held = encode(few(), mine, 8, tmp_path)
+    assert len(held) == 48
+    assert sorted(file.suffix for file in tmp_path.iterdir()) == [".json", ".npy"]
 
 
 def test_latents_that_cannot_be_had(autoencoder: Path, tmp_path: Path) -> None:

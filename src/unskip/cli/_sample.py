@@ -9,6 +9,7 @@ import tyro
 
 from unskip.cli._say import busy, finite
 from unskip.errors import BadInput
+from unskip.evals import extractor
 from unskip.evals._extract import DTYPES
 from unskip.models import Sampling
 from unskip.models._samplers import Sampler
@@ -17,6 +18,7 @@ from unskip.recipes._judge import open_run
 from unskip.recipes._judge_generation import judge_samples
 
 _SAMPLERS = f"{', '.join(get_args(Sampler))}."
+_CACHE = "~/.cache/unskip/statistics"  # of the data that samples are compared with
 _JUDGE = "Compare with the run's data over this extractor: inception, timm:NAME, or the folder of a classifier."
 
 
@@ -56,6 +58,8 @@ def sample(
         raise BadInput(f"--n {n}: ask for one sample or more")
     with busy(f"drawing {n} samples of {run}"):
         trained = open_run(run, device)
+        where = next(trained.model.parameters()).device
+        chosen = extractor(judge, device=where) if judge else None
         found = draw(
             trained,
             n,
@@ -68,7 +72,10 @@ def sample(
             batch=batch,
             precision=precision,
         )
-        judged = judge_samples(trained, judge, n, sampling, batch=batch, precision=precision) if judge else {}
+        judged: dict[str, float] = {}
+        if chosen is not None:
+            options: dict[str, Any] = {"samples": found, "batch": batch, "precision": precision, "cache": _CACHE}
+            judged = judge_samples(trained, chosen, n, sampling, **options)
     data: dict[str, Any] = {"run": run, "step": trained.step, "n": n, "evaluations": found.evaluations}
     data |= {"seconds": found.seconds, "grid": str(found.grid), **judged}
     if json:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -114,7 +115,7 @@ def encode(
     if not file.is_file():
         file.parent.mkdir(parents=True, exist_ok=True)
         side = size // autoencoder.factor
-        aside = file.with_suffix(".tmp")
+        aside = file.with_suffix(f".{os.getpid()}.tmp")  # every process of a run makes its own, and the last one stays
         shape = (len(images), 2, 2 * autoencoder.channels, side, side)
         made = numpy.lib.format.open_memmap(aside, mode="w+", dtype=numpy.float16, shape=shape)
         for start in range(0, len(images), batch):

@@ -7,7 +7,7 @@ Every image has a noise of its own, made from its place in the set: the same for
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -38,8 +38,12 @@ def noised_features(
     *,
     seed: int = 0,
     precision: Precision = "float32",
+    axes: Mapping[str, int] | None = None,
 ) -> Features:
-    """Features of blocks at one time, from noise, 0, to data, 1, over batches of (images or latents, labels)."""
+    """Features of blocks at one time, from noise, 0, to data, 1, over batches of (images or latents, labels).
+
+    `axes` is what `noised_blocks` has found before, where the same model is asked several times.
+    """
     if not 0 <= time <= 1:
         raise BadInput(f"a time of {time}; times go from noise, 0, to data, 1")
     if precision not in DTYPES:
@@ -47,7 +51,6 @@ def noised_features(
     wanted_views = list(dict.fromkeys(views))
     found: dict[View, dict[int, list[Tensor]]] = {view: {} for view in wanted_views}
     labels: list[Tensor] = []
-    axes: dict[str, int] = {}
     wanted: list[int] = []
     seen = 0
     with evaluating(network):
@@ -57,9 +60,10 @@ def noised_features(
             noise = normal(seed, torch.arange(seen, seen + len(images), device=images.device), 0, images.shape[1:])
             times = torch.full((len(images),), time, device=images.device)
             inputs = (flow.mixed(images, noise, times), times)
-            if not axes:
-                axes = block_axes(network, Example.of(inputs))
+            if not wanted:
+                axes = noised_blocks(network, images) if axes is None else axes
                 wanted = [len(axes) // 2] if blocks == "middle" else indices(blocks, len(axes))
+            assert axes is not None
             with kept(network, axes, wanted) as outputs, autocast(images.device, precision):
                 network(*inputs)
             for index in wanted:
@@ -68,10 +72,16 @@ def noised_features(
                     found[pool, norm].setdefault(index, []).append(_view(tokens, pool, norm))
             labels.append(part)
             seen += len(images)
-    if not labels:
+    if axes is None or not labels:
         raise BadInput("there is no batch to take features of")
     whole = {view: {index: torch.cat(parts) for index, parts in by.items()} for view, by in found.items()}
     return Features(whole, torch.cat(labels), len(axes))
+
+
+def noised_blocks(network: nn.Module, images: Tensor) -> dict[str, int]:
+    """The path of every block, and the axis of its output that holds the features."""
+    # One image, with a time of its own: an audit of a whole batch takes as much longer.
+    return block_axes(network, Example.of((images[:1], images.new_ones(1, dtype=torch.float32))))
 
 
 def diffusion(
@@ -97,21 +107,25 @@ def diffusion(
         raise BadInput("diffusion: name one time or more, from noise, 0, to data, 1")
     views: dict[str, View] = {each.name: ("mean", each.norm) for each in asked}
     device = next(network.parameters()).device
+    feeds = [Feed(images, batch, size, device=device) for images in (test, train)]
+    with evaluating(network):
+        axes = noised_blocks(network, next(iter(feeds[0].evaluate()))[0])
     found: dict[float, list[Result]] = {}
     for time in times:
         # Training and test images have noise of their own.
         learnt, judged = (
             noised_features(
                 network,
-                Feed(images, batch, size, device=device).evaluate(),
+                feeds[which].evaluate(),
                 flow or Flow(),
                 time,
                 blocks,
                 views.values(),
                 seed=2 * seed + which,
                 precision=precision,
+                axes=axes,
             )
-            for which, images in ((1, train), (0, test))
+            for which in (1, 0)
         )
         found[time] = [
             result

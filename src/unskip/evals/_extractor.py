@@ -132,6 +132,7 @@ def _timm(model: str, name: str | None, device: Any) -> Extractor:
 
 def _folder(folder: Path, name: str | None, device: Any) -> Extractor:
     from unskip.training import RunFolder
+    from unskip.training._state import read_state
     from unskip.wiring import load
 
     if not folder.is_dir():
@@ -147,6 +148,11 @@ def _folder(folder: Path, name: str | None, device: Any) -> Extractor:
         module: Any = load(place)
     except UnskipError as error:
         raise LoadError(f"{folder}: no model that could be an extractor: {error}") from error
+    if (place / "average.json").is_file():  # the averaged weights are those that a run is judged by
+        state = read_state(place, "average")
+        module.load_state_dict(
+            {key.removeprefix("module."): value for key, value in state.items() if key.startswith("module.")}
+        )
     module = module.to(device or "cpu").eval()
     channels = _channels(module)
     extract = _classifier(module, None if size is None else (size, size), *_statistics(*normalisation(None, channels)))

@@ -2,12 +2,14 @@
 
 Features are made batch by batch, and mean and covariance gathered in float64. Those of the reference are kept on disk,
 where a cache is named, under the hash of the images and of the extractor's weights. Precision, recall and KID compare
-single features: of the first `manifold` images of a fixed order.
+single features, of at most `manifold` images: a random but fixed choice, since sets often come class by class. Of
+images that come in batches, whose number is not known beforehand, they are the first.
 """
 
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -57,13 +59,13 @@ def statistics(
         file = Path(cache).expanduser() / f"statistics-{key}.safetensors"
         if file.is_file():
             return _read(file, chosen)
-    moments, kept, held, logits = Moments(), list[Tensor](), 0, list[Tensor]()
+    moments, kept, logits = Moments(), list[Tensor](), list[Tensor]()
+    compared = _compared(images, manifold)
     for part in _batches(images, size, batch):
         features, scores = chosen(part)
+        rows = compared[(compared >= moments.count) & (compared < moments.count + len(part))] - moments.count
+        kept.append(features[rows.to(features.device)])
         moments.update(features)
-        if held < manifold:
-            kept.append(features[: manifold - held])
-            held += len(kept[-1])
         if scores is not None:
             logits.append(scores.cpu())
     if not moments.count:
@@ -102,6 +104,14 @@ def generation(
     return found | ({} if ours.score is None else {"score": ours.score})
 
 
+def _compared(images: Pictures, manifold: int) -> Tensor:
+    """The places of the images that are compared one by one, rising."""
+    if not isinstance(images, Tensor | ImageSet) or len(images) <= manifold:
+        return torch.arange(manifold)
+    order = torch.randperm(len(images), generator=torch.Generator().manual_seed(0))
+    return order[:manifold].sort().values
+
+
 def _batches(images: Pictures, size: int | None, batch: int) -> Iterator[Tensor]:
     if isinstance(images, Tensor):
         yield from images.split(batch) if len(images) else ()
@@ -129,7 +139,7 @@ def _write(file: Path, found: Statistics) -> None:
     tensors = {**found.moments.state(), "features": found.features.cpu()}
     if found.score is not None:
         tensors["score"] = torch.tensor(found.score, dtype=torch.float64)
-    aside = file.with_suffix(".tmp")
+    aside = file.with_suffix(f".{os.getpid()}.tmp")  # several processes may write the same
     save_file(tensors, aside)
     aside.replace(file)
 

@@ -68,9 +68,9 @@ def score(logits: Tensor) -> float:
     if not isinstance(logits, Tensor) or not logits.is_floating_point() or logits.ndim != 2 or not len(logits):
         raise BadInput("score: logits are floating (samples, classes) and not empty")
     finite("score", "logits", logits)
-    logs = logits.double().log_softmax(1)
-    p = logs.exp()
-    return float((p * (logs - p.mean(0).log())).sum(1).mean().exp())
+    p = logits.double().softmax(1)
+    # Mean KL = entropy of the mean - mean entropy, which a probability of exactly 0 does not spoil.
+    return float((torch.special.entr(p.mean(0)).sum() - torch.special.entr(p).sum(1).mean()).exp())
 
 
 def _check(who: str, samples: Tensor, reference: Tensor) -> None:

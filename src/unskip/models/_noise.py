@@ -25,8 +25,7 @@ def normal(
     device = samples.device if device is None else torch.device(device)
     count = math.prod(shape)
     pairs = (count + 1) // 2
-    start = _mixed(torch.tensor(_signed(seed)), torch.tensor(_signed(step)))
-    key = _mixed(start.to(device), samples.to(device))  # (samples,)
+    key = _mixed(_start(seed, step), samples.to(device))  # (samples,)
     places = torch.arange(2 * pairs, device=device)
     units = _unit(_mixed(key[:, None], places))  # (samples, 2 pairs)
     radius = (-2 * units[:, :pairs].log()).sqrt()
@@ -35,7 +34,15 @@ def normal(
     return values.float().reshape(len(samples), *shape)
 
 
-def _mixed(key: Tensor, number: Tensor) -> Tensor:
+def _start(seed: int, step: int) -> int:
+    """`_mixed` of two numbers, by the host: nothing is copied to a device, which would have to wait."""
+    x = (seed + (step + 1) * _GOLDEN) % 2**64
+    x = (x ^ (x >> 30)) * _FIRST % 2**64
+    x = (x ^ (x >> 27)) * _SECOND % 2**64
+    return _signed(x ^ (x >> 31))
+
+
+def _mixed(key: Tensor | int, number: Tensor) -> Tensor:
     """int64 that wraps around, as unsigned numbers would."""
     x = key + (number + 1) * _signed(_GOLDEN)
     x = (x ^ _shifted(x, 30)) * _signed(_FIRST)

@@ -115,8 +115,9 @@ def drawn(
     for start in range(0, len(labels), batch):
         part = labels[start : start + batch]
         indices = torch.arange(first + start, first + start + len(part), device=labels.device)
-        with torch.no_grad():
-            field = _Field(network, part, classes, flow, sampling.cfg, autocast)
+        # One context around all steps: autocast keeps the weights it has narrowed until its context ends.
+        with torch.no_grad(), autocast():
+            field = _Field(network, part, classes, flow, sampling.cfg)
             x = normal(sampling.seed, indices, 0, shape)
             x = _SOLVERS[sampling.sampler](field, x, sampling, indices)
         bad = (~x.isfinite().flatten(1).all(1)).nonzero()
@@ -131,16 +132,8 @@ def drawn(
 class _Field:
     """What the network says of x_t, guided; it counts how often each sample was asked about."""
 
-    def __init__(
-        self,
-        network: nn.Module,
-        labels: Tensor,
-        classes: int,
-        flow: Flow,
-        cfg: float,
-        autocast: Callable[[], AbstractContextManager[object]],
-    ) -> None:
-        self.network, self.labels, self.flow, self.cfg, self.autocast = network, labels, flow, cfg, autocast
+    def __init__(self, network: nn.Module, labels: Tensor, classes: int, flow: Flow, cfg: float) -> None:
+        self.network, self.labels, self.flow, self.cfg = network, labels, flow, cfg
         self.none = torch.full_like(labels, classes)
         self.guided = cfg not in (0.0, 1.0) and bool((labels != classes).any())
         self.evaluations = torch.zeros(len(labels), dtype=torch.int64, device=labels.device)
@@ -148,13 +141,12 @@ class _Field:
     def parts(self, x: Tensor, time: Tensor, rows: Tensor | None = None) -> Parts:
         """Of x (samples, ...) at times (samples,); `rows` says which samples those are, all where None."""
         of, none = (each if rows is None else each[rows] for each in (self.labels, self.none))
-        with self.autocast():
-            if self.guided:
-                both = self.network(torch.cat([x, x]), torch.cat([time, time]), torch.cat([of, none]))
-                own, plain = both.float().chunk(2)
-                prediction = plain + self.cfg * (own - plain)
-            else:
-                prediction = self.network(x, time, none if self.cfg == 0 else of).float()
+        if self.guided:
+            both = self.network(torch.cat([x, x]), torch.cat([time, time]), torch.cat([of, none]))
+            own, plain = both.float().chunk(2)
+            prediction = plain + self.cfg * (own - plain)
+        else:
+            prediction = self.network(x, time, none if self.cfg == 0 else of).float()
         if rows is None:
             self.evaluations += 1 + self.guided
         else:
@@ -227,8 +219,10 @@ def _dopri5(field: _Field, x: Tensor, sampling: Sampling, indices: Tensor) -> Te
         scale = sampling.tolerance * (1 + torch.maximum(here.abs(), there.abs()))
         error = (size.float().view(wide) * wrong / scale).flatten(1).double().square().mean(1).sqrt()
         fine = error <= 1
-        if not bool(error.isfinite().all()):
-            return x.fill_(torch.nan)
+        lost = ~error.isfinite()
+        if bool(lost.any()):
+            x[rows[lost]] = torch.nan
+            return x
         done = rows[fine]
         x[done], slope[done] = there[fine], stages[-1][fine]
         landed = at + size

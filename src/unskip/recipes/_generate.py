@@ -22,7 +22,7 @@ from unskip.data import Augment, Feed, ImageSet, open_images
 from unskip.data._latents import Autoencoder, LatentFeed
 from unskip.errors import BadInput
 from unskip.evals import knn, rank
-from unskip.evals._diffusion import noised_features
+from unskip.evals._diffusion import noised_blocks, noised_features
 from unskip.init import zero_branches_
 from unskip.models import Flow
 from unskip.models._flow import Interpolant, Target, Times
@@ -31,6 +31,8 @@ from unskip.optim import build as build_optimizer
 from unskip.recipes._shared import device_of, schedule_of
 from unskip.training import Precision, Schedule, Task
 from unskip.wiring import rewire, save
+
+_WIDER = 4  # batches in judging, over those in training: nothing is kept for a backward pass
 
 
 @dataclass(frozen=True)
@@ -69,7 +71,8 @@ class Generative:
     precision: Precision = "float32"
     accumulate: int = 1
     compile: bool = False
-    graph: bool = False  # forward and backward as one CUDA graph, on one GPU
+    graph: bool = False  # forward and backward as one CUDA graph, on one GPU: small models stop waiting for the host
+    shard: bool = False  # spread the weights over the processes (FSDP2); AdamW and average=None only
     narrow: bool = False  # the stream in autocast's precision: faster, and it rounds more
     average: float | None = 0.9999  # decay of the averaged weights, which are those that are judged and sampled
     validate: bool = False  # hold a tenth of the training set out and judge by it, for choosing settings
@@ -79,6 +82,7 @@ class Generative:
     health: bool = True  # look at features and attention with each evaluation, and warn; takes some seconds
     checkpoint_every: int = 500
     log_every: int = 20
+    tensorboard: bool = False
     workers: int = 0
     seed: int = 0
     device: str = "auto"
@@ -114,9 +118,13 @@ def build_task(config: Generative, make: Maker) -> tuple[Task, Schedule]:
     feed = _feed(config, train, autoencoder, device, config.flip)
     known, judged = (_feed(config, _some(each, config.online_images), autoencoder, device) for each in (train, test))
     sample = next(iter(judged.evaluate()))[0][:64]
-    classes = len(train.classes)
-    shape = {"size": sample.shape[2], "channels": sample.shape[1], "classes": classes, "narrow": config.narrow}
-    model = make(shape).to(device)
+    known_classes = len(train.classes)
+    shape = {"size": sample.shape[2], "channels": sample.shape[1], "classes": known_classes, "narrow": config.narrow}
+    network: Any = make(shape)
+    model: nn.Module = network.to(device)
+    classes = int(network.classes)  # the label of none; a model of published weights may know more than the data
+    if classes < known_classes:
+        raise BadInput(f"model_args {config.model_args!r}: {classes} classes, and {config.data} has {known_classes}")
     if config.init == "zero":
         zero_branches_(model, sample[:2])
     elif config.init != "default":
@@ -162,11 +170,12 @@ def _feed(
     flip: bool | None = None,
 ) -> _Images:
     """For training where `flip` is said, otherwise for judging."""
+    batch = config.batch if flip is not None else _WIDER * config.batch
     if autoencoder is not None:
         return LatentFeed(
             images,
             autoencoder,
-            config.batch,
+            batch,
             config.size,
             config.cache,
             seed=config.seed,
@@ -177,7 +186,7 @@ def _feed(
     augment = None if flip is None else Augment(crop=crop, flip=flip)
     return Feed(
         images,
-        config.batch,
+        batch,
         config.size,
         seed=config.seed if flip is not None else 0,
         augment=augment,
@@ -235,10 +244,15 @@ def _judged_loss(feed: _Images, flow: Flow, split: str) -> Callable[[nn.Module],
 def _online(known: _Images, judged: _Images, flow: Flow, config: Generative) -> Callable[[nn.Module], dict[str, float]]:
     """Neighbours and rank of the middle block on images with a little noise, while training goes on."""
 
+    axes: dict[str, int] = {}  # of the blocks, found once
+
     def online(network: nn.Module) -> dict[str, float]:
         view, time = ("mean", "none"), config.online_time
+        if not axes:
+            axes.update(noised_blocks(network, next(iter(judged.evaluate()))[0]))
+        options: dict[str, Any] = {"precision": config.precision, "axes": axes}
         learnt, tested = (
-            noised_features(network, feed.evaluate(), flow, time, "middle", seed=seed, precision=config.precision)
+            noised_features(network, feed.evaluate(), flow, time, "middle", seed=seed, **options)
             for feed, seed in ((known, 1), (judged, 0))
         )
         (block,) = tested[view]  # type: ignore[index]

@@ -7,6 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
 from torch import Tensor, nn
 
 from unskip.data import open_images
@@ -16,7 +17,7 @@ from unskip.evals._diffusion import Blocks
 from unskip.models import Sampling
 from unskip.recipes._generate import Generative
 from unskip.recipes._judge import Trained, open_run
-from unskip.recipes._sample import sampled
+from unskip.recipes._sample import Samples, sampled
 
 
 def judge_samples(
@@ -25,6 +26,7 @@ def judge_samples(
     n: int = 10_000,
     sampling: Sampling | None = None,
     *,
+    samples: Samples | None = None,
     split: Literal["train", "test"] = "train",
     batch: int = 512,
     precision: Any = "float32",
@@ -32,23 +34,29 @@ def judge_samples(
 ) -> dict[str, float]:
     """Draws n samples and compares them with a split of the run's data; a row is added to its evals.jsonl.
 
-    The classes are as often as each other. `sampling` is 50 steps of Heun's unless said otherwise.
+    The classes are as often as each other. `sampling` is 50 steps of Heun's unless said otherwise. Where `samples` are
+    there already, made as `sampling` and `precision` say, these are judged and none are drawn.
     """
     trained = run if isinstance(run, Trained) else open_run(run)
     config = _generative(trained)
     sampling = sampling or Sampling()
     chosen = extractor(judge, device=next(trained.model.parameters()).device)
-    images = open_images(config.data, split=split, root=config.data_root)
+    images = open_images(config.data, split=split, root=config.data_root, hold_out=False)
     reference = statistics(images, chosen, size=config.size, batch=batch, cache=cache)
-    costs: list[Tensor] = []
+    if samples is not None:
+        n = len(samples.images)
+        found = generation(samples.images, reference, chosen, batch=batch)
+        found["evaluations"] = samples.evaluations
+    else:
+        costs: list[Tensor] = []
 
-    def batches() -> Any:
-        for pixels, _, evaluations in sampled(trained, n, sampling, batch=batch, precision=precision):
-            costs.append(evaluations.double())
-            yield pixels
+        def batches() -> Any:
+            for pixels, _, evaluations in sampled(trained, n, sampling, batch=batch, precision=precision):
+                costs.append(evaluations.double())
+                yield pixels
 
-    found = generation(batches(), reference, chosen, batch=batch)
-    found["evaluations"] = float(sum(each.sum() for each in costs)) / n
+        found = generation(batches(), reference, chosen, batch=batch)
+        found["evaluations"] = float(torch.cat(costs).mean())
     about = {"n": n, "split": split, "precision": precision, "extractor": chosen.key, **asdict(sampling)}
     trained.folder.append("evals.jsonl", {"step": trained.step, "evaluation": "generation-v1", **found, **about})
     return found
@@ -61,6 +69,7 @@ def judge_times(
     *,
     blocks: Blocks = "all",
     split: Literal["val", "test"] | None = None,
+    batch: int = 512,
     seed: int = 0,
     precision: Any = "float32",
     device: str | None = None,
@@ -85,6 +94,7 @@ def judge_times(
         blocks=blocks,
         flow=config.flow,
         size=config.size,
+        batch=batch,
         seed=seed,
         precision=precision,
         changes={name: dict(values) for name, values in (changes or {}).items()},

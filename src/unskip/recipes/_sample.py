@@ -31,6 +31,7 @@ from unskip.recipes._judge import Trained, open_run
 
 _IN_GRID = 100
 _LEAST_SIDE = 32  # of an image in the grid; smaller ones are enlarged
+_DECODED = 16  # latents at a time: their images take far more memory than they do
 
 
 @dataclass(frozen=True, eq=False)
@@ -120,7 +121,9 @@ def sampled(
 def _labels(labels: int | Sequence[int] | None, n: int, classes: int, first: int) -> Tensor:
     if labels is None:
         return torch.arange(first, first + n) % max(1, classes)
-    found = torch.full((n,), labels) if isinstance(labels, int) else torch.as_tensor(labels, dtype=torch.int64)
+    found = torch.as_tensor(labels)
+    found = found if found.is_floating_point() else found.long()
+    found = found.expand(n) if found.ndim == 0 else found
     if len(found) != n:
         raise BadInput(f"{len(found)} labels for {n} samples; name one for all, or one for each")
     return found
@@ -129,7 +132,8 @@ def _labels(labels: int | Sequence[int] | None, n: int, classes: int, first: int
 def _decoder(config: Generative, device: torch.device, channels: int) -> Any:
     """From the model's values to bytes: by the autoencoder, or by undoing what `Feed` does."""
     if config.latents is not None:
-        return Autoencoder.open(config.latents, device).decode
+        autoencoder = Autoencoder.open(config.latents, device)
+        return lambda values: torch.cat([autoencoder.decode(part) for part in values.split(_DECODED)])
     mean, std = (torch.tensor(each, device=device)[:, None, None] for each in normalisation(None, channels))
 
     def pixels(values: Tensor) -> Tensor:
