@@ -9,38 +9,37 @@
     uvit     plain, and decayed
 
 SiT-S/4 in pixel space, about 33 million weights, 15000 steps of 128 images. Of each run 10000 samples at 50 steps of
-Heun's, with and without guidance, against the training set; neighbours over blocks and noise levels, then linear probes
-over blocks at the noise level that was best for neighbours.
+Heun's against the training set (with guidance too where --guided is said); neighbours over blocks and noise levels,
+then linear probes over blocks at the noise level that was best for neighbours.
 
-Every run is a process of its own, several side by side. A result is added to the JSON when its run is done, and what is
-there is not run again. At the limit runs are stopped; their folders (--runs) hold a checkpoint, from which the same
-command goes on.
+A result is added to the JSON when its run is done, and what is there is not run again. At the limit runs are stopped;
+their folders (--runs) hold a checkpoint, from which the same command goes on. The judge's weights stay in --judge: runs
+that are added later, on another machine too, need that folder, and are refused with any other judge.
 """
 
 from __future__ import annotations
 
 import argparse
-import functools
-import hashlib
+import contextlib
+import gc
 import json
-import platform
 import shutil
 import statistics
-import subprocess
-import sys
 import time
 import warnings
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
+from _study import ROOT, Job, about, arguments, folder_of, opened, serve, study
+
 PLAIN = {"shortcut": "keep", "long_skips": False}
-STOPPED = 3  # the exit code of a run that will be gone on with
 CFG = 1.5
-Job = tuple[str, dict[str, Any]]
+PROTOCOLS = ("knn-dino-v1", "probe-mae-v1")
+NOT_OF_A_RUN = ("judge", "samples", "times", "guided")  # settings of the study that no config has
+GRID = 64  # samples in a picture
 
 
-def jobs(done: dict[str, Any], fields: dict[str, Any], alpha: str) -> list[Job]:
+def jobs(done: dict[str, Any], fields: dict[str, Any], alpha: str, only: str = "") -> list[Job]:
     """What is still to be run, what matters most first. The judge comes before all others."""
     if "judge" not in done:
         keys = ("data", "device")
@@ -56,35 +55,45 @@ def jobs(done: dict[str, Any], fields: dict[str, Any], alpha: str) -> list[Job]:
         ("uvit | plain | seed 0", {"recipe": "uvit", "shortcut": "keep"}),
         (f"uvit | decay {alpha} | seed 0", {"recipe": "uvit", **decay}),
     ]
-    common = {key: value for key, value in fields.items() if key not in ("judge", "samples", "times")}
-    return [(name, {**common, **config}) for name, config in found if name not in done]
+    common = {key: value for key, value in fields.items() if key not in NOT_OF_A_RUN}
+    return [(name, {**common, **config}) for name, config in found if name not in done and only in name]
 
 
 # --- One run ----------------------------------------------------------------------------------------------------------
 
 
 def work(task: dict[str, Any]) -> dict[str, Any] | None:
-    """One run in this process, from its checkpoint where it has one; None where it was told to stop."""
+    """One run in this process, which then gives its memory back to those beside it; None where it was told to stop."""
+    import torch
+
+    try:
+        return worked(task)
+    finally:
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
+
+def worked(task: dict[str, Any]) -> dict[str, Any] | None:
+    """From its checkpoint where it has one."""
     import unskip
-    from unskip.recipes import _generate, _judge, _judge_generation
     from unskip.training import RunFolder
 
     warnings.simplefilter("ignore", unskip.errors.UnskipWarning)
-    # Training and judging open the same images: decode them once.
-    cached = functools.cache(unskip.data.open_images)
-    _generate.open_images = _judge.open_images = _judge_generation.open_images = cached
     start, folder = time.perf_counter(), Path(task["folder"])
     config = dict(task["config"])
     recipe = config.pop("recipe")
     planned = getattr(unskip.recipes, recipe)(config.pop("preset"), **config)
-    found: dict[str, Any] = {"config": task["config"]}
+    found: dict[str, Any] = {"config": {key: value for key, value in task["config"].items() if key != "data"}}
     try:
         going = (folder / "config.json").exists()
         outcome = unskip.resume(folder, quiet=True) if going else unskip.train(planned, folder, quiet=True)
         if not outcome.finished:
             return None
+        trained = time.perf_counter() - start
         found |= dict(outcome.evaluations)
-        found |= about_judge(folder) if recipe == "supervised" else judged(task, folder)
+        found |= kept_judge(task, folder) if recipe == "supervised" else judged(task, folder)
+        found["judged_seconds"] = time.perf_counter() - start - trained
     except unskip.errors.TrainingError as error:
         found["diverged"] = str(error).partition(": ")[2]
     run = RunFolder(folder)
@@ -104,96 +113,80 @@ def work(task: dict[str, Any]) -> dict[str, Any] | None:
     return found
 
 
-def about_judge(folder: Path) -> dict[str, Any]:
+def kept_judge(task: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """The judge's model alone, in a place of its own, with the statistics of the images it is to compare with."""
+    from unskip.data import open_images
     from unskip.evals import extractor
+    from unskip.evals import statistics as gathered
+    from unskip.training import RunFolder
 
-    return {"weights": extractor(folder).key}
+    place, last = Path(task["judge"]), RunFolder.open(folder).last_checkpoint()
+    assert last is not None
+    shutil.rmtree(place, ignore_errors=True)
+    place.mkdir(parents=True)
+    for name in ("model.safetensors", "unskip.json"):
+        shutil.copy(last[1] / name, place / name)
+    config = RunFolder.open(folder).config
+    judge = extractor(place, name="judge", device=task["device"])
+    images = open_images(config["data"], split="train", root=config["data_root"], hold_out=False)
+    gathered(images, judge, size=config["size"], batch=task["batch"], cache=place / "statistics")
+    return {"weights": judge.key}
 
 
 def judged(task: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Distances of samples with and without guidance, a grid of each, and features over blocks and times."""
+    """Distances of samples, a grid of some, and features over blocks and times. Few large batches: few launches."""
     import unskip
+    from unskip.evals import extractor
     from unskip.models import Sampling
     from unskip.recipes._judge import open_run
     from unskip.recipes._judge_generation import judge_samples, judge_times
 
-    run = open_run(folder)
-    precision = run.config.precision
+    run, place = open_run(folder), Path(task["judge"])
+    judge = extractor(place, name="judge", device=task["device"])
+    options: dict[str, Any] = {"precision": run.config.precision, "batch": task["batch"]}
     found: dict[str, Any] = {"weights": sum(weight.numel() for weight in run.model.parameters()), "generation": {}}
     for cfg in (1.0, CFG):
+        judging = cfg == 1.0 or task["guided"]
         begin = time.perf_counter()
-        values = judge_samples(
-            run,
-            Path(task["judge"]),
-            task["samples"],
-            Sampling("heun", 50, cfg),
-            precision=precision,
-            cache=Path(task["judge"]).parent / "cache",
-        )
-        seconds = time.perf_counter() - begin
-        found["generation"][f"{cfg:g}"] = {**values, "seconds": seconds}
-        unskip.sample(run, n=64, cfg=cfg, precision=precision)
-    _, sweep = judge_times(run, ["knn-dino-v1"], task["times"], precision=precision)
+        drawn = unskip.sample(run, task["samples"] if judging else GRID, cfg, write=False, **options)
+        picture(drawn.images[:GRID], Path(task["pictures"]), f"{task['word']}-cfg{cfg:g}")
+        if judging:
+            how = Sampling("heun", 50, cfg)
+            values = judge_samples(run, judge, sampling=how, samples=drawn, cache=place / "statistics", **options)
+            found["generation"][f"{cfg:g}"] = {**values, "seconds": time.perf_counter() - begin}
+    knn, probe = PROTOCOLS
+    _, sweep = judge_times(run, [knn], task["times"], **options)
     found["knn20"] = {f"{t:g}": [round(each.values["knn20"], 5) for each in rows] for t, rows in sweep.items()}
     best = max(found["knn20"], key=lambda t: max(found["knn20"][t]))
-    _, probes = judge_times(run, ["probe-lbfgs-v1"], [float(best)], precision=precision)
+    _, probes = judge_times(run, [probe], [float(best)], **options)
     (rows,) = probes.values()
-    found["probe"] = {"time": float(best), "accuracy": [round(each.values["probe_lbfgs"], 5) for each in rows]}
-    return found
+    accuracies = [round(value, 5) for each in rows for value in each.values.values()]
+    return found | {"probe": {"time": float(best), "accuracy": accuracies}}
 
 
-# --- Side by side -----------------------------------------------------------------------------------------------------
+def picture(images: Any, folder: Path, name: str) -> None:
+    from PIL import Image
+
+    from unskip.recipes._sample import grid_of
+
+    folder.mkdir(parents=True, exist_ok=True)
+    grid = grid_of(images).permute(1, 2, 0).numpy()
+    Image.fromarray(grid[..., 0] if grid.shape[2] == 1 else grid).save(folder / f"{name}.png")
 
 
-def study(data: dict[str, Any], fields: dict[str, Any], options: argparse.Namespace) -> None:
-    """Keeps `workers` runs going until nothing is left, or until the limit."""
-    done, begun, stopping = data["runs"], time.perf_counter(), False
-    running: dict[str, subprocess.Popen[str]] = {}
-    while True:
-        late = time.perf_counter() - begun > options.limit
-        waiting = [] if late else [job for job in jobs(done, fields, options.alpha) if job[0] not in running]
-        while waiting and len(running) < options.workers:
-            name, config = waiting.pop(0)
-            task = {"name": name, "config": config, "folder": str(options.runs / place(name, config))}
-            task |= {"samples": fields["samples"], "times": fields["times"]}
-            task["judge"] = str(options.runs / done["judge"]["folder"]) if "judge" in done else ""
-            command = [sys.executable, __file__, "--work", json.dumps(task)]
-            running[name] = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-        if late and not stopping:
-            stopping = True
-            for process in running.values():
-                process.terminate()  # in training it writes a checkpoint first
-        if not running:
-            return
-        time.sleep(0.2)
-        for name, process in list(running.items()):
-            if process.poll() is None:
-                continue
-            out, err = process.communicate()
-            del running[name]
-            if process.returncode == STOPPED or (stopping and process.returncode):
-                print(f"{name}: stopped; the same command goes on with it", flush=True)
-                continue
-            if process.returncode:
-                raise SystemExit(f"{name} failed:\n{err[-3000:]}")
-            done[name] = json.loads(out.splitlines()[-1])
-            options.out.parent.mkdir(parents=True, exist_ok=True)
-            aside = options.out.with_suffix(".tmp")
-            aside.write_text(json.dumps(data, indent=None, separators=(",", ":")).replace('"runs":{', '"runs":{\n'))
-            aside.replace(options.out)
-            for grid in sorted((options.runs / done[name]["folder"] / "samples").glob("*.png")):
-                cfg = grid.stem.partition("cfg")[2].partition("-")[0]
-                options.pictures.mkdir(parents=True, exist_ok=True)
-                word = name.replace(" | ", "-").replace(" ", "-")
-                shutil.copy(grid, options.pictures / f"sit-{fields['preset']}-{word}-cfg{cfg}.png")
-            row = done[name]
-            shown = {key: round(value, 3) for key, value in row.get("generation", {}).get("1", {}).items()}
-            print(f"{name}: {shown or row.get('diverged', '')} in {row['seconds']:.0f} s", flush=True)
+def checked_judge(judge: dict[str, Any], place: Path) -> None:
+    """Distances over different judges do not compare."""
+    from unskip.errors import UnskipError
+    from unskip.evals import extractor
 
-
-def place(name: str, config: dict[str, Any]) -> str:
-    digest = hashlib.sha256(json.dumps(config, sort_keys=True).encode()).hexdigest()[:8]
-    return "judge" if name == "judge" else f"{name.replace(' | ', '_').replace(' ', '-')}-{digest}"
+    found = None
+    with contextlib.suppress(UnskipError):
+        found = extractor(place).key
+    if found != judge["weights"]:
+        raise SystemExit(
+            f"the judge of the runs that are there has the weights {judge['weights']}, and {place} holds "
+            f"{found or 'none'}: name its folder by --judge, or begin anew with another --out"
+        )
 
 
 # --- What is shown ----------------------------------------------------------------------------------------------------
@@ -221,10 +214,13 @@ def peak(row: dict[str, Any]) -> tuple[float, int, str]:
 
 def table(done: dict[str, Any]) -> str:
     """A line for each configuration."""
-    heads = "FD-judge", f"FD-judge, cfg {CFG:g}", "precision", "recall", "KNN (block, t)", "probe (block)", "test loss"
+    every, strong = groups(done), f"{CFG:g}"
+    guided = any(strong in row["generation"] for rows in every.values() for row in rows)
+    heads = ["FD-judge", *([f"FD-judge, cfg {strong}"] if guided else []), "precision", "recall"]
+    heads += ["KNN (block, t)", "probe (block)", "test loss"]
     lines = [f"| run | seeds | decay | {' | '.join(heads)} |", "|---" * (len(heads) + 3) + "|"]
-    for name, rows in groups(done).items():
-        plain, guided = ([row["generation"][cfg] for row in rows] for cfg in ("1", f"{CFG:g}"))
+    for name, rows in every.items():
+        plain, led = ([row["generation"][cfg] for row in rows if cfg in row["generation"]] for cfg in ("1", strong))
         best = [peak(row) for row in rows]
         where = ", ".join(sorted({f"{block}, {t}" for _, block, t in best}))
         probes = [max((value, block) for block, value in enumerate(row["probe"]["accuracy"])) for row in rows]
@@ -233,7 +229,7 @@ def table(done: dict[str, Any]) -> str:
             str(len(rows)),
             f"{rows[0]['effective_decay']:.2g}",
             spread([each["FD-judge"] for each in plain], 3),
-            spread([each["FD-judge"] for each in guided], 3),
+            *([spread([each["FD-judge"] for each in led], 3) if led else ""] if guided else []),
             spread([each["precision"] for each in plain], 3),
             spread([each["recall"] for each in plain], 3),
             f"{spread([100 * value for value, _, _ in best], 1)} ({where})",
@@ -256,9 +252,14 @@ def figure(done: dict[str, Any], file: Path) -> None:
     every = groups(done)
     names = [name.replace(" | ", ": ") for name in every]
     for offset, cfg in ((-0.2, "1"), (0.2, f"{CFG:g}")):
-        values = [statistics.mean(row["generation"][cfg]["FD-judge"] for row in rows) for rows in every.values()]
-        places = [index + offset for index in range(len(values))]
-        distance.barh(places, values, height=0.38, label=f"cfg {cfg}")
+        found = [
+            [row["generation"][cfg]["FD-judge"] for row in rows if cfg in row["generation"]] for rows in every.values()
+        ]
+        places = [index + offset for index, values in enumerate(found) if values]
+        if places:
+            distance.barh(
+                places, [statistics.mean(values) for values in found if values], height=0.38, label=f"cfg {cfg}"
+            )
     distance.set(yticks=range(len(names)), yticklabels=names, xlabel="FD-judge (less is better)", title="samples")
     distance.invert_yaxis()
     for name, rows in every.items():
@@ -282,70 +283,81 @@ def settings_of(options: argparse.Namespace) -> dict[str, Any]:
         tiny: dict[str, Any] = {"preset": "digits", "data": "digits", "device": options.device, "steps": 40}
         tiny |= {"model_args": "width=32,depth=5,heads=2", "log_every": 10, "online_images": 500, "health": False}
         tiny["judge"] = {"preset": "digits", "steps": 40, "model_args": "depth=2,embed_dim=32,num_heads=2"}
-        return {**tiny, "samples": 200, "times": [0.5, 1.0]}
+        return {**tiny, "samples": 200, "times": [0.5, 1.0], "guided": options.guided}
+    graph = options.device == "cuda"
     fields: dict[str, Any] = {"preset": "cifar", "data": options.data, "device": options.device}
-    fields |= {"steps": options.steps, "batch": options.batch, "compile": options.compile, "graph": options.graph}
-    fields |= {"evaluate_every": max(1, options.steps // 6), "checkpoint_every": 1000, "log_every": 50, "health": False}
-    judge = {"preset": "cifar", "graph": options.graph, "epochs": options.judge_epochs, "seed": 0}
-    return {**fields, "judge": judge, "samples": options.samples, "times": [0.5, 0.7, 0.8, 0.9, 0.95, 1.0]}
+    fields |= {"steps": options.steps, "batch": options.batch, "compile": options.compile, "graph": graph}
+    # A checkpoint is half a gigabyte: written at the end, and where a run is stopped.
+    fields |= {"evaluate_every": max(1, options.steps // 3), "checkpoint_every": options.steps, "log_every": 50}
+    fields |= {"health": False, "samples": options.samples, "times": [0.5, 0.7, 0.8, 0.9, 0.95, 1.0]}
+    judge = {"preset": "cifar", "graph": graph, "epochs": options.judge_epochs, "checkpoint_every": 10**6, "seed": 0}
+    return {**fields, "judge": judge, "guided": options.guided}
+
+
+def told(fields: dict[str, Any]) -> dict[str, Any]:
+    """The settings that decide a number; where and how fast it is computed does not."""
+    kept = {key: value for key, value in fields.items() if key not in ("data", "device", "compile", "graph", "guided")}
+    return {**kept, "judge": {key: value for key, value in kept["judge"].items() if key != "graph"}}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", help="CIFAR-10: cifar10, or parquet files (default: digits)")
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--workers", type=int, default=1, help="runs side by side")
-    parser.add_argument("--limit", type=float, default=float("inf"), help="stop after this many seconds")
+    parser = arguments(__doc__, "sit-cifar.json; digits go to build/sit-digits.json")
     parser.add_argument("--alpha", default="0.8", help="alpha_min, or product=5e-3 for an effective decay")
     parser.add_argument("--steps", type=int, default=15_000)
     parser.add_argument("--batch", type=int, default=128)
     parser.add_argument("--samples", type=int, default=10_000)
     parser.add_argument("--judge-epochs", type=float, default=25)
+    parser.add_argument("--judge-batch", type=int, default=2500, help="images at a time in sampling and judging")
+    parser.add_argument(
+        "--guided", action="store_true", help=f"distances with guidance of {CFG:g} too: thrice the work"
+    )
     parser.add_argument("--compile", action="store_true", help="compile each model: pays off in long runs")
-    parser.add_argument("--graph", action="store_true", help="a step as one CUDA graph")
-    parser.add_argument("--out", type=Path, help="the JSON (default docs/results/sit-cifar.json)")
-    parser.add_argument("--runs", type=Path, default=ROOT / "build" / "sit-runs", help="where the run folders go")
+    parser.add_argument("--judge", type=Path, help="where the judge's weights are kept (default RUNS/sit-judge)")
     parser.add_argument("--pictures", type=Path, help="where grids and figures go (default docs/img)")
-    parser.add_argument("--show", action="store_true", help="tables and figures of what is there; run nothing")
-    parser.add_argument("--work", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.work:
-        result = work(json.loads(options.work))
-        if result is None:
-            raise SystemExit(STOPPED)
-        print(json.dumps(result))
+        serve(work)
         return
     fields = settings_of(options)
-    word = fields["preset"]
-    real = options.data is not None
+    word, real = fields["preset"], options.data is not None
     options.out = options.out or (ROOT / "docs" / "results" if real else ROOT / "build") / f"sit-{word}.json"
     options.pictures = options.pictures or (ROOT / "docs" / "img" if real else ROOT / "build" / "img")
-    data = json.loads(options.out.read_text()) if options.out.exists() else {"runs": {}}
-    settings = {key: value for key, value in fields.items() if key not in ("data", "device", "compile", "graph")}
-    settings["judge"] = {key: value for key, value in settings["judge"].items() if key != "graph"}
-    if data.get("settings", settings) != settings and not options.show:
-        raise SystemExit(f"{options.out} holds runs of other settings, {data['settings']}; choose another --out")
+    options.judge = options.judge or options.runs / "sit-judge"
+    data = json.loads(options.out.read_text()) if options.show else opened(options.out, told(fields))
+    done = data["runs"]
     if not options.show:
-        import torch
+        from unskip.evals import PROTOCOLS as KNOWN
 
-        import unskip
+        data |= about(
+            __file__,
+            options.device,
+            told(fields),
+            protocols={name: KNOWN[name].to_dict() for name in PROTOCOLS},
+            sampling={"sampler": "heun", "steps": 50, "cfg": [1.0, CFG], "reference": "the whole training set"},
+        )
+        if "judge" in done:
+            checked_judge(done["judge"], options.judge)
+        only, options.only = options.only, ""  # the judge is needed for any
 
-        data |= {
-            "script": "benchmarks/sit.py",
-            "device": torch.cuda.get_device_name() if options.device == "cuda" else f"{platform.machine()} CPU",
-            "versions": {"python": platform.python_version(), "torch": torch.__version__, "unskip": unskip.__version__},
-            "protocols": {name: unskip.evals.PROTOCOLS[name].to_dict() for name in ("knn-dino-v1", "probe-lbfgs-v1")},
-            "sampling": {"sampler": "heun", "steps": 50, "cfg": [1.0, CFG], "reference": "the whole training set"},
-            "settings": settings,
-            "runs": data["runs"],  # last, a run a line
-        }
-        study(data, fields, options)
-    if "judge" in data["runs"]:
-        judge = data["runs"]["judge"]
+        def task_of(name: str, config: dict[str, Any]) -> dict[str, Any]:
+            task = {"config": config, "folder": str(folder_of(options.runs, name, config))}
+            task |= {key: fields[key] for key in ("samples", "times", "guided", "device")}
+            task |= {"judge": str(options.judge), "pictures": str(options.pictures), "batch": options.judge_batch}
+            return task | {"word": f"sit-{word}-{name.replace(' | ', '-').replace(' ', '-')}"}
+
+        study(__file__, data, lambda: jobs(done, fields, options.alpha, only), task_of, options, tell)
+    if "judge" in done:
+        judge = done["judge"]
         print(f"judge: accuracy {judge.get('test_accuracy', float('nan')):.3f}, weights {judge['weights']}")
-    print(table(data["runs"]))
-    if groups(data["runs"]):
-        figure(data["runs"], options.pictures / f"sit-{word}.svg")
+    print(table(done))
+    if groups(done):
+        figure(done, options.pictures / f"sit-{word}.svg")
+
+
+def tell(name: str, row: dict[str, Any]) -> str:
+    shown = {key: round(value, 3) for key, value in row.get("generation", {}).get("1", {}).items()}
+    pace = f"{row['images_per_second'] or 0:.0f} images/s, judged in {row.get('judged_seconds', 0):.0f} s"
+    return f"{shown or row.get('diverged') or row.get('test_accuracy')}, {pace}"
 
 
 if __name__ == "__main__":
