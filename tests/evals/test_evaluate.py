@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import unskip
 from unskip import evals
 from unskip.data import Feed, ImageSet, open_images
-from unskip.errors import BadInput
+from unskip.errors import BadInput, TrainingError
 from unskip.evals._evaluate import by_depth
 from unskip.evals._finetune import Classifier
 
@@ -165,6 +165,33 @@ def test_another_pool_and_other_settings_are_recorded() -> None:
     }
 
 
+def test_changes_reach_every_kind_of_protocol_or_are_refused() -> None:
+    model = vit().eval()
+    names = ["knn-dino-v1", "rank-v1"]
+    changes: dict[str, dict[str, Any]] = {"knn-dino-v1": {"neighbours": [1, 5]}, "rank-v1": {"samples": 10}}
+    given: dict[str, Any] = {"size": 8, "blocks": [2]}
+    results = evals.evaluate(model, digits(), digits("test", 50), names, changes=changes, **given)
+    assert list(results[0].values) == ["knn1", "knn5"]
+    assert results[1].values["rank"] < 10
+    assert [each.changes for each in results] == [*changes.values()]
+    with pytest.raises(BadInput, match="changes of probe-mae-v1, which is not asked for"):
+        evals.evaluate(model, digits(), digits("test"), names, changes={"probe-mae-v1": {"epochs": 2}}, **given)
+    with pytest.raises(BadInput, match="rank-v1 has no setting images; it has samples, center"):
+        evals.evaluate(model, digits(), digits("test"), names, changes={"rank-v1": {"images": 2}}, **given)
+
+
+def test_blocks_are_found_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tracing a model takes longer than judging a small one."""
+    from unskip.evals import _extract
+
+    found = []
+    search = _extract.block_axes
+    monkeypatch.setattr(_extract, "block_axes", lambda *given: found.append(1) or search(*given))
+    results = evals.evaluate(vit(), digits(), digits("test", 50), ["rank-v1"], size=8, batch=40)
+    assert len(results) == 3
+    assert found == [1]
+
+
 def test_fine_tuning_is_a_result_of_the_whole_model() -> None:
     changes = {"finetune-mae-v1": SHORT | {"epochs": 2}}
     model, train, test = vit(), digits(), digits("test", 50)
@@ -222,6 +249,46 @@ SHORT: dict[str, Any] = {
 SHORT |= {"drop_path": 0.0, "mixup": 0.0, "cutmix": 0.0, "erase": 0.0}
 
 
+def test_a_step_of_fine_tuning_asks_nothing_of_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that it can be recorded as a CUDA graph: drop path, mixed labels and a decayed stream included."""
+    from tests.evals.hosts import NoHost
+
+    from unskip.evals import _finetune
+
+    counted = []
+
+    class Recorded:
+        def __init__(self, work: Any, model: nn.Module) -> None:
+            self.work, self.model = work, model
+
+        def __call__(self, batch: Any, key: object, seed: int) -> Any:
+            self.model.zero_grad(set_to_none=False)
+            with NoHost() as host:
+                found = self.work(batch)
+            counted.append(host.operations)
+            return found
+
+    model = vit()
+    unskip.rewire(model, "decay:0.6")
+    changes = SHORT | {"epochs": 2, "drop_path": 0.3, "mixup": 0.8, "cutmix": 1.0}
+    plain = evals.finetune(model, digits(), digits("test"), size=8, changes=changes)
+    monkeypatch.setattr(_finetune, "recorder", lambda work, network, graph: Recorded(work, network) if graph else None)
+    assert evals.finetune(model, digits(), digits("test"), size=8, graph=True, changes=changes) == plain
+    assert len(counted) == 18
+    assert min(counted) > 100
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_replayed_fine_tuning_reaches_the_same() -> None:
+    model = vit().cuda()
+    found = [
+        evals.finetune(model, digits(count=800), digits("test", 200), size=8, graph=graph, changes=SHORT)
+        for graph in (False, True)
+    ]
+    assert found[1] == pytest.approx(found[0], abs=0.05)
+    assert found[1] > 0.3
+
+
 @pytest.mark.full
 def test_fine_tuning_learns_and_leaves_the_model_alone() -> None:
     model = vit()
@@ -275,5 +342,12 @@ def test_fine_tuning_refuses_what_it_cannot_do() -> None:
     convolutions = timm.create_model("resnet18", num_classes=0, in_chans=1)
     with pytest.raises(BadInput, match=r"features of shape \(32, 512, 1, 1\), not tokens"):
         evals.finetune(convolutions, digits(), digits("test"), size=8, changes=SHORT)
+    some = digits().select((digits().labels != 3).nonzero().flatten())
+    with pytest.raises(BadInput, match="finetune: class 3 is judged and has no training sample"):
+        evals.finetune(vit(), some, digits("test"), size=8)
+    broken = vit()
+    nn.init.constant_(broken.blocks[0].attn.qkv.weight, torch.nan)  # type: ignore[index,union-attr,arg-type]
+    with pytest.raises(TrainingError, match="finetune: the loss is nan after 10 steps"):
+        evals.finetune(broken, digits(count=160), digits("test"), size=8, changes=SHORT | {"epochs": 2})
     with pytest.raises(BadInput, match="the warm-up alone takes"):
         evals.finetune(vit(), digits(), digits("test"), size=8, changes=SHORT | {"epochs": 1})

@@ -61,6 +61,38 @@ def test_length_of_features_does_not_matter() -> None:
     assert evals.knn(x * scale, labels, y * 1e-3, truth) == evals.knn(x, labels, y, truth)
 
 
+@pytest.mark.parametrize("scale", [1e-30, 1e30])
+def test_huge_and_tiny_features_have_the_same_neighbours(scale: float) -> None:
+    """Their squares leave the range of float32."""
+    x, labels = blobs(300)
+    y, truth = blobs(60, seed=1)
+    assert evals.knn(x * scale, labels, y * scale, truth) == evals.knn(x, labels, y, truth)
+    assert evals.knn(x, labels, torch.zeros(2, 8), truth[:2])[10] <= 1  # zeros are near to nothing, and no fault
+
+
+def test_autocast_does_not_decide_who_is_near() -> None:
+    x, labels = blobs(600)
+    y, truth = blobs(400, seed=1)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = evals.knn(x, labels, y, truth)
+        probe = evals.linear_probe(x, labels, y, truth, "probe-decayed-v1")
+    assert found == evals.knn(x, labels, y, truth)
+    assert probe == evals.linear_probe(x, labels, y, truth, "probe-decayed-v1")
+
+
+def test_changed_settings_are_used() -> None:
+    x, labels = blobs(300)
+    y, truth = blobs(200, seed=1)
+    found = evals.knn(x, labels, y, truth, changes={"neighbours": (1,)})
+    peer = KNeighborsClassifier(1, metric="cosine").fit(x.numpy(), labels.numpy())
+    assert found == {1: pytest.approx(peer.score(y.numpy(), truth.numpy()))}
+    even = KNeighborsClassifier(200, metric="cosine").fit(x.numpy(), labels.numpy())  # so warm that votes are equal
+    warm = evals.knn(x, labels, y, truth, changes={"temperature": 1e4})
+    assert warm[200] == pytest.approx(even.score(y.numpy(), truth.numpy()), abs=0.011)  # up to ties
+    with pytest.raises(BadInput, match="knn-dino-v1 has no setting k; it has neighbours, temperature"):
+        evals.knn(x, labels, y, truth, changes={"k": 3})
+
+
 @given(st.integers(1, 9), st.integers(1, 60), st.integers(1, 7), st.integers(0, 10))
 def test_the_best_of_a_row_are_those_of_a_full_sort(rows: int, groups: int, k: int, seed: int) -> None:
     values = torch.randn(rows, groups * 64, generator=torch.Generator().manual_seed(seed))

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 import numpy
 import pytest
 import torch
 from sklearn.linear_model import LogisticRegression
 from sklearn.preprocessing import StandardScaler
+from tests.evals.hosts import NoHost
 from tests.evals.test_knn import blobs
 from torch.nn import functional as F
 
 from unskip import evals
 from unskip.errors import BadInput
-from unskip.evals import _probe
+from unskip.evals import _logistic, _probe
+from unskip.evals._logistic import regression
 from unskip.evals._protocols import PROTOCOLS
 
 PROBES = [name for name, each in PROTOCOLS.items() if each.kind == "probe"]
@@ -22,7 +26,7 @@ def test_the_regression_is_that_of_scikit_learn() -> None:
     x, labels = blobs(400, dim=6, classes=4)
     x = x * torch.tensor([1, 10, 0.1, 1, 1, 5.0]) + 3
     settings = PROTOCOLS["probe-lbfgs-v1"].settings
-    weight, bias, mean, std = _probe._regression(x[None], labels, 4, settings)
+    weight, bias, mean, std = regression(x[None], labels, 4, settings, 2**20)
     scaler = StandardScaler().fit(x.double().numpy())
     peer = LogisticRegression(C=1.0, tol=1e-8, max_iter=5000).fit(scaler.transform(x.double().numpy()), labels.numpy())
     assert numpy.allclose(mean[0].numpy(), scaler.mean_, atol=1e-6)
@@ -36,12 +40,57 @@ def test_the_regression_is_that_of_scikit_learn() -> None:
     assert found == pytest.approx(peer.score(scaler.transform(y.double().numpy()), truth.numpy()), abs=1e-9)
 
 
-def test_the_regression_in_chunks_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_regression_in_chunks_is_the_same() -> None:
     x, labels = blobs(300)
     settings = PROTOCOLS["probe-lbfgs-v1"].settings
-    whole = _probe._regression(x[None], labels, 5, settings)[0]
-    monkeypatch.setattr(_probe, "_CHUNK", 5 * 37)
-    assert torch.allclose(_probe._regression(x[None], labels, 5, settings)[0], whole, atol=1e-6)
+    whole, parts = (regression(x[None], labels, 5, settings, chunk)[0] for chunk in (2**20, 5 * 37))
+    assert torch.allclose(parts, whole, atol=1e-6)
+
+
+def correlated(count: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    """Features as blocks have them: a few directions hold nearly everything, and some columns are the same."""
+    x, labels = blobs(count, dim=24, seed=seed)
+    mix = torch.randn(24, 40, generator=torch.Generator().manual_seed(7)) * 0.5 ** torch.arange(24.0)[:, None]
+    return torch.cat([x @ mix, (x @ mix)[:, :3]], 1), labels
+
+
+@pytest.mark.parametrize("kind", ["correlated", "separable"])
+def test_the_regression_ends_where_its_gradient_does(kind: str) -> None:
+    """By autograd, on features that are hard to fit: the gradient is below the protocol's tolerance."""
+    x, labels = correlated(600)
+    if kind == "separable":
+        x = x + 20 * F.one_hot(labels, x.shape[1])
+    settings = PROTOCOLS["probe-lbfgs-v1"].settings
+    found = regression(x[None], labels, 5, settings, 2**20)
+    weight, bias = (each[0].requires_grad_(True) for each in found[:2])
+    z = (x.double() - found.mean) / found.std
+    loss = F.cross_entropy(z @ weight.T + bias, labels) + weight.square().sum() / (2 * settings["c"] * 600)
+    loss.backward()
+    assert weight.grad is not None
+    assert bias.grad is not None
+    assert max(float(weight.grad.abs().max()), float(bias.grad.abs().max())) <= 1.01e-6
+
+
+def test_the_regression_takes_few_passes_over_correlated_features(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU each pass is some twenty kernels, whose launch is what a short evaluation waits for."""
+    passes = []
+    softmax = torch.Tensor.log_softmax
+    monkeypatch.setattr(torch.Tensor, "log_softmax", lambda x, dim: passes.append(1) or softmax(x, dim))
+    x, labels = correlated(600)
+    settings = PROTOCOLS["probe-lbfgs-v1"].settings
+    regression(torch.stack([x, 3 * x.roll(1, 0)]), labels, 5, settings, 2**20)
+    assert 3 < len(passes) < 100
+
+
+def test_a_regression_that_rounding_stops_comes_to_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, labels = correlated(600)
+    settings = {**PROTOCOLS["probe-lbfgs-v1"].settings, "tolerance": 0.0}
+    exact = regression(x[None], labels, 5, settings, 2**20)
+    monkeypatch.setattr(_logistic, "EXACT", 0)  # as if it were too large for float64
+    rounded = regression(x[None], labels, 5, settings, 2**20)
+    z = (x.double() - exact.mean) / exact.std
+    a, b = ((z @ each.weight[0].T + each.bias[0]).softmax(1) for each in (exact, rounded))
+    assert torch.allclose(a, b, atol=1e-2)
 
 
 def test_the_gradient_is_that_of_the_cross_entropy() -> None:
@@ -65,15 +114,61 @@ def test_lars_moves_a_matrix_in_proportion_to_its_length() -> None:
     weight, bias = torch.full((2, 3, 4), 2.0), torch.zeros(2, 3)
     weight[1] *= 10
     before = weight.clone()
-    weight.grad, bias.grad = torch.randn(2, 3, 4, generator=torch.Generator().manual_seed(0)), torch.ones(2, 3)
-    optimizer = _probe._Lars([weight, bias], momentum=0.9, trust=0.001, weight_decay=0.0)
-    optimizer.param_groups[0]["lr"] = 0.5
-    optimizer.step()
+    slopes = torch.randn(2, 3, 4, generator=torch.Generator().manual_seed(0)), torch.ones(2, 3)
+    optimizer = _probe._Lars([weight, bias], {"momentum": 0.9, "trust": 0.001, "weight_decay": 0.0})
+    rate = optimizer.rates(torch.tensor([0.5]))[0]
+    optimizer.step(slopes, rate)
     moved = (weight - before).flatten(1).norm(dim=1)
     assert torch.allclose(moved, 0.5 * 0.001 * before.flatten(1).norm(dim=1), rtol=1e-4)
     assert torch.allclose(bias, torch.full((2, 3), -0.5))
-    optimizer.step()  # the same gradient: momentum adds 0.9 of the last step
+    optimizer.step(slopes, rate)  # the same gradient: momentum adds 0.9 of the last step
     assert torch.allclose(bias, torch.full((2, 3), -0.5 - 0.5 * 1.9))
+
+
+@pytest.mark.parametrize("weight_decay", [0.0, 0.3])
+def test_adamw_is_that_of_torch(weight_decay: float) -> None:
+    draw = torch.Generator().manual_seed(0)
+    weight = torch.randn(2, 3, 4, generator=draw, dtype=torch.float64)
+    theirs = weight.clone().requires_grad_(True)
+    rates = torch.tensor([0.5, 0.4, 0.1, 0.0, 0.2], dtype=torch.float64)
+    peer = torch.optim.AdamW([theirs], weight_decay=weight_decay)
+    optimizer = _probe._AdamW([weight], {"weight_decay": weight_decay})
+    for lr, rate in zip(rates.tolist(), optimizer.rates(rates), strict=True):
+        slope = torch.randn(2, 3, 4, generator=draw, dtype=torch.float64)
+        optimizer.step((slope,), rate)
+        peer.param_groups[0]["lr"], theirs.grad = lr, slope
+        peer.step()
+        assert torch.allclose(weight, theirs, atol=1e-12)
+
+
+@pytest.mark.parametrize("protocol", ["probe-mae-v1", "probe-decayed-v1"])
+def test_an_epoch_of_a_probe_asks_nothing_of_the_host(protocol: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is recorded as a CUDA graph: no number read, no copy between devices, and the state it is said to change."""
+    x, labels = blobs(300)
+    seen = []
+
+    def watched(work: Callable[[], None], state: Sequence[torch.Tensor]) -> Callable[[], None]:
+        def go() -> None:
+            with NoHost():
+                work()
+            seen.append(len(state))
+
+        return go
+
+    monkeypatch.setattr(_probe, "replayed", watched)
+    _probe.probe_all(x[None], labels, x[None], labels, protocol, changes={"epochs": 2, "warmup": 0})
+    assert seen == [6 if protocol == "probe-mae-v1" else 8] * 2
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("protocol", ["probe-mae-v1", "probe-decayed-v1"])
+def test_a_replayed_probe_is_the_probe(protocol: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    x, labels = (each.cuda() for each in blobs(2000))
+    settings = {**PROTOCOLS[protocol].settings, "epochs": 20, "warmup": 2}
+    found = _probe._descent(x[None], labels, 5, settings, 0)
+    monkeypatch.setattr(_probe, "replayed", lambda work, state: work)
+    for mine, plain in zip(found, _probe._descent(x[None], labels, 5, settings, 0), strict=True):
+        torch.testing.assert_close(mine, plain, atol=1e-4, rtol=1e-3)
 
 
 @pytest.mark.parametrize("protocol", PROBES)
@@ -130,5 +225,9 @@ def test_bad_input_is_refused() -> None:
         evals.linear_probe(x[labels != 2], labels[labels != 2], x, labels)
     with pytest.raises(BadInput, match=r"\(samples, dim\)"):
         evals.linear_probe(x[None], labels, x[None], labels)
+    with pytest.raises(BadInput, match="got list"):
+        evals.linear_probe([[1.0]], labels, x, labels)  # type: ignore[arg-type]
+    with pytest.raises(BadInput, match="probe-mae-v1 has no setting epoch; it has solver, epochs"):
+        _probe.probe_all(x[None], labels, x[None], labels, "probe-mae-v1", changes={"epoch": 3})
     with pytest.raises(BadInput, match="no probe protocol"):
         evals.linear_probe(x, labels, x, labels, "probe-mae-v9")

@@ -289,6 +289,18 @@ def test_only_the_encoder_is_rewired_and_it_can_be_undone() -> None:
     assert torch.equal(model(images(), draw()).loss, before)
 
 
+@pytest.mark.parametrize("channels", [1, 3])
+@pytest.mark.parametrize("long_skips", [False, True])
+def test_gradients_lie_in_memory_as_their_parameters_do(long_skips: bool, channels: int) -> None:
+    """DistributedDataParallel copies, and warns of, any that do not."""
+    model = mae(long_skips, vit(in_chans=channels, final_norm=not long_skips))
+    model(images()[:, :channels]).loss.backward()
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            assert parameter.grad is not None
+            assert parameter.grad.stride() == parameter.stride(), name
+
+
 @pytest.mark.full
 def test_it_compiles_without_a_break() -> None:
     model = awake(mae())

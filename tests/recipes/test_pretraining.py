@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from tests.evals.hosts import NoHost
 
 import unskip
 from unskip import cli, recipes
+from unskip.data import ImageSet
 from unskip.errors import BadInput, UnskipError
 from unskip.models import MAE
 from unskip.recipes._judge import open_run
-from unskip.recipes._mae import build
+from unskip.recipes._mae import _some, build
 from unskip.training import RunFolder
 
 # Runs of a few steps look unhealthy, and are told so.
@@ -150,10 +154,68 @@ def test_averaged_weights_are_what_is_judged(tmp_path: Path) -> None:
 def test_a_published_checkpoint_starts_a_plain_run(tmp_path: Path) -> None:
     from tests.models.test_mae import made_up
 
-    torch.save({"model": made_up()}, tmp_path / "mae.pth")
     changes = {"weights": str(tmp_path / "mae.pth"), "shortcut": "keep", "long_skips": False, "init": "default"}
-    with pytest.raises(UnskipError, match="does not fit"):
+    state = made_up(2, 1, 16, 8)
+    torch.save({"model": state}, tmp_path / "mae.pth")
+    with pytest.raises(UnskipError, match=r"does not fit.*\(1, 17, 16\)|does not fit.*patch_embed"):
         build(tiny(**changes))
+    state["patch_embed.proj.weight"] = torch.randn(16, 1, 2, 2, generator=torch.Generator().manual_seed(0))
+    state["decoder_pred.weight"], state["decoder_pred.bias"] = torch.randn(4, 8), torch.randn(4)
+    torch.save({"model": state}, tmp_path / "mae.pth")
+    model: Any = build(tiny(**changes))[0].model
+    assert torch.equal(model.encoder.patch_embed.proj.weight, state["patch_embed.proj.weight"])
+    assert torch.equal(model.encoder.blocks[1].mlp.fc2.bias, state["blocks.1.mlp.fc2.bias"])
+    assert torch.equal(model.decoder.blocks[0].attn.qkv.weight, state["decoder_blocks.0.attn.qkv.weight"])
+    assert torch.equal(model.decoder.head.bias, state["decoder_pred.bias"])
+
+
+@pytest.mark.parametrize("name", ["paper", "plain", "learnable", "both branches"])
+def test_a_step_asks_nothing_of_the_host(name: str) -> None:
+    """So that it can be recorded as a CUDA graph: masks are drawn and sorted where the images lie."""
+    task, schedule = build(tiny(graph=True, precision="bf16", **ABLATIONS[name]))
+    assert schedule.graph
+    batch = next(task.feed.iterate(0, 1))
+    with NoHost() as host, torch.autocast("cpu", torch.bfloat16):
+        loss, numbers = task.loss(task.model, batch)
+        loss.backward()
+    assert host.operations > 100
+    assert torch.isfinite(loss)
+    assert torch.isfinite(numbers["feature_norm"])
+    model, elsewhere = task.model.to("meta"), tuple(each.to("meta") for each in batch)
+    with NoHost():  # and nothing is made on the host and carried over
+        loss, _ = task.loss(model, elsewhere)
+        loss.backward()
+    assert loss.device.type == "meta"
+
+
+def test_what_recipes_share_reaches_the_schedule() -> None:
+    _, schedule = build(tiny(shard=True, tensorboard=True, clip=2.0, accumulate=2))
+    assert (schedule.shard, schedule.tensorboard, schedule.clip, schedule.accumulate) == (True, True, 2.0, 2)
+    assert not schedule.graph
+
+
+def test_images_that_are_judged_on_the_way_are_of_every_class_alike() -> None:
+    labels = torch.tensor([0] * 500 + [1] * 30 + [2] * 5 + [3] * 400)
+    images = ImageSet("made", "train", tuple("abcd"), labels, torch.zeros(935, 1, 2, 2, dtype=torch.uint8))
+    assert _some(images, 935) is images
+    assert _some(images, 100).labels.bincount().tolist() == [33, 30, 5, 32]
+    assert _some(images, 2).labels.tolist() == [0, 1]  # of another set, too: what is judged was learnt
+    assert torch.equal(_some(images, 100).labels, _some(images, 100).labels)
+
+
+@pytest.mark.full
+def test_two_processes_train_one_model(tmp_path: Path) -> None:
+    """No unit is idle and no gradient has another layout: DistributedDataParallel has nothing to say."""
+    arguments = [f"--{name.replace('_', '-')}={value}" for name, value in TINY.items()]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--nproc-per-node=2", "-m", "unskip", "train", "mae", "--preset", "digits", *arguments, "--no-health"]
+    done = subprocess.run([*command, "--quiet", "--out", str(tmp_path / "two")], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "strides" not in done.stderr
+    one = tmp_path / "one"
+    unskip.train(tiny(health=False), one, quiet=True)
+    first, second = (RunFolder(each).read("evals.jsonl")[0]["test_loss"] for each in (one, tmp_path / "two"))
+    assert second == pytest.approx(first, rel=0.02)  # masks are drawn by each process
 
 
 @pytest.mark.parametrize(
@@ -168,6 +230,10 @@ def test_a_published_checkpoint_starts_a_plain_run(tmp_path: Path) -> None:
         ({"model": "timm:no_such_model"}, "no model of this name"),
         ({"init": "skipless"}, "init is 'skipless'"),
         ({"where": "attn"}, "where is 'attn'"),
+        ({"steps": 0}, "0 steps"),
+        ({"steps": None, "epochs": 0.0}, "0 steps"),
+        ({"batch": 2000}, "1438 images do not fill one batch of 2000"),
+        ({"online_images": 100}, "100 training images are judged in training, and knn-dino-v1 asks for 200"),
     ],
 )
 def test_bad_settings_are_refused(changes: dict[str, Any], message: str) -> None:
@@ -229,6 +295,10 @@ def test_eval_as_json_with_the_protocol(run: Path, capsys: pytest.CaptureFixture
     assert [row["block"] for row in data["results"]] == [1]
     assert data["results"][0]["pool"] == "cls"
     assert data["results"][0]["changes"] == {"epochs": 3}
+    change = ["--protocol", "knn-dino-v1", "--blocks", "last", "--json", "--change", "knn-dino-v1.neighbours=[1,7]"]
+    assert cli.main(["eval", str(run), *change]) == 0
+    row = json.loads(capsys.readouterr().out)["results"][0]
+    assert {key for key in row if key.startswith("knn")} == {"knn1", "knn7"}
 
 
 def test_a_supervised_run_can_be_judged_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -16,7 +16,7 @@ from unskip.evals._extract import Features, Precision, View, extract
 from unskip.evals._finetune import finetune
 from unskip.evals._knn import knn
 from unskip.evals._probe import probe_all
-from unskip.evals._protocols import Pool, Protocol
+from unskip.evals._protocols import Pool, Protocol, settings_of
 from unskip.evals._protocols import protocol as find
 from unskip.evals._rank import rank
 
@@ -50,14 +50,19 @@ def evaluate(
     seed: int = 0,
     precision: Precision = "float32",
     workers: int = 0,
+    graph: bool = False,
     changes: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> list[Result]:
     """Judges the features of blocks, trained on one set and tested on another, by protocols.
 
     `pool` takes the place of the protocols' own; `changes` maps a protocol to settings that shall be otherwise. Both
-    are recorded in the results.
+    are recorded in the results. With `graph` the steps of fine-tuning are replayed as a CUDA graph, on a GPU.
     """
     asked = [find(name) for name in protocols]
+    for name, values in (changes or {}).items():
+        if name not in protocols:
+            raise BadInput(f"changes of {name}, which is not asked for; asked for are {', '.join(protocols)}")
+        settings_of(name, find(name).kind, values)
     dense = [each.name for each in asked if each.kind in ("segment", "discover")]
     if dense:
         raise BadInput(
@@ -70,22 +75,17 @@ def evaluate(
     results: list[Result] = []
     frozen = [each for each in asked if each.kind != "finetune"]
     if frozen:
-        learnt, judged = (
-            extract(
-                model,
-                Feed(images, batch, size, device=device, workers=workers).evaluate(),
-                blocks,
-                [views[each.name] for each in frozen],
-                precision=precision,
-            )
-            for images in (train, test)
-        )
+        wanted = [views[each.name] for each in frozen]
+        feeds = [Feed(images, batch, size, device=device, workers=workers) for images in (train, test)]
+        learnt = extract(model, feeds[0].evaluate(), blocks, wanted, precision=precision)
+        judged = extract(model, feeds[1].evaluate(), blocks, wanted, precision=precision, axes=learnt.axes)
         for each in frozen:
             results += judge(each, learnt, judged, views[each.name], seed, changed.get(each.name))
     for each in asked:
         if each.kind == "finetune":
             mine = changed.get(each.name, {})
             options: dict[str, Any] = {"size": size, "seed": seed, "precision": precision, "workers": workers}
+            options["graph"] = graph
             accuracy = finetune(model, train, test, each.name, changes=mine, **options)
             results.append(Result(each.name, None, {_word(each): accuracy}, "patches", mine))
     return results
@@ -111,9 +111,10 @@ def judge(
             continue
         for index in together:
             if protocol.kind == "rank":
-                values[index] = rank(test[view][index], protocol.name)
+                values[index] = rank(test[view][index], protocol.name, changes=mine)
             else:
-                by_k = knn(train[view][index], train.labels, test[view][index], test.labels, protocol.name)
+                x, y = train[view][index], test[view][index]
+                by_k = knn(x, train.labels, y, test.labels, protocol.name, changes=mine)
                 values[index] = {f"knn{k}": accuracy for k, accuracy in by_k.items()}
     return [Result(protocol.name, index, values[index], view[0], mine) for index in sorted(values)]
 

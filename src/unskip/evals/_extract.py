@@ -6,8 +6,8 @@ The blocks are found once. The model is put into evaluation mode, and every modu
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
@@ -31,6 +31,7 @@ class Features:
     views: dict[View, dict[int, Tensor]]
     labels: Tensor
     blocks: int  # how many the model has
+    axes: dict[str, int] = field(default_factory=dict)  # path of each, and the axis of features
 
     def __getitem__(self, view: View) -> dict[int, Tensor]:
         return self.views[view]
@@ -47,11 +48,13 @@ def extract(
     views: Iterable[View] = (("mean", "none"),),
     *,
     precision: Precision = "float32",
+    axes: Mapping[str, int] | None = None,
 ) -> Features:
     """Features of blocks over batches of (images, labels), such as `Feed.evaluate()` gives; they stay on the device.
 
     A view is a pool ("mean" over all tokens, or "cls", the first) and a norm: "none", or "layer" for tokens brought to
-    mean 0 and variance 1 before they are pooled.
+    mean 0 and variance 1 before they are pooled. `axes` are those of an earlier call on the same model, whose blocks
+    need not be found again then.
     """
     wanted_views = list(dict.fromkeys(views))
     for pool, norm in wanted_views:
@@ -61,8 +64,8 @@ def extract(
         raise BadInput(f"precision is {precision!r}; it can be {', '.join(DTYPES)}")
     found: dict[View, dict[int, list[Tensor]]] = {view: {} for view in wanted_views}
     labels: list[Tensor] = []
-    axes: dict[str, int] = {}
-    wanted: list[int] = []
+    axes = dict(axes or {})
+    wanted: list[int] = indices(blocks, len(axes)) if axes else []
     with evaluating(model):
         for images, part in batches:
             if not axes:
@@ -78,15 +81,15 @@ def extract(
     if not labels:
         raise BadInput("extract: there is no batch to take features of")
     whole = {view: {index: torch.cat(parts) for index, parts in by.items()} for view, by in found.items()}
-    return Features(whole, torch.cat(labels), len(axes))
+    return Features(whole, torch.cat(labels), len(axes), axes)
 
 
 def _view(tokens: Tensor, pool: Pool, norm: Norm) -> Tensor:
+    if pool == "cls" and tokens.ndim == 3:
+        tokens = tokens[:, 0].clone()  # a view would keep all tokens
     if norm == "layer":
         tokens = F.layer_norm(tokens, tokens.shape[-1:], eps=1e-6)
-    if tokens.ndim == 2:
-        return tokens
-    return tokens[:, 0].clone() if pool == "cls" else tokens.mean(1)
+    return tokens.mean(1) if tokens.ndim == 3 else tokens
 
 
 @contextlib.contextmanager

@@ -18,10 +18,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from unskip.data import Augment, Feed, ImageSet
-from unskip.errors import BadInput
+from unskip.errors import BadInput, TrainingError
 from unskip.evals._extract import Precision, autocast, evaluating
-from unskip.evals._protocols import protocol as find
+from unskip.evals._input import known
+from unskip.evals._protocols import settings_of
 from unskip.optim import build, schedules
+from unskip.training._graph import Graphed, Pass
 
 
 class Classifier(nn.Module):
@@ -63,23 +65,23 @@ def finetune(
     seed: int = 0,
     precision: Precision = "float32",
     workers: int = 0,
+    graph: bool = False,
     changes: Mapping[str, Any] | None = None,
 ) -> float:
     """The accuracy on `test` of a fine-tuned copy of the model, which itself stays as it is.
 
-    `changes` sets some of the protocol's settings otherwise, such as {"epochs": 20}; record them with the number.
+    `changes` sets some of the protocol's settings otherwise, such as {"epochs": 20}; record them with the number. With
+    `graph` the passes of a step are replayed as one CUDA graph, on a GPU: small models stop waiting for the host.
     """
-    settings = {**find(protocol, "finetune").settings, **(changes or {})}
-    unknown = sorted(set(changes or {}) - set(find(protocol).settings))
-    if unknown:
-        raise BadInput(f"finetune: {protocol} has no setting {', '.join(unknown)}; it has {', '.join(settings)}")
+    settings = settings_of(protocol, "finetune", changes)
+    known("finetune", train.labels, test.labels)
     device = next(model.parameters()).device
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), torch.enable_grad():
         torch.manual_seed(seed)
         network = Classifier(copy.deepcopy(model), len(train.classes), settings["start"]).to(device)
         network.requires_grad_(True)
         _drop_paths(network.encoder, settings["drop_path"])
-        return _train(network, train, test, settings, size, seed, precision, workers)
+        return _train(network, train, test, settings, size, seed, precision, workers, graph)
 
 
 def _train(
@@ -91,6 +93,7 @@ def _train(
     seed: int,
     precision: Precision,
     workers: int,
+    graph: bool,
 ) -> float:
     device = network.head.weight.device
     augment = Augment(**{name: settings[name] for name in ("crop", "flip", "mixup", "cutmix", "erase")})
@@ -103,15 +106,27 @@ def _train(
     total, warmup = (round(settings[name] * feed.steps_per_epoch) for name in ("epochs", "warmup"))
     if total <= warmup:
         raise BadInput(f"finetune: {total} steps, and the warm-up alone takes {warmup}; give it more epochs")
-    network.train()
-    for step, (images, labels) in enumerate(feed.iterate(0, total)):
-        schedules.apply(optimizer, lr=schedules.warmup_cosine(step, total=total, warmup=warmup))
+
+    def passes(given: tuple[Tensor, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
         with autocast(device, precision):
-            logits = network(images).float()
-        loss = F.cross_entropy(logits, labels, label_smoothing=settings["smoothing"])
-        optimizer.zero_grad(set_to_none=True)
+            logits = network(given[0]).float()
+        loss = F.cross_entropy(logits, given[1], label_smoothing=settings["smoothing"])
         loss.backward()
+        return loss.detach(), {}
+
+    network.train()
+    recorded = recorder(passes, network, graph)
+    loss = torch.zeros(())
+    for step, given in enumerate(feed.iterate(0, total)):
+        schedules.apply(optimizer, lr=schedules.warmup_cosine(step, total=total, warmup=warmup))
+        if recorded is None:
+            optimizer.zero_grad(set_to_none=True)
+            loss, _ = passes(given)
+        else:  # it writes its gradients, and keeps their memory
+            loss, _ = recorded(given, None, seed)
         optimizer.step()
+    if not bool(torch.isfinite(loss)):
+        raise TrainingError(f"finetune: the loss is {float(loss)} after {total} steps; lower lr_256, or warm up longer")
     right = torch.zeros((), dtype=torch.int64, device=device)
     judge = Feed(test, batch, size, device=device, workers=workers)
     with evaluating(network), torch.no_grad():
@@ -119,6 +134,11 @@ def _train(
             with autocast(device, precision):
                 right += (network(images).argmax(1) == labels).sum()
     return int(right) / len(test)
+
+
+def recorder(passes: Pass, network: nn.Module, graph: bool) -> Graphed | None:
+    """The passes of a step as a CUDA graph, where that is asked for and there is a GPU."""
+    return Graphed(passes, network) if graph and next(network.parameters()).is_cuda else None
 
 
 def _drop_paths(encoder: nn.Module, rate: float) -> None:

@@ -1,12 +1,33 @@
-"""What the judges are given: features with a label for each row, finite, and every judged class known."""
+"""What the judges are given: features with a label for each row, finite, and every judged class known.
+
+They compute in full precision whatever autocast says around them.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+from typing import ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 
 from unskip.errors import BadInput
 from unskip.measures._input import finite
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def full_precision(judge: Callable[P, R]) -> Callable[P, R]:
+    """The same function with autocast off: rounded products would decide which neighbour is the nearest."""
+
+    @wraps(judge)
+    def precise(*arguments: P.args, **options: P.kwargs) -> R:
+        with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
+            return judge(*arguments, **options)
+
+    return precise
 
 
 def checked(
@@ -28,12 +49,17 @@ def checked(
     (a, a_labels), (b, b_labels) = pairs
     if a.shape[:-2] != b.shape[:-2] or a.shape[-1] != b.shape[-1]:
         raise BadInput(f"{who}: train is {tuple(a.shape)} and test {tuple(b.shape)}; their features must be the same")
-    count = int(torch.maximum(a_labels.max(), b_labels.max())) + 1
-    missing = (a_labels.bincount(minlength=count) == 0) & (b_labels.bincount(minlength=count) > 0)
+    known(who, a_labels, b_labels)
+    return a, a_labels, b, b_labels
+
+
+def known(who: str, train_labels: Tensor, test_labels: Tensor) -> None:
+    """Raise where a class is judged that there is no training sample of."""
+    count = int(torch.maximum(train_labels.max(), test_labels.max())) + 1
+    missing = (train_labels.bincount(minlength=count) == 0) & (test_labels.bincount(minlength=count) > 0)
     if bool(missing.any()):
         first = int(missing.nonzero()[0])
         raise BadInput(
             f"{who}: class {first} is judged and has no training sample ({int(missing.sum())} such classes); "
-            "take the training features of the same classes, or leave these test samples out"
+            "take training samples of the same classes, or leave these test samples out"
         )
-    return a, a_labels, b, b_labels

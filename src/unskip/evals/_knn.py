@@ -10,19 +10,22 @@ give the same numbers on a GPU too.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from unskip.errors import BadInput
-from unskip.evals._input import checked
-from unskip.evals._protocols import protocol as find
+from unskip.evals._input import checked, full_precision
+from unskip.evals._protocols import settings_of
 
 _GROUP = 64
 _CHUNK_BYTES = {"cpu": 2**27, "cuda": 2**32}  # of cosines held at a time
 _ONE = 2**40  # the vote of the nearest neighbour as an integer
 
 
+@full_precision
 @torch.no_grad()
 def knn(
     train: Tensor,
@@ -32,9 +35,13 @@ def knn(
     protocol: str = "knn-dino-v1",
     *,
     chunk_bytes: int | None = None,
+    changes: Mapping[str, Any] | None = None,
 ) -> dict[int, float]:
-    """The accuracy on `test` for each k of the protocol. Features are (samples, dim); it runs where `train` lies."""
-    settings = find(protocol, "knn").settings
+    """The accuracy on `test` for each k of the protocol. Features are (samples, dim); it runs where `train` lies.
+
+    `changes` sets some of the protocol's settings otherwise; record them with the numbers.
+    """
+    settings = settings_of(protocol, "knn", changes)
     ks, temperature = settings["neighbours"], settings["temperature"]
     x, labels, y, wanted = checked("knn", train, train_labels, test, test_labels)
     if x.ndim != 2:
@@ -44,14 +51,14 @@ def knn(
     count = len(x)
     # Whole groups: the rows that are added can never be neighbours.
     unit = x.new_zeros(count + -count % _GROUP, x.shape[1])
-    F.normalize(x, dim=1, out=unit[:count])
+    _unit(x, unit[:count])
     x = unit
     budget = chunk_bytes or _CHUNK_BYTES.get(x.device.type, 2**30)
     rows = max(1, budget // (4 * len(x)))
     classes = int(torch.maximum(labels.max(), wanted.max())) + 1
     right = torch.zeros(len(ks), dtype=torch.int64, device=x.device)
     for part, truth in zip(y.split(rows), wanted.split(rows), strict=True):
-        cosines = F.normalize(part, dim=1) @ x.T
+        cosines = _unit(part, torch.empty_like(part)) @ x.T
         cosines[:, count:] = -torch.inf
         values, places = best(cosines, max(ks))
         votes = ((values - values[:, :1]) / temperature).double().exp().mul(_ONE).round().long()
@@ -60,6 +67,13 @@ def knn(
             scores = votes.new_zeros(len(part), classes).scatter_add_(1, found[:, :k], votes[:, :k])
             right[index] += (scores.argmax(1) == truth).sum()
     return {k: hits / len(y) for k, hits in zip(ks, right.tolist(), strict=True)}
+
+
+def _unit(x: Tensor, out: Tensor) -> Tensor:
+    """Rows at length 1, zeros as zeros. By their largest entry first: squares of huge or tiny ones leave the range."""
+    tiny = torch.finfo(x.dtype).tiny
+    torch.div(x, torch.linalg.vector_norm(x, torch.inf, 1, keepdim=True).clamp_min(tiny), out=out)
+    return out.div_(out.norm(dim=1, keepdim=True).clamp_min(tiny))
 
 
 def best(values: Tensor, k: int) -> tuple[Tensor, Tensor]:

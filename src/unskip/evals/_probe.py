@@ -3,10 +3,11 @@
     p = softmax(W z + b),   z the feature, standardised or batch-normalised where the protocol says so
 
 Features of several blocks are probed at once: (blocks, samples, dim), a product for all of them. The gradient of the
-cross entropy is written out, (p - y)^T z / n, so a probe runs inside no_grad and keeps no graph.
+cross entropy is written out, (p - y)^T z / n, so a probe runs inside no_grad and keeps no graph; on a GPU a whole epoch
+is recorded once and replayed.
 
     lars    LARS with momentum after a warm-up (arXiv 1708.03888), as MAE probes (arXiv 2111.06377)
-    adamw   AdamW, half a cosine
+    adamw   AdamW (arXiv 1711.05101), half a cosine
     lbfgs   L2-regularised logistic regression to convergence: sum of losses + |W|^2 / (2 C), as scikit-learn has it
 """
 
@@ -19,12 +20,13 @@ import torch
 from torch import Tensor
 
 from unskip.errors import BadInput
-from unskip.evals._input import checked
-from unskip.evals._protocols import protocol as find
+from unskip.evals._input import checked, full_precision
+from unskip.evals._logistic import regression
+from unskip.evals._protocols import settings_of
+from unskip.evals._replay import replayed
 from unskip.optim import schedules
 
 _CHUNK = 2**28  # logits held at a time
-_EXACT = 2**36  # up to so many products a pass the regression is solved in float64
 _EPS = 1e-6
 
 
@@ -38,11 +40,14 @@ def linear_probe(
     seed: int = 0,
 ) -> float:
     """The accuracy on `test` of a linear layer trained on `train`, both (samples, dim), where `train` lies."""
-    if isinstance(train, Tensor) and train.ndim != 2:
-        raise BadInput(f"linear_probe: features must be (samples, dim), got {tuple(train.shape)}")
+    for each in (train, test):
+        if not isinstance(each, Tensor) or each.ndim != 2:
+            found = tuple(each.shape) if isinstance(each, Tensor) else type(each).__name__
+            raise BadInput(f"linear_probe: features must be (samples, dim), got {found}")
     return probe_all(train[None], train_labels, test[None], test_labels, protocol, seed=seed)[0]
 
 
+@full_precision
 @torch.no_grad()
 def probe_all(
     train: Tensor,
@@ -55,11 +60,11 @@ def probe_all(
     changes: Mapping[str, Any] | None = None,
 ) -> list[float]:
     """The accuracy of each feature set of a stack (sets, samples, dim)."""
-    settings = {**find(protocol, "probe").settings, **(changes or {})}
+    settings = settings_of(protocol, "probe", changes)
     x, labels, y, truth = checked("linear_probe", train, train_labels, test, test_labels)
     classes = int(torch.maximum(labels.max(), truth.max())) + 1
     if settings["solver"] == "lbfgs":
-        weight, bias, mean, std = _regression(x, labels, classes, settings)
+        weight, bias, mean, std = regression(x, labels, classes, settings, _CHUNK)
     else:
         weight, bias, mean, std = _descent(x, labels, classes, settings, seed)
     # W (z - mean) / std + b as one linear layer of the raw feature
@@ -84,28 +89,30 @@ def _descent(
     weight = start.to(x).expand(sets, -1, -1).clone()
     bias = x.new_zeros(sets, classes)
     mean, variance = x.new_zeros(sets, dim), x.new_ones(sets, dim)
-    optimizer = (
-        torch.optim.AdamW([weight, bias], lr=settings["lr"], weight_decay=settings["weight_decay"])
-        if settings["solver"] == "adamw"
-        else _Lars([weight, bias], settings["momentum"], settings["trust"], settings["weight_decay"])
-    )
+    optimizer = _OPTIMIZERS[settings["solver"]]([weight, bias], settings)
     per_epoch = max(1, count // batch)
     total, warmup = settings["epochs"] * per_epoch, settings["warmup"] * per_epoch
-    for step in range(total):
-        at = step % per_epoch
-        if at == 0:
-            shuffled = torch.randperm(count, generator=order).to(x.device)
-        rows = shuffled[at * batch : (at + 1) * batch]
-        z = x.index_select(1, rows)
-        if settings["batch_norm"]:
-            spread, middle = torch.var_mean(z, 1, correction=0)
-            z = (z - middle[:, None]) / (spread[:, None] + _EPS).sqrt()
-            mean.lerp_(middle, 0.1)
-            variance.lerp_(spread * len(rows) / max(1, len(rows) - 1), 0.1)
-        weight.grad, bias.grad = _gradient(z, labels[rows], weight, bias)
-        for group in optimizer.param_groups:
-            group["lr"] = settings["lr"] * schedules.warmup_cosine(step, total=total, warmup=warmup)
-        optimizer.step()
+    factors = [schedules.warmup_cosine(step, total=total, warmup=warmup) for step in range(total)]
+    rates = optimizer.rates(torch.tensor(factors, dtype=torch.float64) * settings["lr"]).to(x)  # (steps, ...)
+    # What an epoch reads lies in the same place each time: it is recorded once.
+    rows = torch.zeros(per_epoch, batch, dtype=torch.int64, device=x.device)
+    now = torch.zeros_like(rates[:per_epoch])
+
+    def epoch() -> None:
+        for chosen, rate in zip(rows, now, strict=True):
+            z = x.index_select(1, chosen)
+            if settings["batch_norm"]:
+                spread, middle = torch.var_mean(z, 1, correction=0)
+                z = (z - middle[:, None]) / (spread[:, None] + _EPS).sqrt()
+                mean.lerp_(middle, 0.1)
+                variance.lerp_(spread * (batch / max(1, batch - 1)), 0.1)
+            optimizer.step(_gradient(z, labels[chosen], weight, bias), rate)
+
+    go = replayed(epoch, [weight, bias, mean, variance, *optimizer.state])
+    for first in range(0, total, per_epoch):
+        rows.copy_(torch.randperm(count, generator=order)[: rows.numel()].view_as(rows))
+        now.copy_(rates[first : first + per_epoch])
+        go()
     std = (variance + _EPS).sqrt() if settings["batch_norm"] else variance
     return weight, bias, mean, std
 
@@ -119,7 +126,8 @@ def _batch(settings: Mapping[str, Any], count: int) -> int:
 def _gradient(z: Tensor, labels: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
     """Of the mean cross entropy, for z (sets, n, dim)."""
     error = torch.baddbmm(bias[:, None], z, weight.mT).softmax(2)
-    error[:, torch.arange(len(labels), device=z.device), labels] -= 1
+    own = labels.expand(len(z), -1)[..., None]
+    error.scatter_add_(2, own, error.new_full(own.shape, -1.0))
     error /= len(labels)
     return error.mT @ z, error.sum(1)
 
@@ -127,68 +135,44 @@ def _gradient(z: Tensor, labels: Tensor, weight: Tensor, bias: Tensor) -> tuple[
 class _Lars:
     """LARS: the step of a matrix has a length in proportion to its own. One trust ratio for every set."""
 
-    def __init__(self, params: list[Tensor], momentum: float, trust: float, weight_decay: float) -> None:
-        self.param_groups: list[dict[str, Any]] = [{"params": params, "lr": 0.0}]
-        self.momentum, self.trust, self.weight_decay = momentum, trust, weight_decay
-        self.speed = [torch.zeros_like(each) for each in params]
+    def __init__(self, params: list[Tensor], settings: Mapping[str, Any]) -> None:
+        self.params, self.settings = params, settings
+        self.state = [torch.zeros_like(each) for each in params]
 
-    def step(self) -> None:
-        for each, speed in zip(self.param_groups[0]["params"], self.speed, strict=True):
-            change = each.grad
+    def rates(self, lr: Tensor) -> Tensor:
+        """What every step is told: its learning rate."""
+        return lr
+
+    def step(self, gradients: tuple[Tensor, ...], rate: Tensor) -> None:
+        for each, change, speed in zip(self.params, gradients, self.state, strict=True):
             if each.ndim == 3:
-                change = change + self.weight_decay * each
+                change = change + self.settings["weight_decay"] * each
                 own, its = each.flatten(1).norm(dim=1), change.flatten(1).norm(dim=1)
-                ratio = torch.where((own > 0) & (its > 0), self.trust * own / its, 1.0)
+                ratio = torch.where((own > 0) & (its > 0), self.settings["trust"] * own / its, 1.0)
                 change = change * ratio[:, None, None]
-            speed.mul_(self.momentum).add_(change)
-            each.sub_(speed, alpha=self.param_groups[0]["lr"])
+            speed.mul_(self.settings["momentum"]).add_(change)
+            each.sub_(rate * speed)
 
 
-# --- Logistic regression ----------------------------------------------------------------------------------------------
+class _AdamW:
+    """AdamW with torch's betas (0.9, 0.999) and eps 1e-8; decay and corrections of the bias come with the rate."""
+
+    def __init__(self, params: list[Tensor], settings: Mapping[str, Any]) -> None:
+        self.params, self.weight_decay = params, settings["weight_decay"]
+        self.moments = [(torch.zeros_like(each), torch.zeros_like(each)) for each in params]
+        self.state = [moment for pair in self.moments for moment in pair]
+
+    def rates(self, lr: Tensor) -> Tensor:
+        """(steps, 3): the rate over the first moment's correction, the root of the second's, and what decay leaves."""
+        at = torch.arange(1, len(lr) + 1, dtype=lr.dtype)
+        return torch.stack([lr / (1 - 0.9**at), (1 - 0.999**at).sqrt(), 1 - lr * self.weight_decay], 1)
+
+    def step(self, gradients: tuple[Tensor, ...], rate: Tensor) -> None:
+        length, root, kept = rate.unbind()
+        for each, slope, (first, second) in zip(self.params, gradients, self.moments, strict=True):
+            first.lerp_(slope, 0.1)
+            second.lerp_(slope * slope, 0.001)
+            each.mul_(kept).sub_(length * first / (second.sqrt() / root + 1e-8))
 
 
-def _regression(
-    x: Tensor, labels: Tensor, classes: int, settings: Mapping[str, Any]
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    spread, mean = torch.var_mean(x.double(), 1, correction=0)
-    std = torch.where(spread > 0, spread.sqrt(), 1.0)
-    found = []
-    for each, middle, deviation in zip(x, mean, std, strict=True):
-        exact = each.numel() * classes <= _EXACT
-        z = (each.double() - middle) / deviation
-        found.append(_solve(z if exact else z.float(), labels, classes, settings))
-    weight, bias = (torch.stack(parts).double() for parts in zip(*found, strict=True))
-    return weight, bias, mean, std
-
-
-def _solve(z: Tensor, labels: Tensor, classes: int, settings: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
-    """argmin over W, b of mean cross entropy + |W|^2 / (2 C n)."""
-    count, dim = z.shape
-    ridge = 1 / (settings["c"] * count)
-    packed = z.new_zeros(classes, dim + 1)  # the bias is the last column
-    rows = max(1, _CHUNK // classes)
-    optimizer = torch.optim.LBFGS(
-        [packed],
-        max_iter=settings["iterations"],
-        tolerance_grad=settings["tolerance"],
-        tolerance_change=1e-12,
-        history_size=20,
-        line_search_fn="strong_wolfe",
-    )
-
-    @torch.no_grad()  # the optimizer turns gradients on for it
-    def closure() -> Tensor:
-        weight, bias = packed[:, :-1], packed[:, -1]
-        loss: Tensor = ridge / 2 * weight.square().sum()
-        packed.grad = torch.cat([ridge * weight, torch.zeros_like(bias)[:, None]], 1)
-        for part, wanted in zip(z.split(rows), labels.split(rows), strict=True):
-            logs = torch.addmm(bias, part, weight.T).log_softmax(1)
-            loss = loss - logs.gather(1, wanted[:, None]).sum() / count
-            error = logs.exp_()
-            error[torch.arange(len(wanted), device=z.device), wanted] -= 1
-            packed.grad[:, :-1] += error.T @ part / count
-            packed.grad[:, -1] += error.sum(0) / count
-        return loss
-
-    optimizer.step(closure)
-    return packed[:, :-1], packed[:, -1]
+_OPTIMIZERS: dict[str, Any] = {"lars": _Lars, "adamw": _AdamW}

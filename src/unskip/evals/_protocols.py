@@ -154,3 +154,12 @@ def protocol(name: str, kind: Kind | None = None) -> Protocol:
         other = f"; {name} is of kind {PROTOCOLS[name].kind}" if name in PROTOCOLS else nearest(name, fitting)
         raise BadInput(f"no {kind + ' ' if kind else ''}protocol {name!r}{other}; there are {', '.join(fitting)}")
     return PROTOCOLS[name]
+
+
+def settings_of(name: str, kind: Kind, changes: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """The settings of a protocol with some changed. Raises BadInput for one that it does not have."""
+    settings = protocol(name, kind).settings
+    unknown = sorted(set(changes or {}) - set(settings))
+    if unknown:
+        raise BadInput(f"{name} has no setting {', '.join(unknown)}; it has {', '.join(settings)}")
+    return {**settings, **(changes or {})}

@@ -226,12 +226,14 @@ class MAE(nn.Module):
     def encode(self, patches: Tensor, where: Tensor) -> list[Tensor]:
         """The output of every encoder block (images, prefix + visible, dim), the last after the encoder's norm."""
         inner: Any = self.encoder
-        weight = inner.patch_embed.proj.weight.permute(0, 2, 3, 1).flatten(1)  # pixels in the order of a patch
+        kernel = inner.patch_embed.proj.weight
+        weight = (kernel.permute(0, 2, 3, 1) if kernel.shape[1] > 1 else kernel).flatten(1)  # pixels as in a patch
         x = F.linear(self.normalised(patches).to(weight.dtype), weight, inner.patch_embed.proj.bias)
         x = inner.patch_embed.norm(x)
         # What the encoder adds to no patches at all: its prefix tokens, and the position of every patch.
-        shape = (1, self.grid.rows, self.grid.columns, -1) if inner.dynamic_img_size else (1, self.grid.patches, -1)
-        base = inner._pos_embed(x.new_zeros(self.grid.patches, x.shape[2]).view(shape))[0]
+        # Two rows of it: the gradient of a token that is spread over one is a view, of which DDP warns.
+        shape = (2, self.grid.rows, self.grid.columns, -1) if inner.dynamic_img_size else (2, self.grid.patches, -1)
+        base = inner._pos_embed(x.new_zeros(2 * self.grid.patches, x.shape[2]).view(shape))[0]
         learnt = inner.pos_embed is not None and inner.pos_embed.requires_grad
         place = base[self.grid.prefix :] if learnt else base[self.grid.prefix :].detach()
         x = x + F.embedding(where, place)

@@ -51,6 +51,8 @@ def open_run(out: str | Path, device: str | None = None) -> Trained:
         )
     if task.wiring is not None:
         task.wiring.step(step)
+    if task.before is not None:  # such as the wiring of a teacher, which is what is judged
+        task.before(step)
     return Trained(folder, config, task.model, task.watched or task.model, step)
 
 
@@ -64,11 +66,13 @@ def judge_run(
     seed: int = 0,
     precision: Any = "float32",
     device: str | None = None,
+    batch: int | None = None,
     changes: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> tuple[Trained, list[Result]]:
     """Judges a run on its own data and adds a row for each result to its evals.jsonl.
 
     Without a `split` it is the one the run itself was judged on: "val" where that held one out, otherwise "test".
+    `batch` images at a time give their features, as many as in training by default; fine-tuning has its own batch.
     """
     run = open_run(out, device)
     config = run.config
@@ -83,10 +87,11 @@ def judge_run(
         size=config.size,
         blocks=blocks,
         pool=pool,
-        batch=config.batch,
+        batch=batch or config.batch,
         seed=seed,
         precision=precision,
         workers=config.workers,
+        graph=getattr(config, "graph", False),
         changes=changes,
     )
     for each in results:

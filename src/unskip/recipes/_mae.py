@@ -22,7 +22,8 @@ from torch import Tensor, nn
 from unskip import spec
 from unskip.data import Augment, Feed, ImageSet, open_images
 from unskip.errors import BadInput
-from unskip.evals import extract, knn, rank
+from unskip.evals import PROTOCOLS, extract, knn, rank
+from unskip.evals._input import known as known_classes
 from unskip.init import zero_branches_
 from unskip.models import MAE, load_published
 from unskip.optim import build as build_optimizer
@@ -67,6 +68,8 @@ class Mae:
     precision: Precision = "float32"
     accumulate: int = 1
     compile: bool = False
+    graph: bool = False  # forward and backward as one CUDA graph, on one GPU: small models stop waiting for the host
+    shard: bool = False  # spread the weights over the processes (FSDP2); AdamW only
     average: float | None = None
     validate: bool = False  # hold a tenth of the training set out and judge by it, for choosing settings
     evaluate_every: int | None = None
@@ -74,6 +77,7 @@ class Mae:
     health: bool = True  # look at features and attention with each evaluation, and warn; takes some seconds
     checkpoint_every: int = 500
     log_every: int = 20
+    tensorboard: bool = False
     workers: int = 0
     seed: int = 0
     device: str = "auto"
@@ -90,14 +94,14 @@ _PRESETS = {
     "cifar": Preset(
         {"data": "cifar10", "size": 32, "model_args": "depth=12,embed_dim=192,num_heads=3", "epochs": 200}
         | {"lr": 1e-3, "decoder_width": 128, "decoder_depth": 6, "decoder_heads": 4, "evaluate_every": 2000}
-        | {"precision": "bf16", "compile": True},
+        | {"precision": "bf16", "graph": True},
         "not measured",
         "not measured",
     ),
     "tiny-imagenet": Preset(
         {"data": "tiny-imagenet", "size": 64, "patch": 8, "model": "timm:vit_small_patch16_224", "epochs": 400}
         | {"lr": 1e-3, "decoder_width": 256, "decoder_depth": 8, "decoder_heads": 8, "evaluate_every": 5000}
-        | {"precision": "bf16", "compile": True},
+        | {"precision": "bf16", "graph": True},
         "hours on one GPU; not run here",
         "not measured",
     ),
@@ -127,7 +131,12 @@ def build(config: Mae) -> tuple[Task, Schedule]:
     augment = Augment(crop=config.crop, scale=(config.scale, 1.0), flip=config.flip)
     options: dict[str, Any] = {"batch": config.batch, "size": config.size, "device": device, "workers": config.workers}
     feed = Feed(train, seed=config.seed, augment=augment, **options)
+    whole = round(config.epochs * feed.steps_per_epoch)
+    steps = whole if config.steps is None else config.steps
+    if steps < 1:
+        raise BadInput(f"{steps} steps: give steps or epochs for one at least")
     known, judged = (Feed(_some(images, config.online_images), augment=None, **options) for images in (train, test))
+    check_online(known.images, judged.images)
     sample = next(iter(judged.evaluate()))[0][:64]
     arguments = encoder_arguments(config, train.channels)
     model = _model(config, arguments).to(device)
@@ -141,7 +150,6 @@ def build(config: Mae) -> tuple[Task, Schedule]:
     wiring = rewire(model.encoder, config.shortcut, sample[:2], config.where) if config.shortcut != "keep" else None
     betas: dict[str, Any] = {"betas": (0.9, 0.95)} if config.optimizer == "adamw" else {}
     optimizer = build_optimizer(model, config.optimizer, config.lr, config.weight_decay, **betas)
-    steps = config.steps or round(config.epochs * feed.steps_per_epoch)
     schedule = schedule_of(config, steps)
 
     def loss(network: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
@@ -208,11 +216,31 @@ def _model(config: Mae, arguments: dict[str, Any]) -> MAE:
 
 
 def _some(images: ImageSet, count: int) -> ImageSet:
-    """The first so many images of a random but fixed order: every class has its share."""
+    """So many images, in turn one of each class, drawn at random but the same each time.
+
+    Two sets that are cut to fewer images than classes keep the same classes.
+    """
     if len(images) <= count:
         return images
     order = torch.randperm(len(images), generator=torch.Generator().manual_seed(0))
-    return images.select(order[:count].sort().values)
+    labels = images.labels[order]
+    by_class = labels.argsort(stable=True)
+    sizes = labels.bincount()
+    turn = torch.empty_like(labels)  # how many of its class come before
+    turn[by_class] = torch.arange(len(labels)) - (sizes.cumsum(0) - sizes)[labels[by_class]]
+    chosen = (turn * len(sizes) + labels).argsort()[:count]
+    return images.select(order[chosen].sort().values)
+
+
+def check_online(train: ImageSet, test: ImageSet) -> None:
+    """Raise at the start what would end a run at its first evaluation."""
+    most = max(PROTOCOLS["knn-dino-v1"].settings["neighbours"])
+    if len(train) < most:
+        raise BadInput(
+            f"{len(train)} training images are judged in training, and knn-dino-v1 asks for {most} neighbours; raise "
+            "online_images, or take a larger set"
+        )
+    known_classes("online_images", train.labels, test.labels)
 
 
 def _reconstruction(judge: Feed, split: str) -> Callable[[nn.Module], dict[str, float]]:
@@ -230,10 +258,13 @@ def _reconstruction(judge: Feed, split: str) -> Callable[[nn.Module], dict[str, 
 
 def _online(train: Feed, test: Feed, precision: Any) -> Callable[[nn.Module], dict[str, float]]:
     """Neighbours and rank of the last block, while training goes on."""
+    axes: dict[str, int] = {}  # blocks are found once: tracing a model takes longer than judging it
 
     def online(network: nn.Module) -> dict[str, float]:
         assert isinstance(network, MAE)
-        learnt, judged = (extract(network.encoder, feed.evaluate(), -1, precision=precision) for feed in (train, test))
+        learnt = extract(network.encoder, train.evaluate(), -1, precision=precision, axes=axes)
+        axes.update(learnt.axes)
+        judged = extract(network.encoder, test.evaluate(), -1, precision=precision, axes=axes)
         view, last = ("mean", "none"), learnt.blocks - 1
         x, y = learnt[view][last], judged[view][last]  # type: ignore[index]
         by_k = knn(x, learnt.labels, y, judged.labels)
