@@ -13,6 +13,7 @@ linear part of a unit that counts for nothing.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -21,6 +22,8 @@ from torch import Tensor
 from unskip.absorption._reduce import EPS, Problem
 
 STRICT = 16 * EPS
+PROBES = 4  # random directions in which rows have to agree before they are compared in full
+AT_ONCE = 2**22  # entries of rows that are compared in full at a time
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,7 +53,7 @@ def canonical(problem: Problem, loose: bool = False, other: Keys | None = None) 
     if problem.block.norms:  # quotients round as well
         tolerance = max(tolerance, 16 * max(problem.block.inputs, problem.block.outputs) * EPS)
     h = len(up)
-    lengths, columns = up.norm(dim=1), down.norm(dim=0)
+    lengths, columns = problem.lengths, problem.columns
     idle = (lengths == 0) | (columns == 0)
     linear = torch.full((h,), problem.odd / 2, dtype=torch.float64, device=up.device)
     if loose:
@@ -61,7 +64,11 @@ def canonical(problem: Problem, loose: bool = False, other: Keys | None = None) 
         idle |= bias.abs() >= reach * (1 - (1e-6 if loose else -1e-12))
         slopes = torch.where(bias > 0, 1.0, problem.odd - 1)  # ReLU: 1 and 0; LeakyReLU: 1 and c - 1
         linear = torch.where(bias.abs() >= reach, slopes.to(linear), linear)
-    member, sign, ratio = _group(up, bias, ~idle, tolerance, problem.spread, problem.block.phi.homogeneous)
+    whole = torch.hypot(lengths, bias).clamp(min=torch.finfo(torch.float64).tiny)
+    label, sign = _group(up, bias, whole, ~idle, tolerance, problem.spread, problem.block.phi.homogeneous)
+    ratio = whole if problem.block.phi.homogeneous else torch.ones_like(whole)
+    member = torch.full_like(label, -1)
+    member[~idle] = torch.unique(label[~idle], return_inverse=True)[1]
     if int(member.min()) >= 0 and int(member.max()) + 1 == h:  # every unit counts and stands alone
         if other is not None and other.count == h:
             return other
@@ -108,79 +115,80 @@ def _constants(problem: Problem, zero: Tensor) -> Tensor | None:
 
 
 def _group(
-    up: Tensor, bias: Tensor, wanted: Tensor, tolerance: float, spread: Tensor, homogeneous: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    """For every wanted row its group, its sign against the group's first row, and its length (1 if not homogeneous)."""
-    h = len(up)
-    lengths = torch.hypot(up.norm(dim=1), bias).clamp(min=torch.finfo(torch.float64).tiny)
+    up: Tensor, bias: Tensor, lengths: Tensor, wanted: Tensor, tolerance: float, spread: Tensor, homogeneous: bool
+) -> tuple[Tensor, Tensor]:
+    """For every row the first wanted one that shares its key, and its sign against that one.
 
-    def unit(i: int) -> Tensor:
-        return torch.cat([up[i], bias[i : i + 1]]) / lengths[i]
+    Everything stays on the device of the weights, in a number of steps that does not grow with the units.
+    """
+    label = torch.arange(len(up), device=up.device)
+    sign = torch.ones_like(lengths)
+    some = max(64, AT_ONCE // up.shape[1])  # pairs whose rows are held at a time
 
-    parent: dict[int, int] = {}
+    def unit(at: Tensor) -> Tensor:
+        return torch.cat([up[at], bias[at, None]], 1) / lengths[at, None]
+
     widest = float(spread[wanted].max()) if bool(wanted.any()) else 1.0
-    for a, b in _close(up, bias, lengths, wanted, 2 * tolerance * widest):
-        one, two = unit(a), unit(b)
-        if not homogeneous:
-            long = max(float(lengths[a]), float(lengths[b]))
-            one, two = one * (float(lengths[a]) / long), two * (float(lengths[b]) / long)
-        apart = min(float((one - two).norm()), float((one + two).norm()))
-        if apart <= tolerance * max(float(spread[a]), float(spread[b])):
-            _join(parent, a, b)
-    member = torch.full((h,), -1, dtype=torch.long, device=up.device)
-    index = torch.nonzero(wanted).flatten()
-    member[index] = torch.arange(len(index), device=up.device)
-    sign = torch.ones(h, dtype=torch.float64, device=up.device)
-    for i in list(parent):
-        root = _root(parent, i)
-        member[i] = member[root]
-        sign[i] = 1.0 if float(unit(i) @ unit(root)) >= 0 else -1.0
-    _, dense = torch.unique(member[index], return_inverse=True)
-    member[index] = dense
-    return member, sign, lengths if homogeneous else torch.ones_like(lengths)
+    for left, right in _close(up, bias, lengths, wanted, 2 * tolerance * widest):
+        while len(left):
+            a, b = left[:some], right[:some]
+            one, two = unit(a), unit(b)
+            if not homogeneous:
+                long = torch.maximum(lengths[a], lengths[b])
+                one, two = one * (lengths[a] / long)[:, None], two * (lengths[b] / long)[:, None]
+            apart = torch.minimum((one - two).norm(dim=1), (one + two).norm(dim=1))
+            same = apart <= tolerance * torch.maximum(spread[a], spread[b])
+            label = _join(label, a[same], b[same])
+            left, right = left[some:], right[some:]
+            open_yet = label[left] != label[right]
+            left, right = left[open_yet], right[open_yet]
+    followers = torch.nonzero(label != torch.arange(len(up), device=up.device)).flatten()
+    for at in followers.split(some):
+        sign[at] = torch.where((unit(at) * unit(label[at])).sum(1) >= 0, 1.0, -1.0).to(sign)
+    return label, sign
 
 
-def _close(up: Tensor, bias: Tensor, lengths: Tensor, wanted: Tensor, tolerance: float) -> list[tuple[int, int]]:
+def _close(
+    up: Tensor, bias: Tensor, lengths: Tensor, wanted: Tensor, tolerance: float
+) -> Iterator[tuple[Tensor, Tensor]]:
     """Pairs of wanted rows that may be equal up to sign and `tolerance` once normed; none that are is left out."""
     index = torch.nonzero(wanted).flatten()
     count, n = len(index), up.shape[1] + 1
     generator = torch.Generator().manual_seed(0)
-    probe = torch.randn(n, generator=generator, dtype=torch.float64).to(up.device)
-    probe /= probe.norm()
-    seen = ((up @ probe[:-1] + bias * probe[-1]) / lengths).abs()[index]
-    values, order = seen.sort()
-    last = torch.searchsorted(values, values + tolerance + 8 * n * EPS, right=True)
+    probes = torch.randn(PROBES, n, generator=generator, dtype=torch.float64).to(up.device)
+    probes /= probes.norm(dim=1, keepdim=True)
+    seen = torch.stack([up @ probe[:-1] + bias * probe[-1] for probe in probes], 1)[index] / lengths[index, None]
+    values, order = seen[:, 0].abs().sort()
+    reach = tolerance + 8 * n * EPS
+    last = torch.searchsorted(values, values + reach, right=True)
     spans = last - torch.arange(count, device=up.device) - 1
     if int(spans.sum()) <= 64 * count:
-        places = index[order]
-        return [
-            (int(places[i]), int(places[j]))
-            for i in torch.nonzero(spans).flatten().tolist()
-            for j in range(i + 1, int(last[i]))
-        ]
+        first = torch.repeat_interleave(torch.arange(count, device=up.device), spans)
+        second = first + 1 + torch.arange(len(first), device=up.device) - (spans.cumsum(0) - spans)[first]
+        a, b = order[first], order[second]
+        near = torch.minimum((seen[a] - seen[b]).abs().amax(1), (seen[a] + seen[b]).abs().amax(1)) <= reach
+        a, b = index[a[near]], index[b[near]]
+        yield torch.minimum(a, b), torch.maximum(a, b)
+        return
     # A wide tolerance: distances in a few coordinates are never more than the whole distance.
-    some = torch.randperm(n - 1, generator=generator)[:512].to(up.device)
-    few = (torch.cat([up[:, some], bias[:, None]], 1) / lengths[:, None])[index].float()
+    some = torch.randperm(n - 1, generator=generator)[:256].to(up.device)
+    few = torch.cat([up[:, some], bias[:, None]], 1)[index] / lengths[index, None]
     square = few.square().sum(1)
-    pairs = []
     for start in range(0, count, 2048):
         part = few[start : start + 2048]
-        apart = square[start : start + 2048, None] + square[None, :] - 2 * (part @ few.mT).abs()
-        left, right = torch.nonzero(apart <= (tolerance + 1e-5) ** 2 + 1e-6, as_tuple=True)
-        left = left + start
+        apart = square[start : start + 2048, None] + square[None, start:] - 2 * (part @ few[start:].mT).abs()
+        left, right = torch.nonzero(apart <= reach**2 + 1e-12, as_tuple=True)
         keep = left < right
-        pairs += list(zip(index[left[keep]].tolist(), index[right[keep]].tolist(), strict=True))
-    return pairs
+        yield index[left[keep] + start], index[right[keep] + start]
 
 
-def _root(parent: dict[int, int], index: int) -> int:
-    while parent.get(index, index) != index:
-        index = parent[index]
-    return index
-
-
-def _join(parent: dict[int, int], a: int, b: int) -> None:
-    parent.setdefault(a, a)
-    parent.setdefault(b, b)
-    one, two = sorted((_root(parent, a), _root(parent, b)))
-    parent[two] = one
+def _join(label: Tensor, left: Tensor, right: Tensor) -> Tensor:
+    """The labels once each of these pairs shares one: the least that it is joined to."""
+    while True:
+        low, high = torch.minimum(label[left], label[right]), torch.maximum(label[left], label[right])
+        if not bool((low < high).any()):
+            return label
+        link = torch.arange(len(label), device=label.device).scatter_reduce_(0, high, low, "amin")
+        while not torch.equal(link, link[link]):
+            link = link[link]
+        label = link[label]

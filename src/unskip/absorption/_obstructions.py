@@ -9,12 +9,16 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import replace
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
+from torch import Tensor
 
-from unskip.absorption._question import UNIT, Array, Setting, flip_equation, group_units, tolerance
+from unskip.absorption._question import UNIT, Setting, flip_equation, group_units, relaxed, tolerance
 
 
 def _flips_apply(at: Setting) -> bool:
@@ -23,46 +27,44 @@ def _flips_apply(at: Setting) -> bool:
     if not at.sound or at.block.gated or phi.family != "odd-linear" or {"pre", "out"} & at.block.norms.keys():
         return False
     if phi.name == "hardswish":
-        if at.radius is not None:
-            return False
-        return not np.any(at.bias) or _few_parallel(at)
+        return at.radius is None and (not bool(at.bias.any()) or _few_parallel(at))
     return True
 
 
 def _few_parallel(at: Setting) -> bool:
-    lengths = np.linalg.norm(at.up, axis=1)
+    lengths = at.up.norm(dim=1)
     unit = at.up[lengths > 0] / lengths[lengths > 0, None]
-    return all(
-        (np.abs(unit[s : s + 1024] @ unit.T) > 1 - 1e-6).sum(1).max(initial=0) <= 2 for s in range(0, len(unit), 1024)
-    )
+    return all(int(((part @ unit.mT).abs() > 1 - 1e-6).sum(1).max()) <= 2 for part in unit.split(1024) if len(part))
 
 
-def _rounded(at: Setting, data: Mapping[str, Any]) -> tuple[float, Array, float, float] | None:
+def _rounded(at: Setting, data: Mapping[str, Any]) -> tuple[float, Tensor, float, float] | None:
     """<Y, B>, all g_k, the bound on their rounding, and |Y|_F."""
-    y = data["matrix"].double().cpu().numpy()
-    line, column = (data[name].cpu().numpy() for name in ("rows", "columns"))
+    y, line, column = (data[name].to(at.up.device) for name in ("matrix", "rows", "columns"))
+    y = y.double()
     every = len(line) == at.skip.shape[0] and len(column) == at.skip.shape[1]
     if not _flips_apply(at):
         return None
     equation = flip_equation(at) if every else flip_equation(at, line, column)
-    if equation is None:
+    if equation is None or (y.ndim == 1 and not (every and len(line) == len(column))):
         return None
     joint, rows, goal, size_joint, size_rows, size = equation
     terms = at.block.inputs + at.block.outputs + len(rows) + len(line) + len(column) + 32
-    if y.ndim == 1:  # a diagonal
-        if not every or len(line) != len(column):
-            return None
-        inner, bulk, parts = math.fsum(y * goal.diagonal()), float(np.abs(y) @ size.diagonal()), []
-        for start in range(0, len(rows), 512):
-            units = slice(start, start + 512)
-            parts.append((joint[:, units].T * rows[units]) @ y)
-            bulk += float((np.abs(size_joint[:, units].T * size_rows[units]) @ np.abs(y)).sum())
-        g = np.concatenate(parts)
-    else:
-        g = np.einsum("ik,ik->k", joint, y @ rows.T)
-        inner = math.fsum(float(a @ b) for a, b in zip(y, goal, strict=True))
-        bulk = float((np.abs(size_joint) * (np.abs(y) @ np.abs(size_rows).T)).sum() + (np.abs(y) * size).sum())
-    return inner, g, 4 * terms * UNIT * bulk, float(np.linalg.norm(y))
+    # In parts, to keep memory low; a vector is a diagonal.
+    parts, large = [], y.abs()
+    products = y * (goal.diagonal() if y.ndim == 1 else goal)
+    bulk = (large * (size.diagonal() if y.ndim == 1 else size)).sum()
+    for start in range(0, len(rows), 2048):
+        units = slice(start, start + 2048)
+        if y.ndim == 1:
+            whole = joint[:, units].mT * rows[units]
+            same = size_joint is joint and size_rows is rows
+            parts.append(whole @ y)
+            bulk = bulk + ((whole if same else size_joint[:, units].mT * size_rows[units]).abs_() @ large).sum()
+        else:
+            parts.append((joint[:, units] * (y @ rows[units].mT)).sum(0))
+            bulk = bulk + (size_joint[:, units].abs() * (large @ size_rows[units].abs().mT)).sum()
+    inner = float(products.sum() if y.ndim == 1 else products.sum(1).sum())
+    return inner, torch.cat(parts), 4 * terms * UNIT * float(bulk), float(y.norm())
 
 
 def _dual(at: Setting, data: Mapping[str, Any]) -> bool:
@@ -70,7 +72,7 @@ def _dual(at: Setting, data: Mapping[str, Any]) -> bool:
     if found is None:
         return False
     inner, g, slack, norm = found
-    gap = max(inner - g[g > 0].sum(), g[g < 0].sum() - inner) - slack
+    gap = max(inner - float(g.clamp(min=0).sum()), float(g.clamp(max=0).sum()) - inner) - slack
     return bool(gap > 0 and abs(at.odd) * gap > norm * tolerance(at))
 
 
@@ -79,8 +81,9 @@ def _integrality(at: Setting, data: Mapping[str, Any]) -> bool:
     if found is None:
         return False
     inner, g, slack, norm = found
-    own = g[int(data["index"])]
-    rest = np.abs(np.delete(g, int(data["index"]))).sum() + slack
+    index = int(data["index"])
+    own = float(g[index])
+    rest = float(g[:index].abs().sum() + g[index + 1 :].abs().sum()) + slack
     return bool(abs(at.odd) * (min(abs(inner), abs(inner - own)) - rest) > norm * tolerance(at))
 
 
@@ -89,7 +92,7 @@ def _enumeration(at: Setting, data: Mapping[str, Any]) -> bool:
     equation = flip_equation(at) if _flips_apply(at) else None
     if equation is None or len(equation[1]) > 24:
         return False
-    joint, rows, goal, *_ = equation
+    joint, rows, goal = _arrays(*equation[:3])
     ones = np.einsum("ik,kj->kij", joint, rows).reshape(len(rows), -1)
     low, least = min(10, len(ones)), math.inf
     table = np.array(list(itertools.product((0.0, 1.0), repeat=low))) @ ones[:low]
@@ -99,13 +102,17 @@ def _enumeration(at: Setting, data: Mapping[str, Any]) -> bool:
     return abs(at.odd) * (least - 64 * len(ones) * UNIT * size) > tolerance(at)
 
 
+def _arrays(*values: Tensor) -> list[NDArray[np.float64]]:
+    """Of few units: what is tried one case after another is faster on the host."""
+    return [value.cpu().numpy() for value in values]
+
+
 def _subset_sum(at: Setting, data: Mapping[str, Any]) -> bool:
     """In whole numbers: no subset solves one equation modulo q, so none solves all of them."""
     block, odd = at.block, at.block.phi.odd
-    groups, spare = group_units(at)
-    if not _flips_apply(at) or odd is None or block.norms or spare or len(at.up) > 44:
+    if not _flips_apply(at) or odd is None or block.norms or len(at.up) > 44:
         return False
-    if not len(groups) == at.width == len(at.up):
+    if not len(group_units(at).head) == at.width == len(at.up):
         return False
     q, z = int(data["modulus"]), data["functional"]
 
@@ -113,8 +120,8 @@ def _subset_sum(at: Setting, data: Mapping[str, Any]) -> bool:
         top, bottom = float(value).as_integer_ratio()
         return top * pow(bottom, -1, q) % q
 
-    rows = at.up if at.output_bias else np.concatenate([at.up, at.bias[:, None]], 1)
-    u, v, a = ([[residue(x) for x in line] for line in part] for part in (rows, at.down.T, at.skip))
+    rows = at.up if at.output_bias else torch.cat([at.up, at.bias[:, None]], 1)
+    u, v, a = ([[residue(x) for x in line] for line in part.tolist()] for part in (rows, at.down.mT, at.skip))
     values = [
         sum(v[k][i] * z[i][j] * u[k][j] for i in range(len(z)) for j in range(len(z[0]))) % q for k in range(len(u))
     ]
@@ -131,15 +138,15 @@ def _subset_sum(at: Setting, data: Mapping[str, Any]) -> bool:
 
 def _exhaustion(at: Setting, data: Mapping[str, Any]) -> bool:
     """Every use of the spare units."""
-    groups, _ = group_units(at)
-    p = at.width - len(groups)
-    if not _flips_apply(at) or not at.output_bias or p <= 0 or (at.block.phi.name == "hardswish" and np.any(at.bias)):
+    at = relaxed(at)
+    p = _spares(at)
+    biased_hardswish = at.block.phi.name == "hardswish" and bool(at.bias.any())
+    if not _flips_apply(at) or p <= 0 or biased_hardswish:
         return False
-    full = Setting(**{**at.__dict__, "width": len(groups)})
-    equation = flip_equation(full)
+    equation = flip_equation(replace(at, width=at.width - p))
     if equation is None:
         return False
-    joint, rows, goal, *_ = equation
+    joint, rows, goal = _arrays(*equation[:3])
     m = len(rows)
     affine = at.radius is not None and not at.block.phi.analytic
     for size in range((0 if affine else min(p, m)) + 1):
@@ -157,7 +164,7 @@ def _exhaustion(at: Setting, data: Mapping[str, Any]) -> bool:
 
 
 def _spares(at: Setting) -> int:
-    return at.width - len(group_units(at)[0])
+    return at.width - len(group_units(at).head)
 
 
 def _linear_only(at: Setting) -> bool:
@@ -166,17 +173,18 @@ def _linear_only(at: Setting) -> bool:
     plain = at.sound and not at.block.gated and phi.family == "odd-linear" and at.output_bias
     if {"pre", "out"} & at.block.norms.keys() or not plain:
         return False
-    return phi.name != "hardswish" or (at.radius is None and (not np.any(at.bias) or _few_parallel(at)))
+    return phi.name != "hardswish" or (at.radius is None and (not bool(at.bias.any()) or _few_parallel(at)))
 
 
 def _spectral(at: Setting, data: Mapping[str, Any]) -> bool:
+    at = relaxed(at)
     rho, i, j = (int(data[name]) for name in ("rank", "i", "j"))
     p = max(_spares(at), 0)
     if at.radius is not None and not at.block.phi.analytic and at.odd < 1:
         return False
     if not _linear_only(at) or rho <= p or i < 1 or j < 1 or i + j - 1 != rho - p:
         return False
-    skip, down, up = (np.linalg.svd(part, compute_uv=False) for part in (at.skip, at.down, at.up))
+    skip, down, up = (torch.linalg.svdvals(part).tolist() for part in (at.skip, at.down, at.up))
     if rho > len(skip):
         return False
     margin = 1e-10
@@ -187,42 +195,38 @@ def _spectral(at: Setting, data: Mapping[str, Any]) -> bool:
 
 def _kernel(at: Setting, data: Mapping[str, Any]) -> bool:
     """Directions that no unit sees, checked in whole numbers; the skip acts on them with rank r > p / 2."""
-    basis = data["kernel"].double().cpu().numpy()
+    at = relaxed(at)
+    basis = data["kernel"].to(at.up)
     if not _linear_only(at) or at.block.norms or at.radius is not None:
         return False
-    for row in at.up:
-        for column in basis.T:
-            if sum((_fraction(a) * _fraction(b) for a, b in zip(row, column, strict=True) if a and b), _fraction(0.0)):
-                return False
-    values = np.linalg.svd(at.skip @ basis, compute_uv=False)
-    size = np.linalg.norm(np.abs(at.size_skip) @ np.abs(basis)) * 1e-10
+    columns = [[Fraction(value) for value in column] for column in basis.mT.tolist()]
+    for row in at.up.tolist():
+        seen = [(place, Fraction(value)) for place, value in enumerate(row) if value]
+        if any(sum(value * column[place] for place, value in seen) for column in columns):
+            return False
+    values = torch.linalg.svdvals(at.skip @ basis)
+    size = float((at.size_skip.abs() @ basis.abs()).norm()) * 1e-10
     return _spares(at) < 2 * int((values > size).sum())
 
 
-def _fraction(value: float) -> Any:
-    from fractions import Fraction
-
-    return Fraction(float(value))
-
-
 def _count(at: Setting, data: Mapping[str, Any]) -> bool:
-    return _flips_apply(at) and at.block.phi.name != "hardswish" and len(group_units(at)[0]) > at.width
+    return _flips_apply(at) and at.block.phi.name != "hardswish" and _spares(at) < 0
 
 
 def _hidden_bias(at: Setting, data: Mapping[str, Any]) -> bool:
     """A key with a bias, where the replacement has none."""
     if not _flips_apply(at) or at.hidden_bias or at.radius is not None or at.block.phi.name == "hardswish":
         return False
-    unit = int(data["unit"])
-    groups, _ = group_units(at)
-    alone = any(members == [unit] for members in groups)
-    return alone and abs(at.bias[unit]) > 64 * at.block.roundoff * float(np.linalg.norm(at.up[unit]))
+    unit, groups = int(data["unit"]), group_units(at)
+    group = int(groups.of[unit])
+    alone = group >= 0 and int((groups.of == group).sum()) == 1
+    return alone and abs(float(at.bias[unit])) > 64 * at.block.roundoff * float(at.up[unit].norm())
 
 
-def _moves(at: Setting, data: Mapping[str, Any], matrix: Array, size: Array) -> bool:
+def _moves(at: Setting, data: Mapping[str, Any], matrix: Tensor, size: Tensor) -> bool:
     """Whether the matrix moves the certificate's direction, beyond rounding."""
-    x = data["direction"].double().cpu().numpy()
-    return bool(np.linalg.norm(matrix @ x) > 1e-10 * np.linalg.norm(np.abs(size) @ np.abs(x)))
+    x = data["direction"].to(matrix)
+    return bool((matrix @ x).norm() > 1e-10 * (size.abs() @ x.abs()).norm())
 
 
 def _growth(at: Setting, data: Mapping[str, Any]) -> bool:
@@ -237,8 +241,12 @@ def _growth(at: Setting, data: Mapping[str, Any]) -> bool:
         return False
     if at.radius is not None and not (at.sound and (normed or block.phi.analytic)):
         return False
+    return _moves(at, data, *_skip(at))
+
+
+def _skip(at: Setting) -> tuple[Tensor, Tensor]:
     columns = at.up.shape[1]
-    return _moves(at, data, at.skip[:, :columns], at.size_skip[:, :columns])
+    return at.skip[:, :columns], at.size_skip[:, :columns]
 
 
 def _family(at: Setting, data: Mapping[str, Any]) -> bool:
@@ -246,10 +254,7 @@ def _family(at: Setting, data: Mapping[str, Any]) -> bool:
     known = phi.family in ("elu", "even") or phi.family == "mish"
     if not at.sound or at.block.gated or not known or (at.radius is not None and not phi.analytic):
         return False
-    columns = at.up.shape[1]
-    return not ({"pre", "out"} & at.block.norms.keys()) and _moves(
-        at, data, at.skip[:, :columns], at.size_skip[:, :columns]
-    )
+    return not ({"pre", "out"} & at.block.norms.keys()) and _moves(at, data, *_skip(at))
 
 
 def _at_zero(at: Setting, data: Mapping[str, Any]) -> bool:
@@ -259,18 +264,17 @@ def _at_zero(at: Setting, data: Mapping[str, Any]) -> bool:
     flat = phi.at_zero == 0 and math.isfinite(phi.lipschitz) if block.gated else phi.family == "power"
     if not at.sound or not flat or at.hidden_bias or {"pre", "out", "input"} & block.norms.keys():
         return False
-    columns = at.up.shape[1]
-    matrix, size = at.skip[:, :columns], at.size_skip[:, :columns]
+    matrix, size = _skip(at)
     if block.up_bias is not None or block.gate_bias is not None:
         point = torch.zeros(block.inputs, dtype=torch.float64, device=block.up.device)
         if not phi.analytic:  # away from kinks the derivative is what autograd says
             inner = block.gate_bias if block.gated else block.up_bias
             if inner is None or bool((inner == 0).any()):
                 return False
-        jacobian = block.derivative(point).cpu().numpy()
+        jacobian = block.derivative(point)
         shifts = "post" in block.norms and block.norms["post"].kind == "layernorm"
         matrix = jacobian - jacobian.mean(0) if shifts else jacobian
-        size = np.full_like(jacobian, 100 * block.derivative_size(point))
+        size = torch.full_like(jacobian, 100 * block.derivative_size(point))
     return _moves(at, data, matrix, size)
 
 
@@ -279,13 +283,10 @@ def _rank(at: Setting, data: Mapping[str, Any]) -> bool:
     phi = at.block.phi
     if not at.sound or phi.family != "linear" or at.block.gated or at.block.norms or phi.odd is None:
         return False
-    columns = at.up.shape[1]
-    total = at.skip[:, :columns] + at.odd / 2 * at.down @ at.up
-    values = np.linalg.svd(total, compute_uv=False)
-    size = np.linalg.norm(at.size_skip[:, :columns]) + abs(at.odd) * np.linalg.norm(
-        np.abs(at.size_down) @ np.abs(at.size_up)
-    )
-    return len(values) > at.width and bool(values[at.width] > max(1e-10 * size, tolerance(at)))
+    skip, bulk = _skip(at)
+    values = torch.linalg.svdvals(skip + at.odd / 2 * at.down @ at.up)
+    size = float(bulk.norm() + abs(at.odd) * (at.size_down.abs() @ at.size_up.abs()).norm())
+    return len(values) > at.width and float(values[at.width]) > max(1e-10 * size, tolerance(at))
 
 
 KINKS = {"hardswish": (-3.0, 3.0), "hardsigmoid": (-3.0, 3.0), "hardtanh": (-1.0, 1.0), "relu6": (0.0, 6.0)}
@@ -303,10 +304,9 @@ def _bottleneck(at: Setting, data: Mapping[str, Any]) -> bool:
         z = z[weight.double().abs().sum(1) > 0]
         if any(bool(((z - kink).abs() < 1e-9).any()) for kink in KINKS.get(block.phi.name, (0.0,))):
             return False
-    jacobian = block.derivative(point).cpu().numpy()
-    values = np.linalg.svd(jacobian, compute_uv=False)
+    values = torch.linalg.svdvals(block.derivative(point))
     scale = block.derivative_size(point)
-    return len(values) > at.width and bool(values[at.width] > 1e-9 * scale + 8 * block.roundoff * scale)
+    return len(values) > at.width and float(values[at.width]) > 1e-9 * scale + 8 * block.roundoff * scale
 
 
 CHECKS: dict[str, Callable[[Setting, Mapping[str, Any]], bool]] = {

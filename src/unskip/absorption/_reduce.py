@@ -85,12 +85,22 @@ class Problem:
         bulk = math.hypot(abs(self.odd) * float((self.long_down * lengths).norm()), size)
         return max(4 * self.block.roundoff * bulk, 1e-12 * size)
 
+    @cached_property
+    def lengths(self) -> Tensor:
+        """(h,) the norms of the rows."""
+        return self.long_up if self.basis is None else self.up.norm(dim=1)
+
+    @cached_property
+    def columns(self) -> Tensor:
+        """(h,) the norms of the columns."""
+        return self.down.norm(dim=0) if "post" in self.block.norms else self.long_down
+
     @property
     def spread(self) -> Tensor:
         """By how much a relative rounding of each row, with its bias, has grown in the quotient; 1 without norms."""
         if self.basis is None:
             return torch.ones_like(self.bias)
-        before, now = torch.hypot(self.long_up, self.long_bias), torch.hypot(self.up.norm(dim=1), self.bias)
+        before, now = torch.hypot(self.long_up, self.long_bias), torch.hypot(self.lengths, self.bias)
         return (before / now.clamp(min=torch.finfo(now.dtype).tiny)).clamp(min=1.0)
 
 
@@ -136,7 +146,7 @@ def reduce(block: Block, width: int, hidden_bias: bool, output_bias: bool) -> Pr
         skip = torch.zeros_like(skip)  # the norms hide all of it
     caveat = "; ".join(caveats) or None
     # Without any bias there is no constant to make up, unless a unit that sees nothing gives one.
-    still = bool(bias.any()) or bool(const.any()) or (block.phi.at_zero != 0 and bool((up.norm(dim=1) == 0).any()))
+    still = bool(bias.any()) or bool(const.any()) or (block.phi.at_zero != 0 and not bool(up.any(dim=1).all()))
     drop, output_bias = not output_bias, output_bias or not still
     return Problem(
         block,

@@ -15,7 +15,7 @@ neither 0 nor 1.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -24,6 +24,8 @@ from torch import Tensor
 EPS = 2.0**-53
 DENSE = 3_000_000  # entries of the matrix of rank-ones that is still written out
 GRAM = 8192  # units whose normal equations are still formed
+UNITS = 2048  # whose terms are held at a time
+STEPS = 800  # of projected gradients, at most
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,31 +78,48 @@ def search(joint: Tensor, rows: Tensor, goal: Tensor, tolerance: float, accept: 
     return _large(joint, rows, goal, tolerance, accept, whole, found)
 
 
+@dataclass(frozen=True, eq=False)
+class Seen:
+    """What a Y says of the equation: <Y, B>, g, |Y|_F and what rounding may have added to sums of them."""
+
+    inner: float
+    g: Tensor
+    norm: float
+    slack: float
+
+
+def _seen(joint: Tensor, rows: Tensor, goal: Tensor, matrix: Tensor) -> Seen:
+    parts, size, large = [], goal.new_zeros(()), matrix.abs()
+    for start in range(0, len(rows), UNITS):  # in parts, to keep memory low
+        part = slice(start, start + UNITS)
+        parts.append((joint[:, part] * (matrix @ rows[part].mT)).sum(0))
+        size = size + (joint[:, part].abs() * (large @ rows[part].abs().mT)).sum()
+    g = torch.cat(parts) if parts else goal.new_zeros(0)
+    terms = matrix * goal
+    slack = (len(goal) + goal.shape[1] + len(rows) + 16) * 2 * EPS * float(size + terms.abs().sum())
+    return Seen(float(terms.sum()), g, float(matrix.norm()), slack)
+
+
 def lower_bound(joint: Tensor, rows: Tensor, goal: Tensor, matrix: Tensor) -> float:
     """LB(Y) less what rounding could have added to it."""
-    g = (joint * (matrix @ rows.mT)).sum(0)
-    inner = float((matrix * goal).sum())
-    high, low = float(g.clamp(min=0).sum()), float(g.clamp(max=0).sum())
-    gap, norm = max(inner - high, low - inner), float(matrix.norm())
-    if not (gap > 0 and norm):
-        return -math.inf
-    size = float((joint.abs() * (matrix.abs() @ rows.abs().mT)).sum() + (matrix * goal).abs().sum())
-    slack = (len(goal) + goal.shape[1] + len(rows) + 16) * 2 * EPS * size
-    return (gap - slack) / norm
+    seen = _seen(joint, rows, goal, matrix)
+    gap = max(seen.inner - float(seen.g.clamp(min=0).sum()), float(seen.g.clamp(max=0).sum()) - seen.inner)
+    return (gap - seen.slack) / seen.norm if gap > 0 and seen.norm else -math.inf
 
 
 def _trace(
     joint: Tensor, rows: Tensor, diagonal: Tensor, whole: tuple[Tensor, Tensor], tolerance: float
 ) -> Dual | None:
     """The test with a diagonal Y = B, for A = I the trace: entry by entry, without a product of matrices."""
-    g = size = torch.zeros_like(rows[:, 0])
-    for start in range(0, len(rows), 2048):  # in parts, to keep memory low
-        part = slice(start, start + 2048)
+    parts, size = [], diagonal.new_zeros(())
+    for start in range(0, len(rows), UNITS):  # in parts, to keep memory low
+        part = slice(start, start + UNITS)
         terms = joint[:, part].mT * rows[part] * diagonal
-        g = torch.cat([g[:start], terms.sum(1)])
-        size = torch.cat([size[:start], terms.abs().sum(1)])
+        parts.append(terms.sum(1))
+        size = size + terms.abs_().sum()
+    g = torch.cat(parts) if parts else diagonal.new_zeros(0)
     inner = float(diagonal.square().sum())
-    slack = (len(diagonal) + len(rows) + 16) * 2 * EPS * (float(size.sum()) + inner)
+    slack = (len(diagonal) + len(rows) + 16) * 2 * EPS * (float(size) + inner)
     gap = max(inner - float(g.clamp(min=0).sum()), float(g.clamp(max=0).sum()) - inner) - slack
     norm = float(diagonal.norm())
     return Dual(diagonal / norm, *whole, gap / norm) if gap > norm * tolerance else None
@@ -119,17 +138,13 @@ def _dual(
 def _pinned(
     joint: Tensor, rows: Tensor, goal: Tensor, matrix: Tensor, index: int, at: Tensor, by: Tensor, tolerance: float
 ) -> Dual | None:
-    g = (joint * (matrix @ rows.mT)).sum(0)
-    inner = float((matrix * goal).sum())
-    size = float((joint.abs() * (matrix.abs() @ rows.abs().mT)).sum() + (matrix * goal).abs().sum())
-    slack = (len(goal) + goal.shape[1] + len(rows) + 16) * 2 * EPS * size
-    own = float(g[index])
-    rest = float(g.abs().sum()) - abs(own)
-    norm = float(matrix.norm())
-    away = min(abs(inner), abs(inner - own)) - rest - slack
-    if not (norm and away > norm * tolerance):
+    seen = _seen(joint, rows, goal, matrix)
+    own = float(seen.g[index])
+    rest = float(seen.g.abs().sum()) - abs(own)
+    away = min(abs(seen.inner), abs(seen.inner - own)) - rest - seen.slack
+    if not (seen.norm and away > seen.norm * tolerance):
         return None
-    return Dual(matrix / norm, at, by, away / norm, index)
+    return Dual(matrix / seen.norm, at, by, away / seen.norm, index)
 
 
 def _dense(
@@ -168,25 +183,53 @@ def _dense(
             if found.dual is not None:
                 found.tried.append("integrality")
                 return found
-    from scipy.optimize import lsq_linear
-
-    # The same problem in as many equations as unknowns, of unit size. scipy's other method need not come to an end.
+    # The same problem in as many equations as unknowns, of unit size.
     square, aim = values[:, None] * right * scale, left.mT @ goal.flatten()
     unit = float(square.norm())
     if unit == 0:
         return found
-    method = "bvls" if m <= 256 else "trf"
-    boxed = lsq_linear(
-        (square / unit).cpu().numpy(), (aim / unit).cpu().numpy(), (0.0, 1.0), method, tol=1e-13, max_iter=100
-    )
-    inside = torch.as_tensor(boxed.x, dtype=torch.float64, device=goal.device)
-    residual = (goal.flatten() - matrix @ inside).reshape(goal.shape)
-    found.dual = _dual(joint, rows, goal, residual, *whole, tolerance)
-    if found.dual is not None:
-        found.tried.append("box")
-    elif accept(inside > 0.5):
+    for inside in _boxed(square / unit, aim / unit):
+        residual = (goal.flatten() - matrix @ inside).reshape(goal.shape)
+        found.dual = _dual(joint, rows, goal, residual, *whole, tolerance)
+        if found.dual is not None:
+            found.tried.append("box")
+            return found
+        if float(residual.norm()) <= tolerance:  # then there is nothing to prove
+            break
+    if accept(inside > 0.5):
         found.flips = inside > 0.5
     return found
+
+
+def _boxed(square: Tensor, aim: Tensor) -> Iterator[Tensor]:
+    """Points t in [0, 1]^m with |square t - aim| near its least, the last one the best of them.
+
+    Few unknowns are solved for; many get a set number of accelerated projected steps (arXiv 1204.3982: they start
+    anew where the momentum points uphill), because scipy's method for them need not come to an end.
+    """
+    m = square.shape[1]
+    if m <= 256:
+        from scipy.optimize import lsq_linear
+
+        done = lsq_linear(square.cpu().numpy(), aim.cpu().numpy(), (0.0, 1.0), "bvls", tol=1e-13, max_iter=100)
+        yield torch.as_tensor(done.x, dtype=torch.float64, device=aim.device)
+        return
+    size = square.norm(dim=0)
+    size = torch.where(size > 0, size, 1.0)
+    square = square / size  # t times size is in [0, size]
+    rate = 1 / float(torch.linalg.matrix_norm(square, 2)) ** 2
+    t = ahead = size / 2
+    momentum = aim.new_ones(())
+    for step in range(1, STEPS + 1):
+        slope = square.mT @ (square @ ahead - aim)
+        before, t = t, torch.minimum((ahead - rate * slope).clamp(min=0), size)
+        uphill = slope @ (t - before) > 0
+        momentum = torch.where(uphill, 1.0, momentum)
+        grown = (1 + (1 + 4 * momentum.square()).sqrt()) / 2
+        ahead = torch.where(uphill, t, t + (momentum - 1) / grown * (t - before))
+        momentum = grown
+        if step % (STEPS // 8) == 0:
+            yield t / size
 
 
 def _large(
@@ -209,7 +252,7 @@ def _large(
         part = joint[at], rows[:, by].contiguous(), goal[at][:, by]
         if _conjugate(*part, tolerance, accept, (at, by), found, steps):
             return found
-    if m <= GRAM or (m <= 2 * GRAM and goal.is_cuda):
+    if m <= GRAM or (m <= 2 * GRAM and goal.device.type != "cpu"):
         _gram(joint, rows, goal, tolerance, accept, whole, found)
     else:
         _conjugate(joint, rows, goal, tolerance, accept, whole, found, steps=100)
@@ -294,7 +337,10 @@ def _gram(
     columns = joint / scale
     lengths = rows.norm(dim=1, keepdim=True)
     thin, wide = (columns * lengths.mT).float(), (rows / lengths).float()  # both of unit size
-    factor, trouble = torch.linalg.cholesky_ex((thin.mT @ thin).mul_(wide @ wide.mT))
+    gram = thin.mT @ thin
+    for part, lines in zip(gram.split(UNITS), wide.split(UNITS), strict=True):  # to keep memory low
+        part.mul_(lines @ wide.mT)
+    factor, trouble = torch.linalg.cholesky_ex(gram)
     if int(trouble):  # too close to dependent for float32
         gram = (columns.mT @ columns).mul_(rows @ rows.mT)
         factor, trouble = torch.linalg.cholesky_ex(gram)
