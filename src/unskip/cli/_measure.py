@@ -32,7 +32,9 @@ def measure(
     ] = None,
     init: Annotated[
         str | None,
-        tyro.conf.arg(help="Initialise first: skipless or zero.", metavar="NAME", help_behavior_hint=""),
+        tyro.conf.arg(
+            help="Initialise first: skipless, skipless:vit-small,centre or zero.", metavar="NAME", help_behavior_hint=""
+        ),
     ] = None,
     jacobians: Annotated[
         str, tyro.conf.arg(help="auto, exact (as matrices, however large) or off.", metavar="WAY")
@@ -62,7 +64,7 @@ def measure(
         built = _build(model, random).to(where)
         samples = _samples(built, data, n)
         if init is not None:
-            _initialise(built, init, samples)
+            unskip.init.start_(built, init, torch.Generator().manual_seed(0), samples)
         if rule is not None:
             unskip.rewire(built, rule, samples)
         found = unskip.measure(built, samples, jacobians=jacobians, progress=tick)  # type: ignore[arg-type]
@@ -105,12 +107,3 @@ def _samples(model: nn.Module, source: str, n: int) -> object:
     mean, std = (config["mean"], config["std"]) if known else ((0.5,) * channels, (0.5,) * channels)
     values = data_batch(source, n, (int(size[0]), int(size[1])), mean=mean, std=std).to(images[0])
     return dict.fromkeys(example.kwargs, values) or (values,)
-
-
-def _initialise(model: nn.Module, name: str, samples: object) -> None:
-    if name == "skipless":
-        unskip.init.skipless_(model, generator=torch.Generator().manual_seed(0), example=samples)
-    elif name == "zero":
-        unskip.init.zero_branches_(model, samples)
-    else:
-        raise BadInput(f"--init {name}: it can be skipless or zero")

@@ -3,6 +3,7 @@
 from unskip.init._check import Check, Row
 from unskip.init._promises import PARTS, verify_skipless
 from unskip.init._skipless import PRESETS, skipless_
+from unskip.init._words import start_
 from unskip.init._zero import verify_zero_branches, zero_branches_
 
 __all__ = [
@@ -11,6 +12,7 @@ __all__ = [
     "Check",
     "Row",
     "skipless_",
+    "start_",
     "verify_skipless",
     "verify_zero_branches",
     "zero_branches_",

@@ -11,7 +11,9 @@ tokens apart. From "Cutting the Skip: Training Residual-Free Transformers" (arXi
 
 Beyond the paper: keys and values that several queries share get the approximation of rank d_head that is best for all
 of them together; both halves of a gated MLP start orthogonal; where the heads hold fewer dimensions than the stream,
-W_V W_O is a partial isometry and a note says so.
+W_V W_O is a partial isometry and a note says so. An activation such as GELU has a positive mean, which every MLP adds
+to all tokens alike and no skip dilutes; with `centre` the output bias takes it out, -W_down E[phi(W_up z)] for a
+normalised z.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ import warnings
 from collections.abc import Sequence
 from typing import Literal, TypedDict, get_args
 
+import numpy
 import torch
 from torch import Tensor, nn
 
@@ -60,21 +63,26 @@ def skipless_(
     *,
     parts: Sequence[Name] = PARTS,
     heads: Heads = "independent",
+    centre: bool = False,
     where: Where = None,
 ) -> Check:
     """Initialises the branches of a model so that it trains without its skips. Returns what `verify_skipless` found.
 
     `parts` leaves some of the three out, `where` chooses sites as in `rewire`. `heads` is how one `alpha Z + beta I`
     becomes heads: "independent" (a Z for each), "shared" (one Z, all heads alike) or "sliced" (one Z, whose singular
-    directions are dealt out in order: the last heads see almost nothing). Biases of what is initialised become 0;
-    LayerScale becomes 1 with "value-output" and "mlp"; drop path is switched off. The same generator gives the same
-    weights on every device. The model is not rewired, and where something cannot be initialised nothing is changed.
+    directions are dealt out in order: the last heads see almost nothing). Biases of what is initialised become 0, but
+    with `centre`, which is not the paper's, that of an MLP's output takes out the mean that its activation leaves in
+    every token. LayerScale becomes 1 with "value-output" and "mlp"; drop path is switched off. The same generator gives
+    the same weights on every device. The model is not rewired, and where something cannot be initialised nothing is
+    changed.
     """
     _refuse_bad(alpha, beta, c, parts, heads)
     selector(where)
     whole = example_for(model, example)
     opened = lay_open(model, whole)
     chosen = _chosen(model, opened.parts, where, parts)
+    if centre:
+        _refuse_to_centre(chosen, parts)
     draw = _Draw(generator)
     with torch.no_grad(), transaction(model):
         for attention in chosen.attentions():
@@ -85,6 +93,8 @@ def skipless_(
         if "mlp" in parts:
             for mlp in chosen.mlps():
                 _mlp_(mlp, draw)
+                if centre:
+                    _centre_(mlp)
         check = verify_skipless(model, whole, parts=parts, where=where)
     notes = [*check.notes, *_notes(chosen, parts), *_alike(check), *_still(model, chosen)]
     for note in notes:
@@ -166,6 +176,30 @@ def _mlp_(part: MlpParts, draw: _Draw) -> None:
             weight.copy_(gain(weight) * draw.orthogonal(*weight.shape))
     _zero(part.up_bias, part.gate_bias, part.down_bias)
     _unscale(part)
+
+
+def _centre_(part: MlpParts) -> None:
+    """Without a bias a gated MLP has no mean: its halves are independent, and one of them has mean zero."""
+    if part.gate is None and part.function is not None and part.down_bias is not None:
+        # E[phi(s z)] by Gauss-Hermite quadrature, for the size s of every unit.
+        points, weights = (torch.from_numpy(each) for each in numpy.polynomial.hermite_e.hermegauss(99))
+        sizes = part.up.detach().double().cpu().norm(dim=1)
+        mean = part.function(sizes[:, None] * points) @ (weights / weights.sum())
+        part.down_bias.copy_(-(part.down.detach().double().cpu() @ mean))
+
+
+def _refuse_to_centre(chosen: Parts, parts: Sequence[Name]) -> None:
+    if "mlp" not in parts:
+        raise BadInput(f"centre is about the MLPs, and parts is {tuple(parts)!r}")
+    without = [part.site for part in chosen.mlps() if part.gate is None and part.down_bias is None]
+    if without:
+        raise InitError(
+            f"{named(without)}: the MLP has no output bias to take a mean out with. Nothing was changed; leave centre "
+            "out, or such sites by where=."
+        )
+    unknown = [part.site for part in chosen.mlps() if part.gate is None and part.function is None]
+    if unknown:
+        raise InitError(f"{named(unknown)}: the mean of an unknown activation is not known. Nothing was changed.")
 
 
 def _unscale(part: AttentionParts | MlpParts) -> None:

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from unskip import spec
 from unskip.errors import BadInput
-from unskip.init import PRESETS, skipless_, zero_branches_
+from unskip.init import start_
 from unskip.optim import build as build_optimizer
 from unskip.recipes._registry import Preset, Recipe, register, resolve
 from unskip.recipes._shared import arguments_of, device_of, schedule_of
@@ -38,7 +38,7 @@ class Supervised:
     patch: int | None = 4
     shortcut: str = "keep"
     where: str | None = None  # the sites that shortcut and init="skipless" speak of: "attention", "mlp", or all
-    init: str = "default"  # default | skipless | skipless:vit-small | zero
+    init: str = "default"  # default | zero | skipless | skipless:vit-small,centre
     weights: str | None = None  # a folder of unskip.save, or a checkpoint of a run
     teacher: str | None = None  # "original": distil from the model as it was before its skips were changed
     temperature: float = 2.0
@@ -206,17 +206,7 @@ def _prepare(config: Supervised, model: nn.Module, sample: Tensor) -> nn.Module 
         if config.weights is None:
             raise BadInput("a teacher that knows nothing teaches nothing: give --weights, the model to distil from")
         teacher = copy.deepcopy(model).eval().requires_grad_(False)
-    name, _, preset = config.init.partition(":")
-    generator = torch.Generator().manual_seed(config.seed)
-    if name == "skipless":
-        if preset and preset not in PRESETS:
-            raise BadInput(f"init {config.init!r}: presets are {', '.join(PRESETS)}")
-        constants = PRESETS[preset or "vit-base"]
-        skipless_(model, **constants, generator=generator, example=sample, where=config.where)
-    elif name == "zero":
-        zero_branches_(model, sample)
-    elif name != "default":
-        raise BadInput(f"init is {config.init!r}; it can be default, skipless, skipless:PRESET or zero")
+    start_(model, config.init, torch.Generator().manual_seed(config.seed), sample, where=config.where)
     return teacher
 
 

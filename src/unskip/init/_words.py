@@ -1,0 +1,59 @@
+"""An initialisation as text, for commands and configs: "skipless", "skipless:vit-small,centre", "zero"."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from unskip._words import nearest
+from unskip.errors import BadInput
+from unskip.init._skipless import PRESETS, Constants, skipless_
+from unskip.init._zero import zero_branches_
+from unskip.wiring._select import Where
+
+
+def start_(
+    model: nn.Module,
+    words: str,
+    generator: torch.Generator | None = None,
+    example: object = None,
+    *,
+    where: Where = None,
+    preset: str = "vit-base",
+) -> None:
+    """Initialises a model as the words say.
+
+    default leaves it as it is; zero is `zero_branches_`; skipless is `skipless_`, with the constants of `preset`. After
+    a colon skipless takes, separated by commas: another preset, numbers (alpha=, beta=, c=), and centre.
+    """
+    name, _, rest = words.partition(":")
+    details = [word.strip() for word in rest.split(",") if word.strip()]
+    if name == "skipless":
+        constants = _constants(PRESETS[preset])
+        for word in details:
+            key, equals, value = word.partition("=")
+            if word in PRESETS:
+                constants = _constants(PRESETS[word])
+            elif equals and key in constants:
+                constants[key] = _number(words, key, value)
+            elif word != "centre":
+                known = (*PRESETS, "centre", *(f"{key}=" for key in constants))
+                raise BadInput(f"init {words!r}: {word!r} is none of {', '.join(known)}{nearest(word, known)}")
+        alpha, beta, c = constants.values()
+        skipless_(model, alpha, beta, c, generator, example, centre="centre" in details, where=where)
+    elif name in ("zero", "default") and not details:
+        if name == "zero":
+            zero_branches_(model, example)
+    else:
+        raise BadInput(f"init is {words!r}; it can be default, zero, skipless or skipless:vit-small,beta=1,centre")
+
+
+def _constants(preset: Constants) -> dict[str, float]:
+    return {"alpha": preset["alpha"], "beta": preset["beta"], "c": preset["c"]}
+
+
+def _number(words: str, key: str, value: str) -> float:
+    try:
+        return float(value)
+    except ValueError:
+        raise BadInput(f"init {words!r}: {key} is {value!r}; it must be a number") from None

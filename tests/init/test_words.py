@@ -1,0 +1,137 @@
+"""Initialisations as text, and the one that takes out the mean of the activation."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Iterator
+
+import pytest
+import timm
+import torch
+from torch import Tensor, nn
+
+import unskip
+from unskip import Cut
+from unskip.errors import BadInput, InitError, UnskipWarning
+from unskip.init import PRESETS, skipless_, start_
+
+
+@pytest.fixture(autouse=True)
+def _quiet() -> Iterator[None]:
+    """Notes of small models are not what is tested here."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UnskipWarning)
+        yield
+
+
+def vit(**changes: object) -> nn.Module:
+    torch.manual_seed(0)
+    model: nn.Module = timm.create_model("vit_tiny_patch16_224", img_size=32, patch_size=8, depth=4, **changes)
+    return model
+
+
+def seeded() -> torch.Generator:
+    return torch.Generator().manual_seed(1)
+
+
+def same(one: nn.Module, other: nn.Module) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(one.parameters(), other.parameters(), strict=True))
+
+
+@pytest.mark.parametrize(
+    ("words", "options"),
+    [
+        ("skipless", PRESETS["vit-base"]),
+        ("skipless:vit-small", PRESETS["vit-small"]),
+        ("skipless:vit-small, beta=2", {**PRESETS["vit-small"], "beta": 2.0}),
+        ("skipless:centre", {**PRESETS["vit-base"], "centre": True}),
+    ],
+)
+def test_words_are_arguments(words: str, options: dict[str, float]) -> None:
+    one, other = vit(), vit()
+    start_(one, words, seeded())
+    skipless_(other, generator=seeded(), **options)  # type: ignore[arg-type]
+    assert same(one, other)
+
+
+def test_default_leaves_all_as_it_is_and_zero_does_not() -> None:
+    one = vit()
+    start_(one, "default")
+    assert same(one, vit())
+    start_(one, "zero")
+    assert not any(block.mlp.fc2.weight.any() for block in one.blocks)  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ("skiples", "it can be default, zero, skipless"),
+        ("zero:centre", "it can be default, zero, skipless"),
+        ("skipless:vit-smal", "nearest: vit-small"),
+        ("skipless:beta=much", "beta is 'much'; it must be a number"),
+        ("skipless:gamma=1", "'gamma=1' is none of"),
+    ],
+)
+def test_other_words_are_refused(words: str, told: str) -> None:
+    with pytest.raises(BadInput, match=told):
+        start_(vit(), words)
+
+
+# --- The mean ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_bias_is_the_closed_form_of_gelu() -> None:
+    """E[gelu(s z)] = s^2 / sqrt(2 pi (1 + s^2))."""
+    model = vit()
+    skipless_(model, generator=seeded(), centre=True)
+    for block in model.blocks:  # type: ignore[union-attr]
+        up, down = block.mlp.fc1.weight.double(), block.mlp.fc2.weight.double()
+        squares = up.square().sum(1)
+        mean = squares / (2 * math.pi * (1 + squares)).sqrt()
+        torch.testing.assert_close(block.mlp.fc2.bias.double(), -down @ mean, atol=1e-6, rtol=1e-5)
+
+
+def test_what_an_mlp_adds_to_independent_tokens_has_no_mean() -> None:
+    sizes = {}
+    for centre in (False, True):
+        model = vit()
+        skipless_(model, generator=seeded(), centre=centre)
+        tokens = torch.randn(4096, 192, generator=seeded())
+        with torch.no_grad():
+            out: Tensor = model.blocks[0].mlp(tokens)  # type: ignore[index,union-attr]
+        sizes[centre] = float(out.mean(0).norm() / out.norm(dim=1).mean())
+    assert sizes[False] > 0.3
+    assert sizes[True] < 0.03
+
+
+def test_tokens_of_a_model_without_skips_stay_further_apart() -> None:
+    images = torch.randn(4, 3, 32, 32, generator=seeded())
+    alike = {}
+    for centre in (False, True):
+        model = vit().eval()
+        skipless_(model, generator=seeded(), centre=centre)
+        unskip.rewire(model, Cut(), images)
+        with torch.no_grad():
+            tokens = [*unskip.features(model, images, pool=None).values()][-1]
+        alike[centre] = float(nn.functional.cosine_similarity(tokens[:, None], tokens[:, :, None], dim=-1).mean())
+    assert alike[True] < alike[False] - 0.1
+
+
+def test_a_gated_mlp_has_nothing_to_take_out() -> None:
+    one, other = (vit(mlp_layer=timm.layers.SwiGLU) for _ in range(2))
+    skipless_(one, generator=seeded(), centre=True)
+    skipless_(other, generator=seeded())
+    assert same(one, other)
+
+
+def test_centre_is_refused_where_it_cannot_be() -> None:
+    with pytest.raises(BadInput, match="centre is about the MLPs"):
+        skipless_(vit(), parts=("query-key",), centre=True)
+    model = vit()
+    for block in model.blocks:  # type: ignore[union-attr]
+        block.mlp.fc2 = nn.Linear(768, 192, bias=False)
+    before = model.state_dict()["blocks.0.mlp.fc1.weight"].clone()
+    with pytest.raises(InitError, match="no output bias to take a mean out with"):
+        skipless_(model, centre=True)
+    assert torch.equal(before, model.state_dict()["blocks.0.mlp.fc1.weight"])
