@@ -8,7 +8,7 @@
     sit      plain, decay with long skips (two seeds each), long skips alone, decay that ends in the middle
     uvit     plain, and decayed
 
-SiT-S/4 in pixel space, about 33 million weights, 15000 steps of 128 images. Of each run 10000 samples at 50 steps of
+SiT-S/4 in pixel space, about 33 million weights, 15000 steps of 128 images. Of each run 10000 samples at 25 steps of
 Heun's against the training set (with guidance too where --guided is said); neighbours over blocks and noise levels,
 then linear probes over blocks at the noise level that was best for neighbours.
 
@@ -35,7 +35,7 @@ from _study import ROOT, Job, about, arguments, folder_of, opened, serve, study
 PLAIN = {"shortcut": "keep", "long_skips": False}
 CFG = 1.5
 PROTOCOLS = ("knn-dino-v1", "probe-mae-v1")
-NOT_OF_A_RUN = ("judge", "samples", "times", "guided")  # settings of the study that no config has
+NOT_OF_A_RUN = ("judge", "samples", "sampling_steps", "times", "guided")  # settings of the study that no config has
 GRID = 64  # samples in a picture
 
 
@@ -148,10 +148,11 @@ def judged(task: dict[str, Any], folder: Path) -> dict[str, Any]:
     for cfg in (1.0, CFG):
         judging = cfg == 1.0 or task["guided"]
         begin = time.perf_counter()
-        drawn = unskip.sample(run, task["samples"] if judging else GRID, cfg, write=False, **options)
+        how = Sampling("heun", task["sampling_steps"], cfg)
+        count = task["samples"] if judging else GRID
+        drawn = unskip.sample(run, count, cfg, sampler="heun", steps=how.steps, write=False, **options)
         picture(drawn.images[:GRID], Path(task["pictures"]), f"{task['word']}-cfg{cfg:g}")
         if judging:
-            how = Sampling("heun", 50, cfg)
             values = judge_samples(run, judge, sampling=how, samples=drawn, cache=place / "statistics", **options)
             found["generation"][f"{cfg:g}"] = {**values, "seconds": time.perf_counter() - begin}
     knn, probe = PROTOCOLS
@@ -283,13 +284,14 @@ def settings_of(options: argparse.Namespace) -> dict[str, Any]:
         tiny: dict[str, Any] = {"preset": "digits", "data": "digits", "device": options.device, "steps": 40}
         tiny |= {"model_args": "width=32,depth=5,heads=2", "log_every": 10, "online_images": 500, "health": False}
         tiny["judge"] = {"preset": "digits", "steps": 40, "model_args": "depth=2,embed_dim=32,num_heads=2"}
-        return {**tiny, "samples": 200, "times": [0.5, 1.0], "guided": options.guided}
+        return {**tiny, "samples": 200, "sampling_steps": 5, "times": [0.5, 1.0], "guided": options.guided}
     graph = options.device == "cuda"
     fields: dict[str, Any] = {"preset": "cifar", "data": options.data, "device": options.device}
     fields |= {"steps": options.steps, "batch": options.batch, "compile": options.compile, "graph": graph}
     # A checkpoint is half a gigabyte: written at the end, and where a run is stopped.
     fields |= {"evaluate_every": max(1, options.steps // 3), "checkpoint_every": options.steps, "log_every": 50}
-    fields |= {"health": False, "samples": options.samples, "times": [0.5, 0.7, 0.8, 0.9, 0.95, 1.0]}
+    fields |= {"health": False, "samples": options.samples, "sampling_steps": options.sampling_steps}
+    fields["times"] = [0.7, 0.8, 0.9, 0.95, 1.0]
     judge = {"preset": "cifar", "graph": graph, "epochs": options.judge_epochs, "checkpoint_every": 10**6, "seed": 0}
     return {**fields, "judge": judge, "guided": options.guided}
 
@@ -306,6 +308,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=15_000)
     parser.add_argument("--batch", type=int, default=128)
     parser.add_argument("--samples", type=int, default=10_000)
+    parser.add_argument("--sampling-steps", type=int, default=25, help="of Heun's, two evaluations of the network each")
     parser.add_argument("--judge-epochs", type=float, default=25)
     parser.add_argument("--judge-batch", type=int, default=2500, help="images at a time in sampling and judging")
     parser.add_argument(
@@ -333,7 +336,7 @@ def main() -> None:
             options.device,
             told(fields),
             protocols={name: KNOWN[name].to_dict() for name in PROTOCOLS},
-            sampling={"sampler": "heun", "steps": 50, "cfg": [1.0, CFG], "reference": "the whole training set"},
+            sampling={"sampler": "heun", "steps": fields["sampling_steps"], "reference": "the whole training set"},
         )
         if "judge" in done:
             checked_judge(done["judge"], options.judge)
@@ -341,7 +344,7 @@ def main() -> None:
 
         def task_of(name: str, config: dict[str, Any]) -> dict[str, Any]:
             task = {"config": config, "folder": str(folder_of(options.runs, name, config))}
-            task |= {key: fields[key] for key in ("samples", "times", "guided", "device")}
+            task |= {key: fields[key] for key in ("samples", "sampling_steps", "times", "guided", "device")}
             task |= {"judge": str(options.judge), "pictures": str(options.pictures), "batch": options.judge_batch}
             return task | {"word": f"sit-{word}-{name.replace(' | ', '-').replace(' ', '-')}"}
 

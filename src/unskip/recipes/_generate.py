@@ -153,7 +153,7 @@ def build_task(config: Generative, make: Maker) -> tuple[Task, Schedule]:
         loss=loss,
         optimizer=optimizer,
         wiring=wiring,
-        trivial=_trivial(flow, float(sample.square().mean())),
+        trivial=_trivial(flow, _power(judged)),
         evaluations=evaluations,
         notes=(*train.report, *test.report),
         sample=sample[:8] if config.health else None,
@@ -210,6 +210,18 @@ def _betas(text: str) -> tuple[float, float]:
     except ValueError:
         raise BadInput(f"betas is {text!r}; write two numbers, as in 0.9,0.999") from None
     return first, second
+
+
+def _power(feed: _Images) -> float:
+    """The mean square of the values: of all images, or of the first batch where they have to be read from disk."""
+    at_hand = isinstance(feed, LatentFeed) or feed.images.images is not None
+    total, count = torch.zeros((), dtype=torch.float64, device=feed.device), 0
+    for values, _ in feed.evaluate():
+        total += values.double().square().sum()
+        count += values.numel()
+        if not at_hand:
+            break
+    return float(total) / count
 
 
 def _trivial(flow: Flow, power: float) -> float:
