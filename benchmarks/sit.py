@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import gc
 import json
 import shutil
 import statistics
@@ -34,7 +33,7 @@ from _study import ROOT, Job, about, arguments, folder_of, opened, serve, study
 
 PLAIN = {"shortcut": "keep", "long_skips": False}
 CFG = 1.5
-PROTOCOLS = ("knn-dino-v1", "probe-mae-v1")
+PROTOCOLS = ("knn-dino-v1", "probe-lbfgs-v1")
 NOT_OF_A_RUN = ("judge", "samples", "sampling_steps", "times", "guided")  # settings of the study that no config has
 GRID = 64  # samples in a picture
 
@@ -63,19 +62,7 @@ def jobs(done: dict[str, Any], fields: dict[str, Any], alpha: str, only: str = "
 
 
 def work(task: dict[str, Any]) -> dict[str, Any] | None:
-    """One run in this process, which then gives its memory back to those beside it; None where it was told to stop."""
-    import torch
-
-    try:
-        return worked(task)
-    finally:
-        gc.collect()
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
-
-
-def worked(task: dict[str, Any]) -> dict[str, Any] | None:
-    """From its checkpoint where it has one."""
+    """One run in this process, from its checkpoint where it has one; None where it was told to stop."""
     import unskip
     from unskip.training import RunFolder
 

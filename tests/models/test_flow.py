@@ -16,9 +16,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
+from tests.evals.hosts import NoHost
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from unskip.errors import BadInput
 from unskip.models import Flow, Sampling, SiT, draw, drawn
@@ -267,16 +266,8 @@ def test_noise_of_a_sample_stands_alone(seed: int, sample: int, step: int, size:
 
 def test_noise_waits_for_no_device() -> None:
     """Nothing is made on the host and copied: with samples elsewhere no tensor of the CPU takes part."""
-
-    class Elsewhere(TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            out = func(*args, **(kwargs or {}))
-            leaves = [leaf for leaf in tree_leaves((args, kwargs, out)) if isinstance(leaf, Tensor)]
-            assert all(leaf.device.type == "meta" for leaf in leaves), func
-            return out
-
     samples = torch.arange(4, device="meta")
-    with Elsewhere():
+    with NoHost():
         assert normal(3, samples, 7, SHAPE).shape == (4, *SHAPE)
 
 

@@ -42,7 +42,7 @@ def noised_features(
 ) -> Features:
     """Features of blocks at one time, from noise, 0, to data, 1, over batches of (images or latents, labels).
 
-    `axes` is what `noised_blocks` has found before, where the same model is asked several times.
+    `axes` are those of an earlier call on the same model, whose blocks need not be found again then.
     """
     if not 0 <= time <= 1:
         raise BadInput(f"a time of {time}; times go from noise, 0, to data, 1")
@@ -51,6 +51,7 @@ def noised_features(
     wanted_views = list(dict.fromkeys(views))
     found: dict[View, dict[int, list[Tensor]]] = {view: {} for view in wanted_views}
     labels: list[Tensor] = []
+    axes = dict(axes or {})
     wanted: list[int] = []
     seen = 0
     with evaluating(network):
@@ -60,10 +61,10 @@ def noised_features(
             noise = normal(seed, torch.arange(seen, seen + len(images), device=images.device), 0, images.shape[1:])
             times = torch.full((len(images),), time, device=images.device)
             inputs = (flow.mixed(images, noise, times), times)
-            if not wanted:
-                axes = noised_blocks(network, images) if axes is None else axes
-                wanted = [len(axes) // 2] if blocks == "middle" else indices(blocks, len(axes))
-            assert axes is not None
+            if not axes:
+                # One image with its time: an audit of a whole batch takes as much longer.
+                axes = block_axes(network, Example.of(tuple(each[:1] for each in inputs)))
+            wanted = wanted or ([len(axes) // 2] if blocks == "middle" else indices(blocks, len(axes)))
             with kept(network, axes, wanted) as outputs, autocast(images.device, precision):
                 network(*inputs)
             for index in wanted:
@@ -72,16 +73,10 @@ def noised_features(
                     found[pool, norm].setdefault(index, []).append(_view(tokens, pool, norm))
             labels.append(part)
             seen += len(images)
-    if axes is None or not labels:
+    if not labels:
         raise BadInput("there is no batch to take features of")
     whole = {view: {index: torch.cat(parts) for index, parts in by.items()} for view, by in found.items()}
-    return Features(whole, torch.cat(labels), len(axes))
-
-
-def noised_blocks(network: nn.Module, images: Tensor) -> dict[str, int]:
-    """The path of every block, and the axis of its output that holds the features."""
-    # One image, with a time of its own: an audit of a whole batch takes as much longer.
-    return block_axes(network, Example.of((images[:1], images.new_ones(1, dtype=torch.float32))))
+    return Features(whole, torch.cat(labels), len(axes), axes)
 
 
 def diffusion(
@@ -108,25 +103,17 @@ def diffusion(
     views: dict[str, View] = {each.name: ("mean", each.norm) for each in asked}
     device = next(network.parameters()).device
     feeds = [Feed(images, batch, size, device=device) for images in (test, train)]
-    with evaluating(network):
-        axes = noised_blocks(network, next(iter(feeds[0].evaluate()))[0])
     found: dict[float, list[Result]] = {}
+    axes: dict[str, int] = {}
     for time in times:
-        # Training and test images have noise of their own.
-        learnt, judged = (
-            noised_features(
-                network,
-                feeds[which].evaluate(),
-                flow or Flow(),
-                time,
-                blocks,
-                views.values(),
-                seed=2 * seed + which,
-                precision=precision,
-                axes=axes,
-            )
-            for which in (1, 0)
-        )
+        sets = []
+        for which in (1, 0):  # training and test images have noise of their own
+            images = feeds[which].evaluate()
+            options: dict[str, Any] = {"seed": 2 * seed + which, "precision": precision, "axes": axes}
+            part = noised_features(network, images, flow or Flow(), time, blocks, views.values(), **options)
+            axes = part.axes
+            sets.append(part)
+        learnt, judged = sets
         found[time] = [
             result
             for each in asked

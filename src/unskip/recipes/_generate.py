@@ -22,16 +22,18 @@ from unskip.data import Augment, Feed, ImageSet, open_images
 from unskip.data._latents import Autoencoder, LatentFeed
 from unskip.errors import BadInput
 from unskip.evals import knn, rank
-from unskip.evals._diffusion import noised_blocks, noised_features
+from unskip.evals._diffusion import noised_features
 from unskip.init import zero_branches_
 from unskip.models import Flow
 from unskip.models._flow import Interpolant, Target, Times
 from unskip.models._noise import normal
 from unskip.optim import build as build_optimizer
+from unskip.recipes._mae import _some, check_online
 from unskip.recipes._shared import device_of, schedule_of
 from unskip.training import Precision, Schedule, Task
 from unskip.wiring import rewire, save
 
+_FOR_LOSS = 1000  # test images that the loss is judged on, at least
 _WIDER = 4  # batches in judging, over those in training: nothing is kept for a backward pass
 
 
@@ -116,7 +118,10 @@ def build_task(config: Generative, make: Maker) -> tuple[Task, Schedule]:
     test = open_images(config.data, split="val" if config.validate else "test", root=config.data_root)
     autoencoder = Autoencoder.open(config.latents, device) if config.latents is not None else None
     feed = _feed(config, train, autoencoder, device, config.flip)
-    known, judged = (_feed(config, _some(each, config.online_images), autoencoder, device) for each in (train, test))
+    count = max(config.online_images, _FOR_LOSS)
+    known, judged = (_feed(config, _some(each, count), autoencoder, device) for each in (train, test))
+    if config.online_images:
+        check_online(known.images, judged.images)
     sample = next(iter(judged.evaluate()))[0][:64]
     known_classes = len(train.classes)
     shape = {"size": sample.shape[2], "channels": sample.shape[1], "classes": known_classes, "narrow": config.narrow}
@@ -132,7 +137,9 @@ def build_task(config: Generative, make: Maker) -> tuple[Task, Schedule]:
     wiring = rewire(model, config.shortcut, sample[:2], config.where) if config.shortcut != "keep" else None
     betas: dict[str, Any] = {"betas": _betas(config.betas)} if config.optimizer == "adamw" else {}
     optimizer = build_optimizer(model, config.optimizer, config.lr, config.weight_decay, **betas)
-    steps = config.steps or round(config.epochs * feed.steps_per_epoch)
+    steps = round(config.epochs * feed.steps_per_epoch) if config.steps is None else config.steps
+    if steps < 1:
+        raise BadInput(f"{steps} steps: give steps or epochs for one at least")
     flow = config.flow
 
     def loss(network: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
@@ -195,15 +202,6 @@ def _feed(
     )
 
 
-def _some(images: ImageSet, count: int) -> ImageSet:
-    """The first so many images of a random but fixed order; a thousand at least, for the loss."""
-    count = max(count, 1000)
-    if len(images) <= count:
-        return images
-    order = torch.randperm(len(images), generator=torch.Generator().manual_seed(0))
-    return images.select(order[:count].sort().values)
-
-
 def _betas(text: str) -> tuple[float, float]:
     try:
         first, second = (float(part) for part in text.split(","))
@@ -260,13 +258,10 @@ def _online(known: _Images, judged: _Images, flow: Flow, config: Generative) -> 
 
     def online(network: nn.Module) -> dict[str, float]:
         view, time = ("mean", "none"), config.online_time
-        if not axes:
-            axes.update(noised_blocks(network, next(iter(judged.evaluate()))[0]))
         options: dict[str, Any] = {"precision": config.precision, "axes": axes}
-        learnt, tested = (
-            noised_features(network, feed.evaluate(), flow, time, "middle", seed=seed, **options)
-            for feed, seed in ((known, 1), (judged, 0))
-        )
+        tested = noised_features(network, judged.evaluate(), flow, time, "middle", seed=0, **options)
+        axes.update(tested.axes)
+        learnt = noised_features(network, known.evaluate(), flow, time, "middle", seed=1, **options)
         (block,) = tested[view]  # type: ignore[index]
         x, y = learnt[view][block], tested[view][block]  # type: ignore[index]
         by_k = knn(x, learnt.labels, y, tested.labels)

@@ -76,6 +76,8 @@ def judge_run(
     """
     run = open_run(out, device)
     config = run.config
+    if getattr(config, "latents", None) is not None:
+        raise BadInput(f"{out}: it was trained on latents; call unskip.evals.noised_features with batches of those")
     split = split or ("val" if config.validate else "test")
     train = open_images(config.data, split="train", root=config.data_root, hold_out=split == "val")
     test = open_images(config.data, split=split, root=config.data_root)

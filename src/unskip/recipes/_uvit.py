@@ -34,7 +34,7 @@ _PRESETS = {
     "cifar": Preset(
         {"data": "cifar10", "size": 32, "model": "S/4", "model_args": "width=448,depth=11,heads=7", "batch": 128}
         | {"steps": 15_000, "warmup": 0.02, "average": 0.9995, "evaluate_every": 2500}
-        | {"precision": "bf16", "compile": True},
+        | {"precision": "bf16", "graph": True},
         "not measured",
         "not measured",
     ),
