@@ -13,10 +13,13 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import statistics
 import tempfile
 import time
 import warnings
+from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 from _study import ROOT, Job, about, arguments, opened, serve, study, write
@@ -29,6 +32,20 @@ WIRINGS: dict[str, dict[str, str]] = {
 GRID = (3e-5, 1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2)
 RATES = {"adamw": (3e-4, 1e-3, 3e-3), "muon": (1e-3, 3e-3, 1e-2), "soap": (1e-3, 3e-3, 1e-2)}  # to begin with
 SEEDS = (0, 1, 2)
+# What is watched, and what might help; under SOAP.
+TRIES: dict[str, dict[str, Any]] = {
+    "residual": {},
+    "skipless": {"shortcut": "cut"},
+    "skipless + init": {"shortcut": "cut", "init": "skipless"},
+    "centred": {"shortcut": "cut", "init": "skipless:centre"},
+    "other constants": {"shortcut": "cut", "init": "skipless:vit-small"},
+    "centred, sharper attention": {"shortcut": "cut", "init": "skipless:centre,beta=2"},
+    "centred, smaller steps": {"shortcut": "cut", "init": "skipless:centre", "lr": 1 / 3},
+    "annealed away": {"shortcut": "anneal:keep>cut@{half}"},
+    "annealed away, centred": {"shortcut": "anneal:keep>cut@{half}", "init": "skipless:centre"},
+    "decayed": {"shortcut": "decay:product=0.001"},
+}
+KNOWN = ("residual", "skipless", "skipless + init")
 
 
 def jobs(done: dict[str, Any], fields: dict[str, Any], epochs: tuple[float, float]) -> list[Job]:
@@ -56,7 +73,31 @@ def jobs(done: dict[str, Any], fields: dict[str, Any], epochs: tuple[float, floa
                 more = round(epochs[1] * pace["soap"] / pace[optimizer], 1)
                 longer.append((f"time | {wiring} | {name}", {**config, "seed": seed, "epochs": more}))
     final.sort(key=lambda job: job[1]["seed"])
-    return [(name, config) for name, config in sweep + final + longer if name not in done]
+    tries = [*tried(done, fields, epochs[1])]
+    return [(name, config) for name, config in sweep + final + longer + tries if name not in done]
+
+
+def tried(done: dict[str, Any], fields: dict[str, Any], epochs: float) -> Iterator[Job]:
+    """Each remedy at the rate that was best for skipless + init, the residual model at its own."""
+    own, base = (swept(done, wiring, "soap")[1] for wiring in ("skipless + init", "residual"))
+    if own is None or base is None:
+        return
+    names = {}
+    for name, changes in TRIES.items():
+        config = {**fields, **changes, "optimizer": "soap", "epochs": epochs}
+        config["lr"] = (base if name == "residual" else own) * changes.get("lr", 1)
+        names[name] = f"try | {name} | soap | {config['lr']:g}"
+        yield names[name], {**config, "validate": True, "watch": True}
+        if name in ("residual", "skipless + init"):
+            yield f"longer | {name} | soap | {config['lr']:g} | seed 0", {**config, "epochs": 3 * epochs}
+    if all(name in done for name in names.values()):
+        best = max(TRIES.keys() - {*KNOWN}, key=lambda name: done[names[name]].get("val_accuracy", 0.0))
+        changes = TRIES[best]
+        for seed in SEEDS:
+            config = {**fields, **changes, "optimizer": "soap", "epochs": epochs, "lr": own * changes.get("lr", 1)}
+            yield f"final | {best} | soap | {config['lr']:g} | seed {seed}", {**config, "seed": seed}
+            if seed == 0:
+                yield f"longer | {best} | soap | {config['lr']:g} | seed 0", {**config, "epochs": 3 * epochs}
 
 
 def swept(done: dict[str, Any], wiring: str, optimizer: str) -> tuple[list[float], float | None]:
@@ -94,37 +135,82 @@ def pace(fields: dict[str, Any]) -> dict[str, dict[str, float]]:
 def work(config: dict[str, Any]) -> dict[str, Any] | None:
     """One run, in this process; None where it was told to stop."""
     import unskip
+    from unskip.recipes._supervised import build
+    from unskip.training import RunFolder, train
 
     warnings.simplefilter("ignore", unskip.errors.UnskipWarning)
-    preset = config.pop("preset")
-    start = time.perf_counter()
+    fields, start = dict(config), time.perf_counter()
+    watch = fields.pop("watch", False)
+    planned = unskip.recipes.supervised(fields.pop("preset"), **fields)
     with tempfile.TemporaryDirectory() as folder:
+        if "{half}" in planned.shortcut:  # of a run whose length its data decides
+            _, schedule = build(replace(planned, shortcut="keep"))
+            planned = replace(planned, shortcut=planned.shortcut.format(half=schedule.steps // 2))
+        task, schedule = build(planned)
+        if watch:
+            task = replace(task, evaluations={**task.evaluations, "watch": lambda model: watched(model, task.sample)})
+            schedule = replace(schedule, evaluate_every=max(1, schedule.steps // 3))
+        run = RunFolder.create(f"{folder}/run", {}, config["device"])
+        found: dict[str, Any] = {}
         try:
-            outcome = unskip.train(unskip.recipes.supervised(preset, **config), f"{folder}/run", quiet=True)
+            outcome = train(task, schedule, run, quiet=True)
             if not outcome.finished:
                 return None
-            found: dict[str, Any] = dict(outcome.evaluations)
+            found = {key: value for key, value in outcome.evaluations.items() if not key.endswith("]")}
         except unskip.errors.TrainingError as error:
-            found = {"diverged": str(error).partition(": ")[2]}
-        rows = unskip.training.RunFolder(f"{folder}/run").read("metrics.jsonl")
-        raised = unskip.training.RunFolder(f"{folder}/run").read("warnings.jsonl")
-    curve = [[row["step"], row["loss"]] for row in rows[:: max(1, len(rows) // 25)]]
+            found["diverged"] = str(error).partition(": ")[2]
+        rows, raised, evaluations = (run.read(f"{name}.jsonl") for name in ("metrics", "warnings", "evals"))
     told = {key: value for key, value in config.items() if key not in ("data", "device")}
+    curve = [[row["step"], row["loss"]] for row in rows[:: max(1, len(rows) // 25)]]
     found |= {"seconds": time.perf_counter() - start, "loss": curve, "config": told}
     if rows:
         found["images_per_second"] = statistics.median(row["samples_per_second"] for row in rows)
+    if watch:
+        seen = [row for row in evaluations if row["evaluation"] == "watch"]
+        names = dict.fromkeys(key.partition("[")[0] for row in seen for key in row if key.endswith("]"))
+        found["watch"] = {"step": [row["step"] for row in seen]}
+        found["watch"] |= {name: [[*values_of(row, name)] for row in seen] for name in names}
     return found | {"warnings": sorted({row["warning"] for row in raised})}
+
+
+def watched(model: Any, sample: Any) -> dict[str, float]:
+    """By block: how alike tokens are, their rank, attention to oneself, inverse conditions of attention, W_V W_O."""
+    import torch
+
+    import unskip
+
+    found: dict[str, float] = {}
+    for index, tokens in unskip.features(model, sample, pool=None).items():
+        unit = torch.nn.functional.normalize(tokens.double(), dim=-1)
+        found[f"alike[{index}]"] = float((unit @ unit.mT).mean())
+    seen = unskip.measure(model, sample, jacobians="off").to_dict()
+    for index, row in enumerate(seen["blocks"]):
+        found[f"token_rank[{index}]"] = row["token_rank"]
+    for index, row in enumerate(row for row in seen["sites"] if row["kind"] == "attention"):
+        found[f"self_attention[{index}]"] = statistics.mean(row["self_attention"])
+        inverses = [0.0 if each is None else 1 / each for each in row["attention_condition"]]  # None: singular
+        found[f"attention_inverse_condition[{index}]"] = statistics.median(inverses)
+        found[f"value_output_inverse_condition[{index}]"] = 1 / (row["value_output"] or math.inf)
+    return found
+
+
+def values_of(row: dict[str, Any], name: str) -> Iterator[float]:
+    """The values of a number by block."""
+    index = 0
+    while f"{name}[{index}]" in row:
+        yield float(f"{row[f'{name}[{index}]']:.4g}")
+        index += 1
 
 
 def table(done: dict[str, Any]) -> str:
     """Mean and spread over the seeds of each final run."""
     groups: dict[tuple[str, ...], list[dict[str, Any]]] = {}
     for name, row in done.items():
-        if name.startswith(("final", "time")):
+        if name.startswith(("final", "time", "longer", "try")):
             groups.setdefault(tuple(name.split(" | ")[:4]), []).append(row)
     lines = [f"{'':6s} {'':22s} {'optimizer':9s} {'lr':>7s} {'epochs':>7s}  accuracy over seeds"]
     for (kind, wiring, optimizer, rate), rows in groups.items():
-        values = [row.get("test_accuracy", 0.0) for row in rows]
+        values = [row.get("test_accuracy", row.get("val_accuracy", 0.0)) for row in rows]
         spread = f" +- {statistics.stdev(values):.3f}" if len(values) > 1 else ""
         lines.append(
             f"{kind:6s} {wiring:22s} {optimizer:9s} {rate:>7s} {rows[0]['config']['epochs']:7.1f}  "
