@@ -126,7 +126,7 @@ def _split(block: Block, x: Tensor) -> Block:
     order = weight.argsort()
     keep = order[room:].sort().values
     rows = pivots(block.up[keep])[:room]
-    mirrored = keep[torch.tensor(rows, device=keep.device)]
+    mirrored = keep[torch.tensor(rows).to(keep.device)]
     bias = block.up_bias
     up = torch.cat([block.up[keep], -block.up[mirrored]])
     down = torch.cat([block.down[:, keep], torch.zeros_like(block.down[:, mirrored])], 1)

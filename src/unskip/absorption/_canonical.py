@@ -42,6 +42,13 @@ class Keys:
     def count(self) -> int:
         return len(self.first)
 
+    def without(self, split: tuple[int, ...]) -> Tensor:
+        """(m,) which keys are left where these are taken out."""
+        kept = torch.ones_like(self.first, dtype=torch.bool)
+        if split:
+            kept[torch.tensor(split).to(kept.device)] = False
+        return kept
+
 
 def canonical(problem: Problem, loose: bool = False, other: Keys | None = None) -> Keys:
     """Groups the units. `loose` also merges what rounding of the stored weights could have told apart.

@@ -36,8 +36,7 @@ def build(problem: Problem, keys: Keys, flips: Tensor, split: tuple[int, ...] = 
     up, down = block.up.detach().double(), block.down.detach().double()
     bias = up.new_zeros(len(up)) if block.up_bias is None else block.up_bias.detach().to(up)
     flips = flips.to(up.device)
-    kept = torch.ones(keys.count, dtype=torch.bool, device=up.device)
-    kept[list(split)] = False
+    kept = keys.without(split)
     rest = (keys.joint[:, kept] * flips[kept]) @ keys.rows[kept] - keys.goal
     plain = bool((keys.sizes == 1).all()) and keys.count == block.width == problem.width
     if plain and not split:
@@ -61,7 +60,7 @@ def build(problem: Problem, keys: Keys, flips: Tensor, split: tuple[int, ...] = 
     columns = joint.clone()
     room = problem.width - keys.count - len(split)
     if split:
-        at = list(split)
+        at = torch.tensor(split).to(up.device)
         share = rest @ torch.linalg.pinv(keys.rows[at])  # (o, |T|)
         columns[:, at] += share
         rows = torch.cat([rows, -up[keys.first[at]]])

@@ -79,7 +79,7 @@ def in_halves(joint: Tensor, rows: Tensor, goal: Tensor, tolerance: float) -> tu
     for i in torch.nonzero(high > low).flatten().tolist():
         for place in range(int(low[i]), int(high[i])):
             code = i | (int(order[place]) << half)
-            mask = torch.tensor([bool((code >> k) & 1) for k in range(m)], device=rows.device)
+            mask = torch.tensor([bool((code >> k) & 1) for k in range(m)]).to(rows.device)
             miss = float((flat[mask].sum(0) - goal.flatten()).norm())
             if miss < gap and miss <= tolerance + 1e-14 * float(flat.abs().sum()):
                 best, gap = mask, miss

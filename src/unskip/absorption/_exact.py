@@ -11,12 +11,14 @@ import secrets
 from fractions import Fraction
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from unskip.absorption._reduce import Problem
 
 Integers = np.ndarray[tuple[int, ...], np.dtype[np.uint64]]
 ROUNDS = 4
+AT_ONCE = 2**22  # entries that are turned into residues at a time
 
 
 def flips_exactly(problem: Problem, flips: Tensor) -> bool:
@@ -28,37 +30,35 @@ def flips_exactly(problem: Problem, flips: Tensor) -> bool:
     norms = block.norms
     if "input" in norms:
         return False  # its basis is rounded
-    chosen = flips.nonzero().flatten()
-    up, down = block.up.detach().double()[chosen], block.down.detach().double()[:, chosen]
-    parts = [_numpy(value) for value in (up, down, block.matrix)]
-    bias = None if block.up_bias is None else _numpy(block.up_bias.detach().double()[chosen])
-    const = None if block.down_bias is None else _numpy(block.down_bias.detach().double())
+    chosen = flips.nonzero().flatten().to(block.up.device)
+    rows, columns, skip = block.up.detach().double()[chosen], block.down.detach().double()[:, chosen], block.matrix
+    bias = None if block.up_bias is None else block.up_bias.detach().double()[chosen]
+    const = None if block.down_bias is None else block.down_bias.detach().double()
     shift = "post" in norms and norms["post"].kind == "layernorm"
     for _ in range(ROUNDS):
         q = random_prime()
-        rows, columns, skip = (residues(part, q) for part in parts)
-        x = _random(rows.shape[1], q)
+        x = torch.tensor([secrets.randbelow(q) for _ in range(rows.shape[1])]).to(rows.device)
         hidden, out = _apply(rows, x, q), _apply(skip, x, q)
         if not problem.output_bias:  # the constant must vanish as well
-            one = np.uint64(1 + secrets.randbelow(q - 1))
-            hidden = (hidden + (residues(bias, q) * one if bias is not None else 0)) % np.uint64(q)
-            out = (out + (residues(const, q) * one if const is not None else 0)) % np.uint64(q)
-        top, bottom = np.uint64(odd.numerator % q), np.uint64(odd.denominator % q)
-        total = (out * bottom + _apply(columns, hidden, q) * top) % np.uint64(q)
-        if (total != total[0]).any() if shift else total.any():
+            one = 1 + secrets.randbelow(q - 1)
+            hidden = hidden if bias is None else (hidden + residues(bias, q) * one) % q
+            out = out if const is None else (out + residues(const, q) * one) % q
+        total = (out * (odd.denominator % q) + _apply(columns, hidden, q) * (odd.numerator % q)) % q
+        if bool((total != total[0]).any() if shift else total.any()):
             return False
     return True
 
 
-def residues(values: np.ndarray[tuple[int, ...], np.dtype[np.float64]], q: int) -> Integers:
-    """Floats as integers modulo q, their powers of two included."""
-    mantissa, exponent = np.frexp(values)
-    whole = (np.abs(mantissa) * 2.0**53).astype(np.uint64) % np.uint64(q)
-    low = int(exponent.min(initial=0)) - 53
-    powers = np.array([pow(2, e, q) for e in range(low, int(exponent.max(initial=0)) - 52)], dtype=np.uint64)
-    out = whole * powers[exponent - 53 - low] % np.uint64(q)
-    signed: Integers = np.where(values < 0, (np.uint64(q) - out) % np.uint64(q), out)
-    return signed
+def residues(values: Tensor, q: int) -> Tensor:
+    """Floats as integers modulo a prime q of at most 31 bits, their powers of two included."""
+    mantissa, exponent = torch.frexp(values)
+    if not values.numel():
+        return exponent.long()
+    whole = (mantissa.abs() * 2.0**53).long() % q
+    low, high = int(exponent.min()) - 53, int(exponent.max()) - 53
+    powers = torch.tensor([pow(2, e, q) for e in range(low, high + 1)]).to(values.device)
+    out = whole * powers[exponent.long() - 53 - low] % q  # a product stays below 2^62
+    return torch.where(values < 0, (q - out) % q, out)
 
 
 def random_prime(bits: int = 31) -> int:
@@ -135,15 +135,7 @@ def _sums(values: list[int], q: int) -> Integers:
     return sums
 
 
-def _apply(matrix: Integers, x: Integers, q: int) -> Integers:
-    # Products stay below 2^62, sums of residues far below 2^64.
-    out: Integers = (matrix * x % np.uint64(q)).sum(1) % np.uint64(q)
-    return out
-
-
-def _random(n: int, q: int) -> Integers:
-    return np.array([secrets.randbelow(q) for _ in range(n)], dtype=np.uint64)
-
-
-def _numpy(value: Tensor) -> np.ndarray[tuple[int, ...], np.dtype[np.float64]]:
-    return value.cpu().numpy()
+def _apply(matrix: Tensor, x: Tensor, q: int) -> Tensor:
+    """A matrix of floats times a vector of residues. Sums of residues stay far below 2^63."""
+    some = max(1, AT_ONCE // max(1, matrix.shape[1]))
+    return torch.cat([(residues(part, q) * x % q).sum(1) % q for part in matrix.split(some)])

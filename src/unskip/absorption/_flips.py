@@ -167,9 +167,8 @@ def _use_spares(problem: Problem, keys: Keys, tolerance: float, out: Outcome) ->
         if _accept(problem, keys, nothing, split, out):
             return
         if split and len(split) < m:
-            kept = torch.ones(m, dtype=torch.bool, device=device)
-            kept[list(split)] = False
-            held = keys.rows[list(split)]
+            kept = keys.without(split)
+            held = keys.rows[~kept]
             away = torch.eye(held.shape[1], dtype=held.dtype, device=device) - torch.linalg.pinv(held) @ held
 
             def accept(flips: Tensor, kept: Tensor = kept, split: tuple[int, ...] = split) -> bool:
@@ -200,9 +199,7 @@ def pivots(rows: Tensor) -> list[int]:
 def _accept(problem: Problem, keys: Keys, flips: Tensor, split: tuple[int, ...], out: Outcome) -> bool:
     """The safe rule: over the flipped units only, capped by the size of the skip, and the outputs have to agree."""
     block, size = problem.block, problem.size
-    kept = torch.ones(keys.count, dtype=torch.bool, device=keys.rows.device)
-    kept[list(split)] = False
-    used = flips.to(keys.rows.device) & kept
+    used = flips.to(keys.rows.device) & keys.without(split)
     if not split and keys.spares == 0:  # cheap, and most candidates end here
         left = abs(problem.odd) * float((keys.joint[:, used] @ keys.rows[used] - keys.goal).norm())
         if not left <= min(_within(problem, keys, used), cap(block.roundoff) * size):

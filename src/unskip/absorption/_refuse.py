@@ -135,18 +135,17 @@ def _spectral(problem: Problem, spares: int, out: Outcome) -> None:
     """|c| sigma_i(W_down) sigma_j(W_up) < sigma_rho(A) with i + j - 1 = rho - p: the units are too weak."""
     if problem.bounded and problem.odd < 1:
         return  # units that are affine on the domain then weigh more than 1
-    skip = torch.linalg.svdvals(problem.skip)
-    down, up = torch.linalg.svdvals(problem.down), torch.linalg.svdvals(problem.up)
+    skip, down, up = (torch.linalg.svdvals(part).tolist() for part in (problem.skip, problem.down, problem.up))
     unit, margin = abs(problem.odd), 1e-9
     slack = 2 * problem.tolerance
     for rho in range(len(skip), spares, -1):
-        want = float(skip[rho - 1]) * (1 - margin)
+        want = skip[rho - 1] * (1 - margin)
         if want <= slack:
             continue
         for i in range(1, rho - spares + 1):
             j = rho - spares - i + 1
-            left = (float(down[i - 1]) if i <= len(down) else 0.0) + margin * float(down[0])
-            right = (float(up[j - 1]) if j <= len(up) else 0.0) + margin * float(up[0])
+            left = (down[i - 1] if i <= len(down) else 0.0) + margin * down[0]
+            right = (up[j - 1] if j <= len(up) else 0.0) + margin * up[0]
             if unit * left * right + slack < want:
                 sentence = (
                     "The MLP is too weak to stand in for its skip: "
