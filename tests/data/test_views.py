@@ -11,7 +11,7 @@ from scipy import ndimage
 from torchvision.transforms.v2 import functional as tv
 
 from unskip.data import ImageSet, ViewFeed, Views, open_images
-from unskip.data._views import coloured
+from unskip.data._views import DrawnFeed, coloured
 from unskip.errors import BadInput
 
 
@@ -54,6 +54,37 @@ def test_processes_together_make_what_one_makes() -> None:
     parts = [next(feed.iterate(3, 4, rank, 4)) for rank in range(4)]
     for index in range(3):
         assert torch.allclose(torch.cat([part[index] for part in parts]), one[index], atol=1e-6)
+
+
+@pytest.mark.parametrize("small", [0, 3])
+def test_views_can_be_made_later(small: int) -> None:
+    """By the step that trains on them, whatever its precision, and in parts."""
+    feed = ViewFeed(images(), 8, views(small=small))
+    large, little, labels = next(feed.iterate(2, 3))
+    batch = next(DrawnFeed(feed).iterate(2, 3))
+    assert DrawnFeed(feed).steps_per_epoch == feed.steps_per_epoch
+    assert torch.equal(batch[3], labels)
+    with torch.autocast("cpu", torch.bfloat16):
+        made = feed.made(*batch[:3])
+    assert [each.dtype for each in made] == [torch.float32] * 2
+    assert torch.equal(made[0], large)
+    assert torch.equal(made[1], little)
+    halves = [feed.made(*(each.chunk(2)[part] for each in batch[:3])) for part in range(2)]
+    assert torch.allclose(torch.cat([half[0] for half in halves]), large, atol=1e-6)
+
+
+def test_only_the_second_large_view_is_solarized_and_chances_are_kept() -> None:
+    feed = ViewFeed(images(2000), 2000, views(large=3, blur=(1.0, 0.0, 0.5), solarize=0.2))
+    _, large, small, _ = next(feed.drawn(0, 1))
+    solar, blurred = large[..., 11].mean(0), (large[..., 10] > 0).float().mean(0)
+    assert solar[0] == solar[2] == small[..., 11].max() == 0
+    assert 0.15 < float(solar[1]) < 0.25
+    assert blurred.tolist() == [1.0, 0.0, 0.0]
+    assert 0.45 < float((small[..., 10] > 0).float().mean()) < 0.55
+    assert 0.75 < float((large[..., 5] != 1).float().mean()) < 0.85  # brightness is changed with `jitter`
+    area = large[..., 2] * large[..., 3] / 400
+    assert float(area.min()) > 0.35
+    assert float((small[..., 2] * small[..., 3] / 400).max()) < 0.45
 
 
 def still(count: int = 5, **changes: float) -> torch.Tensor:

@@ -2,7 +2,8 @@
 
 What DINO (arXiv 2104.14294) and SimCLR (arXiv 2002.05709) train on. A view of a sample is a function of (seed, step,
 position, view): all numbers are drawn for the global batch before any pixel is touched, so a resumed run and any number
-of processes see the same views.
+of processes see the same views. Making the views from these numbers waits for nothing and moves nothing to the device:
+a training step can do it itself, and a CUDA graph of the step holds it.
 
     crop      a random area and aspect, resized, flipped half the time
     colour    x <- clamp(C x + c),  C of brightness, saturation and a turn of the hue in YIQ, c of contrast; or gray
@@ -15,6 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
+from typing import Literal
 
 import numpy
 import torch
@@ -27,9 +29,18 @@ from unskip.data._images import ImageSet
 from unskip.data._order import VIEWS, share, stream
 from unskip.errors import BadInput
 
-_LUMA = (0.299, 0.587, 0.114)
-_YIQ = ((0.299, 0.587, 0.114), (0.596, -0.274, -0.322), (0.211, -0.523, 0.312))
-_RGB = numpy.linalg.inv(numpy.array(_YIQ)).tolist()
+_YIQ = numpy.array([[0.299, 0.587, 0.114], [0.596, -0.274, -0.322], [0.211, -0.523, 0.312]])
+_RGB = numpy.linalg.inv(_YIQ)
+# What becomes of channels is gray + vivid (cos colour + sin turned): the rows of brightness, and of both colours.
+_MIXING = numpy.stack(
+    [
+        numpy.outer(_RGB[:, 0], _YIQ[0]),
+        numpy.outer(_RGB[:, 1], _YIQ[1]) + numpy.outer(_RGB[:, 2], _YIQ[2]),
+        numpy.outer(_RGB[:, 2], _YIQ[1]) - numpy.outer(_RGB[:, 1], _YIQ[2]),
+    ]
+)
+_BOX, _COLOURS = 5, 7  # numbers that are drawn for a view: those of its box, and those of its colours
+Drawn = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
 @dataclass(frozen=True)
@@ -85,6 +96,7 @@ class ViewFeed:
         whole = Augment(crop="none", flip=False)
         self.base = Feed(images, batch, source, seed=seed, augment=whole, device=device, workers=workers)
         self.views, self.seed, self.device = views, seed, self.base.device
+        self._mixing = mixing_basis(self.device)
 
     @property
     def steps_per_epoch(self) -> int:
@@ -94,54 +106,99 @@ class ViewFeed:
         self, start_step: int, stop_step: int, rank: int = 0, world: int = 1
     ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         """The batches of the steps from `start_step` up to but without `stop_step`: this process's part of each."""
-        for step, (images, labels) in enumerate(self.base.iterate(start_step, stop_step, rank, world), start_step):
-            pixels = images * self.base._std + self.base._mean  # from 0 to 1
-            part = share(self.base.batch, rank, world)
-            made = [self._view(pixels, step, index, part) for index in range(self.views.large + self.views.small)]
-            large, small = made[: self.views.large], made[self.views.large :]
-            side = self.views.small_size
-            none = images.new_empty(len(images), 0, images.shape[1], side, side)
-            yield torch.stack(large, 1), torch.stack(small, 1) if small else none, labels
+        for images, large, small, labels in self.drawn(start_step, stop_step, rank, world):
+            yield (*self.made(images, large, small), labels)
 
-    def _view(self, pixels: Tensor, step: int, index: int, part: range) -> Tensor:
+    def drawn(self, start_step: int, stop_step: int, rank: int = 0, world: int = 1) -> Iterator[Drawn]:
+        """The same batches before their views are made: images, what is drawn for the large and for the small views of
+        each, (n, views, 12), and labels."""
         views = self.views
-        is_large = index < views.large
-        size = views.size if is_large else views.small_size
-        count, (height, width) = self.base.batch, pixels.shape[2:]
-        random = stream(VIEWS, self.seed, step, index)
-        crop = Augment(crop="resized", scale=views.scale if is_large else views.small_scale, flip=True)
-        boxes = geometry(crop, random, count, height, width)[part.start : part.stop]
-        drawn = self._colours(random, count, index, size)[part.start : part.stop]
-        shown = _device.shown(pixels * 255, self.base._put(boxes.astype(numpy.float32)), (size, size)) / 255
-        changed = coloured(shown, self.base._put(drawn.astype(numpy.float32)))
-        return (changed - self.base._mean) / self.base._std
+        for step, (images, labels) in enumerate(self.base.iterate(start_step, stop_step, rank, world), start_step):
+            part = share(self.base.batch, rank, world)
+            height, width = images.shape[2:]
+            tables = [self._draw(step, kind, height, width) for kind in ("large", "small")]
+            # One copy to the device for all of them.
+            both = self.base._put(numpy.concatenate(tables, 1)[part.start : part.stop].astype(numpy.float32))
+            yield images, both[:, : views.large], both[:, views.large :], labels
 
-    def _colours(self, random: numpy.random.Generator, count: int, index: int, size: int) -> Table:
-        """(count, 7): factors of brightness, contrast, saturation, turn of the hue, gray, width of blur, solarize."""
-        views, table = self.views, numpy.zeros((count, 7))
-        table[:, :3] = 1.0
-        changed = random.random(count) < views.jitter
+    def made(self, images: Tensor, large: Tensor, small: Tensor) -> tuple[Tensor, Tensor]:
+        """The large and the small views of a batch of `drawn`."""
+        with torch.autocast(images.device.type, enabled=False):
+            pixels = (images * self.base._std + self.base._mean) * 255
+            return self._made(pixels, large, self.views.size), self._made(pixels, small, self.views.small_size)
+
+    def _made(self, pixels: Tensor, table: Tensor, size: int) -> Tensor:
+        count, views = table.shape[:2]
+        if not views:
+            return pixels.new_empty(count, 0, pixels.shape[1], size, size)
+        each = pixels[:, None].expand(-1, views, -1, -1, -1).flatten(0, 1)
+        rows = table.flatten(0, 1)
+        shown = _device.shown(each, rows[:, :_BOX], (size, size)) / 255
+        changed = coloured(shown, rows[:, _BOX:], self._mixing)
+        made: Tensor = ((changed - self.base._mean) / self.base._std).unflatten(0, (count, views))
+        return made
+
+    def _draw(self, step: int, kind: Literal["large", "small"], height: int, width: int) -> Table:
+        """(batch, views of the kind, 12): top, left, height, width, flipped, and the numbers of colours."""
+        views, count, large = self.views, self.base.batch, kind == "large"
+        number, size, scale = (
+            (views.large, views.size, views.scale) if large else (views.small, views.small_size, views.small_scale)
+        )
+        random = stream(VIEWS, self.seed, step, 0 if large else 1)
+        crop = Augment(crop="resized", scale=scale, flip=True)
+        boxes = geometry(crop, random, count * number, height, width).reshape(count, number, _BOX)
+        blur = [views.blur[min(index, 1)] if large else views.blur[2] for index in range(number)]
+        solarize = [views.solarize if large and index == 1 else 0.0 for index in range(number)]
+        return numpy.concatenate([boxes, self._colours(random, count, blur, solarize, size)], 2)
+
+    def _colours(
+        self, random: numpy.random.Generator, count: int, blur: list[float], solarize: list[float], size: int
+    ) -> Table:
+        """(count, views, 7): factors of brightness, contrast, saturation, turn of the hue, gray, width of blur,
+        solarize. Chances of the last two are those of each view."""
+        views, shape = self.views, (count, len(blur))
+        table = numpy.zeros((*shape, _COLOURS))
+        changed = random.random(shape) < views.jitter
         for column, strength in enumerate((views.brightness, views.contrast, views.saturation)):
-            factor = random.uniform(max(0.0, 1 - strength), 1 + strength, count)
-            table[changed, column] = factor[changed]
-        turn = random.uniform(-views.hue, views.hue, count) * 2 * math.pi
-        table[changed, 3] = turn[changed]
-        table[:, 4] = random.random(count) < views.gray
-        chance = views.blur[2] if index >= views.large else views.blur[min(index, 1)]
-        wide = random.uniform(*views.sigma, count) * size / 224
-        table[:, 5] = numpy.where(random.random(count) < chance, wide, 0.0)
-        table[:, 6] = (random.random(count) < views.solarize) & (index == 1 < views.large)
+            factor = random.uniform(max(0.0, 1 - strength), 1 + strength, shape)
+            table[..., column] = numpy.where(changed, factor, 1.0)
+        turn = random.uniform(-views.hue, views.hue, shape) * 2 * math.pi
+        table[..., 3] = numpy.where(changed, turn, 0.0)
+        table[..., 4] = random.random(shape) < views.gray
+        wide = random.uniform(*views.sigma, shape) * size / 224
+        table[..., 5] = numpy.where(random.random(shape) < blur, wide, 0.0)
+        table[..., 6] = random.random(shape) < solarize
         return table
 
 
-def coloured(images: Tensor, table: Tensor) -> Tensor:
-    """Images from 0 to 1, (n, channels, H, W), with colours, blur and inversion as a table (n, 7) says."""
+@dataclass(frozen=True)
+class DrawnFeed:
+    """The batches of a ViewFeed before their views are made, for a training step that makes them itself."""
+
+    feed: ViewFeed
+
+    @property
+    def steps_per_epoch(self) -> int:
+        return self.feed.steps_per_epoch
+
+    def iterate(self, start_step: int, stop_step: int, rank: int = 0, world: int = 1) -> Iterator[Drawn]:
+        """See `ViewFeed.drawn`."""
+        return self.feed.drawn(start_step, stop_step, rank, world)
+
+
+def coloured(images: Tensor, table: Tensor, mixing: Tensor | None = None) -> Tensor:
+    """Images from 0 to 1, (n, channels, H, W), with colours, blur and inversion as a table (n, 7) says.
+
+    `mixing` is that of `mixing_basis`, where it lies on the device already.
+    """
     bright, contrast, saturation, turn, gray, sigma, solar = table.unbind(1)
     if images.shape[1] == 3:
-        matrix = bright[:, None, None] * _mixing(saturation, turn, gray)
+        mixing = mixing_basis(images.device) if mixing is None else mixing
+        vivid = saturation.masked_fill(gray > 0.5, 0.0)
+        parts = torch.stack([torch.ones_like(vivid), vivid * turn.cos(), vivid * turn.sin()], 1)
+        matrix = bright[:, None, None] * torch.einsum("nk,kij->nij", parts, mixing)
         images = torch.einsum("nij,njhw->nihw", matrix, images)
-        weights = images.new_tensor(_LUMA)
-        middle = torch.einsum("j,njhw->n", weights, images) / images[0, 0].numel()
+        middle = torch.einsum("j,njhw->n", mixing[0, 0], images) / images[0, 0].numel()  # of the brightness
     else:
         images = images * bright[:, None, None, None]
         middle = images.mean((1, 2, 3))
@@ -152,13 +209,9 @@ def coloured(images: Tensor, table: Tensor) -> Tensor:
     return torch.where((solar[:, None, None, None] > 0.5) & (images > 0.5), 1 - images, images)
 
 
-def _mixing(saturation: Tensor, turn: Tensor, gray: Tensor) -> Tensor:
-    """(n, 3, 3): what becomes of the channels."""
-    there, back = saturation.new_tensor(_YIQ), saturation.new_tensor(_RGB)
-    cos, sin, zero, one = turn.cos(), turn.sin(), torch.zeros_like(turn), torch.ones_like(turn)
-    vivid = torch.where(gray > 0.5, 0.0, saturation)
-    turned = torch.stack([one, zero, zero, zero, vivid * cos, -vivid * sin, zero, vivid * sin, vivid * cos], 1)
-    return back @ turned.view(-1, 3, 3) @ there
+def mixing_basis(device: torch.device) -> Tensor:
+    """(3, 3, 3): what is left of channels as gray, as colour, and as colour turned by a right angle, in YIQ."""
+    return torch.tensor(_MIXING, dtype=torch.float32, device=device)
 
 
 def _band(sigma: Tensor, size: int) -> Tensor:

@@ -64,8 +64,7 @@ def contrast(one: Tensor, two: Tensor, temperature: float) -> Contrast:
     for view, mine in enumerate((one, two)):
         cosines = mine @ z.T
         scores = cosines / temperature
-        itself = torch.zeros_like(scores, dtype=torch.bool)
-        itself[torch.arange(count), own + view * total] = True
+        itself = torch.arange(2 * total, device=one.device) == (own + view * total)[:, None]
         scores = scores.masked_fill(itself, -torch.inf)
         wanted = own + (1 - view) * total
         losses.append(F.cross_entropy(scores, wanted))
