@@ -322,6 +322,25 @@ def test_features_that_are_not_finite_are_misses() -> None:
     assert result["unsure"] >= 0.25
 
 
+def test_a_curve_of_discoveries_is_each_block_on_its_own() -> None:
+    model, (images, masks) = vit(), colours(7)
+    boxes = torch.tensor([[8, 8, 24, 24]]).expand(7, 4)
+    curve = evals.discover_blocks(model, images, boxes, masks=masks, batch=4)
+    assert curve == {block: evals.discover(model, images, boxes, masks=masks, block=block) for block in range(3)}
+    assert [*evals.discover_blocks(model, images, boxes, blocks=[-1, 0])] == [0, 2]
+
+
+def test_a_changed_setting_counts() -> None:
+    model, (images, _) = vit(), colours(6)
+    found, stride = evals.discoveries(model, images)
+    mine = in_pixels(found.boxes, stride, (32, 32)).float()
+    wider = torch.cat([mine[:, :2], 32 + 0 * mine[:, 2:]], 1)
+    strict, lax = (evals.discover(model, images, wider, changes={"iou": iou})["corloc"] for iou in (0.999, 1e-6))
+    assert strict < lax == 1.0
+    with pytest.raises(BadInput, match="floor cannot be changed"):
+        evals.discover(model, images, mine, changes={"floor": 1.0})
+
+
 def test_images_that_are_no_squares() -> None:
     model = vit(dynamic_img_size=True)
     images = torch.randint(0, 255, (2, 3, 37, 52), dtype=torch.uint8)
@@ -351,5 +370,7 @@ def test_discover_refuses(boxes: Tensor, options: Any, message: str) -> None:
 
 
 def test_boxes_over_the_edge_are_cut_off() -> None:
-    images = torch.zeros(1, 3, 20, 30)
-    assert true_boxes(torch.tensor([[-5.0, 3, 40, 90]]), images)[0].tolist() == [[0, 3, 30, 20]]
+    images = torch.zeros(2, 3, 20, 30)
+    found, owner = true_boxes([torch.tensor([-5.0, 3, 40, 90]), torch.tensor([[1, 1, 2, 2], [0, 0, 3, 99]])], images)
+    assert found.tolist() == [[0, 3, 30, 20], [1, 1, 2, 2], [0, 0, 3, 20]]
+    assert owner.tolist() == [0, 1, 1]

@@ -39,6 +39,11 @@ class DenseSet:
         assert self.images.images is not None
         return self.images.images
 
+    def renamed(self, values: Mapping[int, int]) -> DenseSet:
+        """The same set with its masks' numbers as `values` says."""
+        masks = None if self.masks is None else _named(self.masks, values, self.images.name)
+        return DenseSet(self.images, masks, self.boxes)
+
 
 def open_dense(
     source: str | Path,
@@ -85,13 +90,7 @@ def _masks(table: object, file: str, images: ImageSet, values: Mapping[int, int]
     from PIL import Image
 
     assert images.size is not None
-    known = torch.arange(256, dtype=torch.uint8)
-    if values is not None:
-        known = torch.full((256,), 255, dtype=torch.int64)
-        for number, meaning in values.items():
-            known[number] = meaning
-        known = known.to(torch.uint8)
-    found, numbers = [], set[int]()
+    found = []
     for row, cell in enumerate(table.column("mask").to_pylist()):  # type: ignore[attr-defined]
         encoded = cell["bytes"] if isinstance(cell, dict) else cell
         try:
@@ -104,9 +103,16 @@ def _masks(table: object, file: str, images: ImageSet, values: Mapping[int, int]
                 f"{file}, row {row}: a mask of {mask.shape[0]} x {mask.shape[1]} for an image of {images.size[0]} x "
                 f"{images.size[1]}"
             )
-        numbers |= set(mask.unique().tolist())
-        found.append(known[mask.long()])
-    unknown = sorted(numbers - set(values)) if values is not None else []
+        found.append(mask.byte())
+    masks = torch.stack(found)
+    return masks if values is None else _named(masks, values, file)
+
+
+def _named(masks: Tensor, values: Mapping[int, int], source: str) -> Tensor:
+    unknown = sorted(set(masks.unique().tolist()) - set(values))
     if unknown:
-        raise BadInput(f"{file}: its masks hold {unknown[:5]}, which `values` does not speak of")
-    return torch.stack(found)
+        raise BadInput(f"{source}: its masks hold {unknown[:5]}, which `values` does not speak of")
+    known = torch.zeros(256, dtype=torch.uint8)
+    for number, meaning in values.items():
+        known[number] = meaning
+    return known[masks.int()]

@@ -1,7 +1,7 @@
 """Judge it: features of every block in one pass, and named, frozen protocols that turn them into numbers."""
 
 from unskip.evals._diffusion import diffusion, noised_features
-from unskip.evals._discover import discover, discoveries
+from unskip.evals._discover import discover, discover_blocks, discoveries
 from unskip.evals._evaluate import Result, evaluate
 from unskip.evals._extract import Features, extract
 from unskip.evals._extractor import Extractor, extractor
@@ -35,6 +35,7 @@ __all__ = [
     "confusion",
     "diffusion",
     "discover",
+    "discover_blocks",
     "discoveries",
     "evaluate",
     "extract",

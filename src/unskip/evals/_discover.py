@@ -8,14 +8,15 @@ edge of the image. An image without an answer is a miss.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from unskip.errors import BadInput
 from unskip.evals._extract import Precision
-from unskip.evals._iou import box_iou
+from unskip.evals._iou import pair_iou
 from unskip.evals._patches import Reader, What, batches
 from unskip.evals._protocols import protocol as find
 from unskip.evals._tokencut import Discovery, tokencut
@@ -31,8 +32,9 @@ def discover(
     what: What = "keys",
     protocol: str = "discover-tokencut-v1",
     ignore: int | None = None,
-    batch: int = 64,
+    batch: int | None = None,
     precision: Precision = "float32",
+    changes: Mapping[str, float] | None = None,
 ) -> dict[str, float]:
     """CorLoc, and the mean IoU of the masks where true ones are given, with how many answers are not sure or missing.
 
@@ -40,27 +42,52 @@ def discover(
     (k, 4) of them for each: x0, y0, x1, y1 in pixels. What reaches over the edge of the image is cut off. `masks` are
     (n, height, width), not 0 where the object is; pixels that are `ignore` do not count.
     """
-    settings = find(protocol, "discover").settings
-    truth = true_boxes(boxes, images)
+    options: dict[str, Any] = {"what": what, "protocol": protocol, "batch": batch, "precision": precision}
+    options |= {"masks": masks, "ignore": ignore, "changes": changes}
+    (found,) = discover_blocks(model, images, boxes, blocks=[block], **options).values()
+    return found
+
+
+def discover_blocks(
+    model: nn.Module,
+    images: Tensor,
+    boxes: Tensor | Sequence[Tensor],
+    *,
+    masks: Tensor | None = None,
+    blocks: Sequence[int] | Literal["all"] = "all",
+    what: What = "keys",
+    protocol: str = "discover-tokencut-v1",
+    ignore: int | None = None,
+    batch: int | None = None,
+    precision: Precision = "float32",
+    changes: Mapping[str, float] | None = None,
+) -> dict[int, dict[str, float]]:
+    """The curve over depth: `discover` of each block, from one pass over the images."""
+    unknown = sorted(set(changes or {}) - {"tau", "iou"})
+    if unknown:
+        raise BadInput(f"discover: {', '.join(unknown)} cannot be changed; of {protocol} tau and iou can")
+    settings = {**find(protocol, "discover").settings, **(changes or {})}
+    truth, owner = true_boxes(boxes, images)
     if masks is not None and masks.shape != (len(images), *images.shape[2:]):
         raise BadInput(
             f"discover: masks are {tuple(masks.shape)}, and the images {tuple(images.shape)}; there is a mask of the "
             "same height and width for each"
         )
-    found, stride = discoveries(
-        model, images, block=block, what=what, tau=settings["tau"], batch=batch, precision=precision
-    )
+    every, stride = _discovered(model, images, blocks, what, settings["tau"], batch, precision)
     size = (images.shape[2], images.shape[3])
-    placed = in_pixels(found.boxes, stride, size).cpu()
-    hits = [float((box_iou(placed[i : i + 1], each) >= settings["iou"]).any()) for i, each in enumerate(truth)]
-    result = {
-        "corloc": sum(hits) / len(hits),
-        "unsure": float((~found.sure).double().mean()),
-        "empty": float((~found.masks.flatten(1).any(1)).double().mean()),
-    }
-    if masks is not None:
-        result["mask_iou"] = _mask_iou(found, stride, masks, ignore)
-    return result
+    results: dict[int, dict[str, float]] = {}
+    for block, found in every.items():
+        placed = in_pixels(found.boxes, stride, size).cpu()
+        close = pair_iou(placed[owner], truth) >= settings["iou"]
+        hits = torch.zeros(len(images)).index_add_(0, owner, close.float()) > 0
+        results[block] = {
+            "corloc": float(hits.double().mean()),
+            "unsure": float((~found.sure).double().mean()),
+            "empty": float((~found.masks.flatten(1).any(1)).double().mean()),
+        }
+        if masks is not None:
+            results[block]["mask_iou"] = _mask_iou(found, stride, masks, ignore)
+    return results
 
 
 def discoveries(
@@ -70,18 +97,32 @@ def discoveries(
     block: int = -1,
     what: What = "keys",
     tau: float = 0.2,
-    batch: int = 64,
+    batch: int | None = None,
     precision: Precision = "float32",
 ) -> tuple[Discovery, tuple[float, float]]:
     """What is found in each image, and how many pixels a patch is high and wide."""
-    reader = Reader(model, images, block, what)
-    parts = []
+    every, stride = _discovered(model, images, [block], what, tau, batch, precision)
+    (found,) = every.values()
+    return found, stride
+
+
+def _discovered(
+    model: nn.Module, images: Tensor, blocks: Any, what: What, tau: float, batch: int | None, precision: Precision
+) -> tuple[dict[int, Discovery], tuple[float, float]]:
+    reader = Reader(model, images, blocks, what)
+    # A cut is some thousand small products, whatever the batch: on a GPU as many images at once as there is room for.
+    batch = batch or (1024 if next(model.parameters()).is_cuda else 64)
+    parts: dict[int, list[Discovery]] = {}
     for part in batches(len(images), batch):
         read = reader(images[part], precision)
-        (features,) = read.blocks.values()
-        parts.append(tokencut(features, read.grid, tau))
-    fields = [[getattr(each, name) for each in parts] for name in Discovery.__dataclass_fields__]
-    return Discovery(*(torch.cat(each) for each in fields)), read.stride
+        for index, features in read.blocks.items():
+            parts.setdefault(index, []).append(tokencut(features, read.grid, tau))
+    names = Discovery.__dataclass_fields__
+    whole = {
+        index: Discovery(*(torch.cat([getattr(each, name) for each in found]) for name in names))
+        for index, found in parts.items()
+    }
+    return whole, read.stride
 
 
 def in_pixels(boxes: Tensor, stride: tuple[float, float], size: tuple[int, int]) -> Tensor:
@@ -91,26 +132,37 @@ def in_pixels(boxes: Tensor, stride: tuple[float, float], size: tuple[int, int])
     return torch.minimum(boxes * scale, edge)
 
 
-def true_boxes(boxes: Tensor | Sequence[Tensor], images: Tensor) -> list[Tensor]:
-    """For each image its boxes (k, 4), within the image. Raises BadInput where one lies outside or is empty."""
+def true_boxes(boxes: Tensor | Sequence[Tensor], images: Tensor) -> tuple[Tensor, Tensor]:
+    """All boxes (m, 4), within their images, and for each the number of its image.
+
+    Raises BadInput where one lies outside or is empty, and where an image has none.
+    """
     if len(boxes) != len(images):
         raise BadInput(f"discover: {len(images)} images and boxes of {len(boxes)}; there are some for each image")
     height, width = images.shape[2:]
-    found = []
-    for index, each in enumerate(boxes):
-        mine = torch.as_tensor(each, dtype=torch.float64).cpu()
-        mine = mine[None] if mine.ndim == 1 else mine
-        if mine.ndim != 2 or mine.shape[1] != 4 or not len(mine) or not bool(mine.isfinite().all()):
-            raise BadInput(f"discover: the boxes of image {index} are {tuple(mine.shape)}; x0, y0, x1, y1 for each")
-        cut = torch.minimum(mine.clamp_min(0), mine.new_tensor([width, height] * 2))
-        wrong = (cut[:, 2:] <= cut[:, :2]).any(1)
+    if isinstance(boxes, Tensor) and boxes.ndim == 2:
+        boxes = boxes[:, None]
+    several = [torch.as_tensor(each, dtype=torch.float64) for each in boxes] if not isinstance(boxes, Tensor) else boxes
+    counts = []
+    for index, each in enumerate(several):
+        shape = (1, *each.shape) if each.ndim == 1 else tuple(each.shape)
+        if len(shape) != 2 or shape[1] != 4 or not shape[0]:
+            raise BadInput(f"discover: the boxes of image {index} are {tuple(each.shape)}; x0, y0, x1, y1 for each")
+        counts.append(shape[0])
+    owner = torch.arange(len(images)).repeat_interleave(torch.tensor(counts))
+    flat = torch.cat([each.reshape(-1, 4) for each in several]).to("cpu", torch.float64)
+    cut = torch.minimum(flat.clamp_min(0), flat.new_tensor([width, height] * 2))
+    for wrong, text in (
+        (~flat.isfinite().all(1), "is not finite; x0, y0, x1, y1 for each"),
+        (
+            (cut[:, 2:] <= cut[:, :2]).any(1),
+            f"has no part in an image {width} wide and {height} high; boxes are x0, y0, x1, y1 in pixels of the image",
+        ),
+    ):
         if bool(wrong.any()):
-            raise BadInput(
-                f"discover: box {mine[wrong][0].tolist()} of image {index} has no part in an image {width} wide and "
-                f"{height} high; boxes are x0, y0, x1, y1 in pixels of the image"
-            )
-        found.append(cut)
-    return found
+            first = int(wrong.nonzero()[0])
+            raise BadInput(f"discover: box {flat[first].tolist()} of image {int(owner[first])} {text}")
+    return cut, owner
 
 
 def _mask_iou(found: Discovery, stride: tuple[float, float], masks: Tensor, ignore: int | None) -> float:

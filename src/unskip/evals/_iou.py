@@ -68,9 +68,14 @@ def mean_iou(predictions: Tensor, targets: Tensor, classes: int, ignore: int | N
 
 def box_iou(one: Tensor, many: Tensor) -> Tensor:
     """The IoU of boxes (n, 4) with boxes (m, 4): (n, m). x0, y0, x1, y1, end exclusive; an empty box meets nothing."""
-    one, many = one.double()[:, None], many.double()[None]
-    low, high = torch.maximum(one[..., :2], many[..., :2]), torch.minimum(one[..., 2:], many[..., 2:])
+    return pair_iou(one[:, None], many[None])
+
+
+def pair_iou(one: Tensor, other: Tensor) -> Tensor:
+    """The IoU of boxes (..., 4) with as many others."""
+    one, other = one.double(), other.double()
+    low, high = torch.maximum(one[..., :2], other[..., :2]), torch.minimum(one[..., 2:], other[..., 2:])
     both = (high - low).clamp_min(0).prod(-1)
-    areas = [(boxes[..., 2:] - boxes[..., :2]).clamp_min(0).prod(-1) for boxes in (one, many)]
+    areas = [(boxes[..., 2:] - boxes[..., :2]).clamp_min(0).prod(-1) for boxes in (one, other)]
     either = areas[0] + areas[1] - both
     return torch.where(either > 0, both / either.clamp_min(1e-300), 0.0)

@@ -107,8 +107,9 @@ def _segment(
     unknown = sorted(set(settings) - set(find(protocol).settings))
     if unknown:
         raise BadInput(f"segment: {protocol} has no setting {', '.join(unknown)}; it has {', '.join(settings)}")
+    where = next(model.parameters()).device
     learnt, judged = (
-        _checked(name, Masked(*each), classes, ignore) for name, each in (("train", train), ("test", test))
+        _checked(name, Masked(*each), classes, ignore, where) for name, each in (("train", train), ("test", test))
     )
     flat = "all" if sets == "all" else sorted({index for each in sets for index in each})
     reader = Reader(model, learnt.images, flat)
@@ -154,7 +155,7 @@ def _read(reader: Reader, data: Masked, batch: int, precision: Precision) -> _Re
     return _Read({index: torch.cat(each) for index, each in parts.items()}, covered)
 
 
-def _checked(name: str, data: Masked, classes: int, ignore: int | None) -> Masked:
+def _checked(name: str, data: Masked, classes: int, ignore: int | None, device: torch.device) -> Masked:
     images, masks = data
     if not isinstance(masks, Tensor) or masks.is_floating_point() or masks.ndim != 3 or len(masks) != len(images):
         found = f"{masks.dtype} {tuple(masks.shape)}" if isinstance(masks, Tensor) else type(masks).__name__
@@ -172,7 +173,7 @@ def _checked(name: str, data: Masked, classes: int, ignore: int | None) -> Maske
             f"segment: {name} masks hold {wrong[:5]}, and there are {classes} classes, 0 to {classes - 1}; name the "
             "value that stands for no class as ignore"
         )
-    return Masked(images, masks)
+    return Masked(images, masks.to(device))  # once, and not batch by batch
 
 
 class _Head(NamedTuple):
@@ -200,9 +201,9 @@ def _descent(
     size = (masks.shape[1], masks.shape[2])
     for step in range(total):
         if step % per_epoch == 0:
-            order = torch.randperm(count, generator=draw)
+            order = torch.randperm(count, generator=draw).to(z.device)
         rows = order[step % per_epoch * batch :][:batch]
-        part, truth = z[rows.to(z.device)], masks[rows.to(masks.device)].to(z.device).long()
+        part, truth = z[rows], masks[rows].long()
         if settings["batch_norm"]:
             spread, middle = torch.var_mean(part, (0, 2, 3), correction=0)
             part = (part - middle[:, None, None]) / (spread[:, None, None] + _EPS).sqrt()
@@ -226,7 +227,7 @@ def _ridge(
     z: Tensor, read: _Read, masks: Tensor, classes: int, ignore: int | None, settings: Mapping[str, Any]
 ) -> _Head:
     grid = (z.shape[2], z.shape[3])
-    shares, weights = _shares(masks.to(z.device), read, grid, classes, ignore)
+    shares, weights = _shares(masks, read, grid, classes, ignore)
     x = z.movedim(1, -1).flatten(0, 2)
     w = weights.flatten().double()
     total = w.sum()
@@ -273,5 +274,5 @@ def _matrix(head: _Head, z: Tensor, read: _Read, masks: Tensor, classes: int, ig
     size = (masks.shape[1], masks.shape[2])
     for part in batches(len(z), 64):
         predicted = read.upsampled(head(z[part]), size).argmax(1)
-        total += confusion(predicted, masks[part].to(z.device), classes, ignore)
+        total += confusion(predicted, masks[part], classes, ignore)
     return total

@@ -80,8 +80,22 @@ def _cut(features: Tensor, rows: int, columns: int, tau: float) -> tuple[Tensor,
     whole = features.isfinite().all(2).all(1)
     edges = _edges(torch.where(whole[:, None, None], features, 0.0), tau)
     count = edges.sum((1, 2)) - edges.diagonal(dim1=1, dim2=2).sum(1)  # without those from a patch to itself
-    nodes = rows * columns
-    alike = (count == 0) | (count == nodes * (nodes - 1))
+    images, nodes = len(edges), rows * columns
+    known = whole & (count != 0) & (count != nodes * (nodes - 1))
+    # Graphs without an answer are not solved: the slowest solver of all would be the one to give up on them.
+    some = known.nonzero()[:, 0]
+    masks = edges.new_zeros(images, rows, columns)
+    seeds = some.new_full((images,), -1)
+    vectors = features.new_full((images, nodes), torch.nan, dtype=torch.float64)
+    gaps = vectors.new_zeros(images)
+    sure = edges.new_zeros(images)
+    if len(some):
+        masks[some], seeds[some], vectors[some], gaps[some], sure[some] = _solved(edges[some], rows, columns)
+    return masks, boxes_of(masks), seeds, vectors.view(-1, rows, columns), gaps, sure
+
+
+def _solved(edges: Tensor, rows: int, columns: int) -> tuple[Tensor, ...]:
+    """Masks, seeds, vectors, gaps and whether they are sure, of graphs that have an answer."""
     y, gaps, root = second_eigenvectors(edges, _FLOOR)
     seed, y, side = _sides(y)
     masks = connected(side.view(-1, rows, columns), seed)
@@ -91,16 +105,7 @@ def _cut(features: Tensor, rows: int, columns: int, tau: float) -> tuple[Tensor,
     size = y.abs()
     rivals = size + 2 * allowed >= size.amax(1, keepdim=True)
     sure = (gaps >= GAP) & (off > 0).all(1) & (~rivals | masks.flatten(1)).all(1)
-    known = whole & ~alike
-    masks = masks & known[:, None, None]
-    return (
-        masks,
-        boxes_of(masks),
-        torch.where(known, seed, -1),
-        torch.where(known[:, None], y, torch.nan).view(-1, rows, columns),
-        torch.where(known, gaps, 0.0),
-        sure & known,
-    )
+    return masks, seed, y, gaps, sure
 
 
 def _edges(features: Tensor, tau: float) -> Tensor:

@@ -7,15 +7,18 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from torch import Tensor
 
 from unskip.anatomy._features import indices
 from unskip.data import open_images
 from unskip.data._dense import open_dense
 from unskip.errors import BadInput
-from unskip.evals import PROTOCOLS, Result, discover, patches, pictures, segment_blocks
+from unskip.evals import Result, discover_blocks, patches, pictures, segment_blocks
+from unskip.evals._protocols import protocol
 from unskip.recipes._judge import Trained, open_run
 
 DENSE = ("segment", "discover")
+TRIMAP = {1: 1, 2: 0, 3: 255}  # object, ground, and a border that does not count
 
 
 def judge_dense(
@@ -36,36 +39,36 @@ def judge_dense(
 
     Images are brought to `size` (default: the run's). Without `values` a mask of 1, 2 and 3 is a trimap.
     """
+    names = list(protocols)
+    unknown = [name for name in names if protocol(name).kind not in DENSE]
+    if unknown:
+        raise BadInput(f"{', '.join(unknown)}: not judged by masks or boxes; see `unskip.recipes.judge_run`")
     run = open_run(out, device)
     size = size or run.config.size
-    train, test = (open_dense(source, split, size=size) for split in ("train", "test"))
-    if values is None and test.masks is not None and set(test.masks.unique().tolist()) <= {1, 2, 3}:
-        values, ignore = {1: 1, 2: 0, 3: 255}, 255
-    if values is not None:
-        train, test = (open_dense(source, split, size=size, values=values) for split in ("train", "test"))
+    train, test = (open_dense(source, split, size=size, values=values) for split in ("train", "test"))
+    if values is None and test.masks is not None and set(test.masks.unique().tolist()) <= set(TRIMAP):
+        train, test, ignore = train.renamed(TRIMAP), test.renamed(TRIMAP), 255
     count = len(patches(run.encoder, test.pixels[:1], "all").blocks)
     wanted = indices(blocks, count)
     results: list[Result] = []
-    for name in protocols:
+    for name in names:
         mine = dict((changes or {}).get(name, {}))
-        if PROTOCOLS[name].kind == "segment":
+        options: dict[str, Any] = {"protocol": name, "precision": precision, "changes": mine}
+        if protocol(name).kind == "segment":
             if train.masks is None or test.masks is None:
                 raise BadInput(f"{source}: no masks, and {name} needs them")
-            known = [each[each != (256 if ignore is None else ignore)] for each in (train.masks, test.masks)]
-            classes = int(max(int(each.max()) for each in known)) + 1
+            classes = 1 + max(_highest(each.masks, ignore, source) for each in (train, test))
             pair = ((train.pixels, train.masks), (test.pixels, test.masks))
-            options: dict[str, Any] = {"ignore": ignore, "seed": seed, "precision": precision, "changes": mine}
-            for found in segment_blocks(run.encoder, *pair, classes, blocks=wanted, protocol=name, **options):
+            options |= {"ignore": ignore, "seed": seed}
+            for found in segment_blocks(run.encoder, *pair, classes, blocks=wanted, **options):
                 numbers = {"mean_iou": found.mean_iou, "pixel_accuracy": found.accuracy}
                 numbers |= {f"iou_{index}": value for index, value in enumerate(found.iou)}
                 results.append(Result(name, found.blocks[0], numbers, "patches", mine))
         else:
             if test.boxes is None:
                 raise BadInput(f"{source}: no boxes, and {name} needs them")
-            for block in wanted:
-                options = {"block": block, "protocol": name, "precision": precision}
-                numbers = discover(run.encoder, test.pixels, test.boxes, **options)
-                results.append(Result(name, block, numbers, "keys", mine))
+            curve = discover_blocks(run.encoder, test.pixels, test.boxes, blocks=wanted, **options)
+            results += [Result(name, block, numbers, "keys", mine) for block, numbers in curve.items()]
     for each in results:
         row = {"step": run.step, **each.to_dict(), "data": Path(source).name, "size": size, "seed": seed}
         run.folder.append("evals.jsonl", row)
@@ -84,3 +87,11 @@ def picture_run(
     chosen = torch.linspace(0, len(images) - 1, count).long()
     size = run.config.size if source is None or images.size is None else None
     return pictures(run.encoder, images.load(chosen, size), Path(target))
+
+
+def _highest(masks: Tensor | None, ignore: int | None, source: str) -> int:
+    assert masks is not None
+    known = masks if ignore is None else masks[masks != ignore]
+    if not known.numel():
+        raise BadInput(f"{source}: no pixel of its masks has a class")
+    return int(known.max())
