@@ -126,6 +126,35 @@ def test_the_last_layer_knows_directions_only() -> None:
     assert torch.allclose(dino.student.head(x), before, atol=1e-5)
 
 
+def test_batch_norm_of_the_bottleneck_takes_the_common_part_away() -> None:
+    """Inputs that differ by a hundredth: all in one direction without it, in all directions with it."""
+    draw = torch.Generator().manual_seed(0)
+    x = torch.randn(1, 16, generator=draw) + 0.01 * torch.randn(64, 16, generator=draw)
+    alike = []
+    for norm in (False, True):
+        head = model(bottleneck_norm=norm).student.head
+        z = F.normalize(head.norm(head.mlp(x)), dim=1)
+        assert torch.allclose(head(x), z @ F.normalize(head.last.weight, dim=1).T, atol=1e-6)
+        alike.append(float((z @ z.T).mean().detach()))
+    assert alike[0] > 0.99
+    assert abs(alike[1]) < 0.05
+
+
+def test_rows_that_are_spread_give_every_direction_the_same_size() -> None:
+    dino = model(out=40)
+    dino.spread_(torch.Generator().manual_seed(3))
+    weight = dino.last_layer().detach().double()
+    assert torch.equal(dino.teacher.head.last.weight, dino.student.head.last.weight)
+    assert torch.allclose(weight.norm(dim=1), torch.ones(40, dtype=torch.float64), atol=1e-6)
+    assert torch.allclose(weight.T @ weight, 40 / 8 * torch.eye(8, dtype=torch.float64), atol=1e-4)
+    again = model(out=40)
+    again.spread_(torch.Generator().manual_seed(3))
+    assert torch.equal(again.last_layer(), dino.last_layer())
+    few = model(out=5)  # fewer rows than directions cannot be spread, and stay of length 1
+    few.spread_()
+    assert torch.allclose(few.last_layer().norm(dim=1), torch.ones(5))
+
+
 def test_sinkhorn_balances() -> None:
     logits = torch.randn(64, 6, generator=torch.Generator().manual_seed(0)).double() * 3
     q = sinkhorn(logits, rounds=50)

@@ -8,15 +8,19 @@ import os
 import subprocess
 import sys
 import warnings
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import unskip
 from unskip import recipes
+from unskip.data import Feed
 from unskip.errors import BadInput, UnskipError, UnskipWarning
 from unskip.models import DINO, SimCLR
 from unskip.recipes import _dino, _simclr
@@ -56,6 +60,7 @@ def simclr(**changes: Any) -> recipes.Simclr:
         {"shortcut": "learn:1.0"},
         {"shortcut": "anneal:keep>cut@4", "where": "mlp"},
         {"balance": "sinkhorn", "head_norm": False, "small": 0},
+        {"freeze_last": 1.0, "bottleneck_norm": False},
         {"optimizer": "soap"},
         {"optimizer": "muon", "shortcut": "cut", "init": "skipless"},
     ],
@@ -66,7 +71,8 @@ def test_any_shortcut_init_and_optimizer(changes: dict[str, Any]) -> None:
     model = task.model
     assert isinstance(model, DINO)
     trained = {id(p) for group in task.optimizer.param_groups for p in group["params"]}
-    assert trained == {id(p) for p in model.student.parameters()}
+    assert trained == {id(p) for p in model.student.parameters() if p.requires_grad}
+    assert model.last_layer().requires_grad == (changes.get("freeze_last") is not None)
     assert not any(p.requires_grad for p in model.teacher.parameters())
     assert [*model.student.state_dict()] == [*model.teacher.state_dict()]
     assert task.before is not None
@@ -76,7 +82,7 @@ def test_any_shortcut_init_and_optimizer(changes: dict[str, Any]) -> None:
         task.before(step)
         loss, numbers = task.loss(model, batch)
         loss.backward()
-        assert all(p.grad is not None for p in model.student.parameters())
+        assert all(p.grad is not None for p in model.student.parameters() if p.requires_grad)
         task.optimizer.step()
         task.optimizer.zero_grad()
         task.after(step)
@@ -119,13 +125,88 @@ def test_schedules_and_the_frozen_last_layer() -> None:
         task.before(step)
         now = last.detach().clone()
         task.loss(model, batch)[0].backward()
+        gradient = last.grad
         task.optimizer.step()
+        assert last.grad is gradient  # a CUDA graph goes on writing there, frozen or not
         task.optimizer.zero_grad()
         held.append(torch.equal(now, last))
     per_epoch = task.feed.steps_per_epoch
     frozen = round(2 / 40 * per_epoch)
     assert held == [step < frozen for step in range(4)]
     assert 0 < frozen < 4
+
+
+def test_a_teacher_is_judged_as_it_was_at_the_end(tmp_path: Path) -> None:
+    """Its skips are annealed with the student's; a run that is opened again has them where training left them."""
+    unskip.train(dino(shortcut="anneal:keep>cut@4"), tmp_path / "x", quiet=True)
+    opened: Any = open_run(tmp_path / "x")
+    for tower in (opened.model.student, opened.model.teacher):
+        assert unskip.Wiring.of(tower.backbone).alphas == [0.0] * 4
+    x = torch.randn(2, 1, 8, 8)
+    encoder = unskip.load(tmp_path / "x" / "checkpoints" / "step-6" / "encoder").eval()
+    with torch.no_grad():
+        assert torch.allclose(encoder(x), opened.encoder.eval()(x), atol=1e-6)
+
+
+class Recorded(TorchDispatchMode):
+    """Fails where a CUDA graph could not be recorded: where the host waits, or hands something over.
+
+    Everything lies on the meta device, which stands for the GPU: it holds no values that could be looked at, and a
+    tensor of the CPU is one that would have to be moved.
+    """
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        assert name not in ("_local_scalar_dense", "nonzero", "masked_select", "lift_fresh", "lift_fresh_copy"), name
+        given = [each for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)]
+        assert all(each.is_meta for each in given), f"{func} is given a tensor of the CPU"
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    ("build", "config"),
+    [
+        (_dino.build, dino(device="meta")),
+        (_dino.build, dino(device="meta", balance="sinkhorn", freeze_last=1.0)),
+        (_simclr.build, simclr(device="meta")),
+    ],
+    ids=["dino", "sinkhorn", "simclr"],
+)
+def test_a_step_can_be_recorded(build: Any, config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    autocast: Any = torch.autocast  # which does not know of the meta device
+    monkeypatch.setattr(
+        torch, "autocast", lambda kind, **rest: nullcontext() if kind == "meta" else autocast(kind, **rest)
+    )
+    task, _ = build(config)
+    batch = next(task.feed.iterate(0, 1))
+    with Recorded():
+        loss, numbers = task.loss(task.model, batch)
+        loss.backward()
+    assert loss.is_meta
+    assert all(value.is_meta for value in numbers.values())
+
+
+def test_the_recorder_sees_what_it_forbids() -> None:
+    x = torch.zeros(3, device="meta")
+    for wrong in (lambda: x.new_tensor([1.0, 2.0]), lambda: x[torch.arange(2)], lambda: x + torch.ones(3), x.nonzero):
+        with pytest.raises((AssertionError, NotImplementedError, RuntimeError)), Recorded():
+            wrong()
+
+
+SMALL: dict[str, Any] = {"model_args": "depth=2,embed_dim=32,num_heads=2", "steps": 150, "log_every": 10, "batch": 64}
+OLD: dict[str, Any] = {"bottleneck_norm": False, "freeze_last": 1.0}  # what small sets collapse with
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("changes", "collapses"), [({}, False), (OLD, True)], ids=["preset", "as published"])
+def test_the_digits_preset_does_not_collapse(changes: dict[str, Any], collapses: bool, tmp_path: Path) -> None:
+    unskip.train(recipes.dino("digits", health=False, device="cpu", **SMALL, **changes), tmp_path / "x", quiet=True)
+    last = RunFolder(tmp_path / "x").read("metrics.jsonl")[-1]
+    most = math.log(recipes.dino("digits").out)
+    assert (last["teacher_entropy"] > 0.95 * most) == collapses
+    assert (last["divergence"] < 0.3) == collapses
+    told = {row["warning"] for row in RunFolder(tmp_path / "x").read("warnings.jsonl")}
+    assert ("flat-loss" in told) == collapses
 
 
 @pytest.mark.parametrize("make", [dino, simclr])
@@ -174,6 +255,22 @@ def test_what_the_watch_says() -> None:
     assert names(share=0.01, **{**healthy, "teacher_spread": 0.01}) == []
     assert names(rank_block_0=9.0, rank_block_1=1.3, rank_block_11=1.1) == ["collapsed-blocks"]
     assert "blocks [1, 11]" in next(look({"rank_block_1": 1.3, "rank_block_11": 1.1}, 0.5))[1]
+
+
+def test_neighbours_are_judged_by_the_classes_that_are_known() -> None:
+    """Test images of classes that none of the training images looked at shows are left out, and end no run."""
+    task, _ = _dino.build(dino())
+    images = unskip.data.open_images("digits")
+    low, high = (rows.nonzero()[:, 0] for rows in (images.labels < 5, images.labels >= 5))
+    known = Feed(images.select(low[:300]), 300, 8)
+    one, both = (
+        _dino.online(known, Feed(images.select(rows), 300, 8), "float32", lambda net: net.teacher.backbone)(task.model)
+        for rows in (low[300:400], torch.cat([low[300:400], high[:100]]))
+    )
+    assert one["knn20"] == both["knn20"]
+    assert one["cls_knn20"] == both["cls_knn20"]
+    with pytest.raises(BadInput, match="online_images is 100"):
+        _dino.build(dino(online_images=100))
 
 
 def test_decay_with_a_contrastive_loss_is_warned_about() -> None:

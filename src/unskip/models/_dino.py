@@ -5,12 +5,18 @@
 
 Caron et al. 2021, "Emerging Properties in Self-Supervised Vision Transformers" (arXiv 2104.14294). Instead of the
 centre c, p can be balanced over the batch by Sinkhorn and Knopp's iteration, as in SwAV (arXiv 2006.09882). Both are
-over the batches of all processes. Without p and q being written out, the cross entropy of a pair is
+over the batches of all processes. Without q being written out, the cross entropy of a pair is
 
     log sum exp(s_j / T_s) - <p_i, s_j> / T_s
 
+and since it is linear in p_i and in s_j, the sum over all pairs is that of their sums, less i = j.
+
 How a run collapses can be seen in three numbers: the entropy of p (at log(out) every p is uniform), the entropy of the
 mean of p (at 0 every image is given the same entry), and the divergence of q from p (at 0 there is nothing to learn).
+
+Small models begin near such a point: what all images have in common is most of their class token, so all have nearly
+one direction in the bottleneck, centred p is nearly uniform, and that is what the student learns. Batch norm of the
+bottleneck (`bottleneck_norm`) takes the common part away, in student and teacher.
 """
 
 from __future__ import annotations
@@ -41,8 +47,17 @@ class Head(nn.Module):
     """An MLP to a bottleneck of length 1, and from there a linear layer whose rows have length 1."""
 
     def __init__(
-        self, width: int, out: int, *, hidden: int = 2048, bottleneck: int = 256, layers: int = 3, norm: bool = False
+        self,
+        width: int,
+        out: int,
+        *,
+        hidden: int = 2048,
+        bottleneck: int = 256,
+        layers: int = 3,
+        norm: bool = False,
+        bottleneck_norm: bool = False,
     ) -> None:
+        """`norm` is batch norm within the MLP, `bottleneck_norm` that of its end, without affine; by process."""
         super().__init__()
         if layers < 1:
             raise BadInput(f"a head of {layers} layers; it has one at least")
@@ -53,6 +68,7 @@ class Head(nn.Module):
             if index < layers - 1:
                 steps += [nn.BatchNorm1d(b), nn.GELU()] if norm else [nn.GELU()]
         self.mlp = nn.Sequential(*steps)
+        self.norm = nn.BatchNorm1d(bottleneck, affine=False) if bottleneck_norm else nn.Identity()
         self.last = nn.Linear(bottleneck, out, bias=False)  # only the directions of its rows count
         for module in self.modules():
             if isinstance(module, nn.Linear):
@@ -61,7 +77,7 @@ class Head(nn.Module):
                     nn.init.zeros_(module.bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = F.normalize(self.mlp(x), dim=-1)
+        x = F.normalize(self.norm(self.mlp(x)), dim=-1)
         return F.linear(x, F.normalize(self.last.weight, dim=1).to(x.dtype))
 
 
@@ -92,6 +108,7 @@ class DINO(nn.Module):
         bottleneck: int = 256,
         layers: int = 3,
         norm: bool = False,
+        bottleneck_norm: bool = False,
         student_temperature: float = 0.1,
         centre_momentum: float = 0.9,
         balance: Balance = "centre",
@@ -100,8 +117,9 @@ class DINO(nn.Module):
         super().__init__()
         if balance not in ("centre", "sinkhorn"):
             raise BadInput(f"balance is {balance!r}; it can be centre or sinkhorn")
-        width = width_of(backbone)
-        self.student = Tower(backbone, Head(width, out, hidden=hidden, bottleneck=bottleneck, layers=layers, norm=norm))
+        sizes: dict[str, int] = {"hidden": hidden, "bottleneck": bottleneck, "layers": layers}
+        head = Head(width_of(backbone), out, **sizes, norm=norm, bottleneck_norm=bottleneck_norm)
+        self.student = Tower(backbone, head)
         self.teacher = copy.deepcopy(self.student).requires_grad_(False)
         inner: Any
         for inner in self.teacher.modules():  # drop path and dropout are the student's
@@ -126,16 +144,12 @@ class DINO(nn.Module):
         )
         said = said / self.student_temperature  # (views, images, out)
         normaliser = said.logsumexp(2)
-        total: Any = 0
-        pairs = 0
-        for i in range(count):
-            for j in range(len(said)):
-                if i != j:
-                    total = total + (normaliser[j] - (p[i] * said[j]).sum(1)).mean()
-                    pairs += 1
+        pairs = count * (len(said) - 1)
         if not pairs:
             raise BadInput("one large view and no small one: there is no pair to compare")
-        loss = total / pairs
+        every = (count * normaliser.sum(0) - (p.sum(0) * said.sum(0)).sum(1)).mean()
+        itself = (normaliser[:count] - (p * said[:count]).sum(2)).sum(0).mean()
+        loss = (every - itself) / pairs
         entropy = torch.special.entr(p).sum(2).mean()
         spread = torch.special.entr(over_processes(p.mean((0, 1)))).sum()
         if self.training and self.balance == "centre":
@@ -157,6 +171,22 @@ class DINO(nn.Module):
     def last_layer(self) -> Tensor:
         """The weight that stands still at the start of training."""
         return self.student.head.last.weight
+
+    @torch.no_grad()
+    def spread_(self, generator: torch.Generator | None = None, rounds: int = 20) -> None:
+        """Spreads the rows of the last layer evenly: W^T W = (out / bottleneck) I as nearly as `rounds` bring it.
+
+        Then every direction of the bottleneck has outputs of one size, |W z| the same for all z, and none says less
+        than others. Rows of equal length and equal columns of W^T W are sought in turn.
+        """
+        weight = self.last_layer()
+        out, bottleneck = weight.shape
+        rows = torch.randn(out, bottleneck, generator=generator, dtype=torch.float64)
+        for _ in range(rounds if out >= bottleneck else 0):
+            values, vectors = torch.linalg.eigh(rows.T @ rows)
+            rows = F.normalize(rows @ (vectors * values.rsqrt()) @ vectors.T, dim=1)
+        for tower in (self.student, self.teacher):
+            tower.head.last.weight.copy_(F.normalize(rows, dim=1))
 
 
 def sinkhorn(logits: Tensor, rounds: int = 3) -> Tensor:

@@ -24,8 +24,10 @@ from torch import Tensor, nn
 
 from unskip import spec
 from unskip.data import Feed, ImageSet, ViewFeed, Views, open_images
+from unskip.data._views import Drawn, DrawnFeed
 from unskip.errors import BadInput
-from unskip.evals import extract, knn, rank
+from unskip.evals import PROTOCOLS, extract, knn, rank
+from unskip.evals._extract import View
 from unskip.init import PRESETS, skipless_, zero_branches_
 from unskip.models import DINO, load_dino
 from unskip.optim import build as build_optimizer
@@ -62,7 +64,8 @@ class Dino:
     hidden: int = 2048
     bottleneck: int = 256
     head_layers: int = 3
-    head_norm: bool = False
+    head_norm: bool = False  # batch norm within the head
+    bottleneck_norm: bool = False  # and at its end: what all images have in common is taken away
     balance: str = "centre"  # centre | sinkhorn
     student_temperature: float = 0.1
     teacher_temperature: float = 0.07
@@ -70,7 +73,7 @@ class Dino:
     teacher_warmup: float = 0.3  # and rises over this share of the steps
     momentum: float = 0.996  # of the teacher; it rises to 1
     centre_momentum: float = 0.9
-    freeze_last: float = 1.0  # epochs in which the last layer stands still
+    freeze_last: float | None = 1.0  # epochs in which the last layer stands still; None: always, its rows spread evenly
     optimizer: str = "adamw"
     lr: float = 5e-4
     lr_end: float = 2e-3  # as a fraction of lr
@@ -84,22 +87,31 @@ class Dino:
     precision: Precision = "float32"
     accumulate: int = 1
     compile: bool = False
-    graph: bool = False
+    graph: bool = False  # replay forward and backward, views included, as a CUDA graph
+    shard: bool = False  # spread the weights over the processes (FSDP2); AdamW only
     validate: bool = False  # hold a tenth of the training set out and judge by it, for choosing settings
     evaluate_every: int | None = None
     online_images: int = 10_000  # how many images of each split the neighbours and the rank are judged on in training
     health: bool = True
     checkpoint_every: int = 500
     log_every: int = 20
+    tensorboard: bool = False
     workers: int = 0
     seed: int = 0
     device: str = "auto"
 
 
 _SMALL_DATA: dict[str, Any] = {
-    # What keeps a small set from loss = log(out): batch norm in the head, fewer entries, a teacher that stays sharp and
-    # moves faster, a longer warm-up, small crops that still show something.
+    # What keeps a small set from loss = log(out). Where views cannot be told apart the best answer is a uniform q, and
+    # there are two ways to give it: rows of the last layer that are all alike, where its first epoch is over after some
+    # steps, and a bottleneck that is the same for all images. So the last layer stands still, its rows spread evenly,
+    # and the bottleneck is batch-normalised. Beside that: fewer entries, a teacher that stays sharp and moves faster, a
+    # longer warm-up, small crops that still show something.
+    "freeze_last": None,
+    "bottleneck_norm": True,
     "head_norm": True,
+    "hidden": 512,
+    "bottleneck": 128,
     "out": 4096,
     "teacher_temperature": 0.04,
     "teacher_warmup": 0.0,
@@ -114,7 +126,8 @@ _PRESETS = {
         {"data": "digits", "size": 8, "patch": 2, "model_args": "depth=4,embed_dim=64,num_heads=4", "small": 4}
         | {"small_size": 4, "small_scale": 0.2, "colour": 0.5, "batch": 64, "epochs": 30, "lr": 1e-3}
         | {"out": 256, "hidden": 128, "bottleneck": 64, "momentum": 0.98, "teacher_temperature": 0.04}
-        | {"teacher_warmup": 0.0, "weight_decay_end": 0.2, "head_norm": True},
+        | {"teacher_warmup": 0.0, "weight_decay_end": 0.2, "head_norm": True, "bottleneck_norm": True}
+        | {"freeze_last": None},
         "a few minutes on one CPU core",
         "not measured",
     ),
@@ -164,10 +177,14 @@ def build(config: Dino) -> tuple[Task, Schedule]:
         bottleneck=config.bottleneck,
         layers=config.head_layers,
         norm=config.head_norm,
+        bottleneck_norm=config.bottleneck_norm,
         student_temperature=config.student_temperature,
         centre_momentum=config.centre_momentum,
         balance=config.balance,  # type: ignore[arg-type]
     ).to(device)
+    if config.freeze_last is None:
+        model.spread_(torch.Generator().manual_seed(config.seed))
+        model.last_layer().requires_grad_(False)
     if config.weights is not None:
         load_dino(model, config.weights)
     wirings = []
@@ -178,7 +195,7 @@ def build(config: Dino) -> tuple[Task, Schedule]:
     optimizer = build_optimizer(model.student, config.optimizer, config.lr, config.weight_decay)
     steps = config.steps or round(config.epochs * feed.steps_per_epoch)
     schedule = schedule_of(config, steps)
-    frozen = round(config.freeze_last * feed.steps_per_epoch)
+    frozen = round((config.freeze_last or 0) * feed.steps_per_epoch)
     now = {"step": 0}
 
     def before(step: int) -> None:
@@ -193,16 +210,10 @@ def build(config: Dino) -> tuple[Task, Schedule]:
     def after(step: int) -> None:
         model.follow_(schedules.cosine(step, total=steps, start=config.momentum, end=1.0))
 
-    last = model.last_layer()
+    frozen_until(optimizer, model.last_layer, lambda: now["step"] >= frozen)
 
-    def hold(*_: Any) -> None:
-        if now["step"] < frozen:
-            last.grad = None
-
-    optimizer.register_step_pre_hook(hold)
-
-    def loss(network: nn.Module, batch: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
-        found = network(batch[0], batch[1])
+    def loss(network: nn.Module, batch: Drawn) -> tuple[Tensor, dict[str, Tensor]]:
+        found = network(*feed.made(*batch[:3]))
         return found.loss, {
             "teacher_entropy": found.entropy,
             "teacher_spread": found.spread,
@@ -219,7 +230,7 @@ def build(config: Dino) -> tuple[Task, Schedule]:
 
     task = Task(
         model=model,
-        feed=feed,
+        feed=DrawnFeed(feed),
         loss=loss,
         optimizer=optimizer,
         wiring=wirings[0] if wirings else None,
@@ -234,6 +245,27 @@ def build(config: Dino) -> tuple[Task, Schedule]:
         save=write,
     )
     return task, schedule
+
+
+def frozen_until(optimizer: Any, weight: Callable[[], Tensor], free: Callable[[], bool]) -> None:
+    """Hides the gradient of a weight from the optimizer until it is free.
+
+    It is put back after the step: a CUDA graph writes gradients where they lay when it was recorded. The weight is
+    asked for each time: sharding puts another tensor in its place.
+    """
+    hidden: list[Tensor | None] = []
+
+    def hide(*_: Any) -> None:
+        if not free():
+            hidden.append(weight().grad)
+            weight().grad = None
+
+    def show(*_: Any) -> None:
+        if hidden:
+            weight().grad = hidden.pop()
+
+    optimizer.register_step_pre_hook(hide)
+    optimizer.register_step_post_hook(show)
 
 
 # --- What DINO and SimCLR share ---------------------------------------------------------------------------------------
@@ -274,7 +306,14 @@ def view_data(config: Any, device: torch.device) -> tuple[ImageSet, ImageSet, Vi
 def still_feeds(config: Any, train: ImageSet, test: ImageSet, device: torch.device) -> tuple[Feed, Feed]:
     """Images as they are, for the neighbours and ranks of a run that goes on."""
     options: dict[str, Any] = {"size": config.size, "device": device, "workers": config.workers}
-    known, judged = (Feed(_some(each, config.online_images), config.batch, **options) for each in (train, test))
+    least = max(PROTOCOLS["knn-dino-v1"].settings["neighbours"])
+    if min(len(train), config.online_images) < least:
+        raise BadInput(
+            f"online_images is {config.online_images}, of {len(train)} training images; {least} neighbours are looked "
+            f"at, so it is {least} or more"
+        )
+    batch = max(config.batch, 512)  # nothing is kept for a backward pass
+    known, judged = (Feed(_some(each, config.online_images), batch, **options) for each in (train, test))
     return known, judged
 
 
@@ -303,6 +342,10 @@ def prepare(config: Any, backbone: nn.Module, sample: Tensor) -> None:
         raise BadInput(f"init is {config.init!r}; it can be default, skipless, skipless:PRESET or zero")
 
 
+# The mean of all tokens, as other recipes are judged, and the class token, which is what DINO trains and judges by.
+_ONLINE: dict[str, View] = {"": ("mean", "none"), "cls_": ("cls", "layer")}
+
+
 def online(
     train: Feed, test: Feed, precision: Any, encoder: Callable[[Any], nn.Module]
 ) -> Callable[[nn.Module], dict[str, float]]:
@@ -310,13 +353,17 @@ def online(
 
     def judged(network: nn.Module) -> dict[str, float]:
         inner = encoder(network)
-        learnt = extract(inner, train.evaluate(), -1, precision=precision)
-        found = extract(inner, test.evaluate(), "all", precision=precision)
-        x, y = learnt["mean", "none"][learnt.blocks - 1], found["mean", "none"]
+        learnt = extract(inner, train.evaluate(), -1, _ONLINE.values(), precision=precision)
+        found = extract(inner, test.evaluate(), "all", _ONLINE.values(), precision=precision)
         last = found.blocks - 1
-        by_k = knn(x, learnt.labels, y[last], found.labels)
+        there = torch.isin(found.labels, learnt.labels)  # few images need not show every class
+        values: dict[str, float] = {}
+        for word, view in _ONLINE.items():
+            by_k = knn(learnt[view][last], learnt.labels, found[view][last][there], found.labels[there])
+            values |= {f"{word}knn{k}": accuracy for k, accuracy in by_k.items()}
+        y = found["mean", "none"]
         ranks = {f"rank_block_{index}": rank(value)["rank"] for index, value in y.items()}
-        return {f"knn{k}": accuracy for k, accuracy in by_k.items()} | rank(y[last]) | ranks
+        return values | rank(y[last]) | ranks
 
     return judged
 

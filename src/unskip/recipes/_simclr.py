@@ -16,6 +16,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from unskip import spec
+from unskip.data._views import Drawn, DrawnFeed
 from unskip.errors import UnskipWarning
 from unskip.models import SimCLR
 from unskip.optim import build as build_optimizer
@@ -61,12 +62,14 @@ class Simclr:
     accumulate: int = 1
     compile: bool = False
     graph: bool = False
+    shard: bool = False
     validate: bool = False
     evaluate_every: int | None = None
     online_images: int = 10_000
     health: bool = True
     checkpoint_every: int = 500
     log_every: int = 20
+    tensorboard: bool = False
     workers: int = 0
     seed: int = 0
     device: str = "auto"
@@ -118,8 +121,8 @@ def build(config: Simclr) -> tuple[Task, Schedule]:
     optimizer = build_optimizer(model, config.optimizer, config.lr, config.weight_decay)
     steps = config.steps or round(config.epochs * feed.steps_per_epoch)
 
-    def loss(network: nn.Module, batch: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
-        found = network(batch[0])
+    def loss(network: nn.Module, batch: Drawn) -> tuple[Tensor, dict[str, Tensor]]:
+        found = network(feed.made(*batch[:3])[0])
         return found.loss, {"aligned": found.aligned, "apart": found.apart}
 
     def write(network: nn.Module, folder: Path) -> None:
@@ -132,7 +135,7 @@ def build(config: Simclr) -> tuple[Task, Schedule]:
     encoder = _dino.online(known, judged, config.precision, lambda net: net.backbone)
     task = Task(
         model=model,
-        feed=feed,
+        feed=DrawnFeed(feed),
         loss=loss,
         optimizer=optimizer,
         wiring=wiring,
