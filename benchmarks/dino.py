@@ -9,38 +9,36 @@ together at 64 pixels in patches of 8, and judged on them by neighbours, rank an
 and object discovery.
 
     main       residual and without residuals + init, by AdamW and by SOAP; SOAP with two seeds
-    depth      fewer blocks without residuals, against all of the residual model
     remedy     without residuals: skips annealed away, decayed, lower lr, slower teacher, Sinkhorn, other init
+    depth      fewer blocks without residuals, against all of the residual model
     labels     the same two models trained with labels: is the hierarchy richer there, too?
     contrast   SimCLR with and without decay: what the first paper warns of
 
-Every run is a process of its own, several side by side. A result is added to the JSON when its run is done, and what is
-there is not run again. At the limit runs are stopped; their folders (--runs) hold a checkpoint, from which the same
-command goes on.
+Several runs go side by side, in processes that stay. A result is added to the JSON when its run is done, and what is
+there is not run again. What still runs at the limit is stopped; its folder (--runs) holds a checkpoint, from which the
+same command goes on.
 """
 
 from __future__ import annotations
 
 import argparse
 import functools
-import hashlib
-import json
-import platform
+import gc
+import shutil
 import statistics
-import subprocess
-import sys
 import time
 import warnings
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
-STOPPED = 3  # the exit code of a run that will be gone on with
+from _study import ROOT, Job, about, arguments, folder_of, opened, serve, study
+
 LR = {"adamw": 5e-4, "soap": 1e-3, "muon": 1e-3}
 SKIPLESS = {"shortcut": "cut", "init": "skipless:vit-small"}
-PROTOCOLS = ("knn-dino-v1", "rank-v1", "probe-lbfgs-v1")
+DENSE = ("segment-linear-v1", "segment-ridge-v1", "discover-tokencut-v1")
+PROBE = {"iterations": 100}  # of L-BFGS, for every block; the protocol has 1000
+KNOWN = 20_000  # images of the training set that neighbours and probes learn from
 PETS = {1: 1, 2: 0, 3: 255}  # the trimap: pet, background, border
-Job = tuple[str, dict[str, Any]]
 
 
 def jobs(done: dict[str, Any], fields: dict[str, Any], options: argparse.Namespace) -> list[Job]:
@@ -53,33 +51,31 @@ def jobs(done: dict[str, Any], fields: dict[str, Any], options: argparse.Namespa
     def by(optimizer: str) -> dict[str, Any]:
         return {"optimizer": optimizer, "lr": LR[optimizer] * options.lr}
 
-    strong = options.strong
+    strong, fade = options.strong, f"anneal:keep>cut@{options.steps // 2}"
+    mine, without = by(strong), {**SKIPLESS, **by(strong)}
     found: list[Job] = []
-    for seed in (0, 1):
-        for optimizer in (strong, "adamw") if seed == 0 else (strong,):
-            found.append((f"main | residual | {optimizer} | seed {seed}", {**by(optimizer), "seed": seed}))
-            found.append((f"main | skipless | {optimizer} | seed {seed}", {**SKIPLESS, **by(optimizer), "seed": seed}))
-        if seed == 0:
-            found.append(
-                (f"remedy | annealed | {strong}", {**by(strong), "shortcut": f"anneal:keep>cut@{options.steps // 2}"})
-            )
-            annealed = {**by(strong), **SKIPLESS, "shortcut": f"anneal:keep>cut@{options.steps // 2}"}
-            found.append((f"remedy | annealed + init | {strong}", annealed))
-            found.append((f"remedy | decay 0.6 | {strong}", {**by(strong), "shortcut": "decay:0.6"}))
-            found.append((f"remedy | lr / 3 | {strong}", {**SKIPLESS, **by(strong), "lr": LR[strong] * options.lr / 3}))
-            found.append((f"remedy | momentum 0.998 | {strong}", {**SKIPLESS, **by(strong), "momentum": 0.998}))
-            found.append((f"remedy | sinkhorn | {strong}", {**SKIPLESS, **by(strong), "balance": "sinkhorn"}))
-            found.append(
-                (f"remedy | init vit-base | {strong}", {**SKIPLESS, **by(strong), "init": "skipless:vit-base"})
-            )
-    for blocks in (3 * depth // 4, depth // 2):
-        found.append((f"depth | skipless, {blocks} blocks | {strong}", {**SKIPLESS, **by(strong), **shallow(blocks)}))
-        found.append((f"depth | residual, {blocks} blocks | {strong}", {**by(strong), **shallow(blocks)}))
-    for kind, change in (("residual", {}), ("skipless", SKIPLESS)):
-        found.append((f"labels | {kind} | {strong}", {"recipe": "supervised", **change, **by(strong)}))
-    for shortcut in ("keep", "decay:0.6", "cut"):
-        change = SKIPLESS if shortcut == "cut" else {"shortcut": shortcut}
-        found.append((f"contrast | {shortcut} | adamw", {"recipe": "simclr", **change, **by("adamw")}))
+    for seed, optimizer in ((0, strong), (0, "adamw"), (1, strong)):
+        found.append((f"main | residual | {optimizer} | seed {seed}", {**by(optimizer), "seed": seed}))
+        found.append((f"main | skipless | {optimizer} | seed {seed}", {**SKIPLESS, **by(optimizer), "seed": seed}))
+    found += [
+        (f"remedy | annealed + init | {strong}", {**without, "shortcut": fade}),
+        (f"remedy | decay 0.6 | {strong}", {**mine, "shortcut": "decay:0.6"}),
+        (f"remedy | lr / 3 | {strong}", {**without, "lr": LR[strong] * options.lr / 3}),
+        (f"depth | skipless, {3 * depth // 4} blocks | {strong}", {**without, **shallow(3 * depth // 4)}),
+        (f"labels | residual | {strong}", {"recipe": "supervised", **mine}),
+        (f"labels | skipless | {strong}", {"recipe": "supervised", **without}),
+        ("contrast | keep | adamw", {"recipe": "simclr", **by("adamw")}),
+        ("contrast | decay:0.6 | adamw", {"recipe": "simclr", "shortcut": "decay:0.6", **by("adamw")}),
+        (f"remedy | momentum 0.998 | {strong}", {**without, "momentum": 0.998}),
+        (f"depth | skipless, {depth // 2} blocks | {strong}", {**without, **shallow(depth // 2)}),
+        # From here on what is good to know, where there is time.
+        (f"depth | residual, {3 * depth // 4} blocks | {strong}", {**mine, **shallow(3 * depth // 4)}),
+        (f"depth | residual, {depth // 2} blocks | {strong}", {**mine, **shallow(depth // 2)}),
+        (f"remedy | annealed | {strong}", {**mine, "shortcut": fade}),
+        (f"remedy | sinkhorn | {strong}", {**without, "balance": "sinkhorn"}),
+        (f"remedy | init vit-base | {strong}", {**without, "init": "skipless:vit-base"}),
+        ("contrast | cut | adamw", {"recipe": "simclr", **SKIPLESS, **by("adamw")}),
+    ]
     return [(name, {"recipe": "dino", **fields, **config}) for name, config in found if name not in done]
 
 
@@ -104,22 +100,25 @@ def planned(config: dict[str, Any]) -> Any:
 
 def work(task: dict[str, Any]) -> dict[str, Any] | None:
     """One run in this process, from its checkpoint where it has one; None where it was told to stop."""
+    import torch
+
     import unskip
-    from unskip.recipes import _dino, _judge
     from unskip.training import RunFolder
 
     warnings.simplefilter("ignore", unskip.errors.UnskipWarning)
-    # Training and judging open the same images: decode them once.
-    _dino.open_images = _judge.open_images = functools.cache(unskip.data.open_images)
     start, folder, config = time.perf_counter(), Path(task["folder"]), planned(task["config"])
-    found: dict[str, Any] = {"config": task["config"]}
+    told = {key: value for key, value in task["config"].items() if key not in ("data", "device")}
+    found: dict[str, Any] = {"config": told}
     run = RunFolder(folder)
     try:
         going = (folder / "config.json").exists()
         outcome = unskip.resume(folder, quiet=True) if going else unskip.train(config, folder, quiet=True)
         if not outcome.finished:
             return None
+        trained = time.perf_counter()
+        release(torch)
         found |= judged(folder, task)
+        found["judged_seconds"] = time.perf_counter() - trained
     except unskip.errors.TrainingError as error:
         found["diverged"] = str(error).partition(": ")[2]
     metrics, online = run.read("metrics.jsonl"), [row for row in run.read("evals.jsonl") if "rank_block_0" in row]
@@ -133,7 +132,16 @@ def work(task: dict[str, Any]) -> dict[str, Any] | None:
         "warnings": _first_warnings(run.read("warnings.jsonl")),
         "seconds": time.perf_counter() - start,
     }
+    release(torch)
+    shutil.rmtree(folder / "checkpoints", ignore_errors=True)
     return found
+
+
+def release(torch: Any) -> None:
+    """The next run in this process finds the device as this one did: graphs and models hang in cycles."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
 
 
 def _blocks(row: dict[str, Any]) -> int:
@@ -151,86 +159,69 @@ def judged(folder: Path, task: dict[str, Any]) -> dict[str, Any]:
     """Neighbours, rank and probes by block on its own data, CKA between blocks; segmentation and discovery on pets."""
     import torch
 
-    from unskip import evals
-    from unskip.data import Feed
-    from unskip.data._dense import open_dense
+    from unskip import data, evals
+    from unskip.evals._probe import probe_all
     from unskip.measures.similarity import cka
-    from unskip.recipes._judge import judge_run, open_images
+    from unskip.recipes._judge import open_run
+    from unskip.recipes._judge_dense import picture_run
+    from unskip.recipes._mae import _some
 
-    run, results = judge_run(folder, PROTOCOLS)
-    found: dict[str, Any] = {"depth": {}}
-    for each in results:
-        for key, value in each.values.items():
-            if key in ("knn20", "rank", "probe_lbfgs"):
-                found["depth"].setdefault(key, []).append(round(value, 5))
+    run = open_run(folder)
     device = next(run.model.parameters()).device
-    images = open_images(run.config.data, split="test", root=run.config.data_root)
-    some = images.select(torch.arange(len(images))[:: max(1, len(images) // 1024)][:1024])
-    maps = evals.extract(run.encoder, Feed(some, 256, run.config.size, device=device).evaluate())["mean", "none"]
-    found["cka"] = [[round(cka(x, y), 4) for y in maps.values()] for x in maps.values()]
+    mean: Any = ("mean", "none")
+    token: Any = ("cls", "layer")  # the class token is what DINO trains, and judges by
+    sides = []
+    split: Any
+    for split, most in (("train", KNOWN), ("test", 2 * KNOWN)):
+        images = _some(data.open_images(run.config.data, split=split, root=run.config.data_root), most)
+        batches = data.Feed(images, 1024, run.config.size, device=device).evaluate()
+        sides.append(evals.extract(run.encoder, batches, "all", [mean, token]))
+    train, test = sides
+
+    def neighbours(view: Any, block: int) -> float:
+        return evals.knn(train[view][block], train.labels, test[view][block], test.labels)[20]
+
+    blocks = range(test.blocks)
+    stacks = [torch.stack([side[mean][block] for block in blocks]) for side in sides]
+    probes = probe_all(stacks[0], train.labels, stacks[1], test.labels, "probe-lbfgs-v1", changes=PROBE)
+    depth = {
+        "knn20": [neighbours(mean, block) for block in blocks],
+        "knn20_cls": [neighbours(token, block) for block in blocks],
+        "rank": [evals.rank(test[mean][block])["rank"] for block in blocks],
+        "probe_lbfgs": probes,
+    }
+    found: dict[str, Any] = {"depth": {key: [round(value, 5) for value in row] for key, row in depth.items()}}
+    maps = [test[mean][block][:: -(-len(test) // 1024)] for block in blocks]
+    found["cka"] = [[0.0] * len(maps) for _ in maps]
+    for i, x in enumerate(maps):
+        for j, y in enumerate(maps[: i + 1]):
+            found["cka"][i][j] = found["cka"][j][i] = round(cka(x, y), 4)
     if task["pets"] is None:
         return found
-    train, test = (open_dense(task["pets"], split, size=task["size"], values=PETS) for split in ("train", "test"))
-    assert train.masks is not None
-    assert test.masks is not None
-    assert test.boxes is not None
-    last = len(maps) - 1
-    pair = ((train.pixels, train.masks), (test.pixels, test.masks))
+    pair = tuple((pets(task["pets"], split, task["size"])) for split in ("train", "test"))
+    last = test.blocks - 1
     several = sorted({round((last + 1) * share / 4) - 1 for share in (1, 2, 3, 4)})
-    options: dict[str, Any] = {"ignore": 255}
+    masked: Any = [(each.pixels, each.masks) for each in pair]
+    options: dict[str, Any] = {"ignore": 255, "batch": 512}
     found["segment"] = {
-        "single": evals.segment(run.encoder, *pair, 2, blocks=last, **options).mean_iou,
-        "multi-scale": evals.segment(run.encoder, *pair, 2, blocks=several, **options).mean_iou,
-        "by block (ridge)": [each.mean_iou for each in evals.segment_blocks(run.encoder, *pair, 2, **options)],
+        "single": evals.segment(run.encoder, *masked, 2, blocks=last, **options).mean_iou,
+        "multi-scale": evals.segment(run.encoder, *masked, 2, blocks=several, **options).mean_iou,
+        "by block (ridge)": [each.mean_iou for each in evals.segment_blocks(run.encoder, *masked, 2, **options)],
     }
-    # Masks are at the resolution of the labels; CorLoc needs boxes alone.
-    by_block = [evals.discover(run.encoder, test.pixels, test.boxes, block=block) for block in range(last + 1)]
-    found["discover"] = {key: [round(row[key], 4) for row in by_block] for key in by_block[0]}
+    options = {"masks": masked[1][1], "ignore": 255} if task["size"] == masked[1][1].shape[1] else {}
+    curve = evals.discover_blocks(run.encoder, pair[1].pixels, pair[1].boxes, **options).values()
+    found["discover"] = {key: [round(row[key], 4) for row in curve] for key in next(iter(curve))}
+    if task["picture"] is not None:
+        picture_run(folder, task["picture"], task["pets"])
     return found
 
 
-# --- Side by side -----------------------------------------------------------------------------------------------------
+@functools.cache
+def pets(source: str, split: Any, size: int) -> Any:
+    """Decoded once in a process."""
+    from unskip.data._dense import open_dense
 
-
-def study(data: dict[str, Any], fields: dict[str, Any], options: argparse.Namespace) -> None:
-    """Keeps `workers` runs going until nothing is left, or until the limit."""
-    done, begun, stopping = data["runs"], time.perf_counter(), False
-    running: dict[str, subprocess.Popen[str]] = {}
-    while True:
-        late = time.perf_counter() - begun > options.limit
-        waiting = [] if late else [job for job in jobs(done, fields, options) if job[0] not in running]
-        waiting = [job for job in waiting if options.only in job[0]]
-        while waiting and len(running) < options.workers:
-            name, config = waiting.pop(0)
-            digest = hashlib.sha256(json.dumps(config, sort_keys=True).encode()).hexdigest()[:8]
-            words = "".join(letter if letter.isalnum() or letter in ".-" else "-" for letter in name)
-            folder = options.runs / f"{words}-{digest}"
-            task = {"config": config, "folder": str(folder), "pets": options.pets, "size": options.judge_size}
-            command = [sys.executable, __file__, "--work", json.dumps(task)]
-            running[name] = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-        if late and not stopping:
-            stopping = True
-            for process in running.values():
-                process.terminate()  # in training it writes a checkpoint first
-        if not running:
-            return
-        time.sleep(0.2)
-        for name, process in list(running.items()):
-            if process.poll() is None:
-                continue
-            out, err = process.communicate()
-            del running[name]
-            if process.returncode == STOPPED or (stopping and process.returncode):
-                print(f"{name}: stopped; the same command goes on with it", flush=True)
-                continue
-            if process.returncode:
-                raise SystemExit(f"{name} failed:\n{err[-3000:]}")
-            done[name] = json.loads(out.splitlines()[-1])
-            options.out.parent.mkdir(parents=True, exist_ok=True)
-            aside = options.out.with_suffix(".tmp")
-            aside.write_text(json.dumps(data, separators=(",", ":")).replace('"runs":{', '"runs":{\n'))
-            aside.replace(options.out)
-            print(f"{name}: {short(done[name])} in {done[name]['seconds']:.0f} s", flush=True)
+    return open_dense(source, split, size=size, values=PETS)
 
 
 def short(row: dict[str, Any]) -> dict[str, Any]:
@@ -252,7 +243,7 @@ def table(done: dict[str, Any]) -> str:
     groups: dict[str, list[dict[str, Any]]] = {}
     for name, row in done.items():
         groups.setdefault(name.partition(" | seed")[0], []).append(row)
-    keys = ("single", "multi-scale", "corloc", "best corloc", "knn20", "probe_lbfgs", "rank")
+    keys = ("single", "multi-scale", "corloc", "best corloc", "knn20", "knn20_cls", "probe_lbfgs", "rank")
     lines = [f"| run | seeds | {' | '.join(keys)} | least rank (block) | warnings |", "|---" * (4 + len(keys)) + "|"]
     for name, rows in sorted(groups.items()):
         whole = [row for row in rows if "depth" in row]
@@ -321,65 +312,68 @@ def figures(done: dict[str, Any], folder: Path, word: str) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", help="the folder of the parquet files (default: digits, nothing dense)")
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--workers", type=int, default=1, help="runs side by side")
-    parser.add_argument("--limit", type=float, default=float("inf"), help="stop after this many seconds")
-    parser.add_argument("--steps", type=int, default=6000)
+    parser = arguments(__doc__, "dino-64.json; of digits build/dino-digits.json")
+    parser.add_argument("--steps", type=int, default=3000)
     parser.add_argument("--batch", type=int, default=256)
     parser.add_argument("--strong", default="soap", choices=["soap", "muon"], help="the optimizer beside AdamW")
     parser.add_argument("--lr", type=float, default=1.0, help="a factor of all learning rates")
     parser.add_argument("--judge-size", type=int, default=128, help="pixels at which pets are judged")
-    parser.add_argument("--graph", action="store_true", help="replay the pass of a step as a CUDA graph")
-    parser.add_argument("--only", default="", help="runs whose name holds this")
-    parser.add_argument("--out", type=Path, help="the JSON (default docs/results/dino.json)")
-    parser.add_argument("--runs", type=Path, default=ROOT / "build" / "dino-runs", help="where the run folders go")
-    parser.add_argument("--show", action="store_true", help="tables and figures of what is there; run nothing")
-    parser.add_argument("--work", help=argparse.SUPPRESS)
+    parser.add_argument("--img", type=Path, help="where figures and pictures go (default docs/img)")
     options = parser.parse_args()
     if options.work:
-        result = work(json.loads(options.work))
-        if result is None:
-            raise SystemExit(STOPPED)
-        print(json.dumps(result))
+        serve(work)
         return
     if options.data is None:
-        options.steps, options.pets = 12, None
+        options.steps, source = 12, None
         fields: dict[str, Any] = {"preset": "digits", "model_args": "depth=4,embed_dim=32,num_heads=2", "small": 2}
         fields |= {"batch": 64, "out": 64, "log_every": 4, "evaluate_every": 6, "online_images": 300, "health": False}
     else:
-        options.pets = f"{options.data}/pets-{{split}}.parquet"
+        source = f"{options.data}/pets-{{split}}.parquet"
         both = "+".join(f"{options.data}/{name}-{{split}}.parquet" for name in ("tinyimagenet100", "cifar10"))
         fields = {"preset": "tiny-imagenet", "data": both, "model": "timm:vit_tiny_patch16_224", "batch": options.batch}
-        fields |= {"model_args": "depth=12,embed_dim=192,num_heads=3", "small": 6, "graph": options.graph}
-        fields |= {"evaluate_every": max(1, options.steps // 12), "log_every": 20, "checkpoint_every": 500}
-        fields |= {"online_images": 4000, "health": False, "compile": False}
+        fields |= {"model_args": "depth=12,embed_dim=192,num_heads=3", "small": 6, "graph": True, "compile": False}
+        fields |= {"evaluate_every": max(1, options.steps // 8), "log_every": 25, "checkpoint_every": options.steps}
+        fields |= {"online_images": 2000, "health": False}
     fields |= {"steps": options.steps, "device": options.device}
     word = "digits" if options.data is None else "64"
-    options.out = options.out or (ROOT / "docs" / "results" if options.data else ROOT / "build") / f"dino-{word}.json"
-    data = json.loads(options.out.read_text()) if options.out.exists() else {"runs": {}}
+    results, images = (
+        (ROOT / "build", ROOT / "build") if options.data is None else (ROOT / "docs/results", ROOT / "docs/img")
+    )
+    options.out, options.img = options.out or results / f"dino-{word}.json", options.img or images
     settings = {key: value for key, value in fields.items() if key not in ("data", "device", "graph")}
-    if data.get("settings", settings) != settings and not options.show:
-        raise SystemExit(f"{options.out} holds runs of other settings, {data['settings']}; choose another --out")
+    data = opened(options.out, settings)
     if not options.show:
-        import torch
-
         import unskip
 
-        dense = ("segment-linear-v1", "segment-ridge-v1", "discover-tokencut-v1")
-        data |= {
-            "script": "benchmarks/dino.py",
-            "device": torch.cuda.get_device_name() if options.device == "cuda" else f"{platform.machine()} CPU",
-            "versions": {"python": platform.python_version(), "torch": torch.__version__, "unskip": unskip.__version__},
-            "protocols": {name: unskip.evals.PROTOCOLS[name].to_dict() for name in (*PROTOCOLS, *dense)},
-            "settings": settings,
+        names = ("knn-dino-v1", "rank-v1", "probe-lbfgs-v1", *DENSE)
+        more = {
+            "protocols": {name: unskip.evals.PROTOCOLS[name].to_dict() for name in names},
+            "changes": {"probe-lbfgs-v1": PROBE, "training images of neighbours and probes": KNOWN},
             "judged at": options.judge_size,
-            "runs": data["runs"],  # last, a run a line
         }
-        study(data, fields, options)
+        data |= about(__file__, options.device, settings, **more)
+
+        def task_of(name: str, config: dict[str, Any]) -> dict[str, Any]:
+            pictured = source is not None and name.startswith("main") and name.endswith("seed 0")
+            sheet = options.img / f"dino-{word}-{'-'.join(name.split(' | ')[1:3])}.png" if pictured else None
+            return {
+                "config": config,
+                "folder": str(folder_of(options.runs, f"dino-{name}", config)),
+                "pets": source,
+                "size": options.judge_size,
+                "picture": None if sheet is None else str(sheet),
+            }
+
+        study(
+            __file__,
+            data,
+            lambda: jobs(data["runs"], fields, options),
+            task_of,
+            options,
+            lambda _, row: str(short(row)),
+        )
     print(table(data["runs"]))
-    figures(data["runs"], ROOT / "docs" / "img" if options.data else ROOT / "build", word)
+    figures(data["runs"], options.img, word)
 
 
 if __name__ == "__main__":
