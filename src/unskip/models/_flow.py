@@ -132,7 +132,7 @@ class Flow:
             noise = torch.randn(data.shape, device=data.device, generator=generator)
         if self.label_dropout:
             left_out = torch.rand(len(labels), device=labels.device, generator=generator) < self.label_dropout
-            labels = torch.where(left_out, classes, labels)
+            labels = labels.masked_fill(left_out, classes)
         prediction = network(self.mixed(data, noise, time), time, labels)
         error: Tensor = (prediction.float() - self.wanted(data, noise, time)).square().flatten(1).mean(1)
         return error
