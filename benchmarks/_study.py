@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import gc
 import hashlib
 import json
 import platform
@@ -82,6 +83,16 @@ def serve(work: Callable[[Any], Row | None]) -> None:
         print(_MARK + json.dumps(result), flush=True)
         if result is None:
             return
+        release()
+
+
+def release() -> None:
+    """Gives back what a run has held on the device, for the next one and for the other workers."""
+    import torch
+
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
 
 
 def decode_once() -> None:
@@ -129,10 +140,11 @@ def study(
     """Keeps `options.workers` runs going until nothing is left, or until the limit.
 
     `jobs` names what is still to be run, what matters most first; it is asked again after each result. Nothing is begun
-    that, by the longest run so far, would not end in time. What still runs at the limit is stopped: its folder holds a
-    checkpoint, from which the same command goes on.
+    that, by the longest run of its kind so far (the first word of a name), would not end in time. What still runs at
+    the limit is stopped: its folder holds a checkpoint, from which the same command goes on.
     """
-    begun, longest, stopping = time.perf_counter(), 0.0, False
+    begun, stopping = time.perf_counter(), False
+    longest: dict[str, float] = {}
     idle = [_Worker(script) for _ in range(options.workers)]
     running: dict[Future[Row | None], tuple[str, _Worker, float]] = {}
     with ThreadPoolExecutor(options.workers) as pool:
@@ -140,8 +152,10 @@ def study(
             now = time.perf_counter()
             busy = {name for name, _, _ in running.values()}
             waiting = [job for job in jobs() if job[0] not in busy and options.only in job[0]]
-            while waiting and idle and now - begun + longest < options.limit:
-                name, config = waiting.pop(0)
+            left = options.limit - (now - begun)
+            fitting = [job for job in waiting if _expected(longest, job[0]) < left]
+            while fitting and idle:
+                name, config = fitting.pop(0)
                 worker = idle.pop()
                 running[pool.submit(worker.run, task_of(name, config))] = (name, worker, now)
             if now - begun > options.limit and not stopping:
@@ -159,13 +173,19 @@ def study(
                     raise SystemExit(f"{name} failed:\n{future.exception()}")
                 row = future.result()
                 assert row is not None
-                longest = max(longest, time.perf_counter() - start)
+                kind = name.partition(" | ")[0]
+                longest[kind] = max(longest.get(kind, 0.0), time.perf_counter() - start)
                 data["runs"][name] = row
                 idle.append(worker)
                 write(data, options.out)
                 print(f"{name}: {tell(name, row)} in {row['seconds']:.0f} s", flush=True)
     for worker in idle:
         worker.process.terminate()
+
+
+def _expected(longest: dict[str, float], name: str) -> float:
+    """The seconds a run may take: those of its kind, or of any other where there was none."""
+    return longest.get(name.partition(" | ")[0], max(longest.values(), default=0.0))
 
 
 def write(data: dict[str, Any], out: Path) -> None:

@@ -1,72 +1,73 @@
 """What do decayed shortcuts do to the features of a masked autoencoder? One study, many short runs.
 
-    python benchmarks/mae.py --data "DATA/cifar10-{split}.parquet" --device cuda --workers 4 --limit 540
+    python benchmarks/mae.py --data "DATA/cifar10-{split}.parquet" --device cuda --workers 3 --limit 540
     python benchmarks/mae.py                                # digits on the CPU, tiny models: to see that it runs
     python benchmarks/mae.py --data ... --show              # tables and figures of what is there; runs nothing
 
-    sweep     alpha_min 0.9 to 0.4, one seed, judged on a tenth of the training set that is held out; the best by KNN
-    final     plain MAE, long skips alone, and the best decay: three seeds, judged on the test set, fine-tuned too
-    ablation  the paper's, one seed, at the best alpha_min
-    depth     6, 12 and 24 blocks at one alpha_min and at one effective decay, and with long skips alone
+    sweep     alpha_min 0.9 to 0.4; the best by KNN of the last block
+    final     plain MAE, long skips alone, and the best decay: three seeds, fine-tuned too
+    ablation  the paper's, at the best alpha_min, and what they are held against: plain MAE and long skips alone
+    depth     6, 12 (in sweep and ablation) and 24 blocks: one alpha_min, one effective decay, long skips alone
     size      a plain model twice as wide, against the decayed small one
     start     alpha_min 0.4 and 0.6 without the zero start; their feature norms over steps
 
-Every run is a process of its own, several side by side. A result is added to the JSON when its run is done, and what is
-there is not run again. At the limit runs are stopped; their folders (--runs) hold a checkpoint, from which the same
-command goes on.
+The final runs are longer and judged on the test set. All others have one seed and are judged on a tenth of the training
+set that is held out. Each result is added to the JSON when its run is done, and what is there is not run again. A run
+that is stopped at the limit leaves a checkpoint in its folder (--runs), from which the same command goes on.
 """
 
 from __future__ import annotations
 
-import argparse
-import functools
-import hashlib
 import json
-import platform
+import shutil
 import statistics
-import subprocess
-import sys
 import time
 import warnings
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
+from _study import ROOT, Job, about, arguments, folder_of, opened, serve, study
+
 SEEDS = (0, 1, 2)
 ALPHAS = (0.6, 0.7, 0.8, 0.5, 0.9, 0.4)
 PROTOCOLS = ("knn-dino-v1", "rank-v1", "probe-lbfgs-v1", "probe-mae-v1", "probe-decayed-v1")
+TUNED = "finetune-mae-v1"
 PLAIN = {"shortcut": "keep", "long_skips": False, "init": "default"}
-STOPPED = 3  # the exit code of a run that will be gone on with
-Job = tuple[str, dict[str, Any]]
+LOOKS = 12  # online evaluations of a run
+IMAGES = {"cifar": (50_000, 512), "digits": (1438, 64)}  # of the training set, and of a batch
 
 
-def jobs(done: dict[str, Any], fields: dict[str, Any]) -> list[Job]:
+def jobs(done: dict[str, Any], fields: dict[str, Any], epochs: tuple[float, float]) -> list[Job]:
     """What is still to be run, what matters most first; what a missing result decides is not there yet."""
-    arguments, depths = fields["model_args"], (6, 12, 24)
-    if fields["preset"] == "digits":
-        depths = (2, 4, 8)
-    base = depths[1]
+    sizes, depths = fields["model_args"], (2, 4, 8) if fields["preset"] == "digits" else (6, 12, 24)
+    base, best = depths[1], chosen(done)
 
     def sized(depth: int, times: int = 1) -> dict[str, str]:
-        words = dict(word.split("=") for word in arguments.split(","))
+        words = dict(word.split("=") for word in sizes.split(","))
         words |= {"depth": str(depth)}
         words |= {name: str(times * int(words[name])) for name in ("embed_dim", "num_heads")}
         return {"model_args": ",".join(f"{name}={value}" for name, value in words.items())}
 
-    found: list[Job] = []
+    short: list[Job] = [(f"sweep | alpha_min {alpha:g}", {"shortcut": f"decay:{alpha:g}"}) for alpha in ALPHAS]
+    final: list[Job] = []
     for seed in SEEDS:
-        found.append((f"final | plain | seed {seed}", {**PLAIN, "seed": seed}))
-        found.append((f"final | long skips | seed {seed}", {"shortcut": "keep", "seed": seed}))
-        if seed == 0:
-            for alpha in ALPHAS:
-                found.append((f"sweep | alpha_min {alpha:g}", {"shortcut": f"decay:{alpha:g}", "validate": True}))
-        best = chosen(done)
+        final.append((f"final | plain | seed {seed}", {**PLAIN, "seed": seed}))
+        final.append((f"final | long skips | seed {seed}", {"shortcut": "keep", "seed": seed}))
         if best is not None:
-            found.append((f"final | decay {best:g} | seed {seed}", {"shortcut": f"decay:{best:g}", "seed": seed}))
+            final.append((f"final | decay {best:g} | seed {seed}", {"shortcut": f"decay:{best:g}", "seed": seed}))
+    later: list[Job] = [("ablation | long skips", {"shortcut": "keep"}), ("ablation | plain", PLAIN)]
     if best is not None:
         decay = {"shortcut": f"decay:{best:g}"}
         product = product_of(best, 2 * base)
-        found += [
+        for depth in (depths[0], depths[2]):
+            by_product = {"shortcut": f"decay:product={product!r}"}
+            later += [
+                (f"depth | {depth} | alpha_min {best:g}", {**decay, **sized(depth)}),
+                (f"depth | {depth} | product {product:.2g}", {**by_product, **sized(depth)}),
+                (f"depth | {depth} | long skips", {"shortcut": "keep", **sized(depth)}),
+            ]
+        later += [
+            ("size | plain, twice as wide", {**PLAIN, **sized(base, 2)}),
             ("ablation | both branches x 0.7071", {"shortcut": "scale:0.7071,0.7071"}),
             ("ablation | branch x 0.7071", {"shortcut": "scale:1,0.7071"}),
             ("ablation | attention only", {**decay, "where": "attention"}),
@@ -75,20 +76,19 @@ def jobs(done: dict[str, Any], fields: dict[str, Any]) -> list[Job]:
             ("ablation | learnable", {"shortcut": "learn:1.0"}),
             ("ablation | without zero start", {**decay, "init": "default"}),
         ]
-        for depth in (depths[0], depths[2]):
-            found += [
-                (f"depth | {depth} | alpha_min {best:g}", {**decay, **sized(depth)}),
-                (
-                    f"depth | {depth} | product {product:.2g}",
-                    {"shortcut": f"decay:product={product!r}", **sized(depth)},
-                ),
-                (f"depth | {depth} | long skips", {"shortcut": "keep", **sized(depth)}),
-            ]
-        found.append(("size | plain, twice as wide", {**PLAIN, **sized(base, 2)}))
         for alpha in (0.4, 0.6):
-            config = {"shortcut": f"decay:{alpha:g}", "init": "default", "validate": True}
-            found.append((f"start | alpha_min {alpha:g} without zero start", config))
-    return [(name, {**fields, **config}) for name, config in found if name not in done]
+            config = {"shortcut": f"decay:{alpha:g}", "init": "default"}
+            later.append((f"start | alpha_min {alpha:g} without zero start", config))
+    images, batch = IMAGES[fields["preset"]]
+
+    def planned(name: str, config: dict[str, Any]) -> Job:
+        last = name.startswith("final")
+        length = epochs[1] if last else epochs[0]
+        steps = length * ((images if last else images - images // 10) // batch)
+        every = max(1, round(steps / LOOKS))
+        return name, {**fields, **config, "validate": not last, "epochs": length, "evaluate_every": every}
+
+    return [planned(*job) for job in short + final + later if job[0] not in done]
 
 
 def chosen(done: dict[str, Any]) -> float | None:
@@ -108,27 +108,26 @@ def product_of(alpha: float, sites: int) -> float:
 # --- One run ----------------------------------------------------------------------------------------------------------
 
 
-def work(name: str, config: dict[str, Any], folder: Path, finetune_epochs: float) -> dict[str, Any] | None:
+def work(task: dict[str, Any]) -> dict[str, Any] | None:
     """One run in this process, from its checkpoint where it has one; None where it was told to stop."""
     import unskip
-    from unskip.recipes import _judge, _mae
     from unskip.training import RunFolder
 
     warnings.simplefilter("ignore", unskip.errors.UnskipWarning)
-    # Training and judging open the same images: decode them once.
-    _mae.open_images = _judge.open_images = functools.cache(unskip.data.open_images)
     start = time.perf_counter()
+    name, config, folder = task["name"], task["config"], Path(task["folder"])
     fields = dict(config)
     planned = unskip.recipes.mae(fields.pop("preset"), **fields)
     run = RunFolder(folder)
-    found: dict[str, Any] = {"config": config}
+    told = {key: value for key, value in config.items() if key not in ("data", "device")}
+    found: dict[str, Any] = {"config": told}
     try:
         going = (folder / "config.json").exists()
         outcome = unskip.resume(folder, quiet=True) if going else unskip.train(planned, folder, quiet=True)
         if not outcome.finished:
             return None
-        found |= dict(outcome.evaluations) | judged(name, planned, folder, finetune_epochs)
-    except unskip.errors.TrainingError as error:
+        found |= dict(outcome.evaluations) | judged(name, planned, folder, task["finetune"])
+    except (unskip.errors.TrainingError, unskip.errors.BadInput) as error:  # a loss, or features, that are not finite
         found["diverged"] = str(error).partition(": ")[2]
     metrics, raised = run.read("metrics.jsonl"), run.read("warnings.jsonl")
     online = [row for row in run.read("evals.jsonl") if row["evaluation"].startswith("knn-dino-v1, ")]
@@ -141,6 +140,7 @@ def work(name: str, config: dict[str, Any], folder: Path, finetune_epochs: float
         "warnings": sorted({row["warning"] for row in raised}),
         "seconds": time.perf_counter() - start,
     }
+    shutil.rmtree(folder)  # what is shown lies in the JSON
     return found
 
 
@@ -149,77 +149,31 @@ def judged(name: str, config: Any, folder: Path, finetune_epochs: float) -> dict
     import torch
 
     import unskip
-    from unskip.data import Feed
-    from unskip.recipes._judge import judge_run, open_images
+    from unskip.data import Feed, open_images
+    from unskip.recipes._judge import judge_run
 
-    protocols, changes = list(PROTOCOLS), {}
-    if name.startswith("final"):
-        protocols.append("finetune-mae-v1")
-        changes["finetune-mae-v1"] = {"epochs": finetune_epochs, "warmup": finetune_epochs / 20}
-        if config.preset == "digits":
-            changes["finetune-mae-v1"] |= {"batch": 64, "flip": False, "crop": "none"}
-    run, results = judge_run(folder, protocols, changes=changes)
+    begun = time.perf_counter()
+    run, results = judge_run(folder, PROTOCOLS, seed=config.seed, batch=max(2048, config.batch))
     found: dict[str, Any] = {"depth": {}}
     for each in results:
         for key, value in each.values.items():
-            if each.block is None:
-                found[key] = value
-            elif key not in ("knn10", "knn100", "rank_entropy"):
+            if key not in ("knn10", "knn100", "rank_entropy"):
                 found["depth"].setdefault(key, []).append(round(value, 5))
-    found["changes"] = changes
     if name.startswith("final"):
-        images = open_images(config.data, split="test", root=config.data_root).select(range(256))
-        batch = next(iter(Feed(images, 256, config.size, device=next(run.model.parameters()).device).evaluate()))[0]
+        train, test = (open_images(config.data, split=split, root=config.data_root) for split in ("train", "test"))
+        changes: dict[str, Any] = {"epochs": finetune_epochs, "warmup": finetune_epochs / 20}
+        if config.preset == "digits":
+            changes |= {"batch": 64, "flip": False, "crop": "none"}
+        options: dict[str, Any] = {"size": config.size, "seed": config.seed, "precision": config.precision}
+        options |= {"graph": config.graph, "changes": changes}
+        found["finetune"] = unskip.evals.finetune(run.encoder, train, test, TUNED, **options)
+        found["changes"] = {TUNED: changes, "precision": config.precision}
+        device = next(run.model.parameters()).device
+        batch = next(iter(Feed(test.select(range(256)), 256, config.size, device=device).evaluate()))[0]
         with torch.no_grad():
             rows = unskip.measure(run.encoder.eval(), batch, jacobians="off").to_dict()["blocks"]
         found["measure"] = [{k: v for k, v in row.items() if isinstance(v, int | float)} for row in rows]
-    return found
-
-
-# --- Side by side -----------------------------------------------------------------------------------------------------
-
-
-def study(data: dict[str, Any], fields: dict[str, Any], options: argparse.Namespace) -> None:
-    """Keeps `workers` runs going until nothing is left, or until the limit."""
-    done, begun, stopping = data["runs"], time.perf_counter(), False
-    running: dict[str, subprocess.Popen[str]] = {}
-    while True:
-        late = time.perf_counter() - begun > options.limit
-        waiting = [] if late else [job for job in jobs(done, fields) if job[0] not in running]
-        while waiting and len(running) < options.workers:
-            name, config = waiting.pop(0)
-            digest = hashlib.sha256(json.dumps(config, sort_keys=True).encode()).hexdigest()[:8]
-            folder = options.runs / f"{name.replace(' | ', '_').replace(' ', '-')}-{digest}"
-            task = {"name": name, "config": config, "folder": str(folder), "finetune_epochs": options.finetune}
-            command = [sys.executable, __file__, "--work", json.dumps(task)]
-            running[name] = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-        if late and not stopping:
-            stopping = True
-            for process in running.values():
-                process.terminate()  # in training it writes a checkpoint first
-        if not running:
-            return
-        time.sleep(0.2)
-        for name, process in list(running.items()):
-            if process.poll() is None:
-                continue
-            out, err = process.communicate()
-            del running[name]
-            if process.returncode == STOPPED or (stopping and process.returncode):
-                print(f"{name}: stopped; the same command goes on with it", flush=True)
-                continue
-            if process.returncode:
-                raise SystemExit(f"{name} failed:\n{err[-3000:]}")
-            done[name] = json.loads(out.splitlines()[-1])
-            options.out.parent.mkdir(parents=True, exist_ok=True)
-            aside = options.out.with_suffix(".tmp")
-            aside.write_text(json.dumps(data, indent=None, separators=(",", ":")).replace('"runs":{', '"runs":{\n'))
-            aside.replace(options.out)
-            row = done[name]
-            shown = (
-                {key: round(last(row, key), 3) for key in ("knn20", "probe_lbfgs", "rank")} if "depth" in row else {}
-            )
-            print(f"{name}: {shown or row.get('diverged')} in {row['seconds']:.0f} s", flush=True)
+    return found | {"judging_seconds": time.perf_counter() - begun}
 
 
 # --- What is shown ----------------------------------------------------------------------------------------------------
@@ -263,17 +217,50 @@ def spread(values: list[float], scale: float) -> str:
     return middle + (f" ± {scale * statistics.stdev(values):.1f}" if len(values) > 1 else "")
 
 
+def answers(done: dict[str, Any]) -> dict[str, Any]:
+    """What the study was made for, in points: the gain of the decay, what transfers over depth, small against large."""
+    best = chosen(done)
+    if best is None:
+        return {}
+    found: dict[str, Any] = {"alpha_min": best}
+    rows = {name: [row for row in each if "depth" in row] for name, each in groups(done).items()}
+
+    def mean(name: str, key: str) -> float | None:
+        values = [row[key] if key in row else last(row, key) for row in rows.get(name, ())]
+        return 100 * statistics.mean(values) if values else None
+
+    def gain(ours: str, theirs: str, key: str) -> float | None:
+        a, b = mean(ours, key), mean(theirs, key)
+        return None if a is None or b is None else round(a - b, 2)
+
+    ours, sweep = f"final | decay {best:g}", f"sweep | alpha_min {best:g}"
+    for other in ("plain", "long skips"):
+        for key in ("knn20", "probe_lbfgs", "probe_mae", "probe_decayed", "finetune"):
+            found[f"{key}, decayed less {other}"] = gain(ours, f"final | {other}", key)
+    for name in sorted(rows):
+        if name.startswith("depth") and "long skips" not in name:
+            depth = name.split(" | ")[1]
+            for key in ("knn20", "probe_lbfgs"):
+                found[f"{key}, {name} less long skips"] = gain(name, f"depth | {depth} | long skips", key)
+    for key in ("knn20", "probe_lbfgs"):
+        found[f"{key}, {sweep} less long skips"] = gain(sweep, "ablation | long skips", key)
+    for key in ("probe_lbfgs", "probe_mae", "probe_decayed"):
+        found[f"{key}, decayed less plain twice as wide"] = gain(sweep, "size | plain, twice as wide", key)
+    return found
+
+
 def correlations(done: dict[str, Any]) -> dict[str, Any]:
     """Rank against KNN over configurations at the same share of training, and over the checkpoints of each run."""
     curves = {name: row["online"] for name, row in done.items() if len(row.get("online", ())) > 3}
     curves = {name: curve for name, curve in curves.items() if not name.startswith(("depth", "size"))}
-    found: dict[str, Any] = {"over configurations": {}, "over checkpoints": {}}
-    if len(curves) > 3:
-        count = min(len(curve) for curve in curves.values())
-        for at in range(count):
-            points = [curve[at] for curve in curves.values()]
-            share = f"{(at + 1) / count:.0%}"
-            found["over configurations"][share] = pearson([p[2] for p in points], [p[1] for p in points])
+    found: dict[str, Any] = {"over checkpoints": {}}
+    for kind, long in (("final runs", True), ("other runs", False)):
+        alike = [curve for name, curve in curves.items() if name.startswith("final") == long]
+        over = found.setdefault(f"over configurations, {kind}", {})
+        count = min((len(curve) for curve in alike), default=0)
+        for at in range(count if len(alike) > 3 else 0):
+            points = [curve[at] for curve in alike]
+            over[f"{(at + 1) / count:.0%}"] = pearson([p[2] for p in points], [p[1] for p in points])
     for name, curve in curves.items():
         half = len(curve) // 2
         parts = {"early": curve[:half], "late": curve[half:]}
@@ -314,7 +301,9 @@ def figures(done: dict[str, Any], folder: Path, word: str) -> None:
                 steps = [point[0] for point in row["online"]]
                 training.plot(steps, [100 * p[1] for p in row["online"]], color=line.get_color(), alpha=0.7)
         if not name.startswith(("depth", "size")):
-            ranks.scatter([last(r, "rank") for r in whole], [100 * last(r, "knn20") for r in whole], s=14, label=label)
+            mark = "o" if name.startswith("final") else "x"
+            points = [last(r, "rank") for r in whole], [100 * last(r, "knn20") for r in whole]
+            ranks.scatter(*points, s=14, marker=mark, label=label)
     depth.set(xlabel="block", ylabel="KNN accuracy, k = 20 (%)", title="over depth")
     training.set(xlabel="step", title="over training, last block")
     ranks.set(xlabel="effective rank, last block", title="rank against KNN")
@@ -328,9 +317,9 @@ def figures(done: dict[str, Any], folder: Path, word: str) -> None:
         if name.startswith("start") or name in ("sweep | alpha_min 0.4", "sweep | alpha_min 0.6"):
             label = name.partition(" | ")[2] + ("" if name.startswith("start") else " with zero start")
             norms.plot([point[0] for point in rows[0]["loss"]], [point[2] for point in rows[0]["loss"]], label=label)
-        whole = [row["measure"] for row in rows if "measure" in row]
-        for key, axes in (("echo", echo), ("high_frequency", frequency)) if whole else ():
-            each = zip(*([block.get(key) for block in row] for row in whole), strict=True)
+        measured: Any = [row["measure"] for row in rows if "measure" in row]
+        for key, axes in (("echo", echo), ("high_frequency", frequency)) if measured else ():
+            each = zip(*([block.get(key) for block in row] for row in measured), strict=True)
             means = [statistics.mean(values) if None not in values else None for values in each]
             axes.plot(means, marker="o", markersize=3, label=name.partition(" | ")[2])
     norms.set(xlabel="step", ylabel="length of the last tokens", title="feature norm over training", yscale="log")
@@ -347,62 +336,54 @@ def _legend(axes: Any, size: int) -> None:
         axes.legend(fontsize=size)
 
 
+def tell(name: str, row: dict[str, Any]) -> str:
+    if "depth" not in row:
+        return f"diverged: {row['diverged']}"
+    shown = ", ".join(f"{key} {last(row, key):.3f}" for key in ("knn20", "probe_lbfgs", "rank"))
+    return f"{shown}, {row['images_per_second']:.0f} images/s, {row['judging_seconds']:.0f} s of judging"
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", help="CIFAR-10: cifar10, or parquet files (default: digits)")
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--workers", type=int, default=1, help="runs side by side")
-    parser.add_argument("--limit", type=float, default=float("inf"), help="stop after this many seconds")
-    parser.add_argument("--compile", action="store_true", help="compile each model: pays off in long runs")
-    parser.add_argument("--epochs", type=float, default=60)
-    parser.add_argument("--finetune", type=float, default=20, help="epochs of fine-tuning")
+    parser = arguments(__doc__, "mae-cifar.json")
+    parser.add_argument("--epochs", type=float, nargs=2, default=(25, 60), help="of most runs, and of the final ones")
+    parser.add_argument("--finetune", type=float, default=15, help="epochs of fine-tuning")
     parser.add_argument("--lr", type=float, default=1e-3)
-    parser.add_argument("--out", type=Path, help="the JSON (default docs/results/mae-cifar.json)")
-    parser.add_argument("--runs", type=Path, default=ROOT / "build" / "mae-runs", help="where the run folders go")
-    parser.add_argument("--show", action="store_true", help="tables and figures of what is there; run nothing")
-    parser.add_argument("--work", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.work:
-        task = json.loads(options.work)
-        result = work(task["name"], task["config"], Path(task["folder"]), task["finetune_epochs"])
-        if result is None:
-            raise SystemExit(STOPPED)
-        print(json.dumps(result))
+        serve(work)
         return
-    fields: dict[str, Any] = {"preset": "digits", "device": options.device, "epochs": 4, "online_images": 500}
-    fields |= {"model_args": "depth=4,embed_dim=32,num_heads=2", "evaluate_every": 22, "log_every": 10}
+    fields: dict[str, Any] = {"preset": "digits", "model_args": "depth=4,embed_dim=32,num_heads=2", "log_every": 10}
+    fields |= {"online_images": 500}
+    epochs, finetune = (3, 4), 3
     if options.data is not None:
-        steps = options.epochs * (50_000 // 512)
-        fields = {"preset": "cifar", "data": options.data, "device": options.device, "epochs": options.epochs}
-        fields |= {"lr": options.lr, "compile": options.compile, "log_every": 10, "checkpoint_every": 1000}
-        fields |= {"model_args": "depth=12,embed_dim=192,num_heads=3", "evaluate_every": max(1, round(steps / 16))}
-        fields |= {"online_images": 5000, "health": False}  # feature norms and ranks are recorded anyway
-    else:
-        options.finetune = 3
+        fields = {"preset": "cifar", "model_args": "depth=12,embed_dim=192,num_heads=3", "lr": options.lr}
+        fields |= {"online_images": 5000, "log_every": 10, "checkpoint_every": 2000}
+        fields |= {"health": False}  # feature norms and ranks are recorded anyway
+        epochs, finetune = tuple(options.epochs), options.finetune
     word = fields["preset"]
     results = ROOT / "docs" / "results" if options.data else ROOT / "build"
     options.out = options.out or results / f"mae-{word}.json"
-    data = json.loads(options.out.read_text()) if options.out.exists() else {"runs": {}}
-    settings = {key: value for key, value in fields.items() if key not in ("data", "device", "compile")}
-    if data.get("settings", settings) != settings and not options.show:
-        raise SystemExit(f"{options.out} holds runs of other settings, {data['settings']}; choose another --out")
-    if not options.show:
-        import torch
-
+    settings = {**fields, "epochs": [*epochs], "finetune": finetune}
+    if options.show:
+        data = json.loads(options.out.read_text())
+    else:
+        data = opened(options.out, settings)
         import unskip
 
-        data |= {
-            "script": "benchmarks/mae.py",
-            "device": torch.cuda.get_device_name() if options.device == "cuda" else f"{platform.machine()} CPU",
-            "versions": {"python": platform.python_version(), "torch": torch.__version__, "unskip": unskip.__version__},
-            "protocols": {name: unskip.evals.PROTOCOLS[name].to_dict() for name in (*PROTOCOLS, "finetune-mae-v1")},
-            "settings": settings,
-            "runs": data["runs"],  # last, a run a line
-        }
-        study(data, fields, options)
-    print(table(data["runs"]))
-    print(json.dumps(correlations(data["runs"])["over configurations"]))
-    figures(data["runs"], ROOT / "docs" / "img" if options.data else ROOT / "build", word)
+        protocols = {name: unskip.evals.PROTOCOLS[name].to_dict() for name in (*PROTOCOLS, TUNED)}
+        data |= about(__file__, options.device, settings, protocols=protocols)
+        given = fields | {"device": options.device} | ({"data": options.data} if options.data else {})
+
+        def task_of(name: str, config: dict[str, Any]) -> dict[str, Any]:
+            folder = str(folder_of(options.runs, name, config))
+            return {"name": name, "config": config, "folder": folder, "finetune": finetune}
+
+        study(__file__, data, lambda: jobs(data["runs"], given, epochs), task_of, options, tell)
+    done = data["runs"]
+    print(table(done))
+    print(json.dumps(answers(done), indent=1))
+    print(json.dumps(correlations(done), indent=1))
+    figures(done, ROOT / "docs" / "img" if options.data else ROOT / "build", word)
 
 
 if __name__ == "__main__":

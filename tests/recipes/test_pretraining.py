@@ -204,18 +204,27 @@ def test_images_that_are_judged_on_the_way_are_of_every_class_alike() -> None:
 
 
 @pytest.mark.full
-def test_two_processes_train_one_model(tmp_path: Path) -> None:
-    """No unit is idle and no gradient has another layout: DistributedDataParallel has nothing to say."""
-    arguments = [f"--{name.replace('_', '-')}={value}" for name, value in TINY.items()]
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--nproc-per-node=2", "-m", "unskip", "train", "mae", "--preset", "digits", *arguments, "--no-health"]
-    done = subprocess.run([*command, "--quiet", "--out", str(tmp_path / "two")], capture_output=True, text=True)
+@pytest.mark.parametrize(("name", "sharded"), [("paper", False), ("plain", True)])
+def test_two_processes_train_one_model(name: str, sharded: bool, tmp_path: Path) -> None:
+    """No unit is idle, no gradient has another layout, and online evaluation works on shards of a model."""
+    changes = {**TINY, **ABLATIONS[name], "shard": sharded, "health": False}
+    words = [word for field, value in changes.items() for word in flag(field, value)]
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "unskip"]
+    command = [*launch, "train", "mae", "--preset", "digits", *words, "--quiet", "--out", str(tmp_path / "two")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=250)
     assert done.returncode == 0, done.stderr
     assert "strides" not in done.stderr
     one = tmp_path / "one"
-    unskip.train(tiny(health=False), one, quiet=True)
-    first, second = (RunFolder(each).read("evals.jsonl")[0]["test_loss"] for each in (one, tmp_path / "two"))
-    assert second == pytest.approx(first, rel=0.02)  # masks are drawn by each process
+    unskip.train(tiny(**ABLATIONS[name], health=False), one, quiet=True)
+    first, second = (RunFolder(each).read("evals.jsonl") for each in (one, tmp_path / "two"))
+    assert [row["evaluation"] for row in second] == [row["evaluation"] for row in first]
+    assert second[0]["test_loss"] == pytest.approx(first[0]["test_loss"], rel=0.02)  # each process draws its masks
+
+
+def flag(field: str, value: Any) -> list[str]:
+    """A field as the command line has it."""
+    name = field.replace("_", "-")
+    return [f"--{name}" if value else f"--no-{name}"] if isinstance(value, bool) else [f"--{name}", str(value)]
 
 
 @pytest.mark.parametrize(
@@ -239,6 +248,14 @@ def test_two_processes_train_one_model(tmp_path: Path) -> None:
 def test_bad_settings_are_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(BadInput, match=message):
         build(tiny(**changes))
+
+
+def test_a_device_that_is_not_there_is_refused(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(BadInput, match="torch finds no GPU; take auto or cpu"):
+        build(tiny(device="cuda"))
+    with pytest.raises(BadInput, match="device is 'gpu'; it can be auto, cpu, cuda"):
+        open_run(run, device="gpu")
 
 
 @pytest.mark.parametrize("preset", ["cifar", "tiny-imagenet", "vit-b16"])

@@ -11,7 +11,7 @@ shortcuts in the encoder, with long skips for the details, lift what MAE's featu
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -20,6 +20,8 @@ import torch
 from torch import Tensor, nn
 
 from unskip import spec
+from unskip.anatomy._example import Example
+from unskip.anatomy._features import block_axes
 from unskip.data import Augment, Feed, ImageSet, open_images
 from unskip.errors import BadInput
 from unskip.evals import PROTOCOLS, extract, knn, rank
@@ -148,6 +150,7 @@ def build(config: Mae) -> tuple[Task, Schedule]:
     if config.weights is not None:
         load_published(model, config.weights)
     wiring = rewire(model.encoder, config.shortcut, sample[:2], config.where) if config.shortcut != "keep" else None
+    axes = block_axes(model.encoder, Example.of(sample[:1]))  # once, and of the model before it is sharded
     betas: dict[str, Any] = {"betas": (0.9, 0.95)} if config.optimizer == "adamw" else {}
     optimizer = build_optimizer(model, config.optimizer, config.lr, config.weight_decay, **betas)
     schedule = schedule_of(config, steps)
@@ -173,7 +176,7 @@ def build(config: Mae) -> tuple[Task, Schedule]:
         trivial=float(model.target(model.patches(sample)).square().mean()),
         evaluations={
             "reconstruction-v1": _reconstruction(judged, "val" if config.validate else "test"),
-            "knn-dino-v1, rank-v1": _online(known, judged, config.precision),
+            "knn-dino-v1, rank-v1": _online(known, judged, config.precision, axes),
         },
         notes=(*train.report, *test.report),
         sample=sample[:8] if config.health else None,
@@ -256,15 +259,16 @@ def _reconstruction(judge: Feed, split: str) -> Callable[[nn.Module], dict[str, 
     return reconstruction
 
 
-def _online(train: Feed, test: Feed, precision: Any) -> Callable[[nn.Module], dict[str, float]]:
+def _online(
+    train: Feed, test: Feed, precision: Any, axes: Mapping[str, int]
+) -> Callable[[nn.Module], dict[str, float]]:
     """Neighbours and rank of the last block, while training goes on."""
-    axes: dict[str, int] = {}  # blocks are found once: tracing a model takes longer than judging it
 
     def online(network: nn.Module) -> dict[str, float]:
         assert isinstance(network, MAE)
-        learnt = extract(network.encoder, train.evaluate(), -1, precision=precision, axes=axes)
-        axes.update(learnt.axes)
-        judged = extract(network.encoder, test.evaluate(), -1, precision=precision, axes=axes)
+        learnt, judged = (
+            extract(network.encoder, feed.evaluate(), -1, precision=precision, axes=axes) for feed in (train, test)
+        )
         view, last = ("mean", "none"), learnt.blocks - 1
         x, y = learnt[view][last], judged[view][last]  # type: ignore[index]
         by_k = knn(x, learnt.labels, y, judged.labels)

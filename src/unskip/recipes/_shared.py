@@ -38,8 +38,15 @@ def arguments_of(text: str) -> dict[str, Any]:
 
 
 def device_of(name: str) -> torch.device:
+    """The device of a name, or of "auto". Raises BadInput where there is none."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if name == "cuda" and "LOCAL_RANK" in os.environ:  # one of several processes
         name = f"cuda:{os.environ['LOCAL_RANK']}"
-    return torch.device(name)
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise BadInput(f"device is {name!r}; it can be auto, cpu, cuda or cuda:1") from None
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise BadInput(f"device is {name!r}, and torch finds no GPU; take auto or cpu")
+    return device
