@@ -31,10 +31,11 @@ from unskip.measures import effective_rank, jacobian_spectrum, self_attention_ma
 from unskip.measures._capture import Sample
 
 RESULTS = Path(__file__).resolve().parent.parent / "docs" / "results"
-VARIANTS: dict[str, tuple[bool, tuple[str, ...]]] = {  # name: (cut, parts of the initialisation)
+VARIANTS: dict[str, tuple[bool, tuple[str, ...]]] = {  # name: (cut, parts of the initialisation, and centre)
     "residual": (False, ()),
     "skipless": (True, ()),
     "skipless + init": (True, ("value-output", "query-key", "mlp")),
+    "skipless + init, centred": (True, ("value-output", "query-key", "mlp", "centre")),
     "value-output alone": (True, ("value-output",)),
     "query-key alone": (True, ("query-key",)),
     "mlp alone": (True, ("mlp",)),
@@ -78,7 +79,7 @@ MODELS: dict[str, tuple[Callable[[], tuple[nn.Module, object]], str, tuple[float
     "bert-shaped": (hf_model("bert"), "vit-base", (0, 0.5, 1)),
     "llama-shaped": (hf_model("llama"), "vit-base", (0, 0.5, 1)),
     "vit_small_patch16_224 at 64 px": (timm_model("vit_small_patch16_224"), "vit-small", (0, 0.5, 1)),
-    "vit_base_patch16_224 at 64 px": (timm_model("vit_base_patch16_224"), "vit-base", (1,)),
+    "vit_base_patch16_224 at 64 px": (timm_model("vit_base_patch16_224"), "vit-base", (0, 1)),
 }
 
 
@@ -93,7 +94,8 @@ def study(name: str, variant: str, device: str) -> dict[str, Any]:
         if parts:
             constants = unskip.init.PRESETS[preset]
             generator = torch.Generator().manual_seed(0)
-            unskip.init.skipless_(model, **constants, generator=generator, example=example, parts=parts)
+            named, centre = tuple(part for part in parts if part != "centre"), "centre" in parts
+            unskip.init.skipless_(model, **constants, generator=generator, example=example, parts=named, centre=centre)
         if cut:
             unskip.rewire(model, Cut(), example)
     model.to(device).eval()
@@ -142,31 +144,43 @@ def spectrum(function: Any, value: torch.Tensor, lost: int, compare: bool = Fals
 
 
 def figure(data: dict[str, Any], file: Path) -> None:
-    """For each model: the stack's singular values, and the rank of its tokens by depth."""
+    """For each model: the stack's singular values, how alike its tokens are, and how its attentions are conditioned."""
     import matplotlib
 
-    matplotlib.use("agg")
+    matplotlib.use("svg")
     from matplotlib import pyplot
 
-    colours = ["#000000", "#d55e00", "#0072b2", "#009e73", "#cc79a7", "#e69f00"]  # Okabe and Ito
-    styles = ["-", "-", "-", "--", ":", "-."]
-    names = list(data["results"])
-    grid, axes = pyplot.subplots(2, len(names), figsize=(3.4 * len(names), 6), sharey="row", squeeze=False)
+    pyplot.rcParams["svg.hashsalt"] = "conditioning"
+    colours = ["#000000", "#d55e00", "#0072b2", "#56b4e9", "#009e73", "#cc79a7", "#e69f00"]  # Okabe and Ito
+    styles = dict(zip(VARIANTS, zip(colours, ["-", "-", "-", "-", "--", ":", "-."], strict=True), strict=True))
+    names, singular = list(data["results"]), 1e18
+    grid, axes = pyplot.subplots(3, len(names), figsize=(3.4 * len(names), 9), sharey="row", squeeze=False)
     for column, name in enumerate(names):
-        for (variant, found), colour, style in zip(data["results"][name].items(), colours, styles, strict=False):
-            curve = found["network"]["curve"]
-            top = found["network"]["sigma_max"]
-            heights = [max(value / top, 1e-18) for value in curve.values()]
-            axes[0, column].semilogy([float(s) for s in curve], heights, style, color=colour, label=variant)
-            ranks = [row["rank"] for row in found["tokens"]]
-            axes[1, column].plot(range(1, len(ranks) + 1), ranks, style, color=colour)
-        axes[0, column].set_title(name, fontsize=9)
-        axes[0, column].set_xlabel("share of directions")
-        axes[1, column].set_xlabel("block")
+        spectrum, alike, condition = axes[:, column]
+        for variant, found in sorted(data["results"][name].items(), key=lambda item: [*VARIANTS].index(item[0])):
+            colour, style = styles[variant]
+            curve, top = found["network"]["curve"], found["network"]["sigma_max"]
+            heights = [max(value / top, 1 / singular) for value in curve.values()]
+            spectrum.semilogy([float(share) for share in curve], heights, style, color=colour, label=variant)
+            cosines = [row["mean_cosine"] for row in found["tokens"]]
+            alike.plot(range(1, len(cosines) + 1), cosines, style, color=colour)
+            blocks = [row["block"] for row in found["tokens"]]
+            rows = [row for row in found["sites"] if "sublayer" in row and row["kind"] == "attention"]
+            points = [
+                (1 + next(i for i, block in enumerate(blocks) if row["path"].startswith(block)), row["sublayer"])
+                for row in rows
+            ]
+            values = [found["condition"] or singular for _, found in points]
+            condition.semilogy([place for place, _ in points], values, style, color=colour, marker="o", markersize=3)
+        spectrum.set(title=name, xlabel="share of directions")
+        alike.set(xlabel="block")
+        condition.set(xlabel="block")
     axes[0, 0].set_ylabel("singular value of the stack / largest")
-    axes[1, 0].set_ylabel("effective rank of one sample's tokens")
-    grid.legend(*axes[0, 0].get_legend_handles_labels(), loc="lower center", ncol=6, frameon=False, fontsize=9)
-    grid.tight_layout(rect=(0, 0.05, 1, 1))
+    axes[1, 0].set_ylabel("mean cosine between tokens")
+    axes[2, 0].set_ylabel("condition of an attention sub-layer\n(1e18: singular to rounding)")
+    handles = dict(zip(*reversed(axes[0, 0].get_legend_handles_labels()), strict=True))
+    grid.legend(handles.values(), handles.keys(), loc="lower center", ncol=7, frameon=False, fontsize=9)
+    grid.tight_layout(rect=(0, 0.04, 1, 1))
     file.parent.mkdir(parents=True, exist_ok=True)
     grid.savefig(file, metadata={"Date": None})
 
@@ -187,7 +201,7 @@ def main() -> None:
     file = options.out / "conditioning.json"
     data: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {"results": {}}
     data["script"] = "benchmarks/conditioning.py"
-    data["device"] = torch.cuda.get_device_name() if options.device == "cuda" else f"{platform.machine()} CPU"
+    device = torch.cuda.get_device_name() if options.device == "cuda" else f"{platform.machine()} CPU"
     data["versions"] = {"python": platform.python_version(), "torch": torch.__version__, "unskip": unskip.__version__}
     data["seed"] = {"weights": 0, "input": 1}
     data["protocol"] = "one sample of noise (images) or random token ids; float64; singular values of built Jacobians"
@@ -200,7 +214,7 @@ def main() -> None:
                 print("time is up; the rest is left for the next run")
                 return
             start = time.perf_counter()
-            data["results"][name][variant] = found = study(name, variant, options.device)
+            data["results"][name][variant] = found = study(name, variant, options.device) | {"device": device}
             options.out.mkdir(parents=True, exist_ok=True)
             file.write_text(json.dumps(data, indent=1, allow_nan=False) + "\n")
             network = found["network"]

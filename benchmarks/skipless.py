@@ -20,6 +20,7 @@ import time
 import warnings
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from _study import ROOT, Job, about, arguments, opened, serve, study, write
@@ -202,21 +203,63 @@ def values_of(row: dict[str, Any], name: str) -> Iterator[float]:
         index += 1
 
 
-def table(done: dict[str, Any]) -> str:
-    """Mean and spread over the seeds of each final run."""
-    groups: dict[tuple[str, ...], list[dict[str, Any]]] = {}
+def groups(done: dict[str, Any]) -> dict[tuple[str, str, str, str], list[dict[str, Any]]]:
+    """Runs that differ in their seed alone, together: by kind, wiring, optimizer and rate."""
+    found: dict[tuple[str, str, str, str], list[dict[str, Any]]] = {}
     for name, row in done.items():
-        if name.startswith(("final", "time", "longer", "try")):
-            groups.setdefault(tuple(name.split(" | ")[:4]), []).append(row)
-    lines = [f"{'':6s} {'':22s} {'optimizer':9s} {'lr':>7s} {'epochs':>7s}  accuracy over seeds"]
-    for (kind, wiring, optimizer, rate), rows in groups.items():
-        values = [row.get("test_accuracy", row.get("val_accuracy", 0.0)) for row in rows]
-        spread = f" +- {statistics.stdev(values):.3f}" if len(values) > 1 else ""
-        lines.append(
-            f"{kind:6s} {wiring:22s} {optimizer:9s} {rate:>7s} {rows[0]['config']['epochs']:7.1f}  "
-            f"{statistics.mean(values):.3f}{spread} ({len(values)})"
-        )
+        kind, *rest = name.split(" | ")
+        if kind in ("final", "time", "longer", "try"):
+            found.setdefault((kind, rest[0], rest[1], rest[2]), []).append(row)
+    return found
+
+
+def accuracies(rows: list[dict[str, Any]]) -> list[float]:
+    return [100 * row.get("test_accuracy", row.get("val_accuracy", 0.0)) for row in rows]
+
+
+def table(done: dict[str, Any]) -> str:
+    """A line for each configuration: mean and spread over its seeds."""
+    lines = ["| | wiring | optimizer | lr | epochs | seeds | accuracy | |", "|---" * 8 + "|"]
+    for (kind, wiring, optimizer, rate), rows in sorted(groups(done).items()):
+        values = accuracies(rows)
+        spread = f" ± {statistics.stdev(values):.1f}" if len(values) > 1 else ""
+        split = "test" if "test_accuracy" in rows[0] else "held out"
+        cells = [kind, wiring, optimizer, rate, f"{rows[0]['config']['epochs']:g}", str(len(values))]
+        lines.append(f"| {' | '.join(cells)} | {statistics.mean(values):.1f}{spread} | {split} |")
     return "\n".join(lines)
+
+
+def figure(done: dict[str, Any], file: Path) -> None:
+    """Accuracy by wiring and optimizer, every seed a point; and how alike tokens are by block, as far as watched."""
+    import matplotlib
+
+    matplotlib.use("svg")
+    from matplotlib import pyplot
+
+    pyplot.rcParams["svg.hashsalt"] = "skipless"
+    drawing, (left, right) = pyplot.subplots(1, 2, figsize=(11, 3.8), constrained_layout=True)
+    final = {key[1:]: accuracies(rows) for key, rows in groups(done).items() if key[0] == "final"}
+    wirings = [*dict.fromkeys(wiring for wiring, _, _ in final)]
+    for place, (optimizer, marker) in enumerate(zip(RATES, "osD", strict=True)):
+        points = [
+            (wirings.index(wiring) + 0.2 * (place - 1), value)
+            for (wiring, used, _), values in final.items()
+            if used == optimizer
+            for value in values
+        ]
+        left.plot(*zip(*points, strict=True), marker, markersize=5, alpha=0.8, label=optimizer)
+    left.set(xticks=range(len(wirings)), ylabel="test accuracy (%)", title="every seed a point")
+    left.set_xticklabels([wiring.replace(" + ", " +\n").replace(", ", ",\n") for wiring in wirings], fontsize=8)
+    left.legend(fontsize=8)
+    for name, row in done.items():
+        if name.startswith("try") and "watch" in row:
+            right.plot(row["watch"]["alike"][-1], marker="o", markersize=3, label=name.split(" | ")[1])
+    right.set(xlabel="block", ylabel="mean cosine between tokens", title="after training, SOAP")
+    if right.get_legend_handles_labels()[0]:
+        right.legend(fontsize=7)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    drawing.savefig(file, metadata={"Date": None})
+    pyplot.close(drawing)
 
 
 def main() -> None:
@@ -246,6 +289,8 @@ def main() -> None:
             return
         study(__file__, data, lambda: jobs(done, fields, epochs), lambda name, config: config, options, tell)
     print(table(done))
+    if options.data is not None or options.show:
+        figure(done, ROOT / "docs" / "img" / f"skipless-{fields['preset']}.svg")
 
 
 def tell(name: str, row: dict[str, Any]) -> str:

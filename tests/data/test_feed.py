@@ -52,6 +52,18 @@ def test_any_step_can_be_asked_for(augment: Augment | None) -> None:
     assert not torch.equal(whole[0][0], next(Feed(numbered(), 8, seed=6, augment=augment).iterate(0, 1))[0])
 
 
+def test_flips_alone_are_the_image_or_its_mirror() -> None:
+    images = numbered()
+    seen = {False: 0, True: 0}
+    plain = Feed(images, 8, seed=5, augment=Augment("none", flip=False)).iterate(0, 5)
+    for (x, _), (u, _) in zip(Feed(images, 8, seed=5, augment=Augment("none")).iterate(0, 5), plain, strict=True):
+        for one, original in zip(x, u, strict=True):
+            mirrored = torch.equal(one, original.flip(-1))
+            assert mirrored or torch.equal(one, original)
+            seen[mirrored] += 1
+    assert min(seen.values()) > 8
+
+
 @settings(max_examples=25)
 @given(st.sampled_from([1, 2, 3, 4, 6, 12]), st.sampled_from([Augment(), EVERYTHING]), st.integers(0, 30))
 def test_processes_together_see_what_one_sees(world: int, augment: Augment, step: int) -> None:

@@ -115,8 +115,11 @@ class Feed:
 
     def _shown(self, pixels: Tensor, boxes: Table, augment: Augment | None) -> Tensor:
         out = (self.size, self.size)
-        if tuple(pixels.shape[2:]) == out and (boxes == (0, 0, *out, 0)).all():  # nothing to crop, resize or flip
-            return pixels
+        if tuple(pixels.shape[2:]) == out and (boxes[:, :4] == (0, 0, *out)).all():  # nothing to crop or resize
+            flip = boxes[:, 4] > 0
+            if not flip.any():
+                return pixels
+            return torch.where(self._put(flip)[:, None, None, None], pixels.flip(3), pixels)
         pad = augment.pad if augment is not None and augment.crop == "pad" else 0
         return _device.shown(pixels, self._put(boxes.astype(numpy.float32)), out, pad)
 

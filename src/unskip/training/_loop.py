@@ -25,6 +25,7 @@ from torch.distributed.tensor import DTensor
 from unskip.errors import BadInput, TrainingError
 from unskip.optim import schedules
 from unskip.training import _health
+from unskip.training._average import Average
 from unskip.training._board import Board
 from unskip.training._folder import RunFolder
 from unskip.training._graph import Graphed
@@ -116,7 +117,7 @@ class _Trainer:
         self.parameters, self.kind = [*self.model.parameters()], _device(task.model).type  # walked once, not each step
         possible = self.kind == "cuda" and self.world == 1 and schedule.accumulate == 1
         self.graph = Graphed(self._passes, task.model) if schedule.graph and possible else None
-        self.average = _averaged(task.model, schedule.average)
+        self.average = None if schedule.average is None else Average(task.model, schedule.average)
         self.board: Board | None = None
         self.last_evaluations: dict[str, float] = {}
         self.health = _health.Watch(task, schedule, folder)
@@ -315,14 +316,6 @@ def mix(*numbers: int) -> int:
 
 def _device(model: nn.Module) -> torch.device:
     return next(model.parameters()).device
-
-
-def _averaged(model: nn.Module, decay: float | None) -> Any:
-    if decay is None:
-        return None
-    from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
-
-    return AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(decay), use_buffers=True)
 
 
 def _split(batch: Any, parts: int) -> list[Any]:
