@@ -265,7 +265,6 @@ def figure(done: dict[str, Any], file: Path) -> None:
 def main() -> None:
     parser = arguments(__doc__, "skipless-cifar.json, or -digits")
     parser.add_argument("--pace", action="store_true", help="time the optimizers, with nothing beside them, and end")
-    parser.add_argument("--compile", action="store_true", help="compile each model too: pays off in long runs")
     parser.add_argument("--epochs", type=float, nargs=2, default=(5, 20), help="of the sweep, and of the final runs")
     options = parser.parse_args()
     if options.work:
@@ -275,7 +274,6 @@ def main() -> None:
     epochs = (3, 10)
     if options.data is not None:
         fields = {"preset": "cifar", "data": options.data, "device": options.device, "log_every": 50}
-        fields["compile"] = options.compile
         epochs = tuple(options.epochs)
     options.out = options.out or ROOT / "docs" / "results" / f"skipless-{fields['preset']}.json"
     data = opened(options.out, {"preset": fields["preset"], "epochs": [*epochs]})

@@ -89,7 +89,7 @@ class Case:
             step()
         return lambda: self.batch * steps / seconds(lambda: [step() for _ in range(steps)], device)
 
-    def loop(self, device: str, steps: int, compiled: torch.nn.Module, feed: Feed) -> float:
+    def loop(self, device: str, steps: int, compiled: torch.nn.Module, feed: Feed, graph: bool = False) -> float:
         """The whole loop from a fresh optimizer; the first third is not counted."""
         optimizer = unskip.optim.build(compiled, "adamw", 1e-4, 0.05)
 
@@ -102,7 +102,14 @@ class Case:
         task = Task(compiled, feed, loss, optimizer, save=lambda model, folder: None)
         third = max(1, steps // 2)
         schedule = Schedule(
-            3 * third, warmup=third, precision="bf16", clip=1.0, compile=True, log_every=third, checkpoint_every=10**9
+            3 * third,
+            warmup=third,
+            precision="bf16",
+            clip=1.0,
+            compile=True,
+            graph=graph,
+            log_every=third,
+            checkpoint_every=10**9,
         )
         with tempfile.TemporaryDirectory() as folder:
             run = RunFolder.create(f"{folder}/run", {}, device)
@@ -128,12 +135,13 @@ def compare(case: Case, device: str, steps: int, rounds: int) -> dict[str, Any]:
     """Images a second of each, the median over rounds, and ratios between neighbours in time."""
     bare, clipped = case.bare(device, steps, clip=False), case.bare(device, steps, clip=True)
     model, feed = case.model(device), case.feed(device)
-    found: dict[str, list[float]] = {"bare": [], "+ clip": [], "loop": [], "feed": []}
+    found: dict[str, list[float]] = {"bare": [], "+ clip": [], "loop": [], "loop, one graph": [], "feed": []}
     case.loop(device, 4, model, feed)  # compiles
     for _ in range(rounds):
         found["bare"].append(bare())
         found["+ clip"].append(clipped())
         found["loop"].append(case.loop(device, steps, model, feed))
+        found["loop, one graph"].append(case.loop(device, steps, model, feed, graph=True))
         passed = 4 * steps
         found["feed"].append(
             case.batch * passed / seconds(lambda: [None for _ in feed.iterate(0, passed)], device)  # noqa: B023
@@ -189,8 +197,8 @@ def main() -> None:
         found = compare(Case(**settings), options.device, options.steps, options.rounds)
         record["results"][key] = found
         print(f"\n{key}")
-        for name in ("bare", "+ clip", "loop", "feed"):
-            print(f"  {name:8s} {found[name]:10.0f} img/s")
+        for name in ("bare", "+ clip", "loop", "loop, one graph", "feed"):
+            print(f"  {name:15s} {found[name]:10.0f} img/s")
         print(f"  loop over bare {found['loop over bare']:.3f}, overhead {found['overhead over bare + clip']:+.2%}")
         for kind, share in found.get("kernels", {}).items():
             print(f"    {kind:24s} {share:6.1%}")
