@@ -226,7 +226,8 @@ def answers(done: dict[str, Any]) -> dict[str, Any]:
     rows = {name: [row for row in each if "depth" in row] for name, each in groups(done).items()}
 
     def mean(name: str, key: str) -> float | None:
-        values = [row[key] if key in row else last(row, key) for row in rows.get(name, ())]
+        # A row holds the last online numbers too, of fewer images: only fine-tuning has none over depth.
+        values = [row[key] if key == "finetune" else last(row, key) for row in rows.get(name, ())]
         return 100 * statistics.mean(values) if values else None
 
     def gain(ours: str, theirs: str, key: str) -> float | None:
