@@ -125,3 +125,58 @@ def run_without_constants(count: int, seed: int) -> dict[str, int]:
         assert verdict.verify(), where
         counts[verdict.status] += 1
     return counts
+
+
+def run_with_idle_units(count: int, seed: int) -> dict[str, int]:
+    """The same with units that count for nothing, at the width of those that count, where only flips are left.
+
+    Dead units give a constant, and a pair that cancels in all but its odd part a linear map. With one unit more there
+    is no oracle, but what is said to be impossible must be so with output biases too, for which there is one.
+    """
+    random = np.random.default_rng(seed)
+    counts = {"possible": 0, "impossible": 0, "undecided": 0}
+    while sum(counts.values()) < count:
+        d, h = int(random.integers(1, 4)), int(random.integers(1, 6))
+        up, down, bias = random.integers(-3, 4, (h, d)), random.integers(-2, 3, (d, h)), random.integers(-2, 3, h)
+        if len(oracle.keys(up, bias, down, False)) < h:
+            continue
+        chosen = random.random(h) < 0.5
+        whole = np.concatenate([up, bias[:, None]], 1)
+        goal = -(down[:, chosen] @ whole[chosen]).astype(float)  # what the skip and all constants should come to
+        rows, columns, skip = whole.astype(float), down.astype(float), goal[:, :-1].copy()
+        const = np.zeros(d)
+        kinds = random.integers(0, 4, int(random.integers(1, 4))).tolist()
+        for kind in [*kinds, *([4] if random.random() < 0.5 else [])]:
+            row, column = random.integers(-3, 4, d + 1).astype(float), random.integers(-2, 3, d).astype(float)
+            if kind == 4:  # planted: it makes up the constant
+                row[-1], column = 1, goal[:, -1] - const
+            if kind == 0:
+                column[:] = 0
+            elif kind == 1:
+                row[:-1] = 0
+                const += column * float(torch.nn.functional.gelu(torch.tensor(row[-1], dtype=torch.float64)))
+            else:  # twice the same, or once mirrored, and the columns cancel
+                turn = 1.0 if kind == 2 else -1.0
+                rows, columns = np.vstack([rows, turn * row]), np.column_stack([columns, -column])
+                if kind >= 3:
+                    skip -= np.outer(column, row[:-1])
+                    const += column * row[-1]
+            rows, columns = np.vstack([rows, row]), np.column_stack([columns, column])
+        order = random.permutation(len(rows))
+        up, bias, down = rows[order, :-1], rows[order, -1], columns[:, order]
+        if len(oracle.keys(up.astype(int), bias.astype(int), down.astype(int), False)) != h:
+            continue  # an idle unit met another
+        miss, _ = oracle.closest(whole, columns[:, :h], np.column_stack([goal[:, :-1], const]), 1.0)
+        tensors = [torch.tensor(value, dtype=torch.float64) for value in (up, down, bias, skip)]
+        block = Block(tensors[0], tensors[1], up_bias=tensors[2], activation="gelu", skip=tensors[3])
+        verdict = absorb(block, width=h)
+        where = f"seed {seed}: {verdict} but the nearest flip set misses by {miss}: {up} {bias} {down} {skip}"
+        assert verdict.status != ("impossible" if miss < 1e-9 else "possible"), where
+        assert verdict.verify(), where
+        counts[verdict.status] += 1
+        wide = absorb(block, width=h + 1)
+        weights = {"up": up.astype(int), "bias": bias.astype(int), "down": down.astype(int), "skip": skip}
+        if wide.status == "impossible":
+            assert not oracle.absorbable(**weights, odd=1.0, homogeneous=False, width=h + 1), wide
+        assert wide.verify()
+    return counts

@@ -339,9 +339,10 @@ def test_a_small_campaign() -> None:
     counts = campaign.run(300, seed=1)
     assert counts["undecided"] <= 10
     assert min(counts["possible"], counts["impossible"]) > 50
-    counts = campaign.run_without_constants(60, seed=2)
-    assert counts["undecided"] == 0
-    assert min(counts["possible"], counts["impossible"]) > 5
+    for run, count in ((campaign.run_without_constants, 60), (campaign.run_with_idle_units, 30)):
+        counts = run(count, seed=2)
+        assert counts["undecided"] == 0
+        assert min(counts["possible"], counts["impossible"]) > 5
 
 
 @pytest.mark.full
@@ -350,6 +351,7 @@ def test_the_campaign(seed: int) -> None:
     counts = campaign.run(2_600, seed=1000 + seed)
     assert counts["undecided"] <= 130
     campaign.run_without_constants(300, seed=2000 + seed)
+    assert campaign.run_with_idle_units(200, seed=3000 + seed)["undecided"] == 0
 
 
 def test_it_is_at_the_top() -> None:

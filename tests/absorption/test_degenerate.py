@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from tests.absorption.blocks import close, normal, numbers
 
-from unskip.absorption import Block, absorb
+from unskip.absorption import Block, _decide, absorb
+from unskip.absorption._activations import resolve
 from unskip.absorption._canonical import canonical
+from unskip.absorption._question import setting
 from unskip.absorption._reduce import reduce
 
 
@@ -125,3 +129,83 @@ def test_the_kernel_of_the_units() -> None:
     enough = absorb(Block(up, down, activation="gelu"), width=6 + 2 * 4 - 2)
     assert enough.status == "possible"
     assert close(enough.block, enough.replacement()) < 1e-11
+
+
+# --- Without output biases --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", ["dead column", "zero row", "equal", "mirrored", "cancelling"])
+@pytest.mark.parametrize("word", ["gelu", "relu", "softplus"])
+def test_idle_units_leave_flips_alone_where_no_unit_is_spare(
+    how: str, word: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At the width of the keys only flips are left, and the idle units' constants are among what they make up."""
+    monkeypatch.setattr(_decide, "CHECKED", 0)  # the certificate as the search found it
+    block = replace(block_with(2, how, word), down_bias=None)
+    verdict = absorb(block, width=8 if how == "cancelling" else 10)
+    assert verdict.status == "impossible"
+    assert verdict.certificate is not None
+    assert verdict.certificate.kind == "dual"
+    assert verdict.verify()
+
+
+@pytest.mark.parametrize("word", ["gelu", "relu"])
+def test_the_constant_of_a_dead_unit_is_counted(word: str) -> None:
+    """A dead unit gives W_down phi(b). A flip set that makes it up as well is taken, one that does not is not."""
+    g = numbers(3)
+    up, down, bias = normal(g, 9, 3), normal(g, 3, 9), normal(g, 9)
+    down[:, :3] = -torch.linalg.inv(up[:3])  # the first three make up the skip
+    up[8], bias[8] = 0, 0.7
+    height = resolve(word)[0].function(bias[8:])
+    down[:, 8] = -(down[:, :3] @ bias[:3]) / height  # and this what flipping them leaves
+    block = Block(up, down, up_bias=bias, activation=word)
+    verdict = absorb(block, width=8)
+    assert verdict.status == "possible"
+    assert verdict.verify()
+    assert verdict.replacement().down_bias is None
+    assert close(block, verdict.replacement()) < 1e-12
+    down = down.clone()
+    down[0, 8] += 1e-3
+    verdict = absorb(replace(block, down=down), width=8)
+    assert verdict.status == "impossible"
+    assert verdict.verify()
+
+
+def test_what_output_biases_do_not_make_possible_is_impossible_without_them() -> None:
+    """Units to spare and no output bias: the certificates of the freer question hold."""
+    weak = block_with(1, "dead column", "gelu")
+    weak = replace(weak, up=weak.up / 20, down=weak.down / 20, down_bias=None)
+    verdict = absorb(weak)
+    assert verdict.status == "impossible"
+    assert "spectral" in {each.kind for each in verdict.obstructions}
+    assert verdict.verify()
+    g = numbers(8)
+    up, down = normal(g, 5, 3), normal(g, 3, 5)
+    down[:, 4] = 0
+    verdict = absorb(Block(up, down, up_bias=normal(g, 5), activation="gelu"))
+    assert verdict.status == "impossible"
+    assert "exhaustion" in {each.kind for each in verdict.obstructions}
+    assert verdict.verify()
+
+
+# --- Many of them -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("word", ["relu", "gelu"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_thousands_of_equal_and_mirrored_units(word: str, dtype: torch.dtype) -> None:
+    """Three keys in 2,000 units: pairs that are joined already are not compared again."""
+    g = numbers(0)
+    rows, which = normal(g, 3, 6), torch.randint(3, (2000,), generator=g)
+    sign = torch.randint(0, 2, (2000, 1), generator=g) * 2.0 - 1
+    up, down = (sign * rows[which]).to(dtype), normal(g, 6, 2000).to(dtype)
+    block = Block(up, down, activation=word)
+    keys = canonical(reduce(block, 3, False, True))
+    assert keys.count == 3
+    assert torch.equal(keys.sizes.sort().values, torch.bincount(which).sort().values)
+    verdict = absorb(block, width=3)
+    assert verdict.verify()
+    if dtype == torch.float64:  # in bfloat16 each adds less than rounding of all of them
+        seen = setting(verdict).groups
+        assert torch.equal(seen.head, keys.first)
+        assert torch.equal(seen.of, keys.member)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
+
 import pytest
 import torch
-from tests.absorption.blocks import CLASS_O, generic, normal, numbers
+from tests.absorption.blocks import CLASS_O, generic, normal, numbers, planted
 
 from unskip.absorption import Block, absorb
 from unskip.absorption._activations import BUILT_IN, GATED, resolve
+from unskip.anatomy._activations import ACTIVATIONS
 
 BOUNDED = [name for name, each in BUILT_IN.items() if each.family == "bounded"]
 GRID = torch.linspace(-30, 30, 6001, dtype=torch.float64)
@@ -129,8 +133,6 @@ def test_squared_relu_and_square_with_biases_are_open() -> None:
 
 def test_without_output_biases_the_constant_has_to_fit() -> None:
     """Flipping moves a constant into the output bias; where there is none, the same flip set is not enough."""
-    from tests.absorption.blocks import planted
-
     block, chosen = planted(5, 20, "gelu", seed=3)
     asked = Block(block.up, block.down, up_bias=block.up_bias, activation="gelu")
     verdict = absorb(asked)
@@ -153,3 +155,41 @@ def test_without_hidden_biases_a_bent_unit_cannot_be_had() -> None:
     assert verdict.status == "impossible"
     assert "hidden-bias" in {each.kind for each in verdict.obstructions}
     assert verdict.verify()
+
+
+# --- Numbers ----------------------------------------------------------------------------------------------------------
+
+
+def test_shifted_softplus_keeps_its_digits() -> None:
+    phi = resolve("shifted_softplus")[0].function
+    z = torch.linspace(-60, 60, 4801, dtype=torch.float64)
+    assert torch.allclose(phi(z), ACTIVATIONS["shifted_softplus"](z), rtol=1e-13, atol=3e-9)  # torch's threshold
+    assert torch.allclose(phi(z), torch.logaddexp(z, torch.zeros_like(z)) - math.log(2), rtol=1e-14, atol=1e-15)
+    tiny = 10.0 ** -torch.arange(3.0, 200, 7, dtype=torch.float64)
+    for side in (tiny, -tiny):
+        assert torch.allclose(phi(side), side / 2 + side.square() / 8, rtol=1e-6, atol=0)
+    assert torch.allclose(phi(tiny) - phi(-tiny), tiny, rtol=1e-15, atol=0)
+    x = torch.tensor([-1e4, -2.0, 0.0, 2.0, 1e4], dtype=torch.float64, requires_grad=True)
+    (slope,) = torch.autograd.grad(phi(x).sum(), x)
+    assert torch.allclose(slope, torch.sigmoid(x.detach()), rtol=1e-13)
+
+
+@pytest.mark.parametrize("word", CLASS_O)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_tiny_rows_with_large_columns(word: str, dtype: torch.dtype) -> None:
+    for scale in (1e-6, 1e-12, 1e-20):
+        block, chosen = planted(4, 12, word)
+        assert block.up_bias is not None
+        assert block.down_bias is not None
+        block = replace(
+            block,
+            up=(block.up * scale).to(dtype),
+            up_bias=(block.up_bias * scale).to(dtype),
+            down=(block.down / scale).to(dtype),
+            down_bias=block.down_bias.to(dtype),
+        )
+        verdict = absorb(block)
+        assert verdict.status == "possible"
+        assert verdict.flips is not None
+        assert torch.equal(verdict.flips, chosen)
+        assert verdict.verify()

@@ -75,3 +75,26 @@ def test_other_skips(rank: int) -> None:
     refused = absorb(Block(normal(g, H, D), normal(g, 48, H), activation="relu", skip=skip))
     assert refused.status == "impossible"
     assert refused.verify()
+
+
+@pytest.mark.parametrize(("d", "h"), [(6, 300), (3, 700)])
+def test_a_box_that_is_missed_by_little(d: int, h: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """More units than equations: t exists, but not in [0, 1]. Y is normal to a face of what flips can reach."""
+    monkeypatch.setattr(_search, "DENSE", 10**7)
+    g = numbers(0)
+    joint, rows, normal_to = normal(g, d, h), normal(g, h, d) * torch.exp(normal(g, h, 1)), normal(g, d, d)
+    chosen = (joint * (normal_to @ rows.mT)).sum(0) > 0
+    reached = joint[:, chosen] @ rows[chosen]
+    away = 1e-3 * float(reached.norm())
+    goal = reached + away * normal_to / normal_to.norm()
+    found = _search.search(joint, rows, goal, away / 10, lambda flips: False)
+    assert found.tried == ["box"]
+    assert found.dual is not None
+    assert away / 10 < found.dual.bound <= away * (1 + 1e-9)
+    matrix = found.dual.matrix
+    g_k = torch.einsum("ik,ij,kj->k", joint, matrix, rows)
+    bound = (matrix * goal).sum() - g_k.clamp(min=0).sum()
+    assert float(bound) == pytest.approx(found.dual.bound, rel=1e-6)
+    # What is inside is not barred, and it comes to an end.
+    inside = joint @ (0.5 + 0.4 * torch.cos(torch.arange(h).double()))[:, None].mul(rows)
+    assert _search.search(joint, rows, inside, 1e-9, lambda flips: False).dual is None

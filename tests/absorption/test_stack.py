@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from tests.absorption.blocks import close, generic, normal, numbers, planted
 
-from unskip.absorption import Block, Norm, absorb, hyper_connection, stack
+from unskip.absorption import Block, Certificate, Norm, absorb, hyper_connection, stack
 from unskip.errors import BadInput
 
 
@@ -77,6 +79,92 @@ def test_possible_blocks_make_a_possible_stack() -> None:
     assert "possible" in str(verdict)
     with pytest.raises(BadInput, match="undecided"):
         stack([generic(4, 12, "gelu", s) for s in range(2)]).replacement()
+
+
+# --- The check of a stack holds it to every hypothesis ----------------------------------------------------------------
+
+
+def test_a_norm_on_the_branch_does_not_bend_the_origin() -> None:
+    blocks = [gated("swiglu", seed, norm=Norm("rmsnorm", "pre", 1e-5)) for seed in range(2)]
+    verdict = stack(blocks)
+    assert {each.kind for each in verdict.obstructions} == {"linearisation", "growth"}
+    assert verdict.verify()
+
+
+@pytest.mark.parametrize("kind", ["linearisation", "growth", "bottleneck"])
+def test_a_forged_certificate_is_refused(kind: str) -> None:
+    blocks = {
+        "linearisation": [gated("swiglu", 0), gated("swiglu", 1)],
+        "growth": [generic(4, 12, "tanh", s) for s in range(2)],
+        "bottleneck": [generic(4, 12, "relu", 0), generic(4, 3, "relu", 1)],
+    }[kind]
+    verdict = stack(blocks)
+    held = verdict.obstructions[0]
+    assert held.kind == kind
+    assert verdict.verify()
+    name, worse = "direction", torch.zeros(4, dtype=torch.float64)
+    if kind == "bottleneck":  # on the kink of one unit
+        name = "point"
+        row, bias = blocks[0].up[0], blocks[0].up_bias
+        assert bias is not None
+        worse = -bias[0] * row / row.square().sum()
+    forged = replace(held, certificate=Certificate(kind, {name: worse}))
+    assert not replace(verdict, obstructions=(forged,)).verify()
+    # The same claim of blocks for which it is not proved, or that may have what the theorem forbids.
+    others = {
+        "linearisation": [gated("glu", 0), gated("glu", 1)],  # its gate is open at 0
+        "growth": [generic(4, 12, "gelu", s) for s in range(2)],
+        "bottleneck": [generic(4, 12, "relu", s) for s in range(2)],
+    }[kind]
+    verdicts = tuple(absorb(each) for each in others)
+    assert not replace(verdict, blocks=tuple(others), verdicts=verdicts).verify()
+    if kind == "linearisation":
+        freed = tuple(absorb(each, biases="allowed") for each in blocks)
+        assert not replace(verdict, biases="allowed", verdicts=freed).verify()
+
+
+def test_the_verdicts_on_the_blocks_are_checked_too() -> None:
+    verdict = stack([generic(4, 12, "tanh", s) for s in range(2)])
+    assert not replace(verdict, verdicts=verdict.verdicts[::-1]).verify()
+    assert not replace(verdict, verdicts=verdict.verdicts[:1]).verify()
+    turned = replace(verdict.verdicts[0], certificate=None)
+    assert not replace(verdict, verdicts=(turned, verdict.verdicts[1])).verify()
+    assert not replace(verdict, status="undecided").verify()
+    assert not replace(verdict, obstructions=()).verify()
+
+
+def test_a_replacement_is_checked_on_what_the_stack_sends_it() -> None:
+    """A unit that bends far out is not seen on inputs around the origin, and the block before sends others."""
+    block, chosen = planted(4, 12, "relu", seed=1)
+    unit = next(i for i in range(12) if i not in chosen.tolist())
+    bias = block.up_bias
+    assert bias is not None
+    bias[unit] = -300
+    first = planted(4, 12, "relu", seed=0)[0]
+    away = 1e4 * block.up[unit] / block.up[unit].norm()
+    verdict = stack([replace(first, down_bias=away), block])
+    assert verdict.status == "possible"
+    assert verdict.verify()
+    other = verdict.verdicts[1].replacement()
+    down = other.down.clone()
+    down[:, unit] += 1e-3
+    wrong = replace(verdict.verdicts[1], weights=replace(other, down=down))
+    assert wrong.verify()
+    assert not replace(verdict, verdicts=(verdict.verdicts[0], wrong)).verify()
+
+
+def test_a_block_behind_a_norm_has_to_follow_it() -> None:
+    norm = {"kind": "layernorm", "eps": 1e-5, "gain": normal(numbers(0), 4).exp(), "bias": normal(numbers(1), 4)}
+    first = planted(4, 12, "gelu", seed=0, norm=Norm(place="post", **norm))[0]  # type: ignore[arg-type]
+    second = planted(4, 12, "gelu", seed=1, norm=Norm(place="input", **norm))[0]  # type: ignore[arg-type]
+    verdict = stack([first, second])
+    assert verdict.status == "possible"
+    assert verdict.verify()
+    for apart in (replace(first, norm=None), replace(first, norm=Norm("layernorm", "post", 1e-6))):
+        verdict = stack([apart, second])
+        assert verdict.status == "undecided"
+        assert "norm" in verdict.reason
+        assert verdict.verify()
 
 
 def test_stacks_that_cannot_be() -> None:

@@ -130,7 +130,7 @@ def _group(
     """
     label = torch.arange(len(up), device=up.device)
     sign = torch.ones_like(lengths)
-    some = max(64, AT_ONCE // up.shape[1])  # pairs whose rows are held at a time
+    some = min(max(64, AT_ONCE // up.shape[1]), 2**15)  # pairs whose rows are held at a time
 
     def unit(at: Tensor) -> Tensor:
         return torch.cat([up[at], bias[at, None]], 1) / lengths[at, None]

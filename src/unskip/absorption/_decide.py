@@ -23,7 +23,7 @@ from unskip.absorption._from import block_of
 from unskip.absorption._reduce import Problem, reduce
 from unskip.absorption._search import search
 from unskip.absorption._verdict import Biases, Certificate, Obstruction, Verdict
-from unskip.absorption._verify import holds
+from unskip.absorption._verify import holding
 from unskip.anatomy import MlpParts
 from unskip.errors import BadInput
 
@@ -139,7 +139,8 @@ def _impossible(problem: Problem, plain: Verdict, found: list[Obstruction]) -> V
     every = [*found, *([extra] if extra is not None else [])]
     if problem.up.numel() + problem.down.numel() <= CHECKED:
         # A certificate that its check does not take, for a margin that is too thin, is none.
-        every = [each for each in every if holds(plain, each.certificate)]
+        stand = holding(plain, [each.certificate for each in every])
+        every = [each for each, holds in zip(every, stand, strict=True) if holds]
     if not every:
         why = "what speaks against it does not stand its own check with the margin that is asked for"
         return replace(plain, reason=f"Not decided: {why}.", extra_width=_extra(problem))

@@ -47,7 +47,7 @@ def decide(problem: Problem) -> Outcome:
         return out
     if duals and strict.spares == 0:
         out.bound = unit * duals[0].bound
-    trust = _trust(problem, strict)
+    trust = _trust(problem)
     if trust is not None:
         out.why = trust
         return out
@@ -64,7 +64,7 @@ def decide(problem: Problem) -> Outcome:
     elif strict.spares == 0 and loose.spares == 0:
         without_spares(problem, strict, duals, tolerance, out)
     else:
-        with_spares(problem, strict, loose, tolerance, out)
+        with_spares(problem, strict, loose, out)
         if not out.obstructions and duals and strict.spares == 0:
             out.why = (
                 "exactly it is impossible, but units that rounding of the stored weights may have told apart, or that "
@@ -73,7 +73,7 @@ def decide(problem: Problem) -> Outcome:
     return out
 
 
-def _trust(problem: Problem, keys: Keys) -> str | None:
+def _trust(problem: Problem) -> str | None:
     """Why an impossible would not be sound here, or None."""
     phi = problem.block.phi
     if not phi.trusted:
@@ -88,8 +88,6 @@ def _trust(problem: Problem, keys: Keys) -> str | None:
                 "no flip set was found; HardSwish units whose rows are parallel have relations of their own, so more "
                 "than flips may be possible"
             )
-    if not problem.output_bias and keys.spares > 0:
-        return "no flip set was found; spare units without output biases are not settled"
     return None
 
 

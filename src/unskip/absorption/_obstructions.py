@@ -18,7 +18,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from unskip.absorption._question import UNIT, Setting, flip_equation, group_units, relaxed, tolerance
+from unskip.absorption._activations import KINKS
+from unskip.absorption._question import UNIT, Setting, flip_equation, relaxed, tolerance
 
 
 def _flips_apply(at: Setting) -> bool:
@@ -112,7 +113,7 @@ def _subset_sum(at: Setting, data: Mapping[str, Any]) -> bool:
     block, odd = at.block, at.block.phi.odd
     if not _flips_apply(at) or odd is None or block.norms or len(at.up) > 44:
         return False
-    if not len(group_units(at).head) == at.width == len(at.up):
+    if not len(at.groups.head) == at.width == len(at.up):
         return False
     q, z = int(data["modulus"]), data["functional"]
 
@@ -164,7 +165,7 @@ def _exhaustion(at: Setting, data: Mapping[str, Any]) -> bool:
 
 
 def _spares(at: Setting) -> int:
-    return at.width - len(group_units(at).head)
+    return at.width - len(at.groups.head)
 
 
 def _linear_only(at: Setting) -> bool:
@@ -217,9 +218,9 @@ def _hidden_bias(at: Setting, data: Mapping[str, Any]) -> bool:
     """A key with a bias, where the replacement has none."""
     if not _flips_apply(at) or at.hidden_bias or at.radius is not None or at.block.phi.name == "hardswish":
         return False
-    unit, groups = int(data["unit"]), group_units(at)
-    group = int(groups.of[unit])
-    alone = group >= 0 and int((groups.of == group).sum()) == 1
+    unit, of = int(data["unit"]), at.groups.of
+    group = int(of[unit])
+    alone = group >= 0 and int((of == group).sum()) == 1
     return alone and abs(float(at.bias[unit])) > 64 * at.block.roundoff * float(at.up[unit].norm())
 
 
@@ -287,9 +288,6 @@ def _rank(at: Setting, data: Mapping[str, Any]) -> bool:
     values = torch.linalg.svdvals(skip + at.odd / 2 * at.down @ at.up)
     size = float(bulk.norm() + abs(at.odd) * (at.size_down.abs() @ at.size_up.abs()).norm())
     return len(values) > at.width and float(values[at.width]) > max(1e-10 * size, tolerance(at))
-
-
-KINKS = {"hardswish": (-3.0, 3.0), "hardsigmoid": (-3.0, 3.0), "hardtanh": (-1.0, 1.0), "relu6": (0.0, 6.0)}
 
 
 def _bottleneck(at: Setting, data: Mapping[str, Any]) -> bool:

@@ -10,12 +10,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from unskip.absorption._block import Block
-from unskip.absorption._verdict import Certificate, Verdict
+from unskip.absorption._verdict import Verdict
 
 UNIT = 2.0**-53
 TINY = torch.finfo(torch.float64).tiny
@@ -49,6 +50,11 @@ class Setting:
         odd = self.block.phi.odd
         return float(odd) if odd is not None else math.nan
 
+    @cached_property
+    def groups(self) -> Groups:
+        """Units that share a key, as far as rounding could have told them apart, and those that count for nothing."""
+        return _group_units(self)
+
 
 @dataclass(frozen=True, eq=False)
 class Groups:
@@ -65,7 +71,8 @@ def _numbers(value: Tensor | None, shape: tuple[int, ...], like: Tensor) -> Tens
     return value.detach().to(like.device, torch.float64)
 
 
-def setting(verdict: Verdict, certificate: Certificate) -> Setting:
+def setting(verdict: Verdict, given: Tensor | None = None) -> Setting:
+    """The question of a verdict. Behind a norm a certificate says in which basis of the inputs it speaks."""
     block = verdict.block
     h, d, o = block.width, block.inputs, block.outputs
     up, down = (_numbers(value, (), block.up) for value in (block.up, block.down))
@@ -85,10 +92,10 @@ def setting(verdict: Verdict, certificate: Certificate) -> Setting:
     long_skip, long_bias, long_up, long_down = float(skip.norm()), bias.abs(), up.norm(dim=1), down.norm(dim=0)
     if "input" in norms:
         norm, radius = norms["input"], math.sqrt(d)
-        basis = _numbers(certificate.data.get("basis"), (d, d), up)
+        basis = _numbers(given, (d, d), up)
         gain = torch.ones_like(up[0]) if norm.gain is None else _numbers(norm.gain, (d,), up)
         inner = torch.where(gain[:, None] != 0, basis / gain[:, None], 0.0)
-        sound &= bool(norm.eps) and norm.kind != "other" and "basis" in certificate.data
+        sound &= bool(norm.eps) and norm.kind != "other" and given is not None
         sound &= not bool(basis[gain == 0].any())
         # The ball of s: directions that sum to zero, and no longer than the search believed.
         if norm.kind == "layernorm" and bool((gain != 0).all()):  # else the hidden channel makes up the sum
@@ -141,6 +148,8 @@ def setting(verdict: Verdict, certificate: Certificate) -> Setting:
 
 def relaxed(at: Setting) -> Setting:
     """The same with output biases allowed: what is impossible then is impossible without them too."""
+    if at.output_bias:
+        return at
     columns = at.up.shape[1]
     return replace(at, output_bias=True, skip=at.skip[:, :columns], size_skip=at.size_skip[:, :columns])
 
@@ -169,8 +178,7 @@ def tolerance(at: Setting) -> float:
     return max(4 * at.block.roundoff * math.hypot(at.odd * float(size.norm()), norm), 1e-12 * norm)
 
 
-def group_units(at: Setting) -> Groups:
-    """Units that share a key, as far as rounding could have told them apart, and the units that count for nothing."""
+def _group_units(at: Setting) -> Groups:
     h, phi = len(at.up), at.block.phi
     within, grown = 32 * at.block.roundoff, torch.ones_like(at.bias)
     lengths, columns = norms_of(at)
@@ -218,7 +226,7 @@ def _leaders(at: Setting, norms: Tensor, grown: Tensor, within: float, wanted: T
         apart = torch.minimum((one - two).norm(dim=1), (one + two).norm(dim=1))
         return apart <= within * grown[pairs].amax(0)
 
-    some = max(64, 2**22 // n)  # pairs whose rows are held at a time
+    some = min(max(64, 2**22 // n), 2**15)  # pairs whose rows are held at a time
     for pairs in _candidates(at, norms, within * float(grown[wanted].max()) if len(wanted) else within, wanted):
         while pairs.shape[1]:
             pairs = pairs[:, label[pairs[0]] != label[pairs[1]]]
@@ -273,9 +281,8 @@ Equation = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 
 def flip_equation(at: Setting, line: Tensor | None = None, column: Tensor | None = None) -> Equation | None:
     """J, U, B and their sizes (up to sign) on some rows and columns; None where there are spare units."""
-    groups = group_units(at)
-    head, of = groups.head, groups.of
-    if len(head) != at.width or (groups.rough and not at.output_bias):
+    head, of = at.groups.head, at.groups.of
+    if len(head) != at.width or (at.groups.rough and not at.output_bias):
         return None
     down, size_down, rows, size_rows = at.down, at.size_down, at.up, at.size_up
     goal, size = at.skip, at.size_skip

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 
 import torch
 from torch import Tensor
 
 from unskip.absorption import _enumerate
-from unskip.absorption._canonical import Keys
+from unskip.absorption._canonical import Keys, canonical
 from unskip.absorption._construct import Built
 from unskip.absorption._exact import hashed, no_subset
 from unskip.absorption._reduce import Problem
@@ -109,17 +109,18 @@ def _in_halves(problem: Problem, keys: Keys, out: Outcome) -> None:
         out.why = "no flip set is exact, but one within rounding could not be excluded"
 
 
-def with_spares(problem: Problem, strict: Keys, loose: Keys, tolerance: float, out: Outcome) -> None:
-    spares = loose.spares
-    if not problem.output_bias:
-        out.why = "spare units without output biases are not settled"
-        return
+def with_spares(problem: Problem, strict: Keys, loose: Keys, out: Outcome) -> None:
+    if not problem.output_bias:  # what is impossible with output biases is impossible without them
+        problem = replace(problem, output_bias=True)
+        strict = canonical(problem)
+        loose = canonical(problem, loose=True, other=strict)
+    spares, tolerance = loose.spares, problem.tolerance / abs(problem.odd)
     _spectral(problem, spares, out)
     _kernel(problem, loose, out)
     affine = problem.bounded
     biased_hardswish = problem.block.phi.name == "hardswish" and bool(problem.bias.any())
     few = _enumerate.cases(strict.count, 0 if affine else spares) <= _enumerate.CASES
-    if strict.spares == loose.spares and few and not biased_hardswish:
+    if strict.spares == spares > 0 and few and not biased_hardswish:
         joint, rows, goal = (value.cpu() for value in (strict.joint, strict.rows, strict.goal))
         size = float(joint.norm() * rows.norm() + goal.norm())
         way, gap = _enumerate.exhaust(joint, rows, goal, spares, affine, max(tolerance, 1e-9 * size))

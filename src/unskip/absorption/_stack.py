@@ -15,12 +15,13 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
 
+from unskip.absorption._activations import KINKS
 from unskip.absorption._block import Block
 from unskip.absorption._decide import absorb
+from unskip.absorption._stack_check import same_norm, stack_obstructed, stands
 from unskip.absorption._verdict import Biases, Certificate, Obstruction, Status, Verdict
 from unskip.errors import BadInput
 
@@ -47,14 +48,8 @@ class StackVerdict:
         return [each.replacement() for each in self.verdicts]
 
     def verify(self) -> bool:
-        """Checks it again from the weights."""
-        if self.status == "possible":
-            return all(each.status == "possible" and each.verify() for each in self.verdicts)
-        if self.status == "undecided":
-            return not self.obstructions
-        return bool(self.obstructions) and all(
-            _holds(self.blocks, self.biases, o.certificate) for o in self.obstructions
-        )
+        """Checks it again from the weights, and the verdicts on the blocks as well."""
+        return stands(self)
 
     def __str__(self) -> str:
         lines = [f"stack of {len(self.blocks)}: {self.status}", f"  {self.reason}"]
@@ -70,6 +65,10 @@ def stack(blocks: Sequence[Block], biases: Biases = "as-is") -> StackVerdict:
         if first.outputs != second.inputs:
             raise BadInput(f"stack: a block gives {first.outputs} values and the next takes {second.inputs}")
     verdicts = tuple(absorb(each, biases=biases) for each in chain)
+    for first, second in itertools.pairwise(chain):
+        if "input" in second.norms and not same_norm(first, second):
+            why = "Not decided: a block reads what a norm gives, and the block before it does not end in that norm."
+            return StackVerdict("undecided", why, chain, biases, verdicts)
     if all(each.status == "possible" for each in verdicts):
         return StackVerdict("possible", "Every block can swallow its skip, so the stack can.", chain, biases, verdicts)
     found = []
@@ -89,6 +88,7 @@ def stack(blocks: Sequence[Block], biases: Biases = "as-is") -> StackVerdict:
         width = min(each.width for each in chain)
         sentence = f"At one point the stack moves its output in more than {width} directions, its narrowest width."
         found.append(Obstruction(sentence, Certificate("bottleneck", {"point": point})))
+    found = [each for each in found if stack_obstructed(chain, biases, each.certificate)]
     if found:
         return StackVerdict("impossible", found[0].sentence, chain, biases, verdicts, tuple(found))
     if len(chain) == 1:
@@ -140,7 +140,9 @@ def _along(blocks: Sequence[Block], point: Tensor) -> tuple[Tensor, float] | Non
     for each in blocks:
         weight, bias = (each.up, each.up_bias) if each.gate is None else (each.gate, each.gate_bias)
         z = weight.detach().double() @ point + (0 if bias is None else bias.detach().double())
-        if not each.phi.analytic and bool((z.abs() < 1e-9).any()):
+        if not each.phi.analytic and any(
+            bool(((z - kink).abs() < 1e-9).any()) for kink in KINKS.get(each.phi.name, (0.0,))
+        ):
             return None
         step = each.derivative(point)
         rows = float((each.up.detach().double() @ point).norm()) + 1
@@ -194,33 +196,3 @@ def _axis(matrix: Tensor) -> Tensor:
     axis = torch.zeros(matrix.shape[1], dtype=torch.float64, device=matrix.device)
     axis[int(matrix.norm(dim=0).argmax())] = 1.0
     return axis
-
-
-# --- The check: difference quotients of the stack itself, in numpy ----------------------------------------------------
-
-
-def _holds(blocks: Sequence[Block], biases: Biases, certificate: Certificate) -> bool:
-    if certificate.kind not in ("linearisation", "growth", "bottleneck"):
-        return len(blocks) == 1 and absorb(blocks[0], biases=biases).verify()
-
-    def run(x: Tensor) -> Tensor:
-        for each in blocks:
-            x = each.double()(x)
-        return x
-
-    if certificate.kind == "bottleneck":
-        point, step = certificate.data["point"], 1e-6
-        eye = step * torch.eye(len(point), dtype=torch.float64, device=point.device)
-        quotients = ((run(point + eye) - run(point - eye)) / (2 * step)).cpu().numpy()
-        values = np.linalg.svd(quotients, compute_uv=False)
-        width = min(each.width for each in blocks)
-        return len(values) > width and bool(values[width] > 1e-7 * values[0])
-    axis = certificate.data["direction"]
-    if certificate.kind == "linearisation":
-        kind = _is_flat(blocks[0]) and not _hidden(blocks[0], biases)
-        origin = run(torch.zeros_like(axis))
-        slopes = [float((run(t * axis) - origin).norm()) / t for t in (1e-4, 1e-5, 1e-6)]
-        return kind and min(slopes) > 0 and max(slopes) / min(slopes) < 2
-    # Growth: the block keeps pace with its input while every branch stays put.
-    rates = [float(run(t * axis).norm()) / t for t in (1e6, 1e7, 1e8)]
-    return _growth_direction(blocks) is not None and min(rates) > 0 and max(rates) / min(rates) < 2

@@ -3,31 +3,39 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from unskip.absorption._block import Block
 from unskip.absorption._obstructions import CHECKS
-from unskip.absorption._question import setting
+from unskip.absorption._question import Setting, setting
 from unskip.absorption._verdict import Certificate, Verdict
 
 
 def verify(verdict: Verdict) -> bool:
     """Whether the verdict stands. All obstructions that it lists have to hold."""
+    listed = [each.certificate for each in verdict.obstructions]
     if verdict.status == "undecided":
-        return verdict.weights is None and all(holds(verdict, each.certificate) for each in verdict.obstructions)
+        return verdict.weights is None and all(holding(verdict, listed))
     if verdict.status == "possible":
         return _replaces(verdict)
     if verdict.certificate is None:
         return False
-    every = {id(each): each for each in (verdict.certificate, *(o.certificate for o in verdict.obstructions))}
-    return all(holds(verdict, each) for each in every.values())
+    return all(holding(verdict, list({id(each): each for each in (verdict.certificate, *listed)}.values())))
 
 
-def holds(verdict: Verdict, certificate: Certificate) -> bool:
-    check = CHECKS.get(certificate.kind)
-    return check is not None and check(setting(verdict, certificate), certificate.data)
+def holding(verdict: Verdict, certificates: Sequence[Certificate]) -> list[bool]:
+    """Which of the certificates hold."""
+    settings: dict[int, Setting] = {}
+    found = []
+    for each in certificates:
+        check, basis = CHECKS.get(each.kind), each.data.get("basis")
+        if check is not None and id(basis) not in settings:
+            settings[id(basis)] = setting(verdict, basis)
+        found.append(check is not None and check(settings[id(basis)], each.data))
+    return found
 
 
 def _replaces(verdict: Verdict) -> bool:
