@@ -166,15 +166,12 @@ def figure(data: dict[str, Any], file: Path) -> None:
             alike.plot(range(1, len(cosines) + 1), cosines, style, color=colour)
             blocks = [row["block"] for row in found["tokens"]]
             rows = [row for row in found["sites"] if "sublayer" in row and row["kind"] == "attention"]
-            points = [
-                (1 + next(i for i, block in enumerate(blocks) if row["path"].startswith(block)), row["sublayer"])
-                for row in rows
-            ]
-            values = [found["condition"] or singular for _, found in points]
-            condition.semilogy([place for place, _ in points], values, style, color=colour, marker="o", markersize=3)
+            places = [[f"{row['path']}.".startswith(f"{block}.") for block in blocks].index(True) + 1 for row in rows]
+            values = [row["sublayer"]["condition"] or singular for row in rows]
+            condition.semilogy(places, values, style, color=colour, marker="o", markersize=3)
         spectrum.set(title=name, xlabel="share of directions")
-        alike.set(xlabel="block")
-        condition.set(xlabel="block")
+        for panel in (alike, condition):
+            panel.set(xlabel="block", xlim=(0.5, len(cosines) + 0.5), xticks=range(1, len(cosines) + 1, 2))
     axes[0, 0].set_ylabel("singular value of the stack / largest")
     axes[1, 0].set_ylabel("mean cosine between tokens")
     axes[2, 0].set_ylabel("condition of an attention sub-layer\n(1e18: singular to rounding)")

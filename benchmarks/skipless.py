@@ -237,25 +237,27 @@ def figure(done: dict[str, Any], file: Path) -> None:
     from matplotlib import pyplot
 
     pyplot.rcParams["svg.hashsalt"] = "skipless"
-    drawing, (left, right) = pyplot.subplots(1, 2, figsize=(11, 3.8), constrained_layout=True)
+    seen = {name.split(" | ")[1]: row["watch"] for name, row in done.items() if "watch" in row}
+    drawing, panels = pyplot.subplots(1, 2 if seen else 1, figsize=(11 if seen else 6, 3.8), constrained_layout=True)
+    left, right = panels if seen else (panels, None)
     final = {key[1:]: accuracies(rows) for key, rows in groups(done).items() if key[0] == "final"}
     wirings = [*dict.fromkeys(wiring for wiring, _, _ in final)]
-    for place, (optimizer, marker) in enumerate(zip(RATES, "osD", strict=True)):
+    colours = ("#0072b2", "#d55e00", "#009e73")  # Okabe and Ito
+    for place, (optimizer, marker, colour) in enumerate(zip(RATES, "osD", colours, strict=True)):
         points = [
             (wirings.index(wiring) + 0.2 * (place - 1), value)
             for (wiring, used, _), values in final.items()
             if used == optimizer
             for value in values
         ]
-        left.plot(*zip(*points, strict=True), marker, markersize=5, alpha=0.8, label=optimizer)
+        left.plot(*zip(*points, strict=True), marker, color=colour, markersize=5, label=optimizer)
     left.set(xticks=range(len(wirings)), ylabel="test accuracy (%)", title="every seed a point")
     left.set_xticklabels([wiring.replace(" + ", " +\n").replace(", ", ",\n") for wiring in wirings], fontsize=8)
     left.legend(fontsize=8)
-    for name, row in done.items():
-        if name.startswith("try") and "watch" in row:
-            right.plot(row["watch"]["alike"][-1], marker="o", markersize=3, label=name.split(" | ")[1])
-    right.set(xlabel="block", ylabel="mean cosine between tokens", title="after training, SOAP")
-    if right.get_legend_handles_labels()[0]:
+    if right is not None:
+        for (name, watch), style in zip(seen.items(), itertools.cycle(("-", "--", ":", "-.")), strict=False):
+            right.plot(watch["alike"][-1], style, marker="o", markersize=3, label=name)
+        right.set(xlabel="block", ylabel="mean cosine between tokens", title="after training, SOAP")
         right.legend(fontsize=7)
     file.parent.mkdir(parents=True, exist_ok=True)
     drawing.savefig(file, metadata={"Date": None})
