@@ -68,6 +68,12 @@ def plan(args: Sequence[str]) -> Job:
 
 def run(job: Job) -> int:
     """Carries a job out."""
+    code = _runs(job)
+    _part()
+    return code
+
+
+def _runs(job: Job) -> int:
     if job.seeds is None:
         _tell(book.train(job.config, job.out, job.quiet))
         return 0
@@ -89,7 +95,16 @@ def resume(
 ) -> int:
     """Go on with a run from its last checkpoint."""
     _tell(book.resume(run, quiet))
+    _part()
     return 0
+
+
+def _part() -> None:
+    """Ends what joins several processes; their threads may abort where the interpreter goes first."""
+    from torch import distributed
+
+    if distributed.is_available() and distributed.is_initialized():
+        distributed.destroy_process_group()
 
 
 def recipes() -> int:
