@@ -14,7 +14,8 @@ from torch import Tensor
 
 from unskip import evals
 from unskip.errors import BadInput
-from unskip.evals import _eigen
+from unskip.evals import _eigen, _tokencut
+from unskip.evals._eigen import second_eigenvectors
 from unskip.evals._tokencut import GAP, boxes_of, connected
 
 
@@ -127,6 +128,28 @@ def test_graphs_without_an_answer_say_so() -> None:
     assert found.eigenvectors[:4].isnan().all()
     assert found.seeds[4] >= 0
     assert (found.masks[4].numpy() == oracle(features[4], grid)[0]).all()
+
+
+def test_graphs_without_an_answer_are_not_solved(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A collapsed model has nothing else, and the slowest solver would see each of them."""
+    solved: list[int] = []
+
+    def count(edges: Tensor, floor: float) -> Any:
+        solved.append(len(edges))
+        return second_eigenvectors(edges, floor)
+
+    monkeypatch.setattr(_tokencut, "second_eigenvectors", count)
+    evals.tokencut(torch.ones(5, 36, 4), (6, 6))
+    assert solved == []
+    mixed = torch.ones(5, 36, 4)
+    mixed[2] = torch.randn(36, 4, generator=torch.Generator().manual_seed(0))
+    mixed[4] = torch.nan
+    found = evals.tokencut(mixed, (6, 6))
+    assert solved == [1]
+    alone = evals.tokencut(mixed[2:3], (6, 6))
+    assert torch.equal(found.masks[2], alone.masks[0])
+    assert torch.equal(found.boxes[2], alone.boxes[0])
+    assert found.seeds.tolist() == [-1, -1, int(alone.seeds), -1, -1]
 
 
 def test_a_graph_in_two_pieces_is_cut_between_them() -> None:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import unskip
-from unskip.errors import BadInput, LoadError
+from unskip.errors import BadInput, LoadError, UnskipWarning
 from unskip.models import DINO, SimCLR, contrast, load_dino, sinkhorn
 
 
@@ -223,6 +223,15 @@ def test_a_published_checkpoint_is_loaded(tmp_path: Path) -> None:
     assert torch.equal(dino.teacher.head.last.weight, theirs["teacher"]["head.last_layer.weight_v"])
     assert torch.equal(dino.student.head.mlp[0].weight, theirs["student"]["module.head.mlp.0.weight"])
     assert torch.equal(dino.centre, theirs["dino_loss"]["center"][0])
+
+
+def test_lengths_that_were_learnt_are_not_left_out_in_silence() -> None:
+    dino = model()
+    theirs = made_up(dino)
+    theirs["student"]["module.head.last_layer.weight_g"] *= 1.5
+    with pytest.warns(UnskipWarning, match="norm_last_layer=False"):
+        load_dino(dino, theirs)
+    assert torch.equal(dino.student.head.mlp[0].weight, theirs["student"]["module.head.mlp.0.weight"])
 
 
 def test_a_backbone_alone_fills_both() -> None:

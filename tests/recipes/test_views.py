@@ -264,7 +264,9 @@ def test_neighbours_are_judged_by_the_classes_that_are_known() -> None:
     low, high = (rows.nonzero()[:, 0] for rows in (images.labels < 5, images.labels >= 5))
     known = Feed(images.select(low[:300]), 300, 8)
     one, both = (
-        _dino.online(known, Feed(images.select(rows), 300, 8), "float32", lambda net: net.teacher.backbone)(task.model)
+        _dino.online(known, Feed(images.select(rows), 300, 8), "float32", {}, lambda net: net.teacher.backbone)(
+            task.model
+        )
         for rows in (low[300:400], torch.cat([low[300:400], high[:100]]))
     )
     assert one["knn20"] == both["knn20"]
@@ -352,3 +354,29 @@ def test_two_processes_are_one(tmp_path: Path) -> None:
         assert row["weights"] < 1e-6, name
         assert row["moved"] > 1e-3, name
         assert row.get("centre", 0.0) < 1e-6, name
+
+
+@pytest.mark.full
+def test_a_sharded_run_is_the_run(tmp_path: Path) -> None:
+    """Weights spread over two processes: the same losses, weights and neighbours, a frozen last layer included."""
+    from tests.recipes.ranks import sharded
+
+    (tmp_path / "two").mkdir()
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    done = subprocess.run(
+        [*command, "-m", "tests.recipes.ranks", str(tmp_path / "two"), "shard"],
+        cwd=Path(__file__).parents[2],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    sharded(tmp_path / "one")
+    one, two = (RunFolder(tmp_path / name / "run") for name in ("one", "two"))
+    weights, spread = (load_file(each.path / "checkpoints" / "step-4" / "model.safetensors") for each in (one, two))
+    assert weights.keys() == spread.keys()
+    assert max(float((spread[name].float() - value.float()).abs().max()) for name, value in weights.items()) < 1e-5
+    losses, again = ([row["loss"] for row in each.read("metrics.jsonl")] for each in (one, two))
+    assert again == pytest.approx(losses, abs=1e-5)
+    assert one.read("evals.jsonl")[0]["knn20"] == two.read("evals.jsonl")[0]["knn20"]

@@ -2,15 +2,17 @@
 
     student, teacher: [module.]backbone.*                 ->  backbone.*
                       [module.]head.mlp.*                 ->  head.mlp.*
-                      [module.]head.last_layer.weight_v   ->  head.last.weight     (weight_g, the lengths, are 1)
+                      [module.]head.last_layer.weight_v   ->  head.last.weight
     dino_loss: center                                     ->  centre
 
-A checkpoint of a backbone alone, names without any prefix, fills the backbones of both.
+A checkpoint of a backbone alone, names without any prefix, fills the backbones of both. The last layer's rows have
+length 1 here; where a checkpoint has learnt other lengths (weight_g), a warning says so.
 """
 
 from __future__ import annotations
 
 import argparse
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from pickle import UnpicklingError
@@ -19,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from unskip.errors import LoadError
+from unskip.errors import LoadError, UnskipWarning
 from unskip.models._dino import DINO
 
 
@@ -64,6 +66,13 @@ def _renamed(tower: Mapping[str, Tensor]) -> dict[str, Tensor]:
     for name, value in tower.items():
         name = name.removeprefix("module.")
         if name.endswith("head.last_layer.weight_g"):
+            if not bool(torch.isclose(value, torch.ones_like(value), atol=1e-3).all()):
+                warnings.warn(
+                    "the checkpoint has learnt lengths of the last layer's rows (it was trained with "
+                    "norm_last_layer=False); here they are 1, so its head says other things. Its backbone is as it was",
+                    UnskipWarning,
+                    stacklevel=3,
+                )
             continue
         found[name.replace("head.last_layer.weight_v", "head.last.weight")] = value
     return found

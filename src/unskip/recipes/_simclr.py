@@ -16,6 +16,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from unskip import spec
+from unskip.anatomy._example import Example
+from unskip.anatomy._features import block_axes
 from unskip.data._views import Drawn, DrawnFeed
 from unskip.errors import UnskipWarning
 from unskip.models import SimCLR
@@ -118,6 +120,7 @@ def build(config: Simclr) -> tuple[Task, Schedule]:
     head: dict[str, Any] = {"hidden": config.hidden, "out": config.out, "norm": config.head_norm}
     model = SimCLR(backbone, temperature=config.temperature, **head).to(device)
     wiring = rewire(model.backbone, config.shortcut, sample[:2], config.where) if config.shortcut != "keep" else None
+    axes = block_axes(model.backbone, Example.of(sample[:1]))  # once, and of the model before it is sharded
     optimizer = build_optimizer(model, config.optimizer, config.lr, config.weight_decay)
     steps = config.steps or round(config.epochs * feed.steps_per_epoch)
 
@@ -132,7 +135,7 @@ def build(config: Simclr) -> tuple[Task, Schedule]:
         save_model(network, str(folder / "model.safetensors"))
         save(network.backbone, folder / "encoder", {"spec": config.model, "kwargs": arguments})
 
-    encoder = _dino.online(known, judged, config.precision, lambda net: net.backbone)
+    evaluation = _dino.online(known, judged, config.precision, axes, lambda net: net.backbone)
     task = Task(
         model=model,
         feed=DrawnFeed(feed),
@@ -140,7 +143,7 @@ def build(config: Simclr) -> tuple[Task, Schedule]:
         optimizer=optimizer,
         wiring=wiring,
         trivial=math.log(2 * config.batch - 1),
-        evaluations={"knn-dino-v1, rank-v1": encoder},
+        evaluations={"knn-dino-v1, rank-v1": evaluation},
         notes=(*train.report, *test.report, *((caution,) if caution else ())),
         sample=sample[:8] if config.health else None,
         watched=model.backbone,
