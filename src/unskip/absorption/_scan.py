@@ -88,7 +88,9 @@ class Scan(Sequence[ScanRow]):
         return {"model": self.model, "counts": self.counts(), "rows": [row.to_dict() for row in self.rows]}
 
     def __str__(self) -> str:
-        header = ("site", "path", "mlp", "norm", "verdict", "by", "bare MLP", "no flips closer than", "extra", "approx")
+        # Without a norm a site is its own bare MLP.
+        bare = ("bare MLP", "bare: no flips closer than", "bare: extra units")
+        header = ("site", "path", "mlp", "norm", "verdict", "by", *bare, "approx")
         lines: list[list[object]] = []
         for row in self.rows:
             line: list[object] = [row.site.index, row.site.path or "(model)"]
@@ -101,11 +103,11 @@ class Scan(Sequence[ScanRow]):
             norms = " ".join(block.norms) or None
             by = ", ".join(each.kind for each in verdict.obstructions) or None
             error = None if row.approximation is None else row.approximation.error
-            bare = None if row.bare is None else row.bare.status
-            lines.append([*line, shape, norms, verdict.status, by, bare, best.flip_bound, best.extra_width, error])
-        said = ", ".join(f"{count} {status}" for status, count in self.counts().items() if count)
+            said = None if row.bare is None else row.bare.status
+            lines.append([*line, shape, norms, verdict.status, by, said, best.flip_bound, best.extra_width, error])
+        counts = ", ".join(f"{count} {status}" for status, count in self.counts().items() if count)
         reasons = dict.fromkeys(row.reason for row in self.rows if row.verdict is not None)
-        return f"{self.model}: {said or 'no MLP sites'}\n\n" + table(header, lines) + "\n\n" + "\n".join(reasons)
+        return f"{self.model}: {counts or 'no MLP sites'}\n\n" + table(header, lines) + "\n\n" + "\n".join(reasons)
 
     def __repr__(self) -> str:
         return f"<Scan of {self.model}: {len(self)} MLP sites>"
