@@ -30,7 +30,7 @@ class NoHost(TorchDispatchMode):
         options = dict(kwargs or {})
         if any(word in name for word in _WAITS):
             raise AssertionError(f"{name} asks the host")
-        given = [leaf for leaf in tree_leaves((args, options)) if isinstance(leaf, Tensor) and leaf.ndim]
+        given = [leaf for leaf in tree_leaves((args, options)) if isinstance(leaf, Tensor)]
         places = {each.device.type for each in given}
         if "_to_copy" in name and options.get("device") is not None:
             places.add(options["device"].type)

@@ -148,7 +148,7 @@ class _Lars:
             if each.ndim == 3:
                 change = change + self.settings["weight_decay"] * each
                 own, its = each.flatten(1).norm(dim=1), change.flatten(1).norm(dim=1)
-                ratio = torch.where((own > 0) & (its > 0), self.settings["trust"] * own / its, 1.0)
+                ratio = torch.where((own > 0) & (its > 0), self.settings["trust"] * own / its, torch.ones_like(own))
                 change = change * ratio[:, None, None]
             speed.mul_(self.settings["momentum"]).add_(change)
             each.sub_(rate * speed)
