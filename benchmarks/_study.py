@@ -147,11 +147,12 @@ def study(
     longest: dict[str, float] = {}
     idle = [_Worker(script) for _ in range(options.workers)]
     running: dict[Future[Row | None], tuple[str, _Worker, float]] = {}
+    failed: dict[str, str] = {}
     with ThreadPoolExecutor(options.workers) as pool:
         while True:
             now = time.perf_counter()
             busy = {name for name, _, _ in running.values()}
-            waiting = [job for job in jobs() if job[0] not in busy and options.only in job[0]]
+            waiting = [job for job in jobs() if job[0] not in busy | failed.keys() and options.only in job[0]]
             left = options.limit - (now - begun)
             fitting = [job for job in waiting if _expected(longest, job[0]) < left]
             while fitting and idle:
@@ -170,7 +171,10 @@ def study(
                     print(f"{name}: stopped; the same command goes on with it", flush=True)
                     continue
                 if future.exception() is not None:
-                    raise SystemExit(f"{name} failed:\n{future.exception()}")
+                    failed[name] = str(future.exception())
+                    print(f"{name} failed:\n{failed[name]}", flush=True)
+                    idle.append(_Worker(script))
+                    continue
                 row = future.result()
                 assert row is not None
                 kind = name.partition(" | ")[0]
@@ -181,6 +185,8 @@ def study(
                 print(f"{name}: {tell(name, row)} in {row['seconds']:.0f} s", flush=True)
     for worker in idle:
         worker.process.terminate()
+    if failed:
+        raise SystemExit(f"failed: {', '.join(failed)}")
 
 
 def _expected(longest: dict[str, float], name: str) -> float:

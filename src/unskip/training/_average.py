@@ -1,31 +1,56 @@
-"""Weights averaged over the steps, for evaluating and sampling: w_mean <- decay * w_mean + (1 - decay) * w."""
+"""Weights averaged over the steps, for evaluating and sampling: w_mean <- decay * w_mean + (1 - decay) * w.
+
+torch's AveragedModel averages a copy of the model, whose shortcuts would stay as they were while those of the model are
+annealed, and it waits for the device at each step. Here the averages are tensors, put into the model to look at it.
+"""
 
 from __future__ import annotations
 
-from itertools import chain
+import contextlib
+from collections.abc import Iterator
 
 import torch
-from torch import nn
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from torch import Tensor, nn
 
 
-class Average(AveragedModel):
-    """torch's, buffers included; after the first step it moves all weights in one call and never waits for a device."""
+class Average:
+    """The means of a model's weights and persistent buffers; what is no float is that of the last step."""
 
     def __init__(self, model: nn.Module, decay: float) -> None:
-        super().__init__(model, multi_avg_fn=get_ema_multi_avg_fn(decay), use_buffers=True)
-        self.share = 1 - decay
-        mine, theirs = (chain(each.parameters(), each.buffers()) for each in (self.module, model))
-        pairs = [*zip(mine, theirs, strict=True)]
-        self.moving = [pair for pair in pairs if pair[0].is_floating_point()]
-        self.counting = [pair for pair in pairs if not pair[0].is_floating_point()]
+        self.share, self.steps = 1 - decay, 0
+        self.held: dict[str, Tensor] = dict(model.state_dict(keep_vars=True))
+        self.means = {name: value.detach().clone() for name, value in self.held.items()}
+        floats = [name for name, value in self.held.items() if value.is_floating_point()]
+        self.pairs = [self.means[name] for name in floats], [self.held[name].detach() for name in floats]
 
     @torch.no_grad()
-    def update_parameters(self, model: nn.Module) -> None:
-        if self.n_averaged == 0:  # the first is a copy
-            super().update_parameters(model)
-            return
-        torch._foreach_lerp_([mean for mean, _ in self.moving], [value for _, value in self.moving], self.share)
-        for mean, value in self.counting:
-            mean.copy_(value)
-        self.n_averaged += 1
+    def update(self) -> None:
+        """After a step. The first is a copy."""
+        torch._foreach_lerp_(*self.pairs, self.share if self.steps else 1.0)
+        for name, value in self.held.items():
+            if not value.is_floating_point():
+                self.means[name].copy_(value)
+        self.steps += 1
+
+    @contextlib.contextmanager
+    def shown(self) -> Iterator[None]:
+        """The model with its averaged weights while it lasts."""
+        own = [value.detach().clone() for value in self.held.values()]
+        with torch.no_grad():
+            for name, value in self.held.items():
+                value.copy_(self.means[name])
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for value, before in zip(self.held.values(), own, strict=True):
+                    value.copy_(before)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """In the layout of torch's AveragedModel."""
+        return {"n_averaged": torch.tensor(self.steps)} | {f"module.{name}": mean for name, mean in self.means.items()}
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        self.steps = int(state["n_averaged"])
+        for name, mean in self.means.items():
+            mean.copy_(state[f"module.{name}"])

@@ -217,7 +217,7 @@ class _Trainer:
         if self.task.after is not None:
             self.task.after(step)
         if self.average is not None:
-            self.average.update_parameters(self.task.model)
+            self.average.update()
         return loss, numbers
 
     def _passes(self, batch: Any) -> tuple[Tensor, dict[str, Tensor]]:
@@ -264,11 +264,12 @@ class _Trainer:
 
     def _evaluate(self, done: int, reporter: Reporter) -> None:
         self.accelerator.wait_for_everyone()
-        model = self.task.model if self.average is None else self.average.module
+        model = self.task.model
         for name, evaluation in self.task.evaluations.items():
             if not self.accelerator.is_main_process and self.sharded is None:
                 break  # of a sharded model every process has a part to play
-            with torch.no_grad(), _evaluating(model), torch.random.fork_rng():
+            means = contextlib.nullcontext() if self.average is None else self.average.shown()
+            with means, torch.no_grad(), _evaluating(model), torch.random.fork_rng():
                 values = evaluation(model)
             self.last_evaluations |= values
             self._log("evals.jsonl", {"step": done, "evaluation": name, **values})
@@ -289,7 +290,7 @@ class _Trainer:
         (self.task.save or save_model)(model, folder)
         write_state(folder, "optimizer", self.task.optimizer.state_dict() if state is None else state)
         if self.average is not None:
-            write_state(folder, "average", dict(self.average.state_dict()))
+            write_state(folder, "average", self.average.state_dict())
         write_state(folder, "health", self.health.state())
 
     def _stopping(self, stop: _Stop, done: int) -> bool:
