@@ -121,6 +121,8 @@ def work(task: dict[str, Any]) -> dict[str, Any] | None:
         found["judged_seconds"] = time.perf_counter() - trained
     except unskip.errors.TrainingError as error:
         found["diverged"] = str(error).partition(": ")[2]
+    except unskip.errors.BadInput as error:  # such as features that are not finite: no reason to end the study
+        found["not_judged"] = str(error)
     metrics, online = run.read("metrics.jsonl"), [row for row in run.read("evals.jsonl") if "rank_block_0" in row]
     keys = ("loss", "teacher_entropy", "teacher_spread", "divergence", "aligned", "apart", "gradient_norm")
     thinned = metrics[:: max(1, len(metrics) // 60)]
@@ -173,7 +175,9 @@ def judged(folder: Path, task: dict[str, Any]) -> dict[str, Any]:
     sides = []
     split: Any
     for split, most in (("train", KNOWN), ("test", 2 * KNOWN)):
-        images = _some(data.open_images(run.config.data, split=split, root=run.config.data_root), most)
+        # Asked for as the recipes ask, so that what a worker has decoded serves here, too.
+        like: Any = {"hold_out": False} if split == "train" else {}
+        images = _some(data.open_images(run.config.data, split=split, root=run.config.data_root, **like), most)
         batches = data.Feed(images, 1024, run.config.size, device=device).evaluate()
         sides.append(evals.extract(run.encoder, batches, "all", [mean, token]))
     train, test = sides
@@ -227,7 +231,7 @@ def pets(source: str, split: Any, size: int) -> Any:
 def short(row: dict[str, Any]) -> dict[str, Any]:
     """The numbers of the last block."""
     if "depth" not in row:
-        return {"diverged": row.get("diverged")}
+        return {key: row[key] for key in ("diverged", "not_judged") if key in row}
     found = {key: round(values[-1], 3) for key, values in row["depth"].items()}
     if "segment" in row:
         found |= {key: round(row["segment"][key], 3) for key in ("single", "multi-scale")}
@@ -249,7 +253,8 @@ def table(done: dict[str, Any]) -> str:
         whole = [row for row in rows if "depth" in row]
         title = name.replace(" | ", ": ", 1).replace(" | ", ", ")
         if not whole:
-            lines.append(f"| {title} | {len(rows)} | diverged" + " |" * (2 + len(keys)))
+            word = "diverged" if "diverged" in rows[0] else "not judged"
+            lines.append(f"| {title} | {len(rows)} | {word}" + " |" * (2 + len(keys)))
             continue
         cells = []
         for key in keys:
