@@ -14,9 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import timm
 import torch
 from torch import Tensor, nn
 
+import unskip
 from unskip.errors import BadInput, TrainingError, UnskipWarning
 from unskip.training import RunFolder, Schedule, Task, train
 
@@ -242,6 +244,15 @@ def test_a_run_after_one_on_another_device(tmp_path: Path) -> None:
     PartialState(cpu=True).device = torch.device("meta")  # as a run on a GPU leaves it
     train(task(), schedule(steps=2), new(tmp_path / "run"), quiet=True)
     assert PartialState().device.type == "cpu"
+
+
+def test_learnt_shortcuts_are_not_sharded() -> None:
+    from unskip.training._shard import Sharded
+
+    model = timm.create_model("vit_tiny_patch16_224", img_size=32, patch_size=16, depth=1, embed_dim=24, num_heads=2)
+    unskip.rewire(model, "learn:1.0", torch.zeros(1, 3, 32, 32))
+    with pytest.raises(BadInput, match="a single number, which cannot be shared out"):
+        Sharded(model, torch.optim.AdamW(model.parameters()), first=True)
 
 
 def test_config_and_versions_are_written(tmp_path: Path) -> None:

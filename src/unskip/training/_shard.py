@@ -31,6 +31,9 @@ class Sharded:
 
         if not type(optimizer).__module__.startswith("torch."):
             raise BadInput(f"{type(optimizer).__name__} works on whole matrices: shard with optimizer='adamw'")
+        single = [name for name, parameter in model.named_parameters() if parameter.ndim == 0]
+        if single:
+            raise BadInput(f"{single[0]} is a single number, which cannot be shared out: leave out shard, or learn:")
         self.model, self.optimizer = model, optimizer
         self.plain = copy.deepcopy(model).cpu() if first else None
         names = {id(parameter): name for name, parameter in model.named_parameters()}
