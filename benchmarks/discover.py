@@ -7,9 +7,10 @@
     solver    second eigenvectors of graphs that are there, against eigh(D - A, D, subset_by_index=[1, 1])
     whole     features to masks, against the whole published algorithm in numpy and scipy
 
-scipy runs with 1, 2, 4, ... threads, and its best counts. Features are patches of pixels (from --images, or of noise
-with an object in it), normalised, with some noise, so that the spectra are as mixed as those of real features. JSON
-goes to docs/results/discover-{cpu,gpu}.json.
+scipy runs with 1, 2, 4, ... threads, and its best counts. Features are patches of pixels, normalised, with some noise.
+Those of --images have spectra as mixed as those of real features, and the bars are for them. Made-up ones, an object in
+noise, are the worst case: the second eigenvalue lies at the edge of a bulk, and most graphs end in the dense solver.
+JSON goes to docs/results/discover-{cpu,gpu}.json.
 """
 
 from __future__ import annotations
