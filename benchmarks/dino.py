@@ -59,6 +59,7 @@ def jobs(done: dict[str, Any], fields: dict[str, Any], options: argparse.Namespa
         found.append((f"main | skipless | {optimizer} | seed {seed}", {**SKIPLESS, **by(optimizer), "seed": seed}))
     found += [
         (f"remedy | annealed + init | {strong}", {**without, "shortcut": fade}),
+        (f"remedy | centred | {strong}", {**without, "init": "skipless:vit-small,centre"}),
         (f"remedy | decay 0.6 | {strong}", {**mine, "shortcut": "decay:0.6"}),
         (f"remedy | lr / 3 | {strong}", {**without, "lr": LR[strong] * options.lr / 3}),
         (f"depth | skipless, {3 * depth // 4} blocks | {strong}", {**without, **shallow(3 * depth // 4)}),

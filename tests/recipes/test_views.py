@@ -305,7 +305,7 @@ def test_published_weights_start_a_run(tmp_path: Path) -> None:
         ({"patch": 3}, "do not divide size 8"),
         ({"model": "torchvision:vit_b_16"}, "ViT of timm"),
         ({"init": "orthogonal"}, "init is 'orthogonal'"),
-        ({"init": "skipless:huge"}, "presets are"),
+        ({"init": "skipless:huge"}, "is none of vit-base, vit-small"),
         ({"balance": "mean"}, "centre or sinkhorn"),
     ],
 )

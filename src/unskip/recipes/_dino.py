@@ -31,7 +31,7 @@ from unskip.data._views import Drawn, DrawnFeed
 from unskip.errors import BadInput
 from unskip.evals import PROTOCOLS, extract, knn, rank
 from unskip.evals._extract import View
-from unskip.init import PRESETS, skipless_, zero_branches_
+from unskip.init import start_
 from unskip.models import DINO, load_dino
 from unskip.optim import build as build_optimizer
 from unskip.optim import schedules
@@ -61,7 +61,7 @@ class Dino:
     colour: float = 1.0  # strength of the changes of colour; 0 leaves colours alone
     shortcut: str = "keep"  # of student and teacher
     where: str | None = None
-    init: str = "default"  # default | skipless | skipless:vit-small | zero
+    init: str = "default"  # default | zero | skipless | skipless:vit-base,centre
     weights: str | None = None  # a published checkpoint
     out: int = 65536  # entries of the projection
     hidden: int = 2048
@@ -335,16 +335,8 @@ def backbone_arguments(config: Any, channels: int) -> dict[str, Any]:
 
 def prepare(config: Any, backbone: nn.Module, sample: Tensor) -> None:
     """The initialisation."""
-    name, _, preset = config.init.partition(":")
-    if name == "skipless":
-        if preset and preset not in PRESETS:
-            raise BadInput(f"init {config.init!r}: presets are {', '.join(PRESETS)}")
-        draw = torch.Generator().manual_seed(config.seed)
-        skipless_(backbone, **PRESETS[preset or "vit-small"], generator=draw, example=sample[:2], where=config.where)
-    elif name == "zero":
-        zero_branches_(backbone, sample[:2])
-    elif name != "default":
-        raise BadInput(f"init is {config.init!r}; it can be default, skipless, skipless:PRESET or zero")
+    draw = torch.Generator().manual_seed(config.seed)
+    start_(backbone, config.init, draw, sample[:2], where=config.where, preset="vit-small")
 
 
 # The mean of all tokens, as other recipes are judged, and the class token, which is what DINO trains and judges by.
