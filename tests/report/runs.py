@@ -40,8 +40,9 @@ def folder(
     if weights:
         checkpoint = path / "checkpoints" / "step-30" / "encoder"
         checkpoint.mkdir(parents=True)
-        sites = [{"index": i, "path": f"blocks.{i}", "alpha": a, "beta": 1.0} for i, a in enumerate(weights)]
-        (checkpoint / "unskip.json").write_text(json.dumps({"wiring": {"sites": sites}}))
+        sites = [{"index": i, "path": f"blocks.{i}"} for i, _ in enumerate(weights)]
+        wiring = {"sites": sites, "alphas": list(weights), "betas": [1.0] * len(weights)}
+        (checkpoint / "unskip.json").write_text(json.dumps({"wiring": wiring}))
     return path
 
 

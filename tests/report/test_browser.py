@@ -49,6 +49,20 @@ EMPTY = """[...document.querySelectorAll("svg.chart")].filter((svg) => {
 }).map((svg) => svg.getAttribute("aria-label"))"""
 
 
+# Text of figures that is cut off at their edge, or lies on other text.
+CROWDED = """[...document.querySelectorAll("svg.chart")].flatMap((svg) => {
+  const edge = svg.getBoundingClientRect();
+  const texts = [...svg.querySelectorAll("text")].filter((each) => each.textContent.trim())
+    .map((each) => [each.textContent.trim(), each.getBoundingClientRect()]);
+  const cut = texts.filter(([_, box]) => box.left < edge.left - 1 || box.right > edge.right + 1
+    || box.top < edge.top - 1 || box.bottom > edge.bottom + 1);
+  const pairs = texts.flatMap((a, i) => texts.slice(i + 1).map((b) => [a, b]));
+  const over = pairs.filter(([[_, a], [__, b]]) => Math.min(a.right, b.right) - Math.max(a.left, b.left) > 1
+    && Math.min(a.bottom, b.bottom) - Math.max(a.top, b.top) > 3);
+  return [...cut.map(([text]) => text), ...over.map(([[a], [b]]) => a + " | " + b)];
+})"""
+
+
 @pytest.fixture(scope="module")
 def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     place = tmp_path_factory.mktemp("page")
@@ -62,9 +76,8 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     groups = report.read(sorted(each for each in place.iterdir()), look=False)
     noise = np.random.default_rng(0).integers(0, 256, (2, 3, 8, 8, 3), dtype=np.uint8)
     rows = tuple(tuple(row) for row in noise)
-    tiles = report.Tiles(
-        "neighbours", "Neighbours", rows, ("<b>", "row"), ("a", "b", "c"), "Noise.", (("$x$",) * 3,) * 2
-    )
+    title = "A title that is longer than three small pictures in a row are wide"
+    tiles = report.Tiles("neighbours", title, rows, ("<b>", "row"), ("a", "b", "c"), "Noise.", (("$x$",) * 3,) * 2)
     run = replace(groups[0].runs[0], look=Look(30, None, (tiles,)))
     groups[0] = replace(groups[0], runs=(run, *groups[0].runs[1:]))
     file = place / "page.html"
@@ -85,6 +98,7 @@ def test_page(page: Path, browser: Browser, width: int, dark: bool) -> None:
     assert browser.problems == []
     assert browser.run("document.querySelectorAll('svg.chart').length") == 6
     assert browser.run(EMPTY) == []
+    assert browser.run(CROWDED) == []
     assert browser.run("document.documentElement.scrollWidth") <= width
     browser.run("document.querySelectorAll('details').forEach((each) => { each.open = true; })")
     assert browser.run("document.documentElement.scrollWidth") <= width
@@ -112,12 +126,12 @@ def test_tables_sort_from_the_keyboard(page: Path, browser: Browser) -> None:
         "[...row.cells].map((cell) => cell.textContent.trim())[3])"
     )
     browser.run("document.querySelectorAll('#results th button')[3].focus()")
-    assert browser.run("document.activeElement.textContent") == "loss"
+    assert browser.run("document.activeElement.textContent") == "Loss in training"
     browser.press("Enter")
     assert browser.run("document.querySelectorAll('#results th')[3].getAttribute('aria-sort')") == "ascending"
-    assert browser.run(column) == ["1", "1.4 ± 0.71"]
+    assert browser.run(column) == ["1", "1.40 ± 0.71"]
     browser.press("Enter")
-    assert browser.run(column) == ["1.4 ± 0.71", "1"]
+    assert browser.run(column) == ["1.40 ± 0.71", "1"]
 
 
 def test_everything_is_reached_by_tab(page: Path, browser: Browser) -> None:

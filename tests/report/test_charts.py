@@ -1,6 +1,7 @@
 """The numbers behind the figures, against numpy and by hand."""
 
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +11,7 @@ from hypothesis import strategies as st
 from tests.report.runs import by_block, folder
 
 from unskip.report import _charts as charts
+from unskip.report._look import Look
 from unskip.report._read import Group, read_groups
 
 FINITE = st.floats(-1e300, 1e300)
@@ -50,7 +52,8 @@ def test_depth(groups: list[Group]) -> None:
     chart = charts.over_depth(groups, "knn20")
     assert (chart.lines[0].x, chart.lines[0].y) == ((0.0, 1.0), (0.2, pytest.approx(0.45)))
     assert len(chart.lines) == 1
-    assert charts.over_depth(groups, "rank").missing.startswith("no run was judged by rank")
+    assert charts.over_depth(groups, "rank").missing.startswith("no run was judged so block by block")
+    assert chart.note == "Not there: b."
 
 
 def test_only_the_newest_step_counts_over_depth(tmp_path: Path) -> None:
@@ -65,6 +68,28 @@ def test_last_values(tmp_path: Path) -> None:
     folder(tmp_path / "a", evals=[*judged, *whole, *by_block((5.0, 7.0), "rank")])
     (group,) = read_groups([tmp_path])
     assert charts.last_values(group.runs[0]) == {"knn20": 0.2, "finetune": 0.9, "rank": 7.0}
+
+
+def test_last_values_are_of_the_last_block_that_was_judged_so(tmp_path: Path) -> None:
+    rows = by_block((0.1, 0.2, 0.3), "rank") + by_block((0.5, 0.6), "knn20")
+    folder(tmp_path / "a", evals=[*rows, {"step": 20, "evaluation": "o", "rank": 9.0}])
+    (group,) = read_groups([tmp_path])
+    assert charts.last_values(group.runs[0]) == {"rank": 0.3, "knn20": 0.6}
+
+
+def test_lines_that_hide_one_another_are_named(tmp_path: Path) -> None:
+    for name, losses in {"a": (1.0, 2.0), "b": (1.0, 2.0, 3.0), "c": (1.0, 2.5)}.items():
+        folder(tmp_path / name, losses=losses, shortcut=name)
+    assert charts.over_steps(read_groups([tmp_path]), "loss").note == "On one line, as they are equal: a and b."
+
+
+def test_a_number_that_some_blocks_lack(tmp_path: Path) -> None:
+    run = read_groups([folder(tmp_path / "a")])[0].runs[0]
+    blocks = [{"index": index, "high_frequency": value} for index, value in enumerate((0.5, None, math.nan))]
+    seen = Look(30, {"blocks": blocks, "sites": []})
+    chart = charts.measured([Group("a", (replace(run, look=seen),))], "high_frequency")
+    assert chart.lines[0].x == (0.0,)
+    assert chart.note == "No value where tokens are all alike or lie on no square: a at block 1 and 2."
 
 
 def test_judged_once_is_no_curve(tmp_path: Path) -> None:
@@ -112,6 +137,11 @@ def test_wide_ranges_are_logarithmic(tmp_path: Path) -> None:
     folder(tmp_path / "b", losses=(1e6, -1.0), shortcut="cut")
     assert charts.over_steps(read_groups([tmp_path / "a"]), "loss").log
     assert not charts.over_steps(read_groups([tmp_path / "a", tmp_path / "b"]), "loss").log
+    # Within a decade a logarithmic axis has one label or none, and a share of 1e-4 is nothing.
+    folder(tmp_path / "c", losses=(4.0, 2.0), evals=by_block((0.9, 1e-4)))
+    (near,) = read_groups([tmp_path / "c"])
+    assert not charts.over_steps([near], "loss").log
+    assert not charts.over_depth([near], "knn20").log
 
 
 def test_alt_text(groups: list[Group]) -> None:

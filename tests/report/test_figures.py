@@ -1,6 +1,7 @@
 """The figures show the numbers they are given, and nothing in a name breaks them."""
 
 import io
+import itertools
 from pathlib import Path
 
 import numpy as np
@@ -45,6 +46,18 @@ def test_lines_and_bands(tmp_path: Path) -> None:
         "Loss in training",
     )
     assert [text.get_text() for text in figure.legends[0].get_texts()] == ["a", "b"]
+
+
+def test_labels_of_many_decades_do_not_lie_on_one_another(tmp_path: Path) -> None:
+    folder(tmp_path / "a", losses=(1e-18, 1e2))
+    figure = figures.loss(read([tmp_path], look=False))
+    (axes,) = figure.axes
+    assert axes.get_yscale() == "log"
+    figure.draw_without_rendering()
+    boxes = [label.get_window_extent() for label in axes.get_yticklabels() if label.get_text()]
+    seen = sorted((box.y0, box.y1) for box in boxes if axes.bbox.y0 <= (box.y0 + box.y1) / 2 <= axes.bbox.y1)
+    assert len(seen) > 2
+    assert all(low[1] < high[0] for low, high in itertools.pairwise(seen))
 
 
 def test_evaluations_over_steps(tmp_path: Path) -> None:
@@ -94,6 +107,7 @@ def test_tiles() -> None:
     figure = figures.draw_tiles(tiles)
     shown = [int(image.get_array().max()) for image in figure.axes[0].images]
     assert shown == [0, 40, 40, 80, 80, 120]
+    assert figure.get_figwidth() == _style.SIZE[0]  # as wide as a chart: a page scales their text alike
     with pytest.raises(BadInput, match="no images"):
         figures.draw_tiles(Tiles("x", "T", (), (), (), ""))
 

@@ -39,6 +39,36 @@ def test_the_folder_says_how_far_and_how_much(runs: Path, groups: list[Group]) -
     assert 0.05 < groups[0].runs[0].metrics[-1]["peak_memory_gib"] < 64
 
 
+def test_weights_of_sites_are_read_without_a_model(runs: Path, groups: list[Group]) -> None:
+    """From what `unskip.save` writes, and the same that the model has."""
+    decayed, plain = (group.runs[0] for group in read([runs / "mae", runs / "classifier"], look=False))
+    assert [each.alpha for each in decayed.weights] == pytest.approx([1.0, 1 - 1 / 6, 1 - 2 / 6, 0.5])
+    assert [(each.site, each.path, each.beta) for each in decayed.weights[:2]] == [
+        (0, "blocks.0", 1.0),
+        (1, "blocks.0", 1.0),
+    ]
+    assert (plain.weights, decayed.notes, plain.notes) == ((), (), ())
+    seen = groups[0].runs[0].look
+    assert seen is not None
+    assert seen.measurement is not None
+    assert [row["alpha"] for row in seen.measurement["sites"]] == pytest.approx([w.alpha for w in decayed.weights])
+
+
+def test_patches_of_a_model_with_further_tokens(tmp_path: Path) -> None:
+    """A U-ViT has tokens of time and class before its patches."""
+    small = {**SMALL, "model_args": "depth=1,width=16,heads=2", "log_every": 6}
+    with pytest.warns(unskip.errors.UnskipWarning):  # it has learnt nothing
+        unskip.train(unskip.recipes.uvit("digits", **small), tmp_path / "uvit", quiet=True)
+    (group,) = read([tmp_path / "uvit"])
+    seen = group.runs[0].look
+    assert seen is not None
+    assert seen.measurement is not None
+    assert seen.measurement["blocks"][0]["high_frequency"] is not None
+    (tiles,) = [each for each in seen.tiles if each.name == "patch-features"]
+    assert tiles.images[0][1].shape == (4, 4, 3)
+    assert seen.notes == ()
+
+
 def test_measured(groups: list[Group]) -> None:
     for group in groups:
         seen = group.runs[0].look
@@ -125,7 +155,8 @@ def test_page_has_it_all(groups: list[Group]) -> None:
     text = page(groups)
     assert text.count("Nearest neighbours in the features of block 1") > 2
     assert "Left out" in text
-    assert "20 nearest neighbours, by depth: no run was judged by knn20 block by block" in text
+    assert "Effective rank of the features, by depth: no run was judged so block by block" in text
+    assert "Reconstructions by classifier: only masked autoencoders paint what is masked." in text
 
 
 def test_a_search_leaves_the_generator_alone(runs: Path) -> None:

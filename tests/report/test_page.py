@@ -4,6 +4,7 @@ import base64
 import csv
 import io
 import json
+import math
 import re
 from html.parser import HTMLParser
 from pathlib import Path
@@ -13,6 +14,8 @@ from tests.report.runs import by_block, folder
 from tests.report.test_figures import contrast
 
 from unskip import cli, report
+from unskip.errors import BadInput
+from unskip.report._compare import over_seeds, sentence
 from unskip.report._html import Markup, data, table, tag, words
 from unskip.report._page import _file, page
 
@@ -63,9 +66,10 @@ def test_page(tmp_path: Path) -> None:
     text = made(tmp_path / "plain", tmp_path / "decayed")
     found = Elements(text)
     assert "3 runs in 2 groups of equal config: mae on digits, which differ in shortcut (keep and decay:0.6)." in text
-    assert "0.55 ± 0.071" in found.text
+    assert "0.550 ± 0.071" in found.text
     assert "flat-loss" in found.text
-    assert "Echo of the input, by depth: no checkpoint was looked at." in found.text
+    assert "Echo of the input, by depth; High frequencies of the patch tokens, by depth; " in found.text
+    assert "Reconstructions, patch features and neighbours: no checkpoint was looked at." in found.text
     assert next(each["aria-label"] for each in found.of("svg") if each.get("role") == "img").startswith("Line chart.")
     ids = [attributes["id"] for _, attributes in found.found if "id" in attributes]
     assert len(ids) == len(set(ids))
@@ -161,6 +165,54 @@ def test_different_kinds(tmp_path: Path) -> None:
     assert "supervised on digits; mae on digits." in text
 
 
+def test_what_was_compared(tmp_path: Path) -> None:
+    said = {}
+    for name, changes in {
+        "data": ({}, {"data": "cifar10"}),
+        "none": ({}, {"seed": 1}),
+        "copies": ({}, {}),
+        "long": ({"model_args": "x" * 200 + "1"}, {"model_args": "x" * 200 + "2"}),
+    }.items():
+        for index, change in enumerate(changes):
+            folder(tmp_path / name / f"r{index}", **change)
+        said[name] = sentence(report.read([tmp_path / name], look=False))
+    assert said["data"] == "2 runs: mae on digits and cifar10, which differ in their data alone."
+    assert said["none"] == "2 runs of one config: mae on digits with the seeds 0 and 1."
+    assert said["copies"] == "2 runs of one config: mae on digits with the seed 0."
+    assert "which differ in model_args (" in said["long"]
+
+
+def test_copies_are_not_called_seeds(tmp_path: Path) -> None:
+    for name in "ab":
+        folder(tmp_path / name, losses=(1.0, "nan"))
+    text = Elements(made(tmp_path)).text
+    assert "But of a several runs have the same seed." in text
+    assert "a, a; a, b: the loss is not finite at step 20." in text  # one reason, said once
+
+
+def test_over_seeds() -> None:
+    assert over_seeds([], 3) is None
+    assert over_seeds([0.5], 1) == (0.5, "0.5")
+    assert over_seeds([0.5], 3) == (0.5, "0.5 (of 1 of 3 runs)")
+    assert over_seeds([math.nan, 0.5], 2) == (0.5, "0.5 (1 not finite)")
+    cases = ([1, 2], [0.909, 0.90901], [1400, 2000], [1e-8, 3e-8], [3, 3])
+    texts = [over_seeds(values)[1] for values in cases]  # type: ignore[index]
+    assert texts == ["1.50 ± 0.71", "0.9090 ± 0.0000", "1700 ± 424", "2e-08 ± 1.4e-08", "3.000 ± 0.000"]
+
+
+def test_where_the_runs_of_a_group_stand(tmp_path: Path) -> None:
+    for seed, losses in enumerate(((1.0,), (1.0,), (1.0,) * 10)):
+        folder(tmp_path / f"seed-{seed}", losses=losses, seed=seed)
+    assert "2 at step 10 of 100; 1 finished, 100 steps" in made(tmp_path)
+
+
+def test_how_many_were_looked_at(tmp_path: Path) -> None:
+    for name in "abc":
+        folder(tmp_path / name, shortcut=name)
+    text = page(report.read([tmp_path], look=2))
+    assert "2 of 3 runs were looked at; `--look 3` looks at all." in text
+
+
 def test_samples(tmp_path: Path) -> None:
     path = folder(tmp_path / "a")
     (path / "samples").mkdir()
@@ -201,6 +253,22 @@ def test_markup() -> None:
     encoded = re.search(r"base64,([^\"]+)", data("t", "t", ["x"], [["=1+1"], [-1]]))
     assert encoded
     assert base64.b64decode(encoded[1]).decode() == "x\n'=1+1\n-1\n"
+
+
+@pytest.mark.parametrize("out", ["folder", "file/page.html"])
+def test_a_page_that_cannot_be_written(tmp_path: Path, out: str) -> None:
+    run = folder(tmp_path / "run")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "file").touch()
+    with pytest.raises(BadInput, match=r"is a folder; name the page|cannot be written"):
+        report.write([run], tmp_path / out)
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["file", "folder", "run"]
+
+
+def test_nothing_is_left_of_a_page_that_fails(tmp_path: Path) -> None:
+    with pytest.raises(BadInput, match="no such folder"):
+        report.write([tmp_path / "gone"], tmp_path / "page.html")
+    assert not [*tmp_path.iterdir()]
 
 
 def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -109,6 +109,41 @@ def test_runs_without_configs_are_not_taken_for_equal(tmp_path: Path) -> None:
     assert groups[0].runs[0].notes == ("config.json: not there",)
 
 
+def test_a_run_that_is_named_twice_is_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder(tmp_path / "a")
+    (tmp_path / "link").symlink_to(tmp_path / "a")
+    monkeypatch.chdir(tmp_path)
+    (group,) = read_groups(["a", tmp_path / "a", "link", "../" + tmp_path.name])
+    assert (len(group.runs), group.repeats, group.label) == (1, False, "a")
+
+
+def test_copies_are_no_seeds(tmp_path: Path) -> None:
+    for name in "ab":
+        folder(tmp_path / name)
+    (group,) = read_groups([tmp_path])
+    assert group.repeats
+
+
+def test_what_was_taken_otherwise_has_another_name(tmp_path: Path) -> None:
+    row = {"step": 30, "evaluation": "x", "block": 1, "pool": "mean", "split": "test", "precision": "float32"}
+    rows = [row, {**row, "pool": "cls"}, {**row, "split": "val"}, {**row, "precision": "bf16"}]
+    run = read_run(folder(tmp_path / "a", evals=[{**each, "knn20": 0.5} for each in rows]))
+    names = [next(name for name in row if name.startswith("knn20")) for row in run.evals]
+    assert names == ["knn20", "knn20 of class tokens", "knn20 on held-out images", "knn20 in bf16"]
+    held = read_run(folder(tmp_path / "b", evals=[{**row, "split": "val", "knn20": 0.5}], validate=True))
+    assert "knn20" in held.evals[0]
+
+
+def test_numbers_of_several_blocks_in_a_row(tmp_path: Path) -> None:
+    row = {"step": 30, "evaluation": "x", "rank": 3.0, "cls_knn20": 0.5, "rank_block_0": 2.0, "rank_block_1": 3.0}
+    run = read_run(folder(tmp_path / "a", evals=[row]))
+    assert run.evals == (
+        {"step": 30, "evaluation": "x", "rank": 3.0, "knn20 of class tokens": 0.5},
+        {"step": 30, "evaluation": "x", "block": 0, "rank": 2.0},
+        {"step": 30, "evaluation": "x", "block": 1, "rank": 3.0},
+    )
+
+
 def test_no_run(tmp_path: Path) -> None:
     with pytest.raises(BadInput, match="no run to report on"):
         read_groups([])

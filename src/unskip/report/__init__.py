@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
+from unskip.errors import BadInput
 from unskip.report import figures
 from unskip.report._read import Group, Run, read_groups
 from unskip.report.figures import Tiles
@@ -49,10 +50,18 @@ def write(
     """Writes the page about some runs; `look`, `jacobians` and `trust` as for `read`."""
     from unskip.report._page import page
 
-    text = page(read(runs, look, jacobians, trust))
     file = Path(out)
-    file.parent.mkdir(parents=True, exist_ok=True)
     aside = file.with_name(f".{file.name}.tmp")
-    aside.write_text(text, encoding="utf-8")
-    aside.replace(file)
+    if file.is_dir():
+        raise BadInput(f"{out} is a folder; name the page to write, such as {file / 'report.html'}")
+    try:  # before the models are built, which takes longer
+        file.parent.mkdir(parents=True, exist_ok=True)
+        aside.touch()
+    except OSError as error:
+        raise BadInput(f"{out}: cannot be written ({error.strerror}); choose another file") from error
+    try:
+        aside.write_text(page(read(runs, look, jacobians, trust)), encoding="utf-8")
+        aside.replace(file)
+    finally:
+        aside.unlink(missing_ok=True)
     return file

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from unskip.report._html import words
 from unskip.report._read import LABELS, Group, Run, number
 
 POINTS = 300  # a longer curve is thinned: a page is some hundred pixels wide
@@ -29,6 +30,7 @@ NAMES = {  # what a number is called, and its unit
     "finetune": ("Fine-tuned", "accuracy (share)"),
 }
 _KNN = re.compile(r"knn(\d+)(?= |$)")
+_WIDE = 30  # from here on the largest value over the smallest asks for a logarithmic axis
 _TAKEN = ("rank_entropy",)  # the logarithm of a number that is shown
 
 
@@ -54,7 +56,6 @@ class Chart:
     y_label: str
     lines: tuple[Line, ...] = ()
     log: bool = False
-    whole: bool = False  # x counts blocks or sites
     note: str = ""
     missing: str = ""
 
@@ -90,7 +91,15 @@ def evaluated(groups: Sequence[Group], name: str) -> Chart:
     """A number of evals.jsonl that was taken in the course of training."""
     title, unit = called(name)
     values = [[_course(run, name) for run in group.runs] for group in groups]
-    chart = _chart(f"eval-{name}", title, "training step", unit, groups, values, f"no run was judged by {name}")
+    chart = _chart(
+        f"eval-{name}",
+        title,
+        "training step",
+        unit,
+        groups,
+        values,
+        "no run was judged so in training; `unskip eval RUN` judges its last checkpoint",
+    )
     if chart.lines and all(len(line.x) == 1 for line in chart.lines):
         return _none(chart, "judged once, at the end: the number is in the table of results")
     return chart
@@ -100,8 +109,8 @@ def over_depth(groups: Sequence[Group], name: str) -> Chart:
     """A number that `unskip eval` gave for every block."""
     title, unit = called(name)
     values = [[_by_block(run, name) for run in group.runs] for group in groups]
-    missing = f"no run was judged by {name} block by block; `unskip eval RUN` does it"
-    return _chart(f"depth-{name}", f"{title}, by depth", "block", unit, groups, values, missing, whole=True)
+    missing = "no run was judged so block by block; `unskip eval RUN` does it"
+    return _chart(f"depth-{name}", f"{title}, by depth", "block", unit, groups, values, missing)
 
 
 _MEASURED = {
@@ -117,7 +126,16 @@ def measured(groups: Sequence[Group], name: str) -> Chart:
     title, unit = _MEASURED[name]
     values = [[_looked(run, "blocks", lambda row: row.get(name)) for run in group.runs] for group in groups]
     missing = _unlooked(groups) or f"{name} could not be measured"
-    return _chart(f"measured-{name}", title, "block", unit, groups, values, missing, whole=True)
+    chart = _chart(f"measured-{name}", title, "block", unit, groups, values, missing)
+    gaps = []
+    for group, runs in zip(groups, values, strict=True):
+        every = [_looked(run, "blocks", lambda row: row["index"]) for run in group.runs]
+        without = sorted({x for run in every for x in run} - {x for run in runs for x, y in run.items() if y == y})
+        if without and any(runs):
+            gaps.append(f"{group.label} at block {words([f'{x:g}' for x in without])}")
+    why = " where tokens are all alike or lie on no square" if name == "high_frequency" else ""
+    note = f"No value{why}: {'; '.join(gaps)}." if gaps else ""
+    return replace(chart, note=" ".join(filter(None, [chart.note, note])))
 
 
 def alphas(groups: Sequence[Group]) -> Chart:
@@ -131,16 +149,14 @@ def alphas(groups: Sequence[Group]) -> Chart:
         values.append(mine)
     missing = "no run has a checkpoint that records its shortcuts"
     unit = "alpha (share of the stream that is kept)"
-    return _chart("alphas", "Shortcut weight alpha, by site", "site", unit, groups, values, missing, whole=True)
+    return _chart("alphas", "Shortcut weight alpha, by site", "site", unit, groups, values, missing)
 
 
 def decay(groups: Sequence[Group]) -> Chart:
     """The product of all alphas over training steps; a line at 1 is not drawn for a run without a rule."""
     chart = over_steps(groups, "effective_decay")
-    positive = [y for line in chart.lines for y in line.y]
     title, unit = "Effective decay in training", "product of all alphas"
-    chart = _named(chart, "decay", title, unit, "no run has logged an effective decay: none has a rule")
-    return _logarithmic(chart) if positive and min(positive) > 0 else chart
+    return _named(chart, "decay", title, unit, "no run has logged an effective decay: none has a rule")
 
 
 _SPECTRA = {
@@ -161,7 +177,7 @@ def spectra(groups: Sequence[Group], part: str = "sublayer", share: str = "0.5")
     title = f"{words} of the singular values {_SPECTRA[part]}"
     missing = _unlooked(groups) or "not measured: ask for it with --jacobians"
     name = f"spectrum-{part}-{share.replace('.', '')}"
-    return _logarithmic(_chart(name, title, "site", "singular value", groups, values, missing, whole=True))
+    return _chart(name, title, "site", "singular value", groups, values, missing)
 
 
 def conditions(groups: Sequence[Group], part: str = "sublayer") -> Chart:
@@ -174,9 +190,7 @@ def conditions(groups: Sequence[Group], part: str = "sublayer") -> Chart:
     values = [[_looked(run, "sites", value) for run in group.runs] for group in groups]
     missing = _unlooked(groups) or "not measured: ask for it with --jacobians"
     title = f"Condition number of the Jacobian {_SPECTRA[part]}"
-    return _logarithmic(
-        _chart(f"condition-{part}", title, "site", "condition number", groups, values, missing, whole=True)
-    )
+    return _chart(f"condition-{part}", title, "site", "condition number", groups, values, missing)
 
 
 def called(name: str) -> tuple[str, str]:
@@ -209,14 +223,18 @@ def evaluations(groups: Sequence[Group], by_block: bool) -> list[str]:
 
 
 def last_values(run: Run) -> dict[str, float]:
-    """The newest number of each name: of the model, or of its last block."""
-    found: dict[str, float] = {}
+    """The newest number of each name: of the model, or of the last block that was judged so."""
+    found: dict[str, tuple[float, int | None, float]] = {}  # step, block, value
     for row in run.evals:
-        blocks = [each["block"] for each in run.evals if each.get("block") is not None]
-        if row.get("block") is not None and row["block"] != max(blocks):
-            continue
-        found |= {n: v for n, raw in row.items() if n not in LABELS and (v := number(raw)) is not None}
-    return found
+        step, block = row["step"], row.get("block")
+        for name, raw in row.items():
+            value = number(raw)
+            if name in LABELS or value is None:
+                continue
+            newest, deepest, _ = found.get(name, (-math.inf, None, 0.0))
+            if step > newest or block is None or deepest is None or block >= deepest:
+                found[name] = (step, block, value)
+    return {name: value for name, (_, _, value) in found.items()}
 
 
 def mean_and_spread(values: Iterable[float]) -> tuple[float, float | None, int]:
@@ -266,7 +284,6 @@ def _chart(
     groups: Sequence[Group],
     values: Sequence[Sequence[Mapping[float, float]]],
     missing: str,
-    whole: bool = False,
 ) -> Chart:
     lines, thinned, beyond = [], False, False
     most = max(40, min(POINTS, 20 * POINTS // max(1, len(groups))))
@@ -286,17 +303,32 @@ def _chart(
         lines.append(Line(group.label, group.place, xs, ys, spreads, counts))
     said = [f"Long curves are thinned to {most} points."] if thinned else []
     said += [f"Values beyond {BEYOND:.0e} are not drawn."] if beyond else []
-    note = " ".join(said)
-    chart = Chart(name, title, x_label, y_label, tuple(lines), whole=whole, note=note, missing="" if lines else missing)
-    values_shown = [abs(y) for line in lines for y in line.y if y]
-    wide = bool(values_shown) and max(values_shown) > 1000 * min(values_shown)
-    return _logarithmic(chart) if wide else chart
+    said += [f"On one line, as they are equal: {words([each.label for each in same])}." for same in _equal(lines)]
+    drawn = {line.group for line in lines}
+    said += (
+        [f"Not there: {words([g.label for g in groups if g.place not in drawn])}."] if len(lines) < len(groups) else []
+    )
+    shown = [y for line in lines for y in line.y]
+    # A share near zero is nothing, which a logarithm would make much of.
+    wide = "share" not in y_label and bool(shown) and min(shown) > 0 and max(shown) > _WIDE * min(shown)
+    note = "" if not lines else " ".join(said)
+    return Chart(name, title, x_label, y_label, tuple(lines), wide, note, "" if lines else missing)
 
 
-def _logarithmic(chart: Chart) -> Chart:
-    """On a logarithmic axis where every value is positive."""
-    positive = all(y > 0 for line in chart.lines for y in line.y)
-    return replace(chart, log=bool(chart.lines) and positive)
+def _equal(lines: Sequence[Line]) -> list[list[Line]]:
+    """Lines that hide one another: where two have a point, it is the same."""
+    found: list[list[Line]] = []
+    for line in lines:
+        mine = dict(zip(line.x, line.y, strict=True))
+        for others in found:
+            first = dict(zip(others[0].x, others[0].y, strict=True))
+            shared = mine.keys() & first.keys()
+            if shared and all(mine[x] == first[x] for x in shared):
+                others.append(line)
+                break
+        else:
+            found.append([line])
+    return [others for others in found if len(others) > 1]
 
 
 def _none(chart: Chart, missing: str) -> Chart:

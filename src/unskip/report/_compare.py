@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import statistics
 from collections.abc import Sequence
 from typing import Any
@@ -22,7 +23,7 @@ def differences(groups: Sequence[Group]) -> tuple[list[str], list[str]]:
     for group in groups:
         names |= dict.fromkeys(map(str, group.config))
     known = [name for name in names if name not in _OUTSIDE and any(name in group.config for group in groups)]
-    differ = [name for name in known if len({shown(group.config, name) for group in groups}) > 1]
+    differ = [name for name in known if len({_whole(group.config, name) for group in groups}) > 1]
     return differ, [name for name in known if name not in differ]
 
 
@@ -34,12 +35,18 @@ def shown(config: dict[str, Any], name: str) -> str:
     return clean(value if isinstance(value, str) else json.dumps(value, default=str), 120) or '""'
 
 
+def _whole(config: dict[str, Any], name: str) -> str | None:
+    return json.dumps(config[name], sort_keys=True, default=str) if name in config else None
+
+
 def sentence(groups: Sequence[Group]) -> str:
     """What was compared."""
     runs = sum(len(group.runs) for group in groups)
     kinds = [_kind(recipe, members) for recipe, members in by_recipe(groups).items()]
     if runs == 1:
         return f"One run, {groups[0].runs[0].state}: {kinds[0]}."
+    if len(groups) == 1:
+        return f"{runs} runs of one config: {kinds[0]}."
     count = f"{runs} runs" if runs == len(groups) else f"{runs} runs in {len(groups)} groups of equal config"
     return f"{count}: {'; '.join(kinds)}."
 
@@ -49,9 +56,12 @@ def _kind(recipe: str, groups: Sequence[Group]) -> str:
     sets = [*dict.fromkeys(shown(group.config, "data") for group in groups if "data" in group.config)]
     what = recipe + (f" on {words(sets)}" if sets else "")
     if len(groups) == 1:
-        seeds = [str(run.seed) for run in groups[0].runs]
-        return what + (f" with the seeds {words(seeds)}" if len(seeds) > 1 else "")
-    differ = [name for name in differences(groups)[0] if name != "data"]
+        runs = groups[0].runs
+        seeds = [*dict.fromkeys(clean(run.seed, 20) for run in runs)]
+        return what + (f" with the seed{'s' * (len(seeds) > 1)} {words(seeds)}" if len(runs) > 1 else "")
+    differ = [name for name in differences(groups)[0] if name != "data" or len(sets) < 2]
+    if not differ and len(sets) > 1:
+        return f"{what}, which differ in their data alone"
     parts = [f"{name} ({words([*dict.fromkeys(shown(g.config, name) for g in groups)], 4)})" for name in differ[:4]]
     rest = len(differ) - len(parts)
     more = f" and {rest} more field{'s' * (rest > 1)}" if rest else ""
@@ -61,30 +71,57 @@ def _kind(recipe: str, groups: Sequence[Group]) -> str:
 def results(groups: Sequence[Group]) -> tuple[list[str], list[list[object]]]:
     """A row a group: where it stands, its newest numbers over seeds, time and memory."""
     wanted = dict.fromkeys(_charts.evaluations(groups, False) + _charts.evaluations(groups, True))
-    header = ["group", "runs", "state", "loss", *wanted, "time in steps (s)", "images a second", "peak memory (GiB)"]
+    names = [_head(name) for name in ("loss", *wanted)]
+    header = ["group", "runs", "state", *names, "time in steps (s)", "images a second", "peak memory (GiB)"]
     rows = []
     for group in groups:
-        states = [*dict.fromkeys(run.state for run in group.runs)]
         found = [_charts.last_values(run) for run in group.runs]
         losses = [run.metrics[-1]["loss"] for run in group.runs if run.metrics and "loss" in run.metrics[-1]]
-        row: list[object] = [group.label, len(group.runs), words(states, 3), over_seeds(losses)]
-        row += [over_seeds([values[name] for values in found if name in values]) for name in wanted]
-        row += [over_seeds([*filter(None, (each(run) for run in group.runs))]) for each in (_seconds, _rate, _memory)]
-        rows.append(row)
+        numbers = [losses, *([values[name] for values in found if name in values] for name in wanted)]
+        numbers += [[*filter(None, (each(run) for run in group.runs))] for each in (_seconds, _rate, _memory)]
+        row: list[object] = [group.label, len(group.runs), _states(group)]
+        rows.append(row + [over_seeds(values, len(group.runs)) for values in numbers])
     return header, rows
 
 
-def over_seeds(values: Sequence[float]) -> object:
-    """ "mean ± spread", sorted by the mean; None where there is nothing."""
+def _head(name: str) -> str:
+    """A number's name and unit, as the head of a column."""
+    title, unit = _charts.called(name)
+    said = unit[unit.rindex("(") :] if unit.endswith(")") else ""
+    return f"{title} {said}".strip()
+
+
+def _states(group: Group) -> str:
+    """Where the runs of a group stand, and how many where they do not agree."""
+    counts: dict[str, int] = {}
+    for run in group.runs:
+        counts[run.state] = counts.get(run.state, 0) + 1
+    if len(counts) == 1:
+        return next(iter(counts))
+    shown = [f"{count} {state}" for state, count in [*counts.items()][:3]]
+    return "; ".join([*shown, *([f"{len(counts) - 3} more states"] if len(counts) > 3 else [])])
+
+
+def over_seeds(values: Sequence[float], runs: int = 0) -> object:
+    """ "mean ± spread", sorted by the mean; None where there is nothing. Of fewer than `runs` it says of how many."""
     if not values:
         return None
     mean, spread, count = _charts.mean_and_spread(values)
     if not count:
         return "not finite"
-    text = short(mean)
-    if spread is not None:
-        text += f" ± {spread:.0f}" if spread >= 100 else f" ± {spread:.2g}"
-    return (mean, text + (f" ({len(values) - count} not finite)" if count < len(values) else ""))
+    text = short(mean) if spread is None else _with_spread(mean, spread)
+    notes = [f"{len(values) - count} not finite"] if count < len(values) else []
+    notes += [f"of {len(values)} of {runs} runs"] if len(values) < runs else []
+    return (mean, text + (f" ({', '.join(notes)})" if notes else ""))
+
+
+def _with_spread(mean: float, spread: float) -> str:
+    """Both to the same digit: two digits of the spread, but no more than four of the mean."""
+    size, small = (math.floor(math.log10(abs(value))) if value else 0 for value in (mean, spread))
+    if not -4 < size < 6:
+        return f"{short(mean)} ± {spread:.2g}"
+    places = max(0, min(1 - small, 3 - size)) if spread else max(0, 3 - size)
+    return f"{mean:.{places}f} ± {spread:.{places}f}"
 
 
 def warned(groups: Sequence[Group]) -> list[list[object]]:
@@ -103,7 +140,9 @@ def warned(groups: Sequence[Group]) -> list[list[object]]:
 
 def title(group: Group, run: Run) -> str:
     """A run within its group."""
-    return group.label if len(group.runs) == 1 else f"{group.label}, seed {clean(run.seed, 20)}"
+    if len(group.runs) == 1:
+        return group.label
+    return f"{group.label}, {run.name}" if group.repeats else f"{group.label}, seed {clean(run.seed, 20)}"
 
 
 def _seconds(run: Run) -> float:

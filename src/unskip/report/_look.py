@@ -23,7 +23,7 @@ from unskip.data import Feed, ImageSet, open_images
 from unskip.errors import UnskipError
 from unskip.evals import extract
 from unskip.measures import measure
-from unskip.models import MAE
+from unskip.models import MAE, UViT
 from unskip.recipes._judge import Trained, open_run
 from unskip.report._read import Run, clean
 from unskip.report.figures._draw import Pixels, Tiles
@@ -95,7 +95,7 @@ def _ready(trained: Trained, images: ImageSet) -> Tensor:
 
 def _measurement(found: _Found, trained: Trained, train: ImageSet, test: ImageSet, jacobians: bool) -> None:
     batch = _ready(trained, test)[:MEASURED]
-    taken = measure(trained.encoder, batch, jacobians="auto" if jacobians else "off")
+    taken = measure(trained.encoder, batch, jacobians="auto" if jacobians else "off", grid=_side(trained.encoder))
     found.measurement = taken.to_dict()
     found.notes += taken.notes
 
@@ -240,10 +240,16 @@ def _neighbours(found: _Found, trained: Trained, train: ImageSet, test: ImageSet
 
 def _grid(encoder: nn.Module, tokens: Tensor) -> Tensor | None:
     """(images, tokens, dim) as (images, rows, columns, dim), without class and register tokens."""
-    prefix = int(getattr(encoder, "num_prefix_tokens", 0))
+    known = _side(encoder)
+    prefix = tokens.shape[1] - math.prod(known) if known else int(getattr(encoder, "num_prefix_tokens", 0))
     patches = tokens[:, prefix:]
     side = math.isqrt(patches.shape[1])
     return patches.unflatten(1, (side, side)) if side and side**2 == patches.shape[1] else None
+
+
+def _side(encoder: nn.Module) -> tuple[int, int] | None:
+    """Rows and columns of the patches of a U-ViT, whose tokens are those of time and class too."""
+    return (encoder.size // encoder.patch,) * 2 if isinstance(encoder, UViT) else None
 
 
 def _raw(trained: Trained, images: ImageSet) -> Tensor:

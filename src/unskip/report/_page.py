@@ -28,7 +28,7 @@ PICTURED = 8  # groups whose pictures are shown
 def page(groups: Sequence[Group]) -> str:
     """The page about some groups of runs."""
     sections: list[tuple[str, str, Markup | None]] = []
-    missing: list[str] = []
+    missing: list[tuple[str, str]] = []  # what, and why
     sections.append(("results", "Results", _results(groups)))
     sections.append(("configs", "Configs", _configs(groups)))
     for key, heading, charts in (
@@ -37,8 +37,11 @@ def page(groups: Sequence[Group]) -> str:
         ("shortcuts", "Shortcuts", [_charts.alphas(groups), _charts.decay(groups)]),
         ("jacobians", "Jacobians", _jacobians(groups)),
     ):
-        missing += [f"{chart.title}: {chart.missing}." for chart in charts if not chart.lines]
         drawn = [_chart(chart) for chart in charts if chart.lines]
+        if key == "jacobians" and not drawn:  # six titles would say no more
+            missing.append(("Singular values and condition numbers of Jacobians", charts[0].missing))
+        else:
+            missing += [(chart.title, chart.missing) for chart in charts if not chart.lines]
         sections.append((key, heading, tag("div", *drawn, class_="figures") if drawn else None))
     sections.append(("pictures", "Pictures", _pictures(groups, missing)))
     sections.append(("warnings", "Warnings", _warnings(groups)))
@@ -88,10 +91,14 @@ def _results(groups: Sequence[Group]) -> Markup:
         parts += [tag("h3", recipe)] if len(kinds) > 1 else []
         shown = [[row[place] for place in kept] for row in marked]
         parts.append(table(f"Results, {recipe}", [header[place] for place in kept], shown))
-    note = "The newest number of each name; of numbers by block that of the last block. Mean ± standard deviation over "
+    note = "The newest number of each name; of numbers by block that of the last block. "
+    if any(len(group.runs) > 1 for group in groups):
+        note += "Mean ± standard deviation over the runs of a group, which have one config and differ by their seed. "
+    again = [group.label for group in groups if group.repeats]
+    note += f"But of {words(again)} several runs have the same seed. " if again else ""
     more = len(groups) - _style.SHOWN
-    grey = f" The last {more} groups are grey in the figures." if more > 0 else ""
-    return join([*parts, tag("p", note + "the runs of a group, which differ by their seed." + grey, class_="soft")])
+    note += f"The last {more} groups are grey in the figures." if more > 0 else ""
+    return join([*parts, tag("p", note.strip(), class_="soft")])
 
 
 def _key(group: Group) -> Markup:
@@ -135,6 +142,8 @@ def _training(groups: Sequence[Group]) -> list[Chart]:
     charts: list[Chart] = []
     for recipe, members in kinds.items():
         names = _charts.evaluations(members, False)
+        # Neighbours have a place here even where no run was judged by them: it says so.
+        names += [] if any(name.startswith("knn") for name in names) else ["knn20"]
         mine = [_charts.over_steps(members, "loss"), *(_charts.evaluated(members, name) for name in names)]
         if len(kinds) > 1:
             mine = [replace(c, title=f"{c.title} ({recipe})", name=f"r{len(charts)}-{c.name}") for c in mine]
@@ -143,7 +152,9 @@ def _training(groups: Sequence[Group]) -> list[Chart]:
 
 
 def _depth(groups: Sequence[Group]) -> list[Chart]:
-    names = _charts.evaluations(groups, True) or ["knn20", "rank"]
+    names = _charts.evaluations(groups, True)
+    always = {"knn": "knn20", "probe": "probe_lbfgs", "rank": "rank"}
+    names += [name for kind, name in always.items() if not any(each.startswith(kind) for each in names)]
     charts = [_charts.over_depth(groups, name) for name in names]
     return charts + [_charts.measured(groups, name) for name in ("echo", "high_frequency", "token_rank", "norm")]
 
@@ -158,26 +169,31 @@ def _chart(chart: Chart) -> Markup:
     caption = [chart.note] if chart.note else []
     alone = [line.label for line in chart.lines]
     if any(spread for line in chart.lines for spread in line.spread):
-        caption.append("Bands: one standard deviation over seeds.")
+        caption.append("Bands: one standard deviation over the runs of a group.")
     if len(alone) > _style.SHOWN:
         caption.append(f"The first {_style.SHOWN} groups have colours; the others are grey.")
     header, rows = chart.rows()
     return tag("figure", drawn, tag("figcaption", " ".join(caption), data(chart.title, chart.name, header, rows)))
 
 
-def _pictures(groups: Sequence[Group], missing: list[str]) -> Markup | None:
+def _pictures(groups: Sequence[Group], missing: list[tuple[str, str]]) -> Markup | None:
     parts: list[Markup] = []
     for index, group in enumerate(groups):
         seen = next((run for run in group.runs if run.look is not None and run.look.tiles), None)
         figures = [_tiles(tiles, f"g{index}", group) for tiles in seen.look.tiles] if seen and seen.look else []
-        figures += [figure for run in group.runs if (figure := _samples(run, group)) is not None][:1]
+        samples = [figure for run in group.runs if (figure := _samples(run, group)) is not None][:1]
+        figures += samples
+        if group.recipe in ("sit", "uvit") and not samples:
+            missing.append((f"Samples of {group.label}", "none in its folder; `unskip sample RUN` draws some"))
+        if seen and group.recipe != "mae":
+            missing.append((f"Reconstructions by {group.label}", "only masked autoencoders paint what is masked"))
         if figures and len(parts) < 2 * PICTURED:
             parts += [tag("h3", compare.title(group, seen) if seen else group.label)]
             parts += [tag("div", *figures, class_="figures")]
         elif figures:
-            missing.append(f"Pictures of {group.label}: those of the first {PICTURED} groups are shown.")
+            missing.append((f"Pictures of {group.label}", f"those of the first {PICTURED} groups are shown"))
     if not parts:
-        missing.append("Reconstructions, patch features and neighbours: no checkpoint was looked at.")
+        missing.append(("Reconstructions, patch features and neighbours", "no checkpoint was looked at"))
     return join(parts) if parts else None
 
 
@@ -209,14 +225,29 @@ def _warnings(groups: Sequence[Group]) -> Markup:
     return table("Warnings", header, rows)
 
 
-def _missing(missing: Sequence[str], groups: Sequence[Group]) -> Markup | None:
-    """What is not on the page, and why; what was wrong with the folders."""
-    items = list(dict.fromkeys(missing))
+def _missing(missing: Sequence[tuple[str, str]], groups: Sequence[Group]) -> Markup | None:
+    """What is not on the page, and why; what was wrong with the folders. A reason is said once."""
+    runs = [run for group in groups for run in group.runs]
+    looked = sum(run.look is not None for run in runs)
+    wanted = list(missing)
+    if 0 < looked < len(runs):
+        why = f"{looked} of {len(runs)} runs were looked at; `--look {len(runs)}` looks at all"
+        wanted.append(("Measurements and pictures of the other runs", why))
     for group in groups:
         for run in group.runs:
             notes = [*run.notes, *(run.look.notes if run.look is not None else ())]
-            items += [f"{compare.title(group, run)}: {note}" for note in notes]
+            wanted += [(compare.title(group, run), note) for note in notes]
+    reasons: dict[str, dict[str, None]] = {}
+    for what, why in wanted:
+        reasons.setdefault(why, {})[what] = None
+    items = [f"{_several([*whats])}: {why}." for why, whats in reasons.items()]
     return tag("ul", *(tag("li", item) for item in items), class_="plain") if items else None
+
+
+def _several(names: Sequence[str], most: int = 12) -> str:
+    """Titles, which may have commas in them."""
+    kept = [clean(name, 120) for name in names[:most]]
+    return "; ".join([*kept, *([f"and {len(names) - most} more"] if len(names) > most else [])])
 
 
 def _versions(groups: Sequence[Group]) -> str:

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 FILES = ("metrics.jsonl", "evals.jsonl", "warnings.jsonl")
 LABELS = ("step", "evaluation", "block", "pool", "split", "seed", "precision", "changes", "time")  # no results
+OF_CLASS_TOKENS = " of class tokens"
+_OF_BLOCK = re.compile(r"([a-z]+)_block_(\d{1,4})")  # such as rank_block_3, which self-distillation logs
 _SEED = re.compile(r"[-_ .]?seed[-_=]?\d+$", re.IGNORECASE)
 
 
@@ -91,13 +93,21 @@ class Group:
     def config(self) -> dict[str, Any]:
         return self.runs[0].config
 
+    @property
+    def repeats(self) -> bool:
+        """Whether a seed stands for several of its runs, so that they do not differ by it."""
+        return len({json.dumps(run.seed, default=str) for run in self.runs}) < len(self.runs)
+
 
 def read_groups(paths: Iterable[str | Path]) -> list[Group]:
     """The runs at some paths, grouped by everything but their seed. A folder of runs stands for the runs in it."""
     folders = [folder for path in paths for folder in _folders(Path(path))]
     if not folders:
         raise BadInput("no run to report on: name the folders of one or more runs")
-    runs = [read_run(folder) for folder in dict.fromkeys(folders)]
+    unique: dict[Path, Path] = {}
+    for folder in folders:
+        unique.setdefault(folder.resolve(), folder)
+    runs = [read_run(folder) for folder in unique.values()]
     together: dict[str, list[Run]] = {}
     for run in runs:
         rest = {name: value for name, value in run.config.items() if name != "seed"}
@@ -126,12 +136,14 @@ def read_run(path: str | Path) -> Run:
         notes.append("config.json: its config is no mapping")
         config = {}
     metrics = [_numbers(row) for row in _rows(folder / FILES[0], notes)]
-    evals = [_mixed(row) for row in _rows(folder / FILES[1], notes)]
+    own = "val" if config.get("validate") is True else "test"
+    evals = [each for row in _rows(folder / FILES[1], notes) for each in _mixed(row, own)]
     alerts = _rows(folder / FILES[2], notes)
     last_of_step = {row["step"]: row for row in metrics}  # a resumed run may have logged a step twice
     broken = [row["step"] for row in last_of_step.values() if not math.isfinite(row.get("loss", 0.0))]
     if broken:
-        notes.append(f"the loss is not finite at step {_whole(min(broken))}, and in {len(broken)} logged steps in all")
+        more = f", and in {len(broken)} logged steps in all" if len(broken) > 1 else ""
+        notes.append(f"the loss is not finite at step {_whole(min(broken))}{more}")
     checkpoint, weights = _checkpoint(folder, notes)
     planned = about.pop("steps", None) or config.get("steps")
     return Run(
@@ -239,21 +251,43 @@ def _numbers(row: dict[str, Any]) -> dict[str, float]:
     return {name: value for name, value in found.items() if value is not None}
 
 
-def _mixed(row: dict[str, Any]) -> dict[str, Any]:
-    """Numbers as floats, the block as a whole number or None, the rest as it is.
+def _mixed(row: dict[str, Any], own: str) -> list[dict[str, Any]]:
+    """Numbers as floats, the block as a whole number or None, the rest as it is. `own` is the split of the run.
 
-    What was taken at a noise level, or not quite by the protocol, has another name than what was not.
+    What was taken of other tokens or images, at a noise level, or not quite by the protocol has another name than what
+    was not. Numbers of several blocks in one row become a row each.
     """
     found: dict[str, Any] = {}
-    time = number(row.get("time"))
-    apart = (f" at time {time:g}" if time is not None else "") + (" (changed)" if row.get("changes") else "")
+    blocks: dict[int, dict[str, Any]] = {}
+    apart = _apart(row, own)
     for name, value in row.items():
         given = number(value)
-        found[clean(name) + ("" if name in LABELS else apart)] = value if given is None else given
-    if "block" in found and found["block"] is not None:
+        kept = value if given is None else given
+        by_block = _OF_BLOCK.fullmatch(name)
+        if name in LABELS:
+            found[name] = kept
+        elif by_block:
+            blocks.setdefault(int(by_block[2]), {})[by_block[1] + apart] = kept
+        elif name.startswith("cls_"):
+            found[clean(name[4:] + OF_CLASS_TOKENS) + apart] = kept
+        else:
+            found[clean(name) + apart] = kept
+    if found.get("block") is not None:
         block = number(found["block"])
         found["block"] = int(block) if block is not None and math.isfinite(block) else None
-    return found
+    labels = {name: found[name] for name in LABELS if name in found}
+    return [found, *({**labels, "block": block, **values} for block, values in blocks.items())]
+
+
+def _apart(row: dict[str, Any], own: str) -> str:
+    """What sets the numbers of a row apart from others of the same name."""
+    time, split, precision = number(row.get("time")), row.get("split"), row.get("precision")
+    parts = [OF_CLASS_TOKENS if row.get("pool") == "cls" else ""]
+    parts.append({"val": " on held-out images", "test": " on test images"}.get(str(split), "") if split != own else "")
+    parts.append(f" at time {time:g}" if time is not None else "")
+    parts.append(f" in {clean(precision, 12)}" if precision not in (None, "float32") else "")
+    parts.append(" (changed)" if row.get("changes") else "")
+    return "".join(parts)
 
 
 def _checkpoint(folder: Path, notes: list[str]) -> tuple[int | None, tuple[Weights, ...]]:
@@ -267,11 +301,11 @@ def _checkpoint(folder: Path, notes: list[str]) -> tuple[int | None, tuple[Weigh
         if not file.is_file():
             continue
         try:
-            wiring = json.loads(file.read_text(encoding="utf-8")).get("wiring") or {}
-            return known[-1], tuple(
-                Weights(int(site["index"]), str(site["path"]), float(site["alpha"]), float(site["beta"]))
-                for site in wiring.get("sites", ())
-            )
+            wiring = json.loads(file.read_text(encoding="utf-8")).get("wiring")
+            if wiring is None:  # never rewired
+                return known[-1], ()
+            sites = zip(wiring["sites"], wiring["alphas"], wiring["betas"], strict=True)
+            return known[-1], tuple(Weights(int(s["index"]), str(s["path"]), float(a), float(b)) for s, a, b in sites)
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
             notes.append(f"{file.name} of step {known[-1]}: damaged, so the weights of its sites are not known")
     return known[-1], ()

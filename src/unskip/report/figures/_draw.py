@@ -38,7 +38,7 @@ class Tiles:
 def draw(chart: Chart) -> Figure:
     """A chart as a figure. Raises BadInput where it has nothing to show."""
     from matplotlib.figure import Figure
-    from matplotlib.ticker import MaxNLocator
+    from matplotlib.ticker import LogLocator, MaxNLocator
 
     if not chart.lines:
         raise BadInput(f"{chart.title}: nothing to draw, because {chart.missing}")
@@ -53,8 +53,8 @@ def draw(chart: Chart) -> Figure:
         axes.set_ylabel(textwrap.fill(_style.plain(chart.y_label, 60), 34))
         if chart.log:
             axes.set_yscale("log")
-        if chart.whole:
-            axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+            axes.yaxis.set_major_locator(LogLocator(numticks=7))  # many decades would put label on label
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))  # blocks, sites or steps
         if shown:
             texts = [_style.plain(line.label, 26) for line in shown]
             kept = [handle for handle, line in zip(handles, chart.lines, strict=True) if line in shown]
@@ -94,15 +94,18 @@ def draw_tiles(tiles: Tiles) -> Figure:
     if not rows or not columns:
         raise BadInput(f"{tiles.title}: no images")
     label = 0.09 * min(12, max((len(text) for text in tiles.rows), default=0)) + 0.1
-    below, above = (0.22 if tiles.captions else 0.05), (0.55 if tiles.columns else 0.36)
-    cell = min(0.9, (_style.SIZE[0] - label) / columns)
-    width, height = max(label + columns * cell, 2.4), above + rows * (cell + below)
+    title = textwrap.fill(_style.plain(tiles.title, 90), 52)
+    below, above = (0.22 if tiles.captions else 0.05), (0.55 if tiles.columns else 0.36) + 0.16 * title.count("\n")
+    # All as wide as charts, however few columns there are: a page scales them alike, and so their text.
+    width = _style.SIZE[0]
+    cell = min(0.9, (width - label) / columns)
+    height = above + rows * (cell + below)
     with _style.settings():
         figure = Figure(figsize=(width, height))
         axes: Any = figure.add_axes((0, 0, 1, 1))  # one for all tiles: making axes is what takes time
         axes.set(xlim=(0, width), ylim=(0, height), autoscale_on=False)
         axes.set_axis_off()
-        axes.text(0.02, height - 0.06, _style.plain(tiles.title, 90), va="top", fontsize=10.5)
+        axes.text(0.02, height - 0.06, title, va="top", fontsize=10.5)
         small: dict[str, Any] = {"fontsize": 8.5}
         for column, name in enumerate(tiles.columns[:columns]):
             middle = label + (column + 0.47) * cell

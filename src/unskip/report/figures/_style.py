@@ -51,6 +51,7 @@ def settings() -> Iterator[None]:
             "axes.spines.top": False,
             "axes.titlecolor": INK,
             "axes.titlesize": 10.5,
+            "axes.formatter.useoffset": False,  # "1e-5+9.999e-1" is no label to read
             "axes.unicode_minus": False,
             "figure.facecolor": "none",
             "figure.dpi": 120,
