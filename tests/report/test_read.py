@@ -73,6 +73,15 @@ def test_a_config_that_cannot_be_read_leaves_the_rest(tmp_path: Path, text: str)
     assert (run.config, len(run.metrics), run.recipe) == ({}, 3, "unknown")
 
 
+def test_long_skips_are_no_shortcuts(tmp_path: Path) -> None:
+    path = folder(tmp_path / "a", weights=(1.0, 1.0, 0.5))
+    record = path / "checkpoints" / "step-30" / "encoder" / "unskip.json"
+    data = json.loads(record.read_text())
+    data["wiring"]["sites"][1]["long"] = True
+    record.write_text(json.dumps(data))
+    assert [(each.site, each.alpha) for each in read_run(path).weights] == [(0, 1.0), (2, 0.5)]
+
+
 def test_a_damaged_checkpoint_is_noted(tmp_path: Path) -> None:
     path = folder(tmp_path / "a", weights=(1.0,))
     (path / "checkpoints" / "step-30" / "encoder" / "unskip.json").write_text('{"wiring": {"sites": [{"index": 0}]}}')

@@ -5,6 +5,7 @@ Every number is of the run at hand, and the text says what that run showed.
 
 from __future__ import annotations
 
+import shlex
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from unskip.data import open_images
 from unskip.demo import _absorb, _knob, _train
 from unskip.demo._train import LARGE, QUICK, SMALL, Interrupted, Scale
 from unskip.errors import BadInput
@@ -45,11 +47,14 @@ def chosen(data: str = "digits", quick: bool = False, device: str | None = None)
 
 def run(out: str | Path = "runs/demo", write: Write = print, scale: Scale = SMALL, quiet: bool = False) -> Shown:
     """Carries the demo out in a new folder."""
-    folder, begun = _free(Path(out)), time.perf_counter()
+    open_images(scale.mae.get("data", scale.preset), "test")  # that is not there should end it now, not in minutes
+    folder, begun = _made(Path(out)), time.perf_counter()
+    if folder != Path(out):
+        write(f"{out} is taken, so this goes into {folder}.\n")
     try:
         shown = _all(folder, write, scale, quiet)
     except (Interrupted, KeyboardInterrupt):
-        write(f"\nStopped. What was done is in {folder}; a run goes on with `unskip resume {folder}/RUN`.")
+        write(f"\n{_stopped(folder)}")
         raise KeyboardInterrupt from None
     minutes, seconds = divmod(round(time.perf_counter() - begun), 60)
     write(f"It took {minutes} min {seconds} s. Next: docs/getting-started.md goes through the same, line by line.")
@@ -66,8 +71,10 @@ def _all(folder: Path, write: Write, scale: Scale, quiet: bool) -> Shown:
     _part(write, 3, f"A classifier without skips: {scale.supervised['steps']} steps each, the same seed")
     runs += (others := _train.classify(scale, folder, write, quiet))
     _part(write, 4, "Can an MLP absorb its own skip?")
-    holds &= _absorb.decide(others[0], write)
+    kept = next((run for run in others if any((run / "checkpoints").glob("step-*"))), None)
+    holds &= _absorb.decide(kept, write)
     _part(write, 5, "One page about all of it")
+    write("The models are built once more from their checkpoints, measured and looked at.")
     page = write_page(runs, folder / "report.html").resolve()
     write(f"Open {page} in a browser: curves, depth, shortcuts, pictures, and the data behind them.\n")
     return Shown(holds, page)
@@ -77,9 +84,31 @@ def _part(write: Write, number: int, title: str) -> None:
     write(f"{'' if number == 1 else chr(10)}== {number} of 5: {title} ==\n")
 
 
-def _free(folder: Path) -> Path:
+def _made(folder: Path) -> Path:
     """The folder, or where it is taken the next one: nothing of an earlier demo is overwritten."""
     number, found = 2, folder
-    while found.exists():
-        found, number = folder.with_name(f"{folder.name}-{number}"), number + 1
+    try:
+        while found.exists() and not (found.is_dir() and not any(found.iterdir())):
+            found, number = folder.with_name(f"{folder.name}-{number}"), number + 1
+        found.mkdir(parents=True, exist_ok=True)
+        (found / ".write").touch()
+        (found / ".write").unlink()
+    except OSError as error:
+        raise BadInput(f"{found}: cannot be written ({error.strerror}); choose another folder with --out") from error
     return found
+
+
+def _stopped(folder: Path) -> str:
+    """What there is of a demo that was stopped, and how to go on."""
+    from unskip.report import read
+
+    if not any(folder.glob("*/config.json")):
+        return "Stopped, before any run had begun."
+    runs = [run for group in read([folder], look=False) for run in group.runs]
+    said = [f"Stopped. {len(runs)} of 5 runs are in {folder}; `unskip report {_quoted(folder)}` shows them."]
+    said += [f"`unskip resume {_quoted(run.path)}` finishes {run.name}." for run in runs if run.checkpoint != run.steps]
+    return " ".join([*said, "The demo itself begins anew."])
+
+
+def _quoted(path: Path) -> str:
+    return shlex.quote(str(path))

@@ -14,27 +14,36 @@ from unskip.recipes._judge import open_run
 Write = Callable[[str], object]
 
 
-def decide(run: Path, write: Write) -> bool:
-    """True where every verdict holds when it is checked again from the weights alone."""
-    trained = open_run(run)
-    opened = parts(trained.encoder)
-    place, part = next((place, part) for place, part in enumerate(opened) if isinstance(part, MlpParts))
-    write(f"The MLP of site {place} ({opened.sites[place].path}) of the model that kept its skips:\n")
-    first = absorb(part)
-    write(_indented(str(first)))
-    right = [_checked(first.verify(), write)]
+def decide(run: Path | None, write: Write) -> bool:
+    """True where every verdict holds when it is checked again from the weights alone.
 
-    write("An MLP with its skip that was made for it (AbsorbableMLP), 16 dimensions and 64 units:\n")
+    Without a run that has come to a checkpoint only the MLP that was made for it is decided.
+    """
+    right = [] if run is None else [_first_mlp(run, write)]
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         mlp, x = AbsorbableMLP(16, 64).double(), torch.randn(32, 16, dtype=torch.float64)
-    second = absorb(mlp.block(), width=64)
+    block = mlp.block()
+    write(
+        f"An MLP that was made for it (AbsorbableMLP): 16 dimensions, {block.up.shape[0]} units and a skip, to be "
+        "absorbed into a plain MLP of 64 units:\n"
+    )
+    second = absorb(block, width=64)
     write(_indented(str(second)))
     right.append(_checked(second.verify(), write))
     with torch.no_grad():
         difference = float((mlp(x) - mlp.absorbed()(x)).abs().max())
     write(f"  With its skip and absorbed into plain weights, its outputs differ by at most {difference:.1g}.\n")
     return all(right) and difference < 1e-6
+
+
+def _first_mlp(run: Path, write: Write) -> bool:
+    opened = parts(open_run(run).encoder)
+    place, part = next((place, part) for place, part in enumerate(opened) if isinstance(part, MlpParts))
+    write(f"The MLP of site {place} ({opened.sites[place].path}) of the model in {run.name}:\n")
+    verdict = absorb(part)
+    write(_indented(str(verdict)))
+    return _checked(verdict.verify(), write)
 
 
 def _checked(holds: bool, write: Write) -> bool:

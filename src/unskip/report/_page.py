@@ -178,6 +178,7 @@ def _chart(chart: Chart) -> Markup:
 
 def _pictures(groups: Sequence[Group], missing: list[tuple[str, str]]) -> Markup | None:
     parts: list[Markup] = []
+    others: list[str] = []
     for index, group in enumerate(groups):
         seen = next((run for run in group.runs if run.look is not None and run.look.tiles), None)
         figures = [_tiles(tiles, f"g{index}", group) for tiles in seen.look.tiles] if seen and seen.look else []
@@ -186,12 +187,14 @@ def _pictures(groups: Sequence[Group], missing: list[tuple[str, str]]) -> Markup
         if group.recipe in ("sit", "uvit") and not samples:
             missing.append((f"Samples of {group.label}", "none in its folder; `unskip sample RUN` draws some"))
         if seen and group.recipe != "mae":
-            missing.append((f"Reconstructions by {group.label}", "only masked autoencoders paint what is masked"))
+            others.append(group.label)
         if figures and len(parts) < 2 * PICTURED:
             parts += [tag("h3", compare.title(group, seen) if seen else group.label)]
             parts += [tag("div", *figures, class_="figures")]
         elif figures:
             missing.append((f"Pictures of {group.label}", f"those of the first {PICTURED} groups are shown"))
+    if others:
+        missing.append((f"Reconstructions by {words(others)}", "only masked autoencoders paint what is masked"))
     if not parts:
         missing.append(("Reconstructions, patch features and neighbours", "no checkpoint was looked at"))
     return join(parts) if parts else None

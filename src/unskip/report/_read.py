@@ -305,7 +305,9 @@ def _checkpoint(folder: Path, notes: list[str]) -> tuple[int | None, tuple[Weigh
             if wiring is None:  # never rewired
                 return known[-1], ()
             sites = zip(wiring["sites"], wiring["alphas"], wiring["betas"], strict=True)
-            return known[-1], tuple(Weights(int(s["index"]), str(s["path"]), float(a), float(b)) for s, a, b in sites)
+            # A long skip adds what an earlier block saw: it is no shortcut of the stream.
+            found = [(site, alpha, beta) for site, alpha, beta in sites if not site.get("long")]
+            return known[-1], tuple(Weights(int(s["index"]), str(s["path"]), float(a), float(b)) for s, a, b in found)
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
             notes.append(f"{file.name} of step {known[-1]}: damaged, so the weights of its sites are not known")
     return known[-1], ()

@@ -94,7 +94,7 @@ def draw_tiles(tiles: Tiles) -> Figure:
     if not rows or not columns:
         raise BadInput(f"{tiles.title}: no images")
     label = 0.09 * min(12, max((len(text) for text in tiles.rows), default=0)) + 0.1
-    title = textwrap.fill(_style.plain(tiles.title, 90), 52)
+    title = textwrap.fill(_style.plain(tiles.title, 90), 58)
     below, above = (0.22 if tiles.captions else 0.05), (0.55 if tiles.columns else 0.36) + 0.16 * title.count("\n")
     # All as wide as charts, however few columns there are: a page scales them alike, and so their text.
     width = _style.SIZE[0]

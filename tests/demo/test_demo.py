@@ -4,14 +4,17 @@ import os
 import signal
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from tests.report.runs import folder
 
 from unskip import cli, demo
-from unskip.demo import Scale, _absorb, _knob
-from unskip.demo._compare import compared, ranked
-from unskip.errors import BadInput
+from unskip.demo import Scale, _absorb, _knob, _train
+from unskip.demo._compare import beside, compared, ranked
+from unskip.errors import BadInput, TrainingError
+from unskip.recipes import mae, supervised
 from unskip.report import read
 from unskip.wiring import Wiring
 
@@ -101,9 +104,56 @@ def test_stopped(tmp_path: Path) -> None:
             demo.run(out, lines.append, endless, quiet=True)
     finally:
         done.set()
-    assert f"What was done is in {out}" in lines[-1]
+    assert f"Stopped. 1 of 5 runs are in {out}; `unskip report {out}` shows them." in lines[-1]
+    assert f"`unskip resume {out / 'mae-plain'}` finishes mae-plain." in lines[-1]
     (group,) = read([out], look=False)
     assert group.runs[0].checkpoint == group.runs[0].step > 0
+
+
+def test_stopped_before_any_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(write: object) -> bool:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(_knob, "turn", interrupted)
+    lines: list[str] = []
+    with pytest.raises(KeyboardInterrupt):
+        demo.run(tmp_path / "demo", lines.append, TINY)
+    assert lines[-1] == "\nStopped, before any run had begun."
+    with pytest.raises(KeyboardInterrupt):  # the empty folder is taken again
+        demo.run(tmp_path / "demo", lines.append, TINY)
+    assert [each.name for each in tmp_path.iterdir()] == ["demo"]
+
+
+def test_stopped_between_runs(tmp_path: Path) -> None:
+    """A run that is finished needs no resuming, and a name with a blank is quoted."""
+    out = tmp_path / "a b"
+    folder(out / "mae-plain", steps=30, weights=(1.0,))
+    assert demo._stopped(out) == (
+        f"Stopped. 1 of 5 runs are in {out}; `unskip report '{out}'` shows them. The demo itself begins anew."
+    )
+
+
+@pytest.mark.filterwarnings("ignore::unskip.errors.UnskipWarning")
+def test_a_run_that_fails_is_said_and_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    train = _train.train
+
+    def failing(config: Any, out: Path, quiet: bool) -> Any:
+        if out.name in ("mae-decayed", "skips-kept"):
+            raise TrainingError(f"{out.name}: the loss is nan at step 4.")
+        return train(config, out, quiet)
+
+    monkeypatch.setattr(_train, "train", failing)
+    lines: list[str] = []
+    runs = _train.pretrain(TINY, tmp_path, lines.append, True)
+    text = "\n".join(lines)
+    assert "failed: mae-decayed: the loss is nan at step 4." in text
+    assert "Nothing to compare: of decayed there are no features, as its training has failed." in text
+    runs = _train.classify(TINY, tmp_path, lines.append, True)
+    text = "\n".join(lines)
+    assert "With its skips, the model has not come through its training." in text
+    assert "in as many steps" not in text
+    assert not any((runs[0] / "checkpoints").glob("*"))
+    assert demo._absorb.decide(None, lines.append)
 
 
 def test_the_page_is_opened_where_somebody_looks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -135,6 +185,37 @@ def test_what_is_said_of_two_accuracies() -> None:
     assert "The difference, +0.010, may be chance: 100 test images give ±0.141." in compared("KNN", 0.5, 0.51, 100)
     assert "may be chance" in compared("KNN", 1.0, 1.0, 10)
     assert [ranked(10, value).rpartition(" ")[2] for value in (10.1, 12, 8)] == ["same.", "higher.", "lower."]
+    assert beside(0.8, 0.7, 10_000).endswith("initialised, it is lower by 0.100 (±0.012).")
+    assert beside(0.7, 0.8, 10_000).endswith("initialised, it is higher by 0.100 (±0.012).")
+    assert "it is as good, but for -0.010, which may be chance (±0.114)." in beside(0.8, 0.79, 100)
+
+
+@pytest.mark.parametrize(
+    ("accuracies", "said", "unsaid"),
+    [
+        ((0.9, 0.1, 0.8), ["higher by 0.700", "started as usual, the model has learnt nothing", "lower by 0.100"], []),
+        ((0.9, 0.8, 0.1), ["lower by 0.700", "initialised for it, the model has learnt nothing"], ["as usual, the"]),
+        ((0.1, 0.1, 0.1), ["may be chance", "With its skips, the model has learnt nothing"], ["higher", "lower"]),
+        ((0.5, 0.5, 0.5), ["may be chance", "as good, but for +0.000"], ["nothing", "higher", "lower"]),
+        ((0.5, None, 0.5), ["as usual, the model has not come through"], ["Test accuracy", "higher"]),
+        ((None, None, None), ["With its skips, the model has not come through"], ["chance", "higher", "reaches"]),
+    ],
+)
+def test_what_is_said_of_skips(accuracies: tuple[float | None, ...], said: list[str], unsaid: list[str]) -> None:
+    kept, cut, begun = accuracies
+    text = "\n".join(_train.said_of_skips(kept, cut, begun, classes=10, images=10_000))
+    assert [words for words in said if words not in text] == []
+    assert [words for words in unsaid if words in text] == []
+
+
+@pytest.mark.parametrize(("gain", "word"), [(0.2, "higher by 0.200"), (-0.2, "lower by 0.200"), (0.0, "may be chance")])
+def test_what_is_said_of_features(gain: float, word: str) -> None:
+    plain = {"knn20": {0: 0.3, 1: 0.4}, "probe_lbfgs": {0: 0.6, 1: 0.5}, "rank": {0: 5.0, 1: 6.0}}
+    decayed = {"knn20": {0: 0.3, 1: 0.4 + gain}, "probe_lbfgs": {0: 0.5, 1: 0.5 + gain}, "rank": {0: 5.0, 1: 3.0}}
+    text = "\n".join(_train.said_of_features(plain, decayed, "decay:0.6", 10_000))
+    assert text.count(word) == 2
+    assert "Effective rank: 6.0 without, 3.0 with, which is lower." in text
+    assert f"The linear probe is best at block 0 without and at block {int(gain > 0)} with." in text
 
 
 def test_scales() -> None:
@@ -153,8 +234,38 @@ def test_scales() -> None:
             demo.chosen("cifar10")
 
 
+def test_the_large_one_replays_graphs() -> None:
+    """The configs are whole: every field is one of its recipe, and neither waits for the host or the compiler."""
+    for recipe, fields in ((mae, demo.LARGE.mae), (supervised, demo.LARGE.supervised)):
+        config = recipe(demo.LARGE.preset, **fields)
+        assert (config.graph, config.compile, config.device, config.precision) == (True, False, "cuda", "bf16")
+        assert config.steps % config.evaluate_every == 0
+
+
 def test_nothing_is_overwritten(tmp_path: Path) -> None:
-    assert demo._free(tmp_path / "demo") == tmp_path / "demo"
+    assert demo._made(tmp_path / "demo") == tmp_path / "demo"
+    assert demo._made(tmp_path / "demo") == tmp_path / "demo"  # there is nothing in it
     for name in ("demo", "demo-2"):
-        (tmp_path / name).mkdir()
-    assert demo._free(tmp_path / "demo") == tmp_path / "demo-3"
+        (tmp_path / name).mkdir(exist_ok=True)
+        (tmp_path / name / "something").touch()
+    assert demo._made(tmp_path / "demo") == tmp_path / "demo-3"
+
+
+@pytest.mark.parametrize("name", ["file/demo", "/proc/demo"])
+def test_a_folder_that_cannot_be_written(
+    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["demo", "--out", name]) == 2
+    shown = capsys.readouterr()
+    assert (shown.out, shown.err.count("\n")) == ("", 1)
+    assert "choose another folder with --out" in shown.err
+
+
+def test_data_that_is_not_there_ends_it_at_once(tmp_path: Path) -> None:
+    scale = demo.chosen(str(tmp_path / "gone-{split}.parquet"), device="cpu")
+    lines: list[str] = []
+    with pytest.raises(BadInput, match="gone-"):
+        demo.run(tmp_path / "demo", lines.append, scale)
+    assert (lines, [*tmp_path.iterdir()]) == ([], [])
