@@ -7,7 +7,8 @@ or a checkpoint of a run of this library. For every MLP site: the verdict, the o
 set comes, the verdict of the bare MLP, and how near a replacement of the same width comes on inputs that the site does
 read, some of them held out. Then all MLP skips are taken away so, with no training, fitted to three quarters of the
 batch; on the rest, what the model says before and after: the cosine of its outputs (mean over tokens), and the rank
-correlation of their pairwise similarities. Text models read this repository's docs, runs images of their test set.
+correlation of their pairwise similarities. Text models read the help topics that Python brings along, which stay the
+same for a version of Python; runs read images of their test set.
 """
 
 from __future__ import annotations
@@ -28,12 +29,13 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def text_model(folder: Path, texts: int, tokens: int) -> tuple[nn.Module, dict[str, torch.Tensor]]:
+    from pydoc_data.topics import topics
+
     from transformers import AutoModel, AutoTokenizer
 
     model = AutoModel.from_pretrained(folder).eval()
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    pages = sorted((ROOT / "docs").glob("*.md"))
-    words = [token for page in pages for token in tokenizer(page.read_text(), verbose=False)["input_ids"]]
+    words = [token for name in sorted(topics) for token in tokenizer(topics[name], verbose=False)["input_ids"]]
     ids = torch.tensor(words[: texts * tokens]).reshape(-1, tokens)  # windows without padding
     return model, {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
 

@@ -188,8 +188,10 @@ def _group_units(at: Setting) -> Groups:
         nothing = nothing | (at.bias.abs() >= at.radius * lengths)
         idle = idle | (at.bias.abs() >= at.radius * lengths * (1 - 1e-6))
     norms = torch.hypot(lengths, at.bias).clamp(min=TINY)
+    exact = 64 * UNIT
     if at.block.norms:  # what a quotient took away has left its rounding behind
-        within = max(within, 16 * max(at.block.inputs, at.block.outputs) * UNIT)
+        exact = max(exact, 16 * max(at.block.inputs, at.block.outputs) * UNIT)
+        within = max(within, exact)
     if at.radius is not None:
         grown = (torch.hypot(at.long_up, at.long_bias) / norms.clamp(min=1e-150)).clamp(min=1.0)
     first = _leaders(at, norms, grown, within, torch.nonzero(~idle).flatten())
@@ -202,7 +204,7 @@ def _group_units(at: Setting) -> Groups:
         total = at.down.new_zeros(len(at.down), len(leaders)).index_add_(1, place, at.down[:, many] * ratio)
         bulk = at.down.new_zeros(len(leaders)).index_add_(0, place, at.long_down[many] * ratio)
         cancel = total.norm(dim=0) <= 2 * within * bulk
-        rough |= bool((cancel & (total.norm(dim=0) > 64 * UNIT * bulk)).any())
+        rough |= bool((cancel & (total.norm(dim=0) > exact * bulk)).any())
         gone = many[cancel[place]]
     counts = ~idle
     counts[gone] = False
