@@ -104,7 +104,7 @@ def test_stopped(tmp_path: Path) -> None:
             demo.run(out, lines.append, endless, quiet=True)
     finally:
         done.set()
-    assert f"Stopped. 1 of 5 runs are in {out}; `unskip report {out}` shows them." in lines[-1]
+    assert f"Stopped. {out} holds 1 of 5 runs; `unskip report {out}` shows them." in lines[-1]
     assert f"`unskip resume {out / 'mae-plain'}` finishes mae-plain." in lines[-1]
     (group,) = read([out], look=False)
     assert group.runs[0].checkpoint == group.runs[0].step > 0
@@ -129,7 +129,7 @@ def test_stopped_between_runs(tmp_path: Path) -> None:
     out = tmp_path / "a b"
     folder(out / "mae-plain", steps=30, weights=(1.0,))
     assert demo._stopped(out) == (
-        f"Stopped. 1 of 5 runs are in {out}; `unskip report '{out}'` shows them. The demo itself begins anew."
+        f"Stopped. {out} holds 1 of 5 runs; `unskip report '{out}'` shows them. The demo itself begins anew."
     )
 
 
@@ -269,3 +269,15 @@ def test_data_that_is_not_there_ends_it_at_once(tmp_path: Path) -> None:
     with pytest.raises(BadInput, match="gone-"):
         demo.run(tmp_path / "demo", lines.append, scale)
     assert (lines, [*tmp_path.iterdir()]) == ([], [])
+
+
+def test_figures_that_cannot_be_drawn_end_it_at_once(tmp_path: Path) -> None:
+    import subprocess
+    import sys
+
+    command = [sys.executable, "-m", "unskip", "demo", "--out", str(tmp_path / "demo")]
+    done = subprocess.run(
+        command, env={**os.environ, "MPLBACKEND": "none-such"}, capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
+    assert "matplotlib, which draws the report, cannot be imported" in done.stderr

@@ -53,7 +53,7 @@ def test_depth(groups: list[Group]) -> None:
     assert (chart.lines[0].x, chart.lines[0].y) == ((0.0, 1.0), (0.2, pytest.approx(0.45)))
     assert len(chart.lines) == 1
     assert charts.over_depth(groups, "rank").missing.startswith("no run was judged so block by block")
-    assert chart.note == "Not there: b."
+    assert chart.note == "Not judged block by block: b."
 
 
 def test_only_the_newest_step_counts_over_depth(tmp_path: Path) -> None:

@@ -47,7 +47,7 @@ def chosen(data: str = "digits", quick: bool = False, device: str | None = None)
 
 def run(out: str | Path = "runs/demo", write: Write = print, scale: Scale = SMALL, quiet: bool = False) -> Shown:
     """Carries the demo out in a new folder."""
-    open_images(scale.mae.get("data", scale.preset), "test")  # that is not there should end it now, not in minutes
+    _refuse_early(scale)
     folder, begun = _made(Path(out)), time.perf_counter()
     if folder != Path(out):
         write(f"{out} is taken, so this goes into {folder}.\n")
@@ -84,6 +84,15 @@ def _part(write: Write, number: int, title: str) -> None:
     write(f"{'' if number == 1 else chr(10)}== {number} of 5: {title} ==\n")
 
 
+def _refuse_early(scale: Scale) -> None:
+    """What would end the demo after minutes ends it now."""
+    open_images(scale.mae.get("data", scale.preset), "test")
+    try:
+        import matplotlib  # noqa: F401  (it refuses an MPLBACKEND that it does not know)
+    except (ImportError, ValueError) as error:
+        raise BadInput(f"matplotlib, which draws the report, cannot be imported: {error}") from error
+
+
 def _made(folder: Path) -> Path:
     """The folder, or where it is taken the next one: nothing of an earlier demo is overwritten."""
     number, found = 2, folder
@@ -105,7 +114,7 @@ def _stopped(folder: Path) -> str:
     if not any(folder.glob("*/config.json")):
         return "Stopped, before any run had begun."
     runs = [run for group in read([folder], look=False) for run in group.runs]
-    said = [f"Stopped. {len(runs)} of 5 runs are in {folder}; `unskip report {_quoted(folder)}` shows them."]
+    said = [f"Stopped. {folder} holds {len(runs)} of 5 runs; `unskip report {_quoted(folder)}` shows them."]
     said += [f"`unskip resume {_quoted(run.path)}` finishes {run.name}." for run in runs if run.checkpoint != run.steps]
     return " ".join([*said, "The demo itself begins anew."])
 

@@ -83,8 +83,8 @@ class Chart:
 def over_steps(groups: Sequence[Group], name: str) -> Chart:
     """A number of metrics.jsonl over training steps."""
     title, unit = called(name)
-    values = [[{row["step"]: row[name] for row in run.metrics if name in row} for run in g.runs] for g in groups]
-    return _chart(f"step-{name}", title, "training step", unit, groups, values, f"no run has logged {name}")
+    missing = f"no run has logged {name}"
+    return _chart(f"step-{name}", title, "training step", unit, groups, _logged(groups, name), missing)
 
 
 def evaluated(groups: Sequence[Group], name: str) -> Chart:
@@ -110,7 +110,8 @@ def over_depth(groups: Sequence[Group], name: str) -> Chart:
     title, unit = called(name)
     values = [[_by_block(run, name) for run in group.runs] for group in groups]
     missing = "no run was judged so block by block; `unskip eval RUN` does it"
-    return _chart(f"depth-{name}", f"{title}, by depth", "block", unit, groups, values, missing)
+    absent = "Not judged block by block"
+    return _chart(f"depth-{name}", f"{title}, by depth", "block", unit, groups, values, missing, absent)
 
 
 _MEASURED = {
@@ -126,7 +127,7 @@ def measured(groups: Sequence[Group], name: str) -> Chart:
     title, unit = _MEASURED[name]
     values = [[_looked(run, "blocks", lambda row: row.get(name)) for run in group.runs] for group in groups]
     missing = _unlooked(groups) or f"{name} could not be measured"
-    chart = _chart(f"measured-{name}", title, "block", unit, groups, values, missing)
+    chart = _chart(f"measured-{name}", title, "block", unit, groups, values, missing, "Not measured")
     gaps = []
     for group, runs in zip(groups, values, strict=True):
         every = [_looked(run, "blocks", lambda row: row["index"]) for run in group.runs]
@@ -154,9 +155,9 @@ def alphas(groups: Sequence[Group]) -> Chart:
 
 def decay(groups: Sequence[Group]) -> Chart:
     """The product of all alphas over training steps; a line at 1 is not drawn for a run without a rule."""
-    chart = over_steps(groups, "effective_decay")
-    title, unit = "Effective decay in training", "product of all alphas"
-    return _named(chart, "decay", title, unit, "no run has logged an effective decay: none has a rule")
+    title, unit, values = "Effective decay in training", "product of all alphas", _logged(groups, "effective_decay")
+    missing = "no run has logged an effective decay: none has a rule"
+    return _chart("decay", title, "training step", unit, groups, values, missing, "Without a logged rule")
 
 
 _SPECTRA = {
@@ -248,6 +249,10 @@ def mean_and_spread(values: Iterable[float]) -> tuple[float, float | None, int]:
     return statistics.fmean(shrunk) * scale, spread, len(kept)
 
 
+def _logged(groups: Sequence[Group], name: str) -> list[list[dict[float, float]]]:
+    return [[{row["step"]: row[name] for row in run.metrics if name in row} for run in g.runs] for g in groups]
+
+
 def _course(run: Run, name: str) -> dict[float, float]:
     rows = [row for row in run.evals if row.get("block") is None and name in row]
     return {row["step"]: value for row in rows if (value := number(row[name])) is not None}
@@ -284,6 +289,7 @@ def _chart(
     groups: Sequence[Group],
     values: Sequence[Sequence[Mapping[float, float]]],
     missing: str,
+    absent: str = "Not there",
 ) -> Chart:
     lines, thinned, beyond = [], False, False
     most = max(40, min(POINTS, 20 * POINTS // max(1, len(groups))))
@@ -303,11 +309,10 @@ def _chart(
         lines.append(Line(group.label, group.place, xs, ys, spreads, counts))
     said = [f"Long curves are thinned to {most} points."] if thinned else []
     said += [f"Values beyond {BEYOND:.0e} are not drawn."] if beyond else []
-    said += [f"On one line, as they are equal: {words([each.label for each in same])}." for same in _equal(lines)]
-    drawn = {line.group for line in lines}
-    said += (
-        [f"Not there: {words([g.label for g in groups if g.place not in drawn])}."] if len(lines) < len(groups) else []
-    )
+    same = [words([line.label for line in each]) for each in _equal(lines)]
+    said += [f"On one line, as they are equal: {'; '.join(same)}."] if same else []
+    without = [group.label for group in groups if group.place not in {line.group for line in lines}]
+    said += [f"{absent}: {words(without)}."] if without else []
     shown = [y for line in lines for y in line.y]
     # A share near zero is nothing, which a logarithm would make much of.
     wide = "share" not in y_label and bool(shown) and min(shown) > 0 and max(shown) > _WIDE * min(shown)
@@ -333,7 +338,3 @@ def _equal(lines: Sequence[Line]) -> list[list[Line]]:
 
 def _none(chart: Chart, missing: str) -> Chart:
     return replace(chart, lines=(), missing=missing)
-
-
-def _named(chart: Chart, name: str, title: str, y_label: str, missing: str) -> Chart:
-    return replace(chart, name=name, title=title, y_label=y_label, missing="" if chart.lines else missing)

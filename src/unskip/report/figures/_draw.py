@@ -54,7 +54,7 @@ def draw(chart: Chart) -> Figure:
         if chart.log:
             axes.set_yscale("log")
             axes.yaxis.set_major_locator(LogLocator(numticks=7))  # many decades would put label on label
-        axes.xaxis.set_major_locator(MaxNLocator(integer=True))  # blocks, sites or steps
+        axes.xaxis.set_major_locator(MaxNLocator(8, integer=True, steps=[1, 2, 5, 10]))  # blocks, sites or steps
         if shown:
             texts = [_style.plain(line.label, 26) for line in shown]
             kept = [handle for handle, line in zip(handles, chart.lines, strict=True) if line in shown]
