@@ -12,12 +12,15 @@ from typing import Any
 
 import pytest
 import torch
+from PIL import Image
 from safetensors.torch import load_file
+from tests.data.files import encoded, picture, write_parquet
 
 import unskip
 from unskip import cli, recipes
-from unskip.errors import BadInput, UnskipWarning
-from unskip.training import RunFolder
+from unskip.errors import BadInput, TrainingError, UnskipWarning
+from unskip.recipes import RECIPES
+from unskip.training import Outcome, RunFolder
 
 # Runs of a few steps look unhealthy, and are told so.
 pytestmark = pytest.mark.filterwarnings("ignore::unskip.errors.UnskipWarning")
@@ -53,10 +56,16 @@ def test_an_unknown_field_or_preset_is_an_error_with_the_nearest_names() -> None
     ("changes", "message"),
     [
         ({"init": "skiples"}, "init is 'skiples'"),
-        ({"init": "skipless:vit-huge"}, "presets are vit-base"),
+        ({"init": "skipless:vit-huge"}, "none of vit-base"),
         ({"teacher": "original"}, "give --weights"),
         ({"model_args": "depth"}, "name=value"),
         ({"data": "nosuch"}, "nosuch"),
+        ({"steps": 0}, "steps is 0"),
+        ({"accumulate": 3}, "a batch of 32 cannot be divided into 3"),
+        ({"smoothing": 2.0}, "smoothing is 2.0"),
+        ({"temperature": 0.0}, "temperature is 0.0"),
+        ({"size": 0}, "size is 0"),
+        ({"warmup": 1.5}, "warmup is 1.5"),
     ],
 )
 def test_bad_fields_are_told_before_anything_is_written(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
@@ -122,6 +131,73 @@ def test_skips_are_taken_away_from_a_trained_model_by_its_own_teaching(tmp_path:
     assert RunFolder.open(tmp_path / "second").read("metrics.jsonl")[-1]["effective_decay"] == 0
 
 
+def notes(run: Path) -> str:
+    return "; ".join(row["text"] for row in RunFolder(run).read("warnings.jsonl") if row["warning"] == "note")
+
+
+def alphas(run: Path) -> list[float]:
+    return unskip.Wiring.of(unskip.load(run / "checkpoints" / "step-6")).alphas
+
+
+def test_the_config_says_which_skips_there_are_whatever_the_weights_were_trained_with(tmp_path: Path) -> None:
+    unskip.train(tiny(shortcut="cut"), tmp_path / "cut", quiet=True)
+    unskip.train(tiny(weights=str(tmp_path / "cut")), tmp_path / "kept", quiet=True)  # a run: its last checkpoint
+    assert alphas(tmp_path / "cut") == [0.0] * 4
+    assert alphas(tmp_path / "kept") == [1.0] * 4
+    assert "saved with other skips" in notes(tmp_path / "kept")
+
+
+def test_a_run_that_ends_before_its_shortcut_says_so(tmp_path: Path) -> None:
+    unskip.train(tiny(shortcut="anneal:keep>cut@6"), tmp_path / "short", quiet=True)
+    assert alphas(tmp_path / "short") == pytest.approx([1 / 6] * 4)
+    assert "before anneal:keep>cut@6 does" in notes(tmp_path / "short")
+    unskip.train(tiny(shortcut="anneal:keep>cut@5"), tmp_path / "whole", quiet=True)
+    assert alphas(tmp_path / "whole") == [0.0] * 4
+    assert not notes(tmp_path / "whole")
+
+
+def test_drop_path_is_off_where_skips_are_cut(tmp_path: Path) -> None:
+    def rates(**changes: Any) -> set[float]:
+        task, _ = RECIPES["supervised"].build(tiny(drop_path=0.5, **changes))
+        return {module.drop_prob for module in task.model.modules() if hasattr(module, "drop_prob")}
+
+    assert max(rates()) == 0.5
+    assert not rates(shortcut="cut")
+    unskip.train(tiny(drop_path=0.5, shortcut="anneal:keep>cut@3"), tmp_path / "run", quiet=True)
+    assert "drop path is off" in notes(tmp_path / "run")
+
+
+@pytest.mark.parametrize("model", ["timm:resnet10t", "timm:cait_xxs24_224"])
+def test_models_with_and_without_an_image_size_of_their_own(tmp_path: Path, model: str) -> None:
+    small = "" if "resnet" in model else "depth=2,embed_dim=16,num_heads=2"
+    config = tiny(model=model, model_args=small, size=16, patch=4, steps=1, shortcut="decay:0.5")
+    assert unskip.train(config, tmp_path / "run", quiet=True).finished
+
+
+def test_splits_of_gray_and_colour_and_of_several_sizes(tmp_path: Path) -> None:
+    for split, heights, mode in (("train", (8, 10), "L"), ("test", (8,), "RGB")):
+        images = [encoded(picture(index, heights[index % len(heights)], 8, mode)) for index in range(32)]
+        write_parquet(tmp_path / f"a-{split}.parquet", images, [0, 1] * 16)
+    outcome = unskip.train(tiny(data=str(tmp_path / "a-*.parquet"), steps=1), tmp_path / "run", quiet=True)
+    assert outcome.finished
+    assert "held as squares of 8 pixels" in notes(tmp_path / "run")
+
+
+def test_broken_images_are_left_out_where_that_is_asked(tmp_path: Path) -> None:
+    for name in ("train/a", "train/b", "test/a", "test/b"):
+        (tmp_path / "pets" / name).mkdir(parents=True)
+        for index in range(16):
+            Image.new("RGB", (8, 8), (index, 0, 0)).save(tmp_path / "pets" / name / f"{index}.png")
+    (tmp_path / "pets" / "train" / "a" / "3.png").write_bytes(b"broken")
+    outcome = unskip.train(
+        tiny(data=str(tmp_path / "pets"), skip_broken=True, randaugment="2,9", batch=16), tmp_path / "run", quiet=True
+    )
+    assert outcome.finished
+    assert "skipped 1:" in notes(tmp_path / "run")
+    with pytest.raises(TrainingError, match=r"3\.png.*unskip resume"):
+        unskip.train(tiny(data=str(tmp_path / "pets"), batch=16), tmp_path / "other", quiet=True)
+
+
 @pytest.mark.parametrize("others", [["two"], pytest.param(["sharded", "resumed"], marks=pytest.mark.full)])
 def test_two_processes_take_the_same_steps_as_one(tmp_path: Path, others: list[str]) -> None:
     # No dropout, float32: only the order of sums differs.
@@ -149,6 +225,10 @@ def test_two_processes_take_the_same_steps_as_one(tmp_path: Path, others: list[s
             assert torch.allclose(found[name][key], value, atol=1e-5), (name, key)
     accuracies = [RunFolder.open(tmp_path / name).read("evals.jsonl")[-1]["test_accuracy"] for name in runs]
     assert max(accuracies) - min(accuracies) < 0.01
+    said = {name: [row["warning"] for row in RunFolder.open(tmp_path / name).read("warnings.jsonl")] for name in runs}
+    assert {names.count("flat-loss") for names in said.values()} == {
+        2
+    }  # of both logged steps, by the first process alone
 
 
 def test_the_command_line_trains_resumes_and_summarises(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -162,6 +242,13 @@ def test_the_command_line_trains_resumes_and_summarises(tmp_path: Path, capsys: 
     resumed = capsys.readouterr().out
     assert "done at step 2" in resumed
     assert "test_accuracy" in resumed
+    # The same command again goes on with what is missing.
+    shutil.rmtree(tmp_path / "runs" / "seed-1" / "checkpoints")
+    (tmp_path / "runs" / "seeds.json").unlink()
+    assert cli.main(["train", "supervised", "--preset", "digits", *words, "--seeds", "0,1", "--out", out]) == 0
+    assert json.loads((tmp_path / "runs" / "seeds.json").read_text()) == summary
+    assert cli.main(["train", "supervised", *words, "--seeds", "0,0", "--out", out]) == 2
+    assert "the same seed twice" in capsys.readouterr().err
     assert cli.main(["train", "supervised", *words, "--out", f"{out}/seed-0"]) == 2
     assert "unskip resume" in capsys.readouterr().err
     assert cli.main(["train", "supervised", "--optimiser", "soap"]) == 2
@@ -175,3 +262,16 @@ def test_a_run_that_learns_nothing_says_so(tmp_path: Path) -> None:
     with pytest.warns(UnskipWarning, match="flat-loss"):
         unskip.train(tiny(lr=1e-9), tmp_path / "run", quiet=True)
     assert "flat-loss" in {row["warning"] for row in RunFolder.open(tmp_path / "run").read("warnings.jsonl")}
+
+
+def test_health_is_looked_at_while_there_is_time(tmp_path: Path) -> None:
+    unskip.train(tiny(init="zero", shortcut="cut", steps=10), tmp_path / "run", quiet=True)
+    assert 2 in {row["step"] for row in RunFolder.open(tmp_path / "run").read("warnings.jsonl")}
+
+
+def test_the_command_line_says_that_a_run_was_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stopped = Outcome(tmp_path, 3, False, {})
+    monkeypatch.setattr(recipes, "train", lambda *_: stopped)
+    monkeypatch.setattr(recipes, "resume", lambda *_: stopped)
+    assert cli.main(["train", "supervised", "--out", str(tmp_path / "run")]) == 130
+    assert cli.main(["resume", str(tmp_path / "run")]) == 130

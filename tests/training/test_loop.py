@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -133,6 +134,10 @@ def test_accumulation_takes_the_same_step(tmp_path: Path) -> None:
     train(four, schedule(steps=5, accumulate=4), new(tmp_path / "four"), quiet=True)
     for a, b in zip(weights(once), weights(four), strict=True):
         assert torch.allclose(a, b, atol=1e-6)
+    rows = [RunFolder(tmp_path / name).read("metrics.jsonl")[0] for name in ("once", "four")]
+    assert rows[1]["twice"] == pytest.approx(rows[0]["twice"], rel=1e-5)
+    with pytest.raises(TrainingError, match="8 samples a process cannot be divided into 3"):
+        train(without_dropout(), schedule(accumulate=3), new(tmp_path / "three"), quiet=True)
 
 
 def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_the_last_checkpoint(tmp_path: Path) -> None:
@@ -146,6 +151,93 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_the_last_checkpoint(t
     assert folder.last_checkpoint()[0] == 6  # type: ignore[index]
     assert folder.read("warnings.jsonl")[0]["warning"] == "non-finite-loss"
     assert folder.read("metrics.jsonl")[-1]["loss"] == "nan"
+
+
+@pytest.mark.parametrize("poison", [4, 5])
+def test_a_checkpoint_between_two_logged_steps_never_holds_what_is_not_finite(tmp_path: Path, poison: int) -> None:
+    folder = new(tmp_path / "run")
+    with (
+        pytest.warns(UnskipWarning, match="non-finite-loss"),
+        pytest.raises(TrainingError, match=r"that of step 4.*start anew"),
+    ):
+        train(task(poison=poison), schedule(log_every=20, checkpoint_every=2), folder, quiet=True)
+    found = folder.last_checkpoint()
+    assert found is not None
+    assert found[0] == 4
+    from safetensors.torch import load_file
+
+    assert all(value.isfinite().all() for value in load_file(found[1] / "model.safetensors").values())
+
+
+def test_data_that_vanish_are_told_with_the_way_on(tmp_path: Path) -> None:
+    class Vanishing(Feed):
+        def iterate(self, start_step: int, stop_step: int, rank: int = 0, world: int = 1) -> Iterator[Any]:
+            yield from super().iterate(start_step, 8)
+            raise BadInput("images/7.png: not an image that can be read")
+
+    one = task()
+    one.feed = Vanishing()
+    with pytest.raises(TrainingError, match=r"images/7\.png.*that of step 6.*unskip resume"):
+        train(one, schedule(), new(tmp_path / "run"), quiet=True)
+
+
+def test_samples_are_counted_over_the_time_they_took(tmp_path: Path) -> None:
+    now = [0.0]
+
+    class Slow(Feed):
+        def iterate(self, start_step: int, stop_step: int, rank: int = 0, world: int = 1) -> Iterator[Any]:
+            for batch in super().iterate(start_step, stop_step):
+                now[0] += 1.0
+                yield batch
+
+    def evaluation(network: nn.Module) -> dict[str, float]:
+        now[0] += 100.0
+        return {}
+
+    one = task()
+    one.feed, one.evaluations = Slow(), {"slow": evaluation}
+    folder = new(tmp_path / "run")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("unskip.training._loop.time.perf_counter", lambda: now[0])
+        train(one, schedule(evaluate_every=3), folder, quiet=True)
+    assert [row["samples_per_second"] for row in folder.read("metrics.jsonl")] == [8.0] * 5
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"steps": 0}, "steps is 0"),
+        ({"accumulate": 0}, "accumulate is 0"),
+        ({"log_every": 0}, "log_every is 0"),
+        ({"checkpoint_every": 1.5}, "checkpoint_every is 1.5"),
+        ({"evaluate_every": -1}, "evaluate_every is -1"),
+        ({"warmup": -1}, "warmup is -1"),
+        ({"average": 1.0}, "average is 1.0"),
+        ({"clip": 0.0}, "clip is 0.0"),
+    ],
+)
+def test_schedules_that_make_no_run(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(BadInput, match=message):
+        schedule(**changes)
+
+
+def test_what_the_launcher_was_told_elsewhere_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from accelerate.state import AcceleratorState
+
+    whole = task()
+    train(whole, schedule(steps=3, clip=1e-3), new(tmp_path / "whole"), quiet=True)
+    AcceleratorState._reset_state(reset_partial_state=True)
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "4")
+    again, folder = task(), new(tmp_path / "again")
+    train(again, schedule(steps=3, clip=1e-3), folder, quiet=True)
+    AcceleratorState._reset_state(reset_partial_state=True)
+    for a, b in zip(weights(whole), weights(again), strict=True):
+        assert torch.equal(a, b)
+    assert (
+        folder.read("metrics.jsonl")[0]["gradient_norm"]
+        == RunFolder(tmp_path / "whole").read("metrics.jsonl")[0]["gradient_norm"]
+    )
 
 
 @pytest.mark.parametrize("damage", ["truncate", "flip", "delete", "unsealed"])
@@ -191,7 +283,7 @@ def test_a_full_disk_leaves_the_checkpoint_before(tmp_path: Path, monkeypatch: p
         good(network, target)
 
     one.save = full
-    with pytest.raises(OSError, match="No space left"):
+    with pytest.raises(TrainingError, match=r"No space left.*that of step 6.*unskip resume"):
         train(one, schedule(), folder, quiet=True)
     assert [path.name for path in folder.checkpoints.iterdir()] == ["step-6"]
     again = task()
@@ -270,6 +362,31 @@ def test_notes_are_written_once(tmp_path: Path) -> None:
     again.notes = one.notes
     train(again, schedule(), RunFolder.open(tmp_path / "run"), quiet=True)
     assert [row["text"] for row in RunFolder(tmp_path / "run").read("warnings.jsonl")] == ["two images were left out"]
+    shutil.rmtree(tmp_path / "run" / "checkpoints")  # as if killed before the first
+    train(task_with(one.notes), schedule(), RunFolder.open(tmp_path / "run"), quiet=True)
+    assert [row["text"] for row in RunFolder(tmp_path / "run").read("warnings.jsonl")] == ["two images were left out"]
+
+
+def task_with(notes: tuple[str, ...]) -> Task:
+    one = task()
+    one.notes = notes
+    return one
+
+
+def test_without_a_whole_checkpoint_the_run_starts_anew_and_says_so(tmp_path: Path) -> None:
+    whole = task()
+    train(whole, schedule(), new(tmp_path / "run"), quiet=True)
+    folder = RunFolder.open(tmp_path / "run")
+    (folder.checkpoints / "step-18" / "checksums.json").write_text("[1]")
+    (folder.checkpoints / "step-20" / "checksums.json").write_text("null")
+    again = task()
+    with (
+        pytest.warns(UnskipWarning, match="step-20.*the checkpoint before it is used"),
+        pytest.warns(UnskipWarning, match="step-18.*the run starts anew"),
+    ):
+        train(again, schedule(), folder, quiet=True)
+    for a, b in zip(weights(whole), weights(again), strict=True):
+        assert torch.equal(a, b)
 
 
 def test_a_line_that_was_cut_off_is_left_out(tmp_path: Path) -> None:

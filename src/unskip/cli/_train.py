@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import statistics
 import sys
 from collections.abc import Sequence
@@ -18,12 +19,14 @@ import tyro
 
 from unskip import recipes as book
 from unskip._table import table
+from unskip.cli._say import finite
 from unskip.errors import BadInput
 from unskip.recipes._registry import resolve
 from unskip.recipes._run import is_main
-from unskip.training import Outcome
+from unskip.training import Outcome, RunFolder
 
 _OWN = ("--preset", "--out", "--seeds")
+_STOPPED = 130  # as a shell says of what was interrupted
 
 
 @dataclass(frozen=True)
@@ -75,18 +78,23 @@ def run(job: Job) -> int:
 
 def _runs(job: Job) -> int:
     if job.seeds is None:
-        _tell(book.train(job.config, job.out, job.quiet))
-        return 0
+        return _tell(book.train(job.config, job.out, job.quiet))
     outcomes = []
     for seed in job.seeds:
-        outcome = book.train(replace(job.config, seed=seed), job.out / f"seed-{seed}", job.quiet)
-        _tell(outcome)
-        if not outcome.finished:
-            return 130
+        outcome = _begun(replace(job.config, seed=seed), job.out / f"seed-{seed}", job.quiet)
+        if _tell(outcome):
+            return _STOPPED
         outcomes.append(outcome)
     if is_main():
         _summary(job.out, job.seeds, outcomes)
     return 0
+
+
+def _begun(config: Any, out: Path, quiet: bool) -> Outcome:
+    """A run of several, or the rest of it: the same command goes on with what was interrupted."""
+    if (out / "config.json").exists() and book.from_dict(RunFolder.open(out).config) == config:
+        return book.resume(out, quiet)
+    return book.train(config, out, quiet)
 
 
 def resume(
@@ -94,9 +102,9 @@ def resume(
     quiet: Annotated[bool, tyro.conf.FlagCreatePairsOff, tyro.conf.arg(help="Print no progress.")] = False,
 ) -> int:
     """Go on with a run from its last checkpoint."""
-    _tell(book.resume(run, quiet))
+    code = _tell(book.resume(run, quiet))
     _part()
-    return 0
+    return code
 
 
 def _part() -> None:
@@ -150,27 +158,33 @@ def _options(args: list[str]) -> tuple[dict[str, str], list[str]]:
 
 def _seeds(text: str) -> list[int]:
     try:
-        return [int(item) for item in text.split(",")]
+        seeds = [int(item) for item in text.split(",")]
     except ValueError:
         raise BadInput(f"--seeds {text}: write whole numbers, as in 0,1,2") from None
+    if len({*seeds}) < len(seeds):
+        raise BadInput(f"--seeds {text}: the same seed twice is the same run twice")
+    return seeds
 
 
-def _tell(outcome: Outcome) -> None:
+def _tell(outcome: Outcome) -> int:
+    """Says how a run ended; returns the exit code."""
+    code = 0 if outcome.finished else _STOPPED
     if not is_main():
-        return
+        return code
     numbers = "  ".join(f"{name} {value:.4g}" for name, value in outcome.evaluations.items())
     state = "done" if outcome.finished else "stopped"
     print(f"{outcome.folder}: {state} at step {outcome.step}  {numbers}".rstrip())
+    return code
 
 
 def _summary(out: Path, seeds: list[int], outcomes: list[Outcome]) -> None:
     """Mean and spread over seeds, printed and kept."""
     data: dict[str, Any] = {"seeds": seeds}
     for name in outcomes[0].evaluations:
-        values = [outcome.evaluations[name] for outcome in outcomes]
+        values = [outcome.evaluations.get(name, math.nan) for outcome in outcomes]
         spread = statistics.stdev(values) if len(values) > 1 else 0.0
         data[name] = {"mean": statistics.mean(values), "stdev": spread, "values": values}
         print(f"{name}: {statistics.mean(values):.4g} +- {spread:.2g} over seeds {', '.join(map(str, seeds))}")
     with contextlib.suppress(OSError):
-        (out / "seeds.json").write_text(json.dumps(data, indent=1) + "\n")
+        (out / "seeds.json").write_text(json.dumps(finite(data), indent=1) + "\n")
     sys.stdout.flush()

@@ -16,6 +16,10 @@ def schedule_of(config: Any, steps: int) -> Schedule:
     """The schedule of a run: the fields of a config that a schedule has, too."""
     names = {field.name for field in fields(Schedule)} - {"steps", "warmup"}
     mine = {name: getattr(config, name) for name in names if hasattr(config, name)}
+    if mine.get("accumulate", 1) > 0 and config.batch % mine.get("accumulate", 1):
+        raise BadInput(
+            f"a batch of {config.batch} cannot be divided into {config.accumulate} equal parts: take another accumulate"
+        )
     return Schedule(steps=steps, warmup=round(config.warmup * steps), **mine)
 
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import copy
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -16,13 +17,16 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from unskip import spec
+from unskip.anatomy._guard import wiring_in
+from unskip.data import ImageSet
+from unskip.data._decode import MixedSizes
 from unskip.errors import BadInput
 from unskip.init import start_
 from unskip.optim import build as build_optimizer
 from unskip.recipes._registry import Preset, Recipe, register, resolve
 from unskip.recipes._shared import arguments_of, device_of, schedule_of
-from unskip.training import Precision, Schedule, Task
-from unskip.wiring import rewire, save
+from unskip.training import Precision, RunFolder, Schedule, Task
+from unskip.wiring import Wiring, load, rewire, save
 
 
 @dataclass(frozen=True)
@@ -32,6 +36,8 @@ class Supervised:
     preset: str = "digits"
     data: str = "digits"
     data_root: str | None = None
+    skip_broken: bool = False  # leave out, count and report images that cannot be read, instead of an error
+    download: bool = False  # let torchvision get a named set that is not there
     model: str = "timm:vit_tiny_patch16_224"
     model_args: str = ""  # further arguments of the builder: "depth=6,embed_dim=96"
     size: int = 32
@@ -39,7 +45,7 @@ class Supervised:
     shortcut: str = "keep"
     where: str | None = None  # the sites that shortcut and init="skipless" speak of: "attention", "mlp", or all
     init: str = "default"  # default | zero | skipless | skipless:vit-small,centre
-    weights: str | None = None  # a folder of unskip.save, or a checkpoint of a run
+    weights: str | None = None  # a folder of unskip.save, a run, or a checkpoint of one
     teacher: str | None = None  # "original": distil from the model as it was before its skips were changed
     temperature: float = 2.0
     optimizer: str = "adamw"
@@ -56,6 +62,8 @@ class Supervised:
     mixup: float = 0.0
     cutmix: float = 0.0
     erase: float = 0.0
+    randaugment: str | None = None  # "operations,magnitude" as in "2,9", for images that are read from disk
+    drop_path: float = 0.0  # switched off where a skip is cut: a dropped branch has nothing else to live on
     precision: Precision = "float32"
     accumulate: int = 1
     compile: bool = False
@@ -86,6 +94,7 @@ _PAPER: dict[str, Any] = {  # as transcribed by others; see the docs
     "mixup": 0.8,
     "cutmix": 1.0,
     "erase": 0.25,
+    "randaugment": "2,9",
     "precision": "bf16",
     "compile": True,
     "workers": 12,
@@ -128,12 +137,13 @@ def supervised(preset: str = "digits", **overrides: Any) -> Supervised:
 
 def build(config: Supervised) -> tuple[Task, Schedule]:
     """The task and schedule of a config. Rewiring and parameter groups come before any wrapping."""
-    from unskip.data import Augment, Feed, open_images
+    from unskip.data import Augment, Feed
 
+    _check(config)
     device = device_of(config.device)
-    train = open_images(config.data, split="train", root=config.data_root, hold_out=config.validate)
-    test = open_images(config.data, split="val" if config.validate else "test", root=config.data_root)
-    augment = Augment(crop=config.crop, flip=config.flip, mixup=config.mixup, cutmix=config.cutmix, erase=config.erase)
+    train, test = _images(config)
+    names = ("crop", "flip", "mixup", "cutmix", "erase", "randaugment")
+    augment = Augment(**{name: getattr(config, name) for name in names})
     options: dict[str, Any] = {"batch": config.batch, "size": config.size, "device": device, "workers": config.workers}
     feed = Feed(train, seed=config.seed, augment=augment, **options)
     judge = Feed(test, seed=0, augment=None, **options)
@@ -141,10 +151,14 @@ def build(config: Supervised) -> tuple[Task, Schedule]:
     model = spec.build(config.model, **arguments).to(device)
     sample = next(iter(judge.evaluate()))[0][:8]
     teacher = _prepare(config, model, sample)
-    wiring = rewire(model, config.shortcut, sample, where=config.where) if config.shortcut != "keep" else None
+    wiring, notes = _wired(config, model, sample)
     optimizer = build_optimizer(model, config.optimizer, config.lr, config.weight_decay)
-    steps = config.steps or round(config.epochs * feed.steps_per_epoch)
+    steps = config.steps if config.steps is not None else round(config.epochs * feed.steps_per_epoch)
     schedule = schedule_of(config, steps)
+    if wiring is not None and _still_moving(wiring, steps):
+        notes.append(
+            f"the run ends after {steps} steps, before {config.shortcut} does: take a longer run or an earlier @"
+        )
 
     def loss(network: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
         images, labels = batch
@@ -177,28 +191,72 @@ def build(config: Supervised) -> tuple[Task, Schedule]:
         wiring=wiring,
         trivial=math.log(len(train.classes)) if teacher is None else None,
         evaluations={"accuracy-v1": accuracy},
-        notes=(*train.report, *test.report),
+        notes=(*train.report, *test.report, *notes),
         sample=sample,
         save=lambda network, folder: save(network, folder, {"spec": config.model, "kwargs": arguments}),
     )
     return task, schedule
 
 
+def _check(config: Supervised) -> None:
+    if config.size < 1:
+        raise BadInput(f"size is {config.size!r}; an image is at least one pixel wide")
+    for name, low, high in (("smoothing", 0.0, 1.0), ("drop_path", 0.0, 1.0), ("warmup", 0.0, 1.0)):
+        if not low <= getattr(config, name) <= high:
+            raise BadInput(f"{name} is {getattr(config, name)!r}; it goes from {low:g} to {high:g}")
+    if not config.temperature > 0:
+        raise BadInput(f"temperature is {config.temperature!r}; it is above 0")
+
+
+def _images(config: Supervised) -> tuple[ImageSet, ImageSet]:
+    """What is trained on and what is judged by, of the same number of channels."""
+    train = _opened(config, "train", hold_out=config.validate)
+    test = _opened(config, "val" if config.validate else "test")
+    channels = max(train.channels, test.channels)
+    return _coloured(train, channels), _coloured(test, channels)
+
+
+def _opened(config: Supervised, split: Any, hold_out: bool = False) -> ImageSet:
+    from unskip.data import open_images
+
+    options: dict[str, Any] = {"root": config.data_root, "skip_broken": config.skip_broken, "hold_out": hold_out}
+    options["download"] = config.download
+    try:
+        return open_images(config.data, split, **options)
+    except MixedSizes:
+        found = open_images(config.data, split, size=config.size, **options)
+        line = f"images of several sizes: all are held as squares of {config.size} pixels, their central part"
+        return replace(found, report=(*found.report, line))
+
+
+def _coloured(images: ImageSet, channels: int) -> ImageSet:
+    """A gray set beside one in colour, with its channel three times."""
+    if images.images is None or images.channels == channels:
+        return images
+    return replace(images, images=images.images.expand(-1, channels, -1, -1))
+
+
 def _model_arguments(config: Supervised, classes: int, channels: int) -> dict[str, Any]:
     arguments: dict[str, Any] = arguments_of(config.model_args)
     if config.model.startswith("timm:"):
-        arguments = {"num_classes": classes, "in_chans": channels, "img_size": config.size, **arguments}
-        if config.patch is not None:
-            arguments.setdefault("patch_size", config.patch)
+        import timm
+
+        known = timm.get_pretrained_cfg(config.model.removeprefix("timm:"))
+        given: dict[str, Any] = {"num_classes": classes, "in_chans": channels}
+        if config.drop_path and not _cuts(config):
+            given["drop_path_rate"] = config.drop_path
+        if known is None or known.fixed_input_size:  # convolutional models take images of any size, and are not told
+            given["img_size"] = config.size
+            if config.patch is not None:
+                given["patch_size"] = config.patch
+        arguments = given | arguments
     return arguments
 
 
 def _prepare(config: Supervised, model: nn.Module, sample: Tensor) -> nn.Module | None:
     """Weights first, then the teacher, then the initialisation. Returns the teacher."""
     if config.weights is not None:
-        from unskip.wiring import load
-
-        load(config.weights, model)
+        load(_checkpoint(config.weights), model)
     teacher = None
     if config.teacher is not None:
         if config.teacher != "original":
@@ -208,6 +266,42 @@ def _prepare(config: Supervised, model: nn.Module, sample: Tensor) -> nn.Module 
         teacher = copy.deepcopy(model).eval().requires_grad_(False)
     start_(model, config.init, torch.Generator().manual_seed(config.seed), sample, where=config.where)
     return teacher
+
+
+def _checkpoint(weights: str) -> str:
+    """The newest checkpoint where a whole run is given."""
+    if not (Path(weights) / "config.json").is_file() or (Path(weights) / "unskip.json").is_file():
+        return weights
+    found = RunFolder.open(weights).last_checkpoint()
+    if found is None:
+        raise BadInput(f"{weights}: the run has no checkpoint yet; train it first, or give another folder")
+    return str(found[1])
+
+
+def _wired(config: Supervised, model: nn.Module, sample: Tensor) -> tuple[Wiring | None, list[str]]:
+    """The skips as the config says, whatever the weights were trained with, and what should be known about them."""
+    notes: list[str] = []
+    if config.drop_path and _cuts(config):
+        notes.append("drop path is off: where a skip is cut, a dropped branch leaves nothing")
+    if config.shortcut == "keep":
+        if config.weights is None or wiring_in(model) is None:
+            return None, notes
+        notes.append(f"{config.weights} was saved with other skips; here all are kept, as shortcut says")
+    return rewire(model, config.shortcut, sample, where=config.where), notes
+
+
+def _still_moving(wiring: Wiring, steps: int) -> bool:
+    """Whether the shortcuts of the last step are not yet those they move to."""
+    found = []
+    for step in (steps - 1, 2**62, 0):
+        wiring.step(step)
+        found.append([*wiring.alphas])
+    return found[0] != found[1]
+
+
+def _cuts(config: Supervised) -> bool:
+    """Whether skips are cut, at once or in the end."""
+    return "cut" in config.shortcut
 
 
 register(Recipe("supervised", Supervised, _SUPERVISED, build))

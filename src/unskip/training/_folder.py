@@ -94,7 +94,8 @@ class RunFolder:
         """Forgets what was logged after a step, because those steps will be taken again."""
         for name in ("metrics.jsonl", "evals.jsonl", "warnings.jsonl"):
             if (self.path / name).exists():
-                kept = [row for row in self.read(name) if row.get("step", 0) <= step]
+                # From the start everything is written again, what was noted before the first step too.
+                kept = [row for row in self.read(name) if 0 < step >= row.get("step", 0)]
                 aside = self.path / f".{name}.tmp"
                 aside.write_text("".join(json.dumps(row) + "\n" for row in kept))
                 aside.replace(self.path / name)
@@ -129,7 +130,8 @@ class RunFolder:
                 check(folder)
                 return step, folder
             except LoadError as error:
-                warnings.warn(f"{error}: the checkpoint before it is used", UnskipWarning, stacklevel=3)
+                before = "the checkpoint before it is used" if step != self._steps()[0] else "the run starts anew"
+                warnings.warn(f"{error}: {before}", UnskipWarning, stacklevel=3)
         return None
 
 

@@ -1,7 +1,7 @@
 """Named warnings of a run that is going wrong, raised while it can still be stopped.
 
 non-finite-loss       the loss is not a number any more
-exploding-features    the last block's features are a hundred times as long as at the first look, or longer than 1e4
+exploding-features    the last block's features are a hundred times as long as at the first look, and longer than 1e4
 collapsed-features    the features of different samples span hardly more than one direction
 flat-loss             after a fifth of the run the loss is where a model stands that has learnt nothing
 dead-attention        most attentions look at all tokens evenly
@@ -26,8 +26,8 @@ from unskip.training._task import Schedule, Task
 class Watch:
     """Looks at a run from time to time; what it knows is part of a checkpoint."""
 
-    def __init__(self, task: Task, schedule: Schedule, folder: RunFolder) -> None:
-        self.task, self.schedule, self.folder = task, schedule, folder
+    def __init__(self, task: Task, schedule: Schedule, folder: RunFolder, first: bool = True) -> None:
+        self.task, self.schedule, self.folder, self.first = task, schedule, folder, first
         self.first_norm: float | None = None
         self.raised: list[str] = []
 
@@ -86,7 +86,9 @@ class Watch:
             self.warn(done, "dead-attention", text)
 
     def warn(self, done: int, name: str, text: str) -> None:
-        """Writes a named warning into the run, and says it once."""
+        """Writes a named warning into the run, and says it once; of several processes the first does."""
+        if not self.first:
+            return
         self.folder.append("warnings.jsonl", {"step": done, "warning": name, "text": text})
         if name not in self.raised:
             self.raised.append(name)

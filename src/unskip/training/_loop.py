@@ -36,6 +36,8 @@ from unskip.training._state import read_state, write_state
 from unskip.training._task import Schedule, Task
 from unskip.wiring import save as save_model
 
+_FIRST_LOOK = 5  # the part of a run after which its health is looked at, where it is not evaluated on the way
+
 
 @dataclass(frozen=True)
 class Outcome:
@@ -75,7 +77,10 @@ def _accelerator(kind: str) -> Any:
 
     if PartialState._shared_state and PartialState().num_processes == 1 and PartialState().device.type != kind:
         AcceleratorState._reset_state(reset_partial_state=True)
-    return Accelerator(cpu=kind == "cpu", step_scheduler_with_optimizer=False)
+    engine = Accelerator(cpu=kind == "cpu", mixed_precision="no", step_scheduler_with_optimizer=False)
+    # What `accelerate launch` was told elsewhere must not change a run whose config says otherwise.
+    engine.gradient_accumulation_steps = 1
+    return engine
 
 
 class _Stop:
@@ -120,7 +125,8 @@ class _Trainer:
         self.average = None if schedule.average is None else Average(task.model, schedule.average)
         self.board: Board | None = None
         self.last_evaluations: dict[str, float] = {}
-        self.health = _health.Watch(task, schedule, folder)
+        self.saved = 0  # the step of the last checkpoint
+        self.health = _health.Watch(task, schedule, folder, accelerator.is_main_process)
 
     @property
     def rank(self) -> int:
@@ -157,13 +163,29 @@ class _Trainer:
         for row in self.folder.read("evals.jsonl"):
             numbers = {key: value for key, value in row.items() if isinstance(value, float)}
             self.last_evaluations |= numbers
+        self.saved = step
         return step
 
     def go(self, start: int, stop: _Stop, reporter: Reporter) -> int:
+        """Takes the steps. What the disk or the data do to the run is told with the way on."""
+        from safetensors import SafetensorError
+
+        batches = self.task.feed.iterate(start, self.schedule.steps, self.rank, self.world)
+        try:
+            return self._steps(enumerate(batches, start), stop, reporter)
+        except (BadInput, OSError, SafetensorError) as error:
+            path = self.folder.path
+            good = f"The last good checkpoint is that of step {self.saved}" if self.saved else "There is no checkpoint"
+            raise TrainingError(
+                f"{path}: the run stops: {error}. {good}. Put that right (a full disk, a file that is gone), and go on "
+                f"with: unskip resume {path}"
+            ) from error
+
+    def _steps(self, batches: Iterator[tuple[int, Any]], stop: _Stop, reporter: Reporter) -> int:
         schedule, pending = self.schedule, []
         self.model.train()  # an evaluation leaves the modes as they were
-        begun, counted, saved = time.perf_counter(), 0, start
-        for step, batch in enumerate(self.task.feed.iterate(start, schedule.steps, self.rank, self.world), start):
+        begun, counted = time.perf_counter(), 0
+        for step, batch in batches:
             loss, numbers = self._step(step, batch)
             pending.append((loss, numbers))
             counted += _rows(batch) * self.world
@@ -174,19 +196,20 @@ class _Trainer:
                 row = self._row(step, pending)
                 seconds = time.perf_counter() - begun
                 row |= {"samples_per_second": counted / seconds, "seconds": seconds, **peak_memory(self.kind)}
-                self._refuse_not_finite(row, saved)
+                self._refuse_not_finite(row)
                 self._log("metrics.jsonl", row)
                 self.health.loss(done, row["loss"])
                 self.health.row(done, row)
                 reporter.show(done, row)
                 pending, counted, begun = [], 0, time.perf_counter()
+            paused = time.perf_counter()
             if last or (schedule.evaluate_every and done % schedule.evaluate_every == 0):
                 self._evaluate(done, reporter)
-                begun = time.perf_counter()
+            elif not schedule.evaluate_every and done == -(-schedule.steps // _FIRST_LOOK):
+                self._look(done)
             if last or done % schedule.checkpoint_every == 0 or stopping:
                 self._checkpoint(done)
-                saved = done
-                begun = time.perf_counter()
+            begun += time.perf_counter() - paused  # the steps before the pause are still counted
             if stopping and not last:
                 reporter.say(f"stopped at step {done}; go on with: unskip resume {self.folder.path}")
                 return done
@@ -224,6 +247,7 @@ class _Trainer:
         """Forward and backward over a batch, in parts where gradients are accumulated."""
         parts = _split(batch, self.schedule.accumulate)
         total: Any = 0
+        seen: list[dict[str, Tensor]] = []
         for index, part in enumerate(parts):
             synchronise = index == len(parts) - 1
             with contextlib.nullcontext() if synchronise else self.accelerator.no_sync(self.model):
@@ -232,6 +256,9 @@ class _Trainer:
                 loss = loss / len(parts)
                 self.accelerator.backward(loss)
             total = loss.detach() + total
+            seen.append(numbers)
+        if len(seen) > 1:
+            numbers = {name: torch.stack([part[name].detach().float() for part in seen]).mean() for name in numbers}
         return total, numbers
 
     def _autocast(self) -> Any:
@@ -252,15 +279,27 @@ class _Trainer:
             row["effective_decay"] = self.task.wiring.effective_decay
         return row
 
-    def _refuse_not_finite(self, row: dict[str, Any], saved: int) -> None:
+    def _refuse_not_finite(self, row: dict[str, Any]) -> None:
         if not math.isfinite(row["loss"]):
             self._log("metrics.jsonl", row)
-            self.health.warn(row["step"], "non-finite-loss", f"the loss is {row['loss']} at step {row['step']}")
-            raise TrainingError(
-                f"{self.folder.path}: the loss is {row['loss']} at step {row['step']}. The last good checkpoint is "
-                f"that of step {saved}. Lower the learning rate, lengthen the warm-up or clip the gradient, and start "
-                "anew."
-            )
+            self._diverged(row["step"], f"the loss is {row['loss']} at step {row['step']}")
+
+    def _refuse_broken_weights(self, done: int) -> None:
+        """Checkpoints of weights that are not finite would push the last good one out."""
+        held = (weight.to_local() if isinstance(weight, DTensor) else weight for weight in self.parameters)
+        broken = torch.stack([~weight.detach().isfinite().all() for weight in held]).any().float()
+        if self.world > 1:
+            broken = self.accelerator.reduce(broken, "sum")
+        if broken > 0:
+            self._diverged(done, f"the weights are not finite any more at step {done}")
+
+    def _diverged(self, done: int, text: str) -> None:
+        self.health.warn(done, "non-finite-loss", text)
+        good = f"The last good checkpoint is that of step {self.saved}" if self.saved else "There is no checkpoint yet"
+        raise TrainingError(
+            f"{self.folder.path}: {text}. {good}. Lower the learning rate, lengthen the warm-up or clip the gradient, "
+            "and start anew."
+        )
 
     def _evaluate(self, done: int, reporter: Reporter) -> None:
         self.accelerator.wait_for_everyone()
@@ -275,15 +314,20 @@ class _Trainer:
             self._log("evals.jsonl", {"step": done, "evaluation": name, **values})
             self.health.row(done, values)
             reporter.say(f"step {done}: " + ", ".join(f"{key} {value:.4g}" for key, value in values.items()))
+        self._look(done)
+
+    def _look(self, done: int) -> None:
         if self.accelerator.is_main_process and self.sharded is None:
             self.health.look(done)
         self.accelerator.wait_for_everyone()
 
     def _checkpoint(self, done: int) -> None:
+        self._refuse_broken_weights(done)
         self.accelerator.wait_for_everyone()
         model, state = self.sharded.gathered() if self.sharded is not None else (self.task.model, None)
         if self.accelerator.is_main_process:
             self.folder.save_checkpoint(done, lambda folder: self._write(folder, model, state))
+        self.saved = done
         self.accelerator.wait_for_everyone()
 
     def _write(self, folder: Path, model: Any, state: Any) -> None:
@@ -322,6 +366,10 @@ def _device(model: nn.Module) -> torch.device:
 def _split(batch: Any, parts: int) -> list[Any]:
     if parts == 1:
         return [batch]
+    if _rows(batch) % parts:
+        raise TrainingError(
+            f"{_rows(batch)} samples a process cannot be divided into {parts} equal parts: take another accumulate"
+        )
     return [*zip(*(tensor.chunk(parts) for tensor in batch), strict=True)]
 
 

@@ -84,8 +84,8 @@ def seal(folder: Path) -> None:
 def check(folder: Path) -> None:
     """Raises LoadError where a file is missing or not what was written."""
     try:
-        sums = json.loads((folder / "checksums.json").read_text())
-    except (OSError, ValueError) as error:
+        sums = dict(json.loads((folder / "checksums.json").read_text()))
+    except (OSError, ValueError, TypeError) as error:
         raise LoadError(f"{folder}: no checksums, so it was not written to its end") from error
     for name, expected in sums.items():
         file = folder / name

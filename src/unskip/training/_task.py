@@ -70,3 +70,15 @@ class Schedule:
     def __post_init__(self) -> None:
         if self.precision not in get_args(Precision):
             raise BadInput(f"precision is {self.precision!r}; it can be {' or '.join(get_args(Precision))}")
+        for name in ("steps", "accumulate", "log_every", "checkpoint_every"):
+            value: Any = getattr(self, name)
+            if not isinstance(value, int) or value < 1:
+                raise BadInput(f"{name} is {value!r}; it is a whole number of 1 or more")
+        if self.evaluate_every is not None and self.evaluate_every < 0:
+            raise BadInput(f"evaluate_every is {self.evaluate_every!r}; it is a number of steps, or None for the end")
+        if self.warmup < 0:
+            raise BadInput(f"warmup is {self.warmup!r}; it is a number of steps, 0 or more")
+        if self.average is not None and not 0 <= self.average < 1:
+            raise BadInput(f"average is {self.average!r}; a decay is 0 or more and below 1, as in 0.999")
+        if self.clip is not None and not self.clip > 0:
+            raise BadInput(f"clip is {self.clip!r}; a gradient's norm is clipped above 0, or not at all with None")
