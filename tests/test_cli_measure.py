@@ -120,12 +120,31 @@ def test_a_folder_and_an_array_are_read_with_the_models_own_normalisation(run: A
     assert strict(two)["samples"] == 2
 
 
+def test_token_ids_are_drawn_or_read(run: Any, name: str, tmp_path: Path) -> None:
+    """As many as random:N says; a file whose name begins with random is a file."""
+    text = (
+        "import transformers as hf\n"
+        "def gpt2():\n"
+        "    sizes = dict(n_embd=16, n_layer=1, n_head=2, vocab_size=40, bos_token_id=1, eos_token_id=2)\n"
+        "    return hf.GPT2Model(hf.GPT2Config(**sizes))\n"
+    )
+    (tmp_path / "words_of_measure.py").write_text(text, encoding="utf-8")
+    numpy.save(tmp_path / "random-ids.npy", numpy.arange(15).reshape(3, 5) + 4)
+    options = ("words_of_measure.py:gpt2", "--random", "--jacobians", "off", "--json", "--data")
+    drawn, read = (strict(run(*options, data)[1]) for data in ("random:5", "random-ids.npy"))
+    assert (drawn["samples"], read["samples"], read["tokens"]) == (5, 3, 5)
+    assert drawn["blocks"][0]["echo"] is not None  # no two samples alike
+    code, _, err = run(*options, "random:two")
+    assert code == 2
+    assert "write random:N" in err
+
+
 @pytest.mark.parametrize(
     ("args", "says"),
     [
         (["--data", "nowhere"], "nowhere: no such file or folder"),
         (["--data", "random:none"], "write random:N"),
-        (["--data", "random:2", "--init", "best"], "--init best: it can be skipless or zero"),
+        (["--data", "random:2", "--init", "best"], "init is 'best'; it can be default, zero, skipless"),
         (["--data", "random:2", "--jacobians", "some"], "--jacobians some"),
         (["--data", "random:2", "--shortcut", "cute"], "cute"),
         (["--data", "models_of_measure.py"], "a source is a folder"),

@@ -10,6 +10,7 @@ from typing import Any
 import numpy
 import pytest
 import tests.zoo.more  # noqa: F401  (enters its families into the registry)
+import timm
 import torch
 from tests.zoo.families import FAMILIES
 from torch import Tensor, nn
@@ -737,3 +738,20 @@ def test_value_output_is_the_map_of_a_token_that_looks_at_itself() -> None:
         double = {view: getattr(part, view).double() for view in ("q", "k", "v", "out")}
         plain = AttentionParts(**{**vars(part), **none, **double, "extras": ()})
         torch.testing.assert_close(attend(plain, x), x @ part.value_output().T)
+
+
+def test_talking_heads_are_none_with_the_reason() -> None:
+    """A weight that mixes heads between scores and values: then no head has queries, keys and values of its own."""
+    model = timm.create_model("cait_xxs24_224", depth=1, embed_dim=24, num_heads=4, img_size=32)
+    parts = unskip.parts(model)
+    assert parts[0] is None
+    assert "talking heads" in parts.reasons[0]
+    assert all(part is not None for part in parts[1:])
+
+
+def test_a_learnt_bias_of_scores_is_no_mask_where_it_starts_at_zero() -> None:
+    model = timm.create_model("levit_128s", img_size=64)
+    part = next(unskip.parts(model, torch.randn(1, 3, 64, 64)).attentions())
+    assert "score bias" in part.extras
+    assert "mask" not in part.extras
+    assert "value norm" in part.extras

@@ -428,9 +428,56 @@ def test_bad_arguments() -> None:
         ({"parts": ()}, "parts"),
         ({"heads": "odd"}, "heads"),
         ({"where": "attnetion"}, "where"),
+        ({"alpha": "2"}, "alpha is '2'"),
+        ({"parts": [["mlp"]]}, "parts"),
+        ({"parts": None}, "parts"),
+        ({"generator": 3}, r"write torch\.Generator\(\)\.manual_seed\(3\)"),
     ):
         with pytest.raises(BadInput, match=match):
             skipless_(model, **options)  # type: ignore[arg-type]
+    for options in ({"parts": "mlp"}, {"parts": ("mpl",)}, {"parts": ()}, {"where": "attnetion"}):
+        with pytest.raises(BadInput, match=next(iter(options))):  # nothing judged must not read as all is well
+            verify_skipless(model, **options)  # type: ignore[arg-type]
+
+
+def test_sites_without_a_promise_are_not_called_kept() -> None:
+    family = FAMILIES["timm_vit"]
+    check = quietly(family.build(), generator=seeded(), example=family.inputs(2), parts=("mlp",))
+    for row in check.rows:
+        assert bool(row.values) == (row.site.kind == "mlp")
+    assert str(check).count("not judged") == sum(row.site.kind == "attention" for row in check.rows)
+
+
+class Tied(nn.Module):
+    """Queries and keys are made by one weight; a norm follows the values where asked."""
+
+    def __init__(self, tied: bool, norm: bool = False) -> None:
+        super().__init__()
+        self.q, self.v, self.o = (nn.Linear(8, 8) for _ in range(3))
+        self.k = self.q if tied else nn.Linear(8, 8)
+        self.norm = nn.LayerNorm(8) if norm else nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (f.unflatten(-1, (2, 4)).transpose(1, 2) for f in (self.q(x), self.k(x), self.norm(self.v(x))))
+        return x + self.o(((q @ k.mT / 2).softmax(-1) @ v).transpose(1, 2).flatten(2))
+
+
+def test_one_weight_for_queries_and_keys_is_refused() -> None:
+    x = torch.randn(2, 5, 8)
+    quietly(Tied(tied=False), generator=seeded(), example=x)
+    model = Tied(tied=True)
+    before = weights(model)
+    with pytest.raises(InitError, match="queries and keys are one weight"):
+        skipless_(model, generator=seeded(), example=x)
+    assert not changed(before, model)
+    quietly(model, generator=seeded(), example=x, parts=("value-output",))
+
+
+def test_what_stands_between_values_and_output_is_told() -> None:
+    x = torch.randn(2, 5, 8)
+    for norm in (False, True):
+        check = quietly(Tied(tied=False, norm=norm), generator=seeded(), example=x)
+        assert any("more than W_V W_O (value norm)" in note for note in check.notes) == norm
 
 
 def test_a_model_without_values_is_refused() -> None:

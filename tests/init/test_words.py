@@ -46,6 +46,7 @@ def same(one: nn.Module, other: nn.Module) -> bool:
         ("skipless:vit-small", PRESETS["vit-small"]),
         ("skipless:vit-small, beta=2", {**PRESETS["vit-small"], "beta": 2.0}),
         ("skipless:centre", {**PRESETS["vit-base"], "centre": True}),
+        ("skipless:beta=2,vit-small", {**PRESETS["vit-small"], "beta": 2.0}),
     ],
 )
 def test_words_are_arguments(words: str, options: dict[str, float]) -> None:
@@ -71,11 +72,18 @@ def test_default_leaves_all_as_it_is_and_zero_does_not() -> None:
         ("skipless:vit-smal", "nearest: vit-small"),
         ("skipless:beta=much", "beta is 'much'; it must be a number"),
         ("skipless:gamma=1", "'gamma=1' is none of"),
+        ("skipless:vit-base,vit-small", "one preset, not vit-base and vit-small"),
+        (None, "it is a text such as"),
     ],
 )
 def test_other_words_are_refused(words: str, told: str) -> None:
     with pytest.raises(BadInput, match=told):
         start_(vit(), words)
+
+
+def test_an_unknown_preset_is_refused() -> None:
+    with pytest.raises(BadInput, match="nearest: vit-base"):
+        start_(vit(), "skipless", preset="vit-bas")
 
 
 # --- The mean ---------------------------------------------------------------------------------------------------------
@@ -90,6 +98,16 @@ def test_the_bias_is_the_closed_form_of_gelu() -> None:
         squares = up.square().sum(1)
         mean = squares / (2 * math.pi * (1 + squares)).sqrt()
         torch.testing.assert_close(block.mlp.fc2.bias.double(), -down @ mean, atol=1e-6, rtol=1e-5)
+
+
+def test_the_bias_is_the_closed_form_of_relu() -> None:
+    """E[relu(s z)] = s / sqrt(2 pi), kink or not."""
+    model = vit(act_layer=nn.ReLU)
+    skipless_(model, generator=seeded(), centre=True)
+    for block in model.blocks:  # type: ignore[union-attr]
+        up, down = block.mlp.fc1.weight.double(), block.mlp.fc2.weight.double()
+        mean = up.norm(dim=1) / math.sqrt(2 * math.pi)
+        torch.testing.assert_close(block.mlp.fc2.bias.double(), -down @ mean, atol=1e-4, rtol=1e-3)
 
 
 def test_what_an_mlp_adds_to_independent_tokens_has_no_mean() -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import tests.zoo.more  # noqa: F401  (enters its families into the registry)
+import timm
 import torch
 from tests.zoo.families import FAMILIES
 from torch import Tensor, nn
@@ -372,6 +373,22 @@ def test_a_grid_that_is_no_square_can_be_given() -> None:
     assert found.blocks[0].high_frequency == pytest.approx(sum(shares) / 2)
 
 
+@pytest.mark.parametrize("size", [(32, 128), (128, 32), (64, 64)])
+def test_patches_lie_as_in_the_image(size: tuple[int, int]) -> None:
+    """Sixteen patches of an oblong image are no square."""
+    torch.manual_seed(0)
+    facts: dict[str, Any] = {"depth": 1, "embed_dim": 24, "num_heads": 3, "img_size": size}
+    model = timm.create_model("vit_tiny_patch16_224", **facts)
+    images = torch.randn(2, 3, *size)
+    found = unskip.measure(model, images, jacobians="off").blocks[0].high_frequency
+    assert found is not None
+    grid = (size[0] // 16, size[1] // 16)
+    assert found == unskip.measure(model, images, jacobians="off", grid=grid).blocks[0].high_frequency
+    assert (found == unskip.measure(model, images, jacobians="off", grid=(4, 4)).blocks[0].high_frequency) == (
+        grid == (4, 4)
+    )
+
+
 def test_a_stream_that_changes_its_shape_has_gaps() -> None:
     family = FAMILIES["timm_swin"]
     found = unskip.measure(family.build(), family.inputs(2), jacobians="off")
@@ -509,6 +526,34 @@ def test_constant_features_have_rank_zero_and_no_similarity() -> None:
         assert row.cka_previous is None
         assert row.echo is None
     strict(found)
+
+
+@pytest.mark.parametrize("samples", [1, 4])
+def test_what_only_rounding_sets_apart_is_left_out(samples: int) -> None:
+    """Without skips tokens soon differ in their last digits alone. Those of several samples still differ."""
+    torch.manual_seed(0)
+    model = timm.create_model("vit_tiny_patch16_224", depth=4, embed_dim=96, num_heads=3, img_size=64)
+    x = torch.randn(samples, 3, 64, 64)
+    unskip.rewire(model, Cut(), x)
+    found = unskip.measure(model, x, jacobians="off")
+    exact = unskip.measure(model.double(), x.double(), jacobians="off")
+    first, *_, last = found.blocks
+    assert first.token_rank == pytest.approx(exact.blocks[0].token_rank, rel=1e-3)
+    assert first.high_frequency == pytest.approx(exact.blocks[0].high_frequency, rel=1e-3)
+    assert last.high_frequency is None
+    assert any(last.path in note and "rounding" in note for note in found.notes)
+    assert not any("rounding" in note for note in exact.notes)
+    if samples == 1:
+        assert (last.token_rank, last.token_entropy, last.cka_first, last.cka_previous) == (None,) * 4
+    else:
+        assert last.token_rank == pytest.approx(exact.blocks[-1].token_rank, rel=1e-2)
+        assert last.pooled_rank == pytest.approx(exact.blocks[-1].pooled_rank, rel=1e-2)
+
+
+@pytest.mark.parametrize("options", [{"steps": 1}, {"grid": (4,)}, {"grid": (1, 9)}, {"grid": (2.0, 4.0)}])
+def test_bad_options_are_refused(options: dict[str, Any]) -> None:
+    with pytest.raises(BadInput, match=next(iter(options))):
+        unskip.measure(stack(1), torch.randn(2, 8, 6, dtype=torch.float64), **options)
 
 
 def test_a_zeroed_branch_has_no_condition() -> None:

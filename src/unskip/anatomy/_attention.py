@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from unskip.anatomy import _ops
 from unskip.anatomy._columns import NOTHING, follow, labels, spread
@@ -64,6 +64,7 @@ def find_attention(graph: Graph, readers: list[list[int]], steps: list[Node]) ->
     extras = input_extras(graph, steps, q.of.source)
     extras += _extras(graph, q.of.result, scores.parents[-2], "query-key")
     extras += _extras(graph, k.of.result, scores.parents[-1], "query-key")
+    extras += _extras(graph, v.of.result, value, "value")
     extras += _score_extras(graph, scores, softmax)
     extras += _extras(graph, context.index, out.source, "output")
     if any(part.of.hides_bias(part.bias) for part in (q, k, v)) or out.hides_bias():
@@ -105,6 +106,9 @@ def _core(graph: Graph, steps: list[Node]) -> tuple[Node, Node, Node]:
         raise Unviewable("attention without a softmax between two products")
     if len(cores) > 1:
         raise Unviewable(f"{len(cores)} attentions in one branch")
+    scores, _, context = cores[0]
+    if any(is_weighted(graph, node) and scores.index in node and node.index in context for node in steps):
+        raise Unviewable("a weight mixes the heads between scores and values (talking heads)")
     return cores[0]
 
 
@@ -241,7 +245,7 @@ def _score_extras(graph: Graph, scores: Node, softmax: Node) -> list[str]:
         if node.op in ("masked_fill", "where"):
             found.append("mask")
         elif node.op in _ops.ADD and others:
-            found.append("mask" if _masks(graph.values[others[0]]) else "score bias")
+            found.append("mask" if _masks(graph, others[0]) else "score bias")
         elif node.op == "mul" and others and graph.values[others[0]].numel() > 1:
             found.append("score scale")
         elif node.op in _ops.ACTIVATION:
@@ -249,6 +253,12 @@ def _score_extras(graph: Graph, scores: Node, softmax: Node) -> list[str]:
     return found
 
 
-def _masks(value: Tensor) -> bool:
-    """Whether a tensor added to scores only leaves some out: nothing, or as good as minus infinity."""
-    return value.device.type != "meta" and bool(((value == 0) | (value < -1e4)).all())
+def _masks(graph: Graph, index: int) -> bool:
+    """Whether a tensor added to scores only leaves some out: nothing, or as good as minus infinity.
+
+    A learnt bias is none, also where it starts at zero.
+    """
+    node, value = graph.nodes[index], graph.values[index]
+    leaves = [n.index for n in graph.nodes[: index + 1] if n.op == "weight" and n.index in node] if node.fixed else []
+    learnt = any(isinstance(graph.values[leaf], nn.Parameter) for leaf in leaves)
+    return not learnt and value.device.type != "meta" and bool(((value == 0) | (value < -1e4)).all())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json as json_format
 import sys
+import warnings
 from typing import Annotated
 
 import torch
@@ -13,10 +14,10 @@ from torch import Tensor, nn
 
 import unskip
 from unskip import spec
-from unskip.anatomy._example import example_for
+from unskip.anatomy._example import Example, example_for
 from unskip.cli._say import finite, one_line, progress
 from unskip.data import batch as data_batch
-from unskip.errors import BadInput
+from unskip.errors import BadInput, UnskipWarning
 from unskip.wiring.shortcuts import parse
 
 _MEASURED = f"What to measure: {spec.FORMS}. Pretrained weights are loaded, unless --random."
@@ -97,8 +98,8 @@ def _samples(model: nn.Module, source: str, n: int) -> object:
     example = example_for(model)
     images = [value for value in example.values if isinstance(value, Tensor) and value.ndim == 4]
     if len(example.values) > 1 or not images:
-        if source.startswith("random"):
-            return example
+        if source.startswith("random:"):
+            return _noise(example, source, len(data_batch(source, size=1)))
         ids = data_batch(source, n)
         return dict.fromkeys(list(example.kwargs)[:1], ids) or (ids,)
     channels, *size = images[0].shape[1:]
@@ -107,3 +108,20 @@ def _samples(model: nn.Module, source: str, n: int) -> object:
     mean, std = (config["mean"], config["std"]) if known else ((0.5,) * channels, (0.5,) * channels)
     values = data_batch(source, n, (int(size[0]), int(size[1])), mean=mean, std=std).to(images[0])
     return dict.fromkeys(example.kwargs, values) or (values,)
+
+
+def _noise(example: Example, source: str, count: int) -> object:
+    """Random token ids where the model takes nothing else, or else the model's own example."""
+    (first, *more) = example.values
+    if not more and isinstance(first, Tensor) and first.ndim == 2 and not first.is_floating_point():
+        generator = torch.Generator().manual_seed(0)
+        low, high = int(first.min()), int(first.max())  # ids that the model knows
+        ids = torch.randint(low, high + 1, (count, first.shape[1]), generator=generator).to(first)
+        return dict.fromkeys(example.kwargs, ids) or (ids,)
+    warnings.warn(
+        f"{source}: a model of several inputs, or of other ones than images and token ids, is measured on an example "
+        "of its own, of whatever size that has",
+        UnskipWarning,
+        stacklevel=2,
+    )
+    return example

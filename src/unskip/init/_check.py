@@ -61,7 +61,7 @@ class Check:
         cells = [
             [row.site.index, row.site.path or "(model)", row.site.kind]
             + [row.values.get(name) for name in names]
-            + ["; ".join(row.failed) or "yes"]
+            + ["; ".join(row.failed) or ("yes" if row.values else "not judged")]
             for row in self.rows
         ]
         return "\n".join([self.title, "", table(header, cells), *(f"note: {note}" for note in self.notes)])

@@ -6,7 +6,7 @@ cond(W_V W_O) = 1 on its range        self-attention well above even        W^T 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Literal, get_args
 
 import torch
@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 from unskip.anatomy._example import example_for
 from unskip.anatomy._parts import AttentionParts, MlpParts, Opened, Parts, lay_open
-from unskip.errors import InitError
+from unskip.errors import BadInput, InitError
 from unskip.init._check import Check, Row, named
-from unskip.wiring._select import Where, picks
+from unskip.wiring._select import Where, picks, selector
 
 Name = Literal["value-output", "query-key", "mlp"]
 PARTS: tuple[Name, ...] = get_args(Name)
@@ -38,6 +38,8 @@ def verify_skipless(
     would pay); how far an MLP's weights are from orthogonal, as a fraction. Beside it, what tokens of the example pay
     to themselves in the model as it is wired, and what would be even: no promise, since tokens may grow alike.
     """
+    refuse_parts(parts)
+    selector(where)
     opened = lay_open(model, example_for(model, example), weighted=True)
     rows, unknown = [], []
     for site, part in zip(opened.parts.sites, opened.parts, strict=True):
@@ -63,6 +65,12 @@ def verify_skipless(
     notes = (f"{named(unknown)}: parts unknown, not judged",) if unknown else ()
     found = Check(f"{type(model).__name__}: skipless initialisation, {len(rows)} sites", tuple(rows), notes)
     return found.raise_if_failed() if check else found
+
+
+def refuse_parts(parts: Sequence[Name]) -> None:
+    names = parts if isinstance(parts, Collection) and not isinstance(parts, str) else ()
+    if not names or any(name not in PARTS for name in names):
+        raise BadInput(f"parts is {parts!r}; it is a sequence of some of {', '.join(PARTS)}")
 
 
 def gain(weight: Tensor) -> float:

@@ -21,9 +21,9 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Sequence
+from numbers import Real
 from typing import Literal, TypedDict, get_args
 
-import numpy
 import torch
 from torch import Tensor, nn
 
@@ -32,7 +32,7 @@ from unskip.anatomy._example import example_for
 from unskip.anatomy._parts import AttentionParts, MlpParts, Parts, lay_open
 from unskip.errors import BadInput, InitError, UnskipWarning
 from unskip.init._check import Check, named, transaction
-from unskip.init._promises import PARTS, Name, gain, verify_skipless
+from unskip.init._promises import PARTS, Name, gain, refuse_parts, verify_skipless
 from unskip.wiring._select import Where, picks, selector
 
 Heads = Literal["independent", "shared", "sliced"]
@@ -76,7 +76,8 @@ def skipless_(
     the same weights on every device. The model is not rewired, and where something cannot be initialised nothing is
     changed.
     """
-    _refuse_bad(alpha, beta, c, parts, heads)
+    _refuse_bad(alpha, beta, c, heads, generator)
+    refuse_parts(parts)
     selector(where)
     whole = example_for(model, example)
     opened = lay_open(model, whole)
@@ -181,8 +182,9 @@ def _mlp_(part: MlpParts, draw: _Draw) -> None:
 def _centre_(part: MlpParts) -> None:
     """Without a bias a gated MLP has no mean: its halves are independent, and one of them has mean zero."""
     if part.gate is None and part.function is not None and part.down_bias is not None:
-        # E[phi(s z)] by Gauss-Hermite quadrature, for the size s of every unit.
-        points, weights = (torch.from_numpy(each) for each in numpy.polynomial.hermite_e.hermegauss(99))
+        # E[phi(s z)] for the size s of every unit, on a grid that is fine enough for kinks such as ReLU's.
+        points = torch.linspace(-8, 8, 1025, dtype=torch.float64)
+        weights = (-points.square() / 2).exp()
         sizes = part.up.detach().double().cpu().norm(dim=1)
         mean = part.function(sizes[:, None] * points) @ (weights / weights.sum())
         part.down_bias.copy_(-(part.down.detach().double().cpu() @ mean))
@@ -214,16 +216,16 @@ def _zero(*biases: Tensor | None) -> None:
             bias.zero_()
 
 
-def _refuse_bad(alpha: float, beta: float, c: float, parts: Sequence[str], heads: str) -> None:
+def _refuse_bad(alpha: float, beta: float, c: float, heads: str, generator: object) -> None:
     for name, value in (("alpha", alpha), ("beta", beta), ("c", c)):
-        if not math.isfinite(value) or value < 0 or (name == "c" and value == 0):
+        if not isinstance(value, Real) or not math.isfinite(value) or value < 0 or (name == "c" and value == 0):
             raise BadInput(
                 f"{name} is {value!r}; it must be a finite number, {'above 0' if name == 'c' else '0 or more'}"
             )
-    if isinstance(parts, str) or not parts or set(parts) - set(PARTS):
-        raise BadInput(f"parts is {parts!r}; it is a sequence of some of {', '.join(PARTS)}")
     if heads not in get_args(Heads):
         raise BadInput(f"heads is {heads!r}; it can be {', '.join(get_args(Heads))}")
+    if not isinstance(generator, torch.Generator | None):
+        raise BadInput(f"generator is {generator!r}; write torch.Generator().manual_seed({generator!r})")
 
 
 def _chosen(model: nn.Module, found: Parts, where: Where, parts: Sequence[Name]) -> Parts:
@@ -245,6 +247,12 @@ def _chosen(model: nn.Module, found: Parts, where: Where, parts: Sequence[Name])
             f"{named(crossed)}: keys come from another sequence, where no attention is the identity. Nothing was "
             "changed; leave such sites out by where=, or 'query-key' out of parts."
         )
+    tied = [part.site for part in chosen.attentions() if _same(part.q, part.k) and "query-key" in parts]
+    if tied:
+        raise InitError(
+            f"{named(tied)}: queries and keys are one weight, and W_Q W_K^T cannot be alpha Z + beta I then. Nothing "
+            "was changed; leave such sites out by where=, or 'query-key' out of parts."
+        )
     branches = [*chosen.attentions(), *chosen.mlps()]
     computed = [part.site for part in branches if "computed bias" in part.extras]
     if computed:
@@ -258,6 +266,11 @@ def _chosen(model: nn.Module, found: Parts, where: Where, parts: Sequence[Name])
     return chosen
 
 
+def _same(a: Tensor, b: Tensor) -> bool:
+    """Whether two views begin at one number of the model."""
+    return bool(a.untyped_storage()._cdata == b.untyped_storage()._cdata) and a.storage_offset() == b.storage_offset()
+
+
 def _notes(chosen: Parts, parts: Sequence[Name]) -> list[str]:
     notes = []
     branches = [*chosen.attentions(), *chosen.mlps()]
@@ -269,6 +282,12 @@ def _notes(chosen: Parts, parts: Sequence[Name]) -> list[str]:
                 f"{named([p.site for p in narrow])}: values of {rank} dimensions cannot carry a stream of "
                 f"{len(narrow[0].out)}. W_V W_O is an isometry on {rank} of them and loses the rest; keep this skip, "
                 "or give the attention more value heads."
+            )
+        more = [p for p in chosen.attentions() if _between(p)]
+        if more:
+            notes.append(
+                f"{named([p.site for p in more])}: between values and stream stands more than W_V W_O "
+                f"({', '.join(_between(more[0]))}), so its condition is not that of what tokens see"
             )
     sized = [p.site for p in chosen.attentions() if {"query-key norm", "score scale"} & {*p.extras}]
     if "query-key" in parts and sized:
@@ -285,6 +304,10 @@ def _notes(chosen: Parts, parts: Sequence[Name]) -> list[str]:
             f"{named(gated)}: the branch is multiplied by a gate that starts at zero (adaLN). Cut, nothing would pass."
         )
     return notes
+
+
+def _between(part: AttentionParts) -> list[str]:
+    return [extra for extra in part.extras if extra.startswith(("value ", "output ")) and extra != "output factor"]
 
 
 def _alike(check: Check) -> list[str]:

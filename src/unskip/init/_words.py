@@ -26,17 +26,22 @@ def start_(
     default leaves it as it is; zero is `zero_branches_`; skipless is `skipless_`, with the constants of `preset`. After
     a colon skipless takes, separated by commas: another preset, numbers (alpha=, beta=, c=), and centre.
     """
+    if not isinstance(words, str):
+        raise BadInput(f"init is {words!r}; it is a text such as skipless or skipless:vit-small,beta=1,centre")
+    if preset not in PRESETS:
+        raise BadInput(f"preset is {preset!r}; it can be {', '.join(PRESETS)}{nearest(preset, PRESETS)}")
     name, _, rest = words.partition(":")
     details = [word.strip() for word in rest.split(",") if word.strip()]
     if name == "skipless":
-        constants = _constants(PRESETS[preset])
+        presets = [word for word in details if word in PRESETS]
+        if len(presets) > 1:
+            raise BadInput(f"init {words!r}: one preset, not {' and '.join(presets)}")
+        constants = _constants(PRESETS[presets[0] if presets else preset])
         for word in details:
             key, equals, value = word.partition("=")
-            if word in PRESETS:
-                constants = _constants(PRESETS[word])
-            elif equals and key in constants:
+            if equals and key in constants:
                 constants[key] = _number(words, key, value)
-            elif word != "centre":
+            elif word not in (*PRESETS, "centre"):
                 known = (*PRESETS, "centre", *(f"{key}=" for key in constants))
                 raise BadInput(f"init {words!r}: {word!r} is none of {', '.join(known)}{nearest(word, known)}")
         alpha, beta, c = constants.values()

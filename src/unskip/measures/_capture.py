@@ -167,20 +167,22 @@ def tokens(value: Tensor, site: Site) -> Tensor:
     return moved.reshape(moved.shape[0], -1, moved.shape[-1]) if moved.ndim > 2 else moved[:, None]
 
 
-def grid_of(model: nn.Module, site: Site, value: Tensor) -> tuple[int, int, int] | None:
-    """(prefix tokens, rows, columns) of the patches at a site, or None where tokens are not patches on a square."""
+def grid_of(model: nn.Module, site: Site, value: Tensor, image: tuple[int, int]) -> tuple[int, int, int] | None:
+    """(prefix tokens, rows, columns) of the patches at a site, or None where tokens fill no grid of its form."""
     if site.axis == 1 and value.ndim == 4:
         return 0, value.shape[2], value.shape[3]
     if value.ndim == 4:
         return 0, value.shape[1], value.shape[2]
     if value.ndim != 3:
         return None
-    count = value.shape[1]
+    height, width = image
     said = getattr(model, "num_prefix_tokens", None)
     for prefix in [said] if isinstance(said, int) else (0, 1):
-        side = isqrt(count - prefix)
-        if side > 1 and side * side == count - prefix:
-            return prefix, side, side
+        count = value.shape[1] - prefix
+        rows = isqrt(max(count, 0) * height // width)
+        columns = count // rows if rows else 0
+        if min(rows, columns) > 1 and rows * columns == count and rows * width == columns * height:
+            return prefix, rows, columns
     return None
 
 

@@ -22,7 +22,9 @@ from unskip.anatomy._quiet import quiet
 from unskip.anatomy.sites import Site
 from unskip.errors import BadInput, NoResidualError
 from unskip.measures._capture import ReplayError, Sample, gradient_norms, grid_of, refuse_not_finite, tokens
+from unskip.measures._input import whole
 from unskip.measures._measurement import BlockRow, Measurement, SiteRow
+from unskip.measures._rounding import Rounding
 from unskip.measures.attention import (
     attention_condition,
     attention_entropy,
@@ -62,6 +64,9 @@ def measure(
     """
     if jacobians not in ("auto", "exact", "off"):
         raise BadInput(f"jacobians is {jacobians!r}; it can be 'auto', 'exact' or 'off'")
+    whole("measure", "steps", steps, 2)
+    if grid is not None and (len(grid) != 2 or min(whole("measure", "grid", side, 1) for side in grid) < 2):
+        raise BadInput(f"measure: grid is {grid!r}; it is (rows, columns) of the patches, two or more of each")
     example = example_for(model, batch)
     count = _samples(example)
     _refuse_mixed(model, example, count)
@@ -72,8 +77,7 @@ def measure(
     opened = lay_open(model, rows(example, 0, 1) if count > 1 else example, weighted=True)
     if not opened.dissection.sites:
         raise NoResidualError(f"{type(model).__name__}: no residual sites, so nothing to measure")
-    images = any(value.ndim == 4 for value in _tensors(example))
-    gather = _Gather(model, opened, grid, images)
+    gather = _Gather(model, opened, grid, _image(example))
     if len({len(value) for value in _tensors(example) if value.ndim > 1}) > 1:
         gather.notes.append("arguments without a row for each sample: the batch is run whole, its first sample is seen")
     first = gather.sample
@@ -103,6 +107,17 @@ def measure(
 def _tensors(tree: object) -> list[Tensor]:
     tree = tree.values if isinstance(tree, Example) else tree
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+def _image(example: Example) -> tuple[int, int] | None:
+    """Height and width of the images, where there are some and all are of one size."""
+    shapes = [value.shape for value in _tensors(example) if value.ndim == 4]
+    last = {shape[-1] <= 4 < shape[1] for shape in shapes}  # channels come last
+    sizes = {tuple(shape[1:3]) if True in last else tuple(shape[2:]) for shape in shapes}
+    if len(sizes) != 1 or 0 in next(iter(sizes)):
+        return None
+    height, width = sizes.pop()
+    return height, width
 
 
 def _samples(example: Example) -> int:
@@ -164,8 +179,10 @@ class _Spectra:
 class _Gather:
     """Collects what the samples give."""
 
-    def __init__(self, model: nn.Module, opened: Opened, grid: tuple[int, int] | None, images: bool) -> None:
-        self.model, self.opened, self.grid, self.images = model, opened, grid, images
+    def __init__(
+        self, model: nn.Module, opened: Opened, grid: tuple[int, int] | None, image: tuple[int, int] | None
+    ) -> None:
+        self.model, self.opened, self.grid, self.image = model, opened, grid, image
         self.sample = Sample(opened.dissection)
         self.all = [site for site in self.sample.sites if not site.long]
         ends: dict[str, Site] = {}
@@ -184,12 +201,14 @@ class _Gather:
         self.ratios: dict[int, list[float]] = {site.index: [] for site in self.all}
         self.attention: dict[int, list[tuple[Tensor, Tensor | None, Tensor | None]]] = {}
         self.tokens = 0
+        self.rounding = Rounding()
 
     def add(self, sample: Sample) -> None:
         for site in {origin.index: origin for origin in self.origins.values()}.values():
             first = sample.dissection.runs[site.index][0].stream
             self.start.setdefault(site.index, []).append(tokens(sample.value(first), site)[0])
         self.tokens = len(next(iter(self.start.values()))[0])
+        self.rounding.add(sample, self.ends)
         for block, site in self.ends.items():
             self.after[block].append(sample.sum(site)[0])
             self.maps[block].append(self._high(site, sample.value(sample.cut(site).add.index)))
@@ -213,7 +232,7 @@ class _Gather:
         self.attention.setdefault(site.index, []).append(entry)
 
     def _high(self, site: Site, value: Tensor) -> float:
-        found = grid_of(self.model, site, value) if self.images else None
+        found = grid_of(self.model, site, value, self.image) if self.image is not None else None
         flat = tokens(value, site)
         if self.grid is not None:
             found = (flat.shape[1] - self.grid[0] * self.grid[1], *self.grid)
@@ -226,6 +245,7 @@ class _Gather:
         result: list[BlockRow] = []
         before: dict[int, Tensor] = {}  # the block before, by stream
         changed = False
+        blurred: list[str] = []  # where what is measured would be rounding
         for index, (block, last) in enumerate(self.ends.items()):
             origin = self.origins[last.index].index
             first = torch.stack(self.start[origin])  # (samples, tokens, dim)
@@ -234,20 +254,25 @@ class _Gather:
             changed = changed or not same
             keep = self._rows(x, generator)
             flat = feature_matrix(x)[keep]
+            clear, samples, patches = (
+                not rounded(block, self.after[block])
+                for rounded in (self.rounding.in_tokens, self.rounding.in_samples, self.rounding.in_patches)
+            )
+            blurred += [] if clear and samples and patches else [block]
             result.append(
                 BlockRow(
                     index=index,
                     path=block,
                     norm=feature_norm(x),
-                    token_rank=effective_rank(flat) if len(flat) > 1 else None,
-                    token_entropy=_finite(rank_entropy(flat)) if len(flat) > 1 else None,
-                    pooled_rank=effective_rank(feature_matrix(x, "pooled")) if len(x) > 1 else None,
+                    token_rank=effective_rank(flat) if len(flat) > 1 and clear else None,
+                    token_entropy=_finite(rank_entropy(flat)) if len(flat) > 1 and clear else None,
+                    pooled_rank=effective_rank(feature_matrix(x, "pooled")) if len(x) > 1 and samples else None,
                     carried=self._carried(last),
                     cosine=_finite(cosine(first, x)) if same else None,
                     echo=self._echo(first, x, generator) if x.shape[:2] == first.shape[:2] else None,
-                    high_frequency=_finite(_mean(self.maps[block])),
-                    cka_first=self._cka(first, x, generator),
-                    cka_previous=self._cka(before[origin], x, generator) if origin in before else None,
+                    high_frequency=_finite(_mean(self.maps[block])) if patches else None,
+                    cka_first=self._cka(first, x, generator) if clear else None,
+                    cka_previous=self._cka(before[origin], x, generator) if clear and origin in before else None,
                     kurtosis=_finite(excess_kurtosis(x)),
                     sqnr8=_finite(sqnr(x, 8)),
                     sqnr4=_finite(sqnr(x, 4)),
@@ -263,8 +288,14 @@ class _Gather:
             self.notes.append(f"{len(self.start)} streams, which begin at {names}: each block is compared with its own")
         if changed:
             self.notes.append("the stream changes its shape with depth: no cosine with the input where it does")
-        if all(row.high_frequency is None for row in result):
-            self.notes.append("tokens are not patches on a square grid: no spatial frequencies (pass grid=)")
+        if blurred:
+            more = f" and {len(blurred) - 3} more blocks" if len(blurred) > 3 else ""
+            self.notes.append(
+                f"{', '.join(blurred[:3])}{more}: tokens have grown so alike that rounding sets them apart; what that "
+                "decides (rank, similarity, frequencies) is left out. A model in float64 shows more."
+            )
+        if all(math.isnan(value) for values in self.maps.values() for value in values):
+            self.notes.append("tokens fill no grid of the image's form: no spatial frequencies (pass grid=)")
         return result
 
     def _carried(self, last: Site) -> float:

@@ -1,0 +1,88 @@
+"""Whether what sets tokens apart is the model or only the rounding of its arithmetic.
+
+    |c(x) - c(x')| > |c(x)| / 10        x a stream as it came out, x' the same in float64, c takes the mean out
+
+Without skips tokens can grow alike until they differ in their last digits alone. A rank has no scale, so it would read
+that noise as full rank. A few samples are therefore computed once more in float64, from the first stream on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import torch
+from torch import Tensor
+
+from unskip.anatomy._replay import ReplayError, replay
+from unskip.anatomy.sites import Site
+from unskip.measures._capture import Sample, tokens
+from unskip.measures.rank import effective_rank, feature_matrix
+
+_SAMPLES = 4  # that are computed again
+_APART = 0.1
+
+
+class _Only(dict[int, Tensor]):
+    """Keeps the wanted nodes alone, for memory's sake."""
+
+    def __init__(self, wanted: Iterable[int]) -> None:
+        super().__init__()
+        self.wanted = frozenset(wanted)
+
+    def __setitem__(self, node: int, value: Tensor) -> None:
+        if node in self.wanted:
+            super().__setitem__(node, value)
+
+
+class Rounding:
+    """The streams after each block, in float64, of the first few samples."""
+
+    def __init__(self) -> None:
+        self.exact: dict[str, list[Tensor]] = {}  # by block, (tokens, dim) each
+        self.count = 0
+
+    def add(self, sample: Sample, ends: Mapping[str, Site]) -> None:
+        if self.count == _SAMPLES:
+            return
+        self.count += 1
+        kept = _Only(sample.cut(site).add.index for site in ends.values())
+        start = sample.first()
+        try:
+            with torch.no_grad():
+                replay(sample.dissection.graph, start, sample.last(), torch.float64, keep=kept)(sample.value(start))
+        except (ReplayError, RuntimeError, NotImplementedError):  # what cannot be computed again is taken as it is
+            return
+        for block, site in ends.items():
+            node = sample.cut(site).add.index
+            if node in kept:
+                self.exact.setdefault(block, []).append(tokens(kept[node], site)[0])
+
+    def in_tokens(self, block: str, seen: list[Tensor]) -> bool:
+        """Whether the tokens of all samples together differ by rounding."""
+        return any(_apart(a.flatten(0, 1), b.flatten(0, 1)) for a, b in self._pair(block, seen))
+
+    def in_samples(self, block: str, seen: list[Tensor]) -> bool:
+        """Whether the means of samples differ by rounding."""
+        pairs = [(feature_matrix(a, "pooled"), b.mean(1)) for a, b in self._pair(block, seen)]
+        return any(len(a) > 1 and _apart(a, b) for a, b in pairs)
+
+    def in_patches(self, block: str, seen: list[Tensor]) -> bool:
+        """Whether the tokens of some sample differ by rounding."""
+        return any(_apart(*each) for a, b in self._pair(block, seen) for each in zip(a, b, strict=True))
+
+    def _pair(self, block: str, seen: list[Tensor]) -> list[tuple[Tensor, Tensor]]:
+        exact = self.exact.get(block, [])
+        few = seen[: len(exact)]
+        return [(torch.stack(few), torch.stack(exact))] if exact else []
+
+
+def _apart(seen: Tensor, exact: Tensor) -> bool:
+    """Whether rounding makes up much of what rows (rows, dim) have beside their mean, or moves their rank much."""
+    a, b = (x.double() - x.double().mean(0) for x in (seen, exact))
+    size = float(a.norm())
+    if size == 0 or effective_rank(seen) == 0:  # constant as it came out, which rank 0 says
+        return False
+    if float((a - b).norm()) > _APART * size:
+        return True
+    one, other = effective_rank(seen), effective_rank(exact)
+    return abs(one - other) > _APART * max(one, other)
