@@ -159,6 +159,21 @@ def test_page_has_it_all(groups: list[Group]) -> None:
     assert "Reconstructions by classifier: only masked autoencoders paint what is masked." in text
 
 
+def test_images_are_opened_once_for_all_runs(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from unskip.report import _look
+
+    asked: list[str] = []
+
+    def counted(data: str, split: str, **options: object) -> object:
+        asked.append(split)
+        return open_images(data, split, **options)  # type: ignore[call-overload]
+
+    monkeypatch.setattr(_look, "open_images", counted)
+    groups = read([runs / "mae", runs / "classifier"])
+    assert asked == ["train", "test"]
+    assert all(group.runs[0].look.tiles for group in groups)  # type: ignore[union-attr]
+
+
 def test_a_search_leaves_the_generator_alone(runs: Path) -> None:
     (group,) = read([runs / "mae"], look=False)
     before = torch.get_rng_state()

@@ -29,14 +29,16 @@ def read(
     most = LOOKED if look is True else int(look)
     if not most:
         return groups
+    from unskip.report._look import Images
     from unskip.report._look import look as look_at
 
     # The first seed of every group, then the second: pictures of each before more of one.
     places = sorted((place, index) for index, group in enumerate(groups) for place in range(len(group.runs)))
     members = [list(group.runs) for group in groups]
+    opened: Images = {}
     for place, index in places[:most]:
         run = members[index][place]
-        members[index][place] = replace(run, look=look_at(run, jacobians, trust))
+        members[index][place] = replace(run, look=look_at(run, jacobians, trust, opened))
     return [replace(group, runs=tuple(runs)) for group, runs in zip(groups, members, strict=True)]
 
 

@@ -134,7 +134,8 @@ def measured(groups: Sequence[Group], name: str) -> Chart:
         without = sorted({x for run in every for x in run} - {x for run in runs for x, y in run.items() if y == y})
         if without and any(runs):
             gaps.append(f"{group.label} at block {words([f'{x:g}' for x in without])}")
-    why = " where tokens are all alike or lie on no square" if name == "high_frequency" else ""
+    alike = " where tokens are all alike"
+    why = {"token_rank": alike, "high_frequency": f"{alike} or lie on no square"}.get(name, "")
     note = f"No value{why}: {'; '.join(gaps)}." if gaps else ""
     return replace(chart, note=" ".join(filter(None, [chart.note, note])))
 

@@ -48,8 +48,14 @@ class _Found:
     notes: list[str] = field(default_factory=list)
 
 
-def look(run: Run, jacobians: bool = False, trust: bool = False) -> Look:
-    """Looks at the last checkpoint of a run. With `trust` a model from a Python file is built too."""
+Images = dict[object, tuple[ImageSet, ImageSet]]
+
+
+def look(run: Run, jacobians: bool = False, trust: bool = False, opened: Images | None = None) -> Look:
+    """Looks at the last checkpoint of a run. With `trust` a model from a Python file is built too.
+
+    `opened` keeps images for the next run with the same data: to decode a set takes longer than to look.
+    """
     model = str(run.config.get("model", ""))
     if not trust and ".py:" in model:
         return Look(notes=(f"not looked at: its model is code ({clean(model)}), which is run only with --trust",))
@@ -61,7 +67,7 @@ def look(run: Run, jacobians: bool = False, trust: bool = False) -> Look:
         torch.manual_seed(0)
         try:
             trained = open_run(run.path, device="auto")
-            train, test = _images(trained)
+            train, test = _images(trained, {} if opened is None else opened)
         except Exception as error:  # whatever a config of another version, or data that is gone, leads to
             return Look(notes=(f"not looked at: {_said(error)}",))
         for part in (_measurement, _reconstructions, _patch_features, _neighbours):
@@ -73,12 +79,15 @@ def look(run: Run, jacobians: bool = False, trust: bool = False) -> Look:
     return Look(trained.step, found.measurement, tuple(found.tiles), tuple(dict.fromkeys(found.notes)))
 
 
-def _images(trained: Trained) -> tuple[ImageSet, ImageSet]:
+def _images(trained: Trained, opened: Images) -> tuple[ImageSet, ImageSet]:
     config = trained.config
     split: Literal["val", "test"] = "val" if config.validate else "test"
-    train = open_images(config.data, split="train", root=config.data_root, hold_out=config.validate)
-    test = open_images(config.data, split=split, root=config.data_root)
-    return _some(train, KNOWN), _some(test, max(SHOWN, MEASURED))
+    key = (config.data, config.data_root, split)
+    if key not in opened:
+        train = open_images(config.data, split="train", root=config.data_root, hold_out=config.validate)
+        test = open_images(config.data, split=split, root=config.data_root)
+        opened[key] = _some(train, KNOWN), _some(test, max(SHOWN, MEASURED))
+    return opened[key]
 
 
 def _some(images: ImageSet, count: int) -> ImageSet:
