@@ -248,7 +248,10 @@ def test_the_file_is_not_changed_by_what_is_done_to_the_batch(tmp_path: Path) ->
     assert path.read_bytes() == before
 
 
-@pytest.mark.parametrize("options", [{"n": 0}, {"n": -1}, {"n": 1.5}, {"size": 0}, {"size": (4, -1)}])
+@pytest.mark.parametrize(
+    "options",
+    [{"n": 0}, {"n": -1}, {"n": 1.5}, {"size": 0}, {"size": (4, -1)}, {"size": (4,)}, {"size": "4"}, {"size": 2.5}],
+)
 def test_numbers_that_make_no_batch(options: dict[str, Any]) -> None:
     with pytest.raises(BadInput, match=r"n is|size is"):
         batch("random:2", **options)

@@ -316,6 +316,17 @@ def test_nothing_in_the_model_is_changed(name: str) -> None:
     assert str(unskip.measure(model, inputs)) == str(first)
 
 
+def test_inference_mode_does_not_matter() -> None:
+    torch.manual_seed(0)
+    model = timm.create_model("vit_tiny_patch16_224", depth=1, embed_dim=24, num_heads=3, img_size=32)
+    images = torch.randn(2, 3, 32, 32)
+    with torch.inference_mode():
+        inside = unskip.measure(model, images.clone())
+    assert strict(inside) == strict(unskip.measure(model, images))
+    assert all(row.branch is not None and row.gradient is not None for row in inside.sites)
+    assert inside.sites[0].entropy is not None
+
+
 def test_a_frozen_first_stream_stays_frozen() -> None:
     """Learnt queries in float64 are the first stream themselves, not a copy."""
 
@@ -550,7 +561,9 @@ def test_what_only_rounding_sets_apart_is_left_out(samples: int) -> None:
         assert last.pooled_rank == pytest.approx(exact.blocks[-1].pooled_rank, rel=1e-2)
 
 
-@pytest.mark.parametrize("options", [{"steps": 1}, {"grid": (4,)}, {"grid": (1, 9)}, {"grid": (2.0, 4.0)}])
+@pytest.mark.parametrize(
+    "options", [{"steps": 1}, {"grid": (4,)}, {"grid": (1, 9)}, {"grid": (2.0, 4.0)}, {"grid": 4}, {"generator": 3}]
+)
 def test_bad_options_are_refused(options: dict[str, Any]) -> None:
     with pytest.raises(BadInput, match=next(iter(options))):
         unskip.measure(stack(1), torch.randn(2, 8, 6, dtype=torch.float64), **options)

@@ -226,7 +226,7 @@ def _extras(graph: Graph, source: int, target: int, where: str) -> list[str]:
     for node in between:
         if in_norm(node) or node.op in ("linalg_vector_norm", "norm"):
             found.append(f"{where} norm")
-        elif node.op in _ops.ADD or node.op == "cat":
+        elif node.op in _ops.ADD or (node.op == "cat" and where != "value"):  # a cache goes before values
             found.append(f"{where} positions" if where == "query-key" else f"{where} sum")
         elif node.op == "mul" and len(node.parents) == 2 and not any(graph.nodes[p].fixed for p in node.parents):
             found.append(f"{where} gate")

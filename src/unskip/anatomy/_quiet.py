@@ -22,7 +22,8 @@ def quiet(model: nn.Module, training: bool) -> Iterator[None]:
     try:
         torch.backends.mha.set_fastpath_enabled(False)
         model.train(training)
-        with torch.no_grad(), torch.random.fork_rng(list(devices)):
+        # In inference mode attention would stay fused, and what is recorded could not be differentiated.
+        with torch.inference_mode(False), torch.no_grad(), torch.random.fork_rng(list(devices)):
             torch.manual_seed(0)
             yield
     finally:

@@ -39,9 +39,10 @@ def batch(
     """
     if not isinstance(n, int) or n < 1:
         raise BadInput(f"n is {n!r}; a batch holds at least one sample")
-    height, width = (size, size) if isinstance(size, int) else size
-    if min(height, width) < 1:
-        raise BadInput(f"size is {size!r}; an image is at least one pixel high and wide")
+    sides = (size, size) if isinstance(size, int) else tuple(size) if isinstance(size, Sequence) else ()
+    if len(sides) != 2 or not all(isinstance(side, int) and side > 0 for side in sides):
+        raise BadInput(f"size is {size!r}; it is one whole number of pixels, or (height, width), of at least one each")
+    height, width = sides
     text = str(source)
     if text.startswith("random:"):
         return _noise(text, len(mean), height, width, seed)

@@ -268,7 +268,7 @@ def _chosen(model: nn.Module, found: Parts, where: Where, parts: Sequence[Name])
 
 def _same(a: Tensor, b: Tensor) -> bool:
     """Whether two views begin at one number of the model."""
-    return bool(a.untyped_storage()._cdata == b.untyped_storage()._cdata) and a.storage_offset() == b.storage_offset()
+    return bool(a.untyped_storage()._cdata == b.untyped_storage()._cdata and a.storage_offset() == b.storage_offset())
 
 
 def _notes(chosen: Parts, parts: Sequence[Name]) -> list[str]:

@@ -65,8 +65,12 @@ def measure(
     if jacobians not in ("auto", "exact", "off"):
         raise BadInput(f"jacobians is {jacobians!r}; it can be 'auto', 'exact' or 'off'")
     whole("measure", "steps", steps, 2)
-    if grid is not None and (len(grid) != 2 or min(whole("measure", "grid", side, 1) for side in grid) < 2):
+    if grid is not None and not (
+        isinstance(grid, tuple) and len(grid) == 2 and all(isinstance(n, int) and n > 1 for n in grid)
+    ):
         raise BadInput(f"measure: grid is {grid!r}; it is (rows, columns) of the patches, two or more of each")
+    if not isinstance(generator, torch.Generator | None):
+        raise BadInput(f"measure: generator is {generator!r}; write torch.Generator().manual_seed({generator!r})")
     example = example_for(model, batch)
     count = _samples(example)
     _refuse_mixed(model, example, count)
@@ -112,12 +116,8 @@ def _tensors(tree: object) -> list[Tensor]:
 def _image(example: Example) -> tuple[int, int] | None:
     """Height and width of the images, where there are some and all are of one size."""
     shapes = [value.shape for value in _tensors(example) if value.ndim == 4]
-    last = {shape[-1] <= 4 < shape[1] for shape in shapes}  # channels come last
-    sizes = {tuple(shape[1:3]) if True in last else tuple(shape[2:]) for shape in shapes}
-    if len(sizes) != 1 or 0 in next(iter(sizes)):
-        return None
-    height, width = sizes.pop()
-    return height, width
+    sizes = {(s[1], s[2]) if s[-1] <= 4 < s[1] else (s[2], s[3]) for s in shapes}  # channels may come last
+    return sizes.pop() if len(sizes) == 1 and 0 not in next(iter(sizes)) else None
 
 
 def _samples(example: Example) -> int:
@@ -295,7 +295,7 @@ class _Gather:
                 "decides (rank, similarity, frequencies) is left out. A model in float64 shows more."
             )
         if all(math.isnan(value) for values in self.maps.values() for value in values):
-            self.notes.append("tokens fill no grid of the image's form: no spatial frequencies (pass grid=)")
+            self.notes.append("no images, or no grid of their form: no spatial frequencies (pass grid=)")
         return result
 
     def _carried(self, last: Site) -> float:
