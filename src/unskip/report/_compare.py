@@ -72,7 +72,7 @@ def results(groups: Sequence[Group]) -> tuple[list[str], list[list[object]]]:
     """A row a group: where it stands, its newest numbers over seeds, time and memory."""
     wanted = dict.fromkeys(_charts.evaluations(groups, False) + _charts.evaluations(groups, True))
     names = [_head(name) for name in ("loss", *wanted)]
-    header = ["group", "runs", "state", *names, "time in steps (s)", "images a second", "peak memory (GiB)"]
+    header = ["group", "runs", "state", *names, "time in steps (s)", "images a second (median)", "peak memory (GiB)"]
     rows = []
     for group in groups:
         found = [_charts.last_values(run) for run in group.runs]
