@@ -60,7 +60,7 @@ def main() -> None:
         "script": "benchmarks/fade.py",
         "device": torch.cuda.get_device_name() if options.device == "cuda" else f"{platform.machine()} CPU",
         "versions": {"python": platform.python_version(), "torch": torch.__version__, "unskip": unskip.__version__},
-        "config": vars(options) | {"out": None},
+        "config": vars(options) | {"out": None, "data": options.data and Path(options.data).name},
         "results": {},
     }
     with tempfile.TemporaryDirectory() as folder:

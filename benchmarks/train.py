@@ -5,7 +5,7 @@
 
     bare      timm's model compiled, one resident batch of floats, cross-entropy, bf16 autocast, fused AdamW
     + clip    the same with the gradient's norm clipped and the accuracy counted, as the recipe does
-    loop      `unskip.training.train`: bytes on the device, random resized crop and flip, clip, log, health, schedule
+    loop      `unskip.training.train`: bytes on the device, random resized crop and flip, clip, log, schedule
     feed      the loop's batches alone, without a model
 
 The bare step and the loop take turns, and the ratio is that of neighbours. JSON goes to docs/results/train-gpu.json.
