@@ -5,8 +5,9 @@
 
 For every model and variant, on one image or sequence: the exact singular values of the Jacobian of chosen attention
 branches with respect to their normalised input, of sub-layers with respect to their stream, and of the whole stack; and
-beside them self-attention, the condition of W_V W_O and the rank of the tokens by depth. The stack's are also estimated
-matrix-free, for comparison. The JSON is written after each step; a run that is cut off goes on where it stopped.
+beside them self-attention, the condition of W_V W_O and how alike the tokens are by depth. The stack's are also
+estimated matrix-free, for comparison. The JSON is written after each step; a run that is cut off goes on where it
+stopped.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ import unskip
 from unskip import Cut
 from unskip.anatomy._example import example_for
 from unskip.anatomy._parts import lay_open
-from unskip.measures import effective_rank, jacobian_spectrum, self_attention_mass
+from unskip.measures import jacobian_spectrum, self_attention_mass
 from unskip.measures._capture import Sample
 
 RESULTS = Path(__file__).resolve().parent.parent / "docs" / "results"
@@ -111,7 +112,7 @@ def study(name: str, variant: str, device: str) -> dict[str, Any]:
         alike = torch.nn.functional.cosine_similarity(x[:, None], x[None], dim=-1)
         count = len(x)
         mean = float((alike.sum() - count) / (count * (count - 1)))
-        result["tokens"].append({"block": block, "rank": effective_rank(x), "mean_cosine": mean})
+        result["tokens"].append({"block": block, "mean_cosine": mean})
     for site in sample.sites:
         row: dict[str, Any] = {"site": site.index, "path": site.path, "kind": site.kind}
         if site.index in opened.attentions:
@@ -199,9 +200,9 @@ def main() -> None:
     data: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {"results": {}}
     data["script"] = "benchmarks/conditioning.py"
     device = torch.cuda.get_device_name() if options.device == "cuda" else f"{platform.machine()} CPU"
-    data["versions"] = {"python": platform.python_version(), "torch": torch.__version__, "unskip": unskip.__version__}
+    versions = {"python": platform.python_version(), "torch": torch.__version__, "unskip": unskip.__version__}
     data["seed"] = {"weights": 0, "input": 1}
-    data["protocol"] = "one sample of noise (images) or random token ids; float64; singular values of built Jacobians"
+    data["protocol"] = "one sample of noise (images) or random token ids, run in float32; built Jacobians in float64"
     begun = time.perf_counter()
     for name in models:
         for variant in options.variants:
@@ -211,7 +212,8 @@ def main() -> None:
                 print("time is up; the rest is left for the next run")
                 return
             start = time.perf_counter()
-            data["results"][name][variant] = found = study(name, variant, options.device) | {"device": device}
+            found = study(name, variant, options.device) | {"device": device, "versions": versions}
+            data["results"][name][variant] = found
             options.out.mkdir(parents=True, exist_ok=True)
             file.write_text(json.dumps(data, indent=1, allow_nan=False) + "\n")
             network = found["network"]
@@ -219,7 +221,7 @@ def main() -> None:
             whole, branch = (part["condition"] or float("inf") for part in (network, last["branch"]))
             print(
                 f"{name:32s} {variant:20s} condition of the network {whole:9.3g}, of its last attention {branch:9.3g}, "
-                f"rank at the end {found['tokens'][-1]['rank']:6.1f}, {time.perf_counter() - start:6.1f} s",
+                f"cosine at the end {found['tokens'][-1]['mean_cosine']:5.2f}, {time.perf_counter() - start:6.1f} s",
                 flush=True,
             )
 
