@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import shutil
 import signal
 import subprocess
 import sys
 import textwrap
+import time
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -328,6 +330,43 @@ def test_killed_without_a_word_it_goes_on_to_the_same_weights(tmp_path: Path, at
     for a, b in zip(weights(whole), weights(again), strict=True):
         assert torch.equal(a, b)
     assert [row["step"] for row in folder.read("metrics.jsonl")] == [4, 8, 12, 16, 20]
+
+
+ENDLESS = """
+import sys, time
+sys.path.insert(0, {root!r})
+from pathlib import Path
+from tests.training.test_loop import Feed, new, schedule, task
+from unskip.training import train
+
+one = task()
+class Slow(Feed):
+    def iterate(self, start_step, stop_step, rank=0, world=1):
+        for batch in super().iterate(start_step, stop_step):
+            time.sleep(0.05)
+            yield batch
+one.feed = Slow()
+folder = new(Path({out!r}))
+print("begun", flush=True)
+train(one, schedule(), folder, quiet=True)
+"""
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("seed", range(8))
+def test_killed_at_any_moment_it_goes_on_to_the_same_weights(tmp_path: Path, seed: int) -> None:
+    """In a step, between steps, or while a checkpoint or a line is written."""
+    code = textwrap.dedent(ENDLESS).format(root=str(Path(__file__).resolve().parents[2]), out=str(tmp_path / "run"))
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"begun\n"
+        time.sleep(random.Random(seed).uniform(0, 1.5))
+        process.kill()
+    again, whole = task(), task()
+    train(again, schedule(), RunFolder.open(tmp_path / "run"), quiet=True)
+    train(whole, schedule(), new(tmp_path / "whole"), quiet=True)
+    for a, b in zip(weights(whole), weights(again), strict=True):
+        assert torch.equal(a, b)
 
 
 def test_a_run_after_one_on_another_device(tmp_path: Path) -> None:
