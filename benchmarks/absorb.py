@@ -137,6 +137,8 @@ def figure(rows: list[dict[str, Any]], path: Path) -> None:
     axes.loglog(
         [row["d"] for row in reference], [row["product_seconds"] for row in reference], "k--", label="one product"
     )
+    axes.set_xticks(SIZES, [str(size) for size in SIZES])
+    axes.minorticks_off()
     axes.set_xlabel("d (h = 4 d)")
     axes.set_ylabel("seconds, verified")
     axes.legend()
