@@ -60,7 +60,7 @@ def test_an_unknown_field_or_preset_is_an_error_with_the_nearest_names() -> None
         ({"teacher": "original"}, "give --weights"),
         ({"model_args": "depth"}, "name=value"),
         ({"data": "nosuch"}, "nosuch"),
-        ({"steps": 0}, "steps is 0"),
+        ({"steps": 0}, "0 steps: give steps or epochs"),
         ({"accumulate": 3}, "a batch of 32 cannot be divided into 3"),
         ({"smoothing": 2.0}, "smoothing is 2.0"),
         ({"temperature": 0.0}, "temperature is 0.0"),

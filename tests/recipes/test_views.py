@@ -307,6 +307,7 @@ def test_published_weights_start_a_run(tmp_path: Path) -> None:
         ({"init": "orthogonal"}, "init is 'orthogonal'"),
         ({"init": "skipless:huge"}, "is none of vit-base, vit-small"),
         ({"balance": "mean"}, "centre or sinkhorn"),
+        ({"steps": 0}, "0 steps: give steps or epochs"),
     ],
 )
 def test_bad_settings_are_refused(changes: dict[str, Any], message: str) -> None:

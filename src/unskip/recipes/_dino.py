@@ -37,7 +37,7 @@ from unskip.optim import build as build_optimizer
 from unskip.optim import schedules
 from unskip.recipes._mae import _some
 from unskip.recipes._registry import Preset, Recipe, register, resolve
-from unskip.recipes._shared import arguments_of, device_of, schedule_of
+from unskip.recipes._shared import arguments_of, device_of, schedule_of, steps_of
 from unskip.training import Precision, Schedule, Task
 from unskip.wiring import rewire, save
 
@@ -197,7 +197,7 @@ def build(config: Dino) -> tuple[Task, Schedule]:
         model.teacher.requires_grad_(False)  # a learnt shortcut would have brought a parameter of its own
     axes = block_axes(model.teacher.backbone, Example.of(sample[:1]))  # once, and of the model before it is sharded
     optimizer = build_optimizer(model.student, config.optimizer, config.lr, config.weight_decay)
-    steps = config.steps or round(config.epochs * feed.steps_per_epoch)
+    steps = steps_of(config, feed.steps_per_epoch)
     schedule = schedule_of(config, steps)
     frozen = round((config.freeze_last or 0) * feed.steps_per_epoch)
     now = {"step": 0}

@@ -29,7 +29,7 @@ from unskip.models._flow import Interpolant, Target, Times
 from unskip.models._noise import normal
 from unskip.optim import build as build_optimizer
 from unskip.recipes._mae import _some, check_online
-from unskip.recipes._shared import device_of, schedule_of
+from unskip.recipes._shared import device_of, schedule_of, steps_of
 from unskip.training import Precision, Schedule, Task
 from unskip.wiring import rewire, save
 
@@ -137,9 +137,7 @@ def build_task(config: Generative, make: Maker) -> tuple[Task, Schedule]:
     wiring = rewire(model, config.shortcut, sample[:2], config.where) if config.shortcut != "keep" else None
     betas: dict[str, Any] = {"betas": _betas(config.betas)} if config.optimizer == "adamw" else {}
     optimizer = build_optimizer(model, config.optimizer, config.lr, config.weight_decay, **betas)
-    steps = round(config.epochs * feed.steps_per_epoch) if config.steps is None else config.steps
-    if steps < 1:
-        raise BadInput(f"{steps} steps: give steps or epochs for one at least")
+    steps = steps_of(config, feed.steps_per_epoch)
     flow = config.flow
 
     def loss(network: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:

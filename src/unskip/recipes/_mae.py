@@ -30,7 +30,7 @@ from unskip.init import zero_branches_
 from unskip.models import MAE, load_published
 from unskip.optim import build as build_optimizer
 from unskip.recipes._registry import Preset, Recipe, register, resolve
-from unskip.recipes._shared import arguments_of, device_of, schedule_of
+from unskip.recipes._shared import arguments_of, device_of, schedule_of, steps_of
 from unskip.training import Precision, Schedule, Task
 from unskip.wiring import rewire, save
 
@@ -133,10 +133,7 @@ def build(config: Mae) -> tuple[Task, Schedule]:
     augment = Augment(crop=config.crop, scale=(config.scale, 1.0), flip=config.flip)
     options: dict[str, Any] = {"batch": config.batch, "size": config.size, "device": device, "workers": config.workers}
     feed = Feed(train, seed=config.seed, augment=augment, **options)
-    whole = round(config.epochs * feed.steps_per_epoch)
-    steps = whole if config.steps is None else config.steps
-    if steps < 1:
-        raise BadInput(f"{steps} steps: give steps or epochs for one at least")
+    steps = steps_of(config, feed.steps_per_epoch)
     known, judged = (Feed(_some(images, config.online_images), augment=None, **options) for images in (train, test))
     check_online(known.images, judged.images)
     sample = next(iter(judged.evaluate()))[0][:64]

@@ -12,6 +12,14 @@ from unskip.errors import BadInput
 from unskip.training import Schedule
 
 
+def steps_of(config: Any, steps_per_epoch: int) -> int:
+    """The length of a run: its steps, where given, or its epochs."""
+    steps: int = round(config.epochs * steps_per_epoch) if config.steps is None else config.steps
+    if steps < 1:
+        raise BadInput(f"{steps} steps: give steps or epochs for one at least")
+    return steps
+
+
 def schedule_of(config: Any, steps: int) -> Schedule:
     """The schedule of a run: the fields of a config that a schedule has, too."""
     names = {field.name for field in fields(Schedule)} - {"steps", "warmup"}

@@ -24,7 +24,7 @@ from unskip.models import SimCLR
 from unskip.optim import build as build_optimizer
 from unskip.recipes import _dino
 from unskip.recipes._registry import Preset, Recipe, register, resolve
-from unskip.recipes._shared import device_of, schedule_of
+from unskip.recipes._shared import device_of, schedule_of, steps_of
 from unskip.training import Precision, Schedule, Task
 from unskip.wiring import Anneal, Decay, rewire, save
 from unskip.wiring.shortcuts import parse
@@ -122,7 +122,7 @@ def build(config: Simclr) -> tuple[Task, Schedule]:
     wiring = rewire(model.backbone, config.shortcut, sample[:2], config.where) if config.shortcut != "keep" else None
     axes = block_axes(model.backbone, Example.of(sample[:1]))  # once, and of the model before it is sharded
     optimizer = build_optimizer(model, config.optimizer, config.lr, config.weight_decay)
-    steps = config.steps or round(config.epochs * feed.steps_per_epoch)
+    steps = steps_of(config, feed.steps_per_epoch)
 
     def loss(network: nn.Module, batch: Drawn) -> tuple[Tensor, dict[str, Tensor]]:
         found = network(feed.made(*batch[:3])[0])

@@ -24,7 +24,7 @@ from unskip.errors import BadInput
 from unskip.init import start_
 from unskip.optim import build as build_optimizer
 from unskip.recipes._registry import Preset, Recipe, register, resolve
-from unskip.recipes._shared import arguments_of, device_of, schedule_of
+from unskip.recipes._shared import arguments_of, device_of, schedule_of, steps_of
 from unskip.training import Precision, RunFolder, Schedule, Task
 from unskip.wiring import Wiring, load, rewire, save
 
@@ -153,7 +153,7 @@ def build(config: Supervised) -> tuple[Task, Schedule]:
     teacher = _prepare(config, model, sample)
     wiring, notes = _wired(config, model, sample)
     optimizer = build_optimizer(model, config.optimizer, config.lr, config.weight_decay)
-    steps = config.steps if config.steps is not None else round(config.epochs * feed.steps_per_epoch)
+    steps = steps_of(config, feed.steps_per_epoch)
     schedule = schedule_of(config, steps)
     if wiring is not None and _still_moving(wiring, steps):
         notes.append(
