@@ -16,18 +16,13 @@ that the losses of the same weights, images and masks are compared. JSON goes to
 
 from __future__ import annotations
 
-import argparse
-import contextlib
-import json
-import platform
-import statistics
-import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import timm
 import torch
+from _turns import Step, arguments, attention, turns, write
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -35,7 +30,7 @@ import unskip
 from unskip.models import MAE, load_published
 from unskip.models._vit import Grid, positions
 
-RESULTS = Path(__file__).resolve().parent.parent / "docs" / "results"
+ROOT = Path(__file__).resolve().parent.parent
 BASE = {"size": 224, "patch": 16, "dim": 768, "depth": 12, "heads": 12, "width": 512, "blocks": 8, "decoder_heads": 16}
 SMALL = {"size": 32, "patch": 8, "dim": 48, "depth": 2, "heads": 2, "width": 32, "blocks": 2, "decoder_heads": 2}
 
@@ -177,39 +172,8 @@ def stepper(model: nn.Module, images: Tensor, mode: str) -> Callable[[], None]:
     return step
 
 
-def pace(step: Callable[[], None], steps: int, images: Tensor) -> float:
-    """Images a second."""
-    wait = torch.cuda.synchronize if images.is_cuda else (lambda: None)
-    wait()
-    begin = time.perf_counter()
-    for _ in range(steps):
-        step()
-    wait()
-    return len(images) * steps / (time.perf_counter() - begin)
-
-
-def attention(name: str) -> contextlib.AbstractContextManager[object]:
-    """Leaves torch the choice of its attention kernel, or takes it away."""
-    from torch.nn.attention import SDPBackend, sdpa_kernel
-
-    kernels = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}
-    return sdpa_kernel(kernels[name]) if name in kernels else contextlib.nullcontext()
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", default="cuda", choices=["cpu", "cuda"])
-    parser.add_argument("--small", action="store_true", help="a model for a CPU; its numbers are not kept")
-    parser.add_argument("--batch", type=int, default=512)
-    parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--mode", default="default", help="of torch.compile, for all: max-autotune-no-cudagraphs")
-    parser.add_argument("--attention", choices=["any", "cudnn", "flash"], default="any", help="torch's kernel, for all")
-    parser.add_argument("--only", default="", help="a part of the names to be measured")
-    parser.add_argument("--out", type=Path, default=RESULTS / "train-mae-gpu.json")
-    options = parser.parse_args()
-    if options.device == "cuda" and not torch.cuda.is_available():
-        raise SystemExit("this benchmark needs a CUDA device; --small --device cpu shows that it runs")
+    options = arguments(__doc__, 512, 20, ROOT / "docs" / "results" / "train-mae-gpu.json")
     sizes = SMALL if options.small else BASE
     batch, steps = (16, 2) if options.small else (options.batch, options.steps)
     apart = same_loss(sizes, options.device)
@@ -223,48 +187,15 @@ def main() -> None:
         "ours, paper's": lambda: ours(sizes, long_skips=True),
     }
     images = torch.randint(256, (batch, 3, sizes["size"], sizes["size"]), dtype=torch.uint8, device=options.device)
-    found: dict[str, list[float]] = {}
-    memory: dict[str, float] = {}
+
+    def prepared(make: Callable[[], nn.Module]) -> Step:
+        return stepper(make().to(options.device), images, options.mode)
+
+    chosen = {name: partial(prepared, make) for name, make in makers.items() if options.only in name}
     with attention(options.attention):
-        prepared = {}
-        for name, make in makers.items():
-            if options.only in name:
-                torch.manual_seed(0)
-                prepared[name] = stepper(make().to(options.device), images, options.mode)
-                if images.is_cuda:
-                    torch.cuda.reset_peak_memory_stats()
-                    held = torch.cuda.memory_allocated()
-                pace(prepared[name], 5, images)  # compiles
-                if images.is_cuda:
-                    memory[name] = (torch.cuda.max_memory_allocated() - held) / 2**30
-                print(f"{name} is ready", flush=True)
-        for _ in range(options.rounds):
-            for name, step in prepared.items():
-                found.setdefault(name, []).append(pace(step, steps, images))
-    fastest = max(
-        (n for n in found if n.startswith("published")), key=lambda n: statistics.median(found[n]), default=""
-    )
-    results: dict[str, Any] = {}
-    for name, values in found.items():
-        results[name] = {"images a second": statistics.median(values), "rounds": values}
-        if name in memory:
-            results[name]["GiB"] = memory[name]
-        if fastest:
-            ratios = [a / b for a, b in zip(values, found[fastest], strict=True)]
-            results[name]["over the faster published"] = statistics.median(ratios)
-        ratio = results[name].get("over the faster published", float("nan"))
-        print(f"{name:18s} {results[name]['images a second']:8.0f} img/s  {ratio:.3f}  {memory.get(name, 0):.1f} GiB")
-    record = {
-        "script": "benchmarks/train_mae.py",
-        "device": torch.cuda.get_device_name() if images.is_cuda else f"{platform.machine()} CPU",
-        "versions": {"python": platform.python_version(), "torch": torch.__version__, "timm": timm.__version__},
-        "settings": {"batch": batch, "steps": steps, "mode": options.mode, "attention": options.attention, **sizes},
-        "losses apart": apart,
-        "results": results,
-    }
-    if not options.small:
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-        options.out.write_text(json.dumps(record, indent=1) + "\n")
+        results = turns(chosen, images, steps, options.rounds)
+    settings = {"batch": batch, "steps": steps, **sizes}
+    write(__file__, options, settings, **{"losses apart": apart, "results": results})
 
 
 if __name__ == "__main__":

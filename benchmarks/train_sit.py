@@ -15,20 +15,14 @@ second at 50 steps of Heun's: 100 evaluations of the network each. JSON goes to 
 
 from __future__ import annotations
 
-import argparse
-import contextlib
-import json
 import math
-import platform
-import statistics
-import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import timm
 import torch
+from _turns import Step, arguments, attention, pace, turns, write
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -36,7 +30,7 @@ import unskip
 from unskip.models import Flow, Sampling, SiT, draw, load_published_sit
 from unskip.models._vit import Grid, positions
 
-RESULTS = Path(__file__).resolve().parent.parent / "docs" / "results"
+ROOT = Path(__file__).resolve().parent.parent
 BASE = {"size": 32, "patch": 2, "channels": 4, "width": 768, "depth": 12, "heads": 12, "classes": 1000}
 SMALL = {"size": 8, "patch": 2, "channels": 4, "width": 32, "depth": 3, "heads": 2, "classes": 10}
 BAR = 2450  # images a second that the published layout itself has to reach on an H200
@@ -164,17 +158,6 @@ def stepper(model: nn.Module, latents: Tensor, labels: Tensor, classes: int, mod
     return step
 
 
-def pace(step: Callable[[], None], steps: int, images: Tensor) -> float:
-    """Images a second."""
-    wait = torch.cuda.synchronize if images.is_cuda else (lambda: None)
-    wait()
-    begin = time.perf_counter()
-    for _ in range(steps):
-        step()
-    wait()
-    return len(images) * steps / (time.perf_counter() - begin)
-
-
 def sampling(sizes: dict[str, int], device: str, batch: int, steps: int, compiled: bool) -> float:
     """Images a second from noise to latents, with guidance off."""
     torch.manual_seed(0)
@@ -192,28 +175,8 @@ def sampling(sizes: dict[str, int], device: str, batch: int, steps: int, compile
     return pace(lambda: go(steps), 1, labels)
 
 
-def attention(name: str) -> contextlib.AbstractContextManager[object]:
-    """Leaves torch the choice of its attention kernel, or takes it away."""
-    from torch.nn.attention import SDPBackend, sdpa_kernel
-
-    kernels = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}
-    return sdpa_kernel(kernels[name]) if name in kernels else contextlib.nullcontext()
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", default="cuda", choices=["cpu", "cuda"])
-    parser.add_argument("--small", action="store_true", help="a model for a CPU; its numbers are not kept")
-    parser.add_argument("--batch", type=int, default=128)
-    parser.add_argument("--steps", type=int, default=40)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--mode", default="default", help="of torch.compile, for all: max-autotune-no-cudagraphs")
-    parser.add_argument("--attention", choices=["any", "cudnn", "flash"], default="any", help="torch's kernel, for all")
-    parser.add_argument("--only", default="", help="a part of the names to be measured")
-    parser.add_argument("--out", type=Path, default=RESULTS / "train-sit-gpu.json")
-    options = parser.parse_args()
-    if options.device == "cuda" and not torch.cuda.is_available():
-        raise SystemExit("this benchmark needs a CUDA device; --small --device cpu shows that it runs")
+    options = arguments(__doc__, 128, 40, ROOT / "docs" / "results" / "train-sit-gpu.json")
     sizes = SMALL if options.small else BASE
     batch, steps = (8, 2) if options.small else (options.batch, options.steps)
     apart = same_loss(sizes, options.device)
@@ -226,56 +189,24 @@ def main() -> None:
         "ours, paper's": lambda: ours(sizes, long_skips=True),
     }
     latents, labels = data(sizes, batch, options.device)
-    found: dict[str, list[float]] = {}
-    memory: dict[str, float] = {}
+
+    def prepared(make: Callable[[], nn.Module]) -> Step:
+        return stepper(make().to(options.device), latents, labels, sizes["classes"], options.mode)
+
+    chosen = {name: partial(prepared, make) for name, make in makers.items() if options.only in name}
     with attention(options.attention):
-        prepared = {}
-        for name, make in makers.items():
-            if options.only in name:
-                torch.manual_seed(0)
-                model = make().to(options.device)
-                prepared[name] = stepper(model, latents, labels, sizes["classes"], options.mode)
-                if latents.is_cuda:
-                    torch.cuda.reset_peak_memory_stats()
-                    held = torch.cuda.memory_allocated()
-                pace(prepared[name], 5, latents)  # compiles
-                if latents.is_cuda:
-                    memory[name] = (torch.cuda.max_memory_allocated() - held) / 2**30
-                print(f"{name} is ready", flush=True)
-        for _ in range(options.rounds):
-            for name, step in prepared.items():
-                found.setdefault(name, []).append(pace(step, steps, latents))
+        results = turns(chosen, latents, steps, options.rounds)
         drawn = {
             "compiled" if compiled else "eager": sampling(sizes, options.device, batch, 50, compiled)
             for compiled in (False, True)
         }
-    results: dict[str, Any] = {}
-    for name, values in found.items():
-        results[name] = {"images a second": statistics.median(values), "rounds": values}
-        if name in memory:
-            results[name]["GiB"] = memory[name]
-        if "published" in found:
-            ratios = [a / b for a, b in zip(values, found["published"], strict=True)]
-            results[name]["over published"] = statistics.median(ratios)
-        ratio = results[name].get("over published", float("nan"))
-        print(f"{name:18s} {results[name]['images a second']:8.0f} img/s  {ratio:.3f}  {memory.get(name, 0):.1f} GiB")
     if "published" in results and not options.small:
         reached = results["published"]["images a second"]
         print(f"published: {reached:.0f} of the {BAR} img/s that make it a fair peer on an H200")
     for name, value in drawn.items():
         print(f"sampling, 50 steps of Heun's, {name}: {value:.1f} img/s")
-    record = {
-        "script": "benchmarks/train_sit.py",
-        "device": torch.cuda.get_device_name() if latents.is_cuda else f"{platform.machine()} CPU",
-        "versions": {"python": platform.python_version(), "torch": torch.__version__, "timm": timm.__version__},
-        "settings": {"batch": batch, "steps": steps, "mode": options.mode, "attention": options.attention, **sizes},
-        "losses apart": apart,
-        "results": results,
-        "sampling, images a second at 50 steps of Heun's": drawn,
-    }
-    if not options.small:
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-        options.out.write_text(json.dumps(record, indent=1) + "\n")
+    found = {"losses apart": apart, "results": results, "sampling, images a second at 50 steps of Heun's": drawn}
+    write(__file__, options, {"batch": batch, "steps": steps, **sizes}, **found)
 
 
 if __name__ == "__main__":

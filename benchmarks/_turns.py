@@ -1,0 +1,106 @@
+"""What the benchmarks of training steps share: several models take turns in one process, and are compared in pairs."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import platform
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import timm
+import torch
+from torch import Tensor
+
+Step = Callable[[], None]
+
+
+def arguments(about: str | None, batch: int, steps: int, out: Path) -> argparse.Namespace:
+    """The options, read."""
+    parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cuda", choices=["cpu", "cuda"])
+    parser.add_argument("--small", action="store_true", help="a model for a CPU; its numbers are not kept")
+    parser.add_argument("--batch", type=int, default=batch)
+    parser.add_argument("--steps", type=int, default=steps)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--mode", default="default", help="of torch.compile, for all: max-autotune-no-cudagraphs")
+    parser.add_argument("--attention", choices=["any", "cudnn", "flash"], default="any", help="torch's kernel, for all")
+    parser.add_argument("--only", default="", help="a part of the names to be measured")
+    parser.add_argument("--out", type=Path, default=out)
+    options = parser.parse_args()
+    if options.device == "cuda" and not torch.cuda.is_available():
+        raise SystemExit("this benchmark needs a CUDA device; --small --device cpu shows that it runs")
+    return options
+
+
+def attention(name: str) -> contextlib.AbstractContextManager[object]:
+    """Leaves torch the choice of its attention kernel, or takes it away."""
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    kernels = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}
+    return sdpa_kernel(kernels[name]) if name in kernels else contextlib.nullcontext()
+
+
+def pace(step: Step, steps: int, images: Tensor) -> float:
+    """Images a second."""
+    wait = torch.cuda.synchronize if images.is_cuda else (lambda: None)
+    wait()
+    begin = time.perf_counter()
+    for _ in range(steps):
+        step()
+    wait()
+    return len(images) * steps / (time.perf_counter() - begin)
+
+
+def turns(makers: dict[str, Callable[[], Step]], images: Tensor, steps: int, rounds: int) -> dict[str, Any]:
+    """Images a second of each, the median over rounds; beside it the ratio to the fastest that is called published."""
+    found: dict[str, list[float]] = {}
+    memory: dict[str, float] = {}
+    prepared: dict[str, Step] = {}
+    for name, make in makers.items():
+        torch.manual_seed(0)
+        prepared[name] = make()
+        if images.is_cuda:
+            torch.cuda.reset_peak_memory_stats()
+            held = torch.cuda.memory_allocated()
+        pace(prepared[name], 5, images)  # compiles
+        if images.is_cuda:
+            memory[name] = (torch.cuda.max_memory_allocated() - held) / 2**30
+        print(f"{name} is ready", flush=True)
+    for _ in range(rounds):
+        for name, step in prepared.items():
+            found.setdefault(name, []).append(pace(step, steps, images))
+    peers = [name for name in found if name.startswith("published")]
+    fastest = max(peers, key=lambda name: statistics.median(found[name]), default=None)
+    results: dict[str, Any] = {}
+    for name, values in found.items():
+        row: dict[str, Any] = {"images a second": statistics.median(values), "rounds": values}
+        if name in memory:
+            row["GiB"] = memory[name]
+        if fastest is not None:
+            ratios = [a / b for a, b in zip(values, found[fastest], strict=True)]
+            row["over the fastest published"] = statistics.median(ratios)
+        ratio = row.get("over the fastest published", float("nan"))
+        print(f"{name:18s} {row['images a second']:8.0f} img/s  {ratio:.3f}  {memory.get(name, 0):.1f} GiB")
+        results[name] = row
+    return results
+
+
+def write(script: str, options: argparse.Namespace, settings: dict[str, Any], **found: Any) -> None:
+    """The record of a run at full size."""
+    if options.small:
+        return
+    cuda = options.device == "cuda"
+    record = {
+        "script": f"benchmarks/{Path(script).name}",
+        "device": torch.cuda.get_device_name() if cuda else f"{platform.machine()} CPU",
+        "versions": {"python": platform.python_version(), "torch": torch.__version__, "timm": timm.__version__},
+        "settings": {"mode": options.mode, "attention": options.attention, **settings},
+        **found,
+    }
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    options.out.write_text(json.dumps(record, indent=1) + "\n")
