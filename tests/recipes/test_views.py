@@ -336,11 +336,11 @@ def test_the_official_preset() -> None:
 # --- Two processes ----------------------------------------------------------------------------------------------------
 
 
-def test_two_processes_are_one(tmp_path: Path) -> None:
-    """Losses, centre, Sinkhorn's balance and weights after some steps: those of one process on the whole batch."""
+def by_two(folder: Path, *words: str) -> None:
+    """`tests.recipes.ranks` on two processes."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     done = subprocess.run(
-        [*command, "-m", "tests.recipes.ranks", str(tmp_path)],
+        [*command, "-m", "tests.recipes.ranks", str(folder), *words],
         cwd=Path(__file__).parents[2],
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
@@ -348,6 +348,11 @@ def test_two_processes_are_one(tmp_path: Path) -> None:
         timeout=300,
     )
     assert done.returncode == 0, done.stderr[-2000:]
+
+
+def test_two_processes_are_one(tmp_path: Path) -> None:
+    """Losses, centre, Sinkhorn's balance and weights after some steps: those of one process on the whole batch."""
+    by_two(tmp_path)
     told = json.loads((tmp_path / "result.json").read_text())
     assert set(told) == {"centre", "sinkhorn", "contrast"}
     for name, row in told.items():
@@ -363,16 +368,7 @@ def test_a_sharded_run_is_the_run(tmp_path: Path) -> None:
     from tests.recipes.ranks import sharded
 
     (tmp_path / "two").mkdir()
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    done = subprocess.run(
-        [*command, "-m", "tests.recipes.ranks", str(tmp_path / "two"), "shard"],
-        cwd=Path(__file__).parents[2],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
+    by_two(tmp_path / "two", "shard")
     sharded(tmp_path / "one")
     one, two = (RunFolder(tmp_path / name / "run") for name in ("one", "two"))
     weights, spread = (load_file(each.path / "checkpoints" / "step-4" / "model.safetensors") for each in (one, two))
