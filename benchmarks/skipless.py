@@ -214,7 +214,8 @@ def groups(done: dict[str, Any]) -> dict[tuple[str, str, str, str], list[dict[st
 
 
 def accuracies(rows: list[dict[str, Any]]) -> list[float]:
-    return [100 * row.get("test_accuracy", row.get("val_accuracy", 0.0)) for row in rows]
+    """In per cent, of the runs that came to their end."""
+    return [100 * row.get("test_accuracy", row.get("val_accuracy")) for row in rows if "diverged" not in row]
 
 
 def table(done: dict[str, Any]) -> str:
@@ -222,10 +223,12 @@ def table(done: dict[str, Any]) -> str:
     lines = ["| | wiring | optimizer | lr | epochs | seeds | accuracy | |", "|---" * 8 + "|"]
     for (kind, wiring, optimizer, rate), rows in sorted(groups(done).items()):
         values = accuracies(rows)
-        spread = f" ± {statistics.stdev(values):.1f}" if len(values) > 1 else ""
-        split = "test" if "test_accuracy" in rows[0] else "held out"
-        cells = [kind, wiring, optimizer, rate, f"{rows[0]['config']['epochs']:g}", str(len(values))]
-        lines.append(f"| {' | '.join(cells)} | {statistics.mean(values):.1f}{spread} | {split} |")
+        shown = [f"{statistics.mean(values):.1f}"] if values else []
+        shown += [f"± {statistics.stdev(values):.1f}"] if len(values) > 1 else []
+        shown += [f"({len(rows) - len(values)} diverged)"] if len(values) < len(rows) else []
+        split = "held out" if kind == "try" else "test"
+        cells = [kind, wiring, optimizer, rate, f"{rows[0]['config']['epochs']:g}", str(len(rows)), " ".join(shown)]
+        lines.append(f"| {' | '.join(cells)} | {split} |")
     return "\n".join(lines)
 
 
@@ -237,8 +240,9 @@ def figure(done: dict[str, Any], file: Path) -> None:
     from matplotlib import pyplot
 
     pyplot.rcParams["svg.hashsalt"] = "skipless"
-    seen = {name.split(" | ")[1]: row["watch"] for name, row in done.items() if "watch" in row}
-    drawing, panels = pyplot.subplots(1, 2 if seen else 1, figsize=(11 if seen else 6, 3.8), constrained_layout=True)
+    ended = {name.split(" | ")[1]: row for name, row in done.items() if "watch" in row and "diverged" not in row}
+    seen = dict(sorted(ended.items(), key=lambda item: -item[1]["val_accuracy"]))
+    drawing, panels = pyplot.subplots(1, 2 if seen else 1, figsize=(13 if seen else 6, 3.8), constrained_layout=True)
     left, right = panels if seen else (panels, None)
     final = {key[1:]: accuracies(rows) for key, rows in groups(done).items() if key[0] == "final"}
     wirings = [*dict.fromkeys(wiring for wiring, _, _ in final)]
@@ -255,10 +259,12 @@ def figure(done: dict[str, Any], file: Path) -> None:
     left.set_xticklabels([wiring.replace(" + ", " +\n").replace(", ", ",\n") for wiring in wirings], fontsize=8)
     left.legend(fontsize=8)
     if right is not None:
-        for (name, watch), style in zip(seen.items(), itertools.cycle(("-", "--", ":", "-.")), strict=False):
-            right.plot(watch["alike"][-1], style, marker="o", markersize=3, label=name)
-        right.set(xlabel="block", ylabel="mean cosine between tokens", title="after training, SOAP")
-        right.legend(fontsize=7)
+        for (name, row), style in zip(seen.items(), itertools.cycle(("-", "--", ":", "-.")), strict=False):
+            label = f"{name}: {100 * row['val_accuracy']:.1f}"
+            cosines = row["watch"]["alike"][-1]
+            right.plot(range(1, len(cosines) + 1), cosines, style, marker="o", markersize=3, label=label)
+        right.set(xlabel="block", ylabel="mean cosine between tokens", title="after training under SOAP")
+        right.legend(fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5), title="accuracy, held out", frameon=False)
     file.parent.mkdir(parents=True, exist_ok=True)
     drawing.savefig(file, metadata={"Date": None})
     pyplot.close(drawing)
