@@ -70,7 +70,8 @@ def test_branches_add_nothing_and_learn(name: str) -> None:
     model = family.build()
     before = weights(model)
     check = quietly(model, family.inputs(2))
-    assert all(row.values == {"largest": 0.0} for row in check.rows)
+    assert all(row.values["largest"] == 0 and row.values["zeros"] == 1 for row in check.rows)
+    assert all(row.values.get(name, 0.0) == 0 for row in check.rows for name in ("bias", "layer scale"))
     assert len(check.rows) == len(family.sites)
     touched = changed(before, model)
     assert touched
@@ -232,6 +233,97 @@ def test_verify_fails_loudly() -> None:
     with torch.no_grad():
         model.get_parameter("blocks.0.attn.proj.bias")[0] = torch.nan
     assert len(verify_zero_branches(model, family.inputs(2), check=False).failed) >= 2
+
+
+# What is done to a started model, by family: the parameter, what it is filled with, and the promise it breaks.
+BROKEN = [
+    ("timm_vit", "blocks.1.attn.proj.weight", 0.5, "no factor of the branch is 0"),
+    ("timm_vit", "blocks.1.mlp.fc2.bias", 0.5, "the last bias reaches 0.5, promised 0"),
+    ("timm_deit3", "blocks.1.ls1.gamma", 0.5, "LayerScale is 0.5 away from 1"),
+    ("timm_deit3", "blocks.1.ls2.gamma", 0.0, "the last weight and LayerScale are 0, and neither would learn"),
+    ("hf_dinov2", "encoder.layer.1.layer_scale1.lambda1", 2.0, "LayerScale is 1 away from 1"),
+    ("hf_vit", "layers.1.attention.o_proj.weight", 0.5, "no factor of the branch is 0"),
+    ("hf_vit", "layers.1.mlp.fc2.bias", -0.5, "the last bias reaches 0.5"),
+    ("hf_gpt2", "h.1.attn.c_proj.weight", 0.5, "no factor of the branch is 0"),
+    ("hf_gpt2", "h.1.mlp.c_proj.bias", 0.5, "the last bias reaches 0.5"),
+    ("hf_llama", "layers.1.mlp.down_proj.weight", 0.5, "no factor of the branch is 0"),
+    ("timm_respost", "blocks.1.norm1.weight", 0.5, "no factor of the branch is 0"),
+    ("timm_respost", "blocks.1.norm1.bias", 0.5, "the last bias reaches 0.5"),
+    ("timm_respost", "blocks.1.attn.proj.weight", 0.0, "the last weight and the gain of the last norm are 0"),
+    ("hf_gemma2", "layers.1.post_attention_layernorm.weight", 0.0, "no factor of the branch is 0"),
+    ("hf_gemma2", "layers.1.mlp.down_proj.weight", 0.0, "the last weight and the gain of the last norm are 0"),
+    ("timm_parallel_scaling", "blocks.1.mlp_out_proj.weight", 0.5, "no factor of the branch is 0"),
+    ("timm_parallel_scaling", "blocks.1.attn_out_proj.bias", 0.5, "the last bias reaches 0.5"),
+]
+
+
+@pytest.mark.parametrize(("name", "parameter", "value", "promise"), BROKEN)
+def test_every_promise_broken_is_named_with_its_site(name: str, parameter: str, value: float, promise: str) -> None:
+    family = FAMILIES[name]
+    model = family.build()
+    quietly(model, family.inputs(2))
+    assert not verify_zero_branches(model, family.inputs(2)).failed
+    with torch.no_grad():
+        model.get_parameter(parameter).fill_(value)
+    found = verify_zero_branches(model, family.inputs(2), check=False)
+    assert len(found.failed) == 1
+    assert parameter.startswith(found.failed[0].site.path + ".")
+    with pytest.raises(InitError) as caught:
+        found.raise_if_failed()
+    assert f"1 of {len(found.rows)} sites fail ({found.failed[0].site.name})" in str(caught.value)
+    assert any(promise in failure for failure in found.failed[0].failed)
+    assert promise in str(caught.value)
+
+
+def test_a_branch_that_is_silent_on_the_example_alone_is_not_zero() -> None:
+    """No unit of it fires on this input; on another it would add something."""
+    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4))
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.mlp = model
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x + self.mlp(x)
+
+    block = Block()
+    with torch.no_grad():
+        block.mlp[0].bias.fill_(-100)  # type: ignore[union-attr,operator]
+        block.mlp[2].bias.zero_()  # type: ignore[union-attr,operator]
+    found = verify_zero_branches(block, torch.randn(2, 3, 4), check=False)
+    assert found.rows[0].values["largest"] == 0
+    assert found.rows[0].failed == ("no factor of the branch is 0, promised one",)
+
+
+def test_a_shut_gate_before_a_zero_weight_never_learns() -> None:
+    family = FAMILIES["diffusers_dit"]
+    model = family.build()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if ".norm1.linear." in name or name == "transformer_blocks.1.ff.net.2.weight":
+                parameter.zero_()
+    with pytest.raises(InitError, match="the last weight and a gate are 0, and neither would learn"):
+        zero_branches_(model, family.inputs(2))
+
+
+@pytest.mark.parametrize("name", ["timm_vit", "hf_gemma2", "timm_respost"])
+def test_twice_is_once(name: str) -> None:
+    family = FAMILIES[name]
+    model = family.build()
+    quietly(model, family.inputs(2))
+    before = weights(model)
+    quietly(model, family.inputs(2))
+    assert not changed(before, model)
+
+
+def test_sites_whose_parts_are_unknown_are_judged_on_the_example_and_told() -> None:
+    family = FAMILIES["timm_resnet"]
+    found = verify_zero_branches(family.build(), family.inputs(2), check=False)
+    assert "judged on the example alone" in found.notes[0]
+    assert all(set(row.values) == {"largest"} for row in found.rows)
+    with pytest.raises(BadInput, match="where"):
+        verify_zero_branches(family.build(), family.inputs(2), where="mpl")
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

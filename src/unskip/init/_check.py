@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -22,6 +23,28 @@ class Row:
     site: Site
     values: dict[str, float | None]
     failed: tuple[str, ...] = ()
+
+
+class Judged:
+    """A row in the making: the numbers of a site, and the promises that failed so far."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, float | None] = {}
+        self.failed: list[str] = []
+
+    def promise(self, holds: bool, otherwise: str) -> None:
+        if not holds:
+            self.failed.append(otherwise)
+
+    def worst(self, name: str, value: float) -> float:
+        """Keeps the largest of a column; one that is not a number stays."""
+        before = self.values.get(name)
+        if before is None or not value <= before:
+            self.values[name] = value if before is None or not math.isnan(before) else before
+        return value
+
+    def row(self, site: Site) -> Row:
+        return Row(site, self.values, tuple(self.failed))
 
 
 @dataclass(frozen=True)
@@ -71,6 +94,13 @@ def named(sites: Sequence[Site]) -> str:
     """The first few sites by name."""
     names = [site.name for site in sites]
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
+def same(a: Tensor | None, b: Tensor | None) -> bool:
+    """Whether two views begin at one number of the model."""
+    if a is None or b is None:
+        return False
+    return bool(a.untyped_storage()._cdata == b.untyped_storage()._cdata and a.storage_offset() == b.storage_offset())
 
 
 @contextmanager

@@ -1,21 +1,28 @@
 """What `skipless_` promises, measured on the weights, and beside it what the example sees of it.
 
-cond(W_V W_O) = 1 on its range        self-attention well above even        W^T W = gain^2 I for each MLP weight
+    value-output    W_V W_O = c^2 R, half of the scale in each factor      q, k    W_Q W_Q^T = W_K W_K^T
+    mlp             W^T W = gain^2 I for each weight                       also    biases, LayerScale, drop path
+
+Deviations are relative, and 1e-5 is allowed: float32 rounds far below that. Coarser weights are allowed 8 of their
+roundings, and queries and keys 1e-4, since their factors come from a decomposition in float32. What is set and not
+computed has to be exact: biases of 0, LayerScale of 1, drop path off.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
+from numbers import Real
 from typing import Literal, get_args
 
 import torch
 from torch import Tensor, nn
 
+from unskip.anatomy._droppath import drop_paths
 from unskip.anatomy._example import example_for
 from unskip.anatomy._parts import AttentionParts, MlpParts, Opened, Parts, lay_open
 from unskip.errors import BadInput, InitError
-from unskip.init._check import Check, Row, named
+from unskip.init._check import Check, Judged, named, same
 from unskip.wiring._select import Where, picks, selector
 
 Name = Literal["value-output", "query-key", "mlp"]
@@ -27,18 +34,25 @@ def verify_skipless(
     model: nn.Module,
     example: object = None,
     *,
+    c: float = 3.0,
+    centre: bool = False,
     parts: Sequence[Name] = PARTS,
     where: Where = None,
     check: bool = True,
 ) -> Check:
     """What `skipless_` promises, measured. Raises InitError where it does not hold, unless `check` is off.
 
-    By site: the condition number of W_V W_O on its range and the rank it has; the share of attention that a token pays
-    to itself among 64 independent tokens, over heads the mean and the least (the promise: twice what even attention
-    would pay); how far an MLP's weights are from orthogonal, as a fraction. Beside it, what tokens of the example pay
-    to themselves in the model as it is wired, and what would be even: no promise, since tokens may grow alike.
+    `c`, `centre`, `parts` and `where` are those that `skipless_` was given. By site: the condition number of W_V W_O on
+    its range, the rank it has, its scale (promised: c^2) and how far its factors are from c times an isometry; the
+    share of attention that a token pays to itself among 64 independent tokens, over heads the mean and the least (the
+    promise: twice what even attention would pay), and how far queries and keys are from equal weight; how far an MLP's
+    weights are from orthogonal with the gain of their shape, as a fraction; how far biases are from 0, or with `centre`
+    from what takes the mean out; how far LayerScale is from 1; the rate of drop path. Beside it, what tokens of the
+    example pay to themselves in the model as it is wired, and what would be even: no promise, since tokens may grow
+    alike. Nor is there one on alpha and beta, which only the distribution of the weights knows.
     """
-    refuse_parts(parts)
+    refuse_number("c", c)
+    refuse_parts(parts, centre)
     selector(where)
     opened = lay_open(model, example_for(model, example), weighted=True)
     rows, unknown = [], []
@@ -48,18 +62,22 @@ def verify_skipless(
         if part is None:
             unknown.append(site)
             continue
-        values: dict[str, float | None] = {}
-        failed: list[str] = []
+        judged = Judged()
         only = Parts(opened.parts.model, [site], [part], {})
+        centred = [mlp.down_bias for mlp in only.mlps()] if centre else []
         for attention in only.attentions():
             if "value-output" in parts:
-                _judge_value_output(attention, values, failed)
+                _judge_value_output(attention, c, centred, judged)
             if "query-key" in parts:
-                _judge_query_key(opened, attention, values, failed)
+                _judge_query_key(opened, attention, judged)
         for mlp in only.mlps():
             if "mlp" in parts:
-                _judge_mlp(mlp, values, failed)
-        rows.append(Row(site, values, tuple(failed)))
+                _judge_mlp(mlp, centre, judged)
+        if judged.values:  # else nothing of the site was initialised
+            rates = [float(getattr(module, rate)) for module, rate in drop_paths(model, site)]
+            judged.values["drop path"] = rate = max(rates, default=0.0)
+            judged.promise(rate == 0, f"drop path is {rate:.2g}, promised off")
+        rows.append(judged.row(site))
     if not rows:
         raise InitError(f"{type(model).__name__}: no site to judge")
     notes = (f"{named(unknown)}: parts unknown, not judged",) if unknown else ()
@@ -67,10 +85,17 @@ def verify_skipless(
     return found.raise_if_failed() if check else found
 
 
-def refuse_parts(parts: Sequence[Name]) -> None:
+def refuse_number(name: str, value: float) -> None:
+    if not isinstance(value, Real) or not math.isfinite(value) or value < 0 or (name == "c" and value == 0):
+        raise BadInput(f"{name} is {value!r}; it must be a finite number, {'above 0' if name == 'c' else '0 or more'}")
+
+
+def refuse_parts(parts: Sequence[Name], centre: bool) -> None:
     names = parts if isinstance(parts, Collection) and not isinstance(parts, str) else ()
     if not names or any(name not in PARTS for name in names):
         raise BadInput(f"parts is {parts!r}; it is a sequence of some of {', '.join(PARTS)}")
+    if centre and "mlp" not in parts:
+        raise BadInput(f"centre is about the MLPs, and parts is {tuple(parts)!r}")
 
 
 def gain(weight: Tensor) -> float:
@@ -78,27 +103,85 @@ def gain(weight: Tensor) -> float:
     return max(math.sqrt(out / into), 1.0)
 
 
-def _judge_value_output(part: AttentionParts, values: dict[str, float | None], failed: list[str]) -> None:
-    rank = min(part.v.shape[0] * part.v.shape[1], *part.v.shape[2:], part.out.shape[0])
+def mean_output(part: MlpParts) -> Tensor:
+    """W_down E[phi(W_up z)] for a normalised z, float64: what an MLP without biases adds to every token alike.
+
+    A gated MLP has no such mean: its halves are independent, and one of them has mean zero.
+    """
+    down = part.down.detach().double().cpu()
+    if part.gate is not None or part.function is None:
+        return down.new_zeros(len(down))
+    # E[phi(s z)] for the size s of every unit, on a grid that is fine enough for kinks such as ReLU's.
+    points = torch.linspace(-8, 8, 1025, dtype=torch.float64)
+    weights = (-points.square() / 2).exp()
+    sizes = part.up.detach().double().cpu().norm(dim=1)
+    return torch.mv(down, part.function(sizes[:, None] * points) @ (weights / weights.sum()))
+
+
+def _tolerance(weight: Tensor) -> float:
+    return max(1e-5, 8 * torch.finfo(weight.dtype).eps)
+
+
+def _judge_value_output(part: AttentionParts, c: float, centred: Sequence[Tensor | None], judged: Judged) -> None:
+    inner, columns, rows = part.v.shape[0] * part.v.shape[1], part.v.shape[2], part.out.shape[0]
+    rank = min(inner, columns, rows)
     product = part.value_output().cpu()
     singular = torch.linalg.svdvals(product)[:rank] if product.isfinite().all() else torch.tensor([math.nan])
-    values["cond(W_V W_O)"] = condition = float(singular[0] / singular[-1])
-    values["rank"] = float(rank)
-    tolerance = max(1e-5, 8 * torch.finfo(part.v.dtype).eps)
-    if not condition - 1 <= tolerance:
-        failed.append(f"W_V W_O has condition {condition:.3g}, promised 1")
+    judged.values["cond(W_V W_O)"] = condition = float(singular[0] / singular[-1])
+    judged.values["rank"] = float(rank)
+    judged.values["scale"] = scale = float(singular.mean())
+    tolerance = _tolerance(part.v)
+    judged.promise(condition - 1 <= tolerance, f"W_V W_O has condition {condition:.3g}, promised 1")
+    judged.promise(
+        abs(scale / c**2 - 1) <= tolerance, f"W_V W_O has scale {scale:.5g}, promised c^2 = {c**2:.5g} for c={c:.5g}"
+    )
+    share = part.heads // len(part.v)  # what is written for queries of one value is split evenly
+    for name, matrix, size, held in (
+        ("W_V", part.v.flatten(0, 1), c, min(inner, columns)),
+        ("W_O", part.out, c / math.sqrt(share), rank),
+    ):
+        error = judged.worst("factor error", _from_isometry(matrix, size, held))
+        judged.promise(error <= tolerance, f"{name} is {error:.2g} from {size:.3g} times an isometry")
+    _judge_biases([("value", part.v_bias)], judged)
+    if not any(same(part.out_bias, bias) for bias in centred):  # one bias for both ends belongs to the MLP
+        _judge_biases([("output", part.out_bias)], judged)
+    _judge_scale(part, judged)
 
 
-def _judge_query_key(opened: Opened, part: AttentionParts, values: dict[str, float | None], failed: list[str]) -> None:
+def _from_isometry(matrix: Tensor, size: float, rank: int) -> float:
+    """How far a matrix of a size is from orthonormal on its range."""
+    unit = matrix.detach().double().cpu() / size
+    gram = unit @ unit.T if unit.shape[0] <= unit.shape[1] else unit.T @ unit
+    if len(gram) == rank:
+        return float((gram - torch.eye(rank).double()).abs().max())
+    error = (gram @ gram - gram).abs().max()  # a projection, and of this rank
+    return float(torch.stack([error, (gram.trace() / rank - 1).abs()]).max())
+
+
+def _judge_query_key(opened: Opened, part: AttentionParts, judged: Judged) -> None:
     if not {"query-key norm", "score scale"} & {*part.extras}:  # else the size of the logits is not the weights'
         mass = _self_attention(part)
-        values["self-attention"], values["least"] = float(mass.mean()), float(mass.min())
-        if not float(mass.mean()) >= 2 / _TOKENS:
-            failed.append(f"a token pays {float(mass.mean()):.2g} of its attention to itself, evenly {1 / _TOKENS:.2g}")
+        judged.values["self-attention"], judged.values["least"] = float(mass.mean()), float(mass.min())
+        judged.promise(
+            float(mass.mean()) >= 2 / _TOKENS,
+            f"a token pays {float(mass.mean()):.2g} of its attention to itself, evenly {1 / _TOKENS:.2g}",
+        )
+    judged.values["q-k error"] = error = _from_equal_weight(part)
+    judged.promise(error <= max(1e-4, _tolerance(part.q)), f"W_Q and W_K are {error:.2g} from equal weight, promised 0")
+    _judge_biases([("query", part.q_bias), ("key", part.k_bias)], judged)
     p = opened.probabilities(part.site.index).double()  # (samples, heads, queries, keys)
     if p.shape[-1] == p.shape[-2]:
-        values["on example"] = float(p.diagonal(dim1=-2, dim2=-1).mean())
-        values["evenly"] = float((1 / (p > 0).sum(-1).clamp(min=1)).mean())  # a mask leaves some keys out
+        judged.values["on example"] = float(p.diagonal(dim1=-2, dim2=-1).mean())
+        judged.values["evenly"] = float((1 / (p > 0).sum(-1).clamp(min=1)).mean())  # a mask leaves some keys out
+
+
+def _from_equal_weight(part: AttentionParts) -> float:
+    """W_Q W_Q^T against W_K W_K^T, both the singular values of a head's W_Q W_K^T; queries of one key add up."""
+    q, k = (weight.detach().double().cpu() for weight in (part.q, part.k))
+    grams = (q @ q.mT).unflatten(0, (part.kv_heads, -1)).sum(1)  # (kv_heads, head_dim, head_dim)
+    expected = k @ k.mT
+    size = expected.abs().amax((-2, -1))
+    return float(((grams - expected).abs().amax((-2, -1)) / size.clamp(min=torch.finfo(torch.float64).tiny)).max())
 
 
 def _self_attention(part: AttentionParts) -> Tensor:
@@ -113,13 +196,49 @@ def _self_attention(part: AttentionParts) -> Tensor:
     return scores.softmax(-1).diagonal(dim1=-2, dim2=-1).mean(-1)
 
 
-def _judge_mlp(part: MlpParts, values: dict[str, float | None], failed: list[str]) -> None:
-    errors = []
-    for weight in (part.up, part.gate, part.down):
+def _judge_mlp(part: MlpParts, centre: bool, judged: Judged) -> None:
+    tolerance = _tolerance(part.up)
+    for name, weight in (("up", part.up), ("gate", part.gate), ("down", part.down)):
         if weight is not None:
-            unit = weight.detach().double().cpu() / gain(weight)
-            gram = unit @ unit.T if unit.shape[0] <= unit.shape[1] else unit.T @ unit
-            errors.append((gram - torch.eye(len(gram)).double()).abs().max())
-    values["mlp error"] = worst = float(torch.stack(errors).max())  # NaN where one is
-    if not worst <= max(1e-5, 8 * torch.finfo(part.up.dtype).eps):
-        failed.append(f"the MLP's weights are {worst:.2g} from orthogonal")
+            rank, promised = min(weight.shape), gain(weight)
+            size = float(weight.detach().double().norm()) / math.sqrt(rank)
+            away = judged.worst("mlp error", abs(size / promised - 1))
+            judged.promise(away <= tolerance, f"the MLP's {name} has gain {size:.5g}, promised {promised:.5g}")
+            error = judged.worst("mlp error", _from_isometry(weight, size, rank) if size else math.inf)
+            judged.promise(error <= tolerance, f"the MLP's {name} is {error:.2g} from orthogonal")
+    _judge_biases([("up", part.up_bias), ("gate", part.gate_bias)], judged)
+    if centre:
+        _judge_mean(part, judged)
+    else:
+        _judge_biases([("down", part.down_bias)], judged)
+    _judge_scale(part, judged)
+
+
+def _judge_mean(part: MlpParts, judged: Judged) -> None:
+    """With `centre`: the output bias is minus the mean that the activation leaves."""
+    mean = mean_output(part)
+    size = float(mean.abs().max())
+    if part.gate is None and part.function is None:
+        judged.promise(False, "the mean of an unknown activation is not known, promised taken out")
+    elif part.gate is not None or size == 0:
+        _judge_biases([("down", part.down_bias)], judged)
+    elif part.down_bias is None:
+        judged.promise(False, "the MLP has no output bias to take the mean out with, promised centred")
+    else:
+        error = judged.worst("bias", float((part.down_bias.detach().double().cpu() + mean).abs().max()) / size)
+        judged.promise(
+            error <= _tolerance(part.down_bias), f"the bias of down leaves {error:.2g} of the mean, promised centred"
+        )
+
+
+def _judge_biases(biases: Iterable[tuple[str, Tensor | None]], judged: Judged) -> None:
+    for name, bias in biases:
+        if bias is not None:
+            size = judged.worst("bias", float(bias.detach().abs().max()))
+            judged.promise(size == 0, f"the bias of {name} reaches {size:.2g}, promised 0")
+
+
+def _judge_scale(part: AttentionParts | MlpParts, judged: Judged) -> None:
+    if part.scale is not None:
+        away = judged.worst("layer scale", float((part.scale.detach().double() - 1).abs().max()))
+        judged.promise(away == 0, f"LayerScale is {away:.2g} away from 1")

@@ -20,8 +20,8 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Sequence
-from numbers import Real
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Literal, TypedDict, get_args
 
 import torch
@@ -31,8 +31,8 @@ from unskip.anatomy._droppath import drop_paths
 from unskip.anatomy._example import example_for
 from unskip.anatomy._parts import AttentionParts, MlpParts, Parts, lay_open
 from unskip.errors import BadInput, InitError, UnskipWarning
-from unskip.init._check import Check, named, transaction
-from unskip.init._promises import PARTS, Name, gain, refuse_parts, verify_skipless
+from unskip.init._check import Check, named, same, transaction
+from unskip.init._promises import PARTS, Name, gain, mean_output, refuse_number, refuse_parts, verify_skipless
 from unskip.wiring._select import Where, picks, selector
 
 Heads = Literal["independent", "shared", "sliced"]
@@ -77,15 +77,15 @@ def skipless_(
     changed.
     """
     _refuse_bad(alpha, beta, c, heads, generator)
-    refuse_parts(parts)
+    refuse_parts(parts, centre)
     selector(where)
     whole = example_for(model, example)
     opened = lay_open(model, whole)
     chosen = _chosen(model, opened.parts, where, parts)
     if centre:
-        _refuse_to_centre(chosen, parts)
+        _refuse_to_centre(chosen)
     draw = _Draw(generator)
-    with torch.no_grad(), transaction(model):
+    with torch.no_grad(), transaction(model), _stilled(model, chosen) as stilled:
         for attention in chosen.attentions():
             if "value-output" in parts:
                 _value_output_(attention, c, draw)
@@ -96,8 +96,8 @@ def skipless_(
                 _mlp_(mlp, draw)
                 if centre:
                     _centre_(mlp)
-        check = verify_skipless(model, whole, parts=parts, where=where)
-    notes = [*check.notes, *_notes(chosen, parts), *_alike(check), *_still(model, chosen)]
+        check = verify_skipless(model, whole, c=c, centre=centre, parts=parts, where=where)
+    notes = [*check.notes, *_notes(chosen, parts), *_alike(check), *stilled]
     for note in notes:
         warnings.warn(note, UnskipWarning, stacklevel=2)
     return Check(check.title, check.rows, tuple(notes))
@@ -180,19 +180,11 @@ def _mlp_(part: MlpParts, draw: _Draw) -> None:
 
 
 def _centre_(part: MlpParts) -> None:
-    """Without a bias a gated MLP has no mean: its halves are independent, and one of them has mean zero."""
-    if part.gate is None and part.function is not None and part.down_bias is not None:
-        # E[phi(s z)] for the size s of every unit, on a grid that is fine enough for kinks such as ReLU's.
-        points = torch.linspace(-8, 8, 1025, dtype=torch.float64)
-        weights = (-points.square() / 2).exp()
-        sizes = part.up.detach().double().cpu().norm(dim=1)
-        mean = part.function(sizes[:, None] * points) @ (weights / weights.sum())
-        part.down_bias.copy_(-(part.down.detach().double().cpu() @ mean))
+    if part.down_bias is not None:
+        part.down_bias.copy_(0 - mean_output(part))
 
 
-def _refuse_to_centre(chosen: Parts, parts: Sequence[Name]) -> None:
-    if "mlp" not in parts:
-        raise BadInput(f"centre is about the MLPs, and parts is {tuple(parts)!r}")
+def _refuse_to_centre(chosen: Parts) -> None:
     without = [part.site for part in chosen.mlps() if part.gate is None and part.down_bias is None]
     if without:
         raise InitError(
@@ -218,10 +210,7 @@ def _zero(*biases: Tensor | None) -> None:
 
 def _refuse_bad(alpha: float, beta: float, c: float, heads: str, generator: object) -> None:
     for name, value in (("alpha", alpha), ("beta", beta), ("c", c)):
-        if not isinstance(value, Real) or not math.isfinite(value) or value < 0 or (name == "c" and value == 0):
-            raise BadInput(
-                f"{name} is {value!r}; it must be a finite number, {'above 0' if name == 'c' else '0 or more'}"
-            )
+        refuse_number(name, value)
     if heads not in get_args(Heads):
         raise BadInput(f"heads is {heads!r}; it can be {', '.join(get_args(Heads))}")
     if not isinstance(generator, torch.Generator | None):
@@ -247,7 +236,7 @@ def _chosen(model: nn.Module, found: Parts, where: Where, parts: Sequence[Name])
             f"{named(crossed)}: keys come from another sequence, where no attention is the identity. Nothing was "
             "changed; leave such sites out by where=, or 'query-key' out of parts."
         )
-    tied = [part.site for part in chosen.attentions() if _same(part.q, part.k) and "query-key" in parts]
+    tied = [part.site for part in chosen.attentions() if same(part.q, part.k) and "query-key" in parts]
     if tied:
         raise InitError(
             f"{named(tied)}: queries and keys are one weight, and W_Q W_K^T cannot be alpha Z + beta I then. Nothing "
@@ -264,11 +253,6 @@ def _chosen(model: nn.Module, found: Parts, where: Where, parts: Sequence[Name])
     if any(not p.is_floating_point() or p.device.type == "meta" for p in weights):
         raise InitError(f"{type(model).__name__}: its weights are on the meta device or not floating: nothing to fill")
     return chosen
-
-
-def _same(a: Tensor, b: Tensor) -> bool:
-    """Whether two views begin at one number of the model."""
-    return bool(a.untyped_storage()._cdata == b.untyped_storage()._cdata and a.storage_offset() == b.storage_offset())
 
 
 def _notes(chosen: Parts, parts: Sequence[Name]) -> list[str]:
@@ -322,11 +306,19 @@ def _alike(check: Check) -> list[str]:
     ]
 
 
-def _still(model: nn.Module, chosen: Parts) -> list[str]:
-    """Switches drop path off at the chosen sites."""
-    count = 0
-    for site in chosen.sites:
-        for module, rate in drop_paths(model, site):
-            setattr(module, rate, 0.0)
-            count += 1
-    return [f"drop path was switched off in {count} modules: a dropped branch has no skip to live on"] if count else []
+@contextmanager
+def _stilled(model: nn.Module, chosen: Parts) -> Iterator[list[str]]:
+    """Switches drop path off at the chosen sites, and on again where what is inside raises."""
+    before = []
+    try:
+        for site in chosen.sites:
+            for module, rate in drop_paths(model, site):
+                before.append((module, rate, getattr(module, rate)))
+                setattr(module, rate, 0.0)
+        count = len(before)
+        note = f"drop path was switched off in {count} modules: a dropped branch has no skip to live on"
+        yield [note] if count else []
+    except BaseException:
+        for module, rate, value in before:
+            setattr(module, rate, value)
+        raise

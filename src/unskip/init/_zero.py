@@ -17,9 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from unskip.anatomy._example import example_for
-from unskip.anatomy._parts import AttentionParts, MlpParts, ParallelParts, Parts, lay_open
+from unskip.anatomy._parts import AttentionParts, MlpParts, NormParts, ParallelParts, Parts, lay_open
 from unskip.errors import InitError, UnskipWarning
-from unskip.init._check import Check, Row, named, transaction
+from unskip.init._check import Check, Judged, named, transaction
 from unskip.wiring._select import Where, picks, selector
 
 
@@ -63,19 +63,57 @@ def zero_branches_(model: nn.Module, example: object = None, *, where: Where = N
 
 
 def verify_zero_branches(model: nn.Module, example: object = None, *, where: Where = None, check: bool = True) -> Check:
-    """The size of each branch against its stream, on the example. Raises InitError where it is not 0."""
-    dissection = lay_open(model, example_for(model, example)).dissection
-    rows = []
-    for site, cut in zip(dissection.sites, dissection.cuts, strict=True):
-        if picks(where, site):
-            sizes = torch.stack([dissection.graph.values[f.branch].abs().max() for f in cut.findings])
-            size = float(sizes.max())  # NaN where one is
-            failed = () if size == 0 else (f"the branch adds up to {size:.3g}, promised 0",)
-            rows.append(Row(site, {"largest": size}, failed))
+    """What `zero_branches_` promises, exactly. Raises InitError where it does not hold, unless `check` is off.
+
+    By site: the largest number that the branch adds on the example (promised: 0); how many factors of the branch are
+    zero, whatever the example (promised: 1, for with none it comes to life elsewhere and with two it never learns); the
+    largest number of the bias behind that factor (0), and how far LayerScale is from 1.
+    """
+    selector(where)
+    opened = lay_open(model, example_for(model, example))
+    dissection, found = opened.dissection, opened.parts
+    rows, unknown = [], []
+    for site, cut, part in zip(dissection.sites, dissection.cuts, found, strict=True):
+        if not picks(where, site):
+            continue
+        sizes = torch.stack([dissection.graph.values[f.branch].abs().max() for f in cut.findings])
+        size = float(sizes.max())  # NaN where one is
+        judged = Judged()
+        judged.values["largest"] = size
+        judged.promise(size == 0, f"the branch adds up to {size:.3g}, promised 0")
+        for branch in _branches(Parts(found.model, [site], [part], {})):
+            _judge(branch, judged)
+        rows.append(judged.row(site))
+        unknown += [site] if part is None else []
     if not rows:
         raise InitError(f"{type(model).__name__}: no site to judge")
-    found = Check(f"{type(model).__name__}: zero branches, {len(rows)} sites", tuple(rows))
-    return found.raise_if_failed() if check else found
+    notes = (f"{named(unknown)}: parts unknown, judged on the example alone",) if unknown else ()
+    result = Check(f"{type(model).__name__}: zero branches, {len(rows)} sites", tuple(rows), notes)
+    return result.raise_if_failed() if check else result
+
+
+def _judge(part: AttentionParts | MlpParts, judged: Judged) -> None:
+    """One zero among what the branch is a multiple of, and what goes with it. A parallel site has two branches."""
+    norm = part.out_norm
+    weight = part.out if isinstance(part, AttentionParts) else part.down
+    factors = {"the last weight": bool(weight.any()), "a gate": not part.closed}
+    if norm is not None and norm.gain is not None:
+        factors["the gain of the last norm"] = bool((norm.gain - _nothing(norm)).any())
+    if part.scale is not None:
+        factors["LayerScale"] = bool(part.scale.any())
+    zeros = [name for name, acts in factors.items() if not acts]
+    if judged.values.get("zeros", 1) == 1:
+        judged.values["zeros"] = float(len(zeros))
+    judged.promise(len(zeros) > 0, "no factor of the branch is 0, promised one")
+    judged.promise(len(zeros) < 2, f"{' and '.join(zeros)} are 0, and neither would learn; promised one")
+    if part.closed:  # the gate is the model's own start, and nothing else was touched
+        return
+    for tensor, value in _last(part)[1:]:
+        size = judged.worst("bias", float((tensor - value).abs().max()))
+        judged.promise(size == 0, f"the last bias reaches {size:.2g}, promised 0")
+    if part.scale is not None:
+        away = judged.worst("layer scale", float((part.scale.double() - 1).abs().max()))
+        judged.promise(away == 0, f"LayerScale is {away:.2g} away from 1")
 
 
 def _branches(found: Parts) -> Iterator[AttentionParts | MlpParts]:
@@ -91,9 +129,15 @@ def _last(part: AttentionParts | MlpParts) -> list[tuple[Tensor, float]]:
     """What the branch's output is a multiple of, each with the number that makes it nothing."""
     norm = part.out_norm
     if norm is not None and norm.gain is not None:
-        last = [(norm.gain, -norm.offset), (norm.bias, 0.0)]
+        last = [(norm.gain, _nothing(norm)), (norm.bias, 0.0)]
     elif isinstance(part, AttentionParts):
         last = [(part.out, 0.0), (part.out_bias, 0.0)]
     else:
         last = [(part.down, 0.0), (part.down_bias, 0.0)]
     return [(tensor, value) for tensor, value in last if tensor is not None]
+
+
+def _nothing(norm: NormParts) -> float:
+    """The stored gain under which a norm gives nothing. One that gives nothing now does not show how it stores it."""
+    shut = norm.kind == "other" and norm.gain is not None and bool((norm.gain == -1).all())
+    return -1.0 if shut else -norm.offset

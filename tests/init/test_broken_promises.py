@@ -1,0 +1,378 @@
+"""Every promise of `skipless_` broken by hand, in every layout: `verify_skipless` names the site and the promise."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from tests.init.started import quietly, seeded, started, weights
+from tests.zoo.families import FAMILIES
+from torch import Tensor, nn
+
+from unskip.errors import BadInput, InitError
+from unskip.init import verify_skipless
+
+FUSED = (slice(16), slice(16, 32), slice(32, 48))  # queries, keys and values in one weight
+APART = (slice(None),) * 3
+
+
+@dataclass
+class Layout:
+    """Where a block keeps what `skipless_` sets."""
+
+    path: str
+    qkv: tuple[str, str, str]
+    rows: tuple[slice, slice, slice]
+    out: str
+    mlp: dict[str, str]
+    biases: bool = True
+    transposed: bool = False  # stored as (in, out)
+    scales: dict[str, str] = field(default_factory=dict)
+    drop: str | None = None
+
+    def place(self, role: str) -> tuple[str, slice]:
+        """The beginning of the parameter's name, and the outputs that are the role's."""
+        if role in ("query", "key", "value"):
+            index = ("query", "key", "value").index(role)
+            return f"{self.path}.{self.qkv[index]}", self.rows[index]
+        return f"{self.path}.{self.out if role == 'output' else self.mlp[role]}", slice(None)
+
+    def weight(self, model: nn.Module, role: str) -> Tensor:
+        name, rows = self.place(role)
+        stored = model.get_parameter(name + "weight").detach()
+        return (stored.T if self.transposed else stored)[rows]
+
+    def bias(self, model: nn.Module, role: str) -> Tensor:
+        name, rows = self.place(role)
+        return model.get_parameter(name + "bias").detach()[rows]
+
+
+LAYOUTS = {
+    "timm_vit_layerscale_droppath": Layout(
+        "blocks.1",
+        ("attn.qkv.",) * 3,
+        FUSED,
+        "attn.proj.",
+        {"up": "mlp.fc1.", "down": "mlp.fc2."},
+        scales={"attention": "ls1.gamma", "mlp": "ls2.gamma"},
+        drop="drop_path1",
+    ),
+    "torchvision_vit": Layout(
+        "encoder.layers.encoder_layer_1",
+        ("self_attention.in_proj_",) * 3,
+        FUSED,
+        "self_attention.out_proj.",
+        {"up": "mlp.0.", "down": "mlp.3."},
+    ),
+    "hf_vit": Layout(
+        "layers.1",
+        ("attention.q_proj.", "attention.k_proj.", "attention.v_proj."),
+        APART,
+        "attention.o_proj.",
+        {"up": "mlp.fc1.", "down": "mlp.fc2."},
+    ),
+    "hf_dinov2": Layout(
+        "encoder.layer.1",
+        ("attention.q_proj.", "attention.k_proj.", "attention.v_proj."),
+        APART,
+        "attention.o_proj.",
+        {"up": "mlp.up_proj.", "gate": "mlp.gate_proj.", "down": "mlp.down_proj."},
+        scales={"attention": "layer_scale1.lambda1", "mlp": "layer_scale2.lambda1"},
+        drop="drop_path",
+    ),
+    "hf_gpt2": Layout(
+        "h.1",
+        ("attn.c_attn.",) * 3,
+        FUSED,
+        "attn.c_proj.",
+        {"up": "mlp.c_fc.", "down": "mlp.c_proj."},
+        transposed=True,
+    ),
+    "hf_llama": Layout(
+        "layers.1",
+        ("self_attn.q_proj.", "self_attn.k_proj.", "self_attn.v_proj."),
+        APART,
+        "self_attn.o_proj.",
+        {"up": "mlp.up_proj.", "gate": "mlp.gate_proj.", "down": "mlp.down_proj."},
+        biases=False,
+    ),
+}
+ROLES = {name: ["query", "key", "value", "output", *layout.mlp] for name, layout in LAYOUTS.items()}
+CACHE: dict[str, nn.Module] = {}
+
+
+@pytest.fixture
+def broken(request: pytest.FixtureRequest) -> Iterator[tuple[Layout, nn.Module, str]]:
+    """A layout and a started model of it: started once for all tests, and put back after each."""
+    name = request.node.callspec.params["name"]
+    if name not in CACHE:
+        CACHE[name], _, _ = started(name)
+    before = weights(CACHE[name])
+    with torch.no_grad():
+        yield LAYOUTS[name], CACHE[name], name
+    CACHE[name].load_state_dict(before)
+
+
+def judge(broken: tuple[Layout, nn.Module, str], kind: str, *promises: str, **options: Any) -> None:
+    """One site fails, and the error names it and these promises."""
+    layout, model, name = broken
+    found = verify_skipless(model, FAMILIES[name].inputs(1), check=False, **options)
+    assert [(row.site.path, row.site.kind) for row in found.failed] == [(layout.path, kind)]
+    with pytest.raises(InitError) as caught:
+        found.raise_if_failed()
+    assert f"1 of 4 sites fail ({layout.path} [{kind}])" in str(caught.value)
+    failures = found.failed[0].failed
+    assert len(failures) == len(promises)
+    for promise, failure in zip(promises, failures, strict=True):
+        assert promise in failure
+        assert failure in str(caught.value)
+
+
+def kind(role: str) -> str:
+    return "mlp" if role in ("up", "gate", "down") else "attention"
+
+
+layouts = pytest.mark.parametrize("name", LAYOUTS)
+
+
+@layouts
+def test_what_was_just_started_holds(broken: tuple[Layout, nn.Module, str], name: str) -> None:
+    assert not verify_skipless(broken[1], FAMILIES[name].inputs(1)).failed
+
+
+# --- The scale, the condition and the halves of W_V W_O ---------------------------------------------------------------
+
+
+@layouts
+@pytest.mark.parametrize("role", ["value", "output"])
+def test_the_scale(broken: tuple[Layout, nn.Module, str], name: str, role: str) -> None:
+    layout, model, _ = broken
+    layout.weight(model, role).mul_(1.0001)
+    factor = "W_V is 0.0002 from" if role == "value" else "W_O is 0.0002 from"
+    judge(broken, "attention", "W_V W_O has scale 9.0009, promised c^2 = 9 for c=3", factor)
+
+
+@layouts
+@pytest.mark.parametrize("role", ["value", "output"])
+def test_the_condition(broken: tuple[Layout, nn.Module, str], name: str, role: str) -> None:
+    layout, model, _ = broken
+    layout.weight(model, role)[1].mul_(1.01)
+    factor = "W_V is" if role == "value" else "W_O is"
+    judge(broken, "attention", "W_V W_O has condition 1.0", "W_V W_O has scale", factor)
+
+
+@layouts
+def test_the_halves(broken: tuple[Layout, nn.Module, str], name: str) -> None:
+    layout, model, _ = broken
+    layout.weight(model, "value").mul_(1.01)
+    layout.weight(model, "output").div_(1.01)
+    judge(broken, "attention", "W_V is 0.02 from 3 times an isometry", "W_O is 0.02 from")
+
+
+def test_another_c_is_judged_by_its_own() -> None:
+    family = FAMILIES["timm_vit"]
+    model = family.build()
+    quietly(model, c=0.7, generator=seeded(), example=family.inputs(2))
+    assert not verify_skipless(model, family.inputs(1), c=0.7).failed
+    with pytest.raises(InitError, match=r"W_V W_O has scale 0\.49, promised c\^2 = 9 for c=3"):
+        verify_skipless(model, family.inputs(1))
+    assert not verify_skipless(model, family.inputs(1), parts=("query-key", "mlp")).failed
+    for c in (0.0, -1.0, float("nan"), "3"):
+        with pytest.raises(BadInput, match="c is"):
+            verify_skipless(model, family.inputs(1), c=c)  # type: ignore[arg-type]
+
+
+# --- Queries and keys -------------------------------------------------------------------------------------------------
+
+
+@layouts
+@pytest.mark.parametrize("role", ["query", "key"])
+def test_equal_weight(broken: tuple[Layout, nn.Module, str], name: str, role: str) -> None:
+    layout, model, _ = broken
+    layout.weight(model, role).mul_(1.001)
+    judge(broken, "attention", "W_Q and W_K are 0.002 from equal weight")
+
+
+@layouts
+def test_attention_near_the_identity(broken: tuple[Layout, nn.Module, str], name: str) -> None:
+    layout, model, _ = broken
+    for role in ("query", "key"):
+        layout.weight(model, role).mul_(0.125)
+    judge(broken, "attention", "of its attention to itself, evenly 0.016")
+
+
+# --- MLPs -------------------------------------------------------------------------------------------------------------
+
+MLP = [(name, role) for name, layout in LAYOUTS.items() for role in layout.mlp]
+
+
+@pytest.mark.parametrize(("name", "role"), MLP)
+def test_the_gain(broken: tuple[Layout, nn.Module, str], name: str, role: str) -> None:
+    layout, model, _ = broken
+    weight = layout.weight(model, role)
+    gain = max((weight.shape[0] / weight.shape[1]) ** 0.5, 1.0)
+    weight.mul_(1.0001)
+    judge(broken, "mlp", f"the MLP's {role} has gain {1.0001 * gain:.5g}, promised {gain:.5g}")
+
+
+@pytest.mark.parametrize(("name", "role"), MLP)
+def test_orthogonal(broken: tuple[Layout, nn.Module, str], name: str, role: str) -> None:
+    """One row or column leans on another and keeps its length, so the gain still holds."""
+    layout, model, _ = broken
+    weight = layout.weight(model, role)
+    few = weight if weight.shape[0] <= weight.shape[1] else weight.T
+    few[1] = 0.8 * few[1] + 0.6 * few[0]
+    judge(broken, "mlp", f"the MLP's {role} is 0.6 from orthogonal")
+
+
+# --- What is set: biases, LayerScale, drop path -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("name", "role"), [(n, role) for n in LAYOUTS if LAYOUTS[n].biases for role in ROLES[n]])
+def test_biases(broken: tuple[Layout, nn.Module, str], name: str, role: str) -> None:
+    layout, model, _ = broken
+    layout.bias(model, role)[-1] = 1e-6
+    judge(broken, kind(role), f"the bias of {role} reaches 1e-06, promised 0")
+
+
+@pytest.mark.parametrize(("name", "role"), [("hf_vit", role) for role in ROLES["hf_vit"]])
+def test_biases_that_are_not_finite(broken: tuple[Layout, nn.Module, str], name: str, role: str) -> None:
+    layout, model, _ = broken
+    layout.bias(model, role)[-1] = torch.nan
+    with pytest.raises(InitError, match=f"the bias of {role} reaches nan, promised 0"):
+        verify_skipless(model, FAMILIES[name].inputs(1))
+
+
+@pytest.mark.parametrize(("name", "where"), [(n, where) for n in LAYOUTS for where in LAYOUTS[n].scales])
+def test_layer_scale(broken: tuple[Layout, nn.Module, str], name: str, where: str) -> None:
+    layout, model, _ = broken
+    model.get_parameter(f"{layout.path}.{layout.scales[where]}")[3] = 0.75
+    judge(broken, where, "LayerScale is 0.25 away from 1")
+
+
+@pytest.mark.parametrize("name", [name for name in LAYOUTS if LAYOUTS[name].drop])
+def test_drop_path(broken: tuple[Layout, nn.Module, str], name: str) -> None:
+    layout, model, _ = broken
+    module: Any = model.get_submodule(f"{layout.path}.{layout.drop}")
+    before = module.drop_prob
+    try:
+        module.drop_prob = 0.1
+        found = verify_skipless(model, FAMILIES[name].inputs(1), check=False)
+        assert {row.site.path for row in found.failed} == {layout.path}
+        with pytest.raises(InitError, match=r"drop path is 0\.1, promised off"):
+            found.raise_if_failed()
+    finally:
+        module.drop_prob = before
+
+
+def test_drop_path_of_a_refused_model_is_as_it_was() -> None:
+    """Attention that cannot be near the identity is refused after drop path was switched off."""
+    family = FAMILIES["timm_vit_layerscale_droppath"]
+    model: Any = family.build()
+    rates = [module.drop_prob for module in model.modules() if hasattr(module, "drop_prob")]
+    assert any(rates)
+    with pytest.raises(InitError, match="of its attention to itself"):
+        quietly(model, alpha=0.0, beta=0.0, generator=seeded(), example=family.inputs(2))
+    assert [module.drop_prob for module in model.modules() if hasattr(module, "drop_prob")] == rates
+
+
+@layouts
+def test_only_what_was_initialised_is_judged(broken: tuple[Layout, nn.Module, str], name: str) -> None:
+    """Each part has its own promises: those of the others may be broken."""
+    layout, model, _ = broken
+    own = {"value-output": ("value", "output"), "query-key": ("query", "key"), "mlp": tuple(layout.mlp)}
+    for part, roles in own.items():
+        for role in set(ROLES[name]) - {*roles}:
+            layout.weight(model, role).mul_(1.5)
+            if layout.biases:
+                layout.bias(model, role).add_(1)
+        assert not verify_skipless(model, FAMILIES[name].inputs(1), parts=(part,)).failed  # type: ignore[arg-type]
+        with pytest.raises(InitError, match=layout.path):
+            verify_skipless(model, FAMILIES[name].inputs(1))
+        for role in set(ROLES[name]) - {*roles}:
+            layout.weight(model, role).div_(1.5)
+            if layout.biases:
+                layout.bias(model, role).zero_()
+
+
+# --- Centred ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["timm_vit_layerscale_droppath", "torchvision_vit", "hf_vit", "hf_gpt2"])
+def test_the_mean_that_is_taken_out(name: str) -> None:
+    model, check, _ = started(name, centre=True)
+    assert not check.failed
+    layout, inputs = LAYOUTS[name], FAMILIES[name].inputs(1)
+    assert not verify_skipless(model, inputs, centre=True).failed
+    with pytest.raises(InitError, match="the bias of down reaches"):
+        verify_skipless(model, inputs)
+    bias = layout.bias(model, "down")
+    whole = bias.clone()
+    bias.mul_(0.999)
+    judge((layout, model, name), "mlp", "the bias of down leaves 0.001 of the mean, promised centred", centre=True)
+    bias.zero_()
+    judge((layout, model, name), "mlp", "the bias of down leaves 1 of the mean, promised centred", centre=True)
+    bias.copy_(whole)
+    layout.bias(model, "up")[0] = 1e-6
+    judge((layout, model, name), "mlp", "the bias of up reaches 1e-06, promised 0", centre=True)
+
+
+def test_a_gated_mlp_has_no_mean_and_no_bias() -> None:
+    model, _, _ = started("hf_dinov2", centre=True)
+    layout, inputs = LAYOUTS["hf_dinov2"], FAMILIES["hf_dinov2"].inputs(1)
+    assert not verify_skipless(model, inputs, centre=True).failed
+    layout.bias(model, "down")[0] = 1e-6
+    judge((layout, model, "hf_dinov2"), "mlp", "the bias of down reaches 1e-06, promised 0", centre=True)
+
+
+class Plain(nn.Module):
+    """An MLP without a bias at its end, or with an activation that has no name."""
+
+    def __init__(self, bias: bool) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(4, 6), nn.Linear(6, 4, bias=bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.up(x)
+        return x + self.down(hidden.relu() if self.down.bias is None else hidden.relu().square().sin())
+
+
+@pytest.mark.parametrize(
+    ("bias", "told"), [(False, "no output bias to take the mean out with"), (True, "unknown activation is not known")]
+)
+def test_a_mean_that_cannot_be_taken_out_is_not_called_centred(bias: bool, told: str) -> None:
+    model = Plain(bias)
+    x = torch.randn(2, 3, 4, generator=seeded())
+    quietly(model, generator=seeded(), example=x)
+    verify_skipless(model, x)
+    with pytest.raises(InitError, match=told):
+        verify_skipless(model, x, centre=True)
+    with pytest.raises(BadInput, match="centre is about the MLPs"):
+        verify_skipless(model, x, centre=True, parts=("query-key",))
+
+
+class OneEnd(nn.Module):
+    """Attention and MLP side by side, and one weight and bias that takes both back to the stream."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v = (nn.Linear(16, 16) for _ in range(3))
+        self.up, self.out = nn.Linear(16, 32), nn.Linear(48, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (f(x).unflatten(-1, (2, 8)).transpose(1, 2) for f in (self.q, self.k, self.v))
+        mixed = ((q @ k.mT / 8**0.5).softmax(-1) @ v).transpose(1, 2).flatten(2)
+        return x + self.out(torch.cat([mixed, nn.functional.gelu(self.up(x))], -1))
+
+
+@pytest.mark.parametrize("centre", [False, True])
+def test_a_bias_of_both_ends_is_that_of_the_mlp(centre: bool) -> None:
+    model = OneEnd()
+    x = torch.randn(2, 5, 16, generator=seeded())
+    quietly(model, generator=seeded(), example=x, centre=centre)
+    assert bool(model.out.bias.any()) == centre
+    with torch.no_grad():
+        model.out.bias.add_(0.5)
+    with pytest.raises(InitError, match="the bias of down"):
+        verify_skipless(model, x, centre=centre)
