@@ -1,0 +1,142 @@
+"""What cannot be initialised is refused with the reason, and left bit for bit."""
+
+import copy
+import math
+from typing import Any
+
+import pytest
+import torch
+from tests.init.started import changed, quietly, seeded, weights
+from tests.zoo.families import FAMILIES
+from torch import Tensor, nn
+
+from unskip.errors import BadInput, InitError
+from unskip.init import skipless_, verify_skipless
+
+
+class Computed(nn.Module):
+    """An MLP with a bias that is computed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(4, 6, bias=False), nn.Linear(6, 4)
+        self.raw = nn.Parameter(torch.ones(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(nn.functional.linear(x, self.up.weight, self.raw.exp()).relu())
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "reason"),
+    [
+        ("timm_parallel_things", {}, "2 attentions in one branch"),
+        ("timm_resnet", {}, "conv"),
+        ("hf_t5", {}, "another sequence"),
+        ("hf_llama", {"heads": "sliced"}, "dealt out"),
+        ("timm_vit", {"where": lambda site: False}, "no site"),
+    ],
+)
+def test_what_cannot_be_initialised_is_left_bit_for_bit(name: str, options: dict[str, Any], reason: str) -> None:
+    family = FAMILIES[name]
+    model = family.build()
+    before = weights(model)
+    with pytest.raises(InitError, match=reason):
+        skipless_(model, generator=seeded(), example=family.inputs(2), **options)
+    assert not changed(before, model)
+
+
+def test_a_computed_bias_is_refused() -> None:
+    model = Computed()
+    before = weights(model)
+    with pytest.raises(InitError, match="bias that is computed"):
+        skipless_(model, example=torch.randn(2, 3, 4))
+    assert not changed(before, model)
+
+
+def test_a_broken_promise_is_undone() -> None:
+    class Even(nn.Module):
+        """Scores too small for attention to be anything but even."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.q, self.k, self.v, self.o = (nn.Linear(8, 8) for _ in range(4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            q, k, v = (f(x).unflatten(-1, (2, 4)).transpose(1, 2) for f in (self.q, self.k, self.v))
+            return x + self.o(((1e-3 * (q @ k.mT)).softmax(-1) @ v).transpose(1, 2).flatten(2))
+
+    model = Even()
+    before = weights(model)
+    with pytest.raises(InitError, match="of its attention to itself, evenly"):
+        skipless_(model, generator=seeded(), example=torch.randn(2, 5, 8))
+    assert not changed(before, model)
+
+
+def test_bad_arguments() -> None:
+    model = FAMILIES["timm_vit"].build()
+    for options, match in (
+        ({"alpha": math.nan}, "alpha"),
+        ({"beta": -1.0}, "beta"),
+        ({"c": 0.0}, "c is 0.0"),
+        ({"parts": "mlp"}, "sequence"),
+        ({"parts": ("mpl",)}, "parts"),
+        ({"parts": ()}, "parts"),
+        ({"heads": "odd"}, "heads"),
+        ({"where": "attnetion"}, "where"),
+        ({"alpha": "2"}, "alpha is '2'"),
+        ({"parts": [["mlp"]]}, "parts"),
+        ({"parts": None}, "parts"),
+        ({"generator": 3}, r"write torch\.Generator\(\)\.manual_seed\(3\)"),
+    ):
+        with pytest.raises(BadInput, match=match):
+            skipless_(model, **options)  # type: ignore[arg-type]
+    for options in ({"parts": "mlp"}, {"parts": ("mpl",)}, {"parts": ()}, {"where": "attnetion"}):
+        with pytest.raises(BadInput, match=next(iter(options))):  # nothing judged must not read as all is well
+            verify_skipless(model, **options)  # type: ignore[arg-type]
+
+
+def test_sites_without_a_promise_are_not_called_kept() -> None:
+    family = FAMILIES["timm_vit"]
+    check = quietly(family.build(), generator=seeded(), example=family.inputs(2), parts=("mlp",))
+    for row in check.rows:
+        assert bool(row.values) == (row.site.kind == "mlp")
+    assert str(check).count("not judged") == sum(row.site.kind == "attention" for row in check.rows)
+
+
+class Tied(nn.Module):
+    """Queries and keys are made by one weight; a norm follows the values where asked."""
+
+    def __init__(self, tied: bool, norm: bool = False) -> None:
+        super().__init__()
+        self.q, self.v, self.o = (nn.Linear(8, 8) for _ in range(3))
+        self.k = self.q if tied else nn.Linear(8, 8)
+        self.norm = nn.LayerNorm(8) if norm else nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (f.unflatten(-1, (2, 4)).transpose(1, 2) for f in (self.q(x), self.k(x), self.norm(self.v(x))))
+        return x + self.o(((q @ k.mT / 2).softmax(-1) @ v).transpose(1, 2).flatten(2))
+
+
+def test_one_weight_for_queries_and_keys_is_refused() -> None:
+    x = torch.randn(2, 5, 8)
+    quietly(Tied(tied=False), generator=seeded(), example=x)
+    model = Tied(tied=True)
+    before = weights(model)
+    with pytest.raises(InitError, match="queries and keys are one weight"):
+        skipless_(model, generator=seeded(), example=x)
+    assert not changed(before, model)
+    quietly(model, generator=seeded(), example=x, parts=("value-output",))
+
+
+def test_what_stands_between_values_and_output_is_told() -> None:
+    x = torch.randn(2, 5, 8)
+    for norm in (False, True):
+        check = quietly(Tied(tied=False, norm=norm), generator=seeded(), example=x)
+        assert any("more than W_V W_O (value norm)" in note for note in check.notes) == norm
+
+
+def test_a_model_without_values_is_refused() -> None:
+    with torch.device("meta"):
+        model = copy.deepcopy(FAMILIES["timm_vit"].make()).eval()
+    with pytest.raises(InitError, match="meta device"):
+        skipless_(model, example=torch.empty(1, 3, 16, 16, device="meta"))
