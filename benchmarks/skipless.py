@@ -7,6 +7,8 @@ sweep    learning rates a factor of three apart, one seed, judged on a tenth of 
          rates are added until the best lies between two others
 final    at the best rate of each, three seeds judged on the test set, and with the skips of one kind alone cut
 time     once `--pace` has timed the optimizers, the same at the wall time of SOAP
+try      what might help a model without skips, and shortcuts that decay, one seed, held out; under SOAP looked at by block
+longer   three times the epochs, one seed: residual, skipless + init, and the best tries with and without skips
 """
 
 from __future__ import annotations
@@ -40,6 +42,10 @@ TRIES: dict[str, dict[str, Any]] = {
     "skipless + init": {"shortcut": "cut", "init": "skipless"},
     "centred": {"shortcut": "cut", "init": "skipless:centre"},
     "other constants": {"shortcut": "cut", "init": "skipless:vit-small"},
+    "beta 1.5": {"shortcut": "cut", "init": "skipless:beta=1.5"},
+    "beta 2": {"shortcut": "cut", "init": "skipless:beta=2"},
+    "beta 3": {"shortcut": "cut", "init": "skipless:beta=3"},
+    "beta 1.5, alpha 1": {"shortcut": "cut", "init": "skipless:alpha=1,beta=1.5"},
     "centred, sharper attention": {"shortcut": "cut", "init": "skipless:centre,beta=2"},
     "centred, smaller steps": {"shortcut": "cut", "init": "skipless:centre", "lr": 1 / 3},
     "annealed away": {"shortcut": "anneal:keep>cut@{half}"},
@@ -47,6 +53,9 @@ TRIES: dict[str, dict[str, Any]] = {
     "decayed": {"shortcut": "decay:product=0.001"},
 }
 KNOWN = ("residual", "skipless", "skipless + init")
+# Under every optimizer, at its rate for the residual model.
+DECAYS = {"residual": "keep", "decayed to 0.1": "decay:product=0.1", "decayed to 0.01": "decay:product=0.01"}
+DECAYS |= {"decayed": "decay:product=0.001"}
 
 
 def jobs(done: dict[str, Any], fields: dict[str, Any], epochs: tuple[float, float]) -> list[Job]:
@@ -92,13 +101,25 @@ def tried(done: dict[str, Any], fields: dict[str, Any], epochs: float) -> Iterat
         if name in ("residual", "skipless + init"):
             yield f"longer | {name} | soap | {config['lr']:g} | seed 0", {**config, "epochs": 3 * epochs}
     if all(name in done for name in names.values()):
-        best = max(TRIES.keys() - {*KNOWN}, key=lambda name: done[names[name]].get("val_accuracy", 0.0))
-        changes = TRIES[best]
-        for seed in SEEDS:
-            config = {**fields, **changes, "optimizer": "soap", "epochs": epochs, "lr": own * changes.get("lr", 1)}
-            yield f"final | {best} | soap | {config['lr']:g} | seed {seed}", {**config, "seed": seed}
-            if seed == 0:
-                yield f"longer | {best} | soap | {config['lr']:g} | seed 0", {**config, "epochs": 3 * epochs}
+        for best in remedies(done, names):
+            changes = TRIES[best]
+            for seed in SEEDS:
+                config = {**fields, **changes, "optimizer": "soap", "epochs": epochs, "lr": own * changes.get("lr", 1)}
+                yield f"final | {best} | soap | {config['lr']:g} | seed {seed}", {**config, "seed": seed}
+                if seed == 0:
+                    yield f"longer | {best} | soap | {config['lr']:g} | seed 0", {**config, "epochs": 3 * epochs}
+    for optimizer, (name, shortcut) in itertools.product(RATES, DECAYS.items()):
+        rate = swept(done, "residual", optimizer)[1]
+        if rate is not None and not (optimizer == "soap" and name in TRIES):
+            config = {**fields, "optimizer": optimizer, "epochs": epochs, "lr": rate, "validate": True}
+            yield f"try | {name} | {optimizer} | {rate:g}", {**config, "shortcut": shortcut}
+
+
+def remedies(done: dict[str, Any], names: dict[str, str]) -> list[str]:
+    """The best try that has no skips, and the best that has some."""
+    worth = {name: done[run].get("val_accuracy", 0.0) for name, run in names.items() if name not in KNOWN}
+    cut = {name for name in worth if TRIES[name]["shortcut"] == "cut"}
+    return [max(group, key=worth.__getitem__) for group in (cut, worth.keys() - cut)]
 
 
 def swept(done: dict[str, Any], wiring: str, optimizer: str) -> tuple[list[float], float | None]:
