@@ -7,7 +7,7 @@ sweep    learning rates a factor of three apart, one seed, judged on a tenth of 
          rates are added until the best lies between two others
 final    at the best rate of each, three seeds judged on the test set, and with the skips of one kind alone cut
 time     once `--pace` has timed the optimizers, the same at the wall time of SOAP
-try      what might help a model without skips, and shortcuts that decay, one seed, held out; under SOAP looked at by block
+try      what might help a model without skips, and shortcuts that decay, one seed, held out; by block under SOAP
 longer   three times the epochs, one seed: residual, skipless + init, and the best tries with and without skips
 """
 
