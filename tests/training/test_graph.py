@@ -15,6 +15,7 @@ import unskip
 from unskip import Anneal, Cut, Keep
 from unskip.data import Augment, Feed, ImageSet
 from unskip.training import RunFolder, Schedule, Task, train
+from unskip.training._graph import why_not
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -69,3 +70,17 @@ def test_without_a_gpu_it_is_an_ordinary_step(tmp_path: Path) -> None:
     asked, same = run(tmp_path / "graph", True, "cpu")
     assert asked == losses
     assert all(torch.equal(same[name], value) for name, value in weights.items())
+
+
+@pytest.mark.parametrize(
+    ("kind", "world", "accumulate", "reason"),
+    [
+        ("cuda", 1, 1, None),
+        ("cpu", 1, 1, "this run is on cpu"),
+        ("cuda", 2, 1, "one process, and there are 2"),
+        ("cuda", 1, 4, "accumulated over 4"),
+    ],
+)
+def test_what_stands_in_the_way_of_a_graph(kind: str, world: int, accumulate: int, reason: str | None) -> None:
+    found = why_not(kind, world, accumulate)
+    assert found is None if reason is None else found is not None and reason in found

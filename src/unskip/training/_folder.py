@@ -28,6 +28,7 @@ from unskip.errors import BadInput, LoadError, UnskipWarning
 from unskip.training._state import check, seal
 
 KEPT = 2
+NOT_FINITE = ("nan", "inf", "-inf")  # numbers that JSON does not know, as a log holds them
 
 
 class RunFolder:

@@ -19,6 +19,17 @@ Pass = Callable[[Any], tuple[Tensor, dict[str, Tensor]]]
 _WARMUPS = 3  # lazy initialisation, and the choice of algorithms, must not be recorded
 
 
+def why_not(kind: str, world: int, accumulate: int) -> str | None:
+    """What stands in the way of a graph; None where there can be one."""
+    if kind != "cuda":
+        return f"a CUDA graph is for a GPU, and this run is on {kind}"
+    if world > 1:
+        return f"a CUDA graph is for one process, and there are {world}"
+    if accumulate > 1:
+        return f"a CUDA graph holds one pass, and gradients are accumulated over {accumulate}"
+    return None
+
+
 class Graphed:
     """A pass over one batch, (loss, numbers), which leaves its gradients in `.grad`; recorded anew for each new key."""
 

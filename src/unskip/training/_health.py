@@ -3,7 +3,8 @@
 non-finite-loss       the loss is not a number any more
 exploding-features    the last block's features are a hundred times as long as at the first look, and longer than 1e4
 collapsed-features    the features of different samples span hardly more than one direction
-flat-loss             after a fifth of the run the loss is where a model stands that has learnt nothing
+flat-loss             after a fifth of the run the loss is where a model stands that has learnt nothing, and has been
+                      there for a tenth of the run: one that begins above that value only passes it
 dead-attention        most attentions look at all tokens evenly
 
 A task can add its own: a teacher that says the same of every image, for instance.
@@ -29,20 +30,28 @@ class Watch:
     def __init__(self, task: Task, schedule: Schedule, folder: RunFolder, first: bool = True) -> None:
         self.task, self.schedule, self.folder, self.first = task, schedule, folder, first
         self.first_norm: float | None = None
+        self.looked = 0  # the step of the last loss that was looked at
+        self.flat_from: int | None = None  # the step from which on it was that of a model that has learnt nothing
         self.raised: list[str] = []
 
     def state(self) -> dict[str, Any]:
-        return {"first_norm": self.first_norm, "raised": list(self.raised)}
+        flat = {"looked": self.looked, "flat_from": self.flat_from}
+        return {"first_norm": self.first_norm, "raised": list(self.raised), **flat}
 
     def load(self, state: dict[str, Any]) -> None:
         self.first_norm, self.raised = state["first_norm"], list(state["raised"])
+        self.looked, self.flat_from = state.get("looked", 0), state.get("flat_from")
 
     def loss(self, done: int, value: float) -> None:
-        """Looks at a logged loss."""
-        trivial = self.task.trivial
-        if trivial is None or done < self.schedule.steps / 5:
+        """Looks at a logged loss, the mean over the steps since the last one."""
+        trivial, before, self.looked = self.task.trivial, self.looked, done
+        if trivial is None:
             return
-        if abs(value - trivial) < 0.01 * trivial:
+        if abs(value - trivial) >= 0.01 * trivial:
+            self.flat_from = None
+            return
+        self.flat_from = before if self.flat_from is None else self.flat_from
+        if done >= self.schedule.steps / 5 and done - self.flat_from >= self.schedule.steps / 10:
             text = f"at step {done} the loss is {value:.4g}, that of a model that has learnt nothing ({trivial:.4g})"
             self.warn(done, "flat-loss", text)
 

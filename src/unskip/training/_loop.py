@@ -12,7 +12,7 @@ import hashlib
 import math
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -27,8 +27,9 @@ from unskip.optim import schedules
 from unskip.training import _health
 from unskip.training._average import Average
 from unskip.training._board import Board
-from unskip.training._folder import RunFolder
-from unskip.training._graph import Graphed
+from unskip.training._engine import device_of_model, engine
+from unskip.training._folder import NOT_FINITE, RunFolder
+from unskip.training._graph import Graphed, why_not
 from unskip.training._memory import peak_memory
 from unskip.training._progress import Reporter
 from unskip.training._shard import Sharded
@@ -51,16 +52,20 @@ class Outcome:
 
 def train(task: Task, schedule: Schedule, folder: RunFolder, quiet: bool = False) -> Outcome:
     """Trains from the last checkpoint of the folder, or from the start, to the end of the schedule or to a signal."""
-    accelerator = _accelerator(_device(task.model).type)
+    with engine(device_of_model(task.model)) as accelerator:
+        return _train(task, schedule, folder, accelerator, quiet)
+
+
+def _train(task: Task, schedule: Schedule, folder: RunFolder, accelerator: Any, quiet: bool) -> Outcome:
     trainer = _Trainer(task, schedule, folder, accelerator)
     start = trainer.restore()
     if schedule.tensorboard and accelerator.is_main_process:
         trainer.board = Board(folder.path, start)
     reporter = Reporter(schedule.steps, start, quiet or not accelerator.is_main_process)
     with _stop_on_signal() as stop, reporter:
-        for note in task.notes if start == 0 else ():
+        for note in (*task.notes, *trainer.notes) if start == 0 else trainer.notes:
             reporter.say(note)
-            if accelerator.is_main_process:
+            if accelerator.is_main_process and start == 0:
                 folder.append("warnings.jsonl", {"step": 0, "warning": "note", "text": note})
         try:
             step = trainer.go(start, stop, reporter)
@@ -68,19 +73,6 @@ def train(task: Task, schedule: Schedule, folder: RunFolder, quiet: bool = False
             if trainer.board is not None:
                 trainer.board.close()
     return Outcome(folder.path, step, step >= schedule.steps, trainer.last_evaluations)
-
-
-def _accelerator(kind: str) -> Any:
-    """The engine on this kind of device. It keeps one device a process: a run on another begins it anew."""
-    from accelerate import Accelerator
-    from accelerate.state import AcceleratorState, PartialState
-
-    if PartialState._shared_state and PartialState().num_processes == 1 and PartialState().device.type != kind:
-        AcceleratorState._reset_state(reset_partial_state=True)
-    engine = Accelerator(cpu=kind == "cpu", mixed_precision="no", step_scheduler_with_optimizer=False)
-    # What `accelerate launch` was told elsewhere must not change a run whose config says otherwise.
-    engine.gradient_accumulation_steps = 1
-    return engine
 
 
 class _Stop:
@@ -119,9 +111,11 @@ class _Trainer:
         else:
             self.model, self.optimizer = accelerator.prepare(task.model, task.optimizer)
         self.forward: Any = torch.compile(self.model) if schedule.compile else self.model
-        self.parameters, self.kind = [*self.model.parameters()], _device(task.model).type  # walked once, not each step
-        possible = self.kind == "cuda" and self.world == 1 and schedule.accumulate == 1
-        self.graph = Graphed(self._passes, task.model) if schedule.graph and possible else None
+        self.parameters = [*self.model.parameters()]  # walked once, not each step
+        self.kind = device_of_model(task.model).type
+        against = why_not(self.kind, self.world, schedule.accumulate)
+        self.graph = Graphed(self._passes, task.model) if schedule.graph and against is None else None
+        self.notes = (f"graph is off: {against}",) if schedule.graph and against is not None else ()
         self.average = None if schedule.average is None else Average(task.model, schedule.average)
         self.board: Board | None = None
         self.last_evaluations: dict[str, float] = {}
@@ -149,7 +143,7 @@ class _Trainer:
         step = 0
         if found is not None:
             step, folder = found
-            device = _device(self.task.model)
+            device = device_of_model(self.task.model)
             if self.sharded is not None:
                 self.sharded.restore(load_file(folder / "model.safetensors"), read_state(folder, "optimizer"))
             else:
@@ -161,8 +155,8 @@ class _Trainer:
         if self.accelerator.is_main_process:
             self.folder.rewind(step)
         for row in self.folder.read("evals.jsonl"):
-            numbers = {key: value for key, value in row.items() if isinstance(value, float)}
-            self.last_evaluations |= numbers
+            found_then = {key: value for key, value in row.items() if isinstance(value, float) or value in NOT_FINITE}
+            self.last_evaluations |= {key: float(value) for key, value in found_then.items()}
         self.saved = step
         return step
 
@@ -309,7 +303,7 @@ class _Trainer:
                 break  # of a sharded model every process has a part to play
             means = contextlib.nullcontext() if self.average is None else self.average.shown()
             with means, torch.no_grad(), _evaluating(model), torch.random.fork_rng():
-                values = evaluation(model)
+                values = _numbers(evaluation(model))
             self.last_evaluations |= values
             self._log("evals.jsonl", {"step": done, "evaluation": name, **values})
             self.health.row(done, values)
@@ -353,14 +347,15 @@ class _Trainer:
                 self.board.write(row)
 
 
+def _numbers(values: Mapping[str, float | None]) -> dict[str, float]:
+    """What an evaluation found. Where it came to no number (None) that is nan: told, logged, and no end of the run."""
+    return {name: math.nan if value is None else value for name, value in values.items()}
+
+
 def mix(*numbers: int) -> int:
     """A seed from several numbers; neighbours give unrelated ones."""
     digest = hashlib.blake2b(repr(numbers).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 1
-
-
-def _device(model: nn.Module) -> torch.device:
-    return next(model.parameters()).device
 
 
 def _split(batch: Any, parts: int) -> list[Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, get_args
 
@@ -15,7 +15,7 @@ Batch = Any
 Precision = Literal["float32", "bf16"]  # of the forward under autocast; weights and optimizer stay float32
 Loss = Callable[[nn.Module, Batch], tuple[Tensor, dict[str, Tensor]]]
 Watch = Callable[[dict[str, Any], float], Iterable[tuple[str, str]]]  # (row, share of the run that is done)
-Evaluation = Callable[[nn.Module], dict[str, float]]
+Evaluation = Callable[[nn.Module], Mapping[str, float | None]]  # None: it came to no number
 
 
 class Batches(Protocol):

@@ -1,0 +1,43 @@
+"""The engine of a run: accelerate, on the device that the model lies on.
+
+accelerate moves a model to "cuda", which is the GPU that is current, and CUDA graphs are recorded there. So the model's
+own GPU is the current one while its run goes on: cuda:1 is trained on cuda:1.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+
+@contextlib.contextmanager
+def engine(device: torch.device) -> Iterator[Any]:
+    """An `Accelerator` for models on this device."""
+    with on(device):
+        yield _accelerator(device.type)
+
+
+def on(device: torch.device) -> Any:
+    """A context in which a GPU is the current one; of other devices there is nothing to choose."""
+    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
+
+
+def device_of_model(model: nn.Module) -> torch.device:
+    return next(model.parameters()).device
+
+
+def _accelerator(kind: str) -> Any:
+    """It keeps one device a process: a run on another kind begins it anew."""
+    from accelerate import Accelerator
+    from accelerate.state import AcceleratorState, PartialState
+
+    if PartialState._shared_state and PartialState().num_processes == 1 and PartialState().device.type != kind:
+        AcceleratorState._reset_state(reset_partial_state=True)
+    found = Accelerator(cpu=kind == "cpu", mixed_precision="no", step_scheduler_with_optimizer=False)
+    # What `accelerate launch` was told elsewhere must not change a run whose config says otherwise.
+    found.gradient_accumulation_steps = 1
+    return found

@@ -1,0 +1,220 @@
+"""Runs that are stopped, killed or damaged go on to the same weights."""
+
+from __future__ import annotations
+
+import random
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.training.tasks import Feed, new, schedule, task, weights
+from torch import nn
+
+from unskip.errors import BadInput, TrainingError, UnskipWarning
+from unskip.training import RunFolder, train
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "soap", "muon"])
+@pytest.mark.parametrize("stop_at", [3, 6, 13])
+def test_a_run_that_was_stopped_goes_on_to_the_same_weights(tmp_path: Path, optimizer: str, stop_at: int) -> None:
+    whole = task(optimizer)
+    train(whole, schedule(average=0.9), new(tmp_path / "whole"), quiet=True)
+    first = task(optimizer, stop_at=stop_at)
+    outcome = train(first, schedule(average=0.9), new(tmp_path / "cut"), quiet=True)
+    assert not outcome.finished
+    assert outcome.step == stop_at + 1
+    second = task(optimizer)
+    outcome = train(second, schedule(average=0.9), RunFolder.open(tmp_path / "cut"), quiet=True)
+    assert outcome.finished
+    for a, b in zip(weights(whole), weights(second), strict=True):
+        assert torch.equal(a, b)
+    averages = [
+        (tmp_path / name / "checkpoints" / "step-20" / "average.safetensors").read_bytes() for name in ("whole", "cut")
+    ]
+    assert averages[0] == averages[1]
+    steps = [[row["step"] for row in RunFolder(tmp_path / name).read("metrics.jsonl")] for name in ("whole", "cut")]
+    assert set(steps[0]) <= set(steps[1])
+    assert steps[1] == sorted(set(steps[1]))
+
+
+def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_the_last_checkpoint(tmp_path: Path) -> None:
+    folder = new(tmp_path / "run")
+    with (
+        pytest.warns(UnskipWarning, match="non-finite-loss"),
+        pytest.raises(TrainingError, match="checkpoint is that of step 6"),
+    ):
+        train(task(poison=9), schedule(), folder, quiet=True)
+    assert folder.last_checkpoint() is not None
+    assert folder.last_checkpoint()[0] == 6  # type: ignore[index]
+    assert folder.read("warnings.jsonl")[0]["warning"] == "non-finite-loss"
+    assert folder.read("metrics.jsonl")[-1]["loss"] == "nan"
+
+
+@pytest.mark.parametrize("poison", [4, 5])
+def test_a_checkpoint_between_two_logged_steps_never_holds_what_is_not_finite(tmp_path: Path, poison: int) -> None:
+    folder = new(tmp_path / "run")
+    with (
+        pytest.warns(UnskipWarning, match="non-finite-loss"),
+        pytest.raises(TrainingError, match=r"that of step 4.*start anew"),
+    ):
+        train(task(poison=poison), schedule(log_every=20, checkpoint_every=2), folder, quiet=True)
+    found = folder.last_checkpoint()
+    assert found is not None
+    assert found[0] == 4
+    from safetensors.torch import load_file
+
+    assert all(value.isfinite().all() for value in load_file(found[1] / "model.safetensors").values())
+
+
+def test_data_that_vanish_are_told_with_the_way_on(tmp_path: Path) -> None:
+    class Vanishing(Feed):
+        def iterate(self, start_step: int, stop_step: int, rank: int = 0, world: int = 1) -> Iterator[Any]:
+            yield from super().iterate(start_step, 8)
+            raise BadInput("images/7.png: not an image that can be read")
+
+    one = task()
+    one.feed = Vanishing()
+    with pytest.raises(TrainingError, match=r"images/7\.png.*that of step 6.*unskip resume"):
+        train(one, schedule(), new(tmp_path / "run"), quiet=True)
+
+
+@pytest.mark.parametrize("damage", ["truncate", "flip", "delete", "unsealed"])
+def test_a_damaged_checkpoint_is_passed_over(tmp_path: Path, damage: str) -> None:
+    whole = task()
+    train(whole, schedule(), new(tmp_path / "run"), quiet=True)
+    folder = RunFolder.open(tmp_path / "run")
+    victim = folder.checkpoints / "step-20" / "optimizer.safetensors"
+    if damage == "truncate":
+        victim.write_bytes(victim.read_bytes()[:-7])
+    elif damage == "flip":
+        data = bytearray(victim.read_bytes())
+        data[-1] ^= 1
+        victim.write_bytes(bytes(data))
+    elif damage == "delete":
+        victim.unlink()
+    else:
+        (folder.checkpoints / "step-20" / "checksums.json").unlink()
+    again = task()
+    with pytest.warns(UnskipWarning, match="the checkpoint before it is used"):
+        train(again, schedule(), folder, quiet=True)
+    for a, b in zip(weights(whole), weights(again), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_a_full_disk_leaves_the_checkpoint_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = new(tmp_path / "run")
+    one = task()
+    good = one.save
+
+    def full(network: nn.Module, target: Any) -> None:
+        if "step-12" in str(target):
+            raise OSError(28, "No space left on device")
+        assert good is not None
+        good(network, target)
+
+    one.save = full
+    with pytest.raises(TrainingError, match=r"No space left.*that of step 6.*unskip resume"):
+        train(one, schedule(), folder, quiet=True)
+    assert [path.name for path in folder.checkpoints.iterdir()] == ["step-6"]
+    again = task()
+    train(again, schedule(), folder, quiet=True)
+    whole = task()
+    train(whole, schedule(), new(tmp_path / "whole"), quiet=True)
+    for a, b in zip(weights(whole), weights(again), strict=True):
+        assert torch.equal(a, b)
+
+
+KILLED = """
+import os, signal, sys
+sys.path.insert(0, {root!r})
+from pathlib import Path
+from tests.training.tasks import Feed, new, schedule, task
+from unskip.training import RunFolder, train
+
+one = task()
+class Deadly(Feed):
+    def iterate(self, start_step, stop_step, rank=0, world=1):
+        for step, batch in enumerate(super().iterate(start_step, stop_step), start_step):
+            if step == {at}:
+                os.kill(os.getpid(), signal.SIGKILL)
+            yield batch
+one.feed = Deadly()
+train(one, schedule(), new(Path({out!r})), quiet=True)
+"""
+
+
+@pytest.mark.parametrize("at", [2, 11])
+def test_killed_without_a_word_it_goes_on_to_the_same_weights(tmp_path: Path, at: int) -> None:
+    root = str(Path(__file__).resolve().parents[2])
+    code = textwrap.dedent(KILLED).format(root=root, at=at, out=str(tmp_path / "run"))
+    done = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, timeout=120)
+    assert done.returncode == -signal.SIGKILL, done.stderr.decode()[-2000:]
+    again, whole = task(), task()
+    folder = RunFolder.open(tmp_path / "run")
+    found = folder.last_checkpoint()
+    assert (found is None) == (at == 2)
+    train(again, schedule(), folder, quiet=True)
+    train(whole, schedule(), new(tmp_path / "whole"), quiet=True)
+    for a, b in zip(weights(whole), weights(again), strict=True):
+        assert torch.equal(a, b)
+    assert [row["step"] for row in folder.read("metrics.jsonl")] == [4, 8, 12, 16, 20]
+
+
+ENDLESS = """
+import sys, time
+sys.path.insert(0, {root!r})
+from pathlib import Path
+from tests.training.tasks import Feed, new, schedule, task
+from unskip.training import train
+
+one = task()
+class Slow(Feed):
+    def iterate(self, start_step, stop_step, rank=0, world=1):
+        for batch in super().iterate(start_step, stop_step):
+            time.sleep(0.05)
+            yield batch
+one.feed = Slow()
+folder = new(Path({out!r}))
+print("begun", flush=True)
+train(one, schedule(), folder, quiet=True)
+"""
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("seed", range(8))
+def test_killed_at_any_moment_it_goes_on_to_the_same_weights(tmp_path: Path, seed: int) -> None:
+    """In a step, between steps, or while a checkpoint or a line is written."""
+    code = textwrap.dedent(ENDLESS).format(root=str(Path(__file__).resolve().parents[2]), out=str(tmp_path / "run"))
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"begun\n"
+        time.sleep(random.Random(seed).uniform(0, 1.5))
+        process.kill()
+    again, whole = task(), task()
+    train(again, schedule(), RunFolder.open(tmp_path / "run"), quiet=True)
+    train(whole, schedule(), new(tmp_path / "whole"), quiet=True)
+    for a, b in zip(weights(whole), weights(again), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_without_a_whole_checkpoint_the_run_starts_anew_and_says_so(tmp_path: Path) -> None:
+    whole = task()
+    train(whole, schedule(), new(tmp_path / "run"), quiet=True)
+    folder = RunFolder.open(tmp_path / "run")
+    (folder.checkpoints / "step-18" / "checksums.json").write_text("[1]")
+    (folder.checkpoints / "step-20" / "checksums.json").write_text("null")
+    again = task()
+    with (
+        pytest.warns(UnskipWarning, match="step-20.*the checkpoint before it is used"),
+        pytest.warns(UnskipWarning, match="step-18.*the run starts anew"),
+    ):
+        train(again, schedule(), folder, quiet=True)
+    for a, b in zip(weights(whole), weights(again), strict=True):
+        assert torch.equal(a, b)

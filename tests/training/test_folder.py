@@ -1,0 +1,41 @@
+"""The folder of a run."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from tests.training.tasks import new
+
+from unskip.errors import BadInput
+from unskip.training import RunFolder
+
+
+def test_a_folder_that_holds_a_run_is_not_written_over(tmp_path: Path) -> None:
+    new(tmp_path / "run")
+    with pytest.raises(BadInput, match="unskip resume"):
+        new(tmp_path / "run")
+    with pytest.raises(BadInput, match="no run there"):
+        RunFolder.open(tmp_path / "other")
+
+
+def test_config_and_versions_are_written(tmp_path: Path) -> None:
+    new(tmp_path / "run")
+    data = json.loads((tmp_path / "run" / "config.json").read_text())
+    assert data["config"] == {"recipe": "test"}
+    assert data["versions"]["torch"] == torch.__version__
+
+
+def test_a_line_that_was_cut_off_is_left_out(tmp_path: Path) -> None:
+    folder = new(tmp_path / "run")
+    folder.append("metrics.jsonl", {"step": 1, "loss": 0.5})
+    with (folder.path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 2, "lo')
+    assert folder.read("metrics.jsonl") == [{"step": 1, "loss": 0.5}]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        folder.rewind(1)
+    assert (folder.path / "metrics.jsonl").read_text().count("\n") == 1

@@ -1,0 +1,52 @@
+"""When a loss is called flat: where it stays at what a model has that learnt nothing, and not where it passes by."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+
+import pytest
+from tests.training.tasks import new, task
+
+from unskip.errors import UnskipWarning
+from unskip.training import RunFolder, Schedule
+from unskip.training._health import Watch
+
+
+def told(folder: RunFolder, losses: list[float], stop_after: int | None = None) -> list[int]:
+    """The steps at which a run of 100 steps, logged every 5, is called flat at a trivial loss of 2."""
+    one = task()
+    one.trivial = 2.0
+    schedule = Schedule(steps=100, log_every=5)
+    watch = Watch(one, schedule, folder)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UnskipWarning)
+        for index, loss in enumerate(losses):
+            if index == stop_after:
+                before, watch = watch.state(), Watch(one, schedule, folder)
+                watch.load(before)
+            watch.loss(5 * (index + 1), loss)
+    return [row["step"] for row in folder.read("warnings.jsonl")]
+
+
+def test_a_loss_that_stays_is_flat(tmp_path: Path) -> None:
+    assert told(new(tmp_path / "a"), [2.0] * 6) == [20, 25, 30]  # not before a fifth of the run
+    assert told(new(tmp_path / "b"), [1.0] * 8 + [2.01, 1.99, 2.0]) == [50, 55]  # a collapse, a tenth of the run old
+
+
+def test_a_loss_that_passes_by_is_not_flat(tmp_path: Path) -> None:
+    falling = [2.5 - 0.05 * index for index in range(20)]
+    assert any(abs(loss - 2) < 0.02 for loss in falling[3:])
+    assert told(new(tmp_path / "run"), falling) == []
+
+
+@pytest.mark.parametrize("stop_after", [7, 8, 9, 10])
+def test_a_run_that_goes_on_is_told_the_same(tmp_path: Path, stop_after: int) -> None:
+    losses = [1.0] * 7 + [2.0] * 4
+    assert told(new(tmp_path / "cut"), losses, stop_after) == told(new(tmp_path / "whole"), losses) == [45, 50, 55]
+
+
+def test_a_checkpoint_of_before_is_read(tmp_path: Path) -> None:
+    watch = Watch(task(), Schedule(steps=10), new(tmp_path / "run"))
+    watch.load({"first_norm": 1.0, "raised": []})
+    assert watch.state() == {"first_norm": 1.0, "raised": [], "looked": 0, "flat_from": None}
