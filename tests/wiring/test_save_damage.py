@@ -1,0 +1,204 @@
+"""A damaged folder is refused with a specific error, and nothing is half loaded."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import timm
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file
+from safetensors.torch import save as to_bytes
+from tests.wiring.folders import PLACE, SITE, VIT, damage_weights, edit, put, snapshot, unchanged, vit
+from torch import nn
+
+import unskip
+from unskip import Cut, Decay, Wiring
+from unskip.errors import BadInput, LoadError
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda f: (f / "unskip.json").unlink(), "no unskip.json"),
+        (lambda f: (f / "model.safetensors").unlink(), "no model.safetensors"),
+        (lambda f: (f / "unskip.json").write_text('{"format": 1'), "damaged, it does not read"),
+        (lambda f: (f / "unskip.json").write_text("[]"), "damaged, it does not read"),
+        (lambda f: edit(f, put("format", value=3)), "written in format 3; this unskip reads format 2. Update unskip"),
+        (lambda f: edit(f, put("format", value=1)), "earlier version of unskip, in format 1.*save it again"),
+        (lambda f: edit(f, put("format", value=0)), "earlier version of unskip, in format 0.*save it again"),
+        (lambda f: edit(f, put("format", value=True)), "damaged, its format is True"),
+        (lambda f: edit(f, put("format", value="2")), "damaged, its format is '2'"),
+        (lambda f: edit(f, lambda r: r.pop("wiring")), "damaged, wiring is missing"),
+        (lambda f: edit(f, lambda r: r.pop("seal"), sealed=False), "damaged, seal is missing"),
+        (lambda f: edit(f, put("sha256", value=None)), "damaged, sha256 holds a NoneType"),
+        (lambda f: edit(f, put("sha256", value="abc")), "damaged, sha256 holds a str"),
+        (lambda f: edit(f, put("sha256", value={})), "checksum"),
+        (lambda f: edit(f, put("structure", value={})), "its structure does not read"),
+        (lambda f: edit(f, put("structure", "modules", value={"": 99})), "its structure does not read"),
+        (lambda f: edit(f, put("sources", value={"a": 1})), "its sources or buffers do not read"),
+        (lambda f: edit(f, put("buffers", value={"a": {"dtype": "manual_seed"}})), "the buffer a is missing"),
+        (lambda f: edit(f, lambda r: r["wiring"]["sites"][0].pop("path")), "its wiring does not read"),
+        (lambda f: edit(f, put(*SITE, "path", value="blocks.7")), "its wiring does not fit"),
+        (lambda f: edit(f, put(*SITE, "path", value="blocks.0.attn")), "its wiring does not fit"),
+        (lambda f: edit(f, put(*SITE, "path", value=7)), "its wiring does not read"),
+        (lambda f: edit(f, put(*SITE, "index", value=9)), "not numbered in order"),
+        (lambda f: edit(f, put(*SITE, "axis", value="x")), "its wiring does not read"),
+        (lambda f: edit(f, put(*SITE, "more", value=1)), "its wiring does not read"),
+        (lambda f: edit(f, put(*SITE, "places", value=["a"])), "its wiring does not read"),
+        (lambda f: edit(f, put(*PLACE, "hops", 0, "digest", value="0" * 16)), r"Block\.forward.*another version"),
+        (lambda f: edit(f, put(*PLACE, "hops", 0, "position", value=[1, 2, 3, 4])), "its wiring does not fit"),
+        (lambda f: edit(f, put(*PLACE, "hops", value=[])), "its wiring does not fit"),
+        (lambda f: edit(f, put("wiring", "plan", 0, "sites", value=[0, 9])), "its wiring does not read"),
+        (lambda f: edit(f, put("wiring", "plan", 0, "sites", value=[-1])), "its wiring does not read"),
+        (lambda f: edit(f, put("wiring", "plan", 0, "sites", value=[0, 0])), "a site has two rules"),
+        (lambda f: edit(f, put("wiring", "plan", 0, "rule", value={"rule": "cutt"})), "its wiring does not read"),
+        (lambda f: edit(f, put("wiring", "plan", 0, "rule", value={"rule": "cut"})), "its wiring does not fit"),
+        (lambda f: edit(f, put("wiring", "step", value=-5)), "its wiring does not read"),
+        (lambda f: edit(f, put("wiring", "step", value="x")), "its wiring does not read"),
+        (lambda f: edit(f, put("wiring", "alphas", value=[1.0])), "its wiring does not read"),
+        (lambda f: edit(f, put("wiring", value=None)), "does not fit the weights"),
+        (lambda f: (f / "model.safetensors").write_bytes((f / "model.safetensors").read_bytes()[:-10]), "checksum"),
+        (
+            lambda f: (f / "model.safetensors").write_bytes(b"\0" + (f / "model.safetensors").read_bytes()[1:]),
+            "checksum",
+        ),
+        (lambda f: damage_weights(f, b"garbage" * 10), "does not read as safetensors"),
+        (lambda f: damage_weights(f, b""), "does not read as safetensors"),
+        (lambda f: edit(f, put("class", value="a.B")), "holds a a.B, but the model is a timm"),
+        (lambda f: edit(f, put("class", value=None)), "damaged, class holds a NoneType"),
+    ],
+)
+def test_a_bad_folder_is_refused_and_nothing_is_half_loaded(folder: Path, damage: Any, message: str) -> None:
+    damage(folder)
+    with pytest.raises(LoadError, match=message):
+        unskip.load(folder)
+    model = vit()
+    before = snapshot(model)
+    with pytest.raises(LoadError, match=message):
+        unskip.load(folder, model=model)
+    assert unchanged(model, before)
+
+
+@pytest.mark.parametrize(
+    ("builder", "message"),
+    [
+        ({**VIT, "kwargs": {**VIT["kwargs"], "depth": 3}}, "depth of the model is 3 instead of 2|one module more"),
+        ({**VIT, "kwargs": {**VIT["kwargs"], "num_heads": 4}}, r"head_dim of blocks\.0\.attn is 4 instead of 8"),
+        ({**VIT, "spec": "timm:vit_tyni"}, "building the .*nearest"),
+        ({**VIT, "kwargs": {"foo": 1}}, "building the .*failed"),
+        ({**VIT, "kwargs": [1]}, "no builder that is known"),
+        ({"spec": None, "kwargs": {}}, "no builder that is known"),
+        ({"transformers": "NoSuchModel", "config": {}}, "building the .*failed"),
+        ({"diffusers": "DiTTransformer2DModel", "config": None}, "no builder that is known"),
+        ({}, "no builder that is known"),
+    ],
+)
+def test_a_bad_builder_in_the_record_is_refused_and_a_given_model_still_loads(
+    folder: Path, builder: Any, message: str
+) -> None:
+    edit(folder, put("builder", value=builder))
+    with pytest.raises(LoadError, match=message):
+        unskip.load(folder)
+    assert Wiring.of(unskip.load(folder, model=vit())).alphas == [0.5] * 4
+
+
+def leaves(tree: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    if isinstance(tree, dict | list) and tree:
+        items = tree.items() if isinstance(tree, dict) else enumerate(tree)
+        return [leaf for key, value in items for leaf in leaves(value, (*path, key))]
+    return [path]
+
+
+def test_every_edited_field_is_found(folder: Path) -> None:
+    text = (folder / "unskip.json").read_text()
+    every = [leaf for leaf in leaves(json.loads(text)) if leaf != ("format",)]
+    assert len(every) > 200
+    for leaf in every[:: max(1, len(every) // 150)]:
+        edit(folder, put(*leaf, value="edited"), sealed=False)
+        with pytest.raises(LoadError, match=r"changed after it was written|damaged"):
+            unskip.load(folder)
+        (folder / "unskip.json").write_text(text)
+    unskip.load(folder)
+
+
+@settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(position=st.integers(0, 10**9), bit=st.integers(0, 7))
+def test_a_flipped_bit_of_the_record_never_loads_another_model(tmp_path: Path, position: int, bit: int) -> None:
+    saved = tmp_path / "m"
+    if not saved.exists():
+        torch.manual_seed(0)
+        model = vit()
+        unskip.rewire(model, Decay(0.6))
+        unskip.save(model, saved, builder=VIT)
+        (tmp_path / "whole.json").write_bytes((saved / "unskip.json").read_bytes())
+    data = bytearray((tmp_path / "whole.json").read_bytes())
+    data[position % len(data)] ^= 1 << bit
+    (saved / "unskip.json").write_bytes(bytes(data))
+    try:
+        again = unskip.load(saved, model=vit())
+    except LoadError:
+        return
+    # A space for a line break, for instance: the content is the same.
+    assert json.loads(bytes(data)) == json.loads((tmp_path / "whole.json").read_bytes())
+    assert Wiring.of(again).alphas == pytest.approx([1, 1 - 0.4 / 3, 1 - 0.8 / 3, 0.6])
+
+
+def test_a_model_of_other_shapes_is_left_as_it_was(folder: Path) -> None:
+    model = timm.create_model("vit_tiny_patch16_224", **{**VIT["kwargs"], "embed_dim": 32})
+    before = snapshot(model)
+    with pytest.raises(LoadError, match="is 32 instead of 16"):
+        unskip.load(folder, model=model)
+    assert unchanged(model, before)
+
+
+@pytest.mark.parametrize("drop", ["head.bias", "blocks.1.unskip_alpha0"])
+def test_weights_that_lack_one_leave_a_model_without_its_wiring(folder: Path, drop: str) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    del tensors[drop]
+    damage_weights(folder, to_bytes({name: value.bfloat16() for name, value in tensors.items()}))
+    model = vit()
+    before = snapshot(model)
+    with pytest.raises(LoadError, match=f"does not fit the weights: {drop}"):
+        unskip.load(folder, model=model)
+    assert unchanged(model, before)
+
+
+def test_malformed_buffers_are_refused_also_where_they_are_not_compared(folder: Path) -> None:
+    edit(folder, put("buffers", value={"a": {"dtype": "manual_seed"}}))
+    model = vit()
+    before = snapshot(model)
+    with pytest.raises(LoadError, match="its buffers do not read"):
+        unskip.load(folder, model=model, check_source=False)
+    assert unchanged(model, before)
+
+
+class Vector(nn.Module):
+    """Its only size is one that no setting tells."""
+
+    def __init__(self, size: int, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(size, dtype=dtype))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.scale
+
+
+def test_weights_of_another_shape_are_refused_and_dtypes_put_back(tmp_path: Path) -> None:
+    unskip.save(Vector(3, torch.bfloat16), tmp_path)
+    model = Vector(4)
+    before = snapshot(model)
+    with pytest.raises(LoadError, match="does not fit the weights: scale"):
+        unskip.load(tmp_path, model=model)
+    assert unchanged(model, before)
+
+
+def test_a_rewired_model_is_not_loaded_into(folder: Path) -> None:
+    model = vit()
+    unskip.rewire(model, Cut())
+    with pytest.raises(BadInput, match="rewired already"):
+        unskip.load(folder, model=model)
