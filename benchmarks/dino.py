@@ -167,7 +167,7 @@ def judged(folder: Path, task: dict[str, Any]) -> dict[str, Any]:
     from unskip.measures.similarity import cka
     from unskip.recipes._judge import open_run
     from unskip.recipes._judge_dense import picture_run
-    from unskip.recipes._mae import _some
+    from unskip.recipes._online import some
 
     run = open_run(folder)
     device = next(run.model.parameters()).device
@@ -178,7 +178,7 @@ def judged(folder: Path, task: dict[str, Any]) -> dict[str, Any]:
     for split, most in (("train", KNOWN), ("test", 2 * KNOWN)):
         # Asked for as the recipes ask, so that what a worker has decoded serves here, too.
         like: Any = {"hold_out": False} if split == "train" else {}
-        images = _some(data.open_images(run.config.data, split=split, root=run.config.data_root, **like), most)
+        images = some(data.open_images(run.config.data, split=split, root=run.config.data_root, **like), most)
         batches = data.Feed(images, 1024, run.config.size, device=device).evaluate()
         sides.append(evals.extract(run.encoder, batches, "all", [mean, token]))
     train, test = sides

@@ -15,6 +15,7 @@ from unskip.demo import Scale, _absorb, _knob, _train
 from unskip.demo._compare import beside, compared, ranked
 from unskip.errors import BadInput, TrainingError
 from unskip.recipes import mae, supervised
+from unskip.recipes._data import opening_once
 from unskip.report import read
 from unskip.wiring import Wiring
 
@@ -137,18 +138,18 @@ def test_stopped_between_runs(tmp_path: Path) -> None:
 def test_a_run_that_fails_is_said_and_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     train = _train.train
 
-    def failing(config: Any, out: Path, quiet: bool) -> Any:
+    def failing(config: Any, out: Path, quiet: bool, opener: Any) -> Any:
         if out.name in ("mae-decayed", "skips-kept"):
             raise TrainingError(f"{out.name}: the loss is nan at step 4.")
-        return train(config, out, quiet)
+        return train(config, out, quiet, opener)
 
     monkeypatch.setattr(_train, "train", failing)
     lines: list[str] = []
-    runs = _train.pretrain(TINY, tmp_path, lines.append, True)
+    runs = _train.pretrain(TINY, tmp_path, lines.append, True, opening_once())
     text = "\n".join(lines)
     assert "failed: mae-decayed: the loss is nan at step 4." in text
     assert "Nothing to compare: of decayed there are no features, as its training has failed." in text
-    runs = _train.classify(TINY, tmp_path, lines.append, True)
+    runs = _train.classify(TINY, tmp_path, lines.append, True, opening_once())
     text = "\n".join(lines)
     assert "With its skips, the model has not come through its training." in text
     assert "in as many steps" not in text

@@ -20,7 +20,8 @@ from unskip.data import ImageSet
 from unskip.errors import BadInput, UnskipError
 from unskip.models import MAE
 from unskip.recipes._judge import open_run
-from unskip.recipes._mae import _some, build
+from unskip.recipes._mae import build
+from unskip.recipes._online import some
 from unskip.training import RunFolder
 
 # Runs of a few steps look unhealthy, and are told so.
@@ -197,10 +198,10 @@ def test_what_recipes_share_reaches_the_schedule() -> None:
 def test_images_that_are_judged_on_the_way_are_of_every_class_alike() -> None:
     labels = torch.tensor([0] * 500 + [1] * 30 + [2] * 5 + [3] * 400)
     images = ImageSet("made", "train", tuple("abcd"), labels, torch.zeros(935, 1, 2, 2, dtype=torch.uint8))
-    assert _some(images, 935) is images
-    assert _some(images, 100).labels.bincount().tolist() == [33, 30, 5, 32]
-    assert _some(images, 2).labels.tolist() == [0, 1]  # of another set, too: what is judged was learnt
-    assert torch.equal(_some(images, 100).labels, _some(images, 100).labels)
+    assert some(images, 935) is images
+    assert some(images, 100).labels.bincount().tolist() == [33, 30, 5, 32]
+    assert some(images, 2).labels.tolist() == [0, 1]  # of another set, too: what is judged was learnt
+    assert torch.equal(some(images, 100).labels, some(images, 100).labels)
 
 
 @pytest.mark.full

@@ -25,6 +25,7 @@ from unskip.errors import BadInput, UnskipError, UnskipWarning
 from unskip.models import DINO, SimCLR
 from unskip.recipes import _dino, _simclr
 from unskip.recipes._judge import open_run
+from unskip.recipes._online import online
 from unskip.training import RunFolder
 
 pytestmark = pytest.mark.filterwarnings("ignore::unskip.errors.UnskipWarning")  # runs of a few steps look unhealthy
@@ -264,9 +265,7 @@ def test_neighbours_are_judged_by_the_classes_that_are_known() -> None:
     low, high = (rows.nonzero()[:, 0] for rows in (images.labels < 5, images.labels >= 5))
     known = Feed(images.select(low[:300]), 300, 8)
     one, both = (
-        _dino.online(known, Feed(images.select(rows), 300, 8), "float32", {}, lambda net: net.teacher.backbone)(
-            task.model
-        )
+        online(known, Feed(images.select(rows), 300, 8), "float32", {}, lambda net: net.teacher.backbone)(task.model)
         for rows in (low[300:400], torch.cat([low[300:400], high[:100]]))
     )
     assert one["knn20"] == both["knn20"]

@@ -22,10 +22,9 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     place = tmp_path_factory.mktemp("runs")
     decoder = {"decoder_width": 16, "decoder_depth": 1, "decoder_heads": 2}
     config = unskip.recipes.mae("digits", shortcut="decay:0.5", health=False, **SMALL, **decoder)
-    unskip.train(config, place / "mae", quiet=True)
-    config = unskip.recipes.supervised("digits", **SMALL)
-    with pytest.warns(unskip.errors.UnskipWarning):  # after six steps it has learnt nothing
-        unskip.train(config, place / "classifier", quiet=True)
+    with pytest.warns(unskip.errors.UnskipWarning):  # after six steps they have learnt nothing
+        unskip.train(config, place / "mae", quiet=True)
+        unskip.train(unskip.recipes.supervised("digits", **SMALL), place / "classifier", quiet=True)
     return place
 
 
@@ -160,7 +159,7 @@ def test_page_has_it_all(groups: list[Group]) -> None:
 
 
 def test_images_are_opened_once_for_all_runs(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from unskip.report import _look
+    from unskip.recipes import _data
 
     asked: list[str] = []
 
@@ -168,7 +167,7 @@ def test_images_are_opened_once_for_all_runs(runs: Path, monkeypatch: pytest.Mon
         asked.append(split)
         return open_images(data, split, **options)  # type: ignore[call-overload]
 
-    monkeypatch.setattr(_look, "open_images", counted)
+    monkeypatch.setattr(_data, "open_images", counted)
     groups = read([runs / "mae", runs / "classifier"])
     assert asked == ["train", "test"]
     assert all(group.runs[0].look.tiles for group in groups)  # type: ignore[union-attr]

@@ -21,6 +21,7 @@ from unskip import recipes as book
 from unskip._table import table
 from unskip.cli._say import finite
 from unskip.errors import BadInput
+from unskip.recipes._data import Opener, opening_once
 from unskip.recipes._registry import resolve
 from unskip.recipes._run import is_main
 from unskip.training import Outcome, RunFolder
@@ -79,9 +80,9 @@ def run(job: Job) -> int:
 def _runs(job: Job) -> int:
     if job.seeds is None:
         return _tell(book.train(job.config, job.out, job.quiet))
-    outcomes = []
+    outcomes, opener = [], opening_once()
     for seed in job.seeds:
-        outcome = _begun(replace(job.config, seed=seed), job.out / f"seed-{seed}", job.quiet)
+        outcome = _begun(replace(job.config, seed=seed), job.out / f"seed-{seed}", job.quiet, opener)
         if _tell(outcome):
             return _STOPPED
         outcomes.append(outcome)
@@ -90,11 +91,11 @@ def _runs(job: Job) -> int:
     return 0
 
 
-def _begun(config: Any, out: Path, quiet: bool) -> Outcome:
+def _begun(config: Any, out: Path, quiet: bool, opener: Opener) -> Outcome:
     """A run of several, or the rest of it: the same command goes on with what was interrupted."""
     if (out / "config.json").exists() and book.from_dict(RunFolder.open(out).config) == config:
-        return book.resume(out, quiet)
-    return book.train(config, out, quiet)
+        return book.resume(out, quiet, opener)
+    return book.train(config, out, quiet, opener)
 
 
 def resume(

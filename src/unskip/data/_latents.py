@@ -172,11 +172,16 @@ class LatentFeed:
 
     def evaluate(self, rank: int = 0, world: int = 1) -> Iterator[tuple[Tensor, Tensor]]:
         """Every image once, in order: the means of its latents, scaled."""
+        for moments, labels in self.in_order(rank, world):
+            yield self.autoencoder.latents(moments), labels
+
+    def in_order(self, rank: int = 0, world: int = 1) -> Iterator[tuple[Tensor, Tensor]]:
+        """Every image once: its moments, and its label."""
         for start in range(0, len(self.images), self.batch):
             part = share(min(self.batch, len(self.images) - start), rank, world)
             values = self._put(self.moments[start + part.start : start + part.stop, 0])
             labels = self.images.labels[start + part.start : start + part.stop].to(self.device)
-            yield self.autoencoder.latents(values), labels
+            yield values, labels
 
     def _put(self, values: Any) -> Tensor:
         return torch.from_numpy(numpy.ascontiguousarray(values)).to(self.device).float()

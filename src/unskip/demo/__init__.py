@@ -13,10 +13,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from unskip.data import open_images
 from unskip.demo import _absorb, _knob, _train
 from unskip.demo._train import LARGE, QUICK, SMALL, Interrupted, Scale
 from unskip.errors import BadInput
+from unskip.recipes import mae
+from unskip.recipes._data import Opener, opened, opening_once
 
 __all__ = ["LARGE", "QUICK", "SMALL", "Scale", "Shown", "chosen", "run"]
 Write = Callable[[str], object]
@@ -47,12 +48,13 @@ def chosen(data: str = "digits", quick: bool = False, device: str | None = None)
 
 def run(out: str | Path = "runs/demo", write: Write = print, scale: Scale = SMALL, quiet: bool = False) -> Shown:
     """Carries the demo out in a new folder."""
-    _refuse_early(scale)
+    opener = opening_once()
+    _refuse_early(scale, opener)
     folder, begun = _made(Path(out)), time.perf_counter()
     if folder != Path(out):
         write(f"{out} is taken, so this goes into {folder}.\n")
     try:
-        shown = _all(folder, write, scale, quiet)
+        shown = _all(folder, write, scale, quiet, opener)
     except (Interrupted, KeyboardInterrupt):
         write(f"\n{_stopped(folder)}")
         raise KeyboardInterrupt from None
@@ -61,21 +63,21 @@ def run(out: str | Path = "runs/demo", write: Write = print, scale: Scale = SMAL
     return shown
 
 
-def _all(folder: Path, write: Write, scale: Scale, quiet: bool) -> Shown:
+def _all(folder: Path, write: Write, scale: Scale, quiet: bool, opener: Opener) -> Shown:
     from unskip.report import write as write_page
 
     _part(write, 1, "One knob at every residual")
     holds = _knob.turn(write)
     _part(write, 2, f"Masked autoencoders, plain and decayed: {scale.mae['steps']} steps each, the same seed")
-    runs = _train.pretrain(scale, folder, write, quiet)
+    runs = _train.pretrain(scale, folder, write, quiet, opener)
     _part(write, 3, f"A classifier without skips: {scale.supervised['steps']} steps each, the same seed")
-    runs += (others := _train.classify(scale, folder, write, quiet))
+    runs += (others := _train.classify(scale, folder, write, quiet, opener))
     _part(write, 4, "Can an MLP absorb its own skip?")
     kept = next((run for run in others if any((run / "checkpoints").glob("step-*"))), None)
-    holds &= _absorb.decide(kept, write)
+    holds &= _absorb.decide(kept, write, opener)
     _part(write, 5, "One page about all of it")
     write("The models are built once more from their checkpoints, measured and looked at.")
-    page = write_page(runs, folder / "report.html").resolve()
+    page = write_page(runs, folder / "report.html", opener=opener).resolve()
     write(f"Open {page} in a browser: curves, depth, shortcuts, pictures, and the data behind them.\n")
     return Shown(holds, page)
 
@@ -84,9 +86,9 @@ def _part(write: Write, number: int, title: str) -> None:
     write(f"{'' if number == 1 else chr(10)}== {number} of 5: {title} ==\n")
 
 
-def _refuse_early(scale: Scale) -> None:
+def _refuse_early(scale: Scale, opener: Opener) -> None:
     """What would end the demo after minutes ends it now."""
-    open_images(scale.mae.get("data", scale.preset), "test")
+    opened(mae(scale.preset, **scale.mae), "test", opener)
     try:
         import matplotlib  # noqa: F401  (it refuses an MPLBACKEND that it does not know)
     except (ImportError, ValueError) as error:

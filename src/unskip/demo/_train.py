@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from unskip._table import table
-from unskip.data import open_images
 from unskip.demo._compare import at_chance, beside, compared, ranked
 from unskip.errors import TrainingError
 from unskip.recipes import mae, supervised, train
+from unskip.recipes._data import Opener, opened
 from unskip.recipes._judge import judge_run
 
 Write = Callable[[str], object]
@@ -48,18 +48,18 @@ class Interrupted(Exception):
     """A run was stopped by a signal."""
 
 
-def pretrain(scale: Scale, out: Path, write: Write, quiet: bool) -> list[Path]:
+def pretrain(scale: Scale, out: Path, write: Write, quiet: bool, opener: Opener) -> list[Path]:
     """Two masked autoencoders that differ by their shortcuts alone, judged block by block."""
     runs = {"plain": ("keep", out / "mae-plain"), "decayed": ("decay:0.6", out / "mae-decayed")}
     found: dict[str, Numbers] = {}
     for name, (shortcut, folder) in runs.items():
         config = mae(scale.preset, shortcut=shortcut, **scale.mae)
         write(f"  {name}: --shortcut {shortcut}, into {folder}")
-        if _trained(config, folder, write, quiet) is None:
+        if _trained(config, folder, write, quiet, opener) is None:
             continue
         write("    judged: neighbours, linear probe and rank of every block")
-        found[name] = by_block(judge_run(folder, PROTOCOLS)[1])
-    images = len(open_images(config.data, "test", root=config.data_root))
+        found[name] = by_block(judge_run(folder, PROTOCOLS, opener=opener)[1])
+    images = len(opened(config, "test", opener))
     if len(found) == len(runs):
         for line in said_of_features(found["plain"], found["decayed"], shortcut, images):
             write(line)
@@ -98,7 +98,7 @@ def said_of_features(plain: Numbers, decayed: Numbers, shortcut: str, images: in
     return lines
 
 
-def classify(scale: Scale, out: Path, write: Write, quiet: bool) -> list[Path]:
+def classify(scale: Scale, out: Path, write: Write, quiet: bool, opener: Opener) -> list[Path]:
     """A ViT with its skips, without them, and without them but with the initialisation made for that."""
     kinds = {
         "with skips": ({}, out / "skips-kept"),
@@ -109,9 +109,9 @@ def classify(scale: Scale, out: Path, write: Write, quiet: bool) -> list[Path]:
     for name, (fields, folder) in kinds.items():
         config = supervised(scale.preset, **{**scale.supervised, **fields})
         write(f"  {name}: into {folder}")
-        outcome = _trained(config, folder, write, quiet)
+        outcome = _trained(config, folder, write, quiet, opener)
         accuracy[name] = None if outcome is None else outcome["test_accuracy"]
-    images = open_images(config.data, "test", root=config.data_root)
+    images = opened(config, "test", opener)
     rows = [[name, "failed" if value is None else value] for name, value in accuracy.items()]
     write(f"\n{table(['model', 'test accuracy'], rows)}\n")
     kept, cut, begun = accuracy.values()
@@ -140,10 +140,10 @@ def said_of_skips(kept: float | None, cut: float | None, begun: float | None, cl
     return [*lines[:-1], lines[-1] + "\n"]
 
 
-def _trained(config: Any, folder: Path, write: Write, quiet: bool) -> dict[str, float] | None:
+def _trained(config: Any, folder: Path, write: Write, quiet: bool, opener: Opener) -> dict[str, float] | None:
     """The numbers of a run; None, and the reason in words, where its loss was not finite."""
     try:
-        outcome = train(config, folder, quiet)
+        outcome = train(config, folder, quiet, opener)
     except TrainingError as error:
         write(f"    failed: {error}")
         return None

@@ -7,15 +7,14 @@ better dense features after DINO (arXiv 2104.14294) than one with them.
     without residuals    --shortcut cut --init skipless:vit-small --optimizer soap
     remedies             --shortcut anneal:keep>cut@5000 | decay:0.6 | --balance sinkhorn
 
-The teacher is what is judged. Loss at log(out), a teacher that says the same of every image, and features of any block
-that lose their rank are logged and warned about.
+The teacher is what is judged. A loss at which nothing is learnt, a teacher that says the same of every image, and
+features of any block that lose their rank are logged and warned about.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,32 +22,25 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from unskip import spec
 from unskip.anatomy._example import Example
 from unskip.anatomy._features import block_axes
-from unskip.data import Feed, ImageSet, ViewFeed, Views, open_images
 from unskip.data._views import Drawn, DrawnFeed
-from unskip.errors import BadInput
-from unskip.evals import PROTOCOLS, extract, knn, rank
-from unskip.evals._extract import View
-from unskip.init import start_
 from unskip.models import DINO, load_dino
 from unskip.optim import build as build_optimizer
 from unskip.optim import schedules
-from unskip.recipes._mae import _some
+from unskip.recipes._data import OfImages, Opener
+from unskip.recipes._online import online
 from unskip.recipes._registry import Preset, Recipe, register, resolve
-from unskip.recipes._shared import arguments_of, device_of, schedule_of, steps_of
+from unskip.recipes._shared import built, device_of, schedule_of, steps_of
+from unskip.recipes._views import backbone_arguments, collapsed_blocks, prepare, still_feeds, view_data
 from unskip.training import Precision, Schedule, Task
 from unskip.wiring import rewire, save
 
 
 @dataclass(frozen=True)
-class Dino:
+class Dino(OfImages):
     """The config of a DINO run. `steps`, where given, counts instead of `epochs`."""
 
-    preset: str = "digits"
-    data: str = "digits"  # several sets are joined by +
-    data_root: str | None = None
     model: str = "timm:vit_tiny_patch16_224"
     model_args: str = ""  # further arguments of the builder: "depth=6,embed_dim=96"
     size: int = 32  # of large views
@@ -164,14 +156,14 @@ def dino(preset: str = "digits", **overrides: Any) -> Dino:
     return config
 
 
-def build(config: Dino) -> tuple[Task, Schedule]:
+def build(config: Dino, opener: Opener | None = None) -> tuple[Task, Schedule]:
     """The task and schedule of a config."""
     device = device_of(config.device)
-    train, test, feed = view_data(config, device)
+    train, test, feed = view_data(config, device, opener)
     known, judged = still_feeds(config, train, test, device)
     sample = next(iter(judged.evaluate()))[0][:64]
     arguments = backbone_arguments(config, train.channels)
-    backbone = spec.build(config.model, **arguments).to(device)
+    backbone = built(config, arguments).to(device)
     prepare(config, backbone, sample)
     model = DINO(
         backbone,
@@ -239,14 +231,14 @@ def build(config: Dino) -> tuple[Task, Schedule]:
         loss=loss,
         optimizer=optimizer,
         wiring=wirings[0] if wirings else None,
-        trivial=math.log(config.out),
+        trivial=trivial(config),
         evaluations={"knn-dino-v1, rank-v1": evaluation},
         notes=(*train.report, *test.report),
         sample=sample[:8] if config.health else None,
         watched=model.teacher.backbone,
         before=before,
         after=after,
-        watch=watch(config.out, config.batch),
+        watch=watch(config.out, config.batch // config.accumulate),
         save=write,
     )
     return task, schedule
@@ -273,111 +265,21 @@ def frozen_until(optimizer: Any, weight: Callable[[], Tensor], free: Callable[[]
     optimizer.register_step_post_hook(show)
 
 
-# --- What DINO and SimCLR share ---------------------------------------------------------------------------------------
+def trivial(config: Dino) -> float:
+    """The loss of a student that knows nothing of what the teacher says.
 
+    With a last layer that is free that is log(out): its rows become alike, and q uniform. Rows that stand still, spread
+    evenly, make no uniform q. Then <p, s> is 0 on average, and what is left is the log of a sum over rows w, which are
+    every direction of b dimensions:
 
-def view_data(config: Any, device: torch.device) -> tuple[ImageSet, ImageSet, ViewFeed]:
-    """The training and the judged set, and the views of the first."""
-    patch = config.patch or 1
-    for name in ("size", "small_size"):
-        if getattr(config, name, patch) % patch:
-            raise BadInput(f"patches of {patch} do not divide {name} {getattr(config, name)}; change one of them")
-    train = open_images(config.data, split="train", root=config.data_root, hold_out=config.validate)
-    test = open_images(config.data, split="val" if config.validate else "test", root=config.data_root)
-    strength = config.colour
-    small = getattr(config, "small", 0)
-    views = Views(
-        small=small,
-        size=config.size,
-        small_size=getattr(config, "small_size", config.size),
-        scale=(config.scale, 1.0),
-        small_scale=(min(getattr(config, "small_scale", config.scale), config.scale), config.scale),
-        jitter=0.8 if strength else 0.0,
-        brightness=0.4 * strength,
-        contrast=0.4 * strength,
-        saturation=0.2 * strength,
-        hue=0.1 * strength,
-        gray=0.2 if strength else 0.0,
-        blur=(1.0, 0.1, 0.5) if strength else (0.0, 0.0, 0.0),
-        solarize=0.2 if strength else 0.0,
-    )
-    source = config.source if train.images is None else None
-    if train.images is None and source is None:
-        raise BadInput(f"{train.name}: its images are read from disk; say with --source at which size to crop from")
-    options: dict[str, Any] = {"seed": config.seed, "device": device, "workers": config.workers}
-    return train, test, ViewFeed(train, config.batch, views, source=source, **options)
-
-
-def still_feeds(config: Any, train: ImageSet, test: ImageSet, device: torch.device) -> tuple[Feed, Feed]:
-    """Images as they are, for the neighbours and ranks of a run that goes on."""
-    options: dict[str, Any] = {"size": config.size, "device": device, "workers": config.workers}
-    least = max(PROTOCOLS["knn-dino-v1"].settings["neighbours"])
-    if min(len(train), config.online_images) < least:
-        raise BadInput(
-            f"online_images is {config.online_images}, of {len(train)} training images; {least} neighbours are looked "
-            f"at, so it is {least} or more"
-        )
-    batch = max(config.batch, 512)  # nothing is kept for a backward pass
-    known, judged = (Feed(_some(each, config.online_images), batch, **options) for each in (train, test))
-    return known, judged
-
-
-def backbone_arguments(config: Any, channels: int) -> dict[str, Any]:
-    """The arguments of a backbone that gives a vector an image and takes images of several sizes."""
-    if not config.model.startswith("timm:"):
-        raise BadInput(f"model is {config.model!r}; the backbone is a ViT of timm, as in timm:vit_small_patch16_224")
-    arguments: dict[str, Any] = {"num_classes": 0, "in_chans": channels, "img_size": config.size}
-    arguments["dynamic_img_size"] = True
-    if config.patch is not None:
-        arguments["patch_size"] = config.patch
-    return arguments | arguments_of(config.model_args)
-
-
-def prepare(config: Any, backbone: nn.Module, sample: Tensor) -> None:
-    """The initialisation."""
-    draw = torch.Generator().manual_seed(config.seed)
-    start_(backbone, config.init, draw, sample[:2], where=config.where, preset="vit-small")
-
-
-# The mean of all tokens, as other recipes are judged, and the class token, which is what DINO trains and judges by.
-_ONLINE: dict[str, View] = {"": ("mean", "none"), "cls_": ("cls", "layer")}
-
-
-def online(
-    train: Feed, test: Feed, precision: Any, axes: Mapping[str, int], encoder: Callable[[Any], nn.Module]
-) -> Callable[[nn.Module], dict[str, float]]:
-    """Neighbours of the last block, and the rank of every block, while training goes on."""
-
-    def judged(network: nn.Module) -> dict[str, float]:
-        inner = encoder(network)
-        options: dict[str, Any] = {"precision": precision, "axes": axes}
-        with _gathered(network):
-            learnt = extract(inner, train.evaluate(), -1, _ONLINE.values(), **options)
-            found = extract(inner, test.evaluate(), "all", _ONLINE.values(), **options)
-        last = found.blocks - 1
-        there = torch.isin(found.labels, learnt.labels)  # few images need not show every class
-        values: dict[str, float] = {}
-        for word, view in _ONLINE.items():
-            by_k = knn(learnt[view][last], learnt.labels, found[view][last][there], found.labels[there])
-            values |= {f"{word}knn{k}": accuracy for k, accuracy in by_k.items()}
-        y = found["mean", "none"]
-        ranks = {f"rank_block_{index}": rank(value)["rank"] for index, value in y.items()}
-        return values | rank(y[last]) | ranks
-
-    return judged
-
-
-@contextmanager
-def _gathered(network: Any) -> Iterator[None]:
-    """A part of a sharded model can be called on its own while what the whole model holds beside blocks is gathered."""
-    sharded = hasattr(network, "unshard")
-    if sharded:
-        network.unshard()
-    try:
-        yield
-    finally:
-        if sharded:
-            network.reshard()
+        log sum exp(<w, z> / T) = log(out) + log 0F1(b / 2, 1 / (2 T)^2)
+    """
+    if config.freeze_last is not None:
+        return math.log(config.out)
+    half, argument = config.bottleneck / 2, 1 / (2 * config.student_temperature) ** 2
+    index = torch.arange(round(4 * math.sqrt(argument)) + 100, dtype=torch.float64)  # of the terms of the series
+    terms = index * math.log(argument) - torch.lgamma(index + 1) - torch.lgamma(index + half) + math.lgamma(half)
+    return math.log(config.out) + float(terms.logsumexp(0))
 
 
 def watch(out: int, batch: int) -> Callable[[dict[str, Any], float], Iterator[tuple[str, str]]]:
@@ -397,13 +299,7 @@ def watch(out: int, batch: int) -> Callable[[dict[str, Any], float], Iterator[tu
             yield "one-answer", text
         if row.get("divergence", 1.0) < 1e-3:
             yield "nothing-to-learn", f"student and teacher agree to within {row['divergence']:.2g}"
-        ranks = {int(key.rpartition("_")[2]): value for key, value in row.items() if key.startswith("rank_block_")}
-        flat = [index for index, value in sorted(ranks.items()) if value < 2]
-        if flat:
-            yield (
-                "collapsed-blocks",
-                f"features have lost their rank in blocks {flat}: {ranks[flat[0]]:.2f} in the first",
-            )
+        yield from collapsed_blocks(row)
 
     return look
 

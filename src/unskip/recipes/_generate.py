@@ -18,7 +18,7 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor, nn
 
-from unskip.data import Augment, Feed, ImageSet, open_images
+from unskip.data import Augment, Feed, ImageSet
 from unskip.data._latents import Autoencoder, LatentFeed
 from unskip.errors import BadInput
 from unskip.evals import knn, rank
@@ -28,7 +28,8 @@ from unskip.models import Flow
 from unskip.models._flow import Interpolant, Target, Times
 from unskip.models._noise import normal
 from unskip.optim import build as build_optimizer
-from unskip.recipes._mae import _some, check_online
+from unskip.recipes._data import OfImages, Opener, both, judged_split
+from unskip.recipes._online import check_online, some
 from unskip.recipes._shared import device_of, schedule_of, steps_of
 from unskip.training import Precision, Schedule, Task
 from unskip.wiring import rewire, save
@@ -38,12 +39,9 @@ _WIDER = 4  # batches in judging, over those in training: nothing is kept for a 
 
 
 @dataclass(frozen=True)
-class Generative:
+class Generative(OfImages):
     """The config of a generative run. `steps`, where given, counts instead of `epochs`."""
 
-    preset: str = "digits"
-    data: str = "digits"
-    data_root: str | None = None
     latents: str | None = None  # a folder of an AutoencoderKL of diffusers: train on its latents, encoded once
     cache: str = "~/.cache/unskip/latents"  # where they are kept
     model: str = "S/2"  # size and patch
@@ -109,17 +107,16 @@ class _Images(Protocol):
 Maker = Callable[[dict[str, Any]], nn.Module]
 
 
-def build_task(config: Generative, make: Maker) -> tuple[Task, Schedule]:
+def build_task(config: Generative, make: Maker, opener: Opener | None = None) -> tuple[Task, Schedule]:
     """The task and schedule of a config; `make` builds the model from size, channels, classes and `narrow`."""
     device = device_of(config.device)
     if not 0 <= config.online_time <= 1:
         raise BadInput(f"online_time is {config.online_time}; times go from noise, 0, to data, 1")
-    train = open_images(config.data, split="train", root=config.data_root, hold_out=config.validate)
-    test = open_images(config.data, split="val" if config.validate else "test", root=config.data_root)
+    train, test = both(config, opener)
     autoencoder = Autoencoder.open(config.latents, device) if config.latents is not None else None
     feed = _feed(config, train, autoencoder, device, config.flip)
     count = max(config.online_images, _FOR_LOSS)
-    known, judged = (_feed(config, _some(each, count), autoencoder, device) for each in (train, test))
+    known, judged = (_feed(config, some(each, count), autoencoder, device) for each in (train, test))
     if config.online_images:
         check_online(known.images, judged.images)
     sample = next(iter(judged.evaluate()))[0][:64]
@@ -148,7 +145,7 @@ def build_task(config: Generative, make: Maker) -> tuple[Task, Schedule]:
             values = autoencoder.latents(moments, noise)
         return flow.loss(network, values, labels, classes).mean(), {}
 
-    split = "val" if config.validate else "test"
+    split = judged_split(config)
     evaluations: dict[str, Any] = {"flow-loss-v1": _judged_loss(judged, flow, split)}
     if config.online_images:
         evaluations["knn-dino-v1, rank-v1"] = _online(known, judged, flow, config)
@@ -210,22 +207,33 @@ def _betas(text: str) -> tuple[float, float]:
 
 def _power(feed: _Images) -> float:
     """The mean square of the values: of all images, or of the first batch where they have to be read from disk."""
-    at_hand = isinstance(feed, LatentFeed) or feed.images.images is not None
     total, count = torch.zeros((), dtype=torch.float64, device=feed.device), 0
-    for values, _ in feed.evaluate():
-        total += values.double().square().sum()
-        count += values.numel()
-        if not at_hand:
+    for squares in _squares(feed):
+        total += squares.double().sum()
+        count += squares.numel()
+        if not isinstance(feed, LatentFeed) and feed.images.images is None:
             break
     return float(total) / count
 
 
+def _squares(feed: _Images) -> Iterator[Tensor]:
+    """The expected squares of the values, batch by batch; those of latents are drawn, as mean + deviation n."""
+    if not isinstance(feed, LatentFeed):
+        yield from (values.square() for values, _ in feed.evaluate())
+        return
+    for moments, _ in feed.in_order():
+        mean = feed.autoencoder.latents(moments)
+        yield mean.square() + (feed.autoencoder.latents(moments, torch.ones_like(mean)) - mean).square()
+
+
 def _trivial(flow: Flow, power: float) -> float:
-    """The loss of a network that predicts nothing, for data of mean square `power` and uniform times."""
+    """The loss of a network that predicts nothing, for data of mean square `power`."""
     if flow.target != "velocity":
         return 1.0 if flow.target == "noise" else power
-    time = torch.linspace(0, 1, 1001, dtype=torch.float64)
-    path = flow.path(time)
+    share = (torch.arange(1000, dtype=torch.float64) + 0.5) / 1000  # quantiles of the times
+    if flow.times == "logit-normal":
+        share = torch.sigmoid(flow.time_mean + flow.time_deviation * torch.special.ndtri(share))
+    path = flow.path(share)
     return float((path.da.square() * power + path.ds.square()).mean())
 
 

@@ -9,9 +9,9 @@ from typing import Any, Literal
 
 from torch import nn
 
-from unskip.data import open_images
 from unskip.errors import BadInput
 from unskip.evals import Result, evaluate
+from unskip.recipes._data import Opener, both, judged_split, opening_once
 from unskip.recipes._registry import RECIPES, from_dict
 from unskip.training import RunFolder
 from unskip.training._state import read_state
@@ -28,7 +28,7 @@ class Trained:
     step: int
 
 
-def open_run(out: str | Path, device: str | None = None) -> Trained:
+def open_run(out: str | Path, device: str | None = None, opener: Opener | None = None) -> Trained:
     """Builds the model of a run and fills it from the last whole checkpoint; averaged weights where there are any."""
     from safetensors.torch import load_model
 
@@ -41,7 +41,7 @@ def open_run(out: str | Path, device: str | None = None) -> Trained:
     if found is None:
         raise BadInput(f"{out}: no checkpoint yet; go on with `unskip resume {out}`")
     step, checkpoint = found
-    task, _ = RECIPES[data["recipe"]].build(config)
+    task, _ = RECIPES[data["recipe"]].build(config, opener)
     where = next(task.model.parameters()).device
     load_model(task.model, checkpoint / "model.safetensors", device=str(where))
     if (checkpoint / "average.json").is_file():
@@ -68,19 +68,20 @@ def judge_run(
     device: str | None = None,
     batch: int | None = None,
     changes: Mapping[str, Mapping[str, Any]] | None = None,
+    opener: Opener | None = None,
 ) -> tuple[Trained, list[Result]]:
     """Judges a run on its own data and adds a row for each result to its evals.jsonl.
 
     Without a `split` it is the one the run itself was judged on: "val" where that held one out, otherwise "test".
     `batch` images at a time give their features, as many as in training by default; fine-tuning has its own batch.
     """
-    run = open_run(out, device)
+    opener = opener or opening_once()
+    run = open_run(out, device, opener)
     config = run.config
     if getattr(config, "latents", None) is not None:
         raise BadInput(f"{out}: it was trained on latents; call unskip.evals.noised_features with batches of those")
-    split = split or ("val" if config.validate else "test")
-    train = open_images(config.data, split="train", root=config.data_root, hold_out=split == "val")
-    test = open_images(config.data, split=split, root=config.data_root)
+    split = split or judged_split(config)
+    train, test = both(config, opener, split)
     results = evaluate(
         run.encoder,
         train,

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from unskip.anatomy._features import indices
-from unskip.data import open_images
 from unskip.data._dense import open_dense
 from unskip.errors import BadInput
 from unskip.evals import Result, discover_blocks, patches, pictures, segment_blocks
 from unskip.evals._protocols import protocol
+from unskip.recipes._data import opened, opening_once
 from unskip.recipes._judge import Trained, open_run
 
 DENSE = ("segment", "discover")
@@ -79,9 +79,10 @@ def picture_run(
     out: str | Path, target: str | Path, source: str | None = None, device: str | None = None, count: int = 6
 ) -> Path:
     """A sheet of pictures of a run's features, of images of its own test split or of another set of parquet files."""
-    run = open_run(out, device)
+    opener = opening_once()
+    run = open_run(out, device, opener)
     if source is None:
-        images = open_images(run.config.data, split="test", root=run.config.data_root)
+        images = opened(run.config, "test", opener)
     else:
         images = open_dense(source, "test").images
     chosen = torch.linspace(0, len(images) - 1, count).long()

@@ -10,11 +10,11 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from unskip.data import open_images
 from unskip.errors import BadInput
 from unskip.evals import Extractor, Result, diffusion, extractor, generation, statistics
 from unskip.evals._diffusion import Blocks
 from unskip.models import Sampling
+from unskip.recipes._data import both, judged_split, opened, opening_once
 from unskip.recipes._generate import Generative
 from unskip.recipes._judge import Trained, open_run
 from unskip.recipes._sample import Samples, sampled
@@ -37,11 +37,12 @@ def judge_samples(
     The classes are as often as each other. `sampling` is 50 steps of Heun's unless said otherwise. Where `samples` are
     there already, made as `sampling` and `precision` say, these are judged and none are drawn.
     """
-    trained = run if isinstance(run, Trained) else open_run(run)
+    opener = opening_once()
+    trained = run if isinstance(run, Trained) else open_run(run, opener=opener)
     config = _generative(trained)
     sampling = sampling or Sampling()
     chosen = extractor(judge, device=next(trained.model.parameters()).device)
-    images = open_images(config.data, split=split, root=config.data_root, hold_out=False)
+    images = opened(config, split, opener)
     reference = statistics(images, chosen, size=config.size, batch=batch, cache=cache)
     if samples is not None:
         n = len(samples.images)
@@ -76,15 +77,15 @@ def judge_times(
     changes: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> tuple[Trained, dict[float, list[Result]]]:
     """Protocols over blocks and noise levels; a row for each result is added to the run's evals.jsonl."""
-    trained = run if isinstance(run, Trained) else open_run(run, device)
+    opener = opening_once()
+    trained = run if isinstance(run, Trained) else open_run(run, device, opener)
     config = _generative(trained)
     if config.latents is not None:
         raise BadInput(
             f"{trained.folder.path}: it was trained on latents; call unskip.evals.noised_features with those"
         )
-    split = split or ("val" if config.validate else "test")
-    train = open_images(config.data, split="train", root=config.data_root, hold_out=split == "val")
-    test = open_images(config.data, split=split, root=config.data_root)
+    split = split or judged_split(config)
+    train, test = both(config, opener, split)
     found = diffusion(
         trained.model,
         train,

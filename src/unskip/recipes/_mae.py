@@ -19,29 +19,26 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from unskip import spec
 from unskip.anatomy._example import Example
 from unskip.anatomy._features import block_axes
-from unskip.data import Augment, Feed, ImageSet, open_images
+from unskip.data import Augment, Feed
 from unskip.errors import BadInput
-from unskip.evals import PROTOCOLS, extract, knn, rank
-from unskip.evals._input import known as known_classes
+from unskip.evals import extract, knn, rank
 from unskip.init import zero_branches_
 from unskip.models import MAE, load_published
 from unskip.optim import build as build_optimizer
+from unskip.recipes._data import OfImages, Opener, both, judged_split
+from unskip.recipes._online import check_online, some
 from unskip.recipes._registry import Preset, Recipe, register, resolve
-from unskip.recipes._shared import arguments_of, device_of, schedule_of, steps_of
+from unskip.recipes._shared import arguments_of, built, device_of, schedule_of, steps_of
 from unskip.training import Precision, Schedule, Task
 from unskip.wiring import rewire, save
 
 
 @dataclass(frozen=True)
-class Mae:
+class Mae(OfImages):
     """The config of a pretraining run. `steps`, where given, counts instead of `epochs`."""
 
-    preset: str = "digits"
-    data: str = "digits"
-    data_root: str | None = None
     model: str = "timm:vit_tiny_patch16_224"
     model_args: str = ""  # further arguments of the builder: "depth=6,embed_dim=96"
     size: int = 32
@@ -123,18 +120,17 @@ def mae(preset: str = "digits", **overrides: Any) -> Mae:
     return config
 
 
-def build(config: Mae) -> tuple[Task, Schedule]:
+def build(config: Mae, opener: Opener | None = None) -> tuple[Task, Schedule]:
     """The task and schedule of a config."""
     device = device_of(config.device)
     if config.patch is not None and config.size % config.patch:
         raise BadInput(f"patches of {config.patch} do not divide images of {config.size}; change size or patch")
-    train = open_images(config.data, split="train", root=config.data_root, hold_out=config.validate)
-    test = open_images(config.data, split="val" if config.validate else "test", root=config.data_root)
+    train, test = both(config, opener)
     augment = Augment(crop=config.crop, scale=(config.scale, 1.0), flip=config.flip)
     options: dict[str, Any] = {"batch": config.batch, "size": config.size, "device": device, "workers": config.workers}
     feed = Feed(train, seed=config.seed, augment=augment, **options)
     steps = steps_of(config, feed.steps_per_epoch)
-    known, judged = (Feed(_some(images, config.online_images), augment=None, **options) for images in (train, test))
+    known, judged = (Feed(some(images, config.online_images), augment=None, **options) for images in (train, test))
     check_online(known.images, judged.images)
     sample = next(iter(judged.evaluate()))[0][:64]
     arguments = encoder_arguments(config, train.channels)
@@ -170,9 +166,9 @@ def build(config: Mae) -> tuple[Task, Schedule]:
         loss=loss,
         optimizer=optimizer,
         wiring=wiring,
-        trivial=float(model.target(model.patches(sample)).square().mean()),
+        trivial=trivial(model, judged),
         evaluations={
-            "reconstruction-v1": _reconstruction(judged, "val" if config.validate else "test"),
+            "reconstruction-v1": _reconstruction(judged, judged_split(config)),
             "knn-dino-v1, rank-v1": _online(known, judged, config.precision, axes),
         },
         notes=(*train.report, *test.report),
@@ -199,7 +195,7 @@ def encoder_arguments(config: Mae, channels: int) -> dict[str, Any]:
 
 def _model(config: Mae, arguments: dict[str, Any]) -> MAE:
     try:
-        encoder = spec.build(config.model, **arguments)
+        encoder = built(config, arguments)
     except BadInput as error:
         if "unexpected keyword" not in str(error):
             raise
@@ -215,32 +211,17 @@ def _model(config: Mae, arguments: dict[str, Any]) -> MAE:
     )
 
 
-def _some(images: ImageSet, count: int) -> ImageSet:
-    """So many images, in turn one of each class, drawn at random but the same each time.
-
-    Two sets that are cut to fewer images than classes keep the same classes.
-    """
-    if len(images) <= count:
-        return images
-    order = torch.randperm(len(images), generator=torch.Generator().manual_seed(0))
-    labels = images.labels[order]
-    by_class = labels.argsort(stable=True)
-    sizes = labels.bincount()
-    turn = torch.empty_like(labels)  # how many of its class come before
-    turn[by_class] = torch.arange(len(labels)) - (sizes.cumsum(0) - sizes)[labels[by_class]]
-    chosen = (turn * len(sizes) + labels).argsort()[:count]
-    return images.select(order[chosen].sort().values)
-
-
-def check_online(train: ImageSet, test: ImageSet) -> None:
-    """Raise at the start what would end a run at its first evaluation."""
-    most = max(PROTOCOLS["knn-dino-v1"].settings["neighbours"])
-    if len(train) < most:
-        raise BadInput(
-            f"{len(train)} training images are judged in training, and knn-dino-v1 asks for {most} neighbours; raise "
-            "online_images, or take a larger set"
-        )
-    known_classes("online_images", train.labels, test.labels)
+@torch.no_grad()
+def trivial(model: MAE, feed: Feed) -> float:
+    """The loss where nothing is painted: the mean square of what is wanted, of all images, or of the first batch where
+    they have to be read from disk."""
+    total, count = torch.zeros((), dtype=torch.float64, device=feed.device), 0
+    for images, _ in feed.evaluate():
+        wanted = model.target(model.patches(images))
+        total, count = total + wanted.double().square().sum(), count + wanted.numel()
+        if feed.images.images is None:
+            break
+    return float(total) / count
 
 
 def _reconstruction(judge: Feed, split: str) -> Callable[[nn.Module], dict[str, float]]:

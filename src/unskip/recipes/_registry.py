@@ -26,7 +26,7 @@ class Recipe:
     name: str
     config: type
     presets: Mapping[str, Preset]
-    build: Callable[[Any], Any]  # config -> (Task, Schedule)
+    build: Callable[..., Any]  # (config, opener=None) -> (Task, Schedule)
 
 
 RECIPES: dict[str, Recipe] = {}

@@ -8,16 +8,24 @@ from typing import Any
 
 import torch
 
-from unskip.recipes._registry import RECIPES, from_dict, recipe_of, to_dict
+from unskip.errors import BadInput
+from unskip.recipes._data import Opener
+from unskip.recipes._registry import RECIPES, Recipe, from_dict, recipe_of, to_dict
+from unskip.recipes._shared import device_of
 from unskip.training import Outcome, RunFolder
 from unskip.training import train as run_loop
+from unskip.training._graph import why_not
 
 
-def train(config: Any, out: str | Path, quiet: bool = False) -> Outcome:
-    """Carries out a config in a new run folder. Stopped by Ctrl-C or SIGTERM it leaves a checkpoint to resume from."""
+def train(config: Any, out: str | Path, quiet: bool = False, opener: Opener | None = None) -> Outcome:
+    """Carries out a config in a new run folder. Stopped by Ctrl-C or SIGTERM it leaves a checkpoint to resume from.
+
+    `opener` opens the images; one that keeps them spares the next run of the same data from decoding them again.
+    """
     recipe = recipe_of(config)
+    _refuse_graph(config, recipe)
     torch.manual_seed(config.seed)
-    task, schedule = recipe.build(config)
+    task, schedule = recipe.build(config, opener)
     folder = RunFolder(out)
     if is_main():
         device = str(next(task.model.parameters()).device)
@@ -25,14 +33,27 @@ def train(config: Any, out: str | Path, quiet: bool = False) -> Outcome:
     return run_loop(task, schedule, folder, quiet)
 
 
-def resume(out: str | Path, quiet: bool = False) -> Outcome:
+def resume(out: str | Path, quiet: bool = False, opener: Opener | None = None) -> Outcome:
     """Goes on with a run from its last whole checkpoint, or from the start where it has none."""
     folder = RunFolder.open(out)
     data = folder.config
     config = from_dict(data)
     torch.manual_seed(config.seed)
-    task, schedule = RECIPES[data["recipe"]].build(config)
+    task, schedule = RECIPES[data["recipe"]].build(config, opener)
     return run_loop(task, schedule, folder, quiet)
+
+
+def _refuse_graph(config: Any, recipe: Recipe) -> None:
+    """A graph that was asked for and cannot be is refused; one that a preset asks for is left out, and the run says so.
+
+    A run that goes on elsewhere, or is judged there, does without, too.
+    """
+    preset = recipe.presets.get(config.preset)
+    if not config.graph or (preset is not None and preset.fields.get("graph")):
+        return
+    against = why_not(device_of(config.device).type, int(os.environ.get("WORLD_SIZE", "1")), config.accumulate)
+    if against is not None:
+        raise BadInput(f"graph is asked for, and there can be none: {against}. Leave graph out")
 
 
 def is_main() -> bool:

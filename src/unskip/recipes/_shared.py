@@ -1,15 +1,22 @@
-"""What recipes share: the device of a process, arguments given as text, and the schedule of a config."""
+"""What recipes share: the device of a process, the model of a config and its arguments, and its schedule."""
 
 from __future__ import annotations
 
+import inspect
 import os
 from dataclasses import fields
-from typing import Any
+from difflib import SequenceMatcher
+from typing import Any, TypeVar
 
 import torch
+from torch import nn
 
+from unskip import spec
 from unskip.errors import BadInput
+from unskip.models import SiT, UViT
 from unskip.training import Schedule
+
+_Named = TypeVar("_Named", SiT, UViT)
 
 
 def steps_of(config: Any, steps_per_epoch: int) -> int:
@@ -49,16 +56,58 @@ def arguments_of(text: str) -> dict[str, Any]:
     return found
 
 
+def built(config: Any, arguments: dict[str, Any]) -> nn.Module:
+    """The model that a config names, with these arguments; a wrong one is told with those there are."""
+    try:
+        return spec.build(config.model, **arguments)
+    except BadInput:
+        plain: Any = spec.build(config.model, light=True)  # the name may be what is wrong, and then it says so
+        _check_arguments(config, plain.__class__, arguments_of(config.model_args))
+        raise
+
+
+def named(kind: type[_Named], config: Any, given: dict[str, Any]) -> _Named:
+    """A model of this library: of the size that a config names, with its own arguments before those that are given."""
+    arguments = arguments_of(config.model_args)
+    _check_arguments(config, kind, arguments)
+    try:
+        return kind.named(config.model, **{**given, **arguments})
+    except (TypeError, RuntimeError) as error:  # a word where a number belongs, or a number that makes no tensor
+        raise BadInput(f"model_args {config.model_args!r}: {config.model}: {error}") from error
+
+
+def _check_arguments(config: Any, kind: type[nn.Module], arguments: dict[str, Any]) -> None:
+    accepted = inspect.signature(kind).parameters
+    if any(each.kind is each.VAR_KEYWORD for each in accepted.values()):
+        return
+    for name in arguments:
+        if name not in accepted:
+            near = sorted(accepted, key=lambda known: -SequenceMatcher(None, name, known).ratio())
+            raise BadInput(
+                f"model_args {config.model_args!r}: {kind.__name__} ({config.model}) has no argument {name!r}; it has "
+                f"{', '.join(near)}"
+            )
+
+
 def device_of(name: str) -> torch.device:
     """The device of a name, or of "auto". Raises BadInput where there is none."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
-    if name == "cuda" and "LOCAL_RANK" in os.environ:  # one of several processes
-        name = f"cuda:{os.environ['LOCAL_RANK']}"
+    launched = os.environ.get("LOCAL_RANK")  # the number of one of several processes
+    if name.startswith("cuda:") and launched is not None:
+        raise BadInput(
+            f"device is {name!r}, and every process that a launcher starts has a GPU of its own; take cuda, and choose "
+            "GPUs by CUDA_VISIBLE_DEVICES"
+        )
+    if name == "cuda" and launched is not None:
+        name = f"cuda:{launched}"
     try:
         device = torch.device(name)
     except RuntimeError:
         raise BadInput(f"device is {name!r}; it can be auto, cpu, cuda or cuda:1") from None
     if device.type == "cuda" and not torch.cuda.is_available():
         raise BadInput(f"device is {name!r}, and torch finds no GPU; take auto or cpu")
+    if device.type == "cuda" and device.index is not None and device.index >= torch.cuda.device_count():
+        count = torch.cuda.device_count()
+        raise BadInput(f"device is {name!r}, and torch finds {count} GPUs, cuda:0 to cuda:{count - 1}")
     return device

@@ -7,36 +7,34 @@ checked, and is warned about.
 
 from __future__ import annotations
 
-import math
 import warnings
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
 
-from unskip import spec
 from unskip.anatomy._example import Example
 from unskip.anatomy._features import block_axes
 from unskip.data._views import Drawn, DrawnFeed
 from unskip.errors import UnskipWarning
 from unskip.models import SimCLR
 from unskip.optim import build as build_optimizer
-from unskip.recipes import _dino
+from unskip.recipes._data import OfImages, Opener
+from unskip.recipes._online import online
 from unskip.recipes._registry import Preset, Recipe, register, resolve
-from unskip.recipes._shared import device_of, schedule_of, steps_of
+from unskip.recipes._shared import built, device_of, schedule_of, steps_of
+from unskip.recipes._views import backbone_arguments, collapsed_blocks, prepare, still_feeds, view_data
 from unskip.training import Precision, Schedule, Task
 from unskip.wiring import Anneal, Decay, rewire, save
 from unskip.wiring.shortcuts import parse
 
 
 @dataclass(frozen=True)
-class Simclr:
+class Simclr(OfImages):
     """The config of a contrastive run. `steps`, where given, counts instead of `epochs`."""
 
-    preset: str = "digits"
-    data: str = "digits"  # several sets are joined by +
-    data_root: str | None = None
     model: str = "timm:vit_tiny_patch16_224"
     model_args: str = ""
     size: int = 32
@@ -105,18 +103,18 @@ def simclr(preset: str = "digits", **overrides: Any) -> Simclr:
     return config
 
 
-def build(config: Simclr) -> tuple[Task, Schedule]:
+def build(config: Simclr, opener: Opener | None = None) -> tuple[Task, Schedule]:
     """The task and schedule of a config."""
     caution = decay_caution(config.shortcut)
     if caution is not None:
         warnings.warn(caution, UnskipWarning, stacklevel=2)
     device = device_of(config.device)
-    train, test, feed = _dino.view_data(config, device)
-    known, judged = _dino.still_feeds(config, train, test, device)
+    train, test, feed = view_data(config, device, opener)
+    known, judged = still_feeds(config, train, test, device)
     sample = next(iter(judged.evaluate()))[0][:64]
-    arguments = _dino.backbone_arguments(config, train.channels)
-    backbone = spec.build(config.model, **arguments).to(device)
-    _dino.prepare(config, backbone, sample)
+    arguments = backbone_arguments(config, train.channels)
+    backbone = built(config, arguments).to(device)
+    prepare(config, backbone, sample)
     head: dict[str, Any] = {"hidden": config.hidden, "out": config.out, "norm": config.head_norm}
     model = SimCLR(backbone, temperature=config.temperature, **head).to(device)
     wiring = rewire(model.backbone, config.shortcut, sample[:2], config.where) if config.shortcut != "keep" else None
@@ -135,22 +133,39 @@ def build(config: Simclr) -> tuple[Task, Schedule]:
         save_model(network, str(folder / "model.safetensors"))
         save(network.backbone, folder / "encoder", {"spec": config.model, "kwargs": arguments})
 
-    evaluation = _dino.online(known, judged, config.precision, axes, lambda net: net.backbone)
+    evaluation = online(known, judged, config.precision, axes, lambda net: net.backbone)
     task = Task(
         model=model,
         feed=DrawnFeed(feed),
         loss=loss,
         optimizer=optimizer,
         wiring=wiring,
-        trivial=math.log(2 * config.batch - 1),
         evaluations={"knn-dino-v1, rank-v1": evaluation},
         notes=(*train.report, *test.report, *((caution,) if caution else ())),
         sample=sample[:8] if config.health else None,
         watched=model.backbone,
-        watch=_dino.watch(config.out, config.batch),
+        watch=watch,
         save=write,
     )
     return task, schedule_of(config, steps)
+
+
+def watch(row: dict[str, Any], share: float) -> Iterator[tuple[str, str]]:
+    """Where nothing is learnt, views of an image are no nearer to each other than to those of others.
+
+    No value of the loss says so. With n images a batch it is, by Jensen's inequality, at least
+
+        log(2n - 1) - (aligned - apart) / T
+
+    and is just that where all views are the same; where they lie apart it is higher, and falls past it while the model
+    learns.
+    """
+    aligned, apart = row.get("aligned"), row.get("apart")
+    if share >= 0.2 and aligned is not None and apart is not None and aligned - apart < 0.01:
+        text = f"views of one image are no nearer to each other ({aligned:.3f}) than to those of others ({apart:.3f})"
+        yield "flat-loss", text
+    if share >= 0.05:
+        yield from collapsed_blocks(row)
 
 
 def decay_caution(shortcut: str) -> str | None:

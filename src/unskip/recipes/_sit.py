@@ -14,9 +14,10 @@ from typing import Any
 from torch import nn
 
 from unskip.models import SiT, load_published_sit
+from unskip.recipes._data import Opener
 from unskip.recipes._generate import Generative, build_task
 from unskip.recipes._registry import Preset, Recipe, register, resolve
-from unskip.recipes._shared import arguments_of
+from unskip.recipes._shared import named
 from unskip.training import Schedule, Task
 
 
@@ -68,17 +69,16 @@ def sit(preset: str = "digits", **overrides: Any) -> Sit:
     return config
 
 
-def build(config: Sit) -> tuple[Task, Schedule]:
+def build(config: Sit, opener: Opener | None = None) -> tuple[Task, Schedule]:
     """The task and schedule of a config."""
 
     def make(shape: dict[str, Any]) -> nn.Module:
-        options = {**shape, "long_skips": config.long_skips, **arguments_of(config.model_args)}
-        model = SiT.named(config.model, **options)
+        model = named(SiT, config, {**shape, "long_skips": config.long_skips})
         if config.weights is not None:
             load_published_sit(model, config.weights)
         return model
 
-    return build_task(config, make)
+    return build_task(config, make, opener)
 
 
 register(Recipe("sit", Sit, _PRESETS, build))

@@ -7,8 +7,7 @@ a second-order optimizer, keeps up with a residual one.
 from __future__ import annotations
 
 import copy
-import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,28 +15,22 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from unskip import spec
 from unskip.anatomy._guard import wiring_in
-from unskip.data import ImageSet
-from unskip.data._decode import MixedSizes
+from unskip.data import Augment, Feed
 from unskip.errors import BadInput
 from unskip.init import start_
 from unskip.optim import build as build_optimizer
+from unskip.recipes._data import OfImages, Opener, both, judged_split
 from unskip.recipes._registry import Preset, Recipe, register, resolve
-from unskip.recipes._shared import arguments_of, device_of, schedule_of, steps_of
+from unskip.recipes._shared import arguments_of, built, device_of, schedule_of, steps_of
 from unskip.training import Precision, RunFolder, Schedule, Task
 from unskip.wiring import Wiring, load, rewire, save
 
 
 @dataclass(frozen=True)
-class Supervised:
+class Supervised(OfImages):
     """The config of a supervised run. `steps`, where given, counts instead of `epochs`."""
 
-    preset: str = "digits"
-    data: str = "digits"
-    data_root: str | None = None
-    skip_broken: bool = False  # leave out, count and report images that cannot be read, instead of an error
-    download: bool = False  # let torchvision get a named set that is not there
     model: str = "timm:vit_tiny_patch16_224"
     model_args: str = ""  # further arguments of the builder: "depth=6,embed_dim=96"
     size: int = 32
@@ -135,20 +128,18 @@ def supervised(preset: str = "digits", **overrides: Any) -> Supervised:
     return config
 
 
-def build(config: Supervised) -> tuple[Task, Schedule]:
+def build(config: Supervised, opener: Opener | None = None) -> tuple[Task, Schedule]:
     """The task and schedule of a config. Rewiring and parameter groups come before any wrapping."""
-    from unskip.data import Augment, Feed
-
     _check(config)
     device = device_of(config.device)
-    train, test = _images(config)
+    train, test = both(config, opener)
     names = ("crop", "flip", "mixup", "cutmix", "erase", "randaugment")
     augment = Augment(**{name: getattr(config, name) for name in names})
     options: dict[str, Any] = {"batch": config.batch, "size": config.size, "device": device, "workers": config.workers}
     feed = Feed(train, seed=config.seed, augment=augment, **options)
     judge = Feed(test, seed=0, augment=None, **options)
     arguments = _model_arguments(config, len(train.classes), train.channels)
-    model = spec.build(config.model, **arguments).to(device)
+    model = built(config, arguments).to(device)
     sample = next(iter(judge.evaluate()))[0][:8]
     teacher = _prepare(config, model, sample)
     wiring, notes = _wired(config, model, sample)
@@ -180,8 +171,8 @@ def build(config: Supervised) -> tuple[Task, Schedule]:
             right += int((logits.argmax(-1) == labels).sum())
             losses += float(F.cross_entropy(logits, labels, reduction="sum"))
             total += len(labels)
-        name = "val" if config.validate else "test"
-        return {f"{name}_accuracy": right / total, f"{name}_loss": losses / total}
+        split = judged_split(config)
+        return {f"{split}_accuracy": right / total, f"{split}_loss": losses / total}
 
     task = Task(
         model=model,
@@ -189,7 +180,7 @@ def build(config: Supervised) -> tuple[Task, Schedule]:
         loss=loss,
         optimizer=optimizer,
         wiring=wiring,
-        trivial=math.log(len(train.classes)) if teacher is None else None,
+        trivial=trivial(config, train.labels, len(train.classes)) if teacher is None else None,
         evaluations={"accuracy-v1": accuracy},
         notes=(*train.report, *test.report, *notes),
         sample=sample,
@@ -208,32 +199,11 @@ def _check(config: Supervised) -> None:
         raise BadInput(f"temperature is {config.temperature!r}; it is above 0")
 
 
-def _images(config: Supervised) -> tuple[ImageSet, ImageSet]:
-    """What is trained on and what is judged by, of the same number of channels."""
-    train = _opened(config, "train", hold_out=config.validate)
-    test = _opened(config, "val" if config.validate else "test")
-    channels = max(train.channels, test.channels)
-    return _coloured(train, channels), _coloured(test, channels)
-
-
-def _opened(config: Supervised, split: Any, hold_out: bool = False) -> ImageSet:
-    from unskip.data import open_images
-
-    options: dict[str, Any] = {"root": config.data_root, "skip_broken": config.skip_broken, "hold_out": hold_out}
-    options["download"] = config.download
-    try:
-        return open_images(config.data, split, **options)
-    except MixedSizes:
-        found = open_images(config.data, split, size=config.size, **options)
-        line = f"images of several sizes: all are held as squares of {config.size} pixels, their central part"
-        return replace(found, report=(*found.report, line))
-
-
-def _coloured(images: ImageSet, channels: int) -> ImageSet:
-    """A gray set beside one in colour, with its channel three times."""
-    if images.images is None or images.channels == channels:
-        return images
-    return replace(images, images=images.images.expand(-1, channels, -1, -1))
+def trivial(config: Supervised, labels: Tensor, classes: int) -> float:
+    """The loss of a model that knows no more than how frequent each class is: the entropy of what it is told."""
+    told = labels.bincount(minlength=classes).double() / len(labels)
+    told = (1 - config.smoothing) * told + config.smoothing / classes
+    return float(torch.special.entr(told).sum())
 
 
 def _model_arguments(config: Supervised, classes: int, channels: int) -> dict[str, Any]:

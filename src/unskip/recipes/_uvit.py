@@ -9,9 +9,10 @@ from torch import nn
 
 from unskip.errors import BadInput
 from unskip.models import UViT
+from unskip.recipes._data import Opener
 from unskip.recipes._generate import Generative, build_task
 from unskip.recipes._registry import Preset, Recipe, register, resolve
-from unskip.recipes._shared import arguments_of
+from unskip.recipes._shared import named
 from unskip.training import Schedule, Task
 
 
@@ -47,15 +48,15 @@ def uvit(preset: str = "digits", **overrides: Any) -> Uvit:
     return config
 
 
-def build(config: Uvit) -> tuple[Task, Schedule]:
+def build(config: Uvit, opener: Opener | None = None) -> tuple[Task, Schedule]:
     """The task and schedule of a config."""
     if config.weights is not None:
         raise BadInput("weights: published checkpoints of U-ViT predict noise at discrete times and are not loaded")
 
     def make(shape: dict[str, Any]) -> nn.Module:
-        return UViT.named(config.model, **{**shape, **arguments_of(config.model_args)})
+        return named(UViT, config, shape)
 
-    return build_task(config, make)
+    return build_task(config, make, opener)
 
 
 register(Recipe("uvit", Uvit, _PRESETS, build))

@@ -5,11 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from unskip.errors import BadInput
 from unskip.report import figures
 from unskip.report._read import Group, Run, read_groups
 from unskip.report.figures import Tiles
+
+if TYPE_CHECKING:
+    from unskip.recipes._data import Opener
 
 LOOKED = 12  # runs whose checkpoints are looked at, unless asked otherwise
 
@@ -17,28 +21,32 @@ __all__ = ["Group", "Run", "Tiles", "figures", "read", "write"]
 
 
 def read(
-    runs: Iterable[str | Path], look: bool | int = True, jacobians: bool = False, trust: bool = False
+    runs: Iterable[str | Path],
+    look: bool | int = True,
+    jacobians: bool = False,
+    trust: bool = False,
+    opener: Opener | None = None,
 ) -> list[Group]:
     """Runs, grouped by everything but their seed. A folder of runs stands for the runs in it.
 
     With `look` the models of the first 12 runs (or of so many as it says) are built, filled from their last checkpoint
     and measured on 16 test images; `jacobians` measures singular values too, which takes longer. A model that is a
-    Python file is built with `trust` alone.
+    Python file is built with `trust` alone. `opener` opens the images, as for `unskip.train`.
     """
     groups = read_groups(runs)
     most = LOOKED if look is True else int(look)
     if not most:
         return groups
-    from unskip.report._look import Images
+    from unskip.recipes._data import opening_once
     from unskip.report._look import look as look_at
 
     # The first seed of every group, then the second: pictures of each before more of one.
     places = sorted((place, index) for index, group in enumerate(groups) for place in range(len(group.runs)))
     members = [list(group.runs) for group in groups]
-    opened: Images = {}
+    opener = opener or opening_once()
     for place, index in places[:most]:
         run = members[index][place]
-        members[index][place] = replace(run, look=look_at(run, jacobians, trust, opened))
+        members[index][place] = replace(run, look=look_at(run, jacobians, trust, opener))
     return [replace(group, runs=tuple(runs)) for group, runs in zip(groups, members, strict=True)]
 
 
@@ -48,8 +56,9 @@ def write(
     look: bool | int = True,
     jacobians: bool = False,
     trust: bool = False,
+    opener: Opener | None = None,
 ) -> Path:
-    """Writes the page about some runs; `look`, `jacobians` and `trust` as for `read`."""
+    """Writes the page about some runs; `look`, `jacobians`, `trust` and `opener` as for `read`."""
     from unskip.report._page import page
 
     file = Path(out)
@@ -62,7 +71,7 @@ def write(
     except OSError as error:
         raise BadInput(f"{out}: cannot be written ({error.strerror}); choose another file") from error
     try:
-        aside.write_text(page(read(runs, look, jacobians, trust)), encoding="utf-8")
+        aside.write_text(page(read(runs, look, jacobians, trust, opener)), encoding="utf-8")
         aside.replace(file)
     finally:
         aside.unlink(missing_ok=True)

@@ -11,7 +11,7 @@ import math
 import warnings
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,11 +19,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from unskip.anatomy import features
-from unskip.data import Feed, ImageSet, open_images
+from unskip.data import Feed, ImageSet
 from unskip.errors import UnskipError
 from unskip.evals import extract
 from unskip.measures import measure
 from unskip.models import MAE, UViT
+from unskip.recipes._data import Opener, both, opening_once
 from unskip.recipes._judge import Trained, open_run
 from unskip.report._read import Run, clean
 from unskip.report.figures._draw import Pixels, Tiles
@@ -48,13 +49,10 @@ class _Found:
     notes: list[str] = field(default_factory=list)
 
 
-Images = dict[object, tuple[ImageSet, ImageSet]]
-
-
-def look(run: Run, jacobians: bool = False, trust: bool = False, opened: Images | None = None) -> Look:
+def look(run: Run, jacobians: bool = False, trust: bool = False, opener: Opener | None = None) -> Look:
     """Looks at the last checkpoint of a run. With `trust` a model from a Python file is built too.
 
-    `opened` keeps images for the next run with the same data: to decode a set takes longer than to look.
+    An `opener` that keeps images spares the next run with the same data: to decode a set takes longer than to look.
     """
     model = str(run.config.get("model", ""))
     if not trust and ".py:" in model:
@@ -66,8 +64,10 @@ def look(run: Run, jacobians: bool = False, trust: bool = False, opened: Images 
         warnings.simplefilter("always")
         torch.manual_seed(0)
         try:
-            trained = open_run(run.path, device="auto")
-            train, test = _images(trained, {} if opened is None else opened)
+            opener = opener or opening_once()
+            trained = open_run(run.path, "auto", opener)
+            train, test = both(trained.config, opener)
+            train, test = _some(train, KNOWN), _some(test, max(SHOWN, MEASURED))
         except Exception as error:  # whatever a config of another version, or data that is gone, leads to
             return Look(notes=(f"not looked at: {_said(error)}",))
         for part in (_measurement, _reconstructions, _patch_features, _neighbours):
@@ -77,17 +77,6 @@ def look(run: Run, jacobians: bool = False, trust: bool = False, opened: Images 
                 found.notes.append(f"{part.__name__.strip('_').replace('_', ' ')}: {_said(error)}")
     found.notes += [clean(each.message, 200) for each in caught if issubclass(each.category, UserWarning)]
     return Look(trained.step, found.measurement, tuple(found.tiles), tuple(dict.fromkeys(found.notes)))
-
-
-def _images(trained: Trained, opened: Images) -> tuple[ImageSet, ImageSet]:
-    config = trained.config
-    split: Literal["val", "test"] = "val" if config.validate else "test"
-    key = (config.data, config.data_root, split)
-    if key not in opened:
-        train = open_images(config.data, split="train", root=config.data_root, hold_out=config.validate)
-        test = open_images(config.data, split=split, root=config.data_root)
-        opened[key] = _some(train, KNOWN), _some(test, max(SHOWN, MEASURED))
-    return opened[key]
 
 
 def _some(images: ImageSet, count: int) -> ImageSet:

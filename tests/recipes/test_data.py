@@ -1,0 +1,103 @@
+"""The images of a run: the same fields for every recipe, and one decoding for several runs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.data.files import encoded, picture, write_parquet
+
+import unskip
+from unskip import cli, demo, recipes
+from unskip.data import ImageSet, open_images
+from unskip.demo import Scale
+from unskip.errors import BadInput
+from unskip.recipes import _data
+from unskip.recipes._judge import judge_run, open_run
+
+pytestmark = pytest.mark.filterwarnings("ignore::unskip.errors.UnskipWarning")  # runs of a few steps look unhealthy
+
+SMALL: dict[str, Any] = {"steps": 2, "batch": 16, "device": "cpu", "model_args": "depth=1,embed_dim=16,num_heads=2"}
+NAMES = ["supervised", "mae", "dino", "simclr", "sit", "uvit"]
+
+
+def small(recipe: str, **changes: Any) -> Any:
+    given = {**SMALL, **changes}
+    if recipe in ("sit", "uvit"):
+        given["model_args"] = "width=16,depth=3,heads=2"
+    return getattr(recipes, recipe)("digits", **given)
+
+
+@pytest.fixture(scope="module")
+def broken(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Images of several sizes, gray in training and coloured in testing, one of them broken."""
+    folder = tmp_path_factory.mktemp("broken")
+    for split, mode in (("train", "L"), ("test", "RGB")):
+        images: list[bytes | None] = [encoded(picture(index, 8 + index % 2, 8, mode)) for index in range(208)]
+        images[7] = b"broken"
+        write_parquet(folder / f"a-{split}.parquet", images, [0, 1] * 104)
+    return str(folder / "a-*.parquet")
+
+
+@pytest.mark.parametrize("recipe", NAMES)
+def test_every_recipe_leaves_out_what_is_broken_where_that_is_asked(recipe: str, broken: str) -> None:
+    with pytest.raises(BadInput, match="row 7"):
+        recipes.RECIPES[recipe].build(small(recipe, data=broken))
+    task, _ = recipes.RECIPES[recipe].build(small(recipe, data=broken, skip_broken=True))
+    assert sum("skipped 1:" in note for note in task.notes) == 2
+    assert sum("held as squares of 8 pixels" in note for note in task.notes) == 2
+    task.loss(task.model, next(task.feed.iterate(0, 1)))
+
+
+def test_a_run_without_its_broken_images_is_judged_without_them(broken: str, tmp_path: Path) -> None:
+    config = small("supervised", data=broken, skip_broken=True)
+    unskip.train(config, tmp_path / "run", quiet=True)
+    assert judge_run(tmp_path / "run", ["rank-v1"])[1]
+    (group,) = unskip.report.read([tmp_path / "run"])
+    assert group.runs[0].look is not None
+    assert group.runs[0].look.measurement is not None, group.runs[0].look.notes
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The splits that were opened."""
+    found: list[str] = []
+
+    def counted(source: str, split: Any, **options: Any) -> ImageSet:
+        found.append(split)
+        return open_images(source, split, **options)
+
+    monkeypatch.setattr(_data, "open_images", counted)
+    return found
+
+
+def test_an_opener_serves_every_run(asked: list[str], tmp_path: Path) -> None:
+    opener = _data.opening_once()
+    unskip.train(small("mae"), tmp_path / "a", quiet=True, opener=opener)
+    unskip.train(small("supervised", seed=1), tmp_path / "b", quiet=True, opener=opener)
+    unskip.resume(tmp_path / "b", quiet=True, opener=opener)
+    open_run(tmp_path / "a", opener=opener)
+    judge_run(tmp_path / "a", ["rank-v1"], opener=opener)
+    assert asked == ["train", "test"]
+    judge_run(tmp_path / "a", ["rank-v1"])  # without one, a run and its judge share what they open
+    assert asked == ["train", "test"] * 2
+
+
+def test_seeds_share_their_images(asked: list[str], tmp_path: Path) -> None:
+    words = ["--steps", "1", "--device", "cpu", "--quiet", "--model-args", SMALL["model_args"]]
+    assert cli.main(["train", "supervised", *words, "--seeds", "0,1,2", "--out", str(tmp_path / "runs")]) == 0
+    assert asked == ["train", "test"]
+    assert json.loads((tmp_path / "runs" / "seeds.json").read_text())["seeds"] == [0, 1, 2]
+
+
+def test_the_demo_opens_its_images_once(asked: list[str], tmp_path: Path) -> None:
+    fields = {"steps": 1, "device": "cpu", "model_args": SMALL["model_args"]}
+    scale, opener, lines = Scale("digits", fields, fields), _data.opening_once(), list[str]()
+    demo._refuse_early(scale, opener)
+    runs = demo._train.pretrain(scale, tmp_path, lines.append, True, opener)
+    runs += demo._train.classify(scale, tmp_path, lines.append, True, opener)
+    demo._absorb.decide(runs[-1], lines.append, opener)
+    unskip.report.read(runs[:1], opener=opener)
+    assert sorted(asked) == ["test", "train"]

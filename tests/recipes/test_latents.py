@@ -1,0 +1,160 @@
+"""Latents of an autoencoder: encoded once, fed by step, trained on and drawn."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from tests.recipes.generative import few, tiny
+from torch import Tensor
+
+import unskip
+from unskip import cli
+from unskip.data._latents import Autoencoder, LatentFeed, encode
+from unskip.errors import BadInput, LoadError
+from unskip.recipes._generate import Generative
+from unskip.recipes._judge_generation import judge_times
+from unskip.recipes._registry import RECIPES
+
+# Runs of a few steps look unhealthy, and are told so.
+pytestmark = pytest.mark.filterwarnings("ignore::unskip.errors.UnskipWarning")
+
+
+@pytest.fixture(scope="module")
+def autoencoder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    diffusers: Any = pytest.importorskip("diffusers", reason="diffusers is not installed")
+    torch.manual_seed(0)
+    kinds = {"down_block_types": ["DownEncoderBlock2D"] * 2, "up_block_types": ["UpDecoderBlock2D"] * 2}
+    module = diffusers.AutoencoderKL(
+        **kinds, block_out_channels=[8, 8], layers_per_block=1, norm_num_groups=4, latent_channels=2, scaling_factor=0.5
+    )
+    folder = tmp_path_factory.mktemp("autoencoder") / "kl"
+    module.save_pretrained(folder)
+    return folder
+
+
+def test_latents_are_those_of_the_autoencoder_and_encoded_once(
+    autoencoder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    diffusers: Any = pytest.importorskip("diffusers", reason="diffusers is not installed")
+    mine, theirs = Autoencoder.open(autoencoder), diffusers.AutoencoderKL.from_pretrained(autoencoder)
+    images = few()
+    held = encode(images, mine, 8, tmp_path)
+    assert held.shape == (48, 2, 4, 4, 4)
+    pixels = images.load(range(48), 8).float().expand(-1, 3, -1, -1) / 127.5 - 1
+    with torch.no_grad():
+        for index, shown in enumerate((pixels, pixels.flip(3))):
+            found = theirs.encode(shown).latent_dist
+            expected = torch.cat([found.mean, found.logvar], 1)
+            torch.testing.assert_close(torch.from_numpy(held[:, index].copy()).float(), expected, rtol=2e-3, atol=2e-3)
+    monkeypatch.setattr(Autoencoder, "moments", lambda *args: pytest.fail("encoded again"))
+    assert numpy.array_equal(encode(images, mine, 8, tmp_path), held)
+    noise = torch.randn(3, 2, 4, 4)
+    moments = torch.from_numpy(held[:3, 0].copy()).float()
+    drawn = mine.latents(moments, noise)
+    expected = 0.5 * (moments[:, :2] + torch.exp(0.5 * moments[:, 2:]) * noise)
+    torch.testing.assert_close(drawn, expected)
+
+
+def test_batches_of_latents_are_a_function_of_the_step(autoencoder: Path, tmp_path: Path) -> None:
+    feed = LatentFeed(few(), Autoencoder.open(autoencoder), 16, 8, tmp_path, seed=3)
+    whole = list(feed.iterate(0, 6))
+    late = list(feed.iterate(4, 6))
+    assert all(torch.equal(a[0], b[0]) and torch.equal(a[1], b[1]) for a, b in zip(whole[4:], late, strict=True))
+    halves = [next(feed.iterate(2, 3, rank, 2)) for rank in range(2)]
+    assert torch.equal(torch.cat([half[0] for half in halves]), whole[2][0])
+    # Every image, or its mirror image, once an epoch.
+    rows = torch.cat([part[0] for part in whole[:3]]).flatten(1)
+    either = torch.from_numpy(feed.moments[:].astype(numpy.float32)).flatten(2)
+    apart = (rows[:, None, None] - either[None]).abs().amax(3)
+    which, mirrored = apart.amin(2).argmin(1), apart.amin(1).argmin(1)
+    assert sorted(which.tolist()) == list(range(48))
+    assert 0 < int(mirrored.sum()) < 48
+    assert sum(len(part[1]) for part in feed.evaluate()) == 48
+
+
+def test_a_run_on_latents_learns_and_draws(
+    autoencoder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = tiny(latents=str(autoencoder), cache=str(tmp_path / "cache"), health=False)
+    assert isinstance(config, Generative)
+    unskip.train(config, tmp_path / "run", quiet=True)
+    found = unskip.sample(tmp_path / "run", n=3, steps=2, write=False)
+    assert found.images.shape == (3, 3, 8, 8)
+    assert cli.main(["eval", str(tmp_path / "run")]) == 2
+    assert "trained on latents" in capsys.readouterr().err
+    with pytest.raises(BadInput, match="trained on latents"):
+        judge_times(tmp_path / "run", ["knn-dino-v1"], (1.0,))
+
+
+def test_latents_are_decoded_a_few_at_a_time(
+    autoencoder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    unskip.train(
+        tiny(latents=str(autoencoder), cache=str(tmp_path / "cache"), health=False), tmp_path / "run", quiet=True
+    )
+    sizes: list[int] = []
+    decode = Autoencoder.decode
+
+    def counted(self: Autoencoder, latents: Tensor) -> Tensor:
+        sizes.append(len(latents))
+        return decode(self, latents)
+
+    monkeypatch.setattr(Autoencoder, "decode", counted)
+    assert unskip.sample(tmp_path / "run", n=40, steps=1, write=False).images.shape == (40, 3, 8, 8)
+    assert sizes == [16, 16, 8]
+
+
+def test_latents_are_encoded_by_several_processes_at_once(
+    autoencoder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mine, moments = Autoencoder.open(autoencoder), Autoencoder.moments
+
+    def overtaken(self: Autoencoder, images: Tensor) -> Tensor:
+        with monkeypatch.context() as other:  # another process, which began later and ends first
+            other.setattr(Autoencoder, "moments", moments)
+            other.setattr(os, "getpid", lambda: -1)
+            encode(few(), self, 8, tmp_path)
+        return moments(self, images)
+
+    with monkeypatch.context() as first:
+        first.setattr(Autoencoder, "moments", overtaken)
+        held = encode(few(), mine, 8, tmp_path)
+    assert len(held) == 48
+    assert sorted(file.suffix for file in tmp_path.iterdir()) == [".json", ".npy"]
+
+
+def test_latents_that_cannot_be_had(autoencoder: Path, tmp_path: Path) -> None:
+    mine = Autoencoder.open(autoencoder)
+    with pytest.raises(BadInput, match="multiples of 2"):
+        encode(few(), mine, 7, tmp_path)
+
+    class Broken(Autoencoder):
+        def moments(self, images: Tensor) -> Tensor:
+            found = super().moments(images)
+            found[5] = torch.nan
+            return found
+
+    broken = Broken(mine.module, "broken", mine.channels, mine.factor, mine.scale, mine.shift)
+    with pytest.raises(BadInput, match=r"image 5: its latents are not finite"):
+        encode(few(), broken, 8, tmp_path)
+    assert not list(tmp_path.glob("*broken*.npy"))
+    shutil.copytree(autoencoder, tmp_path / "kl")
+    for file in (tmp_path / "kl").glob("*.safetensors"):
+        file.write_bytes(b"nothing")
+    with pytest.raises(LoadError, match="no AutoencoderKL"):
+        Autoencoder.open(tmp_path / "kl")
+
+
+def test_the_trivial_loss_counts_the_noise_of_latents(autoencoder: Path, tmp_path: Path) -> None:
+    """Latents are drawn anew each time, mean + deviation n: SiT's first prediction, nothing, misses both."""
+    config = tiny(latents=str(autoencoder), cache=str(tmp_path / "cache"), batch=1024)
+    task, _ = RECIPES["sit"].build(config)
+    torch.manual_seed(0)
+    found = float(task.loss(task.model, next(task.feed.iterate(0, 1)))[0].detach())
+    assert found == pytest.approx(task.trivial, rel=0.03)

@@ -1,0 +1,209 @@
+"""What a generative run has learnt and draws: samples, judges, noise levels, and the command line."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from PIL import Image
+from tests.recipes.generative import few, trained
+
+import unskip
+from unskip import cli, recipes
+from unskip.errors import BadInput
+from unskip.models import Sampling
+from unskip.recipes._judge import open_run
+from unskip.recipes._judge_generation import judge_samples, judge_times
+from unskip.recipes._sample import grid_of
+from unskip.training import RunFolder
+
+# Runs of a few steps look unhealthy, and are told so.
+pytestmark = pytest.mark.filterwarnings("ignore::unskip.errors.UnskipWarning")
+
+
+@pytest.fixture(scope="module", params=["sit", "uvit"])
+def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished run that tests only read, or add results to."""
+    return trained(request.param, tmp_path_factory.mktemp(request.param) / "run")
+
+
+def test_a_run_says_what_it_learnt(run: Path) -> None:
+    rows = RunFolder.open(run).read("evals.jsonl")
+    last = [row for row in rows if row["step"] == 6]
+    assert {"flow-loss-v1", "knn-dino-v1, rank-v1"} <= {row["evaluation"] for row in last}
+    metrics = RunFolder.open(run).read("metrics.jsonl")
+    assert metrics[-1]["loss"] < metrics[0]["loss"]
+    assert 0.2 < metrics[-1]["effective_decay"] < 0.5
+
+
+def test_the_averaged_weights_are_sampled_and_sampling_does_not_depend_on_the_batch(run: Path) -> None:
+    trained = open_run(run)
+    state = RunFolder.open(run).last_checkpoint()
+    assert state is not None
+    from unskip.training._state import read_state
+
+    average = read_state(state[1], "average")
+    name = next(name for name, _ in trained.model.named_parameters() if "attn.qkv" in name)
+    assert torch.equal(trained.model.get_parameter(name), average[f"module.{name}"])
+    options: dict[str, Any] = {"steps": 4, "cfg": 1.5, "write": False}
+    whole = unskip.sample(run, n=11, **options)
+    parts = unskip.sample(trained, n=11, batch=3, **options)
+    few = unskip.sample(trained, n=4, **options)
+    assert whole.images.shape == (11, 1, 8, 8)
+    assert whole.images.dtype == torch.uint8
+    assert whole.labels.tolist() == [*range(10), 0]
+    assert (whole.images.int() - parts.images.int()).abs().max() <= 1  # products of other sizes round otherwise
+    assert (whole.images[:4].int() - few.images.int()).abs().max() <= 1
+    assert whole.evaluations == 4 * 2 * 2
+    assert not (run / "samples").exists()
+
+
+def test_samples_are_written_as_pictures_and_a_grid(run: Path) -> None:
+    found = unskip.sample(run, n=5, steps=2, sampler="euler", labels=[3, 3, 10, 0, 1])
+    assert found.labels.tolist() == [3, 3, 10, 0, 1]
+    assert found.grid is not None
+    assert found.grid.parent == run / "samples"
+    files = sorted(found.grid.with_suffix("").glob("*.png"))
+    assert [file.name for file in files] == [f"{index:05d}.png" for index in range(5)]
+    for file, image in zip(files, found.images, strict=True):
+        assert numpy.array_equal(numpy.asarray(Image.open(file)), image[0].numpy())
+    about = json.loads(found.grid.with_suffix(".json").read_text())
+    assert (about["sampler"], about["steps"], about["evaluations"]) == ("euler", 2, 2.0)
+    again = unskip.sample(run, n=3, steps=2, sampler="euler", labels=3)
+    assert again.grid == found.grid
+    assert len(list(found.grid.with_suffix("").glob("*.png"))) == 3
+    shutil.rmtree(run / "samples")
+
+
+def test_a_grid_is_rows_of_images() -> None:
+    images = torch.arange(3, dtype=torch.uint8)[:, None, None, None].expand(3, 1, 40, 40) * 10
+    grid = grid_of(images, gap=1)
+    assert grid.shape == (1, 83, 83)
+    assert [int(grid[0, y, x]) for y, x in ((1, 1), (1, 42), (42, 1), (42, 42), (0, 0))] == [0, 10, 20, 255, 255]
+    assert grid_of(images[:1, :, :8, :8], gap=0).shape == (1, 32, 32)  # small ones are enlarged
+
+
+def test_blocks_and_noise_levels_in_one_sweep(run: Path) -> None:
+    _, found = judge_times(run, ["knn-dino-v1", "rank-v1"], (0.0, 0.9), blocks=[0, 4])
+    assert list(found) == [0.0, 0.9]
+    by = {(time, each.block): each.values for time, rows in found.items() for each in rows if "knn20" in each.values}
+    assert set(by) == {(0.0, 0), (0.0, 4), (0.9, 0), (0.9, 4)}
+    noise, image = ([by[time, block]["knn20"] for block in (0, 4)] for time in (0.0, 0.9))
+    assert max(noise) < 0.17 < max(image)  # of noise alone nothing can be known: 0.1, and 0.016 is a standard error
+    rows = [row for row in RunFolder.open(run).read("evals.jsonl") if "time" in row]
+    assert {(row["time"], row["block"]) for row in rows} == set(by)
+
+
+def test_noise_alone_and_data_alone(run: Path) -> None:
+    """At time 1 features are those of the images themselves, which `unskip eval` judges; at 0 images do not count."""
+    from unskip.evals import extract, noised_features
+
+    trained = open_run(run)
+    images = torch.randn(6, 1, 8, 8, generator=torch.Generator().manual_seed(0))
+    labels = torch.zeros(6, dtype=torch.int64)
+    flow, view = trained.config.flow, ("mean", "none")
+    clean = noised_features(trained.model, [(images, labels)], flow, 1.0)
+    plain = extract(trained.model, [(images, labels)])
+    for block in range(5):
+        torch.testing.assert_close(clean[view][block], plain[view][block])  # type: ignore[index]
+    nothing = [noised_features(trained.model, [(each, labels)], flow, 0.0, "middle") for each in (images, -images)]
+    torch.testing.assert_close(nothing[0][view][2], nothing[1][view][2])  # type: ignore[index]
+
+
+def test_an_audit_takes_one_image_and_is_made_once_for_all_times(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from unskip.evals import _diffusion
+
+    found: list[tuple[int, ...]] = []
+    audited = _diffusion.block_axes
+
+    def counted(network: Any, example: Any) -> Any:
+        found.append(tuple(len(each) for each in example.args))
+        return audited(network, example)
+
+    monkeypatch.setattr(_diffusion, "block_axes", counted)
+    _diffusion.diffusion(open_run(run).model, few(300), few(60), ["knn-dino-v1"], times=(0.5, 1.0), blocks=[1])
+    assert found == [(1, 1)]
+
+
+def test_samples_that_are_there_are_judged_as_they_are(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from unskip.recipes import _judge_generation
+
+    monkeypatch.setenv("HOME", str(tmp_path))
+    config = recipes.supervised("digits", steps=2, device="cpu", model_args="depth=1,embed_dim=16,num_heads=2")
+    unskip.train(config, tmp_path / "judge", quiet=True)
+    options: dict[str, Any] = {"sampling": Sampling("euler", 2)}
+    drawn = judge_samples(run, tmp_path / "judge", 40, **options)
+    monkeypatch.setattr(_judge_generation, "sampled", lambda *args, **kwargs: pytest.fail("drawn again"))
+    there = unskip.sample(run, n=40, sampler="euler", steps=2, write=False)
+    assert judge_samples(run, tmp_path / "judge", samples=there, **options) == pytest.approx(drawn, rel=1e-3)
+    assert RunFolder.open(run).read("evals.jsonl")[-1]["n"] == 40
+    told = ["sample", str(run), "--n", "40", "--sampler", "euler", "--steps", "2", "--judge", str(tmp_path / "judge")]
+    assert cli.main(told) == 0
+    assert "FD-judge" in capsys.readouterr().out
+    assert len(list((tmp_path / ".cache" / "unskip" / "statistics").iterdir())) == 1  # what is compared with is kept
+    # A judge that is not there is missed before anything is drawn.
+    monkeypatch.setattr("unskip.cli._sample.draw", lambda *args, **kwargs: pytest.fail("drawn in vain"))
+    assert cli.main(["sample", str(run), "--judge", "nowhere"]) == 2
+    shutil.rmtree(run / "samples")
+
+
+def test_what_a_run_draws_is_judged_by_a_classifier(run: Path, tmp_path: Path) -> None:
+    config = recipes.supervised("digits", steps=3, device="cpu", model_args="depth=2,embed_dim=16,num_heads=2")
+    unskip.train(config, tmp_path / "judge", quiet=True)
+    found = judge_samples(run, tmp_path / "judge", 40, Sampling("euler", 3), cache=tmp_path / "cache")
+    assert set(found) == {"FD-judge", "precision", "recall", "kid", "score", "evaluations"}
+    assert found["FD-judge"] > 0
+    assert found["evaluations"] == 3
+    row = RunFolder.open(run).read("evals.jsonl")[-1]
+    assert (row["evaluation"], row["n"], row["steps"]) == ("generation-v1", 40, 3)
+    assert len(list((tmp_path / "cache").iterdir())) == 1
+
+
+def test_the_command_line(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["sample", str(run), "--n", "3", "--steps", "2", "--cfg", "1.5", "--json"]) == 0
+    data = json.loads(capsys.readouterr().out)
+    assert (data["n"], data["evaluations"]) == (3, 8.0)
+    assert Path(data["grid"]).is_file()
+    assert cli.main(["sample", str(run), "--n", "2", "--steps", "1"]) == 0
+    assert "2 evaluations of the network each" in capsys.readouterr().out
+    assert cli.main(["eval", str(run), "--protocol", "knn-dino-v1", "--times", "0.5,1", "--blocks", "last"]) == 0
+    assert "t = 0.5" in capsys.readouterr().out
+    for wrong, text in (
+        (["--n", "0"], "one sample or more"),
+        (["--sampler", "ddim"], "euler, heun"),
+        (["--label", "11"], "label 11 is out of range"),
+        (["--precision", "int8"], "float32, bf16"),
+        (["--judge", "nowhere"], "no extractor there"),
+    ):
+        assert cli.main(["sample", str(run), "--steps", "1", "--n", "2", *wrong][: 4 + 2 + len(wrong)]) == 2
+        assert text in capsys.readouterr().err
+    assert cli.main(["eval", str(run), "--times", "soon"]) == 2
+    shutil.rmtree(run / "samples")
+
+
+def test_what_cannot_be_drawn(run: Path, tmp_path: Path) -> None:
+    with pytest.raises(BadInput, match="0 samples"):
+        unskip.sample(run, n=0)
+    with pytest.raises(BadInput, match="2 labels for 3 samples"):
+        unskip.sample(run, n=3, labels=[1, 2])
+    with pytest.raises(BadInput, match="label 12 is out of range"):
+        unskip.sample(run, n=3, labels=12)
+    with pytest.raises(BadInput, match="whole numbers"):
+        unskip.sample(run, n=2, labels=[1.5, 2])  # type: ignore[list-item]
+    number: Any = numpy.int64(3)
+    assert unskip.sample(run, n=2, steps=1, labels=number, write=False).labels.tolist() == [3, 3]
+    config = recipes.supervised("digits", steps=1, device="cpu", model_args="depth=1,embed_dim=16,num_heads=2")
+    unskip.train(config, tmp_path / "run", quiet=True)
+    with pytest.raises(BadInput, match="does not draw"):
+        unskip.sample(tmp_path / "run")
+    with pytest.raises(BadInput, match="no noise levels"):
+        judge_times(tmp_path / "run", ["knn-dino-v1"], (1.0,))
+    with pytest.raises(BadInput, match=r"a time of 1\.5"):
+        judge_times(run, ["knn-dino-v1"], (1.5,))

@@ -1,0 +1,180 @@
+"""What recipes share: devices, arguments of models, graphs that cannot be, and what it is to have learnt nothing."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.nn import functional as F
+
+import unskip
+from unskip import cli, recipes
+from unskip.errors import BadInput
+from unskip.models import DINO, contrast
+from unskip.recipes import _dino, _mae, _simclr, _supervised
+from unskip.recipes._shared import device_of
+from unskip.training import RunFolder
+
+pytestmark = pytest.mark.filterwarnings("ignore::unskip.errors.UnskipWarning")  # runs of a few steps look unhealthy
+
+VIT = "depth=1,embed_dim=16,num_heads=2"
+
+
+# --- Devices ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_gpu_by_its_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert device_of("cuda:1") == torch.device("cuda:1")
+    with pytest.raises(BadInput, match="finds 2 GPUs, cuda:0 to cuda:1"):
+        device_of("cuda:2")
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    assert device_of("cuda") == device_of("auto") == torch.device("cuda:1")
+    with pytest.raises(BadInput, match="take cuda, and choose GPUs by CUDA_VISIBLE_DEVICES"):
+        device_of("cuda:1")
+
+
+# --- Arguments of models ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("recipe", "arguments", "message"),
+    [
+        ("sit", "hidden_size=32", r"SiT \(S/2\) has no argument 'hidden_size'; it has "),
+        ("sit", "widht=32", r"has no argument 'widht'; it has width, "),
+        ("uvit", "dept=3", r"UViT \(S/2\) has no argument 'dept'; it has depth, "),
+        ("sit", "depth=two", "model_args 'depth=two': S/2: "),
+        ("mae", "dept=3", r"VisionTransformer \(timm:vit_tiny_patch16_224\) has no argument 'dept'; it has depth, "),
+        ("dino", "embed=3", "has no argument 'embed'; it has embed_dim, "),
+        ("simclr", "heads=3", "has no argument 'heads'; it has num_heads, "),
+        ("supervised", "nm_heads=3", "has no argument 'nm_heads'; it has num_heads, "),
+    ],
+)
+def test_a_wrong_argument_is_told_with_the_right_ones(recipe: str, arguments: str, message: str) -> None:
+    config = getattr(recipes, recipe)("digits", model_args=arguments, device="cpu")
+    with pytest.raises(BadInput, match=message):
+        recipes.RECIPES[recipe].build(config)
+
+
+def test_a_wrong_argument_is_one_line_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--model-args", "hidden_size=32", "--device", "cpu", "--out", str(tmp_path / "run")]
+    assert cli.main(["train", "sit", *words]) == 2
+    assert "SiT (S/2) has no argument 'hidden_size'" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
+# --- Graphs -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_graph_that_was_asked_for_and_cannot_be_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = recipes.supervised("digits", graph=True, device="cpu", steps=2, model_args=VIT)
+    with pytest.raises(BadInput, match=r"this run is on cpu\. Leave graph out"):
+        unskip.train(asked, tmp_path / "asked", quiet=True)
+    assert not (tmp_path / "asked").exists()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    with pytest.raises(BadInput, match="gradients are accumulated over 4"):
+        unskip.train(recipes.mae("digits", graph=True, accumulate=4, device="cuda"), tmp_path / "asked", quiet=True)
+
+
+def test_a_graph_of_a_preset_is_left_out_where_it_cannot_be(tmp_path: Path) -> None:
+    small: dict[str, Any] = {"data": "digits", "size": 8, "patch": 4, "batch": 32, "steps": 1, "compile": False}
+    config = recipes.supervised("cifar", **small, device="cpu", model_args=VIT)
+    assert config.graph
+    assert unskip.train(config, tmp_path / "run", quiet=True).finished
+    notes = [row["text"] for row in RunFolder(tmp_path / "run").read("warnings.jsonl") if row["warning"] == "note"]
+    assert any(note.startswith("graph is off: ") for note in notes)
+
+
+# --- The loss of a model that has learnt nothing ----------------------------------------------------------------------
+
+
+@given(st.lists(st.integers(0, 3), min_size=4, max_size=40), st.sampled_from([0.0, 0.1, 0.5]))
+@settings(deadline=None, max_examples=40)
+def test_no_constant_answer_is_better_than_the_trivial_one(labels: list[int], smoothing: float) -> None:
+    """The best constant logits, found by their closed form: the log of what the loss tells of each class."""
+    targets = torch.tensor(labels)
+    frequent = (1 - smoothing) * F.one_hot(targets, 4).double().mean(0) + smoothing / 4
+    logits = frequent.clamp_min(1e-300).log().expand(len(labels), 4)
+    best = F.cross_entropy(logits, targets, label_smoothing=smoothing)
+    config = recipes.supervised("digits", smoothing=smoothing)
+    assert _supervised.trivial(config, targets, 4) == pytest.approx(float(best), abs=1e-9)
+
+
+def test_classes_as_frequent_as_each_other() -> None:
+    for smoothing in (0.0, 0.3):
+        config = recipes.supervised("digits", smoothing=smoothing)
+        assert _supervised.trivial(config, torch.arange(30) % 10, 10) == pytest.approx(math.log(10))
+
+
+def test_a_masked_autoencoder_that_paints_nothing() -> None:
+    for norm_pix in (True, False):
+        task, _ = _mae.build(recipes.mae("digits", norm_pix=norm_pix, device="cpu", model_args=VIT, batch=512))
+        losses = []
+        for step, batch in enumerate(task.feed.iterate(0, 4)):
+            torch.manual_seed(step)
+            losses.append(float(task.loss(task.model, batch)[0].detach()))  # the zero start paints nothing
+        assert sum(losses) / 4 == pytest.approx(task.trivial, rel=0.02)
+
+
+@pytest.mark.parametrize(("out", "bottleneck", "temperature"), [(256, 64, 0.1), (1024, 128, 0.1), (512, 32, 0.2)])
+def test_a_student_that_knows_nothing_of_the_teacher(out: int, bottleneck: int, temperature: float) -> None:
+    """Its rows stand still, spread evenly; bottlenecks point anywhere, and answers have nothing to do with them."""
+    torch.manual_seed(0)
+    backbone: Any = torch.nn.Linear(4, 8)
+    backbone.num_features = 8
+    model = DINO(backbone, out=out, hidden=8, bottleneck=bottleneck, student_temperature=temperature)
+    model.spread_(torch.Generator().manual_seed(0))
+    z = F.normalize(torch.randn(2000, bottleneck), dim=1)
+    p = torch.randn(2000, out).mul(3).softmax(1)
+    q = (F.linear(z, model.last_layer().detach()) / temperature).log_softmax(1)
+    loss = float(-(p * q).sum(1).mean())
+    config = recipes.dino("digits", out=out, bottleneck=bottleneck, student_temperature=temperature)
+    assert config.freeze_last is None
+    assert _dino.trivial(config) == pytest.approx(loss, rel=0.01)
+    assert loss > 1.02 * math.log(out)  # a healthy run begins above log(out), and passes it
+
+
+def test_a_last_layer_that_is_free_makes_a_uniform_answer() -> None:
+    config = recipes.dino("digits", freeze_last=1.0)
+    assert _dino.trivial(config) == pytest.approx(math.log(config.out))
+
+
+def views(count: int, spread: float, near: float, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Two views of each image: a common direction, the image's own, and the view's."""
+    common, own, one, two = (torch.randn(size, 16, generator=generator) for size in (1, count, count, count))
+    return tuple(F.normalize(common + spread * (near * own + (1 - near) * each), dim=1) for each in (one, two))  # type: ignore[return-value]
+
+
+@given(st.integers(2, 20), st.floats(0, 3), st.floats(0, 1), st.floats(0.1, 1), st.integers(0, 5))
+@settings(deadline=None, max_examples=60)
+def test_a_contrastive_loss_is_no_less_than_its_views_allow(
+    count: int, spread: float, near: float, temperature: float, seed: int
+) -> None:
+    one, two = views(count, spread, near, torch.Generator().manual_seed(seed))
+    found = contrast(one.double(), two.double(), temperature)
+    least = math.log(2 * count - 1) - float(found.aligned - found.apart) / temperature
+    if found.aligned >= found.apart:
+        assert float(found.loss) >= least - 1e-6
+
+
+def test_views_that_are_all_the_same_are_told_and_no_value_of_the_loss_is() -> None:
+    generator = torch.Generator().manual_seed(0)
+    one, two = views(64, 0.01, 0.5, generator)
+    flat = contrast(one, two, 0.2)
+    assert float(flat.loss) == pytest.approx(math.log(127), rel=1e-2)
+    row = {"aligned": float(flat.aligned), "apart": float(flat.apart)}
+    assert [name for name, _ in _simclr.watch(row, 0.5)] == ["flat-loss"]
+    assert [*_simclr.watch(row, 0.1)] == []
+    learning = {"aligned": 0.2, "apart": 0.0, "loss": math.log(127)}  # spread in 32 dimensions, on its way down
+    assert [*_simclr.watch(learning, 0.5)] == []
+    assert [name for name, _ in _simclr.watch({"rank_block_0": 1.5}, 0.5)] == ["collapsed-blocks"]
+    task, _ = _simclr.build(recipes.simclr("digits", device="cpu", model_args=VIT))
+    assert task.trivial is None
