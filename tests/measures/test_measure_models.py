@@ -1,0 +1,199 @@
+"""Models of every sort are measured: text, odd grids, towers, loops, half precision, large ones."""
+
+from typing import Any
+
+import pytest
+import tests.zoo.more  # noqa: F401  (enters its families into the registry)
+import timm
+import torch
+from tests.measures.stacks import matrices, stack, strict
+from tests.zoo.families import FAMILIES
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import unskip
+from unskip import Scale
+
+# --- Models of every sort ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["hf_bert", "hf_gpt2", "diffusers_dit", "timm_swin", "timm_convnext", "hf_clip"])
+@pytest.mark.parametrize("jacobians", ["off"])
+def test_a_family_is_measured(name: str, jacobians: Any) -> None:
+    family = FAMILIES[name]
+    found = unskip.measure(family.build(), family.inputs(3), jacobians=jacobians)
+    assert found.samples == 3
+    assert len(found.sites) == len(family.sites)
+    strict(found)
+    assert all(row.norm > 0 for row in found.blocks)
+    assert found.model in str(found)
+    assert found.model in repr(found)
+    attentions = [row for row in found.sites if row.kind == "attention"]
+    assert all(row.entropy is not None for row in attentions)
+    assert all(row.entropy is None for row in found.sites if row.kind in ("mlp", "conv"))
+
+
+def test_text_has_no_spatial_frequencies() -> None:
+    """Nine tokens would make a square, but they are words."""
+    family = FAMILIES["hf_bert"]
+    ids = torch.randint(4, 32, (2, 9))
+    found = unskip.measure(family.build(), {"input_ids": ids}, jacobians="off")
+    assert all(row.high_frequency is None for row in found.blocks)
+    assert any("spatial" in note for note in found.notes)
+
+
+def test_a_grid_that_is_no_square_can_be_given() -> None:
+    model = stack(depth=1)
+    x = torch.randn(2, 7, 6, dtype=torch.float64)
+    assert unskip.measure(model, x, jacobians="off").blocks[0].high_frequency is None
+    found = unskip.measure(model, x, jacobians="off", grid=(2, 3))  # and one token before them
+    sums = x + F.linear(x, matrices(model)[0])
+    shares = [unskip.measures.high_frequency_share(one[None, 1:], (2, 3)) for one in sums]
+    assert found.blocks[0].high_frequency == pytest.approx(sum(shares) / 2)
+
+
+@pytest.mark.parametrize("size", [(32, 128), (128, 32), (64, 64)])
+def test_patches_lie_as_in_the_image(size: tuple[int, int]) -> None:
+    """Sixteen patches of an oblong image are no square."""
+    torch.manual_seed(0)
+    facts: dict[str, Any] = {"depth": 1, "embed_dim": 24, "num_heads": 3, "img_size": size}
+    model = timm.create_model("vit_tiny_patch16_224", **facts)
+    images = torch.randn(2, 3, *size)
+    found = unskip.measure(model, images, jacobians="off").blocks[0].high_frequency
+    assert found is not None
+    grid = (size[0] // 16, size[1] // 16)
+    assert found == unskip.measure(model, images, jacobians="off", grid=grid).blocks[0].high_frequency
+    assert (found == unskip.measure(model, images, jacobians="off", grid=(4, 4)).blocks[0].high_frequency) == (
+        grid == (4, 4)
+    )
+
+
+def test_a_stream_that_changes_its_shape_has_gaps() -> None:
+    family = FAMILIES["timm_swin"]
+    found = unskip.measure(family.build(), family.inputs(2), jacobians="off")
+    assert [row.cosine is None for row in found.blocks] == [False, False, True, True]
+    assert any("shape" in note for note in found.notes)
+
+
+def test_two_towers_are_not_compared_with_each_other() -> None:
+    """T5's decoder and CLIP's second tower have streams of their own."""
+    for name, starts in (("hf_t5", 2), ("hf_clip", 2)):
+        family = FAMILIES[name]
+        model = family.build()
+        inputs = family.inputs(2)
+        unskip.rewire(model, Scale(0.5, 1.0), inputs)
+        found = unskip.measure(model, inputs, jacobians="off")
+        assert [row.carried for row in found.blocks[:2]] == [0.25, 0.0625]
+        own = 0.125 if name == "hf_t5" else 0.25
+        assert [row.carried for row in found.blocks[2:4]] == [own, own**2]
+        assert any(note.startswith(f"{starts} streams") for note in found.notes)
+        assert sum(row.cka_previous is None for row in found.blocks) == starts
+
+
+def test_a_site_that_runs_several_times_is_seen_at_its_last_run() -> None:
+    family = FAMILIES["hf_albert"]
+    model = family.build()
+    unskip.rewire(model, Scale(0.5, 1.0), family.inputs(2))
+    found = unskip.measure(model, family.inputs(2))
+    assert len(found.sites) == 2
+    assert found.blocks[0].carried == pytest.approx(0.5**6)
+    assert found.network is not None
+    streams: list[Tensor] = []
+    sums: list[Tensor] = []
+    layer = model.get_submodule("encoder.albert_layer_groups.0.albert_layers.0")
+    norm = layer.get_submodule("full_layer_layer_norm")  # reads the second sum
+    with (
+        layer.register_forward_pre_hook(lambda _, args: streams.append(args[0])),
+        norm.register_forward_pre_hook(lambda _, args: sums.append(args[0])),
+        torch.no_grad(),
+    ):
+        model(**family.inputs(2))
+    assert len(streams) == len(sums) == 3
+    assert found.blocks[0].cosine == pytest.approx(float(F.cosine_similarity(sums[-1], streams[0], dim=-1).mean()))
+    assert found.blocks[0].norm == pytest.approx(float(sums[-1].norm(dim=-1).mean()))
+
+
+def test_one_sample_is_enough() -> None:
+    family = FAMILIES["timm_vit"]
+    found = unskip.measure(family.build(), family.inputs(1), jacobians="off")
+    assert found.samples == 1
+    assert all(row.pooled_rank is None and row.echo is None for row in found.blocks)
+    assert any("one sample" in note for note in found.notes)
+    assert "on 1 sample of 5 tokens" in str(found)
+
+
+def test_samples_are_measured_with_their_own_conditions() -> None:
+    family = FAMILIES["diffusers_dit"]
+    model = family.build()
+    together = unskip.measure(model, family.inputs(2), jacobians="off")
+    whole = family.inputs(2)
+    apart = [
+        unskip.measure(model, {key: value[i : i + 1] for key, value in whole.items()}, jacobians="off")
+        for i in range(2)
+    ]
+    for index, row in enumerate(together.sites):
+        assert row.ratio == pytest.approx(sum(one.sites[index].ratio for one in apart) / 2)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_weights(dtype: torch.dtype) -> None:
+    family = FAMILIES["timm_vit"]
+    model = family.build().to(dtype)
+    images = family.inputs(2).to(dtype)
+    found = unskip.measure(model, images)
+    wide = unskip.measure(model.double(), images.double())
+    strict(found)
+    for got, expected in zip(found.sites, wide.sites, strict=True):
+        assert got.branch is not None
+        assert expected.branch is not None
+        assert got.branch.precision == "float64"
+        assert got.branch.sigma_max == pytest.approx(expected.branch.sigma_max, rel=0.05)
+        assert got.ratio == pytest.approx(expected.ratio, rel=0.05)
+
+
+def test_a_branch_that_writes_in_place_has_a_jacobian_or_a_note() -> None:
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.f = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.f(x)
+            y[..., :2] = 0.0
+            return x + y
+
+    found = unskip.measure(Block(), torch.randn(2, 3, 4))
+    assert found.sites[0].branch is None
+    assert any("no Jacobian of the branch" in note and "in place" in note for note in found.notes)
+    assert found.sites[0].ratio > 0
+
+
+# --- Matrix-free ------------------------------------------------------------------------------------------------------
+
+
+def test_a_large_jacobian_is_estimated_and_marked(monkeypatch: pytest.MonkeyPatch) -> None:
+    from unskip.measures import _measure
+
+    family = FAMILIES["timm_vit"]
+    model = family.build()
+    exact = unskip.measure(model, family.inputs(1))
+    monkeypatch.setitem(_measure._EXACT, "cpu", 16)
+    free = unskip.measure(model, family.inputs(1))
+    for a, b in zip(exact.sites, free.sites, strict=True):
+        assert a.sublayer is not None
+        assert b.sublayer is not None
+        assert not b.sublayer.exact
+        assert b.sublayer.sigma_max == pytest.approx(a.sublayer.sigma_max, rel=0.05)
+        assert b.sublayer.condition <= a.sublayer.condition * 1.01
+    assert ">" in str(free)
+    forced = unskip.measure(model, family.inputs(1), jacobians="exact")
+    assert forced.sites[0].sublayer is not None
+    assert forced.sites[0].sublayer.exact
+
+
+def test_progress_is_told() -> None:
+    said: list[tuple[int, int, str]] = []
+    unskip.measure(stack(), torch.randn(2, 3, 6, dtype=torch.float64), progress=lambda *args: said.append(args))
+    assert said[0][2] == "recording"
+    assert "Jacobian of the network" in said[-1][2]
+    assert all(done <= total for done, total, _ in said)
