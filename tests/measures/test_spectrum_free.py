@@ -1,0 +1,332 @@
+"""The singular values of a Jacobian without its matrix: estimates with error bars, and products with it."""
+
+import json
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.measures.matrices import DOUBLE, SHARES, block, free, gauss, linear, with_values
+from torch import Tensor
+
+from unskip.errors import BadInput
+from unskip.measures._jacobian import Jacobian
+from unskip.measures._lanczos import bidiagonalise
+from unskip.measures.spectrum import jacobian_spectrum
+
+# --- Matrix-free ------------------------------------------------------------------------------------------------------
+
+
+def spread_out(name: str, n: int) -> Tensor:
+    """Spectra as Jacobians have them."""
+    eye = torch.eye(n, dtype=DOUBLE)
+    if name == "gauss":
+        return gauss(n, n, 1)
+    if name == "tall":
+        return gauss(2 * n, n, 1)
+    if name == "wide":
+        return gauss(n - n // 20, n, 1)
+    if name == "product":
+        return gauss(n, n, 1) @ gauss(n, n, 2)
+    if name == "identity and low rank":
+        return eye + 4 * gauss(n, n // 16, 1) @ gauss(n // 16, n, 2)
+    if name == "low rank and small":
+        return 10 * gauss(n, n // 16, 1) @ gauss(n // 16, n, 2) + 0.3 * gauss(n, n, 3)
+    if name == "residual layers":
+        return torch.linalg.multi_dot([eye + 0.5 * gauss(n, n, seed) for seed in range(6)])
+    return with_values(torch.logspace(0, -2, n, dtype=DOUBLE))
+
+
+NAMES = [
+    "gauss",
+    "tall",
+    "wide",
+    "product",
+    "identity and low rank",
+    "low rank and small",
+    "residual layers",
+    "decades",
+]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_within_five_percent_of_exact(name: str) -> None:
+    # Where the spectrum is steep at its lower end, one singular value of 500 more or less is some percent there.
+    a = spread_out(name, 1200 if name == "product" else 500)
+    found = free(a, probes=64, steps=128)
+    exact = jacobian_spectrum(*linear(a), exact=True)
+    assert not found.exact
+    assert found.values is None
+    assert found.sigma_max == pytest.approx(exact.sigma_max, rel=1e-6)
+    assert found.sigma_max <= exact.sigma_max * (1 + 1e-12)
+    assert found.stable_rank == pytest.approx(exact.stable_rank, rel=0.03)
+    assert abs(found.stable_rank - exact.stable_rank) <= 2 * found.stable_rank_error + 1e-9
+    for share in SHARES:
+        assert found.quantiles[share] == pytest.approx(exact.quantiles[share], rel=0.05)
+        assert abs(found.quantiles[share] - exact.quantiles[share]) <= found.errors[share]
+    assert found.sigma_min_bound is not None
+    assert exact.sigma_min is not None
+    assert found.sigma_min_bound >= exact.sigma_min * (1 - 1e-9)
+    assert found.condition <= exact.condition * (1 + 1e-9)
+    assert found.null == exact.null
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", NAMES)
+def test_within_five_percent_of_exact_with_the_defaults(name: str) -> None:
+    a = spread_out(name, 3000)
+    exact, found = jacobian_spectrum(*linear(a), exact=True), free(a)
+    assert found.sigma_max == pytest.approx(exact.sigma_max, rel=1e-6)
+    known = [share for share in SHARES if math.isfinite(found.errors[share])]
+    # Outliers sixty times as large as the bulk take the steps that its lower end would need.
+    assert known == ([0.5, 0.9] if name == "low rank and small" else list(SHARES))
+    for share in SHARES:
+        if share in known:
+            assert found.quantiles[share] == pytest.approx(exact.quantiles[share], rel=0.05)
+        else:
+            assert found.quantiles[share] >= exact.quantiles[share]
+
+
+def test_a_value_found_twice_is_one() -> None:
+    """Rounding lets a multiple singular value into the space again, a hair away; it is still one step of F."""
+    a = spread_out("identity and low rank", 1200)
+    found = free(a, probes=2, steps=128)
+    assert [found.quantiles[share] for share in SHARES] == pytest.approx([1, 1, 1])
+    assert max(found.errors.values()) < 1e-9
+
+
+def test_the_error_bars_cover() -> None:
+    """About 95% each; over 40 draws of 3 quantiles at least 90% must be inside, and the bars must not be idle."""
+    inside, tight = 0, 0
+    for seed in range(40):
+        a = gauss(200, 200, seed)
+        values = torch.linalg.svdvals(a)
+        found = free(a, probes=4, steps=60, generator=torch.Generator().manual_seed(seed))
+        for share in SHARES:
+            off = abs(found.quantiles[share] - float(torch.quantile(values, share)))
+            inside += off <= found.errors[share]
+            tight += off > 0.2 * found.errors[share]
+    assert inside >= 108
+    assert tight >= 40
+
+
+def test_an_unresolved_quantile_says_so() -> None:
+    """Twelve decades cannot be seen with 40 steps: the low quantiles come as bounds."""
+    sigma = torch.logspace(0, -12, 400, dtype=DOUBLE)
+    found = free(with_values(sigma), probes=8, steps=40)
+    for share in (0.1, 0.5):
+        assert math.isinf(found.errors[share])
+        assert found.quantiles[share] >= float(torch.quantile(sigma, share))
+    assert "10% <= " in str(found)
+    assert found.to_dict()["errors"]["0.1"] is None
+
+
+def test_a_whole_krylov_space_is_exact() -> None:
+    """Few distinct values: the space closes after as many steps, and every number is sharp."""
+    sigma = torch.tensor([3.0] * 20 + [1.0] * 60 + [0.5] * 20, dtype=DOUBLE)
+    found = free(with_values(sigma), probes=40, steps=50)
+    assert [round(found.quantiles[share], 9) for share in SHARES] == [0.5, 1.0, 3.0]
+    assert found.sigma_min_bound == pytest.approx(0.5)
+    assert found.condition == pytest.approx(6)
+    assert found.stable_rank == pytest.approx((20 * 9 + 60 + 20 * 0.25) / 9, rel=0.05)
+
+
+def test_null_directions_do_not_enter_the_bound() -> None:
+    sigma = torch.cat([torch.linspace(1, 2, 80), torch.zeros(20)]).to(DOUBLE)
+    a = with_values(sigma)
+    told = free(a, null=20, steps=100)
+    assert told.sigma_min_bound is not None
+    assert 1 - 1e-9 <= told.sigma_min_bound <= 1.5
+    assert 1.3 <= told.condition <= 2 + 1e-9
+    untold = free(a, steps=100)
+    assert untold.sigma_min_bound == pytest.approx(0, abs=1e-9)
+    assert untold.condition > 1e12
+    uncounted = free(a, null="count", steps=100)
+    assert uncounted.null is None
+    assert math.isnan(uncounted.condition)
+    assert untold.quantiles[0.1] == pytest.approx(0, abs=1e-9)
+
+
+def test_one_strong_direction_does_not_blur_the_stable_rank() -> None:
+    """A plain Hutchinson estimate would be off by sqrt(2 / 16) here."""
+    a = gauss(300, 300, 0) * 0.01
+    a[0, 0] += 50
+    exact, found = jacobian_spectrum(*linear(a)), free(a, probes=1, steps=20)
+    assert found.stable_rank == pytest.approx(exact.stable_rank, rel=1e-4)
+
+
+def test_a_block_both_ways() -> None:
+    model, x = block(24), torch.randn(8, 24, dtype=DOUBLE)
+
+    def f(z: Tensor) -> Tensor:
+        return model(z[None])[0]  # type: ignore[no-any-return]
+
+    exact, found = jacobian_spectrum(f, x), jacobian_spectrum(f, x, exact=False, probes=96, steps=96)
+    single = jacobian_spectrum(f, x.float().double(), exact=False, probes=1, steps=40)
+    assert found.sigma_max == pytest.approx(exact.sigma_max, rel=1e-6)
+    assert single.sigma_max == pytest.approx(exact.sigma_max, rel=1e-3)
+    for share in SHARES:
+        assert found.quantiles[share] == pytest.approx(exact.quantiles[share], rel=0.05)
+
+
+def test_float32_matrix_free() -> None:
+    a = spread_out("residual layers", 300)
+    found = free(a.float(), probes=64, steps=100)
+    exact = jacobian_spectrum(*linear(a))
+    assert found.precision == "float32"
+    assert found.sigma_max == pytest.approx(exact.sigma_max, rel=1e-5)
+    for share in SHARES:
+        assert found.quantiles[share] == pytest.approx(exact.quantiles[share], rel=0.1)
+
+
+@settings(max_examples=25)
+@given(st.integers(1, 6), st.integers(1, 6), st.integers(0, 9), st.integers(1, 4), st.integers(2, 9))
+def test_small_matrices_do_not_break_it(rows: int, columns: int, seed: int, probes: int, steps: int) -> None:
+    a = gauss(rows, columns, seed)
+    if seed % 3 == 0:
+        a[:, 0] = 0
+    exact, found = jacobian_spectrum(*linear(a)), free(a, probes=probes, steps=steps)
+    assert found.sigma_max <= exact.sigma_max * (1 + 1e-9) + 1e-15
+    if steps >= min(rows, columns) + 1:
+        assert found.sigma_max == pytest.approx(exact.sigma_max, rel=1e-6, abs=1e-12)
+    assert str(found)
+    json.dumps(found.to_dict(), allow_nan=False)
+
+
+def test_the_generator_decides() -> None:
+    a = gauss(100, 100, 0)
+    numbers = [free(a, probes=1, generator=torch.Generator().manual_seed(seed)).quantiles[0.5] for seed in (1, 1, 2)]
+    assert numbers[0] == numbers[1] != numbers[2]
+    assert free(a).quantiles == free(a).quantiles
+    before = torch.random.get_rng_state()
+    free(a)
+    assert torch.equal(before, torch.random.get_rng_state())
+
+
+def test_which_way_is_taken() -> None:
+    assert jacobian_spectrum(torch.sin, torch.zeros(64, dtype=DOUBLE)).exact
+    large = jacobian_spectrum(torch.sin, torch.zeros(4097, dtype=DOUBLE), steps=2, probes=1)
+    assert not large.exact
+    assert large.sigma_max == pytest.approx(1)  # the identity: one step closes the space
+    assert large.quantiles[0.1] == pytest.approx(1)
+
+
+def test_the_bases_are_orthonormal_and_belong_together() -> None:
+    a = spread_out("identity and low rank", 200)
+    (found,) = bidiagonalise(lambda v: v @ a.mT, lambda u: u @ a, gauss(1, 200, 9), 200, 80, 1e-13)
+    k = len(found.bidiagonal)
+    assert k < 80  # it closes after the distinct values, of which there are some 25
+    eye = torch.eye(k, dtype=DOUBLE)
+    assert torch.allclose(found.right @ found.right.mT, eye, atol=1e-12)
+    assert torch.allclose(found.left @ found.left.mT, eye, atol=1e-12)
+    assert torch.allclose(a @ found.right.mT, found.left.mT @ found.bidiagonal, atol=1e-12)
+    assert torch.equal(found.bidiagonal, found.bidiagonal.triu().tril(1))
+
+
+# --- Products ---------------------------------------------------------------------------------------------------------
+
+
+class Once(torch.autograd.Function):
+    """A cube whose backward pass cannot be differentiated, with a forward-mode formula and no batching rule."""
+
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:  # type: ignore[override]
+        return x**3
+
+    @staticmethod
+    def setup_context(ctx: object, inputs: tuple[Tensor], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs)  # type: ignore[attr-defined]
+        ctx.save_for_forward(*inputs)  # type: ignore[attr-defined]
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: object, grad: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors  # type: ignore[attr-defined]
+        return grad * 3 * x**2
+
+    @staticmethod
+    def jvp(ctx: object, tangent: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors  # type: ignore[attr-defined]
+        return tangent * 3 * x**2
+
+
+@pytest.mark.parametrize("f", [torch.sin, lambda x: x @ gauss(7, 4, 0), lambda x: x.softmax(-1).cumsum(-1)])
+def test_products_are_those_of_the_matrix(f: Callable[[Tensor], Tensor]) -> None:
+    x = torch.randn(3, 7, dtype=DOUBLE)
+    jacobian = Jacobian(f, x)
+    wanted = torch.autograd.functional.jacobian(f, x).reshape(jacobian.shape)
+    assert torch.allclose(jacobian.matrix(4), wanted)
+    v, w = torch.randn(5, jacobian.shape[1], dtype=DOUBLE), torch.randn(5, jacobian.shape[0], dtype=DOUBLE)
+    assert torch.allclose(jacobian.times(v), v @ wanted.T)
+    assert torch.allclose(jacobian.transposed_times(w), w @ wanted)
+    assert torch.allclose(jacobian.times(v[:1]), v[:1] @ wanted.T)
+
+
+def test_without_batching() -> None:
+    """An operation that torch cannot batch is run one vector at a time."""
+    x = torch.randn(6, dtype=DOUBLE)
+
+    class Stubborn(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: object, z: Tensor) -> Tensor:
+            return z.clone()
+
+        @staticmethod
+        def backward(ctx: object, grad: Tensor) -> Tensor:
+            return grad * float(grad.sum().item() * 0 + 2)  # .item() has no batched form
+
+    jacobian = Jacobian(lambda z: Stubborn.apply(z), x)
+    assert torch.equal(jacobian.matrix(3), 2 * torch.eye(6, dtype=DOUBLE))
+    assert not jacobian.batched
+
+
+def test_forward_mode_stands_in() -> None:
+    x = torch.linspace(1, 2, 6, dtype=DOUBLE)
+    found = jacobian_spectrum(lambda z: Once.apply(z), x, exact=False)
+    assert found.sigma_max == pytest.approx(12)
+    assert jacobian_spectrum(lambda z: Once.apply(z), x).sigma_max == pytest.approx(12)
+
+
+def test_a_backward_pass_that_hides_something() -> None:
+    """Its second derivative is wrong and raises nothing; the products must not believe it."""
+
+    class Hidden(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: object, x: Tensor) -> Tensor:
+            return x * 2
+
+        @staticmethod
+        def backward(ctx: object, grad: Tensor) -> Tensor:
+            return grad + grad.detach()
+
+    x = torch.ones(4, dtype=DOUBLE)
+    with pytest.raises(BadInput, match=r"not differentiable as it claims"):
+        jacobian_spectrum(lambda z: Hidden.apply(z), x, exact=False)
+    assert jacobian_spectrum(lambda z: Hidden.apply(z), x).sigma_max == pytest.approx(2)
+
+
+def test_probes_do_not_repeat_the_weights() -> None:
+    """A model and its probes may be drawn with one seed; the probes must still be strangers to it."""
+    for seed in range(3):
+        a = gauss(200, 200, seed)
+        found = free(a, probes=4, steps=60, generator=torch.Generator().manual_seed(seed))
+        assert found.quantiles[0.5] == pytest.approx(float(torch.linalg.svdvals(a).median()), rel=0.2)
+
+
+def test_no_way_to_multiply() -> None:
+    class Neither(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: object, x: Tensor) -> Tensor:
+            return x * 2
+
+        @staticmethod
+        @torch.autograd.function.once_differentiable
+        def backward(ctx: object, grad: Tensor) -> Tensor:
+            return grad * 2
+
+    x = torch.ones(4, dtype=DOUBLE)
+    with pytest.raises(BadInput, match=r"neither second derivatives nor forward-mode"):
+        jacobian_spectrum(lambda z: Neither.apply(z), x, exact=False)
+    assert jacobian_spectrum(lambda z: Neither.apply(z), x).sigma_max == pytest.approx(2)
