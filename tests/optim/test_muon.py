@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from tests.optim.oracle import newton_schulz as oracle
-from tests.optim.test_soap import gradients, run, same, start
+from tests.optim.trajectories import gradients, run, same, start
 from torch import nn
 
 from unskip.errors import BadInput

@@ -1,0 +1,161 @@
+"""SOAP under gradients that are not finite, pauses, late parameters and wrong options."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from tests.optim.trajectories import gradients, run, same, start
+from torch import nn
+
+from unskip.errors import BadInput
+from unskip.optim import SOAP
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf, 1e30])
+@pytest.mark.parametrize("shape", [(5, 4), (6,)], ids=str)
+def test_a_gradient_that_is_not_finite_is_masked_and_counted(value: float, shape: tuple[int, ...]) -> None:
+    good, bad = start(shape), start(shape, seed=2)
+    grads = gradients(shape)
+    optimizer = SOAP([("good", good), ("bad", bad)])
+    run(optimizer, [(good, grads), (bad, grads)], range(7))
+    kept = {name: tensor.clone() for name, tensor in optimizer.state[bad].items()}
+    weight, other = bad.detach().clone(), good.detach().clone()
+    broken = grads.clone()
+    broken[7].view(-1)[2] = value
+    run(optimizer, [(good, grads), (bad, broken)], range(7, 8))
+    assert torch.equal(bad, weight)
+    assert not torch.equal(good, other)
+    assert torch.equal(optimizer.state[bad]["step"], kept["step"])
+    for name in ("exp_avg", "exp_avg_sq"):
+        # a refresh in the same step may have turned the moments with their basis
+        if name in kept and len(shape) == 1:
+            assert torch.equal(optimizer.state[bad][name], kept[name])
+    assert optimizer.skipped() == {"bad": 1}
+    run(optimizer, [(good, grads), (bad, grads)], range(8, 12))
+    assert torch.isfinite(bad).all()
+    assert optimizer.skipped() == {"bad": 1}
+
+
+@pytest.mark.parametrize("scale", [1e-44, 1e-38, 1e-30, 1e-18, 1e12])
+def test_gradients_of_any_size_leave_finite_weights(scale: float) -> None:
+    param, grads = start((6, 5), torch.float32), (gradients((6, 5)) * scale).float()
+    optimizer = SOAP([param])
+    run(optimizer, [(param, grads)], range(25))
+    assert torch.isfinite(param).all()
+    assert all(torch.isfinite(value).all() for value in optimizer.state[param].values())
+    assert optimizer.skipped() == {}
+
+
+def test_a_masked_step_never_happened() -> None:
+    """Without refreshes, a run with one bad gradient equals the run without that step."""
+    grads = gradients((5, 4), steps=20)
+    broken = torch.cat([grads[:9], torch.full((1, 5, 4), torch.nan, dtype=torch.float64), grads[9:]])
+    one, other = start((5, 4)), start((5, 4))
+    run(SOAP([one], refresh_every=1000), [(one, grads)], range(20))
+    run(SOAP([other], refresh_every=1000), [(other, broken)], range(21))
+    assert torch.allclose(one, other, atol=1e-12)
+
+
+def test_check_raises_at_once_and_changes_nothing() -> None:
+    param = start((5, 4))
+    grads = gradients((5, 4))
+    optimizer = SOAP([("blocks.0.weight", param)], check=True)
+    run(optimizer, [(param, grads)], range(3))
+    before, state = param.detach().clone(), copy.deepcopy(optimizer.state_dict())
+    param.grad = grads[3] * torch.nan
+    with pytest.raises(BadInput, match=r"blocks\.0\.weight is not finite"):
+        optimizer.step()
+    assert torch.equal(param, before)
+    assert same(optimizer.state_dict(), state)
+
+
+@pytest.mark.parametrize("check", [True, False])
+def test_a_refusal_in_one_group_leaves_the_others_alone(check: bool) -> None:
+    """With `check` the second group has a gradient that is not finite, without it a sparse one."""
+    param, table = start((5, 4)), nn.Embedding(5, 3, sparse=not check)
+    grads = gradients((5, 4))
+    optimizer = SOAP([{"params": [param]}, {"params": list(table.parameters())}], check=check)
+    run(optimizer, [(param, grads)], range(3))
+    before, state = param.detach().clone(), copy.deepcopy(optimizer.state_dict())
+    (table(torch.tensor([1])).sum() * (torch.nan if check else 1)).backward()
+    with pytest.raises(BadInput, match="not finite" if check else "sparse"):
+        run(optimizer, [(param, grads)], range(3, 4))
+    assert torch.equal(param, before)
+    assert same(optimizer.state_dict(), state)
+
+
+@pytest.mark.parametrize("state_dtype", ["float32", "bfloat16"])
+def test_a_pause_changes_nothing(state_dtype: Any) -> None:
+    """Beside one of its shape that goes on: without refreshes, steps without a gradient never happened."""
+    paused, twin, other = (start((6, 4), torch.float32, seed) for seed in (1, 1, 2))
+    grads = gradients((6, 4), dtype=torch.float32)
+    options: dict[str, Any] = {"refresh_every": 1000, "stagger": False, "state_dtype": state_dtype}
+    optimizer = SOAP([other, paused], splits={other: 2, paused: 2}, **options)
+    alone = SOAP([twin], splits={twin: 2}, **options)
+    for step in range(20):
+        other.grad, paused.grad = grads[step].clone(), grads[step // 2].clone() if step % 2 else None
+        optimizer.step()
+    run(alone, [(twin, grads)], range(10))
+    assert same(optimizer.state[paused], alone.state[twin])
+    assert torch.equal(paused, twin)
+
+
+def test_the_interval_may_change_on_the_way() -> None:
+    param, grads = start((5, 4)), gradients((5, 4))
+    optimizer = SOAP([param], refresh_every=5, stagger=False)
+    bases = []
+    for step in range(50):
+        run(optimizer, [(param, grads)], range(step, step + 1))
+        optimizer.param_groups[0]["refresh_every"] = 5 if step < 20 else 12
+        bases.append(optimizer.state[param]["right_basis"].clone())
+    changed = [step for step in range(1, 50) if not torch.equal(bases[step], bases[step - 1])]
+    assert changed == [5, 10, 15, 20, 24, 36, 48]
+
+
+def test_a_parameter_may_come_late_or_pause() -> None:
+    early, late, paused = start((5, 4)), start((5, 4), seed=2), start((3,), seed=3)
+    grads, short = gradients((5, 4)), gradients((3,))
+    optimizer = SOAP([early, late, paused])
+    for step in range(30):
+        early.grad = grads[step].clone()
+        late.grad = grads[step].clone() if step >= 12 else None
+        paused.grad = short[step].clone() if step % 2 else None
+        before = [param.detach().clone() for param in (early, late, paused)]
+        optimizer.step()
+        moved = [not torch.equal(a, b) for a, b in zip((early, late, paused), before, strict=True)]
+        assert moved == [step >= 1, step >= 13, step % 2 == 1 and step >= 3], step
+    assert [float(optimizer.state[p]["step"]) for p in (early, late, paused)] == [29, 17, 14]
+    assert optimizer.skipped() == {}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"lr": -1.0}, "lr must be"),
+        ({"betas": (0.9, 1.0)}, "betas must be"),
+        ({"betas": 0.9}, "betas must be two"),
+        ({"refresh_every": 0}, "refresh_every must be"),
+        ({"precision": "bf16"}, "it can be 'tf32'"),
+        ({"state_dtype": "float16"}, "it can be 'float32'"),
+        ({"weight_decay": float("nan")}, "weight_decay must be"),
+        ({"shampoo_beta": 2}, "shampoo_beta must be"),
+    ],
+)
+def test_wrong_options_are_named(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(BadInput, match=message):
+        SOAP([start((2, 2))], **options)
+    with pytest.raises(BadInput, match=message):
+        SOAP([{"params": [start((2, 2))], **options}])
+
+
+def test_what_cannot_be_optimized_is_refused() -> None:
+    with pytest.raises(BadInput, match="cannot be optimized"):
+        SOAP([torch.zeros(3, dtype=torch.complex64, requires_grad=True)])
+    table = nn.Embedding(5, 3, sparse=True)
+    optimizer = SOAP(table.parameters())
+    table(torch.tensor([1])).sum().backward()
+    with pytest.raises(BadInput, match="sparse=False"):
+        optimizer.step()
