@@ -39,7 +39,7 @@ class Tables:
         if file in ("coverage", "transformers"):
             rows = self.timm if file == "coverage" else self.transformers
             rows[case] = ({key: str(value) for key, value in report.user_properties}, report.passed)
-        elif file == "families":
+        elif file in ("families", "families_kept"):
             name = test.replace("_", " ")
             for family in set(re.split(r"[-,]", case)) & self.names:  # a case may also name a rule or a mode
                 self.families[family][name] = self.families[family].get(name, True) and report.passed
@@ -54,7 +54,7 @@ class Tables:
         lines = [
             "## Families by property",
             "",
-            "Small random models; each property is a test in `tests/zoo/test_families.py`.",
+            "Small random models; each property is a test in `tests/zoo/test_families.py` or `test_families_kept.py`.",
         ]
         lines += ["", *(f"{i}. {name}" for i, name in enumerate(properties, start=1)), ""]
         lines += ["| family | " + " | ".join(str(i + 1) for i in range(len(properties))) + " |"]

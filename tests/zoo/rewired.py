@@ -1,0 +1,39 @@
+"""The families as parameters of tests, and rewired."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import tests.zoo.more  # noqa: F401  (enters the families beyond the core)
+from tests.zoo.families import FAMILIES, Family
+from tests.zoo.harness import (
+    cautioned,
+)
+from tests.zoo.oracle import Weights
+from torch import nn
+
+import unskip
+from unskip import Scale, Site, Wiring
+
+HALF = Scale(0.5, 0.7)
+CLOSE = 1e-6
+PARAMETERS = {f.name: pytest.param(f, id=f.name, marks=() if f.core else pytest.mark.full) for f in FAMILIES.values()}
+each_family = pytest.mark.parametrize("family", PARAMETERS.values())
+
+
+def rewired(family: Family, rule: Any = HALF, **options: Any) -> tuple[nn.Module, Wiring]:
+    model = family.build()
+    with cautioned(family):
+        return model, unskip.rewire(model, rule, family.inputs(2), **options)
+
+
+def spread(family: Family, weights: Weights) -> list[tuple[float, float]]:
+    """Weights of the governed sites, and 1 for the others."""
+    found = dict(zip(family.governed, weights, strict=True))
+    return [found.get(i, (1.0, 1.0)) for i in range(len(family.sites))]
+
+
+def at(index: int) -> Callable[[Site], bool]:
+    return lambda site: site.index == index
