@@ -5,20 +5,17 @@ from __future__ import annotations
 import copy
 import json
 import pickle
-import warnings
 
 import pytest
 import timm
 import torch
 from tests.anatomy import handmade as h
+from tests.wiring.folders import IMAGES, X
 from torch import nn
 
 import unskip
 from unskip import Anneal, Cut, Decay, Keep, Learn, Scale, Wiring
-from unskip.errors import BadInput, UnskipWarning
-
-X = torch.randn(2, 5, h.DIM, generator=torch.Generator().manual_seed(0))
-IMAGES = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(0))
+from unskip.errors import BadInput
 
 
 @pytest.fixture
@@ -80,15 +77,6 @@ def test_projected_and_long_skips_are_kept_unless_a_predicate_picks_them() -> No
     wiring = unskip.rewire(model, Cut(), where=lambda site: site.long)
     assert [alpha for alpha, site in zip(wiring.alphas, wiring.sites, strict=True) if site.long] == [0.0, 0.0]
     assert "kept" in str(wiring)
-
-
-def test_cutting_a_projected_shortcut_warns_of_unused_weights() -> None:
-    model = h.Projected()
-    with pytest.raises(BadInput, match="governs no site"):
-        unskip.rewire(model, Cut(), X)
-    with pytest.warns(UnskipWarning, match="find_unused_parameters"):
-        unskip.rewire(model, Cut(), X, where=lambda site: site.projected)
-    assert torch.equal(model(X), model.f(X))
 
 
 def test_prints_the_weights_and_the_effective_decay(vit: nn.Module) -> None:
@@ -269,32 +257,6 @@ def test_one_patched_class_serves_all_blocks(vit: nn.Module) -> None:
     assert isinstance(vit.blocks[0], timm.models.vision_transformer.Block)
 
 
-def test_cutting_a_silent_branch_warns() -> None:
-    model = timm.create_model(
-        "vit_tiny_patch16_224", img_size=32, patch_size=8, embed_dim=16, num_heads=2, depth=1, init_values=1e-6
-    )
-    with pytest.warns(UnskipWarning, match=r"under 0\.001 of its stream"):
-        unskip.rewire(model, Cut())
-    with pytest.warns(UnskipWarning, match=r"under 0\.001 of its stream"):
-        unskip.rewire(model, Anneal(Keep(), Cut(), steps=5))
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        unskip.rewire(model, Decay(0.6))
-
-
-def test_cutting_under_drop_path_warns() -> None:
-    model = timm.create_model(
-        "vit_tiny_patch16_224", img_size=32, patch_size=8, embed_dim=16, num_heads=2, depth=2, drop_path_rate=0.1
-    )
-    with pytest.warns(UnskipWarning, match=r"blocks\.1 \[attention\].*drop path is on"):
-        unskip.rewire(model, Cut())
-
-
-def test_additions_that_were_left_alone_are_warned_of() -> None:
-    with pytest.warns(UnskipWarning, match=r"torch\.lerp"):
-        unskip.rewire(h.TrainingFused(), Cut(), X)
-
-
 def test_a_helper_that_adds_two_branches_weighs_each_by_its_own_rule() -> None:
     model = h.HelperMethod()
     unskip.rewire(model, {"attention": Cut(), "mlp": Scale(0.5, 0.7)}, X)
@@ -387,24 +349,3 @@ def test_rewired_in_inference_mode_it_can_still_learn_and_anneal(vit: nn.Module)
         wiring.set(Anneal(Keep(), Cut(), steps=10))
     wiring.step(5)
     assert wiring.alphas == [0.5] * 6
-
-
-def test_cutting_zero_initialised_branches_warns() -> None:
-    model = nn.Sequential(h.PreNorm(), h.PreNorm())
-    nn.init.zeros_(model[1].f[2].weight)
-    nn.init.zeros_(model[1].f[2].bias)
-    with pytest.warns(UnskipWarning, match=r"^1 \[mlp\]: the branch is under"):
-        unskip.rewire(model, Cut(), X)
-
-
-def test_cutting_behind_an_adaln_zero_gate_warns() -> None:
-    from diffusers import DiTTransformer2DModel
-
-    model = DiTTransformer2DModel(
-        num_attention_heads=2, attention_head_dim=8, in_channels=4, num_layers=1, sample_size=8, num_embeds_ada_norm=10
-    )
-    gate = model.transformer_blocks[0].norm1.linear
-    nn.init.zeros_(gate.weight)
-    nn.init.zeros_(gate.bias)
-    with pytest.warns(UnskipWarning, match="gate"):
-        unskip.rewire(model, Cut())
