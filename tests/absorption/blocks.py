@@ -19,6 +19,10 @@ def normal(generator: torch.Generator, *shape: int) -> Tensor:
     return torch.randn(*shape, generator=generator, dtype=torch.float64)
 
 
+def eye(d: int) -> Tensor:
+    return torch.eye(d, dtype=torch.float64)
+
+
 def generic(
     d: int = 8, h: int = 32, word: str = "gelu", seed: int = 0, dtype: torch.dtype = torch.float64, **more: object
 ) -> Block:
