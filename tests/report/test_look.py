@@ -22,9 +22,10 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     place = tmp_path_factory.mktemp("runs")
     decoder = {"decoder_width": 16, "decoder_depth": 1, "decoder_heads": 2}
     config = unskip.recipes.mae("digits", shortcut="decay:0.5", health=False, **SMALL, **decoder)
-    with pytest.warns(unskip.errors.UnskipWarning):  # after six steps they have learnt nothing
-        unskip.train(config, place / "mae", quiet=True)
-        unskip.train(unskip.recipes.supervised("digits", **SMALL), place / "classifier", quiet=True)
+    configs = {"mae": config, "classifier": unskip.recipes.supervised("digits", **SMALL)}
+    for name, each in configs.items():
+        with pytest.warns(unskip.errors.UnskipWarning):  # after six steps it has learnt nothing
+            unskip.train(each, place / name, quiet=True)
     return place
 
 
