@@ -153,7 +153,7 @@ def test_averaged_weights_are_what_is_judged(tmp_path: Path) -> None:
 
 
 def test_a_published_checkpoint_starts_a_plain_run(tmp_path: Path) -> None:
-    from tests.models.test_mae import made_up
+    from tests.models.small_mae import made_up
 
     changes = {"weights": str(tmp_path / "mae.pth"), "shortcut": "keep", "long_skips": False, "init": "default"}
     state = made_up(2, 1, 16, 8)
