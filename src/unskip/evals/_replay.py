@@ -17,14 +17,15 @@ def replayed(work: Callable[[], None], state: Sequence[Tensor]) -> Callable[[], 
     if not state[0].is_cuda:
         return work
     before = [tensor.clone() for tensor in state]
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        work()  # lazy initialisation must not be recorded
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        work()
+    with torch.cuda.device(state[0].device):
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            work()  # lazy initialisation must not be recorded
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            work()
     for tensor, value in zip(state, before, strict=True):
         tensor.copy_(value)
     replay: Callable[[], None] = graph.replay
