@@ -4,8 +4,8 @@ between noise and data: interpolants and samplers."""
 from unskip.models._dino import DINO, Head, Teaching, sinkhorn
 from unskip.models._flow import Flow
 from unskip.models._mae import MAE, Reconstruction
-from unskip.models._published import load_published
 from unskip.models._published_dino import load_dino
+from unskip.models._published_mae import load_published
 from unskip.models._published_sit import load_published_sit
 from unskip.models._samplers import Drawn, Sampling, draw, drawn
 from unskip.models._simclr import Contrast, SimCLR, contrast

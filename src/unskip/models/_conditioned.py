@@ -82,12 +82,6 @@ def mirrored(depth: int) -> dict[int, int]:
     return {depth - 1 - index: index for index in range(depth // 2) if depth - 1 - index > index + 1}
 
 
-def narrowed(x: Tensor) -> Tensor:
-    """In the precision of autocast, where that is on."""
-    kind = x.device.type
-    return x.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else x
-
-
 @torch.no_grad()
 def xavier_(model: nn.Module) -> None:
     """Every linear layer and the patch embedding: Xavier uniform, biases zero."""

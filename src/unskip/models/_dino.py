@@ -136,11 +136,11 @@ class DINO(nn.Module):
         """Views (images, count, channels, height, width); in training the centre moves."""
         images, count = large.shape[:2]
         with torch.no_grad():
-            taught = _wide(self.teacher(large.transpose(0, 1).flatten(0, 1)))  # view by view
+            taught = widened(self.teacher(large.transpose(0, 1).flatten(0, 1)))  # view by view
             p = self.targets(taught).unflatten(0, (count, images))
         groups = [large, small] if small.shape[1] else [large]
         said = torch.cat(
-            [_wide(self.student(each.transpose(0, 1).flatten(0, 1))).unflatten(0, (-1, images)) for each in groups]
+            [widened(self.student(each.transpose(0, 1).flatten(0, 1))).unflatten(0, (-1, images)) for each in groups]
         )
         said = said / self.student_temperature  # (views, images, out)
         normaliser = said.logsumexp(2)
@@ -192,7 +192,7 @@ class DINO(nn.Module):
 def sinkhorn(logits: Tensor, rounds: int = 3) -> Tensor:
     """exp(logits) (samples, out) with rows of sum 1, and columns as near to equal sums as `rounds` bring them."""
     highest = logits.max()
-    if _several():
+    if several_processes():
         torch.distributed.all_reduce(highest, torch.distributed.ReduceOp.MAX)
     q = torch.exp(logits - highest)
     for _ in range(rounds):
@@ -203,14 +203,14 @@ def sinkhorn(logits: Tensor, rounds: int = 3) -> Tensor:
 
 def over_processes(value: Tensor) -> Tensor:
     """The mean of a tensor over all processes."""
-    if not _several():
+    if not several_processes():
         return value
     value = value.clone()
     torch.distributed.all_reduce(value)
     return value / torch.distributed.get_world_size()
 
 
-def _wide(x: Tensor) -> Tensor:
+def widened(x: Tensor) -> Tensor:
     """In float32 at least: half precision is not enough for a softmax over many entries."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
@@ -223,6 +223,6 @@ def width_of(backbone: nn.Module) -> int:
     return width
 
 
-def _several() -> bool:
+def several_processes() -> bool:
     dist = torch.distributed
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from unskip.errors import BadInput
-from unskip.models._vit import Grid, grid_of, positions, sources
+from unskip.models._vit import Grid, grid_of, narrowed, positions, sources
 
 
 class Reconstruction(NamedTuple):
@@ -100,7 +100,7 @@ class Decoder(nn.Module):
             masked = self.mask_token.to(seen.dtype).expand(len(seen), order.shape[1] - visible, -1)
             patches = torch.cat([seen[:, prefix:], masked], 1) + where
             x = torch.cat([seen[:, :prefix].to(patches.dtype), patches], 1)
-        x = _narrowed(x) if self.narrow else x
+        x = narrowed(x) if self.narrow else x
         for index, block in enumerate(self.blocks):
             if index < len(self.skips):
                 x = self.fuse[index](x, outputs[index])
@@ -238,7 +238,7 @@ class MAE(nn.Module):
         place = base[self.grid.prefix :] if learnt else base[self.grid.prefix :].detach()
         x = x + F.embedding(where, place)
         x = torch.cat([base[: self.grid.prefix].expand(len(x), -1, -1).to(x.dtype), x], 1)
-        x = inner.norm_pre(_narrowed(x) if self.narrow else x)
+        x = inner.norm_pre(narrowed(x) if self.narrow else x)
         outputs = []
         for block in inner.blocks:
             x = block(x)
@@ -254,12 +254,6 @@ def _visible(grid: Grid, mask: float) -> int:
     if not 0 < visible < grid.patches:
         raise BadInput(f"of {grid.patches} patches a mask ratio of {mask} shows {visible}; take smaller patches")
     return visible
-
-
-def _narrowed(x: Tensor) -> Tensor:
-    """In the precision of autocast, where that is on."""
-    kind = x.device.type
-    return x.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else x
 
 
 def _rows(values: Tensor, where: Tensor) -> Tensor:

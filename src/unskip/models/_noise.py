@@ -18,15 +18,12 @@ from torch import Tensor
 _GOLDEN, _FIRST, _SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 
 
-def normal(
-    seed: int, samples: Tensor, step: int, shape: Sequence[int], device: torch.device | str | None = None
-) -> Tensor:
+def normal(seed: int, samples: Tensor, step: int, shape: Sequence[int]) -> Tensor:
     """(samples, *shape), float32: independent normal numbers for every seed, sample (int64), step and place."""
-    device = samples.device if device is None else torch.device(device)
     count = math.prod(shape)
     pairs = (count + 1) // 2
-    key = _mixed(_start(seed, step), samples.to(device))  # (samples,)
-    places = torch.arange(2 * pairs, device=device)
+    key = _mixed(_start(seed, step), samples)  # (samples,)
+    places = torch.arange(2 * pairs, device=samples.device)
     units = _unit(_mixed(key[:, None], places))  # (samples, 2 pairs)
     radius = (-2 * units[:, :pairs].log()).sqrt()
     angle = 2 * math.pi * units[:, pairs:]

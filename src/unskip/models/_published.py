@@ -1,15 +1,9 @@
-"""Checkpoints of plain MAE in the layout of the published code, put into our model, name by name.
-
-    cls_token, pos_embed, patch_embed.*, blocks.*, norm.*     ->  encoder.*
-    mask_token, decoder_embed.*, decoder_blocks.*             ->  decoder.{mask_token, embed.*, blocks.*}
-    decoder_norm.*, decoder_pred.*, decoder_pos_embed         ->  decoder.{norm.*, head.*, positions}
-
-The published decoder has positions for the class token too, which are zero and have no place here.
-"""
+"""Published checkpoints: files read without running what they hold, and their tensors held to a model name by name."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import argparse
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
@@ -17,69 +11,53 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from unskip.errors import BadInput, LoadError
-from unskip.models._mae import MAE
+from unskip.errors import LoadError
 
-_DECODER = {
-    "decoder_embed.": "decoder.embed.",
-    "decoder_blocks.": "decoder.blocks.",
-    "decoder_norm.": "decoder.norm.",
-    "decoder_pred.": "decoder.head.",
-}
+Weights = str | Path | Mapping[str, Any]  # a file, or what it holds
 
 
-def load_published(mae: MAE, weights: str | Path | Mapping[str, Tensor]) -> None:
-    """Fills a plain MAE (long_skips=False) from a published checkpoint: a .pth file or its state dict.
+def read(weights: Weights) -> Mapping[str, Any]:
+    """What a checkpoint holds. Raises LoadError for a file that holds more than tensors and settings."""
+    data: Any = weights
+    if isinstance(weights, str | Path):
+        try:
+            with torch.serialization.safe_globals([argparse.Namespace]):  # the settings beside the tensors
+                data = torch.load(weights, map_location="cpu", weights_only=True)
+        except (OSError, RuntimeError, ValueError, EOFError, UnpicklingError) as error:
+            reason = str(error).partition("\n")[0]
+            raise LoadError(f"{weights}: no checkpoint of plain tensors (weights_only=True): {reason}") from error
+    if not isinstance(data, Mapping) or not data:
+        raise LoadError("the checkpoint holds no tensors by name")
+    return data
 
-    A checkpoint without a decoder fills the encoder alone. Raises LoadError where names or shapes differ, and leaves
-    the model as it was.
-    """
-    if mae.decoder.skips:
-        raise BadInput("published MAE checkpoints have no long skips; build MAE(..., long_skips=False)")
-    state = _read(weights)
-    wanted = mae.state_dict()
-    found = {_renamed(name): value for name, value in state.items()}
-    place = found.pop("decoder.positions", None)
-    if place is not None:
-        found["decoder.positions"] = place[0, mae.grid.prefix :]
-    whole = any(name.startswith("decoder.") for name in found)
-    needed = {name for name in wanted if whole or name.startswith("encoder.")}
-    problems = [f"{name} is missing" for name in sorted(needed - set(found))]
-    problems += [f"{name} is not known" for name in sorted(set(found) - needed)]
+
+def read_tensors(weights: Weights, *names: str) -> dict[str, Tensor]:
+    """The tensors of a checkpoint: those under the first of the names that it has, otherwise those at its top."""
+    data = read(weights)
+    data = next((data[name] for name in names if isinstance(data.get(name), Mapping)), data)
+    if not data or not all(isinstance(value, Tensor) for value in data.values()):
+        places = " or ".join(map(repr, names))
+        raise LoadError(f"the checkpoint holds no tensors by name, neither at its top nor under {places}")
+    return dict(data)
+
+
+def check_fit(
+    found: Mapping[str, Tensor],
+    wanted: Mapping[str, Tensor],
+    needed: Collection[str],
+    allowed: Collection[str],
+    advice: str,
+) -> None:
+    """Raises LoadError where a needed name is missing, one is neither needed nor allowed, or a shape is another."""
+    known = {*needed, *allowed}
+    problems = [f"{name} is missing" for name in sorted({*needed} - {*found})]
+    problems += [f"{name} is not known" for name in sorted({*found} - known)]
     problems += [
         f"{name} is {tuple(found[name].shape)}, not {tuple(wanted[name].shape)}"
-        for name in sorted(needed & set(found))
+        for name in sorted(known & {*found})
         if found[name].shape != wanted[name].shape
     ]
     if problems:
         raise LoadError(
-            f"the checkpoint does not fit the model: {'; '.join(problems[:3])} ({len(problems)} in all). Build the MAE "
-            "with its encoder, patch size, image size and decoder."
+            f"the checkpoint does not fit the model: {'; '.join(problems[:3])} ({len(problems)} in all). {advice}"
         )
-    mae.load_state_dict(found, strict=False)
-
-
-def _read(weights: str | Path | Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-    data: Any = weights
-    if isinstance(weights, str | Path):
-        try:
-            data = torch.load(weights, map_location="cpu", weights_only=True)
-        except (OSError, RuntimeError, ValueError, EOFError, UnpicklingError) as error:
-            reason = str(error).partition("\n")[0]
-            raise LoadError(f"{weights}: no checkpoint of plain tensors (weights_only=True): {reason}") from error
-    if isinstance(data, Mapping) and isinstance(data.get("model"), Mapping):
-        data = data["model"]
-    if not isinstance(data, Mapping) or not data or not all(isinstance(value, Tensor) for value in data.values()):
-        raise LoadError("the checkpoint holds no tensors by name, neither at its top nor under 'model'")
-    return data
-
-
-def _renamed(name: str) -> str:
-    if name == "mask_token":
-        return "decoder.mask_token"
-    if name == "decoder_pos_embed":
-        return "decoder.positions"
-    for theirs, ours in _DECODER.items():
-        if name.startswith(theirs):
-            return ours + name.removeprefix(theirs)
-    return f"encoder.{name}"

@@ -11,26 +11,23 @@ length 1 here; where a checkpoint has learnt other lengths (weight_g), a warning
 
 from __future__ import annotations
 
-import argparse
 import warnings
 from collections.abc import Mapping
-from pathlib import Path
-from pickle import UnpicklingError
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from unskip.errors import LoadError, UnskipWarning
 from unskip.models._dino import DINO
+from unskip.models._published import Weights, check_fit, read
 
 
-def load_dino(dino: DINO, weights: str | Path | Mapping[str, Any]) -> None:
+def load_dino(dino: DINO, weights: Weights) -> None:
     """Fills student and teacher from a published checkpoint: a .pth file or what it holds.
 
     Raises LoadError where names or shapes differ, and leaves the model as it was.
     """
-    data = _read(weights)
+    data = read(weights)
     towers = {side: _renamed(data[side]) for side in ("student", "teacher") if isinstance(data.get(side), Mapping)}
     if not towers:
         alone = {f"backbone.{name}": value for name, value in data.items() if isinstance(value, Tensor)}
@@ -46,18 +43,8 @@ def load_dino(dino: DINO, weights: str | Path | Mapping[str, Any]) -> None:
     if isinstance(centre, Mapping) and isinstance(centre.get("center"), Tensor):
         found["centre"] = centre["center"].flatten()
     needed = {name for name in wanted if name.startswith(("student.", "teacher.")) and (whole or ".head." not in name)}
-    problems = [f"{name} is missing" for name in sorted(needed - set(found))]
-    problems += [f"{name} is not known" for name in sorted(set(found) - needed - {"centre"})]
-    problems += [
-        f"{name} is {tuple(value.shape)}, not {tuple(wanted[name].shape)}"
-        for name, value in sorted(found.items())
-        if name in wanted and value.shape != wanted[name].shape
-    ]
-    if problems:
-        raise LoadError(
-            f"the checkpoint does not fit the model: {'; '.join(problems[:3])} ({len(problems)} in all). Build the "
-            "backbone with its patch size and image size, and the head with its sizes."
-        )
+    advice = "Build the backbone with its patch size and image size, and the head with its sizes."
+    check_fit(found, wanted, needed, ("centre",), advice)
     dino.load_state_dict(found, strict=False)
 
 
@@ -76,17 +63,3 @@ def _renamed(tower: Mapping[str, Tensor]) -> dict[str, Tensor]:
             continue
         found[name.replace("head.last_layer.weight_v", "head.last.weight")] = value
     return found
-
-
-def _read(weights: str | Path | Mapping[str, Any]) -> Mapping[str, Any]:
-    data: Any = weights
-    if isinstance(weights, str | Path):
-        try:
-            with torch.serialization.safe_globals([argparse.Namespace]):  # the settings beside the tensors
-                data = torch.load(weights, map_location="cpu", weights_only=True)
-        except (OSError, RuntimeError, ValueError, EOFError, UnpicklingError) as error:
-            reason = str(error).partition("\n")[0]
-            raise LoadError(f"{weights}: no checkpoint of plain tensors (weights_only=True): {reason}") from error
-    if not isinstance(data, Mapping) or not data:
-        raise LoadError("the checkpoint holds no tensors by name")
-    return data

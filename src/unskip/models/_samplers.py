@@ -27,7 +27,6 @@ from unskip.models._flow import Flow, Parts
 from unskip.models._noise import normal
 
 Sampler = Literal["euler", "heun", "dopri5", "euler-maruyama"]
-Network = Callable[[Tensor, Tensor, Tensor], Tensor]
 _LAST = 0.04  # the length of the last step of euler-maruyama
 _MOST = 10_000  # steps of dopri5, accepted or not
 

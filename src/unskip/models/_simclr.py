@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from unskip.models._dino import _several, _wide, width_of
+from unskip.models._dino import several_processes, widened, width_of
 
 
 class Contrast(NamedTuple):
@@ -46,9 +46,9 @@ class SimCLR(nn.Module):
         layers.append(nn.BatchNorm1d(out, affine=False))
         self.head = nn.Sequential(*(each for each in layers if norm or not isinstance(each, nn.BatchNorm1d)))
 
-    def forward(self, large: Tensor, small: Tensor | None = None) -> Contrast:
+    def forward(self, views: Tensor) -> Contrast:
         """Views (images, 2, channels, height, width)."""
-        z = F.normalize(_wide(self.head(self.backbone(large.transpose(0, 1).flatten(0, 1)))), dim=1)
+        z = F.normalize(widened(self.head(self.backbone(views.transpose(0, 1).flatten(0, 1)))), dim=1)
         one, two = z.chunk(2)
         return contrast(one, two, self.temperature)
 
@@ -56,7 +56,7 @@ class SimCLR(nn.Module):
 def contrast(one: Tensor, two: Tensor, temperature: float) -> Contrast:
     """InfoNCE of two views (images, dim), unit vectors, in both directions."""
     every = [_everywhere(each) for each in (one, two)]
-    count, rank = len(one), torch.distributed.get_rank() if _several() else 0
+    count, rank = len(one), torch.distributed.get_rank() if several_processes() else 0
     own = torch.arange(count, device=one.device) + rank * count
     total = len(every[0])
     z = torch.cat(every)
@@ -77,7 +77,7 @@ def contrast(one: Tensor, two: Tensor, temperature: float) -> Contrast:
 
 def _everywhere(z: Tensor) -> Tensor:
     """The rows of all processes, in their order; gradients go back to where a row came from."""
-    if not _several():
+    if not several_processes():
         return z
     from torch.distributed.nn.functional import all_gather
 

@@ -27,12 +27,11 @@ from unskip.models._conditioned import (
     conditions,
     images_of,
     mirrored,
-    narrowed,
     sized,
     waves,
     xavier_,
 )
-from unskip.models._vit import Grid, positions
+from unskip.models._vit import Grid, narrowed, positions
 
 SIT_SIZES = {
     "S": {"width": 384, "depth": 12, "heads": 6},

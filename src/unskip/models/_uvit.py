@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from unskip.errors import BadInput
-from unskip.models._conditioned import check_images, check_sizes, conditions, images_of, narrowed, sized, waves
+from unskip.models._conditioned import check_images, check_sizes, conditions, images_of, sized, waves
+from unskip.models._vit import narrowed
 
 UVIT_SIZES = {  # blocks: as many before as after the one in the middle
     "S": {"width": 512, "depth": 13, "heads": 8},

@@ -1,4 +1,4 @@
-"""What a masked autoencoder has to know of a ViT of timm: its grid of patches, and where long skips begin."""
+"""What models around the blocks of a ViT share: the grid of patches, positions, long skips, and narrow streams."""
 
 from __future__ import annotations
 
@@ -63,3 +63,9 @@ def positions(grid: Grid, dim: int) -> Tensor:
     )
     parts = [wave(axis.flatten()[:, None] * rates) for axis in (columns, rows) for wave in (torch.sin, torch.cos)]
     return torch.cat(parts, 1).float()
+
+
+def narrowed(x: Tensor) -> Tensor:
+    """In the precision of autocast, where that is on."""
+    kind = x.device.type
+    return x.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else x
