@@ -71,7 +71,7 @@ def test_branches_add_nothing_and_learn(name: str) -> None:
     before = weights(model)
     check = quietly(model, family.inputs(2))
     assert all(row.values["largest"] == 0 and row.values["zeros"] == 1 for row in check.rows)
-    assert all(row.values.get(name, 0.0) == 0 for row in check.rows for name in ("bias", "layer scale"))
+    assert all(row.values.get(name, 0.0) == 0 for row in check.rows for name in ("bias", "layer scale error"))
     assert len(check.rows) == len(family.sites)
     touched = changed(before, model)
     assert touched

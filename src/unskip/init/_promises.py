@@ -240,5 +240,5 @@ def _judge_biases(biases: Iterable[tuple[str, Tensor | None]], judged: Judged) -
 
 def _judge_scale(part: AttentionParts | MlpParts, judged: Judged) -> None:
     if part.scale is not None:
-        away = judged.worst("layer scale", float((part.scale.detach().double() - 1).abs().max()))
+        away = judged.worst("layer scale error", float((part.scale.detach().double() - 1).abs().max()))
         judged.promise(away == 0, f"LayerScale is {away:.2g} away from 1")

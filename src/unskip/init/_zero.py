@@ -112,7 +112,7 @@ def _judge(part: AttentionParts | MlpParts, judged: Judged) -> None:
         size = judged.worst("bias", float((tensor - value).abs().max()))
         judged.promise(size == 0, f"the last bias reaches {size:.2g}, promised 0")
     if part.scale is not None:
-        away = judged.worst("layer scale", float((part.scale.double() - 1).abs().max()))
+        away = judged.worst("layer scale error", float((part.scale.double() - 1).abs().max()))
         judged.promise(away == 0, f"LayerScale is {away:.2g} away from 1")
 
 
