@@ -18,7 +18,7 @@ import unskip
 from unskip import evals
 from unskip.errors import BadInput
 from unskip.evals._discover import in_pixels, true_boxes
-from unskip.evals._iou import box_iou
+from unskip.evals._iou import pair_iou
 
 
 def vit(**options: Any) -> nn.Module:
@@ -90,7 +90,7 @@ def test_mean_iou_refuses(guess: Any, truth: Any, classes: int, message: str) ->
 
 def test_boxes_against_boxes() -> None:
     boxes = torch.tensor([[0, 0, 2, 2], [1, 1, 3, 3], [0, 0, 0, 0], [5, 5, 6, 6]])
-    found = box_iou(boxes, boxes)
+    found = pair_iou(boxes[:, None], boxes[None])
     assert found[0, 1] == pytest.approx(1 / 7)
     assert found[0, 0] == 1
     assert (found[2] == 0).all()  # an empty box meets nothing, itself included

@@ -20,6 +20,7 @@ import unskip
 from unskip import cli, evals, recipes
 from unskip.data._dense import open_dense
 from unskip.errors import BadInput
+from unskip.evals._pictures import main_directions
 from unskip.training import RunFolder
 
 TRIMAP = {1: 1, 2: 0, 3: 255}
@@ -48,6 +49,27 @@ def test_colours_are_the_principal_components() -> None:
     gray = evals.pca_colours(torch.ones(2, 20, 6), (4, 5))
     assert (gray == 0.5).all()
     assert evals.pca_colours(torch.randn(1, 6, 2, generator=draw), (2, 3))[..., 2].unique().tolist() == [0.5]
+
+
+def test_directions_agree_with_scikit_learn() -> None:
+    from sklearn.decomposition import PCA
+
+    rows = torch.randn(80, 12, generator=torch.Generator().manual_seed(1)) * torch.arange(1, 13)
+    colours, explained = main_directions(rows)
+    peer = PCA(3).fit(rows.numpy())
+    assert explained == pytest.approx(peer.explained_variance_ratio_, rel=1e-4)
+    for place, found in zip(peer.transform(rows.numpy()).T, colours.T, strict=True):
+        assert abs(numpy.corrcoef(place, found)[0, 1]) > 0.98  # but for the clipped ends
+
+
+def test_few_directions() -> None:
+    colours, explained = main_directions(torch.arange(9.0)[:, None])
+    assert explained == (1.0, 0.0, 0.0)
+    # Rising or falling: a line is as skew to one end as to the other. Its ends are clipped.
+    assert (colours[1:-1, 0].diff().sign().unique().numel(), *colours[0, 1:].tolist()) == (1, 0.5, 0.5)
+    assert main_directions(torch.ones(8, 4))[1] == (0.0, 0.0, 0.0)
+    with pytest.raises(BadInput, match="not all of them are finite"):
+        main_directions(torch.full((4, 3), torch.nan))
 
 
 @pytest.mark.parametrize("options", [{}, {"reg_tokens": 2}, {"class_token": False, "global_pool": "avg"}])

@@ -47,7 +47,8 @@ def trained(kind: str, rank: int, world: int) -> tuple[nn.Module, list[float]]:
     losses = []
     for large, small, _ in feed.iterate(0, STEPS, rank, world):
         optimizer.zero_grad()
-        loss = network(large.double(), small.double()).loss
+        views = [large.double()] if kind == "contrast" else [large.double(), small.double()]
+        loss = network(*views).loss
         loss.backward()
         optimizer.step()
         if isinstance(model, DINO):

@@ -116,17 +116,17 @@ def test_noise_alone_and_data_alone(run: Path) -> None:
 
 
 def test_an_audit_takes_one_image_and_is_made_once_for_all_times(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from unskip.evals import _diffusion
+    from unskip.evals import _extract, diffusion
 
     found: list[tuple[int, ...]] = []
-    audited = _diffusion.block_axes
+    audited = _extract.block_axes
 
     def counted(network: Any, example: Any) -> Any:
         found.append(tuple(len(each) for each in example.args))
         return audited(network, example)
 
-    monkeypatch.setattr(_diffusion, "block_axes", counted)
-    _diffusion.diffusion(open_run(run).model, few(300), few(60), ["knn-dino-v1"], times=(0.5, 1.0), blocks=[1])
+    monkeypatch.setattr(_extract, "block_axes", counted)
+    diffusion(open_run(run).model, few(300), few(60), ["knn-dino-v1"], times=(0.5, 1.0), blocks=[1])
     assert found == [(1, 1)]
 
 

@@ -6,12 +6,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 from tests.report.runs import by_block, folder
 
 from unskip.errors import BadInput
 from unskip.report import figures, read
-from unskip.report._look import pca_colours
 from unskip.report.figures import Tiles, _style
 
 EVIL = "_<b>$\\frac{1$ \u4e2d\u6587 & 'x' \"y\""
@@ -119,32 +117,3 @@ def test_ink_colours_are_apart_in_lightness_too(page: str) -> None:
     assert len({(look.colour, look.dash) for look in looks}) == _style.SHOWN
     assert len({look.marker for look in looks}) == _style.SHOWN
     assert all(contrast(look.colour, page) > 2 for look in looks)
-
-
-# --- PCA colours ------------------------------------------------------------------------------------------------------
-
-
-def test_pca_agrees_with_scikit_learn() -> None:
-    from sklearn.decomposition import PCA
-
-    tokens = torch.randn(5, 4, 4, 12, generator=torch.Generator().manual_seed(1)) * torch.arange(1, 13)
-    colours, explained = pca_colours(tokens)
-    peer = PCA(3).fit(tokens.reshape(-1, 12).numpy())
-    assert explained == pytest.approx(peer.explained_variance_ratio_, rel=1e-4)
-    places = peer.transform(tokens.reshape(-1, 12).numpy())
-    found = colours.reshape(-1, 3).astype(float)
-    for channel in range(3):
-        assert abs(np.corrcoef(places[:, channel], found[:, channel])[0, 1]) > 0.98  # but for the clipped ends
-    assert (colours.min(), colours.max()) == (0, 255)
-
-
-def test_pca_of_few_directions() -> None:
-    line = torch.arange(9.0).reshape(1, 3, 3, 1)
-    colours, explained = pca_colours(line)
-    assert explained == (1.0, 0.0, 0.0)
-    assert np.all(np.diff(colours[0, :, :, 0].reshape(-1).astype(int)) > 0)
-    same, none = pca_colours(torch.ones(2, 2, 2, 4))
-    assert same.max() == 0
-    assert none == (0.0, 0.0, 0.0)
-    with pytest.raises(Exception, match="not finite"):
-        pca_colours(torch.full((1, 2, 2, 3), torch.nan))

@@ -1,4 +1,4 @@
-"""A forward that leaves no trace: modes, buffers and random state are as they were afterwards."""
+"""A forward that leaves no trace: modes, and if asked buffers and random state, are as they were afterwards."""
 
 from __future__ import annotations
 
@@ -9,6 +9,18 @@ from collections.abc import Iterator
 import numpy
 import torch
 from torch import nn
+
+
+@contextlib.contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode while it lasts; afterwards every module is in the mode it was in."""
+    modes = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
 
 
 @contextlib.contextmanager

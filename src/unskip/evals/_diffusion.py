@@ -7,27 +7,22 @@ Every image has a noise of its own, made from its place in the set: the same for
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Literal
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from unskip._table import table
-from unskip.anatomy._example import Example
-from unskip.anatomy._features import block_axes, indices, kept, pooled
 from unskip.data import Feed, ImageSet
 from unskip.errors import BadInput
 from unskip.evals._evaluate import Result, judge
-from unskip.evals._extract import DTYPES, Features, Precision, View, _view, autocast, evaluating
+from unskip.evals._extract import Blocks, Features, Precision, View, gathered
 from unskip.evals._protocols import protocol as find
 from unskip.models import Flow
 from unskip.models._noise import normal
 
-Blocks = int | Iterable[int] | Literal["all", "middle"]
 
-
-@torch.no_grad()
 def noised_features(
     network: nn.Module,
     batches: Iterable[tuple[Tensor, Tensor]],
@@ -46,37 +41,18 @@ def noised_features(
     """
     if not 0 <= time <= 1:
         raise BadInput(f"a time of {time}; times go from noise, 0, to data, 1")
-    if precision not in DTYPES:
-        raise BadInput(f"precision is {precision!r}; it can be {', '.join(DTYPES)}")
-    wanted_views = list(dict.fromkeys(views))
-    found: dict[View, dict[int, list[Tensor]]] = {view: {} for view in wanted_views}
-    labels: list[Tensor] = []
-    axes = dict(axes or {})
-    wanted: list[int] = []
-    seen = 0
-    with evaluating(network):
-        for images, part in batches:
+
+    def noised() -> Iterator[tuple[tuple[Tensor, Tensor], Tensor]]:
+        seen = 0
+        for images, labels in batches:
             if not bool(images.isfinite().all()):
                 raise BadInput(f"images {seen} to {seen + len(images) - 1}: not all of their values are finite")
             noise = normal(seed, torch.arange(seen, seen + len(images), device=images.device), 0, images.shape[1:])
             times = torch.full((len(images),), time, device=images.device)
-            inputs = (flow.mixed(images, noise, times), times)
-            if not axes:
-                # One image with its time: an audit of a whole batch takes as much longer.
-                axes = block_axes(network, Example.of(tuple(each[:1] for each in inputs)))
-            wanted = wanted or ([len(axes) // 2] if blocks == "middle" else indices(blocks, len(axes)))
-            with kept(network, axes, wanted) as outputs, autocast(images.device, precision):
-                network(*inputs)
-            for index in wanted:
-                tokens = pooled(outputs[index], list(axes.values())[index], None).float()
-                for pool, norm in wanted_views:
-                    found[pool, norm].setdefault(index, []).append(_view(tokens, pool, norm))
-            labels.append(part)
+            yield (flow.mixed(images, noise, times), times), labels
             seen += len(images)
-    if not labels:
-        raise BadInput("there is no batch to take features of")
-    whole = {view: {index: torch.cat(parts) for index, parts in by.items()} for view, by in found.items()}
-    return Features(whole, torch.cat(labels), len(axes), axes)
+
+    return gathered(network, noised(), blocks, views, precision, axes)
 
 
 def diffusion(

@@ -9,6 +9,7 @@ edge of the image. An image without an answer is a miss.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from typing import Any, Literal
 
 import torch
@@ -117,9 +118,8 @@ def _discovered(
         read = reader(images[part], precision)
         for index, features in read.blocks.items():
             parts.setdefault(index, []).append(tokencut(features, read.grid, tau))
-    names = Discovery.__dataclass_fields__
     whole = {
-        index: Discovery(*(torch.cat([getattr(each, name) for each in found]) for name in names))
+        index: Discovery(*(torch.cat([getattr(each, part.name) for each in found]) for part in fields(Discovery)))
         for index, found in parts.items()
     }
     return whole, read.stride

@@ -31,8 +31,8 @@ _CORRECTIONS = 2  # after the first
 _BASIS, _KEPT, _STEPS = 24, 4, 400  # vectors of the last basis at most, after a restart, and steps in all
 _TOLERANCE = 1e-10  # of the residual of the wanted pair
 _NEXT = 0.1  # of the residual of the pair after it, as a share of the gap: only its eigenvalue matters
-_HELD = 2**28  # entries of the matrices that are squared at a time
 _LEAST = 1e-8  # and no less than this, where gaps are smaller than anybody asks
+_HELD = 2**28  # entries of the matrices that are squared at a time
 
 
 def second_eigenvectors(edges: Tensor, floor: float) -> tuple[Tensor, Tensor, Tensor]:

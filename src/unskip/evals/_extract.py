@@ -6,7 +6,7 @@ The blocks are found once. The model is put into evaluation mode, and every modu
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -16,10 +16,12 @@ from torch.nn import functional as F
 
 from unskip.anatomy._example import Example
 from unskip.anatomy._features import block_axes, indices, kept, pooled
+from unskip.anatomy._quiet import evaluating
 from unskip.errors import BadInput
 from unskip.evals._protocols import Norm, Pool
 
 View = tuple[Pool, Norm]
+Blocks = int | Iterable[int] | Literal["all", "middle"]
 Precision = Literal["float32", "bf16", "fp16"]
 DTYPES = {"float32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -40,11 +42,10 @@ class Features:
         return len(self.labels)
 
 
-@torch.no_grad()
 def extract(
     model: nn.Module,
     batches: Iterable[tuple[Tensor, Tensor]],
-    blocks: int | Iterable[int] | Literal["all"] = "all",
+    blocks: Blocks = "all",
     views: Iterable[View] = (("mean", "none"),),
     *,
     precision: Precision = "float32",
@@ -56,6 +57,19 @@ def extract(
     mean 0 and variance 1 before they are pooled. `axes` are those of an earlier call on the same model, whose blocks
     need not be found again then.
     """
+    return gathered(model, (((images,), labels) for images, labels in batches), blocks, views, precision, axes)
+
+
+@torch.no_grad()
+def gathered(
+    model: nn.Module,
+    batches: Iterable[tuple[tuple[Tensor, ...], Tensor]],
+    blocks: Blocks,
+    views: Iterable[View],
+    precision: Precision,
+    axes: Mapping[str, int] | None,
+) -> Features:
+    """`extract` over batches of (arguments of the model, labels)."""
     wanted_views = list(dict.fromkeys(views))
     for pool, norm in wanted_views:
         if pool not in ("mean", "cls") or norm not in ("none", "layer"):
@@ -65,21 +79,23 @@ def extract(
     found: dict[View, dict[int, list[Tensor]]] = {view: {} for view in wanted_views}
     labels: list[Tensor] = []
     axes = dict(axes or {})
-    wanted: list[int] = indices(blocks, len(axes)) if axes else []
+    wanted: list[int] = []
     with evaluating(model):
-        for images, part in batches:
+        for inputs, part in batches:
             if not axes:
-                axes = block_axes(model, Example.of(images))
-                wanted = indices(blocks, len(axes))
-            with kept(model, axes, wanted) as outputs, autocast(images.device, precision):
-                model(images)
-            for index, axis in zip(wanted, (list(axes.values())[index] for index in wanted), strict=True):
+                # Of one image: an audit of a whole batch takes as much longer.
+                axes = block_axes(model, Example.of(tuple(each[:1] for each in inputs)))
+            wanted = wanted or ([len(axes) // 2] if blocks == "middle" else indices(blocks, len(axes)))
+            with kept(model, axes, wanted) as outputs, autocast(inputs[0].device, precision):
+                model(*inputs)
+            for index in wanted:
+                axis = list(axes.values())[index]
                 tokens = pooled(outputs[index], axis, None).float()  # (images, tokens, dim), or (images, dim)
                 for pool, norm in wanted_views:
                     found[pool, norm].setdefault(index, []).append(_view(tokens, pool, norm))
             labels.append(part)
     if not labels:
-        raise BadInput("extract: there is no batch to take features of")
+        raise BadInput("there is no batch to take features of")
     whole = {view: {index: torch.cat(parts) for index, parts in by.items()} for view, by in found.items()}
     return Features(whole, torch.cat(labels), len(axes), axes)
 
@@ -90,18 +106,6 @@ def _view(tokens: Tensor, pool: Pool, norm: Norm) -> Tensor:
     if norm == "layer":
         tokens = F.layer_norm(tokens, tokens.shape[-1:], eps=1e-6)
     return tokens.mean(1) if tokens.ndim == 3 else tokens
-
-
-@contextlib.contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode while it lasts; afterwards every module is in the mode it was in."""
-    modes = {module: module.training for module in model.modules()}
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, mode in modes.items():
-            module.training = mode
 
 
 def autocast(device: torch.device, precision: str) -> contextlib.AbstractContextManager[object]:

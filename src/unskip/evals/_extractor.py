@@ -20,9 +20,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from unskip.anatomy._quiet import evaluating
 from unskip.data._augment import normalisation
 from unskip.errors import BadInput, LoadError, UnskipError
-from unskip.evals._extract import evaluating
 
 INCEPTION = "pt_inception-2015-12-05-6726825d.pth"  # the weights that the name FID stands for
 
@@ -132,7 +132,7 @@ def _timm(model: str, name: str | None, device: Any) -> Extractor:
 
 def _folder(folder: Path, name: str | None, device: Any) -> Extractor:
     from unskip.training import RunFolder
-    from unskip.training._state import read_state
+    from unskip.training._average import averaged_weights
     from unskip.wiring import load
 
     if not folder.is_dir():
@@ -148,11 +148,9 @@ def _folder(folder: Path, name: str | None, device: Any) -> Extractor:
         module: Any = load(place)
     except UnskipError as error:
         raise LoadError(f"{folder}: no model that could be an extractor: {error}") from error
-    if (place / "average.json").is_file():  # the averaged weights are those that a run is judged by
-        state = read_state(place, "average")
-        module.load_state_dict(
-            {key.removeprefix("module."): value for key, value in state.items() if key.startswith("module.")}
-        )
+    average = averaged_weights(place)  # those that a run is judged by
+    if average is not None:
+        module.load_state_dict(average)
     module = module.to(device or "cpu").eval()
     channels = _channels(module)
     extract = _classifier(module, None if size is None else (size, size), *_statistics(*normalisation(None, channels)))

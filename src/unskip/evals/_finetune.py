@@ -17,9 +17,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from unskip.anatomy._quiet import evaluating
 from unskip.data import Augment, Feed, ImageSet
 from unskip.errors import BadInput, TrainingError
-from unskip.evals._extract import Precision, autocast, evaluating
+from unskip.evals._extract import Precision, autocast
 from unskip.evals._input import known
 from unskip.evals._protocols import settings_of
 from unskip.optim import build, schedules

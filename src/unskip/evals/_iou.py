@@ -66,13 +66,8 @@ def mean_iou(predictions: Tensor, targets: Tensor, classes: int, ignore: int | N
     return mean_of(class_iou(confusion(predictions, targets, classes, ignore)))
 
 
-def box_iou(one: Tensor, many: Tensor) -> Tensor:
-    """The IoU of boxes (n, 4) with boxes (m, 4): (n, m). x0, y0, x1, y1, end exclusive; an empty box meets nothing."""
-    return pair_iou(one[:, None], many[None])
-
-
 def pair_iou(one: Tensor, other: Tensor) -> Tensor:
-    """The IoU of boxes (..., 4) with as many others."""
+    """The IoU of boxes (..., 4) with as many others: x0, y0, x1, y1, end exclusive; an empty box meets nothing."""
     one, other = one.double(), other.double()
     low, high = torch.maximum(one[..., :2], other[..., :2]), torch.minimum(one[..., 2:], other[..., 2:])
     both = (high - low).clamp_min(0).prod(-1)

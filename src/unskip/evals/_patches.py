@@ -20,9 +20,10 @@ from unskip.anatomy import parts
 from unskip.anatomy._example import Example
 from unskip.anatomy._features import block_axes, indices, kept
 from unskip.anatomy._parts import AttentionParts, ParallelParts
+from unskip.anatomy._quiet import evaluating
 from unskip.data._augment import normalisation
 from unskip.errors import BadInput, UnskipError
-from unskip.evals._extract import Precision, autocast, evaluating
+from unskip.evals._extract import Precision, autocast
 
 What = Literal["tokens", "keys", "queries", "values"]
 _MOST_PREFIX = 16
@@ -81,7 +82,7 @@ class Reader:
         shown = fitted(self.model, images, self.patch)
         seen: dict[int, Tensor] = {}
         handles = [
-            look.module.register_forward_pre_hook(_take(seen, i), with_kwargs=True) for i, look in self.looks.items()
+            look.module.register_forward_pre_hook(take(seen, i), with_kwargs=True) for i, look in self.looks.items()
         ]
         try:
             with (
@@ -154,7 +155,9 @@ def _owner(model: nn.Module, attention: AttentionParts) -> nn.Module:
     raise BadInput(f"{attention.site.name}: the weights of its keys belong to no module of the model")
 
 
-def _take(seen: dict[int, Tensor], index: int) -> Any:
+def take(seen: dict[int, Tensor], index: int) -> Any:
+    """A hook that keeps what an attention reads."""
+
     def hook(module: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
         values = [value for value in (*arguments, *named.values()) if isinstance(value, Tensor)]
         seen[index] = values[min(1, len(values) - 1)] if isinstance(module, nn.MultiheadAttention) else values[0]

@@ -20,7 +20,7 @@ from torch.nn import functional as F
 from unskip.data._augment import normalisation
 from unskip.errors import BadInput, UnskipError
 from unskip.evals._discover import discoveries, in_pixels
-from unskip.evals._patches import Reader, project
+from unskip.evals._patches import Reader, project, take
 
 Pixels = NDArray[numpy.uint8]
 _CELL, _TITLE, _EDGE = 128, 14, 2
@@ -32,19 +32,25 @@ def pca_colours(tokens: Tensor, grid: tuple[int, int]) -> Tensor:
     Each component is stretched from its 2nd to its 98th percentile, and points where its third moment is positive, so
     that the same features always have the same colours. A direction without variance is gray.
     """
-    flat = tokens.double().flatten(0, 1)
-    flat = flat - flat.mean(0)
-    _, values, directions = torch.linalg.svd(flat, full_matrices=False)
-    directions = directions[:3]
-    parts = flat @ directions.T
+    colours, _ = main_directions(tokens.flatten(0, 1))
+    return colours.view(len(tokens), *grid, 3)
+
+
+def main_directions(rows: Tensor) -> tuple[Tensor, tuple[float, ...]]:
+    """(rows, dim) to colours (rows, 3) from 0 to 1, and the share of the variance that each direction explains."""
+    if not bool(rows.isfinite().all()):
+        raise BadInput("colours of features: not all of them are finite")
+    rows = rows.double() - rows.double().mean(0)
+    _, values, directions = torch.linalg.svd(rows, full_matrices=False)
+    parts = rows @ directions[:3].T
     parts = parts * torch.where((parts**3).sum(0) < 0, -1.0, 1.0)
     kept = values[:3] > 1e-9 * values[0].clamp_min(1e-300)
     low, high = parts.quantile(0.02, 0), parts.quantile(0.98, 0)
     scaled = ((parts - low) / (high - low).clamp_min(1e-300)).clamp(0, 1)
-    scaled = torch.where(kept, scaled, 0.5)
-    if scaled.shape[1] < 3:
-        scaled = F.pad(scaled, (0, 3 - scaled.shape[1]), value=0.5)
-    return scaled.view(len(tokens), *grid, 3).float()
+    shares = values.square() / values.square().sum().clamp_min(1e-300)
+    absent = max(0, 3 - len(values))
+    colours = F.pad(torch.where(kept, scaled, 0.5), (0, absent), value=0.5)
+    return colours.float(), (*shares[:3].tolist(), *[0.0] * absent)
 
 
 @torch.no_grad()
@@ -55,14 +61,14 @@ def attention_maps(model: nn.Module, images: Tensor, block: int = -1) -> Tensor:
     """
     reader = Reader(model, images, block, "keys")
     (look,) = reader.looks.values()
-    seen: list[Tensor] = []
-    handle = look.module.register_forward_pre_hook(lambda module, args: seen.append(args[0]))
+    seen: dict[int, Tensor] = {}
+    handle = look.module.register_forward_pre_hook(take(seen, block), with_kwargs=True)
     try:
         read = reader(images)
     finally:
         handle.remove()
     part, patches = look.attention, read.grid[0] * read.grid[1]
-    queries, keys = (project(part, what, seen[-1]).transpose(1, 2) for what in ("queries", "keys"))
+    queries, keys = (project(part, what, seen[block]).transpose(1, 2) for what in ("queries", "keys"))
     keys = keys.repeat_interleave(part.heads // part.kv_heads, 1)
     scores = (queries @ keys.mT * part.softmax_scale).softmax(-1)  # (images, heads, tokens, tokens)
     prefix = scores.shape[-1] - patches

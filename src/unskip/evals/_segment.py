@@ -23,7 +23,7 @@ from unskip.errors import BadInput
 from unskip.evals._extract import Precision
 from unskip.evals._iou import class_iou, confusion, mean_of
 from unskip.evals._patches import Reader, batches
-from unskip.evals._protocols import protocol as find
+from unskip.evals._protocols import settings_of
 from unskip.optim import schedules
 
 _EPS = 1e-6
@@ -103,10 +103,7 @@ def _segment(
     precision: Precision,
     changes: Mapping[str, Any] | None,
 ) -> list[Segmentation]:
-    settings = {**find(protocol, "segment").settings, **(changes or {})}
-    unknown = sorted(set(settings) - set(find(protocol).settings))
-    if unknown:
-        raise BadInput(f"segment: {protocol} has no setting {', '.join(unknown)}; it has {', '.join(settings)}")
+    settings = settings_of(protocol, "segment", changes)
     where = next(model.parameters()).device
     learnt, judged = (
         _checked(name, Masked(*each), classes, ignore, where) for name, each in (("train", train), ("test", test))

@@ -14,7 +14,7 @@ from unskip.evals import Result, evaluate
 from unskip.recipes._data import Opener, both, judged_split, opening_once
 from unskip.recipes._registry import RECIPES, from_dict
 from unskip.training import RunFolder
-from unskip.training._state import read_state
+from unskip.training._average import averaged_weights
 
 
 @dataclass(frozen=True)
@@ -44,11 +44,9 @@ def open_run(out: str | Path, device: str | None = None, opener: Opener | None =
     task, _ = RECIPES[data["recipe"]].build(config, opener)
     where = next(task.model.parameters()).device
     load_model(task.model, checkpoint / "model.safetensors", device=str(where))
-    if (checkpoint / "average.json").is_file():
-        state = read_state(checkpoint, "average", where)
-        task.model.load_state_dict(
-            {name.removeprefix("module."): value for name, value in state.items() if name.startswith("module.")}
-        )
+    average = averaged_weights(checkpoint, where)
+    if average is not None:
+        task.model.load_state_dict(average)
     if task.wiring is not None:
         task.wiring.step(step)
     if task.before is not None:  # such as the wiring of a teacher, which is what is judged

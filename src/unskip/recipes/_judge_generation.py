@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from unskip.errors import BadInput
 from unskip.evals import Extractor, Result, diffusion, extractor, generation, statistics
-from unskip.evals._diffusion import Blocks
+from unskip.evals._extract import Blocks
 from unskip.models import Sampling
 from unskip.recipes._data import both, judged_split, opened, opening_once
 from unskip.recipes._generate import Generative

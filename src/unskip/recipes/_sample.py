@@ -20,10 +20,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from unskip.anatomy._quiet import evaluating
 from unskip.data._augment import normalisation
 from unskip.data._latents import Autoencoder
 from unskip.errors import BadInput
-from unskip.evals._extract import autocast, evaluating
+from unskip.evals._extract import autocast
 from unskip.models import Sampling, drawn
 from unskip.models._samplers import Sampler
 from unskip.recipes._generate import Generative

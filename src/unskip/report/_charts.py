@@ -101,7 +101,7 @@ def evaluated(groups: Sequence[Group], name: str) -> Chart:
         "no run was judged so in training; `unskip eval RUN` judges its last checkpoint",
     )
     if chart.lines and all(len(line.x) == 1 for line in chart.lines):
-        return _none(chart, "judged once, at the end: the number is in the table of results")
+        return replace(chart, lines=(), missing="judged once, at the end: the number is in the table of results")
     return chart
 
 
@@ -335,7 +335,3 @@ def _equal(lines: Sequence[Line]) -> list[list[Line]]:
         else:
             found.append([line])
     return [others for others in found if len(others) > 1]
-
-
-def _none(chart: Chart, missing: str) -> Chart:
-    return replace(chart, lines=(), missing=missing)

@@ -1,8 +1,7 @@
 """What a checkpoint shows when it is looked at: measurements of its blocks, and pictures.
 
-The model of a run is built again, filled from its last checkpoint and run on some images of its own test split. PCA
-colours: tokens of one block over all images, centred, projected on their three main directions, each brought to
-0..255. Whatever stands in the way is a note; a report never fails because a model cannot be built.
+The model of a run is built again, filled from its last checkpoint and run on some images of its own test split.
+Whatever stands in the way is a note; a report never fails because a model cannot be built.
 """
 
 from __future__ import annotations
@@ -10,7 +9,6 @@ from __future__ import annotations
 import math
 import warnings
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,6 +20,7 @@ from unskip.anatomy import features
 from unskip.data import Feed, ImageSet
 from unskip.errors import UnskipError
 from unskip.evals import extract
+from unskip.evals._pictures import main_directions
 from unskip.measures import measure
 from unskip.models import MAE, UViT
 from unskip.recipes._data import Opener, both, opening_once
@@ -162,8 +161,8 @@ def _patch_features(found: _Found, trained: Trained, train: ImageSet, test: Imag
         if grid is None:
             found.notes.append(f"patch features: the {values.shape[1]} tokens of block {block} lie on no square")
             return
-        colours, explained = pca_colours(grid)
-        columns.append(list(colours))
+        colours, explained = main_directions(grid.flatten(0, 2))
+        columns.append([*_bytes(colours.view(*grid.shape[:3], 3) * 255)])
         shares.append((block, *explained))
     chosen = _spread_out(len(columns), 8)
     pictures = [_pixels(raw), *(columns[index] for index in chosen)]
@@ -181,24 +180,6 @@ def _patch_features(found: _Found, trained: Trained, train: ImageSet, test: Imag
             table=tuple(shares),
         )
     )
-
-
-def pca_colours(tokens: Tensor) -> tuple[Pixels, tuple[float, ...]]:
-    """(images, rows, columns, dim) to colours (images, rows, columns, 3), and the variance each direction explains."""
-    rows = tokens.reshape(-1, tokens.shape[-1]).double().cpu()
-    if not rows.isfinite().all():
-        raise UnskipError("features are not finite")
-    rows = rows - rows.mean(0)
-    _, sizes, directions = torch.linalg.svd(rows, full_matrices=False)
-    directions = directions[:3]
-    largest = directions.gather(1, directions.abs().argmax(1, keepdim=True))
-    directions = directions * largest.sign()  # a direction and its opposite are the same: take one of them
-    places = F.pad(rows @ directions.T, (0, 3 - len(directions)))
-    low, high = places.quantile(0.01, 0), places.quantile(0.99, 0)
-    scaled = (places - low) / (high - low).clamp_min(1e-12)
-    share = (sizes.square() / sizes.square().sum().clamp_min(1e-300))[:3].tolist()
-    explained = (*share, *[0.0] * (3 - len(share)))
-    return _bytes(scaled.clamp(0, 1) * 255).reshape(*tokens.shape[:-1], 3), explained
 
 
 def _neighbours(found: _Found, trained: Trained, train: ImageSet, test: ImageSet, jacobians: bool) -> None:
@@ -279,9 +260,3 @@ def _spread_out(count: int, most: int) -> list[int]:
 def _said(error: BaseException) -> str:
     text = clean(error, 240)
     return text if isinstance(error, UnskipError) and text else f"{type(error).__name__}: {text}"
-
-
-def samples_of(folder: Path) -> Path | None:
-    """The newest picture under samples/, such as `unskip sample` leaves there."""
-    pictures = [each for each in (folder / "samples").glob("*.png") if each.is_file() and each.stat().st_size < 2**21]
-    return max(pictures, key=lambda each: (each.stat().st_mtime, each.name), default=None)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import html
 from collections.abc import Sequence
 from dataclasses import replace
 from importlib import resources
@@ -16,7 +17,6 @@ from unskip.report import _charts
 from unskip.report import _compare as compare
 from unskip.report._charts import Chart
 from unskip.report._html import Markup, data, join, table, tag, words
-from unskip.report._look import samples_of
 from unskip.report._read import Group, Run, by_recipe, clean
 from unskip.report._svg import inline
 from unskip.report.figures import _style
@@ -208,15 +208,16 @@ def _tiles(tiles: Tiles, prefix: str, group: Group) -> Markup:
 
 
 def _samples(run: Run, group: Group) -> Markup | None:
-    """The newest picture that the run left under samples/."""
-    file = samples_of(run.path)
-    if file is None:
+    """The newest picture that `unskip sample` left in the run's folder."""
+    pictures = [each for each in (run.path / "samples").glob("*.png") if each.is_file() and each.stat().st_size < 2**21]
+    if not pictures:
         return None
+    file = max(pictures, key=lambda each: (each.stat().st_mtime, each.name))
     content = file.read_bytes()
     if not content.startswith(b"\x89PNG\r\n\x1a\n"):
         return None
     source = f"data:image/png;base64,{base64.b64encode(content).decode()}"
-    picture = f'<img class="picture" alt="Samples of {Markup(tag("i", group.label)[3:-4])}" src="{source}">'
+    picture = f'<img class="picture" alt="Samples of {html.escape(group.label)}" src="{source}">'
     return tag("figure", Markup(picture), tag("figcaption", f"Samples: {clean(file.name)}"))
 
 

@@ -143,7 +143,7 @@ def read_run(path: str | Path) -> Run:
     broken = [row["step"] for row in last_of_step.values() if not math.isfinite(row.get("loss", 0.0))]
     if broken:
         more = f", and in {len(broken)} logged steps in all" if len(broken) > 1 else ""
-        notes.append(f"the loss is not finite at step {_whole(min(broken))}{more}")
+        notes.append(f"the loss is not finite at step {min(broken):.0f}{more}")
     checkpoint, weights = _checkpoint(folder, notes)
     planned = about.pop("steps", None) or config.get("steps")
     return Run(
@@ -333,7 +333,3 @@ def _unique(groups: list[Group]) -> list[Group]:
         label = group.label if again == 1 else f"{group.label} ({again})"
         found.append(replace(group, label=label, place=place))
     return found
-
-
-def _whole(value: float) -> str:
-    return f"{value:.0f}"

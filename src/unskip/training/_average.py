@@ -8,9 +8,14 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
+
+from unskip.training._state import read_state
+
+_PREFIX = "module."  # of names, as in torch's AveragedModel
 
 
 class Average:
@@ -48,9 +53,19 @@ class Average:
 
     def state_dict(self) -> dict[str, Tensor]:
         """In the layout of torch's AveragedModel."""
-        return {"n_averaged": torch.tensor(self.steps)} | {f"module.{name}": mean for name, mean in self.means.items()}
+        return {"n_averaged": torch.tensor(self.steps)} | {
+            f"{_PREFIX}{name}": mean for name, mean in self.means.items()
+        }
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
         self.steps = int(state["n_averaged"])
         for name, mean in self.means.items():
-            mean.copy_(state[f"module.{name}"])
+            mean.copy_(state[f"{_PREFIX}{name}"])
+
+
+def averaged_weights(checkpoint: Path, device: str | torch.device = "cpu") -> dict[str, Tensor] | None:
+    """The averaged weights that a checkpoint holds, by the model's own names; None where it holds none."""
+    if not (checkpoint / "average.json").is_file():
+        return None
+    state = read_state(checkpoint, "average", device)
+    return {name.removeprefix(_PREFIX): value for name, value in state.items() if name.startswith(_PREFIX)}

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from unskip.anatomy._quiet import evaluating
 from unskip.errors import BadInput, TrainingError
 from unskip.optim import schedules
 from unskip.training import _health
@@ -302,7 +303,7 @@ class _Trainer:
             if not self.accelerator.is_main_process and self.sharded is None:
                 break  # of a sharded model every process has a part to play
             means = contextlib.nullcontext() if self.average is None else self.average.shown()
-            with means, torch.no_grad(), _evaluating(model), torch.random.fork_rng():
+            with means, torch.no_grad(), evaluating(model), torch.random.fork_rng():
                 values = _numbers(evaluation(model))
             self.last_evaluations |= values
             self._log("evals.jsonl", {"step": done, "evaluation": name, **values})
@@ -370,14 +371,3 @@ def _split(batch: Any, parts: int) -> list[Any]:
 
 def _rows(batch: Any) -> int:
     return len(batch[0])
-
-
-@contextlib.contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
-    modes = {module: module.training for module in model.modules()}
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, mode in modes.items():
-            module.training = mode
