@@ -9,7 +9,7 @@ together at 64 pixels in patches of 8, and judged on them by neighbours, rank an
 and object discovery.
 
     main       residual and without residuals + init, by AdamW and by SOAP; SOAP with two seeds
-    remedy     without residuals: skips annealed away, decayed, lower lr, slower teacher, Sinkhorn, other init
+    remedy     without residuals: skips annealed away, decayed, sharper attention, lower lr, slower teacher, Sinkhorn
     depth      fewer blocks without residuals, against all of the residual model
     labels     the same two models trained with labels: is the hierarchy richer there, too?
     contrast   SimCLR with and without decay: what the first paper warns of
@@ -59,7 +59,7 @@ def jobs(done: dict[str, Any], fields: dict[str, Any], options: argparse.Namespa
         found.append((f"main | skipless | {optimizer} | seed {seed}", {**SKIPLESS, **by(optimizer), "seed": seed}))
     found += [
         (f"remedy | annealed + init | {strong}", {**without, "shortcut": fade}),
-        (f"remedy | centred | {strong}", {**without, "init": "skipless:vit-small,centre"}),
+        (f"remedy | sharper attention | {strong}", {**without, "init": "skipless:vit-small,beta=2"}),
         (f"remedy | decay 0.6 | {strong}", {**mine, "shortcut": "decay:0.6"}),
         (f"remedy | lr / 3 | {strong}", {**without, "lr": LR[strong] * options.lr / 3}),
         (f"depth | skipless, {3 * depth // 4} blocks | {strong}", {**without, **shallow(3 * depth // 4)}),
@@ -72,6 +72,7 @@ def jobs(done: dict[str, Any], fields: dict[str, Any], options: argparse.Namespa
         # From here on what is good to know, where there is time.
         (f"depth | residual, {3 * depth // 4} blocks | {strong}", {**mine, **shallow(3 * depth // 4)}),
         (f"depth | residual, {depth // 2} blocks | {strong}", {**mine, **shallow(depth // 2)}),
+        (f"remedy | centred | {strong}", {**without, "init": "skipless:vit-small,centre"}),
         (f"remedy | annealed | {strong}", {**mine, "shortcut": fade}),
         (f"remedy | sinkhorn | {strong}", {**without, "balance": "sinkhorn"}),
         (f"remedy | init vit-base | {strong}", {**without, "init": "skipless:vit-base"}),
@@ -332,7 +333,14 @@ def main() -> None:
     if options.data is None:
         options.steps, source = 12, None
         fields: dict[str, Any] = {"preset": "digits", "model_args": "depth=4,embed_dim=32,num_heads=2", "small": 2}
-        fields |= {"batch": 64, "out": 64, "log_every": 4, "evaluate_every": 6, "online_images": 300, "health": False}
+        fields |= {
+            "batch": 64,
+            "projection": 64,
+            "log_every": 4,
+            "evaluate_every": 6,
+            "online_images": 300,
+            "health": False,
+        }
     else:
         source = f"{options.data}/pets-{{split}}.parquet"
         both = "+".join(f"{options.data}/{name}-{{split}}.parquet" for name in ("tinyimagenet100", "cifar10"))
