@@ -313,10 +313,19 @@ def test_eval_as_json_with_the_protocol(run: Path, capsys: pytest.CaptureFixture
     assert [row["block"] for row in data["results"]] == [1]
     assert data["results"][0]["pool"] == "cls"
     assert data["results"][0]["changes"] == {"epochs": 3}
-    change = ["--protocol", "knn-dino-v1", "--blocks", "last", "--json", "--change", "knn-dino-v1.neighbours=[1,7]"]
-    assert cli.main(["eval", str(run), *change]) == 0
-    row = json.loads(capsys.readouterr().out)["results"][0]
-    assert {key for key in row if key.startswith("knn")} == {"knn1", "knn7"}
+    for value in ("[1,7]", "1,7"):
+        change = [
+            "--protocol",
+            "knn-dino-v1",
+            "--blocks",
+            "last",
+            "--json",
+            "--change",
+            f"knn-dino-v1.neighbours={value}",
+        ]
+        assert cli.main(["eval", str(run), *change]) == 0
+        row = json.loads(capsys.readouterr().out)["results"][0]
+        assert {key for key in row if key.startswith("knn")} == {"knn1", "knn7"}
 
 
 def test_a_supervised_run_can_be_judged_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -336,7 +345,12 @@ def test_a_supervised_run_can_be_judged_too(tmp_path: Path, capsys: pytest.Captu
         (["--pool", "max"], "mean or cls"),
         (["--split", "train"], "test or val"),
         (["--precision", "int8"], "float32 or bf16"),
-        (["--change", "knn-dino-v1.k=3"], "PROTOCOL.SETTING=VALUE"),
+        (["--change", "knn-dino-v1.k=3"], "has no setting 'k'; it has neighbours, temperature"),
+        (["--change", "knn-dino-v1.neighbors=3"], "nearest: neighbours"),
+        (["--change", "knn-dino-v1.neighbours=few"], "not of the kind of its usual value, 10,20,100,200"),
+        (["--change", "knn-dino-v1.neighbours=2.5"], "not of the kind"),
+        (["--change", "knn-dino-v1.temperature=warm"], "not of the kind of its usual value, 0.07"),
+        (["--change", "probe-lbfgs-v1.c=3"], "with a protocol that is asked for"),
     ],
 )
 def test_eval_refuses_what_it_cannot_do(

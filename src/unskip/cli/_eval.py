@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 import tyro
 
+from unskip._words import nearest
 from unskip.cli._say import busy, finite
 from unskip.errors import BadInput
 from unskip.evals import PROTOCOLS, Result
@@ -155,12 +156,39 @@ def _changes(items: tuple[str, ...], names: list[str]) -> dict[str, dict[str, An
     """ "probe-decayed-v1.epochs=50" as {protocol: {setting: value}}."""
     found: dict[str, dict[str, Any]] = {}
     for item in items:
-        place, equals, value = item.partition("=")
+        place, equals, text = item.partition("=")
         name, dot, setting = place.rpartition(".")
-        if not equals or not dot or name not in names or setting not in PROTOCOLS[name].settings:
+        if not equals or not dot or name not in names:
             raise BadInput(f"--change {item}: write PROTOCOL.SETTING=VALUE, with a protocol that is asked for")
-        try:
-            found.setdefault(name, {})[setting] = json_format.loads(value)
-        except ValueError:
-            found.setdefault(name, {})[setting] = value
+        settings = PROTOCOLS[name].settings
+        if setting not in settings:
+            raise BadInput(
+                f"--change {item}: {name} has no setting {setting!r}{nearest(setting, settings)}; it has "
+                f"{', '.join(settings)}. Write PROTOCOL.SETTING=VALUE"
+            )
+        found.setdefault(name, {})[setting] = _value(item, text, settings[setting])
     return found
+
+
+def _value(item: str, text: str, usual: object) -> object:
+    """A value of the kind that the setting has in its protocol; several are separated by commas."""
+    several = isinstance(usual, tuple)
+    try:
+        value = json_format.loads(f"[{text}]" if several and not text.startswith("[") else text)
+    except ValueError:
+        value = text
+    one = usual[0] if isinstance(usual, tuple) else usual
+    for each in value if several and isinstance(value, list) and value else [value]:
+        if not _alike(each, one):
+            like = ",".join(map(str, usual)) if isinstance(usual, tuple) else usual
+            raise BadInput(f"--change {item}: {text!r} is not of the kind of its usual value, {like}")
+    return value
+
+
+def _alike(value: object, usual: object) -> bool:
+    """Whether a value may stand for a usual one: a whole number for any number, and nothing for what is left out."""
+    if usual is None or isinstance(usual, str):
+        return True
+    if isinstance(usual, bool) or isinstance(value, bool):
+        return isinstance(usual, bool) and isinstance(value, bool)
+    return isinstance(value, int | float if isinstance(usual, float) else int)

@@ -47,7 +47,10 @@ def knn(
     if x.ndim != 2:
         raise BadInput(f"knn: features must be (samples, dim), got {tuple(x.shape)}")
     if len(x) < max(ks):
-        raise BadInput(f"knn: {protocol} asks for {max(ks)} neighbours and there are {len(x)} training samples")
+        raise BadInput(
+            f"knn: {protocol} asks for {max(ks)} neighbours and there are {len(x)} training samples; take more, or ask "
+            f'for fewer neighbours: changes={{"neighbours": (10,)}}, or --change {protocol}.neighbours=10'
+        )
     count = len(x)
     # Whole groups: the rows that are added can never be neighbours.
     unit = x.new_zeros(count + -count % _GROUP, x.shape[1])
