@@ -333,14 +333,8 @@ def main() -> None:
     if options.data is None:
         options.steps, source = 12, None
         fields: dict[str, Any] = {"preset": "digits", "model_args": "depth=4,embed_dim=32,num_heads=2", "small": 2}
-        fields |= {
-            "batch": 64,
-            "projection": 64,
-            "log_every": 4,
-            "evaluate_every": 6,
-            "online_images": 300,
-            "health": False,
-        }
+        fields |= {"batch": 64, "projection": 64, "log_every": 4, "evaluate_every": 6, "online_images": 300}
+        fields["health"] = False
     else:
         source = f"{options.data}/pets-{{split}}.parquet"
         both = "+".join(f"{options.data}/{name}-{{split}}.parquet" for name in ("tinyimagenet100", "cifar10"))

@@ -88,7 +88,7 @@ def main(folder: Path) -> None:
 def sharded(folder: Path) -> None:
     """A run of the recipe whose weights are spread over the processes."""
     warnings.simplefilter("ignore", unskip.errors.UnskipWarning)  # a few steps look unhealthy
-    options: dict[str, Any] = {"steps": 4, "small": 2, "batch": 32, "out": 32, "hidden": 24, "bottleneck": 8}
+    options: dict[str, Any] = {"steps": 4, "small": 2, "batch": 32, "projection": 32, "hidden": 24, "bottleneck": 8}
     options |= {"model_args": "depth=2,embed_dim=16,num_heads=2", "online_images": 300, "health": False}
     options |= {"freeze_last": 0.05, "bottleneck_norm": False, "head_norm": False, "log_every": 1, "device": "cpu"}
     unskip.train(unskip.recipes.dino("digits", shard="RANK" in os.environ, **options), folder / "run", quiet=True)

@@ -1,4 +1,4 @@
-"""The images of a run: the fields that say which, and how they are opened, alike for every recipe.
+"""The images of a run, opened alike for every recipe.
 
 Decoding a set can take longer than training on it. Whoever makes several runs hands one opener to all of them:
 
@@ -10,25 +10,15 @@ Decoding a set can take longer than training on it. Whoever makes several runs h
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any, Literal
 
 from unskip.data import ImageSet, open_images
 from unskip.data._decode import MixedSizes
+from unskip.recipes._config import Config
 
 Opener = Callable[..., ImageSet]  # with the arguments of `open_images`
-
-
-@dataclass(frozen=True)
-class OfImages:
-    """The first fields of every config."""
-
-    preset: str = "digits"
-    data: str = "digits"  # several sets are joined by +
-    data_root: str | None = None
-    skip_broken: bool = False  # leave out, count and report images that cannot be read, instead of an error
-    download: bool = False  # let torchvision get a named set that is not there
 
 
 def opening_once() -> Opener:
@@ -36,13 +26,13 @@ def opening_once() -> Opener:
     return lru_cache(4)(open_images)
 
 
-def judged_split(config: Any) -> Literal["val", "test"]:
+def judged_split(config: Config) -> Literal["val", "test"]:
     """What a run is judged by."""
     return "val" if config.validate else "test"
 
 
 def opened(
-    config: Any, split: Literal["train", "val", "test"], opener: Opener | None = None, hold_out: bool = False
+    config: Config, split: Literal["train", "val", "test"], opener: Opener | None = None, hold_out: bool = False
 ) -> ImageSet:
     """One split of the images of a config. Several sizes are held as squares: of `source`, or of `size`."""
     options: dict[str, Any] = {"root": config.data_root, "skip_broken": config.skip_broken, "hold_out": hold_out}
@@ -58,7 +48,7 @@ def opened(
 
 
 def both(
-    config: Any, opener: Opener | None = None, split: Literal["val", "test"] | None = None
+    config: Config, opener: Opener | None = None, split: Literal["val", "test"] | None = None
 ) -> tuple[ImageSet, ImageSet]:
     """What is trained on and what is judged by, of the same number of channels; the second is `split`, if given."""
     split = split or judged_split(config)

@@ -28,36 +28,32 @@ from unskip.data._views import Drawn, DrawnFeed
 from unskip.models import DINO, load_dino
 from unskip.optim import build as build_optimizer
 from unskip.optim import schedules
-from unskip.recipes._data import OfImages, Opener
+from unskip.recipes._config import Config
+from unskip.recipes._data import Opener
 from unskip.recipes._online import online
 from unskip.recipes._registry import Preset, Recipe, register, resolve
-from unskip.recipes._shared import built, device_of, schedule_of, steps_of
+from unskip.recipes._shared import built, device_of, save_with_encoder, schedule_of, steps_of
 from unskip.recipes._views import backbone_arguments, collapsed_blocks, prepare, still_feeds, view_data
-from unskip.training import Precision, Schedule, Task
-from unskip.wiring import rewire, save
+from unskip.training import Schedule, Task
+from unskip.wiring import rewire
 
 
 @dataclass(frozen=True)
-class Dino(OfImages):
-    """The config of a DINO run. `steps`, where given, counts instead of `epochs`."""
+class Dino(Config):
+    """The config of a DINO run."""
 
-    model: str = "timm:vit_tiny_patch16_224"
-    model_args: str = ""  # further arguments of the builder: "depth=6,embed_dim=96"
     size: int = 32  # of large views
-    patch: int | None = 4
+    patch: int | None = 4  # sides of a patch in pixels; None: as the model has it
     small: int = 8  # how many small views
     small_size: int = 16
     scale: float = 0.4  # large views show at least this share of the area, small ones at most
-    small_scale: float = 0.05
+    small_scale: float = 0.05  # and at least this
     source: int | None = None  # images are brought to this size before they are cropped; None: as they are held
     colour: float = 1.0  # strength of the changes of colour; 0 leaves colours alone
-    shortcut: str = "keep"  # of student and teacher
-    where: str | None = None
-    init: str = "default"  # default | zero | skipless | skipless:vit-base,centre
     weights: str | None = None  # a published checkpoint
-    out: int = 65536  # entries of the projection
-    hidden: int = 2048
-    bottleneck: int = 256
+    projection: int = 65536  # entries that student and teacher tell images apart by
+    hidden: int = 2048  # width of the head
+    bottleneck: int = 256  # width of its end
     head_layers: int = 3
     head_norm: bool = False  # batch norm within the head
     bottleneck_norm: bool = False  # and at its end: what all images have in common is taken away
@@ -67,33 +63,15 @@ class Dino(OfImages):
     teacher_start: float = 0.04  # the temperature begins here
     teacher_warmup: float = 0.3  # and rises over this share of the steps
     momentum: float = 0.996  # of the teacher; it rises to 1
-    centre_momentum: float = 0.9
+    centre_momentum: float = 0.9  # of balance="centre"
     freeze_last: float | None = 1.0  # epochs in which the last layer stands still; None: always, its rows spread evenly
-    optimizer: str = "adamw"
     lr: float = 5e-4
     lr_end: float = 2e-3  # as a fraction of lr
     weight_decay: float = 0.04
-    weight_decay_end: float = 0.4
-    batch: int = 512
-    epochs: float = 100
-    steps: int | None = None
-    warmup: float = 0.1  # share of the steps
-    clip: float | None = 3.0
-    precision: Precision = "float32"
-    accumulate: int = 1
-    compile: bool = False
-    graph: bool = False  # replay forward and backward, views included, as a CUDA graph
-    shard: bool = False  # spread the weights over the processes (FSDP2); AdamW only
-    validate: bool = False  # hold a tenth of the training set out and judge by it, for choosing settings
-    evaluate_every: int | None = None
+    weight_decay_end: float = 0.4  # it rises to this
+    clip: float | None = 3.0  # the largest norm of the gradient
     online_images: int = 10_000  # how many images of each split the neighbours and the rank are judged on in training
-    health: bool = True
-    checkpoint_every: int = 500
-    log_every: int = 20
-    tensorboard: bool = False
-    workers: int = 0
-    seed: int = 0
-    device: str = "auto"
+    health: bool = True  # look at features and attention with each evaluation, and warn; takes some seconds
 
 
 _SMALL_DATA: dict[str, Any] = {
@@ -107,7 +85,7 @@ _SMALL_DATA: dict[str, Any] = {
     "head_norm": True,
     "hidden": 512,
     "bottleneck": 128,
-    "out": 4096,
+    "projection": 4096,
     "teacher_temperature": 0.04,
     "teacher_warmup": 0.0,
     "momentum": 0.99,
@@ -120,7 +98,7 @@ _PRESETS = {
     "digits": Preset(
         {"data": "digits", "size": 8, "patch": 2, "model_args": "depth=4,embed_dim=64,num_heads=4", "small": 4}
         | {"small_size": 4, "small_scale": 0.2, "colour": 0.5, "batch": 64, "epochs": 30, "lr": 1e-3}
-        | {"out": 256, "hidden": 128, "bottleneck": 64, "momentum": 0.98, "teacher_temperature": 0.04}
+        | {"projection": 256, "hidden": 128, "bottleneck": 64, "momentum": 0.98, "teacher_temperature": 0.04}
         | {"teacher_warmup": 0.0, "weight_decay_end": 0.2, "head_norm": True, "bottleneck_norm": True}
         | {"freeze_last": None},
         "a few minutes on one CPU core",
@@ -167,7 +145,7 @@ def build(config: Dino, opener: Opener | None = None) -> tuple[Task, Schedule]:
     prepare(config, backbone, sample)
     model = DINO(
         backbone,
-        out=config.out,
+        out=config.projection,
         hidden=config.hidden,
         bottleneck=config.bottleneck,
         layers=config.head_layers,
@@ -216,13 +194,8 @@ def build(config: Dino, opener: Opener | None = None) -> tuple[Task, Schedule]:
             "divergence": found.divergence,
         }
 
-    def write(network: nn.Module, folder: Path) -> None:
-        from safetensors.torch import save_model
-
-        assert isinstance(network, DINO)
-        save_model(network, str(folder / "model.safetensors"))
-        # The teacher's backbone once more, on its own: unskip.load builds and rewires it.
-        save(network.teacher.backbone, folder / "encoder", {"spec": config.model, "kwargs": arguments})
+    def write(network: Any, folder: Path) -> None:
+        save_with_encoder(network, network.teacher.backbone, folder, config.model, arguments)
 
     evaluation = online(known, judged, config.precision, axes, lambda net: net.teacher.backbone)
     task = Task(
@@ -238,7 +211,7 @@ def build(config: Dino, opener: Opener | None = None) -> tuple[Task, Schedule]:
         watched=model.teacher.backbone,
         before=before,
         after=after,
-        watch=watch(config.out, config.batch // config.accumulate),
+        watch=watch(config.projection, config.batch // config.accumulate),
         save=write,
     )
     return task, schedule
@@ -275,11 +248,11 @@ def trivial(config: Dino) -> float:
         log sum exp(<w, z> / T) = log(out) + log 0F1(b / 2, 1 / (2 T)^2)
     """
     if config.freeze_last is not None:
-        return math.log(config.out)
+        return math.log(config.projection)
     half, argument = config.bottleneck / 2, 1 / (2 * config.student_temperature) ** 2
     index = torch.arange(round(4 * math.sqrt(argument)) + 100, dtype=torch.float64)  # of the terms of the series
     terms = index * math.log(argument) - torch.lgamma(index + 1) - torch.lgamma(index + half) + math.lgamma(half)
-    return math.log(config.out) + float(terms.logsumexp(0))
+    return math.log(config.projection) + float(terms.logsumexp(0))
 
 
 def watch(out: int, batch: int) -> Callable[[dict[str, Any], float], Iterator[tuple[str, str]]]:

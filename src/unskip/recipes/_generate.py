@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -21,71 +21,55 @@ from torch import Tensor, nn
 from unskip.data import Augment, Feed, ImageSet
 from unskip.data._latents import Autoencoder, LatentFeed
 from unskip.errors import BadInput
-from unskip.evals import knn, rank
+from unskip.evals import rank
 from unskip.evals._diffusion import noised_features
 from unskip.init import zero_branches_
 from unskip.models import Flow
 from unskip.models._flow import Interpolant, Target, Times
 from unskip.models._noise import normal
 from unskip.optim import build as build_optimizer
-from unskip.recipes._data import OfImages, Opener, both, judged_split
-from unskip.recipes._online import check_online, some
+from unskip.recipes._config import Config
+from unskip.recipes._data import Opener, both, judged_split
+from unskip.recipes._online import check_online, neighbours, some
 from unskip.recipes._shared import device_of, schedule_of, steps_of
-from unskip.training import Precision, Schedule, Task
-from unskip.wiring import rewire, save
+from unskip.training import Schedule, Task
+from unskip.wiring import rewire
 
 _FOR_LOSS = 1000  # test images that the loss is judged on, at least
 _WIDER = 4  # batches in judging, over those in training: nothing is kept for a backward pass
 
 
 @dataclass(frozen=True)
-class Generative(OfImages):
-    """The config of a generative run. `steps`, where given, counts instead of `epochs`."""
+class Generative(Config):
+    """The config of a generative run."""
 
     latents: str | None = None  # a folder of an AutoencoderKL of diffusers: train on its latents, encoded once
     cache: str = "~/.cache/unskip/latents"  # where they are kept
     model: str = "S/2"  # size and patch
     model_args: str = ""  # other numbers for the model: "width=512,depth=9,heads=8,patch=4"
     size: int = 32  # of images, before they are encoded
-    shortcut: str = "decay:0.8"
-    where: str | None = None  # attention | mlp: the sites that the shortcut governs
+    shortcut: str = "decay:0.8"  # keep, cut, decay:0.6, scale:0.7,0.7, learn:1.0, anneal:keep>cut@10000
     init: str = "default"  # default | zero: branches start at zero (SiT's do anyway)
     weights: str | None = None  # a published checkpoint
     interpolant: Interpolant = "linear"
     target: Target = "velocity"
     times: Times = "uniform"
-    time_mean: float = 0.0
+    time_mean: float = 0.0  # of logit-normal times, before the sigmoid
     time_deviation: float = 1.0
-    label_dropout: float = 0.1
-    optimizer: str = "adamw"
+    label_dropout: float = 0.1  # how often a label is left out, for guidance
     lr: float = 1e-4
     lr_end: float = 1.0  # as a fraction of lr; 1: it stays
     weight_decay: float = 0.0
     betas: str = "0.9,0.999"  # of AdamW
-    batch: int = 256
+    batch: int = 256  # images a step, over all processes
     epochs: float = 80
-    steps: int | None = None
     warmup: float = 0.0  # share of the steps
-    clip: float | None = None
     flip: bool = True
-    precision: Precision = "float32"
-    accumulate: int = 1
-    compile: bool = False
-    graph: bool = False  # forward and backward as one CUDA graph, on one GPU: small models stop waiting for the host
-    shard: bool = False  # spread the weights over the processes (FSDP2); AdamW and average=None only
     narrow: bool = False  # the stream in autocast's precision: faster, and it rounds more
     average: float | None = 0.9999  # decay of the averaged weights, which are those that are judged and sampled
-    validate: bool = False  # hold a tenth of the training set out and judge by it, for choosing settings
-    evaluate_every: int | None = None
     online_images: int = 5000  # how many images of each split neighbours and rank are judged on in training; 0: none
     online_time: float = 0.9  # the time of the noisy images whose features those are, at the middle block
     health: bool = True  # look at features and attention with each evaluation, and warn; takes some seconds
-    checkpoint_every: int = 500
-    log_every: int = 20
-    tensorboard: bool = False
-    workers: int = 0
-    seed: int = 0
-    device: str = "auto"
 
     @property
     def flow(self) -> Flow:
@@ -159,7 +143,6 @@ def build_task(config: Generative, make: Maker, opener: Opener | None = None) ->
         evaluations=evaluations,
         notes=(*train.report, *test.report),
         sample=sample[:8] if config.health else None,
-        save=lambda network, folder: save(network, folder),
     )
     return task, schedule_of(config, steps)
 
@@ -184,8 +167,7 @@ def _feed(
             flip=bool(flip),
             device=device,
         )
-    crop: Literal["center"] = "center"
-    augment = None if flip is None else Augment(crop=crop, flip=flip)
+    augment = None if flip is None else Augment(crop="center", flip=flip)
     return Feed(
         images,
         batch,
@@ -263,14 +245,12 @@ def _online(known: _Images, judged: _Images, flow: Flow, config: Generative) -> 
     axes: dict[str, int] = {}  # of the blocks, found once
 
     def online(network: nn.Module) -> dict[str, float]:
-        view, time = ("mean", "none"), config.online_time
+        time = config.online_time
         options: dict[str, Any] = {"precision": config.precision, "axes": axes}
         tested = noised_features(network, judged.evaluate(), flow, time, "middle", seed=0, **options)
         axes.update(tested.axes)
         learnt = noised_features(network, known.evaluate(), flow, time, "middle", seed=1, **options)
-        (block,) = tested[view]  # type: ignore[index]
-        x, y = learnt[view][block], tested[view][block]  # type: ignore[index]
-        by_k = knn(x, learnt.labels, y, tested.labels)
-        return {f"knn{k}": accuracy for k, accuracy in by_k.items()} | rank(y)
+        ((block, features),) = tested["mean", "none"].items()
+        return neighbours(learnt, tested, block) | rank(features)
 
     return online

@@ -42,7 +42,9 @@ def judge_dense(
     names = list(protocols)
     unknown = [name for name in names if protocol(name).kind not in DENSE]
     if unknown:
-        raise BadInput(f"{', '.join(unknown)}: not judged by masks or boxes; see `unskip.recipes.judge_run`")
+        raise BadInput(
+            f"{', '.join(unknown)}: judged by labels, not by masks or boxes; run `unskip eval` without --dense"
+        )
     run = open_run(out, device)
     size = size or run.config.size
     train, test = (open_dense(source, split, size=size, values=values) for split in ("train", "test"))

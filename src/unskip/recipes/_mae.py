@@ -23,63 +23,42 @@ from unskip.anatomy._example import Example
 from unskip.anatomy._features import block_axes
 from unskip.data import Augment, Feed
 from unskip.errors import BadInput
-from unskip.evals import extract, knn, rank
+from unskip.evals import extract, rank
 from unskip.init import zero_branches_
 from unskip.models import MAE, load_published
 from unskip.optim import build as build_optimizer
-from unskip.recipes._data import OfImages, Opener, both, judged_split
-from unskip.recipes._online import check_online, some
+from unskip.recipes._config import Config
+from unskip.recipes._data import Opener, both, judged_split
+from unskip.recipes._online import check_online, neighbours, some
 from unskip.recipes._registry import Preset, Recipe, register, resolve
-from unskip.recipes._shared import arguments_of, built, device_of, schedule_of, steps_of
-from unskip.training import Precision, Schedule, Task
-from unskip.wiring import rewire, save
+from unskip.recipes._shared import arguments_of, built, device_of, save_with_encoder, schedule_of, steps_of
+from unskip.training import Schedule, Task
+from unskip.wiring import rewire
 
 
 @dataclass(frozen=True)
-class Mae(OfImages):
-    """The config of a pretraining run. `steps`, where given, counts instead of `epochs`."""
+class Mae(Config):
+    """The config of a pretraining run."""
 
-    model: str = "timm:vit_tiny_patch16_224"
-    model_args: str = ""  # further arguments of the builder: "depth=6,embed_dim=96"
-    size: int = 32
-    patch: int | None = 4
+    patch: int | None = 4  # sides of a patch in pixels; None: as the model has it
     shortcut: str = "decay:0.6"  # in the encoder alone
-    where: str | None = None  # attention | mlp: the sites that the shortcut governs
-    long_skips: bool = True
+    long_skips: bool = True  # encoder blocks hand their outputs to the decoder
     init: str = "zero"  # zero: encoder and decoder branches and the head start at zero | default
     weights: str | None = None  # a published checkpoint of plain MAE
     decoder_width: int = 512
     decoder_depth: int = 8
     decoder_heads: int = 16
-    mask: float = 0.75
-    norm_pix: bool = True
-    optimizer: str = "adamw"
+    mask: float = 0.75  # share of the patches
+    norm_pix: bool = True  # patches are painted at mean 0, variance 1
     lr: float = 3e-4
-    weight_decay: float = 0.05
-    batch: int = 512
     epochs: float = 60
-    steps: int | None = None
     warmup: float = 0.05  # share of the steps
-    clip: float | None = None
     crop: Literal["pad", "resized", "center", "none"] = "resized"
     scale: float = 0.2  # the least share of the area that a resized crop takes
     flip: bool = True
-    precision: Precision = "float32"
-    accumulate: int = 1
-    compile: bool = False
-    graph: bool = False  # forward and backward as one CUDA graph, on one GPU: small models stop waiting for the host
-    shard: bool = False  # spread the weights over the processes (FSDP2); AdamW only
-    average: float | None = None
-    validate: bool = False  # hold a tenth of the training set out and judge by it, for choosing settings
-    evaluate_every: int | None = None
+    average: float | None = None  # decay of averaged weights, which are those that are judged
     online_images: int = 10_000  # how many images of each split the neighbours and the rank are judged on in training
     health: bool = True  # look at features and attention with each evaluation, and warn; takes some seconds
-    checkpoint_every: int = 500
-    log_every: int = 20
-    tensorboard: bool = False
-    workers: int = 0
-    seed: int = 0
-    device: str = "auto"
 
 
 _PRESETS = {
@@ -152,13 +131,8 @@ def build(config: Mae, opener: Opener | None = None) -> tuple[Task, Schedule]:
         found = network(batch[0])
         return found.loss, {"feature_norm": found.feature_norm}
 
-    def write(network: nn.Module, folder: Path) -> None:
-        from safetensors.torch import save_model
-
-        assert isinstance(network, MAE)
-        save_model(network, str(folder / "model.safetensors"))
-        # The encoder once more, on its own: unskip.load builds and rewires it.
-        save(network.encoder, folder / "encoder", {"spec": config.model, "kwargs": arguments})
+    def write(network: Any, folder: Path) -> None:
+        save_with_encoder(network, network.encoder, folder, config.model, arguments)
 
     task = Task(
         model=model,
@@ -247,10 +221,8 @@ def _online(
         learnt, judged = (
             extract(network.encoder, feed.evaluate(), -1, precision=precision, axes=axes) for feed in (train, test)
         )
-        view, last = ("mean", "none"), learnt.blocks - 1
-        x, y = learnt[view][last], judged[view][last]  # type: ignore[index]
-        by_k = knn(x, learnt.labels, y, judged.labels)
-        return {f"knn{k}": accuracy for k, accuracy in by_k.items()} | rank(y)
+        last = learnt.blocks - 1
+        return neighbours(learnt, judged, last) | rank(judged["mean", "none"][last])
 
     return online
 

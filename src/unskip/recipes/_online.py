@@ -11,7 +11,7 @@ from torch import nn
 
 from unskip.data import Feed, ImageSet
 from unskip.errors import BadInput
-from unskip.evals import PROTOCOLS, extract, knn, rank
+from unskip.evals import PROTOCOLS, Features, extract, knn, rank
 from unskip.evals._extract import View
 from unskip.evals._input import known as known_classes
 
@@ -44,6 +44,12 @@ def check_online(train: ImageSet, test: ImageSet) -> None:
     known_classes("online_images", train.labels, test.labels)
 
 
+def neighbours(train: Features, test: Features, block: int, view: View = ("mean", "none")) -> dict[str, float]:
+    """The accuracies of nearest neighbours in the features of one block."""
+    by_k = knn(train[view][block], train.labels, test[view][block], test.labels)
+    return {f"knn{k}": accuracy for k, accuracy in by_k.items()}
+
+
 # The mean of all tokens, as other recipes are judged, and the class token, which is what DINO trains and judges by.
 _ONLINE: dict[str, View] = {"": ("mean", "none"), "cls_": ("cls", "layer")}
 
@@ -60,11 +66,9 @@ def online(
             learnt = extract(inner, train.evaluate(), -1, _ONLINE.values(), **options)
             found = extract(inner, test.evaluate(), "all", _ONLINE.values(), **options)
         last = found.blocks - 1
-        there = torch.isin(found.labels, learnt.labels)  # few images need not show every class
         values: dict[str, float] = {}
         for word, view in _ONLINE.items():
-            by_k = knn(learnt[view][last], learnt.labels, found[view][last][there], found.labels[there])
-            values |= {f"{word}knn{k}": accuracy for k, accuracy in by_k.items()}
+            values |= {f"{word}{name}": value for name, value in neighbours(learnt, found, last, view).items()}
         y = found["mean", "none"]
         ranks = {f"rank_block_{index}": rank(value)["rank"] for index, value in y.items()}
         return values | rank(y[last]) | ranks

@@ -8,6 +8,7 @@ from typing import Any
 
 from unskip._words import nearest
 from unskip.errors import BadInput
+from unskip.recipes._config import Config
 
 
 @dataclass(frozen=True)
@@ -24,7 +25,7 @@ class Recipe:
     """A kind of run."""
 
     name: str
-    config: type
+    config: type[Config]
     presets: Mapping[str, Preset]
     build: Callable[..., Any]  # (config, opener=None) -> (Task, Schedule)
 
@@ -32,10 +33,9 @@ class Recipe:
 RECIPES: dict[str, Recipe] = {}
 
 
-def register(recipe: Recipe) -> Recipe:
+def register(recipe: Recipe) -> None:
     """Enters a recipe."""
     RECIPES[recipe.name] = recipe
-    return recipe
 
 
 def resolve(recipe: str, preset: str, overrides: Mapping[str, Any]) -> Any:
@@ -54,7 +54,7 @@ def resolve(recipe: str, preset: str, overrides: Mapping[str, Any]) -> Any:
     return replace(config, **overrides)
 
 
-def from_dict(data: Mapping[str, Any]) -> Any:
+def from_dict(data: Mapping[str, Any]) -> Config:
     """The config that a run folder holds."""
     values = dict(data)
     recipe = RECIPES.get(values.pop("recipe", ""))
@@ -67,12 +67,12 @@ def from_dict(data: Mapping[str, Any]) -> Any:
     return recipe.config(**values)
 
 
-def to_dict(recipe: str, config: Any) -> dict[str, Any]:
+def to_dict(recipe: str, config: Config) -> dict[str, Any]:
     """Plain data for a run folder."""
     return {"recipe": recipe, **{field.name: getattr(config, field.name) for field in fields(config)}}
 
 
-def recipe_of(config: Any) -> Recipe:
+def recipe_of(config: Config) -> Recipe:
     """The recipe that a config belongs to."""
     for recipe in RECIPES.values():
         if type(config) is recipe.config:

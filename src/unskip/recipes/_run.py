@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from unskip.errors import BadInput
+from unskip.recipes._config import Config
 from unskip.recipes._data import Opener
 from unskip.recipes._registry import RECIPES, Recipe, from_dict, recipe_of, to_dict
 from unskip.recipes._shared import device_of
@@ -17,7 +17,7 @@ from unskip.training import train as run_loop
 from unskip.training._graph import why_not
 
 
-def train(config: Any, out: str | Path, quiet: bool = False, opener: Opener | None = None) -> Outcome:
+def train(config: Config, out: str | Path, quiet: bool = False, opener: Opener | None = None) -> Outcome:
     """Carries out a config in a new run folder. Stopped by Ctrl-C or SIGTERM it leaves a checkpoint to resume from.
 
     `opener` opens the images; one that keeps them spares the next run of the same data from decoding them again.
@@ -43,7 +43,7 @@ def resume(out: str | Path, quiet: bool = False, opener: Opener | None = None) -
     return run_loop(task, schedule, folder, quiet)
 
 
-def _refuse_graph(config: Any, recipe: Recipe) -> None:
+def _refuse_graph(config: Config, recipe: Recipe) -> None:
     """A graph that was asked for and cannot be is refused; one that a preset asks for is left out, and the run says so.
 
     A run that goes on elsewhere, or is judged there, does without, too.

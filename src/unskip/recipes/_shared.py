@@ -1,4 +1,4 @@
-"""What recipes share: the device of a process, the model of a config and its arguments, and its schedule."""
+"""What recipes share: the device of a process, the model of a config, its schedule, and how a checkpoint is kept."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import inspect
 import os
 from dataclasses import fields
 from difflib import SequenceMatcher
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -14,12 +15,14 @@ from torch import nn
 from unskip import spec
 from unskip.errors import BadInput
 from unskip.models import SiT, UViT
+from unskip.recipes._config import Config
 from unskip.training import Schedule
+from unskip.wiring import save
 
 _Named = TypeVar("_Named", SiT, UViT)
 
 
-def steps_of(config: Any, steps_per_epoch: int) -> int:
+def steps_of(config: Config, steps_per_epoch: int) -> int:
     """The length of a run: its steps, where given, or its epochs."""
     steps: int = round(config.epochs * steps_per_epoch) if config.steps is None else config.steps
     if steps < 1:
@@ -27,7 +30,7 @@ def steps_of(config: Any, steps_per_epoch: int) -> int:
     return steps
 
 
-def schedule_of(config: Any, steps: int) -> Schedule:
+def schedule_of(config: Config, steps: int) -> Schedule:
     """The schedule of a run: the fields of a config that a schedule has, too."""
     names = {field.name for field in fields(Schedule)} - {"steps", "warmup"}
     mine = {name: getattr(config, name) for name in names if hasattr(config, name)}
@@ -36,6 +39,16 @@ def schedule_of(config: Any, steps: int) -> Schedule:
             f"a batch of {config.batch} cannot be divided into {config.accumulate} equal parts: take another accumulate"
         )
     return Schedule(steps=steps, warmup=round(config.warmup * steps), **mine)
+
+
+def save_with_encoder(
+    network: nn.Module, encoder: nn.Module, folder: Path, model: str, arguments: dict[str, Any]
+) -> None:
+    """A checkpoint of the whole network, and its encoder once more on its own, which unskip.load builds and rewires."""
+    from safetensors.torch import save_model
+
+    save_model(network, str(folder / "model.safetensors"))
+    save(encoder, folder / "encoder", {"spec": model, "kwargs": arguments})
 
 
 def arguments_of(text: str) -> dict[str, Any]:
@@ -56,7 +69,7 @@ def arguments_of(text: str) -> dict[str, Any]:
     return found
 
 
-def built(config: Any, arguments: dict[str, Any]) -> nn.Module:
+def built(config: Config, arguments: dict[str, Any]) -> nn.Module:
     """The model that a config names, with these arguments; a wrong one is told with those there are."""
     try:
         return spec.build(config.model, **arguments)
@@ -66,7 +79,7 @@ def built(config: Any, arguments: dict[str, Any]) -> nn.Module:
         raise
 
 
-def named(kind: type[_Named], config: Any, given: dict[str, Any]) -> _Named:
+def named(kind: type[_Named], config: Config, given: dict[str, Any]) -> _Named:
     """A model of this library: of the size that a config names, with its own arguments before those that are given."""
     arguments = arguments_of(config.model_args)
     _check_arguments(config, kind, arguments)
@@ -76,7 +89,7 @@ def named(kind: type[_Named], config: Any, given: dict[str, Any]) -> _Named:
         raise BadInput(f"model_args {config.model_args!r}: {config.model}: {error}") from error
 
 
-def _check_arguments(config: Any, kind: type[nn.Module], arguments: dict[str, Any]) -> None:
+def _check_arguments(config: Config, kind: type[nn.Module], arguments: dict[str, Any]) -> None:
     accepted = inspect.signature(kind).parameters
     if any(each.kind is each.VAR_KEYWORD for each in accepted.values()):
         return

@@ -21,64 +21,41 @@ from unskip.data._views import Drawn, DrawnFeed
 from unskip.errors import UnskipWarning
 from unskip.models import SimCLR
 from unskip.optim import build as build_optimizer
-from unskip.recipes._data import OfImages, Opener
+from unskip.recipes._config import Config
+from unskip.recipes._data import Opener
 from unskip.recipes._online import online
 from unskip.recipes._registry import Preset, Recipe, register, resolve
-from unskip.recipes._shared import built, device_of, schedule_of, steps_of
+from unskip.recipes._shared import built, device_of, save_with_encoder, schedule_of, steps_of
 from unskip.recipes._views import backbone_arguments, collapsed_blocks, prepare, still_feeds, view_data
-from unskip.training import Precision, Schedule, Task
-from unskip.wiring import Anneal, Decay, rewire, save
+from unskip.training import Schedule, Task
+from unskip.wiring import Anneal, Decay, rewire
 from unskip.wiring.shortcuts import parse
 
 
 @dataclass(frozen=True)
-class Simclr(OfImages):
-    """The config of a contrastive run. `steps`, where given, counts instead of `epochs`."""
+class Simclr(Config):
+    """The config of a contrastive run."""
 
-    model: str = "timm:vit_tiny_patch16_224"
-    model_args: str = ""
-    size: int = 32
-    patch: int | None = 4
+    patch: int | None = 4  # sides of a patch in pixels; None: as the model has it
     scale: float = 0.2  # the least share of the area that a view shows
-    source: int | None = None
-    colour: float = 1.0
-    shortcut: str = "keep"
-    where: str | None = None
-    init: str = "default"
-    hidden: int = 2048
-    out: int = 128
-    temperature: float = 0.2
-    head_norm: bool = True
-    optimizer: str = "adamw"
+    source: int | None = None  # images are brought to this size before they are cropped; None: as they are held
+    colour: float = 1.0  # strength of the changes of colour; 0 leaves colours alone
+    hidden: int = 2048  # width of the head
+    projection: int = 128  # dimensions of the sphere that views are compared on
+    temperature: float = 0.2  # of the loss
+    head_norm: bool = True  # batch norm within the head and at its end
     lr: float = 5e-4
-    lr_end: float = 2e-3
+    lr_end: float = 2e-3  # as a fraction of lr
     weight_decay: float = 0.1
-    batch: int = 512
-    epochs: float = 100
-    steps: int | None = None
-    warmup: float = 0.1
-    clip: float | None = 3.0
-    precision: Precision = "float32"
-    accumulate: int = 1
-    compile: bool = False
-    graph: bool = False
-    shard: bool = False
-    validate: bool = False
-    evaluate_every: int | None = None
-    online_images: int = 10_000
-    health: bool = True
-    checkpoint_every: int = 500
-    log_every: int = 20
-    tensorboard: bool = False
-    workers: int = 0
-    seed: int = 0
-    device: str = "auto"
+    clip: float | None = 3.0  # the largest norm of the gradient
+    online_images: int = 10_000  # how many images of each split the neighbours and the rank are judged on in training
+    health: bool = True  # look at features and attention with each evaluation, and warn; takes some seconds
 
 
 _PRESETS = {
     "digits": Preset(
         {"data": "digits", "size": 8, "patch": 2, "model_args": "depth=4,embed_dim=64,num_heads=4", "colour": 0.5}
-        | {"scale": 0.4, "batch": 64, "epochs": 30, "lr": 1e-3, "hidden": 128, "out": 32},
+        | {"scale": 0.4, "batch": 64, "epochs": 30, "lr": 1e-3, "hidden": 128, "projection": 32},
         "about a minute on one CPU core",
         "not measured",
     ),
@@ -115,7 +92,7 @@ def build(config: Simclr, opener: Opener | None = None) -> tuple[Task, Schedule]
     arguments = backbone_arguments(config, train.channels)
     backbone = built(config, arguments).to(device)
     prepare(config, backbone, sample)
-    head: dict[str, Any] = {"hidden": config.hidden, "out": config.out, "norm": config.head_norm}
+    head: dict[str, Any] = {"hidden": config.hidden, "out": config.projection, "norm": config.head_norm}
     model = SimCLR(backbone, temperature=config.temperature, **head).to(device)
     wiring = rewire(model.backbone, config.shortcut, sample[:2], config.where) if config.shortcut != "keep" else None
     axes = block_axes(model.backbone, Example.of(sample[:1]))  # once, and of the model before it is sharded
@@ -126,12 +103,8 @@ def build(config: Simclr, opener: Opener | None = None) -> tuple[Task, Schedule]
         found = network(feed.made(*batch[:3])[0])
         return found.loss, {"aligned": found.aligned, "apart": found.apart}
 
-    def write(network: nn.Module, folder: Path) -> None:
-        from safetensors.torch import save_model
-
-        assert isinstance(network, SimCLR)
-        save_model(network, str(folder / "model.safetensors"))
-        save(network.backbone, folder / "encoder", {"spec": config.model, "kwargs": arguments})
+    def write(network: Any, folder: Path) -> None:
+        save_with_encoder(network, network.backbone, folder, config.model, arguments)
 
     evaluation = online(known, judged, config.precision, axes, lambda net: net.backbone)
     task = Task(

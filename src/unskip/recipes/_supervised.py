@@ -20,57 +20,35 @@ from unskip.data import Augment, Feed
 from unskip.errors import BadInput
 from unskip.init import start_
 from unskip.optim import build as build_optimizer
-from unskip.recipes._data import OfImages, Opener, both, judged_split
+from unskip.recipes._config import Config
+from unskip.recipes._data import Opener, both, judged_split
 from unskip.recipes._registry import Preset, Recipe, register, resolve
 from unskip.recipes._shared import arguments_of, built, device_of, schedule_of, steps_of
-from unskip.training import Precision, RunFolder, Schedule, Task
+from unskip.training import RunFolder, Schedule, Task
 from unskip.wiring import Wiring, load, rewire, save
 
 
 @dataclass(frozen=True)
-class Supervised(OfImages):
-    """The config of a supervised run. `steps`, where given, counts instead of `epochs`."""
+class Supervised(Config):
+    """The config of a supervised run."""
 
-    model: str = "timm:vit_tiny_patch16_224"
-    model_args: str = ""  # further arguments of the builder: "depth=6,embed_dim=96"
-    size: int = 32
-    patch: int | None = 4
-    shortcut: str = "keep"
+    patch: int | None = 4  # sides of a patch in pixels; None: as the model has it
     where: str | None = None  # the sites that shortcut and init="skipless" speak of: "attention", "mlp", or all
-    init: str = "default"  # default | zero | skipless | skipless:vit-small,centre
     weights: str | None = None  # a folder of unskip.save, a run, or a checkpoint of one
     teacher: str | None = None  # "original": distil from the model as it was before its skips were changed
-    temperature: float = 2.0
-    optimizer: str = "adamw"
-    lr: float = 1e-3
-    weight_decay: float = 0.05
-    batch: int = 128
+    temperature: float = 2.0  # of the teacher
+    batch: int = 128  # images a step, over all processes
     epochs: float = 20
-    steps: int | None = None
-    warmup: float = 0.1  # share of the steps
-    clip: float | None = 1.0
-    smoothing: float = 0.1
+    clip: float | None = 1.0  # the largest norm of the gradient
+    smoothing: float = 0.1  # of the labels
     crop: Literal["pad", "resized", "center", "none"] = "pad"
     flip: bool = True
-    mixup: float = 0.0
-    cutmix: float = 0.0
-    erase: float = 0.0
+    mixup: float = 0.0  # a of Beta(a, a)
+    cutmix: float = 0.0  # a of Beta(a, a)
+    erase: float = 0.0  # a probability
     randaugment: str | None = None  # "operations,magnitude" as in "2,9", for images that are read from disk
     drop_path: float = 0.0  # switched off where a skip is cut: a dropped branch has nothing else to live on
-    precision: Precision = "float32"
-    accumulate: int = 1
-    compile: bool = False
-    graph: bool = False  # forward and backward as one CUDA graph, on one GPU: small models stop waiting for the host
-    shard: bool = False  # spread the weights over the processes (FSDP2); AdamW only
-    average: float | None = None
-    validate: bool = False  # hold a tenth of the training set out and judge by it, for choosing settings
-    evaluate_every: int | None = None
-    checkpoint_every: int = 500
-    log_every: int = 20
-    tensorboard: bool = False
-    workers: int = 0
-    seed: int = 0
-    device: str = "auto"
+    average: float | None = None  # decay of averaged weights, which are those that are judged
 
 
 _VIT_192 = {"model_args": "depth=12,embed_dim=192,num_heads=3"}
@@ -93,7 +71,7 @@ _PAPER: dict[str, Any] = {  # as transcribed by others; see the docs
     "workers": 12,
     "evaluate_every": 5000,
 }
-_SUPERVISED = {
+_PRESETS = {
     "digits": Preset(
         {"data": "digits", "size": 8, "patch": 2, "model_args": "depth=4,embed_dim=64,num_heads=4", "flip": False}
         | {"crop": "none", "epochs": 30, "smoothing": 0.0, "batch": 64, "lr": 3e-3},
@@ -263,7 +241,7 @@ def _wired(config: Supervised, model: nn.Module, sample: Tensor) -> tuple[Wiring
 def _still_moving(wiring: Wiring, steps: int) -> bool:
     """Whether the shortcuts of the last step are not yet those they move to."""
     found = []
-    for step in (steps - 1, 2**62, 0):
+    for step in (steps - 1, 2**62, 0):  # the run's last, the very last, and back to where it begins
         wiring.step(step)
         found.append([*wiring.alphas])
     return found[0] != found[1]
@@ -274,4 +252,4 @@ def _cuts(config: Supervised) -> bool:
     return "cut" in config.shortcut
 
 
-register(Recipe("supervised", Supervised, _SUPERVISED, build))
+register(Recipe("supervised", Supervised, _PRESETS, build))

@@ -10,10 +10,9 @@ from torch import Tensor, nn
 
 from unskip.data import Feed, ImageSet, ViewFeed, Views
 from unskip.errors import BadInput
-from unskip.evals import PROTOCOLS
 from unskip.init import start_
 from unskip.recipes._data import Opener, both
-from unskip.recipes._online import some
+from unskip.recipes._online import check_online, some
 from unskip.recipes._shared import arguments_of
 
 
@@ -51,14 +50,9 @@ def view_data(config: Any, device: torch.device, opener: Opener | None = None) -
 def still_feeds(config: Any, train: ImageSet, test: ImageSet, device: torch.device) -> tuple[Feed, Feed]:
     """Images as they are, for the neighbours and ranks of a run that goes on."""
     options: dict[str, Any] = {"size": config.size, "device": device, "workers": config.workers}
-    least = max(PROTOCOLS["knn-dino-v1"].settings["neighbours"])
-    if min(len(train), config.online_images) < least:
-        raise BadInput(
-            f"online_images is {config.online_images}, of {len(train)} training images; {least} neighbours are looked "
-            f"at, so it is {least} or more"
-        )
     batch = max(config.batch, 512)  # nothing is kept for a backward pass
     known, judged = (Feed(some(each, config.online_images), batch, **options) for each in (train, test))
+    check_online(known.images, judged.images)
     return known, judged
 
 
