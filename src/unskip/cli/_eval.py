@@ -65,7 +65,8 @@ def evaluate(
     seed: Annotated[int, tyro.conf.arg(help="Of probes and fine-tuning.", metavar="N")] = 0,
     precision: Annotated[str, tyro.conf.arg(help="float32, bf16 or fp16.", metavar="NAME")] = "float32",
     device: Annotated[
-        str | None, tyro.conf.arg(help="Where to compute (default: as the run).", metavar="DEVICE")
+        str | None,
+        tyro.conf.arg(help="Where to compute (default: as the run).", metavar="DEVICE", help_behavior_hint=""),
     ] = None,
     json: Annotated[
         bool,

@@ -15,7 +15,9 @@ _LOOK = "How many runs to build and measure from their checkpoints, and to show 
 
 
 def report(
-    runs: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(help=_RUNS, metavar="RUN ...")],
+    runs: Annotated[
+        tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(help=_RUNS, metavar="RUN ...", help_behavior_hint="")
+    ],
     out: Annotated[str, tyro.conf.arg(help="The page to write.", metavar="FILE")] = "report.html",
     look: Annotated[int, tyro.conf.arg(help=_LOOK, metavar="N")] = reports.LOOKED,
     jacobians: Annotated[

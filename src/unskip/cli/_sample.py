@@ -38,7 +38,8 @@ def sample(
     precision: Annotated[str, tyro.conf.arg(help="float32, bf16 or fp16.", metavar="NAME")] = "float32",
     judge: Annotated[str | None, tyro.conf.arg(help=_JUDGE, metavar="EXTRACTOR", help_behavior_hint="")] = None,
     device: Annotated[
-        str | None, tyro.conf.arg(help="Where to compute (default: as the run).", metavar="DEVICE")
+        str | None,
+        tyro.conf.arg(help="Where to compute (default: as the run).", metavar="DEVICE", help_behavior_hint=""),
     ] = None,
     json: Annotated[
         bool,

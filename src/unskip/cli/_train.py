@@ -100,7 +100,9 @@ def _begun(config: Any, out: Path, quiet: bool, opener: Opener) -> Outcome:
 
 def resume(
     run: Annotated[str, tyro.conf.Positional, tyro.conf.arg(help="The folder of the run.", metavar="RUN")],
-    quiet: Annotated[bool, tyro.conf.FlagCreatePairsOff, tyro.conf.arg(help="Print no progress.")] = False,
+    quiet: Annotated[
+        bool, tyro.conf.FlagCreatePairsOff, tyro.conf.arg(help="Print no progress.", help_behavior_hint="")
+    ] = False,
 ) -> int:
     """Go on with a run from its last checkpoint."""
     code = _tell(book.resume(run, quiet))
