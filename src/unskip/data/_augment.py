@@ -154,7 +154,7 @@ def mixing(augment: Augment, random: numpy.random.Generator, count: int, size: i
         table[:, 0] = table[:, 1] = numpy.where(cut, 1.0, mixed)
         left_over = random.beta(augment.cutmix, augment.cutmix, count) if augment.cutmix else numpy.ones(count)
         side = size * numpy.sqrt(1 - left_over)
-        boxes = _boxes(random.random((count, 2)), side, side, size)
+        boxes = _squares(random.random((count, 2)), side, size)
         table[cut, 2:6] = boxes[cut]
         table[cut, 1] = 1 - _areas(boxes[cut]) / size**2
     if augment.erase:
@@ -177,9 +177,9 @@ def partners(count: int) -> Rows:
     return positions
 
 
-def _boxes(center: Table, tall: Table, wide: Table, size: int) -> Table:
+def _squares(center: Table, side: Table, size: int) -> Table:
     middle = numpy.floor(center * size)
-    half = numpy.stack([tall, wide], axis=1) // 2
+    half = side[:, None] // 2
     return numpy.concatenate([middle - half, middle + half], axis=1).clip(0, size)
 
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from unskip.data._augment import IMAGENET_MEAN, IMAGENET_STD
+from unskip.data._decode import opened
 from unskip.data._folder import SUFFIXES
 from unskip.data._sources import NAMES, open_images
 from unskip.errors import BadInput
@@ -93,16 +94,9 @@ def _folder(path: Path, n: int, height: int, width: int, mean: Sequence[float], 
 def _image(file: Path, height: int, width: int, channels: int) -> Tensor:
     from PIL import Image, ImageOps
 
-    try:
-        with Image.open(file) as opened:
-            image = ImageOps.exif_transpose(opened)
-            if image.mode.startswith("I;16"):  # which convert() would clip at 255
-                image = Image.fromarray((numpy.asarray(image) // 257).astype(numpy.uint8))
-            image = image.convert("L" if channels == 1 else "RGB")
-    except Exception as error:  # a damaged file can make a decoder fail in any way
-        raise BadInput(f"{file}: not an image that can be read ({error})") from error
-    pixels = numpy.array(ImageOps.fit(image, (width, height), Image.Resampling.BICUBIC))
-    return _channels_first(torch.from_numpy(pixels)[None])[0] / 255
+    image = opened(lambda: file.open("rb"), str(file)).convert("L" if channels == 1 else "RGB")
+    pixels = torch.from_numpy(numpy.array(ImageOps.fit(image, (width, height), Image.Resampling.BICUBIC)))
+    return (pixels[None] if channels == 1 else pixels.movedim(-1, 0)) / 255
 
 
 def _array(path: Path, n: int, height: int, width: int, mean: Sequence[float], std: Sequence[float]) -> Tensor:
@@ -134,7 +128,7 @@ def _array(path: Path, n: int, height: int, width: int, mean: Sequence[float], s
 
 
 def _channels_first(images: Tensor) -> Tensor:
-    images = images if images.ndim == 4 else images[..., None]
+    """(n, height, width, 1 or 3) as (n, 1 or 3, height, width), where they are not so already."""
     return images.movedim(-1, 1) if images.shape[1] not in (1, 3) or images.shape[-1] in (1, 3) else images
 
 

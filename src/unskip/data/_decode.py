@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from io import BytesIO
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, BinaryIO
 
 import numpy
 import torch
@@ -29,16 +30,21 @@ class MixedSizes(BadInput):
 
 def decoded(reader: Reader, index: int) -> Image:
     """One image of a set, upright, of eight bits and of one channel or three."""
+    return opened(lambda: BytesIO(reader.encoded(index)), reader.place(index))
+
+
+def opened(source: Callable[[], BinaryIO], place: str) -> Image:
+    """An encoded image, upright, of eight bits and of one channel or three. BadInput names its place."""
     from PIL import Image, ImageOps
 
     try:
-        with Image.open(BytesIO(reader.encoded(index))) as opened:
-            ImageOps.exif_transpose(opened, in_place=True)
-            if opened.mode.startswith("I;16"):  # which convert() would clip at 255
-                return Image.fromarray((numpy.asarray(opened) // 257).astype(numpy.uint8))
-            return opened.convert("L" if opened.mode in _GRAY else "RGB")
+        with source() as file, Image.open(file) as image:
+            ImageOps.exif_transpose(image, in_place=True)
+            if image.mode.startswith("I;16"):  # which convert() would clip at 255
+                return Image.fromarray((numpy.asarray(image) // 257).astype(numpy.uint8))
+            return image.convert("L" if image.mode in _GRAY else "RGB")
     except Exception as error:  # a damaged file can make a decoder fail in any way
-        raise BadInput(f"{reader.place(index)}: not an image that can be read ({error})") from error
+        raise BadInput(f"{place}: not an image that can be read ({error})") from error
 
 
 def pixels(reader: Reader, index: int) -> Tensor:

@@ -7,10 +7,10 @@ A mask is an encoded image of one channel, as large as its image. `values` says 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from io import BytesIO
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy
 import torch
@@ -18,6 +18,7 @@ from torch import Tensor
 
 from unskip.data._device import shown
 from unskip.data._images import ImageSet
+from unskip.data._parquet import read_columns
 from unskip.data._sources import open_images
 from unskip.data._splits import files_by_split
 from unskip.errors import BadInput
@@ -41,8 +42,7 @@ class DenseSet:
 
     def renamed(self, values: Mapping[int, int]) -> DenseSet:
         """The same set with its masks' numbers as `values` says."""
-        masks = None if self.masks is None else _named(self.masks, values, self.images.name)
-        return DenseSet(self.images, masks, self.boxes)
+        return replace(self, masks=None if self.masks is None else _named(self.masks, values, self.images.name))
 
 
 def open_dense(
@@ -63,12 +63,8 @@ def open_dense(
     images = open_images(source, split)
     if images.images is None:
         raise BadInput(f"{source}: too large to be held in memory")
-    try:
-        names = [name for name in ("mask", "bbox") if name in parquet.read_schema(chosen[0]).names]
-        tables = [parquet.read_table(file, columns=names, partitioning=None) for file in chosen]
-    except (OSError, pyarrow.ArrowException) as error:
-        raise BadInput(f"{chosen[0]}: cannot be read ({error})") from error
-    table = pyarrow.concat_tables(tables)
+    names = [name for name in ("mask", "bbox") if name in parquet.read_schema(chosen[0]).names]
+    table = pyarrow.concat_tables([read_columns(file, names) for file in chosen])
     masks = _masks(table, chosen[0], images, values) if "mask" in table.column_names else None
     boxes = None
     if "bbox" in table.column_names:
@@ -81,17 +77,17 @@ def open_dense(
         parts = [
             shown(part, box.expand(len(part), 5), (size, size)).round().byte() for part in images.images.split(512)
         ]
-        images = ImageSet(images.name, split, images.classes, images.labels, torch.cat(parts), images.report)
+        images = replace(images, images=torch.cat(parts))
         boxes = None if boxes is None else boxes * torch.tensor([size / width, size / height] * 2, dtype=torch.float64)
     return DenseSet(images, masks, boxes)
 
 
-def _masks(table: object, file: str, images: ImageSet, values: Mapping[int, int] | None) -> Tensor:
+def _masks(table: Any, file: str, images: ImageSet, values: Mapping[int, int] | None) -> Tensor:
     from PIL import Image
 
     assert images.size is not None
     found = []
-    for row, cell in enumerate(table.column("mask").to_pylist()):  # type: ignore[attr-defined]
+    for row, cell in enumerate(table.column("mask").to_pylist()):
         encoded = cell["bytes"] if isinstance(cell, dict) else cell
         try:
             with Image.open(BytesIO(encoded)) as opened:

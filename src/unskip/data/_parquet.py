@@ -65,7 +65,7 @@ def _open(
     import pyarrow
 
     image, label, classes = _layout(every)
-    tables = [_table(file, [image, label]) for file in files]
+    tables = [read_columns(file, [image, label]) for file in files]
     column = pyarrow.chunked_array([chunk for table in tables for chunk in table.column(image).chunks])
     if pyarrow.types.is_struct(column.type):
         column = pyarrow.compute.struct_field(column, "bytes")
@@ -103,7 +103,7 @@ def _layout(files: Sequence[str]) -> tuple[str, str, tuple[str, ...]]:
             found, first = (image, label, names), first or file
             encoded += sum(opened.metadata.row_group(i).total_byte_size for i in range(opened.num_row_groups))
             if not names:
-                most = max(most, int(_labels(_table(file, [label]).column(label)).max(initial=-1)))
+                most = max(most, int(_labels(read_columns(file, [label]).column(label)).max(initial=-1)))
     if encoded > MEMORY_LIMIT:
         raise BadInput(
             f"{files[0]}: the files hold {encoded / 2**30:.0f} GiB, and at most {MEMORY_LIMIT / 2**30:.0f} are read "
@@ -126,7 +126,8 @@ def columns(place: str, names: Sequence[str], features: Mapping[str, Mapping[str
     return chosen("Image", _IMAGES), chosen("ClassLabel", _LABELS)
 
 
-def _table(file: str, wanted: list[str]) -> Any:
+def read_columns(file: str, wanted: list[str]) -> Any:
+    """Some columns of a file."""
     import pyarrow
     from pyarrow import parquet
 

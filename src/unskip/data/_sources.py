@@ -51,7 +51,8 @@ def open_images(
         return joined([open_images(part.strip(), split, **each) for part in str(source).split("+")])  # type: ignore[arg-type]
     folder = Path(root).expanduser() if root is not None else Path.home() / ".cache" / "unskip"
     found = taken(str(source), _parts(source, folder, size, skip_broken, download), split, hold_out)
-    missing = [name for name, count in zip(found.classes, _counts(found), strict=True) if not count]
+    counts = found.labels.bincount(minlength=len(found.classes))
+    missing = [name for name, count in zip(found.classes, counts, strict=True) if not count]
     if missing and not skip_broken:
         raise BadInput(
             f"{found.name}: no image of class {missing[0]!r} in the {split} split ({len(missing)} of "
@@ -98,8 +99,3 @@ def _imagenet(root: Path) -> Path:
         f"imagenet: no train or val folder in {root / 'imagenet'} or {root}; unpack ILSVRC2012 there as "
         "train/CLASS/*.JPEG and val/CLASS/*.JPEG, or point root at it"
     )
-
-
-def _counts(found: ImageSet) -> list[int]:
-    counts: list[int] = found.labels.bincount(minlength=len(found.classes)).tolist()
-    return counts
