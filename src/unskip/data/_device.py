@@ -10,8 +10,12 @@ copies when s = 1. A flip reverses the rows of C. Pixels beyond the edge are bla
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
+
+from unskip.data._augment import Augment, normalisation
 
 
 def shown(images: Tensor, boxes: Tensor, size: tuple[int, int], pad: int = 0) -> Tensor:
@@ -42,6 +46,21 @@ def _weights(start: Tensor, length: Tensor, flip: Tensor, pixels: int, out: int,
     weights = (1 - ((taps - first - scale * places) / scale.clamp_min(1)).abs()).clamp_min(0)
     weights = weights * ((taps > first) & (taps < first + length[:, None, None]))
     return (weights / weights.sum(-1, keepdim=True))[..., pad : pad + pixels]
+
+
+def put(values: Any, device: torch.device) -> Tensor:
+    """An array of numpy's on the device."""
+    value = torch.from_numpy(values)
+    # From pinned memory the copy is queued, and the host does not wait for the device.
+    return (value.pin_memory() if device.type == "cuda" else value).to(device, non_blocking=True)
+
+
+def mean_and_std(
+    channels: int, augment: Augment | None = None, device: str | torch.device = "cpu"
+) -> tuple[Tensor, Tensor]:
+    """The mean and deviation that images are brought to 0 and 1 from, each (channels, 1, 1), of values from 0 to 1."""
+    mean, std = (torch.tensor(each, device=device)[:, None, None] for each in normalisation(augment, channels))
+    return mean, std
 
 
 def normalised(images: Tensor, mean: Tensor, std: Tensor) -> Tensor:

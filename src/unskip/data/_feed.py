@@ -9,14 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import numpy
 import torch
 from torch import Tensor
 
 from unskip.data import _device
-from unskip.data._augment import Augment, Table, geometry, mixing, normalisation, partners
+from unskip.data._augment import Augment, Table, geometry, mixing, partners
 from unskip.data._images import ImageSet
 from unskip.data._loader import Key, loader
 from unskip.data._order import GEOMETRY, MIXING, Order, Rows, check_world, share, stream
@@ -55,8 +54,7 @@ class Feed:
         self.size = size if size is not None else images.size[0] if images.size else 0
         self.device = torch.device(device)
         self.order = Order(len(images), batch, seed, drop_last)
-        self.mean, self.std = normalisation(augment, images.channels)
-        self._mean, self._std = (torch.tensor(v, device=self.device)[:, None, None] for v in (self.mean, self.std))
+        self.mean, self.std = _device.mean_and_std(images.channels, augment, self.device)
         self._held = None if images.images is None else images.images.to(self.device)
         self._labels = images.labels.to(self.device)
 
@@ -90,25 +88,25 @@ class Feed:
         read = self._read((self._plan(step, rank, world).keys(step) for step in steps), self.augment)
         for step in steps:
             plan = self._plan(step, rank, world)
-            where = self._put(plan.rows[plan.made])
+            where = _device.put(plan.rows[plan.made], self.device)
             if self._held is not None:
                 drawn = geometry(self.augment, stream(GEOMETRY, self.seed, step), len(plan.rows), *self._held.shape[2:])
                 pixels = self._shown(self._held.index_select(0, where), drawn[plan.made], self.augment)
             else:
                 pixels = next(read)
-            yield self._mixed(_device.normalised(pixels, self._mean, self._std), self._labels[where], plan, step)
+            yield self._mixed(_device.normalised(pixels, self.mean, self.std), self._labels[where], plan, step)
 
     def _evaluation(self, batches: list[Rows]) -> Iterator[Batch]:
         still = self.augment and self.augment.still()
         read = self._read(([(0, 0, row) for row in rows.tolist()] for rows in batches), still)
         for rows in batches:
-            where = self._put(rows)
+            where = _device.put(rows, self.device)
             if self._held is not None:
                 boxes = geometry(still, stream(GEOMETRY, self.seed), len(rows), *self._held.shape[2:])
                 pixels = self._shown(self._held.index_select(0, where), boxes, still)
             else:
                 pixels = next(read)
-            yield _device.normalised(pixels, self._mean, self._std), self._labels[where]
+            yield _device.normalised(pixels, self.mean, self.std), self._labels[where]
 
     def _plan(self, step: int, rank: int, world: int) -> _Plan:
         return _plan(self.order.rows(step), rank, world, self.augment is not None and self.augment.mixes)
@@ -119,21 +117,21 @@ class Feed:
             flip = boxes[:, 4] > 0
             if not flip.any():
                 return pixels
-            return torch.where(self._put(flip)[:, None, None, None], pixels.flip(3), pixels)
+            return torch.where(_device.put(flip, self.device)[:, None, None, None], pixels.flip(3), pixels)
         pad = augment.pad if augment is not None and augment.crop == "pad" else 0
-        return _device.shown(pixels, self._put(boxes.astype(numpy.float32)), out, pad)
+        return _device.shown(pixels, _device.put(boxes.astype(numpy.float32), self.device), out, pad)
 
     def _mixed(self, images: Tensor, labels: Tensor, plan: _Plan, step: int) -> Batch:
         """Erase and mix."""
         if self.augment is None or not (self.augment.erase or self.augment.mixes):
             return images, labels
         drawn = mixing(self.augment, stream(MIXING, self.seed, step), len(plan.rows), self.size)
-        table = self._put(drawn[plan.made].astype(numpy.float32))
+        table = _device.put(drawn[plan.made].astype(numpy.float32), self.device)
         if self.augment.erase:
             images = _device.erased(images, table[:, 6:])
         if not self.augment.mixes:
             return images, labels
-        own, other = len(plan.partner), self._put(plan.partner)
+        own, other = len(plan.partner), _device.put(plan.partner, self.device)
         weights = _device.mixed_labels(labels[:own], labels[other], table[:own], len(self.classes))
         return _device.mixed(images[:own], images[other], table[:own]), weights
 
@@ -147,11 +145,6 @@ class Feed:
             )
             for pixels in parts:
                 yield pixels.to(self.device, non_blocking=True)
-
-    def _put(self, values: Any) -> Tensor:
-        value = torch.from_numpy(values)
-        # From pinned memory the copy is queued, and the host does not wait for the device.
-        return (value.pin_memory() if self.device.type == "cuda" else value).to(self.device, non_blocking=True)
 
 
 @dataclass(frozen=True)

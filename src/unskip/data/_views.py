@@ -118,13 +118,13 @@ class ViewFeed:
             height, width = images.shape[2:]
             tables = [self._draw(step, kind, height, width) for kind in ("large", "small")]
             # One copy to the device for all of them.
-            both = self.base._put(numpy.concatenate(tables, 1)[part.start : part.stop].astype(numpy.float32))
+            both = _device.put(numpy.concatenate(tables, 1)[part.start : part.stop].astype(numpy.float32), self.device)
             yield images, both[:, : views.large], both[:, views.large :], labels
 
     def made(self, images: Tensor, large: Tensor, small: Tensor) -> tuple[Tensor, Tensor]:
         """The large and the small views of a batch of `drawn`."""
         with torch.autocast(images.device.type, enabled=False):
-            pixels = (images * self.base._std + self.base._mean) * 255
+            pixels = (images * self.base.std + self.base.mean) * 255
             return self._made(pixels, large, self.views.size), self._made(pixels, small, self.views.small_size)
 
     def _made(self, pixels: Tensor, table: Tensor, size: int) -> Tensor:
@@ -135,7 +135,7 @@ class ViewFeed:
         rows = table.flatten(0, 1)
         shown = _device.shown(each, rows[:, :_BOX], (size, size)) / 255
         changed = coloured(shown, rows[:, _BOX:], self._mixing)
-        made: Tensor = ((changed - self.base._mean) / self.base._std).unflatten(0, (count, views))
+        made: Tensor = ((changed - self.base.mean) / self.base.std).unflatten(0, (count, views))
         return made
 
     def _draw(self, step: int, kind: Literal["large", "small"], height: int, width: int) -> Table:

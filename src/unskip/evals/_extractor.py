@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from unskip.anatomy._quiet import evaluating
-from unskip.data._augment import normalisation
+from unskip.data._device import mean_and_std
 from unskip.errors import BadInput, LoadError, UnskipError
 
 INCEPTION = "pt_inception-2015-12-05-6726825d.pth"  # the weights that the name FID stands for
@@ -108,11 +108,6 @@ def _classifier(
     return extract
 
 
-def _statistics(mean: Any, std: Any) -> tuple[Tensor, Tensor]:
-    first, second = (torch.tensor(tuple(each))[:, None, None] for each in (mean, std))
-    return first, second
-
-
 def _timm(model: str, name: str | None, device: Any) -> Extractor:
     import timm
 
@@ -126,7 +121,8 @@ def _timm(model: str, name: str | None, device: Any) -> Extractor:
     config = module.pretrained_cfg
     module = module.to(device or "cpu").eval()
     size = (int(config["input_size"][1]), int(config["input_size"][2]))
-    extract = _classifier(module, size, *_statistics(config["mean"], config["std"]))
+    mean, std = (torch.tensor(config[name])[:, None, None] for name in ("mean", "std"))
+    extract = _classifier(module, size, mean, std)
     return Extractor(name or model, module, extract, weights_key(module))
 
 
@@ -152,8 +148,7 @@ def _folder(folder: Path, name: str | None, device: Any) -> Extractor:
     if average is not None:
         module.load_state_dict(average)
     module = module.to(device or "cpu").eval()
-    channels = _channels(module)
-    extract = _classifier(module, None if size is None else (size, size), *_statistics(*normalisation(None, channels)))
+    extract = _classifier(module, None if size is None else (size, size), *mean_and_std(_channels(module)))
     return Extractor(name or folder.resolve().name, module, extract, weights_key(module))
 
 

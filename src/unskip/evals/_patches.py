@@ -21,7 +21,7 @@ from unskip.anatomy._example import Example
 from unskip.anatomy._features import block_axes, indices, kept
 from unskip.anatomy._parts import AttentionParts, ParallelParts
 from unskip.anatomy._quiet import evaluating
-from unskip.data._augment import normalisation
+from unskip.data._device import mean_and_std
 from unskip.errors import BadInput, UnskipError
 from unskip.evals._extract import Precision, autocast
 
@@ -170,7 +170,7 @@ def fitted(model: nn.Module, images: Tensor, patch: tuple[int, int]) -> Tensor:
     where = next(model.parameters()).device
     images = images.to(where)
     if images.dtype == torch.uint8:
-        mean, std = (torch.tensor(each, device=where)[:, None, None] for each in normalisation(None, images.shape[1]))
+        mean, std = mean_and_std(images.shape[1], device=where)
         images = (images.float() / 255 - mean) / std
     down, right = -images.shape[2] % patch[0], -images.shape[3] % patch[1]
     images = F.pad(images, (0, right, 0, down)) if down or right else images

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from unskip.data._augment import normalisation
+from unskip.data._device import mean_and_std
 from unskip.errors import BadInput, UnskipError
 from unskip.evals._discover import discoveries, in_pixels
 from unskip.evals._patches import Reader, project, take
@@ -132,7 +132,7 @@ def _spread(count: int) -> list[int]:
 def _bytes(images: Tensor) -> list[Pixels]:
     """(height, width, 3) for each."""
     if images.dtype != torch.uint8:
-        mean, std = (torch.tensor(each)[:, None, None] for each in normalisation(None, images.shape[1]))
+        mean, std = mean_and_std(images.shape[1])
         images = ((images.cpu() * std + mean).clamp(0, 1) * 255).byte()
     return list(images.cpu().expand(-1, 3, -1, -1).movedim(1, -1).numpy())
 

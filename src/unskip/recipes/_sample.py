@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from unskip.anatomy._quiet import evaluating
-from unskip.data._augment import normalisation
+from unskip.data._device import mean_and_std
 from unskip.data._latents import Autoencoder
 from unskip.errors import BadInput
 from unskip.evals._extract import autocast
@@ -135,7 +135,7 @@ def _decoder(config: Generative, device: torch.device, channels: int) -> Any:
     if config.latents is not None:
         autoencoder = Autoencoder.open(config.latents, device)
         return lambda values: torch.cat([autoencoder.decode(part) for part in values.split(_DECODED)])
-    mean, std = (torch.tensor(each, device=device)[:, None, None] for each in normalisation(None, channels))
+    mean, std = mean_and_std(channels, device=device)
 
     def pixels(values: Tensor) -> Tensor:
         return ((values * std + mean) * 255).round().clamp(0, 255).byte()
