@@ -37,7 +37,7 @@ def block_of(source: object, example: object = None) -> Block:
             raise BadInput(
                 f"absorb: {type(source).__name__} has {len(mlps)} MLP sites that can be read, not one"
                 + (f" ({what})" if what else "")
-                + "; use unskip.absorption.scan for a whole model"
+                + "; use unskip.absorption.scan for a whole model, and unskip.absorption.Block for bare weights"
             )
         made = read_block(laid, mlps[0])
         if isinstance(made, NoBlock):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, overload
 
 from torch import nn
@@ -63,6 +64,7 @@ class Audit(Sequence[Site]):
         return f"<Audit of {self.model}: {counts}>"
 
 
+_THEN = "the model is rewired: |f|/|x| is of the moment it was; unskip.measure takes it anew"
 HEADER = ("site", "path", "kind", "norm", "runs", "|f|/|x|", "branch", "source", "note")
 
 
@@ -103,11 +105,13 @@ def audit(model: nn.Module, example: object = None) -> Audit:
     """Lists every residual addition of a model. The model runs once in each mode and is left as it was.
 
     `example` is a tensor, a tuple of arguments or a mapping of keyword arguments; None infers one from the model. The
-    sites of a rewired model are those it had before.
+    sites of a rewired model are those it had before, as they were then.
     """
     wiring = wiring_in(model)
-    found: Survey = wiring.survey if wiring is not None else look(model, example_for(model, example))
-    return Audit(type(model).__name__, found)
+    if wiring is None:
+        return Audit(type(model).__name__, look(model, example_for(model, example)))
+    known: Survey = wiring.survey
+    return Audit(type(model).__name__, replace(known, notes=(*known.notes, _THEN)))
 
 
 def look(model: nn.Module, example: Example) -> Survey:

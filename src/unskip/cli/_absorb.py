@@ -11,13 +11,14 @@ import torch
 import tyro
 
 import unskip
-from unskip import absorption, spec
+from unskip import absorption
 from unskip.absorption._apply import Mode
 from unskip.cli._measure import _build, _device, _samples
+from unskip.cli._model import FORMS, INPUT, by_input, inputs, shape_of
 from unskip.cli._say import finite, progress
 from unskip.errors import BadInput
 
-_ASKED = f"What to ask about: {spec.FORMS}. Pretrained weights are loaded, unless --random."
+_ASKED = f"What to ask about: {FORMS}. Pretrained weights are loaded, unless --random."
 _DATA = "Samples to approximate on: a folder of images, an .npy file, or random:N."
 _APPLY = "Rewrite the sites that may be: exact, widen or approximate (needs --data)."
 
@@ -30,6 +31,7 @@ def absorb(
     out: Annotated[
         str | None, tyro.conf.arg(help="Folder for the rewritten model.", metavar="FOLDER", help_behavior_hint="")
     ] = None,
+    input: Annotated[tuple[str, ...], tyro.conf.arg(help=INPUT, metavar="SHAPE", help_behavior_hint="")] = (),  # noqa: A002
     device: Annotated[str, tyro.conf.arg(help="Where to compute.", metavar="DEVICE")] = "cpu",
     random: Annotated[
         bool,
@@ -52,16 +54,17 @@ def absorb(
         raise BadInput("--apply approximate fits to samples: give --data")
     if out is not None and apply is None:
         raise BadInput("--out is for a rewritten model: give --apply too")
-    where = _device(device)
-    with contextlib.redirect_stdout(sys.stderr), progress(f"asking about {model}") as tick:
+    where, shapes = _device(device), [shape_of(text) for text in input]
+    with contextlib.redirect_stdout(sys.stderr), progress(f"asking about {model}") as tick, by_input():
         torch.manual_seed(0)  # random weights, but the same ones each time
         built = _build(model, random).to(where).eval()
-        samples = None if data is None else _samples(built, data, n)
-        found = absorption.scan(built, data=samples, progress=tick)
+        samples = None if data is None else _samples(built, data, n, shapes)
+        example = inputs(built, shapes)
+        found = absorption.scan(built, example, data=samples, progress=tick)
         sound = found.verify()
         applied = None
         if apply is not None:
-            applied = absorption.apply(built, apply, data=samples)  # type: ignore[arg-type]
+            applied = absorption.apply(built, apply, example, data=samples)  # type: ignore[arg-type]
             if out is not None:
                 unskip.save(built, out)
     if json:

@@ -14,32 +14,29 @@ from rich import box
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
-from torch import Tensor, nn
+from torch import nn
 
 import unskip
-from unskip import spec
 from unskip.anatomy import Audit, Site
 from unskip.anatomy._audit import HEADER, count, rows
-from unskip.cli._say import busy, finite, one_line
-from unskip.errors import BadInput, ForwardError
+from unskip.anatomy._guard import wiring_in
+from unskip.cli._model import FORMS, INPUT, Shape, by_input, inputs, opened, shape_of
+from unskip.cli._say import busy, finite
+from unskip.errors import ForwardError
 from unskip.wiring import Shortcut, Wiring
 from unskip.wiring.shortcuts import band, parse
 
-_MODEL = f"What to audit: {spec.FORMS}. Weights are random; none are needed."
+_MODEL = f"What to audit: {FORMS}. Of a named model weights are random; none are needed."
 _SHORTCUT = (
     "Show what a rule would give each site: keep, cut, decay:0.6, decay:0.6,cosine, decay:product=5e-3, "
     "scale:0.7,0.7, learn:1.0 or anneal:keep>cut@10000."
-)
-_INPUT = (
-    "The shape of what the model takes, for one that does not say: 2,3,32,32 of numbers or int:2,16 of token ids. "
-    "Several for several arguments."
 )
 
 
 def audit(
     model: Annotated[str, tyro.conf.Positional, tyro.conf.arg(help=_MODEL, metavar="MODEL")],
     shortcut: Annotated[str | None, tyro.conf.arg(help=_SHORTCUT, metavar="RULE", help_behavior_hint="")] = None,
-    input: Annotated[tuple[str, ...], tyro.conf.arg(help=_INPUT, metavar="SHAPE", help_behavior_hint="")] = (),  # noqa: A002
+    input: Annotated[tuple[str, ...], tyro.conf.arg(help=INPUT, metavar="SHAPE", help_behavior_hint="")] = (),  # noqa: A002
     json: Annotated[
         bool,
         tyro.conf.FlagCreatePairsOff,
@@ -51,7 +48,7 @@ def audit(
     Example: unskip audit timm:vit_base_patch16_224 --shortcut decay:0.6
     """
     rule = parse(shortcut) if shortcut is not None else None
-    shapes = [_shape(text) for text in input]
+    shapes = [shape_of(text) for text in input]
     # Whatever the model prints while it is built and run is no part of the result.
     with contextlib.redirect_stdout(sys.stderr), busy(f"auditing {model}"):
         found, wiring = _look(model, rule, shapes)
@@ -69,57 +66,34 @@ def audit(
     return 0
 
 
-def _look(name: str, rule: Shortcut | None, shapes: list[tuple[str, tuple[int, ...]]]) -> tuple[Audit, Wiring | None]:
+def _look(name: str, rule: Shortcut | None, shapes: list[Shape]) -> tuple[Audit, Wiring | None]:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)  # random weights, but the same ones each time
-        model = spec.build(name, light=True)
+        model = opened(name, light=True)
         if not _is_meta(model):
             return _survey(model, rule, shapes)
         try:
             result = _survey(model, rule, shapes)
         except ForwardError:  # a forward that needs values
-            return _survey(spec.build(name), rule, shapes)
+            return _survey(opened(name), rule, shapes)
     print(
         "note: a large model, built without values: |f|/|x| is not measured, nor is what depends on it", file=sys.stderr
     )
     return result
 
 
-def _survey(
-    model: nn.Module, rule: Shortcut | None, shapes: list[tuple[str, tuple[int, ...]]]
-) -> tuple[Audit, Wiring | None]:
-    example = tuple(_tensor(model, kind, shape) for kind, shape in shapes) or None
-    try:
-        # The sites of a rewired model are those it had before, so one trace serves both.
-        wiring = unskip.rewire(model, rule, example, verify=False) if rule is not None else None
-        return unskip.audit(model, example), wiring
-    except (BadInput, ForwardError) as error:
-        if "example=" not in str(error):
-            raise
-        raise type(error)(f"{one_line(error)} On the command line: --input 2,3,224,224 or --input int:2,16") from error
+def _survey(model: nn.Module, rule: Shortcut | None, shapes: list[Shape]) -> tuple[Audit, Wiring | None]:
+    example = inputs(model, shapes)
+    with by_input():
+        if rule is None:
+            return unskip.audit(model, example), None
+        saved = None if wiring_in(model) is None else unskip.audit(model)
+        wiring = unskip.rewire(model, rule, example, verify=False)  # its one trace serves both
+        return saved if saved is not None else Audit(type(model).__name__, wiring.survey), wiring
 
 
 def _is_meta(model: nn.Module) -> bool:
     return any(parameter.device.type == "meta" for parameter in model.parameters())
-
-
-def _shape(text: str) -> tuple[str, tuple[int, ...]]:
-    kind, _, sizes = text.rpartition(":")
-    try:
-        shape = tuple(int(size) for size in sizes.split(","))
-    except ValueError:
-        shape = ()
-    if kind not in ("", "int") or not shape or min(shape) < 1:
-        raise BadInput(f"--input {text!r} is not a shape; write 2,3,32,32, or int:2,16 for token ids")
-    return kind, shape
-
-
-def _tensor(model: nn.Module, kind: str, shape: tuple[int, ...]) -> Tensor:
-    weight = next((p for p in model.parameters() if p.is_floating_point()), torch.empty(()))
-    generator = torch.Generator().manual_seed(0)
-    if kind == "int":
-        return torch.randint(2, shape, generator=generator).to(weight.device)  # ids that any vocabulary has
-    return torch.randn(shape, generator=generator).to(weight.device, weight.dtype)
 
 
 # --- What is shown ----------------------------------------------------------------------------------------------------

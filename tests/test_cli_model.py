@@ -1,0 +1,168 @@
+"""The MODEL of a command: a name, a folder of a run or of `unskip.save`; and inputs for one that does not say."""
+
+import json
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import timm
+import torch
+from torch import nn
+
+import unskip
+from unskip import cli, recipes
+from unskip.cli._model import inputs, shape_of
+from unskip.errors import UnskipWarning
+
+SOURCE = """
+from torch import nn
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x):
+        return x + self.down(self.up(x).relu())
+
+class Reader(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.blocks = nn.Embedding(50, 8), nn.Sequential(Block(), Block())
+
+    def forward(self, ids):
+        return self.blocks(self.embed(ids))
+
+def reader():
+    return Reader()
+
+def bare():
+    return nn.Sequential(Block())
+"""
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> Any:
+    def call(*args: str) -> tuple[int, str, str]:
+        code = cli.main(list(args))
+        out, err = capsys.readouterr()
+        return code, out, err
+
+    return call
+
+
+@pytest.fixture
+def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    (tmp_path / "models_without_a_word.py").write_text(SOURCE, encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    return "models_without_a_word.py"
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("runs") / "mae"
+    config = recipes.mae("digits", model_args="depth=2,embed_dim=16,num_heads=2", steps=2, device="cpu")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UnskipWarning)  # two steps teach nothing, and it says so
+        unskip.train(config, folder, quiet=True)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("saved")
+    torch.manual_seed(0)
+    model = timm.create_model("test_vit")
+    unskip.rewire(model, "decay:0.5")
+    unskip.save(model, folder)
+    return folder
+
+
+def test_a_saved_model_is_measured_with_its_own_weights_and_wiring(run: Any, saved: Path) -> None:
+    code, out, _ = run("measure", str(saved), "--data", "random:2", "--jacobians", "off", "--json")
+    found = json.loads(out)
+    model = unskip.load(saved)
+    assert code == 0
+    assert [site["alpha"] for site in found["sites"]] == unskip.Wiring.of(model).alphas
+    alone = unskip.measure(model, unskip.data.batch("random:2", size=160), jacobians="off")
+    assert [block["norm"] for block in found["blocks"]] == pytest.approx([block.norm for block in alone.blocks])
+
+
+def test_a_run_is_its_encoder_as_it_was_trained(run: Any, trained: Path) -> None:
+    code, out, _ = run("measure", str(trained), "--data", "random:2", "--jacobians", "off", "--json")
+    assert code == 0
+    alphas = [site["alpha"] for site in json.loads(out)["sites"]]
+    assert alphas == pytest.approx([1, 1 - 0.4 / 3, 1 - 0.8 / 3, 0.6])
+    code, out, _ = run("absorb", str(trained), "--json")
+    assert code == 0
+    assert json.loads(out)["verified"]
+
+
+def test_an_audit_of_a_folder_says_when_its_strengths_were_taken(run: Any, trained: Path, saved: Path) -> None:
+    for folder in (trained, saved):
+        code, out, _ = run("audit", str(folder))
+        assert code == 0
+        assert "note: the model is rewired: |f|/|x| is of the moment it was" in out
+        code, out, _ = run("audit", str(folder), "--shortcut", "cut", "--json")
+        data = json.loads(out)
+        assert {site["alpha"] for site in data["shortcut"]["sites"]} == {0}
+        assert len(data["notes"]) == 1
+
+
+def test_an_audit_of_a_plain_model_has_no_such_note(run: Any) -> None:
+    for options in ([], ["--shortcut", "decay:0.6"]):
+        code, out, _ = run("audit", "timm:test_vit", *options)
+        assert code == 0
+        assert "note:" not in out
+
+
+def test_folders_that_are_no_models(run: Any, tmp_path: Path, saved: Path) -> None:
+    code, _, err = run("audit", str(tmp_path))
+    assert code == 2
+    assert "is a folder, and does not say of what" in err
+    code, _, err = run("measure", str(saved), "--random")
+    assert code == 2
+    assert "--random is for a model that is named" in err
+
+
+def test_a_model_that_does_not_say_what_it_takes_is_told(run: Any, file: str) -> None:
+    for command in ("measure", "absorb"):
+        code, out, err = run(command, f"{file}:reader")
+        assert (code, out) == (2, "")
+        assert "On the command line: --input 2,3,224,224 or --input int:2,16" in err
+        code, _, err = run(command, f"{file}:reader", "--input", "int:x")
+        assert code == 2
+        assert "is not a shape" in err
+
+
+def test_measure_with_an_input(run: Any, file: str) -> None:
+    shape = ("--input", "int:2,6", "--jacobians", "off")
+    code, out, err = run("measure", f"{file}:reader", *shape)
+    assert (code, err) == (0, "")
+    assert out.startswith("Reader on 8 samples of 6 tokens")
+    numpy.save("ids.npy", numpy.arange(15).reshape(3, 5))
+    code, out, _ = run("measure", f"{file}:reader", *shape, "--data", "ids.npy")
+    assert code == 0
+    assert out.startswith("Reader on 3 samples of 5 tokens")
+    code, out, err = run("measure", f"{file}:bare", "--input", "4,6,8", "--jacobians", "off")
+    assert (code, err) == (0, "")
+    assert out.startswith("Sequential on 4 samples of 6 tokens")
+
+
+def test_absorb_with_an_input(run: Any, file: str) -> None:
+    code, out, _ = run("absorb", f"{file}:reader", "--input", "int:2,6", "--apply", "widen", "--json")
+    assert code == 0
+    data = json.loads(out)
+    assert data["verified"]
+    assert data["applied"]["difference"] < 1e-5
+
+
+def test_ids_are_those_that_every_table_has() -> None:
+    model = nn.ModuleList([nn.Embedding(50, 4), nn.Embedding(9, 4)])
+    (ids,) = inputs(model, [shape_of("int:40,40")]) or ()
+    assert set(ids.unique().tolist()) == set(range(9))
+    (ids,) = inputs(nn.Linear(2, 2), [shape_of("int:40,40")]) or ()
+    assert set(ids.unique().tolist()) == {0, 1}
+    assert inputs(model, []) is None
