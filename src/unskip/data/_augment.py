@@ -72,6 +72,7 @@ class Augment:
 
     @property
     def mixes(self) -> bool:
+        """Whether images are mixed with others, which makes labels weights."""
         return self.mixup > 0 or self.cutmix > 0
 
     def still(self) -> Augment:

@@ -60,10 +60,12 @@ class Feed:
 
     @property
     def steps_per_epoch(self) -> int:
+        """Batches in one pass over the set."""
         return self.order.steps_per_epoch
 
     @property
     def classes(self) -> tuple[str, ...]:
+        """The names of the classes, by label."""
         return self.images.classes
 
     def iterate(self, start_step: int, stop_step: int, rank: int = 0, world: int = 1) -> Iterator[Batch]:

@@ -71,6 +71,7 @@ class ImageSet:
 
     @property
     def channels(self) -> int:
+        """1 for gray images, 3 for those in colour; what is read from disk is in colour."""
         return 3 if self.images is None else self.images.shape[1]
 
     @property

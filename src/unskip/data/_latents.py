@@ -156,11 +156,13 @@ class LatentFeed:
 
     @property
     def steps_per_epoch(self) -> int:
+        """Batches in one pass over the set."""
         return self.order.steps_per_epoch
 
     def iterate(
         self, start_step: int, stop_step: int, rank: int = 0, world: int = 1
     ) -> Iterator[tuple[Tensor, Tensor]]:
+        """The batches of the steps from `start_step` up to but without `stop_step`: this process's part of each."""
         check_world(self.batch, rank, world)
         for step in range(start_step, stop_step):
             rows = self.order.rows(step)

@@ -100,6 +100,7 @@ class ViewFeed:
 
     @property
     def steps_per_epoch(self) -> int:
+        """Batches in one pass over the set."""
         return self.base.steps_per_epoch
 
     def iterate(
@@ -179,6 +180,7 @@ class DrawnFeed:
 
     @property
     def steps_per_epoch(self) -> int:
+        """Batches in one pass over the set."""
         return self.feed.steps_per_epoch
 
     def iterate(self, start_step: int, stop_step: int, rank: int = 0, world: int = 1) -> Iterator[Drawn]:

@@ -58,6 +58,7 @@ class Moments:
 
     @property
     def covariance(self) -> Tensor:
+        """(dim, dim), that of the sample."""
         if self.scatter is None or self.count < 2:
             raise BadInput(f"frechet: a covariance takes two samples or more, got {self.count}")
         return self.scatter / (self.count - 1)
@@ -70,6 +71,7 @@ class Moments:
 
     @staticmethod
     def from_state(state: Mapping[str, Any]) -> Moments:
+        """From the tensors of `state`."""
         return Moments(int(state["count"]), state["mean"], state["scatter"])
 
 

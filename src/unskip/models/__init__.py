@@ -1,7 +1,7 @@
 """Models of objectives, around blocks of timm: the masked autoencoder, DINO, SimCLR, SiT and U-ViT, and what lies
 between noise and data: interpolants and samplers."""
 
-from unskip.models._dino import DINO, Head, Teaching, sinkhorn
+from unskip.models._dino import DINO, Teaching, sinkhorn
 from unskip.models._flow import Flow
 from unskip.models._mae import MAE, Reconstruction
 from unskip.models._published_dino import load_dino
@@ -18,7 +18,6 @@ __all__ = [
     "Contrast",
     "Drawn",
     "Flow",
-    "Head",
     "Reconstruction",
     "Sampling",
     "SiT",

@@ -72,6 +72,7 @@ class Flow:
         return first, 1 - (_MARGIN if self.target == "data" else 0.0)
 
     def path(self, time: Tensor) -> Path:
+        """The interpolant at some times."""
         if self.interpolant == "linear":
             one = torch.ones_like(time)
             return Path(time, 1 - time, one, -one)

@@ -54,10 +54,12 @@ class Run:
 
     @property
     def recipe(self) -> str:
+        """The name of its recipe."""
         return clean(self.config.get("recipe", "unknown"), 40)
 
     @property
     def seed(self) -> object:
+        """As its config has it."""
         return self.config.get("seed")
 
     @property
@@ -87,10 +89,12 @@ class Group:
 
     @property
     def recipe(self) -> str:
+        """The recipe of all its runs."""
         return self.runs[0].recipe
 
     @property
     def config(self) -> dict[str, Any]:
+        """The config of its first run, which the others share but for the seed."""
         return self.runs[0].config
 
     @property
