@@ -13,6 +13,7 @@ from sklearn.neighbors import KNeighborsClassifier
 
 from unskip import evals
 from unskip.errors import BadInput
+from unskip.evals import _knn
 from unskip.evals._knn import best
 
 KS = (10, 20, 100, 200)
@@ -39,10 +40,12 @@ def test_it_agrees_with_scikit_learn(dim: int) -> None:
 
 
 @pytest.mark.parametrize("chunk_bytes", [1, 4 * 640 * 7, 2**40])
-def test_the_chunk_does_not_matter(chunk_bytes: int) -> None:
+def test_the_chunk_does_not_matter(chunk_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
     x, labels = blobs(600)
     y, truth = blobs(50, seed=1)
-    assert evals.knn(x, labels, y, truth, chunk_bytes=chunk_bytes) == evals.knn(x, labels, y, truth)
+    whole = evals.knn(x, labels, y, truth)
+    monkeypatch.setitem(_knn._CHUNK_BYTES, "cpu", chunk_bytes)
+    assert evals.knn(x, labels, y, truth) == whole
 
 
 def test_one_vote_close_by_outweighs_many_far_away() -> None:

@@ -34,7 +34,6 @@ def knn(
     test_labels: Tensor,
     protocol: str = "knn-dino-v1",
     *,
-    chunk_bytes: int | None = None,
     changes: Mapping[str, Any] | None = None,
 ) -> dict[int, float]:
     """The accuracy on `test` for each k of the protocol. Features are (samples, dim); it runs where `train` lies.
@@ -56,8 +55,7 @@ def knn(
     unit = x.new_zeros(count + -count % _GROUP, x.shape[1])
     _unit(x, unit[:count])
     x = unit
-    budget = chunk_bytes or _CHUNK_BYTES.get(x.device.type, 2**30)
-    rows = max(1, budget // (4 * len(x)))
+    rows = max(1, _CHUNK_BYTES.get(x.device.type, 2**30) // (4 * len(x)))
     classes = int(torch.maximum(labels.max(), wanted.max())) + 1
     right = torch.zeros(len(ks), dtype=torch.int64, device=x.device)
     for part, truth in zip(y.split(rows), wanted.split(rows), strict=True):

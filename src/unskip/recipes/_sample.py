@@ -92,16 +92,15 @@ def sampled(
     labels: int | Sequence[int] | None = None,
     batch: int = 256,
     precision: Any = "float32",
-    first: int = 0,
 ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """Bytes, labels and evaluations of samples first, first + 1, ..., a batch at a time, on the CPU."""
+    """Bytes, labels and evaluations of n samples, a batch at a time, on the CPU."""
     config, model = trained.config, trained.model
     if not isinstance(config, Generative):
         raise BadInput(f"{trained.folder.path}: its recipe does not draw; sample a run of sit or uvit")
     network: Any = model
     device = next(model.parameters()).device
     classes = int(network.classes)
-    wanted = _labels(labels, n, classes, first).to(device)
+    wanted = _labels(labels, n, classes).to(device)
     shape = (int(network.channels), int(network.size), int(network.size))
     pixels = _decoder(config, device, shape[0])
     with evaluating(model):
@@ -112,16 +111,15 @@ def sampled(
             classes,
             config.flow,
             sampling,
-            first=first,
             batch=batch,
             autocast=partial(autocast, device, precision),
         ):
             yield pixels(part.values).cpu(), part.labels.cpu(), part.evaluations.cpu()
 
 
-def _labels(labels: int | Sequence[int] | None, n: int, classes: int, first: int) -> Tensor:
+def _labels(labels: int | Sequence[int] | None, n: int, classes: int) -> Tensor:
     if labels is None:
-        return torch.arange(first, first + n) % max(1, classes)
+        return torch.arange(n) % max(1, classes)
     found = torch.as_tensor(labels)
     found = found if found.is_floating_point() else found.long()
     found = found.expand(n) if found.ndim == 0 else found
