@@ -84,6 +84,11 @@ def test_what_is_missing_says_what_to_do(tmp_path: Path) -> None:
     for missing in (figures.alphas, figures.decay, figures.spectra, figures.conditions):
         with pytest.raises(BadInput, match="nothing to draw"):
             missing(groups)
+    with pytest.raises(BadInput, match="it can be echo, high_frequency, token_rank, norm"):
+        figures.measured(groups, "eco")
+    for figure in (figures.spectra, figures.conditions):
+        with pytest.raises(BadInput, match="it can be sublayer, branch"):
+            figure(groups, "skip")
     with pytest.raises(BadInput, match="no checkpoint was looked at"):
         figures.measured(groups, "echo")
 
@@ -113,7 +118,7 @@ def test_tiles() -> None:
 @pytest.mark.parametrize("page", ["#ffffff", "#14181d"])
 def test_ink_colours_are_apart_in_lightness_too(page: str) -> None:
     """Neighbouring groups differ in lightness or in dash, so a grey print tells them apart with their markers."""
-    looks = [_style.look(index) for index in range(_style.SHOWN)]
-    assert len({(look.colour, look.dash) for look in looks}) == _style.SHOWN
-    assert len({look.marker for look in looks}) == _style.SHOWN
-    assert all(contrast(look.colour, page) > 2 for look in looks)
+    styles = [_style.style_of(index) for index in range(_style.SHOWN)]
+    assert len({(style.colour, style.dash) for style in styles}) == _style.SHOWN
+    assert len({style.marker for style in styles}) == _style.SHOWN
+    assert all(contrast(style.colour, page) > 2 for style in styles)

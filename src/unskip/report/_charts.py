@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from unskip.errors import BadInput
 from unskip.report._html import words
 from unskip.report._read import LABELS, Group, Run, number
 
@@ -124,7 +125,7 @@ _MEASURED = {
 
 def measured(groups: Sequence[Group], name: str) -> Chart:
     """A number that `unskip.measure` takes of every block of a run's last checkpoint."""
-    title, unit = _MEASURED[name]
+    title, unit = _MEASURED[_one_of("name", name, _MEASURED)]
     values = [[_looked(run, "blocks", lambda row: row.get(name)) for run in group.runs] for group in groups]
     missing = _unlooked(groups) or f"{name} could not be measured"
     chart = _chart(f"measured-{name}", title, "block", unit, groups, values, missing, "Not measured")
@@ -169,6 +170,7 @@ _SPECTRA = {
 
 def spectra(groups: Sequence[Group], part: str = "sublayer", share: str = "0.5") -> Chart:
     """A quantile of the singular values of each site's Jacobian, on one sample."""
+    _one_of("part", part, _SPECTRA)
     words = {"0.1": "10% quantile", "0.5": "Median", "0.9": "90% quantile"}.get(share, share)
 
     def value(row: Mapping[str, Any]) -> object:
@@ -184,6 +186,7 @@ def spectra(groups: Sequence[Group], part: str = "sublayer", share: str = "0.5")
 
 def conditions(groups: Sequence[Group], part: str = "sublayer") -> Chart:
     """Condition numbers of the Jacobians; lower bounds where they were estimated."""
+    _one_of("part", part, _SPECTRA)
 
     def value(row: Mapping[str, Any]) -> object:
         spectrum = row.get(part)
@@ -248,6 +251,12 @@ def mean_and_spread(values: Iterable[float]) -> tuple[float, float | None, int]:
     shrunk = [value / scale for value in kept]
     spread = statistics.stdev(shrunk) * scale if len(kept) > 1 else None
     return statistics.fmean(shrunk) * scale, spread, len(kept)
+
+
+def _one_of(what: str, name: str, known: Mapping[str, Any]) -> str:
+    if name not in known:
+        raise BadInput(f"{what} is {name!r}; it can be {', '.join(known)}")
+    return name
 
 
 def _logged(groups: Sequence[Group], name: str) -> list[list[dict[float, float]]]:

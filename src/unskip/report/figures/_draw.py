@@ -63,26 +63,26 @@ def draw(chart: Chart) -> Figure:
 
 
 def _line(axes: Any, chart: Chart, line: Any) -> Any:
-    look = _style.look(line.group)
+    style = _style.style_of(line.group)
     few = len(line.x) <= 24
     width = 1.8 if line.group < _style.SHOWN else 0.8
     (drawn,) = axes.plot(
         line.x,
         line.y,
-        color=look.colour,
-        linestyle=look.dash,
+        color=style.colour,
+        linestyle=style.dash,
         linewidth=width,
-        marker=look.marker if few else "",
+        marker=style.marker if few else "",
     )
-    if not few and look.marker:  # enough marks to tell lines apart, not so many that they hide them
-        drawn.set_marker(look.marker)
+    if not few and style.marker:  # enough marks to tell lines apart, not so many that they hide them
+        drawn.set_marker(style.marker)
         drawn.set_markevery(max(1, len(line.x) // 6))
     spread = np.array([0.0 if value is None else value for value in line.spread])
     if spread.any():
         low, high = np.array(line.y) - spread, np.array(line.y) + spread
         if chart.log:
             low = np.maximum(low, np.array(line.y) * 1e-2)  # a band that reaches zero has no place on this axis
-        axes.fill_between(line.x, low, high, color=look.colour, alpha=0.2, linewidth=0)
+        axes.fill_between(line.x, low, high, color=style.colour, alpha=0.2, linewidth=0)
     return drawn
 
 

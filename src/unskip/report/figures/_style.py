@@ -13,14 +13,14 @@ from typing import NamedTuple
 
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
 INK, GRID, REST = "#1b1f24", "#d0d7de", "#8c959f"  # text and axes; the grid; groups beyond those with a colour
-SHOWN = 10  # groups with a look of their own; more cannot be told apart
+SHOWN = 10  # groups with a style of their own; more cannot be told apart
 _DASHES = ("-", (0, (5, 2)))
 _MARKERS = "osD^vPX*ph"
 
 SIZE = (4.4, 3.1)  # inches: small enough that its text is readable where a phone shrinks it
 
 
-class Look(NamedTuple):
+class Style(NamedTuple):
     """How a group is drawn."""
 
     colour: str
@@ -28,11 +28,11 @@ class Look(NamedTuple):
     marker: str
 
 
-def look(group: int) -> Look:
-    """The look of the group at this place."""
+def style_of(group: int) -> Style:
+    """The style of the group at this place."""
     if group >= SHOWN:
-        return Look(REST, "-", "")
-    return Look(COLOURS[group % len(COLOURS)], _DASHES[group // len(COLOURS)], _MARKERS[group])
+        return Style(REST, "-", "")
+    return Style(COLOURS[group % len(COLOURS)], _DASHES[group // len(COLOURS)], _MARKERS[group])
 
 
 @contextmanager
