@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +47,7 @@ def weights(run: Path) -> dict[str, torch.Tensor]:
 def test_an_unknown_field_or_preset_is_an_error_with_the_nearest_names() -> None:
     with pytest.raises(BadInput, match="nearest: optimizer"):
         recipes.supervised("digits", optimiser="soap")
-    with pytest.raises(BadInput, match="nearest: cifar"):
+    with pytest.raises(BadInput, match="nearest: cifar; there are digits, cifar"):
         recipes.supervised("cifa")
     with pytest.raises(BadInput, match="no config of a recipe"):
         unskip.train(object(), "nowhere")
@@ -66,6 +67,8 @@ def test_an_unknown_field_or_preset_is_an_error_with_the_nearest_names() -> None
         ({"temperature": 0.0}, "temperature is 0.0"),
         ({"size": 0}, "size is 0"),
         ({"warmup": 1.5}, "warmup is 1.5"),
+        ({"size": 8, "patch": 3}, "patches of 3 do not divide images of 8"),
+        ({"model": "timm:swin_tiny_patch4_window7_224"}, "it was given .*num_heads=2. Other model_args"),
     ],
 )
 def test_bad_fields_are_told_before_anything_is_written(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
@@ -145,6 +148,34 @@ def test_the_config_says_which_skips_there_are_whatever_the_weights_were_trained
     assert alphas(tmp_path / "cut") == [0.0] * 4
     assert alphas(tmp_path / "kept") == [1.0] * 4
     assert "saved with other skips" in notes(tmp_path / "kept")
+
+
+def test_weights_of_an_encoder_say_how_it_is_fine_tuned(tmp_path: Path) -> None:
+    small = {"model_args": TINY["model_args"], "steps": 1, "device": "cpu"}
+    unskip.train(recipes.mae("digits", **small), tmp_path / "mae", quiet=True)
+    with pytest.raises(BadInput, match=r"fine-tune it by `unskip eval .*mae --protocol finetune-mae-v1`"):
+        unskip.train(tiny(weights=str(tmp_path / "mae")), tmp_path / "run", quiet=True)
+
+
+def test_a_run_begins_with_a_line_about_what_is_trained(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    unskip.train(tiny(steps=1), tmp_path / "told")
+    first = capsys.readouterr().err.splitlines()[0]
+    assert first.startswith("timm:vit_tiny_patch16_224 (depth=2,embed_dim=16,num_heads=2): 0.00")
+    assert first.endswith("million parameters, images of 8 x 8 from digits, 1 step on cpu")
+    unskip.train(tiny(steps=1), tmp_path / "quiet", quiet=True)
+    assert "million" not in capsys.readouterr().err
+
+
+def test_a_folder_without_a_test_split_is_trained_on_with_a_part_held_out(tmp_path: Path) -> None:
+    for index in range(30):
+        place = tmp_path / "photos" / "ab"[index % 2] / f"{index}.png"
+        place.parent.mkdir(parents=True, exist_ok=True)
+        Image.new("L", (8, 8), 8 * index).save(place)
+    config = tiny(data=str(tmp_path / "photos"), batch=8, steps=1)
+    with pytest.raises(BadInput, match="or hold out a tenth of train: validate"):
+        unskip.train(config, tmp_path / "run", quiet=True)
+    held = unskip.train(replace(config, validate=True), tmp_path / "run", quiet=True)
+    assert set(held.evaluations) == {"val_accuracy", "val_loss"}
 
 
 def test_a_run_that_ends_before_its_shortcut_says_so(tmp_path: Path) -> None:

@@ -39,7 +39,7 @@ def check_online(train: ImageSet, test: ImageSet) -> None:
     if len(train) < most:
         raise BadInput(
             f"{len(train)} training images are judged in training, and knn-dino-v1 asks for {most} neighbours; raise "
-            "online_images, or take a larger set"
+            "online_images where it holds some back, or take a larger set"
         )
     known_classes("online_images", train.labels, test.labels)
 

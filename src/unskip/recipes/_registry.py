@@ -45,7 +45,8 @@ def resolve(recipe: str, preset: str, overrides: Mapping[str, Any]) -> Any:
         raise BadInput(f"no recipe {recipe!r}{nearest(recipe, RECIPES)}; there are {', '.join(RECIPES)}")
     chosen = found.presets.get(preset)
     if chosen is None:
-        raise BadInput(f"{recipe} has no preset {preset!r}{nearest(preset, found.presets)}; {', '.join(found.presets)}")
+        known = ", ".join(found.presets)
+        raise BadInput(f"{recipe} has no preset {preset!r}{nearest(preset, found.presets)}; there are {known}")
     names = [field.name for field in fields(found.config)]
     for name in overrides:
         if name not in names:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 
 import torch
+from torch import nn
 
+from unskip.anatomy._audit import count
 from unskip.errors import BadInput
 from unskip.recipes._config import Config
 from unskip.recipes._data import Opener
@@ -30,6 +33,8 @@ def train(config: Config, out: str | Path, quiet: bool = False, opener: Opener |
     if is_main():
         device = str(next(task.model.parameters()).device)
         folder = RunFolder.create(out, to_dict(recipe.name, config), device, schedule.steps)
+        if not quiet:
+            sys.stderr.write(f"{_summary(config, task.model, schedule.steps)} on {device}\n")
     return run_loop(task, schedule, folder, quiet)
 
 
@@ -41,6 +46,14 @@ def resume(out: str | Path, quiet: bool = False, opener: Opener | None = None) -
     torch.manual_seed(config.seed)
     task, schedule = RECIPES[data["recipe"]].build(config, opener)
     return run_loop(task, schedule, folder, quiet)
+
+
+def _summary(config: Config, model: nn.Module, steps: int) -> str:
+    """What is trained, in a line: a preset's size and arguments hold for any model and any images it is given."""
+    millions = sum(parameter.numel() for parameter in model.parameters()) / 1e6
+    arguments = f" ({config.model_args})" if config.model_args else ""
+    images, length = f"images of {config.size} x {config.size} from {config.data}", count(steps, "step")
+    return f"{config.model}{arguments}: {millions:.3g} million parameters, {images}, {length}"
 
 
 def _refuse_graph(config: Config, recipe: Recipe) -> None:

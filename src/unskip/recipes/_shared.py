@@ -73,10 +73,12 @@ def built(config: Config, arguments: dict[str, Any]) -> nn.Module:
     """The model that a config names, with these arguments; a wrong one is told with those there are."""
     try:
         return spec.build(config.model, **arguments)
-    except BadInput:
+    except BadInput as error:
         plain: Any = spec.build(config.model, light=True)  # the name may be what is wrong, and then it says so
         _check_arguments(config, plain.__class__, arguments_of(config.model_args))
-        raise
+        # A preset's own are for the preset's model, and another one may take none of that kind.
+        given = ", ".join(f"{name}={value}" for name, value in arguments.items())
+        raise BadInput(f"{error}; it was given {given}. Other model_args, or none of them, change that") from error
 
 
 def named(kind: type[_Named], config: Config, given: dict[str, Any]) -> _Named:

@@ -197,6 +197,10 @@ def _model_arguments(config: Supervised, classes: int, channels: int) -> dict[st
             given["img_size"] = config.size
             if config.patch is not None:
                 given["patch_size"] = config.patch
+                if config.size % config.patch:
+                    raise BadInput(
+                        f"patches of {config.patch} do not divide images of {config.size}; change size or patch"
+                    )
         arguments = given | arguments
     return arguments
 
@@ -223,6 +227,11 @@ def _checkpoint(weights: str) -> str:
     found = RunFolder.open(weights).last_checkpoint()
     if found is None:
         raise BadInput(f"{weights}: the run has no checkpoint yet; train it first, or give another folder")
+    if not (found[1] / "unskip.json").is_file():
+        raise BadInput(
+            f"{weights}: a run that made an encoder and no classifier; fine-tune it by "
+            f"`unskip eval {weights} --protocol finetune-mae-v1`, or give another folder"
+        )
     return str(found[1])
 
 
