@@ -15,11 +15,12 @@ from unskip import absorption
 from unskip.absorption._apply import Mode
 from unskip.cli._measure import _build, _device, _samples
 from unskip.cli._model import FORMS, INPUT, by_input, inputs, shape_of
+from unskip.cli._options import Device, Json, Random
 from unskip.cli._say import finite, progress
 from unskip.errors import BadInput
 
 _ASKED = f"What to ask about: {FORMS}. Pretrained weights are loaded, unless --random."
-_DATA = "Samples to approximate on: a folder of images, an .npy file, or random:N."
+_DATA = "Samples to approximate on: a folder of images, an .npy file, a set such as digits, or random:N."
 _APPLY = "Rewrite the sites that may be: exact, widen or approximate (needs --data)."
 
 
@@ -32,17 +33,9 @@ def absorb(
         str | None, tyro.conf.arg(help="Folder for the rewritten model.", metavar="FOLDER", help_behavior_hint="")
     ] = None,
     input: Annotated[tuple[str, ...], tyro.conf.arg(help=INPUT, metavar="SHAPE", help_behavior_hint="")] = (),  # noqa: A002
-    device: Annotated[str, tyro.conf.arg(help="Where to compute.", metavar="DEVICE")] = "cpu",
-    random: Annotated[
-        bool,
-        tyro.conf.FlagCreatePairsOff,
-        tyro.conf.arg(help="Random weights instead of pretrained ones.", help_behavior_hint=""),
-    ] = False,
-    json: Annotated[
-        bool,
-        tyro.conf.FlagCreatePairsOff,
-        tyro.conf.arg(help="Print JSON and nothing else.", help_behavior_hint=""),
-    ] = False,
+    device: Device = "cpu",
+    random: Random = False,
+    json: Json = False,
 ) -> int:
     """Decide for every MLP of a model whether it can swallow its skip, with a certificate.
 

@@ -21,6 +21,7 @@ from unskip.anatomy import Audit, Site
 from unskip.anatomy._audit import HEADER, count, rows
 from unskip.anatomy._guard import wiring_in
 from unskip.cli._model import FORMS, INPUT, Shape, by_input, inputs, opened, shape_of
+from unskip.cli._options import Json
 from unskip.cli._say import busy, finite
 from unskip.errors import ForwardError
 from unskip.wiring import Shortcut, Wiring
@@ -37,11 +38,7 @@ def audit(
     model: Annotated[str, tyro.conf.Positional, tyro.conf.arg(help=_MODEL, metavar="MODEL")],
     shortcut: Annotated[str | None, tyro.conf.arg(help=_SHORTCUT, metavar="RULE", help_behavior_hint="")] = None,
     input: Annotated[tuple[str, ...], tyro.conf.arg(help=INPUT, metavar="SHAPE", help_behavior_hint="")] = (),  # noqa: A002
-    json: Annotated[
-        bool,
-        tyro.conf.FlagCreatePairsOff,
-        tyro.conf.arg(help="Print JSON and nothing else.", help_behavior_hint=""),
-    ] = False,
+    json: Json = False,
 ) -> int:
     """List every residual addition of a model, in execution order.
 

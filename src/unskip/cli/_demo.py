@@ -12,6 +12,7 @@ from typing import Annotated
 import tyro
 
 from unskip import demo as demonstration
+from unskip.cli._options import Quiet
 
 _DATA = "digits, or with a GPU cifar10 or parquet files such as cifar10-{split}.parquet, where effects are larger."
 
@@ -22,9 +23,7 @@ def demo(
     ] = False,
     data: Annotated[str, tyro.conf.arg(help=_DATA, metavar="SOURCE")] = "digits",
     out: Annotated[str, tyro.conf.arg(help="Where runs and page go.", metavar="FOLDER")] = "runs/demo",
-    quiet: Annotated[
-        bool, tyro.conf.FlagCreatePairsOff, tyro.conf.arg(help="Show no progress.", help_behavior_hint="")
-    ] = False,
+    quiet: Quiet = False,
 ) -> int:
     """Audit, rewire, train with and without shortcuts, prove, and report: minutes on two cores, no network.
 

@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import tyro
 
 from unskip._words import nearest
+from unskip.cli._options import DeviceOfRun, Json, Run
 from unskip.cli._say import busy, finite
 from unskip.errors import BadInput
 from unskip.evals import PROTOCOLS, Result
@@ -26,7 +27,7 @@ _CHANGE = "Another value for a setting of a protocol, recorded with the result: 
 
 
 def evaluate(
-    run: Annotated[str, tyro.conf.Positional, tyro.conf.arg(help="The folder of the run.", metavar="RUN")],
+    run: Run,
     protocol: Annotated[str, tyro.conf.arg(help=_PROTOCOLS, metavar="NAMES")] = "knn-dino-v1,rank-v1",
     blocks: Annotated[str, tyro.conf.arg(help="all, last, or indices such as 3,7,11.", metavar="BLOCKS")] = "all",
     pool: Annotated[
@@ -64,15 +65,8 @@ def evaluate(
     change: Annotated[tuple[str, ...], tyro.conf.arg(help=_CHANGE, metavar="SETTING", help_behavior_hint="")] = (),
     seed: Annotated[int, tyro.conf.arg(help="Of probes and fine-tuning.", metavar="N")] = 0,
     precision: Annotated[str, tyro.conf.arg(help="float32, bf16 or fp16.", metavar="NAME")] = "float32",
-    device: Annotated[
-        str | None,
-        tyro.conf.arg(help="Where to compute (default: as the run).", metavar="DEVICE", help_behavior_hint=""),
-    ] = None,
-    json: Annotated[
-        bool,
-        tyro.conf.FlagCreatePairsOff,
-        tyro.conf.arg(help="Print JSON and nothing else.", help_behavior_hint=""),
-    ] = False,
+    device: DeviceOfRun = None,
+    json: Json = False,
 ) -> int:
     """Judge the features of a run by protocols, over depth; the results go into its evals.jsonl too.
 

@@ -16,13 +16,14 @@ from torch import Tensor, nn
 import unskip
 from unskip.anatomy._example import Example, example_for
 from unskip.cli._model import FORMS, INPUT, Shape, by_input, inputs, opened, shape_of
+from unskip.cli._options import Device, Json, Random
 from unskip.cli._say import finite, one_line, progress
 from unskip.data import batch as data_batch
 from unskip.errors import BadInput, UnskipWarning
 from unskip.wiring.shortcuts import parse
 
 _MEASURED = f"What to measure: {FORMS}. Pretrained weights are loaded, unless --random."
-_DATA = "Samples: a folder of images, an .npy file, or random:N."
+_DATA = "Samples: a folder of images, an .npy file, a set such as digits, or random:N (default: random:8)."
 
 
 def measure(
@@ -42,17 +43,9 @@ def measure(
         str, tyro.conf.arg(help="auto, exact (as matrices, however large) or off.", metavar="WAY")
     ] = "auto",
     input: Annotated[tuple[str, ...], tyro.conf.arg(help=INPUT, metavar="SHAPE", help_behavior_hint="")] = (),  # noqa: A002
-    device: Annotated[str, tyro.conf.arg(help="Where to compute.", metavar="DEVICE")] = "cpu",
-    random: Annotated[
-        bool,
-        tyro.conf.FlagCreatePairsOff,
-        tyro.conf.arg(help="Random weights instead of pretrained ones.", help_behavior_hint=""),
-    ] = False,
-    json: Annotated[
-        bool,
-        tyro.conf.FlagCreatePairsOff,
-        tyro.conf.arg(help="Print JSON and nothing else.", help_behavior_hint=""),
-    ] = False,
+    device: Device = "cpu",
+    random: Random = False,
+    json: Json = False,
 ) -> int:
     """Measure rank, conditioning, attention, echo and quantisation of a model on a few samples.
 

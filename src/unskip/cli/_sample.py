@@ -7,6 +7,7 @@ from typing import Annotated, Any, get_args
 
 import tyro
 
+from unskip.cli._options import DeviceOfRun, Json, Run
 from unskip.cli._say import busy, finite
 from unskip.errors import BadInput
 from unskip.evals import extractor
@@ -23,7 +24,7 @@ _JUDGE = "Compare with the run's data over this extractor: inception, timm:NAME,
 
 
 def sample(
-    run: Annotated[str, tyro.conf.Positional, tyro.conf.arg(help="The folder of the run.", metavar="RUN")],
+    run: Run,
     n: Annotated[int, tyro.conf.arg(help="How many.", metavar="N")] = 64,
     cfg: Annotated[float, tyro.conf.arg(help="Strength of guidance; 1 is none.", metavar="W")] = 1.0,
     sampler: Annotated[str, tyro.conf.arg(help=_SAMPLERS, metavar="NAME")] = "heun",
@@ -37,15 +38,8 @@ def sample(
     batch: Annotated[int, tyro.conf.arg(help="How many at a time.", metavar="N")] = 256,
     precision: Annotated[str, tyro.conf.arg(help="float32, bf16 or fp16.", metavar="NAME")] = "float32",
     judge: Annotated[str | None, tyro.conf.arg(help=_JUDGE, metavar="EXTRACTOR", help_behavior_hint="")] = None,
-    device: Annotated[
-        str | None,
-        tyro.conf.arg(help="Where to compute (default: as the run).", metavar="DEVICE", help_behavior_hint=""),
-    ] = None,
-    json: Annotated[
-        bool,
-        tyro.conf.FlagCreatePairsOff,
-        tyro.conf.arg(help="Print JSON and nothing else.", help_behavior_hint=""),
-    ] = False,
+    device: DeviceOfRun = None,
+    json: Json = False,
 ) -> int:
     """Draw images with a run's averaged weights: PNG files and a grid under RUN/samples.
 

@@ -13,12 +13,13 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import tyro
 
 from unskip import recipes as book
 from unskip._table import table
+from unskip.cli._options import Quiet, Run
 from unskip.cli._say import finite
 from unskip.errors import BadInput
 from unskip.recipes._data import Opener, opening_once
@@ -99,10 +100,8 @@ def _begun(config: Any, out: Path, quiet: bool, opener: Opener) -> Outcome:
 
 
 def resume(
-    run: Annotated[str, tyro.conf.Positional, tyro.conf.arg(help="The folder of the run.", metavar="RUN")],
-    quiet: Annotated[
-        bool, tyro.conf.FlagCreatePairsOff, tyro.conf.arg(help="Print no progress.", help_behavior_hint="")
-    ] = False,
+    run: Run,
+    quiet: Quiet = False,
 ) -> int:
     """Go on with a run from its last checkpoint."""
     code = _tell(book.resume(run, quiet))
