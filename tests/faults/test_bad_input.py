@@ -194,8 +194,16 @@ def test_a_fault_while_weights_are_set_takes_the_wiring_out(monkeypatch: pytest.
 )
 def test_wrapped_models_are_refused_with_the_order_to_use(wrap: Callable[[nn.Module], nn.Module], message: str) -> None:
     model = wrap(h.PreNorm())
-    with untouched(model), pytest.raises(WrappedError, match=message):
-        unskip.rewire(model, Cut(), X)
+    for example in (X, None):  # without one, too: it is the wrapper that does not say what it takes
+        with untouched(model), pytest.raises(WrappedError, match=message):
+            unskip.rewire(model, Cut(), example)
+
+
+def test_a_rewired_model_without_an_example_is_asked_for_one() -> None:
+    model = h.PreNorm()
+    unskip.rewire(model, Cut(), X)
+    with pytest.raises(BadInput, match="does not say what it takes"):
+        unskip.measure(model)
 
 
 def test_a_module_compiled_in_place_is_refused() -> None:

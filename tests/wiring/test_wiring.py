@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import pickle
+from pathlib import Path
 
 import pytest
 import timm
@@ -291,6 +292,34 @@ def test_a_stale_handle_does_not_touch_a_newer_wiring(vit: nn.Module) -> None:
     with pytest.raises(BadInput, match="replaced by a newer one"):
         old.set(Cut())
     assert torch.equal(vit(IMAGES), out)
+
+
+@pytest.mark.parametrize("change", ["replaced", "dropped"])
+def test_a_block_that_was_taken_out_is_not_set_or_saved_in_silence(vit: nn.Module, change: str, tmp_path: Path) -> None:
+    wiring = unskip.rewire(vit, Decay(0.5))
+    if change == "replaced":
+        vit.blocks[1] = nn.Identity()
+    else:
+        vit.blocks = vit.blocks[:1]
+    for attempt in (
+        lambda: wiring.set(Cut()),
+        lambda: unskip.rewire(vit, Cut()),
+        lambda: unskip.save(vit, tmp_path / "x"),
+    ):
+        with pytest.raises(BadInput, match=r"blocks\.1 was taken out or replaced after VisionTransformer was rewired"):
+            attempt()
+    assert not (tmp_path / "x").exists()
+    wiring.undo()
+    assert {site.path for site in unskip.rewire(vit, Cut()).sites} == (
+        {"blocks.0", "blocks.2"} if change == "replaced" else {"blocks.0"}
+    )
+
+
+def test_a_block_that_was_wrapped_in_place_is_still_there(vit: nn.Module) -> None:
+    wiring = unskip.rewire(vit, Decay(0.5))
+    vit.blocks[1] = nn.Sequential(vit.blocks[1])
+    wiring.set(Cut())
+    assert wiring.alphas == [0.0] * 6
 
 
 def test_a_class_put_on_top_is_seen_through_and_undo_refuses(vit: nn.Module) -> None:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
+from unskip.anatomy._guard import refuse_wrapped, wiring_in
 from unskip.errors import BadInput
 
 BATCH = 2
@@ -68,6 +69,8 @@ def example_for(model: nn.Module, example: object = None) -> Example:
     maker = Maker(model)
     found = maker.torch_nn() or maker.timm() or maker.diffusers() or maker.transformers() or maker.torchvision()
     if found is None:
+        if wiring_in(model) is None:
+            refuse_wrapped(model)  # what does not say may be the wrapper
         raise BadInput(
             f"{type(model).__name__} does not say what it takes. Pass example= a tensor, a tuple of arguments or a "
             "mapping of keyword arguments."

@@ -46,8 +46,11 @@ def save(model: nn.Module, folder: str | os.PathLike[str], builder: Builder = No
     """
     from safetensors.torch import save_model
 
-    if wiring_in(model) is None:
+    wiring = wiring_in(model)
+    if wiring is None:
         refuse_wrapped(model)
+    else:
+        wiring.refuse_replaced()
     _refuse_odd_state(model)
     target = Path(folder)
     if target.exists() and not target.is_dir():
@@ -56,7 +59,7 @@ def save(model: nn.Module, folder: str | os.PathLike[str], builder: Builder = No
         "format": _record.FORMAT,
         "class": class_name(model),
         "builder": _builders.record_of(model, builder),
-        "wiring": _record.wiring_record(wiring_in(model)),
+        "wiring": _record.wiring_record(wiring),
         "structure": _structure.pack(_structure.structure(model)),
         "sources": _structure.sources(model),
         "buffers": _structure.buffers(model),

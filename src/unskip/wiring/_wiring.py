@@ -137,6 +137,7 @@ class Wiring:
     def _begin(self, plan: tuple[Assignment, ...]) -> None:
         """Follows a plan from its first step, after a word of caution about what it cuts."""
         self._refuse_stale()
+        self.refuse_replaced()
         last = {index: weight for a in plan for index, weight in a.weights(a.rule.steps or 0).items()}
         _caution.before_cut(self.model, [site for site in self.sites if last.get(site.index, _KEPT).alpha == 0])
         self._follow(plan, 0)
@@ -327,6 +328,16 @@ class Wiring:
 
     def _is_bound(self, site: Site) -> bool:
         return site.problem is None and is_bound(self._module_at[site.path])
+
+    def refuse_replaced(self) -> None:
+        """Raises BadInput where a rewired module was taken out of the model: its weights would act on nothing."""
+        present = {id(module) for module in self.model.modules()}
+        for path, module in self._module_at.items():
+            if id(module) not in present:
+                raise BadInput(
+                    f"{path} was taken out or replaced after {type(self.model).__name__} was rewired, and what stands "
+                    "there now is not. Undo the wiring, and rewire anew"
+                )
 
     def _refuse_stale(self) -> None:
         if wiring_in(self.model) not in (None, self):
