@@ -32,10 +32,9 @@ from unskip.recipes._config import Config
 from unskip.recipes._data import Opener
 from unskip.recipes._online import online
 from unskip.recipes._registry import Preset, Recipe, register, resolve
-from unskip.recipes._shared import built, device_of, save_with_encoder, schedule_of, steps_of
+from unskip.recipes._shared import built, device_of, save_with_encoder, schedule_of, steps_of, wired
 from unskip.recipes._views import backbone_arguments, collapsed_blocks, prepare, still_feeds, view_data
 from unskip.training import Schedule, Task
-from unskip.wiring import rewire
 
 
 @dataclass(frozen=True)
@@ -160,11 +159,8 @@ def build(config: Dino, opener: Opener | None = None) -> tuple[Task, Schedule]:
         model.last_layer().requires_grad_(False)
     if config.weights is not None:
         load_dino(model, config.weights)
-    wirings = []
-    if config.shortcut != "keep":
-        for tower in (model.student, model.teacher):
-            wirings.append(rewire(tower.backbone, config.shortcut, sample[:2], config.where))
-        model.teacher.requires_grad_(False)  # a learnt shortcut would have brought a parameter of its own
+    student, teacher = (wired(tower.backbone, config, sample) for tower in (model.student, model.teacher))
+    model.teacher.requires_grad_(False)  # a learnt shortcut has brought a parameter of its own
     axes = block_axes(model.teacher.backbone, Example.of(sample[:1]))  # once, and of the model before it is sharded
     optimizer = build_optimizer(model.student, config.optimizer, config.lr, config.weight_decay)
     steps = steps_of(config, feed.steps_per_epoch)
@@ -178,8 +174,8 @@ def build(config: Dino, opener: Opener | None = None) -> tuple[Task, Schedule]:
         model.temperature.fill_(config.teacher_start + rise * (config.teacher_temperature - config.teacher_start))
         decay = schedules.cosine(step, total=steps, start=config.weight_decay, end=config.weight_decay_end)
         schedules.apply(optimizer, weight_decay=decay)
-        if len(wirings) > 1:
-            wirings[1].step(step)
+        if teacher is not None:
+            teacher.step(step)
 
     def after(step: int) -> None:
         model.follow_(schedules.cosine(step, total=steps, start=config.momentum, end=1.0))
@@ -203,7 +199,7 @@ def build(config: Dino, opener: Opener | None = None) -> tuple[Task, Schedule]:
         feed=DrawnFeed(feed),
         loss=loss,
         optimizer=optimizer,
-        wiring=wirings[0] if wirings else None,
+        wiring=student,
         trivial=trivial(config),
         evaluations={"knn-dino-v1, rank-v1": evaluation},
         notes=(*train.report, *test.report),

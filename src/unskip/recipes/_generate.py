@@ -31,9 +31,8 @@ from unskip.optim import build as build_optimizer
 from unskip.recipes._config import Config
 from unskip.recipes._data import Opener, both, judged_split
 from unskip.recipes._online import check_online, neighbours, some
-from unskip.recipes._shared import device_of, schedule_of, steps_of
+from unskip.recipes._shared import device_of, schedule_of, steps_of, wired
 from unskip.training import Schedule, Task
-from unskip.wiring import rewire
 
 _FOR_LOSS = 1000  # test images that the loss is judged on, at least
 _WIDER = 4  # batches in judging, over those in training: nothing is kept for a backward pass
@@ -115,7 +114,7 @@ def build_task(config: Generative, make: Maker, opener: Opener | None = None) ->
         zero_branches_(model, sample[:2])
     elif config.init != "default":
         raise BadInput(f"init is {config.init!r}; it can be default or zero")
-    wiring = rewire(model, config.shortcut, sample[:2], config.where) if config.shortcut != "keep" else None
+    wiring = wired(model, config, sample)
     betas: dict[str, Any] = {"betas": _betas(config.betas)} if config.optimizer == "adamw" else {}
     optimizer = build_optimizer(model, config.optimizer, config.lr, config.weight_decay, **betas)
     steps = steps_of(config, feed.steps_per_epoch)

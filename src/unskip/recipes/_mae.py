@@ -31,9 +31,8 @@ from unskip.recipes._config import Config
 from unskip.recipes._data import Opener, both, judged_split
 from unskip.recipes._online import check_online, neighbours, some
 from unskip.recipes._registry import Preset, Recipe, register, resolve
-from unskip.recipes._shared import arguments_of, built, device_of, save_with_encoder, schedule_of, steps_of
+from unskip.recipes._shared import arguments_of, built, device_of, save_with_encoder, schedule_of, steps_of, wired
 from unskip.training import Schedule, Task
-from unskip.wiring import rewire
 
 
 @dataclass(frozen=True)
@@ -121,7 +120,7 @@ def build(config: Mae, opener: Opener | None = None) -> tuple[Task, Schedule]:
         raise BadInput(f"init is {config.init!r}; it can be zero or default")
     if config.weights is not None:
         load_published(model, config.weights)
-    wiring = rewire(model.encoder, config.shortcut, sample[:2], config.where) if config.shortcut != "keep" else None
+    wiring = wired(model.encoder, config, sample)
     axes = block_axes(model.encoder, Example.of(sample[:1]))  # once, and of the model before it is sharded
     betas: dict[str, Any] = {"betas": (0.9, 0.95)} if config.optimizer == "adamw" else {}
     optimizer = build_optimizer(model, config.optimizer, config.lr, config.weight_decay, **betas)

@@ -10,14 +10,14 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from unskip import spec
 from unskip.errors import BadInput
 from unskip.models import SiT, UViT
 from unskip.recipes._config import Config
 from unskip.training import Schedule
-from unskip.wiring import save
+from unskip.wiring import Wiring, rewire, save
 
 _Named = TypeVar("_Named", SiT, UViT)
 
@@ -39,6 +39,11 @@ def schedule_of(config: Config, steps: int) -> Schedule:
             f"a batch of {config.batch} cannot be divided into {config.accumulate} equal parts: take another accumulate"
         )
     return Schedule(steps=steps, warmup=round(config.warmup * steps), **mine)
+
+
+def wired(model: nn.Module, config: Config, sample: Tensor) -> Wiring | None:
+    """Puts the shortcut of a config into a model; one that keeps its skips is left as it is."""
+    return rewire(model, config.shortcut, sample[:2], config.where) if config.shortcut != "keep" else None
 
 
 def save_with_encoder(

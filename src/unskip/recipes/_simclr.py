@@ -25,10 +25,10 @@ from unskip.recipes._config import Config
 from unskip.recipes._data import Opener
 from unskip.recipes._online import online
 from unskip.recipes._registry import Preset, Recipe, register, resolve
-from unskip.recipes._shared import built, device_of, save_with_encoder, schedule_of, steps_of
+from unskip.recipes._shared import built, device_of, save_with_encoder, schedule_of, steps_of, wired
 from unskip.recipes._views import backbone_arguments, collapsed_blocks, prepare, still_feeds, view_data
 from unskip.training import Schedule, Task
-from unskip.wiring import Anneal, Decay, rewire
+from unskip.wiring import Anneal, Decay
 from unskip.wiring.shortcuts import parse
 
 
@@ -94,7 +94,7 @@ def build(config: Simclr, opener: Opener | None = None) -> tuple[Task, Schedule]
     prepare(config, backbone, sample)
     head: dict[str, Any] = {"hidden": config.hidden, "out": config.projection, "norm": config.head_norm}
     model = SimCLR(backbone, temperature=config.temperature, **head).to(device)
-    wiring = rewire(model.backbone, config.shortcut, sample[:2], config.where) if config.shortcut != "keep" else None
+    wiring = wired(model.backbone, config, sample)
     axes = block_axes(model.backbone, Example.of(sample[:1]))  # once, and of the model before it is sharded
     optimizer = build_optimizer(model, config.optimizer, config.lr, config.weight_decay)
     steps = steps_of(config, feed.steps_per_epoch)
