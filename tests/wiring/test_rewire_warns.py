@@ -25,6 +25,20 @@ def test_cutting_a_projected_shortcut_warns_of_unused_weights() -> None:
     assert torch.equal(model(X), model.f(X))
 
 
+def test_a_warning_points_at_the_line_that_called() -> None:
+    model = h.Projected()
+    with pytest.warns(UnskipWarning) as at_first:
+        wiring = unskip.rewire(model, Cut(), X, where=lambda site: site.projected)
+    with pytest.warns(UnskipWarning) as later:
+        wiring.set(Cut(), where=lambda site: site.projected)
+    with (
+        pytest.warns(UnskipWarning) as for_a_while,
+        unskip.rewired(model, Cut(), X, where=lambda site: site.projected),
+    ):
+        pass
+    assert [each.filename for each in (*at_first, *later, *for_a_while)] == [__file__] * 3
+
+
 def test_cutting_a_silent_branch_warns() -> None:
     model = timm.create_model(
         "vit_tiny_patch16_224", img_size=32, patch_size=8, embed_dim=16, num_heads=2, depth=1, init_values=1e-6

@@ -301,13 +301,13 @@ def test_a_block_that_was_taken_out_is_not_set_or_saved_in_silence(vit: nn.Modul
         vit.blocks[1] = nn.Identity()
     else:
         vit.blocks = vit.blocks[:1]
-    for attempt in (
-        lambda: wiring.set(Cut()),
-        lambda: unskip.rewire(vit, Cut()),
-        lambda: unskip.save(vit, tmp_path / "x"),
-    ):
-        with pytest.raises(BadInput, match=r"blocks\.1 was taken out or replaced after VisionTransformer was rewired"):
-            attempt()
+    message = r"blocks\.1 was taken out or replaced after VisionTransformer was rewired"
+    with pytest.raises(BadInput, match=message):
+        wiring.set(Cut())
+    with pytest.raises(BadInput, match=message):
+        unskip.rewire(vit, Cut())
+    with pytest.raises(BadInput, match=message):
+        unskip.save(vit, tmp_path / "x")
     assert not (tmp_path / "x").exists()
     wiring.undo()
     assert {site.path for site in unskip.rewire(vit, Cut()).sites} == (
@@ -317,7 +317,7 @@ def test_a_block_that_was_taken_out_is_not_set_or_saved_in_silence(vit: nn.Modul
 
 def test_a_block_that_was_wrapped_in_place_is_still_there(vit: nn.Module) -> None:
     wiring = unskip.rewire(vit, Decay(0.5))
-    vit.blocks[1] = nn.Sequential(vit.blocks[1])
+    vit.blocks[1] = torch.compile(vit.blocks[1], backend="eager")
     wiring.set(Cut())
     assert wiring.alphas == [0.0] * 6
 

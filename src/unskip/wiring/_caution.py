@@ -45,11 +45,11 @@ def left_alone(reasons: Sequence[str]) -> None:
 
 
 def _warn(message: str) -> None:
-    # The line that called unskip, however deep in it we are.
+    # The line that called unskip, however deep in it we are; a with statement enters through contextlib.
     frame, level = sys._getframe(1), 2
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("unskip."):
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(("unskip.", "contextlib")):
         frame, level = frame.f_back, level + 1
-    warnings.warn(message, UnskipWarning, stacklevel=level - 1)
+    warnings.warn(message, UnskipWarning, stacklevel=level)
 
 
 def _list(sites: Sequence[Site]) -> str:
