@@ -257,6 +257,14 @@ def test_unknown_commands_and_flags(arguments: list[str], run: Any) -> None:
     assert "--help" in err
 
 
+def test_a_misspelt_command_is_told_the_nearest(run: Any) -> None:
+    assert run("adit", "timm:test_vit")[2].startswith("unskip: 'adit' is not a command; nearest: audit")
+
+
+def test_the_title_of_an_error_is_not_said_twice(run: Any) -> None:
+    assert run("audit", "timm:test_vit", "--foo")[2].count("Unrecognized options") == 1
+
+
 def test_no_traceback_in_a_process_of_its_own() -> None:
     code, out, err = in_process("audit", "timm:vit_bas_patch16_224")
     assert (code, out) == (2, "")

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 import tyro
 
 import unskip
+from unskip._words import nearest
 from unskip.cli._absorb import absorb
 from unskip.cli._audit import audit
 from unskip.cli._demo import demo
@@ -22,7 +23,7 @@ from unskip.cli._report import report
 from unskip.cli._sample import sample
 from unskip.cli._say import argument_errors_in_a_line, one_line, warnings_in_a_line
 from unskip.cli._train import plan, recipes, resume, run, train
-from unskip.errors import UnskipError
+from unskip.errors import BadInput, UnskipError
 
 DESCRIPTION = """Take control of the skip connections in your transformer.
 
@@ -49,6 +50,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         "demo": demo,
     }
     try:
+        named = commands.keys() - {"run"}
+        if args and not args[0].startswith("-") and args[0] not in named:
+            raise BadInput(f"{args[0]!r} is not a command{nearest(args[0], named)}. unskip --help lists them all.")
         with warnings_in_a_line(), argument_errors_in_a_line(commands) as held:
             if args[:1] == ["train"]:  # its options depend on the recipe and the preset
                 code = held["run"](plan(args[1:]))

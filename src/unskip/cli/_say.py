@@ -75,7 +75,8 @@ def argument_errors_in_a_line(commands: dict[str, Callable[..., int]]) -> Iterat
         words = re.sub(r"[^\x20-\x7e]+", " ", held.getvalue()).split()
         words = [word for word in words if word.strip("-")]
         if words:
-            print("unskip:", " ".join(words), file=stderr)
+            text = re.sub(r"^(.+?) (?=\1)", "", " ".join(words))  # the title of a box is how its text begins
+            print("unskip:", text, file=stderr)
 
 
 @contextlib.contextmanager
