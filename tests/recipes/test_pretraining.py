@@ -124,6 +124,12 @@ def test_a_run_trains_resumes_and_holds_its_encoder(run: Path, tmp_path: Path) -
         assert torch.allclose(encoder(x), opened.encoder.eval()(x), atol=1e-6)
 
 
+def test_streams_are_narrow_where_the_config_says_so() -> None:
+    for word in (False, True):
+        model: Any = build(tiny(narrow=word))[0].model
+        assert model.narrow == word
+
+
 def test_a_run_says_what_it_saw(run: Path) -> None:
     folder = RunFolder(run)
     rows = folder.read("evals.jsonl")

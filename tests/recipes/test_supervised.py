@@ -150,11 +150,60 @@ def test_the_config_says_which_skips_there_are_whatever_the_weights_were_trained
     assert "saved with other skips" in notes(tmp_path / "kept")
 
 
-def test_weights_of_an_encoder_say_how_it_is_fine_tuned(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def pretrained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    run = tmp_path_factory.mktemp("pretrained") / "mae"
+    small = {"model_args": TINY["model_args"], "steps": 2, "device": "cpu"}
+    unskip.train(recipes.mae("digits", shortcut="learn:0.5", **small), run, quiet=True)
+    return run
+
+
+@pytest.mark.parametrize("given", ["", "checkpoints/step-2", "checkpoints/step-2/encoder"])
+def test_a_pretrained_encoder_is_trained_on_as_a_classifier(pretrained: Path, given: str, tmp_path: Path) -> None:
+    changes = {"weights": str(pretrained / given), "shortcut": "decay:0.5", "lr": 0.0, "weight_decay": 0.0, "steps": 1}
+    unskip.train(tiny(**changes), tmp_path / "run", quiet=True)
+    encoder = unskip.load(pretrained / "checkpoints" / "step-2" / "encoder")
+    ours, theirs = (model.state_dict() for model in (unskip.load(tmp_path / "run" / "checkpoints" / "step-1"), encoder))
+    shared = [name for name in theirs if "unskip" not in name]  # without the shortcuts it learnt
+    assert ours.keys() - shared == {"head.weight", "head.bias", "norm.weight", "norm.bias"}
+    assert all(torch.equal(ours[name], theirs[name]) for name in shared)
+    assert "new beside the encoder" in notes(tmp_path / "run")
+    assert "head, norm" in notes(tmp_path / "run")
+
+
+def test_tokens_may_be_averaged_where_the_encoder_had_a_last_norm(tmp_path: Path) -> None:
     small = {"model_args": TINY["model_args"], "steps": 1, "device": "cpu"}
-    unskip.train(recipes.mae("digits", **small), tmp_path / "mae", quiet=True)
-    with pytest.raises(BadInput, match=r"fine-tune it by `unskip eval .*mae --protocol finetune-mae-v1`"):
-        unskip.train(tiny(weights=str(tmp_path / "mae")), tmp_path / "run", quiet=True)
+    plain = recipes.mae("digits", shortcut="keep", long_skips=False, init="default", **small)
+    unskip.train(plain, tmp_path / "mae", quiet=True)
+    averaged = tiny(weights=str(tmp_path / "mae"), model_args=TINY["model_args"] + ",global_pool=avg")
+    task, _ = RECIPES["supervised"].build(averaged)
+    assert "fc_norm, head" in "; ".join(task.notes)
+
+
+def test_an_encoder_of_another_shape_is_refused(pretrained: Path) -> None:
+    for arguments in ("depth=2,embed_dim=32,num_heads=2", "depth=3,embed_dim=16,num_heads=2"):
+        with pytest.raises(
+            BadInput, match=r"in the model to be trained; give it the model, model_args, size and patch"
+        ):
+            RECIPES["supervised"].build(tiny(weights=str(pretrained), model_args=arguments))
+
+
+def test_an_encoder_is_no_teacher(pretrained: Path) -> None:
+    with pytest.raises(BadInput, match="an encoder, which knows no classes to teach"):
+        RECIPES["supervised"].build(tiny(weights=str(pretrained), teacher="original"))
+
+
+def test_an_encoder_whose_skips_are_kept_is_noted(pretrained: Path) -> None:
+    task, _ = RECIPES["supervised"].build(tiny(weights=str(pretrained)))
+    assert task.wiring is None
+    assert "saved with other skips" in "; ".join(task.notes)
+
+
+def test_the_rate_falls_from_the_head_down(pretrained: Path) -> None:
+    task, _ = RECIPES["supervised"].build(tiny(weights=str(pretrained), layer_decay=0.5, lr=1.0))
+    rates = {id(value): group["lr"] for group in task.optimizer.param_groups for value in group["params"]}
+    names = ("head", "blocks.1.mlp.fc1", "blocks.0.mlp.fc1", "patch_embed.proj")
+    assert [rates[id(task.model.get_parameter(f"{name}.weight"))] for name in names] == [1.0, 0.5, 0.25, 0.125]
 
 
 def test_a_run_begins_with_a_line_about_what_is_trained(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -49,6 +49,7 @@ class Mae(Config):
     decoder_heads: int = 16
     mask: float = 0.75  # share of the patches
     norm_pix: bool = True  # patches are painted at mean 0, variance 1
+    narrow: bool = False  # the streams in autocast's precision: faster, and it rounds more
     lr: float = 3e-4
     epochs: float = 60
     warmup: float = 0.05  # share of the steps
@@ -181,6 +182,7 @@ def _model(config: Mae, arguments: dict[str, Any]) -> MAE:
         mask=config.mask,
         long_skips=config.long_skips,
         norm_pix=config.norm_pix,
+        narrow=config.narrow,
     )
 
 

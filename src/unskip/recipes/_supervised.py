@@ -34,7 +34,8 @@ class Supervised(Config):
 
     patch: int | None = 4  # sides of a patch in pixels; None: as the model has it
     where: str | None = None  # the sites that shortcut and init="skipless" speak of: "attention", "mlp", or all
-    weights: str | None = None  # a folder of unskip.save, a run, or a checkpoint of one
+    weights: str | None = None  # a folder of unskip.save, a run, or a checkpoint of one; of pretraining: its encoder
+    layer_decay: float | None = None  # the learning rate falls by this factor a block, from the head down
     teacher: str | None = None  # "original": distil from the model as it was before its skips were changed
     temperature: float = 2.0  # of the teacher
     batch: int = 128  # images a step, over all processes
@@ -119,9 +120,11 @@ def build(config: Supervised, opener: Opener | None = None) -> tuple[Task, Sched
     arguments = _model_arguments(config, len(train.classes), train.channels)
     model = built(config, arguments).to(device)
     sample = next(iter(judge.evaluate()))[0][:8]
-    teacher = _prepare(config, model, sample)
-    wiring, notes = _wired(config, model, sample)
-    optimizer = build_optimizer(model, config.optimizer, config.lr, config.weight_decay)
+    notes = _fill(config, model)
+    teacher = _teacher(config, model)
+    start_(model, config.init, torch.Generator().manual_seed(config.seed), sample, where=config.where)
+    wiring = _wired(config, model, sample)
+    optimizer = build_optimizer(model, config.optimizer, config.lr, config.weight_decay, layer_decay=config.layer_decay)
     steps = steps_of(config, feed.steps_per_epoch)
     schedule = schedule_of(config, steps)
     if wiring is not None and _still_moving(wiring, steps):
@@ -205,46 +208,73 @@ def _model_arguments(config: Supervised, classes: int, channels: int) -> dict[st
     return arguments
 
 
-def _prepare(config: Supervised, model: nn.Module, sample: Tensor) -> nn.Module | None:
-    """Weights first, then the teacher, then the initialisation. Returns the teacher."""
-    if config.weights is not None:
-        load(_checkpoint(config.weights), model)
-    teacher = None
-    if config.teacher is not None:
-        if config.teacher != "original":
-            raise BadInput(f"teacher is {config.teacher!r}; it can be 'original'")
-        if config.weights is None:
-            raise BadInput("a teacher that knows nothing teaches nothing: give --weights, the model to distil from")
-        teacher = copy.deepcopy(model).eval().requires_grad_(False)
-    start_(model, config.init, torch.Generator().manual_seed(config.seed), sample, where=config.where)
-    return teacher
+def _fill(config: Supervised, model: nn.Module) -> list[str]:
+    """Loads the weights, where some are given. Returns what should be known about them and the skips."""
+    notes = []
+    if config.drop_path and _cuts(config):
+        notes.append("drop path is off: where a skip is cut, a dropped branch leaves nothing")
+    if config.weights is None:
+        return notes
+    folder = _checkpoint(config.weights)
+    encoder = folder if folder.name == "encoder" else folder / "encoder"
+    if (encoder / "unskip.json").is_file():
+        if config.teacher is not None:
+            raise BadInput(f"{config.weights} made an encoder, which knows no classes to teach; leave teacher out")
+        pretrained = load(encoder)
+        if rewired := wiring_in(pretrained) is not None:
+            Wiring.of(pretrained).undo()
+        notes.append(
+            f"new beside the encoder of {config.weights}: {', '.join(_take(model, pretrained, config.weights))}"
+        )
+    else:
+        rewired = wiring_in(load(folder, model)) is not None
+    if rewired and config.shortcut == "keep":
+        notes.append(f"{config.weights} was saved with other skips; here all are kept, as shortcut says")
+    return notes
 
 
-def _checkpoint(weights: str) -> str:
+def _checkpoint(weights: str) -> Path:
     """The newest checkpoint where a whole run is given."""
     if not (Path(weights) / "config.json").is_file() or (Path(weights) / "unskip.json").is_file():
-        return weights
+        return Path(weights)
     found = RunFolder.open(weights).last_checkpoint()
     if found is None:
         raise BadInput(f"{weights}: the run has no checkpoint yet; train it first, or give another folder")
-    if not (found[1] / "unskip.json").is_file():
-        raise BadInput(
-            f"{weights}: a run that made an encoder and no classifier; fine-tune it by "
-            f"`unskip eval {weights} --protocol finetune-mae-v1`, or give another folder"
-        )
-    return str(found[1])
+    return found[1]
 
 
-def _wired(config: Supervised, model: nn.Module, sample: Tensor) -> tuple[Wiring | None, list[str]]:
-    """The skips as the config says, whatever the weights were trained with, and what should be known about them."""
-    notes: list[str] = []
-    if config.drop_path and _cuts(config):
-        notes.append("drop path is off: where a skip is cut, a dropped branch leaves nothing")
-    if config.shortcut == "keep":
-        if config.weights is None or wiring_in(model) is None:
-            return None, notes
-        notes.append(f"{config.weights} was saved with other skips; here all are kept, as shortcut says")
-    return rewire(model, config.shortcut, sample, where=config.where), notes
+def _take(model: nn.Module, encoder: nn.Module, weights: str) -> list[str]:
+    """Copies the weights of an encoder. Returns the modules that it lacks: the head, and often the last norm."""
+    taken, own = encoder.state_dict(), model.state_dict()
+    if "norm.weight" not in own:  # one after the mean takes its place, where tokens are averaged
+        taken = {name: value for name, value in taken.items() if not name.startswith("norm.")}
+    known = {name.split(".")[0] for name in taken}
+    for name in sorted(taken.keys() | {name for name in own if name.split(".")[0] in known}):
+        here, there = (tuple(each[name].shape) if name in each else "missing" for each in (taken, own))
+        if here != there:
+            raise BadInput(
+                f"{weights}: {name} is {here} in the encoder and {there} in the model to be trained; give it the "
+                "model, model_args, size and patch of the pretraining"
+            )
+    model.load_state_dict(taken, strict=False)
+    return sorted({name.split(".")[0] for name in own} - known)
+
+
+def _teacher(config: Supervised, model: nn.Module) -> nn.Module | None:
+    if config.teacher is None:
+        return None
+    if config.teacher != "original":
+        raise BadInput(f"teacher is {config.teacher!r}; it can be 'original'")
+    if config.weights is None:
+        raise BadInput("a teacher that knows nothing teaches nothing: give --weights, the model to distil from")
+    return copy.deepcopy(model).eval().requires_grad_(False)
+
+
+def _wired(config: Supervised, model: nn.Module, sample: Tensor) -> Wiring | None:
+    """The skips as the config says, whatever the weights were trained with."""
+    if config.shortcut == "keep" and wiring_in(model) is None:
+        return None
+    return rewire(model, config.shortcut, sample, where=config.where)
 
 
 def _still_moving(wiring: Wiring, steps: int) -> bool:
