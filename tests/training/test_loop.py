@@ -157,8 +157,25 @@ def test_an_evaluation_that_comes_to_no_number_ends_no_run(tmp_path: Path, capsy
     said = capsys.readouterr().err
     assert "step 10: rank 3\n" in said
     assert "step 20: rank nan\n" in said
-    again = train(task(), schedule(), RunFolder.open(tmp_path / "run"), quiet=True)
+    resumed = task()
+    resumed.evaluations = one.evaluations
+    again = train(resumed, schedule(), RunFolder.open(tmp_path / "run"), quiet=True)
     assert math.isnan(again.evaluations["rank"])  # the last one, and not the last that was a number
+
+
+def test_what_others_found_of_a_checkpoint_is_no_evaluation_of_the_run(tmp_path: Path) -> None:
+    outcome = train(task(), schedule(), new(tmp_path / "run"), quiet=True)
+    row = {"step": 20, "evaluation": "probe-mae-v1", "block": 0, "probe_mae": 0.5, "bias": 9.0}
+    RunFolder.open(tmp_path / "run").append("evals.jsonl", row)
+    again = train(task(), schedule(), RunFolder.open(tmp_path / "run"), quiet=True)
+    assert again.evaluations == outcome.evaluations
+
+
+def test_an_evaluation_wakes_no_other_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of several GPUs torch would fork the generators of all, with a warning."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_rng_state", lambda device: pytest.fail(f"woke GPU {device}"))
+    assert train(task(), schedule(), new(tmp_path / "run"), quiet=True).finished
 
 
 class Stopped(Exception):

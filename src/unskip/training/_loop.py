@@ -156,6 +156,8 @@ class _Trainer:
         if self.accelerator.is_main_process:
             self.folder.rewind(step)
         for row in self.folder.read("evals.jsonl"):
+            if row.get("evaluation") not in self.task.evaluations:
+                continue  # whoever judged the checkpoint has written there, too
             found_then = {key: value for key, value in row.items() if isinstance(value, float) or value in NOT_FINITE}
             self.last_evaluations |= {key: float(value) for key, value in found_then.items()}
         self.saved = step
@@ -303,7 +305,9 @@ class _Trainer:
             if not self.accelerator.is_main_process and self.sharded is None:
                 break  # of a sharded model every process has a part to play
             means = contextlib.nullcontext() if self.average is None else self.average.shown()
-            with means, torch.no_grad(), evaluating(model), torch.random.fork_rng():
+            # Of the GPUs it is the run's own: torch would wake all of them otherwise, and warn.
+            gpus = [torch.cuda.current_device()] if self.kind == "cuda" else []
+            with means, torch.no_grad(), evaluating(model), torch.random.fork_rng(gpus):
                 values = _numbers(evaluation(model))
             self.last_evaluations |= values
             self._log("evals.jsonl", {"step": done, "evaluation": name, **values})
