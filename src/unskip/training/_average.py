@@ -27,14 +27,16 @@ class Average:
         self.means = {name: value.detach().clone() for name, value in self.held.items()}
         floats = [name for name, value in self.held.items() if value.is_floating_point()]
         self.pairs = [self.means[name] for name in floats], [self.held[name].detach() for name in floats]
+        self.counters = [
+            (self.means[name], value) for name, value in self.held.items() if not value.is_floating_point()
+        ]
 
     @torch.no_grad()
     def update(self) -> None:
         """After a step. The first is a copy."""
         torch._foreach_lerp_(*self.pairs, self.share if self.steps else 1.0)
-        for name, value in self.held.items():
-            if not value.is_floating_point():
-                self.means[name].copy_(value)
+        for mean, value in self.counters:
+            mean.copy_(value)
         self.steps += 1
 
     @contextlib.contextmanager

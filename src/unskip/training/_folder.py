@@ -75,10 +75,9 @@ class RunFolder:
         aside.replace(self.path / name)
 
     def append(self, name: str, row: dict[str, Any]) -> None:
-        """Adds a line to a .jsonl file, on the disk when this returns. What is not finite is written as text."""
+        """Adds a line to a .jsonl file, which outlives the process from then on. What is not finite is text in it."""
         with (self.path / name).open("a") as file:
             file.write(json.dumps({key: _plain(value) for key, value in row.items()}, allow_nan=False) + "\n")
-            file.flush()
 
     def read(self, name: str) -> list[dict[str, Any]]:
         """The lines of a .jsonl file; a line that was cut off is left out."""
