@@ -34,7 +34,8 @@ def arguments(about: str | None, out: str) -> argparse.ArgumentParser:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--workers", type=int, default=1, help="runs side by side")
     parser.add_argument("--limit", type=float, default=float("inf"), help="stop after this many seconds")
-    parser.add_argument("--only", default="", help="runs whose name holds this")
+    parser.add_argument("--only", nargs="*", default=[""], help="runs whose name holds one of these")
+    parser.add_argument("--begin", action="store_true", help="begin what may not end in time, too, to go on later")
     parser.add_argument("--out", type=Path, help=f"the JSON (default docs/results/{out})")
     parser.add_argument("--runs", type=Path, default=ROOT / "build" / "runs", help="where the run folders go")
     parser.add_argument("--show", action="store_true", help="tables and figures of what is there; run nothing")
@@ -140,8 +141,9 @@ def study(
     """Keeps `options.workers` runs going until nothing is left, or until the limit.
 
     `jobs` names what is still to be run, what matters most first; it is asked again after each result. Nothing is begun
-    that, by the longest run of its kind so far (the first word of a name), would not end in time. What still runs at
-    the limit is stopped: its folder holds a checkpoint, from which the same command goes on.
+    that, by the longest run of its kind so far (the first word of a name), would not end in time, unless
+    `options.begin`. What still runs at the limit is stopped: its folder holds a checkpoint, from which the same command
+    goes on.
     """
     begun, stopping = time.perf_counter(), False
     longest: dict[str, float] = {}
@@ -152,9 +154,10 @@ def study(
         while True:
             now = time.perf_counter()
             busy = {name for name, _, _ in running.values()}
-            waiting = [job for job in jobs() if job[0] not in busy | failed.keys() and options.only in job[0]]
+            waiting = [job for job in jobs() if job[0] not in busy | failed.keys()]
+            waiting = [job for job in waiting if any(word in job[0] for word in options.only)]
             left = options.limit - (now - begun)
-            fitting = [job for job in waiting if _expected(longest, job[0]) < left]
+            fitting = [job for job in waiting if left > (0 if options.begin else _expected(longest, job[0]))]
             while fitting and idle:
                 name, config = fitting.pop(0)
                 worker = idle.pop()

@@ -6,14 +6,16 @@
 
     sweep     alpha_min 0.9 to 0.4; the best by KNN of the last block
     final     plain MAE, long skips alone, and the best decay: three seeds, fine-tuned too
+    longer    long skips alone and the best decay, three times as long as the final runs: does more training part them?
     ablation  the paper's, at the best alpha_min, and what they are held against: plain MAE and long skips alone
     depth     6, 12 (in sweep and ablation) and 24 blocks: one alpha_min, one effective decay, long skips alone
     size      a plain model twice as wide, against the decayed small one
     start     alpha_min 0.4 and 0.6 without the zero start; their feature norms over steps
 
-The final runs are longer and judged on the test set. All others have one seed and are judged on a tenth of the training
-set that is held out. Each result is added to the JSON when its run is done, and what is there is not run again. A run
-that is stopped at the limit leaves a checkpoint in its folder (--runs), from which the same command goes on.
+The final and the longer runs are judged on the test set, all others on a tenth of the training set that is held out;
+all but the final runs have one seed. Each result is added to the JSON when its run is done, and what is there is not
+run again. A run that is stopped at the limit leaves a checkpoint in its folder (--runs), from which the same command
+goes on.
 """
 
 from __future__ import annotations
@@ -33,6 +35,7 @@ ALPHAS = (0.6, 0.7, 0.8, 0.5, 0.9, 0.4)
 PROTOCOLS = ("knn-dino-v1", "rank-v1", "probe-lbfgs-v1", "probe-mae-v1", "probe-decayed-v1")
 TUNED = "finetune-mae-v1"
 PLAIN = {"shortcut": "keep", "long_skips": False, "init": "default"}
+LONGER = 3
 LOOKS = 12  # online evaluations of a run
 IMAGES = {"cifar": (50_000, 512), "digits": (1438, 64)}  # of the training set, and of a batch
 
@@ -55,6 +58,12 @@ def jobs(done: dict[str, Any], fields: dict[str, Any], epochs: tuple[float, floa
         final.append((f"final | long skips | seed {seed}", {"shortcut": "keep", "seed": seed}))
         if best is not None:
             final.append((f"final | decay {best:g} | seed {seed}", {"shortcut": f"decay:{best:g}", "seed": seed}))
+    longer: list[Job] = []
+    if best is not None:
+        longer = [
+            ("longer | long skips", {"shortcut": "keep"}),
+            (f"longer | decay {best:g}", {"shortcut": f"decay:{best:g}"}),
+        ]
     later: list[Job] = [("ablation | long skips", {"shortcut": "keep"}), ("ablation | plain", PLAIN)]
     if best is not None:
         decay = {"shortcut": f"decay:{best:g}"}
@@ -82,13 +91,14 @@ def jobs(done: dict[str, Any], fields: dict[str, Any], epochs: tuple[float, floa
     images, batch = IMAGES[fields["preset"]]
 
     def planned(name: str, config: dict[str, Any]) -> Job:
-        last = name.startswith("final")
+        last = name.startswith(("final", "longer"))
         length = epochs[1] if last else epochs[0]
+        length *= LONGER if name.startswith("longer") else 1
         steps = length * ((images if last else images - images // 10) // batch)
         every = max(1, round(steps / LOOKS))
         return name, {**fields, **config, "validate": not last, "epochs": length, "evaluate_every": every}
 
-    return [planned(*job) for job in short + final + later if job[0] not in done]
+    return [planned(*job) for job in short + longer + final + later if job[0] not in done]
 
 
 def chosen(done: dict[str, Any]) -> float | None:
@@ -234,6 +244,8 @@ def answers(done: dict[str, Any]) -> dict[str, Any]:
         a, b = mean(ours, key), mean(theirs, key)
         return None if a is None or b is None else round(a - b, 2)
 
+    for key in ("knn20", "probe_lbfgs"):
+        found[f"{key}, longer: decayed less long skips"] = gain(f"longer | decay {best:g}", "longer | long skips", key)
     ours, sweep = f"final | decay {best:g}", f"sweep | alpha_min {best:g}"
     for other in ("plain", "long skips"):
         for key in ("knn20", "probe_lbfgs", "probe_mae", "probe_decayed", "finetune"):
@@ -253,7 +265,7 @@ def answers(done: dict[str, Any]) -> dict[str, Any]:
 def correlations(done: dict[str, Any]) -> dict[str, Any]:
     """Rank against KNN over configurations at the same share of training, and over the checkpoints of each run."""
     curves = {name: row["online"] for name, row in done.items() if len(row.get("online", ())) > 3}
-    curves = {name: curve for name, curve in curves.items() if not name.startswith(("depth", "size"))}
+    curves = {name: curve for name, curve in curves.items() if not name.startswith(("depth", "size", "longer"))}
     found: dict[str, Any] = {"over checkpoints": {}}
     for kind, long in (("final runs", True), ("other runs", False)):
         alike = [curve for name, curve in curves.items() if name.startswith("final") == long]
@@ -301,7 +313,7 @@ def figures(done: dict[str, Any], folder: Path, word: str) -> None:
                 depth.plot([100 * v for v in row["depth"]["knn20"]], color=line.get_color(), alpha=0.25, linewidth=0.8)
                 steps = [point[0] for point in row["online"]]
                 training.plot(steps, [100 * p[1] for p in row["online"]], color=line.get_color(), alpha=0.7)
-        if not name.startswith(("depth", "size")):
+        if not name.startswith(("depth", "size", "longer")):
             mark = "o" if name.startswith("final") else "x"
             points = [last(r, "rank") for r in whole], [100 * last(r, "knn20") for r in whole]
             ranks.scatter(*points, s=14, marker=mark, label=label)

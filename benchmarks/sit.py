@@ -38,7 +38,7 @@ NOT_OF_A_RUN = ("judge", "samples", "sampling_steps", "times", "guided")  # sett
 GRID = 64  # samples in a picture
 
 
-def jobs(done: dict[str, Any], fields: dict[str, Any], alpha: str, only: str = "") -> list[Job]:
+def jobs(done: dict[str, Any], fields: dict[str, Any], alpha: str) -> list[Job]:
     """What is still to be run, what matters most first. The judge comes before all others."""
     if "judge" not in done:
         keys = ("data", "device")
@@ -55,7 +55,7 @@ def jobs(done: dict[str, Any], fields: dict[str, Any], alpha: str, only: str = "
         (f"uvit | decay {alpha} | seed 0", {"recipe": "uvit", **decay}),
     ]
     common = {key: value for key, value in fields.items() if key not in NOT_OF_A_RUN}
-    return [(name, {**common, **config}) for name, config in found if name not in done and only in name]
+    return [(name, {**common, **config}) for name, config in found if name not in done]
 
 
 # --- One run ----------------------------------------------------------------------------------------------------------
@@ -327,7 +327,7 @@ def main() -> None:
         )
         if "judge" in done:
             checked_judge(done["judge"], options.judge)
-        only, options.only = options.only, ""  # the judge is needed for any
+        options.only = [*options.only, "judge"]  # which any run needs
 
         def task_of(name: str, config: dict[str, Any]) -> dict[str, Any]:
             task = {"config": config, "folder": str(folder_of(options.runs, name, config))}
@@ -335,7 +335,7 @@ def main() -> None:
             task |= {"judge": str(options.judge), "pictures": str(options.pictures), "batch": options.judge_batch}
             return task | {"word": f"sit-{word}-{name.replace(' | ', '-').replace(' ', '-')}"}
 
-        study(__file__, data, lambda: jobs(done, fields, options.alpha, only), task_of, options, tell)
+        study(__file__, data, lambda: jobs(done, fields, options.alpha), task_of, options, tell)
     if "judge" in done:
         judge = done["judge"]
         print(f"judge: accuracy {judge.get('test_accuracy', float('nan')):.3f}, weights {judge['weights']}")
