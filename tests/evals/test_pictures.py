@@ -165,6 +165,26 @@ def test_dense_sets_that_are_wrong(tmp_path: Path, options: Any, values: Any, me
         open_dense(tmp_path / "x-train.parquet", "test")
 
 
+def test_a_wrong_row_is_named_by_its_own_file(tmp_path: Path) -> None:
+    write(tmp_path / "x-train-0.parquet")
+    second = write(tmp_path / "x-train-1.parquet")
+    whole = parquet.read_table(second)
+    for name, value, message in (
+        ("mask", {"bytes": b"nothing", "path": None}, "row 2: its mask is no image"),
+        ("bbox", None, r"row 2: its bbox is None"),
+        ("bbox", [1, 2, 3], r"row 2: its bbox is \[1, 2, 3\]"),
+    ):
+        rows = whole.to_pylist()
+        rows[2][name] = value
+        parquet.write_table(pyarrow.Table.from_pylist(rows, whole.schema), second)
+        with pytest.raises(BadInput, match=rf"x-train-1\.parquet, {message}"):
+            open_dense(tmp_path / "x-{split}-*.parquet")
+    parquet.write_table(whole, second)
+    found = open_dense(tmp_path / "x-{split}-*.parquet")
+    assert found.boxes is not None
+    assert found.boxes.tolist() == 2 * whole.column("bbox").to_pylist()
+
+
 @pytest.mark.filterwarnings("ignore::unskip.errors.UnskipWarning")
 def test_a_run_is_judged_by_dense_protocols_and_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for split in ("train", "test"):

@@ -53,7 +53,6 @@ def open_dense(
     values: Mapping[int, int] | None = None,
 ) -> DenseSet:
     """Opens the split of a set of parquet files. With a `size` images and boxes are resized; masks keep theirs."""
-    import pyarrow
     from pyarrow import parquet
 
     files = files_by_split(str(source))
@@ -64,13 +63,15 @@ def open_dense(
     if images.images is None:
         raise BadInput(f"{source}: too large to be held in memory")
     names = [name for name in ("mask", "bbox") if name in parquet.read_schema(chosen[0]).names]
-    table = pyarrow.concat_tables([read_columns(file, names) for file in chosen])
-    masks = _masks(table, chosen[0], images, values) if "mask" in table.column_names else None
-    boxes = None
-    if "bbox" in table.column_names:
-        boxes = torch.tensor(table.column("bbox").to_pylist(), dtype=torch.float64)
-    if masks is None and boxes is None:
+    if not names:
         raise BadInput(f"{chosen[0]}: neither mask nor bbox among its columns, so there is nothing to judge by")
+    tables = {file: read_columns(file, names) for file in chosen}
+    masks = boxes = None
+    if "mask" in names:
+        masks = torch.cat([_masks(table.column("mask"), file, images) for file, table in tables.items()])
+        masks = masks if values is None else _named(masks, values, str(source))
+    if "bbox" in names:
+        boxes = torch.cat([_boxes(table.column("bbox"), file) for file, table in tables.items()])
     height, width = images.images.shape[2:]
     if size is not None and (height, width) != (size, size):
         box = torch.tensor([[0.0, 0, height, width, 0]])
@@ -82,12 +83,20 @@ def open_dense(
     return DenseSet(images, masks, boxes)
 
 
-def _masks(table: Any, file: str, images: ImageSet, values: Mapping[int, int] | None) -> Tensor:
+def _boxes(column: Any, file: str) -> Tensor:
+    boxes = column.to_pylist()
+    for row, box in enumerate(boxes):
+        if not isinstance(box, list) or len(box) != 4 or None in box:
+            raise BadInput(f"{file}, row {row}: its bbox is {box}; a box is x0, y0, x1, y1 in pixels")
+    return torch.tensor(boxes, dtype=torch.float64)
+
+
+def _masks(column: Any, file: str, images: ImageSet) -> Tensor:
     from PIL import Image
 
     assert images.size is not None
     found = []
-    for row, cell in enumerate(table.column("mask").to_pylist()):
+    for row, cell in enumerate(column.to_pylist()):
         encoded = cell["bytes"] if isinstance(cell, dict) else cell
         try:
             with Image.open(BytesIO(encoded)) as opened:
@@ -100,8 +109,7 @@ def _masks(table: Any, file: str, images: ImageSet, values: Mapping[int, int] | 
                 f"{images.size[1]}"
             )
         found.append(mask.byte())
-    masks = torch.stack(found)
-    return masks if values is None else _named(masks, values, file)
+    return torch.stack(found)
 
 
 def _named(masks: Tensor, values: Mapping[int, int], source: str) -> Tensor:
