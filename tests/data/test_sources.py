@@ -93,6 +93,15 @@ def test_fashion_mnist_from_idx_files(fashion: Path) -> None:
     assert (train.images[:, 0].numpy() == expected).all()
 
 
+def test_a_download_that_fails_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*given: object, **named: object) -> None:
+        raise OSError("no network")
+
+    monkeypatch.setattr("torchvision.datasets.FashionMNIST", refused)
+    with pytest.raises(BadInput, match=r"fashion-mnist: not found, or damaged, in .* \(no network\)"):
+        open_images("fashion-mnist", root=tmp_path, download=True)
+
+
 def test_fashion_mnist_reads_as_torchvision_does(tmp_path: Path) -> None:
     raw = tmp_path / "FashionMNIST" / "raw"
     raw.mkdir(parents=True)

@@ -127,6 +127,8 @@ def in_range(reader: Reader, labels: Rows, classes: int, skip_broken: bool) -> t
     ]
     if messages and not skip_broken:
         raise BadInput(messages[0] + "; put it right, or leave such rows out with skip_broken=True")
+    if messages and not right.any():
+        raise BadInput(messages[0] + "; no other row has a right one either")
     return numpy.flatnonzero(right).tolist(), skipped(messages)
 
 

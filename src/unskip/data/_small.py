@@ -40,7 +40,7 @@ def fashion_mnist(split: str, root: Path, download: bool) -> ImageSet:
     if download:
         from torchvision.datasets import FashionMNIST
 
-        FashionMNIST(str(root), download=True)
+        _torchvision("fashion-mnist", root, lambda: FashionMNIST(str(root), download=True))
     stem = "t10k" if split == "test" else "train"
     folders = (root / "FashionMNIST" / "raw", root / "fashion-mnist", root, DEBIAN)
     images, labels = (idx(_found(f"{stem}-{what}-ubyte", folders)) for what in ("images-idx3", "labels-idx1"))
@@ -74,12 +74,14 @@ def idx(file: Path) -> Tensor:
 
 
 def cifar10(split: str, root: Path, download: bool) -> ImageSet:
+    """60,000 images of ten classes, 32x32."""
     from torchvision.datasets import CIFAR10
 
     return _cifar("cifar10", CIFAR10, split, root, download)
 
 
 def cifar100(split: str, root: Path, download: bool) -> ImageSet:
+    """60,000 images of a hundred classes, 32x32."""
     from torchvision.datasets import CIFAR100
 
     return _cifar("cifar100", CIFAR100, split, root, download)
