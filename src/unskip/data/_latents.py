@@ -20,6 +20,7 @@ import numpy
 import torch
 from torch import Tensor, nn
 
+from unskip.data._device import put
 from unskip.data._images import ImageSet
 from unskip.data._order import GEOMETRY, Order, check_world, share, stream
 from unskip.errors import BadInput, LoadError
@@ -94,7 +95,7 @@ def fingerprint(images: ImageSet) -> str:
     digest = hashlib.sha256(f"{images.name} {images.split} {len(images)}".encode())
     digest.update(images.labels.numpy().tobytes())
     if images.images is not None:
-        digest.update(images.images.contiguous().numpy().tobytes())
+        digest.update(images.images.contiguous().numpy().data)
         return digest.hexdigest()[:16]
     assert images.reader is not None
     for index in range(len(images)):
@@ -114,24 +115,31 @@ def encode(
     file = Path(cache).expanduser() / f"latents-{key}.npy"
     if not file.is_file():
         file.parent.mkdir(parents=True, exist_ok=True)
-        side = size // autoencoder.factor
         aside = file.with_suffix(f".{os.getpid()}.tmp")  # every process of a run makes its own, and the last one stays
-        shape = (len(images), 2, 2 * autoencoder.channels, side, side)
-        made = numpy.lib.format.open_memmap(aside, mode="w+", dtype=numpy.float16, shape=shape)
-        for start in range(0, len(images), batch):
-            rows = range(start, min(start + batch, len(images)))
-            pixels = images.load(rows, size)
-            for index, shown in enumerate((pixels, pixels.flip(3))):
-                moments = autoencoder.moments(shown).half()
-                bad = (~moments.isfinite().flatten(1).all(1)).nonzero()
-                if len(bad):
-                    where = images.place(rows[int(bad[0, 0])])
-                    raise BadInput(f"{where}: its latents are not finite; the autoencoder is broken, or the wrong one")
-                made[start : start + len(rows), index] = moments.cpu().numpy()
-        made.flush()
-        aside.replace(file)
+        try:
+            _write(aside, images, autoencoder, size, batch)
+            aside.replace(file)
+        finally:
+            aside.unlink(missing_ok=True)
         file.with_suffix(".json").write_text(json.dumps({"images": repr(images), "size": size}))
     return numpy.load(file, mmap_mode="r")  # type: ignore[no-any-return]
+
+
+def _write(file: Path, images: ImageSet, autoencoder: Autoencoder, size: int, batch: int) -> None:
+    side = size // autoencoder.factor
+    shape = (len(images), 2, 2 * autoencoder.channels, side, side)
+    made = numpy.lib.format.open_memmap(file, mode="w+", dtype=numpy.float16, shape=shape)
+    for start in range(0, len(images), batch):
+        rows = range(start, min(start + batch, len(images)))
+        pixels = images.load(rows, size)
+        for index, shown in enumerate((pixels, pixels.flip(3))):
+            moments = autoencoder.moments(shown).half()
+            bad = (~moments.isfinite().flatten(1).all(1)).nonzero()
+            if len(bad):
+                where = images.place(rows[int(bad[0, 0])])
+                raise BadInput(f"{where}: its latents are not finite; the autoencoder is broken, or the wrong one")
+            made[start : start + len(rows), index] = moments.cpu().numpy()
+    made.flush()
 
 
 class LatentFeed:
@@ -153,6 +161,7 @@ class LatentFeed:
         self.device = torch.device(device)
         self.order = Order(len(images), batch, seed)
         self.moments = encode(images, autoencoder, size, cache)
+        self._labels = images.labels.numpy()
 
     @property
     def steps_per_epoch(self) -> int:
@@ -170,20 +179,20 @@ class LatentFeed:
             mirror = stream(GEOMETRY, self.seed, step).random(len(rows)) < (0.5 if self.flip else 0.0)
             chosen = rows[part.start : part.stop]
             values = self.moments[chosen, mirror[part.start : part.stop].astype(numpy.int64)]
-            yield self._put(values), self.images.labels[torch.from_numpy(chosen.copy())].to(self.device)
+            yield self._put(values, self._labels[chosen])
 
-    def evaluate(self, rank: int = 0, world: int = 1) -> Iterator[tuple[Tensor, Tensor]]:
+    def evaluate(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Every image once, in order: the means of its latents, scaled."""
-        for moments, labels in self.in_order(rank, world):
+        for moments, labels in self.in_order():
             yield self.autoencoder.latents(moments), labels
 
-    def in_order(self, rank: int = 0, world: int = 1) -> Iterator[tuple[Tensor, Tensor]]:
+    def in_order(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Every image once: its moments, and its label."""
         for start in range(0, len(self.images), self.batch):
-            part = share(min(self.batch, len(self.images) - start), rank, world)
-            values = self._put(self.moments[start + part.start : start + part.stop, 0])
-            labels = self.images.labels[start + part.start : start + part.stop].to(self.device)
-            yield values, labels
+            part = slice(start, start + self.batch)
+            yield self._put(self.moments[part, 0], self._labels[part])
 
-    def _put(self, values: Any) -> Tensor:
-        return torch.from_numpy(numpy.ascontiguousarray(values)).to(self.device).float()
+    def _put(self, moments: Any, labels: Any) -> tuple[Tensor, Tensor]:
+        # Copies: what lies in the file cannot be written to, which torch warns of.
+        values, names = (put(numpy.array(each), self.device) for each in (moments, labels))
+        return values.float(), names

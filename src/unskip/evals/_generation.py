@@ -128,7 +128,7 @@ def _fingerprint(images: Tensor | ImageSet, size: int | None) -> str:
 
         return f"{fingerprint(images)}-{size}"
     digest = hashlib.sha256(str(tuple(images.shape)).encode())
-    digest.update(images.cpu().contiguous().numpy().tobytes())
+    digest.update(images.cpu().contiguous().numpy().data)
     return digest.hexdigest()[:16]
 
 
