@@ -162,7 +162,11 @@ def test_what_a_run_draws_is_judged_by_a_classifier(run: Path, tmp_path: Path) -
     assert found["FD-judge"] > 0
     assert found["evaluations"] == 3
     row = RunFolder.open(run).read("evals.jsonl")[-1]
-    assert (row["evaluation"], row["n"], row["steps"]) == ("generation-v1", 40, 3)
+    assert (row["evaluation"], row["n"], row["steps"], row["precision"]) == ("generation-v1", 40, 3, "float32")
+    assert row["sample_precision"] == found["precision"]
+    assert {name: row[name] for name in found if name != "precision"} == {
+        name: value for name, value in found.items() if name != "precision"
+    }
     assert len(list((tmp_path / "cache").iterdir())) == 1
 
 

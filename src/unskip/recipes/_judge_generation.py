@@ -58,8 +58,10 @@ def judge_samples(
 
         found = generation(batches(), reference, chosen, batch=batch)
         found["evaluations"] = float(torch.cat(costs).mean())
+    # In a row of evals.jsonl "precision" is that of the arithmetic, and must not push out that of the samples.
+    numbers = {"sample_precision" if name == "precision" else name: value for name, value in found.items()}
     about = {"n": n, "split": split, "precision": precision, "extractor": chosen.key, **asdict(sampling)}
-    trained.folder.append("evals.jsonl", {"step": trained.step, "evaluation": "generation-v1", **found, **about})
+    trained.folder.append("evals.jsonl", {"step": trained.step, "evaluation": "generation-v1", **numbers, **about})
     return found
 
 
