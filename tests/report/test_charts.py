@@ -123,6 +123,17 @@ def test_other_ways_have_other_names(tmp_path: Path) -> None:
     assert charts.called("rank (changed)")[0] == "Effective rank of the features (changed)"
 
 
+def test_how_samples_were_drawn_is_no_result(tmp_path: Path) -> None:
+    how = {"n": 1000, "split": "train", "precision": "float32", "extractor": "0f", "sampler": "heun", "steps": 50}
+    how |= {"cfg": 1.0, "tolerance": 1e-5, "seed": 3}
+    rows = [{"step": 30, "evaluation": "generation-v1", "FD-x": 2.0, **how, **more} for more in ({}, {"cfg": 1.5})]
+    rows.append({"step": 30, "evaluation": "segment-ridge-v1", "mean_iou": 0.5, "data": "x.parquet", "size": 32})
+    groups = read_groups([folder(tmp_path / "a", evals=rows)])
+    names = ["FD-x of 1000 samples", "FD-x of 1000 samples with cfg 1.5", "mean_iou"]
+    assert charts.evaluations(groups, by_block=False) == names
+    assert [*charts.last_values(groups[0].runs[0])] == names
+
+
 def test_long_curves_are_thinned_and_keep_their_ends(tmp_path: Path) -> None:
     folder(tmp_path / "a", losses=[1 / (1 + i) for i in range(1000)])
     chart = charts.over_steps(read_groups([tmp_path]), "loss")

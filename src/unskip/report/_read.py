@@ -20,7 +20,11 @@ if TYPE_CHECKING:
     from unskip.report._look import Look
 
 FILES = ("metrics.jsonl", "evals.jsonl", "warnings.jsonl")
-LABELS = ("step", "evaluation", "block", "pool", "split", "seed", "precision", "changes", "time")  # no results
+# Of a line of evals.jsonl, what says of what and how its numbers were taken, and is none of them.
+LABELS = (
+    *("step", "evaluation", "block", "pool", "split", "seed", "precision", "changes", "time", "data", "size"),
+    *("n", "sampler", "steps", "cfg", "tolerance", "extractor"),
+)
 OF_CLASS_TOKENS = " of class tokens"
 _OF_BLOCK = re.compile(r"([a-z]+)_block_(\d{1,4})")  # such as rank_block_3, which self-distillation logs
 _SEED = re.compile(r"[-_ .]?seed[-_=]?\d+$", re.IGNORECASE)
@@ -258,8 +262,8 @@ def _numbers(row: dict[str, Any]) -> dict[str, float]:
 def _mixed(row: dict[str, Any], own: str) -> list[dict[str, Any]]:
     """Numbers as floats, the block as a whole number or None, the rest as it is. `own` is the split of the run.
 
-    What was taken of other tokens or images, at a noise level, or not quite by the protocol has another name than what
-    was not. Numbers of several blocks in one row become a row each.
+    What was taken of other tokens or images, at a noise level, of so many samples, or not quite by the protocol has
+    another name than what was not. Numbers of several blocks in one row become a row each.
     """
     found: dict[str, Any] = {}
     blocks: dict[int, dict[str, Any]] = {}
@@ -285,10 +289,13 @@ def _mixed(row: dict[str, Any], own: str) -> list[dict[str, Any]]:
 
 def _apart(row: dict[str, Any], own: str) -> str:
     """What sets the numbers of a row apart from others of the same name."""
-    time, split, precision = number(row.get("time")), row.get("split"), row.get("precision")
+    time, count, cfg = (number(row.get(name)) for name in ("time", "n", "cfg"))
+    split, precision = row.get("split"), row.get("precision")
     parts = [OF_CLASS_TOKENS if row.get("pool") == "cls" else ""]
     parts.append({"val": " on held-out images", "test": " on test images"}.get(str(split), "") if split != own else "")
     parts.append(f" at time {time:g}" if time is not None else "")
+    parts.append(f" of {count:g} samples" if count is not None else "")
+    parts.append(f" with cfg {cfg:g}" if cfg not in (None, 1.0) else "")
     parts.append(f" in {clean(precision, 12)}" if precision not in (None, "float32") else "")
     parts.append(" (changed)" if row.get("changes") else "")
     return "".join(parts)
