@@ -96,12 +96,14 @@ def test_reconstructions_show_the_images(runs: Path, groups: list[Group]) -> Non
     assert len(tiles["reconstructions"].table) == SHOWN
 
 
-def test_painting_right_is_painting_the_image(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("norm_pix", [True, False])
+def test_painting_right_is_painting_the_image(runs: Path, norm_pix: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """A decoder that predicts its target exactly reconstructs every pixel."""
     from unskip.models import MAE
     from unskip.models._mae import Reconstruction, _rows
 
     def perfect(self: MAE, images: torch.Tensor, noise: torch.Tensor) -> Reconstruction:
+        self.norm_pix = norm_pix
         order = noise.argsort(1)
         target = self.target(_rows(self.patches(images), order[:, self.visible :]))
         return Reconstruction(torch.zeros(()), target, order, torch.zeros(()))
@@ -179,6 +181,13 @@ def test_a_search_leaves_the_generator_alone(runs: Path) -> None:
     before = torch.get_rng_state()
     look(group.runs[0])
     assert torch.equal(before, torch.get_rng_state())
+
+
+def test_a_look_wakes_no_other_gpu(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (group,) = read([runs / "mae"], look=False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_rng_state", lambda device: pytest.fail(f"woke GPU {device}"))
+    assert look(group.runs[0]).notes == ()
 
 
 def test_what_cannot_be_looked_at(runs: Path, tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from torch.nn import functional as F
 
 from unskip.anatomy import features
 from unskip.data import Feed, ImageSet
+from unskip.data._device import mean_and_std
 from unskip.errors import UnskipError
 from unskip.evals import extract
 from unskip.evals._pictures import main_directions
@@ -59,7 +60,8 @@ def look(run: Run, jacobians: bool = False, trust: bool = False, opener: Opener 
     if run.checkpoint is None:
         return Look(notes=("not looked at: it has no checkpoint yet",))
     found = _Found()
-    with warnings.catch_warnings(record=True) as caught, torch.random.fork_rng():
+    gpus = [torch.cuda.current_device()] if torch.cuda.is_available() else []
+    with warnings.catch_warnings(record=True) as caught, torch.random.fork_rng(gpus):
         warnings.simplefilter("always")
         torch.manual_seed(0)
         try:
@@ -134,8 +136,8 @@ def _reconstructions(found: _Found, trained: Trained, train: ImageSet, test: Ima
 
 def _in_bytes(model: MAE, true: Tensor, masked: Tensor, prediction: Tensor) -> Tensor:
     """What the decoder paints, 0 to 255."""
-    repeats = model.grid.patch**2
-    middle, scale = model.mean.cpu().repeat(repeats), model.std.cpu().repeat(repeats)
+    # Those that the images were fed with; the model's own are for bytes.
+    middle, scale = (255 * each.flatten().repeat(model.grid.patch**2) for each in mean_and_std(model.grid.channels))
     if model.norm_pix:
         target = (true.gather(1, masked[:, :, None].expand(-1, -1, true.shape[2])) - middle) / scale
         spread, mean = torch.var_mean(target, -1, keepdim=True)
