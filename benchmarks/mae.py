@@ -6,7 +6,9 @@
 
     sweep     alpha_min 0.9 to 0.4; the best by KNN of the last block
     final     plain MAE, long skips alone, and the best decay: three seeds, fine-tuned too
-    longer    long skips alone and the best decay, three times as long as the final runs: does more training part them?
+    rate      half and twice the learning rate: does any of the above owe its place to the one that all have?
+    longer    long skips alone and the best decay, three times as long as the final runs and each at its best rate: does
+              more training part them?
     ablation  the paper's, at the best alpha_min, and what they are held against: plain MAE and long skips alone
     depth     6, 12 (in sweep and ablation) and 24 blocks: one alpha_min, one effective decay, long skips alone
     size      a plain model twice as wide, against the decayed small one
@@ -28,14 +30,14 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+from _mae_results import ALPHAS, RATES, answers, best_rate, chosen, correlations, figures, last, table
 from _study import ROOT, Job, about, arguments, folder_of, opened, serve, study
 
 SEEDS = (0, 1, 2)
-ALPHAS = (0.6, 0.7, 0.8, 0.5, 0.9, 0.4)
 PROTOCOLS = ("knn-dino-v1", "rank-v1", "probe-lbfgs-v1", "probe-mae-v1", "probe-decayed-v1")
 TUNED = "finetune-mae-v1"
 PLAIN = {"shortcut": "keep", "long_skips": False, "init": "default"}
-LONGER = 3
+LONGER = 3  # times the epochs of the final runs
 LOOKS = 12  # online evaluations of a run
 IMAGES = {"cifar": (50_000, 512), "digits": (1438, 64)}  # of the training set, and of a batch
 
@@ -58,12 +60,16 @@ def jobs(done: dict[str, Any], fields: dict[str, Any], epochs: tuple[float, floa
         final.append((f"final | long skips | seed {seed}", {"shortcut": "keep", "seed": seed}))
         if best is not None:
             final.append((f"final | decay {best:g} | seed {seed}", {"shortcut": f"decay:{best:g}", "seed": seed}))
+    rates: list[Job] = []
     longer: list[Job] = []
     if best is not None:
-        longer = [
-            ("longer | long skips", {"shortcut": "keep"}),
-            (f"longer | decay {best:g}", {"shortcut": f"decay:{best:g}"}),
-        ]
+        rivals = {"long skips": {"shortcut": "keep"}, f"decay {best:g}": {"shortcut": f"decay:{best:g}"}}
+        others = {"plain": PLAIN, "decay 0.6": {"shortcut": "decay:0.6"}}
+        for name, config in (rivals | others).items():
+            rates += [(f"rate | {name} | x {times:g}", {**config, "lr": times * fields["lr"]}) for times in RATES]
+        for name, config in rivals.items():
+            if (times := best_rate(done, name)) is not None:
+                longer.append((f"longer | {name} | x {times:g}", {**config, "lr": times * fields["lr"]}))
     later: list[Job] = [("ablation | long skips", {"shortcut": "keep"}), ("ablation | plain", PLAIN)]
     if best is not None:
         decay = {"shortcut": f"decay:{best:g}"}
@@ -98,15 +104,7 @@ def jobs(done: dict[str, Any], fields: dict[str, Any], epochs: tuple[float, floa
         every = max(1, round(steps / LOOKS))
         return name, {**fields, **config, "validate": not last, "epochs": length, "evaluate_every": every}
 
-    return [planned(*job) for job in short + longer + final + later if job[0] not in done]
-
-
-def chosen(done: dict[str, Any]) -> float | None:
-    """The alpha_min with the best KNN of the last block on the held-out part, once all have run."""
-    names = {alpha: f"sweep | alpha_min {alpha:g}" for alpha in ALPHAS}
-    if not all(name in done for name in names.values()):
-        return None
-    return max(names, key=lambda alpha: last(done[names[alpha]], "knn20"))
+    return [planned(*job) for job in short + rates + longer + final + later if job[0] not in done]
 
 
 def product_of(alpha: float, sites: int) -> float:
@@ -186,169 +184,6 @@ def judged(name: str, config: Any, folder: Path, finetune_epochs: float) -> dict
     return found | {"judging_seconds": time.perf_counter() - begun}
 
 
-# --- What is shown ----------------------------------------------------------------------------------------------------
-
-
-def last(row: dict[str, Any], key: str) -> float:
-    """A number of the last block; 0 for a run that diverged."""
-    return float(row["depth"][key][-1]) if "depth" in row else 0.0
-
-
-def groups(done: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
-    """Runs that differ in their seed alone, together."""
-    found: dict[str, list[dict[str, Any]]] = {}
-    for name, row in done.items():
-        found.setdefault(name.partition(" | seed")[0], []).append(row)
-    return found
-
-
-def table(done: dict[str, Any]) -> str:
-    """A line for each configuration: numbers of the last block, and the best KNN over depth with its block."""
-    keys = ("knn20", "probe_lbfgs", "probe_mae", "probe_decayed", "rank")
-    lines = [f"| run | seeds | {' | '.join(keys)} | best KNN (block) | fine-tuned | split |", "|---" * 10 + "|"]
-    for name, rows in sorted(groups(done).items()):
-        whole = [row for row in rows if "depth" in row]
-        if not whole:
-            lines.append(f"| {name.replace(' | ', ': ')} | {len(rows)} | diverged" + " |" * 8)
-            continue
-        cells = [spread([last(row, key) for row in whole], 1 if key == "rank" else 100) for key in keys]
-        best = [max(range(len(row["depth"]["knn20"])), key=row["depth"]["knn20"].__getitem__) for row in whole]
-        top = spread([row["depth"]["knn20"][block] for row, block in zip(whole, best, strict=True)], 100)
-        tuned = spread([row["finetune"] for row in whole], 100) if "finetune" in whole[0] else ""
-        split = "val" if whole[0]["config"].get("validate") else "test"
-        blocks = ", ".join(str(block) for block in sorted(set(best)))
-        title = name.replace(" | ", ": ")
-        lines.append(f"| {title} | {len(whole)} | {' | '.join(cells)} | {top} ({blocks}) | {tuned} | {split} |")
-    return "\n".join(lines)
-
-
-def spread(values: list[float], scale: float) -> str:
-    middle = f"{scale * statistics.mean(values):.1f}"
-    return middle + (f" ± {scale * statistics.stdev(values):.1f}" if len(values) > 1 else "")
-
-
-def answers(done: dict[str, Any]) -> dict[str, Any]:
-    """What the study was made for, in points: the gain of the decay, what transfers over depth, small against large."""
-    best = chosen(done)
-    if best is None:
-        return {}
-    found: dict[str, Any] = {"alpha_min": best}
-    rows = {name: [row for row in each if "depth" in row] for name, each in groups(done).items()}
-
-    def mean(name: str, key: str) -> float | None:
-        # A row holds the last online numbers too, of fewer images: only fine-tuning has none over depth.
-        values = [row[key] if key == "finetune" else last(row, key) for row in rows.get(name, ())]
-        return 100 * statistics.mean(values) if values else None
-
-    def gain(ours: str, theirs: str, key: str) -> float | None:
-        a, b = mean(ours, key), mean(theirs, key)
-        return None if a is None or b is None else round(a - b, 2)
-
-    for key in ("knn20", "probe_lbfgs"):
-        found[f"{key}, longer: decayed less long skips"] = gain(f"longer | decay {best:g}", "longer | long skips", key)
-    ours, sweep = f"final | decay {best:g}", f"sweep | alpha_min {best:g}"
-    for other in ("plain", "long skips"):
-        for key in ("knn20", "probe_lbfgs", "probe_mae", "probe_decayed", "finetune"):
-            found[f"{key}, decayed less {other}"] = gain(ours, f"final | {other}", key)
-    for name in sorted(rows):
-        if name.startswith("depth") and "long skips" not in name:
-            depth = name.split(" | ")[1]
-            for key in ("knn20", "probe_lbfgs"):
-                found[f"{key}, {name} less long skips"] = gain(name, f"depth | {depth} | long skips", key)
-    for key in ("knn20", "probe_lbfgs"):
-        found[f"{key}, {sweep} less long skips"] = gain(sweep, "ablation | long skips", key)
-    for key in ("probe_lbfgs", "probe_mae", "probe_decayed"):
-        found[f"{key}, decayed less plain twice as wide"] = gain(sweep, "size | plain, twice as wide", key)
-    return found
-
-
-def correlations(done: dict[str, Any]) -> dict[str, Any]:
-    """Rank against KNN over configurations at the same share of training, and over the checkpoints of each run."""
-    curves = {name: row["online"] for name, row in done.items() if len(row.get("online", ())) > 3}
-    curves = {name: curve for name, curve in curves.items() if not name.startswith(("depth", "size", "longer"))}
-    found: dict[str, Any] = {"over checkpoints": {}}
-    for kind, long in (("final runs", True), ("other runs", False)):
-        alike = [curve for name, curve in curves.items() if name.startswith("final") == long]
-        over = found.setdefault(f"over configurations, {kind}", {})
-        count = min((len(curve) for curve in alike), default=0)
-        for at in range(count if len(alike) > 3 else 0):
-            points = [curve[at] for curve in alike]
-            over[f"{(at + 1) / count:.0%}"] = pearson([p[2] for p in points], [p[1] for p in points])
-    for name, curve in curves.items():
-        half = len(curve) // 2
-        parts = {"early": curve[:half], "late": curve[half:]}
-        found["over checkpoints"][name] = {
-            part: pearson([p[2] for p in rows], [p[1] for p in rows]) for part, rows in parts.items() if len(rows) > 2
-        }
-    return found
-
-
-def pearson(x: list[float], y: list[float]) -> float | None:
-    try:
-        return round(statistics.correlation(x, y), 3)
-    except statistics.StatisticsError:
-        return None
-
-
-def figures(done: dict[str, Any], folder: Path, word: str) -> None:
-    """KNN over depth and training, and rank against KNN; feature norms, echo and frequency; as SVG."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    pyplot.rcParams["svg.hashsalt"] = "mae"
-    figure, (depth, training, ranks) = pyplot.subplots(1, 3, figsize=(13, 3.8), constrained_layout=True)
-    for name, rows in sorted(groups(done).items()):
-        whole = [row for row in rows if "depth" in row]
-        if not whole:
-            continue
-        label = name.partition(" | ")[2]
-        if name.startswith("final"):
-            means = [
-                100 * statistics.mean(values) for values in zip(*(r["depth"]["knn20"] for r in whole), strict=True)
-            ]
-            (line,) = depth.plot(means, marker="o", markersize=3, label=label)
-            for row in whole:
-                depth.plot([100 * v for v in row["depth"]["knn20"]], color=line.get_color(), alpha=0.25, linewidth=0.8)
-                steps = [point[0] for point in row["online"]]
-                training.plot(steps, [100 * p[1] for p in row["online"]], color=line.get_color(), alpha=0.7)
-        if not name.startswith(("depth", "size", "longer")):
-            mark = "o" if name.startswith("final") else "x"
-            points = [last(r, "rank") for r in whole], [100 * last(r, "knn20") for r in whole]
-            ranks.scatter(*points, s=14, marker=mark, label=label)
-    depth.set(xlabel="block", ylabel="KNN accuracy, k = 20 (%)", title="over depth")
-    training.set(xlabel="step", title="over training, last block")
-    ranks.set(xlabel="effective rank, last block", title="rank against KNN")
-    _legend(depth, 7)
-    _legend(ranks, 5)
-    folder.mkdir(parents=True, exist_ok=True)
-    figure.savefig(folder / f"mae-{word}.svg", metadata={"Date": None})
-    pyplot.close(figure)
-    figure, (norms, echo, frequency) = pyplot.subplots(1, 3, figsize=(13, 3.8), constrained_layout=True)
-    for name, rows in sorted(groups(done).items()):
-        if name.startswith("start") or name in ("sweep | alpha_min 0.4", "sweep | alpha_min 0.6"):
-            label = name.partition(" | ")[2] + ("" if name.startswith("start") else " with zero start")
-            norms.plot([point[0] for point in rows[0]["loss"]], [point[2] for point in rows[0]["loss"]], label=label)
-        measured: Any = [row["measure"] for row in rows if "measure" in row]
-        for key, axes in (("echo", echo), ("high_frequency", frequency)) if measured else ():
-            each = zip(*([block.get(key) for block in row] for row in measured), strict=True)
-            means = [statistics.mean(values) if None not in values else None for values in each]
-            axes.plot(means, marker="o", markersize=3, label=name.partition(" | ")[2])
-    norms.set(xlabel="step", ylabel="length of the last tokens", title="feature norm over training", yscale="log")
-    echo.set(xlabel="block", ylabel="R² of the first stream", title="echo")
-    frequency.set(xlabel="block", ylabel="share of energy", title="high frequencies")
-    for axes in (norms, echo, frequency):
-        _legend(axes, 7)
-    figure.savefig(folder / f"mae-{word}-inside.svg", metadata={"Date": None})
-    pyplot.close(figure)
-
-
-def _legend(axes: Any, size: int) -> None:
-    if axes.get_legend_handles_labels()[0]:
-        axes.legend(fontsize=size)
-
-
 def tell(name: str, row: dict[str, Any]) -> str:
     if "depth" not in row:
         return f"diverged: {row['diverged']}"
@@ -366,7 +201,7 @@ def main() -> None:
         serve(work)
         return
     fields: dict[str, Any] = {"preset": "digits", "model_args": "depth=4,embed_dim=32,num_heads=2", "log_every": 10}
-    fields |= {"online_images": 500}
+    fields |= {"online_images": 500, "lr": options.lr}
     epochs, finetune = (3, 4), 3
     if options.data is not None:
         fields = {"preset": "cifar", "model_args": "depth=12,embed_dim=192,num_heads=3", "lr": options.lr}

@@ -1,0 +1,207 @@
+"""What the runs of the MAE study hold: choices, tables, answers, correlations and figures."""
+
+from __future__ import annotations
+
+import statistics
+from pathlib import Path
+from typing import Any
+
+ALPHAS = (0.6, 0.7, 0.8, 0.5, 0.9, 0.4)
+RATES = (0.5, 2.0)  # times the learning rate that all other runs have
+MARKS: dict[str, dict[str, Any]] = {  # by the kind of a run, in the colours of Okabe and Ito
+    "final": {"marker": "o", "color": "#000000", "label": "final runs"},
+    "sweep": {"marker": "s", "color": "#0072b2", "label": "decayed to the alpha_min beside it"},
+    "ablation": {"marker": "x", "color": "#d55e00", "label": "ablations"},
+    "start": {"marker": "^", "color": "#009e73", "label": "decayed to 0.4, 0.6 without zero start"},
+}
+
+
+def chosen(done: dict[str, Any]) -> float | None:
+    """The alpha_min with the best KNN of the last block on the held-out part, once all have run."""
+    names = {alpha: f"sweep | alpha_min {alpha:g}" for alpha in ALPHAS}
+    if not all(name in done for name in names.values()):
+        return None
+    return max(names, key=lambda alpha: last(done[names[alpha]], "knn20"))
+
+
+def best_rate(done: dict[str, Any], name: str) -> float | None:
+    """The factor on the learning rate with the best KNN on the held-out part, once all have run."""
+    usual = f"sweep | alpha_min {name.removeprefix('decay ')}" if name.startswith("decay") else f"ablation | {name}"
+    names = {1.0: usual} | {times: f"rate | {name} | x {times:g}" for times in RATES}
+    if not all(each in done for each in names.values()):
+        return None
+    return max(names, key=lambda times: last(done[names[times]], "knn20"))
+
+
+def last(row: dict[str, Any], key: str) -> float:
+    """A number of the last block; 0 for a run that diverged."""
+    return float(row["depth"][key][-1]) if "depth" in row else 0.0
+
+
+def groups(done: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
+    """Runs that differ in their seed alone, together."""
+    found: dict[str, list[dict[str, Any]]] = {}
+    for name, row in done.items():
+        found.setdefault(name.partition(" | seed")[0], []).append(row)
+    return found
+
+
+def table(done: dict[str, Any]) -> str:
+    """A line for each configuration: numbers of the last block, and the best KNN over depth with its block."""
+    keys = ("knn20", "probe_lbfgs", "probe_mae", "probe_decayed", "rank")
+    lines = [f"| run | seeds | {' | '.join(keys)} | best KNN (block) | fine-tuned | split |", "|---" * 10 + "|"]
+    for name, rows in sorted(groups(done).items()):
+        whole = [row for row in rows if "depth" in row]
+        if not whole:
+            lines.append(f"| {name.replace(' | ', ': ')} | {len(rows)} | diverged" + " |" * 8)
+            continue
+        cells = [spread([last(row, key) for row in whole], 1 if key == "rank" else 100) for key in keys]
+        best = [max(range(len(row["depth"]["knn20"])), key=row["depth"]["knn20"].__getitem__) for row in whole]
+        top = spread([row["depth"]["knn20"][block] for row, block in zip(whole, best, strict=True)], 100)
+        tuned = spread([row["finetune"] for row in whole], 100) if "finetune" in whole[0] else ""
+        split = "val" if whole[0]["config"].get("validate") else "test"
+        blocks = ", ".join(str(block) for block in sorted(set(best)))
+        title = name.replace(" | ", ": ")
+        lines.append(f"| {title} | {len(whole)} | {' | '.join(cells)} | {top} ({blocks}) | {tuned} | {split} |")
+    return "\n".join(lines)
+
+
+def spread(values: list[float], scale: float) -> str:
+    middle = f"{scale * statistics.mean(values):.1f}"
+    return middle + (f" ± {scale * statistics.stdev(values):.1f}" if len(values) > 1 else "")
+
+
+def answers(done: dict[str, Any]) -> dict[str, Any]:
+    """What the study was made for, in points: the gain of the decay, what transfers over depth, small against large."""
+    best = chosen(done)
+    if best is None:
+        return {}
+    found: dict[str, Any] = {"alpha_min": best}
+    rows = {name: [row for row in each if "depth" in row] for name, each in groups(done).items()}
+
+    def mean(name: str, key: str) -> float | None:
+        # A row holds the last online numbers too, of fewer images: only fine-tuning has none over depth.
+        values = [row[key] if key == "finetune" else last(row, key) for row in rows.get(name, ())]
+        return 100 * statistics.mean(values) if values else None
+
+    def gain(ours: str, theirs: str, key: str) -> float | None:
+        a, b = mean(ours, key), mean(theirs, key)
+        return None if a is None or b is None else round(a - b, 2)
+
+    longer = [f"longer | {name} | x {best_rate(done, name) or 1:g}" for name in (f"decay {best:g}", "long skips")]
+    for key in ("knn20", "probe_lbfgs"):
+        found[f"{key}, longer: decayed less long skips"] = gain(longer[0], longer[1], key)
+    ours, sweep = f"final | decay {best:g}", f"sweep | alpha_min {best:g}"
+    for other in ("plain", "long skips"):
+        for key in ("knn20", "probe_lbfgs", "probe_mae", "probe_decayed", "finetune"):
+            found[f"{key}, decayed less {other}"] = gain(ours, f"final | {other}", key)
+    for name in sorted(rows):
+        if name.startswith("depth") and "long skips" not in name:
+            depth = name.split(" | ")[1]
+            for key in ("knn20", "probe_lbfgs"):
+                found[f"{key}, {name} less long skips"] = gain(name, f"depth | {depth} | long skips", key)
+    for key in ("knn20", "probe_lbfgs"):
+        found[f"{key}, {sweep} less long skips"] = gain(sweep, "ablation | long skips", key)
+    for key in ("probe_lbfgs", "probe_mae", "probe_decayed"):
+        found[f"{key}, decayed less plain twice as wide"] = gain(sweep, "size | plain, twice as wide", key)
+    return found
+
+
+def correlations(done: dict[str, Any]) -> dict[str, Any]:
+    """Rank against KNN over configurations at the same share of training, and over the checkpoints of each run."""
+    curves = {name: row["online"] for name, row in done.items() if len(row.get("online", ())) > 3}
+    curves = {name: curve for name, curve in curves.items() if not name.startswith(("depth", "size", "rate", "longer"))}
+    found: dict[str, Any] = {"over checkpoints": {}}
+    for kind, long in (("final runs", True), ("other runs", False)):
+        alike = [curve for name, curve in curves.items() if name.startswith("final") == long]
+        over = found.setdefault(f"over configurations, {kind}", {})
+        count = min((len(curve) for curve in alike), default=0)
+        for at in range(count if len(alike) > 3 else 0):
+            points = [curve[at] for curve in alike]
+            over[f"{(at + 1) / count:.0%}"] = pearson([p[2] for p in points], [p[1] for p in points])
+    for name, curve in curves.items():
+        half = len(curve) // 2
+        parts = {"early": curve[:half], "late": curve[half:]}
+        found["over checkpoints"][name] = {
+            part: pearson([p[2] for p in rows], [p[1] for p in rows]) for part, rows in parts.items() if len(rows) > 2
+        }
+    return found
+
+
+def pearson(x: list[float], y: list[float]) -> float | None:
+    try:
+        return round(statistics.correlation(x, y), 3)
+    except statistics.StatisticsError:
+        return None
+
+
+def figures(done: dict[str, Any], folder: Path, word: str) -> None:
+    """KNN over depth and training, and rank against KNN; feature norms, echo and frequency; as SVG."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    pyplot.rcParams["svg.hashsalt"] = "mae"
+    colours = ["#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000"]  # Okabe and Ito
+    pyplot.rcParams["axes.prop_cycle"] = pyplot.cycler(color=colours)
+    figure, (depth, training, ranks) = pyplot.subplots(1, 3, figsize=(13, 3.8), constrained_layout=True)
+    for name, rows in sorted(groups(done).items()):
+        whole = [row for row in rows if "depth" in row]
+        if not whole:
+            continue
+        label = name.partition(" | ")[2]
+        if name.startswith("final"):
+            means = [
+                100 * statistics.mean(values) for values in zip(*(r["depth"]["knn20"] for r in whole), strict=True)
+            ]
+            (line,) = depth.plot(means, marker="o", markersize=3, label=label)
+            for row in whole:
+                depth.plot([100 * v for v in row["depth"]["knn20"]], color=line.get_color(), alpha=0.25, linewidth=0.8)
+                steps = [point[0] for point in row["online"]]
+                training.plot(steps, [100 * p[1] for p in row["online"]], color=line.get_color(), alpha=0.7)
+        kind = name.partition(" | ")[0]
+        if kind in MARKS:
+            points = [last(r, "rank") for r in whole], [100 * last(r, "knn20") for r in whole]
+            ranks.scatter(*points, s=16, **MARKS[kind])
+            if kind == "sweep":
+                ranks.annotate(
+                    label.removeprefix("alpha_min "),
+                    (points[0][0], points[1][0]),
+                    (4, -7),
+                    textcoords="offset points",
+                    fontsize=6,
+                )
+    depth.set(xlabel="block", ylabel="KNN accuracy, k = 20 (%)", title="over depth")
+    training.set(xlabel="step", title="over training, last block, fewer images")
+    ranks.set(xlabel="effective rank, last block", title="rank against KNN")
+    _legend(depth, 7)
+    _legend(ranks, 7)
+    folder.mkdir(parents=True, exist_ok=True)
+    figure.savefig(folder / f"mae-{word}.svg", metadata={"Date": None})
+    pyplot.close(figure)
+    figure, (norms, echo, frequency) = pyplot.subplots(1, 3, figsize=(13, 3.8), constrained_layout=True)
+    for name, rows in sorted(groups(done).items()):
+        if name.startswith("start") or name in ("sweep | alpha_min 0.4", "sweep | alpha_min 0.6"):
+            label = name.partition(" | ")[2] + ("" if name.startswith("start") else " with zero start")
+            norms.plot([point[0] for point in rows[0]["loss"]], [point[2] for point in rows[0]["loss"]], label=label)
+        measured: Any = [row["measure"] for row in rows if "measure" in row]
+        for key, axes in (("echo", echo), ("high_frequency", frequency)) if measured else ():
+            each = zip(*([block.get(key) for block in row] for row in measured), strict=True)
+            means = [statistics.mean(values) if None not in values else None for values in each]
+            axes.plot(means, marker="o", markersize=3, label=name.partition(" | ")[2])
+    norms.set(xlabel="step", ylabel="length of the last tokens", title="feature norm over training", yscale="log")
+    echo.set(xlabel="block", ylabel="R² of the first stream", title="echo")
+    frequency.set(xlabel="block", ylabel="share of energy", title="high frequencies")
+    for axes in (norms, echo, frequency):
+        _legend(axes, 7)
+    figure.savefig(folder / f"mae-{word}-inside.svg", metadata={"Date": None})
+    pyplot.close(figure)
+
+
+def _legend(axes: Any, size: int) -> None:
+    """One line for each label, however often it was drawn."""
+    handles, labels = axes.get_legend_handles_labels()
+    if handles:
+        named = dict(zip(labels, handles, strict=True))
+        axes.legend(named.values(), named.keys(), fontsize=size)
