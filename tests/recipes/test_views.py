@@ -135,12 +135,13 @@ def test_schedules_and_the_frozen_last_layer() -> None:
     assert 0 < frozen < 4
 
 
-def test_a_teacher_is_judged_as_it_was_at_the_end(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("fade", "left"), [(4, 0.0), (10, 0.5)])
+def test_a_teacher_is_judged_as_it_was_at_the_end(tmp_path: Path, fade: int, left: float) -> None:
     """Its skips are annealed with the student's; a run that is opened again has them where training left them."""
-    unskip.train(dino(shortcut="anneal:keep>cut@4"), tmp_path / "x", quiet=True)
+    unskip.train(dino(shortcut=f"anneal:keep>cut@{fade}"), tmp_path / "x", quiet=True)  # the last step is number 5
     opened: Any = open_run(tmp_path / "x")
     for tower in (opened.model.student, opened.model.teacher):
-        assert unskip.Wiring.of(tower.backbone).alphas == [0.0] * 4
+        assert unskip.Wiring.of(tower.backbone).alphas == pytest.approx([left] * 4)
     x = torch.randn(2, 1, 8, 8)
     encoder = unskip.load(tmp_path / "x" / "checkpoints" / "step-6" / "encoder").eval()
     with torch.no_grad():

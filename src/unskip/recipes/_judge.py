@@ -47,10 +47,11 @@ def open_run(out: str | Path, device: str | None = None, opener: Opener | None =
     average = averaged_weights(checkpoint, where)
     if average is not None:
         task.model.load_state_dict(average)
+    last = step - 1  # steps count from 0, and shortcuts stay where the last one left them
     if task.wiring is not None:
-        task.wiring.step(step)
+        task.wiring.step(last)
     if task.before is not None:  # such as the wiring of a teacher, which is what is judged
-        task.before(step)
+        task.before(last)
     return Trained(folder, config, task.model, task.watched or task.model, step)
 
 
