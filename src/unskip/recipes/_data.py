@@ -35,9 +35,9 @@ def opened(
     config: Config, split: Literal["train", "val", "test"], opener: Opener | None = None, hold_out: bool = False
 ) -> ImageSet:
     """One split of the images of a config. Several sizes are held as squares: of `source`, or of `size`."""
-    options: dict[str, Any] = {"root": config.data_root, "skip_broken": config.skip_broken, "hold_out": hold_out}
-    options["download"] = config.download
     opener = opener or open_images
+    options: dict[str, Any] = {"root": config.data_root, "skip_broken": config.skip_broken}
+    options |= {"hold_out": hold_out, "download": config.download}
     try:
         return opener(config.data, split, **options)
     except MixedSizes:

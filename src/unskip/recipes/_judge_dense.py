@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from unskip.anatomy._features import indices
+from unskip.data import open_images
 from unskip.data._dense import open_dense
 from unskip.errors import BadInput
 from unskip.evals import Result, discover_blocks, patches, pictures, segment_blocks
@@ -83,10 +84,7 @@ def picture_run(
     """A sheet of pictures of a run's features, of images of its own test split or of another set of parquet files."""
     opener = opening_once()
     run = open_run(out, device, opener)
-    if source is None:
-        images = opened(run.config, "test", opener)
-    else:
-        images = open_dense(source, "test").images
+    images = opened(run.config, "test", opener) if source is None else open_images(source, "test")
     chosen = torch.linspace(0, len(images) - 1, count).long()
     size = run.config.size if source is None or images.size is None else None
     return pictures(run.encoder, images.load(chosen, size), Path(target))

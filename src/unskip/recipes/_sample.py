@@ -7,7 +7,6 @@ RUN/samples/step-N-SAMPLER-cfg-seed.json         how they were made, and at what
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
 import time
@@ -148,10 +147,9 @@ def _write(folder: Path, name: str, images: Tensor, about: dict[str, Any]) -> Pa
     each.mkdir(parents=True, exist_ok=True)
     for index, image in enumerate(images):
         Image.fromarray(_channels_last(image)).save(each / f"{index:05d}.png")
-    with contextlib.suppress(OSError):
-        for old in each.glob("*.png"):  # of an earlier call that asked for more
-            if old.stem.isdigit() and int(old.stem) >= len(images):
-                old.unlink()
+    for old in each.glob("*.png"):  # of an earlier call that asked for more
+        if old.stem.isdigit() and int(old.stem) >= len(images):
+            old.unlink(missing_ok=True)
     (folder / f"{name}.json").write_text(json.dumps(about) + "\n")
     target = folder / f"{name}.png"
     Image.fromarray(_channels_last(grid_of(images[:_IN_GRID]))).save(target)

@@ -34,10 +34,12 @@ def schedule_of(config: Config, steps: int) -> Schedule:
     """The schedule of a run: the fields of a config that a schedule has, too."""
     names = {field.name for field in fields(Schedule)} - {"steps", "warmup"}
     mine = {name: getattr(config, name) for name in names if hasattr(config, name)}
-    if mine.get("accumulate", 1) > 0 and config.batch % mine.get("accumulate", 1):
+    if config.accumulate > 0 and config.batch % config.accumulate:
         raise BadInput(
             f"a batch of {config.batch} cannot be divided into {config.accumulate} equal parts: take another accumulate"
         )
+    if not 0 <= config.warmup <= 1:
+        raise BadInput(f"warmup is {config.warmup!r}; it is a share of the steps, from 0 to 1")
     return Schedule(steps=steps, warmup=round(config.warmup * steps), **mine)
 
 
