@@ -7,6 +7,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from hypothesis import given, settings
@@ -71,6 +72,48 @@ def test_a_wrong_argument_is_one_line_on_the_command_line(tmp_path: Path, capsys
     assert cli.main(["train", "sit", *words]) == 2
     assert "SiT (S/2) has no argument 'hidden_size'" in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
+
+
+# --- Fields of a config in Python -------------------------------------------------------------------------------------
+
+
+def test_rules_paths_and_numbers_of_numpy_are_held_as_a_run_keeps_them(tmp_path: Path) -> None:
+    given: dict[str, Any] = {
+        "shortcut": unskip.Anneal(unskip.Keep(), unskip.Cut(), steps=2),
+        "data": Path("digits"),
+        "model_args": {"depth": 1, "embed_dim": 16, "num_heads": 2},
+        "seed": numpy.int64(3),
+    }
+    config = recipes.mae("digits", **given, steps=2, device="cpu", health=False)
+    text = {"shortcut": "anneal:keep>cut@2", "data": "digits", "model_args": VIT, "seed": 3}
+    assert config == recipes.mae("digits", **text, steps=2, device="cpu", health=False)
+    assert unskip.train(config, tmp_path / "run", quiet=True).finished
+    assert recipes.from_dict(RunFolder.open(tmp_path / "run").config) == config
+    both = recipes.supervised("digits", shortcut={"mlp": unskip.Cut(), "attention": "decay:0.6"})
+    assert both.shortcut == {"mlp": "cut", "attention": "decay:0.6"}
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("steps", "20", "steps is '20', which is text; give a number"),
+        ("lr", "1e-3", "lr is '1e-3', which is text; give a number"),
+        ("flip", "no", "flip is 'no', which is text; give True or False"),
+        ("where", len, "where is <built-in function len>; a config holds it as text"),
+        ("model_args", {"act_layer": len}, "model_args is {.*}; a config holds it as text"),
+        ("shortcut", {len: "cut"}, "shortcut is {.*}; a config holds it as text"),
+    ],
+)
+def test_a_field_of_another_kind(field: str, value: object, message: str) -> None:
+    with pytest.raises(BadInput, match=message):
+        recipes.mae("digits", **{field: value})
+
+
+@pytest.mark.parametrize("recipe", ["supervised", "mae", "dino", "simclr", "sit", "uvit"])
+def test_a_warm_up_is_a_share_and_no_number_of_steps(recipe: str) -> None:
+    config = getattr(recipes, recipe)("digits", warmup=500, device="cpu")
+    with pytest.raises(BadInput, match="warmup is 500; it is a share of the steps, from 0 to 1"):
+        recipes.RECIPES[recipe].build(config)
 
 
 # --- Graphs -----------------------------------------------------------------------------------------------------------

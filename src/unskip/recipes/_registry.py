@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from pathlib import PurePath
+from typing import Any, get_args, get_type_hints
+
+import numpy
 
 from unskip._words import nearest
 from unskip.errors import BadInput
 from unskip.recipes._config import Config
+from unskip.wiring import Shortcut
 
 
 @dataclass(frozen=True)
@@ -52,7 +56,27 @@ def resolve(recipe: str, preset: str, overrides: Mapping[str, Any]) -> Any:
         if name not in names:
             raise BadInput(f"{recipe} has no field {name!r}{nearest(name, names)}; it has {', '.join(names)}")
     config = found.config(preset=preset, **chosen.fields)
-    return replace(config, **overrides)
+    hints = get_type_hints(found.config)
+    return replace(config, **{name: _plain(name, value, hints[name]) for name, value in overrides.items()})
+
+
+def _plain(name: str, value: Any, hint: Any) -> Any:
+    """A value as a config holds it, which a run's folder keeps as JSON: rules, paths and arguments are their text."""
+    if isinstance(value, numpy.generic):
+        value = value.item()
+    if isinstance(value, Shortcut | PurePath):
+        value = str(value)
+    if isinstance(value, Mapping):
+        if name == "model_args" and all(isinstance(each, str | float | int | None) for each in value.values()):
+            return ",".join(f"{key}={each}" for key, each in value.items())
+        if name == "shortcut" and all(isinstance(kind, str) for kind in value):
+            return {kind: str(rule) for kind, rule in value.items()}
+    kinds = get_args(hint) or (hint,)
+    if isinstance(value, str) and not {int, float, bool}.isdisjoint(kinds):
+        raise BadInput(f"{name} is {value!r}, which is text; give {'True or False' if bool in kinds else 'a number'}")
+    if str in kinds and not isinstance(value, str | None):
+        raise BadInput(f"{name} is {value!r}; a config holds it as text, as it is written on the command line")
+    return value
 
 
 def from_dict(data: Mapping[str, Any]) -> Config:

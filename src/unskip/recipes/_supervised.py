@@ -173,7 +173,7 @@ def build(config: Supervised, opener: Opener | None = None) -> tuple[Task, Sched
 def _check(config: Supervised) -> None:
     if config.size < 1:
         raise BadInput(f"size is {config.size!r}; an image is at least one pixel wide")
-    for name, low, high in (("smoothing", 0.0, 1.0), ("drop_path", 0.0, 1.0), ("warmup", 0.0, 1.0)):
+    for name, low, high in (("smoothing", 0.0, 1.0), ("drop_path", 0.0, 1.0)):
         if not low <= getattr(config, name) <= high:
             raise BadInput(f"{name} is {getattr(config, name)!r}; it goes from {low:g} to {high:g}")
     if not config.temperature > 0:
