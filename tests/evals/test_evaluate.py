@@ -18,6 +18,7 @@ from unskip.data import Feed, ImageSet, open_images
 from unskip.errors import BadInput, TrainingError
 from unskip.evals._evaluate import by_depth
 from unskip.evals._finetune import Classifier
+from unskip.evals._protocols import settings_of
 
 FROZEN = {
     "knn-dino-v1": "05b20206c747ff8e",
@@ -178,6 +179,17 @@ def test_changes_reach_every_kind_of_protocol_or_are_refused() -> None:
         evals.evaluate(model, digits(), digits("test"), names, changes={"probe-mae-v1": {"epochs": 2}}, **given)
     with pytest.raises(BadInput, match="rank-v1 has no setting images; it has samples, center"):
         evals.evaluate(model, digits(), digits("test"), names, changes={"rank-v1": {"images": 2}}, **given)
+
+
+@pytest.mark.parametrize(
+    ("protocol", "setting"),
+    [("probe-lbfgs-v1", "standardise"), ("segment-linear-v1", "flip"), ("discover-tokencut-v1", "floor")],
+)
+def test_what_a_protocol_only_states_cannot_be_changed(protocol: str, setting: str) -> None:
+    settings = evals.PROTOCOLS[protocol].settings
+    assert settings_of(protocol, evals.PROTOCOLS[protocol].kind) == settings
+    with pytest.raises(BadInput, match=f"{protocol}: {setting} cannot be changed; of its settings .* can"):
+        settings_of(protocol, evals.PROTOCOLS[protocol].kind, {setting: not settings[setting]})
 
 
 def test_blocks_are_found_once(monkeypatch: pytest.MonkeyPatch) -> None:

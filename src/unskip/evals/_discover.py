@@ -19,7 +19,7 @@ from unskip.errors import BadInput
 from unskip.evals._extract import Precision
 from unskip.evals._iou import pair_iou
 from unskip.evals._patches import Reader, What, batches
-from unskip.evals._protocols import protocol as find
+from unskip.evals._protocols import settings_of
 from unskip.evals._tokencut import Discovery, tokencut
 
 
@@ -64,10 +64,7 @@ def discover_blocks(
     changes: Mapping[str, float] | None = None,
 ) -> dict[int, dict[str, float]]:
     """The curve over depth: `discover` of each block, from one pass over the images."""
-    unknown = sorted(set(changes or {}) - {"tau", "iou"})
-    if unknown:
-        raise BadInput(f"discover: {', '.join(unknown)} cannot be changed; of {protocol} tau and iou can")
-    settings = {**find(protocol, "discover").settings, **(changes or {})}
+    settings = settings_of(protocol, "discover", changes)
     truth, owner = true_boxes(boxes, images)
     if masks is not None and masks.shape != (len(images), *images.shape[2:]):
         raise BadInput(

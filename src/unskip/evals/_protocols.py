@@ -147,6 +147,14 @@ PROTOCOLS = _frozen(
 )
 
 
+# What a protocol states, and nobody looks at: a change of it would be recorded and change nothing.
+_STATED = {
+    "probe-lbfgs-v1": ("standardise",),
+    "segment-linear-v1": ("flip",),
+    "discover-tokencut-v1": ("floor",),
+}
+
+
 def protocol(name: str, kind: Kind | None = None) -> Protocol:
     """The protocol of a name. Raises BadInput with the nearest names."""
     fitting = [each.name for each in PROTOCOLS.values() if kind in (None, each.kind)]
@@ -157,9 +165,13 @@ def protocol(name: str, kind: Kind | None = None) -> Protocol:
 
 
 def settings_of(name: str, kind: Kind, changes: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """The settings of a protocol with some changed. Raises BadInput for one that it does not have."""
+    """The settings of a protocol with some changed. Raises BadInput for one that it does not have, or only states."""
     settings = protocol(name, kind).settings
     unknown = sorted(set(changes or {}) - set(settings))
     if unknown:
         raise BadInput(f"{name} has no setting {', '.join(unknown)}; it has {', '.join(settings)}")
+    for stated in _STATED.get(name, ()):
+        if stated in (changes or {}):
+            others = ", ".join(each for each in settings if each != stated)
+            raise BadInput(f"{name}: {stated} cannot be changed; of its settings {others} can")
     return {**settings, **(changes or {})}

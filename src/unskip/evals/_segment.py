@@ -117,9 +117,10 @@ def _segment(
     for each in sets:
         wanted = tuple(index % len(reader.axes) for index in each)
         z, t = (torch.cat([side.maps[index] for index in wanted], 1) for side in (x, y))
-        with torch.random.fork_rng(devices=[z.device] if z.is_cuda else []):
-            head = _ridge(z, x, learnt.masks, classes, ignore, settings) if settings["solver"] == "ridge" else None
-            head = head or _descent(z, x, learnt.masks, classes, ignore, settings, seed)
+        if settings["solver"] == "ridge":
+            head = _ridge(z, x, learnt.masks, classes, ignore, settings)
+        else:
+            head = _descent(z, x, learnt.masks, classes, ignore, settings, seed)
         matrix = _matrix(head, t, y, judged.masks, classes, ignore)
         ious = class_iou(matrix)
         right = float(matrix.diagonal().sum()) / max(1, int(matrix.sum()))
