@@ -104,8 +104,7 @@ def judge(
     values: dict[int, dict[str, float]] = {}
     for together in _alike(test[view]):
         if protocol.kind == "probe":
-            stacks = (torch.stack([each[view][index] for index in together]) for each in (train, test))
-            learnt, judged = stacks
+            learnt, judged = (torch.stack([each[view][index] for index in together]) for each in (train, test))
             found = probe_all(learnt, train.labels, judged, test.labels, protocol.name, seed=seed, changes=mine)
             values |= {index: {_word(protocol): each} for index, each in zip(together, found, strict=True)}
             continue

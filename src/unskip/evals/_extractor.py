@@ -121,7 +121,7 @@ def _timm(model: str, name: str | None, device: Any) -> Extractor:
     config = module.pretrained_cfg
     module = module.to(device or "cpu").eval()
     size = (int(config["input_size"][1]), int(config["input_size"][2]))
-    mean, std = (torch.tensor(config[name])[:, None, None] for name in ("mean", "std"))
+    mean, std = (torch.tensor(config[each])[:, None, None] for each in ("mean", "std"))
     extract = _classifier(module, size, mean, std)
     return Extractor(name or model, module, extract, weights_key(module))
 
