@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import argparse
 import functools
-import gc
 import shutil
 import statistics
 import time
@@ -31,7 +30,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-from _study import ROOT, Job, about, arguments, folder_of, opened, serve, study
+from _study import ROOT, Job, about, arguments, folder_of, opened, release, serve, study
 
 LR = {"adamw": 5e-4, "soap": 1e-3, "muon": 1e-3}
 SKIPLESS = {"shortcut": "cut", "init": "skipless:vit-small"}
@@ -102,8 +101,6 @@ def planned(config: dict[str, Any]) -> Any:
 
 def work(task: dict[str, Any]) -> dict[str, Any] | None:
     """One run in this process, from its checkpoint where it has one; None where it was told to stop."""
-    import torch
-
     import unskip
     from unskip.training import RunFolder
 
@@ -118,12 +115,14 @@ def work(task: dict[str, Any]) -> dict[str, Any] | None:
         if not outcome.finished:
             return None
         trained = time.perf_counter()
-        release(torch)
+        release()
         found |= judged(folder, task)
         found["judged_seconds"] = time.perf_counter() - trained
     except unskip.errors.TrainingError as error:
         found["diverged"] = str(error).partition(": ")[2]
     except unskip.errors.BadInput as error:  # such as features that are not finite: no reason to end the study
+        if not run.read("metrics.jsonl"):
+            raise  # it did not begin
         found["not_judged"] = str(error)
     metrics, online = run.read("metrics.jsonl"), [row for row in run.read("evals.jsonl") if "rank_block_0" in row]
     keys = ("loss", "teacher_entropy", "teacher_spread", "divergence", "aligned", "apart", "gradient_norm")
@@ -136,16 +135,8 @@ def work(task: dict[str, Any]) -> dict[str, Any] | None:
         "warnings": _first_warnings(run.read("warnings.jsonl")),
         "seconds": time.perf_counter() - start,
     }
-    release(torch)
     shutil.rmtree(folder / "checkpoints", ignore_errors=True)
     return found
-
-
-def release(torch: Any) -> None:
-    """The next run in this process finds the device as this one did: graphs and models hang in cycles."""
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
 
 
 def _blocks(row: dict[str, Any]) -> int:
@@ -339,9 +330,9 @@ def main() -> None:
         source = f"{options.data}/pets-{{split}}.parquet"
         both = "+".join(f"{options.data}/{name}-{{split}}.parquet" for name in ("tinyimagenet100", "cifar10"))
         fields = {"preset": "tiny-imagenet", "data": both, "model": "timm:vit_tiny_patch16_224", "batch": options.batch}
-        fields |= {"model_args": "depth=12,embed_dim=192,num_heads=3", "small": 6, "graph": True, "compile": False}
+        fields |= {"model_args": "depth=12,embed_dim=192,num_heads=3", "small": 6, "compile": False}
         fields |= {"evaluate_every": max(1, options.steps // 8), "log_every": 25, "checkpoint_every": options.steps}
-        fields |= {"online_images": 2000, "health": False}
+        fields |= {"online_images": 2000, "health": False, "graph": options.device == "cuda"}
     fields |= {"steps": options.steps, "device": options.device}
     word = "digits" if options.data is None else "64"
     results, images = (

@@ -136,6 +136,8 @@ def work(task: dict[str, Any]) -> dict[str, Any] | None:
             return None
         found |= dict(outcome.evaluations) | judged(name, planned, folder, task["finetune"])
     except (unskip.errors.TrainingError, unskip.errors.BadInput) as error:  # a loss, or features, that are not finite
+        if not run.read("metrics.jsonl"):
+            raise  # it did not begin
         found["diverged"] = str(error).partition(": ")[2]
     metrics, raised = run.read("metrics.jsonl"), run.read("warnings.jsonl")
     online = [row for row in run.read("evals.jsonl") if row["evaluation"].startswith("knn-dino-v1, ")]
