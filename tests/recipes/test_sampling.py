@@ -97,6 +97,8 @@ def test_blocks_and_noise_levels_in_one_sweep(run: Path) -> None:
     assert max(noise) < 0.17 < max(image)  # of noise alone nothing can be known: 0.1, and 0.016 is a standard error
     rows = [row for row in RunFolder.open(run).read("evals.jsonl") if "time" in row]
     assert {(row["time"], row["block"]) for row in rows} == set(by)
+    judge_times(run, ["rank-v1"], (0.9,), blocks=[0], precision="bf16")
+    assert RunFolder.open(run).read("evals.jsonl")[-1]["precision"] == "bf16"  # a report tells them apart
 
 
 def test_noise_alone_and_data_alone(run: Path) -> None:

@@ -133,7 +133,7 @@ def _bytes(images: Tensor) -> list[Pixels]:
     """(height, width, 3) for each."""
     if images.dtype != torch.uint8:
         mean, std = mean_and_std(images.shape[1])
-        images = ((images.cpu() * std + mean).clamp(0, 1) * 255).byte()
+        images = ((images.cpu() * std + mean).clamp(0, 1) * 255).round().byte()
     return list(images.cpu().expand(-1, 3, -1, -1).movedim(1, -1).numpy())
 
 

@@ -73,7 +73,8 @@ def judge_dense(
             curve = discover_blocks(run.encoder, test.pixels, test.boxes, blocks=wanted, **options)
             results += [Result(name, block, numbers, "keys", mine) for block, numbers in curve.items()]
     for each in results:
-        row = {"step": run.step, **each.to_dict(), "data": Path(source).name, "size": size, "seed": seed}
+        row = {"step": run.step, **each.to_dict(), "data": Path(source).name, "size": size}
+        row |= {"seed": seed, "precision": precision}
         run.folder.append("evals.jsonl", row)
     return run, results
 

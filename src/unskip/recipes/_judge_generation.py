@@ -104,7 +104,8 @@ def judge_times(
     )
     for time, results in found.items():
         for each in results:
-            row = {"step": trained.step, **each.to_dict(), "time": time, "split": split, "seed": seed}
+            row = {"step": trained.step, **each.to_dict(), "time": time, "split": split}
+            row |= {"seed": seed, "precision": precision}
             trained.folder.append("evals.jsonl", row)
     return trained, found
 
