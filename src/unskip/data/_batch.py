@@ -35,8 +35,8 @@ def batch(
     A set that `open_images` knows by name, parquet files and hf:NAME give images of their training split, resized by
     their shorter side and cropped at the centre. A folder is searched for images, resized and cropped likewise. An
     .npy file holds images, (N, height, width[, channels]) or (N, channels, height, width), of bytes or of floats in
-    [0, 1]; or token ids (N, tokens); arrays of other shapes are taken as they are. "random:N" is N images of noise,
-    whatever n.
+    [0, 1], which are stretched to that size; or token ids (N, tokens); arrays of other shapes are taken as they are.
+    "random:N" is N images of noise, whatever n.
     """
     if not isinstance(n, int) or n < 1:
         raise BadInput(f"n is {n!r}; a batch holds at least one sample")

@@ -40,6 +40,7 @@ def sized(who: str, name: str, sizes: dict[str, dict[str, int]]) -> dict[str, in
 
 
 def check_images(who: str, images: Tensor, channels: int, size: int) -> None:
+    """Raises BadInput for images that are not the squares a model takes."""
     if images.shape[1:] != (channels, size, size):
         raise BadInput(f"{who}: images are {tuple(images.shape[1:])}; the model takes {(channels, size, size)}")
 

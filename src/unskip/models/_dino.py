@@ -224,5 +224,6 @@ def width_of(backbone: nn.Module) -> int:
 
 
 def several_processes() -> bool:
+    """Whether there are others to talk to."""
     dist = torch.distributed
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1

@@ -171,14 +171,14 @@ _SPECTRA = {
 def spectra(groups: Sequence[Group], part: str = "sublayer", share: str = "0.5") -> Chart:
     """A quantile of the singular values of each site's Jacobian, on one sample."""
     _one_of("part", part, _SPECTRA)
-    words = {"0.1": "10% quantile", "0.5": "Median", "0.9": "90% quantile"}.get(share, share)
+    quantile = {"0.1": "10% quantile", "0.5": "Median", "0.9": "90% quantile"}.get(share, share)
 
     def value(row: Mapping[str, Any]) -> object:
         spectrum = row.get(part)
         return spectrum["quantiles"].get(share) if isinstance(spectrum, dict) else None
 
     values = [[_looked(run, "sites", value) for run in group.runs] for group in groups]
-    title = f"{words} of the singular values {_SPECTRA[part]}"
+    title = f"{quantile} of the singular values {_SPECTRA[part]}"
     missing = _unlooked(groups) or "not measured: ask for it with --jacobians"
     name = f"spectrum-{part}-{share.replace('.', '')}"
     return _chart(name, title, "site", "singular value", groups, values, missing)
@@ -321,7 +321,8 @@ def _chart(
     said += [f"Values beyond {BEYOND:.0e} are not drawn."] if beyond else []
     same = [words([line.label for line in each]) for each in _equal(lines)]
     said += [f"On one line, as they are equal: {'; '.join(same)}."] if same else []
-    without = [group.label for group in groups if group.place not in {line.group for line in lines}]
+    drawn = {line.group for line in lines}
+    without = [group.label for group in groups if group.place not in drawn]
     said += [f"{absent}: {words(without)}."] if without else []
     shown = [y for line in lines for y in line.y]
     # A share near zero is nothing, which a logarithm would make much of.

@@ -27,6 +27,7 @@ def on(device: torch.device) -> Any:
 
 
 def device_of_model(model: nn.Module) -> torch.device:
+    """The device of its first parameter."""
     return next(model.parameters()).device
 
 

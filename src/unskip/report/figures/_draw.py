@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from unskip.errors import BadInput
-from unskip.report._charts import Chart
+from unskip.report._charts import Chart, Line
 from unskip.report.figures import _style
 
 if TYPE_CHECKING:
@@ -57,12 +57,12 @@ def draw(chart: Chart) -> Figure:
         axes.xaxis.set_major_locator(MaxNLocator(8, integer=True, steps=[1, 2, 5, 10]))  # blocks, sites or steps
         if shown:
             texts = [_style.plain(line.label, 26) for line in shown]
-            kept = [handle for handle, line in zip(handles, chart.lines, strict=True) if line in shown]
+            kept = [handle for handle, line in zip(handles, chart.lines, strict=True) if line.group < _style.SHOWN]
             figure.legend(kept, texts, loc="outside lower center", ncols=2 if len(shown) > 1 else 1)
     return figure
 
 
-def _line(axes: Any, chart: Chart, line: Any) -> Any:
+def _line(axes: Any, chart: Chart, line: Line) -> Any:
     style = _style.style_of(line.group)
     few = len(line.x) <= 24
     width = 1.8 if line.group < _style.SHOWN else 0.8
