@@ -16,7 +16,7 @@ from torch import nn
 
 import unskip
 from unskip.errors import BadInput, TrainingError
-from unskip.training import RunFolder, Task, _engine, _loop, train
+from unskip.training import RunFolder, Task, _engine, _loop, _memory, train
 
 
 def test_the_schedule_and_the_log(tmp_path: Path) -> None:
@@ -205,6 +205,17 @@ def test_the_gpu_of_the_model_is_the_current_one_in_its_run(tmp_path: Path, monk
     with pytest.raises(Stopped, match=r"cuda on \['cuda:1'\]"):
         train(task(), schedule(), new(tmp_path / "run"), quiet=True)
     assert current == []
+
+
+def test_the_most_memory_is_that_of_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU remembers what the runs before it in the process held: here one without any, by a stand-in."""
+    peak = {"bytes": 5 * 2**30}
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: peak["bytes"])
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: peak.update(bytes=2**30))
+    monkeypatch.setattr(_loop, "forget_peak", lambda kind: _memory.forget_peak("cuda"))
+    monkeypatch.setattr(_loop, "peak_memory", lambda kind: _memory.peak_memory("cuda"))
+    train(task(), schedule(), new(tmp_path / "run"), quiet=True)
+    assert {row["peak_memory_gib"] for row in RunFolder(tmp_path / "run").read("metrics.jsonl")} == {1.0}
 
 
 def test_a_graph_that_cannot_be_is_said_and_noted_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

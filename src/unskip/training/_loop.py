@@ -31,7 +31,7 @@ from unskip.training._board import Board
 from unskip.training._engine import device_of_model, engine
 from unskip.training._folder import NOT_FINITE, RunFolder
 from unskip.training._graph import Graphed, why_not
-from unskip.training._memory import peak_memory
+from unskip.training._memory import forget_peak, peak_memory
 from unskip.training._progress import Reporter
 from unskip.training._shard import Sharded
 from unskip.training._state import read_state, write_state
@@ -181,6 +181,7 @@ class _Trainer:
     def _steps(self, batches: Iterator[tuple[int, Any]], stop: _Stop, reporter: Reporter) -> int:
         schedule, pending = self.schedule, []
         self.model.train()  # an evaluation leaves the modes as they were
+        forget_peak(self.kind)
         begun, counted = time.perf_counter(), 0
         for step, batch in batches:
             loss, numbers = self._step(step, batch)

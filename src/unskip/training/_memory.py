@@ -7,6 +7,12 @@ import sys
 import torch
 
 
+def forget_peak(kind: str) -> None:
+    """What was held before does not count, where the system can forget it: a process does not."""
+    if kind == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+
+
 def peak_memory(kind: str) -> dict[str, float]:
     """{"peak_memory_gib": ...}, or nothing where the system does not say."""
     if kind == "cuda":
