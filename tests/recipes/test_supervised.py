@@ -19,6 +19,7 @@ from tests.data.files import encoded, picture, write_parquet
 
 import unskip
 from unskip import cli, recipes
+from unskip.cli._train import plan
 from unskip.errors import BadInput, TrainingError, UnskipWarning
 from unskip.recipes import RECIPES
 from unskip.training import Outcome, RunFolder
@@ -206,6 +207,16 @@ def test_the_rate_falls_from_the_head_down(pretrained: Path) -> None:
     assert [rates[id(task.model.get_parameter(f"{name}.weight"))] for name in names] == [1.0, 0.5, 0.25, 0.125]
 
 
+def test_arguments_of_a_presets_model_are_for_that_model_alone() -> None:
+    other = "timm:deit_tiny_patch16_224"
+    assert recipes.supervised("digits").model_args
+    assert recipes.supervised("digits", model=other).model_args == ""
+    assert recipes.supervised("digits", model=other, model_args="depth=2").model_args == "depth=2"
+    assert plan(["supervised", "--model", other]).config == recipes.supervised("digits", model=other)
+    given = plan(["supervised", f"--model={other}", "--model-args", "depth=2"]).config
+    assert given == recipes.supervised("digits", model=other, model_args="depth=2")
+
+
 def test_a_run_begins_with_a_line_about_what_is_trained(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     unskip.train(tiny(steps=1), tmp_path / "told")
     first = capsys.readouterr().err.splitlines()[0]
@@ -221,7 +232,7 @@ def test_a_folder_without_a_test_split_is_trained_on_with_a_part_held_out(tmp_pa
         place.parent.mkdir(parents=True, exist_ok=True)
         Image.new("L", (8, 8), 8 * index).save(place)
     config = tiny(data=str(tmp_path / "photos"), batch=8, steps=1)
-    with pytest.raises(BadInput, match="or hold out a tenth of train: validate"):
+    with pytest.raises(BadInput, match="or hold a tenth of train out: --validate, or validate=True of a recipe"):
         unskip.train(config, tmp_path / "run", quiet=True)
     held = unskip.train(replace(config, validate=True), tmp_path / "run", quiet=True)
     assert set(held.evaluations) == {"val_accuracy", "val_loss"}
@@ -309,6 +320,17 @@ def test_two_processes_take_the_same_steps_as_one(tmp_path: Path, others: list[s
     assert {names.count("flat-loss") for names in said.values()} == {
         2
     }  # of both logged steps, by the first process alone
+
+
+def test_several_seeds_that_were_stopped_are_told_how_to_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(recipes, "train", lambda config, out, *_: Outcome(out, 1, False, {}))
+    assert cli.main(["train", "supervised", "--seeds", "0,1", "--out", str(tmp_path / "runs")]) == 130
+    said = capsys.readouterr()
+    assert "seed-0: stopped at step 1" in said.out
+    assert "seed-1" not in said.out
+    assert said.err == "the same command goes on with this seed and the ones after it\n"
 
 
 def test_the_command_line_trains_resumes_and_summarises(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,6 +12,7 @@ import statistics
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -57,18 +58,16 @@ def plan(args: Sequence[str]) -> Job:
         name = word.removeprefix("--").partition("=")[0].replace("-", "_")
         if word.startswith("--") and name != "help" and not hasattr(config, name.removeprefix("no_")):
             resolve(recipe, preset, {name: None})  # raises, with the nearest names
-    config = tyro.cli(
-        type(config),
-        default=config,
-        args=rest,
-        prog=f"unskip train {recipe}",
-        description=(
-            f"Presets (--preset): {', '.join(presets)}. --out FOLDER is where the run goes; --seeds 0,1,2 makes "
-            "several; --quiet shows no progress. Defaults are those of the preset."
-        ),
+    description = (
+        f"Presets (--preset): {', '.join(presets)}. --out FOLDER is where the run goes; --seeds 0,1,2 makes several; "
+        "--quiet shows no progress. Defaults are those of the preset."
     )
+    read = partial(tyro.cli, type(config), args=rest, prog=f"unskip train {recipe}", description=description)
+    given: Any = read(default=config)
+    if given.model != config.model:  # then the preset's model_args, which are for its own, are no default
+        given = read(default=resolve(recipe, preset, {"model": given.model}))
     seeds = _seeds(options["--seeds"]) if "--seeds" in options else None
-    return Job(config, Path(options.get("--out", f"runs/{recipe}-{preset}")), seeds, "--quiet" in options)
+    return Job(given, Path(options.get("--out", f"runs/{recipe}-{preset}")), seeds, "--quiet" in options)
 
 
 def run(job: Job) -> int:
@@ -85,6 +84,8 @@ def _runs(job: Job) -> int:
     for seed in job.seeds:
         outcome = _begun(replace(job.config, seed=seed), job.out / f"seed-{seed}", job.quiet, opener)
         if _tell(outcome):
+            if is_main():
+                print("the same command goes on with this seed and the ones after it", file=sys.stderr)
             return _STOPPED
         outcomes.append(outcome)
     if is_main():
