@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
+from typing import cast
 
 import pytest
 import torch
@@ -197,6 +199,22 @@ def test_wrapped_models_are_refused_with_the_order_to_use(wrap: Callable[[nn.Mod
     for example in (X, None):  # without one, too: it is the wrapper that does not say what it takes
         with untouched(model), pytest.raises(WrappedError, match=message):
             unskip.rewire(model, Cut(), example)
+
+
+def test_a_rewired_model_in_a_wrapper_is_told_where_it_is(tmp_path: Path) -> None:
+    model = h.PreNorm()
+    unskip.rewire(model, Cut(), X)
+    for wrapped, message in (
+        (
+            torch.compile(model, backend="eager"),
+            r"is a rewired model in torch\.compile\. Take the one inside: \._orig_mod",
+        ),
+        (nn.DataParallel(model), r"is a rewired model in DataParallel\. Take the one inside: \.module"),
+    ):
+        with pytest.raises(WrappedError, match=message):
+            unskip.save(cast(nn.Module, wrapped), tmp_path / "x")
+        with pytest.raises(WrappedError, match=message):
+            unskip.measure(cast(nn.Module, wrapped), X)
 
 
 def test_a_rewired_model_without_an_example_is_asked_for_one() -> None:

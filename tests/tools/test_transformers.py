@@ -191,3 +191,10 @@ def test_a_peft_wrapper_is_refused(model: Any) -> None:
     with pytest.raises(WrappedError, match=r"wrapped by peft\. Rewire the plain model first"):
         unskip.rewire(wrapped, Cut(), inputs())
     assert torch.equal(logits(wrapped), plain)
+
+
+def test_a_rewired_model_in_a_peft_wrapper_is_told_how_to_save(model: Any, tmp_path: Path) -> None:
+    unskip.rewire(model, Decay(0.3), inputs())
+    wrapped = adapted(model)
+    with pytest.raises(WrappedError, match=r"rewired model in peft.* to save it \.merge_and_unload\(\)"):
+        unskip.save(wrapped, tmp_path / "x")

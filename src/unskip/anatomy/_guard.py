@@ -11,13 +11,13 @@ from unskip.errors import BadInput, WrappedError
 WIRING = "_unskip_wiring"  # attribute of a rewired model's root
 PATCH = "_unskip_patch"  # attribute of the classes made by rewiring
 
-_WRAPPERS = {
-    "OptimizedModule": "torch.compile",
-    "DistributedDataParallel": "DistributedDataParallel",
-    "DataParallel": "DataParallel",
-    "FullyShardedDataParallel": "FSDP",
-    "PeftModel": "peft",
-    "DeepSpeedEngine": "DeepSpeed",
+_WRAPPERS = {  # the tool, and where it keeps the model
+    "OptimizedModule": ("torch.compile", "._orig_mod"),
+    "DistributedDataParallel": ("DistributedDataParallel", ".module"),
+    "DataParallel": ("DataParallel", ".module"),
+    "FullyShardedDataParallel": ("FSDP", ".module"),
+    "PeftModel": ("peft", ".get_base_model(), or to save it .merge_and_unload()"),
+    "DeepSpeedEngine": ("DeepSpeed", ".module"),
 }
 
 
@@ -34,7 +34,9 @@ def refuse_wrapped(model: nn.Module) -> None:
         where = f"{path or 'the model'} ({type(module).__name__})"
         for cls in type(module).__mro__:
             if cls.__name__ in _WRAPPERS:
-                tool = _WRAPPERS[cls.__name__]
+                tool, inside = _WRAPPERS[cls.__name__]
+                if any(WIRING in vars(each) for each in module.modules()):
+                    raise WrappedError(f"{where} is a rewired model in {tool}. Take the one inside: {inside}.")
                 raise WrappedError(f"{where} is wrapped by {tool}. Rewire the plain model first, then apply {tool}.")
             if cls.__name__ == "FSDPModule":
                 raise WrappedError(f"{where} is sharded by FSDP. Rewire the plain model first, then call fully_shard.")

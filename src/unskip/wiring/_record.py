@@ -54,7 +54,11 @@ def read(folder: Path) -> dict[str, Any]:
     path, weights = folder / RECORD, folder / WEIGHTS
     if not path.is_file() or not weights.is_file():
         missing = RECORD if not path.is_file() else WEIGHTS
-        raise LoadError(f"{folder}: no {missing}. Give a folder that unskip.save wrote.")
+        # A run has its models in checkpoints, and of some recipes the encoder alone is one.
+        inside = [each for depth in ("*", "*/*", "*/*/*") for each in folder.glob(f"{depth}/{RECORD}")]
+        newest = max(inside, key=lambda each: each.stat().st_mtime).parent if inside else None
+        such = f", such as {newest}" if newest else ""
+        raise LoadError(f"{folder}: no {missing}. Give a folder that unskip.save wrote{such}.")
     try:
         record = json.loads(path.read_text(encoding="utf-8"))
         version = record["format"]
