@@ -50,3 +50,14 @@ def test_a_checkpoint_of_before_is_read(tmp_path: Path) -> None:
     watch = Watch(task(), Schedule(steps=10), new(tmp_path / "run"))
     watch.load({"first_norm": 1.0, "raised": []})
     assert watch.state() == {"first_norm": 1.0, "raised": [], "looked": 0, "flat_from": None}
+
+
+def test_a_warning_is_said_at_the_line_that_called(tmp_path: Path) -> None:
+    one = task()
+    one.trivial = 2.0
+    watch = Watch(one, Schedule(steps=100, log_every=5), new(tmp_path / "run"))
+    for step in (5, 10, 15):
+        watch.loss(step, 2.0)
+    with pytest.warns(UnskipWarning, match="flat-loss") as caught:
+        watch.loss(20, 2.0)
+    assert [each.filename for each in caught] == [__file__]

@@ -7,7 +7,6 @@ checked, and is warned about.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +17,6 @@ from torch import Tensor, nn
 from unskip.anatomy._example import Example
 from unskip.anatomy._features import block_axes
 from unskip.data._views import Drawn, DrawnFeed
-from unskip.errors import UnskipWarning
 from unskip.models import SimCLR
 from unskip.optim import build as build_optimizer
 from unskip.recipes._config import Config
@@ -29,6 +27,7 @@ from unskip.recipes._shared import built, device_of, save_with_encoder, schedule
 from unskip.recipes._views import backbone_arguments, collapsed_blocks, prepare, still_feeds, view_data
 from unskip.training import Schedule, Task
 from unskip.wiring import Anneal, Decay
+from unskip.wiring._caution import warn
 from unskip.wiring.shortcuts import parse
 
 
@@ -84,7 +83,7 @@ def build(config: Simclr, opener: Opener | None = None) -> tuple[Task, Schedule]
     """The task and schedule of a config."""
     caution = decay_caution(config.shortcut)
     if caution is not None:
-        warnings.warn(caution, UnskipWarning, stacklevel=2)
+        warn(caution)
     device = device_of(config.device)
     train, test, feed = view_data(config, device, opener)
     known, judged = still_feeds(config, train, test, device)

@@ -17,15 +17,15 @@ import math
 import platform
 import shutil
 import subprocess
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from unskip.errors import BadInput, LoadError, UnskipWarning
+from unskip.errors import BadInput, LoadError
 from unskip.training._state import check, seal
+from unskip.wiring._caution import warn
 
 KEPT = 2
 NOT_FINITE = ("nan", "inf", "-inf")  # numbers that JSON does not know, as a log holds them
@@ -131,7 +131,7 @@ class RunFolder:
                 return step, folder
             except LoadError as error:
                 before = "the checkpoint before it is used" if step != self._steps()[0] else "the run starts anew"
-                warnings.warn(f"{error}: {before}", UnskipWarning, stacklevel=3)
+                warn(f"{error}: {before}")
         return None
 
 

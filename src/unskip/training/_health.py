@@ -13,15 +13,15 @@ A task can add its own: a teacher that says the same of every image, for instanc
 from __future__ import annotations
 
 import math
-import warnings
 from typing import Any
 
 import torch
 
-from unskip.errors import UnskipError, UnskipWarning
+from unskip.errors import UnskipError
 from unskip.measures import Measurement, measure
 from unskip.training._folder import RunFolder
 from unskip.training._task import Schedule, Task
+from unskip.wiring._caution import warn as say
 
 
 class Watch:
@@ -101,4 +101,4 @@ class Watch:
         self.folder.append("warnings.jsonl", {"step": done, "warning": name, "text": text})
         if name not in self.raised:
             self.raised.append(name)
-            warnings.warn(f"{name}: {text}", UnskipWarning, stacklevel=2)
+            say(f"{name}: {text}")

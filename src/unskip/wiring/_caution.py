@@ -19,20 +19,20 @@ def before_cut(model: nn.Module, sites: Sequence[Site]) -> None:
     """Warns where the site's branch cannot stand in for the stream."""
     silent = [site for site in sites if site.ratio is not None and site.ratio < _SILENT]
     if silent:
-        _warn(
+        warn(
             f"{_list(silent)}: the branch is under {_SILENT:g} of its stream on the example (LayerScale, a "
             "zero-initialised projection or gate). Cut, it passes almost nothing on: initialise it first, or weaken "
             "the stream instead."
         )
     dropped = [site for site in sites if drop_paths(model, site)]
     if dropped:
-        _warn(
+        warn(
             f"{_list(dropped)}: drop path is on. A dropped sample has nothing but its stream, and with the stream cut "
             "it becomes zeros. Set drop_path to 0."
         )
     projected = [site for site in sites if site.projected]
     if projected:
-        _warn(
+        warn(
             f"{_list(projected)}: cutting a projected shortcut leaves its weights without gradients; "
             "DistributedDataParallel needs find_unused_parameters=True."
         )
@@ -41,11 +41,12 @@ def before_cut(model: nn.Module, sites: Sequence[Site]) -> None:
 def left_alone(reasons: Sequence[str]) -> None:
     """Warns of additions that may be residuals and were not touched."""
     if reasons:
-        _warn("additions that could not be decided were left alone: " + "; ".join(reasons))
+        warn("additions that could not be decided were left alone: " + "; ".join(reasons))
 
 
-def _warn(message: str) -> None:
-    # The line that called unskip, however deep in it we are; a with statement enters through contextlib.
+def warn(message: str) -> None:
+    """Warns at the line that called unskip, however deep in it we are."""
+    # A with statement enters through contextlib.
     frame, level = sys._getframe(1), 2
     while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(("unskip.", "contextlib")):
         frame, level = frame.f_back, level + 1
