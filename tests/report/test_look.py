@@ -136,8 +136,10 @@ def test_pictures_as_figures(groups: list[Group]) -> None:
     assert len(figures.reconstructions(groups).axes[0].images) == 3 * SHOWN
     assert len(figures.patch_features(groups, group=1).axes[0].images) == 3 * SHOWN
     assert len(figures.neighbours(groups, group=1).axes[0].images) == 6 * SHOWN
-    with pytest.raises(unskip.errors.BadInput, match="classifier: no reconstructions there"):
+    with pytest.raises(unskip.errors.BadInput, match="classifier: no reconstructions there, because a run of sup"):
         figures.reconstructions(groups, group=1)
+    with pytest.raises(unskip.errors.BadInput, match="group is 7; there are 2 groups of runs, and the first is 0"):
+        figures.neighbours(groups, group=7)
 
 
 def test_one_part_that_fails_leaves_the_others(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -153,6 +153,17 @@ def test_numbers_of_several_blocks_in_a_row(tmp_path: Path) -> None:
     )
 
 
+def test_folders_of_folders_of_runs(tmp_path: Path) -> None:
+    """Several of `--seeds` side by side, and a run beside them. What lies deeper, or within a run, is none of them."""
+    folder(tmp_path / "b")
+    for seed in (10, 9):
+        folder(tmp_path / "a" / f"seed-{seed}", seed=seed, shortcut="cut")
+    folder(tmp_path / "b" / "copy", shortcut="decay:0.6")
+    folder(tmp_path / "c" / "d" / "e", shortcut="decay:0.7")
+    groups = read_groups([tmp_path])
+    assert [[run.path.name for run in group.runs] for group in groups] == [["seed-9", "seed-10"], ["b"]]
+
+
 def test_no_run(tmp_path: Path) -> None:
     with pytest.raises(BadInput, match="no run to report on"):
         read_groups([])

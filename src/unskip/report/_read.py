@@ -190,15 +190,22 @@ def clean(text: object, limit: int = 80) -> str:
 
 
 def _folders(path: Path) -> list[Path]:
-    """The run at a path, or the runs in the folders of it, as `--seeds` makes them."""
+    """The run at a path, or the runs in it, also in folders of folders: several of `--seeds` side by side are such."""
     if not path.is_dir():
         raise BadInput(f"{path}: no such folder; name the folders of runs")
     if _is_run(path):
         return [path]
-    inside = sorted((each for each in path.iterdir() if each.is_dir() and _is_run(each)), key=_natural)
+    inside = _inside(path)
     if not inside:
         raise BadInput(f"{path}: no run there (it has no config.json and no metrics.jsonl, and no folder in it has)")
     return inside
+
+
+def _inside(path: Path, depth: int = 2) -> list[Path]:
+    found: list[Path] = []
+    for each in sorted((each for each in path.iterdir() if each.is_dir()), key=_natural):
+        found += [each] if _is_run(each) else _inside(each, depth - 1) if depth > 1 else []
+    return found
 
 
 def _is_run(path: Path) -> bool:
