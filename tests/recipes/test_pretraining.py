@@ -319,6 +319,8 @@ def test_eval_as_json_with_the_protocol(run: Path, capsys: pytest.CaptureFixture
     assert [row["block"] for row in data["results"]] == [1]
     assert data["results"][0]["pool"] == "cls"
     assert data["results"][0]["changes"] == {"epochs": 3}
+    assert cli.main(["eval", str(run), *arguments[:-1], *change]) == 0
+    assert "step 6: probe-decayed-v1 with epochs=3\n" in capsys.readouterr().out
     for value in ("[1,7]", "1,7"):
         change = [
             "--protocol",

@@ -100,7 +100,9 @@ def evaluate(
         data = {"run": run, "step": trained.step, "protocols": used, "results": rows}
         print(json_format.dumps(finite(data), indent=2, allow_nan=False))
         return 0
-    print(f"{run}, step {trained.step}: {', '.join(names)}\n")
+    changed = {name: ", ".join(f"{key}={each}" for key, each in to.items()) for name, to in options["changes"].items()}
+    said = [f"{name} with {changed[name]}" if name in changed else name for name in names]
+    print(f"{run}, step {trained.step}: {', '.join(said)}\n")
     if times is None:
         print(by_depth(results))
         return 0

@@ -66,7 +66,7 @@ def taken(name: str, parts: Parts, split: str, hold_out: bool) -> ImageSet:
         raise BadInput(
             f"{name}: no {'test' if split == 'test' else 'train'} split (it has: {has}); parquet files are told apart "
             "by {split} in the path, as in 'name-{split}.parquet', and folders by their names, train, val and test"
-            + ("; or hold out a tenth of train: validate, of a recipe, and --validate do" if "train" in parts else "")
+            + ("; or hold a tenth of train out: --validate, or validate=True of a recipe" if "train" in parts else "")
         )
     found = parts["train"]()
     counts = found.labels.bincount(minlength=len(found.classes))
