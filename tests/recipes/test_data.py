@@ -85,6 +85,14 @@ def test_an_opener_serves_every_run(asked: list[str], tmp_path: Path) -> None:
     assert asked == ["train", "test"] * 2
 
 
+def test_a_folder_that_is_taken_is_refused_before_images_are_opened(asked: list[str], tmp_path: Path) -> None:
+    unskip.train(small("supervised"), tmp_path / "a", quiet=True)
+    assert asked == ["train", "test"]
+    with pytest.raises(BadInput, match=r"a holds a run already: go on with `unskip resume"):
+        unskip.train(small("supervised"), tmp_path / "a", quiet=True)
+    assert asked == ["train", "test"]
+
+
 def test_seeds_share_their_images(asked: list[str], tmp_path: Path) -> None:
     words = ["--steps", "1", "--device", "cpu", "--quiet", "--model-args", SMALL["model_args"]]
     assert cli.main(["train", "supervised", *words, "--seeds", "0,1,2", "--out", str(tmp_path / "runs")]) == 0

@@ -27,9 +27,11 @@ def train(config: Config, out: str | Path, quiet: bool = False, opener: Opener |
     """
     recipe = recipe_of(config)
     _refuse_graph(config, recipe)
+    folder = RunFolder(out)
+    if is_main():
+        folder.check_free()  # now, and not when the images are decoded
     torch.manual_seed(config.seed)
     task, schedule = recipe.build(config, opener)
-    folder = RunFolder(out)
     if is_main():
         device = str(next(task.model.parameters()).device)
         folder = RunFolder.create(out, to_dict(recipe.name, config), device, schedule.steps)

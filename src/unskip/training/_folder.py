@@ -45,12 +45,18 @@ class RunFolder:
     def create(cls, path: str | Path, config: dict[str, Any], device: str, steps: int | None = None) -> RunFolder:
         """A new run of so many steps, where that is known. A folder that holds one already is refused."""
         run = cls(path)
-        if (run.path / "config.json").exists():
-            raise BadInput(f"{path} holds a run already: go on with `unskip resume {path}`, or choose another --out")
+        run.check_free()
         run.checkpoints.mkdir(parents=True, exist_ok=True)
         about = {"device": device, "steps": steps, "versions": versions(), "git": _commit()}
         run._write("config.json", {"config": config, **about})
         return run
+
+    def check_free(self) -> None:
+        """Raises BadInput where the folder holds a run."""
+        if (self.path / "config.json").exists():
+            raise BadInput(
+                f"{self.path} holds a run already: go on with `unskip resume {self.path}`, or choose another --out"
+            )
 
     @classmethod
     def open(cls, path: str | Path) -> RunFolder:
