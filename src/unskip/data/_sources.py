@@ -19,7 +19,7 @@ from unskip.data._images import ImageSet, resized
 from unskip.data._joined import joined
 from unskip.data._parquet import parquet_parts
 from unskip.data._small import KNOWN
-from unskip.data._splits import Parts, taken
+from unskip.data._splits import Parts, files_by_split, taken
 from unskip.errors import BadInput
 
 Split = Literal["train", "val", "test"]
@@ -46,7 +46,8 @@ def open_images(
     """
     if split not in get_args(Split):
         raise BadInput(f"split is {split!r}; it can be {', '.join(get_args(Split))}")
-    if "+" in str(source) and not Path(source).expanduser().exists():
+    path = Path(source).expanduser()
+    if "+" in str(source) and not path.exists() and not files_by_split(str(path)):  # a path may have one in it
         each = {"root": root, "size": size, "skip_broken": skip_broken, "hold_out": hold_out, "download": download}
         return joined([open_images(part.strip(), split, **each) for part in str(source).split("+")])  # type: ignore[arg-type]
     folder = Path(root).expanduser() if root is not None else Path.home() / ".cache" / "unskip"
