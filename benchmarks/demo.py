@@ -1,6 +1,7 @@
 """What does `unskip demo` show? Its numbers as JSON, and its page as pictures for the docs.
 
 python benchmarks/demo.py                       # the demo, then the rest
+python benchmarks/demo.py --data "cifar10-{split}.parquet"           # at a larger scale, on a GPU
 python benchmarks/demo.py --runs runs/demo      # of a demo that was made already
 python benchmarks/demo.py --runs runs/demo --pictures docs/img       # chromium takes the pictures
 """
@@ -36,7 +37,7 @@ def record(folder: Path) -> dict[str, Any]:
     for run in (run for group in groups for run in group.runs):
         names = _charts.evaluations([group for group in groups if run in group.runs], by_block=True)
         found[run.name] = {
-            "config": run.config,
+            "config": {**run.config, "data": Path(run.config["data"]).name},
             "state": run.state,
             "last": _charts.last_values(run),
             "by block": {name: list(_charts._by_block(run, name).values()) for name in names},
@@ -87,12 +88,15 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--runs", type=Path)
     parser.add_argument("--pictures", type=Path)
-    parser.add_argument("--json", type=Path, default=ROOT / "docs" / "results" / "demo-digits.json")
+    parser.add_argument("--data", default="digits", help="what `unskip demo --data` takes")
+    parser.add_argument("--json", type=Path, help="default: docs/results/demo-digits.json, or demo-cifar.json")
     args = parser.parse_args()
     if args.runs is None:
         from unskip import demo
 
-        args.runs = demo.run("runs/demo").page.parent
+        args.runs = demo.run("runs/demo", scale=demo.chosen(args.data)).page.parent
+    word = "digits" if args.data == "digits" else "cifar"
+    args.json = args.json or ROOT / "docs" / "results" / f"demo-{word}.json"
     args.json.write_text(json.dumps(record(args.runs), indent=1) + "\n")
     if args.pictures is not None:
         pictures(args.runs, args.pictures)

@@ -213,10 +213,15 @@ def test_what_is_said_of_skips(accuracies: tuple[float | None, ...], said: list[
 def test_what_is_said_of_features(gain: float, word: str) -> None:
     plain = {"knn20": {0: 0.3, 1: 0.4}, "probe_lbfgs": {0: 0.6, 1: 0.5}, "rank": {0: 5.0, 1: 6.0}}
     decayed = {"knn20": {0: 0.3, 1: 0.4 + gain}, "probe_lbfgs": {0: 0.5, 1: 0.5 + gain}, "rank": {0: 5.0, 1: 3.0}}
-    text = "\n".join(_train.said_of_features(plain, decayed, "decay:0.6", 10_000))
+    text = "\n".join(_train.said_of_features({"plain": plain, "decayed": decayed}, "decay:0.6", 10_000))
     assert text.count(word) == 2
     assert "Effective rank: 6.0 without, 3.0 with, which is lower." in text
-    assert f"The linear probe is best at block 0 without and at block {int(gain > 0)} with." in text
+    assert f"The linear probe is best at block 0 (plain), {int(gain > 0)} (decayed)." in text
+    three = _train.said_of_features({"no long skips": decayed, "plain": plain, "decayed": decayed}, "decay:0.8", 10)
+    assert [line for line in three if line.startswith("Features")] == [
+        "Features of the last block, without and with long skips and decayed shortcuts (decay:0.8):",
+        "Features of the last block, without and with decayed shortcuts (decay:0.8):",
+    ]
 
 
 def test_scales() -> None:

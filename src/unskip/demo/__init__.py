@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import shlex
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -38,12 +39,14 @@ def chosen(data: str = "digits", quick: bool = False, device: str | None = None)
         if device is None and not torch.cuda.is_available():
             raise BadInput(f"demo --data {data} takes a GPU, and there is none here; leave --data out")
         share = 6 if quick else 1
-        scale = Scale(LARGE.preset, *({**each, "data": data} for each in (LARGE.mae, LARGE.supervised)))
-        scale = Scale(scale.preset, *({**f, "steps": f["steps"] // share} for f in (scale.mae, scale.supervised)))
-    if device is not None:
-        given: Any = {"device": device}
-        scale = Scale(scale.preset, {**scale.mae, **given}, {**scale.supervised, **given})
-    return scale
+        scale = _with(LARGE, lambda fields: {"data": data, "steps": fields["steps"] // share})
+    return scale if device is None else _with(scale, lambda _: {"device": device})
+
+
+def _with(scale: Scale, changes: Callable[[Mapping[str, Any]], dict[str, Any]]) -> Scale:
+    """The scale with some fields of both recipes changed."""
+    mae, supervised = ({**fields, **changes(fields)} for fields in (scale.mae, scale.supervised))
+    return replace(scale, mae=mae, supervised=supervised)
 
 
 def run(out: str | Path = "runs/demo", write: Write = print, scale: Scale = SMALL, quiet: bool = False) -> Shown:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +19,19 @@ Numbers = dict[str, dict[int, float]]  # of a name, by block
 PROTOCOLS = ("knn-dino-v1", "probe-lbfgs-v1", "rank-v1")
 
 
+# What the decayed encoder has and another one has not.
+_LACKS = {"plain": "decayed shortcuts", "no long skips": "long skips and decayed shortcuts"}
+_PAIR = {"plain": {"shortcut": "keep"}, "decayed": {"shortcut": "decay:0.6"}}
+
+
 @dataclass(frozen=True)
 class Scale:
-    """How much of everything: the fields of the two recipes."""
+    """How much of everything: fields of the two recipes, and encoders, the last of which is held against the rest."""
 
     preset: str
     mae: Mapping[str, Any]
     supervised: Mapping[str, Any]
+    encoders: Mapping[str, Mapping[str, Any]] = field(default_factory=lambda: _PAIR)
 
 
 SMALL = Scale(
@@ -34,13 +40,18 @@ SMALL = Scale(
     {"steps": 220, "evaluate_every": 110, "device": "cpu"},
 )
 QUICK = Scale("digits", {"steps": 150, "device": "cpu"}, {"steps": 100, "device": "cpu"})
-# CIFAR-10, 12 blocks, SOAP at the rate that the study of docs/skipless.md chose, 20 epochs. A CUDA graph spares the
-# host as it does there; compiling each of five models would take longer than it saves in so few steps.
+# CIFAR-10, 12 blocks, the decay that the study of docs/mae.md chose, SOAP at the rate of that of docs/skipless.md. A
+# CUDA graph spares the host as it does there; compiling six models would take longer than it saves in so few steps.
 _GRAPH: dict[str, Any] = {"graph": True, "compile": False, "device": "cuda"}
 LARGE = Scale(
     "cifar",
     {"steps": 5000, "evaluate_every": 2500, "checkpoint_every": 2500, **_GRAPH},
     {"steps": 1940, "evaluate_every": 485, "checkpoint_every": 1940, "optimizer": "soap", "lr": 3e-3, **_GRAPH},
+    {
+        "no long skips": {"shortcut": "keep", "long_skips": False, "init": "default"},
+        "plain": {"shortcut": "keep"},
+        "decayed": {"shortcut": "decay:0.8"},
+    },
 )
 
 
@@ -49,24 +60,24 @@ class Interrupted(Exception):
 
 
 def pretrain(scale: Scale, out: Path, write: Write, quiet: bool, opener: Opener) -> list[Path]:
-    """Two masked autoencoders that differ by their shortcuts alone, judged block by block."""
-    runs = {"plain": ("keep", out / "mae-plain"), "decayed": ("decay:0.6", out / "mae-decayed")}
+    """Masked autoencoders that differ by their shortcuts, judged block by block."""
     found: dict[str, Numbers] = {}
-    for name, (shortcut, folder) in runs.items():
-        config = mae(scale.preset, shortcut=shortcut, **scale.mae)
-        write(f"  {name}: --shortcut {shortcut}, into {folder}")
+    folders = {name: out / f"mae-{name.replace(' ', '-')}" for name in scale.encoders}
+    for name, fields in scale.encoders.items():
+        config, folder = mae(scale.preset, **{**scale.mae, **fields}), folders[name]
+        write(f"  {name}: --shortcut {config.shortcut}, into {folder}")
         if _trained(config, folder, write, quiet, opener) is None:
             continue
         write("    judged: neighbours, linear probe and rank of every block")
         found[name] = by_block(judge_run(folder, PROTOCOLS, opener=opener)[1])
     images = len(opened(config, "test", opener))
-    if len(found) == len(runs):
-        for line in said_of_features(found["plain"], found["decayed"], shortcut, images):
+    if len(found) == len(folders):
+        for line in said_of_features(found, config.shortcut, images):
             write(line)
     else:
-        gone = " and ".join(name for name in runs if name not in found)
+        gone = " and ".join(name for name in folders if name not in found)
         write(f"\nNothing to compare: of {gone} there are no features, as its training has failed.\n")
-    return [folder for _, folder in runs.values()]
+    return list(folders.values())
 
 
 def by_block(results: Any) -> Numbers:
@@ -78,23 +89,24 @@ def by_block(results: Any) -> Numbers:
     return numbers
 
 
-def said_of_features(plain: Numbers, decayed: Numbers, shortcut: str, images: int) -> list[str]:
-    """What the numbers of two encoders show, whatever it is."""
+def said_of_features(found: Mapping[str, Numbers], shortcut: str, images: int) -> list[str]:
+    """What the numbers of some encoders show, whatever it is: the last, with decayed shortcuts, against each other."""
     shown = {"knn20": "neighbours", "probe_lbfgs": "probe", "rank": "rank"}
-    both = {"plain": plain, "decayed": decayed}
-    blocks = [*plain["knn20"]]
-    header = ["block", *(f"{word} {name}" for word in shown.values() for name in both)]
-    rows = [[block, *(numbers[key][block] for key in shown for numbers in both.values())] for block in blocks]
+    *others, decayed = found.values()
+    blocks = [*decayed["knn20"]]
+    header = ["block", *(f"{word} {each}" for word in shown.values() for each in found)]
+    rows = [[block, *(numbers[key][block] for key in shown for numbers in found.values())] for block in blocks]
     last = blocks[-1]
     lines = ["\nAccuracy of 20 nearest neighbours and of a linear probe, and effective rank, by block:"]
     lines.append(f"\n{table(header, rows)}\n")
-    lines.append(f"Features of the last block, without and with decayed shortcuts ({shortcut}):")
-    for key, word in (("knn20", "20 nearest neighbours"), ("probe_lbfgs", "Linear probe")):
-        lines.append(f"  {compared(word, plain[key][last], decayed[key][last], images)}")
-    lines.append(f"  {ranked(plain['rank'][last], decayed['rank'][last])}")
-    best = [max(numbers["probe_lbfgs"], key=numbers["probe_lbfgs"].__getitem__) for numbers in both.values()]
-    lines.append(f"  The linear probe is best at block {best[0]} without and at block {best[1]} with.")
-    lines.append("  One seed and a model of minutes: a look, not a study. The studies are in docs/results.\n")
+    for name, other in zip(found, others, strict=False):
+        lines.append(f"Features of the last block, without and with {_LACKS[name]} ({shortcut}):")
+        for key, word in (("knn20", "20 nearest neighbours"), ("probe_lbfgs", "Linear probe")):
+            lines.append(f"  {compared(word, other[key][last], decayed[key][last], images)}")
+        lines.append(f"  {ranked(other['rank'][last], decayed['rank'][last])}")
+    best = [f"{max(blocks, key=each['probe_lbfgs'].__getitem__)} ({word})" for word, each in found.items()]
+    lines.append(f"The linear probe is best at block {', '.join(best)}.")
+    lines.append("One seed and a model of minutes: a look, not a study. The studies are in docs/results.\n")
     return lines
 
 
