@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import unskip
 from unskip import evals
 from unskip.data import Feed, ImageSet, open_images
-from unskip.errors import BadInput, TrainingError
+from unskip.errors import BadInput, TrainingError, UnskipWarning
 from unskip.evals._evaluate import by_depth
 from unskip.evals._finetune import Classifier
 from unskip.evals._protocols import settings_of
@@ -288,6 +288,15 @@ def test_a_step_of_fine_tuning_asks_nothing_of_the_host(monkeypatch: pytest.Monk
     assert evals.finetune(model, digits(), digits("test"), size=8, graph=True, changes=changes) == plain
     assert len(counted) == 18
     assert min(counted) > 100
+
+
+def test_drop_path_is_off_where_a_skip_is_cut() -> None:
+    model, changes = vit(), SHORT | {"epochs": 2}
+    unskip.rewire(model, {"attention": "keep", "mlp": "cut"})
+    without = evals.finetune(model, digits(), digits("test"), size=8, changes=changes)
+    with pytest.warns(UnskipWarning, match="drop path, 0.9 by the protocol, is off"):
+        found = evals.finetune(model, digits(), digits("test"), size=8, changes=changes | {"drop_path": 0.9})
+    assert found == without
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

@@ -10,6 +10,7 @@ as it was pretrained.
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -17,9 +18,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from unskip.anatomy._guard import wiring_in
 from unskip.anatomy._quiet import evaluating
 from unskip.data import Augment, Feed, ImageSet
-from unskip.errors import BadInput, TrainingError
+from unskip.errors import BadInput, TrainingError, UnskipWarning
 from unskip.evals._extract import Precision, autocast
 from unskip.evals._input import known
 from unskip.evals._protocols import settings_of
@@ -81,7 +83,7 @@ def finetune(
         torch.manual_seed(seed)
         network = Classifier(copy.deepcopy(model), len(train.classes), settings["start"]).to(device)
         network.requires_grad_(True)
-        _drop_paths(network.encoder, settings["drop_path"])
+        _drop_paths(network.encoder, _rate(model, settings["drop_path"]))
         return _train(network, train, test, settings, size, seed, precision, workers, graph)
 
 
@@ -140,6 +142,20 @@ def _train(
 def recorder(passes: Pass, network: nn.Module, graph: bool) -> Graphed | None:
     """The passes of a step as a CUDA graph, where that is asked for and there is a GPU."""
     return Graphed(passes, network) if graph and next(network.parameters()).is_cuda else None
+
+
+def _rate(model: nn.Module, rate: float) -> float:
+    """Drop path takes a branch away and leaves the skip: where one is cut nothing is left, so there is none."""
+    wiring = wiring_in(model)
+    if wiring is None or not rate or all(wiring.alphas):
+        return rate
+    warnings.warn(
+        f"finetune: drop path, {rate:g} by the protocol, is off: where a skip is cut, a dropped branch leaves nothing. "
+        "Compare the number with others of models without skips.",
+        UnskipWarning,
+        stacklevel=3,
+    )
+    return 0.0
 
 
 def _drop_paths(encoder: nn.Module, rate: float) -> None:
