@@ -282,6 +282,8 @@ def test_broken_images(tmp_path: Path, size: int | None) -> None:
     (tmp_path / "b" / "text.jpg").write_text("not an image")
     with pytest.raises(BadInput, match=r"a/001\.png: not an image that can be read"):
         open_images(tmp_path, size=size).load(range(10), 12)
+    with pytest.raises(BadInput, match=r"b/text\.jpg: not an image that can be read \(of no format that is known\)"):
+        open_images(tmp_path).load([9], 12)
     found = open_images(tmp_path, size=size, skip_broken=True)
     assert (len(found), found.labels.tolist()) == (6, [0, 0, 0, 0, 1, 1])
     (line,) = found.report

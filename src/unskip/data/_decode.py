@@ -35,7 +35,7 @@ def decoded(reader: Reader, index: int) -> Image:
 
 def opened(source: Callable[[], BinaryIO], place: str) -> Image:
     """An encoded image, upright, of eight bits and of one channel or three. BadInput names its place."""
-    from PIL import Image, ImageOps
+    from PIL import Image, ImageOps, UnidentifiedImageError
 
     try:
         with source() as file, Image.open(file) as image:
@@ -44,7 +44,8 @@ def opened(source: Callable[[], BinaryIO], place: str) -> Image:
                 return Image.fromarray((numpy.asarray(image) // 257).astype(numpy.uint8))
             return image.convert("L" if image.mode in _GRAY else "RGB")
     except Exception as error:  # a damaged file can make a decoder fail in any way
-        raise BadInput(f"{place}: not an image that can be read ({error})") from error
+        why = "of no format that is known" if isinstance(error, UnidentifiedImageError) else error
+        raise BadInput(f"{place}: not an image that can be read ({why})") from error
 
 
 def pixels(reader: Reader, index: int) -> Tensor:

@@ -15,7 +15,7 @@ from unskip.data._dense import open_dense
 from unskip.errors import BadInput
 from unskip.evals import Result, discover_blocks, patches, pictures, segment_blocks
 from unskip.evals._protocols import protocol
-from unskip.recipes._data import opened, opening_once
+from unskip.recipes._data import judged_split, opened, opening_once
 from unskip.recipes._judge import Trained, open_run
 
 DENSE = ("segment", "discover")
@@ -82,10 +82,10 @@ def judge_dense(
 def picture_run(
     out: str | Path, target: str | Path, source: str | None = None, device: str | None = None, count: int = 6
 ) -> Path:
-    """A sheet of pictures of a run's features, of images of its own test split or of another set of parquet files."""
+    """A sheet of pictures of a run's features, of images that it is judged by or of another set of parquet files."""
     opener = opening_once()
     run = open_run(out, device, opener)
-    images = opened(run.config, "test", opener) if source is None else open_images(source, "test")
+    images = opened(run.config, judged_split(run.config), opener) if source is None else open_images(source, "test")
     chosen = torch.linspace(0, len(images) - 1, count).long()
     size = run.config.size if source is None or images.size is None else None
     return pictures(run.encoder, images.load(chosen, size), Path(target))
