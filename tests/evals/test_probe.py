@@ -40,6 +40,14 @@ def test_the_regression_is_that_of_scikit_learn() -> None:
     assert found == pytest.approx(peer.score(scaler.transform(y.double().numpy()), truth.numpy()), abs=1e-9)
 
 
+def test_a_changed_setting_reaches_the_probe() -> None:
+    x, labels = blobs(60, dim=2, classes=4)
+    given = (x, labels, x, labels, "probe-lbfgs-v1")
+    assert evals.linear_probe(*given, changes={"iterations": 0}) < evals.linear_probe(*given)
+    with pytest.raises(BadInput, match="probe-lbfgs-v1 has no setting"):
+        evals.linear_probe(*given, changes={"iteration": 5})
+
+
 def test_the_regression_in_chunks_is_the_same() -> None:
     x, labels = blobs(300)
     settings = PROTOCOLS["probe-lbfgs-v1"].settings

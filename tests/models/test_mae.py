@@ -190,6 +190,14 @@ def test_bytes_are_normalised_as_floats_are() -> None:
     assert torch.allclose(model(raw, draw()).loss, model((raw / 255 - mean) / std, draw()).loss, atol=1e-5)
 
 
+def test_bytes_of_other_channels_are_centred_at_a_half() -> None:
+    model = awake(mae(encoder=vit(in_chans=1, final_norm=False)))
+    raw = torch.randint(256, (5, 1, 12, 12), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    assert torch.allclose(model(raw, draw()).loss, model(raw / 127.5 - 1, draw()).loss, atol=1e-5)
+    with pytest.raises(BadInput, match="images of 1 channels, and std has 3 values"):
+        mae(encoder=vit(in_chans=1, final_norm=False), std=(0.2, 0.2, 0.2))
+
+
 @pytest.mark.parametrize("long_skips", [False, True])
 def test_narrow_streams_have_the_precision_of_autocast(long_skips: bool) -> None:
     wide, narrow = (awake(mae(long_skips, narrow=each)) for each in (False, True))

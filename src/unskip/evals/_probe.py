@@ -38,13 +38,17 @@ def linear_probe(
     protocol: str = "probe-mae-v1",
     *,
     seed: int = 0,
+    changes: Mapping[str, Any] | None = None,
 ) -> float:
-    """The accuracy on `test` of a linear layer trained on `train`, both (samples, dim), where `train` lies."""
+    """The accuracy on `test` of a linear layer trained on `train`, both (samples, dim), where `train` lies.
+
+    `changes` sets some of the protocol's settings otherwise; record them with the number.
+    """
     for each in (train, test):
         if not isinstance(each, Tensor) or each.ndim != 2:
             found = tuple(each.shape) if isinstance(each, Tensor) else type(each).__name__
             raise BadInput(f"linear_probe: features must be (samples, dim), got {found}")
-    return probe_all(train[None], train_labels, test[None], test_labels, protocol, seed=seed)[0]
+    return probe_all(train[None], train_labels, test[None], test_labels, protocol, seed=seed, changes=changes)[0]
 
 
 @full_precision

@@ -25,6 +25,8 @@ from torch.nn import functional as F
 from unskip.errors import BadInput
 from unskip.models._vit import Grid, grid_of, narrowed, positions, sources
 
+_COLOUR = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # mean and deviation of ImageNet
+
 
 class Reconstruction(NamedTuple):
     """What a forward gives. `order` (images, patches) holds patch numbers, the visible ones first."""
@@ -126,10 +128,11 @@ class MAE(nn.Module):
         long_skips: bool = True,
         norm_pix: bool = True,
         narrow: bool = False,
-        mean: tuple[float, ...] = (0.485, 0.456, 0.406),
-        std: tuple[float, ...] = (0.229, 0.224, 0.225),
+        mean: tuple[float, ...] | None = None,
+        std: tuple[float, ...] | None = None,
     ) -> None:
-        """`width`, `depth` and `heads` are the decoder's; `mean` and `std` normalise images that come as bytes.
+        """`width`, `depth` and `heads` are the decoder's; `mean` and `std` normalise images that come as bytes
+        (default: those of ImageNet for three channels, 0.5 for others).
 
         Under autocast the streams are float32, as adding positions makes them; with `narrow` they have autocast's
         precision, which is faster and rounds more.
@@ -150,8 +153,12 @@ class MAE(nn.Module):
             )
         pixels = grid.patch**2 * grid.channels
         self.decoder = Decoder(grid, inner.embed_dim, width, depth, heads, skips, pixels, narrow)
-        self.register_buffer("mean", torch.tensor(mean[: grid.channels]) * 255, persistent=False)
-        self.register_buffer("std", torch.tensor(std[: grid.channels]) * 255, persistent=False)
+        usual = _COLOUR if grid.channels == 3 else ((0.5,) * grid.channels, (0.5,) * grid.channels)
+        for name, given, default in zip(("mean", "std"), (mean, std), usual, strict=True):
+            values = default if given is None else given
+            if len(values) != grid.channels:
+                raise BadInput(f"images of {grid.channels} channels, and {name} has {len(values)} values")
+            self.register_buffer(name, torch.tensor(values) * 255, persistent=False)
         self.start_()
 
     @torch.no_grad()
