@@ -69,7 +69,8 @@ def jobs(done: dict[str, Any], fields: dict[str, Any], epochs: tuple[float, floa
             rates += [(f"rate | {name} | x {times:g}", {**config, "lr": times * fields["lr"]}) for times in RATES]
         for name, config in rivals.items():
             if (times := best_rate(done, name)) is not None:
-                longer.append((f"longer | {name} | x {times:g}", {**config, "lr": times * fields["lr"]}))
+                faster = {"compile": fields["preset"] == "cifar"}  # which pays off in a run of this length
+                longer.append((f"longer | {name} | x {times:g}", {**config, "lr": times * fields["lr"], **faster}))
     later: list[Job] = [("ablation | long skips", {"shortcut": "keep"}), ("ablation | plain", PLAIN)]
     if best is not None:
         decay = {"shortcut": f"decay:{best:g}"}
