@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -88,9 +89,14 @@ def test_an_opener_serves_every_run(asked: list[str], tmp_path: Path) -> None:
 def test_a_folder_that_is_taken_is_refused_before_images_are_opened(asked: list[str], tmp_path: Path) -> None:
     unskip.train(small("supervised"), tmp_path / "a", quiet=True)
     assert asked == ["train", "test"]
-    with pytest.raises(BadInput, match=r"a holds a run already: go on with `unskip resume"):
+    with pytest.raises(
+        BadInput, match=r"a holds a run already: go on with .*, or choose another --out"
+    ):
         unskip.train(small("supervised"), tmp_path / "a", quiet=True)
     assert asked == ["train", "test"]
+    shutil.rmtree(tmp_path / "a" / "checkpoints")
+    with pytest.raises(BadInput, match="or remove the folder: it has no checkpoint yet"):
+        unskip.train(small("supervised"), tmp_path / "a", quiet=True)
 
 
 def test_seeds_share_their_images(asked: list[str], tmp_path: Path) -> None:

@@ -54,9 +54,8 @@ class RunFolder:
     def check_free(self) -> None:
         """Raises BadInput where the folder holds a run."""
         if (self.path / "config.json").exists():
-            raise BadInput(
-                f"{self.path} holds a run already: go on with `unskip resume {self.path}`, or choose another --out"
-            )
+            other = "choose another --out" if self._steps() else "remove the folder: it has no checkpoint yet"
+            raise BadInput(f"{self.path} holds a run already: go on with `unskip resume {self.path}`, or {other}")
 
     @classmethod
     def open(cls, path: str | Path) -> RunFolder:
