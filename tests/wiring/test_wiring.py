@@ -189,6 +189,21 @@ def test_anneal_moves_with_the_step_and_ends_exactly(vit: nn.Module) -> None:
     assert wiring.alphas[-1] == pytest.approx(0.8)
 
 
+def test_a_step_asks_each_rule_once_and_none_that_stands_still(vit: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
+    wiring = unskip.rewire(vit, {"attention": Anneal(Keep(), Cut(), steps=4), "mlp": Anneal(Keep(), Cut(), steps=8)})
+    asked = []
+    weights = Anneal.weights
+    monkeypatch.setattr(Anneal, "weights", lambda rule, *a, **k: asked.append(rule.steps) or weights(rule, *a, **k))
+    seen = []
+    for step in (1, 4, 6, 8, 9, 2):
+        asked.clear()
+        wiring.step(step)
+        seen.append((list(asked), wiring.alphas[:2]))
+    assert [rules for rules, _ in seen] == [[4, 8], [4, 8], [8], [8], [], [4, 8]]
+    alphas = [[0.75, 0.875], [0.0, 0.5], [0.0, 0.25], [0.0, 0.0], [0.0, 0.0], [0.5, 0.75]]
+    assert [weights for _, weights in seen] == alphas
+
+
 def test_annealed_weights_move_with_the_model_and_stay_out_of_its_state(vit: nn.Module) -> None:
     keys = list(vit.state_dict())
     wiring = unskip.rewire(vit, Anneal(Keep(), Cut(), steps=10))

@@ -30,6 +30,7 @@ from unskip.wiring.shortcuts import Anneal, Keep, Learn, Shortcut, Weight, band,
 
 State = tuple[tuple[Assignment, ...], int, bool, dict[str, nn.Parameter]]
 _KEPT = Weight(1.0, 1.0)
+_NAMES = ("alpha", "beta")
 
 
 class Wiring:
@@ -43,6 +44,7 @@ class Wiring:
         self.at_step = 0
         self._plan: tuple[Assignment, ...] = ()
         self._rule_of: dict[int, Shortcut] = {}
+        self._moving: set[tuple[int, str]] = set()  # site index, "alpha" or "beta": what is annealed
         self._weights = [_KEPT for _ in survey.sites]  # of learnt sites: where they began
         # The modules themselves, not their paths: a block may be wrapped in place after it was rewired.
         self._sites_at: dict[str, list[Site]] = {}
@@ -108,7 +110,7 @@ class Wiring:
             getattr(self._module_at[site.path], attribute(self._slot_of[site.index], which))
             for site in self.sites
             if self._is_bound(site)
-            for which in ("alpha", "beta")
+            for which in _NAMES
         ]
         return [value for value in held if isinstance(value, Tensor)]
 
@@ -143,12 +145,12 @@ class Wiring:
         self._follow(plan, 0)
 
     def step(self, step: int) -> None:
-        """Moves annealed weights to where they are at a training step. Cheap, and free where nothing is annealed."""
+        """Moves annealed weights to where they are at a training step. Cheap, and free once they stand still."""
         if not isinstance(step, Integral) or isinstance(step, bool) or step < 0:
             raise BadInput(f"step must be a whole number, 0 or more, got {step!r}")
         self._refuse_stale()
-        self.at_step = int(step)
-        moving = [a for a in self._plan if isinstance(a.rule, Anneal)]
+        earliest, self.at_step = min(self.at_step, int(step)), int(step)
+        moving = [a for a in self._plan if a.rule.steps is not None and earliest < a.rule.steps]
         if moving:
             self._apply(moving, fresh=False)
 
@@ -168,6 +170,7 @@ class Wiring:
         """Follows a plan from a step on."""
         self._plan, self.at_step = plan, step
         self._rule_of = {site.index: a.rule for a in plan for site in a.sites}
+        self._moving = {each for a in plan for each in _moving(a)}
         self._apply(plan, fresh=True)
 
     def _probe(self, weights: dict[int, Weight]) -> None:
@@ -188,7 +191,7 @@ class Wiring:
             self._unpatch(module)
         _fastpath.switch(self.model, set())
         self._weights = [_KEPT for _ in self.sites]
-        self._plan, self._rule_of = (), {}
+        self._plan, self._rule_of, self._moving = (), {}, set()
         vars(self.model).pop(WIRING, None)
 
     def to_dict(self) -> dict[str, Any]:
@@ -265,7 +268,7 @@ class Wiring:
     def _store(self, module: nn.Module, site: Site, slot: int, which: str, value: float, rule: Shortcut) -> None:
         name = attribute(slot, which)
         # At 0 the addition goes, so 0 is always a number.
-        moving = isinstance(rule, Anneal) and self.at_step < rule.steps and value != 0 and self._moves(site, which)
+        moving = (site.index, which) in self._moving and self.at_step < (rule.steps or 0) and value != 0
         learnt = isinstance(rule, Learn) and which == "alpha"
         buffer = module._buffers.get(name)
         if moving and buffer is not None:
@@ -304,7 +307,7 @@ class Wiring:
         if not is_bound(module):
             return
         for slot in range(len(type(module)._unskip_patch.slots)):  # type: ignore[attr-defined]
-            for which in ("alpha", "beta"):
+            for which in _NAMES:
                 _remove(module, attribute(slot, which))
         unbind(module)
 
@@ -319,12 +322,6 @@ class Wiring:
         if not isinstance(value, Tensor):
             return float(value)
         return float(self._weights[site.index].alpha if value.device.type == "meta" else value.detach().double().mean())
-
-    def _moves(self, site: Site, which: str) -> bool:
-        """Whether an annealed weight differs between its ends: one that does not stays a number."""
-        plan = next(a for a in self._plan if site in a.sites)
-        first, last = plan.weights(0)[site.index], plan.weights(plan.rule.steps or 0)[site.index]
-        return bool(getattr(first, which) != getattr(last, which))
 
     def _is_bound(self, site: Site) -> bool:
         return site.problem is None and is_bound(self._module_at[site.path])
@@ -346,6 +343,14 @@ class Wiring:
 
 def _any(site: Site) -> bool:
     return True
+
+
+def _moving(plan: Assignment) -> Iterator[tuple[int, str]]:
+    """The weights that differ between the ends of an annealing, by site index and name; the others stay numbers."""
+    if isinstance(plan.rule, Anneal):
+        first, last = plan.weights(0), plan.weights(plan.rule.steps)
+        for index, weight in first.items():
+            yield from ((index, which) for which in _NAMES if getattr(weight, which) != getattr(last[index], which))
 
 
 def _remove(module: nn.Module, name: str) -> None:
