@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import unskip
 from unskip import Cut
 from unskip.errors import BadInput, InitError, UnskipWarning
-from unskip.init import PRESETS, skipless_, start_
+from unskip.init import PRESETS, skipless_, start_, zero_branches_
 
 
 @pytest.fixture(autouse=True)
@@ -62,6 +62,26 @@ def test_default_leaves_all_as_it_is_and_zero_does_not() -> None:
     assert same(one, vit())
     start_(one, "zero")
     assert not any(block.mlp.fc2.weight.any() for block in one.blocks)  # type: ignore[union-attr]
+
+
+def test_where_chooses_sites() -> None:
+    one, other = vit(), vit()
+    start_(one, "zero", where="mlp")
+    zero_branches_(other, where="mlp")
+    assert same(one, other)
+    assert all(block.attn.proj.weight.any() for block in one.blocks)  # type: ignore[union-attr]
+    start_(one, "skipless", seeded(), where="attention")
+    skipless_(other, generator=seeded(), where="attention")
+    assert same(one, other)
+    assert not any(block.mlp.fc2.weight.any() for block in one.blocks)  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("words", ["zero", "skipless"])
+def test_notes_point_at_the_line_that_called(words: str) -> None:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", UnskipWarning)
+        start_(vit(init_values=1e-5, drop_path_rate=0.1), words, seeded())
+    assert {warning.filename for warning in caught} == {__file__}
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,6 @@ normalised z.
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Literal, TypedDict, get_args
@@ -30,9 +29,10 @@ from torch import Tensor, nn
 from unskip.anatomy._droppath import drop_paths
 from unskip.anatomy._example import example_for
 from unskip.anatomy._parts import AttentionParts, MlpParts, Parts, lay_open
-from unskip.errors import BadInput, InitError, UnskipWarning
+from unskip.errors import BadInput, InitError
 from unskip.init._check import Check, named, same, transaction
 from unskip.init._promises import PARTS, Name, gain, mean_output, refuse_number, refuse_parts, verify_skipless
+from unskip.wiring._caution import warn
 from unskip.wiring._select import Where, picks, selector
 
 Heads = Literal["independent", "shared", "sliced"]
@@ -99,7 +99,7 @@ def skipless_(
         check = verify_skipless(model, whole, c=c, centre=centre, parts=parts, where=where)
     notes = [*check.notes, *_notes(chosen, parts), *_alike(check), *stilled]
     for note in notes:
-        warnings.warn(note, UnskipWarning, stacklevel=2)
+        warn(note)
     return Check(check.title, check.rows, tuple(notes))
 
 

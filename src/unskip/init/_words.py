@@ -24,7 +24,8 @@ def start_(
     """Initialises a model as the words say.
 
     default leaves it as it is; zero is `zero_branches_`; skipless is `skipless_`, with the constants of `preset`. After
-    a colon skipless takes, separated by commas: another preset, numbers (alpha=, beta=, c=), and centre.
+    a colon skipless takes, separated by commas: another preset, numbers (alpha=, beta=, c=), and centre. `where`
+    chooses sites as in `rewire`.
     """
     if not isinstance(words, str):
         raise BadInput(f"init is {words!r}; it is a text such as skipless or skipless:vit-small,beta=1,centre")
@@ -48,7 +49,7 @@ def start_(
         skipless_(model, alpha, beta, c, generator, example, centre="centre" in details, where=where)
     elif name in ("zero", "default") and not details:
         if name == "zero":
-            zero_branches_(model, example)
+            zero_branches_(model, example, where=where)
     else:
         raise BadInput(f"init is {words!r}; it can be default, zero, skipless or skipless:vit-small,beta=1,centre")
 

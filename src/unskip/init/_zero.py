@@ -10,7 +10,6 @@ as it is.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator
 
 import torch
@@ -18,8 +17,9 @@ from torch import Tensor, nn
 
 from unskip.anatomy._example import example_for
 from unskip.anatomy._parts import AttentionParts, MlpParts, NormParts, ParallelParts, Parts, lay_open
-from unskip.errors import InitError, UnskipWarning
+from unskip.errors import InitError
 from unskip.init._check import Check, Judged, named, transaction
+from unskip.wiring._caution import warn
 from unskip.wiring._select import Where, picks, selector
 
 
@@ -58,7 +58,7 @@ def zero_branches_(model: nn.Module, example: object = None, *, where: Where = N
     if shut:
         notes.append(f"{named(shut)}: left as it is, its gate starts at zero")
     for note in notes:
-        warnings.warn(note, UnskipWarning, stacklevel=2)
+        warn(note)
     return Check(check.title, check.rows, tuple(notes))
 
 
