@@ -160,3 +160,17 @@ def test_complex_models_are_understood() -> None:
     model, x = Complex(), torch.randn(2, 4, dtype=torch.complex64)
     assert unskip.rewire(model, Cut(), x).verified
     assert torch.equal(model(x), model.f(x))
+
+
+def test_buffers_stay_in_their_memory() -> None:
+    model = Counting().train()
+    model.register_buffer("table", torch.arange(4.0))
+    model.register_buffer("first", model.table[:2])  # type: ignore[index]
+    model.register_buffer("one", torch.ones(()).expand(3))  # cannot be written to
+    places = {name: buffer.data_ptr() for name, buffer in model.named_buffers()}
+    pending = (model.f.weight.sum() * model.norm.running_var).sum()
+    unskip.audit(model, X)
+    assert {name: buffer.data_ptr() for name, buffer in model.named_buffers()} == places
+    model.table.mul_(2)  # type: ignore[operator]
+    assert model.first.tolist() == [0.0, 2.0]
+    pending.backward()  # as if nothing had been written

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import numpy
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 
 @contextlib.contextmanager
@@ -49,4 +49,12 @@ def quiet(model: nn.Module, training: bool) -> Iterator[None]:
             for module, name, buffer, value in buffers:
                 module._buffers[name] = buffer
                 if buffer is not None and value is not None:
-                    buffer.data = value
+                    _put_back(buffer, value)
+
+
+def _put_back(buffer: Tensor, value: Tensor) -> None:
+    """The buffer as it was, in the memory that it has: other views of it, or a CUDA graph, may read it there."""
+    if buffer.shape != value.shape or buffer.dtype != value.dtype or buffer.layout != torch.strided:
+        buffer.data = value
+    elif not buffer.is_meta and not torch.equal(buffer, value):
+        buffer.data.copy_(value)  # of data: nothing that was computed from the buffer becomes invalid
