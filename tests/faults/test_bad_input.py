@@ -279,6 +279,25 @@ def test_a_class_with_pickling_of_its_own_is_refused() -> None:
         unskip.rewire(model, Cut(), X)
 
 
+def test_a_rule_that_cannot_be_followed_leaves_the_one_before() -> None:
+    model = nn.Sequential(h.PreNorm(), OwnPickle())
+    with pytest.raises(RewireError, match="OwnPickle"):
+        unskip.rewire(model, Cut(), X, verify=False)
+    assert type(model[0]) is h.PreNorm
+    wiring = unskip.rewire(model, Learn(0.5), X, where=lambda site: site.path == "0", verify=False)
+    (alpha,) = wiring.parameters.values()
+    before, shown = model(X), str(wiring)
+    for follow in (wiring.set, lambda rule, where: unskip.rewire(model, rule, where=where, force=True)):
+        with pytest.raises(RewireError, match="OwnPickle"):
+            follow(Cut(), lambda site: True)
+        assert str(wiring) == shown
+        assert torch.equal(model(X), before)
+        assert [*wiring.parameters.values()] == [alpha]
+    wiring.step(3)  # not forced by the call that failed
+    wiring.set(Cut(), lambda site: site.path == "0")
+    assert type(model[1]) is OwnPickle
+
+
 def test_a_pickle_whose_source_has_changed_is_refused() -> None:
     from dataclasses import replace
 

@@ -39,25 +39,19 @@ def rewire(
     wiring = wiring_in(model)
     pairs = normalise(shortcut, where)
     if wiring is not None:
-        plan = assign(pairs, wiring.sites)
-        wiring._force = force
-        wiring._begin(plan)
+        wiring._begin(assign(pairs, wiring.sites), force)
         return wiring  # type: ignore[no-any-return]
     given = example_for(model, example)
     survey = look(model, given)
     if not survey.sites:
         raise NoResidualError(_nothing(model, survey))
     plan = assign(pairs, survey.sites)
-    wiring = Wiring(model, survey, force)
+    wiring = Wiring(model, survey)
     if verify and _verify.can_verify(model, given):
         _check(wiring, given)
         wiring.verified = True
     _caution.left_alone([f"{u.path or '(model)'} ({u.source}): {u.reason}" for u in survey.unknown])
-    try:
-        wiring._begin(plan)
-    except BaseException:
-        wiring.undo()
-        raise
+    wiring._begin(plan, force)
     return wiring
 
 

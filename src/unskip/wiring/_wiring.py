@@ -36,10 +36,10 @@ _NAMES = ("alpha", "beta")
 class Wiring:
     """What `rewire` returns. It lives in the model: a copy of the model has its own (`Wiring.of(copy)`)."""
 
-    def __init__(self, model: nn.Module, survey: Survey, force: bool = False) -> None:
+    def __init__(self, model: nn.Module, survey: Survey) -> None:
         self.model = model
         self.survey = survey
-        self._force = force
+        self._force = False  # whether modules whose weights are all 1 are patched too
         self.verified = False
         self.at_step = 0
         self._plan: tuple[Assignment, ...] = ()
@@ -132,17 +132,26 @@ class Wiring:
         """Puts other rules in place of the present ones. Without `where`, one rule governs the sites governed now."""
         pairs = normalise(rules, where)
         if where is None and not isinstance(rules, Mapping) and len(self._plan) == 1:
-            self._begin(assign(((_any, pairs[0][1]),), self._plan[0].sites))
+            self._begin(assign(((_any, pairs[0][1]),), self._plan[0].sites), self._force)
         else:
-            self._begin(assign(pairs, self.sites))
+            self._begin(assign(pairs, self.sites), self._force)
 
-    def _begin(self, plan: tuple[Assignment, ...]) -> None:
-        """Follows a plan from its first step, after a word of caution about what it cuts."""
+    def _begin(self, plan: tuple[Assignment, ...], force: bool) -> None:
+        """Follows a plan from its first step, after a word of caution about what it cuts; or all stays as it was."""
         self._refuse_stale()
         self.refuse_replaced()
         last = {index: weight for a in plan for index, weight in a.weights(a.rule.steps or 0).items()}
         _caution.before_cut(self.model, [site for site in self.sites if last.get(site.index, _KEPT).alpha == 0])
-        self._follow(plan, 0)
+        before = self._state() if wiring_in(self.model) is self else None
+        try:
+            self._force = force
+            self._follow(plan, 0)
+        except BaseException:
+            if before is None:
+                self.undo()
+            else:
+                self._restore(before)
+            raise
 
     def step(self, step: int) -> None:
         """Moves annealed weights to where they are at a training step. Cheap, and free once they stand still."""
