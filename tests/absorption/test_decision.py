@@ -260,6 +260,13 @@ def test_round_trip_from_a_block_without_a_skip() -> None:
 # --- Alpha ------------------------------------------------------------------------------------------------------------
 
 
+def test_the_one_alpha_may_be_negative() -> None:
+    block, _ = planted(6, 24, skip=-0.37 * eye(6), seed=4)
+    for skip in (1.0, -1.0):
+        asked = Block(block.up, block.down, up_bias=block.up_bias, down_bias=block.down_bias, skip=skip)
+        assert absorbable_alpha(asked) == pytest.approx(-0.37, abs=1e-9)
+
+
 def test_the_one_alpha() -> None:
     block, _ = planted(6, 24, skip=0.37 * eye(6), seed=4)
     asked = Block(block.up, block.down, up_bias=block.up_bias, down_bias=block.down_bias, skip=1.0)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from tests.absorption.blocks import CLASS_O, close, generic, normal, numbers, planted
 
-from unskip.absorption import AbsorbableMLP, Block, Norm, absorb, approximate, nearest, widen
+from unskip.absorption import AbsorbableMLP, Activation, Block, Norm, absorb, approximate, nearest, register, widen
 from unskip.errors import BadInput
 
 
@@ -60,12 +60,47 @@ def test_gated_blocks_widen_with_a_gate_bias(word: str) -> None:
             widen(block)
 
 
+def test_a_gate_widens_with_a_bias_of_its_own_only() -> None:
+    """A bias on the values is none on the gate: as-is there is nothing to open a new gate with."""
+    g = numbers(3)
+    block = Block(normal(g, 8, 3), normal(g, 3, 8), normal(g, 8, 3), up_bias=normal(g, 8), activation="swiglu")
+    assert absorb(block).extra_width is None
+    with pytest.raises(BadInput, match="With gate biases it can be done"):
+        widen(block)
+    wide = widen(block, biases="allowed")
+    assert wide.extra == absorb(block, biases="allowed").extra_width == 3
+    assert wide.verdict.verify()
+
+
+@pytest.mark.parametrize("word", ["swiglu", "bilinear", "glu"])
+def test_the_extra_width_of_a_gate_is_what_widening_takes(word: str) -> None:
+    g = numbers(4)
+    weights = normal(g, 8, 3), normal(g, 3, 8), normal(g, 8, 3), normal(g, 8), normal(g, 8)
+    block = Block(*weights, activation=word)
+    wide = widen(block)
+    assert absorb(block).extra_width == wide.extra == 3
+    assert wide.verdict.verify()
+
+
+def test_a_gate_that_the_user_registered() -> None:
+    """Whether it is open at 0 is seen, not taken from what its author left out."""
+    word = register(Activation("halved", lambda z: torch.nn.functional.silu(z) / 2)).name
+    g = numbers(5)
+    block = Block(normal(g, 8, 3), normal(g, 3, 8), normal(g, 8, 3), gate_bias=normal(g, 8), activation=word)
+    wide = widen(block)
+    assert close(block, wide.block) < 1e-12
+    with pytest.raises(BadInput, match="biases='allowed'"):
+        widen(Block(block.up, block.down, block.gate, activation=word))
+
+
 @pytest.mark.parametrize(("word", "each"), [("relu2", 4), ("square", 2)])
 def test_powers_widen_with_biases(word: str, each: int) -> None:
     block = generic(3, 6, word)
-    wide = widen(block)
-    assert wide.extra == each * 3
-    assert close(block, wide.block) < 1e-11
+    for asked in (block, Block(block.up, block.down, up_bias=block.up_bias, activation=word)):
+        wide = widen(asked)
+        assert absorb(asked).extra_width == wide.extra == each * 3
+        assert close(asked, wide.block) < 1e-11
+        assert wide.verdict.verify()
 
 
 @pytest.mark.parametrize("word", ["tanh", "elu", "mish", "abs"])
@@ -105,6 +140,10 @@ def test_no_flips_no_nearest() -> None:
         nearest(generic(word="tanh"))
     with pytest.raises(BadInput, match="fewer than the rank"):
         nearest(generic(6, 3, "relu"))
+    alike = Block(torch.ones(8, 3).double(), normal(numbers(0), 3, 8))
+    with pytest.raises(BadInput, match="8 units have rows that do not carry the rank 3"):
+        nearest(alike, joint=False)
+    assert nearest(alike).verdict.status == "possible"
 
 
 def test_the_ladder_falls() -> None:

@@ -8,6 +8,7 @@ the inputs that the verdict names, for replacements of the width and with the bi
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import get_args
 
@@ -77,7 +78,7 @@ def _absorb(block: Block, width: int, biases: Biases) -> Verdict:
     family = block.phi.family
     if family in ("odd-linear", "linear") and block.extreme:
         why = "its weights are so large or so small that float64 cannot hold their squares; rescale rows and columns"
-        return replace(plain, reason=f"Not decided: {why}.", extra_width=_extra(problem))
+        return replace(plain, reason=f"Not decided: {why}.", extra_width=_extra(problem, plain.biases))
     if family == "odd-linear":
         return _class_o(problem, plain)
     if family == "linear":
@@ -93,6 +94,11 @@ def allowed(block: Block, biases: Biases) -> tuple[bool, bool]:
     if biases == "as-is":
         return block.up_bias is not None or block.gate_bias is not None, block.down_bias is not None
     return (True, True) if biases == "allowed" else (False, False)
+
+
+def gate_bias(block: Block, biases: Biases) -> bool:
+    """Whether the replacement may have a bias in its gate."""
+    return biases == "allowed" or (biases == "as-is" and block.gate_bias is not None)
 
 
 def _may_keep(block: Block, biases: Biases) -> bool:
@@ -143,14 +149,14 @@ def _impossible(problem: Problem, plain: Verdict, found: list[Obstruction]) -> V
         every = [each for each, holds in zip(every, stand, strict=True) if holds]
     if not every:
         why = "what speaks against it does not stand its own check with the margin that is asked for"
-        return replace(plain, reason=f"Not decided: {why}.", extra_width=_extra(problem))
+        return replace(plain, reason=f"Not decided: {why}.", extra_width=_extra(problem, plain.biases))
     return replace(
         plain,
         status="impossible",
         reason=every[0].sentence,
         certificate=every[0].certificate,
         obstructions=tuple(every),
-        extra_width=_extra(problem),
+        extra_width=_extra(problem, plain.biases),
     )
 
 
@@ -158,7 +164,7 @@ def _undecided(problem: Problem, plain: Verdict, why: str) -> Verdict:
     narrow = _closed.bottleneck(problem)
     if narrow is not None:
         return _impossible(problem, plain, [])
-    return replace(plain, reason=f"Not decided: {why}.", extra_width=_extra(problem))
+    return replace(plain, reason=f"Not decided: {why}.", extra_width=_extra(problem, plain.biases))
 
 
 def _class_o(problem: Problem, plain: Verdict) -> Verdict:
@@ -250,27 +256,25 @@ def _why(problem: Problem) -> str:
     return "no obstruction applies and no construction is known"
 
 
-def _extra(problem: Problem) -> int | None:
+def _extra(problem: Problem, biases: Biases) -> int | None:
     """Units more that are enough, for weights in general position; None where none is known or none ever are."""
     block, phi = problem.block, problem.block.phi
     if {"pre", "out"} & block.norms.keys() or not phi.trusted:
         return None
     rank = skip_rank(problem.skip)
     n = problem.up.shape[1]
-    short = block.width - problem.width
-    if block.gated:
-        if problem.hidden_bias and phi.family != "linear":
-            return rank + max(short, 0)
-        return rank + max(short, 0) if phi.at_zero else None
+    short = max(block.width - problem.width, 0)
+    if block.gated:  # a zero row of the gate that is open
+        return rank + short if phi.at_zero or gate_bias(block, biases) else None
     if phi.family == "power":
-        return 4 * rank + max(short, 0) if problem.hidden_bias and problem.output_bias else None
+        return (4 if phi.name == "relu2" else 2) * rank + short if problem.hidden_bias else None
     if phi.family == "linear":
         return max(0, min(block.inputs, block.outputs) - problem.width)
     if phi.family != "odd-linear" or (block.up_bias is not None and not problem.output_bias):
         return None
     if problem.one_each:
-        return rank + max(short, 0)
-    return min(2 * rank, 2 * n - min(block.width, n)) + max(short, 0)
+        return rank + short
+    return min(2 * rank, 2 * n - min(block.width, n)) + short
 
 
 def skip_rank(skip: Tensor) -> int:
@@ -297,15 +301,11 @@ def absorbable_alpha(block: Block) -> float | None:
         if found.solution is None or found.independent is False:
             return None
         top = float(found.solution[found.solution.abs().argmax()])
-        if not top > 0:
+        if top == 0:
             return None
         alpha = 1 / top
-        scaled = found.solution * alpha
-        flips = scaled > 0.5
+        flips = found.solution * alpha > 0.5
         left = (problem.down[:, flips] @ problem.up[flips] + alpha * problem.skip / problem.odd).norm()
         number = block.skip if isinstance(block.skip, float) else 1.0
-        return (
-            alpha * number
-            if float(left) <= max(1e-9, 8 * block.roundoff**0.5 * 0.01) * alpha * float(goal.norm())
-            else None
-        )
+        close = max(1e-9, 0.08 * math.sqrt(block.roundoff))  # 2e-5 in float32, 5e-3 in bfloat16
+        return alpha * number if float(left) <= close * abs(alpha) * float(goal.norm()) else None

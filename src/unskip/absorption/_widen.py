@@ -17,7 +17,7 @@ from torch import Tensor
 
 from unskip.absorption._block import Block
 from unskip.absorption._construct import output_errors
-from unskip.absorption._decide import absorb, allowed, pad, skip_rank
+from unskip.absorption._decide import absorb, allowed, gate_bias, skip_rank
 from unskip.absorption._flips import pivots
 from unskip.absorption._reduce import reduce
 from unskip.absorption._verdict import Biases, Certificate, Verdict
@@ -41,7 +41,7 @@ def widen(block: Block, biases: Biases = "as-is") -> Widened:
         return Widened(now.replacement(), 0, now, True)
     with torch.no_grad():
         if block.gated or block.phi.family == "power":
-            verdict = _with_biases(block, biases)
+            verdict = _with_biases(block, biases, now)
         else:
             extra = _extra(block, biases, now)
             verdict = absorb(block, width=block.width + extra, biases=biases)
@@ -71,16 +71,14 @@ def _extra(block: Block, biases: Biases, now: Verdict) -> int:
     return max(1, min(2 * rank, split))
 
 
-def _with_biases(block: Block, biases: Biases) -> Verdict:
-    hidden, _ = allowed(block, biases)
-    open_gate = block.gated and block.phi.at_zero != 0  # then a zero row of the gate needs no bias
-    if not (hidden or open_gate) or {"pre", "out"} & block.norms.keys():
-        now = absorb(block, biases=biases)
-        raise BadInput(
-            f"widen: {now.reason} With hidden biases it can be done: ask with biases='allowed'"
-            if not block.norms
-            else f"widen: {now.reason}"
-        )
+def _with_biases(block: Block, biases: Biases, now: Verdict) -> Verdict:
+    if block.gated:  # a zero row of the gate is open by itself, or by its bias
+        what, may = "gate", _height(block, 0.0) != 0 or gate_bias(block, biases)
+    else:
+        what, may = "hidden", allowed(block, biases)[0]
+    if not may or {"pre", "out"} & block.norms.keys():
+        hint = "" if block.norms else f" With {what} biases it can be done: ask with biases='allowed'"
+        raise BadInput(f"widen: {now.reason}{hint}")
     left, values, right = torch.linalg.svd(block.matrix, full_matrices=False)
     rank = int((values > 1e-12 * values[0]).sum())
     columns, rows = left[:, :rank] * values[:rank], right[:rank]
@@ -108,12 +106,17 @@ def _rows(value: Tensor | None, more: Tensor, like: Tensor) -> Tensor:
     return torch.cat([base, more.to(base)])
 
 
+def _height(block: Block, beta: float) -> float:
+    """How open a gate is that sees nothing but its bias. A word of the user's need not say what it is at 0."""
+    return float(block.phi.function(torch.full((1,), beta, dtype=torch.float64)))
+
+
 def _gate(block: Block, rows: Tensor, columns: Tensor) -> Block:
     assert block.gate is not None
-    beta = torch.full((1,), 0.0 if block.phi.at_zero else 1.0, dtype=torch.float64, device=rows.device)
-    height = float(block.phi.function(beta))
+    beta = 0.0 if _height(block, 0.0) else 1.0
+    height = _height(block, beta)
     zero = rows.new_zeros(len(rows))
-    plain = block.gate_bias is None and not bool(beta.any())
+    plain = block.gate_bias is None and not beta
     return replace(
         block,
         up=torch.cat([block.up.detach(), rows.to(block.up)]),
@@ -174,14 +177,16 @@ def nearest(block: Block, joint: bool = True, steps: int = 40) -> Nearest:
         for chosen in (torch.ones(block.width, dtype=torch.bool, device=up.device), together < 0):
             if int(chosen.sum()) < rank:
                 continue
-            new_up, new_down = _project(up[chosen], down[:, chosen], goal, joint, steps)
-            if new_up is None or new_down is None:
+            moved = _project(up[chosen], down[:, chosen], goal, joint, steps)
+            if moved is None:
                 continue
-            cost = float((new_up - up[chosen]).square().sum() + (new_down - down[:, chosen]).square().sum())
+            cost = float((moved[0] - up[chosen]).square().sum() + (moved[1] - down[:, chosen]).square().sum())
             if best is None or cost < best[0]:
-                best = (cost, chosen, new_up, new_down)
+                best = (cost, chosen, *moved)
         if best is None:
-            raise BadInput(f"nearest: {block.width} units are fewer than the rank {rank} of the skip; use widen")
+            why = "are fewer than" if block.width < rank else "have rows that do not carry"
+            hint = "use widen" if joint else "use widen, or joint=True"
+            raise BadInput(f"nearest: {block.width} units {why} the rank {rank} of the skip; {hint}")
         cost, chosen, new_up, new_down = best
         up[chosen], down[:, chosen] = new_up, new_down
         made = replace(block, up=up.to(block.up.dtype), down=down.to(block.down.dtype))
@@ -189,7 +194,8 @@ def nearest(block: Block, joint: bool = True, steps: int = 40) -> Nearest:
         return Nearest(made, (cost / total) ** 0.5, chosen.nonzero().flatten(), absorb(made, biases="allowed"))
 
 
-def _project(up: Tensor, down: Tensor, goal: Tensor, joint: bool, steps: int) -> tuple[Tensor | None, Tensor | None]:
+def _project(up: Tensor, down: Tensor, goal: Tensor, joint: bool, steps: int) -> tuple[Tensor, Tensor] | None:
+    """The rows and columns moved so that they add up to the goal, or None where these rows cannot."""
     from scipy.linalg import solve_sylvester
 
     size = float(goal.norm())
@@ -203,7 +209,4 @@ def _project(up: Tensor, down: Tensor, goal: Tensor, joint: bool, steps: int) ->
             up, down = up + down.mT @ multiplier, down + multiplier @ up.mT
     down = down + (goal - down @ up) @ torch.linalg.pinv(up)  # the rest in closed form
     fits = float((goal - down @ up).norm()) <= 1e-9 * size
-    return (up, down) if fits else (None, None)
-
-
-__all__ = ["Nearest", "Widened", "nearest", "pad", "widen"]
+    return (up, down) if fits else None
