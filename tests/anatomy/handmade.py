@@ -493,6 +493,32 @@ class WritesIntoTheSum(nn.Module):
         return x, branch
 
 
+class CopiedStream(nn.Module):
+    """The stream is a copy that was written into a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.f = linear()
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = torch.empty_like(x)
+        out[:] = x
+        return out + self.f(x).relu()
+
+
+class OverwrittenBranch(nn.Module):
+    """What looks like a branch has been written over, and nothing of it is left."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.f = linear()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.f(x)
+        y.copy_(x)
+        return x + y
+
+
 class BroadcastBranch(nn.Module):
     def __init__(self) -> None:
         super().__init__()

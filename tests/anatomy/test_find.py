@@ -36,6 +36,7 @@ RESIDUAL = [
     (h.HelperMethod, X, [("attention", "none"), ("mlp", "none")]),
     (h.ScaledStream, X, [("mlp", "pre")]),
     (h.OptionalBranch, X, [("mlp", "none")]),
+    (h.CopiedStream, X, [("mlp", "none")]),
 ]
 
 
@@ -48,7 +49,11 @@ def test_finds_exactly_the_residuals(build: type[nn.Module], example: object, ex
     assert not any(site.projected or site.problem for site in audit)
 
 
-@pytest.mark.parametrize("build", [h.Recurrent, h.StraightThrough, h.LowRank, nn.Identity], ids=lambda b: b.__name__)
+@pytest.mark.parametrize(
+    "build",
+    [h.Recurrent, h.StraightThrough, h.LowRank, h.OverwrittenBranch, nn.Identity],
+    ids=lambda b: b.__name__,
+)
 def test_finds_nothing_where_there_is_nothing(build: type[nn.Module]) -> None:
     audit = unskip.audit(build(), X)
     assert len(audit) == 0

@@ -62,7 +62,8 @@ def _pass(graph: Graph, node: Node, found: dict[int, Tensor]) -> Tensor | None:
     if not known:
         return None
     if node.op in _CASTS:
-        return found[known[0]] if known[0] == refs[0] else None
+        cast = found.get(refs[-1] if node.op == "copy" else refs[0])  # a copy writes its second argument over the first
+        return None if cast is None else cast.expand(node.shape)
     if node.op in _MOVES:
         return _move(graph, node, found)
     if _mixes(node.op):

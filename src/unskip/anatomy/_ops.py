@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 
-# Rearranges or casts its first argument: the values stay the same tensor of values.
+# Rearranges or casts its first argument (`copy` its second): the values stay the same tensor of values.
 IDENTITY = frozenset(
     "view _unsafe_view reshape _reshape_alias permute transpose t mT expand expand_as squeeze unsqueeze alias detach "
     "clone contiguous _to_copy to roll flip flatten unflatten movedim lift_fresh lift_fresh_copy pixel_shuffle "

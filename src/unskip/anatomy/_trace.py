@@ -240,6 +240,7 @@ class Recorder(TorchDispatchMode):
             self._remember(tensor, nodes[self._views[key]])
             return
         floating = _floating(tensor)
+        parents = parents[1:] if name == "copy" else parents  # nothing is left of what it writes over
         fixed = all(nodes[p].fixed for p in parents)
         if name in _ops.FRESH:
             parents, fixed = (), True
@@ -304,6 +305,7 @@ def _floating(tensor: Tensor) -> bool:
 
 
 def calls() -> Iterator[Call]:
+    """The Python frames around the operator that is being dispatched, innermost first."""
     frame: FrameType | None = sys._getframe(1)
     inside = True
     while frame is not None:
