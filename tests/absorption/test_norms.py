@@ -140,3 +140,17 @@ def test_helmert(d: int) -> None:
     basis = helmert(d)
     assert torch.allclose(basis.mT @ basis, torch.eye(d - 1, dtype=torch.float64))
     assert float(basis.sum(0).abs().max()) < 1e-14
+
+
+def test_hardswish_that_bends_beyond_its_bias() -> None:
+    """It bends between -3 and 3, so on the ball a unit is straight only where its bias outdoes that as well."""
+    norm = Norm("layernorm", "input")
+    block, chosen = planted(4, 12, "hardswish", seed=2)
+    assert block.up_bias is not None
+    far = 1.2 * 2.0 * block.up.norm(dim=1)  # the ball has the radius 2: past it, and not past the bend
+    asked = Block(block.up, block.down, up_bias=far, down_bias=block.down_bias, activation="hardswish", norm=norm)
+    verdict = absorb(asked)
+    assert verdict.status == "possible"
+    assert verdict.flips is not None
+    assert torch.equal(verdict.flips, chosen)
+    assert verdict.verify()

@@ -66,10 +66,10 @@ def canonical(problem: Problem, loose: bool = False, other: Keys | None = None) 
     if loose:
         idle |= columns * lengths <= problem.tolerance / (abs(problem.odd) * h)
     if problem.radius is not None and problem.bounded:
-        # Its kink misses the ball, so it is affine there. (On a ball this is for piecewise linear words only.)
-        reach = problem.radius * lengths
+        # Its kinks miss the ball, so it is affine there.
+        reach = problem.radius * lengths + problem.bend
         idle |= bias.abs() >= reach * (1 - (1e-6 if loose else -1e-12))
-        slopes = torch.where(bias > 0, 1.0, problem.odd - 1)  # ReLU: 1 and 0; LeakyReLU: 1 and c - 1
+        slopes = torch.where(bias > 0, 1.0, problem.odd - 1)  # ReLU, HardSwish: 1 and 0; LeakyReLU: 1 and c - 1
         linear = torch.where(bias.abs() >= reach, slopes.to(linear), linear)
     whole = torch.hypot(lengths, bias).clamp(min=torch.finfo(torch.float64).tiny)
     label, sign = _group(up, bias, whole, ~idle, tolerance, problem.spread, problem.block.phi.homogeneous)

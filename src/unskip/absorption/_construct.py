@@ -118,7 +118,7 @@ def _fresh(problem: Problem, rest: Tensor, room: int) -> tuple[Tensor, Tensor, T
         shifts = shifts - lines @ problem.offset
     if affine:
         seen = lines if problem.basis is None else lines @ problem.basis
-        reach = 1.01 * (problem.radius or 0.0) * seen.norm(dim=1)
+        reach = 1.01 * (problem.radius or 0.0) * seen.norm(dim=1) + problem.bend
         return lines, shifts + reach, problem.odd * columns, remains
     return torch.cat([lines, -lines]), torch.cat([shifts, -shifts]), torch.cat([columns, -columns], 1), remains
 

@@ -108,13 +108,13 @@ def _cell(word: str, biases: bool, norm: str) -> Cell:
     if gated or phi.family == "power":
         return _flat(word, biases, norm)
     if phi.family == "odd-linear":
-        if word == "hardswish" and ball:
-            return Cell(word, biases, norm, "open", None, "its quadratic zone on a ball is not settled")
         where = {
             "post layernorm": ", up to 1 w^T",
             "input layernorm": ", on the d - 1 directions of the input",
         }.get(norm, "")
         units = "r" if ball and not phi.analytic and biases else "min(2 r, 2 d - min(h, d))"
+        if word == "hardswish" and ball:
+            return Cell(word, biases, norm, "open", units, "its quadratic zone on a ball is not settled")
         return Cell(word, biases, norm, "flips", units, f"flip criterion{where}; splits and fresh pairs")
     if phi.family == "linear":
         if norm != "none":

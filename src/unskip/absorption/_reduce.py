@@ -18,6 +18,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from unskip.absorption._activations import KINKS
 from unskip.absorption._block import Block, Norm
 
 EPS = 2.0**-53
@@ -56,6 +57,11 @@ class Problem:
     def bounded(self) -> bool:
         """Whether units can be affine on the domain: their kink misses it, and one alone gives any rank-one."""
         return self.radius is not None and not self.block.phi.analytic
+
+    @property
+    def bend(self) -> float:
+        """How far from 0 the activation still bends, where it is not analytic: 0 for ReLU, 3 for HardSwish."""
+        return max(KINKS.get(self.block.phi.name, (0.0,)))
 
     @property
     def one_each(self) -> bool:
