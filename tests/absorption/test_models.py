@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import pytest
 import timm
@@ -12,7 +13,9 @@ from torch import Tensor, nn
 
 import unskip
 from unskip import absorption
-from unskip.absorption import absorb
+from unskip.absorption import _from, absorb
+from unskip.anatomy._dissect import dissect
+from unskip.anatomy._example import example_for
 from unskip.errors import BadInput
 
 
@@ -165,6 +168,29 @@ def test_tied_layers_are_left_alone() -> None:
     applied = absorption.apply(model, "widen", X)
     assert not applied.done
     assert all("tied" in why for why in applied.left.values())
+
+
+def test_every_module_keeps_its_mode() -> None:
+    model = Plain().train()
+    model.act.eval()  # as a frozen part of a model that trains
+    modes = [module.training for module in model.modules()]
+    absorption.apply(model, "exact", X).undo()
+    assert [module.training for module in model.modules()] == modes
+
+
+def test_a_batch_is_read_until_there_are_inputs_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    recorded = []
+
+    def counted(*args: Any, **more: Any) -> Any:
+        recorded.append(args)
+        return dissect(*args, **more)
+
+    monkeypatch.setattr(_from, "dissect", counted)
+    monkeypatch.setattr(_from, "ENOUGH", 2 * _from.CHUNK)
+    x = normal(numbers(2), 10 * _from.CHUNK, 6)
+    found = _from.streams(Plain(), example_for(Plain(), x))
+    assert len(recorded) == 2
+    assert torch.equal(found[0], x[: 2 * _from.CHUNK])
 
 
 def test_applying_what_cannot_be() -> None:

@@ -10,7 +10,7 @@ The skip itself is cut by `rewire`, so the model's own code runs with alpha = 0 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -28,6 +28,7 @@ from unskip.absorption._widen import widen
 from unskip.anatomy import MlpParts, Site
 from unskip.anatomy._example import Example, example_for
 from unskip.anatomy._guard import wiring_in
+from unskip.anatomy._quiet import evaluating
 from unskip.errors import BadInput, UnskipError
 from unskip.wiring import Cut, Wiring, rewire
 
@@ -58,6 +59,7 @@ class Applied:
         self.after: Cost | None = None
         self.wiring: Wiring | None = None
         self._back: list[Callable[[], None]] = []
+        self._grown: dict[int, int] = {}  # by site index: units more
 
     def undo(self) -> None:
         """The model as it was. Undoing again does nothing."""
@@ -118,7 +120,7 @@ def apply(
     places = [(module, name, id(value)) for module in model.modules() for name, value in module._parameters.items()]
     held = Counter(place for _, _, place in places)  # an embedding or a head may hold a weight as well
     tied = {place for place in used if used[place] > 1 or held[place] > 1}
-    out.before = _cost(model, mlps)
+    out.before = _cost(model, mlps, {})
     owners = {place: (module, name) for module, name, place in places}
     try:
         with torch.no_grad():
@@ -140,7 +142,7 @@ def apply(
         gap = sum(float((a - b).square().sum()) for a, b in zip(after, before, strict=True))
         size = sum(float(b.square().sum()) for b in before)
         out.difference = (gap / size) ** 0.5 if size else 0.0
-        out.after = _cost(model, mlps, out)
+        out.after = _cost(model, mlps, out._grown)
     except BaseException:
         out.undo()
         raise
@@ -148,13 +150,8 @@ def apply(
 
 
 def _outputs(model: nn.Module, example: Example) -> list[Tensor]:
-    training = model.training
-    model.eval()
-    try:
-        with torch.no_grad():
-            leaves = tree_leaves(example.copy().run(model))
-    finally:
-        model.train(training)
+    with evaluating(model), torch.no_grad():
+        leaves = tree_leaves(example.copy().run(model))
     return [leaf.detach().double() for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_floating_point()]
 
 
@@ -196,6 +193,7 @@ def _rewrite(
     why = _write(part, made, down, const, owners, out)
     if why is None:
         out.done[part.site.index] = said
+        out._grown[part.site.index] = made.width - block.width
     return why
 
 
@@ -248,14 +246,13 @@ def _shrink(layer: nn.Linear, name: str, old: nn.Parameter, sizes: tuple[int, in
     layer.in_features, layer.out_features = sizes
 
 
-def _cost(model: nn.Module, mlps: list[MlpParts], out: Applied | None = None) -> Cost:
+def _cost(model: nn.Module, mlps: list[MlpParts], grown: Mapping[int, int]) -> Cost:
+    """`grown`: by the index of each rewritten site, how many units more it has."""
     parameters = list(model.parameters())
     flops = 0
     for part in mlps:
         units = sum(w.numel() for w in (part.up, part.gate, part.down) if w is not None)
-        done = out is not None and part.site.index in out.done
-        if done and out is not None and out.mode == "widen":
-            extra = int(out.done[part.site.index].split()[0])
-            units += extra * (part.up.shape[1] * (1 if part.gate is None else 2) + len(part.down))
-        flops += 2 * units + (0 if done else len(part.down))
+        more = grown.get(part.site.index)  # None where the skip is still there
+        units += (more or 0) * (part.up.shape[1] * (1 if part.gate is None else 2) + len(part.down))
+        flops += 2 * units + (len(part.down) if more is None else 0)
     return Cost(sum(p.numel() for p in parameters), sum(p.numel() * p.element_size() for p in parameters), flops)

@@ -132,6 +132,7 @@ def streams(model: nn.Module, given: Example) -> dict[int, Tensor]:
             value = dissection.graph.values[cut.stream].detach()
             if site.axis == -1 and sum(map(len, found.get(site.index, []))) < ENOUGH:
                 found.setdefault(site.index, []).append(value.reshape(-1, value.shape[-1]))
-        if start >= samples:
+        full = all(sum(map(len, found[s.index])) >= ENOUGH for s in dissection.sites if s.axis == -1)
+        if full or start >= samples:
             break
     return {index: torch.cat(parts) for index, parts in found.items()}
