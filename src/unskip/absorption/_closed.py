@@ -152,8 +152,6 @@ def linear(problem: Problem) -> tuple[Block | None, float, Obstruction | None]:
         const = (shift + (0 if const is None else const.double())).to(block.down.dtype)
     if const is not None and problem.drop_constant and bool(const.any()):
         return None, 0.0, None
-    if float(values[0]) == 0:
-        down.zero_()
     made = Block(
         up.to(block.up.dtype),
         down.to(block.down.dtype),

@@ -86,8 +86,8 @@ def in_halves(joint: Tensor, rows: Tensor, goal: Tensor, tolerance: float) -> tu
     return best, gap
 
 
-def program(joint: Tensor, rows: Tensor, goal: Tensor, tolerance: float, seconds: float = 5.0) -> tuple[str, Tensor]:
-    """An integer program: every entry of the equation within the tolerance. ("found" | "none" | "timeout", t)."""
+def program(joint: Tensor, rows: Tensor, goal: Tensor, tolerance: float, seconds: float = 5.0) -> Tensor | None:
+    """An integer program: every entry of the equation within the tolerance. None where no t was found in time."""
     import numpy as np
     from scipy.optimize import Bounds, LinearConstraint, milp
 
@@ -105,9 +105,7 @@ def program(joint: Tensor, rows: Tensor, goal: Tensor, tolerance: float, seconds
         integrality=np.ones(m),
         options={"time_limit": seconds},
     )
-    if done.status == 0:
-        return "found", torch.as_tensor(done.x > 0.5)
-    return ("none" if done.status == 2 else "timeout"), torch.zeros(m, dtype=torch.bool)
+    return torch.as_tensor(done.x > 0.5) if done.status == 0 else None
 
 
 @dataclass(frozen=True, eq=False)

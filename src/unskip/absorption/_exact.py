@@ -88,9 +88,7 @@ def _is_prime(n: int) -> bool:
     return True
 
 
-def hashed(
-    joint: Tensor, rows: Tensor, goal: Tensor, odd: Fraction, skip: Tensor
-) -> tuple[int, list[list[int]], list[int], int]:
+def hashed(joint: Tensor, rows: Tensor, odd: Fraction, skip: Tensor) -> tuple[int, list[list[int]], list[int], int]:
     """A random functional modulo a 61-bit prime: its weights Z, its value on each rank-one, and on -A / c."""
     q = random_prime(61)
     o, n = skip.shape

@@ -128,9 +128,9 @@ def _possible(problem: Problem, keys: Keys, tolerance: float, out: Outcome) -> D
             out.none_near = near[1] == math.inf
             accept(near[0])
         elif keys.goal.numel() <= 4096:
-            status, mask = _enumerate.program(keys.joint, keys.rows, keys.goal, tolerance)
-            if status == "found":
-                accept(mask.to(keys.rows.device))
+            fits = _enumerate.program(keys.joint, keys.rows, keys.goal, tolerance)
+            if fits is not None:
+                accept(fits.to(keys.rows.device))
     return found.dual
 
 

@@ -100,7 +100,7 @@ def _in_halves(problem: Problem, keys: Keys, out: Outcome) -> None:
             "neither a flip set nor a proof was found"
         )
         return
-    modulus, z, values, goal = hashed(keys.joint, keys.rows, keys.goal, odd, problem.target)
+    modulus, z, values, goal = hashed(keys.joint, keys.rows, odd, problem.target)
     if out.none_near and no_subset(values, goal, modulus):
         sentence = "In whole numbers no choice of units adds up to the skip (decided in two halves, modulo a prime)."
         data = {"modulus": modulus, "functional": z}

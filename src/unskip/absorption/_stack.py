@@ -20,7 +20,8 @@ from torch import Tensor
 
 from unskip.absorption._activations import KINKS
 from unskip.absorption._block import Block
-from unskip.absorption._decide import absorb
+from unskip.absorption._closed import direction
+from unskip.absorption._decide import absorb, allowed
 from unskip.absorption._stack_check import same_norm, stack_obstructed, stands
 from unskip.absorption._verdict import Biases, Certificate, Obstruction, Status, Verdict
 from unskip.errors import BadInput
@@ -116,10 +117,6 @@ def _is_flat(block: Block) -> bool:
     return phi.trusted and (gate or (not block.gated and phi.family == "power"))
 
 
-def _hidden(block: Block, biases: Biases) -> bool:
-    return biases == "allowed" or (biases == "as-is" and (block.up_bias is not None or block.gate_bias is not None))
-
-
 def _at_origin(blocks: Sequence[Block]) -> tuple[Tensor, float] | None:
     """DF(0) and the size that its rounding is relative to; None where it cannot be had."""
     if all(_is_flat(each) and not _biased(each) for each in blocks):
@@ -155,7 +152,7 @@ def _along(blocks: Sequence[Block], point: Tensor) -> tuple[Tensor, float] | Non
 
 def _flat_direction(blocks: Sequence[Block], biases: Biases) -> Tensor | None:
     first = blocks[0]
-    if not _is_flat(first) or _hidden(first, biases) or {"post", "input"} & first.norms.keys():
+    if not _is_flat(first) or allowed(first, biases)[0] or {"post", "input"} & first.norms.keys():
         return None
     if any(norm.bias is not None or not norm.eps or norm.kind == "other" for norm in first.norms.values()):
         return None
@@ -164,7 +161,7 @@ def _flat_direction(blocks: Sequence[Block], biases: Biases) -> Tensor | None:
     found = _at_origin(blocks)
     if found is None or not float(found[0].norm()) > 1e-8 * found[1]:
         return None
-    return _axis(found[0])
+    return direction(found[0])
 
 
 def _growth_direction(blocks: Sequence[Block]) -> Tensor | None:
@@ -178,7 +175,7 @@ def _growth_direction(blocks: Sequence[Block]) -> Tensor | None:
     product = _product(blocks)
     if not float(product.norm()) > 1e-8 * math.prod(float(each.matrix.norm()) for each in blocks):
         return None
-    return _axis(product)
+    return direction(product)
 
 
 def _bottleneck_point(blocks: Sequence[Block]) -> Tensor | None:
@@ -190,9 +187,3 @@ def _bottleneck_point(blocks: Sequence[Block]) -> Tensor | None:
     if found is None or not float(torch.linalg.svdvals(found[0])[width]) > 2e-10 * found[1]:
         return None
     return point.to(blocks[0].up.device)
-
-
-def _axis(matrix: Tensor) -> Tensor:
-    axis = torch.zeros(matrix.shape[1], dtype=torch.float64, device=matrix.device)
-    axis[int(matrix.norm(dim=0).argmax())] = 1.0
-    return axis
