@@ -18,6 +18,8 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import Literal
 
+from torch import nn
+
 from unskip.anatomy import _ops
 from unskip.anatomy._trace import Graph, Node
 
@@ -365,4 +367,9 @@ def channel_axis(nodes: list[Node], path: list[Node], shape: tuple[int, ...]) ->
 
 def in_norm(node: Node) -> bool:
     """Whether a normalisation ran the operator: by the operator, or by the name of the module that ran it."""
-    return _ops.is_norm(node.op) or (bool(node.owners) and "norm" in type(node.owners[0]).__name__.lower())
+    return _ops.is_norm(node.op) or norm_module(node) is not None
+
+
+def norm_module(node: Node) -> nn.Module | None:
+    """The module that ran the operator, where it is a normalisation by its name."""
+    return node.owners[0] if node.owners and "norm" in type(node.owners[0]).__name__.lower() else None

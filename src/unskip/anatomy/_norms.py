@@ -17,7 +17,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from unskip.anatomy._find import in_norm
+from unskip.anatomy._find import in_norm, norm_module
 from unskip.anatomy._replay import ReplayError, path, replay
 from unskip.anatomy._trace import Graph, Node
 
@@ -46,7 +46,7 @@ def norm_at(graph: Graph, readers: Sequence[Sequence[int]], node: Node) -> Norm 
     if len(sources) != 1 or len(results) != 1:
         return None
     source, result = sources.pop(), results[0]
-    module = node.owners[0] if node.owners and "norm" in type(node.owners[0]).__name__.lower() else None
+    module = norm_module(node)
     kind, axis = _kind(graph, source, result, module)
     each = {"layernorm": 2, "rmsnorm": 1, "other": 0}[kind]
     forgets = each * (prod(graph.nodes[source].shape) // graph.nodes[source].shape[axis])
@@ -93,7 +93,7 @@ def _inner(graph: Graph, source: int, target: int, gone: set[Edge]) -> dict[int,
 
 def _group(graph: Graph, readers: Sequence[Sequence[int]], node: Node) -> set[int]:
     """The nodes of one run of a norm: those of its module that hang together."""
-    if not node.owners or "norm" not in type(node.owners[0]).__name__.lower():
+    if norm_module(node) is None:
         return {node.index}
     group: set[int] = set()
     frontier = [node.index]

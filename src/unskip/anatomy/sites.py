@@ -8,8 +8,8 @@ they are, `_locate` says where they stand in the source.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -53,8 +53,13 @@ class Site:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON, without the places in the source."""
-        skip = {"places"}
-        return {key: value for key, value in vars(self).items() if key not in skip}
+        return {key: value for key, value in vars(self).items() if key != "places"}
+
+
+def named(sites: Sequence[Site]) -> str:
+    """The first few sites by name, for messages."""
+    names = [site.name for site in sites]
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 @dataclass(frozen=True)
@@ -73,6 +78,10 @@ class Survey:
     sites: tuple[Site, ...]
     unknown: tuple[Unknown, ...]
     notes: tuple[str, ...]
+
+
+# By the node of an addition: where it stands, or why that cannot be said.
+_Where = dict[int, tuple[Located | None, str | None]]
 
 
 @dataclass(eq=False)
@@ -105,26 +114,22 @@ def survey(model: nn.Module, example: Example) -> Survey:
     else:
         others, doubts = _gather(training, names)
         unknown = [*unknown, *_pair(drafts, others, names), *(d for d in doubts if d not in unknown)]
-    readers = consumers(graph)
-    sites = [_finish(model, draft, names, readers) for draft in drafts]
-    return Survey(tuple(replace(site, index=i) for i, site in enumerate(sites)), tuple(unknown), tuple(notes))
+    return Survey(_sites(model, graph, drafts, names), tuple(unknown), tuple(notes))
 
 
 def sites_in(graph: Graph, model: nn.Module) -> tuple[tuple[Site, ...], list[list[tuple[Finding, ...]]]]:
     """The sites of a recorded forward and where each ran in it: by site, for each run, its branches in order."""
     names = _names(model)
     drafts, _ = _gather(graph, names)
-    readers = consumers(graph)
-    sites = tuple(replace(_finish(model, draft, names, readers), index=i) for i, draft in enumerate(drafts))
     runs = [
         [(first, *(more for more, _, _ in draft.more if more.first is first)) for first in draft.findings]
         for draft in drafts
     ]
-    return sites, runs
+    return _sites(model, graph, drafts, names), runs
 
 
 def _names(model: nn.Module) -> dict[int, str]:
-    return {id(module): name for name, module in reversed([*model.named_modules(remove_duplicate=False)])}
+    return {id(module): name for name, module in model.named_modules()}
 
 
 def _run(model: nn.Module, example: Example, training: bool) -> Graph:
@@ -143,7 +148,7 @@ def _gather(graph: Graph, names: dict[int, str]) -> tuple[list[_Draft], list[Unk
     """The findings of one forward, grouped into sites."""
     findings, doubts = find(graph)
     where = _locations(graph, findings)
-    turns = _turns(graph, findings, {index: located for index, (located, _) in where.items() if located})
+    turns = _turns(graph, findings, where)
     drafts: dict[Any, _Draft] = {}
     draft_of: dict[int, _Draft] = {}
     for finding in findings:
@@ -168,19 +173,14 @@ def _gather(graph: Graph, names: dict[int, str]) -> tuple[list[_Draft], list[Unk
     return list(drafts.values()), list(dict.fromkeys(unknown))
 
 
-def _turns(graph: Graph, findings: list[Finding], where: dict[int, Located]) -> dict[int, int]:
+def _turns(graph: Graph, findings: list[Finding], where: _Where) -> dict[int, int]:
     """Which turn of a loop an addition ran in, where one line adds other branches in every turn.
 
     `for f in self.layers: x = x + f(x)` is one line but as many sites as layers; the same branch again is the same
     site.
     """
-    lines: dict[object, dict[int, list[Finding]]] = {}
-    for finding in findings:
-        if located := where.get(finding.add.index):
-            calls = lines.setdefault((id(located.module), located.hops), {})
-            calls.setdefault(located.call, []).append(finding)
     turns: dict[int, int] = {}
-    for calls in lines.values():
+    for calls in _lines(findings, where):
         if any(len({_weights(graph, finding) for finding in runs}) > 1 for runs in calls.values()):
             turns |= {finding.add.index: turn for runs in calls.values() for turn, finding in enumerate(runs)}
     return turns
@@ -191,8 +191,8 @@ def _weights(graph: Graph, finding: Finding) -> frozenset[int]:
     return frozenset(parent for node in finding.path for parent in node.parents if graph.nodes[parent].op == "weight")
 
 
-def _locations(graph: Graph, findings: list[Finding]) -> dict[int, tuple[Located | None, str | None]]:
-    """Where each addition stands, or why that cannot be said.
+def _locations(graph: Graph, findings: list[Finding]) -> _Where:
+    """_Where each addition stands, or why that cannot be said.
 
     A helper that adds for several callers, `self.residual(x, self.attn)`, is followed up to the calls that tell its
     branches apart.
@@ -206,19 +206,24 @@ def _locations(graph: Graph, findings: list[Finding]) -> dict[int, tuple[Located
     return where
 
 
-def _mixed(graph: Graph, findings: list[Finding], where: dict[int, tuple[Located | None, str | None]]) -> list[Finding]:
+def _mixed(graph: Graph, findings: list[Finding], where: _Where) -> list[Finding]:
     """The additions whose line adds one thing in one call of its method and another in the next."""
+    mixed = []
+    for calls in _lines(findings, where):
+        if len({tuple(_weights(graph, finding) for finding in runs) for runs in calls.values()}) > 1:
+            mixed += [finding for runs in calls.values() for finding in runs]
+    return mixed
+
+
+def _lines(findings: list[Finding], where: _Where) -> list[dict[int, list[Finding]]]:
+    """The findings by the line that adds them, and of each line by the call of its method."""
     lines: dict[object, dict[int, list[Finding]]] = {}
     for finding in findings:
         located, _ = where[finding.add.index]
         if located is not None:
             calls = lines.setdefault((id(located.module), located.hops), {})
             calls.setdefault(located.call, []).append(finding)
-    mixed = []
-    for calls in lines.values():
-        if len({tuple(_weights(graph, finding) for finding in runs) for runs in calls.values()}) > 1:
-            mixed += [finding for runs in calls.values() for finding in runs]
-    return mixed
+    return list(lines.values())
 
 
 def _try_locate(node: Node, up: int) -> tuple[Located | None, str | None]:
@@ -233,17 +238,17 @@ def _execution(node: Node) -> tuple[object, ...]:
     return (node.calls[0].code, node.calls[0].instruction, *(id(owner) for owner in node.owners[:1]))
 
 
-def _check_runs(graph: Graph, drafts: Iterable[_Draft]) -> None:
+def _check_runs(graph: Graph, drafts: Collection[_Draft]) -> None:
     """An addition that is a residual in some of its runs and not in others cannot be weighed by one pair of numbers."""
     additions = (
         n for n in graph.nodes if n.calls and n.op == "add" and len({graph.nodes[p].shape for p in n.parents[:2]}) == 1
     )
     total = Counter(_execution(node) for node in additions)
+    residual = Counter(_execution(finding.add) for draft in drafts for finding in draft.findings)
     for draft in drafts:
-        mine = Counter(_execution(f.add) for f in draft.findings)
+        mine = Counter(_execution(finding.add) for finding in draft.findings)
         for execution, count in mine.items():
-            others = sum(_execution(f.add) == execution for d in drafts for f in d.findings)
-            if others < total[execution]:
+            if residual[execution] < total[execution]:
                 draft.problem = draft.problem or f"a residual in {count} of its {total[execution]} runs"
 
 
@@ -280,7 +285,12 @@ def _places(draft: _Draft) -> list[Place]:
     )
 
 
-def _finish(model: nn.Module, draft: _Draft, names: dict[int, str], readers: list[list[int]]) -> Site:
+def _sites(model: nn.Module, graph: Graph, drafts: list[_Draft], names: dict[int, str]) -> tuple[Site, ...]:
+    readers = consumers(graph)
+    return tuple(_site(index, model, draft, names, readers) for index, draft in enumerate(drafts))
+
+
+def _site(index: int, model: nn.Module, draft: _Draft, names: dict[int, str], readers: list[list[int]]) -> Site:
     first, graph = draft.findings[0], draft.graph
     path = names.get(id(draft.module), "")
     problem = draft.problem
@@ -299,7 +309,7 @@ def _finish(model: nn.Module, draft: _Draft, names: dict[int, str], readers: lis
     if ratio is not None and first.side == "right":
         ratio = 1 / ratio if ratio else float("inf")
     return Site(
-        index=-1,
+        index=index,
         path=path,
         kind=kind,
         norm=norm_of(graph, readers, first, steps, draft.module),

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -33,6 +33,7 @@ class Judged:
         self.failed: list[str] = []
 
     def promise(self, holds: bool, otherwise: str) -> None:
+        """Notes a promise that does not hold, in words."""
         if not holds:
             self.failed.append(otherwise)
 
@@ -53,10 +54,11 @@ class Check:
 
     title: str
     rows: tuple[Row, ...]
-    notes: tuple[str, ...] = field(default=())
+    notes: tuple[str, ...] = ()
 
     @property
     def failed(self) -> tuple[Row, ...]:
+        """The rows of sites that broke a promise."""
         return tuple(row for row in self.rows if row.failed)
 
     def raise_if_failed(self) -> Check:
@@ -88,12 +90,6 @@ class Check:
             for row in self.rows
         ]
         return "\n".join([self.title, "", table(header, cells), *(f"note: {note}" for note in self.notes)])
-
-
-def named(sites: Sequence[Site]) -> str:
-    """The first few sites by name."""
-    names = [site.name for site in sites]
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 def same(a: Tensor | None, b: Tensor | None) -> bool:

@@ -21,8 +21,9 @@ from torch import Tensor, nn
 from unskip.anatomy._droppath import drop_paths
 from unskip.anatomy._example import example_for
 from unskip.anatomy._parts import AttentionParts, MlpParts, Opened, Parts, lay_open
+from unskip.anatomy.sites import named
 from unskip.errors import BadInput, InitError
-from unskip.init._check import Check, Judged, named, same
+from unskip.init._check import Check, Judged, same
 from unskip.wiring._select import Where, picks, selector
 
 Name = Literal["value-output", "query-key", "mlp"]
@@ -86,11 +87,13 @@ def verify_skipless(
 
 
 def refuse_number(name: str, value: float) -> None:
+    """Raises BadInput for what cannot be alpha, beta or c."""
     if not isinstance(value, Real) or not math.isfinite(value) or value < 0 or (name == "c" and value == 0):
         raise BadInput(f"{name} is {value!r}; it must be a finite number, {'above 0' if name == 'c' else '0 or more'}")
 
 
 def refuse_parts(parts: Sequence[Name], centre: bool) -> None:
+    """Raises BadInput for what names no parts, or not the one that `centre` is about."""
     names = parts if isinstance(parts, Collection) and not isinstance(parts, str) else ()
     if not names or any(name not in PARTS for name in names):
         raise BadInput(f"parts is {parts!r}; it is a sequence of some of {', '.join(PARTS)}")
@@ -99,6 +102,7 @@ def refuse_parts(parts: Sequence[Name], centre: bool) -> None:
 
 
 def gain(weight: Tensor) -> float:
+    """The size that an orthogonal weight of this shape starts with: it keeps the size of what it widens."""
     out, into = weight.shape
     return max(math.sqrt(out / into), 1.0)
 

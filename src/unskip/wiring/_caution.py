@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from torch import nn
 
 from unskip.anatomy._droppath import drop_paths
-from unskip.anatomy.sites import Site
+from unskip.anatomy.sites import Site, named
 from unskip.errors import UnskipWarning
 
 _SILENT = 1e-3  # rms(branch) / rms(stream) under which a branch has not begun to speak
@@ -20,20 +20,20 @@ def before_cut(model: nn.Module, sites: Sequence[Site]) -> None:
     silent = [site for site in sites if site.ratio is not None and site.ratio < _SILENT]
     if silent:
         warn(
-            f"{_list(silent)}: the branch is under {_SILENT:g} of its stream on the example (LayerScale, a "
+            f"{named(silent)}: the branch is under {_SILENT:g} of its stream on the example (LayerScale, a "
             "zero-initialised projection or gate). Cut, it passes almost nothing on: initialise it first, or weaken "
             "the stream instead."
         )
     dropped = [site for site in sites if drop_paths(model, site)]
     if dropped:
         warn(
-            f"{_list(dropped)}: drop path is on. A dropped sample has nothing but its stream, and with the stream cut "
+            f"{named(dropped)}: drop path is on. A dropped sample has nothing but its stream, and with the stream cut "
             "it becomes zeros. Set drop_path to 0."
         )
     projected = [site for site in sites if site.projected]
     if projected:
         warn(
-            f"{_list(projected)}: cutting a projected shortcut leaves its weights without gradients; "
+            f"{named(projected)}: cutting a projected shortcut leaves its weights without gradients; "
             "DistributedDataParallel needs find_unused_parameters=True."
         )
 
@@ -51,8 +51,3 @@ def warn(message: str) -> None:
     while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(("unskip.", "contextlib")):
         frame, level = frame.f_back, level + 1
     warnings.warn(message, UnskipWarning, stacklevel=level)
-
-
-def _list(sites: Sequence[Site]) -> str:
-    names = [site.name for site in sites]
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

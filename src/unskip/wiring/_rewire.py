@@ -87,7 +87,7 @@ def _check(wiring: Wiring, example: Example) -> None:
         return
     weights = _verify.probe(sites)
     model = wiring.model
-    paths = {id(module): path for path, module in reversed([*model.named_modules(remove_duplicate=False)])}
+    paths = {id(module): path for path, module in model.named_modules()}
     met: set[object] = set()
     for training in (False, True):
         if training and len(met) == sum(len(site.places) for site in sites):
