@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from unskip.anatomy._audit import Audit, audit
+from unskip.anatomy._dissect import rows
 from unskip.anatomy._example import Example
 from unskip.errors import BadInput, ForwardError, NoResidualError
 
@@ -62,18 +63,9 @@ def kept(model: nn.Module, names: Iterable[str], wanted: Sequence[int]) -> Itera
 
 def _sites(model: nn.Module, example: Example) -> Audit:
     try:
-        return audit(model, _first_row(example))
+        return audit(model, rows(example, 0, 1))  # one row is enough to find the blocks
     except ForwardError:  # an argument without a row for each image, such as a mask
         return audit(model, example)
-
-
-def _first_row(example: Example) -> Example:
-    """One row is enough to find the blocks."""
-
-    def cut(value: Any) -> Any:
-        return value[:1] if isinstance(value, Tensor) and value.ndim > 1 else value
-
-    return Example(tuple(cut(v) for v in example.args), {k: cut(v) for k, v in example.kwargs.items()})
 
 
 def indices(blocks: object, count: int) -> list[int]:

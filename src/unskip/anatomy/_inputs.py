@@ -11,19 +11,15 @@ from __future__ import annotations
 import contextlib
 import inspect
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from unskip.anatomy._example import BATCH, TOKENS, Maker
 from unskip.anatomy._quiet import quiet
 
-if TYPE_CHECKING:
-    from unskip.anatomy._example import Maker
-
-BATCH = 2
-TOKENS = 8
 _IMAGE = 64  # of convolutional models, which take any size and name none
 _SECOND = 16_000  # samples
 _FRAMES = 128  # of a spectrogram
