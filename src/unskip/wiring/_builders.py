@@ -130,7 +130,8 @@ def _difference(model: nn.Module, record: dict[str, Any]) -> str | None:
     wrong = difference(structure(model), structure(other))
     if wrong:
         return f"in what it builds, {wrong}"
-    added = set(wiring_in(model).parameters) if wiring_in(model) is not None else set()
+    wiring = wiring_in(model)
+    added = {} if wiring is None else wiring.parameters
     ours = {k: tuple(v.shape) for k, v in model.state_dict().items() if k not in added}
     theirs = {k: tuple(v.shape) for k, v in other.state_dict().items()}
     differing = [key for key in {**ours, **theirs} if ours.get(key) != theirs.get(key)]

@@ -21,12 +21,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from unskip.anatomy._guard import PATCH, refuse_wrapped, wiring_in
-from unskip.anatomy._locate import Place
+from unskip.anatomy._guard import refuse_wrapped, wiring_in
 from unskip.anatomy.sites import Survey
 from unskip.errors import BadInput, LoadError
 from unskip.wiring import _builders, _record, _structure
-from unskip.wiring._bind import Patch, patched
+from unskip.wiring._bind import Patch, is_bound, patched
 from unskip.wiring._builders import Builder
 from unskip.wiring._record import MALFORMED, RECORD, WEIGHTS
 from unskip.wiring._select import Assignment
@@ -168,15 +167,12 @@ def _wired(
     """The model rewired as it was; taken back where that fails."""
     try:
         wiring = Wiring(model, survey)
-        slots: dict[str, list[tuple[Place, ...]]] = {}
-        for site in survey.sites:
-            if site.problem is None:
-                slots.setdefault(site.path, []).append(site.places)
-        for path, places in slots.items():
-            base: Any = type(model.get_submodule(path))
-            if hasattr(base, PATCH):
+        for path, sites in wiring._sites_at.items():
+            module = wiring._module_at[path]
+            base: Any = type(module)
+            if is_bound(module):
                 raise LoadError(f"{path} is rewired already")
-            patched(base, Patch(tuple(places)))  # raises where the source is another
+            patched(base, Patch(tuple(site.places for site in sites)))  # raises where the source is another
     except MALFORMED as error:
         raise LoadError(f"{folder}: its wiring does not fit this model: {error}") from error
     try:
