@@ -129,9 +129,10 @@ def test_stopped_between_runs(tmp_path: Path) -> None:
     """A run that is finished needs no resuming, and a name with a blank is quoted."""
     out = tmp_path / "a b"
     folder(out / "mae-plain", steps=30, weights=(1.0,))
-    assert demo._stopped(out) == (
-        f"Stopped. {out} holds 1 of 5 runs; `unskip report '{out}'` shows them. The demo itself begins anew."
-    )
+    for scale, count in ((demo.SMALL, 5), (demo.LARGE, 6)):
+        assert demo._stopped(out, scale.runs) == (
+            f"Stopped. {out} holds 1 of {count} runs; `unskip report '{out}'` shows them. The demo itself begins anew."
+        )
 
 
 @pytest.mark.filterwarnings("ignore::unskip.errors.UnskipWarning")

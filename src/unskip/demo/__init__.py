@@ -59,7 +59,7 @@ def run(out: str | Path = "runs/demo", write: Write = print, scale: Scale = SMAL
     try:
         shown = _all(folder, write, scale, quiet, opener)
     except (Interrupted, KeyboardInterrupt):
-        write(f"\n{_stopped(folder)}")
+        write(f"\n{_stopped(folder, scale.runs)}")
         raise KeyboardInterrupt from None
     minutes, seconds = divmod(round(time.perf_counter() - begun), 60)
     write(f"It took {minutes} min {seconds} s. Next: docs/getting-started.md goes through the same, line by line.")
@@ -112,14 +112,14 @@ def _made(folder: Path) -> Path:
     return found
 
 
-def _stopped(folder: Path) -> str:
-    """What there is of a demo that was stopped, and how to go on."""
+def _stopped(folder: Path, count: int) -> str:
+    """What there is of a demo of so many runs that was stopped, and how to go on."""
     from unskip.report import read
 
     if not any(folder.glob("*/config.json")):
         return "Stopped, before any run had begun."
     runs = [run for group in read([folder], look=False) for run in group.runs]
-    said = [f"Stopped. {folder} holds {len(runs)} of 5 runs; `unskip report {_quoted(folder)}` shows them."]
+    said = [f"Stopped. {folder} holds {len(runs)} of {count} runs; `unskip report {_quoted(folder)}` shows them."]
     said += [f"`unskip resume {_quoted(run.path)}` finishes {run.name}." for run in runs if run.checkpoint != run.steps]
     return " ".join([*said, "The demo itself begins anew."])
 

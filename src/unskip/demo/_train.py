@@ -18,10 +18,15 @@ Write = Callable[[str], object]
 Numbers = dict[str, dict[int, float]]  # of a name, by block
 PROTOCOLS = ("knn-dino-v1", "probe-lbfgs-v1", "rank-v1")
 
-
 # What the decayed encoder has and another one has not.
 _LACKS = {"plain": "decayed shortcuts", "no long skips": "long skips and decayed shortcuts"}
 _PAIR = {"plain": {"shortcut": "keep"}, "decayed": {"shortcut": "decay:0.6"}}
+# The classifiers, each with its fields and the folder it goes into.
+_CLASSIFIERS: dict[str, tuple[dict[str, str], str]] = {
+    "with skips": ({}, "skips-kept"),
+    "skips cut": ({"shortcut": "cut"}, "skips-cut"),
+    "skips cut, initialised": ({"shortcut": "cut", "init": "skipless"}, "skips-cut-initialised"),
+}
 
 
 @dataclass(frozen=True)
@@ -32,6 +37,11 @@ class Scale:
     mae: Mapping[str, Any]
     supervised: Mapping[str, Any]
     encoders: Mapping[str, Mapping[str, Any]] = field(default_factory=lambda: _PAIR)
+
+    @property
+    def runs(self) -> int:
+        """How many runs there are."""
+        return len(self.encoders) + len(_CLASSIFIERS)
 
 
 SMALL = Scale(
@@ -112,13 +122,9 @@ def said_of_features(found: Mapping[str, Numbers], shortcut: str, images: int) -
 
 def classify(scale: Scale, out: Path, write: Write, quiet: bool, opener: Opener) -> list[Path]:
     """A ViT with its skips, without them, and without them but with the initialisation made for that."""
-    kinds = {
-        "with skips": ({}, out / "skips-kept"),
-        "skips cut": ({"shortcut": "cut"}, out / "skips-cut"),
-        "skips cut, initialised": ({"shortcut": "cut", "init": "skipless"}, out / "skips-cut-initialised"),
-    }
     accuracy: dict[str, float | None] = {}
-    for name, (fields, folder) in kinds.items():
+    folders = [out / folder for _, folder in _CLASSIFIERS.values()]
+    for (name, (fields, _)), folder in zip(_CLASSIFIERS.items(), folders, strict=True):
         config = supervised(scale.preset, **{**scale.supervised, **fields})
         write(f"  {name}: into {folder}")
         outcome = _trained(config, folder, write, quiet, opener)
@@ -129,7 +135,7 @@ def classify(scale: Scale, out: Path, write: Write, quiet: bool, opener: Opener)
     kept, cut, begun = accuracy.values()
     for line in said_of_skips(kept, cut, begun, len(images.classes), len(images)):
         write(line)
-    return [folder for _, folder in kinds.values()]
+    return folders
 
 
 def said_of_skips(kept: float | None, cut: float | None, begun: float | None, classes: int, images: int) -> list[str]:
