@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
+from urllib.error import URLError
 
 import pytest
 import torch
@@ -127,6 +128,17 @@ def test_unknown_tag_of_timm() -> None:
 
 def test_pretrained_weights_need_the_internet() -> None:
     assert "needs the internet" in refusal("timm:vit_tiny_patch16_224", pretrained=True)
+
+
+def test_pretrained_weights_of_torchvision_need_the_internet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def unreachable(*args: object, **options: object) -> None:
+        raise URLError("no way there")
+
+    monkeypatch.setenv("TORCH_HOME", str(tmp_path))
+    monkeypatch.setattr("torch.hub.urlopen", unreachable)
+    told = refusal("torchvision:squeezenet1_1", pretrained=True)
+    assert "needs the internet" in told
+    assert "no way there" in told
 
 
 # --- transformers and diffusers ---

@@ -113,7 +113,10 @@ def _from_torchvision(name: str, pretrained: bool, **kwargs: Any) -> nn.Module:
     options = {"weights": "DEFAULT" if pretrained else None}
     if "weights_backbone" in inspect.signature(models.get_model_builder(name)).parameters:
         options["weights_backbone"] = None  # the default would be downloaded
-    return _module(models.get_model(name, **options, **kwargs))
+    try:
+        return _module(models.get_model(name, **options, **kwargs))
+    except OSError as error:
+        raise BadInput(f"needs the internet: it is not in the cache, and cannot be fetched ({_line(error)})") from error
 
 
 def _from_hf(name: str, pretrained: bool, **kwargs: Any) -> nn.Module:
