@@ -11,7 +11,7 @@ from tests.optim.trajectories import gradients, run, same, start
 from torch import nn
 
 from unskip.errors import BadInput
-from unskip.optim import SOAP
+from unskip.optim import SOAP, _kernels
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf, 1e30])
@@ -47,6 +47,14 @@ def test_gradients_of_any_size_leave_finite_weights(scale: float) -> None:
     assert torch.isfinite(param).all()
     assert all(torch.isfinite(value).all() for value in optimizer.state[param].values())
     assert optimizer.skipped() == {}
+
+
+def test_a_direction_stays_within_float16() -> None:
+    """A refresh may leave a first moment where the second is nothing; in float16 such a direction must not overflow."""
+    gradient, first, second = torch.zeros(1, 2, 2), torch.ones(1, 2, 2), torch.zeros(1, 2, 2)
+    factors = torch.tensor([0.0, 0.0, -1.0, 1.0, 1.0])[:, None]
+    direction = _kernels.adam(gradient, first, second, factors, 1e-8, torch.float16)
+    assert torch.equal(direction, torch.full((1, 2, 2), 65504, dtype=torch.float16))
 
 
 def test_a_masked_step_never_happened() -> None:

@@ -64,11 +64,12 @@ def half(x: Tensor, scale: Tensor) -> Tensor:
 
 def adam(gradient: Tensor, first: Tensor, second: Tensor, factors: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
     """One step of Adam on (rows, ...) with factors (5, rows): the moments move, the direction comes back in `dtype`."""
+    # A direction is bounded but after a refresh, which may leave a second moment near zero; float16 ends at 65504.
+    most = min(torch.finfo(dtype).max, 1e30)
     if fast(gradient):
         direction = gradient if dtype == gradient.dtype else torch.empty_like(gradient, dtype=dtype)
         size = gradient[0].numel()
         grid = (-(-size // BLOCK), len(gradient))
-        most = min(torch.finfo(dtype).max, 1e30)  # what a bounded direction never reaches, and float16 must not pass
         kernels().unskip_adam[grid](gradient, first, second, factors, direction, len(gradient), size, eps, most, BLOCK)
         return direction
     row = Factors(*factors.view(5, -1, *[1] * (gradient.ndim - 1)))
@@ -77,7 +78,8 @@ def adam(gradient: Tensor, first: Tensor, second: Tensor, factors: Tensor, eps: 
     second.lerp_(gradient.square_(), row.second)
     if moment.dtype != first.dtype:
         first.copy_(moment)
-    return torch.div(moment, torch.sqrt(second, out=gradient).add_(eps), out=gradient).to(dtype)
+    direction = torch.div(moment, torch.sqrt(second, out=gradient).add_(eps), out=gradient)
+    return direction.clamp_(-most, most).to(dtype)
 
 
 def momentum(gradient: Tensor, buffer: Tensor, share: float, nesterov: bool, dtype: torch.dtype) -> Tensor:
@@ -121,7 +123,7 @@ def pointers(params: list[Tensor], work: torch.dtype) -> Tensor | None:
 def halves(x: Tensor, scale: Tensor, ratio: float) -> tuple[Tensor, Tensor]:
     """scale * x as two float16 parts, high + low / ratio: (rows, n, n), (rows,). For CUDA."""
     high, low = torch.empty_like(x, dtype=torch.float16), torch.empty_like(x, dtype=torch.float16)
-    if kernels() is not None:
+    if fast(x):
         size = x[0].numel()
         kernels().unskip_halves[(-(-size // BLOCK), len(x))](x, scale, high, low, size, ratio, BLOCK)
     else:
