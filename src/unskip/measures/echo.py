@@ -97,7 +97,8 @@ def high_frequency_share(tokens: Tensor, grid: tuple[int, int], cutoff: float = 
     patches = centred(wide.transpose(0, 1).flatten(1), tokens.dtype).unflatten(0, (rows, columns))
     energy = torch.fft.fft2(patches, dim=(0, 1)).abs().square().sum(-1)  # (rows, cols)
     energy[0, 0] = 0  # what rounding left of the mean
-    down, across = torch.fft.fftfreq(rows).mul(2), torch.fft.fftfreq(columns).mul(2)
+    # In float64: in float32 some frequencies on the cutoff come out above it.
+    down, across = (2 * torch.fft.fftfreq(size, dtype=torch.float64) for size in grid)
     radius = torch.hypot(down[:, None], across[None]).to(energy.device)
     total = float(energy.sum())
     return float(energy[radius > cutoff].sum()) / total if total > 0 else math.nan
