@@ -289,6 +289,23 @@ def test_forward_mode_stands_in() -> None:
     assert jacobian_spectrum(lambda z: Once.apply(z), x).sigma_max == pytest.approx(12)
 
 
+def test_what_rows_cannot_give_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+    check = Jacobian._check_adjoint
+
+    def counted(self: Jacobian) -> None:
+        asked.append(self)
+        check(self)
+
+    monkeypatch.setattr(Jacobian, "_check_adjoint", counted)
+    jacobian = Jacobian(lambda z: Once.apply(z), torch.linspace(1, 2, 6, dtype=DOUBLE))
+    first, second = (jacobian.times(gauss(2, 6, seed)) for seed in (0, 1))
+    assert len(asked) == 1
+    slope = 3 * torch.linspace(1, 2, 6, dtype=DOUBLE) ** 2
+    assert torch.allclose(first, gauss(2, 6, 0) * slope)
+    assert torch.allclose(second, gauss(2, 6, 1) * slope)
+
+
 def test_a_backward_pass_that_hides_something() -> None:
     """Its second derivative is wrong and raises nothing; the products must not believe it."""
 

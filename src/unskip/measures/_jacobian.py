@@ -43,6 +43,7 @@ class Jacobian:
         _check(again, self.y)
         self.shape = (self.y.numel(), self.x.numel())
         self._rows: tuple[Tensor, Tensor] | None = None
+        self._no_columns: str | None = None  # why rows give none, once that is known
 
     @property
     def precision(self) -> torch.dtype:
@@ -61,17 +62,19 @@ class Jacobian:
     def times(self, v: Tensor) -> Tensor:
         """J v for each of the rows of v (rows, inputs), in float64."""
         z = v.to(self.x.dtype).reshape(-1, *self.x.shape)
-        try:
-            self._check_adjoint()
-            return self._each(self._through_rows, z)
-        except (RuntimeError, NotImplementedError) as second:
+        if self._no_columns is None:
             try:
-                return self._each(self._forward, z)
-            except (RuntimeError, NotImplementedError) as first:
-                raise BadInput(
-                    "jacobian_spectrum: f has neither second derivatives nor forward-mode ones, which the matrix-free "
-                    f"way needs ({second}; {first}); pass exact=True, or use f's plain operations"
-                ) from first
+                self._check_adjoint()
+                return self._each(self._through_rows, z)
+            except (RuntimeError, NotImplementedError) as error:
+                self._no_columns = str(error)
+        try:
+            return self._each(self._forward, z)
+        except (RuntimeError, NotImplementedError) as error:
+            raise BadInput(
+                "jacobian_spectrum: f has neither second derivatives nor forward-mode ones, which the matrix-free way "
+                f"needs ({self._no_columns}; {error}); pass exact=True, or use f's plain operations"
+            ) from error
 
     def matrix(self, chunk: int) -> Tensor:
         """All of J in float64, `chunk` rows at a time."""
