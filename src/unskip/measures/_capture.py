@@ -154,7 +154,7 @@ def gradient_norms(sample: Sample, generator: torch.Generator) -> list[float]:
     reachable = {start, *(node.index for node in path(graph, start, end))}
     with torch.enable_grad():
         out = replay(graph, start, end, torch.float64, keep=kept)(value)
-        signs = torch.randint(0, 2, out.shape, generator=generator).to(out) * 2 - 1
+        signs = torch.randint(0, 2, out.shape, generator=generator, device=generator.device).to(out) * 2 - 1
         wanted = [root for root in dict.fromkeys(roots) if root in reachable and root in kept]
         found = torch.autograd.grad((out * signs).sum(), [kept[root] for root in wanted], allow_unused=True)
     norms = {root: float(g.norm()) for root, g in zip(wanted, found, strict=True) if g is not None}

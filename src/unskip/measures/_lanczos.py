@@ -167,9 +167,9 @@ def _alone(found: Nodes) -> NDArray[np.bool_]:
 
 
 def _distribution(found: Nodes) -> tuple[Array, Array]:
-    """F as a broken line: a step at a value that stands alone; elsewhere F is smooth at the scale of the nodes, and
+    """F as a broken line: a step at a value that stands alone, elsewhere through the middle of its bounds at each node.
 
-    the middle of its bounds at each node is near it.
+    There F is smooth at the scale of the nodes, so that the middle is near it.
     """
     upper = np.cumsum(found.weights)
     lower, alone = upper - found.weights, _alone(found)

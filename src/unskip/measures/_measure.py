@@ -35,10 +35,9 @@ from unskip.measures.echo import cosine, feature_norm, high_frequency_share, rid
 from unskip.measures.quantise import excess_kurtosis, sqnr
 from unskip.measures.rank import effective_rank, feature_matrix, rank_entropy
 from unskip.measures.similarity import cka
-from unskip.measures.spectrum import Spectrum, jacobian_spectrum
+from unskip.measures.spectrum import Spectrum, jacobian_spectrum, largest_built
 
 _ROWS = 4096  # tokens that rank, echo and similarity are computed from
-_EXACT = {"cpu": 4096, "cuda": 16384}  # inputs up to which a Jacobian is built
 
 Jacobians = Literal["auto", "exact", "off"]
 Progress = Callable[[int, int, str], None]
@@ -165,7 +164,7 @@ class _Spectra:
             self.progress(self.done, 2 * len(self.sample.sites) + 1, f"Jacobian of {name}")
         try:
             function, value, lost = part(torch.float64)
-            exact = self.jacobians == "exact" or value.numel() <= _EXACT.get(value.device.type, 4096)
+            exact = self.jacobians == "exact" or value.numel() <= largest_built(value)
             if not exact:  # float32 with the error bars of an estimate
                 function, value, lost = part(torch.float32)
             return jacobian_spectrum(function, value, exact=exact, steps=self.steps, null=lost)
@@ -331,10 +330,7 @@ class _Gather:
         x, y = feature_matrix(a)[keep], feature_matrix(b)[keep]
         if len(x) < 4:
             return None
-        try:
-            return _finite(cka(x, y))
-        except BadInput:  # features that do not vary have no similarity
-            return None
+        return _finite(cka(x, y))  # features that do not vary have none
 
     def sites(self, spectra: _Spectra, generator: torch.Generator) -> list[SiteRow]:
         try:

@@ -116,7 +116,7 @@ def jacobian_spectrum(
     if null is not None and null != "count" and whole("jacobian_spectrum", "null", null, 0) > inputs:
         raise BadInput(f"jacobian_spectrum: null is {null}, but x has only {inputs} directions")
     if exact is None:
-        exact = max(outputs, inputs) <= (16384 if jacobian.x.is_cuda else 4096)
+        exact = max(outputs, inputs) <= largest_built(x)
     if exact:
         return _exact(jacobian, null)
     if probes is None:
@@ -126,6 +126,11 @@ def jacobian_spectrum(
     # A seed of its own: weights drawn from a generator of the same seed must not turn up again as probes.
     seed = 20_240_410_947 if generator is None else _seed(generator)
     return _matrix_free(jacobian, null, probes, min(steps, inputs), samples, torch.Generator().manual_seed(seed))
+
+
+def largest_built(x: Tensor) -> int:
+    """How many inputs and outputs a Jacobian may have to be built unasked, on the device of x."""
+    return 16384 if x.is_cuda else 4096
 
 
 def _exact(jacobian: Jacobian, null: int | str | None) -> Spectrum:
