@@ -148,8 +148,7 @@ def _is_weight(module: nn.Module, leaf: str) -> bool:
     """Whether a parameter is the matrix of a layer, rather than something that a module of its own kind keeps."""
     layers = (nn.Linear, nn.Bilinear, nn.modules.conv._ConvNd)
     attention = isinstance(module, nn.MultiheadAttention) and leaf.endswith("proj_weight")
-    # transformers' Conv1D and its like: classes that are a layer in all but inheritance
-    alike = type(module).__name__ in ("Conv1D", "NonDynamicallyQuantizableLinear") and leaf == "weight"
+    alike = type(module).__name__ == "Conv1D" and leaf == "weight"  # transformers': a layer in all but inheritance
     return (isinstance(module, layers) and leaf == "weight") or attention or alike
 
 
