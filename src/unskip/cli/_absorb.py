@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json as json_format
 import sys
 from typing import Annotated, get_args
 
@@ -13,10 +12,9 @@ import tyro
 import unskip
 from unskip import absorption
 from unskip.absorption._apply import Mode
-from unskip.cli._measure import _build, _device, _samples
-from unskip.cli._model import FORMS, INPUT, by_input, inputs, shape_of
+from unskip.cli._model import FORMS, INPUT, by_input, device_of, inputs, samples_for, shape_of, weighted
 from unskip.cli._options import Device, Json, Random
-from unskip.cli._say import finite, progress
+from unskip.cli._say import print_json, progress
 from unskip.errors import BadInput
 
 _ASKED = f"What to ask about: {FORMS}. Pretrained weights are loaded, unless --random."
@@ -47,11 +45,11 @@ def absorb(
         raise BadInput("--apply approximate fits to samples: give --data")
     if out is not None and apply is None:
         raise BadInput("--out is for a rewritten model: give --apply too")
-    where, shapes = _device(device), [shape_of(text) for text in input]
+    where, shapes = device_of(device), [shape_of(text) for text in input]
     with contextlib.redirect_stdout(sys.stderr), progress(f"asking about {model}") as tick, by_input():
         torch.manual_seed(0)  # random weights, but the same ones each time
-        built = _build(model, random).to(where).eval()
-        samples = None if data is None else _samples(built, data, n, shapes)
+        built = weighted(model, random).to(where).eval()
+        samples = None if data is None else samples_for(built, data, n, shapes)
         example = inputs(built, shapes)
         found = absorption.scan(built, example, data=samples, progress=tick)
         sound = found.verify()
@@ -64,7 +62,7 @@ def absorb(
         record = {"spec": model, **found.to_dict(), "verified": sound}
         if applied is not None:
             record["applied"] = applied.to_dict()
-        print(json_format.dumps(finite(record), indent=2, allow_nan=False))
+        print_json(record)
         return 0 if sound else 1
     print(found)
     print("\nevery verdict was checked again from the weights" if sound else "\na verdict did not stand its check")

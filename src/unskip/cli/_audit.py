@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json as json_format
 import sys
 from collections.abc import Sequence
 from typing import Annotated
@@ -17,12 +16,13 @@ from rich.table import Table
 from torch import nn
 
 import unskip
+from unskip._table import cell
 from unskip.anatomy import Audit, Site
 from unskip.anatomy._audit import HEADER, count, rows
 from unskip.anatomy._guard import wiring_in
 from unskip.cli._model import FORMS, INPUT, Shape, by_input, inputs, opened, shape_of
 from unskip.cli._options import Json
-from unskip.cli._say import busy, finite
+from unskip.cli._say import busy, print_json
 from unskip.errors import ForwardError
 from unskip.wiring import Shortcut, Wiring
 from unskip.wiring.shortcuts import band, parse
@@ -103,7 +103,7 @@ def _write_json(name: str, found: Audit, wiring: Wiring | None, last: int | None
         if last is not None:
             wiring.step(last)
             data["shortcut"]["end"] = wiring.to_dict() | {"band": band(wiring.effective_decay)}
-    print(json_format.dumps(finite(data), indent=2, allow_nan=False))
+    print_json(data)
 
 
 def _draw(found: Audit, wiring: Wiring | None) -> None:
@@ -128,8 +128,9 @@ def _draw_table(console: Console, sites: Sequence[Site], wiring: Wiring | None) 
     header, cells = list(HEADER), rows(sites)
     if wiring is not None:
         header[5:5] = ["alpha", "beta"]
+        alphas, betas = wiring.alphas, wiring.betas
         for row, site in zip(cells, sites, strict=True):
-            row[5:5] = [wiring.alphas[site.index], wiring.betas[site.index]]
+            row[5:5] = [alphas[site.index], betas[site.index]]
     plain = {"runs": 1}  # what goes without saying
     shown = [name for i, name in enumerate(header) if any(row[i] not in (None, "", plain.get(name)) for row in cells)]
     table = _table(header, cells, shown)
@@ -156,12 +157,8 @@ def _table(header: Sequence[str], cells: Sequence[Sequence[object]], shown: Sequ
         short = header[i] not in ("path", "branch", "source", "note")
         table.add_column(escape(header[i]), justify="right" if numbers else "left", no_wrap=short, overflow="fold")
     for row in cells:
-        table.add_row(*(escape(_cell(row[i])) for i in indices))
+        table.add_row(*(escape(cell(row[i])) for i in indices))
     return table
-
-
-def _cell(value: object) -> str:
-    return "" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 def _decay(wiring: Wiring) -> str:

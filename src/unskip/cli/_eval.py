@@ -11,7 +11,7 @@ import tyro
 
 from unskip._words import nearest
 from unskip.cli._options import DeviceOfRun, Json, Run
-from unskip.cli._say import busy, finite
+from unskip.cli._say import busy, print_json
 from unskip.errors import BadInput
 from unskip.evals import PROTOCOLS, Result
 from unskip.evals._diffusion import by_time
@@ -87,18 +87,16 @@ def evaluate(
             if pool is not None:
                 raise BadInput("--times takes means over all tokens: leave --pool out")
             trained, by = judge_times(run, names, _times(times), **options)
+            rows = [{**each.to_dict(), "time": time} for time, found in by.items() for each in found]
         else:
             trained, results = _judged(run, names, dense, {**options, "pool": pool})
-            by = {}
+            rows = [each.to_dict() for each in results]
         if pictures is not None:
             written = picture_run(run, pictures, dense, device)
             print(f"pictures in {written}")
     if json:
         used = {name: PROTOCOLS[name].to_dict() for name in names}
-        rows = [{**each.to_dict(), "time": time} for time, found in by.items() for each in found]
-        rows = rows or [each.to_dict() for each in results]
-        data = {"run": run, "step": trained.step, "protocols": used, "results": rows}
-        print(json_format.dumps(finite(data), indent=2, allow_nan=False))
+        print_json({"run": run, "step": trained.step, "protocols": used, "results": rows})
         return 0
     changed = {name: ", ".join(f"{key}={each}" for key, each in to.items()) for name, to in options["changes"].items()}
     said = [f"{name} with {changed[name]}" if name in changed else name for name in names]

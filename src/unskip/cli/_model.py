@@ -1,8 +1,9 @@
-"""The MODEL of a command: built from its name, or opened where a run or `unskip.save` left it; and inputs for it."""
+"""The MODEL of a command: built from its name, or opened where a run or `unskip.save` left it; and samples for it."""
 
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,8 +12,10 @@ from torch import Tensor, nn
 
 import unskip
 from unskip import spec
+from unskip.anatomy._example import Example, example_for
 from unskip.cli._say import one_line
-from unskip.errors import BadInput, ForwardError
+from unskip.data import batch as data_batch
+from unskip.errors import BadInput, ForwardError, UnskipWarning
 from unskip.recipes._judge import open_run
 
 FORMS = f"{spec.FORMS}, or the folder of a run or of unskip.save"
@@ -35,6 +38,27 @@ def opened(name: str, pretrained: bool = False, light: bool = False) -> nn.Modul
     if (folder / "config.json").is_file() and (folder / "checkpoints").is_dir():
         return open_run(folder, device="cpu").encoder.eval()
     return spec.build(name, pretrained=pretrained, light=light)
+
+
+def weighted(model: str, random: bool) -> nn.Module:
+    """The model of a name with pretrained weights, or with random ones where these are asked for."""
+    if random and Path(model).is_dir():
+        raise BadInput(f"--random is for a model that is named, and {model} is a folder with weights of its own")
+    try:
+        return opened(model, pretrained=not random)
+    except BadInput as error:
+        if random or "internet" not in str(error):
+            raise
+        raise BadInput(f"{one_line(error)}; --random goes on with random ones") from error
+
+
+def device_of(name: str) -> torch.device:
+    """The device of a name, once something could be put there."""
+    try:
+        torch.empty((), device=name)
+        return torch.device(name)
+    except (RuntimeError, AssertionError) as error:
+        raise BadInput(f"--device {name}: {str(error).splitlines()[0]}") from error
 
 
 def shape_of(text: str) -> Shape:
@@ -62,6 +86,42 @@ def inputs(model: nn.Module, shapes: list[Shape]) -> tuple[Tensor, ...] | None:
         for kind, shape in shapes
     ]
     return tuple(made) or None
+
+
+def samples_for(model: nn.Module, source: str, n: int, shapes: list[Shape]) -> object:
+    """A batch that fits the model: images of its size, or the inputs that it says it takes, or that `shapes` do."""
+    example = example_for(model, inputs(model, shapes))
+    images = [value for value in example.values if isinstance(value, Tensor) and value.ndim == 4]
+    if len(example.values) > 1 or not images:
+        if source.startswith("random:"):
+            return _noise(example, source, len(data_batch(source, size=1)), bool(shapes))
+        ids = data_batch(source, n)
+        return dict.fromkeys(list(example.kwargs)[:1], ids) or (ids,)
+    channels, *size = images[0].shape[1:]
+    config = getattr(model, "pretrained_cfg", None) or {}
+    known = isinstance(config, dict) and len(config.get("mean", ())) == channels
+    mean, std = (config["mean"], config["std"]) if known else ((0.5,) * channels, (0.5,) * channels)
+    values = data_batch(source, n, (int(size[0]), int(size[1])), mean=mean, std=std).to(images[0])
+    return dict.fromkeys(example.kwargs, values) or (values,)
+
+
+def _noise(example: Example, source: str, count: int, asked_for: bool) -> object:
+    """Random token ids where the model takes nothing else, or else the example: one asked for, or the model's own."""
+    (first, *more) = example.values
+    if not more and isinstance(first, Tensor) and first.ndim == 2 and not first.is_floating_point():
+        generator = torch.Generator().manual_seed(0)
+        low, high = int(first.min()), int(first.max())  # ids that the model knows
+        ids = torch.randint(low, high + 1, (count, first.shape[1]), generator=generator).to(first)
+        return dict.fromkeys(example.kwargs, ids) or (ids,)
+    if asked_for:
+        return example
+    warnings.warn(
+        f"{source}: a model of several inputs, or of other ones than images and token ids, is measured on an example "
+        "of its own, of whatever size that has",
+        UnskipWarning,
+        stacklevel=2,
+    )
+    return example
 
 
 @contextlib.contextmanager

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json as json_format
 from typing import Annotated, Any, get_args
 
 import tyro
 
 from unskip.cli._options import DeviceOfRun, Json, Run
-from unskip.cli._say import busy, finite
+from unskip.cli._say import busy, print_json
 from unskip.errors import BadInput
 from unskip.evals import extractor
 from unskip.evals._extract import DTYPES
@@ -74,7 +73,7 @@ def sample(
     data: dict[str, Any] = {"run": run, "step": trained.step, "n": n, "evaluations": found.evaluations}
     data |= {"seconds": found.seconds, "grid": str(found.grid), **judged}
     if json:
-        print(json_format.dumps(finite(data), indent=2, allow_nan=False))
+        print_json(data)
         return 0
     print(f"{n} samples of {run}, step {trained.step}: {found.evaluations:g} evaluations of the network each")
     for name, value in judged.items():

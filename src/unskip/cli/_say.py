@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import io
+import json
 import math
 import re
 import sys
@@ -26,6 +27,11 @@ def finite(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [finite(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def print_json(data: dict[str, Any]) -> None:
+    """The result of a command for other programs."""
+    print(json.dumps(finite(data), indent=2, allow_nan=False))
 
 
 @contextlib.contextmanager
@@ -103,4 +109,5 @@ def warnings_in_a_line() -> Iterator[None]:
 
 
 def one_line(message: object) -> str:
+    """A message without its line breaks."""
     return " ".join(str(message).split())

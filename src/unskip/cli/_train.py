@@ -5,7 +5,6 @@ The fields of a recipe's config are the options of `train`; a preset sets their 
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
 import statistics
@@ -100,10 +99,7 @@ def _begun(config: Any, out: Path, quiet: bool, opener: Opener) -> Outcome:
     return book.train(config, out, quiet, opener)
 
 
-def resume(
-    run: Run,
-    quiet: Quiet = False,
-) -> int:
+def resume(run: Run, quiet: Quiet = False) -> int:
     """Go on with a run from its last checkpoint."""
     code = _tell(book.resume(run, quiet))
     _part()
@@ -188,6 +184,4 @@ def _summary(out: Path, seeds: list[int], outcomes: list[Outcome]) -> None:
         spread = statistics.stdev(values) if len(values) > 1 else 0.0
         data[name] = {"mean": statistics.mean(values), "stdev": spread, "values": values}
         print(f"{name}: {statistics.mean(values):.4g} +- {spread:.2g} over seeds {', '.join(map(str, seeds))}")
-    with contextlib.suppress(OSError):
-        (out / "seeds.json").write_text(json.dumps(finite(data), indent=1) + "\n")
-    sys.stdout.flush()
+    (out / "seeds.json").write_text(json.dumps(finite(data), indent=1) + "\n")
