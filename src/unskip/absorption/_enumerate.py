@@ -110,11 +110,10 @@ def program(joint: Tensor, rows: Tensor, goal: Tensor, tolerance: float, seconds
 
 @dataclass(frozen=True, eq=False)
 class Split:
-    """A way to use spare units: the keys that are split, the flips of the others, and the rank that is left."""
+    """A way to use spare units: the keys that are split, and the flips of the others."""
 
     split: tuple[int, ...]
     flips: Tensor
-    rank: int
 
 
 def cases(m: int, spares: int) -> int:
@@ -131,7 +130,7 @@ def exhaust(
     """
     least = math.inf
     for split, flips in _choices(len(rows), 0 if affine else spares):
-        rank = spares if affine else (spares - len(split)) // 2
+        fresh = spares if affine else (spares - len(split)) // 2
         kept = torch.ones(len(rows), dtype=torch.bool)
         kept[list(split)] = False
         rest = (joint[:, kept] * flips[:, kept][:, None, :]) @ rows[kept] - goal  # (choices, o, n)
@@ -139,12 +138,12 @@ def exhaust(
         held = held * (goal.norm() / held.norm(dim=1, keepdim=True))
         stack = torch.cat([rest, held.expand(len(flips), -1, -1)], 1)
         values = torch.linalg.svdvals(stack)
-        place = rank + len(split)
+        place = fresh + len(split)
         if place >= values.shape[1]:
-            return Split(split, flips[0].bool(), min(rank, values.shape[1])), 0.0
+            return Split(split, flips[0].bool()), 0.0
         gap, index = values[:, place].min(0)
         if float(gap) <= tolerance:
-            return Split(split, flips[int(index)].bool(), rank), 0.0
+            return Split(split, flips[int(index)].bool()), 0.0
         least = min(least, float(gap))
     return None, least
 

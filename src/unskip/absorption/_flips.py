@@ -33,7 +33,6 @@ def decide(problem: Problem) -> Outcome:
     out = Outcome()
     strict = canonical(problem)
     loose = canonical(problem, loose=True, other=strict)
-    out.spares = strict.spares
     unit = abs(problem.odd)
     tolerance = problem.tolerance / unit
     duals: list[Dual] = []

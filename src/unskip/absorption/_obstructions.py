@@ -224,7 +224,7 @@ def _hidden_bias(at: Setting, data: Mapping[str, Any]) -> bool:
     return alone and abs(float(at.bias[unit])) > 64 * at.block.roundoff * float(at.up[unit].norm())
 
 
-def _moves(at: Setting, data: Mapping[str, Any], matrix: Tensor, size: Tensor) -> bool:
+def _moves(data: Mapping[str, Any], matrix: Tensor, size: Tensor) -> bool:
     """Whether the matrix moves the certificate's direction, beyond rounding."""
     x = data["direction"].to(matrix)
     return bool((matrix @ x).norm() > 1e-10 * (size.abs() @ x.abs()).norm())
@@ -242,7 +242,7 @@ def _growth(at: Setting, data: Mapping[str, Any]) -> bool:
         return False
     if at.radius is not None and not (at.sound and (normed or block.phi.analytic)):
         return False
-    return _moves(at, data, *_skip(at))
+    return _moves(data, *_skip(at))
 
 
 def _skip(at: Setting) -> tuple[Tensor, Tensor]:
@@ -255,7 +255,7 @@ def _family(at: Setting, data: Mapping[str, Any]) -> bool:
     known = phi.family in ("elu", "even") or phi.family == "mish"
     if not at.sound or at.block.gated or not known or (at.radius is not None and not phi.analytic):
         return False
-    return not ({"pre", "out"} & at.block.norms.keys()) and _moves(at, data, *_skip(at))
+    return not ({"pre", "out"} & at.block.norms.keys()) and _moves(data, *_skip(at))
 
 
 def _at_zero(at: Setting, data: Mapping[str, Any]) -> bool:
@@ -276,7 +276,7 @@ def _at_zero(at: Setting, data: Mapping[str, Any]) -> bool:
         shifts = "post" in block.norms and block.norms["post"].kind == "layernorm"
         matrix = jacobian - jacobian.mean(0) if shifts else jacobian
         size = torch.full_like(jacobian, 100 * block.derivative_size(point))
-    return _moves(at, data, matrix, size)
+    return _moves(data, matrix, size)
 
 
 def _rank(at: Setting, data: Mapping[str, Any]) -> bool:

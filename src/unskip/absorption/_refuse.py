@@ -30,7 +30,6 @@ class Outcome:
     bound: float | None = None  # on |E_S|_F over all flip sets
     none_near: bool = False  # no flip set is within rounding of the skip
     why: str = ""  # where neither holds
-    spares: int = 0
 
 
 def where(problem: Problem) -> dict[str, Tensor]:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -47,7 +47,6 @@ class Found:
     dual: Dual | None = None
     independent: bool | None = None
     solution: Tensor | None = None  # the t of least squares
-    tried: list[str] = field(default_factory=list)
 
 
 Accept = Callable[[Tensor], bool]  # whether flipping these keys is good enough
@@ -68,10 +67,7 @@ def search(joint: Tensor, rows: Tensor, goal: Tensor, tolerance: float, accept: 
         found.dual = _dual(joint, rows, goal, goal, *whole, tolerance)
     elif goal.shape[0] == goal.shape[1] and not bool((goal - torch.diag(goal.diagonal())).any()):
         found.dual = _trace(joint, rows, goal.diagonal(), whole, tolerance)
-    if found.dual is not None:
-        found.tried.append("trace")
-        return found
-    if m == 0:
+    if found.dual is not None or m == 0:
         return found
     if not large:
         return _dense(joint, rows, goal, tolerance, accept, whole, found)
@@ -169,7 +165,6 @@ def _dense(
     residual = (goal.flatten() - matrix @ solution).reshape(goal.shape)
     found.dual = _dual(joint, rows, goal, residual, *whole, tolerance)
     if found.dual is not None:
-        found.tried.append("least squares")
         return found
     flips = solution > 0.5
     if accept(flips):
@@ -181,7 +176,6 @@ def _dense(
             pin = (left[:, keep] @ inverse[index]) / scale[index]
             found.dual = _pinned(joint, rows, goal, pin.reshape(goal.shape), index, *whole, tolerance)
             if found.dual is not None:
-                found.tried.append("integrality")
                 return found
     # The same problem in as many equations as unknowns, of unit size.
     square, aim = values[:, None] * right * scale, left.mT @ goal.flatten()
@@ -192,7 +186,6 @@ def _dense(
         residual = (goal.flatten() - matrix @ inside).reshape(goal.shape)
         found.dual = _dual(joint, rows, goal, residual, *whole, tolerance)
         if found.dual is not None:
-            found.tried.append("box")
             return found
         if float(residual.norm()) <= tolerance:  # then there is nothing to prove
             break
@@ -308,7 +301,6 @@ def _conjugate(
             continue
         found.dual = _dual(joint, rows, goal, residual, *where, tolerance)
         if found.dual is not None:
-            found.tried.append(f"sketch of {len(goal)} x {goal.shape[1]}, {step} steps")
             return True
         flips = t / scale > 0.5
         left = float((goal - (joint * flips) @ rows).norm())
@@ -365,7 +357,6 @@ def _gram(
     found.solution = t / scale
     found.dual = found.dual or _dual(joint, rows, goal, residual, *whole, tolerance)
     if found.dual is not None:
-        found.tried.append("Gram solve")
         return
     flips = found.solution > 0.5
     if accept(flips):
@@ -383,5 +374,4 @@ def _gram(
             missing = one - ((columns.mT @ ((columns * weights) @ rows)) * rows).sum(1)
         found.dual = _pinned(joint, rows, goal, (columns * weights) @ rows, index, *whole, tolerance)
         if found.dual is not None:
-            found.tried.append("integrality")
             return
