@@ -86,5 +86,10 @@ def test_what_does_not_fit_is_said() -> None:
         schedules.warmup_stable_decay(0, total=5, warmup=3, decay=3)
     with pytest.raises(BadInput, match="count from 0"):
         schedules.warmup_linear(-1, total=5)
+    for schedule in (schedules.warmup_cosine, schedules.warmup_linear):
+        with pytest.raises(BadInput, match="count from 0"):
+            schedule(0, total=5, warmup=-3)
+    with pytest.raises(BadInput, match="count from 0"):
+        schedules.warmup_stable_decay(0, total=5, warmup=-3, decay=2)
     with pytest.raises(BadInput, match="1 step or more"):
         schedules.cosine(0, total=0, start=1, end=0)

@@ -25,16 +25,18 @@ def constant(step: int, *, warmup: int = 0) -> float:
 def warmup_cosine(step: int, *, total: int, warmup: int = 0, floor: float = 0.0) -> float:
     """A linear warm-up, then half a cosine from 1 down to `floor` at the last step."""
     step = _within("warmup_cosine", step, total)
+    warm = _warm(step, warmup)
     if step < warmup:
-        return _warm(step, warmup)
+        return warm
     return cosine(step - warmup, total=total - warmup, start=1.0, end=floor)
 
 
 def warmup_linear(step: int, *, total: int, warmup: int = 0, floor: float = 0.0) -> float:
     """A linear warm-up, then a straight line from 1 down to `floor` at the last step."""
     step = _within("warmup_linear", step, total)
+    warm = _warm(step, warmup)
     if step < warmup:
-        return _warm(step, warmup)
+        return warm
     return 1 + (floor - 1) * _progress(step - warmup, total - warmup)
 
 
@@ -42,10 +44,9 @@ def warmup_stable_decay(step: int, *, total: int, warmup: int = 0, decay: int, f
     """A linear warm-up, then 1, then over the last `decay` steps a straight line down to `floor`."""
     if decay < 0 or warmup + decay > total:
         raise BadInput(f"warmup_stable_decay: warmup {warmup} and decay {decay} do not fit into {total} steps")
-    if step < warmup:
-        return _warm(step, warmup)
+    warm = _warm(step, warmup)
     if decay == 0 or step < total - decay:
-        return 1.0
+        return warm
     return 1 + (floor - 1) * min(step - (total - decay) + 1, decay) / decay
 
 
