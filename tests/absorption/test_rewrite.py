@@ -6,7 +6,18 @@ import pytest
 import torch
 from tests.absorption.blocks import CLASS_O, close, generic, normal, numbers, planted
 
-from unskip.absorption import AbsorbableMLP, Activation, Block, Norm, absorb, approximate, nearest, register, widen
+from unskip.absorption import (
+    AbsorbableMLP,
+    Activation,
+    Block,
+    Norm,
+    absorb,
+    approximate,
+    hyper_connection,
+    nearest,
+    register,
+    widen,
+)
 from unskip.errors import BadInput
 
 
@@ -58,6 +69,29 @@ def test_gated_blocks_widen_with_a_gate_bias(word: str) -> None:
     else:
         with pytest.raises(BadInput, match="biases='allowed'"):
             widen(block)
+
+
+def test_the_extra_width_knows_the_rank_of_the_rows() -> None:
+    """Two streams that one MLP reads: its rows see 3 of 6 directions, and the others take a fresh pair each."""
+    g = numbers(6)
+    block = hyper_connection(normal(g, 8, 3), normal(g, 3, 8), torch.eye(2), torch.ones(2), torch.ones(2))
+    wide = widen(block)
+    assert absorb(block).extra_width == wide.extra == 9
+    assert wide.verdict.verify()
+
+
+def test_the_extra_width_without_an_output_bias() -> None:
+    g = numbers(7)
+    up, down = normal(g, 8, 3), normal(g, 3, 8)
+    block = Block(up, down, up_bias=normal(g, 8))
+    wide = widen(block)
+    assert absorb(block).extra_width == wide.extra == 6
+    assert wide.verdict.verify()
+    # A constant that no bias is allowed to make up.
+    shifted = Block(up, down, down_bias=normal(g, 3))
+    assert absorb(shifted, biases="none").extra_width is None
+    with pytest.raises(BadInput, match="Nothing wider is known"):
+        widen(shifted, biases="none")
 
 
 def test_a_gate_widens_with_a_bias_of_its_own_only() -> None:

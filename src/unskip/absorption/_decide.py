@@ -257,24 +257,31 @@ def _why(problem: Problem) -> str:
 
 
 def _extra(problem: Problem, biases: Biases) -> int | None:
-    """Units more that are enough, for weights in general position; None where none is known or none ever are."""
+    """Units more that are enough; None where none is known or none ever are.
+
+    For large blocks the rows are taken to be in general position: their rank would cost more than the verdict.
+    """
     block, phi = problem.block, problem.block.phi
     if {"pre", "out"} & block.norms.keys() or not phi.trusted:
         return None
-    rank = skip_rank(problem.skip)
-    n = problem.up.shape[1]
     short = max(block.width - problem.width, 0)
     if block.gated:  # a zero row of the gate that is open
-        return rank + short if phi.at_zero or gate_bias(block, biases) else None
+        return skip_rank(block.matrix) + short if phi.at_zero or gate_bias(block, biases) else None
     if phi.family == "power":
-        return (4 if phi.name == "relu2" else 2) * rank + short if problem.hidden_bias else None
+        return (4 if phi.name == "relu2" else 2) * skip_rank(block.matrix) + short if problem.hidden_bias else None
     if phi.family == "linear":
         return max(0, min(block.inputs, block.outputs) - problem.width)
-    if phi.family != "odd-linear" or (block.up_bias is not None and not problem.output_bias):
+    bent = block.up_bias is not None and bool(block.up_bias.any())
+    if phi.family != "odd-linear" or (not problem.hidden_bias and (bent or not problem.output_bias)):
         return None
+    rank, n = skip_rank(problem.skip), problem.up.shape[1]
     if problem.one_each:
         return rank + short
-    return min(2 * rank, 2 * n - min(block.width, n)) + short
+    if not problem.output_bias:  # fresh pairs make up the constant as well
+        return 2 * min(rank + 1, block.outputs) + short
+    small = problem.up.numel() <= CHECKED
+    rows = int(torch.linalg.matrix_rank(problem.up, rtol=1e-10)) if small else min(block.width, n)
+    return min(2 * rank, 2 * n - rows) + short
 
 
 def skip_rank(skip: Tensor) -> int:
