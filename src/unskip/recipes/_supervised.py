@@ -121,6 +121,8 @@ def build(config: Supervised, opener: Opener | None = None) -> tuple[Task, Sched
     model = built(config, arguments).to(device)
     sample = next(iter(judge.evaluate()))[0][:8]
     notes = _fill(config, model)
+    if config.drop_path and _cuts(config):
+        notes.append("drop path is off: where a skip is cut, a dropped branch leaves nothing")
     teacher = _teacher(config, model)
     start_(model, config.init, torch.Generator().manual_seed(config.seed), sample, where=config.where)
     wiring = _wired(config, model, sample)
@@ -209,12 +211,10 @@ def _model_arguments(config: Supervised, classes: int, channels: int) -> dict[st
 
 
 def _fill(config: Supervised, model: nn.Module) -> list[str]:
-    """Loads the weights, where some are given. Returns what should be known about them and the skips."""
-    notes = []
-    if config.drop_path and _cuts(config):
-        notes.append("drop path is off: where a skip is cut, a dropped branch leaves nothing")
+    """Loads the weights, where some are given. Returns what should be known about them."""
     if config.weights is None:
-        return notes
+        return []
+    notes = []
     folder = _checkpoint(config.weights)
     encoder = folder if folder.name == "encoder" else folder / "encoder"
     if (encoder / "unskip.json").is_file():
