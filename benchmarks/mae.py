@@ -69,8 +69,7 @@ def jobs(done: dict[str, Any], fields: dict[str, Any], epochs: tuple[float, floa
             rates += [(f"rate | {name} | x {times:g}", {**config, "lr": times * fields["lr"]}) for times in RATES]
         for name, config in rivals.items():
             if (times := best_rate(done, name)) is not None:
-                faster = {"compile": fields["preset"] == "cifar"}  # which pays off in a run of this length
-                longer.append((f"longer | {name} | x {times:g}", {**config, "lr": times * fields["lr"], **faster}))
+                longer.append((f"longer | {name} | x {times:g}", {**config, "lr": times * fields["lr"]}))
     later: list[Job] = [("ablation | long skips", {"shortcut": "keep"}), ("ablation | plain", PLAIN)]
     if best is not None:
         decay = {"shortcut": f"decay:{best:g}"}
@@ -199,6 +198,7 @@ def main() -> None:
     parser.add_argument("--epochs", type=float, nargs=2, default=(25, 60), help="of most runs, and of the final ones")
     parser.add_argument("--finetune", type=float, default=15, help="epochs of fine-tuning")
     parser.add_argument("--lr", type=float, default=1e-3)
+    parser.add_argument("--compile", action="store_true", help="compile each model: pays off side by side on a GPU")
     options = parser.parse_args()
     if options.work:
         serve(work)
@@ -223,7 +223,8 @@ def main() -> None:
 
         protocols = {name: unskip.evals.PROTOCOLS[name].to_dict() for name in (*PROTOCOLS, TUNED)}
         data |= about(__file__, options.device, settings, protocols=protocols)
-        given = fields | {"device": options.device} | ({"data": options.data} if options.data else {})
+        given = fields | {"device": options.device, "compile": options.compile}
+        given |= {"data": options.data} if options.data else {}
 
         def task_of(name: str, config: dict[str, Any]) -> dict[str, Any]:
             folder = str(folder_of(options.runs, name, config))
