@@ -145,6 +145,7 @@ def figures(done: dict[str, Any], folder: Path, word: str) -> None:
     pyplot.rcParams["svg.hashsalt"] = "mae"
     colours = ["#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000"]  # Okabe and Ito
     pyplot.rcParams["axes.prop_cycle"] = pyplot.cycler(color=colours)
+    of_a_name: dict[str, Any] = {}
     figure, (depth, training, ranks) = pyplot.subplots(1, 3, figsize=(13, 3.8), constrained_layout=True)
     for name, rows in sorted(groups(done).items()):
         whole = [row for row in rows if "depth" in row]
@@ -156,10 +157,13 @@ def figures(done: dict[str, Any], folder: Path, word: str) -> None:
                 100 * statistics.mean(values) for values in zip(*(r["depth"]["knn20"] for r in whole), strict=True)
             ]
             (line,) = depth.plot(means, marker="o", markersize=3, label=label)
+            of_a_name[label] = line.get_color()
             for row in whole:
                 depth.plot([100 * v for v in row["depth"]["knn20"]], color=line.get_color(), alpha=0.25, linewidth=0.8)
-                steps = [point[0] for point in row["online"]]
-                training.plot(steps, [100 * p[1] for p in row["online"]], color=line.get_color(), alpha=0.7)
+                training.plot(*_course(row), color=line.get_color(), alpha=0.7, label="final runs")
+        if name.startswith("longer"):  # which come after the final ones
+            colour = of_a_name.get(label.partition(" | ")[0], "#000000")
+            training.plot(*_course(whole[0]), "--", color=colour, label="longer, at its best rate")
         kind = name.partition(" | ")[0]
         if kind in MARKS:
             points = [last(r, "rank") for r in whole], [100 * last(r, "knn20") for r in whole]
@@ -175,8 +179,8 @@ def figures(done: dict[str, Any], folder: Path, word: str) -> None:
     depth.set(xlabel="block", ylabel="KNN accuracy, k = 20 (%)", title="over depth")
     training.set(xlabel="step", title="over training, last block, fewer images")
     ranks.set(xlabel="effective rank, last block", title="rank against KNN")
-    _legend(depth, 7)
-    _legend(ranks, 7)
+    for axes in (depth, training, ranks):
+        _legend(axes, 7)
     folder.mkdir(parents=True, exist_ok=True)
     figure.savefig(folder / f"mae-{word}.svg", metadata={"Date": None})
     pyplot.close(figure)
@@ -199,8 +203,13 @@ def figures(done: dict[str, Any], folder: Path, word: str) -> None:
     pyplot.close(figure)
 
 
+def _course(row: dict[str, Any]) -> tuple[list[int], list[float]]:
+    """KNN over steps."""
+    return [point[0] for point in row["online"]], [100 * point[1] for point in row["online"]]
+
+
 def _legend(axes: Any, size: int) -> None:
-    """One line for each label, however often it was drawn."""
+    """One entry for each label, however often it was drawn: that of its last line."""
     handles, labels = axes.get_legend_handles_labels()
     if handles:
         named = dict(zip(labels, handles, strict=True))

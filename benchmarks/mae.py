@@ -7,8 +7,8 @@
     sweep     alpha_min 0.9 to 0.4; the best by KNN of the last block
     final     plain MAE, long skips alone, and the best decay: three seeds, fine-tuned too
     rate      half and twice the learning rate: does any of the above owe its place to the one that all have?
-    longer    long skips alone and the best decay, three times as long as the final runs and each at its best rate: does
-              more training part them?
+    longer    the same three, three times as long and each at its best rate: does more training part them? long skips
+              and the decay at the rate of all others, too
     ablation  the paper's, at the best alpha_min, and what they are held against: plain MAE and long skips alone
     depth     6, 12 (in sweep and ablation) and 24 blocks: one alpha_min, one effective decay, long skips alone
     size      a plain model twice as wide, against the decayed small one
@@ -67,8 +67,10 @@ def jobs(done: dict[str, Any], fields: dict[str, Any], epochs: tuple[float, floa
         others = {"plain": PLAIN, "decay 0.6": {"shortcut": "decay:0.6"}}
         for name, config in (rivals | others).items():
             rates += [(f"rate | {name} | x {times:g}", {**config, "lr": times * fields["lr"]}) for times in RATES]
-        for name, config in rivals.items():
-            if (times := best_rate(done, name)) is not None:
+        for name, config in (rivals | {"plain": PLAIN}).items():
+            fastest = best_rate(done, name)
+            shared = {1.0} if name in rivals else set()
+            for times in sorted({fastest} | shared) if fastest is not None else ():
                 longer.append((f"longer | {name} | x {times:g}", {**config, "lr": times * fields["lr"]}))
     later: list[Job] = [("ablation | long skips", {"shortcut": "keep"}), ("ablation | plain", PLAIN)]
     if best is not None:
