@@ -4,6 +4,7 @@ python benchmarks/demo.py                       # the demo, then the rest
 python benchmarks/demo.py --data "cifar10-{split}.parquet"           # at a larger scale, on a GPU
 python benchmarks/demo.py --runs runs/demo      # of a demo that was made already
 python benchmarks/demo.py --runs runs/demo --pictures docs/img       # chromium takes the pictures
+python benchmarks/demo.py --page report.html --pictures docs/img     # of a page that was written elsewhere; no JSON
 """
 
 from __future__ import annotations
@@ -12,7 +13,6 @@ import argparse
 import json
 import platform
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -57,16 +57,13 @@ def record(folder: Path) -> dict[str, Any]:
     }
 
 
-def pictures(folder: Path, out: Path) -> None:
-    """The top of the page, its figures in the dark, its pictures, and a phone."""
+def pictures(page: Path, out: Path) -> None:
+    """The top of a page, its figures in the dark, its pictures, and a phone."""
     sys.path.insert(0, str(ROOT))
     from PIL import Image
     from tests.report.browser import Browser
 
-    from unskip.report import write
-
-    with tempfile.TemporaryDirectory() as place, Browser() as browser:
-        page = write(in_order(folder), Path(place) / "report.html")
+    with Browser() as browser:
         for name, place, width, height, dark in (
             ("report", "content", 1180, 640, False),
             ("report-depth", "depth", 1180, 860, False),
@@ -86,20 +83,23 @@ def pictures(folder: Path, out: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--runs", type=Path)
-    parser.add_argument("--pictures", type=Path)
+    parser.add_argument("--runs", type=Path, help="the folder of a demo that was made already")
+    parser.add_argument("--page", type=Path, help="a page that was written elsewhere, for --pictures")
+    parser.add_argument("--pictures", type=Path, help="where pictures of the page go")
     parser.add_argument("--data", default="digits", help="what `unskip demo --data` takes")
     parser.add_argument("--json", type=Path, help="default: docs/results/demo-digits.json, or demo-cifar.json")
     args = parser.parse_args()
-    if args.runs is None:
-        from unskip import demo
+    if args.page is None:
+        if args.runs is None:
+            from unskip import demo
 
-        args.runs = demo.run("runs/demo", scale=demo.chosen(args.data)).page.parent
-    word = "digits" if args.data == "digits" else "cifar"
-    args.json = args.json or ROOT / "docs" / "results" / f"demo-{word}.json"
-    args.json.write_text(json.dumps(record(args.runs), indent=1) + "\n")
+            args.runs = demo.run("runs/demo", scale=demo.chosen(args.data)).page.parent
+        word = "digits" if args.data == "digits" else "cifar"
+        args.json = args.json or ROOT / "docs" / "results" / f"demo-{word}.json"
+        args.json.write_text(json.dumps(record(args.runs), indent=1) + "\n")
+        args.page = args.runs / "report.html"
     if args.pictures is not None:
-        pictures(args.runs, args.pictures)
+        pictures(args.page, args.pictures)
 
 
 if __name__ == "__main__":

@@ -115,6 +115,22 @@ def test_tiles() -> None:
         figures.draw_tiles(Tiles("x", "T", (), (), (), ""))
 
 
+@pytest.mark.parametrize("columns", [2, 6, 9])
+def test_texts_of_tiles_stay_within_their_tile(columns: int) -> None:
+    image = np.zeros((4, 4, 3), np.uint8)
+    names = ("automobile ✗",) * columns
+    tiles = Tiles(
+        "x", "T", ((image,) * columns,) * 2, ("a", "b"), ("a long name",) * columns, "", captions=(names,) * 2
+    )
+    figure = figures.draw_tiles(tiles)
+    (axes,) = figure.axes
+    figure.draw_without_rendering()
+    pitch = axes.images[1].get_window_extent().x0 - axes.images[0].get_window_extent().x0
+    widths = [text.get_window_extent().width for text in axes.texts if text.get_ha() == "center"]
+    assert len(widths) == 3 * columns
+    assert max(widths) <= pitch
+
+
 @pytest.mark.parametrize("page", ["#ffffff", "#14181d"])
 def test_ink_colours_are_apart_in_lightness_too(page: str) -> None:
     """Neighbouring groups differ in lightness or in dash, so a grey print tells them apart with their markers."""

@@ -55,10 +55,10 @@ def _cell(value: object) -> Markup:
 
 
 def short(value: float) -> str:
-    """A number in at most five digits."""
+    """A number in few digits."""
     if isinstance(value, int) or (math.isfinite(value) and value == int(value) and abs(value) < 1e6):
         return str(int(value))
-    return f"{value:.4g}"
+    return f"{value:.0f}" if 1e4 <= abs(value) < 1e6 else f"{value:.4g}"
 
 
 def data(label: str, name: str, header: Sequence[str], rows: Sequence[Sequence[object]]) -> Markup:

@@ -174,7 +174,7 @@ def _patch_features(found: _Found, trained: Trained, train: ImageSet, test: Imag
             "Patch features by block, three main directions as colours",
             tuple(tuple(picture[row] for picture in pictures) for row in range(len(raw))),
             tuple(_name(test, row) for row in range(len(raw))),
-            ("image", *(f"block {index}" for index in chosen)),
+            ("image", *(f"{index}" for index in chosen)),
             f"{len(raw)} test images, each beside its patch features after {len(chosen)} blocks. Patches of one colour "
             "have similar features.",
             note="Colours compare patches and images within a block, not blocks with each other.",
@@ -198,7 +198,7 @@ def _neighbours(found: _Found, trained: Trained, train: ImageSet, test: ImageSet
         own = _name(test, row)
         names = [_name(train, place) for place in places]
         images.append((*_pixels(picture[None]), *_pixels(train.load(places, size))))
-        captions.append((own, *(name if name == own else f"{name} ✗" for name in names)))
+        captions.append((own, *(name if name == own else f"{_cut(name)} ✗" for name in names)))
         cosine = best.values[row].tolist()
         table += [(row, own, rank + 1, name, cosine[rank]) for rank, name in enumerate(names)]
     right = sum(name == own for _, own, _, name, _ in table)
@@ -246,6 +246,11 @@ def _pixels(images: Tensor) -> list[Pixels]:
 def _bytes(values: Tensor) -> Pixels:
     found: Pixels = np.ascontiguousarray(values.round().to(torch.uint8).cpu().numpy())
     return found
+
+
+def _cut(name: str) -> str:
+    """A name with room for a mark behind it."""
+    return name if len(name) <= 10 else name[:9] + "…"
 
 
 def _name(images: ImageSet, place: int) -> str:

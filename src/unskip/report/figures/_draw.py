@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import textwrap
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -107,9 +108,11 @@ def draw_tiles(tiles: Tiles) -> Figure:
         axes.set_axis_off()
         axes.text(0.02, height - 0.06, title, va="top", fontsize=10.5)
         small: dict[str, Any] = {"fontsize": 8.5}
+        heads = _fitting(tiles.columns, cell)
+        captions = _fitting([text for row in tiles.captions for text in row], cell)
         for column, name in enumerate(tiles.columns[:columns]):
             middle = label + (column + 0.47) * cell
-            axes.text(middle, height - above + 0.03, _style.plain(name, 12), ha="center", va="bottom", **small)
+            axes.text(middle, height - above + 0.03, _style.plain(name, 12), ha="center", va="bottom", **heads)
         for row, images in enumerate(tiles.images):
             bottom = height - above - (row + 1) * cell - row * below
             name = textwrap.fill(_style.plain(tiles.rows[row], 24), 12)
@@ -120,5 +123,11 @@ def draw_tiles(tiles: Tiles) -> Figure:
                 axes.imshow(image, interpolation="none", extent=place, aspect="auto")
                 if tiles.captions:
                     text = _style.plain(tiles.captions[row][column], 12)
-                    axes.text(left + 0.47 * cell, bottom + 0.03, text, ha="center", va="top", **small)
+                    axes.text(left + 0.47 * cell, bottom + 0.03, text, ha="center", va="top", **captions)
     return figure
+
+
+def _fitting(texts: Sequence[str], inches: float) -> dict[str, Any]:
+    """The size at which none of some texts, of 12 letters at most, is wider than its tile."""
+    longest = min(12, max(map(len, texts), default=0))
+    return {"fontsize": min(8.5, 72 * inches / (0.62 * longest)) if longest else 8.5}  # a letter: 0.62 of the size
