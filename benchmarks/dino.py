@@ -60,15 +60,15 @@ def jobs(done: dict[str, Any], fields: dict[str, Any], options: argparse.Namespa
         (f"remedy | annealed + init | {strong}", {**without, "shortcut": fade}),
         (f"remedy | sharper attention | {strong}", {**without, "init": "skipless:vit-small,beta=2"}),
         (f"remedy | decay 0.6 | {strong}", {**mine, "shortcut": "decay:0.6"}),
-        (f"remedy | lr / 3 | {strong}", {**without, "lr": LR[strong] * options.lr / 3}),
         (f"depth | skipless, {3 * depth // 4} blocks | {strong}", {**without, **shallow(3 * depth // 4)}),
         (f"labels | residual | {strong}", {"recipe": "supervised", **mine}),
         (f"labels | skipless | {strong}", {"recipe": "supervised", **without}),
         ("contrast | keep | adamw", {"recipe": "simclr", **by("adamw")}),
         ("contrast | decay:0.6 | adamw", {"recipe": "simclr", "shortcut": "decay:0.6", **by("adamw")}),
-        (f"remedy | momentum 0.998 | {strong}", {**without, "momentum": 0.998}),
         (f"depth | skipless, {depth // 2} blocks | {strong}", {**without, **shallow(depth // 2)}),
         # From here on what is good to know, where there is time.
+        (f"remedy | lr / 3 | {strong}", {**without, "lr": LR[strong] * options.lr / 3}),
+        (f"remedy | momentum 0.998 | {strong}", {**without, "momentum": 0.998}),
         (f"depth | residual, {3 * depth // 4} blocks | {strong}", {**mine, **shallow(3 * depth // 4)}),
         (f"depth | residual, {depth // 2} blocks | {strong}", {**mine, **shallow(depth // 2)}),
         (f"remedy | centred | {strong}", {**without, "init": "skipless:vit-small,centre"}),
@@ -316,6 +316,7 @@ def main() -> None:
     parser.add_argument("--strong", default="soap", choices=["soap", "muon"], help="the optimizer beside AdamW")
     parser.add_argument("--lr", type=float, default=1.0, help="a factor of all learning rates")
     parser.add_argument("--judge-size", type=int, default=128, help="pixels at which pets are judged")
+    parser.add_argument("--compile", action="store_true", help="compile each model: pays off side by side on a GPU")
     parser.add_argument("--img", type=Path, help="where figures and pictures go (default docs/img)")
     options = parser.parse_args()
     if options.work:
@@ -330,16 +331,16 @@ def main() -> None:
         source = f"{options.data}/pets-{{split}}.parquet"
         both = "+".join(f"{options.data}/{name}-{{split}}.parquet" for name in ("tinyimagenet100", "cifar10"))
         fields = {"preset": "tiny-imagenet", "data": both, "model": "timm:vit_tiny_patch16_224", "batch": options.batch}
-        fields |= {"model_args": "depth=12,embed_dim=192,num_heads=3", "small": 6, "compile": False}
+        fields |= {"model_args": "depth=12,embed_dim=192,num_heads=3", "small": 6}
         fields |= {"evaluate_every": max(1, options.steps // 8), "log_every": 25, "checkpoint_every": options.steps}
         fields |= {"online_images": 2000, "health": False, "graph": options.device == "cuda"}
-    fields |= {"steps": options.steps, "device": options.device}
+    fields |= {"steps": options.steps, "device": options.device, "compile": options.compile}
     word = "digits" if options.data is None else "64"
     results, images = (
         (ROOT / "build", ROOT / "build") if options.data is None else (ROOT / "docs/results", ROOT / "docs/img")
     )
     options.out, options.img = options.out or results / f"dino-{word}.json", options.img or images
-    settings = {key: value for key, value in fields.items() if key not in ("data", "device", "graph")}
+    settings = {key: value for key, value in fields.items() if key not in ("data", "device", "compile", "graph")}
     data = opened(options.out, settings)
     if not options.show:
         import unskip
