@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +62,23 @@ def test_the_averaged_weights_are_sampled_and_sampling_does_not_depend_on_the_ba
     assert (whole.images[:4].int() - few.images.int()).abs().max() <= 1
     assert whole.evaluations == 4 * 2 * 2
     assert not (run / "samples").exists()
+
+
+def test_a_compiled_network_draws_the_same(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiler, graphs = partial(torch.compile, backend="aot_eager", fullgraph=True), list[Any]()  # no toolchain
+
+    def compiled(model: Any) -> Any:
+        graphs.append(model)
+        return compiler(model)
+
+    monkeypatch.setattr(torch, "compile", compiled)
+    trained = open_run(run)
+    options: dict[str, Any] = {"n": 5, "steps": 3, "cfg": 1.5, "batch": 3, "write": False}
+    plain = unskip.sample(trained, **options)
+    assert not graphs
+    again = unskip.sample(trained, compile=True, **options)
+    assert graphs == [trained.model]
+    assert (plain.images.int() - again.images.int()).abs().max() <= 1
 
 
 def test_samples_are_written_as_pictures_and_a_grid(run: Path) -> None:
