@@ -73,6 +73,20 @@ def folder_of(runs: Path, name: str, config: dict[str, Any]) -> Path:
     return runs / f"{words}-{digest}"
 
 
+def drawing(salt: str) -> Any:
+    """matplotlib's pyplot for figures of a study: no screen, the same file each time, colours of Okabe and Ito."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    from unskip.report.figures._style import COLOURS
+
+    pyplot.rcParams["svg.hashsalt"] = salt
+    pyplot.rcParams["axes.prop_cycle"] = pyplot.cycler(color=[*COLOURS, "#000000"])
+    return pyplot
+
+
 # --- In a worker ------------------------------------------------------------------------------------------------------
 
 

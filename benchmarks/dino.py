@@ -30,7 +30,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-from _study import ROOT, Job, about, arguments, folder_of, opened, release, serve, study
+from _study import ROOT, Job, about, arguments, drawing, folder_of, opened, release, serve, study
 
 LR = {"adamw": 5e-4, "soap": 1e-3, "muon": 1e-3}
 SKIPLESS = {"shortcut": "cut", "init": "skipless:vit-small"}
@@ -264,12 +264,7 @@ def table(done: dict[str, Any]) -> str:
 
 def figures(done: dict[str, Any], folder: Path, word: str) -> None:
     """Numbers over depth, ranks over steps, and CKA maps; as SVG."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    pyplot.rcParams["svg.hashsalt"] = "dino"
+    pyplot = drawing("dino")
     folder.mkdir(parents=True, exist_ok=True)
     main = {name: row for name, row in done.items() if "depth" in row and "seed 1" not in name}
     figure, panels = pyplot.subplots(1, 4, figsize=(17, 3.8), constrained_layout=True)

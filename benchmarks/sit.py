@@ -29,7 +29,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-from _study import ROOT, Job, about, arguments, folder_of, opened, serve, study
+from _study import ROOT, Job, about, arguments, drawing, folder_of, opened, serve, study
 
 PLAIN = {"shortcut": "keep", "long_skips": False}
 CFG = 1.5
@@ -230,13 +230,8 @@ def table(done: dict[str, Any]) -> str:
 
 def figure(done: dict[str, Any], file: Path) -> None:
     """Distances, neighbours over blocks at each run's best time, and over times at its best block; as SVG."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    pyplot.rcParams["svg.hashsalt"] = "sit"
-    drawing, (distance, depth, noise) = pyplot.subplots(1, 3, figsize=(13, 3.8), constrained_layout=True)
+    pyplot = drawing("sit")
+    sheet, (distance, depth, noise) = pyplot.subplots(1, 3, figsize=(13, 3.8), constrained_layout=True)
     every = groups(done)
     names = [name.replace(" | ", ": ") for name in every]
     for offset, cfg in ((-0.2, "1"), (0.2, f"{CFG:g}")):
@@ -262,8 +257,8 @@ def figure(done: dict[str, Any], file: Path) -> None:
         if axes.get_legend_handles_labels()[0]:
             axes.legend(fontsize=6)
     file.parent.mkdir(parents=True, exist_ok=True)
-    drawing.savefig(file, metadata={"Date": None})
-    pyplot.close(drawing)
+    sheet.savefig(file, metadata={"Date": None})
+    pyplot.close(sheet)
 
 
 def settings_of(options: argparse.Namespace) -> dict[str, Any]:
