@@ -30,7 +30,8 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-from _study import ROOT, Job, about, arguments, drawing, folder_of, opened, release, serve, study
+from _dino_results import figures, short, table
+from _study import ROOT, Job, about, arguments, folder_of, opened, release, serve, study
 
 LR = {"adamw": 5e-4, "soap": 1e-3, "muon": 1e-3}
 SKIPLESS = {"shortcut": "cut", "init": "skipless:vit-small"}
@@ -219,89 +220,6 @@ def pets(source: str, split: Any, size: int) -> Any:
     from unskip.data._dense import open_dense
 
     return open_dense(source, split, size=size, values=PETS)
-
-
-def short(row: dict[str, Any]) -> dict[str, Any]:
-    """The numbers of the last block."""
-    if "depth" not in row:
-        return {key: row[key] for key in ("diverged", "not_judged") if key in row}
-    found = {key: round(values[-1], 3) for key, values in row["depth"].items()}
-    if "segment" in row:
-        found |= {key: round(row["segment"][key], 3) for key in ("single", "multi-scale")}
-        found |= {"corloc": row["discover"]["corloc"][-1], "best corloc": max(row["discover"]["corloc"])}
-    return found
-
-
-# --- What is shown ----------------------------------------------------------------------------------------------------
-
-
-def table(done: dict[str, Any]) -> str:
-    """A line for each configuration, seeds together: numbers of the last block, the best of any, and warnings."""
-    groups: dict[str, list[dict[str, Any]]] = {}
-    for name, row in done.items():
-        groups.setdefault(name.partition(" | seed")[0], []).append(row)
-    keys = ("single", "multi-scale", "corloc", "best corloc", "knn20", "knn20_cls", "probe_lbfgs", "rank")
-    lines = [f"| run | seeds | {' | '.join(keys)} | least rank (block) | warnings |", "|---" * (4 + len(keys)) + "|"]
-    for name, rows in sorted(groups.items()):
-        whole = [row for row in rows if "depth" in row]
-        title = name.replace(" | ", ": ", 1).replace(" | ", ", ")
-        if not whole:
-            word = "diverged" if "diverged" in rows[0] else "not judged"
-            lines.append(f"| {title} | {len(rows)} | {word}" + " |" * (2 + len(keys)))
-            continue
-        cells = []
-        for key in keys:
-            values = [short(row)[key] for row in whole if key in short(row)]
-            scale = 1 if key == "rank" else 100
-            spread = f" ± {scale * statistics.stdev(values):.1f}" if len(values) > 1 else ""
-            cells.append(f"{scale * statistics.mean(values):.1f}{spread}" if values else "")
-        ranks = whole[0]["depth"]["rank"]
-        least = min(range(len(ranks)), key=ranks.__getitem__)
-        told = ", ".join(f"{key} (step {step})" for row in whole[:1] for key, step in row["warnings"].items())
-        lines.append(f"| {title} | {len(whole)} | {' | '.join(cells)} | {ranks[least]:.1f} ({least}) | {told} |")
-    return "\n".join(lines)
-
-
-def figures(done: dict[str, Any], folder: Path, word: str) -> None:
-    """Numbers over depth, ranks over steps, and CKA maps; as SVG."""
-    pyplot = drawing("dino")
-    folder.mkdir(parents=True, exist_ok=True)
-    main = {name: row for name, row in done.items() if "depth" in row and "seed 1" not in name}
-    figure, panels = pyplot.subplots(1, 4, figsize=(17, 3.8), constrained_layout=True)
-    for name, row in sorted(main.items()):
-        if not name.startswith(("main", "labels")):
-            continue
-        label = name.replace(" | seed 0", "").replace(" | ", ", ")
-        curves = [row["depth"]["rank"], [100 * v for v in row["depth"]["knn20"]]]
-        if "segment" in row:
-            curves += [
-                [100 * v for v in row["segment"]["by block (ridge)"]],
-                [100 * v for v in row["discover"]["corloc"]],
-            ]
-        for axes, curve in zip(panels, curves, strict=False):
-            axes.plot(curve, marker="o", markersize=3, label=label)
-    titles = ("effective rank", "KNN accuracy (%)", "mean IoU by ridge (%)", "CorLoc (%)")
-    for axes, title in zip(panels, titles, strict=True):
-        axes.set(xlabel="block", title=title)
-        if axes.get_legend_handles_labels()[0]:
-            axes.legend(fontsize=6)
-    figure.savefig(folder / f"dino-{word}.svg", metadata={"Date": None})
-    pyplot.close(figure)
-    chosen = [(name, row) for name, row in sorted(main.items()) if name.startswith(("main", "labels"))]
-    if chosen:
-        figure, cells = pyplot.subplots(
-            2, len(chosen), figsize=(3 * len(chosen), 6), constrained_layout=True, squeeze=False
-        )
-        for (name, row), top, bottom in zip(chosen, cells[0], cells[1], strict=True):
-            top.imshow(row["cka"], vmin=0, vmax=1, origin="lower")
-            top.set_title(name.replace(" | seed 0", "").replace(" | ", ", "), fontsize=7)
-            for index in range(len(row["ranks"][0]) - 1 if row["ranks"] else 0):
-                bottom.plot(
-                    [r[0] for r in row["ranks"]], [r[1 + index] for r in row["ranks"]], linewidth=0.9, label=index
-                )
-            bottom.set(xlabel="step", ylabel="rank by block")
-        figure.savefig(folder / f"dino-{word}-cka.svg", metadata={"Date": None})
-        pyplot.close(figure)
 
 
 def main() -> None:

@@ -79,7 +79,7 @@ def test_demo(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: p
     for name in ("skips-kept", "skips-cut", "skips-cut-initialised"):
         assert f"{groups[name].evals[-1]['test_accuracy']:.4g}" in text
     last = [row["knn20"] for row in groups["mae-decayed"].evals if row.get("block") == 1 and "knn20" in row]
-    assert f"{last[0]:.3f} with" in text
+    assert f"{last[0]:.3f} decayed" in text
     assert text.count("it holds.") == 2
     page = out / "report.html"
     assert f"Open {page.resolve()} in a browser" in text
@@ -216,13 +216,27 @@ def test_what_is_said_of_features(gain: float, word: str) -> None:
     decayed = {"knn20": {0: 0.3, 1: 0.4 + gain}, "probe_lbfgs": {0: 0.5, 1: 0.5 + gain}, "rank": {0: 5.0, 1: 3.0}}
     text = "\n".join(_train.said_of_features({"plain": plain, "decayed": decayed}, "decay:0.6", 10_000))
     assert text.count(word) == 2
-    assert "Effective rank: 6.0 without, 3.0 with, which is lower." in text
+    assert "Effective rank: 6.0 plain, 3.0 decayed, which is lower." in text
     assert f"The linear probe is best at block 0 (plain), {int(gain > 0)} (decayed)." in text
     three = _train.said_of_features({"no long skips": decayed, "plain": plain, "decayed": decayed}, "decay:0.8", 10)
     assert [line for line in three if line.startswith("Features")] == [
-        "Features of the last block, without and with long skips and decayed shortcuts (decay:0.8):",
-        "Features of the last block, without and with decayed shortcuts (decay:0.8):",
+        "Features of the last block, no long skips and decayed (decay:0.8):",
+        "Features of the last block, plain and decayed (decay:0.8):",
     ]
+    alone = _train.said_of_features({"plain": plain}, "keep", 10)
+    assert "The linear probe is best at block 0 (plain)." in alone
+
+
+@pytest.mark.filterwarnings("ignore::unskip.errors.UnskipWarning")
+def test_encoders_of_any_name(tmp_path: Path) -> None:
+    scale = Scale("digits", TINY.mae, TINY.supervised, {"my own/one": {}, "mild": {"shortcut": "decay:0.9"}})
+    lines: list[str] = []
+    runs = _train.pretrain(scale, tmp_path, lines.append, True, opening_once())
+    assert [run.relative_to(tmp_path).as_posix() for run in runs] == ["mae-my-own-one", "mae-mild"]
+    assert "Features of the last block, my own/one and mild (decay:0.9):" in lines
+    for encoders in ({}, {"a b": {}, "a-b": {}}):
+        with pytest.raises(BadInput, match="give one or more, whose names differ as folders"):
+            Scale("digits", TINY.mae, TINY.supervised, encoders)
 
 
 def test_scales() -> None:

@@ -11,10 +11,13 @@ from __future__ import annotations
 import math
 
 
-def compared(name: str, before: float, after: float, images: int) -> str:
-    """A sentence about two accuracies of `name` on the same number of test images."""
+_TWO = ("without", "with")
+
+
+def compared(name: str, before: float, after: float, images: int, named: tuple[str, str] = _TWO) -> str:
+    """A sentence about two accuracies of `name` on the same number of test images, and what the two are called."""
     difference, size = after - before, _twice_the_error(before, after, images)
-    numbers = f"{name}: {before:.3f} without, {after:.3f} with"
+    numbers = f"{name}: {before:.3f} {named[0]}, {after:.3f} {named[1]}"
     if abs(difference) <= size:
         return f"{numbers}. The difference, {difference:+.3f}, may be chance: {images} test images give ±{size:.3f}."
     return f"{numbers}, which is {_more(difference)} by {abs(difference):.3f} (±{size:.3f})."
@@ -35,11 +38,11 @@ def at_chance(accuracy: float, classes: int, images: int) -> bool:
     return accuracy <= chance + 2 * math.sqrt(chance * (1 - chance) / images)
 
 
-def ranked(before: float, after: float) -> str:
-    """A sentence about two effective ranks."""
+def ranked(before: float, after: float, named: tuple[str, str] = _TWO) -> str:
+    """A sentence about two effective ranks, and what the two are called."""
     close = abs(after - before) < 0.02 * before
     word = "about the same" if close else _more(after - before)
-    return f"Effective rank: {before:.1f} without, {after:.1f} with, which is {word}."
+    return f"Effective rank: {before:.1f} {named[0]}, {after:.1f} {named[1]}, which is {word}."
 
 
 def _more(difference: float) -> str:

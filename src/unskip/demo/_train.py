@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import Any
 
 from unskip._table import table
 from unskip.demo._compare import at_chance, beside, compared, ranked
-from unskip.errors import TrainingError
+from unskip.errors import BadInput, TrainingError
 from unskip.recipes import mae, supervised, train
 from unskip.recipes._data import Opener, opened
 from unskip.recipes._judge import judge_run
@@ -18,8 +19,6 @@ Write = Callable[[str], object]
 Numbers = dict[str, dict[int, float]]  # of a name, by block
 PROTOCOLS = ("knn-dino-v1", "probe-lbfgs-v1", "rank-v1")
 
-# What the decayed encoder has and another one has not.
-_LACKS = {"plain": "decayed shortcuts", "no long skips": "long skips and decayed shortcuts"}
 _PAIR = {"plain": {"shortcut": "keep"}, "decayed": {"shortcut": "decay:0.6"}}
 # The classifiers, each with its fields and the folder it goes into.
 _CLASSIFIERS: dict[str, tuple[dict[str, str], str]] = {
@@ -37,6 +36,10 @@ class Scale:
     mae: Mapping[str, Any]
     supervised: Mapping[str, Any]
     encoders: Mapping[str, Mapping[str, Any]] = field(default_factory=lambda: _PAIR)
+
+    def __post_init__(self) -> None:
+        if len({_folder(name) for name in self.encoders}) < max(1, len(self.encoders)):
+            raise BadInput(f"encoders are {[*self.encoders]}; give one or more, whose names differ as folders")
 
     @property
     def runs(self) -> int:
@@ -72,7 +75,7 @@ class Interrupted(Exception):
 def pretrain(scale: Scale, out: Path, write: Write, quiet: bool, opener: Opener) -> list[Path]:
     """Masked autoencoders that differ by their shortcuts, judged block by block."""
     found: dict[str, Numbers] = {}
-    folders = {name: out / f"mae-{name.replace(' ', '-')}" for name in scale.encoders}
+    folders = {name: out / _folder(name) for name in scale.encoders}
     for name, fields in scale.encoders.items():
         config, folder = mae(scale.preset, **{**scale.mae, **fields}), folders[name]
         write(f"  {name}: --shortcut {config.shortcut}, into {folder}")
@@ -90,6 +93,10 @@ def pretrain(scale: Scale, out: Path, write: Write, quiet: bool, opener: Opener)
     return list(folders.values())
 
 
+def _folder(name: str) -> str:
+    return "mae-" + re.sub(r"[^\w.=]+", "-", name)
+
+
 def by_block(results: Any) -> Numbers:
     """Results of protocols by name and block."""
     numbers: Numbers = {}
@@ -100,20 +107,22 @@ def by_block(results: Any) -> Numbers:
 
 
 def said_of_features(found: Mapping[str, Numbers], shortcut: str, images: int) -> list[str]:
-    """What the numbers of some encoders show, whatever it is: the last, with decayed shortcuts, against each other."""
+    """What the numbers of some encoders show, whatever it is: the last, with this shortcut, against each other."""
     shown = {"knn20": "neighbours", "probe_lbfgs": "probe", "rank": "rank"}
-    *others, decayed = found.values()
-    blocks = [*decayed["knn20"]]
+    *others, held = found.values()
+    *_, against = found
+    blocks = [*held["knn20"]]
     header = ["block", *(f"{word} {each}" for word in shown.values() for each in found)]
     rows = [[block, *(numbers[key][block] for key in shown for numbers in found.values())] for block in blocks]
     last = blocks[-1]
     lines = ["\nAccuracy of 20 nearest neighbours and of a linear probe, and effective rank, by block:"]
     lines.append(f"\n{table(header, rows)}\n")
     for name, other in zip(found, others, strict=False):
-        lines.append(f"Features of the last block, without and with {_LACKS[name]} ({shortcut}):")
+        named = (name, against)
+        lines.append(f"Features of the last block, {name} and {against} ({shortcut}):")
         for key, word in (("knn20", "20 nearest neighbours"), ("probe_lbfgs", "Linear probe")):
-            lines.append(f"  {compared(word, other[key][last], decayed[key][last], images)}")
-        lines.append(f"  {ranked(other['rank'][last], decayed['rank'][last])}")
+            lines.append(f"  {compared(word, other[key][last], held[key][last], images, named)}")
+        lines.append(f"  {ranked(other['rank'][last], held['rank'][last], named)}")
     best = [f"{max(blocks, key=each['probe_lbfgs'].__getitem__)} ({word})" for word, each in found.items()]
     lines.append(f"The linear probe is best at block {', '.join(best)}.")
     lines.append("One seed and a model of minutes: a look, not a study. The studies are in docs/results.\n")
