@@ -28,6 +28,10 @@ _CLASSIFIERS: dict[str, tuple[dict[str, str], str]] = {
 }
 
 
+def _folder(name: str) -> str:
+    return "mae-" + re.sub(r"[^\w.=]+", "-", name)
+
+
 @dataclass(frozen=True)
 class Scale:
     """How much of everything: fields of the two recipes, and encoders, the last of which is held against the rest."""
@@ -91,10 +95,6 @@ def pretrain(scale: Scale, out: Path, write: Write, quiet: bool, opener: Opener)
         gone = " and ".join(name for name in folders if name not in found)
         write(f"\nNothing to compare: of {gone} there are no features, as its training has failed.\n")
     return list(folders.values())
-
-
-def _folder(name: str) -> str:
-    return "mae-" + re.sub(r"[^\w.=]+", "-", name)
 
 
 def by_block(results: Any) -> Numbers:
