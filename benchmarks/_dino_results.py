@@ -8,6 +8,7 @@ from typing import Any
 
 from _study import drawing
 
+RATES = (1.0, 1 / 3, 3.0)  # times the learning rate of an optimizer
 # Over depth: what is drawn, and how its values are found in a run.
 PANELS = {
     "effective rank": lambda row: row["depth"]["rank"],
@@ -17,10 +18,24 @@ PANELS = {
 }
 
 
+def best_rate(done: dict[str, Any], name: str, optimizer: str) -> float | None:
+    """The factor on the learning rate with the best KNN on the held-out part, once all have run."""
+    rows = {times: done.get(f"rate | {name} | {optimizer} | x {times:.3g}") for times in RATES}
+    if None in rows.values():
+        return None
+    return max(RATES, key=lambda times: _last_online(rows[times]))
+
+
+def _last_online(row: Any) -> float:
+    """The last KNN in training; 0 for a run that diverged."""
+    return float(row["online"][-1][1]) if row["online"] and "diverged" not in row else 0.0
+
+
 def short(row: dict[str, Any]) -> dict[str, Any]:
     """The numbers of the last block."""
     if "depth" not in row:
-        return {key: row[key] for key in ("diverged", "not_judged") if key in row}
+        why = {key: row[key] for key in ("diverged", "not_judged") if key in row}
+        return why or {"knn20, online": round(_last_online(row), 3)}
     found = {key: round(values[-1], 3) for key, values in row["depth"].items()}
     if "segment" in row:
         found |= {key: round(row["segment"][key], 3) for key in ("single", "multi-scale")}
@@ -32,7 +47,8 @@ def table(done: dict[str, Any]) -> str:
     """A line for each configuration, seeds together: numbers of the last block, the best of any, and warnings."""
     groups: dict[str, list[dict[str, Any]]] = {}
     for name, row in done.items():
-        groups.setdefault(name.partition(" | seed")[0], []).append(row)
+        if not name.startswith("rate"):
+            groups.setdefault(name.partition(" | seed")[0], []).append(row)
     keys = ("single", "multi-scale", "corloc", "best corloc", "knn20", "knn20_cls", "probe_lbfgs", "rank")
     lines = [f"| run | seeds | {' | '.join(keys)} | least rank (block) | warnings |", "|---" * (4 + len(keys)) + "|"]
     for name, rows in sorted(groups.items()):
@@ -52,6 +68,9 @@ def table(done: dict[str, Any]) -> str:
         least = min(range(len(ranks)), key=ranks.__getitem__)
         told = ", ".join(f"{key} (step {step})" for row in whole[:1] for key, step in row["warnings"].items())
         lines.append(f"| {title} | {len(whole)} | {' | '.join(cells)} | {ranks[least]:.1f} ({least}) | {told} |")
+    for name, row in done.items():
+        if name.startswith("rate"):
+            lines.append(f"{name.replace(' | ', ', ')}: {short(row)}")
     return "\n".join(lines)
 
 

@@ -8,8 +8,10 @@ DATA is a folder with tinyimagenet100, cifar10 and pets as parquet files. Models
 together at 64 pixels in patches of 8, and judged on them by neighbours, rank and probes, and on pets by segmentation
 and object discovery.
 
+    rate       a third, once and three times SOAP's learning rate, a third of the steps, judged on a tenth of the
+               training set that is held out: the best for each of the two models is taken from there on
     main       residual and without residuals + init, by AdamW and by SOAP; SOAP with two seeds
-    remedy     without residuals: skips annealed away, decayed, sharper attention, lower lr, slower teacher, Sinkhorn
+    remedy     without residuals: skips annealed away, decayed, sharper attention, slower teacher, Sinkhorn
     depth      fewer blocks without residuals, against all of the residual model
     labels     the same two models trained with labels: is the hierarchy richer there, too?
     contrast   SimCLR with and without decay: what the first paper warns of
@@ -23,6 +25,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import json
 import shutil
 import statistics
 import time
@@ -30,7 +33,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-from _dino_results import figures, short, table
+from _dino_results import RATES, best_rate, figures, short, table
 from _study import ROOT, Job, about, arguments, folder_of, opened, release, serve, study
 
 LR = {"adamw": 5e-4, "soap": 1e-3, "muon": 1e-3}
@@ -42,43 +45,55 @@ PETS = {1: 1, 2: 0, 3: 255}  # the trimap: pet, background, border
 
 
 def jobs(done: dict[str, Any], fields: dict[str, Any], options: argparse.Namespace) -> list[Job]:
-    """What is still to be run, what matters most first."""
+    """What is still to be run, what matters most first; what a missing result decides is not there yet."""
     depth = int(dict(word.split("=") for word in fields["model_args"].split(","))["depth"])
 
     def shallow(blocks: int) -> dict[str, str]:
         return {"model_args": fields["model_args"].replace(f"depth={depth}", f"depth={blocks}")}
 
-    def by(optimizer: str) -> dict[str, Any]:
-        return {"optimizer": optimizer, "lr": LR[optimizer] * options.lr}
+    def by(optimizer: str, times: float = 1.0) -> dict[str, Any]:
+        return {"optimizer": optimizer, "lr": times * LR[optimizer] * options.lr}
 
     strong, fade = options.strong, f"anneal:keep>cut@{options.steps // 2}"
-    mine, without = by(strong), {**SKIPLESS, **by(strong)}
+    shorter = {"steps": options.steps // 3, "evaluate_every": max(1, options.steps // 9), "validate": True}
+    rates: list[Job] = []
+    for times in RATES:
+        for name, config in (("residual", {}), ("skipless", SKIPLESS)):
+            rates.append((f"rate | {name} | {strong} | x {times:.3g}", {**config, **by(strong, times), **shorter}))
     found: list[Job] = []
-    for seed, optimizer in ((0, strong), (0, "adamw"), (1, strong)):
-        found.append((f"main | residual | {optimizer} | seed {seed}", {**by(optimizer), "seed": seed}))
-        found.append((f"main | skipless | {optimizer} | seed {seed}", {**SKIPLESS, **by(optimizer), "seed": seed}))
+    residual, skipless = (best_rate(done, name, strong) for name in ("residual", "skipless"))
+    if residual is not None and skipless is not None:
+        mine, without = by(strong, residual), {**SKIPLESS, **by(strong, skipless)}
+        for seed in (0, 1):
+            found.append((f"main | residual | {strong} | seed {seed}", {**mine, "seed": seed}))
+            found.append((f"main | skipless | {strong} | seed {seed}", {**without, "seed": seed}))
+        found += [
+            (f"remedy | annealed + init | {strong}", {**without, "shortcut": fade}),
+            (f"remedy | sharper attention | {strong}", {**without, "init": "skipless:vit-small,beta=2"}),
+            (f"remedy | decay 0.6 | {strong}", {**mine, "shortcut": "decay:0.6"}),
+            (f"depth | skipless, {3 * depth // 4} blocks | {strong}", {**without, **shallow(3 * depth // 4)}),
+            (f"depth | skipless, {depth // 2} blocks | {strong}", {**without, **shallow(depth // 2)}),
+        ]
     found += [
-        (f"remedy | annealed + init | {strong}", {**without, "shortcut": fade}),
-        (f"remedy | sharper attention | {strong}", {**without, "init": "skipless:vit-small,beta=2"}),
-        (f"remedy | decay 0.6 | {strong}", {**mine, "shortcut": "decay:0.6"}),
-        (f"depth | skipless, {3 * depth // 4} blocks | {strong}", {**without, **shallow(3 * depth // 4)}),
-        (f"labels | residual | {strong}", {"recipe": "supervised", **mine}),
-        (f"labels | skipless | {strong}", {"recipe": "supervised", **without}),
+        ("main | residual | adamw | seed 0", by("adamw")),
+        ("main | skipless | adamw | seed 0", {**SKIPLESS, **by("adamw")}),
+        (f"labels | residual | {strong}", {"recipe": "supervised", **by(strong)}),
+        (f"labels | skipless | {strong}", {"recipe": "supervised", **SKIPLESS, **by(strong)}),
         ("contrast | keep | adamw", {"recipe": "simclr", **by("adamw")}),
         ("contrast | decay:0.6 | adamw", {"recipe": "simclr", "shortcut": "decay:0.6", **by("adamw")}),
-        (f"depth | skipless, {depth // 2} blocks | {strong}", {**without, **shallow(depth // 2)}),
-        # From here on what is good to know, where there is time.
-        (f"remedy | lr / 3 | {strong}", {**without, "lr": LR[strong] * options.lr / 3}),
-        (f"remedy | momentum 0.998 | {strong}", {**without, "momentum": 0.998}),
-        (f"depth | residual, {3 * depth // 4} blocks | {strong}", {**mine, **shallow(3 * depth // 4)}),
-        (f"depth | residual, {depth // 2} blocks | {strong}", {**mine, **shallow(depth // 2)}),
-        (f"remedy | centred | {strong}", {**without, "init": "skipless:vit-small,centre"}),
-        (f"remedy | annealed | {strong}", {**mine, "shortcut": fade}),
-        (f"remedy | sinkhorn | {strong}", {**without, "balance": "sinkhorn"}),
-        (f"remedy | init vit-base | {strong}", {**without, "init": "skipless:vit-base"}),
-        ("contrast | cut | adamw", {"recipe": "simclr", **SKIPLESS, **by("adamw")}),
     ]
-    return [(name, {"recipe": "dino", **fields, **config}) for name, config in found if name not in done]
+    if residual is not None and skipless is not None:  # what is good to know, where there is time
+        found += [
+            (f"depth | residual, {depth // 2} blocks | {strong}", {**mine, **shallow(depth // 2)}),
+            (f"remedy | momentum 0.998 | {strong}", {**without, "momentum": 0.998}),
+            (f"remedy | centred | {strong}", {**without, "init": "skipless:vit-small,centre"}),
+            (f"remedy | annealed | {strong}", {**mine, "shortcut": fade}),
+            (f"remedy | sinkhorn | {strong}", {**without, "balance": "sinkhorn"}),
+            (f"depth | residual, {3 * depth // 4} blocks | {strong}", {**mine, **shallow(3 * depth // 4)}),
+            (f"remedy | init vit-base | {strong}", {**without, "init": "skipless:vit-base"}),
+            ("contrast | cut | adamw", {"recipe": "simclr", **SKIPLESS, **by("adamw")}),
+        ]
+    return [(name, {"recipe": "dino", **fields, **config}) for name, config in rates + found if name not in done]
 
 
 # --- One run ----------------------------------------------------------------------------------------------------------
@@ -117,7 +132,7 @@ def work(task: dict[str, Any]) -> dict[str, Any] | None:
             return None
         trained = time.perf_counter()
         release()
-        found |= judged(folder, task)
+        found |= judged(folder, task) if task["judge"] else {}
         found["judged_seconds"] = time.perf_counter() - trained
     except unskip.errors.TrainingError as error:
         found["diverged"] = str(error).partition(": ")[2]
@@ -254,7 +269,7 @@ def main() -> None:
     )
     options.out, options.img = options.out or results / f"dino-{word}.json", options.img or images
     settings = {key: value for key, value in fields.items() if key not in ("data", "device", "compile", "graph")}
-    data = opened(options.out, settings)
+    data = json.loads(options.out.read_text()) if options.show else opened(options.out, settings)
     if not options.show:
         import unskip
 
@@ -272,6 +287,7 @@ def main() -> None:
             return {
                 "config": config,
                 "folder": str(folder_of(options.runs, f"dino-{name}", config)),
+                "judge": not name.startswith("rate"),
                 "pets": source,
                 "size": options.judge_size,
                 "picture": None if sheet is None else str(sheet),
