@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import timm
 import torch
+import torchvision
 from diffusers import DiTTransformer2DModel
 from tests.anatomy import handmade as h
 from tests.wiring.folders import IMAGES, VIT, X, bert, gpt2, rope, vit
@@ -25,7 +26,8 @@ from transformers import (
 
 import unskip
 from unskip import Anneal, Cut, Decay, Keep, Learn, Wiring
-from unskip.errors import BadInput, LoadError
+from unskip.errors import BadInput, LoadError, UnskipWarning
+from unskip.wiring._builders import record_of
 
 
 @pytest.mark.parametrize(
@@ -87,6 +89,46 @@ def test_a_plain_timm_model_is_recorded_by_name(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "unskip.json").read_text())["builder"] == {"spec": "timm:test_vit", "kwargs": {}}
     images = torch.randn(1, 3, 160, 160)
     assert torch.equal(unskip.load(tmp_path).eval()(images), model(images))
+
+
+def test_a_torchvision_model_is_recorded_by_the_name_that_builds_it(tmp_path: Path) -> None:
+    model = torchvision.models.resnet34(num_classes=7).eval()  # the second name of its file
+    unskip.rewire(model, Learn(0.5))  # adds weights that no name builds
+    state = torch.get_rng_state()
+    unskip.save(model, tmp_path)
+    assert torch.equal(torch.get_rng_state(), state)
+    again = unskip.load(tmp_path).eval()
+    assert torch.equal(again(IMAGES), model(IMAGES))
+    assert Wiring.of(again).alphas == Wiring.of(model).alphas
+
+
+@pytest.mark.parametrize(
+    ("name", "kwargs"),
+    [
+        ("vit_b_32", {"num_classes": 10, "image_size": 64}),
+        ("swin_v2_t", {}),
+        ("wide_resnet50_2", {"num_classes": 10}),
+        ("convnext_tiny", {}),
+    ],
+)
+def test_names_and_arguments_of_torchvision(name: str, kwargs: dict[str, int]) -> None:
+    with torch.device("meta"):
+        model = torchvision.models.get_model(name, **kwargs)
+    assert record_of(model, None) == {"spec": f"torchvision:{name}", "kwargs": kwargs}
+
+
+def test_a_library_model_that_no_name_builds_is_saved_with_a_warning(tmp_path: Path) -> None:
+    changed = torchvision.models.resnet18()
+    changed.fc = nn.Sequential(nn.Linear(512, 16), nn.Linear(16, 10))
+    with pytest.warns(UnskipWarning, match=r"ResNet: .*no name of the library is known .* pass model=") as said:
+        unskip.save(changed, tmp_path)
+    assert [Path(each.filename).name for each in said] == ["test_save.py"]
+    with pytest.raises(LoadError, match="pass model="):
+        unskip.load(tmp_path)
+    with torch.device("meta"):
+        dropped = torchvision.models.vit_b_32(dropout=0.1)
+    with pytest.warns(UnskipWarning, match=r"torchvision:vit_b_32 does not: .* dropout of the model is 0.0"):
+        assert record_of(dropped, None) is None
 
 
 def test_a_model_that_cannot_be_built_is_asked_for(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from torch import nn
 
 import unskip
 from unskip import Decay, Wiring, spec
-from unskip.errors import BadInput, LoadError
+from unskip.errors import BadInput, LoadError, UnskipWarning
 
 SOURCE = """
 from torch import nn
@@ -89,7 +89,8 @@ def test_another_function_of_the_same_shapes_is_not_taken_for_the_model(
     model = timm.create_model("vit_tiny_patch16_224", **{**VIT["kwargs"], **option}).eval()
     with pytest.raises(BadInput, match=message):
         unskip.save(model, tmp_path, builder=VIT)
-    unskip.save(model, tmp_path)
+    with pytest.warns(UnskipWarning, match="timm:vit_tiny_patch16_224 does not"):
+        unskip.save(model, tmp_path)
     other = vit()
     before = snapshot(other)
     with pytest.raises(LoadError, match=message):
@@ -105,7 +106,8 @@ def test_a_name_that_builds_another_function_is_not_recorded(tmp_path: Path, opt
     assert {k: v.shape for k, v in model.state_dict().items()} == {
         k: v.shape for k, v in timm.create_model("test_vit").state_dict().items()
     }
-    unskip.save(model, tmp_path)
+    with pytest.warns(UnskipWarning, match="timm:test_vit does not: in what it builds"):
+        unskip.save(model, tmp_path)
     assert json.loads((tmp_path / "unskip.json").read_text())["builder"] is None
     with pytest.raises(LoadError, match="pass model="):
         unskip.load(tmp_path)
@@ -115,7 +117,8 @@ def test_a_module_of_another_librarys_inside_is_asked_for(tmp_path: Path) -> Non
     """A configuration that does not build the model any more, because the model was changed by hand."""
     model = bert()
     model.encoder.layer[0].intermediate.intermediate_act_fn = nn.ReLU()
-    unskip.save(model, tmp_path)
+    with pytest.warns(UnskipWarning, match="its configuration does not"):
+        unskip.save(model, tmp_path)
     assert json.loads((tmp_path / "unskip.json").read_text())["builder"] is None
     with pytest.raises(LoadError, match=r"intermediate_act_fn is a .*GELU.* instead of a .*ReLU"):
         unskip.load(tmp_path, model=bert())

@@ -1,9 +1,12 @@
 """How a saved model is built again: from a spec with keyword arguments, or from a configuration of transformers or
 diffusers. A builder is recorded only where what it builds is the model, module by module.
+
+A timm model says its name. One of torchvision does not: the names that give its class are tried, without values.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Mapping
 from typing import Any
@@ -14,6 +17,7 @@ from torch import nn
 from unskip import spec
 from unskip.anatomy._guard import wiring_in
 from unskip.errors import BadInput
+from unskip.wiring._caution import warn
 from unskip.wiring._structure import class_name, difference, structure
 
 Builder = str | Mapping[str, Any] | None
@@ -21,15 +25,16 @@ _IMPLEMENTATIONS = (
     "_attn_implementation",
     "_experts_implementation",
 )  # private in transformers' configs, so not in JSON
+_LIBRARIES = ("diffusers", "timm", "torchvision", "transformers")  # whose models are recorded unasked
+_USUAL = {"num_classes": 1000, "image_size": 224}  # what torchvision's builders take for granted
 
 
 def record_of(model: nn.Module, builder: Builder) -> dict[str, Any] | None:
     """The builder as plain data. Raises BadInput for a given one that builds another model; where none was given and
-    none can be inferred, None.
+    none can be inferred, None, with a warning if a model of this library is usually recorded.
     """
     if builder is None:
-        record = _inferred(model)
-        return None if record is None or _difference(model, record) else record
+        return _found(model)
     given = {"spec": builder, "kwargs": {}} if isinstance(builder, str) else {"kwargs": {}, **builder}
     if not _is_spec(given):
         raise BadInput("builder is a spec such as 'timm:NAME', or a mapping with 'spec' and 'kwargs'")
@@ -91,9 +96,25 @@ def _floats(value: Any) -> Any:
     return [_floats(item) for item in value] if isinstance(value, list) else value
 
 
-def _inferred(model: nn.Module) -> dict[str, Any] | None:
-    config: Any = getattr(model, "config", None)
+def _found(model: nn.Module) -> dict[str, Any] | None:
+    """The record that the model itself gives rise to, where that builds the same."""
     library = type(model).__module__.partition(".")[0]
+    record = _inferred(model, library)
+    differs = "no name of the library is known that does" if record is None else _difference(model, record)
+    if differs is None:
+        return record
+    if library in _LIBRARIES:
+        what = "" if record is None else f"{record.get('spec', 'its configuration')} does not: "
+        warn(
+            f"{class_name(model)}: saved without a word on how to build it; {what}{differs}. To load it, build it as "
+            "you did and pass model=, or save it with builder=, a spec such as 'timm:NAME' or {'spec': ..., 'kwargs': "
+            "{...}}."
+        )
+    return None
+
+
+def _inferred(model: nn.Module, library: str) -> dict[str, Any] | None:
+    config: Any = getattr(model, "config", None)
     try:
         if library == "transformers" and hasattr(config, "to_json_string"):
             return {
@@ -106,9 +127,29 @@ def _inferred(model: nn.Module) -> dict[str, Any] | None:
             return {"diffusers": type(model).__name__, "config": json.loads(json.dumps(plain))}
     except (TypeError, ValueError):
         return None  # a configuration that is no plain data
+    if library == "torchvision":
+        return _from_names(model)
     described = getattr(model, "pretrained_cfg", None)
     name = described.get("architecture") if isinstance(described, dict) else getattr(described, "architecture", None)
     return {"spec": f"timm:{name}", "kwargs": {}} if library == "timm" and isinstance(name, str) else None
+
+
+def _from_names(model: nn.Module) -> dict[str, Any] | None:
+    """The first of torchvision's names, among those of the file that the model's class stands in, that gives it."""
+    from torchvision import models
+
+    linear = [module for module in model.modules() if isinstance(module, nn.Linear)]
+    head = {"num_classes": linear[-1].out_features} if linear else {}
+    size = {"image_size": model.image_size} if isinstance(getattr(model, "image_size", None), int) else {}
+    kwargs = {name: value for name, value in {**head, **size}.items() if value != _USUAL[name]}
+    for name in models.list_models():
+        if models.get_model_builder(name).__module__ == type(model).__module__:
+            record = {"spec": f"torchvision:{name}", "kwargs": kwargs}
+            # Never with values: the largest RegNet, which cannot do without, takes gigabytes.
+            with contextlib.suppress(BadInput), torch.device("meta"):
+                if _shapes(build(record)) == _shapes(model):
+                    return record
+    return None
 
 
 def _implementation(config: Any, name: str) -> Any:
@@ -130,12 +171,16 @@ def _difference(model: nn.Module, record: dict[str, Any]) -> str | None:
     wrong = difference(structure(model), structure(other))
     if wrong:
         return f"in what it builds, {wrong}"
-    wiring = wiring_in(model)
-    added = {} if wiring is None else wiring.parameters
-    ours = {k: tuple(v.shape) for k, v in model.state_dict().items() if k not in added}
-    theirs = {k: tuple(v.shape) for k, v in other.state_dict().items()}
+    ours, theirs = _shapes(model), _shapes(other)
     differing = [key for key in {**ours, **theirs} if ours.get(key) != theirs.get(key)]
     return f"{len(differing)} weights differ, such as {differing[0]}" if differing else None
+
+
+def _shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
+    """Of the weights, without those that `Learn` added."""
+    wiring = wiring_in(model)
+    added = {} if wiring is None else wiring.parameters
+    return {name: tuple(value.shape) for name, value in model.state_dict().items() if name not in added}
 
 
 def _quietly_built(record: dict[str, Any]) -> nn.Module:

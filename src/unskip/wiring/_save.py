@@ -40,8 +40,8 @@ def save(model: nn.Module, folder: str | os.PathLike[str], builder: Builder = No
 
     `builder` says how to build the model again: a spec such as "timm:vit_tiny_patch16_224" or "file.py:function", or a
     mapping {"spec": ..., "kwargs": {...}}. Without one, a transformers or diffusers model is recorded by its
-    configuration and a timm model by its name, where that builds the same structure; any other needs `model=` when it
-    is loaded.
+    configuration and a timm or torchvision model by its name, where that builds the same structure, and where it does
+    not a warning says so; any other needs `model=` when it is loaded.
     """
     from safetensors.torch import save_model
 
