@@ -127,6 +127,18 @@ def test_names_are_text(tmp_path: Path) -> None:
     assert "<script>alert(1)<script>" in found.text  # the folder: its name has no slash
 
 
+def test_numbers_called_anything(tmp_path: Path) -> None:
+    """A figure is called after a number in a log, and so are the ids in it."""
+    names = ('"><img src=x onerror=alert(1)>', "\\d \\g<9> $", "a b", "a-b", "a_b")
+    rows = [{"step": step, "block": block, **dict.fromkeys(names, 0.5)} for step in (10, 20) for block in (None, 0, 1)]
+    found = Elements(made(folder(tmp_path / "run", evals=rows)))
+    assert not any(key.startswith("on") for _, attributes in found.found for key in attributes)
+    ids = [attributes["id"] for _, attributes in found.found if "id" in attributes]
+    assert len(ids) == len(set(ids))
+    assert all(re.fullmatch(r"[\w.-]+", each) for each in ids)
+    assert sum(each.get("role") == "img" for each in found.of("svg")) == 1 + 2 * len(names)
+
+
 @pytest.mark.parametrize("losses", [("nan", "nan"), (), (1e308, 1e-308, -1e308), (0.0, 0.0)])
 def test_odd_numbers(tmp_path: Path, losses: tuple[object, ...]) -> None:
     text = made(folder(tmp_path / "a", losses=losses))

@@ -165,7 +165,7 @@ def _jacobians(groups: Sequence[Group]) -> list[Chart]:
 
 
 def _chart(chart: Chart) -> Markup:
-    drawn = inline(draw(chart), chart.name.replace("_", "-"), chart.alt())
+    drawn = inline(draw(chart), chart.name, chart.alt())
     caption = [chart.note] if chart.note else []
     alone = [line.label for line in chart.lines]
     if any(spread for line in chart.lines for spread in line.spread):

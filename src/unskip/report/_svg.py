@@ -6,6 +6,7 @@ import html
 import io
 import re
 import warnings
+import zlib
 from typing import TYPE_CHECKING
 
 from unskip.report._html import Markup
@@ -42,8 +43,14 @@ def inline(figure: Figure, name: str, alt: str) -> Markup:
     rest = _STYLE.sub(lambda found: _COLOUR.sub(lambda c: _VARIABLES[c[0].lower()], found[0]), rest)
     rest = _STYLE.sub(lambda found: _FONT.sub(r"font: \1\2px var(--font)", found[0]), rest)
     rest = _PLACES.sub(lambda found: _LONG.sub(r"\1", found[0]), rest)
-    rest = _IDS.sub(rf"\g<1>{name}-", rest)
+    rest = _IDS.sub(rf"\g<1>{_id(name)}-", rest)
     rest = re.sub(r"\n\s*", "\n", rest)
     size = f'style="max-width: {float(width[1]) * 1.6:.0f}px"'
     label = html.escape(alt, quote=True)
     return Markup(f'<svg class="chart" {box[0]} {size} role="img" aria-label="{label}">{rest}')
+
+
+def _id(name: str) -> str:
+    """Part of an id. A figure is called after a number in a log, which may be called anything."""
+    kept = re.sub(r"[^\w-]", "-", name, flags=re.ASCII)
+    return kept if kept == name else f"{kept}-{zlib.crc32(name.encode()):08x}"
