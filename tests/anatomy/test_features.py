@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy
 import pytest
 import timm
 import torch
@@ -42,6 +43,21 @@ def test_takes_some_blocks_and_counts_from_the_end(vit: nn.Module) -> None:
     every = unskip.features(vit, IMAGES)
     assert list(unskip.features(vit, IMAGES, blocks=[0, -1])) == [0, 2]
     assert torch.equal(unskip.features(vit, IMAGES, blocks=1)[1], every[1])
+
+
+@torch.no_grad()
+def test_indices_of_numpy_are_indices(vit: nn.Module) -> None:
+    found = unskip.features(vit, IMAGES, blocks=numpy.arange(1, 3))
+    assert [type(index) for index in found] == [int, int]
+    assert list(found) == list(unskip.features(vit, IMAGES, blocks=[numpy.int64(1), -1])) == [1, 2]
+
+
+@pytest.mark.parametrize("blocks", [None, 1.5, "last", "0,1"])
+def test_what_is_no_index_is_told_what_may_be_given(vit: nn.Module, blocks: object) -> None:
+    with pytest.raises(
+        BadInput, match=r"blocks is .*; it can be 'all', an index such as -1, or several such as \[0, 2\]"
+    ):
+        unskip.features(vit, IMAGES, blocks=blocks)  # type: ignore[arg-type]
 
 
 def test_leaves_no_hooks_even_after_a_fault(vit: nn.Module) -> None:

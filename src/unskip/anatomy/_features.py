@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from numbers import Integral
 from typing import Any, Literal
 
 import torch
@@ -72,11 +73,15 @@ def indices(blocks: object, count: int) -> list[int]:
     """Block indices, sorted, each once, counted from the front."""
     if isinstance(blocks, str) and blocks == "all":
         return list(range(count))
-    asked = [blocks] if isinstance(blocks, int) else list(blocks)  # type: ignore[call-overload]
-    wrong = [index for index in asked if not isinstance(index, int) or not -count <= index < count]
+    if isinstance(blocks, str) or not isinstance(blocks, Integral | Iterable):
+        raise BadInput(
+            f"blocks is {blocks!r}; it can be 'all', an index such as -1, or several such as [0, {count - 1}]"
+        )
+    asked: list[Any] = [blocks] if isinstance(blocks, Integral) else list(blocks)
+    wrong = [index for index in asked if not isinstance(index, Integral) or not -count <= index < count]
     if wrong:
         raise BadInput(f"blocks: {wrong} not among the model's {count} blocks, 0 to {count - 1}")
-    return sorted({index % count for index in asked})
+    return sorted({int(index) % count for index in asked})
 
 
 def _keep(outputs: dict[int, Tensor], index: int) -> Any:
