@@ -46,13 +46,14 @@ def test_takes_some_blocks_and_counts_from_the_end(vit: nn.Module) -> None:
 
 
 @torch.no_grad()
-def test_indices_of_numpy_are_indices(vit: nn.Module) -> None:
-    found = unskip.features(vit, IMAGES, blocks=numpy.arange(1, 3))
-    assert [type(index) for index in found] == [int, int]
-    assert list(found) == list(unskip.features(vit, IMAGES, blocks=[numpy.int64(1), -1])) == [1, 2]
+def test_indices_of_numpy_and_torch_are_indices(vit: nn.Module) -> None:
+    for blocks in (numpy.arange(1, 3), [numpy.int64(1), -1], torch.tensor([2, 1])):
+        found = unskip.features(vit, IMAGES, blocks=blocks)
+        assert [(type(index), index) for index in found] == [(int, 1), (int, 2)]
+    assert list(unskip.features(vit, IMAGES, blocks=torch.tensor(1))) == [1]
 
 
-@pytest.mark.parametrize("blocks", [None, 1.5, "last", "0,1"])
+@pytest.mark.parametrize("blocks", [None, 1.5, "last", "0,1", [0, 1.5]])
 def test_what_is_no_index_is_told_what_may_be_given(vit: nn.Module, blocks: object) -> None:
     with pytest.raises(
         BadInput, match=r"blocks is .*; it can be 'all', an index such as -1, or several such as \[0, 2\]"

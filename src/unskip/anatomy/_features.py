@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from numbers import Integral
 from typing import Any, Literal
 
 import torch
@@ -73,15 +73,24 @@ def indices(blocks: object, count: int) -> list[int]:
     """Block indices, sorted, each once, counted from the front."""
     if isinstance(blocks, str) and blocks == "all":
         return list(range(count))
-    if isinstance(blocks, str) or not isinstance(blocks, Integral | Iterable):
+    try:
+        asked = _whole(blocks)
+    except TypeError:
         raise BadInput(
             f"blocks is {blocks!r}; it can be 'all', an index such as -1, or several such as [0, {count - 1}]"
-        )
-    asked: list[Any] = [blocks] if isinstance(blocks, Integral) else list(blocks)
-    wrong = [index for index in asked if not isinstance(index, Integral) or not -count <= index < count]
+        ) from None
+    wrong = [index for index in asked if not -count <= index < count]
     if wrong:
         raise BadInput(f"blocks: {wrong} not among the model's {count} blocks, 0 to {count - 1}")
-    return sorted({int(index) % count for index in asked})
+    return sorted({index % count for index in asked})
+
+
+def _whole(blocks: Any) -> list[int]:
+    """One index or several, also of numpy or torch."""
+    try:
+        return [operator.index(blocks)]
+    except TypeError:
+        return [operator.index(each) for each in blocks]
 
 
 def _keep(outputs: dict[int, Tensor], index: int) -> Any:
