@@ -111,6 +111,31 @@ def test_an_audit_of_a_folder_says_when_its_strengths_were_taken(run: Any, train
         assert len(data["notes"]) == 1
 
 
+def test_an_audit_of_a_rewired_folder_shows_its_weights(run: Any, trained: Path, saved: Path) -> None:
+    wiring = unskip.Wiring.of(unskip.load(saved))
+    code, out, _ = run("audit", str(saved))
+    assert code == 0
+    assert out.endswith(f"\n\n{wiring}\n")
+    shortcut = json.loads(run("audit", str(saved), "--json")[1])["shortcut"]
+    assert [site["alpha"] for site in shortcut["sites"]] == wiring.alphas
+    code, out, _ = run("audit", str(trained))
+    assert code == 0
+    assert "4 governed sites of 4" in out
+    decay = (1 - 0.4 / 3) * (1 - 0.8 / 3) * 0.6
+    assert f"effective decay {decay:.3g}, above the paper's band" in out
+
+
+def test_an_audit_of_learnt_weights_that_diverged(run: Any, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = timm.create_model("test_vit")
+    wiring = unskip.rewire(model, "learn:1.0")
+    with torch.no_grad():
+        next(iter(wiring.parameters.values())).fill_(torch.inf)
+    unskip.save(model, tmp_path)
+    shortcut = json.loads(run("audit", str(tmp_path), "--json")[1])["shortcut"]
+    assert (shortcut["effective_decay"], shortcut["band"]) == (None, None)
+
+
 def test_an_audit_of_a_plain_model_has_no_such_note(run: Any) -> None:
     for options in ([], ["--shortcut", "decay:0.6"]):
         code, out, _ = run("audit", "timm:test_vit", *options)

@@ -1,8 +1,9 @@
-"""`unskip audit MODEL`: every residual of a model, and what a rule would give each of them."""
+"""`unskip audit MODEL`: every residual of a model, its weights where it is rewired, and what a rule would give it."""
 
 from __future__ import annotations
 
 import contextlib
+import math
 import sys
 from collections.abc import Sequence
 from typing import Annotated
@@ -83,7 +84,7 @@ def _survey(model: nn.Module, rule: Shortcut | None, shapes: list[Shape]) -> tup
     example = inputs(model, shapes)
     with by_input():
         if rule is None:
-            return unskip.audit(model, example), None
+            return unskip.audit(model, example), wiring_in(model)
         saved = None if wiring_in(model) is None else unskip.audit(model)
         wiring = unskip.rewire(model, rule, example, verify=False)  # its one trace serves both
         return saved if saved is not None else Audit(type(model).__name__, wiring.survey), wiring
@@ -99,10 +100,10 @@ def _is_meta(model: nn.Module) -> bool:
 def _write_json(name: str, found: Audit, wiring: Wiring | None, last: int | None) -> None:
     data = {"spec": name, **found.to_dict()}
     if wiring is not None:
-        data["shortcut"] = wiring.to_dict() | {"band": band(wiring.effective_decay)}
+        data["shortcut"] = wiring.to_dict() | {"band": _band(wiring)}
         if last is not None:
             wiring.step(last)
-            data["shortcut"]["end"] = wiring.to_dict() | {"band": band(wiring.effective_decay)}
+            data["shortcut"]["end"] = wiring.to_dict() | {"band": _band(wiring)}
     print_json(data)
 
 
@@ -162,4 +163,10 @@ def _table(header: Sequence[str], cells: Sequence[Sequence[object]], shown: Sequ
 
 
 def _decay(wiring: Wiring) -> str:
-    return f"effective decay {wiring.effective_decay:.3g}, {band(wiring.effective_decay)}"
+    place = _band(wiring)
+    return f"effective decay {wiring.effective_decay:.3g}" + (f", {place}" if place else "")
+
+
+def _band(wiring: Wiring) -> str | None:
+    """Where the effective decay lies; nowhere once a learnt weight has diverged."""
+    return band(wiring.effective_decay) if math.isfinite(wiring.effective_decay) else None
