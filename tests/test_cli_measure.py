@@ -1,5 +1,6 @@
 """`unskip measure`: what it prints, where, and with which exit code."""
 
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -175,3 +176,24 @@ def test_weights_that_cannot_be_had_are_one_line_and_random_goes_on_without(run:
     code, out, _ = run("timm:test_vit", "--data", "random:1", "--random", "--jacobians", "off")
     assert code == 0
     assert out.startswith("VisionTransformer on 1 sample of ")
+
+
+def test_without_a_terminal_a_long_measurement_says_now_and_then_where_it_is(
+    run: Any, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = itertools.count(0, 4)  # seconds, a look at it each
+    monkeypatch.setattr(cli._say, "monotonic", lambda: next(clock))
+    code, out, err = run(name, "--data", "random:2")
+    assert code == 0
+    assert out.startswith("Small on 2 samples")
+    _, *lines = err.splitlines()
+    # Two samples, the Jacobians of two sites' branches and sums and of the network: eight ticks with the first.
+    assert lines == [
+        f"measuring {name}: Jacobian of the branch of blocks.0 [mlp], 1 of 5",
+        f"measuring {name}: Jacobian of blocks.1 [mlp] with its skip, 4 of 5",
+    ]
+
+
+def test_a_short_measurement_says_nothing(run: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cli._say, "monotonic", lambda: 1e6)
+    assert run(name, "--data", "random:2")[2] == "a line of the model's own\n"

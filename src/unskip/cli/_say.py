@@ -1,4 +1,6 @@
-"""How the command line speaks: one line for an error or a warning, a spinner or a bar where somebody is looking."""
+"""How the command line speaks: one line for an error or a warning, a spinner or a bar where somebody is looking, and
+now and then a line in a log.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +13,7 @@ import re
 import sys
 import warnings
 from collections.abc import Callable, Iterator
+from time import monotonic
 from typing import Any, TextIO
 
 from rich.console import Console
@@ -18,6 +21,8 @@ from rich.markup import escape
 from rich.progress import Progress
 
 from unskip.errors import UnskipWarning
+
+_SECONDS = 10  # between two lines of a log: short work says nothing
 
 
 def finite(value: Any) -> Any:
@@ -35,16 +40,30 @@ def print_json(data: dict[str, Any]) -> None:
 
 
 @contextlib.contextmanager
-def progress(text: str) -> Iterator[Callable[[int, int, str], None] | None]:
-    """A bar on stderr while it lasts, where somebody is looking."""
+def progress(text: str) -> Iterator[Callable[[int, int, str], None]]:
+    """Takes (done, total, what): a bar on stderr where somebody is looking, elsewhere a line every ten seconds."""
     if not sys.stderr.isatty():
-        yield None
+        yield _log(text)
         return
     with Progress(console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task(escape(text), total=None)
         yield lambda done, total, what: bar.update(
             task, completed=done, total=total, description=escape(f"{text}: {what}")
         )
+
+
+def _log(text: str) -> Callable[[int, int, str], None]:
+    said: float | None = None
+
+    def tick(done: int, total: int, what: str) -> None:
+        nonlocal said
+        now = monotonic()
+        said = now if said is None else said
+        if now - said >= _SECONDS:
+            said = now
+            print(f"{text}: {what}, {done} of {total}", file=sys.stderr, flush=True)
+
+    return tick
 
 
 @contextlib.contextmanager
