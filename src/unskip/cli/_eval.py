@@ -77,6 +77,7 @@ def evaluate(
         find(name)
     if not names:
         raise BadInput(f"--protocol names none; there are {', '.join(PROTOCOLS)}")
+    _refuse_unused(dense, names, pictures)
     _one_of("pool", pool, ("mean", "cls"))
     _one_of("split", split, ("test", "val"))
     _one_of("precision", precision, tuple(DTYPES))
@@ -124,6 +125,16 @@ def _judged(run: str, names: list[str], dense: str | None, options: dict[str, An
         trained, more = judge_dense(run, dense, apart, **mine)
         results = [*results, *more]
     return trained, results
+
+
+def _refuse_unused(dense: str | None, names: list[str], pictures: str | None) -> None:
+    """Masks and boxes are there for protocols that look at them, and for pictures."""
+    for_them = [name for name, each in PROTOCOLS.items() if each.kind in DENSE]
+    if dense is not None and pictures is None and not {*names} & {*for_them}:
+        raise BadInput(
+            f"--dense {dense}: {', '.join(names)} look at no masks or boxes. Name protocols that do, --protocol "
+            f"{','.join(for_them)}, or leave --dense out"
+        )
 
 
 def _one_of(name: str, value: str | None, known: tuple[str, ...]) -> None:
