@@ -2,6 +2,7 @@
 
 import io
 import itertools
+import re
 from pathlib import Path
 
 import numpy as np
@@ -115,10 +116,12 @@ def test_tiles() -> None:
         figures.draw_tiles(Tiles("x", "T", (), (), (), ""))
 
 
+@pytest.mark.filterwarnings("ignore:Glyph .* missing from:UserWarning")
+@pytest.mark.parametrize("name", ["automobile", "W" * 30, "a class with many words", "\u4e2d\u6587" * 9, "i"])
 @pytest.mark.parametrize("columns", [2, 6, 9])
-def test_texts_of_tiles_stay_within_their_tile(columns: int) -> None:
+def test_texts_of_tiles_stay_within_their_tile(columns: int, name: str) -> None:
     image = np.zeros((4, 4, 3), np.uint8)
-    names = ("automobile ✗",) * columns
+    names = (f"{name} ✗",) * columns
     tiles = Tiles(
         "x", "T", ((image,) * columns,) * 2, ("a", "b"), ("a long name",) * columns, "", captions=(names,) * 2
     )
@@ -126,9 +129,32 @@ def test_texts_of_tiles_stay_within_their_tile(columns: int) -> None:
     (axes,) = figure.axes
     figure.draw_without_rendering()
     pitch = axes.images[1].get_window_extent().x0 - axes.images[0].get_window_extent().x0
-    widths = [text.get_window_extent().width for text in axes.texts if text.get_ha() == "center"]
-    assert len(widths) == 3 * columns
-    assert max(widths) <= pitch
+    texts = [text for text in axes.texts if text.get_ha() == "center"]
+    assert len(texts) == 3 * columns
+    assert max(text.get_window_extent().width for text in texts) <= pitch
+    assert min(text.get_fontsize() for text in axes.texts) >= 8.1  # it is cut rather than tiny, and a mark is kept
+    assert sum(text.get_text().endswith(" ✗") for text in texts) == 2 * columns
+
+
+def test_names_of_rows_stay_left_of_their_tiles() -> None:
+    image = np.zeros((4, 4, 3), np.uint8)
+    figure = figures.draw_tiles(Tiles("x", "T", ((image,),) * 2, ("W" * 24, "short"), (), ""))
+    figure.draw_without_rendering()
+    (axes,) = figure.axes
+    names = [text.get_window_extent().x1 for text in axes.texts if text.get_va() == "center"]
+    assert len(names) == 2
+    assert max(names) <= axes.images[0].get_window_extent().x0
+
+
+@pytest.mark.parametrize("name", ["$x$", r"$x$ \frac", r"\$", r"a\b", "_a"])
+def test_a_name_is_drawn_as_it_is(name: str) -> None:
+    from matplotlib.figure import Figure
+
+    file, figure = io.StringIO(), Figure()
+    with _style.settings():
+        figure.text(0.1, 0.1, _style.plain(name))
+        figure.savefig(file, format="svg")
+    assert re.findall(r"<text[^>]*>([^<]*)</text>", file.getvalue())[0].strip() == name
 
 
 @pytest.mark.parametrize("page", ["#ffffff", "#14181d"])

@@ -27,7 +27,7 @@ from unskip.models import MAE, UViT
 from unskip.recipes._data import Opener, both, opening_once
 from unskip.recipes._judge import Trained, open_run
 from unskip.report._read import Run, clean
-from unskip.report.figures._draw import Pixels, Tiles
+from unskip.report.figures._draw import MARK, Pixels, Tiles
 
 SHOWN, MEASURED, KNOWN, NEAREST = 6, 16, 2000, 5  # images that are shown, measured, searched; neighbours of each
 
@@ -198,7 +198,7 @@ def _neighbours(found: _Found, trained: Trained, train: ImageSet, test: ImageSet
         own = _name(test, row)
         names = [_name(train, place) for place in places]
         images.append((*_pixels(picture[None]), *_pixels(train.load(places, size))))
-        captions.append((own, *(name if name == own else f"{_cut(name)} ✗" for name in names)))
+        captions.append((own, *(name if name == own else name + MARK for name in names)))
         cosine = best.values[row].tolist()
         table += [(row, own, rank + 1, name, cosine[rank]) for rank, name in enumerate(names)]
     right = sum(name == own for _, own, _, name, _ in table)
@@ -246,11 +246,6 @@ def _pixels(images: Tensor) -> list[Pixels]:
 def _bytes(values: Tensor) -> Pixels:
     found: Pixels = np.ascontiguousarray(values.round().to(torch.uint8).cpu().numpy())
     return found
-
-
-def _cut(name: str) -> str:
-    """A name with room for a mark behind it."""
-    return name if len(name) <= 10 else name[:9] + "…"
 
 
 def _name(images: ImageSet, place: int) -> str:

@@ -17,6 +17,8 @@ from unskip.report.figures import _style
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+MARK = " ✗"  # behind a caption
+_SMALLEST = 8.1  # points: on a phone this can still be read
 Pixels = NDArray[np.uint8]  # (height, width, 3)
 
 
@@ -107,27 +109,47 @@ def draw_tiles(tiles: Tiles) -> Figure:
         axes.set(xlim=(0, width), ylim=(0, height), autoscale_on=False)
         axes.set_axis_off()
         axes.text(0.02, height - 0.06, title, va="top", fontsize=10.5)
-        small: dict[str, Any] = {"fontsize": 8.5}
-        heads = _fitting(tiles.columns, cell)
-        captions = _fitting([text for row in tiles.captions for text in row], cell)
-        for column, name in enumerate(tiles.columns[:columns]):
+        heads, large = _fitting(tiles.columns[:columns], cell)
+        captions, small = _fitting([text for row in tiles.captions for text in row], cell)
+        caption = iter(captions)
+        for column, name in enumerate(heads):
             middle = label + (column + 0.47) * cell
-            axes.text(middle, height - above + 0.03, _style.plain(name, 12), ha="center", va="bottom", **heads)
+            axes.text(middle, height - above + 0.03, name, ha="center", va="bottom", fontsize=large)
         for row, images in enumerate(tiles.images):
             bottom = height - above - (row + 1) * cell - row * below
-            name = textwrap.fill(_style.plain(tiles.rows[row], 24), 12)
-            axes.text(0.02, bottom + cell / 2, name, va="center", **small)
+            lines, size = _fitting(textwrap.wrap(tiles.rows[row], 12)[:2], label)
+            axes.text(0.02, bottom + cell / 2, "\n".join(lines), va="center", fontsize=size)
             for column, image in enumerate(images):
                 left = label + column * cell
                 place = (left, left + 0.94 * cell, bottom + 0.06 * cell, bottom + cell)
                 axes.imshow(image, interpolation="none", extent=place, aspect="auto")
                 if tiles.captions:
-                    text = _style.plain(tiles.captions[row][column], 12)
-                    axes.text(left + 0.47 * cell, bottom + 0.03, text, ha="center", va="top", **captions)
+                    middle = left + 0.47 * cell
+                    axes.text(middle, bottom + 0.03, next(caption), ha="center", va="top", fontsize=small)
     return figure
 
 
-def _fitting(texts: Sequence[str], inches: float) -> dict[str, Any]:
-    """The size at which none of some texts, of 12 letters at most, is wider than its tile."""
-    longest = min(12, max(map(len, texts), default=0))
-    return {"fontsize": min(8.5, 72 * inches / (0.62 * longest)) if longest else 8.5}  # a letter: 0.62 of the size
+def _fitting(texts: Sequence[str], inches: float) -> tuple[list[str], float]:
+    """Texts of a line each that are no wider than so many inches, and their size in points."""
+    size = 8.5 if all(8.5 * _ems(text) <= 72 * inches for text in texts) else _SMALLEST
+    return [_style.plain(_cut(text, 72 * inches / size), len(text)) for text in texts], size
+
+
+def _cut(text: str, ems: float) -> str:
+    """The beginning of a text that is too wide; a mark behind it stays."""
+    mark = MARK if text.endswith(MARK) else ""
+    kept = text = text.removesuffix(mark)
+    while kept and _ems(kept + mark) > ems:
+        kept = kept.rstrip("…")[:-1].rstrip() + "…" if kept != "…" else ""
+    return kept + mark
+
+
+def _ems(text: str) -> float:
+    """How wide a text is in the widest of the fonts that a page is shown in, in units of its size."""
+    from matplotlib.font_manager import findfont, get_font
+
+    font = get_font(findfont("DejaVu Sans"))
+    font.set_size(100, 72)
+    # What the font has not, such as Chinese, another will draw as wide as high, or a little wider.
+    widths = [font.load_char(ord(e)).linearHoriAdvance / 6553600 if font.get_char_index(ord(e)) else 1.3 for e in text]
+    return float(sum(widths))

@@ -80,5 +80,5 @@ def settings() -> Iterator[None]:
 def plain(text: str, limit: int = 40) -> str:
     """Text that matplotlib takes as it is: a dollar begins no formula, a leading underscore hides nothing."""
     short = text if len(text) <= limit else text[: limit - 1] + "…"
-    escaped = short.replace("\\", "\\\\").replace("$", r"\$") if "$" in short else short
+    escaped = short.replace("$", r"\$")
     return f" {escaped}" if escaped.startswith("_") else escaped
