@@ -63,10 +63,11 @@ def taken(name: str, parts: Parts, split: str, hold_out: bool) -> ImageSet:
         return replace(found, split=split, report=(*found.report, "no test split: this is the validation split"))
     if split == "test" or "train" not in parts:
         has = ", ".join(parts) or "none"
+        held = "hold a tenth of train out by --validate, or validate=True of a recipe; or make one: "
         raise BadInput(
-            f"{name}: no {'test' if split == 'test' else 'train'} split (it has: {has}); parquet files are told apart "
-            "by {split} in the path, as in 'name-{split}.parquet', and folders by their names, train, val and test"
-            + ("; or hold a tenth of train out: --validate, or validate=True of a recipe" if "train" in parts else "")
+            f"{name}: no {'test' if split == 'test' else 'train'} split (it has: {has}); {held * ('train' in parts)}"
+            "folders are told apart by their names, train, val and test, and parquet files by {split} in the path, as "
+            "in 'name-{split}.parquet'"
         )
     found = parts["train"]()
     counts = found.labels.bincount(minlength=len(found.classes))
