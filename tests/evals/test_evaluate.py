@@ -192,6 +192,32 @@ def test_what_a_protocol_only_states_cannot_be_changed(protocol: str, setting: s
         settings_of(protocol, evals.PROTOCOLS[protocol].kind, {setting: not settings[setting]})
 
 
+@pytest.mark.parametrize(
+    ("protocol", "setting", "value", "form"),
+    [
+        ("knn-dino-v1", "neighbours", (10, 0), "whole numbers"),
+        ("knn-dino-v1", "neighbours", (), "whole numbers"),
+        ("knn-dino-v1", "neighbours", 10, "whole numbers"),
+        ("knn-dino-v1", "neighbours", (1.5,), "whole numbers"),
+        ("knn-dino-v1", "temperature", 0, "a number"),
+        ("knn-dino-v1", "temperature", float("nan"), "a number"),
+        ("probe-decayed-v1", "epochs", 0, "a whole number"),
+        ("probe-decayed-v1", "batch", 0, "a whole number"),
+        ("probe-lbfgs-v1", "c", 0.0, "a number"),
+        ("finetune-mae-v1", "epochs", -0.5, "a number"),
+        ("rank-v1", "samples", True, "a whole number"),
+    ],
+)
+def test_settings_that_give_no_number_are_refused(protocol: str, setting: str, value: Any, form: str) -> None:
+    with pytest.raises(BadInput, match=f"{protocol}: {setting} is .*; it is {form} above 0"):
+        settings_of(protocol, evals.PROTOCOLS[protocol].kind, {setting: value})
+
+
+def test_settings_can_be_fractions_where_steps_are_counted() -> None:
+    assert settings_of("finetune-mae-v1", "finetune", {"epochs": 0.5})["epochs"] == 0.5
+    assert settings_of("knn-dino-v1", "knn", {"neighbours": [3]})["neighbours"] == [3]
+
+
 def test_blocks_are_found_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tracing a model takes longer than judging a small one."""
     from unskip.evals import _extract

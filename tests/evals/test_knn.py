@@ -117,6 +117,8 @@ def test_bad_features_and_labels_are_refused() -> None:
     broken[17, 3] = torch.nan
     with pytest.raises(BadInput, match=r"test holds 1 non-finite .* nan at \(17, 3\)"):
         evals.knn(x, labels, broken, labels)
+    with pytest.raises(BadInput, match=r"train holds .* non-finite"):  # in float32
+        evals.knn(x.double() * 1e300, labels, x, labels)
     with pytest.raises(BadInput, match="class 4 is judged and has no training sample"):
         evals.knn(x[labels < 4], labels[labels < 4], x, labels)
     with pytest.raises(BadInput, match="300 whole numbers"):

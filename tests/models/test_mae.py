@@ -307,6 +307,7 @@ def overlapping() -> nn.Module:
         ({"mask": 0.97}, "of 16 patches a mask ratio of 0.97 shows 0"),
         ({"depth": 0}, "it needs one"),
         ({"heads": 5}, "12 wide and 5 heads"),
+        ({"heads": 0}, "12 wide and 0 heads"),
         ({"width": 6, "heads": 3}, "multiple of 4"),
     ],
 )
@@ -325,6 +326,7 @@ def test_bad_settings_are_refused(options: dict[str, Any], message: str) -> None
         (lambda: vit(final_norm=True), "final_norm=False"),
         (lambda: vit(patch_size=(3, 4)), "they are squares"),
         (lambda: overlapping(), "looks beyond the patch"),
+        (lambda: timm.create_model("vit_tiny_r_s16_p8_224", img_size=64), r"\(HybridEmbed\) looks beyond the patch"),
         (lambda: vit(embed_dim=18), "multiple of 4, got 18"),
     ],
 )

@@ -77,6 +77,7 @@ def test_a_checkpoint_without_a_decoder_fills_the_encoder() -> None:
         (lambda s: s.update({"blocks.9.norm1.bias": torch.zeros(16)}), "encoder.blocks.9.norm1.bias is not known"),
         (lambda s: s.update({"pos_embed": torch.zeros(1, 26, 16)}), r"pos_embed is \(1, 26, 16\), not \(1, 17, 16\)"),
         (lambda s: s.update({"decoder_pos_embed": torch.zeros(1, 26, 12)}), r"decoder.positions is \(25, 12\)"),
+        (lambda s: s.update({"decoder_pos_embed": torch.zeros(12)}), r"decoder.positions is \(12,\)"),
         (lambda s: s.clear(), "holds no tensors by name"),
     ],
 )
@@ -94,6 +95,7 @@ def test_checkpoints_that_cannot_be_read(tmp_path: Path) -> None:
     with pytest.raises(BadInput, match="no long skips"):
         load_published(mae(), made_up())
     (tmp_path / "broken.pth").write_bytes(b"not a checkpoint")
-    for name in ("broken.pth", "missing.pth"):
+    (tmp_path / "words.pth").write_bytes(b"hello")  # a pickle's words, by chance
+    for name in ("broken.pth", "words.pth", "missing.pth"):
         with pytest.raises(LoadError, match=name):
             load_published(mae(long_skips=False), tmp_path / name)

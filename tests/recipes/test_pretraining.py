@@ -240,6 +240,7 @@ def flag(field: str, value: Any) -> list[str]:
         ({"mask": 0.0}, "nothing to paint"),
         ({"mask": 1.0}, "nothing to see"),
         ({"patch": 3}, "patches of 3 do not divide images of 8"),
+        ({"patch": 0}, "patch is 0; it is 1 or more"),
         ({"model": "timm:resnet18", "model_args": ""}, "no ViT|no patch tokens"),
         ({"model": "torchvision:vit_b_16"}, "ViT of timm"),
         ({"model": "timm:swin_tiny_patch4_window7_224", "model_args": ""}, "no ViT|no patch tokens"),
@@ -265,11 +266,11 @@ def test_a_device_that_is_not_there_is_refused(run: Path, monkeypatch: pytest.Mo
         open_run(run, device="gpu")
 
 
-@pytest.mark.parametrize("preset", ["cifar", "tiny-imagenet", "vit-b16"])
-def test_presets_are_whole(preset: str) -> None:
+@pytest.mark.parametrize(("preset", "shortcut"), [("cifar", "0.8"), ("tiny-imagenet", "0.6"), ("vit-b16", "0.6")])
+def test_presets_are_whole(preset: str, shortcut: str) -> None:
     config = recipes.mae(preset)
     assert config.size % (config.patch or 16) == 0
-    assert config.shortcut == "decay:0.6"
+    assert config.shortcut == f"decay:{shortcut}"
     assert config.mask == 0.75
     assert config.long_skips
     assert config.init == "zero"
@@ -336,6 +337,14 @@ def test_eval_as_json_with_the_protocol(run: Path, capsys: pytest.CaptureFixture
         assert {key for key in row if key.startswith("knn")} == {"knn1", "knn7"}
 
 
+@pytest.mark.parametrize("word", [["--change"], []], ids=["said twice", "said once"])
+def test_several_settings_are_changed_at_once(word: list[str], run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    changes = ["--change", "knn-dino-v1.neighbours=3", *word, "knn-dino-v1.temperature=0.1"]
+    assert cli.main(["eval", str(run), "--protocol", "knn-dino-v1", "--blocks", "last", *changes, "--json"]) == 0
+    row = json.loads(capsys.readouterr().out)["results"][0]
+    assert row["changes"] == {"neighbours": [3], "temperature": 0.1}
+
+
 def test_a_supervised_run_can_be_judged_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = recipes.supervised("digits", model_args="depth=2,embed_dim=16,num_heads=2", steps=2, device="cpu")
     unskip.train(config, tmp_path / "x", quiet=True)
@@ -358,6 +367,7 @@ def test_a_supervised_run_can_be_judged_too(tmp_path: Path, capsys: pytest.Captu
         (["--change", "knn-dino-v1.neighbours=few"], "not of the kind of its usual value, 10,20,100,200"),
         (["--change", "knn-dino-v1.neighbours=2.5"], "not of the kind"),
         (["--change", "knn-dino-v1.temperature=warm"], "not of the kind of its usual value, 0.07"),
+        (["--change", "knn-dino-v1.neighbours=0"], "neighbours is [0]; it is whole numbers above 0"),
         (["--change", "probe-lbfgs-v1.c=3"], "with a protocol that is asked for"),
     ],
 )

@@ -62,7 +62,11 @@ def evaluate(
             help_behavior_hint="",
         ),
     ] = None,
-    change: Annotated[tuple[str, ...], tyro.conf.arg(help=_CHANGE, metavar="SETTING", help_behavior_hint="")] = (),
+    change: Annotated[
+        tuple[tuple[str, ...], ...],  # both --change A B and --change A --change B
+        tyro.conf.UseAppendAction,
+        tyro.conf.arg(help=_CHANGE, metavar="SETTING", help_behavior_hint=""),
+    ] = (),
     seed: Annotated[int, tyro.conf.arg(help="Of probes and fine-tuning.", metavar="N")] = 0,
     precision: Annotated[str, tyro.conf.arg(help="float32, bf16 or fp16.", metavar="NAME")] = "float32",
     device: DeviceOfRun = None,
@@ -82,7 +86,7 @@ def evaluate(
     _one_of("split", split, ("test", "val"))
     _one_of("precision", precision, tuple(DTYPES))
     options: dict[str, Any] = {"blocks": _blocks(blocks), "split": split, "seed": seed, "precision": precision}
-    options |= {"device": device, "changes": _changes(change, names)}
+    options |= {"device": device, "changes": _changes([item for items in change for item in items], names)}
     with contextlib.redirect_stdout(sys.stderr), busy(f"judging {run}"):
         if times is not None:
             if pool is not None:
@@ -158,7 +162,7 @@ def _times(text: str) -> list[float]:
         raise BadInput(f"--times {text}: write numbers from 0 to 1, such as 0.5,0.9,1") from None
 
 
-def _changes(items: tuple[str, ...], names: list[str]) -> dict[str, dict[str, Any]]:
+def _changes(items: list[str], names: list[str]) -> dict[str, dict[str, Any]]:
     """ "probe-decayed-v1.epochs=50" as {protocol: {setting: value}}."""
     found: dict[str, dict[str, Any]] = {}
     for item in items:

@@ -42,10 +42,11 @@ def checked(
         if not isinstance(y, Tensor) or y.is_floating_point() or y.ndim != 1 or len(y) != x.shape[-2]:
             found = f"{y.dtype} of shape {tuple(y.shape)}" if isinstance(y, Tensor) else type(y).__name__
             raise BadInput(f"{who}: {name}_labels must be {x.shape[-2]} whole numbers, one a sample, got {found}")
+        x = x.detach().to(train.device, torch.float32)  # before the next line: what float32 cannot hold is infinite
         finite(who, name, x)
         if int(y.min()) < 0:
             raise BadInput(f"{who}: {name}_labels holds {int(y.min())}; classes count from 0")
-        pairs.append((x.detach().to(train.device, torch.float32), y.to(train.device, torch.int64)))
+        pairs.append((x, y.to(train.device, torch.int64)))
     (a, a_labels), (b, b_labels) = pairs
     if a.shape[:-2] != b.shape[:-2] or a.shape[-1] != b.shape[-1]:
         raise BadInput(f"{who}: train is {tuple(a.shape)} and test {tuple(b.shape)}; their features must be the same")

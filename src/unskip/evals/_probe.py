@@ -88,6 +88,8 @@ def _descent(
     """Stochastic gradient descent: W (sets, classes, dim), b (sets, classes), and the running mean and deviation."""
     sets, count, dim = x.shape
     batch = _batch(settings, count)
+    if batch > count:
+        raise BadInput(f"linear_probe: batch norm takes {batch} training samples, and there is {count}; give it more")
     order = torch.Generator().manual_seed(seed)
     start = torch.randn(classes, dim, generator=torch.Generator().manual_seed(seed)) * settings["start"]
     weight = start.to(x).expand(sets, -1, -1).clone()

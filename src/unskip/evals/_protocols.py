@@ -6,6 +6,7 @@ A protocol never changes. What should be done otherwise gets a new name: knn-din
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -155,6 +156,11 @@ _STATED = {
 }
 
 
+_ABOVE_ZERO = frozenset(
+    ("neighbours", "temperature", "epochs", "steps_per_epoch", "largest_batch", "batch", "c", "samples")
+)
+
+
 def protocol(name: str, kind: Kind | None = None) -> Protocol:
     """The protocol of a name. Raises BadInput with the nearest names."""
     fitting = [each.name for each in PROTOCOLS.values() if kind in (None, each.kind)]
@@ -174,4 +180,24 @@ def settings_of(name: str, kind: Kind, changes: Mapping[str, Any] | None = None)
         if stated in (changes or {}):
             others = ", ".join(each for each in settings if each != stated)
             raise BadInput(f"{name}: {stated} cannot be changed; of its settings {others} can")
+    for setting, value in (changes or {}).items():
+        _check(name, kind, setting, value)
     return {**settings, **(changes or {})}
+
+
+def _check(name: str, kind: Kind, setting: str, value: Any) -> None:
+    """Raise where a number that counts something, or that something is divided by, is none or not above 0."""
+    if setting not in _ABOVE_ZERO:
+        return
+    several = setting == "neighbours"
+    # Fine-tuning alone can end within an epoch.
+    whole = setting not in ("temperature", "c") and not (setting == "epochs" and kind == "finetune")
+    numbers = value if several else [value]
+    kinds: Any = int if whole else (int, float)
+    if (
+        not isinstance(numbers, list | tuple)
+        or not numbers
+        or not all(isinstance(each, kinds) and not isinstance(each, bool) and 0 < each < math.inf for each in numbers)
+    ):
+        form = "whole numbers above 0, as in (10, 20)" if several else f"a {'whole ' if whole else ''}number above 0"
+        raise BadInput(f"{name}: {setting} is {value!r}; it is {form}")

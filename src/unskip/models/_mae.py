@@ -140,7 +140,7 @@ class MAE(nn.Module):
         super().__init__()
         grid = grid_of(encoder)
         self.visible = _visible(grid, mask)
-        if width % heads or width % 4:
+        if heads < 1 or width % heads or width % 4:
             raise BadInput(f"a decoder {width} wide and {heads} heads: the width is a multiple of 4 and of the heads")
         if depth < 1:
             raise BadInput(f"the decoder has {depth} blocks; it needs one")
@@ -256,10 +256,13 @@ class MAE(nn.Module):
 
 def _visible(grid: Grid, mask: float) -> int:
     if not 0 < mask < 1:
-        raise BadInput(f"a mask ratio of {mask} leaves nothing to {'paint' if mask <= 0 else 'see'}; it lies between")
+        least = "paint" if mask <= 0 else "see"
+        raise BadInput(f"a mask ratio of {mask} leaves nothing to {least}; take one between 0 and 1, such as 0.75")
     visible = int(grid.patches * (1 - mask))
     if not 0 < visible < grid.patches:
-        raise BadInput(f"of {grid.patches} patches a mask ratio of {mask} shows {visible}; take smaller patches")
+        raise BadInput(
+            f"of {grid.patches} patches a mask ratio of {mask} shows {visible}; mask less, or take smaller patches"
+        )
     return visible
 
 

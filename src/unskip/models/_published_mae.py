@@ -31,7 +31,7 @@ def load_published(mae: MAE, weights: Weights) -> None:
         raise BadInput("published MAE checkpoints have no long skips; build MAE(..., long_skips=False)")
     wanted = mae.state_dict()
     found = {_renamed(name): value for name, value in read_tensors(weights, "model").items()}
-    if "decoder.positions" in found:
+    if "decoder.positions" in found and found["decoder.positions"].ndim == 3:
         found["decoder.positions"] = found["decoder.positions"][0, mae.grid.prefix :]
     whole = any(name.startswith("decoder.") for name in found)
     needed = {name for name in wanted if whole or name.startswith("encoder.")}

@@ -33,7 +33,8 @@ def grid_of(encoder: nn.Module) -> Grid:
         raise BadInput(f"{name} has no patch tokens that could be left out; the encoder is a VisionTransformer of timm")
     embed: Any = encoder.patch_embed
     proj = getattr(embed, "proj", None)
-    if not isinstance(proj, nn.Conv2d) or proj.kernel_size != proj.stride or any(map(int, proj.padding)):
+    hybrid = hasattr(embed, "backbone")  # its projection reads feature maps
+    if hybrid or not isinstance(proj, nn.Conv2d) or proj.kernel_size != proj.stride or any(map(int, proj.padding)):
         raise BadInput(f"{name}: its patch embedding ({type(embed).__name__}) looks beyond the patch")
     (tall, wide), (height, width) = proj.kernel_size, embed.img_size
     if tall != wide:
