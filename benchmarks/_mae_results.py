@@ -9,10 +9,10 @@ from typing import Any
 ALPHAS = (0.6, 0.7, 0.8, 0.5, 0.9, 0.4)
 RATES = (0.5, 2.0)  # times the learning rate that all other runs have
 MARKS: dict[str, dict[str, Any]] = {  # by the kind of a run, in the colours of Okabe and Ito
-    "final": {"marker": "o", "color": "#000000", "label": "final runs"},
-    "sweep": {"marker": "s", "color": "#0072b2", "label": "decayed to the alpha_min beside it"},
-    "ablation": {"marker": "x", "color": "#d55e00", "label": "ablations"},
-    "start": {"marker": "^", "color": "#009e73", "label": "decayed to 0.4, 0.6 without zero start"},
+    "final": {"marker": "o", "color": "#000000", "label": "final runs: more epochs, test set"},
+    "sweep": {"marker": "s", "color": "#0072b2", "label": "decayed to the alpha_min beside it, held-out part"},
+    "ablation": {"marker": "x", "color": "#d55e00", "label": "ablations, held-out part"},
+    "start": {"marker": "^", "color": "#009e73", "label": "decayed to 0.4, 0.6 without zero start, held-out part"},
 }
 
 
@@ -118,7 +118,7 @@ def correlations(done: dict[str, Any]) -> dict[str, Any]:
         count = min((len(curve) for curve in alike), default=0)
         for at in range(count if len(alike) > 3 else 0):
             points = [curve[at] for curve in alike]
-            over[f"{(at + 1) / count:.0%}"] = pearson([p[2] for p in points], [p[1] for p in points])
+            over[f"{points[0][0] / alike[0][-1][0]:.0%}"] = pearson([p[2] for p in points], [p[1] for p in points])
     for name, curve in curves.items():
         half = len(curve) // 2
         parts = {"early": curve[:half], "late": curve[half:]}
@@ -146,6 +146,7 @@ def figures(done: dict[str, Any], folder: Path, word: str) -> None:
     colours = ["#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000"]  # Okabe and Ito
     pyplot.rcParams["axes.prop_cycle"] = pyplot.cycler(color=colours)
     of_a_name: dict[str, Any] = {}
+    styles: dict[str, str] = {}
     figure, (depth, training, ranks) = pyplot.subplots(1, 3, figsize=(13, 3.8), constrained_layout=True)
     for name, rows in sorted(groups(done).items()):
         whole = [row for row in rows if "depth" in row]
@@ -160,25 +161,30 @@ def figures(done: dict[str, Any], folder: Path, word: str) -> None:
             of_a_name[label] = line.get_color()
             for row in whole:
                 depth.plot([100 * v for v in row["depth"]["knn20"]], color=line.get_color(), alpha=0.25, linewidth=0.8)
-                training.plot(*_course(row), color=line.get_color(), alpha=0.7, label="final runs")
+                training.plot(*_course(row), color=line.get_color(), alpha=0.7)
+                styles[f"{row['config']['epochs']:g} epochs, one rate for all, colours as on the left"] = "-"
         if name.startswith("longer"):  # which come after the final ones
-            colour = of_a_name.get(label.partition(" | ")[0], "#000000")
-            training.plot(*_course(whole[0]), "--", color=colour, label="longer, at its best rate")
+            kept, _, times = label.partition(" | x ")
+            best = float(times) == best_rate(done, kept)
+            style = "--" if best else ":"
+            training.plot(*_course(whole[0]), style, color=of_a_name.get(kept, "#000000"))
+            length = f"{whole[0]['config']['epochs']:g} epochs, one seed"
+            styles[f"{length}, each at its best rate" if best else f"{length}, at the rate of all"] = style
         kind = name.partition(" | ")[0]
         if kind in MARKS:
             points = [last(r, "rank") for r in whole], [100 * last(r, "knn20") for r in whole]
             ranks.scatter(*points, s=16, **MARKS[kind])
-            if kind == "sweep":
-                ranks.annotate(
-                    label.removeprefix("alpha_min "),
-                    (points[0][0], points[1][0]),
-                    (4, -7),
-                    textcoords="offset points",
-                    fontsize=6,
-                )
+            if kind in ("sweep", "final"):
+                where, beside = min(zip(*points, strict=True)), (4, -7) if kind == "sweep" else (-5, -2)
+                side = "left" if kind == "sweep" else "right"
+                shown = label.removeprefix("alpha_min ")
+                ranks.annotate(shown, where, beside, textcoords="offset points", fontsize=6, horizontalalignment=side)
     depth.set(xlabel="block", ylabel="KNN accuracy, k = 20 (%)", title="over depth")
-    training.set(xlabel="step", title="over training, last block, fewer images")
-    ranks.set(xlabel="effective rank, last block", title="rank against KNN")
+    for style_of, style in styles.items():
+        training.plot([], [], style, color="#555555", label=style_of)
+    training.set(xlabel="step", ylabel="KNN, k = 20 (%)", title="over training, last block, fewer images")
+    ranks.set(xlabel="effective rank, last block", ylabel="KNN, k = 20 (%)", title="rank against KNN")
+    ranks.set_ylim(top=ranks.get_ylim()[1] + 10)  # room for the legend
     for axes in (depth, training, ranks):
         _legend(axes, 7)
     folder.mkdir(parents=True, exist_ok=True)
