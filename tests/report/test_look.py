@@ -1,7 +1,9 @@
 """Checkpoints that are looked at: a masked autoencoder, a classifier, and what cannot be looked at."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -9,7 +11,7 @@ import torch
 from tests.report.runs import folder
 
 import unskip
-from unskip.data import open_images
+from unskip.data import ImageSet, open_images
 from unskip.report import Group, figures, read
 from unskip.report._look import SHOWN, _some, look
 from unskip.report._page import page
@@ -130,6 +132,21 @@ def test_neighbours_and_patch_features(groups: list[Group]) -> None:
         assert [len(row) for row in tiles["patch-features"].images] == [3] * SHOWN
         assert tiles["patch-features"].images[0][1].shape == (4, 4, 3)
     assert "reconstructions" not in {each.name for each in groups[1].runs[0].look.tiles}  # type: ignore[union-attr]
+
+
+def test_classes_whose_names_begin_alike_are_told_apart(runs: Path, groups: list[Group]) -> None:
+    def renamed(*given: Any, **options: Any) -> ImageSet:
+        images = open_images(*given, **options)
+        return replace(images, classes=tuple(f"{'a long name ' * 4}{name}" for name in images.classes))
+
+    marks = []
+    for run in (groups[0].runs[0], replace(groups[0].runs[0], look=look(groups[0].runs[0], opener=renamed))):
+        assert run.look is not None
+        (tiles,) = (each for each in run.look.tiles if each.name == "neighbours")
+        marks.append([text.endswith("✗") for row in tiles.captions for text in row[1:]])
+        assert f"; {marks[-1].count(False)} of {len(marks[-1])} neighbours" in tiles.description
+    assert marks[0] == marks[1]
+    assert any(marks[0])
 
 
 def test_pictures_as_figures(groups: list[Group]) -> None:

@@ -193,15 +193,18 @@ def _neighbours(found: _Found, trained: Trained, train: ImageSet, test: ImageSet
     cosines = F.normalize(asked.double(), dim=1) @ F.normalize(known.double(), dim=1).T
     best = cosines.topk(min(NEAREST, cosines.shape[1]), 1)
     images, captions, table = [], [], []
+    right = 0
     for row, picture in enumerate(_raw(trained, test)):
         places = best.indices[row].tolist()
         own = _name(test, row)
         names = [_name(train, place) for place in places]
+        # Of labels, not of names: those are cut, and some sets have two classes of one name.
+        same = (train.labels[places] == test.labels[row]).tolist()
+        right += sum(same)
         images.append((*_pixels(picture[None]), *_pixels(train.load(places, size))))
-        captions.append((own, *(name if name == own else name + MARK for name in names)))
+        captions.append((own, *(name if fits else name + MARK for name, fits in zip(names, same, strict=True))))
         cosine = best.values[row].tolist()
         table += [(row, own, rank + 1, name, cosine[rank]) for rank, name in enumerate(names)]
-    right = sum(name == own for _, own, _, name, _ in table)
     found.tiles.append(
         Tiles(
             "neighbours",
