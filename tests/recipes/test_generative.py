@@ -57,6 +57,16 @@ def test_every_choice_of_the_paper_is_a_flag_away(name: str) -> None:
     assert alphas == pytest.approx(expected)
 
 
+def test_a_zero_start_is_of_all_branches_wherever_the_shortcut_is() -> None:
+    task, _ = RECIPES["uvit"].build(tiny("uvit", init="zero", where="attention"))
+    assert task.wiring is not None
+    assert {site.kind for site, alpha in zip(task.wiring.sites, task.wiring.alphas, strict=True) if alpha < 1} == {
+        "attention"
+    }
+    found = unskip.init.verify_zero_branches(task.model, task.sample)
+    assert {row.site.kind for row in found.rows} == {"attention", "mlp"}
+
+
 @pytest.mark.parametrize("choice", [
     {"interpolant": "gvp"}, {"target": "noise"}, {"target": "data", "times": "logit-normal"}, {"init": "zero"},
 ])  # fmt: skip

@@ -48,7 +48,7 @@ class Generative(Config):
     model_args: str = ""  # other numbers for the model: "width=512,depth=9,heads=8,patch=4"
     size: int = 32  # of images, before they are encoded
     shortcut: str = "decay:0.8"  # keep, cut, decay:0.6, scale:0.7,0.7, learn:1.0, anneal:keep>cut@10000
-    init: str = "default"  # default | zero: branches start at zero (SiT's do anyway)
+    init: str = "default"  # default | zero: all branches start at zero, whatever `where` says (SiT's do anyway)
     weights: str | None = None  # a published checkpoint
     interpolant: Interpolant = "linear"
     target: Target = "velocity"
@@ -111,6 +111,7 @@ def build_task(config: Generative, make: Maker, opener: Opener | None = None) ->
     if classes < known_classes:
         raise BadInput(f"model_args {config.model_args!r}: {classes} classes, and {config.data} has {known_classes}")
     if config.init == "zero":
+        # Of all sites, as in the paper's MAE: `where` speaks of the shortcut, and SiT's gates are shut everywhere.
         zero_branches_(model, sample[:2])
     elif config.init != "default":
         raise BadInput(f"init is {config.init!r}; it can be default or zero")
