@@ -1,42 +1,102 @@
-"""The gallery of the docs: the figures of a report as small PNGs, those of the studies, and the Markdown around them.
+"""The gallery of the docs: figures of a report as small PNGs, those of the studies, and the words around them.
 
 python benchmarks/gallery.py runs/demo                               # writes docs/gallery.md and docs/img/gallery-*.png
 python benchmarks/gallery.py report.html --pictured mae-plain mae-decayed     # of a page that was written elsewhere
 
-Chromium draws the page. What the runs were is said by --note.
+Chromium draws the page. Below each figure stands how it is read; what the runs were, and what is to be seen of them, is
+said by --note.
 """
 
 from __future__ import annotations
 
 import argparse
+import html
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
 PICTURED = 2  # runs whose pictures are shown where none are named
 # Figures of the studies: the file, what is to be seen, and the page that tells of it.
 STUDIES = (
-    ("mae-cifar.svg", "Masked autoencoders: neighbours over depth and training, rank against neighbours", "mae"),
-    ("mae-cifar-inside.svg", "What the encoders carry: feature norms, echo of the input, high frequencies", "mae"),
-    ("skipless-cifar.svg", "Classifiers with and without skips under three optimizers", "skipless"),
-    ("conditioning.svg", "Condition numbers of Jacobians, with and without skips and the initialisation", "init"),
-    ("dino-64.svg", "DINO: rank, neighbours, segmentation and discovery over depth", "dino"),
-    ("dino-64-cka.svg", "DINO: how alike the blocks are, and their ranks over training", "dino"),
-    ("sit-cifar.svg", "Diffusion transformers: samples, and features over depth and noise", "generate"),
+    (
+        "skipless-cifar.svg",
+        "Classifiers on CIFAR-10. Left, their test accuracy: a point a seed. Right, how alike the tokens of an image "
+        "become with depth: at 1 they are all the same.",
+        "skipless",
+    ),
+    (
+        "mae-cifar.svg",
+        "Masked autoencoders on CIFAR-10: the accuracy of nearest neighbours by block, over training, and against the "
+        "effective rank.",
+        "mae",
+    ),
+    (
+        "mae-cifar-inside.svg",
+        "What these encoders carry: the length of features over training, and by block the echo of the input and the "
+        "high frequencies.",
+        "mae",
+    ),
+    (
+        "conditioning.svg",
+        "At the start, before any training: singular values of the whole stack, likeness of tokens by depth, and the "
+        "condition of attention sub-layers, with skips, without, and without from the initialisation.",
+        "init",
+    ),
+    ("dino-64.svg", "DINO: rank, neighbours, segmentation and discovery by block.", "dino"),
+    ("dino-64-cka.svg", "DINO: how alike the blocks are, and their ranks over training.", "dino"),
+    ("sit-cifar.svg", "Diffusion transformers: samples, and features by block and noise.", "generate"),
 )
+# The figures of a report that are shown, by how their titles begin, in their order here, and how each is read.
+READ = {
+    "Patch features by block": "A square is a patch, its colour the three main directions of its features. Where a "
+    "colour keeps to a thing, features tell what is there; where all images have one pattern, they tell the place.",
+    "Nearest neighbours": "A test image, and the training images with the nearest features.",
+    "Reconstructions": "An image, what the encoder saw of it, and what the decoder painted.",
+    "20 nearest neighbours, by depth": "How often the 20 nearest training images vote for the right class, from the "
+    "frozen features of each block.",
+    "Linear probe": "How often a linear classifier on the frozen features of each block is right.",
+    "Effective rank of the features, by depth": "How many directions the features of the test images spread over.",
+    "Echo of the input": "How much of what entered the first block can still be read off, by a linear map fitted on "
+    "other images. Below 0 it is worse than guessing the mean.",
+    "High frequencies": "How much of what sets the patches of an image apart differs from patch to patch, rather than "
+    "slowly across the image.",
+    "Effective rank of the tokens": "How many directions the tokens spread over. Few: they have become alike.",
+    "Length of the tokens": "How long the tokens are that a block hands on, on average.",
+    "Shortcut weight alpha": "The knob, as each run has it: alpha * x + f(x), at each of the additions in turn.",
+    "Loss in training": "The loss of the batches as they came.",
+    "Accuracy on test images": "How often the classifiers are right.",
+    "20 nearest neighbours": "The neighbours again, in the course of training.",
+}
 _FIGURES = """[...document.querySelectorAll('main h2, main h3, main figure svg.chart')].map(each => {
     if (each.tagName !== 'svg') return {level: each.tagName, text: each.textContent}
     const box = each.getBoundingClientRect()
     const corner = {x: box.left + scrollX, y: box.top + scrollY}
-    return {level: 'figure', text: each.getAttribute('aria-label'), ...corner, width: box.width, height: box.height}
+    const below = each.closest('figure').querySelector('figcaption').firstChild
+    const said = {text: each.getAttribute('aria-label'), note: below.nodeType === 3 ? below.textContent : ''}
+    return {level: 'figure', ...said, ...corner, width: box.width, height: box.height}
 })"""
 
 
-def drawn(page: Path, pictured: Sequence[str], out: Path) -> Iterator[tuple[str, str, str]]:
-    """Heading, description and file of every figure of a page; pictures of some of its runs alone."""
+class Shown(NamedTuple):
+    """A figure of a report: the run it is of, where it is of one, what it says to those who do not see it, its file."""
+
+    run: str
+    words: str
+    note: str
+    file: str
+
+    @property
+    def kind(self) -> str | None:
+        """Which of those that are shown it is."""
+        title = self.words.removeprefix("Line chart. ").removeprefix(f"{self.run}. ")
+        return next((kind for kind in READ if title.startswith(kind)), None)
+
+
+def drawn(page: Path, pictured: Sequence[str], out: Path) -> Iterator[Shown]:
+    """The figures of a page that are shown; pictures of some of its runs alone."""
     import base64
     import io
 
@@ -47,25 +107,72 @@ def drawn(page: Path, pictured: Sequence[str], out: Path) -> Iterator[tuple[str,
 
     with Browser() as browser:
         browser.open(page, 560, 900)
-        section, part, number = "", "", 0
+        part, number = "", 0
         parts: list[str] = []
         found: list[dict[str, Any]] = browser.run(_FIGURES)
         for each in found:
             if each["level"] == "H2":
-                section, part, parts = each["text"], "", []
+                part, parts = "", []
             elif each["level"] == "H3":
                 part = each["text"]
                 parts.append(part)
             else:
-                if part and part not in (pictured or parts[:PICTURED]):
+                shown = Shown(part, each["text"], each["note"], f"gallery-{number:02d}.png")
+                if shown.kind is None or (part and part not in (pictured or parts[:PICTURED])):
                     continue
                 clip = {key: each[key] for key in ("x", "y", "width", "height")} | {"scale": 1}
                 shot = browser.call("Page.captureScreenshot", format="png", captureBeyondViewport=True, clip=clip)
-                file = out / f"gallery-{number:02d}.png"
                 image = Image.open(io.BytesIO(base64.b64decode(shot["data"]))).convert("RGB")
-                image.quantize(128, dither=Image.Dither.NONE).save(file, optimize=True)
+                image.quantize(128, dither=Image.Dither.NONE).save(out / shown.file, optimize=True)
                 number += 1
-                yield f"{section}: {part}" if part else section, each["text"], file.name
+                yield shown
+
+
+def written(figures: Sequence[Shown], note: str, images: Path) -> str:
+    """The page: figures in the order of READ, two in a row, and then those of the studies that there are."""
+    lines = ["# Gallery", "", "## From a report", "", note, ""]
+    lines += ["Made by `benchmarks/gallery.py` from a page of `unskip report` ([report](report.md)).", ""]
+    charts: list[Shown] = []
+    for kind, how in READ.items():
+        mine = [each for each in figures if each.kind == kind]
+        pictures = [each for each in mine if each.run]
+        charts += [each for each in mine if not each.run]
+        if pictures:
+            said = [each.words.partition(": ")[2] for each in pictures]
+            below = said if len({*said}) > 1 else []
+            lines += [f"### {kind}", "", f"{how} {pictures[0].note}".strip(), ""]
+            lines += _table(pictures, below)
+    lines += ["### Numbers", ""]
+    lines += _table(charts, [f"{READ[str(each.kind)]} {each.note}".strip() for each in charts])
+    lines += ["## From the studies", ""]
+    for name, words, page in STUDIES:
+        if (images / name).exists():
+            lines += [f"![{words}](img/{name})", "", f"{words} [More]({page}.md)", ""]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def _table(figures: Sequence[Shown], below: Sequence[str]) -> list[str]:
+    """Figures two in a row, with the run above and words below. One table, or its columns would be of many widths."""
+    lines = ["| | |", "|---|---|"]
+    for place in range(0, len(figures), 2):
+        pair = slice(place, place + 2)
+        lines += [_row([f"**{each.run}**" for each in figures[pair]])] if figures[place].run else []
+        lines += [_row([_image(each) for each in figures[pair]])]
+        lines += [_row([_cell(text) for text in below[pair]])] if below else []
+    return [*lines, ""]
+
+
+def _image(shown: Shown) -> str:
+    """With a width, so that of two figures none takes the other's room."""
+    return f'<img src="img/{shown.file}" width="400" alt="{html.escape(_cell(shown.words))}">'
+
+
+def _row(cells: Sequence[str]) -> str:
+    return f"| {' | '.join([*cells, ''][:2])} |"
+
+
+def _cell(text: str) -> str:
+    return text.replace("[", "(").replace("]", ")").replace("|", "/")
 
 
 def main() -> None:
@@ -79,26 +186,15 @@ def main() -> None:
     images.mkdir(parents=True, exist_ok=True)
     for old in images.glob("gallery-*.png"):
         old.unlink()
-    lines = ["# Gallery", "", "## From the studies", ""]
-    for name, words, page in STUDIES:
-        if (images / name).exists():
-            lines += [f"[{words}]({page}.md):", "", f"![{words}](img/{name})", ""]
-    lines += ["## From a report", "", args.note, ""]
-    lines += ["Made by `benchmarks/gallery.py` from a page of `unskip report` ([report](report.md)).", ""]
     with tempfile.TemporaryDirectory() as folder:
         page = args.runs[0]
         if page.suffix != ".html":
             from unskip.report import write
 
             page = write(args.runs, Path(folder) / "report.html")
-        heading = ""
-        for title, words, file in drawn(page, args.pictured, images):
-            if title != heading:
-                heading = title
-                lines += [f"### {heading}", ""]
-            lines += [f"![{words.replace('[', '(').replace(']', ')')}](img/{file})", ""]
-            print(f"{file}: {(images / file).stat().st_size / 1000:.0f} kB")
-    args.out.write_text("\n".join(lines).rstrip() + "\n", encoding="utf-8")
+        figures = [*drawn(page, args.pictured, images)]
+    args.out.write_text(written(figures, args.note, images), encoding="utf-8")
+    print(f"{len(figures)} figures: {sum((images / each.file).stat().st_size for each in figures) / 1000:.0f} kB")
 
 
 if __name__ == "__main__":
