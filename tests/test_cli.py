@@ -160,8 +160,9 @@ def test_what_json_cannot_hold_is_null(run: Any, file: str) -> None:
     assert unskip.audit(seeded(f"{file}:Empty"), torch.randn(2, 4, 8))[0].ratio == float("inf")
 
 
-def test_several_inputs_and_token_ids(run: Any, file: str) -> None:
-    code, out, _ = run("audit", f"{file}:Words", "--input", "int:2,5", "2,5,8", "--json")
+@pytest.mark.parametrize("said", [["--input", "int:2,5", "2,5,8"], ["--input", "int:2,5", "--input", "2,5,8"]])
+def test_several_inputs_and_token_ids(run: Any, file: str, said: list[str]) -> None:
+    code, out, _ = run("audit", f"{file}:Words", *said, "--json")
     assert code == 0
     assert [site["path"] for site in strict(out)["sites"]] == ["block"]
 

@@ -136,10 +136,13 @@ def test_a_set_too_small_for_neighbours_is_refused_at_the_start() -> None:
     RECIPES["sit"].build(tiny(online_images=0), small)
 
 
-def test_a_checkpoint_of_another_size_is_refused(tmp_path: Path) -> None:
+def test_a_checkpoint_that_cannot_be_begun_from_is_refused(tmp_path: Path) -> None:
     torch.save(SiT(size=8, patch=2, channels=1, width=32, depth=5, heads=2, classes=10).state_dict(), tmp_path / "x.pt")
     with pytest.raises(LoadError, match="does not fit the model"):
         RECIPES["sit"].build(tiny(weights=str(tmp_path / "x.pt")))
+    torch.save(RECIPES["sit"].build(tiny())[0].model.state_dict(), tmp_path / "x.pt")
+    with pytest.raises(BadInput, match="undo the weights"):
+        RECIPES["sit"].build(tiny(weights=str(tmp_path / "x.pt"), init="zero"))
     with pytest.raises(BadInput, match="not loaded"):
         RECIPES["uvit"].build(tiny("uvit", weights=str(tmp_path / "x.pt")))
 

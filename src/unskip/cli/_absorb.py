@@ -12,8 +12,8 @@ import tyro
 import unskip
 from unskip import absorption
 from unskip.absorption._apply import Mode
-from unskip.cli._model import FORMS, INPUT, by_input, device_of, inputs, samples_for, shape_of, weighted
-from unskip.cli._options import Device, Json, Random
+from unskip.cli._model import FORMS, by_input, device_of, inputs, samples_for, shapes_of, weighted
+from unskip.cli._options import Device, Inputs, Json, Random
 from unskip.cli._say import print_json, progress
 from unskip.errors import BadInput
 
@@ -30,7 +30,7 @@ def absorb(
     out: Annotated[
         str | None, tyro.conf.arg(help="Folder for the rewritten model.", metavar="FOLDER", help_behavior_hint="")
     ] = None,
-    input: Annotated[tuple[str, ...], tyro.conf.arg(help=INPUT, metavar="SHAPE", help_behavior_hint="")] = (),  # noqa: A002
+    input: Inputs = (),  # noqa: A002
     device: Device = "cpu",
     random: Random = False,
     json: Json = False,
@@ -45,7 +45,7 @@ def absorb(
         raise BadInput("--apply approximate fits to samples: give --data")
     if out is not None and apply is None:
         raise BadInput("--out is for a rewritten model: give --apply too")
-    where, shapes = device_of(device), [shape_of(text) for text in input]
+    where, shapes = device_of(device), shapes_of(input)
     with contextlib.redirect_stdout(sys.stderr), progress(f"asking about {model}") as tick, by_input():
         torch.manual_seed(0)  # random weights, but the same ones each time
         built = weighted(model, random).to(where).eval()

@@ -21,8 +21,8 @@ from unskip._table import cell
 from unskip.anatomy import Audit, Site
 from unskip.anatomy._audit import HEADER, count, rows
 from unskip.anatomy._guard import wiring_in
-from unskip.cli._model import FORMS, INPUT, Shape, by_input, inputs, opened, shape_of
-from unskip.cli._options import Json
+from unskip.cli._model import FORMS, Shape, by_input, inputs, opened, shapes_of
+from unskip.cli._options import Inputs, Json
 from unskip.cli._say import busy, print_json
 from unskip.errors import ForwardError
 from unskip.wiring import Shortcut, Wiring
@@ -38,7 +38,7 @@ _SHORTCUT = (
 def audit(
     model: Annotated[str, tyro.conf.Positional, tyro.conf.arg(help=_MODEL, metavar="MODEL")],
     shortcut: Annotated[str | None, tyro.conf.arg(help=_SHORTCUT, metavar="RULE", help_behavior_hint="")] = None,
-    input: Annotated[tuple[str, ...], tyro.conf.arg(help=INPUT, metavar="SHAPE", help_behavior_hint="")] = (),  # noqa: A002
+    input: Inputs = (),  # noqa: A002
     json: Json = False,
 ) -> int:
     """List every residual addition of a model, in execution order.
@@ -46,7 +46,7 @@ def audit(
     Example: unskip audit timm:vit_base_patch16_224 --shortcut decay:0.6
     """
     rule = parse(shortcut) if shortcut is not None else None
-    shapes = [shape_of(text) for text in input]
+    shapes = shapes_of(input)
     # Whatever the model prints while it is built and run is no part of the result.
     with contextlib.redirect_stdout(sys.stderr), busy(f"auditing {model}"):
         found, wiring = _look(model, rule, shapes)

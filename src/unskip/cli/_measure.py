@@ -10,8 +10,8 @@ import torch
 import tyro
 
 import unskip
-from unskip.cli._model import FORMS, INPUT, by_input, device_of, samples_for, shape_of, weighted
-from unskip.cli._options import Device, Json, Random
+from unskip.cli._model import FORMS, by_input, device_of, samples_for, shapes_of, weighted
+from unskip.cli._options import Device, Inputs, Json, Random
 from unskip.cli._say import print_json, progress
 from unskip.errors import BadInput
 from unskip.wiring.shortcuts import parse
@@ -36,7 +36,7 @@ def measure(
     jacobians: Annotated[
         str, tyro.conf.arg(help="auto, exact (as matrices, however large) or off.", metavar="WAY")
     ] = "auto",
-    input: Annotated[tuple[str, ...], tyro.conf.arg(help=INPUT, metavar="SHAPE", help_behavior_hint="")] = (),  # noqa: A002
+    input: Inputs = (),  # noqa: A002
     device: Device = "cpu",
     random: Random = False,
     json: Json = False,
@@ -48,7 +48,7 @@ def measure(
     rule = parse(shortcut) if shortcut is not None else None
     if jacobians not in ("auto", "exact", "off"):
         raise BadInput(f"--jacobians {jacobians}: it can be auto, exact or off")
-    where, shapes = device_of(device), [shape_of(text) for text in input]
+    where, shapes = device_of(device), shapes_of(input)
     with contextlib.redirect_stdout(sys.stderr), progress(f"measuring {model}") as tick, by_input():
         torch.manual_seed(0)  # random weights, but the same ones each time
         built = weighted(model, random).to(where)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import torch
@@ -19,11 +19,6 @@ from unskip.errors import BadInput, ForwardError, UnskipWarning
 from unskip.recipes._judge import open_run
 
 FORMS = f"{spec.FORMS}, or the folder of a run or of unskip.save"
-INPUT = (
-    "The shape of what the model takes, for one that does not say: 2,3,32,32 of numbers or int:2,16 of token ids. "
-    "Several for several arguments."
-)
-
 Shape = tuple[str, tuple[int, ...]]  # "" or "int", and the sizes
 
 
@@ -71,6 +66,11 @@ def shape_of(text: str) -> Shape:
     if kind not in ("", "int") or not shape or min(shape) < 1:
         raise BadInput(f"--input {text!r} is not a shape; write 2,3,32,32, or int:2,16 for token ids")
     return kind, shape
+
+
+def shapes_of(given: Iterable[Iterable[str]]) -> list[Shape]:
+    """Of every --input, with one shape or several."""
+    return [shape_of(text) for texts in given for text in texts]
 
 
 def inputs(model: nn.Module, shapes: list[Shape]) -> tuple[Tensor, ...] | None:

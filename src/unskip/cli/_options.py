@@ -27,3 +27,13 @@ Json = Annotated[
 Quiet = Annotated[
     bool, tyro.conf.FlagCreatePairsOff, tyro.conf.arg(help="Show no progress.", help_behavior_hint=_SAYS_IT)
 ]
+Inputs = Annotated[
+    tuple[tuple[str, ...], ...],  # both --input A B and --input A --input B
+    tyro.conf.UseAppendAction,
+    tyro.conf.arg(
+        help="The shape of what the model takes, for one that does not say: 2,3,32,32 of numbers or int:2,16 of token "
+        "ids. Several for several arguments.",
+        metavar="SHAPE",
+        help_behavior_hint="",
+    ),
+]

@@ -36,7 +36,11 @@ def sample(
     seed: Annotated[int, tyro.conf.arg(help="Of the noise.", metavar="N")] = 0,
     batch: Annotated[int, tyro.conf.arg(help="How many at a time.", metavar="N")] = 256,
     precision: Annotated[str, tyro.conf.arg(help="float32, bf16 or fp16.", metavar="NAME")] = "float32",
-    compile: Annotated[bool, tyro.conf.arg(help="Pays off for hundreds of samples on a GPU.")] = False,  # noqa: A002
+    compile: Annotated[  # noqa: A002
+        bool,
+        tyro.conf.FlagCreatePairsOff,
+        tyro.conf.arg(help="Compile the network: pays off for hundreds of samples on a GPU.", help_behavior_hint=""),
+    ] = False,
     judge: Annotated[str | None, tyro.conf.arg(help=_JUDGE, metavar="EXTRACTOR", help_behavior_hint="")] = None,
     device: DeviceOfRun = None,
     json: Json = False,

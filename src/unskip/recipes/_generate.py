@@ -111,6 +111,8 @@ def build_task(config: Generative, make: Maker, opener: Opener | None = None) ->
     if classes < known_classes:
         raise BadInput(f"model_args {config.model_args!r}: {classes} classes, and {config.data} has {known_classes}")
     if config.init == "zero":
+        if config.weights is not None:
+            raise BadInput("init zero would undo the weights that are loaded; leave one of the two out")
         # Of all sites, as in the paper's MAE: `where` speaks of the shortcut, and SiT's gates are shut everywhere.
         zero_branches_(model, sample[:2])
     elif config.init != "default":

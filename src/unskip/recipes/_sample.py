@@ -57,7 +57,7 @@ def sample(
     seed: int = 0,
     batch: int = 256,
     precision: Any = "float32",
-    compile: bool = False,
+    compile: bool = False,  # noqa: A002
     device: str | None = None,
     write: bool = True,
 ) -> Samples:
@@ -92,7 +92,7 @@ def sampled(
     labels: int | Sequence[int] | None = None,
     batch: int = 256,
     precision: Any = "float32",
-    compile: bool = False,
+    compile: bool = False,  # noqa: A002
 ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
     """Bytes, labels and evaluations of n samples, a batch at a time, on the CPU."""
     config, model = trained.config, trained.model
