@@ -6,6 +6,8 @@ import statistics
 from pathlib import Path
 from typing import Any
 
+from _study import drawing
+
 ALPHAS = (0.6, 0.7, 0.8, 0.5, 0.9, 0.4)
 RATES = (0.5, 2.0)  # times the learning rate that all other runs have
 MARKS: dict[str, dict[str, Any]] = {  # by the kind of a run, in the colours of Okabe and Ito
@@ -137,14 +139,7 @@ def pearson(x: list[float], y: list[float]) -> float | None:
 
 def figures(done: dict[str, Any], folder: Path, word: str) -> None:
     """KNN over depth and training, and rank against KNN; feature norms, echo and frequency; as SVG."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    pyplot.rcParams["svg.hashsalt"] = "mae"
-    colours = ["#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000"]  # Okabe and Ito
-    pyplot.rcParams["axes.prop_cycle"] = pyplot.cycler(color=colours)
+    pyplot = drawing("mae")
     of_a_name: dict[str, Any] = {}
     styles: dict[str, str] = {}
     figure, (depth, training, ranks) = pyplot.subplots(1, 3, figsize=(13, 3.8), constrained_layout=True)
