@@ -17,7 +17,8 @@ from unskip.report.figures import _style
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-MARK = " ✗"  # behind a caption
+MARK = " ✗"  # behind a caption; it is drawn in the corner of its picture
+_PAPER = {"facecolor": _style.GRID, "edgecolor": "none", "pad": 1.0}
 _SMALLEST = 8.1  # points: on a phone this can still be read
 Pixels = NDArray[np.uint8]  # (height, width, 3)
 
@@ -110,7 +111,7 @@ def draw_tiles(tiles: Tiles) -> Figure:
         axes.set_axis_off()
         axes.text(0.02, height - 0.06, title, va="top", fontsize=10.5)
         heads, large = _fitting(tiles.columns[:columns], cell)
-        captions, small = _fitting([text for row in tiles.captions for text in row], cell)
+        captions, small = _fitting([text.removesuffix(MARK) for row in tiles.captions for text in row], cell)
         caption = iter(captions)
         for column, name in enumerate(heads):
             middle = label + (column + 0.47) * cell
@@ -126,6 +127,8 @@ def draw_tiles(tiles: Tiles) -> Figure:
                 if tiles.captions:
                     middle = left + 0.47 * cell
                     axes.text(middle, bottom + 0.03, next(caption), ha="center", va="top", fontsize=small)
+                    if tiles.captions[row][column].endswith(MARK):
+                        axes.text(*_corner(place), MARK.strip(), ha="right", va="top", fontsize=8.5, bbox=_PAPER)
     return figure
 
 
@@ -135,13 +138,19 @@ def _fitting(texts: Sequence[str], inches: float) -> tuple[list[str], float]:
     return [_style.plain(_cut(text, 72 * inches / size), len(text)) for text in texts], size
 
 
+def _corner(place: tuple[float, float, float, float]) -> tuple[float, float]:
+    """Where a mark stands in a picture that goes from left to right and from bottom to top: above, on the right."""
+    return place[1] - 0.03, place[3] - 0.03
+
+
 def _cut(text: str, ems: float) -> str:
-    """The beginning of a text that is too wide; a mark behind it stays."""
-    mark = MARK if text.endswith(MARK) else ""
-    kept = text = text.removesuffix(mark)
-    while kept and _ems(kept + mark) > ems:
-        kept = kept.rstrip("…")[:-1].rstrip() + "…" if kept != "…" else ""
-    return kept + mark
+    """The beginning of a text that is too wide."""
+    if _ems(text) <= ems:
+        return text
+    kept = text[:-1]
+    while kept and _ems(f"{kept}…") > ems:
+        kept = kept[:-1]
+    return f"{kept.rstrip()}…"
 
 
 def _ems(text: str) -> float:
