@@ -62,7 +62,7 @@ QUICK = Scale("digits", {"steps": 150, "device": "cpu"}, {"steps": 100, "device"
 _GRAPH: dict[str, Any] = {"graph": True, "compile": False, "device": "cuda"}
 LARGE = Scale(
     "cifar",
-    {"steps": 5000, "evaluate_every": 2500, "checkpoint_every": 2500, **_GRAPH},
+    {"steps": 5000, "evaluate_every": 1000, "checkpoint_every": 2500, **_GRAPH},
     {"steps": 1940, "evaluate_every": 485, "checkpoint_every": 1940, "optimizer": "soap", "lr": 3e-3, **_GRAPH},
     {
         "no long skips": {"shortcut": "keep", "long_skips": False, "init": "default"},
