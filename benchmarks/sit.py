@@ -4,13 +4,15 @@
     python benchmarks/sit.py                                # digits on the CPU, tiny models: to see that it runs
     python benchmarks/sit.py --data ... --show              # tables and figures of what is there; runs nothing
 
-    judge    one residual classifier, trained first; Fréchet distances are over its features, FD-judge, with its hash
+    judge    one residual classifier, begun first; Fréchet distances are over its features, FD-judge, with its hash
     sit      plain, decay with long skips (two seeds each), long skips alone, decay that ends in the middle
     uvit     plain, and decayed
 
-SiT-S/4 in pixel space, about 33 million weights, 15000 steps of 128 images. Of each run 10000 samples at 25 steps of
-Heun's against the training set (with guidance too where --guided is said); neighbours over blocks and noise levels,
-then linear probes over blocks at the noise level that was best for neighbours.
+SiT-S/4 in pixel space, about 33 million weights, 15000 steps of 128 images. Of each run's averaged weights 10000
+samples at 25 steps of Heun's against the training set (with guidance too where --guided is said); the test images are
+judged in the same way, as what samples could reach. Neighbours and linear probes over blocks and noise levels, on a
+tenth of the training set that is held out of the rest: it chooses the block and the noise level, which are judged then
+on the test set.
 
 A result is added to the JSON when its run is done, and what is there is not run again. At the limit runs are stopped;
 their folders (--runs) hold a checkpoint, from which the same command goes on. The judge's weights stay in --judge: runs
@@ -22,6 +24,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import os
 import shutil
 import statistics
 import time
@@ -29,20 +32,18 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-from _study import ROOT, Job, about, arguments, drawing, folder_of, opened, serve, study
+from _sit_results import CFG, PROTOCOLS, figure, table
+from _study import ROOT, Job, about, arguments, folder_of, opened, serve, study
 
 PLAIN = {"shortcut": "keep", "long_skips": False}
-CFG = 1.5
-PROTOCOLS = ("knn-dino-v1", "probe-lbfgs-v1")
 NOT_OF_A_RUN = ("judge", "samples", "sampling_steps", "times", "guided")  # settings of the study that no config has
 GRID = 64  # samples in a picture
+PATIENCE = 1800  # seconds that a run which is trained waits for the judge
 
 
 def jobs(done: dict[str, Any], fields: dict[str, Any], alpha: str) -> list[Job]:
-    """What is still to be run, what matters most first. The judge comes before all others."""
-    if "judge" not in done:
-        keys = ("data", "device")
-        return [("judge", {"recipe": "supervised", **fields["judge"], **{key: fields[key] for key in keys}})]
+    """What is still to be run, what matters most first. The others are trained meanwhile, and wait for the judge."""
+    judge = {"recipe": "supervised", **fields["judge"], "data": fields["data"], "device": fields["device"]}
     decay = {"shortcut": f"decay:{alpha}"}
     found: list[Job] = [
         ("sit | plain | seed 0", {"recipe": "sit", **PLAIN, "seed": 0}),
@@ -55,7 +56,8 @@ def jobs(done: dict[str, Any], fields: dict[str, Any], alpha: str) -> list[Job]:
         (f"uvit | decay {alpha} | seed 0", {"recipe": "uvit", **decay}),
     ]
     common = {key: value for key, value in fields.items() if key not in NOT_OF_A_RUN}
-    return [(name, {**common, **config}) for name, config in found if name not in done]
+    every = [("judge", judge), *((name, {**common, **config}) for name, config in found)]
+    return [(name, config) for name, config in every if name not in done]
 
 
 # --- One run ----------------------------------------------------------------------------------------------------------
@@ -63,10 +65,14 @@ def jobs(done: dict[str, Any], fields: dict[str, Any], alpha: str) -> list[Job]:
 
 def work(task: dict[str, Any]) -> dict[str, Any] | None:
     """One run in this process, from its checkpoint where it has one; None where it was told to stop."""
+    import torch
+
     import unskip
     from unskip.training import RunFolder
 
     warnings.simplefilter("ignore", unskip.errors.UnskipWarning)
+    # Of an earlier run: a shortcut that has changed since would become an input of the compiled model.
+    torch.compiler.reset()
     start, folder = time.perf_counter(), Path(task["folder"])
     config = dict(task["config"])
     recipe = config.pop("recipe")
@@ -79,9 +85,12 @@ def work(task: dict[str, Any]) -> dict[str, Any] | None:
             return None
         trained = time.perf_counter() - start
         found |= dict(outcome.evaluations)
-        found |= kept_judge(task, folder) if recipe == "supervised" else judged(task, folder)
+        found |= kept_judge(task, folder, planned) if recipe == "supervised" else judged(task, folder)
         found["judged_seconds"] = time.perf_counter() - start - trained
     except unskip.errors.TrainingError as error:
+        broken = [row for row in RunFolder(folder).read("warnings.jsonl") if row["warning"] == "non-finite-loss"]
+        if recipe == "supervised" or not broken:
+            raise  # such as a full disk, after which it can go on
         found["diverged"] = str(error).partition(": ")[2]
     run = RunFolder(folder)
     metrics = run.read("metrics.jsonl")
@@ -100,24 +109,39 @@ def work(task: dict[str, Any]) -> dict[str, Any] | None:
     return found
 
 
-def kept_judge(task: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """The judge's model alone, in a place of its own, with the statistics of the images it is to compare with."""
-    from unskip.data import open_images
-    from unskip.evals import extractor
+def kept_judge(task: dict[str, Any], folder: Path, config: Any) -> dict[str, Any]:
+    """The judge's model alone, in a place of its own, and what it says of real images. It is there whole or not at all.
+
+    With it are the statistics of the images it is to compare with.
+    """
+    from unskip.evals import extractor, generation
     from unskip.evals import statistics as gathered
+    from unskip.recipes._data import both
     from unskip.training import RunFolder
 
     place, last = Path(task["judge"]), RunFolder.open(folder).last_checkpoint()
     assert last is not None
-    shutil.rmtree(place, ignore_errors=True)
-    place.mkdir(parents=True)
+    aside = place.with_name(f"{place.name}.{os.getpid()}.tmp")
+    aside.mkdir(parents=True)
     for name in ("model.safetensors", "unskip.json"):
-        shutil.copy(last[1] / name, place / name)
-    config = RunFolder.open(folder).config
-    judge = extractor(place, name="judge", device=task["device"])
-    images = open_images(config["data"], split="train", root=config["data_root"], hold_out=False)
-    gathered(images, judge, size=config["size"], batch=task["batch"], cache=place / "statistics")
-    return {"weights": judge.key}
+        shutil.copy(last[1] / name, aside / name)
+    judge = extractor(aside, name="judge", device=task["device"])
+    train, test = both(config)
+    options: dict[str, Any] = {"size": config.size, "batch": task["batch"]}
+    reference = gathered(train, judge, cache=aside / "statistics", **options)
+    real = generation(test, reference, judge, **options)
+    aside.rename(place)
+    return {"weights": judge.key, "real": {**real, "n": len(test)}}
+
+
+def awaited(place: Path) -> Path:
+    """The judge's folder, when it is there."""
+    end = time.monotonic() + PATIENCE
+    while not place.is_dir():
+        if time.monotonic() > end:
+            raise RuntimeError(f"{place}: no judge in {PATIENCE} seconds; the same command goes on")
+        time.sleep(1)
+    return place
 
 
 def judged(task: dict[str, Any], folder: Path) -> dict[str, Any]:
@@ -126,9 +150,9 @@ def judged(task: dict[str, Any], folder: Path) -> dict[str, Any]:
     from unskip.evals import extractor
     from unskip.models import Sampling
     from unskip.recipes._judge import open_run
-    from unskip.recipes._judge_generation import judge_samples, judge_times
+    from unskip.recipes._judge_generation import judge_samples
 
-    run, place = open_run(folder), Path(task["judge"])
+    run, place = open_run(folder), awaited(Path(task["judge"]))
     judge = extractor(place, name="judge", device=task["device"])
     options: dict[str, Any] = {"precision": run.config.precision, "batch": task["batch"]}
     found: dict[str, Any] = {"weights": sum(weight.numel() for weight in run.model.parameters()), "generation": {}}
@@ -142,14 +166,33 @@ def judged(task: dict[str, Any], folder: Path) -> dict[str, Any]:
         if judging:
             values = judge_samples(run, judge, sampling=how, samples=drawn, cache=place / "statistics", **options)
             found["generation"][f"{cfg:g}"] = {**values, "seconds": time.perf_counter() - begin}
-    knn, probe = PROTOCOLS
-    _, sweep = judge_times(run, [knn], task["times"], **options)
-    found["knn20"] = {f"{t:g}": [round(each.values["knn20"], 5) for each in rows] for t, rows in sweep.items()}
-    best = max(found["knn20"], key=lambda t: max(found["knn20"][t]))
-    _, probes = judge_times(run, [probe], [float(best)], **options)
-    (rows,) = probes.values()
-    accuracies = [round(value, 5) for each in rows for value in each.values.values()]
-    return found | {"probe": {"time": float(best), "accuracy": accuracies}}
+    return {**found, "judge": judge.key, "features": known_by_blocks(run, task["times"], options)}
+
+
+def known_by_blocks(run: Any, times: list[float], options: dict[str, Any]) -> dict[str, Any]:
+    """Neighbours and probes: a tenth of the training set chooses block and time, and the test set judges there."""
+    from unskip.data._splits import HELD_OUT, divided
+    from unskip.evals import diffusion
+    from unskip.recipes._data import both
+    from unskip.recipes._judge_generation import judge_times
+
+    train, _ = both(run.config)
+    rest, held = (train.select(rows) for rows in divided(train.labels, HELD_OUT))
+    names = list(PROTOCOLS.values())
+    sweep = diffusion(run.model, rest, held, names, times=times, flow=run.config.flow, size=run.config.size, **options)
+    found: dict[str, Any] = {}
+    for number in PROTOCOLS:
+        held_out = {f"{t:g}": by_block(rows, number) for t, rows in sweep.items()}
+        _, block, t = max((value, -b, t) for t, values in held_out.items() for b, value in enumerate(values))
+        found[number] = {"held_out": held_out, "block": -block, "time": float(t)}
+    _, tested = judge_times(run, names, sorted({each["time"] for each in found.values()}), **options)
+    for number, each in found.items():
+        each["test"] = by_block(tested[each["time"]], number)
+    return found
+
+
+def by_block(results: list[Any], number: str) -> list[float]:
+    return [round(each.values[number], 5) for each in results if number in each.values]
 
 
 def picture(images: Any, folder: Path, name: str) -> None:
@@ -177,95 +220,14 @@ def checked_judge(judge: dict[str, Any], place: Path) -> None:
         )
 
 
-# --- What is shown ----------------------------------------------------------------------------------------------------
-
-
-def groups(done: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
-    """Runs that differ in their seed alone, together."""
-    found: dict[str, list[dict[str, Any]]] = {}
-    for name, row in done.items():
-        if name != "judge" and "generation" in row:
-            found.setdefault(name.partition(" | seed")[0], []).append(row)
-    return found
-
-
-def spread(values: list[float], digits: int) -> str:
-    middle = f"{statistics.mean(values):.{digits}f}"
-    return middle + (f" ± {statistics.stdev(values):.{digits}f}" if len(values) > 1 else "")
-
-
-def peak(row: dict[str, Any]) -> tuple[float, int, str]:
-    """The best KNN, its block and its time."""
-    cells = [(value, block, t) for t, values in row["knn20"].items() for block, value in enumerate(values)]
-    return max(cells)
-
-
-def table(done: dict[str, Any]) -> str:
-    """A line for each configuration."""
-    every, strong = groups(done), f"{CFG:g}"
-    guided = any(strong in row["generation"] for rows in every.values() for row in rows)
-    heads = ["FD-judge", *([f"FD-judge, cfg {strong}"] if guided else []), "precision", "recall"]
-    heads += ["KNN (block, t)", "probe (block)", "test loss"]
-    lines = [f"| run | seeds | decay | {' | '.join(heads)} |", "|---" * (len(heads) + 3) + "|"]
-    for name, rows in every.items():
-        plain, led = ([row["generation"][cfg] for row in rows if cfg in row["generation"]] for cfg in ("1", strong))
-        best = [peak(row) for row in rows]
-        where = ", ".join(sorted({f"{block}, {t}" for _, block, t in best}))
-        probes = [max((value, block) for block, value in enumerate(row["probe"]["accuracy"])) for row in rows]
-        cells = [
-            name.replace(" | ", ": "),
-            str(len(rows)),
-            f"{rows[0]['effective_decay']:.2g}",
-            spread([each["FD-judge"] for each in plain], 3),
-            *([spread([each["FD-judge"] for each in led], 3) if led else ""] if guided else []),
-            spread([each["precision"] for each in plain], 3),
-            spread([each["recall"] for each in plain], 3),
-            f"{spread([100 * value for value, _, _ in best], 1)} ({where})",
-            f"{spread([100 * value for value, _ in probes], 1)} ({', '.join(sorted({str(b) for _, b in probes}))})",
-            spread([row["test_loss"] for row in rows], 4),
-        ]
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
-
-
-def figure(done: dict[str, Any], file: Path) -> None:
-    """Distances, neighbours over blocks at each run's best time, and over times at its best block; as SVG."""
-    pyplot = drawing("sit")
-    sheet, (distance, depth, noise) = pyplot.subplots(1, 3, figsize=(13, 3.8), constrained_layout=True)
-    every = groups(done)
-    names = [name.replace(" | ", ": ") for name in every]
-    for offset, cfg in ((-0.2, "1"), (0.2, f"{CFG:g}")):
-        found = [
-            [row["generation"][cfg]["FD-judge"] for row in rows if cfg in row["generation"]] for rows in every.values()
-        ]
-        places = [index + offset for index, values in enumerate(found) if values]
-        if places:
-            distance.barh(
-                places, [statistics.mean(values) for values in found if values], height=0.38, label=f"cfg {cfg}"
-            )
-    distance.set(yticks=range(len(names)), yticklabels=names, xlabel="FD-judge (less is better)", title="samples")
-    distance.invert_yaxis()
-    for name, rows in every.items():
-        _, block, t = peak(rows[0])
-        (line,) = depth.plot([100 * v for v in rows[0]["knn20"][t]], marker="o", markersize=3, label=f"{name}, t = {t}")
-        times = [float(each) for each in rows[0]["knn20"]]
-        over = [100 * values[block] for values in rows[0]["knn20"].values()]
-        noise.plot(times, over, marker="o", markersize=3, color=line.get_color(), label=f"{name}, block {block}")
-    depth.set(xlabel="block", ylabel="KNN accuracy, k = 20 (%)", title="over depth, at the best noise level")
-    noise.set(xlabel="time: noise 0, data 1", title="over noise levels, at the best block")
-    for axes in (distance, depth, noise):
-        if axes.get_legend_handles_labels()[0]:
-            axes.legend(fontsize=6)
-    file.parent.mkdir(parents=True, exist_ok=True)
-    sheet.savefig(file, metadata={"Date": None})
-    pyplot.close(sheet)
+# --- The study --------------------------------------------------------------------------------------------------------
 
 
 def settings_of(options: argparse.Namespace) -> dict[str, Any]:
     if options.data is None:
         tiny: dict[str, Any] = {"preset": "digits", "data": "digits", "device": options.device, "steps": 40}
         tiny |= {"model_args": "width=32,depth=5,heads=2", "log_every": 10, "online_images": 500, "health": False}
-        tiny["judge"] = {"preset": "digits", "steps": 40, "model_args": "depth=2,embed_dim=32,num_heads=2"}
+        tiny["judge"] = {"preset": "digits", "steps": 300, "model_args": "depth=2,embed_dim=32,num_heads=2"}
         return {**tiny, "samples": 200, "sampling_steps": 5, "times": [0.5, 1.0], "guided": options.guided}
     graph = options.device == "cuda"
     fields: dict[str, Any] = {"preset": "cifar", "data": options.data, "device": options.device}
@@ -274,14 +236,16 @@ def settings_of(options: argparse.Namespace) -> dict[str, Any]:
     fields |= {"evaluate_every": max(1, options.steps // 3), "checkpoint_every": options.steps, "log_every": 50}
     fields |= {"health": False, "samples": options.samples, "sampling_steps": options.sampling_steps}
     fields["times"] = [0.7, 0.8, 0.9, 0.95, 1.0]
-    judge = {"preset": "cifar", "graph": graph, "epochs": options.judge_epochs, "checkpoint_every": 10**6, "seed": 0}
+    judge = {"preset": "cifar", "epochs": options.judge_epochs, "checkpoint_every": 10**6, "seed": 0}
+    judge |= {"compile": options.compile, "graph": graph}
     return {**fields, "judge": judge, "guided": options.guided}
 
 
 def told(fields: dict[str, Any]) -> dict[str, Any]:
     """The settings that decide a number; where and how fast it is computed does not."""
-    kept = {key: value for key, value in fields.items() if key not in ("data", "device", "compile", "graph", "guided")}
-    return {**kept, "judge": {key: value for key, value in kept["judge"].items() if key != "graph"}}
+    speed = ("data", "device", "compile", "graph", "guided")
+    kept = {key: value for key, value in fields.items() if key not in speed}
+    return {**kept, "judge": {key: value for key, value in kept["judge"].items() if key not in speed}}
 
 
 def main() -> None:
@@ -317,11 +281,17 @@ def main() -> None:
             __file__,
             options.device,
             told(fields),
-            protocols={name: KNOWN[name].to_dict() for name in PROTOCOLS},
+            protocols={name: KNOWN[name].to_dict() for name in PROTOCOLS.values()},
+            splits="a tenth of the training set, held out of it, chooses block and time; the test set judges there",
             sampling={"sampler": "heun", "steps": fields["sampling_steps"], "reference": "the whole training set"},
         )
         if "judge" in done:
             checked_judge(done["judge"], options.judge)
+        elif options.judge.exists():
+            raise SystemExit(
+                f"{options.judge}: there is a judge that {options.out} knows nothing of. Go on with the JSON it belongs"
+                " to (--out), name another folder by --judge, or delete this one"
+            )
         options.only = [*options.only, "judge"]  # which any run needs
 
         def task_of(name: str, config: dict[str, Any]) -> dict[str, Any]:
@@ -335,7 +305,7 @@ def main() -> None:
         judge = done["judge"]
         print(f"judge: accuracy {judge.get('test_accuracy', float('nan')):.3f}, weights {judge['weights']}")
     print(table(done))
-    if groups(done):
+    if any("generation" in row for row in done.values()):
         figure(done, options.pictures / f"sit-{word}.svg")
 
 
