@@ -29,6 +29,13 @@ def vit(**options: Any) -> nn.Module:
     return made.eval()
 
 
+def windows() -> nn.Module:
+    made: nn.Module = timm.create_model(
+        "swin_tiny_patch4_window7_224", img_size=56, depths=(1, 1, 1, 1), embed_dim=24, num_heads=(3, 3, 3, 3)
+    )
+    return made.eval()
+
+
 def colours(count: int = 12, size: int = 32, seed: int = 0) -> tuple[Tensor, Tensor]:
     """Bytes with a bright square on a dark ground, each patch of one kind, and their masks."""
     draw = torch.Generator().manual_seed(seed)
@@ -145,6 +152,17 @@ def test_other_libraries_and_layouts() -> None:
     assert maps.grid == (2, 3)  # of a convolutional net, its positions
 
 
+@pytest.mark.parametrize("name", ["beit_base_patch16_224", "eva02_tiny_patch14_224"])
+def test_attention_that_takes_the_weights_of_a_layer_and_never_calls_it(name: str) -> None:
+    model: Any = timm.create_model(name, img_size=28, patch_size=7, depth=2, embed_dim=24, num_heads=3, num_classes=0)
+    x, seen = torch.randn(2, 3, 28, 28), list[Tensor]()
+    model.eval().blocks[1].attn.register_forward_pre_hook(lambda module, args: seen.append(args[0]))
+    found = evals.patches(model, x, 1, "keys").blocks[1]
+    keys = nn.functional.linear(seen[-1], model.blocks[1].attn.qkv.weight[24:48])  # neither has a bias of its keys
+    assert torch.allclose(found, keys[:, 1:], atol=1e-5)
+    assert evals.attention_maps(model, x).shape == (2, 3, 4, 4)
+
+
 def test_sides_that_a_patch_does_not_divide_are_filled_up() -> None:
     model = vit(dynamic_img_size=True)
     x = torch.randn(1, 3, 30, 41)
@@ -171,11 +189,13 @@ def test_bytes_are_normalised() -> None:
         (vit, (1, 1, 32, 32), {}, "takes 3 channels"),
         (vit, (3, 32, 32), {}, "n, channels, height, width"),
         (vit, (1, 3, 32, 32), {"blocks": 7}, "not among the model's 3 blocks"),
+        (vit, (1, 3, 32, 32), {"blocks": []}, "name one at least"),
         (vit, (1, 3, 32, 32), {"what": "heads"}, "what is 'heads'"),
         (lambda: nn.Linear(3, 3), (1, 3, 32, 32), {}, "no patch tokens"),
         (lambda: timm.create_model("resnet10t"), (1, 3, 64, 64), {"what": "keys"}, "no keys to be had"),
+        (windows, (1, 3, 56, 56), {"what": "keys", "blocks": 0}, "parts of the image"),
     ],
-    ids=["tiny image", "other size", "channels", "one image", "block", "what", "no patches", "no attention"],
+    ids="tiny image,other size,channels,one image,block,no block,what,no patches,no attention,windows".split(","),
 )
 def test_what_has_no_patch_features(make: Any, shape: tuple[int, ...], options: Any, message: str) -> None:
     with pytest.raises(BadInput, match=message):
@@ -266,6 +286,7 @@ def test_masks_of_a_finer_grid_and_odd_images() -> None:
         (torch.zeros(4, 32, 32), {}, "whole numbers"),
         (torch.full((4, 32, 32), 5), {}, r"hold \[5\], and there are 2 classes"),
         (torch.full((4, 32, 32), 5), {"ignore": 4}, r"hold \[5\]"),
+        (torch.full((4, 32, 32), 9), {"ignore": 9}, "no pixel of the training masks has a class"),
         (torch.zeros(4, 32, 32).long(), {"protocol": "knn-dino-v1"}, "of kind knn"),
         (torch.zeros(4, 32, 32).long(), {"changes": {"depth": 3}}, "no setting depth"),
     ],
@@ -274,6 +295,24 @@ def test_segment_refuses(masks: Tensor, options: Any, message: str) -> None:
     images, _ = colours(4)
     with pytest.raises(BadInput, match=message):
         evals.segment(vit(), (images, masks), colours(2), 2, **options)
+
+
+def test_segment_refuses_what_would_give_a_number_all_the_same() -> None:
+    train, test = colours(4), colours(2)
+    with pytest.raises(BadInput, match="no test images"):
+        evals.segment(vit(), train, (test[0][:0], test[1][:0]), 2)
+    broken = torch.full_like(test[0], torch.nan, dtype=torch.float32)
+    with pytest.raises(BadInput, match=r"test features of blocks \[2\] are not finite"):
+        evals.segment(vit(), train, (broken, test[1]), 2, protocol="segment-ridge-v1")
+
+
+def test_masks_may_be_truth_values() -> None:
+    (images, masks), model = colours(), vit()
+    found = [
+        evals.segment(model, (images, each), (images, each), 2, protocol="segment-ridge-v1").iou
+        for each in (masks, masks.bool())
+    ]
+    assert found[0] == found[1]
 
 
 # --- Discovery --------------------------------------------------------------------------------------------------------
@@ -367,6 +406,11 @@ def test_images_that_are_no_squares() -> None:
 def test_discover_refuses(boxes: Tensor, options: Any, message: str) -> None:
     with pytest.raises(BadInput, match=message):
         evals.discover(vit(), colours(2)[0], boxes, **options)
+
+
+def test_discover_refuses_no_images() -> None:
+    with pytest.raises(BadInput, match="no images"):
+        evals.discover(vit(), torch.zeros(0, 3, 32, 32), torch.zeros(0, 4))
 
 
 def test_boxes_over_the_edge_are_cut_off() -> None:

@@ -134,6 +134,8 @@ def true_boxes(boxes: Tensor | Sequence[Tensor], images: Tensor) -> tuple[Tensor
 
     Raises BadInput where one lies outside or is empty, and where an image has none.
     """
+    if not len(images):
+        raise BadInput("discover: there are no images")
     if len(boxes) != len(images):
         raise BadInput(f"discover: {len(images)} images and boxes of {len(boxes)}; there are some for each image")
     height, width = images.shape[2:]

@@ -9,6 +9,7 @@ filled up with the mean colour at the right and at the bottom.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -40,10 +41,30 @@ class Patches:
 
 @dataclass(frozen=True, eq=False)
 class Look:
-    """How one attention is read: the module whose input it takes, and its weights."""
+    """How one attention is read: the modules whose input it takes, nearest to its weights first, and its weights."""
 
-    module: nn.Module
+    modules: tuple[nn.Module, ...]
     attention: AttentionParts
+
+    @contextmanager
+    def listening(self) -> Iterator[dict[int, Tensor]]:
+        """While it is open, what the attention reads is kept by the place of the module that was called with it."""
+        seen: dict[int, Tensor] = {}
+        handles = [
+            module.register_forward_pre_hook(_take(seen, place), with_kwargs=True)
+            for place, module in enumerate(self.modules)
+        ]
+        try:
+            yield seen
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def heard(self, seen: dict[int, Tensor]) -> Tensor:
+        """(images, tokens, dim): what was kept nearest to the weights."""
+        if not seen:
+            raise BadInput(f"{self.attention.site.name}: what its keys are made of is not seen; take what='tokens'")
+        return seen[min(seen)]
 
 
 @torch.no_grad()
@@ -75,33 +96,35 @@ class Reader:
             except UnskipError as error:
                 raise BadInput(f"{type(model).__name__}: no blocks to take patch features of ({error})") from error
             self.wanted = indices(blocks, len(self.axes))
+            if not self.wanted:
+                raise BadInput(f"blocks is {blocks!r}; name one at least, of 0 to {len(self.axes) - 1}")
             self.looks = {} if what == "tokens" else looks(model, shown, list(self.axes), self.wanted)
 
     @torch.no_grad()
     def __call__(self, images: Tensor, precision: Precision = "float32") -> Patches:
         shown = fitted(self.model, images, self.patch)
-        seen: dict[int, Tensor] = {}
-        handles = [
-            look.module.register_forward_pre_hook(take(seen, i), with_kwargs=True) for i, look in self.looks.items()
-        ]
-        try:
-            with (
-                evaluating(self.model),
-                kept(self.model, self.axes, self.wanted) as outputs,
-                autocast(shown.device, precision),
-            ):
-                self.model(shown)
-        finally:
-            for handle in handles:
-                handle.remove()
+        with (
+            ExitStack() as stack,
+            evaluating(self.model),
+            kept(self.model, self.axes, self.wanted) as outputs,
+            autocast(shown.device, precision),
+        ):
+            seen = {index: stack.enter_context(look.listening()) for index, look in self.looks.items()}
+            self.model(shown)
         found: dict[int, Tensor] = {}
         grid: tuple[int, int] | None = None
         for index in self.wanted:
             axis = list(self.axes.values())[index]
             tokens, here = _on_grid(self.model, outputs[index], axis, shown, self.patch)
             if self.what != "tokens":
-                count = here[0] * here[1]
-                tokens = project(self.looks[index].attention, self.what, seen[index])[:, -count:].flatten(2)
+                count, look = here[0] * here[1], self.looks[index]
+                read = look.heard(seen[index])
+                if len(read) != len(shown) or read.shape[1] < count:
+                    raise BadInput(
+                        f"{look.attention.site.name}: its attention reads {tuple(read.shape)}, parts of the image, and "
+                        f"not {len(shown)} x {count} patches; take what='tokens'"
+                    )
+                tokens = project(look.attention, self.what, read)[:, -count:].flatten(2)
             found[index] = tokens.float()
             if grid is not None and grid != here:
                 raise BadInput(
@@ -137,7 +160,7 @@ def looks(model: nn.Module, example: Tensor, names: list[str], wanted: Sequence[
             part = every[place]
             attention = part.attention if isinstance(part, ParallelParts) else part
             if isinstance(attention, AttentionParts) and not attention.cross:
-                found[index] = Look(_owner(model, attention), attention)
+                found[index] = Look(_owners(model, attention), attention)
             elif place in every.reasons:
                 reason = every.reasons[place]
         if index not in found:
@@ -145,22 +168,28 @@ def looks(model: nn.Module, example: Tensor, names: list[str], wanted: Sequence[
     return found
 
 
-def _owner(model: nn.Module, attention: AttentionParts) -> nn.Module:
-    """The module that holds the weights of the keys: its input is what the attention reads."""
+def _owners(model: nn.Module, attention: AttentionParts) -> tuple[nn.Module, ...]:
+    """The module that holds the weights of the keys, whose input is what the attention reads, and the one around it.
+
+    Some take a layer's weight and never call the layer (timm's BEiT and EVA); what is around it is called.
+    """
     storage = attention.k.untyped_storage().data_ptr()
-    for module in model.modules():
+    for name, module in model.named_modules():
         for parameter in module.parameters(recurse=False):
             if parameter.untyped_storage().data_ptr() == storage and parameter.ndim > 1:
-                return module
+                around = model.get_submodule(name.rpartition(".")[0])
+                return (module, around) if isinstance(module, nn.Linear) else (module,)
     raise BadInput(f"{attention.site.name}: the weights of its keys belong to no module of the model")
 
 
-def take(seen: dict[int, Tensor], index: int) -> Any:
+def _take(seen: dict[int, Tensor], place: int) -> Any:
     """A hook that keeps what an attention reads."""
 
     def hook(module: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
         values = [value for value in (*arguments, *named.values()) if isinstance(value, Tensor)]
-        seen[index] = values[min(1, len(values) - 1)] if isinstance(module, nn.MultiheadAttention) else values[0]
+        if not values:
+            return
+        seen[place] = values[min(1, len(values) - 1)] if isinstance(module, nn.MultiheadAttention) else values[0]
 
     return hook
 

@@ -20,7 +20,7 @@ from torch.nn import functional as F
 from unskip.data._device import mean_and_std
 from unskip.errors import BadInput, UnskipError
 from unskip.evals._discover import discoveries, in_pixels
-from unskip.evals._patches import Reader, project, take
+from unskip.evals._patches import Reader, project
 
 Pixels = NDArray[numpy.uint8]
 _CELL, _TITLE, _EDGE = 128, 14, 2
@@ -61,14 +61,11 @@ def attention_maps(model: nn.Module, images: Tensor, block: int = -1) -> Tensor:
     """
     reader = Reader(model, images, block, "keys")
     (look,) = reader.looks.values()
-    seen: dict[int, Tensor] = {}
-    handle = look.module.register_forward_pre_hook(take(seen, block), with_kwargs=True)
-    try:
+    with look.listening() as seen:
         read = reader(images)
-    finally:
-        handle.remove()
+    heard = look.heard(seen)
     part, patches = look.attention, read.grid[0] * read.grid[1]
-    queries, keys = (project(part, what, seen[block]).transpose(1, 2) for what in ("queries", "keys"))
+    queries, keys = (project(part, what, heard).transpose(1, 2) for what in ("queries", "keys"))
     keys = keys.repeat_interleave(part.heads // part.kv_heads, 1)
     scores = (queries @ keys.mT * part.softmax_scale).softmax(-1)  # (images, heads, tokens, tokens)
     prefix = scores.shape[-1] - patches

@@ -112,7 +112,9 @@ def _segment(
     reader = Reader(model, learnt.images, flat)
     if sets == "all":
         sets = [(index,) for index in reader.wanted]
-    x, y = (_read(reader, each, batch, precision) for each in (learnt, judged))
+    if ignore is not None and bool((learnt.masks == ignore).all()):
+        raise BadInput("segment: no pixel of the training masks has a class")
+    x, y = (_read(name, reader, each, batch, precision) for name, each in (("train", learnt), ("test", judged)))
     found = []
     for each in sets:
         wanted = tuple(index % len(reader.axes) for index in each)
@@ -142,7 +144,7 @@ class _Read:
         return out[:, :, : size[0], : size[1]]
 
 
-def _read(reader: Reader, data: Masked, batch: int, precision: Precision) -> _Read:
+def _read(name: str, reader: Reader, data: Masked, batch: int, precision: Precision) -> _Read:
     parts: dict[int, list[Tensor]] = {}
     for part in batches(len(data.images), batch):
         read = reader(data.images[part], precision)
@@ -150,7 +152,11 @@ def _read(reader: Reader, data: Masked, batch: int, precision: Precision) -> _Re
             parts.setdefault(index, []).append(tokens.mT.unflatten(2, read.grid))
     height, width = data.images.shape[2:]
     covered = (height / (read.stride[0] * read.grid[0]), width / (read.stride[1] * read.grid[1]))
-    return _Read({index: torch.cat(each) for index, each in parts.items()}, covered)
+    maps = {index: torch.cat(each) for index, each in parts.items()}
+    broken = [index for index, each in maps.items() if not bool(each.isfinite().all())]
+    if broken:  # a class would be found in them all the same
+        raise BadInput(f"segment: {name} features of blocks {broken} are not finite; look at the model and the images")
+    return _Read(maps, covered)
 
 
 def _checked(name: str, data: Masked, classes: int, ignore: int | None, device: torch.device) -> Masked:
@@ -158,12 +164,15 @@ def _checked(name: str, data: Masked, classes: int, ignore: int | None, device: 
     if not isinstance(masks, Tensor) or masks.is_floating_point() or masks.ndim != 3 or len(masks) != len(images):
         found = f"{masks.dtype} {tuple(masks.shape)}" if isinstance(masks, Tensor) else type(masks).__name__
         raise BadInput(f"segment: {name} masks are whole numbers (n, height, width), one for each image, got {found}")
+    if not len(images):
+        raise BadInput(f"segment: there are no {name} images")
     (height, width), (tall, wide) = images.shape[2:], masks.shape[1:]
     if height * wide != width * tall:
         raise BadInput(
             f"segment: {name} masks are {tall} x {wide} and the images {height} x {width}; their sides are not in the "
             "same proportion, so a mask cannot lie over its image"
         )
+    masks = masks.byte() if masks.dtype == torch.bool else masks
     values = masks.unique()
     wrong = [int(v) for v in values if not 0 <= int(v) < classes and (ignore is None or int(v) != ignore)]
     if wrong:
@@ -229,8 +238,6 @@ def _ridge(
     x = z.movedim(1, -1).flatten(0, 2)
     w = weights.flatten().double()
     total = w.sum()
-    if not total:
-        raise BadInput("segment: no pixel of the training masks has a class")
     mean = w @ x.double() / total
     std = (w @ (x.double() - mean).square() / total).sqrt()
     std = torch.where(std > _EPS * std.max().clamp_min(_EPS), std, 1.0)
