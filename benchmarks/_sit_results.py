@@ -91,12 +91,8 @@ def figure(done: dict[str, Any], file: Path) -> None:
     distance.invert_yaxis()
     for index, (name, rows) in enumerate(every.items()):
         for turn, row in enumerate(rows):
-            style: dict[str, Any] = {
-                "marker": "o",
-                "markersize": 3,
-                "color": f"C{index}",
-                "alpha": 1 - 0.5 * bool(turn),
-            }
+            style: dict[str, Any] = {"marker": "o", "markersize": 3, "color": f"C{index}"}
+            style["linestyle"] = "--" if turn else "-"  # further seeds
             for axes, number in ((near, "knn20"), (probe, "probe_lbfgs")):
                 known = row["features"][number]
                 label = None if turn else f"{name.replace(' | ', ': ')}, t = {known['time']:g}"
@@ -107,7 +103,7 @@ def figure(done: dict[str, Any], file: Path) -> None:
             noise.plot(times, over, label=None if turn else name.replace(" | ", ": "), **style)
     near.set(xlabel="block", ylabel="accuracy (%)", title="neighbours, k = 20, test images")
     probe.set(xlabel="block", title="linear probe, test images")
-    noise.set(xlabel="time: noise 0, data 1", title="neighbours at the best block, held-out images")
+    noise.set(xlabel="time: noise 0, data 1", title="neighbours at the best block, held out")
     for axes in (distance, near, probe, noise):
         axes.legend(fontsize=6)
     file.parent.mkdir(parents=True, exist_ok=True)

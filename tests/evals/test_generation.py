@@ -233,6 +233,25 @@ def test_statistics_are_kept_under_the_hash_of_images_and_weights(
         generation(fake, real, module, cache=tmp_path)
 
 
+class Means(nn.Module):
+    def forward(self, images: Tensor) -> Tensor:
+        return images.float().mean((2, 3))
+
+
+class Corners(nn.Module):
+    def forward(self, images: Tensor) -> Tensor:
+        return images[:, :, 0, 0].float()
+
+
+def test_modules_without_weights_are_told_apart(tmp_path: Path) -> None:
+    real, fake = small_set(60, 0), pictures(50, 1, 60)
+    for module in (Means(), Corners()):
+        fresh = generation(fake, real, module)
+        for _ in range(2):  # made, and read
+            assert generation(fake, real, module, cache=tmp_path) == pytest.approx(fresh)
+    assert len(list(tmp_path.glob("*.safetensors"))) == 2
+
+
 def test_a_set_a_tensor_and_batches_are_judged_alike() -> None:
     module, real, fake = Pixels(), small_set(60, 0), pictures(50, 1, 60)
     assert real.images is not None

@@ -13,6 +13,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -34,12 +35,18 @@ class Extractor:
     name: str
     module: nn.Module
     extract: Callable[[Tensor], tuple[Tensor, Tensor | None]]
-    key: str  # hash of the weights
+    key: str  # hash of the weights, and of the class where a module was given
 
     @property
     def distance(self) -> str:
         """What the Fréchet distance over it is called."""
         return "FID" if self.name == "inception" else f"FD-{self.name}"
+
+    @property
+    def device(self) -> torch.device:
+        """Where its weights lie; one without any computes on the CPU."""
+        found = next(chain(self.module.parameters(), self.module.buffers()), None)
+        return torch.device("cpu") if found is None else found.device
 
     @torch.no_grad()
     def __call__(self, images: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -47,9 +54,8 @@ class Extractor:
             raise BadInput(
                 f"{self.name}: images are bytes (n, channels, height, width), got {images.dtype} {tuple(images.shape)}"
             )
-        where = next(self.module.parameters()).device
         with evaluating(self.module):
-            features, logits = self.extract(images.to(where))
+            features, logits = self.extract(images.to(self.device))
         if features.ndim != 2 or not bool(features.isfinite().all()):
             raise BadInput(f"{self.name}: its features are {tuple(features.shape)}; they are finite (n, dim)")
         return features.float(), None if logits is None else logits.float()
@@ -64,7 +70,9 @@ def extractor(
     if isinstance(source, Extractor):
         return source
     if isinstance(source, nn.Module):
-        return Extractor(name or type(source).__name__, source, _plain(source), weights_key(source))
+        # Modules of the same weights, or of none, may well compute different features.
+        key = weights_key(source, f"{type(source).__module__}.{type(source).__qualname__}")
+        return Extractor(name or type(source).__name__, source, _plain(source), key)
     if str(source) == "inception":
         return _inception(device)
     if str(source).startswith("timm:"):
@@ -72,9 +80,9 @@ def extractor(
     return _folder(Path(source), name, device)
 
 
-def weights_key(module: nn.Module) -> str:
-    """A hash of all weights, by name."""
-    digest = hashlib.sha256()
+def weights_key(module: nn.Module, word: str = "") -> str:
+    """A hash of all weights, by name, and of a word."""
+    digest = hashlib.sha256(word.encode())
     for key, value in sorted(module.state_dict().items()):
         digest.update(key.encode())
         digest.update(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())

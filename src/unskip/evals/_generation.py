@@ -151,7 +151,6 @@ def _read(file: Path, extractor: Extractor) -> Statistics:
     try:
         tensors = load_file(file)
         held = float(tensors["score"]) if "score" in tensors else None
-        device = next(extractor.module.parameters()).device
-        return Statistics(Moments.from_state(tensors), tensors["features"].to(device), held, extractor.key)
+        return Statistics(Moments.from_state(tensors), tensors["features"].to(extractor.device), held, extractor.key)
     except (SafetensorError, KeyError, OSError) as error:
         raise LoadError(f"{file}: damaged ({error}); delete it, and it is made again") from error
