@@ -280,6 +280,8 @@ def test_noise_waits_for_no_device() -> None:
     ({"times": "beta"}, "uniform, logit-normal"),
     ({"label_dropout": 1.0}, "share"),
     ({"time_deviation": 0.0}, "above 0"),
+    ({"time_deviation": math.inf}, "above 0"),
+    ({"time_mean": math.nan}, "time_mean is nan"),
 ])  # fmt: skip
 def test_a_flow_that_is_none(fields: dict[str, Any], text: str) -> None:
     with pytest.raises(BadInput, match=text):
@@ -289,6 +291,7 @@ def test_a_flow_that_is_none(fields: dict[str, Any], text: str) -> None:
 @pytest.mark.parametrize(("fields", "text"), [
     ({"sampler": "ddim"}, "euler, heun, dopri5, euler-maruyama"),
     ({"steps": 0}, "one or more"),
+    ({"steps": 2.5}, "whole number"),
     ({"cfg": -1.0}, "0 or more"),
     ({"cfg": math.nan}, "0 or more"),
     ({"tolerance": 0.0}, "between 0 and 1"),

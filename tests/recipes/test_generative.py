@@ -116,6 +116,7 @@ def test_stopped_and_resumed_it_is_the_same(tmp_path: Path) -> None:
     ({"model_args": "width=18,heads=4"}, "multiple"),
     ({"init": "skipless"}, "default or zero"),
     ({"betas": "0.9"}, "two numbers"),
+    ({"betas": "0.9,1.5"}, "below 1"),
     ({"steps": 0}, "0 steps"),
     ({"model_args": "width=16,depth=2,heads=2,classes=9"}, "9 classes, and digits has 10"),
     ({"interpolant": "cubic"}, "linear, gvp"),

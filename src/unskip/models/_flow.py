@@ -62,8 +62,10 @@ class Flow:
                 raise BadInput(f"{name} is {getattr(self, name)!r}; it can be {', '.join(get_args(known))}")
         if not 0 <= self.label_dropout < 1:
             raise BadInput(f"label_dropout is {self.label_dropout}; it is a share from 0 up to but without 1")
-        if not self.time_deviation > 0:
+        if not 0 < self.time_deviation < math.inf:
             raise BadInput(f"time_deviation is {self.time_deviation}; it is above 0")
+        if not math.isfinite(self.time_mean):
+            raise BadInput(f"time_mean is {self.time_mean}; it is a number, and 0 puts the middle of all times at 0.5")
 
     @property
     def ends(self) -> tuple[float, float]:

@@ -57,8 +57,8 @@ class Sampling:
     def __post_init__(self) -> None:
         if self.sampler not in get_args(Sampler):
             raise BadInput(f"sampler is {self.sampler!r}; it can be {', '.join(get_args(Sampler))}")
-        if self.steps < 1:
-            raise BadInput(f"{self.steps} steps; it takes one or more")
+        if not isinstance(self.steps, int) or self.steps < 1:
+            raise BadInput(f"{self.steps} steps; it takes a whole number of them, one or more")
         if not 0 <= self.cfg < float("inf"):
             raise BadInput(f"cfg is {self.cfg}; it is 0 or more, and 1 is no guidance")
         if not 0 < self.tolerance < 1:

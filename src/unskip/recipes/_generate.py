@@ -186,6 +186,8 @@ def _betas(text: str) -> tuple[float, float]:
         first, second = (float(part) for part in text.split(","))
     except ValueError:
         raise BadInput(f"betas is {text!r}; write two numbers, as in 0.9,0.999") from None
+    if not (0 <= first < 1 and 0 <= second < 1):
+        raise BadInput(f"betas is {text!r}; each is 0 or more and below 1, as in 0.9,0.999")
     return first, second
 
 
