@@ -78,6 +78,7 @@ def work(task: dict[str, Any]) -> dict[str, Any] | None:
     recipe = config.pop("recipe")
     planned = getattr(unskip.recipes, recipe)(config.pop("preset"), **config)
     found: dict[str, Any] = {"config": {key: value for key, value in task["config"].items() if key != "data"}}
+    judge = recipe == "supervised"
     try:
         going = (folder / "config.json").exists()
         outcome = unskip.resume(folder, quiet=True) if going else unskip.train(planned, folder, quiet=True)
@@ -85,13 +86,16 @@ def work(task: dict[str, Any]) -> dict[str, Any] | None:
             return None
         trained = time.perf_counter() - start
         found |= dict(outcome.evaluations)
-        found |= kept_judge(task, folder, planned) if recipe == "supervised" else judged(task, folder)
+        found |= kept_judge(task, folder, planned) if judge else judged(task, folder)
         found["judged_seconds"] = time.perf_counter() - start - trained
     except unskip.errors.TrainingError as error:
         broken = [row for row in RunFolder(folder).read("warnings.jsonl") if row["warning"] == "non-finite-loss"]
-        if recipe == "supervised" or not broken:
+        if judge or not broken:
             raise  # such as a full disk, after which it can go on
         found["diverged"] = str(error).partition(": ")[2]
+    finally:
+        if judge and "weights" not in found:
+            failure(Path(task["judge"])).touch()
     run = RunFolder(folder)
     metrics = run.read("metrics.jsonl")
     early = metrics[:20] + metrics[20 :: max(1, len(metrics) // 30)]
@@ -138,10 +142,15 @@ def awaited(place: Path) -> Path:
     """The judge's folder, when it is there."""
     end = time.monotonic() + PATIENCE
     while not place.is_dir():
-        if time.monotonic() > end:
-            raise RuntimeError(f"{place}: no judge in {PATIENCE} seconds; the same command goes on")
+        if failure(place).exists() or time.monotonic() > end:
+            raise RuntimeError(f"{place}: no judge came; this run is trained, and the same command goes on with it")
         time.sleep(1)
     return place
+
+
+def failure(place: Path) -> Path:
+    """A file that says that the judge will not come."""
+    return place.with_name(f"{place.name}.failed")
 
 
 def judged(task: dict[str, Any], folder: Path) -> dict[str, Any]:
@@ -261,7 +270,7 @@ def main() -> None:
         "--guided", action="store_true", help=f"distances with guidance of {CFG:g} too: thrice the work"
     )
     parser.add_argument("--compile", action="store_true", help="compile each model: pays off in long runs")
-    parser.add_argument("--judge", type=Path, help="where the judge's weights are kept (default RUNS/sit-judge)")
+    parser.add_argument("--judge", type=Path, help="where the judge's weights are kept (default RUNS/sit-cifar-judge)")
     parser.add_argument("--pictures", type=Path, help="where grids and figures go (default docs/img)")
     options = parser.parse_args()
     if options.work:
@@ -271,7 +280,7 @@ def main() -> None:
     word, real = fields["preset"], options.data is not None
     options.out = options.out or (ROOT / "docs" / "results" if real else ROOT / "build") / f"sit-{word}.json"
     options.pictures = options.pictures or (ROOT / "docs" / "img" if real else ROOT / "build" / "img")
-    options.judge = options.judge or options.runs / "sit-judge"
+    options.judge = options.judge or options.runs / f"sit-{word}-judge"
     data = json.loads(options.out.read_text()) if options.show else opened(options.out, told(fields))
     done = data["runs"]
     if not options.show:
@@ -292,6 +301,7 @@ def main() -> None:
                 f"{options.judge}: there is a judge that {options.out} knows nothing of. Go on with the JSON it belongs"
                 " to (--out), name another folder by --judge, or delete this one"
             )
+        failure(options.judge).unlink(missing_ok=True)
         options.only = [*options.only, "judge"]  # which any run needs
 
         def task_of(name: str, config: dict[str, Any]) -> dict[str, Any]:
