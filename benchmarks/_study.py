@@ -102,9 +102,14 @@ def serve(work: Callable[[Any], Row | None]) -> None:
 
 
 def release() -> None:
-    """Gives back what a run has held on the device, for the next one and for the other workers."""
+    """Gives back what a run has held on the device, for the next one and for the other workers.
+
+    What was compiled goes too: past eight models of a class nothing would be compiled any more, and a shortcut that has
+    changed since would become an input of the compiled model.
+    """
     import torch
 
+    torch.compiler.reset()
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

@@ -5,7 +5,8 @@
     python benchmarks/sit.py --data ... --show              # tables and figures of what is there; runs nothing
 
     judge    one residual classifier, begun first; Fréchet distances are over its features, FD-judge, with its hash
-    sit      plain, decay with long skips (two seeds each), long skips alone, decay that ends in the middle
+    sit      plain, decay with long skips (two seeds each), long skips alone, decay of the same product
+             that ends in the middle
     uvit     plain, and decayed
 
 SiT-S/4 in pixel space, about 33 million weights, 15000 steps of 128 images. Of each run's averaged weights 10000
@@ -44,14 +45,14 @@ PATIENCE = 1800  # seconds that a run which is trained waits for the judge
 def jobs(done: dict[str, Any], fields: dict[str, Any], alpha: str) -> list[Job]:
     """What is still to be run, what matters most first. The others are trained meanwhile, and wait for the judge."""
     judge = {"recipe": "supervised", **fields["judge"], "data": fields["data"], "device": fields["device"]}
-    decay = {"shortcut": f"decay:{alpha}"}
+    decay, halfway = {"shortcut": f"decay:{alpha}"}, {"shortcut": ends_in_the_middle(alpha, fields)}
     found: list[Job] = [
         ("sit | plain | seed 0", {"recipe": "sit", **PLAIN, "seed": 0}),
         (f"sit | decay {alpha} | seed 0", {"recipe": "sit", **decay, "seed": 0}),
         ("sit | long skips | seed 0", {"recipe": "sit", "shortcut": "keep", "seed": 0}),
         ("sit | plain | seed 1", {"recipe": "sit", **PLAIN, "seed": 1}),
         (f"sit | decay {alpha} | seed 1", {"recipe": "sit", **decay, "seed": 1}),
-        (f"sit | decay {alpha} to the middle | seed 0", {"recipe": "sit", "shortcut": f"decay:{alpha},until=0.5"}),
+        (f"sit | decay {alpha} to the middle | seed 0", {"recipe": "sit", **halfway}),
         ("uvit | plain | seed 0", {"recipe": "uvit", "shortcut": "keep"}),
         (f"uvit | decay {alpha} | seed 0", {"recipe": "uvit", **decay}),
     ]
@@ -60,19 +61,25 @@ def jobs(done: dict[str, Any], fields: dict[str, Any], alpha: str) -> list[Job]:
     return [(name, config) for name, config in every if name not in done]
 
 
+def ends_in_the_middle(alpha: str, fields: dict[str, Any]) -> str:
+    """A decay that falls over the first half of the sites and stays there, with the product of the one over all."""
+    from unskip.wiring.shortcuts import effective_decay, parse
+
+    sites = 24 if fields["preset"] == "cifar" else 10
+    product = effective_decay(weight.alpha for weight in parse(f"decay:{alpha}").weights(sites))
+    return f"decay:product={product!r},until=0.5"
+
+
 # --- One run ----------------------------------------------------------------------------------------------------------
 
 
 def work(task: dict[str, Any]) -> dict[str, Any] | None:
     """One run in this process, from its checkpoint where it has one; None where it was told to stop."""
-    import torch
 
     import unskip
     from unskip.training import RunFolder
 
     warnings.simplefilter("ignore", unskip.errors.UnskipWarning)
-    # Of an earlier run: a shortcut that has changed since would become an input of the compiled model.
-    torch.compiler.reset()
     start, folder = time.perf_counter(), Path(task["folder"])
     config = dict(task["config"])
     recipe = config.pop("recipe")
