@@ -24,6 +24,7 @@ from unskip.errors import BadInput, UnskipError, UnskipWarning
 from unskip.models import DINO, SimCLR
 from unskip.recipes import _dino, _simclr
 from unskip.recipes._judge import open_run
+from unskip.recipes._views import patch_ranks
 from unskip.training import RunFolder
 
 pytestmark = pytest.mark.filterwarnings("ignore::unskip.errors.UnskipWarning")  # runs of a few steps look unhealthy
@@ -215,6 +216,7 @@ def test_a_run_trains_resumes_and_holds_its_encoder(make: Any, tmp_path: Path) -
     outcome = unskip.train(make(), one, quiet=True)
     assert outcome.finished
     assert {"knn20", "rank", "rank_block_0", "rank_block_1"} <= set(outcome.evaluations)
+    assert all(1 <= outcome.evaluations[f"patchrank_block_{block}"] <= 16 for block in (0, 1))
     unskip.train(make(), two, quiet=True)
     (two / "checkpoints" / "step-6").rename(tmp_path / "away")  # as if it had been killed after the first checkpoint
     unskip.resume(two, quiet=True)
@@ -255,6 +257,7 @@ def test_what_the_watch_says() -> None:
     assert names(share=0.01, **{**healthy, "teacher_spread": 0.01}) == []
     assert names(rank_block_0=9.0, rank_block_1=1.3, rank_block_11=1.1) == ["collapsed-blocks"]
     assert "blocks [1, 11]" in next(look({"rank_block_1": 1.3, "rank_block_11": 1.1}, 0.5))[1]
+    assert names(rank_block_0=9.0, patchrank_block_0=7.0, patchrank_block_1=1.2) == ["collapsed-patches"]
 
 
 def test_what_would_end_a_run_at_its_first_evaluation_is_refused_at_its_start() -> None:
@@ -372,3 +375,27 @@ def test_a_sharded_run_is_the_run(tmp_path: Path) -> None:
     losses, again = ([row["loss"] for row in each.read("metrics.jsonl")] for each in (one, two))
     assert again == pytest.approx(losses, abs=1e-5)
     assert one.read("evals.jsonl")[0]["knn20"] == two.read("evals.jsonl")[0]["knn20"]
+
+
+def test_the_rank_of_patches_is_that_of_each_image_on_its_own() -> None:
+    """Images that differ, with patches that are all alike, have a high rank together and none within."""
+    draw = torch.Generator().manual_seed(0)
+    images, patches, dim, prefix = 8, 9, 12, 1
+
+    class Told(torch.nn.Module):
+        num_prefix_tokens = prefix
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.alike, self.apart = torch.nn.Identity(), torch.nn.Identity()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.alike(x[:, 1:2].expand(-1, prefix + patches, -1) * torch.ones(1, prefix + patches, 1))
+            out: torch.Tensor = self.apart(x)
+            return out
+
+    x = torch.randn(images, prefix + patches, dim, generator=draw)
+    alike, apart = patch_ranks(Told(), x, {"alike": -1, "apart": -1})
+    expected = [unskip.measures.effective_rank(each[prefix:].double()) for each in x]
+    assert alike == pytest.approx(1, abs=1e-6)
+    assert apart == pytest.approx(sum(expected) / images, rel=1e-6)

@@ -30,10 +30,9 @@ from unskip.optim import build as build_optimizer
 from unskip.optim import schedules
 from unskip.recipes._config import Config
 from unskip.recipes._data import Opener
-from unskip.recipes._online import online
 from unskip.recipes._registry import Preset, Recipe, register, resolve
 from unskip.recipes._shared import built, device_of, save_with_encoder, schedule_of, steps_of, wired
-from unskip.recipes._views import backbone_arguments, collapsed_blocks, prepare, still_feeds, view_data
+from unskip.recipes._views import backbone_arguments, collapsed_blocks, looked_at, prepare, still_feeds, view_data
 from unskip.training import Schedule, Task
 
 
@@ -119,7 +118,15 @@ _PRESETS = {
     ),
     "vit-small": Preset(
         {"data": "imagenet", "size": 224, "patch": None, "model": "timm:vit_small_patch16_224", "small_size": 96}
-        | {"source": 256, "batch": 1024, "lr": 5e-4 * 1024 / 256, "epochs": 100, "warmup": 0.1, "workers": 12}
+        | {
+            "source": 256,
+            "batch": 1024,
+            "lr": 5e-4 * 1024 / 256,
+            "lr_end": 1e-6 / 2e-3,
+            "epochs": 100,
+            "warmup": 0.1,
+            "workers": 12,
+        }
         | {"model_args": "drop_path_rate=0.1", "precision": "bf16", "compile": True, "evaluate_every": 5000},
         "days on 8 GPUs; not run here",
         "the paper on skips, second hand, VOC12 TokenCut: residual 49.4, without residuals 63.2",
@@ -193,7 +200,7 @@ def build(config: Dino, opener: Opener | None = None) -> tuple[Task, Schedule]:
     def write(network: Any, folder: Path) -> None:
         save_with_encoder(network, network.teacher.backbone, folder, config.model, arguments)
 
-    evaluation = online(known, judged, config.precision, axes, lambda net: net.teacher.backbone)
+    evaluation = looked_at(known, judged, config.precision, axes, lambda net: net.teacher.backbone)
     task = Task(
         model=model,
         feed=DrawnFeed(feed),

@@ -21,10 +21,9 @@ from unskip.models import SimCLR
 from unskip.optim import build as build_optimizer
 from unskip.recipes._config import Config
 from unskip.recipes._data import Opener
-from unskip.recipes._online import online
 from unskip.recipes._registry import Preset, Recipe, register, resolve
 from unskip.recipes._shared import built, device_of, save_with_encoder, schedule_of, steps_of, wired
-from unskip.recipes._views import backbone_arguments, collapsed_blocks, prepare, still_feeds, view_data
+from unskip.recipes._views import backbone_arguments, collapsed_blocks, looked_at, prepare, still_feeds, view_data
 from unskip.training import Schedule, Task
 from unskip.wiring import Anneal, Decay
 from unskip.wiring._caution import warn
@@ -105,7 +104,7 @@ def build(config: Simclr, opener: Opener | None = None) -> tuple[Task, Schedule]
     def write(network: Any, folder: Path) -> None:
         save_with_encoder(network, network.backbone, folder, config.model, arguments)
 
-    evaluation = online(known, judged, config.precision, axes, lambda net: net.backbone)
+    evaluation = looked_at(known, judged, config.precision, axes, lambda net: net.backbone)
     task = Task(
         model=model,
         feed=DrawnFeed(feed),

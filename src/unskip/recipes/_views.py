@@ -1,19 +1,29 @@
-"""What the recipes that compare views of an image share, DINO and SimCLR: their views, their backbone, its collapse."""
+"""What the recipes that compare views of an image share, DINO and SimCLR: their views, their backbone, its collapse.
+
+Features collapse in two ways. Images become alike: the rank of their means falls. Or the patches of each image become
+alike while images still differ, as attention without skips tends to do (arXiv 2103.03404): then the rank of the patches
+within an image falls, and with it what can be read from them.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from unskip.anatomy._features import kept
+from unskip.anatomy._quiet import evaluating
 from unskip.data import Feed, ImageSet, ViewFeed, Views
 from unskip.errors import BadInput
+from unskip.evals._extract import Precision, autocast
 from unskip.init import start_
 from unskip.recipes._data import Opener, both
-from unskip.recipes._online import check_online, some
+from unskip.recipes._online import _gathered, check_online, online, some
 from unskip.recipes._shared import arguments_of
+
+_IMAGES = 64  # whose patches are looked at
 
 
 def view_data(config: Any, device: torch.device, opener: Opener | None = None) -> tuple[ImageSet, ImageSet, ViewFeed]:
@@ -73,10 +83,55 @@ def prepare(config: Any, backbone: nn.Module, sample: Tensor) -> None:
     start_(backbone, config.init, draw, sample[:2], where=config.where, preset="vit-small")
 
 
+def looked_at(
+    known: Feed, judged: Feed, precision: Precision, axes: Mapping[str, int], encoder: Callable[[Any], nn.Module]
+) -> Callable[[nn.Module], dict[str, float]]:
+    """What is judged while training goes on: neighbours, the rank of every block, and that of its patches."""
+    whole = online(known, judged, precision, axes, encoder)
+    images = next(iter(judged.evaluate()))[0][:_IMAGES]
+
+    def judge(network: nn.Module) -> dict[str, float]:
+        found = whole(network)  # first: it says so where features are not finite
+        with _gathered(network):
+            ranks = patch_ranks(encoder(network), images, axes, precision)
+        return found | {f"patchrank_block_{index}": value for index, value in enumerate(ranks)}
+
+    return judge
+
+
+@torch.no_grad()
+def patch_ranks(
+    backbone: nn.Module, images: Tensor, axes: Mapping[str, int], precision: Precision = "float32"
+) -> list[float]:
+    """By block the effective rank of the patches within an image, the mean over images; 1 where all are alike."""
+    with (
+        evaluating(backbone),
+        kept(backbone, axes, range(len(axes))) as outputs,
+        autocast(images.device, precision),
+    ):
+        backbone(images)
+    prefix: Any = getattr(backbone, "num_prefix_tokens", 0)
+    return [_rank_within(outputs[index][:, prefix:]) for index in range(len(axes))]
+
+
+def _rank_within(tokens: Tensor) -> float:
+    """exp of the entropy of the singular values of each image's tokens (images, tokens, dim), less their mean."""
+    x = tokens.double()
+    x = x - x.mean(1, keepdim=True)
+    values = torch.linalg.eigvalsh(x @ x.mT).clamp_min(0).sqrt()
+    # What rounding has left of a direction that is not there is none.
+    values = torch.where(values > 1e-6 * tokens.double().norm(dim=(1, 2))[:, None], values, 0.0)
+    share = values / values.sum(1, keepdim=True).clamp_min(1e-300)
+    return float(torch.special.entr(share).sum(1).exp().mean())
+
+
 def collapsed_blocks(row: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    """A warning where an evaluation finds blocks whose features have lost their rank."""
-    ranks = {int(key.rpartition("_")[2]): value for key, value in row.items() if key.startswith("rank_block_")}
-    flat = [index for index, value in sorted(ranks.items()) if value < 2]
-    if flat:
-        text = f"features have lost their rank in blocks {flat}: {ranks[flat[0]]:.2f} in the first"
-        yield "collapsed-blocks", text
+    """Warnings where an evaluation finds blocks whose features, or whose patches of an image, have lost their rank."""
+    for start, name, what in (
+        ("rank_block_", "collapsed-blocks", "features"),
+        ("patchrank_block_", "collapsed-patches", "patches within an image"),
+    ):
+        ranks = {int(key.rpartition("_")[2]): value for key, value in row.items() if key.startswith(start)}
+        flat = [index for index, value in sorted(ranks.items()) if value < 2]
+        if flat:
+            yield name, f"{what} have lost their rank in blocks {flat}: {ranks[flat[0]]:.2f} in the first"
