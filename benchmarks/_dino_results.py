@@ -12,79 +12,145 @@ RATES = (1.0, 1 / 3, 3.0)  # times the learning rate of an optimizer
 # Over depth: what is drawn, and how its values are found in a run.
 PANELS = {
     "effective rank": lambda row: row["depth"]["rank"],
+    "effective rank within an image": lambda row: row["depth"]["patch_rank"],
     "KNN accuracy, k = 20 (%)": lambda row: [100 * value for value in row["depth"]["knn20"]],
+    "probe accuracy (%)": lambda row: [100 * value for value in row["depth"]["probe_lbfgs"]],
     "mean IoU by ridge (%)": lambda row: [100 * value for value in row["segment"]["by block (ridge)"]],
     "CorLoc (%)": lambda row: [100 * value for value in row["discover"]["corloc"]],
 }
+# Over the number of blocks: numbers of `short`.
+BY_BLOCKS = {
+    "single": "mean IoU, last block",
+    "multi-scale": "mean IoU, multi-scale",
+    "corloc": "CorLoc, last block",
+    "knn20": "KNN, k = 20",
+    "probe_lbfgs": "probe",
+}
 
 
-def best_rate(done: dict[str, Any], name: str, optimizer: str) -> float | None:
-    """The factor on the learning rate with the best KNN on the held-out part, once all have run."""
-    rows = {times: done.get(f"rate | {name} | {optimizer} | x {times:.3g}") for times in RATES}
+def rates(done: dict[str, Any], name: str, way: str) -> tuple[float, ...]:
+    """The factors on the learning rate that are tried: one more where the best of the first is at an end."""
+    rows = _trials(done, name, way, RATES)
+    if None in rows.values():
+        return RATES
+    best = max(RATES, key=lambda times: _held_out(rows[times]))
+    further = {max(RATES): 3 * max(RATES), min(RATES): min(RATES) / 3}
+    return (*RATES, further[best]) if best in further else RATES
+
+
+def best_rate(done: dict[str, Any], name: str, way: str) -> float | None:
+    """The factor on the learning rate that is best on the held-out part, once all have run."""
+    rows = _trials(done, name, way, rates(done, name, way))
     if None in rows.values():
         return None
-    return max(RATES, key=lambda times: _last_online(rows[times]))
+    return max(rows, key=lambda times: _held_out(rows[times]))
 
 
-def _last_online(row: Any) -> float:
-    """The last KNN in training; 0 for a run that diverged."""
-    return float(row["online"][-1][1]) if row["online"] and "diverged" not in row else 0.0
+def _trials(done: dict[str, Any], name: str, way: str, factors: tuple[float, ...]) -> dict[float, Any]:
+    return {times: done.get(f"rate | {name} | {way} | x {times:.3g}") for times in factors}
+
+
+def _held_out(row: Any) -> float:
+    """By what a run is chosen: its last KNN in training, the mean over both tokens; with labels its last accuracy.
+
+    0 for a run that diverged.
+    """
+    last = (row["online"] or row["accuracy"] or [[0, 0.0]])[-1]
+    return statistics.mean(map(float, last[1:])) if "diverged" not in row else 0.0
 
 
 def short(row: dict[str, Any]) -> dict[str, Any]:
     """The numbers of the last block."""
     if "depth" not in row:
         why = {key: row[key] for key in ("diverged", "not_judged") if key in row}
-        return why or {"knn20, online": round(_last_online(row), 3)}
+        return why or {"held out": round(_held_out(row), 3)}
     found = {key: round(values[-1], 3) for key, values in row["depth"].items()}
     if "segment" in row:
         found |= {key: round(row["segment"][key], 3) for key in ("single", "multi-scale")}
-        found |= {"corloc": row["discover"]["corloc"][-1], "best corloc": max(row["discover"]["corloc"])}
-    return found
+        curve, known = row["discover"]["corloc"], row["discover"]["corloc, train"]
+        found["no answer"] = row["discover"]["empty"][-1]
+        found |= {"corloc": curve[-1], "corloc of best block": curve[known.index(max(known))]}
+    pairs = [value for index, values in enumerate(row["cka"]) for value in values[:index]]
+    return found | {"CKA": round(statistics.mean(pairs), 3) if pairs else 1.0}
 
 
 def table(done: dict[str, Any]) -> str:
-    """A line for each configuration, seeds together: numbers of the last block, the best of any, and warnings."""
+    """A line for each configuration, seeds together: numbers of the last block, the CorLoc of the block that is best on
+    training images, how alike blocks are (CKA, the mean over pairs), the least rank of any block at any step, and
+    warnings with the first step."""
     groups: dict[str, list[dict[str, Any]]] = {}
     for name, row in done.items():
         if not name.startswith("rate"):
             groups.setdefault(name.partition(" | seed")[0], []).append(row)
-    keys = ("single", "multi-scale", "corloc", "best corloc", "knn20", "knn20_cls", "probe_lbfgs", "rank")
-    lines = [f"| run | seeds | {' | '.join(keys)} | least rank (block) | warnings |", "|---" * (4 + len(keys)) + "|"]
+    keys = ("single", "multi-scale", "corloc", "no answer", "corloc of best block", "knn20", "knn20_cls", "probe_lbfgs")
+    keys = (*keys, "rank", "patch_rank", "CKA")
+    lines = [
+        f"| run | seeds | {' | '.join(keys)} | least rank | least patch rank | warnings |",
+        "|---" * (5 + len(keys)) + "|",
+    ]
     for name, rows in sorted(groups.items()):
         whole = [row for row in rows if "depth" in row]
         title = name.replace(" | ", ": ", 1).replace(" | ", ", ")
-        if not whole:
-            word = "diverged" if "diverged" in rows[0] else "not judged"
-            lines.append(f"| {title} | {len(rows)} | {word}" + " |" * (2 + len(keys)))
-            continue
+        lost = [next(key for key in ("diverged", "not_judged") if key in row) for row in rows if row not in whole]
+        seeds = ", ".join([str(len(rows)), *(f"one {word.replace('_', ' ')}" for word in lost)])
         cells = []
         for key in keys:
             values = [short(row)[key] for row in whole if key in short(row)]
-            scale = 1 if key == "rank" else 100
-            spread = f" ± {scale * statistics.stdev(values):.1f}" if len(values) > 1 else ""
-            cells.append(f"{scale * statistics.mean(values):.1f}{spread}" if values else "")
-        ranks = whole[0]["depth"]["rank"]
-        least = min(range(len(ranks)), key=ranks.__getitem__)
-        told = ", ".join(f"{key} (step {step})" for row in whole[:1] for key, step in row["warnings"].items())
-        lines.append(f"| {title} | {len(whole)} | {' | '.join(cells)} | {ranks[least]:.1f} ({least}) | {told} |")
+            scale, digits = {"rank": (1, 1), "patch_rank": (1, 1), "CKA": (1, 2)}.get(key, (100, 1))
+            spread = f" ± {scale * statistics.stdev(values):.{digits}f}" if len(values) > 1 else ""
+            cells.append(f"{scale * statistics.mean(values):.{digits}f}{spread}" if values else "")
+        told: dict[str, int] = {}
+        for row in rows:
+            for key, step in row["warnings"].items():
+                told[key] = min(step, told.get(key, step))
+        least = f"{_least(rows, 'rank')} | {_least(rows, 'patch_rank')}"
+        warned = ", ".join(f"{key} (step {step})" for key, step in told.items())
+        lines.append(f"| {title} | {seeds} | {' | '.join(cells)} | {least} | {warned} |")
     for name, row in done.items():
         if name.startswith("rate"):
             lines.append(f"{name.replace(' | ', ', ')}: {short(row)}")
     return "\n".join(lines)
 
 
+def _least(rows: list[dict[str, Any]], kind: str) -> str:
+    """The least rank, its block, and the step at which it was seen; that of the end where none was taken before."""
+    seen = [
+        (rank, block, f"step {step}")
+        for row in rows
+        for step, *ranks in row[f"{kind}s"]
+        for block, rank in enumerate(ranks)
+    ]
+    if not seen:
+        seen = [(rank, block, "end") for row in rows if "depth" in row for block, rank in enumerate(row["depth"][kind])]
+    if not seen:
+        return ""
+    rank, block, step = min(seen)
+    return f"{rank:.1f} (block {block}, {step})"
+
+
 def figures(done: dict[str, Any], folder: Path, word: str) -> None:
-    """Numbers over depth; how alike blocks are, and their ranks over training. As SVG."""
+    """Numbers over depth, how alike blocks are and their ranks over training, of the main runs and of the remedies;
+    and what fewer blocks do. As SVG."""
     pyplot = drawing("dino")
-    names = sorted(done, key=lambda name: (name.startswith("labels"), name))
-    shown = {_title(name): done[name] for name in names if _is_shown(name, done[name])}
-    if not shown:
-        return
-    folder.mkdir(parents=True, exist_ok=True)
-    panels = {name: find for name, find in PANELS.items() if "IoU" not in name and "CorLoc" not in name}
-    if any("segment" in row for row in shown.values()):
-        panels = PANELS
+    whole = {name: row for name, row in done.items() if "depth" in row and "seed 1" not in name}
+    names = sorted(whole, key=lambda name: (name.startswith("labels"), name))
+    main = {_title(name): whole[name] for name in names if name.startswith(("main", "labels"))}
+    remedies = {_title(name): whole[name] for name in names if name.startswith("remedy")}
+    if remedies:
+        strong = next(name for name in names if name.startswith("remedy")).rpartition(" | ")[2]
+        pair = [name for name in names if name.startswith("main") and f"| {strong} |" in name]
+        remedies = {_title(name): whole[name] for name in pair} | remedies
+    for shown, end in ((main, ""), (remedies, "-remedies")):
+        if shown:
+            folder.mkdir(parents=True, exist_ok=True)
+            _over_depth(pyplot, shown, folder / f"dino-{word}{end}.svg")
+            _inside(pyplot, shown, folder / f"dino-{word}{end}-cka.svg")
+    _by_blocks(pyplot, whole, folder / f"dino-{word}-depth.svg")
+
+
+def _over_depth(pyplot: Any, shown: dict[str, dict[str, Any]], file: Path) -> None:
+    dense = all("segment" in row for row in shown.values())
+    panels = {name: find for name, find in PANELS.items() if dense or ("IoU" not in name and "CorLoc" not in name)}
     figure, axes = pyplot.subplots(1, len(panels), figsize=(4.2 * len(panels), 4.4), constrained_layout=True)
     for panel, (title, find) in zip(axes, panels.items(), strict=True):
         for name, row in shown.items():
@@ -94,40 +160,58 @@ def figures(done: dict[str, Any], folder: Path, word: str) -> None:
         panel.set(xlabel="block", title=title)
         panel.xaxis.get_major_locator().set_params(integer=True)
     handles, names = axes[0].get_legend_handles_labels()
-    figure.legend(handles, names, loc="outside lower center", ncols=3, fontsize=8)
-    figure.savefig(folder / f"dino-{word}.svg", metadata={"Date": None})
+    figure.legend(handles, names, loc="outside lower center", ncols=4, fontsize=8)
+    figure.savefig(file, metadata={"Date": None})
     pyplot.close(figure)
-    _inside(pyplot, shown, folder / f"dino-{word}-cka.svg")
+
+
+def _by_blocks(pyplot: Any, whole: dict[str, dict[str, Any]], file: Path) -> None:
+    """The numbers of models with fewer blocks, beside those of the whole ones."""
+    fewer = [name for name in whole if name.startswith("depth")]
+    if not fewer:
+        return
+    strong = fewer[0].rpartition(" | ")[2]
+    names = [*fewer, *(name for name in whole if name.startswith("main") and f"| {strong} |" in name)]
+    keys = [key for key in BY_BLOCKS if all(key in short(whole[name]) for name in names)]
+    figure, axes = pyplot.subplots(1, len(keys), figsize=(3.4 * len(keys), 3.4), constrained_layout=True)
+    for panel, key in zip(axes, keys, strict=True):
+        for model, style in (("residual", "-"), ("skipless", "--")):
+            points = sorted((len(whole[name]["cka"]), 100 * short(whole[name])[key]) for name in names if model in name)
+            panel.plot(*zip(*points, strict=True), marker="o", linestyle=style, label=model) if points else None
+        panel.set(xlabel="blocks", title=f"{BY_BLOCKS[key]} (%)")
+        panel.xaxis.get_major_locator().set_params(integer=True)
+    axes[0].legend(fontsize=8)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(file, metadata={"Date": None})
+    pyplot.close(figure)
 
 
 def _inside(pyplot: Any, shown: dict[str, dict[str, Any]], file: Path) -> None:
-    """CKA between blocks, and below it the rank of every block over training."""
-    size = (2.9 * len(shown) + 0.8, 6)
-    figure, cells = pyplot.subplots(2, len(shown), figsize=size, constrained_layout=True, squeeze=False)
-    highest = max((max(ranks) for row in shown.values() for _, *ranks in row["ranks"]), default=1)
+    """CKA between blocks, and below it the ranks of every block over training: of images, and of patches within one."""
+    kinds = {"ranks": "effective rank", "patch_ranks": "rank within an image"}
+    size = (2.9 * len(shown) + 0.8, 8.5)
+    figure, cells = pyplot.subplots(3, len(shown), figsize=size, constrained_layout=True, squeeze=False)
+    most = max(len(row["cka"]) for row in shown.values())
     for index, (name, row) in enumerate(shown.items()):
-        top, bottom = cells[0, index], cells[1, index]
+        top = cells[0, index]
         similar = top.imshow(row["cka"], vmin=0, vmax=1, origin="lower", cmap="cividis")
         top.set_title(name, fontsize=9)
         top.set(xlabel="block", ylabel="block" if index == 0 else None)
         for axis in (top.xaxis, top.yaxis):
             axis.get_major_locator().set_params(integer=True)
-        blocks = len(row["cka"])
-        for block in range(blocks if row["ranks"] else 0):
-            steps, ranks = [each[0] for each in row["ranks"]], [each[1 + block] for each in row["ranks"]]
-            bottom.plot(steps, ranks, linewidth=1.1, color=pyplot.cm.viridis(block / max(1, blocks - 1)))
-        bottom.set(xlabel="step", ylabel="effective rank" if index == 0 else None, ylim=(0, 1.05 * highest))
-        if not row["ranks"]:
-            bottom.set_axis_off()
+        for panel, (kind, label) in zip(cells[1:, index], kinds.items(), strict=True):
+            highest = max((max(ranks) for each in shown.values() for _, *ranks in each[kind]), default=1)
+            for block in range(len(row["cka"]) if row[kind] else 0):
+                steps, ranks = [each[0] for each in row[kind]], [each[1 + block] for each in row[kind]]
+                panel.plot(steps, ranks, linewidth=1.1, color=pyplot.cm.viridis(block / max(1, most - 1)))
+            panel.set(xlabel="step", ylabel=label if index == 0 else None, ylim=(0, 1.05 * highest))
+            if not row[kind]:
+                panel.set_axis_off()
     figure.colorbar(similar, ax=cells[0, :], label="CKA", shrink=0.8)
-    scale = pyplot.cm.ScalarMappable(pyplot.Normalize(0, blocks - 1), "viridis")
-    figure.colorbar(scale, ax=cells[1, :], label="block", shrink=0.8)
+    scale = pyplot.cm.ScalarMappable(pyplot.Normalize(0, most - 1), "viridis")
+    figure.colorbar(scale, ax=cells[1:, :], label="block", shrink=0.8)
     figure.savefig(file, metadata={"Date": None})
     pyplot.close(figure)
-
-
-def _is_shown(name: str, row: dict[str, Any]) -> bool:
-    return name.startswith(("main", "labels")) and "depth" in row and "seed 1" not in name
 
 
 def _title(name: str) -> str:

@@ -8,13 +8,14 @@ DATA is a folder with tinyimagenet100, cifar10 and pets as parquet files. Models
 together at 64 pixels in patches of 8, and judged on them by neighbours, rank and probes, and on pets by segmentation
 and object discovery.
 
-    rate       a third, once and three times SOAP's learning rate, a third of the steps, judged on a tenth of the
-               training set that is held out: the best for each of the two models is taken from there on
+    rate       a third, once and three times a learning rate, and one step further where the best is at an end; a third
+               of the steps, judged on a tenth of the training set that is held out (no image that is tested on is
+               seen). For SOAP, for AdamW and with labels the best of each of the two models is taken from there on
     main       residual and without residuals + init, by AdamW and by SOAP; SOAP with two seeds
     remedy     without residuals: skips annealed away, decayed, sharper attention, slower teacher, Sinkhorn
     depth      fewer blocks without residuals, against all of the residual model
     labels     the same two models trained with labels: is the hierarchy richer there, too?
-    contrast   SimCLR with and without decay: what the first paper warns of
+    contrast   SimCLR with and without decay, at one learning rate: what the first paper warns of
 
 Several runs go side by side, in processes that stay. A result is added to the JSON when its run is done, and what is
 there is not run again. What still runs at the limit is stopped; its folder (--runs) holds a checkpoint, from which the
@@ -33,7 +34,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-from _dino_results import RATES, best_rate, figures, short, table
+from _dino_results import best_rate, figures, rates, short, table
 from _study import ROOT, Job, about, arguments, folder_of, opened, release, serve, study
 
 LR = {"adamw": 5e-4, "soap": 1e-3, "muon": 1e-3}
@@ -56,14 +57,31 @@ def jobs(done: dict[str, Any], fields: dict[str, Any], options: argparse.Namespa
 
     strong, fade = options.strong, f"anneal:keep>cut@{options.steps // 2}"
     shorter = {"steps": options.steps // 3, "evaluate_every": max(1, options.steps // 9), "validate": True}
-    rates: list[Job] = []
-    for times in RATES:
-        for name, config in (("residual", {}), ("skipless", SKIPLESS)):
-            rates.append((f"rate | {name} | {strong} | x {times:.3g}", {**config, **by(strong, times), **shorter}))
-    found: list[Job] = []
-    residual, skipless = (best_rate(done, name, strong) for name in ("residual", "skipless"))
-    if residual is not None and skipless is not None:
-        mine, without = by(strong, residual), {**SKIPLESS, **by(strong, skipless)}
+    if "data" in fields:  # a file called val is what others are tested on: the part held out is one of training
+        shorter |= {"data": fields["data"].replace("{split}", "train"), "online_images": 10_000}
+    models = {"residual": {}, "skipless": SKIPLESS}
+    ways = {strong: {}, "adamw": {}, "labels": {"recipe": "supervised"}}
+
+    def trials(way: str) -> list[Job]:
+        """The runs that choose a learning rate."""
+        optimizer = strong if way == "labels" else way
+        return [
+            (f"rate | {name} | {way} | x {times:.3g}", {**ways[way], **config, **by(optimizer, times), **shorter})
+            for name, config in models.items()
+            for times in rates(done, name, way)
+        ]
+
+    def chosen(way: str) -> tuple[dict[str, Any], dict[str, Any]] | None:
+        """What residual and skipless are trained with, once their learning rates are known."""
+        best = [best_rate(done, name, way) for name in models]
+        if None in best:
+            return None
+        residual, skipless = (by(strong if way == "labels" else way, times) for times in best)
+        return {**ways[way], **residual}, {**ways[way], **SKIPLESS, **skipless}
+
+    found, pair = trials(strong), chosen(strong)
+    if pair is not None:
+        mine, without = pair
         for seed in (0, 1):
             found.append((f"main | residual | {strong} | seed {seed}", {**mine, "seed": seed}))
             found.append((f"main | skipless | {strong} | seed {seed}", {**without, "seed": seed}))
@@ -74,15 +92,15 @@ def jobs(done: dict[str, Any], fields: dict[str, Any], options: argparse.Namespa
             (f"depth | skipless, {3 * depth // 4} blocks | {strong}", {**without, **shallow(3 * depth // 4)}),
             (f"depth | skipless, {depth // 2} blocks | {strong}", {**without, **shallow(depth // 2)}),
         ]
+    for way, names in (("adamw", "main | {} | adamw | seed 0"), ("labels", f"labels | {{}} | {strong}")):
+        found += trials(way)
+        if (both := chosen(way)) is not None:
+            found += [(names.format(name), config) for name, config in zip(models, both, strict=True)]
     found += [
-        ("main | residual | adamw | seed 0", by("adamw")),
-        ("main | skipless | adamw | seed 0", {**SKIPLESS, **by("adamw")}),
-        (f"labels | residual | {strong}", {"recipe": "supervised", **by(strong)}),
-        (f"labels | skipless | {strong}", {"recipe": "supervised", **SKIPLESS, **by(strong)}),
         ("contrast | keep | adamw", {"recipe": "simclr", **by("adamw")}),
         ("contrast | decay:0.6 | adamw", {"recipe": "simclr", "shortcut": "decay:0.6", **by("adamw")}),
     ]
-    if residual is not None and skipless is not None:  # what is good to know, where there is time
+    if pair is not None:  # what is good to know, where there is time
         found += [
             (f"depth | residual, {depth // 2} blocks | {strong}", {**mine, **shallow(depth // 2)}),
             (f"remedy | momentum 0.998 | {strong}", {**without, "momentum": 0.998}),
@@ -93,7 +111,7 @@ def jobs(done: dict[str, Any], fields: dict[str, Any], options: argparse.Namespa
             (f"remedy | init vit-base | {strong}", {**without, "init": "skipless:vit-base"}),
             ("contrast | cut | adamw", {"recipe": "simclr", **SKIPLESS, **by("adamw")}),
         ]
-    return [(name, {"recipe": "dino", **fields, **config}) for name, config in rates + found if name not in done]
+    return [(name, {"recipe": "dino", **fields, **config}) for name, config in found if name not in done]
 
 
 # --- One run ----------------------------------------------------------------------------------------------------------
@@ -117,10 +135,13 @@ def planned(config: dict[str, Any]) -> Any:
 
 def work(task: dict[str, Any]) -> dict[str, Any] | None:
     """One run in this process, from its checkpoint where it has one; None where it was told to stop."""
+    import torch
+
     import unskip
     from unskip.training import RunFolder
 
     warnings.simplefilter("ignore", unskip.errors.UnskipWarning)
+    torch.compiler.reset()  # past eight models of a class nothing would be compiled any more
     start, folder, config = time.perf_counter(), Path(task["folder"]), planned(task["config"])
     told = {key: value for key, value in task["config"].items() if key not in ("data", "device")}
     found: dict[str, Any] = {"config": told}
@@ -135,18 +156,24 @@ def work(task: dict[str, Any]) -> dict[str, Any] | None:
         found |= judged(folder, task) if task["judge"] else {}
         found["judged_seconds"] = time.perf_counter() - trained
     except unskip.errors.TrainingError as error:
+        if isinstance(error.__cause__, OSError):
+            raise  # a full disk says nothing of the model
         found["diverged"] = str(error).partition(": ")[2]
     except unskip.errors.BadInput as error:  # such as features that are not finite: no reason to end the study
         if not run.read("metrics.jsonl"):
             raise  # it did not begin
         found["not_judged"] = str(error)
-    metrics, online = run.read("metrics.jsonl"), [row for row in run.read("evals.jsonl") if "rank_block_0" in row]
+    metrics, looks = run.read("metrics.jsonl"), run.read("evals.jsonl")
+    online = [row for row in looks if "rank_block_0" in row]
+    right = ("val_accuracy", "test_accuracy")  # of a run with labels
     keys = ("loss", "teacher_entropy", "teacher_spread", "divergence", "aligned", "apart", "gradient_norm")
     thinned = metrics[:: max(1, len(metrics) // 60)]
     found |= {
         "course": {key: [[row["step"], row[key]] for row in thinned if key in row] for key in keys},
         "ranks": [[row["step"], *(row[f"rank_block_{i}"] for i in range(_blocks(row)))] for row in online],
-        "online": [[row["step"], row["knn20"]] for row in online],
+        "patch_ranks": [[row["step"], *(row[f"patchrank_block_{i}"] for i in range(_blocks(row)))] for row in online],
+        "online": [[row["step"], row["knn20"], row["cls_knn20"]] for row in online],
+        "accuracy": [[row["step"], row[key]] for row in looks for key in right if key in row],
         "images_per_second": statistics.median(row["samples_per_second"] for row in metrics) if metrics else None,
         "warnings": _first_warnings(run.read("warnings.jsonl")),
         "seconds": time.perf_counter() - start,
@@ -171,24 +198,27 @@ def judged(folder: Path, task: dict[str, Any]) -> dict[str, Any]:
     import torch
 
     from unskip import data, evals
+    from unskip.anatomy._example import Example
+    from unskip.anatomy._features import block_axes
     from unskip.evals._probe import probe_all
     from unskip.measures.similarity import cka
+    from unskip.recipes._data import both
     from unskip.recipes._judge import open_run
     from unskip.recipes._judge_dense import picture_run
     from unskip.recipes._online import some
+    from unskip.recipes._views import patch_ranks
 
     run = open_run(folder)
     device = next(run.model.parameters()).device
     mean: Any = ("mean", "none")
     token: Any = ("cls", "layer")  # the class token is what DINO trains, and judges by
     sides = []
-    split: Any
-    for split, most in (("train", KNOWN), ("test", 2 * KNOWN)):
-        # Asked for as the recipes ask, so that what a worker has decoded serves here, too.
-        like: Any = {"hold_out": False} if split == "train" else {}
-        images = some(data.open_images(run.config.data, split=split, root=run.config.data_root, **like), most)
-        batches = data.Feed(images, 1024, run.config.size, device=device).evaluate()
-        sides.append(evals.extract(run.encoder, batches, "all", [mean, token]))
+    # Asked for as the recipes ask, so that what a worker has decoded serves here, too.
+    for images, most in zip(both(run.config, split="test"), (KNOWN, 2 * KNOWN), strict=True):
+        images = some(images, most)
+        feed = data.Feed(images, 1024, run.config.size, device=device)
+        sides.append(evals.extract(run.encoder, feed.evaluate(), "all", [mean, token]))
+    shown = next(iter(feed.evaluate()))[0][:256]  # of the test
     train, test = sides
 
     def neighbours(view: Any, block: int) -> float:
@@ -202,6 +232,7 @@ def judged(folder: Path, task: dict[str, Any]) -> dict[str, Any]:
         "knn20_cls": [neighbours(token, block) for block in blocks],
         "rank": [evals.rank(test[mean][block])["rank"] for block in blocks],
         "probe_lbfgs": probes,
+        "patch_rank": patch_ranks(run.encoder, shown, block_axes(run.encoder, Example.of(shown[:1]))),
     }
     found: dict[str, Any] = {"depth": {key: [round(value, 5) for value in row] for key, row in depth.items()}}
     maps = [test[mean][block][:: -(-len(test) // 1024)] for block in blocks]
@@ -222,8 +253,11 @@ def judged(folder: Path, task: dict[str, Any]) -> dict[str, Any]:
         "by block (ridge)": [each.mean_iou for each in evals.segment_blocks(run.encoder, *masked, 2, **options)],
     }
     options = {"masks": masked[1][1], "ignore": 255} if task["size"] == masked[1][1].shape[1] else {}
-    curve = evals.discover_blocks(run.encoder, pair[1].pixels, pair[1].boxes, **options).values()
-    found["discover"] = {key: [round(row[key], 4) for row in curve] for key in next(iter(curve))}
+    curve = [*evals.discover_blocks(run.encoder, pair[1].pixels, pair[1].boxes, **options).values()]
+    found["discover"] = {key: [round(row[key], 4) for row in curve] for key in curve[0]}
+    # Which block is best is asked of the training images, so that the test says how good it is.
+    known = [*evals.discover_blocks(run.encoder, pair[0].pixels, pair[0].boxes).values()]
+    found["discover"]["corloc, train"] = [round(row["corloc"], 4) for row in known]
     if task["picture"] is not None:
         picture_run(folder, task["picture"], task["pets"])
     return found
@@ -269,6 +303,7 @@ def main() -> None:
     )
     options.out, options.img = options.out or results / f"dino-{word}.json", options.img or images
     settings = {key: value for key, value in fields.items() if key not in ("data", "device", "compile", "graph")}
+    settings |= {"times lr": options.lr, "judged at": options.judge_size}
     data = json.loads(options.out.read_text()) if options.show else opened(options.out, settings)
     if not options.show:
         import unskip
@@ -277,7 +312,6 @@ def main() -> None:
         more = {
             "protocols": {name: unskip.evals.PROTOCOLS[name].to_dict() for name in names},
             "changes": {"probe-lbfgs-v1": PROBE, "training images of neighbours and probes": KNOWN},
-            "judged at": options.judge_size,
         }
         data |= about(__file__, options.device, settings, **more)
 
