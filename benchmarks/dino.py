@@ -12,7 +12,7 @@ and object discovery.
                of the steps, judged on a tenth of the training set that is held out (no image that is tested on is
                seen). For SOAP, for AdamW and with labels the best of each of the two models is taken from there on
     main       residual and without residuals + init, by AdamW and by SOAP; SOAP with two seeds
-    remedy     without residuals: skips annealed away, decayed, sharper attention, slower teacher, Sinkhorn
+    remedy     without residuals: centred and sharper attention, skips annealed away, decayed, slower teacher, Sinkhorn
     depth      fewer blocks without residuals, against all of the residual model
     labels     the same two models trained with labels: is the hierarchy richer there, too?
     contrast   SimCLR with and without decay, at one learning rate: what the first paper warns of
@@ -86,8 +86,11 @@ def jobs(done: dict[str, Any], fields: dict[str, Any], options: argparse.Namespa
             found.append((f"main | residual | {strong} | seed {seed}", {**mine, "seed": seed}))
             found.append((f"main | skipless | {strong} | seed {seed}", {**without, "seed": seed}))
         found += [
+            # At the start the patches of an image are alike from the eighth block on, and least with both of these.
+            (f"remedy | centred, sharper | {strong}", {**without, "init": "skipless:vit-small,centre,beta=2"}),
             (f"remedy | annealed + init | {strong}", {**without, "shortcut": fade}),
             (f"remedy | sharper attention | {strong}", {**without, "init": "skipless:vit-small,beta=2"}),
+            (f"remedy | centred | {strong}", {**without, "init": "skipless:vit-small,centre"}),
             (f"remedy | decay 0.6 | {strong}", {**mine, "shortcut": "decay:0.6"}),
             (f"depth | skipless, {3 * depth // 4} blocks | {strong}", {**without, **shallow(3 * depth // 4)}),
             (f"depth | skipless, {depth // 2} blocks | {strong}", {**without, **shallow(depth // 2)}),
@@ -104,7 +107,6 @@ def jobs(done: dict[str, Any], fields: dict[str, Any], options: argparse.Namespa
         found += [
             (f"depth | residual, {depth // 2} blocks | {strong}", {**mine, **shallow(depth // 2)}),
             (f"remedy | momentum 0.998 | {strong}", {**without, "momentum": 0.998}),
-            (f"remedy | centred | {strong}", {**without, "init": "skipless:vit-small,centre"}),
             (f"remedy | annealed | {strong}", {**mine, "shortcut": fade}),
             (f"remedy | sinkhorn | {strong}", {**without, "balance": "sinkhorn"}),
             (f"depth | residual, {3 * depth // 4} blocks | {strong}", {**mine, **shallow(3 * depth // 4)}),

@@ -391,11 +391,12 @@ def test_the_rank_of_patches_is_that_of_each_image_on_its_own() -> None:
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             self.alike(x[:, 1:2].expand(-1, prefix + patches, -1) * torch.ones(1, prefix + patches, 1))
-            out: torch.Tensor = self.apart(x)
+            out: torch.Tensor = self.apart(x @ torch.eye(dim))  # in bfloat16 where that is allowed
             return out
 
-    x = torch.randn(images, prefix + patches, dim, generator=draw)
-    alike, apart = patch_ranks(Told(), x, {"alike": -1, "apart": -1})
+    x = 1 + 1e-3 * torch.randn(images, prefix + patches, dim, generator=draw)
+    with torch.autocast("cpu", torch.bfloat16):  # as a run may be within
+        alike, apart = patch_ranks(Told(), x, {"alike": -1, "apart": -1})
     expected = [unskip.measures.effective_rank(each[prefix:].double()) for each in x]
     assert alike == pytest.approx(1, abs=1e-6)
-    assert apart == pytest.approx(sum(expected) / images, rel=1e-6)
+    assert apart == pytest.approx(sum(expected) / images, rel=1e-4)
