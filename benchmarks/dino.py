@@ -137,13 +137,11 @@ def planned(config: dict[str, Any]) -> Any:
 
 def work(task: dict[str, Any]) -> dict[str, Any] | None:
     """One run in this process, from its checkpoint where it has one; None where it was told to stop."""
-    import torch
 
     import unskip
     from unskip.training import RunFolder
 
     warnings.simplefilter("ignore", unskip.errors.UnskipWarning)
-    torch.compiler.reset()  # past eight models of a class nothing would be compiled any more
     start, folder, config = time.perf_counter(), Path(task["folder"]), planned(task["config"])
     told = {key: value for key, value in task["config"].items() if key not in ("data", "device")}
     found: dict[str, Any] = {"config": told}

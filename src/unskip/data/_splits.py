@@ -57,7 +57,11 @@ def _matches(pattern: str) -> list[str]:
 def taken(name: str, parts: Parts, split: str, hold_out: bool) -> ImageSet:
     """The split of a set. Without a validation split a tenth of each class of the training split is one."""
     if split in parts and not (split == "train" and hold_out and "val" not in parts):
-        return replace(parts[split](), split=split)
+        found = parts[split]()
+        if split == "val" and "test" not in parts:
+            same = "no test split: runs are judged on this one with --validate and without"
+            return replace(found, split=split, report=(*found.report, same))
+        return replace(found, split=split)
     if split == "test" and "val" in parts:
         found = parts["val"]()
         return replace(found, split=split, report=(*found.report, "no test split: this is the validation split"))

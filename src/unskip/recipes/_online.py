@@ -62,7 +62,7 @@ def online(
     def judged(network: nn.Module) -> dict[str, float]:
         inner = encoder(network)
         options: dict[str, Any] = {"precision": precision, "axes": axes}
-        with _gathered(network):
+        with gathered(network):
             learnt = extract(inner, train.evaluate(), -1, _ONLINE.values(), **options)
             found = extract(inner, test.evaluate(), "all", _ONLINE.values(), **options)
         last = found.blocks - 1
@@ -77,7 +77,7 @@ def online(
 
 
 @contextmanager
-def _gathered(network: Any) -> Iterator[None]:
+def gathered(network: Any) -> Iterator[None]:
     """A part of a sharded model can be called on its own while what the whole model holds beside blocks is gathered."""
     sharded = hasattr(network, "unshard")
     if sharded:

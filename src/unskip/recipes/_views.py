@@ -20,7 +20,7 @@ from unskip.errors import BadInput
 from unskip.evals._extract import Precision
 from unskip.init import start_
 from unskip.recipes._data import Opener, both
-from unskip.recipes._online import _gathered, check_online, online, some
+from unskip.recipes._online import check_online, gathered, online, some
 from unskip.recipes._shared import arguments_of
 
 _IMAGES = 64  # whose patches are looked at
@@ -92,7 +92,7 @@ def looked_at(
 
     def judge(network: nn.Module) -> dict[str, float]:
         found = whole(network)  # first: it says so where features are not finite
-        with _gathered(network):
+        with gathered(network):
             ranks = patch_ranks(encoder(network), images, axes)
         return found | {f"patchrank_block_{index}": value for index, value in enumerate(ranks)}
 
