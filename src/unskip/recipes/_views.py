@@ -119,9 +119,10 @@ def _rank_within(tokens: Tensor) -> float:
     """exp of the entropy of the singular values of each image's tokens (images, tokens, dim), less their mean."""
     x = tokens.double()
     x = x - x.mean(1, keepdim=True)
-    values = torch.linalg.eigvalsh(x @ x.mT).clamp_min(0).sqrt()
+    # On the host: of many small matrices a GPU finds the values one by one.
+    values = torch.linalg.eigvalsh((x @ x.mT).cpu()).clamp_min(0).sqrt()
     # What rounding has left of a direction that is not there is none.
-    values = torch.where(values > 1e-6 * tokens.double().norm(dim=(1, 2))[:, None], values, 0.0)
+    values = torch.where(values > 1e-6 * tokens.double().norm(dim=(1, 2)).cpu()[:, None], values, 0.0)
     share = values / values.sum(1, keepdim=True).clamp_min(1e-300)
     return float(torch.special.entr(share).sum(1).exp().mean())
 
