@@ -24,7 +24,6 @@ from unskip.errors import BadInput, UnskipError, UnskipWarning
 from unskip.models import DINO, SimCLR
 from unskip.recipes import _dino, _simclr
 from unskip.recipes._judge import open_run
-from unskip.recipes._views import patch_ranks
 from unskip.training import RunFolder
 
 pytestmark = pytest.mark.filterwarnings("ignore::unskip.errors.UnskipWarning")  # runs of a few steps look unhealthy
@@ -375,28 +374,3 @@ def test_a_sharded_run_is_the_run(tmp_path: Path) -> None:
     losses, again = ([row["loss"] for row in each.read("metrics.jsonl")] for each in (one, two))
     assert again == pytest.approx(losses, abs=1e-5)
     assert one.read("evals.jsonl")[0]["knn20"] == two.read("evals.jsonl")[0]["knn20"]
-
-
-def test_the_rank_of_patches_is_that_of_each_image_on_its_own() -> None:
-    """Images that differ, with patches that are all alike, have a high rank together and none within."""
-    draw = torch.Generator().manual_seed(0)
-    images, patches, dim, prefix = 8, 9, 12, 1
-
-    class Told(torch.nn.Module):
-        num_prefix_tokens = prefix
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.alike, self.apart = torch.nn.Identity(), torch.nn.Identity()
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            self.alike(x[:, 1:2].expand(-1, prefix + patches, -1) * torch.ones(1, prefix + patches, 1))
-            out: torch.Tensor = self.apart(x @ torch.eye(dim))  # in bfloat16 where that is allowed
-            return out
-
-    x = 1 + 1e-3 * torch.randn(images, prefix + patches, dim, generator=draw)
-    with torch.autocast("cpu", torch.bfloat16):  # as a run may be within
-        alike, apart = patch_ranks(Told(), x, {"alike": -1, "apart": -1})
-    expected = [unskip.measures.effective_rank(each[prefix:].double()) for each in x]
-    assert alike == pytest.approx(1, abs=1e-6)
-    assert apart == pytest.approx(sum(expected) / images, rel=1e-4)

@@ -7,6 +7,7 @@ within an image falls, and with it what can be read from them.
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -19,11 +20,12 @@ from unskip.data import Feed, ImageSet, ViewFeed, Views
 from unskip.errors import BadInput
 from unskip.evals._extract import Precision
 from unskip.init import start_
+from unskip.measures import effective_rank
 from unskip.recipes._data import Opener, both
 from unskip.recipes._online import check_online, gathered, online, some
 from unskip.recipes._shared import arguments_of
 
-_IMAGES = 64  # whose patches are looked at
+_IMAGES = 16  # whose patches are looked at
 
 
 def view_data(config: Any, device: torch.device, opener: Opener | None = None) -> tuple[ImageSet, ImageSet, ViewFeed]:
@@ -101,7 +103,7 @@ def looked_at(
 
 @torch.no_grad()
 def patch_ranks(backbone: nn.Module, images: Tensor, axes: Mapping[str, int]) -> list[float]:
-    """By block the effective rank of the patches within an image, the mean over images; 1 where all are alike.
+    """By block the effective rank of the patches within an image, the mean over images; 0 where all are alike.
 
     In float32 whatever the run: where patches are nearly alike, the rounding of bfloat16 is most of what differs.
     """
@@ -112,19 +114,9 @@ def patch_ranks(backbone: nn.Module, images: Tensor, axes: Mapping[str, int]) ->
     ):
         backbone(images)
     prefix: Any = getattr(backbone, "num_prefix_tokens", 0)
-    return [_rank_within(outputs[index][:, prefix:]) for index in range(len(axes))]
-
-
-def _rank_within(tokens: Tensor) -> float:
-    """exp of the entropy of the singular values of each image's tokens (images, tokens, dim), less their mean."""
-    x = tokens.double()
-    x = x - x.mean(1, keepdim=True)
-    # On the host: of many small matrices a GPU finds the values one by one.
-    values = torch.linalg.eigvalsh((x @ x.mT).cpu()).clamp_min(0).sqrt()
-    # What rounding has left of a direction that is not there is none.
-    values = torch.where(values > 1e-6 * tokens.double().norm(dim=(1, 2)).cpu()[:, None], values, 0.0)
-    share = values / values.sum(1, keepdim=True).clamp_min(1e-300)
-    return float(torch.special.entr(share).sum(1).exp().mean())
+    # On the host: of many small matrices a GPU finds the singular values one by one.
+    found = [outputs[index][:, prefix:].cpu() for index in range(len(axes))]
+    return [statistics.mean(effective_rank(image) for image in tokens) for tokens in found]
 
 
 def collapsed_blocks(row: dict[str, Any]) -> Iterator[tuple[str, str]]:

@@ -189,5 +189,5 @@ def _quietly_built(record: dict[str, Any]) -> nn.Module:
         try:
             with torch.device("meta"):
                 return build(record)
-        except Exception:
+        except Exception:  # a constructor that reads values: what is wrong itself is raised below
             return build(record)
