@@ -30,6 +30,8 @@ def begun(run: Path) -> float:
 
 def record(folder: Path) -> dict[str, Any]:
     """Configs, last numbers and numbers by block of every run of a demo, and how long it took."""
+    import torch
+
     from unskip.report import _charts, read
 
     groups = read(in_order(folder), look=False)
@@ -45,7 +47,7 @@ def record(folder: Path) -> dict[str, Any]:
             "warnings": sorted({str(row["warning"]) for row in run.warnings}),
         }
     about, first = groups[0].runs[0].about, begun(groups[0].runs[0].path)
-    device = f"{platform.machine()} CPU" if about["device"] == "cpu" else about["device"]
+    device = f"{platform.machine()} CPU" if about["device"] == "cpu" else torch.cuda.get_device_name(about["device"])
     # The folder may hold where data lies on the machine that ran it: only names of data are kept.
     return {
         "script": "benchmarks/demo.py",
