@@ -26,6 +26,7 @@ from unskip.recipes._online import check_online, gathered, online, some
 from unskip.recipes._shared import arguments_of
 
 _IMAGES = 16  # whose patches are looked at
+_SAME = 1e-5  # of their length: patches that differ by less do so by rounding, a deep network's in float32
 
 
 def view_data(config: Any, device: torch.device, opener: Opener | None = None) -> tuple[ImageSet, ImageSet, ViewFeed]:
@@ -103,9 +104,10 @@ def looked_at(
 
 @torch.no_grad()
 def patch_ranks(backbone: nn.Module, images: Tensor, axes: Mapping[str, int]) -> list[float]:
-    """By block the effective rank of the patches within an image, the mean over images; 0 where all are alike.
+    """By block the effective rank of the patches within an image, the mean over images.
 
-    In float32 whatever the run: where patches are nearly alike, the rounding of bfloat16 is most of what differs.
+    In float32 whatever the run: where patches are nearly alike, the rounding of bfloat16 is most of what differs. An
+    image whose patches differ by no more than rounding counts 0; by itself rounding has nearly full rank.
     """
     with (
         evaluating(backbone),
@@ -116,7 +118,12 @@ def patch_ranks(backbone: nn.Module, images: Tensor, axes: Mapping[str, int]) ->
     prefix: Any = getattr(backbone, "num_prefix_tokens", 0)
     # On the host: of many small matrices a GPU finds the singular values one by one.
     found = [outputs[index][:, prefix:].cpu() for index in range(len(axes))]
-    return [statistics.mean(effective_rank(image) for image in tokens) for tokens in found]
+    return [statistics.mean(map(_rank_within, tokens)) for tokens in found]
+
+
+def _rank_within(tokens: Tensor) -> float:
+    apart = (tokens - tokens.mean(0)).norm()
+    return effective_rank(tokens) if apart > _SAME * tokens.norm() else 0.0
 
 
 def collapsed_blocks(row: dict[str, Any]) -> Iterator[tuple[str, str]]:
