@@ -9,14 +9,15 @@ from typing import Any
 from _study import drawing
 
 RATES = (1.0, 1 / 3, 3.0)  # times the learning rate of an optimizer
-# Over depth: what is drawn, and how its values are found in a run.
+# Over depth, what is drawn: where it is in a run, and its scale.
 PANELS = {
-    "effective rank": lambda row: row["depth"]["rank"],
-    "effective rank within an image": lambda row: row["depth"]["patch_rank"],
-    "KNN accuracy, k = 20 (%)": lambda row: [100 * value for value in row["depth"]["knn20"]],
-    "probe accuracy (%)": lambda row: [100 * value for value in row["depth"]["probe_lbfgs"]],
-    "mean IoU by ridge (%)": lambda row: [100 * value for value in row["segment"]["by block (ridge)"]],
-    "CorLoc (%)": lambda row: [100 * value for value in row["discover"]["corloc"]],
+    "effective rank": ("depth", "rank", 1),
+    "effective rank within an image": ("depth", "patch_rank", 1),
+    "KNN accuracy, k = 20 (%)": ("depth", "knn20", 100),
+    "probe accuracy (%)": ("depth", "probe_lbfgs", 100),
+    "mean IoU by ridge (%)": ("segment", "by block (ridge)", 100),
+    "CorLoc (%)": ("discover", "corloc", 100),
+    "no object found (%)": ("discover", "empty", 100),
 }
 # Over the number of blocks: numbers of `short`.
 BY_BLOCKS = {
@@ -117,11 +118,12 @@ def _least(rows: list[dict[str, Any]], kind: str) -> str:
     seen = [
         (rank, block, f"step {step}")
         for row in rows
-        for step, *ranks in row[f"{kind}s"]
+        for step, *ranks in row.get(f"{kind}s", ())
         for block, rank in enumerate(ranks)
     ]
     if not seen:
-        seen = [(rank, block, "end") for row in rows if "depth" in row for block, rank in enumerate(row["depth"][kind])]
+        depth = [row["depth"].get(kind, ()) for row in rows if "depth" in row]
+        seen = [(rank, block, "end") for ranks in depth for block, rank in enumerate(ranks)]
     if not seen:
         return ""
     rank, block, step = min(seen)
@@ -149,14 +151,23 @@ def figures(done: dict[str, Any], folder: Path, word: str) -> None:
 
 
 def _over_depth(pyplot: Any, shown: dict[str, dict[str, Any]], file: Path) -> None:
-    dense = all("segment" in row for row in shown.values())
-    panels = {name: find for name, find in PANELS.items() if dense or ("IoU" not in name and "CorLoc" not in name)}
-    figure, axes = pyplot.subplots(1, len(panels), figsize=(4.2 * len(panels), 4.4), constrained_layout=True)
-    for panel, (title, find) in zip(axes, panels.items(), strict=True):
-        for name, row in shown.items():
-            # Models without residuals are dashed, those trained with labels thin.
-            style = {"linestyle": "--" if "skipless" in name else "-", "linewidth": 1 if "labels" in name else 1.8}
-            panel.plot(find(row), marker="o", markersize=3, label=name, **style)
+    panels = {
+        title: (part, key, scale)
+        for title, (part, key, scale) in PANELS.items()
+        if all(key in row.get(part, {}) for row in shown.values())
+    }
+    across, colours = -(-len(panels) // 2), len(pyplot.rcParams["axes.prop_cycle"])
+    figure, cells = pyplot.subplots(2, across, figsize=(4 * across, 7.6), constrained_layout=True, squeeze=False)
+    axes = cells.flatten()
+    for spare in axes[len(panels) :]:
+        spare.set_axis_off()
+    for panel, (title, (part, key, scale)) in zip(axes, panels.items(), strict=False):
+        for index, (name, row) in enumerate(shown.items()):
+            # Models that end without residuals are dashed, those trained with labels thin.
+            cut = "cut" in row["config"].get("shortcut", "keep")
+            style = {"linestyle": "--" if cut else "-", "linewidth": 1 if "labels" in name else 1.8}
+            style |= {"color": f"C{index}", "marker": "os^"[index // colours], "markersize": 4}
+            panel.plot([scale * value for value in row[part][key]], label=name, **style)
         panel.set(xlabel="block", title=title)
         panel.xaxis.get_major_locator().set_params(integer=True)
     handles, names = axes[0].get_legend_handles_labels()
@@ -189,8 +200,9 @@ def _by_blocks(pyplot: Any, whole: dict[str, dict[str, Any]], file: Path) -> Non
 def _inside(pyplot: Any, shown: dict[str, dict[str, Any]], file: Path) -> None:
     """CKA between blocks, and below it the ranks of every block over training: of images, and of patches within one."""
     kinds = {"ranks": "effective rank", "patch_ranks": "rank within an image"}
-    size = (2.9 * len(shown) + 0.8, 8.5)
-    figure, cells = pyplot.subplots(3, len(shown), figsize=size, constrained_layout=True, squeeze=False)
+    kinds = {kind: label for kind, label in kinds.items() if all(kind in row for row in shown.values())}
+    size = (2.9 * len(shown) + 0.8, 3.1 + 2.7 * len(kinds))
+    figure, cells = pyplot.subplots(1 + len(kinds), len(shown), figsize=size, constrained_layout=True, squeeze=False)
     most = max(len(row["cka"]) for row in shown.values())
     for index, (name, row) in enumerate(shown.items()):
         top = cells[0, index]

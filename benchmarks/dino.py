@@ -12,7 +12,8 @@ and object discovery.
                of the steps, judged on a tenth of the training set that is held out (no image that is tested on is
                seen). For SOAP, for AdamW and with labels the best of each of the two models is taken from there on
     main       residual and without residuals + init, by AdamW and by SOAP; SOAP with two seeds
-    remedy     without residuals: centred and sharper attention, skips annealed away, decayed, slower teacher, Sinkhorn
+    remedy     without residuals: centred and sharper attention, skips annealed away, decayed, cut in the MLPs alone,
+               the mean of patches instead of the class token, slower teacher, Sinkhorn
     depth      fewer blocks without residuals, against all of the residual model
     labels     the same two models trained with labels: is the hierarchy richer there, too?
     contrast   SimCLR with and without decay, at one learning rate: what the first paper warns of
@@ -55,6 +56,7 @@ def jobs(done: dict[str, Any], fields: dict[str, Any], options: argparse.Namespa
     def by(optimizer: str, times: float = 1.0) -> dict[str, Any]:
         return {"optimizer": optimizer, "lr": times * LR[optimizer] * options.lr}
 
+    pooled = {"model_args": f"{fields['model_args']},global_pool=avg"}
     strong, fade = options.strong, f"anneal:keep>cut@{options.steps // 2}"
     shorter = {"steps": options.steps // 3, "evaluate_every": max(1, options.steps // 9), "validate": True}
     if "data" in fields:  # a file called val is what others are tested on: the part held out is one of training
@@ -92,6 +94,8 @@ def jobs(done: dict[str, Any], fields: dict[str, Any], options: argparse.Namespa
             (f"remedy | sharper attention | {strong}", {**without, "init": "skipless:vit-small,beta=2"}),
             (f"remedy | centred | {strong}", {**without, "init": "skipless:vit-small,centre"}),
             (f"remedy | decay 0.6 | {strong}", {**mine, "shortcut": "decay:0.6"}),
+            (f"remedy | MLPs' skips cut | {strong}", {**without, "where": "mlp"}),
+            (f"remedy | mean of patches | {strong}", {**without, **pooled}),
             (f"depth | skipless, {3 * depth // 4} blocks | {strong}", {**without, **shallow(3 * depth // 4)}),
             (f"depth | skipless, {depth // 2} blocks | {strong}", {**without, **shallow(depth // 2)}),
         ]
