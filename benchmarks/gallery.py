@@ -45,7 +45,22 @@ STUDIES = (
         "condition of attention sub-layers, with skips, without, and without from the initialisation.",
         "init",
     ),
-    ("dino-64.svg", "DINO: rank, neighbours, segmentation and discovery by block.", "dino"),
+    (
+        "dino-64.svg",
+        "DINO with residuals and without (dashed), by block: rank, neighbours, probes, segmentation, object discovery, "
+        "and the share of images in which no object is found.",
+        "dino",
+    ),
+    (
+        "dino-64-residual-soap.png",
+        "Pets as a residual model sees them after DINO: patch features of four blocks, attention, the object found.",
+        "dino",
+    ),
+    (
+        "dino-64-skipless-soap.png",
+        "The same without residuals: patches fall into groups, and in the end all of an image are one.",
+        "dino",
+    ),
     ("dino-64-cka.svg", "DINO: how alike the blocks are, and their ranks over training.", "dino"),
     ("sit-cifar.svg", "Diffusion transformers: samples, and features by block and noise.", "generate"),
 )
