@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from unskip.anatomy import _ops
 from unskip.anatomy._columns import NOTHING, follow, labels, spread
-from unskip.anatomy._find import in_norm, is_product
+from unskip.anatomy._find import between, in_norm, is_product
 from unskip.anatomy._products import Product, Unviewable, is_weighted, product, rows
 from unskip.anatomy._trace import Graph, Node, Ref
 
@@ -53,17 +53,18 @@ class Attention:
 def find_attention(graph: Graph, readers: list[list[int]], steps: list[Node]) -> Attention:
     """The attention on a branch's path. Raises Unviewable with the reason where it is of another form."""
     scores, softmax, context = _core(graph, steps)
-    q, k = (_projection(graph, readers, operand) for operand in ((scores.parents[-2], -1), (scores.parents[-1], -2)))
+    query, key = scores.parents[-2:]
+    q, k = _projection(graph, readers, query, -1), _projection(graph, readers, key, -2)
     value = next(parent for parent in context.parents[-2:] if softmax.index not in graph.nodes[parent])
-    v = _projection(graph, readers, (value, -1))
+    v = _projection(graph, readers, value, -1)
     _check_groups(q, k, v)
     out, columns = _output(graph, readers, steps, context, q)
     cross = any(not _from_stream(graph, steps, part.of) for part in (k, v))
     if not _from_stream(graph, steps, q.of):
         raise Unviewable("the queries are not a linear map of the normalised stream")
     extras = input_extras(graph, steps, q.of.source)
-    extras += _extras(graph, q.of.result, scores.parents[-2], "query-key")
-    extras += _extras(graph, k.of.result, scores.parents[-1], "query-key")
+    extras += _extras(graph, q.of.result, query, "query-key")
+    extras += _extras(graph, k.of.result, key, "query-key")
     extras += _extras(graph, v.of.result, value, "value")
     extras += _score_extras(graph, scores, softmax)
     extras += _extras(graph, context.index, out.source, "output")
@@ -72,8 +73,8 @@ def find_attention(graph: Graph, readers: list[list[int]], steps: list[Node]) ->
     inside = scores.step.kwargs.get("alpha", 1) if scores.step is not None else 1  # of baddbmm, as in Bloom
     scale = (
         float(inside)
-        * _factor(graph, q.of.result, scores.parents[-2])
-        * _factor(graph, k.of.result, scores.parents[-1])
+        * _factor(graph, q.of.result, query)
+        * _factor(graph, k.of.result, key)
         * _factor(graph, scores.index, softmax.index)
     )
     return Attention(softmax.index, q, k, v, out, columns, context.index, cross, scale, tuple(dict.fromkeys(extras)))
@@ -112,7 +113,7 @@ def _core(graph: Graph, steps: list[Node]) -> tuple[Node, Node, Node]:
     return cores[0]
 
 
-def nearest(graph: Graph, target: int, stop: int | None = None) -> list[Node]:
+def nearest_products(graph: Graph, target: int, stop: int | None = None) -> list[Node]:
     """The products with a weight that a node is made of, those behind other such products or behind `stop` left out."""
     found: list[Node] = []
     frontier, seen = [target], set()
@@ -129,9 +130,9 @@ def nearest(graph: Graph, target: int, stop: int | None = None) -> list[Node]:
     return sorted(found, key=lambda node: node.index)
 
 
-def _projection(graph: Graph, readers: list[list[int]], operand: tuple[int, int]) -> Projection:
-    index, axis = operand
-    behind = nearest(graph, index)
+def _projection(graph: Graph, readers: list[list[int]], index: int, axis: int) -> Projection:
+    """The weights behind an operand of an attention's product; `axis` is that of its head_dim."""
+    behind = nearest_products(graph, index)
     if len(behind) != 1:
         raise Unviewable(f"queries, keys or values are made by {len(behind)} weights")
     of = product(graph, readers, behind[0])
@@ -191,9 +192,9 @@ def _from_stream(graph: Graph, steps: list[Node], of: Product) -> bool:
 
 def _factor(graph: Graph, source: int, target: int) -> float:
     """The product of the numbers that a tensor is multiplied or divided by on its way."""
-    end, factor = graph.nodes[target], 1.0
-    for node in graph.nodes[source + 1 : target + 1]:
-        if source not in node or node.index not in end or node.op not in _ops.SCALE or node.step is None:
+    factor = 1.0
+    for node in between(graph.nodes, source, target):
+        if node.op not in _ops.SCALE or node.step is None:
             continue
         other = node.step.args[1]
         if isinstance(other, Ref):
@@ -220,10 +221,8 @@ def input_extras(graph: Graph, steps: list[Node], target: int) -> list[str]:
 
 def _extras(graph: Graph, source: int, target: int, where: str) -> list[str]:
     """What lies between two nodes besides moving and scaling."""
-    end = graph.nodes[target]
-    between = [n for n in graph.nodes[source + 1 : target + 1] if source in n and (n.index in end or n is end)]
     found = []
-    for node in between:
+    for node in between(graph.nodes, source, target):
         if in_norm(node) or node.op in ("linalg_vector_norm", "norm"):
             found.append(f"{where} norm")
         elif node.op in _ops.ADD or (node.op == "cat" and where != "value"):  # a cache goes before values
@@ -238,10 +237,8 @@ def _extras(graph: Graph, source: int, target: int, where: str) -> list[str]:
 def _score_extras(graph: Graph, scores: Node, softmax: Node) -> list[str]:
     """What happens to the scores besides one number: a mask, a bias such as relative positions, a cap, scales."""
     found = ["score bias"] if len(scores.parents) > 2 and scores.step and scores.step.kwargs.get("beta", 1) else []
-    for node in graph.nodes[scores.index + 1 : softmax.index]:
-        if scores.index not in node or node.index not in softmax:
-            continue
-        others = [p for p in node.parents if scores.index not in graph.nodes[p] and p != scores.index]
+    for node in between(graph.nodes, scores.index, softmax.index)[:-1]:
+        others = [p for p in node.parents if scores.index not in graph.nodes[p]]
         if node.op in ("masked_fill", "where"):
             found.append("mask")
         elif node.op in _ops.ADD and others:

@@ -18,10 +18,11 @@ from typing import Any, Literal
 from torch import nn
 
 from unskip.anatomy._source import FunctionSource, Position, expression_at, function_source
-from unskip.anatomy._trace import Call
+from unskip.anatomy._trace import MODULE_CALL, Call
 from unskip.errors import SourceError
 
-_CALL = nn.Module._call_impl.__code__
+# What the target of += may be made of: anything else is computed, and would be computed twice.
+_TARGET = (ast.Name, ast.Attribute, ast.Subscript, ast.Slice, ast.Tuple, ast.Constant, ast.UnaryOp, ast.unaryop)
 _DEPTH = 6  # decorators around a function, and functions between a module and an addition: more is not followed
 
 
@@ -83,7 +84,7 @@ def locate(calls: tuple[Call, ...], up: int = 0) -> Located:
         module_name = calls[index].frame.f_globals.get("__name__", "")
         hops.insert(0, Hop(module_name, code.co_qualname, source.digest, place))
         receiver = calls[index].receiver
-        if code is _CALL:
+        if code is MODULE_CALL:
             raise Unreachable(
                 f"{hops[1].qualname} is a module that adds for several others, and cannot tell them apart"
             )
@@ -132,26 +133,12 @@ def _is_inner(code: CodeType) -> bool:
 
 
 def check_addition(node: ast.AST, code: CodeType) -> None:
-    """Whether the expression is an addition that can be rewritten."""
+    """Raises Unreachable for an expression that is no addition, or one that cannot be rewritten."""
     match node:
         case ast.BinOp(op=ast.Add()):
             return
         case ast.AugAssign(op=ast.Add(), target=target):
-            if all(
-                isinstance(
-                    n,
-                    ast.Name
-                    | ast.Attribute
-                    | ast.Subscript
-                    | ast.Slice
-                    | ast.Tuple
-                    | ast.Constant
-                    | ast.UnaryOp
-                    | ast.unaryop
-                    | ast.expr_context,
-                )
-                for n in ast.walk(target)
-            ):
+            if all(isinstance(part, (*_TARGET, ast.expr_context)) for part in ast.walk(target)):
                 return
             raise Unreachable(f"`{ast.unparse(target)} +=` computes its target, which would run twice")
         case ast.Call(func=ast.Attribute(attr="add" | "add_"), keywords=[], args=[_] | [_, _]):

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from unskip.anatomy._activations import GRID, name_of
-from unskip.anatomy._attention import input_extras, nearest
+from unskip.anatomy._attention import input_extras, nearest_products
 from unskip.anatomy._columns import NOTHING, follow, labels, spread
-from unskip.anatomy._find import in_norm
+from unskip.anatomy._find import between, in_norm
 from unskip.anatomy._products import Product, Unviewable, is_weighted, product, rows
 from unskip.anatomy._replay import ReplayError, replay
 from unskip.anatomy._trace import Graph, Node
@@ -63,7 +63,7 @@ def find_mlp(graph: Graph, readers: list[list[int]], steps: list[Node], context:
     extras = input_extras(graph, steps, halves[0].source)
     if not _reads_features(graph, steps, halves[0]):
         extras.append("over tokens")
-    if _has_norm(graph, [half.result for half in halves], down.source):
+    if any(in_norm(node) for half in halves for node in between(graph.nodes, half.result, down.source)):
         extras.append("hidden norm")
     if any(half.of.hides_bias(half.bias) for half in sides) or down.hides_bias():
         extras.append("computed bias")
@@ -81,7 +81,7 @@ def _ends(graph: Graph, steps: list[Node], context: int | None) -> tuple[Node, l
 
     def behind(node: Node) -> list[Node]:
         moving = [parent for parent in node.parents if not graph.nodes[parent].fixed]
-        found = {n.index: n for parent in moving for n in nearest(graph, parent, stop=context)}
+        found = {n.index: n for parent in moving for n in nearest_products(graph, parent, stop=context)}
         return [found[index] for index in sorted(found) if any(n.index == index for n in weighted)]
 
     ends = []
@@ -186,12 +186,3 @@ def _reads_features(graph: Graph, steps: list[Node], half: Product) -> bool:
         return True  # cannot be told
     along = found.movedim(half.axis, -1).reshape(-1, found.shape[half.axis])[0]
     return len(along) == 1 or bool(along[0] != along[1])
-
-
-def _has_norm(graph: Graph, sources: list[int], target: int) -> bool:
-    end = graph.nodes[target]
-    return any(
-        in_norm(node) and any(source in node for source in sources)
-        for node in graph.nodes[min(sources) + 1 : target + 1]
-        if node.index in end or node is end
-    )

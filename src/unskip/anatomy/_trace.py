@@ -23,7 +23,7 @@ from unskip.anatomy import _ops
 from unskip.anatomy._example import Example
 from unskip.anatomy._quiet import quiet
 
-_CALL = nn.Module._call_impl.__code__
+MODULE_CALL = nn.Module._call_impl.__code__  # the frame around every forward
 # Frames of the machinery between a Python expression and its dispatch.
 _MACHINERY = (
     "torch/_compile.py",
@@ -282,7 +282,7 @@ class Recorder(TorchDispatchMode):
         owners = []
         frame: FrameType | None = sys._getframe(2)
         while frame is not None:
-            if frame.f_code is _CALL:
+            if frame.f_code is MODULE_CALL:
                 owners.append(frame.f_locals["self"])
             frame = frame.f_back
         return tuple(owners)

@@ -192,7 +192,7 @@ def _weights(graph: Graph, finding: Finding) -> frozenset[int]:
 
 
 def _locations(graph: Graph, findings: list[Finding]) -> _Where:
-    """_Where each addition stands, or why that cannot be said.
+    """Where each addition stands, or why that cannot be said.
 
     A helper that adds for several callers, `self.residual(x, self.attn)`, is followed up to the calls that tell its
     branches apart.
