@@ -100,6 +100,20 @@ def test_a_model_that_predicts_nothing_has_the_trivial_loss(
         assert task.trivial == pytest.approx(1 + float(values.double().square().mean()), rel=1e-6)
 
 
+@pytest.mark.parametrize(("recipe", "changes", "betas"), [
+    ("sit", {}, (0.9, 0.999)),
+    ("uvit", {}, (0.99, 0.999)),
+    ("uvit", {"optimizer": "AdamW"}, (0.99, 0.999)),
+    ("uvit", {"optimizer": "soap"}, (0.95, 0.95)),  # SOAP's own
+    ("sit", {"optimizer": "soap", "betas": "0.8,0.9"}, (0.8, 0.9)),
+    ("sit", {"optimizer": "muon", "betas": "0.8,0.9"}, (0.8, 0.9)),
+    ("sit", {"optimizer": "lamb", "betas": "0.8,0.9"}, (0.8, 0.9)),
+])  # fmt: skip
+def test_betas_reach_every_optimizer(recipe: str, changes: dict[str, Any], betas: tuple[float, float]) -> None:
+    task, _ = RECIPES[recipe].build(tiny(recipe, **changes))
+    assert {group["betas"] for group in task.optimizer.param_groups} == {betas}
+
+
 def test_stopped_and_resumed_it_is_the_same(tmp_path: Path) -> None:
     whole = unskip.train(tiny(health=False), tmp_path / "whole", quiet=True)
     unskip.train(tiny(health=False), tmp_path / "cut", quiet=True)
@@ -117,6 +131,7 @@ def test_stopped_and_resumed_it_is_the_same(tmp_path: Path) -> None:
     ({"init": "skipless"}, "default or zero"),
     ({"betas": "0.9"}, "two numbers"),
     ({"betas": "0.9,1.5"}, "below 1"),
+    ({"betas": "0.9,0.95", "optimizer": "sgd"}, "sgd of timm has no betas"),
     ({"steps": 0}, "0 steps"),
     ({"model_args": "width=16,depth=2,heads=2,classes=9"}, "9 classes, and digits has 10"),
     ({"interpolant": "cubic"}, "linear, gvp"),

@@ -20,7 +20,7 @@ from unskip import cli, recipes
 from unskip.data import Feed, open_images
 from unskip.errors import BadInput
 from unskip.models import DINO, contrast
-from unskip.recipes import _dino, _mae, _simclr, _supervised
+from unskip.recipes import _dino, _mae, _run, _simclr, _supervised
 from unskip.recipes._shared import device_of
 from unskip.training import RunFolder
 
@@ -112,6 +112,34 @@ def test_a_warm_up_is_a_share_and_no_number_of_steps(recipe: str) -> None:
     config = getattr(recipes, recipe)("digits", warmup=500, device="cpu")
     with pytest.raises(BadInput, match="warmup is 500; it is a share of the steps, from 0 to 1"):
         recipes.RECIPES[recipe].build(config)
+
+
+@pytest.mark.parametrize(("recipe", "preset", "changes", "message"), [
+    ("sit", "cifar", {"epochs": 3}, "epochs is 3, which changes nothing: steps is 15000, and counts instead"),
+    ("supervised", "digits", {"temperature": 3.0}, "temperature is 3.0, which changes nothing: there is no teacher"),
+    ("supervised", "digits", {"weights": "x", "teacher": "original", "smoothing": 0.3}, "the place of the labels"),
+    ("supervised", "digits", {"model": "torchvision:vit_b_16", "drop_path": 0.1}, "as models of timm are"),
+    ("mae", "digits", {"scale": 0.5}, "crop is none; take resized"),
+    ("dino", "digits", {"balance": "sinkhorn", "centre_momentum": 0.5}, "balance is sinkhorn"),
+    ("dino", "digits", {"small": 0, "small_scale": 0.1}, "no small views"),
+    ("dino", "digits", {"weights": "x", "init": "skipless"}, "weights take its place"),
+    ("uvit", "digits", {"time_mean": 1.0}, "times are uniform"),
+    ("sit", "digits", {"cache": "elsewhere"}, "it is for latents"),
+    ("sit", "digits", {"online_images": 0, "online_time": 0.5}, "online_images is 0"),
+])  # fmt: skip
+def test_a_field_that_would_change_nothing_is_refused(
+    tmp_path: Path, recipe: str, preset: str, changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(BadInput, match=message):
+        unskip.train(getattr(recipes, recipe)(preset, **changes), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("recipe", recipes.RECIPES)
+def test_a_preset_may_set_what_another_field_makes_idle(recipe: str) -> None:
+    """Steps in place of a preset's epochs are refused nowhere."""
+    for preset in recipes.RECIPES[recipe].presets:
+        _run._refuse_idle(getattr(recipes, recipe)(preset, steps=3), recipes.RECIPES[recipe])
 
 
 # --- Graphs -----------------------------------------------------------------------------------------------------------

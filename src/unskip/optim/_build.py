@@ -91,6 +91,10 @@ def _from_timm(name: str, ours: tuple[str, ...]) -> Callable[..., torch.optim.Op
     def make(
         assigned: Groups, lr: float | Tensor, weight_decay: float, options: dict[str, Any]
     ) -> torch.optim.Optimizer:
+        about = factory.get_optimizer_info(name)
+        for option in ("betas", "eps", "momentum"):  # which timm would drop without a word
+            if option in options and not getattr(about, f"has_{option}"):
+                raise BadInput(f"build: {name} of timm has no {option}; leave that out, or take another optimizer")
         chosen = _param_groups(assigned, lr, weight_decay)
         made = factory.create_optimizer_v2(chosen, name, lr=lr, weight_decay=weight_decay, **options)
         assert isinstance(made, torch.optim.Optimizer)

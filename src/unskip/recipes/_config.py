@@ -43,3 +43,7 @@ class Config:
     workers: int = 0  # processes that decode images which are read from disk
     seed: int = 0
     device: str = "auto"  # auto | cpu | cuda | cuda:1
+
+    def idle(self) -> dict[str, str]:
+        """The fields that have no effect beside the others, and why; a run that is given one of them is refused."""
+        return {} if self.steps is None else {"epochs": f"steps is {self.steps}, and counts instead; set it to None"}

@@ -71,6 +71,16 @@ class Dino(Config):
     online_images: int = 10_000  # how many images of each split the neighbours and the rank are judged on in training
     health: bool = True  # look at features and attention with each evaluation, and warn; takes some seconds
 
+    def idle(self) -> dict[str, str]:
+        found = super().idle()
+        if self.balance == "sinkhorn":
+            found["centre_momentum"] = "balance is sinkhorn; take centre"
+        if not self.small:
+            found |= dict.fromkeys(("small_size", "small_scale"), "there are no small views; set small")
+        if self.weights is not None:
+            found["init"] = "weights take its place; leave those out"
+        return found
+
 
 _SMALL_DATA: dict[str, Any] = {
     # What keeps a small set from loss = log(out). Where views cannot be told apart the best answer is a uniform q, and

@@ -59,7 +59,7 @@ class Generative(Config):
     lr: float = 1e-4
     lr_end: float = 1.0  # as a fraction of lr; 1: it stays
     weight_decay: float = 0.0
-    betas: str = "0.9,0.999"  # of AdamW
+    betas: str | None = None  # as in 0.9,0.999; None: the recipe's for AdamW, of other optimizers their own
     batch: int = 256  # images a step, over all processes
     epochs: float = 80
     warmup: float = 0.0  # share of the steps
@@ -69,6 +69,16 @@ class Generative(Config):
     online_images: int = 5000  # how many images of each split neighbours and rank are judged on in training; 0: none
     online_time: float = 0.9  # the time of the noisy images whose features those are, at the middle block
     health: bool = True  # look at features and attention with each evaluation, and warn; takes some seconds
+
+    def idle(self) -> dict[str, str]:
+        found = super().idle()
+        if self.times == "uniform":
+            found |= dict.fromkeys(("time_mean", "time_deviation"), "times are uniform; take logit-normal")
+        if self.latents is None:
+            found["cache"] = "it is for latents; give those"
+        if not self.online_images:
+            found["online_time"] = "online_images is 0; set it"
+        return found
 
     @property
     def flow(self) -> Flow:
@@ -90,8 +100,13 @@ class _Images(Protocol):
 Maker = Callable[[dict[str, Any]], nn.Module]
 
 
-def build_task(config: Generative, make: Maker, opener: Opener | None = None) -> tuple[Task, Schedule]:
-    """The task and schedule of a config; `make` builds the model from size, channels, classes and `narrow`."""
+def build_task(
+    config: Generative, make: Maker, opener: Opener | None = None, betas: str = "0.9,0.999"
+) -> tuple[Task, Schedule]:
+    """The task and schedule of a config; `make` builds the model from size, channels, classes and `narrow`.
+
+    `betas` are those of AdamW where the config has none.
+    """
     device = device_of(config.device)
     if not 0 <= config.online_time <= 1:
         raise BadInput(f"online_time is {config.online_time}; times go from noise, 0, to data, 1")
@@ -118,8 +133,9 @@ def build_task(config: Generative, make: Maker, opener: Opener | None = None) ->
     elif config.init != "default":
         raise BadInput(f"init is {config.init!r}; it can be default or zero")
     wiring = wired(model, config, sample)
-    betas: dict[str, Any] = {"betas": _betas(config.betas)} if config.optimizer == "adamw" else {}
-    optimizer = build_optimizer(model, config.optimizer, config.lr, config.weight_decay, **betas)
+    chosen = betas if config.betas is None and config.optimizer.lower() == "adamw" else config.betas
+    options: dict[str, Any] = {} if chosen is None else {"betas": _betas(chosen)}
+    optimizer = build_optimizer(model, config.optimizer, config.lr, config.weight_decay, **options)
     steps = steps_of(config, feed.steps_per_epoch)
     flow = config.flow
 

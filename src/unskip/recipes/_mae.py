@@ -60,6 +60,9 @@ class Mae(Config):
     online_images: int = 10_000  # how many images of each split the neighbours and the rank are judged on in training
     health: bool = True  # look at features and attention with each evaluation, and warn; takes some seconds
 
+    def idle(self) -> dict[str, str]:
+        return super().idle() | ({} if self.crop == "resized" else {"scale": f"crop is {self.crop}; take resized"})
+
 
 _PRESETS = {
     "digits": Preset(
@@ -125,7 +128,7 @@ def build(config: Mae, opener: Opener | None = None) -> tuple[Task, Schedule]:
         load_published(model, config.weights)
     wiring = wired(model.encoder, config, sample)
     axes = block_axes(model.encoder, Example.of(sample[:1]))  # once, and of the model before it is sharded
-    betas: dict[str, Any] = {"betas": (0.9, 0.95)} if config.optimizer == "adamw" else {}
+    betas: dict[str, Any] = {"betas": (0.9, 0.95)} if config.optimizer.lower() == "adamw" else {}
     optimizer = build_optimizer(model, config.optimizer, config.lr, config.weight_decay, **betas)
     schedule = schedule_of(config, steps)
 

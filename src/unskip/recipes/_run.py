@@ -26,6 +26,7 @@ def train(config: Config, out: str | Path, quiet: bool = False, opener: Opener |
     `opener` opens the images; one that keeps them spares the next run of the same data from decoding them again.
     """
     recipe = recipe_of(config)
+    _refuse_idle(config, recipe)
     _refuse_graph(config, recipe)
     folder = RunFolder(out)
     if is_main():
@@ -56,6 +57,16 @@ def _summary(config: Config, model: nn.Module, steps: int) -> str:
     arguments = f" ({config.model_args})" if config.model_args else ""
     images, length = f"images of {config.size} x {config.size} from {config.data}", count(steps, "step")
     return f"{config.model}{arguments}: {millions:.3g} million parameters, {images}, {length}"
+
+
+def _refuse_idle(config: Config, recipe: Recipe) -> None:
+    """A field that was given and has no effect is refused; one that a preset sets is not."""
+    preset = recipe.presets.get(config.preset)
+    before = recipe.config(**preset.fields) if preset is not None else recipe.config()
+    for name, why in config.idle().items():
+        value = getattr(config, name)
+        if value != getattr(before, name):
+            raise BadInput(f"{name} is {value!r}, which changes nothing: {why}, or leave {name} out")
 
 
 def _refuse_graph(config: Config, recipe: Recipe) -> None:

@@ -51,6 +51,17 @@ class Supervised(Config):
     drop_path: float = 0.0  # switched off where a skip is cut: a dropped branch has nothing else to live on
     average: float | None = None  # decay of averaged weights, which are those that are judged
 
+    def idle(self) -> dict[str, str]:
+        found = super().idle()
+        if self.teacher is None:
+            found["temperature"] = "there is no teacher; give one"
+        else:
+            found["smoothing"] = "a teacher takes the place of the labels; train without"
+        if not self.model.startswith("timm:"):
+            why = f"{self.model} is not told of it, as models of timm are; write what it calls that into model_args"
+            found |= {"patch": why, "drop_path": why}
+        return found
+
 
 _VIT_192 = {"model_args": "depth=12,embed_dim=192,num_heads=3"}
 _PAPER: dict[str, Any] = {  # as transcribed by others; see the docs

@@ -18,11 +18,10 @@ from unskip.training import Schedule, Task
 
 @dataclass(frozen=True)
 class Uvit(Generative):
-    """The config of a U-ViT run; its optimizer settings are those of the U-ViT paper (arXiv 2209.12152)."""
+    """The config of a U-ViT run; its optimizer settings, and betas, are those of the U-ViT paper (arXiv 2209.12152)."""
 
     lr: float = 2e-4
     weight_decay: float = 0.03
-    betas: str = "0.99,0.999"
 
 
 _PRESETS = {
@@ -56,7 +55,7 @@ def build(config: Uvit, opener: Opener | None = None) -> tuple[Task, Schedule]:
     def make(shape: dict[str, Any]) -> nn.Module:
         return named(UViT, config, shape)
 
-    return build_task(config, make, opener)
+    return build_task(config, make, opener, betas="0.99,0.999")
 
 
 register(Recipe("uvit", Uvit, _PRESETS, build))
