@@ -218,8 +218,10 @@ def _expected(longest: dict[str, float], name: str) -> float:
 
 def write(data: dict[str, Any], out: Path) -> None:
     """The JSON, a run a line; written aside and renamed."""
+    from unskip.cli._say import finite
+
     runs = ",\n".join(
-        f"{json.dumps(name)}:{json.dumps(row, separators=(',', ':'))}" for name, row in data["runs"].items()
+        f"{json.dumps(name)}:{json.dumps(finite(row), separators=(',', ':'))}" for name, row in data["runs"].items()
     )
     rest = json.dumps({key: value for key, value in data.items() if key != "runs"}, indent=1)
     out.parent.mkdir(parents=True, exist_ok=True)

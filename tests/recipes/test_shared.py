@@ -135,6 +135,11 @@ def test_a_field_that_would_change_nothing_is_refused(
     assert not (tmp_path / "run").exists()
 
 
+def test_a_number_that_json_has_no_word_for_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(BadInput, match="clip is inf; give a finite number, or None"):
+        unskip.train(recipes.supervised("digits", clip=math.inf), tmp_path / "run")
+
+
 @pytest.mark.parametrize("recipe", recipes.RECIPES)
 def test_a_preset_may_set_what_another_field_makes_idle(recipe: str) -> None:
     """Steps in place of a preset's epochs are refused nowhere."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import warnings
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from tests.training.tasks import new
 
 from unskip.errors import BadInput
 from unskip.training import RunFolder
+from unskip.training._state import read_state, write_state
 
 
 def test_a_folder_that_holds_a_run_is_not_written_over(tmp_path: Path) -> None:
@@ -27,6 +29,14 @@ def test_config_and_versions_are_written(tmp_path: Path) -> None:
     data = json.loads((tmp_path / "run" / "config.json").read_text())
     assert data["config"] == {"recipe": "test"}
     assert data["versions"]["torch"] == torch.__version__
+
+
+def test_a_state_is_json_whatever_its_numbers_are(tmp_path: Path) -> None:
+    write_state(tmp_path, "some", {"limits": (math.inf, -math.inf, 1.5), "mean": math.nan, "step": torch.ones(2)})
+    json.loads((tmp_path / "some.json").read_text(), parse_constant=pytest.fail)
+    found = read_state(tmp_path, "some")
+    assert found["limits"] == (math.inf, -math.inf, 1.5)
+    assert math.isnan(found["mean"])
 
 
 def test_a_line_that_was_cut_off_is_left_out(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 from pathlib import Path
@@ -26,6 +27,7 @@ def train(config: Config, out: str | Path, quiet: bool = False, opener: Opener |
     `opener` opens the images; one that keeps them spares the next run of the same data from decoding them again.
     """
     recipe = recipe_of(config)
+    _refuse_not_finite(config)
     _refuse_idle(config, recipe)
     _refuse_graph(config, recipe)
     folder = RunFolder(out)
@@ -57,6 +59,13 @@ def _summary(config: Config, model: nn.Module, steps: int) -> str:
     arguments = f" ({config.model_args})" if config.model_args else ""
     images, length = f"images of {config.size} x {config.size} from {config.data}", count(steps, "step")
     return f"{config.model}{arguments}: {millions:.3g} million parameters, {images}, {length}"
+
+
+def _refuse_not_finite(config: Config) -> None:
+    """A run's folder keeps its config as JSON, which has no word for such numbers."""
+    for name, value in vars(config).items():
+        if isinstance(value, float) and not math.isfinite(value):
+            raise BadInput(f"{name} is {value}; give a finite number, or None where there is to be no limit")
 
 
 def _refuse_idle(config: Config, recipe: Recipe) -> None:

@@ -6,8 +6,8 @@ back with the same structure and, bit for bit, the same tensors.
 
 from __future__ import annotations
 
-import hashlib
 import json
+import math
 import os
 from pathlib import Path
 from typing import Any
@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 
 from unskip.errors import LoadError
+from unskip.wiring._record import sha256
 
-_TENSOR, _TUPLE, _PAIRS = "tensor:", "tuple:", "pairs:"
+_TENSOR, _TUPLE, _PAIRS, _FLOAT = "tensor:", "tuple:", "pairs:", "float:"
 
 
 def write_state(folder: Path, name: str, state: object) -> None:
@@ -27,7 +28,7 @@ def write_state(folder: Path, name: str, state: object) -> None:
     tensors: dict[str, Tensor] = {}
     tree = _pack(state, tensors)
     save_file(tensors, folder / f"{name}.safetensors")
-    (folder / f"{name}.json").write_text(json.dumps(tree))
+    (folder / f"{name}.json").write_text(json.dumps(tree, allow_nan=False))
 
 
 def read_state(folder: Path, name: str, device: str | torch.device = "cpu") -> Any:
@@ -52,6 +53,8 @@ def _pack(value: object, tensors: dict[str, Tensor]) -> object:
         return {_TUPLE: [_pack(item, tensors) for item in value]}
     if isinstance(value, list):
         return [_pack(item, tensors) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return {_FLOAT: str(value)}  # JSON has no word for it
     if value is None or isinstance(value, bool | int | float | str):
         return value
     raise TypeError(f"a {type(value).__name__} cannot be saved without pickle")
@@ -66,6 +69,8 @@ def _unpack(value: Any, tensors: dict[str, Tensor]) -> Any:
         return tensors[value[_TENSOR]]
     if _TUPLE in value:
         return tuple(_unpack(item, tensors) for item in value[_TUPLE])
+    if _FLOAT in value:
+        return float(value[_FLOAT])
     if _PAIRS in value:
         return {key: _unpack(item, tensors) for key, item in value[_PAIRS]}
     return {key: _unpack(item, tensors) for key, item in value.items()}
@@ -74,7 +79,7 @@ def _unpack(value: Any, tensors: dict[str, Tensor]) -> Any:
 def seal(folder: Path) -> None:
     """Writes the checksums of all files in and below a folder into it, and all of it to the disk."""
     files = sorted(file for file in folder.rglob("*") if file.is_file())
-    sums = {file.relative_to(folder).as_posix(): _digest(file) for file in files}
+    sums = {file.relative_to(folder).as_posix(): sha256(file) for file in files}
     (folder / "checksums.json").write_text(json.dumps(sums, indent=1))
     for file in (*files, folder / "checksums.json"):
         with file.open("rb") as opened:
@@ -91,10 +96,5 @@ def check(folder: Path) -> None:
         file = folder / name
         if not file.is_file():
             raise LoadError(f"{file}: missing")
-        if _digest(file) != expected:
+        if sha256(file) != expected:
             raise LoadError(f"{file}: damaged, its checksum is another")
-
-
-def _digest(file: Path) -> str:
-    with file.open("rb") as opened:
-        return hashlib.file_digest(opened, "sha256").hexdigest()

@@ -21,10 +21,7 @@ from unskip.wiring._caution import warn
 from unskip.wiring._structure import class_name, difference, structure
 
 Builder = str | Mapping[str, Any] | None
-_IMPLEMENTATIONS = (
-    "_attn_implementation",
-    "_experts_implementation",
-)  # private in transformers' configs, so not in JSON
+_IMPLEMENTATIONS = ("_attn_implementation", "_experts_implementation")  # private in transformers' configs: not in JSON
 _LIBRARIES = ("diffusers", "timm", "torchvision", "transformers")  # whose models are recorded unasked
 _USUAL = {"num_classes": 1000, "image_size": 224}  # what torchvision's builders take for granted
 
@@ -124,7 +121,7 @@ def _inferred(model: nn.Module, library: str) -> dict[str, Any] | None:
             }
         if library == "diffusers" and config is not None:
             plain = {key: value for key, value in dict(config).items() if not key.startswith("_")}
-            return {"diffusers": type(model).__name__, "config": json.loads(json.dumps(plain))}
+            return {"diffusers": type(model).__name__, "config": json.loads(json.dumps(plain, allow_nan=False))}
     except (TypeError, ValueError):
         return None  # a configuration that is no plain data
     if library == "torchvision":

@@ -7,7 +7,10 @@ edited, or a bit that flipped, is found before anything is built.
 from __future__ import annotations
 
 import hashlib
+import importlib.metadata
 import json
+import math
+from collections.abc import Iterable
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
@@ -45,7 +48,7 @@ def seal(record: dict[str, Any]) -> str:
 
 def write(path: Path, record: dict[str, Any]) -> None:
     """Writes a record, sealed as it will be read."""
-    plain = json.loads(json.dumps(record))
+    plain = json.loads(json.dumps(record, allow_nan=False))
     path.write_text(json.dumps({**plain, "seal": seal(plain)}, indent=1) + "\n", encoding="utf-8")
 
 
@@ -96,6 +99,17 @@ def sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+def versions_of(libraries: Iterable[str]) -> dict[str, str]:
+    """The version of each library that is installed; unskip itself may be read from its sources, and has none then."""
+    found = {}
+    for name in libraries:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
 # --- Wirings ----------------------------------------------------------------------------------------------------------
 
 
@@ -112,9 +126,14 @@ def wiring_record(wiring: Wiring | None) -> dict[str, Any] | None:
             for a in wiring._plan
         ],
         "step": wiring.at_step,
-        "alphas": wiring.alphas,
-        "betas": wiring.betas,
+        "alphas": [_number(alpha) for alpha in wiring.alphas],
+        "betas": [_number(beta) for beta in wiring.betas],
     }
+
+
+def _number(value: float) -> float | str:
+    """What was learnt may be no number any more, which JSON has no word for."""
+    return value if math.isfinite(value) else str(value)
 
 
 def wiring_of(record: dict[str, Any], folder: Path) -> tuple[Survey | None, tuple[Assignment, ...], int]:
