@@ -10,13 +10,13 @@ as it is.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import Tensor, nn
 
 from unskip.anatomy._example import example_for
-from unskip.anatomy._parts import AttentionParts, MlpParts, NormParts, ParallelParts, Parts, lay_open
+from unskip.anatomy._parts import AttentionParts, MlpParts, NormParts, ParallelParts, Part, lay_open
 from unskip.anatomy.sites import named
 from unskip.errors import InitError
 from unskip.init._check import Check, Judged, transaction
@@ -43,7 +43,7 @@ def zero_branches_(model: nn.Module, example: object = None, *, where: Where = N
         raise InitError(f"{type(model).__name__}: no site to initialise")
     scaled, shut = [], []
     with torch.no_grad(), transaction(model):
-        for part in _branches(Parts(found.model, [p.site for p in chosen if p], chosen, {})):
+        for part in _branches(chosen):
             if part.closed:
                 shut.append(part.site)
                 continue
@@ -82,7 +82,7 @@ def verify_zero_branches(model: nn.Module, example: object = None, *, where: Whe
         judged = Judged()
         judged.values["largest"] = size
         judged.promise(size == 0, f"the branch adds up to {size:.3g}, promised 0")
-        for branch in _branches(Parts(found.model, [site], [part], {})):
+        for branch in _branches([part]):
             _judge(branch, judged)
         rows.append(judged.row(site))
         unknown += [site] if part is None else []
@@ -117,8 +117,9 @@ def _judge(part: AttentionParts | MlpParts, judged: Judged) -> None:
         judged.promise(away == 0, f"LayerScale is {away:.2g} away from 1")
 
 
-def _branches(found: Parts) -> Iterator[AttentionParts | MlpParts]:
-    for part in found:
+def _branches(parts: Iterable[Part | None]) -> Iterator[AttentionParts | MlpParts]:
+    """Each attention and each MLP, those of parallel sites too; what is unknown is left out."""
+    for part in parts:
         if isinstance(part, ParallelParts):
             yield part.attention
             yield part.mlp

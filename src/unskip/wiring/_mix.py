@@ -34,7 +34,7 @@ def mix(
         branch = torch.full_like(stream, branch)
     alpha, beta = _value(alpha, stream), _value(beta, stream)
     if into == "stream":
-        if not isinstance(alpha, Tensor) and alpha == 0:
+        if _is(alpha, 0):
             return stream.copy_(_scaled(branch, beta))
         stream = stream if _is(alpha, 1) else stream.mul_(alpha)
         return stream.add_(branch, alpha=beta) if not isinstance(beta, Tensor) else stream.add_(branch * beta)
@@ -66,7 +66,7 @@ def _lie_alike(stream: Tensor, branch: Tensor) -> bool:
 
 def _laid_out(stream: Tensor, branch: Tensor, alpha: Number, beta: Number, left: str) -> Tensor:
     """The sum in the order of its operands, whose first one says how it lies in memory."""
-    if not isinstance(alpha, Tensor) and alpha == 0:
+    if _is(alpha, 0):
         like = stream if left == "stream" else branch
         dtype = torch.promote_types(stream.dtype, branch.dtype)
         return torch.empty_like(like, dtype=dtype).copy_(_scaled(branch, beta))
@@ -92,4 +92,5 @@ def _scaled(tensor: Tensor, weight: Number) -> Tensor:
 
 
 def _is(weight: Number, value: float) -> bool:
+    """Whether a weight is this number; of a tensor that is not asked, which would wait for the device."""
     return not isinstance(weight, Tensor) and weight == value

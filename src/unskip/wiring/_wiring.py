@@ -286,14 +286,14 @@ class Wiring:
             return
         _remove(module, name)
         if learnt:
-            module.register_parameter(name, nn.Parameter(self._tensor(module, site, rule, value)))
+            module.register_parameter(name, nn.Parameter(self._tensor(site, rule, value)))
         elif moving:
-            module.register_buffer(name, self._tensor(module, site, rule, value), persistent=False)
+            module.register_buffer(name, self._tensor(site, rule, value), persistent=False)
             setattr(module._buffers[name], NUMBER, value)
         else:
             setattr(module, name, float(value))
 
-    def _tensor(self, module: nn.Module, site: Site, rule: Shortcut, value: float) -> Tensor:
+    def _tensor(self, site: Site, rule: Shortcut, value: float) -> Tensor:
         like = next(
             (p for p in self.model.get_submodule(site.block).parameters() if p.is_floating_point()), torch.empty(())
         )
