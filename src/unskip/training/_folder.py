@@ -26,6 +26,7 @@ import torch
 from unskip.errors import BadInput, LoadError
 from unskip.training._state import check, seal
 from unskip.wiring._caution import warn
+from unskip.wiring._record import versions_of
 
 KEPT = 2
 NOT_FINITE = ("nan", "inf", "-inf")  # numbers that JSON does not know, as a log holds them
@@ -47,7 +48,7 @@ class RunFolder:
         run = cls(path)
         run.check_free()
         run.checkpoints.mkdir(parents=True, exist_ok=True)
-        about = {"device": device, "steps": steps, "versions": versions(), "git": _commit()}
+        about = {"device": device, "steps": steps, "versions": _versions(), "git": _commit()}
         run._write("config.json", {"config": config, **about})
         return run
 
@@ -140,17 +141,10 @@ class RunFolder:
         return None
 
 
-def versions() -> dict[str, str]:
+def _versions() -> dict[str, str]:
     """The versions a result depends on."""
-    from importlib import metadata
-
-    found = {"python": platform.python_version(), "torch": torch.__version__}
-    for name in ("unskip", "timm", "accelerate"):
-        try:
-            found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-    return found
+    own = {"python": platform.python_version(), "torch": torch.__version__}
+    return own | versions_of(("unskip", "timm", "accelerate"))
 
 
 def _commit() -> str | None:

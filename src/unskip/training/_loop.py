@@ -215,7 +215,8 @@ class _Trainer:
 
     def _step(self, step: int, batch: Any) -> tuple[Tensor, dict[str, Tensor]]:
         schedule = self.schedule
-        torch.manual_seed(mix(schedule.seed, step, self.rank))
+        seed = seed_of(schedule.seed, step, self.rank)
+        torch.manual_seed(seed)
         factor = schedules.warmup_cosine(step, total=schedule.steps, warmup=schedule.warmup, floor=schedule.lr_end)
         schedules.apply(self.task.optimizer, lr=factor)
         if self.task.wiring is not None:
@@ -225,7 +226,7 @@ class _Trainer:
         if self.graph is not None:
             # A weight that is annealed is a tensor while it moves, and a number afterwards: another graph.
             moving = () if self.task.wiring is None else tuple(map(id, self.task.wiring.tensors()))
-            loss, numbers = self.graph(batch, moving, mix(schedule.seed, step, self.rank))
+            loss, numbers = self.graph(batch, moving, seed)
         else:
             loss, numbers = self._passes(batch)
         if schedule.clip is not None:
@@ -358,7 +359,7 @@ def _numbers(values: Mapping[str, float | None]) -> dict[str, float]:
     return {name: math.nan if value is None else value for name, value in values.items()}
 
 
-def mix(*numbers: int) -> int:
+def seed_of(*numbers: int) -> int:
     """A seed from several numbers; neighbours give unrelated ones."""
     digest = hashlib.blake2b(repr(numbers).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 1

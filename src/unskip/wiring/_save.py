@@ -10,7 +10,6 @@ classes, and only then changes anything.
 
 from __future__ import annotations
 
-import importlib.metadata
 import math
 import os
 from collections import Counter
@@ -32,7 +31,7 @@ from unskip.wiring._select import Assignment
 from unskip.wiring._structure import class_name
 from unskip.wiring._wiring import Wiring
 
-_LIBRARIES = ("torch", "timm", "torchvision", "transformers", "diffusers")
+_LIBRARIES = ("unskip", "torch", "timm", "torchvision", "transformers", "diffusers")
 
 
 def save(model: nn.Module, folder: str | os.PathLike[str], builder: Builder = None) -> Path:
@@ -62,7 +61,7 @@ def save(model: nn.Module, folder: str | os.PathLike[str], builder: Builder = No
         "structure": _structure.pack(_structure.structure(model)),
         "sources": _structure.sources(model),
         "buffers": _structure.buffers(model),
-        "versions": _versions(),
+        "versions": _record.versions_of(_LIBRARIES),
     }
     target.mkdir(parents=True, exist_ok=True)
     aside, text = target / (WEIGHTS + ".new"), target / (RECORD + ".new")
@@ -152,7 +151,7 @@ def _check_source(model: nn.Module, record: dict[str, Any], folder: Path) -> Non
     except MALFORMED as error:
         raise LoadError(f"{folder / RECORD}: damaged, its sources or buffers do not read ({error}).") from error
     if wrong:
-        now = _versions()
+        now = _record.versions_of(_LIBRARIES)
         changed = [f"{name} {was}" for name, was in record["versions"].items() if now.get(name) != was]
         under = f" It was saved under {', '.join(changed)}." if changed else ""
         raise LoadError(
@@ -264,13 +263,3 @@ def _refuse_odd_state(model: nn.Module) -> None:
 def _values(model: nn.Module) -> Iterator[torch.Tensor]:
     yield from model.parameters()
     yield from model.buffers()
-
-
-def _versions() -> dict[str, str]:
-    found = {}
-    for name in ("unskip", *_LIBRARIES):  # unskip too may be read from its sources, without an installation
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return found
