@@ -201,14 +201,14 @@ def _depths(model: nn.Module, names: Sequence[str]) -> dict[str, int]:
     numbers = {name: _number(name) for name in names}
     inside = {name for name in names if first <= order[name.rpartition(".")[0]] <= last and numbers[name] is not None}
     deepest = max((numbers[name] or 0 for name in inside), default=-1)
-    return {
-        name: (numbers[name] or 0) + 1
-        if name in inside
-        else 0
-        if order[name.rpartition(".")[0]] < first or first < 0
-        else deepest + 2
-        for name in names
-    }
+
+    def depth(name: str) -> int:
+        if name in inside:
+            return (numbers[name] or 0) + 1
+        before = first < 0 or order[name.rpartition(".")[0]] < first
+        return 0 if before else deepest + 2
+
+    return {name: depth(name) for name in names}
 
 
 def _number(name: str) -> int | None:
