@@ -78,11 +78,33 @@ def test_apply_and_save(source: str, capsys: pytest.CaptureFixture[str], tmp_pat
     )
     assert code == 0
     assert "2 of 2 MLP sites rewritten" in out
-    loaded = unskip.load(folder, model=unskip.spec.build(f"{source}:make", pretrained=False))
+    loaded = unskip.load(folder)
     assert unskip.Wiring.of(loaded).alphas == [0.0, 0.0]
     code, out, _ = run(capsys, f"{source}:make", "--apply", "widen", "--json")
     assert json.loads(out)["applied"]["difference"] < 1e-5
     assert torch.isfinite(loaded(torch.zeros(1, 3, 4, 4))).all()
+
+
+def test_a_saved_model_is_rewritten_and_still_says_how_to_build_it(
+    source: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    first, second = str(tmp_path / "first"), str(tmp_path / "second")
+    unskip.save(unskip.spec.build(f"{source}:make"), first, f"{source}:make")
+    code, _, err = run(capsys, first, "--data", "random:40", "--apply", "approximate", "--out", second)
+    assert (code, err) == (0, "")
+    assert unskip.Wiring.of(unskip.load(second)).alphas == [0.0, 0.0]
+
+
+def test_a_widened_model_is_other_than_its_function_builds(
+    source: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    code, _, err = run(capsys, f"{source}:make", "--apply", "widen", "--out", str(tmp_path / "out"))
+    assert code == 0
+    assert "saved without a word on how to build it: builder" in err
+    assert (tmp_path / "out" / "unskip.json").is_file()
+    (tmp_path / "file").touch()
+    code, _, err = run(capsys, f"{source}:make", "--apply", "widen", "--out", str(tmp_path / "file"))
+    assert (code, "is a file" in err) == (2, True)
 
 
 @pytest.mark.parametrize(

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from typing import Annotated, get_args
+from typing import Annotated, Any, get_args
 
 import torch
 import tyro
+from torch import nn
 
 import unskip
 from unskip import absorption
 from unskip.absorption._apply import Mode
-from unskip.cli._model import FORMS, by_input, device_of, inputs, samples_for, shapes_of, weighted
+from unskip.cli._model import FORMS, builder_of, by_input, device_of, inputs, samples_for, shapes_of, weighted
 from unskip.cli._options import Device, Inputs, Json, Random
 from unskip.cli._say import print_json, progress
 from unskip.errors import BadInput
+from unskip.wiring._caution import warn
 
 _ASKED = f"What to ask about: {FORMS}. Pretrained weights are loaded, unless --random."
 _DATA = "Samples to approximate on: a folder of images, an .npy file, a set such as digits, or random:N."
@@ -57,7 +59,7 @@ def absorb(
         if apply is not None:
             applied = absorption.apply(built, apply, example, data=samples)  # type: ignore[arg-type]
             if out is not None:
-                unskip.save(built, out)
+                _save(built, out, builder_of(model))
     if json:
         record = {"spec": model, **found.to_dict(), "verified": sound}
         if applied is not None:
@@ -71,3 +73,11 @@ def absorb(
         if out is not None:
             print(f"saved to {out}")
     return 0 if sound else 1
+
+
+def _save(model: nn.Module, out: str, builder: Any) -> None:
+    try:
+        unskip.save(model, out, builder)
+    except BadInput as error:
+        unskip.save(model, out)  # raises again where that is not it
+        warn(f"{out}: saved without a word on how to build it: {error}")

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import warnings
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -33,6 +35,18 @@ def opened(name: str, pretrained: bool = False, light: bool = False) -> nn.Modul
     if (folder / "config.json").is_file() and (folder / "checkpoints").is_dir():
         return open_run(folder, device="cpu").encoder.eval()
     return spec.build(name, pretrained=pretrained, light=light)
+
+
+def builder_of(name: str) -> Any:
+    """How the model of a name is built again: by a function of a file, or as a folder of unskip.save says.
+
+    None for those that say it themselves.
+    """
+    record = Path(name).expanduser() / "unskip.json"
+    if record.is_file():
+        found = json.loads(record.read_text(encoding="utf-8"))["builder"] or {}
+        return found if "spec" in found else None
+    return name if name.rpartition(":")[0].endswith(".py") else None
 
 
 def weighted(model: str, random: bool) -> nn.Module:
