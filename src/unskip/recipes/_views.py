@@ -21,12 +21,15 @@ from unskip.errors import BadInput
 from unskip.evals._extract import Precision
 from unskip.init import start_
 from unskip.measures import effective_rank
+from unskip.optim._precision import products
 from unskip.recipes._data import Opener, both
 from unskip.recipes._online import check_online, gathered, online, some
 from unskip.recipes._shared import arguments_of
 
 _IMAGES = 16  # whose patches are looked at
-_SAME = 1e-5  # of their length: patches that differ by less do so by rounding, a deep network's in float32
+# Of their length: patches that differ by less are the same. A network in float32 rounds to 3e-7 up to 2e-6, and by
+# itself that has nearly full rank: beside 1e-6 of it, one direction of 1e-5 reads as a rank of 11, one of 1e-4 as 1.7.
+_SAME = 1e-4
 
 
 def view_data(config: Any, device: torch.device, opener: Opener | None = None) -> tuple[ImageSet, ImageSet, ViewFeed]:
@@ -106,13 +109,13 @@ def looked_at(
 def patch_ranks(backbone: nn.Module, images: Tensor, axes: Mapping[str, int]) -> list[float]:
     """By block the effective rank of the patches within an image, the mean over images.
 
-    In float32 whatever the run: where patches are nearly alike, the rounding of bfloat16 is most of what differs. An
-    image whose patches differ by no more than rounding counts 0; by itself rounding has nearly full rank.
+    In float32 whatever the run, and without TF32: where patches are nearly alike, coarser rounding is most of what
+    differs. An image whose patches differ by no more than a ten-thousandth of their length counts 0.
     """
     with (
         evaluating(backbone),
         kept(backbone, axes, range(len(axes))) as outputs,
-        torch.autocast(images.device.type, enabled=False),
+        products("float32", images.device),
     ):
         backbone(images)
     prefix: Any = getattr(backbone, "num_prefix_tokens", 0)
