@@ -8,7 +8,6 @@ import torch
 from tests.absorption.blocks import close, generic, normal, numbers, planted
 
 from unskip.absorption import Block, Norm, absorb
-from unskip.absorption._reduce import helmert
 
 
 def shifted(d: int, h: int, word: str, norm: Norm, seed: int = 0) -> Block:
@@ -133,13 +132,6 @@ def test_a_gain_with_zeros_before_the_block() -> None:
     verdict = absorb(generic(6, 24, norm=Norm("layernorm", "input", 1e-5, gain)))
     assert verdict.status == "impossible"
     assert verdict.verify()
-
-
-@pytest.mark.parametrize("d", [2, 3, 7])
-def test_helmert(d: int) -> None:
-    basis = helmert(d)
-    assert torch.allclose(basis.mT @ basis, torch.eye(d - 1, dtype=torch.float64))
-    assert float(basis.sum(0).abs().max()) < 1e-14
 
 
 def test_hardswish_that_bends_beyond_its_bias() -> None:

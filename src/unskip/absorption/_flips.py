@@ -35,17 +35,16 @@ def decide(problem: Problem) -> Outcome:
     loose = canonical(problem, loose=True, other=strict)
     unit = abs(problem.odd)
     tolerance = problem.tolerance / unit
-    duals: list[Dual] = []
+    dual = None  # of the units as they are
     for keys in [strict] + ([loose] if loose is not strict else []):
         if keys.spares < 0 or out.built is not None:
             continue
-        dual = _possible(problem, keys, tolerance, out)
-        if dual is not None and keys is strict:
-            duals.append(dual)
+        proved = _possible(problem, keys, tolerance, out)
+        dual = proved if keys is strict else dual
     if out.built is not None:
         return out
-    if duals and strict.spares == 0:
-        out.bound = unit * duals[0].bound
+    if dual is not None and strict.spares == 0:
+        out.bound = unit * dual.bound
     trust = _trust(problem)
     if trust is not None:
         out.why = trust
@@ -61,10 +60,10 @@ def decide(problem: Problem) -> Outcome:
     elif strict.spares < 0:
         out.why = "it takes more units than that exactly, but rounding may have told some of the units apart"
     elif strict.spares == 0 and loose.spares == 0:
-        without_spares(problem, strict, duals, tolerance, out)
+        without_spares(problem, strict, dual, tolerance, out)
     else:
         with_spares(problem, strict, loose, out)
-        if not out.obstructions and duals and strict.spares == 0:
+        if not out.obstructions and dual is not None and strict.spares == 0:
             out.why = (
                 "exactly it is impossible, but units that rounding of the stored weights may have told apart, or that "
                 "add next to nothing, could make it possible within rounding"

@@ -155,47 +155,40 @@ def reduce(block: Block, width: int, hidden_bias: bool, output_bias: bool) -> Pr
     still = bool(bias.any()) or bool(const.any()) or (block.phi.at_zero != 0 and not bool(up.any(dim=1).all()))
     drop, output_bias = not output_bias, output_bias or not still
     return Problem(
-        block,
-        width,
-        hidden_bias,
-        output_bias,
-        drop,
-        skip,
-        up,
-        bias,
-        down,
-        const,
-        radius,
-        caveat,
-        basis,
-        offset,
-        long_skip,
-        long_up,
-        long_bias,
-        long_down,
+        block=block,
+        width=width,
+        hidden_bias=hidden_bias,
+        output_bias=output_bias,
+        drop_constant=drop,
+        skip=skip,
+        up=up,
+        bias=bias,
+        down=down,
+        const=const,
+        radius=radius,
+        caveat=caveat,
+        basis=basis,
+        offset=offset,
+        long_skip=long_skip,
+        long_up=long_up,
+        long_bias=long_bias,
+        long_down=long_down,
     )
 
 
 def _domain(norm: Norm, like: Tensor) -> tuple[Tensor, Tensor]:
+    """What a norm gives as offset + basis s: the basis (d, n) and the offset (d,)."""
     d = like.shape[1]
     gain = like.new_ones(d) if norm.gain is None else norm.gain.detach().to(like)
     offset = like.new_zeros(d) if norm.bias is None else norm.bias.detach().to(like)
     basis = torch.diag(gain)
     if norm.kind == "layernorm":
-        basis = basis @ helmert(d).to(like)
+        from scipy.linalg import helmert
+
+        basis = basis @ torch.from_numpy(helmert(d)).mT.to(like)  # (d, d - 1): orthonormal, each sums to zero
     if bool((gain == 0).any()):  # fewer directions than coordinates
         left, values, _ = torch.linalg.svd(basis, full_matrices=False)
         keep = values > 1e-12 * values.max()
         basis = left[:, keep] * values[keep]
         basis[gain == 0] = 0
     return basis, offset
-
-
-def helmert(d: int) -> Tensor:
-    """An orthonormal basis (d, d - 1) of the vectors that sum to zero."""
-    basis = torch.zeros(d, d - 1, dtype=torch.float64)
-    for k in range(1, d):
-        basis[:k, k - 1] = 1.0
-        basis[k, k - 1] = -float(k)
-        basis[:, k - 1] /= math.sqrt(k * (k + 1))
-    return basis

@@ -33,6 +33,7 @@ class Outcome:
 
 
 def where(problem: Problem) -> dict[str, Tensor]:
+    """In which basis of the inputs a certificate speaks, where a norm comes before the block."""
     return {} if problem.basis is None else {"basis": problem.basis}
 
 
@@ -47,8 +48,9 @@ def needs_bias(problem: Problem, keys: Keys, out: Outcome) -> None:
         out.obstructions.append(Obstruction(sentence, Certificate("hidden-bias", {"unit": unit, **where(problem)})))
 
 
-def without_spares(problem: Problem, keys: Keys, duals: list[Dual], tolerance: float, out: Outcome) -> None:
-    for dual in duals:
+def without_spares(problem: Problem, keys: Keys, dual: Dual | None, tolerance: float, out: Outcome) -> None:
+    """Where only flips can help: what was proved of them, or a look at every choice of units if they are few."""
+    if dual is not None:
         kind = "dual" if dual.index is None else "integrality"
         data = {"matrix": dual.matrix, "rows": dual.rows, "columns": dual.columns, "bound": dual.bound}
         data |= where(problem)
@@ -63,9 +65,10 @@ def without_spares(problem: Problem, keys: Keys, duals: list[Dual], tolerance: f
         out.obstructions.append(Obstruction(sentence, Certificate(kind, data)))
     if problem.up.numel() + problem.down.numel() <= 2_000_000 and problem.output_bias:
         _spectral(problem, 0, out)
-    if duals or keys.count == 0:
-        if keys.count == 0 and not duals:
-            out.why = "no unit counts, and the skip is within rounding of nothing"
+    if dual is not None:
+        return
+    if keys.count == 0:
+        out.why = "no unit counts, and the skip is within rounding of nothing"
         return
     if keys.count <= _enumerate.ALL:
         _, gap = _enumerate.closest(keys.joint, keys.rows, keys.goal)
