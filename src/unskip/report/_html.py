@@ -35,9 +35,9 @@ def join(children: Iterable[object]) -> Markup:
     return Markup("".join(c if isinstance(c, Markup) else html.escape(str(c)) for c in children if c is not None))
 
 
-def table(label: str, header: Sequence[str], rows: Sequence[Sequence[object]], sortable: bool = True) -> Markup:
+def table(label: str, header: Sequence[str], rows: Sequence[Sequence[object]]) -> Markup:
     """A table that scrolls by itself where it is wide, and sorts by its heads. A pair (value, text) sorts by value."""
-    heads = [tag("th", tag("button", name, type="button") if sortable else name, scope="col") for name in header]
+    heads = [tag("th", tag("button", name, type="button"), scope="col") for name in header]
     body = [tag("tr", *(_cell(value) for value in row)) for row in rows]
     made = tag("table", tag("thead", tag("tr", *heads)), tag("tbody", *body))
     return tag("div", made, class_="wide", role="region", aria_label=label, tabindex=0)

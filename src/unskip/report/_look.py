@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import warnings
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -71,11 +72,16 @@ def look(run: Run, jacobians: bool = False, trust: bool = False, opener: Opener 
             train, test = _some(train, KNOWN), _some(test, max(SHOWN, MEASURED))
         except Exception as error:  # whatever a config of another version, or data that is gone, leads to
             return Look(notes=(f"not looked at: {_said(error)}",))
-        for part in (_measurement, _reconstructions, _patch_features, _neighbours):
+        for name, part in (
+            ("measurement", partial(_measurement, found, trained, test, jacobians)),
+            ("reconstructions", partial(_reconstructions, found, trained, test)),
+            ("patch features", partial(_patch_features, found, trained, test)),
+            ("neighbours", partial(_neighbours, found, trained, train, test)),
+        ):
             try:
-                part(found, trained, train, test, jacobians)
+                part()
             except Exception as error:
-                found.notes.append(f"{part.__name__.strip('_').replace('_', ' ')}: {_said(error)}")
+                found.notes.append(f"{name}: {_said(error)}")
     found.notes += [clean(each.message, 200) for each in caught if issubclass(each.category, UserWarning)]
     return Look(trained.step, found.measurement, tuple(found.tiles), tuple(dict.fromkeys(found.notes)))
 
@@ -92,14 +98,14 @@ def _ready(trained: Trained, images: ImageSet) -> Tensor:
     return next(iter(Feed(images, max(1, len(images)), trained.config.size, device=device).evaluate()))[0]
 
 
-def _measurement(found: _Found, trained: Trained, train: ImageSet, test: ImageSet, jacobians: bool) -> None:
+def _measurement(found: _Found, trained: Trained, test: ImageSet, jacobians: bool) -> None:
     batch = _ready(trained, test)[:MEASURED]
     taken = measure(trained.encoder, batch, jacobians="auto" if jacobians else "off", grid=_side(trained.encoder))
     found.measurement = taken.to_dict()
     found.notes += taken.notes
 
 
-def _reconstructions(found: _Found, trained: Trained, train: ImageSet, test: ImageSet, jacobians: bool) -> None:
+def _reconstructions(found: _Found, trained: Trained, test: ImageSet) -> None:
     model = trained.model
     if not isinstance(model, MAE):
         return
@@ -152,7 +158,7 @@ def _assembled(model: MAE, patches: Tensor, count: int) -> list[Pixels]:
     return _pixels(images)
 
 
-def _patch_features(found: _Found, trained: Trained, train: ImageSet, test: ImageSet, jacobians: bool) -> None:
+def _patch_features(found: _Found, trained: Trained, test: ImageSet) -> None:
     raw, encoder = _raw(trained, test), trained.encoder.eval()
     with torch.no_grad():
         tokens = features(encoder, _ready(trained, test)[:SHOWN], pool=None)
@@ -184,7 +190,7 @@ def _patch_features(found: _Found, trained: Trained, train: ImageSet, test: Imag
     )
 
 
-def _neighbours(found: _Found, trained: Trained, train: ImageSet, test: ImageSet, jacobians: bool) -> None:
+def _neighbours(found: _Found, trained: Trained, train: ImageSet, test: ImageSet) -> None:
     device, size = next(trained.model.parameters()).device, trained.config.size
     learnt = extract(trained.encoder, Feed(train, 256, size, device=device).evaluate(), -1)
     judged = extract(trained.encoder, Feed(test, 256, size, device=device).evaluate(), -1)

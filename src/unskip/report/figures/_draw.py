@@ -125,22 +125,21 @@ def draw_tiles(tiles: Tiles) -> Figure:
                 place = (left, left + 0.94 * cell, bottom + 0.06 * cell, bottom + cell)
                 axes.imshow(image, interpolation="none", extent=place, aspect="auto")
                 if tiles.captions:
-                    middle = left + 0.47 * cell
-                    axes.text(middle, bottom + 0.03, next(caption), ha="center", va="top", fontsize=small)
-                    if tiles.captions[row][column].endswith(MARK):
-                        axes.text(*_corner(place), MARK.strip(), ha="right", va="top", fontsize=8.5, bbox=_PAPER)
+                    axes.text(left + 0.47 * cell, bottom + 0.03, next(caption), ha="center", va="top", fontsize=small)
+                    _mark(axes, place, tiles.captions[row][column])
     return figure
+
+
+def _mark(axes: Any, place: tuple[float, float, float, float], caption: str) -> None:
+    """Puts the mark of a caption into the upper right corner of its picture: (left, right, bottom, top)."""
+    if caption.endswith(MARK):
+        axes.text(place[1] - 0.03, place[3] - 0.03, MARK.strip(), ha="right", va="top", fontsize=8.5, bbox=_PAPER)
 
 
 def _fitting(texts: Sequence[str], inches: float) -> tuple[list[str], float]:
     """Texts of a line each that are no wider than so many inches, and their size in points."""
     size = 8.5 if all(8.5 * _ems(text) <= 72 * inches for text in texts) else _SMALLEST
     return [_style.plain(_cut(text, 72 * inches / size), len(text)) for text in texts], size
-
-
-def _corner(place: tuple[float, float, float, float]) -> tuple[float, float]:
-    """Where a mark stands in a picture that goes from left to right and from bottom to top: above, on the right."""
-    return place[1] - 0.03, place[3] - 0.03
 
 
 def _cut(text: str, ems: float) -> str:
