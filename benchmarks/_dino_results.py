@@ -150,28 +150,38 @@ def figures(done: dict[str, Any], folder: Path, word: str) -> None:
     _by_blocks(pyplot, whole, folder / f"dino-{word}-depth.svg")
 
 
+def _grid(pyplot: Any, count: int, high: float, below: float = 0.0) -> tuple[Any, Any]:
+    """A figure and its first `count` panels, three in a row: more cannot be read across a page."""
+    rows = -(-count // 3)
+    size = (10, high * rows + below)
+    figure, cells = pyplot.subplots(rows, 3, figsize=size, constrained_layout=True, squeeze=False)
+    for spare in cells.flatten()[count:]:
+        spare.set_axis_off()
+    return figure, cells.flatten()[:count]
+
+
 def _over_depth(pyplot: Any, shown: dict[str, dict[str, Any]], file: Path) -> None:
+    """A panel for each number that any of the runs has; runs that have it not are left out there."""
     panels = {
         title: (part, key, scale)
         for title, (part, key, scale) in PANELS.items()
-        if all(key in row.get(part, {}) for row in shown.values())
+        if any(key in row.get(part, {}) for row in shown.values())
     }
-    across, colours = -(-len(panels) // 2), len(pyplot.rcParams["axes.prop_cycle"])
-    figure, cells = pyplot.subplots(2, across, figsize=(4 * across, 7.6), constrained_layout=True, squeeze=False)
-    axes = cells.flatten()
-    for spare in axes[len(panels) :]:
-        spare.set_axis_off()
-    for panel, (title, (part, key, scale)) in zip(axes, panels.items(), strict=False):
+    colours = len(pyplot.rcParams["axes.prop_cycle"])
+    figure, axes = _grid(pyplot, len(panels), 3.0, 0.3 + 0.2 * -(-len(shown) // 3))
+    for panel, (title, (part, key, scale)) in zip(axes, panels.items(), strict=True):
         for index, (name, row) in enumerate(shown.items()):
+            if key not in row.get(part, {}):
+                continue
             # Models that end without residuals are dashed, those trained with labels thin.
-            cut = "cut" in row["config"].get("shortcut", "keep")
+            cut = "cut" in row["config"].get("shortcut", "keep") and "where" not in row["config"]
             style = {"linestyle": "--" if cut else "-", "linewidth": 1 if "labels" in name else 1.8}
             style |= {"color": f"C{index}", "marker": "os^"[index // colours], "markersize": 4}
             panel.plot([scale * value for value in row[part][key]], label=name, **style)
         panel.set(xlabel="block", title=title)
         panel.xaxis.get_major_locator().set_params(integer=True)
     handles, names = axes[0].get_legend_handles_labels()
-    figure.legend(handles, names, loc="outside lower center", ncols=4, fontsize=8)
+    figure.legend(handles, names, loc="outside lower center", ncols=3, fontsize=10)
     figure.savefig(file, metadata={"Date": None})
     pyplot.close(figure)
 
@@ -184,44 +194,57 @@ def _by_blocks(pyplot: Any, whole: dict[str, dict[str, Any]], file: Path) -> Non
     strong = fewer[0].rpartition(" | ")[2]
     names = [*fewer, *(name for name in whole if name.startswith("main") and f"| {strong} |" in name)]
     keys = [key for key in BY_BLOCKS if all(key in short(whole[name]) for name in names)]
-    figure, axes = pyplot.subplots(1, len(keys), figsize=(3.4 * len(keys), 3.4), constrained_layout=True)
+    figure, axes = _grid(pyplot, len(keys), 3.0)
     for panel, key in zip(axes, keys, strict=True):
         for model, style in (("residual", "-"), ("skipless", "--")):
             points = sorted((len(whole[name]["cka"]), 100 * short(whole[name])[key]) for name in names if model in name)
             panel.plot(*zip(*points, strict=True), marker="o", linestyle=style, label=model) if points else None
         panel.set(xlabel="blocks", title=f"{BY_BLOCKS[key]} (%)")
         panel.xaxis.get_major_locator().set_params(integer=True)
-    axes[0].legend(fontsize=8)
+    axes[0].legend(fontsize=10)
     file.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(file, metadata={"Date": None})
     pyplot.close(figure)
 
 
 def _inside(pyplot: Any, shown: dict[str, dict[str, Any]], file: Path) -> None:
-    """CKA between blocks, and below it the ranks of every block over training: of images, and of patches within one."""
+    """CKA between blocks, and below it the ranks of every block over training: of images, and of patches within one.
+
+    Four models side by side, the next four below.
+    """
     kinds = {"ranks": "effective rank", "patch_ranks": "rank within an image"}
-    kinds = {kind: label for kind, label in kinds.items() if all(kind in row for row in shown.values())}
-    size = (2.9 * len(shown) + 0.8, 3.1 + 2.7 * len(kinds))
-    figure, cells = pyplot.subplots(1 + len(kinds), len(shown), figsize=size, constrained_layout=True, squeeze=False)
+    kinds = {kind: label for kind, label in kinds.items() if any(row.get(kind) for row in shown.values())}
+    across, high = min(4, len(shown)), 1 + len(kinds)
+    rows = -(-len(shown) // across) * high
+    size = (2.4 * across + 0.8, 2.4 * rows)
+    figure, cells = pyplot.subplots(rows, across, figsize=size, constrained_layout=True, squeeze=False)
+    for empty in cells.flatten():
+        empty.set_axis_off()
     most = max(len(row["cka"]) for row in shown.values())
     for index, (name, row) in enumerate(shown.items()):
-        top = cells[0, index]
+        first, column = index // across * high, index % across
+        top = cells[first, column]
+        top.set_axis_on()
         similar = top.imshow(row["cka"], vmin=0, vmax=1, origin="lower", cmap="cividis")
-        top.set_title(name, fontsize=9)
-        top.set(xlabel="block", ylabel="block" if index == 0 else None)
+        top.set_title(name, fontsize=10)
+        top.set(xlabel="block", ylabel="block" if column == 0 else None)
         for axis in (top.xaxis, top.yaxis):
             axis.get_major_locator().set_params(integer=True)
-        for panel, (kind, label) in zip(cells[1:, index], kinds.items(), strict=True):
-            highest = max((max(ranks) for each in shown.values() for _, *ranks in each[kind]), default=1)
-            for block in range(len(row["cka"]) if row[kind] else 0):
+        for below, (kind, label) in enumerate(kinds.items(), first + 1):
+            panel = cells[below, column]
+            highest = max((max(ranks) for each in shown.values() for _, *ranks in each.get(kind, ())), default=1)
+            if not row.get(kind):
+                continue
+            panel.set_axis_on()
+            leftmost = not any(other.axison for other in cells[below, :column])
+            for block in range(len(row["cka"])):
                 steps, ranks = [each[0] for each in row[kind]], [each[1 + block] for each in row[kind]]
                 panel.plot(steps, ranks, linewidth=1.1, color=pyplot.cm.viridis(block / max(1, most - 1)))
-            panel.set(xlabel="step", ylabel=label if index == 0 else None, ylim=(0, 1.05 * highest))
-            if not row[kind]:
-                panel.set_axis_off()
+            panel.set(xlabel="step", ylabel=label if leftmost else None, ylim=(0, 1.05 * highest))
     figure.colorbar(similar, ax=cells[0, :], label="CKA", shrink=0.8)
-    scale = pyplot.cm.ScalarMappable(pyplot.Normalize(0, most - 1), "viridis")
-    figure.colorbar(scale, ax=cells[1:, :], label="block", shrink=0.8)
+    if kinds:
+        scale = pyplot.cm.ScalarMappable(pyplot.Normalize(0, most - 1), "viridis")
+        figure.colorbar(scale, ax=cells[1, :], label="block", shrink=0.8, ticks=range(0, most, -(-most // 6)))
     figure.savefig(file, metadata={"Date": None})
     pyplot.close(figure)
 

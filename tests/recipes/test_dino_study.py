@@ -58,3 +58,36 @@ def test_a_run_that_diverged_is_not_chosen(study: Any) -> None:
     done = {trial("residual", "adamw", times): row(0.2) for times in (1, 1 / 3)}
     done[trial("residual", "adamw", 3)] = row(0.9) | {"diverged": "the loss is nan"}
     assert results.best_rate(done, "residual", "adamw") == 1
+
+
+def test_runs_with_and_without_a_number_share_a_table_and_figures(
+    study: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What only some runs have is drawn for those: a study grows, and so do its numbers."""
+    results = importlib.import_module("_dino_results")
+    depth = {"rank": [3.0, 2.0], "knn20": [0.1, 0.2], "knn20_cls": [0.1, 0.2], "probe_lbfgs": [0.3, 0.4]}
+    old = {"config": {}, "depth": depth, "cka": [[1.0, 0.5], [0.5, 1.0]], "ranks": [[1, 3.0, 2.0]], "warnings": {}}
+    new = old | {"depth": depth | {"patch_rank": [9.0, 1.5]}, "patch_ranks": [[1, 9.0, 1.5]]}
+    done = {"main | residual | soap | seed 0": old, "labels | residual | soap": new | {"ranks": [], "patch_ranks": []}}
+    done |= {f"remedy | {number} | soap": new for number in range(4)}  # with the main one, more than stand side by side
+    lines = {line.split(" | ")[0]: line for line in results.table(done).splitlines()}
+    assert "1.5 (block 1, end)" in lines["| labels: residual, soap"]
+    assert "1.5 (block 1, step 1)" in lines["| remedy: 0, soap"]
+    drawn: list[list[tuple[str, int]]] = []
+    pyplot = results.drawing("test")
+    really = pyplot.close
+
+    def close(figure: Any) -> None:
+        drawn.append([(axis.get_title(), len(axis.lines)) for axis in figure.axes if axis.axison])
+        really(figure)
+
+    monkeypatch.setattr(pyplot, "close", close)
+    results.figures(done, tmp_path, "test")
+    main, _, remedies, inside = drawn
+    assert dict(main)["effective rank"] == 2
+    assert dict(main)["effective rank within an image"] == 1
+    assert dict(remedies)["effective rank within an image"] == 4
+    assert len([title for title, _ in inside if title.endswith(", soap")]) == 5
+    assert {path.name for path in tmp_path.iterdir()} == {
+        f"dino-test{end}.svg" for end in ("", "-cka", "-remedies", "-remedies-cka")
+    }
