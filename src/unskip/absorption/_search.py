@@ -52,6 +52,42 @@ class Found:
 Accept = Callable[[Tensor], bool]  # whether flipping these keys is good enough
 
 
+@dataclass(frozen=True, eq=False)
+class _Equation:
+    """sum_k t_k J_k u_k^T = B on some rows and columns of the whole one, and how near is near enough."""
+
+    joint: Tensor  # (o, m)
+    rows: Tensor  # (m, n)
+    goal: Tensor  # (o, n)
+    at: Tensor  # (o,) the rows of the whole
+    by: Tensor  # (n,) and the columns
+    tolerance: float
+
+    def part(self, at: Tensor, by: Tensor) -> _Equation:
+        """Some rows and columns of the whole equation."""
+        return _Equation(self.joint[at], self.rows[:, by].contiguous(), self.goal[at][:, by], at, by, self.tolerance)
+
+    def scale(self) -> Tensor:
+        """(m,) the sizes of the rank-ones."""
+        sizes: Tensor = self.joint.norm(dim=0) * self.rows.norm(dim=1)
+        return sizes.clamp(min=1e-300)
+
+    def dual(self, matrix: Tensor) -> Dual | None:
+        """This Y, if it keeps every t away."""
+        bound = lower_bound(self.joint, self.rows, self.goal, matrix)
+        return Dual(matrix / float(matrix.norm()), self.at, self.by, bound) if bound > self.tolerance else None
+
+    def pinned(self, matrix: Tensor, index: int) -> Dual | None:
+        """This Y, if it pins t_index to what is neither 0 nor 1."""
+        seen = _seen(self.joint, self.rows, self.goal, matrix)
+        own = float(seen.g[index])
+        rest = float(seen.g.abs().sum()) - abs(own)
+        away = min(abs(seen.inner), abs(seen.inner - own)) - rest - seen.slack
+        if not (seen.norm and away > seen.norm * self.tolerance):
+            return None
+        return Dual(matrix / seen.norm, self.at, self.by, away / seen.norm, index)
+
+
 def search(joint: Tensor, rows: Tensor, goal: Tensor, tolerance: float, accept: Accept) -> Found:
     """Looks for a flip set that `accept` takes, or a Y that keeps every t further than `tolerance` away."""
     found = Found()
@@ -59,19 +95,18 @@ def search(joint: Tensor, rows: Tensor, goal: Tensor, tolerance: float, accept: 
     if accept(torch.zeros(m, dtype=torch.bool, device=rows.device)):
         found.flips = torch.zeros(m, dtype=torch.bool, device=rows.device)
         return found
-    whole = (torch.arange(len(goal), device=goal.device), torch.arange(goal.shape[1], device=goal.device))
     if float(goal.norm()) == 0:
         return found
+    at, by = (torch.arange(size, device=goal.device) for size in goal.shape)
+    whole = _Equation(joint, rows, goal, at, by, tolerance)
     large = goal.numel() * m > DENSE
     if not large:
-        found.dual = _dual(joint, rows, goal, goal, *whole, tolerance)
+        found.dual = whole.dual(goal)
     elif goal.shape[0] == goal.shape[1] and not bool((goal - torch.diag(goal.diagonal())).any()):
-        found.dual = _trace(joint, rows, goal.diagonal(), whole, tolerance)
-    if found.dual is not None or m == 0:
-        return found
-    if not large:
-        return _dense(joint, rows, goal, tolerance, accept, whole, found)
-    return _large(joint, rows, goal, tolerance, accept, whole, found)
+        found.dual = _trace(whole)
+    if found.dual is None and m:
+        (_large if large else _dense)(whole, accept, found)
+    return found
 
 
 @dataclass(frozen=True, eq=False)
@@ -103,10 +138,9 @@ def lower_bound(joint: Tensor, rows: Tensor, goal: Tensor, matrix: Tensor) -> fl
     return (gap - seen.slack) / seen.norm if gap > 0 and seen.norm else -math.inf
 
 
-def _trace(
-    joint: Tensor, rows: Tensor, diagonal: Tensor, whole: tuple[Tensor, Tensor], tolerance: float
-) -> Dual | None:
+def _trace(whole: _Equation) -> Dual | None:
     """The test with a diagonal Y = B, for A = I the trace: entry by entry, without a product of matrices."""
+    joint, rows, diagonal = whole.joint, whole.rows, whole.goal.diagonal()
     parts, size = [], diagonal.new_zeros(())
     for start in range(0, len(rows), UNITS):  # in parts, to keep memory low
         part = slice(start, start + UNITS)
@@ -118,40 +152,12 @@ def _trace(
     slack = (len(diagonal) + len(rows) + 16) * 2 * EPS * (float(size) + inner)
     gap = max(inner - float(g.clamp(min=0).sum()), float(g.clamp(max=0).sum()) - inner) - slack
     norm = float(diagonal.norm())
-    return Dual(diagonal / norm, *whole, gap / norm) if gap > norm * tolerance else None
+    return Dual(diagonal / norm, whole.at, whole.by, gap / norm) if gap > norm * whole.tolerance else None
 
 
-def _dual(
-    joint: Tensor, rows: Tensor, goal: Tensor, matrix: Tensor, at: Tensor, by: Tensor, tolerance: float
-) -> Dual | None:
-    bound = lower_bound(joint, rows, goal, matrix)
-    if not bound > tolerance:
-        return None
-    norm = float(matrix.norm())
-    return Dual(matrix / norm, at, by, bound)
-
-
-def _pinned(
-    joint: Tensor, rows: Tensor, goal: Tensor, matrix: Tensor, index: int, at: Tensor, by: Tensor, tolerance: float
-) -> Dual | None:
-    seen = _seen(joint, rows, goal, matrix)
-    own = float(seen.g[index])
-    rest = float(seen.g.abs().sum()) - abs(own)
-    away = min(abs(seen.inner), abs(seen.inner - own)) - rest - seen.slack
-    if not (seen.norm and away > seen.norm * tolerance):
-        return None
-    return Dual(matrix / seen.norm, at, by, away / seen.norm, index)
-
-
-def _dense(
-    joint: Tensor,
-    rows: Tensor,
-    goal: Tensor,
-    tolerance: float,
-    accept: Accept,
-    whole: tuple[Tensor, Tensor],
-    found: Found,
-) -> Found:
+def _dense(whole: _Equation, accept: Accept, found: Found) -> None:
+    """With all rank-ones written out: least squares by SVD, then in the box 0 <= t <= 1."""
+    joint, rows, goal = whole.joint, whole.rows, whole.goal
     m = len(rows)
     matrix = (joint.mT[:, :, None] * rows[:, None, :]).reshape(m, -1).mT  # (o n, m)
     scale = matrix.norm(dim=0)
@@ -163,35 +169,34 @@ def _dense(
     found.solution = solution
     found.independent = bool(keep.sum() == m)
     residual = (goal.flatten() - matrix @ solution).reshape(goal.shape)
-    found.dual = _dual(joint, rows, goal, residual, *whole, tolerance)
+    found.dual = whole.dual(residual)
     if found.dual is not None:
-        return found
+        return
     flips = solution > 0.5
     if accept(flips):
         found.flips = flips
-        return found
+        return
     if found.independent:
         fraction = (solution - flips.double()).abs() * scale
         for index in fraction.argsort(descending=True)[:3].tolist():
             pin = (left[:, keep] @ inverse[index]) / scale[index]
-            found.dual = _pinned(joint, rows, goal, pin.reshape(goal.shape), index, *whole, tolerance)
+            found.dual = whole.pinned(pin.reshape(goal.shape), index)
             if found.dual is not None:
-                return found
+                return
     # The same problem in as many equations as unknowns, of unit size.
     square, aim = values[:, None] * right * scale, left.mT @ goal.flatten()
     unit = float(square.norm())
     if unit == 0:
-        return found
+        return
     for inside in _boxed(square / unit, aim / unit):
         residual = (goal.flatten() - matrix @ inside).reshape(goal.shape)
-        found.dual = _dual(joint, rows, goal, residual, *whole, tolerance)
+        found.dual = whole.dual(residual)
         if found.dual is not None:
-            return found
-        if float(residual.norm()) <= tolerance:  # then there is nothing to prove
+            return
+        if float(residual.norm()) <= whole.tolerance:  # then there is nothing to prove
             break
     if accept(inside > 0.5):
         found.flips = inside > 0.5
-    return found
 
 
 def _boxed(square: Tensor, aim: Tensor) -> Iterator[Tensor]:
@@ -225,16 +230,9 @@ def _boxed(square: Tensor, aim: Tensor) -> Iterator[Tensor]:
             yield t / size
 
 
-def _large(
-    joint: Tensor,
-    rows: Tensor,
-    goal: Tensor,
-    tolerance: float,
-    accept: Accept,
-    whole: tuple[Tensor, Tensor],
-    found: Found,
-) -> Found:
-    m = len(rows)
+def _large(whole: _Equation, accept: Accept, found: Found) -> None:
+    """On random rows and columns first, then by the normal equations or, where there are too many, in steps."""
+    goal, m = whole.goal, len(whole.rows)
     generator = torch.Generator().manual_seed(0)
     # Where the normal equations are cheap, a sketch gets a short try only.
     cheap = m <= GRAM
@@ -242,14 +240,12 @@ def _large(
         at, by = _corner(goal, math.ceil(math.sqrt(factor * m)) + 1, generator)
         if len(at) * len(by) >= goal.numel() / 2:
             break
-        part = joint[at], rows[:, by].contiguous(), goal[at][:, by]
-        if _conjugate(*part, tolerance, accept, (at, by), found, steps):
-            return found
+        if _conjugate(whole.part(at, by), accept, found, steps):
+            return
     if m <= GRAM or (m <= 2 * GRAM and goal.device.type != "cpu"):
-        _gram(joint, rows, goal, tolerance, accept, whole, found)
+        _gram(whole, accept, found)
     else:
-        _conjugate(joint, rows, goal, tolerance, accept, whole, found, steps=100)
-    return found
+        _conjugate(whole, accept, found, steps=100)
 
 
 def _corner(goal: Tensor, size: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
@@ -261,25 +257,17 @@ def _corner(goal: Tensor, size: int, generator: torch.Generator) -> tuple[Tensor
     return at, by
 
 
-def _conjugate(
-    joint: Tensor,
-    rows: Tensor,
-    goal: Tensor,
-    tolerance: float,
-    accept: Accept,
-    where: tuple[Tensor, Tensor],
-    found: Found,
-    steps: int,
-) -> bool:
-    """Least squares by conjugate gradients, with a look at the residual every few steps."""
-    scale = (joint.norm(dim=0) * rows.norm(dim=1)).clamp(min=1e-300)
-    columns, lines = joint / scale, rows
+def _conjugate(equation: _Equation, accept: Accept, found: Found, steps: int) -> bool:
+    """Least squares by conjugate gradients, with a look at the residual every few steps; whether that settled it."""
+    joint, rows, goal, tolerance = equation.joint, equation.rows, equation.goal, equation.tolerance
+    scale = equation.scale()
+    columns = joint / scale
 
     def forward(t: Tensor) -> Tensor:
-        return torch.mm(columns * t, lines)
+        return torch.mm(columns * t, rows)
 
     def back(matrix: Tensor) -> Tensor:
-        return torch.sum(torch.mm(columns.mT, matrix) * lines, 1)
+        return torch.sum(torch.mm(columns.mT, matrix) * rows, 1)
 
     residual, t = goal.clone(), goal.new_zeros(len(rows))
     slope = back(residual)
@@ -299,7 +287,7 @@ def _conjugate(
         small = float(residual.norm()) <= 1e-9 * start
         if step % 5 and not small and step < steps:
             continue
-        found.dual = _dual(joint, rows, goal, residual, *where, tolerance)
+        found.dual = equation.dual(residual)
         if found.dual is not None:
             return True
         flips = t / scale > 0.5
@@ -315,18 +303,10 @@ def _conjugate(
     return False
 
 
-def _gram(
-    joint: Tensor,
-    rows: Tensor,
-    goal: Tensor,
-    tolerance: float,
-    accept: Accept,
-    whole: tuple[Tensor, Tensor],
-    found: Found,
-) -> None:
+def _gram(whole: _Equation, accept: Accept, found: Found) -> None:
     """The normal equations: G_ij = (J_i.J_j)(u_i.u_j), scaled, Cholesky in float32, refined in float64."""
-    scale = (joint.norm(dim=0) * rows.norm(dim=1)).clamp(min=1e-300)
-    columns = joint / scale
+    rows, goal, scale = whole.rows, whole.goal, whole.scale()
+    columns = whole.joint / scale
     lengths = rows.norm(dim=1, keepdim=True)
     thin, wide = (columns * lengths.mT).float(), (rows / lengths).float()  # both of unit size
     gram = thin.mT @ thin
@@ -348,14 +328,14 @@ def _gram(
         t = t + solve(((columns.mT @ residual) * rows).sum(1))
         residual = goal - (columns * t) @ rows
         if step % 3 == 0:
-            found.dual = _dual(joint, rows, goal, residual, *whole, tolerance)
+            found.dual = whole.dual(residual)
             if found.dual is not None:
                 break
         before, left = left, float(residual.norm())
         if step > 1 and left > 0.5 * before:  # what is left is no rounding of the solution any more
             break
     found.solution = t / scale
-    found.dual = found.dual or _dual(joint, rows, goal, residual, *whole, tolerance)
+    found.dual = found.dual or whole.dual(residual)
     if found.dual is not None:
         return
     flips = found.solution > 0.5
@@ -372,6 +352,6 @@ def _gram(
         for _ in range(4):
             weights = weights + solve(missing)
             missing = one - ((columns.mT @ ((columns * weights) @ rows)) * rows).sum(1)
-        found.dual = _pinned(joint, rows, goal, (columns * weights) @ rows, index, *whole, tolerance)
+        found.dual = whole.pinned((columns * weights) @ rows, index)
         if found.dual is not None:
             return
