@@ -64,6 +64,16 @@ def test_a_learnt_weight_that_is_no_number_any_more_is_saved_as_json(tmp_path: P
     assert str(Wiring.of(unskip.load(tmp_path / "m")).alphas) == "[nan, -inf, 0.5, 0.5]"
 
 
+def test_a_site_of_a_stream_that_is_zero_is_saved_as_json(tmp_path: Path) -> None:
+    """An embedding that starts at zero: what the branch is to the stream is infinite."""
+    model = h.PreNorm()
+    wiring = unskip.rewire(model, Decay(0.5), torch.zeros_like(X))
+    assert wiring.sites[0].ratio == torch.inf
+    unskip.save(model, tmp_path / "m")
+    json.loads((tmp_path / "m" / "unskip.json").read_text(), parse_constant=pytest.fail)
+    assert Wiring.of(unskip.load(tmp_path / "m", h.PreNorm())).sites == wiring.sites
+
+
 def test_a_predicate_is_saved_as_the_sites_it_picked(tmp_path: Path) -> None:
     model = vit()
     unskip.rewire(model, Cut(), where=lambda site: site.index in (0, 3))

@@ -118,7 +118,7 @@ def wiring_record(wiring: Wiring | None) -> dict[str, Any] | None:
     if wiring is None:
         return None
     return {
-        "sites": [asdict(site) for site in wiring.sites],
+        "sites": [{**asdict(site), "ratio": _number(site.ratio)} for site in wiring.sites],
         "unknown": [asdict(unknown) for unknown in wiring.survey.unknown],
         "notes": list(wiring.survey.notes),
         "plan": [
@@ -131,9 +131,9 @@ def wiring_record(wiring: Wiring | None) -> dict[str, Any] | None:
     }
 
 
-def _number(value: float) -> float | str:
-    """What was learnt may be no number any more, which JSON has no word for."""
-    return value if math.isfinite(value) else str(value)
+def _number(value: float | None) -> float | str | None:
+    """What is not finite as text, as JSON has no word for it: a weight that diverged, the ratio to a zero stream."""
+    return value if value is None or math.isfinite(value) else str(value)
 
 
 def wiring_of(record: dict[str, Any], folder: Path) -> tuple[Survey | None, tuple[Assignment, ...], int]:
@@ -165,7 +165,8 @@ def _site(data: dict[str, Any]) -> Site:
         Place(**{**place, "hops": tuple(Hop(**{**hop, "position": tuple(hop["position"])}) for hop in place["hops"])})
         for place in data["places"]
     )
-    site = Site(**{**data, "branch": tuple(data["branch"]), "places": places})
+    ratio = None if data["ratio"] is None else float(data["ratio"])
+    site = Site(**{**data, "branch": tuple(data["branch"]), "places": places, "ratio": ratio})
     for field in fields(site):
         if field.type in _TYPES and type(getattr(site, field.name)) is not _TYPES[field.type]:
             raise TypeError(f"{field.name} of a site is {getattr(site, field.name)!r}")
