@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import shutil
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,7 +14,9 @@ import numpy
 import pytest
 import torch
 from PIL import Image
+from tests.evals.hosts import NoHost
 from tests.recipes.generative import few, trained
+from torch import Tensor
 
 import unskip
 from unskip import cli, recipes
@@ -133,6 +137,26 @@ def test_noise_alone_and_data_alone(run: Path) -> None:
         torch.testing.assert_close(clean[view][block], plain[view][block])  # type: ignore[index]
     nothing = [noised_features(trained.model, [(each, labels)], flow, 0.0, "middle") for each in (images, -images)]
     torch.testing.assert_close(nothing[0][view][2], nothing[1][view][2])  # type: ignore[index]
+
+
+def test_images_that_are_not_finite_are_told_without_waiting_for_each_batch(run: Path) -> None:
+    from unskip.evals import noised_features
+
+    trained = open_run(run)
+    parts = torch.randn(3, 6, 1, 8, 8, generator=torch.Generator().manual_seed(0)), torch.zeros(3, 6)
+    axes = noised_features(trained.model, zip(*parts, strict=True), trained.config.flow, 0.5).axes
+
+    def broken_off(images: Tensor, labels: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        yield from zip(images, labels, strict=True)
+        raise InterruptedError
+
+    meta = copy.deepcopy(trained.model).to("meta")
+    batches = broken_off(*(part.to("meta") for part in parts))
+    with pytest.raises(InterruptedError), NoHost():  # it comes so far without asking the host for anything
+        noised_features(meta, batches, trained.config.flow, 0.5, axes=axes)
+    parts[0][1, 2] = torch.nan
+    with pytest.raises(BadInput, match="images 6 to 11: not all of their values are finite"):
+        noised_features(trained.model, zip(*parts, strict=True), trained.config.flow, 0.5)
 
 
 def test_an_audit_takes_one_image_and_is_made_once_for_all_times(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:

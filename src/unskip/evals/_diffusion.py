@@ -43,14 +43,16 @@ def noised_features(
         raise BadInput(f"a time of {time}; times go from noise, 0, to data, 1")
 
     def noised() -> Iterator[tuple[tuple[Tensor, Tensor], Tensor]]:
-        seen = 0
+        seen, sound = 0, []
         for images, labels in batches:
-            if not bool(images.isfinite().all()):
-                raise BadInput(f"images {seen} to {seen + len(images) - 1}: not all of their values are finite")
+            sound.append((f"images {seen} to {seen + len(images) - 1}", images.isfinite().all()))
             noise = normal(seed, torch.arange(seen, seen + len(images), device=images.device), 0, images.shape[1:])
             times = torch.full((len(images),), time, device=images.device)
             yield (flow.mixed(images, noise, times), times), labels
             seen += len(images)
+        for which, finite in sound:  # now: to look in between would wait for the device
+            if not finite:
+                raise BadInput(f"{which}: not all of their values are finite")
 
     return gathered(network, noised(), blocks, views, precision, axes)
 
