@@ -204,7 +204,9 @@ def watched(model: Any, sample: Any) -> dict[str, float]:
     found: dict[str, float] = {}
     for index, tokens in unskip.features(model, sample, pool=None).items():
         unit = torch.nn.functional.normalize(tokens.double(), dim=-1)
-        found[f"alike[{index}]"] = float((unit @ unit.mT).mean())
+        count = tokens.shape[1]
+        others = (unit @ unit.mT).sum((1, 2)) - count  # of a token with itself it is 1
+        found[f"cosine[{index}]"] = float(others.mean()) / (count * (count - 1))
     seen = unskip.measure(model, sample, jacobians="off").to_dict()
     for index, row in enumerate(seen["blocks"]):
         found[f"token_rank[{index}]"] = row["token_rank"]
@@ -282,7 +284,8 @@ def figure(done: dict[str, Any], file: Path) -> None:
     if right is not None:
         for (name, row), style in zip(seen.items(), itertools.cycle(("-", "--", ":", "-.")), strict=False):
             label = f"{name}: {100 * row['val_accuracy']:.1f}"
-            cosines = row["watch"]["alike"][-1]
+            # In the first records, as "alike", each token counts with itself, too: 1/65 of the mean.
+            cosines = row["watch"].get("cosine", row["watch"].get("alike"))[-1]
             right.plot(range(1, len(cosines) + 1), cosines, style, marker="o", markersize=3, label=label)
         right.set(xlabel="block", ylabel="mean cosine between tokens", title="after training under SOAP")
         right.legend(fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5), title="accuracy, held out", frameon=False)
