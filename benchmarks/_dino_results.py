@@ -19,7 +19,7 @@ PANELS = {
     "CorLoc (%)": ("discover", "corloc", 100),
     "no object found (%)": ("discover", "empty", 100),
 }
-# Over the number of blocks: numbers of `short`.
+# Over the number of blocks: `_numbers`.
 BY_BLOCKS = {
     "single": "mean IoU, last block",
     "multi-scale": "mean IoU, multi-scale",
@@ -61,18 +61,23 @@ def _held_out(row: Any) -> float:
 
 
 def short(row: dict[str, Any]) -> dict[str, Any]:
-    """The numbers of the last block."""
+    """The numbers of the last block, rounded to be read; why there are none; or by what the run is chosen."""
     if "depth" not in row:
         why = {key: row[key] for key in ("diverged", "not_judged") if key in row}
         return why or {"held out": round(_held_out(row), 3)}
-    found = {key: round(values[-1], 3) for key, values in row["depth"].items()}
+    return {key: round(value, 3) for key, value in _numbers(row).items()}
+
+
+def _numbers(row: dict[str, Any]) -> dict[str, float]:
+    """Of the last block, as they are: means of rounded numbers would be rounded twice."""
+    found: dict[str, float] = {key: values[-1] for key, values in row["depth"].items()}
     if "segment" in row:
-        found |= {key: round(row["segment"][key], 3) for key in ("single", "multi-scale")}
+        found |= {key: row["segment"][key] for key in ("single", "multi-scale")}
         curve, known = row["discover"]["corloc"], row["discover"]["corloc, train"]
         found["no answer"] = row["discover"]["empty"][-1]
         found |= {"corloc": curve[-1], "corloc of best block": curve[known.index(max(known))]}
     pairs = [value for index, values in enumerate(row["cka"]) for value in values[:index]]
-    return found | {"CKA": round(statistics.mean(pairs), 3) if pairs else 1.0}
+    return found | {"CKA": statistics.mean(pairs) if pairs else 1.0}
 
 
 def table(done: dict[str, Any]) -> str:
@@ -96,7 +101,7 @@ def table(done: dict[str, Any]) -> str:
         seeds = ", ".join([str(len(rows)), *(f"one {word.replace('_', ' ')}" for word in lost)])
         cells = []
         for key in keys:
-            values = [short(row)[key] for row in whole if key in short(row)]
+            values = [_numbers(row)[key] for row in whole if key in _numbers(row)]
             scale, digits = {"rank": (1, 1), "patch_rank": (1, 1), "CKA": (1, 2)}.get(key, (100, 1))
             spread = f" ± {scale * statistics.stdev(values):.{digits}f}" if len(values) > 1 else ""
             cells.append(f"{scale * statistics.mean(values):.{digits}f}{spread}" if values else "")
@@ -193,11 +198,12 @@ def _by_blocks(pyplot: Any, whole: dict[str, dict[str, Any]], file: Path) -> Non
         return
     strong = fewer[0].rpartition(" | ")[2]
     names = [*fewer, *(name for name in whole if name.startswith("main") and f"| {strong} |" in name)]
-    keys = [key for key in BY_BLOCKS if all(key in short(whole[name]) for name in names)]
+    keys = [key for key in BY_BLOCKS if all(key in _numbers(whole[name]) for name in names)]
     figure, axes = _grid(pyplot, len(keys), 3.0)
     for panel, key in zip(axes, keys, strict=True):
         for model, style in (("residual", "-"), ("skipless", "--")):
-            points = sorted((len(whole[name]["cka"]), 100 * short(whole[name])[key]) for name in names if model in name)
+            mine = [whole[name] for name in names if model in name]
+            points = sorted((len(row["cka"]), 100 * _numbers(row)[key]) for row in mine)
             panel.plot(*zip(*points, strict=True), marker="o", linestyle=style, label=model) if points else None
         panel.set(xlabel="blocks", title=f"{BY_BLOCKS[key]} (%)")
         panel.xaxis.get_major_locator().set_params(integer=True)

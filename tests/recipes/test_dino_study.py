@@ -91,3 +91,11 @@ def test_runs_with_and_without_a_number_share_a_table_and_figures(
     assert {path.name for path in tmp_path.iterdir()} == {
         f"dino-test{end}.svg" for end in ("", "-cka", "-remedies", "-remedies-cka")
     }
+
+
+def test_means_over_seeds_are_rounded_once(study: Any) -> None:
+    results = importlib.import_module("_dino_results")
+    row = {"config": {}, "depth": {"knn20": [0.4064]}, "cka": [[1.0]], "ranks": [], "warnings": {}}
+    other = row | {"depth": {"knn20": [0.40651]}}  # rounded before, they would be 0.1 apart
+    lines = results.table({"main | residual | soap | seed 0": row, "main | residual | soap | seed 1": other})
+    assert "| 40.6 ± 0.0 |" in lines
