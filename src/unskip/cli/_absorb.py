@@ -14,7 +14,7 @@ import unskip
 from unskip import absorption
 from unskip.absorption._apply import Mode
 from unskip.cli._model import FORMS, builder_of, by_input, device_of, inputs, samples_for, shapes_of, weighted
-from unskip.cli._options import Device, Inputs, Json, Random
+from unskip.cli._options import Device, Inputs, Json, Random, told
 from unskip.cli._say import print_json, progress
 from unskip.errors import BadInput
 from unskip.wiring._caution import warn
@@ -26,12 +26,10 @@ _APPLY = "Rewrite the sites that may be: exact, widen or approximate (needs --da
 
 def absorb(
     model: Annotated[str, tyro.conf.Positional, tyro.conf.arg(help=_ASKED, metavar="MODEL")],
-    data: Annotated[str | None, tyro.conf.arg(help=_DATA, metavar="SOURCE", help_behavior_hint="")] = None,
+    data: Annotated[str | None, told(_DATA, "SOURCE")] = None,
     n: Annotated[int, tyro.conf.arg(help="How many samples of the source.", metavar="N")] = 64,
-    apply: Annotated[str | None, tyro.conf.arg(help=_APPLY, metavar="MODE", help_behavior_hint="")] = None,
-    out: Annotated[
-        str | None, tyro.conf.arg(help="Folder for the rewritten model.", metavar="FOLDER", help_behavior_hint="")
-    ] = None,
+    apply: Annotated[str | None, told(_APPLY, "MODE")] = None,
+    out: Annotated[str | None, told("Folder for the rewritten model.", "FOLDER")] = None,
     input: Inputs = (),  # noqa: A002
     device: Device = "cpu",
     random: Random = False,

@@ -22,7 +22,7 @@ from unskip.anatomy import Audit, Site
 from unskip.anatomy._audit import HEADER, count, rows
 from unskip.anatomy._guard import wiring_in
 from unskip.cli._model import FORMS, Shape, by_input, inputs, opened, shapes_of
-from unskip.cli._options import Inputs, Json
+from unskip.cli._options import Inputs, Json, told
 from unskip.cli._say import busy, print_json
 from unskip.errors import ForwardError
 from unskip.wiring import Shortcut, Wiring
@@ -37,7 +37,7 @@ _SHORTCUT = (
 
 def audit(
     model: Annotated[str, tyro.conf.Positional, tyro.conf.arg(help=_MODEL, metavar="MODEL")],
-    shortcut: Annotated[str | None, tyro.conf.arg(help=_SHORTCUT, metavar="RULE", help_behavior_hint="")] = None,
+    shortcut: Annotated[str | None, told(_SHORTCUT, "RULE")] = None,
     input: Inputs = (),  # noqa: A002
     json: Json = False,
 ) -> int:

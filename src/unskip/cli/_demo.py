@@ -12,15 +12,13 @@ from typing import Annotated
 import tyro
 
 from unskip import demo as demonstration
-from unskip.cli._options import Quiet
+from unskip.cli._options import Quiet, told
 
 _DATA = "digits, or with a GPU cifar10 or parquet files such as cifar10-{split}.parquet, where effects are larger."
 
 
 def demo(
-    quick: Annotated[
-        bool, tyro.conf.FlagCreatePairsOff, tyro.conf.arg(help="Fewer steps: about a minute.", help_behavior_hint="")
-    ] = False,
+    quick: Annotated[bool, tyro.conf.FlagCreatePairsOff, told("Fewer steps: about a minute.")] = False,
     data: Annotated[str, tyro.conf.arg(help=_DATA, metavar="SOURCE")] = "digits",
     out: Annotated[str, tyro.conf.arg(help="Where runs and page go.", metavar="FOLDER")] = "runs/demo",
     quiet: Quiet = False,

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import tyro
 
 from unskip._words import nearest
-from unskip.cli._options import DeviceOfRun, Json, Run
+from unskip.cli._options import DeviceOfRun, Json, Run, told
 from unskip.cli._say import busy, print_json
 from unskip.errors import BadInput
 from unskip.evals import PROTOCOLS, Result
@@ -23,6 +23,9 @@ from unskip.recipes._judge_dense import DENSE, judge_dense, picture_run
 from unskip.recipes._judge_generation import judge_times
 
 _PROTOCOLS = f"Protocols, separated by commas: {', '.join(PROTOCOLS)}."
+_TIMES = "Of a diffusion model: times of noisy images, from noise, 0, to data, 1, such as 0.5,0.9,1."
+_DENSE = "Images with masks and boxes for segment and discover protocols: parquet files, name-{split}.parquet."
+_PICTURES = "Write a sheet of features as colours, attention and discovered objects."
 _CHANGE = "Another value for a setting of a protocol, recorded with the result: finetune-mae-v1.epochs=20."
 
 
@@ -30,42 +33,13 @@ def evaluate(
     run: Run,
     protocol: Annotated[str, tyro.conf.arg(help=_PROTOCOLS, metavar="NAMES")] = "knn-dino-v1,rank-v1",
     blocks: Annotated[str, tyro.conf.arg(help="all, last, or indices such as 3,7,11.", metavar="BLOCKS")] = "all",
-    pool: Annotated[
-        str | None,
-        tyro.conf.arg(help="mean or cls instead of the protocols' own.", metavar="POOL", help_behavior_hint=""),
-    ] = None,
-    split: Annotated[
-        str | None,
-        tyro.conf.arg(help="test or val (default: what the run held out).", metavar="SPLIT", help_behavior_hint=""),
-    ] = None,
-    times: Annotated[
-        str | None,
-        tyro.conf.arg(
-            help="Of a diffusion model: times of noisy images, from noise, 0, to data, 1, such as 0.5,0.9,1.",
-            metavar="TIMES",
-            help_behavior_hint="",
-        ),
-    ] = None,
-    dense: Annotated[
-        str | None,
-        tyro.conf.arg(
-            help="Images with masks and boxes for segment and discover protocols: parquet files, name-{split}.parquet.",
-            metavar="FILES",
-            help_behavior_hint="",
-        ),
-    ] = None,
-    pictures: Annotated[
-        str | None,
-        tyro.conf.arg(
-            help="Write a sheet of features as colours, attention and discovered objects.",
-            metavar="FILE.png",
-            help_behavior_hint="",
-        ),
-    ] = None,
-    change: Annotated[
-        tuple[tuple[str, ...], ...],  # both --change A B and --change A --change B
-        tyro.conf.UseAppendAction,
-        tyro.conf.arg(help=_CHANGE, metavar="SETTING", help_behavior_hint=""),
+    pool: Annotated[str | None, told("mean or cls instead of the protocols' own.", "POOL")] = None,
+    split: Annotated[str | None, told("test or val (default: what the run held out).", "SPLIT")] = None,
+    times: Annotated[str | None, told(_TIMES, "TIMES")] = None,
+    dense: Annotated[str | None, told(_DENSE, "FILES")] = None,
+    pictures: Annotated[str | None, told(_PICTURES, "FILE.png")] = None,
+    change: Annotated[  # both --change A B and --change A --change B
+        tuple[tuple[str, ...], ...], tyro.conf.UseAppendAction, told(_CHANGE, "SETTING")
     ] = (),
     seed: Annotated[int, tyro.conf.arg(help="Of probes and fine-tuning.", metavar="N")] = 0,
     precision: Annotated[str, tyro.conf.arg(help="float32, bf16 or fp16.", metavar="NAME")] = "float32",

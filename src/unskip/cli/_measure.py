@@ -11,7 +11,7 @@ import tyro
 
 import unskip
 from unskip.cli._model import FORMS, by_input, device_of, samples_for, shapes_of, weighted
-from unskip.cli._options import Device, Inputs, Json, Random
+from unskip.cli._options import Device, Inputs, Json, Random, told
 from unskip.cli._say import print_json, progress
 from unskip.errors import BadInput
 from unskip.wiring.shortcuts import parse
@@ -22,17 +22,10 @@ _DATA = "Samples: a folder of images, an .npy file, a set such as digits, or ran
 
 def measure(
     model: Annotated[str, tyro.conf.Positional, tyro.conf.arg(help=_MEASURED, metavar="MODEL")],
-    data: Annotated[str, tyro.conf.arg(help=_DATA, metavar="SOURCE", help_behavior_hint="")] = "random:8",
+    data: Annotated[str, told(_DATA, "SOURCE")] = "random:8",
     n: Annotated[int, tyro.conf.arg(help="How many samples of the source.", metavar="N")] = 8,
-    shortcut: Annotated[
-        str | None, tyro.conf.arg(help="Rewire first: cut, decay:0.6, ...", metavar="RULE", help_behavior_hint="")
-    ] = None,
-    init: Annotated[
-        str | None,
-        tyro.conf.arg(
-            help="Initialise first: skipless, skipless:vit-small,centre or zero.", metavar="NAME", help_behavior_hint=""
-        ),
-    ] = None,
+    shortcut: Annotated[str | None, told("Rewire first: cut, decay:0.6, ...", "RULE")] = None,
+    init: Annotated[str | None, told("Initialise first: skipless, skipless:vit-small,centre or zero.", "NAME")] = None,
     jacobians: Annotated[
         str, tyro.conf.arg(help="auto, exact (as matrices, however large) or off.", metavar="WAY")
     ] = "auto",

@@ -2,38 +2,28 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import tyro
 
-_SAYS_IT = ""  # no "(default: ...)" behind a text that says it, or where there is nothing to say
+
+def told(text: str, metavar: str | None = None) -> Any:
+    """The help of an option without "(default: ...)" behind it: the text says it, or there is nothing to say."""
+    return tyro.conf.arg(help=text, metavar=metavar, help_behavior_hint="")
+
 
 Run = Annotated[str, tyro.conf.Positional, tyro.conf.arg(help="The folder of the run.", metavar="RUN")]
 Device = Annotated[str, tyro.conf.arg(help="Where to compute.", metavar="DEVICE")]
-DeviceOfRun = Annotated[
-    str | None,
-    tyro.conf.arg(help="Where to compute (default: as the run).", metavar="DEVICE", help_behavior_hint=_SAYS_IT),
-]
-Random = Annotated[
-    bool,
-    tyro.conf.FlagCreatePairsOff,
-    tyro.conf.arg(help="Random weights instead of pretrained ones.", help_behavior_hint=_SAYS_IT),
-]
-Json = Annotated[
-    bool,
-    tyro.conf.FlagCreatePairsOff,
-    tyro.conf.arg(help="Print JSON and nothing else.", help_behavior_hint=_SAYS_IT),
-]
-Quiet = Annotated[
-    bool, tyro.conf.FlagCreatePairsOff, tyro.conf.arg(help="Show no progress.", help_behavior_hint=_SAYS_IT)
-]
+DeviceOfRun = Annotated[str | None, told("Where to compute (default: as the run).", "DEVICE")]
+Random = Annotated[bool, tyro.conf.FlagCreatePairsOff, told("Random weights instead of pretrained ones.")]
+Json = Annotated[bool, tyro.conf.FlagCreatePairsOff, told("Print JSON and nothing else.")]
+Quiet = Annotated[bool, tyro.conf.FlagCreatePairsOff, told("Show no progress.")]
 Inputs = Annotated[
     tuple[tuple[str, ...], ...],  # both --input A B and --input A --input B
     tyro.conf.UseAppendAction,
-    tyro.conf.arg(
-        help="The shape of what the model takes, for one that does not say: 2,3,32,32 of numbers or int:2,16 of token "
-        "ids. Several for several arguments.",
-        metavar="SHAPE",
-        help_behavior_hint="",
+    told(
+        "The shape of what the model takes, for one that does not say: 2,3,32,32 of numbers or int:2,16 of token ids. "
+        "Several for several arguments.",
+        "SHAPE",
     ),
 ]

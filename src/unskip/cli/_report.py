@@ -7,6 +7,7 @@ from typing import Annotated
 import tyro
 
 from unskip import report as reports
+from unskip.cli._options import told
 from unskip.cli._say import busy
 from unskip.errors import BadInput
 
@@ -15,20 +16,14 @@ _LOOK = "How many runs to build and measure from their checkpoints, and to show 
 
 
 def report(
-    runs: Annotated[
-        tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(help=_RUNS, metavar="RUN ...", help_behavior_hint="")
-    ],
+    runs: Annotated[tuple[str, ...], tyro.conf.Positional, told(_RUNS, "RUN ...")],
     out: Annotated[str, tyro.conf.arg(help="The page to write.", metavar="FILE")] = "report.html",
     look: Annotated[int, tyro.conf.arg(help=_LOOK, metavar="N")] = reports.LOOKED,
     jacobians: Annotated[
-        bool,
-        tyro.conf.FlagCreatePairsOff,
-        tyro.conf.arg(help="Measure the singular values of Jacobians too; takes longer.", help_behavior_hint=""),
+        bool, tyro.conf.FlagCreatePairsOff, told("Measure the singular values of Jacobians too; takes longer.")
     ] = False,
     trust: Annotated[
-        bool,
-        tyro.conf.FlagCreatePairsOff,
-        tyro.conf.arg(help="Run the Python file that a run names as its model.", help_behavior_hint=""),
+        bool, tyro.conf.FlagCreatePairsOff, told("Run the Python file that a run names as its model.")
     ] = False,
 ) -> int:
     """Write one self-contained HTML page about any runs: curves, depth, shortcuts, pictures, warnings.

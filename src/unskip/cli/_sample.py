@@ -6,7 +6,7 @@ from typing import Annotated, Any, get_args
 
 import tyro
 
-from unskip.cli._options import DeviceOfRun, Json, Run
+from unskip.cli._options import DeviceOfRun, Json, Run, told
 from unskip.cli._say import busy, print_json
 from unskip.errors import BadInput
 from unskip.evals import extractor
@@ -29,19 +29,16 @@ def sample(
     sampler: Annotated[str, tyro.conf.arg(help=_SAMPLERS, metavar="NAME")] = "heun",
     steps: Annotated[int, tyro.conf.arg(help="Of all samplers but dopri5.", metavar="N")] = 50,
     tolerance: Annotated[float, tyro.conf.arg(help="Of dopri5.", metavar="X")] = 1e-5,
-    label: Annotated[
-        int | None,
-        tyro.conf.arg(help="One class for all (default: each in turn).", metavar="CLASS", help_behavior_hint=""),
-    ] = None,
+    label: Annotated[int | None, told("One class for all (default: each in turn).", "CLASS")] = None,
     seed: Annotated[int, tyro.conf.arg(help="Of the noise.", metavar="N")] = 0,
     batch: Annotated[int, tyro.conf.arg(help="How many at a time.", metavar="N")] = 256,
     precision: Annotated[str, tyro.conf.arg(help="float32, bf16 or fp16.", metavar="NAME")] = "float32",
     compile: Annotated[  # noqa: A002
         bool,
         tyro.conf.FlagCreatePairsOff,
-        tyro.conf.arg(help="Compile the network: pays off for hundreds of samples on a GPU.", help_behavior_hint=""),
+        told("Compile the network: pays off for hundreds of samples on a GPU."),
     ] = False,
-    judge: Annotated[str | None, tyro.conf.arg(help=_JUDGE, metavar="EXTRACTOR", help_behavior_hint="")] = None,
+    judge: Annotated[str | None, told(_JUDGE, "EXTRACTOR")] = None,
     device: DeviceOfRun = None,
     json: Json = False,
 ) -> int:
