@@ -114,16 +114,16 @@ def _segment(
         sets = [(index,) for index in reader.wanted]
     if ignore is not None and bool((learnt.masks == ignore).all()):
         raise BadInput("segment: no pixel of the training masks has a class")
-    x, y = (_read(name, reader, each, batch, precision) for name, each in (("train", learnt), ("test", judged)))
+    x, y = (
+        _read(name, reader, each, classes, ignore, batch, precision)
+        for name, each in (("train", learnt), ("test", judged))
+    )
     found = []
     for each in sets:
         wanted = tuple(index % len(reader.axes) for index in each)
         z, t = (torch.cat([side.maps[index] for index in wanted], 1) for side in (x, y))
-        if settings["solver"] == "ridge":
-            head = _ridge(z, x, learnt.masks, classes, ignore, settings)
-        else:
-            head = _descent(z, x, learnt.masks, classes, ignore, settings, seed)
-        matrix = _matrix(head, t, y, judged.masks, classes, ignore)
+        head = _ridge(z, x, settings) if settings["solver"] == "ridge" else _descent(z, x, settings, seed)
+        matrix = _matrix(head, t, y)
         ious = class_iou(matrix)
         right = float(matrix.diagonal().sum()) / max(1, int(matrix.sum()))
         found.append(Segmentation(mean_of(ious), ious, right, wanted, protocol, dict(changes or {})))
@@ -132,19 +132,29 @@ def _segment(
 
 @dataclass(frozen=True)
 class _Read:
-    """Tokens on their grid (n, dim, rows, columns) by block, and the part of it that is image."""
+    """Tokens on their grid (n, dim, rows, columns) by block, and the masks that are to be read from them."""
 
     maps: dict[int, Tensor]
     covered: tuple[float, float]  # shares of the grid's height and width that the image fills
+    masks: Tensor  # (n, height, width)
+    classes: int
+    ignore: int | None
 
-    def upsampled(self, logits: Tensor, size: tuple[int, int]) -> Tensor:
-        """(n, classes, rows, columns) to (n, classes, *size): bilinear, without what lies beyond the image."""
-        whole = [round(side / share) for side, share in zip(size, self.covered, strict=True)]
-        out = F.interpolate(logits, whole, mode="bilinear", align_corners=False)
-        return out[:, :, : size[0], : size[1]]
+    @property
+    def whole(self) -> list[int]:
+        """Height and width of the grid in pixels of the masks, what lies beyond the image included."""
+        return [round(side / share) for side, share in zip(self.masks.shape[1:], self.covered, strict=True)]
+
+    def upsampled(self, logits: Tensor) -> Tensor:
+        """(n, classes, rows, columns) to (n, classes, height, width): bilinear, without what lies beyond the image."""
+        height, width = self.masks.shape[1:]
+        out = F.interpolate(logits, self.whole, mode="bilinear", align_corners=False)
+        return out[:, :, :height, :width]
 
 
-def _read(name: str, reader: Reader, data: Masked, batch: int, precision: Precision) -> _Read:
+def _read(
+    name: str, reader: Reader, data: Masked, classes: int, ignore: int | None, batch: int, precision: Precision
+) -> _Read:
     parts: dict[int, list[Tensor]] = {}
     for part in batches(len(data.images), batch):
         read = reader(data.images[part], precision)
@@ -156,7 +166,7 @@ def _read(name: str, reader: Reader, data: Masked, batch: int, precision: Precis
     broken = [index for index, each in maps.items() if not bool(each.isfinite().all())]
     if broken:  # a class would be found in them all the same
         raise BadInput(f"segment: {name} features of blocks {broken} are not finite; look at the model and the images")
-    return _Read(maps, covered)
+    return _Read(maps, covered, data.masks, classes, ignore)
 
 
 def _checked(name: str, data: Masked, classes: int, ignore: int | None, device: torch.device) -> Masked:
@@ -191,26 +201,24 @@ class _Head(NamedTuple):
         return F.conv2d(z, self.weight.to(z), self.bias.to(z))
 
 
-def _descent(
-    z: Tensor, read: _Read, masks: Tensor, classes: int, ignore: int | None, settings: Mapping[str, Any], seed: int
-) -> _Head:
+def _descent(z: Tensor, read: _Read, settings: Mapping[str, Any], seed: int) -> _Head:
+    """By AdamW, on every labelled pixel; batch norm becomes part of the map."""
     count, dim = z.shape[:2]
     draw = torch.Generator().manual_seed(seed)
-    weight = (
-        (torch.randn(classes, dim, generator=draw) * settings["start"]).to(z.device)[:, :, None, None].requires_grad_()
-    )
-    bias = torch.zeros(classes, device=z.device, requires_grad=True)
+    start = torch.randn(read.classes, dim, generator=draw) * settings["start"]
+    weight = start.to(z.device)[:, :, None, None].requires_grad_()
+    bias = torch.zeros(read.classes, device=z.device, requires_grad=True)
     mean, variance = z.new_zeros(dim), z.new_ones(dim)
     optimizer = torch.optim.AdamW([weight, bias], lr=settings["lr"], weight_decay=settings["weight_decay"])
     batch = min(settings["batch"], count)
     per_epoch = count // batch
     total = settings["epochs"] * per_epoch
-    size = (masks.shape[1], masks.shape[2])
+    skipped = -100 if read.ignore is None else read.ignore
     for step in range(total):
         if step % per_epoch == 0:
             order = torch.randperm(count, generator=draw).to(z.device)
         rows = order[step % per_epoch * batch :][:batch]
-        part, truth = z[rows], masks[rows].long()
+        part, truth = z[rows], read.masks[rows].long()
         if settings["batch_norm"]:
             spread, middle = torch.var_mean(part, (0, 2, 3), correction=0)
             part = (part - middle[:, None, None]) / (spread[:, None, None] + _EPS).sqrt()
@@ -218,8 +226,7 @@ def _descent(
             variance.lerp_(spread, 0.1)
         schedules.apply(optimizer, lr=schedules.warmup_cosine(step, total=total))
         with torch.enable_grad():
-            logits = read.upsampled(F.conv2d(part, weight, bias), size)
-            skipped = -100 if ignore is None else ignore
+            logits = read.upsampled(F.conv2d(part, weight, bias))
             labelled = (truth != skipped).sum().clamp_min(1)
             loss = F.cross_entropy(logits, truth, ignore_index=skipped, reduction="sum") / labelled
             optimizer.zero_grad()
@@ -230,11 +237,9 @@ def _descent(
     return _Head(flat[:, :, None, None], bias.detach() - flat @ mean)
 
 
-def _ridge(
-    z: Tensor, read: _Read, masks: Tensor, classes: int, ignore: int | None, settings: Mapping[str, Any]
-) -> _Head:
-    grid = (z.shape[2], z.shape[3])
-    shares, weights = _shares(masks, read, grid, classes, ignore)
+def _ridge(z: Tensor, read: _Read, settings: Mapping[str, Any]) -> _Head:
+    """In closed form, on the share of classes in each patch; standardising becomes part of the map."""
+    shares, weights = _shares(read, (z.shape[2], z.shape[3]))
     x = z.movedim(1, -1).flatten(0, 2)
     w = weights.flatten().double()
     total = w.sum()
@@ -243,7 +248,7 @@ def _ridge(
     std = torch.where(std > _EPS * std.max().clamp_min(_EPS), std, 1.0)
     dim = x.shape[1]
     gram = x.new_zeros(dim, dim, dtype=torch.float64)
-    right = x.new_zeros(dim, classes, dtype=torch.float64)
+    right = x.new_zeros(dim, read.classes, dtype=torch.float64)
     y = shares.flatten(0, 2).double()
     middle = w @ y / total
     for part in batches(len(x), 65536):
@@ -256,16 +261,13 @@ def _ridge(
     return _Head(weight[:, :, None, None], middle - weight @ mean)
 
 
-def _shares(
-    masks: Tensor, read: _Read, grid: tuple[int, int], classes: int, ignore: int | None
-) -> tuple[Tensor, Tensor]:
+def _shares(read: _Read, grid: tuple[int, int]) -> tuple[Tensor, Tensor]:
     """Of each patch the share of each class in its labelled pixels (n, rows, columns, classes), and their share."""
-    whole = [round(side / share) for side, share in zip(masks.shape[1:], read.covered, strict=True)]
     shares, weights = [], []
-    for part in masks.split(64):
-        labelled = torch.ones_like(part, dtype=torch.bool) if ignore is None else part != ignore
-        hot = F.one_hot(torch.where(labelled, part.long(), 0), classes) * labelled[..., None]
-        hot = F.pad(hot.movedim(-1, 1).float(), (0, whole[1] - part.shape[2], 0, whole[0] - part.shape[1]))
+    for part in read.masks.split(64):
+        labelled = torch.ones_like(part, dtype=torch.bool) if read.ignore is None else part != read.ignore
+        hot = F.one_hot(torch.where(labelled, part.long(), 0), read.classes) * labelled[..., None]
+        hot = F.pad(hot.movedim(-1, 1).float(), (0, read.whole[1] - part.shape[2], 0, read.whole[0] - part.shape[1]))
         pooled = F.adaptive_avg_pool2d(hot, grid).movedim(1, -1)
         weight = pooled.sum(-1)
         shares.append(pooled / weight.clamp_min(1e-12)[..., None])
@@ -274,10 +276,10 @@ def _shares(
 
 
 @torch.no_grad()
-def _matrix(head: _Head, z: Tensor, read: _Read, masks: Tensor, classes: int, ignore: int | None) -> Tensor:
-    total = torch.zeros(classes, classes, dtype=torch.int64, device=z.device)
-    size = (masks.shape[1], masks.shape[2])
+def _matrix(head: _Head, z: Tensor, read: _Read) -> Tensor:
+    """The confusion matrix over all pixels."""
+    total = torch.zeros(read.classes, read.classes, dtype=torch.int64, device=z.device)
     for part in batches(len(z), 64):
-        predicted = read.upsampled(head(z[part]), size).argmax(1)
-        total += confusion(predicted, masks[part], classes, ignore)
+        predicted = read.upsampled(head(z[part])).argmax(1)
+        total += confusion(predicted, read.masks[part], read.classes, read.ignore)
     return total
