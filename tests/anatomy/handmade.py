@@ -312,112 +312,6 @@ class TrainingArm(nn.Module):
         return x + self.g(x)
 
 
-class TrainingFused(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.f = linear()
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.training:
-            return torch.lerp(x, self.f(x), 0.5)
-        return x + self.f(x)
-
-
-class Subtraction(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.f = linear()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x - self.f(x)
-
-
-class Highway(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.f, self.gate = linear(), linear()
-
-    def forward(self, x: Tensor) -> Tensor:
-        t = torch.sigmoid(self.gate(x))
-        return t * torch.relu(self.f(x)) + (1 - t) * x
-
-
-class BuiltinSum(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.f = linear()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return sum([x, self.f(x)])
-
-
-class SometimesResidual(nn.Module):
-    """One line that is a residual in its first run only."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.f, self.blocks = linear(), nn.ModuleList(PreNorm() for _ in range(3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        side = self.f(x.sin())
-        for block in self.blocks:
-            x = block(x + side)
-        return x
-
-
-class Recurrent(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = linear(), linear()
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = torch.zeros_like(x)
-        for _ in range(3):
-            h = torch.tanh(self.a(x) + self.b(h))
-        return h
-
-
-class StraightThrough(nn.Module):
-    """Vector quantisation: only an index lies between z and its code."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.codes, self.f = nn.Embedding(16, DIM), linear()
-
-    def forward(self, x: Tensor) -> Tensor:
-        z = self.f(x)
-        code = self.codes((z @ self.codes.weight.T).argmax(-1))
-        return z + (code - z).detach()
-
-
-class LowRank(nn.Module):
-    """A sum of two linear maps, as with LoRA: no residual."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.w, self.a, self.b = linear(), nn.Linear(DIM, 2), nn.Linear(2, DIM)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.w(x) + self.b(self.a(x))
-
-
-class Arithmetic(nn.Module):
-    """Sums that formulas are made of: a polynomial, rotary positions, FiLM, a normalisation with an offset."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.f, self.film = linear(), nn.Linear(DIM, 2 * DIM)
-
-    def forward(self, x: Tensor, condition: Tensor) -> Tensor:
-        x = self.f(x)
-        x = x + 0.044715 * x.pow(3)
-        angle = torch.arange(5.0)[:, None].expand(5, DIM)
-        x = x * angle.cos() + x.roll(DIM // 2, -1) * angle.sin()
-        scale, shift = self.film(condition).chunk(2, -1)
-        x = x * (1 + scale) + shift
-        return x + x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)
-
-
 class Loop(nn.Module):
     """Two lines of one forward serve every layer."""
 
@@ -464,23 +358,6 @@ class HelperMethod(nn.Module):
         return self.residual(x, self.f(x))
 
 
-class Add(nn.Module):
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        return x + y
-
-
-class SharedAdd(nn.Module):
-    """One module adds two branches."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.add, self.f, self.g = Add(), mlp(), mlp()
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.add(x, self.f(x))
-        return self.add(x, self.g(x))
-
-
 class WritesIntoTheSum(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -504,28 +381,6 @@ class CopiedStream(nn.Module):
         out = torch.empty_like(x)
         out[:] = x
         return out + self.f(x).relu()
-
-
-class OverwrittenBranch(nn.Module):
-    """What looks like a branch has been written over, and nothing of it is left."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.f = linear()
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.f(x)
-        y.copy_(x)
-        return x + y
-
-
-class BroadcastBranch(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.f = mlp()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.f(x.mean(1, keepdim=True))
 
 
 class OptionalBranch(nn.Module):
@@ -560,3 +415,16 @@ class StateSpace(nn.Module):
         u = self.up(self.norm(x)).tanh()
         y = self.mix(u).cumsum(1) + u * self.skip
         return x + self.down(y)
+
+
+class WrittenThroughOut(nn.Module):
+    """The branch is written into a buffer, by way of another view of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(DIM, DIM), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        room = torch.empty_like(x)
+        torch.mm(x.flatten(0, 1), self.weight, out=room.view(-1, DIM))
+        return x + room.relu()

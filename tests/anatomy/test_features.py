@@ -6,6 +6,7 @@ import numpy
 import pytest
 import timm
 import torch
+from tests.anatomy import doubtful as d
 from tests.anatomy import handmade as h
 from torch import nn
 from transformers import BertConfig, BertModel
@@ -113,4 +114,4 @@ def test_bad_requests(vit: nn.Module) -> None:
     with pytest.raises(BadInput, match="pool is 'max'"):
         unskip.features(vit, IMAGES, pool="max")  # type: ignore[arg-type]
     with pytest.raises(NoResidualError):
-        unskip.features(h.LowRank(), torch.randn(2, 5, h.DIM))
+        unskip.features(d.LowRank(), torch.randn(2, 5, h.DIM))

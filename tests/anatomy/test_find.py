@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from tests.anatomy import doubtful as d
 from tests.anatomy import handmade as h
 from torch import nn
 
@@ -37,6 +38,7 @@ RESIDUAL = [
     (h.ScaledStream, X, [("mlp", "pre")]),
     (h.OptionalBranch, X, [("mlp", "none")]),
     (h.CopiedStream, X, [("mlp", "none")]),
+    (h.WrittenThroughOut, X, [("mlp", "none")]),
 ]
 
 
@@ -51,7 +53,7 @@ def test_finds_exactly_the_residuals(build: type[nn.Module], example: object, ex
 
 @pytest.mark.parametrize(
     "build",
-    [h.Recurrent, h.StraightThrough, h.LowRank, h.OverwrittenBranch, nn.Identity],
+    [d.Recurrent, d.StraightThrough, d.LowRank, d.OverwrittenBranch, nn.Identity],
     ids=lambda b: b.__name__,
 )
 def test_finds_nothing_where_there_is_nothing(build: type[nn.Module]) -> None:
@@ -61,7 +63,7 @@ def test_finds_nothing_where_there_is_nothing(build: type[nn.Module]) -> None:
 
 
 def test_arithmetic_of_formulas_is_not_residual() -> None:
-    audit = unskip.audit(h.Arithmetic(), (X, torch.randn(2, 5, h.DIM)))
+    audit = unskip.audit(d.Arithmetic(), (X, torch.randn(2, 5, h.DIM)))
     assert len(audit) == 0
     assert not audit.unknown
 
@@ -107,11 +109,13 @@ def test_a_side_input_at_every_layer_is_not_a_stream() -> None:
 @pytest.mark.parametrize(
     ("build", "reason"),
     [
-        (h.Subtraction, "minus sign"),
-        (h.Highway, "weighed by the data"),
-        (h.BroadcastBranch, "broadcasts over the stream"),
-        (h.TrainingFused, "torch.lerp"),
-        (h.Recurrent, "2 of its 3 runs"),
+        (d.Subtraction, "minus sign"),
+        (d.Highway, "weighed by the data"),
+        (d.BroadcastBranch, "broadcasts over the stream"),
+        (d.TrainingFused, "torch.lerp"),
+        (d.Recurrent, "2 of its 3 runs"),
+        (d.ForeachAdd, "torch._foreach_add"),
+        (d.IndexPut, "torch.index_add"),
     ],
     ids=lambda v: getattr(v, "__name__", ""),
 )
@@ -122,7 +126,12 @@ def test_what_cannot_be_decided_is_reported(build: type[nn.Module], reason: str)
 
 
 @pytest.mark.parametrize(
-    ("build", "reason"), [(h.BuiltinSum, "sum([x, self.f(x)])"), (h.SometimesResidual, "1 of its 3 runs")]
+    ("build", "reason"),
+    [
+        (d.BuiltinSum, "sum([x, self.f(x)])"),
+        (d.AddInto, "torch.add(x, self.f(x), out=x)"),
+        (d.SometimesResidual, "1 of its 3 runs"),
+    ],
 )
 def test_a_site_that_cannot_be_rewired_says_why(build: type[nn.Module], reason: str) -> None:
     problems = [site.problem for site in unskip.audit(build(), X) if site.problem]
@@ -163,7 +172,7 @@ def test_a_loop_over_one_branch_is_one_site_that_runs_often() -> None:
 
 
 def test_a_module_that_adds_for_several_branches_is_refused() -> None:
-    problems = [site.problem or "" for site in unskip.audit(h.SharedAdd(), X)]
+    problems = [site.problem or "" for site in unskip.audit(d.SharedAdd(), X)]
     assert all("adds for several others" in problem for problem in problems)
     assert problems
 

@@ -10,6 +10,7 @@ from typing import cast
 
 import pytest
 import torch
+from tests.anatomy import doubtful as d
 from tests.anatomy import handmade as h
 from torch import Tensor, nn
 
@@ -41,13 +42,13 @@ def untouched(model: nn.Module) -> Iterator[None]:
 @pytest.mark.parametrize(
     ("build", "example", "error", "message"),
     [
-        (h.LowRank, X, NoResidualError, "LowRank: no residual additions were found"),
-        (h.Subtraction, X, NoResidualError, r"no residual addition that can be weighed.*minus sign"),
+        (d.LowRank, X, NoResidualError, "LowRank: no residual additions were found"),
+        (d.Subtraction, X, NoResidualError, r"no residual addition that can be weighed.*minus sign"),
         (h.PreNorm, torch.randn(2, 5, 3), ForwardError, "PreNorm: its forward failed on the example.*Pass example="),
         (h.PreNorm, None, BadInput, "PreNorm does not say what it takes. Pass example="),
         (h.PreNorm, 3, BadInput, "example is a int"),
-        (h.BuiltinSum, X, RewireError, r"\(model\) \[mlp\] \(handmade.py:\d+\).*sum.*where="),
-        (h.SometimesResidual, X, RewireError, r"1 of its 3 runs.*Leave these out"),
+        (d.BuiltinSum, X, RewireError, r"\(model\) \[mlp\] \(doubtful.py:\d+\).*sum.*where="),
+        (d.SometimesResidual, X, RewireError, r"1 of its 3 runs.*Leave these out"),
         (h.Projected, X, BadInput, "governs no site"),
     ],
 )
@@ -345,7 +346,7 @@ def test_every_error_is_an_unskip_error() -> None:
 
 
 def test_deepcopy_of_a_failed_rewire_is_clean() -> None:
-    model = h.BuiltinSum()
+    model = d.BuiltinSum()
     with pytest.raises(RewireError):
         unskip.rewire(model, Cut(), X)
     assert torch.equal(copy.deepcopy(model)(X), model(X))

@@ -7,6 +7,7 @@ import warnings
 import pytest
 import timm
 import torch
+from tests.anatomy import doubtful as d
 from tests.anatomy import handmade as h
 from tests.wiring.folders import X
 from torch import nn
@@ -62,7 +63,7 @@ def test_cutting_under_drop_path_warns() -> None:
 
 def test_additions_that_were_left_alone_are_warned_of() -> None:
     with pytest.warns(UnskipWarning, match=r"torch\.lerp"):
-        unskip.rewire(h.TrainingFused(), Cut(), X)
+        unskip.rewire(d.TrainingFused(), Cut(), X)
 
 
 def test_cutting_zero_initialised_branches_warns() -> None:

@@ -34,7 +34,7 @@ FRESH = frozenset(
 
 ADD = frozenset({"add"})
 # Holds a residual addition inside a larger operator: seen, and reported as unknown.
-FUSED = frozenset("addcmul addcdiv lerp addmm addbmm baddbmm index_add scatter_add sub".split())
+FUSED = frozenset("addcmul addcdiv lerp addmm addbmm baddbmm index_add scatter_add sub _foreach_add".split())
 
 _MATMUL = re.compile(
     r"^(\w*mm|mv|addmv|dot|linear|bilinear|\w*convolution\w*|conv\w*|_trilinear|einsum|\w*lstm\w*|\w*gru\w*)$"

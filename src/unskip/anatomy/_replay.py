@@ -60,7 +60,7 @@ def replay(
     """
     nodes = path(graph, source, target)
     for node in nodes:
-        if node.step is None:
+        if node.step is None or (node.wrote is not None and node.op.startswith("_foreach")):
             raise ReplayError(f"{node.op} cannot be computed again: the model writes into a part of a tensor in place")
     moving = {source, *(node.index for node in nodes)}
     used = {index for node in nodes for index in _refs(node)}

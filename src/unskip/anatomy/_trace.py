@@ -200,13 +200,16 @@ class Recorder(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if isinstance(kwargs.get("out"), Tensor):
+            return self._into(func, args, **kwargs)
         name = _name(func, args)
         parents = tuple(self._lookup(tensor) for tensor in _tensors((args, kwargs)))
         ratio = self._ratio(name, args)
         written = [
-            value
+            tensor
             for argument, value in zip(func._schema.arguments, args, strict=False)
-            if argument.alias_info is not None and argument.alias_info.is_write and isinstance(value, Tensor)
+            if argument.alias_info is not None and argument.alias_info.is_write
+            for tensor in _tensors(value)
         ]
         if self._keep:
             self._save(written)
@@ -230,6 +233,14 @@ class Recorder(TorchDispatchMode):
             if before is not None and storage is not None:
                 self._written[storage] = self._node[id(tensor)]
         return out
+
+    def _into(self, func: Any, args: tuple[Any, ...], out: Tensor, **kwargs: Any) -> Tensor:
+        """torch.add(x, y, out=z) as what it comes to: a sum, and a copy of it into z."""
+        with self:
+            made = func._overloadpacket(*args, **kwargs)
+            if made.shape != out.shape:
+                out.resize_(made.shape)
+            return out.copy_(made)
 
     def _record(
         self, tensor: Tensor, name: str, parents: tuple[int, ...], facts: dict[str, Any], view: str | None
@@ -289,8 +300,10 @@ class Recorder(TorchDispatchMode):
 
 
 def _name(func: Any, args: tuple[Any, ...]) -> str:
-    """The operator's base name; adding the number 0, with which `sum` begins, is the identity."""
+    """The operator's base name. Adding the number 0, with which `sum` begins, is the identity; index_put may add."""
     name = _ops.base_name(func)
+    if name == "index_put" and len(args) > 3 and args[3]:
+        return "index_add"
     return "alias" if name in _ops.ADD and len(args) > 1 and isinstance(args[1], int) and args[1] == 0 else name
 
 
