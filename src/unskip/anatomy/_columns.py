@@ -80,7 +80,9 @@ def _mixes(op: str) -> bool:
 
 def _broadcasts(shape: tuple[int, ...], target: tuple[int, ...]) -> bool:
     """Whether a tensor is merely repeated along leading axes, its last axis kept."""
-    return bool(shape) and len(shape) <= len(target) and shape[-1] == target[-1] and torch.Size(shape).numel() > 1
+    if not shape or len(shape) > len(target) or shape[-1] != target[-1] or torch.Size(shape).numel() <= 1:
+        return False
+    return all(size in (1, whole) for size, whole in zip(reversed(shape), reversed(target), strict=False))
 
 
 def _move(graph: Graph, node: Node, found: dict[int, Tensor]) -> Tensor | None:

@@ -42,7 +42,8 @@ def norm_at(graph: Graph, readers: Sequence[Sequence[int]], node: Node) -> Norm 
     """The normalisation that a node is of, or None where its beginning and end are not one tensor each."""
     group = _group(graph, readers, node)
     sources = {p for i in group for p in graph.nodes[i].parents if p not in group and not graph.nodes[p].fixed}
-    results = [i for i in group if not readers[i] or any(reader not in group for reader in readers[i])]
+    results = [i for i in group if any(reader not in group for reader in readers[i])]
+    results = results or [i for i in group if not readers[i] and not _is_statistic(graph.nodes[i])]
     if len(sources) != 1 or len(results) != 1:
         return None
     source, result = sources.pop(), results[0]
@@ -54,6 +55,11 @@ def norm_at(graph: Graph, readers: Sequence[Sequence[int]], node: Node) -> Norm 
         forgets = 2 * node.step.args[3] * node.step.args[6]  # samples, groups
     offset = _offset(graph, source, result, module, kind, axis)
     return Norm(source, result, module, kind, forgets, _eps(node, module), offset)
+
+
+def _is_statistic(node: Node) -> bool:
+    """A mean or deviation that a kernel returns besides."""
+    return node.step is not None and node.step.output > 0
 
 
 def null_directions(

@@ -8,7 +8,7 @@ writing into them (`parts[0].q.mul_(2)`) writes into the model, and nothing of t
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, overload
 
 import torch
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from unskip._table import table
 from unskip.anatomy import _ops
 from unskip.anatomy._activations import ACTIVATIONS
+from unskip.anatomy._agree import unseen
 from unskip.anatomy._attention import Attention, find_attention
 from unskip.anatomy._dissect import Cut, Dissection, dissect, mean, rows
 from unskip.anatomy._example import Example, example_for
@@ -264,7 +265,7 @@ class _Finder:
     def _mlp(self, site: Site, cut: Cut, found: Mlp) -> MlpParts:
         halves = [found.up] if found.gate is None else [found.up, found.gate]
         products = {id(p): p for p in (*(half.of for half in halves), found.down)}.values()
-        return MlpParts(
+        part = MlpParts(
             **self._common(site, cut, [half.of.source for half in halves], found.down.result, found.extras),
             parameters=tuple({id(p.weight): p.weight for p in products}.values()),
             biases=tuple({id(b): b for p in products for b in p.biases}.values()),
@@ -276,6 +277,8 @@ class _Finder:
             down_bias=found.down.bias,
             activation=found.activation,
         )
+        more = unseen(self.graph, cut, part)
+        return part if more is None else replace(part, extras=(more,))
 
     def _common(
         self, site: Site, cut: Cut, inputs: Sequence[int], output: int, extras: tuple[str, ...]
@@ -347,7 +350,10 @@ class _Finder:
         gain, bias = getattr(found.module, "weight", None), getattr(found.module, "bias", None)
         step = nodes[0].step
         if nodes[0].op == "native_layer_norm" and step is not None:  # also where no module runs it
-            gain, bias = (self._leaf(ref.index) if isinstance(ref, Ref) else None for ref in step.args[2:4])
+            given = [self._leaf(ref.index) if isinstance(ref, Ref) else None for ref in step.args[2:4]]
+            # Computed from what the module stores, as 1 + weight is: the offset says how.
+            computed = found.offset != 0 and given[0] is None
+            gain, bias = gain if computed else given[0], given[1]
         return NormParts(
             self.names.get(id(found.module), ""),
             found.kind,

@@ -1,0 +1,83 @@
+"""Whether a branch computes what the views on its weights say, on the numbers that were recorded.
+
+    branch = scale * out_norm(W_down phi(W_up norm(x) + b_up) + b_down)
+
+Views name the weights, the activation and the norms. What else a model does on the way, as turning the sign, bending
+the input or moving tokens, has no weight to be seen by: so the whole branch is compared with the formula.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from unskip.anatomy import _ops
+from unskip.anatomy._dissect import Cut
+from unskip.anatomy._find import in_norm
+from unskip.anatomy._trace import Graph
+
+if TYPE_CHECKING:
+    from unskip.anatomy._parts import MlpParts, NormParts
+
+UNSEEN = "steps besides its weights"
+_CLOSE = 1e-2  # relative: above the rounding of TF32, far below what another function differs by
+_CLOSE_HALF = 1e-1
+_PLAIN = _ops.VIEW | frozenset("_unsafe_view reshape _to_copy to clone contiguous copy cat native_dropout".split())
+
+
+def unseen(graph: Graph, cut: Cut, part: MlpParts) -> str | None:
+    """What to say where the branch of an MLP is not the formula; None where it is, or where that cannot be told."""
+    if part.site.kind != "mlp" or len(cut.findings) > 1 or part.gated or part.function is None or part.extras:
+        return None
+    stream, root, branch = (graph.values[i].detach() for i in (cut.stream, cut.root, cut.findings[0].branch))
+    if "meta" in (stream.device.type, branch.device.type) or part.site.projected or stream.shape != branch.shape:
+        return None
+    dtype = torch.promote_types(stream.dtype, torch.float32)
+    close = _CLOSE if torch.promote_types(stream.dtype, branch.dtype).itemsize >= 4 else _CLOSE_HALF
+    wanted = branch.to(dtype).movedim(part.site.axis, -1)
+    # The stream as it is added lies as the branch does; a number may have scaled it on its way.
+    x = stream.to(dtype).movedim(part.site.axis, -1)
+    size, given = x.norm(), root.to(dtype).norm()
+    for candidate in (x, x * (given / size)) if bool(size) else (x,):
+        got = _branch(part, candidate)
+        if got is None or bool((got - wanted).norm() <= close * wanted.norm()):
+            return None
+    between = [node.op for node in cut.steps if node.op not in _PLAIN and not in_norm(node) and not _weighs(node.op)]
+    return f"{UNSEEN} (among {', '.join(dict.fromkeys(between))})"
+
+
+def _weighs(op: str) -> bool:
+    return _ops.is_matmul(op) or op in _ops.ADD
+
+
+def _branch(part: MlpParts, x: Tensor) -> Tensor | None:
+    """The formula on the stream, features last; None where a norm is none that is known."""
+    for norm in (part.norm, part.out_norm):
+        if norm is not None and norm.kind == "other":
+            return None
+    assert part.function is not None
+    if part.norm is not None and part.norm.place == "pre":
+        x = _norm(part.norm, x)
+    hidden = _linear(x, part.up, part.up_bias)
+    if part.gate is None:
+        hidden = part.function(hidden)
+    else:
+        hidden = part.function(_linear(x, part.gate, part.gate_bias)) * hidden
+    out = _linear(hidden, part.down, part.down_bias)
+    if part.out_norm is not None:
+        out = _norm(part.out_norm, out)
+    return out if part.scale is None else out * part.scale.flatten().to(out)
+
+
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return torch.nn.functional.linear(x, weight.detach().to(x), None if bias is None else bias.detach().to(x))
+
+
+def _norm(norm: NormParts, x: Tensor) -> Tensor:
+    eps = torch.finfo(x.dtype).eps if norm.eps is None else norm.eps
+    x = x - x.mean(-1, keepdim=True) if norm.kind == "layernorm" else x
+    x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
+    x = x if norm.gain is None else x * (norm.offset + norm.gain.to(x))
+    return x if norm.bias is None else x + norm.bias.to(x)

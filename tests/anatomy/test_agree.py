@@ -1,0 +1,203 @@
+"""Parts of an MLP are compared with what its branch computed: what no weight shows is told, what is plain is not."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import unskip
+from unskip.absorption import apply
+from unskip.anatomy._parts import MlpParts
+from unskip.errors import BadInput
+
+WIDTH = 8
+Step = Callable[[Tensor], Tensor]
+
+
+class Mlp(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 16), nn.Linear(16, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.relu(self.up(x)))
+
+
+class Around(nn.Module):
+    """x + after(mlp(before(x)))."""
+
+    def __init__(self, before: Step, after: Step) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.mlp, self.before, self.after = Mlp(), before, after
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.after(self.mlp(self.before(x)))
+
+
+def inputs() -> Tensor:
+    return torch.randn(3, 5, WIDTH, generator=torch.Generator().manual_seed(1))
+
+
+def same(x: Tensor) -> Tensor:
+    return x
+
+
+def only(model: nn.Module, example: Tensor) -> MlpParts:
+    (part,) = unskip.parts(model, example)
+    assert isinstance(part, MlpParts)
+    return part
+
+
+STEPS: dict[str, Step] = {
+    "neg": torch.neg,
+    "sin": torch.sin,
+    "abs": torch.abs,
+    "clamp": lambda x: x.clamp(-0.1, 0.1),
+    "_softmax": lambda x: x.softmax(-1),
+    "flip": lambda x: x.flip(-1),
+    "roll": lambda x: x.roll(1, 1),  # tokens
+    "index": lambda x: x[..., [1, 0, *range(2, WIDTH)]],
+    "cumsum": lambda x: x.cumsum(1),
+    "sub": lambda x: x - x.mean(-1, keepdim=True),
+    "where": lambda x: torch.where(x > 0, x, 1.0),
+}
+
+
+@pytest.mark.parametrize("side", ["before", "after"])
+@pytest.mark.parametrize("op", STEPS)
+def test_a_step_that_no_weight_shows_is_told(op: str, side: str) -> None:
+    model = Around(**{"before": same, "after": same, side: STEPS[op]})
+    (extra,) = only(model, inputs()).extras
+    assert extra.startswith("steps besides its weights (among ")
+    assert op in extra
+
+
+@pytest.mark.parametrize("factor", [2.0, 0.5, -1.0])
+def test_a_factor_on_the_input_is_told(factor: float) -> None:
+    assert only(Around(lambda x: factor * x, same), inputs()).extras == ("steps besides its weights (among mul, relu)",)
+
+
+def test_what_is_more_than_an_mlp_is_neither_judged_nor_rewritten() -> None:
+    model, x = Around(same, torch.neg), inputs()
+    before = model(x)
+    with pytest.raises(BadInput, match=r"more than an MLP: steps besides its weights \(among relu, neg\)"):
+        unskip.absorb(only(model, x))
+    applied = apply(model, mode="widen", example=x)
+    assert not applied.done
+    assert torch.equal(model(x), before)
+
+
+PLAIN: dict[str, tuple[Step, Step]] = {
+    "nothing": (same, same),
+    "rows": (lambda x: x.reshape(-1, WIDTH), lambda y: y.reshape(3, 5, WIDTH)),
+    "tokens moved and put back": (lambda x: x.roll(2, 1), lambda y: y.roll(-2, 1)),
+    "dropout": (lambda x: F.dropout(x, 0.5, training=False), lambda y: F.dropout(y, 0.5, training=False)),
+    "narrower numbers": (lambda x: x.bfloat16().float(), same),
+}
+
+
+@pytest.mark.parametrize("form", PLAIN)
+def test_a_plain_mlp_is_plain(form: str) -> None:
+    assert only(Around(*PLAIN[form]), inputs()).extras == ()
+
+
+def test_a_plain_mlp_is_plain_in_half_precision_and_when_rewired() -> None:
+    model = Around(same, same).bfloat16()
+    assert only(model, inputs().bfloat16()).extras == ()
+    unskip.rewire(model, "scale:0.5,2.0", inputs().bfloat16())
+    assert only(model, inputs().bfloat16()).extras == ()
+
+
+def test_a_stream_that_a_number_scales_leaves_its_mlp_plain() -> None:
+    class DeepNorm(Around):
+        def forward(self, x: Tensor) -> Tensor:
+            return 1.5 * x + self.mlp(x)
+
+    assert only(DeepNorm(same, same), inputs()).extras == ()
+
+
+def test_an_mlp_of_one_token_is_no_mlp_of_all() -> None:
+    class ClassToken(Around):
+        def forward(self, x: Tensor) -> Tensor:
+            return x + torch.cat([self.mlp(x[:, :1]), x[:, 1:]], 1)
+
+    (extra,) = only(ClassToken(same, same), inputs()).extras
+    assert extra.startswith("steps besides its weights")
+
+
+# --- Norms ------------------------------------------------------------------------------------------------------------
+
+
+class NormPlusOne(nn.LayerNorm):
+    """Stores its gain less 1, as Nemotron does."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.layer_norm(x, self.normalized_shape, self.weight + 1, self.bias, self.eps)
+
+
+def test_a_gain_that_is_stored_less_one_is_found() -> None:
+    norm = NormPlusOne(WIDTH)
+    nn.init.normal_(norm.weight, generator=torch.Generator().manual_seed(2))
+    found = only(Around(norm, same), inputs())
+    assert found.norm is not None
+    assert found.norm.gain is not None
+    assert found.norm.offset == 1
+    assert torch.equal(found.norm.gain, norm.weight)
+    assert found.extras == ()
+
+
+class ChannelNorm(nn.LayerNorm):
+    """LayerNorm over the channels of an image."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
+
+
+class Pointwise(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.norm, self.up, self.down = ChannelNorm(WIDTH), nn.Conv2d(WIDTH, 16, 1), nn.Conv2d(16, WIDTH, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
+def test_a_norm_over_channels_is_found() -> None:
+    part = only(Pointwise(), torch.randn(2, WIDTH, 3, 3, generator=torch.Generator().manual_seed(1)))
+    assert part.norm is not None
+    assert (part.norm.kind, part.norm.place) == ("layernorm", "pre")
+    assert part.extras == ()
+
+
+def test_two_norms_in_a_row_are_told() -> None:
+    first, second = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+    for norm in (first, second):
+        nn.init.normal_(norm.weight, generator=torch.Generator().manual_seed(2))
+    (extra,) = only(Around(nn.Sequential(first, second), same), inputs()).extras
+    assert extra.startswith("steps besides its weights")
+
+
+# --- Labels -----------------------------------------------------------------------------------------------------------
+
+
+class Summary(nn.Module):
+    """Weighs tokens by one score each and adds their sum to all, as additive attention does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.score, self.out = nn.Linear(WIDTH, 1), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        score = self.score(x)
+        score = score / score.norm(dim=1, keepdim=True)
+        return x + self.out((score * x).sum(1, keepdim=True) * x)
+
+
+def test_a_norm_over_tokens_leaves_parts_unknown() -> None:
+    parts = unskip.parts(Summary(), inputs())
+    assert len(parts) == 1  # and no error of torch on the way
