@@ -10,3 +10,8 @@ def nearest(word: str, names: Iterable[str]) -> str:
     """The end of a message: the names that a misspelt word comes near to."""
     close = get_close_matches(word.lower(), list(names))
     return f"; nearest: {', '.join(close)}" if close else ""
+
+
+def count(number: int, noun: str) -> str:
+    """ "1 site", "2 sites"."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"

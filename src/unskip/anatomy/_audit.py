@@ -9,6 +9,7 @@ from typing import Any, overload
 from torch import nn
 
 from unskip._table import table
+from unskip._words import count
 from unskip.anatomy._example import Example, example_for
 from unskip.anatomy._guard import refuse_wrapped, wiring_in
 from unskip.anatomy.sites import Site, Survey, Unknown, survey
@@ -94,11 +95,6 @@ def _remark(site: Site) -> str:
     if site.problem:
         remarks.append(f"cannot be rewired: {site.problem}")
     return "; ".join(remarks)
-
-
-def count(number: int, noun: str) -> str:
-    """ "1 site", "2 sites"."""
-    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def audit(model: nn.Module, example: object = None) -> Audit:

@@ -18,8 +18,9 @@ from torch import nn
 
 import unskip
 from unskip._table import cell
+from unskip._words import count
 from unskip.anatomy import Audit, Site
-from unskip.anatomy._audit import HEADER, count, rows
+from unskip.anatomy._audit import HEADER, rows
 from unskip.anatomy._guard import wiring_in
 from unskip.cli._model import FORMS, Shape, by_input, inputs, opened, shapes_of
 from unskip.cli._options import Inputs, Json, told

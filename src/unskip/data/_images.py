@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -15,6 +16,7 @@ from unskip.data._device import shown
 from unskip.errors import BadInput
 
 _CHUNK = 1024
+_LOOKED = 64  # images of a set on disk whose content goes into its fingerprint
 
 
 class Reader(Protocol):
@@ -113,3 +115,18 @@ def resized(images: Tensor, out: tuple[int, int]) -> Tensor:
     box = torch.tensor([*central(images.shape[-2], images.shape[-1], out), 0])
     parts = [shown(chunk, box.expand(len(chunk), 5), out).round().byte() for chunk in images.split(_CHUNK)]
     return torch.cat(parts)
+
+
+def fingerprint(images: ImageSet) -> str:
+    """What a set of images is: its labels and bytes; of a set on disk its places and the content of some images."""
+    digest = hashlib.sha256(f"{images.name} {images.split} {len(images)}".encode())
+    digest.update(images.labels.numpy().tobytes())
+    if images.images is not None:
+        digest.update(images.images.contiguous().numpy().data)
+        return digest.hexdigest()[:16]
+    assert images.reader is not None
+    for index in range(len(images)):
+        digest.update(images.reader.place(index).rpartition("/")[2].encode())
+    for index in range(0, len(images), max(1, len(images) // _LOOKED)):
+        digest.update(images.reader.encoded(index))
+    return digest.hexdigest()[:16]

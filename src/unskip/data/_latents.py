@@ -21,11 +21,9 @@ import torch
 from torch import Tensor, nn
 
 from unskip.data._device import put
-from unskip.data._images import ImageSet
+from unskip.data._images import ImageSet, fingerprint
 from unskip.data._order import GEOMETRY, Order, check_world, share, stream
 from unskip.errors import BadInput, LoadError
-
-_LOOKED = 64  # images of a set on disk whose content goes into its fingerprint
 
 
 @dataclass(frozen=True)
@@ -88,21 +86,6 @@ class Autoencoder:
         values = module.decode(latents / self.scale + self.shift).sample
         pixels: Tensor = ((values.float() + 1) * 127.5).round().clamp(0, 255).byte()
         return pixels
-
-
-def fingerprint(images: ImageSet) -> str:
-    """What a set of images is: its labels and bytes; of a set on disk its places and the content of some images."""
-    digest = hashlib.sha256(f"{images.name} {images.split} {len(images)}".encode())
-    digest.update(images.labels.numpy().tobytes())
-    if images.images is not None:
-        digest.update(images.images.contiguous().numpy().data)
-        return digest.hexdigest()[:16]
-    assert images.reader is not None
-    for index in range(len(images)):
-        digest.update(images.reader.place(index).rpartition("/")[2].encode())
-    for index in range(0, len(images), max(1, len(images) // _LOOKED)):
-        digest.update(images.reader.encoded(index))
-    return digest.hexdigest()[:16]
 
 
 def encode(

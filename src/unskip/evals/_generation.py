@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from unskip.data import ImageSet
+from unskip.data._images import fingerprint
 from unskip.errors import BadInput, LoadError
 from unskip.evals._extractor import Extractor
 from unskip.evals._extractor import extractor as find
@@ -124,8 +125,6 @@ def _batches(images: Pictures, size: int | None, batch: int) -> Iterator[Tensor]
 
 def _fingerprint(images: Tensor | ImageSet, size: int | None) -> str:
     if isinstance(images, ImageSet):
-        from unskip.data._latents import fingerprint
-
         return f"{fingerprint(images)}-{size}"
     digest = hashlib.sha256(str(tuple(images.shape)).encode())
     digest.update(images.cpu().contiguous().numpy().data)

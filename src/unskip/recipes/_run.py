@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from unskip.anatomy._audit import count
+from unskip._words import count
 from unskip.errors import BadInput
 from unskip.recipes._config import Config
 from unskip.recipes._data import Opener

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from unskip._table import table
-from unskip.anatomy._audit import count
+from unskip._words import count
 from unskip.anatomy._guard import PATCH, WIRING, wiring_in
 from unskip.anatomy.sites import Site, Survey
 from unskip.errors import BadInput
