@@ -80,15 +80,14 @@ def diffusion(
         raise BadInput("diffusion: name one time or more, from noise, 0, to data, 1")
     views: dict[str, View] = {each.name: ("mean", each.norm) for each in asked}
     device = next(network.parameters()).device
-    feeds = [Feed(images, batch, size, device=device) for images in (test, train)]
+    feeds = [Feed(images, batch, size, device=device) for images in (train, test)]
     found: dict[float, list[Result]] = {}
     axes: dict[str, int] = {}
     for time in times:
         sets = []
-        for which in (1, 0):  # training and test images have noise of their own
-            images = feeds[which].evaluate()
-            options: dict[str, Any] = {"seed": 2 * seed + which, "precision": precision, "axes": axes}
-            part = noised_features(network, images, flow or Flow(), time, blocks, views.values(), **options)
+        for feed, own in zip(feeds, (1, 0), strict=True):  # training and test images have noise of their own
+            options: dict[str, Any] = {"seed": 2 * seed + own, "precision": precision, "axes": axes}
+            part = noised_features(network, feed.evaluate(), flow or Flow(), time, blocks, views.values(), **options)
             axes = part.axes
             sets.append(part)
         learnt, judged = sets

@@ -159,23 +159,7 @@ def build(config: Dino, opener: Opener | None = None) -> tuple[Task, Schedule]:
     arguments = backbone_arguments(config, train.channels)
     backbone = built(config, arguments).to(device)
     prepare(config, backbone, sample)
-    model = DINO(
-        backbone,
-        out=config.projection,
-        hidden=config.hidden,
-        bottleneck=config.bottleneck,
-        layers=config.head_layers,
-        norm=config.head_norm,
-        bottleneck_norm=config.bottleneck_norm,
-        student_temperature=config.student_temperature,
-        centre_momentum=config.centre_momentum,
-        balance=config.balance,  # type: ignore[arg-type]
-    ).to(device)
-    if config.freeze_last is None:
-        model.spread_(torch.Generator().manual_seed(config.seed))
-        model.last_layer().requires_grad_(False)
-    if config.weights is not None:
-        load_dino(model, config.weights)
+    model = _model(config, backbone, device)
     student, teacher = (wired(tower.backbone, config, sample) for tower in (model.student, model.teacher))
     model.teacher.requires_grad_(False)  # a learnt shortcut has brought a parameter of its own
     axes = block_axes(model.teacher.backbone, Example.of(sample[:1]))  # once, and of the model before it is sharded
@@ -228,6 +212,27 @@ def build(config: Dino, opener: Opener | None = None) -> tuple[Task, Schedule]:
         save=write,
     )
     return task, schedule
+
+
+def _model(config: Dino, backbone: nn.Module, device: torch.device) -> DINO:
+    model = DINO(
+        backbone,
+        out=config.projection,
+        hidden=config.hidden,
+        bottleneck=config.bottleneck,
+        layers=config.head_layers,
+        norm=config.head_norm,
+        bottleneck_norm=config.bottleneck_norm,
+        student_temperature=config.student_temperature,
+        centre_momentum=config.centre_momentum,
+        balance=config.balance,  # type: ignore[arg-type]
+    ).to(device)
+    if config.freeze_last is None:
+        model.spread_(torch.Generator().manual_seed(config.seed))
+        model.last_layer().requires_grad_(False)
+    if config.weights is not None:
+        load_dino(model, config.weights)
+    return model
 
 
 def frozen_until(optimizer: Any, weight: Callable[[], Tensor], free: Callable[[], bool]) -> None:

@@ -112,7 +112,7 @@ def build_task(
         raise BadInput(f"online_time is {config.online_time}; times go from noise, 0, to data, 1")
     train, test = both(config, opener)
     autoencoder = Autoencoder.open(config.latents, device) if config.latents is not None else None
-    feed = _feed(config, train, autoencoder, device, config.flip)
+    feed = _feed(config, train, autoencoder, device, training=True)
     count = max(config.online_images, _FOR_LOSS)
     known, judged = (_feed(config, some(each, count), autoencoder, device) for each in (train, test))
     if config.online_images:
@@ -170,31 +170,15 @@ def _feed(
     images: ImageSet,
     autoencoder: Autoencoder | None,
     device: torch.device,
-    flip: bool | None = None,
+    training: bool = False,
 ) -> _Images:
-    """For training where `flip` is said, otherwise for judging."""
-    batch = config.batch if flip is not None else _WIDER * config.batch
+    """Images or their latents, for training or for judging."""
+    batch = config.batch if training else _WIDER * config.batch
     if autoencoder is not None:
-        return LatentFeed(
-            images,
-            autoencoder,
-            batch,
-            config.size,
-            config.cache,
-            seed=config.seed,
-            flip=bool(flip),
-            device=device,
-        )
-    augment = None if flip is None else Augment(crop="center", flip=flip)
-    return Feed(
-        images,
-        batch,
-        config.size,
-        seed=config.seed if flip is not None else 0,
-        augment=augment,
-        device=device,
-        workers=config.workers,
-    )
+        options: dict[str, Any] = {"seed": config.seed, "flip": training and config.flip, "device": device}
+        return LatentFeed(images, autoencoder, batch, config.size, config.cache, **options)
+    options = {"seed": config.seed, "augment": Augment(crop="center", flip=config.flip)} if training else {}
+    return Feed(images, batch, config.size, device=device, workers=config.workers, **options)
 
 
 def _betas(text: str) -> tuple[float, float]:

@@ -7,6 +7,7 @@ a second-order optimizer, keeps up with a residual one.
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -157,17 +158,6 @@ def build(config: Supervised, opener: Opener | None = None) -> tuple[Task, Sched
         hard = labels if labels.ndim == 1 else labels.argmax(-1)
         return value, {"train_accuracy": (logits.argmax(-1) == hard).float().mean()}
 
-    def accuracy(network: nn.Module) -> dict[str, float]:
-        right = total = 0
-        losses = 0.0
-        for images, labels in judge.evaluate():
-            logits = network(images).float()
-            right += int((logits.argmax(-1) == labels).sum())
-            losses += float(F.cross_entropy(logits, labels, reduction="sum"))
-            total += len(labels)
-        split = judged_split(config)
-        return {f"{split}_accuracy": right / total, f"{split}_loss": losses / total}
-
     task = Task(
         model=model,
         feed=feed,
@@ -175,12 +165,25 @@ def build(config: Supervised, opener: Opener | None = None) -> tuple[Task, Sched
         optimizer=optimizer,
         wiring=wiring,
         trivial=trivial(config, train.labels, len(train.classes)) if teacher is None else None,
-        evaluations={"accuracy-v1": accuracy},
+        evaluations={"accuracy-v1": _accuracy(judge, judged_split(config))},
         notes=(*train.report, *test.report, *notes),
         sample=sample,
         save=lambda network, folder: save(network, folder, {"spec": config.model, "kwargs": arguments}),
     )
     return task, schedule
+
+
+def _accuracy(judge: Feed, split: str) -> Callable[[nn.Module], dict[str, float]]:
+    def accuracy(network: nn.Module) -> dict[str, float]:
+        right, losses = 0, 0.0
+        for images, labels in judge.evaluate():
+            logits = network(images).float()
+            right += int((logits.argmax(-1) == labels).sum())
+            losses += float(F.cross_entropy(logits, labels, reduction="sum"))
+        total = len(judge.images)
+        return {f"{split}_accuracy": right / total, f"{split}_loss": losses / total}
+
+    return accuracy
 
 
 def _check(config: Supervised) -> None:
