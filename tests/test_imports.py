@@ -16,6 +16,8 @@ HEAVY = [
     "scipy",
     "sklearn",
     "timm",
+    "torch.distributed.checkpoint",
+    "torch.distributed.tensor",
     "torchvision",
     "transformers",
     "tyro",

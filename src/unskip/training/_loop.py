@@ -20,7 +20,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from unskip.anatomy._quiet import evaluating
 from unskip.errors import BadInput, TrainingError
@@ -112,7 +111,7 @@ class _Trainer:
         else:
             self.model, self.optimizer = accelerator.prepare(task.model, task.optimizer)
         self.forward: Any = torch.compile(self.model) if schedule.compile else self.model
-        self.parameters = [*self.model.parameters()]  # walked once, not each step
+        self.parameters: list[Any] = [*self.model.parameters()]  # walked once, not each step
         self.kind = device_of_model(task.model).type
         against = why_not(self.kind, self.world, schedule.accumulate)
         self.graph = Graphed(self._passes, task.model) if schedule.graph and against is None else None
@@ -230,8 +229,8 @@ class _Trainer:
         else:
             loss, numbers = self._passes(batch)
         if schedule.clip is not None:
-            norm = nn.utils.clip_grad_norm_(self.parameters, schedule.clip)
-            norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+            norm: Any = nn.utils.clip_grad_norm_(self.parameters, schedule.clip)
+            norm = norm if self.sharded is None else norm.full_tensor()
             numbers = {**numbers, "gradient_norm": norm.detach()}
         self.optimizer.step()
         if self.graph is None:  # a graph writes its gradients, and keeps their memory
@@ -285,7 +284,7 @@ class _Trainer:
 
     def _refuse_broken_weights(self, done: int) -> None:
         """Checkpoints of weights that are not finite would push the last good one out."""
-        held = (weight.to_local() if isinstance(weight, DTensor) else weight for weight in self.parameters)
+        held = (weight if self.sharded is None else weight.to_local() for weight in self.parameters)
         broken = torch.stack([~weight.detach().isfinite().all() for weight in held]).any().float()
         if self.world > 1:
             broken = self.accelerator.reduce(broken, "sum")

@@ -12,13 +12,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    get_optimizer_state_dict,
-    set_model_state_dict,
-    set_optimizer_state_dict,
-)
 
 from unskip.errors import BadInput
 
@@ -47,6 +40,12 @@ class Sharded:
 
     def gathered(self) -> tuple[nn.Module | None, dict[str, Any]]:
         """The plain model as it stands now, on the first process, and the optimizer's state. All processes call it."""
+        from torch.distributed.checkpoint.state_dict import (
+            StateDictOptions,
+            get_model_state_dict,
+            get_optimizer_state_dict,
+        )
+
         whole = StateDictOptions(full_state_dict=True, cpu_offload=True)
         weights = get_model_state_dict(self.model, options=whole)
         if self.plain is not None:
@@ -55,6 +54,12 @@ class Sharded:
 
     def restore(self, weights: dict[str, Any], state: dict[str, Any]) -> None:
         """Puts whole tensors back into the shards. Every process has read them."""
+        from torch.distributed.checkpoint.state_dict import (
+            StateDictOptions,
+            set_model_state_dict,
+            set_optimizer_state_dict,
+        )
+
         whole = StateDictOptions(full_state_dict=True)
         for group, saved in zip(self.optimizer.param_groups, state["param_groups"], strict=True):
             for key, value in saved.items():  # what a schedule has added, such as initial_lr
