@@ -265,6 +265,17 @@ def test_the_attention_implementation_comes_back(tmp_path: Path, implementation:
     assert unskip.load(tmp_path).config._attn_implementation == implementation
 
 
+@pytest.mark.filterwarnings("error::unskip.errors.UnskipWarning")
+def test_a_vocabulary_of_another_size_comes_back(tmp_path: Path) -> None:
+    model = gpt2()
+    tokens = torch.tensor([[3, 59, 1]])
+    unskip.rewire(model, Decay(0.6))
+    model.resize_token_embeddings(60, mean_resizing=False)
+    unskip.save(model, tmp_path)
+    again = unskip.load(tmp_path)
+    assert torch.equal(again.eval()(tokens)[0], model.eval()(tokens)[0])
+
+
 def test_infinities_of_a_configuration_come_back(tmp_path: Path) -> None:
     """transformers writes them as a mapping, and does not read that."""
     config = Mamba2Config(hidden_size=16, num_hidden_layers=1, num_heads=4, head_dim=8, state_size=4, vocab_size=50)

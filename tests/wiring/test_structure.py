@@ -72,6 +72,13 @@ def test_simple_values_are_settings() -> None:
     }
 
 
+def test_what_a_record_of_an_earlier_version_holds_besides_is_passed_over() -> None:
+    model = Holder()
+    found = structure(model)
+    wanted = {path: {**each, "vocab_size": 50} for path, each in found.items()}
+    assert difference(wanted, found) is None
+
+
 def test_what_does_not_say_what_is_computed_is_left_out() -> None:
     left_out = {"_private": 1, "unskip_alpha0": 0.5, "grad_checkpointing": True, "fused_attn": False}
     assert settings(**left_out, cfg={"url": "x"}, tensor=torch.ones(2), nested=(1, object())) == {}

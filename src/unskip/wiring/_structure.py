@@ -28,9 +28,11 @@ from unskip.wiring import _fastpath
 from unskip.wiring._bind import original_class
 
 Settings = dict[str, Any]  # of a module: its class, and attributes as JSON has them
-# They change how a model is run, or say where it came from, but not what it computes.
+# They change how a model is run, or say where it came from, but not what it computes. The size of a vocabulary is that
+# of its embedding, which is compared; transformers' resize_token_embeddings leaves the number of some modules as it was.
 _NEUTRAL = frozenset(
-    "training forward fused_attn grad_checkpointing gradient_checkpointing name_or_path max_seq_len_cached".split()
+    "training forward fused_attn grad_checkpointing gradient_checkpointing name_or_path max_seq_len_cached "
+    "vocab_size".split()
 )
 _FRAMES = ("torch", "transformers.modeling_utils", "diffusers.models.modeling_utils")
 _LONG = 200  # characters: a longer setting is kept as its digest
@@ -117,7 +119,7 @@ def difference(wanted: dict[str, Settings], found: dict[str, Settings], common: 
             return f"it has no module {path}, which was a {settings['class']}"
         if settings["class"] != other["class"]:
             return f"{where} is a {other['class']} instead of a {settings['class']}"
-        for name in {**settings, **other}:
+        for name in [name for name in {**settings, **other} if name not in _NEUTRAL]:
             alone = name not in settings or name not in other
             if (alone and not common) or (not alone and settings[name] != other[name]):
                 return f"{name} of {where} is {_say(other, name)} instead of {_say(settings, name)}"
