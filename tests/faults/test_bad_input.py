@@ -60,6 +60,17 @@ def test_models_that_cannot_be_rewired(
         unskip.rewire(model, Cut(), example)
 
 
+def test_the_advice_leaves_out_what_is_kept_without_it() -> None:
+    """The lambda that the error offers governs what no lambda would have, less the site that cannot be rewired."""
+    model = nn.Sequential(h.PreNorm(), h.Projected(), d.BuiltinSum())
+    with pytest.raises(RewireError) as refused:
+        unskip.rewire(model, Cut(), X)
+    where = eval(str(refused.value).partition("Leave these out: where=")[2])
+    wiring = unskip.rewire(model, Cut(), X, where)
+    alphas = {site.path: alpha for site, alpha in zip(wiring.sites, wiring.alphas, strict=True)}
+    assert alphas == {"0": 0, "1": 1, "2": 1}
+
+
 @pytest.mark.parametrize(
     ("shortcut", "where", "message"),
     [

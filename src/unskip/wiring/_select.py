@@ -15,6 +15,8 @@ from unskip.wiring.shortcuts import Keep, Shortcut, Weight, parse
 Where = str | Callable[[Site], bool] | None
 Rule = Shortcut | str
 Rules = Rule | Mapping[str | Callable[[Site], bool], Rule]
+# What None picks, less what cannot be rewired: a predicate sees projected shortcuts and long skips as well.
+_REST = "where=lambda site: not (site.problem or site.projected or site.long)"
 
 
 def normalise(rules: Rules, where: Where) -> tuple[tuple[Where, Shortcut], ...]:
@@ -98,4 +100,4 @@ def _refuse(broken: list[Site]) -> None:
     if broken:
         each = "; ".join(f"{site.name} ({site.source}): {(site.problem or '').rstrip('.')}" for site in broken[:3])
         more = f" and {len(broken) - 3} more" if len(broken) > 3 else ""
-        raise RewireError(f"cannot be rewired: {each}{more}. Leave these out: where=lambda site: site.problem is None")
+        raise RewireError(f"cannot be rewired: {each}{more}. Leave these out: {_REST}")

@@ -29,7 +29,7 @@ from unskip.wiring._bind import original_class
 
 Settings = dict[str, Any]  # of a module: its class, and attributes as JSON has them
 # They change how a model is run, or say where it came from, but not what it computes. The size of a vocabulary is that
-# of its embedding, which is compared; transformers' resize_token_embeddings leaves the number of some modules as it was.
+# of its embedding, which is compared; transformers' resize_token_embeddings leaves that of some modules as it was.
 _NEUTRAL = frozenset(
     "training forward fused_attn grad_checkpointing gradient_checkpointing name_or_path max_seq_len_cached "
     "vocab_size".split()
