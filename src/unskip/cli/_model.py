@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import warnings
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,8 +16,9 @@ from unskip import spec
 from unskip.anatomy._example import Example, example_for
 from unskip.cli._say import one_line
 from unskip.data import batch as data_batch
-from unskip.errors import BadInput, ForwardError, UnskipWarning
+from unskip.errors import BadInput, ForwardError
 from unskip.recipes._judge import open_run
+from unskip.wiring._caution import warn
 
 FORMS = f"{spec.FORMS}, or the folder of a run or of unskip.save"
 Shape = tuple[str, tuple[int, ...]]  # "" or "int", and the sizes
@@ -129,11 +129,9 @@ def _noise(example: Example, source: str, count: int, asked_for: bool) -> object
         return dict.fromkeys(example.kwargs, ids) or (ids,)
     if asked_for:
         return example
-    warnings.warn(
+    warn(
         f"{source}: a model of several inputs, or of other ones than images and token ids, is measured on an example "
-        "of its own, of whatever size that has",
-        UnskipWarning,
-        stacklevel=2,
+        "of its own, of whatever size that has"
     )
     return example
 

@@ -10,7 +10,6 @@ as it was pretrained.
 from __future__ import annotations
 
 import copy
-import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -21,12 +20,13 @@ from torch.nn import functional as F
 from unskip.anatomy._guard import wiring_in
 from unskip.anatomy._quiet import evaluating
 from unskip.data import Augment, Feed, ImageSet
-from unskip.errors import BadInput, TrainingError, UnskipWarning
+from unskip.errors import BadInput, TrainingError
 from unskip.evals._extract import Precision, autocast
 from unskip.evals._input import known
 from unskip.evals._protocols import settings_of
 from unskip.optim import build, schedules
 from unskip.training._graph import Graphed, Pass
+from unskip.wiring._caution import warn
 
 
 class Classifier(nn.Module):
@@ -149,11 +149,9 @@ def _rate(model: nn.Module, rate: float) -> float:
     wiring = wiring_in(model)
     if wiring is None or not rate or all(wiring.alphas):
         return rate
-    warnings.warn(
+    warn(
         f"finetune: drop path, {rate:g} by the protocol, is off: where a skip is cut, a dropped branch leaves nothing. "
-        "Compare the number with others of models without skips.",
-        UnskipWarning,
-        stacklevel=3,
+        "Compare the number with others of models without skips."
     )
     return 0.0
 

@@ -12,7 +12,6 @@ not above the number of features the covariance has no full rank. Compare number
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -20,8 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from unskip.errors import BadInput, UnskipWarning
+from unskip.errors import BadInput
 from unskip.measures._input import finite
+from unskip.wiring._caution import warn
 
 
 @dataclass
@@ -88,12 +88,10 @@ def frechet(features_a: Tensor | Moments, features_b: Tensor | Moments) -> float
         raise BadInput(f"frechet: features of {dim} and of {len(second.mean)} numbers; take them from one extractor")
     few = min(first.count, second.count)
     if few <= dim:
-        warnings.warn(
+        warn(
             f"frechet: {few} samples of {dim} features: the covariance has no full rank, and the distance is too large "
             f"by a bias that falls as 1 / samples. Compare it with distances of {few} samples only, or take more than "
-            f"{dim} ({5 * dim} are better).",
-            UnskipWarning,
-            stacklevel=2,
+            f"{dim} ({5 * dim} are better)."
         )
     device = first.mean.device
     one, two = first.covariance, second.covariance.to(device)

@@ -30,6 +30,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from unskip.errors import BadInput
+from unskip.models._vit import trunc_normal_
 
 Balance = Literal["centre", "sinkhorn"]
 
@@ -70,11 +71,7 @@ class Head(nn.Module):
         self.mlp = nn.Sequential(*steps)
         self.norm = nn.BatchNorm1d(bottleneck, affine=False) if bottleneck_norm else nn.Identity()
         self.last = nn.Linear(bottleneck, out, bias=False)  # only the directions of its rows count
-        for module in self.modules():
-            if isinstance(module, nn.Linear):
-                nn.init.trunc_normal_(module.weight, std=0.02)
-                if module.bias is not None:
-                    nn.init.zeros_(module.bias)
+        trunc_normal_(self)
 
     def forward(self, x: Tensor) -> Tensor:
         x = F.normalize(self.norm(self.mlp(x)), dim=-1)

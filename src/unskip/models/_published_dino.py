@@ -11,15 +11,15 @@ length 1 here; where a checkpoint has learnt other lengths (weight_g), a warning
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
-from unskip.errors import LoadError, UnskipWarning
+from unskip.errors import LoadError
 from unskip.models._dino import DINO
 from unskip.models._published import Weights, check_fit, read
+from unskip.wiring._caution import warn
 
 
 def load_dino(dino: DINO, weights: Weights) -> None:
@@ -54,11 +54,9 @@ def _renamed(tower: Mapping[str, Tensor]) -> dict[str, Tensor]:
         name = name.removeprefix("module.")
         if name.endswith("head.last_layer.weight_g"):
             if not bool(torch.isclose(value, torch.ones_like(value), atol=1e-3).all()):
-                warnings.warn(
+                warn(
                     "the checkpoint has learnt lengths of the last layer's rows (it was trained with "
-                    "norm_last_layer=False); here they are 1, so its head says other things. Its backbone is as it was",
-                    UnskipWarning,
-                    stacklevel=3,
+                    "norm_last_layer=False); here they are 1, so its head says other things. Its backbone is as it was"
                 )
             continue
         found[name.replace("head.last_layer.weight_v", "head.last.weight")] = value

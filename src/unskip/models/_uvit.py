@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from unskip.errors import BadInput
 from unskip.models._conditioned import check_images, check_sizes, conditions, images_of, sized, waves
-from unskip.models._vit import narrowed
+from unskip.models._vit import narrowed, trunc_normal_
 
 UVIT_SIZES = {  # blocks: as many before as after the one in the middle
     "S": {"width": 512, "depth": 13, "heads": 8},
@@ -94,11 +94,7 @@ class UViT(nn.Module):
     @torch.no_grad()
     def start_(self) -> None:
         """The published start: linear layers, positions and labels of deviation 0.02, biases zero."""
-        for module in self.modules():
-            if isinstance(module, nn.Linear):
-                nn.init.trunc_normal_(module.weight, std=0.02)
-                if module.bias is not None:
-                    nn.init.zeros_(module.bias)
+        trunc_normal_(self)
         for weight in (self.label_emb.weight, self.pos_embed):
             nn.init.trunc_normal_(weight, std=0.02)
 

@@ -1,4 +1,4 @@
-"""What models around the blocks of a ViT share: the grid of patches, positions, long skips, and narrow streams."""
+"""What models around the blocks of a ViT share: the grid of patches, positions, long skips, a start, narrow streams."""
 
 from __future__ import annotations
 
@@ -64,6 +64,16 @@ def positions(grid: Grid, dim: int) -> Tensor:
     )
     parts = [wave(axis.flatten()[:, None] * rates) for axis in (columns, rows) for wave in (torch.sin, torch.cos)]
     return torch.cat(parts, 1).float()
+
+
+@torch.no_grad()
+def trunc_normal_(model: nn.Module) -> None:
+    """Every linear layer: normal of deviation 0.02, cut off at 2, biases zero."""
+    for module in model.modules():
+        if isinstance(module, nn.Linear):
+            nn.init.trunc_normal_(module.weight, std=0.02)
+            if module.bias is not None:
+                nn.init.zeros_(module.bias)
 
 
 def narrowed(x: Tensor) -> Tensor:
