@@ -75,20 +75,8 @@ def rewrite(function: FunctionType, edits: list[Edit], clone: bool = False) -> F
         if len(here[0].hops) == 1:
             replacements[position] = _Addition(here[0], here_weight)
         else:
-            # All turns lead to the same addition in the same clone, which then has one slot.
-            onward = [
-                Edit(e.hops[1:], e.side, e.role, e.slot, fresh=e.fresh) for e in here if e.turn in (None, here[0].turn)
-            ]
-            callee = import_function(onward[0].hops[0].module, onward[0].hops[0].qualname)
-            name = f"__unskip_call{len(cells)}__"
-            clone_of = rewrite(callee, onward, clone=True)
-            slots_there = sorted({e.slot for e in onward})
-            if _is_super(expression_at(source, position)):
-                cells[name] = clone_of  # no other function can be meant
-                replacements[position] = _SuperCall(name, slots_there, here_weight, _receiver(tree))
-            else:
-                cells[name] = _Redirect(callee, clone_of)
-                replacements[position] = _Call(name, slots_there, here_weight)
+            call = expression_at(source, position)
+            replacements[position] = _onward(here, here_weight, cells, _receiver(tree) if _is_super(call) else None)
     transformer = _Replace(tree, replacements)
     transformer.visit(tree)
     if len(transformer.done) != len(replacements):
@@ -107,6 +95,24 @@ def rewrite(function: FunctionType, edits: list[Edit], clone: bool = False) -> F
     closure |= {name: CellType(value) for name, value in cells.items()}
     changed = _function(target, code, tuple(closure[name] for name in code.co_freevars))
     return _rewrap(function, target, changed)
+
+
+def _onward(edits: list[Edit], weight: _Weight, cells: dict[str, object], receiver: str | None) -> _Call:
+    """The same call to a clone in which the additions are mixed. The clone is put among the cells.
+
+    `receiver` is the first argument of the method where the call is super().method(...), otherwise None.
+    """
+    # All turns lead to the same addition in the same clone, which then has one slot.
+    turn = edits[0].turn
+    onward = [Edit(e.hops[1:], e.side, e.role, e.slot, fresh=e.fresh) for e in edits if e.turn in (None, turn)]
+    callee = import_function(onward[0].hops[0].module, onward[0].hops[0].qualname)
+    clone = rewrite(callee, onward, clone=True)
+    slots, name = sorted({edit.slot for edit in onward}), f"__unskip_call{len(cells)}__"
+    if receiver is not None:
+        cells[name] = clone  # no other function can be meant
+        return _SuperCall(name, slots, weight, receiver)
+    cells[name] = _Redirect(callee, clone)
+    return _Call(name, slots, weight)
 
 
 def layer_at(function: FunctionType, hop: Hop) -> FunctionType:
