@@ -13,6 +13,7 @@ import re
 import sys
 import warnings
 from collections.abc import Callable, Iterator
+from threading import Event, Thread
 from time import monotonic
 from typing import Any, TextIO
 
@@ -22,7 +23,8 @@ from rich.progress import Progress
 
 from unskip.errors import UnskipWarning
 
-_SECONDS = 10  # between two lines of a log: short work says nothing
+_SECONDS = 10.0  # until the first line of a log: short work says nothing
+_LONGEST = 80.0  # between two of them: the pause doubles up to this
 
 
 def finite(value: Any) -> Any:
@@ -41,9 +43,10 @@ def print_json(data: dict[str, Any]) -> None:
 
 @contextlib.contextmanager
 def progress(text: str) -> Iterator[Callable[[int, int, str], None]]:
-    """Takes (done, total, what): a bar on stderr where somebody is looking, elsewhere a line every ten seconds."""
+    """Takes (done, total, what): a bar on stderr where somebody is looking, elsewhere a line now and then."""
     if not sys.stderr.isatty():
-        yield _log(text)
+        with _told(text) as tick:
+            yield tick
         return
     with Progress(console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task(escape(text), total=None)
@@ -52,28 +55,35 @@ def progress(text: str) -> Iterator[Callable[[int, int, str], None]]:
         )
 
 
-def _log(text: str) -> Callable[[int, int, str], None]:
-    said: float | None = None
-
-    def tick(done: int, total: int, what: str) -> None:
-        nonlocal said
-        now = monotonic()
-        said = now if said is None else said
-        if now - said >= _SECONDS:
-            said = now
-            print(f"{text}: {what}, {done} of {total}", file=sys.stderr, flush=True)
-
-    return tick
+@contextlib.contextmanager
+def busy(text: str) -> Iterator[None]:
+    """A spinner while it lasts, where somebody is looking, elsewhere a line now and then."""
+    with _told(text) if not sys.stderr.isatty() else Console(stderr=True).status(escape(text)):
+        yield
 
 
 @contextlib.contextmanager
-def busy(text: str) -> Iterator[None]:
-    """A spinner while it lasts, where somebody is looking."""
-    if not sys.stderr.isatty():
-        yield
-        return
-    with Console(stderr=True).status(escape(text)):
-        yield
+def _told(text: str) -> Iterator[Callable[[int, int, str], None]]:
+    """A line in a log after some seconds and then every minute or so, by a thread: one step may take that long."""
+    begun, end, place = monotonic(), Event(), ""
+
+    def tick(done: int, total: int, what: str) -> None:
+        nonlocal place
+        place = f": {what}, {done} of {total}"
+
+    def tell() -> None:
+        pause = _SECONDS
+        while not end.wait(pause):
+            pause = min(2 * pause, _LONGEST)
+            print(f"{text}{place}, for {monotonic() - begun:.0f} s now", file=sys.stderr, flush=True)
+
+    thread = Thread(target=tell, daemon=True)
+    thread.start()
+    try:
+        yield tick
+    finally:
+        end.set()
+        thread.join()
 
 
 @contextlib.contextmanager
