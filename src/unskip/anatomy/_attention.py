@@ -206,7 +206,8 @@ def _factor(graph: Graph, source: int, target: int) -> float:
 
 def _is_norm(node: Node) -> bool:
     """A normalisation proper, and not what a module such as AdaLayerNorm does besides."""
-    return in_norm(node) and (_ops.is_norm(node.op) or not any(node.owners[0].children()))
+    proper = _ops.is_norm(node.op) or node.norm is not None
+    return in_norm(node) and (proper or not any(node.owners[0].children()))
 
 
 def input_extras(graph: Graph, steps: list[Node], target: int) -> list[str]:

@@ -20,6 +20,7 @@ from unskip.anatomy._example import Example
 from unskip.anatomy._find import Finding, consumers
 from unskip.anatomy._guard import refuse_wrapped, wiring_in
 from unskip.anatomy._trace import Graph, Node, Weigh, record
+from unskip.anatomy._written import mark_norms
 from unskip.anatomy.sites import Site, sites_in
 from unskip.errors import BadInput, ForwardError
 
@@ -124,7 +125,7 @@ def rows(example: Example, start: int, stop: int) -> Example:
 def _record(model: nn.Module, example: Example, weigh: Weigh | None = None) -> Graph:
     try:
         with sdpa_kernel(SDPBackend.MATH):
-            return record(model, example, training=False, keep=True, weigh=weigh)
+            return mark_norms(record(model, example, training=False, keep=True, weigh=weigh))
     except Exception as error:
         raise ForwardError(
             f"{type(model).__name__}: its forward failed on the example: {type(error).__name__}: {error}. Pass a "

@@ -366,8 +366,10 @@ def channel_axis(nodes: list[Node], path: list[Node], shape: tuple[int, ...]) ->
 
 
 def in_norm(node: Node) -> bool:
-    """Whether a normalisation ran the operator: by the operator, or by the name of the module that ran it."""
-    return _ops.is_norm(node.op) or norm_module(node) is not None
+    """Whether a normalisation ran the operator: by the operator, the name of the module that ran it, or its place in a
+    norm that is written out.
+    """
+    return _ops.is_norm(node.op) or node.norm is not None or norm_module(node) is not None
 
 
 def norm_module(node: Node) -> nn.Module | None:

@@ -54,7 +54,8 @@ def norm_at(graph: Graph, readers: Sequence[Sequence[int]], node: Node) -> Norm 
     if node.op == "native_group_norm" and node.step is not None:
         forgets = 2 * node.step.args[3] * node.step.args[6]  # samples, groups
     offset = _offset(graph, source, result, module, kind, axis)
-    return Norm(source, result, module, kind, forgets, _eps(node, module), offset)
+    eps = _eps(node, module) if node.norm is None else _written_eps(graph, group)
+    return Norm(source, result, module, kind, forgets, eps, offset)
 
 
 def _is_statistic(node: Node) -> bool:
@@ -99,6 +100,8 @@ def _inner(graph: Graph, source: int, target: int, gone: set[Edge]) -> dict[int,
 
 def _group(graph: Graph, readers: Sequence[Sequence[int]], node: Node) -> set[int]:
     """The nodes of one run of a norm: those of its module that hang together."""
+    if node.norm is not None:
+        return {n.index for n in graph.nodes[: node.norm + 1] if n.norm == node.norm}
     if norm_module(node) is None:
         return {node.index}
     group: set[int] = set()
@@ -168,6 +171,13 @@ def _offset(graph: Graph, source: int, result: int, module: nn.Module | None, ki
 
 def _close(a: Tensor, b: Tensor) -> bool:
     return bool(torch.allclose(a, b, rtol=1e-4, atol=1e-5))
+
+
+def _written_eps(graph: Graph, group: set[int]) -> float | None:
+    """What is added to the mean square, where it is a number."""
+    steps = [graph.nodes[i].step for i in sorted(group) if graph.nodes[i].op == "add"]
+    numbers = [step.args[1] for step in steps if step is not None and isinstance(step.args[1], float)]
+    return numbers[0] if numbers else None
 
 
 def _eps(node: Node, module: nn.Module | None) -> float | None:

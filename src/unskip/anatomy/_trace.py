@@ -94,6 +94,7 @@ class Node:
     ratio: float | None = None  # of an addition: rms of the right operand over rms of the left
     wrote: int | None = None  # the version of a tensor that an in-place operator wrote over
     step: Step | None = None  # kept where the graph is to be computed again
+    norm: int | None = None  # the last node of the written-out norm that it is of
 
     def __contains__(self, index: int) -> bool:
         return bool(self.ancestors >> index & 1)

@@ -20,6 +20,7 @@ from unskip.anatomy._example import Example
 from unskip.anatomy._find import Doubt, Finding, channel_axis, consumers, find
 from unskip.anatomy._locate import Located, Place, Unreachable, locate
 from unskip.anatomy._trace import Graph, Node, record
+from unskip.anatomy._written import mark_norms
 from unskip.errors import ForwardError
 
 
@@ -134,7 +135,7 @@ def _names(model: nn.Module) -> dict[int, str]:
 
 def _run(model: nn.Module, example: Example, training: bool) -> Graph:
     try:
-        return record(model, example, training)
+        return mark_norms(record(model, example, training))
     except Exception as error:
         mode = "training" if training else "evaluation"
         raise ForwardError(

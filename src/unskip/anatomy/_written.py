@@ -1,0 +1,58 @@
+"""RMSNorms that neither a module nor a kernel runs: written out in a function, or F.rms_norm, which a CPU takes apart.
+
+    x * rsqrt(mean(x^2) + eps)        or        x / sqrt(mean(x^2) + eps)
+
+Their nodes are marked with the node of the product, so that they are one run of one norm (`Node.norm`).
+"""
+
+from __future__ import annotations
+
+from unskip.anatomy import _ops
+from unskip.anatomy._trace import Graph, Node
+
+_ROOTS = frozenset({"rsqrt", "sqrt", "pow"})
+_SMALL = _ROOTS | frozenset("add clamp clamp_min maximum reciprocal _to_copy to".split())
+_CASTS = frozenset({"_to_copy", "to"})
+
+
+def mark_norms(graph: Graph) -> Graph:
+    """Marks them in a graph, and returns it."""
+    for node in graph.nodes:
+        if node.op in _ops.SCALE and len(node.parents) == 2 and not node.fixed and not _in_module(node):
+            for whole, size in (node.parents, node.parents[::-1])[: 2 if node.op == "mul" else 1]:
+                group = _group(graph, node, whole, size)
+                for index in group:
+                    graph.nodes[index].norm = node.index
+    return graph
+
+
+def _group(graph: Graph, node: Node, whole: int, size: int) -> list[int]:
+    """The nodes of the norm that ends in a product of x with one number for each of its rows; none where it is none."""
+    if node.shape != graph.nodes[whole].shape or not node.shape or graph.nodes[size].shape != (*node.shape[:-1], 1):
+        return []
+    group, rooted = [node.index], False
+    here = graph.nodes[size]
+    while here.op in _SMALL and here.parents and here.shape[-1:] == (1,):
+        rooted = rooted or here.op in _ROOTS
+        group.append(here.index)
+        here = graph.nodes[here.parents[0]]
+    if here.op != "mean" or not rooted:
+        return []
+    square = graph.nodes[here.parents[0]]
+    if square.shape != node.shape or not _is_square(square):
+        return []
+    group += [here.index, square.index]
+    # The size may be taken of a wider copy of x.
+    read = square.parents[0]
+    if read != whole and graph.nodes[read].op in _CASTS and graph.nodes[read].parents[0] == whole:
+        group.append(read)
+        read = whole
+    return group if read == whole else []
+
+
+def _is_square(node: Node) -> bool:
+    return node.op in ("pow", "square") or (node.op == "mul" and len(node.parents) == 2 and len({*node.parents}) == 1)
+
+
+def _in_module(node: Node) -> bool:
+    return bool(node.owners) and "norm" in type(node.owners[0]).__name__.lower()

@@ -1,0 +1,100 @@
+"""RMSNorms that are written out, in a function or by torch on a CPU, are norms as those of a module are."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import unskip
+from unskip.anatomy._parts import AttentionParts, MlpParts
+
+WIDTH = 8
+EPS = 1e-5
+Step = Callable[[Tensor], Tensor]
+
+
+class Block(nn.Module):
+    """x + attention(norm(x)), then x + mlp(norm(x)); `inner` acts on queries and keys."""
+
+    def __init__(self, norm: Step, inner: Step | None = None) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 32), nn.Linear(32, WIDTH)
+        self.norm, self.inner = norm, inner or (lambda x: x)
+
+    def attend(self, x: Tensor) -> Tensor:
+        q, k, v = (part.unflatten(-1, (2, 4)).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
+        q, k = self.inner(q), self.inner(k)
+        return self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attend(self.norm(x))
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
+def inputs() -> Tensor:
+    return torch.randn(3, 5, WIDTH, generator=torch.Generator().manual_seed(1))
+
+
+def wide(x: Tensor) -> Tensor:
+    """The size of a wider copy."""
+    return x * torch.rsqrt(x.double().square().mean(-1, keepdim=True) + EPS).to(x.dtype)
+
+
+FORMS: dict[str, Step] = {
+    "torch": lambda x: F.rms_norm(x, (x.shape[-1],), eps=EPS),
+    "torch, wider": lambda x: F.rms_norm(x.double(), (x.shape[-1],), eps=EPS).type_as(x),
+    "rsqrt": lambda x: x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + EPS),
+    "rsqrt, first": lambda x: torch.rsqrt((x * x).mean(-1, keepdim=True) + EPS) * x,
+    "sqrt": lambda x: x / (x.square().mean(-1, keepdim=True) + EPS).sqrt(),
+    "power": lambda x: x * (x.square().mean(-1, keepdim=True) + EPS) ** -0.5,
+    "a wider copy": wide,
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_norm_that_is_written_out_is_one(form: str) -> None:
+    model, x = Block(FORMS[form]), inputs()
+    assert [site.norm for site in unskip.audit(model, x)] == ["pre", "pre"]
+    attention, mlp = unskip.parts(model, x)
+    assert isinstance(attention, AttentionParts)
+    assert isinstance(mlp, MlpParts)
+    for part in (attention, mlp):
+        assert part.norm is not None
+        assert (part.norm.kind, part.norm.place, part.norm.gain) == ("rmsnorm", "pre", None)
+        assert part.norm.eps == pytest.approx(EPS)
+    assert (attention.extras, mlp.extras) == ((), ())
+    assert unskip.absorption.scan(model, x).rows[0].verdict.status == "impossible"
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_it_is_measured_as_that_of_a_module_is(form: str) -> None:
+    written, module = Block(FORMS[form]), Block(nn.RMSNorm(WIDTH, eps=EPS, elementwise_affine=False))
+    with unskip.rewired(written, "cut", inputs()), unskip.rewired(module, "cut", inputs()):
+        got, wanted = (unskip.measure(model, inputs()) for model in (written, module))
+    for one, other in zip(got.sites, wanted.sites, strict=True):
+        assert one.sublayer.null == other.sublayer.null == 5  # one direction a token
+        assert one.sublayer.condition == pytest.approx(other.sublayer.condition, rel=1e-3)
+        assert one.branch.condition == pytest.approx(other.branch.condition, rel=1e-3)
+
+
+def test_one_on_queries_and_keys_is_told() -> None:
+    first, _ = unskip.parts(Block(nn.LayerNorm(WIDTH), FORMS["torch"]), inputs())
+    assert isinstance(first, AttentionParts)
+    assert first.extras == ("query-key norm",)
+
+
+DECOYS: dict[str, Step] = {
+    "no root": lambda x: x * x.square().mean(-1, keepdim=True),
+    "no square": lambda x: x * torch.rsqrt(x.abs().mean(-1, keepdim=True)),
+    "over tokens": lambda x: x * torch.rsqrt(x.square().mean(1, keepdim=True) + EPS),
+    "of another tensor": lambda x: x * torch.rsqrt(x.tanh().square().mean(-1, keepdim=True) + EPS),
+}
+
+
+@pytest.mark.parametrize("form", DECOYS)
+def test_what_only_looks_like_one_is_none(form: str) -> None:
+    assert [site.norm for site in unskip.audit(Block(DECOYS[form]), inputs())] == ["none", "none"]
