@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from unskip._warn import warn
 from unskip.anatomy._guard import wiring_in
 from unskip.anatomy._quiet import evaluating
 from unskip.data import Augment, Feed, ImageSet
@@ -26,7 +27,6 @@ from unskip.evals._input import known
 from unskip.evals._protocols import settings_of
 from unskip.optim import build, schedules
 from unskip.training._graph import Graphed, Pass
-from unskip.wiring._caution import warn
 
 
 class Classifier(nn.Module):

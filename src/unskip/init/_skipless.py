@@ -26,6 +26,7 @@ from typing import Literal, TypedDict, get_args
 import torch
 from torch import Tensor, nn
 
+from unskip._warn import warn
 from unskip.anatomy._droppath import drop_paths
 from unskip.anatomy._example import example_for
 from unskip.anatomy._parts import AttentionParts, MlpParts, Parts, lay_open
@@ -33,7 +34,6 @@ from unskip.anatomy.sites import named
 from unskip.errors import BadInput, InitError
 from unskip.init._check import Check, same, transaction
 from unskip.init._promises import PARTS, Name, gain, mean_output, refuse_number, refuse_parts, verify_skipless
-from unskip.wiring._caution import warn
 from unskip.wiring._select import Where, picks, selector
 
 Heads = Literal["independent", "shared", "sliced"]

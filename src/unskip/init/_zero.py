@@ -15,12 +15,12 @@ from collections.abc import Iterable, Iterator
 import torch
 from torch import Tensor, nn
 
+from unskip._warn import warn
 from unskip.anatomy._example import example_for
 from unskip.anatomy._parts import AttentionParts, MlpParts, NormParts, ParallelParts, Part, lay_open
 from unskip.anatomy.sites import named
 from unskip.errors import InitError
 from unskip.init._check import Check, Judged, transaction
-from unskip.wiring._caution import warn
 from unskip.wiring._select import Where, picks, selector
 
 

@@ -16,10 +16,10 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from unskip._warn import warn
 from unskip.errors import LoadError
 from unskip.models._dino import DINO
 from unskip.models._published import Weights, check_fit, read
-from unskip.wiring._caution import warn
 
 
 def load_dino(dino: DINO, weights: Weights) -> None:

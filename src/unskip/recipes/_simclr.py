@@ -14,6 +14,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from unskip._warn import warn
 from unskip.anatomy._example import Example
 from unskip.anatomy._features import block_axes
 from unskip.data._views import Drawn, DrawnFeed
@@ -26,7 +27,6 @@ from unskip.recipes._shared import built, device_of, save_with_encoder, schedule
 from unskip.recipes._views import backbone_arguments, collapsed_blocks, looked_at, prepare, still_feeds, view_data
 from unskip.training import Schedule, Task
 from unskip.wiring import Anneal, Decay
-from unskip.wiring._caution import warn
 from unskip.wiring.shortcuts import parse
 
 

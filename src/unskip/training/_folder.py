@@ -23,9 +23,9 @@ from typing import Any
 
 import torch
 
+from unskip._warn import warn
 from unskip.errors import BadInput, LoadError
 from unskip.training._state import check, seal
-from unskip.wiring._caution import warn
 from unskip.wiring._record import versions_of
 
 KEPT = 2

@@ -17,11 +17,11 @@ from typing import Any
 
 import torch
 
+from unskip._warn import warn as say
 from unskip.errors import UnskipError
 from unskip.measures import Measurement, measure
 from unskip.training._folder import RunFolder
 from unskip.training._task import Schedule, Task
-from unskip.wiring._caution import warn as say
 
 
 class Watch:

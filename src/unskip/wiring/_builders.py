@@ -15,9 +15,9 @@ import torch
 from torch import nn
 
 from unskip import spec
+from unskip._warn import warn
 from unskip.anatomy._guard import wiring_in
 from unskip.errors import BadInput
-from unskip.wiring._caution import warn
 from unskip.wiring._structure import class_name, difference, structure
 
 Builder = str | Mapping[str, Any] | None

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import sys
-import warnings
 from collections.abc import Sequence
 
 from torch import nn
 
+from unskip._warn import warn
 from unskip.anatomy._droppath import drop_paths
 from unskip.anatomy.sites import Site, named
-from unskip.errors import UnskipWarning
 
 _SILENT = 1e-3  # rms(branch) / rms(stream) under which a branch has not begun to speak
 
@@ -42,12 +40,3 @@ def left_alone(reasons: Sequence[str]) -> None:
     """Warns of additions that may be residuals and were not touched."""
     if reasons:
         warn("additions that could not be decided were left alone: " + "; ".join(reasons))
-
-
-def warn(message: str) -> None:
-    """Warns at the line that called unskip, however deep in it we are."""
-    # A with statement enters through contextlib.
-    frame, level = sys._getframe(1), 2
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(("unskip.", "contextlib")):
-        frame, level = frame.f_back, level + 1
-    warnings.warn(message, UnskipWarning, stacklevel=level)

@@ -1,0 +1,17 @@
+"""Warnings that name the user's line."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+
+from unskip.errors import UnskipWarning
+
+
+def warn(message: str) -> None:
+    """Warns at the line that called unskip, however deep in it we are."""
+    # A with statement enters through contextlib.
+    frame, level = sys._getframe(1), 2
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(("unskip.", "contextlib")):
+        frame, level = frame.f_back, level + 1
+    warnings.warn(message, UnskipWarning, stacklevel=level)
