@@ -156,7 +156,7 @@ def test_learn_adds_parameters_that_train_and_are_listed(vit: nn.Module, per: st
     vit(IMAGES).square().sum().backward()
     optimizer.step()
     assert all(alpha != 0.5 for alpha in wiring.alphas)
-    assert "6 learnt parameters added" in str(wiring)
+    assert f"6 learnt parameters added ({6 if per == 'site' else 96} numbers): " in str(wiring)
     wiring.undo()
     assert set(vit.state_dict()) == keys
 

@@ -233,9 +233,8 @@ class Wiring:
         learnt = self.parameters
         if learnt:
             total = sum(p.numel() for p in learnt.values())
-            lines.append(
-                f"{count(len(learnt), 'learnt parameter')} added ({total} numbers): {', '.join(list(learnt)[:3])}, ..."
-            )
+            shown = ", ".join(list(learnt)[:3]) + (", ..." if len(learnt) > 3 else "")
+            lines.append(f"{count(len(learnt), 'learnt parameter')} added ({count(total, 'number')}): {shown}")
         return "\n".join(lines)
 
     def __repr__(self) -> str:
