@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import unskip
 from unskip import Cut, Decay
-from unskip.errors import WrappedError
+from unskip.errors import BadInput, WrappedError
 
 pytest.importorskip("transformers")
 
@@ -78,6 +78,13 @@ def test_hidden_states_are_the_rewired_ones(model: Any) -> None:
     assert torch.allclose(states[1], blocks[0], atol=CLOSE)
     assert torch.allclose(states[2], norm(blocks[1]), atol=CLOSE)  # transformers norms the last one
     assert all(differ(states[i], plain[i]) for i in (1, 2))
+
+
+def test_samples_of_which_some_are_padded_are_refused_with_what_to_pass() -> None:
+    mask = torch.ones(2, 6, dtype=torch.long)
+    mask[0, :2] = 0
+    with pytest.raises(BadInput, match="texts of one length without padding"):
+        unskip.measure(llama(), {"input_ids": ids(), "attention_mask": mask}, jacobians="off")
 
 
 # --- Files ------------------------------------------------------------------------------------------------------------

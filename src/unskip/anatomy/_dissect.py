@@ -93,7 +93,10 @@ def dissect_again(model: nn.Module, example: Example, like: Dissection) -> Disse
         found = [[run.findings for run in runs] for runs in like.runs]
         graph = _record(model, example, _weighed(like.sites, found, like.weights))
     if [node.op for node in graph.nodes] != [node.op for node in like.graph.nodes]:
-        raise BadInput(f"{type(model).__name__}: which operators run depends on values or shapes of the example")
+        raise BadInput(
+            f"{type(model).__name__}: which operators run depends on values or shapes of the example, and its samples "
+            "differ in it. Pass samples that run alike, such as texts of one length without padding, or one sample."
+        )
     return Dissection(graph, like.readers, like.sites, like.runs, like.weights)
 
 

@@ -52,6 +52,8 @@ ACTIVATION = frozenset(
 def base_name(op: object) -> str:
     """ "add" for aten.add.Tensor and aten.add_.Tensor; other libraries' keep their namespace: "xformers.mha"."""
     namespace, _, name = str(op.name()).partition("::")  # type: ignore[attr-defined]
+    if not name:  # an operator that takes functions, such as flex_attention
+        return f"higher_order.{namespace}"
     name = name.partition(".")[0]
     if namespace != "aten":
         return f"{namespace}.{name}"

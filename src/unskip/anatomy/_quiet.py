@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import random
+import sys
 from collections.abc import Iterator
 
 import numpy
@@ -35,7 +36,7 @@ def quiet(model: nn.Module, training: bool) -> Iterator[None]:
         torch.backends.mha.set_fastpath_enabled(False)
         model.train(training)
         # In inference mode attention would stay fused, and what is recorded could not be differentiated.
-        with torch.inference_mode(False), torch.no_grad(), torch.random.fork_rng(list(devices)):
+        with _eager(), torch.inference_mode(False), torch.no_grad(), torch.random.fork_rng(list(devices)):
             torch.manual_seed(0)
             yield
     finally:
@@ -50,6 +51,15 @@ def quiet(model: nn.Module, training: bool) -> Iterator[None]:
                 module._buffers[name] = buffer
                 if buffer is not None and value is not None:
                     _put_back(buffer, value)
+
+
+def _eager() -> contextlib.AbstractContextManager[object]:
+    """A function that is compiled inside a model, as flex attention is by torch itself, runs as it is written.
+
+    Where none can be, the compiler is not asked: it takes seconds to import.
+    """
+    compiles = {"torch._dynamo", "torch.nn.attention.flex_attention"} & sys.modules.keys()
+    return torch.compiler.set_stance("force_eager") if compiles else contextlib.nullcontext()
 
 
 def _put_back(buffer: Tensor, value: Tensor) -> None:

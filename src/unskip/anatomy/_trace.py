@@ -150,6 +150,8 @@ class Recorder(TorchDispatchMode):
     are computed as weighted sums, as in a rewired model.
     """
 
+    supports_higher_order_operators = True  # such as flex attention: one opaque node each
+
     def __init__(self, model: nn.Module, example: object, keep: bool = False, weigh: Weigh | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.graph = Graph()
@@ -208,7 +210,7 @@ class Recorder(TorchDispatchMode):
         ratio = self._ratio(name, args)
         written = [
             tensor
-            for argument, value in zip(func._schema.arguments, args, strict=False)
+            for argument, value in zip(_arguments(func), args, strict=False)
             if argument.alias_info is not None and argument.alias_info.is_write
             for tensor in _tensors(value)
         ]
@@ -298,6 +300,17 @@ class Recorder(TorchDispatchMode):
                 owners.append(frame.f_locals["self"])
             frame = frame.f_back
         return tuple(owners)
+
+
+def _arguments(func: Any) -> list[Any]:
+    """What an operator's schema says of its arguments. An attention that takes functions has none, and writes into
+    nothing; what others of its kind do inside cannot be seen.
+    """
+    if hasattr(func, "_schema"):
+        return list(func._schema.arguments)
+    if _ops.is_attention(func.name()):
+        return []
+    raise NotImplementedError(f"torch's {func.name()} runs functions that cannot be looked into")
 
 
 def _name(func: Any, args: tuple[Any, ...]) -> str:

@@ -102,6 +102,8 @@ def mismatch(expected: Print, got: Print) -> str | None:
 class Oracle(TorchDispatchMode):
     """Replaces the additions of the sites by their weighted form, in the original model."""
 
+    supports_higher_order_operators = True
+
     def __init__(self, modules: dict[int, str], sites: Sequence[Site], weights: Sequence[Weight]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.modules = modules  # id of a module -> its path
