@@ -22,7 +22,7 @@ from unskip.cli._measure import measure
 from unskip.cli._report import report
 from unskip.cli._sample import sample
 from unskip.cli._say import argument_errors_in_a_line, one_line, warnings_in_a_line
-from unskip.cli._train import plan, recipes, resume, run, train
+from unskip.cli._train import plan, recipes, resume, train
 from unskip.errors import BadInput, UnskipError
 
 DESCRIPTION = """Take control of the skip connections in your transformer.
@@ -41,7 +41,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         "measure": measure,
         "absorb": absorb,
         "train": train,
-        "run": run,
         "resume": resume,
         "eval": evaluate,
         "sample": sample,
@@ -50,15 +49,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         "demo": demo,
     }
     try:
-        named = commands.keys() - {"run"}
-        if args and not args[0].startswith("-") and args[0] not in named:
-            raise BadInput(f"{args[0]!r} is not a command{nearest(args[0], named)}. unskip --help lists them all.")
+        if args and not args[0].startswith("-") and args[0] not in commands:
+            raise BadInput(f"{args[0]!r} is not a command{nearest(args[0], commands)}. unskip --help lists them all.")
         with warnings_in_a_line(), argument_errors_in_a_line(commands) as held:
             if args[:1] == ["train"]:  # its options depend on the recipe and the preset
-                code = held["run"](plan(args[1:]))
+                code = held["train"](plan(args[1:]))
             else:
-                shown = {name: command for name, command in held.items() if name != "run"}
-                code = tyro.extras.subcommand_cli_from_dict(shown, prog="unskip", description=DESCRIPTION, args=args)
+                code = tyro.extras.subcommand_cli_from_dict(held, prog="unskip", description=DESCRIPTION, args=args)
         sys.stdout.flush()
         return int(code)
     except UnskipError as error:

@@ -41,11 +41,6 @@ class Job:
     quiet: bool
 
 
-def train() -> int:
-    """Train a model by a recipe: unskip train RECIPE [--preset P] [--field value ...] [--out FOLDER]."""
-    raise AssertionError("read by `plan`")
-
-
 def plan(args: Sequence[str]) -> Job:
     """The arguments of `train`, read: the recipe, the preset, then the fields of its config."""
     recipe, rest = _recipe(args)
@@ -69,8 +64,9 @@ def plan(args: Sequence[str]) -> Job:
     return Job(given, Path(options.get("--out", f"runs/{recipe}-{preset}")), seeds, "--quiet" in options)
 
 
-def run(job: Job) -> int:
-    """Carries a job out."""
+def train(job: tyro.conf.Fixed[Any] = None) -> int:
+    """Train a model by a recipe: unskip train RECIPE [--preset P] [--field value ...] [--out FOLDER]."""
+    assert isinstance(job, Job)  # of `plan`: its options depend on the recipe and the preset, which tyro cannot read
     code = _runs(job)
     _part()
     return code
