@@ -10,7 +10,7 @@ from torch.nn import functional as F
 import unskip
 from unskip.absorption import apply
 from unskip.anatomy._parts import MlpParts
-from unskip.errors import BadInput
+from unskip.errors import BadInput, RewireError
 
 WIDTH = 8
 Step = Callable[[Tensor], Tensor]
@@ -88,6 +88,17 @@ def test_what_is_more_than_an_mlp_is_neither_judged_nor_rewritten() -> None:
     applied = apply(model, mode="widen", example=x)
     assert not applied.done
     assert torch.equal(model(x), before)
+
+
+def test_a_rewrite_that_changes_the_outputs_is_taken_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the comparison of the branch had missed something, the outputs of the whole model tell."""
+    monkeypatch.setattr("unskip.anatomy._parts.unseen", lambda *_: None)
+    model, x = Around(same, torch.neg), inputs()
+    before, weights = model(x), {name: value.clone() for name, value in model.state_dict().items()}
+    with pytest.raises(RewireError, match=r"outputs differ by [\d.]+ of their size .* nothing was changed"):
+        apply(model, mode="widen", example=x)
+    assert torch.equal(model(x), before)
+    assert all(torch.equal(value, weights[name]) for name, value in model.state_dict().items())
 
 
 PLAIN: dict[str, tuple[Step, Step]] = {

@@ -29,10 +29,12 @@ from unskip.anatomy import MlpParts, Site
 from unskip.anatomy._example import Example, example_for
 from unskip.anatomy._guard import wiring_in
 from unskip.anatomy._quiet import evaluating
-from unskip.errors import BadInput, UnskipError
+from unskip.errors import BadInput, RewireError, UnskipError
 from unskip.wiring import Cut, Wiring, rewire
 
 Mode = Literal["exact", "widen", "approximate"]
+_CHANGED = 1e-2  # of the outputs: above the rounding of a deep model, far below what another function differs by
+_CHANGED_HALF = 1e-1
 BEHIND = "its MLP reads a norm, so no exact replacement exists; mode='approximate' can be used on data"
 
 
@@ -142,6 +144,11 @@ def apply(
         gap = sum(float((a - b).square().sum()) for a, b in zip(after, before, strict=True))
         size = sum(float(b.square().sum()) for b in before)
         out.difference = (gap / size) ** 0.5 if size else 0.0
+        if mode != "approximate" and out.difference > _most(model):
+            raise RewireError(
+                f"apply: the rewritten model's outputs differ by {out.difference:.2g} of their size on the example, so "
+                "some branch does what its weights do not show; nothing was changed. where= leaves sites out"
+            )
         out.after = _cost(model, mlps, out._grown)
     except BaseException:
         out.undo()
@@ -153,6 +160,12 @@ def _outputs(model: nn.Module, example: Example) -> list[Tensor]:
     with evaluating(model), torch.no_grad():
         leaves = tree_leaves(example.copy().run(model))
     return [leaf.detach().double() for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+
+
+def _most(model: nn.Module) -> float:
+    """What rounding may change in the outputs, relative."""
+    half = any(weight.is_floating_point() and weight.element_size() < 4 for weight in model.parameters())
+    return _CHANGED_HALF if half else _CHANGED
 
 
 Owners = dict[int, tuple[nn.Module, str]]
