@@ -139,6 +139,13 @@ def test_an_mlp_of_one_token_is_no_mlp_of_all() -> None:
     assert extra.startswith("steps besides its weights")
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_of_numbers_that_are_not_finite_nothing_is_told(value: float) -> None:
+    model = Around(same, same)
+    model.mlp.down.bias.data[0] = value
+    assert only(model, inputs()).extras == ()
+
+
 # --- Norms ------------------------------------------------------------------------------------------------------------
 
 
@@ -157,6 +164,24 @@ def test_a_gain_that_is_stored_less_one_is_found() -> None:
     assert found.norm.gain is not None
     assert found.norm.offset == 1
     assert torch.equal(found.norm.gain, norm.weight)
+    assert found.extras == ()
+
+
+class NormOfAnotherWord(nn.Module):
+    """An RMSNorm whose eps is called otherwise."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.small = nn.Parameter(torch.linspace(0.5, 1.5, WIDTH)), 1e-3
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.weight * x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.small)
+
+
+def test_the_eps_of_a_norm_is_found_whatever_it_is_called() -> None:
+    found = only(Around(NormOfAnotherWord(), same), 0.01 * inputs())
+    assert found.norm is not None
+    assert found.norm.eps == 1e-3
     assert found.extras == ()
 
 

@@ -51,6 +51,8 @@ FORMS: dict[str, Step] = {
     "rsqrt, first": lambda x: torch.rsqrt((x * x).mean(-1, keepdim=True) + EPS) * x,
     "sqrt": lambda x: x / (x.square().mean(-1, keepdim=True) + EPS).sqrt(),
     "power": lambda x: x * (x.square().mean(-1, keepdim=True) + EPS) ** -0.5,
+    "powers": lambda x: x / (x**2.0).mean(-1, keepdim=True).add(EPS) ** 0.5,
+    "reciprocal": lambda x: x * (x.square().mean(-1, keepdim=True) + EPS).sqrt().reciprocal(),
     "a wider copy": wide,
 }
 
@@ -89,6 +91,12 @@ def test_one_on_queries_and_keys_is_told() -> None:
 
 DECOYS: dict[str, Step] = {
     "no root": lambda x: x * x.square().mean(-1, keepdim=True),
+    "two roots": lambda x: x / x.square().mean(-1, keepdim=True).sqrt().sqrt(),
+    "grows": lambda x: x * x.square().mean(-1, keepdim=True).sqrt(),
+    "grows, divided": lambda x: x / torch.rsqrt(x.square().mean(-1, keepdim=True) + EPS),
+    "another power": lambda x: x * torch.rsqrt(x.pow(4).mean(-1, keepdim=True) + EPS),
+    "a power of 2": lambda x: x * torch.rsqrt(torch.pow(2.0, x).mean(-1, keepdim=True)),
+    "another root": lambda x: x / x.square().mean(-1, keepdim=True).pow(0.25),
     "no square": lambda x: x * torch.rsqrt(x.abs().mean(-1, keepdim=True)),
     "over tokens": lambda x: x * torch.rsqrt(x.square().mean(1, keepdim=True) + EPS),
     "of another tensor": lambda x: x * torch.rsqrt(x.tanh().square().mean(-1, keepdim=True) + EPS),

@@ -34,6 +34,8 @@ def unseen(graph: Graph, cut: Cut, part: MlpParts) -> str | None:
     stream, root, branch = (graph.values[i].detach() for i in (cut.stream, cut.root, cut.findings[0].branch))
     if "meta" in (stream.device.type, branch.device.type) or part.site.projected or stream.shape != branch.shape:
         return None
+    if not bool(branch.isfinite().all()):
+        return None
     dtype = torch.promote_types(stream.dtype, torch.float32)
     close = _CLOSE if torch.promote_types(stream.dtype, branch.dtype).itemsize >= 4 else _CLOSE_HALF
     wanted = branch.to(dtype).movedim(part.site.axis, -1)

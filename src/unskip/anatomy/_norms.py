@@ -54,7 +54,8 @@ def norm_at(graph: Graph, readers: Sequence[Sequence[int]], node: Node) -> Norm 
     if node.op == "native_group_norm" and node.step is not None:
         forgets = 2 * node.step.args[3] * node.step.args[6]  # samples, groups
     offset = _offset(graph, source, result, module, kind, axis)
-    eps = _eps(node, module) if node.norm is None else _written_eps(graph, group)
+    eps = _eps(node, module)
+    eps = _written_eps(graph, group) if eps is None else eps
     return Norm(source, result, module, kind, forgets, eps, offset)
 
 
@@ -174,7 +175,7 @@ def _close(a: Tensor, b: Tensor) -> bool:
 
 
 def _written_eps(graph: Graph, group: set[int]) -> float | None:
-    """What is added to the mean square, where it is a number."""
+    """What is added to the mean square, where it is a number: a module may call its own as it likes."""
     steps = [graph.nodes[i].step for i in sorted(group) if graph.nodes[i].op == "add"]
     numbers = [step.args[1] for step in steps if step is not None and isinstance(step.args[1], float)]
     return numbers[0] if numbers else None

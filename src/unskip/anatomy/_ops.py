@@ -25,6 +25,7 @@ PART = frozenset(
     "take_along_dim unfold".split()
 )
 SCALE = frozenset({"mul", "div"})
+POWERS = {2: "square", 0.5: "sqrt", -0.5: "rsqrt", -1: "reciprocal"}
 
 # A new tensor that takes only shape and dtype from its arguments.
 FRESH = frozenset(

@@ -314,8 +314,12 @@ def _arguments(func: Any) -> list[Any]:
 
 
 def _name(func: Any, args: tuple[Any, ...]) -> str:
-    """The operator's base name. Adding the number 0, with which `sum` begins, is the identity; index_put may add."""
+    """The operator's base name. Adding the number 0, with which `sum` begins, is the identity; index_put may add; a
+    power is told by its exponent.
+    """
     name = _ops.base_name(func)
+    if name == "pow" and len(args) > 1 and not isinstance(args[1], Tensor):
+        return _ops.POWERS.get(args[1], name)
     if name == "index_put" and len(args) > 3 and args[3]:
         return "index_add"
     return "alias" if name in _ops.ADD and len(args) > 1 and isinstance(args[1], int) and args[1] == 0 else name

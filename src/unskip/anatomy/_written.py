@@ -10,8 +10,9 @@ from __future__ import annotations
 from unskip.anatomy import _ops
 from unskip.anatomy._trace import Graph, Node
 
-_ROOTS = frozenset({"rsqrt", "sqrt", "pow"})
-_SMALL = _ROOTS | frozenset("add clamp clamp_min maximum reciprocal _to_copy to".split())
+_ROOTS = frozenset({"rsqrt", "sqrt"})
+_INVERSE = frozenset({"rsqrt", "reciprocal"})
+_SMALL = _ROOTS | _INVERSE | frozenset("add clamp clamp_min maximum _to_copy to".split())
 _CASTS = frozenset({"_to_copy", "to"})
 
 
@@ -30,13 +31,14 @@ def _group(graph: Graph, node: Node, whole: int, size: int) -> list[int]:
     """The nodes of the norm that ends in a product of x with one number for each of its rows; none where it is none."""
     if node.shape != graph.nodes[whole].shape or not node.shape or graph.nodes[size].shape != (*node.shape[:-1], 1):
         return []
-    group, rooted = [node.index], False
+    group, roots, divides = [node.index], 0, node.op == "div"
     here = graph.nodes[size]
     while here.op in _SMALL and here.parents and here.shape[-1:] == (1,):
-        rooted = rooted or here.op in _ROOTS
+        roots += here.op in _ROOTS
+        divides ^= here.op in _INVERSE
         group.append(here.index)
         here = graph.nodes[here.parents[0]]
-    if here.op != "mean" or not rooted:
+    if here.op != "mean" or roots != 1 or not divides:
         return []
     square = graph.nodes[here.parents[0]]
     if square.shape != node.shape or not _is_square(square):
@@ -51,7 +53,7 @@ def _group(graph: Graph, node: Node, whole: int, size: int) -> list[int]:
 
 
 def _is_square(node: Node) -> bool:
-    return node.op in ("pow", "square") or (node.op == "mul" and len(node.parents) == 2 and len({*node.parents}) == 1)
+    return node.op == "square" or (node.op == "mul" and len(node.parents) == 2 and len({*node.parents}) == 1)
 
 
 def _in_module(node: Node) -> bool:
