@@ -156,10 +156,11 @@ class NormPlusOne(nn.LayerNorm):
         return F.layer_norm(x, self.normalized_shape, self.weight + 1, self.bias, self.eps)
 
 
-def test_a_gain_that_is_stored_less_one_is_found() -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_gain_that_is_stored_less_one_is_found(dtype: torch.dtype) -> None:
     norm = NormPlusOne(WIDTH)
     nn.init.normal_(norm.weight, generator=torch.Generator().manual_seed(2))
-    found = only(Around(norm, same), inputs())
+    found = only(Around(norm, same).to(dtype), inputs().to(dtype))
     assert found.norm is not None
     assert found.norm.gain is not None
     assert found.norm.offset == 1
