@@ -16,7 +16,7 @@ import unskip
 from unskip.data import Feed, ImageSet, open_images
 from unskip.errors import BadInput, LoadError
 from unskip.models import SiT, UViT
-from unskip.recipes._registry import RECIPES
+from unskip.recipes._registry import RECIPES, from_dict, to_dict
 
 # Runs of a few steps look unhealthy, and are told so.
 pytestmark = pytest.mark.filterwarnings("ignore::unskip.errors.UnskipWarning")
@@ -112,6 +112,13 @@ def test_a_model_that_predicts_nothing_has_the_trivial_loss(
 def test_betas_reach_every_optimizer(recipe: str, changes: dict[str, Any], betas: tuple[float, float]) -> None:
     task, _ = RECIPES[recipe].build(tiny(recipe, **changes))
     assert {group["betas"] for group in task.optimizer.param_groups} == {betas}
+
+
+@pytest.mark.parametrize(("optimizer", "kept"), [("sgd", None), ("soap", "0.99,0.999"), ("adamw", "0.99,0.999")])
+def test_an_earlier_run_held_betas_beside_an_optimizer_without(optimizer: str, kept: str | None) -> None:
+    config: Any = from_dict({**to_dict("uvit", tiny("uvit", optimizer=optimizer)), "betas": "0.99,0.999"})
+    assert config.betas == kept
+    assert RECIPES["uvit"].build(config)[0].optimizer
 
 
 def test_stopped_and_resumed_it_is_the_same(tmp_path: Path) -> None:

@@ -55,6 +55,13 @@ def build(
     return optimizer
 
 
+def without_betas(name: str) -> bool:
+    """Whether an optimizer is one of timm's that have no betas."""
+    factory: Any = import_module("timm.optim")
+    known = name.lower() not in ("adamw", "soap", "muon") and name.lower() in factory.list_optimizers()
+    return known and not factory.get_optimizer_info(name).has_betas
+
+
 def check_assignment(assigned: Groups, optimizer: torch.optim.Optimizer) -> None:
     """Every trainable parameter is in exactly one group."""
     held = [id(param) for group in optimizer.param_groups for param in group["params"]]

@@ -11,6 +11,7 @@ import numpy
 
 from unskip._words import nearest
 from unskip.errors import BadInput
+from unskip.optim._build import without_betas
 from unskip.recipes._config import Config
 from unskip.wiring import Shortcut
 
@@ -91,6 +92,9 @@ def from_dict(data: Mapping[str, Any]) -> Config:
     unknown = sorted(set(values) - names)
     if unknown:
         raise BadInput(f"the run's config has fields that this version does not know: {', '.join(unknown)}")
+    # Earlier runs kept the betas of AdamW beside any optimizer, and used them for AdamW alone.
+    if values.get("betas") is not None and without_betas(values["optimizer"]):
+        values["betas"] = None
     return recipe.config(**values)
 
 
