@@ -146,6 +146,27 @@ def test_of_numbers_that_are_not_finite_nothing_is_told(value: float) -> None:
     assert only(model, inputs()).extras == ()
 
 
+class Scaled(Around):
+    def __init__(self, shape: tuple[int, ...]) -> None:
+        super().__init__(same, same)
+        self.scale = nn.Parameter(torch.rand(shape, generator=torch.Generator().manual_seed(2)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.scale * self.mlp(x)
+
+
+@pytest.mark.parametrize("shape", [(5, 1), (1, 5, 1), (5, WIDTH)])
+def test_a_scale_that_differs_by_token_is_told(shape: tuple[int, ...]) -> None:
+    model = Scaled(shape)
+    assert only(model, inputs()).extras == ("steps besides its weights (among relu, mul)",)
+    assert not apply(model, mode="widen", example=inputs()).done
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (WIDTH,), (1, 1, WIDTH)])
+def test_a_scale_of_features_is_plain(shape: tuple[int, ...]) -> None:
+    assert only(Scaled(shape), inputs()).extras == ()
+
+
 # --- Norms ------------------------------------------------------------------------------------------------------------
 
 

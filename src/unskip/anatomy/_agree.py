@@ -42,7 +42,9 @@ def unseen(graph: Graph, cut: Cut, part: MlpParts) -> str | None:
     # The stream as it is added lies as the branch does; a number may have scaled it on its way.
     x = stream.to(dtype).movedim(part.site.axis, -1)
     size, given = x.norm(), root.to(dtype).norm()
-    for candidate in (x, x * (given / size)) if bool(size) else (x,):
+    candidates = (x, x * (given / size)) if bool(size) else (x,)
+    by_feature = part.scale is None or part.scale.numel() in (1, wanted.shape[-1])  # and not by token
+    for candidate in candidates if by_feature else ():
         got = _branch(part, candidate)
         if got is None or bool((got - wanted).norm() <= close * wanted.norm()):
             return None
