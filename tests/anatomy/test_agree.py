@@ -162,6 +162,28 @@ def test_a_scale_that_differs_by_token_is_told(shape: tuple[int, ...]) -> None:
     assert not apply(model, mode="widen", example=inputs()).done
 
 
+FOLDS: dict[str, tuple[Step, Step]] = {
+    "two tokens": (lambda x: x.reshape(-1, 2, 2 * WIDTH), lambda y: y.reshape(-1, 4, WIDTH)),
+    "a head": (lambda x: x.unflatten(-1, (2, WIDTH // 2)), lambda y: y.flatten(-2)),
+    "half the features": (lambda x: x[..., : WIDTH // 2], lambda y: torch.cat([y, torch.zeros_like(y)], -1)),
+}
+
+
+@pytest.mark.parametrize("form", FOLDS)
+def test_an_mlp_of_another_width_than_the_stream_is_told(form: str) -> None:
+    model, x = Around(*FOLDS[form]), inputs()[:, :4]
+    width = 2 * WIDTH if form == "two tokens" else WIDTH // 2
+    model.mlp.up, model.mlp.down = nn.Linear(width, 16), nn.Linear(16, width)
+    (extra,) = only(model, x).extras
+    assert extra.startswith("steps besides its weights")
+
+
+def test_a_norm_of_each_head_at_the_end_is_told() -> None:
+    norm = nn.LayerNorm(WIDTH // 2)
+    (extra,) = only(Around(same, lambda y: norm(y.unflatten(-1, (2, -1))).flatten(-2)), inputs()).extras
+    assert extra.startswith("steps besides its weights")
+
+
 @pytest.mark.parametrize("shape", [(), (1,), (WIDTH,), (1, 1, WIDTH)])
 def test_a_scale_of_features_is_plain(shape: tuple[int, ...]) -> None:
     assert only(Scaled(shape), inputs()).extras == ()

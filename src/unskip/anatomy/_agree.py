@@ -43,8 +43,7 @@ def unseen(graph: Graph, cut: Cut, part: MlpParts) -> str | None:
     x = stream.to(dtype).movedim(part.site.axis, -1)
     size, given = x.norm(), root.to(dtype).norm()
     candidates = (x, x * (given / size)) if bool(size) else (x,)
-    by_feature = part.scale is None or part.scale.numel() in (1, wanted.shape[-1])  # and not by token
-    for candidate in candidates if by_feature else ():
+    for candidate in candidates if _fits(part, wanted.shape[-1]) else ():
         got = _branch(part, candidate)
         if got is None or bool((got - wanted).norm() <= close * wanted.norm()):
             return None
@@ -54,6 +53,15 @@ def unseen(graph: Graph, cut: Cut, part: MlpParts) -> str | None:
 
 def _weighs(op: str) -> bool:
     return _ops.is_matmul(op) or op in _ops.ADD
+
+
+def _fits(part: MlpParts, width: int) -> bool:
+    """Whether all weights are of a token's features, and not of a head's, of several tokens' or of each token."""
+    found = [norm for norm in (part.norm, part.out_norm) if norm is not None]
+    norms = [norm for norm in found if norm.kind != "other" and norm.place != "post"]
+    vectors = [part.scale, *(norm.gain for norm in norms), *(norm.bias for norm in norms)]
+    sizes = {1, width}
+    return part.up.shape[1] == len(part.down) == width and all(v is None or v.numel() in sizes for v in vectors)
 
 
 def _branch(part: MlpParts, x: Tensor) -> Tensor | None:
@@ -83,5 +91,5 @@ def _norm(norm: NormParts, x: Tensor) -> Tensor:
     eps = torch.finfo(x.dtype).eps if norm.eps is None else norm.eps
     x = x - x.mean(-1, keepdim=True) if norm.kind == "layernorm" else x
     x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
-    x = x if norm.gain is None else x * (norm.offset + norm.gain.to(x))
-    return x if norm.bias is None else x + norm.bias.to(x)
+    x = x if norm.gain is None else x * (norm.offset + norm.gain.flatten().to(x))
+    return x if norm.bias is None else x + norm.bias.flatten().to(x)
