@@ -251,7 +251,9 @@ def judged(folder: Path, task: dict[str, Any]) -> dict[str, Any]:
     several = sorted({round((last + 1) * share / 4) - 1 for share in (1, 2, 3, 4)})
     masked: Any = [(each.pixels, each.masks) for each in pair]
     options: dict[str, Any] = {"ignore": 255, "batch": 512}
+    counted = masked[1][1][masked[1][1] != 255]
     found["segment"] = {
+        "always background": (counted == 0).double().mean().item() / 2,  # what nothing learnt has
         "single": evals.segment(run.encoder, *masked, 2, blocks=last, **options).mean_iou,
         "multi-scale": evals.segment(run.encoder, *masked, 2, blocks=several, **options).mean_iou,
         "by block (ridge)": [each.mean_iou for each in evals.segment_blocks(run.encoder, *masked, 2, **options)],
