@@ -90,9 +90,10 @@ def answers(done: dict[str, Any]) -> dict[str, Any]:
         a, b = mean(ours, key), mean(theirs, key)
         return None if a is None or b is None else round(a - b, 2)
 
-    longer = [f"longer | {name} | x {best_rate(done, name) or 1:g}" for name in (f"decay {best:g}", "long skips")]
-    for key in ("knn20", "probe_lbfgs"):
-        found[f"{key}, longer: decayed less long skips"] = gain(longer[0], longer[1], key)
+    mine = f"longer | decay {best:g} | x 1"
+    for other in sorted(name for name in rows if name.startswith("longer") and name != mine):
+        for key in ("knn20", "probe_lbfgs", "probe_mae", "probe_decayed"):
+            found[f"{key}, longer: decayed less{other.removeprefix('longer |')}"] = gain(mine, other, key)
     ours, sweep = f"final | decay {best:g}", f"sweep | alpha_min {best:g}"
     for other in ("plain", "long skips"):
         for key in ("knn20", "probe_lbfgs", "probe_mae", "probe_decayed", "finetune"):
@@ -164,7 +165,7 @@ def figures(done: dict[str, Any], folder: Path, word: str) -> None:
             style = "--" if best else ":"
             training.plot(*_course(whole[0]), style, color=of_a_name.get(kept, "#000000"))
             length = f"{whole[0]['config']['epochs']:g} epochs, one seed"
-            styles[f"{length}, each at its best rate" if best else f"{length}, at the rate of all"] = style
+            styles[f"{length}, each at its best of short runs" if best else f"{length}, at the rate of all"] = style
         kind = name.partition(" | ")[0]
         if kind in MARKS:
             points = [last(r, "rank") for r in whole], [100 * last(r, "knn20") for r in whole]

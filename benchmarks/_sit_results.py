@@ -13,9 +13,9 @@ PROTOCOLS = {"knn20": "knn-dino-v1", "probe_lbfgs": "probe-lbfgs-v1"}  # by the 
 
 
 def groups(done: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
-    """Runs that differ in their seed alone, together."""
+    """Runs that differ in their seed alone, together; SiT first."""
     found: dict[str, list[dict[str, Any]]] = {}
-    for name, row in done.items():
+    for name, row in sorted(done.items(), key=lambda item: item[0].startswith("uvit")):
         if name != "judge":
             found.setdefault(name.partition(" | seed")[0], []).append(row)
     return found
@@ -71,41 +71,32 @@ def table(done: dict[str, Any]) -> str:
 def figure(done: dict[str, Any], file: Path) -> None:
     """Distances; accuracies over blocks at the chosen time, on the test set; and neighbours over times, held out."""
     pyplot = drawing("sit")
-    sheet, (distance, near, probe, noise) = pyplot.subplots(1, 4, figsize=(17, 3.8), constrained_layout=True)
+    sheet, cells = pyplot.subplots(2, 2, figsize=(10, 7.4), constrained_layout=True)
+    distance, near, probe, noise = cells.flatten()
     every = {name: [row for row in rows if "generation" in row] for name, rows in groups(done).items()}
-    every = {name: rows for name, rows in every.items() if rows}
-    strong = [
-        cfg for cfg in ("1", f"{CFG:g}") if any(cfg in row["generation"] for rows in every.values() for row in rows)
-    ]
-    for turn, cfg in enumerate(strong):
-        height = 0.76 / len(strong)
-        for index, rows in enumerate(every.values()):
+    every = {name.replace(" | ", ": "): rows for name, rows in every.items() if rows}
+    for index, (name, rows) in enumerate(every.items()):
+        for cfg, shade in (("1", 1.0), (f"{CFG:g}", 0.5)):
             values = [row["generation"][cfg]["FD-judge"] for row in rows if cfg in row["generation"]]
             if values:
-                at = index + (turn - (len(strong) - 1) / 2) * height
-                label = f"cfg {cfg}" if not index else None
-                distance.barh(at, statistics.mean(values), height=height, color=f"C{turn}", label=label)
+                at = index if shade == 1 else index + 0.4
+                distance.barh(at, statistics.mean(values), height=0.36, color=f"C{index}", alpha=shade)
                 distance.plot(values, [at] * len(values), "k|", markersize=8)
-    names = [name.replace(" | ", ": ") for name in every]
-    distance.set(yticks=range(len(names)), yticklabels=names, xlabel="FD-judge (less is better)", title="samples")
-    distance.invert_yaxis()
-    for index, (name, rows) in enumerate(every.items()):
         for turn, row in enumerate(rows):
-            style: dict[str, Any] = {"marker": "o", "markersize": 3, "color": f"C{index}"}
-            style["linestyle"] = "--" if turn else "-"  # further seeds
+            style: dict[str, Any] = {"marker": "o", "markersize": 4, "color": f"C{index}"}
+            style |= {"linestyle": "--" if turn else "-", "label": None if turn else name}  # dashed: further seeds
             for axes, number in ((near, "knn20"), (probe, "probe_lbfgs")):
-                known = row["features"][number]
-                label = None if turn else f"{name.replace(' | ', ': ')}, t = {known['time']:g}"
-                axes.plot([100 * value for value in known["test"]], label=label, **style)
-            known = row["features"]["knn20"]
-            times = [float(each) for each in known["held_out"]]
-            over = [100 * max(values) for values in known["held_out"].values()]
-            noise.plot(times, over, label=None if turn else name.replace(" | ", ": "), **style)
-    near.set(xlabel="block", ylabel="accuracy (%)", title="neighbours, k = 20, test images")
-    probe.set(xlabel="block", title="linear probe, test images")
-    noise.set(xlabel="time: noise 0, data 1", title="neighbours at the best block, held out")
-    for axes in (distance, near, probe, noise):
-        axes.legend(fontsize=6)
+                axes.plot([100 * value for value in row["features"][number]["test"]], **style)
+            known = row["features"]["knn20"]["held_out"]
+            noise.plot([float(each) for each in known], [100 * max(values) for values in known.values()], **style)
+    distance.set(yticks=range(len(every)), yticklabels=every, xlabel="FD-judge, less is better", title="samples")
+    distance.invert_yaxis()
+    near.set(xlabel="block", title="neighbours, k = 20, test images (%)")
+    probe.set(xlabel="block", title="linear probe, test images (%)")
+    noise.set(xlabel="time: noise 0, data 1", title="neighbours at the best block, held out (%)")
+    for axes in (near, probe):
+        axes.xaxis.get_major_locator().set_params(integer=True)
+    sheet.legend(*near.get_legend_handles_labels(), loc="outside lower center", ncols=3, fontsize=10)
     file.parent.mkdir(parents=True, exist_ok=True)
     sheet.savefig(file, metadata={"Date": None})
     pyplot.close(sheet)

@@ -2,6 +2,7 @@
 
 python benchmarks/gallery.py runs/demo                               # writes docs/gallery.md and docs/img/gallery-*.png
 python benchmarks/gallery.py report.html --pictured mae-plain mae-decayed     # of a page that was written elsewhere
+python benchmarks/gallery.py                                         # the part of the studies alone; the rest stays
 
 Chromium draws the page. Below each figure stands how it is read; what the runs were, and what is to be seen of them, is
 said by --note.
@@ -47,8 +48,8 @@ STUDIES = (
     ),
     (
         "dino-64.svg",
-        "DINO with residuals and without (dashed), by block: rank, neighbours, probes, segmentation, object discovery, "
-        "and the share of images in which no object is found.",
+        "DINO with residuals and without (dashed), and the same models trained with labels, by block: rank, "
+        "neighbours, probes, segmentation, object discovery, and the share of images in which no object is found.",
         "dino",
     ),
     (
@@ -62,7 +63,17 @@ STUDIES = (
         "dino",
     ),
     ("dino-64-cka.svg", "DINO: how alike the blocks are, and their ranks over training.", "dino"),
-    ("sit-cifar.svg", "Diffusion transformers: samples, and features by block and noise.", "generate"),
+    (
+        "sit-cifar.svg",
+        "Diffusion transformers on CIFAR-10: distances of their samples, and what their blocks know, by block and "
+        "noise.",
+        "generate",
+    ),
+    (
+        "sit-cifar-sit-decay-0.8-seed-0-cfg1.5.png",
+        "Samples of a SiT with decayed shortcuts after 38 epochs of CIFAR-10, with guidance of 1.5.",
+        "generate",
+    ),
 )
 # The figures of a report that are shown, by how their titles begin, in their order here, and how each is read.
 READ = {
@@ -85,6 +96,7 @@ READ = {
     "Accuracy on test images": "How often the classifiers are right.",
     "20 nearest neighbours": "The neighbours again, in the course of training.",
 }
+_SECOND = "## From the studies"
 _FIGURES = """[...document.querySelectorAll('main h2, main h3, main figure svg.chart')].map(each => {
     if (each.tagName !== 'svg') return {level: each.tagName, text: each.textContent}
     const box = each.getBoundingClientRect()
@@ -143,8 +155,8 @@ def drawn(page: Path, pictured: Sequence[str], out: Path) -> Iterator[Shown]:
                 yield shown
 
 
-def written(figures: Sequence[Shown], note: str, images: Path) -> str:
-    """The page: figures in the order of READ, two in a row, and then those of the studies that there are."""
+def of_report(figures: Sequence[Shown], note: str) -> str:
+    """The page's first part: figures in the order of READ, two in a row."""
     lines = ["# Gallery", "", "## From a report", "", note, ""]
     lines += ["Made by `benchmarks/gallery.py` from a page of `unskip report` ([report](report.md)).", ""]
     charts: list[Shown] = []
@@ -159,11 +171,16 @@ def written(figures: Sequence[Shown], note: str, images: Path) -> str:
             lines += _table(pictures, below)
     lines += ["### Numbers", ""]
     lines += _table(charts, [f"{READ[str(each.kind)]} {each.note}".strip() for each in charts])
-    lines += ["## From the studies", ""]
+    return "\n".join(lines)
+
+
+def of_studies(images: Path) -> str:
+    """Its second: the figures of the studies that there are."""
+    parts = [_SECOND]
     for name, words, page in STUDIES:
         if (images / name).exists():
-            lines += [f"![{words}](img/{name})", "", f"{words} [More]({page}.md)", ""]
-    return "\n".join(lines).rstrip() + "\n"
+            parts += [f"![{words}](img/{name})", f"{words} [More]({page}.md)"]
+    return "\n\n".join(parts)
 
 
 def _table(figures: Sequence[Shown], below: Sequence[str]) -> list[str]:
@@ -192,12 +209,18 @@ def _cell(text: str) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("runs", nargs="+", type=Path, help="run folders, or one page of `unskip report`")
+    parser.add_argument(
+        "runs", nargs="*", type=Path, help="run folders, or one page of `unskip report`; none: the studies' part alone"
+    )
     parser.add_argument("--note", default="Digits, one seed, one CPU: the runs of `unskip demo`.")
     parser.add_argument("--pictured", nargs="*", default=[], help="names of the runs whose pictures are shown")
     parser.add_argument("--out", type=Path, default=ROOT / "docs" / "gallery.md")
     args = parser.parse_args()
     images = args.out.parent / "img"
+    if not args.runs:
+        above = args.out.read_text(encoding="utf-8").partition(_SECOND)[0]
+        args.out.write_text(f"{above}{of_studies(images)}\n", encoding="utf-8")
+        return
     images.mkdir(parents=True, exist_ok=True)
     for old in images.glob("gallery-*.png"):
         old.unlink()
@@ -208,7 +231,7 @@ def main() -> None:
 
             page = write(args.runs, Path(folder) / "report.html")
         figures = [*drawn(page, args.pictured, images)]
-    args.out.write_text(written(figures, args.note, images), encoding="utf-8")
+    args.out.write_text(f"{of_report(figures, args.note)}\n{of_studies(images)}\n", encoding="utf-8")
     print(f"{len(figures)} figures: {sum((images / each.file).stat().st_size for each in figures) / 1000:.0f} kB")
 
 
