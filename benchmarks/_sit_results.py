@@ -13,11 +13,11 @@ PROTOCOLS = {"knn20": "knn-dino-v1", "probe_lbfgs": "probe-lbfgs-v1"}  # by the 
 
 
 def groups(done: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
-    """Runs that differ in their seed alone, together; SiT first."""
+    """Runs that differ in their seed alone, together and in their order; SiT first."""
     found: dict[str, list[dict[str, Any]]] = {}
-    for name, row in sorted(done.items(), key=lambda item: item[0].startswith("uvit")):
-        if name != "judge":
-            found.setdefault(name.partition(" | seed")[0], []).append(row)
+    seeds = {name: name.partition(" | seed ") for name in done if name != "judge"}
+    for name in sorted(seeds, key=lambda name: (name.startswith("uvit"), int(seeds[name][2]))):
+        found.setdefault(seeds[name][0], []).append(done[name])
     return found
 
 
