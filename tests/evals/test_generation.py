@@ -252,6 +252,36 @@ def test_modules_without_weights_are_told_apart(tmp_path: Path) -> None:
     assert len(list(tmp_path.glob("*.safetensors"))) == 2
 
 
+class Stream(nn.Module):
+    """Two residual additions over means of channels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(3, 3), nn.Linear(3, 3)
+
+    def forward(self, images: Tensor) -> Tensor:
+        x = images.float().mean((2, 3)) / 255
+        x = x + self.first(x)
+        return x + self.second(x)
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_the_same_weights_with_other_shortcuts_are_another_extractor(inside: bool, tmp_path: Path) -> None:
+    real, fake = small_set(60, 0), pictures(50, 1, 60)
+    torch.manual_seed(0)
+    stream = Stream()
+    module = nn.Sequential(stream) if inside else stream
+    plain, fresh = extractor(module).key, generation(fake, real, module, cache=tmp_path)
+    wiring = unskip.rewire(stream, "decay:0.5", pictures(2, 0))
+    assert generation(fake, real, module, cache=tmp_path) == pytest.approx(generation(fake, real, module))
+    keys = {plain, extractor(module).key}
+    wiring.set("decay:0.25")
+    assert len(keys | {extractor(module).key}) == 3
+    wiring.undo()
+    assert extractor(module).key == plain
+    assert generation(fake, real, module, cache=tmp_path) == pytest.approx(fresh)
+
+
 def test_a_set_a_tensor_and_batches_are_judged_alike() -> None:
     module, real, fake = Pixels(), small_set(60, 0), pictures(50, 1, 60)
     assert real.images is not None
@@ -393,7 +423,35 @@ def test_samples_that_cannot_be_judged() -> None:
         precision_recall(gaussian(9, 2, 0), gaussian(9, 3, 0))
     with pytest.raises(BadInput, match="logits are floating"):
         score(torch.zeros(0, 3))
+    with pytest.raises(BadInput, match="0 neighbours"):
+        generation(real, real, module, k=0)
+    for wrong in ({"batch": 0}, {"manifold": 0}):
+        with pytest.raises(BadInput, match="each is 1 or more"):
+            generation(real, real, module, **wrong)
     with torch.no_grad():
         module.weight.fill_(math.nan)
     with pytest.raises(BadInput, match="finite"):
+        generation(real, real, module)
+
+
+class Odd(nn.Module):
+    def __init__(self, answer: Any) -> None:
+        super().__init__()
+        self.answer = answer
+
+    def forward(self, images: Tensor) -> Any:
+        return self.answer(images)
+
+
+@pytest.mark.parametrize(
+    ("module", "text"),
+    [
+        (Odd(lambda images: (images.float().mean((2, 3)),)), "Odd: .* a tensor .* got tuple"),
+        (Odd(lambda images: images.float().mean((1, 2, 3))), r"Odd: .* \(n, dim\), got \(20,\)"),
+        (nn.Conv2d(3, 2, 3), r"Conv2d: it makes no features of bytes \(20, 3, 4, 4\) \(RuntimeError"),
+    ],
+)
+def test_a_module_that_is_no_extractor(module: nn.Module, text: str) -> None:
+    real = pictures(20, 0)
+    with pytest.raises(BadInput, match=text):
         generation(real, real, module)

@@ -3,9 +3,10 @@
     inception        the standard Inception weights, through torch-fidelity: then, and only then, it is FID
     timm:NAME        a pretrained model of timm
     RUN or FOLDER    a classifier trained here: a run folder, or one of unskip.save
-    a module         bytes or floats in, features out; give it a name
+    a module         bytes in, features out; give it a name
 
-Every other name is FD-<name>. The hash of the weights goes with every number and every cached statistic.
+Every other name is FD-<name>. The hash of the weights, and of the shortcuts of a rewired model, goes with every number
+and every cached statistic.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from unskip.anatomy._guard import wiring_in
 from unskip.anatomy._quiet import evaluating
 from unskip.data._device import mean_and_std
 from unskip.errors import BadInput, LoadError, UnskipError
@@ -35,7 +37,7 @@ class Extractor:
     name: str
     module: nn.Module
     extract: Callable[[Tensor], tuple[Tensor, Tensor | None]]
-    key: str  # hash of the weights, and of the class where a module was given
+    key: str  # hash of the weights and shortcuts, and of the class where a module was given
 
     @property
     def distance(self) -> str:
@@ -55,10 +57,19 @@ class Extractor:
                 f"{self.name}: images are bytes (n, channels, height, width), got {images.dtype} {tuple(images.shape)}"
             )
         with evaluating(self.module):
-            features, logits = self.extract(images.to(self.device))
+            features, logits = self._tried(images.to(self.device))
         if features.ndim != 2 or not bool(features.isfinite().all()):
             raise BadInput(f"{self.name}: its features are {tuple(features.shape)}; they are finite (n, dim)")
         return features.float(), None if logits is None else logits.float()
+
+    def _tried(self, images: Tensor) -> tuple[Tensor, Tensor | None]:
+        try:
+            return self.extract(images)
+        except (UnskipError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:  # whatever a module raises for images it was not made for
+            reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0][:200]}"
+            raise BadInput(f"{self.name}: it makes no features of bytes {tuple(images.shape)} ({reason})") from error
 
 
 def extractor(
@@ -81,17 +92,24 @@ def extractor(
 
 
 def weights_key(module: nn.Module, word: str = "") -> str:
-    """A hash of all weights, by name, and of a word."""
+    """A hash of all weights, by name, of the shortcuts of what is rewired, and of a word."""
     digest = hashlib.sha256(word.encode())
     for key, value in sorted(module.state_dict().items()):
         digest.update(key.encode())
         digest.update(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    for path, part in module.named_modules():
+        wiring = wiring_in(part)
+        if wiring is not None:
+            digest.update(f"{path} {wiring.alphas} {wiring.betas}".encode())
     return digest.hexdigest()[:16]
 
 
 def _plain(module: nn.Module) -> Callable[[Tensor], tuple[Tensor, Tensor | None]]:
     def extract(images: Tensor) -> tuple[Tensor, None]:
         found: Tensor = module(images)
+        if not isinstance(found, Tensor) or found.ndim < 2:
+            got = tuple(found.shape) if isinstance(found, Tensor) else type(found).__name__
+            raise BadInput(f"{type(module).__name__}: an extractor's features are a tensor (n, dim), got {got}")
         return found.flatten(1), None
 
     return extract

@@ -1,7 +1,7 @@
 """Samples judged against real images: Fréchet distance, precision, recall, KID, and a score, over one extractor.
 
 Features are made batch by batch, and mean and covariance gathered in float64. Those of the reference are kept on disk,
-where a cache is named, under the hash of the images and of the extractor's weights. Precision, recall and KID compare
+where a cache is named, under the hash of the images and of the extractor. Precision, recall and KID compare
 single features, of at most `manifold` images: a random but fixed choice, since sets often come class by class. Of
 images that come in batches, whose number is not known beforehand, they are the first.
 """
@@ -54,6 +54,8 @@ def statistics(
     they are not.
     """
     chosen = find(extractor)
+    if min(batch, manifold) < 1:
+        raise BadInput(f"generation: batches of {batch} and a manifold of {manifold} images; each is 1 or more")
     file = None
     if cache is not None and isinstance(images, Tensor | ImageSet):
         key = f"{_fingerprint(images, size)}-{chosen.key}-{manifold}"

@@ -22,6 +22,8 @@ _CHUNK = 2**26  # distances held at a time
 def precision_recall(samples: Tensor, reference: Tensor, k: int = 3) -> tuple[float, float]:
     """Of features (samples, dim); it runs where the reference lies. Centred first, so that float32 is enough."""
     _check("precision_recall", samples, reference)
+    if k < 1:
+        raise BadInput(f"precision_recall: {k} neighbours; take one or more")
     if min(len(samples), len(reference)) <= k:
         raise BadInput(f"precision_recall: {k} neighbours and {min(len(samples), len(reference))} samples; take more")
     middle = reference.float().mean(0)
