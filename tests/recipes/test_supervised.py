@@ -217,13 +217,20 @@ def test_arguments_of_a_presets_model_are_for_that_model_alone() -> None:
     assert given == recipes.supervised("digits", model=other, model_args="depth=2")
 
 
-def test_a_run_begins_with_a_line_about_what_is_trained(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_begins_with_what_is_opened_and_what_is_trained(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     unskip.train(tiny(steps=1), tmp_path / "told")
-    first = capsys.readouterr().err.splitlines()[0]
-    assert first.startswith("timm:vit_tiny_patch16_224 (depth=2,embed_dim=16,num_heads=2): 0.00")
-    assert first.endswith("million parameters, images of 8 x 8 from digits, 1 step on cpu")
+    opened, trained = capsys.readouterr().err.splitlines()[:2]
+    assert opened == "opening digits"
+    assert trained.startswith("timm:vit_tiny_patch16_224 (depth=2,embed_dim=16,num_heads=2): 0.00")
+    assert trained.endswith("million parameters, images of 8 x 8 from digits, 1 step on cpu")
+    unskip.resume(tmp_path / "told")
+    assert capsys.readouterr().err.splitlines()[0] == "opening digits"
     unskip.train(tiny(steps=1), tmp_path / "quiet", quiet=True)
-    assert "million" not in capsys.readouterr().err
+    err = capsys.readouterr().err
+    assert "million" not in err
+    assert "opening" not in err
 
 
 def test_a_folder_without_a_test_split_is_trained_on_with_a_part_held_out(tmp_path: Path) -> None:

@@ -34,6 +34,7 @@ def train(config: Config, out: str | Path, quiet: bool = False, opener: Opener |
     if is_main():
         folder.check_free()  # now, and not when the images are decoded
     torch.manual_seed(config.seed)
+    _tell_data(config, quiet)
     task, schedule = recipe.build(config, opener)
     if is_main():
         device = str(next(task.model.parameters()).device)
@@ -49,8 +50,16 @@ def resume(out: str | Path, quiet: bool = False, opener: Opener | None = None) -
     data = folder.config
     config = from_dict(data)
     torch.manual_seed(config.seed)
+    _tell_data(config, quiet)
     task, schedule = RECIPES[data["recipe"]].build(config, opener)
     return run_loop(task, schedule, folder, quiet)
+
+
+def _tell_data(config: Config, quiet: bool) -> None:
+    """Decoding a large set takes a minute, in which nothing else is to be seen."""
+    if is_main() and not quiet:
+        sys.stderr.write(f"opening {config.data}\n")
+        sys.stderr.flush()
 
 
 def _summary(config: Config, model: nn.Module, steps: int) -> str:
