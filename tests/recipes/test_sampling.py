@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import shutil
+import warnings
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -15,12 +16,12 @@ import pytest
 import torch
 from PIL import Image
 from tests.evals.hosts import NoHost
-from tests.recipes.generative import few, trained
+from tests.recipes.generative import SIT, few, tiny, trained
 from torch import Tensor
 
 import unskip
 from unskip import cli, recipes
-from unskip.errors import BadInput
+from unskip.errors import BadInput, UnskipWarning
 from unskip.models import Sampling
 from unskip.recipes._judge import open_run
 from unskip.recipes._judge_generation import judge_samples, judge_times
@@ -229,6 +230,7 @@ def test_the_command_line(run: Path, capsys: pytest.CaptureFixture[str]) -> None
         (["--label", "11"], "label 11 is out of range"),
         (["--precision", "int8"], "float32, bf16"),
         (["--judge", "nowhere"], "no extractor there"),
+        (["--judge", "nowhere", "--label", "3"], "leave --label out"),
     ):
         assert cli.main(["sample", str(run), "--steps", "1", "--n", "2", *wrong][: 4 + 2 + len(wrong)]) == 2
         assert text in capsys.readouterr().err
@@ -255,3 +257,25 @@ def test_what_cannot_be_drawn(run: Path, tmp_path: Path) -> None:
         judge_times(tmp_path / "run", ["knn-dino-v1"], (1.0,))
     with pytest.raises(BadInput, match=r"a time of 1\.5"):
         judge_times(run, ["knn-dino-v1"], (1.5,))
+    with pytest.raises(BadInput, match="changes of rank-v1, which is not asked for"):
+        judge_times(run, ["knn-dino-v1"], (1.0,), changes={"rank-v1": {"images": 10}})
+
+
+def test_a_model_that_knows_more_classes_draws_those_of_its_data(tmp_path: Path) -> None:
+    """As a run from published weights does: its other classes are in no image that samples are compared with."""
+    unskip.train(tiny(model_args=f"{SIT},classes=25"), tmp_path / "run", quiet=True)
+    drawn = unskip.sample(tmp_path / "run", n=12, steps=1, write=False)
+    assert drawn.labels.tolist() == [*range(10), 0, 1]
+    assert unskip.sample(tmp_path / "run", n=2, steps=1, labels=25, write=False).labels.tolist() == [25, 25]
+
+
+def test_what_no_label_is_has_to_be_learnt(tmp_path: Path) -> None:
+    unskip.train(tiny(label_dropout=0.0), tmp_path / "run", quiet=True)
+    trained = open_run(tmp_path / "run")
+    options: dict[str, Any] = {"n": 2, "steps": 1, "write": False}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UnskipWarning)
+        unskip.sample(trained, **options)
+    for wrong in ({"cfg": 1.5}, {"cfg": 0.0}, {"labels": [3, 10]}):
+        with pytest.warns(UnskipWarning, match="label_dropout is 0"):
+            unskip.sample(trained, **options, **wrong)

@@ -52,6 +52,8 @@ def sample(
     sampling = Sampling(sampler, steps, cfg, tolerance, seed)  # type: ignore[arg-type]  # it checks
     if n < 1:
         raise BadInput(f"--n {n}: ask for one sample or more")
+    if judge is not None and label is not None:
+        raise BadInput("--judge compares with images of all classes: leave --label out (--cfg 0 draws without a label)")
     with busy(f"drawing {n} samples of {run}"):
         trained = open_run(run, device)
         where = next(trained.model.parameters()).device

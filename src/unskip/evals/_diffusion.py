@@ -19,6 +19,7 @@ from unskip.errors import BadInput
 from unskip.evals._evaluate import Result, judge
 from unskip.evals._extract import Blocks, Features, Precision, View, gathered
 from unskip.evals._protocols import protocol as find
+from unskip.evals._protocols import settings_of
 from unskip.models import Flow
 from unskip.models._noise import normal
 
@@ -76,6 +77,10 @@ def diffusion(
     asked = [find(name) for name in protocols]
     if not asked or any(each.kind not in ("knn", "probe", "rank") for each in asked):
         raise BadInput("diffusion: ask for protocols of features that stand still: knn, probe or rank")
+    for name, values in (changes or {}).items():
+        if name not in protocols:
+            raise BadInput(f"changes of {name}, which is not asked for; asked for are {', '.join(protocols)}")
+        settings_of(name, find(name).kind, values)
     if not times:
         raise BadInput("diffusion: name one time or more, from noise, 0, to data, 1")
     views: dict[str, View] = {each.name: ("mean", each.norm) for each in asked}

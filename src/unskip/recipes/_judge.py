@@ -26,6 +26,7 @@ class Trained:
     model: nn.Module
     encoder: nn.Module
     step: int
+    classes: int | None = None  # of its data, where its feed holds labelled images
 
 
 def open_run(out: str | Path, device: str | None = None, opener: Opener | None = None) -> Trained:
@@ -52,7 +53,9 @@ def open_run(out: str | Path, device: str | None = None, opener: Opener | None =
         task.wiring.step(last)
     if task.before is not None:  # such as the wiring of a teacher, which is what is judged
         task.before(last)
-    return Trained(folder, config, task.model, task.watched or task.model, step)
+    images = getattr(task.feed, "images", None)
+    classes = None if images is None else len(images.classes)
+    return Trained(folder, config, task.model, task.watched or task.model, step, classes)
 
 
 def judge_run(

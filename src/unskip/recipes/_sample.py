@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from unskip._warn import warn
 from unskip.anatomy._quiet import evaluating
 from unskip.data._device import mean_and_std
 from unskip.data._latents import Autoencoder
@@ -63,9 +64,9 @@ def sample(
 ) -> Samples:
     """Draws n samples of a run's last checkpoint and writes them into its folder.
 
-    Sample i has class i modulo the number of classes, unless `labels` names one for all or one for each; the class
-    after the last one is none. It is the same for any n and batch, up to how products are rounded. `compile` pays off
-    for hundreds of samples on a GPU. `write=False` leaves the folder alone.
+    Sample i has class i modulo the number of classes of the run's data, unless `labels` names one for all or one for
+    each; the class after the model's last one is none. It is the same for any n and batch, up to how products are
+    rounded. `compile` pays off for hundreds of samples on a GPU. `write=False` leaves the folder alone.
     """
     sampling = Sampling(sampler, steps, cfg, tolerance, seed)
     if not isinstance(n, int) or n < 1:
@@ -101,7 +102,13 @@ def sampled(
     network: Any = model
     device = next(model.parameters()).device
     classes = int(network.classes)
-    wanted = _labels(labels, n, classes).to(device)
+    wanted = _labels(labels, n, trained.classes or classes)
+    if not config.label_dropout and config.weights is None and (sampling.cfg != 1 or bool((wanted == classes).any())):
+        warn(
+            f"{trained.folder.path}: label_dropout is 0, so the model has not learnt what no label is. Draw with labels "
+            "and cfg=1, or train with label_dropout 0.1"
+        )
+    wanted = wanted.to(device)
     shape = (int(network.channels), int(network.size), int(network.size))
     pixels = _decoder(config, device, shape[0])
     with evaluating(model):
