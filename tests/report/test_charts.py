@@ -3,6 +3,7 @@
 import math
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -127,11 +128,15 @@ def test_how_samples_were_drawn_is_no_result(tmp_path: Path) -> None:
     how = {"n": 1000, "split": "train", "precision": "float32", "extractor": "0f", "sampler": "heun", "steps": 50}
     how |= {"cfg": 1.0, "tolerance": 1e-5, "seed": 3}
     rows = [{"step": 30, "evaluation": "generation-v1", "FD-x": 2.0, **how, **more} for more in ({}, {"cfg": 1.5})]
+    others: list[dict[str, Any]] = [{"steps": 25}, {"sampler": "euler"}, {"sampler": "dopri5", "cfg": 2.0}]
+    rows += [{"step": 30, "evaluation": "generation-v1", "FD-x": 9.0, **how, **more} for more in others]
     rows.append({"step": 30, "evaluation": "segment-ridge-v1", "mean_iou": 0.5, "data": "x.parquet", "size": 32})
     groups = read_groups([folder(tmp_path / "a", evals=rows)])
-    names = ["FD-x of 1000 samples", "FD-x of 1000 samples with cfg 1.5", "mean_iou"]
+    ways = ("", " with cfg 1.5", " in 25 steps", " by euler in 50 steps", " by dopri5 with cfg 2")
+    names = [*(f"FD-x of 1000 samples{way}" for way in ways), "mean_iou"]
     assert charts.evaluations(groups, by_block=False) == names
     assert [*charts.last_values(groups[0].runs[0])] == names
+    assert charts.last_values(groups[0].runs[0])[names[0]] == 2.0  # not that of a coarser sampler, which came later
 
 
 def test_long_curves_are_thinned_and_keep_their_ends(tmp_path: Path) -> None:

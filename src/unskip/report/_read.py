@@ -302,10 +302,19 @@ def _apart(row: dict[str, Any], own: str) -> str:
     parts.append({"val": " on held-out images", "test": " on test images"}.get(str(split), "") if split != own else "")
     parts.append(f" at time {time:g}" if time is not None else "")
     parts.append(f" of {count:g} samples" if count is not None else "")
+    parts.append(_drawn(row))
     parts.append(f" with cfg {cfg:g}" if cfg not in (None, 1.0) else "")
     parts.append(f" in {clean(precision, 12)}" if precision not in (None, "float32") else "")
     parts.append(" (changed)" if row.get("changes") else "")
     return "".join(parts)
+
+
+def _drawn(row: dict[str, Any]) -> str:
+    """How samples were drawn, where it was not by 50 steps of Heun's."""
+    sampler, steps = row.get("sampler"), number(row.get("steps"))
+    by = "" if sampler in (None, "heun") else f" by {clean(sampler, 20)}"
+    of_default = steps is None or sampler == "dopri5" or (not by and steps == 50)
+    return by if of_default else f"{by} in {steps:g} steps"
 
 
 def _checkpoint(folder: Path, notes: list[str]) -> tuple[int | None, tuple[Weights, ...]]:
