@@ -105,8 +105,8 @@ def sampled(
     wanted = _labels(labels, n, trained.classes or classes)
     if not config.label_dropout and config.weights is None and (sampling.cfg != 1 or bool((wanted == classes).any())):
         warn(
-            f"{trained.folder.path}: label_dropout is 0, so the model has not learnt what no label is. Draw with labels "
-            "and cfg=1, or train with label_dropout 0.1"
+            f"{trained.folder.path}: label_dropout is 0, so the model has not learnt what no label is. Draw with "
+            "labels and cfg=1, or train with label_dropout 0.1"
         )
     wanted = wanted.to(device)
     shape = (int(network.channels), int(network.size), int(network.size))
