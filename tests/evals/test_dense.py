@@ -153,9 +153,11 @@ def test_masks_of_a_finer_grid_and_odd_images() -> None:
         (torch.zeros(4, 32, 32), {}, "whole numbers"),
         (torch.full((4, 32, 32), 5), {}, r"hold \[5\], and there are 2 classes"),
         (torch.full((4, 32, 32), 5), {"ignore": 4}, r"hold \[5\]"),
-        (torch.full((4, 32, 32), 9), {"ignore": 9}, "no pixel of the training masks has a class"),
+        (torch.full((4, 32, 32), 9), {"ignore": 9}, "no pixel of the train masks has a class"),
         (torch.zeros(4, 32, 32).long(), {"protocol": "knn-dino-v1"}, "of kind knn"),
         (torch.zeros(4, 32, 32).long(), {"changes": {"depth": 3}}, "no setting depth"),
+        (torch.zeros(4, 32, 32).long(), {"batch": 0}, "batch is 0"),
+        (torch.zeros(4, 32, 32).long(), {"precision": "fp8"}, "precision is 'fp8'"),
     ],
 )
 def test_segment_refuses(masks: Tensor, options: Any, message: str) -> None:
@@ -168,7 +170,13 @@ def test_segment_refuses_what_would_give_a_number_all_the_same() -> None:
     train, test = colours(4), colours(2)
     with pytest.raises(BadInput, match="no test images"):
         evals.segment(vit(), train, (test[0][:0], test[1][:0]), 2)
+    with pytest.raises(BadInput, match="no pixel of the test masks has a class"):
+        evals.segment(vit(), train, (test[0], torch.full_like(test[1], 9)), 2, ignore=9)
     broken = torch.full_like(test[0], torch.nan, dtype=torch.float32)
+    with pytest.raises(BadInput, match="takes 3 channels, and the images have 1"):
+        evals.segment(vit(), train, (test[0][:, :1], test[1]), 2)
+    with pytest.raises(BadInput, match="smaller than a patch"):  # and is not filled up to one
+        evals.segment(vit(dynamic_img_size=True), train, (test[0][:, :, :4, :4], test[1][:, :4, :4]), 2)
     with pytest.raises(BadInput, match=r"test features of blocks \[2\] are not finite"):
         evals.segment(vit(), train, (broken, test[1]), 2, protocol="segment-ridge-v1")
 
@@ -217,6 +225,21 @@ def test_masks_are_compared_at_full_resolution() -> None:
     expected = [float(m[:, :16].sum() / (m[:, :16].sum()) if m[:, :16].any() else 1) for m in full]
     found_iou = evals.discover(model, images, boxes, masks=half, ignore=7)["mask_iou"]
     assert found_iou == pytest.approx(sum(expected) / 5)
+    other = torch.rand(5, 32, 32, generator=torch.Generator().manual_seed(0)).gt(0.5).long()
+    fine, rough = other.repeat_interleave(2, 1).repeat_interleave(2, 2), other[:, ::8, ::8]
+    expected = [float((m & t).sum() / (m | t).sum()) for m, t in zip(full, other.bool(), strict=True)]
+    for masks in (other, fine):
+        assert evals.discover(model, images, boxes, masks=masks)["mask_iou"] == pytest.approx(sum(expected) / 5)
+    expected = [float((m & t).sum() / (m | t).sum()) for m, t in zip(found.masks, rough.bool(), strict=True)]
+    assert evals.discover(model, images, boxes, masks=rough)["mask_iou"] == pytest.approx(sum(expected) / 5)
+
+
+def test_images_without_a_pixel_that_counts_do_not_count() -> None:
+    model, (images, masks) = vit(), colours(4)
+    boxes = torch.tensor([[0, 0, 32, 32]]).expand(4, 4)
+    blank = torch.cat([masks[:3], torch.full_like(masks[3:], 9)])
+    some = evals.discover(model, images[:3], boxes[:3], masks=masks[:3])["mask_iou"]
+    assert evals.discover(model, images, boxes, masks=blank, ignore=9)["mask_iou"] == pytest.approx(some)
 
 
 def test_features_that_are_not_finite_are_misses() -> None:
@@ -266,7 +289,10 @@ def test_images_that_are_no_squares() -> None:
         (torch.zeros(3, 4), {}, "2 images and boxes of 3"),
         (torch.zeros(2, 5), {}, "x0, y0, x1, y1 for each"),
         (torch.full((2, 4), float("nan")), {}, "x0, y0, x1, y1 for each"),
-        (torch.tensor([[0.0, 0, 9, 9]] * 2), {"masks": torch.zeros(2, 9, 9)}, "a mask of the same height"),
+        (torch.tensor([[0.0, 0, 9, 9]] * 2), {"masks": torch.zeros(2, 9, 8)}, "not in the same proportion"),
+        (torch.tensor([[0.0, 0, 9, 9]] * 2), {"masks": torch.zeros(3, 32, 32)}, "one for each image"),
+        (torch.tensor([[0.0, 0, 9, 9]] * 2), {"masks": numpy.zeros((2, 32, 32))}, "got ndarray"),
+        (torch.tensor([[0.0, 0, 9, 9]] * 2), {"masks": torch.ones(2, 32, 32), "ignore": 1}, "does not count"),
         (torch.tensor([[0.0, 0, 9, 9]] * 2), {"protocol": "rank-v1"}, "of kind rank"),
     ],
 )

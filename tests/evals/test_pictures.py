@@ -22,6 +22,7 @@ from unskip.data._dense import open_dense
 from unskip.data._device import mean_and_std
 from unskip.errors import BadInput
 from unskip.evals._pictures import main_directions
+from unskip.recipes._judge_dense import _meaning
 from unskip.training import RunFolder
 
 TRIMAP = {1: 1, 2: 0, 3: 255}
@@ -73,9 +74,27 @@ def test_few_directions() -> None:
         main_directions(torch.full((4, 3), torch.nan))
 
 
-@pytest.mark.parametrize("options", [{}, {"reg_tokens": 2}, {"class_token": False, "global_pool": "avg"}])
-def test_attention_maps_are_those_of_the_block(options: dict[str, Any]) -> None:
-    model: Any = vit(**options)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"reg_tokens": 2},
+        {"class_token": False, "global_pool": "avg"},
+        {"qk_norm": True},
+        {"model_name": "vit_small_patch16_rope_224"},
+        {"model_name": "beit_base_patch16_224"},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("shortcut", ["keep", "cut"])
+def test_attention_maps_are_those_of_the_block(options: dict[str, Any], shortcut: str) -> None:
+    torch.manual_seed(0)
+    size: dict[str, Any] = {"img_size": 32, "patch_size": 8, "depth": 3, "embed_dim": 48, "num_heads": 3}
+    model: Any = timm.create_model(**{"model_name": "vit_tiny_patch16_224", "num_classes": 0, **size, **options}).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():  # so that no norm or bias is at its start
+            parameter.add_(0.2 * torch.randn_like(parameter))
+    unskip.rewire(model, shortcut)
     attention = model.blocks[2].attn
     attention.fused_attn = False
     seen: list[Tensor] = []
@@ -106,6 +125,12 @@ def test_a_sheet_is_written(tmp_path: Path) -> None:
     assert evals.pictures(conv, torch.randn(2, 3, 64, 64), tmp_path / "conv.png").is_file()  # no attention: left white
     with pytest.raises(BadInput, match="1 to 12"):
         evals.pictures(vit(), images.repeat(5, 1, 1, 1), tmp_path / "x.png")
+    with pytest.raises(BadInput, match=r"7. not among the model's 3 blocks"):
+        evals.pictures(vit(), images, tmp_path / "x.png", blocks=[7])
+    with pytest.raises(BadInput, match=r"end it in .png"):
+        evals.pictures(vit(), images, tmp_path / "x")
+    with pytest.raises(BadInput, match="images of 4 channels"):
+        evals.pictures(vit(in_chans=4), torch.zeros(2, 4, 32, 32), tmp_path / "x.png")
 
 
 # --- Masks and boxes --------------------------------------------------------------------------------------------------
@@ -207,11 +232,28 @@ def test_a_run_is_judged_by_dense_protocols_and_drawn(tmp_path: Path, capsys: py
     assert set(by) == {(name, block) for name in names.split(",") for block in (0, 1)}
     assert 0 <= by["segment-ridge-v1", 1]["mean_iou"] <= 1
     assert 0 <= by["discover-tokencut-v1", 0]["corloc"] <= 1
+    assert 0 <= by["discover-tokencut-v1", 0]["mask_iou"] <= 1  # masks are larger than the images of the run
     kept = RunFolder(tmp_path / "run").read("evals.jsonl")
     assert [row["precision"] for row in kept if row["evaluation"] == "segment-ridge-v1"] == ["float32"] * 2
     assert Path(sheet).is_file()
     assert cli.main(["eval", str(tmp_path / "run"), "--protocol", "segment-ridge-v1"]) == 2
     assert "--dense FILES" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("numbers", "meaning"),
+    [
+        ({1, 2, 3}, (TRIMAP, 255)),
+        ({1, 2}, (TRIMAP, 255)),
+        ({0, 1, 2}, (None, None)),
+        ({0, 5, 255}, (None, 255)),
+        ({0, 255}, ({0: 0, 255: 1}, None)),
+        (set(), (None, None)),
+    ],
+    ids=str,
+)
+def test_what_masks_mean_where_nobody_says(numbers: set[int], meaning: Any) -> None:
+    assert _meaning(numbers) == meaning
 
 
 @needs_real

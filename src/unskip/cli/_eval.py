@@ -17,6 +17,7 @@ from unskip.evals import PROTOCOLS, Result
 from unskip.evals._diffusion import by_time
 from unskip.evals._evaluate import by_depth
 from unskip.evals._extract import DTYPES
+from unskip.evals._pictures import sheet_file
 from unskip.evals._protocols import protocol as find
 from unskip.recipes._judge import Trained, judge_run
 from unskip.recipes._judge_dense import DENSE, judge_dense, picture_run
@@ -56,9 +57,12 @@ def evaluate(
     if not names:
         raise BadInput(f"--protocol names none; there are {', '.join(PROTOCOLS)}")
     _refuse_unused(dense, names, pictures)
+    _refuse_whole({"pool": pool, "split": split}, names)
     _one_of("pool", pool, ("mean", "cls"))
     _one_of("split", split, ("test", "val"))
     _one_of("precision", precision, tuple(DTYPES))
+    if pictures is not None:
+        sheet_file(pictures)  # now, and not when all is judged
     options: dict[str, Any] = {"blocks": _blocks(blocks), "split": split, "seed": seed, "precision": precision}
     options |= {"device": device, "changes": _changes([item for items in change for item in items], names)}
     with contextlib.redirect_stdout(sys.stderr), busy(f"judging {run}"):
@@ -113,6 +117,14 @@ def _refuse_unused(dense: str | None, names: list[str], pictures: str | None) ->
             f"--dense {dense}: {', '.join(names)} look at no masks or boxes. Name protocols that do, --protocol "
             f"{','.join(for_them)}, or leave --dense out"
         )
+
+
+def _refuse_whole(given: dict[str, str | None], names: list[str]) -> None:
+    """A pool and a split are those of whole images with labels."""
+    if all(PROTOCOLS[name].kind in DENSE for name in names):
+        for option, value in given.items():
+            if value is not None:
+                raise BadInput(f"--{option} {value}: {', '.join(names)} look at patches of --dense; leave it out")
 
 
 def _one_of(name: str, value: str | None, known: tuple[str, ...]) -> None:

@@ -41,7 +41,8 @@ def discover(
 
     `images` are (n, channels, height, width), normalised or bytes. `boxes` holds one box an image, (n, 4), or a tensor
     (k, 4) of them for each: x0, y0, x1, y1 in pixels. What reaches over the edge of the image is cut off. `masks` are
-    (n, height, width), not 0 where the object is; pixels that are `ignore` do not count.
+    (n, height, width), not 0 where the object is, of any size in the proportion of the images. Pixels that are `ignore`
+    do not count, nor do images that have no others.
     """
     options: dict[str, Any] = {"what": what, "protocol": protocol, "batch": batch, "precision": precision}
     options |= {"masks": masks, "ignore": ignore, "changes": changes}
@@ -66,11 +67,8 @@ def discover_blocks(
     """The curve over depth: `discover` of each block, from one pass over the images."""
     settings = settings_of(protocol, "discover", changes)
     truth, owner = true_boxes(boxes, images)
-    if masks is not None and masks.shape != (len(images), *images.shape[2:]):
-        raise BadInput(
-            f"discover: masks are {tuple(masks.shape)}, and the images {tuple(images.shape)}; there is a mask of the "
-            "same height and width for each"
-        )
+    if masks is not None:
+        _check_masks(masks, images, ignore)
     every, stride = _discovered(model, images, blocks, what, settings["tau"], batch, precision)
     size = (images.shape[2], images.shape[3])
     results: dict[int, dict[str, float]] = {}
@@ -84,7 +82,8 @@ def discover_blocks(
             "empty": float((~found.masks.flatten(1).any(1)).double().mean()),
         }
         if masks is not None:
-            results[block]["mask_iou"] = _mask_iou(found, stride, masks, ignore)
+            scale = masks.shape[1] / size[0]  # pixels of a mask to one of its image
+            results[block]["mask_iou"] = _mask_iou(found, (stride[0] * scale, stride[1] * scale), masks, ignore)
     return results
 
 
@@ -164,18 +163,33 @@ def true_boxes(boxes: Tensor | Sequence[Tensor], images: Tensor) -> tuple[Tensor
     return cut, owner
 
 
+def _check_masks(masks: Tensor, images: Tensor, ignore: int | None) -> None:
+    found = tuple(masks.shape) if isinstance(masks, Tensor) else type(masks).__name__
+    if not isinstance(masks, Tensor) or masks.ndim != 3 or len(masks) != len(images):
+        raise BadInput(f"discover: masks are a tensor (n, height, width), one for each image, got {found}")
+    if masks.shape[1] * images.shape[3] != masks.shape[2] * images.shape[2]:
+        raise BadInput(
+            f"discover: masks are {found}, and the images {tuple(images.shape)}; their sides are not in the same "
+            "proportion, so a mask cannot lie over its image"
+        )
+    if ignore is not None and bool((masks == ignore).all()):
+        raise BadInput(f"discover: every pixel of the masks is {ignore}, and does not count")
+
+
 def _mask_iou(found: Discovery, stride: tuple[float, float], masks: Tensor, ignore: int | None) -> float:
     """The mean over images of the IoU of the mask with the true one, at full resolution."""
     height, width = masks.shape[1:]
     device = found.masks.device
     rows = (torch.arange(height, device=device) / stride[0]).long().clamp_max(found.masks.shape[1] - 1)
     columns = (torch.arange(width, device=device) / stride[1]).long().clamp_max(found.masks.shape[2] - 1)
-    total = 0.0
+    total, images = 0.0, 0
     for part in batches(len(masks), 256):
         truth = masks[part].to(device)
         mine = found.masks[part][:, rows][:, :, columns]
         counted = truth != ignore if ignore is not None else torch.ones_like(truth, dtype=torch.bool)
         theirs = (truth != 0) & counted
         both, either = (mine & theirs).sum((1, 2)), ((mine | theirs) & counted).sum((1, 2))
-        total += float(torch.where(either > 0, both / either.clamp_min(1), 1.0).sum())
-    return total / len(masks)
+        known = counted.flatten(1).any(1)
+        total += float(torch.where(either > 0, both / either.clamp_min(1), 1.0)[known].double().sum())
+        images += int(known.sum())
+    return total / images

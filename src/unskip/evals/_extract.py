@@ -74,8 +74,6 @@ def gathered(
     for pool, norm in wanted_views:
         if pool not in ("mean", "cls") or norm not in ("none", "layer"):
             raise BadInput(f"a view is ('mean' | 'cls', 'none' | 'layer'), got {(pool, norm)!r}")
-    if precision not in DTYPES:
-        raise BadInput(f"precision is {precision!r}; it can be {', '.join(DTYPES)}")
     found: dict[View, dict[int, list[Tensor]]] = {view: {} for view in wanted_views}
     labels: list[Tensor] = []
     axes = dict(axes or {})
@@ -110,5 +108,7 @@ def _view(tokens: Tensor, pool: Pool, norm: Norm) -> Tensor:
 
 def autocast(device: torch.device, precision: str) -> contextlib.AbstractContextManager[object]:
     """Autocast for one of the names of a precision."""
+    if precision not in DTYPES:
+        raise BadInput(f"precision is {precision!r}; it can be {', '.join(DTYPES)}")
     dtype = DTYPES[precision]
     return torch.autocast(device.type, dtype) if dtype is not None else contextlib.nullcontext()

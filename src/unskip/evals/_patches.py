@@ -102,6 +102,7 @@ class Reader:
 
     @torch.no_grad()
     def __call__(self, images: Tensor, precision: Precision = "float32") -> Patches:
+        _patch(self.model, images)  # a set that is judged may be of another kind than the one it was made for
         shown = fitted(self.model, images, self.patch)
         with (
             ExitStack() as stack,
@@ -259,5 +260,7 @@ def _on_grid(
 
 def batches(count: int, size: int) -> Iterator[slice]:
     """Slices of `size` over `count`."""
+    if size < 1:
+        raise BadInput(f"batch is {size}; it is 1 or more")
     for start in range(0, count, size):
         yield slice(start, min(count, start + size))

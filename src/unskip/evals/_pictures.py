@@ -17,10 +17,15 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from unskip.anatomy._dissect import dissect_again
+from unskip.anatomy._dissect import rows as some
+from unskip.anatomy._example import Example
+from unskip.anatomy._features import indices
+from unskip.anatomy._parts import Opened, lay_open
 from unskip.data._device import mean_and_std
 from unskip.errors import BadInput, UnskipError
 from unskip.evals._discover import discoveries, in_pixels
-from unskip.evals._patches import Reader, project
+from unskip.evals._patches import Reader, fitted
 
 Pixels = NDArray[numpy.uint8]
 _CELL, _TITLE, _EDGE = 128, 14, 2
@@ -55,23 +60,24 @@ def main_directions(rows: Tensor) -> tuple[Tensor, tuple[float, ...]]:
 
 @torch.no_grad()
 def attention_maps(model: nn.Module, images: Tensor, block: int = -1) -> Tensor:
-    """(images, heads, rows, columns): how much of its attention the class token gives to each patch, before any mask.
+    """(images, heads, rows, columns): how much of its attention the class token gives to each patch.
 
-    Where there is no token before the patches it is the mean over all of them.
+    Where there is no token before the patches it is the mean over all of them. These are the probabilities that the
+    model computes: norms of queries and keys, turned positions and biases are in them.
     """
     reader = Reader(model, images, block, "keys")
     (look,) = reader.looks.values()
-    with look.listening() as seen:
-        read = reader(images)
-    heard = look.heard(seen)
-    part, patches = look.attention, read.grid[0] * read.grid[1]
-    queries, keys = (project(part, what, heard).transpose(1, 2) for what in ("queries", "keys"))
-    keys = keys.repeat_interleave(part.heads // part.kv_heads, 1)
-    scores = (queries @ keys.mT * part.softmax_scale).softmax(-1)  # (images, heads, tokens, tokens)
-    prefix = scores.shape[-1] - patches
-    rows = scores[:, :, 0] if prefix else scores.mean(2)
-    maps: Tensor = rows[..., prefix:].unflatten(2, read.grid).float()
-    return maps
+    grid = reader(images[:1]).grid  # it refuses attention over parts of the image
+    shown = Example.of(fitted(model, images, reader.patch))
+    opened = lay_open(model, some(shown, 0, 1), weighted=True)
+    maps = []
+    for index in range(len(images)):  # one by one: a recording holds every tensor on the way
+        laid = dissect_again(model, some(shown, index, index + 1), opened.dissection)
+        p = Opened(laid, opened.parts, opened.attentions).probabilities(look.attention.site.index)
+        prefix = p.shape[-1] - grid[0] * grid[1]
+        rows = p[:, :, 0] if prefix else p.mean(2)  # of (1, heads, queries, keys)
+        maps.append(rows[..., prefix:].unflatten(2, grid).float())
+    return torch.cat(maps)
 
 
 def pictures(model: nn.Module, images: Tensor, out: str | Path, *, blocks: Sequence[int] | None = None) -> Path:
@@ -82,10 +88,13 @@ def pictures(model: nn.Module, images: Tensor, out: str | Path, *, blocks: Seque
     """
     from PIL import Image, ImageDraw
 
+    target = sheet_file(out)
     if not 1 <= len(images) <= 12:
         raise BadInput(f"pictures: {len(images)} images; a sheet holds 1 to 12")
     count = len(Reader(model, images).axes)
-    chosen = [index % count for index in blocks] if blocks is not None else _spread(count)
+    if images.shape[1] not in (1, 3):
+        raise BadInput(f"pictures: images of {images.shape[1]} channels; those of 1 or 3 can be shown")
+    chosen = indices(blocks, count) if blocks is not None else _spread(count)
     columns: list[tuple[str, list[Pixels]]] = [("image", _bytes(images))]
     for index in chosen:
         read = Reader(model, images, index)(images)  # on its own: not all blocks of a pyramid have the same grid
@@ -115,9 +124,18 @@ def pictures(model: nn.Module, images: Tensor, out: str | Path, *, blocks: Seque
                 x0, y0, x1, y1 = boxes[row]
                 edge = [left + x0 * scale[0], top + y0 * scale[1], left + x1 * scale[0] - 1, top + y1 * scale[1] - 1]
                 pen.rectangle(edge, outline="red", width=2)
-    target = Path(out)
     target.parent.mkdir(parents=True, exist_ok=True)
     sheet.save(target)
+    return target
+
+
+def sheet_file(out: str | Path) -> Path:
+    """Where a sheet is written. Raises BadInput for a name that says no format of pictures."""
+    from PIL import Image
+
+    target = Path(out)
+    if target.suffix.lower() not in Image.registered_extensions():
+        raise BadInput(f"pictures: {out}: its name says no format of pictures; end it in .png")
     return target
 
 

@@ -112,8 +112,6 @@ def _segment(
     reader = Reader(model, learnt.images, flat)
     if sets == "all":
         sets = [(index,) for index in reader.wanted]
-    if ignore is not None and bool((learnt.masks == ignore).all()):
-        raise BadInput("segment: no pixel of the training masks has a class")
     x, y = (
         _read(name, reader, each, classes, ignore, batch, precision)
         for name, each in (("train", learnt), ("test", judged))
@@ -190,6 +188,8 @@ def _checked(name: str, data: Masked, classes: int, ignore: int | None, device: 
             f"segment: {name} masks hold {wrong[:5]}, and there are {classes} classes, 0 to {classes - 1}; name the "
             "value that stands for no class as ignore"
         )
+    if ignore is not None and not bool((values != ignore).any()):
+        raise BadInput(f"segment: no pixel of the {name} masks has a class")
     return Masked(images, masks.to(device))  # once, and not batch by batch
 
 

@@ -38,7 +38,8 @@ def judge_dense(
 ) -> tuple[Trained, list[Result]]:
     """Judges the blocks of a run on a set of parquet files with masks or boxes, and adds rows to its evals.jsonl.
 
-    Images are brought to `size` (default: the run's). Without `values` a mask of 1, 2 and 3 is a trimap.
+    Images are brought to `size` (default: the run's). Without `values` and `ignore` a mask of 1, 2 and 3 is a trimap,
+    one of 0 and 255 an object, and beside other classes 255 is none.
     """
     names = list(protocols)
     unknown = [name for name in names if protocol(name).kind not in DENSE]
@@ -49,8 +50,9 @@ def judge_dense(
     run = open_run(out, device)
     size = size or run.config.size
     train, test = (open_dense(source, split, size=size, values=values) for split in ("train", "test"))
-    if values is None and test.masks is not None and set(test.masks.unique().tolist()) <= set(TRIMAP):
-        train, test, ignore = train.renamed(TRIMAP), test.renamed(TRIMAP), 255
+    if values is None and ignore is None:
+        names_of, ignore = _meaning({number for each in (train, test) for number in _numbers(each.masks)})
+        train, test = (train, test) if names_of is None else (train.renamed(names_of), test.renamed(names_of))
     count = len(patches(run.encoder, test.pixels[:1], "all").blocks)
     wanted = indices(blocks, count)
     results: list[Result] = []
@@ -70,6 +72,7 @@ def judge_dense(
         else:
             if test.boxes is None:
                 raise BadInput(f"{source}: no boxes, and {name} needs them")
+            options |= {"masks": test.masks, "ignore": ignore}
             curve = discover_blocks(run.encoder, test.pixels, test.boxes, blocks=wanted, **options)
             results += [Result(name, block, numbers, "keys", mine) for block, numbers in curve.items()]
     for each in results:
@@ -89,6 +92,20 @@ def picture_run(
     chosen = torch.linspace(0, len(images) - 1, count).long()
     size = run.config.size if source is None or images.size is None else None
     return pictures(run.encoder, images.load(chosen, size), Path(target))
+
+
+def _numbers(masks: Tensor | None) -> list[int]:
+    found: list[int] = [] if masks is None else masks.unique().tolist()
+    return found
+
+
+def _meaning(numbers: set[int]) -> tuple[Mapping[int, int] | None, int | None]:
+    """New names for the numbers of masks, and the one that does not count, where nobody has said."""
+    if numbers and numbers <= set(TRIMAP):
+        return TRIMAP, 255
+    if numbers == {0, 255}:
+        return {0: 0, 255: 1}, None
+    return None, 255 if 255 in numbers else None
 
 
 def _highest(masks: Tensor | None, ignore: int | None, source: str) -> int:
