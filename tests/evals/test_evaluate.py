@@ -183,7 +183,14 @@ def test_changes_reach_every_kind_of_protocol_or_are_refused() -> None:
 
 @pytest.mark.parametrize(
     ("protocol", "setting"),
-    [("probe-lbfgs-v1", "standardise"), ("segment-linear-v1", "flip"), ("discover-tokencut-v1", "floor")],
+    [
+        ("probe-lbfgs-v1", "standardise"),
+        ("probe-mae-v1", "solver"),
+        ("segment-linear-v1", "flip"),
+        ("segment-linear-v1", "solver"),
+        ("segment-ridge-v1", "solver"),
+        ("discover-tokencut-v1", "floor"),
+    ],
 )
 def test_what_a_protocol_only_states_cannot_be_changed(protocol: str, setting: str) -> None:
     settings = evals.PROTOCOLS[protocol].settings
@@ -206,6 +213,8 @@ def test_what_a_protocol_only_states_cannot_be_changed(protocol: str, setting: s
         ("probe-lbfgs-v1", "c", 0.0, "a number"),
         ("finetune-mae-v1", "epochs", -0.5, "a number"),
         ("rank-v1", "samples", True, "a whole number"),
+        ("segment-linear-v1", "lr", -1, "a number"),
+        ("segment-ridge-v1", "penalty", -1.0, "a number"),
     ],
 )
 def test_settings_that_give_no_number_are_refused(protocol: str, setting: str, value: Any, form: str) -> None:

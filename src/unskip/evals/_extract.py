@@ -74,6 +74,7 @@ def gathered(
     for pool, norm in wanted_views:
         if pool not in ("mean", "cls") or norm not in ("none", "layer"):
             raise BadInput(f"a view is ('mean' | 'cls', 'none' | 'layer'), got {(pool, norm)!r}")
+    _dtype(precision)
     found: dict[View, dict[int, list[Tensor]]] = {view: {} for view in wanted_views}
     labels: list[Tensor] = []
     axes = dict(axes or {})
@@ -108,7 +109,11 @@ def _view(tokens: Tensor, pool: Pool, norm: Norm) -> Tensor:
 
 def autocast(device: torch.device, precision: str) -> contextlib.AbstractContextManager[object]:
     """Autocast for one of the names of a precision."""
+    dtype = _dtype(precision)
+    return torch.autocast(device.type, dtype) if dtype is not None else contextlib.nullcontext()
+
+
+def _dtype(precision: str) -> torch.dtype | None:
     if precision not in DTYPES:
         raise BadInput(f"precision is {precision!r}; it can be {', '.join(DTYPES)}")
-    dtype = DTYPES[precision]
-    return torch.autocast(device.type, dtype) if dtype is not None else contextlib.nullcontext()
+    return DTYPES[precision]

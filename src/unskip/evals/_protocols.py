@@ -148,17 +148,20 @@ PROTOCOLS = _frozen(
 )
 
 
-# What a protocol states, and nobody looks at: a change of it would be recorded and change nothing.
+# What a protocol states. A solver has settings of its own, which another one has not; at the rest nobody looks: a
+# change would be recorded and change nothing.
 _STATED = {
-    "probe-lbfgs-v1": ("standardise",),
-    "segment-linear-v1": ("flip",),
+    "probe-mae-v1": ("solver",),
+    "probe-decayed-v1": ("solver",),
+    "probe-lbfgs-v1": ("solver", "standardise"),
+    "segment-linear-v1": ("solver", "flip"),
+    "segment-ridge-v1": ("solver",),
     "discover-tokencut-v1": ("floor",),
 }
 
 
-_ABOVE_ZERO = frozenset(
-    ("neighbours", "temperature", "epochs", "steps_per_epoch", "largest_batch", "batch", "c", "samples")
-)
+_WHOLE = frozenset(("neighbours", "epochs", "steps_per_epoch", "largest_batch", "batch", "samples"))
+_ABOVE_ZERO = _WHOLE | {"temperature", "c", "lr", "lr_256", "penalty"}
 
 
 def protocol(name: str, kind: Kind | None = None) -> Protocol:
@@ -178,7 +181,7 @@ def settings_of(name: str, kind: Kind, changes: Mapping[str, Any] | None = None)
         raise BadInput(f"{name} has no setting {', '.join(unknown)}; it has {', '.join(settings)}")
     for stated in _STATED.get(name, ()):
         if stated in (changes or {}):
-            others = ", ".join(each for each in settings if each != stated)
+            others = ", ".join(each for each in settings if each not in _STATED[name])
             raise BadInput(f"{name}: {stated} cannot be changed; of its settings {others} can")
     for setting, value in (changes or {}).items():
         _check(name, kind, setting, value)
@@ -191,7 +194,7 @@ def _check(name: str, kind: Kind, setting: str, value: Any) -> None:
         return
     several = setting == "neighbours"
     # Fine-tuning alone can end within an epoch.
-    whole = setting not in ("temperature", "c") and not (setting == "epochs" and kind == "finetune")
+    whole = setting in _WHOLE and not (setting == "epochs" and kind == "finetune")
     numbers = value if several else [value]
     kinds: Any = int if whole else (int, float)
     if (
