@@ -305,11 +305,48 @@ def test_published_weights_start_a_run(tmp_path: Path) -> None:
         ({"init": "skipless:huge"}, "is none of vit-base, vit-small"),
         ({"balance": "mean"}, "centre or sinkhorn"),
         ({"steps": 0}, "0 steps: give steps or epochs"),
+        ({"student_temperature": 0.0}, "student_temperature is 0.0; it is above 0"),
+        ({"teacher_temperature": -0.1}, "teacher_temperature is -0.1; it is above 0"),
+        ({"momentum": 2.0}, "momentum is 2.0; it goes from 0 to 1"),
+        ({"centre_momentum": -1.0}, "centre_momentum is -1.0"),
+        ({"teacher_warmup": 3.0}, "teacher_warmup is 3.0"),
+        ({"freeze_last": -1.0}, "freeze_last is -1.0; it is 0 or more"),
+        ({"projection": 0}, "projection is 0; it is 1 or more"),
+        ({"colour": -1.0}, "colour is -1.0"),
+        ({"patch": 0}, "patch is 0"),
+        ({"small_scale": 0.9}, "small_scale is 0.9 and scale 0.4"),
+        ({"batch": 1, "small": 1}, "needs two samples"),
+        ({"batch": 4, "accumulate": 4, "small": 1}, "needs two samples"),
+        ({"model": "timm:beit_base_patch16_224"}, "Beit has no dynamic_img_size"),
+        ({"model": "timm:swin_tiny_patch4_window7_224", "model_args": ""}, "has no dynamic_img_size"),
     ],
 )
 def test_bad_settings_are_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(BadInput, match=message):
         _dino.build(dino(**changes))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"temperature": 0.0}, "temperature is 0.0; it is above 0"),
+        ({"hidden": 0}, "hidden is 0; it is 1 or more"),
+        ({"batch": 1}, "no other to tell it from"),
+        ({"batch": 4, "accumulate": 4}, "no other to tell it from"),
+    ],
+)
+def test_bad_settings_of_a_contrast_are_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(BadInput, match=message):
+        _simclr.build(simclr(**changes))
+
+
+@pytest.mark.parametrize(("more", "judged"), [("", True), (",class_token=false,global_pool=avg,reg_tokens=2", False)])
+def test_neighbours_of_a_class_token_where_there_is_one(more: str, judged: bool) -> None:
+    task, _ = _dino.build(dino(model_args=TINY["model_args"] + more))
+    (evaluation,) = task.evaluations.values()
+    found = evaluation(task.model)
+    assert "knn20" in found
+    assert ("cls_knn20" in found) == judged
 
 
 def test_the_official_preset() -> None:

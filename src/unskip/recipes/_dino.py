@@ -25,14 +25,24 @@ from torch import Tensor, nn
 from unskip.anatomy._example import Example
 from unskip.anatomy._features import block_axes
 from unskip.data._views import Drawn, DrawnFeed
+from unskip.errors import BadInput
 from unskip.models import DINO, load_dino
 from unskip.optim import build as build_optimizer
 from unskip.optim import schedules
 from unskip.recipes._config import Config
 from unskip.recipes._data import Opener
 from unskip.recipes._registry import Preset, Recipe, register, resolve
-from unskip.recipes._shared import built, device_of, save_with_encoder, schedule_of, steps_of, wired
-from unskip.recipes._views import backbone_arguments, collapsed_blocks, looked_at, prepare, still_feeds, view_data
+from unskip.recipes._shared import device_of, save_with_encoder, schedule_of, steps_of, wired
+from unskip.recipes._views import (
+    backbone,
+    backbone_arguments,
+    check,
+    collapsed_blocks,
+    looked_at,
+    prepare,
+    still_feeds,
+    view_data,
+)
 from unskip.training import Schedule, Task
 
 
@@ -152,14 +162,15 @@ def dino(preset: str = "digits", **overrides: Any) -> Dino:
 
 def build(config: Dino, opener: Opener | None = None) -> tuple[Task, Schedule]:
     """The task and schedule of a config."""
+    _check(config)
     device = device_of(config.device)
     train, test, feed = view_data(config, device, opener)
     known, judged = still_feeds(config, train, test, device)
     sample = next(iter(judged.evaluate()))[0][:64]
     arguments = backbone_arguments(config, train.channels)
-    backbone = built(config, arguments).to(device)
-    prepare(config, backbone, sample)
-    model = _model(config, backbone, device)
+    encoder = backbone(config, arguments).to(device)
+    prepare(config, encoder, sample)
+    model = _model(config, encoder, device)
     student, teacher = (wired(tower.backbone, config, sample) for tower in (model.student, model.teacher))
     model.teacher.requires_grad_(False)  # a learnt shortcut has brought a parameter of its own
     axes = block_axes(model.teacher.backbone, Example.of(sample[:1]))  # once, and of the model before it is sharded
@@ -212,6 +223,22 @@ def build(config: Dino, opener: Opener | None = None) -> tuple[Task, Schedule]:
         save=write,
     )
     return task, schedule
+
+
+def _check(config: Dino) -> None:
+    ranges: dict[str, tuple[float, float]] = dict.fromkeys(("teacher_warmup", "momentum", "centre_momentum"), (0, 1))
+    ranges |= dict.fromkeys(("projection", "hidden", "bottleneck"), (1, math.inf)) | {"freeze_last": (0, math.inf)}
+    check(config, ranges, ("student_temperature", "teacher_temperature", "teacher_start"))
+    if (config.head_norm or config.bottleneck_norm) and config.small * config.batch // config.accumulate == 1:
+        raise BadInput(
+            "one small view of one image: the head's batch norm needs two samples; raise batch or small, or leave out "
+            "head_norm and bottleneck_norm"
+        )
+    if config.small and config.small_scale > config.scale:
+        raise BadInput(
+            f"small_scale is {config.small_scale!r} and scale {config.scale!r}: small views show at least the first "
+            "share of the area, and at most the second"
+        )
 
 
 def _model(config: Dino, backbone: nn.Module, device: torch.device) -> DINO:

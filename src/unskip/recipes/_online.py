@@ -57,17 +57,22 @@ _ONLINE: dict[str, View] = {"": ("mean", "none"), "cls_": ("cls", "layer")}
 def online(
     train: Feed, test: Feed, precision: Any, axes: Mapping[str, int], encoder: Callable[[Any], nn.Module]
 ) -> Callable[[nn.Module], dict[str, float]]:
-    """Neighbours of the last block, and the rank of every block, while training goes on."""
+    """Neighbours of the last block, and the rank of every block, while training goes on.
+
+    A model that says it has no class token is judged by the mean alone: its first token is a register or a patch.
+    """
 
     def judged(network: nn.Module) -> dict[str, float]:
         inner = encoder(network)
+        known = getattr(inner, "cls_token", True) is not None
+        words = {word: view for word, view in _ONLINE.items() if known or word != "cls_"}
         options: dict[str, Any] = {"precision": precision, "axes": axes}
         with gathered(network):
-            learnt = extract(inner, train.evaluate(), -1, _ONLINE.values(), **options)
-            found = extract(inner, test.evaluate(), "all", _ONLINE.values(), **options)
+            learnt = extract(inner, train.evaluate(), -1, words.values(), **options)
+            found = extract(inner, test.evaluate(), "all", words.values(), **options)
         last = found.blocks - 1
         values: dict[str, float] = {}
-        for word, view in _ONLINE.items():
+        for word, view in words.items():
             values |= {f"{word}{name}": value for name, value in neighbours(learnt, found, last, view).items()}
         y = found["mean", "none"]
         ranks = {f"rank_block_{index}": rank(value)["rank"] for index, value in y.items()}

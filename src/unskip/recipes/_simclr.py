@@ -7,6 +7,7 @@ checked, and is warned about.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,13 +19,23 @@ from unskip._warn import warn
 from unskip.anatomy._example import Example
 from unskip.anatomy._features import block_axes
 from unskip.data._views import Drawn, DrawnFeed
+from unskip.errors import BadInput
 from unskip.models import SimCLR
 from unskip.optim import build as build_optimizer
 from unskip.recipes._config import Config
 from unskip.recipes._data import Opener
 from unskip.recipes._registry import Preset, Recipe, register, resolve
-from unskip.recipes._shared import built, device_of, save_with_encoder, schedule_of, steps_of, wired
-from unskip.recipes._views import backbone_arguments, collapsed_blocks, looked_at, prepare, still_feeds, view_data
+from unskip.recipes._shared import device_of, save_with_encoder, schedule_of, steps_of, wired
+from unskip.recipes._views import (
+    backbone,
+    backbone_arguments,
+    check,
+    collapsed_blocks,
+    looked_at,
+    prepare,
+    still_feeds,
+    view_data,
+)
 from unskip.training import Schedule, Task
 from unskip.wiring import Anneal, Decay
 from unskip.wiring.shortcuts import parse
@@ -83,15 +94,18 @@ def build(config: Simclr, opener: Opener | None = None) -> tuple[Task, Schedule]
     caution = decay_caution(config.shortcut)
     if caution is not None:
         warn(caution)
+    check(config, {"projection": (1, math.inf), "hidden": (1, math.inf)}, ("temperature",))
+    if config.batch // max(1, config.accumulate) < 2:
+        raise BadInput("one image at a time: there is no other to tell it from; raise batch, or lower accumulate")
     device = device_of(config.device)
     train, test, feed = view_data(config, device, opener)
     known, judged = still_feeds(config, train, test, device)
     sample = next(iter(judged.evaluate()))[0][:64]
     arguments = backbone_arguments(config, train.channels)
-    backbone = built(config, arguments).to(device)
-    prepare(config, backbone, sample)
+    encoder = backbone(config, arguments).to(device)
+    prepare(config, encoder, sample)
     head: dict[str, Any] = {"hidden": config.hidden, "out": config.projection, "norm": config.head_norm}
-    model = SimCLR(backbone, temperature=config.temperature, **head).to(device)
+    model = SimCLR(encoder, temperature=config.temperature, **head).to(device)
     wiring = wired(model.backbone, config, sample)
     axes = block_axes(model.backbone, Example.of(sample[:1]))  # once, and of the model before it is sharded
     optimizer = build_optimizer(model, config.optimizer, config.lr, config.weight_decay)

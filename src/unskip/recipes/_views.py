@@ -7,13 +7,15 @@ within an image falls, and with it what can be read from them.
 
 from __future__ import annotations
 
+import math
 import statistics
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from unskip import spec
 from unskip.anatomy._features import kept
 from unskip.anatomy._quiet import evaluating
 from unskip.data import Feed, ImageSet, ViewFeed, Views
@@ -24,7 +26,7 @@ from unskip.measures import effective_rank
 from unskip.optim._precision import products
 from unskip.recipes._data import Opener, both
 from unskip.recipes._online import check_online, gathered, online, some
-from unskip.recipes._shared import arguments_of
+from unskip.recipes._shared import arguments_of, built
 
 _IMAGES = 16  # whose patches are looked at
 # Of their length: patches that differ by less are the same. A network in float32 rounds to 3e-7 up to 2e-6, and by
@@ -34,6 +36,7 @@ _SAME = 1e-4
 
 def view_data(config: Any, device: torch.device, opener: Opener | None = None) -> tuple[ImageSet, ImageSet, ViewFeed]:
     """The training and the judged set, and the views of the first."""
+    check(config, {"patch": (1, math.inf), "colour": (0, math.inf), "source": (1, math.inf)})
     patch = config.patch or 1
     for name in ("size", "small_size"):
         if getattr(config, name, patch) % patch:
@@ -46,7 +49,7 @@ def view_data(config: Any, device: torch.device, opener: Opener | None = None) -
         size=config.size,
         small_size=getattr(config, "small_size", config.size),
         scale=(config.scale, 1.0),
-        small_scale=(min(getattr(config, "small_scale", config.scale), config.scale), config.scale),
+        small_scale=(getattr(config, "small_scale", config.scale) if small else config.scale, config.scale),
         jitter=0.8 if strength else 0.0,
         brightness=0.4 * strength,
         contrast=0.4 * strength,
@@ -61,6 +64,17 @@ def view_data(config: Any, device: torch.device, opener: Opener | None = None) -
         raise BadInput(f"{train.name}: its images are read from disk; say with --source at which size to crop from")
     options: dict[str, Any] = {"seed": config.seed, "device": device, "workers": config.workers}
     return train, test, ViewFeed(train, config.batch, views, source=source, **options)
+
+
+def check(config: Any, ranges: Mapping[str, tuple[float, float]], above_zero: Iterable[str] = ()) -> None:
+    """Raises BadInput for a number of a config that is out of its range; None is in every range."""
+    for name, (low, high) in ranges.items():
+        if (value := getattr(config, name)) is not None and not low <= value <= high:
+            usual = f"goes from {low:g} to {high:g}" if high < math.inf else f"is {low:g} or more"
+            raise BadInput(f"{name} is {value!r}; it {usual}")
+    for name in above_zero:
+        if not getattr(config, name) > 0:
+            raise BadInput(f"{name} is {getattr(config, name)!r}; it is above 0")
 
 
 def still_feeds(config: Any, train: ImageSet, test: ImageSet, device: torch.device) -> tuple[Feed, Feed]:
@@ -81,6 +95,25 @@ def backbone_arguments(config: Any, channels: int) -> dict[str, Any]:
     if config.patch is not None:
         arguments["patch_size"] = config.patch
     return arguments | arguments_of(config.model_args)
+
+
+def backbone(config: Any, arguments: dict[str, Any]) -> nn.Module:
+    """The model that a config names. Raises BadInput where it is no ViT that takes images of several sizes."""
+    try:
+        model = built(config, arguments)
+    except BadInput:
+        _refuse_one_size(config, spec.build(config.model, light=True))
+        raise
+    _refuse_one_size(config, model)
+    return model
+
+
+def _refuse_one_size(config: Any, model: nn.Module) -> None:
+    if not hasattr(model, "dynamic_img_size"):
+        raise BadInput(
+            f"{config.model}: {type(model).__name__} has no dynamic_img_size, and views are of several sizes; take a "
+            "ViT of timm that has, as timm:vit_small_patch16_224"
+        )
 
 
 def prepare(config: Any, backbone: nn.Module, sample: Tensor) -> None:
