@@ -188,6 +188,11 @@ def test_input_that_does_not_fit() -> None:
             model(images, time, labels)
     with pytest.raises(BadInput, match="whole numbers"):
         model(images, time, torch.zeros(3))
+    wrong: Any
+    for wrong, text in ((0.5, r"0\.5"), (torch.tensor(0.5), r"shape \(\)"), (time[:, None], r"shape \(3, 1\)")):
+        for each in (model, UViT(**SMALL, depth=3)):
+            with pytest.raises(BadInput, match=rf"one for each image, got {text}"):
+                each(images, wrong)
     with pytest.raises(BadInput, match=r"images are \(2, 4, 4\); the model takes \(2, 8, 8\)"):
         model(images[:, :, :4, :4])
     with pytest.raises(BadInput, match="do not divide"):

@@ -61,6 +61,9 @@ def conditions(images: Tensor, time: Tensor | None, labels: Tensor | None, class
     """The time and label of each image: those of data, 1, and of no label where none are given."""
     if time is None:
         time = images.new_ones(len(images), dtype=torch.float32)
+    elif not torch.compiler.is_compiling() and (not isinstance(time, Tensor) or time.ndim != 1):
+        found = f"shape {tuple(time.shape)}" if isinstance(time, Tensor) else repr(time)
+        raise BadInput(f"time is a tensor (batch,), one for each image, got {found}; torch.full((batch,), 0.5)")
     if labels is None:
         labels = torch.full((len(images),), classes, device=images.device)
     elif labels.device.type == "cpu" and not torch.compiler.is_compiling():
