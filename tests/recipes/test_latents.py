@@ -146,6 +146,17 @@ def test_latents_that_cannot_be_had(autoencoder: Path, tmp_path: Path) -> None:
     with pytest.raises(BadInput, match=r"image 5: its latents are not finite"):
         encode(few(), broken, 8, tmp_path)
     assert not list(tmp_path.iterdir())
+    encode(few(), mine, 8, tmp_path / "cache")
+    (held,) = (tmp_path / "cache").glob("*.npy")
+    whole = held.read_bytes()
+    for damaged in (whole[:-100], b"", b"nothing"):
+        held.write_bytes(damaged)
+        with pytest.raises(LoadError, match=r"damaged .* delete it"):
+            encode(few(), mine, 8, tmp_path / "cache")
+    latents = torch.randn(3, 2, 4, 4)
+    latents[1, 0, 0, 0] = torch.nan
+    with pytest.raises(BadInput, match="1 of 3 images are not finite as the autoencoder decodes"):
+        mine.decode(latents)
     shutil.copytree(autoencoder, tmp_path / "kl")
     for file in (tmp_path / "kl").glob("*.safetensors"):
         file.write_bytes(b"nothing")

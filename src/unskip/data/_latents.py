@@ -81,9 +81,15 @@ class Autoencoder:
 
     @torch.no_grad()
     def decode(self, latents: Tensor) -> Tensor:
-        """Latents to bytes."""
+        """Latents to bytes. Raises BadInput where the autoencoder makes no numbers of them: they would be black."""
         module: Any = self.module
         values = module.decode(latents / self.scale + self.shift).sample
+        bad = (~values.isfinite().flatten(1).all(1)).nonzero()
+        if len(bad):
+            raise BadInput(
+                f"{len(bad)} of {len(values)} images are not finite as the autoencoder decodes them; it is broken, or "
+                "the wrong one"
+            )
         pixels: Tensor = ((values.float() + 1) * 127.5).round().clamp(0, 255).byte()
         return pixels
 
@@ -105,7 +111,10 @@ def encode(
         finally:
             aside.unlink(missing_ok=True)
         file.with_suffix(".json").write_text(json.dumps({"images": repr(images), "size": size}))
-    return numpy.load(file, mmap_mode="r")  # type: ignore[no-any-return]
+    try:
+        return numpy.load(file, mmap_mode="r")  # type: ignore[no-any-return]
+    except (ValueError, EOFError) as error:
+        raise LoadError(f"{file}: damaged ({error}); delete it, and it is made again") from error
 
 
 def _write(file: Path, images: ImageSet, autoencoder: Autoencoder, size: int, batch: int) -> None:
