@@ -99,7 +99,7 @@ def test_the_numbers_of_a_collapse() -> None:
 
 
 def test_the_teacher_drops_nothing() -> None:
-    dino = DINO(backbone(drop_path_rate=0.5, proj_drop_rate=0.5), out=12, hidden=20, bottleneck=8)
+    dino = DINO(backbone(drop_path_rate=0.5, proj_drop_rate=0.5, patch_drop_rate=0.5), out=12, hidden=20, bottleneck=8)
     x = torch.randn(2, 3, 16, 16)
     assert torch.equal(dino.teacher(x), dino.teacher(x))
     assert not torch.equal(dino.student(x), dino.student(x))

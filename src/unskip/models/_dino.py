@@ -119,10 +119,11 @@ class DINO(nn.Module):
         self.student = Tower(backbone, head)
         self.teacher = copy.deepcopy(self.student).requires_grad_(False)
         inner: Any
-        for inner in self.teacher.modules():  # drop path and dropout are the student's
-            if hasattr(inner, "drop_prob"):
-                inner.drop_prob = 0.0
-            elif isinstance(inner, nn.Dropout):
+        for inner in self.teacher.modules():  # drop path, dropout and patches left out are the student's
+            for name in ("drop_prob", "prob"):
+                if hasattr(inner, name):
+                    setattr(inner, name, 0.0)
+            if isinstance(inner, nn.Dropout):
                 inner.p = 0.0
         self.out, self.student_temperature = out, student_temperature
         self.centre_momentum, self.balance = centre_momentum, balance
