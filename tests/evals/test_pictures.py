@@ -22,7 +22,7 @@ from unskip.data._dense import open_dense
 from unskip.data._device import mean_and_std
 from unskip.errors import BadInput
 from unskip.evals._pictures import main_directions
-from unskip.recipes._judge_dense import _meaning
+from unskip.recipes._judge_dense import _meaning, picture_run
 from unskip.training import RunFolder
 
 TRIMAP = {1: 1, 2: 0, 3: 255}
@@ -238,6 +238,15 @@ def test_a_run_is_judged_by_dense_protocols_and_drawn(tmp_path: Path, capsys: py
     assert Path(sheet).is_file()
     assert cli.main(["eval", str(tmp_path / "run"), "--protocol", "segment-ridge-v1"]) == 2
     assert "--dense FILES" in capsys.readouterr().err
+
+
+@pytest.mark.filterwarnings("ignore::unskip.errors.UnskipWarning")
+def test_a_model_for_one_size_is_drawn_at_it(tmp_path: Path) -> None:
+    write(tmp_path / "x-test.parquet")  # 32 pixels
+    tiny: dict[str, Any] = {"model_args": "depth=2,embed_dim=16,num_heads=2", "steps": 2, "batch": 32, "device": "cpu"}
+    unskip.train(recipes.supervised("digits", **tiny), tmp_path / "run", quiet=True)  # 8 pixels
+    picture_run(tmp_path / "run", tmp_path / "sheet.png", str(tmp_path / "x-{split}.parquet"))
+    assert (tmp_path / "sheet.png").is_file()
 
 
 @pytest.mark.parametrize(

@@ -90,7 +90,9 @@ def picture_run(
     run = open_run(out, device, opener)
     images = opened(run.config, judged_split(run.config), opener) if source is None else open_images(source, "test")
     chosen = torch.linspace(0, len(images) - 1, count).long()
-    size = run.config.size if source is None or images.size is None else None
+    # Another set as it is, where its images are of one size and the model takes any.
+    whole = source is not None and images.size is not None and getattr(run.encoder, "dynamic_img_size", False)
+    size = None if whole else run.config.size
     return pictures(run.encoder, images.load(chosen, size), Path(target))
 
 
