@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import numpy
@@ -18,6 +19,7 @@ from unskip import evals
 from unskip.errors import BadInput
 from unskip.evals._discover import in_pixels, true_boxes
 from unskip.evals._iou import pair_iou
+from unskip.evals._patches import Patches, Reader
 
 # --- Mean IoU ---------------------------------------------------------------------------------------------------------
 
@@ -133,6 +135,20 @@ def test_a_curve_over_blocks_is_each_block_on_its_own() -> None:
     curve = evals.segment_blocks(model, train, test, 2)
     assert [each.blocks for each in curve] == [(0,), (1,), (2,)]
     assert curve[1] == evals.segment(model, train, test, 2, blocks=1, protocol="segment-ridge-v1")
+
+
+def test_the_size_of_features_does_not_matter_on_a_small_set_either(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Batch norm takes it away. A running mean that began at 0 and 1 would not have forgotten it in forty steps."""
+    model, train, test = vit(), colours(12), colours(8, seed=1)
+    plain = evals.segment(model, train, test, 2)
+    read = Reader.__call__
+
+    def moved(self: Reader, *given: Any) -> Patches:
+        found = read(self, *given)
+        return replace(found, blocks={index: x / 16 + 8 for index, x in found.blocks.items()})
+
+    monkeypatch.setattr(Reader, "__call__", moved)
+    assert evals.segment(model, train, test, 2).iou == pytest.approx(plain.iou, abs=2e-3)
 
 
 def test_masks_of_a_finer_grid_and_odd_images() -> None:

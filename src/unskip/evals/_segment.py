@@ -222,8 +222,9 @@ def _descent(z: Tensor, read: _Read, settings: Mapping[str, Any], seed: int) -> 
         if settings["batch_norm"]:
             spread, middle = torch.var_mean(part, (0, 2, 3), correction=0)
             part = (part - middle[:, None, None]) / (spread[:, None, None] + _EPS).sqrt()
-            mean.lerp_(middle, 0.1)
-            variance.lerp_(spread, 0.1)
+            rate = 0.1 if step else 1.0  # from the first batch on: a small set has few steps to forget a start in
+            mean.lerp_(middle, rate)
+            variance.lerp_(spread, rate)
         schedules.apply(optimizer, lr=schedules.warmup_cosine(step, total=total))
         with torch.enable_grad():
             logits = read.upsampled(F.conv2d(part, weight, bias))
