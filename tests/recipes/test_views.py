@@ -316,6 +316,7 @@ def test_published_weights_start_a_run(tmp_path: Path) -> None:
         ({"patch": 0}, "patch is 0"),
         ({"small_scale": 0.9}, "small_scale is 0.9 and scale 0.4"),
         ({"batch": 1, "small": 1}, "needs two samples"),
+        ({"accumulate": 0}, "accumulate is 0"),
         ({"batch": 4, "accumulate": 4, "small": 1}, "needs two samples"),
         ({"model": "timm:beit_base_patch16_224"}, "Beit has no dynamic_img_size"),
         ({"model": "timm:swin_tiny_patch4_window7_224", "model_args": ""}, "has no dynamic_img_size"),

@@ -229,7 +229,7 @@ def _check(config: Dino) -> None:
     ranges: dict[str, tuple[float, float]] = dict.fromkeys(("teacher_warmup", "momentum", "centre_momentum"), (0, 1))
     ranges |= dict.fromkeys(("projection", "hidden", "bottleneck"), (1, math.inf)) | {"freeze_last": (0, math.inf)}
     check(config, ranges, ("student_temperature", "teacher_temperature", "teacher_start"))
-    if (config.head_norm or config.bottleneck_norm) and config.small * config.batch // config.accumulate == 1:
+    if (config.head_norm or config.bottleneck_norm) and config.small * config.batch == max(1, config.accumulate):
         raise BadInput(
             "one small view of one image: the head's batch norm needs two samples; raise batch or small, or leave out "
             "head_norm and bottleneck_norm"
