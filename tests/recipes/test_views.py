@@ -350,6 +350,15 @@ def test_neighbours_of_a_class_token_where_there_is_one(more: str, judged: bool)
     assert ("cls_knn20" in found) == judged
 
 
+def test_a_model_that_takes_any_size_without_being_asked() -> None:
+    """NaFlexVit has no dynamic_img_size. This one has registers and no class token."""
+    task, _ = _dino.build(dino(model="timm:naflexvit_base_patch16_gap", model_args=TINY["model_args"], patch=2))
+    model: Any = task.model
+    assert [model.teacher(torch.randn(2, 1, size, size)).shape[0] for size in (8, 4)] == [2, 2]
+    (evaluation,) = task.evaluations.values()
+    assert "cls_knn20" not in evaluation(model)
+
+
 def test_the_official_preset() -> None:
     config = recipes.dino("vit-small")
     assert (config.projection, config.hidden, config.bottleneck, config.head_layers, config.head_norm) == (

@@ -64,7 +64,7 @@ def online(
 
     def judged(network: nn.Module) -> dict[str, float]:
         inner = encoder(network)
-        known = getattr(inner, "cls_token", True) is not None
+        known = getattr(inner, "has_class_token", True) and getattr(inner, "cls_token", True) is not None
         words = {word: view for word, view in _ONLINE.items() if known or word != "cls_"}
         options: dict[str, Any] = {"precision": precision, "axes": axes}
         with gathered(network):

@@ -109,10 +109,11 @@ def backbone(config: Any, arguments: dict[str, Any]) -> nn.Module:
 
 
 def _refuse_one_size(config: Any, model: nn.Module) -> None:
-    if not hasattr(model, "dynamic_img_size"):
+    name = type(model).__name__
+    if not hasattr(model, "dynamic_img_size") and name != "NaFlexVit":  # which takes any size without it
         raise BadInput(
-            f"{config.model}: {type(model).__name__} has no dynamic_img_size, and views are of several sizes; take a "
-            "ViT of timm that has, as timm:vit_small_patch16_224"
+            f"{config.model}: {name} has no dynamic_img_size; the backbone is a ViT of timm that takes images of any "
+            "size, as timm:vit_small_patch16_224"
         )
 
 
