@@ -89,6 +89,13 @@ def test_bytes_are_normalised() -> None:
     assert torch.allclose(evals.patches(model, images).blocks[2], by_hand, atol=1e-5)
 
 
+def filled() -> nn.Module:
+    """Its windows of 14 x 14 are larger than the grid, which is filled up: the last tokens are no patches."""
+    size: dict[str, int] = {"img_size": 64, "depth": 2, "embed_dim": 48, "num_heads": 3}
+    made: nn.Module = timm.create_model("samvit_base_patch16_224", **size)
+    return made.eval()
+
+
 @pytest.mark.parametrize(
     ("make", "shape", "options", "message"),
     [
@@ -102,8 +109,9 @@ def test_bytes_are_normalised() -> None:
         (lambda: nn.Linear(3, 3), (1, 3, 32, 32), {}, "no patch tokens"),
         (lambda: timm.create_model("resnet10t"), (1, 3, 64, 64), {"what": "keys"}, "no keys to be had"),
         (windows, (1, 3, 56, 56), {"what": "keys", "blocks": 0}, "parts of the image"),
+        (filled, (1, 3, 64, 64), {"what": "keys"}, r"reads \(1, 196, 48\), .* not 1 x 16 patches"),
     ],
-    ids="tiny image,other size,channels,one image,block,no block,what,no patches,no attention,windows".split(","),
+    ids="tiny,other size,channels,one image,block,no block,what,no patches,no attention,windows,filled".split(","),
 )
 def test_what_has_no_patch_features(make: Any, shape: tuple[int, ...], options: Any, message: str) -> None:
     with pytest.raises(BadInput, match=message):

@@ -120,7 +120,7 @@ class Reader:
             if self.what != "tokens":
                 count, look = here[0] * here[1], self.looks[index]
                 read = look.heard(seen[index])
-                if len(read) != len(shown) or read.shape[1] < count:
+                if len(read) != len(shown) or not 0 <= read.shape[1] - count <= _MOST_PREFIX:
                     raise BadInput(
                         f"{look.attention.site.name}: its attention reads {tuple(read.shape)}, parts of the image, and "
                         f"not {len(shown)} x {count} patches; take what='tokens'"
