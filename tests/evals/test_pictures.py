@@ -127,8 +127,9 @@ def test_a_sheet_is_written(tmp_path: Path) -> None:
         evals.pictures(vit(), images.repeat(5, 1, 1, 1), tmp_path / "x.png")
     with pytest.raises(BadInput, match=r"7. not among the model's 3 blocks"):
         evals.pictures(vit(), images, tmp_path / "x.png", blocks=[7])
-    with pytest.raises(BadInput, match=r"end it in .png"):
-        evals.pictures(vit(), images, tmp_path / "x")
+    for name in ("x", "x.psd"):  # which can be read, and not written
+        with pytest.raises(BadInput, match=r"end it in .png"):
+            evals.pictures(vit(), images, tmp_path / name)
     with pytest.raises(BadInput, match="images of 4 channels"):
         evals.pictures(vit(in_chans=4), torch.zeros(2, 4, 32, 32), tmp_path / "x.png")
 
@@ -176,6 +177,24 @@ def test_masks_and_boxes_are_read(tmp_path: Path) -> None:
     assert half.boxes[1].tolist() == [2, 4, 11, 12]
     assert half.masks is not None
     assert half.masks.unique().tolist() == [1, 2, 3]
+
+
+def test_masks_lie_over_images_that_were_made_squares(tmp_path: Path) -> None:
+    flat = numpy.zeros((20, 40), numpy.uint8)
+    flat[5:10, 8:30] = 255
+    picture = {"bytes": encoded(Image.fromarray(flat)), "path": None}
+    rows = {"image": [picture] * 2, "mask": [picture] * 2, "label": [0, 1], "bbox": [[8, 5, 30, 10]] * 2}
+    parquet.write_table(pyarrow.table(rows), tmp_path / "x-test.parquet")
+    found = open_dense(tmp_path / "x-{split}.parquet", "test", size=16)
+    assert found.masks is not None
+    assert found.masks.shape == (2, 40, 40)
+    lies = found.masks[0].nonzero()
+    assert (*lies.amin(0).tolist(), *(lies.amax(0) + 1).tolist()) == (10, 8, 20, 30)
+    assert found.boxes is not None
+    assert (found.boxes[0] * 40 / 16).tolist() == pytest.approx([8, 10, 30, 20])
+    as_it_is = open_dense(tmp_path / "x-{split}.parquet", "test")
+    assert as_it_is.masks is not None
+    assert as_it_is.masks.shape == (2, 20, 40)
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from typing import Any, Literal
 import numpy
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from unskip.data._device import shown
 from unskip.data._images import ImageSet
@@ -52,7 +53,10 @@ def open_dense(
     size: int | None = None,
     values: Mapping[int, int] | None = None,
 ) -> DenseSet:
-    """Opens the split of a set of parquet files. With a `size` images and boxes are resized; masks keep theirs."""
+    """Opens the split of a set of parquet files.
+
+    With a `size` images and boxes are resized to a square; masks keep their size, or the longer side of it.
+    """
     from pyarrow import parquet
 
     files = files_by_split(str(source))
@@ -79,6 +83,8 @@ def open_dense(
             shown(part, box.expand(len(part), 5), (size, size)).round().byte() for part in images.images.split(512)
         ]
         images = replace(images, images=torch.cat(parts))
+        if masks is not None and height != width:  # they lie over images that are squares now
+            masks = F.interpolate(masks[:, None], (max(height, width),) * 2, mode="nearest-exact")[:, 0]
         boxes = None if boxes is None else boxes * torch.tensor([size / width, size / height] * 2, dtype=torch.float64)
     return DenseSet(images, masks, boxes)
 

@@ -130,12 +130,12 @@ def pictures(model: nn.Module, images: Tensor, out: str | Path, *, blocks: Seque
 
 
 def sheet_file(out: str | Path) -> Path:
-    """Where a sheet is written. Raises BadInput for a name that says no format of pictures."""
+    """Where a sheet is written. Raises BadInput for a name that says no format it can be written in."""
     from PIL import Image
 
     target = Path(out)
-    if target.suffix.lower() not in Image.registered_extensions():
-        raise BadInput(f"pictures: {out}: its name says no format of pictures; end it in .png")
+    if Image.registered_extensions().get(target.suffix.lower()) not in Image.SAVE:
+        raise BadInput(f"pictures: {out}: its name says no format that pictures are written in; end it in .png")
     return target
 
 
