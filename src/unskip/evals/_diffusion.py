@@ -18,8 +18,7 @@ from unskip.data import Feed, ImageSet
 from unskip.errors import BadInput
 from unskip.evals._evaluate import Result, judge
 from unskip.evals._extract import Blocks, Features, Precision, View, gathered
-from unskip.evals._protocols import protocol as find
-from unskip.evals._protocols import settings_of
+from unskip.evals._protocols import asked_for
 from unskip.models import Flow
 from unskip.models._noise import normal
 
@@ -74,13 +73,9 @@ def diffusion(
     changes: dict[str, dict[str, Any]] | None = None,
 ) -> dict[float, list[Result]]:
     """Protocols over blocks and times in one sweep: {time: results}. Features are means over all tokens."""
-    asked = [find(name) for name in protocols]
+    asked = asked_for(protocols, changes)
     if not asked or any(each.kind not in ("knn", "probe", "rank") for each in asked):
         raise BadInput("diffusion: ask for protocols of features that stand still: knn, probe or rank")
-    for name, values in (changes or {}).items():
-        if name not in protocols:
-            raise BadInput(f"changes of {name}, which is not asked for; asked for are {', '.join(protocols)}")
-        settings_of(name, find(name).kind, values)
     if not times:
         raise BadInput("diffusion: name one time or more, from noise, 0, to data, 1")
     views: dict[str, View] = {each.name: ("mean", each.norm) for each in asked}

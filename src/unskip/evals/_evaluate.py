@@ -16,8 +16,7 @@ from unskip.evals._extract import Features, Precision, View, extract
 from unskip.evals._finetune import finetune
 from unskip.evals._knn import knn
 from unskip.evals._probe import probe_all
-from unskip.evals._protocols import Pool, Protocol, settings_of
-from unskip.evals._protocols import protocol as find
+from unskip.evals._protocols import Pool, Protocol, asked_for
 from unskip.evals._rank import rank
 
 
@@ -58,11 +57,7 @@ def evaluate(
     `pool` takes the place of the protocols' own; `changes` maps a protocol to settings that shall be otherwise. Both
     are recorded in the results. With `graph` the steps of fine-tuning are replayed as a CUDA graph, on a GPU.
     """
-    asked = [find(name) for name in protocols]
-    for name, values in (changes or {}).items():
-        if name not in protocols:
-            raise BadInput(f"changes of {name}, which is not asked for; asked for are {', '.join(protocols)}")
-        settings_of(name, find(name).kind, values)
+    asked = asked_for(protocols, changes)
     dense = [each.name for each in asked if each.kind in ("segment", "discover")]
     if dense:
         raise BadInput(

@@ -7,7 +7,7 @@ A protocol never changes. What should be done otherwise gets a new name: knn-din
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Literal
@@ -173,6 +173,16 @@ def protocol(name: str, kind: Kind | None = None) -> Protocol:
     return PROTOCOLS[name]
 
 
+def asked_for(names: Sequence[str], changes: Mapping[str, Mapping[str, Any]] | None = None) -> list[Protocol]:
+    """The protocols of some names. Raises BadInput for changes of any other one, or that one does not take."""
+    found = [protocol(name) for name in names]
+    for name, values in (changes or {}).items():
+        if name not in names:
+            raise BadInput(f"changes of {name}, which is not asked for; asked for are {', '.join(names)}")
+        settings_of(name, protocol(name).kind, values)
+    return found
+
+
 def settings_of(name: str, kind: Kind, changes: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """The settings of a protocol with some changed. Raises BadInput for one that it does not have, or only states."""
     settings = protocol(name, kind).settings
@@ -189,7 +199,7 @@ def settings_of(name: str, kind: Kind, changes: Mapping[str, Any] | None = None)
 
 
 def _check(name: str, kind: Kind, setting: str, value: Any) -> None:
-    """Raise where a number that counts something, or that something is divided by, is none or not above 0."""
+    """Raise where a count, a divisor, a rate or a penalty is no number, or not above 0."""
     if setting not in _ABOVE_ZERO:
         return
     several = setting == "neighbours"
