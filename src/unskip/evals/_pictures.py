@@ -72,7 +72,7 @@ def attention_maps(model: nn.Module, images: Tensor, block: int = -1) -> Tensor:
     opened = lay_open(model, some(shown, 0, 1), weighted=True)
     maps = []
     for index in range(len(images)):  # one by one: a recording holds every tensor on the way
-        laid = dissect_again(model, some(shown, index, index + 1), opened.dissection)
+        laid = dissect_again(model, some(shown, index, index + 1), opened.dissection) if index else opened.dissection
         p = Opened(laid, opened.parts, opened.attentions).probabilities(look.attention.site.index)
         prefix = p.shape[-1] - grid[0] * grid[1]
         rows = p[:, :, 0] if prefix else p.mean(2)  # of (1, heads, queries, keys)
