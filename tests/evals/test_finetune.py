@@ -1,0 +1,151 @@
+"""Fine-tuning: what it learns, what it leaves alone, what it refuses."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import timm
+import torch
+from tests.evals.digits import digits, vit
+from torch import nn
+
+import unskip
+from unskip import evals
+from unskip.errors import BadInput, TrainingError, UnskipWarning
+from unskip.evals._evaluate import by_depth
+from unskip.evals._finetune import Classifier
+
+SHORT: dict[str, Any] = {
+    "epochs": 15,
+    "warmup": 1,
+    "batch": 32,
+    "lr_256": 4e-2,
+    "layer_decay": 1.0,
+    "crop": "none",
+    "flip": False,
+}
+SHORT |= {"drop_path": 0.0, "mixup": 0.0, "cutmix": 0.0, "erase": 0.0}
+
+
+def test_a_step_of_fine_tuning_asks_nothing_of_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that it can be recorded as a CUDA graph: drop path, mixed labels and a decayed stream included."""
+    from tests.evals.hosts import NoHost
+
+    from unskip.evals import _finetune
+
+    counted = []
+
+    class Recorded:
+        def __init__(self, work: Any, model: nn.Module) -> None:
+            self.work, self.model = work, model
+
+        def __call__(self, batch: Any, key: object, seed: int) -> Any:
+            self.model.zero_grad(set_to_none=False)
+            with NoHost() as host:
+                found = self.work(batch)
+            counted.append(host.operations)
+            return found
+
+    model = vit()
+    unskip.rewire(model, "decay:0.6")
+    changes = SHORT | {"epochs": 2, "drop_path": 0.3, "mixup": 0.8, "cutmix": 1.0}
+    plain = evals.finetune(model, digits(), digits("test"), size=8, changes=changes)
+    monkeypatch.setattr(_finetune, "recorder", lambda work, network, graph: Recorded(work, network) if graph else None)
+    assert evals.finetune(model, digits(), digits("test"), size=8, graph=True, changes=changes) == plain
+    assert len(counted) == 18
+    assert min(counted) > 100
+
+
+def test_drop_path_is_off_where_a_skip_is_cut() -> None:
+    model, changes = vit(), SHORT | {"epochs": 2}
+    unskip.rewire(model, {"attention": "keep", "mlp": "cut"})
+    without = evals.finetune(model, digits(), digits("test"), size=8, changes=changes)
+    with pytest.warns(UnskipWarning, match="drop path, 0.9 by the protocol, is off"):
+        found = evals.finetune(model, digits(), digits("test"), size=8, changes=changes | {"drop_path": 0.9})
+    assert found == without
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_replayed_fine_tuning_reaches_the_same() -> None:
+    model = vit().cuda()
+    found = [
+        evals.finetune(model, digits(count=800), digits("test", 200), size=8, graph=graph, changes=SHORT)
+        for graph in (False, True)
+    ]
+    assert found[1] == pytest.approx(found[0], abs=0.05)
+    assert found[1] > 0.3
+
+
+@pytest.mark.full
+def test_fine_tuning_learns_and_leaves_the_model_alone() -> None:
+    model = vit()
+    unskip.rewire(model, "decay:0.8")
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    state = torch.get_rng_state()
+    found = [evals.finetune(model, digits(count=800), digits("test", 200), size=8, changes=SHORT) for _ in range(2)]
+    assert found[0] == found[1] > 0.3  # one in ten is chance
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert isinstance(model.norm, nn.LayerNorm)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_the_copy_keeps_the_wiring_and_pools_patches_alone() -> None:
+    model = vit().eval()
+    wiring = unskip.rewire(model, "decay:0.5")
+    network = Classifier(model, 10, 0.02).eval()
+    x = torch.randn(4, 1, 8, 8, generator=torch.Generator().manual_seed(0))
+    tokens = unskip.features(model, x, -1, pool=None)[2]
+    expected = network.head(network.norm(tokens[:, 1:].mean(1)))
+    assert torch.allclose(network(x), expected, atol=1e-5)
+    wiring.undo()
+    assert not torch.allclose(network(x), expected, atol=1e-3)
+
+
+def test_layer_decay_and_drop_path_reach_the_optimizer_and_the_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    from unskip.evals import _finetune
+
+    seen: dict[str, Any] = {}
+
+    def train(network: nn.Module, *rest: Any) -> float:
+        seen["rates"] = [getattr(block.drop_path1, "drop_prob", None) for block in network.encoder.blocks]  # type: ignore[union-attr]
+        seen["lr"] = {row.name: row.lr for row in unskip.optim.groups(network, layer_decay=0.65)}
+        return 0.0
+
+    monkeypatch.setattr(_finetune, "_train", train)
+    evals.finetune(vit(), digits(), digits("test"), size=8)
+    assert seen["rates"] == pytest.approx([0, 0.05, 0.1])
+    lr = seen["lr"]
+    assert lr["head.weight"] == 1
+    assert lr["encoder.blocks.2.attn.qkv.weight"] == pytest.approx(0.65)
+    assert lr["encoder.blocks.0.mlp.fc1.bias"] == pytest.approx(0.65**3)
+    assert lr["encoder.pos_embed"] == lr["encoder.patch_embed.proj.weight"] == pytest.approx(0.65**4)
+
+
+def test_fine_tuning_refuses_what_it_cannot_do() -> None:
+    with pytest.raises(BadInput, match="no setting epoch"):
+        evals.finetune(vit(), digits(), digits("test"), changes={"epoch": 3})
+    with pytest.raises(BadInput, match="has no forward_features"):
+        evals.finetune(nn.Linear(2, 2), digits(), digits("test"))
+    convolutions = timm.create_model("resnet18", num_classes=0, in_chans=1)
+    with pytest.raises(BadInput, match=r"features of shape \(32, 512, 1, 1\), not tokens"):
+        evals.finetune(convolutions, digits(), digits("test"), size=8, changes=SHORT)
+    some = digits().select((digits().labels != 3).nonzero().flatten())
+    with pytest.raises(BadInput, match="finetune: class 3 is judged and has no training sample"):
+        evals.finetune(vit(), some, digits("test"), size=8)
+    broken = vit()
+    nn.init.constant_(broken.blocks[0].attn.qkv.weight, torch.nan)  # type: ignore[index,union-attr,arg-type]
+    with pytest.raises(TrainingError, match="finetune: the loss is nan after 10 steps"):
+        evals.finetune(broken, digits(count=160), digits("test"), size=8, changes=SHORT | {"epochs": 2})
+    with pytest.raises(BadInput, match="the warm-up alone takes"):
+        evals.finetune(vit(), digits(), digits("test"), size=8, changes=SHORT | {"epochs": 1})
+
+
+def test_fine_tuning_is_a_result_of_the_whole_model() -> None:
+    changes = {"finetune-mae-v1": SHORT | {"epochs": 2}}
+    model, train, test = vit(), digits(), digits("test", 50)
+    results = evals.evaluate(model, train, test, ["finetune-mae-v1"], size=8, seed=3, changes=changes)
+    expected = evals.finetune(model, train, test, size=8, seed=3, changes=changes["finetune-mae-v1"])
+    assert [(each.block, each.pool, each.values) for each in results] == [(None, "patches", {"finetune": expected})]
+    assert results[0].changes == changes["finetune-mae-v1"]
+    assert "all" in by_depth(results)
