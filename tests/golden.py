@@ -1,0 +1,81 @@
+"""Short runs of every recipe on digits, whose losses and evaluations are on record in golden.json.
+
+python -m tests.golden --check     # all steps and evaluations to 1e-6, on the machine that recorded them
+python -m tests.golden --record    # after a change that means to change them; the commit says why
+
+The numbers are those of one thread in float32. Another CPU rounds otherwise, so tests/test_golden.py compares ten steps
+at 1e-3.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import tempfile
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import unskip
+
+FILE = Path(__file__).with_name("golden.json")
+STEPS = 24
+RUNS: dict[str, tuple[str, dict[str, Any]]] = {
+    "supervised residual": ("supervised", {}),
+    "supervised cut": ("supervised", {"shortcut": "cut", "init": "skipless", "optimizer": "soap"}),
+    "supervised decay": ("supervised", {"shortcut": "decay:0.6", "optimizer": "muon"}),
+    "mae": ("mae", {}),
+    "dino": ("dino", {}),
+    "simclr": ("simclr", {}),
+    "sit": ("sit", {}),
+    "uvit": ("uvit", {}),
+}
+
+
+def run(name: str) -> dict[str, Any]:
+    """The loss of every step, and every number of the evaluation at the end."""
+    recipe, fields = RUNS[name]
+    config = getattr(unskip.recipes, recipe)("digits", steps=STEPS, log_every=1, device="cpu", **fields)
+    with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
+        warnings.simplefilter("ignore", unskip.errors.UnskipWarning)  # so few steps look unhealthy
+        outcome = unskip.train(config, f"{folder}/run", quiet=True)
+        rows = unskip.training.RunFolder(f"{folder}/run").read("metrics.jsonl")
+    return {"loss": [row["loss"] for row in rows], "evaluation": dict(sorted(outcome.evaluations.items()))}
+
+
+def differences(new: dict[str, Any], old: dict[str, Any], tolerance: float) -> list[str]:
+    """The numbers that differ by more than `tolerance`, relative or absolute."""
+    pairs = {f"loss[{step}]": pair for step, pair in enumerate(zip(new["loss"], old["loss"], strict=True))}
+    names = new["evaluation"].keys() | old["evaluation"].keys()
+    pairs |= {key: (new["evaluation"].get(key, math.nan), old["evaluation"].get(key, math.nan)) for key in names}
+    return [
+        f"{key}: {now!r}, on record {before!r}"
+        for key, (now, before) in sorted(pairs.items())
+        if not math.isclose(now, before, rel_tol=tolerance, abs_tol=tolerance)
+    ]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--record", action="store_true")
+    parser.add_argument("--check", action="store_true")
+    parser.add_argument("names", nargs="*", default=list(RUNS))
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    found = {name: run(name) for name in options.names}
+    if options.record:
+        known = json.loads(FILE.read_text()) if FILE.exists() else {}
+        FILE.write_text(json.dumps({**known, **found}, indent=1) + "\n")
+        return
+    known = json.loads(FILE.read_text())
+    wrong = {name: differences(found[name], known[name], 1e-6) for name in found}
+    for name, lines in wrong.items():
+        print(f"{name}: {'same' if not lines else ''}", *lines[:12], sep="\n  ")
+    raise SystemExit(any(wrong.values()))
+
+
+if __name__ == "__main__":
+    main()
