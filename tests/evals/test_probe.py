@@ -79,6 +79,21 @@ def test_the_regression_ends_where_its_gradient_does(kind: str) -> None:
     assert max(float(weight.grad.abs().max()), float(bias.grad.abs().max())) <= 1.01e-6
 
 
+def test_the_regression_of_wide_features_with_two_threads() -> None:
+    """Some CPUs cannot invert a batch of matrices from 193 rows on with more than one thread."""
+    draw = torch.Generator().manual_seed(0)
+    x, labels = torch.randn(2, 300, 192, generator=draw), torch.arange(300) % 3
+    settings = PROTOCOLS["probe-lbfgs-v1"].settings
+    one = regression(x, labels, 3, settings, 2**20)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        two = regression(x, labels, 3, settings, 2**20)
+    finally:
+        torch.set_num_threads(threads)
+    assert torch.allclose(one.weight, two.weight, atol=1e-6)
+
+
 def test_the_regression_takes_few_passes_over_correlated_features(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a GPU each pass is some twenty kernels, whose launch is what a short evaluation waits for."""
     passes = []

@@ -133,7 +133,8 @@ def _inverse(parts: list[tuple[Tensor, Tensor]], classes: int, ridge: float) -> 
     hessian[:, :-1, :-1] = even * moments.double()
     hessian.diagonal(dim1=1, dim2=2)[:, :-1].add_(ridge + 1e-9)
     hessian[:, -1, -1] = max(even, 1e-9)  # standardised features have mean 0: the bias stands apart
-    found: Tensor = torch.linalg.inv(hessian)
+    # By Cholesky's factor: a batched `torch.linalg.inv` fails on some CPUs with several threads from n = 193 on.
+    found: Tensor = torch.cholesky_inverse(torch.linalg.cholesky(hessian))
     return found.to(first.dtype)
 
 

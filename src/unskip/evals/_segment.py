@@ -258,7 +258,7 @@ def _ridge(z: Tensor, read: _Read, settings: Mapping[str, Any]) -> _Head:
         gram += heavy.T @ each
         right += heavy.T @ (y[part] - middle)
     gram.diagonal().add_(settings["penalty"] * total)
-    weight = torch.linalg.solve(gram, right).T / std
+    weight = torch.cholesky_solve(right, torch.linalg.cholesky(gram)).T / std
     return _Head(weight[:, :, None, None], middle - weight @ mean)
 
 
