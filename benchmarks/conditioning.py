@@ -26,10 +26,10 @@ from torch import nn
 
 import unskip
 from unskip import Cut
+from unskip.anatomy import Sample
 from unskip.anatomy._example import example_for
-from unskip.anatomy._parts import lay_open
+from unskip.anatomy._parts import trace_parts
 from unskip.measures import jacobian_spectrum, self_attention_mass
-from unskip.measures._capture import Sample
 
 RESULTS = Path(__file__).resolve().parent.parent / "docs" / "results"
 VARIANTS: dict[str, tuple[bool, tuple[str, ...]]] = {  # name: (cut, parts of the initialisation, and centre)
@@ -101,8 +101,8 @@ def study(name: str, variant: str, device: str) -> dict[str, Any]:
             unskip.rewire(model, Cut(), example)
     model.to(device).eval()
     moved = {k: v.to(device) for k, v in example.items()} if isinstance(example, dict) else example.to(device)
-    opened = lay_open(model, example_for(model, moved), weighted=True)
-    sample = Sample(opened.dissection)
+    traced = trace_parts(model, example_for(model, moved), weighted=True)
+    sample = Sample(traced.trace)
     blocks = list(dict.fromkeys(site.block for site in sample.sites))
     chosen = {blocks[round(depth * (len(blocks) - 1))] for depth in depths}
     result: dict[str, Any] = {"blocks": len(blocks), "tokens": [], "sites": [], "preset": preset if parts else None}
@@ -115,9 +115,9 @@ def study(name: str, variant: str, device: str) -> dict[str, Any]:
         result["tokens"].append({"block": block, "mean_cosine": mean})
     for site in sample.sites:
         row: dict[str, Any] = {"site": site.index, "path": site.path, "kind": site.kind}
-        if site.index in opened.attentions:
-            row["self_attention"] = float(self_attention_mass(opened.probabilities(site.index)).mean())
-            part = opened.parts[site.index]
+        if site.index in traced.attentions:
+            row["self_attention"] = float(self_attention_mass(traced.probabilities(site.index)).mean())
+            part = traced.parts[site.index]
             assert isinstance(part, unskip.anatomy.AttentionParts)
             row["value_output"] = float(unskip.measures.condition(part.value_output()))
         if site.block in chosen:

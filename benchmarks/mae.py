@@ -110,7 +110,7 @@ def jobs(done: dict[str, Any], fields: dict[str, Any], epochs: tuple[float, floa
 
 
 def product_of(alpha: float, sites: int) -> float:
-    from unskip.wiring.shortcuts import Decay, effective_decay
+    from unskip.wiring import Decay, effective_decay
 
     return effective_decay(weight.alpha for weight in Decay(alpha).weights(sites))
 

@@ -63,7 +63,7 @@ def jobs(done: dict[str, Any], fields: dict[str, Any], alpha: str) -> list[Job]:
 
 def ends_in_the_middle(alpha: str, fields: dict[str, Any]) -> str:
     """A decay that falls over the first half of the sites and stays there, with the product of the one over all."""
-    from unskip.wiring.shortcuts import effective_decay, parse
+    from unskip.wiring import effective_decay, parse
 
     sites = 24 if fields["preset"] == "cifar" else 10
     product = effective_decay(weight.alpha for weight in parse(f"decay:{alpha}").weights(sites))

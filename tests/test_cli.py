@@ -15,7 +15,7 @@ from torch import nn
 
 import unskip
 from unskip import cli, spec
-from unskip.wiring.shortcuts import parse
+from unskip.wiring import parse
 
 SOURCE = """
 import torch

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 import unskip
 from unskip import absorption
 from unskip.absorption import _from, absorb
-from unskip.anatomy._dissect import dissect
 from unskip.anatomy._example import example_for
+from unskip.anatomy._model_trace import trace_model
 from unskip.errors import BadInput
 
 
@@ -183,9 +183,9 @@ def test_a_batch_is_read_until_there_are_inputs_enough(monkeypatch: pytest.Monke
 
     def counted(*args: Any, **more: Any) -> Any:
         recorded.append(args)
-        return dissect(*args, **more)
+        return trace_model(*args, **more)
 
-    monkeypatch.setattr(_from, "dissect", counted)
+    monkeypatch.setattr(_from, "trace_model", counted)
     monkeypatch.setattr(_from, "ENOUGH", 2 * _from.CHUNK)
     x = normal(numbers(2), 10 * _from.CHUNK, 6)
     found = _from.streams(Plain(), example_for(Plain(), x))

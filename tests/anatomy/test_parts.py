@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_map
 
 import unskip
 from unskip.anatomy._example import Example
-from unskip.anatomy._parts import AttentionParts, MlpParts, NormParts, ParallelParts, lay_open
+from unskip.anatomy._parts import AttentionParts, MlpParts, NormParts, ParallelParts, trace_parts
 
 Weights = dict[str, Tensor]  # the parameters of a model by name
 Views = dict[str, Tensor | None]
@@ -323,16 +323,16 @@ def test_a_branch_is_its_parts(name: str) -> None:
     family = FAMILIES[name]
     model = family.build().double()
     example = Example.of(tree_map(lambda v: v.double() if v.is_floating_point() else v, family.inputs(2)))
-    opened = lay_open(model, example)
-    graph = opened.dissection.graph
+    traced = trace_parts(model, example)
+    graph = traced.trace.graph
     count = 0
-    for part, cut in zip(opened.parts, opened.dissection.cuts, strict=True):
+    for part, run in zip(traced.parts, traced.trace.last_runs, strict=True):
         branches = flat(part)
         if not branches or not all(map(computable, branches)):
             continue
-        assert len(cut.findings) == 1
-        x = graph.values[cut.root]
-        expected = graph.values[cut.findings[0].branch]
+        assert len(run.findings) == 1
+        x = graph.values[run.root]
+        expected = graph.values[run.findings[0].branch]
         flat_x = x.flatten(1, -2) if x.ndim == 4 else x
         got = torch.stack([branch_of(branch, flat_x) for branch in branches]).sum(0)
         # T5 and Llama normalise in float32 whatever the model's dtype.

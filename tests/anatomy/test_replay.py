@@ -10,8 +10,8 @@ from tests.zoo.families import FAMILIES
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from unskip.anatomy._dissect import dissect
 from unskip.anatomy._example import Example
+from unskip.anatomy._model_trace import trace_model
 from unskip.anatomy._replay import ReplayError, replay
 from unskip.anatomy._trace import Graph, record
 
@@ -171,22 +171,22 @@ def test_half_precision_is_carried_to_float64(dtype: torch.dtype) -> None:
 def test_every_branch_of_a_family_is_computed_again(name: str) -> None:
     family = FAMILIES[name]
     example = Example.of(tree_map(lambda v: v, family.inputs(1)))
-    found = dissect(family.build(), example)
-    for cut in found.cuts:
-        for finding in cut.findings:
+    found = trace_model(family.build(), example)
+    for run in found.last_runs:
+        for finding in run.findings:
             recorded = found.graph.values[finding.branch]
-            got = replay(found.graph, cut.root, finding.branch)(found.graph.values[cut.root])
+            got = replay(found.graph, run.root, finding.branch)(found.graph.values[run.root])
             assert torch.equal(got, recorded)
 
 
 def test_the_branch_of_a_real_block_has_the_derivative_of_its_modules() -> None:
     family = FAMILIES["timm_vit"]
     model = family.build().double()
-    found = dissect(model, Example.of(family.inputs(1).double()))
-    for cut, names in zip(found.cuts, [("norm1", "attn"), ("norm2", "mlp")] * 2, strict=True):
-        block: Any = model.get_submodule(f"blocks.{found.cuts.index(cut) // 2}")
-        x = found.graph.values[cut.root]
-        function = replay(found.graph, cut.root, cut.findings[0].branch)
+    found = trace_model(model, Example.of(family.inputs(1).double()))
+    for run, names in zip(found.last_runs, [("norm1", "attn"), ("norm2", "mlp")] * 2, strict=True):
+        block: Any = model.get_submodule(f"blocks.{found.last_runs.index(run) // 2}")
+        x = found.graph.values[run.root]
+        function = replay(found.graph, run.root, run.findings[0].branch)
 
         def branch(value: Tensor, block: Any = block, names: tuple[str, str] = names) -> Tensor:
             return getattr(block, names[1])(getattr(block, names[0])(value))  # type: ignore[no-any-return]
@@ -208,11 +208,11 @@ def test_weights_of_a_wiring_are_in_the_replayed_sum() -> None:
     family = FAMILIES["timm_vit"]
     model = family.build().double()
     unskip.rewire(model, unskip.Scale(stream=0.3, branch=2.0), family.inputs(1).double())
-    found = dissect(model, Example.of(family.inputs(1).double()), weighted=True)
-    cut = found.cuts[0]
-    x = torch.randn_like(found.graph.values[cut.root])
-    whole_sum = replay(found.graph, cut.root, cut.add.index)(x)
-    branch = replay(found.graph, cut.root, cut.findings[0].branch)(x)
+    found = trace_model(model, Example.of(family.inputs(1).double()), weighted=True)
+    run = found.last_runs[0]
+    x = torch.randn_like(found.graph.values[run.root])
+    whole_sum = replay(found.graph, run.root, run.add.index)(x)
+    branch = replay(found.graph, run.root, run.findings[0].branch)(x)
     torch.testing.assert_close(whole_sum, 0.3 * x + 2.0 * branch)
     with torch.no_grad():
         out = model(family.inputs(1).double())

@@ -11,7 +11,7 @@ import pytest
 from torch import nn
 from torch.nn.modules import transformer
 
-from unskip.anatomy._source import compile_function, expression_at, function_source
+from unskip._source import compile_function, expression_at, function_source
 from unskip.errors import SourceError
 
 MODULE = '''

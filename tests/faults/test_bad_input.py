@@ -159,7 +159,7 @@ def test_verification_catches_exchanged_sites(monkeypatch: pytest.MonkeyPatch) -
 
     from unskip.wiring import _rewire
 
-    look = _rewire.look
+    look = _rewire.survey
 
     def exchanged(model: nn.Module, example: object) -> object:
         survey = look(model, example)  # type: ignore[arg-type]
@@ -172,7 +172,7 @@ def test_verification_catches_exchanged_sites(monkeypatch: pytest.MonkeyPatch) -
     def honest(paths: object, sites: object, weights: object) -> object:
         return real(paths, look(model, _rewire.example_for(model, X)).sites, weights)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(_rewire, "look", exchanged)
+    monkeypatch.setattr(_rewire, "survey", exchanged)
     monkeypatch.setattr(_verify, "Oracle", honest)
     with untouched(model), pytest.raises(RewireError, match="does not compute"):
         unskip.rewire(model, Cut(), X)

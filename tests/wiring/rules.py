@@ -2,7 +2,7 @@
 
 from hypothesis import strategies as st
 
-from unskip.wiring.shortcuts import Anneal, Cut, Decay, Keep, Learn, Scale
+from unskip.wiring import Anneal, Cut, Decay, Keep, Learn, Scale
 
 SHAPES = ("linear", "cosine", "geometric")
 RULES = [

@@ -14,19 +14,7 @@ from hypothesis import strategies as st
 from tests.wiring.rules import RULES, SHAPES, decays, shapes, shares, steady
 
 from unskip.errors import BadInput
-from unskip.wiring.shortcuts import (
-    BAND,
-    Anneal,
-    Cut,
-    Decay,
-    Keep,
-    Learn,
-    Scale,
-    Shortcut,
-    Weight,
-    band,
-    effective_decay,
-)
+from unskip.wiring import BAND, Anneal, Cut, Decay, Keep, Learn, Scale, Shortcut, Weight, band, effective_decay
 
 
 def alphas(rule: Shortcut, count: int, **options: Any) -> list[float]:

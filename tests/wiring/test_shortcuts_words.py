@@ -14,19 +14,7 @@ from hypothesis import given
 from tests.wiring.rules import RULES, rules
 
 from unskip.errors import BadInput, UnskipError
-from unskip.wiring.shortcuts import (
-    Anneal,
-    Cut,
-    Decay,
-    Keep,
-    Learn,
-    Scale,
-    Shortcut,
-    band,
-    effective_decay,
-    from_dict,
-    parse,
-)
+from unskip.wiring import Anneal, Cut, Decay, Keep, Learn, Scale, Shortcut, band, effective_decay, from_dict, parse
 
 # --- Text, JSON, pickle ---
 

@@ -1,7 +1,7 @@
 """Prove it away: whether a block can swallow its skip, a certificate either way, and the weights that do it."""
 
 from unskip.absorption._activations import Activation, register
-from unskip.absorption._apply import Applied, apply
+from unskip.absorption._apply import Applied, Mode, apply
 from unskip.absorption._approximate import Approximation, approximate
 from unskip.absorption._block import Block, Norm
 from unskip.absorption._decide import absorb, absorbable_alpha
@@ -21,6 +21,7 @@ __all__ = [
     "Block",
     "Cell",
     "Certificate",
+    "Mode",
     "Nearest",
     "Norm",
     "Obstruction",

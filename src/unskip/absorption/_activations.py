@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from unskip._words import nearest
-from unskip.anatomy._activations import ACTIVATIONS
+from unskip.anatomy import ACTIVATIONS
 from unskip.errors import BadInput
 
 Family = Literal["odd-linear", "linear", "bounded", "elu", "mish", "even", "power", "other"]

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from unskip._modes import evaluating
 from unskip._table import table
 from unskip._words import nearest
 from unskip.absorption._approximate import approximate
@@ -25,12 +26,9 @@ from unskip.absorption._block import Block
 from unskip.absorption._decide import absorb
 from unskip.absorption._from import NoBlock, opened, read_block, streams
 from unskip.absorption._widen import widen
-from unskip.anatomy import MlpParts, Site
-from unskip.anatomy._example import Example, example_for
-from unskip.anatomy._guard import wiring_in
-from unskip.anatomy._quiet import evaluating
+from unskip.anatomy import Example, MlpParts, Site, example_for
 from unskip.errors import BadInput, RewireError, UnskipError
-from unskip.wiring import Cut, Wiring, rewire
+from unskip.wiring import Cut, Wiring, find_wiring, rewire
 
 Mode = Literal["exact", "widen", "approximate"]
 _CHANGED = 1e-2  # of the outputs: above the rounding of a deep model, far below what another function differs by
@@ -110,7 +108,7 @@ def apply(
         raise BadInput(f"apply: no mode {mode!r}{nearest(str(mode), get_args(Mode))}; it can be {get_args(Mode)}")
     if mode == "approximate" and data is None:
         raise BadInput("apply: mode='approximate' fits to inputs; give data=, a batch that the model takes")
-    if wiring_in(model) is not None:
+    if find_wiring(model) is not None:
         raise BadInput(f"apply: {type(model).__name__} is rewired already; undo its wiring first")
     given = example_for(model, data if data is not None else example)
     out = Applied(model, mode)

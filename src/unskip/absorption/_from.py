@@ -9,10 +9,7 @@ from torch import Tensor, nn
 
 from unskip.absorption._activations import GATED
 from unskip.absorption._block import Block, Norm, norm_of
-from unskip.anatomy import MlpParts
-from unskip.anatomy._dissect import dissect, rows
-from unskip.anatomy._example import Example, example_for
-from unskip.anatomy._parts import Opened, lay_open
+from unskip.anatomy import Example, MlpParts, PartsTrace, example_for, trace_model, trace_parts
 from unskip.errors import BadInput, UnskipError
 
 CHUNK = 4  # samples whose recordings are held at a time
@@ -99,23 +96,23 @@ def from_parts(part: MlpParts, alpha: Tensor | None = None) -> Block | NoBlock:
         return NoBlock(str(error))
 
 
-def read_block(laid: Opened, part: MlpParts) -> Block | NoBlock:
+def read_block(laid: PartsTrace, part: MlpParts) -> Block | NoBlock:
     """The block of a site of a model that is laid open, with the weight of its skip channel by channel."""
-    dissection, index = laid.dissection, part.site.index
-    cut = dissection.cuts[index]
-    added, seen = (dissection.graph.values[node].detach().double().norm() for node in (cut.stream, cut.root))
+    trace, index = laid.trace, part.site.index
+    run = trace.last_runs[index]
+    added, seen = (trace.graph.values[node].detach().double().norm() for node in (run.stream, run.root))
     if not bool((added - seen).abs() <= 1e-3 * seen):
         return NoBlock("its stream is scaled or changed on its way past the MLP, so the skip is not what the MLP reads")
-    alpha = dissection.weights[index][0]
+    alpha = trace.weights[index][0]
     return from_parts(part, alpha if isinstance(alpha, Tensor) and alpha.numel() > 1 else None)
 
 
-def opened(model: nn.Module, given: Example) -> Opened:
+def opened(model: nn.Module, given: Example) -> PartsTrace:
     """The model laid open on one sample of the example: the layout does not depend on the batch."""
     try:
-        return lay_open(model, rows(given, 0, 1))
+        return trace_parts(model, given.rows(0, 1))
     except UnskipError:  # an argument without a row for each sample, such as a mask
-        return lay_open(model, given)
+        return trace_parts(model, given)
 
 
 def streams(model: nn.Module, given: Example) -> dict[int, Tensor]:
@@ -124,15 +121,15 @@ def streams(model: nn.Module, given: Example) -> dict[int, Tensor]:
     found: dict[int, list[Tensor]] = {}
     for start in range(0, samples, CHUNK):
         try:
-            part = rows(given, start, min(start + CHUNK, samples))
+            part = given.rows(start, min(start + CHUNK, samples))
         except UnskipError:
             part, start = given, samples
-        dissection = dissect(model, part, weighted=True)
-        for site, cut in zip(dissection.sites, dissection.cuts, strict=True):
-            value = dissection.graph.values[cut.stream].detach()
+        trace = trace_model(model, part, weighted=True)
+        for site, run in zip(trace.sites, trace.last_runs, strict=True):
+            value = trace.graph.values[run.stream].detach()
             if site.axis == -1 and sum(map(len, found.get(site.index, []))) < ENOUGH:
                 found.setdefault(site.index, []).append(value.reshape(-1, value.shape[-1]))
-        full = all(sum(map(len, found[s.index])) >= ENOUGH for s in dissection.sites if s.axis == -1)
+        full = all(sum(map(len, found[s.index])) >= ENOUGH for s in trace.sites if s.axis == -1)
         if full or start >= samples:
             break
     return {index: torch.cat(parts) for index, parts in found.items()}

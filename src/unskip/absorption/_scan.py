@@ -18,8 +18,7 @@ from unskip.absorption._approximate import Approximation, approximate
 from unskip.absorption._decide import absorb
 from unskip.absorption._from import NoBlock, opened, read_block, streams
 from unskip.absorption._verdict import Biases, Verdict
-from unskip.anatomy import MlpParts, ParallelParts, Site
-from unskip.anatomy._example import example_for
+from unskip.anatomy import MlpParts, ParallelParts, Site, example_for
 from unskip.errors import BadInput
 
 Progress = Callable[[int, int, str], None]

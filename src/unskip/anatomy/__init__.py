@@ -1,20 +1,78 @@
 """Know the model: its residual sites, its parts, the features of its blocks, and the audit that shows them."""
 
-from unskip.anatomy._audit import Audit, audit
-from unskip.anatomy._features import features
-from unskip.anatomy._parts import AttentionParts, MlpParts, NormParts, ParallelParts, Parts, parts
-from unskip.anatomy.sites import Site, Unknown
+from unskip.anatomy._activations import ACTIVATIONS
+from unskip.anatomy._audit import AUDIT_HEADER, Audit, audit, audit_rows
+from unskip.anatomy._describe import Kind
+from unskip.anatomy._droppath import drop_paths
+from unskip.anatomy._example import Example, example_for
+from unskip.anatomy._features import block_axes, block_indices, features, keep_outputs, pool_tokens
+from unskip.anatomy._guard import refuse_wrapped
+from unskip.anatomy._locate import Hop, Place, Unreachable, locate
+from unskip.anatomy._model_trace import ModelTrace, SiteRun, mean_weight, trace_again, trace_model
+from unskip.anatomy._ops import is_addition
+from unskip.anatomy._parts import (
+    AttentionParts,
+    MlpParts,
+    NormParts,
+    ParallelParts,
+    Part,
+    Parts,
+    PartsTrace,
+    parts,
+    trace_parts,
+)
+from unskip.anatomy._replay import ReplayError, replay
+from unskip.anatomy._rewired import PATCH, WIRING, rewired_state
+from unskip.anatomy._sample import Sample, tokens
+from unskip.anatomy._sites import Site, Survey, Unknown, named, survey
+from unskip.anatomy._trace import calls
 
 __all__ = [
+    "ACTIVATIONS",
+    "AUDIT_HEADER",
+    "PATCH",
+    "WIRING",
     "AttentionParts",
     "Audit",
+    "Example",
+    "Hop",
+    "Kind",
     "MlpParts",
+    "ModelTrace",
     "NormParts",
     "ParallelParts",
+    "Part",
     "Parts",
+    "PartsTrace",
+    "Place",
+    "ReplayError",
+    "Sample",
     "Site",
+    "SiteRun",
+    "Survey",
     "Unknown",
+    "Unreachable",
     "audit",
+    "audit_rows",
+    "block_axes",
+    "block_indices",
+    "calls",
+    "drop_paths",
+    "example_for",
     "features",
+    "is_addition",
+    "keep_outputs",
+    "locate",
+    "mean_weight",
+    "named",
     "parts",
+    "pool_tokens",
+    "refuse_wrapped",
+    "replay",
+    "rewired_state",
+    "survey",
+    "tokens",
+    "trace_again",
+    "trace_model",
+    "trace_parts",
 ]

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from unskip.anatomy import _ops
-from unskip.anatomy._dissect import Cut
 from unskip.anatomy._find import in_norm
+from unskip.anatomy._model_trace import SiteRun
 from unskip.anatomy._trace import Graph
 
 if TYPE_CHECKING:
@@ -27,11 +27,11 @@ _CLOSE_HALF = 1e-1
 _PLAIN = _ops.VIEW | frozenset("_unsafe_view reshape _to_copy to clone contiguous copy cat native_dropout".split())
 
 
-def unseen(graph: Graph, cut: Cut, part: MlpParts) -> str | None:
+def unseen(graph: Graph, run: SiteRun, part: MlpParts) -> str | None:
     """What to say where the branch of an MLP is not the formula; None where it is, or where that cannot be told."""
-    if part.site.kind != "mlp" or len(cut.findings) > 1 or part.gated or part.function is None or part.extras:
+    if part.site.kind != "mlp" or len(run.findings) > 1 or part.gated or part.function is None or part.extras:
         return None
-    stream, root, branch = (graph.values[i].detach() for i in (cut.stream, cut.root, cut.findings[0].branch))
+    stream, root, branch = (graph.values[i].detach() for i in (run.stream, run.root, run.findings[0].branch))
     if "meta" in (stream.device.type, branch.device.type) or part.site.projected or stream.shape != branch.shape:
         return None
     if not bool(branch.isfinite().all()):
@@ -47,7 +47,7 @@ def unseen(graph: Graph, cut: Cut, part: MlpParts) -> str | None:
         got = _branch(part, candidate)
         if got is None or bool((got - wanted).norm() <= close * wanted.norm()):
             return None
-    between = [node.op for node in cut.steps if node.op not in _PLAIN and not in_norm(node) and not _weighs(node.op)]
+    between = [node.op for node in run.steps if node.op not in _PLAIN and not in_norm(node) and not _weighs(node.op)]
     return f"{UNSEEN} (among {', '.join(dict.fromkeys(between))})"
 
 

@@ -10,9 +10,9 @@ from torch import nn
 
 from unskip._table import table
 from unskip._words import count
-from unskip.anatomy._example import Example, example_for
-from unskip.anatomy._guard import refuse_wrapped, wiring_in
-from unskip.anatomy.sites import Site, Survey, Unknown, survey
+from unskip.anatomy._example import example_for
+from unskip.anatomy._rewired import rewired_state
+from unskip.anatomy._sites import Site, Survey, Unknown, survey
 
 
 class Audit(Sequence[Site]):
@@ -66,10 +66,10 @@ class Audit(Sequence[Site]):
 
 
 _THEN = "the model is rewired: |f|/|x| is of the moment it was; unskip.measure takes it anew"
-HEADER = ("site", "path", "kind", "norm", "runs", "|f|/|x|", "branch", "source", "note")
+AUDIT_HEADER = ("site", "path", "kind", "norm", "runs", "|f|/|x|", "branch", "source", "note")
 
 
-def rows(sites: Sequence[Site]) -> list[list[object]]:
+def audit_rows(sites: Sequence[Site]) -> list[list[object]]:
     """The cells of an audit's table."""
     return [
         [s.index, s.path or "(model)", s.kind, s.norm, s.runs, s.ratio, _modules(s), s.source, _remark(s)]
@@ -78,7 +78,7 @@ def rows(sites: Sequence[Site]) -> list[list[object]]:
 
 
 def _rows(sites: Sequence[Site]) -> str:
-    return table(HEADER, rows(sites)) if sites else "none"
+    return table(AUDIT_HEADER, audit_rows(sites)) if sites else "none"
 
 
 def _modules(site: Site) -> str:
@@ -103,14 +103,7 @@ def audit(model: nn.Module, example: object = None) -> Audit:
     `example` is a tensor, a tuple of arguments or a mapping of keyword arguments; None infers one from the model. The
     sites of a rewired model are those it had before, as they were then.
     """
-    wiring = wiring_in(model)
-    if wiring is None:
-        return Audit(type(model).__name__, look(model, example_for(model, example)))
-    known: Survey = wiring.survey
-    return Audit(type(model).__name__, replace(known, notes=(*known.notes, _THEN)))
-
-
-def look(model: nn.Module, example: Example) -> Survey:
-    """Surveys a model that is not rewired."""
-    refuse_wrapped(model)
-    return survey(model, example)
+    state = rewired_state(model)
+    if state is None:
+        return Audit(type(model).__name__, survey(model, example_for(model, example)))
+    return Audit(type(model).__name__, replace(state.survey, notes=(*state.survey.notes, _THEN)))

@@ -12,7 +12,7 @@ from unskip.anatomy._find import Finding, in_norm, is_product
 from unskip.anatomy._trace import Graph, Node
 
 Kind = Literal["attention", "mlp", "parallel", "conv", "other"]
-Norm = Literal["pre", "post", "out", "sandwich", "inner", "none"]
+NormPlace = Literal["pre", "post", "out", "sandwich", "inner", "none"]
 
 # By what they do: a model's name, such as TinyMoeAttention, says nothing of its modules.
 _EXPERTS = re.compile(r"expert|router|sparse_?(moe|mlp)|moe_?(block|layer|mlp|ffn)?$", re.IGNORECASE)
@@ -100,7 +100,7 @@ def _has_weight(graph: Graph, node: Node) -> bool:
     return any(graph.nodes[i].op == "weight" for end in fixed for i in range(end.index + 1) if i in end)
 
 
-def norm_of(graph: Graph, readers: list[list[int]], finding: Finding, path: list[Node], module: nn.Module) -> Norm:
+def norm_of(graph: Graph, readers: list[list[int]], finding: Finding, path: list[Node], module: nn.Module) -> NormPlace:
     """Where the normalisation stands relative to the addition."""
     on_path = {node.index for node in path}
     pre = _all_norms(graph, readers, finding.root, on_path)

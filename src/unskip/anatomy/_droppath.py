@@ -6,7 +6,7 @@ import re
 
 from torch import nn
 
-from unskip.anatomy.sites import Site
+from unskip.anatomy._sites import Site
 
 _DROP_PATH = re.compile(r"drop_?path|stochastic_?depth", re.IGNORECASE)
 

@@ -12,9 +12,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
-from unskip.anatomy._guard import refuse_wrapped, wiring_in
+from unskip.anatomy._guard import refuse_wrapped
+from unskip.anatomy._rewired import rewired_state
 from unskip.errors import BadInput
 
 BATCH = 2
@@ -57,6 +58,18 @@ class Example:
 
         return Example(*tree_map(clone, (self.args, self.kwargs)))
 
+    def rows(self, start: int, stop: int) -> Example:
+        """Some of its samples: tensors sliced along the first axis, those of one axis only where they are as long."""
+        leaves = [leaf for leaf in tree_leaves(self.values) if isinstance(leaf, Tensor)]
+        counts = {len(leaf) for leaf in leaves if leaf.ndim > 1}
+
+        def sliced(value: Any) -> Any:
+            if not isinstance(value, Tensor) or value.ndim == 0 or (value.ndim == 1 and {len(value)} != counts):
+                return value
+            return value[start:stop]
+
+        return Example(*tree_map(sliced, (self.args, self.kwargs)))
+
     def run(self, model: nn.Module) -> Any:
         """Calls the model."""
         return model(*self.args, **self.kwargs)
@@ -69,7 +82,7 @@ def example_for(model: nn.Module, example: object = None) -> Example:
     maker = Maker(model)
     found = maker.torch_nn() or maker.timm() or maker.diffusers() or maker.transformers() or maker.torchvision()
     if found is None:
-        if wiring_in(model) is None:
+        if rewired_state(model) is None:
             refuse_wrapped(model)  # what does not say may be the wrapper
         raise BadInput(
             f"{type(model).__name__} does not say what it takes. Pass example= a tensor, a tuple of arguments or a "

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from unskip.anatomy._audit import Audit, audit
-from unskip.anatomy._dissect import rows
 from unskip.anatomy._example import Example
 from unskip.errors import BadInput, ForwardError, NoResidualError
 
@@ -34,10 +33,10 @@ def features(
         raise BadInput(f"pool is {pool!r}; it can be 'mean', 'cls' or None")
     example = Example.of(images)
     axes = block_axes(model, example)
-    wanted = indices(blocks, len(axes))
-    with kept(model, axes, wanted) as outputs:
+    wanted = block_indices(blocks, len(axes))
+    with keep_outputs(model, axes, wanted) as outputs:
         example.run(model)
-    return {index: pooled(output, list(axes.values())[index], pool) for index, output in outputs.items()}
+    return {index: pool_tokens(output, list(axes.values())[index], pool) for index, output in outputs.items()}
 
 
 def block_axes(model: nn.Module, example: Example) -> dict[str, int]:
@@ -51,7 +50,7 @@ def block_axes(model: nn.Module, example: Example) -> dict[str, int]:
 
 
 @contextmanager
-def kept(model: nn.Module, names: Iterable[str], wanted: Sequence[int]) -> Iterator[dict[int, Tensor]]:
+def keep_outputs(model: nn.Module, names: Iterable[str], wanted: Sequence[int]) -> Iterator[dict[int, Tensor]]:
     """While it lasts, a forward of the model leaves the outputs of the wanted blocks in the mapping, in this order."""
     paths, outputs = list(names), dict[int, Tensor]()
     handles = [model.get_submodule(paths[index]).register_forward_hook(_keep(outputs, index)) for index in wanted]
@@ -64,12 +63,12 @@ def kept(model: nn.Module, names: Iterable[str], wanted: Sequence[int]) -> Itera
 
 def _sites(model: nn.Module, example: Example) -> Audit:
     try:
-        return audit(model, rows(example, 0, 1))  # one row is enough to find the blocks
+        return audit(model, example.rows(0, 1))  # one row is enough to find the blocks
     except ForwardError:  # an argument without a row for each image, such as a mask
         return audit(model, example)
 
 
-def indices(blocks: object, count: int) -> list[int]:
+def block_indices(blocks: object, count: int) -> list[int]:
     """Block indices, sorted, each once, counted from the front."""
     if isinstance(blocks, str) and blocks == "all":
         return list(range(count))
@@ -103,7 +102,7 @@ def _keep(outputs: dict[int, Tensor], index: int) -> Any:
     return hook
 
 
-def pooled(output: Tensor, axis: int, pool: str | None) -> Tensor:
+def pool_tokens(output: Tensor, axis: int, pool: str | None) -> Tensor:
     """(images, dim), or (images, tokens, dim) without a pool."""
     if output.ndim == 2:
         return output

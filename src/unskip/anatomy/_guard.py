@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import nn
 
-from unskip.errors import BadInput, WrappedError
-
-WIRING = "_unskip_wiring"  # attribute of a rewired model's root
-PATCH = "_unskip_patch"  # attribute of the classes made by rewiring
+from unskip.anatomy._rewired import PATCH, WIRING
+from unskip.errors import WrappedError
 
 _WRAPPERS = {  # the tool, and where it keeps the model
     "OptimizedModule": ("torch.compile", "._orig_mod"),
@@ -19,13 +15,6 @@ _WRAPPERS = {  # the tool, and where it keeps the model
     "PeftModel": ("peft", ".get_base_model(), or to save it .merge_and_unload()"),
     "DeepSpeedEngine": ("DeepSpeed", ".module"),
 }
-
-
-def wiring_in(model: nn.Module) -> Any:
-    """The wiring of a rewired model, or None."""
-    if not isinstance(model, nn.Module):
-        raise BadInput(f"expected a torch.nn.Module, got {type(model).__name__}")
-    return vars(model).get(WIRING)
 
 
 def refuse_wrapped(model: nn.Module) -> None:

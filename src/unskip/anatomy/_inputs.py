@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from unskip._modes import quiet
 from unskip.anatomy._example import BATCH, TOKENS, Maker
-from unskip.anatomy._quiet import quiet
 
 _IMAGE = 64  # of convolutional models, which take any size and name none
 _SECOND = 16_000  # samples

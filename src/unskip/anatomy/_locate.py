@@ -8,22 +8,19 @@ is therefore a chain: the method of a module, then the calls that lead from it t
 from __future__ import annotations
 
 import ast
-import importlib
-import inspect
-from collections.abc import Iterator
 from dataclasses import dataclass
-from types import CodeType, FunctionType, MethodType
+from types import CodeType, FunctionType
 from typing import Any, Literal
 
 from torch import nn
 
-from unskip.anatomy._source import FunctionSource, Position, expression_at, function_source
+from unskip._source import FunctionSource, Position, expression_at, function_source, import_function, layers, names_of
 from unskip.anatomy._trace import MODULE_CALL, Call
 from unskip.errors import SourceError
 
 # What the target of += may be made of: anything else is computed, and would be computed twice.
 _TARGET = (ast.Name, ast.Attribute, ast.Subscript, ast.Slice, ast.Tuple, ast.Constant, ast.UnaryOp, ast.unaryop)
-_DEPTH = 6  # decorators around a function, and functions between a module and an addition: more is not followed
+_DEPTH = 6  # functions between a module and an addition: more are not followed
 
 
 @dataclass(frozen=True)
@@ -90,7 +87,7 @@ def locate(calls: tuple[Call, ...], up: int = 0) -> Located:
             )
         if isinstance(receiver, nn.Module) and names_of(type(receiver), code) and len(hops) > up:
             return Located(receiver, tuple(hops), text, line, id(calls[index].frame))
-        function = import_function(module_name, code.co_qualname, code)
+        function = _imported(module_name, code)
         wrappers = {layer.__code__ for layer in layers(function)}
         index += 1
         while index < len(calls) and calls[index].code in wrappers:
@@ -99,6 +96,13 @@ def locate(calls: tuple[Call, ...], up: int = 0) -> Located:
             raise Unreachable(f"{code.co_qualname} is not called from a module's method")
         position = calls[index].position
     raise Unreachable(f"more than {_DEPTH} calls lie between the module and the addition")
+
+
+def _imported(module: str, code: CodeType) -> FunctionType:
+    try:
+        return import_function(module, code.co_qualname, code)
+    except SourceError as error:
+        raise Unreachable(str(error)) from error
 
 
 def _expression(code: CodeType, position: Any) -> tuple[FunctionSource, ast.AST, Position]:
@@ -148,47 +152,3 @@ def check_addition(node: ast.AST, code: CodeType) -> None:
     raise Unreachable(
         f"{code.co_qualname}: the sum is made inside `{ast.unparse(node)[:60]}`, not by an addition in the source"
     )
-
-
-def layers(function: object, depth: int = _DEPTH) -> Iterator[FunctionType]:
-    """A function and the functions that its decorators wrapped, outermost first."""
-    if isinstance(function, MethodType | staticmethod | classmethod):
-        function = function.__func__
-    if not isinstance(function, FunctionType) or depth < 0:
-        return
-    yield function
-    for cell in function.__closure__ or ():
-        try:
-            content = cell.cell_contents
-        except ValueError:  # an empty cell
-            continue
-        if isinstance(content, FunctionType):
-            yield from layers(content, depth - 1)
-
-
-def names_of(owner: type, code: CodeType) -> list[str]:
-    """The attributes of a class that run a code object when looked up on it (not those that a subclass overrides)."""
-    names = [code.co_name, *(name for base in owner.__mro__ for name in vars(base))]
-    found = []
-    for name in dict.fromkeys(names):
-        value = inspect.getattr_static(owner, name, None)
-        if isinstance(value, FunctionType) and any(layer.__code__ is code for layer in layers(value)):
-            found.append(name)
-            if name == code.co_name:
-                break  # the ordinary case; a second name for the same method would be looked up by that name
-    return found
-
-
-def import_function(module: str, qualname: str, code: CodeType | None = None) -> FunctionType:
-    """The function that a hop names, as other code finds it: with its decorators. Raises Unreachable."""
-    try:
-        value: Any = importlib.import_module(module)
-        for name in qualname.split("."):
-            value = inspect.getattr_static(value, name)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise Unreachable(f"{module}.{qualname} cannot be found by name") from error
-    if not isinstance(value, FunctionType) or (
-        code is not None and all(layer.__code__ is not code for layer in layers(value))
-    ):
-        raise Unreachable(f"{module}.{qualname} is not the function that ran")
-    return value

@@ -21,24 +21,24 @@ from unskip.anatomy._find import in_norm, norm_module
 from unskip.anatomy._replay import ReplayError, path, replay
 from unskip.anatomy._trace import Graph, Node
 
-Kind = Literal["layernorm", "rmsnorm", "other"]
+NormKind = Literal["layernorm", "rmsnorm", "other"]
 Edge = tuple[int, int]  # from a node to one that reads it
 
 
 @dataclass(frozen=True, eq=False)
-class Norm:
+class NormRun:
     """One run of one normalisation."""
 
     source: int  # the node it reads
     result: int
     module: nn.Module | None  # that runs it
-    kind: Kind
+    kind: NormKind
     forgets: int  # directions of its input
     eps: float | None
     offset: float  # the gain that acts is offset + the stored one
 
 
-def norm_at(graph: Graph, readers: Sequence[Sequence[int]], node: Node) -> Norm | None:
+def norm_at(graph: Graph, readers: Sequence[Sequence[int]], node: Node) -> NormRun | None:
     """The normalisation that a node is of, or None where its beginning and end are not one tensor each."""
     group = _group(graph, readers, node)
     sources = {p for i in group for p in graph.nodes[i].parents if p not in group and not graph.nodes[p].fixed}
@@ -56,7 +56,7 @@ def norm_at(graph: Graph, readers: Sequence[Sequence[int]], node: Node) -> Norm 
     offset = _offset(graph, source, result, module, kind, axis)
     eps = _eps(node, module)
     eps = _written_eps(graph, group) if eps is None else eps
-    return Norm(source, result, module, kind, forgets, eps, offset)
+    return NormRun(source, result, module, kind, forgets, eps, offset)
 
 
 def _is_statistic(node: Node) -> bool:
@@ -120,7 +120,7 @@ def _same(one: tuple[nn.Module, ...], other: tuple[nn.Module, ...]) -> bool:
     return len(one) == len(other) and all(a is b for a, b in zip(one, other, strict=True))
 
 
-def _kind(graph: Graph, source: int, result: int, module: nn.Module | None) -> tuple[Kind, int]:
+def _kind(graph: Graph, source: int, result: int, module: nn.Module | None) -> tuple[NormKind, int]:
     """The kind, and the axis that it normalises."""
     shape = graph.nodes[source].shape
     try:
@@ -133,7 +133,7 @@ def _kind(graph: Graph, source: int, result: int, module: nn.Module | None) -> t
                 return ("layernorm" if same[0] else "rmsnorm"), axis
     except (ReplayError, RuntimeError, NotImplementedError):  # without values: by the name
         name = type(module).__name__.lower()
-        named: Kind = "rmsnorm" if "rms" in name else "layernorm" if isinstance(module, nn.LayerNorm) else "other"
+        named: NormKind = "rmsnorm" if "rms" in name else "layernorm" if isinstance(module, nn.LayerNorm) else "other"
         return named, -1
     return "other", -1
 
@@ -153,7 +153,7 @@ def _inputs(graph: Graph, source: int, axis: int) -> tuple[Tensor, Tensor, Tenso
     return x.to(device), (x + shift).to(device), (x * scale).to(device)
 
 
-def _offset(graph: Graph, source: int, result: int, module: nn.Module | None, kind: Kind, axis: int) -> float:
+def _offset(graph: Graph, source: int, result: int, module: nn.Module | None, kind: NormKind, axis: int) -> float:
     """1 for a norm that multiplies by 1 + its weight, as Gemma's does."""
     gain = getattr(module, "weight", None)
     if kind == "other" or axis != -1 or not isinstance(gain, Tensor):

@@ -61,6 +61,11 @@ def base_name(op: object) -> str:
     return name[:-1] if name.endswith("_") and not name.endswith("__") else name
 
 
+def is_addition(op: object) -> bool:
+    """Whether an operator adds two tensors."""
+    return base_name(op) in ADD
+
+
 def is_attention(name: str) -> bool:
     """One fused kernel from queries, keys and values to the attended values."""
     return bool(_ATTENTION.search(name)) and "mask" not in name

@@ -19,14 +19,14 @@ from unskip.anatomy import _ops
 from unskip.anatomy._activations import ACTIVATIONS
 from unskip.anatomy._agree import unseen
 from unskip.anatomy._attention import Attention, find_attention
-from unskip.anatomy._dissect import Cut, Dissection, dissect, mean, rows
 from unskip.anatomy._example import Example, example_for
 from unskip.anatomy._find import in_norm
 from unskip.anatomy._mlp import Mlp, find_mlp
+from unskip.anatomy._model_trace import ModelTrace, SiteRun, mean_weight, trace_model
 from unskip.anatomy._norms import norm_at
 from unskip.anatomy._products import Unviewable
+from unskip.anatomy._sites import Site
 from unskip.anatomy._trace import Graph, Node, Ref
-from unskip.anatomy.sites import Site
 from unskip.errors import UnskipError
 
 
@@ -177,17 +177,17 @@ class Parts(Sequence[Part | None]):
 
 
 @dataclass(frozen=True, eq=False)
-class Opened:
-    """A model laid open, with its parts and where each attention stands in the graph."""
+class PartsTrace:
+    """A model trace with the parts of every site, and where each attention stands in the graph."""
 
-    dissection: Dissection
+    trace: ModelTrace
     parts: Parts
     attentions: dict[int, Attention]  # by site index
 
     def probabilities(self, index: int) -> Tensor:
         """The attention probabilities at a site: (samples, heads, queries, keys)."""
         found = self.attentions[index]
-        values = self.dissection.graph.values[found.softmax]
+        values = self.trace.graph.values[found.softmax]
         values = values.reshape(-1, *values.shape[-2:])
         return torch.stack([values[found.q.head_of == head] for head in range(found.q.heads)], 1)
 
@@ -196,24 +196,24 @@ def parts(model: nn.Module, example: object = None) -> Parts:
     """Views on the weights of every site's branch. `example` is as for audit."""
     whole = example_for(model, example)
     try:  # the layout does not depend on the batch
-        return lay_open(model, rows(whole, 0, 1)).parts
+        return trace_parts(model, whole.rows(0, 1)).parts
     except UnskipError:  # an argument without a row for each sample, such as a mask
-        return lay_open(model, whole).parts
+        return trace_parts(model, whole).parts
 
 
-def lay_open(model: nn.Module, example: Example, weighted: bool = False) -> Opened:
-    """Runs the model on the example and finds the parts of every site."""
-    dissection = dissect(model, example, weighted)
-    finder = _Finder(model, dissection)
+def trace_parts(model: nn.Module, example: Example, weighted: bool = False) -> PartsTrace:
+    """Traces the model on the example and finds the parts of every site."""
+    trace = trace_model(model, example, weighted)
+    finder = _Finder(model, trace)
     found: list[Part | None] = []
     reasons: dict[int, str] = {}
-    for site, cut in zip(dissection.sites, dissection.cuts, strict=True):
+    for site, run in zip(trace.sites, trace.last_runs, strict=True):
         try:
-            found.append(finder.part(site, cut))
+            found.append(finder.part(site, run))
         except Unviewable as reason:
             found.append(None)
             reasons[site.index] = str(reason)
-    return Opened(dissection, Parts(type(model).__name__, dissection.sites, found, reasons), finder.attentions)
+    return PartsTrace(trace, Parts(type(model).__name__, trace.sites, found, reasons), finder.attentions)
 
 
 @dataclass
@@ -225,29 +225,29 @@ class _Scaling:
 
 
 class _Finder:
-    def __init__(self, model: nn.Module, dissection: Dissection) -> None:
-        self.graph: Graph = dissection.graph
-        self.readers = dissection.readers
-        self.dissection = dissection
+    def __init__(self, model: nn.Module, trace: ModelTrace) -> None:
+        self.graph: Graph = trace.graph
+        self.readers = trace.readers
+        self.trace = trace
         self.names = {id(module): name for name, module in model.named_modules()}
         self.attentions: dict[int, Attention] = {}
 
-    def part(self, site: Site, cut: Cut) -> Part:
+    def part(self, site: Site, run: SiteRun) -> Part:
         if site.kind == "parallel":
-            attention = find_attention(self.graph, self.readers, cut.steps)
-            mlp = find_mlp(self.graph, self.readers, cut.steps, attention.context)
-            return ParallelParts(self._attention(site, cut, attention), self._mlp(site, cut, mlp))
+            attention = find_attention(self.graph, self.readers, run.steps)
+            mlp = find_mlp(self.graph, self.readers, run.steps, attention.context)
+            return ParallelParts(self._attention(site, run, attention), self._mlp(site, run, mlp))
         if site.kind == "attention":
-            return self._attention(site, cut, find_attention(self.graph, self.readers, cut.steps))
+            return self._attention(site, run, find_attention(self.graph, self.readers, run.steps))
         if site.kind == "mlp":
-            return self._mlp(site, cut, find_mlp(self.graph, self.readers, cut.steps))
+            return self._mlp(site, run, find_mlp(self.graph, self.readers, run.steps))
         raise Unviewable(f"neither attention nor MLP, but {site.kind}")
 
-    def _attention(self, site: Site, cut: Cut, found: Attention) -> AttentionParts:
+    def _attention(self, site: Site, run: SiteRun, found: Attention) -> AttentionParts:
         self.attentions[site.index] = found
         products = {id(p): p for p in (found.q.of, found.k.of, found.v.of, found.out)}.values()
         return AttentionParts(
-            **self._common(site, cut, [found.q.of.source], found.out.result, found.extras),
+            **self._common(site, run, [found.q.of.source], found.out.result, found.extras),
             parameters=tuple({id(p.weight): p.weight for p in products}.values()),
             biases=tuple({id(b): b for p in products for b in p.biases}.values()),
             q=found.q.weight,
@@ -262,11 +262,11 @@ class _Finder:
             softmax_scale=found.scale,
         )
 
-    def _mlp(self, site: Site, cut: Cut, found: Mlp) -> MlpParts:
+    def _mlp(self, site: Site, run: SiteRun, found: Mlp) -> MlpParts:
         halves = [found.up] if found.gate is None else [found.up, found.gate]
         products = {id(p): p for p in (*(half.of for half in halves), found.down)}.values()
         part = MlpParts(
-            **self._common(site, cut, [half.of.source for half in halves], found.down.result, found.extras),
+            **self._common(site, run, [half.of.source for half in halves], found.down.result, found.extras),
             parameters=tuple({id(p.weight): p.weight for p in products}.values()),
             biases=tuple({id(b): b for p in products for b in p.biases}.values()),
             up=found.up.weight,
@@ -277,30 +277,30 @@ class _Finder:
             down_bias=found.down.bias,
             activation=found.activation,
         )
-        more = unseen(self.graph, cut, part)
+        more = unseen(self.graph, run, part)
         return part if more is None else replace(part, extras=(more,))
 
     def _common(
-        self, site: Site, cut: Cut, inputs: Sequence[int], output: int, extras: tuple[str, ...]
+        self, site: Site, run: SiteRun, inputs: Sequence[int], output: int, extras: tuple[str, ...]
     ) -> dict[str, Any]:
-        scaling = self._scaling(cut, output)
-        alpha, beta = self.dissection.weights[site.index]
+        scaling = self._scaling(run, output)
+        alpha, beta = self.trace.weights[site.index]
         return {
             "site": site,
-            "norm": self._norm(site, cut, inputs, output),
-            "out_norm": self._out_norm(site, cut, output),
+            "norm": self._norm(site, run, inputs, output),
+            "out_norm": self._out_norm(site, run, output),
             "scale": scaling.scale,
             "gated": scaling.gated,
             "closed": scaling.closed,
-            "alpha": mean(alpha),
-            "beta": mean(beta),
+            "alpha": mean_weight(alpha),
+            "beta": mean_weight(beta),
             "extras": tuple(dict.fromkeys([*extras, *scaling.extras])),
         }
 
-    def _scaling(self, cut: Cut, output: int) -> _Scaling:
+    def _scaling(self, run: SiteRun, output: int) -> _Scaling:
         """What multiplies the branch after its last weight: a stored vector, or something made from the input."""
         found = _Scaling()
-        for node in cut.steps:
+        for node in run.steps:
             if output not in node or in_norm(node) or node.index == output:
                 continue
             if node.op in _ops.ACTIVATION:
@@ -328,20 +328,20 @@ class _Finder:
         value = self.graph.values.get(node.index)
         return value if isinstance(value, nn.Parameter) else None
 
-    def _norm(self, site: Site, cut: Cut, inputs: Sequence[int], output: int) -> NormParts | None:
+    def _norm(self, site: Site, run: SiteRun, inputs: Sequence[int], output: int) -> NormParts | None:
         """The norm that the part's first weights read, or else the one at its end or after the sum."""
         if site.norm in ("pre", "sandwich"):
-            before = [n for n in cut.steps if in_norm(n) and any(n.index in self.graph.nodes[i] for i in inputs)]
+            before = [n for n in run.steps if in_norm(n) and any(n.index in self.graph.nodes[i] for i in inputs)]
             return self._norm_at("pre", before[:1])
         if site.norm == "post":
-            later = self.graph.nodes[cut.add.index + 1 :]
-            return self._norm_at("post", [n for n in later if in_norm(n) and cut.add.index in n][:1])
-        return self._out_norm(site, cut, output)
+            later = self.graph.nodes[run.add.index + 1 :]
+            return self._norm_at("post", [n for n in later if in_norm(n) and run.add.index in n][:1])
+        return self._out_norm(site, run, output)
 
-    def _out_norm(self, site: Site, cut: Cut, output: int) -> NormParts | None:
+    def _out_norm(self, site: Site, run: SiteRun, output: int) -> NormParts | None:
         if site.norm not in ("out", "sandwich"):
             return None
-        return self._norm_at("out", [node for node in cut.steps if in_norm(node) and output in node][-1:])
+        return self._norm_at("out", [node for node in run.steps if in_norm(node) and output in node][-1:])
 
     def _norm_at(self, place: Literal["pre", "out", "post"], nodes: list[Node]) -> NormParts | None:
         found = norm_at(self.graph, self.readers, nodes[0]) if nodes else None

@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
+from unskip._modes import quiet
 from unskip.anatomy import _ops
 from unskip.anatomy._example import Example
-from unskip.anatomy._quiet import quiet
 
 MODULE_CALL = nn.Module._call_impl.__code__  # the frame around every forward
 # Frames of the machinery between a Python expression and its dispatch.
@@ -31,7 +31,6 @@ _MACHINERY = (
     "torch/utils/_python_dispatch.py",
     "torch/_ops.py",
     "unskip/anatomy/_trace.py",
-    "unskip/wiring/_verify.py",
 )
 
 
@@ -337,11 +336,13 @@ def _floating(tensor: Tensor) -> bool:
 
 def calls() -> Iterator[Call]:
     """The Python frames around the operator that is being dispatched, innermost first."""
-    frame: FrameType | None = sys._getframe(1)
+    caller = sys._getframe(1)
+    machinery = (*_MACHINERY, caller.f_code.co_filename.replace("\\", "/"))
+    frame: FrameType | None = caller
     inside = True
     while frame is not None:
         filename = frame.f_code.co_filename.replace("\\", "/")
-        inside = inside and any(part in filename for part in _MACHINERY)
+        inside = inside and any(part in filename for part in machinery)
         if not inside:
             yield Call(frame, frame.f_lasti)
         frame = frame.f_back

@@ -13,7 +13,7 @@ from torch import nn
 import unskip
 from unskip import absorption
 from unskip._warn import warn
-from unskip.absorption._apply import Mode
+from unskip.absorption import Mode
 from unskip.cli._model import FORMS, builder_of, by_input, device_of, inputs, samples_for, shapes_of, weighted
 from unskip.cli._options import Device, Inputs, Json, Random, told
 from unskip.cli._say import print_json, progress

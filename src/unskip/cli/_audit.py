@@ -19,15 +19,12 @@ from torch import nn
 import unskip
 from unskip._table import cell
 from unskip._words import count
-from unskip.anatomy import Audit, Site
-from unskip.anatomy._audit import HEADER, rows
-from unskip.anatomy._guard import wiring_in
+from unskip.anatomy import AUDIT_HEADER, Audit, Site, audit_rows
 from unskip.cli._model import FORMS, Shape, by_input, inputs, opened, shapes_of
 from unskip.cli._options import Inputs, Json, told
 from unskip.cli._say import busy, print_json
 from unskip.errors import ForwardError
-from unskip.wiring import Shortcut, Wiring
-from unskip.wiring.shortcuts import band, parse
+from unskip.wiring import Shortcut, Wiring, band, find_wiring, parse
 
 _MODEL = f"What to audit: {FORMS}. Of a named model weights are random; none are needed."
 _SHORTCUT = (
@@ -85,8 +82,8 @@ def _survey(model: nn.Module, rule: Shortcut | None, shapes: list[Shape]) -> tup
     example = inputs(model, shapes)
     with by_input():
         if rule is None:
-            return unskip.audit(model, example), wiring_in(model)
-        saved = None if wiring_in(model) is None else unskip.audit(model)
+            return unskip.audit(model, example), find_wiring(model)
+        saved = None if find_wiring(model) is None else unskip.audit(model)
         wiring = unskip.rewire(model, rule, example, verify=False)  # its one trace serves both
         return saved if saved is not None else Audit(type(model).__name__, wiring.survey), wiring
 
@@ -127,7 +124,7 @@ def _draw(found: Audit, wiring: Wiring | None) -> None:
 
 
 def _draw_table(console: Console, sites: Sequence[Site], wiring: Wiring | None) -> None:
-    header, cells = list(HEADER), rows(sites)
+    header, cells = list(AUDIT_HEADER), audit_rows(sites)
     if wiring is not None:
         header[5:5] = ["alpha", "beta"]
         alphas, betas = wiring.alphas, wiring.betas

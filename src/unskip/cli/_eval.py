@@ -13,15 +13,9 @@ from unskip._words import nearest
 from unskip.cli._options import DeviceOfRun, Json, Run, told
 from unskip.cli._say import busy, print_json
 from unskip.errors import BadInput
-from unskip.evals import PROTOCOLS, Result
-from unskip.evals._diffusion import by_time
-from unskip.evals._evaluate import by_depth
-from unskip.evals._extract import DTYPES
-from unskip.evals._pictures import sheet_file
-from unskip.evals._protocols import protocol as find
-from unskip.recipes._judge import Trained, judge_run
-from unskip.recipes._judge_dense import DENSE, judge_dense, picture_run
-from unskip.recipes._judge_generation import judge_times
+from unskip.evals import DTYPES, PROTOCOLS, Result, by_depth, by_time, sheet_file
+from unskip.evals import protocol as find
+from unskip.recipes import DENSE, Trained, judge_dense, judge_run, judge_times, picture_run
 
 _PROTOCOLS = f"Protocols, separated by commas: {', '.join(PROTOCOLS)}."
 _TIMES = "Of a diffusion model: times of noisy images, from noise, 0, to data, 1, such as 0.5,0.9,1."

@@ -14,7 +14,7 @@ from unskip.cli._model import FORMS, by_input, device_of, samples_for, shapes_of
 from unskip.cli._options import Device, Inputs, Json, Random, told
 from unskip.cli._say import print_json, progress
 from unskip.errors import BadInput
-from unskip.wiring.shortcuts import parse
+from unskip.wiring import parse
 
 _MEASURED = f"What to measure: {FORMS}. Pretrained weights are loaded, unless --random."
 _DATA = "Samples: a folder of images, an .npy file, a set such as digits, or random:N (default: random:8)."

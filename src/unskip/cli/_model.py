@@ -14,11 +14,11 @@ from torch import Tensor, nn
 import unskip
 from unskip import spec
 from unskip._warn import warn
-from unskip.anatomy._example import Example, example_for
+from unskip.anatomy import Example, example_for
 from unskip.cli._say import one_line
 from unskip.data import batch as data_batch
 from unskip.errors import BadInput, ForwardError
-from unskip.recipes._judge import open_run
+from unskip.recipes import open_run
 
 FORMS = f"{spec.FORMS}, or the folder of a run or of unskip.save"
 Shape = tuple[str, tuple[int, ...]]  # "" or "int", and the sizes

@@ -9,13 +9,10 @@ import tyro
 from unskip.cli._options import DeviceOfRun, Json, Run, told
 from unskip.cli._say import busy, print_json
 from unskip.errors import BadInput
-from unskip.evals import extractor
-from unskip.evals._extract import DTYPES
-from unskip.models import Sampling
-from unskip.models._samplers import Sampler
+from unskip.evals import DTYPES, extractor
+from unskip.models import Sampler, Sampling
+from unskip.recipes import judge_samples, open_run
 from unskip.recipes import sample as draw
-from unskip.recipes._judge import open_run
-from unskip.recipes._judge_generation import judge_samples
 
 _SAMPLERS = f"{', '.join(get_args(Sampler))}."
 _CACHE = "~/.cache/unskip/statistics"  # of the data that samples are compared with

@@ -22,9 +22,7 @@ from unskip._table import table
 from unskip.cli._options import Quiet, Run
 from unskip.cli._say import finite
 from unskip.errors import BadInput
-from unskip.recipes._data import Opener, opening_once
-from unskip.recipes._registry import resolve
-from unskip.recipes._run import is_main
+from unskip.recipes import Opener, is_main, opening_once, resolve
 from unskip.training import Outcome, RunFolder
 
 _OWN = ("--preset", "--out", "--seeds")

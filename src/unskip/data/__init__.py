@@ -2,9 +2,29 @@
 
 from unskip.data._augment import Augment
 from unskip.data._batch import batch
+from unskip.data._decode import MixedSizes
+from unskip.data._dense import open_dense
+from unskip.data._device import mean_and_std
 from unskip.data._feed import Feed
-from unskip.data._images import ImageSet
+from unskip.data._images import ImageSet, fingerprint
+from unskip.data._latents import Autoencoder, LatentFeed
 from unskip.data._sources import open_images
-from unskip.data._views import ViewFeed, Views
+from unskip.data._views import Drawn, DrawnFeed, ViewFeed, Views
 
-__all__ = ["Augment", "Feed", "ImageSet", "ViewFeed", "Views", "batch", "open_images"]
+__all__ = [
+    "Augment",
+    "Autoencoder",
+    "Drawn",
+    "DrawnFeed",
+    "Feed",
+    "ImageSet",
+    "LatentFeed",
+    "MixedSizes",
+    "ViewFeed",
+    "Views",
+    "batch",
+    "fingerprint",
+    "mean_and_std",
+    "open_dense",
+    "open_images",
+]

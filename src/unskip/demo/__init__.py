@@ -17,8 +17,7 @@ import torch
 from unskip.demo import _absorb, _knob, _train
 from unskip.demo._train import LARGE, QUICK, SMALL, Interrupted, Scale
 from unskip.errors import BadInput
-from unskip.recipes import mae
-from unskip.recipes._data import Opener, opened, opening_once
+from unskip.recipes import Opener, mae, opened, opening_once
 
 __all__ = ["LARGE", "QUICK", "SMALL", "Scale", "Shown", "chosen", "run"]
 Write = Callable[[str], object]

@@ -9,8 +9,7 @@ import torch
 
 from unskip.absorption import AbsorbableMLP, absorb
 from unskip.anatomy import MlpParts, parts
-from unskip.recipes._data import Opener
-from unskip.recipes._judge import open_run
+from unskip.recipes import Opener, open_run
 
 Write = Callable[[str], object]
 

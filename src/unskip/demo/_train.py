@@ -11,9 +11,7 @@ from typing import Any
 from unskip._table import table
 from unskip.demo._compare import at_chance, beside, compared, ranked
 from unskip.errors import BadInput, TrainingError
-from unskip.recipes import mae, supervised, train
-from unskip.recipes._data import Opener, opened
-from unskip.recipes._judge import judge_run
+from unskip.recipes import Opener, judge_run, mae, opened, supervised, train
 
 Write = Callable[[str], object]
 Numbers = dict[str, dict[int, float]]  # of a name, by block

@@ -19,8 +19,7 @@ from unskip.errors import BadInput
 from unskip.evals._evaluate import Result, judge
 from unskip.evals._extract import Blocks, Features, Precision, View, gathered
 from unskip.evals._protocols import asked_for
-from unskip.models import Flow
-from unskip.models._noise import normal
+from unskip.models import Flow, normal
 
 
 def noised_features(

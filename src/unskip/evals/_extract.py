@@ -14,9 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from unskip.anatomy._example import Example
-from unskip.anatomy._features import block_axes, indices, kept, pooled
-from unskip.anatomy._quiet import evaluating
+from unskip._modes import evaluating
+from unskip.anatomy import Example, block_axes, block_indices, keep_outputs, pool_tokens
 from unskip.errors import BadInput
 from unskip.evals._protocols import Norm, Pool
 
@@ -84,12 +83,12 @@ def gathered(
             if not axes:
                 # Of one image: an audit of a whole batch takes as much longer.
                 axes = block_axes(model, Example.of(tuple(each[:1] for each in inputs)))
-            wanted = wanted or ([len(axes) // 2] if blocks == "middle" else indices(blocks, len(axes)))
-            with kept(model, axes, wanted) as outputs, autocast(inputs[0].device, precision):
+            wanted = wanted or ([len(axes) // 2] if blocks == "middle" else block_indices(blocks, len(axes)))
+            with keep_outputs(model, axes, wanted) as outputs, autocast(inputs[0].device, precision):
                 model(*inputs)
             for index in wanted:
                 axis = list(axes.values())[index]
-                tokens = pooled(outputs[index], axis, None).float()  # (images, tokens, dim), or (images, dim)
+                tokens = pool_tokens(outputs[index], axis, None).float()  # (images, tokens, dim), or (images, dim)
                 for pool, norm in wanted_views:
                     found[pool, norm].setdefault(index, []).append(_view(tokens, pool, norm))
             labels.append(part)

@@ -22,10 +22,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from unskip.anatomy._guard import wiring_in
-from unskip.anatomy._quiet import evaluating
-from unskip.data._device import mean_and_std
+from unskip._modes import evaluating
+from unskip.data import mean_and_std
 from unskip.errors import BadInput, LoadError, UnskipError
+from unskip.wiring import find_wiring
 
 INCEPTION = "pt_inception-2015-12-05-6726825d.pth"  # the weights that the name FID stands for
 
@@ -98,7 +98,7 @@ def weights_key(module: nn.Module, word: str = "") -> str:
         digest.update(key.encode())
         digest.update(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
     for path, part in module.named_modules():
-        wiring = wiring_in(part)
+        wiring = find_wiring(part)
         if wiring is not None:
             digest.update(f"{path} {wiring.alphas} {wiring.betas}".encode())
     return digest.hexdigest()[:16]
@@ -153,8 +153,7 @@ def _timm(model: str, name: str | None, device: Any) -> Extractor:
 
 
 def _folder(folder: Path, name: str | None, device: Any) -> Extractor:
-    from unskip.training import RunFolder
-    from unskip.training._average import averaged_weights
+    from unskip.training import RunFolder, averaged_weights
     from unskip.wiring import load
 
     if not folder.is_dir():

@@ -17,16 +17,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from unskip._modes import evaluating
 from unskip._warn import warn
-from unskip.anatomy._guard import wiring_in
-from unskip.anatomy._quiet import evaluating
 from unskip.data import Augment, Feed, ImageSet
 from unskip.errors import BadInput, TrainingError
 from unskip.evals._extract import Precision, autocast
 from unskip.evals._input import known
 from unskip.evals._protocols import settings_of
 from unskip.optim import build, schedules
-from unskip.training._graph import Graphed, Pass
+from unskip.training import Graphed, Pass
+from unskip.wiring import find_wiring
 
 
 class Classifier(nn.Module):
@@ -146,7 +146,7 @@ def recorder(passes: Pass, network: nn.Module, graph: bool) -> Graphed | None:
 
 def _rate(model: nn.Module, rate: float) -> float:
     """Drop path takes a branch away and leaves the skip: where one is cut nothing is left, so there is none."""
-    wiring = wiring_in(model)
+    wiring = find_wiring(model)
     if wiring is None or not rate or all(wiring.alphas):
         return rate
     warn(

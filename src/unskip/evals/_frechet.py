@@ -19,9 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from unskip._checks import finite
 from unskip._warn import warn
 from unskip.errors import BadInput
-from unskip.measures._input import finite
 
 
 @dataclass

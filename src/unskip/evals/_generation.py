@@ -18,8 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from unskip.data import ImageSet
-from unskip.data._images import fingerprint
+from unskip.data import ImageSet, fingerprint
 from unskip.errors import BadInput, LoadError
 from unskip.evals._extractor import Extractor
 from unskip.evals._extractor import extractor as find

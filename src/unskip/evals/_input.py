@@ -12,8 +12,8 @@ from typing import ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
+from unskip._checks import finite
 from unskip.errors import BadInput
-from unskip.measures._input import finite
 
 P = ParamSpec("P")
 R = TypeVar("R")

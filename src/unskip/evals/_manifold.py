@@ -12,8 +12,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from unskip._checks import finite
 from unskip.errors import BadInput
-from unskip.measures._input import finite
 
 _CHUNK = 2**26  # distances held at a time
 

@@ -17,12 +17,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from unskip.anatomy import parts
-from unskip.anatomy._example import Example
-from unskip.anatomy._features import block_axes, indices, kept
-from unskip.anatomy._parts import AttentionParts, ParallelParts
-from unskip.anatomy._quiet import evaluating
-from unskip.data._device import mean_and_std
+from unskip._modes import evaluating
+from unskip.anatomy import AttentionParts, Example, ParallelParts, block_axes, block_indices, keep_outputs, parts
+from unskip.data import mean_and_std
 from unskip.errors import BadInput, UnskipError
 from unskip.evals._extract import Precision, autocast
 
@@ -95,7 +92,7 @@ class Reader:
                 self.axes = block_axes(model, Example.of(shown))
             except UnskipError as error:
                 raise BadInput(f"{type(model).__name__}: no blocks to take patch features of ({error})") from error
-            self.wanted = indices(blocks, len(self.axes))
+            self.wanted = block_indices(blocks, len(self.axes))
             if not self.wanted:
                 raise BadInput(f"blocks is {blocks!r}; name one at least, of 0 to {len(self.axes) - 1}")
             self.looks = {} if what == "tokens" else looks(model, shown, list(self.axes), self.wanted)
@@ -107,7 +104,7 @@ class Reader:
         with (
             ExitStack() as stack,
             evaluating(self.model),
-            kept(self.model, self.axes, self.wanted) as outputs,
+            keep_outputs(self.model, self.axes, self.wanted) as outputs,
             autocast(shown.device, precision),
         ):
             seen = {index: stack.enter_context(look.listening()) for index, look in self.looks.items()}

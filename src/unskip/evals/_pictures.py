@@ -17,12 +17,8 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from unskip.anatomy._dissect import dissect_again
-from unskip.anatomy._dissect import rows as some
-from unskip.anatomy._example import Example
-from unskip.anatomy._features import indices
-from unskip.anatomy._parts import Opened, lay_open
-from unskip.data._device import mean_and_std
+from unskip.anatomy import Example, PartsTrace, block_indices, trace_again, trace_parts
+from unskip.data import mean_and_std
 from unskip.errors import BadInput, UnskipError
 from unskip.evals._discover import discoveries, in_pixels
 from unskip.evals._patches import Reader, fitted
@@ -69,11 +65,11 @@ def attention_maps(model: nn.Module, images: Tensor, block: int = -1) -> Tensor:
     (look,) = reader.looks.values()
     grid = reader(images[:1]).grid  # it refuses attention over parts of the image
     shown = Example.of(fitted(model, images, reader.patch))
-    opened = lay_open(model, some(shown, 0, 1), weighted=True)
+    traced = trace_parts(model, shown.rows(0, 1), weighted=True)
     maps = []
     for index in range(len(images)):  # one by one: a recording holds every tensor on the way
-        laid = dissect_again(model, some(shown, index, index + 1), opened.dissection) if index else opened.dissection
-        p = Opened(laid, opened.parts, opened.attentions).probabilities(look.attention.site.index)
+        laid = trace_again(model, shown.rows(index, index + 1), traced.trace) if index else traced.trace
+        p = PartsTrace(laid, traced.parts, traced.attentions).probabilities(look.attention.site.index)
         prefix = p.shape[-1] - grid[0] * grid[1]
         rows = p[:, :, 0] if prefix else p.mean(2)  # of (1, heads, queries, keys)
         maps.append(rows[..., prefix:].unflatten(2, grid).float())
@@ -94,7 +90,7 @@ def pictures(model: nn.Module, images: Tensor, out: str | Path, *, blocks: Seque
     count = len(Reader(model, images).axes)
     if images.shape[1] not in (1, 3):
         raise BadInput(f"pictures: images of {images.shape[1]} channels; those of 1 or 3 can be shown")
-    chosen = indices(blocks, count) if blocks is not None else _spread(count)
+    chosen = block_indices(blocks, count) if blocks is not None else _spread(count)
     columns: list[tuple[str, list[Pixels]]] = [("image", _bytes(images))]
     for index in chosen:
         read = Reader(model, images, index)(images)  # on its own: not all blocks of a pyramid have the same grid

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from unskip._table import table
-from unskip.anatomy.sites import Site
+from unskip.anatomy import Site
 from unskip.errors import InitError
 
 

@@ -18,13 +18,10 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor, nn
 
-from unskip.anatomy._droppath import drop_paths
-from unskip.anatomy._example import example_for
-from unskip.anatomy._parts import AttentionParts, MlpParts, Opened, Parts, lay_open
-from unskip.anatomy.sites import named
+from unskip.anatomy import AttentionParts, MlpParts, Parts, PartsTrace, drop_paths, example_for, named, trace_parts
 from unskip.errors import BadInput, InitError
 from unskip.init._check import Check, Judged, same
-from unskip.wiring._select import Where, picks, selector
+from unskip.wiring import Where, check_selector, picks
 
 Name = Literal["value-output", "query-key", "mlp"]
 PARTS: tuple[Name, ...] = get_args(Name)
@@ -54,23 +51,23 @@ def verify_skipless(
     """
     refuse_number("c", c)
     refuse_parts(parts, centre)
-    selector(where)
-    opened = lay_open(model, example_for(model, example), weighted=True)
+    check_selector(where)
+    traced = trace_parts(model, example_for(model, example), weighted=True)
     rows, unknown = [], []
-    for site, part in zip(opened.parts.sites, opened.parts, strict=True):
+    for site, part in zip(traced.parts.sites, traced.parts, strict=True):
         if not picks(where, site):
             continue
         if part is None:
             unknown.append(site)
             continue
         judged = Judged()
-        only = Parts(opened.parts.model, [site], [part], {})
+        only = Parts(traced.parts.model, [site], [part], {})
         centred = [mlp.down_bias for mlp in only.mlps()] if centre else []
         for attention in only.attentions():
             if "value-output" in parts:
                 _judge_value_output(attention, c, centred, judged)
             if "query-key" in parts:
-                _judge_query_key(opened, attention, judged)
+                _judge_query_key(traced, attention, judged)
         for mlp in only.mlps():
             if "mlp" in parts:
                 _judge_mlp(mlp, centre, judged)
@@ -162,7 +159,7 @@ def _from_isometry(matrix: Tensor, size: float, rank: int) -> float:
     return float(torch.stack([error, (gram.trace() / rank - 1).abs()]).max())
 
 
-def _judge_query_key(opened: Opened, part: AttentionParts, judged: Judged) -> None:
+def _judge_query_key(traced: PartsTrace, part: AttentionParts, judged: Judged) -> None:
     if not {"query-key norm", "score scale"} & {*part.extras}:  # else the size of the logits is not the weights'
         mass = _self_attention(part)
         judged.values["self-attention"], judged.values["least"] = float(mass.mean()), float(mass.min())
@@ -173,7 +170,7 @@ def _judge_query_key(opened: Opened, part: AttentionParts, judged: Judged) -> No
     judged.values["q-k error"] = error = _from_equal_weight(part)
     judged.promise(error <= max(1e-4, _tolerance(part.q)), f"W_Q and W_K are {error:.2g} from equal weight, promised 0")
     _judge_biases([("query", part.q_bias), ("key", part.k_bias)], judged)
-    p = opened.probabilities(part.site.index).double()  # (samples, heads, queries, keys)
+    p = traced.probabilities(part.site.index).double()  # (samples, heads, queries, keys)
     if p.shape[-1] == p.shape[-2]:
         judged.values["on example"] = float(p.diagonal(dim1=-2, dim2=-1).mean())
         judged.values["evenly"] = float((1 / (p > 0).sum(-1).clamp(min=1)).mean())  # a mask leaves some keys out

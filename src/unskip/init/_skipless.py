@@ -27,14 +27,11 @@ import torch
 from torch import Tensor, nn
 
 from unskip._warn import warn
-from unskip.anatomy._droppath import drop_paths
-from unskip.anatomy._example import example_for
-from unskip.anatomy._parts import AttentionParts, MlpParts, Parts, lay_open
-from unskip.anatomy.sites import named
+from unskip.anatomy import AttentionParts, MlpParts, Parts, drop_paths, example_for, named, trace_parts
 from unskip.errors import BadInput, InitError
 from unskip.init._check import Check, same, transaction
 from unskip.init._promises import PARTS, Name, gain, mean_output, refuse_number, refuse_parts, verify_skipless
-from unskip.wiring._select import Where, picks, selector
+from unskip.wiring import Where, check_selector, picks
 
 Heads = Literal["independent", "shared", "sliced"]
 
@@ -79,10 +76,10 @@ def skipless_(
     """
     _refuse_bad(alpha, beta, c, heads, generator)
     refuse_parts(parts, centre)
-    selector(where)
+    check_selector(where)
     whole = example_for(model, example)
-    opened = lay_open(model, whole)
-    chosen = _chosen(model, opened.parts, where, parts)
+    traced = trace_parts(model, whole)
+    chosen = _chosen(model, traced.parts, where, parts)
     if centre:
         _refuse_to_centre(chosen)
     draw = _Draw(generator)

@@ -9,7 +9,7 @@ from unskip._words import nearest
 from unskip.errors import BadInput
 from unskip.init._skipless import PRESETS, Constants, skipless_
 from unskip.init._zero import zero_branches_
-from unskip.wiring._select import Where
+from unskip.wiring import Where
 
 
 def start_(

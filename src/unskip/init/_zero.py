@@ -16,12 +16,19 @@ import torch
 from torch import Tensor, nn
 
 from unskip._warn import warn
-from unskip.anatomy._example import example_for
-from unskip.anatomy._parts import AttentionParts, MlpParts, NormParts, ParallelParts, Part, lay_open
-from unskip.anatomy.sites import named
+from unskip.anatomy import (
+    AttentionParts,
+    MlpParts,
+    NormParts,
+    ParallelParts,
+    Part,
+    example_for,
+    named,
+    trace_parts,
+)
 from unskip.errors import InitError
 from unskip.init._check import Check, Judged, transaction
-from unskip.wiring._select import Where, picks, selector
+from unskip.wiring import Where, check_selector, picks
 
 
 def zero_branches_(model: nn.Module, example: object = None, *, where: Where = None) -> Check:
@@ -30,9 +37,9 @@ def zero_branches_(model: nn.Module, example: object = None, *, where: Where = N
     Works before or after `rewire` and never rewires. `where` chooses sites as in `rewire`. Where a site cannot be done
     nothing is changed.
     """
-    selector(where)
+    check_selector(where)
     whole = example_for(model, example)
-    found = lay_open(model, whole).parts
+    found = trace_parts(model, whole).parts
     unknown = [s for s, part in zip(found.sites, found, strict=True) if part is None and picks(where, s)]
     if unknown:
         raise InitError(
@@ -70,14 +77,14 @@ def verify_zero_branches(model: nn.Module, example: object = None, *, where: Whe
     zero, whatever the example (promised: 1, for with none it comes to life elsewhere and with two it never learns); the
     largest number of the bias behind that factor (0), and how far LayerScale is from 1.
     """
-    selector(where)
-    opened = lay_open(model, example_for(model, example))
-    dissection, found = opened.dissection, opened.parts
+    check_selector(where)
+    traced = trace_parts(model, example_for(model, example))
+    trace, found = traced.trace, traced.parts
     rows, unknown = [], []
-    for site, cut, part in zip(dissection.sites, dissection.cuts, found, strict=True):
+    for site, run, part in zip(trace.sites, trace.last_runs, found, strict=True):
         if not picks(where, site):
             continue
-        sizes = torch.stack([dissection.graph.values[f.branch].abs().max() for f in cut.findings])
+        sizes = torch.stack([trace.graph.values[f.branch].abs().max() for f in run.findings])
         size = float(sizes.max())  # NaN where one is
         judged = Judged()
         judged.values["largest"] = size

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import reprlib
-from numbers import Integral
 
 import torch
 from torch import Tensor
 
+from unskip._checks import finite
 from unskip.errors import BadInput
 
 
@@ -21,18 +21,6 @@ def floats(who: str, name: str, x: object, axes: str, least: int, most: int | No
     wide = x.detach().to(torch.float64)
     finite(who, name, wide)
     return wide
-
-
-def finite(who: str, name: str, x: Tensor) -> None:
-    """Raise if x holds NaN or infinity, with how many and where the first one stands."""
-    good = torch.isfinite(x)
-    if not bool(good.all()):
-        wrong = (~good).nonzero()
-        first = tuple(wrong[0].tolist())
-        raise BadInput(
-            f"{who}: {name} holds {len(wrong)} non-finite of {x.numel()} entries, the first {float(x[first])} at "
-            f"{first}; find the layer that makes them, or leave these samples out"
-        )
 
 
 def centred(x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -50,10 +38,3 @@ def same_rows(who: str, x: Tensor, y: Tensor) -> None:
     """Raise unless two matrices have a row for each of the same samples."""
     if len(x) != len(y):
         raise BadInput(f"{who}: both need one row for each sample, got {len(x)} rows and {len(y)}")
-
-
-def whole(who: str, name: str, value: object, low: int) -> int:
-    """A whole number, `low` or more."""
-    if not isinstance(value, Integral) or isinstance(value, bool) or int(value) < low:
-        raise BadInput(f"{who}: {name} must be a whole number, {low} or more, got {reprlib.repr(value)}")
-    return int(value)

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from unskip._checks import finite
 from unskip.errors import BadInput
-from unskip.measures._input import finite
 
 Function = Callable[[Tensor], Tensor]
 

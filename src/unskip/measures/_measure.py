@@ -15,14 +15,24 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from unskip.anatomy._dissect import dissect_again, mean, rows
-from unskip.anatomy._example import Example, example_for
-from unskip.anatomy._parts import AttentionParts, Opened, ParallelParts, lay_open
-from unskip.anatomy._quiet import quiet
-from unskip.anatomy.sites import Site
+from unskip._checks import whole
+from unskip._modes import quiet
+from unskip.anatomy import (
+    AttentionParts,
+    Example,
+    ParallelParts,
+    PartsTrace,
+    ReplayError,
+    Sample,
+    Site,
+    example_for,
+    mean_weight,
+    tokens,
+    trace_again,
+    trace_parts,
+)
 from unskip.errors import BadInput, NoResidualError
-from unskip.measures._capture import ReplayError, Sample, gradient_norms, grid_of, refuse_not_finite, tokens
-from unskip.measures._input import whole
+from unskip.measures._capture import gradient_norms, grid_of, refuse_not_finite
 from unskip.measures._measurement import BlockRow, Measurement, SiteRow
 from unskip.measures._rounding import Rounding
 from unskip.measures.attention import (
@@ -63,11 +73,11 @@ def measure(
     """
     if jacobians not in ("auto", "exact", "off"):
         raise BadInput(f"jacobians is {jacobians!r}; it can be 'auto', 'exact' or 'off'")
-    whole("measure", "steps", steps, 2)
+    whole("measure", "steps", steps, low=2)
     if grid is not None and not (
         isinstance(grid, tuple) and len(grid) == 2 and all(isinstance(n, int) and n > 1 for n in grid)
     ):
-        raise BadInput(f"measure: grid is {grid!r}; it is (rows, columns) of the patches, two or more of each")
+        raise BadInput(f"measure: grid is {grid!r}; it is (columns) of the patches, two or more of each")
     if not isinstance(generator, torch.Generator | None):
         raise BadInput(f"measure: generator is {generator!r}; write torch.Generator().manual_seed({generator!r})")
     example = example_for(model, batch)
@@ -77,17 +87,15 @@ def measure(
     generator = generator or torch.Generator().manual_seed(0)
     total = count + (0 if jacobians == "off" else 1)
     tick(0, total, "recording")
-    opened = lay_open(model, rows(example, 0, 1) if count > 1 else example, weighted=True)
-    if not opened.dissection.sites:
+    traced = trace_parts(model, example.rows(0, 1) if count > 1 else example, weighted=True)
+    if not traced.trace.sites:
         raise NoResidualError(f"{type(model).__name__}: no residual sites, so nothing to measure")
-    gather = _Gather(model, opened, grid, _image(example))
+    gather = _Gather(model, traced, grid, _image(example))
     if len({len(value) for value in _tensors(example) if value.ndim > 1}) > 1:
         gather.notes.append("arguments without a row for each sample: the batch is run whole, its first sample is seen")
     first = gather.sample
     for index in range(count):
-        sample = (
-            first if index == 0 else Sample(dissect_again(model, rows(example, index, index + 1), opened.dissection))
-        )
+        sample = first if index == 0 else Sample(trace_again(model, example.rows(index, index + 1), traced.trace))
         refuse_not_finite(sample)
         gather.add(sample)
         tick(index + 1, total, "samples")
@@ -134,7 +142,7 @@ def _refuse_mixed(model: nn.Module, example: Example, count: int) -> None:
         return
     try:
         with quiet(model, training=False):
-            pair, alone = (rows(example, start, count).copy().run(model) for start in (count - 2, count - 1))
+            pair, alone = (example.rows(start, count).copy().run(model) for start in (count - 2, count - 1))
     except Exception:  # what is wrong is told where the model is recorded
         return
     for two, one in zip(_tensors(pair), _tensors(alone), strict=False):
@@ -179,19 +187,19 @@ class _Gather:
     """Collects what the samples give."""
 
     def __init__(
-        self, model: nn.Module, opened: Opened, grid: tuple[int, int] | None, image: tuple[int, int] | None
+        self, model: nn.Module, traced: PartsTrace, grid: tuple[int, int] | None, image: tuple[int, int] | None
     ) -> None:
-        self.model, self.opened, self.grid, self.image = model, opened, grid, image
-        self.sample = Sample(opened.dissection)
+        self.model, self.traced, self.grid, self.image = model, traced, grid, image
+        self.sample = Sample(traced.trace)
         self.all = [site for site in self.sample.sites if not site.long]
         ends: dict[str, Site] = {}
         for site in self.all:
             ends[site.block] = site  # the last site of each block
         self.ends = ends
         self.notes: list[str] = [
-            f"{site.name}: parts unknown ({opened.parts.reasons[site.index]})"
+            f"{site.name}: parts unknown ({traced.parts.reasons[site.index]})"
             for site in self.all
-            if site.index in opened.parts.reasons and site.kind in ("attention", "mlp", "parallel")
+            if site.index in traced.parts.reasons and site.kind in ("attention", "mlp", "parallel")
         ]
         self.origins = self.sample.origins()
         self.start: dict[int, list[Tensor]] = {}  # by the site where a stream begins: x_0 by sample, (tokens, dim)
@@ -204,20 +212,20 @@ class _Gather:
 
     def add(self, sample: Sample) -> None:
         for site in {origin.index: origin for origin in self.origins.values()}.values():
-            first = sample.dissection.runs[site.index][0].stream
+            first = sample.trace.runs[site.index][0].stream
             self.start.setdefault(site.index, []).append(tokens(sample.value(first), site)[0])
         self.tokens = len(next(iter(self.start.values()))[0])
         self.rounding.add(sample, self.ends)
         for block, site in self.ends.items():
             self.after[block].append(sample.sum(site)[0])
-            self.maps[block].append(self._high(site, sample.value(sample.cut(site).add.index)))
+            self.maps[block].append(self._high(site, sample.value(sample.run(site).add.index)))
         for site in self.all:
             self.ratios[site.index].append(sample.ratio(site))
-            if site.index in self.opened.attentions:
+            if site.index in self.traced.attentions:
                 self._attend(site, sample)
 
     def _attend(self, site: Site, sample: Sample) -> None:
-        p = Opened(sample.dissection, self.opened.parts, self.opened.attentions).probabilities(site.index)
+        p = PartsTrace(sample.trace, self.traced.parts, self.traced.attentions).probabilities(site.index)
         square = p.shape[-1] == p.shape[-2]
         try:
             entry = (
@@ -302,8 +310,8 @@ class _Gather:
         product = 1.0
         for site in self.all:
             if site.index <= last.index and self.origins[site.index] is self.origins[last.index]:
-                alpha, _ = self.sample.dissection.weights[site.index]
-                product *= mean(alpha) ** site.runs
+                alpha, _ = self.sample.trace.weights[site.index]
+                product *= mean_weight(alpha) ** site.runs
         return product
 
     def _rows(self, x: Tensor, generator: torch.Generator) -> Tensor:
@@ -343,12 +351,12 @@ class _Gather:
         return [self._site(site, spectra, gradients.get(site.index)) for site in self.all]
 
     def _site(self, site: Site, spectra: _Spectra, gradient: float | None) -> SiteRow:
-        part = self.opened.parts[site.index]
+        part = self.traced.parts[site.index]
         attention = part.attention if isinstance(part, ParallelParts) else part
         value_output = None
         if isinstance(attention, AttentionParts):
             value_output = float(value_output_condition(*_grouped(attention)))
-        alpha, beta = map(mean, self.sample.dissection.weights[site.index])
+        alpha, beta = map(mean_weight, self.sample.trace.weights[site.index])
         entropy, mass, cond = self._heads(site)
         return SiteRow(
             index=site.index,

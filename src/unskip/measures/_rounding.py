@@ -13,9 +13,7 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import Tensor
 
-from unskip.anatomy._replay import ReplayError, replay
-from unskip.anatomy.sites import Site
-from unskip.measures._capture import Sample, tokens
+from unskip.anatomy import ReplayError, Sample, Site, replay, tokens
 from unskip.measures.rank import effective_rank, feature_matrix
 
 _SAMPLES = 4  # that are computed again
@@ -45,15 +43,15 @@ class Rounding:
         if self.count == _SAMPLES:
             return
         self.count += 1
-        kept = _Only(sample.cut(site).add.index for site in ends.values())
+        kept = _Only(sample.run(site).add.index for site in ends.values())
         start = sample.first()
         try:
             with torch.no_grad():
-                replay(sample.dissection.graph, start, sample.last(), torch.float64, keep=kept)(sample.value(start))
+                replay(sample.trace.graph, start, sample.last(), torch.float64, keep=kept)(sample.value(start))
         except (ReplayError, RuntimeError, NotImplementedError):  # what cannot be computed again is taken as it is
             return
         for block, site in ends.items():
-            node = sample.cut(site).add.index
+            node = sample.run(site).add.index
             if node in kept:
                 self.exact.setdefault(block, []).append(tokens(kept[node], site)[0])
 

@@ -15,8 +15,9 @@ import math
 import torch
 from torch import Tensor
 
+from unskip._checks import finite
 from unskip.errors import BadInput
-from unskip.measures._input import centred, finite, floats, same_rows
+from unskip.measures._input import centred, floats, same_rows
 
 GRID = tuple(10.0**power for power in range(-10, 3))  # ridges tried, relative to the largest squared singular value
 

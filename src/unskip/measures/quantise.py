@@ -16,8 +16,9 @@ from typing import Literal, overload
 import torch
 from torch import Tensor
 
+from unskip._checks import whole
 from unskip.errors import BadInput
-from unskip.measures._input import centred, floats, whole
+from unskip.measures._input import centred, floats
 
 
 @overload
@@ -43,7 +44,7 @@ def sqnr(x: Tensor, bits: int, per: Literal["tensor", "token", "channel"] = "ten
 
     inf where rounding changes nothing, nan for a zero tensor. All-zero tokens or channels cost nothing.
     """
-    bits = whole("sqnr", "bits", bits, 2)
+    bits = whole("sqnr", "bits", bits, low=2)
     if per not in ("tensor", "token", "channel"):
         raise BadInput(f"sqnr: per must be 'tensor', 'token' or 'channel', got {per!r}")
     wide = floats("sqnr", "x", x, "(..., dim)", 1)

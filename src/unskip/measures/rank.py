@@ -20,8 +20,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from unskip._checks import finite
 from unskip.errors import BadInput
-from unskip.measures._input import centred, finite, floats
+from unskip.measures._input import centred, floats
 
 
 def effective_rank(x: Tensor, center: bool = True) -> float:

@@ -22,8 +22,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from unskip._checks import whole
 from unskip.errors import BadInput
-from unskip.measures._input import whole
 from unskip.measures._jacobian import Function, Jacobian
 from unskip.measures._lanczos import Krylov, Nodes, above_null, bidiagonalise, bound, nodes, quantile, resolved, spread
 
@@ -110,10 +110,11 @@ def jacobian_spectrum(
     `null` is the number of input directions that are null by construction, if the caller knows it; inputs less outputs
     are always counted. "count" counts singular values below max(inputs, outputs) * eps * sigma_max, where exact.
     """
-    steps, samples = whole("jacobian_spectrum", "steps", steps, 2), whole("jacobian_spectrum", "samples", samples, 2)
+    steps = whole("jacobian_spectrum", "steps", steps, low=2)
+    samples = whole("jacobian_spectrum", "samples", samples, low=2)
     jacobian = Jacobian(f, x)
     outputs, inputs = jacobian.shape
-    if null is not None and null != "count" and whole("jacobian_spectrum", "null", null, 0) > inputs:
+    if null is not None and null != "count" and whole("jacobian_spectrum", "null", null, low=0) > inputs:
         raise BadInput(f"jacobian_spectrum: null is {null}, but x has only {inputs} directions")
     if exact is None:
         exact = max(outputs, inputs) <= largest_built(x)
@@ -122,7 +123,7 @@ def jacobian_spectrum(
     if probes is None:
         probes = min(32, math.ceil(TOGETHER / inputs))
     else:
-        probes = whole("jacobian_spectrum", "probes", probes, 1)
+        probes = whole("jacobian_spectrum", "probes", probes, low=1)
     # A seed of its own: weights drawn from a generator of the same seed must not turn up again as probes.
     seed = 20_240_410_947 if generator is None else _seed(generator)
     return _matrix_free(jacobian, null, probes, min(steps, inputs), samples, torch.Generator().manual_seed(seed))

@@ -3,29 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from numbers import Integral, Real
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from unskip._checks import number
 from unskip.errors import BadInput
 
 
-def number(who: str, name: str, value: object, *, below: float = torch.inf) -> None:
-    """A number from 0 up to, and without, `below`; a learning rate may also be a tensor of one element."""
-    if isinstance(value, Tensor) and value.numel() == 1:
-        return  # looking at it would wait for the device
-    if not isinstance(value, Real) or isinstance(value, bool) or not 0 <= float(value) < below:
-        limit = "0 or more" if below == torch.inf else f"in [0, {below})"
-        raise BadInput(f"{who}: {name} must be a number {limit}, got {value!r}")
-
-
-def whole(who: str, name: str, value: object, *, low: int) -> int:
-    """A whole number, `low` or more."""
-    if not isinstance(value, Integral) or isinstance(value, bool) or int(value) < low:
-        raise BadInput(f"{who}: {name} must be a whole number, {low} or more, got {value!r}")
-    return int(value)
+def number_or_tensor(who: str, name: str, value: object) -> None:
+    """A number, 0 or more; a learning rate may also be a tensor of one element, which is not read: that would wait."""
+    if not (isinstance(value, Tensor) and value.numel() == 1):
+        number(who, name, value)
 
 
 def betas_of(who: str, betas: object) -> None:

@@ -20,8 +20,9 @@ import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
+from unskip._checks import number, whole
 from unskip.errors import BadInput
-from unskip.optim._checks import betas_of, dense, loadable, number, plain, whole
+from unskip.optim._checks import betas_of, dense, loadable, number_or_tensor, plain
 from unskip.optim._kernels import momentum, move, pointers
 from unskip.optim._stacks import matrix_shape, working
 
@@ -80,7 +81,7 @@ class Muon(torch.optim.Optimizer):
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         try:
-            number("Muon", "lr", group["lr"])
+            number_or_tensor("Muon", "lr", group["lr"])
             number("Muon", "weight_decay", group["weight_decay"])
             number("Muon", "momentum", group["momentum"], below=1)
             whole("Muon", "ns_steps", group["ns_steps"], low=0)

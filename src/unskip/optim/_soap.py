@@ -24,21 +24,14 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from unskip._checks import number, whole
 from unskip.errors import BadInput
 from unskip.optim._basis import eigenbasis
-from unskip.optim._checks import betas_of, dense, loadable, number, plain, whole
+from unskip.optim._checks import betas_of, dense, loadable, number_or_tensor, plain
 from unskip.optim._kernels import Factors
 from unskip.optim._precision import Precision, products
 from unskip.optim._spread import Face, Lot, calendar
-from unskip.optim._stacks import (
-    SIDES,
-    Matrices,
-    Piece,
-    gather,
-    matrix_shape,
-    refresh_pieces,
-    working,
-)
+from unskip.optim._stacks import SIDES, Matrices, Piece, gather, matrix_shape, refresh_pieces, working
 
 LIMIT = 1e17  # the square of a larger gradient, summed over a row, would not be finite in float32
 COUNTERS = ("step", "skipped", "held")  # steps taken, gradients masked, refreshes put off
@@ -99,7 +92,7 @@ class SOAP(torch.optim.Optimizer):
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         try:
-            number("SOAP", "lr", group["lr"])
+            number_or_tensor("SOAP", "lr", group["lr"])
             betas_of("SOAP", group["betas"])
             number("SOAP", "eps", group["eps"])
             number("SOAP", "weight_decay", group["weight_decay"])

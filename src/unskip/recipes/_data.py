@@ -14,8 +14,7 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import Any, Literal
 
-from unskip.data import ImageSet, open_images
-from unskip.data._decode import MixedSizes
+from unskip.data import ImageSet, MixedSizes, open_images
 from unskip.recipes._config import Config
 
 Opener = Callable[..., ImageSet]  # with the arguments of `open_images`

@@ -22,9 +22,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from unskip.anatomy._example import Example
-from unskip.anatomy._features import block_axes
-from unskip.data._views import Drawn, DrawnFeed
+from unskip.anatomy import Example, block_axes
+from unskip.data import Drawn, DrawnFeed
 from unskip.errors import BadInput
 from unskip.models import DINO, load_dino
 from unskip.optim import build as build_optimizer

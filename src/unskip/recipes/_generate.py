@@ -18,15 +18,11 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from unskip.data import Augment, Feed, ImageSet
-from unskip.data._latents import Autoencoder, LatentFeed
+from unskip.data import Augment, Autoencoder, Feed, ImageSet, LatentFeed
 from unskip.errors import BadInput
-from unskip.evals import rank
-from unskip.evals._diffusion import noised_features
+from unskip.evals import noised_features, rank
 from unskip.init import zero_branches_
-from unskip.models import Flow
-from unskip.models._flow import Interpolant, Target, Times
-from unskip.models._noise import normal
+from unskip.models import Flow, Interpolant, Target, Times, normal
 from unskip.optim import build as build_optimizer
 from unskip.recipes._config import Config
 from unskip.recipes._data import Opener, both, judged_split

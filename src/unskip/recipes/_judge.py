@@ -13,8 +13,7 @@ from unskip.errors import BadInput
 from unskip.evals import Result, evaluate
 from unskip.recipes._data import Opener, both, judged_split, opening_once
 from unskip.recipes._registry import RECIPES, from_dict
-from unskip.training import RunFolder
-from unskip.training._average import averaged_weights
+from unskip.training import RunFolder, averaged_weights
 
 
 @dataclass(frozen=True)

@@ -9,12 +9,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from unskip.anatomy._features import indices
-from unskip.data import open_images
-from unskip.data._dense import open_dense
+from unskip.anatomy import block_indices
+from unskip.data import open_dense, open_images
 from unskip.errors import BadInput
-from unskip.evals import Result, discover_blocks, patches, pictures, segment_blocks
-from unskip.evals._protocols import protocol
+from unskip.evals import Result, discover_blocks, patches, pictures, protocol, segment_blocks
 from unskip.recipes._data import judged_split, opened, opening_once
 from unskip.recipes._judge import Trained, open_run
 
@@ -54,7 +52,7 @@ def judge_dense(
         names_of, ignore = _meaning({number for each in (train, test) for number in _numbers(each.masks)})
         train, test = (train, test) if names_of is None else (train.renamed(names_of), test.renamed(names_of))
     count = len(patches(run.encoder, test.pixels[:1], "all").blocks)
-    wanted = indices(blocks, count)
+    wanted = block_indices(blocks, count)
     results: list[Result] = []
     for name in names:
         mine = dict((changes or {}).get(name, {}))

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from unskip.errors import BadInput
-from unskip.evals import Extractor, Result, diffusion, extractor, generation, statistics
-from unskip.evals._extract import Blocks
+from unskip.evals import Blocks, Extractor, Result, diffusion, extractor, generation, statistics
 from unskip.models import Sampling
 from unskip.recipes._data import both, judged_split, opened, opening_once
 from unskip.recipes._generate import Generative

@@ -19,8 +19,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from unskip.anatomy._example import Example
-from unskip.anatomy._features import block_axes
+from unskip.anatomy import Example, block_axes
 from unskip.data import Augment, Feed
 from unskip.errors import BadInput
 from unskip.evals import extract, rank

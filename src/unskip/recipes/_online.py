@@ -11,9 +11,8 @@ from torch import nn
 
 from unskip.data import Feed, ImageSet
 from unskip.errors import BadInput
-from unskip.evals import PROTOCOLS, Features, extract, knn, rank
-from unskip.evals._extract import View
-from unskip.evals._input import known as known_classes
+from unskip.evals import PROTOCOLS, Features, View, extract, knn, rank
+from unskip.evals import known as known_classes
 
 
 def some(images: ImageSet, count: int) -> ImageSet:

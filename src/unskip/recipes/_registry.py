@@ -11,7 +11,7 @@ import numpy
 
 from unskip._words import nearest
 from unskip.errors import BadInput
-from unskip.optim._build import without_betas
+from unskip.optim import without_betas
 from unskip.recipes._config import Config
 from unskip.wiring import Shortcut
 

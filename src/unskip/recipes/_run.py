@@ -16,9 +16,8 @@ from unskip.recipes._config import Config
 from unskip.recipes._data import Opener
 from unskip.recipes._registry import RECIPES, Recipe, from_dict, recipe_of, to_dict
 from unskip.recipes._shared import device_of
-from unskip.training import Outcome, RunFolder
+from unskip.training import Outcome, RunFolder, why_not
 from unskip.training import train as run_loop
-from unskip.training._graph import why_not
 
 
 def train(config: Config, out: str | Path, quiet: bool = False, opener: Opener | None = None) -> Outcome:

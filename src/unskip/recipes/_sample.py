@@ -19,14 +19,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from unskip._modes import evaluating
 from unskip._warn import warn
-from unskip.anatomy._quiet import evaluating
-from unskip.data._device import mean_and_std
-from unskip.data._latents import Autoencoder
+from unskip.data import Autoencoder, mean_and_std
 from unskip.errors import BadInput
-from unskip.evals._extract import autocast
-from unskip.models import Sampling, drawn
-from unskip.models._samplers import Sampler
+from unskip.evals import autocast
+from unskip.models import Sampler, Sampling, drawn
 from unskip.recipes._generate import Generative
 from unskip.recipes._judge import Trained, open_run
 

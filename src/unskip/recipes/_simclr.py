@@ -16,9 +16,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from unskip._warn import warn
-from unskip.anatomy._example import Example
-from unskip.anatomy._features import block_axes
-from unskip.data._views import Drawn, DrawnFeed
+from unskip.anatomy import Example, block_axes
+from unskip.data import Drawn, DrawnFeed
 from unskip.errors import BadInput
 from unskip.models import SimCLR
 from unskip.optim import build as build_optimizer
@@ -37,8 +36,7 @@ from unskip.recipes._views import (
     view_data,
 )
 from unskip.training import Schedule, Task
-from unskip.wiring import Anneal, Decay
-from unskip.wiring.shortcuts import parse
+from unskip.wiring import Anneal, Decay, parse
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from unskip.anatomy._guard import wiring_in
 from unskip.data import Augment, Feed
 from unskip.errors import BadInput
 from unskip.init import start_
@@ -26,7 +25,7 @@ from unskip.recipes._data import Opener, both, judged_split
 from unskip.recipes._registry import Preset, Recipe, register, resolve
 from unskip.recipes._shared import arguments_of, built, device_of, schedule_of, steps_of
 from unskip.training import RunFolder, Schedule, Task
-from unskip.wiring import Wiring, load, rewire, save
+from unskip.wiring import Wiring, find_wiring, load, rewire, save
 
 
 @dataclass(frozen=True)
@@ -235,13 +234,13 @@ def _fill(config: Supervised, model: nn.Module) -> list[str]:
         if config.teacher is not None:
             raise BadInput(f"{config.weights} made an encoder, which knows no classes to teach; leave teacher out")
         pretrained = load(encoder)
-        if rewired := wiring_in(pretrained) is not None:
+        if rewired := find_wiring(pretrained) is not None:
             Wiring.of(pretrained).undo()
         notes.append(
             f"new beside the encoder of {config.weights}: {', '.join(_take(model, pretrained, config.weights))}"
         )
     else:
-        rewired = wiring_in(load(folder, model)) is not None
+        rewired = find_wiring(load(folder, model)) is not None
     if rewired and config.shortcut == "keep":
         notes.append(f"{config.weights} was saved with other skips; here all are kept, as shortcut says")
     return notes
@@ -286,7 +285,7 @@ def _teacher(config: Supervised, model: nn.Module) -> nn.Module | None:
 
 def _wired(config: Supervised, model: nn.Module, sample: Tensor) -> Wiring | None:
     """The skips as the config says, whatever the weights were trained with."""
-    if config.shortcut == "keep" and wiring_in(model) is None:
+    if config.shortcut == "keep" and find_wiring(model) is None:
         return None
     return rewire(model, config.shortcut, sample, where=config.where)
 

@@ -16,14 +16,14 @@ import torch
 from torch import Tensor, nn
 
 from unskip import spec
-from unskip.anatomy._features import kept
-from unskip.anatomy._quiet import evaluating
+from unskip._modes import evaluating
+from unskip.anatomy import keep_outputs
 from unskip.data import Feed, ImageSet, ViewFeed, Views
 from unskip.errors import BadInput
-from unskip.evals._extract import Precision
+from unskip.evals import Precision
 from unskip.init import start_
 from unskip.measures import effective_rank
-from unskip.optim._precision import products
+from unskip.optim import products
 from unskip.recipes._data import Opener, both
 from unskip.recipes._online import check_online, gathered, online, some
 from unskip.recipes._shared import arguments_of, built
@@ -148,7 +148,7 @@ def patch_ranks(backbone: nn.Module, images: Tensor, axes: Mapping[str, int]) ->
     """
     with (
         evaluating(backbone),
-        kept(backbone, axes, range(len(axes))) as outputs,
+        keep_outputs(backbone, axes, range(len(axes))) as outputs,
         products("float32", images.device),
     ):
         backbone(images)

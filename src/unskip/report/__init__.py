@@ -13,7 +13,7 @@ from unskip.report._read import Group, Run, read_groups
 from unskip.report.figures import Tiles
 
 if TYPE_CHECKING:
-    from unskip.recipes._data import Opener
+    from unskip.recipes import Opener
 
 LOOKED = 12  # runs whose checkpoints are looked at, unless asked otherwise
 
@@ -37,7 +37,7 @@ def read(
     most = LOOKED if look is True else int(look)
     if not most:
         return groups
-    from unskip.recipes._data import opening_once
+    from unskip.recipes import opening_once
     from unskip.report._look import look as look_at
 
     # The first seed of every group, then the second: pictures of each before more of one.

@@ -18,15 +18,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from unskip.anatomy import features
-from unskip.data import Feed, ImageSet
-from unskip.data._device import mean_and_std
+from unskip.data import Feed, ImageSet, mean_and_std
 from unskip.errors import UnskipError
-from unskip.evals import extract
-from unskip.evals._pictures import main_directions
+from unskip.evals import extract, main_directions
 from unskip.measures import measure
 from unskip.models import MAE, UViT
-from unskip.recipes._data import Opener, both, opening_once
-from unskip.recipes._judge import Trained, open_run
+from unskip.recipes import Opener, Trained, both, open_run, opening_once
 from unskip.report._read import Run, clean
 from unskip.report.figures._draw import MARK, Pixels, Tiles
 

@@ -23,10 +23,10 @@ from typing import Any
 
 import torch
 
+from unskip._provenance import versions_of
 from unskip._warn import warn
 from unskip.errors import BadInput, LoadError
 from unskip.training._state import check, seal
-from unskip.wiring._record import versions_of
 
 KEPT = 2
 NOT_FINITE = ("nan", "inf", "-inf")  # numbers that JSON does not know, as a log holds them

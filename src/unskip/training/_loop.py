@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from unskip.anatomy._quiet import evaluating
+from unskip._modes import evaluating
 from unskip.errors import BadInput, TrainingError
 from unskip.optim import schedules
 from unskip.training import _health

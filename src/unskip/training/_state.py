@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from unskip._provenance import sha256
 from unskip.errors import LoadError
-from unskip.wiring._record import sha256
 
 _TENSOR, _TUPLE, _PAIRS, _FLOAT = "tensor:", "tuple:", "pairs:", "float:"
 

@@ -2,10 +2,26 @@
 
 from unskip.wiring._rewire import rewire, rewired
 from unskip.wiring._save import load, save
-from unskip.wiring._wiring import Wiring
-from unskip.wiring.shortcuts import Anneal, Cut, Decay, Keep, Learn, Scale, Shortcut
+from unskip.wiring._select import Where, check_selector, picks
+from unskip.wiring._shortcuts import (
+    BAND,
+    Anneal,
+    Cut,
+    Decay,
+    Keep,
+    Learn,
+    Scale,
+    Shortcut,
+    Weight,
+    band,
+    effective_decay,
+    from_dict,
+    parse,
+)
+from unskip.wiring._wiring import Wiring, find_wiring
 
 __all__ = [
+    "BAND",
     "Anneal",
     "Cut",
     "Decay",
@@ -13,8 +29,17 @@ __all__ = [
     "Learn",
     "Scale",
     "Shortcut",
+    "Weight",
+    "Where",
     "Wiring",
+    "band",
+    "check_selector",
+    "effective_decay",
+    "find_wiring",
+    "from_dict",
     "load",
+    "parse",
+    "picks",
     "rewire",
     "rewired",
     "save",

@@ -16,9 +16,8 @@ from typing import Any
 
 from torch import nn
 
-from unskip.anatomy._guard import PATCH
-from unskip.anatomy._locate import Hop, Place, layers, names_of
-from unskip.anatomy._source import function_source
+from unskip._source import function_source, layers, names_of
+from unskip.anatomy import PATCH, Hop, Place
 from unskip.errors import RewireError, SourceError, WrappedError
 from unskip.wiring._rewrite import Edit, rewrite
 

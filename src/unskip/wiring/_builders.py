@@ -16,9 +16,9 @@ from torch import nn
 
 from unskip import spec
 from unskip._warn import warn
-from unskip.anatomy._guard import wiring_in
 from unskip.errors import BadInput
 from unskip.wiring._structure import class_name, difference, structure
+from unskip.wiring._wiring import find_wiring
 
 Builder = str | Mapping[str, Any] | None
 _IMPLEMENTATIONS = ("_attn_implementation", "_experts_implementation")  # private in transformers' configs: not in JSON
@@ -175,7 +175,7 @@ def _difference(model: nn.Module, record: dict[str, Any]) -> str | None:
 
 def _shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
     """Of the weights, without those that `Learn` added."""
-    wiring = wiring_in(model)
+    wiring = find_wiring(model)
     added = {} if wiring is None else wiring.parameters
     return {name: tuple(value.shape) for name, value in model.state_dict().items() if name not in added}
 

@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from torch import nn
 
 from unskip._warn import warn
-from unskip.anatomy._droppath import drop_paths
-from unskip.anatomy.sites import Site, named
+from unskip.anatomy import Site, drop_paths, named
 
 _SILENT = 1e-3  # rms(branch) / rms(stream) under which a branch has not begun to speak
 

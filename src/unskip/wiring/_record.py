@@ -7,20 +7,18 @@ edited, or a bit that flipped, is found before anything is built.
 from __future__ import annotations
 
 import hashlib
-import importlib.metadata
 import json
 import math
-from collections.abc import Iterable
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
-from unskip.anatomy._locate import Hop, Place
-from unskip.anatomy.sites import Site, Survey, Unknown
+from unskip._provenance import sha256
+from unskip.anatomy import Hop, Place, Site, Survey, Unknown
 from unskip.errors import LoadError, UnskipError
 from unskip.wiring._select import Assignment
+from unskip.wiring._shortcuts import from_dict
 from unskip.wiring._wiring import Wiring
-from unskip.wiring.shortcuts import from_dict
 
 FORMAT = 2
 WEIGHTS, RECORD = "model.safetensors", "unskip.json"
@@ -91,23 +89,6 @@ def _check_format(path: Path, version: object) -> None:
             f"Build the model and rewire it as it was, read {WEIGHTS} with safetensors.torch.load_model, and save it "
             "again."
         )
-
-
-def sha256(path: Path) -> str:
-    """The checksum of a file."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def versions_of(libraries: Iterable[str]) -> dict[str, str]:
-    """The version of each library that is installed; unskip itself may be read from its sources, and has none then."""
-    found = {}
-    for name in libraries:
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return found
 
 
 # --- Wirings ----------------------------------------------------------------------------------------------------------

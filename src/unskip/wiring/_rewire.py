@@ -7,14 +7,11 @@ from contextlib import contextmanager
 
 from torch import nn
 
-from unskip.anatomy._audit import look
-from unskip.anatomy._example import Example, example_for
-from unskip.anatomy._guard import wiring_in
-from unskip.anatomy.sites import Survey
+from unskip.anatomy import Example, Survey, example_for, survey
 from unskip.errors import NoResidualError, RewireError
 from unskip.wiring import _caution, _verify
 from unskip.wiring._select import Rules, Where, assign, normalise
-from unskip.wiring._wiring import Wiring
+from unskip.wiring._wiring import Wiring, find_wiring
 
 
 def rewire(
@@ -36,21 +33,21 @@ def rewire(
     `verify` checks the detection on the example against an independent oracle before the weights are set. `force`
     patches blocks whose weights are all 1 too, which are otherwise left alone.
     """
-    wiring = wiring_in(model)
+    wiring = find_wiring(model)
     pairs = normalise(shortcut, where)
     if wiring is not None:
         wiring._begin(assign(pairs, wiring.sites), force)
-        return wiring  # type: ignore[no-any-return]
+        return wiring
     given = example_for(model, example)
-    survey = look(model, given)
-    if not survey.sites:
-        raise NoResidualError(_nothing(model, survey))
-    plan = assign(pairs, survey.sites)
-    wiring = Wiring(model, survey)
+    seen = survey(model, given)
+    if not seen.sites:
+        raise NoResidualError(_nothing(model, seen))
+    plan = assign(pairs, seen.sites)
+    wiring = Wiring(model, seen)
     if verify and _verify.can_verify(model, given):
         _check(wiring, given)
         wiring.verified = True
-    _caution.left_alone([f"{u.path or '(model)'} ({u.source}): {u.reason}" for u in survey.unknown])
+    _caution.left_alone([f"{u.path or '(model)'} ({u.source}): {u.reason}" for u in seen.unknown])
     wiring._begin(plan, force)
     return wiring
 
@@ -60,7 +57,7 @@ def rewired(
     model: nn.Module, shortcut: Rules, example: object = None, where: Where = None, *, verify: bool = True
 ) -> Iterator[Wiring]:
     """`rewire` for the length of a with statement; afterwards the model is as it was before, rewired or not."""
-    before = wiring_in(model)
+    before = find_wiring(model)
     state = before._state() if before is not None else None
     wiring = rewire(model, shortcut, example, where, verify=verify)
     try:

@@ -21,15 +21,17 @@ from dataclasses import dataclass
 from types import CellType, FunctionType, MethodType
 from typing import Any, Literal
 
-from unskip.anatomy._locate import Hop, Unreachable, import_function, layers
-from unskip.anatomy._source import (
+from unskip._source import (
     FunctionNode,
     Position,
     compile_function,
     expression_at,
     function_source,
+    import_function,
+    layers,
     position_of,
 )
+from unskip.anatomy import Hop, Unreachable
 from unskip.errors import RewireError
 from unskip.wiring._mix import Number, mix
 

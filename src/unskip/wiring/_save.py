@@ -20,8 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from unskip.anatomy._guard import refuse_wrapped, wiring_in
-from unskip.anatomy.sites import Survey
+from unskip._provenance import sha256, versions_of
+from unskip.anatomy import Survey, refuse_wrapped
 from unskip.errors import BadInput, LoadError
 from unskip.wiring import _builders, _record, _structure
 from unskip.wiring._bind import Patch, is_bound, patched
@@ -29,7 +29,7 @@ from unskip.wiring._builders import Builder
 from unskip.wiring._record import MALFORMED, RECORD, WEIGHTS
 from unskip.wiring._select import Assignment
 from unskip.wiring._structure import class_name
-from unskip.wiring._wiring import Wiring
+from unskip.wiring._wiring import Wiring, find_wiring
 
 _LIBRARIES = ("unskip", "torch", "timm", "torchvision", "transformers", "diffusers")
 
@@ -44,7 +44,7 @@ def save(model: nn.Module, folder: str | os.PathLike[str], builder: Builder = No
     """
     from safetensors.torch import save_model
 
-    wiring = wiring_in(model)
+    wiring = find_wiring(model)
     if wiring is None:
         refuse_wrapped(model)
     else:
@@ -61,12 +61,12 @@ def save(model: nn.Module, folder: str | os.PathLike[str], builder: Builder = No
         "structure": _structure.pack(_structure.structure(model)),
         "sources": _structure.sources(model),
         "buffers": _structure.buffers(model),
-        "versions": _record.versions_of(_LIBRARIES),
+        "versions": versions_of(_LIBRARIES),
     }
     target.mkdir(parents=True, exist_ok=True)
     aside, text = target / (WEIGHTS + ".new"), target / (RECORD + ".new")
     save_model(model, str(aside))
-    _record.write(text, {**record, "sha256": {WEIGHTS: _record.sha256(aside)}})
+    _record.write(text, {**record, "sha256": {WEIGHTS: sha256(aside)}})
     # The record is renamed last: a save that broke off leaves the old record, whose checksum no longer fits.
     aside.replace(target / WEIGHTS)
     text.replace(target / RECORD)
@@ -87,7 +87,7 @@ def load(folder: str | os.PathLike[str], model: nn.Module | None = None, check_s
     tensors = _weights(source)
     if model is None:
         model = _built(record, source)
-    elif wiring_in(model) is not None:
+    elif find_wiring(model) is not None:
         raise BadInput(f"{class_name(model)} is rewired already. Undo its wiring, or pass a freshly built model.")
     elif any(value.is_meta for value in _values(model)):
         raise BadInput("the model is on the meta device, without values. Give it some: model.to_empty(device='cpu')")
@@ -151,7 +151,7 @@ def _check_source(model: nn.Module, record: dict[str, Any], folder: Path) -> Non
     except MALFORMED as error:
         raise LoadError(f"{folder / RECORD}: damaged, its sources or buffers do not read ({error}).") from error
     if wrong:
-        now = _record.versions_of(_LIBRARIES)
+        now = versions_of(_LIBRARIES)
         changed = [f"{name} {was}" for name, was in record["versions"].items() if now.get(name) != was]
         under = f" It was saved under {', '.join(changed)}." if changed else ""
         raise LoadError(

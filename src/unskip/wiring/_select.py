@@ -7,10 +7,9 @@ from dataclasses import dataclass
 from typing import get_args
 
 from unskip._words import nearest
-from unskip.anatomy._describe import Kind
-from unskip.anatomy.sites import Site
+from unskip.anatomy import Kind, Site
 from unskip.errors import BadInput, RewireError
-from unskip.wiring.shortcuts import Keep, Shortcut, Weight, parse
+from unskip.wiring._shortcuts import Keep, Shortcut, Weight, parse
 
 Where = str | Callable[[Site], bool] | None
 Rule = Shortcut | str
@@ -26,8 +25,8 @@ def normalise(rules: Rules, where: Where) -> tuple[tuple[Where, Shortcut], ...]:
             raise BadInput("a mapping of rules says where each applies: leave where out")
         if not rules:
             raise BadInput("the mapping of rules is empty; pass Keep() to keep every shortcut")
-        return tuple((selector(key), _rule(value)) for key, value in rules.items())
-    return ((selector(where), _rule(rules)),)
+        return tuple((check_selector(key), _rule(value)) for key, value in rules.items())
+    return ((check_selector(where), _rule(rules)),)
 
 
 def _rule(value: object) -> Shortcut:
@@ -40,7 +39,7 @@ def _rule(value: object) -> Shortcut:
     raise BadInput(f"{value!r} is not a shortcut; pass a rule such as Decay(0.6), or its text 'decay:0.6'")
 
 
-def selector(where: object) -> Where:
+def check_selector(where: object) -> Where:
     """The selector itself, where it is one. Raises BadInput."""
     kinds = get_args(Kind)
     if (

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from unskip import spec
-from unskip.anatomy._source import function_source
+from unskip._source import function_source
 from unskip.errors import SourceError
 from unskip.wiring import _fastpath
 from unskip.wiring._bind import original_class

@@ -18,13 +18,9 @@ from torch.nn.modules.module import register_module_forward_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from unskip.anatomy import _ops
-from unskip.anatomy._example import Example
-from unskip.anatomy._locate import Hop, Place, Unreachable, locate
-from unskip.anatomy._quiet import quiet
-from unskip.anatomy._trace import calls
-from unskip.anatomy.sites import Site
-from unskip.wiring.shortcuts import Weight
+from unskip._modes import quiet
+from unskip.anatomy import Example, Hop, Place, Site, Unreachable, calls, is_addition, locate
+from unskip.wiring._shortcuts import Weight
 
 Key = tuple[str, tuple[Hop, ...], int | None]  # path, expressions, turn of a loop
 # Per module call: its class, the sum and the absolute sum of its output, and how much they may differ.
@@ -123,7 +119,7 @@ class Oracle(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if _ops.base_name(func) in _ops.ADD and len(args) > 1 and all(isinstance(a, Tensor) for a in args[:2]):
+        if is_addition(func) and len(args) > 1 and all(isinstance(a, Tensor) for a in args[:2]):
             found = self._match()
             if found is not None:
                 return self._mix(found, func, args[0], args[1])

@@ -18,15 +18,14 @@ from torch import Tensor, nn
 
 from unskip._table import table
 from unskip._words import count
-from unskip.anatomy._guard import PATCH, WIRING, wiring_in
-from unskip.anatomy.sites import Site, Survey
+from unskip.anatomy import PATCH, WIRING, Site, Survey, rewired_state
 from unskip.errors import BadInput
 from unskip.wiring import _caution, _fastpath
 from unskip.wiring._bind import Patch, bind, is_bound, refuse_covered, unbind
 from unskip.wiring._mix import NUMBER
 from unskip.wiring._rewrite import attribute
 from unskip.wiring._select import Assignment, Rules, Where, assign, normalise
-from unskip.wiring.shortcuts import Anneal, Keep, Learn, Shortcut, Weight, band, effective_decay
+from unskip.wiring._shortcuts import Anneal, Keep, Learn, Shortcut, Weight, band, effective_decay
 
 State = tuple[tuple[Assignment, ...], int, bool, dict[str, nn.Parameter]]
 _KEPT = Weight(1.0, 1.0)
@@ -57,11 +56,10 @@ class Wiring:
     @classmethod
     def of(cls, model: nn.Module) -> Wiring:
         """The wiring of a rewired model, for instance of a copy or of one that was unpickled."""
-        found = wiring_in(model)
-        if found is None:
+        wiring = find_wiring(model)
+        if wiring is None:
             raise BadInput(f"{type(model).__name__} is not rewired")
-        assert isinstance(found, cls)
-        return found
+        return wiring
 
     @property
     def sites(self) -> tuple[Site, ...]:
@@ -142,7 +140,7 @@ class Wiring:
         self.refuse_replaced()
         last = {index: weight for a in plan for index, weight in a.weights(a.rule.steps or 0).items()}
         _caution.before_cut(self.model, [site for site in self.sites if last.get(site.index, _KEPT).alpha == 0])
-        before = self._state() if wiring_in(self.model) is self else None
+        before = self._state() if find_wiring(self.model) is self else None
         try:
             self._force = force
             self._follow(plan, 0)
@@ -192,7 +190,7 @@ class Wiring:
 
     def undo(self) -> None:
         """Takes the wiring out: classes, attributes and outputs are the original's again."""
-        if wiring_in(self.model) not in (None, self):
+        if find_wiring(self.model) not in (None, self):
             return  # a newer wiring holds the model
         for path, module in self._module_at.items():
             refuse_covered(module, path)
@@ -345,8 +343,15 @@ class Wiring:
                 )
 
     def _refuse_stale(self) -> None:
-        if wiring_in(self.model) not in (None, self):
+        if find_wiring(self.model) not in (None, self):
             raise BadInput("this wiring was replaced by a newer one of the same model: use Wiring.of(model)")
+
+
+def find_wiring(model: nn.Module) -> Wiring | None:
+    """The wiring of a rewired model, or None for a plain one."""
+    state = rewired_state(model)
+    assert state is None or isinstance(state, Wiring)
+    return state
 
 
 def _any(site: Site) -> bool:

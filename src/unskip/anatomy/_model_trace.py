@@ -1,4 +1,4 @@
-"""A model laid open on one example: the graph of its plain forward with every tensor, and each site's place in it.
+"""A model traced on one example: the graph of its plain forward with every tensor, and each site's place in it.
 
 A rewired model is recorded as the plain model it was, for its sites, and its weights are kept beside them; where values
 matter the additions are computed with those weights.
@@ -9,31 +9,28 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils._pytree import tree_leaves, tree_map
 
 from unskip.anatomy._example import Example
 from unskip.anatomy._find import Finding, consumers
-from unskip.anatomy._guard import refuse_wrapped, wiring_in
+from unskip.anatomy._guard import refuse_wrapped
+from unskip.anatomy._rewired import Number, rewired_state
+from unskip.anatomy._sites import Site, sites_in
 from unskip.anatomy._trace import Graph, Node, Weigh, record
 from unskip.anatomy._written import mark_norms
-from unskip.anatomy.sites import Site, sites_in
 from unskip.errors import BadInput, ForwardError
 
-Number = float | Tensor
 
-
-def mean(weight: Number) -> float:
+def mean_weight(weight: Number) -> float:
     """A weight as one number: the mean where it is learnt by channel."""
     return float(weight.detach().double().mean()) if isinstance(weight, Tensor) else float(weight)
 
 
 @dataclass(frozen=True, eq=False)
-class Cut:
+class SiteRun:
     """One run of one site in the graph."""
 
     add: Node  # the sum, its last branch included
@@ -50,46 +47,46 @@ class Cut:
 
 
 @dataclass(frozen=True, eq=False)
-class Dissection:
+class ModelTrace:
     """The graph, and for each site its runs and its weights."""
 
     graph: Graph
     readers: list[list[int]]
     sites: tuple[Site, ...]
-    runs: tuple[tuple[Cut, ...], ...]  # by site
+    runs: tuple[tuple[SiteRun, ...], ...]  # by site
     weights: dict[int, tuple[Number, Number]]  # by site index: alpha, beta
 
     @property
-    def cuts(self) -> tuple[Cut, ...]:
+    def last_runs(self) -> tuple[SiteRun, ...]:
         """The last run of each site."""
         return tuple(runs[-1] for runs in self.runs)
 
 
-def dissect(model: nn.Module, example: Example, weighted: bool = False) -> Dissection:
+def trace_model(model: nn.Module, example: Example, weighted: bool = False) -> ModelTrace:
     """Runs the model on the example in evaluation mode. With `weighted`, a rewired model's sums are its own.
 
     Attention runs as plain products and a softmax, so that its probabilities are in the graph.
     """
-    wiring = wiring_in(model)
-    held: dict[int, tuple[Number, Number]] = wiring.weights() if wiring is not None else {}
-    with wiring.suspended() if wiring is not None else contextlib.nullcontext():
+    state = rewired_state(model)
+    held: dict[int, tuple[Number, Number]] = state.weights() if state is not None else {}
+    with state.suspended() if state is not None else contextlib.nullcontext():
         refuse_wrapped(model)
         graph = _record(model, example)
         sites, found = sites_in(graph, model)
-        if wiring is not None:
-            sites = _same(model, wiring.sites, sites)
+        if state is not None:
+            sites = _same(model, state.survey.sites, sites)
         weights = held or {site.index: (1.0, 1.0) for site in sites}
         weigh = _weighed(sites, found, weights)
         if weighted and weigh:
             graph = _record(model, example, weigh)
             _refuse_moved(model, graph, found)
-    return Dissection(graph, consumers(graph), tuple(sites), tuple(tuple(map(_cut, r)) for r in found), weights)
+    return ModelTrace(graph, consumers(graph), tuple(sites), tuple(tuple(map(_site_run, r)) for r in found), weights)
 
 
-def dissect_again(model: nn.Module, example: Example, like: Dissection) -> Dissection:
+def trace_again(model: nn.Module, example: Example, like: ModelTrace) -> ModelTrace:
     """The same for another example of the same shape, without finding the sites again."""
-    wiring = wiring_in(model)
-    with wiring.suspended() if wiring is not None else contextlib.nullcontext():
+    state = rewired_state(model)
+    with state.suspended() if state is not None else contextlib.nullcontext():
         found = [[run.findings for run in runs] for runs in like.runs]
         graph = _record(model, example, _weighed(like.sites, found, like.weights))
     if [node.op for node in graph.nodes] != [node.op for node in like.graph.nodes]:
@@ -97,7 +94,7 @@ def dissect_again(model: nn.Module, example: Example, like: Dissection) -> Disse
             f"{type(model).__name__}: which operators run depends on values or shapes of the example, and its samples "
             "differ in it. Pass samples that run alike, such as texts of one length without padding, or one sample."
         )
-    return Dissection(graph, like.readers, like.sites, like.runs, like.weights)
+    return ModelTrace(graph, like.readers, like.sites, like.runs, like.weights)
 
 
 def _weighed(
@@ -110,19 +107,6 @@ def _weighed(
         for finding in (f for run in runs for f in run)
         if any(isinstance(w, Tensor) or w != 1 for w in weights[site.index])
     }
-
-
-def rows(example: Example, start: int, stop: int) -> Example:
-    """Some samples of an example: its tensors cut along the first axis, those of one axis where they are as long."""
-    leaves = [leaf for leaf in tree_leaves(example.values) if isinstance(leaf, Tensor)]
-    counts = {len(leaf) for leaf in leaves if leaf.ndim > 1}
-
-    def cut(value: Any) -> Any:
-        if not isinstance(value, Tensor) or value.ndim == 0 or (value.ndim == 1 and {len(value)} != counts):
-            return value
-        return value[start:stop]
-
-    return Example(*tree_map(cut, (example.args, example.kwargs)))
 
 
 def _record(model: nn.Module, example: Example, weigh: Weigh | None = None) -> Graph:
@@ -169,10 +153,10 @@ def _refuse_moved(model: nn.Module, graph: Graph, found: list[list[tuple[Finding
         if node is None or not node.calls or node.calls[0].code is not finding.add.calls[0].code:
             raise BadInput(
                 f"{type(model).__name__}: which operators run depends on values, so its rewired form cannot be "
-                "laid open. Undo the wiring, or measure with fixed weights."
+                "traced. Undo the wiring, or measure with fixed weights."
             )
 
 
-def _cut(run: tuple[Finding, ...]) -> Cut:
+def _site_run(run: tuple[Finding, ...]) -> SiteRun:
     steps = {node.index: node for finding in run for node in finding.path}
-    return Cut(run[-1].add, run, [steps[index] for index in sorted(steps)])
+    return SiteRun(run[-1].add, run, [steps[index] for index in sorted(steps)])

@@ -15,9 +15,10 @@ from typing import Any
 
 from torch import nn
 
-from unskip.anatomy._describe import Kind, Norm, kind_of, norm_of
+from unskip.anatomy._describe import Kind, NormPlace, kind_of, norm_of
 from unskip.anatomy._example import Example
 from unskip.anatomy._find import Doubt, Finding, channel_axis, consumers, find
+from unskip.anatomy._guard import refuse_wrapped
 from unskip.anatomy._locate import Located, Place, Unreachable, locate
 from unskip.anatomy._trace import Graph, Node, record
 from unskip.anatomy._written import mark_norms
@@ -31,7 +32,7 @@ class Site:
     index: int
     path: str  # of the module that adds; "" is the model itself
     kind: Kind
-    norm: Norm
+    norm: NormPlace
     projected: bool  # a linear map, pooling or slicing lies on the stream
     long: bool  # reaches over other residuals, as in a U-Net
     doubled: bool  # the branch carries the stream already: x + (x + f(x))
@@ -100,7 +101,8 @@ class _Draft:
 
 
 def survey(model: nn.Module, example: Example) -> Survey:
-    """Runs the model on the example and returns its residual sites."""
+    """The residual sites of a plain model, from its forward on the example in evaluation and in training mode."""
+    refuse_wrapped(model)
     names = _names(model)
     graph = _run(model, example, training=False)
     drafts, unknown = _gather(graph, names)

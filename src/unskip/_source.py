@@ -1,4 +1,4 @@
-"""The source of a running function: its syntax tree, the expression at a position, and proof that the two belong
+"""The source of a running function: its syntax tree, the expression at a position, and a check that the two belong
 together.
 
 Source on disk may have changed since the import, or an import hook may have rewritten it. So the tree is compiled again
@@ -12,10 +12,13 @@ import ast
 import copy
 import functools
 import hashlib
+import importlib
+import inspect
 import linecache
 from collections.abc import Iterator
 from dataclasses import dataclass
-from types import CodeType
+from types import CodeType, FunctionType, MethodType
+from typing import Any
 
 from unskip.errors import SourceError
 
@@ -23,6 +26,7 @@ from unskip.errors import SourceError
 # is still the same; columns count UTF-8 bytes, as in ast.
 Position = tuple[int, int, int, int]
 FunctionNode = ast.FunctionDef | ast.AsyncFunctionDef
+_DECORATORS = 6  # around a function: more are not followed
 _FUTURE = functools.reduce(
     lambda a, b: a | b, (getattr(__future__, name).compiler_flag for name in __future__.all_feature_names)
 )
@@ -140,3 +144,47 @@ def _same(a: CodeType, b: CodeType) -> bool:
         elif type(x) is not type(y) or repr(x) != repr(y):
             return False
     return True
+
+
+def layers(function: object, depth: int = _DECORATORS) -> Iterator[FunctionType]:
+    """A function and the functions that its decorators wrapped, outermost first."""
+    if isinstance(function, MethodType | staticmethod | classmethod):
+        function = function.__func__
+    if not isinstance(function, FunctionType) or depth < 0:
+        return
+    yield function
+    for cell in function.__closure__ or ():
+        try:
+            content = cell.cell_contents
+        except ValueError:  # an empty cell
+            continue
+        if isinstance(content, FunctionType):
+            yield from layers(content, depth - 1)
+
+
+def names_of(owner: type, code: CodeType) -> list[str]:
+    """The attributes of a class that run a code object when looked up on it (not those that a subclass overrides)."""
+    names = [code.co_name, *(name for base in owner.__mro__ for name in vars(base))]
+    found = []
+    for name in dict.fromkeys(names):
+        value = inspect.getattr_static(owner, name, None)
+        if isinstance(value, FunctionType) and any(layer.__code__ is code for layer in layers(value)):
+            found.append(name)
+            if name == code.co_name:
+                break  # the ordinary case; a second name for the same method would be looked up by that name
+    return found
+
+
+def import_function(module: str, qualname: str, code: CodeType | None = None) -> FunctionType:
+    """The function of a name, as other code finds it: with its decorators. Raises SourceError."""
+    try:
+        value: Any = importlib.import_module(module)
+        for name in qualname.split("."):
+            value = inspect.getattr_static(value, name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise SourceError(f"{module}.{qualname} cannot be found by name") from error
+    if not isinstance(value, FunctionType) or (
+        code is not None and all(layer.__code__ is not code for layer in layers(value))
+    ):
+        raise SourceError(f"{module}.{qualname} is not the function that ran")
+    return value

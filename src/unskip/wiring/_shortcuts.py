@@ -22,9 +22,9 @@ from dataclasses import KW_ONLY, MISSING, dataclass, field, fields
 from functools import lru_cache
 from typing import Any, ClassVar, Literal, NamedTuple, NoReturn, get_args
 
+from unskip._checks import choice, number, whole
 from unskip._words import nearest
 from unskip.errors import BadInput
-from unskip.wiring._checks import choice, counts, number, whole
 
 Shape = Literal["linear", "cosine", "geometric"]
 Ease = Literal["linear", "cosine"]
@@ -41,6 +41,16 @@ class Weight(NamedTuple):
     beta: float
 
 
+def run_counts(runs: Iterable[int] | None, count: int) -> tuple[int, ...]:
+    """How often each of `count` sites runs in one forward."""
+    if runs is None:
+        return (1,) * count
+    each = tuple(whole("runs", "every entry", run, low=0) for run in runs)
+    if len(each) != count:
+        raise BadInput(f"runs: there must be one entry for each of the {count} sites, got {len(each)}")
+    return each
+
+
 def effective_decay(alphas: Iterable[float], runs: Iterable[int] | None = None) -> float:
     """prod_l alpha_l ** runs_l: how much of the first stream is left at the end.
 
@@ -48,7 +58,7 @@ def effective_decay(alphas: Iterable[float], runs: Iterable[int] | None = None) 
     """
     values = [number("effective_decay", "every alpha", alpha) for alpha in alphas]
     mantissa, exponent = 1.0, 0  # kept apart, so that nothing on the way under- or overflows
-    for value, run in zip(values, counts(runs, len(values)), strict=True):
+    for value, run in zip(values, run_counts(runs, len(values)), strict=True):
         if value == 0 and run:
             return 0.0
         part, shift = math.frexp(value)
@@ -84,7 +94,7 @@ class Shortcut(ABC):
         """The weights of `count` sites in execution order; site i runs runs[i] times in one forward (default 1)."""
         who = type(self).__name__
         count, step = whole(who, "count", count, low=0), whole(who, "step", step)
-        each = counts(runs, count)
+        each = run_counts(runs, count)
         return self._weights(count, each, step) if count else []
 
     @abstractmethod
@@ -231,7 +241,7 @@ class Decay(Shortcut):
     def solve(self, count: int, runs: Sequence[int] | None = None) -> float:
         """The alpha_min that `count` sites get: its own, or the one that makes their effective decay the product."""
         count = whole("Decay.solve", "count", count, low=1)
-        each = counts(runs, count)
+        each = run_counts(runs, count)
         return _solve(self, count, each) if self.alpha_min is None else self.alpha_min
 
     def _alphas(self, count: int, low: float) -> list[float]:
