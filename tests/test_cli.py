@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -15,6 +16,7 @@ from torch import nn
 
 import unskip
 from unskip import cli, spec
+from unskip.cli import _audit
 from unskip.wiring import parse
 
 SOURCE = """
@@ -262,10 +264,6 @@ def test_a_misspelt_command_is_told_the_nearest(run: Any) -> None:
     assert run("adit", "timm:test_vit")[2].startswith("unskip: 'adit' is not a command; nearest: audit")
 
 
-def test_the_title_of_an_error_is_not_said_twice(run: Any) -> None:
-    assert run("audit", "timm:test_vit", "--foo")[2].count("Unrecognized options") == 1
-
-
 def test_no_traceback_in_a_process_of_its_own() -> None:
     code, out, err = in_process("audit", "timm:vit_bas_patch16_224")
     assert (code, out) == (2, "")
@@ -276,19 +274,36 @@ def test_no_traceback_in_a_process_of_its_own() -> None:
 # --- The other exits ---
 
 
-def test_help_and_version(run: Any) -> None:
-    code, out, err = run("--help")
-    assert (code, err) == (0, "")
-    assert "unskip audit timm:vit_base_patch16_224" in out
-    code, out, _ = run("audit", "--help")
-    assert code == 0
-    assert all(word in out for word in ("MODEL", "--shortcut", "--input", "--json", "Example"))
+LIGHT = ["--help", "--version", *(f"{name} --help" for name in cli.COMMANDS if name != "eval")]
+WITHOUT_TORCH = """
+import sys
+from unskip import cli
+code = cli.main(sys.argv[1].split())
+assert "torch" not in sys.modules
+sys.exit(code)
+"""
+
+
+@pytest.mark.parametrize("arguments", LIGHT)
+def test_help_and_version_do_without_torch(arguments: str) -> None:
+    done = subprocess.run([sys.executable, "-c", WITHOUT_TORCH, arguments], capture_output=True, text=True, timeout=300)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert (unskip.__version__ if arguments == "--version" else "usage: unskip") in done.stdout
+
+
+def test_help_lists_every_command_and_the_version(run: Any) -> None:
+    _, out, _ = run("--help")
+    lines = [line.split()[0] for line in out.splitlines() if line.startswith("  ")]
+    assert {*cli.COMMANDS, "--version", "--plugin"} <= {*lines}
     assert run("--version") == (0, f"{unskip.__version__}\n", "")
+    _, out, _ = run("audit", "--help")
+    assert all(word in out for word in ("MODEL", "--shortcut", "--input", "--json", "Example"))
 
 
 FAULT = """
 import sys
 from unskip import cli, spec
+from unskip.cli import _audit
 
 def build(*args, **options):
     raise RuntimeError("broken inside")
@@ -305,12 +320,27 @@ def test_a_fault_exits_with_1_and_its_traceback() -> None:
     assert "broken inside" in done.stderr
 
 
-def test_interrupt_is_quiet(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupt_is_one_line(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupt(*args: object, **options: object) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(spec, "build", interrupt)
-    assert run("audit", "timm:test_vit") == (130, "", "")
+    code, out, err = run("audit", "timm:test_vit")
+    assert (code, out, err.count("\n")) == (130, "", 1)
+
+
+@pytest.mark.parametrize("module", ["numpy", "torch.types", "torch.nn", "unskip.wiring"])
+def test_an_interrupt_in_an_import_is_one_line(module: str) -> None:
+    """Python lists each module on stderr once it is imported; the others are then still to come."""
+    command = [sys.executable, "-X", "importtime", "-m", "unskip", "audit", "timm:test_vit"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        assert any(line.rstrip().endswith(f" {module}") for line in process.stderr)
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=300)
+    assert (process.returncode, out) == (130, "")
+    said = [line for line in err.splitlines() if not line.startswith("import time:")]
+    assert said == ["unskip: interrupted"]
 
 
 def test_reader_that_goes_away() -> None:
@@ -383,7 +413,7 @@ def test_terminal_shows_long_skips_unknowns_and_notes(terminal: Any, monkeypatch
     found.long_skips, found.sites = (first,), tuple(rest)
     found.unknown = (unskip.anatomy.Unknown("blocks.0[odd]", "file.py:3", "a reason"),)
     found.notes = ("something [to] know",)
-    monkeypatch.setattr(cli._audit, "_look", lambda *args: (found, None))
+    monkeypatch.setattr(_audit, "_look", lambda *args: (found, None))
     out = terminal(200, "audit", "timm:test_vit")
     assert "1 long skip, kept unless asked for" in out
     assert "1 addition not decided, and left alone:\n  blocks.0[odd] (file.py:3): a reason" in out

@@ -7,14 +7,37 @@ At every residual site l of a model you already have,
 `audit` finds the sites, `rewire` sets the weights, and the wiring it returns undoes them. `parts` shows the weights of
 every branch, `init` starts a model that has no skips, `measure` says in numbers what a shortcut does, and `train`
 carries out a recipe.
+
+A name is imported at its first use: torch takes seconds, and `unskip --help` needs none of it.
 """
 
-from unskip import absorption, data, evals, init, measures, models, optim, recipes, report
-from unskip.absorption import absorb
-from unskip.anatomy import Audit, Site, audit, features, parts
-from unskip.measures import measure
-from unskip.recipes import resume, sample, train
-from unskip.wiring import Anneal, Cut, Decay, Keep, Learn, Scale, Wiring, load, rewire, rewired, save
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from unskip import (
+        absorption,
+        anatomy,
+        data,
+        errors,
+        evals,
+        init,
+        measures,
+        models,
+        optim,
+        recipes,
+        report,
+        spec,
+        training,
+        wiring,
+    )
+    from unskip.absorption import absorb
+    from unskip.anatomy import Audit, Site, audit, features, parts
+    from unskip.measures import measure
+    from unskip.recipes import resume, sample, train
+    from unskip.wiring import Anneal, Cut, Decay, Keep, Learn, Scale, Wiring, load, rewire, rewired, save
 
 __version__ = "0.1.0"
 __all__ = [
@@ -29,8 +52,10 @@ __all__ = [
     "Wiring",
     "absorb",
     "absorption",
+    "anatomy",
     "audit",
     "data",
+    "errors",
     "evals",
     "features",
     "init",
@@ -47,5 +72,29 @@ __all__ = [
     "rewired",
     "sample",
     "save",
+    "spec",
     "train",
+    "training",
+    "wiring",
 ]
+
+_PACKAGES = {
+    "absorption": ["absorb"],
+    "anatomy": ["Audit", "Site", "audit", "features", "parts"],
+    "measures": ["measure"],
+    "recipes": ["resume", "sample", "train"],
+    "wiring": "Anneal Cut Decay Keep Learn Scale Wiring load rewire rewired save".split(),
+}
+_HOME = {name: package for package, names in _PACKAGES.items() for name in names}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOME:
+        return getattr(import_module(f"unskip.{_HOME[name]}"), name)
+    if name in __all__:
+        return import_module(f"unskip.{name}")
+    raise AttributeError(f"module 'unskip' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return [*globals(), *__all__]

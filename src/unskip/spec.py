@@ -212,24 +212,29 @@ def _reaches_hub() -> bool:
 # --- Files ------------------------------------------------------------------------------------------------------------
 
 
-def _from_file(spec: str, pretrained: bool, **kwargs: Any) -> nn.Module:
-    path, _, function = spec.rpartition(":")
+def import_file(path: str | Path) -> ModuleType:
+    """A Python file as a module. Raises BadInput in one line, whatever is wrong with the file."""
     file = Path(path).expanduser().resolve()
     if not file.is_file():
         raise BadInput("there is no such file")
     name, root = _import_name(file)
     with _on_path(root):
-        module = _run(file, f"importing {file.name}", lambda: _import(file, name))
-        make = getattr(module, function, None)
-        if make is None:
-            names = [
-                n
-                for n, value in vars(module).items()
-                if inspect.isfunction(value) and value.__module__ == module.__name__
-            ]
-            raise BadInput(f"the file has no {function!r}{nearest(function, names)}{_all(names)}")
-        if isinstance(make, nn.Module) or not callable(make):
-            raise BadInput(f"{function} is of type {type(make).__name__}; name a function that returns the model")
+        module: ModuleType = _run(file, f"importing {file.name}", lambda: _import(file, name))
+    return module
+
+
+def _from_file(spec: str, pretrained: bool, **kwargs: Any) -> nn.Module:
+    path, _, function = spec.rpartition(":")
+    module, file = import_file(path), Path(path).expanduser().resolve()
+    make = getattr(module, function, None)
+    if make is None:
+        names = [
+            n for n, value in vars(module).items() if inspect.isfunction(value) and value.__module__ == module.__name__
+        ]
+        raise BadInput(f"the file has no {function!r}{nearest(function, names)}{_all(names)}")
+    if isinstance(make, nn.Module) or not callable(make):
+        raise BadInput(f"{function} is of type {type(make).__name__}; name a function that returns the model")
+    with _on_path(_import_name(file)[1]):
         return _module(_run(file, f"{function}()", lambda: make(**kwargs)))
 
 

@@ -189,13 +189,24 @@ def test_samples_that_are_there_are_judged_as_they_are(
     there = unskip.sample(run, n=40, sampler="euler", steps=2, write=False)
     assert judge_samples(run, tmp_path / "judge", samples=there, **options) == pytest.approx(drawn, rel=1e-3)
     assert RunFolder.open(run).read("evals.jsonl")[-1]["n"] == 40
-    told = ["sample", str(run), "--n", "40", "--sampler", "euler", "--steps", "2", "--judge", str(tmp_path / "judge")]
+    told = [
+        "sample",
+        str(run),
+        "--n",
+        "40",
+        "--sampler",
+        "euler",
+        "--steps",
+        "2",
+        "--evaluate",
+        str(tmp_path / "judge"),
+    ]
     assert cli.main(told) == 0
     assert "FD-judge" in capsys.readouterr().out
     assert len(list((tmp_path / ".cache" / "unskip" / "statistics").iterdir())) == 1  # what is compared with is kept
     # A judge that is not there is missed before anything is drawn.
-    monkeypatch.setattr("unskip.cli._sample.draw", lambda *args, **kwargs: pytest.fail("drawn in vain"))
-    assert cli.main(["sample", str(run), "--judge", "nowhere"]) == 2
+    monkeypatch.setattr(unskip.recipes, "sample", lambda *args, **kwargs: pytest.fail("drawn in vain"))
+    assert cli.main(["sample", str(run), "--evaluate", "nowhere"]) == 2
     shutil.rmtree(run / "samples")
 
 
@@ -226,11 +237,11 @@ def test_the_command_line(run: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert "t = 0.5" in capsys.readouterr().out
     for wrong, text in (
         (["--n", "0"], "one sample or more"),
-        (["--sampler", "ddim"], "euler, heun"),
+        (["--sampler", "ddim"], "heun"),
         (["--label", "11"], "label 11 is out of range"),
-        (["--precision", "int8"], "float32, bf16"),
-        (["--judge", "nowhere"], "no extractor there"),
-        (["--judge", "nowhere", "--label", "3"], "leave --label out"),
+        (["--precision", "int8"], "bf16"),
+        (["--evaluate", "nowhere"], "no extractor there"),
+        (["--evaluate", "nowhere", "--label", "3"], "leave --label out"),
     ):
         assert cli.main(["sample", str(run), "--steps", "1", "--n", "2", *wrong][: 4 + 2 + len(wrong)]) == 2
         assert text in capsys.readouterr().err

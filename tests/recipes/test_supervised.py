@@ -19,10 +19,9 @@ from tests.data.files import encoded, picture, write_parquet
 
 import unskip
 from unskip import cli, recipes
-from unskip.cli._train import plan
 from unskip.errors import BadInput, TrainingError, UnskipWarning
 from unskip.recipes import RECIPES
-from unskip.training import Outcome, RunFolder
+from unskip.training import RunFolder
 
 # Runs of a few steps look unhealthy, and are told so.
 pytestmark = pytest.mark.filterwarnings("ignore::unskip.errors.UnskipWarning")
@@ -212,9 +211,6 @@ def test_arguments_of_a_presets_model_are_for_that_model_alone() -> None:
     assert recipes.supervised("digits").model_args
     assert recipes.supervised("digits", model=other).model_args == ""
     assert recipes.supervised("digits", model=other, model_args="depth=2").model_args == "depth=2"
-    assert plan(["supervised", "--model", other]).config == recipes.supervised("digits", model=other)
-    given = plan(["supervised", f"--model={other}", "--model-args", "depth=2"]).config
-    assert given == recipes.supervised("digits", model=other, model_args="depth=2")
 
 
 def test_a_run_begins_with_what_is_opened_and_what_is_trained(
@@ -332,44 +328,6 @@ def test_two_processes_take_the_same_steps_as_one(tmp_path: Path, others: list[s
     }  # of both logged steps, by the first process alone
 
 
-def test_several_seeds_that_were_stopped_are_told_how_to_go_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(recipes, "train", lambda config, out, *_: Outcome(out, 1, False, {}))
-    assert cli.main(["train", "supervised", "--seeds", "0,1", "--out", str(tmp_path / "runs")]) == 130
-    said = capsys.readouterr()
-    assert "seed-0: stopped at step 1" in said.out
-    assert "seed-1" not in said.out
-    assert said.err == "the same command goes on with this seed and the ones after it\n"
-
-
-def test_the_command_line_trains_resumes_and_summarises(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["--model-args", TINY["model_args"], "--steps", "2", "--batch", "32", "--device", "cpu", "--quiet"]
-    out = str(tmp_path / "runs")
-    assert cli.main(["train", "supervised", "--preset", "digits", *words, "--seeds", "0,1", "--out", out]) == 0
-    assert "over seeds 0, 1" in capsys.readouterr().out
-    summary = json.loads((tmp_path / "runs" / "seeds.json").read_text())
-    assert len(summary["test_accuracy"]["values"]) == 2
-    assert cli.main(["resume", f"{out}/seed-0", "--quiet"]) == 0
-    resumed = capsys.readouterr().out
-    assert "done at step 2" in resumed
-    assert "test_accuracy" in resumed
-    # The same command again goes on with what is missing.
-    shutil.rmtree(tmp_path / "runs" / "seed-1" / "checkpoints")
-    (tmp_path / "runs" / "seeds.json").unlink()
-    assert cli.main(["train", "supervised", "--preset", "digits", *words, "--seeds", "0,1", "--out", out]) == 0
-    assert json.loads((tmp_path / "runs" / "seeds.json").read_text()) == summary
-    assert cli.main(["train", "supervised", *words, "--seeds", "0,0", "--out", out]) == 2
-    assert "the same seed twice" in capsys.readouterr().err
-    assert cli.main(["train", "supervised", *words, "--out", f"{out}/seed-0"]) == 2
-    assert "unskip resume" in capsys.readouterr().err
-    assert cli.main(["train", "supervised", "--optimiser", "soap"]) == 2
-    assert "nearest: optimizer" in capsys.readouterr().err
-    assert cli.main(["resume", out]) == 2
-    assert cli.main(["recipes"]) == 0
-    assert "vit-b16" in capsys.readouterr().out
-
-
 def test_a_run_that_learns_nothing_says_so(tmp_path: Path) -> None:
     with pytest.warns(UnskipWarning, match="flat-loss"):
         unskip.train(tiny(lr=1e-9), tmp_path / "run", quiet=True)
@@ -379,11 +337,3 @@ def test_a_run_that_learns_nothing_says_so(tmp_path: Path) -> None:
 def test_health_is_looked_at_while_there_is_time(tmp_path: Path) -> None:
     unskip.train(tiny(init="zero", shortcut="cut", steps=10), tmp_path / "run", quiet=True)
     assert 2 in {row["step"] for row in RunFolder.open(tmp_path / "run").read("warnings.jsonl")}
-
-
-def test_the_command_line_says_that_a_run_was_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    stopped = Outcome(tmp_path, 3, False, {})
-    monkeypatch.setattr(recipes, "train", lambda *_: stopped)
-    monkeypatch.setattr(recipes, "resume", lambda *_: stopped)
-    assert cli.main(["train", "supervised", "--out", str(tmp_path / "run")]) == 130
-    assert cli.main(["resume", str(tmp_path / "run")]) == 130

@@ -1,70 +1,146 @@
-"""The front door: `audit`, `measure`, `absorb`, `train`, `resume`, `eval`, `sample`, `report`, `recipes` and `demo`.
+"""The front door: `unskip COMMAND ...`.
 
-Exit codes: 0 fine; 2 bad input, told in one line on stderr; 1 a fault; 130 interrupted. Results go to stdout, all else
-to stderr. On a terminal tables are drawn; in a pipe the same table is plain text.
+Exit codes: 0 fine; 2 bad input, told on stderr; 1 a fault; 130 interrupted. Results go to stdout, all else to stderr.
+On a terminal tables are drawn; in a pipe the same table is plain text.
+
+A command is a function of the file named here. The file is imported when its command is given, and imports torch when
+it runs, so help and version take no time.
 """
 
 from __future__ import annotations
 
 import os
+import signal
 import sys
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from importlib import import_module
 
-import tyro
+COMMANDS = {  # name: (file, function, what it does)
+    "audit": ("_audit", "audit", "list every residual addition of a model"),
+    "measure": ("_measure", "measure", "rank, conditioning, attention and quantisation on a few samples"),
+    "absorb": ("_absorb", "absorb", "decide which MLPs can absorb their skip, with a certificate"),
+    "train": ("_train", "train", "train a model by a recipe"),
+    "resume": ("_train", "resume", "go on with a run from its last checkpoint"),
+    "eval": ("_eval", "evaluate", "evaluate a run by named protocols"),
+    "sample": ("_sample", "sample", "draw images with a generative run"),
+    "report": ("_report", "report", "one HTML page about any runs"),
+    "recipes": ("_train", "recipes", "list the recipes and their presets"),
+    "demo": ("_demo", "demo", "rewire, train with and without skips, prove, report: minutes on two cores"),
+}
+_LINES = "\n".join(f"  {name:<9} {about}" for name, (_, _, about) in COMMANDS.items())
+HELP = f"""usage: unskip COMMAND [OPTIONS]
 
-import unskip
-from unskip._words import nearest
-from unskip.cli._absorb import absorb
-from unskip.cli._audit import audit
-from unskip.cli._demo import demo
-from unskip.cli._eval import evaluate
-from unskip.cli._measure import measure
-from unskip.cli._report import report
-from unskip.cli._sample import sample
-from unskip.cli._say import argument_errors_in_a_line, one_line, warnings_in_a_line
-from unskip.cli._train import plan, recipes, resume, train
-from unskip.errors import BadInput, UnskipError
+Take control of the skip connections in your transformer.
 
-DESCRIPTION = """Take control of the skip connections in your transformer.
+commands:
+{_LINES}
 
-Example: unskip audit timm:vit_base_patch16_224 --shortcut decay:0.6"""
+options:
+  -h, --help      show this help, or that of a command: unskip COMMAND --help
+  --version       show the version
+  --plugin NAME   of every command: a Python file or module that registers shortcuts, evaluators or recipes
+
+example: unskip audit timm:vit_base_patch16_224 --shortcut decay:0.6"""
+
+INTERRUPTED = "unskip: interrupted"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs a command and returns its exit code."""
-    args = list(sys.argv[1:] if argv is None else argv)
-    if args == ["--version"]:
-        print(unskip.__version__)
-        return 0
-    commands: dict[str, Callable[..., int]] = {
-        "audit": audit,
-        "measure": measure,
-        "absorb": absorb,
-        "train": train,
-        "resume": resume,
-        "eval": evaluate,
-        "sample": sample,
-        "report": report,
-        "recipes": recipes,
-        "demo": demo,
-    }
     try:
-        if args and not args[0].startswith("-") and args[0] not in commands:
-            raise BadInput(f"{args[0]!r} is not a command{nearest(args[0], commands)}. unskip --help lists them all.")
-        with warnings_in_a_line(), argument_errors_in_a_line(commands) as held:
-            if args[:1] == ["train"]:  # its options depend on the recipe and the preset
-                code = held["train"](plan(args[1:]))
-            else:
-                code = tyro.extras.subcommand_cli_from_dict(held, prog="unskip", description=DESCRIPTION, args=args)
+        code = _main(list(sys.argv[1:] if argv is None else argv))
         sys.stdout.flush()
-        return int(code)
-    except UnskipError as error:
-        print(f"unskip: {one_line(error)}", file=sys.stderr)
-        return 2
+        return code
     except KeyboardInterrupt:
+        print(INTERRUPTED, file=sys.stderr)
         return 130
     except BrokenPipeError:  # the reader, `head` for instance, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     except SystemExit as stop:  # of tyro: help, or an argument it does not know
         return stop.code if isinstance(stop.code, int) else 2 if stop.code else 0
+
+
+def _main(args: list[str]) -> int:
+    from unskip._words import nearest
+    from unskip.errors import BadInput, UnskipError
+
+    try:
+        plugins, args = _plugins(args)
+        command, *rest = args or [""]
+        if command in ("-h", "--help"):
+            print(HELP)
+            return 0
+        if command == "--version":
+            from unskip import __version__
+
+            print(__version__)
+            return 0
+        if not command:
+            raise BadInput("give a command, such as `unskip audit MODEL`; unskip --help lists them all")
+        if command not in COMMANDS:
+            raise BadInput(f"{command!r} is not a command{nearest(command, COMMANDS)}; unskip --help lists them all")
+        return _run(command, rest, plugins)
+    except UnskipError as error:
+        print(f"unskip: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
+
+
+def _plugins(args: list[str]) -> tuple[list[str], list[str]]:
+    """The values of every --plugin, and the other arguments."""
+    from unskip.errors import BadInput
+
+    found, rest = [], []
+    words = iter(args)
+    for word in words:
+        name, equals, value = word.partition("=")
+        if name != "--plugin":
+            rest.append(word)
+        elif given := value if equals else next(words, ""):
+            found.append(given)
+        else:
+            raise BadInput("--plugin needs a value, a Python file or a module")
+    return found, rest
+
+
+def _run(command: str, args: list[str], plugins: list[str]) -> int:
+    try:
+        import tyro
+    except ModuleNotFoundError as error:
+        from unskip.errors import BadInput
+
+        raise BadInput("the command line needs tyro, which is not installed; pip install 'unskip[train]'") from error
+    from unskip.cli._say import warnings_in_a_line
+
+    file, name, _ = COMMANDS[command]
+    with warnings_in_a_line():
+        if command == "eval" or args[:1] not in (["-h"], ["--help"]):  # the help of eval lists what plugins add
+            with _interrupted_at_once():
+                from unskip import recipes  # noqa: F401  (with it torch and nearly every room)
+                from unskip._plugins import load_installed, load_plugins
+            load_installed()
+            load_plugins(plugins)
+        function = getattr(import_module(f"unskip.cli.{file}"), name)
+        if command == "train":
+            return int(function(args))  # its options depend on the recipe and the preset
+        return int(tyro.cli(function, prog=f"unskip {command}", args=args))
+
+
+@contextmanager
+def _interrupted_at_once() -> Iterator[None]:
+    """Ctrl-C ends the process while libraries are imported: some of them catch every exception and would go on."""
+
+    def leave(number: int, frame: object) -> None:
+        os.write(2, f"{INTERRUPTED}\n".encode())
+        os._exit(130)
+
+    if threading.current_thread() is not threading.main_thread():  # others cannot have signals
+        yield
+        return
+    before = signal.signal(signal.SIGINT, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)

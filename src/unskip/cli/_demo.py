@@ -11,7 +11,6 @@ from typing import Annotated
 
 import tyro
 
-from unskip import demo as demonstration
 from unskip.cli._options import Quiet, told
 
 _DATA = "digits, or with a GPU cifar10 or parquet files such as cifar10-{split}.parquet, where effects are larger."
@@ -27,6 +26,8 @@ def demo(
 
     Example: unskip demo --quick
     """
+    from unskip import demo as demonstration
+
     write = functools.partial(print, flush=True)
     shown = demonstration.run(out, write, demonstration.chosen(data, quick), quiet)
     if sys.stdout.isatty() and _has_screen():

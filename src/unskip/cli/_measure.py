@@ -4,31 +4,25 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from typing import Annotated
+from typing import Annotated, Literal
 
-import torch
 import tyro
 
 import unskip
-from unskip.cli._model import FORMS, by_input, device_of, samples_for, shapes_of, weighted
-from unskip.cli._options import Device, Inputs, Json, Random, told
+from unskip.cli._options import Count, Device, Inputs, Json, Random, model_help, told
 from unskip.cli._say import print_json, progress
-from unskip.errors import BadInput
-from unskip.wiring import parse
 
-_MEASURED = f"What to measure: {FORMS}. Pretrained weights are loaded, unless --random."
 _DATA = "Samples: a folder of images, an .npy file, a set such as digits, or random:N (default: random:8)."
+_JACOBIANS = "auto, exact (as matrices, however large) or off."
 
 
 def measure(
-    model: Annotated[str, tyro.conf.Positional, tyro.conf.arg(help=_MEASURED, metavar="MODEL")],
+    model: Annotated[str, tyro.conf.Positional, model_help("What to measure, with pretrained weights unless --random")],
     data: Annotated[str, told(_DATA, "SOURCE")] = "random:8",
-    n: Annotated[int, tyro.conf.arg(help="How many samples of the source.", metavar="N")] = 8,
+    n: Count = 8,
     shortcut: Annotated[str | None, told("Rewire first: cut, decay:0.6, ...", "RULE")] = None,
     init: Annotated[str | None, told("Initialise first: skipless, skipless:vit-small,centre or zero.", "NAME")] = None,
-    jacobians: Annotated[
-        str, tyro.conf.arg(help="auto, exact (as matrices, however large) or off.", metavar="WAY")
-    ] = "auto",
+    jacobians: Annotated[Literal["auto", "exact", "off"], tyro.conf.arg(help=_JACOBIANS)] = "auto",
     input: Inputs = (),  # noqa: A002
     device: Device = "cpu",
     random: Random = False,
@@ -38,9 +32,12 @@ def measure(
 
     Example: unskip measure timm:vit_small_patch16_224 --data photos --shortcut decay:0.6
     """
+    import torch
+
+    from unskip.cli._model import by_input, device_of, samples_for, shapes_of, weighted
+    from unskip.wiring import parse
+
     rule = parse(shortcut) if shortcut is not None else None
-    if jacobians not in ("auto", "exact", "off"):
-        raise BadInput(f"--jacobians {jacobians}: it can be auto, exact or off")
     where, shapes = device_of(device), shapes_of(input)
     with contextlib.redirect_stdout(sys.stderr), progress(f"measuring {model}") as tick, by_input():
         torch.manual_seed(0)  # random weights, but the same ones each time
@@ -50,7 +47,7 @@ def measure(
             unskip.init.start_(built, init, torch.Generator().manual_seed(0), samples)
         if rule is not None:
             unskip.rewire(built, rule, samples)
-        found = unskip.measure(built, samples, jacobians=jacobians, progress=tick)  # type: ignore[arg-type]
+        found = unskip.measure(built, samples, jacobians=jacobians, progress=tick)
     if json:
         print_json({"spec": model, **found.to_dict()})
     else:

@@ -20,7 +20,6 @@ from unskip.data import batch as data_batch
 from unskip.errors import BadInput, ForwardError
 from unskip.recipes import open_run
 
-FORMS = f"{spec.FORMS}, or the folder of a run or of unskip.save"
 Shape = tuple[str, tuple[int, ...]]  # "" or "int", and the sizes
 
 

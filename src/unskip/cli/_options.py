@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import tyro
 
@@ -12,9 +12,20 @@ def told(text: str, metavar: str | None = None) -> Any:
     return tyro.conf.arg(help=text, metavar=metavar, help_behavior_hint="")
 
 
+def model_help(text: str) -> Any:
+    """The help of MODEL: what a command does with it, then every form it can have."""
+    forms = "timm:NAME, torchvision:NAME, hf:NAME-or-FOLDER, diffusers:FOLDER, file.py:FUNCTION"
+    return tyro.conf.arg(help=f"{text}: {forms}, or the folder of a run or of unskip.save.", metavar="MODEL")
+
+
 Run = Annotated[str, tyro.conf.Positional, tyro.conf.arg(help="The folder of the run.", metavar="RUN")]
+Runs = Annotated[
+    str, tyro.conf.Positional, tyro.conf.arg(help="The folder of a run, or of several as --seeds makes.", metavar="RUN")
+]
+Count = Annotated[int, tyro.conf.arg(help="How many samples of the source.", metavar="N")]
 Device = Annotated[str, tyro.conf.arg(help="Where to compute.", metavar="DEVICE")]
 DeviceOfRun = Annotated[str | None, told("Where to compute (default: as the run).", "DEVICE")]
+Precision = Annotated[Literal["float32", "bf16", "fp16"], tyro.conf.arg(help="Of the forward pass.")]
 Random = Annotated[bool, tyro.conf.FlagCreatePairsOff, told("Random weights instead of pretrained ones.")]
 Json = Annotated[bool, tyro.conf.FlagCreatePairsOff, told("Print JSON and nothing else.")]
 Quiet = Annotated[bool, tyro.conf.FlagCreatePairsOff, told("Show no progress.")]

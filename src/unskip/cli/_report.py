@@ -6,7 +6,7 @@ from typing import Annotated
 
 import tyro
 
-from unskip import report as reports
+import unskip
 from unskip.cli._options import told
 from unskip.cli._say import busy
 from unskip.errors import BadInput
@@ -18,7 +18,7 @@ _LOOK = "How many runs to build and measure from their checkpoints, and to show 
 def report(
     runs: Annotated[tuple[str, ...], tyro.conf.Positional, told(_RUNS, "RUN ...")],
     out: Annotated[str, tyro.conf.arg(help="The page to write.", metavar="FILE")] = "report.html",
-    look: Annotated[int, tyro.conf.arg(help=_LOOK, metavar="N")] = reports.LOOKED,
+    look: Annotated[int, tyro.conf.arg(help=_LOOK, metavar="N")] = 12,
     jacobians: Annotated[
         bool, tyro.conf.FlagCreatePairsOff, told("Measure the singular values of Jacobians too; takes longer.")
     ] = False,
@@ -35,6 +35,6 @@ def report(
     if look < 0:
         raise BadInput(f"--look {look}: it is the number of runs to look at, 0 for none")
     with busy("writing the page"):
-        page = reports.write(runs, out, look, jacobians, trust)
+        page = unskip.report.write(runs, out, look, jacobians, trust)
     print(page)
     return 0

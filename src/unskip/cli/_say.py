@@ -1,30 +1,19 @@
-"""How the command line speaks: one line for an error or a warning, a spinner or a bar where somebody is looking, and
-now and then a line in a log.
-"""
+"""How the command line writes: results as JSON, warnings in a line, and progress on stderr."""
 
 from __future__ import annotations
 
 import contextlib
-import functools
-import io
 import json
 import math
-import re
 import sys
 import warnings
 from collections.abc import Callable, Iterator
-from threading import Event, Thread
 from time import monotonic
 from typing import Any, TextIO
 
-from rich.console import Console
-from rich.markup import escape
-from rich.progress import Progress
-
 from unskip.errors import UnskipWarning
 
-_SECONDS = 10.0  # until the first line of a log: short work says nothing
-_LONGEST = 80.0  # between two of them: the pause doubles up to this
+_PAUSE = 30.0  # seconds between two lines of a log
 
 
 def finite(value: Any) -> Any:
@@ -43,75 +32,40 @@ def print_json(data: dict[str, Any]) -> None:
 
 @contextlib.contextmanager
 def progress(text: str) -> Iterator[Callable[[int, int, str], None]]:
-    """Takes (done, total, what): a bar on stderr where somebody is looking, elsewhere a line now and then."""
-    if not sys.stderr.isatty():
-        with _told(text) as tick:
-            yield tick
+    """Takes (done, total, what): a bar on a terminal, elsewhere a line every half a minute."""
+    if sys.stderr.isatty():
+        from rich.console import Console
+        from rich.markup import escape
+        from rich.progress import Progress
+
+        with Progress(console=Console(stderr=True), transient=True) as bar:
+            task = bar.add_task(escape(text), total=None)
+            yield lambda done, total, what: bar.update(
+                task, completed=done, total=total, description=escape(f"{text}: {what}")
+            )
         return
-    with Progress(console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task(escape(text), total=None)
-        yield lambda done, total, what: bar.update(
-            task, completed=done, total=total, description=escape(f"{text}: {what}")
-        )
+    last = monotonic()
+
+    def tick(done: int, total: int, what: str) -> None:
+        nonlocal last
+        if monotonic() - last >= _PAUSE:
+            last = monotonic()
+            print(f"{text}: {what}, {done} of {total}", file=sys.stderr, flush=True)
+
+    yield tick
 
 
 @contextlib.contextmanager
 def busy(text: str) -> Iterator[None]:
-    """A spinner while it lasts, where somebody is looking, elsewhere a line now and then."""
-    with _told(text) if not sys.stderr.isatty() else Console(stderr=True).status(escape(text)):
+    """A spinner on a terminal, elsewhere nothing."""
+    if not sys.stderr.isatty():
         yield
+        return
+    from rich.console import Console
+    from rich.markup import escape
 
-
-@contextlib.contextmanager
-def _told(text: str) -> Iterator[Callable[[int, int, str], None]]:
-    """A line in a log after some seconds and then every minute or so, by a thread: one step may take that long."""
-    begun, end, place = monotonic(), Event(), ""
-
-    def tick(done: int, total: int, what: str) -> None:
-        nonlocal place
-        place = f": {what}, {done} of {total}"
-
-    def tell() -> None:
-        pause = _SECONDS
-        while not end.wait(pause):
-            pause = min(2 * pause, _LONGEST)
-            print(f"{text}{place}, for {monotonic() - begun:.0f} s now", file=sys.stderr, flush=True)
-
-    thread = Thread(target=tell, daemon=True)
-    thread.start()
-    try:
-        yield tick
-    finally:
-        end.set()
-        thread.join()
-
-
-@contextlib.contextmanager
-def argument_errors_in_a_line(commands: dict[str, Callable[..., int]]) -> Iterator[dict[str, Callable[..., int]]]:
-    """Holds back what tyro prints about bad arguments, a box of several lines, and prints it as one.
-
-    What it gives are the commands, which let go of stderr when they start.
-    """
-    stderr, held = sys.stderr, io.StringIO()
-
-    def letting_go(command: Callable[..., int]) -> Callable[..., int]:
-        @functools.wraps(command)
-        def run(*args: Any, **kwargs: Any) -> int:
-            sys.stderr = stderr
-            return command(*args, **kwargs)
-
-        return run
-
-    sys.stderr = held
-    try:
-        yield {name: letting_go(command) for name, command in commands.items()}
-    finally:
-        sys.stderr = stderr
-        words = re.sub(r"[^\x20-\x7e]+", " ", held.getvalue()).split()
-        words = [word for word in words if word.strip("-")]
-        if words:
-            text = re.sub(r"^(.+?) (?=\1)", "", " ".join(words))  # the title of a box is how its text begins
-            print("unskip:", text, file=stderr)
+    with Console(stderr=True).status(escape(text)):
+        yield
 
 
 @contextlib.contextmanager

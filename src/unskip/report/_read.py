@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from unskip.errors import BadInput
+from unskip.training import find_runs
 
 if TYPE_CHECKING:
     from unskip.report._look import Look
@@ -109,7 +110,7 @@ class Group:
 
 def read_groups(paths: Iterable[str | Path]) -> list[Group]:
     """The runs at some paths, grouped by everything but their seed. A folder of runs stands for the runs in it."""
-    folders = [folder for path in paths for folder in _folders(Path(path))]
+    folders = [folder for path in paths for folder in find_runs(path)]
     if not folders:
         raise BadInput("no run to report on: name the folders of one or more runs")
     unique: dict[Path, Path] = {}
@@ -187,34 +188,6 @@ def clean(text: object, limit: int = 80) -> str:
     kept = "".join(letter if letter.isprintable() else " " for letter in kept)
     kept = " ".join(kept.split())
     return kept if len(kept) <= limit else kept[: limit - 1] + "…"
-
-
-def _folders(path: Path) -> list[Path]:
-    """The run at a path, or the runs in it, also in folders of folders: several of `--seeds` side by side are such."""
-    if not path.is_dir():
-        raise BadInput(f"{path}: no such folder; name the folders of runs")
-    if _is_run(path):
-        return [path]
-    inside = _inside(path)
-    if not inside:
-        raise BadInput(f"{path}: no run there (it has no config.json and no metrics.jsonl, and no folder in it has)")
-    return inside
-
-
-def _inside(path: Path, depth: int = 2) -> list[Path]:
-    found: list[Path] = []
-    for each in sorted((each for each in path.iterdir() if each.is_dir()), key=_natural):
-        found += [each] if _is_run(each) else _inside(each, depth - 1) if depth > 1 else []
-    return found
-
-
-def _is_run(path: Path) -> bool:
-    return any((path / name).is_file() for name in ("config.json", "metrics.jsonl"))
-
-
-def _natural(path: Path) -> list[tuple[bool, int, str]]:
-    parts = re.findall(r"\d{1,18}|\D+|\d+", path.name)
-    return [(part[0].isdigit(), int(part) if part.isdigit() and len(part) <= 18 else 0, part) for part in parts]
 
 
 def _text(file: Path, notes: list[str]) -> str | None:

@@ -1,0 +1,138 @@
+"""From the arguments of `unskip train` to a config.
+
+The fields of a recipe's config are the options. A preset sets their defaults, or the config of another run does.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import field, fields, make_dataclass, replace
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple
+
+import tyro
+
+from unskip.cli._options import Quiet, told
+from unskip.errors import BadInput
+from unskip.recipes import RECIPES, Recipe, field_groups, from_dict, recipe_of, resolve
+
+_CONFIG = "The config.json of a run: its fields are the defaults, instead of those of a preset."
+_SEEDS = "Several runs, as in 0,1,2: each in a folder of its own under --out, and a summary."
+
+
+class Job(NamedTuple):
+    """What a command line asks for."""
+
+    config: Any
+    out: Path
+    seeds: list[int] | None
+    quiet: bool
+
+
+def read(args: Sequence[str]) -> Job:
+    """The arguments of `train`: the recipe, then its options."""
+    name, rest = (None, args) if args[0].startswith("-") else (args[0], args[1:])
+    first = argparse.ArgumentParser(prog="unskip train", add_help=False, allow_abbrev=False)
+    for option in ("config", "preset", "data", "size", "model"):  # the defaults of the others depend on these
+        first.add_argument(f"--{option}")
+    first.add_argument("-h", "--help", action="store_true")
+    given = first.parse_known_args(rest)[0]
+    base = _preset(name, given) if given.config is None else _again(name, given)
+    recipe = recipe_of(base)
+    groups = _groups(recipe, base)
+    options = make_dataclass("Options", [(name, kind, field(default_factory=kind)) for name, kind in groups.items()])
+    presets = ", ".join(recipe.presets)
+    found: Any = tyro.cli(
+        options,
+        args=rest,
+        prog=f"unskip train {recipe.name}",
+        description=f"Presets: {presets}. Defaults shown are those of {given.config or base.preset}.",
+        config=(tyro.conf.OmitArgPrefixes,),
+    )
+    values = {name: value for group in groups for name, value in vars(getattr(found, group)).items()}
+    config = replace(base, **{each.name: values[each.name] for each in fields(base)})
+    seeds = None if values["seeds"] is None else _seeds(values["seeds"])
+    return Job(config, Path(values["out"]), seeds, values["quiet"])
+
+
+def _groups(recipe: Recipe, base: Any) -> dict[str, type[Any]]:
+    """A dataclass for each group of options: tyro prints each in a frame of its own."""
+    own: list[tuple[str, Any, Any]] = [
+        ("config", Annotated[str | None, told(_CONFIG, "FILE")], None),
+        ("out", Annotated[str, tyro.conf.arg(help="Folder of the run.")], f"runs/{recipe.name}-{base.preset}"),
+        ("seeds", Annotated[str | None, told(_SEEDS, "SEEDS")], None),
+        ("quiet", Quiet, False),
+    ]
+    found = {}
+    for group, members in field_groups(recipe.config).items():
+        options = [
+            (each.name, Annotated[each.type, tyro.conf.arg(help=each.about)], getattr(base, each.name))
+            for each in members
+        ]
+        if group == "run":
+            options += own
+        title = recipe.name if group == "recipe" else group.replace(" ", "_")
+        found[title] = make_dataclass(title, [(name, kind, field(default=value)) for name, kind, value in options])
+    return found
+
+
+# --- Where the defaults come from -------------------------------------------------------------------------------------
+
+
+def _preset(name: str | None, given: argparse.Namespace) -> Any:
+    if name is None:
+        raise BadInput("name a recipe first, as in `unskip train mae`, or give --config; unskip recipes lists them")
+    if name not in RECIPES:
+        resolve(name, "", {})  # raises, with the nearest name
+    preset = given.preset or _preset_of_data(RECIPES[name], given)
+    return resolve(name, preset, {} if given.model is None else {"model": given.model})
+
+
+def _preset_of_data(recipe: Recipe, given: argparse.Namespace) -> str:
+    """The first preset, or the first of the data that are named. Other data need a size: the first preset is tiny."""
+    first = next(iter(recipe.presets))
+    if given.data is None or given.size is not None or given.help:
+        return first
+    made_for = [name for name in recipe.presets if resolve(recipe.name, name, {}).data == given.data]
+    if made_for:
+        if made_for[0] != first:
+            print(f"--data {given.data}: preset {made_for[0]}, as none is given", file=sys.stderr)
+        return made_for[0]
+    sizes = ", ".join(f"{name} ({resolve(recipe.name, name, {}).size})" for name in recipe.presets)
+    raise BadInput(
+        f"--data {given.data}: at which size? Give --preset, each made for images of so many pixels: {sizes}; or give "
+        f"--size, and the other defaults are those of {first}"
+    )
+
+
+def _again(name: str | None, given: argparse.Namespace) -> Any:
+    """The config of another run."""
+    if given.preset is not None:
+        raise BadInput("--config and --preset both say where defaults come from: leave one out")
+    try:
+        data = json.loads(Path(given.config).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise BadInput(f"--config {given.config}: cannot be read ({error}); give the config.json of a run") from error
+    found = data.get("config", data) if isinstance(data, Mapping) else None
+    if not isinstance(found, Mapping):
+        raise BadInput(f"--config {given.config}: it holds no config; give the config.json of a run")
+    config = from_dict(found)
+    recipe = recipe_of(config).name
+    if name not in (None, recipe):
+        raise BadInput(f"--config {given.config}: it is of {recipe}, and {name} was asked for")
+    if given.model not in (None, config.model):
+        config = replace(config, model_args="")  # those of the other run are for its own model
+    return config
+
+
+def _seeds(text: str) -> list[int]:
+    try:
+        seeds = [int(item) for item in text.split(",")]
+    except ValueError:
+        raise BadInput(f"--seeds {text}: write whole numbers, as in 0,1,2") from None
+    if len({*seeds}) < len(seeds):
+        raise BadInput(f"--seeds {text}: the same seed twice is the same run twice")
+    return seeds

@@ -1,0 +1,68 @@
+"""An audit on a terminal: the weights stand in the table, and columns that are empty or do not fit are left out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich import box
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from unskip._table import cell
+from unskip._words import count
+from unskip.anatomy import AUDIT_HEADER, Audit, Site, audit_rows
+from unskip.wiring import Wiring
+
+
+def draw(found: Audit, wiring: Wiring | None) -> None:
+    """Prints an audit, with the weights of a wiring where there is one."""
+    console = Console(highlight=False)
+    console.print(f"{found.model}: {count(len(found), 'residual site')}", markup=False, style="bold")
+    _print(console, found.sites, wiring)
+    if found.long_skips:
+        console.print(f"{count(len(found.long_skips), 'long skip')}, kept unless asked for")
+        _print(console, found.long_skips, wiring)
+    if found.unknown:
+        console.print(f"{count(len(found.unknown), 'addition')} not decided, and left alone:", style="yellow")
+    for unknown in found.unknown:
+        console.print(f"  {unknown.path or '(model)'} ({unknown.source}): {unknown.reason}", markup=False)
+    for note in found.notes:
+        console.print(f"note: {note}", markup=False)
+
+
+def _print(console: Console, sites: Sequence[Site], wiring: Wiring | None) -> None:
+    header, cells = list(AUDIT_HEADER), audit_rows(sites)
+    if wiring is not None:
+        header[5:5] = ["alpha", "beta"]
+        alphas, betas = wiring.alphas, wiring.betas
+        for row, site in zip(cells, sites, strict=True):
+            row[5:5] = [alphas[site.index], betas[site.index]]
+    plain = {"runs": 1}  # what goes without saying
+    shown = [name for i, name in enumerate(header) if any(row[i] not in (None, "", plain.get(name)) for row in cells)]
+    table = _table(header, cells, shown)
+    endless = console.options.update_width(10_000)  # else it would measure the table as cut to the terminal
+    gone = []
+    for name in ("source", "branch"):
+        if name in shown and console.measure(table, options=endless).maximum > console.width:
+            shown.remove(name)
+            gone.append(name)
+            table = _table(header, cells, shown)
+    if shown:
+        console.print(table)
+    if gone:
+        console.print(
+            f"too wide for the terminal: {' and '.join(gone)} not shown; add | cat for all columns", style="dim"
+        )
+
+
+def _table(header: Sequence[str], cells: Sequence[Sequence[object]], shown: Sequence[str]) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
+    indices = [header.index(name) for name in shown]
+    for i in indices:
+        numbers = all(isinstance(row[i], int | float | None) for row in cells)
+        short = header[i] not in ("path", "branch", "source", "note")
+        table.add_column(escape(header[i]), justify="right" if numbers else "left", no_wrap=short, overflow="fold")
+    for row in cells:
+        table.add_row(*(escape(cell(row[i])) for i in indices))
+    return table

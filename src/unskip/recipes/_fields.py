@@ -1,0 +1,44 @@
+"""The fields of a config as options of a command: in groups, each with the comment beside it as its description."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from contextlib import suppress
+from dataclasses import dataclass, fields
+from typing import Any, get_type_hints
+
+GROUPS = {
+    "data": "data data_root download skip_broken size source workers crop scale flip mixup cutmix erase randaugment "
+    "colour latents cache",
+    "model and shortcut": "model model_args patch weights shortcut where init long_skips drop_path",
+    "optimisation": "optimizer lr lr_end weight_decay weight_decay_end betas layer_decay batch epochs steps warmup "
+    "clip precision narrow accumulate compile graph shard average",
+    "evaluation": "validate evaluate_every online_images online_time health",
+    "run": "preset seed device checkpoint_every log_every tensorboard",
+}
+_GROUP = {name: group for group, names in GROUPS.items() for name in names.split()}
+_COMMENT = re.compile(r"^    (\w+): .*  # (.+)$", re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class Field:
+    """One field of a config."""
+
+    name: str
+    type: Any
+    about: str
+
+
+def field_groups(config: type[Any]) -> dict[str, list[Field]]:
+    """The fields of a config by group, in the order of `GROUPS`; a recipe's own ones are the group "recipe"."""
+    comments: dict[str, str] = {}
+    for each in reversed(config.__mro__[:-1]):
+        with suppress(OSError):  # a class that was typed into an interpreter has no source
+            comments |= dict(_COMMENT.findall(inspect.getsource(each)))
+    hints = get_type_hints(config, include_extras=True)
+    found: dict[str, list[Field]] = {group: [] for group in (*GROUPS, "recipe")}
+    for field in fields(config):
+        about = comments.get(field.name, "")
+        found[_GROUP.get(field.name, "recipe")].append(Field(field.name, hints[field.name], about))
+    return {group: members for group, members in found.items() if members}

@@ -1,0 +1,79 @@
+"""Plugins from files, modules and entry points; what was made with one says so where it is missing."""
+
+import sys
+from collections.abc import Iterator
+from importlib.metadata import EntryPoint
+from pathlib import Path
+
+import pytest
+
+from unskip import _plugins, cli
+from unskip._plugins import load_installed, load_plugins, loaded_plugins, with_plugins
+from unskip.errors import BadInput, UnskipWarning
+
+
+@pytest.fixture(autouse=True)
+def none_loaded(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(_plugins, "_LOADED", {})
+    before = {*sys.modules}
+    yield
+    for name in {*sys.modules} - before:
+        if "plugin" in name:
+            del sys.modules[name]
+
+
+@pytest.fixture
+def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "my_plugin.py").write_text("print('imported')\n")
+    return tmp_path / "my_plugin.py"
+
+
+def test_a_file_is_imported_once(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    load_plugins(["my_plugin.py", str(file)])
+    load_plugins(["my_plugin.py"])
+    assert capsys.readouterr().out == "imported\n"
+    assert loaded_plugins() == [str(file)]
+
+
+def test_a_module(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    load_plugins(["my_plugin"])
+    assert capsys.readouterr().out == "imported\n"
+    assert loaded_plugins() == ["my_plugin"]
+
+
+@pytest.mark.parametrize("name", ["no_plugin.py", "no_plugin", "broken_plugin.py"])
+def test_one_that_cannot_be_imported(name: str, file: Path) -> None:
+    (file.parent / "broken_plugin.py").write_text("1 / 0\n")
+    with pytest.raises(BadInput, match=name):
+        load_plugins([name])
+    assert loaded_plugins() == []
+
+
+def test_those_of_installed_packages(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    entries = [EntryPoint("one", name, "unskip") for name in ("my_plugin", "no_plugin")]
+    monkeypatch.setattr(_plugins, "entry_points", lambda group: entries)
+    with pytest.warns(UnskipWarning, match="no_plugin"):
+        load_installed()
+    assert loaded_plugins() == ["my_plugin"]
+
+
+def test_every_command_takes_plugins(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["--plugin", "my_plugin.py", "recipes", "--plugin=my_plugin"]) == 0
+    assert loaded_plugins() == [str(file), "my_plugin"]
+    assert cli.main(["audit", "timm:test_vit", "--plugin", "no_plugin.py"]) == 2
+    assert "no_plugin.py" in capsys.readouterr().err
+    assert cli.main(["recipes", "--plugin"]) == 2
+
+
+def test_what_was_made_with_a_plugin_names_it_and_does_not_import_it(
+    file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(BadInput, match=r"no rule halve.*--plugin .*my_plugin\.py"), with_plugins([str(file)]):
+        raise BadInput("no rule halve")
+    assert capsys.readouterr().out == ""
+    with pytest.raises(BadInput) as raised, with_plugins([str(file)], trust=True):
+        raise BadInput("another reason")
+    assert capsys.readouterr().out == "imported\n"
+    assert str(raised.value) == "another reason"
