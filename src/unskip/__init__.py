@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from unskip.anatomy import Audit, Site, audit, features, parts
     from unskip.measures import measure
     from unskip.recipes import resume, sample, train
-    from unskip.wiring import Anneal, Cut, Decay, Keep, Learn, Scale, Wiring, load, rewire, rewired, save
+    from unskip.wiring import Anneal, Cut, Decay, Keep, Learn, Scale, Shortcut, Wiring, load, rewire, rewired, save
 
 __version__ = "0.1.0"
 __all__ = [
@@ -48,6 +48,7 @@ __all__ = [
     "Keep",
     "Learn",
     "Scale",
+    "Shortcut",
     "Site",
     "Wiring",
     "absorb",
@@ -83,7 +84,7 @@ _PACKAGES = {
     "anatomy": ["Audit", "Site", "audit", "features", "parts"],
     "measures": ["measure"],
     "recipes": ["resume", "sample", "train"],
-    "wiring": "Anneal Cut Decay Keep Learn Scale Wiring load rewire rewired save".split(),
+    "wiring": "Anneal Cut Decay Keep Learn Scale Shortcut Wiring load rewire rewired save".split(),
 }
 _HOME = {name: package for package, names in _PACKAGES.items() for name in names}
 

@@ -63,7 +63,7 @@ def test_a_folder_around_a_saved_model_is_told_the_one_inside(tmp_path: Path, pl
         (lambda f: edit(f, put("wiring", "plan", 0, "sites", value=[0, 9])), "its wiring does not read"),
         (lambda f: edit(f, put("wiring", "plan", 0, "sites", value=[-1])), "its wiring does not read"),
         (lambda f: edit(f, put("wiring", "plan", 0, "sites", value=[0, 0])), "a site has two rules"),
-        (lambda f: edit(f, put("wiring", "plan", 0, "rule", value={"rule": "cutt"})), "its wiring does not read"),
+        (lambda f: edit(f, put("wiring", "plan", 0, "rule", value={"rule": "cutt"})), r"'cutt'.* not registered"),
         (lambda f: edit(f, put("wiring", "plan", 0, "rule", value={"rule": "cut"})), "its wiring does not fit"),
         (lambda f: edit(f, put("wiring", "step", value=-5)), "its wiring does not read"),
         (lambda f: edit(f, put("wiring", "step", value="x")), "its wiring does not read"),

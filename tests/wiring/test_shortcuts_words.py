@@ -4,6 +4,7 @@ import copy
 import json
 import math
 import pickle
+from collections.abc import Callable
 from dataclasses import FrozenInstanceError
 from decimal import Decimal
 from typing import Any
@@ -121,188 +122,128 @@ def test_numbers_become_plain_floats() -> None:
 BAD = [math.nan, math.inf, -math.inf, -0.1, True, "0.5", 1j, [0.5], 10**400, Decimal("0.5")]
 
 
-@pytest.mark.parametrize("value", BAD, ids=lambda value: repr(value)[:9])
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (Scale, "Scale: stream must be a finite number, 0 or more, got "),
-        (lambda value: Scale(1, value), "Scale: branch must be a finite number, 0 or more, got "),
-        (Learn, "Learn: start must be a finite number, 0 or more, got "),
-        (
-            lambda value: effective_decay([0.5, value]),
-            "effective_decay: every alpha must be a finite number, 0 or more, ",
-        ),
-        (band, "band: decay must be a finite number, 0 or more, got "),
-        (Decay, "Decay (linear): alpha_min must be a number in [0, 1], got "),
-        (Decay.to_product, "Decay: product must be a number in (0, 1], got "),
-        (lambda value: Decay(0.6, until=value), "Decay: until must be a number in (0, 1], got "),
-    ],
-)
-def test_numbers_out_of_bounds(make: Any, message: str, value: Any) -> None:
-    with pytest.raises(BadInput) as error:
-        make(value)
-    assert str(error.value).startswith(message)
-    assert repr(value)[:10] in str(error.value)
-
-
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: Scale(None), "Scale: stream must be a finite number, 0 or more, got None"),
-        (
-            lambda: Decay.to_product(None),
-            "Decay: give either alpha_min or product, as in Decay(0.6), decay:0.6, decay:product=5e-3",
-        ),
-        (lambda: Decay(1.5), "Decay (linear): alpha_min must be a number in [0, 1], got 1.5"),
-        (
-            lambda: Decay(0, "geometric"),
-            "Decay (geometric): alpha_min must be a number in (0, 1], got 0",
-        ),
-        (lambda: Decay.to_product(0), "Decay: product must be a number in (0, 1], got 0"),
-        (lambda: Decay.to_product(1.01), "Decay: product must be a number in (0, 1], got 1.01"),
-        (lambda: Decay(0.6, until=0), "Decay: until must be a number in (0, 1], got 0"),
-        (lambda: Decay(0.6, until=1.5), "Decay: until must be a number in (0, 1], got 1.5"),
-        (
-            lambda: Decay(0.6, "cosin"),
-            "Decay: shape must be one of linear, cosine, geometric, got 'cosin'; nearest: cosine",
-        ),
-        (lambda: Decay(0.6, 3), "Decay: shape must be one of linear, cosine, geometric, got 3"),
-        (
-            lambda: Decay(0.6, convention="site"),
-            "Decay: convention must be one of sites, paper, got 'site'; nearest: sites",
-        ),
-        (lambda: Decay(0.6, back=1), "Decay: back must be True or False, got 1"),
-        (
-            lambda: Decay(0.6, until=1, back=True),
-            "Decay: back=True needs until below 1, got 1.0; there is no depth left to return in",
-        ),
-        (
-            lambda: Decay(),
-            "Decay: give either alpha_min or product, as in Decay(0.6), decay:0.6, decay:product=5e-3",
-        ),
-        (
-            lambda: Decay(0.6, product=0.1),
-            "Decay: give either alpha_min or product, as in Decay(0.6), decay:0.6, decay:product=5e-3",
-        ),
-        (lambda: Learn(1.0, "head"), "Learn: per must be one of site, channel, got 'head'"),
-        (
-            lambda: Anneal("keep", Cut(), 5),
-            "Anneal: first must be a rule of fixed weights such as Keep() or Cut(), got 'keep'",
-        ),
-        (
-            lambda: Anneal(Keep(), Learn(), 5),
-            "Anneal: last must be a rule of fixed weights such as Keep() or Cut(), got Learn(start=1.0, per='site')",
-        ),
-        (
-            lambda: Anneal(Anneal(Keep(), Cut(), 5), Cut(), 5),
-            "Anneal: first must be a rule of fixed weights such as Keep() or Cut(), got "
-            "Anneal(first=Keep(), last=Cut(), steps=5, shape='linear')",
-        ),
-        (lambda: Anneal(Keep(), Cut(), 0), "Anneal: steps must be a whole number, 1 or more, got 0"),
-        (lambda: Anneal(Keep(), Cut(), 1.5), "Anneal: steps must be a whole number, 1 or more, got 1.5"),
-        (lambda: Anneal(Keep(), Cut(), True), "Anneal: steps must be a whole number, 1 or more, got True"),
-        (
-            lambda: Anneal(Keep(), Cut(), 5, "geometric"),
-            "Anneal: shape must be one of linear, cosine, got 'geometric'",
-        ),
-        (lambda: Keep().weights(-1), "Keep: count must be a whole number, 0 or more, got -1"),
-        (lambda: Keep().weights(2.0), "Keep: count must be a whole number, 0 or more, got 2.0"),
-        (lambda: Cut().weights(2, step=0.5), "Cut: step must be a whole number, got 0.5"),
-        (
-            lambda: Cut().weights(2, runs=[1]),
-            "runs: there must be one entry for each of the 2 sites, got 1",
-        ),
-        (lambda: Cut().weights(2, runs=[1, -1]), "runs: every entry must be a whole number, 0 or more, got -1"),
-        (
-            lambda: effective_decay([1, 1], [1, 1, 1]),
-            "runs: there must be one entry for each of the 2 sites, got 3",
-        ),
-        (lambda: Decay(0.6).solve(0), "Decay.solve: count must be a whole number, 1 or more, got 0"),
-    ],
-)
-def test_bad_arguments(make: Any, message: str) -> None:
+def refused(make: Callable[[], object], facts: tuple[str, ...]) -> None:
+    """Raises BadInput, and the message has the facts: who, which argument, what it may be, what it was."""
     with pytest.raises(BadInput) as error:
         make()
-    assert str(error.value) == message
+    missing = [fact for fact in facts if fact not in str(error.value)]
+    assert not missing, str(error.value)
 
 
-NAMES = "there are: keep, decay, cut, scale, learn, anneal"
-DECAY = "write decay:0.6 or decay:product=5e-3, then any of ,cosine ,geometric ,paper ,until=0.5 ,back"
-ANNEAL = "write anneal:keep>cut@10000 or anneal:keep>decay:0.6@10000,cosine"
-TWO_RULES = "anneal: it takes two rules with one '>' between them, neither an anneal itself, got "
+@pytest.mark.parametrize("value", BAD, ids=lambda value: repr(value)[:9])
+@pytest.mark.parametrize(
+    ("make", "facts"),
+    [
+        (Scale, ("Scale", "stream", "0 or more")),
+        (lambda value: Scale(1, value), ("Scale", "branch", "0 or more")),
+        (Learn, ("Learn", "start", "0 or more")),
+        (lambda value: effective_decay([0.5, value]), ("effective_decay", "alpha", "0 or more")),
+        (band, ("band", "decay", "0 or more")),
+        (Decay, ("Decay", "alpha_min", "[0, 1]")),
+        (Decay.to_product, ("Decay", "product", "(0, 1]")),
+        (lambda value: Decay(0.6, until=value), ("Decay", "until", "(0, 1]")),
+    ],
+)
+def test_numbers_out_of_bounds(make: Any, facts: tuple[str, ...], value: Any) -> None:
+    refused(lambda: make(value), (*facts, repr(value)[:10]))
 
 
 @pytest.mark.parametrize(
-    ("text", "message"),
+    ("make", "facts"),
     [
-        (0.6, "a shortcut as text must be a string such as 'decay:0.6', got 0.6"),
-        ("dekay:0.6", f"no shortcut is called 'dekay'; nearest: decay; {NAMES}"),
-        ("Keep", f"no shortcut is called 'Keep'; nearest: keep; {NAMES}"),
-        ("DECAY:0.6", f"no shortcut is called 'DECAY'; nearest: decay; {NAMES}"),
-        ("", f"no shortcut is called ''; {NAMES}"),
-        ("rezero:1", f"no shortcut is called 'rezero'; {NAMES}"),
-        ("keep:0.5", "keep: '0.5' is one number too many; write keep"),
-        ("cut:", "cut: '' is neither a number nor an option; write cut"),
-        ("decay", "Decay: give either alpha_min or product, as in Decay(0.6), decay:0.6, decay:product=5e-3"),
-        ("decay:0.6,", f"decay: '' is neither a number nor an option; {DECAY}"),
-        ("decay:0.6,cosin", f"decay: 'cosin' is neither a number nor an option; nearest: cosine; {DECAY}"),
-        ("decay:0.6,untill=0.5", f"decay: 'untill=0.5' is neither a number nor an option; nearest: until; {DECAY}"),
-        ("decay:0.6,until=half", f"decay: 'until=half' is neither a number nor an option; nearest: until; {DECAY}"),
-        ("decay:0.6,0.7", f"decay: '0.7' is one number too many; {DECAY}"),
-        ("decay:0.6,cosine,linear", f"decay: shape is given twice, the second time as 'linear'; {DECAY}"),
-        ("decay:0.6,alpha_min=0.5", f"decay: alpha_min is given twice, the second time as 'alpha_min=0.5'; {DECAY}"),
-        ("decay:nan", "Decay (linear): alpha_min must be a number in [0, 1], got nan"),
-        ("decay:inf", "Decay (linear): alpha_min must be a number in [0, 1], got inf"),
-        ("decay:-0.5", "Decay (linear): alpha_min must be a number in [0, 1], got -0.5"),
-        ("scale:1,2,3", "scale: '3' is one number too many; write scale:0.7071,0.7071"),
-        ("scale:a,b", "scale: 'a' is neither a number nor an option; write scale:0.7071,0.7071"),
-        (
-            "learn:1,chanel",
-            "learn: 'chanel' is neither a number nor an option; nearest: channel; write learn:1.0 or learn:1.0,channel",
-        ),
-        ("anneal", f"anneal: '@' and the number of steps are missing in ''; {ANNEAL}"),
-        ("anneal:keep>cut", f"anneal: '@' and the number of steps are missing in 'keep>cut'; {ANNEAL}"),
-        ("anneal:keep@10", f"{TWO_RULES}'keep'; {ANNEAL}"),
-        ("anneal:anneal:keep>cut@5>keep@10", f"{TWO_RULES}'anneal:keep>cut@5>keep'; {ANNEAL}"),
-        ("anneal:keep>cut@1e4", f"anneal: the steps must be a whole number, got '1e4'; {ANNEAL}"),
-        ("anneal:keep>cut@0", "Anneal: steps must be a whole number, 1 or more, got 0"),
-        ("anneal:keep>cut@5,cosin", "Anneal: shape must be one of linear, cosine, got 'cosin'; nearest: cosine"),
-        ("anneal:keep>kut@5", f"no shortcut is called 'kut'; nearest: cut; {NAMES}"),
-        (
-            "anneal:keep>learn:1.0@5",
-            "Anneal: last must be a rule of fixed weights such as Keep() or Cut(), got Learn(start=1.0, per='site')",
-        ),
+        (lambda: Scale(None), ("stream", "None")),
+        (lambda: Decay.to_product(None), ("alpha_min", "product")),
+        (lambda: Decay(), ("alpha_min", "product")),
+        (lambda: Decay(0.6, product=0.1), ("alpha_min", "product")),
+        (lambda: Decay(1.5), ("alpha_min", "[0, 1]", "1.5")),
+        (lambda: Decay(0, "geometric"), ("geometric", "(0, 1]", "got 0")),
+        (lambda: Decay.to_product(0), ("product", "(0, 1]", "got 0")),
+        (lambda: Decay.to_product(1.01), ("product", "1.01")),
+        (lambda: Decay(0.6, until=0), ("until", "(0, 1]", "got 0")),
+        (lambda: Decay(0.6, until=1.5), ("until", "1.5")),
+        (lambda: Decay(0.6, "cosin"), ("shape", "'cosin'", "nearest: cosine")),
+        (lambda: Decay(0.6, 3), ("shape", "got 3")),
+        (lambda: Decay(0.6, convention="site"), ("convention", "'site'", "nearest: sites")),
+        (lambda: Decay(0.6, back=1), ("back", "True or False", "got 1")),
+        (lambda: Decay(0.6, until=1, back=True), ("back", "until", "below 1")),
+        (lambda: Learn(1.0, "head"), ("per", "site, channel", "'head'")),
+        (lambda: Anneal("keep", Cut(), 5), ("first", "fixed", "'keep'")),
+        (lambda: Anneal(Keep(), Learn(), 5), ("last", "fixed", "Learn")),
+        (lambda: Anneal(Anneal(Keep(), Cut(), 5), Cut(), 5), ("first", "fixed", "Anneal")),
+        (lambda: Anneal(Keep(), Cut(), 0), ("steps", "1 or more", "got 0")),
+        (lambda: Anneal(Keep(), Cut(), 1.5), ("steps", "whole", "1.5")),
+        (lambda: Anneal(Keep(), Cut(), True), ("steps", "whole", "True")),
+        (lambda: Anneal(Keep(), Cut(), 5, "geometric"), ("shape", "'geometric'")),
+        (lambda: Keep().weights(-1), ("Keep", "count", "-1")),
+        (lambda: Keep().weights(2.0), ("Keep", "count", "2.0")),
+        (lambda: Cut().weights(2, step=0.5), ("Cut", "step", "0.5")),
+        (lambda: Cut().weights(2, runs=[1]), ("runs", "2 sites", "got 1")),
+        (lambda: Cut().weights(2, runs=[1, -1]), ("runs", "-1")),
+        (lambda: effective_decay([1, 1], [1, 1, 1]), ("runs", "2 sites", "got 3")),
+        (lambda: Decay(0.6).solve(0), ("count", "1 or more", "got 0")),
     ],
 )
-def test_bad_text(text: Any, message: str) -> None:
-    with pytest.raises(BadInput) as error:
-        parse(text)
-    assert str(error.value) == message
+def test_bad_arguments(make: Any, facts: tuple[str, ...]) -> None:
+    refused(make, facts)
 
 
 @pytest.mark.parametrize(
-    ("data", "message"),
+    ("text", "facts"),
     [
-        ("keep", "a shortcut as a dict names its rule, as in {'rule': 'cut'}, got 'keep'"),
-        ({"name": "cut"}, "a shortcut as a dict names its rule, as in {'rule': 'cut'}, got {'name': 'cut'}"),
-        ({"rule": None}, "a shortcut as a dict names its rule, as in {'rule': 'cut'}, got {'rule': None}"),
-        ({"rule": "scal"}, f"no shortcut is called 'scal'; nearest: scale; {NAMES}"),
-        ({"rule": "keep", "alpha": 1}, "keep: unknown argument 'alpha'; it has: none"),
-        (
-            {"rule": "decay", "alpha_mn": 0.6},
-            "decay: unknown argument 'alpha_mn'; nearest: alpha_min; "
-            "it has: alpha_min, shape, convention, until, back, product",
-        ),
-        ({"rule": "anneal", "last": {"rule": "cut"}}, "anneal: missing first, steps"),
-        ({"rule": "anneal", "first": {"rule": "kep"}}, f"no shortcut is called 'kep'; nearest: keep; {NAMES}"),
-        ({"rule": "scale", "stream": {"rule": "cut"}}, "Scale: stream must be a finite number, 0 or more, got Cut()"),
-        ({"rule": "decay", "alpha_min": "0.6"}, "Decay (linear): alpha_min must be a number in [0, 1], got '0.6'"),
+        (0.6, ("string", "0.6")),
+        ("dekay:0.6", ("'dekay'", "nearest: decay")),
+        ("Keep", ("'Keep'", "nearest: keep")),
+        ("DECAY:0.6", ("'DECAY'", "nearest: decay")),
+        ("", ("keep", "cut", "scale", "learn", "decay", "anneal")),
+        ("rezero:1", ("'rezero'", "register")),
+        ("keep:0.5", ("'0.5'", "too many", "keep")),
+        ("cut:", ("''", "cut")),
+        ("decay", ("alpha_min", "product")),
+        ("decay:0.6,", ("''", "write decay:0.6")),
+        ("decay:0.6,cosin", ("'cosin'", "nearest: cosine", "write decay:0.6")),
+        ("decay:0.6,untill=0.5", ("'untill=0.5'", "nearest: until")),
+        ("decay:0.6,until=half", ("'until=half'", "number")),
+        ("decay:0.6,0.7", ("'0.7'", "too many")),
+        ("decay:0.6,cosine,linear", ("shape", "twice", "'linear'")),
+        ("decay:0.6,alpha_min=0.5", ("alpha_min", "twice")),
+        ("decay:nan", ("alpha_min", "nan")),
+        ("decay:inf", ("alpha_min", "inf")),
+        ("decay:-0.5", ("alpha_min", "-0.5")),
+        ("scale:1,2,3", ("'3'", "too many", "write scale:")),
+        ("scale:a,b", ("'a'", "number")),
+        ("learn:1,chanel", ("'chanel'", "nearest: channel")),
+        ("anneal", ("'@'", "steps", "write anneal:")),
+        ("anneal:keep>cut", ("'@'", "steps")),
+        ("anneal:keep@10", ("two rules", "'>'", "'keep'")),
+        ("anneal:anneal:keep>cut@5>keep@10", ("two rules", "'>'")),
+        ("anneal:keep>cut@1e4", ("steps", "whole", "'1e4'")),
+        ("anneal:keep>cut@0", ("steps", "1 or more", "got 0")),
+        ("anneal:keep>cut@5,cosin", ("shape", "nearest: cosine")),
+        ("anneal:keep>kut@5", ("'kut'", "nearest: cut")),
+        ("anneal:keep>learn:1.0@5", ("last", "fixed")),
     ],
 )
-def test_bad_dicts(data: Any, message: str) -> None:
-    with pytest.raises(BadInput) as error:
-        from_dict(data)
-    assert str(error.value) == message
+def test_bad_text(text: Any, facts: tuple[str, ...]) -> None:
+    refused(lambda: parse(text), facts)
+
+
+@pytest.mark.parametrize(
+    ("data", "facts"),
+    [
+        ("keep", ("dict", "'keep'")),
+        ({"name": "cut"}, ("'rule'", "{'name': 'cut'}")),
+        ({"rule": None}, ("'rule'", "None")),
+        ({"rule": "scal"}, ("'scal'", "nearest: scale")),
+        ({"rule": "keep", "alpha": 1}, ("keep", "'alpha'", "none")),
+        ({"rule": "decay", "alpha_mn": 0.6}, ("'alpha_mn'", "nearest: alpha_min", "product")),
+        ({"rule": "anneal", "last": {"rule": "cut"}}, ("anneal", "first, steps")),
+        ({"rule": "anneal", "first": {"rule": "kep"}}, ("'kep'", "nearest: keep")),
+        ({"rule": "scale", "stream": {"rule": "cut"}}, ("stream", "Cut()")),
+        ({"rule": "decay", "alpha_min": "0.6"}, ("alpha_min", "'0.6'")),
+    ],
+)
+def test_bad_dicts(data: Any, facts: tuple[str, ...]) -> None:
+    refused(lambda: from_dict(data), facts)
 
 
 def test_bad_input_is_a_value_error_of_this_library() -> None:

@@ -25,7 +25,7 @@ from unskip.recipes._data import Opener, both, judged_split
 from unskip.recipes._registry import Preset, Recipe, register, resolve
 from unskip.recipes._shared import arguments_of, built, device_of, schedule_of, steps_of
 from unskip.training import RunFolder, Schedule, Task
-from unskip.wiring import Wiring, find_wiring, load, rewire, save
+from unskip.wiring import Wiring, find_wiring, load, parse, rewire, save
 
 
 @dataclass(frozen=True)
@@ -301,7 +301,7 @@ def _still_moving(wiring: Wiring, steps: int) -> bool:
 
 def _cuts(config: Supervised) -> bool:
     """Whether skips are cut, at once or in the end."""
-    return "cut" in config.shortcut
+    return parse(config.shortcut).cuts(24)
 
 
 register(Recipe("supervised", Supervised, _PRESETS, build))

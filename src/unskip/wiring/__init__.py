@@ -1,23 +1,11 @@
 """Turn the knob: the rules for shortcut weights, and rewiring, which puts them into a model."""
 
+from unskip.wiring._effective_decay import BAND, band, effective_decay
 from unskip.wiring._rewire import rewire, rewired
+from unskip.wiring._rules import Anneal, Cut, Decay, Keep, Learn, Scale
 from unskip.wiring._save import load, save
 from unskip.wiring._select import Where, check_selector, picks
-from unskip.wiring._shortcuts import (
-    BAND,
-    Anneal,
-    Cut,
-    Decay,
-    Keep,
-    Learn,
-    Scale,
-    Shortcut,
-    Weight,
-    band,
-    effective_decay,
-    from_dict,
-    parse,
-)
+from unskip.wiring._shortcut import Shortcut, Weight, from_dict, parse, register
 from unskip.wiring._wiring import Wiring, find_wiring
 
 __all__ = [
@@ -40,6 +28,7 @@ __all__ = [
     "load",
     "parse",
     "picks",
+    "register",
     "rewire",
     "rewired",
     "save",

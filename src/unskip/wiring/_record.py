@@ -17,7 +17,7 @@ from unskip._provenance import sha256
 from unskip.anatomy import Hop, Place, Site, Survey, Unknown
 from unskip.errors import LoadError, UnskipError
 from unskip.wiring._select import Assignment
-from unskip.wiring._shortcuts import from_dict
+from unskip.wiring._shortcut import UnknownShortcut, defined_in, from_dict
 from unskip.wiring._wiring import Wiring
 
 FORMAT = 2
@@ -104,6 +104,7 @@ def wiring_record(wiring: Wiring | None) -> dict[str, Any] | None:
         "notes": list(wiring.survey.notes),
         "plan": [
             {"rule": a.rule.to_dict(), "where": a.where, "sites": [site.index for site in a.sites]}
+            | ({"defined_in": modules} if (modules := defined_in(a.rule)) else {})
             for a in wiring._plan
         ],
         "step": wiring.at_step,
@@ -137,6 +138,12 @@ def wiring_of(record: dict[str, Any], folder: Path) -> tuple[Survey | None, tupl
         if not _is_whole(data["step"]) or not len(data["alphas"]) == len(data["betas"]) == len(sites):
             raise ValueError("its step or weights are none")
         return survey, plan, data["step"]
+    except UnknownShortcut as error:
+        modules = [each["defined_in"] for each in data["plan"] if error.name in each.get("defined_in", {})]
+        where = f"the module {modules[0][error.name]}, which registers it" if modules else "what registers it"
+        raise LoadError(
+            f"{folder}: its wiring has the rule {error.name!r}, which is not registered. Import {where}, and load again"
+        ) from error
     except MALFORMED as error:
         raise LoadError(f"{folder / RECORD}: damaged, its wiring does not read ({error}).") from error
 

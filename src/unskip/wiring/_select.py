@@ -9,7 +9,8 @@ from typing import get_args
 from unskip._words import nearest
 from unskip.anatomy import Kind, Site
 from unskip.errors import BadInput, RewireError
-from unskip.wiring._shortcuts import Keep, Shortcut, Weight, parse
+from unskip.wiring._rules import Keep
+from unskip.wiring._shortcut import Shortcut, Weight, parse
 
 Where = str | Callable[[Site], bool] | None
 Rule = Shortcut | str

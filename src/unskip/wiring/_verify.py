@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 
 from unskip._modes import quiet
 from unskip.anatomy import Example, Hop, Place, Site, Unreachable, calls, is_addition, locate
-from unskip.wiring._shortcuts import Weight
+from unskip.wiring._shortcut import Weight
 
 Key = tuple[str, tuple[Hop, ...], int | None]  # path, expressions, turn of a loop
 # Per module call: its class, the sum and the absolute sum of its output, and how much they may differ.

@@ -22,10 +22,12 @@ from unskip.anatomy import PATCH, WIRING, Site, Survey, rewired_state
 from unskip.errors import BadInput
 from unskip.wiring import _caution, _fastpath
 from unskip.wiring._bind import Patch, bind, is_bound, refuse_covered, unbind
+from unskip.wiring._effective_decay import band, effective_decay
 from unskip.wiring._mix import NUMBER
 from unskip.wiring._rewrite import attribute
+from unskip.wiring._rules import Keep
 from unskip.wiring._select import Assignment, Rules, Where, assign, normalise
-from unskip.wiring._shortcuts import Anneal, Keep, Learn, Shortcut, Weight, band, effective_decay
+from unskip.wiring._shortcut import Shortcut, Weight
 
 State = tuple[tuple[Assignment, ...], int, bool, dict[str, nn.Parameter]]
 _KEPT = Weight(1.0, 1.0)
@@ -275,7 +277,7 @@ class Wiring:
         name = attribute(slot, which)
         # At 0 the addition goes, so 0 is always a number.
         moving = (site.index, which) in self._moving and self.at_step < (rule.steps or 0) and value != 0
-        learnt = isinstance(rule, Learn) and which == "alpha"
+        learnt = rule.learnable and which == "alpha"
         buffer = module._buffers.get(name)
         if moving and buffer is not None:
             buffer.fill_(value)  # in place: a compiled graph goes on reading it
@@ -295,7 +297,7 @@ class Wiring:
             (p for p in self.model.get_submodule(site.block).parameters() if p.is_floating_point()), torch.empty(())
         )
         shape: tuple[int, ...] = ()
-        if isinstance(rule, Learn) and rule.per == "channel":
+        if rule.learnable and rule.per == "channel":
             shape = (site.features,) + (1,) * (site.rank - 2 if site.axis == 1 else 0)
         with torch.inference_mode(False):  # to be trained, or filled, later
             return torch.full(shape, value, dtype=like.dtype, device=like.device)
@@ -304,7 +306,7 @@ class Wiring:
         """Whether all weights of a module are fixed at 1."""
         for site in self._sites_at[path]:
             rule = self._rule_of.get(site.index, Keep())
-            moving = isinstance(rule, Anneal) and self.at_step < rule.steps
+            moving = rule.steps is not None and self.at_step < rule.steps
             if self._weights[site.index] != _KEPT or moving or rule.learnable:
                 return False
         return True
@@ -359,11 +361,14 @@ def _any(site: Site) -> bool:
 
 
 def _moving(plan: Assignment) -> Iterator[tuple[int, str]]:
-    """The weights that differ between the ends of an annealing, by site index and name; the others stay numbers."""
-    if isinstance(plan.rule, Anneal):
-        first, last = plan.weights(0), plan.weights(plan.rule.steps)
+    """The weights that change over training, by site index and name; the others stay numbers."""
+    if plan.rule.steps is not None:
+        first = plan.weights(0)
+        later = [plan.weights(step) for step in (1, plan.rule.steps // 2, plan.rule.steps)]
         for index, weight in first.items():
-            yield from ((index, which) for which in _NAMES if getattr(weight, which) != getattr(last[index], which))
+            for which in _NAMES:
+                if any(getattr(weight, which) != getattr(each[index], which) for each in later):
+                    yield index, which
 
 
 def _remove(module: nn.Module, name: str) -> None:

@@ -1,12 +1,6 @@
-"""The rules that say how strong each shortcut is.
+"""The built-in shortcut rules: Keep, Cut, Scale, Learn, Decay, Anneal.
 
-At the residual sites l = 1..L that a rule governs, in execution order,
-
-    x  <-  alpha_l * x  +  beta_l * f_l(x)
-
-and a rule gives every site its (alpha_l, beta_l). Rules are plain values: they compare, hash, pickle, and go through
-text (`parse`, `str`) and JSON (`from_dict`, `to_dict`) unchanged. `Decay` is the rule of "Residual Connections Harm
-Generative Representation Learning" (arXiv 2404.10947).
+`Decay` is the rule of "Residual Connections Harm Generative Representation Learning" (arXiv 2404.10947).
 """
 
 from __future__ import annotations
@@ -14,124 +8,45 @@ from __future__ import annotations
 import math
 import reprlib
 import struct
-import sys
-from abc import ABC, abstractmethod
 from bisect import bisect_left
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import KW_ONLY, MISSING, dataclass, field, fields
+from collections.abc import Sequence
+from dataclasses import KW_ONLY, dataclass, field
 from functools import lru_cache
-from typing import Any, ClassVar, Literal, NamedTuple, NoReturn, get_args
+from typing import Literal, get_args
 
 from unskip._checks import choice, number, whole
-from unskip._words import nearest
 from unskip.errors import BadInput
+from unskip.wiring._effective_decay import effective_decay, run_counts
+from unskip.wiring._shortcut import Per, Shortcut, Weight, parse, register
 
 Shape = Literal["linear", "cosine", "geometric"]
 Ease = Literal["linear", "cosine"]
 Convention = Literal["sites", "paper"]
-Per = Literal["site", "channel"]
-
-BAND = (1e-3, 1e-2)  # where the paper wants the effective decay: from the first, up to but without the second
 
 
-class Weight(NamedTuple):
-    """What one site gets: x <- alpha * x + beta * f(x)."""
-
-    alpha: float
-    beta: float
-
-
-def run_counts(runs: Iterable[int] | None, count: int) -> tuple[int, ...]:
-    """How often each of `count` sites runs in one forward."""
-    if runs is None:
-        return (1,) * count
-    each = tuple(whole("runs", "every entry", run, low=0) for run in runs)
-    if len(each) != count:
-        raise BadInput(f"runs: there must be one entry for each of the {count} sites, got {len(each)}")
-    return each
-
-
-def effective_decay(alphas: Iterable[float], runs: Iterable[int] | None = None) -> float:
-    """prod_l alpha_l ** runs_l: how much of the first stream is left at the end.
-
-    Zero only when an alpha that runs is zero: what a float cannot hold stops at the least or greatest positive one.
-    """
-    values = [number("effective_decay", "every alpha", alpha) for alpha in alphas]
-    mantissa, exponent = 1.0, 0  # kept apart, so that nothing on the way under- or overflows
-    for value, run in zip(values, run_counts(runs, len(values)), strict=True):
-        if value == 0 and run:
-            return 0.0
-        part, shift = math.frexp(value)
-        while run:
-            power = min(run, 512)  # part >= 1/2, so part ** 512 is still a normal float
-            mantissa, carry = math.frexp(mantissa * part**power)
-            exponent += carry + shift * power
-            run -= power
-    if exponent > sys.float_info.max_exp:
-        return sys.float_info.max
-    return max(math.ldexp(mantissa, exponent), math.ulp(0.0))
-
-
-def band(decay: float) -> str:
-    """Where an effective decay lies relative to the paper's band."""
-    decay = number("band", "decay", decay)
-    place = "below" if decay < BAND[0] else "above" if decay >= BAND[1] else "in"
-    return f"{place} the paper's band [1e-3, 1e-2)"
-
-
-class Shortcut(ABC):
-    """A rule: the weights of the sites it governs, as a frozen value."""
-
-    __dataclass_fields__: ClassVar[dict[str, Any]]  # every rule is a dataclass
-    name: ClassVar[str]
-    form: ClassVar[str]  # a right text form, shown in errors
-    numbers: ClassVar[tuple[str, ...]] = ()  # the arguments that bare numbers of the text form fill, in order
-    words: ClassVar[dict[str, str]] = {}  # a word of the text form -> the argument it sets
-    learnable: ClassVar[bool] = False
-    steps: int | None = None  # training steps until the weights stand still; None where they never move
-
-    def weights(self, count: int, *, runs: Sequence[int] | None = None, step: int = 0) -> list[Weight]:
-        """The weights of `count` sites in execution order; site i runs runs[i] times in one forward (default 1)."""
-        who = type(self).__name__
-        count, step = whole(who, "count", count, low=0), whole(who, "step", step)
-        each = run_counts(runs, count)
-        return self._weights(count, each, step) if count else []
-
-    @abstractmethod
-    def _weights(self, count: int, runs: tuple[int, ...], step: int) -> list[Weight]: ...
-
-    def __str__(self) -> str:
-        return self.name
-
-    def to_dict(self) -> dict[str, Any]:
-        """{"rule": name, **arguments}: JSON-able, and read by `from_dict`."""
-        data: dict[str, Any] = {"rule": self.name}
-        for item in fields(self):
-            if (value := getattr(self, item.name)) is not None:
-                data[item.name] = value.to_dict() if isinstance(value, Shortcut) else value
-        return data
-
-
+@register
 @dataclass(frozen=True)
 class Keep(Shortcut):
     """The plain model: alpha_l = beta_l = 1."""
 
     name = form = "keep"
 
-    def _weights(self, count: int, runs: tuple[int, ...], step: int) -> list[Weight]:
+    def weights_at(self, count: int, runs: tuple[int, ...], step: int) -> list[Weight]:
         return [Weight(1.0, 1.0)] * count
 
 
+@register
 @dataclass(frozen=True)
 class Cut(Shortcut):
     """No shortcut at all: alpha_l = 0, beta_l = 1."""
 
     name = form = "cut"
 
-    def _weights(self, count: int, runs: tuple[int, ...], step: int) -> list[Weight]:
+    def weights_at(self, count: int, runs: tuple[int, ...], step: int) -> list[Weight]:
         return [Weight(0.0, 1.0)] * count
 
 
+@register
 @dataclass(frozen=True)
 class Scale(Shortcut):
     """The same weights everywhere: alpha_l = stream, beta_l = branch."""
@@ -145,13 +60,11 @@ class Scale(Shortcut):
     def __post_init__(self) -> None:
         _put(self, stream=number("Scale", "stream", self.stream), branch=number("Scale", "branch", self.branch))
 
-    def _weights(self, count: int, runs: tuple[int, ...], step: int) -> list[Weight]:
+    def weights_at(self, count: int, runs: tuple[int, ...], step: int) -> list[Weight]:
         return [Weight(self.stream, self.branch)] * count
 
-    def __str__(self) -> str:
-        return f"scale:{self.stream!r},{self.branch!r}"
 
-
+@register
 @dataclass(frozen=True)
 class Learn(Shortcut):
     """alpha_l is a parameter that begins at `start`, one a site or one a channel of each site; beta_l = 1.
@@ -171,13 +84,11 @@ class Learn(Shortcut):
         _put(self, start=number("Learn", "start", self.start))
         choice("Learn", "per", self.per, get_args(Per))
 
-    def _weights(self, count: int, runs: tuple[int, ...], step: int) -> list[Weight]:
+    def weights_at(self, count: int, runs: tuple[int, ...], step: int) -> list[Weight]:
         return [Weight(self.start, 1.0)] * count
 
-    def __str__(self) -> str:
-        return f"learn:{self.start!r}" + (",channel" if self.per == "channel" else "")
 
-
+@register
 @dataclass(frozen=True)
 class Decay(Shortcut):
     """alpha falls with depth from 1 to alpha_min; beta_l = 1. With position t_l in [0, 1],
@@ -256,7 +167,7 @@ class Decay(Shortcut):
             out.append(low if t >= 1 else max(low, alpha))  # the formulas reach their end only up to rounding
         return out
 
-    def _weights(self, count: int, runs: tuple[int, ...], step: int) -> list[Weight]:
+    def weights_at(self, count: int, runs: tuple[int, ...], step: int) -> list[Weight]:
         return [Weight(alpha, 1.0) for alpha in self._alphas(count, self.solve(count, runs))]
 
     def __str__(self) -> str:
@@ -266,6 +177,7 @@ class Decay(Shortcut):
         return "decay:" + ",".join(parts)
 
 
+@register
 @dataclass(frozen=True)
 class Anneal(Shortcut):
     """From one rule to another over training: w = (1 - g) * first + g * last, for alpha and beta alike,
@@ -283,82 +195,37 @@ class Anneal(Shortcut):
 
     def __post_init__(self) -> None:
         for name, rule in (("first", self.first), ("last", self.last)):
-            if not isinstance(rule, Shortcut) or isinstance(rule, Learn | Anneal):
+            if not isinstance(rule, Shortcut) or rule.learnable or rule.steps is not None:
                 raise BadInput(f"Anneal: {name} must be a rule of fixed weights such as Keep() or Cut(), got {rule!r}")
         _put(self, steps=whole("Anneal", "steps", self.steps, low=1))
         choice("Anneal", "shape", self.shape, get_args(Ease))
 
-    def _weights(self, count: int, runs: tuple[int, ...], step: int) -> list[Weight]:
+    def weights_at(self, count: int, runs: tuple[int, ...], step: int) -> list[Weight]:
         if step >= self.steps:
-            return self.last._weights(count, runs, 0)
+            return self.last.weights(count, runs=runs)
         g = max(0, step) / self.steps
         g = g if self.shape == "linear" else math.sin(math.pi * g / 2) ** 2
-        pairs = zip(self.first._weights(count, runs, 0), self.last._weights(count, runs, 0), strict=True)
+        pairs = zip(self.first.weights(count, runs=runs), self.last.weights(count, runs=runs), strict=True)
         return [Weight(_between(a.alpha, b.alpha, g), _between(a.beta, b.beta, g)) for a, b in pairs]
+
+    @classmethod
+    def from_text(cls, body: str | None) -> Anneal:
+        """ "FIRST>LAST@STEPS", then perhaps ",cosine"."""
+        rules, at, end = (body or "").rpartition("@")
+        if not at:
+            cls.refuse(f"'@' and the number of steps are missing in {body or ''!r}")
+        if rules.count(">") != 1:
+            cls.refuse(f"it takes two rules with one '>' between them, neither an anneal itself, got {rules!r}")
+        first, last = rules.split(">")
+        number, comma, shape = (part.strip() for part in end.partition(","))
+        try:
+            steps = int(number)
+        except ValueError:
+            cls.refuse(f"the steps must be a whole number, got {number!r}")
+        return cls(parse(first), parse(last), steps, shape if comma else "linear")  # type: ignore[arg-type]  # it checks
 
     def __str__(self) -> str:
         return f"anneal:{self.first}>{self.last}@{self.steps}" + (",cosine" if self.shape == "cosine" else "")
-
-
-def parse(text: str) -> Shortcut:
-    """The rule that a text form such as "decay:0.6,cosine" names; parse(str(rule)) == rule."""
-    if not isinstance(text, str):
-        raise BadInput(f"a shortcut as text must be a string such as 'decay:0.6', got {reprlib.repr(text)}")
-    head, colon, body = text.partition(":")
-    kind = _kind(head.strip())
-    if kind is Anneal:
-        return _parse_anneal(body)
-    given: dict[str, Any] = {}
-    free = list(kind.numbers)
-    keys = [item.name for item in fields(kind) if item.name not in kind.words.values()]
-    for item in (part.strip() for part in body.split(",") if colon):
-        name, equals, number = (part.strip() for part in item.partition("="))
-        got: Any
-        if item in kind.words:
-            name = kind.words[item]
-            got = True if name == item else item  # a flag's word is its own name
-        else:
-            keyed = equals and name in keys
-            try:
-                got = float(number if keyed else item)
-            except ValueError:
-                _wrong(kind, f"{item!r} is neither a number nor an option{nearest(name, [*kind.words, *keys])}")
-            if not keyed:
-                name = free.pop(0) if free else _wrong(kind, f"{item!r} is one number too many")
-        if name in given:
-            _wrong(kind, f"{name} is given twice, the second time as {item!r}")
-        given[name] = got
-    return kind(**given)
-
-
-def _parse_anneal(body: str) -> Anneal:
-    rules, at, end = body.rpartition("@")
-    if not at:
-        _wrong(Anneal, f"'@' and the number of steps are missing in {body!r}")
-    if rules.count(">") != 1:
-        _wrong(Anneal, f"it takes two rules with one '>' between them, neither an anneal itself, got {rules!r}")
-    first, last = rules.split(">")
-    number, comma, shape = (part.strip() for part in end.partition(","))
-    try:
-        steps = int(number)
-    except ValueError:
-        _wrong(Anneal, f"the steps must be a whole number, got {number!r}")
-    return Anneal(parse(first), parse(last), steps, shape if comma else "linear")  # type: ignore[arg-type]  # it checks
-
-
-def from_dict(data: Mapping[str, Any]) -> Shortcut:
-    """The rule that `to_dict` wrote. What is left out takes its default; what is not known is refused."""
-    if not isinstance(data, Mapping) or not isinstance(data.get("rule"), str):
-        raise BadInput(f"a shortcut as a dict names its rule, as in {{'rule': 'cut'}}, got {reprlib.repr(data)}")
-    kind = _kind(data["rule"])
-    given = {name: from_dict(v) if isinstance(v, Mapping) else v for name, v in data.items() if name != "rule"}
-    known = {item.name: item.default for item in fields(kind)}
-    if strange := [str(name) for name in given if name not in known]:
-        has = ", ".join(known) or "none"
-        raise BadInput(f"{kind.name}: unknown argument {strange[0]!r}{nearest(strange[0], known)}; it has: {has}")
-    if missing := [name for name, default in known.items() if default is MISSING and name not in given]:
-        raise BadInput(f"{kind.name}: missing {', '.join(missing)}")
-    return kind(**given)
 
 
 @lru_cache(maxsize=256)  # an annealed rule asks again at every step
@@ -388,17 +255,6 @@ def _solve(rule: Decay, count: int, runs: tuple[int, ...]) -> float:
 def _between(first: float, last: float, g: float) -> float:
     # Rounding may step past the end, and a schedule must not.
     return min(max(first + (last - first) * g, min(first, last)), max(first, last))
-
-
-def _kind(name: str) -> type[Shortcut]:
-    kinds = {kind.name: kind for kind in (Keep, Decay, Cut, Scale, Learn, Anneal)}
-    if name not in kinds:
-        raise BadInput(f"no shortcut is called {name!r}{nearest(name, kinds)}; there are: {', '.join(kinds)}")
-    return kinds[name]
-
-
-def _wrong(kind: type[Shortcut], why: str) -> NoReturn:
-    raise BadInput(f"{kind.name}: {why}; write {kind.form}")
 
 
 def _put(rule: Shortcut, **values: object) -> None:

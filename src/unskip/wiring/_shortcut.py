@@ -1,0 +1,232 @@
+"""What a shortcut rule is, and the registry that knows rules by name.
+
+At the residual sites l = 1..L that a rule governs, in execution order,
+
+    x  <-  alpha_l * x  +  beta_l * f_l(x)
+
+and a rule gives every site its (alpha_l, beta_l). Rules are plain values: they compare, hash, pickle, and go through
+text ("decay:0.6") and JSON unchanged. A rule of one's own is a frozen dataclass that is registered:
+
+    @unskip.wiring.register
+    @dataclass(frozen=True)
+    class Halve(unskip.Shortcut):
+        factor: float = 0.5
+        name = "halve"
+        form = "halve:0.5"
+        numbers = ("factor",)
+
+        def weights_at(self, count, runs, step):
+            return [(self.factor**l, 1.0) for l in range(count)]
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import reprlib
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import MISSING, dataclass, fields
+from numbers import Real
+from typing import Any, ClassVar, Literal, NamedTuple, NoReturn, TypeVar
+
+from unskip._checks import whole
+from unskip._words import nearest
+from unskip.errors import BadInput
+from unskip.wiring._effective_decay import run_counts
+
+Per = Literal["site", "channel"]
+_NAME = re.compile(r"[a-z][a-z0-9_-]*")  # apart from the marks of the text form, : , = > @
+
+
+class Weight(NamedTuple):
+    """What one site gets: x <- alpha * x + beta * f(x)."""
+
+    alpha: float
+    beta: float
+
+
+class Shortcut(ABC):
+    """A rule: the weights of the sites it governs, as a frozen value."""
+
+    __dataclass_fields__: ClassVar[dict[str, Any]]  # every rule is a dataclass
+    name: ClassVar[str]
+    form: ClassVar[str]  # a right text form, shown in errors
+    numbers: ClassVar[tuple[str, ...]] = ()  # the fields that bare numbers of the text form fill, in order
+    words: ClassVar[Mapping[str, str]] = {}  # a word of the text form -> the field it sets
+    learnable: ClassVar[bool] = False  # alpha is a parameter that starts at the rule's weight
+    per: Per = "site"  # of a learnable rule: one parameter a site, or one a channel of each site
+    steps: int | None = None  # training steps until the weights stand still; None where they never move
+
+    @abstractmethod
+    def weights_at(self, count: int, runs: tuple[int, ...], step: int) -> Iterable[tuple[float, float]]:
+        """The pair (alpha, beta) of each of `count` sites, count > 0, at a training step; site i runs runs[i] times."""
+
+    def weights(self, count: int, *, runs: Sequence[int] | None = None, step: int = 0) -> list[Weight]:
+        """The weights of `count` sites in execution order; site i runs runs[i] times in one forward (default 1)."""
+        who = type(self).__name__
+        count, step = whole(who, "count", count, low=0), whole(who, "step", step)
+        each = run_counts(runs, count)
+        return _pairs(who, self.weights_at(count, each, step), count) if count else []
+
+    def cuts(self, count: int, *, runs: Sequence[int] | None = None) -> bool:
+        """Whether alpha is 0 at some of `count` sites, at the first training step or once the weights stand still."""
+        return any(
+            weight.alpha == 0 for step in {0, self.steps or 0} for weight in self.weights(count, runs=runs, step=step)
+        )
+
+    def __str__(self) -> str:
+        """The text form: the numbers in order, then other fields that are not at their default."""
+        by_word = {(name, True if word == name else word): word for word, name in self.words.items()}
+        parts = [repr(value) for name in self.numbers if (value := getattr(self, name)) is not None]
+        for item in fields(self):
+            value = getattr(self, item.name)
+            if item.name not in self.numbers and value != item.default:
+                parts.append(by_word.get((item.name, value), f"{item.name}={value!r}"))
+        return self.name + (":" + ",".join(parts) if parts else "")
+
+    @classmethod
+    def from_text(cls, body: str | None) -> Shortcut:
+        """The rule whose text form is the name, then a colon and `body`, or (None) the name alone."""
+        given: dict[str, Any] = {}
+        free = list(cls.numbers)
+        kinds = {item.name: item.type for item in fields(cls) if item.name not in cls.words.values()}
+        for item in (part.strip() for part in body.split(",")) if body is not None else ():
+            name, equals, value = (part.strip() for part in item.partition("="))
+            if item in cls.words:
+                name = cls.words[item]
+                given_now: Any = True if name == item else item  # a flag's word is its own name
+            else:
+                keyed = equals and name in kinds
+                number = _number(value if keyed else item)
+                if number is None:
+                    cls.refuse(f"{item!r} is neither a number nor an option{nearest(name, [*cls.words, *kinds])}")
+                if not keyed:
+                    name = free.pop(0) if free else cls.refuse(f"{item!r} is one number too many")
+                given_now = int(number) if kinds[name] in ("int", int) and number.is_integer() else number
+            if name in given:
+                cls.refuse(f"{name} is given twice, the second time as {item!r}")
+            given[name] = given_now
+        return cls._made(given)
+
+    @classmethod
+    def from_fields(cls, data: Mapping[str, Any]) -> Shortcut:
+        """The rule with these fields. What is left out takes its default; what is not known is refused."""
+        known = [item.name for item in fields(cls)]
+        if strange := [str(name) for name in data if name not in known]:
+            has = ", ".join(known) or "none"
+            raise BadInput(f"{cls.name}: unknown argument {strange[0]!r}{nearest(strange[0], known)}; it has: {has}")
+        return cls._made(dict(data))
+
+    @classmethod
+    def _made(cls, given: dict[str, Any]) -> Shortcut:
+        required = [item.name for item in fields(cls) if item.default is MISSING and item.default_factory is MISSING]
+        if missing := [name for name in required if name not in given]:
+            cls.refuse(f"{', '.join(missing)} is missing")
+        return cls(**given)
+
+    @classmethod
+    def refuse(cls, why: str) -> NoReturn:
+        """Raises BadInput with the reason and the right text form."""
+        raise BadInput(f"{cls.name}: {why}; write {cls.form}")
+
+    def to_dict(self) -> dict[str, Any]:
+        """{"rule": name, **fields}: JSON-able, and read by `from_dict`."""
+        data: dict[str, Any] = {"rule": self.name}
+        for item in fields(self):
+            if (value := getattr(self, item.name)) is not None:
+                data[item.name] = value.to_dict() if isinstance(value, Shortcut) else value
+        return data
+
+
+def _pairs(who: str, given: Iterable[tuple[float, float]], count: int) -> list[Weight]:
+    """The pairs as weights. Raises BadInput where a rule does not give one finite pair a site."""
+    pairs = [tuple(pair) for pair in given]
+    for pair in pairs:
+        if len(pair) != 2 or not all(isinstance(value, Real) and math.isfinite(value) for value in pair):
+            raise BadInput(f"{who}: weights_at must give pairs (alpha, beta) of finite numbers, got {pair!r}")
+    if len(pairs) != count:
+        raise BadInput(f"{who}: weights_at must give one pair for each of the {count} sites, got {len(pairs)}")
+    return [Weight(float(alpha), float(beta)) for alpha, beta in pairs]
+
+
+def _number(text: str) -> float | None:
+    try:
+        return float(text)
+    except ValueError:
+        return None
+
+
+# --- The registry -----------------------------------------------------------------------------------------------------
+
+RuleClass = TypeVar("RuleClass", bound=type[Shortcut])
+_RULES: dict[str, type[Shortcut]] = {}
+
+
+class UnknownShortcut(BadInput):
+    """No rule of this name is registered."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        super().__init__(
+            f"no shortcut is called {name!r}{nearest(name, _RULES)}; there are: {', '.join(_RULES)}. A rule of your "
+            "own is known once the file that registers it is imported (--plugin FILE on the command line)"
+        )
+
+
+def register(cls: RuleClass) -> RuleClass:
+    """Class decorator: makes a rule known by its name, in text, JSON, saved folders, configs and commands.
+
+    A class that is no dataclass yet becomes a frozen one. The name must be free; the same class, defined again as a
+    notebook cell does, takes its own place.
+    """
+    if not (isinstance(cls, type) and issubclass(cls, Shortcut)):
+        raise BadInput(f"register takes a class on unskip.Shortcut, got {reprlib.repr(cls)}")
+    if "__dataclass_fields__" not in vars(cls):
+        cls = dataclass(frozen=True)(cls)  # type: ignore[assignment]
+    who, own = cls.__qualname__, [item.name for item in fields(cls)]
+    name, form = getattr(cls, "name", None), getattr(cls, "form", None)
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+        raise BadInput(f"{who}: name must be a lower-case word such as 'halve', got {name!r}")
+    if not isinstance(form, str) or form.partition(":")[0] != name:
+        raise BadInput(f"{who}: form must be a text form such as '{name}:0.5', shown in errors, got {form!r}")
+    if not cls.__dataclass_params__.frozen:  # type: ignore[attr-defined]
+        raise BadInput(f"{who}: must be a frozen dataclass, as rules are compared and hashed by value")
+    if strange := [field for field in (*cls.numbers, *cls.words.values()) if field not in own]:
+        raise BadInput(f"{who}: numbers and words name its fields ({', '.join(own) or 'none'}), got {strange[0]!r}")
+    before = _RULES.get(name)
+    if before is not None and (before.__module__, before.__qualname__) != (cls.__module__, cls.__qualname__):
+        raise BadInput(f"{who}: the name {name!r} is taken by {before.__module__}.{before.__qualname__}")
+    _RULES[name] = cls
+    return cls
+
+
+def parse(text: str) -> Shortcut:
+    """The rule that a text form such as "decay:0.6,cosine" names; parse(str(rule)) == rule."""
+    if not isinstance(text, str):
+        raise BadInput(f"a shortcut as text must be a string such as 'decay:0.6', got {reprlib.repr(text)}")
+    name, colon, body = text.partition(":")
+    return _class_of(name.strip()).from_text(body if colon else None)
+
+
+def from_dict(data: Mapping[str, Any]) -> Shortcut:
+    """The rule that `to_dict` wrote."""
+    if not isinstance(data, Mapping) or not isinstance(data.get("rule"), str):
+        raise BadInput(f"a shortcut as a dict names its rule, as in {{'rule': 'cut'}}, got {reprlib.repr(data)}")
+    given = {name: from_dict(v) if isinstance(v, Mapping) else v for name, v in data.items() if name != "rule"}
+    return _class_of(data["rule"]).from_fields(given)
+
+
+def defined_in(rule: Shortcut) -> dict[str, str]:
+    """The rules that are not unskip's own, by name, with the module that defines each; those inside a rule included."""
+    found = {} if type(rule).__module__.startswith("unskip.") else {rule.name: type(rule).__module__}
+    for item in fields(rule):
+        if isinstance(inner := getattr(rule, item.name), Shortcut):
+            found |= defined_in(inner)
+    return found
+
+
+def _class_of(name: str) -> type[Shortcut]:
+    if name not in _RULES:
+        raise UnknownShortcut(name)
+    return _RULES[name]

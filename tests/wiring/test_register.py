@@ -1,0 +1,257 @@
+"""A rule defined outside the library: by text, JSON, rewire, save, load, and in a process that has or lacks it."""
+
+import json
+import pickle
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.anatomy import handmade as h
+
+import unskip
+from unskip import Anneal, Cut, Decay, Keep, Learn, Scale, Shortcut
+from unskip.errors import BadInput, LoadError
+from unskip.wiring import Wiring, from_dict, parse, register
+from unskip.wiring._shortcut import _RULES
+
+ROOT = Path(__file__).parents[2]  # where `tests` is imported from
+X = torch.randn(2, 5, h.DIM, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.fixture(autouse=True)
+def _registry() -> Iterator[None]:
+    """What a test registers is gone after it."""
+    before = dict(_RULES)
+    yield
+    _RULES.clear()
+    _RULES.update(before)
+
+
+def halve() -> type[Shortcut]:
+    @register
+    @dataclass(frozen=True)
+    class Halve(Shortcut):
+        factor: float = 0.5
+        from_site: int = 0
+        name = "halve"
+        form = "halve:0.5"
+        numbers = ("factor",)
+
+        def weights_at(self, count: int, runs: tuple[int, ...], step: int) -> Iterable[tuple[float, float]]:
+            return [(self.factor if site >= self.from_site else 1.0, 1.0) for site in range(count)]
+
+    return Halve
+
+
+def test_a_rule_of_ones_own_goes_through_text_and_json() -> None:
+    kind = halve()
+    rule = parse("halve:0.25,from_site=1")
+    assert rule == kind(0.25, 1)
+    assert type(rule.from_site) is int
+    assert str(rule) == "halve:0.25,from_site=1"
+    assert parse(str(rule)) == rule
+    assert str(kind()) == "halve:0.5"
+    assert from_dict(json.loads(json.dumps(rule.to_dict()))) == rule
+    annealed = parse("anneal:keep>halve:0.25@10")
+    assert annealed == Anneal(Keep(), kind(0.25), 10)
+    assert annealed.weights(2, step=5) == [(0.625, 1.0)] * 2
+
+
+def test_rewire_takes_it_by_text_and_computes_with_its_weights() -> None:
+    halve()
+    model = h.Nested().eval()
+    wiring = unskip.rewire(model, "halve:0.25,from_site=1", X)
+    assert wiring.alphas == [1.0, 0.25]
+    assert "halve:0.25" in str(wiring)
+    got = model(X)
+    with unskip.rewired(model, {lambda site: site.index == 1: Scale(0.25, 1.0)}):
+        torch.testing.assert_close(model(X), got, rtol=0, atol=0)
+
+
+def test_a_learnable_rule_is_not_tied_to_one_class() -> None:
+    @register
+    class Ramp(Shortcut):  # made a frozen dataclass by register
+        end: float = 0.5
+        name = "ramp"
+        form = "ramp:0.5"
+        numbers = ("end",)
+        learnable = True
+        per = "channel"
+
+        def weights_at(self, count: int, runs: tuple[int, ...], step: int) -> Iterable[tuple[float, float]]:
+            return [(1 - (1 - self.end) * site / max(count - 1, 1), 1.0) for site in range(count)]
+
+    model = h.Nested()
+    wiring = unskip.rewire(model, "ramp:0.5", X)
+    assert [tuple(p.shape) for p in wiring.parameters.values()] == [(h.DIM,), (h.DIM,)]
+    assert wiring.alphas == [1.0, 0.5]
+    model(X).sum().backward()
+    assert all(p.grad is not None and p.grad.any() for p in wiring.parameters.values())
+    with pytest.raises(BadInput, match="fixed weights"):
+        Anneal(Keep(), parse("ramp:0.5"), 5)
+
+
+def test_a_rule_that_moves_over_training() -> None:
+    @register
+    class Bump(Shortcut):
+        steps: int = 8
+        name = "bump"
+        form = "bump:8"
+        numbers = ("steps",)
+
+        def weights_at(self, count: int, runs: tuple[int, ...], step: int) -> Iterable[tuple[float, float]]:
+            return [(0.5 if 0 < step < self.steps else 1.0, 1.0)] * count  # ends where it began
+
+    wiring = unskip.rewire(h.Nested(), "bump:8", X)
+    seen = []
+    for step in (0, 3, 8):
+        wiring.step(step)
+        seen.append(wiring.alphas)
+    assert seen == [[1.0, 1.0], [0.5, 0.5], [1.0, 1.0]]
+
+
+PLUGIN = """
+from dataclasses import dataclass
+import unskip
+
+@unskip.wiring.register
+@dataclass(frozen=True)
+class Fade(unskip.Shortcut):
+    rate: float
+    name = "fade"
+    form = "fade:0.9"
+    numbers = ("rate",)
+
+    def weights_at(self, count, runs, step):
+        return [(self.rate**site, 1.0) for site in range(count)]
+"""
+
+LOAD = """
+import sys, torch, unskip
+sys.path.insert(0, sys.argv[1])
+if sys.argv[3] == "with":
+    import fade_rules
+from tests.anatomy import handmade as h
+try:
+    model = unskip.load(sys.argv[2], h.Nested())
+except unskip.errors.LoadError as error:
+    print("refused", error)
+else:
+    print(unskip.Wiring.of(model).alphas)
+"""
+
+
+def test_a_saved_rule_is_loaded_where_its_module_is_imported_and_named_where_not(tmp_path: Path) -> None:
+    (tmp_path / "fade_rules.py").write_text(PLUGIN)
+    code = (
+        "import sys, torch, unskip; sys.path.insert(0, sys.argv[1]); import fade_rules; "
+        "from tests.anatomy import handmade as h; m = h.Nested(); unskip.rewire(m, 'anneal:keep>fade:0.5@10', "
+        "torch.randn(2, 5, h.DIM)); unskip.Wiring.of(m).step(10); unskip.save(m, sys.argv[2])"
+    )
+    folder = tmp_path / "saved"
+
+    def run(*args: str) -> str:
+        done = subprocess.run([sys.executable, "-c", *args], capture_output=True, text=True, timeout=300, cwd=ROOT)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    run(code, str(tmp_path), str(folder))
+    assert run(LOAD, str(tmp_path), str(folder), "with").split() == ["[1.0,", "0.5]"]
+    refused = run(LOAD, str(tmp_path), str(folder), "without")
+    assert refused.startswith("refused")
+    assert "'fade'" in refused
+    assert "fade_rules" in refused
+    assert "damaged" not in refused
+
+
+def test_a_pickled_model_keeps_a_rule_of_ones_own() -> None:
+    model = h.Nested()
+    unskip.rewire(model, At(0.5), X)
+    assert Wiring.of(pickle.loads(pickle.dumps(model))).alphas == [0.5, 1.0]
+
+
+@dataclass(frozen=True)
+class At(Shortcut):
+    """Not registered: usable as a value, but not by text."""
+
+    alpha: float
+    name = "at"
+    form = "at:0.5"
+    numbers = ("alpha",)
+
+    def weights_at(self, count: int, runs: tuple[int, ...], step: int) -> Iterable[tuple[float, float]]:
+        return [(self.alpha, 1.0)] + [(1.0, 1.0)] * (count - 1)
+
+
+def test_load_names_a_rule_that_was_never_registered(tmp_path: Path) -> None:
+    model = h.Nested()
+    unskip.rewire(model, At(0.5), X)
+    unskip.save(model, tmp_path)
+    with pytest.raises(LoadError, match=r"'at'.*not registered"):
+        unskip.load(tmp_path, h.Nested())
+
+
+def made(**attributes: Any) -> type[Shortcut]:
+    body = {"name": "odd", "form": "odd:1", "weights_at": lambda *_: [], "__module__": __name__, **attributes}
+    return type("Odd", (Shortcut,), body)
+
+
+@pytest.mark.parametrize(
+    ("kind", "fact"),
+    [
+        (int, "Shortcut"),
+        (made(name="Odd Name"), "name"),
+        (made(name="a:b"), "name"),
+        (made(form="other:1"), "form"),
+        (made(numbers=("missing",)), "missing"),
+        (made(name="cut", form="cut"), "taken"),
+        (dataclass(made()), "frozen"),
+    ],
+)
+def test_what_cannot_be_registered(kind: Any, fact: str) -> None:
+    before = dict(_RULES)
+    with pytest.raises(BadInput, match=fact):
+        register(kind)
+    assert before == _RULES
+
+
+def test_defining_a_rule_again_replaces_it_and_another_of_its_name_is_refused() -> None:
+    first, second = halve(), halve()
+    assert type(parse("halve:0.5")) is second is not first
+    with pytest.raises(BadInput, match="taken"):
+        register(made(name="halve", form="halve:1"))
+
+
+@pytest.mark.parametrize(
+    "pairs", [[(1.0, 1.0)], [(1.0, 1.0)] * 3, [(1.0,)] * 2, [(1.0, float("nan"))] * 2, [("1", 1.0)] * 2]
+)
+def test_weights_that_are_not_one_finite_pair_a_site_are_refused(pairs: Any) -> None:
+    kind = register(made(weights_at=lambda self, count, runs, step: pairs))
+    with pytest.raises(BadInput, match="weights_at"):
+        kind().weights(2)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["cut", "scale:0,1", "decay:0", "decay:0,cosine", "anneal:keep>scale:0,1@10", "anneal:cut>keep@10", "learn:0"],
+)
+def test_a_rule_that_cuts_is_known_by_its_weights(text: str) -> None:
+    assert parse(text).cuts(24)
+
+
+@pytest.mark.parametrize(
+    "rule", [Keep(), Decay(0.6), Decay.to_product(1e-3), Scale(0.1, 0), Learn(), Anneal(Keep(), Decay(0.1), 5)], ids=str
+)
+def test_a_rule_that_does_not(rule: Shortcut) -> None:
+    assert not rule.cuts(24)
+
+
+def test_whether_a_decay_reaches_zero_depends_on_the_sites() -> None:
+    rule = Decay(0.0, back=True)  # its minimum shows only where a site lies in the middle
+    assert [rule.cuts(count) for count in (1, 2, 3, 4, 5)] == [True, False, True, False, True]
+    assert not Cut().cuts(0)
