@@ -41,7 +41,7 @@ def record(folder: Path) -> dict[str, Any]:
         found[run.name] = {
             "config": {**run.config, "data": Path(run.config["data"]).name},
             "state": run.state,
-            "last": _charts.last_values(run),
+            "last": {name: row[name] for name, row in _charts.newest_rows(run).items()},
             "by block": {name: list(_charts._by_block(run, name).values()) for name in names},
             "seconds in steps": sum(row["seconds"] for row in run.metrics),
             "warnings": sorted({str(row["warning"]) for row in run.warnings}),

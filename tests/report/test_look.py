@@ -99,7 +99,7 @@ def test_reconstructions_show_the_images(runs: Path, groups: list[Group]) -> Non
 
 
 @pytest.mark.parametrize("norm_pix", [True, False])
-def test_painting_right_is_painting_the_image(runs: Path, norm_pix: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_perfect_decoder_reconstructs_the_image(runs: Path, norm_pix: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """A decoder that predicts its target exactly reconstructs every pixel."""
     from unskip.models import MAE
     from unskip.models._mae import Reconstruction, _rows
@@ -113,8 +113,8 @@ def test_painting_right_is_painting_the_image(runs: Path, norm_pix: bool, monkey
     monkeypatch.setattr(MAE, "forward", perfect)
     (group,) = read([runs / "mae"], look=False)
     tiles = {each.name: each for each in look(group.runs[0]).tiles}
-    true, _, painted = (np.stack(row).astype(int) for row in tiles["reconstructions"].images)
-    assert abs(true - painted).max() <= 1
+    true, _, predicted = (np.stack(row).astype(int) for row in tiles["reconstructions"].images)
+    assert abs(true - predicted).max() <= 1
     assert max(float(str(row[2])) for row in tiles["reconstructions"].table) < 0.01
 
 
@@ -176,8 +176,8 @@ def test_page_has_it_all(groups: list[Group]) -> None:
     text = page(groups)
     assert text.count("Nearest neighbours in the features of block 1") > 2
     assert "Left out" in text
-    assert "Effective rank of the features, by depth: no run was judged so block by block" in text
-    assert "Reconstructions by classifier: only masked autoencoders paint what is masked." in text
+    assert "Effective rank of the features, by depth: no run was evaluated so" in text
+    assert "Reconstructions by classifier: only masked autoencoders" in text
 
 
 def test_images_are_opened_once_for_all_runs(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,9 @@ from hypothesis import strategies as st
 from tests.report.runs import CONFIG, folder
 
 from unskip.errors import BadInput
-from unskip.report._read import clean, number, read_groups, read_run
+from unskip.report._read import read_groups, read_run
+from unskip.report._rows import number
+from unskip.report._text import clean
 
 
 def test_run(tmp_path: Path) -> None:
@@ -146,10 +148,11 @@ def test_what_was_taken_otherwise_has_another_name(tmp_path: Path) -> None:
 def test_numbers_of_several_blocks_in_a_row(tmp_path: Path) -> None:
     row = {"step": 30, "evaluation": "x", "rank": 3.0, "cls_knn20": 0.5, "rank_block_0": 2.0, "rank_block_1": 3.0}
     run = read_run(folder(tmp_path / "a", evals=[row]))
+    labels = {"step": 30, "evaluation": "x", "block": None, "intervals": {}}
     assert run.evals == (
-        {"step": 30, "evaluation": "x", "rank": 3.0, "knn20 of class tokens": 0.5},
-        {"step": 30, "evaluation": "x", "block": 0, "rank": 2.0},
-        {"step": 30, "evaluation": "x", "block": 1, "rank": 3.0},
+        {**labels, "rank": 3.0, "knn20 of class tokens": 0.5},
+        {**labels, "block": 0, "rank": 2.0},
+        {**labels, "block": 1, "rank": 3.0},
     )
 
 

@@ -75,7 +75,7 @@ class Interrupted(Exception):
 
 
 def pretrain(scale: Scale, out: Path, write: Write, quiet: bool, opener: Opener) -> list[Path]:
-    """Masked autoencoders that differ by their shortcuts, judged block by block."""
+    """Masked autoencoders that differ by their shortcuts, evaluated block by block."""
     found: dict[str, Numbers] = {}
     folders = {name: out / _folder(name) for name in scale.encoders}
     for name, fields in scale.encoders.items():
@@ -83,7 +83,7 @@ def pretrain(scale: Scale, out: Path, write: Write, quiet: bool, opener: Opener)
         write(f"  {name}: --shortcut {config.shortcut}, into {folder}")
         if _trained(config, folder, write, quiet, opener) is None:
             continue
-        write("    judged: neighbours, linear probe and rank of every block")
+        write("    evaluated: kNN, linear probe and rank of every block")
         found[name] = by_block(judge_run(folder, PROTOCOLS, opener=opener)[1])
     images = len(opened(config, "test", opener))
     if len(found) == len(folders):
@@ -106,19 +106,19 @@ def by_block(results: Any) -> Numbers:
 
 def said_of_features(found: Mapping[str, Numbers], shortcut: str, images: int) -> list[str]:
     """What the numbers of some encoders show, whatever it is: the last, with this shortcut, against each other."""
-    shown = {"knn20": "neighbours", "probe_lbfgs": "probe", "rank": "rank"}
+    shown = {"knn20": "kNN", "probe_lbfgs": "probe", "rank": "rank"}
     *others, held = found.values()
     *_, against = found
     blocks = [*held["knn20"]]
     header = ["block", *(f"{word} {each}" for word in shown.values() for each in found)]
     rows = [[block, *(numbers[key][block] for key in shown for numbers in found.values())] for block in blocks]
     last = blocks[-1]
-    lines = ["\nAccuracy of 20 nearest neighbours and of a linear probe, and effective rank, by block:"]
+    lines = ["\nAccuracy of kNN (k = 20) and of a linear probe, and effective rank, by block:"]
     lines.append(f"\n{table(header, rows)}\n")
     for name, other in zip(found, others, strict=False):
         named = (name, against)
         lines.append(f"Features of the last block, {name} and {against} ({shortcut}):")
-        for key, word in (("knn20", "20 nearest neighbours"), ("probe_lbfgs", "Linear probe")):
+        for key, word in (("knn20", "kNN (k = 20)"), ("probe_lbfgs", "Linear probe")):
             lines.append(f"  {compared(word, other[key][last], held[key][last], images, named)}")
         lines.append(f"  {ranked(other['rank'][last], held['rank'][last], named)}")
     best = [f"{max(blocks, key=each['probe_lbfgs'].__getitem__)} ({word})" for word, each in found.items()]

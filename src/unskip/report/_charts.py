@@ -1,6 +1,6 @@
-"""The numbers behind every chart, as lines: one a group of runs, the mean over its seeds and the spread around it.
+"""The numbers behind every chart, as lines: one a group of runs, the mean over its seeds and their standard deviation.
 
-mean = sum_i y_i / n,   spread = sqrt(sum_i (y_i - mean)^2 / (n - 1)),   over the n runs with a finite value there
+mean = sum_i y_i / n,   std = sqrt(sum_i (y_i - mean)^2 / (n - 1)),   over the n runs with a finite value there
 """
 
 from __future__ import annotations
@@ -13,8 +13,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from unskip.errors import BadInput
-from unskip.report._html import words
-from unskip.report._read import LABELS, Group, Run, number
+from unskip.report._read import Group, Run
+from unskip.report._rows import LABELS, number
+from unskip.report._text import words
 
 POINTS = 300  # a longer curve is thinned: a page is some hundred pixels wide
 BEYOND = 1e100  # larger than that no axis can be drawn
@@ -22,13 +23,13 @@ NAMES = {  # what a number is called, and its unit
     "loss": ("Loss in training", "loss"),
     "test_loss": ("Loss on test images", "loss"),
     "val_loss": ("Loss on held-out images", "loss"),
-    "test_accuracy": ("Accuracy on test images", "accuracy (share)"),
-    "val_accuracy": ("Accuracy on held-out images", "accuracy (share)"),
+    "test_accuracy": ("Accuracy on test images", "accuracy (fraction)"),
+    "val_accuracy": ("Accuracy on held-out images", "accuracy (fraction)"),
     "rank": ("Effective rank of the features", "effective rank (directions)"),
-    "probe_mae": ("Linear probe (probe-mae-v1)", "accuracy (share)"),
-    "probe_decayed": ("Linear probe (probe-decayed-v1)", "accuracy (share)"),
-    "probe_lbfgs": ("Linear probe (probe-lbfgs-v1)", "accuracy (share)"),
-    "finetune": ("Fine-tuned", "accuracy (share)"),
+    "probe_mae": ("Linear probe (probe-mae-v1)", "accuracy (fraction)"),
+    "probe_decayed": ("Linear probe (probe-decayed-v1)", "accuracy (fraction)"),
+    "probe_lbfgs": ("Linear probe (probe-lbfgs-v1)", "accuracy (fraction)"),
+    "finetune": ("Fine-tuned", "accuracy (fraction)"),
 }
 _KNN = re.compile(r"knn(\d+)(?= |$)")
 _WIDE = 30  # from here on the largest value over the smallest asks for a logarithmic axis
@@ -37,13 +38,13 @@ _TAKEN = ("rank_entropy",)  # the logarithm of a number that is shown
 
 @dataclass(frozen=True)
 class Line:
-    """One group in a chart. `count` says over how many runs each point is a mean; `spread` is None for one run."""
+    """One group in a chart. `count` says over how many runs each point is a mean; `std` is None for one run."""
 
     label: str
     group: int  # its place among the groups, which decides its colour
     x: tuple[float, ...]
     y: tuple[float, ...]
-    spread: tuple[float | None, ...]
+    std: tuple[float | None, ...]
     count: tuple[int, ...]
 
 
@@ -62,11 +63,11 @@ class Chart:
 
     def rows(self) -> tuple[list[str], list[list[object]]]:
         """The data as a table."""
-        header = ["group", self.x_label, self.y_label, "spread (standard deviation)", "runs"]
+        header = ["group", self.x_label, self.y_label, "standard deviation", "runs"]
         rows: list[list[object]] = [
             [line.label, *point]
             for line in self.lines
-            for point in zip(line.x, line.y, line.spread, line.count, strict=True)
+            for point in zip(line.x, line.y, line.std, line.count, strict=True)
         ]
         return header, rows
 
@@ -99,10 +100,10 @@ def evaluated(groups: Sequence[Group], name: str) -> Chart:
         unit,
         groups,
         values,
-        "no run was judged so in training; `unskip eval RUN` judges its last checkpoint",
+        "no run was evaluated so in training; `unskip eval RUN` evaluates its last checkpoint",
     )
     if chart.lines and all(len(line.x) == 1 for line in chart.lines):
-        return replace(chart, lines=(), missing="judged once, at the end: the number is in the table of results")
+        return replace(chart, lines=(), missing="evaluated once, at the end: the number is in the table of results")
     return chart
 
 
@@ -110,16 +111,16 @@ def over_depth(groups: Sequence[Group], name: str) -> Chart:
     """A number that `unskip eval` gave for every block."""
     title, unit = called(name)
     values = [[_by_block(run, name) for run in group.runs] for group in groups]
-    missing = "no run was judged so block by block; `unskip eval RUN` does it"
-    absent = "Not judged block by block"
+    missing = "no run was evaluated so by block; `unskip eval RUN` does it"
+    absent = "Not evaluated by block"
     return _chart(f"depth-{name}", f"{title}, by depth", "block", unit, groups, values, missing, absent)
 
 
 _MEASURED = {
-    "echo": ("Echo of the input, by depth", "share of the first stream that can be read off (R²)"),
-    "high_frequency": ("High frequencies of the patch tokens, by depth", "share of the energy"),
+    "echo": ("Reconstruction of the input (echo), by depth", "R² of a linear reconstruction (fraction)"),
+    "high_frequency": ("High frequencies of the patch tokens, by depth", "fraction of the energy"),
     "token_rank": ("Effective rank of the tokens, by depth", "effective rank (directions)"),
-    "norm": ("Length of the tokens, by depth", "mean norm of a token"),
+    "norm": ("Norm of the tokens, by depth", "mean norm of a token"),
 }
 
 
@@ -151,7 +152,7 @@ def alphas(groups: Sequence[Group]) -> Chart:
             mine.append({float(each.site): each.alpha for each in run.weights} or kept)
         values.append(mine)
     missing = "no run has a checkpoint that records its shortcuts"
-    unit = "alpha (share of the stream that is kept)"
+    unit = "alpha"
     return _chart("alphas", "Shortcut weight alpha, by site", "site", unit, groups, values, missing)
 
 
@@ -168,34 +169,31 @@ _SPECTRA = {
 }
 
 
-def spectra(groups: Sequence[Group], part: str = "sublayer", share: str = "0.5") -> Chart:
+def spectra(groups: Sequence[Group], part: str = "sublayer", quantile: str = "0.5") -> Chart:
     """A quantile of the singular values of each site's Jacobian, on one sample."""
-    _one_of("part", part, _SPECTRA)
-    quantile = {"0.1": "10% quantile", "0.5": "Median", "0.9": "90% quantile"}.get(share, share)
-
-    def value(row: Mapping[str, Any]) -> object:
-        spectrum = row.get(part)
-        return spectrum["quantiles"].get(share) if isinstance(spectrum, dict) else None
-
-    values = [[_looked(run, "sites", value) for run in group.runs] for group in groups]
-    title = f"{quantile} of the singular values {_SPECTRA[part]}"
-    missing = _unlooked(groups) or "not measured: ask for it with --jacobians"
-    name = f"spectrum-{part}-{share.replace('.', '')}"
-    return _chart(name, title, "site", "singular value", groups, values, missing)
+    called = {"0.1": "10% quantile", "0.5": "Median", "0.9": "90% quantile"}.get(quantile, quantile)
+    name, title = f"spectrum-{part}-{quantile.replace('.', '')}", f"{called} of the singular values"
+    return _jacobian(groups, part, name, title, "singular value", lambda found: found["quantiles"].get(quantile))
 
 
 def conditions(groups: Sequence[Group], part: str = "sublayer") -> Chart:
     """Condition numbers of the Jacobians; lower bounds where they were estimated."""
-    _one_of("part", part, _SPECTRA)
+    name, title = f"condition-{part}", "Condition number of the Jacobian"
+    return _jacobian(groups, part, name, title, "condition number", lambda found: found.get("condition"))
 
-    def value(row: Mapping[str, Any]) -> object:
+
+def _jacobian(
+    groups: Sequence[Group], part: str, name: str, title: str, unit: str, value: Callable[[dict[str, Any]], object]
+) -> Chart:
+    where = _SPECTRA[_one_of("part", part, _SPECTRA)]
+
+    def of_site(row: Mapping[str, Any]) -> object:
         spectrum = row.get(part)
-        return spectrum.get("condition") if isinstance(spectrum, dict) else None
+        return value(spectrum) if isinstance(spectrum, dict) else None
 
-    values = [[_looked(run, "sites", value) for run in group.runs] for group in groups]
+    values = [[_looked(run, "sites", of_site) for run in group.runs] for group in groups]
     missing = _unlooked(groups) or "not measured: ask for it with --jacobians"
-    title = f"Condition number of the Jacobian {_SPECTRA[part]}"
-    return _chart(f"condition-{part}", title, "site", "condition number", groups, values, missing)
+    return _chart(name, f"{title} {where}", "site", unit, groups, values, missing)
 
 
 def called(name: str) -> tuple[str, str]:
@@ -204,19 +202,19 @@ def called(name: str) -> tuple[str, str]:
         return NAMES[name]
     near = _KNN.match(name)
     if near:
-        return f"{near[1]} nearest neighbours{name[near.end() :]}", "accuracy (share)"
+        return f"kNN accuracy, k = {near[1]}{name[near.end() :]}", "accuracy (fraction)"
     word = name.split(" ")[0]  # what follows says how it was taken
     return (f"{NAMES[word][0]}{name[len(word) :]}", NAMES[word][1]) if word in NAMES else (name, name)
 
 
 def evaluations(groups: Sequence[Group], by_block: bool) -> list[str]:
-    """The names of the numbers that evaluations gave, those of few neighbours standing for all."""
+    """The names of the numbers that evaluations gave, kNN with one k standing for all."""
     found: dict[str, None] = {}
     for run in (run for group in groups for run in group.runs):
         for row in run.evals:
             if (row.get("block") is not None) == by_block:
                 found |= dict.fromkeys(name for name in row if name not in LABELS and number(row[name]) is not None)
-    # Of the counts of neighbours one is shown: 20, or else the first.
+    # Of the values of k one is shown: 20, or else the first.
     shown: dict[str, str] = {}
     for name in found:
         near = _KNN.match(name)
@@ -227,30 +225,31 @@ def evaluations(groups: Sequence[Group], by_block: bool) -> list[str]:
     ]
 
 
-def last_values(run: Run) -> dict[str, float]:
-    """The newest number of each name: of the model, or of the last block that was judged so."""
-    found: dict[str, tuple[float, int | None, float]] = {}  # step, block, value
+def newest_rows(run: Run) -> dict[str, dict[str, Any]]:
+    """The newest line with a number of each name: of the model, or of the last block that was evaluated so."""
+    found: dict[str, dict[str, Any]] = {}
     for row in run.evals:
-        step, block = row["step"], row.get("block")
-        for name, raw in row.items():
-            value = number(raw)
-            if name in LABELS or value is None:
+        for name in row:
+            if name in LABELS or number(row[name]) is None:
                 continue
-            newest, deepest, _ = found.get(name, (-math.inf, None, 0.0))
-            if step > newest or block is None or deepest is None or block >= deepest:
-                found[name] = (step, block, value)
-    return {name: value for name, (_, _, value) in found.items()}
+            before = found.get(name)
+            deeper = (
+                before is None or before["block"] is None or row["block"] is None or row["block"] >= before["block"]
+            )
+            if before is None or row["step"] > before["step"] or deeper:
+                found[name] = row
+    return found
 
 
-def mean_and_spread(values: Iterable[float]) -> tuple[float, float | None, int]:
+def mean_and_std(values: Iterable[float]) -> tuple[float, float | None, int]:
     """Over what is finite: mean, standard deviation (None for one), and how many there are."""
     kept = [value for value in values if math.isfinite(value)]
     if not kept:
         return math.nan, None, 0
     scale = max(map(abs, kept)) or 1.0  # squares of what is large would overflow
     shrunk = [value / scale for value in kept]
-    spread = statistics.stdev(shrunk) * scale if len(kept) > 1 else None
-    return statistics.fmean(shrunk) * scale, spread, len(kept)
+    std = statistics.stdev(shrunk) * scale if len(kept) > 1 else None
+    return statistics.fmean(shrunk) * scale, std, len(kept)
 
 
 def _one_of(what: str, name: str, known: Mapping[str, Any]) -> str:
@@ -269,7 +268,7 @@ def _course(run: Run, name: str) -> dict[float, float]:
 
 
 def _by_block(run: Run, name: str) -> dict[float, float]:
-    """Of the newest step that was judged so; a later line takes the place of an earlier one."""
+    """Of the newest step that was evaluated so; a later line takes the place of an earlier one."""
     rows = [row for row in run.evals if row.get("block") is not None and name in row]
     newest = max((row["step"] for row in rows), default=0)
     return {
@@ -306,17 +305,17 @@ def _chart(
     for group, runs in zip(groups, values, strict=True):
         points = []
         for x in sorted({x for run in runs for x in run}):
-            mean, spread, count = mean_and_spread(run[x] for run in runs if x in run)
+            mean, std, count = mean_and_std(run[x] for run in runs if x in run)
             if count and abs(mean) < BEYOND:
-                points.append((x, mean, spread, count))
+                points.append((x, mean, std, count))
             beyond |= abs(mean) >= BEYOND
         if not points:
             continue
         every = max(1, math.ceil(len(points) / most))
         thinned |= every > 1
         kept = points[::every] + ([points[-1]] if (len(points) - 1) % every else [])
-        xs, ys, spreads, counts = zip(*kept, strict=True)
-        lines.append(Line(group.label, group.place, xs, ys, spreads, counts))
+        xs, ys, stds, counts = zip(*kept, strict=True)
+        lines.append(Line(group.label, group.place, xs, ys, stds, counts))
     said = [f"Long curves are thinned to {most} points."] if thinned else []
     said += [f"Values beyond {BEYOND:.0e} are not drawn."] if beyond else []
     same = [words([line.label for line in each]) for each in _equal(lines)]
@@ -325,8 +324,8 @@ def _chart(
     without = [group.label for group in groups if group.place not in drawn]
     said += [f"{absent}: {words(without)}."] if without else []
     shown = [y for line in lines for y in line.y]
-    # A share near zero is nothing, which a logarithm would make much of.
-    wide = "share" not in y_label and bool(shown) and min(shown) > 0 and max(shown) > _WIDE * min(shown)
+    # A fraction near zero is nothing, which a logarithm would make much of.
+    wide = "fraction" not in y_label and bool(shown) and min(shown) > 0 and max(shown) > _WIDE * min(shown)
     note = "" if not lines else " ".join(said)
     return Chart(name, title, x_label, y_label, tuple(lines), wide, note, "" if lines else missing)
 

@@ -9,8 +9,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from unskip.report import _charts
-from unskip.report._html import short, words
-from unskip.report._read import Group, Run, by_recipe, clean
+from unskip.report._read import Group, Run, by_recipe
+from unskip.report._rows import interval_of, number
+from unskip.report._text import clean, short, words
 
 _AT_FIRST = ("recipe", "preset", "data", "model", "shortcut", "where", "init", "optimizer", "lr", "steps", "epochs")
 _OUTSIDE = ("seed",)
@@ -71,17 +72,22 @@ def _kind(recipe: str, groups: Sequence[Group]) -> str:
 def results(groups: Sequence[Group]) -> tuple[list[str], list[list[object]]]:
     """A row a group: where it stands, its newest numbers over seeds, time and memory."""
     wanted = dict.fromkeys(_charts.evaluations(groups, False) + _charts.evaluations(groups, True))
-    names = [_head(name) for name in ("loss", *wanted)]
+    newest = [[_charts.newest_rows(run) for run in group.runs] for group in groups]
+    counts = {name: [row[name]["n"] for rows in newest for row in rows if "n" in row.get(name, {})] for name in wanted}
+    names = [_head("loss"), *(_head(name) + _samples(counts[name]) for name in wanted)]
     header = ["group", "runs", "state", *names, "time in steps (s)", "images a second (median)", "peak memory (GiB)"]
-    rows = []
-    for group in groups:
-        found = [_charts.last_values(run) for run in group.runs]
+    table = []
+    for group, rows in zip(groups, newest, strict=True):
         losses = [run.metrics[-1]["loss"] for run in group.runs if run.metrics and "loss" in run.metrics[-1]]
-        numbers = [losses, *([values[name] for values in found if name in values] for name in wanted)]
-        numbers += [[*filter(None, (each(run) for run in group.runs))] for each in (_seconds, _rate, _memory)]
-        row: list[object] = [group.label, len(group.runs), _states(group)]
-        rows.append(row + [over_seeds(values, len(group.runs)) for values in numbers])
-    return header, rows
+        cells: list[object] = [group, len(group.runs), _states(group), over_seeds(losses, len(group.runs))]
+        for name in wanted:
+            mine = [row[name] for row in rows if name in row]
+            interval = interval_of(mine[0], name) if len(mine) == 1 else None
+            cells.append(over_seeds([row[name] for row in mine], len(group.runs), interval))
+        for each in (_seconds, _rate, _memory):
+            cells.append(over_seeds([*filter(None, (each(run) for run in group.runs))], len(group.runs)))
+        table.append(cells)
+    return header, table
 
 
 def _head(name: str) -> str:
@@ -89,6 +95,12 @@ def _head(name: str) -> str:
     title, unit = _charts.called(name)
     said = unit[unit.rindex("(") :] if unit.endswith(")") else ""
     return f"{title} {said}".strip()
+
+
+def _samples(counts: Sequence[object]) -> str:
+    """On how many test samples the numbers of a column were taken."""
+    known = sorted({count for count in map(number, counts) if count is not None})
+    return "" if not known else f", n = {known[0]:g}" + (f" to {known[-1]:g}" if len(known) > 1 else "")
 
 
 def _states(group: Group) -> str:
@@ -102,26 +114,30 @@ def _states(group: Group) -> str:
     return "; ".join([*shown, *([f"{len(counts) - 3} more states"] if len(counts) > 3 else [])])
 
 
-def over_seeds(values: Sequence[float], runs: int = 0) -> object:
-    """ "mean ± spread", sorted by the mean; None where there is nothing. Of fewer than `runs` it says of how many."""
+def over_seeds(values: Sequence[float], runs: int = 0, interval: tuple[float, float] | None = None) -> object:
+    """ "mean ± std", sorted by the mean; None where there is nothing. Of fewer than `runs` it says of how many.
+
+    Of one value it is the value with its `interval`.
+    """
     if not values:
         return None
-    mean, spread, count = _charts.mean_and_spread(values)
+    mean, std, count = _charts.mean_and_std(values)
     if not count:
         return "not finite"
-    text = short(mean) if spread is None else _with_spread(mean, spread)
+    text = short(mean) if std is None else _with_std(mean, std)
+    text += f" [{interval[0]:.3f}, {interval[1]:.3f}]" if interval else ""
     notes = [f"{len(values) - count} not finite"] if count < len(values) else []
     notes += [f"of {len(values)} of {runs} runs"] if len(values) < runs else []
     return (mean, text + (f" ({', '.join(notes)})" if notes else ""))
 
 
-def _with_spread(mean: float, spread: float) -> str:
-    """Both to the same digit: two digits of the spread, but no more than four of the mean."""
-    size, small = (math.floor(math.log10(abs(value))) if value else 0 for value in (mean, spread))
+def _with_std(mean: float, std: float) -> str:
+    """Both to the same digit: two digits of the std, but no more than four of the mean."""
+    size, small = (math.floor(math.log10(abs(value))) if value else 0 for value in (mean, std))
     if not -4 < size < 6:
-        return f"{short(mean)} ± {spread:.2g}"
-    places = max(0, min(1 - small, 3 - size)) if spread else max(0, 3 - size)
-    return f"{mean:.{places}f} ± {spread:.{places}f}"
+        return f"{short(mean)} ± {std:.2g}"
+    places = max(0, min(1 - small, 3 - size)) if std else max(0, 3 - size)
+    return f"{mean:.{places}f} ± {std:.{places}f}"
 
 
 def warned(groups: Sequence[Group]) -> list[list[object]]:

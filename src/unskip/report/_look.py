@@ -24,7 +24,8 @@ from unskip.evals import extract, main_directions
 from unskip.measures import measure
 from unskip.models import MAE, UViT
 from unskip.recipes import Opener, Trained, both, open_run, opening_once
-from unskip.report._read import Run, clean
+from unskip.report._read import Run
+from unskip.report._text import clean
 from unskip.report.figures._draw import MARK, Pixels, Tiles
 
 SHOWN, MEASURED, KNOWN, NEAREST = 6, 16, 2000, 5  # images that are shown, measured, searched; neighbours of each
@@ -113,11 +114,11 @@ def _reconstructions(found: _Found, trained: Trained, test: ImageSet) -> None:
         result = model.eval()(batch, noise)
     true = model.patches(raw).float().cpu()  # (images, patches, pixels)
     order, masked = result.order.cpu(), result.order.cpu()[:, model.visible :]
-    painted = _in_bytes(model, true, masked, result.prediction.float().cpu())
+    predicted = _in_bytes(model, true, masked, result.prediction.float().cpu())
     shown, whole = true.clone(), true.clone()
     rows = torch.arange(len(true))[:, None]
     shown[rows, masked] = 128.0
-    whole[rows, masked] = painted
+    whole[rows, masked] = predicted
     error = (whole - true).square()[rows, masked].mean((1, 2)).sqrt() / 255
     pictures = [_assembled(model, each, len(order)) for each in (true, shown, whole)]
     found.tiles.append(
@@ -125,26 +126,26 @@ def _reconstructions(found: _Found, trained: Trained, test: ImageSet) -> None:
             "reconstructions",
             "Reconstructions of masked patches",
             tuple(tuple(picture) for picture in pictures),
-            ("image", "visible", "painted"),
+            ("image", "visible", "reconstructed"),
             (),
-            f"{len(true)} test images: as they are, with the masked patches grey, and with these painted by the model.",
-            note="Each painted patch has the mean and spread of the true one, where the loss leaves them out."
+            f"{len(true)} test images: as they are, with the masked patches grey, and with these reconstructed.",
+            note="Targets are normalised per patch: predictions are shown at the true patch's mean and variance."
             if model.norm_pix
             else "",
-            header=("image", "class", "error of masked pixels (root mean square, share of the range)"),
+            header=("image", "class", "error of masked pixels (root mean square, fraction of the range)"),
             table=tuple((place, _name(test, place), float(value)) for place, value in enumerate(error)),
         )
     )
 
 
 def _in_bytes(model: MAE, true: Tensor, masked: Tensor, prediction: Tensor) -> Tensor:
-    """What the decoder paints, 0 to 255."""
+    """What the decoder predicts, 0 to 255."""
     # Those that the images were fed with; the model's own are for bytes.
     middle, scale = (255 * each.flatten().repeat(model.grid.patch**2) for each in mean_and_std(model.grid.channels))
     if model.norm_pix:
         target = (true.gather(1, masked[:, :, None].expand(-1, -1, true.shape[2])) - middle) / scale
-        spread, mean = torch.var_mean(target, -1, keepdim=True)
-        prediction = prediction * (spread + 1e-6).sqrt() + mean
+        variance, mean = torch.var_mean(target, -1, keepdim=True)
+        prediction = prediction * (variance + 1e-6).sqrt() + mean
     return (prediction * scale + middle).clamp(0, 255)
 
 
@@ -160,7 +161,7 @@ def _patch_features(found: _Found, trained: Trained, test: ImageSet) -> None:
     with torch.no_grad():
         tokens = features(encoder, _ready(trained, test)[:SHOWN], pool=None)
     columns: list[list[Pixels]] = []
-    shares: list[tuple[object, ...]] = []
+    fractions: list[tuple[object, ...]] = []
     for block, values in tokens.items():
         grid = _grid(encoder, values)
         if grid is None:
@@ -168,7 +169,7 @@ def _patch_features(found: _Found, trained: Trained, test: ImageSet) -> None:
             return
         colours, explained = main_directions(grid.flatten(0, 2))
         columns.append([*_bytes(colours.view(*grid.shape[:3], 3) * 255)])
-        shares.append((block, *explained))
+        fractions.append((block, *explained))
     chosen = _spread_out(len(columns), 8)
     pictures = [_pixels(raw), *(columns[index] for index in chosen)]
     found.tiles.append(
@@ -181,18 +182,18 @@ def _patch_features(found: _Found, trained: Trained, test: ImageSet) -> None:
             f"{len(raw)} test images, each beside its patch features after {len(chosen)} blocks. Patches of one colour "
             "have similar features.",
             note="Colours compare patches and images within a block, not blocks with each other.",
-            header=("block", "1st direction (share of variance)", "2nd direction", "3rd direction"),
-            table=tuple(shares),
+            header=("block", "1st direction (fraction of variance)", "2nd direction", "3rd direction"),
+            table=tuple(fractions),
         )
     )
 
 
 def _neighbours(found: _Found, trained: Trained, train: ImageSet, test: ImageSet) -> None:
     device, size = next(trained.model.parameters()).device, trained.config.size
-    learnt = extract(trained.encoder, Feed(train, 256, size, device=device).evaluate(), -1)
-    judged = extract(trained.encoder, Feed(test, 256, size, device=device).evaluate(), -1)
-    ((index, known),) = learnt["mean", "none"].items()
-    asked = judged["mean", "none"][index][:SHOWN]
+    train_features = extract(trained.encoder, Feed(train, 256, size, device=device).evaluate(), -1)
+    test_features = extract(trained.encoder, Feed(test, 256, size, device=device).evaluate(), -1)
+    ((index, known),) = train_features["mean", "none"].items()
+    asked = test_features["mean", "none"][index][:SHOWN]
     cosines = F.normalize(asked.double(), dim=1) @ F.normalize(known.double(), dim=1).T
     best = cosines.topk(min(NEAREST, cosines.shape[1]), 1)
     images, captions, table = [], [], []

@@ -1,36 +1,45 @@
 """One self-contained HTML page about any runs: words, tables, figures with their data, and what was left out.
 
-Nothing is fetched: style, script, figures and data are in the file, and its security policy forbids the rest. What the
-runs say is text, never markup.
+Here is what the page says, as plain data; page.html is how it looks. A section is (key, heading, parts), and a part has
+some of title, text, header and rows of a table, figures, note and lines. Nothing is fetched: style, script, figures and
+data are in the file, and its security policy forbids the rest. The template escapes what runs are called.
 """
 
 from __future__ import annotations
 
 import base64
+import csv
 import hashlib
-import html
-from collections.abc import Sequence
+import io
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from importlib import resources
+from typing import Any
 
 from unskip.report import _charts
 from unskip.report import _compare as compare
 from unskip.report._charts import Chart
-from unskip.report._html import Markup, data, join, table, tag, words
-from unskip.report._read import Group, Run, by_recipe, clean
+from unskip.report._read import Group, Run, by_recipe
 from unskip.report._svg import inline
+from unskip.report._text import clean, short, words
 from unskip.report.figures import _style
 from unskip.report.figures._draw import Tiles, draw, draw_tiles
 
 PICTURED = 8  # groups whose pictures are shown
+TABLE_ROWS = 200  # of a figure's data that are shown; its CSV has them all
+
+Part = dict[str, Any]
+Missing = list[tuple[str, str]]  # what, and why
 
 
 def page(groups: Sequence[Group]) -> str:
     """The page about some groups of runs."""
-    sections: list[tuple[str, str, Markup | None]] = []
-    missing: list[tuple[str, str]] = []  # what, and why
-    sections.append(("results", "Results", _results(groups)))
-    sections.append(("configs", "Configs", _configs(groups)))
+    missing: Missing = []
+    sections: list[tuple[str, str, Sequence[Part]]] = [
+        ("results", "Results", _results(groups)),
+        ("configs", "Configs", _configs(groups)),
+    ]
     for key, heading, charts in (
         ("training", "In training", _training(groups)),
         ("depth", "Over depth", _depth(groups)),
@@ -42,98 +51,80 @@ def page(groups: Sequence[Group]) -> str:
             missing.append(("Singular values and condition numbers of Jacobians", charts[0].missing))
         else:
             missing += [(chart.title, chart.missing) for chart in charts if not chart.lines]
-        sections.append((key, heading, tag("div", *drawn, class_="figures") if drawn else None))
+        sections.append((key, heading, [{"figures": drawn}] if drawn else []))
     sections.append(("pictures", "Pictures", _pictures(groups, missing)))
-    sections.append(("warnings", "Warnings", _warnings(groups)))
-    sections.append(("missing", "Left out", _missing(missing, groups)))
-    return _document(groups, [section for section in sections if section[2] is not None])
+    sections.append(("warnings", "Warnings", [_warnings(groups)]))
+    lines = _missing(missing, groups)
+    sections.append(("missing", "Left out", [{"lines": lines}] if lines else []))
+    return _document(groups, [section for section in sections if section[2]])
 
 
-def _document(groups: Sequence[Group], sections: Sequence[tuple[str, str, Markup | None]]) -> str:
+def _document(groups: Sequence[Group], sections: Sequence[tuple[str, str, Sequence[Part]]]) -> str:
+    from jinja2 import Environment  # torch brings it
+    from markupsafe import Markup
+
     from unskip import __version__
 
-    script, style = _file("page.js"), _file("page.css")
+    made = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    made.filters |= {"short": short, "finite": math.isfinite, "csv": _csv}
+    script = file("page.js")
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    policy = f"default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src 'sha256-{digest}'"
-    said = compare.sentence(groups)
-    name = words([group.label for group in groups], 3)
-    links = [tag("li", tag("a", heading, href=f"#{key}")) for key, heading, _ in sections]
-    body = join(
-        [
-            tag("a", "To the content", href="#content", class_="skip"),
-            tag("header", tag("h1", name), tag("p", said)),
-            tag("nav", tag("ul", *links), aria_label="Sections"),
-            tag("main", *(tag("section", tag("h2", h), body, id=k) for k, h, body in sections), id="content"),
-            tag("footer", tag("p", f"unskip {__version__}. {_versions(groups)}")),
-        ]
+    text = made.from_string(file("page.html")).render(
+        name=words([group.label for group in groups], 3),
+        sentence=compare.sentence(groups),
+        sections=sections,
+        version=__version__,
+        made_with=_versions(groups),
+        style=Markup(file("page.css")),
+        script=Markup(script),
+        policy=f"default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src 'sha256-{digest}'",
+        most=TABLE_ROWS,
+        colours=len(_style.COLOURS),
+        coloured=_style.SHOWN,
     )
-    head = join(
-        [
-            Markup('<meta charset="utf-8">'),
-            Markup(f'<meta http-equiv="Content-Security-Policy" content="{policy}">'),
-            Markup('<meta name="viewport" content="width=device-width, initial-scale=1">'),
-            tag("title", f"{name}: unskip report"),
-            Markup('<link rel="icon" href="data:,">'),
-            tag("style", Markup(style)),
-        ]
-    )
-    content = join([tag("head", head), tag("body", body, tag("script", Markup(script)))])
-    return "<!doctype html>\n" + tag("html", content, lang="en") + "\n"
+    return text.strip() + "\n"
 
 
-def _results(groups: Sequence[Group]) -> Markup:
-    parts: list[Markup] = []
+def _results(groups: Sequence[Group]) -> list[Part]:
     kinds = by_recipe(groups)
+    parts: list[Part] = []
     for recipe, members in kinds.items():
         header, rows = compare.results(members)
-        marked = [[_key(group), *row[1:]] for group, row in zip(members, rows, strict=True)]
         kept = [place for place in range(len(header)) if place < 3 or any(row[place] is not None for row in rows)]
-        parts += [tag("h3", recipe)] if len(kinds) > 1 else []
-        shown = [[row[place] for place in kept] for row in marked]
-        parts.append(table(f"Results, {recipe}", [header[place] for place in kept], shown))
+        table = {"header": [header[place] for place in kept], "rows": [[row[place] for place in kept] for row in rows]}
+        parts.append({"title": recipe if len(kinds) > 1 else "", "label": f"Results, {recipe}", **table})
     note = "The newest number of each name; of numbers by block that of the last block. "
     if any(len(group.runs) > 1 for group in groups):
         note += "Mean ± standard deviation over the runs of a group, which have one config and differ by their seed. "
     again = [group.label for group in groups if group.repeats]
     note += f"But of {words(again)} several runs have the same seed. " if again else ""
+    if any(row.get("intervals") for group in groups for run in group.runs for row in run.evals):
+        note += "In brackets: 95% Wilson interval of one run over its n test samples. "
     more = len(groups) - _style.SHOWN
     note += f"The last {more} groups are grey in the figures." if more > 0 else ""
-    return join([*parts, tag("p", note.strip(), class_="soft")])
+    return [*parts, {"note": note.strip()}]
 
 
-def _key(group: Group) -> Markup:
-    """A group's name behind the colour it has in the figures."""
-    place = group.place
-    colour = f"var(--c{place % len(_style.COLOURS)})" if place < _style.SHOWN else "var(--rest)"
-    dash = "5 2" if len(_style.COLOURS) <= place < _style.SHOWN else None
-    line = tag("line", x1=0, y1=5, x2=26, y2=5, stroke=colour, stroke_width=3, stroke_dasharray=dash)
-    return join([tag("svg", line, class_="swatch", viewBox="0 0 26 10", aria_hidden="true"), group.label])
-
-
-def _configs(groups: Sequence[Group]) -> Markup:
-    parts: list[Markup] = []
+def _configs(groups: Sequence[Group]) -> list[Part]:
     kinds = by_recipe(groups)
+    parts: list[Part] = []
     for recipe, members in kinds.items():
-        parts += [tag("h3", recipe)] if len(kinds) > 1 else []
-        parts += _config(recipe, members)
-    return join(parts)
-
-
-def _config(recipe: str, groups: Sequence[Group]) -> list[Markup]:
-    differ, same = compare.differences(groups)
-    parts: list[Markup] = []
-    if differ:
-        rows = [[_key(group), *(compare.shown(group.config, name) for name in differ)] for group in groups]
-        parts.append(tag("p", "What differs, seeds aside:"))
-        parts.append(table(f"Configs, {recipe}: differences", ["group", *differ], rows))
-    elif len(groups) > 1:
-        parts.append(tag("p", "No field of the configs differs."))
-    if same:
-        rows = [[name, compare.shown(groups[0].config, name)] for name in same]
-        common = table(f"Configs, {recipe}: in common", ["field", "value"], rows)
-        title = "All fields" if len(groups) == 1 else f"In common: {len(same)} fields"
-        parts.append(tag("details", tag("summary", title), common))
-    return parts or [tag("p", "No config that can be read.")]
+        differ, same = compare.differences(members)
+        mine: list[Part] = []
+        if differ:
+            rows = [[group, *(compare.shown(group.config, name) for name in differ)] for group in members]
+            table = {"label": f"Configs, {recipe}: differences", "header": ["group", *differ], "rows": rows}
+            mine.append({"text": "What differs, seeds aside:", **table})
+        elif len(members) > 1:
+            mine.append({"text": "No field of the configs differs."})
+        if same:
+            fields = [[name, compare.shown(members[0].config, name)] for name in same]
+            title = "All fields" if len(members) == 1 else f"In common: {len(same)} fields"
+            label = f"Configs, {recipe}: in common"
+            mine.append({"folded": title, "label": label, "header": ["field", "value"], "rows": fields})
+        mine = mine or [{"text": "No config that can be read."}]
+        parts += [{**mine[0], "title": recipe if len(kinds) > 1 else ""}, *mine[1:]]
+    return parts
 
 
 def _training(groups: Sequence[Group]) -> list[Chart]:
@@ -142,7 +133,7 @@ def _training(groups: Sequence[Group]) -> list[Chart]:
     charts: list[Chart] = []
     for recipe, members in kinds.items():
         names = _charts.evaluations(members, False)
-        # Neighbours have a place here even where no run was judged by them: it says so.
+        # kNN has a place here even where no run was evaluated by it: it says so.
         names += [] if any(name.startswith("knn") for name in names) else ["knn20"]
         mine = [_charts.over_steps(members, "loss"), *(_charts.evaluated(members, name) for name in names)]
         if len(kinds) > 1:
@@ -160,24 +151,26 @@ def _depth(groups: Sequence[Group]) -> list[Chart]:
 
 
 def _jacobians(groups: Sequence[Group]) -> list[Chart]:
-    parts = [_charts.spectra(groups, part, share) for part in ("sublayer", "branch") for share in ("0.5", "0.1")]
+    parts = [_charts.spectra(groups, part, q) for part in ("sublayer", "branch") for q in ("0.5", "0.1")]
     return [*parts, _charts.conditions(groups, "sublayer"), _charts.conditions(groups, "branch")]
 
 
-def _chart(chart: Chart) -> Markup:
-    drawn = inline(draw(chart), chart.name, chart.alt())
-    caption = [chart.note] if chart.note else []
-    alone = [line.label for line in chart.lines]
-    if any(spread for line in chart.lines for spread in line.spread):
-        caption.append("Bands: one standard deviation over the runs of a group.")
-    if len(alone) > _style.SHOWN:
-        caption.append(f"The first {_style.SHOWN} groups have colours; the others are grey.")
+def _chart(chart: Chart) -> Part:
+    note = [chart.note] if chart.note else []
+    if any(std for line in chart.lines for std in line.std):
+        note.append("Bands: one standard deviation over the runs of a group.")
+    if len(chart.lines) > _style.SHOWN:
+        note.append(f"The first {_style.SHOWN} groups have colours; the others are grey.")
     header, rows = chart.rows()
-    return tag("figure", drawn, tag("figcaption", " ".join(caption), data(chart.title, chart.name, header, rows)))
+    svg = inline(draw(chart), chart.name, chart.alt())
+    return {"name": chart.name, "title": chart.title, "svg": svg, "note": " ".join(note)} | {
+        "header": header,
+        "rows": rows,
+    }
 
 
-def _pictures(groups: Sequence[Group], missing: list[tuple[str, str]]) -> Markup | None:
-    parts: list[Markup] = []
+def _pictures(groups: Sequence[Group], missing: Missing) -> list[Part]:
+    parts: list[Part] = []
     others: list[str] = []
     for index, group in enumerate(groups):
         seen = next((run for run in group.runs if run.look is not None and run.look.tiles), None)
@@ -188,48 +181,44 @@ def _pictures(groups: Sequence[Group], missing: list[tuple[str, str]]) -> Markup
             missing.append((f"Samples of {group.label}", "none in its folder; `unskip sample RUN` draws some"))
         if seen and group.recipe != "mae":
             others.append(group.label)
-        if figures and len(parts) < 2 * PICTURED:
-            parts += [tag("h3", compare.title(group, seen) if seen else group.label)]
-            parts += [tag("div", *figures, class_="figures")]
+        if figures and len(parts) < PICTURED:
+            parts.append({"title": compare.title(group, seen) if seen else group.label, "figures": figures})
         elif figures:
             missing.append((f"Pictures of {group.label}", f"those of the first {PICTURED} groups are shown"))
     if others:
-        missing.append((f"Reconstructions by {words(others)}", "only masked autoencoders paint what is masked"))
+        missing.append((f"Reconstructions by {words(others)}", "only masked autoencoders reconstruct masked patches"))
     if not parts:
-        missing.append(("Reconstructions, patch features and neighbours", "no checkpoint was looked at"))
-    return join(parts) if parts else None
+        missing.append(("Reconstructions, patch features and nearest neighbours", "no checkpoint was looked at"))
+    return parts
 
 
-def _tiles(tiles: Tiles, prefix: str, group: Group) -> Markup:
+def _tiles(tiles: Tiles, prefix: str, group: Group) -> Part:
     name = f"{prefix}-{tiles.name}"
-    drawn = inline(draw_tiles(tiles), name, f"{group.label}. {tiles.title}: {tiles.description}")
-    rows = [list(row) for row in tiles.table]
-    return tag("figure", drawn, tag("figcaption", tiles.note, data(tiles.title, name, tiles.header, rows)))
+    svg = inline(draw_tiles(tiles), name, f"{group.label}. {tiles.title}: {tiles.description}")
+    table = {"header": tiles.header, "rows": tiles.table}
+    return {"name": name, "title": tiles.title, "svg": svg, "note": tiles.note, **table}
 
 
-def _samples(run: Run, group: Group) -> Markup | None:
+def _samples(run: Run, group: Group) -> Part | None:
     """The newest picture that `unskip sample` left in the run's folder."""
     pictures = [each for each in (run.path / "samples").glob("*.png") if each.is_file() and each.stat().st_size < 2**21]
     if not pictures:
         return None
-    file = max(pictures, key=lambda each: (each.stat().st_mtime, each.name))
-    content = file.read_bytes()
+    newest = max(pictures, key=lambda each: (each.stat().st_mtime, each.name))
+    content = newest.read_bytes()
     if not content.startswith(b"\x89PNG\r\n\x1a\n"):
         return None
     source = f"data:image/png;base64,{base64.b64encode(content).decode()}"
-    picture = f'<img class="picture" alt="Samples of {html.escape(group.label)}" src="{source}">'
-    return tag("figure", Markup(picture), tag("figcaption", f"Samples: {clean(file.name)}"))
+    return {"png": source, "alt": f"Samples of {group.label}", "note": f"Samples: {clean(newest.name)}"}
 
 
-def _warnings(groups: Sequence[Group]) -> Markup:
+def _warnings(groups: Sequence[Group]) -> Part:
     rows = compare.warned(groups)
     header = ["run", "warning", "times", "first step", "last step", "text"]
-    if not rows:
-        return tag("p", "No run has raised a warning.")
-    return table("Warnings", header, rows)
+    return {"label": "Warnings", "header": header, "rows": rows} if rows else {"text": "No run has raised a warning."}
 
 
-def _missing(missing: Sequence[tuple[str, str]], groups: Sequence[Group]) -> Markup | None:
+def _missing(missing: Missing, groups: Sequence[Group]) -> list[str]:
     """What is not on the page, and why; what was wrong with the folders. A reason is said once."""
     runs = [run for group in groups for run in group.runs]
     looked = sum(run.look is not None for run in runs)
@@ -244,8 +233,7 @@ def _missing(missing: Sequence[tuple[str, str]], groups: Sequence[Group]) -> Mar
     reasons: dict[str, dict[str, None]] = {}
     for what, why in wanted:
         reasons.setdefault(why, {})[what] = None
-    items = [f"{_several([*whats])}: {why}." for why, whats in reasons.items()]
-    return tag("ul", *(tag("li", item) for item in items), class_="plain") if items else None
+    return [f"{_several([*whats])}: {why}." for why, whats in reasons.items()]
 
 
 def _several(names: Sequence[str], most: int = 12) -> str:
@@ -263,5 +251,15 @@ def _versions(groups: Sequence[Group]) -> str:
     return "Runs made with: " + "; ".join([*found][:6]) + "."
 
 
-def _file(name: str) -> str:
+def _csv(table: Mapping[str, Any]) -> str:
+    """All rows of a table, in base64. A text that a spreadsheet would take for a formula begins with an apostrophe."""
+    content = io.StringIO()
+    writer = csv.writer(content, lineterminator="\n")
+    for row in (table["header"], *table["rows"]):
+        writer.writerow([f"'{each}" if isinstance(each, str) and each[:1] in "=+-@" and each else each for each in row])
+    return base64.b64encode(content.getvalue().encode()).decode()
+
+
+def file(name: str) -> str:
+    """A file that lies beside this one."""
     return resources.files("unskip.report").joinpath(name).read_text(encoding="utf-8")

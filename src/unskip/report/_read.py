@@ -15,19 +15,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from unskip.errors import BadInput
+from unskip.report._rows import evaluations, numbers, read_rows, read_text
+from unskip.report._text import clean
 from unskip.training import find_runs
 
 if TYPE_CHECKING:
     from unskip.report._look import Look
 
 FILES = ("metrics.jsonl", "evals.jsonl", "warnings.jsonl")
-# Of a line of evals.jsonl, what says of what and how its numbers were taken, and is none of them.
-LABELS = (
-    *("step", "evaluation", "block", "pool", "split", "seed", "precision", "changes", "time", "data", "size"),
-    *("n", "sampler", "steps", "cfg", "tolerance", "extractor"),
-)
-OF_CLASS_TOKENS = " of class tokens"
-_OF_BLOCK = re.compile(r"([a-z]+)_block_(\d{1,4})")  # such as rank_block_3, which self-distillation logs
 _SEED = re.compile(r"[-_ .]?seed[-_=]?\d+$", re.IGNORECASE)
 
 
@@ -144,10 +139,10 @@ def read_run(path: str | Path) -> Run:
     if not isinstance(config, dict):
         notes.append("config.json: its config is no mapping")
         config = {}
-    metrics = [_numbers(row) for row in _rows(folder / FILES[0], notes)]
+    metrics = [numbers(row) for row in read_rows(folder / FILES[0], notes)]
     own = "val" if config.get("validate") is True else "test"
-    evals = [each for row in _rows(folder / FILES[1], notes) for each in _mixed(row, own)]
-    alerts = _rows(folder / FILES[2], notes)
+    evals = [each for row in read_rows(folder / FILES[1], notes) for each in evaluations(row, own)]
+    alerts = read_rows(folder / FILES[2], notes)
     last_of_step = {row["step"]: row for row in metrics}  # a resumed run may have logged a step twice
     broken = [row["step"] for row in last_of_step.values() if not math.isfinite(row.get("loss", 0.0))]
     if broken:
@@ -170,38 +165,8 @@ def read_run(path: str | Path) -> Run:
     )
 
 
-def number(value: object) -> float | None:
-    """A float of what a log holds ("nan" and "inf" are written as text), or None."""
-    if isinstance(value, bool) or not isinstance(value, int | float | str):
-        return None
-    if isinstance(value, str) and value.lower() not in ("nan", "inf", "-inf", "infinity", "-infinity"):
-        return None
-    try:
-        return float(value)
-    except OverflowError:
-        return math.inf
-
-
-def clean(text: object, limit: int = 80) -> str:
-    """Text for a page: one line, no control characters, nothing that is no character, and not too long."""
-    kept = str(text).encode("utf-8", "replace").decode("utf-8")
-    kept = "".join(letter if letter.isprintable() else " " for letter in kept)
-    kept = " ".join(kept.split())
-    return kept if len(kept) <= limit else kept[: limit - 1] + "…"
-
-
-def _text(file: Path, notes: list[str]) -> str | None:
-    try:
-        return file.read_bytes().decode("utf-8", "replace")
-    except FileNotFoundError:
-        return None
-    except OSError as error:
-        notes.append(f"{file.name}: cannot be read ({error.strerror or type(error).__name__})")
-        return None
-
-
 def _json(file: Path, notes: list[str]) -> dict[str, Any]:
-    text = _text(file, notes)
+    text = read_text(file, notes)
     if text is None:
         notes.append(f"{file.name}: not there")
         return {}
@@ -211,83 +176,6 @@ def _json(file: Path, notes: list[str]) -> dict[str, Any]:
         notes.append(f"{file.name}: damaged, so its config is not known")
         return {}
     return data if isinstance(data, dict) else {}
-
-
-def _rows(file: Path, notes: list[str]) -> list[dict[str, Any]]:
-    """The lines of a log that are whole and have a step."""
-    rows, damaged = [], []
-    for place, line in enumerate((_text(file, notes) or "").split("\n"), start=1):
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line)
-        except (ValueError, RecursionError):
-            row = None
-        step = number(row.get("step")) if isinstance(row, dict) else None
-        if step is None or not math.isfinite(step) or abs(step) > 2**53:
-            damaged.append(place)
-        else:
-            rows.append({**row, "step": step})
-    if damaged:
-        lines = f"line {damaged[0]}" if len(damaged) == 1 else f"{len(damaged)} lines, the first is line {damaged[0]},"
-        notes.append(f"{file.name}: {lines} could not be read and {'is' if len(damaged) == 1 else 'are'} left out")
-    return rows
-
-
-def _numbers(row: dict[str, Any]) -> dict[str, float]:
-    found = {clean(name): number(value) for name, value in row.items()}
-    return {name: value for name, value in found.items() if value is not None}
-
-
-def _mixed(row: dict[str, Any], own: str) -> list[dict[str, Any]]:
-    """Numbers as floats, the block as a whole number or None, the rest as it is. `own` is the split of the run.
-
-    What was taken of other tokens or images, at a noise level, of so many samples, or not quite by the protocol has
-    another name than what was not. Numbers of several blocks in one row become a row each.
-    """
-    found: dict[str, Any] = {}
-    blocks: dict[int, dict[str, Any]] = {}
-    apart = _apart(row, own)
-    for name, value in row.items():
-        given = number(value)
-        kept = value if given is None else given
-        by_block = _OF_BLOCK.fullmatch(name)
-        if name in LABELS:
-            found[name] = kept
-        elif by_block:
-            blocks.setdefault(int(by_block[2]), {})[by_block[1] + apart] = kept
-        elif name.startswith("cls_"):
-            found[clean(name[4:] + OF_CLASS_TOKENS) + apart] = kept
-        else:
-            found[clean(name) + apart] = kept
-    if found.get("block") is not None:
-        block = number(found["block"])
-        found["block"] = int(block) if block is not None and math.isfinite(block) else None
-    labels = {name: found[name] for name in LABELS if name in found}
-    return [found, *({**labels, "block": block, **values} for block, values in blocks.items())]
-
-
-def _apart(row: dict[str, Any], own: str) -> str:
-    """What sets the numbers of a row apart from others of the same name."""
-    time, count, cfg = (number(row.get(name)) for name in ("time", "n", "cfg"))
-    split, precision = row.get("split"), row.get("precision")
-    parts = [OF_CLASS_TOKENS if row.get("pool") == "cls" else ""]
-    parts.append({"val": " on held-out images", "test": " on test images"}.get(str(split), "") if split != own else "")
-    parts.append(f" at time {time:g}" if time is not None else "")
-    parts.append(f" of {count:g} samples" if count is not None else "")
-    parts.append(_drawn(row))
-    parts.append(f" with cfg {cfg:g}" if cfg not in (None, 1.0) else "")
-    parts.append(f" in {clean(precision, 12)}" if precision not in (None, "float32") else "")
-    parts.append(" (changed)" if row.get("changes") else "")
-    return "".join(parts)
-
-
-def _drawn(row: dict[str, Any]) -> str:
-    """How samples were drawn, where it was not by 50 steps of Heun's."""
-    sampler, steps = row.get("sampler"), number(row.get("steps"))
-    by = "" if sampler in (None, "heun") else f" by {clean(sampler, 20)}"
-    of_default = steps is None or sampler == "dopri5" or (not by and steps == 50)
-    return by if of_default else f"{by} in {steps:g} steps"
 
 
 def _checkpoint(folder: Path, notes: list[str]) -> tuple[int | None, tuple[Weights, ...]]:

@@ -9,10 +9,10 @@ import warnings
 import zlib
 from typing import TYPE_CHECKING
 
-from unskip.report._html import Markup
 from unskip.report.figures import _style
 
 if TYPE_CHECKING:
+    from markupsafe import Markup
     from matplotlib.figure import Figure
 
 _VARIABLES = {colour: f"var(--c{index})" for index, colour in enumerate(_style.COLOURS)}
@@ -27,6 +27,8 @@ _IDS = re.compile(r'\b(id="|href="#|url\(#)')
 
 def inline(figure: Figure, name: str, alt: str) -> Markup:
     """The figure as an <svg> element; `name` makes its ids unique in the page."""
+    from markupsafe import Markup
+
     file = io.StringIO()
     with _style.settings(), warnings.catch_warnings():
         # The browser has glyphs that matplotlib's font lacks.

@@ -3,7 +3,7 @@
     groups = unskip.report.read(["runs/a", "runs/b"])
     unskip.report.figures.loss(groups).savefig("loss.pdf")
 
-Each function takes the groups that `unskip.report.read` gives. What was not logged, judged or measured is a BadInput
+Each function takes the groups that `unskip.report.read` gives. What was not logged, evaluated or measured is a BadInput
 that says what to do for it.
 """
 
@@ -68,9 +68,9 @@ def decay(groups: Sequence[Group]) -> Figure:
     return draw(_charts.decay(groups))
 
 
-def spectra(groups: Sequence[Group], part: str = "sublayer", share: str = "0.5") -> Figure:
+def spectra(groups: Sequence[Group], part: str = "sublayer", quantile: str = "0.5") -> Figure:
     """A quantile of the singular values of Jacobians, by site; `part` is "sublayer" or "branch"."""
-    return draw(_charts.spectra(groups, part, share))
+    return draw(_charts.spectra(groups, part, quantile))
 
 
 def conditions(groups: Sequence[Group], part: str = "sublayer") -> Figure:
@@ -79,7 +79,7 @@ def conditions(groups: Sequence[Group], part: str = "sublayer") -> Figure:
 
 
 def reconstructions(groups: Sequence[Group], group: int = 0) -> Figure:
-    """What a masked autoencoder paints."""
+    """Masked patches as a masked autoencoder reconstructs them."""
     return _tiles(groups, group, "reconstructions")
 
 

@@ -81,9 +81,9 @@ def _line(axes: Any, chart: Chart, line: Line) -> Any:
     if not few and style.marker:  # enough marks to tell lines apart, not so many that they hide them
         drawn.set_marker(style.marker)
         drawn.set_markevery(max(1, len(line.x) // 6))
-    spread = np.array([0.0 if value is None else value for value in line.spread])
-    if spread.any():
-        low, high = np.array(line.y) - spread, np.array(line.y) + spread
+    std = np.array([0.0 if value is None else value for value in line.std])
+    if std.any():
+        low, high = np.array(line.y) - std, np.array(line.y) + std
         if chart.log:
             low = np.maximum(low, np.array(line.y) * 1e-2)  # a band that reaches zero has no place on this axis
         axes.fill_between(line.x, low, high, color=style.colour, alpha=0.2, linewidth=0)
