@@ -1,9 +1,12 @@
 """Plugins from files, modules and entry points; what was made with one says so where it is missing."""
 
+import json
+import subprocess
 import sys
 from collections.abc import Iterator
 from importlib.metadata import EntryPoint
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -77,3 +80,40 @@ def test_what_was_made_with_a_plugin_names_it_and_does_not_import_it(
         raise BadInput("another reason")
     assert capsys.readouterr().out == "imported\n"
     assert str(raised.value) == "another reason"
+
+
+# --- Out of tree: in a process of its own, from a folder of its own ---
+
+HALVE = """
+from dataclasses import dataclass
+import unskip
+
+@unskip.wiring.register
+@dataclass(frozen=True)
+class Halve(unskip.Shortcut):
+    factor: float = 0.5
+    name = "halve"
+    form = "halve:0.5"
+    numbers = ("factor",)
+
+    def weights_at(self, count, runs, step):
+        return [(self.factor**site, 1.0) for site in range(count)]
+"""
+
+
+def unskip_in(folder: Path, *args: str) -> tuple[int, str, str]:
+    command = [sys.executable, "-m", "unskip", *args]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300)
+    return done.returncode, done.stdout, done.stderr
+
+
+def test_a_shortcut_of_ones_own(tmp_path: Path) -> None:
+    (tmp_path / "rules.py").write_text(HALVE)
+    audit = ["audit", "timm:test_vit", "--shortcut", "halve:0.25", "--json"]
+    code, out, _ = unskip_in(tmp_path, *audit, "--plugin", "rules.py")
+    data: Any = json.loads(out)
+    assert code == 0
+    assert [site["alpha"] for site in data["shortcut"]["sites"]] == [0.25**site for site in range(len(data["sites"]))]
+    code, out, err = unskip_in(tmp_path, *audit)
+    assert (code, out) == (2, "")
+    assert "halve" in err

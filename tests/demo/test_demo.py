@@ -1,6 +1,7 @@
 """The demo shows what it claims, says what its runs showed, and fails aloud where a claim does not hold."""
 
 import os
+import re
 import signal
 import threading
 from pathlib import Path
@@ -105,8 +106,8 @@ def test_stopped(tmp_path: Path) -> None:
             demo.run(out, lines.append, endless, quiet=True)
     finally:
         done.set()
-    assert f"Stopped. {out} holds 1 of 5 runs; `unskip report {out}` shows them." in lines[-1]
-    assert f"`unskip resume {out / 'mae-plain'}` finishes mae-plain." in lines[-1]
+    assert "1 of 5 runs" in lines[-1]
+    assert f"unskip resume {out / 'mae-plain'}" in lines[-1]
     (group,) = read([out], look=False)
     assert group.runs[0].checkpoint == group.runs[0].step > 0
 
@@ -148,11 +149,11 @@ def test_a_run_that_fails_is_said_and_passed_over(tmp_path: Path, monkeypatch: p
     lines: list[str] = []
     runs = _train.pretrain(TINY, tmp_path, lines.append, True, opening_once())
     text = "\n".join(lines)
-    assert "failed: mae-decayed: the loss is nan at step 4." in text
-    assert "Nothing to compare: of decayed there are no features, as its training has failed." in text
+    assert "the loss is nan at step 4" in text
+    assert "training of decayed failed" in text
     runs = _train.classify(TINY, tmp_path, lines.append, True, opening_once())
     text = "\n".join(lines)
-    assert "With its skips, the model has not come through its training." in text
+    assert "With its skips, training failed" in text
     assert "in as many steps" not in text
     assert not any((runs[0] / "checkpoints").glob("*"))
     assert demo._absorb.decide(None, lines.append)
@@ -195,36 +196,37 @@ def test_what_is_said_of_two_accuracies() -> None:
 @pytest.mark.parametrize(
     ("accuracies", "said", "unsaid"),
     [
-        ((0.9, 0.1, 0.8), ["higher by 0.700", "started as usual, the model has learnt nothing", "lower by 0.100"], []),
-        ((0.9, 0.8, 0.1), ["lower by 0.700", "initialised for it, the model has learnt nothing"], ["as usual, the"]),
-        ((0.1, 0.1, 0.1), ["may be chance", "With its skips, the model has learnt nothing"], ["higher", "lower"]),
+        ((0.9, 0.1, 0.8), ["higher by 0.700", "started as usual, the model is at chance", "lower by 0.100"], []),
+        ((0.9, 0.8, 0.1), ["lower by 0.700", "initialised for it, the model is at chance"], ["as usual, the model"]),
+        ((0.1, 0.1, 0.1), ["may be chance", "With its skips, the model is at chance"], ["higher", "lower"]),
         ((0.5, 0.5, 0.5), ["may be chance", "as good, but for +0.000"], ["nothing", "higher", "lower"]),
-        ((0.5, None, 0.5), ["as usual, the model has not come through"], ["Test accuracy", "higher"]),
-        ((None, None, None), ["With its skips, the model has not come through"], ["chance", "higher", "reaches"]),
+        ((0.5, None, 0.5), ["as usual, training failed"], ["Test accuracy", "higher"]),
+        ((None, None, None), ["With its skips, training failed"], ["chance", "higher", "reaches"]),
     ],
 )
-def test_what_is_said_of_skips(accuracies: tuple[float | None, ...], said: list[str], unsaid: list[str]) -> None:
+def test_what_is_describe_skips(accuracies: tuple[float | None, ...], said: list[str], unsaid: list[str]) -> None:
     kept, cut, begun = accuracies
-    text = "\n".join(_train.said_of_skips(kept, cut, begun, classes=10, images=10_000))
+    text = "\n".join(_train.describe_skips(kept, cut, begun, classes=10, images=10_000))
     assert [words for words in said if words not in text] == []
     assert [words for words in unsaid if words in text] == []
 
 
 @pytest.mark.parametrize(("gain", "word"), [(0.2, "higher by 0.200"), (-0.2, "lower by 0.200"), (0.0, "may be chance")])
-def test_what_is_said_of_features(gain: float, word: str) -> None:
+def test_what_is_describe_features(gain: float, word: str) -> None:
     plain = {"knn20": {0: 0.3, 1: 0.4}, "probe_lbfgs": {0: 0.6, 1: 0.5}, "rank": {0: 5.0, 1: 6.0}}
     decayed = {"knn20": {0: 0.3, 1: 0.4 + gain}, "probe_lbfgs": {0: 0.5, 1: 0.5 + gain}, "rank": {0: 5.0, 1: 3.0}}
-    text = "\n".join(_train.said_of_features({"plain": plain, "decayed": decayed}, "decay:0.6", 10_000))
+    text = "\n".join(_train.describe_features({"plain": plain, "decayed": decayed}, "decay:0.6", 10_000))
     assert text.count(word) == 2
-    assert "Effective rank: 6.0 plain, 3.0 decayed, which is lower." in text
-    assert f"The linear probe is best at block 0 (plain), {int(gain > 0)} (decayed)." in text
-    three = _train.said_of_features({"no long skips": decayed, "plain": plain, "decayed": decayed}, "decay:0.8", 10)
-    assert [line for line in three if line.startswith("Features")] == [
-        "Features of the last block, no long skips and decayed (decay:0.8):",
-        "Features of the last block, plain and decayed (decay:0.8):",
+    assert re.search(r"rank: 6.0 plain, 3.0 decayed,.* lower", text)
+    assert f"best at block 0 (plain), {int(gain > 0)} (decayed)" in text
+    encoders = {"no long skips": decayed, "plain": plain, "decayed": decayed}
+    three = _train.describe_features(encoders, "decay:0.8", 10)
+    assert [line.partition(", ")[2] for line in three if line.startswith("Features")] == [
+        "no long skips and decayed (decay:0.8):",
+        "plain and decayed (decay:0.8):",
     ]
-    alone = _train.said_of_features({"plain": plain}, "keep", 10)
-    assert "The linear probe is best at block 0 (plain)." in alone
+    alone = _train.describe_features({"plain": plain}, "keep", 10)
+    assert any("best at block 0 (plain)" in line for line in alone)
 
 
 @pytest.mark.filterwarnings("ignore::unskip.errors.UnskipWarning")
@@ -233,9 +235,9 @@ def test_encoders_of_any_name(tmp_path: Path) -> None:
     lines: list[str] = []
     runs = _train.pretrain(scale, tmp_path, lines.append, True, opening_once())
     assert [run.relative_to(tmp_path).as_posix() for run in runs] == ["mae-my-own-one", "mae-mild"]
-    assert "Features of the last block, my own/one and mild (decay:0.9):" in lines
+    assert any("my own/one and mild (decay:0.9)" in line for line in lines)
     for encoders in ({}, {"a b": {}, "a-b": {}}):
-        with pytest.raises(BadInput, match="give one or more, whose names differ as folders"):
+        with pytest.raises(BadInput, match="encoders"):
             Scale("digits", TINY.mae, TINY.supervised, encoders)
 
 

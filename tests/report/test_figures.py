@@ -85,7 +85,7 @@ def test_what_is_missing_says_what_to_do(tmp_path: Path) -> None:
     for missing in (figures.alphas, figures.decay, figures.spectra, figures.conditions):
         with pytest.raises(BadInput, match="nothing to draw"):
             missing(groups)
-    with pytest.raises(BadInput, match="it can be echo, high_frequency, token_rank, norm"):
+    with pytest.raises(BadInput, match="echo, high_frequency, token_rank, norm"):
         figures.measured(groups, "eco")
     for figure in (figures.spectra, figures.conditions):
         with pytest.raises(BadInput, match="it can be sublayer, branch"):

@@ -87,11 +87,11 @@ def pretrain(scale: Scale, out: Path, write: Write, quiet: bool, opener: Opener)
         found[name] = by_block(judge_run(folder, PROTOCOLS, opener=opener)[1])
     images = len(opened(config, "test", opener))
     if len(found) == len(folders):
-        for line in said_of_features(found, config.shortcut, images):
+        for line in describe_features(found, config.shortcut, images):
             write(line)
     else:
         gone = " and ".join(name for name in folders if name not in found)
-        write(f"\nNothing to compare: of {gone} there are no features, as its training has failed.\n")
+        write(f"\nNothing to compare: the training of {gone} failed.\n")
     return list(folders.values())
 
 
@@ -104,7 +104,7 @@ def by_block(results: Any) -> Numbers:
     return numbers
 
 
-def said_of_features(found: Mapping[str, Numbers], shortcut: str, images: int) -> list[str]:
+def describe_features(found: Mapping[str, Numbers], shortcut: str, images: int) -> list[str]:
     """What the numbers of some encoders show, whatever it is: the last, with this shortcut, against each other."""
     shown = {"knn20": "kNN", "probe_lbfgs": "probe", "rank": "rank"}
     *others, held = found.values()
@@ -139,29 +139,31 @@ def classify(scale: Scale, out: Path, write: Write, quiet: bool, opener: Opener)
     images = opened(config, "test", opener)
     rows = [[name, "failed" if value is None else value] for name, value in accuracy.items()]
     write(f"\n{table(['model', 'test accuracy'], rows)}\n")
-    kept, cut, begun = accuracy.values()
-    for line in said_of_skips(kept, cut, begun, len(images.classes), len(images)):
+    kept, cut, initialised = accuracy.values()
+    for line in describe_skips(kept, cut, initialised, len(images.classes), len(images)):
         write(line)
     return folders
 
 
-def said_of_skips(kept: float | None, cut: float | None, begun: float | None, classes: int, images: int) -> list[str]:
+def describe_skips(
+    kept: float | None, cut: float | None, initialised: float | None, classes: int, images: int
+) -> list[str]:
     """What three accuracies show: with skips, cut, and cut from the initialisation; None where training has failed."""
     lines = []
-    if cut is not None and begun is not None:
+    if cut is not None and initialised is not None:
         lines.append("Without skips, without and with the initialisation:")
-        lines.append(f"  {compared('Test accuracy', cut, begun, images)}")
+        lines.append(f"  {compared('Test accuracy', cut, initialised, images)}")
     for value, name in (
         (kept, "With its skips"),
         (cut, "Cut and started as usual"),
-        (begun, "Cut and initialised for it"),
+        (initialised, "Cut and initialised for it"),
     ):
         if value is None:
-            lines.append(f"  {name}, the model has not come through its training.")
+            lines.append(f"  {name}, training failed.")
         elif at_chance(value, classes, images):
-            lines.append(f"  {name}, the model has learnt nothing: chance is {1 / classes:.2f}.")
-    if kept is not None and begun is not None:
-        lines.append(f"  {beside(kept, begun, images)}")
+            lines.append(f"  {name}, the model is at chance ({1 / classes:.2f}).")
+    if kept is not None and initialised is not None:
+        lines.append(f"  {beside(kept, initialised, images)}")
     return [*lines[:-1], lines[-1] + "\n"]
 
 
