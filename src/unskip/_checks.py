@@ -31,7 +31,7 @@ def number(
         result = math.inf
     if not 0 <= result <= high or (result == 0 and not zero) or (below is not None and result >= below):
         least = "[0" if zero else "(0"
-        allowed = "a finite number, 0 or more"
+        allowed = f"a finite number, {'0 or more' if zero else 'above 0'}"
         if below is not None:
             allowed = f"a number in {least}, {below:g})"
         elif high != sys.float_info.max:

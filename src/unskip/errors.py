@@ -34,7 +34,7 @@ class LoadError(UnskipError):
 
 
 class InitError(UnskipError):
-    """An initialisation does not fit the model, or did not keep its promise."""
+    """An initialisation does not fit the model, or its check failed."""
 
 
 class TrainingError(UnskipError):

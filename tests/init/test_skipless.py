@@ -1,4 +1,4 @@
-"""The initialisation for models without skips: its promises as closed forms."""
+"""The initialisation for models without skips: what it sets as closed forms."""
 
 import math
 import warnings
@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 import unskip
 from unskip import Cut
-from unskip.errors import UnskipWarning
+from unskip.anatomy import AttentionParts
+from unskip.errors import BadInput, UnskipWarning
 from unskip.init import skipless_
 
 
@@ -81,8 +82,8 @@ def test_sliced_heads_add_up_to_the_whole() -> None:
     model = FAMILIES["timm_vit"].build()
     quietly(
         model,
-        2.0,
-        3.0,
+        alpha=2.0,
+        beta=3.0,
         generator=seeded(),
         example=FAMILIES["timm_vit"].inputs(2),
         heads="sliced",
@@ -179,6 +180,54 @@ def test_a_scalar_of_a_branch_is_a_scale_too() -> None:
     model = Block()
     skipless_(model, generator=seeded(), example=torch.randn(2, 3, 4))
     assert model.size.item() == 1
+
+
+class Wide(nn.Module):
+    """An attention whose heads are wider than the stream, alone or together."""
+
+    def __init__(self, dim: int, heads: int, width: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm, self.qkv = nn.LayerNorm(dim), nn.Linear(dim, 3 * heads * width, bias=False)
+        self.out = nn.Linear(heads * width, dim, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (y.unflatten(-1, (self.heads, -1)).transpose(1, 2) for y in self.qkv(self.norm(x)).chunk(3, -1))
+        y = nn.functional.scaled_dot_product_attention(q, k, v)
+        return x + self.out(y.transpose(1, 2).flatten(2))
+
+
+@pytest.mark.parametrize(("dim", "heads", "width"), [(8, 2, 16), (8, 4, 4), (8, 1, 8)])
+def test_heads_wider_than_the_stream(dim: int, heads: int, width: int) -> None:
+    model = Wide(dim, heads, width)
+    x = torch.randn(2, 6, dim, generator=seeded())
+    check = skipless_(model, x, qk_noise=1.8, qk_identity=1.0, generator=seeded())
+    assert not check.failed
+    found = unskip.parts(model, x)[0]
+    assert isinstance(found, AttentionParts)
+    torch.testing.assert_close(
+        found.value_output() @ found.value_output().T, 81 * torch.eye(dim).double(), atol=1e-4, rtol=0
+    )
+    draw = seeded()
+    torch.randn(heads * width, dim, generator=draw, dtype=torch.float64)  # of W_V and W_O, drawn first
+    torch.randn(dim, dim, generator=draw, dtype=torch.float64)
+    target = drawn(draw, 1.8, 1.0, dim)
+    product = (found.q[0].T @ found.k[0]).double().detach().numpy()
+    if width >= dim:
+        numpy.testing.assert_allclose(product, target, atol=1e-5)
+    assert (found.q.abs().amax(-1) > 0).all()  # no dimension of a head is dead
+    assert (found.k.abs().amax(-1) > 0).all()
+
+
+def test_the_constants_of_the_paper_by_both_names() -> None:
+    one, other = Wide(8, 2, 4), Wide(8, 2, 4)
+    x = torch.randn(2, 6, 8, generator=seeded())
+    skipless_(one, x, alpha=1.5, beta=0.9, c=2.0, generator=seeded())
+    skipless_(other, x, qk_noise=1.5, qk_identity=0.9, vo_gain=2.0, generator=seeded())
+    for a, b in zip(one.parameters(), other.parameters(), strict=True):
+        assert torch.equal(a, b)
+    with pytest.raises(BadInput, match="example"):
+        skipless_(one, 2.0)  # the second argument is the example, as everywhere
 
 
 def test_it_brings_a_cut_model_back() -> None:

@@ -150,7 +150,7 @@ def test_frozen_weights_and_modes_stay_as_they_were() -> None:
 
 
 def test_presets_are_the_constants_of_the_paper() -> None:
-    assert PRESETS["vit-base"] == {"alpha": 2.0, "beta": 0.6, "c": 3.0}
-    assert PRESETS["vit-small"]["beta"] == 1.0
+    assert PRESETS["vit-base"] == {"qk_noise": 2.0, "qk_identity": 0.6, "vo_gain": 3.0}
+    assert PRESETS["vit-small"]["qk_identity"] == 1.0
     model = FAMILIES["timm_vit"].build()
     quietly(model, **PRESETS["vit-small"], generator=seeded(), example=FAMILIES["timm_vit"].inputs(2))

@@ -54,7 +54,7 @@ def test_verify_fails_on_a_default_model() -> None:
     family = FAMILIES["timm_vit"]
     with pytest.raises(InitError, match="sites fail"):
         verify_skipless(family.build(), family.inputs(2))
-    with pytest.raises(InitError, match="no site to judge"):
+    with pytest.raises(InitError, match="no site"):
         verify_skipless(family.build(), family.inputs(2), where=lambda site: False)
 
 
@@ -72,7 +72,7 @@ def test_the_self_attention_of_the_table_is_that_of_the_formula() -> None:
     p_example = unskip.measure(model, FAMILIES["timm_vit"].inputs(2), jacobians="off").sites[0].self_attention
     assert p_example is not None
     assert check.rows[0].values["on example"] == pytest.approx(sum(p_example) / 2)
-    assert check.rows[0].values["evenly"] == pytest.approx(1 / 5)
+    assert check.rows[0].values["uniform"] == pytest.approx(1 / 5)
 
 
 def test_a_check_is_plain_data() -> None:
@@ -84,7 +84,7 @@ def test_a_check_is_plain_data() -> None:
     assert "mlp error" in str(check)
 
 
-def test_models_that_normalise_their_queries_say_that_this_is_not_judged() -> None:
+def test_models_that_normalise_their_queries_say_that_this_is_not_checked() -> None:
     family = FAMILIES["timm_swinv2"]
     model = family.build()
     check = quietly(model, generator=seeded(), example=family.inputs(2))

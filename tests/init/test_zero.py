@@ -214,7 +214,7 @@ def test_a_branch_that_ends_otherwise_is_restored() -> None:
 
     model = Block()
     before = weights(model)
-    with pytest.raises(InitError, match=r"the branch adds up to 0\.5, promised 0"):
+    with pytest.raises(InitError, match=r"the branch adds up to 0\.5"):
         zero_branches_(model, torch.randn(2, 3, 4))
     assert not changed(before, model)
 
@@ -235,10 +235,10 @@ def test_verify_fails_loudly() -> None:
     assert len(verify_zero_branches(model, family.inputs(2), check=False).failed) >= 2
 
 
-# What is done to a started model, by family: the parameter, what it is filled with, and the promise it breaks.
+# What is done to a started model, by family: the parameter, what it is filled with, and what then fails.
 BROKEN = [
     ("timm_vit", "blocks.1.attn.proj.weight", 0.5, "no factor of the branch is 0"),
-    ("timm_vit", "blocks.1.mlp.fc2.bias", 0.5, "the last bias reaches 0.5, promised 0"),
+    ("timm_vit", "blocks.1.mlp.fc2.bias", 0.5, "the last bias reaches 0.5"),
     ("timm_deit3", "blocks.1.ls1.gamma", 0.5, "LayerScale is 0.5 away from 1"),
     ("timm_deit3", "blocks.1.ls2.gamma", 0.0, "the last weight and LayerScale are 0, and neither would learn"),
     ("hf_dinov2", "encoder.layer.1.layer_scale1.lambda1", 2.0, "LayerScale is 1 away from 1"),
@@ -257,8 +257,8 @@ BROKEN = [
 ]
 
 
-@pytest.mark.parametrize(("name", "parameter", "value", "promise"), BROKEN)
-def test_every_promise_broken_is_named_with_its_site(name: str, parameter: str, value: float, promise: str) -> None:
+@pytest.mark.parametrize(("name", "parameter", "value", "fact"), BROKEN)
+def test_everything_broken_is_named_with_its_site(name: str, parameter: str, value: float, fact: str) -> None:
     family = FAMILIES[name]
     model = family.build()
     quietly(model, family.inputs(2))
@@ -271,8 +271,8 @@ def test_every_promise_broken_is_named_with_its_site(name: str, parameter: str, 
     with pytest.raises(InitError) as caught:
         found.raise_if_failed()
     assert f"1 of {len(found.rows)} sites fail ({found.failed[0].site.name})" in str(caught.value)
-    assert any(promise in failure for failure in found.failed[0].failed)
-    assert promise in str(caught.value)
+    assert any(fact in failure for failure in found.failed[0].failed)
+    assert fact in str(caught.value)
 
 
 def test_a_branch_that_is_silent_on_the_example_alone_is_not_zero() -> None:
@@ -293,7 +293,7 @@ def test_a_branch_that_is_silent_on_the_example_alone_is_not_zero() -> None:
         block.mlp[2].bias.zero_()  # type: ignore[union-attr,operator]
     found = verify_zero_branches(block, torch.randn(2, 3, 4), check=False)
     assert found.rows[0].values["largest"] == 0
-    assert found.rows[0].failed == ("no factor of the branch is 0, promised one",)
+    assert found.rows[0].failed == ("no factor of the branch is 0, expected one",)
 
 
 def test_a_shut_gate_before_a_zero_weight_never_learns() -> None:
@@ -317,10 +317,10 @@ def test_twice_is_once(name: str) -> None:
     assert not changed(before, model)
 
 
-def test_sites_whose_parts_are_unknown_are_judged_on_the_example_and_told() -> None:
+def test_sites_whose_parts_are_unknown_are_checked_on_the_example_and_told() -> None:
     family = FAMILIES["timm_resnet"]
     found = verify_zero_branches(family.build(), family.inputs(2), check=False)
-    assert "judged on the example alone" in found.notes[0]
+    assert "the example alone" in found.notes[0]
     assert all(set(row.values) == {"largest"} for row in found.rows)
     with pytest.raises(BadInput, match="where"):
         verify_zero_branches(family.build(), family.inputs(2), where="mpl")

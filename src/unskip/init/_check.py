@@ -1,4 +1,4 @@
-"""What an initialisation promised and whether it holds: a table with a row a site, which raises where it does not."""
+"""The check of an initialisation: a table with one row for each site, which raises where an expectation failed."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ from unskip.errors import InitError
 
 @dataclass(frozen=True)
 class Row:
-    """One site: its numbers by name, and the promises that failed."""
+    """One site: its numbers by name, and the expectations that failed."""
 
     site: Site
     values: dict[str, float | None]
     failed: tuple[str, ...] = ()
 
 
-class Judged:
-    """A row in the making: the numbers of a site, and the promises that failed so far."""
+class RowBuilder:
+    """Collects the numbers of one site and the expectations that failed."""
 
     def __init__(self) -> None:
         self.values: dict[str, float | None] = {}
         self.failed: list[str] = []
 
-    def promise(self, holds: bool, otherwise: str) -> None:
-        """Notes a promise that does not hold, in words."""
+    def expect(self, holds: bool, otherwise: str) -> None:
+        """Notes an expectation that does not hold, in words."""
         if not holds:
             self.failed.append(otherwise)
 
@@ -58,7 +58,7 @@ class Check:
 
     @property
     def failed(self) -> tuple[Row, ...]:
-        """The rows of sites that broke a promise."""
+        """The rows of sites where an expectation failed."""
         return tuple(row for row in self.rows if row.failed)
 
     def raise_if_failed(self) -> Check:
@@ -86,7 +86,7 @@ class Check:
         cells = [
             [row.site.index, row.site.path or "(model)", row.site.kind]
             + [row.values.get(name) for name in names]
-            + ["; ".join(row.failed) or ("yes" if row.values else "not judged")]
+            + ["; ".join(row.failed) or ("yes" if row.values else "not checked")]
             for row in self.rows
         ]
         return "\n".join([self.title, "", table(header, cells), *(f"note: {note}" for note in self.notes)])

@@ -27,7 +27,7 @@ from unskip.anatomy import (
     trace_parts,
 )
 from unskip.errors import InitError
-from unskip.init._check import Check, Judged, transaction
+from unskip.init._check import Check, RowBuilder, transaction
 from unskip.wiring import Where, check_selector, picks
 
 
@@ -71,10 +71,10 @@ def zero_branches_(model: nn.Module, example: object = None, *, where: Where = N
 
 
 def verify_zero_branches(model: nn.Module, example: object = None, *, where: Where = None, check: bool = True) -> Check:
-    """What `zero_branches_` promises, exactly. Raises InitError where it does not hold, unless `check` is off.
+    """Checks exactly what `zero_branches_` sets. Raises InitError where it does not hold, unless `check` is off.
 
-    By site: the largest number that the branch adds on the example (promised: 0); how many factors of the branch are
-    zero, whatever the example (promised: 1, for with none it comes to life elsewhere and with two it never learns); the
+    By site: the largest number that the branch adds on the example (expected: 0); how many factors of the branch are
+    zero, whatever the example (expected: 1, for with none it comes to life elsewhere and with two it never learns); the
     largest number of the bias behind that factor (0), and how far LayerScale is from 1.
     """
     check_selector(where)
@@ -86,21 +86,21 @@ def verify_zero_branches(model: nn.Module, example: object = None, *, where: Whe
             continue
         sizes = torch.stack([trace.graph.values[f.branch].abs().max() for f in run.findings])
         size = float(sizes.max())  # NaN where one is
-        judged = Judged()
-        judged.values["largest"] = size
-        judged.promise(size == 0, f"the branch adds up to {size:.3g}, promised 0")
+        row = RowBuilder()
+        row.values["largest"] = size
+        row.expect(size == 0, f"the branch adds up to {size:.3g}, expected 0")
         for branch in _branches([part]):
-            _judge(branch, judged)
-        rows.append(judged.row(site))
+            _check_branch(branch, row)
+        rows.append(row.row(site))
         unknown += [site] if part is None else []
     if not rows:
-        raise InitError(f"{type(model).__name__}: no site to judge")
-    notes = (f"{named(unknown)}: parts unknown, judged on the example alone",) if unknown else ()
+        raise InitError(f"{type(model).__name__}: no site to check")
+    notes = (f"{named(unknown)}: parts unknown, checked on the example alone",) if unknown else ()
     result = Check(f"{type(model).__name__}: zero branches, {len(rows)} sites", tuple(rows), notes)
     return result.raise_if_failed() if check else result
 
 
-def _judge(part: AttentionParts | MlpParts, judged: Judged) -> None:
+def _check_branch(part: AttentionParts | MlpParts, row: RowBuilder) -> None:
     """One zero among what the branch is a multiple of, and what goes with it. A parallel site has two branches."""
     norm = part.out_norm
     weight = part.out if isinstance(part, AttentionParts) else part.down
@@ -110,18 +110,18 @@ def _judge(part: AttentionParts | MlpParts, judged: Judged) -> None:
     if part.scale is not None:
         factors["LayerScale"] = bool(part.scale.any())
     zeros = [name for name, acts in factors.items() if not acts]
-    if judged.values.get("zeros", 1) == 1:
-        judged.values["zeros"] = float(len(zeros))
-    judged.promise(len(zeros) > 0, "no factor of the branch is 0, promised one")
-    judged.promise(len(zeros) < 2, f"{' and '.join(zeros)} are 0, and neither would learn; promised one")
+    if row.values.get("zeros", 1) == 1:
+        row.values["zeros"] = float(len(zeros))
+    row.expect(len(zeros) > 0, "no factor of the branch is 0, expected one")
+    row.expect(len(zeros) < 2, f"{' and '.join(zeros)} are 0, and neither would learn; expected one")
     if part.closed:  # the gate is the model's own start, and nothing else was touched
         return
     for tensor, value in _last(part)[1:]:
-        size = judged.worst("bias", float((tensor - value).abs().max()))
-        judged.promise(size == 0, f"the last bias reaches {size:.2g}, promised 0")
+        size = row.worst("bias", float((tensor - value).abs().max()))
+        row.expect(size == 0, f"the last bias reaches {size:.2g}, expected 0")
     if part.scale is not None:
-        away = judged.worst("layer scale error", float((part.scale.double() - 1).abs().max()))
-        judged.promise(away == 0, f"LayerScale is {away:.2g} away from 1")
+        away = row.worst("layer scale error", float((part.scale.double() - 1).abs().max()))
+        row.expect(away == 0, f"LayerScale is {away:.2g} away from 1")
 
 
 def _branches(parts: Iterable[Part | None]) -> Iterator[AttentionParts | MlpParts]:

@@ -1,4 +1,4 @@
-"""What `skipless_` promises, measured on the weights, and beside it what the example sees of it.
+"""What `skipless_` sets, checked on the weights; and beside it what the example sees of it.
 
     value-output    W_V W_O = c^2 R, half of the scale in each factor      q, k    W_Q W_Q^T = W_K W_K^T
     mlp             W^T W = gain^2 I for each weight                       also    biases, LayerScale, drop path
@@ -12,44 +12,46 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Sequence
-from numbers import Real
 from typing import Literal, get_args
 
 import torch
 from torch import Tensor, nn
 
+from unskip._checks import number
 from unskip.anatomy import AttentionParts, MlpParts, Parts, PartsTrace, drop_paths, example_for, named, trace_parts
 from unskip.errors import BadInput, InitError
-from unskip.init._check import Check, Judged, same
+from unskip.init._check import Check, RowBuilder, same
 from unskip.wiring import Where, check_selector, picks
 
 Name = Literal["value-output", "query-key", "mlp"]
 PARTS: tuple[Name, ...] = get_args(Name)
-_TOKENS = 64  # that attention is judged among
+_TOKENS = 64  # that self-attention is computed among
 
 
 def verify_skipless(
     model: nn.Module,
     example: object = None,
     *,
-    c: float = 3.0,
+    vo_gain: float = 3.0,
     centre: bool = False,
     parts: Sequence[Name] = PARTS,
     where: Where = None,
     check: bool = True,
+    c: float | None = None,
 ) -> Check:
-    """What `skipless_` promises, measured. Raises InitError where it does not hold, unless `check` is off.
+    """Checks what `skipless_` set. Raises InitError where it does not hold, unless `check` is off.
 
-    `c`, `centre`, `parts` and `where` are those that `skipless_` was given. By site: the condition number of W_V W_O on
-    its range, the rank it has, its scale (promised: c^2) and how far its factors are from c times an isometry; the
-    share of attention that a token pays to itself among 64 independent tokens, over heads the mean and the least (the
-    promise: twice what even attention would pay), and how far queries and keys are from equal weight; how far an MLP's
-    weights are from orthogonal with the gain of their shape, as a fraction; how far biases are from 0, or with `centre`
-    from what takes the mean out; how far LayerScale is from 1; the rate of drop path. Beside it, what tokens of the
-    example pay to themselves in the model as it is wired, and what would be even: no promise, since tokens may grow
-    alike. Nor is there one on alpha and beta, which only the distribution of the weights knows.
+    `vo_gain` (or `c`, its name in the paper), `centre`, `parts` and `where` are those that `skipless_` was given. By
+    site: the condition number of W_V W_O on its range, its rank, its scale (expected: vo_gain^2), and the distance of
+    its factors from vo_gain times an isometry; self-attention among 64 independent tokens, the mean and the least over
+    heads (expected: twice that of uniform attention), and how far queries and keys are from equal weight; how far an
+    MLP's weights are from orthogonal with the gain of their shape, as a fraction; how far biases are from 0, or with
+    `centre` from minus the activation's mean; how far LayerScale is from 1; the rate of drop path. Beside it, not
+    checked: self-attention on the example in the model as it is wired, and what uniform attention would give. qk_noise
+    and qk_identity are not checked: only the distribution of the weights shows them.
     """
-    refuse_number("c", c)
+    vo_gain = renamed("vo_gain", vo_gain, 3.0, "c", c)
+    refuse_number("vo_gain", vo_gain)
     refuse_parts(parts, centre)
     check_selector(where)
     traced = trace_parts(model, example_for(model, example), weighted=True)
@@ -60,33 +62,39 @@ def verify_skipless(
         if part is None:
             unknown.append(site)
             continue
-        judged = Judged()
+        row = RowBuilder()
         only = Parts(traced.parts.model, [site], [part], {})
         centred = [mlp.down_bias for mlp in only.mlps()] if centre else []
         for attention in only.attentions():
             if "value-output" in parts:
-                _judge_value_output(attention, c, centred, judged)
+                _check_value_output(attention, vo_gain, centred, row)
             if "query-key" in parts:
-                _judge_query_key(traced, attention, judged)
+                _check_query_key(traced, attention, row)
         for mlp in only.mlps():
             if "mlp" in parts:
-                _judge_mlp(mlp, centre, judged)
-        if judged.values:  # else nothing of the site was initialised
+                _check_mlp(mlp, centre, row)
+        if row.values:  # else nothing of the site was initialised
             rates = [float(getattr(module, rate)) for module, rate in drop_paths(model, site)]
-            judged.values["drop path"] = rate = max(rates, default=0.0)
-            judged.promise(rate == 0, f"drop path is {rate:.2g}, promised off")
-        rows.append(judged.row(site))
+            row.values["drop path"] = rate = max(rates, default=0.0)
+            row.expect(rate == 0, f"drop path is {rate:.2g}, expected off")
+        rows.append(row.row(site))
     if not rows:
-        raise InitError(f"{type(model).__name__}: no site to judge")
-    notes = (f"{named(unknown)}: parts unknown, not judged",) if unknown else ()
+        raise InitError(f"{type(model).__name__}: no site to check")
+    notes = (f"{named(unknown)}: parts unknown, not checked",) if unknown else ()
     found = Check(f"{type(model).__name__}: skipless initialisation, {len(rows)} sites", tuple(rows), notes)
     return found.raise_if_failed() if check else found
 
 
 def refuse_number(name: str, value: float) -> None:
-    """Raises BadInput for what cannot be alpha, beta or c."""
-    if not isinstance(value, Real) or not math.isfinite(value) or value < 0 or (name == "c" and value == 0):
-        raise BadInput(f"{name} is {value!r}; it must be a finite number, {'above 0' if name == 'c' else '0 or more'}")
+    """Raises BadInput for what cannot be qk_noise, qk_identity or vo_gain."""
+    number("skipless_", name, value, zero=name != "vo_gain")
+
+
+def renamed(name: str, value: float, default: float, old: str, given: float | None) -> float:
+    """The value of a number that may be given by its name in the paper instead. Raises BadInput for both."""
+    if given is not None and value != default:
+        raise BadInput(f"{old} is {name} of the paper: give one of them, not {old}={given!r} and {name}={value!r}")
+    return value if given is None else given
 
 
 def refuse_parts(parts: Sequence[Name], centre: bool) -> None:
@@ -123,30 +131,33 @@ def _tolerance(weight: Tensor) -> float:
     return max(1e-5, 8 * torch.finfo(weight.dtype).eps)
 
 
-def _judge_value_output(part: AttentionParts, c: float, centred: Sequence[Tensor | None], judged: Judged) -> None:
+def _check_value_output(
+    part: AttentionParts, vo_gain: float, centred: Sequence[Tensor | None], row: RowBuilder
+) -> None:
     inner, columns, rows = part.v.shape[0] * part.v.shape[1], part.v.shape[2], part.out.shape[0]
     rank = min(inner, columns, rows)
     product = part.value_output().cpu()
     singular = torch.linalg.svdvals(product)[:rank] if product.isfinite().all() else torch.tensor([math.nan])
-    judged.values["cond(W_V W_O)"] = condition = float(singular[0] / singular[-1])
-    judged.values["rank"] = float(rank)
-    judged.values["scale"] = scale = float(singular.mean())
+    row.values["cond(W_V W_O)"] = condition = float(singular[0] / singular[-1])
+    row.values["rank"] = float(rank)
+    row.values["scale"] = scale = float(singular.mean())
     tolerance = _tolerance(part.v)
-    judged.promise(condition - 1 <= tolerance, f"W_V W_O has condition {condition:.3g}, promised 1")
-    judged.promise(
-        abs(scale / c**2 - 1) <= tolerance, f"W_V W_O has scale {scale:.5g}, promised c^2 = {c**2:.5g} for c={c:.5g}"
+    row.expect(condition - 1 <= tolerance, f"W_V W_O has condition {condition:.3g}, expected 1")
+    row.expect(
+        abs(scale / vo_gain**2 - 1) <= tolerance,
+        f"W_V W_O has scale {scale:.5g}, expected vo_gain^2 = {vo_gain**2:.5g}",
     )
     share = part.heads // len(part.v)  # what is written for queries of one value is split evenly
     for name, matrix, size, held in (
-        ("W_V", part.v.flatten(0, 1), c, min(inner, columns)),
-        ("W_O", part.out, c / math.sqrt(share), rank),
+        ("W_V", part.v.flatten(0, 1), vo_gain, min(inner, columns)),
+        ("W_O", part.out, vo_gain / math.sqrt(share), rank),
     ):
-        error = judged.worst("factor error", _from_isometry(matrix, size, held))
-        judged.promise(error <= tolerance, f"{name} is {error:.2g} from {size:.3g} times an isometry")
-    _judge_biases([("value", part.v_bias)], judged)
+        error = row.worst("factor error", _from_isometry(matrix, size, held))
+        row.expect(error <= tolerance, f"{name} is {error:.2g} from {size:.3g} times an isometry")
+    _check_biases([("value", part.v_bias)], row)
     if not any(same(part.out_bias, bias) for bias in centred):  # one bias for both ends belongs to the MLP
-        _judge_biases([("output", part.out_bias)], judged)
-    _judge_scale(part, judged)
+        _check_biases([("output", part.out_bias)], row)
+    _check_scale(part, row)
 
 
 def _from_isometry(matrix: Tensor, size: float, rank: int) -> float:
@@ -159,21 +170,21 @@ def _from_isometry(matrix: Tensor, size: float, rank: int) -> float:
     return float(torch.stack([error, (gram.trace() / rank - 1).abs()]).max())
 
 
-def _judge_query_key(traced: PartsTrace, part: AttentionParts, judged: Judged) -> None:
+def _check_query_key(traced: PartsTrace, part: AttentionParts, row: RowBuilder) -> None:
     if not {"query-key norm", "score scale"} & {*part.extras}:  # else the size of the logits is not the weights'
         mass = _self_attention(part)
-        judged.values["self-attention"], judged.values["least"] = float(mass.mean()), float(mass.min())
-        judged.promise(
+        row.values["self-attention"], row.values["least"] = float(mass.mean()), float(mass.min())
+        row.expect(
             float(mass.mean()) >= 2 / _TOKENS,
-            f"a token pays {float(mass.mean()):.2g} of its attention to itself, evenly {1 / _TOKENS:.2g}",
+            f"self-attention is {float(mass.mean()):.2g}, uniform attention gives {1 / _TOKENS:.2g}",
         )
-    judged.values["q-k error"] = error = _from_equal_weight(part)
-    judged.promise(error <= max(1e-4, _tolerance(part.q)), f"W_Q and W_K are {error:.2g} from equal weight, promised 0")
-    _judge_biases([("query", part.q_bias), ("key", part.k_bias)], judged)
+    row.values["q-k error"] = error = _from_equal_weight(part)
+    row.expect(error <= max(1e-4, _tolerance(part.q)), f"W_Q and W_K are {error:.2g} from equal weight, expected 0")
+    _check_biases([("query", part.q_bias), ("key", part.k_bias)], row)
     p = traced.probabilities(part.site.index).double()  # (samples, heads, queries, keys)
     if p.shape[-1] == p.shape[-2]:
-        judged.values["on example"] = float(p.diagonal(dim1=-2, dim2=-1).mean())
-        judged.values["evenly"] = float((1 / (p > 0).sum(-1).clamp(min=1)).mean())  # a mask leaves some keys out
+        row.values["on example"] = float(p.diagonal(dim1=-2, dim2=-1).mean())
+        row.values["uniform"] = float((1 / (p > 0).sum(-1).clamp(min=1)).mean())  # a mask leaves some keys out
 
 
 def _from_equal_weight(part: AttentionParts) -> float:
@@ -197,49 +208,49 @@ def _self_attention(part: AttentionParts) -> Tensor:
     return scores.softmax(-1).diagonal(dim1=-2, dim2=-1).mean(-1)
 
 
-def _judge_mlp(part: MlpParts, centre: bool, judged: Judged) -> None:
+def _check_mlp(part: MlpParts, centre: bool, row: RowBuilder) -> None:
     tolerance = _tolerance(part.up)
     for name, weight in (("up", part.up), ("gate", part.gate), ("down", part.down)):
         if weight is not None:
-            rank, promised = min(weight.shape), gain(weight)
+            rank, expected = min(weight.shape), gain(weight)
             size = float(weight.detach().double().norm()) / math.sqrt(rank)
-            away = judged.worst("mlp error", abs(size / promised - 1))
-            judged.promise(away <= tolerance, f"the MLP's {name} has gain {size:.5g}, promised {promised:.5g}")
-            error = judged.worst("mlp error", _from_isometry(weight, size, rank) if size else math.inf)
-            judged.promise(error <= tolerance, f"the MLP's {name} is {error:.2g} from orthogonal")
-    _judge_biases([("up", part.up_bias), ("gate", part.gate_bias)], judged)
+            away = row.worst("mlp error", abs(size / expected - 1))
+            row.expect(away <= tolerance, f"the MLP's {name} has gain {size:.5g}, expected {expected:.5g}")
+            error = row.worst("mlp error", _from_isometry(weight, size, rank) if size else math.inf)
+            row.expect(error <= tolerance, f"the MLP's {name} is {error:.2g} from orthogonal")
+    _check_biases([("up", part.up_bias), ("gate", part.gate_bias)], row)
     if centre:
-        _judge_mean(part, judged)
+        _check_mean(part, row)
     else:
-        _judge_biases([("down", part.down_bias)], judged)
-    _judge_scale(part, judged)
+        _check_biases([("down", part.down_bias)], row)
+    _check_scale(part, row)
 
 
-def _judge_mean(part: MlpParts, judged: Judged) -> None:
+def _check_mean(part: MlpParts, row: RowBuilder) -> None:
     """With `centre`: the output bias is minus the mean that the activation leaves."""
     mean = mean_output(part)
     size = float(mean.abs().max())
     if part.gate is None and part.function is None:
-        judged.promise(False, "the mean of an unknown activation is not known, promised taken out")
+        row.expect(False, "the mean of an unknown activation is not known, expected taken out")
     elif part.gate is not None or size == 0:
-        _judge_biases([("down", part.down_bias)], judged)
+        _check_biases([("down", part.down_bias)], row)
     elif part.down_bias is None:
-        judged.promise(False, "the MLP has no output bias to take the mean out with, promised centred")
+        row.expect(False, "the MLP has no output bias to take the mean out with, expected centred")
     else:
-        error = judged.worst("bias", float((part.down_bias.detach().double().cpu() + mean).abs().max()) / size)
-        judged.promise(
-            error <= _tolerance(part.down_bias), f"the bias of down leaves {error:.2g} of the mean, promised centred"
+        error = row.worst("bias", float((part.down_bias.detach().double().cpu() + mean).abs().max()) / size)
+        row.expect(
+            error <= _tolerance(part.down_bias), f"the bias of down leaves {error:.2g} of the mean, expected centred"
         )
 
 
-def _judge_biases(biases: Iterable[tuple[str, Tensor | None]], judged: Judged) -> None:
+def _check_biases(biases: Iterable[tuple[str, Tensor | None]], row: RowBuilder) -> None:
     for name, bias in biases:
         if bias is not None:
-            size = judged.worst("bias", float(bias.detach().abs().max()))
-            judged.promise(size == 0, f"the bias of {name} reaches {size:.2g}, promised 0")
+            size = row.worst("bias", float(bias.detach().abs().max()))
+            row.expect(size == 0, f"the bias of {name} reaches {size:.2g}, expected 0")
 
 
-def _judge_scale(part: AttentionParts | MlpParts, judged: Judged) -> None:
+def _check_scale(part: AttentionParts | MlpParts, row: RowBuilder) -> None:
     if part.scale is not None:
-        away = judged.worst("layer scale error", float((part.scale.detach().double() - 1).abs().max()))
-        judged.promise(away == 0, f"LayerScale is {away:.2g} away from 1")
+        away = row.worst("layer scale error", float((part.scale.detach().double() - 1).abs().max()))
+        row.expect(away == 0, f"LayerScale is {away:.2g} away from 1")
