@@ -32,16 +32,16 @@ def record(folder: Path) -> dict[str, Any]:
     """Configs, last numbers and numbers by block of every run of a demo, and how long it took."""
     import torch
 
-    from unskip.report import _charts, read
+    from unskip.report import _charts, _names, read
 
     groups = read(in_order(folder), look=False)
     found: dict[str, Any] = {}
     for run in (run for group in groups for run in group.runs):
-        names = _charts.evaluations([group for group in groups if run in group.runs], by_block=True)
+        names = _names.evaluations([group for group in groups if run in group.runs], by_block=True)
         found[run.name] = {
             "config": {**run.config, "data": Path(run.config["data"]).name},
             "state": run.state,
-            "last": {name: row[name] for name, row in _charts.newest_rows(run).items()},
+            "last": {name: row[name] for name, row in _names.newest_rows(run).items()},
             "by block": {name: list(_charts._by_block(run, name).values()) for name in names},
             "seconds in steps": sum(row["seconds"] for row in run.metrics),
             "warnings": sorted({str(row["warning"]) for row in run.warnings}),

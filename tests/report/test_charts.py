@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from tests.report.runs import by_block, folder
 
 from unskip.report import _charts as charts
+from unskip.report import _names as names_of
 from unskip.report._look import Look
 from unskip.report._read import Group, Run, read_groups
 
@@ -64,7 +65,7 @@ def test_only_the_newest_step_counts_over_depth(tmp_path: Path) -> None:
 
 
 def newest(run: Run) -> dict[str, float]:
-    return {name: row[name] for name, row in charts.newest_rows(run).items()}
+    return {name: row[name] for name, row in names_of.newest_rows(run).items()}
 
 
 def test_newest_values(tmp_path: Path) -> None:
@@ -111,7 +112,7 @@ def test_alphas(groups: list[Group]) -> None:
 def test_one_k_stands_for_all(tmp_path: Path) -> None:
     row = {"step": 30, "evaluation": "o", "knn10": 0.1, "knn20": 0.2, "knn200": 0.3, "rank": 3.0, "rank_entropy": 1.1}
     folder(tmp_path / "a", evals=[row])
-    assert charts.evaluations(read_groups([tmp_path]), by_block=False) == ["knn20", "rank"]
+    assert names_of.evaluations(read_groups([tmp_path]), by_block=False) == ["knn20", "rank"]
 
 
 def test_other_ways_have_other_names(tmp_path: Path) -> None:
@@ -121,11 +122,11 @@ def test_other_ways_have_other_names(tmp_path: Path) -> None:
     ]
     folder(tmp_path / "a", evals=rows)
     groups = read_groups([tmp_path])
-    names = charts.evaluations(groups, by_block=True)
+    names = names_of.evaluations(groups, by_block=True)
     assert names == ["knn20", "knn20 at time 0.5", "knn20 (changed)"]
     assert [charts.over_depth(groups, name).lines[0].y for name in names] == [(0.1, 0.2), (0.3, 0.4), (0.9,)]
-    assert charts.called("knn20 at time 0.5") == ("kNN accuracy, k = 20 at time 0.5", "accuracy (fraction)")
-    assert charts.called("rank (changed)")[0] == "Effective rank of the features (changed)"
+    assert names_of.called("knn20 at time 0.5") == ("kNN accuracy, k = 20 at time 0.5", "accuracy (fraction)")
+    assert names_of.called("rank (changed)")[0] == "Effective rank of the features (changed)"
 
 
 def test_how_samples_were_drawn_is_no_result(tmp_path: Path) -> None:
@@ -138,7 +139,7 @@ def test_how_samples_were_drawn_is_no_result(tmp_path: Path) -> None:
     groups = read_groups([folder(tmp_path / "a", evals=rows)])
     ways = ("", " with cfg 1.5", " in 25 steps", " by euler in 50 steps", " by dopri5 with cfg 2")
     names = [*(f"FD-x of 1000 samples{way}" for way in ways), "mean_iou"]
-    assert charts.evaluations(groups, by_block=False) == names
+    assert names_of.evaluations(groups, by_block=False) == names
     assert [*newest(groups[0].runs[0])] == names
     assert newest(groups[0].runs[0])[names[0]] == 2.0  # not that of a coarser sampler, which came later
 

@@ -8,7 +8,8 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
-from unskip.report import _charts
+from unskip.report._charts import mean_and_std
+from unskip.report._names import called, evaluations, newest_rows
 from unskip.report._read import Group, Run, by_recipe
 from unskip.report._rows import interval_of, number
 from unskip.report._text import clean, short, words
@@ -71,8 +72,8 @@ def _kind(recipe: str, groups: Sequence[Group]) -> str:
 
 def results(groups: Sequence[Group]) -> tuple[list[str], list[list[object]]]:
     """A row a group: where it stands, its newest numbers over seeds, time and memory."""
-    wanted = dict.fromkeys(_charts.evaluations(groups, False) + _charts.evaluations(groups, True))
-    newest = [[_charts.newest_rows(run) for run in group.runs] for group in groups]
+    wanted = dict.fromkeys(evaluations(groups, False) + evaluations(groups, True))
+    newest = [[newest_rows(run) for run in group.runs] for group in groups]
     counts = {name: [row[name]["n"] for rows in newest for row in rows if "n" in row.get(name, {})] for name in wanted}
     names = [_head("loss"), *(_head(name) + _samples(counts[name]) for name in wanted)]
     header = ["group", "runs", "state", *names, "time in steps (s)", "images a second (median)", "peak memory (GiB)"]
@@ -92,7 +93,7 @@ def results(groups: Sequence[Group]) -> tuple[list[str], list[list[object]]]:
 
 def _head(name: str) -> str:
     """A number's name and unit, as the head of a column."""
-    title, unit = _charts.called(name)
+    title, unit = called(name)
     said = unit[unit.rindex("(") :] if unit.endswith(")") else ""
     return f"{title} {said}".strip()
 
@@ -121,7 +122,7 @@ def over_seeds(values: Sequence[float], runs: int = 0, interval: tuple[float, fl
     """
     if not values:
         return None
-    mean, std, count = _charts.mean_and_std(values)
+    mean, std, count = mean_and_std(values)
     if not count:
         return "not finite"
     text = short(mean) if std is None else _with_std(mean, std)

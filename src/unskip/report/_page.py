@@ -20,6 +20,7 @@ from typing import Any
 from unskip.report import _charts
 from unskip.report import _compare as compare
 from unskip.report._charts import Chart
+from unskip.report._names import evaluations
 from unskip.report._read import Group, Run, by_recipe
 from unskip.report._svg import inline
 from unskip.report._text import clean, short, words
@@ -132,7 +133,7 @@ def _training(groups: Sequence[Group]) -> list[Chart]:
     kinds = by_recipe(groups)
     charts: list[Chart] = []
     for recipe, members in kinds.items():
-        names = _charts.evaluations(members, False)
+        names = evaluations(members, False)
         # kNN has a place here even where no run was evaluated by it: it says so.
         names += [] if any(name.startswith("knn") for name in names) else ["knn20"]
         mine = [_charts.over_steps(members, "loss"), *(_charts.evaluated(members, name) for name in names)]
@@ -143,7 +144,7 @@ def _training(groups: Sequence[Group]) -> list[Chart]:
 
 
 def _depth(groups: Sequence[Group]) -> list[Chart]:
-    names = _charts.evaluations(groups, True)
+    names = evaluations(groups, True)
     always = {"knn": "knn20", "probe": "probe_lbfgs", "rank": "rank"}
     names += [name for kind, name in always.items() if not any(each.startswith(kind) for each in names)]
     charts = [_charts.over_depth(groups, name) for name in names]
