@@ -61,10 +61,8 @@ def newest_rows(run: Run) -> dict[str, dict[str, Any]]:
         for name in row:
             if name in LABELS or number(row[name]) is None:
                 continue
-            before = found.get(name)
-            deeper = (
-                before is None or before["block"] is None or row["block"] is None or row["block"] >= before["block"]
-            )
-            if before is None or row["step"] > before["step"] or deeper:
+            last = found.get(name)
+            whole = last is None or None in (row["block"], last["block"])
+            if last is None or whole or row["step"] > last["step"] or row["block"] >= last["block"]:
                 found[name] = row
     return found

@@ -164,10 +164,8 @@ def _chart(chart: Chart) -> Part:
         note.append(f"The first {_style.SHOWN} groups have colours; the others are grey.")
     header, rows = chart.rows()
     svg = inline(draw(chart), chart.name, chart.alt())
-    return {"name": chart.name, "title": chart.title, "svg": svg, "note": " ".join(note)} | {
-        "header": header,
-        "rows": rows,
-    }
+    data = {"header": header, "rows": rows}
+    return {"name": chart.name, "title": chart.title, "svg": svg, "note": " ".join(note), **data}
 
 
 def _pictures(groups: Sequence[Group], missing: Missing) -> list[Part]:
