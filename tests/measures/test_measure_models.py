@@ -99,18 +99,44 @@ def test_a_site_that_runs_several_times_is_seen_at_its_last_run() -> None:
     assert found.blocks[0].carried == pytest.approx(0.5**6)
     assert found.network is not None
     streams: list[Tensor] = []
-    sums: list[Tensor] = []
+    outputs: list[Tensor] = []
     layer = model.get_submodule("encoder.albert_layer_groups.0.albert_layers.0")
-    norm = layer.get_submodule("full_layer_layer_norm")  # reads the second sum
+    norm = layer.get_submodule("full_layer_layer_norm")  # of the second sum
     with (
         layer.register_forward_pre_hook(lambda _, args: streams.append(args[0])),
-        norm.register_forward_pre_hook(lambda _, args: sums.append(args[0])),
+        norm.register_forward_hook(lambda _, args, output: outputs.append(output)),
         torch.no_grad(),
     ):
         model(**family.inputs(2))
-    assert len(streams) == len(sums) == 3
-    assert found.blocks[0].cosine == pytest.approx(float(F.cosine_similarity(sums[-1], streams[0], dim=-1).mean()))
-    assert found.blocks[0].norm == pytest.approx(float(sums[-1].norm(dim=-1).mean()))
+    assert len(streams) == len(outputs) == 3
+    assert found.blocks[0].cosine == pytest.approx(float(F.cosine_similarity(outputs[-1], streams[0], dim=-1).mean()))
+    assert found.blocks[0].norm == pytest.approx(float(outputs[-1].norm(dim=-1).mean()))
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "timm_vit",
+        "nn_encoder_pre",
+        "nn_encoder_post",
+        "hf_bert",
+        "hf_gpt2",
+        "timm_swinv2",
+        "timm_convnext",
+        "hf_albert",
+    ],
+)
+def test_blocks_are_measured_where_features_takes_them(name: str) -> None:
+    family = FAMILIES[name]
+    model, inputs = family.build().eval(), family.inputs(2)
+    found = unskip.measure(model, inputs, jacobians="off")
+    with torch.no_grad():
+        outputs = unskip.features(model, inputs, pool=None)
+    assert [row.norm for row in found.blocks] == pytest.approx(
+        [float(x.norm(dim=-1).mean()) for x in outputs.values()], rel=1e-4
+    )
+    ranks = [unskip.measures.effective_rank(x.flatten(0, 1)) for x in outputs.values()]
+    assert [row.token_rank for row in found.blocks] == pytest.approx(ranks, rel=1e-4)
 
 
 def test_one_sample_is_enough() -> None:
@@ -172,12 +198,12 @@ def test_a_branch_that_writes_in_place_has_a_jacobian_or_a_note() -> None:
 
 
 def test_a_large_jacobian_is_estimated_and_marked(monkeypatch: pytest.MonkeyPatch) -> None:
-    from unskip.measures import _measure
+    from unskip.measures import _site_rows
 
     family = FAMILIES["timm_vit"]
     model = family.build()
     exact = unskip.measure(model, family.inputs(1))
-    monkeypatch.setattr(_measure, "largest_built", lambda x: 16)
+    monkeypatch.setattr(_site_rows, "largest_built", lambda x: 16)
     free = unskip.measure(model, family.inputs(1))
     for a, b in zip(exact.sites, free.sites, strict=True):
         assert a.sublayer is not None
@@ -194,6 +220,6 @@ def test_a_large_jacobian_is_estimated_and_marked(monkeypatch: pytest.MonkeyPatc
 def test_progress_is_told() -> None:
     said: list[tuple[int, int, str]] = []
     unskip.measure(stack(), torch.randn(2, 3, 6, dtype=torch.float64), progress=lambda *args: said.append(args))
-    assert said[0][2] == "recording"
+    assert said[0][2] == "tracing"
     assert "Jacobian of the network" in said[-1][2]
     assert all(done <= total for done, total, _ in said)

@@ -23,7 +23,7 @@ from unskip.anatomy._parts import (
 )
 from unskip.anatomy._replay import ReplayError, replay
 from unskip.anatomy._rewired import PATCH, WIRING, rewired_state
-from unskip.anatomy._sample import Sample, tokens
+from unskip.anatomy._sample import Function, Sample, tokens
 from unskip.anatomy._sites import Site, Survey, Unknown, named, survey
 from unskip.anatomy._trace import calls
 
@@ -35,6 +35,7 @@ __all__ = [
     "AttentionParts",
     "Audit",
     "Example",
+    "Function",
     "Hop",
     "Kind",
     "MlpParts",

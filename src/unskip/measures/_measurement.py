@@ -32,7 +32,7 @@ class SiteRow:
 
 @dataclass(frozen=True)
 class BlockRow:
-    """The stream after one block, (samples, tokens, dim)."""
+    """The output of one block, (samples, tokens, dim), as `features` gives it."""
 
     index: int
     path: str

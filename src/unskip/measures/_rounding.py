@@ -2,8 +2,9 @@
 
     |c(x) - c(x')| > |c(x)| / 10        x a stream as it came out, x' the same in float64, c takes the mean out
 
-Without skips tokens can grow alike until they differ in their last digits alone. A rank has no scale, so it would read
-that noise as full rank. A few samples are therefore computed once more in float64, from the first stream on.
+Without skips tokens can become so uniform (rank collapse) that they differ in their last digits alone. A rank has no
+scale, so it would read that noise as full rank. A few samples are therefore computed once more in float64, from the
+first stream on.
 """
 
 from __future__ import annotations
@@ -33,27 +34,31 @@ class _Only(dict[int, Tensor]):
 
 
 class Rounding:
-    """The streams after each block, in float64, of the first few samples."""
+    """The outputs of every block, in float64, of the first few samples."""
 
     def __init__(self) -> None:
         self.exact: dict[str, list[Tensor]] = {}  # by block, (tokens, dim) each
         self.count = 0
 
-    def add(self, sample: Sample, ends: Mapping[str, Site]) -> None:
+    def add(self, sample: Sample, ends: Mapping[str, tuple[int, Site]]) -> None:
+        """Computes one sample again; `ends` are the nodes of the block outputs, with the last site of each block."""
         if self.count == _SAMPLES:
             return
         self.count += 1
-        kept = _Only(sample.run(site).add.index for site in ends.values())
-        start = sample.first()
+        kept = _Only(node for node, _ in ends.values())
+        start, end = sample.first(), max([sample.last(), *(node for node, _ in ends.values())])
         try:
             with torch.no_grad():
-                replay(sample.trace.graph, start, sample.last(), torch.float64, keep=kept)(sample.value(start))
+                replay(sample.trace.graph, start, end, torch.float64, keep=kept)(sample.value(start))
         except (ReplayError, RuntimeError, NotImplementedError):  # what cannot be computed again is taken as it is
             return
-        for block, site in ends.items():
-            node = sample.run(site).add.index
+        for block, (node, site) in ends.items():
             if node in kept:
                 self.exact.setdefault(block, []).append(tokens(kept[node], site)[0])
+
+    def anywhere(self, block: str, seen: list[Tensor]) -> bool:
+        """Whether anything of a block differs by rounding alone."""
+        return any(differ(block, seen) for differ in (self.in_tokens, self.in_samples, self.in_patches))
 
     def in_tokens(self, block: str, seen: list[Tensor]) -> bool:
         """Whether the tokens of all samples together differ by rounding."""

@@ -1,0 +1,158 @@
+"""What the samples of a batch give, one after the other: the output of every block, branches, attention.
+
+Memory: the output of every block for all samples, (tokens, dim) each, and all activations of the sample at hand.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from math import isqrt
+from typing import NamedTuple
+
+from torch import Tensor, nn
+
+from unskip.anatomy import PartsTrace, Sample, Site, tokens
+from unskip.errors import BadInput
+from unskip.measures._rounding import Rounding
+from unskip.measures.attention import attention_condition, attention_entropy, self_attention_mass
+from unskip.measures.echo import high_frequency_share
+
+Size = tuple[int, int]
+
+
+class Heads(NamedTuple):
+    """The attention of one sample at one site, by head; the last two where queries and keys are the same tokens."""
+
+    entropy: Tensor
+    self_attention: Tensor | None
+    condition: Tensor | None
+
+
+@dataclass(eq=False)
+class SiteSamples:
+    """One site over the samples."""
+
+    site: Site
+    ratios: list[float] = field(default_factory=list)  # rms(beta f) / rms(alpha x)
+    heads: list[Heads] = field(default_factory=list)
+
+
+@dataclass(eq=False)
+class BlockSamples:
+    """One block over the samples."""
+
+    path: str
+    module: nn.Module
+    last: Site  # the last of its sites
+    origin: int  # index of the site at which its stream begins
+    outputs: list[Tensor] = field(default_factory=list)  # (tokens, dim) each
+    high: list[float] = field(default_factory=list)  # share of high spatial frequencies; NaN without a grid
+
+
+class Samples:
+    """Collects a batch sample by sample; the sites, the blocks and the inputs of their streams."""
+
+    def __init__(self, model: nn.Module, traced: PartsTrace, grid: Size | None, image: Size | None) -> None:
+        self.model, self.traced, self.grid, self.image = model, traced, grid, image
+        self.first = Sample(traced.trace)
+        self.notes: list[str] = []
+        self.rounding = Rounding()
+        self.inputs: dict[int, list[Tensor]] = {}  # x_0 by sample, by the index of the site where a stream begins
+        self.sites = [SiteSamples(site) for site in traced.trace.sites if not site.long]
+        self._origins = self.first.origins()
+        ends = {each.site.block: each.site for each in self.sites}
+        self.blocks = [
+            BlockSamples(path, model.get_submodule(path), last, self._origins[last.index].index)
+            for path, last in ends.items()
+        ]
+        for site in (each.site for each in self.sites):
+            if site.index in traced.parts.reasons and site.kind in ("attention", "mlp", "parallel"):
+                self.notes.append(f"{site.name}: parts unknown ({traced.parts.reasons[site.index]})")
+
+    @property
+    def count(self) -> int:
+        return len(next(iter(self.inputs.values())))
+
+    @property
+    def tokens(self) -> int:
+        return len(next(iter(self.inputs.values()))[0])
+
+    def in_stream(self, last: Site) -> list[Site]:
+        """The sites of the same stream, from its beginning up to `last`."""
+        origin = self._origins[last.index]
+        sites = [each.site for each in self.sites if each.site.index <= last.index]
+        return [site for site in sites if self._origins[site.index] is origin]
+
+    def add(self, sample: Sample) -> None:
+        """Takes the numbers of one sample. Raises BadInput where they are not finite."""
+        _refuse_not_finite(sample)
+        for origin in {site.index: site for site in self._origins.values()}.values():
+            first = sample.trace.runs[origin.index][0].stream
+            self.inputs.setdefault(origin.index, []).append(tokens(sample.value(first), origin)[0])
+        ends = {block.path: (sample.block_output(block.last, block.module), block.last) for block in self.blocks}
+        self.rounding.add(sample, ends)
+        for block in self.blocks:
+            value = sample.value(ends[block.path][0])
+            block.outputs.append(tokens(value, block.last)[0])
+            block.high.append(self._high_frequencies(block.last, value))
+        for each in self.sites:
+            each.ratios.append(sample.ratio(each.site))
+            if each.site.index in self.traced.attentions:
+                self._attend(each, sample)
+
+    def _attend(self, each: SiteSamples, sample: Sample) -> None:
+        traced = PartsTrace(sample.trace, self.traced.parts, self.traced.attentions)
+        p = traced.probabilities(each.site.index)
+        square = p.shape[-1] == p.shape[-2]
+        try:
+            each.heads.append(
+                Heads(
+                    attention_entropy(p),
+                    self_attention_mass(p) if square else None,
+                    attention_condition(p) if square else None,
+                )
+            )
+        except BadInput as reason:  # a token that may look at nothing
+            self.notes.append(f"{each.site.name}: attention not measured: {reason}")
+
+    def _high_frequencies(self, site: Site, value: Tensor) -> float:
+        flat = tokens(value, site)
+        found = patch_grid(self.model, site, value, self.image) if self.image is not None else None
+        if self.grid is not None:
+            found = (flat.shape[1] - self.grid[0] * self.grid[1], *self.grid)
+        if found is None or found[0] < 0 or min(found[1:]) < 2:
+            return math.nan
+        prefix, height, width = found
+        return high_frequency_share(flat[:, prefix:], (height, width))
+
+
+def patch_grid(model: nn.Module, site: Site, value: Tensor, image: Size) -> tuple[int, int, int] | None:
+    """(prefix tokens, rows, columns) of the patches at a site, or None where tokens fill no grid of its form."""
+    if site.axis == 1 and value.ndim == 4:
+        return 0, value.shape[2], value.shape[3]
+    if value.ndim == 4:
+        return 0, value.shape[1], value.shape[2]
+    if value.ndim != 3:
+        return None
+    height, width = image
+    said = getattr(model, "num_prefix_tokens", None)
+    for prefix in [said] if isinstance(said, int) else (0, 1):
+        count = value.shape[1] - prefix
+        rows = isqrt(max(count, 0) * height // width)
+        columns = count // rows if rows else 0
+        if min(rows, columns) > 1 and rows * columns == count and rows * width == columns * height:
+            return prefix, rows, columns
+    return None
+
+
+def _refuse_not_finite(sample: Sample) -> None:
+    """Names the first site whose stream or branch is not finite."""
+    for site in sample.sites:
+        run = sample.run(site)
+        branches = [("branch", finding.branch) for finding in run.findings]
+        for what, node in [("stream", run.stream), *branches, ("sum", run.add.index)]:
+            if not sample.value(node).isfinite().all():
+                raise BadInput(
+                    f"{site.name}: its {what} is not finite on this batch, so nothing after it can be measured"
+                )
