@@ -25,10 +25,10 @@ def features(
     """The output of blocks, by block index in execution order: (images, dim), or (images, tokens, dim) with pool=None.
 
     A block is the repeated unit around residual sites; its output is what its module returns, in a post-norm block the
-    norm of its last sum. `images` is a batch, or whatever else the model takes: a tuple of arguments or a mapping of keyword arguments.
-    "mean" is over all tokens or positions, "cls" takes the first token. The model runs once as it is (its mode, its
-    gradients: call it under torch.no_grad() to save memory). The first axis counts images; negative block indices count
-    from the end.
+    norm of its last sum. `images` is a batch, or whatever else the model takes: a tuple of arguments or a mapping of
+    keyword arguments. "mean" is over all tokens or positions, "cls" takes the first token. The model runs once as it is
+    (its mode, its gradients: call it under torch.no_grad() to save memory). The first axis counts images; negative
+    block indices count from the end.
     """
     if pool not in ("mean", "cls", None):
         raise BadInput(f"pool is {pool!r}; it can be 'mean', 'cls' or None")
