@@ -200,17 +200,16 @@ def _first_warnings(rows: list[dict[str, Any]]) -> dict[str, int]:
 def judged(folder: Path, task: dict[str, Any]) -> dict[str, Any]:
     """Neighbours, rank and probes by block on its own data, CKA between blocks; segmentation and discovery on pets."""
     import torch
+    from unskip.recipes._views import patch_ranks
 
     from unskip import data, evals
     from unskip.anatomy._example import Example
     from unskip.anatomy._features import block_axes
     from unskip.evals._probe import probe_all
     from unskip.measures.similarity import cka
-    from unskip.recipes._data import both
-    from unskip.recipes._judge import open_run
+    from unskip.recipes import open_run, open_splits
     from unskip.recipes._judge_dense import picture_run
     from unskip.recipes._online import some
-    from unskip.recipes._views import patch_ranks
 
     run = open_run(folder)
     device = next(run.model.parameters()).device
@@ -218,7 +217,7 @@ def judged(folder: Path, task: dict[str, Any]) -> dict[str, Any]:
     token: Any = ("cls", "layer")  # the class token is what DINO trains, and judges by
     sides = []
     # Asked for as the recipes ask, so that what a worker has decoded serves here, too.
-    for images, most in zip(both(run.config, split="test"), (KNOWN, 2 * KNOWN), strict=True):
+    for images, most in zip(open_splits(run.config, split="test"), (KNOWN, 2 * KNOWN), strict=True):
         images = some(images, most)
         feed = data.Feed(images, 1024, run.config.size, device=device)
         sides.append(evals.extract(run.encoder, feed.evaluate(), "all", [mean, token]))
@@ -292,14 +291,18 @@ def main() -> None:
         return
     if options.data is None:
         options.steps, source = 12, None
-        fields: dict[str, Any] = {"preset": "digits", "model_args": "depth=4,embed_dim=32,num_heads=2", "small": 2}
+        fields: dict[str, Any] = {
+            "preset": "digits",
+            "model_args": "depth=4,embed_dim=32,num_heads=2",
+            "local_crops": 2,
+        }
         fields |= {"batch": 64, "projection": 64, "log_every": 4, "evaluate_every": 6, "online_images": 300}
         fields["health"] = False
     else:
         source = f"{options.data}/pets-{{split}}.parquet"
         both = "+".join(f"{options.data}/{name}-{{split}}.parquet" for name in ("tinyimagenet100", "cifar10"))
         fields = {"preset": "tiny-imagenet", "data": both, "model": "timm:vit_tiny_patch16_224", "batch": options.batch}
-        fields |= {"model_args": "depth=12,embed_dim=192,num_heads=3", "small": 6}
+        fields |= {"model_args": "depth=12,embed_dim=192,num_heads=3", "local_crops": 6}
         fields |= {"evaluate_every": max(1, options.steps // 8), "log_every": 25, "checkpoint_every": options.steps}
         fields |= {"online_images": 2000, "health": False, "graph": options.device == "cuda"}
     fields |= {"steps": options.steps, "device": options.device, "compile": options.compile}

@@ -127,7 +127,7 @@ def kept_judge(task: dict[str, Any], folder: Path, config: Any) -> dict[str, Any
     """
     from unskip.evals import extractor, generation
     from unskip.evals import statistics as gathered
-    from unskip.recipes._data import both
+    from unskip.recipes import open_splits
     from unskip.training import RunFolder
 
     place, last = Path(task["judge"]), RunFolder.open(folder).last_checkpoint()
@@ -137,7 +137,7 @@ def kept_judge(task: dict[str, Any], folder: Path, config: Any) -> dict[str, Any
     for name in ("model.safetensors", "unskip.json"):
         shutil.copy(last[1] / name, aside / name)
     judge = extractor(aside, name="judge", device=task["device"])
-    train, test = both(config)
+    train, test = open_splits(config)
     options: dict[str, Any] = {"size": config.size, "batch": task["batch"]}
     reference = gathered(train, judge, cache=aside / "statistics", **options)
     real = generation(test, reference, judge, **options)
@@ -165,7 +165,7 @@ def judged(task: dict[str, Any], folder: Path) -> dict[str, Any]:
     import unskip
     from unskip.evals import extractor
     from unskip.models import Sampling
-    from unskip.recipes._judge import open_run
+    from unskip.recipes import open_run
     from unskip.recipes._judge_generation import judge_samples
 
     run, place = open_run(folder), awaited(Path(task["judge"]))
@@ -189,10 +189,10 @@ def known_by_blocks(run: Any, times: list[float], options: dict[str, Any]) -> di
     """Neighbours and probes: a tenth of the training set chooses block and time, and the test set judges there."""
     from unskip.data._splits import HELD_OUT, divided
     from unskip.evals import diffusion
-    from unskip.recipes._data import both
+    from unskip.recipes import open_splits
     from unskip.recipes._judge_generation import judge_times
 
-    train, _ = both(run.config)
+    train, _ = open_splits(run.config)
     rest, held = (train.select(rows) for rows in divided(train.labels, HELD_OUT))
     names = list(PROTOCOLS.values())
     sweep = diffusion(run.model, rest, held, names, times=times, flow=run.config.flow, size=run.config.size, **options)

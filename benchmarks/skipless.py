@@ -158,7 +158,7 @@ def work(config: dict[str, Any]) -> dict[str, Any] | None:
     """One run, in this process; None where it was told to stop."""
     import unskip
     from unskip.recipes._supervised import build
-    from unskip.training import RunFolder, train
+    from unskip.training import RunFolder, run_task
 
     warnings.simplefilter("ignore", unskip.errors.UnskipWarning)
     fields, start = dict(config), time.perf_counter()
@@ -175,7 +175,7 @@ def work(config: dict[str, Any]) -> dict[str, Any] | None:
         run = RunFolder.create(f"{folder}/run", {}, config["device"])
         found: dict[str, Any] = {}
         try:
-            outcome = train(task, schedule, run, quiet=True)
+            outcome = run_task(task, schedule, run, quiet=True)
             if not outcome.finished:
                 return None
             found = {key: value for key, value in outcome.evaluations.items() if not key.endswith("]")}

@@ -29,7 +29,7 @@ from torch.nn import functional as F
 
 import unskip
 from unskip.data import Augment, Feed, ImageSet
-from unskip.training import RunFolder, Schedule, Task, train
+from unskip.training import RunFolder, Schedule, Task, run_task
 
 RESULTS = Path(__file__).resolve().parent.parent / "docs" / "results"
 CASES: dict[str, dict[str, Any]] = {
@@ -113,7 +113,7 @@ class Case:
         )
         with tempfile.TemporaryDirectory() as folder:
             run = RunFolder.create(f"{folder}/run", {}, device)
-            train(task, schedule, run, quiet=True)
+            run_task(task, schedule, run, quiet=True)
             rows = run.read("metrics.jsonl")[1:]
         return sum(third * self.batch for _ in rows) / sum(row["seconds"] for row in rows)
 

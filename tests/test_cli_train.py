@@ -152,7 +152,7 @@ def test_train_resume_and_summarise(tmp_path: Path, capsys: pytest.CaptureFixtur
 def test_a_run_that_was_stopped_exits_with_130(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     stopped = Outcome(tmp_path, 3, False, {})
     monkeypatch.setattr(recipes, "train", lambda *_: stopped)
-    monkeypatch.setattr(recipes, "resume", lambda *_: stopped)
+    monkeypatch.setattr(recipes, "resume", lambda *_, **__: stopped)
     assert cli.main(["train", "supervised", "--out", str(tmp_path / "run")]) == 130
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "config.json").touch()

@@ -36,8 +36,8 @@ if TYPE_CHECKING:
     from unskip.absorption import absorb
     from unskip.anatomy import Audit, Site, audit, features, parts
     from unskip.measures import measure
-    from unskip.recipes import resume, sample, train
-    from unskip.wiring import Anneal, Cut, Decay, Keep, Learn, Scale, Shortcut, Wiring, load, rewire, rewired, save
+    from unskip.recipes import load, resume, sample, train
+    from unskip.wiring import Anneal, Cut, Decay, Keep, Learn, Scale, Shortcut, Wiring, rewire, rewired, save
 
 __version__ = "0.1.0"
 __all__ = [
@@ -83,8 +83,8 @@ _PACKAGES = {
     "absorption": ["absorb"],
     "anatomy": ["Audit", "Site", "audit", "features", "parts"],
     "measures": ["measure"],
-    "recipes": ["resume", "sample", "train"],
-    "wiring": "Anneal Cut Decay Keep Learn Scale Shortcut Wiring load rewire rewired save".split(),
+    "recipes": ["load", "resume", "sample", "train"],
+    "wiring": "Anneal Cut Decay Keep Learn Scale Shortcut Wiring rewire rewired save".split(),
 }
 _HOME = {name: package for package, names in _PACKAGES.items() for name in names}
 

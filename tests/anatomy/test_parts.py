@@ -17,7 +17,7 @@ from unskip.anatomy._example import Example
 from unskip.anatomy._parts import AttentionParts, MlpParts, NormParts, ParallelParts, trace_parts
 
 Weights = dict[str, Tensor]  # the parameters of a model by name
-Views = dict[str, Tensor | None]
+Crops = dict[str, Tensor | None]
 
 
 # --- Slices by hand ---------------------------------------------------------------------------------------------------
@@ -27,24 +27,24 @@ def heads(weight: Tensor, count: int) -> Tensor:
     return weight.reshape(count, -1, *weight.shape[1:])
 
 
-def fused(w: Weights, qkv: str, out: str, count: int = 2, bias: str | None = ".bias") -> Views:
+def fused(w: Weights, qkv: str, out: str, count: int = 2, bias: str | None = ".bias") -> Crops:
     """q over k over v, as in timm."""
-    views: Views = dict(zip("qkv", (heads(part, count) for part in w[f"{qkv}.weight"].chunk(3)), strict=True))
+    views: Crops = dict(zip("qkv", (heads(part, count) for part in w[f"{qkv}.weight"].chunk(3)), strict=True))
     if bias is not None:
         pieces = w[f"{qkv}{bias}"].chunk(3)
         views |= {f"{name}_bias": heads(piece, count) for name, piece in zip("qkv", pieces, strict=True)}
     return views | {"out": w[f"{out}.weight"], "out_bias": w.get(f"{out}.bias")}
 
 
-def in_proj(w: Weights, path: str) -> Views:
+def in_proj(w: Weights, path: str) -> Crops:
     """torch.nn.MultiheadAttention."""
     renamed = {"x.weight": w[f"{path}.in_proj_weight"], "x.bias": w[f"{path}.in_proj_bias"]}
     return fused(renamed | w, "x", f"{path}.out_proj")
 
 
-def separate(w: Weights, path: str, names: str, out: str, count: int = 2, groups: int = 2) -> Views:
+def separate(w: Weights, path: str, names: str, out: str, count: int = 2, groups: int = 2) -> Crops:
     """A Linear each; `names` are those of q, k and v."""
-    views: Views = {"out": w[f"{out}.weight"], "out_bias": w.get(f"{out}.bias")}
+    views: Crops = {"out": w[f"{out}.weight"], "out_bias": w.get(f"{out}.bias")}
     for name, of, number in zip("qkv", names.split(), (count, groups, groups), strict=True):
         views[name] = heads(w[f"{path}.{of}.weight"], number)
         bias = w.get(f"{path}.{of}.bias")
@@ -52,29 +52,29 @@ def separate(w: Weights, path: str, names: str, out: str, count: int = 2, groups
     return views
 
 
-def gpt2(w: Weights) -> Views:
+def gpt2(w: Weights) -> Crops:
     """Conv1D holds the transposed of a Linear."""
     renamed = {"x.weight": w["h.0.attn.c_attn.weight"].t(), "x.bias": w["h.0.attn.c_attn.bias"]}
     out = {"y.weight": w["h.0.attn.c_proj.weight"].t(), "y.bias": w["h.0.attn.c_proj.bias"]}
     return fused(renamed | out, "x", "y")
 
 
-def interleaved(w: Weights, qkv: str, out: str, count: int = 2) -> Views:
+def interleaved(w: Weights, qkv: str, out: str, count: int = 2) -> Crops:
     """For each head its q, then its k, then its v: GPT-NeoX and Bloom."""
     weight = w[f"{qkv}.weight"].unflatten(0, (count, 3, -1))
     bias = w[f"{qkv}.bias"].unflatten(0, (count, 3, -1))
-    views: Views = {"out": w[f"{out}.weight"], "out_bias": w[f"{out}.bias"]}
+    views: Crops = {"out": w[f"{out}.weight"], "out_bias": w[f"{out}.bias"]}
     for index, name in enumerate("qkv"):
         views |= {name: weight[:, index], f"{name}_bias": bias[:, index]}
     return views
 
 
-def mlp(w: Weights, up: str, down: str) -> Views:
+def mlp(w: Weights, up: str, down: str) -> Crops:
     names = {"up": f"{up}.weight", "up_bias": f"{up}.bias", "down": f"{down}.weight", "down_bias": f"{down}.bias"}
     return {"gate": None, "gate_bias": None} | {view: w.get(name) for view, name in names.items()}
 
 
-def packed(w: Weights, both: str, down: str, gate_first: bool) -> Views:
+def packed(w: Weights, both: str, down: str, gate_first: bool) -> Crops:
     """One weight for up and gate."""
     halves, biases = w[f"{both}.weight"].chunk(2), w[f"{both}.bias"].chunk(2) if f"{both}.bias" in w else (None, None)
     gate, up = (0, 1) if gate_first else (1, 0)
@@ -88,13 +88,13 @@ def packed(w: Weights, both: str, down: str, gate_first: bool) -> Views:
     }
 
 
-def gated(w: Weights, path: str, gate: str, up: str, down: str) -> Views:
+def gated(w: Weights, path: str, gate: str, up: str, down: str) -> Crops:
     names = {"up": up, "gate": gate, "down": down}
-    views: Views = {view: w[f"{path}.{name}.weight"] for view, name in names.items()}
+    views: Crops = {view: w[f"{path}.{name}.weight"] for view, name in names.items()}
     return views | {f"{view}_bias": w.get(f"{path}.{name}.bias") for view, name in names.items()}
 
 
-def beit(w: Weights) -> Views:
+def beit(w: Weights) -> Crops:
     """Biases of q and v alone, put together with zeros at each call."""
     views = fused(w, "blocks.0.attn.qkv", "blocks.0.attn.proj", bias=None)
     return views | {
@@ -104,7 +104,7 @@ def beit(w: Weights) -> Views:
     }
 
 
-def parallel(w: Weights) -> list[Views]:
+def parallel(w: Weights) -> list[Crops]:
     """timm's ParallelScalingBlock: one weight for the hidden units, then q, k and v."""
     hidden, *_ = w["blocks.0.in_proj.weight"].split([64, 48])
     hidden_bias, *_ = w["blocks.0.in_proj.bias"].split([64, 48])
@@ -120,7 +120,7 @@ _ALBERT = "encoder.albert_layer_groups.0.albert_layers.0"
 
 
 # What the first two branches of each family are, an attention and then an MLP.
-LAYOUTS: dict[str, Callable[[Weights], list[Views]]] = {
+LAYOUTS: dict[str, Callable[[Weights], list[Crops]]] = {
     "timm_vit": lambda w: [
         fused(w, "blocks.0.attn.qkv", "blocks.0.attn.proj"),
         mlp(w, "blocks.0.mlp.fc1", "blocks.0.mlp.fc2"),

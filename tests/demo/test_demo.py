@@ -15,8 +15,7 @@ from unskip import cli, demo
 from unskip.demo import Scale, _absorb, _knob, _train
 from unskip.demo._compare import beside, compared, ranked
 from unskip.errors import BadInput, TrainingError
-from unskip.recipes import mae, supervised
-from unskip.recipes._data import opening_once
+from unskip.recipes import cached_opener, mae, supervised
 from unskip.report import read
 from unskip.wiring import Wiring
 
@@ -147,11 +146,11 @@ def test_a_run_that_fails_is_said_and_passed_over(tmp_path: Path, monkeypatch: p
 
     monkeypatch.setattr(_train, "train", failing)
     lines: list[str] = []
-    runs = _train.pretrain(TINY, tmp_path, lines.append, True, opening_once())
+    runs = _train.pretrain(TINY, tmp_path, lines.append, True, cached_opener())
     text = "\n".join(lines)
     assert "the loss is nan at step 4" in text
     assert "training of decayed failed" in text
-    runs = _train.classify(TINY, tmp_path, lines.append, True, opening_once())
+    runs = _train.classify(TINY, tmp_path, lines.append, True, cached_opener())
     text = "\n".join(lines)
     assert "With its skips, training failed" in text
     assert "in as many steps" not in text
@@ -233,7 +232,7 @@ def test_what_is_describe_features(gain: float, word: str) -> None:
 def test_encoders_of_any_name(tmp_path: Path) -> None:
     scale = Scale("digits", TINY.mae, TINY.supervised, {"my own/one": {}, "mild": {"shortcut": "decay:0.9"}})
     lines: list[str] = []
-    runs = _train.pretrain(scale, tmp_path, lines.append, True, opening_once())
+    runs = _train.pretrain(scale, tmp_path, lines.append, True, cached_opener())
     assert [run.relative_to(tmp_path).as_posix() for run in runs] == ["mae-my-own-one", "mae-mild"]
     assert any("my own/one and mild (decay:0.9)" in line for line in lines)
     for encoders in ({}, {"a b": {}, "a-b": {}}):

@@ -46,7 +46,7 @@ def test_mean_iou_is_that_of_scikit_learn(seed: int, classes: int, skip: bool) -
     if not len(x):
         return
     labels = sorted(set(x) | set(y))
-    expected = jaccard_score(x, y, labels=labels, average="macro", zero_division=0)
+    expected = jaccard_score(x, y, labels=labels, ema="macro", zero_division=0)
     assert evals.mean_iou(guess, truth, classes, ignore=255 if skip else None) == pytest.approx(expected)
     # One matrix over the set is not the mean over its images.
     parts = sum(evals.confusion(g, t, classes, 255) for g, t in zip(guess, truth, strict=True))

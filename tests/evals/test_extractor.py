@@ -192,12 +192,12 @@ def test_a_run_with_averaged_weights_judges_by_them(tmp_path: Path) -> None:
     from unskip.training._state import read_state
 
     config = unskip.recipes.supervised(
-        "digits", steps=3, device="cpu", model_args="depth=1,embed_dim=16,num_heads=2", average=0.9
+        "digits", steps=3, device="cpu", model_args="depth=1,embed_dim=16,num_heads=2", ema=0.9
     )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UnskipWarning)
         unskip.train(config, tmp_path / "run", quiet=True)
-    average = read_state(tmp_path / "run" / "checkpoints" / "step-3", "average")
+    average = read_state(tmp_path / "run" / "checkpoints" / "step-3", "ema")
     state = extractor(tmp_path / "run").module.state_dict()
     plain = unskip.load(tmp_path / "run" / "checkpoints" / "step-3").state_dict()
     assert all(torch.equal(value, average[f"module.{name}"]) for name, value in state.items())

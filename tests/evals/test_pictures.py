@@ -239,7 +239,7 @@ def test_a_run_is_judged_by_dense_protocols_and_drawn(tmp_path: Path, capsys: py
     for split in ("train", "test"):
         write(tmp_path / f"x-{split}.parquet")
     tiny: dict[str, Any] = {"model_args": "depth=2,embed_dim=16,num_heads=2", "steps": 2, "batch": 32, "device": "cpu"}
-    tiny |= {"small": 1, "projection": 16, "hidden": 16, "bottleneck": 8, "online_images": 250, "health": False}
+    tiny |= {"local_crops": 1, "projection": 16, "hidden": 16, "bottleneck": 8, "online_images": 250, "health": False}
     unskip.train(recipes.dino("digits", **tiny), tmp_path / "run", quiet=True)
     names = "segment-ridge-v1,discover-tokencut-v1,rank-v1"
     dense = str(tmp_path / "x-{split}.parquet")

@@ -110,10 +110,10 @@ def test_the_teacher_follows() -> None:
     for parameter in dino.student.parameters():
         parameter.data.add_(1.0)
     before = [parameter.clone() for parameter in dino.teacher.parameters()]
-    dino.follow_(0.75)
+    dino.update_teacher_(0.75)
     for old, now, student in zip(before, dino.teacher.parameters(), dino.student.parameters(), strict=True):
         assert torch.allclose(now, 0.75 * old + 0.25 * student, atol=1e-6)
-    dino.follow_(0.0)
+    dino.update_teacher_(0.0)
     assert all(torch.allclose(a, b) for a, b in zip(dino.teacher.parameters(), dino.student.parameters(), strict=True))
 
 
@@ -180,7 +180,7 @@ def test_refusals() -> None:
     with pytest.raises(BadInput, match="centre or sinkhorn"):
         model(balance="none")
     with pytest.raises(BadInput, match="no pair"):
-        model()(*crops(large=1, small=0))
+        model()(*crops(large=1, local_crops=0))
     with pytest.raises(BadInput, match="how wide"):
         DINO(nn.Linear(3, 3))
     with pytest.raises(BadInput, match="0 layers"):

@@ -224,7 +224,7 @@ def test_labels_are_left_out_as_often_as_asked_and_times_drawn_as_asked() -> Non
 
     draws = torch.Generator().manual_seed(0)
     data, labels = torch.zeros(4000, *SHAPE), torch.ones(4000, dtype=torch.int64)
-    for flow in (Flow(label_dropout=0.25), Flow(times="logit-normal", time_mean=-0.5, time_deviation=0.8)):
+    for flow in (Flow(label_dropout=0.25), Flow(times="logit-normal", time_mean=-0.5, time_std=0.8)):
         flow.loss(Spy(), data, labels, NONE, generator=draws)
     (uniform, left), (logit, _) = seen
     assert float((left == NONE).float().mean()) == pytest.approx(0.25, abs=0.03)
@@ -279,8 +279,8 @@ def test_noise_waits_for_no_device() -> None:
     ({"target": "score"}, "velocity, noise, data"),
     ({"times": "beta"}, "uniform, logit-normal"),
     ({"label_dropout": 1.0}, "share"),
-    ({"time_deviation": 0.0}, "above 0"),
-    ({"time_deviation": math.inf}, "above 0"),
+    ({"time_std": 0.0}, "above 0"),
+    ({"time_std": math.inf}, "above 0"),
     ({"time_mean": math.nan}, "time_mean is nan"),
 ])  # fmt: skip
 def test_a_flow_that_is_none(fields: dict[str, Any], text: str) -> None:

@@ -15,7 +15,7 @@ TINY: dict[str, Any] = {
     "log_every": 2,
     "checkpoint_every": 4,
     "online_images": 300,
-    "average": 0.5,
+    "ema": 0.5,
     "device": "cpu",
 }
 SIT = "width=16,depth=5,heads=2"

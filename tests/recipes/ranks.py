@@ -19,7 +19,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import unskip
-from unskip.data import ImageSet, ViewFeed, Views
+from unskip.data import CropFeed, Crops, ImageSet
 from unskip.models import DINO, SimCLR
 
 STEPS = 3
@@ -43,7 +43,7 @@ def trained(kind: str, rank: int, world: int) -> tuple[nn.Module, list[float]]:
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
     pixels = torch.randint(0, 256, (16, 3, 16, 16), generator=torch.Generator().manual_seed(1), dtype=torch.uint8)
     images = ImageSet("noise", "train", ("a",), torch.zeros(16, dtype=torch.int64), pixels)
-    feed = ViewFeed(images, 8, Views(small=2, size=16, small_size=8))
+    feed = CropFeed(images, 8, Crops(local_crops=2, size=16, local_size=8))
     losses = []
     for large, small, _ in feed.iterate(0, STEPS, rank, world):
         optimizer.zero_grad()
@@ -52,7 +52,7 @@ def trained(kind: str, rank: int, world: int) -> tuple[nn.Module, list[float]]:
         loss.backward()
         optimizer.step()
         if isinstance(model, DINO):
-            model.follow_(0.9)
+            model.update_teacher_(0.9)
         losses.append(float(loss.detach()))
     return model, losses
 
@@ -88,10 +88,21 @@ def main(folder: Path) -> None:
 def sharded(folder: Path) -> None:
     """A run of the recipe whose weights are spread over the processes."""
     warnings.simplefilter("ignore", unskip.errors.UnskipWarning)  # a few steps look unhealthy
-    options: dict[str, Any] = {"steps": 4, "small": 2, "batch": 32, "projection": 32, "hidden": 24, "bottleneck": 8}
-    options |= {"model_args": "depth=2,embed_dim=16,num_heads=2", "online_images": 300, "health": False}
+    options: dict[str, Any] = {
+        "steps": 4,
+        "local_crops": 2,
+        "batch": 32,
+        "projection": 32,
+        "hidden": 24,
+    }
+    options |= {
+        "bottleneck": 8,
+        "model_args": "depth=2,embed_dim=16,num_heads=2",
+        "online_images": 300,
+        "health": False,
+    }
     options |= {"freeze_last": 0.05, "bottleneck_norm": False, "head_norm": False, "log_every": 1, "device": "cpu"}
-    unskip.train(unskip.recipes.dino("digits", shard="RANK" in os.environ, **options), folder / "run", quiet=True)
+    unskip.train(unskip.recipes.dino("digits", fsdp="RANK" in os.environ, **options), folder / "run", quiet=True)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from unskip.data import ImageSet, open_images
 from unskip.demo import Scale
 from unskip.errors import BadInput
 from unskip.recipes import _data
-from unskip.recipes._judge import judge_run, open_run
+from unskip.recipes._judge import judge_run
 
 pytestmark = pytest.mark.filterwarnings("ignore::unskip.errors.UnskipWarning")  # runs of a few steps look unhealthy
 
@@ -45,8 +45,8 @@ def broken(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.mark.parametrize("recipe", NAMES)
 def test_every_recipe_leaves_out_what_is_broken_where_that_is_asked(recipe: str, broken: str) -> None:
     with pytest.raises(BadInput, match="row 7"):
-        recipes.RECIPES[recipe].build(small(recipe, data=broken))
-    task, _ = recipes.RECIPES[recipe].build(small(recipe, data=broken, skip_broken=True))
+        unskip.recipes.build(small(recipe, data=broken))
+    task, _ = unskip.recipes.build(small(recipe, data=broken, skip_broken=True))
     assert sum("skipped 1:" in note for note in task.notes) == 2
     assert sum("held as squares of 8 pixels" in note for note in task.notes) == 2
     task.loss(task.model, next(task.feed.iterate(0, 1)))
@@ -75,11 +75,10 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def test_an_opener_serves_every_run(asked: list[str], tmp_path: Path) -> None:
-    opener = _data.opening_once()
+    opener = _data.cached_opener()
     unskip.train(small("mae"), tmp_path / "a", quiet=True, opener=opener)
     unskip.train(small("supervised", seed=1), tmp_path / "b", quiet=True, opener=opener)
     unskip.resume(tmp_path / "b", quiet=True, opener=opener)
-    open_run(tmp_path / "a", opener=opener)
     judge_run(tmp_path / "a", ["rank-v1"], opener=opener)
     assert asked == ["train", "test"]
     judge_run(tmp_path / "a", ["rank-v1"])  # without one, a run and its judge share what they open
@@ -106,10 +105,10 @@ def test_seeds_share_their_images(asked: list[str], tmp_path: Path) -> None:
 
 def test_the_demo_opens_its_images_once(asked: list[str], tmp_path: Path) -> None:
     fields = {"steps": 1, "device": "cpu", "model_args": SMALL["model_args"]}
-    scale, opener, lines = Scale("digits", fields, fields), _data.opening_once(), list[str]()
+    scale, opener, lines = Scale("digits", fields, fields), _data.cached_opener(), list[str]()
     demo._refuse_early(scale, opener)
     runs = demo._train.pretrain(scale, tmp_path, lines.append, True, opener)
     runs += demo._train.classify(scale, tmp_path, lines.append, True, opener)
-    demo._absorb.decide(runs[-1], lines.append, opener)
+    demo._absorb.decide(runs[-1], lines.append)
     unskip.report.read(runs[:1], opener=opener)
     assert sorted(asked) == ["test", "train"]

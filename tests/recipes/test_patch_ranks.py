@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import unskip
-from unskip.recipes._views import patch_ranks
+from unskip.recipes._online import patch_ranks
 
 
 def test_the_rank_of_patches_is_that_of_each_image_on_its_own() -> None:

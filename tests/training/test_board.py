@@ -9,7 +9,7 @@ import pytest
 from tests.training.test_loop import new, schedule, task
 
 from unskip.errors import BadInput
-from unskip.training import RunFolder, train
+from unskip.training import RunFolder, run_task
 
 
 def scalars(folder: Path) -> dict[str, dict[int, float]]:
@@ -22,9 +22,9 @@ def scalars(folder: Path) -> dict[str, dict[int, float]]:
 
 def test_it_holds_the_metrics_once_after_a_stop(tmp_path: Path) -> None:
     folder = new(tmp_path / "run")
-    train(task(stop_at=9), schedule(tensorboard=True, checkpoint_every=6), folder, quiet=True)
+    run_task(task(stop_at=9), schedule(tensorboard=True, checkpoint_every=6), folder, quiet=True)
     folder = RunFolder.open(tmp_path / "run")
-    train(task(), schedule(tensorboard=True, checkpoint_every=6), folder, quiet=True)
+    run_task(task(), schedule(tensorboard=True, checkpoint_every=6), folder, quiet=True)
     found = scalars(tmp_path / "run")
     rows = folder.read("metrics.jsonl")
     assert found["train/loss"] == pytest.approx({row["step"]: row["loss"] for row in rows}, rel=1e-6)
@@ -34,4 +34,4 @@ def test_it_holds_the_metrics_once_after_a_stop(tmp_path: Path) -> None:
 def test_without_the_package_it_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
     with pytest.raises(BadInput, match="pip install tensorboard"):
-        train(task(), schedule(tensorboard=True), new(tmp_path / "run"), quiet=True)
+        run_task(task(), schedule(tensorboard=True), new(tmp_path / "run"), quiet=True)

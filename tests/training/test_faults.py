@@ -18,25 +18,25 @@ from tests.training.tasks import Feed, new, schedule, task, weights
 from torch import nn
 
 from unskip.errors import BadInput, TrainingError, UnskipWarning
-from unskip.training import RunFolder, train
+from unskip.training import RunFolder, run_task
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "soap", "muon"])
 @pytest.mark.parametrize("stop_at", [3, 6, 13])
 def test_a_run_that_was_stopped_goes_on_to_the_same_weights(tmp_path: Path, optimizer: str, stop_at: int) -> None:
     whole = task(optimizer)
-    train(whole, schedule(average=0.9), new(tmp_path / "whole"), quiet=True)
+    run_task(whole, schedule(ema=0.9), new(tmp_path / "whole"), quiet=True)
     first = task(optimizer, stop_at=stop_at)
-    outcome = train(first, schedule(average=0.9), new(tmp_path / "cut"), quiet=True)
+    outcome = run_task(first, schedule(ema=0.9), new(tmp_path / "cut"), quiet=True)
     assert not outcome.finished
     assert outcome.step == stop_at + 1
     second = task(optimizer)
-    outcome = train(second, schedule(average=0.9), RunFolder.open(tmp_path / "cut"), quiet=True)
+    outcome = run_task(second, schedule(ema=0.9), RunFolder.open(tmp_path / "cut"), quiet=True)
     assert outcome.finished
     for a, b in zip(weights(whole), weights(second), strict=True):
         assert torch.equal(a, b)
     averages = [
-        (tmp_path / name / "checkpoints" / "step-20" / "average.safetensors").read_bytes() for name in ("whole", "cut")
+        (tmp_path / name / "checkpoints" / "step-20" / "ema.safetensors").read_bytes() for name in ("whole", "cut")
     ]
     assert averages[0] == averages[1]
     steps = [[row["step"] for row in RunFolder(tmp_path / name).read("metrics.jsonl")] for name in ("whole", "cut")]
@@ -50,7 +50,7 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_the_last_checkpoint(t
         pytest.warns(UnskipWarning, match="non-finite-loss"),
         pytest.raises(TrainingError, match="checkpoint is that of step 6"),
     ):
-        train(task(poison=9), schedule(), folder, quiet=True)
+        run_task(task(poison=9), schedule(), folder, quiet=True)
     assert folder.last_checkpoint() is not None
     assert folder.last_checkpoint()[0] == 6  # type: ignore[index]
     assert folder.read("warnings.jsonl")[0]["warning"] == "non-finite-loss"
@@ -64,7 +64,7 @@ def test_a_checkpoint_between_two_logged_steps_never_holds_what_is_not_finite(tm
         pytest.warns(UnskipWarning, match="non-finite-loss"),
         pytest.raises(TrainingError, match=r"that of step 4.*start anew"),
     ):
-        train(task(poison=poison), schedule(log_every=20, checkpoint_every=2), folder, quiet=True)
+        run_task(task(poison=poison), schedule(log_every=20, checkpoint_every=2), folder, quiet=True)
     found = folder.last_checkpoint()
     assert found is not None
     assert found[0] == 4
@@ -82,13 +82,13 @@ def test_data_that_vanish_are_told_with_the_way_on(tmp_path: Path) -> None:
     one = task()
     one.feed = Vanishing()
     with pytest.raises(TrainingError, match=r"images/7\.png.*that of step 6.*skip_broken leaves broken.*unskip resume"):
-        train(one, schedule(), new(tmp_path / "run"), quiet=True)
+        run_task(one, schedule(), new(tmp_path / "run"), quiet=True)
 
 
 @pytest.mark.parametrize("damage", ["truncate", "flip", "delete", "unsealed"])
 def test_a_damaged_checkpoint_is_passed_over(tmp_path: Path, damage: str) -> None:
     whole = task()
-    train(whole, schedule(), new(tmp_path / "run"), quiet=True)
+    run_task(whole, schedule(), new(tmp_path / "run"), quiet=True)
     folder = RunFolder.open(tmp_path / "run")
     victim = folder.checkpoints / "step-20" / "optimizer.safetensors"
     if damage == "truncate":
@@ -103,7 +103,7 @@ def test_a_damaged_checkpoint_is_passed_over(tmp_path: Path, damage: str) -> Non
         (folder.checkpoints / "step-20" / "checksums.json").unlink()
     again = task()
     with pytest.warns(UnskipWarning, match="the checkpoint before it is used"):
-        train(again, schedule(), folder, quiet=True)
+        run_task(again, schedule(), folder, quiet=True)
     for a, b in zip(weights(whole), weights(again), strict=True):
         assert torch.equal(a, b)
 
@@ -121,12 +121,12 @@ def test_a_full_disk_leaves_the_checkpoint_before(tmp_path: Path, monkeypatch: p
 
     one.save = full
     with pytest.raises(TrainingError, match=r"No space left.*that of step 6.*unskip resume"):
-        train(one, schedule(), folder, quiet=True)
+        run_task(one, schedule(), folder, quiet=True)
     assert [path.name for path in folder.checkpoints.iterdir()] == ["step-6"]
     again = task()
-    train(again, schedule(), folder, quiet=True)
+    run_task(again, schedule(), folder, quiet=True)
     whole = task()
-    train(whole, schedule(), new(tmp_path / "whole"), quiet=True)
+    run_task(whole, schedule(), new(tmp_path / "whole"), quiet=True)
     for a, b in zip(weights(whole), weights(again), strict=True):
         assert torch.equal(a, b)
 
@@ -136,7 +136,7 @@ import os, signal, sys
 sys.path.insert(0, {root!r})
 from pathlib import Path
 from tests.training.tasks import Feed, new, schedule, task
-from unskip.training import RunFolder, train
+from unskip.training import RunFolder, run_task
 
 one = task()
 class Deadly(Feed):
@@ -146,7 +146,7 @@ class Deadly(Feed):
                 os.kill(os.getpid(), signal.SIGKILL)
             yield batch
 one.feed = Deadly()
-train(one, schedule(), new(Path({out!r})), quiet=True)
+run_task(one, schedule(), new(Path({out!r})), quiet=True)
 """
 
 
@@ -160,8 +160,8 @@ def test_killed_without_a_word_it_goes_on_to_the_same_weights(tmp_path: Path, at
     folder = RunFolder.open(tmp_path / "run")
     found = folder.last_checkpoint()
     assert (found is None) == (at == 2)
-    train(again, schedule(), folder, quiet=True)
-    train(whole, schedule(), new(tmp_path / "whole"), quiet=True)
+    run_task(again, schedule(), folder, quiet=True)
+    run_task(whole, schedule(), new(tmp_path / "whole"), quiet=True)
     for a, b in zip(weights(whole), weights(again), strict=True):
         assert torch.equal(a, b)
     assert [row["step"] for row in folder.read("metrics.jsonl")] == [4, 8, 12, 16, 20]
@@ -172,7 +172,7 @@ import sys, time
 sys.path.insert(0, {root!r})
 from pathlib import Path
 from tests.training.tasks import Feed, new, schedule, task
-from unskip.training import train
+from unskip.training import run_task
 
 one = task()
 class Slow(Feed):
@@ -183,7 +183,7 @@ class Slow(Feed):
 one.feed = Slow()
 folder = new(Path({out!r}))
 print("begun", flush=True)
-train(one, schedule(), folder, quiet=True)
+run_task(one, schedule(), folder, quiet=True)
 """
 
 
@@ -198,15 +198,15 @@ def test_killed_at_any_moment_it_goes_on_to_the_same_weights(tmp_path: Path, see
         time.sleep(random.Random(seed).uniform(0, 1.5))
         process.kill()
     again, whole = task(), task()
-    train(again, schedule(), RunFolder.open(tmp_path / "run"), quiet=True)
-    train(whole, schedule(), new(tmp_path / "whole"), quiet=True)
+    run_task(again, schedule(), RunFolder.open(tmp_path / "run"), quiet=True)
+    run_task(whole, schedule(), new(tmp_path / "whole"), quiet=True)
     for a, b in zip(weights(whole), weights(again), strict=True):
         assert torch.equal(a, b)
 
 
 def test_without_a_whole_checkpoint_the_run_starts_anew_and_says_so(tmp_path: Path) -> None:
     whole = task()
-    train(whole, schedule(), new(tmp_path / "run"), quiet=True)
+    run_task(whole, schedule(), new(tmp_path / "run"), quiet=True)
     folder = RunFolder.open(tmp_path / "run")
     (folder.checkpoints / "step-18" / "checksums.json").write_text("[1]")
     (folder.checkpoints / "step-20" / "checksums.json").write_text("null")
@@ -215,6 +215,6 @@ def test_without_a_whole_checkpoint_the_run_starts_anew_and_says_so(tmp_path: Pa
         pytest.warns(UnskipWarning, match="step-20.*the checkpoint before it is used"),
         pytest.warns(UnskipWarning, match="step-18.*the run starts anew"),
     ):
-        train(again, schedule(), folder, quiet=True)
+        run_task(again, schedule(), folder, quiet=True)
     for a, b in zip(weights(whole), weights(again), strict=True):
         assert torch.equal(a, b)

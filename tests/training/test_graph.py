@@ -14,7 +14,7 @@ from torch.nn import functional as F
 import unskip
 from unskip import Anneal, Cut, Keep
 from unskip.data import Augment, Feed, ImageSet
-from unskip.training import RunFolder, Schedule, Task, train
+from unskip.training import RunFolder, Schedule, Task, run_task
 from unskip.training._graph import why_not
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -48,10 +48,10 @@ def run(folder: Path, graph: bool, device: str, steps: int = 8) -> tuple[list[fl
         return F.cross_entropy(logits, batch[1]), {"mean": logits.mean()}
 
     feed = Feed(images, 16, 32, seed=0, augment=Augment(), device=device)
-    task = Task(model, feed, loss, torch.optim.SGD(model.parameters(), lr=0.01), wiring=wiring)
+    task = Task(model, feed, loss, torch.optim.SGD(model.parameters(), lr=0.01), wirings=(wiring,))
     schedule = Schedule(steps, clip=1.0, log_every=1, checkpoint_every=4, graph=graph)
     runs = RunFolder.create(folder, {}, device)
-    train(task, schedule, runs, quiet=True)
+    run_task(task, schedule, runs, quiet=True)
     return [row["loss"] for row in runs.read("metrics.jsonl")], model.state_dict()
 
 

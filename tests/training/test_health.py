@@ -16,7 +16,7 @@ from unskip.training._health import Watch
 def told(folder: RunFolder, losses: list[float], stop_after: int | None = None) -> list[int]:
     """The steps at which a run of 100 steps, logged every 5, is called flat at a trivial loss of 2."""
     one = task()
-    one.trivial = 2.0
+    one.baseline_loss = 2.0
     schedule = Schedule(steps=100, log_every=5)
     watch = Watch(one, schedule, folder)
     with warnings.catch_warnings():
@@ -54,7 +54,7 @@ def test_a_checkpoint_of_before_is_read(tmp_path: Path) -> None:
 
 def test_a_warning_is_said_at_the_line_that_called(tmp_path: Path) -> None:
     one = task()
-    one.trivial = 2.0
+    one.baseline_loss = 2.0
     watch = Watch(one, Schedule(steps=100, log_every=5), new(tmp_path / "run"))
     for step in (5, 10, 15):
         watch.loss(step, 2.0)

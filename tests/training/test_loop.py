@@ -16,12 +16,12 @@ from torch import nn
 
 import unskip
 from unskip.errors import BadInput, TrainingError
-from unskip.training import RunFolder, Task, _engine, _loop, _memory, train
+from unskip.training import RunFolder, Task, _engine, _loop, _memory, run_task
 
 
 def test_the_schedule_and_the_log(tmp_path: Path) -> None:
     folder = new(tmp_path / "run")
-    outcome = train(task(), schedule(clip=1.0), folder, quiet=True)
+    outcome = run_task(task(), schedule(clip=1.0), folder, quiet=True)
     rows = folder.read("metrics.jsonl")
     assert [row["step"] for row in rows] == [4, 8, 12, 16, 20]
     assert all(row["twice"] == pytest.approx(2 * row["loss"], rel=1e-5) for row in rows)
@@ -41,14 +41,14 @@ def test_accumulation_takes_the_same_step(tmp_path: Path) -> None:
         return one
 
     once, four = without_dropout(), without_dropout()
-    train(once, schedule(steps=5), new(tmp_path / "once"), quiet=True)
-    train(four, schedule(steps=5, accumulate=4), new(tmp_path / "four"), quiet=True)
+    run_task(once, schedule(steps=5), new(tmp_path / "once"), quiet=True)
+    run_task(four, schedule(steps=5, accumulate=4), new(tmp_path / "four"), quiet=True)
     for a, b in zip(weights(once), weights(four), strict=True):
         assert torch.allclose(a, b, atol=1e-6)
     rows = [RunFolder(tmp_path / name).read("metrics.jsonl")[0] for name in ("once", "four")]
     assert rows[1]["twice"] == pytest.approx(rows[0]["twice"], rel=1e-5)
     with pytest.raises(TrainingError, match="8 samples a process cannot be divided into 3"):
-        train(without_dropout(), schedule(accumulate=3), new(tmp_path / "three"), quiet=True)
+        run_task(without_dropout(), schedule(accumulate=3), new(tmp_path / "three"), quiet=True)
 
 
 def test_samples_are_counted_over_the_time_they_took(tmp_path: Path) -> None:
@@ -69,7 +69,7 @@ def test_samples_are_counted_over_the_time_they_took(tmp_path: Path) -> None:
     folder = new(tmp_path / "run")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("unskip.training._loop.time.perf_counter", lambda: now[0])
-        train(one, schedule(evaluate_every=3), folder, quiet=True)
+        run_task(one, schedule(evaluate_every=3), folder, quiet=True)
     assert [row["samples_per_second"] for row in folder.read("metrics.jsonl")] == [8.0] * 5
 
 
@@ -82,7 +82,7 @@ def test_samples_are_counted_over_the_time_they_took(tmp_path: Path) -> None:
         ({"checkpoint_every": 1.5}, "checkpoint_every is 1.5"),
         ({"evaluate_every": -1}, "evaluate_every is -1"),
         ({"warmup": -1}, "warmup is -1"),
-        ({"average": 1.0}, "average is 1.0"),
+        ({"ema": 1.0}, "ema is 1.0"),
         ({"clip": 0.0}, "clip is 0.0"),
     ],
 )
@@ -95,12 +95,12 @@ def test_what_the_launcher_was_told_elsewhere_changes_nothing(tmp_path: Path, mo
     from accelerate.state import AcceleratorState
 
     whole = task()
-    train(whole, schedule(steps=3, clip=1e-3), new(tmp_path / "whole"), quiet=True)
+    run_task(whole, schedule(steps=3, clip=1e-3), new(tmp_path / "whole"), quiet=True)
     AcceleratorState._reset_state(reset_partial_state=True)
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
     monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "4")
     again, folder = task(), new(tmp_path / "again")
-    train(again, schedule(steps=3, clip=1e-3), folder, quiet=True)
+    run_task(again, schedule(steps=3, clip=1e-3), folder, quiet=True)
     AcceleratorState._reset_state(reset_partial_state=True)
     for a, b in zip(weights(whole), weights(again), strict=True):
         assert torch.equal(a, b)
@@ -114,29 +114,29 @@ def test_a_run_after_one_on_another_device(tmp_path: Path) -> None:
     from accelerate.state import PartialState
 
     PartialState(cpu=True).device = torch.device("meta")  # as a run on a GPU leaves it
-    train(task(), schedule(steps=2), new(tmp_path / "run"), quiet=True)
+    run_task(task(), schedule(steps=2), new(tmp_path / "run"), quiet=True)
     assert PartialState().device.type == "cpu"
 
 
 def test_learnt_shortcuts_are_not_sharded() -> None:
-    from unskip.training._shard import Sharded
+    from unskip.training._fsdp import Sharded
 
     model = timm.create_model("vit_tiny_patch16_224", img_size=32, patch_size=16, depth=1, embed_dim=24, num_heads=2)
     unskip.rewire(model, "learn:1.0", torch.zeros(1, 3, 32, 32))
-    with pytest.raises(BadInput, match="a single number, which cannot be shared out"):
+    with pytest.raises(BadInput, match="is a scalar"):
         Sharded(model, torch.optim.AdamW(model.parameters()), first=True)
 
 
 def test_notes_are_written_once(tmp_path: Path) -> None:
     one = task(stop_at=3)
     one.notes = ("two images were left out",)
-    train(one, schedule(), new(tmp_path / "run"), quiet=True)
+    run_task(one, schedule(), new(tmp_path / "run"), quiet=True)
     again = task()
     again.notes = one.notes
-    train(again, schedule(), RunFolder.open(tmp_path / "run"), quiet=True)
+    run_task(again, schedule(), RunFolder.open(tmp_path / "run"), quiet=True)
     assert [row["text"] for row in RunFolder(tmp_path / "run").read("warnings.jsonl")] == ["two images were left out"]
     shutil.rmtree(tmp_path / "run" / "checkpoints")  # as if killed before the first
-    train(task_with(one.notes), schedule(), RunFolder.open(tmp_path / "run"), quiet=True)
+    run_task(task_with(one.notes), schedule(), RunFolder.open(tmp_path / "run"), quiet=True)
     assert [row["text"] for row in RunFolder(tmp_path / "run").read("warnings.jsonl")] == ["two images were left out"]
 
 
@@ -150,7 +150,7 @@ def test_an_evaluation_that_comes_to_no_number_ends_no_run(tmp_path: Path, capsy
     found = iter([3.0, None])
     one = task()
     one.evaluations = {"rank-v1": lambda network: {"rank": next(found)}}
-    outcome = train(one, schedule(), new(tmp_path / "run"))
+    outcome = run_task(one, schedule(), new(tmp_path / "run"))
     assert outcome.finished
     assert math.isnan(outcome.evaluations["rank"])
     assert [row["rank"] for row in RunFolder(tmp_path / "run").read("evals.jsonl")] == [3.0, "nan"]
@@ -159,15 +159,15 @@ def test_an_evaluation_that_comes_to_no_number_ends_no_run(tmp_path: Path, capsy
     assert "step 20: rank nan\n" in said
     resumed = task()
     resumed.evaluations = one.evaluations
-    again = train(resumed, schedule(), RunFolder.open(tmp_path / "run"), quiet=True)
+    again = run_task(resumed, schedule(), RunFolder.open(tmp_path / "run"), quiet=True)
     assert math.isnan(again.evaluations["rank"])  # the last one, and not the last that was a number
 
 
 def test_what_others_found_of_a_checkpoint_is_no_evaluation_of_the_run(tmp_path: Path) -> None:
-    outcome = train(task(), schedule(), new(tmp_path / "run"), quiet=True)
+    outcome = run_task(task(), schedule(), new(tmp_path / "run"), quiet=True)
     row = {"step": 20, "evaluation": "probe-mae-v1", "block": 0, "probe_mae": 0.5, "bias": 9.0}
     RunFolder.open(tmp_path / "run").append("evals.jsonl", row)
-    again = train(task(), schedule(), RunFolder.open(tmp_path / "run"), quiet=True)
+    again = run_task(task(), schedule(), RunFolder.open(tmp_path / "run"), quiet=True)
     assert again.evaluations == outcome.evaluations
 
 
@@ -175,7 +175,7 @@ def test_an_evaluation_wakes_no_other_gpu(tmp_path: Path, monkeypatch: pytest.Mo
     """Of several GPUs torch would fork the generators of all, with a warning."""
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "get_rng_state", lambda device: pytest.fail(f"woke GPU {device}"))
-    assert train(task(), schedule(), new(tmp_path / "run"), quiet=True).finished
+    assert run_task(task(), schedule(), new(tmp_path / "run"), quiet=True).finished
 
 
 class Stopped(Exception):
@@ -203,7 +203,7 @@ def test_the_gpu_of_the_model_is_the_current_one_in_its_run(tmp_path: Path, monk
     monkeypatch.setattr(_loop, "device_of_model", lambda model: torch.device("cuda:1"))
     monkeypatch.setattr(_engine, "_accelerator", accelerator)
     with pytest.raises(Stopped, match=r"cuda on \['cuda:1'\]"):
-        train(task(), schedule(), new(tmp_path / "run"), quiet=True)
+        run_task(task(), schedule(), new(tmp_path / "run"), quiet=True)
     assert current == []
 
 
@@ -214,14 +214,14 @@ def test_the_most_memory_is_that_of_the_run(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: peak.update(bytes=2**30))
     monkeypatch.setattr(_loop, "forget_peak", lambda kind: _memory.forget_peak("cuda"))
     monkeypatch.setattr(_loop, "peak_memory", lambda kind: _memory.peak_memory("cuda"))
-    train(task(), schedule(), new(tmp_path / "run"), quiet=True)
+    run_task(task(), schedule(), new(tmp_path / "run"), quiet=True)
     assert {row["peak_memory_gib"] for row in RunFolder(tmp_path / "run").read("metrics.jsonl")} == {1.0}
 
 
 def test_a_graph_that_cannot_be_is_said_and_noted_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     note = "graph is off: a CUDA graph is for a GPU, and this run is on cpu"
-    train(task(stop_at=3), schedule(graph=True), new(tmp_path / "run"))
+    run_task(task(stop_at=3), schedule(graph=True), new(tmp_path / "run"))
     assert note in capsys.readouterr().err
-    train(task(), schedule(graph=True), RunFolder.open(tmp_path / "run"))
+    run_task(task(), schedule(graph=True), RunFolder.open(tmp_path / "run"))
     assert note in capsys.readouterr().err
     assert [row["text"] for row in RunFolder(tmp_path / "run").read("warnings.jsonl")] == [note]

@@ -29,6 +29,9 @@ Precision = Annotated[Literal["float32", "bf16", "fp16"], tyro.conf.arg(help="Of
 Random = Annotated[bool, tyro.conf.FlagCreatePairsOff, told("Random weights instead of pretrained ones.")]
 Json = Annotated[bool, tyro.conf.FlagCreatePairsOff, told("Print JSON and nothing else.")]
 Quiet = Annotated[bool, tyro.conf.FlagCreatePairsOff, told("Show no progress.")]
+ChangedData = Annotated[
+    bool, tyro.conf.FlagCreatePairsOff, told("Continue although the data is not what the run began with.")
+]
 Inputs = Annotated[
     tuple[tuple[str, ...], ...],  # both --input A B and --input A --input B
     tyro.conf.UseAppendAction,

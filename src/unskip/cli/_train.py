@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import unskip
 from unskip._table import table
-from unskip.cli._options import Quiet, Runs
+from unskip.cli._options import ChangedData, Quiet, Runs
 from unskip.cli._say import finite
 
 if TYPE_CHECKING:
@@ -52,13 +52,14 @@ def train(args: Sequence[str]) -> int:
     return code
 
 
-def resume(run: Runs, quiet: Quiet = False) -> int:
-    """Go on with a run from its last checkpoint, or with each run of a --seeds folder."""
+def resume(run: Runs, quiet: Quiet = False, changed_data: ChangedData = False) -> int:
+    """Continue a run from its last checkpoint, or each run of a --seeds folder."""
     found = unskip.training.find_runs(run)
+    options: dict[str, Any] = {"changed_data": changed_data}
     if found == [Path(run)]:
-        code = _tell(unskip.resume(run, quiet))
+        code = _tell(unskip.resume(run, quiet, **options))
     else:
-        code = _several(Path(run), [partial(unskip.resume, each, quiet) for each in found])
+        code = _several(Path(run), [partial(unskip.resume, each, quiet, **options) for each in found])
     _part()
     return code
 
@@ -85,7 +86,7 @@ def _begun(config: Any, out: Path, quiet: bool, opener: Opener) -> Outcome:
 
 def _several(out: Path, runs: Sequence[Callable[[Opener], Outcome]]) -> int:
     """One run after the other on images that are opened once, and a summary of all."""
-    opener = unskip.recipes.opening_once()
+    opener = unskip.recipes.cached_opener()
     outcomes: list[Outcome] = []
     for run in runs:
         outcomes.append(run(opener))

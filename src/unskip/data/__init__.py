@@ -2,6 +2,7 @@
 
 from unskip.data._augment import Augment
 from unskip.data._batch import batch
+from unskip.data._crops import CropFeed, Crops, Drawn, DrawnFeed
 from unskip.data._decode import MixedSizes
 from unskip.data._dense import open_dense
 from unskip.data._device import mean_and_std
@@ -9,19 +10,18 @@ from unskip.data._feed import Feed
 from unskip.data._images import ImageSet, fingerprint
 from unskip.data._latents import Autoencoder, LatentFeed
 from unskip.data._sources import open_images
-from unskip.data._views import Drawn, DrawnFeed, ViewFeed, Views
 
 __all__ = [
     "Augment",
     "Autoencoder",
+    "CropFeed",
+    "Crops",
     "Drawn",
     "DrawnFeed",
     "Feed",
     "ImageSet",
     "LatentFeed",
     "MixedSizes",
-    "ViewFeed",
-    "Views",
     "batch",
     "fingerprint",
     "mean_and_std",

@@ -17,7 +17,7 @@ import torch
 from unskip.demo import _absorb, _knob, _train
 from unskip.demo._train import LARGE, QUICK, SMALL, Interrupted, Scale
 from unskip.errors import BadInput
-from unskip.recipes import Opener, mae, opened, opening_once
+from unskip.recipes import Opener, cached_opener, mae, open_split
 
 __all__ = ["LARGE", "QUICK", "SMALL", "Scale", "Shown", "chosen", "run"]
 Write = Callable[[str], object]
@@ -50,7 +50,7 @@ def _with(scale: Scale, changes: Callable[[Mapping[str, Any]], dict[str, Any]]) 
 
 def run(out: str | Path = "runs/demo", write: Write = print, scale: Scale = SMALL, quiet: bool = False) -> Shown:
     """Carries the demo out in a new folder."""
-    opener = opening_once()
+    opener = cached_opener()
     _refuse_early(scale, opener)
     folder, begun = _made(Path(out)), time.perf_counter()
     if folder != Path(out):
@@ -76,7 +76,7 @@ def _all(folder: Path, write: Write, scale: Scale, quiet: bool, opener: Opener) 
     runs += (others := _train.classify(scale, folder, write, quiet, opener))
     _part(write, 4, "Can an MLP absorb its own skip?")
     kept = next((run for run in others if any((run / "checkpoints").glob("step-*"))), None)
-    holds &= _absorb.decide(kept, write, opener)
+    holds &= _absorb.decide(kept, write)
     _part(write, 5, "One page about all of it")
     write("The models are built once more from their checkpoints, measured and looked at.")
     page = write_page(runs, folder / "report.html", opener=opener).resolve()
@@ -90,7 +90,7 @@ def _part(write: Write, number: int, title: str) -> None:
 
 def _refuse_early(scale: Scale, opener: Opener) -> None:
     """What would end the demo after minutes ends it now."""
-    opened(mae(scale.preset, **scale.mae), "test", opener)
+    open_split(mae(scale.preset, **scale.mae), "test", opener)
     try:
         import matplotlib  # noqa: F401  (it refuses an MPLBACKEND that it does not know)
     except (ImportError, ValueError) as error:

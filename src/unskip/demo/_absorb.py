@@ -9,17 +9,17 @@ import torch
 
 from unskip.absorption import AbsorbableMLP, absorb
 from unskip.anatomy import MlpParts, parts
-from unskip.recipes import Opener, open_run
+from unskip.recipes import open_run
 
 Write = Callable[[str], object]
 
 
-def decide(run: Path | None, write: Write, opener: Opener | None = None) -> bool:
+def decide(run: Path | None, write: Write) -> bool:
     """True where every verdict holds when it is checked again from the weights alone.
 
     Without a run that has come to a checkpoint only the MLP that was made for it is decided.
     """
-    right = [] if run is None else [_first_mlp(run, write, opener)]
+    right = [] if run is None else [_first_mlp(run, write)]
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         mlp, x = AbsorbableMLP(16, 64).double(), torch.randn(32, 16, dtype=torch.float64)
@@ -37,8 +37,8 @@ def decide(run: Path | None, write: Write, opener: Opener | None = None) -> bool
     return all(right) and difference < 1e-6
 
 
-def _first_mlp(run: Path, write: Write, opener: Opener | None) -> bool:
-    opened = parts(open_run(run, opener=opener).encoder)
+def _first_mlp(run: Path, write: Write) -> bool:
+    opened = parts(open_run(run).encoder)
     place, part = next((place, part) for place, part in enumerate(opened) if isinstance(part, MlpParts))
     write(f"The MLP of site {place} ({opened.sites[place].path}) of the model in {run.name}:\n")
     verdict = absorb(part)

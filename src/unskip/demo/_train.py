@@ -11,7 +11,7 @@ from typing import Any
 from unskip._table import table
 from unskip.demo._compare import at_chance, beside, compared, ranked
 from unskip.errors import BadInput, TrainingError
-from unskip.recipes import Opener, judge_run, mae, opened, supervised, train
+from unskip.recipes import Opener, judge_run, mae, open_split, supervised, train
 
 Write = Callable[[str], object]
 Numbers = dict[str, dict[int, float]]  # of a name, by block
@@ -85,7 +85,7 @@ def pretrain(scale: Scale, out: Path, write: Write, quiet: bool, opener: Opener)
             continue
         write("    evaluated: kNN, linear probe and rank of every block")
         found[name] = by_block(judge_run(folder, PROTOCOLS, opener=opener)[1])
-    images = len(opened(config, "test", opener))
+    images = len(open_split(config, "test", opener))
     if len(found) == len(folders):
         for line in describe_features(found, config.shortcut, images):
             write(line)
@@ -136,7 +136,7 @@ def classify(scale: Scale, out: Path, write: Write, quiet: bool, opener: Opener)
         write(f"  {name}: into {folder}")
         outcome = _trained(config, folder, write, quiet, opener)
         accuracy[name] = None if outcome is None else outcome["test_accuracy"]
-    images = opened(config, "test", opener)
+    images = open_split(config, "test", opener)
     rows = [[name, "failed" if value is None else value] for name, value in accuracy.items()]
     write(f"\n{table(['model', 'test accuracy'], rows)}\n")
     kept, cut, initialised = accuracy.values()

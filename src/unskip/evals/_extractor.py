@@ -153,7 +153,7 @@ def _timm(model: str, name: str | None, device: Any) -> Extractor:
 
 
 def _folder(folder: Path, name: str | None, device: Any) -> Extractor:
-    from unskip.training import RunFolder, averaged_weights
+    from unskip.training import RunFolder, ema_weights
     from unskip.wiring import load
 
     if not folder.is_dir():
@@ -169,7 +169,7 @@ def _folder(folder: Path, name: str | None, device: Any) -> Extractor:
         module: Any = load(place)
     except UnskipError as error:
         raise LoadError(f"{folder}: no model that could be an extractor: {error}") from error
-    average = averaged_weights(place)  # those that a run is judged by
+    average = ema_weights(place)  # those that a run is judged by
     if average is not None:
         module.load_state_dict(average)
     module = module.to(device or "cpu").eval()

@@ -1,6 +1,6 @@
-"""DINO: a student that learns to say of each crop what a slow average of itself says of the whole image.
+"""DINO: a student learns to predict, from each crop, the output of an EMA of itself (the teacher) on global crops.
 
-    loss = mean over pairs of a large view i and another view j of  - <p_i, log q_j>
+    loss = mean over pairs of a global crop i and another crop j of  - <p_i, log q_j>
     p_i = softmax((t_i - c) / T_t),   q_j = softmax(s_j / T_s),    c <- m c + (1 - m) mean(t)
 
 Caron et al. 2021, "Emerging Properties in Self-Supervised Vision Transformers" (arXiv 2104.14294). Instead of the
@@ -91,7 +91,7 @@ class Tower(nn.Module):
 
 
 class DINO(nn.Module):
-    """Student and teacher. Rewire `student.backbone` and `teacher.backbone` alike; `follow_` moves the teacher."""
+    """Student and teacher. Rewire both backbones alike; `update_teacher_` is the EMA step."""
 
     centre: Tensor
     temperature: Tensor
@@ -130,21 +130,21 @@ class DINO(nn.Module):
         self.register_buffer("centre", torch.zeros(out))
         self.register_buffer("temperature", torch.tensor(0.04))  # the teacher's; a schedule moves it
 
-    def forward(self, large: Tensor, small: Tensor) -> Teaching:
-        """Views (images, count, channels, height, width); in training the centre moves."""
-        images, count = large.shape[:2]
+    def forward(self, global_crops: Tensor, local_crops: Tensor) -> Teaching:
+        """Crops (images, count, channels, height, width); in training the center is updated."""
+        images, count = global_crops.shape[:2]
         with torch.no_grad():
-            taught = widened(self.teacher(large.transpose(0, 1).flatten(0, 1)))  # view by view
+            taught = widened(self.teacher(global_crops.transpose(0, 1).flatten(0, 1)))  # crop by crop
             p = self.targets(taught).unflatten(0, (count, images))
-        groups = [large, small] if small.shape[1] else [large]
+        groups = [global_crops, local_crops] if local_crops.shape[1] else [global_crops]
         said = torch.cat(
             [widened(self.student(each.transpose(0, 1).flatten(0, 1))).unflatten(0, (-1, images)) for each in groups]
         )
-        said = said / self.student_temperature  # (views, images, out)
+        said = said / self.student_temperature  # (crops, images, out)
         normaliser = said.logsumexp(2)
         pairs = count * (len(said) - 1)
         if not pairs:
-            raise BadInput("one large view and no small one: there is no pair to compare")
+            raise BadInput("one global crop and no local one: there is no pair to compare")
         every = (count * normaliser.sum(0) - (p.sum(0) * said.sum(0)).sum(1)).mean()
         itself = (normaliser[:count] - (p * said[:count]).sum(2)).sum(0).mean()
         loss = (every - itself) / pairs
@@ -161,13 +161,13 @@ class DINO(nn.Module):
         return ((taught - self.centre) / self.temperature).softmax(1)
 
     @torch.no_grad()
-    def follow_(self, momentum: float) -> None:
+    def update_teacher_(self, momentum: float) -> None:
         """teacher <- m teacher + (1 - m) student."""
         theirs, ours = (list[Tensor](tower.parameters()) for tower in (self.teacher, self.student))
         torch._foreach_lerp_(theirs, ours, 1 - momentum)
 
     def last_layer(self) -> Tensor:
-        """The weight that stands still at the start of training."""
+        """The weight that is frozen at the start of training."""
         return self.student.head.last.weight
 
     @torch.no_grad()

@@ -8,7 +8,7 @@
 A network sees x_t and t and predicts the velocity v, the noise e, or the data x. Each gives the others: two equations
 in two unknowns. The score is -e / s. Ma et al., "SiT", arXiv 2401.08740; Lipman et al., arXiv 2210.02747.
 
-    velocity   E |network(x_t, t) - v_t|^2,   t uniform, or logit-normal: sigmoid(mean + deviation n) (arXiv 2403.03206)
+    velocity   E |network(x_t, t) - v_t|^2,   t uniform, or logit-normal: sigmoid(mean + std n) (arXiv 2403.03206)
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Flow:
     target: Target = "velocity"
     times: Times = "uniform"
     time_mean: float = 0.0  # of logit-normal times, before the sigmoid
-    time_deviation: float = 1.0
+    time_std: float = 1.0
     label_dropout: float = 0.1  # how often a label is left out, for classifier-free guidance
 
     def __post_init__(self) -> None:
@@ -62,8 +62,8 @@ class Flow:
                 raise BadInput(f"{name} is {getattr(self, name)!r}; it can be {', '.join(get_args(known))}")
         if not 0 <= self.label_dropout < 1:
             raise BadInput(f"label_dropout is {self.label_dropout}; it is a share from 0 up to but without 1")
-        if not 0 < self.time_deviation < math.inf:
-            raise BadInput(f"time_deviation is {self.time_deviation}; it is above 0")
+        if not 0 < self.time_std < math.inf:
+            raise BadInput(f"time_std is {self.time_std}; it is above 0")
         if not math.isfinite(self.time_mean):
             raise BadInput(f"time_mean is {self.time_mean}; it is a number, and 0 puts the middle of all times at 0.5")
 
@@ -113,7 +113,7 @@ class Flow:
             time = torch.rand(count, device=device, generator=generator)
         else:
             normal = torch.randn(count, device=device, generator=generator)
-            time = torch.sigmoid(self.time_mean + self.time_deviation * normal)
+            time = torch.sigmoid(self.time_mean + self.time_std * normal)
         first, last = self.ends
         return first + (last - first) * time
 

@@ -56,11 +56,24 @@ def build(
     return optimizer
 
 
-def without_betas(name: str) -> bool:
-    """Whether an optimizer is one of timm's that have no betas."""
-    factory: Any = import_module("timm.optim")
-    known = name.lower() not in ("adamw", "soap", "muon") and name.lower() in factory.list_optimizers()
-    return known and not factory.get_optimizer_info(name).has_betas
+def own_group(optimizer: torch.optim.Optimizer, param: Tensor, name: str) -> None:
+    """Moves a parameter into a group of its own, which `group_of` finds by its name: for a schedule of its own."""
+    for group in optimizer.param_groups:
+        for index, each in enumerate(group["params"]):
+            if each is param:
+                settings = {key: value for key, value in group.items() if key not in ("params", "param_names")}
+                moved: Group = {key: [group[key].pop(index)] for key in ("params", "param_names") if key in group}
+                optimizer.param_groups.append({**settings, **moved, "name": name})
+                return
+    raise BadInput(f"{name}: the optimizer does not hold this parameter")
+
+
+def group_of(optimizer: torch.optim.Optimizer, name: str) -> Group:
+    """The group of this name. Ask for it anew after `load_state_dict`, which replaces the groups."""
+    for group in optimizer.param_groups:
+        if group.get("name") == name:
+            return group
+    raise BadInput(f"the optimizer has no group {name!r}")
 
 
 def check_assignment(assigned: Groups, optimizer: torch.optim.Optimizer) -> None:

@@ -1,13 +1,17 @@
-"""Complete runs: a recipe is a function that returns one frozen config; `train` carries it out."""
+"""Complete runs: a recipe makes a frozen config, and `train` carries it out in a run folder."""
 
-from unskip.recipes._data import Opener, both, opened, opening_once
+from unskip.recipes._build import build
+from unskip.recipes._config import Config
+from unskip.recipes._data import Opener, cached_opener, evaluated_split, open_split, open_splits
 from unskip.recipes._dino import Dino, dino
 from unskip.recipes._fields import field_groups
-from unskip.recipes._judge import Trained, judge_run, open_run
+from unskip.recipes._judge import judge_run
 from unskip.recipes._judge_dense import DENSE, judge_dense, picture_run
 from unskip.recipes._judge_generation import judge_samples, judge_times
 from unskip.recipes._mae import Mae, mae
-from unskip.recipes._registry import RECIPES, Recipe, from_dict, recipe_of, resolve
+from unskip.recipes._objective import Facts, Objective, Progress
+from unskip.recipes._open import Trained, is_run, load, open_run
+from unskip.recipes._registry import RECIPES, Preset, Recipe, from_dict, recipe_of, register, resolve, to_dict
 from unskip.recipes._run import is_main, resume, train
 from unskip.recipes._sample import Samples, sample
 from unskip.recipes._simclr import Simclr, simclr
@@ -18,9 +22,14 @@ from unskip.recipes._uvit import Uvit, uvit
 __all__ = [
     "DENSE",
     "RECIPES",
+    "Config",
     "Dino",
+    "Facts",
     "Mae",
+    "Objective",
     "Opener",
+    "Preset",
+    "Progress",
     "Recipe",
     "Samples",
     "Simclr",
@@ -28,27 +37,33 @@ __all__ = [
     "Supervised",
     "Trained",
     "Uvit",
-    "both",
+    "build",
+    "cached_opener",
     "dino",
+    "evaluated_split",
     "field_groups",
     "from_dict",
     "is_main",
+    "is_run",
     "judge_dense",
     "judge_run",
     "judge_samples",
     "judge_times",
+    "load",
     "mae",
     "open_run",
-    "opened",
-    "opening_once",
+    "open_split",
+    "open_splits",
     "picture_run",
     "recipe_of",
+    "register",
     "resolve",
     "resume",
     "sample",
     "simclr",
     "sit",
     "supervised",
+    "to_dict",
     "train",
     "uvit",
 ]

@@ -1,8 +1,8 @@
 """The images of a run, opened alike for every recipe.
 
-Decoding a set can take longer than training on it. Whoever makes several runs hands one opener to all of them:
+Decoding a set can take longer than training on it. Several runs on one set share a cached opener:
 
-    opener = functools.lru_cache(4)(open_images)    # the training and the judged split of two sets
+    opener = cached_opener()
     for config in configs:
         unskip.train(config, folder, opener=opener)
 """
@@ -20,20 +20,20 @@ from unskip.recipes._config import Config
 Opener = Callable[..., ImageSet]  # with the arguments of `open_images`
 
 
-def opening_once() -> Opener:
-    """An opener that keeps what it opened: the training and the judged split of two sets."""
+def cached_opener() -> Opener:
+    """An opener that keeps what it opened: the training and the evaluated split of two sets."""
     return lru_cache(4)(open_images)
 
 
-def judged_split(config: Config) -> Literal["val", "test"]:
-    """What a run is judged by."""
+def evaluated_split(config: Config) -> Literal["val", "test"]:
+    """The split that a run is evaluated on."""
     return "val" if config.validate else "test"
 
 
-def opened(
+def open_split(
     config: Config, split: Literal["train", "val", "test"], opener: Opener | None = None, hold_out: bool = False
 ) -> ImageSet:
-    """One split of the images of a config. Several sizes are held as squares: of `source`, or of `size`."""
+    """One split of the images of a config. Images of several sizes are held as squares: of `source`, or of `size`."""
     opener = opener or open_images
     options: dict[str, Any] = {"root": config.data_root, "skip_broken": config.skip_broken}
     options |= {"hold_out": hold_out, "download": config.download}
@@ -41,22 +41,22 @@ def opened(
         return opener(config.data, split, **options)
     except MixedSizes:
         size = getattr(config, "source", None) or config.size
-        found = opener(config.data, split, size=size, **options)
+        images = opener(config.data, split, size=size, **options)
         line = f"images of several sizes: all are held as squares of {size} pixels, their central part"
-        return replace(found, report=(*found.report, line))
+        return replace(images, report=(*images.report, line))
 
 
-def both(
+def open_splits(
     config: Config, opener: Opener | None = None, split: Literal["val", "test"] | None = None
 ) -> tuple[ImageSet, ImageSet]:
-    """What is trained on and what is judged by, of the same number of channels; the second is `split`, if given."""
-    split = split or judged_split(config)
-    train, judged = opened(config, "train", opener, hold_out=split == "val"), opened(config, split, opener)
-    channels = max(train.channels, judged.channels)
-    return _coloured(train, channels), _coloured(judged, channels)
+    """The training split and the evaluated one, with the same number of channels; `split` replaces the config's."""
+    split = split or evaluated_split(config)
+    train, test = open_split(config, "train", opener, hold_out=split == "val"), open_split(config, split, opener)
+    channels = max(train.channels, test.channels)
+    return _with_channels(train, channels), _with_channels(test, channels)
 
 
-def _coloured(images: ImageSet, channels: int) -> ImageSet:
+def _with_channels(images: ImageSet, channels: int) -> ImageSet:
     """A gray set beside one in colour, with its channel three times."""
     if images.images is None or images.channels == channels:
         return images

@@ -9,11 +9,11 @@ from dataclasses import dataclass, fields
 from typing import Any, get_type_hints
 
 GROUPS = {
-    "data": "data data_root download skip_broken size source workers crop scale flip mixup cutmix erase randaugment "
-    "colour latents cache",
+    "data": "data data_root download skip_broken size source workers crop scale local_crops local_size local_scale "
+    "flip mixup cutmix erase randaugment jitter latents cache",
     "model and shortcut": "model model_args patch weights shortcut where init long_skips drop_path",
     "optimisation": "optimizer lr lr_end weight_decay weight_decay_end betas layer_decay batch epochs steps warmup "
-    "clip precision narrow accumulate compile graph shard average",
+    "clip precision narrow accumulate compile graph fsdp ema",
     "evaluation": "validate evaluate_every online_images online_time health",
     "run": "preset seed device checkpoint_every log_every tensorboard",
 }

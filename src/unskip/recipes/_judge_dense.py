@@ -13,8 +13,8 @@ from unskip.anatomy import block_indices
 from unskip.data import open_dense, open_images
 from unskip.errors import BadInput
 from unskip.evals import Result, discover_blocks, patches, pictures, protocol, segment_blocks
-from unskip.recipes._data import judged_split, opened, opening_once
-from unskip.recipes._judge import Trained, open_run
+from unskip.recipes._data import cached_opener, evaluated_split, open_split
+from unskip.recipes._open import Trained, open_run
 
 DENSE = ("segment", "discover")
 TRIMAP = {1: 1, 2: 0, 3: 255}  # object, ground, and a border that does not count
@@ -84,9 +84,11 @@ def picture_run(
     out: str | Path, target: str | Path, source: str | None = None, device: str | None = None, count: int = 6
 ) -> Path:
     """A sheet of pictures of a run's features, of images that it is judged by or of another set of parquet files."""
-    opener = opening_once()
-    run = open_run(out, device, opener)
-    images = opened(run.config, judged_split(run.config), opener) if source is None else open_images(source, "test")
+    opener = cached_opener()
+    run = open_run(out, device)
+    images = (
+        open_split(run.config, evaluated_split(run.config), opener) if source is None else open_images(source, "test")
+    )
     chosen = torch.linspace(0, len(images) - 1, count).long()
     # Another set as it is, where its images are of one size and the model takes any.
     whole = source is not None and images.size is not None and getattr(run.encoder, "dynamic_img_size", False)

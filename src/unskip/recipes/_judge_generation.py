@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from unskip.errors import BadInput
 from unskip.evals import Blocks, Extractor, Result, diffusion, extractor, generation, statistics
 from unskip.models import Sampling
-from unskip.recipes._data import both, judged_split, opened, opening_once
-from unskip.recipes._generate import Generative
-from unskip.recipes._judge import Trained, open_run
+from unskip.recipes._data import cached_opener, evaluated_split, open_split, open_splits
+from unskip.recipes._generative import Generative
+from unskip.recipes._open import Trained, open_run
 from unskip.recipes._sample import Samples, sampled
 
 
@@ -36,12 +36,12 @@ def judge_samples(
     The classes are as often as each other. `sampling` is 50 steps of Heun's unless said otherwise. Where `samples` are
     there already, made as `sampling` and `precision` say, these are judged and none are drawn.
     """
-    opener = opening_once()
-    trained = run if isinstance(run, Trained) else open_run(run, opener=opener)
+    opener = cached_opener()
+    trained = run if isinstance(run, Trained) else open_run(run)
     config = _generative(trained)
     sampling = sampling or Sampling()
     chosen = extractor(judge, device=next(trained.model.parameters()).device)
-    images = opened(config, split, opener)
+    images = open_split(config, split, opener)
     reference = statistics(images, chosen, size=config.size, batch=batch, cache=cache)
     if samples is not None:
         n = len(samples.images)
@@ -78,15 +78,15 @@ def judge_times(
     changes: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> tuple[Trained, dict[float, list[Result]]]:
     """Protocols over blocks and noise levels; a row for each result is added to the run's evals.jsonl."""
-    opener = opening_once()
-    trained = run if isinstance(run, Trained) else open_run(run, device, opener)
+    opener = cached_opener()
+    trained = run if isinstance(run, Trained) else open_run(run, device)
     config = _generative(trained)
     if config.latents is not None:
         raise BadInput(
             f"{trained.folder.path}: it was trained on latents; call unskip.evals.noised_features with those"
         )
-    split = split or judged_split(config)
-    train, test = both(config, opener, split)
+    split = split or evaluated_split(config)
+    train, test = open_splits(config, opener, split)
     found = diffusion(
         trained.model,
         train,

@@ -1,7 +1,7 @@
 """Pretraining of a masked autoencoder, plain or with decayed shortcuts and long skips.
 
 The main result of "Residual Connections Harm Generative Representation Learning" (arXiv 2404.10947): decayed identity
-shortcuts in the encoder, with long skips for the details, lift what MAE's features know of the class.
+shortcuts in the encoder, with long skips for the details, improve the kNN and probe accuracy of MAE's features.
 
     the paper's method    --shortcut decay:0.6 (or decay:product=5e-3) --long-skips --init zero
     plain MAE             --shortcut keep --no-long-skips --init default
@@ -11,56 +11,48 @@ shortcuts in the encoder, with long skips for the details, lift what MAE's featu
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from unskip.anatomy import Example, block_axes
-from unskip.data import Augment, Feed
+from unskip.data import Feed, ImageSet
 from unskip.errors import BadInput
-from unskip.evals import extract, rank
 from unskip.init import zero_branches_
 from unskip.models import MAE, load_published
-from unskip.optim import build as build_optimizer
 from unskip.recipes._config import Config
-from unskip.recipes._data import Opener, both, judged_split
-from unskip.recipes._online import check_online, neighbours, some
-from unskip.recipes._registry import Preset, Recipe, register, resolve
-from unskip.recipes._shared import arguments_of, built, device_of, save_with_encoder, schedule_of, steps_of, wired
-from unskip.training import Schedule, Task
+from unskip.recipes._models import built, check_patch, timm_arguments
+from unskip.recipes._objective import Facts, Objective
+from unskip.recipes._online import FeatureEvaluation, check_knn, subset
+from unskip.recipes._registry import Preset, Recipe, register
+from unskip.training import Evaluation
 
 
 @dataclass(frozen=True)
 class Mae(Config):
     """The config of a pretraining run."""
 
-    patch: int | None = 4  # sides of a patch in pixels; None: as the model has it
-    shortcut: str = "decay:0.6"  # in the encoder alone
-    long_skips: bool = True  # encoder blocks hand their outputs to the decoder
-    init: str = "zero"  # zero: encoder and decoder branches and the head start at zero | default
+    patch: int | None = 4  # side of a patch in pixels; None: the model's own
+    shortcut: str = "decay:0.6"  # of the encoder alone
+    long_skips: bool = True  # outputs of encoder blocks go into decoder blocks
+    init: str = "zero"  # zero: branches of encoder and decoder and the head start at zero | default
     weights: str | None = None  # a published checkpoint of plain MAE
     decoder_width: int = 512
     decoder_depth: int = 8
     decoder_heads: int = 16
-    mask: float = 0.75  # share of the patches
-    norm_pix: bool = True  # patches are painted at mean 0, variance 1
+    mask: float = 0.75  # fraction of the patches
+    norm_pix: bool = True  # per-patch normalised targets
     narrow: bool = False  # the streams in autocast's precision: faster, and it rounds more
     lr: float = 3e-4
     epochs: float = 60
-    warmup: float = 0.05  # share of the steps
+    warmup: float = 0.05  # fraction of the steps
     crop: Literal["pad", "resized", "center", "none"] = "resized"
-    scale: float = 0.2  # the least share of the area that a resized crop takes
+    scale: float = 0.2  # smallest fraction of the area that a resized crop shows
     flip: bool = True
-    average: float | None = None  # decay of averaged weights, which are those that are judged
-    online_images: int = 10_000  # how many images of each split the neighbours and the rank are judged on in training
-    health: bool = True  # look at features and attention with each evaluation, and warn; takes some seconds
 
-    def idle(self) -> dict[str, str]:
-        return super().idle() | ({} if self.crop == "resized" else {"scale": f"crop is {self.crop}; take resized"})
+    def unused(self) -> dict[str, str]:
+        return super().unused() | ({} if self.crop == "resized" else {"scale": f"crop is {self.crop}; take resized"})
 
 
 _PRESETS = {
@@ -76,7 +68,7 @@ _PRESETS = {
         | {"lr": 1e-3, "decoder_width": 128, "decoder_depth": 6, "decoder_heads": 4, "evaluate_every": 2000}
         | {"precision": "bf16", "graph": True, "shortcut": "decay:0.8"},
         "about 6 minutes on one H200",
-        "after 180 epochs KNN 69.5, linear probe 72.8, one seed (long skips alone: 68.0, 71.5)",
+        "after 180 epochs kNN 69.5, linear probe 72.8, one seed (long skips alone: 68.0, 71.5)",
     ),
     "tiny-imagenet": Preset(
         {"data": "tiny-imagenet", "size": 64, "patch": 8, "model": "timm:vit_small_patch16_224", "epochs": 400}
@@ -90,90 +82,15 @@ _PRESETS = {
         | {"batch": 4096, "lr": 1.5e-4 * 4096 / 256, "evaluate_every": 5000, "workers": 12}
         | {"precision": "bf16", "compile": True},
         "days on 8 GPUs; not run here",
-        "the paper: KNN 63.9, linear probe 72.7 (plain MAE 27.4, 67.8)",
+        "the paper: kNN 63.9, linear probe 72.7 (plain MAE 27.4, 67.8)",
     ),
 }
 
 
-def mae(preset: str = "digits", **overrides: Any) -> Mae:
-    """The config of a pretraining run: a preset with some fields changed."""
-    config: Mae = resolve("mae", preset, overrides)
-    return config
-
-
-def build(config: Mae, opener: Opener | None = None) -> tuple[Task, Schedule]:
-    """The task and schedule of a config."""
-    device = device_of(config.device)
-    if config.patch is not None and config.patch < 1:
-        raise BadInput(f"patch is {config.patch}; it is 1 or more, the pixels along a side of a patch")
-    if config.patch is not None and config.size % config.patch:
-        raise BadInput(f"patches of {config.patch} do not divide images of {config.size}; change size or patch")
-    train, test = both(config, opener)
-    augment = Augment(crop=config.crop, scale=(config.scale, 1.0), flip=config.flip)
-    options: dict[str, Any] = {"batch": config.batch, "size": config.size, "device": device, "workers": config.workers}
-    feed = Feed(train, seed=config.seed, augment=augment, **options)
-    steps = steps_of(config, feed.steps_per_epoch)
-    known, judged = (Feed(some(images, config.online_images), augment=None, **options) for images in (train, test))
-    check_online(known.images, judged.images)
-    sample = next(iter(judged.evaluate()))[0][:64]
-    arguments = encoder_arguments(config, train.channels)
-    model = _model(config, arguments).to(device)
-    if config.init == "zero":
-        zero_branches_(model.encoder, sample[:2])
-        model.zero_start_()
-    elif config.init != "default":
-        raise BadInput(f"init is {config.init!r}; it can be zero or default")
-    if config.weights is not None:
-        load_published(model, config.weights)
-    wiring = wired(model.encoder, config, sample)
-    axes = block_axes(model.encoder, Example.of(sample[:1]))  # once, and of the model before it is sharded
-    betas: dict[str, Any] = {"betas": (0.9, 0.95)} if config.optimizer.lower() == "adamw" else {}
-    optimizer = build_optimizer(model, config.optimizer, config.lr, config.weight_decay, **betas)
-    schedule = schedule_of(config, steps)
-
-    def loss(network: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
-        found = network(batch[0])
-        return found.loss, {"feature_norm": found.feature_norm}
-
-    def write(network: Any, folder: Path) -> None:
-        save_with_encoder(network, network.encoder, folder, config.model, arguments)
-
-    task = Task(
-        model=model,
-        feed=feed,
-        loss=loss,
-        optimizer=optimizer,
-        wiring=wiring,
-        trivial=trivial(model, judged),
-        evaluations={
-            "reconstruction-v1": _reconstruction(judged, judged_split(config)),
-            "knn-dino-v1, rank-v1": _online(known, judged, config.precision, axes),
-        },
-        notes=(*train.report, *test.report),
-        sample=sample[:8] if config.health else None,
-        watched=model.encoder,
-        save=write,
-    )
-    return task, schedule
-
-
-def encoder_arguments(config: Mae, channels: int) -> dict[str, Any]:
-    """The arguments of the encoder's builder: no head, and no last norm where nothing would read it."""
-    if not config.model.startswith("timm:"):
-        raise BadInput(
-            f"model is {config.model!r}; the encoder of an MAE is a ViT of timm, as in timm:vit_base_patch16_224"
-        )
-    arguments: dict[str, Any] = {"num_classes": 0, "global_pool": "", "in_chans": channels, "img_size": config.size}
-    if config.long_skips:
-        arguments["final_norm"] = False
-    if config.patch is not None:
-        arguments["patch_size"] = config.patch
-    return arguments | arguments_of(config.model_args)
-
-
-def _model(config: Mae, arguments: dict[str, Any]) -> MAE:
+def build_model(config: Mae, facts: Facts) -> MAE:
+    """The autoencoder, around an encoder of timm."""
     try:
-        encoder = built(config, arguments)
+        encoder = built(config, _encoder_arguments(config, facts))
     except BadInput as error:
         if "unexpected keyword" not in str(error):
             raise
@@ -190,46 +107,81 @@ def _model(config: Mae, arguments: dict[str, Any]) -> MAE:
     )
 
 
-@torch.no_grad()
-def trivial(model: MAE, feed: Feed) -> float:
-    """The loss where nothing is painted: the mean square of what is wanted, of all images, or of the first batch where
-    they have to be read from disk."""
-    total, count = torch.zeros((), dtype=torch.float64, device=feed.device), 0
-    for images, _ in feed.evaluate():
-        wanted = model.target(model.patches(images))
-        total, count = total + wanted.double().square().sum(), count + wanted.numel()
-        if feed.images.images is None:
-            break
-    return float(total) / count
+def _encoder_arguments(config: Mae, facts: Facts) -> dict[str, Any]:
+    """No head, no pooling, and no last norm where nothing would read it."""
+    last_norm = {"final_norm": False} if config.long_skips else {}
+    return timm_arguments(config, facts.channels, global_pool="", **last_norm)
 
 
-def _reconstruction(judge: Feed, split: str) -> Callable[[nn.Module], dict[str, float]]:
-    def reconstruction(network: nn.Module) -> dict[str, float]:
-        assert isinstance(network, MAE)
-        draw = torch.Generator().manual_seed(0)  # the same masks each time
-        total = torch.zeros((), dtype=torch.float64, device=judge.device)
-        for images, _ in judge.evaluate():
-            noise = torch.rand(len(images), network.grid.patches, generator=draw).to(judge.device)
-            total += network(images, noise).loss.double() * len(images)
-        return {f"{split}_loss": float(total) / len(judge.images)}
+class Reconstruction(Objective):
+    """The mean squared error of masked patches."""
 
-    return reconstruction
+    config: Mae
+
+    def check(self) -> None:
+        check_patch(self.config, "size")
+        if self.config.init not in ("zero", "default"):
+            raise BadInput(f"init is {self.config.init!r}; it can be zero or default")
+
+    def evaluation_feed(self, images: ImageSet, device: torch.device) -> Feed:
+        return self._images(subset(images, self.config.online_images), device, self.config.batch)
+
+    def encoder(self, model: Any) -> nn.Module:
+        encoder: nn.Module = model.encoder
+        return encoder
+
+    def builder(self, facts: Facts) -> dict[str, Any]:
+        return {"spec": self.config.model, "kwargs": _encoder_arguments(self.config, facts)}
+
+    def start(self, model: Any, sample: Tensor) -> list[str]:
+        if self.config.init == "zero":
+            zero_branches_(model.encoder, sample[:2])  # of all sites: `where` is about the shortcut
+            model.zero_start_()
+        if self.config.weights is not None:
+            load_published(model, self.config.weights)
+        return []
+
+    def optimizer_options(self) -> dict[str, Any]:
+        return {"betas": (0.9, 0.95)} if self.config.optimizer.lower() == "adamw" else {}
+
+    def loss(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+        output = model(batch[0])
+        return output.loss, {"feature_norm": output.feature_norm}
+
+    @torch.no_grad()
+    def baseline_loss(self, model: Any, train: ImageSet, test: Feed) -> float:
+        """The loss of predicting zero: the mean square of the targets, over the first batch where images are read from
+        disk."""
+        total, count = torch.zeros((), dtype=torch.float64, device=test.device), 0
+        for images, _ in test.evaluate():
+            target = model.target(model.patches(images))
+            total, count = total + target.double().square().sum(), count + target.numel()
+            if test.images.images is None:
+                break
+        return float(total) / count
+
+    def evaluations(self, model: nn.Module, train: Feed, test: Feed, split: str) -> dict[str, Evaluation]:
+        check_knn(train.images, test.images)
+        return {
+            "reconstruction-v1": ReconstructionLoss(test, split),
+            "knn-dino-v1, rank-v1": FeatureEvaluation.of(self.encoder, model, train, test, self.config.precision),
+        }
 
 
-def _online(
-    train: Feed, test: Feed, precision: Any, axes: Mapping[str, int]
-) -> Callable[[nn.Module], dict[str, float]]:
-    """Neighbours and rank of the last block, while training goes on."""
+@dataclass(frozen=True)
+class ReconstructionLoss:
+    """The loss over a split, with the same masks each time."""
 
-    def online(network: nn.Module) -> dict[str, float]:
-        assert isinstance(network, MAE)
-        learnt, judged = (
-            extract(network.encoder, feed.evaluate(), -1, precision=precision, axes=axes) for feed in (train, test)
-        )
-        last = learnt.blocks - 1
-        return neighbours(learnt, judged, last) | rank(judged["mean", "none"][last])
+    feed: Feed
+    split: str
 
-    return online
+    def __call__(self, model: Any) -> dict[str, float]:
+        generator = torch.Generator().manual_seed(0)
+        total = torch.zeros((), dtype=torch.float64, device=self.feed.device)
+        for images, _ in self.feed.evaluate():
+            noise = torch.rand(len(images), model.grid.patches, generator=generator).to(self.feed.device)
+            total += model(images, noise).loss.double() * len(images)
+        return {f"{self.split}_loss": float(total) / len(self.feed.images)}
 
 
-register(Recipe("mae", Mae, _PRESETS, build))
+mae = register(Recipe("mae", Mae, _PRESETS, build_model, Reconstruction))

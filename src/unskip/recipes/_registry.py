@@ -8,11 +8,12 @@ from pathlib import PurePath
 from typing import Any, get_args, get_type_hints
 
 import numpy
+from torch import nn
 
 from unskip._words import nearest
 from unskip.errors import BadInput
-from unskip.optim import without_betas
 from unskip.recipes._config import Config
+from unskip.recipes._objective import Facts, Objective
 from unskip.wiring import Shortcut
 
 
@@ -27,20 +28,34 @@ class Preset:
 
 @dataclass(frozen=True)
 class Recipe:
-    """A kind of run."""
+    """A kind of run: its config and presets, its model, and what that is trained for."""
 
     name: str
     config: type[Config]
     presets: Mapping[str, Preset]
-    build: Callable[..., Any]  # (config, opener=None) -> (Task, Schedule)
+    build_model: Callable[[Any, Facts], nn.Module]  # (config, facts of the data); on the CPU, with random weights
+    objective: Callable[[Any], Objective]  # (config)
+
+    def __call__(self, preset: str | None = None, **overrides: Any) -> Any:
+        """The config of a run: a preset (the first one by default) with some fields changed."""
+        return resolve(self.name, preset or next(iter(self.presets)), overrides)
 
 
 RECIPES: dict[str, Recipe] = {}
 
 
-def register(recipe: Recipe) -> None:
-    """Enters a recipe."""
+def register(recipe: Recipe) -> Recipe:
+    """Enters a recipe under its name, for `unskip train NAME` and for opening its runs; returns it.
+
+    Calling it makes a config: `config = register(Recipe("mine", ...))("digits", lr=1e-3)`.
+    """
+    known = RECIPES.get(recipe.name)
+    if known is not None and known.config is not recipe.config:
+        raise BadInput(f"there is a recipe {recipe.name!r} already; give yours another name")
+    if not recipe.presets:
+        raise BadInput(f"recipe {recipe.name!r} has no preset; give it one at least")
     RECIPES[recipe.name] = recipe
+    return recipe
 
 
 def resolve(recipe: str, preset: str, overrides: Mapping[str, Any]) -> Any:
@@ -87,20 +102,20 @@ def from_dict(data: Mapping[str, Any]) -> Config:
     values = dict(data)
     recipe = RECIPES.get(values.pop("recipe", ""))
     if recipe is None:
-        raise BadInput(f"the run's recipe is {data.get('recipe')!r}; this version has {', '.join(RECIPES)}")
+        raise BadInput(
+            f"the run's recipe is {data.get('recipe')!r}, and known are {', '.join(RECIPES)}; where it comes from a "
+            "plugin, load that first (--plugin FILE)"
+        )
     names = {field.name for field in fields(recipe.config)}
     unknown = sorted(set(values) - names)
     if unknown:
         raise BadInput(f"the run's config has fields that this version does not know: {', '.join(unknown)}")
-    # Earlier runs kept the betas of AdamW beside any optimizer, and used them for AdamW alone.
-    if values.get("betas") is not None and without_betas(values["optimizer"]):
-        values["betas"] = None
     return recipe.config(**values)
 
 
-def to_dict(recipe: str, config: Config) -> dict[str, Any]:
+def to_dict(config: Config) -> dict[str, Any]:
     """Plain data for a run folder."""
-    return {"recipe": recipe, **{field.name: getattr(config, field.name) for field in fields(config)}}
+    return {"recipe": recipe_of(config).name, **{field.name: getattr(config, field.name) for field in fields(config)}}
 
 
 def recipe_of(config: Config) -> Recipe:

@@ -1,4 +1,4 @@
-"""From a config to a run: build the task, make the folder, train; and the same again from a folder."""
+"""From a config to a run: check it, build the task, make the folder, train; and the same again from a folder."""
 
 from __future__ import annotations
 
@@ -10,59 +10,82 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from unskip._plugins import loaded_plugins, with_plugins
 from unskip._words import count
 from unskip.errors import BadInput
+from unskip.recipes._build import build
 from unskip.recipes._config import Config
 from unskip.recipes._data import Opener
-from unskip.recipes._registry import RECIPES, Recipe, from_dict, recipe_of, to_dict
-from unskip.recipes._shared import device_of
-from unskip.training import Outcome, RunFolder, why_not
-from unskip.training import train as run_loop
+from unskip.recipes._registry import Recipe, from_dict, recipe_of, to_dict
+from unskip.training import Outcome, RunFolder, device_of, run_task, why_not
 
 
 def train(config: Config, out: str | Path, quiet: bool = False, opener: Opener | None = None) -> Outcome:
-    """Carries out a config in a new run folder. Stopped by Ctrl-C or SIGTERM it leaves a checkpoint to resume from.
+    """Trains as a config says, in a new run folder. Stopped by Ctrl-C or SIGTERM it leaves a checkpoint to resume from.
 
-    `opener` opens the images; one that keeps them spares the next run of the same data from decoding them again.
+    `opener` opens the images; a cached one spares the next run on the same data from decoding them again.
     """
     recipe = recipe_of(config)
     _refuse_not_finite(config)
-    _refuse_idle(config, recipe)
+    _refuse_unused(config, recipe)
     _refuse_graph(config, recipe)
     folder = RunFolder(out)
     if is_main():
-        folder.check_free()  # now, and not when the images are decoded
+        folder.check_free()  # before the images are decoded
     torch.manual_seed(config.seed)
-    _tell_data(config, quiet)
-    task, schedule = recipe.build(config, opener)
+    _announce_data(config, quiet)
+    task, schedule = build(config, opener)
     if is_main():
         device = str(next(task.model.parameters()).device)
-        folder = RunFolder.create(out, to_dict(recipe.name, config), device, schedule.steps)
+        folder = RunFolder.create(
+            out, to_dict(config), device, steps=schedule.steps, plugins=loaded_plugins(), **task.record
+        )
         if not quiet:
             sys.stderr.write(f"{_summary(config, task.model, schedule.steps)} on {device}\n")
-    return run_loop(task, schedule, folder, quiet)
+    return run_task(task, schedule, folder, quiet)
 
 
-def resume(out: str | Path, quiet: bool = False, opener: Opener | None = None) -> Outcome:
-    """Goes on with a run from its last whole checkpoint, or from the start where it has none."""
+def resume(
+    out: str | Path, quiet: bool = False, opener: Opener | None = None, *, changed_data: bool = False
+) -> Outcome:
+    """Continues a run from its last whole checkpoint, or from the start where it has none.
+
+    Data that is not what the run began with is refused, unless `changed_data`.
+    """
     folder = RunFolder.open(out)
-    data = folder.config
-    config = from_dict(data)
+    with with_plugins(folder.plugins):
+        config = from_dict(folder.config)
     torch.manual_seed(config.seed)
-    _tell_data(config, quiet)
-    task, schedule = RECIPES[data["recipe"]].build(config, opener)
-    return run_loop(task, schedule, folder, quiet)
+    _announce_data(config, quiet)
+    task, schedule = build(config, opener)
+    if not changed_data:
+        _refuse_changed_data(folder, task.record["data"])
+    return run_task(task, schedule, folder, quiet)
 
 
-def _tell_data(config: Config, quiet: bool) -> None:
-    """Decoding a large set takes a minute, in which nothing else is to be seen."""
+def _refuse_changed_data(folder: RunFolder, now: dict[str, dict[str, object]]) -> None:
+    for split, before in folder.data.items():
+        changed = [
+            f"{before[name]} {name}, now {value}" if name != "fingerprint" else "other images or labels"
+            for name, value in now[split].items()
+            if before.get(name) != value
+        ]
+        if changed:
+            raise BadInput(
+                f"{folder.path}: its {split} data has changed since the run began: {changed[0]}. Bring the data back, "
+                f"or continue on the new data with: unskip resume {folder.path} --changed-data"
+            )
+
+
+def _announce_data(config: Config, quiet: bool) -> None:
+    """Decoding a large set takes a minute without any other output."""
     if is_main() and not quiet:
         sys.stderr.write(f"opening {config.data}\n")
         sys.stderr.flush()
 
 
 def _summary(config: Config, model: nn.Module, steps: int) -> str:
-    """What is trained, in a line: a preset's size and arguments hold for any model and any images it is given."""
+    """What is trained, in a line: a preset's size and arguments apply to whatever model and images it is given."""
     millions = sum(parameter.numel() for parameter in model.parameters()) / 1e6
     arguments = f" ({config.model_args})" if config.model_args else ""
     images, length = f"images of {config.size} x {config.size} from {config.data}", count(steps, "step")
@@ -70,33 +93,33 @@ def _summary(config: Config, model: nn.Module, steps: int) -> str:
 
 
 def _refuse_not_finite(config: Config) -> None:
-    """A run's folder keeps its config as JSON, which has no word for such numbers."""
+    """A run's folder keeps its config as JSON, which has no such numbers."""
     for name, value in vars(config).items():
         if isinstance(value, float) and not math.isfinite(value):
-            raise BadInput(f"{name} is {value}; give a finite number, or None where there is to be no limit")
+            raise BadInput(f"{name} is {value}; give a finite number, or None for no limit")
 
 
-def _refuse_idle(config: Config, recipe: Recipe) -> None:
+def _refuse_unused(config: Config, recipe: Recipe) -> None:
     """A field that was given and has no effect is refused; one that a preset sets is not."""
     preset = recipe.presets.get(config.preset)
     before = recipe.config(**preset.fields) if preset is not None else recipe.config()
-    for name, why in config.idle().items():
+    for name, why in config.unused().items():
         value = getattr(config, name)
         if value != getattr(before, name):
-            raise BadInput(f"{name} is {value!r}, which changes nothing: {why}, or leave {name} out")
+            raise BadInput(f"{name} is {value!r}, which has no effect: {why}, or leave {name} out")
 
 
 def _refuse_graph(config: Config, recipe: Recipe) -> None:
-    """A graph that was asked for and cannot be is refused; one that a preset asks for is left out, and the run says so.
+    """A CUDA graph that was asked for and cannot be is refused; one that a preset asks for is left out with a note.
 
-    A run that goes on elsewhere, or is judged there, does without, too.
+    A run that is resumed or evaluated elsewhere does without, too.
     """
     preset = recipe.presets.get(config.preset)
     if not config.graph or (preset is not None and preset.fields.get("graph")):
         return
     against = why_not(device_of(config.device).type, int(os.environ.get("WORLD_SIZE", "1")), config.accumulate)
     if against is not None:
-        raise BadInput(f"graph is asked for, and there can be none: {against}. Leave graph out")
+        raise BadInput(f"graph is not possible: {against}. Leave graph out")
 
 
 def is_main() -> bool:

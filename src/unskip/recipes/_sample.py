@@ -1,4 +1,4 @@
-"""Samples of a run: images from noise by its averaged weights, as PNG files and one grid beside them.
+"""Samples of a run: images from noise by its EMA weights, as PNG files and one grid beside them.
 
 RUN/samples/step-N-SAMPLER-cfg-seed.png          the grid; the report shows the newest
 RUN/samples/step-N-SAMPLER-cfg-seed/00000.png    sample 0, 1, 2, ...
@@ -21,12 +21,12 @@ from torch import Tensor
 
 from unskip._modes import evaluating
 from unskip._warn import warn
-from unskip.data import Autoencoder, mean_and_std
+from unskip.data import mean_and_std
 from unskip.errors import BadInput
 from unskip.evals import autocast
 from unskip.models import Sampler, Sampling, drawn
-from unskip.recipes._generate import Generative
-from unskip.recipes._judge import Trained, open_run
+from unskip.recipes._generative import FlowMatching
+from unskip.recipes._open import Trained, open_run
 
 _IN_GRID = 100
 _LEAST_SIDE = 32  # of an image in the grid; smaller ones are enlarged
@@ -63,8 +63,8 @@ def sample(
     """Draws n samples of a run's last checkpoint and writes them into its folder.
 
     Sample i has class i modulo the number of classes of the run's data, unless `labels` names one for all or one for
-    each; the class after the model's last one is none. It is the same for any n and batch, up to how products are
-    rounded. `compile` pays off for hundreds of samples on a GPU. `write=False` leaves the folder alone.
+    each; the class after the model's last one means no label. A sample is the same for any n and batch,
+    up to rounding. `compile` pays off for hundreds of samples on a GPU. `write=False` leaves the folder alone.
     """
     sampling = Sampling(sampler, steps, cfg, tolerance, seed)
     if not isinstance(n, int) or n < 1:
@@ -94,21 +94,21 @@ def sampled(
     compile: bool = False,  # noqa: A002
 ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
     """Bytes, labels and evaluations of n samples, a batch at a time, on the CPU."""
-    config, model = trained.config, trained.model
-    if not isinstance(config, Generative):
-        raise BadInput(f"{trained.folder.path}: its recipe does not draw; sample a run of sit or uvit")
+    config, model, objective = trained.config, trained.model, trained.objective
+    if not isinstance(objective, FlowMatching):
+        raise BadInput(f"{trained.folder.path}: its recipe does not generate; sample a run of sit or uvit")
     network: Any = model
     device = next(model.parameters()).device
     classes = int(network.classes)
-    wanted = _labels(labels, n, trained.classes or classes)
+    wanted = _labels(labels, n, trained.facts.classes)
     if not config.label_dropout and config.weights is None and (sampling.cfg != 1 or bool((wanted == classes).any())):
         warn(
-            f"{trained.folder.path}: label_dropout is 0, so the model has not learnt what no label is. Draw with "
-            "labels and cfg=1, or train with label_dropout 0.1"
+            f"{trained.folder.path}: trained without label dropout, so guidance and samples without a label are "
+            "unavailable. Sample with labels and cfg=1, or train with label_dropout 0.1"
         )
     wanted = wanted.to(device)
     shape = (int(network.channels), int(network.size), int(network.size))
-    pixels = _decoder(config, device, shape[0])
+    pixels = _decoder(objective, device, shape[0])
     with evaluating(model):
         for part in drawn(
             torch.compile(model) if compile else model,  # type: ignore[arg-type]  # a module that is called the same way
@@ -134,10 +134,10 @@ def _labels(labels: int | Sequence[int] | None, n: int, classes: int) -> Tensor:
     return found
 
 
-def _decoder(config: Generative, device: torch.device, channels: int) -> Any:
-    """From the model's values to bytes: by the autoencoder, or by undoing what `Feed` does."""
-    if config.latents is not None:
-        autoencoder = Autoencoder.open(config.latents, device)
+def _decoder(objective: FlowMatching, device: torch.device, channels: int) -> Any:
+    """From the model's values to bytes: by the autoencoder, or by undoing the normalisation of `Feed`."""
+    autoencoder = objective.autoencoder
+    if autoencoder is not None:
         return lambda values: torch.cat([autoencoder.decode(part) for part in values.split(_DECODED)])
     mean, std = mean_and_std(channels, device=device)
 

@@ -1,8 +1,8 @@
 """Contrastive training by SimCLR (arXiv 2002.05709), with any shortcut.
 
 The boundary of decayed shortcuts: "Residual Connections Harm Generative Representation Learning" (arXiv 2404.10947)
-finds that they help objectives which generate, and do not suit contrastive ones, which want a high rank. Here it can be
-checked, and is warned about.
+finds that they help generative objectives and not contrastive ones, which need features of high rank. A run with such a
+shortcut warns about it.
 """
 
 from __future__ import annotations
@@ -10,32 +10,18 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
 
 from unskip._warn import warn
-from unskip.anatomy import Example, block_axes
-from unskip.data import Drawn, DrawnFeed
+from unskip.data import Drawn
 from unskip.errors import BadInput
 from unskip.models import SimCLR
-from unskip.optim import build as build_optimizer
 from unskip.recipes._config import Config
-from unskip.recipes._data import Opener
-from unskip.recipes._registry import Preset, Recipe, register, resolve
-from unskip.recipes._shared import device_of, save_with_encoder, schedule_of, steps_of, wired
-from unskip.recipes._views import (
-    backbone,
-    backbone_arguments,
-    check,
-    collapsed_blocks,
-    looked_at,
-    prepare,
-    still_feeds,
-    view_data,
-)
-from unskip.training import Schedule, Task
+from unskip.recipes._crops import CropsObjective, backbone, check_ranges
+from unskip.recipes._objective import Facts
+from unskip.recipes._registry import Preset, Recipe, register
 from unskip.wiring import Anneal, Decay, parse
 
 
@@ -43,25 +29,23 @@ from unskip.wiring import Anneal, Decay, parse
 class Simclr(Config):
     """The config of a contrastive run."""
 
-    patch: int | None = 4  # sides of a patch in pixels; None: as the model has it
-    scale: float = 0.2  # the least share of the area that a view shows
-    source: int | None = None  # images are brought to this size before they are cropped; None: as they are held
-    colour: float = 1.0  # strength of the changes of colour; 0 leaves colours alone
+    patch: int | None = 4  # side of a patch in pixels; None: the model's own
+    scale: float = 0.2  # smallest fraction of the area that a crop shows
+    source: int | None = None  # images are resized to this before they are cropped; None: as they are held
+    jitter: float = 1.0  # strength of the color jitter; 0: no color augmentation
     hidden: int = 2048  # width of the head
-    projection: int = 128  # dimensions of the sphere that views are compared on
+    projection: int = 128  # outputs of the head
     temperature: float = 0.2  # of the loss
     head_norm: bool = True  # batch norm within the head and at its end
     lr: float = 5e-4
     lr_end: float = 2e-3  # as a fraction of lr
     weight_decay: float = 0.1
-    clip: float | None = 3.0  # the largest norm of the gradient
-    online_images: int = 10_000  # how many images of each split the neighbours and the rank are judged on in training
-    health: bool = True  # look at features and attention with each evaluation, and warn; takes some seconds
+    clip: float | None = 3.0  # largest norm of the gradient
 
 
 _PRESETS = {
     "digits": Preset(
-        {"data": "digits", "size": 8, "patch": 2, "model_args": "depth=4,embed_dim=64,num_heads=4", "colour": 0.5}
+        {"data": "digits", "size": 8, "patch": 2, "model_args": "depth=4,embed_dim=64,num_heads=4", "jitter": 0.5}
         | {"scale": 0.4, "batch": 64, "epochs": 30, "lr": 1e-3, "hidden": 128, "projection": 32},
         "about a minute on one CPU core",
         "not measured",
@@ -81,85 +65,69 @@ _PRESETS = {
 }
 
 
-def simclr(preset: str = "digits", **overrides: Any) -> Simclr:
-    """The config of a contrastive run: a preset with some fields changed."""
-    config: Simclr = resolve("simclr", preset, overrides)
-    return config
-
-
-def build(config: Simclr, opener: Opener | None = None) -> tuple[Task, Schedule]:
-    """The task and schedule of a config."""
-    caution = decay_caution(config.shortcut)
-    if caution is not None:
-        warn(caution)
-    check(config, {"projection": (1, math.inf), "hidden": (1, math.inf)}, ("temperature",))
-    if config.batch // max(1, config.accumulate) < 2:
-        raise BadInput("one image at a time: there is no other to tell it from; raise batch, or lower accumulate")
-    device = device_of(config.device)
-    train, test, feed = view_data(config, device, opener)
-    known, judged = still_feeds(config, train, test, device)
-    sample = next(iter(judged.evaluate()))[0][:64]
-    arguments = backbone_arguments(config, train.channels)
-    encoder = backbone(config, arguments).to(device)
-    prepare(config, encoder, sample)
+def build_model(config: Simclr, facts: Facts) -> SimCLR:
+    """A backbone and its projection head."""
     head: dict[str, Any] = {"hidden": config.hidden, "out": config.projection, "norm": config.head_norm}
-    model = SimCLR(encoder, temperature=config.temperature, **head).to(device)
-    wiring = wired(model.backbone, config, sample)
-    axes = block_axes(model.backbone, Example.of(sample[:1]))  # once, and of the model before it is sharded
-    optimizer = build_optimizer(model, config.optimizer, config.lr, config.weight_decay)
-    steps = steps_of(config, feed.steps_per_epoch)
-
-    def loss(network: nn.Module, batch: Drawn) -> tuple[Tensor, dict[str, Tensor]]:
-        found = network(feed.made(*batch[:3])[0])
-        return found.loss, {"aligned": found.aligned, "apart": found.apart}
-
-    def write(network: Any, folder: Path) -> None:
-        save_with_encoder(network, network.backbone, folder, config.model, arguments)
-
-    evaluation = looked_at(known, judged, config.precision, axes, lambda net: net.backbone)
-    task = Task(
-        model=model,
-        feed=DrawnFeed(feed),
-        loss=loss,
-        optimizer=optimizer,
-        wiring=wiring,
-        evaluations={"knn-dino-v1, rank-v1": evaluation},
-        notes=(*train.report, *test.report, *((caution,) if caution else ())),
-        sample=sample[:8] if config.health else None,
-        watched=model.backbone,
-        watch=watch,
-        save=write,
-    )
-    return task, schedule_of(config, steps)
+    return SimCLR(backbone(config, facts), temperature=config.temperature, **head)
 
 
-def watch(row: dict[str, Any], share: float) -> Iterator[tuple[str, str]]:
-    """Where nothing is learnt, views of an image are no nearer to each other than to those of others.
+class Contrast(CropsObjective):
+    """InfoNCE of two crops of each image."""
 
-    No value of the loss says so. With n images a batch it is, by Jensen's inequality, at least
+    config: Simclr
 
-        log(2n - 1) - (aligned - apart) / T
+    def check(self) -> None:
+        super().check()
+        check_ranges(self.config, {"projection": (1, math.inf), "hidden": (1, math.inf)}, ("temperature",))
+        if self.config.batch // max(1, self.config.accumulate) < 2:
+            raise BadInput("one image at a time has no negatives; raise batch, or lower accumulate")
+        if self.config.weights is not None:
+            raise BadInput("weights: SimCLR starts from its own initialisation; leave them out")
 
-    and is just that where all views are the same; where they lie apart it is higher, and falls past it while the model
-    learns.
-    """
-    aligned, apart = row.get("aligned"), row.get("apart")
-    if share >= 0.2 and aligned is not None and apart is not None and aligned - apart < 0.01:
-        text = f"views of one image are no nearer to each other ({aligned:.3f}) than to those of others ({apart:.3f})"
-        yield "flat-loss", text
-    if share >= 0.05:
-        yield from collapsed_blocks(row)
+    def encoder(self, model: Any) -> nn.Module:
+        encoder: nn.Module = model.backbone
+        return encoder
+
+    def start(self, model: nn.Module, sample: Tensor) -> list[str]:
+        self.initialise(self.encoder(model), sample[:2], "vit-small")
+        caution = decay_caution(self.config.shortcut)
+        if caution is None:
+            return []
+        warn(caution)
+        return [caution]
+
+    def loss(self, model: nn.Module, batch: Drawn) -> tuple[Tensor, dict[str, Tensor]]:
+        output = model(self.crops.made(*batch[:3])[0])
+        return output.loss, {"aligned": output.aligned, "apart": output.apart}
+
+    def warnings(self, row: dict[str, Any], share: float) -> Iterator[tuple[str, str]]:
+        """Where nothing is learnt, crops of one image are no more similar than crops of different images.
+
+        No value of the loss says so. With n images a batch it is, by Jensen's inequality, at least
+
+            log(2n - 1) - (aligned - apart) / T
+
+        with equality where all crops have the same output; where outputs differ it is higher, and falls below that
+        value during training.
+        """
+        aligned, apart = row.get("aligned"), row.get("apart")
+        if share >= 0.2 and aligned is not None and apart is not None and aligned - apart < 0.01:
+            text = (
+                f"crops of one image are no more similar ({aligned:.3f}) than crops of different images ({apart:.3f})"
+            )
+            yield "flat-loss", text
+        yield from super().warnings(row, share)
 
 
 def decay_caution(shortcut: str) -> str | None:
-    """What is to be said where a decayed shortcut meets a contrastive loss."""
+    """A warning where a decayed shortcut meets a contrastive loss."""
     rule = parse(shortcut)
     if isinstance(rule, Decay) or (isinstance(rule, Anneal) and isinstance(rule.last, Decay)):
         return (
             f"shortcut {shortcut} with a contrastive loss: decay lowers the rank of features, which contrastive "
-            "objectives want high; arXiv 2404.10947 does not recommend it. Compare with --shortcut keep"
+            "objectives need high; arXiv 2404.10947 does not recommend it. Compare with --shortcut keep"
         )
     return None
 
 
-register(Recipe("simclr", Simclr, _PRESETS, build))
+simclr = register(Recipe("simclr", Simclr, _PRESETS, build_model, Contrast))

@@ -3,7 +3,7 @@
     the paper's method    --shortcut decay:0.8 --long-skips      (SiT-XL/2 on ImageNet: FID 17.2 to 11.8 at 400k steps)
     plain SiT             --shortcut keep --no-long-skips
 
-See `_generate` for where a decay ends, and `unskip.models.SiT` for the model.
+See `_generative` for where a decay ends, and `unskip.models.SiT` for the model.
 """
 
 from __future__ import annotations
@@ -11,14 +11,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from torch import nn
-
 from unskip.models import SiT, load_published_sit
-from unskip.recipes._data import Opener
-from unskip.recipes._generate import Generative, build_task
-from unskip.recipes._registry import Preset, Recipe, register, resolve
-from unskip.recipes._shared import named
-from unskip.training import Schedule, Task
+from unskip.recipes._generative import FlowMatching, Generative, build_network
+from unskip.recipes._objective import Facts
+from unskip.recipes._registry import Preset, Recipe, register
 
 
 @dataclass(frozen=True)
@@ -43,13 +39,13 @@ _IMAGENET: dict[str, Any] = {
 _PRESETS = {
     "digits": Preset(
         {"data": "digits", "size": 8, "model": "S/2", "model_args": "width=64,depth=4,heads=4", "flip": False}
-        | {"batch": 64, "epochs": 60, "lr": 1e-3, "average": 0.99, "online_images": 1000},
+        | {"batch": 64, "epochs": 60, "lr": 1e-3, "ema": 0.99, "online_images": 1000},
         "two minutes on one CPU core",
         "not measured",
     ),
     "cifar": Preset(
         {"data": "cifar10", "size": 32, "model": "S/4", "model_args": "width=384,depth=12,heads=6", "batch": 128}
-        | {"steps": 15_000, "lr": 2e-4, "warmup": 0.02, "average": 0.9995, "evaluate_every": 2500}
+        | {"steps": 15_000, "lr": 2e-4, "warmup": 0.02, "ema": 0.9995, "evaluate_every": 2500}
         | {"precision": "bf16", "graph": True},
         "under 15 minutes on one H200",
         "Fréchet distance over a classifier's features 5.53 (plain SiT 6.75), two seeds",
@@ -63,22 +59,19 @@ _PRESETS = {
 }
 
 
-def sit(preset: str = "digits", **overrides: Any) -> Sit:
-    """The config of a SiT run: a preset with some fields changed."""
-    config: Sit = resolve("sit", preset, overrides)
-    return config
+def build_model(config: Sit, facts: Facts) -> SiT:
+    """The diffusion transformer."""
+    model: SiT = build_network(SiT, config, facts, long_skips=config.long_skips)
+    return model
 
 
-def build(config: Sit, opener: Opener | None = None) -> tuple[Task, Schedule]:
-    """The task and schedule of a config."""
+class Velocity(FlowMatching):
+    """SiT's objective, from published weights where the config names some."""
 
-    def make(shape: dict[str, Any]) -> nn.Module:
-        model = named(SiT, config, {**shape, "long_skips": config.long_skips})
-        if config.weights is not None:
-            load_published_sit(model, config.weights)
-        return model
-
-    return build_task(config, make, opener)
+    def start(self, model: Any, sample: Any) -> list[str]:
+        if self.config.weights is not None:
+            load_published_sit(model, self.config.weights)
+        return super().start(model, sample)
 
 
-register(Recipe("sit", Sit, _PRESETS, build))
+sit = register(Recipe("sit", Sit, _PRESETS, build_model, Velocity))

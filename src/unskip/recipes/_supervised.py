@@ -7,7 +7,6 @@ a second-order optimizer, keeps up with a residual one.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -16,51 +15,49 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from unskip.data import Augment, Feed
+from unskip.data import Feed, ImageSet
 from unskip.errors import BadInput
-from unskip.init import start_
-from unskip.optim import build as build_optimizer
 from unskip.recipes._config import Config
-from unskip.recipes._data import Opener, both, judged_split
-from unskip.recipes._registry import Preset, Recipe, register, resolve
-from unskip.recipes._shared import arguments_of, built, device_of, schedule_of, steps_of
-from unskip.training import RunFolder, Schedule, Task
-from unskip.wiring import Wiring, find_wiring, load, parse, rewire, save
+from unskip.recipes._models import arguments_of, built, check_patch
+from unskip.recipes._objective import Facts, Objective
+from unskip.recipes._registry import Preset, Recipe, register
+from unskip.training import Evaluation, RunFolder
+from unskip.wiring import find_wiring, load, parse
 
 
 @dataclass(frozen=True)
 class Supervised(Config):
     """The config of a supervised run."""
 
-    patch: int | None = 4  # sides of a patch in pixels; None: as the model has it
-    where: str | None = None  # the sites that shortcut and init="skipless" speak of: "attention", "mlp", or all
+    patch: int | None = 4  # side of a patch in pixels; None: the model's own
+    where: str | None = None  # attention | mlp: the sites of the shortcut and of init="skipless"; None: all
     weights: str | None = None  # a folder of unskip.save, a run, or a checkpoint of one; of pretraining: its encoder
     layer_decay: float | None = None  # the learning rate falls by this factor a block, from the head down
     teacher: str | None = None  # "original": distil from the model as it was before its skips were changed
-    temperature: float = 2.0  # of the teacher
+    temperature: float = 2.0  # of the distillation
     batch: int = 128  # images a step, over all processes
     epochs: float = 20
-    clip: float | None = 1.0  # the largest norm of the gradient
-    smoothing: float = 0.1  # of the labels
+    clip: float | None = 1.0  # largest norm of the gradient
+    smoothing: float = 0.1  # label smoothing
     crop: Literal["pad", "resized", "center", "none"] = "pad"
     flip: bool = True
     mixup: float = 0.0  # a of Beta(a, a)
     cutmix: float = 0.0  # a of Beta(a, a)
-    erase: float = 0.0  # a probability
+    erase: float = 0.0  # probability of random erasing
     randaugment: str | None = None  # "operations,magnitude" as in "2,9", for images that are read from disk
-    drop_path: float = 0.0  # switched off where a skip is cut: a dropped branch has nothing else to live on
-    average: float | None = None  # decay of averaged weights, which are those that are judged
+    drop_path: float = 0.0  # stochastic depth; off where a skip is cut, since a dropped branch would leave nothing
 
-    def idle(self) -> dict[str, str]:
-        found = super().idle()
+    def unused(self) -> dict[str, str]:
+        reasons = super().unused()
+        reasons["online_images"] = "accuracy is that of all images; leave it out"
         if self.teacher is None:
-            found["temperature"] = "there is no teacher; give one"
+            reasons["temperature"] = "there is no teacher; give one"
         else:
-            found["smoothing"] = "a teacher takes the place of the labels; train without"
+            reasons["smoothing"] = "distillation replaces the labels; train without a teacher"
         if not self.model.startswith("timm:"):
-            why = f"{self.model} is not told of it, as models of timm are; write what it calls that into model_args"
-            found |= {"patch": why, "drop_path": why}
-        return found
+            why = f"{self.model} does not take it, only models of timm do; write what it calls that into model_args"
+            reasons |= {"patch": why, "drop_path": why}
+        return reasons
 
 
 _VIT_192 = {"model_args": "depth=12,embed_dim=192,num_heads=3"}
@@ -112,136 +109,128 @@ _PRESETS = {
 }
 
 
-def supervised(preset: str = "digits", **overrides: Any) -> Supervised:
-    """The config of a supervised run: a preset with some fields changed."""
-    config: Supervised = resolve("supervised", preset, overrides)
-    return config
+def build_model(config: Supervised, facts: Facts) -> nn.Module:
+    """The classifier."""
+    return built(config, _arguments(config, facts))
 
 
-def build(config: Supervised, opener: Opener | None = None) -> tuple[Task, Schedule]:
-    """The task and schedule of a config. Rewiring and parameter groups come before any wrapping."""
-    _check(config)
-    device = device_of(config.device)
-    train, test = both(config, opener)
-    names = ("crop", "flip", "mixup", "cutmix", "erase", "randaugment")
-    augment = Augment(**{name: getattr(config, name) for name in names})
-    options: dict[str, Any] = {"batch": config.batch, "size": config.size, "device": device, "workers": config.workers}
-    feed = Feed(train, seed=config.seed, augment=augment, **options)
-    judge = Feed(test, seed=0, augment=None, **options)
-    arguments = _model_arguments(config, len(train.classes), train.channels)
-    model = built(config, arguments).to(device)
-    sample = next(iter(judge.evaluate()))[0][:8]
-    notes = _fill(config, model)
-    if config.drop_path and _cuts(config):
-        notes.append("drop path is off: where a skip is cut, a dropped branch leaves nothing")
-    teacher = _teacher(config, model)
-    start_(model, config.init, torch.Generator().manual_seed(config.seed), sample, where=config.where)
-    wiring = _wired(config, model, sample)
-    optimizer = build_optimizer(model, config.optimizer, config.lr, config.weight_decay, layer_decay=config.layer_decay)
-    steps = steps_of(config, feed.steps_per_epoch)
-    schedule = schedule_of(config, steps)
-    if wiring is not None and _still_moving(wiring, steps):
-        notes.append(
-            f"the run ends after {steps} steps, before {config.shortcut} does: take a longer run or an earlier @"
-        )
+class Classification(Objective):
+    """Cross entropy of the labels, or of the outputs of a teacher."""
 
-    def loss(network: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+    config: Supervised
+    teacher: nn.Module | None = None
+
+    def check(self) -> None:
+        config = self.config
+        if config.size < 1:
+            raise BadInput(f"size is {config.size!r}; an image is at least one pixel wide")
+        for name, low, high in (("smoothing", 0.0, 1.0), ("drop_path", 0.0, 1.0)):
+            if not low <= getattr(config, name) <= high:
+                raise BadInput(f"{name} is {getattr(config, name)!r}; it goes from {low:g} to {high:g}")
+        if not config.temperature > 0:
+            raise BadInput(f"temperature is {config.temperature!r}; it is above 0")
+        if config.teacher not in (None, "original"):
+            raise BadInput(f"teacher is {config.teacher!r}; it can be 'original'")
+        if config.teacher is not None and config.weights is None:
+            raise BadInput("the teacher has random weights: give --weights, the model to distil from")
+
+    def builder(self, facts: Facts) -> dict[str, Any]:
+        return {"spec": self.config.model, "kwargs": _arguments(self.config, facts)}
+
+    def start(self, model: nn.Module, sample: Tensor) -> list[str]:
+        config = self.config
+        notes = [] if config.weights is None else _load_weights(config, model)
+        if config.drop_path and _cuts(config):
+            notes.append("drop path is off: where a skip is cut, a dropped branch leaves nothing")
+        if config.teacher is not None:
+            self.teacher = copy.deepcopy(model).eval().requires_grad_(False)
+        if (wiring := find_wiring(model)) is not None:
+            wiring.undo()  # the config says which skips there are, whatever the weights were trained with
+        self.initialise(model, sample)
+        return notes
+
+    def optimizer_options(self) -> dict[str, Any]:
+        return {"layer_decay": self.config.layer_decay}
+
+    def loss(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
         images, labels = batch
-        logits = network(images).float()
-        if teacher is not None:
+        logits = model(images).float()
+        if self.teacher is not None:
+            temperature = self.config.temperature
             with torch.no_grad():
-                target = (teacher(images).float() / config.temperature).softmax(-1)
-            value = F.cross_entropy(logits / config.temperature, target) * config.temperature**2
+                target = (self.teacher(images).float() / temperature).softmax(-1)
+            value = F.cross_entropy(logits / temperature, target) * temperature**2
         else:
-            value = F.cross_entropy(logits, labels, label_smoothing=config.smoothing)
+            value = F.cross_entropy(logits, labels, label_smoothing=self.config.smoothing)
         hard = labels if labels.ndim == 1 else labels.argmax(-1)
         return value, {"train_accuracy": (logits.argmax(-1) == hard).float().mean()}
 
-    task = Task(
-        model=model,
-        feed=feed,
-        loss=loss,
-        optimizer=optimizer,
-        wiring=wiring,
-        trivial=trivial(config, train.labels, len(train.classes)) if teacher is None else None,
-        evaluations={"accuracy-v1": _accuracy(judge, judged_split(config))},
-        notes=(*train.report, *test.report, *notes),
-        sample=sample,
-        save=lambda network, folder: save(network, folder, {"spec": config.model, "kwargs": arguments}),
-    )
-    return task, schedule
+    def baseline_loss(self, model: nn.Module, train: ImageSet, test: Feed) -> float | None:
+        """The entropy of the smoothed class frequencies: the loss of a model that knows nothing else."""
+        if self.teacher is not None:
+            return None
+        classes, smoothing = len(train.classes), self.config.smoothing
+        frequencies = train.labels.bincount(minlength=classes).double() / len(train)
+        return float(torch.special.entr((1 - smoothing) * frequencies + smoothing / classes).sum())
+
+    def evaluations(self, model: nn.Module, train: Feed, test: Feed, split: str) -> dict[str, Evaluation]:
+        return {"accuracy-v1": Accuracy(test, split)}
 
 
-def _accuracy(judge: Feed, split: str) -> Callable[[nn.Module], dict[str, float]]:
-    def accuracy(network: nn.Module) -> dict[str, float]:
+@dataclass(frozen=True)
+class Accuracy:
+    """Accuracy and cross entropy over a split."""
+
+    feed: Feed
+    split: str
+
+    def __call__(self, model: nn.Module) -> dict[str, float]:
         right, losses = 0, 0.0
-        for images, labels in judge.evaluate():
-            logits = network(images).float()
+        for images, labels in self.feed.evaluate():
+            logits = model(images).float()
             right += int((logits.argmax(-1) == labels).sum())
             losses += float(F.cross_entropy(logits, labels, reduction="sum"))
-        total = len(judge.images)
-        return {f"{split}_accuracy": right / total, f"{split}_loss": losses / total}
-
-    return accuracy
+        total = len(self.feed.images)
+        return {f"{self.split}_accuracy": right / total, f"{self.split}_loss": losses / total}
 
 
-def _check(config: Supervised) -> None:
-    if config.size < 1:
-        raise BadInput(f"size is {config.size!r}; an image is at least one pixel wide")
-    for name, low, high in (("smoothing", 0.0, 1.0), ("drop_path", 0.0, 1.0)):
-        if not low <= getattr(config, name) <= high:
-            raise BadInput(f"{name} is {getattr(config, name)!r}; it goes from {low:g} to {high:g}")
-    if not config.temperature > 0:
-        raise BadInput(f"temperature is {config.temperature!r}; it is above 0")
-
-
-def trivial(config: Supervised, labels: Tensor, classes: int) -> float:
-    """The loss of a model that knows no more than how frequent each class is: the entropy of what it is told."""
-    told = labels.bincount(minlength=classes).double() / len(labels)
-    told = (1 - config.smoothing) * told + config.smoothing / classes
-    return float(torch.special.entr(told).sum())
-
-
-def _model_arguments(config: Supervised, classes: int, channels: int) -> dict[str, Any]:
+def _arguments(config: Supervised, facts: Facts) -> dict[str, Any]:
     arguments: dict[str, Any] = arguments_of(config.model_args)
-    if config.model.startswith("timm:"):
-        import timm
+    if not config.model.startswith("timm:"):
+        return arguments
+    import timm
 
-        known = timm.get_pretrained_cfg(config.model.removeprefix("timm:"))
-        given: dict[str, Any] = {"num_classes": classes, "in_chans": channels}
-        if config.drop_path and not _cuts(config):
-            given["drop_path_rate"] = config.drop_path
-        if known is None or known.fixed_input_size:  # convolutional models take images of any size, and are not told
-            given["img_size"] = config.size
-            if config.patch is not None:
-                given["patch_size"] = config.patch
-                if config.size % config.patch:
-                    raise BadInput(
-                        f"patches of {config.patch} do not divide images of {config.size}; change size or patch"
-                    )
-        arguments = given | arguments
-    return arguments
+    known = timm.get_pretrained_cfg(config.model.removeprefix("timm:"))
+    given: dict[str, Any] = {"num_classes": facts.classes, "in_chans": facts.channels}
+    if config.drop_path and not _cuts(config):
+        given["drop_path_rate"] = config.drop_path
+    if known is None or known.fixed_input_size:  # convolutional models take images of any size, and no img_size
+        given["img_size"] = facts.size
+        if config.patch is not None:
+            given["patch_size"] = config.patch
+            check_patch(config, "size")
+    return given | arguments
 
 
-def _fill(config: Supervised, model: nn.Module) -> list[str]:
-    """Loads the weights, where some are given. Returns what should be known about them."""
-    if config.weights is None:
-        return []
+def _load_weights(config: Supervised, model: nn.Module) -> list[str]:
+    """Loads the weights of a config; returns notes about them."""
     notes = []
-    folder = _checkpoint(config.weights)
+    folder = _checkpoint(str(config.weights))
     encoder = folder if folder.name == "encoder" else folder / "encoder"
     if (encoder / "unskip.json").is_file():
         if config.teacher is not None:
-            raise BadInput(f"{config.weights} made an encoder, which knows no classes to teach; leave teacher out")
+            raise BadInput(
+                f"{config.weights} is an encoder without a classifier, so it cannot teach; leave teacher out"
+            )
         pretrained = load(encoder)
-        if rewired := find_wiring(pretrained) is not None:
-            Wiring.of(pretrained).undo()
-        notes.append(
-            f"new beside the encoder of {config.weights}: {', '.join(_take(model, pretrained, config.weights))}"
-        )
+        wiring = find_wiring(pretrained)
+        if wiring is not None:
+            wiring.undo()
+        fresh = _copy_encoder(model, pretrained, str(config.weights))
+        notes.append(f"new beside the encoder of {config.weights}: {', '.join(fresh)}")
     else:
-        rewired = find_wiring(load(folder, model)) is not None
-    if rewired and config.shortcut == "keep":
+        wiring = find_wiring(load(folder, model))
+    if wiring is not None and config.shortcut == "keep":
         notes.append(f"{config.weights} was saved with other skips; here all are kept, as shortcut says")
     return notes
 
@@ -250,53 +239,27 @@ def _checkpoint(weights: str) -> Path:
     """The newest checkpoint where a whole run is given."""
     if not (Path(weights) / "config.json").is_file() or (Path(weights) / "unskip.json").is_file():
         return Path(weights)
-    found = RunFolder.open(weights).last_checkpoint()
-    if found is None:
+    last = RunFolder.open(weights).last_checkpoint()
+    if last is None:
         raise BadInput(f"{weights}: the run has no checkpoint yet; train it first, or give another folder")
-    return found[1]
+    return last[1]
 
 
-def _take(model: nn.Module, encoder: nn.Module, weights: str) -> list[str]:
+def _copy_encoder(model: nn.Module, encoder: nn.Module, weights: str) -> list[str]:
     """Copies the weights of an encoder. Returns the modules that it lacks: the head, and often the last norm."""
-    taken, own = encoder.state_dict(), model.state_dict()
+    theirs, own = encoder.state_dict(), model.state_dict()
     if "norm.weight" not in own:  # one after the mean takes its place, where tokens are averaged
-        taken = {name: value for name, value in taken.items() if not name.startswith("norm.")}
-    known = {name.split(".")[0] for name in taken}
-    for name in sorted(taken.keys() | {name for name in own if name.split(".")[0] in known}):
-        here, there = (tuple(each[name].shape) if name in each else "missing" for each in (taken, own))
+        theirs = {name: value for name, value in theirs.items() if not name.startswith("norm.")}
+    known = {name.split(".")[0] for name in theirs}
+    for name in sorted(theirs.keys() | {name for name in own if name.split(".")[0] in known}):
+        here, there = (tuple(each[name].shape) if name in each else "missing" for each in (theirs, own))
         if here != there:
             raise BadInput(
                 f"{weights}: {name} is {here} in the encoder and {there} in the model to be trained; give it the "
                 "model, model_args, size and patch of the pretraining"
             )
-    model.load_state_dict(taken, strict=False)
+    model.load_state_dict(theirs, strict=False)
     return sorted({name.split(".")[0] for name in own} - known)
-
-
-def _teacher(config: Supervised, model: nn.Module) -> nn.Module | None:
-    if config.teacher is None:
-        return None
-    if config.teacher != "original":
-        raise BadInput(f"teacher is {config.teacher!r}; it can be 'original'")
-    if config.weights is None:
-        raise BadInput("a teacher that knows nothing teaches nothing: give --weights, the model to distil from")
-    return copy.deepcopy(model).eval().requires_grad_(False)
-
-
-def _wired(config: Supervised, model: nn.Module, sample: Tensor) -> Wiring | None:
-    """The skips as the config says, whatever the weights were trained with."""
-    if config.shortcut == "keep" and find_wiring(model) is None:
-        return None
-    return rewire(model, config.shortcut, sample, where=config.where)
-
-
-def _still_moving(wiring: Wiring, steps: int) -> bool:
-    """Whether the shortcuts of the last step are not yet those they move to."""
-    found = []
-    for step in (steps - 1, 2**62, 0):  # the run's last, the very last, and back to where it begins
-        wiring.step(step)
-        found.append([*wiring.alphas])
-    return found[0] != found[1]
 
 
 def _cuts(config: Supervised) -> bool:
@@ -304,4 +267,4 @@ def _cuts(config: Supervised) -> bool:
     return parse(config.shortcut).cuts(24)
 
 
-register(Recipe("supervised", Supervised, _PRESETS, build))
+supervised = register(Recipe("supervised", Supervised, _PRESETS, build_model, Classification))

@@ -37,13 +37,13 @@ def read(
     most = LOOKED if look is True else int(look)
     if not most:
         return groups
-    from unskip.recipes import opening_once
+    from unskip.recipes import cached_opener
     from unskip.report._look import look as look_at
 
     # The first seed of every group, then the second: pictures of each before more of one.
     places = sorted((place, index) for index, group in enumerate(groups) for place in range(len(group.runs)))
     members = [list(group.runs) for group in groups]
-    opener = opener or opening_once()
+    opener = opener or cached_opener()
     for place, index in places[:most]:
         run = members[index][place]
         members[index][place] = replace(run, look=look_at(run, jacobians, trust, opener))

@@ -23,7 +23,7 @@ from unskip.errors import UnskipError
 from unskip.evals import extract, main_directions
 from unskip.measures import measure
 from unskip.models import MAE, UViT
-from unskip.recipes import Opener, Trained, both, open_run, opening_once
+from unskip.recipes import Opener, Trained, cached_opener, open_run, open_splits
 from unskip.report._read import Run
 from unskip.report._text import clean
 from unskip.report.figures._draw import MARK, Pixels, Tiles
@@ -64,9 +64,9 @@ def look(run: Run, jacobians: bool = False, trust: bool = False, opener: Opener 
         warnings.simplefilter("always")
         torch.manual_seed(0)
         try:
-            opener = opener or opening_once()
-            trained = open_run(run.path, "auto", opener)
-            train, test = both(trained.config, opener)
+            opener = opener or cached_opener()
+            trained = open_run(run.path, "auto")
+            train, test = open_splits(trained.config, opener)
             train, test = _some(train, KNOWN), _some(test, max(SHOWN, MEASURED))
         except Exception as error:  # whatever a config of another version, or data that is gone, leads to
             return Look(notes=(f"not looked at: {_said(error)}",))

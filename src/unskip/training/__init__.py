@@ -1,10 +1,11 @@
 """The loop: steps, checkpoints, the run folder, and the engine (accelerate)."""
 
-from unskip.training._average import averaged_weights
+from unskip.training._ema import ema_weights
+from unskip.training._engine import device_of
 from unskip.training._find import find_runs
 from unskip.training._folder import RunFolder
 from unskip.training._graph import Graphed, Pass, why_not
-from unskip.training._loop import Outcome, train
+from unskip.training._loop import Outcome, run_task
 from unskip.training._task import Batches, Evaluation, Precision, Schedule, Task
 
 __all__ = [
@@ -17,8 +18,9 @@ __all__ = [
     "RunFolder",
     "Schedule",
     "Task",
-    "averaged_weights",
+    "device_of",
+    "ema_weights",
     "find_runs",
-    "train",
+    "run_task",
     "why_not",
 ]

@@ -7,11 +7,14 @@ own GPU is the current one while its run goes on: cuda:1 is trained on cuda:1.
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import nn
+
+from unskip.errors import BadInput
 
 
 @contextlib.contextmanager
@@ -24,6 +27,30 @@ def engine(device: torch.device) -> Iterator[Any]:
 def on(device: torch.device) -> Any:
     """A context in which a GPU is the current one; of other devices there is nothing to choose."""
     return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
+
+
+def device_of(name: str) -> torch.device:
+    """The device of a name, or of "auto". Raises BadInput where there is none."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    launched = os.environ.get("LOCAL_RANK")  # the number of one of several processes
+    if name.startswith("cuda:") and launched is not None:
+        raise BadInput(
+            f"device is {name!r}, and every process that a launcher starts has a GPU of its own; take cuda, and choose "
+            "GPUs by CUDA_VISIBLE_DEVICES"
+        )
+    if name == "cuda" and launched is not None:
+        name = f"cuda:{launched}"
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise BadInput(f"device is {name!r}; it can be auto, cpu, cuda or cuda:1") from None
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise BadInput(f"device is {name!r}, and torch finds no GPU; take auto or cpu")
+    if device.type == "cuda" and device.index is not None and device.index >= torch.cuda.device_count():
+        count = torch.cuda.device_count()
+        raise BadInput(f"device is {name!r}, and torch finds {count} GPUs, cuda:0 to cuda:{count - 1}")
+    return device
 
 
 def device_of_model(model: nn.Module) -> torch.device:

@@ -4,7 +4,7 @@
     metrics.jsonl                a line a logged step, the truth about the run
     evals.jsonl                  a line an evaluation
     warnings.jsonl               a line a named warning
-    checkpoints/step-N/          model, optimizer, averaged weights and where the run stood, with checksums
+    checkpoints/step-N/          model, optimizer and EMA weights, with checksums
 
 Checkpoints are written aside and renamed, and the last two are kept: a run that is killed at any moment has a whole
 one, or none yet.
@@ -43,13 +43,14 @@ class RunFolder:
         return self.path / "checkpoints"
 
     @classmethod
-    def create(cls, path: str | Path, config: dict[str, Any], device: str, steps: int | None = None) -> RunFolder:
-        """A new run of so many steps, where that is known. A folder that holds one already is refused."""
+    def create(cls, path: str | Path, config: dict[str, Any], device: str, **about: Any) -> RunFolder:
+        """A new run; `about` is further plain data for config.json. A folder that holds a run already is refused."""
         run = cls(path)
         run.check_free()
         run.checkpoints.mkdir(parents=True, exist_ok=True)
-        about = {"device": device, "steps": steps, "versions": _versions(), "git": _commit()}
-        run._write("config.json", {"config": config, **about})
+        run._write(
+            "config.json", {"config": config, "device": device, **about, "versions": _versions(), "git": _commit()}
+        )
         return run
 
     def check_free(self) -> None:
@@ -69,10 +70,29 @@ class RunFolder:
     @property
     def config(self) -> dict[str, Any]:
         """The resolved config of the run."""
+        return dict(self._section("config"))
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What the model needs to know of its data."""
+        return dict(self._section("facts"))
+
+    @property
+    def data(self) -> dict[str, Any]:
+        """The splits the run was trained and evaluated on: their sizes and fingerprints."""
+        return dict(self._section("data"))
+
+    @property
+    def plugins(self) -> list[str]:
+        """The plugins that were loaded when the run began."""
+        return list(self._section("plugins"))
+
+    def _section(self, name: str) -> Any:
         try:
-            data = json.loads((self.path / "config.json").read_text())
-            return dict(data["config"])
-        except (OSError, ValueError, KeyError) as error:
+            return json.loads((self.path / "config.json").read_text())[name]
+        except KeyError:
+            raise LoadError(f"{self.path / 'config.json'}: it has no {name!r}; the run is of another version") from None
+        except (OSError, ValueError) as error:
             raise LoadError(f"{self.path / 'config.json'}: damaged ({error})") from error
 
     def _write(self, name: str, data: object) -> None:

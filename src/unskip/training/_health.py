@@ -3,9 +3,9 @@
 non-finite-loss       the loss is not a number any more
 exploding-features    the last block's features are a hundred times as long as at the first look, and longer than 1e4
 collapsed-features    the features of different samples span hardly more than one direction
-flat-loss             after a fifth of the run the loss is where a model stands that has learnt nothing, and has been
-                      there for a tenth of the run: one that begins above that value only passes it
-dead-attention        most attentions look at all tokens evenly
+flat-loss             after a fifth of the run the loss is that of a constant prediction, and has been for a tenth of
+                      the run (a loss that starts above that value only passes it)
+dead-attention        most heads have near-uniform attention
 
 A task can add its own: a teacher that says the same of every image, for instance.
 """
@@ -31,7 +31,7 @@ class Watch:
         self.task, self.schedule, self.folder, self.first = task, schedule, folder, first
         self.first_norm: float | None = None
         self.looked = 0  # the step of the last loss that was looked at
-        self.flat_from: int | None = None  # the step from which on it was that of a model that has learnt nothing
+        self.flat_from: int | None = None  # the step from which on it was the baseline
         self.raised: list[str] = []
 
     def state(self) -> dict[str, Any]:
@@ -44,21 +44,21 @@ class Watch:
 
     def loss(self, done: int, value: float) -> None:
         """Looks at a logged loss, the mean over the steps since the last one."""
-        trivial, before, self.looked = self.task.trivial, self.looked, done
-        if trivial is None:
+        baseline, before, self.looked = self.task.baseline_loss, self.looked, done
+        if baseline is None:
             return
-        if abs(value - trivial) >= 0.01 * trivial:
+        if abs(value - baseline) >= 0.01 * baseline:
             self.flat_from = None
             return
         self.flat_from = before if self.flat_from is None else self.flat_from
         if done >= self.schedule.steps / 5 and done - self.flat_from >= self.schedule.steps / 10:
-            text = f"at step {done} the loss is {value:.4g}, that of a model that has learnt nothing ({trivial:.4g})"
+            text = f"at step {done} the loss is {value:.4g}, the loss of a constant prediction ({baseline:.4g})"
             self.warn(done, "flat-loss", text)
 
     def row(self, done: int, values: dict[str, Any]) -> None:
         """Asks the task about a logged row or an evaluation."""
-        if self.task.watch is not None:
-            for name, text in self.task.watch(values, done / self.schedule.steps):
+        if self.task.warnings is not None:
+            for name, text in self.task.warnings(values, done / self.schedule.steps):
                 self.warn(done, name, f"at step {done} {text}")
 
     def look(self, done: int) -> None:
@@ -67,7 +67,7 @@ class Watch:
             return
         try:
             with torch.no_grad():
-                found = measure(self.task.watched or self.task.model, self.task.sample, jacobians="off")
+                found = measure(self.task.encoder or self.task.model, self.task.sample, jacobians="off")
         except UnskipError as error:
             self.warn(done, "not-measured", f"the model's health could not be looked at: {error}")
             return
@@ -91,7 +91,7 @@ class Watch:
         even = math.log(found.tokens) if found.tokens > 1 else math.inf
         dead = [heads for heads in entropies if min(heads) > 0.999 * even]
         if entropies and len(dead) > len(entropies) / 2:
-            text = f"{len(dead)} of {len(entropies)} attentions look at all tokens evenly"
+            text = f"{len(dead)} of {len(entropies)} attention layers are near-uniform"
             self.warn(done, "dead-attention", text)
 
     def warn(self, done: int, name: str, text: str) -> None:

@@ -25,14 +25,14 @@ from unskip._modes import evaluating
 from unskip.errors import BadInput, TrainingError
 from unskip.optim import schedules
 from unskip.training import _health
-from unskip.training._average import Average
 from unskip.training._board import Board
+from unskip.training._ema import EMA
 from unskip.training._engine import device_of_model, engine
 from unskip.training._folder import NOT_FINITE, RunFolder
+from unskip.training._fsdp import Sharded
 from unskip.training._graph import Graphed, why_not
 from unskip.training._memory import forget_peak, peak_memory
 from unskip.training._progress import Reporter
-from unskip.training._shard import Sharded
 from unskip.training._state import read_state, write_state
 from unskip.training._task import Schedule, Task
 from unskip.wiring import save as save_model
@@ -50,28 +50,21 @@ class Outcome:
     evaluations: dict[str, float]
 
 
-def train(task: Task, schedule: Schedule, folder: RunFolder, quiet: bool = False) -> Outcome:
+def run_task(task: Task, schedule: Schedule, folder: RunFolder, quiet: bool = False) -> Outcome:
     """Trains from the last checkpoint of the folder, or from the start, to the end of the schedule or to a signal."""
-    with engine(device_of_model(task.model)) as accelerator:
-        return _train(task, schedule, folder, accelerator, quiet)
-
-
-def _train(task: Task, schedule: Schedule, folder: RunFolder, accelerator: Any, quiet: bool) -> Outcome:
-    trainer = _Trainer(task, schedule, folder, accelerator)
-    start = trainer.restore()
-    if schedule.tensorboard and accelerator.is_main_process:
-        trainer.board = Board(folder.path, start)
-    reporter = Reporter(schedule.steps, start, quiet or not accelerator.is_main_process)
-    with _stop_on_signal() as stop, reporter:
+    with engine(device_of_model(task.model)) as accelerator, contextlib.ExitStack() as stack:
+        main = accelerator.is_main_process
+        trainer = _Trainer(task, schedule, folder, accelerator)
+        start = trainer.restore()
+        if schedule.tensorboard and main:
+            trainer.board = stack.enter_context(contextlib.closing(Board(folder.path, start)))
+        reporter = stack.enter_context(Reporter(schedule.steps, start, quiet or not main))
+        stop = stack.enter_context(_stop_on_signal())
         for note in (*task.notes, *trainer.notes) if start == 0 else trainer.notes:
             reporter.say(note)
-            if accelerator.is_main_process and start == 0:
+            if main and start == 0:
                 folder.append("warnings.jsonl", {"step": 0, "warning": "note", "text": note})
-        try:
-            step = trainer.go(start, stop, reporter)
-        finally:
-            if trainer.board is not None:
-                trainer.board.close()
+        step = trainer.go(start, stop, reporter)
     return Outcome(folder.path, step, step >= schedule.steps, trainer.last_evaluations)
 
 
@@ -105,7 +98,7 @@ def _stop_on_signal() -> Iterator[_Stop]:
 class _Trainer:
     def __init__(self, task: Task, schedule: Schedule, folder: RunFolder, accelerator: Any) -> None:
         self.task, self.schedule, self.folder, self.accelerator = task, schedule, folder, accelerator
-        self.sharded = self._shard() if schedule.shard and self.world > 1 else None
+        self.sharded = self._shard() if schedule.fsdp and self.world > 1 else None
         if self.sharded is not None:
             self.model, self.optimizer = task.model, task.optimizer
         else:
@@ -116,7 +109,7 @@ class _Trainer:
         against = why_not(self.kind, self.world, schedule.accumulate)
         self.graph = Graphed(self._passes, task.model) if schedule.graph and against is None else None
         self.notes = (f"graph is off: {against}",) if schedule.graph and against is not None else ()
-        self.average = None if schedule.average is None else Average(task.model, schedule.average)
+        self.ema = None if schedule.ema is None else EMA(task.model, schedule.ema)
         self.board: Board | None = None
         self.last_evaluations: dict[str, float] = {}
         self.saved = 0  # the step of the last checkpoint
@@ -131,8 +124,8 @@ class _Trainer:
         return int(self.accelerator.num_processes)
 
     def _shard(self) -> Sharded:
-        if self.schedule.average is not None:
-            raise BadInput("averaged weights of a sharded model are not kept: leave out average or shard")
+        if self.schedule.ema is not None:
+            raise BadInput("the EMA of a sharded model is not kept: leave out ema or fsdp")
         return Sharded(self.task.model, self.task.optimizer, self.accelerator.is_main_process)
 
     def restore(self) -> int:
@@ -149,8 +142,8 @@ class _Trainer:
             else:
                 load_model(self.task.model, folder / "model.safetensors", device=str(device))
                 self.task.optimizer.load_state_dict(read_state(folder, "optimizer", device))
-            if self.average is not None:
-                self.average.load_state_dict(read_state(folder, "average", device))
+            if self.ema is not None:
+                self.ema.load_state_dict(read_state(folder, "ema", device))
             self.health.load(read_state(folder, "health"))
         if self.accelerator.is_main_process:
             self.folder.rewind(step)
@@ -218,13 +211,13 @@ class _Trainer:
         torch.manual_seed(seed)
         factor = schedules.warmup_cosine(step, total=schedule.steps, warmup=schedule.warmup, floor=schedule.lr_end)
         schedules.apply(self.task.optimizer, lr=factor)
-        if self.task.wiring is not None:
-            self.task.wiring.step(step)
-        if self.task.before is not None:
-            self.task.before(step)
+        for wiring in self.task.wirings:
+            wiring.step(step)
+        if self.task.before_step is not None:
+            self.task.before_step(step)
         if self.graph is not None:
             # A weight that is annealed is a tensor while it moves, and a number afterwards: another graph.
-            moving = () if self.task.wiring is None else tuple(map(id, self.task.wiring.tensors()))
+            moving = tuple(id(weight) for wiring in self.task.wirings for weight in wiring.tensors())
             loss, numbers = self.graph(batch, moving, seed)
         else:
             loss, numbers = self._passes(batch)
@@ -235,10 +228,10 @@ class _Trainer:
         self.optimizer.step()
         if self.graph is None:  # a graph writes its gradients, and keeps their memory
             self.optimizer.zero_grad(set_to_none=True)
-        if self.task.after is not None:
-            self.task.after(step)
-        if self.average is not None:
-            self.average.update()
+        if self.task.after_step is not None:
+            self.task.after_step(step)
+        if self.ema is not None:
+            self.ema.update()
         return loss, numbers
 
     def _passes(self, batch: Any) -> tuple[Tensor, dict[str, Tensor]]:
@@ -273,8 +266,8 @@ class _Trainer:
         row: dict[str, Any] = {"step": step + 1}
         row |= {name: float(value) for name, value in values.items()}
         row["lr"] = self.task.optimizer.param_groups[0]["lr"]
-        if self.task.wiring is not None:
-            row["effective_decay"] = self.task.wiring.effective_decay
+        if self.task.wirings:
+            row["effective_decay"] = self.task.wirings[0].effective_decay
         return row
 
     def _refuse_not_finite(self, row: dict[str, Any]) -> None:
@@ -305,7 +298,7 @@ class _Trainer:
         for name, evaluation in self.task.evaluations.items():
             if not self.accelerator.is_main_process and self.sharded is None:
                 break  # of a sharded model every process has a part to play
-            means = contextlib.nullcontext() if self.average is None else self.average.shown()
+            means = contextlib.nullcontext() if self.ema is None else self.ema.swapped_in()
             # Of the GPUs it is the run's own: torch would wake all of them otherwise, and warn.
             gpus = [torch.cuda.current_device()] if self.kind == "cuda" else []
             with means, torch.no_grad(), evaluating(model), torch.random.fork_rng(gpus):
@@ -333,8 +326,8 @@ class _Trainer:
     def _write(self, folder: Path, model: Any, state: Any) -> None:
         (self.task.save or save_model)(model, folder)
         write_state(folder, "optimizer", self.task.optimizer.state_dict() if state is None else state)
-        if self.average is not None:
-            write_state(folder, "average", self.average.state_dict())
+        if self.ema is not None:
+            write_state(folder, "ema", self.ema.state_dict())
         write_state(folder, "health", self.health.state())
 
     def _stopping(self, stop: _Stop, done: int) -> bool:

@@ -1,4 +1,4 @@
-"""What a recipe hands to the loop: a model that is built, initialised and rewired, its batches, and its loss."""
+"""What a recipe passes to the loop: the task to train, and the schedule of the run."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from unskip.wiring import Wiring
 Batch = Any
 Precision = Literal["float32", "bf16"]  # of the forward under autocast; weights and optimizer stay float32
 Loss = Callable[[nn.Module, Batch], tuple[Tensor, dict[str, Tensor]]]
-Watch = Callable[[dict[str, Any], float], Iterable[tuple[str, str]]]  # (row, share of the run that is done)
+Warnings = Callable[[dict[str, Any], float], Iterable[tuple[str, str]]]  # (row, fraction of the run that is done)
 Evaluation = Callable[[nn.Module], Mapping[str, float | None]]  # None: it came to no number
 
 
@@ -29,22 +29,23 @@ class Batches(Protocol):
 
 @dataclass
 class Task:
-    """One complete thing to train."""
+    """One complete thing to train: a model that is initialised and rewired, its batches, loss and optimizer."""
 
     model: nn.Module
     feed: Batches
     loss: Loss  # (model, batch) -> (loss, numbers to log)
     optimizer: Any
-    wiring: Wiring | None = None
-    trivial: float | None = None  # the loss of a model that has learnt nothing, such as log(classes)
+    wirings: tuple[Wiring, ...] = ()  # of the model, or of a student and its teacher
+    baseline_loss: float | None = None  # of a constant prediction, such as log(classes)
     evaluations: dict[str, Evaluation] = field(default_factory=dict)
-    notes: tuple[str, ...] = ()  # what whoever reads the run should know, such as images that were left out
-    sample: Any = None  # a few inputs, on which the model's health is looked at
-    watched: nn.Module | None = None  # the part whose health that is, such as an encoder; the model by default
-    before: Callable[[int], object] | None = None  # called with the step before it is taken, such as to set a schedule
-    after: Callable[[int], object] | None = None  # and after the optimizer's step, such as to move a teacher
-    watch: Watch | None = None  # looks at each logged row and evaluation: names and texts of warnings
+    notes: tuple[str, ...] = ()  # what a reader of the run should know, such as images that were left out
+    sample: Any = None  # a few inputs, on which the model's features and attention are checked
+    encoder: nn.Module | None = None  # the part that is checked; the whole model by default
+    before_step: Callable[[int], object] | None = None  # called with the step, such as to set a schedule
+    after_step: Callable[[int], object] | None = None  # called after the optimizer's step, such as to update a teacher
+    warnings: Warnings | None = None  # names and texts of warnings about a logged row or an evaluation
     save: Callable[[nn.Module, Any], object] | None = None  # how a checkpoint stores the model; unskip.save by default
+    record: dict[str, Any] = field(default_factory=dict)  # plain data that config.json keeps beside the config
 
 
 @dataclass(frozen=True)
@@ -59,8 +60,8 @@ class Schedule:
     clip: float | None = None
     compile: bool = False
     graph: bool = False  # replay forward and backward as a CUDA graph, on one GPU, where nothing is accumulated
-    shard: bool = False  # spread the weights over the processes (FSDP2), where there are several
-    average: float | None = None  # decay of the averaged weights (EMA)
+    fsdp: bool = False  # shard the weights over the processes (FSDP2), where there are several
+    ema: float | None = None  # decay of the exponential moving average of the weights
     log_every: int = 10
     checkpoint_every: int = 500
     evaluate_every: int | None = None
@@ -78,7 +79,7 @@ class Schedule:
             raise BadInput(f"evaluate_every is {self.evaluate_every!r}; it is a number of steps, or None for the end")
         if self.warmup < 0:
             raise BadInput(f"warmup is {self.warmup!r}; it is a number of steps, 0 or more")
-        if self.average is not None and not 0 <= self.average < 1:
-            raise BadInput(f"average is {self.average!r}; a decay is 0 or more and below 1, as in 0.999")
+        if self.ema is not None and not 0 <= self.ema < 1:
+            raise BadInput(f"ema is {self.ema!r}; a decay is 0 or more and below 1, as in 0.999")
         if self.clip is not None and not self.clip > 0:
             raise BadInput(f"clip is {self.clip!r}; a gradient's norm is clipped above 0, or not at all with None")

@@ -1,4 +1,4 @@
-"""Views of images: a function of (seed, step) alone, whatever the processes; colours against torchvision and numpy."""
+"""Crops of images: a function of (seed, step) alone, whatever the processes; colours against torchvision and numpy."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import torch
 from scipy import ndimage
 from torchvision.transforms.v2 import functional as tv
 
-from unskip.data import ImageSet, ViewFeed, Views, open_images
-from unskip.data._views import DrawnFeed, coloured
+from unskip.data import CropFeed, Crops, ImageSet, open_images
+from unskip.data._crops import DrawnFeed, coloured
 from unskip.errors import BadInput
 
 
@@ -21,35 +21,35 @@ def images(count: int = 24, channels: int = 3, size: int = 20) -> ImageSet:
     return ImageSet("noise", "train", ("a", "b"), torch.arange(count) % 2, pixels)
 
 
-def views(**changes: Any) -> Views:
-    return Views(**{"small": 3, "size": 16, "small_size": 8, **changes})
+def crops(**changes: Any) -> Crops:
+    return Crops(**{"local_crops": 3, "size": 16, "local_size": 8, **changes})
 
 
 def test_shapes_and_labels() -> None:
-    feed = ViewFeed(images(), 8, views())
+    feed = CropFeed(images(), 8, crops())
     large, small, labels = next(feed.iterate(0, 1))
     assert large.shape == (8, 2, 3, 16, 16)
     assert small.shape == (8, 3, 3, 8, 8)
     assert labels.shape == (8,)
     assert feed.steps_per_epoch == 3
-    large, small, _ = next(ViewFeed(images(), 8, views(small=0)).iterate(0, 1))
+    large, small, _ = next(CropFeed(images(), 8, crops(local_crops=0)).iterate(0, 1))
     assert small.shape == (8, 0, 3, 8, 8)
 
 
 def test_a_step_is_a_function_of_seed_and_step() -> None:
-    feed = ViewFeed(images(), 8, views(), seed=3)
+    feed = CropFeed(images(), 8, crops(), seed=3)
     whole = list(feed.iterate(0, 5))
     (again,) = feed.iterate(4, 5)
     assert all(torch.equal(a, b) for a, b in zip(whole[4], again, strict=True))
     torch.manual_seed(99)  # no global generator takes part
-    assert torch.equal(next(ViewFeed(images(), 8, views(), seed=3).iterate(2, 3))[0], whole[2][0])
-    assert not torch.equal(next(ViewFeed(images(), 8, views(), seed=4).iterate(2, 3))[0], whole[2][0])
-    # Views of one image differ from each other.
+    assert torch.equal(next(CropFeed(images(), 8, crops(), seed=3).iterate(2, 3))[0], whole[2][0])
+    assert not torch.equal(next(CropFeed(images(), 8, crops(), seed=4).iterate(2, 3))[0], whole[2][0])
+    # Crops of one image differ from each other.
     assert not torch.equal(whole[0][0][:, 0], whole[0][0][:, 1])
 
 
 def test_processes_together_make_what_one_makes() -> None:
-    feed = ViewFeed(images(), 8, views())
+    feed = CropFeed(images(), 8, crops())
     one = next(feed.iterate(3, 4))
     parts = [next(feed.iterate(3, 4, rank, 4)) for rank in range(4)]
     for index in range(3):
@@ -57,9 +57,9 @@ def test_processes_together_make_what_one_makes() -> None:
 
 
 @pytest.mark.parametrize("small", [0, 3])
-def test_views_can_be_made_later(small: int) -> None:
+def test_crops_can_be_made_later(small: int) -> None:
     """By the step that trains on them, whatever its precision, and in parts."""
-    feed = ViewFeed(images(), 8, views(small=small))
+    feed = CropFeed(images(), 8, crops(local_crops=small))
     large, little, labels = next(feed.iterate(2, 3))
     batch = next(DrawnFeed(feed).iterate(2, 3))
     assert DrawnFeed(feed).steps_per_epoch == feed.steps_per_epoch
@@ -73,8 +73,8 @@ def test_views_can_be_made_later(small: int) -> None:
     assert torch.allclose(torch.cat([half[0] for half in halves]), large, atol=1e-6)
 
 
-def test_only_the_second_large_view_is_solarized_and_chances_are_kept() -> None:
-    feed = ViewFeed(images(2000), 2000, views(large=3, blur=(1.0, 0.0, 0.5), solarize=0.2))
+def test_only_the_second_global_crop_is_solarized_and_chances_are_kept() -> None:
+    feed = CropFeed(images(2000), 2000, crops(global_crops=3, blur=(1.0, 0.0, 0.5), solarize=0.2))
     _, large, small, _ = next(feed.drawn(0, 1))
     solar, blurred = large[..., 11].mean(0), (large[..., 10] > 0).float().mean(0)
     assert solar[0] == solar[2] == small[..., 11].max() == 0
@@ -136,8 +136,8 @@ def test_hue_turns_and_keeps_gray() -> None:
     assert torch.allclose(coloured(gray, still(4, hue=0.3)), gray, atol=1e-3)
 
 
-def test_views_stay_within_what_pixels_can_be() -> None:
-    feed = ViewFeed(images(), 8, views())
+def test_crops_stay_within_what_pixels_can_be() -> None:
+    feed = CropFeed(images(), 8, crops())
     large, small, _ = next(feed.iterate(0, 1))
     mean, std = feed.base.mean, feed.base.std
     for each in (large, small):
@@ -148,11 +148,15 @@ def test_views_stay_within_what_pixels_can_be() -> None:
 
 @pytest.mark.parametrize(
     ("changes", "message"),
-    [({"large": 0}, "one large view"), ({"scale": (0.9, 0.2)}, "two shares"), ({"small_size": 0}, "none is empty")],
+    [
+        ({"global_crops": 0}, "at least one global crop"),
+        ({"scale": (0.9, 0.2)}, "two fractions"),
+        ({"local_size": 0}, "at least one pixel"),
+    ],
 )
-def test_views_refuse(changes: dict[str, Any], message: str) -> None:
+def test_bad_crops_are_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(BadInput, match=message):
-        views(**changes)
+        crops(**changes)
 
 
 def test_sets_are_joined() -> None:

@@ -9,7 +9,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import unskip
 from unskip import Anneal, Cut, Keep
-from unskip.training._average import Average
+from unskip.training._ema import EMA
 
 
 def trained(model: nn.Module, steps: int, *averages: object) -> None:
@@ -18,7 +18,7 @@ def trained(model: nn.Module, steps: int, *averages: object) -> None:
         model(torch.randn(8, 4)).square().mean().backward()
         optimizer.step()
         for each in averages:
-            each.update() if isinstance(each, Average) else each.update_parameters(model)  # type: ignore[attr-defined]
+            each.update() if isinstance(each, EMA) else each.update_parameters(model)  # type: ignore[attr-defined]
 
 
 def network() -> nn.Sequential:
@@ -28,7 +28,7 @@ def network() -> nn.Sequential:
 
 def test_floats_as_in_torch_and_counters_as_in_the_model() -> None:
     model = network()
-    mine, torchs = Average(model, 0.9), AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9), use_buffers=True)
+    mine, torchs = EMA(model, 0.9), AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9), use_buffers=True)
     trained(model, 5, mine, torchs)
     found, expected = mine.state_dict(), torchs.state_dict()
     assert list(found) == list(expected)
@@ -38,16 +38,16 @@ def test_floats_as_in_torch_and_counters_as_in_the_model() -> None:
     assert int(found["n_averaged"]) == int(found["module.1.num_batches_tracked"]) == 5
 
 
-def test_shown_while_it_lasts_and_restored() -> None:
+def test_swapped_in_and_restored() -> None:
     model = network()
-    mine = Average(model, 0.9)
+    mine = EMA(model, 0.9)
     trained(model, 3, mine)
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    with mine.shown():
+    with mine.swapped_in():
         assert torch.equal(model[0].weight, mine.state_dict()["module.0.weight"])
         assert not torch.equal(model[0].weight, before["0.weight"])
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
-    again = Average(model, 0.9)
+    again = EMA(model, 0.9)
     again.load_state_dict(mine.state_dict())
     trained(model, 2, mine, again)
     assert all(torch.equal(value, again.state_dict()[name]) for name, value in mine.state_dict().items())
@@ -58,10 +58,10 @@ def test_the_shortcuts_are_those_of_the_step_and_no_average() -> None:
     model = timm.create_model("vit_tiny_patch16_224", img_size=32, patch_size=16, depth=1, embed_dim=24, num_heads=2)
     images = torch.randn(2, 3, 32, 32)
     wiring = unskip.rewire(model, Anneal(Keep(), Cut(), steps=4), images)
-    mine = Average(model, 0.99)
+    mine = EMA(model, 0.99)
     for step in range(6):
         wiring.step(step)
         mine.update()
     expected = model.eval()(images)  # no weight has moved, so their means are the weights
-    with mine.shown():
+    with mine.swapped_in():
         torch.testing.assert_close(model(images), expected)

@@ -1,9 +1,9 @@
-"""Several views of each image, made on the device: large and small crops with colours changed.
+"""Global and local crops of each image, made on the device, with color jitter, blur and solarization.
 
-What DINO (arXiv 2104.14294) and SimCLR (arXiv 2002.05709) train on. A view of a sample is a function of (seed, step,
-position, view): all numbers are drawn for the global batch before any pixel is touched, so a resumed run and any number
-of processes see the same views. Making the views from these numbers waits for nothing and moves nothing to the device:
-a training step can do it itself, and a CUDA graph of the step holds it.
+What DINO (arXiv 2104.14294) and SimCLR (arXiv 2002.05709) train on. A crop of a sample is a function of (seed, step,
+position, crop): all numbers are drawn for the global batch before any pixel is touched, so a resumed run and any number
+of processes see the same crops. Making crops from these numbers needs no host synchronisation and no copy, so that a
+training step can do it itself, also inside a CUDA graph.
 
     crop      a random area and aspect, resized, flipped half the time
     colour    x <- clamp(C x + c),  C of brightness, saturation and a turn of the hue in YIQ, c of contrast; or gray
@@ -39,21 +39,21 @@ _MIXING = numpy.stack(
         numpy.outer(_RGB[:, 2], _YIQ[1]) - numpy.outer(_RGB[:, 1], _YIQ[2]),
     ]
 )
-_BOX, _COLOURS = 5, 7  # numbers that are drawn for a view: those of its box, and those of its colours
+_BOX, _COLOURS = 5, 7  # numbers that are drawn for a crop: those of its box, and those of its colours
 Drawn = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
 @dataclass(frozen=True)
-class Views:
-    """Which views are made. Blur, for the first large one, the others and the small ones, is a chance."""
+class Crops:
+    """Which crops are made. `blur`: probabilities of the first global crop, other global ones, local ones."""
 
-    large: int = 2
-    small: int = 8
-    size: int = 224
-    small_size: int = 96
-    scale: tuple[float, float] = (0.4, 1.0)  # share of the area, of large crops
-    small_scale: tuple[float, float] = (0.05, 0.4)
-    jitter: float = 0.8  # the chance that colours are changed
+    global_crops: int = 2
+    local_crops: int = 8
+    size: int = 224  # of global crops
+    local_size: int = 96
+    scale: tuple[float, float] = (0.4, 1.0)  # fraction of the area, of global crops
+    local_scale: tuple[float, float] = (0.05, 0.4)
+    jitter: float = 0.8  # probability of color jitter
     brightness: float = 0.4
     contrast: float = 0.4
     saturation: float = 0.2
@@ -61,31 +61,31 @@ class Views:
     gray: float = 0.2
     blur: tuple[float, float, float] = (1.0, 0.1, 0.5)
     sigma: tuple[float, float] = (0.1, 2.0)  # of the blur, in pixels at 224; in proportion for other sizes
-    solarize: float = 0.2  # of the second large view
+    solarize: float = 0.2  # of the second global crop
 
     def __post_init__(self) -> None:
         for field in fields(self):
             if isinstance(value := getattr(self, field.name), list):
                 object.__setattr__(self, field.name, tuple(value))
-        if self.large < 1 or self.small < 0 or self.size < 1 or (self.small and self.small_size < 1):
+        if self.global_crops < 1 or self.local_crops < 0 or self.size < 1 or (self.local_crops and self.local_size < 1):
             raise BadInput(
-                f"{self.large} large views of {self.size} pixels and {self.small} small ones of {self.small_size}; "
-                "there is one large view at least, and none is empty"
+                f"{self.global_crops} global crops of {self.size} pixels and {self.local_crops} local ones of "
+                f"{self.local_size}; take at least one global crop, and sizes of at least one pixel"
             )
-        for name in ("scale", "small_scale"):
+        for name in ("scale", "local_scale"):
             low, high = getattr(self, name)
             if not 0 < low <= high <= 1:
-                raise BadInput(f"{name} is {(low, high)}; it is two shares of the area, the lower first")
+                raise BadInput(f"{name} is {(low, high)}; it is two fractions of the area, the lower one first")
 
 
-class ViewFeed:
-    """Batches of (large views (n, large, channels, size, size), small views (n, small, ...), labels (n,))."""
+class CropFeed:
+    """Batches of global crops (n, crops, channels, size, size), local crops (n, crops, ...) and labels (n,)."""
 
     def __init__(
         self,
         images: ImageSet,
         batch: int,
-        views: Views,
+        crops: Crops,
         *,
         source: int | None = None,
         seed: int = 0,
@@ -95,7 +95,7 @@ class ViewFeed:
         """Images are brought to `source` pixels first, whole; without one they stay as the set holds them."""
         whole = Augment(crop="none", flip=False)
         self.base = Feed(images, batch, source, seed=seed, augment=whole, device=device, workers=workers)
-        self.views, self.seed, self.device = views, seed, self.base.device
+        self.crops, self.seed, self.device = crops, seed, self.base.device
         self._mixing = mixing_basis(self.device)
 
     @property
@@ -107,66 +107,68 @@ class ViewFeed:
         self, start_step: int, stop_step: int, rank: int = 0, world: int = 1
     ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         """The batches of the steps from `start_step` up to but without `stop_step`: this process's part of each."""
-        for images, large, small, labels in self.drawn(start_step, stop_step, rank, world):
-            yield (*self.made(images, large, small), labels)
+        for images, wide, local, labels in self.drawn(start_step, stop_step, rank, world):
+            yield (*self.made(images, wide, local), labels)
 
     def drawn(self, start_step: int, stop_step: int, rank: int = 0, world: int = 1) -> Iterator[Drawn]:
-        """The same batches before their views are made: images, what is drawn for the large and for the small views of
-        each, (n, views, 12), and labels."""
-        views = self.views
+        """The same batches before their crops are made: images, the random numbers (n, crops, 12) of the global and of
+        the local crops, and labels."""
+        count = self.crops.global_crops
         for step, (images, labels) in enumerate(self.base.iterate(start_step, stop_step, rank, world), start_step):
             part = share(self.base.batch, rank, world)
             height, width = images.shape[2:]
-            tables = [self._draw(step, kind, height, width) for kind in ("large", "small")]
+            tables = [self._draw(step, kind, height, width) for kind in ("global", "local")]
             # One copy to the device for all of them.
             both = _device.put(numpy.concatenate(tables, 1)[part.start : part.stop].astype(numpy.float32), self.device)
-            yield images, both[:, : views.large], both[:, views.large :], labels
+            yield images, both[:, :count], both[:, count:], labels
 
-    def made(self, images: Tensor, large: Tensor, small: Tensor) -> tuple[Tensor, Tensor]:
-        """The large and the small views of a batch of `drawn`."""
+    def made(self, images: Tensor, wide: Tensor, local: Tensor) -> tuple[Tensor, Tensor]:
+        """The global and the local crops of a batch of `drawn`."""
         with torch.autocast(images.device.type, enabled=False):
             pixels = (images * self.base.std + self.base.mean) * 255
-            return self._made(pixels, large, self.views.size), self._made(pixels, small, self.views.small_size)
+            return self._made(pixels, wide, self.crops.size), self._made(pixels, local, self.crops.local_size)
 
     def _made(self, pixels: Tensor, table: Tensor, size: int) -> Tensor:
-        count, views = table.shape[:2]
-        if not views:
+        count, crops = table.shape[:2]
+        if not crops:
             return pixels.new_empty(count, 0, pixels.shape[1], size, size)
-        each = pixels[:, None].expand(-1, views, -1, -1, -1).flatten(0, 1)
+        each = pixels[:, None].expand(-1, crops, -1, -1, -1).flatten(0, 1)
         rows = table.flatten(0, 1)
         shown = _device.shown(each, rows[:, :_BOX], (size, size)) / 255
         changed = coloured(shown, rows[:, _BOX:], self._mixing)
-        made: Tensor = ((changed - self.base.mean) / self.base.std).unflatten(0, (count, views))
+        made: Tensor = ((changed - self.base.mean) / self.base.std).unflatten(0, (count, crops))
         return made
 
-    def _draw(self, step: int, kind: Literal["large", "small"], height: int, width: int) -> Table:
-        """(batch, views of the kind, 12): top, left, height, width, flipped, and the numbers of colours."""
-        views, count, large = self.views, self.base.batch, kind == "large"
+    def _draw(self, step: int, kind: Literal["global", "local"], height: int, width: int) -> Table:
+        """(batch, crops of the kind, 12): top, left, height, width, flipped, and the numbers of colours."""
+        crops, count, wide = self.crops, self.base.batch, kind == "global"
         number, size, scale = (
-            (views.large, views.size, views.scale) if large else (views.small, views.small_size, views.small_scale)
+            (crops.global_crops, crops.size, crops.scale)
+            if wide
+            else (crops.local_crops, crops.local_size, crops.local_scale)
         )
-        random = stream(VIEWS, self.seed, step, 0 if large else 1)
+        random = stream(VIEWS, self.seed, step, 0 if wide else 1)
         crop = Augment(crop="resized", scale=scale, flip=True)
         boxes = geometry(crop, random, count * number, height, width).reshape(count, number, _BOX)
-        blur = [views.blur[min(index, 1)] if large else views.blur[2] for index in range(number)]
-        solarize = [views.solarize if large and index == 1 else 0.0 for index in range(number)]
+        blur = [crops.blur[min(index, 1)] if wide else crops.blur[2] for index in range(number)]
+        solarize = [crops.solarize if wide and index == 1 else 0.0 for index in range(number)]
         return numpy.concatenate([boxes, self._colours(random, count, blur, solarize, size)], 2)
 
     def _colours(
         self, random: numpy.random.Generator, count: int, blur: list[float], solarize: list[float], size: int
     ) -> Table:
-        """(count, views, 7): factors of brightness, contrast, saturation, turn of the hue, gray, width of blur,
-        solarize. Chances of the last two are those of each view."""
-        views, shape = self.views, (count, len(blur))
+        """(count, crops, 7): factors of brightness, contrast, saturation, turn of the hue, gray, width of blur,
+        solarize. The last two have a probability for each crop."""
+        crops, shape = self.crops, (count, len(blur))
         table = numpy.zeros((*shape, _COLOURS))
-        changed = random.random(shape) < views.jitter
-        for column, strength in enumerate((views.brightness, views.contrast, views.saturation)):
+        changed = random.random(shape) < crops.jitter
+        for column, strength in enumerate((crops.brightness, crops.contrast, crops.saturation)):
             factor = random.uniform(max(0.0, 1 - strength), 1 + strength, shape)
             table[..., column] = numpy.where(changed, factor, 1.0)
-        turn = random.uniform(-views.hue, views.hue, shape) * 2 * math.pi
+        turn = random.uniform(-crops.hue, crops.hue, shape) * 2 * math.pi
         table[..., 3] = numpy.where(changed, turn, 0.0)
-        table[..., 4] = random.random(shape) < views.gray
-        wide = random.uniform(*views.sigma, shape) * size / 224
+        table[..., 4] = random.random(shape) < crops.gray
+        wide = random.uniform(*crops.sigma, shape) * size / 224
         table[..., 5] = numpy.where(random.random(shape) < blur, wide, 0.0)
         table[..., 6] = random.random(shape) < solarize
         return table
@@ -174,9 +176,9 @@ class ViewFeed:
 
 @dataclass(frozen=True)
 class DrawnFeed:
-    """The batches of a ViewFeed before their views are made, for a training step that makes them itself."""
+    """The batches of a CropFeed before their crops are made, for a training step that makes them itself."""
 
-    feed: ViewFeed
+    feed: CropFeed
 
     @property
     def steps_per_epoch(self) -> int:
@@ -184,7 +186,7 @@ class DrawnFeed:
         return self.feed.steps_per_epoch
 
     def iterate(self, start_step: int, stop_step: int, rank: int = 0, world: int = 1) -> Iterator[Drawn]:
-        """See `ViewFeed.drawn`."""
+        """See `CropFeed.drawn`."""
         return self.feed.drawn(start_step, stop_step, rank, world)
 
 

@@ -1,4 +1,4 @@
-"""A model over several processes: each holds a share of every weight (FSDP2, torch's `fully_shard`).
+"""FSDP2 (torch's `fully_shard`): each of several processes holds a shard of every weight.
 
 Rewiring and parameter groups come first, on the plain model. Sharding then puts distributed tensors where the
 parameters were, and the groups are pointed at these. Checkpoints hold whole tensors, gathered on the first process, so
@@ -23,10 +23,12 @@ class Sharded:
         from torch.distributed.fsdp import fully_shard
 
         if not type(optimizer).__module__.startswith("torch."):
-            raise BadInput(f"{type(optimizer).__name__} works on whole matrices: shard with optimizer='adamw'")
+            raise BadInput(f"{type(optimizer).__name__} works on whole matrices: take optimizer='adamw' with fsdp")
         single = [name for name, parameter in model.named_parameters() if parameter.ndim == 0]
         if single:
-            raise BadInput(f"{single[0]} is a single number, which cannot be shared out: leave out shard, or learn:")
+            raise BadInput(
+                f"{single[0]} is a scalar, which fully_shard cannot split: leave out fsdp, or the shortcut learn:"
+            )
         self.model, self.optimizer = model, optimizer
         self.plain = copy.deepcopy(model).cpu() if first else None
         names = {id(parameter): name for name, parameter in model.named_parameters()}

@@ -37,8 +37,8 @@ def test_two_processes_are_one(tmp_path: Path) -> None:
     assert set(told) == {"centre", "sinkhorn", "contrast"}
     for name, row in told.items():
         assert row["loss"] < 1e-6, name
-        assert row["weights"] < 1e-6, name
         assert row["moved"] > 1e-3, name
+        assert row["weights"] < 1e-6 * max(1.0, row["moved"]), name
         assert row.get("centre", 0.0) < 1e-6, name
 
 

@@ -1,0 +1,124 @@
+"""From a config to a task: data, model, initialisation, rewiring, optimizer, evaluations, the same for all recipes.
+
+The order matters: weights and initialisation come before rewiring, and rewiring and parameter groups before the loop
+wraps the model.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, fields
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from unskip.data import ImageSet, fingerprint
+from unskip.errors import BadInput
+from unskip.optim import build as build_optimizer
+from unskip.recipes._config import Config
+from unskip.recipes._data import Opener, evaluated_split, open_splits
+from unskip.recipes._objective import Facts, Objective, Progress
+from unskip.recipes._registry import recipe_of
+from unskip.training import Schedule, Task, device_of
+from unskip.wiring import Wiring, rewire, save
+
+_SAMPLE = 64  # images of the evaluated split that initialisation, rewiring and health checks look at
+
+
+def build(config: Config, opener: Opener | None = None) -> tuple[Task, Schedule]:
+    """The task and schedule of a config."""
+    recipe = recipe_of(config)
+    objective = recipe.objective(config)
+    device = device_of(config.device)
+    train, test = open_splits(config, opener)
+    feed = objective.feed(train, device)
+    progress = Progress(steps_of(config, feed.steps_per_epoch), feed.steps_per_epoch)
+    schedule = schedule_of(config, progress.steps)
+    train_feed, test_feed = (objective.evaluation_feed(images, device) for images in (train, test))
+    sample = next(iter(test_feed.evaluate()))[0][:_SAMPLE]
+    facts = objective.facts(train)
+    model = recipe.build_model(config, facts).to(device)
+    notes = [*train.report, *test.report, *objective.start(model, sample)]
+    wirings = wire(objective, model, sample[:2])
+    if wirings and _unfinished(wirings[0], progress.steps):
+        notes.append(
+            f"the run ends after {progress.steps} steps, before {config.shortcut} does: take a longer run or an "
+            "earlier @"
+        )
+    options = objective.optimizer_options()
+    optimizer = build_optimizer(objective.trained(model), config.optimizer, config.lr, config.weight_decay, **options)
+    objective.begin(model, optimizer, progress)
+    task = Task(
+        model=model,
+        feed=feed,
+        loss=objective.loss,
+        optimizer=optimizer,
+        wirings=wirings,
+        baseline_loss=objective.baseline_loss(model, train, test_feed),
+        evaluations=objective.evaluations(model, train_feed, test_feed, evaluated_split(config)),
+        notes=tuple(notes),
+        sample=sample[:8] if config.health else None,
+        encoder=objective.encoder(model),
+        before_step=objective.before_step,
+        after_step=objective.after_step,
+        warnings=objective.warnings,
+        save=partial(_save, objective, facts),
+        record={"facts": asdict(facts), "data": {"train": data_record(train), "test": data_record(test)}},
+    )
+    return task, schedule
+
+
+def wire(objective: Objective, model: nn.Module, sample: Tensor) -> tuple[Wiring, ...]:
+    """Puts the shortcut of the config into the model. A model that keeps its skips is left as it is."""
+    config, parts = objective.config, objective.rewired(model)
+    if config.shortcut == "keep":
+        return ()
+    return tuple(rewire(part, config.shortcut, sample, config.where) for part in parts)
+
+
+def _unfinished(wiring: Wiring, steps: int) -> bool:
+    """Whether an annealed shortcut does not reach its end within the run."""
+    alphas = []
+    for step in (steps - 1, 2**62, 0):  # the run's last step, the very last one, and back to the first
+        wiring.step(step)
+        alphas.append([*wiring.alphas])
+    return alphas[0] != alphas[1]
+
+
+def _save(objective: Objective, facts: Facts, model: nn.Module, folder: Path) -> None:
+    """The whole model; an encoder that is a part of it once more on its own, for `unskip.load(CHECKPOINT/encoder)`."""
+    from safetensors.torch import save_model
+
+    encoder, builder = objective.encoder(model), objective.builder(facts)
+    if encoder is model:
+        save(model, folder, builder)
+    else:
+        save_model(model, str(folder / "model.safetensors"))
+        save(encoder, folder / "encoder", builder)
+
+
+def data_record(images: ImageSet) -> dict[str, Any]:
+    """What identifies a split, for a run to notice when it is resumed on other data."""
+    return {"images": len(images), "classes": len(images.classes), "fingerprint": fingerprint(images)}
+
+
+def steps_of(config: Config, steps_per_epoch: int) -> int:
+    """The length of a run: its steps, where given, or its epochs."""
+    steps: int = round(config.epochs * steps_per_epoch) if config.steps is None else config.steps
+    if steps < 1:
+        raise BadInput(f"{steps} steps: give steps or epochs for one at least")
+    return steps
+
+
+def schedule_of(config: Config, steps: int) -> Schedule:
+    """The schedule of a run: the fields that `Schedule` and the config share."""
+    names = {field.name for field in fields(Schedule)} - {"steps", "warmup"}
+    shared = {name: getattr(config, name) for name in names if hasattr(config, name)}
+    if config.accumulate > 0 and config.batch % config.accumulate:
+        raise BadInput(
+            f"a batch of {config.batch} cannot be divided into {config.accumulate} equal parts: take another accumulate"
+        )
+    if not 0 <= config.warmup <= 1:
+        raise BadInput(f"warmup is {config.warmup!r}; it is a fraction of the steps, from 0 to 1")
+    return Schedule(steps=steps, warmup=round(config.warmup * steps), **shared)

@@ -1,0 +1,101 @@
+"""What the recipes over several crops of an image share, DINO and SimCLR: their crops and their backbone."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from unskip import spec
+from unskip.data import CropFeed, Crops, DrawnFeed, Feed, ImageSet
+from unskip.errors import BadInput
+from unskip.recipes._models import built, check_patch, timm_arguments
+from unskip.recipes._objective import Facts, Objective
+from unskip.recipes._online import FeatureEvaluation, check_knn, subset
+from unskip.training import Evaluation
+
+
+class CropsObjective(Objective):
+    """Batches of crops, a backbone of timm that takes images of several sizes, and kNN during training."""
+
+    crops: CropFeed  # set with the feed; the loss makes the crops, so that a CUDA graph holds that work too
+
+    def check(self) -> None:
+        check_ranges(self.config, {"patch": (1, math.inf), "jitter": (0, math.inf), "source": (1, math.inf)})
+        check_patch(self.config, *(name for name in ("size", "local_size") if hasattr(self.config, name)))
+
+    def feed(self, images: ImageSet, device: torch.device) -> DrawnFeed:
+        config = self.config
+        strength, count = config.jitter, getattr(config, "local_crops", 0)
+        crops = Crops(
+            local_crops=count,
+            size=config.size,
+            local_size=getattr(config, "local_size", config.size),
+            scale=(config.scale, 1.0),
+            local_scale=(getattr(config, "local_scale", config.scale) if count else config.scale, config.scale),
+            jitter=0.8 if strength else 0.0,
+            brightness=0.4 * strength,
+            contrast=0.4 * strength,
+            saturation=0.2 * strength,
+            hue=0.1 * strength,
+            gray=0.2 if strength else 0.0,
+            blur=(1.0, 0.1, 0.5) if strength else (0.0, 0.0, 0.0),
+            solarize=0.2 if strength else 0.0,
+        )
+        source = config.source if images.images is None else None
+        if images.images is None and source is None:
+            raise BadInput(f"{images.name}: its images are read from disk; give --source, the size to crop from")
+        options: dict[str, Any] = {"seed": config.seed, "device": device, "workers": config.workers}
+        self.crops = CropFeed(images, config.batch, crops, source=source, **options)
+        return DrawnFeed(self.crops)
+
+    def evaluation_feed(self, images: ImageSet, device: torch.device) -> Feed:
+        batch = max(self.config.batch, 512)  # nothing is kept for a backward pass
+        return self._images(subset(images, self.config.online_images), device, batch)
+
+    def builder(self, facts: Facts) -> dict[str, Any]:
+        return {"spec": self.config.model, "kwargs": backbone_arguments(self.config, facts)}
+
+    def evaluations(self, model: nn.Module, train: Feed, test: Feed, split: str) -> dict[str, Evaluation]:
+        check_knn(train.images, test.images)
+        evaluation = FeatureEvaluation.of(self.encoder, model, train, test, self.config.precision)
+        return {"knn-dino-v1, rank-v1": evaluation}
+
+
+def backbone_arguments(config: Any, facts: Facts) -> dict[str, Any]:
+    """The arguments of a backbone that returns a vector for an image and takes images of several sizes."""
+    return timm_arguments(config, facts.channels, dynamic_img_size=True)
+
+
+def backbone(config: Any, facts: Facts) -> nn.Module:
+    """The backbone that a config names. Raises BadInput where it is no ViT that takes images of several sizes."""
+    try:
+        model = built(config, backbone_arguments(config, facts))
+    except BadInput:
+        _refuse_one_size(config, spec.build(config.model, light=True))
+        raise
+    _refuse_one_size(config, model)
+    return model
+
+
+def _refuse_one_size(config: Any, model: nn.Module) -> None:
+    name = type(model).__name__
+    if not hasattr(model, "dynamic_img_size") and name != "NaFlexVit":  # which takes any size without it
+        raise BadInput(
+            f"{config.model}: {name} has no dynamic_img_size; the backbone is a ViT of timm that takes images of any "
+            "size, as timm:vit_small_patch16_224"
+        )
+
+
+def check_ranges(config: Any, ranges: Mapping[str, tuple[float, float]], above_zero: Iterable[str] = ()) -> None:
+    """Raises BadInput for a number of a config that is out of its range; None is in every range."""
+    for name, (low, high) in ranges.items():
+        if (value := getattr(config, name)) is not None and not low <= value <= high:
+            usual = f"goes from {low:g} to {high:g}" if high < math.inf else f"is {low:g} or more"
+            raise BadInput(f"{name} is {value!r}; it {usual}")
+    for name in above_zero:
+        if not getattr(config, name) > 0:
+            raise BadInput(f"{name} is {getattr(config, name)!r}; it is above 0")

@@ -1,0 +1,263 @@
+"""What the recipes of SiT and U-ViT share: a config and an objective. They differ in model and settings.
+
+"Residual Connections Harm Generative Representation Learning" (arXiv 2404.10947): decayed shortcuts improve the samples
+and the features of a diffusion transformer. Where the decay should end is left open there:
+
+    over all blocks         --shortcut decay:0.8
+    by effective decay      --shortcut decay:product=5e-3
+    in the middle           --shortcut decay:0.8,until=0.5
+    and back to 1           --shortcut decay:0.8,until=0.5,back
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from unskip.data import Augment, Autoencoder, ImageSet, LatentFeed
+from unskip.errors import BadInput
+from unskip.evals import noised_features, rank
+from unskip.init import zero_branches_
+from unskip.models import Flow, Interpolant, Target, Times, normal
+from unskip.recipes._config import Config
+from unskip.recipes._models import named
+from unskip.recipes._objective import Facts, Objective
+from unskip.recipes._online import check_knn, knn_of, subset
+from unskip.training import Evaluation, device_of
+
+_FOR_LOSS = 1000  # test images that the loss is evaluated on, at least
+_WIDER = 4  # batches in evaluation, relative to training: nothing is kept for a backward pass
+
+
+@dataclass(frozen=True)
+class Generative(Config):
+    """The config of a generative run."""
+
+    latents: str | None = None  # a folder of an AutoencoderKL of diffusers: train on its latents, encoded once
+    cache: str = "~/.cache/unskip/latents"  # where they are kept
+    model: str = "S/2"  # size and patch
+    model_args: str = ""  # other numbers for the model: "width=512,depth=9,heads=8,patch=4"
+    size: int = 32  # of images in pixels, before they are encoded
+    shortcut: str = "decay:0.8"  # keep, cut, decay:0.6, scale:0.7,0.7, learn:1.0, anneal:keep>cut@10000
+    init: str = "default"  # default | zero: all branches start at zero, whatever `where` says (SiT's do anyway)
+    weights: str | None = None  # a published checkpoint
+    interpolant: Interpolant = "linear"
+    target: Target = "velocity"
+    times: Times = "uniform"
+    time_mean: float = 0.0  # of logit-normal times, before the sigmoid
+    time_std: float = 1.0  # of logit-normal times, before the sigmoid
+    label_dropout: float = 0.1  # probability of training without the label, for guidance
+    lr: float = 1e-4
+    lr_end: float = 1.0  # as a fraction of lr; 1: constant
+    weight_decay: float = 0.0
+    betas: str | None = None  # as in 0.9,0.999; None: the recipe's for AdamW, the optimizer's own for others
+    batch: int = 256  # images a step, over all processes
+    epochs: float = 80
+    warmup: float = 0.0  # fraction of the steps
+    flip: bool = True
+    narrow: bool = False  # the stream in autocast's precision: faster, and it rounds more
+    ema: float | None = 0.9999  # decay of the EMA of the weights, which is evaluated and sampled
+    online_images: int = 5000  # images of each split for kNN and rank during training; 0: none
+    online_time: float = 0.9  # time of the noisy images whose features those are, at the middle block
+
+    def unused(self) -> dict[str, str]:
+        reasons = super().unused()
+        if self.times == "uniform":
+            reasons |= dict.fromkeys(("time_mean", "time_std"), "times are uniform; take logit-normal")
+        if self.latents is None:
+            reasons["cache"] = "it is for latents; give those"
+        if not self.online_images:
+            reasons["online_time"] = "online_images is 0; set it"
+        return reasons
+
+    @property
+    def flow(self) -> Flow:
+        return Flow(self.interpolant, self.target, self.times, self.time_mean, self.time_std, self.label_dropout)
+
+
+class ImageFeed(Protocol):
+    """What a Feed and a LatentFeed have in common."""
+
+    images: ImageSet
+    device: torch.device
+
+    @property
+    def steps_per_epoch(self) -> int: ...
+    def iterate(self, start_step: int, stop_step: int, rank: int = 0, world: int = 1) -> Iterator[Any]: ...
+    def evaluate(self) -> Iterator[tuple[Tensor, Tensor]]: ...
+
+
+def build_network(kind: Any, config: Generative, facts: Facts, **options: Any) -> Any:
+    """A SiT or U-ViT for the data. One for published weights may have more classes than the data, and not fewer."""
+    given = {"size": facts.size, "channels": facts.channels, "classes": facts.classes, "narrow": config.narrow}
+    model = named(kind, config, {**given, **options})
+    if model.classes < facts.classes:
+        raise BadInput(f"model_args {config.model_args!r}: {model.classes} classes, and the data has {facts.classes}")
+    return model
+
+
+class FlowMatching(Objective):
+    """The mean squared error of a predicted velocity, noise or image at random times."""
+
+    config: Generative
+    adamw_betas = "0.9,0.999"
+
+    def check(self) -> None:
+        config = self.config
+        if not 0 <= config.online_time <= 1:
+            raise BadInput(f"online_time is {config.online_time}; times go from noise, 0, to data, 1")
+        if config.init not in ("zero", "default"):
+            raise BadInput(f"init is {config.init!r}; it can be default or zero")
+        if config.init == "zero" and config.weights is not None:
+            raise BadInput("init zero would overwrite the weights that are loaded; leave one of the two out")
+
+    @cached_property
+    def autoencoder(self) -> Autoencoder | None:
+        """Of a run on latents; opened when first needed."""
+        config = self.config
+        return None if config.latents is None else Autoencoder.open(config.latents, device_of(config.device))
+
+    def facts(self, images: ImageSet) -> Facts:
+        if self.autoencoder is None:
+            return super().facts(images)
+        return Facts(len(images.classes), self.autoencoder.channels, self.config.size // self.autoencoder.factor)
+
+    def feed(self, images: ImageSet, device: torch.device) -> ImageFeed:
+        config = self.config
+        if self.autoencoder is not None:
+            return self._latents(images, device, config.batch, config.flip)
+        augment = Augment(crop="center", flip=config.flip)
+        return self._images(images, device, config.batch, seed=config.seed, augment=augment)
+
+    def evaluation_feed(self, images: ImageSet, device: torch.device) -> ImageFeed:
+        images = subset(images, max(self.config.online_images, _FOR_LOSS))
+        if self.autoencoder is not None:
+            return self._latents(images, device, _WIDER * self.config.batch, flip=False)
+        return self._images(images, device, _WIDER * self.config.batch)
+
+    def _latents(self, images: ImageSet, device: torch.device, batch: int, flip: bool) -> LatentFeed:
+        config, autoencoder = self.config, self.autoencoder
+        assert autoencoder is not None
+        options: dict[str, Any] = {"seed": config.seed, "flip": flip, "device": device}
+        return LatentFeed(images, autoencoder, batch, config.size, config.cache, **options)
+
+    def start(self, model: Any, sample: Tensor) -> list[str]:
+        if self.config.init == "zero":
+            # Of all sites, as in the paper's MAE: `where` is about the shortcut, and SiT's gates are zero everywhere.
+            zero_branches_(model, sample[:2])
+        return []
+
+    def optimizer_options(self) -> dict[str, Any]:
+        adamw = self.config.optimizer.lower() == "adamw"
+        betas = self.adamw_betas if self.config.betas is None and adamw else self.config.betas
+        return {} if betas is None else {"betas": _betas(betas)}
+
+    def loss(self, model: Any, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+        values, labels = batch
+        if self.autoencoder is not None:
+            moments = values
+            noise = torch.randn(len(moments), self.autoencoder.channels, *moments.shape[2:], device=moments.device)
+            values = self.autoencoder.latents(moments, noise)
+        return self.config.flow.loss(model, values, labels, self.classes).mean(), {}
+
+    def begin(self, model: Any, optimizer: Any, progress: Any) -> None:
+        self.classes = int(model.classes)  # also the label of none; published weights may know more than the data has
+
+    def baseline_loss(self, model: nn.Module, train: ImageSet, test: ImageFeed) -> float:
+        return constant_loss(self.config.flow, mean_square(test))
+
+    def evaluations(self, model: nn.Module, train: ImageFeed, test: ImageFeed, split: str) -> dict[str, Evaluation]:
+        evaluations: dict[str, Evaluation] = {"flow-loss-v1": FlowLoss(test, self.config.flow, split)}
+        if self.config.online_images:
+            check_knn(train.images, test.images)
+            evaluations["knn-dino-v1, rank-v1"] = NoisyFeatures(train, test, self.config)
+        return evaluations
+
+
+def _betas(text: str) -> tuple[float, float]:
+    try:
+        first, second = (float(part) for part in text.split(","))
+    except ValueError:
+        raise BadInput(f"betas is {text!r}; write two numbers, as in 0.9,0.999") from None
+    if not (0 <= first < 1 and 0 <= second < 1):
+        raise BadInput(f"betas is {text!r}; each is 0 or more and below 1, as in 0.9,0.999")
+    return first, second
+
+
+def mean_square(feed: ImageFeed) -> float:
+    """Of all values, or of the first batch where images are read from disk."""
+    total, count = torch.zeros((), dtype=torch.float64, device=feed.device), 0
+    for squares in _squares(feed):
+        total += squares.double().sum()
+        count += squares.numel()
+        if not isinstance(feed, LatentFeed) and feed.images.images is None:
+            break
+    return float(total) / count
+
+
+def _squares(feed: ImageFeed) -> Iterator[Tensor]:
+    """The expected squares of the values, batch by batch; latents are drawn as mean + standard deviation * n."""
+    if not isinstance(feed, LatentFeed):
+        yield from (values.square() for values, _ in feed.evaluate())
+        return
+    for moments, _ in feed.in_order():
+        mean = feed.autoencoder.latents(moments)
+        yield mean.square() + (feed.autoencoder.latents(moments, torch.ones_like(mean)) - mean).square()
+
+
+def constant_loss(flow: Flow, power: float) -> float:
+    """The loss of predicting zero, for data of mean square `power`."""
+    if flow.target != "velocity":
+        return 1.0 if flow.target == "noise" else power
+    time = (torch.arange(1000, dtype=torch.float64) + 0.5) / 1000  # quantiles of the times
+    if flow.times == "logit-normal":
+        time = torch.sigmoid(flow.time_mean + flow.time_std * torch.special.ndtri(time))
+    path = flow.path(time)
+    return float((path.da.square() * power + path.ds.square()).mean())
+
+
+@dataclass(frozen=True)
+class FlowLoss:
+    """The loss without label dropout, at times spread evenly over the images, with the same noise each time."""
+
+    feed: ImageFeed
+    flow: Flow
+    split: str
+
+    def __call__(self, model: nn.Module) -> dict[str, float]:
+        flow = Flow(self.flow.interpolant, self.flow.target, label_dropout=0.0)
+        first, last = flow.ends
+        count, seen = len(self.feed.images), 0
+        total = torch.zeros((), dtype=torch.float64, device=self.feed.device)
+        for values, labels in self.feed.evaluate():
+            index = torch.arange(seen, seen + len(values), device=values.device)
+            # Steps of the golden ratio spread the times of neighbouring images.
+            time = first + (last - first) * ((index * 0.6180339887498949 + 0.5) % 1.0).float()
+            noise = normal(0, index, 0, values.shape[1:])
+            total += flow.loss(model, values, labels, 0, time=time, noise=noise).double().sum()
+            seen += len(values)
+        return {f"{self.split}_loss": float(total) / count}
+
+
+@dataclass(frozen=True)
+class NoisyFeatures:
+    """kNN accuracy and rank of the middle block on images with a little noise."""
+
+    train: ImageFeed
+    test: ImageFeed
+    config: Generative
+    axes: dict[str, int] = field(default_factory=dict)  # of the blocks, found once
+
+    def __call__(self, model: nn.Module) -> dict[str, float]:
+        flow, time = self.config.flow, self.config.online_time
+        options: dict[str, Any] = {"precision": self.config.precision, "axes": self.axes}
+        test = noised_features(model, self.test.evaluate(), flow, time, "middle", seed=0, **options)
+        self.axes.update(test.axes)
+        train = noised_features(model, self.train.evaluate(), flow, time, "middle", seed=1, **options)
+        ((block, features),) = test["mean", "none"].items()
+        return knn_of(train, test, block) | rank(features)

@@ -1,0 +1,92 @@
+"""The model that a config names, built with errors that say what was wrong."""
+
+from __future__ import annotations
+
+import inspect
+from difflib import SequenceMatcher
+from typing import Any, TypeVar
+
+from torch import nn
+
+from unskip import spec
+from unskip.errors import BadInput
+from unskip.models import SiT, UViT
+from unskip.recipes._config import Config
+
+_Named = TypeVar("_Named", SiT, UViT)
+
+
+def timm_arguments(config: Any, channels: int, **fixed: Any) -> dict[str, Any]:
+    """Arguments of a timm ViT for the images of a config: `fixed` ones, then those of `model_args`."""
+    if not config.model.startswith("timm:"):
+        raise BadInput(f"model is {config.model!r}; take a ViT of timm, as in timm:vit_small_patch16_224")
+    arguments: dict[str, Any] = {"num_classes": 0, "in_chans": channels, "img_size": config.size, **fixed}
+    if config.patch is not None:
+        arguments["patch_size"] = config.patch
+    return arguments | arguments_of(config.model_args)
+
+
+def check_patch(config: Any, *sizes: str) -> None:
+    """Raises BadInput where patches do not divide the images; `sizes` names the fields that hold their sizes."""
+    if config.patch is None:
+        return
+    if config.patch < 1:
+        raise BadInput(f"patch is {config.patch}; it is 1 or more, the pixels along a side of a patch")
+    for name in sizes:
+        if getattr(config, name) % config.patch:
+            raise BadInput(
+                f"patches of {config.patch} do not divide {name} {getattr(config, name)}; change one of them"
+            )
+
+
+def arguments_of(text: str) -> dict[str, Any]:
+    """ "depth=6,drop_rate=0.1" as keyword arguments."""
+    arguments: dict[str, Any] = {}
+    for item in filter(None, (part.strip() for part in text.split(","))):
+        name, equals, value = item.partition("=")
+        if not equals or not name.isidentifier():
+            raise BadInput(f"model_args {text!r}: write name=value, separated by commas")
+        for kind in (int, float):
+            try:
+                arguments[name] = kind(value)
+                break
+            except ValueError:
+                continue
+        else:
+            arguments[name] = {"true": True, "false": False, "none": None}.get(value.lower(), value)
+    return arguments
+
+
+def built(config: Config, arguments: dict[str, Any]) -> nn.Module:
+    """The model that a config names, with these arguments; an unknown one is reported with those there are."""
+    try:
+        return spec.build(config.model, **arguments)
+    except BadInput as error:
+        plain: Any = spec.build(config.model, light=True)  # the name may be what is wrong, and then it says so
+        _check_arguments(config, plain.__class__, arguments_of(config.model_args))
+        # A preset's own are for the preset's model, and another one may take none of that kind.
+        given = ", ".join(f"{name}={value}" for name, value in arguments.items())
+        raise BadInput(f"{error}; it was given {given}. Other model_args, or none of them, change that") from error
+
+
+def named(kind: type[_Named], config: Config, given: dict[str, Any]) -> _Named:
+    """A model of this library: of the size that a config names; its model_args come before those that are given."""
+    arguments = arguments_of(config.model_args)
+    _check_arguments(config, kind, arguments)
+    try:
+        return kind.named(config.model, **{**given, **arguments})
+    except (TypeError, RuntimeError) as error:  # a word where a number belongs, or a number that makes no tensor
+        raise BadInput(f"model_args {config.model_args!r}: {config.model}: {error}") from error
+
+
+def _check_arguments(config: Config, kind: type[nn.Module], arguments: dict[str, Any]) -> None:
+    accepted = inspect.signature(kind).parameters
+    if any(each.kind is each.VAR_KEYWORD for each in accepted.values()):
+        return
+    for name in arguments:
+        if name not in accepted:
+            near = sorted(accepted, key=lambda known: -SequenceMatcher(None, name, known).ratio())
+            raise BadInput(
+                f"model_args {config.model_args!r}: {kind.__name__} ({config.model}) has no argument {name!r}; it has "
+                f"{', '.join(near)}"
+            )

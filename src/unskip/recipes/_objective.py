@@ -1,0 +1,147 @@
+"""What a recipe trains for: a loss, and whatever differs from the defaults that all recipes share.
+
+    @dataclass(frozen=True)
+    class Colour(Config): ...
+
+    class ColourObjective(Objective):
+        def loss(self, model, batch):
+            images, _ = batch
+            return (model(images) - images.mean((2, 3))).square().mean(), {}
+
+    def build_model(config, facts): return nn.Sequential(nn.Flatten(), nn.LazyLinear(facts.channels))
+
+    register(Recipe("colour", Colour, {"digits": Preset({}, "seconds", "")}, build_model, ColourObjective))
+
+Data, initialisation, rewiring, optimizer, schedule, checkpoints and evaluation are assembled in `_build`, which calls
+the methods below in their order here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from unskip.data import Augment, Feed, ImageSet
+from unskip.init import start_
+from unskip.recipes._config import Config
+from unskip.recipes._online import rank_collapse
+from unskip.training import Batches, Evaluation
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What a model needs to know of its data. Kept in the run folder, so that a run opens without its data."""
+
+    classes: int
+    channels: int
+    size: int  # of what the model sees: images, or their latents
+
+
+@dataclass(frozen=True)
+class Progress:
+    """The length of a run."""
+
+    steps: int
+    steps_per_epoch: int
+
+
+class Objective:
+    """The objective of one run. Only `loss` has no default."""
+
+    def __init__(self, config: Any) -> None:
+        self.config = config
+        self.check()
+
+    def check(self) -> None:
+        """Raises BadInput for settings that cannot work, before any data is opened."""
+
+    # --- Data ---------------------------------------------------------------------------------------------------------
+
+    def facts(self, images: ImageSet) -> Facts:
+        """What `build_model` is told of the training set."""
+        return Facts(len(images.classes), images.channels, self.config.size)
+
+    def feed(self, images: ImageSet, device: torch.device) -> Batches:
+        """The training batches. By default images with the augmentation whose fields the config has."""
+        return self._images(images, device, self.config.batch, seed=self.config.seed, augment=augmentation(self.config))
+
+    def evaluation_feed(self, images: ImageSet, device: torch.device) -> Any:
+        """Images as they are, for evaluation while training goes on."""
+        return self._images(images, device, self.config.batch)
+
+    def _images(self, images: ImageSet, device: torch.device, batch: int, **options: Any) -> Feed:
+        return Feed(images, batch, self.config.size, device=device, workers=self.config.workers, **options)
+
+    # --- Model --------------------------------------------------------------------------------------------------------
+
+    def encoder(self, model: nn.Module) -> nn.Module:
+        """The part whose features are evaluated, and which is saved on its own where it is not the whole model."""
+        return model
+
+    def rewired(self, model: nn.Module) -> tuple[nn.Module, ...]:
+        """The parts that the shortcut governs."""
+        return (self.encoder(model),)
+
+    def trained(self, model: nn.Module) -> nn.Module:
+        """The part that the optimizer updates."""
+        return model
+
+    def builder(self, facts: Facts) -> dict[str, Any] | None:
+        """How `unskip.load` builds the encoder: {"spec": ..., "kwargs": ...}; None where no spec names it."""
+        return None
+
+    def start(self, model: nn.Module, sample: Tensor) -> list[str]:
+        """Initialises the model and loads weights; returns notes for the reader of the run."""
+        self.initialise(self.encoder(model), sample)
+        return []
+
+    def initialise(self, module: nn.Module, sample: Tensor, preset: str = "vit-base") -> None:
+        """The config's `init` on one module; `preset` names the constants of init="skipless"."""
+        generator = torch.Generator().manual_seed(self.config.seed)
+        start_(module, self.config.init, generator, sample, where=self.config.where, preset=preset)
+
+    # --- Training -----------------------------------------------------------------------------------------------------
+
+    def optimizer_options(self) -> dict[str, Any]:
+        """Further arguments of `unskip.optim.build`."""
+        return {}
+
+    def begin(self, model: nn.Module, optimizer: Any, progress: Progress) -> None:
+        """Called once, before the first step; for objectives that follow a schedule or update a teacher."""
+
+    def loss(self, model: nn.Module, batch: Any) -> tuple[Tensor, dict[str, Tensor]]:
+        """The loss of a batch, and numbers to log."""
+        raise TypeError(f"{type(self).__name__} has no loss(model, batch)")
+
+    def before_step(self, step: int) -> None:
+        """Sets what follows a schedule; the learning rate and the shortcut are set already."""
+
+    def after_step(self, step: int) -> None:
+        """Called after the optimizer's step, such as to update a teacher."""
+
+    # --- Evaluation ---------------------------------------------------------------------------------------------------
+
+    def baseline_loss(self, model: nn.Module, train: ImageSet, test: Any) -> float | None:
+        """The loss of a constant prediction, at which nothing is learnt; None where there is no such value."""
+        return None
+
+    def evaluations(self, model: nn.Module, train: Any, test: Any, split: str) -> dict[str, Evaluation]:
+        """What is evaluated while training goes on, by name; `train` and `test` are feeds of `evaluation_feed`."""
+        return {}
+
+    def warnings(self, row: dict[str, Any], share: float) -> Iterable[tuple[str, str]]:
+        """Names and texts of warnings about a logged row or an evaluation, after this fraction of the run."""
+        return rank_collapse(row) if share >= 0.05 else ()
+
+
+def augmentation(config: Config) -> Augment:
+    """The augmentation of a config: those of its fields that `Augment` has."""
+    names = ("crop", "flip", "mixup", "cutmix", "erase", "randaugment")
+    given: dict[str, Any] = {name: getattr(config, name) for name in names if hasattr(config, name)}
+    if hasattr(config, "scale"):
+        given["scale"] = (config.scale, 1.0)
+    return Augment(**given)

@@ -1,0 +1,94 @@
+"""A trained model from its run folder alone: no data set, no optimizer."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from unskip._plugins import with_plugins
+from unskip.errors import BadInput, LoadError
+from unskip.recipes._build import wire
+from unskip.recipes._objective import Facts, Objective
+from unskip.recipes._registry import RECIPES, from_dict
+from unskip.training import RunFolder, device_of, ema_weights
+from unskip.wiring import load as load_saved
+from unskip.wiring import parse
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A trained run: the whole model, the part of it that makes features, and the step of its checkpoint."""
+
+    folder: RunFolder
+    config: Any
+    facts: Facts
+    objective: Objective
+    model: nn.Module
+    encoder: nn.Module
+    step: int
+
+
+def open_run(out: str | Path, device: str | None = None, *, trust: bool = False) -> Trained:
+    """The model of a run as its last whole checkpoint holds it, with its EMA weights where there are any.
+
+    `device` is the config's by default. A run whose model is a function of a file, or that was made with
+    plugins which are not loaded, is opened with `trust` only: those files are executed.
+    """
+    from safetensors.torch import load_model
+
+    folder = RunFolder.open(out)
+    with with_plugins(folder.plugins, trust):
+        config: Any = from_dict(folder.config)
+        parse(config.shortcut)
+    if device is not None:
+        config = replace(config, device=device)
+    if ".py:" in config.model and not trust:
+        raise BadInput(
+            f"{out}: its model is {config.model}, and opening it runs that file. Where you trust it, pass trust=True "
+            "(--trust)"
+        )
+    last = folder.last_checkpoint()
+    if last is None:
+        raise BadInput(f"{out}: no checkpoint yet; continue with `unskip resume {out}`")
+    step, checkpoint = last
+    recipe = RECIPES[folder.config["recipe"]]
+    try:
+        facts = Facts(**folder.facts)
+    except TypeError as error:
+        raise LoadError(f"{folder.path / 'config.json'}: damaged, its facts do not read ({error})") from error
+    objective = recipe.objective(config)
+    where = device_of(config.device)
+    model = recipe.build_model(config, facts).to(where)
+    example = torch.randn(2, facts.channels, facts.size, facts.size, generator=torch.Generator().manual_seed(0))
+    wirings = wire(objective, model, example.to(where))
+    load_model(model, checkpoint / "model.safetensors", device=str(where))
+    ema = ema_weights(checkpoint, where)
+    if ema is not None:
+        model.load_state_dict(ema)
+    for wiring in wirings:
+        wiring.step(step - 1)  # steps count from 0, and annealed shortcuts stay where the last one left them
+    return Trained(folder, config, facts, objective, model, objective.encoder(model), step)
+
+
+def load(folder: str | os.PathLike[str], model: nn.Module | None = None, **options: Any) -> nn.Module:
+    """The model in a folder of `unskip.save`, or the whole model of a run, with its weights and its wiring.
+
+    See `unskip.wiring.load` for folders of `save` and their options. Of a run it is the last whole checkpoint, with EMA
+    weights where the run keeps them, on the CPU; its data set is not needed.
+    """
+    if is_run(folder):
+        if model is not None:
+            raise BadInput(f"{folder} is a run, which builds its own model; leave model= out")
+        return open_run(Path(folder), device="cpu", **options).model
+    return load_saved(folder, model, **options)
+
+
+def is_run(folder: str | os.PathLike[str]) -> bool:
+    """Whether a folder is a run's."""
+    path = Path(folder)
+    return (path / "config.json").is_file() and (path / "checkpoints").is_dir()

@@ -1,0 +1,128 @@
+"""A trained run opens from its folder alone, and a resumed one notices data that changed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from PIL import Image
+from torch import nn
+
+import unskip
+from unskip import cli, recipes
+from unskip.errors import BadInput, LoadError
+from unskip.recipes import open_run
+from unskip.wiring import find_wiring
+
+pytestmark = pytest.mark.filterwarnings("ignore::unskip.errors.UnskipWarning")  # runs of a few steps look unhealthy
+
+VIT = "depth=2,embed_dim=16,num_heads=2"
+RUNS: dict[str, dict[str, Any]] = {
+    "supervised": {"model_args": VIT, "shortcut": "decay:0.5", "ema": 0.9},
+    "mae": {"model_args": VIT, "decoder_width": 8, "decoder_depth": 1, "decoder_heads": 2},
+    "dino": {"model_args": VIT, "shortcut": "cut", "init": "skipless", "local_crops": 1, "projection": 16, "source": 8},
+    "simclr": {"model_args": VIT, "shortcut": "cut", "hidden": 8, "projection": 4, "source": 8},
+    "sit": {"model_args": "width=16,depth=2,heads=2"},
+    "uvit": {"model_args": "width=16,depth=3,heads=2"},
+}
+
+
+def folder_of_images(folder: Path, count: int) -> Path:
+    """Two classes in two splits, of noise."""
+    generator = torch.Generator().manual_seed(0)
+    for split in ("train", "val"):
+        for label in ("a", "b"):
+            (folder / split / label).mkdir(parents=True, exist_ok=True)
+            for index in range(count):
+                pixels = torch.randint(0, 256, (8, 8, 3), generator=generator, dtype=torch.uint8)
+                Image.fromarray(pixels.numpy()).save(folder / split / label / f"{index}.png")
+    return folder
+
+
+def trained(recipe: str, out: Path, data: Path, **changes: Any) -> Any:
+    fields = {"data": str(data), "steps": 2, "batch": 16, "online_images": 300, "device": "cpu", "health": False}
+    if recipe == "supervised":
+        del fields["online_images"]
+    config = getattr(recipes, recipe)("digits", **{**fields, **RUNS[recipe], **changes})
+    return unskip.train(config, out, quiet=True)
+
+
+@pytest.mark.parametrize("recipe", RUNS)
+def test_a_run_opens_without_its_data(recipe: str, tmp_path: Path) -> None:
+    data = folder_of_images(tmp_path / "data", 150)
+    outcome = trained(recipe, tmp_path / "run", data)
+    (tmp_path / "data").rename(tmp_path / "gone")
+    run = open_run(tmp_path / "run")
+    assert run.step == outcome.step == 2
+    assert run.facts.channels == 3
+    loaded = unskip.load(tmp_path / "run")
+    state = loaded.state_dict()
+    assert all(torch.equal(value, state[name]) for name, value in run.model.state_dict().items())
+    encoder = run.objective.encoder(loaded)
+    wiring = find_wiring(encoder)
+    assert wiring is not None
+    assert wiring.alphas == pytest.approx(unskip.Wiring.of(run.encoder).alphas)
+    assert cli.main(["audit", str(tmp_path / "run")]) == 0
+
+
+def test_ema_weights_are_loaded(tmp_path: Path) -> None:
+    data = folder_of_images(tmp_path / "data", 20)
+    trained("supervised", tmp_path / "run", data, ema=0.5, steps=4)
+    loaded = unskip.load(tmp_path / "run").state_dict()
+    plain = unskip.load(tmp_path / "run" / "checkpoints" / "step-4").state_dict()
+    assert not torch.equal(loaded["head.weight"], plain["head.weight"])
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        (lambda folder: (folder / "train" / "a" / "3.png").unlink(), "train data has changed .* 40 images, now 39"),
+        (
+            lambda folder: Image.new("RGB", (8, 8)).save(folder / "train" / "b" / "0.png"),
+            "train data has changed .* other images or labels",
+        ),
+    ],
+    ids=["an image less", "another image"],
+)
+def test_data_that_changed_is_refused(change: Any, named: str, tmp_path: Path) -> None:
+    data = folder_of_images(tmp_path / "data", 20)
+    trained("supervised", tmp_path / "run", data, checkpoint_every=1)
+    (tmp_path / "run" / "checkpoints" / "step-2").rename(tmp_path / "away")
+    change(data)
+    with pytest.raises(BadInput, match=named):
+        unskip.resume(tmp_path / "run", quiet=True)
+
+
+def test_a_run_goes_on_with_changed_data_where_it_is_told_to(tmp_path: Path) -> None:
+    data = folder_of_images(tmp_path / "data", 20)
+    trained("supervised", tmp_path / "run", data, checkpoint_every=1)
+    (tmp_path / "run" / "checkpoints" / "step-2").rename(tmp_path / "away")
+    (data / "train" / "a" / "3.png").unlink()
+    assert cli.main(["resume", str(tmp_path / "run"), "--quiet"]) == 2
+    assert cli.main(["resume", str(tmp_path / "run"), "--quiet", "--changed-data"]) == 0
+
+
+def test_a_model_that_is_a_file_is_not_run_unasked(tmp_path: Path) -> None:
+    source = "import timm\n\ndef model():\n    return timm.create_model('vit_tiny_patch16_224', img_size=8, "
+    source += "patch_size=4, in_chans=3, num_classes=2, depth=1, embed_dim=16, num_heads=2)\n"
+    (tmp_path / "mine.py").write_text(source)
+    data = folder_of_images(tmp_path / "data", 20)
+    model = f"{tmp_path / 'mine.py'}:model"
+    trained("supervised", tmp_path / "run", data, model=model, model_args="", patch=2, shortcut="keep", ema=None)
+    with pytest.raises(BadInput, match=r"mine\.py.*trust"):
+        unskip.load(tmp_path / "run")
+    assert isinstance(unskip.load(tmp_path / "run", trust=True), nn.Module)
+
+
+def test_a_run_of_another_version_is_refused(tmp_path: Path) -> None:
+    data = folder_of_images(tmp_path / "data", 20)
+    trained("supervised", tmp_path / "run", data)
+    file = tmp_path / "run" / "config.json"
+    record = json.loads(file.read_text())
+    del record["facts"]
+    file.write_text(json.dumps(record))
+    with pytest.raises(LoadError, match="facts"):
+        unskip.load(tmp_path / "run")
