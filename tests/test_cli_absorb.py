@@ -73,9 +73,12 @@ def test_json_with_data(source: str, capsys: pytest.CaptureFixture[str]) -> None
 
 def test_apply_and_save(source: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     folder = tmp_path / "out"
-    code, out, _ = run(
-        capsys, f"{source}:make", "--data", "random:40", "--n", "40", "--apply", "approximate", "--out", str(folder)
-    )
+    more = ("--data", "random:40", "--n", "40", "--apply", "approximate", "--out", str(folder))
+    code, _, err = run(capsys, f"{source}:make", *more, "--max-error", "1e-6")
+    assert code == 1
+    assert "nothing is saved" in err
+    assert not folder.exists()
+    code, out, _ = run(capsys, f"{source}:make", *more, "--max-error", "2")
     assert code == 0
     assert "2 of 2 MLP sites rewritten" in out
     loaded = unskip.load(folder)
@@ -90,7 +93,8 @@ def test_a_saved_model_is_rewritten_and_still_says_how_to_build_it(
 ) -> None:
     first, second = str(tmp_path / "first"), str(tmp_path / "second")
     unskip.save(unskip.spec.build(f"{source}:make"), first, f"{source}:make")
-    code, _, err = run(capsys, first, "--data", "random:40", "--apply", "approximate", "--out", second)
+    more = ("--apply", "approximate", "--max-error", "2", "--out", second)
+    code, _, err = run(capsys, first, "--data", "random:40", *more)
     assert (code, err) == (0, "")
     assert unskip.Wiring.of(unskip.load(second)).alphas == [0.0, 0.0]
 

@@ -9,7 +9,7 @@ import torch
 from tests.absorption.blocks import generic, normal, numbers, planted
 from tests.absorption.far import Far, send
 
-from unskip.absorption import Block, Norm, _search, absorb, stack
+from unskip.absorption import Block, Norm, _search, absorb
 
 D, H = 16, 64
 
@@ -89,14 +89,6 @@ def test_spare_units_are_used_there() -> None:
             there = absorb(send(block), width=width)
             assert there.verify()
             assert there.status == here.status
-
-
-def test_a_stack_is_decided_there() -> None:
-    for blocks in ([gated(), gated()], [generic(D, H, "tanh"), generic(D, H, "tanh")], [generic(D, H), generic(D, 9)]):
-        with Far():
-            verdict = stack([send(block) for block in blocks])
-            assert verdict.status == "impossible"
-            assert verdict.verify()
 
 
 @pytest.mark.parametrize("degenerate", [False, True])

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import unskip
 from unskip import absorption
-from unskip.absorption import _from, absorb
+from unskip.absorption import _apply, _from, absorb
 from unskip.anatomy._example import example_for
 from unskip.anatomy._model_trace import trace_model
 from unskip.errors import BadInput
@@ -103,17 +103,51 @@ def test_widen_grows_the_layers_and_comes_back() -> None:
 def test_approximate_fits_to_data() -> None:
     model = Plain(possible=False)
     before = model(X)
-    applied = absorption.apply(model, "approximate", data=X)
+    applied = absorption.apply(model, "approximate", data=X, max_error=0.5)
     assert len(applied.done) == 2
     assert applied.difference is not None
     assert 0 < applied.difference < 0.5
+    assert applied.wiring is not None
+    assert applied.wiring.alphas == [0.0, 0.0]
     applied.undo()
     assert torch.equal(model(X), before)
 
 
+def test_approximate_refuses_what_is_too_far() -> None:
+    """Sites above the threshold are left alone, and a model that differs by more stays as it was."""
+    model = Plain(possible=False)
+    before = model(X)
+    nothing = absorption.apply(model, "approximate", data=X, max_error=1e-4)
+    assert not nothing.done
+    assert all("max_error" in why for why in nothing.left.values())
+    assert torch.equal(model(X), before)
+    few = absorption.apply(model, "approximate", data=X[:80])  # 40 of them to fit 24 units by
+    assert not few.done
+    assert all("40 inputs are too few" in why for why in few.left.values())
+
+
+def test_later_sites_are_fitted_to_what_they_read_by_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+    fit = _apply.approximate
+
+    def kept(block: Any, inputs: Tensor, **more: Any) -> Any:
+        seen.append(inputs)
+        return fit(block, inputs, **more)
+
+    monkeypatch.setattr(_apply, "approximate", kept)
+    model = Plain(possible=False)
+    applied = absorption.apply(model, "approximate", data=X, max_error=0.5)
+    with torch.no_grad():
+        first = X[:200]
+        assert torch.equal(seen[0], first[: len(seen[0])])
+        changed = model.downs[0](model.act(model.ups[0](first)))  # without its skip
+    assert torch.allclose(seen[1], changed[: len(seen[1])])
+    applied.undo()
+
+
 def test_a_vision_transformer() -> None:
     model = timm.create_model("vit_tiny_patch16_224", depth=2, img_size=32, embed_dim=24, num_heads=2).eval()
-    images = torch.randn(20, 3, 32, 32, generator=numbers(1))
+    images = torch.randn(128, 3, 32, 32, generator=numbers(1))
     scan = absorption.scan(model, data=images)
     assert [row.status for row in scan] == ["impossible", "impossible"]
     for row in scan:
@@ -135,7 +169,7 @@ def test_a_vision_transformer() -> None:
         assert not nothing.done
         assert all("approximate" in why for why in nothing.left.values())
         assert torch.equal(model(images), before)
-    applied = absorption.apply(model, "approximate", data=images)
+    applied = absorption.apply(model, "approximate", data=images, max_error=3.0)
     assert len(applied.done) == 2
     assert not torch.equal(model(images), before)
     applied.undo()
@@ -186,9 +220,8 @@ def test_a_batch_is_read_until_there_are_inputs_enough(monkeypatch: pytest.Monke
         return trace_model(*args, **more)
 
     monkeypatch.setattr(_from, "trace_model", counted)
-    monkeypatch.setattr(_from, "ENOUGH", 2 * _from.CHUNK)
     x = normal(numbers(2), 10 * _from.CHUNK, 6)
-    found = _from.streams(Plain(), example_for(Plain(), x))
+    found = _from.streams(Plain(), example_for(Plain(), x), 2 * _from.CHUNK)
     assert len(recorded) == 2
     assert torch.equal(found[0], x[: 2 * _from.CHUNK])
 

@@ -17,7 +17,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -41,6 +41,7 @@ class Activation:
     homogeneous: bool = False  # phi(r z) = r phi(z) for r > 0
     degree: int | None = None  # phi(r z) = r ** degree phi(z) for r > 0
     analytic: bool = False  # on all of R
+    kinks: tuple[float, ...] = (0.0,)  # where it is not analytic; of no meaning where it is
     at_zero: float = math.nan  # phi(0)
     lipschitz: float = math.inf  # |phi(y) - phi(z)| <= lipschitz |y - z|; inf where there is none
     note: str = ""
@@ -64,23 +65,35 @@ def _shifted_softplus(x: Tensor) -> Tensor:
 _THRESHOLD = "torch's softplus is the identity beyond its threshold, so its odd part is linear only up to 2e-9 / beta"
 
 
-def _odd(name: str, analytic: bool = True, zero: float = 0.0, lipschitz: float = 1.2, note: str = "") -> Activation:
-    function = ACTIVATIONS[name]
-    if name in ("softplus", "shifted_softplus"):
-        function, note = _softplus(1.0) if name == "softplus" else _shifted_softplus, _THRESHOLD
-    return Activation(
-        name, function, "odd-linear", Fraction(1), False, None, analytic, zero, lipschitz, note, trusted=True
-    )
+def _odd(name: str, zero: float = 0.0, lipschitz: float = 1.2, **more: Any) -> Activation:
+    facts: dict[str, Any] = {
+        "function": ACTIVATIONS[name],
+        "odd": Fraction(1),
+        "analytic": True,
+        "at_zero": zero,
+        **more,
+    }
+    return Activation(name, family="odd-linear", lipschitz=lipschitz, trusted=True, **facts)
 
 
-def _bounded(name: str, analytic: bool, zero: float) -> Activation:
-    return Activation(name, ACTIVATIONS[name], "bounded", analytic=analytic, at_zero=zero, lipschitz=1.0, trusted=True)
+def _bounded(name: str, zero: float = 0.0, kinks: tuple[float, ...] = (), function: Any = None) -> Activation:
+    facts: dict[str, Any] = {"analytic": not kinks, "kinks": kinks or (0.0,), "at_zero": zero, "lipschitz": 1.0}
+    return Activation(name, function or ACTIVATIONS[name], "bounded", trusted=True, **facts)
+
+
+def _number(word: str, value: float, positive: bool = False) -> float:
+    if not math.isfinite(value) or (positive and value <= 0):
+        raise BadInput(f"activation {word}:{value}: it takes a {'positive' if positive else 'finite'} number")
+    return value
+
+
+def _text(value: float) -> str:
+    return repr(float(value)).removesuffix(".0")
 
 
 def _leaky(slope: float) -> Activation:
-    if not math.isfinite(slope):
-        raise BadInput(f"activation leaky_relu:{slope}: the slope must be a finite number")
-    name, function = f"leaky_relu:{slope:g}", lambda x: torch.where(x > 0, x, slope * x)
+    _number("leaky_relu", slope)
+    name, function = f"leaky_relu:{_text(slope)}", lambda x: torch.where(x > 0, x, slope * x)
     base = Activation(
         name, function, homogeneous=True, degree=1, at_zero=0.0, lipschitz=max(1.0, abs(slope)), trusted=True
     )
@@ -92,74 +105,77 @@ def _leaky(slope: float) -> Activation:
 
 
 def _swish(beta: float) -> Activation:
-    if not math.isfinite(beta):
-        raise BadInput(f"activation silu:{beta}: beta must be a finite number")
-    function = lambda x: x * torch.sigmoid(beta * x)  # noqa: E731
-    base = replace(_odd("silu"), name=f"silu:{beta:g}", function=function)
+    base = replace(
+        _odd("silu"), name=f"silu:{_text(_number('silu', beta))}", function=lambda x: x * torch.sigmoid(beta * x)
+    )
     if beta == 0:  # z / 2
         return replace(base, family="linear", homogeneous=True, degree=1)
     return base
 
 
 def _elu(alpha: float) -> Activation:
-    if not math.isfinite(alpha):
-        raise BadInput(f"activation elu:{alpha}: alpha must be a finite number")
-    if alpha == 0:
+    if _number("elu", alpha) == 0:
         return replace(BUILT_IN["relu"], name="elu:0")
-    lipschitz = max(1.0, abs(alpha))
-    return Activation(
-        f"elu:{alpha:g}", lambda x: F.elu(x, alpha), "elu", at_zero=0.0, lipschitz=lipschitz, trusted=True
-    )
+    facts: dict[str, Any] = {"at_zero": 0.0, "lipschitz": max(1.0, abs(alpha)), "trusted": True}
+    return Activation(f"elu:{_text(alpha)}", lambda x: F.elu(x, alpha), "elu", **facts)
+
+
+def _celu(alpha: float) -> Activation:
+    _number("celu", alpha, positive=True)
+    return replace(BUILT_IN["celu"], name=f"celu:{_text(alpha)}", function=lambda x: F.celu(x, alpha))
 
 
 def _soft(beta: float) -> Activation:
-    if not (math.isfinite(beta) and beta > 0):
-        raise BadInput(f"activation softplus:{beta}: beta must be a positive number")
-    return replace(
-        _odd("softplus", zero=math.log(2) / beta), name=f"softplus:{beta:g}", function=_softplus(beta), note=_THRESHOLD
-    )
+    _number("softplus", beta, positive=True)
+    base = replace(BUILT_IN["softplus"], name=f"softplus:{_text(beta)}", function=_softplus(beta))
+    return replace(base, at_zero=math.log(2) / beta)
+
+
+def _hardtanh(low: float, high: float) -> Activation:
+    if not _number("hardtanh", low) < _number("hardtanh", high):
+        raise BadInput(f"activation hardtanh:{low:g},{high:g}: the first number must be below the second")
+    name = f"hardtanh:{_text(low)},{_text(high)}"
+    return _bounded(name, min(max(0.0, low), high), (low, high), lambda x: x.clamp(low, high))
 
 
 BUILT_IN: dict[str, Activation] = {
-    "identity": Activation(
-        "identity", ACTIVATIONS["identity"], "linear", Fraction(2), True, 1, True, 0.0, 1.0, trusted=True
-    ),
-    "relu": Activation("relu", ACTIVATIONS["relu"], "odd-linear", Fraction(1), True, 1, False, 0.0, 1.0, trusted=True),
+    "identity": replace(_leaky(1.0), name="identity", function=ACTIVATIONS["identity"]),
+    "relu": replace(_leaky(0.0), name="relu", function=ACTIVATIONS["relu"]),
     "leaky_relu": replace(_leaky(0.01), name="leaky_relu"),
     "gelu": _odd("gelu"),
     "gelu_tanh": _odd("gelu_tanh"),
     "quick_gelu": _odd("quick_gelu"),
     "silu": _odd("silu"),
-    "softplus": _odd("softplus", zero=math.log(2), lipschitz=1.0),
-    "shifted_softplus": _odd("shifted_softplus", lipschitz=1.0),
-    "squareplus": _odd("squareplus", zero=1.0, lipschitz=1.0),
-    "log_sigmoid": _odd("log_sigmoid", zero=-math.log(2), lipschitz=1.0),
-    "hardswish": _odd("hardswish", analytic=False, lipschitz=1.5),
-    "tanh": _bounded("tanh", True, 0.0),
-    "sigmoid": _bounded("sigmoid", True, 0.5),
-    "sin": _bounded("sin", True, 0.0),
-    "softsign": _bounded("softsign", False, 0.0),
-    "relu6": _bounded("relu6", False, 0.0),
-    "hardtanh": _bounded("hardtanh", False, 0.0),
-    "hardsigmoid": _bounded("hardsigmoid", False, 0.5),
+    "softplus": _odd("softplus", math.log(2), 1.0, function=_softplus(1.0), note=_THRESHOLD),
+    "shifted_softplus": _odd("shifted_softplus", 0.0, 1.0, function=_shifted_softplus, note=_THRESHOLD),
+    "squareplus": _odd("squareplus", 1.0, 1.0),
+    "log_sigmoid": _odd("log_sigmoid", -math.log(2), 1.0),
+    "hardswish": _odd("hardswish", 0.0, 1.5, analytic=False, kinks=(-3.0, 3.0)),
+    "tanh": _bounded("tanh"),
+    "sigmoid": _bounded("sigmoid", 0.5),
+    "sin": _bounded("sin"),
+    "softsign": _bounded("softsign", kinks=(0.0,)),
+    "relu6": _bounded("relu6", kinks=(0.0, 6.0)),
+    "hardtanh": _bounded("hardtanh", kinks=(-1.0, 1.0)),
+    "hardsigmoid": _bounded("hardsigmoid", 0.5, kinks=(-3.0, 3.0)),
     "elu": Activation("elu", ACTIVATIONS["elu"], "elu", at_zero=0.0, lipschitz=1.0, trusted=True),
     "selu": Activation("selu", ACTIVATIONS["selu"], "elu", at_zero=0.0, lipschitz=1.8, trusted=True),
     "celu": Activation("celu", F.celu, "elu", at_zero=0.0, lipschitz=1.0, trusted=True),
     "mish": Activation("mish", ACTIVATIONS["mish"], "mish", analytic=True, at_zero=0.0, lipschitz=1.2, trusted=True),
-    "abs": Activation("abs", ACTIVATIONS["abs"], "even", None, True, 1, False, 0.0, 1.0, trusted=True),
+    "abs": replace(_leaky(-1.0), name="abs", function=ACTIVATIONS["abs"]),
     "relu2": Activation("relu2", ACTIVATIONS["relu2"], "power", degree=2, at_zero=0.0, trusted=True),
     "square": Activation("square", ACTIVATIONS["square"], "power", degree=2, analytic=True, at_zero=0.0, trusted=True),
 }
-# Where an activation that is not analytic is not; 0 for those that are not listed.
-KINKS = {"hardswish": (-3.0, 3.0), "hardsigmoid": (-3.0, 3.0), "hardtanh": (-1.0, 1.0), "relu6": (0.0, 6.0)}
 ALIASES = {"swish": "silu", "gelu_new": "gelu_tanh", "relu_squared": "relu2", "logsigmoid": "log_sigmoid"}
-PARAMETRISED: dict[str, Callable[[float], Activation]] = {
+PARAMETRISED: dict[str, Callable[..., Activation]] = {
     "leaky_relu": _leaky,
     "prelu": _leaky,
     "silu": _swish,
     "swish": _swish,
     "elu": _elu,
+    "celu": _celu,
     "softplus": _soft,
+    "hardtanh": _hardtanh,
 }
 # A gated word names the activation of its gate.
 GATED = {
@@ -211,11 +227,13 @@ def resolve(word: str) -> tuple[Activation, bool]:
         if name not in PARAMETRISED:
             raise BadInput(f"activation {word!r}: only {', '.join(PARAMETRISED)} take a number after a colon")
         try:
-            return PARAMETRISED[name](float(number)), False
-        except ValueError as error:
-            if isinstance(error, BadInput):
-                raise
+            numbers = [float(each) for each in number.split(",")]
+        except ValueError:
             raise BadInput(f"activation {word!r}: {number!r} is not a number; write {name}:0.5") from None
+        wanted = 2 if name == "hardtanh" else 1
+        if len(numbers) != wanted:
+            raise BadInput(f"activation {word!r}: {name} takes {wanted} numbers, got {len(numbers)}")
+        return PARAMETRISED[name](*numbers), False
     if name in GATED:
         return BUILT_IN[GATED[name]], True
     name = ALIASES.get(name, name)

@@ -4,13 +4,18 @@
     refit    and fit W_down and the output bias to the block's outputs by least squares
     flip     after flipping the units whose rank-one points against the skip
     split    give up the d units that matter least, mirror d rows in their place, and refit
+    open     gated blocks: give up as many, and put units with a constant gate in their place, which are linear
+    distil   from the best of these, train all weights towards the block's outputs
 
 Two mirrored units give any rank-one along their row, so d mirrored rows carry a linear map exactly; what is lost is
-what the d pruned units added. The error is |F - G| / |F - mean F| on inputs that were held out.
+what the d pruned units added. A gate that is constant needs a gate bias, or g(0) != 0: gated blocks without either have
+no units that are linear, so for them refit and distil are all there is. The error is |F - G| / |F - mean F| on inputs
+that were held out.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
@@ -18,57 +23,68 @@ import torch
 from torch import Tensor
 
 from unskip.absorption._block import Block
-from unskip.absorption._flips import pivots
+from unskip.absorption._construct import pivots
 from unskip.errors import BadInput
 
 
 @dataclass(frozen=True, eq=False)
 class Approximation:
-    """A replacement of the same width, its error on held-out inputs, and the errors of the whole ladder."""
+    """A replacement of the same width, its error on `held_out` inputs, and the errors of the whole ladder."""
 
     block: Block
     step: str
     error: float
     ladder: Mapping[str, float]
+    held_out: int  # inputs that the errors are of
 
 
-def approximate(block: Block, inputs: Tensor, held_out: Tensor | None = None, ridge: float = 1e-9) -> Approximation:
-    """The best step of the ladder on `inputs` (..., d), what the block reads. Without `held_out` a fifth is kept back.
+def needed(width: int) -> int:
+    """Inputs that a fit needs: half are held out, a tenth chooses the step, and the rest exceeds the unknowns."""
+    return math.ceil(2.5 * (width + 1))
 
-    A step is chosen by its error on another fifth of the inputs, so the error that is reported is of inputs that
-    nothing was fitted to or chosen by.
+
+def approximate(
+    block: Block, inputs: Tensor, held_out: Tensor | None = None, ridge: float = 1e-9, distil: int = 0
+) -> Approximation:
+    """The best step of the ladder on `inputs` (..., d), what the block reads. Without `held_out` half is kept back.
+
+    A step is chosen by its error on other inputs than it was fitted to, and the error that is reported is of inputs
+    that nothing was fitted to or chosen by. `distil` is a number of training steps.
     """
     x = inputs.detach().reshape(-1, block.inputs).double().to(block.up.device)
     if not bool(torch.isfinite(x).all()):
         raise BadInput("approximate: the inputs have entries that are NaN or infinite")
     if "post" in block.norms:
         raise BadInput("approximate: set the norm after the sum aside with block.bare(); it acts on both the same way")
+    least = needed(block.width) if held_out is None else math.ceil(1.25 * (block.width + 1))
+    if len(x) < least:
+        raise BadInput(
+            f"approximate: {len(x)} inputs are too few for {block.width} units: {least} are needed, so that the fit "
+            "has more inputs than unknowns and half can be held out"
+        )
     order = torch.randperm(len(x), generator=torch.Generator().manual_seed(0)).to(x.device)
-    fifth = len(x) // 5
-    if fifth < 1 or len(x) - 2 * fifth < 2:
-        raise BadInput(f"approximate: {len(x)} inputs are too few to fit, choose and judge by; give hundreds")
-    judge = x[order[:fifth]] if held_out is None else held_out.detach().reshape(-1, block.inputs).to(x)
-    choose, fit = x[order[fifth : 2 * fifth]], x[order[2 * fifth :]]
+    kept = len(x) // 2 if held_out is None else 0
+    test = x[order[:kept]] if held_out is None else held_out.detach().reshape(-1, block.inputs).to(x)
+    fifth = (len(x) - kept) // 5
+    choose, fit = x[order[kept : kept + fifth]], x[order[kept + fifth :]]
     ladder: dict[str, float] = {}
     best: tuple[float, str, Block] | None = None
     with torch.no_grad():
         whole = block.double()
         for step, made in _ladder(whole, fit, ridge):
-            ladder[step] = _error(whole, made, judge)
+            ladder[step] = _error(whole, made, test)
             score = _error(whole, made, choose)
             if best is None or score < best[0]:
                 best = (score, step, made)
-    assert best is not None
-    _, step, made = best
-    stored = replace(
-        block,
-        up=made.up.to(block.up.dtype),
-        down=made.down.to(block.down.dtype),
-        up_bias=None if made.up_bias is None else made.up_bias.to(block.up.dtype),
-        down_bias=None if made.down_bias is None else made.down_bias.to(block.down.dtype),
-        skip=0.0,
-    )
-    return Approximation(stored, step, _error(whole, stored.double(), judge), ladder)
+        assert best is not None
+        if distil:
+            made = _distil(whole, best[2], fit, choose, distil)
+            ladder["distil"] = _error(whole, made, test)
+            if _error(whole, made, choose) < best[0]:
+                best = (0.0, "distil", made)
+        _, step, made = best
+        stored = made.stored_as(block)
+        return Approximation(stored, step, _error(whole, stored.double(), test), ladder, len(test))
 
 
 def _error(block: Block, other: Block, x: Tensor) -> float:
@@ -83,7 +99,12 @@ def _ladder(block: Block, x: Tensor, ridge: float) -> Iterator[tuple[str, Block]
     if "out" in block.norms:  # the norm at the branch's end is not linear in W_down
         return
     yield "refit", _refit(free, x, target, ridge)
-    if block.gated or block.phi.odd is None:
+    if block.gated:
+        opened = _open(free, x)
+        if opened is not None:
+            yield "open", _refit(opened, x, target, ridge)
+        return
+    if block.phi.odd is None:
         return
     if block.inputs == block.outputs:
         against = ((block.down * block.up.mT).sum(0) * float(block.phi.odd)) < 0
@@ -136,3 +157,50 @@ def _split(block: Block, x: Tensor) -> Block:
     if bias is not None:
         bias = torch.cat([bias[keep], -bias[mirrored], bias.new_zeros(spare)])
     return replace(block, up=up, down=down, up_bias=bias)
+
+
+def _open(block: Block, x: Tensor) -> Block | None:
+    """Units with a constant gate in place of those that matter least; None where a gate cannot be constant."""
+    assert block.gate is not None
+    at_zero = float(block.phi.function(torch.zeros(1, dtype=torch.float64)))
+    room = min(block.inputs, block.width // 2)
+    if block.gate_bias is None and not at_zero:
+        return None
+    least = (block.down.norm(dim=0) * _hidden(block, x).std(0)).argsort()[:room]
+    up, gate = block.up.clone(), block.gate.clone()
+    up[least], gate[least] = torch.eye(block.inputs, dtype=up.dtype, device=up.device)[:room], 0.0
+    up_bias, gate_bias = (None if bias is None else bias.clone() for bias in (block.up_bias, block.gate_bias))
+    if up_bias is not None:
+        up_bias[least] = 0.0
+    if gate_bias is not None:
+        gate_bias[least] = 0.0 if at_zero else 1.0
+    return replace(block, up=up, gate=gate, up_bias=up_bias, gate_bias=gate_bias)
+
+
+def _distil(block: Block, made: Block, fit: Tensor, choose: Tensor, steps: int) -> Block:
+    """Adam on all weights of the replacement, with steps relative to the size of each; the best on `choose`."""
+    names = [
+        name for name in ("up", "gate", "down", "up_bias", "gate_bias", "down_bias") if getattr(made, name) is not None
+    ]
+    weights = {name: getattr(made, name).detach().clone().requires_grad_() for name in names}
+    groups = [{"params": [w], "lr": 3e-3 * (float(w.detach().abs().mean()) + 1e-6)} for w in weights.values()]
+    optimizer = torch.optim.Adam(groups)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
+    target, generator = block(fit), torch.Generator().manual_seed(0)
+    scale = (target - target.mean(0)).square().mean().clamp(min=1e-300)
+    best, score = made, _error(block, made, choose)
+    for step in range(1, steps + 1):
+        rows = torch.randint(len(fit), (min(len(fit), 1024),), generator=generator).to(fit.device)
+        with torch.enable_grad():
+            now = replace(made, **weights)
+            loss = (now(fit[rows]) - target[rows]).square().mean() / scale
+            optimizer.zero_grad()
+            loss.backward()
+        optimizer.step()
+        schedule.step()
+        if step % 50 == 0 or step == steps:
+            kept = replace(made, **{name: w.detach().clone() for name, w in weights.items()})
+            error = _error(block, kept, choose)
+            if error < score:
+                best, score = kept, error
+    return best

@@ -11,50 +11,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import Literal, get_args
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
-from unskip._words import nearest
 from unskip.absorption._activations import Activation, resolve
-from unskip.anatomy import NormParts
+from unskip.absorption._norm import Norm, check_weight, norm_of
 from unskip.errors import BadInput
-
-NormKind = Literal["layernorm", "rmsnorm", "other"]
-NormPlace = Literal["pre", "post", "out", "input"]
-
-
-@dataclass(frozen=True, eq=False)
-class Norm:
-    """LayerNorm or RMSNorm; the gain that acts is `gain`, 1 where it is None."""
-
-    kind: NormKind = "layernorm"
-    place: NormPlace = "pre"
-    eps: float | None = 1e-5
-    gain: Tensor | None = None
-    bias: Tensor | None = None
-
-    def __post_init__(self) -> None:
-        for name, value, known in (("kind", self.kind, NormKind), ("place", self.place, NormPlace)):
-            if value not in get_args(known):
-                raise BadInput(f"Norm: no {name} {value!r}{nearest(str(value), get_args(known))}; {get_args(known)}")
-        if self.eps is not None and not (math.isfinite(self.eps) and self.eps >= 0):
-            raise BadInput(f"Norm: eps must be a number that is not negative, got {self.eps!r}")
-        for name in ("gain", "bias"):
-            value = getattr(self, name)
-            if value is not None:
-                _weight(f"Norm: {name}", value, 1)
-
-    def __call__(self, x: Tensor) -> Tensor:
-        if self.kind == "other":
-            raise BadInput("Norm: a norm of kind 'other' cannot be computed")
-        if self.kind == "layernorm":
-            x = x - x.mean(-1, keepdim=True)
-        out = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + (self.eps or 0.0))
-        if self.gain is not None:
-            out = out * self.gain.to(x)
-        return out if self.bias is None else out + self.bias.to(x)
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,8 +42,8 @@ class Block:
     def __post_init__(self) -> None:
         phi, gated = resolve(self.activation)
         object.__setattr__(self, "_phi", phi)
-        _weight("Block: up", self.up, 2)
-        _weight("Block: down", self.down, 2)
+        check_weight("Block: up", self.up, 2)
+        check_weight("Block: down", self.down, 2)
         h, d = self.up.shape
         if self.down.shape[1] != h:
             raise BadInput(
@@ -91,15 +55,15 @@ class Block:
         if self.gate is None and self.gate_bias is not None:
             raise BadInput("Block: gate_bias is given without gate")
         if self.gate is not None:
-            _weight("Block: gate", self.gate, 2)
+            check_weight("Block: gate", self.gate, 2)
             _shaped("gate", self.gate, (h, d))
         for name, size in (("up_bias", h), ("gate_bias", h), ("down_bias", len(self.down))):
             value = getattr(self, name)
             if value is not None:
-                _weight(f"Block: {name}", value, 1)
+                check_weight(f"Block: {name}", value, 1)
                 _shaped(name, value, (size,))
         if isinstance(self.skip, Tensor) and self.skip.ndim:
-            _weight("Block: skip", self.skip, 2)
+            check_weight("Block: skip", self.skip, 2)
             _shaped("skip", self.skip, (len(self.down), d))
         else:
             number = float(self.skip)
@@ -162,6 +126,15 @@ class Block:
         """The unit roundoff of the coarsest dtype that a weight is stored in."""
         weights = [w for w in (self.up, self.down, self.gate) if w is not None]
         return max(torch.finfo(weight.dtype).eps for weight in weights) / 2
+
+    @cached_property
+    def grain(self) -> float:
+        """The unit roundoff of the coarsest dtype that holds every weight: the same however they are stored."""
+        weights = [w.detach() for w in (self.up, self.down, self.gate) if w is not None]
+        for dtype in (torch.bfloat16, torch.float16, torch.float32):
+            if all(_holds(w.flatten()[:4096], dtype) for w in weights) and all(_holds(w, dtype) for w in weights):
+                return max(torch.finfo(dtype).eps / 2, self.roundoff)
+        return self.roundoff
 
     @property
     def dtype(self) -> torch.dtype:
@@ -244,6 +217,23 @@ class Block:
         kept = tuple(norm for norm in self.norms.values() if norm.kind != "other")
         return self if len(kept) == len(self.norms) else replace(self, norm=kept or None)
 
+    def stored_as(self, other: Block) -> Block:
+        """The same block with its weights in the dtypes of another one."""
+
+        def cast(value: Tensor | None, like: Tensor) -> Tensor | None:
+            return None if value is None else value.detach().to(like.dtype)
+
+        gate = other.up if other.gate is None else other.gate
+        return replace(
+            self,
+            up=self.up.detach().to(other.up.dtype),
+            down=self.down.detach().to(other.down.dtype),
+            gate=cast(self.gate, gate),
+            up_bias=cast(self.up_bias, other.up if other.up_bias is None else other.up_bias),
+            gate_bias=cast(self.gate_bias, gate if other.gate_bias is None else other.gate_bias),
+            down_bias=cast(self.down_bias, other.down if other.down_bias is None else other.down_bias),
+        )
+
     def double(self) -> Block:
         """The same block with every weight in float64. What the weights were stored in is lost."""
 
@@ -263,29 +253,8 @@ class Block:
         )
 
 
-def norm_of(part: NormParts, place: NormPlace | None = None) -> Norm:
-    """A norm as `unskip.parts` shows it, with the offset of its gain put in."""
-    gain, offset = part.gain, float(getattr(part, "offset", 0.0))
-    if gain is not None and offset:
-        gain = gain.detach().double() + offset
-    return Norm(part.kind, place or part.place, part.eps, gain, part.bias)
-
-
-def _weight(name: str, value: object, ndim: int) -> None:
-    if not isinstance(value, Tensor):
-        raise BadInput(f"{name} must be a tensor, got {type(value).__name__}")
-    if value.is_meta:
-        raise BadInput(f"{name} is on the meta device and holds no numbers; load the weights first")
-    if not value.is_floating_point():
-        raise BadInput(
-            f"{name} is {str(value.dtype).removeprefix('torch.')}: the decision is about real weights; "
-            "dequantise or cast them to a floating dtype first"
-        )
-    if value.ndim != ndim or not value.numel():
-        raise BadInput(f"{name} must have {ndim} dimension(s) and not be empty, got shape {tuple(value.shape)}")
-    bad = int((~torch.isfinite(value.detach().float() if value.element_size() == 1 else value.detach())).sum())
-    if bad:
-        raise BadInput(f"{name} has {bad} entries that are NaN or infinite; no verdict can stand on them")
+def _holds(weight: Tensor, dtype: torch.dtype) -> bool:
+    return weight.dtype == dtype or bool((weight.to(dtype).to(weight.dtype) == weight).all())
 
 
 def _shaped(name: str, value: Tensor, shape: tuple[int, ...]) -> None:

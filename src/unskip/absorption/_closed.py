@@ -5,6 +5,11 @@ ELU, SELU, CELU, Mish, |z|                     no sum of their units is linear, 
 degree k > 1, or a gate with g(0) = 0          without hidden biases G is flat at the origin, and F moves like DF(0)
 linear                                         F is one matrix; only its rank counts
 any activation, width h < d                    DG has rank at most h at every point
+
+Behind a norm n(x) equality on any open set is ruled out too. Where every unit stays in one piece of its activation both
+sides are analytic in n(x), which is bounded, so A x would be bounded on a cone. The pieces of softsign have poles; but
+they are rational, and on an open set A x = R(n(x)) with a rational R would make |x| = |n| sqrt(eps / (1 - |n|^2 / d))
+rational in n, which it is not (with eps = 0 the right side does not change with the length of x, and the left does).
 """
 
 from __future__ import annotations
@@ -15,7 +20,7 @@ import torch
 from torch import Tensor
 
 from unskip.absorption._block import Block
-from unskip.absorption._reduce import Problem
+from unskip.absorption._problem import Problem
 from unskip.absorption._verdict import Certificate, Obstruction
 
 
@@ -47,7 +52,7 @@ def growth(problem: Problem) -> Obstruction | None:
         return None
     if not (norms or bounded) or ("post" in block.norms and problem.caveat is not None):
         return None
-    if problem.radius is not None and (problem.caveat or not (norms or block.phi.analytic)):
+    if problem.domain is not None and (problem.caveat or not (norms or block.phi.analytic)):
         return None
     if norms:
         sentence = (
@@ -64,7 +69,7 @@ def family(problem: Problem) -> Obstruction | None:
     block, found = problem.block, _moved(problem)
     if found is None or block.gated or block.phi.family not in ("elu", "mish", "even") or not block.phi.trusted:
         return None
-    if problem.caveat is not None or (problem.radius is not None and not block.phi.analytic):
+    if problem.caveat is not None or (problem.domain is not None and not block.phi.analytic):
         return None
     sentence = (
         f"Units of {block.phi.name} cannot add up to a linear map, at any width, so nothing can stand for the skip."
@@ -77,20 +82,20 @@ def flat(problem: Problem) -> list[Obstruction]:
     block, phi = problem.block, problem.block.phi
     gate = block.gated and phi.at_zero == 0 and math.isfinite(phi.lipschitz)
     power = not block.gated and phi.family == "power"
-    if not (gate or power) or problem.hidden_bias or problem.caveat is not None or problem.radius is not None:
+    if not (gate or power) or problem.hidden_bias or problem.caveat is not None or not phi.trusted:
         return []
-    if not phi.trusted or {"pre", "out"} & block.norms.keys():
+    if {"pre", "out", "input"} & block.norms.keys() or not sees_origin(problem):
         return []
     matrix = problem.skip
     if block.up_bias is not None or block.gate_bias is not None:
         inner = block.gate_bias if block.gated else block.up_bias
-        if not phi.analytic and (inner is None or bool((inner == 0).any())):
+        if not phi.analytic and (inner is None or any(bool((inner == kink).any()) for kink in phi.kinks)):
             return []  # a kink at the origin
         point = torch.zeros(block.inputs, dtype=torch.float64, device=block.up.device)
         matrix = block.derivative(point)
         if "post" in block.norms and block.norms["post"].kind == "layernorm":
             matrix = matrix - matrix.mean(0)
-        if not float(matrix.norm()) > 1e-6 * block.derivative_size(point):
+        if not float(matrix.norm()) > max(1e-6, 32 * block.grain) * block.derivative_size(point):
             return []
     axis = direction(matrix)
     if axis is None:
@@ -112,17 +117,27 @@ def flat(problem: Problem) -> list[Obstruction]:
     return found
 
 
+def sees_origin(problem: Problem) -> bool:
+    """Whether what holds on the domain holds around the origin: it lies inside, or everything is analytic."""
+    if problem.domain is None or problem.block.phi.analytic:
+        return True
+    return bool(problem.domain.holds(torch.zeros_like(problem.domain.middle)))
+
+
 def bottleneck(problem: Problem) -> Obstruction | None:
     """A replacement narrower than its input forgets directions that the block keeps."""
     block, width = problem.block, problem.width
     if block.norms or not block.phi.trusted or width >= min(block.inputs, block.outputs) or block.inputs > 1024:
         return None
-    point = torch.randn(block.inputs, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    generator = torch.Generator().manual_seed(1)
+    point = torch.randn(block.inputs, generator=generator, dtype=torch.float64)
+    if problem.domain is not None:
+        point = problem.domain.sample(1, generator)[0]
     point = point.to(block.up.device)
     jacobian = block.derivative(point)
     values = torch.linalg.svdvals(jacobian)
     scale = block.derivative_size(point)
-    if not float(values[width]) > (2e-9 + 16 * block.roundoff) * scale:
+    if not float(values[width]) > (2e-9 + 16 * block.grain) * scale:
         return None
     sentence = (
         f"At one point the block moves its output in more than {width} directions, and {width} units cannot follow."
@@ -136,7 +151,7 @@ def linear(problem: Problem) -> tuple[Block | None, float, Obstruction | None]:
     half = problem.odd / 2
     matrix = block.matrix + half * block.down.detach().double() @ block.up.detach().double()
     left, values, right = torch.linalg.svd(matrix, full_matrices=False)
-    size = float(block.matrix.norm()) + abs(half) * float(block.down.double().norm() * block.up.double().norm())
+    size = problem.bulk
     width = problem.width
     if len(values) > width and float(values[width]) > max(1e-9 * size, 2 * problem.tolerance):
         sentence = f"Without a bend the block is one matrix of rank above {width}, and {width} units carry no more."

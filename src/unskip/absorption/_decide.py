@@ -1,6 +1,6 @@
 """Can a block do without its skip? `absorb` answers with a verdict, or says why it cannot.
 
-    F(x) = A x + MLP(x)        are there weights with        MLP'(x) = F(x)  for all x ?
+    F(x) = A x + MLP(x)        are there weights with        MLP'(x) = F(x)  for all x of the domain ?
 
 "Can an MLP Absorb Its Own Skip Connection?" (arXiv 2604.23705). Only exact equality is ruled out by `impossible`, on
 the inputs that the verdict names, for replacements of the width and with the biases that were asked for.
@@ -8,23 +8,24 @@ the inputs that the verdict names, for replacements of the width and with the bi
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 from typing import get_args
 
 import torch
 from torch import Tensor, nn
 
-from unskip._words import nearest
+from unskip._words import nearest as nearest_word
 from unskip.absorption import _closed
 from unskip.absorption._block import Block
-from unskip.absorption._construct import output_errors, stored_error
-from unskip.absorption._flips import cap, decide, spectral_norm
+from unskip.absorption._domain import Domain, as_domain
+from unskip.absorption._extra import extra_width
+from unskip.absorption._flips import decide, spectral_norm
 from unskip.absorption._from import block_of
-from unskip.absorption._reduce import Problem, reduce
-from unskip.absorption._search import search
-from unskip.absorption._verdict import Biases, Certificate, Obstruction, Verdict
-from unskip.absorption._verify import holding
+from unskip.absorption._measure import agree, linear_gap
+from unskip.absorption._nearest import near_absorbable
+from unskip.absorption._problem import SHARE, Biases, Problem, reduce
+from unskip.absorption._verdict import Certificate, Obstruction, Verdict
+from unskip.absorption._verify import holding, verify
 from unskip.anatomy import MlpParts
 from unskip.errors import BadInput
 
@@ -32,30 +33,60 @@ CHECKED = 200_000  # weights of a block whose certificates are checked before th
 
 
 def absorb(
-    block: Block | MlpParts | nn.Module, width: int | None = None, biases: Biases = "as-is", example: object = None
+    block: Block | MlpParts | nn.Module,
+    width: int | None = None,
+    biases: Biases = "as-is",
+    example: object = None,
+    domain: object = None,
+    tolerance: float | None = None,
 ) -> Verdict:
-    """Decides whether a block can swallow its skip at this width (default: its own).
+    """Decides whether a block can absorb its skip at this width (default: its own).
 
     `block` is a Block, the MlpParts of a site, or a module with exactly one MLP site. `biases`: the replacement has
-    those that the block has ("as-is"), may have all ("allowed"), or has none.
+    those that the block has ("as-is"), may have all ("allowed"), or has none. `domain`: all inputs (None), a radius, a
+    pair (low, high), data (n, d), or a Domain. `tolerance`: weights that are this close (relative change) to ones that
+    can be absorbed are absorbed with those.
     """
     if biases not in get_args(Biases):
-        raise BadInput(
-            f"absorb: biases={biases!r}{nearest(str(biases), get_args(Biases))}; it can be {get_args(Biases)}"
-        )
+        known = get_args(Biases)
+        raise BadInput(f"absorb: biases={biases!r}{nearest_word(str(biases), known)}; it can be {known}")
     if width is not None and (not isinstance(width, int) or isinstance(width, bool) or width < 1):
         raise BadInput(f"absorb: width must be a whole number above 0, got {width!r}")
+    if tolerance is not None and not (isinstance(tolerance, int | float) and 0 < tolerance < 1):
+        raise BadInput(f"absorb: tolerance is a relative change of the weights between 0 and 1, got {tolerance!r}")
     found = block if isinstance(block, Block) else block_of(block, example)
+    place = as_domain(domain, found.inputs)
+    if place is not None and "input" in found.norms:
+        raise BadInput("absorb: the norm before the block says what its inputs are; leave domain out")
     with torch.no_grad():
-        return _absorb(found, found.width if width is None else width, biases)
+        verdict = _checked(_absorb(found, found.width if width is None else width, biases, place))
+        if tolerance is None or verdict.status == "possible":
+            return verdict
+        near = near_absorbable(verdict, float(tolerance), _again)
+        return verdict if near is None else _checked(near)
 
 
-def _absorb(block: Block, width: int, biases: Biases) -> Verdict:
-    hidden, output = allowed(block, biases)
-    problem = reduce(block, width, hidden, output)
-    plain = Verdict("undecided", "", block, width, biases, _domain(problem), notes=_notes(block))
+def _again(block: Block, like: Verdict) -> Verdict:
+    """The same question about other weights."""
+    return _checked(_absorb(block, like.width, like.biases, like.inputs))
+
+
+def _checked(verdict: Verdict) -> Verdict:
+    """A `possible` leaves only once its check has taken it."""
+    if verdict.status != "possible" or verify(verdict):
+        return verdict
+    why = "a replacement was found, but its outputs do not agree closely enough with the block's"
+    return replace(
+        verdict, status="undecided", reason=f"Not decided: {why}.", certificate=None, error=None, exact=False,
+        flips=None, weights=None, extra_width=None,
+    )  # fmt: skip
+
+
+def _absorb(block: Block, width: int, biases: Biases, domain: Domain | None) -> Verdict:
+    problem = reduce(block, width, biases, domain)
+    notes = (block.phi.note,) if block.phi.note else ()
+    plain = Verdict("undecided", "", block, width, biases, _domain(problem), inputs=domain, notes=notes)
     if not bool(block.matrix.any()) and width >= block.width and _may_keep(block, biases):
-        grown = pad(replace(block, skip=0.0), width)
         return replace(
             plain,
             status="possible",
@@ -66,39 +97,24 @@ def _absorb(block: Block, width: int, biases: Biases) -> Verdict:
             flips=torch.zeros(0, dtype=torch.long),
             extra_width=0,
             domain="all inputs",
-            weights=grown,
+            weights=pad(replace(block, skip=0.0), width),
         )
-    norms = block.norms
     if not problem.up.shape[1]:
-        return replace(plain, reason="Not decided: the norm before the block leaves nothing of its input.")
-    if {"pre", "out"} & norms.keys():
+        return _undecided(problem, plain, "the norm before the block leaves nothing of its input")
+    if {"pre", "out"} & block.norms.keys():
         return _behind_a_norm(problem, plain)
     if block.gated:
-        return _gated(problem, plain)
+        return _impossible(problem, plain, _closed.flat(problem), _why(problem))
     family = block.phi.family
     if family in ("odd-linear", "linear") and block.extreme:
         why = "its weights are so large or so small that float64 cannot hold their squares; rescale rows and columns"
-        return replace(plain, reason=f"Not decided: {why}.", extra_width=_extra(problem, plain.biases))
+        return _undecided(problem, plain, why)
     if family == "odd-linear":
         return _class_o(problem, plain)
     if family == "linear":
         return _linear(problem, plain)
     found = [o for o in (_closed.growth(problem), _closed.family(problem), *_closed.flat(problem)) if o is not None]
-    if found:
-        return _impossible(problem, plain, found)
-    return _undecided(problem, plain, _why(problem))
-
-
-def allowed(block: Block, biases: Biases) -> tuple[bool, bool]:
-    """Whether the replacement may have hidden biases, and output biases."""
-    if biases == "as-is":
-        return block.up_bias is not None or block.gate_bias is not None, block.down_bias is not None
-    return (True, True) if biases == "allowed" else (False, False)
-
-
-def gate_bias(block: Block, biases: Biases) -> bool:
-    """Whether the replacement may have a bias in its gate."""
-    return biases == "allowed" or (biases == "as-is" and block.gate_bias is not None)
+    return _impossible(problem, plain, found, _why(problem))
 
 
 def _may_keep(block: Block, biases: Biases) -> bool:
@@ -128,114 +144,102 @@ def pad(block: Block, width: int) -> Block:
 
 
 def _domain(problem: Problem) -> str:
-    norms = problem.block.norms
-    if "input" in norms:
-        return f"what the {norms['input'].kind} before the block gives (an open ball)"
-    if problem.block.phi.analytic or {"pre", "out"} & norms.keys():
+    if problem.domain is not None:
+        return problem.domain.text
+    if problem.block.phi.analytic or {"pre", "out"} & problem.block.norms.keys():
         return "all inputs, and every open set of them"
     return "all inputs"
 
 
-def _notes(block: Block) -> tuple[str, ...]:
-    return (block.phi.note,) if block.phi.note else ()
-
-
-def _impossible(problem: Problem, plain: Verdict, found: list[Obstruction]) -> Verdict:
+def _impossible(problem: Problem, plain: Verdict, found: list[Obstruction], why: str) -> Verdict:
     extra = _closed.bottleneck(problem)
     every = [*found, *([extra] if extra is not None else [])]
-    if problem.up.numel() + problem.down.numel() <= CHECKED:
+    if every and problem.up.numel() + problem.down.numel() <= CHECKED:
         # A certificate that its check does not take, for a margin that is too thin, is none.
         stand = holding(plain, [each.certificate for each in every])
+        why = why if any(stand) else "a certificate was found and failed verification: its margin is too thin"
         every = [each for each, holds in zip(every, stand, strict=True) if holds]
     if not every:
-        why = "what speaks against it does not stand its own check with the margin that is asked for"
-        return replace(plain, reason=f"Not decided: {why}.", extra_width=_extra(problem, plain.biases))
+        return _undecided(problem, plain, why)
     return replace(
         plain,
         status="impossible",
         reason=every[0].sentence,
         certificate=every[0].certificate,
         obstructions=tuple(every),
-        extra_width=_extra(problem, plain.biases),
+        extra_width=extra_width(problem, plain.biases),
     )
 
 
 def _undecided(problem: Problem, plain: Verdict, why: str) -> Verdict:
-    narrow = _closed.bottleneck(problem)
-    if narrow is not None:
-        return _impossible(problem, plain, [])
-    return replace(plain, reason=f"Not decided: {why}.", extra_width=_extra(problem, plain.biases))
+    return replace(plain, reason=f"Not decided: {why}.", extra_width=extra_width(problem, plain.biases))
 
 
 def _class_o(problem: Problem, plain: Verdict) -> Verdict:
     found = decide(problem)
-    if found.built is not None:
-        flips = found.built.flips
-        if found.exact:
-            how = "the weights fulfil the flip criterion exactly"
-        else:
-            how = "the skip is made up within the rounding of the stored weights"
-        done = f"{len(flips)} of {problem.block.width} rows change sign" if flips is not None else "units are rebuilt"
-        kind = "flips" if flips is not None else "construction"
-        return replace(
-            plain,
-            status="possible",
-            reason=f"The block can swallow its skip: {how}, and {done}.",
-            certificate=Certificate(kind, {} if flips is None else {"flips": flips}),
-            error=found.error,
-            exact=found.exact,
-            flips=flips,
-            extra_width=0,
-            measured=found.measured,
-            weights=found.built.block,
-            domain="all inputs" if problem.radius is None else plain.domain,
-        )
-    plain = replace(plain, flip_bound=found.bound)
-    if found.obstructions:
-        return _impossible(problem, plain, found.obstructions)
-    return _undecided(problem, plain, found.why or "neither a replacement nor a proof was found")
+    if found.built is None:
+        plain = replace(plain, flip_bound=found.bound)
+        return _impossible(problem, plain, found.obstructions, found.why)
+    flips = found.built.flips
+    if found.exact:
+        how = "the weights fulfil the flip criterion exactly"
+    elif flips is not None:
+        how = "flips make up the skip within the rounding of the stored weights"
+    else:
+        how = "units that the block can spare make up the skip"
+    done = f"{len(flips)} of {problem.block.width} rows change sign" if flips is not None else "units are rebuilt"
+    domain = plain.domain
+    if problem.domain is None:
+        domain = "all inputs" if found.exact else "all inputs, up to rounding that grows with the input"
+    return replace(
+        plain,
+        status="possible",
+        reason=f"The block can absorb its skip: {how}, and {done}.",
+        certificate=Certificate(
+            "construction" if flips is None else "flips", {} if flips is None else {"flips": flips}
+        ),
+        error=found.error,
+        exact=found.exact,
+        flips=flips,
+        extra_width=0,
+        measured=found.measured,
+        weights=found.built.block,
+        domain=domain,
+    )
 
 
 def _linear(problem: Problem, plain: Verdict) -> Verdict:
-    if problem.block.norms:
+    block = problem.block
+    if block.norms:
         return _undecided(problem, plain, "a block without a bend was asked about together with a norm")
     made, lost, stands = _closed.linear(problem)
     if stands is not None:
-        return _impossible(problem, plain, [stands])
+        return _impossible(problem, plain, [stands], "")
     if made is None:
         return _undecided(problem, plain, "its constant needs an output bias, which the replacement may not have")
-    size, measured = problem.size, output_errors(problem.block, made)
-    within = lost <= min(problem.tolerance, cap(problem.block.roundoff) * size) and problem.tolerance < size / 20
-    whole = size + float(problem.down.norm() * problem.up.norm())
-    if (lost > 1e-9 * whole and not within) or measured["float64"] > measured["explained"]:
+    gap, _ = linear_gap(block, made)
+    most = max(problem.near(block.roundoff) / 2, 1e-12 * problem.bulk)
+    seen = agree(block, made, problem.domain)
+    kept = float(gap.norm()) <= SHARE * problem.size + 1e-12 * problem.bulk
+    if lost > most or not kept or not seen.holds:
         return _undecided(problem, plain, "the width does not carry its rank exactly, but rounding may explain that")
-    stored = stored_error(problem, made)
     return replace(
         plain,
         status="possible",
         reason="Without a bend the block is one matrix, and the width carries its rank.",
         certificate=Certificate("construction", {}),
-        error=spectral_norm(stored) / spectral_norm(problem.skip) if size and stored is not None else 0.0,
+        error=spectral_norm(gap) / spectral_norm(problem.skip) if problem.size else 0.0,
         extra_width=0,
-        measured=measured,
+        measured=seen.measured,
         weights=made,
-        domain="all inputs",
+        domain="all inputs, up to rounding that grows with the input",
     )
 
 
 def _behind_a_norm(problem: Problem, plain: Verdict) -> Verdict:
     found = _closed.growth(problem)
-    if found is not None:
-        return _impossible(problem, plain, [found])
     why = problem.caveat or "the norm on the branch is neither a LayerNorm nor an RMSNorm, or the skip moves nothing"
-    return _undecided(problem, plain, why)
-
-
-def _gated(problem: Problem, plain: Verdict) -> Verdict:
-    found = _closed.flat(problem)
-    if found:
-        return _impossible(problem, plain, found)
-    return _undecided(problem, plain, _why(problem))
+    return _impossible(problem, plain, [] if found is None else [found], why)
 
 
 def _why(problem: Problem) -> str:
@@ -244,7 +248,7 @@ def _why(problem: Problem) -> str:
         return f"nothing is proved about the activation {phi.name!r}"
     if problem.caveat is not None:
         return problem.caveat
-    if problem.radius is not None:
+    if problem.domain is not None:
         return f"on a bounded domain {block.activation} is not settled"
     if problem.hidden_bias and (block.gated or phi.family == "power"):
         return (
@@ -254,65 +258,3 @@ def _why(problem: Problem) -> str:
     if block.gated and phi.at_zero != 0:
         return f"the gate {phi.name} is not 0 at 0, so the linearisation argument does not apply"
     return "no obstruction applies and no construction is known"
-
-
-def _extra(problem: Problem, biases: Biases) -> int | None:
-    """Units more that are enough; None where none is known or none ever are.
-
-    For large blocks the rows are taken to be in general position: their rank would cost more than the verdict.
-    """
-    block, phi = problem.block, problem.block.phi
-    if {"pre", "out"} & block.norms.keys() or not phi.trusted:
-        return None
-    short = max(block.width - problem.width, 0)
-    if block.gated:  # a zero row of the gate that is open
-        return skip_rank(block.matrix) + short if phi.at_zero or gate_bias(block, biases) else None
-    if phi.family == "power":
-        return (4 if phi.name == "relu2" else 2) * skip_rank(block.matrix) + short if problem.hidden_bias else None
-    if phi.family == "linear":
-        return max(0, min(block.inputs, block.outputs) - problem.width)
-    bent = block.up_bias is not None and bool(block.up_bias.any())
-    if phi.family != "odd-linear" or (not problem.hidden_bias and (bent or not problem.output_bias)):
-        return None
-    rank, n = skip_rank(problem.skip), problem.up.shape[1]
-    if problem.one_each:
-        return rank + short
-    if not problem.output_bias:  # fresh pairs make up the constant as well
-        return 2 * min(rank + 1, block.outputs) + short
-    small = problem.up.numel() <= CHECKED
-    rows = int(torch.linalg.matrix_rank(problem.up, rtol=1e-10)) if small else min(block.width, n)
-    return min(2 * rank, 2 * n - rows) + short
-
-
-def skip_rank(skip: Tensor) -> int:
-    """The rank of a skip; a multiple of the identity needs no decomposition."""
-    o, n = skip.shape
-    if o == n and bool((skip == torch.diag(skip.diagonal())).all()):
-        return int((skip.diagonal() != 0).sum())
-    return int(torch.linalg.matrix_rank(skip))
-
-
-def absorbable_alpha(block: Block) -> float | None:
-    """The one alpha other than 0 for which alpha x could be swallowed by flips, or None.
-
-    With independent rank-ones, sum_i t_i v_i u_i^T = -(alpha / c) A has one solution, alpha t(1); it is binary for one
-    alpha at most. A matrix as `block.skip` gives the direction A; any number but 0 stands for the identity.
-    """
-    with torch.no_grad():
-        hidden, output = allowed(block, "allowed")
-        problem = reduce(block, block.width, hidden, output)
-        if block.gated or block.phi.family != "odd-linear" or {"pre", "out"} & block.norms.keys():
-            return None
-        goal = -problem.skip / problem.odd
-        found = search(problem.down, problem.up, goal, float("inf"), lambda flips: False)
-        if found.solution is None or found.independent is False:
-            return None
-        top = float(found.solution[found.solution.abs().argmax()])
-        if top == 0:
-            return None
-        alpha = 1 / top
-        flips = found.solution * alpha > 0.5
-        left = (problem.down[:, flips] @ problem.up[flips] + alpha * problem.skip / problem.odd).norm()
-        number = block.skip if isinstance(block.skip, float) else 1.0
-        close = max(1e-9, 0.08 * math.sqrt(block.roundoff))  # 2e-5 in float32, 5e-3 in bfloat16
-        return alpha * number if float(left) <= close * abs(alpha) * float(goal.norm()) else None

@@ -1,28 +1,24 @@
 """Exact arithmetic on stored weights. A float is m 2^e, so every statement about weights is one about integers.
 
 `flips_exactly` checks A + c W_down[:, S] W_up[S, :] = 0 by Freivalds' test: the map is applied to random vectors modulo
-random primes. A map that is not zero passes all rounds with a probability below 1e-18. `no_subset` decides in exact
-arithmetic that no t in {0, 1}^m solves one linear equation modulo a prime; a solution of the matrix equation would.
+random primes. A map that is not zero passes all rounds with a probability below 1e-18.
 """
 
 from __future__ import annotations
 
 import secrets
-from fractions import Fraction
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from unskip.absorption._reduce import Problem
+from unskip.absorption._problem import Problem
 
-Integers = np.ndarray[tuple[int, ...], np.dtype[np.uint64]]
 ROUNDS = 4
 AT_ONCE = 2**22  # entries that are turned into residues at a time
 
 
 def flips_exactly(problem: Problem, flips: Tensor) -> bool:
-    """Whether flipping these units leaves no error at all. The norms' quotients are taken exactly."""
+    """Whether flipping these units, by index, leaves no error at all. The norms' quotients are taken exactly."""
     block = problem.block
     odd = block.phi.odd
     if odd is None or block.phi.note:
@@ -30,7 +26,7 @@ def flips_exactly(problem: Problem, flips: Tensor) -> bool:
     norms = block.norms
     if "input" in norms:
         return False  # its basis is rounded
-    chosen = flips.nonzero().flatten().to(block.up.device)
+    chosen = flips.to(block.up.device)
     rows, columns, skip = block.up.detach().double()[chosen], block.down.detach().double()[:, chosen], block.matrix
     bias = None if block.up_bias is None else block.up_bias.detach().double()[chosen]
     const = None if block.down_bias is None else block.down_bias.detach().double()
@@ -86,51 +82,6 @@ def _is_prime(n: int) -> bool:
         else:
             return False
     return True
-
-
-def hashed(joint: Tensor, rows: Tensor, odd: Fraction, skip: Tensor) -> tuple[int, list[list[int]], list[int], int]:
-    """A random functional modulo a 61-bit prime: its weights Z, its value on each rank-one, and on -A / c."""
-    q = random_prime(61)
-    o, n = skip.shape
-    z = [[secrets.randbelow(q) for _ in range(n)] for _ in range(o)]
-    values = [functional(z, joint[:, k].tolist(), rows[k].tolist(), q) for k in range(len(rows))]
-    total = sum(z[i][j] * exact_residue(a, q) for i, row in enumerate(skip.tolist()) for j, a in enumerate(row)) % q
-    goal_value = -total * odd.denominator * pow(odd.numerator, -1, q) % q
-    return q, z, values, goal_value
-
-
-def functional(z: list[list[int]], column: list[float], row: list[float], q: int) -> int:
-    """<Z, v u^T> modulo q, without rounding."""
-    u = [exact_residue(value, q) for value in row]
-    return (
-        sum(
-            exact_residue(v, q) * sum(a * b for a, b in zip(line, u, strict=True))
-            for v, line in zip(column, z, strict=True)
-        )
-        % q
-    )
-
-
-def exact_residue(value: float, q: int) -> int:
-    """One float modulo q."""
-    top, bottom = value.as_integer_ratio()
-    return top * pow(bottom, -1, q) % q
-
-
-def no_subset(values: list[int], goal: int, q: int) -> bool:
-    """Whether no subset of the values sums to the goal modulo q: sums of each half, and a search in the other."""
-    half = len(values) // 2
-    left, right = _sums(values[:half], q), np.sort(_sums(values[half:], q))
-    wanted = (np.uint64(q) + np.uint64(goal) - left) % np.uint64(q)
-    place = np.searchsorted(right, wanted)
-    return not bool((right[np.minimum(place, len(right) - 1)] == wanted).any())
-
-
-def _sums(values: list[int], q: int) -> Integers:
-    sums = np.zeros(1, dtype=np.uint64)
-    for value in values:  # each below 2^61, so a sum of two fits
-        sums = np.concatenate([sums, (sums + np.uint64(value)) % np.uint64(q)])
-    return sums
 
 
 def _apply(matrix: Tensor, x: Tensor, q: int) -> Tensor:

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
 
 from unskip.absorption._activations import GATED
-from unskip.absorption._block import Block, Norm, norm_of
-from unskip.anatomy import Example, MlpParts, PartsTrace, example_for, trace_model, trace_parts
+from unskip.absorption._block import Block
+from unskip.absorption._norm import Norm, norm_of
+from unskip.absorption._read import Unreadable, read
+from unskip.anatomy import Example, MlpParts, PartsTrace, example_for, rewired_state, trace_model, trace_parts
 from unskip.errors import BadInput, UnskipError
 
 CHUNK = 4  # samples whose recordings are held at a time
-ENOUGH = 8192  # inputs of a site that are kept
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,7 +37,7 @@ def block_of(source: object, example: object = None) -> Block:
                 + (f" ({what})" if what else "")
                 + "; use unskip.absorption.scan for a whole model, and unskip.absorption.Block for bare weights"
             )
-        made = read_block(laid, mlps[0])
+        made = read_block(source, laid, mlps[0])
         if isinstance(made, NoBlock):
             raise BadInput(f"absorb: {mlps[0].site.path or type(source).__name__}: {made.reason}")
         return made
@@ -96,40 +97,76 @@ def from_parts(part: MlpParts, alpha: Tensor | None = None) -> Block | NoBlock:
         return NoBlock(str(error))
 
 
-def read_block(laid: PartsTrace, part: MlpParts) -> Block | NoBlock:
-    """The block of a site of a model that is laid open, with the weight of its skip channel by channel."""
+def read_block(model: nn.Module, laid: PartsTrace, part: MlpParts) -> Block | NoBlock:
+    """The block of a site of a traced model, with the weight of its skip channel by channel."""
     trace, index = laid.trace, part.site.index
-    run = trace.last_runs[index]
-    added, seen = (trace.graph.values[node].detach().double().norm() for node in (run.stream, run.root))
+    run, values = trace.last_runs[index], trace.graph.values
+    added, seen = (values[node].detach().double().norm() for node in (run.stream, run.root))
     if not bool((added - seen).abs() <= 1e-3 * seen):
         return NoBlock("its stream is scaled or changed on its way past the MLP, so the skip is not what the MLP reads")
+    steps = [node for node in run.steps if node.step is not None]
+    found = [
+        (
+            n.op,
+            [
+                values.get(a.index) if isinstance(getattr(a, "index", None), int) else a
+                for a in (*n.step.args[1:], *n.step.kwargs.values())
+            ],
+        )
+        for n in steps
+        if n.step is not None
+    ]
+    try:
+        word = read(found, part.activation)
+    except Unreadable as why:
+        return NoBlock(f"its activation is {why}")
     alpha = trace.weights[index][0]
-    return from_parts(part, alpha if isinstance(alpha, Tensor) and alpha.numel() > 1 else None)
+    made = from_parts(
+        replace(part, activation=word), alpha if isinstance(alpha, Tensor) and alpha.numel() > 1 else None
+    )
+    if isinstance(made, Block) and word != part.activation and rewired_state(model) is None:
+        x, total = (values[node].detach().double() for node in (run.stream, run.add.index))
+        kept = made.bare() if "post" in made.norms and not {"pre", "out"} & made.norms.keys() else made
+        known = "other" not in {norm.kind for norm in made.norms.values()} and "input" not in made.norms
+        if known and not torch.allclose(kept.double()(x), total, rtol=1e-3, atol=1e-3 * float(total.abs().max())):
+            return NoBlock(f"its activation was read as {word}, and its outputs on the example are others")
+    return made
 
 
 def opened(model: nn.Module, given: Example) -> PartsTrace:
-    """The model laid open on one sample of the example: the layout does not depend on the batch."""
+    """The model traced on one sample of the example: the layout does not depend on the batch."""
+    for name, module in model.named_modules():
+        if isinstance(module, nn.RReLU):
+            raise BadInput(f"{name}: RReLU draws its slope at random in training; put LeakyReLU in its place")
     try:
         return trace_parts(model, given.rows(0, 1))
     except UnskipError:  # an argument without a row for each sample, such as a mask
         return trace_parts(model, given)
 
 
-def streams(model: nn.Module, given: Example) -> dict[int, Tensor]:
-    """What every site reads on a batch, by site index, as (inputs, d), a few samples at a time."""
-    samples = max((len(value) for value in given.values if isinstance(value, Tensor) and value.ndim), default=1)
+def count_samples(given: Example) -> int:
+    """How many samples a batch holds."""
+    return max((len(value) for value in given.values if isinstance(value, Tensor) and value.ndim), default=1)
+
+
+def streams(model: nn.Module, given: Example, enough: int, only: int | None = None) -> dict[int, Tensor]:
+    """What every site, or only one, reads on a batch: by site index (inputs, d), at least `enough` where there are.
+
+    A few samples are traced at a time; of a rewired model it is what its sites read now.
+    """
+    samples, done = count_samples(given), 0
     found: dict[int, list[Tensor]] = {}
-    for start in range(0, samples, CHUNK):
+    while done < samples:
         try:
-            part = given.rows(start, min(start + CHUNK, samples))
+            part = given.rows(done, min(done + CHUNK, samples))
+            done += CHUNK
         except UnskipError:
-            part, start = given, samples
+            part, done = given, samples
         trace = trace_model(model, part, weighted=True)
         for site, run in zip(trace.sites, trace.last_runs, strict=True):
-            value = trace.graph.values[run.stream].detach()
-            if site.axis == -1 and sum(map(len, found.get(site.index, []))) < ENOUGH:
+            if site.axis == -1 and only in (None, site.index):
+                value = trace.graph.values[run.stream].detach()
                 found.setdefault(site.index, []).append(value.reshape(-1, value.shape[-1]))
-        full = all(sum(map(len, found[s.index])) >= ENOUGH for s in trace.sites if s.axis == -1)
-        if full or start >= samples:
+        if found and min(sum(map(len, parts)) for parts in found.values()) >= enough:
             break
     return {index: torch.cat(parts) for index, parts in found.items()}

@@ -13,7 +13,10 @@ from torch import Tensor, nn
 from unskip.absorption._activations import resolve
 from unskip.absorption._block import Block
 from unskip.absorption._decide import absorb
+from unskip.absorption._measure import agree
 from unskip.errors import BadInput
+
+MOST = 0.02  # relative error of the outputs that storing the absorbed weights may cost
 
 
 class _Bend(nn.Module):
@@ -36,7 +39,7 @@ class AbsorbableMLP(nn.Module):
         phi, gated = resolve(activation)
         if gated or phi.family != "odd-linear":
             raise BadInput(
-                f"AbsorbableMLP: {activation!r} has no linear odd part, so its skip cannot be swallowed; "
+                f"AbsorbableMLP: {activation!r} has no linear odd part, so its skip cannot be absorbed; "
                 "use relu, gelu, silu or another of that class"
             )
         if hidden < 2 * dim:
@@ -63,10 +66,18 @@ class AbsorbableMLP(nn.Module):
 
     def absorbed(self) -> nn.Sequential:
         """The same function as Linear, activation, Linear, without a skip."""
-        verdict = absorb(self.block(), width=self.hidden)
+        block = self.block()
+        verdict = absorb(block.double(), width=self.hidden)
         if verdict.status != "possible":
             raise BadInput(f"AbsorbableMLP: its rows do not span the input any more. {verdict.reason}")
-        return plain(verdict.replacement())
+        made = verdict.replacement().stored_as(block)
+        error = agree(block, made).measured["stored"]
+        if error > MOST:
+            raise BadInput(
+                f"AbsorbableMLP: stored as {block.dtype} the outputs would differ by {error:.2g}, because its rows "
+                "hardly span the input; call .double() first"
+            )
+        return plain(made)
 
 
 def plain(block: Block) -> nn.Sequential:

@@ -14,10 +14,11 @@ from typing import Any, overload
 from torch import nn
 
 from unskip._table import table
-from unskip.absorption._approximate import Approximation, approximate
+from unskip.absorption._approximate import Approximation, approximate, needed
 from unskip.absorption._decide import absorb
 from unskip.absorption._from import NoBlock, opened, read_block, streams
-from unskip.absorption._verdict import Biases, Verdict
+from unskip.absorption._problem import Biases
+from unskip.absorption._verdict import Verdict
 from unskip.anatomy import MlpParts, ParallelParts, Site, example_for
 from unskip.errors import BadInput
 
@@ -122,7 +123,8 @@ def scan(
     """A verdict for every MLP site. With `data`, a batch, also the best approximation on what each site reads."""
     given = example_for(model, data if data is not None else example)
     laid = opened(model, given)
-    read = streams(model, given) if data is not None else {}
+    widest = max((len(part.up) for part in laid.parts.mlps()), default=0)
+    read = streams(model, given, needed(widest)) if data is not None else {}
     found: list[tuple[Site, MlpParts | None, str]] = []
     for index, (site, part) in enumerate(zip(laid.parts.sites, laid.parts, strict=True)):
         if isinstance(part, MlpParts):
@@ -142,7 +144,7 @@ def scan(
         if part is None:
             rows.append(ScanRow(site, None, None, None, reason))
             continue
-        block = read_block(laid, part)
+        block = read_block(model, laid, part)
         if isinstance(block, NoBlock):
             rows.append(ScanRow(site, None, None, None, block.reason))
             continue

@@ -7,36 +7,25 @@ For any matrix Y let g_k = J_k^T Y u_k. Over all t in [0, 1]^m the left side sta
     LB(Y) = max( <Y, B> - sum_k max(g_k, 0),  sum_k min(g_k, 0) - <Y, B> ) / |Y|_F
 
 away from B, so one Y with LB(Y) > 0 settles it. The residual of the least squares is the natural Y; a Y on few rows
-and columns does as well, so the least squares need only be solved on a sketch. Where B lies in the span and the
-rank-ones are independent, t is unique and is either binary or not: then Y with g = e_i pins t_i to a value that is
-neither 0 nor 1.
+and columns does as well, so the least squares need only be solved on a sketch. The residual of least squares in the box
+0 <= t <= 1 has the greatest LB of all, the distance itself. Where B lies in the span and the rank-ones are independent,
+t is unique and is either binary or not: then Y with g = e_i pins t_i to a value that is neither 0 nor 1.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-EPS = 2.0**-53
+from unskip.absorption._equation import UNITS, Dual, Equation, boxed, trace
+
 DENSE = 3_000_000  # entries of the matrix of rank-ones that is still written out
 GRAM = 8192  # units whose normal equations are still formed
-UNITS = 2048  # whose terms are held at a time
-STEPS = 800  # of projected gradients, at most
-
-
-@dataclass(frozen=True, eq=False)
-class Dual:
-    """A matrix Y on some rows and columns; a vector is its diagonal. With `index` it pins t_index, else bars all t."""
-
-    matrix: Tensor
-    rows: Tensor
-    columns: Tensor
-    bound: float
-    index: int | None = None
+TIGHT = 2e10  # products that a tighter bound may cost
 
 
 @dataclass(eq=False)
@@ -45,117 +34,58 @@ class Found:
 
     flips: Tensor | None = None  # (m,) bool
     dual: Dual | None = None
-    independent: bool | None = None
-    solution: Tensor | None = None  # the t of least squares
+    solution: Tensor | None = None  # the t of least squares, in the box where that was solved
 
 
 Accept = Callable[[Tensor], bool]  # whether flipping these keys is good enough
 
 
-@dataclass(frozen=True, eq=False)
-class _Equation:
-    """sum_k t_k J_k u_k^T = B on some rows and columns of the whole one, and how near is near enough."""
+def search(joint: Tensor, rows: Tensor, goal: Tensor, tolerance: float, accept: Accept, tight: bool = True) -> Found:
+    """Looks for a flip set that `accept` takes, or a Y that keeps every t further than `tolerance` away.
 
-    joint: Tensor  # (o, m)
-    rows: Tensor  # (m, n)
-    goal: Tensor  # (o, n)
-    at: Tensor  # (o,) the rows of the whole
-    by: Tensor  # (n,) and the columns
-    tolerance: float
-
-    def part(self, at: Tensor, by: Tensor) -> _Equation:
-        """Some rows and columns of the whole equation."""
-        return _Equation(self.joint[at], self.rows[:, by].contiguous(), self.goal[at][:, by], at, by, self.tolerance)
-
-    def scale(self) -> Tensor:
-        """(m,) the sizes of the rank-ones."""
-        sizes: Tensor = self.joint.norm(dim=0) * self.rows.norm(dim=1)
-        return sizes.clamp(min=1e-300)
-
-    def dual(self, matrix: Tensor) -> Dual | None:
-        """This Y, if it keeps every t away."""
-        bound = lower_bound(self.joint, self.rows, self.goal, matrix)
-        return Dual(matrix / float(matrix.norm()), self.at, self.by, bound) if bound > self.tolerance else None
-
-    def pinned(self, matrix: Tensor, index: int) -> Dual | None:
-        """This Y, if it pins t_index to what is neither 0 nor 1."""
-        seen = _seen(self.joint, self.rows, self.goal, matrix)
-        own = float(seen.g[index])
-        rest = float(seen.g.abs().sum()) - abs(own)
-        away = min(abs(seen.inner), abs(seen.inner - own)) - rest - seen.slack
-        if not (seen.norm and away > seen.norm * self.tolerance):
-            return None
-        return Dual(matrix / seen.norm, self.at, self.by, away / seen.norm, index)
-
-
-def search(joint: Tensor, rows: Tensor, goal: Tensor, tolerance: float, accept: Accept) -> Found:
-    """Looks for a flip set that `accept` takes, or a Y that keeps every t further than `tolerance` away."""
+    With `tight` a bound that says little is raised to the distance itself, where that is cheap.
+    """
     found = Found()
     m = len(rows)
-    if accept(torch.zeros(m, dtype=torch.bool, device=rows.device)):
-        found.flips = torch.zeros(m, dtype=torch.bool, device=rows.device)
+    none = torch.zeros(m, dtype=torch.bool, device=rows.device)
+    if accept(none):
+        found.flips = none
         return found
     if float(goal.norm()) == 0:
         return found
     at, by = (torch.arange(size, device=goal.device) for size in goal.shape)
-    whole = _Equation(joint, rows, goal, at, by, tolerance)
+    whole = Equation(joint, rows, goal, at, by, tolerance)
     large = goal.numel() * m > DENSE
     if not large:
         found.dual = whole.dual(goal)
     elif goal.shape[0] == goal.shape[1] and not bool((goal - torch.diag(goal.diagonal())).any()):
-        found.dual = _trace(whole)
+        found.dual = trace(whole)
     if found.dual is None and m:
         (_large if large else _dense)(whole, accept, found)
+    if tight and found.dual is not None and found.dual.index is None and m:
+        _tighten(whole, found)
     return found
 
 
-@dataclass(frozen=True, eq=False)
-class Seen:
-    """What a Y says of the equation: <Y, B>, g, |Y|_F and what rounding may have added to sums of them."""
-
-    inner: float
-    g: Tensor
-    norm: float
-    slack: float
-
-
-def _seen(joint: Tensor, rows: Tensor, goal: Tensor, matrix: Tensor) -> Seen:
-    parts, size, large = [], goal.new_zeros(()), matrix.abs()
-    for start in range(0, len(rows), UNITS):  # in parts, to keep memory low
-        part = slice(start, start + UNITS)
-        parts.append((joint[:, part] * (matrix @ rows[part].mT)).sum(0))
-        size = size + (joint[:, part].abs() * (large @ rows[part].abs().mT)).sum()
-    g = torch.cat(parts) if parts else goal.new_zeros(0)
-    terms = matrix * goal
-    slack = (len(goal) + goal.shape[1] + len(rows) + 16) * 2 * EPS * float(size + terms.abs().sum())
-    return Seen(float(terms.sum()), g, float(matrix.norm()), slack)
+def _tighten(whole: Equation, found: Found) -> None:
+    """Raises the bound to the least distance over the box, unless it is close to what dropping the skip costs."""
+    assert found.dual is not None
+    o, n = whole.goal.shape
+    m = len(whole.rows)
+    if found.dual.bound >= 0.9 * float(whole.goal.norm()) or m * m * (o + n) > TIGHT:
+        return
+    joint, rows = (value.float() for value in (whole.joint, whole.rows)) if m > 512 else (whole.joint, whole.rows)
+    gram = joint.mT @ joint
+    for part, lines in zip(gram.split(UNITS), rows.split(UNITS), strict=True):
+        part.mul_(lines @ rows.mT)
+    slope = ((joint.mT @ whole.goal.to(joint)) * rows).sum(1)
+    found.solution = boxed(gram, slope, 200).double()
+    better = whole.dual(whole.goal - (whole.joint * found.solution) @ whole.rows)
+    if better is not None and better.bound > found.dual.bound:
+        found.dual = better
 
 
-def lower_bound(joint: Tensor, rows: Tensor, goal: Tensor, matrix: Tensor) -> float:
-    """LB(Y) less what rounding could have added to it."""
-    seen = _seen(joint, rows, goal, matrix)
-    gap = max(seen.inner - float(seen.g.clamp(min=0).sum()), float(seen.g.clamp(max=0).sum()) - seen.inner)
-    return (gap - seen.slack) / seen.norm if gap > 0 and seen.norm else -math.inf
-
-
-def _trace(whole: _Equation) -> Dual | None:
-    """The test with a diagonal Y = B, for A = I the trace: entry by entry, without a product of matrices."""
-    joint, rows, diagonal = whole.joint, whole.rows, whole.goal.diagonal()
-    parts, size = [], diagonal.new_zeros(())
-    for start in range(0, len(rows), UNITS):  # in parts, to keep memory low
-        part = slice(start, start + UNITS)
-        terms = joint[:, part].mT * rows[part] * diagonal
-        parts.append(terms.sum(1))
-        size = size + terms.abs_().sum()
-    g = torch.cat(parts) if parts else diagonal.new_zeros(0)
-    inner = float(diagonal.square().sum())
-    slack = (len(diagonal) + len(rows) + 16) * 2 * EPS * (float(size) + inner)
-    gap = max(inner - float(g.clamp(min=0).sum()), float(g.clamp(max=0).sum()) - inner) - slack
-    norm = float(diagonal.norm())
-    return Dual(diagonal / norm, whole.at, whole.by, gap / norm) if gap > norm * whole.tolerance else None
-
-
-def _dense(whole: _Equation, accept: Accept, found: Found) -> None:
+def _dense(whole: Equation, accept: Accept, found: Found) -> None:
     """With all rank-ones written out: least squares by SVD, then in the box 0 <= t <= 1."""
     joint, rows, goal = whole.joint, whole.rows, whole.goal
     m = len(rows)
@@ -167,7 +97,6 @@ def _dense(whole: _Equation, accept: Accept, found: Found) -> None:
     inverse = right[keep].mT / values[keep]  # (m, r)
     solution = (inverse @ (left[:, keep].mT @ goal.flatten())) / scale
     found.solution = solution
-    found.independent = bool(keep.sum() == m)
     residual = (goal.flatten() - matrix @ solution).reshape(goal.shape)
     found.dual = whole.dual(residual)
     if found.dual is not None:
@@ -176,61 +105,21 @@ def _dense(whole: _Equation, accept: Accept, found: Found) -> None:
     if accept(flips):
         found.flips = flips
         return
-    if found.independent:
+    if bool(keep.sum() == m):  # independent
         fraction = (solution - flips.double()).abs() * scale
         for index in fraction.argsort(descending=True)[:3].tolist():
             pin = (left[:, keep] @ inverse[index]) / scale[index]
             found.dual = whole.pinned(pin.reshape(goal.shape), index)
             if found.dual is not None:
                 return
-    # The same problem in as many equations as unknowns, of unit size.
-    square, aim = values[:, None] * right * scale, left.mT @ goal.flatten()
-    unit = float(square.norm())
-    if unit == 0:
-        return
-    for inside in _boxed(square / unit, aim / unit):
-        residual = (goal.flatten() - matrix @ inside).reshape(goal.shape)
-        found.dual = whole.dual(residual)
-        if found.dual is not None:
-            return
-        if float(residual.norm()) <= whole.tolerance:  # then there is nothing to prove
-            break
-    if accept(inside > 0.5):
+    inside = boxed(matrix.mT @ matrix, matrix.mT @ goal.flatten(), 800)
+    found.solution = inside
+    found.dual = whole.dual((goal.flatten() - matrix @ inside).reshape(goal.shape))
+    if found.dual is None and accept(inside > 0.5):
         found.flips = inside > 0.5
 
 
-def _boxed(square: Tensor, aim: Tensor) -> Iterator[Tensor]:
-    """Points t in [0, 1]^m with |square t - aim| near its least, the last one the best of them.
-
-    Few unknowns are solved for; many get a set number of accelerated projected steps (arXiv 1204.3982: they start
-    anew where the momentum points uphill), because scipy's method for them need not come to an end.
-    """
-    m = square.shape[1]
-    if m <= 256:
-        from scipy.optimize import lsq_linear
-
-        done = lsq_linear(square.cpu().numpy(), aim.cpu().numpy(), (0.0, 1.0), "bvls", tol=1e-13, max_iter=100)
-        yield torch.as_tensor(done.x, dtype=torch.float64, device=aim.device)
-        return
-    size = square.norm(dim=0)
-    size = torch.where(size > 0, size, 1.0)
-    square = square / size  # t times size is in [0, size]
-    rate = 1 / float(torch.linalg.matrix_norm(square, 2)) ** 2
-    t = ahead = size / 2
-    momentum = aim.new_ones(())
-    for step in range(1, STEPS + 1):
-        slope = square.mT @ (square @ ahead - aim)
-        before, t = t, torch.minimum((ahead - rate * slope).clamp(min=0), size)
-        uphill = slope @ (t - before) > 0
-        momentum = torch.where(uphill, 1.0, momentum)
-        grown = (1 + (1 + 4 * momentum.square()).sqrt()) / 2
-        ahead = torch.where(uphill, t, t + (momentum - 1) / grown * (t - before))
-        momentum = grown
-        if step % (STEPS // 8) == 0:
-            yield t / size
-
-
-def _large(whole: _Equation, accept: Accept, found: Found) -> None:
+def _large(whole: Equation, accept: Accept, found: Found) -> None:
     """On random rows and columns first, then by the normal equations or, where there are too many, in steps."""
     goal, m = whole.goal, len(whole.rows)
     generator = torch.Generator().manual_seed(0)
@@ -257,7 +146,7 @@ def _corner(goal: Tensor, size: int, generator: torch.Generator) -> tuple[Tensor
     return at, by
 
 
-def _conjugate(equation: _Equation, accept: Accept, found: Found, steps: int) -> bool:
+def _conjugate(equation: Equation, accept: Accept, found: Found, steps: int) -> bool:
     """Least squares by conjugate gradients, with a look at the residual every few steps; whether that settled it."""
     joint, rows, goal, tolerance = equation.joint, equation.rows, equation.goal, equation.tolerance
     scale = equation.scale()
@@ -303,7 +192,7 @@ def _conjugate(equation: _Equation, accept: Accept, found: Found, steps: int) ->
     return False
 
 
-def _gram(whole: _Equation, accept: Accept, found: Found) -> None:
+def _gram(whole: Equation, accept: Accept, found: Found) -> None:
     """The normal equations: G_ij = (J_i.J_j)(u_i.u_j), scaled, Cholesky in float32, refined in float64."""
     rows, goal, scale = whole.rows, whole.goal, whole.scale()
     columns = whole.joint / scale
@@ -316,7 +205,6 @@ def _gram(whole: _Equation, accept: Accept, found: Found) -> None:
     if int(trouble):  # too close to dependent for float32
         gram = (columns.mT @ columns).mul_(rows @ rows.mT)
         factor, trouble = torch.linalg.cholesky_ex(gram)
-    found.independent = int(trouble) == 0 and float(factor.diagonal().min()) > 1e-6
     if int(trouble):
         return
 
@@ -342,7 +230,7 @@ def _gram(whole: _Equation, accept: Accept, found: Found) -> None:
     if accept(flips):
         found.flips = flips
         return
-    if not found.independent:
+    if float(factor.diagonal().min()) <= 1e-6:  # not known to be independent
         return
     fraction = (found.solution - flips.double()).abs() * scale
     for index in fraction.argsort(descending=True)[:3].tolist():

@@ -9,10 +9,11 @@ from typing import Any, Literal
 from torch import Tensor
 
 from unskip.absorption._block import Block
+from unskip.absorption._domain import Domain
+from unskip.absorption._problem import Biases
 from unskip.errors import BadInput
 
 Status = Literal["possible", "impossible", "undecided"]
-Biases = Literal["as-is", "allowed", "none"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,10 +60,14 @@ class Verdict:
     flips: Tensor | None = None  # possible: the units whose rows are turned around, where that is all it takes
     exact: bool = False  # equal in exact arithmetic, not only within rounding
     flip_bound: float | None = None  # no flip set comes closer than this (Frobenius); says nothing of other weights
+    skip_norm: float | None = None  # what that is to be compared with: the skip's own Frobenius norm, where it counts
     extra_width: int | None = None  # units more that are enough for an exact replacement; None: none is known, or never
     measured: Mapping[str, float] = field(default_factory=dict)  # output errors that were measured
     notes: tuple[str, ...] = ()
     weights: Block | None = None  # possible: the replacement
+    inputs: Domain | None = None  # the domain that was asked for; None: all inputs
+    tolerance: float | None = None  # possible only with weights that were moved this far at most, relative to them
+    change: float | None = None  # and how far they were moved
 
     def replacement(self) -> Block:
         """The block without its skip: the same function within `error`, with the same norms."""
@@ -94,9 +99,12 @@ class Verdict:
             "flips": None if self.flips is None else self.flips.tolist(),
             "exact": self.exact,
             "flip_bound": self.flip_bound,
+            "skip_norm": self.skip_norm,
             "extra_width": self.extra_width,
             "measured": dict(self.measured),
             "notes": list(self.notes),
+            "tolerance": self.tolerance,
+            "change": self.change,
         }
 
     def __str__(self) -> str:
@@ -107,6 +115,8 @@ class Verdict:
             lines.append(f"  obstruction: {each.kind}" + (f": {each.sentence}" if each.sentence != self.reason else ""))
         if self.error is not None:
             lines.append(f"  error of the replacement, relative to the skip: {self.error:.3g}")
+        if self.change is not None:
+            lines.append(f"  the weights were moved by {self.change:.3g} of their size (tolerance {self.tolerance:g})")
         if self.status != "possible" and self.extra_width:
             lines.append(f"  {self.extra_width} more units are enough for an exact replacement")
         return "\n".join([*lines, *(f"  note: {note}" for note in self.notes)])

@@ -16,59 +16,80 @@ import torch
 from torch import Tensor
 
 from unskip.absorption._block import Block
-from unskip.absorption._construct import output_errors
-from unskip.absorption._decide import absorb, allowed, gate_bias, skip_rank
-from unskip.absorption._flips import pivots
-from unskip.absorption._reduce import reduce
-from unskip.absorption._verdict import Biases, Certificate, Verdict
+from unskip.absorption._construct import pivots
+from unskip.absorption._decide import absorb
+from unskip.absorption._extra import gate_bias, skip_rank
+from unskip.absorption._measure import agree
+from unskip.absorption._nearest import Nearest, project
+from unskip.absorption._problem import Biases, allowed, reduce
+from unskip.absorption._verdict import Certificate, Verdict
 from unskip.errors import BadInput
+
+GOOD = 1e-5  # a relative error that is good enough for more units not to be spent on it
 
 
 @dataclass(frozen=True, eq=False)
 class Widened:
-    """A wider block without a skip. `least`: fewer units were proved not to be enough; None where that is open."""
+    """A wider block without a skip, stored as the block is. `verdict` is about the weights in float64.
+
+    `error` is that of the stored block on inputs of size 1, relative to its outputs; `own` is what the block itself
+    loses by computing in its dtype.
+    """
 
     block: Block
     extra: int
     verdict: Verdict
-    least: bool | None
+    error: float
+    own: float
 
 
 def widen(block: Block, biases: Biases = "as-is") -> Widened:
-    """The replacement that is exact with as few more units as are known to be enough, built and checked."""
+    """The replacement that is exact with as few more units as are known to be enough, built and checked.
+
+    Splits of rows that are nearly dependent lose digits; in a coarse dtype more units are spent to keep the loss small.
+    """
     now = absorb(block, biases=biases)
     if now.status == "possible":
-        return Widened(now.replacement(), 0, now, True)
+        return _stored(block, now)
     with torch.no_grad():
         if block.gated or block.phi.family == "power":
-            verdict = _with_biases(block, biases, now)
-        else:
-            extra = _extra(block, biases, now)
-            verdict = absorb(block, width=block.width + extra, biases=biases)
-        if verdict.status != "possible":
+            return _stored(block, _with_biases(block.double(), biases, now))
+        best: Widened | None = None
+        for extra in _extras(block, biases, now):
+            verdict = absorb(block.double(), width=block.width + extra, biases=biases)
+            if verdict.status != "possible":
+                continue
+            found = _stored(block, verdict)
+            if best is None or found.error < best.error:
+                best = found
+            if found.error <= max(GOOD, 4 * found.own):
+                break
+        if best is None:
             raise BadInput(f"widen: {now.reason} Nothing wider is known: {verdict.reason}")
-        extra = verdict.width - block.width
-        least: bool | None = None
-        if not block.gated and block.phi.family == "odd-linear" and block.up.numel() <= 4096:
-            fewer = now if extra == 1 else absorb(block, width=verdict.width - 1, biases=biases)
-            least = True if fewer.status == "impossible" else None
-        return Widened(verdict.replacement(), extra, verdict, least)
+        return best
 
 
-def _extra(block: Block, biases: Biases, now: Verdict) -> int:
+def _stored(block: Block, verdict: Verdict) -> Widened:
+    made = verdict.replacement().stored_as(block)
+    seen = agree(block, made).measured
+    return Widened(made, made.width - block.width, verdict, seen["stored"], seen["original_stored"])
+
+
+def _extras(block: Block, biases: Biases, now: Verdict) -> list[int]:
+    """Numbers of units to try, the least that is enough first."""
     family, trusted = block.phi.family, block.phi.trusted
     if {"pre", "out"} & block.norms.keys() or family not in ("odd-linear", "linear"):
         hint = "" if biases == "allowed" or trusted else "; biases='allowed' may help"
         raise BadInput(f"widen: {now.reason} No width is known to be enough{hint}; absorption.approximate comes near")
     if family == "linear":
-        return max(1, min(block.inputs, block.outputs) - block.width)
-    problem = reduce(block, block.width, *allowed(block, biases))
+        return [max(1, min(block.inputs, block.outputs) - block.width)]
+    problem = reduce(block, block.width, biases)
     rank, n = skip_rank(problem.target), problem.rows.shape[1]
     if problem.one_each:
-        return rank
-    rows = problem.up if problem.output_bias else None
-    split = 2 * n - len(pivots(rows)) if rows is not None else 2 * n
-    return max(1, min(2 * rank, split))
+        return [rank]
+    split = 2 * n - len(pivots(problem.up)) if problem.output_bias else 2 * n
+    least = max(1, min(2 * rank, split))
+    return sorted({least, min(least + n // 8, 2 * rank), 2 * rank})
 
 
 def _with_biases(block: Block, biases: Biases, now: Verdict) -> Verdict:
@@ -83,8 +104,8 @@ def _with_biases(block: Block, biases: Biases, now: Verdict) -> Verdict:
     rank = int((values > 1e-12 * values[0]).sum())
     columns, rows = left[:, :rank] * values[:rank], right[:rank]
     made = _gate(block, rows, columns) if block.gated else _power(block, rows, columns)
-    errors = output_errors(block, made)
-    if errors["float64"] > 1e3 * max(block.roundoff, 1e-15):
+    seen = agree(block, made)
+    if not seen.holds:
         raise BadInput("widen: the wider block does not agree with the original; its weights are too uneven")
     return Verdict(
         "possible",
@@ -94,9 +115,9 @@ def _with_biases(block: Block, biases: Biases, now: Verdict) -> Verdict:
         biases,
         "all inputs",
         Certificate("construction", {}),
-        error=errors["float64"],
+        error=seen.measured["float64"],
         extra_width=0,
-        measured=errors,
+        measured=seen.measured,
         weights=made,
     )
 
@@ -145,22 +166,11 @@ def _power(block: Block, rows: Tensor, columns: Tensor) -> Block:
     )
 
 
-@dataclass(frozen=True, eq=False)
-class Nearest:
-    """An absorbable block close by. `change` is |new weights - old| / |old| over both weights (Frobenius)."""
-
-    block: Block
-    change: float
-    flips: Tensor
-    verdict: Verdict
-
-
 def nearest(block: Block, joint: bool = True, steps: int = 40) -> Nearest:
     """The smallest change of the weights that was found to make the block absorbable by flips.
 
-    For a flip set S the change of W_down alone is closed form, -(A / c + V_S U_S) U_S^+. With `joint` both weights
-    move: each step solves Lambda U^T U + V V^T Lambda = R and takes V += Lambda U^T, U += V^T Lambda. S is everything,
-    or the units whose v.u is negative, whichever needs less; the best S of all is not searched for.
+    With `joint` both weights move, else W_down alone. The flip set is the one that the search comes closest with, all
+    units, or those that point against the skip, whichever needs less.
     """
     if block.gated or block.phi.family != "odd-linear" or {"pre", "out", "input"} & block.norms.keys():
         raise BadInput(
@@ -168,45 +178,11 @@ def nearest(block: Block, joint: bool = True, steps: int = 40) -> Nearest:
             "it takes a class-O activation such as relu or gelu, without a norm on the branch"
         )
     with torch.no_grad():
-        problem = reduce(block, block.width, *allowed(block, "allowed"))
-        goal = -block.matrix / problem.odd
-        up, down = block.up.detach().double().clone(), block.down.detach().double().clone()
-        together = (down * up.mT).sum(0) if block.inputs == block.outputs else down.norm(dim=0)
-        rank = skip_rank(block.matrix)
-        best: tuple[float, Tensor, Tensor, Tensor] | None = None
-        for chosen in (torch.ones(block.width, dtype=torch.bool, device=up.device), together < 0):
-            if int(chosen.sum()) < rank:
-                continue
-            moved = _project(up[chosen], down[:, chosen], goal, joint, steps)
-            if moved is None:
-                continue
-            cost = float((moved[0] - up[chosen]).square().sum() + (moved[1] - down[:, chosen]).square().sum())
-            if best is None or cost < best[0]:
-                best = (cost, chosen, *moved)
-        if best is None:
+        found = project(block, reduce(block, block.width, "allowed"), joint, steps)
+        if found is None:
+            rank = skip_rank(block.matrix)
             why = "are fewer than" if block.width < rank else "have rows that do not carry"
             hint = "use widen" if joint else "use widen, or joint=True"
             raise BadInput(f"nearest: {block.width} units {why} the rank {rank} of the skip; {hint}")
-        cost, chosen, new_up, new_down = best
-        up[chosen], down[:, chosen] = new_up, new_down
-        made = replace(block, up=up.to(block.up.dtype), down=down.to(block.down.dtype))
-        total = float(block.up.double().square().sum() + block.down.double().square().sum())
-        return Nearest(made, (cost / total) ** 0.5, chosen.nonzero().flatten(), absorb(made, biases="allowed"))
-
-
-def _project(up: Tensor, down: Tensor, goal: Tensor, joint: bool, steps: int) -> tuple[Tensor, Tensor] | None:
-    """The rows and columns moved so that they add up to the goal, or None where these rows cannot."""
-    from scipy.linalg import solve_sylvester
-
-    size = float(goal.norm())
-    if joint:
-        for _ in range(steps):
-            left = goal - down @ up
-            if float(left.norm()) <= 1e-13 * size:
-                break
-            found = solve_sylvester((down @ down.mT).cpu().numpy(), (up.mT @ up).cpu().numpy(), left.cpu().numpy())
-            multiplier = torch.as_tensor(found, dtype=up.dtype, device=up.device)
-            up, down = up + down.mT @ multiplier, down + multiplier @ up.mT
-    down = down + (goal - down @ up) @ torch.linalg.pinv(up)  # the rest in closed form
-    fits = float((goal - down @ up).norm()) <= 1e-9 * size
-    return (up, down) if fits else None
+        made, flips, moved = found
+        return Nearest(made, moved, flips, absorb(made, biases="allowed"))

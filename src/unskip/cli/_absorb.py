@@ -11,12 +11,13 @@ import tyro
 import unskip
 from unskip.cli._options import Count, Device, Inputs, Json, Random, model_help, told
 from unskip.cli._say import print_json, progress
-from unskip.errors import BadInput
+from unskip.errors import BadInput, RewireError
 
 if TYPE_CHECKING:
     from torch import nn
 
 _DATA = "Samples to approximate on: a folder of images, an .npy file, a set such as digits, or random:N."
+_MOST = "Approximate replacements that are further off than this, relative, are refused."
 _APPLY = "Rewrite the sites that may be: exact, widen or approximate (needs --data)."
 
 
@@ -25,6 +26,8 @@ def absorb(
     data: Annotated[str | None, told(_DATA, "SOURCE")] = None,
     n: Count = 64,
     apply: Annotated[Literal["exact", "widen", "approximate"] | None, told(_APPLY, "MODE")] = None,
+    max_error: Annotated[float, told(_MOST, "E")] = 0.1,
+    distil: Annotated[int, told("Training steps for each approximate replacement.", "N")] = 0,
     out: Annotated[str | None, told("Folder for the rewritten model.", "FOLDER")] = None,
     input: Inputs = (),  # noqa: A002
     device: Device = "cpu",
@@ -44,6 +47,7 @@ def absorb(
     if out is not None and apply is None:
         raise BadInput("--out is for a rewritten model: give --apply too")
     where, shapes = device_of(device), shapes_of(input)
+    applied = refused = None
     with contextlib.redirect_stdout(sys.stderr), progress(f"deciding {model}") as tick, by_input():
         torch.manual_seed(0)  # random weights, but the same ones each time
         built = weighted(model, random).to(where).eval()
@@ -51,11 +55,19 @@ def absorb(
         example = inputs(built, shapes)
         found = unskip.absorption.scan(built, example, data=samples, progress=tick)
         sound = found.verify()
-        applied = None if apply is None else unskip.absorption.apply(built, apply, example, data=samples)
-        if applied is not None and applied.done and out is not None:
+        if apply is not None:
+            try:
+                applied = unskip.absorption.apply(
+                    built, apply, example, data=samples, max_error=max_error, distil=distil
+                )
+            except RewireError as error:
+                refused = str(error)
+        if applied is not None and not applied.done:
+            refused = f"--apply {apply}: no site could be rewritten, so nothing is saved"
+        if applied is not None and refused is None and out is not None:
             _save(built, out, builder_of(model))
     if json:
-        record = {"spec": model, **found.to_dict(), "verified": sound}
+        record = {"spec": model, **found.to_dict(), "verified": sound, "refused": refused}
         if applied is not None:
             record["applied"] = applied.to_dict()
         print_json(record)
@@ -64,12 +76,11 @@ def absorb(
         print("\nall certificates verified from the weights" if sound else "\na certificate failed verification")
         if applied is not None:
             print(f"\n{applied}")
-        if out is not None and applied is not None and applied.done:
+        if out is not None and refused is None:
             print(f"saved to {out}")
-    if applied is not None and not applied.done:
-        print(f"--apply {apply}: no site could be rewritten, so nothing is saved", file=sys.stderr)
-        return 1
-    return 0 if sound else 1
+    if refused is not None:
+        print(refused, file=sys.stderr)
+    return 0 if sound and refused is None else 1
 
 
 def _save(model: nn.Module, out: str, builder: Any) -> None:

@@ -1,20 +1,25 @@
-"""The map: where removing a skip is permissible. Activation x biases x norm -> same width, extra width, or never.
+"""Writes docs/absorption-map.md: activation x biases x norm -> same width, extra width, or never.
 
-Every cell names its theorem and can build an example, which the tests put to the engine. The cells say what holds for
-weights in general position and a skip A of rank r on d inputs; `absorb` decides about the weights at hand.
+    python benchmarks/absorb_map.py
+
+Every cell names its theorem and can build an example, which tests/absorption/test_map.py puts to `absorb`. The cells
+say what holds for weights in general position and a skip A of rank r on d inputs; `absorb` decides about the weights at
+hand.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 import torch
 from torch import Tensor
 
+from unskip.absorption import Block, Norm
 from unskip.absorption._activations import resolve
-from unskip.absorption._block import Block, Norm
 
+PAGE = Path(__file__).resolve().parent.parent / "docs" / "absorption-map.md"
 Same = Literal["flips", "never", "open", "rank"]
 GROUPS: dict[str, tuple[str, ...]] = {  # a word that stands for others that behave the same way
     "gelu": ("gelu", "gelu_tanh", "quick_gelu", "silu", "softplus", "shifted_softplus", "squareplus", "log_sigmoid"),
@@ -70,7 +75,7 @@ class Cell:
             "r": lost if self.norm == "input layernorm" else rank,
             "2 r": 2 * rank,
             "4 r": 4 * rank,
-            "max(0, r - h)": max(0, rank - h),
+            "max(0, min(r, d - h))": max(0, min(rank, d - h)),
         }
         return None if self.extra is None else values[self.extra]
 
@@ -119,7 +124,7 @@ def _cell(word: str, biases: bool, norm: str) -> Cell:
     if phi.family == "linear":
         if norm != "none":
             return Cell(word, biases, norm, "open", None, "not settled")
-        return Cell(word, biases, norm, "rank", "max(0, r - h)", "one matrix; only its rank counts")
+        return Cell(word, biases, norm, "rank", "max(0, min(r, d - h))", "one matrix; only its rank counts")
     if ball and not phi.analytic:
         return Cell(word, biases, norm, "open", None, "on a ball its units may be affine")
     why = "growth: the MLP is bounded" if phi.family == "bounded" else "its units never add up to a linear map"
@@ -144,10 +149,10 @@ def page() -> str:
     lines = [
         "# The map: where removing a skip is permissible",
         "",
-        "This page is written from `unskip.absorption.table()`; `make test-all` puts an example of every cell to the",
-        "engine and writes it. `r` is the rank of the skip, `d` the number of inputs, `h` the width. *Same width* and",
-        "*extra width* are for weights in general position; `unskip.absorb` decides about the weights at hand.",
-        "What an activation is known to do is proved for each word on its own; a word of your own is never refused.",
+        "`benchmarks/absorb_map.py` writes this page; a test puts an example of every cell to `unskip.absorb`. `r` is",
+        "the rank of the skip, `d` the number of inputs, `h` the width. *Same width* and *extra width* are for weights",
+        "in general position; `unskip.absorb` decides about the weights at hand. What an activation is known to do is",
+        "proved for each name on its own; a name of your own is never refused.",
         "",
     ]
     for word, every in GROUPS.items():
@@ -166,3 +171,7 @@ def page() -> str:
                 lines.append(f"| {biases} | {', '.join(norms)} | {same} | {extra} | {why} |")
         lines.append("")
     return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(), encoding="utf-8")

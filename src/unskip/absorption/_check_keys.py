@@ -1,0 +1,123 @@
+"""Which units share a key, worked out for the check of a certificate, with nothing of the search.
+
+Units are told apart by the products of their rows with random vectors: rows that are equal up to sign have equal
+products up to sign, and rows that are not hardly ever have. What is left together is compared with its first unit in
+full. Where that leaves a doubt there is no answer, and the certificate fails.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from unskip.absorption._problem import EPS, Problem
+
+ROUNDS = 3  # of random products
+
+
+@dataclass(frozen=True, eq=False)
+class Groups:
+    """Units that share a key."""
+
+    head: Tensor  # (m,) one unit of every group that counts
+    of: Tensor  # (h,) the group of every unit, -1 where it counts for nothing
+    turn: Tensor  # (h,) 1 where it looks the same way as its head, else -1
+    ratio: Tensor  # (h,) its length against that of its head
+    side: Tensor  # (h,) the sign of a unit that is affine on the domain, else 0
+
+
+def groups(at: Problem) -> Groups | None:
+    """The groups, or None where two units, or a unit and nothing, cannot be told apart."""
+    up, bias, phi = at.up, at.bias, at.block.phi
+    lengths, columns = at.lengths, at.columns
+    idle = (lengths == 0) | (columns == 0)
+    side = torch.zeros_like(bias)
+    if at.bounded and at.domain is not None:
+        side = at.domain.side(up, bias, at.bend)
+        if bool((~idle & (side == 0) & ~at.domain.cuts(up, bias)).any()):
+            return None
+        idle = idle | (side != 0)
+    size = lengths.clamp(min=1e-300) if phi.homogeneous else torch.ones_like(lengths)
+    rough = 64 * (max(at.block.inputs, at.block.outputs) if at.block.norms else 1) * EPS * at.spread
+    units = torch.nonzero(~idle).flatten()
+    label = torch.zeros_like(units)
+    generator = torch.Generator().manual_seed(977)
+    for _ in range(ROUNDS if len(units) else 0):
+        probe = torch.rand(up.shape[1] + 1, generator=generator, dtype=torch.float64).to(up.device) - 0.5
+        value = ((up @ probe[:-1] + bias * probe[-1]) / size)[units].abs()
+        scale = (torch.hypot(lengths, bias) / size * rough)[units] * 4 * up.shape[1] ** 0.5
+        label = _refine(label, value, scale)
+    of = torch.full_like(idle, -1, dtype=torch.long)
+    of[units] = label
+    count = int(label.max()) + 1 if len(units) else 0
+    head = torch.full((count,), len(up), device=up.device).scatter_reduce_(0, label, units, "amin")
+    head, order = head.sort()
+    label = of[units] = order.argsort()[label]
+    lead = torch.where(of >= 0, head[of.clamp(min=0)] if count else of, torch.arange(len(up), device=up.device))
+    follow = torch.nonzero((of >= 0) & (lead != torch.arange(len(up), device=up.device))).flatten()
+    turn, ratio = torch.ones_like(bias), torch.ones_like(bias)
+    for at_once in follow.split(max(64, 2**22 // up.shape[1])):
+        other = lead[at_once]
+        stretch = (size[at_once] / size[other])[:, None]
+        mine, theirs = (torch.cat([up[k], bias[k, None]], 1) for k in (at_once, other))
+        turn[at_once] = torch.where((mine * theirs).sum(1) >= 0, 1.0, -1.0).to(turn)
+        gap = (mine - turn[at_once, None] * stretch * theirs).norm(dim=1)
+        if bool((gap > 1e3 * torch.maximum(rough[at_once], rough[other]) * mine.norm(dim=1)).any()):
+            return None
+        ratio[at_once] = stretch.flatten()
+    if len(follow):  # groups whose columns cancel count for nothing either
+        joint = _joint(at, of, ratio, count)
+        bulk = at.long_down.new_zeros(count).index_add_(0, label, (at.long_down * ratio)[units])
+        gone = joint.norm(dim=0) <= max(64 * EPS, float(rough.max())) * bulk
+        keep = torch.where(gone, -1, torch.cumsum((~gone).long(), 0) - 1)
+        of = torch.where(of >= 0, keep[of.clamp(min=0)], of)
+        head = head[~gone]
+    return Groups(head, of, turn, ratio, side)
+
+
+def _refine(label: Tensor, value: Tensor, scale: Tensor) -> Tensor:
+    """Splits every group where its sorted values leave a gap."""
+    order = value.argsort(stable=True)
+    order = order[label[order].argsort(stable=True)]  # by group, then by value
+    near = value[order].diff() <= torch.maximum(scale[order][1:], scale[order][:-1])
+    new = torch.ones_like(order, dtype=torch.bool)
+    new[1:] = ~near | (label[order].diff() != 0)
+    out = torch.empty_like(label)
+    out[order] = torch.cumsum(new.long(), 0) - 1
+    return out
+
+
+def _joint(at: Problem, of: Tensor, ratio: Tensor, count: int) -> Tensor:
+    active = of >= 0
+    joint = at.down.new_zeros(len(at.down), count)
+    return joint.index_add_(1, of[active], (at.down * ratio)[:, active])
+
+
+def flip_equation(at: Problem, found: Groups, line: Tensor, column: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """J, U and B of  sum_k t_k J_k u_k^T = B  on some of its rows and columns."""
+    rows, goal = at.rows, at.target
+    joint = at.down if len(found.head) == len(rows) else _joint(at, found.of, found.ratio, len(found.head))
+    if len(line) < len(goal) or len(column) < rows.shape[1]:
+        joint, rows, goal = joint[line], rows[:, column], goal[line][:, column]
+        down = at.down[line]
+    else:
+        down = at.down
+    goal = -goal / at.odd
+    against = torch.nonzero((found.of >= 0) & (found.turn < 0)).flatten()
+    goal = goal - down[:, against] @ rows[against]
+    spare = torch.nonzero(found.of < 0).flatten()
+    if len(spare):
+        # A unit that counts for nothing still has a linear part, and one that sees nothing is a constant.
+        slope = torch.where(found.side > 0, 1.0, at.odd - 1) / at.odd
+        half = torch.where(found.side[spare] == 0, torch.full_like(slope[spare], 0.5), slope[spare])
+        seen = half[:, None] * rows[spare]
+        blind = at.lengths[spare] == 0
+        seen[blind] = 0
+        if not at.output_bias:
+            constant = column == at.up.shape[1]
+            value = at.block.phi.function(at.bias[spare]) / at.odd
+            seen[:, constant] = torch.where(blind[:, None], value[:, None], seen[:, constant])
+        goal = goal - down[:, spare] @ seen
+    return joint, rows[found.head] if len(found.head) < len(rows) else rows, goal

@@ -1,0 +1,124 @@
+"""How well a replacement agrees with its block, measured: on inputs of several sizes, in float64 and as stored.
+
+What is allowed is set by the block alone. In float64 the outputs may differ by 1e-10 of the block's own terms, the sum
+of |A| |x|, |W_down| (|W_up| |x| + |b|) and |b_down|. Stored in a coarser dtype the replacement may err 4 times as much
+as the block itself does when it is computed in that dtype. Nothing depends on the weights of the replacement.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from unskip.absorption._block import Block
+from unskip.absorption._domain import Domain
+
+SIZES = (1e-2, 1.0, 1e2, 1e5)  # of inputs
+SAMPLES = 48  # of each size
+WIDE = 1e-10  # of the block's own terms, in float64
+OWN = 4.0  # times what the block loses itself
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """Whether a replacement agrees, the worst ratio of its error to what is allowed, and errors at inputs of size 1."""
+
+    holds: bool
+    worst: float
+    measured: dict[str, float]  # relative to the outputs: "float64", "stored", and "original_stored" of the block
+
+
+def agree(block: Block, other: Block, domain: Domain | None = None, seed: int = 0, tolerance: float = 0.0) -> Agreement:
+    """Compares the outputs before any norm after the sum. A tolerance is allowed on top, relative to the terms."""
+    generator = torch.Generator().manual_seed(seed)
+    bare, made, dtype = block.bare(), other.bare(), block.dtype
+    wide, wide_made = bare.double(), made.double()
+    worst, measured = 0.0, dict[str, float]()
+    for size in SIZES:
+        x = _inputs(block, domain, size, generator)
+        low = x.to(dtype)
+        exact = low.double()
+        truth = _hidden_shift(block, wide(exact))
+        gap = _hidden_shift(block, wide_made(exact)) - truth
+        terms = _terms(wide, exact)
+        here = _hidden_shift(block, bare(low).double())
+        scale = max(float(truth.norm()), 1e-300)
+        if dtype == torch.float64:
+            allowed, own, stored = (WIDE + tolerance) * terms, torch.zeros_like(terms), gap
+        else:
+            if not bool(torch.isfinite(here).all()):
+                continue  # the block itself overflows
+            own = (here - truth).norm(dim=1)
+            loss = max(float(own.norm()), block.roundoff * scale)
+            stored = _hidden_shift(block, made(low).double()) - truth
+            allowed = (OWN * loss + tolerance * terms.norm()).expand(1)
+            gap, stored = gap.norm().expand(1, 1), stored.norm().expand(1, 1)
+        for error in (gap, stored):
+            ratio = error.norm(dim=1) / allowed.clamp(min=1e-300)
+            top = float(ratio.max())
+            worst = max(worst, top if math.isfinite(top) else math.inf)
+        if size == 1.0:
+            measured = {"float64": float(gap.norm()) / scale, "stored": float(stored.norm()) / scale}
+            measured["original_stored"] = float(own.norm()) / scale
+    return Agreement(worst <= 1.0, worst, measured)
+
+
+def _inputs(block: Block, domain: Domain | None, size: float, generator: torch.Generator) -> Tensor:
+    if domain is not None:
+        return domain.sample(SAMPLES, generator).to(block.up.device)
+    x = size * torch.randn(SAMPLES, block.inputs, generator=generator, dtype=torch.float64)
+    norm = block.norms.get("input")
+    if norm is None or norm.kind == "other":
+        return x.to(block.up.device)
+    out: Tensor = norm(x.to(block.up.device))
+    return torch.nan_to_num(out)  # a LayerNorm of one channel with eps = 0
+
+
+def _hidden_shift(block: Block, values: Tensor) -> Tensor:
+    """The outputs as far as a LayerNorm after the sum sees them."""
+    norm = block.norms.get("post")
+    return values - values.mean(-1, keepdim=True) if norm is not None and norm.kind == "layernorm" else values
+
+
+def _terms(block: Block, x: Tensor) -> Tensor:
+    """(rows,) the sizes of what a block in float64 adds up."""
+
+    def linear(weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+        shift: Tensor | float = 0.0 if bias is None else bias
+        return x @ weight.mT + shift, x.abs() @ weight.abs().mT + (0.0 if bias is None else bias.abs())
+
+    value, size = linear(block.up, block.up_bias)
+    zero = abs(block.phi.at_zero) if math.isfinite(block.phi.at_zero) else 0.0
+    if block.gate is not None:
+        gate, wide = linear(block.gate, block.gate_bias)
+        hidden = (wide + zero + block.phi.function(gate).abs()) * size
+    else:
+        power = block.phi.degree if block.phi.family == "power" else 1
+        hidden = size ** (power or 1) + zero + block.phi.function(value).abs()
+    total = hidden @ block.down.abs().mT + x.abs() @ block.matrix.abs().mT
+    sizes: Tensor = (total + (0.0 if block.down_bias is None else block.down_bias.abs())).norm(dim=1)
+    return sizes
+
+
+def linear_gap(block: Block, other: Block) -> tuple[Tensor, Tensor]:
+    """The linear map between a block of class O and a replacement, and the skip, as far as the norms let them through.
+
+    Equal blocks have the same A + (c / 2) W_down W_up. In a coarse dtype outputs alone would not show that a skip was
+    dropped: beside large weights it is within their rounding.
+    """
+    half = float(block.phi.odd or 0) / 2
+    ours, theirs = (half * each.down.detach().double() @ each.up.detach().double() for each in (block, other))
+    skip = block.matrix
+    left = skip + ours - theirs
+    for norm in block.norms.values():
+        if norm.place == "input" and norm.kind != "other":
+            gain = left.new_ones(block.inputs) if norm.gain is None else norm.gain.detach().to(left)
+            left, skip = left * gain, skip * gain
+            if norm.kind == "layernorm":
+                left, skip = (each - each.mean(1, keepdim=True) for each in (left, skip))
+        elif norm.place == "post" and norm.kind == "layernorm":
+            left, skip = (each - each.mean(0, keepdim=True) for each in (left, skip))
+    return left, skip

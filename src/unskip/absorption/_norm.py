@@ -1,0 +1,77 @@
+"""The norms of a block, as weights, and the check of a weight."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+from unskip._words import nearest
+from unskip.anatomy import NormParts
+from unskip.errors import BadInput
+
+NormKind = Literal["layernorm", "rmsnorm", "other"]
+NormPlace = Literal["pre", "post", "out", "input"]
+
+
+@dataclass(frozen=True, eq=False)
+class Norm:
+    """LayerNorm or RMSNorm; the gain that acts is `gain`, 1 where it is None."""
+
+    kind: NormKind = "layernorm"
+    place: NormPlace = "pre"
+    eps: float | None = 1e-5
+    gain: Tensor | None = None
+    bias: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        for name, value, known in (("kind", self.kind, NormKind), ("place", self.place, NormPlace)):
+            if value not in get_args(known):
+                raise BadInput(f"Norm: no {name} {value!r}{nearest(str(value), get_args(known))}; {get_args(known)}")
+        if self.eps is not None and not (math.isfinite(self.eps) and self.eps >= 0):
+            raise BadInput(f"Norm: eps must be a number that is not negative, got {self.eps!r}")
+        for name in ("gain", "bias"):
+            value = getattr(self, name)
+            if value is not None:
+                check_weight(f"Norm: {name}", value, 1)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if self.kind == "other":
+            raise BadInput("Norm: a norm of kind 'other' cannot be computed")
+        if self.kind == "layernorm":
+            x = x - x.mean(-1, keepdim=True)
+        out = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + (self.eps or 0.0))
+        if self.gain is not None:
+            out = out * self.gain.to(x)
+        return out if self.bias is None else out + self.bias.to(x)
+
+
+def norm_of(part: NormParts, place: NormPlace | None = None) -> Norm:
+    """A norm as `unskip.parts` shows it, with the offset of its gain put in."""
+    gain, offset = part.gain, float(getattr(part, "offset", 0.0))
+    if gain is not None and offset:
+        gain = gain.detach().double() + offset
+    return Norm(part.kind, place or part.place, part.eps, gain, part.bias)
+
+
+def check_weight(name: str, value: object, ndim: int) -> None:
+    if not isinstance(value, Tensor):
+        raise BadInput(f"{name} must be a tensor, got {type(value).__name__}")
+    if value.is_meta:
+        raise BadInput(f"{name} is on the meta device and holds no numbers; load the weights first")
+    if not value.is_floating_point():
+        raise BadInput(
+            f"{name} is {str(value.dtype).removeprefix('torch.')}: the decision is about real weights; "
+            "dequantise or cast them to a floating dtype first"
+        )
+    if value.ndim != ndim or not value.numel():
+        raise BadInput(f"{name} must have {ndim} dimension(s) and not be empty, got shape {tuple(value.shape)}")
+    if value.element_size() == 1:
+        name_of = str(value.dtype).removeprefix("torch.")
+        raise BadInput(f"{name} is {name_of}: cast it to bfloat16, which holds float8 weights exactly")
+    bad = int((~torch.isfinite(value.detach())).sum())
+    if bad:
+        raise BadInput(f"{name} has {bad} entries that are NaN or infinite; no verdict can stand on them")

@@ -1,0 +1,251 @@
+"""Soundness: no wrong "possible" in any dtype, activations read rightly, and an answer or a refusal for odd weights.
+
+The rule: weights that two dtypes hold exactly never give "possible" in one and "impossible" in the other. A
+replacement of float64 weights matches the block to 1e-10 of the block's own terms; one that is stored in a coarser
+dtype errs at most 4 times what the block itself loses by computing in that dtype, whatever the size of the input.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.absorption.blocks import CLASS_O, generic, normal, numbers, planted
+from torch import Tensor, nn
+
+import unskip
+from unskip.absorption import Block, Norm, absorb
+from unskip.errors import BadInput
+
+HALF = (torch.bfloat16, torch.float16)
+SIZES = (1e-2, 1.0, 1e2, 1e5)
+
+
+def terms(block: Block, x: Tensor) -> Tensor:
+    """(rows,) the sizes of all that a plain block adds up, in float64."""
+    up, down = block.up.double().abs(), block.down.double().abs()
+    hidden = x.abs() @ up.mT + (0 if block.up_bias is None else block.up_bias.double().abs()) + 1
+    const = 0 if block.down_bias is None else block.down_bias.double().abs()
+    return (x.abs() @ block.matrix.abs().mT + hidden @ down.mT + const).norm(dim=1)
+
+
+def check_rule(block: Block) -> tuple[str, str]:
+    """Asserts the rule for a plain block without norms; the statuses as stored and in float64."""
+    stored, wide = absorb(block), absorb(block.double())
+    assert {stored.status, wide.status} != {"possible", "impossible"}, (stored, wide)
+    g, u = numbers(99), block.roundoff
+    for size in SIZES:
+        x = size * normal(g, 64, block.inputs)
+        if wide.status == "possible":
+            gap = (wide.replacement()(x) - block.double()(x)).norm(dim=1)
+            assert bool((gap <= 1e-10 * terms(block, x)).all())
+        if stored.status == "possible":
+            low = x.to(block.dtype)
+            truth, here = block.double()(low.double()), block(low).double()
+            if not bool(torch.isfinite(here).all()):
+                continue
+            own = max(float((here - truth).norm()), u * float(truth.norm()))
+            assert float((stored.replacement()(low).double() - truth).norm()) <= 4 * own
+    for verdict in (stored, wide):
+        assert verdict.verify()
+    return stored.status, wide.status
+
+
+# --- The rule ---------------------------------------------------------------------------------------------------------
+
+
+def degenerate(seed: int, word: str, dtype: torch.dtype, apart: float) -> Block:
+    """Random weights with units that are equal, mirrored, dead, or `apart` from equal."""
+    g = numbers(seed)
+    d, h = 2 + seed % 4, 6 + seed % 11
+    up, down, bias = normal(g, h, d), normal(g, d, h), normal(g, h) * (seed % 3)
+    for i in range(0, h - 1, 3):
+        turn = 1.0 if i % 2 else -1.0
+        up[i + 1], bias[i + 1] = turn * up[i] * (1 + apart * normal(g, d)), turn * bias[i]
+    down[:, -1] *= 0 if seed % 2 else 1
+    const = torch.zeros(d).to(dtype)
+    return Block(up.to(dtype), down.to(dtype), up_bias=bias.to(dtype), down_bias=const, activation=word)
+
+
+@given(
+    seed=st.integers(0, 10**6),
+    word=st.sampled_from(["relu", "gelu", "leaky_relu:0.5", "silu", "identity"]),
+    dtype=st.sampled_from([torch.bfloat16, torch.float16, torch.float32]),
+    apart=st.sampled_from([0.0, 0.01, 0.1]),
+)
+def test_degenerate_blocks_keep_the_rule(seed: int, word: str, dtype: torch.dtype, apart: float) -> None:
+    check_rule(degenerate(seed, word, dtype, apart))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, *HALF])
+@pytest.mark.parametrize("word", ["relu", "gelu"])
+def test_planted_blocks_keep_the_rule(dtype: torch.dtype, word: str) -> None:
+    """Rounded after planting: possible within the rounding of the dtype, and then not impossible in float64."""
+    for seed in range(4):
+        block, _ = planted(12, 48, word, seed=seed, dtype=dtype)
+        assert check_rule(block) == ("possible", "undecided")
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_random_bfloat16_blocks_are_not_possible(seed: int) -> None:
+    g = numbers(seed)
+    block = Block(normal(g, 12, 2).bfloat16(), normal(g, 2, 12).bfloat16(), activation="relu")
+    assert check_rule(block)[0] != "possible"
+
+
+def test_rows_in_a_chain_are_not_one_row() -> None:
+    """17 rows, each within 11 % of the next: a chain of small steps makes no two of them equal."""
+    t = 0.11 * torch.arange(-8, 9)
+    t = t[t.abs().argsort()]
+    up = torch.stack([torch.ones(17), t], 1).bfloat16()
+    down = torch.tensor([[0.5], [0.25]]).expand(2, 17).bfloat16()
+    assert check_rule(Block(up, down, activation="gelu"))[0] != "possible"
+
+
+def test_a_large_bias_does_not_make_rows_equal() -> None:
+    up = torch.tensor([[1.0, 0.0], [0.0, 1.0], [1.0, 1.0], [1.0, -1.0]], dtype=torch.bfloat16)
+    bias = torch.full((4,), 1e4, dtype=torch.bfloat16)
+    block = Block(up, torch.ones(2, 4).bfloat16(), up_bias=bias, down_bias=torch.zeros(2).bfloat16(), activation="gelu")
+    assert check_rule(block)[0] != "possible"
+
+
+def test_copies_ten_percent_apart_at_the_size_of_a_model() -> None:
+    g = numbers(0)
+    up, down = normal(g, 512, 128) / 11, normal(g, 128, 512) / 22
+    up[256:] = up[:256] * (1 + 0.1 * normal(g, 256, 128))
+    assert absorb(Block(up.bfloat16(), down.bfloat16(), activation="gelu")).status != "possible"
+
+
+def test_weights_of_the_replacement_do_not_excuse_its_error() -> None:
+    """Rows that hardly span the input: splitting them needs columns of 1e7, which float32 cannot carry."""
+    g = numbers(1)
+    d, h = 4, 12
+    line = normal(g, 1, d)
+    up = line + 1e-7 * normal(g, h, d)
+    down = normal(g, d, h)
+    down[:, d:] = 0
+    check_rule(Block(up.float(), down.float(), activation="gelu"))
+
+
+def test_fresh_pairs_come_before_a_bad_split() -> None:
+    """Ill-conditioned rows and spare units enough for pairs of new ones: the replacement is as good as the dtype."""
+    g = numbers(2)
+    up = normal(g, 1, 3) + 1e-5 * normal(g, 12, 3)
+    down = normal(g, 3, 12)
+    down[:, 6:] = 0
+    block = Block(up.float(), down.float(), activation="relu")
+    assert check_rule(block) == ("possible", "possible")
+
+
+# --- Activations of modules -------------------------------------------------------------------------------------------
+
+
+class Mlp(nn.Module):
+    def __init__(self, act: nn.Module | Callable[[Tensor], Tensor], d: int = 4, h: int = 12) -> None:
+        super().__init__()
+        self.up, self.act, self.down = nn.Linear(d, h), act, nn.Linear(h, d)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(self.act(self.up(x)))
+
+
+def word_of(act: nn.Module | Callable[[Tensor], Tensor]) -> str:
+    """The word that the module's activation is read as, or "refused"."""
+    torch.manual_seed(0)
+    model = Mlp(act).eval()
+    try:
+        return absorb(model, example=torch.randn(5, 4)).block.activation
+    except BadInput:
+        return "refused"
+
+
+READ = [
+    (nn.Hardtanh(0, 50), "hardtanh:0,50"),
+    (nn.Hardtanh(-50, 50), "hardtanh:-50,50"),
+    (nn.Hardtanh(), "hardtanh"),
+    (nn.Hardshrink(0.04), "refused"),
+    (nn.Softshrink(0.04), "refused"),
+    (nn.Threshold(0.1, 0.0), "refused"),
+    (nn.RReLU(), "refused"),
+    (nn.LeakyReLU(0.2), "leaky_relu:0.2"),
+    (nn.PReLU(init=0.25), "leaky_relu:0.25"),
+    (nn.PReLU(12, init=0.25), "refused"),
+    (nn.Softplus(2.0), "softplus:2"),
+    (nn.ELU(0.5), "elu:0.5"),
+    (nn.CELU(0.5), "celu:0.5"),
+    (nn.ReLU6(), "relu6"),
+    (nn.ReLU(), "relu"),
+    (nn.GELU("tanh"), "gelu_tanh"),
+    (nn.Mish(), "mish"),
+    (lambda z: nn.functional.hardtanh(z, 0.0, 50.0), "hardtanh:0,50"),
+    (lambda z: nn.functional.threshold(z, 0.1, 0.0), "refused"),
+    (lambda z: nn.functional.hardshrink(z, 0.04), "refused"),
+    (lambda z: z.clamp(-50, 50), "hardtanh:-50,50"),
+    (lambda z: z.clamp(min=0), "relu"),
+    (lambda z: torch.where(z > 1e-3, z, 0.0), "refused"),
+    (lambda z: torch.relu(z).square(), "relu2"),
+    (lambda z: nn.functional.leaky_relu(z, 0.2).square(), "refused"),
+    (lambda z: z * torch.sigmoid(1.702 * z), "quick_gelu"),
+    (lambda z: torch.relu(z), "relu"),
+    (lambda z: nn.functional.gelu(z), "gelu"),
+]
+
+
+@pytest.mark.parametrize(("act", "word"), READ, ids=[f"{i}-{type(act).__name__}" for i, (act, _) in enumerate(READ)])
+def test_activations_are_read_from_their_module(act: nn.Module, word: str) -> None:
+    assert word_of(act) == word
+
+
+@pytest.mark.parametrize("word", ["hardtanh:0,50", "hardtanh:-50,50", "celu:0.5", "elu:0.5"])
+def test_parametrised_words_are_never(word: str) -> None:
+    verdict = absorb(generic(4, 12, word))
+    assert verdict.status == "impossible"
+    assert verdict.verify()
+
+
+def test_a_read_activation_is_the_function_that_runs() -> None:
+    for act in (nn.LeakyReLU(0.2), nn.Softplus(2.0), nn.ELU(0.5), nn.CELU(0.5), nn.Hardtanh(-2, 3), nn.PReLU(init=0.3)):
+        torch.manual_seed(0)
+        model = Mlp(act.double()).double().eval()
+        x = 20 * normal(numbers(0), 50, 4)
+        block = absorb(model, example=x).block
+        assert torch.allclose(block(x), model(x), atol=1e-7)
+
+
+# --- Answers, not crashes ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("word", [*CLASS_O, "tanh", "elu", "mish", "relu2", "identity"])
+@pytest.mark.parametrize("norm", [None, Norm("layernorm", "post"), Norm("layernorm", "input")])
+def test_rows_of_zeros_with_a_bias(word: str, norm: Norm | None) -> None:
+    block = Block(
+        torch.zeros(6, 3).double(), normal(numbers(0), 3, 6), up_bias=normal(numbers(1), 6), activation=word, norm=norm
+    )
+    for biases in ("as-is", "allowed", "none"):
+        assert absorb(block, biases=biases).verify()  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+def test_float8_weights_are_refused(dtype: torch.dtype) -> None:
+    with pytest.raises(BadInput, match=r"float8.*bfloat16"):
+        Block(torch.ones(4, 2).to(dtype), torch.ones(2, 4).to(dtype), activation="relu")
+
+
+def test_too_few_inputs_are_refused() -> None:
+    block = generic(6, 24)
+    for count in (1, 7, 40):
+        with pytest.raises(BadInput, match=str(count)):
+            unskip.absorption.approximate(block, normal(numbers(0), count, 6))
+
+
+def test_a_possible_is_checked_before_it_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
+    from unskip.absorption import _decide
+
+    monkeypatch.setattr(_decide, "verify", lambda verdict: False)
+    block, _ = planted()
+    assert absorb(block).status == "undecided"
+    assert absorb(replace(block, skip=0.0)).status == "undecided"
