@@ -320,18 +320,9 @@ def test_a_fault_exits_with_1_and_its_traceback() -> None:
     assert "broken inside" in done.stderr
 
 
-def test_an_interrupt_is_one_line(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupt(*args: object, **options: object) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(spec, "build", interrupt)
-    code, out, err = run("audit", "timm:test_vit")
-    assert (code, out, err.count("\n")) == (130, "", 1)
-
-
-@pytest.mark.parametrize("module", ["numpy", "torch.types", "torch.nn", "unskip.wiring"])
-def test_an_interrupt_in_an_import_is_one_line(module: str) -> None:
-    """Python lists each module on stderr once it is imported; the others are then still to come."""
+@pytest.mark.parametrize("module", ["tyro", "torch.types", "unskip.wiring", "torchvision", "timm.layers"])
+def test_an_interrupt_is_one_line(module: str) -> None:
+    """Python lists each module on stderr once it is imported; others, and the audit, are then still to come."""
     command = [sys.executable, "-X", "importtime", "-m", "unskip", "audit", "timm:test_vit"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None

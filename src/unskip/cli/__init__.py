@@ -13,7 +13,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib import import_module
 
@@ -45,6 +45,7 @@ options:
 example: unskip audit timm:vit_base_patch16_224 --shortcut decay:0.6"""
 
 INTERRUPTED = "unskip: interrupted"
+_IN_ORDER = ("train", "resume", "demo")  # they write a checkpoint, or say how to go on, when interrupted
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -115,13 +116,16 @@ def _run(command: str, args: list[str], plugins: list[str]) -> int:
     from unskip.cli._say import warnings_in_a_line
 
     file, name, _ = COMMANDS[command]
-    with warnings_in_a_line():
+    with warnings_in_a_line(), _interrupted_at_once() as usual:
         if command == "eval" or args[:1] not in (["-h"], ["--help"]):  # the help of eval lists what plugins add
-            with _interrupted_at_once():
-                from unskip import recipes  # noqa: F401  (with it torch and nearly every room)
-                from unskip._plugins import load_installed, load_plugins
+            from unskip._plugins import load_installed, load_plugins
+
             load_installed()
             load_plugins(plugins)
+            if command in _IN_ORDER:
+                for library in ("unskip.recipes", "timm"):  # now, while an interrupt is no exception
+                    import_module(library)
+                usual()
         function = getattr(import_module(f"unskip.cli.{file}"), name)
         if command == "train":
             return int(function(args))  # its options depend on the recipe and the preset
@@ -129,18 +133,26 @@ def _run(command: str, args: list[str], plugins: list[str]) -> int:
 
 
 @contextmanager
-def _interrupted_at_once() -> Iterator[None]:
-    """Ctrl-C ends the process while libraries are imported: some of them catch every exception and would go on."""
+def _interrupted_at_once() -> Iterator[Callable[[], None]]:
+    """Ctrl-C ends the process. As an exception it would be caught by libraries, or abort their C++ code in an import.
+
+    What it gives puts the usual handler back, for commands that end in order.
+    """
 
     def leave(number: int, frame: object) -> None:
-        os.write(2, f"{INTERRUPTED}\n".encode())
+        show_cursor = "\x1b[?25h" if sys.stderr.isatty() else ""  # a progress bar hides it
+        os.write(2, f"{show_cursor}{INTERRUPTED}\n".encode())
         os._exit(130)
 
     if threading.current_thread() is not threading.main_thread():  # others cannot have signals
-        yield
+        yield lambda: None
         return
     before = signal.signal(signal.SIGINT, leave)
-    try:
-        yield
-    finally:
+
+    def usual() -> None:
         signal.signal(signal.SIGINT, before)
+
+    try:
+        yield usual
+    finally:
+        usual()

@@ -68,11 +68,10 @@ def write(
     try:  # before the models are built, which takes longer
         file.parent.mkdir(parents=True, exist_ok=True)
         aside.touch()
+        aside.unlink()
     except OSError as error:
         raise BadInput(f"{out}: cannot be written ({error.strerror}); choose another file") from error
-    try:
-        aside.write_text(page(read(runs, look, jacobians, trust, opener)), encoding="utf-8")
-        aside.replace(file)
-    finally:
-        aside.unlink(missing_ok=True)
+    text = page(read(runs, look, jacobians, trust, opener))
+    aside.write_text(text, encoding="utf-8")
+    aside.replace(file)
     return file
