@@ -87,14 +87,15 @@ def _unfinished(wiring: Wiring, steps: int) -> bool:
 
 
 def _save(objective: Objective, facts: Facts, model: nn.Module, folder: Path) -> None:
-    """The whole model; an encoder that is a part of it once more on its own, for `unskip.load(CHECKPOINT/encoder)`."""
+    """The weights of the whole model; where a spec builds the encoder, `unskip.load` takes it from the checkpoint too."""
     from safetensors.torch import save_model
 
     encoder, builder = objective.encoder(model), objective.builder(facts)
-    if encoder is model:
+    if encoder is model and builder is not None:
         save(model, folder, builder)
-    else:
-        save_model(model, str(folder / "model.safetensors"))
+        return
+    save_model(model, str(folder / "model.safetensors"))
+    if builder is not None:
         save(encoder, folder / "encoder", builder)
 
 
