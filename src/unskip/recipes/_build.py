@@ -87,7 +87,7 @@ def _unfinished(wiring: Wiring, steps: int) -> bool:
 
 
 def _save(objective: Objective, facts: Facts, model: nn.Module, folder: Path) -> None:
-    """The weights of the whole model; where a spec builds the encoder, `unskip.load` takes it from the checkpoint too."""
+    """The weights of the whole model; an encoder that a spec builds also in the form that `unskip.load` reads."""
     from safetensors.torch import save_model
 
     encoder, builder = objective.encoder(model), objective.builder(facts)
