@@ -36,6 +36,7 @@ FORMS = "timm:NAME, torchvision:NAME, hf:NAME-or-FOLDER, diffusers:FOLDER or fil
 # two cores, a ViT-g more memory than 20 GiB: a trace keeps every activation.
 LARGE = 100_000_000
 
+_LIBRARY_FORMS = ("timm", "torchvision", "hf", "diffusers")
 _Maker = Callable[..., nn.Module]  # (name, pretrained, **kwargs)
 
 
@@ -50,6 +51,11 @@ def build(spec: str, pretrained: bool = False, light: bool = False, **kwargs: An
         if model is not None and sum(p.numel() for p in model.parameters()) > LARGE:
             return model
     return _made(make, spec, pretrained, kwargs)
+
+
+def is_file(spec: str) -> bool:
+    """Whether a spec names a function of a Python file, which building it runs."""
+    return spec.partition(":")[0] not in _LIBRARY_FORMS and spec.rpartition(":")[0].endswith(".py")
 
 
 def _shapes(make: _Maker, spec: str, kwargs: dict[str, Any]) -> nn.Module | None:
@@ -87,7 +93,7 @@ def _maker(spec: str) -> _Maker:
         return makers[head]
     if spec.endswith(".py"):
         raise BadInput(f"{spec}: write {spec}:FUNCTION, with a function of the file that returns the model")
-    if spec.rpartition(":")[0].endswith(".py"):
+    if is_file(spec):
         return _from_file
     if Path(spec).is_dir():
         raise BadInput(f"{spec} is a folder, and does not say of what; write {FORMS}")

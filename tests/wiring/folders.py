@@ -20,8 +20,6 @@ from transformers import (
     LlamaModel,
 )
 
-from unskip.wiring._record import seal
-
 X = torch.randn(2, 5, h.DIM, generator=torch.Generator().manual_seed(0))
 IMAGES = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(0))
 VIT = {
@@ -46,12 +44,12 @@ def gpt2() -> nn.Module:
     return GPT2LMHeadModel(config).eval()
 
 
-def edit(folder: Path, change: Any, sealed: bool = True) -> None:
-    """Changes the record; with a new seal it is as if it had been written so."""
+def edit(folder: Path, change: Any) -> None:
+    """Changes the record."""
     path = folder / "unskip.json"
     record = json.loads(path.read_text())
     change(record)
-    path.write_text(json.dumps({**record, "seal": seal(record)} if sealed else record))
+    path.write_text(json.dumps(record))
 
 
 def put(*keys: str | int, value: Any) -> Any:

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import timm
 import torch
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 from safetensors.torch import load_file
 from safetensors.torch import save as to_bytes
 from tests.wiring.folders import PLACE, SITE, VIT, damage_weights, edit, put, snapshot, unchanged, vit
 from torch import nn
 
 import unskip
-from unskip import Cut, Decay, Wiring
+from unskip import Cut, Wiring
 from unskip.errors import BadInput, LoadError
 
 
@@ -41,13 +38,11 @@ def test_a_folder_around_a_saved_model_is_told_the_one_inside(tmp_path: Path, pl
         (lambda f: edit(f, put("format", value=True)), "damaged, its format is True"),
         (lambda f: edit(f, put("format", value="2")), "damaged, its format is '2'"),
         (lambda f: edit(f, lambda r: r.pop("wiring")), "damaged, wiring is missing"),
-        (lambda f: edit(f, lambda r: r.pop("seal"), sealed=False), "damaged, seal is missing"),
         (lambda f: edit(f, put("sha256", value=None)), "damaged, sha256 holds a NoneType"),
         (lambda f: edit(f, put("sha256", value="abc")), "damaged, sha256 holds a str"),
         (lambda f: edit(f, put("sha256", value={})), "checksum"),
-        (lambda f: edit(f, put("structure", value={})), "its structure does not read"),
-        (lambda f: edit(f, put("structure", "modules", value={"": 99})), "its structure does not read"),
-        (lambda f: edit(f, put("sources", value={"a": 1})), "its sources or buffers do not read"),
+        (lambda f: edit(f, put("structure", value={})), "its structure or buffers do not read"),
+        (lambda f: edit(f, put("structure", "modules", value={"": 99})), "its structure or buffers do not read"),
         (lambda f: edit(f, put("buffers", value={"a": {"dtype": "manual_seed"}})), "the buffer a is missing"),
         (lambda f: edit(f, lambda r: r["wiring"]["sites"][0].pop("path")), "its wiring does not read"),
         (lambda f: edit(f, put(*SITE, "path", value="blocks.7")), "its wiring does not fit"),
@@ -114,47 +109,6 @@ def test_a_bad_builder_in_the_record_is_refused_and_a_given_model_still_loads(
     assert Wiring.of(unskip.load(folder, model=vit())).alphas == [0.5] * 4
 
 
-def leaves(tree: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
-    if isinstance(tree, dict | list) and tree:
-        items = tree.items() if isinstance(tree, dict) else enumerate(tree)
-        return [leaf for key, value in items for leaf in leaves(value, (*path, key))]
-    return [path]
-
-
-def test_every_edited_field_is_found(folder: Path) -> None:
-    text = (folder / "unskip.json").read_text()
-    every = [leaf for leaf in leaves(json.loads(text)) if leaf != ("format",)]
-    assert len(every) > 200
-    for leaf in every[:: max(1, len(every) // 150)]:
-        edit(folder, put(*leaf, value="edited"), sealed=False)
-        with pytest.raises(LoadError, match=r"changed after it was written|damaged"):
-            unskip.load(folder)
-        (folder / "unskip.json").write_text(text)
-    unskip.load(folder)
-
-
-@settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(position=st.integers(0, 10**9), bit=st.integers(0, 7))
-def test_a_flipped_bit_of_the_record_never_loads_another_model(tmp_path: Path, position: int, bit: int) -> None:
-    saved = tmp_path / "m"
-    if not saved.exists():
-        torch.manual_seed(0)
-        model = vit()
-        unskip.rewire(model, Decay(0.6))
-        unskip.save(model, saved, builder=VIT)
-        (tmp_path / "whole.json").write_bytes((saved / "unskip.json").read_bytes())
-    data = bytearray((tmp_path / "whole.json").read_bytes())
-    data[position % len(data)] ^= 1 << bit
-    (saved / "unskip.json").write_bytes(bytes(data))
-    try:
-        again = unskip.load(saved, model=vit())
-    except LoadError:
-        return
-    # A space for a line break, for instance: the content is the same.
-    assert json.loads(bytes(data)) == json.loads((tmp_path / "whole.json").read_bytes())
-    assert Wiring.of(again).alphas == pytest.approx([1, 1 - 0.4 / 3, 1 - 0.8 / 3, 0.6])
-
-
 def test_a_model_of_other_shapes_is_left_as_it_was(folder: Path) -> None:
     model = timm.create_model("vit_tiny_patch16_224", **{**VIT["kwargs"], "embed_dim": 32})
     before = snapshot(model)
@@ -180,7 +134,7 @@ def test_malformed_buffers_are_refused_also_where_they_are_not_compared(folder: 
     model = vit()
     before = snapshot(model)
     with pytest.raises(LoadError, match="its buffers do not read"):
-        unskip.load(folder, model=model, check_source=False)
+        unskip.load(folder, model=model, strict=False)
     assert unchanged(model, before)
 
 

@@ -1,4 +1,4 @@
-"""What a model is beside its weights: settings, differences in words, digests of source, computed buffers."""
+"""What a model is beside its weights: settings, differences in words, computed buffers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.anatomy import handmade as h
 from torch import nn
 
 import unskip
@@ -24,13 +23,9 @@ from unskip.wiring._structure import (
     buffers,
     difference,
     pack,
-    source_difference,
-    sources,
     structure,
     unpack,
 )
-
-X = torch.randn(2, 5, h.DIM, generator=torch.Generator().manual_seed(0))
 
 
 class Colour(enum.Enum):
@@ -157,41 +152,13 @@ def test_the_first_difference_in_words(one: nn.Module, other: nn.Module, message
     assert (difference(structure(nn.Sequential(one)), structure(nn.Sequential(other))) or "").startswith(message)
 
 
-def test_settings_of_one_side_alone_can_be_passed_over() -> None:
-    one, other = structure(Holder(a=1, b=2)), structure(Holder(b=2, c=3))
-    assert difference(one, other) == "a of the model is not set instead of 1"
-    assert difference(one, other, common=True) is None
-    assert difference(one, structure(Holder(b=5)), common=True) == "b of the model is 5 instead of 2"
-
-
 @pytest.mark.parametrize("rule", [Cut(), Learn(0.5)], ids=str)
-def test_rewiring_changes_neither_structure_nor_source(rule: Any) -> None:
+def test_rewiring_does_not_change_the_structure(rule: Any) -> None:
     layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True, activation="gelu")  # has a fast path to switch off
     model = nn.TransformerEncoder(layer, 2).eval()
-    before = structure(model), sources(model), buffers(model)
+    before = structure(model), buffers(model)
     unskip.rewire(model, rule, torch.randn(2, 3, 8, generator=torch.Generator().manual_seed(0)))
-    assert (structure(model), sources(model), buffers(model)) == before
-
-
-def test_sources_are_those_of_the_users_classes() -> None:
-    found = sources(nn.Sequential(h.PreNorm(), nn.Linear(2, 2)))
-    name = f"{h.PreNorm.__module__}.PreNorm"
-    assert next(iter(found)) == name
-    assert not any(cls.startswith("torch.") for cls in found)
-    assert found[name][f"{name}.forward"]
-    assert source_difference(found, sources(nn.Sequential(h.PreNorm(), nn.Linear(2, 2)))) is None
-
-
-def test_source_that_could_not_be_had_is_not_compared_and_lost_source_is() -> None:
-    assert source_difference({"C": {"C.forward": None}}, {"C": {"C.forward": "1"}}) is None
-    assert source_difference({"C": {"C.forward": "1"}}, {"C": {"C.forward": None}}) is not None
-    assert source_difference({"C": {"B.forward": "1"}}, {"C": {"B.forward": "1", "C.forward": "2"}}) is not None
-
-
-def test_a_class_from_a_string_has_no_source() -> None:
-    space: dict[str, Any] = {"nn": nn, "__name__": "nowhere"}
-    exec("class Odd(nn.Module):\n    def forward(self, x):\n        return x\n", space)
-    assert sources(space["Odd"]()) == {"nowhere.Odd": {"nowhere.Odd.forward": None}}
+    assert (structure(model), buffers(model)) == before
 
 
 class Table(nn.Module):

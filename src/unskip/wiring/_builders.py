@@ -64,6 +64,12 @@ def build(record: dict[str, Any]) -> nn.Module:
     raise ValueError("the record has no builder that is known")
 
 
+def python_file(record: dict[str, Any]) -> str | None:
+    """The Python file that building from the record would run, or None."""
+    named = str(record.get("spec"))
+    return named if spec.is_file(named) else None
+
+
 def _is_spec(record: dict[str, Any]) -> bool:
     return (
         set(record) == {"spec", "kwargs"}

@@ -1,23 +1,19 @@
-"""The record of a saved model, unskip.json: read with all its checks, written with its seal.
-
-The seal is the SHA-256 of everything else in the record, as JSON with sorted keys and no spaces. So a field that was
-edited, or a bit that flipped, is found before anything is built.
-"""
+"""The record of a saved model, unskip.json: written, and read with its checks."""
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
+from unskip._plugins import load_plugins
 from unskip._provenance import sha256
 from unskip.anatomy import Hop, Place, Site, Survey, Unknown
 from unskip.errors import LoadError, UnskipError
 from unskip.wiring._select import Assignment
-from unskip.wiring._shortcut import UnknownShortcut, defined_in, from_dict
+from unskip.wiring._shortcut import UnknownShortcut, defined_in, from_dict, is_registered
 from unskip.wiring._wiring import Wiring
 
 FORMAT = 2
@@ -28,26 +24,17 @@ _FIELDS: dict[str, type | tuple[type, ...]] = {
     "class": str,
     "builder": (dict, type(None)),
     "structure": dict,
-    "sources": dict,
     "buffers": dict,
     "wiring": (dict, type(None)),
     "versions": dict,
     "sha256": dict,
-    "seal": str,
 }
 _TYPES: dict[Any, type] = {"int": int, "str": str, "bool": bool}
 
 
-def seal(record: dict[str, Any]) -> str:
-    """The checksum of a record, without the one it may hold."""
-    rest = {key: value for key, value in record.items() if key != "seal"}
-    return hashlib.sha256(json.dumps(rest, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
-
-
 def write(path: Path, record: dict[str, Any]) -> None:
-    """Writes a record, sealed as it will be read."""
-    plain = json.loads(json.dumps(record, allow_nan=False))
-    path.write_text(json.dumps({**plain, "seal": seal(plain)}, indent=1) + "\n", encoding="utf-8")
+    """Writes a record."""
+    path.write_text(json.dumps(record, allow_nan=False, indent=1) + "\n", encoding="utf-8")
 
 
 def read(folder: Path) -> dict[str, Any]:
@@ -71,8 +58,6 @@ def read(folder: Path) -> dict[str, Any]:
             raise LoadError(f"{path}: damaged, {name} is missing.")
         if not isinstance(record[name], kind):
             raise LoadError(f"{path}: damaged, {name} holds a {type(record[name]).__name__}.")
-    if seal(record) != record["seal"]:
-        raise LoadError(f"{path}: changed after it was written. Save the model again, with what was to be changed.")
     if sha256(weights) != record["sha256"].get(WEIGHTS):
         raise LoadError(f"{weights}: damaged, its checksum is not the recorded one.")
     return record  # type: ignore[no-any-return]
@@ -118,12 +103,21 @@ def _number(value: float | None) -> float | str | None:
     return value if value is None or math.isfinite(value) else str(value)
 
 
-def wiring_of(record: dict[str, Any], folder: Path) -> tuple[Survey | None, tuple[Assignment, ...], int]:
-    """What `wiring_record` wrote: the sites, the plan and the step."""
+def wiring_of(record: dict[str, Any], folder: Path, trust: bool) -> tuple[Survey | None, tuple[Assignment, ...], int]:
+    """What `wiring_record` wrote: the sites, the plan and the step. With `trust`, modules that define its rules are
+    imported.
+    """
     data = record["wiring"]
     if data is None:
         return None, (), 0
     try:
+        if trust:
+            load_plugins(
+                module
+                for a in data["plan"]
+                for name, module in a.get("defined_in", {}).items()
+                if not is_registered(name)
+            )
         sites = tuple(_site(site) for site in data["sites"])
         if [site.index for site in sites] != list(range(len(sites))):
             raise ValueError("its sites are not numbered in order")
@@ -142,7 +136,8 @@ def wiring_of(record: dict[str, Any], folder: Path) -> tuple[Survey | None, tupl
         modules = [each["defined_in"] for each in data["plan"] if error.name in each.get("defined_in", {})]
         where = f"the module {modules[0][error.name]}, which registers it" if modules else "what registers it"
         raise LoadError(
-            f"{folder}: its wiring has the rule {error.name!r}, which is not registered. Import {where}, and load again"
+            f"{folder}: its wiring has the rule {error.name!r}, which is not registered. Import {where}, or pass "
+            "trust=True, which imports it"
         ) from error
     except MALFORMED as error:
         raise LoadError(f"{folder / RECORD}: damaged, its wiring does not read ({error}).") from error

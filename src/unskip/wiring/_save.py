@@ -59,7 +59,6 @@ def save(model: nn.Module, folder: str | os.PathLike[str], builder: Builder = No
         "builder": _builders.record_of(model, builder),
         "wiring": _record.wiring_record(wiring),
         "structure": _structure.pack(_structure.structure(model)),
-        "sources": _structure.sources(model),
         "buffers": _structure.buffers(model),
         "versions": versions_of(_LIBRARIES),
     }
@@ -73,27 +72,31 @@ def save(model: nn.Module, folder: str | os.PathLike[str], builder: Builder = No
     return target
 
 
-def load(folder: str | os.PathLike[str], model: nn.Module | None = None, check_source: bool = True) -> nn.Module:
+def load(
+    folder: str | os.PathLike[str], model: nn.Module | None = None, trust: bool = False, *, strict: bool = True
+) -> nn.Module:
     """Reads a model that `save` wrote: builds it where the folder says how, or fills the freshly built `model`.
 
     The dtypes are those that were saved; train or eval mode is left to the caller. Raises LoadError, and leaves a given
-    model as it was, for a folder that is damaged or from another version, and for a model of another structure or
-    source. `check_source=False` goes on where a class's source, a buffer it computes, or which settings it has, has
-    changed; what the wiring itself rewrote has to be the same. `Wiring.of(model)` gives the wiring back.
+    model as it was, for a folder that is damaged or from another version, and for a model of another structure. No
+    Python file that the folder names is run unless `trust` is set. `strict=False` goes on where settings of modules, or
+    the buffers they compute, differ from the saved ones, as they may under another version of a library; the source of
+    what the wiring rewrote has to be the same. `Wiring.of(model)` gives the wiring back.
     """
     source = Path(folder)
     record = _record.read(source)
-    survey, plan, step = _record.wiring_of(record, source)
+    survey, plan, step = _record.wiring_of(record, source, trust)
     tensors = _weights(source)
     if model is None:
-        model = _built(record, source)
+        model = _built(record, source, trust)
     elif find_wiring(model) is not None:
         raise BadInput(f"{class_name(model)} is rewired already. Undo its wiring, or pass a freshly built model.")
     elif any(value.is_meta for value in _values(model)):
         raise BadInput("the model is on the meta device, without values. Give it some: model.to_empty(device='cpu')")
-    _check_structure(model, record, source, common=not check_source)
-    if check_source:
-        _check_source(model, record, source)
+    if class_name(model) != record["class"]:
+        raise LoadError(f"{source}: holds a {record['class']}, but the model is a {class_name(model)}.")
+    if strict:
+        _check_structure(model, record, source)
     before: list[tuple[Tensor, Tensor]] = []
     wiring: Wiring | None = None
     try:
@@ -114,11 +117,17 @@ def load(folder: str | os.PathLike[str], model: nn.Module | None = None, check_s
 # --- Checks -----------------------------------------------------------------------------------------------------------
 
 
-def _built(record: dict[str, Any], folder: Path) -> nn.Module:
+def _built(record: dict[str, Any], folder: Path, trust: bool) -> nn.Module:
     if record["builder"] is None:
         raise LoadError(
             f"{folder}: it is not recorded how to build the {record['class']}. Build it as when it was saved and pass "
             "model=, or save it with builder=."
+        )
+    file = _builders.python_file(record["builder"])
+    if file is not None and not trust:
+        raise LoadError(
+            f"{folder}: its model is built by a Python file, {file}, which would be run. Pass trust=True if you know "
+            "what it does, or build the model yourself and pass model=."
         )
     try:
         return _builders.build(record["builder"])
@@ -128,35 +137,21 @@ def _built(record: dict[str, Any], folder: Path) -> nn.Module:
         ) from error
 
 
-def _check_structure(model: nn.Module, record: dict[str, Any], folder: Path, common: bool) -> None:
-    if class_name(model) != record["class"]:
-        raise LoadError(f"{folder}: holds a {record['class']}, but the model is a {class_name(model)}.")
+def _check_structure(model: nn.Module, record: dict[str, Any], folder: Path) -> None:
+    """Equal shapes do not make equal models: settings of modules and computed buffers are compared."""
     found = _structure.structure(model)
     try:
-        wrong = _structure.difference(_structure.unpack(record["structure"]), found, common)
-    except MALFORMED as error:
-        raise LoadError(f"{folder / RECORD}: damaged, its structure does not read ({error}).") from error
-    if wrong:
-        raise LoadError(
-            f"{folder}: the model is not the one that was saved: {wrong}. Build it as when it was saved, and pass "
-            "model=."
-        )
-
-
-def _check_source(model: nn.Module, record: dict[str, Any], folder: Path) -> None:
-    found = _structure.sources(model)
-    try:
-        wrong = _structure.source_difference(record["sources"], found)
+        wrong = _structure.difference(_structure.unpack(record["structure"]), found)
         wrong = wrong or _structure.buffer_difference(record["buffers"], model)
     except MALFORMED as error:
-        raise LoadError(f"{folder / RECORD}: damaged, its sources or buffers do not read ({error}).") from error
+        raise LoadError(f"{folder / RECORD}: damaged, its structure or buffers do not read ({error}).") from error
     if wrong:
         now = versions_of(_LIBRARIES)
         changed = [f"{name} {was}" for name, was in record["versions"].items() if now.get(name) != was]
         under = f" It was saved under {', '.join(changed)}." if changed else ""
         raise LoadError(
-            f"{folder}: {wrong} since the model was saved.{under} Bring the old source back, or pass "
-            "check_source=False if the change is harmless."
+            f"{folder}: the model is not the one that was saved: {wrong}.{under} Build it as when it was saved, and "
+            "pass model=; or pass strict=False if the difference is harmless."
         )
 
 

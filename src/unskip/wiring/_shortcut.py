@@ -201,6 +201,11 @@ def register(cls: RuleClass) -> RuleClass:
     return cls
 
 
+def is_registered(name: str) -> bool:
+    """Whether a rule of this name is known."""
+    return name in _RULES
+
+
 def parse(text: str) -> Shortcut:
     """The rule that a text form such as "decay:0.6,cosine" names; parse(str(rule)) == rule."""
     if not isinstance(text, str):

@@ -1,20 +1,16 @@
-"""What a model is beside its weights: the class and the simple settings of every module, the source of the classes, and
-the buffers that this source computes.
+"""What a model is beside its weights: the class and the simple settings of every module, and the buffers it computes.
 
 Two models of equal shapes may be different functions (a ReLU for a GELU, six heads for three, another rope base). A
-saved model is compared with the one it is loaded into in all three respects, and the first difference is put in words.
+saved model is compared with the one it is loaded into in both respects, and the first difference is put in words.
 """
 
 from __future__ import annotations
 
-import ast
 import enum
 import functools
 import hashlib
-import inspect
 import json
 import math
-from collections.abc import Iterator
 from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any
 
@@ -22,8 +18,6 @@ import torch
 from torch import Tensor, nn
 
 from unskip import spec
-from unskip._source import function_source
-from unskip.errors import SourceError
 from unskip.wiring import _fastpath
 from unskip.wiring._bind import original_class
 
@@ -34,7 +28,7 @@ _NEUTRAL = frozenset(
     "training forward fused_attn grad_checkpointing gradient_checkpointing name_or_path max_seq_len_cached "
     "vocab_size".split()
 )
-_FRAMES = ("torch", "transformers.modeling_utils", "diffusers.models.modeling_utils")
+_UNSET = object()
 _LONG = 200  # characters: a longer setting is kept as its digest
 _CLOSE = 1e-3  # a buffer computed on another device differs in its last bits
 
@@ -108,10 +102,8 @@ def unpack(data: Any) -> dict[str, Settings]:
     return {path: dict(data["kinds"][kind]) for path, kind in data["modules"].items()}
 
 
-def difference(wanted: dict[str, Settings], found: dict[str, Settings], common: bool = False) -> str | None:
-    """The first module, in the order of the wanted model, in which the two differ, in words. With `common`, settings
-    that only one of them has are passed over: another version of a class may have more of them.
-    """
+def difference(wanted: dict[str, Settings], found: dict[str, Settings]) -> str | None:
+    """The first module, in the order of the wanted model, in which the two differ, in words."""
     for path, settings in wanted.items():
         where = path or "the model"
         other = found.get(path)
@@ -120,8 +112,7 @@ def difference(wanted: dict[str, Settings], found: dict[str, Settings], common: 
         if settings["class"] != other["class"]:
             return f"{where} is a {other['class']} instead of a {settings['class']}"
         for name in [name for name in {**settings, **other} if name not in _NEUTRAL]:
-            alone = name not in settings or name not in other
-            if (alone and not common) or (not alone and settings[name] != other[name]):
+            if settings.get(name, _UNSET) != other.get(name, _UNSET):
                 return f"{name} of {where} is {_say(other, name)} instead of {_say(settings, name)}"
     more = next((path for path in found if path not in wanted), None)
     return None if more is None else f"it has one module more, {more}, a {found[more]['class']}"
@@ -129,79 +120,6 @@ def difference(wanted: dict[str, Settings], found: dict[str, Settings], common: 
 
 def _say(settings: Settings, name: str) -> str:
     return repr(settings[name]) if name in settings else "not set"
-
-
-# --- Source -----------------------------------------------------------------------------------------------------------
-
-
-def sources(model: nn.Module) -> dict[str, dict[str, str | None]]:
-    """For every class that is not of torch: digests of its forward, the methods of its own that forward comes to, and
-    the functions of the same file that those use. None where the source cannot be had.
-    """
-    classes = {class_name(module): original_class(module) for module in model.modules()}
-    return {name: _digests(cls) for name, cls in classes.items() if not _of_frame(cls)}
-
-
-def source_difference(wanted: dict[str, dict[str, str | None]], found: dict[str, dict[str, str | None]]) -> str | None:
-    """The first class whose source differs, in words."""
-    for cls, functions in wanted.items():
-        now = found.get(cls, {})
-        for name in {**functions, **now}:
-            if name in functions and functions[name] is None:
-                continue  # it could not be had then
-            if functions.get(name) != now.get(name):
-                return f"the source of {cls} has changed ({name})"
-    return None
-
-
-def _of_frame(cls: type) -> bool:
-    return cls is object or any(f"{cls.__module__}.".startswith(f"{frame}.") for frame in _FRAMES)
-
-
-def _digests(cls: type) -> dict[str, str | None]:
-    found: dict[str, str | None] = {}
-    queue = [*_methods(cls, "forward")]
-    while queue:
-        function = queue.pop()
-        name = _name(function)
-        if name in found:
-            continue
-        try:
-            source = function_source(function.__code__)
-        except SourceError:
-            found[name] = None
-            continue
-        found[name] = source.digest
-        queue.extend(_used(cls, function, source.node))
-    return dict(sorted(found.items()))
-
-
-def _used(cls: type, function: FunctionType, node: ast.AST) -> Iterator[FunctionType]:
-    """What a function's source reads from self, from super(), or by name from its own file."""
-    first = function.__code__.co_varnames[:1]
-    for inner in ast.walk(node):
-        match inner:
-            case ast.Attribute(value=ast.Name(id=name), attr=attribute) if (name,) == first:
-                yield from _methods(cls, attribute)
-            case ast.Attribute(value=ast.Call(func=ast.Name(id="super")), attr=attribute):
-                yield from _methods(cls, attribute)
-            case ast.Name(id=name):
-                other = inspect.unwrap(value) if callable(value := function.__globals__.get(name)) else None
-                if isinstance(other, FunctionType) and other.__module__ == function.__module__:
-                    yield other
-
-
-def _methods(cls: type, name: str) -> Iterator[FunctionType]:
-    """The functions behind an attribute in a class and its bases: an overridden one may be reached by super()."""
-    for owner in cls.__mro__:
-        value = vars(owner).get(name)
-        if _of_frame(owner) or value is None:
-            continue
-        if isinstance(value, property):
-            value = value.fget
-        function = inspect.unwrap(getattr(value, "__func__", value)) if callable(value) else None
-        if isinstance(function, FunctionType):
-            yield function
 
 
 # --- Buffers ----------------------------------------------------------------------------------------------------------
