@@ -178,7 +178,7 @@ def test_a_function_of_a_file_builds_it_in_another_process(tmp_path: Path) -> No
         capture_output=True,
         text=True,
         check=True,
-        env={**os.environ, "PYTHONPATH": root},
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([root, os.environ.get("PYTHONPATH", "")])},
     )
     assert float(done.stdout) == pytest.approx(model(X).double().sum().item(), rel=1e-5)
 
