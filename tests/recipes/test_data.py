@@ -88,7 +88,7 @@ def test_an_opener_serves_every_run(asked: list[str], tmp_path: Path) -> None:
 def test_a_folder_that_is_taken_is_refused_before_images_are_opened(asked: list[str], tmp_path: Path) -> None:
     unskip.train(small("supervised"), tmp_path / "a", quiet=True)
     assert asked == ["train", "test"]
-    with pytest.raises(BadInput, match=r"a holds a run already: go on with .*, or choose another --out"):
+    with pytest.raises(BadInput, match=r"holds a run already.*--out"):
         unskip.train(small("supervised"), tmp_path / "a", quiet=True)
     assert asked == ["train", "test"]
     shutil.rmtree(tmp_path / "a" / "checkpoints")

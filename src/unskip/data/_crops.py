@@ -191,7 +191,7 @@ class DrawnFeed:
 
 
 def coloured(images: Tensor, table: Tensor, mixing: Tensor | None = None) -> Tensor:
-    """Images from 0 to 1, (n, channels, H, W), with colours, blur and inversion as a table (n, 7) says.
+    """Images from 0 to 1, (n, channels, H, W), with color jitter, blur and solarization by a table (n, 7).
 
     `mixing` is that of `mixing_basis`, where it lies on the device already.
     """

@@ -68,7 +68,7 @@ def open_dense(
         raise BadInput(f"{source}: too large to be held in memory")
     names = [name for name in ("mask", "bbox") if name in parquet.read_schema(chosen[0]).names]
     if not names:
-        raise BadInput(f"{chosen[0]}: neither mask nor bbox among its columns, so there is nothing to judge by")
+        raise BadInput(f"{chosen[0]}: neither mask nor bbox among its columns, so there is nothing to evaluate on")
     tables = {file: read_columns(file, names) for file in chosen}
     masks = boxes = None
     if "mask" in names:

@@ -58,13 +58,13 @@ def put(values: Any, device: torch.device) -> Tensor:
 def mean_and_std(
     channels: int, augment: Augment | None = None, device: str | torch.device = "cpu"
 ) -> tuple[Tensor, Tensor]:
-    """The mean and deviation that images are brought to 0 and 1 from, each (channels, 1, 1), of values from 0 to 1."""
+    """Mean and standard deviation for normalisation, each (channels, 1, 1), of values from 0 to 1."""
     mean, std = (torch.tensor(each, device=device)[:, None, None] for each in normalisation(augment, channels))
     return mean, std
 
 
 def normalised(images: Tensor, mean: Tensor, std: Tensor) -> Tensor:
-    """Bytes, or floats from 0 to 255, to floats with that mean and deviation; mean and std are (channels, 1, 1)."""
+    """Bytes, or floats from 0 to 255, normalised; mean and std are (channels, 1, 1)."""
     return (images.float() - mean * 255) / (std * 255)
 
 

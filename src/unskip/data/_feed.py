@@ -73,7 +73,7 @@ class Feed:
         check_world(self.batch, rank, world)
         if not 0 <= start_step <= stop_step:
             raise BadInput(f"steps from {start_step} to {stop_step}; the first is 0 or more and not beyond the second")
-        assert self.steps_per_epoch  # says now, not at the first batch, that there are too few images
+        assert self.steps_per_epoch  # raises now, not at the first batch, where there are too few images
         return self._training(range(start_step, stop_step), rank, world)
 
     def evaluate(self, rank: int = 0, world: int = 1) -> Iterator[Batch]:

@@ -70,7 +70,7 @@ def _open(root: Path, split: str, places: dict[str, Path], size: int | None, ski
         if not files and not skip_broken:
             raise BadInput(
                 f"{folder / name}: no images of this class in the {split} split (looked for "
-                f"{', '.join(sorted(SUFFIXES))}); add some, remove the class, or go on without with skip_broken=True"
+                f"{', '.join(sorted(SUFFIXES))}); add some, remove the class, or leave it out with skip_broken=True"
             )
         names += files
         labels += [label] * len(files)

@@ -28,7 +28,7 @@ from unskip.errors import BadInput, LoadError
 
 @dataclass(frozen=True)
 class Autoencoder:
-    """An autoencoder that stands still: bytes to the moments of latents, and latents to bytes."""
+    """A frozen autoencoder: bytes to the moments of latents, and latents to bytes."""
 
     module: nn.Module
     key: str

@@ -57,7 +57,7 @@ def open_images(
     if missing and not skip_broken:
         raise BadInput(
             f"{found.name}: no image of class {missing[0]!r} in the {split} split ({len(missing)} of "
-            f"{len(found.classes)} classes are missing); go on without with skip_broken=True"
+            f"{len(found.classes)} classes are missing); leave them out with skip_broken=True"
         )
     lines = (f"{len(missing)} of {len(found.classes)} classes have no image: {', '.join(missing[:3])}",) * bool(missing)
     return replace(found, report=(*found.report, *lines))

@@ -14,7 +14,7 @@ and since it is linear in p_i and in s_j, the sum over all pairs is that of thei
 How a run collapses can be seen in three numbers: the entropy of p (at log(out) every p is uniform), the entropy of the
 mean of p (at 0 every image is given the same entry), and the divergence of q from p (at 0 there is nothing to learn).
 
-Small models begin near such a point: what all images have in common is most of their class token, so all have nearly
+Small models start near such a point: what all images have in common is most of their class token, so all have nearly
 one direction in the bottleneck, centred p is nearly uniform, and that is what the student learns. Batch norm of the
 bottleneck (`bottleneck_norm`) takes the common part away, in student and teacher.
 """
@@ -137,16 +137,16 @@ class DINO(nn.Module):
             taught = widened(self.teacher(global_crops.transpose(0, 1).flatten(0, 1)))  # crop by crop
             p = self.targets(taught).unflatten(0, (count, images))
         groups = [global_crops, local_crops] if local_crops.shape[1] else [global_crops]
-        said = torch.cat(
+        logits = torch.cat(
             [widened(self.student(each.transpose(0, 1).flatten(0, 1))).unflatten(0, (-1, images)) for each in groups]
         )
-        said = said / self.student_temperature  # (crops, images, out)
-        normaliser = said.logsumexp(2)
-        pairs = count * (len(said) - 1)
+        logits = logits / self.student_temperature  # (crops, images, out)
+        normaliser = logits.logsumexp(2)
+        pairs = count * (len(logits) - 1)
         if not pairs:
             raise BadInput("one global crop and no local one: there is no pair to compare")
-        every = (count * normaliser.sum(0) - (p.sum(0) * said.sum(0)).sum(1)).mean()
-        itself = (normaliser[:count] - (p * said[:count]).sum(2)).sum(0).mean()
+        every = (count * normaliser.sum(0) - (p.sum(0) * logits.sum(0)).sum(1)).mean()
+        itself = (normaliser[:count] - (p * logits[:count]).sum(2)).sum(0).mean()
         loss = (every - itself) / pairs
         entropy = torch.special.entr(p).sum(2).mean()
         spread = torch.special.entr(over_processes(p.mean((0, 1)))).sum()
@@ -174,8 +174,8 @@ class DINO(nn.Module):
     def spread_(self, generator: torch.Generator | None = None, rounds: int = 20) -> None:
         """Spreads the rows of the last layer evenly: W^T W = (out / bottleneck) I as nearly as `rounds` bring it.
 
-        Then every direction of the bottleneck has outputs of one size, |W z| the same for all z, and none says less
-        than others. Rows of equal length and equal columns of W^T W are sought in turn.
+        Then every direction of the bottleneck has outputs of one size: |W z| is the same for all z.
+        Rows of equal length and equal columns of W^T W are sought in turn.
         """
         weight = self.last_layer()
         out, bottleneck = weight.shape
@@ -217,7 +217,7 @@ def width_of(backbone: nn.Module) -> int:
     """The length of the vector that a backbone gives an image."""
     width = getattr(backbone, "num_features", None)
     if not isinstance(width, int):
-        raise BadInput(f"{type(backbone).__name__} does not say how wide its features are; take a model of timm")
+        raise BadInput(f"{type(backbone).__name__} has no num_features; take a model of timm")
     return width
 
 

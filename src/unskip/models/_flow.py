@@ -38,7 +38,7 @@ class Path(NamedTuple):
 
 
 class Parts(NamedTuple):
-    """What a prediction says of x_t."""
+    """What a prediction at x_t implies."""
 
     velocity: Tensor
     noise: Tensor

@@ -1,4 +1,4 @@
-"""Masked autoencoder: an encoder that sees a quarter of the patches, and a decoder that paints the rest.
+"""Masked autoencoder: an encoder that sees a quarter of the patches, and a decoder that reconstructs the rest.
 
     loss = mean over masked patches of |prediction - patch|^2 / pixels,   each patch brought to mean 0, variance 1
 
@@ -25,7 +25,7 @@ from torch.nn import functional as F
 from unskip.errors import BadInput
 from unskip.models._vit import Grid, grid_of, narrowed, positions, sources
 
-_COLOUR = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # mean and deviation of ImageNet
+_COLOUR = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # mean and standard deviation of ImageNet
 
 
 class Reconstruction(NamedTuple):
@@ -112,7 +112,7 @@ class Decoder(nn.Module):
 
 
 class MAE(nn.Module):
-    """A masked autoencoder around a ViT of timm, which stays a model of its own: rewire, load and judge `encoder`."""
+    """A masked autoencoder around a ViT of timm; `encoder` can be rewired, loaded and evaluated on its own."""
 
     mean: Tensor
     std: Tensor
@@ -163,7 +163,7 @@ class MAE(nn.Module):
 
     @torch.no_grad()
     def start_(self) -> None:
-        """MAE's start: Xavier for every linear layer, tokens of deviation 0.02, fixed sine positions."""
+        """MAE's initialisation: Xavier for every linear layer, tokens with std 0.02, fixed sine positions."""
         inner: Any = self.encoder
         for module in self.modules():
             if isinstance(module, nn.Linear):
@@ -184,7 +184,7 @@ class MAE(nn.Module):
 
     @torch.no_grad()
     def zero_start_(self) -> None:
-        """The decoder's branches and its head begin at zero; for the encoder's see `unskip.init.zero_branches_`."""
+        """The decoder's branches and its head start at zero; for the encoder's see `unskip.init.zero_branches_`."""
         lasts = [layer for block in self.decoder.blocks for layer in (block.attn.proj, block.mlp.fc2)]
         for layer in (*lasts, self.decoder.head):
             nn.init.zeros_(layer.weight)
@@ -216,7 +216,7 @@ class MAE(nn.Module):
         return cut.permute(0, 2, 4, 3, 5, 1).reshape(len(images), grid.patches, -1)
 
     def normalised(self, patches: Tensor) -> Tensor:
-        """Bytes as floats with the mean and deviation of the data; floats as they are."""
+        """Bytes are normalised by mean and standard deviation; floats are left as they are."""
         if patches.dtype != torch.uint8:
             return patches
         repeats = self.grid.patch**2

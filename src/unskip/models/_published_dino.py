@@ -6,7 +6,7 @@
     dino_loss: center                                     ->  centre
 
 A checkpoint of a backbone alone, names without any prefix, fills the backbones of both. The last layer's rows have
-length 1 here; where a checkpoint has learnt other lengths (weight_g), a warning says so.
+length 1 here; where a checkpoint has learnt other lengths (weight_g), a warning is issued.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def _renamed(tower: Mapping[str, Tensor]) -> dict[str, Tensor]:
             if not bool(torch.isclose(value, torch.ones_like(value), atol=1e-3).all()):
                 warn(
                     "the checkpoint has learnt lengths of the last layer's rows (it was trained with "
-                    "norm_last_layer=False); here they are 1, so its head says other things. Its backbone is as it was"
+                    "norm_last_layer=False); here they are 1, so the head differs; the backbone does not"
                 )
             continue
         found[name.replace("head.last_layer.weight_v", "head.last.weight")] = value

@@ -5,7 +5,7 @@ wide, and the half that predicts the velocity is taken:
 
     final_layer.linear  (patch * patch * 2 channels, width)  ->  the first `channels` of every pixel
 
-A training checkpoint holds weights under "ema" and "model"; the averaged ones are taken.
+A training checkpoint holds weights under "ema" and "model"; the EMA weights are taken.
 """
 
 from __future__ import annotations

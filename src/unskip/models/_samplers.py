@@ -129,7 +129,7 @@ def drawn(
 
 
 class _Field:
-    """What the network says of x_t, guided; it counts how often each sample was asked about."""
+    """The guided prediction at x_t; counts the network evaluations of each sample."""
 
     def __init__(self, network: nn.Module, labels: Tensor, classes: int, flow: Flow, cfg: float) -> None:
         self.network, self.labels, self.flow, self.cfg = network, labels, flow, cfg
@@ -138,7 +138,7 @@ class _Field:
         self.evaluations = torch.zeros(len(labels), dtype=torch.int64, device=labels.device)
 
     def parts(self, x: Tensor, time: Tensor, rows: Tensor | None = None) -> Parts:
-        """Of x (samples, ...) at times (samples,); `rows` says which samples those are, all where None."""
+        """Of x (samples, ...) at times (samples,); `rows` are the indices of those samples, None for all."""
         of, none = (each if rows is None else each[rows] for each in (self.labels, self.none))
         if self.guided:
             both = self.network(torch.cat([x, x]), torch.cat([time, time]), torch.cat([of, none]))

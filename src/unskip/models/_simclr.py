@@ -3,7 +3,7 @@
     loss = - mean_i log( exp(<z_i, z_i'> / T) / sum over k != i of exp(<z_i, z_k> / T) ),   z of length 1
 
 Chen et al. 2020, "A Simple Framework for Contrastive Learning of Visual Representations" (arXiv 2002.05709); the loss
-is InfoNCE (arXiv 1807.03748) over the views of all processes. Without anything learnt it is log(2 n - 1).
+is InfoNCE (arXiv 1807.03748) over the crops of all processes. At random it is log(2 n - 1).
 """
 
 from __future__ import annotations

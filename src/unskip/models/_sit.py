@@ -1,4 +1,4 @@
-"""SiT: a transformer that predicts the velocity of a noisy image, told the time and the class by its norms.
+"""SiT: a transformer that predicts the velocity of a noisy image, conditioned on time and class by its norms.
 
     x  <-  x + g * f((1 + s) norm(x) + b),      b, s, g linear in silu(time + class), zero at the start (adaLN-zero)
 
@@ -149,7 +149,7 @@ class SiT(nn.Module):
 
     @torch.no_grad()
     def start_(self) -> None:
-        """The published start: Xavier, embeddings of deviation 0.02; gates, long skips and the output at zero."""
+        """The published initialisation: Xavier, embeddings with std 0.02; gates, long skips and the output at zero."""
         xavier_(self)
         embeddings: list[Any] = [self.y_embedder.embedding_table, self.t_embedder.mlp[0], self.t_embedder.mlp[2]]
         for layer in embeddings:

@@ -93,7 +93,7 @@ class UViT(nn.Module):
 
     @torch.no_grad()
     def start_(self) -> None:
-        """The published start: linear layers, positions and labels of deviation 0.02, biases zero."""
+        """The published initialisation: linear layers, positions and labels with std 0.02, biases zero."""
         trunc_normal_(self)
         for weight in (self.label_emb.weight, self.pos_embed):
             nn.init.trunc_normal_(weight, std=0.02)

@@ -68,7 +68,7 @@ def positions(grid: Grid, dim: int) -> Tensor:
 
 @torch.no_grad()
 def trunc_normal_(model: nn.Module) -> None:
-    """Every linear layer: normal of deviation 0.02, cut off at 2, biases zero."""
+    """Every linear layer: truncated normal with std 0.02, biases zero."""
     for module in model.modules():
         if isinstance(module, nn.Linear):
             nn.init.trunc_normal_(module.weight, std=0.02)

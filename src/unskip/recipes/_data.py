@@ -1,4 +1,4 @@
-"""The images of a run, opened alike for every recipe.
+"""The images of a run, opened in the same way for every recipe.
 
 Decoding a set can take longer than training on it. Several runs on one set share a cached opener:
 

@@ -62,7 +62,7 @@ def built(config: Config, arguments: dict[str, Any]) -> nn.Module:
     try:
         return spec.build(config.model, **arguments)
     except BadInput as error:
-        plain: Any = spec.build(config.model, light=True)  # the name may be what is wrong, and then it says so
+        plain: Any = spec.build(config.model, light=True)  # raises where the name itself is wrong
         _check_arguments(config, plain.__class__, arguments_of(config.model_args))
         # A preset's own are for the preset's model, and another one may take none of that kind.
         given = ", ".join(f"{name}={value}" for name, value in arguments.items())
@@ -75,7 +75,7 @@ def named(kind: type[_Named], config: Config, given: dict[str, Any]) -> _Named:
     _check_arguments(config, kind, arguments)
     try:
         return kind.named(config.model, **{**given, **arguments})
-    except (TypeError, RuntimeError) as error:  # a word where a number belongs, or a number that makes no tensor
+    except (TypeError, RuntimeError) as error:  # text instead of a number, or a size no tensor can have
         raise BadInput(f"model_args {config.model_args!r}: {config.model}: {error}") from error
 
 

@@ -62,7 +62,7 @@ class Objective:
     # --- Data ---------------------------------------------------------------------------------------------------------
 
     def facts(self, images: ImageSet) -> Facts:
-        """What `build_model` is told of the training set."""
+        """What `build_model` needs to know of the training set."""
         return Facts(len(images.classes), images.channels, self.config.size)
 
     def feed(self, images: ImageSet, device: torch.device) -> Batches:
@@ -70,7 +70,7 @@ class Objective:
         return self._images(images, device, self.config.batch, seed=self.config.seed, augment=augmentation(self.config))
 
     def evaluation_feed(self, images: ImageSet, device: torch.device) -> Any:
-        """Images as they are, for evaluation while training goes on."""
+        """Images without augmentation, for evaluation during training."""
         return self._images(images, device, self.config.batch)
 
     def _images(self, images: ImageSet, device: torch.device, batch: int, **options: Any) -> Feed:
@@ -130,7 +130,7 @@ class Objective:
         return None
 
     def evaluations(self, model: nn.Module, train: Any, test: Any, split: str) -> dict[str, Evaluation]:
-        """What is evaluated while training goes on, by name; `train` and `test` are feeds of `evaluation_feed`."""
+        """What is evaluated during training, by name; `train` and `test` are feeds of `evaluation_feed`."""
         return {}
 
     def warnings(self, row: dict[str, Any], share: float) -> Iterable[tuple[str, str]]:

@@ -1,8 +1,8 @@
-"""Evaluation while training goes on: kNN accuracy and rank of an encoder's features, on some of the images.
+"""Evaluation during training: kNN accuracy and rank of an encoder's features, on some of the images.
 
-Features collapse in two ways. Images become alike: the rank of their pooled features falls. Or the patches of each
-image become alike while images still differ, as attention without skips tends to do (arXiv 2103.03404): then the rank
-of the patches within an image falls.
+Features collapse in two ways. Images become similar: the rank of their pooled features falls. Or the patches of each
+image become similar while images still differ, as attention without skips tends to do (arXiv 2103.03404): then the
+rank of the patches within an image falls.
 """
 
 from __future__ import annotations

@@ -88,7 +88,7 @@ def _plain(name: str, value: Any, hint: Any) -> Any:
     if mapped and name == "model_args" and all(isinstance(each, str | int | float | None) for each in value.values()):
         return ",".join(f"{key}={each}" for key, each in value.items())
     if mapped and name == "shortcut":
-        raise BadInput(f"shortcut is {value!r}; a run has one rule, and where= says which sites it governs")
+        raise BadInput(f"shortcut is {value!r}; a run has one rule; where= selects the sites it governs")
     kinds = get_args(hint) or (hint,)
     if isinstance(value, str) and not {int, float, bool}.isdisjoint(kinds):
         raise BadInput(f"{name} is {value!r}, which is text; give {'True or False' if bool in kinds else 'a number'}")

@@ -21,7 +21,7 @@ from unskip.training import Outcome, RunFolder, device_of, run_task, why_not
 
 
 def train(config: Config, out: str | Path, quiet: bool = False, opener: Opener | None = None) -> Outcome:
-    """Trains as a config says, in a new run folder. Stopped by Ctrl-C or SIGTERM it leaves a checkpoint to resume from.
+    """Trains a config in a new run folder. Stopped by Ctrl-C or SIGTERM it leaves a checkpoint to resume from.
 
     `opener` opens the images; a cached one spares the next run on the same data from decoding them again.
     """

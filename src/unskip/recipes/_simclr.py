@@ -103,7 +103,7 @@ class Contrast(CropsObjective):
     def warnings(self, row: dict[str, Any], share: float) -> Iterator[tuple[str, str]]:
         """Where nothing is learnt, crops of one image are no more similar than crops of different images.
 
-        No value of the loss says so. With n images a batch it is, by Jensen's inequality, at least
+        No value of the loss shows this. With n images a batch it is, by Jensen's inequality, at least
 
             log(2n - 1) - (aligned - apart) / T
 

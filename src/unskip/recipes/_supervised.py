@@ -145,7 +145,7 @@ class Classification(Objective):
         if config.teacher is not None:
             self.teacher = copy.deepcopy(model).eval().requires_grad_(False)
         if (wiring := find_wiring(model)) is not None:
-            wiring.undo()  # the config says which skips there are, whatever the weights were trained with
+            wiring.undo()  # the config decides about the skips, whatever the weights were trained with
         self.initialise(model, sample)
         return notes
 
@@ -231,7 +231,7 @@ def _load_weights(config: Supervised, model: nn.Module) -> list[str]:
     else:
         wiring = find_wiring(load(folder, model))
     if wiring is not None and config.shortcut == "keep":
-        notes.append(f"{config.weights} was saved with other skips; here all are kept, as shortcut says")
+        notes.append(f"{config.weights} was saved with other skips; here all are kept (shortcut keep)")
     return notes
 
 

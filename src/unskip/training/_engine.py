@@ -1,7 +1,7 @@
 """The engine of a run: accelerate, on the device that the model lies on.
 
 accelerate moves a model to "cuda", which is the GPU that is current, and CUDA graphs are recorded there. So the model's
-own GPU is the current one while its run goes on: cuda:1 is trained on cuda:1.
+own GPU is the current one during its run: cuda:1 is trained on cuda:1.
 """
 
 from __future__ import annotations
@@ -59,13 +59,13 @@ def device_of_model(model: nn.Module) -> torch.device:
 
 
 def _accelerator(kind: str) -> Any:
-    """It keeps one device a process: a run on another kind begins it anew."""
+    """accelerate keeps one device a process; a run on another kind of device resets it."""
     from accelerate import Accelerator
     from accelerate.state import AcceleratorState, PartialState
 
     if PartialState._shared_state and PartialState().num_processes == 1 and PartialState().device.type != kind:
         AcceleratorState._reset_state(reset_partial_state=True)
     found = Accelerator(cpu=kind == "cpu", mixed_precision="no", step_scheduler_with_optimizer=False)
-    # What `accelerate launch` was told elsewhere must not change a run whose config says otherwise.
+    # Settings of `accelerate launch` must not override the config of the run.
     found.gradient_accumulation_steps = 1
     return found

@@ -57,7 +57,7 @@ class RunFolder:
         """Raises BadInput where the folder holds a run."""
         if (self.path / "config.json").exists():
             other = "choose another --out" if self._steps() else "remove the folder: it has no checkpoint yet"
-            raise BadInput(f"{self.path} holds a run already: go on with `unskip resume {self.path}`, or {other}")
+            raise BadInput(f"{self.path} holds a run already: continue it with `unskip resume {self.path}`, or {other}")
 
     @classmethod
     def open(cls, path: str | Path) -> RunFolder:

@@ -66,7 +66,7 @@ class Graphed:
         torch.cuda.current_stream().wait_stream(side)
         self.model.zero_grad(set_to_none=True)  # so that the recorded pass writes gradients, and adds to none
         graph = torch.cuda.CUDAGraph()
-        # Other threads, such as one that pins memory, may go on with theirs.
+        # Other threads, such as one that pins memory, may continue.
         with torch.cuda.graph(graph, capture_error_mode="thread_local"):
             self.result = self.work(self.batch)
         for buffer, value in before:  # such as running means, which the rehearsals have moved

@@ -7,7 +7,7 @@ flat-loss             after a fifth of the run the loss is that of a constant pr
                       the run (a loss that starts above that value only passes it)
 dead-attention        most heads have near-uniform attention
 
-A task can add its own: a teacher that says the same of every image, for instance.
+A task can add its own, such as a teacher with the same output for every image.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class Watch:
             self.warn(done, "dead-attention", text)
 
     def warn(self, done: int, name: str, text: str) -> None:
-        """Writes a named warning into the run, and says it once; of several processes the first does."""
+        """Writes a named warning into the run and issues it once, on the first process."""
         if not self.first:
             return
         self.folder.append("warnings.jsonl", {"step": done, "warning": name, "text": text})

@@ -2,7 +2,7 @@
 
 Whatever is random in a step is a function of (seed, step, rank): batches are, and the global generator is seeded anew
 before each step, so dropout is too. So a resumed run needs no generator's state, only its step, and on one CPU process
-goes on to the same weights bit for bit.
+reaches the same weights bit for bit.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ class _Trainer:
         return Sharded(self.task.model, self.task.optimizer, self.accelerator.is_main_process)
 
     def restore(self) -> int:
-        """Puts the newest whole checkpoint into the model and the optimizer; returns the step it stood at."""
+        """Puts the newest whole checkpoint into the model and the optimizer; returns its step."""
         from safetensors.torch import load_file, load_model
 
         found = self.folder.last_checkpoint()
@@ -149,14 +149,14 @@ class _Trainer:
             self.folder.rewind(step)
         for row in self.folder.read("evals.jsonl"):
             if row.get("evaluation") not in self.task.evaluations:
-                continue  # whoever judged the checkpoint has written there, too
+                continue  # of an evaluation of the checkpoint, not of the run
             found_then = {key: value for key, value in row.items() if isinstance(value, float) or value in NOT_FINITE}
             self.last_evaluations |= {key: float(value) for key, value in found_then.items()}
         self.saved = step
         return step
 
     def go(self, start: int, stop: _Stop, reporter: Reporter) -> int:
-        """Takes the steps. What the disk or the data do to the run is told with the way on."""
+        """Takes the steps. An error of the disk or the data is raised with how to continue."""
         from safetensors import SafetensorError
 
         batches = self.task.feed.iterate(start, self.schedule.steps, self.rank, self.world)
@@ -167,7 +167,7 @@ class _Trainer:
             good = f"The last good checkpoint is that of step {self.saved}" if self.saved else "There is no checkpoint"
             raise TrainingError(
                 f"{path}: the run stops: {error}. {good}. Put that right (a full disk, a file that is gone; a new "
-                f"run with skip_broken leaves broken images out), and go on with: unskip resume {path}"
+                f"run with skip_broken leaves broken images out), and continue with: unskip resume {path}"
             ) from error
 
     def _steps(self, batches: Iterator[tuple[int, Any]], stop: _Stop, reporter: Reporter) -> int:
@@ -201,7 +201,7 @@ class _Trainer:
                 self._checkpoint(done)
             begun += time.perf_counter() - paused  # the steps before the pause are still counted
             if stopping and not last:
-                reporter.say(f"stopped at step {done}; go on with: unskip resume {self.folder.path}")
+                reporter.say(f"stopped at step {done}; continue with: unskip resume {self.folder.path}")
                 return done
         return schedule.steps
 
@@ -347,12 +347,12 @@ class _Trainer:
 
 
 def _numbers(values: Mapping[str, float | None]) -> dict[str, float]:
-    """What an evaluation found. Where it came to no number (None) that is nan: told, logged, and no end of the run."""
+    """The numbers of an evaluation; None becomes nan, which is logged and does not end the run."""
     return {name: math.nan if value is None else value for name, value in values.items()}
 
 
 def seed_of(*numbers: int) -> int:
-    """A seed from several numbers; neighbours give unrelated ones."""
+    """A seed from several numbers; similar numbers give unrelated seeds."""
     digest = hashlib.blake2b(repr(numbers).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 1
 

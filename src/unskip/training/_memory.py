@@ -14,7 +14,7 @@ def forget_peak(kind: str) -> None:
 
 
 def peak_memory(kind: str) -> dict[str, float]:
-    """{"peak_memory_gib": ...}, or nothing where the system does not say."""
+    """{"peak_memory_gib": ...}, or nothing where the system does not report it."""
     if kind == "cuda":
         return {"peak_memory_gib": torch.cuda.max_memory_allocated() / 2**30}
     try:

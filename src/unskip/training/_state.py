@@ -54,7 +54,7 @@ def _pack(value: object, tensors: dict[str, Tensor]) -> object:
     if isinstance(value, list):
         return [_pack(item, tensors) for item in value]
     if isinstance(value, float) and not math.isfinite(value):
-        return {_FLOAT: str(value)}  # JSON has no word for it
+        return {_FLOAT: str(value)}  # JSON has no such number
     if value is None or isinstance(value, bool | int | float | str):
         return value
     raise TypeError(f"a {type(value).__name__} cannot be saved without pickle")
