@@ -87,20 +87,6 @@ def test_a_middle_that_is_left_open() -> None:
     assert weak.verify()
 
 
-def test_flipping_one_of_two_equal_units() -> None:
-    """A flip set that takes one twin and leaves the other."""
-    g = numbers(3)
-    up, down = normal(g, 8, 3), normal(g, 3, 8)
-    up[7] = up[0]
-    chosen = torch.tensor([0, 2, 3, 4])
-    inverse = torch.linalg.pinv(up[chosen])
-    down[:, chosen] = -inverse
-    block = Block(up, down, activation="gelu")
-    verdict = absorb(block)
-    assert verdict.status == "possible"
-    assert close(block, verdict.replacement()) < 1e-11
-
-
 def test_no_unit_at_all_counts() -> None:
     verdict = absorb(Block(torch.zeros(3, 4).double(), torch.ones(4, 3).double(), activation="gelu"))
     assert verdict.status == "impossible"
@@ -108,23 +94,6 @@ def test_no_unit_at_all_counts() -> None:
     wide = absorb(Block(torch.zeros(8, 4).double(), torch.ones(4, 8).double(), activation="gelu"))
     assert wide.status == "possible"  # eight idle units are four pairs
     assert close(wide.block, wide.replacement()) < 1e-12
-
-
-def test_the_kernel_of_the_units() -> None:
-    """Two streams and an MLP that reads their mean: the difference of the streams is seen by no unit."""
-    g = numbers(1)
-    d, h = 2, 6
-    inner, outer = normal(g, h, d), normal(g, d, h)
-    up, down = torch.cat([inner, inner], 1), torch.cat([outer, outer])
-    for width in (6, 7, 8, 9):  # fewer than 2 d spare units are never enough, whatever the weights
-        verdict = absorb(Block(up, down, activation="gelu"), width=width)
-        assert verdict.status == "impossible"
-        assert verdict.verify()
-    kinds = {each.kind for each in absorb(Block(up, down, activation="gelu"), width=9).obstructions}
-    assert "kernel" in kinds
-    enough = absorb(Block(up, down, activation="gelu"), width=6 + 2 * 4 - 2)
-    assert enough.status == "possible"
-    assert close(enough.block, enough.replacement()) < 1e-11
 
 
 # --- Without output biases --------------------------------------------------------------------------------------------

@@ -160,8 +160,9 @@ def test_a_vision_transformer() -> None:
         assert row.bare.flip_bound is not None
         assert row.approximation is not None
         assert row.verdict.flip_bound is None  # so what the table shows is the bare MLP's, and says so
-        assert f"{row.bare.flip_bound:.4g}" in str(scan)
-    assert "bare: no flips closer than" in str(scan)
+        assert f"{row.bare.flip_bound:.3g} of 4.9" in str(scan)
+    assert "MLP alone" in str(scan)
+    assert "What you can do" in str(scan)
     assert scan.verify()
     before = model(images)
     for mode in ("exact", "widen"):

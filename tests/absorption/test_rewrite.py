@@ -91,7 +91,7 @@ def test_the_extra_width_without_an_output_bias() -> None:
     # A constant that no bias is allowed to make up.
     shifted = Block(up, down, down_bias=normal(g, 3))
     assert absorb(shifted, biases="none").extra_width is None
-    with pytest.raises(BadInput, match="Nothing wider is known"):
+    with pytest.raises(BadInput, match="No width is known"):
         widen(shifted, biases="none")
 
 

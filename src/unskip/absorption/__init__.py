@@ -7,6 +7,7 @@ from unskip.absorption._approximate import Approximation, approximate
 from unskip.absorption._block import Block
 from unskip.absorption._decide import absorb
 from unskip.absorption._domain import Domain
+from unskip.absorption._fold import FoldedMLP, fold
 from unskip.absorption._module import AbsorbableMLP
 from unskip.absorption._nearest import Nearest
 from unskip.absorption._norm import Norm
@@ -22,6 +23,7 @@ __all__ = [
     "Block",
     "Certificate",
     "Domain",
+    "FoldedMLP",
     "Mode",
     "Nearest",
     "Norm",
@@ -33,6 +35,7 @@ __all__ = [
     "absorb",
     "apply",
     "approximate",
+    "fold",
     "nearest",
     "register",
     "scan",

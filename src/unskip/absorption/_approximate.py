@@ -115,18 +115,9 @@ def _ladder(block: Block, x: Tensor, ridge: float) -> Iterator[tuple[str, Block]
         yield "split", _refit(_split(free, x), x, target, ridge)
 
 
-def _hidden(block: Block, x: Tensor) -> Tensor:
-    x = block.norms["pre"](x) if "pre" in block.norms else x
-    z = x @ block.up.mT + (0 if block.up_bias is None else block.up_bias)
-    if block.gate is None:
-        return block.phi.function(z)
-    gate = x @ block.gate.mT + (0 if block.gate_bias is None else block.gate_bias)
-    return block.phi.function(gate) * z
-
-
 def _refit(block: Block, x: Tensor, target: Tensor, ridge: float) -> Block:
     """W_down, and the output bias if there is one, by least squares; a small ridge holds them to the units' scale."""
-    hidden = _hidden(block, x)
+    hidden = block.hidden(x)
     middle, centre = hidden.mean(0), target.mean(0)
     if block.down_bias is None:
         middle, centre = torch.zeros_like(middle), torch.zeros_like(centre)
@@ -141,7 +132,7 @@ def _refit(block: Block, x: Tensor, target: Tensor, ridge: float) -> Block:
 def _split(block: Block, x: Tensor) -> Block:
     """Prunes the units that matter least and mirrors independent rows in their place."""
     d, h = block.inputs, block.width
-    hidden = _hidden(block, x)
+    hidden = block.hidden(x)
     weight = block.down.norm(dim=0) * hidden.std(0)
     room = min(d, h // 2)
     order = weight.argsort()
@@ -166,7 +157,7 @@ def _open(block: Block, x: Tensor) -> Block | None:
     room = min(block.inputs, block.width // 2)
     if block.gate_bias is None and not at_zero:
         return None
-    least = (block.down.norm(dim=0) * _hidden(block, x).std(0)).argsort()[:room]
+    least = (block.down.norm(dim=0) * block.hidden(x).std(0)).argsort()[:room]
     up, gate = block.up.clone(), block.gate.clone()
     up[least], gate[least] = torch.eye(block.inputs, dtype=up.dtype, device=up.device)[:room], 0.0
     up_bias, gate_bias = (None if bias is None else bias.clone() for bias in (block.up_bias, block.gate_bias))

@@ -12,9 +12,11 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from unskip.absorption._activations import Activation, resolve
 from unskip.absorption._norm import Norm, check_weight, norm_of
@@ -142,21 +144,19 @@ class Block:
         weights = [w for w in (self.up, self.down, self.gate) if w is not None]
         return max((w.dtype for w in weights), key=lambda dtype: torch.finfo(dtype).eps)
 
-    def branch(self, x: Tensor) -> Tensor:
-        """The MLP alone, on x (..., d), in the dtype of x."""
-        rows = torch.nn.functional.linear(x, self.up.to(x), None if self.up_bias is None else self.up_bias.to(x))
+    def hidden(self, x: Tensor) -> Tensor:
+        """The hidden layer on x (..., d), in the dtype of x; a norm before the MLP is applied."""
+        x = self.norms["pre"](x) if "pre" in self.norms else x
+        rows = F.linear(x, self.up.to(x), None if self.up_bias is None else self.up_bias.to(x))
         if self.gate is None:
-            hidden = self.phi.function(rows)
-        else:
-            bias = None if self.gate_bias is None else self.gate_bias.to(x)
-            hidden = self.phi.function(torch.nn.functional.linear(x, self.gate.to(x), bias)) * rows
-        bias = None if self.down_bias is None else self.down_bias.to(x)
-        return torch.nn.functional.linear(hidden, self.down.to(x), bias)
+            return self.phi.function(rows)
+        bias = None if self.gate_bias is None else self.gate_bias.to(x)
+        return self.phi.function(F.linear(x, self.gate.to(x), bias)) * rows
 
     def __call__(self, x: Tensor) -> Tensor:
         """The whole block on x (..., d), in the dtype of x. An "input" norm is not applied: x is what it gave."""
         norms = self.norms
-        out = self.branch(norms["pre"](x) if "pre" in norms else x)
+        out = F.linear(self.hidden(x), self.down.to(x), None if self.down_bias is None else self.down_bias.to(x))
         if "out" in norms:
             out = norms["out"](out)
         if isinstance(self.skip, Tensor):
@@ -210,12 +210,7 @@ class Block:
 
     def bare(self) -> Block:
         """The block with its norms set aside: the question of the paper."""
-        return replace(self, norm=None)
-
-    def known(self) -> Block:
-        """The block without norms of a kind that cannot be computed; equal blocks are equal behind those too."""
-        kept = tuple(norm for norm in self.norms.values() if norm.kind != "other")
-        return self if len(kept) == len(self.norms) else replace(self, norm=kept or None)
+        return self if self.norm is None else replace(self, norm=None)
 
     def stored_as(self, other: Block) -> Block:
         """The same block with its weights in the dtypes of another one."""
@@ -236,21 +231,13 @@ class Block:
 
     def double(self) -> Block:
         """The same block with every weight in float64. What the weights were stored in is lost."""
-
-        def cast(value: Tensor | None) -> Tensor | None:
-            return None if value is None else value.detach().double()
-
-        skip = self.skip.detach().double() if isinstance(self.skip, Tensor) else self.skip
-        return replace(
-            self,
-            up=self.up.detach().double(),
-            down=self.down.detach().double(),
-            gate=cast(self.gate),
-            up_bias=cast(self.up_bias),
-            gate_bias=cast(self.gate_bias),
-            down_bias=cast(self.down_bias),
-            skip=skip,
-        )
+        held: dict[str, Any] = {
+            name: value.detach().double()
+            for name in ("up", "down", "gate", "up_bias", "gate_bias", "down_bias", "skip")
+            if isinstance(value := getattr(self, name), Tensor)
+        }
+        same = all(getattr(self, name).dtype == torch.float64 for name in held)
+        return self if same else replace(self, **held)
 
 
 def _holds(weight: Tensor, dtype: torch.dtype) -> bool:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from fractions import Fraction
 from typing import Any
 
 import torch
@@ -29,14 +28,8 @@ def _flips_apply(at: Problem) -> bool:
     if {"pre", "out"} & block.norms.keys():
         return False
     if phi.name == "hardswish":
-        return at.domain is None and (not bool(at.bias.any()) or _few_parallel(at))
+        return at.domain is None and (not bool(at.bias.any()) or at.parallel_rows() <= 2)
     return True
-
-
-def _few_parallel(at: Problem) -> bool:
-    lengths = at.up.norm(dim=1)
-    unit = at.up[lengths > 0] / lengths[lengths > 0, None]
-    return all(int(((part @ unit.mT).abs() > 1 - 1e-6).sum(1).max()) <= 2 for part in unit.split(1024) if len(part))
 
 
 def _spares(at: Problem, found: Groups) -> int:
@@ -107,23 +100,6 @@ def _spectral(at: Problem, data: Data) -> bool:
     left = (down[i - 1] if i <= len(down) else 0.0) + margin * down[0]
     right = (up[j - 1] if j <= len(up) else 0.0) + margin * up[0]
     return bool(abs(at.odd) * left * right + at.tolerance < skip[rho - 1] * (1 - margin))
-
-
-def _kernel(at: Problem, data: Data) -> bool:
-    """Directions that no unit sees, checked in whole numbers; the skip acts on them with rank r > p / 2."""
-    at = at.with_constant()
-    basis, p = data["kernel"].to(at.up), int(data["spares"])
-    found = groups(at) if _flips_apply(at) and not at.block.norms and at.domain is None else None
-    if found is None or p < _spares(at, found):
-        return False
-    columns = [[Fraction(value) for value in column] for column in basis.mT.tolist()]
-    for row in at.up.tolist():
-        seen = [(place, Fraction(value)) for place, value in enumerate(row) if value]
-        if any(sum(value * column[place] for place, value in seen) for column in columns):
-            return False
-    values = torch.linalg.svdvals(at.skip @ basis)
-    size = float((at.skip.abs() @ basis.abs()).norm()) * 1e-10
-    return p < 2 * int((values > size).sum())
 
 
 def _count(at: Problem, data: Data) -> bool:
@@ -226,7 +202,6 @@ CHECKS: dict[str, Callable[[Problem, Data], bool]] = {
     "dual": _dual,
     "integrality": _integrality,
     "spectral": _spectral,
-    "kernel": _kernel,
     "count": _count,
     "hidden-bias": _hidden_bias,
     "growth": _growth,

@@ -19,7 +19,7 @@ from unskip.absorption import _closed
 from unskip.absorption._block import Block
 from unskip.absorption._domain import Domain, as_domain
 from unskip.absorption._extra import extra_width
-from unskip.absorption._flips import decide, spectral_norm
+from unskip.absorption._flips import decide
 from unskip.absorption._from import block_of
 from unskip.absorption._measure import agree, linear_gap
 from unskip.absorption._nearest import near_absorbable
@@ -178,7 +178,7 @@ def _undecided(problem: Problem, plain: Verdict, why: str) -> Verdict:
 def _class_o(problem: Problem, plain: Verdict) -> Verdict:
     found = decide(problem)
     if found.built is None:
-        plain = replace(plain, flip_bound=found.bound)
+        plain = replace(plain, flip_bound=found.bound, skip_norm=problem.size)
         return _impossible(problem, plain, found.obstructions, found.why)
     flips = found.built.flips
     if found.exact:
@@ -228,7 +228,7 @@ def _linear(problem: Problem, plain: Verdict) -> Verdict:
         status="possible",
         reason="Without a bend the block is one matrix, and the width carries its rank.",
         certificate=Certificate("construction", {}),
-        error=spectral_norm(gap) / spectral_norm(problem.skip) if problem.size else 0.0,
+        error=float(gap.norm()) / problem.size if problem.size else 0.0,
         extra_width=0,
         measured=seen.measured,
         weights=made,

@@ -123,7 +123,7 @@ def boxed(gram: Tensor, slope: Tensor, steps: int) -> Tensor:
     rate = 1 / max(1.05 * float(x.norm()), 1e-300)
     t = ahead = size / 2
     momentum = slope.new_ones(())
-    for _ in range(steps):
+    for step in range(1, steps + 1):
         downhill = slope - gram @ ahead
         before, t = t, torch.minimum((ahead + rate * downhill).clamp(min=0), size)
         uphill = downhill @ (t - before) < 0
@@ -131,6 +131,8 @@ def boxed(gram: Tensor, slope: Tensor, steps: int) -> Tensor:
         grown = (1 + (1 + 4 * momentum.square()).sqrt()) / 2
         ahead = torch.where(uphill, t, t + (momentum - 1) / grown * (t - before))
         momentum = grown
+        if step % 50 == 0 and bool(((t - before).abs() <= 1e-13 * size).all()):
+            break
     free = (t > 1e-6 * size) & (t < (1 - 1e-6) * size)
     count = int(free.sum())
     if 0 < count <= FREE:

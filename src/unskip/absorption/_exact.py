@@ -57,31 +57,12 @@ def residues(values: Tensor, q: int) -> Tensor:
     return torch.where(values < 0, (q - out) % q, out)
 
 
-def random_prime(bits: int = 31) -> int:
-    """A random prime with this many bits."""
+def random_prime() -> int:
+    """A random number of 31 bits that passes Fermat's test, so hardly ever not a prime: then it only tells less."""
     while True:
-        candidate = secrets.randbits(bits) | (1 << (bits - 1)) | 1
-        if _is_prime(candidate):
-            return candidate
-
-
-def _is_prime(n: int) -> bool:
-    if any(n % p == 0 for p in (3, 5, 7, 11, 13, 17, 19, 23, 29, 31, 37)):
-        return False
-    odd, twos = n - 1, 0
-    while odd % 2 == 0:
-        odd, twos = odd // 2, twos + 1
-    for base in (2, 3, 5, 7, 11, 13, 17, 19, 23, 29, 31, 37):  # enough for every n below 3e24
-        x = pow(base, odd, n)
-        if x in (1, n - 1):
-            continue
-        for _ in range(twos - 1):
-            x = x * x % n
-            if x == n - 1:
-                break
-        else:
-            return False
-    return True
+        found = secrets.randbits(31) | (1 << 30) | 1
+        if pow(2, found - 1, found) == pow(3, found - 1, found) == 1:
+            return found
 
 
 def _apply(matrix: Tensor, x: Tensor, q: int) -> Tensor:

@@ -24,7 +24,7 @@ from unskip.absorption._exact import flips_exactly
 from unskip.absorption._keys import Keys, canonical, doubtful
 from unskip.absorption._measure import agree, linear_gap
 from unskip.absorption._problem import SHARE, Problem
-from unskip.absorption._refuse import kernel, needs_bias, spectral, where
+from unskip.absorption._refuse import needs_bias, spectral, where
 from unskip.absorption._search import search
 from unskip.absorption._verdict import Certificate, Obstruction
 
@@ -74,7 +74,7 @@ def decide(problem: Problem) -> Outcome:
         out.why = _open(problem, keys, out)
     else:
         freer = problem.with_constant()
-        out.obstructions += spectral(freer, keys.spares + doubt) + kernel(freer, keys.spares + doubt)
+        out.obstructions += spectral(freer, keys.spares + doubt)
         out.why = f"{keys.spares} spare units could be used in more ways than were tried, and no general proof applies"
         if doubt:
             out.why = (
@@ -94,17 +94,9 @@ def distrust(problem: Problem) -> str | None:
     if phi.name == "hardswish":
         if problem.domain is not None:
             return "HardSwish on a bounded domain is not settled"
-        if bool(problem.bias.any()) and most_parallel(problem.up) > 2:
+        if bool(problem.bias.any()) and problem.parallel_rows() > 2:
             return "HardSwish units with parallel rows have relations of their own, so more than flips may be possible"
     return None
-
-
-def most_parallel(up: Tensor) -> int:
-    """The most rows that share a direction."""
-    lengths = up.norm(dim=1)
-    unit = up[lengths > 0] / lengths[lengths > 0, None]
-    counts = [int(((part @ unit.mT).abs() > 1 - 1e-6).sum(1).max()) for part in unit.split(1024) if len(part)]
-    return max(counts, default=0)
 
 
 def _only_flips(problem: Problem, keys: Keys, dual: Dual | None) -> list[Obstruction]:
@@ -148,8 +140,6 @@ def _possible(problem: Problem, keys: Keys, out: Outcome) -> Dual | None:
         keys.joint, keys.rows, keys.goal, tolerance, lambda flips: _accept(problem, keys, flips, (), out),
         tight=keys.spares == 0,
     )  # fmt: skip
-    if out.built is None and keys.spares > 0 and not problem.one_each:
-        _split_and_flip(problem, keys, tolerance, out)
     return found.dual if out.built is None else None
 
 
@@ -174,33 +164,6 @@ def _best(problem: Problem, keys: Keys, ways: Iterable[tuple[int, ...]], out: Ou
         if _accept(problem, keys, nothing, split, this) and this.worst < out.worst:
             out.built, out.error, out.exact = this.built, this.error, this.exact
             out.worst, out.measured = this.worst, this.measured
-
-
-def _split_and_flip(problem: Problem, keys: Keys, tolerance: float, out: Outcome) -> None:
-    """Splits of the twins or of independent rows, with a search for flips in what they leave."""
-    m, p, device = keys.count, keys.spares, keys.rows.device
-    if not m or keys.rows.numel() > 20_000_000:
-        return
-    twins = tuple(torch.nonzero(keys.sizes > 1).flatten().tolist())
-    order = pivots(keys.rows)
-    rooms = range(min(p, len(order)), 0, -1) if p <= 16 else (min(p, len(order)), p % 2)
-    splits = [twins] if len(twins) <= p else []
-    for split in dict.fromkeys([*splits, *(tuple(order[:room]) for room in rooms)]):
-        if not split or len(split) >= m:
-            continue
-        kept = keys.without(split)
-        held = keys.rows[~kept]
-        away = torch.eye(held.shape[1], dtype=held.dtype, device=device) - torch.linalg.pinv(held) @ held
-
-        def accept(flips: Tensor, kept: Tensor = kept, split: tuple[int, ...] = split) -> bool:
-            every = torch.zeros(m, dtype=torch.bool, device=device)
-            every[kept] = flips
-            return _accept(problem, keys, every, split, out)
-
-        # The rank-ones that fresh pairs could add are left out of this search.
-        search(keys.joint[:, kept], keys.rows[kept] @ away, keys.goal @ away, tolerance, accept, tight=False)
-        if out.built is not None:
-            return
 
 
 def _accept(problem: Problem, keys: Keys, flips: Tensor, split: tuple[int, ...], out: Outcome) -> bool:
@@ -231,19 +194,7 @@ def _accept(problem: Problem, keys: Keys, flips: Tensor, split: tuple[int, ...],
     exact = built.flips is not None and flips_exactly(problem, built.flips)
     if not exact and 2 * block.roundoff * bulk >= SHARE * problem.size > 0:
         return False  # beside such weights rounding alone could hide or make a skip
-    whole = spectral_norm(problem.target)
     out.built, out.exact, out.worst, out.measured = built, exact, seen.worst, seen.measured
-    out.error = spectral_norm(built.left if built.flips is not None else gap) / whole if whole else 0.0
+    left = float((built.left if built.flips is not None else gap).norm())
+    out.error = left / problem.size if problem.size else 0.0
     return True
-
-
-def spectral_norm(matrix: Tensor) -> float:
-    """|matrix|_2: by decomposition where it is small, else by power iteration, which is right to a few digits."""
-    if matrix.numel() <= 65_536:
-        return float(torch.linalg.matrix_norm(matrix, 2)) if matrix.numel() else 0.0
-    x = torch.randn(matrix.shape[1], generator=torch.Generator().manual_seed(0), dtype=matrix.dtype).to(matrix.device)
-    value = 0.0
-    for _ in range(60):
-        x = matrix.mT @ (matrix @ (x / x.norm().clamp(min=1e-300)))
-        value = float(x.norm()) ** 0.5
-    return value

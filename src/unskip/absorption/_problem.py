@@ -125,6 +125,12 @@ class Problem:
         before, now = torch.hypot(self.long_up, self.long_bias), torch.hypot(self.lengths, self.bias)
         return (before / now.clamp(min=torch.finfo(now.dtype).tiny)).clamp(min=1.0)
 
+    def parallel_rows(self) -> int:
+        """The most rows that share a direction."""
+        unit = self.up[self.lengths > 0] / self.lengths[self.lengths > 0, None]
+        counts = [int(((part @ unit.mT).abs() > 1 - 1e-6).sum(1).max()) for part in unit.split(1024) if len(part)]
+        return max(counts, default=0)
+
     def with_constant(self) -> Problem:
         """The same with output biases allowed: what is impossible then is impossible without them too."""
         return self if self.output_bias else replace(self, output_bias=True)

@@ -5,9 +5,6 @@
 
 from __future__ import annotations
 
-import math
-from fractions import Fraction
-
 import torch
 from torch import Tensor
 
@@ -58,55 +55,3 @@ def spectral(problem: Problem, spares: int) -> list[Obstruction]:
                 data = {"rank": rho, "i": i, "j": j, "spares": spares, **where(problem)}
                 return [Obstruction(sentence, Certificate("spectral", data))]
     return []
-
-
-def kernel(problem: Problem, spares: int) -> list[Obstruction]:
-    """Directions that no unit sees: p < 2 rank(A on them) is not enough. In exact arithmetic, for small blocks."""
-    if problem.block.norms or problem.domain is not None or problem.up.numel() > 4096 or problem.up.shape[1] > 48:
-        return []
-    unseen = problem.up.shape[1] - int(torch.linalg.matrix_rank(problem.up))
-    basis = _null(problem.up) if spares < 2 * unseen else None
-    if basis is None:
-        return []
-    values = torch.linalg.svdvals(problem.skip @ basis)
-    size = float((problem.skip.abs() @ basis.abs()).norm()) * 1e-9
-    rank = int((values > size).sum())
-    if spares >= 2 * rank:
-        return []
-    sentence = (
-        f"On {basis.shape[1]} directions that no unit sees the skip has rank {rank}; it takes {2 * rank} spare "
-        f"units to make that up, and there are at most {spares}."
-    )
-    return [Obstruction(sentence, Certificate("kernel", {"kernel": basis, "rank": rank, "spares": spares}))]
-
-
-def _null(up: Tensor) -> Tensor | None:
-    """A basis of the kernel in whole numbers that floats hold exactly, or None."""
-    rows = [[Fraction(value) for value in row] for row in up.tolist() if any(row)]
-    n, done, heads = up.shape[1], 0, list[int]()
-    for column in range(n):
-        pivot = next((i for i in range(done, len(rows)) if rows[i][column]), None)
-        if pivot is None:
-            continue
-        rows[done], rows[pivot] = rows[pivot], rows[done]
-        head = rows[done][column]
-        rows[done] = [value / head for value in rows[done]]
-        for i in range(len(rows)):
-            if i != done and rows[i][column]:
-                factor = rows[i][column]
-                rows[i] = [a - factor * b for a, b in zip(rows[i], rows[done], strict=True)]
-        heads.append(column)
-        done += 1
-    free = [column for column in range(n) if column not in heads]
-    basis = []
-    for column in free:
-        vector = [Fraction(0)] * n
-        vector[column] = Fraction(1)
-        for i, head_column in enumerate(heads):
-            vector[head_column] = -rows[i][column]
-        common = math.lcm(*(value.denominator for value in vector))
-        whole = [int(value * common) for value in vector]
-        if max(abs(value) for value in whole) >= 2**53:
-            return None
-        basis.append(whole)
-    return torch.tensor(basis, dtype=torch.float64).mT.to(up.device) if basis else None

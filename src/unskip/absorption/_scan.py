@@ -1,21 +1,24 @@
 """A whole model: one verdict for every MLP site.
 
-Beside the verdict of a site with norms stands that of its bare MLP, the norms set aside: the question of "Can an MLP
-Absorb Its Own Skip Connection?" (arXiv 2604.23705). With data also the best replacement of the same width on what the
-site really reads.
+Beside the verdict of a site with norms stands that of its MLP alone, y + MLP(y) with the norms set aside: the question
+of "Can an MLP Absorb Its Own Skip Connection?" (arXiv 2604.23705). For ReLU-like units it is asked again about the
+inputs that the MLP really gets: those of the data, or the ball that the norm before it gives. With data also the best
+replacement of the same width on what the site reads.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, overload
 
-from torch import nn
+from torch import Tensor, nn
 
 from unskip._table import table
 from unskip.absorption._approximate import Approximation, approximate, needed
+from unskip.absorption._block import Block
 from unskip.absorption._decide import absorb
+from unskip.absorption._domain import Domain
 from unskip.absorption._from import NoBlock, opened, read_block, streams
 from unskip.absorption._problem import Biases
 from unskip.absorption._verdict import Verdict
@@ -23,6 +26,17 @@ from unskip.anatomy import MlpParts, ParallelParts, Site, example_for
 from unskip.errors import BadInput
 
 Progress = Callable[[int, int, str], None]
+ENOUGH = 8192  # inputs of a site that are read, where the data has them
+LEGEND = """as it stands: the site with its norms; MLP alone: y + MLP(y), its norms set aside
+distance: how far the closest flip set of the MLP alone stays from the skip (Frobenius), of the skip's own norm
+its inputs: the MLP alone, asked only about the inputs that it gets (ReLU-like units)
+extra units: enough to absorb the skip of the MLP alone exactly; approx: error of the best replacement of the same width
+  on held-out inputs, relative to the spread of the outputs"""
+ADVICE = """No skip of this model can be absorbed exactly at its width. What you can do:
+  keep it                              it costs one addition a token (docs/absorb.md has measurements)
+  absorption.apply(mode="approximate") the same width, fitted to your data, with the error printed; max_error= refuses
+  rewire(model, Cut()) and train       a model that is trained without the skip (docs/rewire.md)
+  absorption.AbsorbableMLP             trains with a skip and runs without one, exactly"""
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,34 +45,56 @@ class ScanRow:
 
     site: Site
     verdict: Verdict | None
-    bare: Verdict | None  # with the norms set aside, where there are some
+    bare: Verdict | None  # the MLP alone, where the site has norms
+    local: Verdict | None  # the MLP alone on the inputs that it gets, for units with a kink
     approximation: Approximation | None
     reason: str
+    note: str = ""  # why there is no approximation, where data were given
 
     @property
     def status(self) -> str:
         return "unknown" if self.verdict is None else self.verdict.status
 
+    @property
+    def verdicts(self) -> list[Verdict]:
+        return [each for each in (self.verdict, self.bare, self.local) if each is not None]
+
     def to_dict(self) -> dict[str, Any]:
+        near = self.approximation
         return {
             "site": self.site.index,
             "path": self.site.path,
             "status": self.status,
             "reason": self.reason,
+            "note": self.note,
             "verdict": None if self.verdict is None else self.verdict.to_dict(),
             "bare": None if self.bare is None else self.bare.to_dict(),
+            "local": None if self.local is None else self.local.to_dict(),
             "approximation": None
-            if self.approximation is None
-            else {
-                "step": self.approximation.step,
-                "error": self.approximation.error,
-                "ladder": dict(self.approximation.ladder),
-            },
+            if near is None
+            else {"step": near.step, "error": near.error, "ladder": dict(near.ladder), "held_out": near.held_out},
         }
+
+    def cells(self) -> list[object]:
+        """A line of the table."""
+        line: list[object] = [self.site.index, self.site.path or "(model)"]
+        verdict = self.verdict
+        if verdict is None:
+            return [*line, None, None, "unknown", None, None, None, None, None, None]
+        block, alone = verdict.block, self.bare or verdict
+        shape = f"{block.inputs} > {block.width}, {block.activation}"
+        by = ", ".join(each.kind for each in verdict.obstructions) or None
+        far = alone.flip_bound
+        distance = None if far is None else f"{far:.3g} of {alone.skip_norm or 0:.3g}"
+        said = None if self.bare is None else self.bare.status
+        local = None if self.local is None else self.local.status
+        error = None if self.approximation is None else self.approximation.error
+        norms = " ".join(block.norms) or None
+        return [*line, shape, norms, verdict.status, by, said, distance, local, alone.extra_width, error]
 
 
 class Scan(Sequence[ScanRow]):
-    """The rows of a model's MLP sites; `str()` is a table."""
+    """The rows of a model's MLP sites; `str()` is a table with its legend."""
 
     def __init__(self, model: str, rows: Sequence[ScanRow]) -> None:
         self.model = model
@@ -80,34 +116,31 @@ class Scan(Sequence[ScanRow]):
         return {status: found.count(status) for status in ("possible", "impossible", "undecided", "unknown")}
 
     def verify(self) -> bool:
-        """Checks every verdict again, those of the bare MLPs included."""
-        every = [v for row in self.rows for v in (row.verdict, row.bare) if v is not None]
-        return all(verdict.verify() for verdict in every)
+        """Checks every verdict again, those of the MLPs alone included."""
+        return all(verdict.verify() for row in self.rows for verdict in row.verdicts)
 
     def to_dict(self) -> dict[str, Any]:
         return {"model": self.model, "counts": self.counts(), "rows": [row.to_dict() for row in self.rows]}
 
     def __str__(self) -> str:
-        # Without a norm a site is its own bare MLP.
-        bare = ("bare MLP", "bare: no flips closer than", "bare: extra units")
-        header = ("site", "path", "mlp", "norm", "verdict", "by", *bare, "approx")
-        lines: list[list[object]] = []
-        for row in self.rows:
-            line: list[object] = [row.site.index, row.site.path or "(model)"]
-            verdict = row.verdict
-            if verdict is None:
-                lines.append([*line, None, None, "unknown", row.reason, None, None, None, None])
-                continue
-            block, best = verdict.block, row.bare or verdict
-            shape = f"{block.inputs} > {block.width}, {block.activation}"
-            norms = " ".join(block.norms) or None
-            by = ", ".join(each.kind for each in verdict.obstructions) or None
-            error = None if row.approximation is None else row.approximation.error
-            said = None if row.bare is None else row.bare.status
-            lines.append([*line, shape, norms, verdict.status, by, said, best.flip_bound, best.extra_width, error])
+        header = ("site", "path", "mlp", "norm", "as it stands", "by", "MLP alone", "distance", "its inputs")
         counts = ", ".join(f"{count} {status}" for status, count in self.counts().items() if count)
-        reasons = dict.fromkeys(row.reason for row in self.rows if row.verdict is not None)
-        return f"{self.model}: {counts or 'no MLP sites'}\n\n" + table(header, lines) + "\n\n" + "\n".join(reasons)
+        out = [f"{self.model}: {counts or 'no MLP sites'}", ""]
+        out += [table((*header, "extra units", "approx"), [row.cells() for row in self.rows]), "", LEGEND, ""]
+        said: dict[str, list[int]] = {}
+        for row in self.rows:
+            said.setdefault(f"as it stands: {row.reason}", []).append(row.site.index)
+            if row.bare is not None and row.bare.status != "impossible":
+                said.setdefault(f"MLP alone: {row.bare.reason}", []).append(row.site.index)
+            if row.local is not None:
+                said.setdefault(f"its inputs: {row.local.domain}", []).append(row.site.index)
+            if row.note:
+                said.setdefault(f"approx: {row.note}", []).append(row.site.index)
+        for text, sites in said.items():
+            out.append(f"{'site' if len(sites) == 1 else 'sites'} {', '.join(map(str, sites))}, {text}")
+        if self.rows and all(row.status == "impossible" for row in self.rows):
+            out += ["", ADVICE]
+        return "\n".join(out)
 
     def __repr__(self) -> str:
         return f"<Scan of {self.model}: {len(self)} MLP sites>"
@@ -124,7 +157,7 @@ def scan(
     given = example_for(model, data if data is not None else example)
     laid = opened(model, given)
     widest = max((len(part.up) for part in laid.parts.mlps()), default=0)
-    read = streams(model, given, needed(widest)) if data is not None else {}
+    read = streams(model, given, max(needed(widest), ENOUGH)) if data is not None else {}
     found: list[tuple[Site, MlpParts | None, str]] = []
     for index, (site, part) in enumerate(zip(laid.parts.sites, laid.parts, strict=True)):
         if isinstance(part, MlpParts):
@@ -141,21 +174,33 @@ def scan(
     for done, (site, part, reason) in enumerate(found):
         if progress is not None:
             progress(done, len(found), site.path)
-        if part is None:
-            rows.append(ScanRow(site, None, None, None, reason))
-            continue
-        block = read_block(model, laid, part)
+        block = NoBlock(reason) if part is None else read_block(model, laid, part)
         if isinstance(block, NoBlock):
-            rows.append(ScanRow(site, None, None, None, block.reason))
-            continue
-        verdict = absorb(block, biases=biases)
-        bare = absorb(block.bare(), biases=biases) if block.norms else None
-        near = None
-        if site.index in read:
-            inner = block.bare() if "post" in block.norms else block
-            try:
-                near = approximate(inner, read[site.index])
-            except BadInput:  # too few inputs
-                near = None
-        rows.append(ScanRow(site, verdict, bare, near, verdict.reason))
+            rows.append(ScanRow(site, None, None, None, None, block.reason))
+        else:
+            rows.append(_row(site, block, read.get(site.index), biases, data is not None))
     return Scan(type(model).__name__, rows)
+
+
+def _row(site: Site, block: Block, read: Tensor | None, biases: Biases, asked: bool) -> ScanRow:
+    verdict = absorb(block, biases=biases)
+    bare = absorb(block.bare(), biases=biases) if block.norms else None
+    local = None if block.phi.analytic or block.gated else _local(block, read, biases)
+    near, note = None, "what it reads could not be seen" if asked and read is None else ""
+    if read is not None:
+        try:
+            near = approximate(block.bare() if "post" in block.norms else block, read)
+        except BadInput as error:
+            note = str(error).removeprefix("approximate: ")
+    return ScanRow(site, verdict, bare, local, near, verdict.reason, note)
+
+
+def _local(block: Block, read: Tensor | None, biases: Biases) -> Verdict | None:
+    """The MLP alone on the inputs that it gets: those of the data, or what the norm before it can give."""
+    norm = block.norms.get("pre")
+    if norm is not None and norm.kind == "other":
+        return None
+    if read is not None:
+        inputs = read.detach().double()
+        return absorb(block.bare(), biases=biases, domain=Domain.around(inputs if norm is None else norm(inputs)))
+    return None if norm is None else absorb(replace(block, norm=replace(norm, place="input")), biases=biases)

@@ -56,7 +56,7 @@ class Verdict:
     domain: str  # the inputs for which it is said
     certificate: Certificate | None = None
     obstructions: tuple[Obstruction, ...] = ()
-    error: float | None = None  # possible: |F - G| as a linear map, relative to the skip, in spectral norm
+    error: float | None = None  # possible: |F - G| as a linear map, relative to the skip (Frobenius norm)
     flips: Tensor | None = None  # possible: the units whose rows are turned around, where that is all it takes
     exact: bool = False  # equal in exact arithmetic, not only within rounding
     flip_bound: float | None = None  # no flip set comes closer than this (Frobenius); says nothing of other weights

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from unskip.absorption._block import Block
-from unskip.absorption._construct import pivots
 from unskip.absorption._decide import absorb
 from unskip.absorption._extra import gate_bias, skip_rank
 from unskip.absorption._measure import agree
@@ -55,7 +54,7 @@ def widen(block: Block, biases: Biases = "as-is") -> Widened:
         if block.gated or block.phi.family == "power":
             return _stored(block, _with_biases(block.double(), biases, now))
         best: Widened | None = None
-        for extra in _extras(block, biases, now):
+        for extra in _extras(block, now):
             verdict = absorb(block.double(), width=block.width + extra, biases=biases)
             if verdict.status != "possible":
                 continue
@@ -75,21 +74,13 @@ def _stored(block: Block, verdict: Verdict) -> Widened:
     return Widened(made, made.width - block.width, verdict, seen["stored"], seen["original_stored"])
 
 
-def _extras(block: Block, biases: Biases, now: Verdict) -> list[int]:
+def _extras(block: Block, now: Verdict) -> list[int]:
     """Numbers of units to try, the least that is enough first."""
-    family, trusted = block.phi.family, block.phi.trusted
-    if {"pre", "out"} & block.norms.keys() or family not in ("odd-linear", "linear"):
-        hint = "" if biases == "allowed" or trusted else "; biases='allowed' may help"
-        raise BadInput(f"widen: {now.reason} No width is known to be enough{hint}; absorption.approximate comes near")
-    if family == "linear":
-        return [max(1, min(block.inputs, block.outputs) - block.width)]
-    problem = reduce(block, block.width, biases)
-    rank, n = skip_rank(problem.target), problem.rows.shape[1]
-    if problem.one_each:
-        return [rank]
-    split = 2 * n - len(pivots(problem.up)) if problem.output_bias else 2 * n
-    least = max(1, min(2 * rank, split))
-    return sorted({least, min(least + n // 8, 2 * rank), 2 * rank})
+    least = now.extra_width
+    if least is None:
+        raise BadInput(f"widen: {now.reason} No width is known to be enough; absorption.approximate comes near")
+    most = 2 * max(skip_rank(block.matrix), 1)
+    return sorted({max(least, 1), max(least, min(least + block.inputs // 8, most)), max(least, most)})
 
 
 def _with_biases(block: Block, biases: Biases, now: Verdict) -> Verdict:

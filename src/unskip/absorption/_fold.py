@@ -1,0 +1,55 @@
+"""Folds a skip into the linear map that follows, where nothing stands between.
+
+    y = A x + W_down h + b,  h = phi(W_up n(x) + b_up)        z = L y + l = (L A) x + (L W_down) h + (L b + l)
+
+So z needs neither the sum nor y: one linear map reads x and h side by side. It is exact for every activation, gates and
+a norm before the MLP included. It takes (d + h) k products for k outputs where the plain way takes h d + d k, so it is
+cheaper where k < d, as before a head or a bottleneck. Behind a norm after the sum there is nothing to fold.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from unskip.absorption._block import Block
+from unskip.errors import BadInput
+
+
+class FoldedMLP(nn.Module):
+    """z = W [x, h(x)] + b: an MLP block with its skip and the linear map after it, as two weights."""
+
+    def __init__(self, block: Block, weight: Tensor, bias: Tensor | None) -> None:
+        super().__init__()
+        self.block = block
+        outputs, inputs = weight.shape
+        self.out = nn.Linear(inputs, outputs, bias=bias is not None, dtype=weight.dtype, device=weight.device)
+        with torch.no_grad():
+            self.out.weight.copy_(weight)
+            if bias is not None:
+                self.out.bias.copy_(bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.out(torch.cat([x, self.block.hidden(x)], -1))
+        return out
+
+
+def fold(block: Block, after: nn.Linear) -> FoldedMLP:
+    """The block and the linear layer after it as one module without a skip, computed in float64 and stored as they are.
+
+    The hidden layer's weights are shared with the block; only the second weight is new.
+    """
+    stands = {"post", "out"} & block.norms.keys()
+    if stands:
+        raise BadInput(f"fold: a norm stands between the skip and the next linear map ({', '.join(sorted(stands))})")
+    if after.in_features != block.outputs:
+        raise BadInput(f"fold: the block gives {block.outputs} values and the linear map takes {after.in_features}")
+    with torch.no_grad():
+        weight = after.weight.detach().double()
+        both = torch.cat([weight @ block.matrix.to(weight), weight @ block.down.detach().to(weight)], 1)
+        const = None if after.bias is None else after.bias.detach().double()
+        if block.down_bias is not None:
+            moved = weight @ block.down_bias.detach().to(weight)
+            const = moved if const is None else const + moved
+        kind = after.weight.dtype
+        return FoldedMLP(block, both.to(kind), None if const is None else const.to(kind))

@@ -1,0 +1,58 @@
+"""Adversarial blocks against an oracle in exact fractions that shares no code with the library."""
+
+from __future__ import annotations
+
+import runpy
+from fractions import Fraction
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from unskip.absorption import Block
+
+SCRIPT = runpy.run_path(str(Path(__file__).parents[2] / "benchmarks" / "absorb_campaign.py"))
+
+
+def test_a_few_hundred() -> None:
+    found = SCRIPT["run"](250, seed=1)
+    assert found["wrong"] == []
+    counts = found["counts"]
+    assert counts["blocks"] == 250
+    assert min(counts["possible"], counts["impossible"]) > 50
+    assert counts["undecided"] < 60
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("seed", range(10_000, 10_004))
+def test_thousands(seed: int) -> None:
+    found = SCRIPT["run"](600, seed)
+    assert found["wrong"] == []
+    assert found["counts"]["blocks"] == 600
+
+
+def test_the_oracle_knows_blocks_that_were_solved_by_hand() -> None:
+    """x - relu(x) flips; x - relu(x) / 2 does not; two dead units carry any one direction."""
+
+    def truth(up: list[float], down: list[float], width: int) -> bool:
+        weights = {"up": np.array(up)[:, None], "down": np.array(down)[None], "bias": np.zeros(len(up))}
+        form = SCRIPT["canonical"]({**weights, "skip": np.ones((1, 1))}, Fraction(1), True)
+        return bool(SCRIPT["absorbable"](form, Fraction(1), width, False))
+
+    assert truth([1.0], [-1.0], 1)
+    assert not truth([1.0], [-0.5], 1)
+    assert truth([1.0, 1.0], [-0.5, -0.5], 1)
+    assert truth([1.0], [-0.5], 2)  # the row and its mirror
+    assert not truth([0.0], [1.0], 1)
+    assert truth([0.0, 0.0], [1.0, 1.0], 2)
+
+
+def test_the_attack_sees_a_wrong_replacement() -> None:
+    one = torch.ones(1, 1).double()
+    block = Block(one, -one, activation="relu")
+    right, wrong = Block(-one, -one, activation="relu", skip=0.0), Block(one, -one, activation="relu", skip=0.0)
+    random = np.random.default_rng(0)
+    for other, holds in ((right, True), (wrong, False)):
+        assert SCRIPT["within_rounding"](block, other, None, random) is holds
+        assert SCRIPT["equal_exactly"](block, other, random) is holds

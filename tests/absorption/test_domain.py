@@ -1,0 +1,165 @@
+"""Verdicts on part of the inputs, with a tolerance, and skips that go into the next linear map."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from tests.absorption.blocks import close, generic, normal, numbers, planted
+from torch import nn
+
+from unskip.absorption import Block, Domain, Norm, absorb, approximate, fold, nearest
+from unskip.errors import BadInput
+
+
+def shifted(seed: int = 0, far: int = 6, d: int = 4, h: int = 12) -> Block:
+    """A ReLU block whose first units have their hinges far from the origin, at 10 row lengths and more."""
+    g = numbers(seed)
+    up, down, bias = normal(g, h, d), normal(g, d, h), 0.1 * normal(g, h)
+    bias[:far] = 10 * up[:far].norm(dim=1) * torch.where(normal(g, far) > 0, 1.0, -1.0)
+    return Block(up, down, up_bias=bias, down_bias=torch.zeros(d).double(), activation="relu")
+
+
+def inside(domain: Domain, count: int = 400) -> torch.Tensor:
+    x = domain.sample(count, numbers(3))
+    assert bool(domain.holds(x).all())
+    return x
+
+
+DOMAINS = {
+    "ball": Domain.ball(torch.zeros(4), 5.0),
+    "box": Domain.box(torch.full((4,), -2.0), torch.full((4,), 2.5)),
+    "data": Domain.around(normal(numbers(1), 300, 4)),
+}
+
+
+@pytest.mark.parametrize("name", DOMAINS)
+def test_hinges_outside_the_domain_are_spare_units(name: str) -> None:
+    block, domain = shifted(), DOMAINS[name]
+    assert absorb(block).status == "impossible"
+    verdict = absorb(block, domain=domain)
+    assert verdict.status == "possible"
+    assert verdict.domain == domain.text
+    assert verdict.verify()
+    assert close(block, verdict.replacement(), inside(domain)) < 1e-11
+    assert close(block, verdict.replacement(), 100 * normal(numbers(0), 50, 4)) > 1e-3  # and nowhere else
+
+
+@pytest.mark.parametrize("name", DOMAINS)
+def test_where_every_hinge_cuts_the_domain_nothing_changes(name: str) -> None:
+    verdict = absorb(shifted(far=0), domain=DOMAINS[name])
+    assert verdict.status == "impossible"
+    assert verdict.verify()
+    # The same certificate does not hold on a domain that some hinges miss.
+    assert not replace(verdict, block=shifted(far=2), inputs=DOMAINS[name]).verify()
+
+
+def test_words_for_domains() -> None:
+    block = shifted()
+    data = normal(numbers(1), 300, 4)
+    for domain, said in ((5.0, "radius 5"), ((-2.0, 2.5), "box"), (data, "300 inputs, 10% wider")):
+        verdict = absorb(block, domain=domain)
+        assert verdict.status == "possible"
+        assert said in verdict.domain
+    for wrong in (True, "ball", (1.0, -1.0), data[:, :3], -1.0, data[:1]):
+        with pytest.raises(BadInput, match=r"domain|Domain"):
+            absorb(block, domain=wrong)
+    with pytest.raises(BadInput, match="norm before the block"):
+        absorb(generic(4, 12, norm=Norm("layernorm", "input")), domain=1.0)
+
+
+@pytest.mark.parametrize("word", ["gelu", "tanh", "mish", "swiglu", "relu2", "elu", "relu6"])
+def test_other_activations_on_a_domain(word: str) -> None:
+    """Analytic ones are equal everywhere where they are on a ball; for those with kinks nothing is claimed."""
+    gate = normal(numbers(2), 12, 4) if word == "swiglu" else None
+    plain = generic(4, 12)
+    block = Block(plain.up, plain.down, gate, activation=word)
+    verdict = absorb(block, domain=3.0)
+    assert verdict.status == ("undecided" if word in ("elu", "relu6") else "impossible")
+    assert verdict.verify()
+    away = Domain.ball(torch.full((4,), 9.0), 1.0)
+    if word == "relu2":  # the origin is where the argument about degrees looks
+        assert absorb(block, domain=away).status == "undecided"
+
+
+def test_a_domain_of_data_holds_the_data() -> None:
+    x = normal(numbers(4), 200, 5) @ normal(numbers(5), 5, 5) + 3
+    x[:, 2] = 7.0  # a channel that never moves
+    domain = Domain.around(x, margin=0.05)
+    assert bool(domain.holds(x).all())
+    assert bool((domain.reach(normal(numbers(6), 9, 5)) > 0).all())
+    rows, bias = normal(numbers(7), 50, 5), 10 * normal(numbers(8), 50)
+    values = domain.sample(2000, numbers(9)) @ rows.mT + bias
+    side, cuts = domain.side(rows, bias), domain.cuts(rows, bias)
+    assert bool((values * side >= 0).all())
+    assert not bool((cuts & (side != 0)).any())
+
+
+# --- Tolerance --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shift", [1e-9, 1e-7])
+def test_a_near_miss_is_taken_with_a_tolerance(shift: float) -> None:
+    block, chosen = planted(seed=2)
+    down = block.down + shift * normal(numbers(1), *block.down.shape)
+    near = replace(block, down=down)
+    assert absorb(near).status == "impossible"
+    assert absorb(near, tolerance=shift / 1e3).status == "impossible"
+    verdict = absorb(near, tolerance=1e-6)
+    assert verdict.status == "possible"
+    assert verdict.verify()
+    assert verdict.change is not None
+    assert verdict.change < 10 * shift
+    assert verdict.flips is not None
+    assert torch.equal(verdict.flips, chosen)
+    assert 0 < close(near, verdict.replacement()) < 100 * shift
+    assert torch.equal(nearest(near).flips, chosen)  # the same set, found without a tolerance
+
+
+@pytest.mark.parametrize("word", ["relu", "gelu"])
+def test_units_that_are_almost_equal_are_taken_with_a_tolerance(word: str) -> None:
+    g = numbers(3)
+    up, down, bias = normal(g, 12, 4), normal(g, 4, 12), normal(g, 12)
+    up[8:], bias[8:] = up[:4] * (1 + 1e-8 * normal(g, 4, 4)), bias[:4]
+    block = Block(up, down, up_bias=bias, down_bias=torch.zeros(4).double(), activation=word)
+    assert absorb(block).status != "possible"
+    verdict = absorb(block, tolerance=1e-6)
+    assert verdict.status == "possible"
+    assert verdict.verify()
+    assert close(block, verdict.replacement()) < 1e-6
+    assert not replace(verdict, tolerance=None).verify()
+
+
+def test_tolerances_that_cannot_be() -> None:
+    for wrong in (0, 1, -1e-3, "small"):
+        with pytest.raises(BadInput, match="tolerance"):
+            absorb(generic(), tolerance=wrong)  # type: ignore[arg-type]
+
+
+# --- Folding ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("word", ["gelu", "tanh", "swiglu"])
+@pytest.mark.parametrize("norm", [None, Norm("layernorm", "pre")])
+def test_a_skip_folds_into_the_next_linear_map(word: str, norm: Norm | None) -> None:
+    gate = normal(numbers(2), 12, 4) if word == "swiglu" else None
+    plain = generic(4, 12)
+    block = replace(plain, gate=gate, activation=word, norm=norm, skip=0.5)
+    torch.manual_seed(0)
+    for bias in (True, False):
+        after = nn.Linear(4, 3, bias=bias).double()
+        folded = fold(block, after)
+        x = normal(numbers(1), 7, 2, 4)
+        assert torch.allclose(folded(x), after(block(x)), atol=1e-12)
+    with pytest.raises(BadInput, match="post"):
+        fold(replace(plain, norm=Norm("layernorm", "post")), after)
+    with pytest.raises(BadInput, match="takes 4"):
+        fold(generic(5, 12), after)
+
+
+def test_approximation_needs_more_inputs_than_unknowns() -> None:
+    block = generic(6, 24)
+    assert approximate(block, normal(numbers(0), 63, 6)).held_out == 31
+    with pytest.raises(BadInput, match="62 inputs are too few"):
+        approximate(block, normal(numbers(0), 62, 6))
