@@ -81,7 +81,7 @@ def test_apply_and_save(source: str, capsys: pytest.CaptureFixture[str], tmp_pat
     code, out, _ = run(capsys, f"{source}:make", *more, "--max-error", "2")
     assert code == 0
     assert "2 of 2 MLP sites rewritten" in out
-    loaded = unskip.load(folder)
+    loaded = unskip.load(folder, trust=True)
     assert unskip.Wiring.of(loaded).alphas == [0.0, 0.0]
     code, out, _ = run(capsys, f"{source}:make", "--apply", "widen", "--json")
     assert json.loads(out)["applied"]["difference"] < 1e-5
@@ -95,8 +95,10 @@ def test_a_saved_model_is_rewritten_and_still_says_how_to_build_it(
     unskip.save(unskip.spec.build(f"{source}:make"), first, f"{source}:make")
     more = ("--apply", "approximate", "--max-error", "2", "--out", second)
     code, _, err = run(capsys, first, "--data", "random:40", *more)
+    assert (code, "trust" in err) == (2, True)
+    code, _, err = run(capsys, first, "--data", "random:40", *more, "--trust")
     assert (code, err) == (0, "")
-    assert unskip.Wiring.of(unskip.load(second)).alphas == [0.0, 0.0]
+    assert unskip.Wiring.of(unskip.load(second, trust=True)).alphas == [0.0, 0.0]
 
 
 def test_a_widened_model_is_other_than_its_function_builds(

@@ -1,6 +1,7 @@
 """The MODEL of a command: a name, a folder of a run or of `unskip.save`; and inputs for one that does not say."""
 
 import json
+import shutil
 import warnings
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ import numpy
 import pytest
 import timm
 import torch
+from PIL import Image
 from torch import nn
 
 import unskip
@@ -123,6 +125,40 @@ def test_an_audit_of_a_rewired_folder_shows_its_weights(run: Any, trained: Path,
     assert "4 governed sites of 4" in out
     decay = (1 - 0.4 / 3) * (1 - 0.8 / 3) * 0.6
     assert f"effective decay {decay:.3g}, above the paper's band" in out
+
+
+@pytest.mark.filterwarnings("ignore::unskip.errors.UnskipWarning")  # two steps teach nothing, and it says so
+def test_a_run_needs_no_data_to_be_looked_into(run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for split in ("train", "val"):
+        for label in ("a", "b"):
+            (tmp_path / "photos" / split / label).mkdir(parents=True)
+            for number in range(100):
+                Image.new("L", (8, 8), 2 * number).save(tmp_path / "photos" / split / label / f"{number}.png")
+    common = "--preset digits --data photos --size 8 --batch 8 --steps 2 --device cpu --quiet".split()
+    small = ["--model-args", "depth=1,embed_dim=16,num_heads=2", "--shortcut", "decay:0.5"]
+    for command in (
+        ["mae", *small, "--out", "encoder"],
+        ["sit", "--model-args", "width=16,depth=1,heads=2", "--out", "sit"],
+    ):
+        code, _, err = run("train", *command, *common)
+        assert code == 0, err
+    shutil.rmtree(tmp_path / "photos")
+    code, out, err = run("audit", "encoder", "--json")
+    assert code == 0, err
+    assert [site["alpha"] for site in json.loads(out)["shortcut"]["sites"]] == [1.0, 0.5]
+    for command in (
+        ["measure", "encoder", "--data", "random:2", "--jacobians", "off"],
+        ["absorb", "encoder"],
+        ["sample", "sit", "--n", "2", "--steps", "1"],
+        ["report", "encoder", "sit", "--out", "page.html"],
+    ):
+        code, out, err = run(*command)
+        assert code == 0, (command, err)
+    assert "photos" in (tmp_path / "page.html").read_text()
+    code, _, err = run("resume", "encoder")
+    assert code == 2
+    assert "photos" in err
 
 
 def test_an_audit_of_learnt_weights_that_diverged(run: Any, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 
 from unskip import cli, recipes
 from unskip.recipes import RECIPES, field_groups
+from unskip.recipes._fields import Field
 from unskip.training import Outcome
 
 SMALL = ["--model-args", "depth=2,embed_dim=16,num_heads=2", "--steps", "2", "--batch", "32", "--device", "cpu"]
@@ -37,11 +39,23 @@ def test_every_field_is_an_option_in_one_group(recipe: str, capsys: pytest.Captu
     names = [field.name for members in groups.values() for field in members]
     assert sorted(names) == sorted(RECIPES[recipe].config.__dataclass_fields__)
     assert {"data", "model and shortcut", "optimisation", "evaluation", "run"} <= {*groups}
+    assert [field.name for members in groups.values() for field in members if not field.about] == []
     assert cli.main(["train", recipe, "--help"]) == 0
     out = capsys.readouterr().out
     for name in (*names, "out", "seeds", "config", "quiet"):
         assert f"--{name.replace('_', '-')}" in out
     assert "run options" in out
+
+
+def test_fields_of_a_recipe_from_outside_have_a_group_and_a_description() -> None:
+    @dataclass(frozen=True)
+    class Mine(recipes.Config):
+        noise: float = 0.5  # standard deviation of the noise
+        lr: float = 1.0
+
+    groups = field_groups(Mine)
+    assert groups["recipe"] == [Field("noise", float, "standard deviation of the noise")]
+    assert "lr" in [each.name for each in groups["optimisation"]]
 
 
 def test_options_presets_and_defaults(configs: list[Any]) -> None:

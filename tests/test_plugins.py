@@ -1,6 +1,7 @@
 """Plugins from files, modules and entry points; what was made with one says so where it is missing."""
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -117,3 +118,58 @@ def test_a_shortcut_of_ones_own(tmp_path: Path) -> None:
     code, out, err = unskip_in(tmp_path, *audit)
     assert (code, out) == (2, "")
     assert "halve" in err
+
+
+RECIPE = """
+from dataclasses import dataclass
+import torch
+from torch import nn
+import unskip
+from unskip.recipes import Config, Objective, Preset, Recipe, register
+
+@dataclass(frozen=True)
+class Denoise(Config):
+    noise: float = 0.5  # standard deviation of the noise
+    width: int = 16
+
+class Block(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.f = nn.Sequential(nn.LayerNorm(width), nn.Linear(width, width), nn.GELU(), nn.Linear(width, width))
+
+    def forward(self, x):
+        return x + self.f(x)
+
+class Denoiser(Objective):
+    def loss(self, model, batch):
+        images, _ = batch
+        noisy = images + self.config.noise * torch.randn_like(images)
+        return (model(noisy) - images.flatten(1)).square().mean(), {}
+
+def build_model(config, facts):
+    pixels = facts.channels * facts.size**2
+    blocks = [Block(config.width) for _ in range(2)]
+    return nn.Sequential(nn.Flatten(), nn.Linear(pixels, config.width), *blocks, nn.Linear(config.width, pixels))
+
+fields = {"size": 8, "batch": 64, "steps": 3, "device": "cpu", "health": False}
+register(Recipe("denoise", Denoise, {"digits": Preset(fields, "seconds", "nothing")}, build_model, Denoiser))
+"""
+
+
+def test_a_recipe_and_a_shortcut_of_ones_own_make_a_run_that_says_so(tmp_path: Path) -> None:
+    (tmp_path / "rules.py").write_text(HALVE)
+    (tmp_path / "recipe.py").write_text(RECIPE)
+    plugins = ["--plugin", "rules.py", "--plugin", "recipe.py"]
+    options = ["--shortcut", "halve:0.5", "--noise", "0.1", "--out", "run", "--quiet"]
+    code, _, err = unskip_in(tmp_path, "train", "denoise", *options, *plugins)
+    assert code == 0, err
+    record = json.loads((tmp_path / "run" / "config.json").read_text())
+    assert [Path(name).name for name in record["plugins"]] == ["rules.py", "recipe.py"]
+    assert record["config"]["noise"] == 0.1
+    code, _, err = unskip_in(tmp_path, "resume", "run")
+    assert code == 2
+    assert re.search(r"--plugin \S*rules.py --plugin \S*recipe.py", err)
+    for allowed in (plugins, ["--trust"]):
+        code, out, err = unskip_in(tmp_path, "audit", "run", "--json", *allowed)
+        assert code == 0, err
+        assert [site["alpha"] for site in json.loads(out)["shortcut"]["sites"]] == [1.0, 0.5]

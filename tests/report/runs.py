@@ -28,7 +28,7 @@ def folder(
 ) -> Path:
     """A run with a loss at steps 10, 20, ...; `weights` are the alphas of a checkpoint."""
     path.mkdir(parents=True)
-    about = {"device": "cpu", "versions": {"torch": "2"}, "git": None}
+    about = {"device": "cpu", "versions": {"torch": "2"}, "git": None, "plugins": []}
     (path / "config.json").write_text(json.dumps({"config": {**CONFIG, **config}, **about}))
     rows = [
         {"step": 10 * (place + 1), "loss": loss, "seconds": 2.0, "samples_per_second": 50.0, "peak_memory_gib": 1.5}

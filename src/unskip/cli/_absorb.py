@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import tyro
 
 import unskip
-from unskip.cli._options import Count, Device, Inputs, Json, Random, model_help, told
+from unskip.cli._options import Count, Device, Inputs, Json, Random, Trust, model_help, told
 from unskip.cli._say import print_json, progress
 from unskip.errors import BadInput, RewireError
 
@@ -32,6 +32,7 @@ def absorb(
     input: Inputs = (),  # noqa: A002
     device: Device = "cpu",
     random: Random = False,
+    trust: Trust = False,
     json: Json = False,
 ) -> int:
     """Decide for every MLP of a model whether it can absorb its skip, with a certificate.
@@ -50,7 +51,7 @@ def absorb(
     applied = refused = None
     with contextlib.redirect_stdout(sys.stderr), progress(f"deciding {model}") as tick, by_input():
         torch.manual_seed(0)  # random weights, but the same ones each time
-        built = weighted(model, random).to(where).eval()
+        built = weighted(model, random, trust).to(where).eval()
         samples = None if data is None else samples_for(built, data, n, shapes)
         example = inputs(built, shapes)
         found = unskip.absorption.scan(built, example, data=samples, progress=tick)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import tyro
 
 import unskip
-from unskip.cli._options import Inputs, Json, model_help, told
+from unskip.cli._options import Inputs, Json, Trust, model_help, told
 from unskip.cli._say import busy, print_json
 from unskip.errors import ForwardError
 
@@ -31,6 +31,7 @@ def audit(
     model: Annotated[str, tyro.conf.Positional, model_help("What to audit; a named model has random weights")],
     shortcut: Annotated[str | None, told(_SHORTCUT, "RULE")] = None,
     input: Inputs = (),  # noqa: A002
+    trust: Trust = False,
     json: Json = False,
 ) -> int:
     """List every residual addition of a model, in execution order.
@@ -44,7 +45,7 @@ def audit(
     shapes = shapes_of(input)
     # Whatever the model prints while it is built and run is no part of the result.
     with contextlib.redirect_stdout(sys.stderr), busy(f"auditing {model}"):
-        found, wiring = _look(model, rule, shapes)
+        found, wiring = _look(model, rule, shapes, trust)
     last = rule.steps if rule is not None else None
     if json:
         _write_json(model, found, wiring, last)
@@ -63,20 +64,20 @@ def audit(
     return 0
 
 
-def _look(name: str, rule: Shortcut | None, shapes: list[Shape]) -> tuple[Audit, Wiring | None]:
+def _look(name: str, rule: Shortcut | None, shapes: list[Shape], trust: bool) -> tuple[Audit, Wiring | None]:
     import torch
 
     from unskip.cli._model import opened
 
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)  # random weights, but the same ones each time
-        model = opened(name, light=True)
+        model = opened(name, light=True, trust=trust)
         if all(parameter.device.type != "meta" for parameter in model.parameters()):
             return _survey(model, rule, shapes)
         try:
             result = _survey(model, rule, shapes)
         except ForwardError:  # a forward that needs values
-            return _survey(opened(name), rule, shapes)
+            return _survey(opened(name, trust=trust), rule, shapes)
     print(
         "note: a large model, built without values: |f|/|x| is not measured, nor is what depends on it", file=sys.stderr
     )

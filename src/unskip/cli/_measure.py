@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 import tyro
 
 import unskip
-from unskip.cli._options import Count, Device, Inputs, Json, Random, model_help, told
+from unskip.cli._options import Count, Device, Inputs, Json, Random, Trust, model_help, told
 from unskip.cli._say import print_json, progress
 
 _DATA = "Samples: a folder of images, an .npy file, a set such as digits, or random:N (default: random:8)."
@@ -26,6 +26,7 @@ def measure(
     input: Inputs = (),  # noqa: A002
     device: Device = "cpu",
     random: Random = False,
+    trust: Trust = False,
     json: Json = False,
 ) -> int:
     """Measure rank, conditioning, attention, echo and quantisation of a model on a few samples.
@@ -41,7 +42,7 @@ def measure(
     where, shapes = device_of(device), shapes_of(input)
     with contextlib.redirect_stdout(sys.stderr), progress(f"measuring {model}") as tick, by_input():
         torch.manual_seed(0)  # random weights, but the same ones each time
-        built = weighted(model, random).to(where)
+        built = weighted(model, random, trust).to(where)
         samples = samples_for(built, data, n, shapes)
         if init is not None:
             unskip.init.start_(built, init, torch.Generator().manual_seed(0), samples)

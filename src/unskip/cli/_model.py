@@ -18,21 +18,21 @@ from unskip.anatomy import Example, example_for
 from unskip.cli._say import one_line
 from unskip.data import batch as data_batch
 from unskip.errors import BadInput, ForwardError
-from unskip.recipes import open_run
+from unskip.recipes import is_run, open_run
 
 Shape = tuple[str, tuple[int, ...]]  # "" or "int", and the sizes
 
 
-def opened(name: str, pretrained: bool = False, light: bool = False) -> nn.Module:
+def opened(name: str, pretrained: bool = False, light: bool = False, trust: bool = False) -> nn.Module:
     """The model of a name as `spec.build` makes it, or one in a folder, with its weights and its wiring.
 
     Of a run it is the part that makes features, such as the encoder of an MAE.
     """
     folder = Path(name).expanduser()
     if (folder / "unskip.json").is_file():
-        return unskip.load(folder).eval()
-    if (folder / "config.json").is_file() and (folder / "checkpoints").is_dir():
-        return open_run(folder, device="cpu").encoder.eval()
+        return unskip.load(folder, trust=trust).eval()
+    if is_run(folder):
+        return open_run(folder, device="cpu", trust=trust).encoder.eval()
     return spec.build(name, pretrained=pretrained, light=light)
 
 
@@ -48,12 +48,12 @@ def builder_of(name: str) -> Any:
     return name if name.rpartition(":")[0].endswith(".py") else None
 
 
-def weighted(model: str, random: bool) -> nn.Module:
+def weighted(model: str, random: bool, trust: bool) -> nn.Module:
     """The model of a name with pretrained weights, or with random ones where these are asked for."""
     if random and Path(model).is_dir():
         raise BadInput(f"--random is for a model that is named, and {model} is a folder with weights of its own")
     try:
-        return opened(model, pretrained=not random)
+        return opened(model, pretrained=not random, trust=trust)
     except BadInput as error:
         if random or "internet" not in str(error):
             raise

@@ -27,6 +27,9 @@ Device = Annotated[str, tyro.conf.arg(help="Where to compute.", metavar="DEVICE"
 DeviceOfRun = Annotated[str | None, told("Where to compute (default: as the run).", "DEVICE")]
 Precision = Annotated[Literal["float32", "bf16", "fp16"], tyro.conf.arg(help="Of the forward pass.")]
 Random = Annotated[bool, tyro.conf.FlagCreatePairsOff, told("Random weights instead of pretrained ones.")]
+Trust = Annotated[
+    bool, tyro.conf.FlagCreatePairsOff, told("Run the Python files that a folder names: its model, its plugins.")
+]
 Json = Annotated[bool, tyro.conf.FlagCreatePairsOff, told("Print JSON and nothing else.")]
 Quiet = Annotated[bool, tyro.conf.FlagCreatePairsOff, told("Show no progress.")]
 ChangedData = Annotated[

@@ -7,7 +7,7 @@ from typing import Annotated
 import tyro
 
 import unskip
-from unskip.cli._options import told
+from unskip.cli._options import Trust, told
 from unskip.cli._say import busy
 from unskip.errors import BadInput
 
@@ -22,9 +22,7 @@ def report(
     jacobians: Annotated[
         bool, tyro.conf.FlagCreatePairsOff, told("Measure the singular values of Jacobians too; takes longer.")
     ] = False,
-    trust: Annotated[
-        bool, tyro.conf.FlagCreatePairsOff, told("Run the Python file that a run names as its model.")
-    ] = False,
+    trust: Trust = False,
 ) -> int:
     """Write one self-contained HTML page about any runs: curves, depth, shortcuts, pictures, warnings.
 

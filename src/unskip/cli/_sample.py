@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 import tyro
 
 import unskip
-from unskip.cli._options import DeviceOfRun, Json, Precision, Run, told
+from unskip.cli._options import DeviceOfRun, Json, Precision, Run, Trust, told
 from unskip.cli._say import busy, print_json
 from unskip.errors import BadInput
 
@@ -35,6 +35,7 @@ def sample(
     ] = False,
     evaluate: Annotated[str | None, told(_EVALUATE, "EXTRACTOR")] = None,
     device: DeviceOfRun = None,
+    trust: Trust = False,
     json: Json = False,
 ) -> int:
     """Draw images with a run's EMA weights: PNG files and a grid under RUN/samples.
@@ -52,7 +53,7 @@ def sample(
             "--evaluate compares with images of all classes: leave --label out (--cfg 0 draws without a label)"
         )
     with busy(f"sampling {run}"):
-        trained = open_run(run, device)
+        trained = open_run(run, device, trust=trust)
         where = next(trained.model.parameters()).device
         extractor = unskip.evals.extractor(evaluate, device=where) if evaluate else None
         found = unskip.sample(

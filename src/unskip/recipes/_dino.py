@@ -47,12 +47,12 @@ class Dino(Config):
     projection: int = 65536  # outputs of the head
     hidden: int = 2048  # width of the head
     bottleneck: int = 256  # width of its last layer's input
-    head_layers: int = 3
+    head_layers: int = 3  # of the head's MLP
     head_norm: bool = False  # batch norm within the head
     bottleneck_norm: bool = False  # batch norm of the bottleneck
     balance: Literal["centre", "sinkhorn"] = "centre"  # of the teacher's outputs over the batch
-    student_temperature: float = 0.1
-    teacher_temperature: float = 0.07
+    student_temperature: float = 0.1  # of the student's softmax
+    teacher_temperature: float = 0.07  # of the teacher's softmax, after its warmup
     teacher_start: float = 0.04  # the teacher's temperature at the first step
     teacher_warmup: float = 0.3  # fraction of the steps over which it rises
     momentum: float = 0.996  # of the teacher's EMA; it rises to 1

@@ -6,6 +6,7 @@ import inspect
 import re
 from contextlib import suppress
 from dataclasses import dataclass, fields
+from textwrap import dedent
 from typing import Any, get_type_hints
 
 GROUPS = {
@@ -35,7 +36,7 @@ def field_groups(config: type[Any]) -> dict[str, list[Field]]:
     comments: dict[str, str] = {}
     for each in reversed(config.__mro__[:-1]):
         with suppress(OSError):  # a class that was typed into an interpreter has no source
-            comments |= dict(_COMMENT.findall(inspect.getsource(each)))
+            comments |= dict(_COMMENT.findall(dedent(inspect.getsource(each))))
     hints = get_type_hints(config, include_extras=True)
     found: dict[str, list[Field]] = {group: [] for group in (*GROUPS, "recipe")}
     for field in fields(config):

@@ -46,9 +46,9 @@ class Generative(Config):
     shortcut: str = "decay:0.8"  # keep, cut, decay:0.6, scale:0.7,0.7, learn:1.0, anneal:keep>cut@10000
     init: str = "default"  # default | zero: all branches start at zero, whatever `where` says (SiT's do anyway)
     weights: str | None = None  # a published checkpoint
-    interpolant: Interpolant = "linear"
-    target: Target = "velocity"
-    times: Times = "uniform"
+    interpolant: Interpolant = "linear"  # path from noise to data
+    target: Target = "velocity"  # what the model predicts
+    times: Times = "uniform"  # distribution of training times
     time_mean: float = 0.0  # of logit-normal times, before the sigmoid
     time_std: float = 1.0  # of logit-normal times, before the sigmoid
     label_dropout: float = 0.1  # probability of training without the label, for guidance
@@ -59,7 +59,7 @@ class Generative(Config):
     batch: int = 256  # images a step, over all processes
     epochs: float = 80
     warmup: float = 0.0  # fraction of the steps
-    flip: bool = True
+    flip: bool = True  # random horizontal flips
     narrow: bool = False  # the stream in autocast's precision: faster, and it rounds more
     ema: float | None = 0.9999  # decay of the EMA of the weights, which is evaluated and sampled
     online_images: int = 5000  # images of each split for kNN and rank during training; 0: none

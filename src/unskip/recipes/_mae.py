@@ -38,18 +38,18 @@ class Mae(Config):
     long_skips: bool = True  # outputs of encoder blocks go into decoder blocks
     init: str = "zero"  # zero: branches of encoder and decoder and the head start at zero | default
     weights: str | None = None  # a published checkpoint of plain MAE
-    decoder_width: int = 512
-    decoder_depth: int = 8
-    decoder_heads: int = 16
+    decoder_width: int = 512  # embedding dimension of the decoder
+    decoder_depth: int = 8  # blocks of the decoder
+    decoder_heads: int = 16  # attention heads of the decoder
     mask: float = 0.75  # fraction of the patches
     norm_pix: bool = True  # per-patch normalised targets
     narrow: bool = False  # the streams in autocast's precision: faster, and it rounds more
     lr: float = 3e-4
     epochs: float = 60
     warmup: float = 0.05  # fraction of the steps
-    crop: Literal["pad", "resized", "center", "none"] = "resized"
+    crop: Literal["pad", "resized", "center", "none"] = "resized"  # random crop of training images
     scale: float = 0.2  # smallest fraction of the area that a resized crop shows
-    flip: bool = True
+    flip: bool = True  # random horizontal flips
 
     def unused(self) -> dict[str, str]:
         return super().unused() | ({} if self.crop == "resized" else {"scale": f"crop is {self.crop}; take resized"})

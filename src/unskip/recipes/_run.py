@@ -18,6 +18,7 @@ from unskip.recipes._config import Config
 from unskip.recipes._data import Opener
 from unskip.recipes._registry import Recipe, from_dict, recipe_of, to_dict
 from unskip.training import Outcome, RunFolder, device_of, run_task, why_not
+from unskip.wiring import parse
 
 
 def train(config: Config, out: str | Path, quiet: bool = False, opener: Opener | None = None) -> Outcome:
@@ -55,6 +56,7 @@ def resume(
     folder = RunFolder.open(out)
     with with_plugins(folder.plugins):
         config = from_dict(folder.config)
+        parse(config.shortcut)
     torch.manual_seed(config.seed)
     _announce_data(config, quiet)
     task, schedule = build(config, opener)

@@ -21,7 +21,7 @@ from unskip.recipes._registry import Preset, Recipe, register
 class Sit(Generative):
     """The config of a SiT run."""
 
-    long_skips: bool = True
+    long_skips: bool = True  # outputs of the first half of the blocks go into the second half
 
 
 _IMAGENET: dict[str, Any] = {

@@ -39,8 +39,8 @@ class Supervised(Config):
     epochs: float = 20
     clip: float | None = 1.0  # largest norm of the gradient
     smoothing: float = 0.1  # label smoothing
-    crop: Literal["pad", "resized", "center", "none"] = "pad"
-    flip: bool = True
+    crop: Literal["pad", "resized", "center", "none"] = "pad"  # random crop of training images
+    flip: bool = True  # random horizontal flips
     mixup: float = 0.0  # a of Beta(a, a)
     cutmix: float = 0.0  # a of Beta(a, a)
     erase: float = 0.0  # probability of random erasing
