@@ -126,8 +126,8 @@ def _built(record: dict[str, Any], folder: Path, trust: bool) -> nn.Module:
     file = _builders.python_file(record["builder"])
     if file is not None and not trust:
         raise LoadError(
-            f"{folder}: its model is built by a Python file, {file}, which would be run. Pass trust=True (--trust) if you know "
-            "what it does, or build the model yourself and pass model=."
+            f"{folder}: its model is built by a Python file, {file}, which would be run. Pass trust=True (--trust) if "
+            "you know what it does, or build the model yourself and pass model=."
         )
     try:
         return _builders.build(record["builder"])
