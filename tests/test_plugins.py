@@ -5,7 +5,6 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
-from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any
 
@@ -55,10 +54,12 @@ def test_one_that_cannot_be_imported(name: str, file: Path) -> None:
     assert loaded_plugins() == []
 
 
-def test_those_of_installed_packages(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    entries = [EntryPoint("one", name, "unskip") for name in ("my_plugin", "no_plugin")]
-    monkeypatch.setattr(_plugins, "entry_points", lambda group: entries)
-    with pytest.warns(UnskipWarning, match="no_plugin"):
+def test_those_of_installed_packages(file: Path) -> None:
+    info = file.parent / "mine-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: mine\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[unskip]\ngood = my_plugin\nbad = no_plugin\n")
+    with pytest.warns(UnskipWarning, match=r"no_plugin.*bad of mine"):
         load_installed()
     assert loaded_plugins() == ["my_plugin"]
 
