@@ -11,6 +11,7 @@ import functools
 import gc
 import hashlib
 import json
+import math
 import platform
 import subprocess
 import sys
@@ -194,6 +195,7 @@ def study(
                     continue
                 if future.exception() is not None:
                     failed[name] = str(future.exception())
+                    data.setdefault("failed", {})[name] = failed[name][-1000:]
                     print(f"{name} failed:\n{failed[name]}", flush=True)
                     idle.append(_Worker(script))
                     continue
@@ -218,13 +220,20 @@ def _expected(longest: dict[str, float], name: str) -> float:
 
 def write(data: dict[str, Any], out: Path) -> None:
     """The JSON, a run a line; written aside and renamed."""
-    from unskip.cli._say import finite
-
     runs = ",\n".join(
-        f"{json.dumps(name)}:{json.dumps(finite(row), separators=(',', ':'))}" for name, row in data["runs"].items()
+        f"{json.dumps(name)}:{json.dumps(_finite(row), separators=(',', ':'))}" for name, row in data["runs"].items()
     )
     rest = json.dumps({key: value for key, value in data.items() if key != "runs"}, indent=1)
     out.parent.mkdir(parents=True, exist_ok=True)
     aside = out.with_suffix(".tmp")
     aside.write_text(f'{rest[:-2]},\n "runs": {{\n{runs}\n}}}}\n')
     aside.replace(out)
+
+
+def _finite(value: Any) -> Any:
+    """JSON has no NaN and no infinity: null stands for them."""
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

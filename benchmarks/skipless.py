@@ -157,7 +157,7 @@ def pace(fields: dict[str, Any]) -> dict[str, dict[str, float]]:
 def work(config: dict[str, Any]) -> dict[str, Any] | None:
     """One run, in this process; None where it was told to stop."""
     import unskip
-    from unskip.recipes._supervised import build
+    from unskip.recipes import build
     from unskip.training import RunFolder, run_task
 
     warnings.simplefilter("ignore", unskip.errors.UnskipWarning)

@@ -1,0 +1,264 @@
+"""One run of skipless_gap.py: the supervised recipe, with a start, heads and a weight decay of one's own."""
+
+from __future__ import annotations
+
+import contextlib
+import statistics
+import tempfile
+import time
+import traceback
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+Config = dict[str, Any]
+BASE: Config = {
+    "shortcut": "cut",
+    "where": None,
+    "heads": 3,
+    "head_dim": None,  # None: width / heads
+    "pool": "avg",  # "token": timm's class token
+    "code": 1.0,  # length of position embeddings over that of patches; None: timm's
+    "whiten": None,  # power of the patches' covariance in the patch embedding
+    "start": True,  # the shaped start below; False: timm's
+    "alpha": 1.0,
+    "beta": 1.0,
+    "c": 9.0,
+    "gain": 9.0,
+    "bias": 1.5,
+    "target": None,  # self-attention that is solved for
+    "even": 0,  # heads that start near-uniform
+    "carry": None,  # the other heads carry tokens through, and near-uniform ones write this times as much
+    "optimizer": "soap",
+    "split_qkv": False,
+    "refresh": 10,
+    "value_output": 1.0,  # factor on the step of W_V and W_O
+    "decays": "matrices",  # what of the blocks decays: "matrices", "all" (biases too), "scale-free" (see Keeper)
+    "epochs": 20,
+    "seed": 0,
+    "validate": True,
+}
+EMA = 0.998
+
+
+def work(config: Config) -> dict[str, Any] | None:
+    """One run, in this process; None where it was told to stop. What goes wrong is part of the result."""
+    import torch
+
+    begun = time.perf_counter()
+    told = {key: entry for key, entry in config.items() if key not in ("data", "device", "preset")}
+    try:
+        found = trained(config)
+    except Exception as error:
+        if isinstance(error, torch.cuda.OutOfMemoryError) or "CUDA" in str(error):
+            raise  # the process is of no use any more
+        found = {"failed": traceback.format_exc()[-1500:]}
+    return None if found is None else {**found, "seconds": round(time.perf_counter() - begun, 1), "config": told}
+
+
+def trained(config: Config) -> dict[str, Any] | None:
+    import torch
+    from _skipless_start import watch
+
+    import unskip
+    from unskip.training import RunFolder, run_task
+
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(2)
+    torch.manual_seed(config["seed"])
+    task, schedule = unskip.recipes.build(planned(config))
+    images = next(iter(task.feed.iterate(0, 1)))[0][:128]
+    found: dict[str, Any] = started(task.model, images, config)
+    parts = unskip.parts(task.model, images[:1])
+    looks = {0: watch(task.model, parts, images[:64])}
+    task.optimizer = optimizer(task.model, config)
+    keeper = Keeper(task.model, parts, schedule.steps, config["value_output"])
+    keeper.decay(task.optimizer, parts, config["decays"], config["weight_decay"])
+
+    def after(step: int) -> None:
+        keeper.after(step)
+        if step + 1 == schedule.steps // 3:
+            looks[step + 1] = watch(task.model, parts, images[:64])
+
+    task.before_step, task.after_step = keeper.before, after
+    accuracy = task.evaluations["accuracy-v1"]
+    shared = Path("/dev/shm")
+    with tempfile.TemporaryDirectory(dir=shared if shared.is_dir() else None) as folder:
+        run = RunFolder.create(f"{folder}/run", {}, config["device"])
+        try:
+            outcome = run_task(task, schedule, run, quiet=True)
+            if not outcome.finished:
+                return None
+            found |= {key: entry for key, entry in outcome.evaluations.items() if not key.endswith("]")}
+            looks[schedule.steps] = watch(task.model, parts, images[:64])
+            with torch.no_grad(), keeper.averaged():
+                task.model.eval()
+                found |= {f"ema_{key}": entry for key, entry in accuracy(task.model).items() if entry is not None}
+        except unskip.errors.TrainingError as error:
+            found["diverged"] = str(error).partition(": ")[2]
+        rows = [{key: float(entry) for key, entry in row.items()} for row in run.read("metrics.jsonl")]
+    if rows:
+        found["loss"] = [[row["step"], round(row["loss"], 4)] for row in rows[:: max(1, len(rows) // 20)]]
+        tail = [row for row in rows if row["step"] > 0.9 * schedule.steps] or rows[-1:]
+        found["train_loss"] = round(statistics.mean(row["loss"] for row in tail), 4)
+        found["train_accuracy"] = round(statistics.mean(row["train_accuracy"] for row in tail), 4)
+        found["images_per_second"] = round(statistics.median(row["samples_per_second"] for row in rows))
+    names = [*looks[0]]
+    found["watch"] = {"step": [*looks]} | {name: [look[name] for look in looks.values()] for name in names}
+    found["steps"] = {"step": [*keeper.relative], "step / weight": [*keeper.relative.values()]}
+    found["steps"]["weight"] = [*keeper.sizes.values()]
+    found["total_steps"] = schedule.steps
+    return found
+
+
+def planned(config: Config) -> Any:
+    """The supervised recipe's config; the start and the optimizer's options are put in afterwards."""
+    import unskip
+
+    preset = config["preset"]
+    shape = {"digits": "depth=4,embed_dim=64", "cifar": "depth=12,embed_dim=192"}[preset]
+    pool = "class_token=false,global_pool=avg," if config["pool"] == "avg" else ""
+    heads = config["heads"] if preset == "cifar" else {1: 1, 2: 2, 3: 4, 6: 8, 12: 16}[config["heads"]]
+    names = ("shortcut", "where", "optimizer", "lr", "weight_decay", "epochs", "seed", "validate", "device", "data")
+    names += ("mixup", "cutmix", "steps")
+    fields = {name: config[name] for name in names if name in config}
+    if "steps" in fields:
+        del fields["epochs"]
+    fields |= {"model_args": f"{pool}{shape},num_heads={heads}", "checkpoint_every": 1_000_000, "health": False}
+    if config["head_dim"] is not None:
+        size = {"digits": "img_size=8,patch_size=2,in_chans=1", "cifar": "img_size=32,patch_size=4"}[preset]
+        width = config["head_dim"] if preset == "cifar" else 16
+        fields["model"] = f"{Path(__file__).resolve()}:wide_vit"
+        fields["model_args"] += f",head_dim={width},num_classes=10,{size}"
+    if preset == "cifar":
+        fields["log_every"] = 40
+    return unskip.recipes.supervised(preset, **fields)
+
+
+def wide_vit(head_dim: int, **arguments: Any) -> Any:
+    """A ViT of timm whose heads are wider than width / heads."""
+    import timm
+    from timm.layers import Attention
+
+    class Wide(Attention):
+        def __init__(self, dim: int, **options: Any) -> None:
+            super().__init__(dim, attn_head_dim=head_dim, **options)
+
+    return timm.create_model("vit_tiny_patch16_224", attn_layer=Wide, **arguments)
+
+
+def started(model: Any, images: Any, config: Config) -> dict[str, Any]:
+    """Puts the start of a config into a model."""
+    import torch
+    from _skipless_start import calibrate_, carry_, position_code_, shaped_, whiten_patches_
+
+    draw = torch.Generator().manual_seed(config["seed"])
+    found: dict[str, Any] = {}
+    if config["whiten"] is not None:
+        whiten_patches_(model, images, power=config["whiten"], generator=draw)
+    if config["code"] is not None:
+        found["code"] = round(position_code_(model, images, scale=config["code"], generator=draw), 3)
+    if config["start"]:
+        numbers = {name: config[name] for name in ("alpha", "beta", "c", "gain", "bias")}
+        shaped_(model, images, **numbers, generator=draw)
+    if config["carry"] is not None:
+        carriers = (config["heads"] - config["even"]) if config["preset"] == "cifar" else 8 - config["even"]
+        carry_(model, images, carriers, c=config["c"], mix=config["carry"], generator=draw)
+    if config["target"] is not None:
+        solved = calibrate_(
+            model, images[:32], config["target"], alpha=config["alpha"], even=config["even"], generator=draw
+        )
+        found["solved"] = [round(each, 3) for each in solved]
+    return found
+
+
+def optimizer(model: Any, config: Config) -> Any:
+    import unskip
+
+    more = {"refresh_every": config["refresh"]} if config["optimizer"] == "soap" else {}
+    decay = config["weight_decay"] if config["decays"] == "matrices" else 0.0
+    return unskip.optim.build(model, config["optimizer"], config["lr"], decay, split_qkv=config["split_qkv"], **more)
+
+
+class Keeper:
+    """Around each step: scales the step of W_V and W_O, averages weights, and now and then measures relative steps."""
+
+    def __init__(self, model: Any, parts: Any, steps: int, factor: float) -> None:
+        self.factor = factor
+        self.slow = [view for part in parts.attentions() for view in (part.v, part.out)] if factor != 1 else []
+        self.before_slow = [view.clone() for view in self.slow]
+        self.weights = [parameter.detach() for parameter in model.parameters()]
+        self.means = [weight.clone() for weight in self.weights]
+        self.roles: dict[str, list[Any]] = {}
+        for part in parts.attentions():
+            for name, view in (("q", part.q), ("k", part.k), ("v", part.v), ("out", part.out)):
+                self.roles.setdefault(name, []).append(view)
+        for part in parts.mlps():
+            for name, view in (("up", part.up), ("down", part.down)):
+                self.roles.setdefault(name, []).append(view)
+        self.moments = {round(share * steps) for share in (0.02, 0.1, 0.3, 0.6, 0.9)}
+        self.relative: dict[int, dict[str, float]] = {}
+        self.sizes: dict[int, dict[str, float]] = {}
+        self.held: dict[str, list[Any]] = {}
+        self.shrinking: list[tuple[Any, int]] = []
+
+    def decay(self, optimizer: Any, parts: Any, what: str, rate: float) -> None:
+        """Takes the weight decay over from the optimizer.
+
+        all         every weight and bias of a branch
+        scale-free  what a norm follows: W_V, W_O, W_down and, at the same rate, their biases, so that only the length
+                    of a branch's output changes, which the norm takes out; not W_Q, W_K, W_up
+        """
+        if what == "matrices":
+            return
+        self.optimizer, self.rate = optimizer, rate
+        for part in parts.attentions():
+            self.shrinking += [(part.v, 1), (part.v_bias, 1), (part.out, 1), (part.out_bias, 2)]
+            if what == "all":
+                self.shrinking += [(view, 1) for view in (part.q, part.k, part.q_bias, part.k_bias)]
+        for part in parts.mlps():
+            self.shrinking += [(part.down, 1), (part.down_bias, 1)]
+            if what == "all":
+                self.shrinking += [(part.up, 1), (part.up_bias, 1)]
+        self.shrinking = [(view, power) for view, power in self.shrinking if view is not None]
+
+    def before(self, step: int) -> None:
+        if step in self.moments:
+            self.held = {name: [view.clone() for view in views] for name, views in self.roles.items()}
+
+    def after(self, step: int) -> None:
+        import torch
+
+        with torch.no_grad():
+            if self.slow:
+                torch._foreach_lerp_(self.slow, self.before_slow, 1 - self.factor)
+                torch._foreach_copy_(self.before_slow, self.slow)
+            if self.shrinking:
+                keep = 1 - self.optimizer.param_groups[0]["lr"] * self.rate
+                for power in (1, 2):
+                    torch._foreach_mul_([view for view, each in self.shrinking if each == power], keep**power)
+            torch._foreach_lerp_(self.means, self.weights, 1 - EMA if step else 1.0)
+            if self.held:
+                self.relative[step], self.sizes[step] = {}, {}
+                for name, views in self.roles.items():
+                    pairs = [*zip(views, self.held[name], strict=True)]
+                    size = [float(view.norm()) for view in views]
+                    moved = [float((view - old).norm()) / own for (view, old), own in zip(pairs, size, strict=True)]
+                    self.relative[step][name] = float(f"{statistics.mean(moved):.4g}")
+                    self.sizes[step][name] = float(f"{statistics.mean(size):.4g}")
+                self.held = {}
+
+    def averaged(self) -> Any:
+        """The model with its averaged weights while it lasts."""
+
+        @contextlib.contextmanager
+        def shown() -> Iterator[None]:
+            own = [weight.clone() for weight in self.weights]
+            for weight, mean in zip(self.weights, self.means, strict=True):
+                weight.copy_(mean)
+            yield
+            for weight, old in zip(self.weights, own, strict=True):
+                weight.copy_(old)
+
+        return shown()

@@ -1,0 +1,276 @@
+"""What closes the gap of a ViT without skips? Weight decay, starts, heads and optimizer settings, one by one.
+
+python benchmarks/skipless_gap.py --data "DATA/cifar10-{split}.parquet" --device cuda --workers 8 --limit 1600
+python benchmarks/skipless_gap.py --stage 2 --data ... --out docs/results/skipless-long.json
+python benchmarks/skipless_gap.py --only grid                             # digits on the CPU, six steps a run
+
+Every run, with skips or without, has mean pooling and a strong position code unless its name says otherwise. Settings
+are chosen on a tenth of the training set that is held out.
+
+grid      learning rate x weight decay for each wiring
+factor    one thing changed in the model without skips, from the shaped start, at lr 3e-3 and weight decay 0.3
+control   one thing changed in the residual model, at lr 3e-3 and weight decay 1
+mix       heads that carry tokens and heads that mix them (stage 2, 20 epochs, first)
+long      100 epochs with mixup and cutmix (stage 2): weight decay is chosen on held-out images
+final     the best of `long`, and the model whose MLPs' skips alone are cut, three seeds, on the test set (stage 2)
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import statistics
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from _skipless_run import BASE, EMA, Config, work
+from _study import ROOT, Job, about, arguments, drawing, opened, serve, study
+
+PAPER: Config = {"alpha": 1.8, "beta": 1.0, "c": 3.0, "gain": 1.0, "bias": None}
+EVEN: Config = {"c": 1.0, "gain": 1.0}  # branches as long as a stream that is kept
+WIRINGS: dict[str, Config] = {
+    "residual": {"shortcut": "keep", "start": False},
+    "cut, shaped": {},
+    "cut, paper": PAPER,
+    "decay": {"shortcut": "decay:product=0.001", "start": False},
+    "MLPs cut, shaped": {"where": "mlp", **EVEN},
+    "MLPs cut, paper": {"where": "mlp", **PAPER},
+    "attention cut, shaped": {"where": "attention", **EVEN},
+    "attention cut, paper": {"where": "attention", **PAPER},
+}
+FULL = [*itertools.product((3e-3, 1e-3), (0.3, 1.0, 2.0)), (3e-3, 0.05)]
+GRID: dict[str, list[tuple[float, float]]] = {
+    "cut, shaped": [*FULL, (6e-3, 0.3)],
+    "residual": [*FULL, (6e-3, 1.0)],
+    "cut, paper": [(3e-3, 0.3), (3e-3, 1.0)],
+    "decay": [(3e-3, 1.0), (3e-3, 0.3)],
+    **{name: [(3e-3, 0.3)] for name in WIRINGS if "MLPs" in name or "attention" in name},
+}
+SCALE_FREE: Config = {"decays": "scale-free", "weight_decay": 1.0}
+FACTORS: dict[str, Config] = {
+    "biases decay, too": {"decays": "all"},
+    "biases decay, too; weight decay 0.15": {"decays": "all", "weight_decay": 0.15},
+    "biases decay, too; weight decay 0.6": {"decays": "all", "weight_decay": 0.6},
+    "biases decay, too; lr 1.8e-3": {"decays": "all", "lr": 1.8e-3},
+    "biases decay, too; lr 5.1e-3": {"decays": "all", "lr": 5.1e-3},
+    "scale-free decay 0.3": {"decays": "scale-free"},
+    "scale-free decay 1": SCALE_FREE,
+    "scale-free decay 2": {"decays": "scale-free", "weight_decay": 2.0},
+    "scale-free decay 1; lr 6e-3": {**SCALE_FREE, "lr": 6e-3},
+    "scale-free decay 1; c 3, gain 3": {**SCALE_FREE, "c": 3.0, "gain": 3.0},
+    "scale-free decay 1; c 1, gain 1": {**SCALE_FREE, "c": 1.0, "gain": 1.0},
+    "scale-free decay 1; self-attention 0.97": {**SCALE_FREE, "target": 0.97},
+    "scale-free decay 1; 6 heads, self-attention 0.97": {**SCALE_FREE, "heads": 6, "target": 0.97},
+    "scale-free decay 1; 1 head": {**SCALE_FREE, "heads": 1},
+    "scale-free decay 1; value-output x 0.1": {**SCALE_FREE, "value_output": 0.1},
+    "refresh every step": {"refresh": 1},
+    "value-output x 0.1": {"value_output": 0.1},
+    "value-output frozen": {"value_output": 0.0},
+    "split qkv": {"split_qkv": True},
+    "half-whitened patches": {"whiten": -0.25},
+    "1 head": {"heads": 1},
+    "2 heads": {"heads": 2},
+    "6 heads": {"heads": 6},
+    "self-attention 0.9": {"target": 0.9},
+    "self-attention 0.97": {"target": 0.97},
+    "6 heads, self-attention 0.9": {"heads": 6, "target": 0.9},
+    "12 heads, self-attention 0.9": {"heads": 12, "target": 0.9},
+    "c 3, gain 3": {"c": 3.0, "gain": 3.0},
+    "bias 0": {"bias": 0.0},
+    "bias 3": {"bias": 3.0},
+    "Muon 3e-3": {"optimizer": "muon"},
+    # from here on not run yet
+    "c 27, gain 27": {"c": 27.0, "gain": 27.0},
+    "alpha 1.8": {"alpha": 1.8},
+    "alpha 0.5": {"alpha": 0.5},
+    "12 heads": {"heads": 12},
+    "self-attention 0.8": {"target": 0.8},
+    "Muon 1e-2": {"optimizer": "muon", "lr": 1e-2},
+}
+CONTROLS: dict[str, Config] = {
+    "biases decay, too": {"decays": "all"},
+    # from here on not run yet
+    "refresh every step": {"refresh": 1},
+    "class token, timm's position embedding": {"pool": "token", "code": None},
+    "6 heads": {"heads": 6},
+    "1 head": {"heads": 1},
+    "half-whitened patches": {"whiten": -0.25},
+}
+OWN, CONTROL = (3e-3, 0.3), (3e-3, 1.0)  # the best of the two full grids
+
+
+def at(wiring: str, place: tuple[float, float], **changes: Any) -> Config:
+    """The config of a wiring at a learning rate and a weight decay."""
+    return {**BASE, **WIRINGS[wiring], "lr": place[0], "weight_decay": place[1], **changes}
+
+
+def stage_one(done: dict[str, Any]) -> Iterator[Job]:
+    """Single factors, 20 epochs."""
+    for wiring, places in GRID.items():
+        yield from ((f"grid | {wiring} | {lr:g} | {decay:g}", at(wiring, (lr, decay))) for lr, decay in places)
+    for name, changes in FACTORS.items():
+        yield f"factor | {name}", at("cut, shaped", OWN, **changes)
+    for name, changes in CONTROLS.items():
+        yield f"control | {name}", at("residual", CONTROL, **changes)
+
+
+# --- Stage 2: 100 epochs ----------------------------------------------------------------------------------------------
+
+ALL: Config = {"decays": "all"}
+WIDE: Config = {"heads": 6, "head_dim": 64}  # twice the attention: three heads can carry the stream, three can mix
+CARRY: Config = {**ALL, **WIDE, "target": 0.97, "even": 3}
+MIX: dict[str, Config] = {
+    "3 of 6 wide heads carry": at("cut, shaped", OWN, **CARRY, carry=0.3),
+    "3 of 6 wide heads carry; mix 1": at("cut, shaped", OWN, **CARRY, carry=1.0),
+    "6 wide heads": at("cut, shaped", OWN, **ALL, **WIDE),
+    "residual; 6 wide heads": at("residual", CONTROL, **ALL, **WIDE),
+    "6 heads, 1 near-uniform": at("cut, shaped", OWN, **ALL, heads=6, target=0.97, even=1),
+    "paper": at("cut, paper", OWN, **ALL),
+    "refresh every step": at("cut, shaped", OWN, **ALL, refresh=1),
+    "residual; refresh every step": at("residual", CONTROL, **ALL, refresh=1),
+}
+LONG: Config = {"epochs": 100, "mixup": 0.8, "cutmix": 1.0}
+SHARED = ("heads", "head_dim", "refresh")  # what a control gets when its rival has it
+SEEDS = (0, 1, 2)
+
+
+def stage_two(done: dict[str, Any]) -> Iterator[Job]:
+    """Mixing heads, then 100 epochs with mixup and cutmix. What a missing result decides is not there yet."""
+    yield from ((f"mix | {name}", config) for name, config in MIX.items())
+    runs: dict[str, list[Config]] = {
+        "residual": [at("residual", (3e-3, decay), **ALL) for decay in (0.3, 1.0)],
+        "no skips": [at("cut, shaped", (3e-3, decay), **ALL) for decay in (0.1, 0.3)],
+    }
+    if all(f"mix | {name}" in done for name in MIX):
+        without = [name for name in MIX if not name.startswith("residual")]
+        top = MIX[max(without, key=lambda name: value(done[f"mix | {name}"]))]
+        runs["no skips"].append(top)
+        runs["residual"].append({**runs["residual"][1], **{name: top[name] for name in SHARED}})
+    names = {
+        group: {f"long | {group} | {place}": {**config, **LONG} for place, config in enumerate(configs)}
+        for group, configs in runs.items()
+    }
+    for configs in names.values():
+        yield from configs.items()
+    finals = {"MLPs cut": {**at("MLPs cut, shaped", OWN, **ALL), **LONG}}
+    if all(len(each) == 3 and all(name in done for name in each) for each in names.values()):
+        for group, configs in names.items():
+            finals[group] = configs[max(configs, key=lambda name: value(done[name]))]
+    for seed in SEEDS:
+        for name in reversed(finals):
+            yield f"final | {name} | seed {seed}", {**finals[name], "seed": seed, "validate": False}
+
+
+# --- What it shows ----------------------------------------------------------------------------------------------------
+
+
+def value(row: dict[str, Any]) -> float:
+    """What a run is chosen by; 0 where it did not end."""
+    return float(row.get("val_accuracy") or 0.0)
+
+
+def table(done: dict[str, Any]) -> str:
+    """A line a run, the best on held-out images first; final runs by setting."""
+    lines = ["| run | lr | weight decay | held out | EMA | training loss | last cosine |", "|---" * 7 + "|"]
+    for name, row in sorted(done.items(), key=lambda item: -value(item[1])):
+        if name.startswith("final"):
+            continue
+        config, seen = row["config"], row.get("watch", {}).get("cosine", [[math.nan]])
+        cells = [": ".join(name.split(" | ")[:2]), f"{config['lr']:.3g}", f"{config['weight_decay']:.3g}"]
+        cells += [f"{100 * row[key]:.1f}" if key in row else "-" for key in ("val_accuracy", "ema_val_accuracy")]
+        cells += [str(row.get("train_loss", row.get("diverged", "failed"))), f"{seen[-1][-1]:.2f}"]
+        lines.append(f"| {' | '.join(cells)} |")
+    groups: dict[str, list[float]] = {}
+    for name, row in done.items():
+        if name.startswith("final") and "test_accuracy" in row:
+            groups.setdefault(name.rpartition(" | ")[0], []).append(100 * row["test_accuracy"])
+    for name, tests in groups.items():
+        spread = f" ± {statistics.stdev(tests):.2f}, {len(tests)} seeds" if len(tests) > 1 else ", one seed"
+        lines.append(f"{name}: test {statistics.mean(tests):.2f}{spread}")
+    return "\n".join(lines)
+
+
+def figure(done: dict[str, Any], file: Path) -> None:
+    """Accuracy by weight decay; training loss against accuracy; how alike tokens are and where attention looks."""
+    pyplot = drawing("skipless-gap")
+    image, (left, middle, right) = pyplot.subplots(1, 3, figsize=(13, 3.8), constrained_layout=True)
+    lines = {
+        "residual": ("grid | residual", "C0-"),
+        "no skips": ("grid | cut, shaped", "C3-"),
+        "no skips, biases decay": ("factor | biases decay", "C3--"),
+    }
+    for label, (begin, style) in lines.items():
+        rows = [row for name, row in done.items() if name.startswith(begin) and row["config"]["lr"] == 3e-3]
+        points = sorted((row["config"]["weight_decay"], 100 * value(row)) for row in rows)
+        left.plot(*zip(*points, strict=True), style, marker="o", label=label)
+    left.set(xscale="log", xlabel="weight decay", ylabel="held-out accuracy (%)", ylim=(64, 86), title="lr 3e-3")
+    left.legend(fontsize=8)
+    kinds = {
+        "residual, decay": lambda config: config["shortcut"] != "cut",
+        "MLPs cut": lambda config: config["where"] == "mlp",
+        "attention cut": lambda config: config["where"] == "attention",
+        "no skips": lambda config: config["shortcut"] == "cut" and config["where"] is None,
+    }
+    for label, chosen in kinds.items():
+        rows = [row for row in done.values() if chosen(row["config"]) and value(row) > 0.7]
+        middle.plot([row["train_loss"] for row in rows], [100 * value(row) for row in rows], "o", ms=4, label=label)
+    middle.set(xlabel="training loss, last tenth", ylabel="held-out accuracy (%)", title="every run above 70 %")
+    middle.legend(fontsize=8)
+    shown = {
+        "residual": "grid | residual | 0.003 | 1",
+        "MLPs cut": "grid | MLPs cut, shaped | 0.003 | 0.3",
+        "no skips, biases decay": "factor | biases decay, too",
+        "no skips, self-attention 0.97": "factor | self-attention 0.97",
+    }
+    for (label, name), style in zip(shown.items(), ("C0-", "C1-.", "C3--", "C3:"), strict=True):
+        values = done[name]["watch"]["self_attention"][-1]
+        right.plot(range(1, len(values) + 1), values, style, marker="o", ms=3, label=label)
+    right.set(xlabel="block", ylabel="self-attention", title="after training")
+    right.legend(fontsize=8)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    image.savefig(file, metadata={"Date": None})
+    pyplot.close(image)
+
+
+def tell(name: str, row: dict[str, Any]) -> str:
+    shown = {key: round(entry, 4) for key, entry in row.items() if key.endswith("accuracy")}
+    return f"{row.get('diverged') or row.get('failed') or shown}, {row.get('images_per_second', 0):.0f} images/s"
+
+
+def main() -> None:
+    parser = arguments(__doc__, "skipless-gap.json, or -gap-digits")
+    parser.add_argument("--stage", type=int, choices=(1, 2), default=1)
+    parser.add_argument("--steps", type=int, help="of every run, to see that it works")
+    options = parser.parse_args()
+    if options.work:
+        serve(work)
+        return
+    preset = "digits" if options.data is None else "cifar"
+    fields: Config = {"preset": preset, "device": options.device}
+    if options.data is not None:
+        fields["data"] = options.data
+    shrink: Config = {"steps": options.steps or 6} if options.steps or options.data is None else {}
+    options.out = options.out or ROOT / "docs" / "results" / f"skipless-gap{'' if options.data else '-digits'}.json"
+    settings = {"preset": preset, "epochs": BASE["epochs"], **shrink}
+    data = opened(options.out, settings)
+    done = data["runs"]
+    if not options.show:
+        data |= about(__file__, options.device, settings, base=BASE, ema=EMA)
+        # One worker fills the compiler's cache before the others begin.
+        first = [("warm", {**at("cut, shaped", OWN), "steps": 8})] if options.device == "cuda" else []
+
+        def waiting() -> list[Job]:
+            queue = [*(stage_one if options.stage == 1 else stage_two)(done)]
+            jobs = [(name, {**config, **shrink}) for name, config in queue if name not in done]
+            return first if first and "warm" not in done else jobs
+
+        study(__file__, data, waiting, lambda name, config: {**config, **fields}, options, tell)
+    done.pop("warm", None)
+    print(table(done))
+    if options.show and options.stage == 1:
+        figure(done, ROOT / "docs" / "img" / "skipless-gap.svg")
+
+
+if __name__ == "__main__":
+    main()
