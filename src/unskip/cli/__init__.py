@@ -9,6 +9,7 @@ it runs, so help and version take no time.
 
 from __future__ import annotations
 
+import inspect
 import os
 import signal
 import sys
@@ -44,6 +45,7 @@ options:
 
 example: unskip audit timm:vit_base_patch16_224 --shortcut decay:0.6"""
 
+PLUGIN = "With --plugin NAME, a Python file or module with shortcuts, evaluators or recipes is loaded first."
 INTERRUPTED = "unskip: interrupted"
 _IN_ORDER = ("train", "resume", "demo")  # they write a checkpoint, or say how to go on, when interrupted
 
@@ -129,7 +131,8 @@ def _run(command: str, args: list[str], plugins: list[str]) -> int:
         function = getattr(import_module(f"unskip.cli.{file}"), name)
         if command == "train":
             return int(function(args))  # its options depend on the recipe and the preset
-        return int(tyro.cli(function, prog=f"unskip {command}", args=args))
+        about = f"{inspect.getdoc(function)}\n\n{PLUGIN}"
+        return int(tyro.cli(function, prog=f"unskip {command}", description=about, args=args))
 
 
 @contextmanager

@@ -15,6 +15,7 @@ from typing import Annotated, Any, NamedTuple
 
 import tyro
 
+from unskip.cli import PLUGIN
 from unskip.cli._options import Quiet, told
 from unskip.errors import BadInput
 from unskip.recipes import RECIPES, Recipe, field_groups, from_dict, recipe_of, resolve
@@ -49,7 +50,7 @@ def read(args: Sequence[str]) -> Job:
         options,
         args=rest,
         prog=f"unskip train {recipe.name}",
-        description=f"Presets: {presets}. Defaults shown are those of {given.config or base.preset}.",
+        description=f"Presets: {presets}. Defaults shown are those of {given.config or base.preset}.\n\n{PLUGIN}",
         config=(tyro.conf.OmitArgPrefixes,),
     )
     values = {name: value for group in groups for name, value in vars(getattr(found, group)).items()}

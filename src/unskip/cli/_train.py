@@ -42,13 +42,13 @@ def train(args: Sequence[str]) -> int:
 
     job = read(args)
     if job.seeds is None:
-        code = _tell(unskip.train(job.config, job.out, job.quiet))
+        code = _print_outcome(unskip.train(job.config, job.out, job.quiet))
     else:
         begin = [
             partial(_begun, replace(job.config, seed=seed), job.out / f"seed-{seed}", job.quiet) for seed in job.seeds
         ]
         code = _several(job.out, begin)
-    _part()
+    _leave_process_group()
     return code
 
 
@@ -57,10 +57,10 @@ def resume(run: Runs, quiet: Quiet = False, changed_data: ChangedData = False) -
     found = unskip.training.find_runs(run)
     options: dict[str, Any] = {"changed_data": changed_data}
     if found == [Path(run)]:
-        code = _tell(unskip.resume(run, quiet, **options))
+        code = _print_outcome(unskip.resume(run, quiet, **options))
     else:
         code = _several(Path(run), [partial(unskip.resume, each, quiet, **options) for each in found])
-    _part()
+    _leave_process_group()
     return code
 
 
@@ -90,7 +90,7 @@ def _several(out: Path, runs: Sequence[Callable[[Opener], Outcome]]) -> int:
     outcomes: list[Outcome] = []
     for run in runs:
         outcomes.append(run(opener))
-        if _tell(outcomes[-1]):
+        if _print_outcome(outcomes[-1]):
             if unskip.recipes.is_main():
                 print("the same command goes on with this run and the ones after it", file=sys.stderr)
             return _STOPPED
@@ -99,7 +99,7 @@ def _several(out: Path, runs: Sequence[Callable[[Opener], Outcome]]) -> int:
     return 0
 
 
-def _tell(outcome: Outcome) -> int:
+def _print_outcome(outcome: Outcome) -> int:
     """Says how a run ended; returns the exit code."""
     if unskip.recipes.is_main():
         numbers = "  ".join(f"{name} {value:.4g}" for name, value in outcome.evaluations.items())
@@ -120,7 +120,7 @@ def _summary(out: Path, outcomes: Sequence[Outcome]) -> None:
     (out / "seeds.json").write_text(json.dumps(finite(data), indent=1) + "\n")
 
 
-def _part() -> None:
+def _leave_process_group() -> None:
     """Ends what joins several processes; their threads may abort where the interpreter goes first."""
     from torch import distributed
 
