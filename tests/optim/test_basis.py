@@ -1,4 +1,4 @@
-"""Bases: the blocked orthogonalisation against QR, its orthogonality in the worst cases, and the calendar."""
+"""Bases: the blocked orthogonalisation against QR, its orthogonality in the worst cases, and the refresh schedule."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from unskip.optim import _basis
 from unskip.optim._basis import eigenbasis, inverse_lower, orthonormal_rows_, refresh
-from unskip.optim._spread import STEPS_PER_LOT, WAIT, Face, Lot, calendar
+from unskip.optim._refresh_schedule import STEPS_PER_CHUNK, WAIT, Chunk, Side, refresh_schedule
 
 
 def defect(basis: Tensor) -> float:
@@ -130,42 +130,44 @@ def test_tiny_statistics_have_the_same_basis() -> None:
     assert torch.allclose(plain, tiny)
 
 
-# --- The calendar -----------------------------------------------------------------------------------------------------
+# --- The refresh schedule ---------------------------------------------------------------------------------------------
 
-faces = st.lists(st.tuples(st.integers(2, 400), st.integers(1, 30)), min_size=1, max_size=8).map(
-    lambda pairs: [Face(i, "left", size, rows) for i, (size, rows) in enumerate(pairs)]
+many_sides = st.lists(st.tuples(st.integers(2, 400), st.integers(1, 30)), min_size=1, max_size=8).map(
+    lambda pairs: [Side(i, "left", size, rows) for i, (size, rows) in enumerate(pairs)]
 )
 
 
-@given(faces, st.integers(1, 25), st.booleans())
-def test_every_basis_is_refreshed_once_in_an_interval(sides: list[Face], every: int, stagger: bool) -> None:
-    steps = calendar(sides, every, stagger)
+@given(many_sides, st.integers(1, 25), st.booleans())
+def test_every_basis_is_refreshed_once_in_an_interval(sides: list[Side], every: int, stagger: bool) -> None:
+    steps = refresh_schedule(sides, every, stagger)
     assert len(steps) == every
-    seen = sorted((lot.face.stack, row) for lots in steps for lot in lots for row in range(lot.start, lot.stop))
-    assert seen == sorted((face.stack, row) for face in sides for row in range(face.rows))
+    seen = sorted(
+        (chunk.side.stack, row) for chunks in steps for chunk in chunks for row in range(chunk.start, chunk.stop)
+    )
+    assert seen == sorted((side.stack, row) for side in sides for row in range(side.rows))
     if not stagger:
         assert not any(steps[1:])
 
 
-@given(faces, st.integers(STEPS_PER_LOT, 25))
-def test_no_step_has_more_than_its_share_and_one_part(sides: list[Face], every: int) -> None:
-    def cost(lots: list[Lot]) -> int:
-        work = sum((lot.stop - lot.start) * lot.face.size**3 for lot in lots)
-        return work + sum(WAIT * size for size in {lot.face.size for lot in lots})
+@given(many_sides, st.integers(STEPS_PER_CHUNK, 25))
+def test_no_step_has_more_than_its_share_and_one_part(sides: list[Side], every: int) -> None:
+    def cost(chunks: list[Chunk]) -> int:
+        work = sum((chunk.stop - chunk.start) * chunk.side.size**3 for chunk in chunks)
+        return work + sum(WAIT * size for size in {chunk.side.size for chunk in chunks})
 
-    steps = calendar(sides, every)
-    sizes = {face.size for face in sides}
-    share = sum(cost([Lot(face, 0, face.rows) for face in sides if face.size == size]) for size in sizes)
-    share /= every // STEPS_PER_LOT
+    steps = refresh_schedule(sides, every)
+    sizes = {side.size for side in sides}
+    share = sum(cost([Chunk(side, 0, side.rows) for side in sides if side.size == size]) for size in sizes)
+    share /= every // STEPS_PER_CHUNK
     # A part is at most one and a half shares and one row; the least loaded step has less than all parts' waiting more.
-    limit = 2.5 * share + max(sizes) ** 3 + WAIT * max(sizes) * (every // STEPS_PER_LOT)
+    limit = 2.5 * share + max(sizes) ** 3 + WAIT * max(sizes) * (every // STEPS_PER_CHUNK)
     assert max(map(cost, steps)) <= limit
 
 
-def test_the_calendar_of_vit_b() -> None:
+def test_the_refresh_schedule_of_vit_b() -> None:
     shapes = [(2304, 768), (768, 768), (3072, 768), (768, 3072)]
-    sides = [Face(i, "lr"[j], size, 12) for i, shape in enumerate(shapes) for j, size in enumerate(shape)]
-    steps = calendar(sides, 10)
-    assert [i for i, lots in enumerate(steps) if lots] == [0, 3, 6]
-    assert [{lot.face.size for lot in steps[i]} for i in (0, 3, 6)] == [{3072}, {3072}, {2304, 768}]
-    assert sum(lot.stop - lot.start for lot in steps[0]) == 12
+    sides = [Side(i, "lr"[j], size, 12) for i, shape in enumerate(shapes) for j, size in enumerate(shape)]
+    steps = refresh_schedule(sides, 10)
+    assert [i for i, chunks in enumerate(steps) if chunks] == [0, 3, 6]
+    assert [{chunk.side.size for chunk in steps[i]} for i in (0, 3, 6)] == [{3072}, {3072}, {2304, 768}]
+    assert sum(chunk.stop - chunk.start for chunk in steps[0]) == 12

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from unskip.optim import SOAP, Muon, _kernels
 from unskip.optim._basis import eigenbasis, orthonormal_rows_, refresh
-from unskip.optim._precision import exact_product, products
+from unskip.optim._precision import exact_product, matmul_precision
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -68,7 +68,7 @@ def test_bases_of_full_size_are_orthogonal(size: int, kind: str) -> None:
         total = 0.95 * total + 0.05 * grad @ grad.mT
     basis = eigenbasis(first) if kind == "moving" else torch.eye(size, device="cuda").repeat(2, 1, 1)
     for _ in range(3):
-        with products("tf32", total.device):
+        with matmul_precision("tf32", total.device):
             result = refresh(total, basis)
         assert not result.held.any()
         basis = result.basis
@@ -87,7 +87,7 @@ def test_exact_products_are_exact() -> None:
     generator = torch.Generator("cuda").manual_seed(0)
     a, b = (torch.rand(3, 500, 500, device="cuda", generator=generator) * 2 - 1 for _ in range(2))
     truth = a.double() @ b.double()
-    with products("tf32", a.device):
+    with matmul_precision("tf32", a.device):
         exact, rough = exact_product(a, b, torch.ones(3, device="cuda")), torch.bmm(a, b)
     assert (exact - truth).norm() < 5e-6 * truth.norm()
     assert (rough - truth).norm() > 1e-4 * truth.norm()

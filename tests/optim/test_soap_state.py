@@ -239,10 +239,10 @@ def test_a_rehearsed_refresh_leaves_no_trace() -> None:
     optimizer = SOAP(params, refresh_every=3)
     run(optimizer, [(param, gradients(tuple(param.shape))) for param in params], range(5))
     before = copy.deepcopy(optimizer.state_dict())
-    (team,) = optimizer._teams[0]
-    for lots in team.calendar:
-        team._refresh(lots, write=False)
-    assert any(team.calendar)
+    (part,) = optimizer._by_device[0]
+    for chunks in part.schedule:
+        part._refresh(chunks, write=False)
+    assert any(part.schedule)
     after = optimizer.state_dict()
     for key, entry in before["state"].items():
         for name, value in entry.items():

@@ -4,7 +4,18 @@ from unskip.optim import schedules
 from unskip.optim._build import build, group_of, own_group
 from unskip.optim._groups import Assigned, Groups, groups
 from unskip.optim._muon import Muon
-from unskip.optim._precision import products
+from unskip.optim._precision import matmul_precision
 from unskip.optim._soap import SOAP
 
-__all__ = ["SOAP", "Assigned", "Groups", "Muon", "build", "group_of", "groups", "own_group", "products", "schedules"]
+__all__ = [
+    "SOAP",
+    "Assigned",
+    "Groups",
+    "Muon",
+    "build",
+    "group_of",
+    "groups",
+    "matmul_precision",
+    "own_group",
+    "schedules",
+]

@@ -21,12 +21,12 @@ from torch import Tensor
 
 from unskip.optim._kernels import halves
 
-Precision = Literal["tf32", "float32"]
+MatmulPrecision = Literal["tf32", "float32"]
 LOW = 2.0**11  # float16 has 11 bits of mantissa, so the rest of a number is this much smaller
 
 
 @contextmanager
-def products(precision: Precision, device: torch.device) -> Iterator[None]:
+def matmul_precision(precision: MatmulPrecision, device: torch.device) -> Iterator[None]:
     """Sets the precision of matrix products for a while, and switches autocast off."""
     settings = torch.backends.cuda.matmul
     before = settings.fp32_precision

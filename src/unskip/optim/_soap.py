@@ -29,8 +29,8 @@ from unskip.errors import BadInput
 from unskip.optim._basis import eigenbasis
 from unskip.optim._checks import betas_of, dense, loadable, number_or_tensor, plain
 from unskip.optim._kernels import Factors
-from unskip.optim._precision import Precision, products
-from unskip.optim._spread import Face, Lot, calendar
+from unskip.optim._precision import MatmulPrecision, matmul_precision
+from unskip.optim._refresh_schedule import Chunk, Side, refresh_schedule
 from unskip.optim._stacks import SIDES, Matrices, Piece, gather, matrix_shape, refresh_pieces, working
 
 LIMIT = 1e17  # the square of a larger gradient, summed over a row, would not be finite in float32
@@ -62,13 +62,13 @@ class SOAP(torch.optim.Optimizer):
         one_sided: bool = False,
         stagger: bool = True,
         splits: Mapping[Tensor, int] | None = None,
-        precision: Precision = "tf32",
+        precision: MatmulPrecision = "tf32",
         state_dtype: Literal["float32", "bfloat16"] = "float32",
         check: bool = False,
     ) -> None:
         self._splits = {} if splits is None else dict(splits)
         self._check = check
-        self._teams: dict[int, list[_Team]] = {}
+        self._by_device: dict[int, list[_DeviceGroup]] = {}
         defaults = {
             "lr": lr,
             "betas": betas,
@@ -109,7 +109,7 @@ class SOAP(torch.optim.Optimizer):
         except BadInput:
             self.param_groups.pop()
             raise
-        group["updates"] = 0  # the calendar's clock
+        group["updates"] = 0  # counts the steps of the refresh schedule
 
     def _blocks(self, param: Tensor) -> int:
         count = whole("SOAP", "every entry of splits", self._splits.get(param, 1), low=1)
@@ -129,19 +129,19 @@ class SOAP(torch.optim.Optimizer):
         if self._check:
             self._raise_if_masked([param for params in present for param in params])
         for index, group in enumerate(self.param_groups):
-            if index not in self._teams or any(team.stale(group) for team in self._teams[index]):
-                self._teams[index] = self._gathered(group)
+            if index not in self._by_device or any(part.stale(group) for part in self._by_device[index]):
+                self._by_device[index] = self._gathered(group)
             new = [param for param in present[index] if not self.state.get(param)]
-            awake = [team for team in self._teams[index] if any(param.grad is not None for param in team.params)]
-            group["updates"] += bool(awake)
-            for team in awake:
-                with products(group["precision"], team.device):
-                    team.step(group)
+            active = [part for part in self._by_device[index] if any(param.grad is not None for param in part.params)]
+            group["updates"] += bool(active)
+            for part in active:
+                with matmul_precision(group["precision"], part.device):
+                    part.step(group)
             if new:
                 for param in new:
-                    with products(group["precision"], param.device):
+                    with matmul_precision(group["precision"], param.device):
                         self._begin(param, group)
-                del self._teams[index]  # stacked again in the next step
+                del self._by_device[index]  # stacked again in the next step
         return loss
 
     def skipped(self) -> dict[str, int]:
@@ -170,14 +170,14 @@ class SOAP(torch.optim.Optimizer):
         for key, param in zip(ids, params, strict=True):
             for name, value in given["state"].get(key, {}).items():
                 self.state[param][name] = value.to(param.device, copy=True)
-        self._teams = {}
+        self._by_device = {}
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_check": self._check}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._teams, self._splits = {}, {}
+        self._by_device, self._splits = {}, {}
         self.__dict__.setdefault("_check", False)
 
     def _begin(self, param: Tensor, group: dict[str, Any]) -> None:
@@ -205,13 +205,13 @@ class SOAP(torch.optim.Optimizer):
             halved = param.is_cuda and work == torch.float32 and group["precision"] == "tf32"
             state[f"{side}_basis"] = eigenbasis(statistics).to(torch.float16 if halved else store)
 
-    def _gathered(self, group: dict[str, Any]) -> list[_Team]:
+    def _gathered(self, group: dict[str, Any]) -> list[_DeviceGroup]:
         started = [(p, b) for p, b in zip(group["params"], group["blocks"], strict=True) if self.state.get(p)]
-        teams = []
+        groups = []
         for device in dict.fromkeys(param.device for param, _ in started):
-            with products(group["precision"], device):
-                teams.append(_Team([pair for pair in started if pair[0].device == device], self.state, group))
-        return teams
+            with matmul_precision(group["precision"], device):
+                groups.append(_DeviceGroup([pair for pair in started if pair[0].device == device], self.state, group))
+        return groups
 
     def _raise_if_masked(self, params: list[Tensor]) -> None:
         bad = [p for p in params if p.grad is not None and not bool(p.grad.abs().amax() < LIMIT)]
@@ -231,8 +231,8 @@ class SOAP(torch.optim.Optimizer):
         return {name: count for name, count in counts.items() if count}
 
 
-class _Team:
-    """The parameters of one group on one device that have a state: their stacks, counters and calendar."""
+class _DeviceGroup:
+    """The parameters of one group on one device that have a state: their stacks, counters and refresh schedule."""
 
     def __init__(self, pairs: list[tuple[Tensor, int]], state: Any, group: dict[str, Any]) -> None:
         self.params = [param for param, _ in pairs]
@@ -242,20 +242,20 @@ class _Team:
         for name, values in self.counters.items():
             for param, value in zip(self.params, values.unbind(), strict=True):
                 state[param][name] = value
-        faces = [
-            Face(i, side, stack.fields[side].shape[-1], len(stack.index))
+        sides = [
+            Side(i, side, stack.fields[side].shape[-1], len(stack.index))
             for i, stack in enumerate(self.stacks)
             if isinstance(stack, Matrices)
             for side in SIDES
             if side in stack.fields
         ]
-        self.rhythm = (group["refresh_every"], group["stagger"])
-        self.calendar = calendar(faces, *self.rhythm)
+        self.interval = (group["refresh_every"], group["stagger"])
+        self.schedule = refresh_schedule(sides, *self.interval)
         if self.device.type == "cuda":
             # Kernels are compiled and libraries loaded now, not in the steps to come.
-            with products(group["precision"], self.device):
-                for lots in self.calendar:
-                    self._refresh(lots, write=False)
+            with matmul_precision(group["precision"], self.device):
+                for chunks in self.schedule:
+                    self._refresh(chunks, write=False)
 
     def step(self, group: dict[str, Any]) -> None:
         grads = [param.grad for param in self.params]
@@ -265,20 +265,20 @@ class _Team:
             mine = [grads[place] for place in stack.places]
             if any(grad is not None for grad in mine):
                 stack.update(mine, ok, factors, _beta(group), group["eps"])
-        self._refresh(self.calendar[group["updates"] % group["refresh_every"]])
+        self._refresh(self.schedule[group["updates"] % group["refresh_every"]])
 
-    def _refresh(self, lots: Sequence[Lot], write: bool = True) -> None:
-        for _, same in groupby(lots, key=lambda lot: (lot.face.size, self._stack(lot).work)):
-            pieces = [(self._stack(lot), Piece(lot.face.side, lot.start, lot.stop)) for lot in same]
+    def _refresh(self, chunks: Sequence[Chunk], write: bool = True) -> None:
+        for _, same in groupby(chunks, key=lambda chunk: (chunk.side.size, self._stack(chunk).work)):
+            pieces = [(self._stack(chunk), Piece(chunk.side.name, chunk.start, chunk.stop)) for chunk in same]
             refresh_pieces(pieces, self.counters["held"], write)
 
     def stale(self, group: dict[str, Any]) -> bool:
-        """Whether the group has another rhythm by now, or a parameter other memory."""
+        """Whether the group has another refresh interval by now, or a parameter other memory."""
         moved = any(stack.moved() for stack in self.stacks if isinstance(stack, Matrices))
-        return moved or self.rhythm != (group["refresh_every"], group["stagger"])
+        return moved or self.interval != (group["refresh_every"], group["stagger"])
 
-    def _stack(self, lot: Lot) -> Matrices:
-        stack = self.stacks[lot.face.stack]
+    def _stack(self, chunk: Chunk) -> Matrices:
+        stack = self.stacks[chunk.side.stack]
         assert isinstance(stack, Matrices)
         return stack
 

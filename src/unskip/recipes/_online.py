@@ -23,7 +23,7 @@ from unskip.errors import BadInput
 from unskip.evals import PROTOCOLS, Features, View, extract, knn, rank
 from unskip.evals import known as check_classes
 from unskip.measures import effective_rank
-from unskip.optim import products
+from unskip.optim import matmul_precision
 
 _IMAGES = 16  # whose patches are looked at
 # Relative to their length: patches that differ by less count as the same. A network in float32 rounds to 3e-7 up to
@@ -127,7 +127,7 @@ def patch_ranks(encoder: nn.Module, images: Tensor, axes: Mapping[str, int]) -> 
     with (
         evaluating(encoder),
         keep_outputs(encoder, axes, range(len(axes))) as outputs,
-        products("float32", images.device),
+        matmul_precision("float32", images.device),
     ):
         encoder(images)
     prefix: Any = getattr(encoder, "num_prefix_tokens", 0)
