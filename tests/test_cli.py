@@ -351,7 +351,7 @@ def test_our_warning_is_one_line(run: Any, file: str) -> None:
     assert code == 0
     assert "effective decay 0" in out
     _, warning = err.splitlines()
-    assert warning.startswith("warning: 0 [mlp], 1 [mlp]: the branch is under")
+    assert warning.startswith("warning: 0 [mlp], 1 [mlp]: near-zero branch")
 
 
 def test_warnings_of_others_stay_as_they_are(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:

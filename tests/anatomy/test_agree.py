@@ -83,7 +83,7 @@ def test_a_factor_on_the_input_is_told(factor: float) -> None:
 def test_what_is_more_than_an_mlp_is_neither_judged_nor_rewritten() -> None:
     model, x = Around(same, torch.neg), inputs()
     before = model(x)
-    with pytest.raises(BadInput, match=r"more than an MLP: steps besides its weights \(among relu, neg\)"):
+    with pytest.raises(BadInput, match=r"more than an MLP.*relu, neg"):
         unskip.absorb(only(model, x))
     applied = apply(model, mode="widen", example=x)
     assert not applied.done
@@ -95,7 +95,7 @@ def test_a_rewrite_that_changes_the_outputs_is_taken_back(monkeypatch: pytest.Mo
     monkeypatch.setattr("unskip.anatomy._parts.unseen", lambda *_: None)
     model, x = Around(same, torch.neg), inputs()
     before, weights = model(x), {name: value.clone() for name, value in model.state_dict().items()}
-    with pytest.raises(RewireError, match=r"outputs differ by [\d.]+ of their size .* nothing was changed"):
+    with pytest.raises(RewireError, match="outputs differ by"):
         apply(model, mode="widen", example=x)
     assert torch.equal(model(x), before)
     assert all(torch.equal(value, weights[name]) for name, value in model.state_dict().items())

@@ -66,9 +66,7 @@ def test_leaves_model_random_state_and_modes_alone(training: bool) -> None:
 
 def test_a_failed_forward_leaves_the_modes_alone() -> None:
     model = Counting().train()
-    with pytest.raises(
-        unskip.errors.ForwardError, match="Counting: its forward failed on the example in evaluation mode"
-    ):
+    with pytest.raises(unskip.errors.ForwardError, match=r"Counting.*evaluation mode"):
         unskip.audit(model, torch.randn(2, 5, 3))
     assert all(module.training for module in model.modules())
     assert torch.backends.mha.get_fastpath_enabled()

@@ -361,3 +361,11 @@ def test_value_output_is_the_map_of_a_token_that_looks_at_itself() -> None:
         double = {view: getattr(part, view).double() for view in ("q", "k", "v", "out")}
         plain = AttentionParts(**{**vars(part), **none, **double, "extras": ()})
         torch.testing.assert_close(attend(plain, x), x @ part.value_output().T)
+
+
+def test_parts_print_the_shapes_of_their_weights_and_not_the_values() -> None:
+    family = FAMILIES["timm_vit"]
+    part = unskip.parts(family.build(), family.inputs(1))[0]
+    assert "q=<" in repr(part)
+    assert len(repr(part)) < 1000
+    assert "tensor(" not in repr(part)

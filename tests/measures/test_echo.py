@@ -170,7 +170,7 @@ def test_constant_tokens_have_no_share() -> None:
 
 
 def test_the_grid_must_fit() -> None:
-    with pytest.raises(BadInput, match=r"17 tokens do not fill a grid of 4 x 4; cut off prefix"):
+    with pytest.raises(BadInput, match=r"17 tokens.*4 x 4"):
         high_frequency_share(torch.randn(1, 17, 3), (4, 4))
     with pytest.raises(BadInput, match=r"non-finite"):
         high_frequency_share(torch.full((1, 16, 3), math.inf), (4, 4))

@@ -98,7 +98,7 @@ def test_half_precision() -> None:
 
 def test_bad_input_is_named() -> None:
     x = torch.ones(3)
-    with pytest.raises(BadInput, match=r"bits must be a whole number, 2 or more, got 1"):
+    with pytest.raises(BadInput, match=r"bits.*2 or more, got 1"):
         sqnr(x, 1)
     with pytest.raises(BadInput, match=r"got 'row'"):
         sqnr(x, 8, "row")  # type: ignore[arg-type]

@@ -127,7 +127,7 @@ def test_feature_matrix() -> None:
 def test_bad_input_is_named() -> None:
     x = torch.randn(4, 3)
     x[2, 1] = math.nan
-    with pytest.raises(BadInput, match=r"x holds 1 non-finite of 12 entries, the first nan at \(2, 1\)"):
+    with pytest.raises(BadInput, match=r"1 non-finite of 12.*\(2, 1\)"):
         effective_rank(x)
     with pytest.raises(BadInput, match=r"got shape \(2, 4, 3\)"):
         effective_rank(torch.randn(2, 4, 3))

@@ -141,7 +141,7 @@ def test_in_words() -> None:
 
 def test_bad_input_is_named() -> None:
     x = torch.ones(3, dtype=DOUBLE)
-    with pytest.raises(BadInput, match=r"got torch.float16, shape \(3,\); cast x and the model"):
+    with pytest.raises(BadInput, match=r"torch.float16, shape \(3,\)"):
         jacobian_spectrum(torch.sin, x.half())
     with pytest.raises(BadInput, match=r"got list"):
         jacobian_spectrum(torch.sin, [1.0])  # type: ignore[arg-type]
@@ -149,7 +149,7 @@ def test_bad_input_is_named() -> None:
         jacobian_spectrum(torch.sin, x * math.nan)
     with pytest.raises(BadInput, match=r"f\(x\) holds 3 non-finite"):
         jacobian_spectrum(lambda z: z / 0, x)
-    with pytest.raises(BadInput, match=r"must return one float32 or float64 tensor, got tuple"):
+    with pytest.raises(BadInput, match="one float32 or float64 tensor, got tuple"):
         jacobian_spectrum(lambda z: (z, z), x)  # type: ignore[arg-type, return-value]
     with pytest.raises(BadInput, match=r"without detach"):
         jacobian_spectrum(lambda z: z.detach() * 2, x)

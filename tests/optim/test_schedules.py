@@ -77,7 +77,7 @@ def test_a_warm_up_may_take_the_whole_run(schedule: Any) -> None:
     """LambdaLR asks for one step more than there are: the factor stays where it is."""
     assert [schedule(t, total=4, warmup=4) for t in range(6)] == [0.25, 0.5, 0.75, 1, 1, 1]
     assert [schedule(t, total=2, warmup=4) for t in range(6)] == [0.25, 0.5, 0.5, 0.5, 0.5, 0.5]
-    with pytest.raises(BadInput, match=f"{schedule.__name__}: total must be 1 step or more"):
+    with pytest.raises(BadInput, match=f"{schedule.__name__}: total"):
         schedule(0, total=0)
 
 

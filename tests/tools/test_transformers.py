@@ -195,7 +195,7 @@ def test_the_order_of_adapters_and_rewiring_does_not_matter_inside(model: Any) -
 def test_a_peft_wrapper_is_refused(model: Any) -> None:
     wrapped = adapted(model)
     plain = logits(wrapped)
-    with pytest.raises(WrappedError, match=r"wrapped by peft\. Rewire the plain model first"):
+    with pytest.raises(WrappedError, match="wrapped by peft"):
         unskip.rewire(wrapped, Cut(), inputs())
     assert torch.equal(logits(wrapped), plain)
 
@@ -203,5 +203,5 @@ def test_a_peft_wrapper_is_refused(model: Any) -> None:
 def test_a_rewired_model_in_a_peft_wrapper_is_told_how_to_save(model: Any, tmp_path: Path) -> None:
     unskip.rewire(model, Decay(0.3), inputs())
     wrapped = adapted(model)
-    with pytest.raises(WrappedError, match=r"rewired model in peft.* to save it \.merge_and_unload\(\)"):
+    with pytest.raises(WrappedError, match=r"rewired model in peft.*merge_and_unload"):
         unskip.save(wrapped, tmp_path / "x")

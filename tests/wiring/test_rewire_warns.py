@@ -70,7 +70,7 @@ def test_cutting_zero_initialised_branches_warns() -> None:
     model = nn.Sequential(h.PreNorm(), h.PreNorm())
     nn.init.zeros_(model[1].f[2].weight)
     nn.init.zeros_(model[1].f[2].bias)
-    with pytest.warns(UnskipWarning, match=r"^1 \[mlp\]: the branch is under"):
+    with pytest.warns(UnskipWarning, match=r"^1 \[mlp\]: near-zero branch"):
         unskip.rewire(model, Cut(), X)
 
 

@@ -142,14 +142,14 @@ def test_names_and_arguments_of_torchvision(name: str, kwargs: dict[str, int]) -
 def test_a_library_model_that_no_name_builds_is_saved_with_a_warning(tmp_path: Path) -> None:
     changed = torchvision.models.resnet18()
     changed.fc = nn.Sequential(nn.Linear(512, 16), nn.Linear(16, 10))
-    with pytest.warns(UnskipWarning, match=r"ResNet: .*no name of the library is known .* pass model=") as said:
+    with pytest.warns(UnskipWarning, match=r"ResNet.*model=") as said:
         unskip.save(changed, tmp_path)
     assert [Path(each.filename).name for each in said] == ["test_save.py"]
     with pytest.raises(LoadError, match="pass model="):
         unskip.load(tmp_path)
     with torch.device("meta"):
         dropped = torchvision.models.vit_b_32(dropout=0.1)
-    with pytest.warns(UnskipWarning, match=r"torchvision:vit_b_32 does not: .* dropout of the model is 0.0"):
+    with pytest.warns(UnskipWarning, match=r"torchvision:vit_b_32.*dropout of the model is 0\.0"):
         assert record_of(dropped, None) is None
 
 
@@ -193,7 +193,7 @@ def test_tied_weights_survive(tmp_path: Path) -> None:
 def test_bad_builders_are_refused_when_saving(tmp_path: Path) -> None:
     with pytest.raises(BadInput, match="does not build this model"):
         unskip.save(vit(), tmp_path, builder="timm:vit_tiny_patch16_224")
-    with pytest.raises(BadInput, match="does not build this model: BadInput: timm:vit_tyni"):
+    with pytest.raises(BadInput, match=r"does not build this model.*vit_tyni"):
         unskip.save(vit(), tmp_path, builder={**VIT, "spec": "timm:vit_tyni"})
     with pytest.raises(BadInput, match="cannot be written as JSON"):
         unskip.save(vit(), tmp_path, builder={**VIT, "kwargs": {"act_layer": nn.ReLU}})

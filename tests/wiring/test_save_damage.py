@@ -21,7 +21,7 @@ from unskip.errors import BadInput, LoadError
 @pytest.mark.parametrize("place", ["saved", "checkpoints/step-40", "checkpoints/step-40/encoder"])
 def test_a_folder_around_a_saved_model_is_told_the_one_inside(tmp_path: Path, place: str) -> None:
     unskip.save(nn.Linear(2, 2), tmp_path / place)
-    with pytest.raises(LoadError, match=f"no unskip.json. Give a folder that unskip.save wrote, such as .*{place}.$"):
+    with pytest.raises(LoadError, match=f"no unskip.json.*such as .*{place}"):
         unskip.load(tmp_path)
 
 

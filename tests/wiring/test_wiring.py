@@ -346,7 +346,7 @@ def test_a_class_put_on_top_is_seen_through_and_undo_refuses(vit: nn.Module) -> 
     assert wiring.alphas == pytest.approx([1.0, 0.9, 0.8, 0.7, 0.6, 0.5])
     wiring.set(Cut())
     assert wiring.alphas == [0.0] * 6
-    with pytest.raises(unskip.errors.WrappedError, match=r"blocks\.1 was changed after it was rewired \(OnTop"):
+    with pytest.raises(unskip.errors.WrappedError, match=r"blocks\.1 .*OnTop"):
         wiring.undo()
     assert wiring.alphas == [0.0] * 6
     block.__class__ = patched

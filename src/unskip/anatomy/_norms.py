@@ -60,7 +60,7 @@ def norm_at(graph: Graph, readers: Sequence[Sequence[int]], node: Node) -> NormR
 
 
 def _is_statistic(node: Node) -> bool:
-    """A mean or deviation that a kernel returns besides."""
+    """A mean or standard deviation that a kernel returns besides."""
     return node.step is not None and node.step.output > 0
 
 

@@ -8,7 +8,7 @@ writing into them (`parts[0].q.mul_(2)`) writes into the model, and nothing of t
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, overload
 
 import torch
@@ -30,8 +30,24 @@ from unskip.anatomy._trace import Graph, Node, Ref
 from unskip.errors import UnskipError
 
 
-@dataclass(frozen=True, eq=False)
-class NormParts:
+class _Shown:
+    """A repr with the shapes of tensors instead of their values."""
+
+    def __repr__(self) -> str:
+        named_values = {item.name: getattr(self, item.name) for item in fields(self)}  # type: ignore[arg-type]
+        return f"{type(self).__name__}({', '.join(f'{name}={_brief(value)}' for name, value in named_values.items())})"
+
+
+def _brief(value: object) -> str:
+    if isinstance(value, Tensor):
+        return f"<{', '.join(map(str, value.shape))}>"
+    if isinstance(value, Site):
+        return value.name
+    return f"({', '.join(map(_brief, value))})" if isinstance(value, tuple) else repr(value)
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class NormParts(_Shown):
     """A normalisation: LayerNorm, RMSNorm or another, by the module that runs it."""
 
     path: str
@@ -43,8 +59,8 @@ class NormParts:
     offset: float = 0.0  # the gain that acts is offset + gain: Gemma stores it less 1
 
 
-@dataclass(frozen=True, eq=False)
-class _Branch:
+@dataclass(frozen=True, eq=False, repr=False)
+class _Branch(_Shown):
     site: Site
     norm: NormParts | None  # before the branch, or else after it or after the sum
     out_norm: NormParts | None  # at the branch's end, the sum not included
@@ -58,7 +74,7 @@ class _Branch:
     biases: tuple[nn.Parameter, ...]  # that the branch's biases are made of
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class AttentionParts(_Branch):
     """The weights of an attention. `cross`: keys and values read another sequence."""
 
@@ -93,7 +109,7 @@ class AttentionParts(_Branch):
         return torch.mm(out.flatten(1), value.flatten(0, 1))
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class MlpParts(_Branch):
     """The weights of an MLP. `activation` is a name, or None where it is none that is known."""
 

@@ -1,4 +1,4 @@
-"""What `measure` returns: a row a site, a row a block, and the network."""
+"""What `measure` returns: one row for each site, one for each block, and the network."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def _finite(value: Any) -> Any:
 
 
 def _table(columns: dict[str, Callable[[Any], object]], rows: Sequence[SiteRow | BlockRow]) -> str:
-    """The columns that say something."""
+    """The columns that have a value in some row."""
     cells = {name: [value(row) for row in rows] for name, value in columns.items()}
     shown = {name: values for name, values in cells.items() if any(value is not None for value in values)}
     return table([*shown], [*zip(*shown.values(), strict=True)])

@@ -54,7 +54,15 @@ def site_rows(samples: Samples, spectra: Spectra, generator: torch.Generator) ->
     except (ReplayError, RuntimeError, NotImplementedError) as error:
         gradients = {}
         samples.notes.append(f"no gradient norms: {str(error).splitlines()[0]}")
-    return [_row(each, samples, spectra, gradients.get(each.site.index)) for each in samples.sites]
+    rows = [_row(each, samples, spectra, gradients.get(each.site.index)) for each in samples.sites]
+    singular = [row for row in rows if row.attention_condition is not None and math.inf in row.attention_condition]
+    if singular:
+        names = ", ".join(f"site {row.index}" for row in singular[:3]) + (", ..." if len(singular) > 3 else "")
+        samples.notes.append(
+            f"the attention of a head is numerically singular at {names} (equal rows, as in near-uniform attention): "
+            "its condition number is inf"
+        )
+    return rows
 
 
 def _row(each: SiteSamples, samples: Samples, spectra: Spectra, gradient: float | None) -> SiteRow:

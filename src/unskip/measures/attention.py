@@ -1,11 +1,11 @@
-"""What attention does, head by head: how wide it looks, how much it stays where it is, how well it can be inverted.
+"""Attention by head: its entropy, the self-attention mass, and the condition number of its matrix.
 
     entropy = mean over queries of -sum_k p_k log p_k        (0: one key each; log(keys): uniform)
     self-attention mass = mean over tokens of p_tt           (1: each token only looks at itself; 1 / keys: uniform)
     condition = sigma_max / sigma_min of the matrix p        (near-uniform attention is close to rank one)
 
 for probabilities p (..., heads, queries, keys) after the softmax. Without a skip, what the sub-layer's derivative
-passes on hangs on the conditions of p and of W_V W_O: "Cutting the Skip: Training Residual-Free Transformers", arXiv
+passes on depends on the conditions of p and of W_V W_O: "Cutting the Skip: Training Residual-Free Transformers", arXiv
 2510.00345.
 """
 

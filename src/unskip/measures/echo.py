@@ -1,11 +1,11 @@
-"""How much of the input is still heard in layer l, and what it sounds like.
+"""Input reconstruction: how much of the input is still in layer l (its "echo"), and at which spatial frequencies.
 
     cosine      mean over tokens of <x_0, x_l> / (|x_0| |x_l|)
     ridge R^2   1 - |x_0 - A x_l - b|^2 / |x_0 - mean|^2 on held-out samples, A and b fitted by ridge regression
     high share  sum of |DFT|^2 above a radius / sum of |DFT|^2 without the mean, of patch tokens on their grid
 
 A full-strength shortcut carries the input to every depth: "Residual Connections Harm Generative Representation
-Learning", arXiv 2404.10947, says it floods deep layers with shallow detail and high frequencies.
+Learning", arXiv 2404.10947, holds that this brings shallow detail and high frequencies into deep layers.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How alike two layers are: linear centred kernel alignment (CKA) between feature matrices of the same samples.
+"""Similarity of two layers: linear centred kernel alignment (CKA) between feature matrices of the same samples.
 
     CKA = HSIC(K, L) / sqrt(HSIC(K, K) HSIC(L, L)),   K = X X^T,   L = Y Y^T
 

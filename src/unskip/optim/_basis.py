@@ -53,7 +53,7 @@ def eigenbasis(statistics: Tensor) -> Tensor:
 
 
 def refresh(statistics: Tensor, basis: Tensor) -> Refreshed:
-    """One sorted step of orthogonal iteration, without a word to the host. On a GPU the basis may be float16."""
+    """One sorted step of orthogonal iteration, without a host synchronisation. On a GPU the basis may be float16."""
     moved = exact_product(basis, statistics, _scale(statistics))  # L is symmetric: the rows of Q' L
     quotients, squares = inner(basis, moved)  # (rows, n)
     size = squares.sum(-1).sqrt()  # the Frobenius norm of L: no less than its largest eigenvalue

@@ -38,7 +38,7 @@ COUNTERS = ("step", "skipped", "held")  # steps taken, gradients masked, refresh
 
 
 class SOAP(torch.optim.Optimizer):
-    """Second order at a cost that can be left on; the module's docstring has the formula.
+    """Adam in the eigenbasis of Shampoo's statistics, batched; the module's docstring has the formula.
 
     Each basis is refreshed once in `refresh_every` steps, all at once or spread over the interval (`stagger`).
     `one_sided` keeps only the smaller side of each matrix. `splits` maps parameters to the number of row blocks that

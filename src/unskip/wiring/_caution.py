@@ -1,4 +1,4 @@
-"""What a user should hear before a shortcut is cut."""
+"""Warnings before a shortcut is cut."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ from torch import nn
 from unskip._warn import warn
 from unskip.anatomy import Site, drop_paths, named
 
-_SILENT = 1e-3  # rms(branch) / rms(stream) under which a branch has not begun to speak
+_NEAR_ZERO = 1e-3  # rms(branch) / rms(stream)
 
 
 def before_cut(model: nn.Module, sites: Sequence[Site]) -> None:
     """Warns where the site's branch cannot stand in for the stream."""
-    silent = [site for site in sites if site.ratio is not None and site.ratio < _SILENT]
-    if silent:
+    small = [site for site in sites if site.ratio is not None and site.ratio < _NEAR_ZERO]
+    if small:
         warn(
-            f"{named(silent)}: the branch is under {_SILENT:g} of its stream on the example (LayerScale, a "
-            "zero-initialised projection or gate). Cut, it passes almost nothing on: initialise it first, or weaken "
-            "the stream instead."
+            f"{named(small)}: near-zero branch, under {_NEAR_ZERO:g} of its stream on the example (LayerScale, a "
+            "zero-initialised projection or gate). With the stream cut almost nothing passes: initialise the branch "
+            "first, or weaken the stream instead."
         )
     dropped = [site for site in sites if drop_paths(model, site)]
     if dropped:
         warn(
-            f"{named(dropped)}: drop path is on. A dropped sample has nothing but its stream, and with the stream cut "
-            "it becomes zeros. Set drop_path to 0."
+            f"{named(dropped)}: drop path is on. For a dropped sample only the stream is left, and with the stream cut "
+            "that is zeros. Set drop_path to 0."
         )
     projected = [site for site in sites if site.projected]
     if projected:

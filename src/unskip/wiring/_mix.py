@@ -43,7 +43,7 @@ def mix(
         if isinstance(alpha, Tensor):
             return branch.addcmul_(stream, alpha.to(stream.dtype))
         return branch if alpha == 0 else branch.add_(stream, alpha=alpha)
-    if not _lie_alike(stream, branch):
+    if not _same_layout(stream, branch):
         return _laid_out(stream, branch, alpha, beta, left)
     if isinstance(alpha, Tensor):
         # Cast, or autocast would widen the whole stream to the weight's dtype.
@@ -58,7 +58,7 @@ def mix(
     return torch.add(_scaled(branch, beta), stream, alpha=alpha)
 
 
-def _lie_alike(stream: Tensor, branch: Tensor) -> bool:
+def _same_layout(stream: Tensor, branch: Tensor) -> bool:
     if stream.shape != branch.shape or stream.stride() == branch.stride():
         return True
     return stream.is_contiguous() and branch.is_contiguous()
