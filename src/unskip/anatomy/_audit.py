@@ -90,6 +90,11 @@ def _modules(site: Site) -> str:
 
 def _remark(site: Site) -> str:
     remarks = ["projected"] if site.projected else []
+    if site.copies:
+        remarks.append("a gated or shifted copy of the stream, kept unless asked for")
+    for what, factor in (("stream", site.stream_factor), ("branch", site.branch_factor)):
+        if abs(factor - 1) > 1e-3:
+            remarks.append(f"the model's own factor on the {what}: {factor:.3g}")
     if site.doubled:
         remarks.append("its branch carries the stream already")
     if site.problem:

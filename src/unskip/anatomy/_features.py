@@ -44,7 +44,8 @@ def block_axes(model: nn.Module, example: Example) -> dict[str, int]:
     """The path of every block in execution order, and the axis of its output that holds the features."""
     axes: dict[str, int] = {}
     for site in _sites(model, example):
-        axes[site.block] = site.axis
+        if site.regular:
+            axes[site.block] = site.axis
     if not axes:
         raise NoResidualError(f"{type(model).__name__}: no residual sites, so no blocks to take features from")
     return axes

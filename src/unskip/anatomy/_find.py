@@ -44,6 +44,7 @@ class Finding:
     overwritten: bool = False  # the model writes into the sum later
     doubled: bool = False  # the branch ends on the stream it is added to: x + (x + f(x))
     scaled: bool = False  # a weight of the model scales the stream
+    copies: bool = False  # the branch is a gated or shifted copy of the stream itself
 
 
 @dataclass(eq=False)
@@ -153,8 +154,21 @@ class _Search:
                 return None
             if self.nodes[root].fixed and not self._ends_in_transform(f):
                 return None  # a weight added again, such as a position embedding at every layer
-            return Finding(node, s, f, side, root, path, scaled=root not in (i for i, _ in climb(self.nodes, s)))
+            scaled = root not in (i for i, _ in climb(self.nodes, s))
+            return Finding(node, s, f, side, root, path, scaled=scaled, copies=self._is_copy(s, f))
         return None
+
+    def _is_copy(self, s: int, f: int) -> bool:
+        """Whether a branch is the stream again, times gates: `x[:, 1:] + g * x[:, :-1]`, as smeared tokens are."""
+        source = [index for index, _ in climb(self.nodes, s)][-1]
+        return any(source in (index for index, _ in climb(self.nodes, each)) for each in self._leaves_of_product(f))
+
+    def _leaves_of_product(self, index: int) -> list[int]:
+        """The tensors that a product is made of, those of products inside it included; none for what is no product."""
+        *_, (last, _) = climb(self.nodes, index)
+        if self.nodes[last].op != "mul" or len(self.nodes[last].parents) != 2:
+            return []
+        return [leaf for p in self.nodes[last].parents for leaf in (self._leaves_of_product(p) or [p])]
 
     def _more(self, node: Node, s: int, f: int, side: Literal["left", "right"]) -> Finding | None:
         for index, _ in climb(self.nodes, s):
@@ -344,6 +358,16 @@ def climb(nodes: list[Node], index: int, scaled_by_weights: bool = False) -> Ite
         elif node.op not in _ops.IDENTITY and not (node.op in _ops.SCALE and len(node.parents) == 1):
             return
         index = source
+
+
+def own_factor(nodes: list[Node], index: int, root: int | None = None) -> float:
+    """What numbers and weights of the model multiply a tensor by, back to the root or to where it was computed."""
+    product = 1.0
+    for each, _ in climb(nodes, index, scaled_by_weights=True):
+        if each == root:
+            break
+        product *= 1.0 if nodes[each].factor is None else nodes[each].factor or 0.0
+    return product
 
 
 def between(nodes: list[Node], root: int, end: int) -> list[Node]:

@@ -40,11 +40,11 @@ class Sample:
 
     def first(self) -> int:
         """The node of the stream that the first site reads."""
-        return min(runs[0].root for site, runs in zip(self.sites, self.trace.runs, strict=True) if not site.long)
+        return min(runs[0].root for site, runs in zip(self.sites, self.trace.runs, strict=True) if site.regular)
 
     def last(self) -> int:
         """The node of the sum that the last site makes."""
-        return max(runs[-1].add.index for site, runs in zip(self.sites, self.trace.runs, strict=True) if not site.long)
+        return max(runs[-1].add.index for site, runs in zip(self.sites, self.trace.runs, strict=True) if site.regular)
 
     def stream(self, site: Site) -> Tensor:
         return tokens(self.value(self.run(site).stream), site)
@@ -110,7 +110,7 @@ class Sample:
         owner: dict[int, Site] = {}  # of the sums so far
         result: dict[int, Site] = {}
         for site in self.sites:
-            if site.long:
+            if not site.regular:
                 continue
             runs = self.trace.runs[site.index]
             whole = [index for index, _ in climb(nodes, runs[0].root) if index in owner]

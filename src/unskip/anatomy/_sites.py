@@ -17,7 +17,7 @@ from torch import nn
 
 from unskip.anatomy._describe import Kind, NormPlace, kind_of, norm_of
 from unskip.anatomy._example import Example
-from unskip.anatomy._find import Doubt, Finding, channel_axis, consumers, find
+from unskip.anatomy._find import Doubt, Finding, channel_axis, consumers, find, own_factor
 from unskip.anatomy._guard import refuse_wrapped
 from unskip.anatomy._locate import Located, Place, Unreachable, locate
 from unskip.anatomy._trace import Graph, Node, record
@@ -46,7 +46,15 @@ class Site:
     rank: int  # dimensions of the stream, the batch included
     ratio: float | None  # rms(branch) / rms(stream) on the example; None without values (meta tensors)
     problem: str | None = None  # why it cannot be rewired
+    copies: bool = False  # the branch is a gated or shifted copy of the stream itself, as token smear is: no block's
+    stream_factor: float = 1.0  # that the model itself has on the stream, on the example; alpha multiplies it
+    branch_factor: float = 1.0  # that the model itself has on the branch: LayerScale, ReZero (a mean over channels)
     places: tuple[Place, ...] = field(default=(), repr=False)
+
+    @property
+    def regular(self) -> bool:
+        """Whether it is a block's own residual: no long skip, and no copy of the stream."""
+        return not self.long and not self.copies
 
     @property
     def name(self) -> str:
@@ -304,7 +312,7 @@ def _site(index: int, model: nn.Module, draft: _Draft, names: dict[int, str], re
     extra = [more.path for more, _, _ in draft.more if more.first is first]
     steps = sorted({n.index: n for part in (first.path, *extra) for n in part}.values(), key=lambda n: n.index)
     kinds = {kind_of(graph, part) for part in (first.path, *extra)}
-    kind: Kind = "parallel" if {"attention", "mlp"} <= kinds else kind_of(graph, steps)
+    kind: Kind = "other" if first.copies else "parallel" if {"attention", "mlp"} <= kinds else kind_of(graph, steps)
     assert draft.module is not None
     shape = first.add.shape
     axis = channel_axis(graph.nodes, first.path, shape)
@@ -329,6 +337,9 @@ def _site(index: int, model: nn.Module, draft: _Draft, names: dict[int, str], re
         rank=len(shape),
         ratio=ratio,
         problem=problem,
+        copies=first.copies,
+        stream_factor=own_factor(graph.nodes, first.stream, first.root),
+        branch_factor=own_factor(graph.nodes, first.branch),
         places=tuple(dict.fromkeys([*_places(draft), *draft.twins])),
     )
 

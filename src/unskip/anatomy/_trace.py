@@ -90,6 +90,7 @@ class Node:
     owners: tuple[nn.Module, ...] = ()  # modules being called, innermost first
     calls: tuple[Call, ...] = ()  # Python frames, innermost first; kept for possible residuals only
     plain: bool = True  # an addition without a factor of its own
+    factor: float | None = None  # of a product with a number or a weight: that number, or the weight's mean
     ratio: float | None = None  # of an addition: rms of the right operand over rms of the left
     wrote: int | None = None  # the version of a tensor that an in-place operator wrote over
     step: Step | None = None  # kept where the graph is to be computed again
@@ -226,6 +227,8 @@ class Recorder(TorchDispatchMode):
             facts["step"] = self._step(weigh or func, args, {} if weigh else kwargs)
         if len(parents) >= 2 and (name in _ops.ADD or name in _ops.FUSED):
             facts.update(calls=tuple(calls()), plain=kwargs.get("alpha", 1) == 1, ratio=ratio)
+        elif name in _ops.SCALE:
+            facts["factor"] = self._factor(name, args, parents)
         for position, tensor in enumerate([*written, *(t for t in _tensors(out) if not any(t is w for w in written))]):
             if self._keep:
                 facts["step"] = replace(facts["step"], output=position)
@@ -278,6 +281,23 @@ class Recorder(TorchDispatchMode):
         args, kwargs = tree_map(refer, (args, kwargs))
         refs = tuple(leaf.index for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Ref))
         return Step(func, args, kwargs, 0, refs)
+
+    def _factor(self, name: str, args: tuple[Any, ...], parents: tuple[int, ...]) -> float | None:
+        """What a product multiplies its moving operand by, where that does not depend on the input."""
+        fixed = [value for value in args[:2] if not isinstance(value, Tensor)]
+        moving = [index for index in parents if not self.graph.nodes[index].fixed]
+        if not fixed and len(moving) == 1:
+            fixed = [t for t, index in zip(_tensors(args), parents, strict=False) if index not in moving]
+        if len(fixed) != 1 or len(moving) != 1 or (name == "div" and fixed[0] is args[0]):
+            return None
+        value = fixed[0]
+        if isinstance(value, Tensor):
+            known = value.is_floating_point() and value.numel() and value.device.type != "meta"
+            number = float(value.detach().double().mean()) if known else math.nan
+        else:
+            number = float(value) if isinstance(value, int | float) else math.nan
+        number = 1 / number if name == "div" and number else number
+        return number if math.isfinite(number) else None
 
     @staticmethod
     def _ratio(name: str, args: tuple[Any, ...]) -> float | None:

@@ -59,7 +59,7 @@ class Samples:
         self.notes: list[str] = []
         self.rounding = Rounding()
         self.inputs: dict[int, list[Tensor]] = {}  # x_0 by sample, by the index of the site where a stream begins
-        self.sites = [SiteSamples(site) for site in traced.trace.sites if not site.long]
+        self.sites = [SiteSamples(site) for site in traced.trace.sites if site.regular]
         self._origins = self.first.origins()
         ends = {each.site.block: each.site for each in self.sites}
         self.blocks = [

@@ -16,7 +16,7 @@ Where = str | Callable[[Site], bool] | None
 Rule = Shortcut | str
 Rules = Rule | Mapping[str | Callable[[Site], bool], Rule]
 # What None picks, less what cannot be rewired: a predicate sees projected shortcuts and long skips as well.
-_REST = "where=lambda site: not (site.problem or site.projected or site.long)"
+_REST = "where=lambda site: site.regular and not (site.problem or site.projected)"
 
 
 def normalise(rules: Rules, where: Where) -> tuple[tuple[Where, Shortcut], ...]:
@@ -55,10 +55,10 @@ def check_selector(where: object) -> Where:
 
 
 def picks(where: Where, site: Site) -> bool:
-    """A predicate sees every site; None and a kind leave projected shortcuts and long skips out."""
+    """A predicate sees every site; None and a kind leave out projected shortcuts, long skips, copies of the stream."""
     if callable(where):
         return bool(where(site))
-    return not site.projected and not site.long and where in (None, site.kind)
+    return site.regular and not site.projected and where in (None, site.kind)
 
 
 @dataclass(frozen=True)

@@ -80,12 +80,17 @@ class Wiring:
 
     @property
     def effective_decay(self) -> float:
-        """prod_l alpha_l ** runs_l over the governed sites: what is left of the first stream at the end."""
+        """prod_l (c_l alpha_l) ** runs_l over the governed sites: what is left of the first stream at the end.
+
+        c_l is the factor that the model itself has on its stream, as it was when the model was rewired; mostly 1.
+        """
         alphas = self.alphas
         mine = [site for site in self.sites if site.index in self._rule_of]
         if not all(math.isfinite(alphas[site.index]) for site in mine):
             return math.nan  # a learnt weight has diverged
-        return effective_decay([abs(alphas[site.index]) for site in mine], [site.runs for site in mine])
+        return effective_decay(
+            [abs(alphas[site.index] * site.stream_factor) for site in mine], [site.runs for site in mine]
+        )
 
     @property
     def parameters(self) -> dict[str, nn.Parameter]:
@@ -244,7 +249,10 @@ class Wiring:
     def _says(self, site: Site) -> str:
         if site.index in self._rule_of:
             return str(self._rule_of[site.index])
-        return "kept (projected)" if site.projected else "kept (long skip)" if site.long else "kept"
+        why = (
+            "projected" if site.projected else "long skip" if site.long else "copy of the stream" if site.copies else ""
+        )
+        return f"kept ({why})" if why else "kept"
 
     def _apply(self, plan: Sequence[Assignment], fresh: bool) -> None:
         """Puts weights into the modules. `fresh` also resets what no rule governs and where learning begins."""
