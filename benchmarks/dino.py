@@ -26,6 +26,7 @@ same command goes on.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import functools
 import json
 import shutil
@@ -200,16 +201,10 @@ def _first_warnings(rows: list[dict[str, Any]]) -> dict[str, int]:
 def judged(folder: Path, task: dict[str, Any]) -> dict[str, Any]:
     """Neighbours, rank and probes by block on its own data, CKA between blocks; segmentation and discovery on pets."""
     import torch
-    from unskip.recipes._views import patch_ranks
 
     from unskip import data, evals
-    from unskip.anatomy._example import Example
-    from unskip.anatomy._features import block_axes
-    from unskip.evals._probe import probe_all
-    from unskip.measures.similarity import cka
-    from unskip.recipes import open_run, open_splits
-    from unskip.recipes._judge_dense import picture_run
-    from unskip.recipes._online import some
+    from unskip.measures import cka
+    from unskip.recipes import open_run, open_splits, picture_run
 
     run = open_run(folder)
     device = next(run.model.parameters()).device
@@ -218,24 +213,25 @@ def judged(folder: Path, task: dict[str, Any]) -> dict[str, Any]:
     sides = []
     # Asked for as the recipes ask, so that what a worker has decoded serves here, too.
     for images, most in zip(open_splits(run.config, split="test"), (KNOWN, 2 * KNOWN), strict=True):
-        images = some(images, most)
+        images = data.subset(images, most)
         feed = data.Feed(images, 1024, run.config.size, device=device)
         sides.append(evals.extract(run.encoder, feed.evaluate(), "all", [mean, token]))
-    shown = next(iter(feed.evaluate()))[0][:256]  # of the test
+    patches = evals.evaluate(run.encoder, None, feed, ["patchrank-v1"], changes={"patchrank-v1": {"samples": 256}})
     train, test = sides
 
     def neighbours(view: Any, block: int) -> float:
         return evals.knn(train[view][block], train.labels, test[view][block], test.labels)[20]
 
     blocks = range(test.blocks)
-    stacks = [torch.stack([side[mean][block] for block in blocks]) for side in sides]
-    probes = probe_all(stacks[0], train.labels, stacks[1], test.labels, "probe-lbfgs-v1", changes=PROBE)
+    splits = [evals.Split(side.labels, torch.stack([side[mean][block] for block in blocks])) for side in sides]
+    probe = evals.PROTOCOLS["probe-lbfgs-v1"]
+    probes = [each["probe_lbfgs"] for each in probe.function(*splits, **probe.settings_with(PROBE))]
     depth = {
         "knn20": [neighbours(mean, block) for block in blocks],
         "knn20_cls": [neighbours(token, block) for block in blocks],
         "rank": [evals.rank(test[mean][block])["rank"] for block in blocks],
         "probe_lbfgs": probes,
-        "patch_rank": patch_ranks(run.encoder, shown, block_axes(run.encoder, Example.of(shown[:1]))),
+        "patch_rank": [each.values["patchrank"] for each in patches],
     }
     found: dict[str, Any] = {"depth": {key: [round(value, 5) for value in row] for key, row in depth.items()}}
     maps = [test[mean][block][:: -(-len(test) // 1024)] for block in blocks]
@@ -255,23 +251,30 @@ def judged(folder: Path, task: dict[str, Any]) -> dict[str, Any]:
         "always background": (counted == 0).double().mean().item() / 2,  # what nothing learnt has
         "single": evals.segment(run.encoder, *masked, 2, blocks=last, **options).mean_iou,
         "multi-scale": evals.segment(run.encoder, *masked, 2, blocks=several, **options).mean_iou,
-        "by block (ridge)": [each.mean_iou for each in evals.segment_blocks(run.encoder, *masked, 2, **options)],
+        "by block (ridge)": [each.values["mean_iou"] for each in curves(run.encoder, pair, "segment-ridge-v1")],
     }
-    options = {"masks": masked[1][1], "ignore": 255} if task["size"] == masked[1][1].shape[1] else {}
-    curve = [*evals.discover_blocks(run.encoder, pair[1].pixels, pair[1].boxes, **options).values()]
+    curve = [each.values for each in curves(run.encoder, pair, "discover-tokencut-v1")]
     found["discover"] = {key: [round(row[key], 4) for row in curve] for key in curve[0]}
     # Which block is best is asked of the training images, so that the test says how good it is.
-    known = [*evals.discover_blocks(run.encoder, pair[0].pixels, pair[0].boxes).values()]
+    known = [each.values for each in curves(run.encoder, pair[::-1], "discover-tokencut-v1")]
     found["discover"]["corloc, train"] = [round(row["corloc"], 4) for row in known]
     if task["picture"] is not None:
         picture_run(folder, task["picture"], task["pets"])
     return found
 
 
+def curves(encoder: Any, pair: Any, protocol: str) -> list[Any]:
+    """A protocol of masks or boxes over depth, on the second set of a pair."""
+    from unskip import evals
+
+    sets = [dataclasses.replace(each, ignore=255) for each in pair]
+    return evals.evaluate(encoder, *sets, [protocol], batch=512)
+
+
 @functools.cache
 def pets(source: str, split: Any, size: int) -> Any:
     """Decoded once in a process."""
-    from unskip.data._dense import open_dense
+    from unskip.data import open_dense
 
     return open_dense(source, split, size=size, values=PETS)
 

@@ -162,10 +162,10 @@ def judged(name: str, config: Any, folder: Path, finetune_epochs: float) -> dict
 
     import unskip
     from unskip.data import Feed, open_images
-    from unskip.recipes._judge import judge_run
+    from unskip.recipes import evaluate_run
 
     begun = time.perf_counter()
-    run, results = judge_run(folder, PROTOCOLS, seed=config.seed, batch=max(2048, config.batch))
+    run, results = evaluate_run(folder, PROTOCOLS, seed=config.seed, batch=max(2048, config.batch))
     found: dict[str, Any] = {"depth": {}}
     for each in results:
         for key, value in each.values.items():

@@ -165,8 +165,7 @@ def judged(task: dict[str, Any], folder: Path) -> dict[str, Any]:
     import unskip
     from unskip.evals import extractor
     from unskip.models import Sampling
-    from unskip.recipes import open_run
-    from unskip.recipes._judge_generation import judge_samples
+    from unskip.recipes import evaluate_samples, open_run
 
     run, place = open_run(folder), awaited(Path(task["judge"]))
     judge = extractor(place, name="judge", device=task["device"])
@@ -180,7 +179,7 @@ def judged(task: dict[str, Any], folder: Path) -> dict[str, Any]:
         drawn = unskip.sample(run, count, cfg, sampler="heun", steps=how.steps, write=False, **options)
         picture(drawn.images[:GRID], Path(task["pictures"]), f"{task['word']}-cfg{cfg:g}")
         if judging:
-            values = judge_samples(run, judge, sampling=how, samples=drawn, cache=place / "statistics", **options)
+            values = evaluate_samples(run, judge, sampling=how, samples=drawn, cache=place / "statistics", **options)
             found["generation"][f"{cfg:g}"] = {**values, "seconds": time.perf_counter() - begin}
     return {**found, "judge": judge.key, "features": known_by_blocks(run, task["times"], options)}
 
@@ -188,22 +187,24 @@ def judged(task: dict[str, Any], folder: Path) -> dict[str, Any]:
 def known_by_blocks(run: Any, times: list[float], options: dict[str, Any]) -> dict[str, Any]:
     """Neighbours and probes: a tenth of the training set chooses block and time, and the test set judges there."""
     from unskip.data._splits import HELD_OUT, divided
-    from unskip.evals import diffusion
-    from unskip.recipes import open_splits
-    from unskip.recipes._judge_generation import judge_times
+    from unskip.evals import evaluate, noised
+    from unskip.recipes import evaluate_run, open_splits
 
     train, _ = open_splits(run.config)
     rest, held = (train.select(rows) for rows in divided(train.labels, HELD_OUT))
     names = list(PROTOCOLS.values())
-    sweep = diffusion(run.model, rest, held, names, times=times, flow=run.config.flow, size=run.config.size, **options)
+    given = {"pool": "mean", "size": run.config.size, **options}
+    inputs = {time: noised(run.config.flow, time) for time in times}
+    sweep = {time: evaluate(run.model, rest, held, names, inputs=hook, **given) for time, hook in inputs.items()}
     found: dict[str, Any] = {}
     for number in PROTOCOLS:
         held_out = {f"{t:g}": by_block(rows, number) for t, rows in sweep.items()}
         _, block, t = max((value, -b, t) for t, values in held_out.items() for b, value in enumerate(values))
         found[number] = {"held_out": held_out, "block": -block, "time": float(t)}
-    _, tested = judge_times(run, names, sorted({each["time"] for each in found.values()}), **options)
+    chosen = sorted({each["time"] for each in found.values()})
+    _, tested = evaluate_run(run, names, times=chosen, pool="mean", **options)
     for number, each in found.items():
-        each["test"] = by_block(tested[each["time"]], number)
+        each["test"] = by_block([row for row in tested if row.time == each["time"]], number)
     return found
 
 

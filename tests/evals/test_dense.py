@@ -16,10 +16,11 @@ from tests.evals.small import colours, vit
 from torch import Tensor, nn
 
 from unskip import evals
+from unskip.data import DenseSet
 from unskip.errors import BadInput
 from unskip.evals._discover import in_pixels, true_boxes
 from unskip.evals._iou import pair_iou
-from unskip.evals._patches import Patches, Reader
+from unskip.evals._patches import Reader
 
 # --- Mean IoU ---------------------------------------------------------------------------------------------------------
 
@@ -46,7 +47,7 @@ def test_mean_iou_is_that_of_scikit_learn(seed: int, classes: int, skip: bool) -
     if not len(x):
         return
     labels = sorted(set(x) | set(y))
-    expected = jaccard_score(x, y, labels=labels, ema="macro", zero_division=0)
+    expected = jaccard_score(x, y, labels=labels, average="macro", zero_division=0)
     assert evals.mean_iou(guess, truth, classes, ignore=255 if skip else None) == pytest.approx(expected)
     # One matrix over the set is not the mean over its images.
     parts = sum(evals.confusion(g, t, classes, 255) for g, t in zip(guess, truth, strict=True))
@@ -132,9 +133,18 @@ def test_ignored_pixels_neither_teach_nor_count() -> None:
 
 def test_a_curve_over_blocks_is_each_block_on_its_own() -> None:
     model, train, test = vit(), colours(12), colours(4, seed=1)
-    curve = evals.segment_blocks(model, train, test, 2)
-    assert [each.blocks for each in curve] == [(0,), (1,), (2,)]
-    assert curve[1] == evals.segment(model, train, test, 2, blocks=1, protocol="segment-ridge-v1")
+    sets = [DenseSet.of(*each) for each in (train, test)]
+    curve = evals.evaluate(model, *sets, ["segment-ridge-v1"])
+    assert [each.block for each in curve] == [0, 1, 2]
+    alone = evals.segment(model, train, test, 2, blocks=1, protocol="segment-ridge-v1")
+    values = {
+        "mean_iou": alone.mean_iou,
+        "pixel_accuracy": alone.accuracy,
+        "iou_0": alone.iou[0],
+        "iou_1": alone.iou[1],
+    }
+    assert curve[1].values == pytest.approx(values)
+    assert (curve[1].n, curve[1].intervals, curve[1].pool) == (4, {}, "tokens")
 
 
 def test_the_size_of_features_does_not_matter_on_a_small_set_either(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -143,7 +153,7 @@ def test_the_size_of_features_does_not_matter_on_a_small_set_either(monkeypatch:
     plain = evals.segment(model, train, test, 2)
     read = Reader.__call__
 
-    def moved(self: Reader, *given: Any) -> Patches:
+    def moved(self: Reader, *given: Any) -> evals.Patches:
         found = read(self, *given)
         return replace(found, blocks={index: x / 16 + 8 for index, x in found.blocks.items()})
 
@@ -170,7 +180,7 @@ def test_masks_of_a_finer_grid_and_odd_images() -> None:
         (torch.full((4, 32, 32), 5), {}, r"hold \[5\], and there are 2 classes"),
         (torch.full((4, 32, 32), 5), {"ignore": 4}, r"hold \[5\]"),
         (torch.full((4, 32, 32), 9), {"ignore": 9}, "no pixel of the train masks has a class"),
-        (torch.zeros(4, 32, 32).long(), {"protocol": "knn-dino-v1"}, "of kind knn"),
+        (torch.zeros(4, 32, 32).long(), {"protocol": "knn-dino-v1"}, "knn-dino-v1"),
         (torch.zeros(4, 32, 32).long(), {"changes": {"depth": 3}}, "no setting depth"),
         (torch.zeros(4, 32, 32).long(), {"batch": 0}, "batch is 0"),
         (torch.zeros(4, 32, 32).long(), {"precision": "fp8"}, "precision is 'fp8'"),
@@ -193,7 +203,7 @@ def test_segment_refuses_what_would_give_a_number_all_the_same() -> None:
         evals.segment(vit(), train, (test[0][:, :1], test[1]), 2)
     with pytest.raises(BadInput, match="smaller than a patch"):  # and is not filled up to one
         evals.segment(vit(dynamic_img_size=True), train, (test[0][:, :, :4, :4], test[1][:, :4, :4]), 2)
-    with pytest.raises(BadInput, match=r"test features of blocks \[2\] are not finite"):
+    with pytest.raises(BadInput, match="test features are not finite"):
         evals.segment(vit(), train, (broken, test[1]), 2, protocol="segment-ridge-v1")
 
 
@@ -271,9 +281,15 @@ def test_features_that_are_not_finite_are_misses() -> None:
 def test_a_curve_of_discoveries_is_each_block_on_its_own() -> None:
     model, (images, masks) = vit(), colours(7)
     boxes = torch.tensor([[8, 8, 24, 24]]).expand(7, 4)
-    curve = evals.discover_blocks(model, images, boxes, masks=masks, batch=4)
-    assert curve == {block: evals.discover(model, images, boxes, masks=masks, block=block) for block in range(3)}
-    assert [*evals.discover_blocks(model, images, boxes, blocks=[-1, 0])] == [0, 2]
+    images_and_truth = DenseSet.of(images, masks, boxes)
+    curve = evals.evaluate(model, None, images_and_truth, ["discover-tokencut-v1"], batch=4)
+    found = {each.block: each.values for each in curve}
+    assert found == {block: evals.discover(model, images, boxes, masks=masks, block=block) for block in range(3)}
+    assert curve[0].intervals["corloc"] == evals.wilson(curve[0].values["corloc"], 7)
+    some = evals.evaluate(model, None, images_and_truth, ["discover-tokencut-v1"], blocks=[-1, 0])
+    assert [each.block for each in some] == [0, 2]
+    with pytest.raises(BadInput, match="boxes"):
+        evals.evaluate(model, None, DenseSet.of(images, masks), ["discover-tokencut-v1"])
 
 
 def test_a_changed_setting_counts() -> None:
@@ -310,7 +326,7 @@ def test_images_that_are_no_squares() -> None:
         (torch.tensor([[0.0, 0, 9, 9]] * 2), {"masks": torch.zeros(3, 32, 32)}, "one for each image"),
         (torch.tensor([[0.0, 0, 9, 9]] * 2), {"masks": numpy.zeros((2, 32, 32))}, "got ndarray"),
         (torch.tensor([[0.0, 0, 9, 9]] * 2), {"masks": torch.ones(2, 32, 32), "ignore": 1}, "does not count"),
-        (torch.tensor([[0.0, 0, 9, 9]] * 2), {"protocol": "rank-v1"}, "of kind rank"),
+        (torch.tensor([[0.0, 0, 9, 9]] * 2), {"protocol": "rank-v1"}, "rank-v1"),
     ],
 )
 def test_discover_refuses(boxes: Tensor, options: Any, message: str) -> None:
@@ -319,12 +335,12 @@ def test_discover_refuses(boxes: Tensor, options: Any, message: str) -> None:
 
 
 def test_discover_refuses_no_images() -> None:
-    with pytest.raises(BadInput, match="no images"):
+    with pytest.raises(BadInput, match="not empty"):
         evals.discover(vit(), torch.zeros(0, 3, 32, 32), torch.zeros(0, 4))
 
 
 def test_boxes_over_the_edge_are_cut_off() -> None:
-    images = torch.zeros(2, 3, 20, 30)
-    found, owner = true_boxes([torch.tensor([-5.0, 3, 40, 90]), torch.tensor([[1, 1, 2, 2], [0, 0, 3, 99]])], images)
+    given = [torch.tensor([-5.0, 3, 40, 90]), torch.tensor([[1, 1, 2, 2], [0, 0, 3, 99]])]
+    found, owner = true_boxes(given, 2, (20, 30))
     assert found.tolist() == [[0, 3, 30, 20], [1, 1, 2, 2], [0, 0, 3, 20]]
     assert owner.tolist() == [0, 1, 1]

@@ -106,7 +106,7 @@ def test_the_same_weights_with_other_shortcuts_are_another_extractor(inside: boo
     assert generation(fake, real, module, cache=tmp_path) == pytest.approx(fresh)
 
 
-def test_a_set_a_tensor_and_batches_are_judged_alike() -> None:
+def test_a_set_a_tensor_and_batches_give_the_same() -> None:
     module, real, fake = Pixels(), small_set(60, 0), pictures(50, 1, 60)
     assert real.images is not None
     expected = generation(fake, real, module)
@@ -188,7 +188,7 @@ def test_a_run_folder_is_an_extractor_and_its_distance_no_fid(classifier: Path) 
     assert (named.key, named.distance) == (chosen.key, "FD-twin")
 
 
-def test_a_run_with_averaged_weights_judges_by_them(tmp_path: Path) -> None:
+def test_a_run_with_ema_weights_is_an_extractor_with_them(tmp_path: Path) -> None:
     from unskip.training._state import read_state
 
     config = unskip.recipes.supervised(

@@ -13,7 +13,6 @@ from torch import nn
 import unskip
 from unskip import evals
 from unskip.errors import BadInput, TrainingError, UnskipWarning
-from unskip.evals._evaluate import by_depth
 from unskip.evals._finetune import Classifier
 
 SHORT: dict[str, Any] = {
@@ -131,7 +130,7 @@ def test_fine_tuning_refuses_what_it_cannot_do() -> None:
     with pytest.raises(BadInput, match=r"features of shape \(32, 512, 1, 1\), not tokens"):
         evals.finetune(convolutions, digits(), digits("test"), size=8, changes=SHORT)
     some = digits().select((digits().labels != 3).nonzero().flatten())
-    with pytest.raises(BadInput, match="finetune: class 3 is judged and has no training sample"):
+    with pytest.raises(BadInput, match="class 3"):
         evals.finetune(vit(), some, digits("test"), size=8)
     broken = vit()
     nn.init.constant_(broken.blocks[0].attn.qkv.weight, torch.nan)  # type: ignore[index,union-attr,arg-type]
@@ -146,6 +145,7 @@ def test_fine_tuning_is_a_result_of_the_whole_model() -> None:
     model, train, test = vit(), digits(), digits("test", 50)
     results = evals.evaluate(model, train, test, ["finetune-mae-v1"], size=8, seed=3, changes=changes)
     expected = evals.finetune(model, train, test, size=8, seed=3, changes=changes["finetune-mae-v1"])
-    assert [(each.block, each.pool, each.values) for each in results] == [(None, "patches", {"finetune": expected})]
+    assert [(each.block, each.pool, each.values) for each in results] == [(None, None, {"finetune": expected})]
     assert results[0].changes == changes["finetune-mae-v1"]
-    assert "all" in by_depth(results)
+    assert "all" in evals.by_depth(results)
+    assert (results[0].n, *results[0].intervals) == (50, "finetune")

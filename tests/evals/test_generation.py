@@ -84,7 +84,7 @@ def test_a_singular_covariance_is_answered() -> None:
     assert frechet(constant, 3 * constant) == pytest.approx(16)
 
 
-def test_few_samples_are_judged_with_a_warning_that_explains() -> None:
+def test_few_samples_give_a_warning_that_explains() -> None:
     few, many = gaussian(10, 20, 0), gaussian(400, 20, 1)
     with pytest.warns(UnskipWarning, match="10 samples of 20 features.*no full rank.*bias"):
         small = frechet(few, many)
@@ -166,9 +166,9 @@ def test_score_in_closed_form() -> None:
     assert score(p.log()) == pytest.approx(expected)
 
 
-def test_samples_that_cannot_be_judged() -> None:
+def test_samples_that_cannot_be_compared() -> None:
     module, real = Pixels(), pictures(20, 0)
-    with pytest.raises(BadInput, match="no image to judge"):
+    with pytest.raises(BadInput, match="no image"):
         generation(real[:0], real, module)
     with pytest.raises(BadInput, match="images are bytes"):
         generation(real.float(), real, module)

@@ -86,14 +86,14 @@ def test_autocast_does_not_decide_who_is_near() -> None:
 def test_changed_settings_are_used() -> None:
     x, labels = blobs(300)
     y, truth = blobs(200, seed=1)
-    found = evals.knn(x, labels, y, truth, changes={"neighbours": (1,)})
+    found = evals.knn(x, labels, y, truth, changes={"k": (1,)})
     peer = KNeighborsClassifier(1, metric="cosine").fit(x.numpy(), labels.numpy())
     assert found == {1: pytest.approx(peer.score(y.numpy(), truth.numpy()))}
     even = KNeighborsClassifier(200, metric="cosine").fit(x.numpy(), labels.numpy())  # so warm that votes are equal
     warm = evals.knn(x, labels, y, truth, changes={"temperature": 1e4})
     assert warm[200] == pytest.approx(even.score(y.numpy(), truth.numpy()), abs=0.011)  # up to ties
-    with pytest.raises(BadInput, match="knn-dino-v1 has no setting k; it has neighbours, temperature"):
-        evals.knn(x, labels, y, truth, changes={"k": 3})
+    with pytest.raises(BadInput, match=r"no setting neighbours.*k, temperature"):
+        evals.knn(x, labels, y, truth, changes={"neighbours": 3})
 
 
 @given(st.integers(1, 9), st.integers(1, 60), st.integers(1, 7), st.integers(0, 10))
@@ -107,7 +107,7 @@ def test_the_best_of_a_row_are_those_of_a_full_sort(rows: int, groups: int, k: i
 
 def test_fewer_samples_than_neighbours() -> None:
     x, labels = blobs(199)
-    with pytest.raises(BadInput, match="200 neighbours and there are 199"):
+    with pytest.raises(BadInput, match=r"200.*199 training"):
         evals.knn(x, labels, x, labels)
 
 
@@ -119,7 +119,7 @@ def test_bad_features_and_labels_are_refused() -> None:
         evals.knn(x, labels, broken, labels)
     with pytest.raises(BadInput, match=r"train holds .* non-finite"):  # in float32
         evals.knn(x.double() * 1e300, labels, x, labels)
-    with pytest.raises(BadInput, match="class 4 is judged and has no training sample"):
+    with pytest.raises(BadInput, match="class 4"):
         evals.knn(x[labels < 4], labels[labels < 4], x, labels)
     with pytest.raises(BadInput, match="300 whole numbers"):
         evals.knn(x, labels[:-1], x, labels)
@@ -133,5 +133,5 @@ def test_bad_features_and_labels_are_refused() -> None:
         evals.knn(x[None], labels, x[None], labels)
     with pytest.raises(BadInput, match="knn-dino-v1"):
         evals.knn(x, labels, x, labels, protocol="knn-dino")
-    with pytest.raises(BadInput, match="rank-v1 is of kind rank"):
+    with pytest.raises(BadInput, match="rank-v1"):
         evals.knn(x, labels, x, labels, protocol="rank-v1")

@@ -18,14 +18,10 @@ from torch import Tensor, nn
 
 import unskip
 from unskip import cli, evals, recipes
-from unskip.data._dense import open_dense
-from unskip.data._device import mean_and_std
+from unskip.data import TRIMAP, DenseSet, infer_classes, open_dense, preprocess_of
 from unskip.errors import BadInput
-from unskip.evals._pictures import main_directions
-from unskip.recipes._judge_dense import _meaning, picture_run
+from unskip.evals import main_directions
 from unskip.training import RunFolder
-
-TRIMAP = {1: 1, 2: 0, 3: 255}
 
 
 def vit(**options: Any) -> nn.Module:
@@ -117,8 +113,8 @@ def test_a_sheet_is_written(tmp_path: Path) -> None:
     assert pixels.shape == (3 * 130 + 14, 5 * 130, 3)  # image, two blocks, attention, discovered
     shown = pixels[14 : 14 + 128, :128]
     assert numpy.array_equal(shown[::4, ::4], images[0].movedim(0, -1).numpy())
-    mean, std = mean_and_std(3)
-    same = evals.pictures(vit(), (images / 255 - mean) / std, tmp_path / "same.png", blocks=[0, 2])
+    values = preprocess_of(vit()).normalised(images)
+    same = evals.pictures(vit(), values, tmp_path / "same.png", blocks=[0, 2])
     with Image.open(same) as sheet:
         assert numpy.array_equal(numpy.array(sheet)[:, :128], pixels[:, :128])  # as bytes, or normalised
     conv = timm.create_model("resnet10t", num_classes=0).eval()
@@ -235,7 +231,7 @@ def test_a_wrong_row_is_named_by_its_own_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::unskip.errors.UnskipWarning")
-def test_a_run_is_judged_by_dense_protocols_and_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_is_evaluated_by_dense_protocols_and_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for split in ("train", "test"):
         write(tmp_path / f"x-{split}.parquet")
     tiny: dict[str, Any] = {"model_args": "depth=2,embed_dim=16,num_heads=2", "steps": 2, "batch": 32, "device": "cpu"}
@@ -264,24 +260,32 @@ def test_a_model_for_one_size_is_drawn_at_it(tmp_path: Path) -> None:
     write(tmp_path / "x-test.parquet")  # 32 pixels
     tiny: dict[str, Any] = {"model_args": "depth=2,embed_dim=16,num_heads=2", "steps": 2, "batch": 32, "device": "cpu"}
     unskip.train(recipes.supervised("digits", **tiny), tmp_path / "run", quiet=True)  # 8 pixels
-    picture_run(tmp_path / "run", tmp_path / "sheet.png", str(tmp_path / "x-{split}.parquet"))
+    recipes.picture_run(tmp_path / "run", tmp_path / "sheet.png", str(tmp_path / "x-{split}.parquet"))
     assert (tmp_path / "sheet.png").is_file()
 
 
 @pytest.mark.parametrize(
     ("numbers", "meaning"),
     [
-        ({1, 2, 3}, (TRIMAP, 255)),
-        ({1, 2}, (TRIMAP, 255)),
-        ({0, 1, 2}, (None, None)),
-        ({0, 5, 255}, (None, 255)),
-        ({0, 255}, ({0: 0, 255: 1}, None)),
-        (set(), (None, None)),
+        ([1, 2, 3], ([1, 0, 255], 255)),
+        ([1, 2], ([1, 0], 255)),
+        ([0, 1, 2], ([0, 1, 2], None)),
+        ([0, 5, 255], ([0, 5, 255], 255)),
+        ([0, 255], ([0, 1], None)),
     ],
     ids=str,
 )
-def test_what_masks_mean_where_nobody_says(numbers: set[int], meaning: Any) -> None:
-    assert _meaning(numbers) == meaning
+def test_what_masks_mean_where_nobody_says(numbers: list[int], meaning: Any) -> None:
+    """Of both splits together: one of them may lack a number."""
+    masks = torch.tensor(numbers, dtype=torch.uint8)[:, None, None]
+    whole = DenseSet.of(torch.zeros(len(numbers), 3, 1, 1, dtype=torch.uint8), masks)
+    train, test = infer_classes(whole, DenseSet.of(whole.pixels[:1], masks[:1]))
+    assert train.masks is not None
+    assert test.masks is not None
+    assert (train.masks.flatten().tolist(), train.ignore) == meaning
+    assert (test.masks.flatten().tolist(), test.ignore) == (meaning[0][:1], meaning[1])
+    bare = DenseSet.of(whole.pixels)
+    assert infer_classes(bare) == (bare,)
 
 
 @needs_real

@@ -134,7 +134,7 @@ def test_schedules_and_the_frozen_last_layer() -> None:
 
 
 @pytest.mark.parametrize(("fade", "left"), [(4, 0.0), (10, 0.5)])
-def test_a_teacher_is_judged_as_it_was_at_the_end(tmp_path: Path, fade: int, left: float) -> None:
+def test_a_teacher_is_evaluated_as_it_was_at_the_end(tmp_path: Path, fade: int, left: float) -> None:
     """Its skips are annealed with the student's; a run that is opened again has them where training left them."""
     unskip.train(dino(shortcut=f"anneal:keep>cut@{fade}"), tmp_path / "x", quiet=True)  # the last step is number 5
     opened: Any = open_run(tmp_path / "x")
@@ -254,7 +254,7 @@ def test_warnings_of_collapse() -> None:
 
 
 def test_what_would_end_a_run_at_its_first_evaluation_is_refused_at_its_start() -> None:
-    with pytest.raises(BadInput, match=r"100 training images .* online_images"):
+    with pytest.raises(BadInput, match=r"100 training .*online_images"):
         recipes.build(dino(online_images=100))
     images = unskip.data.open_images("digits")
     low = images.select((images.labels < 5).nonzero()[:, 0])

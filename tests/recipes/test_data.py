@@ -16,7 +16,6 @@ from unskip.data import ImageSet, open_images
 from unskip.demo import Scale
 from unskip.errors import BadInput
 from unskip.recipes import _data
-from unskip.recipes._judge import judge_run
 
 pytestmark = pytest.mark.filterwarnings("ignore::unskip.errors.UnskipWarning")  # runs of a few steps look unhealthy
 
@@ -52,10 +51,10 @@ def test_every_recipe_leaves_out_what_is_broken_where_that_is_asked(recipe: str,
     task.loss(task.model, next(task.feed.iterate(0, 1)))
 
 
-def test_a_run_without_its_broken_images_is_judged_without_them(broken: str, tmp_path: Path) -> None:
+def test_a_run_without_its_broken_images_is_evaluated_without_them(broken: str, tmp_path: Path) -> None:
     config = small("supervised", data=broken, skip_broken=True)
     unskip.train(config, tmp_path / "run", quiet=True)
-    assert judge_run(tmp_path / "run", ["rank-v1"])[1]
+    assert recipes.evaluate_run(tmp_path / "run", ["rank-v1"])[1]
     (group,) = unskip.report.read([tmp_path / "run"])
     assert group.runs[0].look is not None
     assert group.runs[0].look.measurement is not None, group.runs[0].look.notes
@@ -79,9 +78,9 @@ def test_an_opener_serves_every_run(asked: list[str], tmp_path: Path) -> None:
     unskip.train(small("mae"), tmp_path / "a", quiet=True, opener=opener)
     unskip.train(small("supervised", seed=1), tmp_path / "b", quiet=True, opener=opener)
     unskip.resume(tmp_path / "b", quiet=True, opener=opener)
-    judge_run(tmp_path / "a", ["rank-v1"], opener=opener)
+    recipes.evaluate_run(tmp_path / "a", ["rank-v1"], opener=opener)
     assert asked == ["train", "test"]
-    judge_run(tmp_path / "a", ["rank-v1"])  # without one, a run and its judge share what they open
+    recipes.evaluate_run(tmp_path / "a", ["rank-v1"])  # without one, both splits are opened
     assert asked == ["train", "test"] * 2
 
 

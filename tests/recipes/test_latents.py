@@ -17,7 +17,7 @@ import unskip
 from unskip import cli
 from unskip.data._latents import Autoencoder, LatentFeed, encode
 from unskip.errors import BadInput, LoadError
-from unskip.recipes import judge_times
+from unskip.recipes import evaluate_run
 from unskip.recipes._generative import Generative
 
 # Runs of a few steps look unhealthy, and are told so.
@@ -90,7 +90,7 @@ def test_a_run_on_latents_learns_and_draws(
     assert cli.main(["eval", str(tmp_path / "run")]) == 2
     assert "trained on latents" in capsys.readouterr().err
     with pytest.raises(BadInput, match="trained on latents"):
-        judge_times(tmp_path / "run", ["knn-dino-v1"], (1.0,))
+        evaluate_run(tmp_path / "run", ["knn-dino-v1"], times=(1.0,))
 
 
 def test_latents_are_decoded_a_few_at_a_time(

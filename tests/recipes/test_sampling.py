@@ -16,15 +16,15 @@ import pytest
 import torch
 from PIL import Image
 from tests.evals.hosts import NoHost
-from tests.recipes.generative import SIT, few, tiny, trained
+from tests.recipes.generative import SIT, tiny, trained
 from torch import Tensor
 
 import unskip
 from unskip import cli, recipes
 from unskip.errors import BadInput, UnskipWarning
+from unskip.evals import extract, noised
 from unskip.models import Sampling
-from unskip.recipes import open_run
-from unskip.recipes._judge_generation import judge_samples, judge_times
+from unskip.recipes import evaluate_run, evaluate_samples, open_run
 from unskip.recipes._sample import grid_of
 from unskip.training import RunFolder
 
@@ -112,40 +112,37 @@ def test_a_grid_is_rows_of_images() -> None:
 
 
 def test_blocks_and_noise_levels_in_one_sweep(run: Path) -> None:
-    _, found = judge_times(run, ["knn-dino-v1", "rank-v1"], (0.0, 0.9), blocks=[0, 4])
-    assert list(found) == [0.0, 0.9]
-    by = {(time, each.block): each.values for time, rows in found.items() for each in rows if "knn20" in each.values}
+    _, found = evaluate_run(run, ["knn-dino-v1", "rank-v1"], times=(0.0, 0.9), blocks=[0, 4])
+    by = {(each.time, each.block): each.values for each in found if "knn20" in each.values}
     assert set(by) == {(0.0, 0), (0.0, 4), (0.9, 0), (0.9, 4)}
     noise, image = ([by[time, block]["knn20"] for block in (0, 4)] for time in (0.0, 0.9))
     assert max(noise) < 0.17 < max(image)  # of noise alone nothing can be known: 0.1, and 0.016 is a standard error
     rows = [row for row in RunFolder.open(run).read("evals.jsonl") if "time" in row]
     assert {(row["time"], row["block"]) for row in rows} == set(by)
-    judge_times(run, ["rank-v1"], (0.9,), blocks=[0], precision="bf16")
+    evaluate_run(run, ["rank-v1"], times=(0.9,), blocks=[0], precision="bf16")
     assert RunFolder.open(run).read("evals.jsonl")[-1]["precision"] == "bf16"  # a report tells them apart
 
 
 def test_noise_alone_and_data_alone(run: Path) -> None:
-    """At time 1 features are those of the images themselves, which `unskip eval` judges; at 0 images do not count."""
-    from unskip.evals import extract, noised_features
-
+    """At time 1 features are those of the images themselves; at 0 images do not count."""
     trained = open_run(run)
     images = torch.randn(6, 1, 8, 8, generator=torch.Generator().manual_seed(0))
     labels = torch.zeros(6, dtype=torch.int64)
     flow, view = trained.config.flow, ("mean", "none")
-    clean = noised_features(trained.model, [(images, labels)], flow, 1.0)
+    clean = extract(trained.model, [(images, labels)], inputs=noised(flow, 1.0))
     plain = extract(trained.model, [(images, labels)])
     for block in range(5):
         torch.testing.assert_close(clean[view][block], plain[view][block])  # type: ignore[index]
-    nothing = [noised_features(trained.model, [(each, labels)], flow, 0.0, "middle") for each in (images, -images)]
+    hook = noised(flow, 0.0)
+    nothing = [extract(trained.model, [(each, labels)], "middle", inputs=hook) for each in (images, -images)]
     torch.testing.assert_close(nothing[0][view][2], nothing[1][view][2])  # type: ignore[index]
 
 
-def test_images_that_are_not_finite_are_told_without_waiting_for_each_batch(run: Path) -> None:
-    from unskip.evals import noised_features
-
+def test_features_of_noisy_images_do_not_wait_for_the_device(run: Path) -> None:
     trained = open_run(run)
     parts = torch.randn(3, 6, 1, 8, 8, generator=torch.Generator().manual_seed(0)), torch.zeros(3, 6)
-    axes = noised_features(trained.model, zip(*parts, strict=True), trained.config.flow, 0.5).axes
+    inputs = noised(trained.config.flow, 0.5)
+    axes = extract(trained.model, zip(*parts, strict=True), inputs=inputs).axes
 
     def broken_off(images: Tensor, labels: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         yield from zip(images, labels, strict=True)
@@ -154,40 +151,22 @@ def test_images_that_are_not_finite_are_told_without_waiting_for_each_batch(run:
     meta = copy.deepcopy(trained.model).to("meta")
     batches = broken_off(*(part.to("meta") for part in parts))
     with pytest.raises(InterruptedError), NoHost():  # it comes so far without asking the host for anything
-        noised_features(meta, batches, trained.config.flow, 0.5, axes=axes)
-    parts[0][1, 2] = torch.nan
-    with pytest.raises(BadInput, match="images 6 to 11: not all of their values are finite"):
-        noised_features(trained.model, zip(*parts, strict=True), trained.config.flow, 0.5)
+        extract(meta, batches, inputs=inputs, axes=axes)
 
 
-def test_an_audit_takes_one_image_and_is_made_once_for_all_times(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from unskip.evals import _extract, diffusion
-
-    found: list[tuple[int, ...]] = []
-    audited = _extract.block_axes
-
-    def counted(network: Any, example: Any) -> Any:
-        found.append(tuple(len(each) for each in example.args))
-        return audited(network, example)
-
-    monkeypatch.setattr(_extract, "block_axes", counted)
-    diffusion(open_run(run).model, few(300), few(60), ["knn-dino-v1"], times=(0.5, 1.0), blocks=[1])
-    assert found == [(1, 1)]
-
-
-def test_samples_that_are_there_are_judged_as_they_are(
+def test_samples_that_are_given_are_compared_as_they_are(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from unskip.recipes import _judge_generation
+    from unskip.recipes import _evaluate
 
     monkeypatch.setenv("HOME", str(tmp_path))
     config = recipes.supervised("digits", steps=2, device="cpu", model_args="depth=1,embed_dim=16,num_heads=2")
     unskip.train(config, tmp_path / "judge", quiet=True)
     options: dict[str, Any] = {"sampling": Sampling("euler", 2)}
-    drawn = judge_samples(run, tmp_path / "judge", 40, **options)
-    monkeypatch.setattr(_judge_generation, "sampled", lambda *args, **kwargs: pytest.fail("drawn again"))
+    drawn = evaluate_samples(run, tmp_path / "judge", 40, **options)
+    monkeypatch.setattr(_evaluate, "sampled", lambda *args, **kwargs: pytest.fail("drawn again"))
     there = unskip.sample(run, n=40, sampler="euler", steps=2, write=False)
-    assert judge_samples(run, tmp_path / "judge", samples=there, **options) == pytest.approx(drawn, rel=1e-3)
+    assert evaluate_samples(run, tmp_path / "judge", samples=there, **options) == pytest.approx(drawn, rel=1e-3)
     assert RunFolder.open(run).read("evals.jsonl")[-1]["n"] == 40
     told = [
         "sample",
@@ -204,16 +183,16 @@ def test_samples_that_are_there_are_judged_as_they_are(
     assert cli.main(told) == 0
     assert "FD-judge" in capsys.readouterr().out
     assert len(list((tmp_path / ".cache" / "unskip" / "statistics").iterdir())) == 1  # what is compared with is kept
-    # A judge that is not there is missed before anything is drawn.
+    # An extractor that is not there is missed before anything is drawn.
     monkeypatch.setattr(unskip.recipes, "sample", lambda *args, **kwargs: pytest.fail("drawn in vain"))
     assert cli.main(["sample", str(run), "--evaluate", "nowhere"]) == 2
     shutil.rmtree(run / "samples")
 
 
-def test_what_a_run_draws_is_judged_by_a_classifier(run: Path, tmp_path: Path) -> None:
+def test_samples_of_a_run_are_compared_over_a_classifier(run: Path, tmp_path: Path) -> None:
     config = recipes.supervised("digits", steps=3, device="cpu", model_args="depth=2,embed_dim=16,num_heads=2")
     unskip.train(config, tmp_path / "judge", quiet=True)
-    found = judge_samples(run, tmp_path / "judge", 40, Sampling("euler", 3), cache=tmp_path / "cache")
+    found = evaluate_samples(run, tmp_path / "judge", 40, Sampling("euler", 3), cache=tmp_path / "cache")
     assert set(found) == {"FD-judge", "precision", "recall", "kid", "score", "evaluations"}
     assert found["FD-judge"] > 0
     assert found["evaluations"] == 3
@@ -265,11 +244,11 @@ def test_what_cannot_be_drawn(run: Path, tmp_path: Path) -> None:
     with pytest.raises(BadInput, match="does not generate"):
         unskip.sample(tmp_path / "run")
     with pytest.raises(BadInput, match="no noise levels"):
-        judge_times(tmp_path / "run", ["knn-dino-v1"], (1.0,))
+        evaluate_run(tmp_path / "run", ["knn-dino-v1"], times=(1.0,))
     with pytest.raises(BadInput, match=r"a time of 1\.5"):
-        judge_times(run, ["knn-dino-v1"], (1.5,))
-    with pytest.raises(BadInput, match="changes of rank-v1, which is not asked for"):
-        judge_times(run, ["knn-dino-v1"], (1.0,), changes={"rank-v1": {"images": 10}})
+        evaluate_run(run, ["knn-dino-v1"], times=(1.5,))
+    with pytest.raises(BadInput, match="rank-v1"):
+        evaluate_run(run, ["knn-dino-v1"], times=(1.0,), changes={"rank-v1": {"images": 10}})
 
 
 def test_a_model_that_knows_more_classes_draws_those_of_its_data(tmp_path: Path) -> None:

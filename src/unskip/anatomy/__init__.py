@@ -6,6 +6,7 @@ from unskip.anatomy._describe import Kind
 from unskip.anatomy._droppath import drop_paths
 from unskip.anatomy._example import Example, example_for
 from unskip.anatomy._features import block_axes, block_indices, features, keep_outputs, pool_tokens
+from unskip.anatomy._grid import patch_grid, patch_sides
 from unskip.anatomy._guard import refuse_wrapped
 from unskip.anatomy._locate import Hop, Place, Unreachable, locate
 from unskip.anatomy._model_trace import ModelTrace, SiteRun, mean_weight, trace_again, trace_model
@@ -67,6 +68,8 @@ __all__ = [
     "mean_weight",
     "named",
     "parts",
+    "patch_grid",
+    "patch_sides",
     "pool_tokens",
     "refuse_wrapped",
     "replay",

@@ -52,7 +52,7 @@ def absorb(
     with contextlib.redirect_stdout(sys.stderr), progress(f"deciding {model}") as tick, by_input():
         torch.manual_seed(0)  # random weights, but the same ones each time
         built = weighted(model, random, trust).to(where).eval()
-        samples = None if data is None else samples_for(built, data, n, shapes)
+        samples = None if data is None else samples_for(built, data, n, shapes)[0]
         example = inputs(built, shapes)
         found = unskip.absorption.scan(built, example, data=samples, progress=tick)
         sound = found.verify()

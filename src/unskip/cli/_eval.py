@@ -1,23 +1,29 @@
-"""`unskip eval RUN`: the features of a run judged by named protocols, block by block."""
+"""`unskip eval MODEL`: named protocols over the blocks of a run or of any other model."""
 
 from __future__ import annotations
 
 import contextlib
 import json as json_format
 import sys
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Annotated, Any
 
+import torch
 import tyro
+from torch import nn
 
-from unskip._words import nearest
-from unskip.cli._options import DeviceOfRun, Json, Run, told
+from unskip.cli._options import DeviceOfRun, Json, Mean, Random, Std, Trust, model_help, told
 from unskip.cli._say import busy, print_json
+from unskip.data import open_images
 from unskip.errors import BadInput
 from unskip.evals import DTYPES, PROTOCOLS, Result, by_depth, by_time, sheet_file
 from unskip.evals import protocol as find
-from unskip.recipes import DENSE, Trained, judge_dense, judge_run, judge_times, picture_run
+from unskip.recipes import Trained, evaluate_model, evaluate_run, open_run, picture_model, picture_run
+from unskip.training import find_runs
 
 _PROTOCOLS = f"Protocols, separated by commas: {', '.join(PROTOCOLS)}."
+_DATA = "Images with labels: digits, a folder with train/ and val/, parquet files, ... (default: those of the run)."
 _TIMES = "Of a diffusion model: times of noisy images, from noise, 0, to data, 1, such as 0.5,0.9,1."
 _DENSE = "Images with masks and boxes for segment and discover protocols: parquet files, name-{split}.parquet."
 _PICTURES = "Write a sheet of features as colours, attention and discovered objects."
@@ -25,100 +31,159 @@ _CHANGE = "Another value for a setting of a protocol, recorded with the result: 
 
 
 def evaluate(
-    run: Run,
+    model: Annotated[
+        str, tyro.conf.Positional, model_help("What to evaluate, with pretrained weights unless --random")
+    ],
     protocol: Annotated[str, tyro.conf.arg(help=_PROTOCOLS, metavar="NAMES")] = "knn-dino-v1,rank-v1",
+    data: Annotated[str | None, told(_DATA, "DATA")] = None,
     blocks: Annotated[str, tyro.conf.arg(help="all, last, or indices such as 3,7,11.", metavar="BLOCKS")] = "all",
     pool: Annotated[str | None, told("mean or cls instead of the protocols' own.", "POOL")] = None,
-    split: Annotated[str | None, told("test or val (default: what the run held out).", "SPLIT")] = None,
+    split: Annotated[str | None, told("test or val (default: what the run held out, or test).", "SPLIT")] = None,
     times: Annotated[str | None, told(_TIMES, "TIMES")] = None,
     dense: Annotated[str | None, told(_DENSE, "FILES")] = None,
     pictures: Annotated[str | None, told(_PICTURES, "FILE.png")] = None,
     change: Annotated[  # both --change A B and --change A --change B
         tuple[tuple[str, ...], ...], tyro.conf.UseAppendAction, told(_CHANGE, "SETTING")
     ] = (),
+    size: Annotated[int | None, told("Pixels along a side of the images (default: the model's own).", "N")] = None,
+    mean: Mean = None,
+    std: Std = None,
+    batch: Annotated[int | None, told("Images at a time (default: as in training, or 256).", "N")] = None,
     seed: Annotated[int, tyro.conf.arg(help="Of probes and fine-tuning.", metavar="N")] = 0,
     precision: Annotated[str, tyro.conf.arg(help="float32, bf16 or fp16.", metavar="NAME")] = "float32",
     device: DeviceOfRun = None,
+    random: Random = False,
+    trust: Trust = False,
     json: Json = False,
 ) -> int:
-    """Judge the features of a run by protocols, over depth; the results go into its evals.jsonl too.
+    """Evaluate a model by protocols, over depth; the results of a run go into its evals.jsonl too.
 
     Example: unskip eval runs/x --protocol knn-dino-v1,probe-mae-v1
     """
+    from unskip.cli._model import channel_numbers, device_of, weighted
+
     names = [name.strip() for name in protocol.split(",") if name.strip()]
     for name in names:
         find(name)
     if not names:
         raise BadInput(f"--protocol names none; there are {', '.join(PROTOCOLS)}")
-    _refuse_unused(dense, names, pictures)
-    _refuse_whole({"pool": pool, "split": split}, names)
-    _one_of("pool", pool, ("mean", "cls"))
-    _one_of("split", split, ("test", "val"))
+    _refuse_unused({"pool": pool, "split": split}, dense, names, pictures)
+    for option, value, known in (("pool", pool, ("mean", "cls")), ("split", split, ("test", "val"))):
+        _one_of(option, value, known)
     _one_of("precision", precision, tuple(DTYPES))
     if pictures is not None:
-        sheet_file(pictures)  # now, and not when all is judged
+        sheet_file(pictures)  # now, and not when all is evaluated
+    if times is not None and pool is not None:
+        raise BadInput("--times takes means over all tokens: leave --pool out")
     options: dict[str, Any] = {"blocks": _blocks(blocks), "split": split, "seed": seed, "precision": precision}
-    options |= {"device": device, "changes": _changes([item for items in change for item in items], names)}
-    with contextlib.redirect_stdout(sys.stderr), busy(f"judging {run}"):
-        if times is not None:
-            if pool is not None:
-                raise BadInput("--times takes means over all tokens: leave --pool out")
-            trained, by = judge_times(run, names, _times(times), **options)
-            rows = [{**each.to_dict(), "time": time} for time, found in by.items() for each in found]
-        else:
-            trained, results = _judged(run, names, dense, {**options, "pool": pool})
-            rows = [each.to_dict() for each in results]
-        if pictures is not None:
-            written = picture_run(run, pictures, dense, device)
-            print(f"pictures in {written}")
+    options |= {"pool": "mean" if times is not None else pool, "dense": dense, "batch": batch}
+    options["changes"] = _changes([item for items in change for item in items], names)
+    numbers = {"size": size, "mean": channel_numbers("mean", mean), "std": channel_numbers("std", std)}
+    runs: Sequence[Path | None] = [None] if _is_model(model) else find_runs(model)
+    rows: list[dict[str, Any]] = []
+    for each in runs:
+        with contextlib.redirect_stdout(sys.stderr), busy(f"evaluating {each or model}"):
+            if each is not None and data is None:
+                chosen = [*_times(times)] if times is not None else None
+                opened = open_run(each, device, trust=trust)
+                about, results = _of_run(opened, names, options | {"times": chosen}, numbers, pictures)
+            else:
+                if times is not None:
+                    raise BadInput("--times is for runs on their own data: leave --data out")
+                name = str(each or model)
+                torch.manual_seed(0)  # random weights, but the same ones each time
+                built = weighted(name, random, trust).to(device_of(device or "cpu"))
+                about, results = (
+                    {"model": name, "data": data},
+                    _of_model(built, data, names, options, numbers, pictures),
+                )
+        rows.append({**about, "results": [result.to_dict() for result in results]})
+        if not json:
+            _show(str(each or model), about, names, results, options["changes"], times is not None)
     if json:
         used = {name: PROTOCOLS[name].to_dict() for name in names}
-        print_json({"run": run, "step": trained.step, "protocols": used, "results": rows})
-        return 0
-    changed = {name: ", ".join(f"{key}={each}" for key, each in to.items()) for name, to in options["changes"].items()}
-    said = [f"{name} with {changed[name]}" if name in changed else name for name in names]
-    print(f"{run}, step {trained.step}: {', '.join(said)}\n")
-    if times is None:
-        print(by_depth(results))
-        return 0
-    for name in dict.fromkeys(name for found in by.values() for each in found for name in each.values):
-        print(f"{name}\n{by_time(by, name)}\n")
+        found = rows[0] if len(rows) == 1 else {"runs": rows}
+        print_json({"protocols": used, **found})
     return 0
 
 
-def _judged(run: str, names: list[str], dense: str | None, options: dict[str, Any]) -> tuple[Trained, list[Result]]:
-    """Protocols of whole images on the run's own data, dense ones on images with masks and boxes."""
-    apart = [name for name in names if PROTOCOLS[name].kind in DENSE]
-    if apart and dense is None:
-        raise BadInput(f"{', '.join(apart)}: give images with masks and boxes, --dense FILES")
-    results: list[Result] = []
-    whole = [name for name in names if name not in apart]
-    if whole:
-        trained, results = judge_run(run, whole, **options)
-    if apart:
-        assert dense is not None
-        mine = {key: value for key, value in options.items() if key not in ("pool", "split")}
-        trained, more = judge_dense(run, dense, apart, **mine)
-        results = [*results, *more]
-    return trained, results
+def _of_run(
+    trained: Trained, names: list[str], options: dict[str, Any], numbers: dict[str, Any], sheet: str | None
+) -> tuple[dict[str, Any], list[Result]]:
+    """A run on its own data."""
+    from unskip.cli._model import preprocess_for
+
+    options = {**options, "normalise": preprocess_for(trained.encoder, trained.facts.channels, numbers)}
+    _, results = evaluate_run(trained, names, **options)
+    if sheet is not None:
+        print(f"pictures in {picture_run(trained, sheet, options['dense'])}")
+    return {"run": str(trained.folder.path), "step": trained.step}, results
 
 
-def _refuse_unused(dense: str | None, names: list[str], pictures: str | None) -> None:
-    """Masks and boxes are there for protocols that look at them, and for pictures."""
-    for_them = [name for name, each in PROTOCOLS.items() if each.kind in DENSE]
-    if dense is not None and pictures is None and not {*names} & {*for_them}:
+def _of_model(
+    built: nn.Module,
+    data: str | None,
+    names: list[str],
+    options: dict[str, Any],
+    numbers: dict[str, Any],
+    sheet: str | None,
+) -> list[Result]:
+    """Any model on data that is named."""
+    from unskip.cli._model import preprocess_for
+
+    channels = next((each.in_channels for each in built.modules() if isinstance(each, nn.Conv2d)), 3)
+    made = preprocess_for(built, channels, numbers)
+    options = {**options, "normalise": made, "batch": options["batch"] or 256}
+    results = evaluate_model(built, names, data, **options)
+    if sheet is not None:
+        source = options["dense"] or data
+        assert source is not None
+        print(f"pictures in {picture_model(built, open_images(source, 'test'), sheet, made.size)}")
+    return results
+
+
+def _is_model(name: str) -> bool:
+    """Whether MODEL is none of a run: a name, or a folder of unskip.save."""
+    folder = Path(name).expanduser()
+    return (":" in name and not folder.exists()) or (folder / "unskip.json").is_file()
+
+
+def _show(
+    name: str, about: dict[str, Any], names: list[str], results: list[Result], changes: dict[str, Any], timed: bool
+) -> None:
+    """Tables as text, with n, the split, and how images were made."""
+    changed = {key: ", ".join(f"{setting}={value}" for setting, value in to.items()) for key, to in changes.items()}
+    said = [f"{each} with {changed[each]}" if each in changed else each for each in names]
+    print(f"{name}{', step {step}'.format(**about) if 'step' in about else ''}: {', '.join(said)}")
+    for n, split in dict.fromkeys((each.n, each.split) for each in results):
+        of = ", ".join(dict.fromkeys(each.protocol for each in results if (each.n, each.split) == (n, split)))
+        print(f"n = {n}, {split} split: {of}")
+    for made in dict.fromkeys(each.preprocess for each in results if each.preprocess is not None):
+        print(f"images: {made}")
+    if any(each.intervals for each in results):
+        print("in brackets: 95% interval (Wilson)")
+    print()
+    if not timed:
+        print(by_depth(results))
+        return
+    for number in dict.fromkeys(number for each in results for number in each.values):
+        print(f"{number}\n{by_time(results, number)}\n")
+
+
+def _refuse_unused(given: dict[str, str | None], dense: str | None, names: list[str], pictures: str | None) -> None:
+    """Masks and boxes are there for protocols that look at them, and for pictures; pool and split for the others."""
+    for_them = [name for name, each in PROTOCOLS.items() if each.truth != "labels"]
+    apart = [name for name in names if name in for_them]
+    if dense is not None and pictures is None and not apart:
         raise BadInput(
             f"--dense {dense}: {', '.join(names)} look at no masks or boxes. Name protocols that do, --protocol "
             f"{','.join(for_them)}, or leave --dense out"
         )
-
-
-def _refuse_whole(given: dict[str, str | None], names: list[str]) -> None:
-    """A pool and a split are those of whole images with labels."""
-    if all(PROTOCOLS[name].kind in DENSE for name in names):
-        for option, value in given.items():
-            if value is not None:
-                raise BadInput(f"--{option} {value}: {', '.join(names)} look at patches of --dense; leave it out")
+    if apart and dense is None:
+        raise BadInput(f"{', '.join(apart)}: give images with masks and boxes, --dense FILES")
+    for option, value in given.items():
+        if value is not None and len(apart) == len(names):
+            raise BadInput(f"--{option} {value}: {', '.join(names)} look at patches of --dense; leave it out")
 
 
 def _one_of(name: str, value: str | None, known: tuple[str, ...]) -> None:
@@ -150,35 +215,11 @@ def _changes(items: list[str], names: list[str]) -> dict[str, dict[str, Any]]:
         name, dot, setting = place.rpartition(".")
         if not equals or not dot or name not in names:
             raise BadInput(f"--change {item}: write PROTOCOL.SETTING=VALUE, with a protocol that is asked for")
-        settings = PROTOCOLS[name].settings
-        if setting not in settings:
-            raise BadInput(
-                f"--change {item}: {name} has no setting {setting!r}{nearest(setting, settings)}; it has "
-                f"{', '.join(settings)}. Write PROTOCOL.SETTING=VALUE"
-            )
-        found.setdefault(name, {})[setting] = _value(item, text, settings[setting])
+        several = isinstance(PROTOCOLS[name].settings.get(setting), tuple)
+        try:
+            value = json_format.loads(f"[{text}]" if several and not text.startswith("[") else text)
+        except ValueError:
+            value = text
+        found.setdefault(name, {})[setting] = value
+        PROTOCOLS[name].settings_with({setting: value})
     return found
-
-
-def _value(item: str, text: str, usual: object) -> object:
-    """A value of the kind that the setting has in its protocol; several are separated by commas."""
-    several = isinstance(usual, tuple)
-    try:
-        value = json_format.loads(f"[{text}]" if several and not text.startswith("[") else text)
-    except ValueError:
-        value = text
-    one = usual[0] if isinstance(usual, tuple) else usual
-    for each in value if several and isinstance(value, list) and value else [value]:
-        if not _alike(each, one):
-            like = ",".join(map(str, usual)) if isinstance(usual, tuple) else usual
-            raise BadInput(f"--change {item}: {text!r} is not of the kind of its usual value, {like}")
-    return value
-
-
-def _alike(value: object, usual: object) -> bool:
-    """Whether a value may stand for a usual one: a whole number for any number, and nothing for what is left out."""
-    if usual is None or isinstance(usual, str):
-        return True
-    if isinstance(usual, bool) or isinstance(value, bool):
-        return isinstance(usual, bool) and isinstance(value, bool)
-    return isinstance(value, int | float if isinstance(usual, float) else int)

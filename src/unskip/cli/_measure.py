@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 import tyro
 
 import unskip
-from unskip.cli._options import Count, Device, Inputs, Json, Random, Trust, model_help, told
+from unskip.cli._options import Count, Device, Inputs, Json, Mean, Random, Std, Trust, model_help, told
 from unskip.cli._say import print_json, progress
 
 _DATA = "Samples: a folder of images, an .npy file, a set such as digits, or random:N (default: random:8)."
@@ -23,6 +23,8 @@ def measure(
     shortcut: Annotated[str | None, told("Rewire first: cut, decay:0.6, ...", "RULE")] = None,
     init: Annotated[str | None, told("Initialise first: skipless, skipless:vit-small,centre or zero.", "NAME")] = None,
     jacobians: Annotated[Literal["auto", "exact", "off"], tyro.conf.arg(help=_JACOBIANS)] = "auto",
+    mean: Mean = None,
+    std: Std = None,
     input: Inputs = (),  # noqa: A002
     device: Device = "cpu",
     random: Random = False,
@@ -35,7 +37,7 @@ def measure(
     """
     import torch
 
-    from unskip.cli._model import by_input, device_of, samples_for, shapes_of, weighted
+    from unskip.cli._model import by_input, channel_numbers, device_of, samples_for, shapes_of, weighted
     from unskip.wiring import parse
 
     rule = parse(shortcut) if shortcut is not None else None
@@ -43,14 +45,15 @@ def measure(
     with contextlib.redirect_stdout(sys.stderr), progress(f"measuring {model}") as tick, by_input():
         torch.manual_seed(0)  # random weights, but the same ones each time
         built = weighted(model, random, trust).to(where)
-        samples = samples_for(built, data, n, shapes)
+        numbers = {"mean": channel_numbers("mean", mean), "std": channel_numbers("std", std)}
+        samples, made = samples_for(built, data, n, shapes, numbers)
         if init is not None:
             unskip.init.start_(built, init, torch.Generator().manual_seed(0), samples)
         if rule is not None:
             unskip.rewire(built, rule, samples)
         found = unskip.measure(built, samples, jacobians=jacobians, progress=tick)
     if json:
-        print_json({"spec": model, **found.to_dict()})
+        print_json({"spec": model, "preprocess": made and made.to_dict(), **found.to_dict()})
     else:
-        print(found)
+        print(f"images: {made}\n{found}" if made is not None else found)
     return 0

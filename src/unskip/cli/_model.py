@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from unskip import spec
 from unskip._warn import warn
 from unskip.anatomy import Example, example_for
 from unskip.cli._say import one_line
+from unskip.data import Preprocess, preprocess_of
 from unskip.data import batch as data_batch
 from unskip.errors import BadInput, ForwardError
 from unskip.recipes import is_run, open_run
@@ -101,21 +103,47 @@ def inputs(model: nn.Module, shapes: list[Shape]) -> tuple[Tensor, ...] | None:
     return tuple(made) or None
 
 
-def samples_for(model: nn.Module, source: str, n: int, shapes: list[Shape]) -> object:
-    """A batch that fits the model: images of its size, or the inputs that it says it takes, or that `shapes` do."""
+def samples_for(
+    model: nn.Module, source: str, n: int, shapes: list[Shape], numbers: dict[str, Any] | None = None
+) -> tuple[object, Preprocess | None]:
+    """A batch that fits the model, and how its images were made, where it reads some.
+
+    It is images of the model's size, or the inputs that it says it takes, or that `shapes` do. `numbers` are a mean and
+    a standard deviation in place of the model's own.
+    """
     example = example_for(model, inputs(model, shapes))
     images = [value for value in example.values if isinstance(value, Tensor) and value.ndim == 4]
     if len(example.values) > 1 or not images:
         if source.startswith("random:"):
-            return _noise(example, source, len(data_batch(source, size=1)), bool(shapes))
+            return _noise(example, source, len(data_batch(source, size=1)), bool(shapes)), None
         ids = data_batch(source, n)
-        return dict.fromkeys(list(example.kwargs)[:1], ids) or (ids,)
+        return dict.fromkeys(list(example.kwargs)[:1], ids) or (ids,), None
     channels, *size = images[0].shape[1:]
-    config = getattr(model, "pretrained_cfg", None) or {}
-    known = isinstance(config, dict) and len(config.get("mean", ())) == channels
-    mean, std = (config["mean"], config["std"]) if known else ((0.5,) * channels, (0.5,) * channels)
-    values = data_batch(source, n, (int(size[0]), int(size[1])), mean=mean, std=std).to(images[0])
-    return dict.fromkeys(example.kwargs, values) or (values,)
+    made = preprocess_for(model, channels, numbers or {})
+    sides = (int(size[0]), int(size[1]))
+    values = data_batch(source, n, sides, mean=made.mean, std=made.std, crop=made.crop).to(images[0])
+    samples = dict.fromkeys(example.kwargs, values) or (values,)
+    return samples, None if source.startswith("random:") else made
+
+
+def preprocess_for(model: nn.Module, channels: int, numbers: dict[str, Any]) -> Preprocess:
+    """The model's own preprocessing, with the size, mean and standard deviation that the caller gives."""
+    given = {name: value for name, value in numbers.items() if value is not None}
+    for name in ("mean", "std"):
+        if name in given and len(given[name]) not in (1, channels):
+            raise BadInput(f"--{name}: the model takes {channels} channels; give a number for each, or one for all")
+        if name in given:
+            given[name] *= channels // len(given[name])
+    own = preprocess_of(model, channels)
+    return replace(own, **given, source="the caller") if given else own
+
+
+def channel_numbers(option: str, text: str | None) -> tuple[float, ...] | None:
+    """The numbers of --mean or --std."""
+    try:
+        return None if text is None else tuple(float(item) for item in text.split(","))
+    except ValueError:
+        raise BadInput(f"--{option} {text}: write a number for each channel, such as 0.5,0.5,0.5") from None
 
 
 def _noise(example: Example, source: str, count: int, asked_for: bool) -> object:

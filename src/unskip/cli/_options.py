@@ -26,6 +26,11 @@ Count = Annotated[int, tyro.conf.arg(help="How many samples of the source.", met
 Device = Annotated[str, tyro.conf.arg(help="Where to compute.", metavar="DEVICE")]
 DeviceOfRun = Annotated[str | None, told("Where to compute (default: as the run).", "DEVICE")]
 Precision = Annotated[Literal["float32", "bf16", "fp16"], tyro.conf.arg(help="Of the forward pass.")]
+Mean = Annotated[
+    str | None,
+    told("Mean of the channels, of values from 0 to 1, as 0.5,0.5,0.5 (default: the model's own).", "NUMBERS"),
+]
+Std = Annotated[str | None, told("Standard deviation of the channels (default: the model's own).", "NUMBERS")]
 Random = Annotated[bool, tyro.conf.FlagCreatePairsOff, told("Random weights instead of pretrained ones.")]
 Trust = Annotated[
     bool, tyro.conf.FlagCreatePairsOff, told("Run the Python files that a folder names: its model, its plugins.")

@@ -43,7 +43,7 @@ def sample(
     Example: unskip sample runs/x --n 64 --cfg 1.5
     """
     from unskip.models import Sampling
-    from unskip.recipes import judge_samples, open_run
+    from unskip.recipes import evaluate_samples, open_run
 
     sampling = Sampling(sampler, steps, cfg, tolerance, seed)  # checks them before a model is built
     if n < 1:
@@ -72,7 +72,7 @@ def sample(
         values: dict[str, float] = {}
         if extractor is not None:
             options: dict[str, Any] = {"samples": found, "batch": batch, "precision": precision, "cache": _CACHE}
-            values = judge_samples(trained, extractor, n, sampling, **options)
+            values = evaluate_samples(trained, extractor, n, sampling, **options)
     data: dict[str, Any] = {"run": run, "step": trained.step, "n": n, "evaluations": found.evaluations}
     data |= {"seconds": found.seconds, "grid": str(found.grid), **values}
     if json:

@@ -4,27 +4,35 @@ from unskip.data._augment import Augment
 from unskip.data._batch import batch
 from unskip.data._crops import CropFeed, Crops, Drawn, DrawnFeed
 from unskip.data._decode import MixedSizes
-from unskip.data._dense import open_dense
-from unskip.data._device import mean_and_std
+from unskip.data._dense import TRIMAP, DenseSet, infer_classes, open_dense
 from unskip.data._feed import Feed
-from unskip.data._images import ImageSet, fingerprint
+from unskip.data._images import ImageSet, fingerprint, subset
 from unskip.data._latents import Autoencoder, LatentFeed
+from unskip.data._preprocess import Normalise, Preprocess, preprocess_of, set_preprocess, usual_preprocess
 from unskip.data._sources import open_images
 
 __all__ = [
+    "TRIMAP",
     "Augment",
     "Autoencoder",
     "CropFeed",
     "Crops",
+    "DenseSet",
     "Drawn",
     "DrawnFeed",
     "Feed",
     "ImageSet",
     "LatentFeed",
     "MixedSizes",
+    "Normalise",
+    "Preprocess",
     "batch",
     "fingerprint",
-    "mean_and_std",
+    "infer_classes",
     "open_dense",
     "open_images",
+    "preprocess_of",
+    "set_preprocess",
+    "subset",
+    "usual_preprocess",
 ]

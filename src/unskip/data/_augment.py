@@ -26,6 +26,7 @@ from unskip.data._order import Rows
 from unskip.errors import BadInput
 
 Crop = Literal["pad", "resized", "center", "none"]
+Interpolation = Literal["bilinear", "bicubic"]
 Table = NDArray[numpy.float64]
 
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
@@ -49,6 +50,7 @@ class Augment:
     randaugment: str | None = None  # "operations,magnitude" such as "2,9"; only where images are read from disk
     mean: tuple[float, ...] | None = None  # by channel, of values from 0 to 1; None: ImageNet's, or 0.5 for gray images
     std: tuple[float, ...] | None = None
+    interpolation: Interpolation = "bilinear"
 
     def __post_init__(self) -> None:
         for field in fields(self):  # JSON has no tuples
@@ -56,6 +58,8 @@ class Augment:
                 object.__setattr__(self, field.name, tuple(value))
         if self.crop not in get_args(Crop):
             raise BadInput(f"crop is {self.crop!r}; it can be {', '.join(get_args(Crop))}")
+        if self.interpolation not in get_args(Interpolation):
+            raise BadInput(f"interpolation is {self.interpolation!r}; it can be {', '.join(get_args(Interpolation))}")
         for name in ("pad", "mixup", "cutmix"):
             if getattr(self, name) < 0:
                 raise BadInput(f"{name} is {getattr(self, name)!r}; it cannot be negative")

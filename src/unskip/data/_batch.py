@@ -28,6 +28,7 @@ def batch(
     *,
     mean: Sequence[float] = IMAGENET_MEAN,
     std: Sequence[float] = IMAGENET_STD,
+    crop: float = 1.0,
     seed: int = 0,
 ) -> Tensor:
     """n samples from a source: images (n, channels, height, width), normalised, or what an array of numbers holds.
@@ -36,7 +37,7 @@ def batch(
     their shorter side and cropped at the centre. A folder is searched for images, resized and cropped likewise. An
     .npy file holds images, (N, height, width[, channels]) or (N, channels, height, width), of bytes or of floats in
     [0, 1], which are stretched to that size; or token ids (N, tokens); arrays of other shapes are taken as they are.
-    "random:N" is N images of noise, whatever n.
+    "random:N" is N images of noise, whatever n. `crop` is the share of the shorter side that the central crop keeps.
     """
     if not isinstance(n, int) or n < 1:
         raise BadInput(f"n is {n!r}; a batch holds at least one sample")
@@ -49,11 +50,11 @@ def batch(
         return _noise(text, len(mean), height, width, seed)
     path = Path(source)
     if path.is_dir():
-        return _folder(path, n, height, width, mean, std)
+        return _folder(path, n, height, width, mean, std, crop)
     if path.suffix == ".npy" and path.is_file():
         return _array(path, n, height, width, mean, std)
     if text in NAMES or text.startswith("hf:") or path.suffix == ".parquet":
-        return _set(text, n, height, width, mean, std)
+        return _set(text, n, height, width, mean, std, crop)
     missing = "" if path.exists() else "no such file or folder; "
     raise BadInput(
         f"{text}: {missing}a source is a folder of images, an .npy file, random:N, a set such as digits, "
@@ -69,9 +70,14 @@ def _noise(text: str, channels: int, height: int, width: int, seed: int) -> Tens
     return torch.randn(int(count), channels, height, width, generator=generator)
 
 
-def _set(source: str, n: int, height: int, width: int, mean: Sequence[float], std: Sequence[float]) -> Tensor:
+def _set(
+    source: str, n: int, height: int, width: int, mean: Sequence[float], std: Sequence[float], crop: float
+) -> Tensor:
     found = open_images(source)
-    images = found.load(_spread(len(found), n), (height, width)).float() / 255
+    tall, wide = round(height / crop), round(width / crop)
+    top, left = (tall - height) // 2, (wide - width) // 2
+    whole = found.load(_spread(len(found), n), (tall, wide))
+    images = whole[:, :, top : top + height, left : left + width].float() / 255
     return _normalised(_as_channels(images, len(mean), source), mean, std)
 
 
@@ -83,19 +89,23 @@ def _as_channels(images: Tensor, channels: int, place: object) -> Tensor:
     return images
 
 
-def _folder(path: Path, n: int, height: int, width: int, mean: Sequence[float], std: Sequence[float]) -> Tensor:
+def _folder(
+    path: Path, n: int, height: int, width: int, mean: Sequence[float], std: Sequence[float], crop: float
+) -> Tensor:
     files = sorted(file for file in path.rglob("*") if file.suffix.lower() in SUFFIXES and file.is_file())
     if not files:
         raise BadInput(f"{path}: no images in it (looked for {', '.join(sorted(SUFFIXES))})")
     chosen = [files[i] for i in _spread(len(files), n)]
-    return _normalised(torch.stack([_image(file, height, width, len(mean)) for file in chosen]), mean, std)
+    return _normalised(torch.stack([_image(file, height, width, len(mean), crop) for file in chosen]), mean, std)
 
 
-def _image(file: Path, height: int, width: int, channels: int) -> Tensor:
+def _image(file: Path, height: int, width: int, channels: int, crop: float) -> Tensor:
     from PIL import Image, ImageOps
 
     image = opened(lambda: file.open("rb"), str(file)).convert("L" if channels == 1 else "RGB")
-    pixels = torch.from_numpy(numpy.array(ImageOps.fit(image, (width, height), Image.Resampling.BICUBIC)))
+    pixels = torch.from_numpy(
+        numpy.array(ImageOps.fit(image, (width, height), Image.Resampling.BICUBIC, (1 - crop) / 2))
+    )
     return (pixels[None] if channels == 1 else pixels.movedim(-1, 0)) / 255
 
 

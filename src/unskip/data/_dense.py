@@ -24,6 +24,8 @@ from unskip.data._sources import open_images
 from unskip.data._splits import files_by_split
 from unskip.errors import BadInput
 
+TRIMAP = {1: 1, 2: 0, 3: 255}  # object, ground, and a border that does not count
+
 
 @dataclass(frozen=True, eq=False)
 class DenseSet:
@@ -32,6 +34,15 @@ class DenseSet:
     images: ImageSet
     masks: Tensor | None
     boxes: Tensor | None
+    ignore: int | None = None  # the value of a mask that stands for no class
+
+    @staticmethod
+    def of(
+        pixels: Tensor, masks: Tensor | None = None, boxes: Tensor | None = None, ignore: int | None = None
+    ) -> DenseSet:
+        """A set of bytes (n, channels, H, W), with masks (n, H, W), boxes (n, 4) or both."""
+        labels = torch.zeros(len(pixels), dtype=torch.int64)
+        return DenseSet(ImageSet("images", "test", ("none",), labels, pixels), masks, boxes, ignore)
 
     def __len__(self) -> int:
         return len(self.images)
@@ -87,6 +98,20 @@ def open_dense(
             masks = F.interpolate(masks[:, None], (max(height, width),) * 2, mode="nearest-exact")[:, 0]
         boxes = None if boxes is None else boxes * torch.tensor([size / width, size / height] * 2, dtype=torch.float64)
     return DenseSet(images, masks, boxes)
+
+
+def infer_classes(*sets: DenseSet) -> tuple[DenseSet, ...]:
+    """The splits of one set with masks whose numbers are classes, and the number that stands for none.
+
+    Masks of 1, 2 and 3 are a trimap: object, ground, and a border that does not count. In those of 0 and 255 the 255 is
+    the object, and beside other classes it does not count.
+    """
+    numbers = {int(each) for part in sets if part.masks is not None for each in part.masks.unique()}
+    if numbers and numbers <= set(TRIMAP):
+        return tuple(replace(part.renamed(TRIMAP), ignore=255) for part in sets)
+    if numbers == {0, 255}:
+        return tuple(part.renamed({0: 0, 255: 1}) for part in sets)
+    return tuple(replace(part, ignore=255) for part in sets) if 255 in numbers else sets
 
 
 def _boxes(column: Any, file: str) -> Tensor:

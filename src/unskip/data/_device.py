@@ -5,7 +5,8 @@ A crop with resizing is linear and separable, so it is two matrix products per i
     R[i, j] = tri((j + 1/2 - c_i) / max(s, 1)),   c_i = top + s (i + 1/2),   s = box / out,   tri(t) = max(0, 1 - |t|)
 
 over the pixels j of the box, each row divided by its sum: bilinear when enlarging, antialiased when shrinking, exact
-copies when s = 1. A flip reverses the rows of C. Pixels beyond the edge are black. Nothing here waits for the device.
+copies when s = 1. Bicubic takes the cubic kernel with a = -1/2 (Keys 1981) in place of tri. A flip reverses the rows of
+C. Pixels beyond the edge are black. Nothing here waits for the device.
 """
 
 from __future__ import annotations
@@ -15,27 +16,32 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from unskip.data._augment import Augment, normalisation
+from unskip.data._augment import Augment, Interpolation, normalisation
 
 
-def shown(images: Tensor, boxes: Tensor, size: tuple[int, int], pad: int = 0) -> Tensor:
+def shown(
+    images: Tensor, boxes: Tensor, size: tuple[int, int], pad: int = 0, interpolation: Interpolation = "bilinear"
+) -> Tensor:
     """What each box shows: bytes or floats (n, channels, H, W) and (n, 5) to floats (n, channels, *size).
 
     A box is top, left, height, width and 1 where flipped. It reaches at most `pad` pixels beyond the edge.
     """
     top, left, tall, wide, flip = boxes.float().unbind(1)
-    rows = _weights(top, tall, torch.zeros_like(flip), images.shape[-2], size[0], pad)
-    columns = _weights(left, wide, flip, images.shape[-1], size[1], pad)
+    rows = _weights(top, tall, torch.zeros_like(flip), images.shape[-2], size[0], pad, interpolation)
+    columns = _weights(left, wide, flip, images.shape[-1], size[1], pad, interpolation)
     count, channels, height, width = images.shape
     # Bytes are exact in half precision, and what it rounds stays within a quarter of one step of a byte.
     kind = torch.float16 if images.is_cuda else torch.float32
     with torch.autocast(images.device.type, enabled=False):
         # Shapes: (n, channels H, W) (n, W, out) -> (n, channels, H, out), then (n, 1, out, H) from the left.
         narrow = torch.bmm(images.to(kind).reshape(count, channels * height, width), columns.to(kind).transpose(1, 2))
-        return torch.matmul(rows.to(kind)[:, None], narrow.reshape(count, channels, height, size[1])).float()
+        out = torch.matmul(rows.to(kind)[:, None], narrow.reshape(count, channels, height, size[1])).float()
+    return out.clamp_(0, 255) if interpolation == "bicubic" else out  # a cubic overshoots at edges
 
 
-def _weights(start: Tensor, length: Tensor, flip: Tensor, pixels: int, out: int, pad: int) -> Tensor:
+def _weights(
+    start: Tensor, length: Tensor, flip: Tensor, pixels: int, out: int, pad: int, interpolation: Interpolation
+) -> Tensor:
     """(n, out, pixels): how much of each pixel of the source goes into each of the output."""
     scale = (length / out)[:, None, None]
     places = torch.arange(out, device=start.device)[None, :, None] + 0.5
@@ -43,9 +49,17 @@ def _weights(start: Tensor, length: Tensor, flip: Tensor, pixels: int, out: int,
     # The edge's far side takes part in the sum of weights, and adds black.
     taps = torch.arange(-pad, pixels + pad, device=start.device)[None, None, :] + 0.5
     first = start[:, None, None]
-    weights = (1 - ((taps - first - scale * places) / scale.clamp_min(1)).abs()).clamp_min(0)
+    apart = ((taps - first - scale * places) / scale.clamp_min(1)).abs()
+    weights = (1 - apart).clamp_min(0) if interpolation == "bilinear" else _cubic(apart)
     weights = weights * ((taps > first) & (taps < first + length[:, None, None]))
     return (weights / weights.sum(-1, keepdim=True))[..., pad : pad + pixels]
+
+
+def _cubic(apart: Tensor) -> Tensor:
+    """The cubic kernel of distances from 0 on, with a = -1/2."""
+    near = (1.5 * apart - 2.5) * apart**2 + 1
+    far = ((2.5 - 0.5 * apart) * apart - 4) * apart + 2
+    return torch.where(apart < 1, near, torch.where(apart < 2, far, 0.0))
 
 
 def put(values: Any, device: torch.device) -> Tensor:

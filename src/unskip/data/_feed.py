@@ -121,7 +121,8 @@ class Feed:
                 return pixels
             return torch.where(_device.put(flip, self.device)[:, None, None, None], pixels.flip(3), pixels)
         pad = augment.pad if augment is not None and augment.crop == "pad" else 0
-        return _device.shown(pixels, _device.put(boxes.astype(numpy.float32), self.device), out, pad)
+        way = "bilinear" if augment is None else augment.interpolation
+        return _device.shown(pixels, _device.put(boxes.astype(numpy.float32), self.device), out, pad, way)
 
     def _mixed(self, images: Tensor, labels: Tensor, plan: _Plan, step: int) -> Batch:
         """Erase and mix."""

@@ -108,6 +108,20 @@ class ImageSet:
         return torch.stack([fitted(pixels(self.reader, row), out).expand(3, *out) for row in rows])
 
 
+def subset(images: ImageSet, count: int) -> ImageSet:
+    """At most `count` images, as evenly over the classes as can be, drawn at random but the same each time."""
+    if len(images) <= count:
+        return images
+    order = torch.randperm(len(images), generator=torch.Generator().manual_seed(0))
+    labels = images.labels[order]
+    by_class = labels.argsort(stable=True)
+    sizes = labels.bincount()
+    turn = torch.empty_like(labels)  # how many of its class come before
+    turn[by_class] = torch.arange(len(labels)) - (sizes.cumsum(0) - sizes)[labels[by_class]]
+    chosen = (turn * len(sizes) + labels).argsort()[:count]
+    return images.select(order[chosen].sort().values)
+
+
 def resized(images: Tensor, out: tuple[int, int]) -> Tensor:
     """Bytes (n, channels, H, W) to bytes (n, channels, *out): the largest central part of that aspect, resized."""
     if tuple(images.shape[-2:]) == tuple(out):

@@ -75,7 +75,8 @@ class Decoded(Dataset[Tensor | str]):
         random = stream(GEOMETRY, self.seed, step, position)
         *box, flip = geometry(self.augment, random, 1, image.height, image.width)[0]
         top, left, tall, wide = (int(edge) for edge in box)
-        image = functional.resized_crop(image, top, left, tall, wide, [self.size, self.size], antialias=True)
+        way = v2.InterpolationMode(self.augment.interpolation if self.augment else "bilinear")
+        image = functional.resized_crop(image, top, left, tall, wide, [self.size, self.size], way, antialias=True)
         if flip:
             image = functional.horizontal_flip(image)
         if self.augment is not None and self.augment.randaugment:

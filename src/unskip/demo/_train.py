@@ -11,7 +11,7 @@ from typing import Any
 from unskip._table import table
 from unskip.demo._compare import at_chance, beside, compared, ranked
 from unskip.errors import BadInput, TrainingError
-from unskip.recipes import Opener, judge_run, mae, open_split, supervised, train
+from unskip.recipes import Opener, evaluate_run, mae, open_split, supervised, train
 
 Write = Callable[[str], object]
 Numbers = dict[str, dict[int, float]]  # of a name, by block
@@ -84,7 +84,7 @@ def pretrain(scale: Scale, out: Path, write: Write, quiet: bool, opener: Opener)
         if _trained(config, folder, write, quiet, opener) is None:
             continue
         write("    evaluated: kNN, linear probe and rank of every block")
-        found[name] = by_block(judge_run(folder, PROTOCOLS, opener=opener)[1])
+        found[name] = by_block(evaluate_run(folder, PROTOCOLS, opener=opener)[1])
     images = len(open_split(config, "test", opener))
     if len(found) == len(folders):
         for line in describe_features(found, config.shortcut, images):

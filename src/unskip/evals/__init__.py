@@ -1,23 +1,25 @@
-"""Judge it: features of every block in one pass, and named, frozen protocols that turn them into numbers."""
+"""Evaluate it: features of every block in one pass, and named, frozen protocols that turn them into numbers."""
 
-from unskip.evals._diffusion import by_time, diffusion, noised_features
-from unskip.evals._discover import discover, discover_blocks, discoveries
-from unskip.evals._evaluate import Result, by_depth, evaluate
-from unskip.evals._extract import DTYPES, Blocks, Features, Precision, View, autocast, extract
+import unskip.evals._accuracy  # noqa: F401  # registers itself
+from unskip.evals._diffusion import by_time, noised
+from unskip.evals._discover import discover, discoveries
+from unskip.evals._evaluate import Result, by_depth, evaluate, flat
+from unskip.evals._extract import DTYPES, Blocks, Features, Inputs, View, autocast, extract
 from unskip.evals._extractor import Extractor, extractor
 from unskip.evals._finetune import finetune
 from unskip.evals._frechet import Moments, frechet
 from unskip.evals._generation import Statistics, generation, statistics
-from unskip.evals._input import known
+from unskip.evals._input import check_classes
 from unskip.evals._iou import class_iou, confusion, mean_iou
-from unskip.evals._knn import knn
+from unskip.evals._knn import check_knn, knn
 from unskip.evals._manifold import kid, precision_recall, score
 from unskip.evals._patches import Patches, patches
 from unskip.evals._pictures import attention_maps, main_directions, pca_colours, pictures, sheet_file
 from unskip.evals._probe import linear_probe
-from unskip.evals._protocols import PROTOCOLS, Protocol, protocol
 from unskip.evals._rank import rank
-from unskip.evals._segment import Segmentation, segment, segment_blocks
+from unskip.evals._registry import PROTOCOLS, Protocol, asked_for, protocol, register, wilson
+from unskip.evals._segment import Segmentation, segment
+from unskip.evals._split import Options, Precision, Split
 from unskip.evals._tokencut import Discovery, tokencut
 
 __all__ = [
@@ -27,47 +29,52 @@ __all__ = [
     "Discovery",
     "Extractor",
     "Features",
+    "Inputs",
     "Moments",
+    "Options",
     "Patches",
     "Precision",
     "Protocol",
     "Result",
     "Segmentation",
+    "Split",
     "Statistics",
     "View",
+    "asked_for",
     "attention_maps",
     "autocast",
     "by_depth",
     "by_time",
+    "check_classes",
+    "check_knn",
     "class_iou",
     "confusion",
-    "diffusion",
     "discover",
-    "discover_blocks",
     "discoveries",
     "evaluate",
     "extract",
     "extractor",
     "finetune",
+    "flat",
     "frechet",
     "generation",
     "kid",
     "knn",
-    "known",
     "linear_probe",
     "main_directions",
     "mean_iou",
-    "noised_features",
+    "noised",
     "patches",
     "pca_colours",
     "pictures",
     "precision_recall",
     "protocol",
     "rank",
+    "register",
     "score",
     "segment",
-    "segment_blocks",
     "sheet_file",
     "statistics",
     "tokencut",
+    "wilson",
 ]

@@ -1,49 +1,63 @@
-"""All protocols over all blocks of a model: one pass over the images, one result for each protocol and block."""
+"""Protocols over the blocks of a model: one pass over the images of each split, one result for each protocol and block.
+
+`unskip eval`, the evaluations in the course of training and the report all come here. What a protocol needs (pooled
+features of blocks, patches, logits) is gathered for all protocols together; each evaluator then gets its part of it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from unskip._table import table
-from unskip.data import Feed, ImageSet
+from unskip.data import DenseSet, ImageSet, Normalise, Preprocess, preprocess_of
 from unskip.errors import BadInput
-from unskip.evals._extract import Features, Precision, View, extract
-from unskip.evals._finetune import finetune
-from unskip.evals._knn import knn
-from unskip.evals._probe import probe_all
-from unskip.evals._protocols import Pool, Protocol, asked_for
-from unskip.evals._rank import rank
+from unskip.evals._extract import Blocks, Inputs
+from unskip.evals._gather import Data, Drawn, Gathered, open_split
+from unskip.evals._registry import Pool, Protocol, asked_for
+from unskip.evals._split import Options, Precision
 
 
 @dataclass(frozen=True)
 class Result:
-    """What one protocol says of one block (None: of the whole model)."""
+    """The numbers of one protocol and one block (None: of the whole model), with n and 95% Wilson intervals."""
 
     protocol: str
     block: int | None
     values: dict[str, float]
-    pool: str
+    n: int  # test samples
+    intervals: dict[str, tuple[float, float]] = field(default_factory=dict)  # of the values that are fractions of n
+    pool: str | None = None  # which vectors: mean, cls, tokens, keys, ...
+    split: str | None = None  # the name of the test split
+    time: float | None = None  # of the noisy images of a diffusion model, from noise, 0, to data, 1
+    preprocess: Preprocess | None = None
     changes: dict[str, Any] = field(default_factory=dict)  # settings that were not the protocol's
 
     def to_dict(self) -> dict[str, Any]:
         """One flat row, as evals.jsonl holds it."""
-        row: dict[str, Any] = {"evaluation": self.protocol, "block": self.block, "pool": self.pool}
-        return row | ({"changes": self.changes} if self.changes else {}) | self.values
+        row: dict[str, Any] = {"evaluation": self.protocol, "block": self.block, "pool": self.pool, "n": self.n}
+        row |= {
+            "split": self.split,
+            "time": self.time,
+            "intervals": {name: list(ends) for name, ends in self.intervals.items()},
+        }
+        row |= {"preprocess": self.preprocess and self.preprocess.to_dict(), "changes": self.changes}
+        return {name: value for name, value in row.items() if name == "block" or value not in (None, {})} | self.values
 
 
 def evaluate(
     model: nn.Module,
-    train: ImageSet,
-    test: ImageSet,
+    train: Data | None,
+    test: Data,
     protocols: Sequence[str],
     *,
     size: int | None = None,
-    blocks: int | Iterable[int] | Literal["all"] = "all",
+    normalise: Normalise | None = None,
+    blocks: Blocks | Mapping[str, Blocks] = "all",
     pool: Pool | None = None,
     batch: int = 512,
     seed: int = 0,
@@ -51,86 +65,140 @@ def evaluate(
     workers: int = 0,
     graph: bool = False,
     changes: Mapping[str, Mapping[str, Any]] | None = None,
+    inputs: Inputs | None = None,
+    axes: Mapping[str, int] | None = None,
+    split: str | None = None,
+    samples: Iterable[Tensor] | None = None,
+    extractor: Any = "inception",
+    cache: Any = None,
 ) -> list[Result]:
-    """Judges the features of blocks, trained on one set and tested on another, by protocols.
+    """Evaluates a model by protocols: trained on the features (or images) of one split, tested on those of another.
 
-    `pool` takes the place of the protocols' own; `changes` maps a protocol to settings that shall be otherwise. Both
-    are recorded in the results. With `graph` the steps of fine-tuning are replayed as a CUDA graph, on a GPU.
+    `train` and `test` are image sets, image sets with masks and boxes, or feeds. Images are made as the model's own
+    preprocessing says (`unskip.data.preprocess_of`); `size` and `normalise`, (mean, std) or a whole `Preprocess`, take
+    the place of that. `train` can be None where no protocol looks at it.
+
+    `blocks` are indices, "all" or "middle", for all protocols or by protocol. `pool` takes the place of the protocols'
+    own, and `changes` maps a protocol to settings that shall be otherwise; both are recorded in the results. `inputs`
+    makes the model's arguments of images (see `extract`), and `axes` are those of an earlier extraction. With `graph`
+    fine-tuning steps are replayed as a CUDA graph. `samples` are batches of generated bytes, for protocols that compare
+    them with the images of `train` over an `extractor`.
     """
     asked = asked_for(protocols, changes)
-    dense = [each.name for each in asked if each.kind in ("segment", "discover")]
-    if dense:
-        raise BadInput(
-            f"{', '.join(dense)}: needs masks or boxes, which labelled images have not; see unskip.evals.segment and "
-            "discover, or give `unskip eval` the images with --dense"
-        )
-    changed = {name: dict(values) for name, values in (changes or {}).items()}
-    views = {each.name: (pool or each.pool, each.norm) for each in asked}
-    device = next(model.parameters()).device
-    results: list[Result] = []
-    frozen = [each for each in asked if each.kind != "finetune"]
-    if frozen:
-        wanted = [views[each.name] for each in frozen]
-        feeds = [Feed(images, batch, size, device=device, workers=workers) for images in (train, test)]
-        learnt = extract(model, feeds[0].evaluate(), blocks, wanted, precision=precision)
-        judged = extract(model, feeds[1].evaluate(), blocks, wanted, precision=precision, axes=learnt.axes)
-        for each in frozen:
-            results += judge(each, learnt, judged, views[each.name], seed, changed.get(each.name))
+    device = next(iter(model.parameters()), torch.empty(0)).device
+    made = _preprocess(model, test, size, normalise)
+    options = Options(made, device, batch, seed, precision, workers, graph, extractor, cache)
+    sets = {"test": open_split(test, options)}
+    if train is not None:
+        sets["train"] = open_split(train, options)
+    elif missing := [each.name for each in asked if each.train]:
+        raise BadInput(f"{', '.join(missing)}: needs training samples; give `train`")
+    if samples is not None:
+        sets["test"] = replace(sets["test"], samples=Drawn(samples))
     for each in asked:
-        if each.kind == "finetune":
-            mine = changed.get(each.name, {})
-            options: dict[str, Any] = {"size": size, "seed": seed, "precision": precision, "workers": workers}
-            options["graph"] = graph
-            accuracy = finetune(model, train, test, each.name, changes=mine, **options)
-            results.append(Result(each.name, None, {_word(each): accuracy}, "patches", mine))
+        for name, part in sets.items():
+            if each.truth != "labels" and (each.train or name == "test") and getattr(part, each.truth) is None:
+                raise BadInput(
+                    f"{each.name}: needs {each.truth}, and the {name} images have none; give an "
+                    "unskip.data.DenseSet, or `unskip eval` images with --dense"
+                )
+    by_name = {
+        each.name: _listed(blocks.get(each.name, "all") if isinstance(blocks, Mapping) else blocks) for each in asked
+    }
+    gathered = Gathered(model, sets, asked, by_name, pool, inputs, axes)
+    results: list[Result] = []
+    for each in asked:
+        mine = dict((changes or {}).get(each.name, {}))
+        settings = each.settings_with(mine)
+        for block, values, n in _numbers(each, gathered, settings):
+            intervals = each.intervals(values, n)
+            view = (
+                gathered.view(each)[0] if each.needs == "features" else each.what if each.needs == "patches" else None
+            )
+            results.append(Result(each.name, block, values, n, intervals, view, split, None, made, mine))
     return results
 
 
-def judge(
-    protocol: Protocol,
-    train: Features,
-    test: Features,
-    view: View,
-    seed: int = 0,
-    changes: Mapping[str, Any] | None = None,
-) -> list[Result]:
-    """One protocol on features that are there already."""
-    mine = dict(changes or {})
-    values: dict[int, dict[str, float]] = {}
-    for together in _alike(test[view]):
-        if protocol.kind == "probe":
-            learnt, judged = (torch.stack([each[view][index] for index in together]) for each in (train, test))
-            found = probe_all(learnt, train.labels, judged, test.labels, protocol.name, seed=seed, changes=mine)
-            values |= {index: {_word(protocol): each} for index, each in zip(together, found, strict=True)}
-            continue
-        for index in together:
-            if protocol.kind == "rank":
-                values[index] = rank(test[view][index], protocol.name, changes=mine)
-            else:
-                x, y = train[view][index], test[view][index]
-                by_k = knn(x, train.labels, y, test.labels, protocol.name, changes=mine)
-                values[index] = {f"knn{k}": accuracy for k, accuracy in by_k.items()}
-    return [Result(protocol.name, index, values[index], view[0], mine) for index in sorted(values)]
+def _numbers(
+    protocol: Protocol, gathered: Gathered, settings: dict[str, Any]
+) -> Iterator[tuple[int | None, dict[str, float], int]]:
+    """What an evaluator says: of the whole model, or block by block."""
+    function = protocol.function
+    if protocol.needs == "model":
+        train, test = gathered.split("train"), gathered.split("test")
+        yield None, _plain(protocol, function(gathered.model, train, test, **settings)), len(test)
+        return
+    for blocks in gathered.together(protocol):
+        train, test = (gathered.given(protocol, name, blocks, settings) for name in ("train", "test"))
+        found = function(train, test, **settings)
+        if not protocol.batched:
+            found = [found]
+        for block, values in zip(blocks, found, strict=True):
+            yield block, _plain(protocol, values), len(test)
+
+
+def _plain(protocol: Protocol, values: Any) -> dict[str, float]:
+    if not isinstance(values, Mapping):
+        raise BadInput(f"{protocol.name}: its evaluator returns {type(values).__name__}; it is a mapping of numbers")
+    return {str(name): float(value) for name, value in values.items()}
+
+
+def _listed(blocks: Any) -> Any:
+    """Blocks that can be gone through twice."""
+    return blocks if isinstance(blocks, int | str) else list(blocks)
+
+
+def _preprocess(model: nn.Module, data: Data, size: int | None, normalise: Normalise | None) -> Preprocess | None:
+    """How images are made; None where a feed gives them."""
+    images = data.images if isinstance(data, DenseSet) else data
+    if not isinstance(images, ImageSet):
+        return None
+    found = preprocess_of(model, images.channels, normalise)
+    return found if size is None else replace(found, size=size)
 
 
 def by_depth(results: Sequence[Result]) -> str:
-    """A table: a row for each block, a column for each number."""
+    """A table: a row for each block, a column for each number, with the 95% interval of a fraction behind it."""
     columns = list(dict.fromkeys(name for each in results for name in each.values))
-    cells: dict[int | None, dict[str, float]] = {}
+    cells: dict[int | None, dict[str, str]] = {}
     for each in results:
-        cells.setdefault(each.block, {}).update(each.values)
+        cells.setdefault(each.block, {}).update({name: _cell(each, name) for name in each.values})
     rows = [["all" if block is None else block, *(row.get(name) for name in columns)] for block, row in cells.items()]
     return table(("block", *columns), rows)
 
 
-def _alike(features: dict[int, Tensor]) -> list[list[int]]:
-    """Blocks whose features have the same width, together."""
-    by_width: dict[int, list[int]] = {}
-    for index, value in features.items():
-        by_width.setdefault(value.shape[1], []).append(index)
-    return list(by_width.values())
+class Numbers(dict[str, float]):
+    """Numbers by name, and what a log keeps about them: n, split and intervals."""
+
+    about: dict[str, Any]
 
 
-def _word(protocol: Protocol) -> str:
-    """The name of a protocol's number: probe_mae of probe-mae-v1."""
-    return "finetune" if protocol.kind == "finetune" else "_".join(protocol.name.split("-")[:2])
+def flat(results: Sequence[Result], split: str | None = None) -> Numbers:
+    """The numbers under flat names, as the log of a run holds them.
+
+    Those of a block have the protocol's own names, and of several blocks it is the last that has; the first number of
+    every block is there too, as rank_block_3. Those of class tokens begin with cls_, those of the whole model with the
+    split, as test_accuracy.
+    """
+    values, intervals = Numbers(), dict[str, list[float]]()
+    for each in results:
+        blocks = [other.block for other in results if other.protocol == each.protocol]
+        start = f"{split}_" if each.block is None and split else "cls_" if each.pool == "cls" else ""
+        if len(blocks) > 1:
+            first = next(iter(each.values))
+            values[f"{start}{first}_block_{each.block}"] = each.values[first]
+        if each.block == blocks[-1]:
+            values |= {f"{start}{name}": value for name, value in each.values.items()}
+            intervals |= {f"{start}{name}": list(ends) for name, ends in each.intervals.items()}
+    values.about = {"n": max((each.n for each in results), default=0)}
+    values.about |= {key: value for key, value in (("split", split), ("intervals", intervals)) if value}
+    return values
+
+
+def _cell(result: Result, name: str) -> str:
+    """A number as text, and its interval where it has one: 0.8500 [0.81, 0.88]."""
+    value = f"{result.values[name]:.4g}"
+    if name not in result.intervals:
+        return value
+    low, high = result.intervals[name]
+    return f"{value} [{low:.3f}, {high:.3f}]"

@@ -6,9 +6,9 @@ The blocks are found once. The model is put into evaluation mode, and every modu
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -17,12 +17,15 @@ from torch.nn import functional as F
 from unskip._modes import evaluating
 from unskip.anatomy import Example, block_axes, block_indices, keep_outputs, pool_tokens
 from unskip.errors import BadInput
-from unskip.evals._protocols import Norm, Pool
+from unskip.evals._registry import Norm, Pool
+from unskip.evals._split import Precision
 
-View = tuple[Pool, Norm]
+View = tuple[Pool | Literal["tokens"], Norm]
 Blocks = int | Iterable[int] | Literal["all", "middle"]
-Precision = Literal["float32", "bf16", "fp16"]
+# From a batch of images, their places in the set and the name of the split to the arguments of the model.
+Inputs = Callable[[Tensor, Tensor, str], tuple[Tensor, ...]]
 DTYPES = {"float32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+_POOLS, _NORMS = ("mean", "cls", "tokens"), ("none", "layer")
 
 
 @dataclass(frozen=True)
@@ -33,6 +36,7 @@ class Features:
     labels: Tensor
     blocks: int  # how many the model has
     axes: dict[str, int] = field(default_factory=dict)  # path of each, and the axis of features
+    logits: Tensor | None = None  # (images, classes), where they were asked for
 
     def __getitem__(self, view: View) -> dict[int, Tensor]:
         return self.views[view]
@@ -41,6 +45,7 @@ class Features:
         return len(self.labels)
 
 
+@torch.no_grad()
 def extract(
     model: nn.Module,
     batches: Iterable[tuple[Tensor, Tensor]],
@@ -49,70 +54,82 @@ def extract(
     *,
     precision: Precision = "float32",
     axes: Mapping[str, int] | None = None,
+    inputs: Inputs | None = None,
+    split: str = "test",
+    logits: bool = False,
 ) -> Features:
     """Features of blocks over batches of (images, labels), such as `Feed.evaluate()` gives; they stay on the device.
 
-    A view is a pool ("mean" over all tokens, or "cls", the first) and a norm: "none", or "layer" for tokens brought to
-    mean 0 and variance 1 before they are pooled. `axes` are those of an earlier call on the same model, whose blocks
-    need not be found again then.
+    A view is a pool ("mean" over all tokens, "cls", the first, or "tokens", all of them) and a norm: "none", or "layer"
+    for tokens brought to mean 0 and variance 1 before they are pooled. `axes` are those of an earlier call on the same
+    model, whose blocks need not be found again then. `inputs` makes the model's arguments of a batch of images, their
+    places in the set and the name of the `split`; without it the images are the only one. With `logits` the model's
+    output is kept too.
     """
-    return gathered(model, (((images,), labels) for images, labels in batches), blocks, views, precision, axes)
-
-
-@torch.no_grad()
-def gathered(
-    model: nn.Module,
-    batches: Iterable[tuple[tuple[Tensor, ...], Tensor]],
-    blocks: Blocks,
-    views: Iterable[View],
-    precision: Precision,
-    axes: Mapping[str, int] | None,
-) -> Features:
-    """`extract` over batches of (arguments of the model, labels)."""
     wanted_views = list(dict.fromkeys(views))
     for pool, norm in wanted_views:
-        if pool not in ("mean", "cls") or norm not in ("none", "layer"):
-            raise BadInput(f"a view is ('mean' | 'cls', 'none' | 'layer'), got {(pool, norm)!r}")
-    _dtype(precision)
+        if pool not in _POOLS or norm not in _NORMS:
+            raise BadInput(f"a view is one of {_POOLS} and one of {_NORMS}, got {(pool, norm)!r}")
+    dtype_of(precision)
     found: dict[View, dict[int, list[Tensor]]] = {view: {} for view in wanted_views}
     labels: list[Tensor] = []
-    axes = dict(axes or {})
-    wanted: list[int] = []
+    outputs: list[Tensor] = []
+    axes, wanted, seen = dict(axes or {}), list[int](), 0
     with evaluating(model):
-        for inputs, part in batches:
-            if not axes:
+        for images, part in batches:
+            places = torch.arange(seen, seen + len(images), device=images.device)
+            given = (images,) if inputs is None else inputs(images, places, split)
+            seen += len(images)
+            if wanted_views and not axes:
                 # Of one image: an audit of a whole batch takes as much longer.
-                axes = block_axes(model, Example.of(tuple(each[:1] for each in inputs)))
-            wanted = wanted or ([len(axes) // 2] if blocks == "middle" else block_indices(blocks, len(axes)))
-            with keep_outputs(model, axes, wanted) as outputs, autocast(inputs[0].device, precision):
-                model(*inputs)
+                axes = block_axes(model, Example.of(tuple(each[:1] for each in given)))
+            if wanted_views and not wanted:
+                wanted = chosen_blocks(blocks, len(axes))
+            with keep_outputs(model, axes, wanted) as kept, autocast(images.device, precision):
+                output = model(*given)
+            if logits:
+                outputs.append(_logits(model, output))
             for index in wanted:
                 axis = list(axes.values())[index]
-                tokens = pool_tokens(outputs[index], axis, None).float()  # (images, tokens, dim), or (images, dim)
+                tokens = pool_tokens(kept[index], axis, None).float()  # (images, tokens, dim), or (images, dim)
                 for pool, norm in wanted_views:
                     found[pool, norm].setdefault(index, []).append(_view(tokens, pool, norm))
             labels.append(part)
     if not labels:
         raise BadInput("there is no batch to take features of")
     whole = {view: {index: torch.cat(parts) for index, parts in by.items()} for view, by in found.items()}
-    return Features(whole, torch.cat(labels), len(axes), axes)
+    return Features(whole, torch.cat(labels), len(axes), axes, torch.cat(outputs) if logits else None)
 
 
-def _view(tokens: Tensor, pool: Pool, norm: Norm) -> Tensor:
+def chosen_blocks(blocks: Blocks, count: int) -> list[int]:
+    """Indices from 0 on of blocks of a model that has so many."""
+    return [count // 2] if blocks == "middle" else block_indices(blocks, count)
+
+
+def _view(tokens: Tensor, pool: str, norm: Norm) -> Tensor:
     if pool == "cls" and tokens.ndim == 3:
         tokens = tokens[:, 0].clone()  # a view would keep all tokens
     if norm == "layer":
         tokens = F.layer_norm(tokens, tokens.shape[-1:], eps=1e-6)
-    return tokens.mean(1) if tokens.ndim == 3 else tokens
+    return tokens.mean(1) if tokens.ndim == 3 and pool != "tokens" else tokens
+
+
+def _logits(model: nn.Module, output: Any) -> Tensor:
+    output = getattr(output, "logits", output)  # as models of Hugging Face have them
+    if not isinstance(output, Tensor) or output.ndim != 2:
+        found = tuple(output.shape) if isinstance(output, Tensor) else type(output).__name__
+        raise BadInput(f"{type(model).__name__} gives no logits (images, classes) but {found}; take a classifier")
+    return output.float()
 
 
 def autocast(device: torch.device, precision: str) -> contextlib.AbstractContextManager[object]:
     """Autocast for one of the names of a precision."""
-    dtype = _dtype(precision)
+    dtype = dtype_of(precision)
     return torch.autocast(device.type, dtype) if dtype is not None else contextlib.nullcontext()
 
 
-def _dtype(precision: str) -> torch.dtype | None:
+def dtype_of(precision: str) -> torch.dtype | None:
+    """The type that a precision computes in; None for float32."""
     if precision not in DTYPES:
         raise BadInput(f"precision is {precision!r}; it can be {', '.join(DTYPES)}")
     return DTYPES[precision]

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from unskip._modes import evaluating
-from unskip.data import mean_and_std
+from unskip.data import Preprocess, preprocess_of, usual_preprocess
 from unskip.errors import BadInput, LoadError, UnskipError
 from unskip.wiring import find_wiring
 
@@ -115,15 +115,13 @@ def _plain(module: nn.Module) -> Callable[[Tensor], tuple[Tensor, Tensor | None]
     return extract
 
 
-def _classifier(
-    module: Any, size: tuple[int, int] | None, mean: Tensor, std: Tensor
-) -> Callable[[Tensor], tuple[Tensor, Tensor | None]]:
+def _classifier(module: Any, made: Preprocess) -> Callable[[Tensor], tuple[Tensor, Tensor | None]]:
     """Of a model of timm: features before the head, and what the head makes of them."""
 
     def extract(images: Tensor) -> tuple[Tensor, Tensor | None]:
-        x = (images.float() / 255 - mean.to(images.device)) / std.to(images.device)
-        if size is not None and tuple(x.shape[2:]) != size:
-            x = F.interpolate(x, size, mode="bicubic", antialias=True, align_corners=False)
+        x = made.normalised(images)
+        if made.size is not None and tuple(x.shape[2:]) != (made.size, made.size):
+            x = F.interpolate(x, [made.size] * 2, mode="bicubic", antialias=True, align_corners=False)
         if not hasattr(module, "forward_features") or not hasattr(module, "forward_head"):
             logits: Tensor = module(x)
             return logits.flatten(1), None
@@ -144,11 +142,8 @@ def _timm(model: str, name: str | None, device: Any) -> Extractor:
             f"timm:{model}: its pretrained weights cannot be had ({str(error).partition(chr(10))[0][:200]}). Fetch "
             "them where there is a network, or take a run folder as extractor: unskip train supervised"
         ) from error
-    config = module.pretrained_cfg
     module = module.to(device or "cpu").eval()
-    size = (int(config["input_size"][1]), int(config["input_size"][2]))
-    mean, std = (torch.tensor(config[each])[:, None, None] for each in ("mean", "std"))
-    extract = _classifier(module, size, mean, std)
+    extract = _classifier(module, preprocess_of(module, _channels(module)))
     return Extractor(name or model, module, extract, weights_key(module))
 
 
@@ -169,11 +164,13 @@ def _folder(folder: Path, name: str | None, device: Any) -> Extractor:
         module: Any = load(place)
     except UnskipError as error:
         raise LoadError(f"{folder}: no model that could be an extractor: {error}") from error
-    average = ema_weights(place)  # those that a run is judged by
-    if average is not None:
-        module.load_state_dict(average)
+    ema = ema_weights(place)  # those that a run is evaluated with
+    if ema is not None:
+        module.load_state_dict(ema)
     module = module.to(device or "cpu").eval()
-    extract = _classifier(module, None if size is None else (size, size), *mean_and_std(_channels(module)))
+    channels = _channels(module)
+    made = preprocess_of(module, channels) if size is None else usual_preprocess(channels, size, "the run")
+    extract = _classifier(module, made)
     return Extractor(name or folder.resolve().name, module, extract, weights_key(module))
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,11 +20,13 @@ from torch.nn import functional as F
 
 from unskip._modes import evaluating
 from unskip._warn import warn
-from unskip.data import Augment, Feed, ImageSet
+from unskip.data import Feed, ImageSet, Normalise, preprocess_of
 from unskip.errors import BadInput, TrainingError
-from unskip.evals._extract import Precision, autocast
-from unskip.evals._input import known
-from unskip.evals._protocols import settings_of
+from unskip.evals._extract import autocast
+from unskip.evals._input import check_classes
+from unskip.evals._registry import protocol as find
+from unskip.evals._registry import register
+from unskip.evals._split import Options, Precision, Split
 from unskip.optim import build, schedules
 from unskip.training import Graphed, Pass
 from unskip.wiring import find_wiring
@@ -69,39 +72,68 @@ def finetune(
     precision: Precision = "float32",
     workers: int = 0,
     graph: bool = False,
+    normalise: Normalise | None = None,
     changes: Mapping[str, Any] | None = None,
 ) -> float:
     """The accuracy on `test` of a fine-tuned copy of the model, which itself stays as it is.
 
     `changes` sets some of the protocol's settings otherwise, such as {"epochs": 20}; record them with the number. With
-    `graph` the passes of a step are replayed as one CUDA graph, on a GPU: small models stop waiting for the host.
+    `graph` the passes of a step are replayed as one CUDA graph, on a GPU, which removes launch overhead.
     """
-    settings = settings_of(protocol, "finetune", changes)
-    known("finetune", train.labels, test.labels)
+    settings = find(protocol, evaluate_finetune).settings_with(changes)
+    made = preprocess_of(model, train.channels, normalise)
+    made = made if size is None else replace(made, size=size)
     device = next(model.parameters()).device
+    options = Options(made, device, seed=seed, precision=precision, workers=workers, graph=graph)
+    splits = (Split(each.labels, images=each, options=options) for each in (train, test))
+    return evaluate_finetune(model, *splits, **settings)["finetune"]
+
+
+@register(
+    "finetune-mae-v1",
+    needs="model",
+    about="The whole encoder and a linear head on the mean of the patch tokens: MAE's settings for ViT-B, arXiv "
+    "2111.06377, without RandAugment.",
+    fractions=("finetune",),
+    positive=("epochs", "batch", "lr_256"),
+    epochs=100.0,
+    warmup=5.0,
+    batch=1024,
+    lr_256=5e-4,  # the learning rate is this times batch / 256
+    layer_decay=0.65,
+    weight_decay=0.05,
+    betas=(0.9, 0.999),
+    drop_path=0.1,
+    smoothing=0.1,
+    mixup=0.8,
+    cutmix=1.0,
+    erase=0.25,
+    crop="resized",
+    flip=True,
+    start=2e-5,
+)
+def evaluate_finetune(model: nn.Module, train: Split, test: Split, **settings: Any) -> dict[str, float]:
+    """Fine-tunes a copy of the model."""
+    if train.images is None or train.options.preprocess is None:
+        raise BadInput("finetune: it augments images, so it takes image sets and no feeds")
+    check_classes("finetune", train.labels, test.labels)
+    device, seed = train.options.device, train.options.seed
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), torch.enable_grad():
         torch.manual_seed(seed)
-        network = Classifier(copy.deepcopy(model), len(train.classes), settings["start"]).to(device)
+        network = Classifier(copy.deepcopy(model), len(train.images.classes), settings["start"]).to(device)
         network.requires_grad_(True)
         _drop_paths(network.encoder, _rate(model, settings["drop_path"]))
-        return _train(network, train, test, settings, size, seed, precision, workers, graph)
+        return {"finetune": _train(network, train.images, test.images, settings, train.options)}
 
 
 def _train(
-    network: Classifier,
-    train: ImageSet,
-    test: ImageSet,
-    settings: Mapping[str, Any],
-    size: int | None,
-    seed: int,
-    precision: Precision,
-    workers: int,
-    graph: bool,
+    network: Classifier, train: ImageSet, test: ImageSet, settings: Mapping[str, Any], options: Options
 ) -> float:
-    device = network.head.weight.device
-    augment = Augment(**{name: settings[name] for name in ("crop", "flip", "mixup", "cutmix", "erase")})
+    device, made, seed, precision = options.device, options.preprocess, options.seed, options.precision
+    assert made is not None
+    augment = made.augment(**{name: settings[name] for name in ("crop", "flip", "mixup", "cutmix", "erase")})
     batch = min(settings["batch"], len(train))
-    feed = Feed(train, batch, size, seed=seed, augment=augment, device=device, workers=workers)
+    feed = Feed(train, batch, made.size, seed=seed, augment=augment, device=device, workers=options.workers)
     lr = settings["lr_256"] * batch / 256
     optimizer = build(
         network, "adamw", lr, settings["weight_decay"], layer_decay=settings["layer_decay"], betas=settings["betas"]
@@ -118,7 +150,7 @@ def _train(
         return loss.detach(), {}
 
     network.train()
-    recorded = recorder(passes, network, graph)
+    recorded = recorder(passes, network, options.graph)
     loss = torch.zeros(())
     for step, given in enumerate(feed.iterate(0, total)):
         schedules.apply(optimizer, lr=schedules.warmup_cosine(step, total=total, warmup=warmup))
@@ -131,9 +163,9 @@ def _train(
     if not bool(torch.isfinite(loss)):
         raise TrainingError(f"finetune: the loss is {float(loss)} after {total} steps; lower lr_256, or warm up longer")
     right = torch.zeros((), dtype=torch.int64, device=device)
-    judge = Feed(test, batch, size, device=device, workers=workers)
+    tests = Feed(test, batch, made.size, augment=made.augment(), device=device, workers=options.workers)
     with evaluating(network), torch.no_grad():
-        for images, labels in judge.evaluate():
+        for images, labels in tests.evaluate():
             with autocast(device, precision):
                 right += (network(images).argmax(1) == labels).sum()
     return int(right) / len(test)

@@ -1,4 +1,4 @@
-"""Samples judged against real images: Fréchet distance, precision, recall, KID, and a score, over one extractor.
+"""Samples compared with real images: Fréchet distance, precision, recall, KID, and a score, over one extractor.
 
 Features are made batch by batch, and mean and covariance gathered in float64. Those of the reference are kept on disk,
 where a cache is named, under the hash of the images and of the extractor. Precision, recall and KID compare
@@ -24,6 +24,8 @@ from unskip.evals._extractor import Extractor
 from unskip.evals._extractor import extractor as find
 from unskip.evals._frechet import Moments, frechet
 from unskip.evals._manifold import kid, precision_recall, score
+from unskip.evals._registry import register
+from unskip.evals._split import Split
 
 Pictures = Tensor | ImageSet | Iterable[Tensor]
 
@@ -71,7 +73,7 @@ def statistics(
         if scores is not None:
             logits.append(scores.cpu())
     if not moments.count:
-        raise BadInput("generation: there is no image to judge; draw one sample or more")
+        raise BadInput("generation: there is no image to compare; draw one sample or more")
     found = Statistics(moments, torch.cat(kept), score(torch.cat(logits)) if logits else None, chosen.key)
     if file is not None:
         _write(file, found)
@@ -104,6 +106,28 @@ def generation(
     found["precision"], found["recall"] = precision_recall(ours.features, real.features, k)
     found["kid"] = kid(ours.features, real.features)
     return found | ({} if ours.score is None else {"score": ours.score})
+
+
+@register(
+    "generation-v1",
+    needs="samples",
+    about="Fréchet distance, precision, recall and KID of samples against the images of `train`, over one extractor.",
+    positive=("k", "manifold"),
+    k=3,
+    manifold=10_000,
+)
+def evaluate_generation(train: Split, test: Split, k: int, manifold: int) -> dict[str, float]:
+    """Of the generated images of `test`, and the real ones of `train`."""
+    if test.samples is None or train.images is None:
+        raise BadInput("generation-v1: it compares samples with an image set; give both, or call `unskip sample`")
+    options = test.options
+    chosen = find(options.extractor, device=options.device)
+    size = options.preprocess.size if options.preprocess is not None else None
+    held: dict[str, Any] = {"batch": options.batch, "manifold": manifold}
+    reference = statistics(train.images, chosen, size=size, cache=options.cache, **held)
+    found = generation(test.samples, reference, chosen, k=k, **held)
+    # In a row of evals.jsonl "precision" is that of the arithmetic, and must not push out that of the samples.
+    return {"sample_precision" if name == "precision" else name: value for name, value in found.items()}
 
 
 def _compared(images: Pictures, manifold: int) -> Tensor:

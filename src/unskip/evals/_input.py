@@ -1,6 +1,6 @@
-"""What the judges are given: features with a label for each row, finite, and every judged class known.
+"""Checks of features and labels: finite, a label for each row, and training samples of every class that is tested.
 
-They compute in full precision whatever autocast says around them.
+Evaluators compute in full precision whatever autocast says around them.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-def full_precision(judge: Callable[P, R]) -> Callable[P, R]:
-    """The same function with autocast off: rounded products would decide which neighbour is the nearest."""
+def full_precision(function: Callable[P, R]) -> Callable[P, R]:
+    """The same function with autocast off: rounding would decide which neighbour is the nearest."""
 
-    @wraps(judge)
+    @wraps(function)
     def precise(*arguments: P.args, **options: P.kwargs) -> R:
         with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
-            return judge(*arguments, **options)
+            return function(*arguments, **options)
 
     return precise
 
@@ -50,17 +50,17 @@ def checked(
     (a, a_labels), (b, b_labels) = pairs
     if a.shape[:-2] != b.shape[:-2] or a.shape[-1] != b.shape[-1]:
         raise BadInput(f"{who}: train is {tuple(a.shape)} and test {tuple(b.shape)}; their features must be the same")
-    known(who, a_labels, b_labels)
+    check_classes(who, a_labels, b_labels)
     return a, a_labels, b, b_labels
 
 
-def known(who: str, train_labels: Tensor, test_labels: Tensor) -> None:
-    """Raise where a class is judged that there is no training sample of."""
+def check_classes(who: str, train_labels: Tensor, test_labels: Tensor) -> None:
+    """Raises BadInput where a class of the test samples has no training sample."""
     count = int(torch.maximum(train_labels.max(), test_labels.max())) + 1
     missing = (train_labels.bincount(minlength=count) == 0) & (test_labels.bincount(minlength=count) > 0)
     if bool(missing.any()):
         first = int(missing.nonzero()[0])
         raise BadInput(
-            f"{who}: class {first} is judged and has no training sample ({int(missing.sum())} such classes); "
+            f"{who}: class {first} has test samples and no training sample ({int(missing.sum())} such classes); "
             "take training samples of the same classes, or leave these test samples out"
         )

@@ -1,4 +1,4 @@
-"""k nearest neighbours, weighed, as DINO judges features (arXiv 2104.14294).
+"""Weighted kNN accuracy of features, as in DINO (arXiv 2104.14294).
 
     cos_i = <x, x_i> / (|x| |x_i|);   score(c) = sum over the k nearest i of class c of exp(cos_i / T)
 
@@ -10,23 +10,23 @@ give the same numbers on a GPU too.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from unskip.errors import BadInput
-from unskip.evals._input import checked, full_precision
-from unskip.evals._protocols import settings_of
+from unskip.evals._input import check_classes, checked, full_precision
+from unskip.evals._registry import protocol as find
+from unskip.evals._registry import register
+from unskip.evals._split import Split
 
 _GROUP = 64
 _CHUNK_BYTES = {"cpu": 2**27, "cuda": 2**32}  # of cosines held at a time
 _ONE = 2**40  # the vote of the nearest neighbour as an integer
 
 
-@full_precision
-@torch.no_grad()
 def knn(
     train: Tensor,
     train_labels: Tensor,
@@ -40,34 +40,78 @@ def knn(
 
     `changes` sets some of the protocol's settings otherwise; record them with the numbers.
     """
-    settings = settings_of(protocol, "knn", changes)
-    ks, temperature = settings["neighbours"], settings["temperature"]
+    return _accuracies(train, train_labels, test, test_labels, **find(protocol, evaluate_knn).settings_with(changes))
+
+
+@register(
+    "knn-dino-v1",
+    needs="features",
+    about="kNN by cosine, each neighbour voting with exp(cosine / T), on the mean of all tokens: arXiv 2104.14294.",
+    fractions=("knn*",),
+    positive=("k", "temperature"),
+    k=(10, 20, 100, 200),
+    temperature=0.07,
+)
+@register(
+    "knn-cls-v1",
+    needs="features",
+    about="The same on the class token, brought to mean 0 and variance 1: what DINO trains.",
+    fractions=("knn*",),
+    pool="cls",
+    norm="layer",
+    positive=("k", "temperature"),
+    k=(10, 20, 100, 200),
+    temperature=0.07,
+)
+def evaluate_knn(train: Split, test: Split, **settings: Any) -> dict[str, float]:
+    """Of the features of one block."""
+    assert train.features is not None
+    assert test.features is not None
+    found = _accuracies(train.features, train.labels, test.features, test.labels, **settings)
+    return {f"knn{k}": accuracy for k, accuracy in found.items()}
+
+
+def check_knn(train_labels: Tensor, test_labels: Tensor, protocol: str = "knn-dino-v1") -> None:
+    """Raises BadInput for sets that kNN cannot be evaluated on: a run asks before its first step."""
+    _check_k(len(train_labels), find(protocol, evaluate_knn).settings["k"])
+    check_classes("knn", train_labels, test_labels)
+
+
+def _check_k(count: int, ks: Sequence[int]) -> None:
+    if count < max(ks):
+        raise BadInput(
+            f"knn: k is up to {max(ks)}, and there are {count} training samples; take more (in a run: online_images), "
+            'or a smaller k: changes={"k": (10,)}, or --change knn-dino-v1.k=10'
+        )
+
+
+@full_precision
+@torch.no_grad()
+def _accuracies(
+    train: Tensor, train_labels: Tensor, test: Tensor, test_labels: Tensor, k: Sequence[int], temperature: float
+) -> dict[int, float]:
     x, labels, y, wanted = checked("knn", train, train_labels, test, test_labels)
     if x.ndim != 2:
         raise BadInput(f"knn: features must be (samples, dim), got {tuple(x.shape)}")
-    if len(x) < max(ks):
-        raise BadInput(
-            f"knn: {protocol} asks for {max(ks)} neighbours and there are {len(x)} training samples; take more, or ask "
-            f'for fewer neighbours: changes={{"neighbours": (10,)}}, or --change {protocol}.neighbours=10'
-        )
     count = len(x)
+    _check_k(count, k)
     # Whole groups: the rows that are added can never be neighbours.
     unit = x.new_zeros(count + -count % _GROUP, x.shape[1])
     _unit(x, unit[:count])
     x = unit
     rows = max(1, _CHUNK_BYTES.get(x.device.type, 2**30) // (4 * len(x)))
     classes = int(torch.maximum(labels.max(), wanted.max())) + 1
-    right = torch.zeros(len(ks), dtype=torch.int64, device=x.device)
+    right = torch.zeros(len(k), dtype=torch.int64, device=x.device)
     for part, truth in zip(y.split(rows), wanted.split(rows), strict=True):
         cosines = _unit(part, torch.empty_like(part)) @ x.T
         cosines[:, count:] = -torch.inf
-        values, places = best(cosines, max(ks))
+        values, places = best(cosines, max(k))
         votes = ((values - values[:, :1]) / temperature).double().exp().mul(_ONE).round().long()
         found = labels[places]
-        for index, k in enumerate(ks):
-            scores = votes.new_zeros(len(part), classes).scatter_add_(1, found[:, :k], votes[:, :k])
+        for index, nearest in enumerate(k):
+            scores = votes.new_zeros(len(part), classes).scatter_add_(1, found[:, :nearest], votes[:, :nearest])
             right[index] += (scores.argmax(1) == truth).sum()
-    return {k: hits / len(y) for k, hits in zip(ks, right.tolist(), strict=True)}
+    return {each: hits / len(y) for each, hits in zip(k, right.tolist(), strict=True)}
 
 
 def _unit(x: Tensor, out: Tensor) -> Tensor:

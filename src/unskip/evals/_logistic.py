@@ -26,7 +26,7 @@ _HALVINGS = 20
 
 
 class Solution(NamedTuple):
-    """W (sets, classes, dim) and b (sets, classes) of standardised features, and their mean and deviation."""
+    """W (sets, classes, dim) and b (sets, classes) of standardised features, and their mean and standard deviation."""
 
     weight: Tensor
     bias: Tensor

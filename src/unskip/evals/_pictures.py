@@ -1,4 +1,4 @@
-"""What patch features look like: their main directions as colours, where attention looks, and what is discovered.
+"""Pictures of patch features: principal components as colours, attention maps, and discovered objects.
 
 colours      the first three principal components of the patch tokens of a block, over all images, as red, green, blue
 attention    of the class token over the patches, or the mean over all queries where there is none, by head
@@ -18,10 +18,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from unskip.anatomy import Example, PartsTrace, block_indices, trace_again, trace_parts
-from unskip.data import mean_and_std
+from unskip.data import Normalise, preprocess_of
 from unskip.errors import BadInput, UnskipError
 from unskip.evals._discover import discoveries, in_pixels
-from unskip.evals._patches import Reader, fitted
+from unskip.evals._patches import Reader
+from unskip.evals._registry import What
 
 Pixels = NDArray[numpy.uint8]
 _CELL, _TITLE, _EDGE = 128, 14, 2
@@ -55,55 +56,67 @@ def main_directions(rows: Tensor) -> tuple[Tensor, tuple[float, ...]]:
 
 
 @torch.no_grad()
-def attention_maps(model: nn.Module, images: Tensor, block: int = -1) -> Tensor:
+def attention_maps(model: nn.Module, images: Tensor, block: int = -1, *, normalise: Normalise | None = None) -> Tensor:
     """(images, heads, rows, columns): how much of its attention the class token gives to each patch.
 
     Where there is no token before the patches it is the mean over all of them. These are the probabilities that the
     model computes: norms of queries and keys, turned positions and biases are in them.
     """
-    reader = Reader(model, images, block, "keys")
-    (look,) = reader.looks.values()
+    reader = Reader(model, images, block, "keys", normalise=normalise)
+    (attention,) = reader.attentions.values()
     grid = reader(images[:1]).grid  # it refuses attention over parts of the image
-    shown = Example.of(fitted(model, images, reader.patch))
+    shown = Example.of(reader.fitted(images))
     traced = trace_parts(model, shown.rows(0, 1), weighted=True)
     maps = []
     for index in range(len(images)):  # one by one: a recording holds every tensor on the way
         laid = trace_again(model, shown.rows(index, index + 1), traced.trace) if index else traced.trace
-        p = PartsTrace(laid, traced.parts, traced.attentions).probabilities(look.attention.site.index)
+        p = PartsTrace(laid, traced.parts, traced.attentions).probabilities(attention.attention.site.index)
         prefix = p.shape[-1] - grid[0] * grid[1]
         rows = p[:, :, 0] if prefix else p.mean(2)  # of (1, heads, queries, keys)
         maps.append(rows[..., prefix:].unflatten(2, grid).float())
     return torch.cat(maps)
 
 
-def pictures(model: nn.Module, images: Tensor, out: str | Path, *, blocks: Sequence[int] | None = None) -> Path:
+def pictures(
+    model: nn.Module,
+    images: Tensor,
+    out: str | Path,
+    *,
+    blocks: Sequence[int] | None = None,
+    normalise: Normalise | None = None,
+) -> Path:
     """Writes one sheet, a PNG: for each image the colours of some blocks, its last attention, and what is discovered.
 
-    `images` are normalised or bytes, a dozen at most. What cannot be had of a model, such as attention of one that has
-    none, is left white and named in the title.
+    `images` are normalised floats or bytes, a dozen at most; `normalise` is as in `patches`. What a model does not
+    have, such as attention, is left white and named in the title.
     """
     from PIL import Image, ImageDraw
 
     target = sheet_file(out)
     if not 1 <= len(images) <= 12:
         raise BadInput(f"pictures: {len(images)} images; a sheet holds 1 to 12")
-    count = len(Reader(model, images).axes)
+    count = len(Reader(model, images, normalise=normalise).axes)
     if images.shape[1] not in (1, 3):
         raise BadInput(f"pictures: images of {images.shape[1]} channels; those of 1 or 3 can be shown")
     chosen = block_indices(blocks, count) if blocks is not None else _spread(count)
-    columns: list[tuple[str, list[Pixels]]] = [("image", _bytes(images))]
+    made = preprocess_of(model, images.shape[1], normalise)
+    raw = images if images.dtype == torch.uint8 else made.pixels(images)
+    columns: list[tuple[str, list[Pixels]]] = [("image", list(raw.cpu().expand(-1, 3, -1, -1).movedim(1, -1).numpy()))]
     for index in chosen:
-        read = Reader(model, images, index)(images)  # on its own: not all blocks of a pyramid have the same grid
+        read = Reader(model, images, index, normalise=normalise)(
+            images
+        )  # on its own: not all blocks of a pyramid have the same grid
         colours = (pca_colours(read.blocks[index], read.grid) * 255).byte().cpu().numpy()
         columns.append((f"block {index}", list(colours)))
     white = [numpy.full((1, 1, 3), 255, dtype=numpy.uint8)] * len(images)
     try:
-        maps = attention_maps(model, images).mean(1)
+        maps = attention_maps(model, images, normalise=normalise).mean(1)
         scaled = maps / maps.amax((1, 2), keepdim=True).clamp_min(1e-12)
         columns.append(("attention", [_gray(each) for each in scaled]))
     except UnskipError:
         columns.append(("no attention", white))
-    found, stride = discoveries(model, images, what="keys" if columns[-1][0] == "attention" else "tokens")
+    what: What = "keys" if columns[-1][0] == "attention" else "tokens"
+    found, stride = discoveries(model, images, what=what, normalise=normalise)
     boxes = in_pixels(found.boxes, stride, (images.shape[2], images.shape[3])).tolist()
     columns.append(("discovered", [_overlay(a, b, stride) for a, b in zip(columns[0][1], found.masks, strict=True)]))
     wide, tall = len(columns) * (_CELL + _EDGE), len(images) * (_CELL + _EDGE) + _TITLE
@@ -138,14 +151,6 @@ def sheet_file(out: str | Path) -> Path:
 def _spread(count: int) -> list[int]:
     """Four blocks over the depth, the last among them."""
     return sorted({max(0, round(count * share / 4) - 1) for share in (1, 2, 3, 4)})
-
-
-def _bytes(images: Tensor) -> list[Pixels]:
-    """(height, width, 3) for each."""
-    if images.dtype != torch.uint8:
-        mean, std = mean_and_std(images.shape[1])
-        images = ((images.cpu() * std + mean).clamp(0, 1) * 255).round().byte()
-    return list(images.cpu().expand(-1, 3, -1, -1).movedim(1, -1).numpy())
 
 
 def _gray(values: Tensor) -> Pixels:

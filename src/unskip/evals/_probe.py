@@ -1,4 +1,4 @@
-"""Linear probes: how well a linear layer reads the class from features that stand still.
+"""Linear probes: the accuracy of a linear layer on frozen features.
 
     p = softmax(W z + b),   z the feature, standardised or batch-normalised where the protocol says so
 
@@ -22,8 +22,10 @@ from torch import Tensor
 from unskip.errors import BadInput
 from unskip.evals._input import checked, full_precision
 from unskip.evals._logistic import regression
-from unskip.evals._protocols import settings_of
+from unskip.evals._registry import protocol as find
+from unskip.evals._registry import register
 from unskip.evals._replay import replayed
+from unskip.evals._split import Split
 from unskip.optim import schedules
 
 _CHUNK = 2**28  # logits held at a time
@@ -48,23 +50,93 @@ def linear_probe(
         if not isinstance(each, Tensor) or each.ndim != 2:
             found = tuple(each.shape) if isinstance(each, Tensor) else type(each).__name__
             raise BadInput(f"linear_probe: features must be (samples, dim), got {found}")
-    return probe_all(train[None], train_labels, test[None], test_labels, protocol, seed=seed, changes=changes)[0]
+    settings = find(protocol, probe_mae, probe_decayed, probe_lbfgs).settings_with(changes)
+    return probe_all(train[None], train_labels, test[None], test_labels, settings, seed)[0]
+
+
+@register(
+    "probe-mae-v1",
+    needs="features",
+    about="Batch norm without affine, then a linear layer by LARS: MAE, arXiv 2111.06377. Features are cached, so "
+    "images are not augmented; a smaller set has as many steps an epoch as ImageNet, in smaller batches.",
+    fractions=("probe_mae",),
+    pool="cls",
+    norm="layer",
+    batched=True,
+    fixed=("solver",),
+    positive=("epochs", "steps_per_epoch", "largest_batch", "lr"),
+    solver="lars",
+    epochs=90,
+    warmup=10,
+    steps_per_epoch=78,  # 1.28 million images in batches of 16384
+    largest_batch=16384,
+    lr=6.4,  # 0.1 * 16384 / 256
+    momentum=0.9,
+    trust=0.001,
+    weight_decay=0.0,
+    batch_norm=True,
+    start=0.01,
+)
+def probe_mae(train: Split, test: Split, **settings: Any) -> list[dict[str, float]]:
+    """Of features (blocks, n, dim)."""
+    return [{"probe_mae": accuracy} for accuracy in _probed(train, test, settings)]
+
+
+@register(
+    "probe-decayed-v1",
+    needs="features",
+    about="A linear layer by AdamW at 1e-2, cosine, 200 epochs, on the mean of all tokens without a norm, as in the "
+    "released code of arXiv 2404.10947; batch and weight decay are not known and are ours.",
+    fractions=("probe_decayed",),
+    batched=True,
+    fixed=("solver",),
+    positive=("epochs", "batch", "lr"),
+    solver="adamw",
+    epochs=200,
+    warmup=0,
+    batch=1024,
+    lr=1e-2,
+    weight_decay=0.0,
+    batch_norm=False,
+    start=0.01,
+)
+def probe_decayed(train: Split, test: Split, **settings: Any) -> list[dict[str, float]]:
+    """Of features (blocks, n, dim)."""
+    return [{"probe_decayed": accuracy} for accuracy in _probed(train, test, settings)]
+
+
+@register(
+    "probe-lbfgs-v1",
+    needs="features",
+    about="Logistic regression on standardised features, C = 1 on the sum of losses, by L-BFGS: no seed, and fast.",
+    fractions=("probe_lbfgs",),
+    batched=True,
+    fixed=("solver", "standardise"),
+    positive=("c",),
+    solver="lbfgs",
+    standardise=True,
+    c=1.0,
+    iterations=1000,
+    tolerance=1e-6,
+)
+def probe_lbfgs(train: Split, test: Split, **settings: Any) -> list[dict[str, float]]:
+    """Of features (blocks, n, dim)."""
+    return [{"probe_lbfgs": accuracy} for accuracy in _probed(train, test, settings)]
+
+
+def _probed(train: Split, test: Split, settings: Mapping[str, Any]) -> list[float]:
+    """The probes of all blocks are trained at once."""
+    assert train.features is not None
+    assert test.features is not None
+    return probe_all(train.features, train.labels, test.features, test.labels, settings, train.options.seed)
 
 
 @full_precision
 @torch.no_grad()
 def probe_all(
-    train: Tensor,
-    train_labels: Tensor,
-    test: Tensor,
-    test_labels: Tensor,
-    protocol: str,
-    *,
-    seed: int = 0,
-    changes: Mapping[str, Any] | None = None,
+    train: Tensor, train_labels: Tensor, test: Tensor, test_labels: Tensor, settings: Mapping[str, Any], seed: int = 0
 ) -> list[float]:
     """The accuracy of each feature set of a stack (sets, samples, dim)."""
-    settings = settings_of(protocol, "probe", changes)
     x, labels, y, truth = checked("linear_probe", train, train_labels, test, test_labels)
     classes = int(torch.maximum(labels.max(), truth.max())) + 1
     if settings["solver"] == "lbfgs":
@@ -85,7 +157,7 @@ def probe_all(
 def _descent(
     x: Tensor, labels: Tensor, classes: int, settings: Mapping[str, Any], seed: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Stochastic gradient descent: W (sets, classes, dim), b (sets, classes), and the running mean and deviation."""
+    """Stochastic gradient descent: W (sets, classes, dim), b (sets, classes), running mean and standard deviation."""
     sets, count, dim = x.shape
     batch = _batch(settings, count)
     if batch > count:

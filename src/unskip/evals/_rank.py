@@ -1,19 +1,70 @@
-"""How many directions features use, as a protocol: see `unskip.measures.rank` for the formulas."""
+"""Effective rank: how many directions features use. See `unskip.measures.rank` for the formulas.
+
+Features collapse in two ways. Images become alike: the rank of their pooled features falls (rank-v1). Or the patches of
+each image become alike while images still differ, as attention without skips tends to do (arXiv 2103.03404): then the
+rank of the patches within an image falls (patchrank-v1).
+"""
 
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
 
-from unskip.evals._protocols import settings_of
-from unskip.measures import rank_entropy
+from unskip.evals._registry import protocol as find
+from unskip.evals._registry import register
+from unskip.evals._split import Split
+from unskip.measures import effective_rank, rank_entropy
+
+# Of their length: patches that differ by less are the same. A network in float32 rounds to 3e-7 up to 2e-6, and by
+# itself that has nearly full rank: beside 1e-6 of it, one direction of 1e-5 reads as a rank of 11, one of 1e-4 as 1.7.
+_SAME = 1e-4
 
 
 def rank(features: Tensor, protocol: str = "rank-v1", *, changes: Mapping[str, Any] | None = None) -> dict[str, float]:
     """The entropy of the singular values of (samples, dim), and its exponential, over the protocol's first samples."""
-    settings = settings_of(protocol, "rank", changes)
-    entropy = rank_entropy(features[: settings["samples"]], settings["center"])
+    return _ranks(features, **find(protocol, evaluate_rank).settings_with(changes))
+
+
+@register(
+    "rank-v1",
+    needs="features",
+    about="Effective rank of pooled features, as entropy and its exponential: arXiv 2404.10947; Roy & Vetterli 2007.",
+    train=False,
+    positive=("samples",),
+    samples=10_000,
+    center=True,
+)
+def evaluate_rank(train: Split, test: Split, **settings: Any) -> dict[str, float]:
+    """Of the features of one block."""
+    assert test.features is not None
+    return _ranks(test.features, **settings)
+
+
+def _ranks(features: Tensor, samples: int, center: bool) -> dict[str, float]:
+    entropy = rank_entropy(features[:samples], center)
     return {"rank": math.exp(entropy), "rank_entropy": entropy}
+
+
+@register(
+    "patchrank-v1",
+    needs="patches",
+    about="Effective rank of the patches within an image, the mean over the first 16 images.",
+    exact=True,  # where patches are nearly alike, coarser rounding is most of what differs
+    train=False,
+    positive=("samples",),
+    samples=16,
+)
+def evaluate_patch_rank(train: Split, test: Split, samples: int) -> dict[str, float]:
+    """Of the patches of one block. An image whose patches differ by no more than rounding counts 0."""
+    assert test.patches is not None
+    # On the host: of many small matrices a GPU finds the singular values one by one.
+    return {"patchrank": statistics.mean(_rank_within(each) for each in test.patches[:samples].float().cpu())}
+
+
+def _rank_within(patches: Tensor) -> float:
+    apart = (patches - patches.mean(0)).norm()
+    return effective_rank(patches) if apart > _SAME * patches.norm() else 0.0

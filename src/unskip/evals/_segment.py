@@ -2,7 +2,7 @@
 
     logits = up-sample(W z + b),    z the tokens of one block, or of several side by side, at every patch
 
-Logits are brought to the size of the labels (bilinear), and judged there: one confusion matrix over all pixels of the
+Logits are brought to the size of the labels (bilinear), and compared there: one confusion matrix over all pixels of the
 set, the mean IoU from it. W is trained by gradient descent on every labelled pixel (segment-linear-v1), or is the ridge
 regression of each patch's share of classes, in closed form (segment-ridge-v1):
 
@@ -13,17 +13,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from unskip.data import Normalise
 from unskip.errors import BadInput
-from unskip.evals._extract import Precision
 from unskip.evals._iou import class_iou, confusion, mean_of
-from unskip.evals._patches import Reader, batches
-from unskip.evals._protocols import settings_of
+from unskip.evals._patches import chunks, read_patches
+from unskip.evals._registry import protocol as find
+from unskip.evals._registry import register
+from unskip.evals._split import Options, Precision, Split
 from unskip.optim import schedules
 
 _EPS = 1e-6
@@ -31,7 +33,7 @@ _EPS = 1e-6
 
 @dataclass(frozen=True)
 class Segmentation:
-    """What a linear map reads from blocks. `iou` has an entry a class, nan for one that is on neither side."""
+    """The result of a linear map on blocks. `iou` has an entry a class, nan for one that is on neither side."""
 
     mean_iou: float
     iou: list[float]
@@ -39,13 +41,6 @@ class Segmentation:
     blocks: tuple[int, ...]
     protocol: str
     changes: dict[str, Any] = field(default_factory=dict)
-
-
-class Masked(NamedTuple):
-    """Images with their masks: (n, channels, height, width), bytes or normalised, and (n, height, width)."""
-
-    images: Tensor
-    masks: Tensor
 
 
 def segment(
@@ -60,79 +55,100 @@ def segment(
     seed: int = 0,
     batch: int = 64,
     precision: Precision = "float32",
+    normalise: Normalise | None = None,
     changes: Mapping[str, Any] | None = None,
 ) -> Segmentation:
-    """Trains a linear map on the images and masks of `train` and judges it on those of `test`.
+    """Trains a linear map on the images and masks of `train` and evaluates it on those of `test`.
 
-    Several `blocks` are taken together, their tokens side by side (multi-scale). Pixels that are `ignore` do not count.
+    Images are (n, channels, height, width), bytes or normalised floats, and masks (n, height, width). Bytes are
+    normalised as the model's own preprocessing says, or as `normalise` does, (mean, std). Several `blocks` are taken
+    together, their tokens side by side (multi-scale). Pixels that are `ignore` do not count. For the curve over depth
+    call `unskip.evals.evaluate`.
     """
-    asked = (blocks,) if isinstance(blocks, int) else tuple(blocks)
-    (found,) = _segment(model, train, test, classes, [asked], ignore, protocol, seed, batch, precision, changes)
-    return found
+    settings = find(protocol, segment_linear, segment_ridge).settings_with(changes)
+    splits: list[Split] = []
+    for name, (images, masks) in (("train", train), ("test", test)):
+        _check(name, masks, tuple(images.shape), classes, ignore)
+        parts = (images[part] for part in chunks(len(images), batch))
+        read, axes = read_patches(model, parts, blocks, precision=precision, normalise=normalise)
+        asked = [blocks] if isinstance(blocks, int) else blocks
+        wanted = tuple(index % len(axes) for index in asked)
+        tokens = torch.cat([read.blocks[index] for index in wanted], 2)
+        held: dict[str, Any] = {"grid": read.grid, "stride": read.stride, "size": read.size, "masks": masks}
+        labels = torch.zeros(len(images), dtype=torch.int64)
+        splits.append(Split(labels, patches=tokens, ignore=ignore, options=Options(seed=seed), **held))
+    ious, accuracy = _segmented(splits[0], splits[1], classes, settings)
+    return Segmentation(mean_of(ious), ious, accuracy, wanted, protocol, dict(changes or {}))
 
 
-def segment_blocks(
-    model: nn.Module,
-    train: tuple[Tensor, Tensor],
-    test: tuple[Tensor, Tensor],
-    classes: int,
-    *,
-    blocks: Sequence[int] | Literal["all"] = "all",
-    ignore: int | None = None,
-    protocol: str = "segment-ridge-v1",
-    seed: int = 0,
-    batch: int = 64,
-    precision: Precision = "float32",
-    changes: Mapping[str, Any] | None = None,
-) -> list[Segmentation]:
-    """The curve over depth: each block on its own, from one pass over the images."""
-    each: Any = "all" if isinstance(blocks, str) else [(index,) for index in blocks]
-    return _segment(model, train, test, classes, each, ignore, protocol, seed, batch, precision, changes)
+@register(
+    "segment-linear-v1",
+    needs="patches",
+    about="A linear layer on frozen patch tokens after batch norm without affine, logits brought to the size of the "
+    "labels (bilinear), cross entropy of every labelled pixel; mean IoU from one confusion matrix over the set.",
+    truth="masks",
+    fixed=("solver", "flip"),
+    positive=("epochs", "batch", "lr"),
+    solver="adamw",
+    epochs=40,
+    batch=32,
+    lr=1e-3,
+    weight_decay=1e-4,
+    batch_norm=True,
+    start=0.01,
+    flip=False,
+)
+def segment_linear(train: Split, test: Split, **settings: Any) -> dict[str, float]:
+    """Of the patches of one block, by gradient descent."""
+    return _numbers(train, test, settings)
 
 
-def _segment(
-    model: nn.Module,
-    train: tuple[Tensor, Tensor],
-    test: tuple[Tensor, Tensor],
-    classes: int,
-    sets: Any,
-    ignore: int | None,
-    protocol: str,
-    seed: int,
-    batch: int,
-    precision: Precision,
-    changes: Mapping[str, Any] | None,
-) -> list[Segmentation]:
-    settings = settings_of(protocol, "segment", changes)
-    where = next(model.parameters()).device
-    learnt, judged = (
-        _checked(name, Masked(*each), classes, ignore, where) for name, each in (("train", train), ("test", test))
-    )
-    flat = "all" if sets == "all" else sorted({index for each in sets for index in each})
-    reader = Reader(model, learnt.images, flat)
-    if sets == "all":
-        sets = [(index,) for index in reader.wanted]
-    x, y = (
-        _read(name, reader, each, classes, ignore, batch, precision)
-        for name, each in (("train", learnt), ("test", judged))
-    )
-    found = []
-    for each in sets:
-        wanted = tuple(index % len(reader.axes) for index in each)
-        z, t = (torch.cat([side.maps[index] for index in wanted], 1) for side in (x, y))
-        head = _ridge(z, x, settings) if settings["solver"] == "ridge" else _descent(z, x, settings, seed)
-        matrix = _matrix(head, t, y)
-        ious = class_iou(matrix)
-        right = float(matrix.diagonal().sum()) / max(1, int(matrix.sum()))
-        found.append(Segmentation(mean_of(ious), ious, right, wanted, protocol, dict(changes or {})))
-    return found
+@register(
+    "segment-ridge-v1",
+    needs="patches",
+    about="The same map in closed form: ridge regression of each patch's share of classes on standardised tokens, "
+    "penalty times patches; logits brought to the size of the labels (bilinear). No seed, and fast.",
+    truth="masks",
+    fixed=("solver",),
+    positive=("penalty",),
+    solver="ridge",
+    penalty=1e-3,
+)
+def segment_ridge(train: Split, test: Split, **settings: Any) -> dict[str, float]:
+    """Of the patches of one block, in closed form."""
+    return _numbers(train, test, settings)
+
+
+def _numbers(train: Split, test: Split, settings: Mapping[str, Any]) -> dict[str, float]:
+    assert train.masks is not None
+    assert test.masks is not None
+    highest = [_highest(each) for each in (train, test)]
+    for name, each in (("train", train), ("test", test)):
+        _check(name, each.masks, (len(each), 0, *(each.size or ())), 1 + max(highest), each.ignore)
+    ious, accuracy = _segmented(train, test, 1 + max(highest), settings)
+    return {"mean_iou": mean_of(ious), "pixel_accuracy": accuracy} | {f"iou_{i}": value for i, value in enumerate(ious)}
+
+
+def _highest(split: Split) -> int:
+    """The highest class of the masks."""
+    assert split.masks is not None
+    known = split.masks if split.ignore is None else split.masks[split.masks != split.ignore]
+    return int(known.max()) if known.numel() else 0
+
+
+def _segmented(train: Split, test: Split, classes: int, settings: Mapping[str, Any]) -> tuple[list[float], float]:
+    """The IoU of each class, and the share of pixels that are right."""
+    x, y = (_read(name, each, classes) for name, each in (("train", train), ("test", test)))
+    head = _ridge(x, settings) if settings["solver"] == "ridge" else _descent(x, settings, train.options.seed)
+    matrix = _matrix(head, y)
+    return class_iou(matrix), float(matrix.diagonal().sum()) / max(1, int(matrix.sum()))
 
 
 @dataclass(frozen=True)
 class _Read:
-    """Tokens on their grid (n, dim, rows, columns) by block, and the masks that are to be read from them."""
+    """Tokens on their grid (n, dim, rows, columns), and the masks that are to be read from them."""
 
-    maps: dict[int, Tensor]
+    maps: Tensor
     covered: tuple[float, float]  # shares of the grid's height and width that the image fills
     masks: Tensor  # (n, height, width)
     classes: int
@@ -150,37 +166,35 @@ class _Read:
         return out[:, :, :height, :width]
 
 
-def _read(
-    name: str, reader: Reader, data: Masked, classes: int, ignore: int | None, batch: int, precision: Precision
-) -> _Read:
-    parts: dict[int, list[Tensor]] = {}
-    for part in batches(len(data.images), batch):
-        read = reader(data.images[part], precision)
-        for index, tokens in read.blocks.items():
-            parts.setdefault(index, []).append(tokens.mT.unflatten(2, read.grid))
-    height, width = data.images.shape[2:]
-    covered = (height / (read.stride[0] * read.grid[0]), width / (read.stride[1] * read.grid[1]))
-    maps = {index: torch.cat(each) for index, each in parts.items()}
-    broken = [index for index, each in maps.items() if not bool(each.isfinite().all())]
-    if broken:  # a class would be found in them all the same
-        raise BadInput(f"segment: {name} features of blocks {broken} are not finite; look at the model and the images")
-    return _Read(maps, covered, data.masks, classes, ignore)
+def _read(name: str, split: Split, classes: int) -> _Read:
+    assert split.patches is not None
+    assert split.grid is not None
+    assert split.stride is not None
+    assert split.size is not None
+    assert split.masks is not None
+    if not bool(split.patches.isfinite().all()):  # a class would be found in them all the same
+        raise BadInput(f"segment: {name} features are not finite; look at the model and the images")
+    covered = tuple(
+        side / (step * count) for side, step, count in zip(split.size, split.stride, split.grid, strict=True)
+    )
+    masks = split.masks.byte() if split.masks.dtype == torch.bool else split.masks
+    maps = split.patches.mT.unflatten(2, split.grid)
+    return _Read(maps, (covered[0], covered[1]), masks.to(maps.device), classes, split.ignore)
 
 
-def _checked(name: str, data: Masked, classes: int, ignore: int | None, device: torch.device) -> Masked:
-    images, masks = data
-    if not isinstance(masks, Tensor) or masks.is_floating_point() or masks.ndim != 3 or len(masks) != len(images):
+def _check(name: str, masks: Any, images: tuple[int, ...], classes: int, ignore: int | None) -> None:
+    """Raises BadInput where masks do not fit images of a shape (n, channels, height, width)."""
+    if not isinstance(masks, Tensor) or masks.is_floating_point() or masks.ndim != 3 or len(masks) != images[0]:
         found = f"{masks.dtype} {tuple(masks.shape)}" if isinstance(masks, Tensor) else type(masks).__name__
         raise BadInput(f"segment: {name} masks are whole numbers (n, height, width), one for each image, got {found}")
-    if not len(images):
+    if not len(masks):
         raise BadInput(f"segment: there are no {name} images")
-    (height, width), (tall, wide) = images.shape[2:], masks.shape[1:]
+    (height, width), (tall, wide) = images[2:], masks.shape[1:]
     if height * wide != width * tall:
         raise BadInput(
             f"segment: {name} masks are {tall} x {wide} and the images {height} x {width}; their sides are not in the "
             "same proportion, so a mask cannot lie over its image"
         )
-    masks = masks.byte() if masks.dtype == torch.bool else masks
     values = masks.unique()
     wrong = [int(v) for v in values if not 0 <= int(v) < classes and (ignore is None or int(v) != ignore)]
     if wrong:
@@ -190,7 +204,6 @@ def _checked(name: str, data: Masked, classes: int, ignore: int | None, device: 
         )
     if ignore is not None and not bool((values != ignore).any()):
         raise BadInput(f"segment: no pixel of the {name} masks has a class")
-    return Masked(images, masks.to(device))  # once, and not batch by batch
 
 
 class _Head(NamedTuple):
@@ -201,8 +214,9 @@ class _Head(NamedTuple):
         return F.conv2d(z, self.weight.to(z), self.bias.to(z))
 
 
-def _descent(z: Tensor, read: _Read, settings: Mapping[str, Any], seed: int) -> _Head:
+def _descent(read: _Read, settings: Mapping[str, Any], seed: int) -> _Head:
     """By AdamW, on every labelled pixel; batch norm becomes part of the map."""
+    z = read.maps
     count, dim = z.shape[:2]
     draw = torch.Generator().manual_seed(seed)
     start = torch.randn(read.classes, dim, generator=draw) * settings["start"]
@@ -238,8 +252,9 @@ def _descent(z: Tensor, read: _Read, settings: Mapping[str, Any], seed: int) -> 
     return _Head(flat[:, :, None, None], bias.detach() - flat @ mean)
 
 
-def _ridge(z: Tensor, read: _Read, settings: Mapping[str, Any]) -> _Head:
+def _ridge(read: _Read, settings: Mapping[str, Any]) -> _Head:
     """In closed form, on the share of classes in each patch; standardising becomes part of the map."""
+    z = read.maps
     shares, weights = _shares(read, (z.shape[2], z.shape[3]))
     x = z.movedim(1, -1).flatten(0, 2)
     w = weights.flatten().double()
@@ -252,7 +267,7 @@ def _ridge(z: Tensor, read: _Read, settings: Mapping[str, Any]) -> _Head:
     right = x.new_zeros(dim, read.classes, dtype=torch.float64)
     y = shares.flatten(0, 2).double()
     middle = w @ y / total
-    for part in batches(len(x), 65536):
+    for part in chunks(len(x), 65536):
         each = (x[part].double() - mean) / std
         heavy = each * w[part, None]
         gram += heavy.T @ each
@@ -277,10 +292,11 @@ def _shares(read: _Read, grid: tuple[int, int]) -> tuple[Tensor, Tensor]:
 
 
 @torch.no_grad()
-def _matrix(head: _Head, z: Tensor, read: _Read) -> Tensor:
+def _matrix(head: _Head, read: _Read) -> Tensor:
     """The confusion matrix over all pixels."""
+    z = read.maps
     total = torch.zeros(read.classes, read.classes, dtype=torch.int64, device=z.device)
-    for part in batches(len(z), 64):
+    for part in chunks(len(z), 64):
         predicted = read.upsampled(head(z[part])).argmax(1)
         total += confusion(predicted, read.masks[part], read.classes, read.ignore)
     return total

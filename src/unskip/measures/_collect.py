@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from math import isqrt
 from typing import NamedTuple
 
 from torch import Tensor, nn
 
-from unskip.anatomy import PartsTrace, Sample, Site, tokens
+from unskip.anatomy import PartsTrace, Sample, Site, patch_grid, tokens
 from unskip.errors import BadInput
 from unskip.measures._rounding import Rounding
 from unskip.measures.attention import attention_condition, attention_entropy, self_attention_mass
@@ -118,32 +117,13 @@ class Samples:
 
     def _high_frequencies(self, site: Site, value: Tensor) -> float:
         flat = tokens(value, site)
-        found = patch_grid(self.model, site, value, self.image) if self.image is not None else None
+        found = patch_grid(self.model, value, site.axis, self.image) if self.image is not None else None
         if self.grid is not None:
             found = (flat.shape[1] - self.grid[0] * self.grid[1], *self.grid)
         if found is None or found[0] < 0 or min(found[1:]) < 2:
             return math.nan
         prefix, height, width = found
         return high_frequency_share(flat[:, prefix:], (height, width))
-
-
-def patch_grid(model: nn.Module, site: Site, value: Tensor, image: Size) -> tuple[int, int, int] | None:
-    """(prefix tokens, rows, columns) of the patches at a site, or None where tokens fill no grid of its form."""
-    if site.axis == 1 and value.ndim == 4:
-        return 0, value.shape[2], value.shape[3]
-    if value.ndim == 4:
-        return 0, value.shape[1], value.shape[2]
-    if value.ndim != 3:
-        return None
-    height, width = image
-    said = getattr(model, "num_prefix_tokens", None)
-    for prefix in [said] if isinstance(said, int) else (0, 1):
-        count = value.shape[1] - prefix
-        rows = isqrt(max(count, 0) * height // width)
-        columns = count // rows if rows else 0
-        if min(rows, columns) > 1 and rows * columns == count and rows * width == columns * height:
-            return prefix, rows, columns
-    return None
 
 
 def _refuse_not_finite(sample: Sample) -> None:

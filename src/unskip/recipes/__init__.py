@@ -4,10 +4,8 @@ from unskip.recipes._build import build
 from unskip.recipes._config import Config
 from unskip.recipes._data import Opener, cached_opener, evaluated_split, open_split, open_splits
 from unskip.recipes._dino import Dino, dino
+from unskip.recipes._evaluate import evaluate_model, evaluate_run, evaluate_samples, picture_model, picture_run
 from unskip.recipes._fields import field_groups
-from unskip.recipes._judge import judge_run
-from unskip.recipes._judge_dense import DENSE, judge_dense, picture_run
-from unskip.recipes._judge_generation import judge_samples, judge_times
 from unskip.recipes._mae import Mae, mae
 from unskip.recipes._objective import Facts, Objective, Progress
 from unskip.recipes._open import Trained, is_run, load, open_run
@@ -20,7 +18,6 @@ from unskip.recipes._supervised import Supervised, supervised
 from unskip.recipes._uvit import Uvit, uvit
 
 __all__ = [
-    "DENSE",
     "RECIPES",
     "Config",
     "Dino",
@@ -40,20 +37,20 @@ __all__ = [
     "build",
     "cached_opener",
     "dino",
+    "evaluate_model",
+    "evaluate_run",
+    "evaluate_samples",
     "evaluated_split",
     "field_groups",
     "from_dict",
     "is_main",
     "is_run",
-    "judge_dense",
-    "judge_run",
-    "judge_samples",
-    "judge_times",
     "load",
     "mae",
     "open_run",
     "open_split",
     "open_splits",
+    "picture_model",
     "picture_run",
     "recipe_of",
     "register",

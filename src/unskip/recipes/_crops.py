@@ -10,11 +10,11 @@ import torch
 from torch import nn
 
 from unskip import spec
-from unskip.data import CropFeed, Crops, DrawnFeed, Feed, ImageSet
+from unskip.data import CropFeed, Crops, DrawnFeed, Feed, ImageSet, subset
 from unskip.errors import BadInput
 from unskip.recipes._models import built, check_patch, timm_arguments
 from unskip.recipes._objective import Facts, Objective
-from unskip.recipes._online import FeatureEvaluation, check_knn, subset
+from unskip.recipes._online import online_features
 from unskip.training import Evaluation
 
 
@@ -60,8 +60,7 @@ class CropsObjective(Objective):
         return {"spec": self.config.model, "kwargs": backbone_arguments(self.config, facts)}
 
     def evaluations(self, model: nn.Module, train: Feed, test: Feed, split: str) -> dict[str, Evaluation]:
-        check_knn(train.images, test.images)
-        evaluation = FeatureEvaluation.of(self.encoder, model, train, test, self.config.precision)
+        evaluation = online_features(self.encoder, model, train, test, split, self.config.precision)
         return {"knn-dino-v1, rank-v1": evaluation}
 
 

@@ -53,10 +53,10 @@ def open_splits(
     split = split or evaluated_split(config)
     train, test = open_split(config, "train", opener, hold_out=split == "val"), open_split(config, split, opener)
     channels = max(train.channels, test.channels)
-    return _with_channels(train, channels), _with_channels(test, channels)
+    return with_channels(train, channels), with_channels(test, channels)
 
 
-def _with_channels(images: ImageSet, channels: int) -> ImageSet:
+def with_channels(images: ImageSet, channels: int) -> ImageSet:
     """A gray set beside one in colour, with its channel three times."""
     if images.images is None or images.channels == channels:
         return images

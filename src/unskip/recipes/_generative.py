@@ -12,22 +12,24 @@ and the features of a diffusion transformer. Where the decay should end is left 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from unskip.data import Augment, Autoencoder, ImageSet, LatentFeed
+from unskip.anatomy import Example, block_axes
+from unskip.data import Augment, Autoencoder, ImageSet, LatentFeed, subset
 from unskip.errors import BadInput
-from unskip.evals import noised_features, rank
+from unskip.evals import Split, check_knn, noised
+from unskip.evals import register as register_evaluator
 from unskip.init import zero_branches_
 from unskip.models import Flow, Interpolant, Target, Times, normal
 from unskip.recipes._config import Config
 from unskip.recipes._models import named
 from unskip.recipes._objective import Facts, Objective
-from unskip.recipes._online import check_knn, knn_of, subset
+from unskip.recipes._online import Online
 from unskip.training import Evaluation, device_of
 
 _FOR_LOSS = 1000  # test images that the loss is evaluated on, at least
@@ -172,10 +174,18 @@ class FlowMatching(Objective):
         return constant_loss(self.config.flow, mean_square(test))
 
     def evaluations(self, model: nn.Module, train: ImageFeed, test: ImageFeed, split: str) -> dict[str, Evaluation]:
-        evaluations: dict[str, Evaluation] = {"flow-loss-v1": FlowLoss(test, self.config.flow, split)}
-        if self.config.online_images:
-            check_knn(train.images, test.images)
-            evaluations["knn-dino-v1, rank-v1"] = NoisyFeatures(train, test, self.config)
+        config = self.config
+        changes = {"flow-loss-v1": {"interpolant": config.interpolant, "target": config.target}}
+        evaluations: dict[str, Evaluation] = {
+            "flow-loss-v1": Online(["flow-loss-v1"], None, test, split, {"changes": changes})
+        }
+        if config.online_images:
+            check_knn(train.images.labels, test.images.labels)
+            inputs = noised(config.flow, config.online_time)
+            sample = next(iter(test.evaluate()))[0][:1]
+            axes = block_axes(model, Example.of(inputs(sample, torch.zeros(1, device=sample.device).long(), "test")))
+            options = {"precision": config.precision, "blocks": "middle", "inputs": inputs, "axes": axes}
+            evaluations["knn-dino-v1, rank-v1"] = Online(["knn-dino-v1", "rank-v1"], train, test, split, options)
         return evaluations
 
 
@@ -221,43 +231,25 @@ def constant_loss(flow: Flow, power: float) -> float:
     return float((path.da.square() * power + path.ds.square()).mean())
 
 
-@dataclass(frozen=True)
-class FlowLoss:
-    """The loss without label dropout, at times spread evenly over the images, with the same noise each time."""
-
-    feed: ImageFeed
-    flow: Flow
-    split: str
-
-    def __call__(self, model: nn.Module) -> dict[str, float]:
-        flow = Flow(self.flow.interpolant, self.flow.target, label_dropout=0.0)
-        first, last = flow.ends
-        count, seen = len(self.feed.images), 0
-        total = torch.zeros((), dtype=torch.float64, device=self.feed.device)
-        for values, labels in self.feed.evaluate():
-            index = torch.arange(seen, seen + len(values), device=values.device)
-            # Steps of the golden ratio spread the times of neighbouring images.
-            time = first + (last - first) * ((index * 0.6180339887498949 + 0.5) % 1.0).float()
-            noise = normal(0, index, 0, values.shape[1:])
-            total += flow.loss(model, values, labels, 0, time=time, noise=noise).double().sum()
-            seen += len(values)
-        return {f"{self.split}_loss": float(total) / count}
-
-
-@dataclass(frozen=True)
-class NoisyFeatures:
-    """kNN accuracy and rank of the middle block on images with a little noise."""
-
-    train: ImageFeed
-    test: ImageFeed
-    config: Generative
-    axes: dict[str, int] = field(default_factory=dict)  # of the blocks, found once
-
-    def __call__(self, model: nn.Module) -> dict[str, float]:
-        flow, time = self.config.flow, self.config.online_time
-        options: dict[str, Any] = {"precision": self.config.precision, "axes": self.axes}
-        test = noised_features(model, self.test.evaluate(), flow, time, "middle", seed=0, **options)
-        self.axes.update(test.axes)
-        train = noised_features(model, self.train.evaluate(), flow, time, "middle", seed=1, **options)
-        ((block, features),) = test["mean", "none"].items()
-        return knn_of(train, test, block) | rank(features)
+@register_evaluator(
+    "flow-loss-v1",
+    needs="model",
+    about="The loss without label dropout, at times spread evenly over the images, with fixed noise.",
+    whole=True,
+    train=False,
+    interpolant="linear",
+    target="velocity",
+)
+def flow_loss(model: nn.Module, train: Split, test: Split, interpolant: Any, target: Any) -> dict[str, float]:
+    """The same times and noise each time."""
+    flow = Flow(interpolant, target, label_dropout=0.0)
+    first, last = flow.ends
+    seen, total = 0, torch.zeros((), dtype=torch.float64, device=test.options.device)
+    for values, labels in test.batches():
+        index = torch.arange(seen, seen + len(values), device=values.device)
+        # Steps of the golden ratio spread the times of neighbouring images.
+        time = first + (last - first) * ((index * 0.6180339887498949 + 0.5) % 1.0).float()
+        noise = normal(0, index, 0, values.shape[1:])
+        total += flow.loss(model, values, labels, 0, time=time, noise=noise).double().sum()
+        seen += len(values)
+    return {"loss": float(total) / len(test)}

@@ -17,14 +17,16 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from unskip.data import Feed, ImageSet
+from unskip.data import Feed, ImageSet, subset
 from unskip.errors import BadInput
+from unskip.evals import Split
+from unskip.evals import register as register_evaluator
 from unskip.init import zero_branches_
 from unskip.models import MAE, load_published
 from unskip.recipes._config import Config
 from unskip.recipes._models import built, check_patch, timm_arguments
 from unskip.recipes._objective import Facts, Objective
-from unskip.recipes._online import FeatureEvaluation, check_knn, subset
+from unskip.recipes._online import Online, online_features
 from unskip.recipes._registry import Preset, Recipe, register
 from unskip.training import Evaluation
 
@@ -161,27 +163,27 @@ class Reconstruction(Objective):
         return float(total) / count
 
     def evaluations(self, model: nn.Module, train: Feed, test: Feed, split: str) -> dict[str, Evaluation]:
-        check_knn(train.images, test.images)
         return {
-            "reconstruction-v1": ReconstructionLoss(test, split),
-            "knn-dino-v1, rank-v1": FeatureEvaluation.of(self.encoder, model, train, test, self.config.precision),
+            "reconstruction-v1": Online(["reconstruction-v1"], None, test, split),
+            "knn-dino-v1, rank-v1": online_features(self.encoder, model, train, test, split, self.config.precision),
         }
 
 
-@dataclass(frozen=True)
-class ReconstructionLoss:
-    """The loss over a split, with the same masks each time."""
-
-    feed: Feed
-    split: str
-
-    def __call__(self, model: Any) -> dict[str, float]:
-        generator = torch.Generator().manual_seed(0)
-        total = torch.zeros((), dtype=torch.float64, device=self.feed.device)
-        for images, _ in self.feed.evaluate():
-            noise = torch.rand(len(images), model.grid.patches, generator=generator).to(self.feed.device)
-            total += model(images, noise).loss.double() * len(images)
-        return {f"{self.split}_loss": float(total) / len(self.feed.images)}
+@register_evaluator(
+    "reconstruction-v1",
+    needs="model",
+    about="The loss of a masked autoencoder, with fixed random masks.",
+    whole=True,
+    train=False,
+)
+def reconstruction(model: Any, train: Split, test: Split) -> dict[str, float]:
+    """The same masks each time."""
+    generator = torch.Generator().manual_seed(0)
+    total = torch.zeros((), dtype=torch.float64, device=test.options.device)
+    for images, _ in test.batches():
+        noise = torch.rand(len(images), model.grid.patches, generator=generator).to(images.device)
+        total += model(images, noise).loss.double() * len(images)
+    return {"loss": float(total) / len(test)}
 
 
 mae = register(Recipe("mae", Mae, _PRESETS, build_model, Reconstruction))

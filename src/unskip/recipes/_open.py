@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from unskip._plugins import with_plugins
+from unskip.data import set_preprocess, usual_preprocess
 from unskip.errors import BadInput, LoadError
 from unskip.recipes._build import wire
 from unskip.recipes._objective import Facts, Objective
@@ -72,7 +73,11 @@ def open_run(out: str | Path, device: str | None = None, *, trust: bool = False)
         model.load_state_dict(ema)
     for wiring in wirings:
         wiring.step(step - 1)  # steps count from 0, and annealed shortcuts stay where the last one left them
-    return Trained(folder, config, facts, objective, model, objective.encoder(model), step)
+    encoder = objective.encoder(model)
+    if getattr(config, "latents", None) is None:
+        for each in (model, encoder):
+            set_preprocess(each, usual_preprocess(facts.channels, config.size, "the run"))
+    return Trained(folder, config, facts, objective, model, encoder, step)
 
 
 def load(folder: str | os.PathLike[str], model: nn.Module | None = None, **options: Any) -> nn.Module:

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from unskip._modes import evaluating
 from unskip._warn import warn
-from unskip.data import mean_and_std
+from unskip.data import usual_preprocess
 from unskip.errors import BadInput
 from unskip.evals import autocast
 from unskip.models import Sampler, Sampling, drawn
@@ -139,12 +139,7 @@ def _decoder(objective: FlowMatching, device: torch.device, channels: int) -> An
     autoencoder = objective.autoencoder
     if autoencoder is not None:
         return lambda values: torch.cat([autoencoder.decode(part) for part in values.split(_DECODED)])
-    mean, std = mean_and_std(channels, device=device)
-
-    def pixels(values: Tensor) -> Tensor:
-        return ((values * std + mean) * 255).round().clamp(0, 255).byte()
-
-    return pixels
+    return usual_preprocess(channels).pixels
 
 
 def _write(folder: Path, name: str, images: Tensor, about: dict[str, Any]) -> Path:

@@ -20,6 +20,7 @@ from unskip.errors import BadInput
 from unskip.recipes._config import Config
 from unskip.recipes._models import arguments_of, built, check_patch
 from unskip.recipes._objective import Facts, Objective
+from unskip.recipes._online import Online
 from unskip.recipes._registry import Preset, Recipe, register
 from unskip.training import Evaluation, RunFolder
 from unskip.wiring import find_wiring, load, parse
@@ -174,24 +175,7 @@ class Classification(Objective):
         return float(torch.special.entr((1 - smoothing) * frequencies + smoothing / classes).sum())
 
     def evaluations(self, model: nn.Module, train: Feed, test: Feed, split: str) -> dict[str, Evaluation]:
-        return {"accuracy-v1": Accuracy(test, split)}
-
-
-@dataclass(frozen=True)
-class Accuracy:
-    """Accuracy and cross entropy over a split."""
-
-    feed: Feed
-    split: str
-
-    def __call__(self, model: nn.Module) -> dict[str, float]:
-        right, losses = 0, 0.0
-        for images, labels in self.feed.evaluate():
-            logits = model(images).float()
-            right += int((logits.argmax(-1) == labels).sum())
-            losses += float(F.cross_entropy(logits, labels, reduction="sum"))
-        total = len(self.feed.images)
-        return {f"{self.split}_accuracy": right / total, f"{self.split}_loss": losses / total}
+        return {"accuracy-v1": Online(["accuracy-v1"], None, test, split)}
 
 
 def _arguments(config: Supervised, facts: Facts) -> dict[str, Any]:

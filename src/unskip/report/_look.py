@@ -6,7 +6,6 @@ Whatever stands in the way is a note; a report never fails because a model canno
 
 from __future__ import annotations
 
-import math
 import warnings
 from dataclasses import dataclass, field
 from functools import partial
@@ -17,12 +16,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from unskip.anatomy import features
-from unskip.data import Feed, ImageSet, mean_and_std
+from unskip.anatomy import features, patch_grid
+from unskip.data import Feed, ImageSet, preprocess_of
 from unskip.errors import UnskipError
 from unskip.evals import extract, main_directions
 from unskip.measures import measure
-from unskip.models import MAE, UViT
+from unskip.models import MAE
 from unskip.recipes import Opener, Trained, cached_opener, open_run, open_splits
 from unskip.report._read import Run
 from unskip.report._text import clean
@@ -90,12 +89,14 @@ def _some(images: ImageSet, count: int) -> ImageSet:
 def _ready(trained: Trained, images: ImageSet) -> Tensor:
     """As the model takes them."""
     device = next(trained.model.parameters()).device
-    return next(iter(Feed(images, max(1, len(images)), trained.config.size, device=device).evaluate()))[0]
+    augment = preprocess_of(trained.encoder, images.channels).augment()
+    feed = Feed(images, max(1, len(images)), trained.config.size, augment=augment, device=device)
+    return next(iter(feed.evaluate()))[0]
 
 
 def _measurement(found: _Found, trained: Trained, test: ImageSet, jacobians: bool) -> None:
     batch = _ready(trained, test)[:MEASURED]
-    taken = measure(trained.encoder, batch, jacobians="auto" if jacobians else "off", grid=_side(trained.encoder))
+    taken = measure(trained.encoder, batch, jacobians="auto" if jacobians else "off")
     found.measurement = taken.to_dict()
     found.notes += taken.notes
 
@@ -138,7 +139,8 @@ def _reconstructions(found: _Found, trained: Trained, test: ImageSet) -> None:
 def _in_bytes(model: MAE, true: Tensor, masked: Tensor, prediction: Tensor) -> Tensor:
     """What the decoder predicts, 0 to 255."""
     # Those that the images were fed with; the model's own are for bytes.
-    middle, scale = (255 * each.flatten().repeat(model.grid.patch**2) for each in mean_and_std(model.grid.channels))
+    made = preprocess_of(model, model.grid.channels)
+    middle, scale = (255 * torch.tensor(each).repeat(model.grid.patch**2) for each in (made.mean, made.std))
     if model.norm_pix:
         target = (true.gather(1, masked[:, :, None].expand(-1, -1, true.shape[2])) - middle) / scale
         variance, mean = torch.var_mean(target, -1, keepdim=True)
@@ -154,15 +156,15 @@ def _assembled(model: MAE, patches: Tensor, count: int) -> list[Pixels]:
 
 
 def _patch_features(found: _Found, trained: Trained, test: ImageSet) -> None:
-    raw, encoder = _raw(trained, test), trained.encoder.eval()
+    raw, encoder, size = _raw(trained, test), trained.encoder.eval(), trained.config.size
     with torch.no_grad():
         tokens = features(encoder, _ready(trained, test)[:SHOWN], pool=None)
     columns: list[list[Pixels]] = []
     fractions: list[tuple[object, ...]] = []
     for block, values in tokens.items():
-        grid = _grid(encoder, values)
+        grid = _grid(encoder, values, (size, size))
         if grid is None:
-            found.notes.append(f"patch features: the {values.shape[1]} tokens of block {block} lie on no square")
+            found.notes.append(f"patch features: the {values.shape[1]} tokens of block {block} are no grid of patches")
             return
         colours, explained = main_directions(grid.flatten(0, 2))
         columns.append([*_bytes(colours.view(*grid.shape[:3], 3) * 255)])
@@ -223,18 +225,10 @@ def _neighbours(found: _Found, trained: Trained, train: ImageSet, test: ImageSet
     )
 
 
-def _grid(encoder: nn.Module, tokens: Tensor) -> Tensor | None:
+def _grid(encoder: nn.Module, tokens: Tensor, size: tuple[int, int]) -> Tensor | None:
     """(images, tokens, dim) as (images, rows, columns, dim), without class and register tokens."""
-    known = _side(encoder)
-    prefix = tokens.shape[1] - math.prod(known) if known else int(getattr(encoder, "num_prefix_tokens", 0))
-    patches = tokens[:, prefix:]
-    side = math.isqrt(patches.shape[1])
-    return patches.unflatten(1, (side, side)) if side and side**2 == patches.shape[1] else None
-
-
-def _side(encoder: nn.Module) -> tuple[int, int] | None:
-    """Rows and columns of the patches of a U-ViT, whose tokens are those of time and class too."""
-    return (encoder.size // encoder.patch,) * 2 if isinstance(encoder, UViT) else None
+    found = patch_grid(encoder, tokens, -1, size)
+    return None if found is None else tokens[:, found[0] :].unflatten(1, found[1:])
 
 
 def _raw(trained: Trained, images: ImageSet) -> Tensor:

@@ -302,9 +302,11 @@ class _Trainer:
             # Of the GPUs it is the run's own: torch would wake all of them otherwise, and warn.
             gpus = [torch.cuda.current_device()] if self.kind == "cuda" else []
             with means, torch.no_grad(), evaluating(model), torch.random.fork_rng(gpus):
-                values = _numbers(evaluation(model))
+                found = evaluation(model)
+            values = _numbers(found)
             self.last_evaluations |= values
-            self._log("evals.jsonl", {"step": done, "evaluation": name, **values})
+            # Beside its numbers an evaluation may say how they were taken: n, split and intervals.
+            self._log("evals.jsonl", {"step": done, "evaluation": name, **values, **getattr(found, "about", {})})
             self.health.row(done, values)
             reporter.say(f"step {done}: " + ", ".join(f"{key} {value:.4g}" for key, value in values.items()))
         self._look(done)

@@ -1,0 +1,114 @@
+"""How images become a model's inputs, and who says so."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import timm
+import torch
+from PIL import Image
+from tests.evals.digits import digits
+from torch import nn
+from torch.nn import functional as F
+
+from unskip.data import Feed, ImageSet, Preprocess, open_images, preprocess_of, set_preprocess
+from unskip.errors import BadInput
+
+
+def images(count: int = 3, height: int = 40, width: int = 56) -> ImageSet:
+    """Smooth, so that cubics do not overshoot."""
+    draw = torch.Generator().manual_seed(0)
+    rough = torch.rand(count, 3, 5, 7, generator=draw) * 180 + 40
+    pixels = F.interpolate(rough, (height, width), mode="bicubic").round().clamp(0, 255).byte()
+    return ImageSet("x", "test", ("a",), torch.zeros(count, dtype=torch.int64), pixels)
+
+
+@pytest.mark.parametrize(("way", "size", "crop"), [("bicubic", 16, 0.9), ("bicubic", 64, 1.0), ("bilinear", 16, 0.8)])
+def test_images_are_those_of_pillow(way: Any, size: int, crop: float, tmp_path: Path) -> None:
+    """In memory and from disk: the central part, resized with antialiasing, then normalised."""
+    made = Preprocess((0.1, 0.2, 0.3), (0.5, 0.6, 0.7), size, way, crop)
+    held = images()
+    assert held.images is not None
+    (found, _), *_ = Feed(held, 3, made.size, augment=made.augment()).evaluate()
+    side = round(40 * crop)
+    box = ((56 - side) // 2, (40 - side) // 2, (56 - side) // 2 + side, (40 - side) // 2 + side)
+    filters = {"bicubic": Image.Resampling.BICUBIC, "bilinear": Image.Resampling.BILINEAR}
+    for row, pixels in enumerate(held.images):
+        image = Image.fromarray(pixels.movedim(0, -1).numpy())
+        (tmp_path / "test" / "a").mkdir(parents=True, exist_ok=True)
+        image.save(tmp_path / "test" / "a" / f"{row}.png")
+        small = torch.from_numpy(numpy.array(image.crop(box).resize((size, size), filters[way]))).movedim(-1, 0)
+        expected = made.normalised(small)
+        assert float((found[row] - expected).abs().max()) < 1.1 / 255 / 0.5  # a step of a byte
+    (tmp_path / "train" / "a").mkdir(parents=True)
+    image.save(tmp_path / "train" / "a" / "0.png")
+    (read, _), *_ = Feed(open_images(tmp_path, "test"), 3, made.size, augment=made.augment()).evaluate()
+    assert float((read - found).abs().max()) < 2.1 / 255 / 0.5
+
+
+def test_bytes_come_back() -> None:
+    made = Preprocess((0.1, 0.2, 0.3), (0.5, 0.6, 0.7))
+    held = images().images
+    assert held is not None
+    assert torch.equal(made.pixels(made.normalised(held)), held)
+    with pytest.raises(BadInput, match="1 channels"):
+        made.normalised(held[:, :1])
+
+
+def test_timm_says_it_and_a_record_or_the_caller_comes_first() -> None:
+    model = timm.create_model("vit_tiny_patch16_224")
+    config = model.pretrained_cfg
+    found = preprocess_of(model)
+    assert (found.mean, found.std, found.size) == (config["mean"], config["std"], 224)
+    assert (found.crop, found.interpolation) == (config["crop_pct"], config["interpolation"])
+    gray = preprocess_of(timm.create_model("vit_tiny_patch16_224", in_chans=1, img_size=8, patch_size=2), 1)
+    assert (gray.mean, gray.size, gray.crop) == ((0.5,), 8, 1.0)  # the config is about images in colour
+    theirs = preprocess_of(model, normalise=((0, 0, 0), (1, 1, 1)))
+    assert (theirs.mean, theirs.size, theirs.source) == ((0, 0, 0), 224, "the caller")
+    mine = Preprocess((0.3,) * 3, (0.4,) * 3, 32, source="the run")
+    set_preprocess(model, mine)
+    assert preprocess_of(copy.deepcopy(model)) == mine
+    assert "mean 0.3" in str(mine)
+    assert "the run" in str(mine)
+    assert preprocess_of(nn.Conv2d(3, 3, 1)).mean == (0.485, 0.456, 0.406)  # one that says nothing
+    with pytest.raises(BadInput, match="std"):
+        Preprocess((0.5,), (0.0,))
+    with pytest.raises(BadInput, match="cubic"):
+        Preprocess((0.5,), (0.5,), interpolation="cubic")  # type: ignore[arg-type]
+
+
+def test_a_hugging_face_model_has_an_image_processor(tmp_path: Path) -> None:
+    transformers: Any = pytest.importorskip("transformers", reason="transformers is not installed")
+    config = transformers.ViTConfig(
+        image_size=16, patch_size=8, hidden_size=8, num_hidden_layers=1, num_attention_heads=1, intermediate_size=8
+    )
+    transformers.ViTModel(config).save_pretrained(tmp_path)
+    model = transformers.AutoModel.from_pretrained(tmp_path)
+    assert preprocess_of(model).source == "the default"
+    (tmp_path / "preprocessor_config.json").write_text(
+        '{"image_mean": [0.1, 0.2, 0.3], "image_std": [0.4, 0.5, 0.6], "size": {"shortest_edge": 20}, '
+        '"crop_size": {"height": 16, "width": 16}, "do_center_crop": true, "resample": 3}'
+    )
+    found = preprocess_of(model)
+    assert (found.mean, found.std, found.size, found.interpolation) == ((0.1, 0.2, 0.3), (0.4, 0.5, 0.6), 16, "bicubic")
+    assert found.crop == 0.8
+
+
+def test_a_model_trained_on_other_values_is_evaluated_with_its_own() -> None:
+    """kNN accuracy changes with the mean and standard deviation, so the result carries them."""
+    from unskip import evals
+
+    model = timm.create_model(
+        "vit_tiny_patch16_224", img_size=8, patch_size=2, in_chans=1, depth=2, embed_dim=16, num_heads=2, num_classes=0
+    )
+    given: dict[str, Any] = {"protocols": ["knn-dino-v1"], "blocks": -1}
+    (usual,) = evals.evaluate(model, digits(), digits("test", 100), **given)
+    (own,) = evals.evaluate(model, digits(), digits("test", 100), normalise=((0.0,), (1.0,)), **given)
+    set_preprocess(model, Preprocess((0.0,), (1.0,), 8, source="the run"))
+    (kept,) = evals.evaluate(model, digits(), digits("test", 100), **given)
+    assert usual.values != own.values == kept.values
+    assert kept.to_dict()["preprocess"]["source"] == "the run"

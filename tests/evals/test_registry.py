@@ -1,0 +1,180 @@
+"""Evaluators from outside: registered in one file, known to evaluate, the command line and the tables."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from scipy import stats
+from tests.evals.digits import digits, vit
+from torch import nn
+
+from unskip import cli, evals
+from unskip.data import Feed
+from unskip.errors import BadInput
+
+
+@evals.register(
+    "spread-test-v1", needs="features", about="Mean distance to the mean.", positive=("samples",), samples=30
+)
+def spread(train: evals.Split, test: evals.Split, samples: int) -> dict[str, float]:
+    assert train.features is not None
+    assert test.features is not None
+    assert len(train.features) == len(train.labels) == 300
+    return {"spread": float((test.features - test.features.mean(0)).norm(dim=1).mean()), "seen": len(test)}
+
+
+@evals.register("above-test-v1", needs="tokens", fractions=("above",), train=False)
+def above(train: evals.Split, test: evals.Split) -> dict[str, float]:
+    assert test.tokens is not None
+    return {"above": float((test.tokens.mean((1, 2)) > 0).double().mean())}
+
+
+@evals.register("weights-test-v1", needs="model", fractions=("right",))
+def weights(model: nn.Module, train: evals.Split, test: evals.Split) -> dict[str, float]:
+    count = sum(len(labels) for _, labels in test.batches())
+    return {"right": count / len(test), "weights": sum(each.numel() for each in model.parameters())}
+
+
+def test_an_evaluator_of_ones_own() -> None:
+    model, train, test = vit().eval(), digits(), digits("test", 50)
+    names = ["spread-test-v1", "above-test-v1", "weights-test-v1", "knn-dino-v1"]
+    results = evals.evaluate(
+        model, train, test, names, split="test", blocks={"spread-test-v1": -1, "knn-dino-v1": [1, 2]}
+    )
+    by = {(each.protocol, each.block): each for each in results}
+    assert set(by) == {
+        ("spread-test-v1", 2),
+        *(("above-test-v1", block) for block in range(3)),
+        ("weights-test-v1", None),
+        ("knn-dino-v1", 1),
+        ("knn-dino-v1", 2),
+    }
+    features = evals.extract(model, Feed(test, 50).evaluate())["mean", "none"][2][:30]
+    expected = float((features - features.mean(0)).norm(dim=1).mean())
+    first = by["spread-test-v1", 2]
+    assert first.values == {"spread": pytest.approx(expected, rel=1e-5), "seen": 30}
+    assert (first.n, first.intervals) == (30, {})  # the first 30 of 50 images
+    tokens = by["above-test-v1", 1]
+    assert tokens.intervals == {"above": evals.wilson(tokens.values["above"], 50)}
+    whole = by["weights-test-v1", None]
+    assert whole.values == {"right": 1.0, "weights": sum(each.numel() for each in model.parameters())}
+    assert [*whole.intervals] == ["right"]
+    flat = evals.flat(results, "test")
+    assert flat["test_right"] == 1.0
+    assert (flat.about["n"], flat.about["split"]) == (50, "test")
+    assert flat.about["intervals"]["test_right"] == list(whole.intervals["right"])
+    assert {name for name in flat if name.startswith("above")} == {"above", *(f"above_block_{i}" for i in range(3))}
+    assert flat["above"] == flat["above_block_2"] == by["above-test-v1", 2].values["above"]
+    assert flat["knn20"] == by["knn-dino-v1", 2].values["knn20"]
+
+
+def test_a_feed_is_evaluated_as_its_set_is() -> None:
+    model, train, test = vit().eval(), digits(), digits("test", 50)
+    names = ["knn-dino-v1", "rank-v1"]
+    sets = evals.evaluate(model, train, test, names, blocks=-1)
+    feeds = evals.evaluate(model, Feed(train, 64), Feed(test, 7), names, blocks=-1)
+    for one, other in zip(sets, feeds, strict=True):
+        assert one.values == pytest.approx(other.values, rel=1e-4)
+        assert one.preprocess is not None
+        assert other.preprocess is None  # the feed's own
+
+
+def test_logits_and_their_classes() -> None:
+    model = vit(num_classes=10).eval()
+    test = digits("test", 60)
+    (result,) = evals.evaluate(model, None, test, ["accuracy-v1"])
+    with torch.no_grad():
+        logits = torch.cat([model(images) for images, _ in Feed(test, 60).evaluate()])
+    assert result.values["accuracy"] == pytest.approx(float((logits.argmax(1) == test.labels).float().mean()))
+    assert result.values["loss"] == pytest.approx(float(nn.functional.cross_entropy(logits, test.labels)), rel=1e-5)
+    assert (result.n, result.block, [*result.intervals]) == (60, None, ["accuracy"])
+    with pytest.raises(BadInput, match="classes"):
+        evals.evaluate(vit(num_classes=3), None, test, ["accuracy-v1"])
+    with pytest.raises(BadInput, match="training samples"):
+        evals.evaluate(model, None, test, ["knn-dino-v1"])
+
+
+@given(st.integers(1, 5000), st.floats(0, 1))
+def test_intervals_are_those_of_wilson(n: int, share: float) -> None:
+    hits = round(share * n)
+    expected = stats.binomtest(hits, n).proportion_ci(0.95, "wilson")
+    assert evals.wilson(hits / n, n) == pytest.approx((expected.low, expected.high), abs=1e-9)
+    assert math.isnan(evals.wilson(0.5, 0)[0])
+
+
+def test_what_cannot_be_registered_or_used() -> None:
+    with pytest.raises(BadInput, match="needs is 'pictures'"):
+        evals.register("x-v1", needs="pictures")  # type: ignore[arg-type]
+    with pytest.raises(BadInput, match=r"knn-dino-v1 .*unskip.evals._knn"):
+        evals.register("knn-dino-v1", needs="features")(spread)
+    with pytest.raises(BadInput, match="nearest: spread-test-v1"):
+        evals.evaluate(vit(), digits(), digits("test"), ["spread-tst-v1"])
+    with pytest.raises(BadInput, match="probe-mae-v1"):
+        evals.knn(*(torch.zeros(2, 2), torch.zeros(2).long()) * 2, "probe-mae-v1")
+
+    @evals.register("broken-test-v1", needs="features", train=False)
+    def broken(train: evals.Split, test: evals.Split) -> float:
+        return 0.5
+
+    with pytest.raises(BadInput, match=r"broken-test-v1.*float"):
+        evals.evaluate(vit(), None, digits("test", 20), ["broken-test-v1"])
+
+
+PLUGIN = """
+import unskip
+
+@unskip.evals.register("mean-plugin-v1", needs="features", about="The mean.", train=False)
+def mean(train, test):
+    return {"mean": float(test.features.mean())}
+"""
+MODEL = """
+import timm
+
+def small():
+    made = dict(img_size=8, patch_size=2, depth=2, embed_dim=16, num_heads=2, num_classes=0)
+    return timm.create_model("vit_tiny_patch16_224", **made)
+"""
+
+
+def test_a_plugin_evaluates_any_model_from_the_command_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A model that is no run, with timm's preprocessing, or the caller's; gray images have three channels for it."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "plugin.py").write_text(PLUGIN)
+    (tmp_path / "model.py").write_text(MODEL)
+    command = ["eval", "model.py:small", "--random", "--data", "digits", "--plugin", "plugin.py"]
+    command += ["--protocol", "mean-plugin-v1,knn-dino-v1", "--blocks", "last"]
+
+    def rows(*more: str) -> Any:
+        assert cli.main([*command, *more, "--json"]) == 0
+        return json.loads(capsys.readouterr().out)
+
+    found = rows()
+    assert found["model"] == "model.py:small"
+    mean, knn = found["results"]
+    assert (mean["evaluation"], mean["n"], mean["split"]) == ("mean-plugin-v1", knn["n"], "test")
+    assert knn["preprocess"]["mean"] == [0.5] * 3
+    low, high = knn["intervals"]["knn20"]
+    assert low < knn["knn20"] < high
+    other = rows("--mean", "0.1", "--std", "0.3")["results"]
+    assert other[0]["preprocess"] | {"source": ""} == mean["preprocess"] | {
+        "mean": [0.1] * 3,
+        "std": [0.3] * 3,
+        "source": "",
+    }
+    assert other[0]["mean"] != mean["mean"]
+    assert cli.main(command) == 0
+    shown = capsys.readouterr().out
+    assert f"n = {knn['n']}, test split" in shown
+    assert "mean 0.5, 0.5, 0.5" in shown
+    assert f"{knn['knn20']:.4g} [{low:.3f}, {high:.3f}]" in shown
+    assert cli.main(command[:3]) == 2
+    assert "--data" in capsys.readouterr().err
