@@ -4,8 +4,9 @@
 
 Weights are fractions with a power of two below them, exact in the dtype they are stored in. The oracle decides in
 `fractions.Fraction`: for class O whether flips, splits and fresh pairs make up the skip (on a box: flips and affine
-units), for linear blocks by rank, for the other families by their theorem. What is called possible is also computed at
-rational points, exactly for piecewise linear and polynomial activations. A wrong verdict is
+units), for linear blocks by rank, for the other families by their theorem. Real weights have a flip set planted before
+they are rounded. What is called possible is also computed at rational points, exactly for piecewise linear activations.
+A wrong verdict is
 
     impossible   where the oracle finds a replacement
     possible     where it finds none, unless the replacement errs at most 4 times what the block itself loses by
@@ -222,6 +223,8 @@ def case(random: np.random.Generator) -> Case:
     d, h = int(random.integers(1, 4)), int(random.integers(1, 7))
     o = d if random.random() < 0.7 else int(random.integers(1, 4))
     draw = random.random()
+    if draw < 0.12:
+        return _planted(random, dtype)
     if draw < 0.72:
         return _class_o(random, d, o, h, dtype)
     if draw < 0.82:
@@ -244,6 +247,26 @@ def case(random: np.random.Generator) -> Case:
     norm = Norm(str(random.choice(["layernorm", "rmsnorm"])), str(random.choice(["pre", "out"])), 1e-5)  # type: ignore[arg-type]
     block = block_of(weights, str(random.choice([*CLASS_O, *NEVER])), dtype, norm=norm)
     return Case("pre-norm", block, h, "as-is", None, not weights["skip"].any())
+
+
+def _planted(random: np.random.Generator, dtype: torch.dtype) -> Case:
+    """Real weights in which some units add up to minus the skip, rounded to the dtype afterwards.
+
+    Exactly there may be no replacement any more, but within the rounding of the dtype there is: impossible is wrong.
+    """
+    word = str(random.choice(list(CLASS_O)))
+    odd = float(CLASS_O[word][0])
+    d = int(random.integers(1, 5))
+    h = int(random.integers(d + 1, d + 8))
+    up, down = random.standard_normal((h, d)), random.standard_normal((d, h))
+    chosen = random.permutation(h)[: int(random.integers(d, h + 1))]
+    skip = float(random.choice([1.0, 0.5, -2.0])) * np.eye(d)
+    inverse = np.linalg.pinv(up[chosen])
+    if np.linalg.norm(inverse) > 20:
+        return _planted(random, dtype)
+    down[:, chosen] = -skip / odd @ inverse + down[:, chosen] @ (np.eye(len(chosen)) - up[chosen] @ inverse)
+    weights = {"up": up, "down": down, "bias": random.standard_normal(h), "skip": skip}
+    return Case("planted", block_of(weights, word, dtype), h, "as-is", None, True)
 
 
 def _class_o(random: np.random.Generator, d: int, o: int, h: int, dtype: torch.dtype) -> Case:

@@ -136,3 +136,13 @@ def test_a_model_that_nothing_was_rewritten_in_is_not_saved(
     assert "saved" not in out
     assert "nothing is saved" in err
     assert not (tmp_path / "out").exists()
+
+
+def test_data_of_vectors_is_used(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "vectors.py").write_text(
+        SOURCE + "\ndef vectors():\n    return nn.Sequential(Block(False), Block(True))\n", encoding="utf-8"
+    )
+    more = ("--input", "2,8", "--data", "random:512", "--json")
+    code, out, _ = run(capsys, f"{tmp_path / 'vectors.py'}:vectors", *more)
+    assert code == 0
+    assert [row["approximation"]["held_out"] for row in json.loads(out)["rows"]] == [256, 256]

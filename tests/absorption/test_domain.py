@@ -151,7 +151,7 @@ def test_a_skip_folds_into_the_next_linear_map(word: str, norm: Norm | None) -> 
         after = nn.Linear(4, 3, bias=bias).double()
         folded = fold(block, after)
         x = normal(numbers(1), 7, 2, 4)
-        assert torch.allclose(folded(x), after(block(x)), atol=1e-12)
+        assert torch.allclose(folded(torch.cat([x, block.hidden(x)], -1)), after(block(x)), atol=1e-12)
     with pytest.raises(BadInput, match="post"):
         fold(replace(plain, norm=Norm("layernorm", "post")), after)
     with pytest.raises(BadInput, match="takes 4"):

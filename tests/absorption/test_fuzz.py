@@ -1,4 +1,4 @@
-"""Anything that a block can be, at random: nothing crashes, and every verdict stands its check."""
+"""Anything that a block can be, at random: nothing crashes, and every verdict passes its own check."""
 
 from __future__ import annotations
 

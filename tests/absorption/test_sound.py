@@ -200,6 +200,15 @@ def test_activations_are_read_from_their_module(act: nn.Module, word: str) -> No
     assert word_of(act) == word
 
 
+def test_parts_alone_do_not_take_a_clamp_for_a_relu() -> None:
+    """Parts carry no operators, only a name by values; those reach from 1e-6 to 1e6."""
+    for act in (nn.Hardtanh(0, 50), nn.Hardtanh(-50, 50), nn.Hardshrink(0.04), nn.Threshold(0.1, 0.0)):
+        part = next(unskip.parts(Mlp(act).eval(), torch.randn(5, 4)).mlps())
+        assert part.activation is None
+        with pytest.raises(BadInput, match="activation"):
+            absorb(part)
+
+
 @pytest.mark.parametrize("word", ["hardtanh:0,50", "hardtanh:-50,50", "celu:0.5", "elu:0.5"])
 def test_parametrised_words_are_never(word: str) -> None:
     verdict = absorb(generic(4, 12, word))

@@ -7,7 +7,7 @@ from unskip.absorption._approximate import Approximation, approximate
 from unskip.absorption._block import Block
 from unskip.absorption._decide import absorb
 from unskip.absorption._domain import Domain
-from unskip.absorption._fold import FoldedMLP, fold
+from unskip.absorption._fold import fold
 from unskip.absorption._module import AbsorbableMLP
 from unskip.absorption._nearest import Nearest
 from unskip.absorption._norm import Norm
@@ -23,7 +23,6 @@ __all__ = [
     "Block",
     "Certificate",
     "Domain",
-    "FoldedMLP",
     "Mode",
     "Nearest",
     "Norm",

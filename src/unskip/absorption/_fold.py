@@ -10,34 +10,16 @@ cheaper where k < d, as before a head or a bottleneck. Behind a norm after the s
 from __future__ import annotations
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from unskip.absorption._block import Block
 from unskip.errors import BadInput
 
 
-class FoldedMLP(nn.Module):
-    """z = W [x, h(x)] + b: an MLP block with its skip and the linear map after it, as two weights."""
+def fold(block: Block, after: nn.Linear) -> nn.Linear:
+    """The linear map on torch.cat([x, block.hidden(x)], -1) that gives after(block(x)).
 
-    def __init__(self, block: Block, weight: Tensor, bias: Tensor | None) -> None:
-        super().__init__()
-        self.block = block
-        outputs, inputs = weight.shape
-        self.out = nn.Linear(inputs, outputs, bias=bias is not None, dtype=weight.dtype, device=weight.device)
-        with torch.no_grad():
-            self.out.weight.copy_(weight)
-            if bias is not None:
-                self.out.bias.copy_(bias)
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.out(torch.cat([x, self.block.hidden(x)], -1))
-        return out
-
-
-def fold(block: Block, after: nn.Linear) -> FoldedMLP:
-    """The block and the linear layer after it as one module without a skip, computed in float64 and stored as they are.
-
-    The hidden layer's weights are shared with the block; only the second weight is new.
+    It is computed in float64 and stored in the dtype of `after`.
     """
     stands = {"post", "out"} & block.norms.keys()
     if stands:
@@ -51,5 +33,8 @@ def fold(block: Block, after: nn.Linear) -> FoldedMLP:
         if block.down_bias is not None:
             moved = weight @ block.down_bias.detach().to(weight)
             const = moved if const is None else const + moved
-        kind = after.weight.dtype
-        return FoldedMLP(block, both.to(kind), None if const is None else const.to(kind))
+        out = nn.Linear(both.shape[1], len(both), const is not None).to(after.weight)
+        out.weight.copy_(both)
+        if const is not None:
+            out.bias.copy_(const)
+        return out

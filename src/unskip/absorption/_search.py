@@ -79,7 +79,7 @@ def _tighten(whole: Equation, found: Found) -> None:
     for part, lines in zip(gram.split(UNITS), rows.split(UNITS), strict=True):
         part.mul_(lines @ rows.mT)
     slope = ((joint.mT @ whole.goal.to(joint)) * rows).sum(1)
-    found.solution = boxed(gram, slope, 200).double()
+    found.solution = boxed(gram, slope, 30).double()
     better = whole.dual(whole.goal - (whole.joint * found.solution) @ whole.rows)
     if better is not None and better.bound > found.dual.bound:
         found.dual = better

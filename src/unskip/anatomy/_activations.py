@@ -39,8 +39,10 @@ ACTIVATIONS: dict[str, Activation] = {
     "shifted_softplus": lambda x: F.softplus(x) - math.log(2),
 }
 
-# Spread over where activations bend, and not symmetric, so that no two of them agree on all of it.
-GRID = torch.cat([torch.linspace(-7.9, 8.3, 90), torch.tensor([-30.0, -20.5, 19.5, 31.0])]).double()
+# Spread over where activations bend, and not symmetric, so that no two of them agree on all of it; and from 1e-6 to 1e6
+# on both sides, so that a clamp at 50 is not taken for a ReLU.
+FAR = torch.logspace(-6, 6, 49).double()
+GRID = torch.cat([torch.linspace(-7.9, 8.3, 90).double(), -1.03 * FAR, FAR])
 
 
 def name_of(values: Tensor) -> str | None:

@@ -147,13 +147,16 @@ def channel_numbers(option: str, text: str | None) -> tuple[float, ...] | None:
 
 
 def _noise(example: Example, source: str, count: int, asked_for: bool) -> object:
-    """Random token ids where the model takes nothing else, or else the example: one asked for, or the model's own."""
+    """Random token ids or numbers where the model takes one input, or else the example: one asked for, or its own."""
     (first, *more) = example.values
     if not more and isinstance(first, Tensor) and first.ndim == 2 and not first.is_floating_point():
         generator = torch.Generator().manual_seed(0)
         low, high = int(first.min()), int(first.max())  # ids that the model knows
         ids = torch.randint(low, high + 1, (count, first.shape[1]), generator=generator).to(first)
         return dict.fromkeys(example.kwargs, ids) or (ids,)
+    if not more and isinstance(first, Tensor) and first.is_floating_point() and first.ndim > 1:
+        noise = torch.randn(count, *first.shape[1:], generator=torch.Generator().manual_seed(0)).to(first)
+        return dict.fromkeys(example.kwargs, noise) or (noise,)
     if asked_for:
         return example
     warn(
