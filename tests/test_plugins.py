@@ -174,3 +174,28 @@ def test_a_recipe_and_a_shortcut_of_ones_own_make_a_run_that_says_so(tmp_path: P
         code, out, err = unskip_in(tmp_path, "audit", "run", "--json", *allowed)
         assert code == 0, err
         assert [site["alpha"] for site in json.loads(out)["shortcut"]["sites"]] == [1.0, 0.5]
+
+
+EVALUATOR = """
+import unskip
+
+@unskip.evals.register("spread-v1", needs="features", about="Mean distance of features to their mean.")
+def spread(train, test):
+    return {"spread": float((test.features - test.features.mean(0)).norm(dim=1).mean())}
+"""
+
+
+def test_an_evaluator_of_ones_own_and_a_folder_of_seeds(tmp_path: Path) -> None:
+    (tmp_path / "spread.py").write_text(EVALUATOR)
+    options = "--model-args depth=1,embed_dim=16,num_heads=2 --steps 2 --batch 32 --device cpu --quiet".split()
+    code, _, err = unskip_in(tmp_path, "train", "supervised", *options, "--seeds", "0,1", "--out", "runs")
+    assert code == 0, err
+    evaluate = ["eval", "runs", "--protocol", "spread-v1", "--plugin", "spread.py", "--json"]
+    code, out, err = unskip_in(tmp_path, *evaluate)
+    assert code == 0, err
+    values = [run["results"][0]["spread"] for run in json.loads(out)["runs"]]
+    assert len(values) == 2
+    for seed, value in enumerate(values):
+        row = json.loads((tmp_path / "runs" / f"seed-{seed}" / "evals.jsonl").read_text().splitlines()[-1])
+        assert (row["evaluation"], row["spread"]) == ("spread-v1", value)
+        assert row["n"] > 0
