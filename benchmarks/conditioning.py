@@ -26,9 +26,7 @@ from torch import nn
 
 import unskip
 from unskip import Cut
-from unskip.anatomy import Sample
-from unskip.anatomy._example import example_for
-from unskip.anatomy._parts import trace_parts
+from unskip.anatomy import Sample, example_for, trace_parts
 from unskip.measures import jacobian_spectrum, self_attention_mass
 
 RESULTS = Path(__file__).resolve().parent.parent / "docs" / "results"

@@ -16,6 +16,7 @@ NAMES = {  # what a number is called, and its unit
     "test_accuracy": ("Accuracy on test images", "accuracy (fraction)"),
     "val_accuracy": ("Accuracy on held-out images", "accuracy (fraction)"),
     "rank": ("Effective rank of the features", "effective rank (directions)"),
+    "patchrank": ("Effective rank of the patches of an image", "effective rank (directions)"),
     "probe_mae": ("Linear probe (probe-mae-v1)", "accuracy (fraction)"),
     "probe_decayed": ("Linear probe (probe-decayed-v1)", "accuracy (fraction)"),
     "probe_lbfgs": ("Linear probe (probe-lbfgs-v1)", "accuracy (fraction)"),
