@@ -100,6 +100,22 @@ def expression_at(source: FunctionSource, position: Position) -> ast.AST | None:
     return next((node for node in nodes if position_of(node, source.node) == position), None)
 
 
+@functools.lru_cache(maxsize=1024)
+def in_loop(source: FunctionSource, position: Position) -> bool:
+    """Whether the expression at a position stands in a loop or a comprehension of its function."""
+    for outer in ast.walk(source.node):
+        inside: list[ast.AST] = []
+        if isinstance(outer, ast.For | ast.AsyncFor | ast.While):
+            inside = [*outer.body]
+        elif isinstance(outer, ast.ListComp | ast.SetComp | ast.DictComp | ast.GeneratorExp):
+            inside = [outer]
+        nodes = (node for part in inside for node in ast.walk(part))
+        found = (node for node in nodes if isinstance(node, ast.BinOp | ast.AugAssign | ast.Call))
+        if any(position_of(node, source.node) == position for node in found):
+            return True
+    return False
+
+
 def position_of(node: ast.BinOp | ast.AugAssign | ast.Call, function: FunctionNode) -> Position:
     """Where an expression stands in its function."""
     first = function.lineno

@@ -6,6 +6,7 @@ import copy
 import json
 import pickle
 from pathlib import Path
+from typing import Any
 
 import pytest
 import timm
@@ -16,7 +17,7 @@ from torch import nn
 
 import unskip
 from unskip import Anneal, Cut, Decay, Keep, Learn, Scale, Wiring
-from unskip.errors import BadInput
+from unskip.errors import BadInput, RewireError
 
 
 @pytest.fixture
@@ -393,3 +394,39 @@ def test_rewired_in_inference_mode_it_can_still_learn_and_anneal(vit: nn.Module)
         wiring.set(Anneal(Keep(), Cut(), steps=10))
     wiring.step(5)
     assert wiring.alphas == [0.5] * 6
+
+
+@pytest.mark.parametrize(
+    "wrap", [lambda m: torch.compile(m, backend="eager"), nn.DataParallel], ids=["compile", "parallel"]
+)
+def test_the_wiring_is_found_through_a_wrapper(wrap: Any) -> None:
+    model = h.PreNorm()
+    x = torch.randn(2, 5, h.DIM, generator=torch.Generator().manual_seed(0))
+    wiring = unskip.rewire(model, Cut(), x)
+    wrapped = wrap(model)
+    assert Wiring.of(wrapped) is wiring
+    assert [site.path for site in unskip.audit(wrapped)] == [site.path for site in wiring.sites]
+
+
+class Turns(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(h.DIM, h.DIM) for _ in range(3))
+
+    def forward(self, x: torch.Tensor, turns: int = 1) -> torch.Tensor:
+        for layer in self.layers[:turns]:
+            x = x + layer(x)
+        return x
+
+
+@pytest.mark.parametrize("turns", [1, 2])
+def test_more_turns_of_a_loop_than_the_example_had_are_refused(turns: int) -> None:
+    model, x = Turns(), torch.ones(2, h.DIM)
+    wiring = unskip.rewire(model, Scale(0.5, 1.0), (x, turns))
+    assert wiring.alphas == [0.5] * turns
+    wanted = x
+    for layer in model.layers[:turns]:
+        wanted = 0.5 * wanted + layer(wanted)
+    torch.testing.assert_close(model(x, turns), wanted)
+    with pytest.raises(RewireError, match=f"{turns} turn"):
+        model(x, turns + 1)

@@ -7,7 +7,7 @@ from unskip.anatomy._droppath import drop_paths
 from unskip.anatomy._example import Example, example_for
 from unskip.anatomy._features import block_axes, block_indices, features, keep_outputs, pool_tokens
 from unskip.anatomy._grid import patch_grid, patch_sides
-from unskip.anatomy._guard import refuse_wrapped
+from unskip.anatomy._guard import refuse_wrapped, unwrapped
 from unskip.anatomy._locate import Hop, Place, Unreachable, locate
 from unskip.anatomy._model_trace import ModelTrace, SiteRun, mean_weight, trace_again, trace_model
 from unskip.anatomy._ops import is_addition
@@ -79,4 +79,5 @@ __all__ = [
     "trace_again",
     "trace_model",
     "trace_parts",
+    "unwrapped",
 ]

@@ -11,6 +11,7 @@ from torch import nn
 from unskip._table import table
 from unskip._words import count
 from unskip.anatomy._example import example_for
+from unskip.anatomy._guard import unwrapped
 from unskip.anatomy._rewired import rewired_state
 from unskip.anatomy._sites import Site, Survey, Unknown, survey
 
@@ -106,9 +107,11 @@ def audit(model: nn.Module, example: object = None) -> Audit:
     """Lists every residual addition of a model. The model runs once in each mode and is left as it was.
 
     `example` is a tensor, a tuple of arguments or a mapping of keyword arguments; None infers one from the model. The
-    sites of a rewired model are those it had before, as they were then.
+    sites of a rewired model are those it had before, as they were then; it is found through torch.compile,
+    DistributedDataParallel, FSDP and peft.
     """
-    state = rewired_state(model)
+    inside = unwrapped(model)
+    state = rewired_state(inside)
     if state is None:
         return Audit(type(model).__name__, survey(model, example_for(model, example)))
-    return Audit(type(model).__name__, replace(state.survey, notes=(*state.survey.notes, _THEN)))
+    return Audit(type(inside).__name__, replace(state.survey, notes=(*state.survey.notes, _THEN)))

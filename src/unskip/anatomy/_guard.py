@@ -17,6 +17,16 @@ _WRAPPERS = {  # the tool, and where it keeps the model
 }
 
 
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The model inside torch.compile, DistributedDataParallel, FSDP and peft, or the model itself."""
+    while isinstance(model, nn.Module):
+        names = {cls.__name__ for cls in type(model).__mro__} & _WRAPPERS.keys()
+        if not names:
+            break
+        model = model.get_base_model() if "PeftModel" in names else getattr(model, "_orig_mod", None) or model.module  # type: ignore[operator, assignment]
+    return model
+
+
 def refuse_wrapped(model: nn.Module) -> None:
     """Raises WrappedError where rewiring would be ignored, hidden or undone by something around the model."""
     for path, module in model.named_modules():

@@ -14,7 +14,16 @@ from typing import Any, Literal
 
 from torch import nn
 
-from unskip._source import FunctionSource, Position, expression_at, function_source, import_function, layers, names_of
+from unskip._source import (
+    FunctionSource,
+    Position,
+    expression_at,
+    function_source,
+    import_function,
+    in_loop,
+    layers,
+    names_of,
+)
 from unskip.anatomy._trace import MODULE_CALL, Call
 from unskip.errors import SourceError
 
@@ -57,6 +66,7 @@ class Located:
     expression: str
     source: str  # file and line
     call: int  # tells one call of the module's method from another
+    looped: bool  # the first expression stands in a loop of that method
 
 
 def locate(calls: tuple[Call, ...], up: int = 0) -> Located:
@@ -86,7 +96,8 @@ def locate(calls: tuple[Call, ...], up: int = 0) -> Located:
                 f"{hops[1].qualname} is a module that adds for several others, and cannot tell them apart"
             )
         if isinstance(receiver, nn.Module) and names_of(type(receiver), code) and len(hops) > up:
-            return Located(receiver, tuple(hops), text, line, id(calls[index].frame))
+            looped = in_loop(source, place)
+            return Located(receiver, tuple(hops), text, line, id(calls[index].frame), looped)
         function = _imported(module_name, code)
         wrappers = {layer.__code__ for layer in layers(function)}
         index += 1

@@ -188,11 +188,14 @@ def _turns(graph: Graph, findings: list[Finding], where: _Where) -> dict[int, in
     """Which turn of a loop an addition ran in, where one line adds other branches in every turn.
 
     `for f in self.layers: x = x + f(x)` is one line but as many sites as layers; the same branch again is the same
-    site.
+    site. A loop that had one turn does not tell which of the two it is, so its turn is counted too: a second one that
+    comes later is refused, and does not share the weight of the first.
     """
     turns: dict[int, int] = {}
     for calls in _lines(findings, where):
-        if any(len({_weights(graph, finding) for finding in runs}) > 1 for runs in calls.values()):
+        located, _ = where[next(iter(calls.values()))[0].add.index]
+        once = located is not None and located.looped and all(len(runs) == 1 for runs in calls.values())
+        if once or any(len({_weights(graph, finding) for finding in runs}) > 1 for runs in calls.values()):
             turns |= {finding.add.index: turn for runs in calls.values() for turn, finding in enumerate(runs)}
     return turns
 

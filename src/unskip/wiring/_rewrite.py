@@ -31,6 +31,7 @@ from unskip._source import (
     layers,
     position_of,
 )
+from unskip._words import count
 from unskip.anatomy import Hop, Unreachable
 from unskip.errors import RewireError
 from unskip.wiring._mix import Number, mix
@@ -228,8 +229,8 @@ def pick(weights: tuple[Number, ...], counter: Iterator[int]) -> Number:
     turn = next(counter)
     if turn >= len(weights):
         raise RewireError(
-            f"a loop over residual branches ran more than the {len(weights)} turns it had when the model was rewired. "
-            "Undo the wiring and rewire the model as it is now."
+            f"a loop over residual branches ran more than the {count(len(weights), 'turn')} it had when the model was "
+            "rewired. Undo the wiring and rewire the model as it is now."
         )
     return weights[turn]
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from unskip._table import table
 from unskip._words import count
-from unskip.anatomy import PATCH, WIRING, Site, Survey, rewired_state
+from unskip.anatomy import PATCH, WIRING, Site, Survey, rewired_state, unwrapped
 from unskip.errors import BadInput
 from unskip.wiring import _caution, _fastpath
 from unskip.wiring._bind import Patch, bind, is_bound, refuse_covered, unbind
@@ -57,8 +57,8 @@ class Wiring:
 
     @classmethod
     def of(cls, model: nn.Module) -> Wiring:
-        """The wiring of a rewired model, for instance of a copy or of one that was unpickled."""
-        wiring = find_wiring(model)
+        """The wiring of a rewired model: of a copy, of one that was unpickled, of one inside torch.compile or DDP."""
+        wiring = find_wiring(unwrapped(model))
         if wiring is None:
             raise BadInput(f"{type(model).__name__} is not rewired")
         return wiring
