@@ -2,7 +2,8 @@
 
 What is allowed is set by the block alone. In float64 the outputs may differ by 1e-10 of the block's own terms, the sum
 of |A| |x|, |W_down| (|W_up| |x| + |b|) and |b_down|. Stored in a coarser dtype the replacement may err 4 times as much
-as the block itself does when it is computed in that dtype. Nothing depends on the weights of the replacement.
+as the block itself does when it is computed in that dtype; 2.5 times on the few inputs that are drawn here. Nothing
+depends on the weights of the replacement.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from unskip.absorption._domain import Domain
 SIZES = (1e-2, 1.0, 1e2, 1e5)  # of inputs
 SAMPLES = 48  # of each size
 WIDE = 1e-10  # of the block's own terms, in float64
-OWN = 4.0  # times what the block loses itself
+OWN = 2.5  # times what the block loses itself, so that on other inputs it stays below 4
 
 
 @dataclass(frozen=True)
