@@ -67,7 +67,7 @@ def with_plugins(names: Iterable[str], trust: bool = False) -> Iterator[None]:
         if not missing:
             raise
         options = " ".join(f"--plugin {name}" for name in missing)
-        raise type(error)(
+        raise BadInput(
             f"{error}. It was made with plugins that are not loaded: give {options}; in Python, import them first or "
             "pass trust=True"
         ) from error

@@ -13,8 +13,9 @@ from torch import nn
 
 import unskip
 from unskip import cli, recipes
-from unskip.errors import BadInput, LoadError
-from unskip.recipes import open_run
+from unskip.errors import BadInput, LoadError, UnskipWarning
+from unskip.recipes import evaluate_run, open_run
+from unskip.training import RunFolder
 from unskip.wiring import find_wiring
 
 pytestmark = pytest.mark.filterwarnings("ignore::unskip.errors.UnskipWarning")  # runs of a few steps look unhealthy
@@ -102,7 +103,12 @@ def test_a_run_goes_on_with_changed_data_where_it_is_told_to(tmp_path: Path) -> 
     (tmp_path / "run" / "checkpoints" / "step-2").rename(tmp_path / "away")
     (data / "train" / "a" / "3.png").unlink()
     assert cli.main(["resume", str(tmp_path / "run"), "--quiet"]) == 2
+    with pytest.warns(UnskipWarning, match="40 images, now 39"):
+        evaluate_run(tmp_path / "run", ["accuracy-v1"])
+    assert RunFolder(tmp_path / "run").read("evals.jsonl")[-1]["data"].startswith("changed")
     assert cli.main(["resume", str(tmp_path / "run"), "--quiet", "--changed-data"]) == 0
+    assert any(row["warning"] == "changed-data" for row in RunFolder(tmp_path / "run").read("warnings.jsonl"))
+    assert cli.main(["resume", str(tmp_path / "run"), "--quiet"]) == 0  # what it continued on is on record
 
 
 def test_a_model_that_is_a_file_is_not_run_unasked(tmp_path: Path) -> None:

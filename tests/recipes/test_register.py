@@ -66,8 +66,14 @@ def test_names_and_presets_are_checked() -> None:
         pass
 
     made = {"digits": Preset({}, "", "")}
+    mae = RECIPES["mae"]
     with pytest.raises(BadInput, match="mae"):
-        register(Recipe("mae", Mine, made, RECIPES["mae"].build_model, Objective))
+        register(Recipe("mae", Mine, made, mae.build_model, Objective))
+    with pytest.raises(BadInput, match="mae"):
+        register(Recipe("mae", mae.config, made, mae.build_model, Objective))
+    for config in (mae.config, Config):  # a run is found by the class of its config
+        with pytest.raises(BadInput, match=config.__name__):
+            register(Recipe("mine", config, made, mae.build_model, Objective))
     with pytest.raises(BadInput, match="preset"):
         register(Recipe("mine", Mine, {}, RECIPES["mae"].build_model, Objective))
     assert "mine" not in RECIPES

@@ -13,6 +13,7 @@ import torch
 import tyro
 from torch import nn
 
+from unskip._plugins import with_plugins
 from unskip.cli._options import DeviceOfRun, Json, Mean, Random, Std, Trust, model_help, told
 from unskip.cli._say import busy, print_json
 from unskip.data import open_images
@@ -20,7 +21,7 @@ from unskip.errors import BadInput
 from unskip.evals import DTYPES, PROTOCOLS, Result, by_depth, by_time, sheet_file
 from unskip.evals import protocol as find
 from unskip.recipes import Trained, evaluate_model, evaluate_run, open_run, picture_model, picture_run
-from unskip.training import find_runs
+from unskip.training import RunFolder, find_runs
 
 _PROTOCOLS = f"Protocols, separated by commas: {', '.join(PROTOCOLS)}."
 _DATA = "Images with labels: digits, a folder with train/ and val/, parquet files, ... (default: those of the run)."
@@ -63,8 +64,10 @@ def evaluate(
     from unskip.cli._model import channel_numbers, device_of, weighted
 
     names = [name.strip() for name in protocol.split(",") if name.strip()]
-    for name in names:
-        find(name)
+    runs: Sequence[Path | None] = [None] if _is_model(model) else find_runs(model)
+    with with_plugins([name for run in runs if run is not None for name in RunFolder.open(run).plugins], trust):
+        for name in names:
+            find(name)
     if not names:
         raise BadInput(f"--protocol names none; there are {', '.join(PROTOCOLS)}")
     _refuse_unused({"pool": pool, "split": split}, dense, names, pictures)
@@ -79,7 +82,6 @@ def evaluate(
     options |= {"pool": "mean" if times is not None else pool, "dense": dense, "batch": batch}
     options["changes"] = _changes([item for items in change for item in items], names)
     numbers = {"size": size, "mean": channel_numbers("mean", mean), "std": channel_numbers("std", std)}
-    runs: Sequence[Path | None] = [None] if _is_model(model) else find_runs(model)
     rows: list[dict[str, Any]] = []
     for each in runs:
         with contextlib.redirect_stdout(sys.stderr), busy(f"evaluating {each or model}"):

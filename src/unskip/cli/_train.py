@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import unskip
 from unskip._table import table
-from unskip.cli._options import ChangedData, Quiet, Runs
+from unskip.cli._options import ChangedData, Quiet, Runs, Trust
 from unskip.cli._say import finite
 
 if TYPE_CHECKING:
@@ -52,10 +52,10 @@ def train(args: Sequence[str]) -> int:
     return code
 
 
-def resume(run: Runs, quiet: Quiet = False, changed_data: ChangedData = False) -> int:
+def resume(run: Runs, quiet: Quiet = False, changed_data: ChangedData = False, trust: Trust = False) -> int:
     """Continue a run from its last checkpoint, or each run of a --seeds folder."""
     found = unskip.training.find_runs(run)
-    options: dict[str, Any] = {"changed_data": changed_data}
+    options: dict[str, Any] = {"changed_data": changed_data, "trust": trust}
     if found == [Path(run)]:
         code = _print_outcome(unskip.resume(run, quiet, **options))
     else:

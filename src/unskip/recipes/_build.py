@@ -9,15 +9,13 @@ from __future__ import annotations
 from dataclasses import asdict, fields
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from torch import Tensor, nn
 
-from unskip.data import ImageSet, fingerprint
 from unskip.errors import BadInput
 from unskip.optim import build as build_optimizer
 from unskip.recipes._config import Config
-from unskip.recipes._data import Opener, evaluated_split, open_splits
+from unskip.recipes._data import Opener, data_record, evaluated_split, open_splits
 from unskip.recipes._objective import Facts, Objective, Progress
 from unskip.recipes._registry import recipe_of
 from unskip.training import Schedule, Task, device_of
@@ -97,11 +95,6 @@ def _save(objective: Objective, facts: Facts, model: nn.Module, folder: Path) ->
     save_model(model, str(folder / "model.safetensors"))
     if builder is not None:
         save(encoder, folder / "encoder", builder)
-
-
-def data_record(images: ImageSet) -> dict[str, Any]:
-    """What identifies a split, for a run to notice when it is resumed on other data."""
-    return {"images": len(images), "classes": len(images.classes), "fingerprint": fingerprint(images)}
 
 
 def steps_of(config: Config, steps_per_epoch: int) -> int:

@@ -9,12 +9,12 @@ Decoding a set can take longer than training on it. Several runs on one set shar
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any, Literal
 
-from unskip.data import ImageSet, MixedSizes, open_images
+from unskip.data import ImageSet, MixedSizes, fingerprint, open_images
 from unskip.recipes._config import Config
 
 Opener = Callable[..., ImageSet]  # with the arguments of `open_images`
@@ -61,3 +61,18 @@ def with_channels(images: ImageSet, channels: int) -> ImageSet:
     if images.images is None or images.channels == channels:
         return images
     return replace(images, images=images.images.expand(-1, channels, -1, -1))
+
+
+def data_record(images: ImageSet) -> dict[str, Any]:
+    """What identifies a split, for a run to notice that its data has changed."""
+    return {"images": len(images), "classes": len(images.classes), "fingerprint": fingerprint(images)}
+
+
+def data_changes(before: Mapping[str, Mapping[str, Any]], now: Mapping[str, Mapping[str, Any]]) -> str | None:
+    """How the splits of a run differ from those on record; None where they are the same."""
+    for split, record in before.items():
+        for name, value in now.get(split, {}).items():
+            if record.get(name) != value:
+                how = "other images or labels" if name == "fingerprint" else f"{record.get(name)} {name}, now {value}"
+                return f"its {split} data has changed since the run began: {how}"
+    return None

@@ -13,11 +13,21 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from unskip._warn import warn
 from unskip.data import ImageSet, infer_classes, open_dense, open_images, preprocess_of
 from unskip.errors import BadInput
 from unskip.evals import Extractor, Result, asked_for, evaluate, extractor, noised, pictures, protocol
 from unskip.models import Sampling
-from unskip.recipes._data import Opener, cached_opener, evaluated_split, open_split, open_splits, with_channels
+from unskip.recipes._data import (
+    Opener,
+    cached_opener,
+    data_changes,
+    data_record,
+    evaluated_split,
+    open_split,
+    open_splits,
+    with_channels,
+)
 from unskip.recipes._generative import Generative
 from unskip.recipes._open import Trained, open_run
 from unskip.recipes._sample import Samples, sampled
@@ -53,8 +63,14 @@ def evaluate_run(
     given = {"batch": batch or config.batch, "workers": config.workers, "graph": getattr(config, "graph", False)}
     given |= {"split": split, **options}
     results: list[Result] = []
+    note: dict[str, str] = {}
     if own:
         train, test = open_splits(config, opener or cached_opener(), split)
+        if split == evaluated_split(config):
+            changed = data_changes(trained.folder.data, {"train": data_record(train), "test": data_record(test)})
+            if changed is not None:
+                warn(f"{trained.folder.path}: {changed}. Results on it do not compare with earlier ones")
+                note = {"data": "changed since the run began"}
         inputs = [(None, None)] if times is None else [(time, noised(_flow(trained), time)) for time in times]
         for time, hook in inputs:
             for whole in (False, True):
@@ -63,7 +79,7 @@ def evaluate_run(
                     model = trained.model if whole or hook is not None else trained.encoder
                     found = evaluate(model, train, test, names, inputs=hook, **_mine(given, names))
                     results += [replace(each, time=time) for each in found]
-    _append(trained, results, given)
+    _append(trained, results, given | note)
     if apart and dense is not None:
         more = _evaluate_dense(trained.encoder, dense, apart, config.size, given)
         _append(trained, more, given | {"data": Path(dense).name, "size": config.size})

@@ -50,8 +50,14 @@ def register(recipe: Recipe) -> Recipe:
     Calling it makes a config: `config = register(Recipe("mine", ...))("digits", lr=1e-3)`.
     """
     known = RECIPES.get(recipe.name)
-    if known is not None and known.config is not recipe.config:
+    if known is not None and known.objective is not recipe.objective:
         raise BadInput(f"there is a recipe {recipe.name!r} already; give yours another name")
+    taken = next((each.name for each in RECIPES.values() if each.config is recipe.config and each is not known), None)
+    if taken is not None or recipe.config is Config:  # a run is found by the class of its config
+        owner = f"is that of {taken!r}" if taken else "is that of every recipe"
+        raise BadInput(
+            f"recipe {recipe.name!r}: its config {recipe.config.__name__} {owner}; give it a class of its own"
+        )
     if not recipe.presets:
         raise BadInput(f"recipe {recipe.name!r} has no preset; give it one at least")
     RECIPES[recipe.name] = recipe

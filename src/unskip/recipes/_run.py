@@ -15,7 +15,7 @@ from unskip._words import count
 from unskip.errors import BadInput
 from unskip.recipes._build import build
 from unskip.recipes._config import Config
-from unskip.recipes._data import Opener
+from unskip.recipes._data import Opener, data_changes
 from unskip.recipes._registry import Recipe, from_dict, recipe_of, to_dict
 from unskip.training import Outcome, RunFolder, device_of, run_task, why_not
 from unskip.wiring import parse
@@ -47,36 +47,39 @@ def train(config: Config, out: str | Path, quiet: bool = False, opener: Opener |
 
 
 def resume(
-    out: str | Path, quiet: bool = False, opener: Opener | None = None, *, changed_data: bool = False
+    out: str | Path,
+    quiet: bool = False,
+    opener: Opener | None = None,
+    *,
+    changed_data: bool = False,
+    trust: bool = False,
 ) -> Outcome:
     """Continues a run from its last whole checkpoint, or from the start where it has none.
 
-    Data that is not what the run began with is refused, unless `changed_data`.
+    Data that is not what the run began with is refused, unless `changed_data`, which the run then records. With `trust`
+    the plugins that the run was made with are imported.
     """
     folder = RunFolder.open(out)
-    with with_plugins(folder.plugins):
+    with with_plugins(folder.plugins, trust):
         config = from_dict(folder.config)
         parse(config.shortcut)
     torch.manual_seed(config.seed)
     _announce_data(config, quiet)
     task, schedule = build(config, opener)
-    if not changed_data:
-        _refuse_changed_data(folder, task.record["data"])
-    return run_task(task, schedule, folder, quiet)
-
-
-def _refuse_changed_data(folder: RunFolder, now: dict[str, dict[str, object]]) -> None:
-    for split, before in folder.data.items():
-        changed = [
-            f"{before[name]} {name}, now {value}" if name != "fingerprint" else "other images or labels"
-            for name, value in now[split].items()
-            if before.get(name) != value
-        ]
-        if changed:
+    changed = data_changes(folder.data, task.record["data"])
+    if changed is not None:
+        if not changed_data:
             raise BadInput(
-                f"{folder.path}: its {split} data has changed since the run began: {changed[0]}. Bring the data back, "
-                f"or continue on the new data with: unskip resume {folder.path} --changed-data"
+                f"{folder.path}: {changed}. Bring the data back, or continue on the new data with: unskip resume "
+                f"{folder.path} --changed-data"
             )
+        last = folder.last_checkpoint()
+        task.notes = (*task.notes, changed)
+        if is_main():
+            folder.update(data=task.record["data"])
+            if last is not None:
+                folder.append("warnings.jsonl", {"step": last[0], "warning": "changed-data", "text": changed})
+    return run_task(task, schedule, folder, quiet)
 
 
 def _announce_data(config: Config, quiet: bool) -> None:

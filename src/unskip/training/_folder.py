@@ -95,6 +95,11 @@ class RunFolder:
         except (OSError, ValueError) as error:
             raise LoadError(f"{self.path / 'config.json'}: damaged ({error})") from error
 
+    def update(self, **about: Any) -> None:
+        """Replaces sections of config.json."""
+        record = json.loads((self.path / "config.json").read_text())
+        self._write("config.json", {**record, **about})
+
     def _write(self, name: str, data: object) -> None:
         aside = self.path / f".{name}.tmp"
         aside.write_text(json.dumps(data, indent=1) + "\n")
