@@ -209,7 +209,7 @@ def test_measure_with_an_input(run: Any, file: str) -> None:
     assert out.startswith("Reader on 3 samples of 5 tokens")
     code, out, err = run("measure", f"{file}:bare", "--input", "4,6,8", "--jacobians", "off")
     assert (code, err) == (0, "")
-    assert out.startswith("Sequential on 4 samples of 6 tokens")
+    assert out.startswith("Sequential on 8 samples of 6 tokens")  # as many as --data says
 
 
 def test_absorb_with_an_input(run: Any, file: str) -> None:

@@ -180,8 +180,8 @@ def test_refusals() -> None:
     with pytest.raises(BadInput, match="centre or sinkhorn"):
         model(balance="none")
     with pytest.raises(BadInput, match="no pair"):
-        model()(*crops(large=1, local_crops=0))
-    with pytest.raises(BadInput, match="how wide"):
+        model()(*crops(large=1, small=0))
+    with pytest.raises(BadInput, match="num_features"):
         DINO(nn.Linear(3, 3))
     with pytest.raises(BadInput, match="0 layers"):
         model(layers=0)

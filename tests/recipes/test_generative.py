@@ -146,7 +146,7 @@ def test_a_set_too_small_for_neighbours_is_refused_at_the_start() -> None:
     def small(*args: Any, **options: Any) -> ImageSet:
         return few()
 
-    with pytest.raises(BadInput, match=r"48 training images .* online_images"):
+    with pytest.raises(BadInput, match=r"48 training samples.*online_images"):
         unskip.recipes.build(tiny(), small)
     unskip.recipes.build(tiny(online_images=0), small)
 
