@@ -64,8 +64,7 @@ def evaluate(
     from unskip.cli._model import channel_numbers, device_of, weighted
 
     names = [name.strip() for name in protocol.split(",") if name.strip()]
-    runs: Sequence[Path | None] = [None] if _is_model(model) else find_runs(model)
-    with with_plugins([name for run in runs if run is not None for name in RunFolder.open(run).plugins], trust):
+    with with_plugins(_plugins_of(model), trust):
         for name in names:
             find(name)
     if not names:
@@ -82,6 +81,7 @@ def evaluate(
     options |= {"pool": "mean" if times is not None else pool, "dense": dense, "batch": batch}
     options["changes"] = _changes([item for items in change for item in items], names)
     numbers = {"size": size, "mean": channel_numbers("mean", mean), "std": channel_numbers("std", std)}
+    runs: Sequence[Path | None] = [None] if _is_model(model) else find_runs(model)
     rows: list[dict[str, Any]] = []
     for each in runs:
         with contextlib.redirect_stdout(sys.stderr), busy(f"evaluating {each or model}"):
@@ -142,6 +142,13 @@ def _of_model(
         assert source is not None
         print(f"pictures in {picture_model(built, open_images(source, 'test'), sheet, made.size)}")
     return results
+
+
+def _plugins_of(name: str) -> list[str]:
+    """The plugins that the runs in a folder were made with."""
+    if _is_model(name) or not Path(name).expanduser().is_dir():
+        return []
+    return [plugin for run in find_runs(name) for plugin in RunFolder.open(run).plugins]
 
 
 def _is_model(name: str) -> bool:
