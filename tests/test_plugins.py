@@ -5,13 +5,14 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from unskip import _plugins, cli
-from unskip._plugins import load_installed, load_plugins, loaded_plugins, with_plugins
+from unskip._plugins import load_installed, load_plugins, loaded_plugins, plugin_of, with_plugins
 from unskip.errors import BadInput, UnskipWarning
 
 
@@ -82,6 +83,25 @@ def test_what_was_made_with_a_plugin_names_it_and_does_not_import_it(
         raise BadInput("another reason")
     assert capsys.readouterr().out == "imported\n"
     assert str(raised.value) == "another reason"
+
+
+def test_one_whose_file_has_moved(file: Path) -> None:
+    gone = str(file.with_name("old_plugin.py"))
+    with with_plugins([gone], trust=True):
+        pass  # what it registered may come from another file
+    with (
+        pytest.raises(BadInput, match=r"halve.*old_plugin\.py: no such file"),
+        with_plugins([gone], trust=True),
+    ):
+        raise BadInput("no rule halve")
+
+
+def test_one_that_was_imported_by_hand(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    import_module("my_plugin")
+    assert plugin_of("my_plugin") == [str(file)]
+    with with_plugins([str(file)], trust=True):
+        assert capsys.readouterr().out == "imported\n"  # once
+    assert plugin_of("__main__") == plugin_of("unskip.recipes._mae") == []
 
 
 # --- Out of tree: in a process of its own, from a folder of its own ---

@@ -6,6 +6,7 @@ A run records the plugins it was made with; opening it imports none of them unle
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from importlib import import_module
@@ -57,17 +58,35 @@ def with_plugins(names: Iterable[str], trust: bool = False) -> Iterator[None]:
 
     With `trust` they are imported first. Without it none is, and an error names those that are missing.
     """
-    missing = [name for name in names if name not in _LOADED]
+    missing = [name for name in names if not _is_loaded(name)]
+    gone = [name for name in missing if name.endswith(".py") and not Path(name).is_file()]
     if trust:
-        load_plugins(missing)
-        missing = []
+        load_plugins(name for name in missing if name not in gone)
+        missing = gone
     try:
         yield
     except UnskipError as error:
         if not missing:
             raise
         options = " ".join(f"--plugin {name}" for name in missing)
+        moved = f" ({', '.join(gone)}: no such file any more; give the new path)" if gone else ""
         raise BadInput(
-            f"{error}. It was made with plugins that are not loaded: give {options}; in Python, import them first or "
-            "pass trust=True"
+            f"{error}. It was made with plugins that are not loaded: give {options}{moved}; in Python, import them "
+            "first or pass trust=True"
         ) from error
+
+
+def plugin_of(module: str) -> list[str]:
+    """The name under which a run records the module that defines a recipe: a package's name, or its file.
+
+    Nothing for a module of unskip, or for a script, which would run again.
+    """
+    if module.partition(".")[0] in ("unskip", "__main__"):
+        return []
+    file = getattr(sys.modules.get(module), "__file__", None)
+    return [str(Path(file).resolve()) if file and "." not in module else module]
+
+
+def _is_loaded(name: str) -> bool:
+    files = (getattr(module, "__file__", None) for module in [*sys.modules.values()])
+    return name in _LOADED or name in sys.modules or any(file is not None and name == file for file in files)

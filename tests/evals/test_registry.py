@@ -178,3 +178,13 @@ def test_a_plugin_evaluates_any_model_from_the_command_line(
     assert f"{knn['knn20']:.4g} [{low:.3f}, {high:.3f}]" in shown
     assert cli.main(command[:3]) == 2
     assert "--data" in capsys.readouterr().err
+
+
+@evals.register("vector-test-v1", needs="features", train=False)
+def vector(train: evals.Split, test: evals.Split) -> dict[str, Any]:
+    return {"spread": torch.zeros(3)}
+
+
+def test_an_evaluator_that_returns_no_numbers() -> None:
+    with pytest.raises(BadInput, match=r"vector-test-v1.*spread"):
+        evals.evaluate(vit().eval(), None, digits("test", 50), ["vector-test-v1"], blocks=-1)

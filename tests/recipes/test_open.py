@@ -132,3 +132,21 @@ def test_a_run_of_another_version_is_refused(tmp_path: Path) -> None:
     file.write_text(json.dumps(record))
     with pytest.raises(LoadError, match="facts"):
         unskip.load(tmp_path / "run")
+
+
+def test_a_run_of_relative_paths_resumes_from_another_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder_of_images(tmp_path / "data", 20)
+    monkeypatch.chdir(tmp_path)
+    trained("supervised", Path("run"), Path("data"), checkpoint_every=1)
+    (tmp_path / "run" / "checkpoints" / "step-2").rename(tmp_path / "away")
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    assert unskip.resume("../run", quiet=True).finished
+    evaluate_run("../run", ["accuracy-v1"])
+
+
+def test_a_folder_of_several_runs_is_no_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    data = folder_of_images(tmp_path / "data", 20)
+    trained("supervised", tmp_path / "runs" / "seed-0", data)
+    assert cli.main(["audit", str(tmp_path / "runs")]) == 2
+    assert "seed-0" in capsys.readouterr().err

@@ -26,4 +26,6 @@ def test_names_and_presets_are_checked() -> None:
             register(Recipe("mine", config, made, mae.build_model, Objective))
     with pytest.raises(BadInput, match="preset"):
         register(Recipe("mine", Mine, {}, RECIPES["mae"].build_model, Objective))
+    with pytest.raises(BadInput, match=r"'digits' of 'mine'.*'bach'.*batch"):
+        register(Recipe("mine", Mine, {"digits": Preset({"bach": 1}, "", "")}, mae.build_model, Objective))
     assert "mine" not in RECIPES

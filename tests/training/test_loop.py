@@ -225,3 +225,15 @@ def test_a_graph_that_cannot_be_is_said_and_noted_once(tmp_path: Path, capsys: p
     run_task(task(), schedule(graph=True), RunFolder.open(tmp_path / "run"))
     assert note in capsys.readouterr().err
     assert [row["text"] for row in RunFolder(tmp_path / "run").read("warnings.jsonl")] == [note]
+
+
+@pytest.mark.parametrize(
+    "returned",
+    [lambda loss: loss, lambda loss: (loss[None], {}), lambda loss: (loss, {"half": 0.5}), lambda loss: None],
+    ids=["no pair", "a vector", "a float to log", "nothing"],
+)
+def test_a_loss_function_that_returns_something_else(returned: Any, tmp_path: Path) -> None:
+    one = task()
+    one.loss = lambda model, batch: returned(model(batch[0]).square().mean())
+    with pytest.raises(TrainingError, match=r"loss\(model, batch\) must return"):
+        run_task(one, schedule(), new(tmp_path / "run"), quiet=True)

@@ -228,7 +228,8 @@ def test_defining_a_rule_again_replaces_it_and_another_of_its_name_is_refused() 
 
 
 @pytest.mark.parametrize(
-    "pairs", [[(1.0, 1.0)], [(1.0, 1.0)] * 3, [(1.0,)] * 2, [(1.0, float("nan"))] * 2, [("1", 1.0)] * 2]
+    "pairs",
+    [[(1.0, 1.0)], [(1.0, 1.0)] * 3, [(1.0,)] * 2, [(1.0, float("nan"))] * 2, [("1", 1.0)] * 2, [1.0, 0.5], 1.0],
 )
 def test_weights_that_are_not_one_finite_pair_a_site_are_refused(pairs: Any) -> None:
     kind = register(made(weights_at=lambda self, count, runs, step: pairs))

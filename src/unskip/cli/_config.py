@@ -15,6 +15,7 @@ from typing import Annotated, Any, NamedTuple
 
 import tyro
 
+from unskip._plugins import with_plugins
 from unskip.cli import PLUGIN
 from unskip.cli._options import Quiet, told
 from unskip.errors import BadInput
@@ -120,7 +121,8 @@ def _again(name: str | None, given: argparse.Namespace) -> Any:
     found = data.get("config", data) if isinstance(data, Mapping) else None
     if not isinstance(found, Mapping):
         raise BadInput(f"--config {given.config}: it holds no config; give the config.json of a run")
-    config = from_dict(found)
+    with with_plugins(data.get("plugins", [])):
+        config = from_dict(found)
     recipe = recipe_of(config).name
     if name not in (None, recipe):
         raise BadInput(f"--config {given.config}: it is of {recipe}, and {name} was asked for")

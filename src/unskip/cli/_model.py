@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Iterable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,7 @@ from unskip.data import Preprocess, preprocess_of
 from unskip.data import batch as data_batch
 from unskip.errors import BadInput, ForwardError
 from unskip.recipes import is_run, open_run
+from unskip.training import find_runs
 
 Shape = tuple[str, tuple[int, ...]]  # "" or "int", and the sizes
 
@@ -35,6 +35,9 @@ def opened(name: str, pretrained: bool = False, light: bool = False, trust: bool
         return unskip.load(folder, trust=trust).eval()
     if is_run(folder):
         return open_run(folder, device="cpu", trust=trust).encoder.eval()
+    if any(is_run(each) for each in folder.glob("*/")):
+        names = ", ".join(str(run) for run in find_runs(folder))
+        raise BadInput(f"{name} holds several runs; name one of them: {names}")
     return spec.build(name, pretrained=pretrained, light=light)
 
 
@@ -135,7 +138,7 @@ def preprocess_for(model: nn.Module, channels: int, numbers: dict[str, Any]) -> 
         if name in given:
             given[name] *= channels // len(given[name])
     own = preprocess_of(model, channels)
-    return replace(own, **given, source="the caller") if given else own
+    return own.given(**given) if given else own
 
 
 def channel_numbers(option: str, text: str | None) -> tuple[float, ...] | None:

@@ -77,10 +77,10 @@ def recipes() -> int:
 
 def _begun(config: Any, out: Path, quiet: bool, opener: Opener) -> Outcome:
     """A run of several, or the rest of it: the same command goes on with what was interrupted."""
-    if (out / "config.json").exists() and unskip.recipes.from_dict(
-        unskip.training.RunFolder.open(out).config
-    ) == config:
-        return unskip.resume(out, quiet, opener)
+    if (out / "config.json").exists():
+        begun = unskip.recipes.from_dict(unskip.training.RunFolder.open(out).config)
+        if begun == unskip.recipes.absolute_paths(config):
+            return unskip.resume(out, quiet, opener)
     return unskip.train(config, out, quiet, opener)
 
 

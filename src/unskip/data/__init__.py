@@ -9,7 +9,7 @@ from unskip.data._feed import Feed
 from unskip.data._images import ImageSet, fingerprint, subset
 from unskip.data._latents import Autoencoder, LatentFeed
 from unskip.data._preprocess import Normalise, Preprocess, preprocess_of, set_preprocess, usual_preprocess
-from unskip.data._sources import open_images
+from unskip.data._sources import absolute_source, open_images
 
 __all__ = [
     "TRIMAP",
@@ -26,6 +26,7 @@ __all__ = [
     "MixedSizes",
     "Normalise",
     "Preprocess",
+    "absolute_source",
     "batch",
     "fingerprint",
     "infer_classes",

@@ -53,6 +53,10 @@ class Preprocess:
         """Plain data, as a row of evals.jsonl holds it."""
         return asdict(self) | {"mean": list(self.mean), "std": list(self.std)}
 
+    def given(self, **fields: Any) -> Preprocess:
+        """With these fields in place of its own, and a source that names them."""
+        return replace(self, **fields, source=f"{self.source}; {', '.join(fields)} from the caller")
+
     def augment(self, **training: Any) -> Augment:
         """For a Feed: evaluation without augmentation, or training with this mean, standard deviation and size."""
         fields: dict[str, Any] = {"mean": self.mean, "std": self.std, "center": self.crop}
@@ -105,7 +109,7 @@ def preprocess_of(model: nn.Module, channels: int = 3, normalise: Normalise | No
     if normalise is None:
         return own
     mean, std = normalise
-    return replace(own, mean=tuple(mean), std=tuple(std), source="the caller")
+    return own.given(mean=tuple(mean), std=tuple(std))
 
 
 def _size(model: nn.Module) -> int | None:

@@ -46,8 +46,7 @@ def open_images(
     """
     if split not in get_args(Split):
         raise BadInput(f"split is {split!r}; it can be {', '.join(get_args(Split))}")
-    path = Path(source).expanduser()
-    if "+" in str(source) and not path.exists() and not files_by_split(str(path)):  # a path may have one in it
+    if _is_joined(str(source)):
         each = {"root": root, "size": size, "skip_broken": skip_broken, "hold_out": hold_out, "download": download}
         return joined([open_images(part.strip(), split, **each) for part in str(source).split("+")])  # type: ignore[arg-type]
     folder = Path(root).expanduser() if root is not None else Path.home() / ".cache" / "unskip"
@@ -61,6 +60,21 @@ def open_images(
         )
     lines = (f"{len(missing)} of {len(found.classes)} classes have no image: {', '.join(missing[:3])}",) * bool(missing)
     return replace(found, report=(*found.report, *lines))
+
+
+def absolute_source(source: str) -> str:
+    """The source with absolute paths; names stay as they are."""
+    path = Path(source).expanduser()
+    if source in NAMES or source.startswith("hf:"):
+        return source
+    if _is_joined(source):
+        return "+".join(absolute_source(part.strip()) for part in source.split("+"))
+    return str(path.absolute()) if path.exists() or path.parent != Path() or path.suffix else source
+
+
+def _is_joined(source: str) -> bool:
+    path = Path(source).expanduser()
+    return "+" in source and not path.exists() and not files_by_split(str(path))  # a path may have one in it
 
 
 def _parts(source: str | Path, root: Path, size: int | None, skip_broken: bool, download: bool) -> Parts:

@@ -67,7 +67,7 @@ def taken(name: str, parts: Parts, split: str, hold_out: bool) -> ImageSet:
         return replace(found, split=split, report=(*found.report, "no test split: this is the validation split"))
     if split == "test" or "train" not in parts:
         has = ", ".join(parts) or "none"
-        held = "hold a tenth of train out by --validate, or validate=True of a recipe; or make one: "
+        held = "a tenth of train is held out by --validate of train and --split val of eval; or make one: "
         raise BadInput(
             f"{name}: no {'test' if split == 'test' else 'train'} split (it has: {has}); {held * ('train' in parts)}"
             "folders are told apart by their names, train, val and test, and parquet files by {split} in the path, as "

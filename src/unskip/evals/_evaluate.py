@@ -140,7 +140,10 @@ def _numbers(
 def _plain(protocol: Protocol, values: Any) -> dict[str, float]:
     if not isinstance(values, Mapping):
         raise BadInput(f"{protocol.name}: its evaluator returns {type(values).__name__}; it is a mapping of numbers")
-    return {str(name): float(value) for name, value in values.items()}
+    try:
+        return {str(name): float(value) for name, value in values.items()}
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise BadInput(f"{protocol.name}: its evaluator returns {values!r}; it is a mapping of numbers") from error
 
 
 def _listed(blocks: Any) -> Any:
@@ -154,7 +157,7 @@ def _preprocess(model: nn.Module, data: Data, size: int | None, normalise: Norma
     if not isinstance(images, ImageSet):
         return None
     found = preprocess_of(model, images.channels, normalise)
-    return found if size is None else replace(found, size=size)
+    return found if size is None else found.given(size=size)
 
 
 def by_depth(results: Sequence[Result]) -> str:

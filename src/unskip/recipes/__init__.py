@@ -10,7 +10,7 @@ from unskip.recipes._mae import Mae, mae
 from unskip.recipes._objective import Facts, Objective, Progress
 from unskip.recipes._open import Trained, is_run, load, open_run
 from unskip.recipes._registry import RECIPES, Preset, Recipe, from_dict, recipe_of, register, resolve, to_dict
-from unskip.recipes._run import is_main, resume, train
+from unskip.recipes._run import absolute_paths, is_main, resume, train
 from unskip.recipes._sample import Samples, sample
 from unskip.recipes._simclr import Simclr, simclr
 from unskip.recipes._sit import Sit, sit
@@ -34,6 +34,7 @@ __all__ = [
     "Supervised",
     "Trained",
     "Uvit",
+    "absolute_paths",
     "build",
     "cached_opener",
     "dino",

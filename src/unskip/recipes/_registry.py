@@ -60,6 +60,12 @@ def register(recipe: Recipe) -> Recipe:
         )
     if not recipe.presets:
         raise BadInput(f"recipe {recipe.name!r} has no preset; give it one at least")
+    names = [field.name for field in fields(recipe.config)]
+    for preset, values in recipe.presets.items():
+        for name in values.fields:
+            if name not in names:
+                where = f"preset {preset!r} of {recipe.name!r}"
+                raise BadInput(f"{where}: {recipe.config.__name__} has no field {name!r}{nearest(name, names)}")
     RECIPES[recipe.name] = recipe
     return recipe
 

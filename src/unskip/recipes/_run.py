@@ -5,13 +5,15 @@ from __future__ import annotations
 import math
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 from torch import nn
 
-from unskip._plugins import loaded_plugins, with_plugins
+from unskip._plugins import loaded_plugins, plugin_of, with_plugins
 from unskip._words import count
+from unskip.data import absolute_source
 from unskip.errors import BadInput
 from unskip.recipes._build import build
 from unskip.recipes._config import Config
@@ -26,6 +28,7 @@ def train(config: Config, out: str | Path, quiet: bool = False, opener: Opener |
 
     `opener` opens the images; a cached one spares the next run on the same data from decoding them again.
     """
+    config = absolute_paths(config)
     recipe = recipe_of(config)
     _refuse_not_finite(config)
     _refuse_unused(config, recipe)
@@ -38,9 +41,8 @@ def train(config: Config, out: str | Path, quiet: bool = False, opener: Opener |
     task, schedule = build(config, opener)
     if is_main():
         device = str(next(task.model.parameters()).device)
-        folder = RunFolder.create(
-            out, to_dict(config), device, steps=schedule.steps, plugins=loaded_plugins(), **task.record
-        )
+        plugins = [*dict.fromkeys([*loaded_plugins(), *plugin_of(recipe.objective.__module__)])]
+        folder = RunFolder.create(out, to_dict(config), device, steps=schedule.steps, plugins=plugins, **task.record)
         if not quiet:
             sys.stderr.write(f"{_summary(config, task.model, schedule.steps)} on {device}\n")
     return run_task(task, schedule, folder, quiet)
@@ -80,6 +82,19 @@ def resume(
             if last is not None:
                 folder.append("warnings.jsonl", {"step": last[0], "warning": "changed-data", "text": changed})
     return run_task(task, schedule, folder, quiet)
+
+
+def absolute_paths(config: Config) -> Config:
+    """The config with absolute paths, so that its run resumes from any working directory."""
+    found = {"data": absolute_source(config.data)}
+    for name in ("data_root", "weights", "latents"):
+        value = getattr(config, name, None)
+        if value is not None:
+            found[name] = str(Path(value).expanduser().absolute())
+    file, _, function = config.model.rpartition(":")
+    if file.endswith(".py"):
+        found["model"] = f"{Path(file).expanduser().absolute()}:{function}"
+    return replace(config, **found)
 
 
 def _announce_data(config: Config, quiet: bool) -> None:

@@ -61,6 +61,7 @@ class Supervised(Config):
         return reasons
 
 
+_SITES = 24  # two in each of 12 blocks; the model is not built yet when it is asked whether its shortcut cuts
 _VIT_192 = {"model_args": "depth=12,embed_dim=192,num_heads=3"}
 _PAPER: dict[str, Any] = {  # as transcribed by others; see the docs
     "data": "imagenet",
@@ -248,7 +249,7 @@ def _copy_encoder(model: nn.Module, encoder: nn.Module, weights: str) -> list[st
 
 def _cuts(config: Supervised) -> bool:
     """Whether skips are cut, at once or in the end."""
-    return parse(config.shortcut).cuts(24)
+    return parse(config.shortcut).cuts(_SITES)
 
 
 supervised = register(Recipe("supervised", Supervised, _PRESETS, build_model, Classification))

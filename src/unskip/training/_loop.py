@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import math
+import reprlib
 import signal
 import time
 from collections.abc import Iterator, Mapping
@@ -148,7 +149,7 @@ class _Trainer:
         if self.accelerator.is_main_process:
             self.folder.rewind(step)
         for row in self.folder.read("evals.jsonl"):
-            if row.get("evaluation") not in self.task.evaluations:
+            if row.get("evaluation") not in self.task.evaluations or "seed" in row:
                 continue  # of an evaluation of the checkpoint, not of the run
             found_then = {key: value for key, value in row.items() if isinstance(value, float) or value in NOT_FINITE}
             self.last_evaluations |= {key: float(value) for key, value in found_then.items()}
@@ -243,7 +244,7 @@ class _Trainer:
             synchronise = index == len(parts) - 1
             with contextlib.nullcontext() if synchronise else self.accelerator.no_sync(self.model):
                 with self._autocast():
-                    loss, numbers = self.task.loss(self.forward, part)
+                    loss, numbers = _checked(self.task.loss(self.forward, part))
                 loss = loss / len(parts)
                 self.accelerator.backward(loss)
             total = loss.detach() + total
@@ -346,6 +347,17 @@ class _Trainer:
             self.folder.append(name, row)
             if self.board is not None:
                 self.board.write(row)
+
+
+def _checked(returned: Any) -> tuple[Tensor, dict[str, Tensor]]:
+    """What a loss function returned. Raises TrainingError where it is no scalar with numbers to log."""
+    match returned:
+        case (Tensor(ndim=0) as loss, dict() as numbers) if all(isinstance(each, Tensor) for each in numbers.values()):
+            return loss, numbers
+    raise TrainingError(
+        "loss(model, batch) must return a tensor with one number and a dict of tensors to log, such as "
+        f"(error.mean(), {{}}); it returned {reprlib.repr(returned)}"
+    )
 
 
 def _numbers(values: Mapping[str, float | None]) -> dict[str, float]:

@@ -141,13 +141,17 @@ class Shortcut(ABC):
 
 def _pairs(who: str, given: Iterable[tuple[float, float]], count: int) -> list[Weight]:
     """The pairs as weights. Raises BadInput where a rule does not give one finite pair a site."""
-    pairs = [tuple(pair) for pair in given]
+    pairs = list(given) if isinstance(given, Iterable) else [given]
     for pair in pairs:
-        if len(pair) != 2 or not all(isinstance(value, Real) and math.isfinite(value) for value in pair):
+        if not (isinstance(pair, Sequence) and len(pair) == 2 and all(map(_is_finite, pair))):
             raise BadInput(f"{who}: weights_at must give pairs (alpha, beta) of finite numbers, got {pair!r}")
     if len(pairs) != count:
         raise BadInput(f"{who}: weights_at must give one pair for each of the {count} sites, got {len(pairs)}")
     return [Weight(float(alpha), float(beta)) for alpha, beta in pairs]
+
+
+def _is_finite(value: object) -> bool:
+    return isinstance(value, Real) and math.isfinite(value)
 
 
 def _number(text: str) -> float | None:
