@@ -7,6 +7,7 @@ import os
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -86,7 +87,7 @@ def resume(
 
 def absolute_paths(config: Config) -> Config:
     """The config with absolute paths, so that its run resumes from any working directory."""
-    found = {"data": absolute_source(config.data)}
+    found: dict[str, Any] = {"data": absolute_source(config.data)}
     for name in ("data_root", "weights", "latents"):
         value = getattr(config, name, None)
         if value is not None:
