@@ -1,5 +1,6 @@
 """The command line: what it prints, where, and with which exit code."""
 
+import dataclasses
 import json
 import os
 import re
@@ -401,11 +402,11 @@ def test_narrow_terminal_says_what_it_leaves_out(terminal: Any) -> None:
 def test_terminal_shows_long_skips_unknowns_and_notes(terminal: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     found = unskip.audit(seeded("timm:test_vit"))
     first, *rest = found.sites
-    found.long_skips, found.sites = (first,), tuple(rest)
+    found.sites = (dataclasses.replace(first, long=True), *rest)
     found.unknown = (unskip.anatomy.Unknown("blocks.0[odd]", "file.py:3", "a reason"),)
     found.notes = ("something [to] know",)
     monkeypatch.setattr(_audit, "_look", lambda *args: (found, None))
     out = terminal(200, "audit", "timm:test_vit")
-    assert "1 long skip, kept unless asked for" in out
+    assert "long skip, kept unless asked for" in out
     assert "1 addition not decided, and left alone:\n  blocks.0[odd] (file.py:3): a reason" in out
     assert "note: something [to] know" in out

@@ -74,27 +74,38 @@ def test_projected_streams_are_sites_and_say_so(build: type[nn.Module]) -> None:
     assert [site.projected for site in audit] == [True]
 
 
-def test_long_skips_stand_apart() -> None:
+def test_long_skips_are_told_from_the_residuals_of_blocks() -> None:
     audit = unskip.audit(h.UNet(), X)
-    assert [site.path for site in audit] == [f"blocks.{i}" for i in range(5)]
+    assert [site.path for site in audit if not site.long] == [f"blocks.{i}" for i in range(5)]
     assert [site.expression for site in audit.long_skips] == ["x + second", "x + first"]
+
+
+@pytest.mark.parametrize("build", [h.UNet, h.ProjectedLongSkip, h.Projected, h.Doubled], ids=lambda b: b.__name__)
+def test_audit_wiring_and_parts_count_alike(build: type[nn.Module]) -> None:
+    model = build()
+    audit, parts = unskip.audit(model, X), unskip.parts(model, X)
+    wiring = unskip.rewire(model, "keep", X)
+    assert [site.index for site in audit] == list(range(len(audit)))
+    assert tuple(audit) == wiring.sites == tuple(unskip.audit(model))
+    assert len(audit) == len(wiring.alphas) == len(wiring.betas) == len(parts)
+    assert [site.path for site in parts.sites] == [site.path for site in audit]
 
 
 def test_a_skip_over_another_resolution_is_long() -> None:
     audit = unskip.audit(h.ResolutionNet(), X)
-    assert len(audit) == 1
+    assert len(audit) == 2
     assert [site.expression for site in audit.long_skips] == ["x + self.up(h)"]
 
 
 def test_a_projected_long_skip_is_long() -> None:
     audit = unskip.audit(h.ProjectedLongSkip(), X)
-    assert len(audit) == 3
+    assert len(audit) == 4
     assert [(site.projected, site.long) for site in audit.long_skips] == [(True, True)]
 
 
 def test_a_second_residual_around_a_residual_block_shows() -> None:
     audit = unskip.audit(h.Doubled(), X)
-    assert [site.path for site in audit] == ["block"]
+    assert [site.path for site in audit] == ["block", ""]
     assert [site.doubled for site in audit.long_skips] == [True]
     assert "carries the stream already" in str(audit)
 

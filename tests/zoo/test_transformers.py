@@ -113,7 +113,7 @@ def outcome_of(name: str, record: Callable[[str, object], None]) -> str:
     except (BadInput, ForwardError) as error:
         record("error", str(error))
         return "no forward"
-    kinds = Counter(site.kind for site in (*audit, *audit.long_skips))
+    kinds = Counter(site.kind for site in audit)
     record("sites", ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items())))
     record("unknown", "; ".join(sorted({unknown.reason for unknown in audit.unknown})))
     if not kinds:

@@ -17,14 +17,18 @@ from unskip.anatomy._sites import Site, Survey, Unknown, survey
 
 
 class Audit(Sequence[Site]):
-    """The residual sites of a model in execution order; long skips and what could not be decided stand apart."""
+    """The residual sites of a model in execution order, long skips included: `audit[i].index` is i, as in a wiring."""
 
     def __init__(self, model: str, found: Survey) -> None:
         self.model = model
-        self.sites = tuple(site for site in found.sites if not site.long)
-        self.long_skips = tuple(site for site in found.sites if site.long)
+        self.sites = found.sites
         self.unknown: tuple[Unknown, ...] = found.unknown
         self.notes: tuple[str, ...] = found.notes
+
+    @property
+    def long_skips(self) -> tuple[Site, ...]:
+        """Those of the sites that reach over others, as in a U-Net; they are kept unless asked for."""
+        return tuple(site for site in self.sites if site.long)
 
     def __len__(self) -> int:
         return len(self.sites)
@@ -41,20 +45,12 @@ class Audit(Sequence[Site]):
         return {
             "model": self.model,
             "sites": [site.to_dict() for site in self.sites],
-            "long_skips": [site.to_dict() for site in self.long_skips],
             "unknown": [vars(unknown) for unknown in self.unknown],
             "notes": list(self.notes),
         }
 
     def __str__(self) -> str:
         lines = [f"{self.model}: {count(len(self.sites), 'residual site')}", "", _rows(self.sites)]
-        if self.long_skips:
-            lines += [
-                "",
-                f"{count(len(self.long_skips), 'long skip')}, kept unless asked for",
-                "",
-                _rows(self.long_skips),
-            ]
         if self.unknown:
             lines += ["", f"{count(len(self.unknown), 'addition')} not decided, and left alone:"]
             lines += [f"  {u.path or '(model)'} ({u.source}): {u.reason}" for u in self.unknown]
@@ -62,8 +58,7 @@ class Audit(Sequence[Site]):
         return "\n".join(lines)
 
     def __repr__(self) -> str:
-        counts = f"{len(self.sites)} sites, {len(self.long_skips)} long skips, {len(self.unknown)} unknown"
-        return f"<Audit of {self.model}: {counts}>"
+        return f"<Audit of {self.model}: {len(self.sites)} sites, {len(self.unknown)} unknown>"
 
 
 _THEN = "the model is rewired: |f|/|x| is of the moment it was; unskip.measure takes it anew"
@@ -91,6 +86,8 @@ def _modules(site: Site) -> str:
 
 def _remark(site: Site) -> str:
     remarks = ["projected"] if site.projected else []
+    if site.long:
+        remarks.append("long skip, kept unless asked for")
     if site.copies:
         remarks.append("a gated or shifted copy of the stream, kept unless asked for")
     for what, factor in (("stream", site.stream_factor), ("branch", site.branch_factor)):

@@ -20,9 +20,6 @@ def draw(found: Audit, wiring: Wiring | None) -> None:
     console = Console(highlight=False)
     console.print(f"{found.model}: {count(len(found), 'residual site')}", markup=False, style="bold")
     _print(console, found.sites, wiring)
-    if found.long_skips:
-        console.print(f"{count(len(found.long_skips), 'long skip')}, kept unless asked for")
-        _print(console, found.long_skips, wiring)
     if found.unknown:
         console.print(f"{count(len(found.unknown), 'addition')} not decided, and left alone:", style="yellow")
     for unknown in found.unknown:
@@ -35,9 +32,8 @@ def _print(console: Console, sites: Sequence[Site], wiring: Wiring | None) -> No
     header, cells = list(AUDIT_HEADER), audit_rows(sites)
     if wiring is not None:
         header[5:5] = ["alpha", "beta"]
-        alphas, betas = wiring.alphas, wiring.betas
-        for row, site in zip(cells, sites, strict=True):
-            row[5:5] = [alphas[site.index], betas[site.index]]
+        for row, alpha, beta in zip(cells, wiring.alphas, wiring.betas, strict=True):
+            row[5:5] = [alpha, beta]
     plain = {"runs": 1}  # what goes without saying
     shown = [name for i, name in enumerate(header) if any(row[i] not in (None, "", plain.get(name)) for row in cells)]
     table = _table(header, cells, shown)
