@@ -8,8 +8,9 @@ from typing import Literal
 from torch import nn
 
 from unskip.anatomy import _ops
-from unskip.anatomy._find import Finding, in_norm, is_product
+from unskip.anatomy._find import Finding
 from unskip.anatomy._trace import Graph, Node
+from unskip.anatomy._walk import in_norm, is_product
 
 Kind = Literal["attention", "mlp", "parallel", "conv", "other"]
 NormPlace = Literal["pre", "post", "out", "sandwich", "inner", "none"]

@@ -15,11 +15,12 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from unskip.anatomy._example import Example
-from unskip.anatomy._find import Finding, consumers
+from unskip.anatomy._find import Finding
 from unskip.anatomy._guard import refuse_wrapped
 from unskip.anatomy._rewired import Number, rewired_state
 from unskip.anatomy._sites import Site, sites_in
 from unskip.anatomy._trace import Graph, Node, Weigh, record
+from unskip.anatomy._walk import consumers
 from unskip.anatomy._written import mark_norms
 from unskip.errors import BadInput, ForwardError
 

@@ -17,9 +17,9 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from unskip.anatomy._find import in_norm, norm_module
 from unskip.anatomy._replay import ReplayError, path, replay
 from unskip.anatomy._trace import Graph, Node
+from unskip.anatomy._walk import in_norm, norm_module
 
 NormKind = Literal["layernorm", "rmsnorm", "other"]
 Edge = tuple[int, int]  # from a node to one that reads it

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from unskip.anatomy import _ops
-from unskip.anatomy._find import climb, in_norm
 from unskip.anatomy._model_trace import ModelTrace, SiteRun
 from unskip.anatomy._norms import Edge, norm_at, null_directions
 from unskip.anatomy._replay import replay
 from unskip.anatomy._sites import Site
+from unskip.anatomy._walk import climb, in_norm
 
 Function = Callable[[Tensor], Tensor]
 

@@ -17,10 +17,11 @@ from torch import nn
 
 from unskip.anatomy._describe import Kind, NormPlace, kind_of, norm_of
 from unskip.anatomy._example import Example
-from unskip.anatomy._find import Doubt, Finding, channel_axis, consumers, find, own_factor
+from unskip.anatomy._find import Doubt, Finding, find
 from unskip.anatomy._guard import refuse_wrapped
 from unskip.anatomy._locate import Located, Place, Unreachable, locate
 from unskip.anatomy._trace import Graph, Node, record
+from unskip.anatomy._walk import channel_axis, consumers, own_factor
 from unskip.anatomy._written import mark_norms
 from unskip.errors import ForwardError
 

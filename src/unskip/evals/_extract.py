@@ -17,10 +17,10 @@ from torch.nn import functional as F
 from unskip._modes import evaluating
 from unskip.anatomy import Example, block_axes, block_indices, keep_outputs, pool_tokens
 from unskip.errors import BadInput
-from unskip.evals._registry import Norm, Pool
+from unskip.evals._registry import Pool, TokenNorm
 from unskip.evals._split import Precision
 
-View = tuple[Pool | Literal["tokens"], Norm]
+View = tuple[Pool | Literal["tokens"], TokenNorm]
 Blocks = int | Iterable[int] | Literal["all", "middle"]
 # From a batch of images, their places in the set and the name of the split to the arguments of the model.
 Inputs = Callable[[Tensor, Tensor, str], tuple[Tensor, ...]]
@@ -106,7 +106,7 @@ def chosen_blocks(blocks: Blocks, count: int) -> list[int]:
     return [count // 2] if blocks == "middle" else block_indices(blocks, count)
 
 
-def _view(tokens: Tensor, pool: str, norm: Norm) -> Tensor:
+def _view(tokens: Tensor, pool: str, norm: TokenNorm) -> Tensor:
     if pool == "cls" and tokens.ndim == 3:
         tokens = tokens[:, 0].clone()  # a view would keep all tokens
     if norm == "layer":

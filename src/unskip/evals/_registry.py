@@ -28,7 +28,7 @@ from unskip.errors import BadInput
 
 Needs = Literal["features", "tokens", "patches", "logits", "samples", "model"]
 Pool = Literal["mean", "cls"]
-Norm = Literal["none", "layer"]
+TokenNorm = Literal["none", "layer"]
 What = Literal["tokens", "keys", "queries", "values"]
 Truth = Literal["labels", "masks", "boxes"]
 Evaluator = Callable[..., Any]
@@ -48,7 +48,7 @@ class Protocol:
     about: str = ""
     fractions: tuple[str, ...] = ()  # the numbers that are fractions of the test samples, as names or patterns (knn*)
     pool: Pool = "mean"  # of features: the mean of all tokens, or the class token
-    norm: Norm = "none"  # of features: "layer" brings every token to mean 0 and variance 1 before pooling
+    norm: TokenNorm = "none"  # of features: "layer" brings every token to mean 0 and variance 1 before pooling
     what: What = "tokens"  # of patches: which vectors
     truth: Truth = "labels"  # what the splits have to have beside their images
     exact: bool = False  # of patches: made in float32 without TF32, whatever precision the caller asks for
@@ -98,7 +98,7 @@ def register(
     about: str = "",
     fractions: Sequence[str] = (),
     pool: Pool = "mean",
-    norm: Norm = "none",
+    norm: TokenNorm = "none",
     what: What = "tokens",
     truth: Truth = "labels",
     exact: bool = False,

@@ -1,0 +1,82 @@
+"""Ways through a recorded graph: who reads a node, what it is a copy of, and what lies between two nodes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from math import prod
+
+from torch import nn
+
+from unskip.anatomy import _ops
+from unskip.anatomy._trace import Graph, Node
+
+
+def consumers(graph: Graph) -> list[list[int]]:
+    """For every node, the nodes that read it."""
+    result: list[list[int]] = [[] for _ in graph.nodes]
+    for node in graph.nodes:
+        for parent in dict.fromkeys(node.parents):
+            result[parent].append(node.index)
+    return result
+
+
+def climb(nodes: list[Node], index: int, scaled_by_weights: bool = False) -> Iterator[tuple[int, bool]]:
+    """A tensor and the tensors it is a rearranged, cast or constantly scaled copy of; True once a part was taken."""
+    narrowed = False
+    while True:
+        yield index, narrowed
+        node = nodes[index]
+        if not node.parents:
+            return
+        source = node.parents[0]
+        if node.op in _ops.PART:
+            narrowed = narrowed or prod(nodes[source].shape) != prod(node.shape)
+        elif node.op in _ops.SCALE and scaled_by_weights and len(node.parents) > 1:
+            moving = [parent for parent in node.parents if not nodes[parent].fixed]
+            if len(moving) != 1:
+                return
+            source = moving[0]
+        elif node.op not in _ops.IDENTITY and not (node.op in _ops.SCALE and len(node.parents) == 1):
+            return
+        index = source
+
+
+def own_factor(nodes: list[Node], index: int, root: int | None = None) -> float:
+    """What numbers and weights of the model multiply a tensor by, back to the root or to where it was computed."""
+    product = 1.0
+    for each, _ in climb(nodes, index, scaled_by_weights=True):
+        if each == root:
+            break
+        product *= 1.0 if nodes[each].factor is None else nodes[each].factor or 0.0
+    return product
+
+
+def between(nodes: list[Node], root: int, end: int) -> list[Node]:
+    """The nodes on any way from the root to the end, the end included."""
+    last = nodes[end]
+    return [node for node in nodes[root + 1 : end + 1] if root in node and node.index in last]
+
+
+def is_product(nodes: list[Node], node: Node) -> bool:
+    """A matrix product of two tensors that both depend on the input, as in attention."""
+    return _ops.is_matmul(node.op) and sum(not nodes[parent].fixed for parent in node.parents[-2:]) == 2
+
+
+def channel_axis(nodes: list[Node], path: list[Node], shape: tuple[int, ...]) -> int:
+    """The axis that holds the features: 1 for a map made by a convolution, else the last."""
+    weights = [node for node in path if _ops.is_matmul(node.op) and not is_product(nodes, node)]
+    if len(shape) >= 3 and weights and _ops.is_convolution(weights[-1].op) and len(weights[-1].shape) == len(shape):
+        return 1
+    return -1
+
+
+def in_norm(node: Node) -> bool:
+    """Whether a normalisation ran the operator: by the operator, the name of the module that ran it, or its place in a
+    norm that is written out.
+    """
+    return _ops.is_norm(node.op) or node.norm is not None or norm_module(node) is not None
+
+
+def norm_module(node: Node) -> nn.Module | None:
+    """The module that ran the operator, where it is a normalisation by its name."""
+    return node.owners[0] if node.owners and "norm" in type(node.owners[0]).__name__.lower() else None
