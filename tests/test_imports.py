@@ -49,7 +49,7 @@ import importlib, pkgutil, sys
 sys.modules[sys.argv[1]] = None
 import unskip
 for module in pkgutil.walk_packages(unskip.__path__, "unskip."):
-    if module.name != "unskip.__main__" and not module.name.startswith("unskip.cli"):
+    if module.name != "unskip.__main__" and not module.name.startswith(("unskip.cli", "unskip.integrations.")):
         importlib.import_module(module.name)
         print(module.name)
 """

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import unskip
 from unskip import Cut, Decay
-from unskip.errors import BadInput, WrappedError
+from unskip.errors import BadInput, UnskipWarning, WrappedError
 
 pytest.importorskip("transformers")
 
@@ -94,7 +94,8 @@ def test_the_weights_survive_save_pretrained(model: Any, tmp_path: Path) -> None
     plain = logits(model)
     unskip.rewire(model, Decay(0.3), inputs())
     wanted = logits(model)
-    model.save_pretrained(tmp_path)
+    with pytest.warns(UnskipWarning, match="save_pretrained"):
+        model.save_pretrained(tmp_path)
     assert (tmp_path / "model.safetensors").exists()
     again = type(model).from_pretrained(tmp_path).eval()
     # The files hold the weights and not the wiring: what is loaded is the plain model.
@@ -108,7 +109,8 @@ def test_a_rewired_class_loads_from_its_own_type_as_a_plain_model(model: Any, tm
     """Root sites or not, `type(model)` and its name in the configuration stay those of the library."""
     name = type(model).__name__
     unskip.rewire(model, Cut(), inputs())
-    model.save_pretrained(tmp_path)
+    with pytest.warns(UnskipWarning, match="save_pretrained"):
+        model.save_pretrained(tmp_path)
     from transformers import AutoModelForCausalLM
 
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path)

@@ -1,9 +1,11 @@
 """Turn the knob: the rules for shortcut weights, and rewiring, which puts them into a model."""
 
 from unskip.wiring._effective_decay import BAND, band, effective_decay
+from unskip.wiring._record import wiring_record
+from unskip.wiring._restore import restore_wiring
 from unskip.wiring._rewire import rewire, rewired
 from unskip.wiring._rules import Anneal, Cut, Decay, Keep, Learn, Scale
-from unskip.wiring._save import load, save
+from unskip.wiring._save import load, save, save_record
 from unskip.wiring._select import Where, check_selector, picks
 from unskip.wiring._shortcut import Shortcut, Weight, from_dict, parse, register
 from unskip.wiring._wiring import Wiring, find_wiring
@@ -29,7 +31,10 @@ __all__ = [
     "parse",
     "picks",
     "register",
+    "restore_wiring",
     "rewire",
     "rewired",
     "save",
+    "save_record",
+    "wiring_record",
 ]

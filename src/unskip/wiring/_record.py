@@ -18,6 +18,8 @@ from unskip.wiring._wiring import Wiring
 
 FORMAT = 2
 WEIGHTS, RECORD = "model.safetensors", "unskip.json"
+PRETRAINED = "transformers"  # "weights" of a record: files that save_pretrained wrote, which may name weights otherwise
+_TRAINER_STATE = "trainer_state.json"
 MALFORMED = (AttributeError, KeyError, IndexError, TypeError, ValueError, UnskipError)
 
 _FIELDS: dict[str, type | tuple[type, ...]] = {
@@ -39,14 +41,19 @@ def write(path: Path, record: dict[str, Any]) -> None:
 
 def read(folder: Path) -> dict[str, Any]:
     """The record of a folder, once it and the weights are known to be whole."""
-    path, weights = folder / RECORD, folder / WEIGHTS
-    if not path.is_file() or not weights.is_file():
-        missing = RECORD if not path.is_file() else WEIGHTS
+    path = folder / RECORD
+    if not path.is_file():
+        if (folder / _TRAINER_STATE).is_file():
+            raise LoadError(
+                f"{folder}: a checkpoint of transformers' Trainer without {RECORD}: it was written without "
+                "unskip.integrations.transformers.WiringCallback, or holds an adapter. Load it with from_pretrained "
+                "and rewire it."
+            )
         # A run has its models in checkpoints, and of some recipes the encoder alone is one.
         inside = [each for depth in ("*", "*/*", "*/*/*") for each in folder.glob(f"{depth}/{RECORD}")]
         newest = max(inside, key=lambda each: each.stat().st_mtime).parent if inside else None
         such = f", such as {newest}" if newest else ""
-        raise LoadError(f"{folder}: no {missing}. Give a folder that unskip.save wrote{such}.")
+        raise LoadError(f"{folder}: no {RECORD}. Give a folder that unskip.save wrote{such}.")
     try:
         record = json.loads(path.read_text(encoding="utf-8"))
         version = record["format"]
@@ -58,8 +65,13 @@ def read(folder: Path) -> dict[str, Any]:
             raise LoadError(f"{path}: damaged, {name} is missing.")
         if not isinstance(record[name], kind):
             raise LoadError(f"{path}: damaged, {name} holds a {type(record[name]).__name__}.")
-    if sha256(weights) != record["sha256"].get(WEIGHTS):
-        raise LoadError(f"{weights}: damaged, its checksum is not the recorded one.")
+    files = record["sha256"] if record.get("weights") == PRETRAINED else {WEIGHTS: record["sha256"].get(WEIGHTS)}
+    for name, digest in files.items():
+        weights = folder / Path(name).name
+        if not weights.is_file():
+            raise LoadError(f"{folder}: no {name}. Give a folder that unskip.save wrote.")
+        if sha256(weights) != digest:
+            raise LoadError(f"{weights}: damaged, its checksum is not the recorded one.")
     return record  # type: ignore[no-any-return]
 
 
@@ -79,10 +91,8 @@ def _check_format(path: Path, version: object) -> None:
 # --- Wirings ----------------------------------------------------------------------------------------------------------
 
 
-def wiring_record(wiring: Wiring | None) -> dict[str, Any] | None:
-    """A wiring as plain data; predicates are the sites they picked."""
-    if wiring is None:
-        return None
+def wiring_record(wiring: Wiring) -> dict[str, Any]:
+    """A wiring as plain data for JSON; predicates are the sites they picked."""
     return {
         "sites": [{**asdict(site), "ratio": _number(site.ratio)} for site in wiring.sites],
         "unknown": [asdict(unknown) for unknown in wiring.survey.unknown],
@@ -103,13 +113,10 @@ def _number(value: float | None) -> float | str | None:
     return value if value is None or math.isfinite(value) else str(value)
 
 
-def wiring_of(record: dict[str, Any], folder: Path, trust: bool) -> tuple[Survey | None, tuple[Assignment, ...], int]:
+def wiring_of(data: dict[str, Any], source: object, trust: bool) -> tuple[Survey, tuple[Assignment, ...], int]:
     """What `wiring_record` wrote: the sites, the plan and the step. With `trust`, modules that define its rules are
     imported.
     """
-    data = record["wiring"]
-    if data is None:
-        return None, (), 0
     try:
         if trust:
             load_plugins(
@@ -136,11 +143,11 @@ def wiring_of(record: dict[str, Any], folder: Path, trust: bool) -> tuple[Survey
         modules = [each["defined_in"] for each in data["plan"] if error.name in each.get("defined_in", {})]
         where = f"the module {modules[0][error.name]}, which registers it" if modules else "what registers it"
         raise LoadError(
-            f"{folder}: its wiring has the rule {error.name!r}, which is not registered. Import {where}, or pass "
+            f"{source}: its wiring has the rule {error.name!r}, which is not registered. Import {where}, or pass "
             "trust=True, which imports it"
         ) from error
     except MALFORMED as error:
-        raise LoadError(f"{folder / RECORD}: damaged, its wiring does not read ({error}).") from error
+        raise LoadError(f"{source}: damaged, its wiring does not read ({error}).") from error
 
 
 def _site(data: dict[str, Any]) -> Site:

@@ -10,7 +10,6 @@ classes, and only then changes anything.
 
 from __future__ import annotations
 
-import math
 import os
 from collections import Counter
 from collections.abc import Iterator
@@ -21,13 +20,12 @@ import torch
 from torch import Tensor, nn
 
 from unskip._provenance import sha256, versions_of
-from unskip.anatomy import Survey, refuse_wrapped
+from unskip.anatomy import refuse_wrapped
 from unskip.errors import BadInput, LoadError
 from unskip.wiring import _builders, _record, _structure
-from unskip.wiring._bind import Patch, is_bound, patched
 from unskip.wiring._builders import Builder
-from unskip.wiring._record import MALFORMED, RECORD, WEIGHTS
-from unskip.wiring._select import Assignment
+from unskip.wiring._record import MALFORMED, PRETRAINED, RECORD, WEIGHTS
+from unskip.wiring._restore import put_wiring
 from unskip.wiring._structure import class_name
 from unskip.wiring._wiring import Wiring, find_wiring
 
@@ -53,15 +51,7 @@ def save(model: nn.Module, folder: str | os.PathLike[str], builder: Builder = No
     target = Path(folder)
     if target.exists() and not target.is_dir():
         raise BadInput(f"{target} is a file. Give a folder, or a name for a new one.")
-    record = {
-        "format": _record.FORMAT,
-        "class": class_name(model),
-        "builder": _builders.record_of(model, builder),
-        "wiring": _record.wiring_record(wiring),
-        "structure": _structure.pack(_structure.structure(model)),
-        "buffers": _structure.buffers(model),
-        "versions": versions_of(_LIBRARIES),
-    }
+    record = _describe(model, builder)
     target.mkdir(parents=True, exist_ok=True)
     aside, text = target / (WEIGHTS + ".new"), target / (RECORD + ".new")
     save_model(model, str(aside))
@@ -70,6 +60,35 @@ def save(model: nn.Module, folder: str | os.PathLike[str], builder: Builder = No
     aside.replace(target / WEIGHTS)
     text.replace(target / RECORD)
     return target
+
+
+def save_record(model: nn.Module, folder: str | os.PathLike[str], pretrained: bool) -> bool:
+    """Writes unskip.json beside the weights that another tool has just written, so that `load` takes the folder.
+
+    `pretrained` says that save_pretrained of transformers wrote them. False where the folder has no whole weights.
+    """
+    target = Path(folder)
+    files = sorted(target.glob("model*.safetensors"))
+    if files:
+        record = _describe(model, None) | ({"weights": PRETRAINED} if pretrained else {})
+        text = target / (RECORD + ".new")
+        _record.write(text, {**record, "sha256": {file.name: sha256(file) for file in files}})
+        text.replace(target / RECORD)
+    return bool(files)
+
+
+def _describe(model: nn.Module, builder: Builder) -> dict[str, Any]:
+    """The record of a model, all but the checksums of its weights."""
+    wiring = find_wiring(model)
+    return {
+        "format": _record.FORMAT,
+        "class": class_name(model),
+        "builder": _builders.record_of(model, builder),
+        "wiring": None if wiring is None else _record.wiring_record(wiring),
+        "structure": _structure.pack(_structure.structure(model)),
+        "buffers": _structure.buffers(model),
+        "versions": versions_of(_LIBRARIES),
+    }
 
 
 def load(
@@ -85,8 +104,10 @@ def load(
     """
     source = Path(folder)
     record = _record.read(source)
-    survey, plan, step = _record.wiring_of(record, source, trust)
-    tensors = _weights(source)
+    data = record["wiring"]
+    recorded = None if data is None else _record.wiring_of(data, source / RECORD, trust)
+    pretrained = record.get("weights") == PRETRAINED
+    tensors = {} if pretrained else _weights(source)
     if model is None:
         model = _built(record, source, trust)
     elif find_wiring(model) is not None:
@@ -97,12 +118,14 @@ def load(
         raise LoadError(f"{source}: holds a {record['class']}, but the model is a {class_name(model)}.")
     if strict:
         _check_structure(model, record, source)
+    if pretrained:
+        tensors = _pretrained(model, source, record)
     before: list[tuple[Tensor, Tensor]] = []
     wiring: Wiring | None = None
     try:
         _cast(model, tensors, record, before)
-        if survey is not None:
-            wiring = _wired(model, survey, plan, step, record, source)
+        if recorded is not None:
+            wiring = put_wiring(model, *recorded, data, source)
             _cast(model, tensors, record, before)  # the learnt weights, which are new
         _fill(model, tensors, source)
     except BaseException:
@@ -155,54 +178,31 @@ def _check_structure(model: nn.Module, record: dict[str, Any], folder: Path) -> 
         )
 
 
-def _wired(
-    model: nn.Module, survey: Survey, plan: tuple[Assignment, ...], step: int, record: dict[str, Any], folder: Path
-) -> Wiring:
-    """The model rewired as it was; taken back where that fails."""
-    try:
-        wiring = Wiring(model, survey)
-        for path, sites in wiring._sites_at.items():
-            module = wiring._module_at[path]
-            base: Any = type(module)
-            if is_bound(module):
-                raise LoadError(f"{path} is rewired already")
-            patched(base, Patch(tuple(site.places for site in sites)))  # raises where the source is another
-    except MALFORMED as error:
-        raise LoadError(f"{folder}: its wiring does not fit this model: {error}") from error
-    try:
-        wiring._follow(plan, step)
-        _check_weights(wiring, record["wiring"])
-    except BaseException as error:
-        wiring.undo()
-        if isinstance(error, MALFORMED):
-            raise LoadError(f"{folder}: its wiring does not fit this model: {error}") from error
-        raise
-    return wiring
-
-
-def _check_weights(wiring: Wiring, record: dict[str, Any]) -> None:
-    """The rules must give the weights that they gave; learnt ones come from the file."""
-    for name, now in (("alphas", wiring.alphas), ("betas", wiring.betas)):
-        for a in wiring._plan:
-            # An annealed weight is a buffer, and may have been rounded to a narrow dtype.
-            tolerance = 1e-2 if a.rule.steps else 1e-6
-            for site in () if a.rule.learnable else a.sites:
-                was = record[name][site.index]
-                if not math.isclose(now[site.index], was, rel_tol=tolerance):
-                    raise ValueError(f"{name} of {site.name} are {now[site.index]} by its rule, and were {was}")
-
-
 # --- Weights ----------------------------------------------------------------------------------------------------------
 
 
-def _weights(folder: Path) -> dict[str, Tensor]:
+def _weights(folder: Path, name: str = WEIGHTS) -> dict[str, Tensor]:
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
     try:
-        return load_file(folder / WEIGHTS)
+        return load_file(folder / name)
     except (SafetensorError, OSError, *MALFORMED) as error:
-        raise LoadError(f"{folder / WEIGHTS}: damaged, it does not read as safetensors ({error}).") from error
+        raise LoadError(f"{folder / name}: damaged, it does not read as safetensors ({error}).") from error
+
+
+def _pretrained(model: nn.Module, folder: Path, record: dict[str, Any]) -> dict[str, Tensor]:
+    """The weights that save_pretrained wrote, under the names that the model has for them, and the learnt ones."""
+    cls: Any = type(model)
+    try:
+        state = cls.from_pretrained(folder, use_safetensors=True, local_files_only=True).state_dict()
+    except Exception as error:  # of the library, about files that it cannot read
+        raise LoadError(f"{folder}: {cls.__name__}.from_pretrained cannot read it ({error}).") from error
+    once = {value.data_ptr(): name for name, value in reversed(state.items())}  # a tied weight under its first name
+    learnt = [_weights(folder, file) for file in record["sha256"]]
+    return {name: value for name, value in state.items() if once[value.data_ptr()] == name} | {
+        name: value for each in learnt for name, value in each.items() if name.rpartition(".")[2].startswith("unskip_")
+    }
 
 
 def _cast(

@@ -20,7 +20,7 @@ from unskip._table import table
 from unskip._words import count
 from unskip.anatomy import PATCH, WIRING, Site, Survey, rewired_state, unwrapped
 from unskip.errors import BadInput
-from unskip.wiring import _caution, _fastpath
+from unskip.wiring import _caution, _dropped, _fastpath
 from unskip.wiring._bind import Patch, bind, is_bound, refuse_covered, unbind
 from unskip.wiring._effective_decay import band, effective_decay
 from unskip.wiring._mix import NUMBER
@@ -207,6 +207,7 @@ class Wiring:
         self._weights = [_KEPT for _ in self.sites]
         self._plan, self._rule_of, self._moving = (), {}, set()
         vars(self.model).pop(WIRING, None)
+        _dropped.unwatch(self.model)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON: the rules where they have a text, and every site's weights now."""
@@ -265,6 +266,7 @@ class Wiring:
             self._write(path, values)
         _fastpath.switch(self.model, {self._module_at[path] for path in self._sites_at if not self._is_plain(path)})
         vars(self.model)[WIRING] = self
+        _dropped.watch(self.model)
 
     def _write(self, path: str, values: dict[int, tuple[Weight, Shortcut]]) -> None:
         module, sites = self._module_at[path], self._sites_at[path]

@@ -1,0 +1,65 @@
+"""Carries a wiring through the checkpoints of Lightning, under checkpoint["unskip"].
+
+    trainer = Trainer(callbacks=[WiringCallback()])
+
+The rewired model may be the LightningModule or any module in it. `trainer.fit(module, ckpt_path=...)` restores the
+wiring. A module that is loaded by `load_from_checkpoint` restores it in a hook of its own:
+
+    def on_load_checkpoint(self, checkpoint):
+        unskip.integrations.lightning.restore(self, checkpoint)
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from typing import Any
+
+from torch import nn
+
+from unskip.errors import BadInput
+from unskip.integrations import _carry
+
+KEY = "unskip"
+_NAMES = ("lightning.pytorch", "pytorch_lightning")  # two packages of the same code, with classes of their own
+
+
+def _callback_classes() -> tuple[Any, ...]:
+    """Of the packages that are imported already, otherwise of the first that is installed."""
+    loaded = [name for name in _NAMES if name in sys.modules]
+    installed = [name for name in _NAMES if importlib.util.find_spec(name.partition(".")[0])]
+    if not installed:
+        raise BadInput("Lightning is not installed; pip install lightning (or pytorch-lightning)")
+    return tuple(importlib.import_module(name).Callback for name in loaded or installed[:1])
+
+
+def restore(module: nn.Module, checkpoint: dict[str, Any]) -> None:
+    """Puts the wiring of a checkpoint into a LightningModule, before its weights are loaded."""
+    _carry.restore(module, checkpoint.get(KEY, {}), f'checkpoint["{KEY}"]')
+
+
+class WiringCallback(*_callback_classes()):  # type: ignore[misc]  # the base is known when it runs
+    """Writes the wiring into every checkpoint, restores it on resume, and steps `Anneal`.
+
+    At `trainer.global_step` n the weights are those of `wiring.step(n)`, in a checkpoint after n steps as well. A
+    module with `Learn` has to be rewired in its __init__, or call `restore` in its on_load_checkpoint: its parameters
+    have to be there before the weights are loaded.
+    """
+
+    carries_wiring = True
+
+    def on_save_checkpoint(self, trainer: Any, pl_module: nn.Module, checkpoint: dict[str, Any]) -> None:
+        """Records the wiring."""
+        checkpoint[KEY] = _carry.record(pl_module)
+
+    def on_load_checkpoint(self, trainer: Any, pl_module: nn.Module, checkpoint: dict[str, Any]) -> None:
+        """Restores the wiring; the optimizers are made after it."""
+        restore(pl_module, checkpoint)
+
+    def on_train_start(self, trainer: Any, pl_module: nn.Module) -> None:
+        """Moves annealed weights to the first step."""
+        _carry.move(pl_module, trainer.global_step)
+
+    def on_train_batch_end(self, trainer: Any, pl_module: nn.Module, *rest: Any) -> None:
+        """Moves annealed weights to the step that comes next."""
+        _carry.move(pl_module, trainer.global_step)
