@@ -1,7 +1,6 @@
-"""Callbacks that carry a wiring through the checkpoints of other trainers: one file a library.
+"""Callbacks that carry a wiring through the checkpoints of other trainers.
 
-from unskip.integrations.transformers import WiringCallback    # transformers.Trainer
-from unskip.integrations.lightning import WiringCallback       # Lightning
+One file a library: `unskip.integrations.transformers` and `unskip.integrations.lightning`, each with `WiringCallback`.
 """
 
 __all__: list[str] = []
