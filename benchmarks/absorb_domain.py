@@ -13,7 +13,6 @@ import argparse
 import json
 import platform
 from collections import Counter
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -77,8 +76,8 @@ def ask(model: nn.Sequential, x: Tensor, norm: bool) -> list[dict[str, Any]]:
             row["units_that_never_switch_on_the_data"] = int(((values > 0).all(0) | (values <= 0).all(0)).sum())
             if norm:
                 kept = layer.norm
-                here = Norm("layernorm", "input", kept.eps, kept.weight.detach(), kept.bias.detach())
-                row["norm"] = absorb(replace(block, norm=here)).status
+                given = Norm("layernorm", "pre", kept.eps, kept.weight.detach(), kept.bias.detach())
+                row["norm"] = absorb(block, domain=Domain.after(given, block.inputs)).status
             row["units"] = block.width
             row["approximate"] = approximate(block, read).error
             rows.append(row)

@@ -41,7 +41,6 @@ NORMS: dict[str, Norm | None] = {
     "pre": Norm("layernorm", "pre"),
     "post layernorm": Norm("layernorm", "post"),
     "post rmsnorm": Norm("rmsnorm", "post"),
-    "input layernorm": Norm("layernorm", "input"),
 }
 SAYS: dict[Same, str] = {
     "flips": "only if a flip set adds up to the skip; generic weights: no",
@@ -68,11 +67,10 @@ class Cell:
 
     def units(self, d: int, h: int, rank: int) -> int | None:
         """The formula of `extra` in numbers, for the (d, d) skip of an example."""
-        n = d - 1 if self.norm == "input layernorm" else d
         lost = rank - 1 if rank == d and "layernorm" in self.norm else rank  # a norm hides one direction
         values = {
-            "min(2 r, 2 d - min(h, d))": min(2 * lost, 2 * n - min(h, n)),
-            "r": lost if self.norm == "input layernorm" else rank,
+            "min(2 r, 2 d - min(h, d))": min(2 * lost, 2 * d - min(h, d)),
+            "r": rank,
             "2 r": 2 * rank,
             "4 r": 4 * rank,
             "max(0, min(r, d - h))": max(0, min(rank, d - h)),
@@ -109,24 +107,16 @@ def _cell(word: str, biases: bool, norm: str) -> Cell:
     phi, gated = resolve(word)
     if norm == "pre":
         return Cell(word, biases, norm, "never", None, "growth: behind a norm the MLP is bounded")
-    ball = norm == "input layernorm"
     if gated or phi.family == "power":
         return _flat(word, biases, norm)
     if phi.family == "odd-linear":
-        where = {
-            "post layernorm": ", up to 1 w^T",
-            "input layernorm": ", on the d - 1 directions of the input",
-        }.get(norm, "")
-        units = "r" if ball and not phi.analytic and biases else "min(2 r, 2 d - min(h, d))"
-        if word == "hardswish" and ball:
-            return Cell(word, biases, norm, "open", units, "its quadratic zone on a ball is not settled")
-        return Cell(word, biases, norm, "flips", units, f"flip criterion{where}; splits and fresh pairs")
+        where = ", up to 1 w^T" if norm == "post layernorm" else ""
+        why = f"flip criterion{where}; splits and fresh pairs"
+        return Cell(word, biases, norm, "flips", "min(2 r, 2 d - min(h, d))", why)
     if phi.family == "linear":
         if norm != "none":
             return Cell(word, biases, norm, "open", None, "not settled")
         return Cell(word, biases, norm, "rank", "max(0, min(r, d - h))", "one matrix; only its rank counts")
-    if ball and not phi.analytic:
-        return Cell(word, biases, norm, "open", None, "on a ball its units may be affine")
     why = "growth: the MLP is bounded" if phi.family == "bounded" else "its units never add up to a linear map"
     return Cell(word, biases, norm, "never", None, why)
 
@@ -134,14 +124,10 @@ def _cell(word: str, biases: bool, norm: str) -> Cell:
 def _flat(word: str, biases: bool, norm: str) -> Cell:
     phi, gated = resolve(word)
     units = {"relu2": "4 r", "square": "2 r"}.get(word, "r")
-    built = norm in ("none", "post layernorm", "post rmsnorm")
-    if norm == "input layernorm":
-        return Cell(word, biases, norm, "open", None, "the origin need not be among the inputs")
     if biases or (gated and phi.at_zero != 0):
         why = "with hidden biases, or an open gate, units can be added that make up the skip"
-        return Cell(word, biases, norm, "open", units if built else None, why)
-    why = "linearisation: the replacement is flat at the origin" if gated else "degree: the replacement is of degree 2"
-    return Cell(word, biases, norm, "never", None, why)
+        return Cell(word, biases, norm, "open", units, why)
+    return Cell(word, biases, norm, "never", None, "linearisation: the replacement is flat at the origin")
 
 
 def page() -> str:

@@ -72,25 +72,24 @@ def test_spectral_test_on_a_skip_with_few_outputs() -> None:
     assert verdict.verify()
 
 
-@pytest.mark.parametrize("word", ["relu", "leaky_relu", "elu", "abs", "relu6"])
+@pytest.mark.parametrize("word", ["relu", "leaky_relu", "elu", "abs", "relu6", "hardswish"])
 def test_on_a_ball_units_can_be_affine(word: str) -> None:
     """s + v phi(s + 10) = (1 + v) phi(s + 10) - 10 where s stays small: the verdict for R^d does not hold there."""
     shift = 3.0 if word == "relu6" else 10.0
     v = 0.3
-    norm = Norm("rmsnorm", "input", 1e-5)
     one = torch.ones(1, 1).double()
     bias, zero = torch.full((1,), shift, dtype=torch.float64), torch.zeros(1).double()
-    block = Block(one, v * one, up_bias=bias, down_bias=zero, activation=word, norm=norm)
-    other = Block(one, (1 + v) * one, up_bias=bias, down_bias=-bias, activation=word, skip=0.0, norm=norm)
+    block = Block(one, v * one, up_bias=bias, down_bias=zero, activation=word)
+    other = Block(one, (1 + v) * one, up_bias=bias, down_bias=-bias, activation=word, skip=0.0)
     x = torch.linspace(-0.999, 0.999, 99).double()[:, None]
     assert close(block, other, x) < 1e-13
-    verdict = absorb(block)
+    verdict = absorb(block, domain=1.0)
     assert verdict.status != "impossible"
     if word in ("relu", "leaky_relu"):
         assert verdict.status == "possible"
         assert close(block, verdict.replacement(), x) < 1e-12
         assert "ball" in verdict.domain
-    bare = absorb(block.bare())
+    bare = absorb(block)
     assert bare.status == "impossible"
     assert bare.verify()
 
@@ -101,13 +100,12 @@ def test_on_a_ball_one_spare_relu_makes_up_rank_one() -> None:
     up, down = normal(g, 6, 3), normal(g, 3, 6)
     down[:, 5] = 0
     skip = normal(g, 3, 1) @ normal(g, 1, 3)
-    norm = Norm("rmsnorm", "input", 1e-5)
     zeros = torch.zeros(6).double(), torch.zeros(3).double()
-    block = Block(up, down, up_bias=zeros[0], down_bias=zeros[1], activation="relu", skip=skip, norm=norm)
-    assert absorb(block.bare()).status != "possible"
-    verdict = absorb(block)
+    block = Block(up, down, up_bias=zeros[0], down_bias=zeros[1], activation="relu", skip=skip)
+    assert absorb(block).status != "possible"
+    verdict = absorb(block, domain=2.0)
     assert verdict.status == "possible"
-    x = norm(normal(numbers(2), 500, 3)) * torch.rand(500, 1, generator=numbers(3)).double()
+    x = verdict.inputs.sample(500, numbers(2))  # type: ignore[union-attr]
     assert close(block, verdict.replacement(), x) < 1e-12
 
 
@@ -133,11 +131,6 @@ def test_pre_norm_on_a_sphere_is_an_ordinary_block() -> None:
     plain = absorb(block)
     x = Norm("rmsnorm", "pre", 0.0)(normal(numbers(0), 100, 6))
     assert float((normed(x) - plain.replacement()(x)).abs().max()) < 1e-12
-    both = (norm, Norm("rmsnorm", "input", 0.0))
-    on_sphere = Block(
-        block.up, block.down, up_bias=block.up_bias, down_bias=block.down_bias, activation="relu", norm=both
-    )
-    assert absorb(on_sphere).status == "undecided"
     assert absorb(normed).status == "impossible"
     assert "open set" in absorb(normed).domain
     assert "approximation" in absorb(normed).reason
@@ -179,27 +172,6 @@ def test_squared_relu_with_biases_can_absorb() -> None:
     assert absorb(block).status == "undecided"
 
 
-def test_a_biased_block_and_a_replacement_without_biases() -> None:
-    """x - silu(1) x / silu(1) + silu(x) x = silu(x) x: the skip is there, and gone, because DF(0) = 0."""
-    scale = float(torch.nn.functional.silu(torch.ones(1).double()))
-    block = Block(
-        torch.ones(2, 1).double(),
-        torch.tensor([[-1 / scale, 1.0]], dtype=torch.float64),
-        torch.tensor([[0.0], [1.0]], dtype=torch.float64),
-        gate_bias=torch.tensor([1.0, 0.0], dtype=torch.float64),
-        activation="swiglu",
-    )
-    other = Block(
-        torch.ones(1, 1).double(), torch.ones(1, 1).double(), torch.ones(1, 1).double(), skip=0.0, activation="swiglu"
-    )
-    assert close(block, other) < 1e-13
-    assert absorb(block, biases="none").status == "undecided"
-    moved = Block(block.up, 2 * block.down, block.gate, gate_bias=block.gate_bias, activation="swiglu")
-    verdict = absorb(moved, biases="none")
-    assert verdict.status == "impossible"
-    assert verdict.verify()
-
-
 def test_edges_of_the_parameters() -> None:
     up, down = torch.ones(1, 2).double(), torch.ones(2, 1).double()
     assert absorb(Block(eye(2), -eye(2), activation="elu:0")).status == "possible"  # ELU with alpha 0 is ReLU
@@ -230,22 +202,7 @@ def test_widths_below_and_above() -> None:
     assert enough.replacement().width == 9
 
 
-def test_a_skip_that_the_norm_before_hides() -> None:
-    """A 1^T is zero on what a LayerNorm gives, though its product with a basis is not exactly zero in floats."""
-    skip = torch.tensor([-2.0, 1.0, 0.0, 3.0], dtype=torch.float64)[:, None].expand(4, 4).contiguous()
-    down = torch.tensor([[3.0, -2.0], [3.0, -2.0], [0.0, 0.0], [-2.0, 0.0]], dtype=torch.float64)
-    bias, const = torch.full((2,), -2.0, dtype=torch.float64), torch.ones(4, dtype=torch.float64)
-    norm = Norm("layernorm", "input", 1e-5)
-    zero = Block(torch.zeros(2, 4).double(), down, up_bias=bias, down_bias=const, skip=skip, norm=norm)
-    assert absorb(zero, width=1).status != "impossible"
-    rows = Block(normal(numbers(0), 2, 4), down, up_bias=bias, down_bias=const, skip=skip, norm=norm)
-    verdict = absorb(rows)
-    assert verdict.status == "possible"
-    assert verdict.verify()
-
-
-@pytest.mark.parametrize("place", ["post", "input"])
-def test_units_that_cancel_once_a_norm_has_taken_most_of_them(place: str) -> None:
+def test_units_that_cancel_once_a_norm_has_taken_most_of_them() -> None:
     """Small differences beside a large part that the norm hides: what rounding left of that part is no key of its own.
 
     The first two units are one key with columns that cancel, so they are spare; the third makes up the skip.
@@ -253,26 +210,22 @@ def test_units_that_cancel_once_a_norm_has_taken_most_of_them(place: str) -> Non
     small = 2.0**-20 * torch.tensor([1.0, -3.0, 2.0], dtype=torch.float64)
     other = 2.0**-20 * torch.tensor([3.0, 1.0, -5.0], dtype=torch.float64)
     row = torch.tensor([1.0, -2.0, 3.0], dtype=torch.float64)
+    up, skip = torch.stack([row, row, row.flip(0)]), -torch.outer(other, row.flip(0))
     for seed in range(20):
         large = torch.randint(-9, 9, (3,), generator=numbers(seed)).double()
-        if place == "post":
-            down = torch.stack([small + large[0], -small + large[1], other + large[2]], 1)
-            up, skip = torch.stack([row, row, row.flip(0)]), -torch.outer(other, row.flip(0))
-        else:
-            up = torch.stack([small + large[0], small + large[1], other + large[2]])
-            down, skip = torch.stack([row, -row, row.flip(0)], 1), -torch.outer(row.flip(0), other)
-        block = Block(up, down, activation="gelu", skip=skip, norm=Norm("layernorm", place, 1e-5))  # type: ignore[arg-type]
+        down = torch.stack([small + large[0], -small + large[1], other + large[2]], 1)
+        block = Block(up, down, activation="gelu", skip=skip, norm=Norm("layernorm", "post", 1e-5))
         assert absorb(block, width=1).status != "impossible"
 
 
 def test_forged_verdicts() -> None:
-    """A ball that was made larger, and a skip that was simply dropped where rounding of the weights would hide it."""
-    one, norm = torch.ones(1, 1).double(), Norm("rmsnorm", "input", 1e-5)
+    """A certificate of another block, and a skip that was dropped where rounding of the weights would hide it."""
+    one = torch.ones(1, 1).double()
     ten, zero = torch.full((1,), 10.0).double(), torch.zeros(1).double()
-    verdict = absorb(Block(one, 0.3 * one, up_bias=ten, down_bias=zero, activation="relu", norm=norm))
+    block = Block(one, 0.3 * one, up_bias=ten, down_bias=zero, activation="relu")
+    verdict = absorb(block, domain=1.0)
     assert verdict.status == "possible"
-    data = {"matrix": one, "rows": torch.tensor([0]), "columns": torch.tensor([0]), "basis": 100 * one}
-    forged = Certificate("dual", data)
+    forged = Certificate("dual", {"matrix": one, "rows": torch.tensor([0]), "columns": torch.tensor([0])})
     assert not replace(verdict, status="impossible", certificate=forged, weights=None).verify()
     for dtype in (torch.bfloat16, torch.float16):
         block, _ = planted(16, 64, dtype=dtype, biases=False)

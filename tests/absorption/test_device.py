@@ -52,7 +52,6 @@ BLOCKS = {
     "hardswish": lambda: generic(D, H, "hardswish"),
     "softplus": lambda: generic(D, H, "softplus"),
     "post": lambda: generic(D, H, norm=Norm("layernorm", "post", 1e-5, *biases())),
-    "input": lambda: generic(D, H, "relu", norm=Norm("layernorm", "input", 1e-5, *biases())),
     "pre": lambda: generic(D, H, norm=Norm("rmsnorm", "pre", 1e-5, biases()[0])),
     "linear": lambda: generic(D, H, "identity"),
     "tanh": lambda: generic(D, H, "tanh"),

@@ -40,11 +40,8 @@ def test_facts_hold_in_numbers(word: str) -> None:
     phi = BUILT_IN[word]
     values = phi.function(GRID)
     assert float(phi.function(torch.zeros(1, dtype=torch.float64))) == pytest.approx(phi.at_zero, abs=1e-15)
-    steps = (values[1:] - values[:-1]).abs() / (GRID[1] - GRID[0])
-    assert float(steps.max()) <= phi.lipschitz * (1 + 1e-9)
-    if phi.degree is not None:
-        assert torch.allclose(phi.function(3 * GRID), 3**phi.degree * values)
-    assert phi.homogeneous == (phi.degree == 1)
+    if phi.homogeneous or phi.family == "power":
+        assert torch.allclose(phi.function(3 * GRID), (9 if phi.family == "power" else 3) * values)
     if phi.family == "bounded":
         assert float(phi.function(1e6 * GRID).abs().max()) <= 6
     if phi.family == "even":
@@ -74,16 +71,14 @@ def test_without_a_skip_there_is_nothing_to_do(word: str) -> None:
     assert absorb(block).verify()
 
 
-def test_degree_and_linearisation_hold_together() -> None:
-    assert [each.kind for each in absorb(gated("reglu")).obstructions] == ["degree", "linearisation"]
-    assert [each.kind for each in absorb(gated("bilinear")).obstructions] == ["degree", "linearisation"]
-    assert [each.kind for each in absorb(gated("swiglu")).obstructions] == ["linearisation"]
+@pytest.mark.parametrize("word", ["reglu", "bilinear", "swiglu", "relu2", "square"])
+def test_without_hidden_biases_they_are_flat_at_the_origin(word: str) -> None:
     g = numbers(0)
-    plain = Block(normal(g, 12, 5), normal(g, 5, 12), activation="relu2")
-    assert [each.kind for each in absorb(plain).obstructions] == ["degree"]
-    narrow = Block(normal(g, 3, 5), normal(g, 5, 3), activation="relu2")
-    assert [each.kind for each in absorb(narrow).obstructions] == ["degree", "bottleneck"]
-    assert absorb(narrow).verify()
+    block = gated(word) if word in GATED else Block(normal(g, 12, 5), normal(g, 5, 12), activation=word)
+    for width in (3, 12, 100):
+        verdict = absorb(block, width=width)
+        assert [each.kind for each in verdict.obstructions] == ["linearisation"]
+        assert verdict.verify()
 
 
 @pytest.mark.parametrize("word", GATED)
@@ -97,9 +92,6 @@ def test_gated(word: str) -> None:
     # An output bias does no harm.
     const = gated(word, down_bias=torch.ones(5).double())
     assert absorb(const).status == verdict.status
-    # At the origin a biased block is linear, and a replacement without hidden biases is flat.
-    if word not in ("glu", "reglu"):
-        assert absorb(gated(word, biases=True), biases="none").status == "impossible"
 
 
 def test_a_plain_word_with_a_gate_is_the_gated_word() -> None:
@@ -153,7 +145,6 @@ def test_without_output_biases_the_constant_has_to_fit() -> None:
 def test_without_hidden_biases_a_bent_unit_cannot_be_had() -> None:
     verdict = absorb(generic(word="relu"), biases="none")
     assert verdict.status == "impossible"
-    assert "hidden-bias" in {each.kind for each in verdict.obstructions}
     assert verdict.verify()
 
 

@@ -28,7 +28,7 @@ def some_block(dice: random.Random, generator: torch.Generator) -> tuple[Block, 
 
     norms = [
         Norm(dice.choice(["layernorm", "rmsnorm", "other"]), place, dice.choice([0.0, 1e-5, 0.1]))  # type: ignore[arg-type]
-        for place in ("pre", "post", "out", "input")
+        for place in ("pre", "post", "out")
         if dice.random() < 0.2
     ]
     gate = weight(h, d) if word in GATED else None

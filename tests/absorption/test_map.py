@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.absorption.blocks import close, normal, numbers
+from tests.absorption.blocks import close
 
 from unskip.absorption import Block, absorb, widen
 from unskip.absorption._activations import BUILT_IN, GATED
 
 SCRIPT = runpy.run_path(str(Path(__file__).parents[2] / "benchmarks" / "absorb_map.py"))
-GROUPS, NORMS, CELLS = SCRIPT["GROUPS"], SCRIPT["NORMS"], SCRIPT["table"]()
+GROUPS, CELLS = SCRIPT["GROUPS"], SCRIPT["table"]()
 Cell = Any
 
 
@@ -25,18 +25,13 @@ def name(cell: Cell) -> str:
 def test_the_engine_agrees(cell: Cell) -> None:
     verdict = absorb(cell.example())
     expected = {"flips": "impossible", "never": "impossible", "open": "undecided", "rank": "possible"}[cell.same]
-    if cell.word == "relu" and cell.norm == "input layernorm":
-        assert verdict.status in ("impossible", "undecided")  # where a kink misses the ball there are spare units
-    else:
-        assert verdict.status == expected
+    assert verdict.status == expected
     assert verdict.verify()
     if cell.same == "flips":
         block = cell.example(planted=True)
         possible = absorb(block)
         assert possible.status == "possible"
-        x = normal(numbers(0), 100, 4)
-        norm = NORMS[cell.norm]
-        assert close(block, possible.replacement(), norm(x) if norm and norm.place == "input" else x) < 1e-9
+        assert close(block, possible.replacement()) < 1e-9
 
 
 @pytest.mark.parametrize("cell", [cell for cell in CELLS if cell.extra and cell.same != "rank"], ids=name)
@@ -44,9 +39,7 @@ def test_the_extra_width_is_enough(cell: Cell) -> None:
     block = cell.example()
     wide = widen(block)
     assert wide.extra <= (cell.units(4, 10, 4) or 0)
-    x = normal(numbers(1), 100, 4)
-    norm = NORMS[cell.norm]
-    assert close(block, wide.block, norm(x) if norm and norm.place == "input" else x) < 1e-9
+    assert close(block, wide.block) < 1e-9
 
 
 @pytest.mark.parametrize("word", [word for every in GROUPS.values() for word in every])

@@ -39,11 +39,8 @@ class Activation:
     family: Family = "other"
     odd: Fraction | None = None  # c of class O
     homogeneous: bool = False  # phi(r z) = r phi(z) for r > 0
-    degree: int | None = None  # phi(r z) = r ** degree phi(z) for r > 0
     analytic: bool = False  # on all of R
-    kinks: tuple[float, ...] = (0.0,)  # where it is not analytic; of no meaning where it is
     at_zero: float = math.nan  # phi(0)
-    lipschitz: float = math.inf  # |phi(y) - phi(z)| <= lipschitz |y - z|; inf where there is none
     note: str = ""
     trusted: bool = False
 
@@ -65,20 +62,13 @@ def _shifted_softplus(x: Tensor) -> Tensor:
 _THRESHOLD = "torch's softplus is the identity beyond its threshold, so its odd part is linear only up to 2e-9 / beta"
 
 
-def _odd(name: str, zero: float = 0.0, lipschitz: float = 1.2, **more: Any) -> Activation:
-    facts: dict[str, Any] = {
-        "function": ACTIVATIONS[name],
-        "odd": Fraction(1),
-        "analytic": True,
-        "at_zero": zero,
-        **more,
-    }
-    return Activation(name, family="odd-linear", lipschitz=lipschitz, trusted=True, **facts)
+def _fact(name: str, family: Family, at_zero: float = 0.0, **more: Any) -> Activation:
+    facts = {"function": ACTIVATIONS.get(name), **more}
+    return Activation(name, family=family, at_zero=at_zero, trusted=True, **facts)
 
 
-def _bounded(name: str, zero: float = 0.0, kinks: tuple[float, ...] = (), function: Any = None) -> Activation:
-    facts: dict[str, Any] = {"analytic": not kinks, "kinks": kinks or (0.0,), "at_zero": zero, "lipschitz": 1.0}
-    return Activation(name, function or ACTIVATIONS[name], "bounded", trusted=True, **facts)
+def _odd(name: str, at_zero: float = 0.0, **more: Any) -> Activation:
+    return _fact(name, "odd-linear", at_zero, **{"odd": Fraction(1), "analytic": True, **more})
 
 
 def _number(word: str, value: float, positive: bool = False) -> float:
@@ -92,11 +82,8 @@ def _text(value: float) -> str:
 
 
 def _leaky(slope: float) -> Activation:
-    _number("leaky_relu", slope)
-    name, function = f"leaky_relu:{_text(slope)}", lambda x: torch.where(x > 0, x, slope * x)
-    base = Activation(
-        name, function, homogeneous=True, degree=1, at_zero=0.0, lipschitz=max(1.0, abs(slope)), trusted=True
-    )
+    name, function = f"leaky_relu:{_text(_number('leaky_relu', slope))}", lambda x: torch.where(x > 0, x, slope * x)
+    base = Activation(name, function, homogeneous=True, at_zero=0.0, trusted=True)
     if slope == 1:
         return replace(base, family="linear", odd=Fraction(2), analytic=True)
     if slope == -1:
@@ -108,16 +95,13 @@ def _swish(beta: float) -> Activation:
     base = replace(
         _odd("silu"), name=f"silu:{_text(_number('silu', beta))}", function=lambda x: x * torch.sigmoid(beta * x)
     )
-    if beta == 0:  # z / 2
-        return replace(base, family="linear", homogeneous=True, degree=1)
-    return base
+    return replace(base, family="linear", homogeneous=True) if beta == 0 else base  # z / 2
 
 
 def _elu(alpha: float) -> Activation:
     if _number("elu", alpha) == 0:
         return replace(BUILT_IN["relu"], name="elu:0")
-    facts: dict[str, Any] = {"at_zero": 0.0, "lipschitz": max(1.0, abs(alpha)), "trusted": True}
-    return Activation(f"elu:{_text(alpha)}", lambda x: F.elu(x, alpha), "elu", **facts)
+    return _fact(f"elu:{_text(alpha)}", "elu", function=lambda x: F.elu(x, alpha))
 
 
 def _celu(alpha: float) -> Activation:
@@ -135,7 +119,7 @@ def _hardtanh(low: float, high: float) -> Activation:
     if not _number("hardtanh", low) < _number("hardtanh", high):
         raise BadInput(f"activation hardtanh:{low:g},{high:g}: the first number must be below the second")
     name = f"hardtanh:{_text(low)},{_text(high)}"
-    return _bounded(name, min(max(0.0, low), high), (low, high), lambda x: x.clamp(low, high))
+    return _fact(name, "bounded", min(max(0.0, low), high), function=lambda x: x.clamp(low, high))
 
 
 BUILT_IN: dict[str, Activation] = {
@@ -146,25 +130,25 @@ BUILT_IN: dict[str, Activation] = {
     "gelu_tanh": _odd("gelu_tanh"),
     "quick_gelu": _odd("quick_gelu"),
     "silu": _odd("silu"),
-    "softplus": _odd("softplus", math.log(2), 1.0, function=_softplus(1.0), note=_THRESHOLD),
-    "shifted_softplus": _odd("shifted_softplus", 0.0, 1.0, function=_shifted_softplus, note=_THRESHOLD),
-    "squareplus": _odd("squareplus", 1.0, 1.0),
-    "log_sigmoid": _odd("log_sigmoid", -math.log(2), 1.0),
-    "hardswish": _odd("hardswish", 0.0, 1.5, analytic=False, kinks=(-3.0, 3.0)),
-    "tanh": _bounded("tanh"),
-    "sigmoid": _bounded("sigmoid", 0.5),
-    "sin": _bounded("sin"),
-    "softsign": _bounded("softsign", kinks=(0.0,)),
-    "relu6": _bounded("relu6", kinks=(0.0, 6.0)),
-    "hardtanh": _bounded("hardtanh", kinks=(-1.0, 1.0)),
-    "hardsigmoid": _bounded("hardsigmoid", 0.5, kinks=(-3.0, 3.0)),
-    "elu": Activation("elu", ACTIVATIONS["elu"], "elu", at_zero=0.0, lipschitz=1.0, trusted=True),
-    "selu": Activation("selu", ACTIVATIONS["selu"], "elu", at_zero=0.0, lipschitz=1.8, trusted=True),
-    "celu": Activation("celu", F.celu, "elu", at_zero=0.0, lipschitz=1.0, trusted=True),
-    "mish": Activation("mish", ACTIVATIONS["mish"], "mish", analytic=True, at_zero=0.0, lipschitz=1.2, trusted=True),
+    "softplus": _odd("softplus", math.log(2), function=_softplus(1.0), note=_THRESHOLD),
+    "shifted_softplus": _odd("shifted_softplus", function=_shifted_softplus, note=_THRESHOLD),
+    "squareplus": _odd("squareplus", 1.0),
+    "log_sigmoid": _odd("log_sigmoid", -math.log(2)),
+    "hardswish": _odd("hardswish", analytic=False),
+    "tanh": _fact("tanh", "bounded", analytic=True),
+    "sigmoid": _fact("sigmoid", "bounded", 0.5, analytic=True),
+    "sin": _fact("sin", "bounded", analytic=True),
+    "softsign": _fact("softsign", "bounded"),
+    "relu6": _fact("relu6", "bounded"),
+    "hardtanh": _fact("hardtanh", "bounded"),
+    "hardsigmoid": _fact("hardsigmoid", "bounded", 0.5),
+    "elu": _fact("elu", "elu"),
+    "selu": _fact("selu", "elu"),
+    "celu": _fact("celu", "elu", function=F.celu),
+    "mish": _fact("mish", "mish", analytic=True),
     "abs": replace(_leaky(-1.0), name="abs", function=ACTIVATIONS["abs"]),
-    "relu2": Activation("relu2", ACTIVATIONS["relu2"], "power", degree=2, at_zero=0.0, trusted=True),
-    "square": Activation("square", ACTIVATIONS["square"], "power", degree=2, analytic=True, at_zero=0.0, trusted=True),
+    "relu2": _fact("relu2", "power"),
+    "square": _fact("square", "power", analytic=True),
 }
 ALIASES = {"swish": "silu", "gelu_new": "gelu_tanh", "relu_squared": "relu2", "logsigmoid": "log_sigmoid"}
 PARAMETRISED: dict[str, Callable[..., Activation]] = {

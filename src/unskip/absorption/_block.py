@@ -3,8 +3,7 @@
     F(x) = A x + W_down phi(W_up x + b_up) + b_down                           plain
     F(x) = A x + W_down (phi(W_gate x + b_gate) * (W_up x + b_up)) + b_down   gated
 
-A norm stands before the MLP ("pre"), at the end of the branch ("out"), after the sum ("post"), or before the whole
-block ("input": the block reads what a norm gives, as in BERT).
+A norm stands before the MLP ("pre"), at the end of the branch ("out"), or after the sum ("post").
 """
 
 from __future__ import annotations
@@ -79,12 +78,11 @@ class Block:
             object.__setattr__(self, "skip", number)
         given = self.norm if isinstance(self.norm, tuple) else () if self.norm is None else (self.norm,)
         norms = tuple(n if isinstance(n, Norm) else norm_of(n) for n in given)
-        sizes = {"pre": d, "input": d, "post": len(self.down), "out": len(self.down)}
         for norm in norms:
             for name in ("gain", "bias"):
                 value = getattr(norm, name)
                 if value is not None:
-                    _shaped(f"norm.{name} ({norm.place})", value, (sizes[norm.place],))
+                    _shaped(f"norm.{name} ({norm.place})", value, (d if norm.place == "pre" else len(self.down),))
         if len({norm.place for norm in norms}) < len(norms):
             raise BadInput("Block: two norms stand at the same place")
         object.__setattr__(self, "norm", norms or None)
@@ -154,7 +152,7 @@ class Block:
         return self.phi.function(F.linear(x, self.gate.to(x), bias)) * rows
 
     def __call__(self, x: Tensor) -> Tensor:
-        """The whole block on x (..., d), in the dtype of x. An "input" norm is not applied: x is what it gave."""
+        """The whole block on x (..., d), in the dtype of x."""
         norms = self.norms
         out = F.linear(self.hidden(x), self.down.to(x), None if self.down_bias is None else self.down_bias.to(x))
         if "out" in norms:
@@ -165,48 +163,17 @@ class Block:
             out = out + self.skip * x
         return norms["post"](out) if "post" in norms else out
 
-    def derivative(self, point: Tensor) -> Tensor:
-        """The Jacobian of the block without its norms at one point (d,), in float64; off kinks it is exact."""
-        x, up, down = point.double(), self.up.detach().double(), self.down.detach().double()
-
-        def bend(rows: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-            with torch.enable_grad():
-                z = (rows @ x + (0 if bias is None else bias.detach().double())).detach().requires_grad_()
-                value = self.phi.function(z)
-                (slope,) = torch.autograd.grad(value.sum(), z)
-            return z.detach(), value.detach(), slope
-
-        if self.gate is None:
-            _, _, slope = bend(up, self.up_bias)
-            return self.matrix + (down * slope) @ up
-        gate = self.gate.detach().double()
-        _, value, slope = bend(gate, self.gate_bias)
-        rows = up @ x + (0 if self.up_bias is None else self.up_bias.detach().double())
-        return self.matrix + (down * (slope * rows)) @ gate + (down * value) @ up
-
-    def derivative_size(self, point: Tensor) -> float:
-        """What rounding of `derivative` is relative to: the sizes of all that it adds up."""
-
-        def norm(value: Tensor | None) -> float:
-            return 0.0 if value is None else float(value.detach().double().norm())
-
-        up, gate, far = norm(self.up), norm(self.gate), float(point.norm())
-        rows, inner = far * up + norm(self.up_bias), far * gate + norm(self.gate_bias)
-        if self.gate is None:
-            return norm(self.matrix) + norm(self.down) * up * (1 + rows)
-        return norm(self.matrix) + norm(self.down) * (up + gate * rows) * (1 + inner)
-
     @property
     def extreme(self) -> bool:
         """Whether a row, a column or the skip is so large or small that squares of its entries leave float64."""
-        up, down = self.up.detach(), self.down.detach()
-        skip = self.skip.detach() if isinstance(self.skip, Tensor) else torch.tensor([self.skip], dtype=torch.float64)
-        sizes = [up.amax(1), up.amin(1), down.amax(0), down.amin(0), skip.max()[None], skip.min()[None]]
-        sizes = [torch.maximum(high.double(), -low.double()) for high, low in zip(sizes[::2], sizes[1::2], strict=True)]
-        sizes += [bias.detach().double().abs() for bias in (self.up_bias, self.down_bias) if bias is not None]
-        every = torch.cat([size.cpu() for size in sizes])
-        every = every[every > 0]
-        return bool(((every > 1e70) | (every < 1e-70)).any())
+        skip = self.skip.detach() if isinstance(self.skip, Tensor) else torch.tensor([[self.skip]], dtype=torch.float64)
+        most = [
+            torch.linalg.vector_norm(weight, torch.inf, dim=axis)
+            for weight, axis in ((self.up.detach(), 1), (self.down.detach(), 0), (skip, 0))
+        ]
+        most += [bias.detach().abs() for bias in (self.up_bias, self.down_bias) if bias is not None]
+        sizes = torch.cat([each.double().cpu() for each in most])
+        return bool(((sizes > 1e70) | ((sizes > 0) & (sizes < 1e-70))).any())
 
     def bare(self) -> Block:
         """The block with its norms set aside: the question of the paper."""

@@ -15,6 +15,7 @@ from torch import Tensor
 from unskip.absorption._problem import EPS, Problem
 
 ROUNDS = 3  # of random products
+ROUNDING = 64 * EPS
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,23 +32,22 @@ class Groups:
 def groups(at: Problem) -> Groups | None:
     """The groups, or None where two units, or a unit and nothing, cannot be told apart."""
     up, bias, phi = at.up, at.bias, at.block.phi
-    lengths, columns = at.lengths, at.columns
-    idle = (lengths == 0) | (columns == 0)
+    lengths = at.lengths
+    idle = (lengths == 0) | (at.columns == 0)
     side = torch.zeros_like(bias)
     if at.bounded and at.domain is not None:
-        side = at.domain.side(up, bias, at.bend)
+        side = at.domain.side(up, bias)
         if bool((~idle & (side == 0) & ~at.domain.cuts(up, bias)).any()):
             return None
         idle = idle | (side != 0)
     size = lengths.clamp(min=1e-300) if phi.homogeneous else torch.ones_like(lengths)
-    rough = 64 * (max(at.block.inputs, at.block.outputs) if at.block.norms else 1) * EPS * at.spread
     units = torch.nonzero(~idle).flatten()
     label = torch.zeros_like(units)
     generator = torch.Generator().manual_seed(977)
     for _ in range(ROUNDS if len(units) else 0):
         probe = torch.rand(up.shape[1] + 1, generator=generator, dtype=torch.float64).to(up.device) - 0.5
         value = ((up @ probe[:-1] + bias * probe[-1]) / size)[units].abs()
-        scale = (torch.hypot(lengths, bias) / size * rough)[units] * 4 * up.shape[1] ** 0.5
+        scale = (torch.hypot(lengths, bias) / size)[units] * ROUNDING * 4 * up.shape[1] ** 0.5
         label = _refine(label, value, scale)
     of = torch.full_like(idle, -1, dtype=torch.long)
     of[units] = label
@@ -64,13 +64,13 @@ def groups(at: Problem) -> Groups | None:
         mine, theirs = (torch.cat([up[k], bias[k, None]], 1) for k in (at_once, other))
         turn[at_once] = torch.where((mine * theirs).sum(1) >= 0, 1.0, -1.0).to(turn)
         gap = (mine - turn[at_once, None] * stretch * theirs).norm(dim=1)
-        if bool((gap > 1e3 * torch.maximum(rough[at_once], rough[other]) * mine.norm(dim=1)).any()):
+        if bool((gap > 1e3 * ROUNDING * mine.norm(dim=1)).any()):
             return None
         ratio[at_once] = stretch.flatten()
     if len(follow):  # groups whose columns cancel count for nothing either
         joint = _joint(at, of, ratio, count)
         bulk = at.long_down.new_zeros(count).index_add_(0, label, (at.long_down * ratio)[units])
-        gone = joint.norm(dim=0) <= max(64 * EPS, float(rough.max())) * bulk
+        gone = joint.norm(dim=0) <= ROUNDING * (len(at.down) if at.block.norms else 1) * bulk
         keep = torch.where(gone, -1, torch.cumsum((~gone).long(), 0) - 1)
         of = torch.where(of >= 0, keep[of.clamp(min=0)], of)
         head = head[~gone]

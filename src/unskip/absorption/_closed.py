@@ -2,9 +2,8 @@
 
 bounded activation, or a norm on the branch    G is bounded and F grows like A x
 ELU, SELU, CELU, Mish, |z|                     no sum of their units is linear, so A would have to be 0
-degree k > 1, or a gate with g(0) = 0          without hidden biases G is flat at the origin, and F moves like DF(0)
+ReLU^2, z^2, or a gate with g(0) = 0           without hidden biases G is flat at the origin, and F moves like A x
 linear                                         F is one matrix; only its rank counts
-any activation, width h < d                    DG has rank at most h at every point
 
 Behind a norm n(x) equality on any open set is ruled out too. Where every unit stays in one piece of its activation both
 sides are analytic in n(x), which is bounded, so A x would be bounded on a cone. The pieces of softsign have poles; but
@@ -14,8 +13,6 @@ rational in n, which it is not (with eps = 0 the right side does not change with
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 
@@ -24,22 +21,14 @@ from unskip.absorption._problem import Problem
 from unskip.absorption._verdict import Certificate, Obstruction
 
 
-def direction(skip: Tensor) -> Tensor | None:
-    """The axis that the skip moves most, or None where it moves nothing."""
-    sizes = skip.norm(dim=0)
-    if not float(sizes.max()) > 0:
+def _moved(problem: Problem) -> dict[str, Tensor] | None:
+    """The axis that the skip moves most, as data of a certificate, or None where it moves nothing."""
+    sizes = problem.skip.norm(dim=0)
+    if float(sizes.max()) <= 1e-9 * problem.long_skip:
         return None
-    axis = torch.zeros(skip.shape[1], dtype=torch.float64, device=skip.device)
+    axis = torch.zeros_like(sizes)
     axis[int(sizes.argmax())] = 1.0
-    return axis
-
-
-def _moved(problem: Problem) -> tuple[Tensor, dict[str, Tensor]] | None:
-    axis = direction(problem.skip)
-    if axis is None or float((problem.skip @ axis).norm()) <= 1e-9 * float(problem.block.matrix.norm()):
-        return None
-    where = {} if problem.basis is None else {"basis": problem.basis}
-    return axis, {"direction": axis, **where}
+    return {"direction": axis}
 
 
 def growth(problem: Problem) -> Obstruction | None:
@@ -61,7 +50,7 @@ def growth(problem: Problem) -> Obstruction | None:
         )
     else:
         sentence = f"{block.phi.name} is bounded, so the MLP stays bounded, and the skip grows with the input."
-    return Obstruction(sentence, Certificate("growth", found[1]))
+    return Obstruction(sentence, Certificate("growth", found))
 
 
 def family(problem: Problem) -> Obstruction | None:
@@ -74,75 +63,25 @@ def family(problem: Problem) -> Obstruction | None:
     sentence = (
         f"Units of {block.phi.name} cannot add up to a linear map, at any width, so nothing can stand for the skip."
     )
-    return Obstruction(sentence, Certificate("family", found[1]))
+    return Obstruction(sentence, Certificate("family", found))
 
 
-def flat(problem: Problem) -> list[Obstruction]:
-    """Gates with g(0) = 0 and activations of degree above 1, without hidden biases in the replacement."""
-    block, phi = problem.block, problem.block.phi
-    gate = block.gated and phi.at_zero == 0 and math.isfinite(phi.lipschitz)
-    power = not block.gated and phi.family == "power"
-    if not (gate or power) or problem.hidden_bias or problem.caveat is not None or not phi.trusted:
-        return []
-    if {"pre", "out", "input"} & block.norms.keys() or not sees_origin(problem):
-        return []
-    matrix = problem.skip
-    if block.up_bias is not None or block.gate_bias is not None:
-        inner = block.gate_bias if block.gated else block.up_bias
-        if not phi.analytic and (inner is None or any(bool((inner == kink).any()) for kink in phi.kinks)):
-            return []  # a kink at the origin
-        point = torch.zeros(block.inputs, dtype=torch.float64, device=block.up.device)
-        matrix = block.derivative(point)
-        if "post" in block.norms and block.norms["post"].kind == "layernorm":
-            matrix = matrix - matrix.mean(0)
-        if not float(matrix.norm()) > max(1e-6, 32 * block.grain) * block.derivative_size(point):
-            return []
-    axis = direction(matrix)
-    if axis is None:
-        return []
-    found = []
-    if power or phi.degree is not None:
-        degree = (phi.degree or 1) + (1 if gate else 0)
-        sentence = (
-            f"Without hidden biases the MLP is homogeneous of degree {degree}, so close to the origin it vanishes "
-            "against the skip, which is of degree 1. No width helps."
-        )
-        found.append(Obstruction(sentence, Certificate("degree", {"direction": axis})))
-    if gate:
-        sentence = (
-            f"The gate {phi.name} is 0 at 0, so without hidden biases the MLP has no linear part at the origin, and "
-            "the block has one. No width helps."
-        )
-        found.append(Obstruction(sentence, Certificate("linearisation", {"direction": axis})))
-    return found
-
-
-def sees_origin(problem: Problem) -> bool:
-    """Whether what holds on the domain holds around the origin: it lies inside, or everything is analytic."""
-    if problem.domain is None or problem.block.phi.analytic:
-        return True
-    return bool(problem.domain.holds(torch.zeros_like(problem.domain.middle)))
-
-
-def bottleneck(problem: Problem) -> Obstruction | None:
-    """A replacement narrower than its input forgets directions that the block keeps."""
-    block, width = problem.block, problem.width
-    if block.norms or not block.phi.trusted or width >= min(block.inputs, block.outputs) or block.inputs > 1024:
+def flat(problem: Problem) -> Obstruction | None:
+    """Gates with g(0) = 0, ReLU^2 and z^2, without hidden biases."""
+    block, phi, found = problem.block, problem.block.phi, _moved(problem)
+    applies = phi.at_zero == 0 if block.gated else phi.family == "power"
+    if found is None or not applies or problem.caveat is not None or not phi.trusted:
         return None
-    generator = torch.Generator().manual_seed(1)
-    point = torch.randn(block.inputs, generator=generator, dtype=torch.float64)
-    if problem.domain is not None:
-        point = problem.domain.sample(1, generator)[0]
-    point = point.to(block.up.device)
-    jacobian = block.derivative(point)
-    values = torch.linalg.svdvals(jacobian)
-    scale = block.derivative_size(point)
-    if not float(values[width]) > (2e-9 + 16 * block.grain) * scale:
+    if problem.hidden_bias or block.up_bias is not None or block.gate_bias is not None:
         return None
+    domain = problem.domain
+    if domain is not None and not phi.analytic and not bool(domain.holds(torch.zeros_like(domain.center))):
+        return None  # what holds on the domain need not hold around the origin
+    what = f"The gate {phi.name} is 0 at 0, so" if block.gated else f"{phi.name} is of degree 2, so"
     sentence = (
-        f"At one point the block moves its output in more than {width} directions, and {width} units cannot follow."
+        f"{what} without hidden biases the MLP has no linear part at the origin, and the skip is one. No width helps."
     )
-    return Obstruction(sentence, Certificate("bottleneck", {"point": point, "value": float(values[width])}))
+    return Obstruction(sentence, Certificate("linearisation", found))
 
 
 def linear(problem: Problem) -> tuple[Block | None, float, Obstruction | None]:

@@ -32,27 +32,11 @@ class Built:
 def build(problem: Problem, keys: Keys, flips: Tensor, split: tuple[int, ...] = ()) -> Built | None:
     """The replacement that flips some keys, splits others, and spends what is left on fresh pairs."""
     block = problem.block
-    up, down = block.up.detach().double(), block.down.detach().double()
+    up = block.up.detach().double()
     bias = up.new_zeros(len(up)) if block.up_bias is None else block.up_bias.detach().to(up)
     flips = flips.to(up.device)
     kept = keys.without(split)
     rest = (keys.joint[:, kept] * flips[kept]) @ keys.rows[kept] - keys.goal
-    plain = bool((keys.sizes == 1).all()) and keys.count == block.width == problem.width
-    if plain and not split:
-        sign = 1 - 2.0 * flips.double()
-        order = keys.first
-        rows, biases, columns = up.clone(), bias.clone(), down
-        rows[order] = up[order] * sign[:, None]
-        biases[order] = bias[order] * sign
-        chosen = order[flips]
-        const = None if block.down_bias is None else block.down_bias.detach().to(up)
-        shift = problem.odd * down[:, chosen] @ bias[chosen]
-        if problem.offset is not None:  # along it the flips need not add up; it is a constant
-            shift = shift + (block.matrix + problem.odd * down[:, chosen] @ up[chosen]) @ problem.offset
-        if bool(shift.any()):
-            const = shift if const is None else const + shift
-        made = _finish(problem, rows, biases, columns, const)
-        return None if made is None else Built(made, problem.odd * rest, chosen.sort().values)
     sign = torch.where(kept, 1 - 2.0 * flips.double(), torch.ones_like(kept, dtype=torch.float64))
     rows, biases = up[keys.first] * sign[:, None], bias[keys.first] * sign
     columns = _joint(problem, keys)
@@ -76,15 +60,14 @@ def build(problem: Problem, keys: Keys, flips: Tensor, split: tuple[int, ...] = 
     biases = torch.cat([biases, biases.new_zeros(spare)])
     columns = torch.cat([columns, columns.new_zeros(len(columns), spare)], 1)
     # One point settles the constant.
-    point = up.new_zeros(1, up.shape[1])
-    if problem.offset is not None:
-        point = problem.offset[None]
-    elif problem.domain is not None:
-        point = problem.domain.middle[None]
+    point = up.new_zeros(1, up.shape[1]) if problem.domain is None else problem.domain.center[None]
     there = block.phi.function(point @ rows.mT + biases) @ columns.mT
     const = (block.bare().double()(point) - there)[0]
     made = _finish(problem, rows, biases, columns, const)
-    return None if made is None else Built(made, problem.odd * rest, None)
+    if made is None:
+        return None
+    only_flips = not split and len(keys.first) == block.width == problem.width
+    return Built(made, problem.odd * rest, keys.first[flips] if only_flips else None)
 
 
 def _joint(problem: Problem, keys: Keys) -> Tensor:
@@ -110,13 +93,8 @@ def _fresh(problem: Problem, rest: Tensor, room: int) -> tuple[Tensor, Tensor, T
     columns, lines = left[:, :use] * root, right[:use] * root[:, None]
     remains = rest - columns @ lines
     lines, shifts = (lines, lines.new_zeros(use)) if problem.output_bias else (lines[:, :-1], lines[:, -1])
-    seen = lines
-    if problem.basis is not None and problem.offset is not None:
-        lines = lines @ torch.linalg.pinv(problem.basis)
-        shifts = shifts - lines @ problem.offset
-        seen = lines @ problem.basis
     if affine and problem.domain is not None:  # one unit each, whose hinge misses the domain
-        shifts = shifts + 1.01 * problem.domain.reach(seen) + problem.bend
+        shifts = shifts + 1.01 * problem.domain.reach(lines)
         return lines, shifts, problem.odd * columns, remains
     return torch.cat([lines, -lines]), torch.cat([shifts, -shifts]), torch.cat([columns, -columns], 1), remains
 

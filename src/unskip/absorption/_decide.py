@@ -8,6 +8,7 @@ the inputs that the verdict names, for replacements of the width and with the bi
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import get_args
 
@@ -29,6 +30,7 @@ from unskip.absorption._verify import holding, verify
 from unskip.anatomy import MlpParts
 from unskip.errors import BadInput
 
+ROUNDED = "all inputs, up to rounding that grows with the input"
 CHECKED = 200_000  # weights of a block whose certificates are checked before they are handed out
 
 
@@ -56,8 +58,6 @@ def absorb(
         raise BadInput(f"absorb: tolerance is a relative change of the weights between 0 and 1, got {tolerance!r}")
     found = block if isinstance(block, Block) else block_of(block, example)
     place = as_domain(domain, found.inputs)
-    if place is not None and "input" in found.norms:
-        raise BadInput("absorb: the norm before the block says what its inputs are; leave domain out")
     with torch.no_grad():
         verdict = _checked(_absorb(found, found.width if width is None else width, biases, place))
         if tolerance is None or verdict.status == "possible":
@@ -77,9 +77,15 @@ def _checked(verdict: Verdict) -> Verdict:
         return verdict
     why = "a replacement was found, but its outputs do not agree closely enough with the block's"
     return replace(
-        verdict, status="undecided", reason=f"Not decided: {why}.", certificate=None, error=None, exact=False,
-        flips=None, weights=None, extra_width=None,
-    )  # fmt: skip
+        verdict,
+        status="undecided",
+        reason=f"Not decided: {why}.",
+        certificate=None,
+        error=None,
+        flips=None,
+        weights=None,
+        extra_width=None,
+    )
 
 
 def _absorb(block: Block, width: int, biases: Biases, domain: Domain | None) -> Verdict:
@@ -93,18 +99,15 @@ def _absorb(block: Block, width: int, biases: Biases, domain: Domain | None) -> 
             reason="There is no skip: the block is its own replacement.",
             certificate=Certificate("no-skip", {}),
             error=0.0,
-            exact=True,
             flips=torch.zeros(0, dtype=torch.long),
             extra_width=0,
             domain="all inputs",
             weights=pad(replace(block, skip=0.0), width),
         )
-    if not problem.up.shape[1]:
-        return _undecided(problem, plain, "the norm before the block leaves nothing of its input")
     if {"pre", "out"} & block.norms.keys():
         return _behind_a_norm(problem, plain)
     if block.gated:
-        return _impossible(problem, plain, _closed.flat(problem), _why(problem))
+        return _impossible(problem, plain, [_closed.flat(problem)], _why(problem))
     family = block.phi.family
     if family in ("odd-linear", "linear") and block.extreme:
         why = "its weights are so large or so small that float64 cannot hold their squares; rescale rows and columns"
@@ -113,7 +116,7 @@ def _absorb(block: Block, width: int, biases: Biases, domain: Domain | None) -> 
         return _class_o(problem, plain)
     if family == "linear":
         return _linear(problem, plain)
-    found = [o for o in (_closed.growth(problem), _closed.family(problem), *_closed.flat(problem)) if o is not None]
+    found = [_closed.growth(problem), _closed.family(problem), _closed.flat(problem)]
     return _impossible(problem, plain, found, _why(problem))
 
 
@@ -151,9 +154,8 @@ def _domain(problem: Problem) -> str:
     return "all inputs"
 
 
-def _impossible(problem: Problem, plain: Verdict, found: list[Obstruction], why: str) -> Verdict:
-    extra = _closed.bottleneck(problem)
-    every = [*found, *([extra] if extra is not None else [])]
+def _impossible(problem: Problem, plain: Verdict, found: Sequence[Obstruction | None], why: str) -> Verdict:
+    every = [each for each in found if each is not None]
     if every and problem.up.numel() + problem.down.numel() <= CHECKED:
         # A certificate that its check does not take, for a margin that is too thin, is none.
         stand = holding(plain, [each.certificate for each in every])
@@ -178,33 +180,25 @@ def _undecided(problem: Problem, plain: Verdict, why: str) -> Verdict:
 def _class_o(problem: Problem, plain: Verdict) -> Verdict:
     found = decide(problem)
     if found.built is None:
-        plain = replace(plain, flip_bound=found.bound, skip_norm=problem.size)
+        plain = replace(plain, skip_norm=problem.size)
         return _impossible(problem, plain, found.obstructions, found.why)
     flips = found.built.flips
-    if found.exact:
-        how = "the weights fulfil the flip criterion exactly"
-    elif flips is not None:
-        how = "flips make up the skip within the rounding of the stored weights"
-    else:
-        how = "units that the block can spare make up the skip"
-    done = f"{len(flips)} of {problem.block.width} rows change sign" if flips is not None else "units are rebuilt"
-    domain = plain.domain
-    if problem.domain is None:
-        domain = "all inputs" if found.exact else "all inputs, up to rounding that grows with the input"
+    how = "units that the block can spare make up the skip"
+    if flips is not None:
+        how = f"{len(flips)} of {problem.block.width} rows change sign, which makes up the skip within rounding"
     return replace(
         plain,
         status="possible",
-        reason=f"The block can absorb its skip: {how}, and {done}.",
+        reason=f"The block can absorb its skip: {how}.",
         certificate=Certificate(
             "construction" if flips is None else "flips", {} if flips is None else {"flips": flips}
         ),
         error=found.error,
-        exact=found.exact,
         flips=flips,
         extra_width=0,
         measured=found.measured,
         weights=found.built.block,
-        domain=domain,
+        domain=plain.domain if problem.domain is not None else ROUNDED,
     )
 
 
@@ -232,14 +226,14 @@ def _linear(problem: Problem, plain: Verdict) -> Verdict:
         extra_width=0,
         measured=seen.measured,
         weights=made,
-        domain="all inputs, up to rounding that grows with the input",
+        domain=ROUNDED,
     )
 
 
 def _behind_a_norm(problem: Problem, plain: Verdict) -> Verdict:
     found = _closed.growth(problem)
     why = problem.caveat or "the norm on the branch is neither a LayerNorm nor an RMSNorm, or the skip moves nothing"
-    return _impossible(problem, plain, [] if found is None else [found], why)
+    return _impossible(problem, plain, [found], why)
 
 
 def _why(problem: Problem) -> str:
@@ -252,8 +246,8 @@ def _why(problem: Problem) -> str:
         return f"on a bounded domain {block.activation} is not settled"
     if problem.hidden_bias and (block.gated or phi.family == "power"):
         return (
-            "with hidden biases the degree and linearisation arguments fail, and there are blocks that do absorb "
-            "their skip that way; nothing general is known"
+            "with hidden biases the linearisation argument fails, and there are blocks that do absorb their skip that "
+            "way; nothing general is known"
         )
     if block.gated and phi.at_zero != 0:
         return f"the gate {phi.name} is not 0 at 0, so the linearisation argument does not apply"

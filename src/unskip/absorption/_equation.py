@@ -1,4 +1,14 @@
-"""The flip equation: the bound that a matrix Y proves about it, and least squares in the box 0 <= t <= 1."""
+"""The flip equation: the bound that a matrix Y proves about it, and least squares in the box 0 <= t <= 1.
+
+    sum_k t_k J_k u_k^T = B,   t in {0, 1}^m
+
+For any matrix Y let g_k = J_k^T Y u_k. Over all t in [0, 1]^m the left side stays at least
+
+    LB(Y) = max( <Y, B> - sum_k max(g_k, 0),  sum_k min(g_k, 0) - <Y, B> ) / |Y|_F
+
+away from B, so one Y with LB(Y) > 0 rules all flip sets out. The residual of least squares in the box has the greatest
+LB of all, the distance itself.
+"""
 
 from __future__ import annotations
 
@@ -15,44 +25,13 @@ FREE = 1500  # unknowns inside the box that are still solved for
 
 
 @dataclass(frozen=True, eq=False)
-class Seen:
-    """What a Y says of the equation: <Y, B>, g, |Y|_F and what rounding may have added to sums of them."""
-
-    inner: float
-    g: Tensor
-    norm: float
-    slack: float
-
-
-def seen_by(joint: Tensor, rows: Tensor, goal: Tensor, matrix: Tensor) -> Seen:
-    """What the matrix Y says of sum_k t_k J_k u_k^T = B."""
-    parts, size, large = [], goal.new_zeros(()), matrix.abs()
-    for start in range(0, len(rows), UNITS):  # in parts, to keep memory low
-        part = slice(start, start + UNITS)
-        parts.append((joint[:, part] * (matrix @ rows[part].mT)).sum(0))
-        size = size + (joint[:, part].abs() * (large @ rows[part].abs().mT)).sum()
-    g = torch.cat(parts) if parts else goal.new_zeros(0)
-    terms = matrix * goal
-    slack = (len(goal) + goal.shape[1] + len(rows) + 16) * 2 * EPS * float(size + terms.abs().sum())
-    return Seen(float(terms.sum()), g, float(matrix.norm()), slack)
-
-
-def lower_bound(joint: Tensor, rows: Tensor, goal: Tensor, matrix: Tensor) -> float:
-    """LB(Y) less what rounding could have added to it."""
-    seen = seen_by(joint, rows, goal, matrix)
-    gap = max(seen.inner - float(seen.g.clamp(min=0).sum()), float(seen.g.clamp(max=0).sum()) - seen.inner)
-    return (gap - seen.slack) / seen.norm if gap > 0 and seen.norm else -math.inf
-
-
-@dataclass(frozen=True, eq=False)
 class Dual:
-    """A matrix Y on some rows and columns; a vector is its diagonal. With `index` it pins t_index, else bars all t."""
+    """A matrix Y on some rows and columns that keeps every t away; a vector is its diagonal."""
 
     matrix: Tensor
     rows: Tensor
     columns: Tensor
     bound: float
-    index: int | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,42 +49,38 @@ class Equation:
         """Some rows and columns of the whole equation."""
         return Equation(self.joint[at], self.rows[:, by].contiguous(), self.goal[at][:, by], at, by, self.tolerance)
 
-    def scale(self) -> Tensor:
-        """(m,) the sizes of the rank-ones."""
-        sizes: Tensor = self.joint.norm(dim=0) * self.rows.norm(dim=1)
-        return sizes.clamp(min=1e-300)
+    def bound(self, matrix: Tensor) -> float:
+        """LB(Y), less what rounding could have added to it. A vector Y is a diagonal."""
+        parts, size, large = [], self.goal.new_zeros(()), matrix.abs()
+        for start in range(0, len(self.rows), UNITS):  # in parts, to keep memory low
+            joint, rows = self.joint[:, start : start + UNITS], self.rows[start : start + UNITS]
+            if matrix.ndim == 1:  # entry by entry, without a product of matrices
+                terms = joint.mT * rows * matrix
+                parts.append(terms.sum(1))
+                size = size + terms.abs_().sum()
+            else:
+                parts.append((joint * (matrix @ rows.mT)).sum(0))
+                size = size + (joint.abs() * (large @ rows.abs().mT)).sum()
+        g = torch.cat(parts) if parts else self.goal.new_zeros(0)
+        terms = matrix * (self.goal.diagonal() if matrix.ndim == 1 else self.goal)
+        inner, norm = float(terms.sum()), float(matrix.norm())
+        slack = (sum(self.goal.shape) + len(self.rows) + 16) * 2 * EPS * float(size + terms.abs().sum())
+        gap = max(inner - float(g.clamp(min=0).sum()), float(g.clamp(max=0).sum()) - inner)
+        return (gap - slack) / norm if gap > 0 and norm else -math.inf
 
     def dual(self, matrix: Tensor) -> Dual | None:
         """This Y, if it keeps every t away."""
-        bound = lower_bound(self.joint, self.rows, self.goal, matrix)
+        bound = self.bound(matrix)
         return Dual(matrix / float(matrix.norm()), self.at, self.by, bound) if bound > self.tolerance else None
 
-    def pinned(self, matrix: Tensor, index: int) -> Dual | None:
-        """This Y, if it pins t_index to what is neither 0 nor 1."""
-        seen = seen_by(self.joint, self.rows, self.goal, matrix)
-        own = float(seen.g[index])
-        rest = float(seen.g.abs().sum()) - abs(own)
-        away = min(abs(seen.inner), abs(seen.inner - own)) - rest - seen.slack
-        if not (seen.norm and away > seen.norm * self.tolerance):
-            return None
-        return Dual(matrix / seen.norm, self.at, self.by, away / seen.norm, index)
-
-
-def trace(whole: Equation) -> Dual | None:
-    """The test with a diagonal Y = B, for A = I the trace: entry by entry, without a product of matrices."""
-    joint, rows, diagonal = whole.joint, whole.rows, whole.goal.diagonal()
-    parts, size = [], diagonal.new_zeros(())
-    for start in range(0, len(rows), UNITS):  # in parts, to keep memory low
-        part = slice(start, start + UNITS)
-        terms = joint[:, part].mT * rows[part] * diagonal
-        parts.append(terms.sum(1))
-        size = size + terms.abs_().sum()
-    g = torch.cat(parts) if parts else diagonal.new_zeros(0)
-    inner = float(diagonal.square().sum())
-    slack = (len(diagonal) + len(rows) + 16) * 2 * EPS * (float(size) + inner)
-    gap = max(inner - float(g.clamp(min=0).sum()), float(g.clamp(max=0).sum()) - inner) - slack
-    norm = float(diagonal.norm())
-    return Dual(diagonal / norm, whole.at, whole.by, gap / norm) if gap > norm * whole.tolerance else None
+    def closest(self, rough: bool = False) -> Tensor:
+        """(m,) the t in [0, 1]^m that comes near to the least distance; where it may be rough, in float32."""
+        dtype = torch.float32 if rough else torch.float64
+        joint, rows, goal = (value.to(dtype) for value in (self.joint, self.rows, self.goal))
+        gram = joint.mT @ joint
+        for part, lines in zip(gram.split(UNITS), rows.split(UNITS), strict=True):
+            part.mul_(lines @ rows.mT)
+        return boxed(gram, ((joint.mT @ goal) * rows).sum(1), 30 if rough else 800).double()
 
 
 def boxed(gram: Tensor, slope: Tensor, steps: int) -> Tensor:

@@ -20,13 +20,13 @@ from torch import Tensor
 
 from unskip.absorption._construct import Built, build, pivots
 from unskip.absorption._equation import Dual
-from unskip.absorption._exact import flips_exactly
 from unskip.absorption._keys import Keys, canonical, doubtful
 from unskip.absorption._measure import agree, linear_gap
 from unskip.absorption._problem import SHARE, Problem
-from unskip.absorption._refuse import needs_bias, spectral, where
-from unskip.absorption._search import search
+from unskip.absorption._search import equation, search
 from unskip.absorption._verdict import Certificate, Obstruction
+
+TIGHT = 2e10  # products that a tighter bound may cost
 
 
 @dataclass(eq=False)
@@ -35,11 +35,9 @@ class Outcome:
 
     built: Built | None = None
     error: float | None = None
-    exact: bool = False
     worst: float = math.inf  # of the replacement: its error over what is allowed
     measured: dict[str, float] = field(default_factory=dict)
     obstructions: list[Obstruction] = field(default_factory=list)
-    bound: float | None = None  # on |E_S|_F over all flip sets
     missed: float | None = None  # what the closest flip set that was not taken leaves of the skip
     why: str = ""  # where neither holds
 
@@ -51,30 +49,26 @@ def decide(problem: Problem) -> Outcome:
     dual = None if keys.spares < 0 else _possible(problem, keys, out)
     if out.built is not None:
         return out
-    if dual is not None and keys.spares == 0:
-        out.bound = abs(problem.odd) * dual.bound
     trust = distrust(problem)
     if trust is not None:
         out.why = f"no replacement was found; {trust}"
         return out
     doubt = doubtful(problem, keys)
-    if not problem.hidden_bias:
-        out.obstructions += needs_bias(problem, keys)
     if keys.spares + doubt < 0 and problem.block.phi.name != "hardswish":
         sentence = f"{keys.count} units each bend the input in their own place; {problem.width} units cannot do that."
-        out.obstructions.append(Obstruction(sentence, Certificate("count", {"keys": keys.count, **where(problem)})))
+        out.obstructions.append(Obstruction(sentence, Certificate("count", {"keys": keys.count})))
     elif keys.spares < 0:
         out.why = "it takes more units than that exactly, but rounding may have told some of the units apart"
         if problem.block.phi.name == "hardswish":
             out.why = "HardSwish units can stand in for one another, so fewer may do"
     elif keys.spares + doubt == 0:
-        out.obstructions += _only_flips(problem, keys, dual)
+        out.obstructions += _only_flips(dual)
         if problem.up.numel() + problem.down.numel() <= 2_000_000 and problem.output_bias:
-            out.obstructions += spectral(problem, 0)
+            out.obstructions += _spectral(problem, 0)
         out.why = _open(problem, keys, out)
     else:
         freer = problem.with_constant()
-        out.obstructions += spectral(freer, keys.spares + doubt)
+        out.obstructions += _spectral(freer, keys.spares + doubt)
         out.why = f"{keys.spares} spare units could be used in more ways than were tried, and no general proof applies"
         if doubt:
             out.why = (
@@ -99,19 +93,52 @@ def distrust(problem: Problem) -> str | None:
     return None
 
 
-def _only_flips(problem: Problem, keys: Keys, dual: Dual | None) -> list[Obstruction]:
+def _only_flips(dual: Dual | None) -> list[Obstruction]:
     if dual is None:
         return []
-    data = {"matrix": dual.matrix, "rows": dual.rows, "columns": dual.columns, "bound": dual.bound, **where(problem)}
-    if dual.index is not None:
-        data["index"] = dual.index
-        sentence = f"The only way to make up the skip takes a fraction of unit {int(keys.first[dual.index])}."
-        return [Obstruction(sentence, Certificate("integrality", data))]
-    sentence = (
-        "Flipping units is all that a replacement of this width can do, and no choice of units comes closer to the "
-        f"skip than {abs(problem.odd) * dual.bound:.3g} (Frobenius norm; the skip itself has {problem.size:.3g})."
-    )
+    data = {"matrix": dual.matrix, "rows": dual.rows, "columns": dual.columns, "bound": dual.bound}
+    sentence = "A replacement of this width can do no more than flip units, and no choice of units makes up the skip."
     return [Obstruction(sentence, Certificate("dual", data))]
+
+
+def flip_bound(problem: Problem, bound: float) -> float:
+    """How far every flip set stays from the skip (Frobenius norm), at least.
+
+    The `bound` of the certificate may say little. It is raised to the least distance over fractions of units where
+    that is cheap, unless it is close to what dropping the skip costs.
+    """
+    keys = canonical(problem)
+    m, (o, n) = keys.count, keys.goal.shape
+    if bound < 0.9 * float(keys.goal.norm()) and m * m * (o + n) <= TIGHT:
+        whole = equation(keys.joint, keys.rows, keys.goal)
+        solution = whole.closest(rough=m > 512)
+        bound = max(bound, whole.bound(keys.goal - (keys.joint * solution) @ keys.rows))
+    return abs(problem.odd) * bound
+
+
+def _spectral(problem: Problem, spares: int) -> list[Obstruction]:
+    """|c| sigma_i(W_down) sigma_j(W_up) < sigma_rho(A) with i + j - 1 = rho - p: the units are too weak."""
+    if problem.bounded and problem.odd < 1:
+        return []  # units that are affine on the domain then weigh more than 1
+    skip, down, up = (torch.linalg.svdvals(part).tolist() for part in (problem.skip, problem.down, problem.up))
+    unit, margin = abs(problem.odd), 1e-9
+    slack = 2 * problem.tolerance
+    for rho in range(len(skip), spares, -1):
+        want = skip[rho - 1] * (1 - margin)
+        if want <= slack:
+            continue
+        for i in range(1, rho - spares + 1):
+            j = rho - spares - i + 1
+            left = (down[i - 1] if i <= len(down) else 0.0) + margin * down[0]
+            right = (up[j - 1] if j <= len(up) else 0.0) + margin * up[0]
+            if unit * left * right + slack < want:
+                sentence = (
+                    "The MLP is too weak to stand in for its skip: "
+                    f"{unit:.3g} * {left:.3g} * {right:.3g} is less than {want:.3g}, singular values of the two "
+                    "weights and of the skip."
+                )
+                return [Obstruction(sentence, Certificate("spectral", {"rank": rho, "i": i, "j": j, "spares": spares}))]
+    return []
 
 
 def _open(problem: Problem, keys: Keys, out: Outcome) -> str:
@@ -131,16 +158,12 @@ def _open(problem: Problem, keys: Keys, out: Outcome) -> str:
 
 def _possible(problem: Problem, keys: Keys, out: Outcome) -> Dual | None:
     """Looks for a replacement; what the search for flips proved on the way comes back."""
-    tolerance = problem.tolerance / abs(problem.odd)
     if keys.spares > 0:
         _best(problem, keys, _ways(problem, keys), out)
         if out.built is not None:
             return None
-    found = search(
-        keys.joint, keys.rows, keys.goal, tolerance, lambda flips: _accept(problem, keys, flips, (), out),
-        tight=keys.spares == 0,
-    )  # fmt: skip
-    return found.dual if out.built is None else None
+    whole = equation(keys.joint, keys.rows, keys.goal, problem.tolerance / abs(problem.odd))
+    return search(whole, lambda flips: _accept(problem, keys, flips, (), out))
 
 
 def _ways(problem: Problem, keys: Keys) -> Iterable[tuple[int, ...]]:
@@ -162,8 +185,7 @@ def _best(problem: Problem, keys: Keys, ways: Iterable[tuple[int, ...]], out: Ou
     for split in ways:
         this = Outcome()
         if _accept(problem, keys, nothing, split, this) and this.worst < out.worst:
-            out.built, out.error, out.exact = this.built, this.error, this.exact
-            out.worst, out.measured = this.worst, this.measured
+            out.built, out.error, out.worst, out.measured = this.built, this.error, this.worst, this.measured
 
 
 def _accept(problem: Problem, keys: Keys, flips: Tensor, split: tuple[int, ...], out: Outcome) -> bool:
@@ -188,13 +210,10 @@ def _accept(problem: Problem, keys: Keys, flips: Tensor, split: tuple[int, ...],
         noise = 1e-12 * problem.bulk
         if not float(gap.norm()) <= SHARE * float(skip.norm()) + noise:
             return False  # the dtype cannot hold the new weights well enough
-    seen = agree(block, built.block, problem.domain if problem.basis is None else None)
-    if not seen.holds:
-        return False
-    exact = built.flips is not None and flips_exactly(problem, built.flips)
-    if not exact and 2 * block.roundoff * bulk >= SHARE * problem.size > 0:
+    seen = agree(block, built.block, problem.domain)
+    if not seen.holds or 2 * block.roundoff * bulk >= SHARE * problem.size > 0:
         return False  # beside such weights rounding alone could hide or make a skip
-    out.built, out.exact, out.worst, out.measured = built, exact, seen.worst, seen.measured
+    out.built, out.worst, out.measured = built, seen.worst, seen.measured
     left = float((built.left if built.flips is not None else gap).norm())
     out.error = left / problem.size if problem.size else 0.0
     return True

@@ -127,7 +127,7 @@ def read_block(model: nn.Module, laid: PartsTrace, part: MlpParts) -> Block | No
     if isinstance(made, Block) and word != part.activation and rewired_state(model) is None:
         x, total = (values[node].detach().double() for node in (run.stream, run.add.index))
         kept = made.bare() if "post" in made.norms and not {"pre", "out"} & made.norms.keys() else made
-        known = "other" not in {norm.kind for norm in made.norms.values()} and "input" not in made.norms
+        known = "other" not in {norm.kind for norm in made.norms.values()}
         if known and not torch.allclose(kept.double()(x), total, rtol=1e-3, atol=1e-3 * float(total.abs().max())):
             return NoBlock(f"its activation was read as {word}, and its outputs on the example are others")
     return made

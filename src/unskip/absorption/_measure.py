@@ -71,15 +71,11 @@ def _inputs(block: Block, domain: Domain | None, size: float, generator: torch.G
     if domain is not None:
         return domain.sample(SAMPLES, generator).to(block.up.device)
     x = size * torch.randn(SAMPLES, block.inputs, generator=generator, dtype=torch.float64)
-    norm = block.norms.get("input")
-    if norm is None or norm.kind == "other":
-        return x.to(block.up.device)
-    out: Tensor = norm(x.to(block.up.device))
-    return torch.nan_to_num(out)  # a LayerNorm of one channel with eps = 0
+    return x.to(block.up.device)
 
 
 def _hidden_shift(block: Block, values: Tensor) -> Tensor:
-    """The outputs as far as a LayerNorm after the sum sees them."""
+    """Outputs (..., d_out) as far as a LayerNorm after the sum sees them."""
     norm = block.norms.get("post")
     return values - values.mean(-1, keepdim=True) if norm is not None and norm.kind == "layernorm" else values
 
@@ -97,15 +93,14 @@ def _terms(block: Block, x: Tensor) -> Tensor:
         gate, wide = linear(block.gate, block.gate_bias)
         hidden = (wide + zero + block.phi.function(gate).abs()) * size
     else:
-        power = block.phi.degree if block.phi.family == "power" else 1
-        hidden = size ** (power or 1) + zero + block.phi.function(value).abs()
+        hidden = size ** (2 if block.phi.family == "power" else 1) + zero + block.phi.function(value).abs()
     total = hidden @ block.down.abs().mT + x.abs() @ block.matrix.abs().mT
     sizes: Tensor = (total + (0.0 if block.down_bias is None else block.down_bias.abs())).norm(dim=1)
     return sizes
 
 
 def linear_gap(block: Block, other: Block) -> tuple[Tensor, Tensor]:
-    """The linear map between a block of class O and a replacement, and the skip, as far as the norms let them through.
+    """The linear map between a block of class O and a replacement, and the skip, as far as a norm lets them through.
 
     Equal blocks have the same A + (c / 2) W_down W_up. In a coarse dtype outputs alone would not show that a skip was
     dropped: beside large weights it is within their rounding.
@@ -113,13 +108,4 @@ def linear_gap(block: Block, other: Block) -> tuple[Tensor, Tensor]:
     half = float(block.phi.odd or 0) / 2
     ours, theirs = (half * each.down.detach().double() @ each.up.detach().double() for each in (block, other))
     skip = block.matrix
-    left = skip + ours - theirs
-    for norm in block.norms.values():
-        if norm.place == "input" and norm.kind != "other":
-            gain = left.new_ones(block.inputs) if norm.gain is None else norm.gain.detach().to(left)
-            left, skip = left * gain, skip * gain
-            if norm.kind == "layernorm":
-                left, skip = (each - each.mean(1, keepdim=True) for each in (left, skip))
-        elif norm.place == "post" and norm.kind == "layernorm":
-            left, skip = (each - each.mean(0, keepdim=True) for each in (left, skip))
-    return left, skip
+    return _hidden_shift(block, (skip + ours - theirs).mT).mT, _hidden_shift(block, skip.mT).mT

@@ -2,23 +2,22 @@
 
 For a flip set S the change of W_down alone is closed form, -(A / c + V_S U_S) U_S^+. To move both weights each step
 solves Lambda U^T U + V V^T Lambda = R and takes V += Lambda U^T, U += V^T Lambda. S comes from the search for flips:
-the entries above 1/2 of least squares in the box 0 <= t <= 1, which is the flip set itself where there is one. Units
-that nearly share a key are the other way: moved onto it they leave units to spare.
+the entries above 1/2 of least squares in the box 0 <= t <= 1, which is the flip set itself where there is one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from unskip.absorption._block import Block
-from unskip.absorption._keys import canonical, snapped
+from unskip.absorption._keys import canonical
 from unskip.absorption._measure import agree
 from unskip.absorption._problem import Problem, reduce
-from unskip.absorption._search import search
+from unskip.absorption._search import equation
 from unskip.absorption._verdict import Verdict
 
 Again = Callable[[Block, Verdict], Verdict]  # the same question about other weights
@@ -43,9 +42,8 @@ def flip_sets(problem: Problem) -> list[Tensor]:
     if problem.skip.shape[0] == problem.up.shape[1]:
         found.append(problem.odd * ((problem.skip @ problem.up.mT) * problem.down).sum(0) < 0)
     if keys.count == len(units):
-        solution = search(keys.joint, keys.rows, keys.goal, 0.0, lambda flips: False).solution
-        if solution is not None:
-            found.insert(0, solution > 0.5)
+        whole = equation(keys.joint, keys.rows, keys.goal)
+        found.insert(0, whole.closest(rough=keys.count > 512) > 0.5)
     return found
 
 
@@ -67,19 +65,8 @@ def project(block: Block, problem: Problem, joint: bool = True, steps: int = 40)
     up, down = up.clone(), down.clone()
     up[chosen], down[:, chosen] = new_up, new_down
     made = replace(block, up=up.to(block.up.dtype), down=down.to(block.down.dtype))
-    return made, chosen.nonzero().flatten(), change(block, made)
-
-
-def change(block: Block, made: Block) -> float:
-    """|new weights - old| / |old| over both weights; a hidden bias that moves counts as moved."""
-
-    def parts(one: Block) -> list[Tensor]:
-        held = [one.up, one.down] + ([] if one.up_bias is None else [one.up_bias])
-        return [value.detach().double() for value in held]
-
-    moved = sum(float((a - b).square().sum()) for a, b in zip(parts(block), parts(made), strict=True))
-    whole = sum(float(b.square().sum()) for b in parts(block)[:2])
-    return float((moved / max(whole, 1e-300)) ** 0.5)
+    old, new = (torch.cat([each.up.flatten(), each.down.flatten()]).detach().double() for each in (block, made))
+    return made, chosen.nonzero().flatten(), float((new - old).norm() / old.norm().clamp(min=1e-300))
 
 
 def _moved(up: Tensor, down: Tensor, goal: Tensor, joint: bool, steps: int) -> tuple[Tensor, Tensor] | None:
@@ -107,34 +94,21 @@ def _sylvester(a: Tensor, b: Tensor, right: Tensor) -> Tensor:
 
 
 def near_absorbable(verdict: Verdict, tolerance: float, again: Again) -> Verdict | None:
-    """A `possible` with weights that are moved by at most the tolerance, or None. The least change is taken."""
-    block = verdict.block
-    best: Verdict | None = None
-    for made in _candidates(verdict, tolerance):
-        moved = change(block, made)
-        if moved > tolerance or (best is not None and best.change is not None and moved >= best.change):
-            continue
-        found = again(made, verdict)
-        if found.status != "possible" or found.weights is None:
-            continue
-        seen = agree(block, found.weights, verdict.inputs, tolerance=4 * tolerance)
-        reason = f"Within the tolerance: with weights moved by {moved:.2g} of their size the skip can be absorbed."
-        best = replace(
-            found, block=block, reason=reason, exact=False, error=seen.measured.get("float64"), flip_bound=None,
-            measured=seen.measured, tolerance=tolerance, change=moved, domain=verdict.domain,
-        )  # fmt: skip
-    return best
-
-
-def _candidates(verdict: Verdict, tolerance: float) -> Iterator[Block]:
+    """A `possible` with weights that are moved by at most the tolerance, or None."""
     block = verdict.block
     if block.gated or block.phi.family != "odd-linear" or {"pre", "out"} & block.norms.keys() or block.extreme:
-        return
-    problem = reduce(block, verdict.width, verdict.biases, verdict.inputs)
-    together = snapped(problem, tolerance)
-    if together is not None:
-        yield together
-    if "input" not in block.norms and verdict.width >= block.width:
-        found = project(block, problem)
-        if found is not None:
-            yield found[0]
+        return None
+    if verdict.width < block.width:
+        return None
+    near = project(block, reduce(block, verdict.width, verdict.biases, verdict.inputs))
+    if near is None or near[2] > tolerance:
+        return None
+    found = again(near[0], verdict)
+    if found.status != "possible" or found.weights is None:
+        return None
+    seen = agree(block, found.weights, verdict.inputs, tolerance=4 * tolerance)
+    reason = f"Within the tolerance: with weights moved by {near[2]:.2g} of their size the skip can be absorbed."
+    return replace(
+        found, block=block, reason=reason, error=seen.measured.get("float64"), measured=seen.measured,
+        tolerance=tolerance, change=near[2], domain=verdict.domain,
+    )  # fmt: skip

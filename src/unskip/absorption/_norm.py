@@ -14,7 +14,7 @@ from unskip.anatomy import NormParts
 from unskip.errors import BadInput
 
 NormKind = Literal["layernorm", "rmsnorm", "other"]
-NormPlace = Literal["pre", "post", "out", "input"]
+NormPlace = Literal["pre", "post", "out"]
 
 
 @dataclass(frozen=True, eq=False)

@@ -2,14 +2,14 @@
 
 Beside the verdict of a site with norms stands that of its MLP alone, y + MLP(y) with the norms set aside: the question
 of "Can an MLP Absorb Its Own Skip Connection?" (arXiv 2604.23705). For ReLU-like units it is asked again about the
-inputs that the MLP really gets: those of the data, or the ball that the norm before it gives. With data also the best
+inputs that the MLP really gets: those of the data, or all that the norm before it can give. With data also the best
 replacement of the same width on what the site reads.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, overload
 
 from torch import Tensor, nn
@@ -203,4 +203,4 @@ def _local(block: Block, read: Tensor | None, biases: Biases) -> Verdict | None:
     if read is not None:
         inputs = read.detach().double()
         return absorb(block.bare(), biases=biases, domain=Domain.around(inputs if norm is None else norm(inputs)))
-    return None if norm is None else absorb(replace(block, norm=replace(norm, place="input")), biases=biases)
+    return None if norm is None else absorb(block.bare(), biases=biases, domain=Domain.after(norm, block.inputs))

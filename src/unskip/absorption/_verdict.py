@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Literal
 
 from torch import Tensor
 
 from unskip.absorption._block import Block
 from unskip.absorption._domain import Domain
-from unskip.absorption._problem import Biases
+from unskip.absorption._problem import Biases, reduce
 from unskip.errors import BadInput
 
 Status = Literal["possible", "impossible", "undecided"]
@@ -58,9 +59,7 @@ class Verdict:
     obstructions: tuple[Obstruction, ...] = ()
     error: float | None = None  # possible: |F - G| as a linear map, relative to the skip (Frobenius norm)
     flips: Tensor | None = None  # possible: the units whose rows are turned around, where that is all it takes
-    exact: bool = False  # equal in exact arithmetic, not only within rounding
-    flip_bound: float | None = None  # no flip set comes closer than this (Frobenius); says nothing of other weights
-    skip_norm: float | None = None  # what that is to be compared with: the skip's own Frobenius norm, where it counts
+    skip_norm: float | None = None  # the skip's own Frobenius norm, to compare flip_bound with
     extra_width: int | None = None  # units more that are enough for an exact replacement; None: none is known, or never
     measured: Mapping[str, float] = field(default_factory=dict)  # output errors that were measured
     notes: tuple[str, ...] = ()
@@ -77,6 +76,17 @@ class Verdict:
                 "absorption.widen adds the units that it takes, absorption.approximate comes near at the same width"
             )
         return self.weights
+
+    @cached_property
+    def flip_bound(self) -> float | None:
+        """No flip set comes closer to the skip than this (Frobenius norm). Computed when it is asked for."""
+        from unskip.absorption._flips import flip_bound
+
+        for each in self.obstructions:
+            if each.kind == "dual":
+                problem = reduce(self.block, self.width, self.biases, self.inputs)
+                return flip_bound(problem, each.certificate.data["bound"])
+        return None
 
     def verify(self) -> bool:
         """Checks the verdict again from the weights and the certificates alone. An undecided one claims nothing."""
@@ -97,7 +107,6 @@ class Verdict:
             "obstructions": [{"kind": each.kind, "sentence": each.sentence} for each in self.obstructions],
             "error": self.error,
             "flips": None if self.flips is None else self.flips.tolist(),
-            "exact": self.exact,
             "flip_bound": self.flip_bound,
             "skip_norm": self.skip_norm,
             "extra_width": self.extra_width,
@@ -110,9 +119,11 @@ class Verdict:
     def __str__(self) -> str:
         block = self.block
         head = f"{block.inputs} > {block.width} > {block.outputs}, {block.activation}: {self.status}"
-        lines = [head + (" (exact)" if self.exact else ""), f"  {self.reason}", f"  holds on: {self.domain}"]
+        lines = [head, f"  {self.reason}", f"  holds on: {self.domain}"]
         for each in self.obstructions:
             lines.append(f"  obstruction: {each.kind}" + (f": {each.sentence}" if each.sentence != self.reason else ""))
+        if self.flip_bound is not None:
+            lines.append(f"  every flip set stays {self.flip_bound:.3g} or more from the skip ({self.skip_norm:.3g})")
         if self.error is not None:
             lines.append(f"  error of the replacement, relative to the skip: {self.error:.3g}")
         if self.change is not None:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from unskip.absorption._checks import CHECKS
 from unskip.absorption._measure import agree, linear_gap
-from unskip.absorption._problem import SHARE, Problem, reduce
+from unskip.absorption._problem import SHARE, reduce
 from unskip.absorption._verdict import Certificate, Verdict
 
 SEED = 20260426  # of inputs that the search has not seen
@@ -28,16 +28,8 @@ def verify(verdict: Verdict) -> bool:
 
 def holding(verdict: Verdict, certificates: Sequence[Certificate]) -> list[bool]:
     """Which of the certificates hold."""
-    problems: dict[int, Problem] = {}
-    found = []
-    for each in certificates:
-        check, basis = CHECKS.get(each.kind), each.data.get("basis")
-        if check is not None and id(basis) not in problems:
-            problems[id(basis)] = reduce(verdict.block, verdict.width, verdict.biases, verdict.inputs, basis)
-        # Behind a norm a certificate by flips has to name its basis.
-        needs = "input" in verdict.block.norms and basis is None
-        found.append(check is not None and not needs and check(problems[id(basis)], each.data))
-    return found
+    problem = reduce(verdict.block, verdict.width, verdict.biases, verdict.inputs)
+    return [each.kind in CHECKS and CHECKS[each.kind](problem, each.data) for each in certificates]
 
 
 def _replaces(verdict: Verdict) -> bool:
@@ -63,7 +55,7 @@ def _makes_up(verdict: Verdict) -> bool:
     block, other = verdict.block, verdict.weights
     assert other is not None
     phi, norms = block.phi, block.norms
-    affine = ("input" in norms or verdict.inputs is not None) and not phi.analytic  # the maps are not these
+    affine = verdict.inputs is not None and phi.homogeneous  # the maps are not these
     if block.gated or phi.odd is None or {"pre", "out"} & norms.keys() or affine:
         return True
     left, skip = linear_gap(block, other)

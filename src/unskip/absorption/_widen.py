@@ -163,7 +163,7 @@ def nearest(block: Block, joint: bool = True, steps: int = 40) -> Nearest:
     With `joint` both weights move, else W_down alone. The flip set is the one that the search comes closest with, all
     units, or those that point against the skip, whichever needs less.
     """
-    if block.gated or block.phi.family != "odd-linear" or {"pre", "out", "input"} & block.norms.keys():
+    if block.gated or block.phi.family != "odd-linear" or {"pre", "out"} & block.norms.keys():
         raise BadInput(
             f"nearest: no flip set makes up a skip for {block.activation} with norms {list(block.norms) or 'none'}; "
             "it takes a class-O activation such as relu or gelu, without a norm on the branch"
