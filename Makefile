@@ -37,7 +37,7 @@ test: lint ## lint, types and every test but the full matrices
 # A table is written by the tests of one file, so a file stays with one worker.
 test-all: export UNSKIP_WRITE_TABLES = 1
 test-all: lint ## lint, types and all tests; writes their tables into docs
-	$(PYTEST) --dist loadfile --cov --cov-report=term
+	$(PYTEST) --hypothesis-profile thorough --dist loadfile --cov --cov-report=term
 
 lint: $(INSTALLED) ## style, types, and the arrows between the rooms
 	$(BIN)/ruff check

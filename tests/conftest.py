@@ -16,7 +16,9 @@ from tests.tables import pytest_configure  # noqa: F401  (a hook: `make test-all
 # The pytest workers share the cores, and the models are tiny: more threads only wait for each other.
 torch.set_num_threads(1)
 # The same examples on every machine, and no time limit on one of them: the first may import or compile something.
-hypothesis.settings.register_profile("unskip", deadline=None, derandomize=True)
+# `make test-all` takes more of them (--hypothesis-profile thorough).
+hypothesis.settings.register_profile("unskip", deadline=None, derandomize=True, max_examples=25)
+hypothesis.settings.register_profile("thorough", deadline=None, derandomize=True, max_examples=100)
 hypothesis.settings.load_profile("unskip")
 
 

@@ -4,7 +4,6 @@ A ```python block is executed. In a ```console block each line `$ unskip ...` is
 """
 
 import shlex
-import subprocess
 import sys
 import textwrap
 from dataclasses import dataclass
@@ -12,6 +11,8 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+
+from unskip import cli
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -70,9 +71,8 @@ def run_python(block: Block, module: ModuleType) -> None:
 def run_console(block: Block) -> None:
     for line in block.text.splitlines():
         if line.startswith("$ unskip"):
-            command = [sys.executable, "-m", *shlex.split(line.removeprefix("$"), comments=True)]
-            done = subprocess.run(command, capture_output=True, text=True, timeout=300)
-            assert done.returncode == 0, f"{block}: {line}\n{done.stdout}{done.stderr}"
+            arguments = shlex.split(line.removeprefix("$ unskip"), comments=True)
+            assert cli.main(arguments) == 0, f"{block}: {line}"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

@@ -2,7 +2,6 @@
 
 import json
 import re
-import subprocess
 import sys
 from collections.abc import Iterator
 from importlib import import_module
@@ -10,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.commands import unskip_in
 
 from unskip import _plugins, cli
 from unskip._plugins import load_installed, load_plugins, loaded_plugins, plugin_of, with_plugins
@@ -121,12 +121,6 @@ class Halve(unskip.Shortcut):
     def weights_at(self, count, runs, step):
         return [(self.factor**site, 1.0) for site in range(count)]
 """
-
-
-def unskip_in(folder: Path, *args: str) -> tuple[int, str, str]:
-    command = [sys.executable, "-m", "unskip", *args]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300)
-    return done.returncode, done.stdout, done.stderr
 
 
 def test_a_shortcut_of_ones_own(tmp_path: Path) -> None:
