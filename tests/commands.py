@@ -1,4 +1,4 @@
-"""Commands in a process of their own, forked from the tests' so that nothing is imported again."""
+"""Commands and scripts in a process of their own, forked from the tests' so that nothing is imported again."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import os
 import sys
 import tempfile
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 
 import accelerate  # noqa: F401  (with the next: what commands import, before the fork)
@@ -14,13 +15,30 @@ import timm  # noqa: F401
 
 from unskip import cli, demo  # noqa: F401
 
+Outcome = tuple[int, str, str]  # the exit code, what was printed, and what was printed as errors
 
-def unskip_in(folder: Path, *args: str) -> tuple[int, str, str]:
-    """Runs `unskip ARGS` in a folder: the exit code, what it printed, and what it printed as errors."""
+
+def unskip_in(folder: Path, *args: str) -> Outcome:
+    """Runs `unskip ARGS` in a folder."""
+    return _forked(folder, lambda: cli.main(list(args)))
+
+
+def python_in(folder: Path, code: str) -> Outcome:
+    """Runs a script in a folder, from which it also imports."""
+
+    def run() -> int:
+        sys.path.insert(0, str(folder))
+        exec(code, {"__name__": "__main__"})
+        return 0
+
+    return _forked(folder, run)
+
+
+def _forked(folder: Path, run: Callable[[], int]) -> Outcome:
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
         child = os.fork()
         if child == 0:
-            _run(folder, args, out.fileno(), err.fileno())
+            _child(folder, run, out.fileno(), err.fileno())
         code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
         texts = []
         for file in (out, err):
@@ -29,15 +47,17 @@ def unskip_in(folder: Path, *args: str) -> tuple[int, str, str]:
         return code, texts[0], texts[1]
 
 
-def _run(folder: Path, args: tuple[str, ...], out: int, err: int) -> None:
-    """The child: never returns, so that nothing of pytest runs twice."""
+def _child(folder: Path, run: Callable[[], int], out: int, err: int) -> None:
+    """Never returns, so that nothing of pytest runs twice."""
     code = 1
     try:
         os.chdir(folder)
         os.dup2(out, 1)
         os.dup2(err, 2)
         sys.stdout, sys.stderr = os.fdopen(1, "w", closefd=False), os.fdopen(2, "w", closefd=False)
-        code = cli.main(list(args))
+        code = run()
+    except SystemExit as stop:
+        code = int(stop.code or 0)
     except BaseException:
         traceback.print_exc()
     finally:

@@ -2,8 +2,6 @@
 
 import json
 import pickle
-import subprocess
-import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from tests.anatomy import handmade as h
+from tests.commands import python_in
 
 import unskip
 from unskip import Anneal, Cut, Decay, Keep, Learn, Scale, Shortcut
@@ -19,7 +18,6 @@ from unskip.errors import BadInput, LoadError
 from unskip.wiring import Wiring, from_dict, parse, register
 from unskip.wiring._shortcut import _RULES
 
-ROOT = Path(__file__).parents[2]  # where `tests` is imported from
 X = torch.randn(2, 5, h.DIM, generator=torch.Generator().manual_seed(0))
 
 
@@ -131,14 +129,19 @@ class Fade(unskip.Shortcut):
         return [(self.rate**site, 1.0) for site in range(count)]
 """
 
+SAVE = """
+import fade_rules, torch, unskip
+from tests.anatomy import handmade as h
+model = h.Nested()
+unskip.rewire(model, "anneal:keep>fade:0.5@10", torch.randn(2, 5, h.DIM)).step(10)
+unskip.save(model, "saved")
+"""
+
 LOAD = """
-import sys, torch, unskip
-sys.path.insert(0, sys.argv[1])
-if sys.argv[3] == "with":
-    import fade_rules
+import unskip
 from tests.anatomy import handmade as h
 try:
-    model = unskip.load(sys.argv[2], h.Nested())
+    model = unskip.load("saved", h.Nested())
 except unskip.errors.LoadError as error:
     print("refused", error)
 else:
@@ -148,21 +151,9 @@ else:
 
 def test_a_saved_rule_is_loaded_where_its_module_is_imported_and_named_where_not(tmp_path: Path) -> None:
     (tmp_path / "fade_rules.py").write_text(PLUGIN)
-    code = (
-        "import sys, torch, unskip; sys.path.insert(0, sys.argv[1]); import fade_rules; "
-        "from tests.anatomy import handmade as h; m = h.Nested(); unskip.rewire(m, 'anneal:keep>fade:0.5@10', "
-        "torch.randn(2, 5, h.DIM)); unskip.Wiring.of(m).step(10); unskip.save(m, sys.argv[2])"
-    )
-    folder = tmp_path / "saved"
-
-    def run(*args: str) -> str:
-        done = subprocess.run([sys.executable, "-c", *args], capture_output=True, text=True, timeout=300, cwd=ROOT)
-        assert done.returncode == 0, done.stderr
-        return done.stdout
-
-    run(code, str(tmp_path), str(folder))
-    assert run(LOAD, str(tmp_path), str(folder), "with").split() == ["[1.0,", "0.5]"]
-    refused = run(LOAD, str(tmp_path), str(folder), "without")
+    assert python_in(tmp_path, SAVE) == (0, "", "")
+    assert python_in(tmp_path, f"import fade_rules{LOAD}") == (0, "[1.0, 0.5]\n", "")
+    _, refused, _ = python_in(tmp_path, LOAD)
     assert refused.startswith("refused")
     assert "'fade'" in refused
     assert "fade_rules" in refused

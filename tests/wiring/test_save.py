@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +12,7 @@ import torch
 import torchvision
 from diffusers import DiTTransformer2DModel
 from tests.anatomy import handmade as h
+from tests.commands import python_in
 from tests.wiring.folders import IMAGES, VIT, X, bert, gpt2, rope, vit
 from torch import nn
 from transformers import (
@@ -170,17 +168,9 @@ def test_a_function_of_a_file_builds_it_in_another_process(tmp_path: Path) -> No
     unskip.rewire(model, Decay(0.5), X)
     unskip.save(model, tmp_path / "m", builder={"spec": f"{file}:build", "kwargs": {"depth": 4}})
     torch.save(X, tmp_path / "x.pt")
-    code = "import torch, unskip, sys; model, x = unskip.load(sys.argv[1], trust=True), torch.load(sys.argv[2])\n"
-    code += "print(model(x).double().sum().item())"
-    root = str(Path(__file__).parents[2])
-    done = subprocess.run(
-        [sys.executable, "-c", code, str(tmp_path / "m"), str(tmp_path / "x.pt")],
-        capture_output=True,
-        text=True,
-        check=True,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([root, os.environ.get("PYTHONPATH", "")])},
-    )
-    assert float(done.stdout) == pytest.approx(model(X).double().sum().item(), rel=1e-5)
+    code = 'import torch, unskip; print(unskip.load("m", trust=True)(torch.load("x.pt")).double().sum().item())'
+    _, out, _ = python_in(tmp_path, code)
+    assert float(out) == pytest.approx(model(X).double().sum().item(), rel=1e-5)
 
 
 def test_tied_weights_survive(tmp_path: Path) -> None:
