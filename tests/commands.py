@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import os
+import socket
 import sys
 import tempfile
 import traceback
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
-import accelerate  # noqa: F401  (with the next: what commands import, before the fork)
-import sklearn.datasets  # noqa: F401
+import sklearn.datasets  # noqa: F401  (with the next: what commands import, before the fork)
 import timm  # noqa: F401
+from accelerate.state import AcceleratorState
 
 from unskip import cli, demo  # noqa: F401
 
@@ -34,17 +36,44 @@ def python_in(folder: Path, code: str) -> Outcome:
     return _forked(folder, run)
 
 
+def on_ranks(count: int, folder: Path, run: Callable[[], object]) -> None:
+    """Runs a function in `count` processes with the environment that torchrun gives its workers, on the CPU."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    shared = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port), "WORLD_SIZE": str(count), "ACCELERATE_USE_CPU": "1"}
+
+    def ranked(rank: int) -> int:
+        os.environ |= {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(count)}
+        AcceleratorState._reset_state(reset_partial_state=True)  # that of the tests' own process
+        return int(run() or 0)
+
+    begun = [_fork(folder, partial(ranked, rank)) for rank in range(count)]
+    for outcome in [end() for end in begun]:
+        assert outcome[0] == 0, outcome[2][-3000:]
+
+
 def _forked(folder: Path, run: Callable[[], int]) -> Outcome:
-    with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
-        child = os.fork()
-        if child == 0:
-            _child(folder, run, out.fileno(), err.fileno())
+    return _fork(folder, run)()
+
+
+def _fork(folder: Path, run: Callable[[], int]) -> Callable[[], Outcome]:
+    """Starts a process; what is returned waits for its end."""
+    files = tempfile.TemporaryFile(), tempfile.TemporaryFile()  # noqa: SIM115  (closed where they are read)
+    child = os.fork()
+    if child == 0:
+        _child(folder, run, *(file.fileno() for file in files))
+
+    def end() -> Outcome:
         code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
         texts = []
-        for file in (out, err):
-            file.seek(0)
-            texts.append(file.read().decode())
+        for file in files:
+            with file:
+                file.seek(0)
+                texts.append(file.read().decode())
         return code, texts[0], texts[1]
+
+    return end
 
 
 def _child(folder: Path, run: Callable[[], int], out: int, err: int) -> None:

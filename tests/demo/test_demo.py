@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.commands import python_in
 from tests.report.runs import folder
 
 from unskip import cli, demo
@@ -294,12 +295,7 @@ def test_data_that_is_not_there_ends_it_at_once(tmp_path: Path) -> None:
 
 
 def test_figures_that_cannot_be_drawn_end_it_at_once(tmp_path: Path) -> None:
-    import subprocess
-    import sys
-
-    command = [sys.executable, "-m", "unskip", "demo", "--out", str(tmp_path / "demo")]
-    done = subprocess.run(
-        command, env={**os.environ, "MPLBACKEND": "none-such"}, capture_output=True, text=True, check=False
-    )
-    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
-    assert "matplotlib, which draws the report, cannot be imported" in done.stderr
+    broken = "import sys; sys.modules['matplotlib'] = None; from unskip import cli; sys.exit(cli.main(['demo']))"
+    code, out, err = python_in(tmp_path, broken)
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert "matplotlib" in err

@@ -5,7 +5,6 @@ python -m torch.distributed.run --standalone --nproc-per-node 2 -m tests.optim.r
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import torch
@@ -51,7 +50,3 @@ def main(folder: Path) -> None:
             said = str(error)
         (folder / f"{name}-{rank}.txt").write_text(said)
     dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))

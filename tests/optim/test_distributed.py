@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
-from tests.optim.ranks import model
+from tests.commands import on_ranks
+from tests.optim.ranks import main, model
 
 pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="torch is built without distributed")
 
@@ -17,17 +15,7 @@ pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="to
 @pytest.fixture(scope="module")
 def left(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("ranks")
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [*command, "-m", "tests.optim.ranks", str(folder)],
-        cwd=Path(__file__).parents[2],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
+    on_ranks(2, folder, lambda: main(folder))
     return folder
 
 

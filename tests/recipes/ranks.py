@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -103,7 +102,3 @@ def sharded(folder: Path) -> None:
     }
     options |= {"freeze_last": 0.05, "bottleneck_norm": False, "head_norm": False, "log_every": 1, "device": "cpu"}
     unskip.train(unskip.recipes.dino("digits", fsdp="RANK" in os.environ, **options), folder / "run", quiet=True)
-
-
-if __name__ == "__main__":
-    (sharded if sys.argv[2:] == ["shard"] else main)(Path(sys.argv[1]))

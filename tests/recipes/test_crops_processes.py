@@ -3,36 +3,21 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file
+from tests.commands import on_ranks
+from tests.recipes.ranks import main, sharded
 
 from unskip.training import RunFolder
 
 pytestmark = pytest.mark.filterwarnings("ignore::unskip.errors.UnskipWarning")  # runs of a few steps look unhealthy
 
 
-def by_two(folder: Path, *words: str) -> None:
-    """`tests.recipes.ranks` on two processes."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    done = subprocess.run(
-        [*command, "-m", "tests.recipes.ranks", str(folder), *words],
-        cwd=Path(__file__).parents[2],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-
-
 def test_two_processes_are_one(tmp_path: Path) -> None:
     """Losses, centre, Sinkhorn's balance and weights after some steps: those of one process on the whole batch."""
-    by_two(tmp_path)
+    on_ranks(2, tmp_path, lambda: main(tmp_path))
     told = json.loads((tmp_path / "result.json").read_text())
     assert set(told) == {"centre", "sinkhorn", "contrast"}
     for name, row in told.items():
@@ -45,10 +30,7 @@ def test_two_processes_are_one(tmp_path: Path) -> None:
 @pytest.mark.full
 def test_a_sharded_run_is_the_run(tmp_path: Path) -> None:
     """Weights spread over two processes: the same losses, weights and neighbours, a frozen last layer included."""
-    from tests.recipes.ranks import sharded
-
-    (tmp_path / "two").mkdir()
-    by_two(tmp_path / "two", "shard")
+    on_ranks(2, tmp_path, lambda: sharded(tmp_path / "two"))
     sharded(tmp_path / "one")
     one, two = (RunFolder(tmp_path / name / "run") for name in ("one", "two"))
     weights, spread = (load_file(each.path / "checkpoints" / "step-4" / "model.safetensors") for each in (one, two))

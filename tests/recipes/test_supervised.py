@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import subprocess
-import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +13,7 @@ import pytest
 import torch
 from PIL import Image
 from safetensors.torch import load_file
+from tests.commands import on_ranks
 from tests.data.files import encoded, picture, write_parquet
 
 import unskip
@@ -300,22 +299,19 @@ def test_two_processes_take_the_same_steps_as_one(tmp_path: Path, others: list[s
     # No dropout, float32: only the order of sums differs.
     fields = {key: value for key, value in TINY.items() if key != "device"} | {"steps": 3, "checkpoint_every": 2}
     words = [f"--{key.replace('_', '-')}={value}" for key, value in fields.items()]
-    command = ["-m", "unskip", "train", "supervised", "--preset", "digits", *words, "--device=cpu", "--quiet"]
-    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "ACCELERATE_USE_CPU": "true"}
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    train = ["train", "supervised", "--preset", "digits", *words, "--device=cpu", "--quiet", "--out"]
     runs = {
-        "one": [sys.executable, *command, "--out", str(tmp_path / "one")],
-        "two": [*launch, *command, "--out", str(tmp_path / "two")],
-        "sharded": [*launch, *command, "--fsdp", "--out", str(tmp_path / "sharded")],
-        "resumed": [*launch, "-m", "unskip", "resume", str(tmp_path / "resumed"), "--quiet"],
+        "one": (1, [*train, "one"]),
+        "two": (2, [*train, "two"]),
+        "sharded": (2, [*train, "sharded", "--fsdp"]),
+        "resumed": (2, ["resume", "resumed", "--quiet"]),
     }
     runs = {name: runs[name] for name in ["one", *others]}
-    for name, words in runs.items():
+    for name, (processes, command) in runs.items():
         if name == "resumed":  # the sharded run again, from its checkpoint of step 2
             shutil.copytree(tmp_path / "sharded", tmp_path / "resumed")
             shutil.rmtree(tmp_path / "resumed" / "checkpoints" / "step-3")
-        done = subprocess.run(words, capture_output=True, text=True, timeout=240, env=environment, check=False)
-        assert done.returncode == 0, done.stderr[-3000:]
+        on_ranks(processes, tmp_path, partial(cli.main, command))
     found = {name: load_file(tmp_path / name / "checkpoints" / "step-3" / "model.safetensors") for name in runs}
     for key, value in found["one"].items():
         for name in runs:

@@ -6,7 +6,6 @@ python -m torch.distributed.run --standalone --nproc-per-node 2 -m tests.tools.r
 from __future__ import annotations
 
 import functools
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -138,7 +137,3 @@ def main(folder: Path) -> None:
     }
     torch.save(found, folder / f"rank{rank}.pt")
     dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from tests.commands import on_ranks
 from tests.tools.models import images, labels, vit
-from tests.tools.ranks import BATCH, RULES, optimizer_of, single, train
+from tests.tools.ranks import BATCH, RULES, main, optimizer_of, single, train
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
@@ -19,7 +17,6 @@ import unskip
 from unskip import Cut, Decay
 from unskip.errors import UnskipError
 
-ROOT = Path(__file__).parents[2]
 CLOSE = 1e-5
 
 pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="torch is built without distributed")
@@ -29,16 +26,7 @@ pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="to
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What the two ranks found; one start for all tests."""
     folder = tmp_path_factory.mktemp("ranks")
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    done = subprocess.run(
-        [*command, "-m", "tests.tools.ranks", str(folder)],
-        cwd=ROOT,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    on_ranks(2, folder, lambda: main(folder))
     return [torch.load(folder / f"rank{rank}.pt", weights_only=True) for rank in range(2)]
 
 

@@ -8,7 +8,7 @@ is InfoNCE (arXiv 1807.03748) over the crops of all processes. At random it is l
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -77,8 +77,22 @@ def contrast(one: Tensor, two: Tensor, temperature: float) -> Contrast:
 
 def _everywhere(z: Tensor) -> Tensor:
     """The rows of all processes, in their order; gradients go back to where a row came from."""
-    if not several_processes():
-        return z
-    from torch.distributed.nn.functional import all_gather
+    gathered: Tensor = _Gather.apply(z) if several_processes() else z
+    return gathered
 
-    return torch.cat(list(all_gather(z)))
+
+class _Gather(torch.autograd.Function):
+    """all_gather along rows. Its gradient is the sum of those of all processes for this process's rows."""
+
+    @staticmethod
+    def forward(context: Any, z: Tensor) -> Tensor:
+        context.rows = len(z)
+        parts = [torch.empty_like(z) for _ in range(torch.distributed.get_world_size())]
+        torch.distributed.all_gather(parts, z.contiguous())
+        return torch.cat(parts)
+
+    @staticmethod
+    def backward(context: Any, gradient: Tensor) -> Tensor:
+        total = gradient.clone(memory_format=torch.contiguous_format)
+        torch.distributed.all_reduce(total)
+        return total.split(context.rows)[torch.distributed.get_rank()]
