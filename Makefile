@@ -25,7 +25,7 @@ setup: $(INSTALLED) ## make .venv with the pinned versions of constraints.txt
 # The stamp is written last: an installation that broke off is taken up again.
 $(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev,hf]'
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[all,dev]'
 	@touch $@
 
 demo: $(INSTALLED) ## rewire, train with and without shortcuts, prove, and one page about it; minutes

@@ -11,8 +11,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-import sklearn.datasets  # noqa: F401  (with the next: what commands import, before the fork)
-import timm  # noqa: F401
+import timm  # noqa: F401  (with the next: what commands import, before the fork)
 from accelerate.state import AcceleratorState
 
 from unskip import cli, demo  # noqa: F401

@@ -37,6 +37,10 @@ class InitError(UnskipError):
     """An initialisation does not fit the model, or its check failed."""
 
 
+class MissingPackage(UnskipError, ImportError):
+    """An optional package that is not installed."""
+
+
 class TrainingError(UnskipError):
     """A run that cannot go on; its last checkpoint is whole."""
 

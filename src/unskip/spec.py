@@ -28,6 +28,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from unskip._extras import need
 from unskip._words import nearest
 from unskip.errors import BadInput, UnskipError
 
@@ -104,7 +105,7 @@ def _maker(spec: str) -> _Maker:
 
 
 def _from_timm(name: str, pretrained: bool, **kwargs: Any) -> nn.Module:
-    timm = _library("timm", "timm")
+    timm = need("timm")
     base = name.partition(".")[0]  # what follows the dot is a tag of pretrained weights
     if not timm.is_model(base):
         raise BadInput(f"timm has no model of this name{nearest(base, timm.list_models())}")
@@ -113,7 +114,7 @@ def _from_timm(name: str, pretrained: bool, **kwargs: Any) -> nn.Module:
 
 
 def _from_torchvision(name: str, pretrained: bool, **kwargs: Any) -> nn.Module:
-    models = _library("torchvision", "torchvision").models
+    models = need("torchvision").models
     if name not in models.list_models():
         raise BadInput(f"torchvision has no model of this name{nearest(name, models.list_models())}")
     options = {"weights": "DEFAULT" if pretrained else None}
@@ -126,7 +127,7 @@ def _from_torchvision(name: str, pretrained: bool, **kwargs: Any) -> nn.Module:
 
 
 def _from_hf(name: str, pretrained: bool, **kwargs: Any) -> nn.Module:
-    transformers = _library("transformers", "unskip[hf]")
+    transformers = need("transformers")
     folder = Path(name).expanduser()
     if folder.is_dir():
         if "_class_name" in _config(folder):
@@ -144,7 +145,7 @@ def _from_hf(name: str, pretrained: bool, **kwargs: Any) -> nn.Module:
 
 
 def _from_diffusers(name: str, pretrained: bool, **kwargs: Any) -> nn.Module:
-    diffusers = _library("diffusers", "unskip[hf]")
+    diffusers = need("diffusers")
     folder = Path(name).expanduser()
     if not folder.is_dir():
         raise BadInput("there is no such folder")
@@ -160,15 +161,6 @@ def _from_diffusers(name: str, pretrained: bool, **kwargs: Any) -> nn.Module:
         raise BadInput(f"its config.json has _class_name {config.get('_class_name')!r}, which is no model of diffusers")
     loader: Any = cls
     return _module(loader.from_pretrained(folder, **kwargs) if pretrained else loader.from_config(config, **kwargs))
-
-
-def _library(name: str, install: str) -> Any:
-    try:
-        return importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        if error.name != name:
-            raise
-        raise BadInput(f"{error.name} is not installed; pip install '{install}'") from error
 
 
 def _config(folder: Path) -> dict[str, Any]:
@@ -330,9 +322,9 @@ def _all(names: list[str]) -> str:
 def _library_of(name: str) -> str:
     """A hint for a bare name that a library knows."""
     with contextlib.suppress(BadInput):
-        if _library("timm", "timm").is_model(name):
+        if need("timm").is_model(name):
             return f"; perhaps timm:{name}"
-        if name in _library("torchvision", "torchvision").models.list_models():
+        if name in need("torchvision").models.list_models():
             return f"; perhaps torchvision:{name}"
     return ""
 

@@ -109,12 +109,9 @@ def _plugins(args: list[str]) -> tuple[list[str], list[str]]:
 
 
 def _run(command: str, args: list[str], plugins: list[str]) -> int:
-    try:
-        import tyro
-    except ModuleNotFoundError as error:
-        from unskip.errors import BadInput
+    from unskip._extras import need
 
-        raise BadInput("the command line needs tyro, which is not installed; pip install 'unskip[train]'") from error
+    tyro = need("tyro")
     from unskip.cli._say import warnings_in_a_line
 
     file, name, _ = COMMANDS[command]

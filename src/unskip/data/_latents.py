@@ -20,6 +20,7 @@ import numpy
 import torch
 from torch import Tensor, nn
 
+from unskip._extras import need
 from unskip.data._device import put
 from unskip.data._images import ImageSet, fingerprint
 from unskip.data._order import GEOMETRY, Order, check_world, share, stream
@@ -40,10 +41,7 @@ class Autoencoder:
     @staticmethod
     def open(folder: str | Path, device: str | torch.device = "cpu") -> Autoencoder:
         """From a folder that diffusers wrote."""
-        try:
-            import diffusers
-        except ImportError as error:
-            raise BadInput("latents need diffusers: pip install 'unskip[hf]'") from error
+        diffusers = need("diffusers")
         if not (Path(folder) / "config.json").is_file():
             raise BadInput(f"{folder}: no autoencoder there (it has no config.json); AutoencoderKL.save_pretrained")
         kind: Any = diffusers.AutoencoderKL

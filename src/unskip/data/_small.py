@@ -1,4 +1,4 @@
-"""Well-known sets that fit in memory: digits from scikit-learn, Fashion-MNIST, CIFAR and STL-10 from their files.
+"""Well-known sets that fit in memory: digits, which ship with the package; Fashion-MNIST, CIFAR and STL-10 from files.
 
 Nothing is downloaded unless asked for with download=True.
 """
@@ -15,6 +15,7 @@ import numpy
 import torch
 from torch import Tensor
 
+from unskip._extras import need
 from unskip.data._images import ImageSet
 from unskip.data._splits import divided
 from unskip.errors import BadInput
@@ -25,11 +26,9 @@ _FASHION = ("T-shirt/top", "Trouser", "Pullover", "Dress", "Coat", "Sandal", "Sh
 
 def digits(split: str, root: Path, download: bool) -> ImageSet:
     """1,797 handwritten digits, 8x8 and gray; a fixed fifth of each class is the test split."""
-    from sklearn.datasets import load_digits
-
-    data = load_digits()
-    images = torch.from_numpy((data.images * (255 / 16)).round().astype(numpy.uint8))[:, None]  # from 0..16
-    labels = torch.from_numpy(data.target.astype(numpy.int64))
+    with numpy.load(Path(__file__).with_name("digits.npz")) as data:  # DIGITS.md says where it is from
+        images = torch.from_numpy((data["images"] * (255 / 16)).round().astype(numpy.uint8))[:, None]  # from 0..16
+        labels = torch.from_numpy(data["labels"].astype(numpy.int64))
     kept, test = divided(labels, 5)
     everything = ImageSet("digits", split, tuple("0123456789"), labels, images)
     return everything.select(test if split == "test" else kept)
@@ -38,9 +37,8 @@ def digits(split: str, root: Path, download: bool) -> ImageSet:
 def fashion_mnist(split: str, root: Path, download: bool) -> ImageSet:
     """70,000 gray images of clothes, 28x28 (arXiv 1708.07747), from IDX files, packed with gzip or not."""
     if download:
-        from torchvision.datasets import FashionMNIST
-
-        _torchvision("fashion-mnist", root, lambda: FashionMNIST(str(root), download=True))
+        datasets = need("torchvision.datasets")
+        _torchvision("fashion-mnist", root, lambda: datasets.FashionMNIST(str(root), download=True))
     stem = "t10k" if split == "test" else "train"
     folders = (root / "FashionMNIST" / "raw", root / "fashion-mnist", root, DEBIAN)
     images, labels = (idx(_found(f"{stem}-{what}-ubyte", folders)) for what in ("images-idx3", "labels-idx1"))
@@ -75,16 +73,12 @@ def idx(file: Path) -> Tensor:
 
 def cifar10(split: str, root: Path, download: bool) -> ImageSet:
     """60,000 images of ten classes, 32x32."""
-    from torchvision.datasets import CIFAR10
-
-    return _cifar("cifar10", CIFAR10, split, root, download)
+    return _cifar("cifar10", need("torchvision.datasets").CIFAR10, split, root, download)
 
 
 def cifar100(split: str, root: Path, download: bool) -> ImageSet:
     """60,000 images of a hundred classes, 32x32."""
-    from torchvision.datasets import CIFAR100
-
-    return _cifar("cifar100", CIFAR100, split, root, download)
+    return _cifar("cifar100", need("torchvision.datasets").CIFAR100, split, root, download)
 
 
 def _cifar(name: str, kind: Any, split: str, root: Path, download: bool) -> ImageSet:
@@ -97,8 +91,7 @@ def _cifar(name: str, kind: Any, split: str, root: Path, download: bool) -> Imag
 
 def stl10(split: str, root: Path, download: bool) -> ImageSet:
     """5,000 and 8,000 labelled images, 96x96."""
-    from torchvision.datasets import STL10
-
+    STL10 = need("torchvision.datasets").STL10
     part = "test" if split == "test" else "train"
     data = _torchvision("stl10", root / STL10.base_folder, lambda: STL10(str(root), split=part, download=download))
     labels = torch.from_numpy(numpy.asarray(data.labels, dtype=numpy.int64))

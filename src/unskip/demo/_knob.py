@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+from unskip._extras import need
 from unskip.anatomy import audit
 from unskip.wiring import Cut, Decay, rewire
 
@@ -55,8 +56,7 @@ def turn(write: Callable[[str], object]) -> bool:
 
 def small_vit() -> nn.Module:
     """Four blocks of a timm ViT with random weights, the same every time."""
-    import timm
-
+    timm = need("timm")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model: nn.Module = timm.create_model(

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from unskip._extras import need
 from unskip._modes import evaluating
 from unskip.data import Preprocess, preprocess_of, usual_preprocess
 from unskip.errors import BadInput, LoadError, UnskipError
@@ -133,8 +134,7 @@ def _classifier(module: Any, made: Preprocess) -> Callable[[Tensor], tuple[Tenso
 
 
 def _timm(model: str, name: str | None, device: Any) -> Extractor:
-    import timm
-
+    timm = need("timm")
     try:
         module: Any = timm.create_model(model, pretrained=True)
     except Exception as error:  # whatever the hub raises without a network

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from unskip._extras import need
 from unskip._modes import evaluating
 from unskip._warn import warn
 from unskip.data import Feed, ImageSet, Normalise, preprocess_of
@@ -190,8 +191,7 @@ def _rate(model: nn.Module, rate: float) -> float:
 
 def _drop_paths(encoder: nn.Module, rate: float) -> None:
     """Drop path that grows with depth up to `rate`, where the blocks have a place for it."""
-    from timm.layers.drop import DropPath
-
+    DropPath = need("timm.layers").DropPath
     blocks: Any = getattr(encoder, "blocks", ())
     for index, block in enumerate(blocks):
         for name in ("drop_path1", "drop_path2"):

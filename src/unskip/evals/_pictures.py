@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from unskip._extras import need
 from unskip.anatomy import Example, PartsTrace, block_indices, trace_again, trace_parts
 from unskip.data import Normalise, preprocess_of
 from unskip.errors import BadInput, UnskipError
@@ -90,8 +91,7 @@ def pictures(
     `images` are normalised floats or bytes, a dozen at most; `normalise` is as in `patches`. What a model does not
     have, such as attention, is left white and named in the title.
     """
-    from PIL import Image, ImageDraw
-
+    Image, ImageDraw = need("PIL.Image"), need("PIL.ImageDraw")
     target = sheet_file(out)
     if not 1 <= len(images) <= 12:
         raise BadInput(f"pictures: {len(images)} images; a sheet holds 1 to 12")
@@ -140,8 +140,7 @@ def pictures(
 
 def sheet_file(out: str | Path) -> Path:
     """Where a sheet is written. Raises BadInput for a name that says no format it can be written in."""
-    from PIL import Image
-
+    Image = need("PIL.Image")
     target = Path(out)
     if Image.registered_extensions().get(target.suffix.lower()) not in Image.SAVE:
         raise BadInput(f"pictures: {out}: its name says no format that pictures are written in; end it in .png")

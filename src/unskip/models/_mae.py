@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from unskip._extras import need
 from unskip.errors import BadInput
 from unskip.models._vit import Grid, grid_of, narrowed, positions, sources
 
@@ -75,7 +76,7 @@ class Decoder(nn.Module):
         narrow: bool,
     ) -> None:
         super().__init__()
-        from timm.models.vision_transformer import Block
+        Block = need("timm.models.vision_transformer").Block
 
         self.narrow = narrow
         self.skips = skips  # for each of the first blocks, the encoder block whose output it gets

@@ -20,6 +20,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
+from unskip._extras import need
 from unskip.models._conditioned import (
     WAVES,
     check_images,
@@ -46,15 +47,14 @@ class SiTBlock(nn.Module):
 
     def __init__(self, width: int, heads: int, long_skip: bool) -> None:
         super().__init__()
-        from timm.layers.attention import Attention
-        from timm.layers.mlp import Mlp
+        layers = need("timm.layers")
 
         norm = partial(nn.LayerNorm, elementwise_affine=False, eps=1e-6)
         self.skip = nn.Linear(width, width) if long_skip else None
         self.norm1, self.norm2 = norm(width), norm(width)
-        self.attn = Attention(width, heads, qkv_bias=True)
+        self.attn = layers.Attention(width, heads, qkv_bias=True)
         gelu: Any = partial(nn.GELU, approximate="tanh")
-        self.mlp = Mlp(width, 4 * width, act_layer=gelu)
+        self.mlp = layers.Mlp(width, 4 * width, act_layer=gelu)
         self.adaLN_modulation = nn.Sequential(nn.SiLU(), nn.Linear(width, 6 * width))
 
     def forward(self, x: Tensor, condition: Tensor, mirror: Tensor | None = None) -> Tensor:
@@ -127,13 +127,11 @@ class SiT(nn.Module):
     ) -> None:
         """With `narrow` the stream has autocast's precision instead of float32: faster, and it rounds more."""
         super().__init__()
-        from timm.layers.patch_embed import PatchEmbed
-
         check_sizes("SiT", size, patch, width, depth, heads, classes)
         self.size, self.patch, self.channels, self.classes, self.narrow = size, patch, channels, classes, narrow
         self.default_cfg = {"input_size": (channels, size, size)}  # by which an audit knows what the model takes
         self.mirrors = mirrored(depth) if long_skips else {}
-        self.x_embedder = PatchEmbed(size, patch, channels, width)
+        self.x_embedder = need("timm.layers").PatchEmbed(size, patch, channels, width)
         self.t_embedder = Time(width)
         self.y_embedder = Label(classes, width)
         side = size // patch

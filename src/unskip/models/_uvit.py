@@ -14,6 +14,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
+from unskip._extras import need
 from unskip.errors import BadInput
 from unskip.models._conditioned import check_images, check_sizes, conditions, images_of, sized, waves
 from unskip.models._vit import narrowed, trunc_normal_
@@ -32,13 +33,12 @@ class UViTBlock(nn.Module):
 
     def __init__(self, width: int, heads: int, long_skip: bool) -> None:
         super().__init__()
-        from timm.layers.attention import Attention
-        from timm.layers.mlp import Mlp
+        layers = need("timm.layers")
 
         self.skip_linear = nn.Linear(2 * width, width) if long_skip else None
         self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.attn = Attention(width, heads, qkv_bias=False)
-        self.mlp = Mlp(width, 4 * width)
+        self.attn = layers.Attention(width, heads, qkv_bias=False)
+        self.mlp = layers.Mlp(width, 4 * width)
 
     def forward(self, x: Tensor, mirror: Tensor | None = None) -> Tensor:
         if self.skip_linear is not None and mirror is not None:
@@ -67,15 +67,13 @@ class UViT(nn.Module):
     ) -> None:
         """With `narrow` the stream has autocast's precision instead of float32: faster, and it rounds more."""
         super().__init__()
-        from timm.layers.patch_embed import PatchEmbed
-
         check_sizes("UViT", size, patch, width, depth, heads, classes)
         if depth % 2 == 0:
             raise BadInput(f"UViT: the depth is odd, as many blocks before the middle one as after it; got {depth}")
         self.size, self.patch, self.channels, self.classes, self.narrow = size, patch, channels, classes, narrow
         self.default_cfg = {"input_size": (channels, size, size)}  # by which an audit knows what the model takes
         half = depth // 2
-        self.patch_embed = PatchEmbed(size, patch, channels, width)
+        self.patch_embed = need("timm.layers").PatchEmbed(size, patch, channels, width)
         self.label_emb = nn.Embedding(classes + 1, width)
         self.pos_embed = nn.Parameter(torch.zeros(1, 2 + (size // patch) ** 2, width))
         self.in_blocks: Any = nn.ModuleList(UViTBlock(width, heads, False) for _ in range(half))

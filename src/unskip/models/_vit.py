@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from unskip._extras import need
 from unskip.errors import BadInput
 
 
@@ -26,10 +27,8 @@ class Grid(NamedTuple):
 
 def grid_of(encoder: nn.Module) -> Grid:
     """The grid of a ViT whose patches are embedded one by one. Raises BadInput for any other model."""
-    from timm.models.vision_transformer import VisionTransformer
-
     name = type(encoder).__name__
-    if not isinstance(encoder, VisionTransformer):
+    if not isinstance(encoder, need("timm.models.vision_transformer").VisionTransformer):
         raise BadInput(f"{name} has no patch tokens that could be left out; the encoder is a VisionTransformer of timm")
     embed: Any = encoder.patch_embed
     proj = getattr(embed, "proj", None)

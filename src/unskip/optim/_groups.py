@@ -21,6 +21,7 @@ from typing import Any, Literal
 
 from torch import Tensor, nn
 
+from unskip._extras import need
 from unskip._table import table
 from unskip.errors import BadInput
 
@@ -191,9 +192,7 @@ def _depths(model: nn.Module, names: Sequence[str]) -> dict[str, int]:
     """How deep each parameter stands: 0 for the input, then one for each block, the head last."""
     matcher = getattr(model, "group_matcher", None)
     if callable(matcher):
-        from timm.models import group_parameters
-
-        layers = group_parameters(model, matcher(coarse=False), reverse=True)
+        layers = need("timm.models").group_parameters(model, matcher(coarse=False), reverse=True)
         if len(set(layers.values())) > 1:  # some matchers name no module that the model has (levit)
             return {name: int(layers.get(name, 0)) for name in names}
     first, last = _span(model)

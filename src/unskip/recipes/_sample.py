@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from unskip._extras import need
 from unskip._modes import evaluating
 from unskip._warn import warn
 from unskip.data import usual_preprocess
@@ -143,8 +144,7 @@ def _decoder(objective: FlowMatching, device: torch.device, channels: int) -> An
 
 
 def _write(folder: Path, name: str, images: Tensor, about: dict[str, Any]) -> Path:
-    from PIL import Image
-
+    Image = need("PIL.Image")
     each = folder / name
     each.mkdir(parents=True, exist_ok=True)
     for index, image in enumerate(images):

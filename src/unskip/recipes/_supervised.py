@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from unskip._extras import need
 from unskip.data import Feed, ImageSet
 from unskip.errors import BadInput
 from unskip.recipes._config import Config
@@ -183,9 +184,7 @@ def _arguments(config: Supervised, facts: Facts) -> dict[str, Any]:
     arguments: dict[str, Any] = arguments_of(config.model_args)
     if not config.model.startswith("timm:"):
         return arguments
-    import timm
-
-    known = timm.get_pretrained_cfg(config.model.removeprefix("timm:"))
+    known = need("timm").get_pretrained_cfg(config.model.removeprefix("timm:"))
     given: dict[str, Any] = {"num_classes": facts.classes, "in_chans": facts.channels}
     if config.drop_path and not _cuts(config):
         given["drop_path_rate"] = config.drop_path

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from unskip._extras import need
 from unskip.errors import BadInput
 
 
@@ -60,12 +61,11 @@ def device_of_model(model: nn.Module) -> torch.device:
 
 def _accelerator(kind: str) -> Any:
     """accelerate keeps one device a process; a run on another kind of device resets it."""
-    from accelerate import Accelerator
-    from accelerate.state import AcceleratorState, PartialState
-
-    if PartialState._shared_state and PartialState().num_processes == 1 and PartialState().device.type != kind:
-        AcceleratorState._reset_state(reset_partial_state=True)
-    found = Accelerator(cpu=kind == "cpu", mixed_precision="no", step_scheduler_with_optimizer=False)
+    accelerate = need("accelerate")
+    state = accelerate.state.PartialState
+    if state._shared_state and state().num_processes == 1 and state().device.type != kind:
+        accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
+    found = accelerate.Accelerator(cpu=kind == "cpu", mixed_precision="no", step_scheduler_with_optimizer=False)
     # Settings of `accelerate launch` must not override the config of the run.
     found.gradient_accumulation_steps = 1
     return found

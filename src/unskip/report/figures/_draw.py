@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from unskip._extras import need
 from unskip.errors import BadInput
 from unskip.report._charts import Chart, Line
 from unskip.report.figures import _style
@@ -41,15 +42,13 @@ class Tiles:
 
 def draw(chart: Chart) -> Figure:
     """A chart as a figure. Raises BadInput where it has nothing to show."""
-    from matplotlib.figure import Figure
-    from matplotlib.ticker import LogLocator, MaxNLocator
-
+    ticker = need("matplotlib.ticker")
     if not chart.lines:
         raise BadInput(f"{chart.title}: nothing to draw, because {chart.missing}")
     shown = [line for line in chart.lines if line.group < _style.SHOWN]
     height = _style.SIZE[1] + 0.19 * ((len(shown) + 1) // 2)
     with _style.settings():
-        figure = Figure(figsize=(_style.SIZE[0], height), layout="constrained")
+        figure = need("matplotlib.figure").Figure(figsize=(_style.SIZE[0], height), layout="constrained")
         axes: Any = figure.add_subplot()
         handles = [_line(axes, chart, line) for line in reversed(chart.lines)][::-1]  # the first lie on top
         axes.set_title(textwrap.fill(_style.plain(chart.title, 90), 52), loc="left")
@@ -57,8 +56,8 @@ def draw(chart: Chart) -> Figure:
         axes.set_ylabel(textwrap.fill(_style.plain(chart.y_label, 60), 34))
         if chart.log:
             axes.set_yscale("log")
-            axes.yaxis.set_major_locator(LogLocator(numticks=7))  # many decades would put label on label
-        axes.xaxis.set_major_locator(MaxNLocator(8, integer=True, steps=[1, 2, 5, 10]))  # blocks, sites or steps
+            axes.yaxis.set_major_locator(ticker.LogLocator(numticks=7))  # many decades would put label on label
+        axes.xaxis.set_major_locator(ticker.MaxNLocator(8, integer=True, steps=[1, 2, 5, 10]))  # blocks, sites or steps
         if shown:
             texts = [_style.plain(line.label, 26) for line in shown]
             kept = [handle for handle, line in zip(handles, chart.lines, strict=True) if line.group < _style.SHOWN]
@@ -92,8 +91,6 @@ def _line(axes: Any, chart: Chart, line: Line) -> Any:
 
 def draw_tiles(tiles: Tiles) -> Figure:
     """A grid of images as a figure."""
-    from matplotlib.figure import Figure
-
     rows, columns = len(tiles.images), max(map(len, tiles.images), default=0)
     if not rows or not columns:
         raise BadInput(f"{tiles.title}: no images")
@@ -105,7 +102,7 @@ def draw_tiles(tiles: Tiles) -> Figure:
     cell = min(0.9, (width - label) / columns)
     height = above + rows * (cell + below)
     with _style.settings():
-        figure = Figure(figsize=(width, height))
+        figure = need("matplotlib.figure").Figure(figsize=(width, height))
         axes: Any = figure.add_axes((0, 0, 1, 1))  # one for all tiles: making axes is what takes time
         axes.set(xlim=(0, width), ylim=(0, height), autoscale_on=False)
         axes.set_axis_off()
@@ -154,9 +151,8 @@ def _cut(text: str, ems: float) -> str:
 
 def _ems(text: str) -> float:
     """How wide a text is in the widest of the fonts that a page is shown in, in units of its size."""
-    from matplotlib.font_manager import findfont, get_font
-
-    font = get_font(findfont("DejaVu Sans"))
+    fonts = need("matplotlib.font_manager")
+    font = fonts.get_font(fonts.findfont("DejaVu Sans"))
     font.set_size(100, 72)
     # What the font has not, such as Chinese, another will draw as wide as high, or a little wider.
     widths = [font.load_char(ord(e)).linearHoriAdvance / 6553600 if font.get_char_index(ord(e)) else 1.3 for e in text]

@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
+from unskip._extras import need
+
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
 INK, GRID, REST = "#1b1f24", "#d0d7de", "#8c959f"  # text and axes; the grid; groups beyond those with a colour
 SHOWN = 10  # groups with a style of their own; more cannot be told apart
@@ -38,9 +40,7 @@ def style_of(group: int) -> Style:
 @contextmanager
 def settings() -> Iterator[None]:
     """The settings of matplotlib while a figure is made or written."""
-    import matplotlib
-
-    with matplotlib.rc_context(
+    with need("matplotlib").rc_context(
         {
             "axes.edgecolor": INK,
             "axes.facecolor": "none",

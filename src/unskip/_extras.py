@@ -1,0 +1,27 @@
+"""Optional dependencies, imported where they are used: `timm = need("timm")`."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+from unskip.errors import MissingPackage
+
+EXTRAS = {  # the packages of each extra of pyproject.toml, by the name they are imported under
+    "train": ("accelerate", "timm", "torchvision", "PIL", "pyarrow", "tyro", "rich"),
+    "report": ("matplotlib",),
+    "hf": ("transformers", "datasets", "diffusers"),
+}
+
+
+def need(module: str) -> Any:
+    """A module of an optional package. Raises MissingPackage with the command that installs it."""
+    package = module.partition(".")[0]
+    try:
+        import_module(package)
+    except ModuleNotFoundError as error:
+        if error.name != package:
+            raise  # it is there, and lacks something itself
+        extra = next(extra for extra, packages in EXTRAS.items() if package in packages)
+        raise MissingPackage(f"{package} is not installed: pip install 'unskip[{extra}]'") from error
+    return import_module(module)
