@@ -95,4 +95,5 @@ class _Gather(torch.autograd.Function):
     def backward(context: Any, gradient: Tensor) -> Tensor:
         total = gradient.clone(memory_format=torch.contiguous_format)
         torch.distributed.all_reduce(total)
-        return total.split(context.rows)[torch.distributed.get_rank()]
+        own: Tensor = total.split(context.rows)[torch.distributed.get_rank()]
+        return own

@@ -48,7 +48,7 @@ def draw(chart: Chart) -> Figure:
     shown = [line for line in chart.lines if line.group < _style.SHOWN]
     height = _style.SIZE[1] + 0.19 * ((len(shown) + 1) // 2)
     with _style.settings():
-        figure = need("matplotlib.figure").Figure(figsize=(_style.SIZE[0], height), layout="constrained")
+        figure: Figure = need("matplotlib.figure").Figure(figsize=(_style.SIZE[0], height), layout="constrained")
         axes: Any = figure.add_subplot()
         handles = [_line(axes, chart, line) for line in reversed(chart.lines)][::-1]  # the first lie on top
         axes.set_title(textwrap.fill(_style.plain(chart.title, 90), 52), loc="left")
@@ -102,7 +102,7 @@ def draw_tiles(tiles: Tiles) -> Figure:
     cell = min(0.9, (width - label) / columns)
     height = above + rows * (cell + below)
     with _style.settings():
-        figure = need("matplotlib.figure").Figure(figsize=(width, height))
+        figure: Figure = need("matplotlib.figure").Figure(figsize=(width, height))
         axes: Any = figure.add_axes((0, 0, 1, 1))  # one for all tiles: making axes is what takes time
         axes.set(xlim=(0, width), ylim=(0, height), autoscale_on=False)
         axes.set_axis_off()
