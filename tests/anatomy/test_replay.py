@@ -11,9 +11,10 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from unskip.anatomy._example import Example
+from unskip.anatomy._graph import Graph
 from unskip.anatomy._model_trace import trace_model
 from unskip.anatomy._replay import ReplayError, replay
-from unskip.anatomy._trace import Graph, record
+from unskip.anatomy._trace import record
 
 
 def traced(model: nn.Module, x: Tensor) -> Graph:

@@ -145,7 +145,7 @@ def test_all_protocols_over_depth() -> None:
     assert row["preprocess"]["mean"] == [0.5]
     assert json.loads(json.dumps(row)) == row
     shown = evals.by_depth(results)
-    assert shown.splitlines()[0].split() == ["block", *results[0].values, "rank", "rank_entropy", "probe_lbfgs"]
+    assert shown.splitlines()[0].split() == ["block", "path", *results[0].values, "rank", "rank_entropy", "probe_lbfgs"]
     assert len(shown.splitlines()) == 5
     low, high = results[7].intervals["probe_lbfgs"]
     assert f"{accuracy:.4g} [{low:.3f}, {high:.3f}]" in shown
@@ -228,8 +228,8 @@ def test_blocks_are_found_once(monkeypatch: pytest.MonkeyPatch) -> None:
     from unskip.evals import _extract
 
     found = []
-    search = _extract.block_axes
-    monkeypatch.setattr(_extract, "block_axes", lambda *given: found.append(1) or search(*given))
+    search = _extract.find_blocks
+    monkeypatch.setattr(_extract, "find_blocks", lambda *given: found.append(1) or search(*given))
     results = evals.evaluate(vit(), digits(), digits("test", 50), ["rank-v1"], size=8, batch=40)
     assert len(results) == 3
     assert found == [1]

@@ -2,10 +2,11 @@
 
 from unskip.anatomy._activations import ACTIVATIONS
 from unskip.anatomy._audit import AUDIT_HEADER, Audit, audit, audit_rows
+from unskip.anatomy._blocks import Block, Blocks, block_indices, blocks_in, find_blocks, is_declared, keep_outputs
 from unskip.anatomy._describe import Kind
 from unskip.anatomy._droppath import drop_paths
 from unskip.anatomy._example import Example, example_for
-from unskip.anatomy._features import block_axes, block_indices, features, keep_outputs, pool_tokens
+from unskip.anatomy._features import features, pool_tokens
 from unskip.anatomy._grid import patch_grid, patch_sides
 from unskip.anatomy._guard import refuse_wrapped, unwrapped
 from unskip.anatomy._locate import Hop, Place, Unreachable, locate
@@ -35,6 +36,8 @@ __all__ = [
     "WIRING",
     "AttentionParts",
     "Audit",
+    "Block",
+    "Blocks",
     "Example",
     "Function",
     "Hop",
@@ -56,13 +59,15 @@ __all__ = [
     "Unreachable",
     "audit",
     "audit_rows",
-    "block_axes",
     "block_indices",
+    "blocks_in",
     "calls",
     "drop_paths",
     "example_for",
     "features",
+    "find_blocks",
     "is_addition",
+    "is_declared",
     "keep_outputs",
     "locate",
     "mean_weight",

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from unskip.anatomy import _ops
+from unskip.anatomy._graph import Graph
 from unskip.anatomy._model_trace import SiteRun
-from unskip.anatomy._trace import Graph
 from unskip.anatomy._walk import in_norm
 
 if TYPE_CHECKING:

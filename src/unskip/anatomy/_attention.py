@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from unskip.anatomy import _ops
 from unskip.anatomy._columns import NOTHING, follow, labels, spread
+from unskip.anatomy._graph import Graph, Node, Ref
 from unskip.anatomy._products import Product, Unviewable, is_weighted, product, rows
-from unskip.anatomy._trace import Graph, Node, Ref
 from unskip.anatomy._walk import between, in_norm, is_product
 
 

@@ -30,6 +30,19 @@ class Audit(Sequence[Site]):
         """Those of the sites that reach over others, as in a U-Net; they are kept unless asked for."""
         return tuple(site for site in self.sites if site.long)
 
+    @property
+    def blocks(self) -> tuple[str, ...]:
+        """The paths of the repeated units that the sites belong to, as `features` and `measure` take them."""
+        return tuple(dict.fromkeys(site.block for site in self.sites if site.regular))
+
+    @property
+    def shown_blocks(self) -> str:
+        """The blocks in one line."""
+        shown = [path or "(model)" for path in self.blocks]
+        return f"{count(len(shown), 'block')}: " + ", ".join(
+            [*shown[:2], "...", shown[-1]] if len(shown) > 3 else shown
+        )
+
     def __len__(self) -> int:
         return len(self.sites)
 
@@ -51,6 +64,7 @@ class Audit(Sequence[Site]):
 
     def __str__(self) -> str:
         lines = [f"{self.model}: {count(len(self.sites), 'residual site')}", "", _rows(self.sites)]
+        lines += ["", self.shown_blocks] if self.blocks else []
         if self.unknown:
             lines += ["", f"{count(len(self.unknown), 'addition')} not decided, and left alone:"]
             lines += [f"  {u.path or '(model)'} ({u.source}): {u.reason}" for u in self.unknown]
@@ -86,6 +100,8 @@ def _modules(site: Site) -> str:
 
 def _remark(site: Site) -> str:
     remarks = ["projected"] if site.projected else []
+    if site.cross:
+        remarks.append("cross-attention")
     if site.long:
         remarks.append("long skip, kept unless asked for")
     if site.copies:

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from unskip.anatomy import _ops
-from unskip.anatomy._trace import Graph, Node, Ref
+from unskip.anatomy._graph import Graph, Node, Ref
 
 NOTHING = 0.0  # the label of what comes from elsewhere, padding included; labels count from 1
 

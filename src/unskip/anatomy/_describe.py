@@ -3,27 +3,32 @@
 from __future__ import annotations
 
 import re
+from bisect import bisect_right
+from collections.abc import Iterator
 from typing import Literal
 
 from torch import nn
 
 from unskip.anatomy import _ops
 from unskip.anatomy._find import Finding
-from unskip.anatomy._trace import Graph, Node
-from unskip.anatomy._walk import in_norm, is_product
+from unskip.anatomy._graph import Graph, Node
+from unskip.anatomy._walk import between, in_norm, is_product
 
-Kind = Literal["attention", "mlp", "parallel", "conv", "other"]
+Kind = Literal["attention", "mlp", "parallel", "conv", "ssm", "other"]
 NormPlace = Literal["pre", "post", "out", "sandwich", "inner", "none"]
 
 # By what they do: a model's name, such as TinyMoeAttention, says nothing of its modules.
 _EXPERTS = re.compile(r"expert|router|sparse_?(moe|mlp)|moe_?(block|layer|mlp|ffn)?$", re.IGNORECASE)
 _ATTENTION = re.compile(r"attention|attn", re.IGNORECASE)
+_LINEAR_ATTENTION = re.compile(r"attention|attn|delta", re.IGNORECASE)
 _FEED_FORWARD = re.compile(r"mlp|ffn|feed_?forward", re.IGNORECASE)
 
 
 def kind_of(graph: Graph, path: list[Node]) -> Kind:
     """What the branch is made of, by its operators; names decide only where the operators leave two readings."""
     cores = [node for node in path if _is_attention_core(graph, path, node)]
+    if _is_state_space(graph, path) and not any(_ops.is_softmax(n.op) or _ops.is_attention(n.op) for n in path):
+        return "ssm"
     if cores:
         return "parallel" if _has_mlp_beside(graph, path, cores) else "attention"
     spatial = [node for node in path if _ops.is_convolution(node.op) and _is_spatial(graph, node)]
@@ -33,19 +38,91 @@ def kind_of(graph: Graph, path: list[Node]) -> Kind:
     return "mlp" if weights else "other"
 
 
+def is_cross(graph: Graph, root: int, path: list[Node]) -> bool:
+    """Whether the values of all attention in a branch come from elsewhere than the stream."""
+    values = [_values(graph, node) for node in path if _is_attention_core(graph, path, node)]
+    known = [index for index in values if index is not None]
+    return bool(known) and not any(root in graph.nodes[index] for index in known)
+
+
+def _values(graph: Graph, core: Node) -> int | None:
+    """What an attention weighs: the third operand of a kernel, or what a softmax is multiplied with."""
+    if _ops.is_attention(core.op):
+        return core.parents[2] if len(core.parents) > 2 else None
+    weighed = [p for p in core.parents[-2:] if _softmax_at(graph, p) is None]
+    return weighed[0] if len(weighed) == 1 and len(core.parents) > 1 else None
+
+
 def _is_attention_core(graph: Graph, path: list[Node], node: Node) -> bool:
     """A fused attention kernel, or a product of activations that a softmax weighs (or, in linear attention, another
-    product); or values sampled at learnt places and weighed by a softmax, as in deformable attention.
+    product); or values sampled at learnt places and weighed by a softmax, as in deformable attention. Over one token an
+    einsum is written as a plain product.
     """
     if _ops.is_attention(node.op):
         return True
     if _ops.is_sampler(node.op):
         return any(_ops.is_softmax(n.op) for n in path)
+    if node.op == "mul" or is_product(graph.nodes, node):
+        softmax = next((s for p in node.parents[:2] if (s := _softmax_at(graph, p)) is not None), None)
+        if softmax is not None and len(node.parents) > 1 and _is_scored(graph, softmax):
+            return True
     if not _multiplies(graph, path, node) or _in_experts(node):
         return False
     return any(
         n.index in node for n in path if n is not node and (_ops.is_softmax(n.op) or _multiplies(graph, path, n))
     )
+
+
+def _softmax_at(graph: Graph, index: int) -> int | None:
+    """The softmax that a tensor is, rearrangement, dropout and casts aside."""
+    node = graph.nodes[index]
+    while node.parents and not _ops.is_softmax(node.op):
+        if node.op not in _ops.IDENTITY | _ops.PART | {"native_dropout"}:
+            return None
+        node = graph.nodes[node.parents[0]]
+    return node.index if _ops.is_softmax(node.op) else None
+
+
+def _is_scored(graph: Graph, softmax: int) -> bool:
+    """Whether a softmax is taken of products of queries and keys, and not of what one weight says, as a router's is."""
+    return any(is_product(graph.nodes, node) for node in _back(graph, softmax, _ops.IDENTITY | _ops.PART | _SCORES))
+
+
+def _is_state_space(graph: Graph, path: list[Node]) -> bool:
+    """A scan kernel, or decays exp(dt A) with A = -exp(a weight), by which a state is carried on (Mamba, Mamba-2).
+
+    Linear attention may decay in the same way: there the names of the innermost modules decide.
+    """
+    for node in path:
+        if _ops.is_scan(node.op):
+            return True
+        if node.op == "exp" and not any(_LINEAR_ATTENTION.search(type(owner).__name__) for owner in node.owners[:1]):
+            products = _back(graph, node.index, _ops.IDENTITY | _ops.PART | _DECAYS)
+            if any(_exp_of_weight(graph, p) for each in products if each.op == "mul" for p in each.parents):
+                return True
+    return False
+
+
+def _exp_of_weight(graph: Graph, index: int) -> bool:
+    return graph.nodes[index].fixed and any(
+        node.op == "exp" for node in _back(graph, index, _ops.IDENTITY | {"neg", "mul", "exp"})
+    )
+
+
+_SCORES = frozenset("_softmax softmax mul div add sub masked_fill where tanh native_dropout amax maximum".split())
+_DECAYS = frozenset("exp mul cumsum sub masked_fill where neg".split())
+
+
+def _back(graph: Graph, index: int, through: frozenset[str]) -> Iterator[Node]:
+    """A node and what it was computed from, back through some operators; the nodes that end the way included."""
+    frontier, seen = [index], {index}
+    while frontier:
+        node = graph.nodes[frontier.pop()]
+        yield node
+        if node.op in through:
+            fresh = [parent for parent in node.parents if parent not in seen]
+            seen.update(fresh)
+            frontier += fresh
 
 
 def _in_experts(node: Node) -> bool:
@@ -87,8 +164,8 @@ def _has_mlp_beside(graph: Graph, path: list[Node], cores: list[Node]) -> bool:
             continue
         if joined.op == "cat":
             return True
-        between = [n for n in path if node.index in n and n.index in joined and n is not joined]
-        if joined.op in {"add", "stack", "sum"} and any(_has_weight(graph, n) for n in between):
+        on_the_way = [n for n in path if node.index in n and n.index in joined and n is not joined]
+        if joined.op in {"add", "stack", "sum"} and any(_has_weight(graph, n) for n in on_the_way):
             return True
     return False
 
@@ -101,28 +178,77 @@ def _has_weight(graph: Graph, node: Node) -> bool:
     return any(graph.nodes[i].op == "weight" for end in fixed for i in range(end.index + 1) if i in end)
 
 
-def norm_of(graph: Graph, readers: list[list[int]], finding: Finding, path: list[Node], module: nn.Module) -> NormPlace:
-    """Where the normalisation stands relative to the addition."""
+def norm_of(
+    graph: Graph,
+    readers: list[list[int]],
+    finding: Finding,
+    path: list[Node],
+    module: nn.Module | None,
+    roots: list[int],
+) -> NormPlace:
+    """Where the normalisation stands relative to the addition.
+
+    A norm after the sum is post-norm inside the module that adds (None for one line that adds in every turn of a loop,
+    whose module may end in a final norm), or where its result is a stream: `roots` are those of all sites, sorted.
+    """
     on_path = {node.index for node in path}
     pre = _all_norms(graph, readers, finding.root, on_path)
     out = _ends_in_norm(graph, finding.branch)
     if pre:
         return "sandwich" if out else "pre"
-    inside = {n.index for n in graph.nodes[finding.add.index + 1 :] if any(owner is module for owner in n.owners)}
-    if _all_norms(graph, readers, finding.add.index, inside, every=True):
+    add = finding.add.index
+    inside = {n.index for n in graph.nodes[add + 1 :] if any(owner is module for owner in n.owners)}
+    if _all_norms(graph, readers, add, inside, every=True):
         return "post"
     if out:
         return "out"
+    if _streams_on(graph, readers, finding, roots):
+        return "post"
     return "inner" if any(in_norm(node) for node in path) else "none"
 
 
-def _all_norms(graph: Graph, readers: list[list[int]], index: int, allowed: set[int], every: bool = False) -> bool:
-    """Whether all that reads a tensor, within `allowed`, is a normalisation; with `every`, nothing else may read it."""
+def _streams_on(graph: Graph, readers: list[list[int]], finding: Finding, roots: list[int]) -> bool:
+    """Whether nothing but norms reads the sum, and a norm of it is the stream of a later site; or, for the last site,
+    its own stream is such a norm.
+    """
+    add = finding.add.index
+    if not _all_norms(graph, readers, add, None, every=True):
+        return False
+    later = next((root for root in roots[bisect_right(roots, add) :] if add in graph.nodes[root]), None)
+    if later is not None:
+        return _only_norms(between(graph.nodes, add, later))
+    sums = [parent for parent in _above_norms(graph, finding.root) if graph.nodes[parent].op == "add"]
+    return bool(sums) and any(root < sums[0] for root in roots)
+
+
+def _only_norms(nodes: list[Node]) -> bool:
+    return any(map(in_norm, nodes)) and all(in_norm(node) or node.op in _ops.IDENTITY for node in nodes)
+
+
+def _above_norms(graph: Graph, index: int) -> list[int]:
+    """What a norm at a node reads."""
+    frontier, sources = [index], list[int]()
+    while frontier:
+        here = graph.nodes[frontier.pop()]
+        for parent in here.parents if in_norm(here) else ():
+            if in_norm(graph.nodes[parent]):
+                frontier.append(parent)
+            elif not graph.nodes[parent].fixed:
+                sources.append(parent)
+    return sources
+
+
+def _all_norms(
+    graph: Graph, readers: list[list[int]], index: int, allowed: set[int] | None, every: bool = False
+) -> bool:
+    """Whether all that reads a tensor, within `allowed` where given, is a normalisation; with `every`, nothing else may
+    read it.
+    """
     frontier, seen = [index], 0
     while frontier:
         for reader in readers[frontier.pop()]:
             node = graph.nodes[reader]
-            if reader not in allowed:
+            if allowed is not None and reader not in allowed:
                 if every:
                     return False
                 continue

@@ -18,8 +18,8 @@ from math import prod
 from typing import Literal
 
 from unskip.anatomy import _ops
-from unskip.anatomy._trace import Graph, Node
-from unskip.anatomy._walk import between, channel_axis, climb, consumers, in_norm, is_product
+from unskip.anatomy._graph import Graph, Node
+from unskip.anatomy._walk import between, channel_axis, climb, consumers, in_norm, is_product, written
 
 Role = Literal["mix", "more"]
 
@@ -59,7 +59,7 @@ def find(graph: Graph) -> tuple[list[Finding], list[Doubt]]:
     for node in graph.nodes:
         if node.calls and len(node.parents) > 1:
             search.look(node)
-    overwritten = {i for n in graph.nodes if n.wrote is not None for i, _ in climb(graph.nodes, n.wrote)}
+    overwritten = written(graph)
     for finding in search.found:
         finding.overwritten = finding.add.index in overwritten
     return search.found, search.doubts
@@ -82,6 +82,9 @@ class _Search:
 
     def look(self, node: Node) -> None:
         left, right = node.parents[0], node.parents[1]
+        if node.op in _ops.STACK:
+            self._stacked(node)
+            return
         same = self.nodes[left].shape == self.nodes[right].shape == node.shape and len(node.shape) > 0
         if node.op in _ops.ADD and node.plain:
             if node.floating and not self._is_logits(node):
@@ -103,6 +106,7 @@ class _Search:
         )
         if finding is None:
             self._gated(node, left, right)
+            self._several(node, left, right)
             return
         on_path = {n.index for n in finding.path}
         self._drop_decorations(finding, on_path)
@@ -275,6 +279,41 @@ class _Search:
                     if any(_ops.is_transform(n.op) for n in path):
                         self.doubts.append(Doubt(node, "the stream is weighed by the data (a gate), not by a number"))
                         return
+
+    def _several(self, node: Node, left: int, right: int) -> None:
+        """One part of a tensor as the stream, and a branch that was computed from another part of it: several streams,
+        as in hyper-connections and reversible networks.
+        """
+        for s, f in ((left, right), (right, left)):
+            common = self.nodes[s].ancestors & self.nodes[f].ancestors & self.graph.moving
+            root = common.bit_length() - 1
+            if not common or root in (s, f):
+                continue
+            shortcut, path = between(self.nodes, root, s), between(self.nodes, root, f)
+            if not self._is_other_part(root, shortcut, path) or any(self._bends(n) for n in shortcut):
+                continue
+            if any(self._bends(n) for n in path) and self._depth(path) > max(1, self._depth(shortcut)):
+                self.doubts.append(
+                    Doubt(node, "several streams: the branch reads another part of them than it is added to")
+                )
+                return
+
+    def _stacked(self, node: Node) -> None:
+        """A stream and what was computed from it, stacked and summed, or mixed by weights that depend on the input."""
+        parents = list(dict.fromkeys(node.parents))
+        if len({self.nodes[parent].shape for parent in parents}) > 1 or not self._is_summed(node.index):
+            return
+        pairs = ((s, f) for s in parents for f in parents if s != f and s in self.nodes[f] and not self.nodes[s].fixed)
+        if any(_ops.is_transform(n.op) for s, f in pairs for n in between(self.nodes, s, f)):
+            self.doubts.append(Doubt(node, "a stream and its branch are stacked, and the stack is summed"))
+
+    def _is_summed(self, index: int) -> bool:
+        """Whether a tensor is reduced, or multiplied with another that depends on the input."""
+        for reader in self._reach(index):
+            node = self.nodes[reader]
+            if node.op in ("sum", "mean") or is_product(self.nodes, node):
+                return True
+        return False
 
     def _factors(self, index: int) -> tuple[int, ...]:
         """The operands of a product of two tensors that depend on the input."""

@@ -24,7 +24,8 @@ from unskip._source import (
     layers,
     names_of,
 )
-from unskip.anatomy._trace import MODULE_CALL, Call
+from unskip.anatomy._graph import Call
+from unskip.anatomy._trace import MODULE_CALL
 from unskip.errors import SourceError
 
 # What the target of += may be made of: anything else is computed, and would be computed twice.

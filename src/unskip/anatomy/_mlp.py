@@ -16,9 +16,9 @@ from torch import Tensor
 from unskip.anatomy._activations import GRID, name_of
 from unskip.anatomy._attention import input_extras, nearest_products
 from unskip.anatomy._columns import NOTHING, follow, labels, spread
+from unskip.anatomy._graph import Graph, Node
 from unskip.anatomy._products import Product, Unviewable, is_weighted, product, rows
 from unskip.anatomy._replay import ReplayError, replay
-from unskip.anatomy._trace import Graph, Node
 from unskip.anatomy._walk import between, in_norm
 
 

@@ -16,10 +16,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from unskip.anatomy._example import Example
 from unskip.anatomy._find import Finding
+from unskip.anatomy._graph import Graph, Node
 from unskip.anatomy._guard import refuse_wrapped
 from unskip.anatomy._rewired import Number, rewired_state
 from unskip.anatomy._sites import Site, sites_in
-from unskip.anatomy._trace import Graph, Node, Weigh, record
+from unskip.anatomy._trace import Weigh, record
 from unskip.anatomy._walk import consumers
 from unskip.anatomy._written import mark_norms
 from unskip.errors import BadInput, ForwardError
@@ -136,12 +137,13 @@ def _sum(finding: Finding, alpha: Number, beta: Number) -> Callable[[Tensor, Ten
     a, b = (stream, branch) if finding.side == "left" else (branch, stream)
 
     def weighted(left: Tensor, right: Tensor) -> Tensor:
-        return _times(left, a) + _times(right, b)
+        return scaled(left, a) + scaled(right, b)
 
     return weighted
 
 
-def _times(value: Tensor, weight: Number) -> Tensor:
+def scaled(value: Tensor, weight: Number) -> Tensor:
+    """A tensor times a weight."""
     if isinstance(weight, Tensor):
         return value * weight.detach().to(value.device, value.dtype)
     # At 0 nothing of it is left, NaN included, as in a rewired model.

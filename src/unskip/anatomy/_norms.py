@@ -17,8 +17,8 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
+from unskip.anatomy._graph import Graph, Node
 from unskip.anatomy._replay import ReplayError, path, replay
-from unskip.anatomy._trace import Graph, Node
 from unskip.anatomy._walk import in_norm, norm_module
 
 NormKind = Literal["layernorm", "rmsnorm", "other"]

@@ -34,6 +34,7 @@ FRESH = frozenset(
 )
 
 ADD = frozenset({"add"})
+STACK = frozenset({"stack", "cat"})
 # Holds a residual addition inside a larger operator: seen, and reported as unknown.
 FUSED = frozenset("addcmul addcdiv lerp addmm addbmm baddbmm index_add scatter_add sub _foreach_add".split())
 
@@ -42,6 +43,7 @@ _MATMUL = re.compile(
 )
 _POOL = re.compile(r"^(\w*avg_pool\w*|\w*max_pool\w*|_fft\w*|fft\w*|stft|cumsum|grid_sampler\w*)$")
 _ATTENTION = re.compile(r"attention|attn", re.IGNORECASE)
+_SCAN = re.compile(r"selective_scan|chunk_scan|state_space", re.IGNORECASE)
 _SOFTMAX = re.compile(r"softmax")
 _NORM = re.compile(r"^(native_)?\w*norm\w*$")
 ACTIVATION = frozenset(
@@ -73,6 +75,11 @@ def is_attention(name: str) -> bool:
 
 def is_softmax(name: str) -> bool:
     return bool(_SOFTMAX.search(name))
+
+
+def is_scan(name: str) -> bool:
+    """One kernel that carries a state along the sequence."""
+    return "." in name and bool(_SCAN.search(name))
 
 
 def is_sampler(name: str) -> bool:

@@ -20,12 +20,12 @@ from unskip.anatomy._activations import ACTIVATIONS
 from unskip.anatomy._agree import unseen
 from unskip.anatomy._attention import Attention, find_attention
 from unskip.anatomy._example import Example, example_for
+from unskip.anatomy._graph import Graph, Node, Ref
 from unskip.anatomy._mlp import Mlp, find_mlp
 from unskip.anatomy._model_trace import ModelTrace, SiteRun, mean_weight, trace_model
 from unskip.anatomy._norms import norm_at
 from unskip.anatomy._products import Unviewable
 from unskip.anatomy._sites import Site
-from unskip.anatomy._trace import Graph, Node, Ref
 from unskip.anatomy._walk import in_norm
 from unskip.errors import UnskipError
 

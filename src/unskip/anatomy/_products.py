@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from unskip.anatomy import _ops
-from unskip.anatomy._trace import Graph, Node, Ref
+from unskip.anatomy._graph import Graph, Node, Ref
 from unskip.anatomy._walk import is_product
 
 _COPIES = frozenset("_to_copy to clone contiguous detach alias".split())

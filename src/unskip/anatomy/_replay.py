@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from unskip.anatomy import _ops
-from unskip.anatomy._trace import Graph, Node, Ref
+from unskip.anatomy._graph import Graph, Node, Ref
 from unskip.errors import UnskipError
 
 

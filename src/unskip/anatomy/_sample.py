@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from unskip.anatomy import _ops
 from unskip.anatomy._model_trace import ModelTrace, SiteRun
@@ -51,16 +51,6 @@ class Sample:
 
     def sum(self, site: Site) -> Tensor:
         return tokens(self.value(self.run(site).add.index), site)
-
-    def block_output(self, site: Site, block: nn.Module) -> int:
-        """The node that the block of a site returns, as `features` sees it: in a post-norm block the norm of the sum.
-
-        The last tensor of the sum's shape that the block computes from the sum of its last site, or that sum itself.
-        """
-        add = self.run(site).add
-        later = self.trace.graph.nodes[add.index + 1 :]
-        inside = [n for n in later if add.index in n and n.shape == add.shape and any(o is block for o in n.owners)]
-        return inside[-1].index if inside and site.block else add.index
 
     def ratio(self, site: Site) -> float:
         """rms(beta f) / rms(alpha x), over all branches of the site; infinite where the stream is cut."""

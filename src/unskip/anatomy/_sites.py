@@ -9,18 +9,20 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
-from unskip.anatomy._describe import Kind, NormPlace, kind_of, norm_of
+from unskip.anatomy._describe import Kind, NormPlace, is_cross, kind_of, norm_of
 from unskip.anatomy._example import Example
 from unskip.anatomy._find import Doubt, Finding, find
+from unskip.anatomy._graph import Graph, Node
 from unskip.anatomy._guard import refuse_wrapped
 from unskip.anatomy._locate import Located, Place, Unreachable, locate
-from unskip.anatomy._trace import Graph, Node, record
+from unskip.anatomy._trace import record
+from unskip.anatomy._units import units
 from unskip.anatomy._walk import channel_axis, consumers, own_factor
 from unskip.anatomy._written import mark_norms
 from unskip.errors import ForwardError
@@ -48,6 +50,7 @@ class Site:
     ratio: float | None  # rms(branch) / rms(stream) on the example; None without values (meta tensors)
     problem: str | None = None  # why it cannot be rewired
     copies: bool = False  # the branch is a gated or shifted copy of the stream itself, as token smear is: no block's
+    cross: bool = False  # an attention whose values come from another sequence
     stream_factor: float = 1.0  # that the model itself has on the stream, on the example; alpha multiplies it
     branch_factor: float = 1.0  # that the model itself has on the branch: LayerScale, ReZero (a mean over channels)
     places: tuple[Place, ...] = field(default=(), repr=False)
@@ -126,6 +129,11 @@ def survey(model: nn.Module, example: Example) -> Survey:
     else:
         others, doubts = _gather(training, names)
         unknown = [*unknown, *_pair(drafts, others, names), *(d for d in doubts if d not in unknown)]
+    if not drafts and not unknown:
+        notes.append(
+            "no tensor is added to what was computed from it: the model has no residual, or combines its streams in "
+            "another way (concatenation, attention over depth)"
+        )
     return Survey(_sites(model, graph, drafts, names), tuple(unknown), tuple(notes))
 
 
@@ -302,10 +310,13 @@ def _places(draft: _Draft) -> list[Place]:
 
 def _sites(model: nn.Module, graph: Graph, drafts: list[_Draft], names: dict[int, str]) -> tuple[Site, ...]:
     readers = consumers(graph)
-    return tuple(_site(index, model, draft, names, readers) for index, draft in enumerate(drafts))
+    roots = sorted({finding.root for draft in drafts for finding in draft.findings})
+    found = [_site(index, draft, names, readers, roots) for index, draft in enumerate(drafts)]
+    blocks = units(model, [(site.path, site.branch, site.kind) for site in found])
+    return tuple(replace(site, block=block) for site, block in zip(found, blocks, strict=True))
 
 
-def _site(index: int, model: nn.Module, draft: _Draft, names: dict[int, str], readers: list[list[int]]) -> Site:
+def _site(index: int, draft: _Draft, names: dict[int, str], readers: list[list[int]], roots: list[int]) -> Site:
     first, graph = draft.findings[0], draft.graph
     path = names.get(id(draft.module), "")
     problem = draft.problem
@@ -327,13 +338,13 @@ def _site(index: int, model: nn.Module, draft: _Draft, names: dict[int, str], re
         index=index,
         path=path,
         kind=kind,
-        norm=norm_of(graph, readers, first, steps, draft.module),
+        norm=norm_of(graph, readers, first, steps, None if draft.turn is not None else draft.module, roots),
         projected=first.projected,
         long=first.long,
         doubled=first.doubled,
         runs=len(draft.findings),
         branch=_branch(steps, path, names),
-        block=_block(model, path),
+        block=path,
         expression=draft.located.expression if draft.located else "",
         source=_short(draft.located.source) if draft.located else _line(first.add),
         axis=axis,
@@ -342,6 +353,7 @@ def _site(index: int, model: nn.Module, draft: _Draft, names: dict[int, str], re
         ratio=ratio,
         problem=problem,
         copies=first.copies,
+        cross=kind == "attention" and is_cross(graph, first.root, steps),
         stream_factor=own_factor(graph.nodes, first.stream, first.root),
         branch_factor=own_factor(graph.nodes, first.branch),
         places=tuple(dict.fromkeys([*_places(draft), *draft.twins])),
@@ -357,17 +369,6 @@ def _branch(steps: list[Node], path: str, names: dict[int, str]) -> tuple[str, .
         if outside:
             found[outside[-1]] = None
     return tuple(found)
-
-
-def _block(model: nn.Module, path: str) -> str:
-    """The repeated unit around a module: the nearest element of a list whose elements are all of one class."""
-    parts = path.split(".") if path else []
-    for end in range(len(parts), 0, -1):
-        parent = model.get_submodule(".".join(parts[: end - 1]))
-        listed = isinstance(parent, nn.ModuleList | nn.Sequential | nn.ModuleDict)
-        if listed and len({type(child).__qualname__ for child in parent.children()}) == 1:
-            return ".".join(parts[:end])
-    return path
 
 
 def _name(node: Node, names: dict[int, str]) -> str:

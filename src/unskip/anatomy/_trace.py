@@ -7,21 +7,25 @@ tensors are known by identity.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
-from types import CodeType, FrameType
+from dataclasses import replace
+from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from unskip._modes import quiet
 from unskip.anatomy import _ops
 from unskip.anatomy._example import Example
+from unskip.anatomy._graph import Call, Crossing, Graph, Node, Ref, Step
 
 MODULE_CALL = nn.Module._call_impl.__code__  # the frame around every forward
 # Frames of the machinery between a Python expression and its dispatch.
@@ -32,92 +36,6 @@ _MACHINERY = (
     "torch/_ops.py",
     "unskip/anatomy/_trace.py",
 )
-
-
-@dataclass(eq=False)
-class Call:
-    """A Python frame as it stood when an operator ran: the function and the instruction it was at."""
-
-    frame: FrameType
-    instruction: int
-
-    @property
-    def code(self) -> CodeType:
-        return self.frame.f_code
-
-    @property
-    def position(self) -> tuple[int | None, int | None, int | None, int | None]:
-        """(line, end line, column, end column) of the expression being evaluated."""
-        return list(self.code.co_positions())[self.instruction // 2]
-
-    @property
-    def receiver(self) -> object:
-        """The first argument: `self` in a method, whatever it is called."""
-        if not self.code.co_argcount:
-            return None
-        return self.frame.f_locals.get(self.code.co_varnames[0])
-
-
-@dataclass(frozen=True)
-class Ref:
-    """A tensor among the arguments of a step: the node that holds it."""
-
-    index: int
-
-
-@dataclass(frozen=True, eq=False)
-class Step:
-    """How a node was computed: an operator, its arguments with a Ref for each tensor, and which of its outputs."""
-
-    func: Callable[..., Any]
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    output: int
-    refs: tuple[int, ...] = ()  # the nodes among the arguments, integers included
-
-
-@dataclass(eq=False)
-class Node:
-    """One tensor version: the output of an operator, an input, or a weight."""
-
-    index: int
-    op: str  # base name of the operator; "input", "weight" or "constant" for leaves
-    parents: tuple[int, ...] = ()
-    ancestors: int = 0  # bit set of node indices, itself included
-    fixed: bool = False  # made from weights and constants alone: does not depend on the input
-    shape: tuple[int, ...] = ()
-    floating: bool = True
-    owners: tuple[nn.Module, ...] = ()  # modules being called, innermost first
-    calls: tuple[Call, ...] = ()  # Python frames, innermost first; kept for possible residuals only
-    plain: bool = True  # an addition without a factor of its own
-    factor: float | None = None  # of a product with a number or a weight: that number, or the weight's mean
-    ratio: float | None = None  # of an addition: rms of the right operand over rms of the left
-    wrote: int | None = None  # the version of a tensor that an in-place operator wrote over
-    step: Step | None = None  # kept where the graph is to be computed again
-    norm: int | None = None  # the last node of the written-out norm that it is of
-
-    def __contains__(self, index: int) -> bool:
-        return bool(self.ancestors >> index & 1)
-
-
-@dataclass(eq=False)
-class Graph:
-    """The nodes in execution order."""
-
-    nodes: list[Node] = field(default_factory=list)
-    moving: int = 0  # bit set of the nodes that depend on the input
-    values: dict[int, Tensor] = field(default_factory=dict)  # by node, kept where the graph is to be computed again
-
-    def add(self, op: str, parents: tuple[int, ...] = (), **facts: Any) -> Node:
-        index = len(self.nodes)
-        ancestors = 1 << index
-        for parent in parents:
-            ancestors |= self.nodes[parent].ancestors
-        node = Node(index, op, parents, ancestors, **facts)
-        self.nodes.append(node)
-        if not node.fixed:
-            self.moving |= 1 << index
-        return node
 
 
 def _storage(tensor: Tensor) -> int | None:
@@ -160,6 +78,7 @@ class Recorder(TorchDispatchMode):
         self._node: dict[int, int] = {}  # id of a tensor -> its node
         self._alive: list[Tensor] = []  # so that no id is used twice
         self._written: dict[int, int] = {}  # storage -> node of the last in-place write to it
+        self._calls: Counter[int] = Counter()  # of each module, by its id
         self._views: dict[object, int] = {}  # rearrangement of a node -> its node, so that taking it twice is one node
         for tensor in [*model.parameters(), *model.buffers()]:
             self._leaf(tensor, "weight", fixed=True)
@@ -171,6 +90,17 @@ class Recorder(TorchDispatchMode):
             node = self.graph.add(op, fixed=fixed, shape=tuple(tensor.shape), floating=_floating(tensor))
             self._remember(tensor, node)
         return self._node[id(tensor)]
+
+    def cross(self, module: nn.Module, args: object, kwargs: object, output: object) -> None:
+        """A forward hook of every module: notes which nodes went in and came out."""
+        call = self._calls[id(module)]
+        self._calls[id(module)] += 1
+        for side, tree in (("input", (args, kwargs)), ("output", output)):
+            for place, tensor in enumerate(t for t in _tensors(tree) if t.is_floating_point()):
+                if id(tensor) in self._node:
+                    self.graph.crossings.setdefault(self._node[id(tensor)], []).append(
+                        Crossing(module, side, place, call)  # type: ignore[arg-type]
+                    )
 
     def _remember(self, tensor: Tensor, node: Node) -> None:
         self._node[id(tensor)] = node.index
@@ -225,7 +155,7 @@ class Recorder(TorchDispatchMode):
         facts: dict[str, Any] = {"owners": self._owners()}
         if self._keep:
             facts["step"] = self._step(weigh or func, args, {} if weigh else kwargs)
-        if len(parents) >= 2 and (name in _ops.ADD or name in _ops.FUSED):
+        if len(parents) >= 2 and (name in _ops.ADD or name in _ops.FUSED or name in _ops.STACK):
             facts.update(calls=tuple(calls()), plain=kwargs.get("alpha", 1) == 1, ratio=ratio)
         elif name in _ops.SCALE:
             facts["factor"] = self._factor(name, args, parents)
@@ -372,6 +302,7 @@ def record(model: nn.Module, example: Example, training: bool, keep: bool = Fals
     """Runs the model on the example once and returns the graph of what happened."""
     example = example.copy()
     recorder = Recorder(model, example.values, keep, weigh)
-    with quiet(model, training), recorder:
+    hook = register_module_forward_hook(recorder.cross, with_kwargs=True) if keep else contextlib.nullcontext()
+    with hook, quiet(model, training), recorder:
         example.run(model)
     return recorder.graph

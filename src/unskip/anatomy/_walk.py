@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+import re
 from collections.abc import Iterator
 from math import prod
 
 from torch import nn
 
 from unskip.anatomy import _ops
-from unskip.anatomy._trace import Graph, Node
+from unskip.anatomy._graph import Graph, Node
 
 
 def consumers(graph: Graph) -> list[list[int]]:
@@ -39,6 +41,11 @@ def climb(nodes: list[Node], index: int, scaled_by_weights: bool = False) -> Ite
         elif node.op not in _ops.IDENTITY and not (node.op in _ops.SCALE and len(node.parents) == 1):
             return
         index = source
+
+
+def written(graph: Graph) -> set[int]:
+    """The nodes whose memory the model writes into later."""
+    return {i for node in graph.nodes if node.wrote is not None for i, _ in climb(graph.nodes, node.wrote)}
 
 
 def own_factor(nodes: list[Node], index: int, root: int | None = None) -> float:
@@ -79,4 +86,10 @@ def in_norm(node: Node) -> bool:
 
 def norm_module(node: Node) -> nn.Module | None:
     """The module that ran the operator, where it is a normalisation by its name."""
-    return node.owners[0] if node.owners and "norm" in type(node.owners[0]).__name__.lower() else None
+    return node.owners[0] if node.owners and _is_norm_name(type(node.owners[0]).__name__) else None
+
+
+@functools.cache
+def _is_norm_name(name: str) -> bool:
+    """PreNorm and PostNorm are what blocks are called."""
+    return bool(re.search(r"(?<!pre)(?<!post)norm", name, re.IGNORECASE))

@@ -8,7 +8,8 @@ Their nodes are marked with the node of the product, so that they are one run of
 from __future__ import annotations
 
 from unskip.anatomy import _ops
-from unskip.anatomy._trace import Graph, Node
+from unskip.anatomy._graph import Graph, Node
+from unskip.anatomy._walk import norm_module
 
 _ROOTS = frozenset({"rsqrt", "sqrt"})
 _INVERSE = frozenset({"rsqrt", "reciprocal"})
@@ -19,7 +20,7 @@ _CASTS = frozenset({"_to_copy", "to"})
 def mark_norms(graph: Graph) -> Graph:
     """Marks them in a graph, and returns it."""
     for node in graph.nodes:
-        if node.op in _ops.SCALE and len(node.parents) == 2 and not node.fixed and not _in_module(node):
+        if node.op in _ops.SCALE and len(node.parents) == 2 and not node.fixed and norm_module(node) is None:
             for whole, size in (node.parents, node.parents[::-1])[: 2 if node.op == "mul" else 1]:
                 group = _group(graph, node, whole, size)
                 for index in group:
@@ -54,7 +55,3 @@ def _group(graph: Graph, node: Node, whole: int, size: int) -> list[int]:
 
 def _is_square(node: Node) -> bool:
     return node.op == "square" or (node.op == "mul" and len(node.parents) == 2 and len({*node.parents}) == 1)
-
-
-def _in_module(node: Node) -> bool:
-    return bool(node.owners) and "norm" in type(node.owners[0]).__name__.lower()

@@ -20,6 +20,8 @@ def draw(found: Audit, wiring: Wiring | None) -> None:
     console = Console(highlight=False)
     console.print(f"{found.model}: {count(len(found), 'residual site')}", markup=False, style="bold")
     _print(console, found.sites, wiring)
+    if found.blocks:
+        console.print(found.shown_blocks, markup=False)
     if found.unknown:
         console.print(f"{count(len(found.unknown), 'addition')} not decided, and left alone:", style="yellow")
     for unknown in found.unknown:

@@ -14,7 +14,7 @@ import tyro
 from torch import nn
 
 from unskip._plugins import with_plugins
-from unskip.cli._options import DeviceOfRun, Json, Mean, Random, Std, Trust, model_help, told
+from unskip.cli._options import Blocks, DeviceOfRun, Json, Mean, Random, Std, Trust, blocks_of, model_help, told
 from unskip.cli._say import busy, print_json
 from unskip.data import open_images
 from unskip.errors import BadInput
@@ -37,7 +37,7 @@ def evaluate(
     ],
     protocol: Annotated[str, tyro.conf.arg(help=_PROTOCOLS, metavar="NAMES")] = "knn-dino-v1,rank-v1",
     data: Annotated[str | None, told(_DATA, "DATA")] = None,
-    blocks: Annotated[str, tyro.conf.arg(help="all, last, or indices such as 3,7,11.", metavar="BLOCKS")] = "all",
+    blocks: Blocks = "all",
     pool: Annotated[str | None, told("mean or cls instead of the protocols' own.", "POOL")] = None,
     split: Annotated[str | None, told("test or val (default: what the run held out, or test).", "SPLIT")] = None,
     times: Annotated[str | None, told(_TIMES, "TIMES")] = None,
@@ -77,7 +77,7 @@ def evaluate(
         sheet_file(pictures)  # now, and not when all is evaluated
     if times is not None and pool is not None:
         raise BadInput("--times takes means over all tokens: leave --pool out")
-    options: dict[str, Any] = {"blocks": _blocks(blocks), "split": split, "seed": seed, "precision": precision}
+    options: dict[str, Any] = {"blocks": blocks_of(blocks), "split": split, "seed": seed, "precision": precision}
     options |= {"pool": "mean" if times is not None else pool, "dense": dense, "batch": batch}
     options["changes"] = _changes([item for items in change for item in items], names)
     numbers = {"size": size, "mean": channel_numbers("mean", mean), "std": channel_numbers("std", std)}
@@ -198,15 +198,6 @@ def _refuse_unused(given: dict[str, str | None], dense: str | None, names: list[
 def _one_of(name: str, value: str | None, known: tuple[str, ...]) -> None:
     if value is not None and value not in known:
         raise BadInput(f"--{name} {value}: it can be {' or '.join(known)}")
-
-
-def _blocks(text: str) -> Any:
-    if text in ("all", "last"):
-        return "all" if text == "all" else -1
-    try:
-        return [int(item) for item in text.split(",")]
-    except ValueError:
-        raise BadInput(f"--blocks {text}: write all, last, or indices such as 3,7,11") from None
 
 
 def _times(text: str) -> list[float]:

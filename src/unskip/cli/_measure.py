@@ -9,7 +9,20 @@ from typing import Annotated, Literal
 import tyro
 
 import unskip
-from unskip.cli._options import Count, Device, Inputs, Json, Mean, Random, Std, Trust, model_help, told
+from unskip.cli._options import (
+    Blocks,
+    Count,
+    Device,
+    Inputs,
+    Json,
+    Mean,
+    Random,
+    Std,
+    Trust,
+    blocks_of,
+    model_help,
+    told,
+)
 from unskip.cli._say import print_json, progress
 
 _DATA = "Samples: a folder of images, an .npy file, a set such as digits, or random:N (default: random:8)."
@@ -22,6 +35,7 @@ def measure(
     n: Count = 8,
     shortcut: Annotated[str | None, told("Rewire first: cut, decay:0.6, ...", "RULE")] = None,
     init: Annotated[str | None, told("Initialise first: skipless, skipless:vit-small,centre or zero.", "NAME")] = None,
+    blocks: Blocks = "all",
     jacobians: Annotated[Literal["auto", "exact", "off"], tyro.conf.arg(help=_JACOBIANS)] = "auto",
     mean: Mean = None,
     std: Std = None,
@@ -51,7 +65,7 @@ def measure(
             unskip.init.start_(built, init, torch.Generator().manual_seed(0), samples)
         if rule is not None:
             unskip.rewire(built, rule, samples)
-        found = unskip.measure(built, samples, jacobians=jacobians, progress=tick)
+        found = unskip.measure(built, samples, blocks=blocks_of(blocks), jacobians=jacobians, progress=tick)
     if json:
         print_json({"spec": model, "preprocess": made and made.to_dict(), **found.to_dict()})
     else:

@@ -12,6 +12,17 @@ def told(text: str, metavar: str | None = None) -> Any:
     return tyro.conf.arg(help=text, metavar=metavar, help_behavior_hint="")
 
 
+def blocks_of(text: str) -> Any:
+    """--blocks as `unskip.features` takes them."""
+    if text in ("all", "last"):
+        return "all" if text == "all" else -1
+    items = text.split(",")
+    try:
+        return [int(item) for item in items]
+    except ValueError:
+        return items
+
+
 def model_help(text: str) -> Any:
     """The help of MODEL: what a command does with it, then every form it can have."""
     forms = "timm:NAME, torchvision:NAME, hf:NAME-or-FOLDER, diffusers:FOLDER, file.py:FUNCTION"
@@ -25,6 +36,13 @@ Runs = Annotated[
 Count = Annotated[int, tyro.conf.arg(help="How many samples of the source.", metavar="N")]
 Device = Annotated[str, tyro.conf.arg(help="Where to compute.", metavar="DEVICE")]
 DeviceOfRun = Annotated[str | None, told("Where to compute (default: as the run).", "DEVICE")]
+Blocks = Annotated[
+    str,
+    tyro.conf.arg(
+        help="all, last, indices such as 3,7,11, or modules to take as blocks such as 'encoder.layers.*'.",
+        metavar="BLOCKS",
+    ),
+]
 Precision = Annotated[Literal["float32", "bf16", "fp16"], tyro.conf.arg(help="Of the forward pass.")]
 Mean = Annotated[
     str | None,

@@ -6,8 +6,8 @@ The blocks are found once. The model is put into evaluation mode, and every modu
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -15,13 +15,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from unskip._modes import evaluating
-from unskip.anatomy import Example, block_axes, block_indices, keep_outputs, pool_tokens
+from unskip.anatomy import Block, Blocks, Example, block_indices, find_blocks, keep_outputs, pool_tokens
 from unskip.errors import BadInput
 from unskip.evals._registry import Pool, TokenNorm
 from unskip.evals._split import Precision
 
 View = tuple[Pool | Literal["tokens"], TokenNorm]
-Blocks = int | Iterable[int] | Literal["all", "middle"]
 # From a batch of images, their places in the set and the name of the split to the arguments of the model.
 Inputs = Callable[[Tensor, Tensor, str], tuple[Tensor, ...]]
 DTYPES = {"float32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -35,7 +34,7 @@ class Features:
     views: dict[View, dict[int, Tensor]]
     labels: Tensor
     blocks: int  # how many the model has
-    axes: dict[str, int] = field(default_factory=dict)  # path of each, and the axis of features
+    found: tuple[Block, ...] = ()  # what they are
     logits: Tensor | None = None  # (images, classes), where they were asked for
 
     def __getitem__(self, view: View) -> dict[int, Tensor]:
@@ -53,7 +52,7 @@ def extract(
     views: Iterable[View] = (("mean", "none"),),
     *,
     precision: Precision = "float32",
-    axes: Mapping[str, int] | None = None,
+    found: Sequence[Block] = (),
     inputs: Inputs | None = None,
     split: str = "test",
     logits: bool = False,
@@ -61,44 +60,45 @@ def extract(
     """Features of blocks over batches of (images, labels), such as `Feed.evaluate()` gives; they stay on the device.
 
     A view is a pool ("mean" over all tokens, "cls", the first, or "tokens", all of them) and a norm: "none", or "layer"
-    for tokens brought to mean 0 and variance 1 before they are pooled. `axes` are those of an earlier call on the same
-    model, whose blocks need not be found again then. `inputs` makes the model's arguments of a batch of images, their
-    places in the set and the name of the `split`; without it the images are the only one. With `logits` the model's
-    output is kept too.
+    for tokens brought to mean 0 and variance 1 before they are pooled. `blocks` are as for `unskip.features`, "middle"
+    besides; `found` are those of an earlier call on the same model, which need not be found again then. `inputs` makes
+    the model's arguments of a batch of images, their places in the set and the name of the `split`; without it the
+    images are the only one. With `logits` the model's output is kept too.
     """
     wanted_views = list(dict.fromkeys(views))
     for pool, norm in wanted_views:
         if pool not in _POOLS or norm not in _NORMS:
             raise BadInput(f"a view is one of {_POOLS} and one of {_NORMS}, got {(pool, norm)!r}")
     dtype_of(precision)
-    found: dict[View, dict[int, list[Tensor]]] = {view: {} for view in wanted_views}
+    kept: dict[View, dict[int, list[Tensor]]] = {view: {} for view in wanted_views}
     labels: list[Tensor] = []
     outputs: list[Tensor] = []
-    axes, wanted, seen = dict(axes or {}), list[int](), 0
+    every, wanted, seen = tuple(found), list[int](), 0
     with evaluating(model):
         for images, part in batches:
             places = torch.arange(seen, seen + len(images), device=images.device)
             given = (images,) if inputs is None else inputs(images, places, split)
             seen += len(images)
-            if wanted_views and not axes:
+            if wanted_views and not every:
                 # Of one image: an audit of a whole batch takes as much longer.
-                axes = block_axes(model, Example.of(tuple(each[:1] for each in given)))
+                every = find_blocks(model, Example.of(tuple(each[:1] for each in given)), blocks)
             if wanted_views and not wanted:
-                wanted = chosen_blocks(blocks, len(axes))
-            with keep_outputs(model, axes, wanted) as kept, autocast(images.device, precision):
+                wanted = chosen_blocks(blocks, len(every))
+            with keep_outputs(model, every, wanted) as tensors, autocast(images.device, precision):
                 output = model(*given)
             if logits:
                 outputs.append(_logits(model, output))
             for index in wanted:
-                axis = list(axes.values())[index]
-                tokens = pool_tokens(kept[index], axis, None).float()  # (images, tokens, dim), or (images, dim)
+                tokens = pool_tokens(
+                    tensors[index], every[index].axis, None
+                ).float()  # (images, tokens, dim), or (images, dim)
                 for pool, norm in wanted_views:
-                    found[pool, norm].setdefault(index, []).append(_view(tokens, pool, norm))
+                    kept[pool, norm].setdefault(index, []).append(_view(tokens, pool, norm))
             labels.append(part)
     if not labels:
         raise BadInput("there is no batch to take features of")
-    whole = {view: {index: torch.cat(parts) for index, parts in by.items()} for view, by in found.items()}
-    return Features(whole, torch.cat(labels), len(axes), axes, torch.cat(outputs) if logits else None)
+    whole = {view: {index: torch.cat(parts) for index, parts in by.items()} for view, by in kept.items()}
+    return Features(whole, torch.cat(labels), len(every), every, torch.cat(outputs) if logits else None)
 
 
 def chosen_blocks(blocks: Blocks, count: int) -> list[int]:

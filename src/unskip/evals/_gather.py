@@ -13,9 +13,10 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from unskip.anatomy import Block, Blocks
 from unskip.data import DenseSet, Feed, ImageSet
 from unskip.errors import BadInput
-from unskip.evals._extract import Blocks, Features, Inputs, View, chosen_blocks, extract
+from unskip.evals._extract import Features, Inputs, View, chosen_blocks, extract
 from unskip.evals._patches import Patches, read_patches
 from unskip.evals._registry import Pool, Protocol
 from unskip.evals._split import Batches, Options, Split
@@ -34,17 +35,17 @@ class Gathered:
         blocks: dict[str, Any],
         pool: Pool | None,
         inputs: Inputs | None,
-        axes: Mapping[str, int] | None,
+        found: Sequence[Block],
     ) -> None:
         self.model, self.sets, self.blocks, self.pool = model, sets, blocks, pool
-        self.inputs, self.axes = inputs, dict(axes or {})
+        self.inputs, self.found = inputs, tuple(found)
         names: list[str] = [name for name in ("test", "train") if name in sets]
         self.features = {name: self._extracted(name, asked) for name in names}
         self.patches = {
-            (name, key): found
+            (name, key): read
             for name in names
             for key in {(each.what, each.exact) for each in asked if each.needs == "patches"}
-            if (found := self._read(name, key, asked)) is not None
+            if (read := self._read(name, key, asked)) is not None
         }
 
     def view(self, protocol: Protocol) -> View:
@@ -55,7 +56,7 @@ class Gathered:
         if protocol.needs in ("logits", "samples"):
             return [[None]]
         if protocol.needs == "patches":
-            return [[index] for index in chosen_blocks(self.blocks[protocol.name], len(self.axes))]
+            return [[index] for index in chosen_blocks(self.blocks[protocol.name], len(self.found))]
         features = self._of("test")[self.view(protocol)]
         wanted = chosen_blocks(self.blocks[protocol.name], self._of("test").blocks)
         if not protocol.batched:
@@ -114,12 +115,12 @@ class Gathered:
             self._union(mine),
             views,
             precision=part.options.precision,
-            axes=self.axes,
+            found=self.found,
             inputs=self.inputs,
             split=name,
             logits=logits,
         )
-        self.axes = self.axes or found.axes
+        self.found = self.found or found.found
         return found
 
     def _union(self, protocols: Sequence[Protocol]) -> Blocks:
@@ -127,9 +128,9 @@ class Gathered:
         asked = [self.blocks[each.name] for each in protocols]
         if len(asked) == 1 or all(each == asked[0] for each in asked):
             return cast(Blocks, asked[0]) if asked else "all"
-        if not self.axes:
+        if not self.found:
             return "all"  # how many there are is not known yet
-        return sorted({index for each in asked for index in chosen_blocks(each, len(self.axes))})
+        return sorted({index for each in asked for index in chosen_blocks(each, len(self.found))})
 
     def _read(self, name: str, key: tuple[Any, bool], asked: Sequence[Protocol]) -> Patches | None:
         mine = [each for each in asked if each.needs == "patches" and (each.what, each.exact) == key]
@@ -140,8 +141,8 @@ class Gathered:
         most = None if name == "train" or None in limits else max(cast("list[int]", limits))
         part = self.sets[name]
         images = (images for images, _ in part.batches())
-        options: dict[str, Any] = {"precision": part.options.precision, "exact": key[1], "axes": self.axes}
-        found, self.axes = read_patches(self.model, images, self._union(mine), key[0], most=most, **options)
+        options: dict[str, Any] = {"precision": part.options.precision, "exact": key[1], "found": self.found}
+        found, self.found = read_patches(self.model, images, self._union(mine), key[0], most=most, **options)
         return found
 
 

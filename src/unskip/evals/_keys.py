@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from unskip.anatomy import AttentionParts, ParallelParts, parts
+from unskip.anatomy import AttentionParts, Block, ParallelParts, parts
 from unskip.errors import BadInput
 
 
@@ -58,16 +58,14 @@ def project(attention: AttentionParts, what: str, x: Tensor) -> Tensor:
 
 
 def attention_inputs(
-    model: nn.Module, example: Tensor, names: list[str], wanted: Sequence[int]
+    model: nn.Module, example: Tensor, blocks: Sequence[Block], wanted: Sequence[int]
 ) -> dict[int, AttentionInput]:
     """For each wanted block its attention. Raises BadInput where a block has none that can be viewed."""
     every = parts(model, example)
     found: dict[int, AttentionInput] = {}
     for index in wanted:
         reason = "no attention in it"
-        for place, site in enumerate(every.sites):
-            if site.block != names[index]:
-                continue
+        for place in blocks[index].sites:
             part = every[place]
             attention = part.attention if isinstance(part, ParallelParts) else part
             if isinstance(attention, AttentionParts) and not attention.cross:
@@ -75,7 +73,7 @@ def attention_inputs(
             elif place in every.reasons:
                 reason = every.reasons[place]
         if index not in found:
-            raise BadInput(f"{names[index]}: it has no keys ({reason}); take what='tokens'")
+            raise BadInput(f"{blocks[index].path}: it has no keys ({reason}); take what='tokens'")
     return found
 
 

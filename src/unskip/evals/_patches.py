@@ -7,19 +7,19 @@ divide are padded with the mean colour at the right and at the bottom.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from unskip._modes import evaluating
-from unskip.anatomy import Example, block_axes, keep_outputs, patch_grid, patch_sides
+from unskip.anatomy import Block, Blocks, Example, find_blocks, keep_outputs, patch_grid, patch_sides
 from unskip.data import Normalise, preprocess_of
 from unskip.errors import BadInput, UnskipError
-from unskip.evals._extract import Blocks, autocast, chosen_blocks
+from unskip.evals._extract import autocast, chosen_blocks
 from unskip.evals._keys import attention_inputs, project
 from unskip.evals._registry import What
 from unskip.evals._split import Precision
@@ -40,7 +40,7 @@ class Patches:
 def patches(
     model: nn.Module,
     images: Tensor,
-    blocks: int | Sequence[int] | Literal["all"] = -1,
+    blocks: Blocks = -1,
     what: What = "tokens",
     *,
     precision: Precision = "float32",
@@ -64,7 +64,7 @@ class Reader:
         what: What = "tokens",
         *,
         normalise: Normalise | None = None,
-        axes: Mapping[str, int] | None = None,
+        found: Sequence[Block] = (),
     ) -> None:
         if what not in get_args(What):
             raise BadInput(f"what is {what!r}; it can be {', '.join(get_args(What))}")
@@ -72,14 +72,13 @@ class Reader:
         shown = self.fitted(images[:1])
         with evaluating(model):
             try:
-                self.axes = dict(axes or {}) or block_axes(model, Example.of(shown))
+                self.found = tuple(found) or find_blocks(model, Example.of(shown), blocks)
             except UnskipError as error:
                 raise BadInput(f"{type(model).__name__}: no blocks to take patch features of ({error})") from error
-            self.wanted = chosen_blocks(blocks, len(self.axes))
+            self.wanted = chosen_blocks(blocks, len(self.found))
             if not self.wanted:
-                raise BadInput(f"blocks is {blocks!r}; name one at least, of 0 to {len(self.axes) - 1}")
-            names = list(self.axes)
-            self.attentions = {} if what == "tokens" else attention_inputs(model, shown, names, self.wanted)
+                raise BadInput(f"blocks is {blocks!r}; name one at least, of 0 to {len(self.found) - 1}")
+            self.attentions = {} if what == "tokens" else attention_inputs(model, shown, self.found, self.wanted)
 
     @torch.no_grad()
     def __call__(self, images: Tensor, precision: Precision = "float32", exact: bool = False) -> Patches:
@@ -88,21 +87,21 @@ class Reader:
         with (
             contextlib.ExitStack() as stack,
             evaluating(self.model),
-            keep_outputs(self.model, self.axes, self.wanted) as outputs,
+            keep_outputs(self.model, self.found, self.wanted) as outputs,
             matmul_precision("float32", shown.device) if exact else autocast(shown.device, precision),
         ):
             seen = {index: stack.enter_context(each.kept()) for index, each in self.attentions.items()}
             self.model(shown)
-        found: dict[int, Tensor] = {}
+        tensors: dict[int, Tensor] = {}
         grids: dict[int, tuple[int, int]] = {}
         for index in self.wanted:
-            tokens, grids[index] = self._on_grid(outputs[index], list(self.axes.values())[index], shown)
-            found[index] = (tokens if self.what == "tokens" else self._projected(index, seen, grids[index])).float()
+            tokens, grids[index] = self._on_grid(outputs[index], self.found[index].axis, shown)
+            tensors[index] = (tokens if self.what == "tokens" else self._projected(index, seen, grids[index])).float()
         if len({*grids.values()}) > 1:
             raise BadInput(f"blocks of several resolutions, {sorted({*grids.values()})}; take blocks of one of them")
         rows, columns = grids[self.wanted[0]]
         stride = (shown.shape[2] / rows, shown.shape[3] / columns)
-        return Patches(found, (rows, columns), stride, (images.shape[2], images.shape[3]))
+        return Patches(tensors, (rows, columns), stride, (images.shape[2], images.shape[3]))
 
     def fitted(self, images: Tensor) -> Tensor:
         """Bytes normalised, and sides padded to whole patches, on the device of the model."""
@@ -156,16 +155,16 @@ def read_patches(
     exact: bool = False,
     most: int | None = None,
     normalise: Normalise | None = None,
-    axes: Mapping[str, int] | None = None,
-) -> tuple[Patches, dict[str, int]]:
-    """Patch features over batches of images of one size, of the first `most` if given, and the axes of the blocks."""
+    found: Sequence[Block] = (),
+) -> tuple[Patches, tuple[Block, ...]]:
+    """Patch features over batches of images of one size, of the first `most` if given, and the blocks."""
     reader, read, seen = None, None, 0
     parts: dict[int, list[Tensor]] = {}
     for images in batches:
         images = images if most is None else images[: most - seen]
         if not len(images):
             break
-        reader = reader or Reader(model, images, blocks, what, normalise=normalise, axes=axes)
+        reader = reader or Reader(model, images, blocks, what, normalise=normalise, found=found)
         read = reader(images, precision, exact)
         for index, tokens in read.blocks.items():
             parts.setdefault(index, []).append(tokens)
@@ -173,7 +172,7 @@ def read_patches(
     if reader is None or read is None:
         raise BadInput("there are no images to take patch features of")
     whole = {index: torch.cat(each) for index, each in parts.items()}
-    return Patches(whole, read.grid, read.stride, read.size), reader.axes
+    return Patches(whole, read.grid, read.stride, read.size), reader.found
 
 
 def _patch(model: nn.Module, images: Tensor) -> tuple[int, int]:

@@ -25,17 +25,16 @@ def block_rows(samples: Samples, seed: int) -> list[BlockRow]:
     """One row for each block; what cannot be measured is left out, with a note in `samples.notes`."""
     rows: list[BlockRow] = []
     previous: dict[int, Tensor] = {}  # the block before, by stream
-    for index, block in enumerate(samples.blocks):
+    for block in samples.blocks:
         first = torch.stack(samples.inputs[block.origin])  # (samples, tokens, dim)
         x = torch.stack(block.outputs)
-        rows.append(_row(index, block, first, x, previous.get(block.origin), samples, seed))
+        rows.append(_row(block, first, x, previous.get(block.origin), samples, seed))
         previous[block.origin] = x
     _note_what_is_left_out(samples)
     return rows
 
 
 def _row(
-    index: int,
     block: BlockSamples,
     first: Tensor,
     x: Tensor,
@@ -46,12 +45,12 @@ def _row(
     rounding = samples.rounding
     flat = feature_matrix(x)[_kept(x, seed)]
     # What differs by rounding alone has no rank, no similarity and no frequencies.
-    in_tokens = rounding.in_tokens(block.path, block.outputs)
-    in_samples = rounding.in_samples(block.path, block.outputs)
-    in_patches = rounding.in_patches(block.path, block.outputs)
+    in_tokens = rounding.in_tokens(block.index, block.outputs)
+    in_samples = rounding.in_samples(block.index, block.outputs)
+    in_patches = rounding.in_patches(block.index, block.outputs)
     ranked = len(flat) > 1 and not in_tokens
     return BlockRow(
-        index=index,
+        index=block.index,
         path=block.path,
         norm=feature_norm(x),
         token_rank=effective_rank(flat) if ranked else None,
@@ -114,7 +113,7 @@ def _note_what_is_left_out(samples: Samples) -> None:
         notes.append(f"{len(samples.inputs)} streams, which begin at {names}: each block is compared with its own")
     if any(block.outputs[0].shape != samples.inputs[block.origin][0].shape for block in blocks):
         notes.append("the stream changes its shape with depth: no cosine with the input where it does")
-    rounded = [block.path for block in blocks if samples.rounding.anywhere(block.path, block.outputs)]
+    rounded = [block.path for block in blocks if samples.rounding.anywhere(block.index, block.outputs)]
     if rounded:
         more = f" and {len(rounded) - 3} more blocks" if len(rounded) > 3 else ""
         notes.append(

@@ -6,12 +6,13 @@ Memory: the output of every block for all samples, (tokens, dim) each, and all a
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from torch import Tensor, nn
 
-from unskip.anatomy import PartsTrace, Sample, Site, patch_grid, tokens
+from unskip.anatomy import Block, PartsTrace, Sample, Site, patch_grid, tokens
 from unskip.errors import BadInput
 from unskip.measures._rounding import Rounding
 from unskip.measures.attention import attention_condition, attention_entropy, self_attention_mass
@@ -41,18 +42,27 @@ class SiteSamples:
 class BlockSamples:
     """One block over the samples."""
 
-    path: str
-    module: nn.Module
+    block: Block
     last: Site  # the last of its sites
     origin: int  # index of the site at which its stream begins
     outputs: list[Tensor] = field(default_factory=list)  # (tokens, dim) each
     high: list[float] = field(default_factory=list)  # share of high spatial frequencies; NaN without a grid
 
+    @property
+    def index(self) -> int:
+        return self.block.index
+
+    @property
+    def path(self) -> str:
+        return self.block.path
+
 
 class Samples:
     """Collects a batch sample by sample; the sites, the blocks and the inputs of their streams."""
 
-    def __init__(self, model: nn.Module, traced: PartsTrace, grid: Size | None, image: Size | None) -> None:
+    def __init__(
+        self, model: nn.Module, traced: PartsTrace, blocks: Sequence[Block], grid: Size | None, image: Size | None
+    ) -> None:
         self.model, self.traced, self.grid, self.image = model, traced, grid, image
         self.first = Sample(traced.trace)
         self.notes: list[str] = []
@@ -60,10 +70,10 @@ class Samples:
         self.inputs: dict[int, list[Tensor]] = {}  # x_0 by sample, by the index of the site where a stream begins
         self.sites = [SiteSamples(site) for site in traced.trace.sites if site.regular]
         self._origins = self.first.origins()
-        ends = {each.site.block: each.site for each in self.sites}
+        lasts = [traced.trace.sites[block.last] for block in blocks]
         self.blocks = [
-            BlockSamples(path, model.get_submodule(path), last, self._origins[last.index].index)
-            for path, last in ends.items()
+            BlockSamples(block, last, self._origins[last.index].index)
+            for block, last in zip(blocks, lasts, strict=True)
         ]
         for site in (each.site for each in self.sites):
             if site.index in traced.parts.reasons and site.kind in ("attention", "mlp", "parallel"):
@@ -89,10 +99,9 @@ class Samples:
         for origin in {site.index: site for site in self._origins.values()}.values():
             first = sample.trace.runs[origin.index][0].stream
             self.inputs.setdefault(origin.index, []).append(tokens(sample.value(first), origin)[0])
-        ends = {block.path: (sample.block_output(block.last, block.module), block.last) for block in self.blocks}
-        self.rounding.add(sample, ends)
+        self.rounding.add(sample, {each.index: (each.block.node, each.last) for each in self.blocks})
         for block in self.blocks:
-            value = sample.value(ends[block.path][0])
+            value = sample.value(block.block.node)
             block.outputs.append(tokens(value, block.last)[0])
             block.high.append(self._high_frequencies(block.last, value))
         for each in self.sites:

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 from unskip._checks import choice, whole
 from unskip._modes import quiet
-from unskip.anatomy import Example, Sample, example_for, trace_again, trace_parts
+from unskip.anatomy import Blocks, Example, Sample, block_indices, blocks_in, example_for, trace_again, trace_parts
 from unskip.errors import BadInput, NoResidualError
 from unskip.measures._block_rows import block_rows
 from unskip.measures._collect import Samples
@@ -27,6 +27,7 @@ def measure(
     model: nn.Module,
     batch: object = None,
     *,
+    blocks: Blocks = "all",
     jacobians: Jacobians = "auto",
     steps: int = 96,
     grid: tuple[int, int] | None = None,
@@ -36,11 +37,12 @@ def measure(
     """Rank, conditioning, attention, echo and quantisation of a model on a batch. Nothing in the model is changed.
 
     `batch` is a tensor, a tuple of arguments or a mapping, as for audit; samples lie along the first axis. Blocks are
-    measured at their outputs, as `features` gives them: in post-norm blocks after the last norm. Jacobians are those of
-    the first sample: "auto" builds them where they are small and estimates them otherwise, in `steps` products each
-    way; "exact" builds them all, "off" leaves them out. `grid` is (rows, columns) of the patches, where they do not lie
-    on a square. `progress` is called with (done, total, what). The model runs in evaluation mode; a rewired one with
-    its weights. What cannot be measured is left out, and the notes say why.
+    measured at their outputs, as `features` gives them: in post-norm blocks after the last norm; `blocks` selects or
+    declares them as there. Jacobians are those of the first sample: "auto" builds them where they are small and
+    estimates them otherwise, in `steps` products each way; "exact" builds them all, "off" leaves them out. `grid` is
+    (rows, columns) of the patches, where they do not lie on a square. `progress` is called with (done, total, what).
+    The model runs in evaluation mode; a rewired one with its weights. What cannot be measured is left out, and the
+    notes say why.
     """
     _check_arguments(jacobians, steps, grid, generator)
     generator = generator or torch.Generator().manual_seed(0)
@@ -53,7 +55,9 @@ def measure(
     traced = trace_parts(model, example.rows(0, 1) if count > 1 else example, weighted=True)
     if not traced.trace.sites:
         raise NoResidualError(f"{type(model).__name__}: no residual sites, so nothing to measure")
-    samples = Samples(model, traced, grid, _image(example))
+    found = blocks_in(model, traced.trace, blocks)
+    wanted = [found[index] for index in block_indices(blocks, len(found))]
+    samples = Samples(model, traced, wanted, grid, _image(example))
     if len({len(value) for value in _tensors(example) if value.ndim > 1}) > 1:
         samples.notes.append("arguments without a row for each sample: the batch runs whole, its first sample is seen")
     for index in range(count):
@@ -62,11 +66,11 @@ def measure(
         tick(index + 1, total, "samples")
     with quiet(model, training=False):
         spectra = Spectra(2 * len(traced.trace.sites) + 1, jacobians, steps, samples.notes, tick)
-        blocks = block_rows(samples, generator.initial_seed())
+        rows = block_rows(samples, generator.initial_seed())
         sites = site_rows(samples, spectra, generator)
         network = spectra.of("the network", samples.first.network)
     notes = tuple(dict.fromkeys(samples.notes))
-    return Measurement(type(model).__name__, count, samples.tokens, tuple(sites), tuple(blocks), network, notes)
+    return Measurement(type(model).__name__, count, samples.tokens, tuple(sites), tuple(rows), network, notes)
 
 
 def _check_arguments(jacobians: object, steps: object, grid: object, generator: object) -> None:

@@ -37,10 +37,10 @@ class Rounding:
     """The outputs of every block, in float64, of the first few samples."""
 
     def __init__(self) -> None:
-        self.exact: dict[str, list[Tensor]] = {}  # by block, (tokens, dim) each
+        self.exact: dict[int, list[Tensor]] = {}  # by block, (tokens, dim) each
         self.count = 0
 
-    def add(self, sample: Sample, ends: Mapping[str, tuple[int, Site]]) -> None:
+    def add(self, sample: Sample, ends: Mapping[int, tuple[int, Site]]) -> None:
         """Computes one sample again; `ends` are the nodes of the block outputs, with the last site of each block."""
         if self.count == _SAMPLES:
             return
@@ -56,24 +56,24 @@ class Rounding:
             if node in kept:
                 self.exact.setdefault(block, []).append(tokens(kept[node], site)[0])
 
-    def anywhere(self, block: str, seen: list[Tensor]) -> bool:
+    def anywhere(self, block: int, seen: list[Tensor]) -> bool:
         """Whether anything of a block differs by rounding alone."""
         return any(differ(block, seen) for differ in (self.in_tokens, self.in_samples, self.in_patches))
 
-    def in_tokens(self, block: str, seen: list[Tensor]) -> bool:
+    def in_tokens(self, block: int, seen: list[Tensor]) -> bool:
         """Whether the tokens of all samples together differ by rounding."""
         return any(_apart(a.flatten(0, 1), b.flatten(0, 1)) for a, b in self._pair(block, seen))
 
-    def in_samples(self, block: str, seen: list[Tensor]) -> bool:
+    def in_samples(self, block: int, seen: list[Tensor]) -> bool:
         """Whether the means of samples differ by rounding."""
         pairs = [(feature_matrix(a, "pooled"), b.mean(1)) for a, b in self._pair(block, seen)]
         return any(len(a) > 1 and _apart(a, b) for a, b in pairs)
 
-    def in_patches(self, block: str, seen: list[Tensor]) -> bool:
+    def in_patches(self, block: int, seen: list[Tensor]) -> bool:
         """Whether the tokens of some sample differ by rounding."""
         return any(_apart(*each) for a, b in self._pair(block, seen) for each in zip(a, b, strict=True))
 
-    def _pair(self, block: str, seen: list[Tensor]) -> list[tuple[Tensor, Tensor]]:
+    def _pair(self, block: int, seen: list[Tensor]) -> list[tuple[Tensor, Tensor]]:
         exact = self.exact.get(block, [])
         few = seen[: len(exact)]
         return [(torch.stack(few), torch.stack(exact))] if exact else []

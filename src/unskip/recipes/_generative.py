@@ -19,7 +19,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from unskip.anatomy import Example, block_axes
+from unskip.anatomy import Example, find_blocks
 from unskip.data import Augment, Autoencoder, ImageSet, LatentFeed, subset
 from unskip.errors import BadInput
 from unskip.evals import Split, check_knn, noised
@@ -183,8 +183,8 @@ class FlowMatching(Objective):
             check_knn(train.images.labels, test.images.labels)
             inputs = noised(config.flow, config.online_time)
             sample = next(iter(test.evaluate()))[0][:1]
-            axes = block_axes(model, Example.of(inputs(sample, torch.zeros(1, device=sample.device).long(), "test")))
-            options = {"precision": config.precision, "blocks": "middle", "inputs": inputs, "axes": axes}
+            found = find_blocks(model, Example.of(inputs(sample, torch.zeros(1, device=sample.device).long(), "test")))
+            options = {"precision": config.precision, "blocks": "middle", "inputs": inputs, "found": found}
             evaluations["knn-dino-v1, rank-v1"] = Online(["knn-dino-v1", "rank-v1"], train, test, split, options)
         return evaluations
 

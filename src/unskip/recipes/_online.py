@@ -14,9 +14,9 @@ from typing import Any
 
 from torch import nn
 
-from unskip.anatomy import Example, block_axes
+from unskip.anatomy import Blocks, Example, find_blocks
 from unskip.data import Feed
-from unskip.evals import Blocks, check_knn, evaluate, flat
+from unskip.evals import check_knn, evaluate, flat
 
 # kNN accuracy of the mean of all tokens and of the class token, which is what DINO trains; ranks over depth.
 _BLOCKS: dict[str, Blocks] = {"knn-dino-v1": -1, "knn-cls-v1": -1, "rank-v1": "all", "patchrank-v1": "all"}
@@ -51,8 +51,8 @@ def online_features(
     class_token = getattr(part, "has_class_token", True) and getattr(part, "cls_token", True) is not None
     names = [name for name in _BLOCKS if class_token or name != "knn-cls-v1"]
     # The blocks are found once, before the model is sharded.
-    axes = block_axes(part, Example.of(next(iter(test.evaluate()))[0][:1]))
-    return Online(names, train, test, split, {"precision": precision, "axes": axes, "blocks": _BLOCKS}, encoder)
+    found = find_blocks(part, Example.of(next(iter(test.evaluate()))[0][:1]))
+    return Online(names, train, test, split, {"precision": precision, "found": found, "blocks": _BLOCKS}, encoder)
 
 
 @contextmanager

@@ -13,7 +13,7 @@ from unskip.report._text import clean
 
 # Of a line of evals.jsonl, what says of what and how its numbers were taken, and is none of them.
 LABELS = (
-    *("step", "evaluation", "block", "pool", "split", "seed", "precision", "changes", "time", "data", "size"),
+    *("step", "evaluation", "block", "path", "pool", "split", "seed", "precision", "changes", "time", "data", "size"),
     *("n", "intervals", "preprocess", "sampler", "steps", "cfg", "tolerance", "extractor"),
 )
 OF_CLASS_TOKENS = " of class tokens"
