@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.absorption.blocks import CLASS_O, close, generic, normal, numbers, planted
 
@@ -184,6 +184,7 @@ def test_low_rank_weights_are_refused() -> None:
 # --- Invariances ------------------------------------------------------------------------------------------------------
 
 
+@settings(max_examples=20)
 @given(seed=st.integers(0, 10**6), plant=st.booleans(), word=st.sampled_from(["relu", "gelu", "silu"]))
 def test_the_order_of_units_does_not_matter(seed: int, plant: bool, word: str) -> None:
     block = planted(4, 9, word, seed=seed)[0] if plant else generic(4, 9, word, seed=seed)
@@ -198,6 +199,7 @@ def test_the_order_of_units_does_not_matter(seed: int, plant: bool, word: str) -
         assert sorted(order[second.flips].tolist()) == first.flips.tolist()
 
 
+@settings(max_examples=20)
 @given(seed=st.integers(0, 10**6), plant=st.booleans())
 def test_relu_units_may_be_rescaled(seed: int, plant: bool) -> None:
     block = planted(4, 9, "relu", seed=seed)[0] if plant else generic(4, 9, "relu", seed=seed)
@@ -213,6 +215,7 @@ def test_relu_units_may_be_rescaled(seed: int, plant: bool) -> None:
     assert absorb(moved).status == absorb(block).status == ("possible" if plant else "impossible")
 
 
+@settings(max_examples=20)
 @given(seed=st.integers(0, 10**6), plant=st.booleans())
 def test_an_invertible_skip_reduces_to_the_identity(seed: int, plant: bool) -> None:
     g = numbers(seed)

@@ -184,9 +184,9 @@ def test_no_flips_no_nearest() -> None:
 def test_the_ladder_falls() -> None:
     g = numbers(3)
     block = generic(6, 48, "gelu")
-    found = approximate(block, normal(g, 4000, 6))
-    assert found.held_out == 2000
-    distilled = approximate(block, normal(numbers(3), 4000, 6), distil=200)
+    found = approximate(block, normal(g, 2000, 6))
+    assert found.held_out == 1000
+    distilled = approximate(block, normal(numbers(3), 2000, 6), distil=100)
     assert distilled.error < found.error
     assert list(found.ladder) == ["drop", "refit", "flip", "split"]
     assert found.ladder["drop"] > found.ladder["refit"] > found.error
