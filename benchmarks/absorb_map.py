@@ -71,8 +71,6 @@ class Cell:
         values = {
             "min(2 r, 2 d - min(h, d))": min(2 * lost, 2 * d - min(h, d)),
             "r": rank,
-            "2 r": 2 * rank,
-            "4 r": 4 * rank,
             "max(0, min(r, d - h))": max(0, min(rank, d - h)),
         }
         return None if self.extra is None else values[self.extra]
@@ -123,10 +121,10 @@ def _cell(word: str, biases: bool, norm: str) -> Cell:
 
 def _flat(word: str, biases: bool, norm: str) -> Cell:
     phi, gated = resolve(word)
-    units = {"relu2": "4 r", "square": "2 r"}.get(word, "r")
-    if biases or (gated and phi.at_zero != 0):
-        why = "with hidden biases, or an open gate, units can be added that make up the skip"
-        return Cell(word, biases, norm, "open", units, why)
+    if gated and (biases or phi.at_zero != 0):
+        return Cell(word, biases, norm, "open", "r", "units with an open gate can be added that make up the skip")
+    if biases:
+        return Cell(word, biases, norm, "open", None, "not settled")
     return Cell(word, biases, norm, "never", None, "linearisation: the replacement is flat at the origin")
 
 

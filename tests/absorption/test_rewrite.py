@@ -33,9 +33,13 @@ def test_d_more_units_are_enough(word: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_widening_keeps_the_dtype(dtype: torch.dtype) -> None:
-    block = generic(8, 32, dtype=dtype)
+def test_widening_keeps_the_dtype_and_the_rule(dtype: torch.dtype) -> None:
+    """A stored block errs at most 4 times what the original loses itself, as every replacement does, or by 1e-6."""
+    block = generic(24, 96, dtype=dtype)
     wide = widen(block)
+    assert 24 <= wide.extra <= 48
+    assert wide.error <= max(4 * wide.own, 1e-5)
+    assert wide.verdict.verify()
     assert wide.block.up.dtype == dtype
     assert wide.block.up_bias is not None
     assert wide.block.up_bias.dtype == dtype
@@ -128,17 +132,7 @@ def test_a_gate_that_the_user_registered() -> None:
         widen(Block(block.up, block.down, block.gate, activation=word))
 
 
-@pytest.mark.parametrize(("word", "each"), [("relu2", 4), ("square", 2)])
-def test_powers_widen_with_biases(word: str, each: int) -> None:
-    block = generic(3, 6, word)
-    for asked in (block, Block(block.up, block.down, up_bias=block.up_bias, activation=word)):
-        wide = widen(asked)
-        assert absorb(asked).extra_width == wide.extra == each * 3
-        assert close(asked, wide.block) < 1e-11
-        assert wide.verdict.verify()
-
-
-@pytest.mark.parametrize("word", ["tanh", "elu", "mish", "abs"])
+@pytest.mark.parametrize("word", ["tanh", "elu", "mish", "abs", "relu2"])
 def test_what_no_width_can_do(word: str) -> None:
     with pytest.raises(BadInput, match="approximate"):
         widen(generic(word=word))

@@ -28,8 +28,6 @@ def extra_width(problem: Problem, biases: Biases) -> int | None:
     rank, n = skip_rank(block.matrix), problem.up.shape[1]
     if block.gated:  # a zero row of the gate that is open
         return rank + short if phi.at_zero or gate_bias(block, biases) else None
-    if phi.family == "power":
-        return (4 if phi.name == "relu2" else 2) * rank + short if problem.hidden_bias else None
     if phi.family == "linear":
         whole = min(block.inputs, block.outputs, rank + block.width)
         return max(0, whole - problem.width)

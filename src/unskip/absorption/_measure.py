@@ -21,6 +21,7 @@ SIZES = (1e-2, 1.0, 1e2, 1e5)  # of inputs
 SAMPLES = 48  # of each size
 WIDE = 1e-10  # of the block's own terms, in float64
 OWN = 2.5  # times what the block loses itself, so that on other inputs it stays below 4
+SPLIT = 1e-6  # of the block's terms, that splitting rows into stored weights may cost on top, in `widen` and modules
 
 
 @dataclass(frozen=True)

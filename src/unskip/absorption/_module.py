@@ -13,10 +13,8 @@ from torch import Tensor, nn
 from unskip.absorption._activations import resolve
 from unskip.absorption._block import Block
 from unskip.absorption._decide import absorb
-from unskip.absorption._measure import agree
+from unskip.absorption._measure import SPLIT, agree
 from unskip.errors import BadInput
-
-MOST = 0.02  # relative error of the outputs that storing the absorbed weights may cost
 
 
 class _Bend(nn.Module):
@@ -71,11 +69,11 @@ class AbsorbableMLP(nn.Module):
         if verdict.status != "possible":
             raise BadInput(f"AbsorbableMLP: its rows do not span the input any more. {verdict.reason}")
         made = verdict.replacement().stored_as(block)
-        error = agree(block, made).measured["stored"]
-        if error > MOST:
+        seen = agree(block, made, tolerance=SPLIT)
+        if not seen.holds:
             raise BadInput(
-                f"AbsorbableMLP: stored as {block.dtype} the outputs would differ by {error:.2g}, because its rows "
-                "hardly span the input; call .double() first"
+                f"AbsorbableMLP: stored as {block.dtype} its outputs would differ by {seen.measured['stored']:.2g}, "
+                "far more than the module loses by computing in that dtype; call .float() or .double() first"
             )
         return plain(made)
 

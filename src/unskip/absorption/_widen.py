@@ -4,8 +4,7 @@ For class O splitting d independent rows T is enough, whatever the skip: with a 
 
     W_down' = [W_down + a / c on T, -a / c],   W_up' = [W_up; -W_up[T]],   b' = [b; -b_T],
 
-d units more instead of the 2 d of fresh pairs. Gated blocks need a gate with a bias, g(beta) != 0, and rank(A) units;
-ReLU^2 four units a direction: 4 z = r(z + 1) + r(-z - 1) - r(z - 1) - r(1 - z) with r = ReLU^2.
+d units more instead of the 2 d of fresh pairs. Gated blocks need a gate with a bias, g(beta) != 0, and rank(A) units.
 """
 
 from __future__ import annotations
@@ -13,18 +12,15 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor
 
 from unskip.absorption._block import Block
-from unskip.absorption._decide import absorb
+from unskip.absorption._decide import absorb, pad
 from unskip.absorption._extra import gate_bias, skip_rank
-from unskip.absorption._measure import agree
+from unskip.absorption._measure import SPLIT, agree
 from unskip.absorption._nearest import Nearest, project
-from unskip.absorption._problem import Biases, allowed, reduce
+from unskip.absorption._problem import Biases, reduce
 from unskip.absorption._verdict import Certificate, Verdict
 from unskip.errors import BadInput
-
-GOOD = 1e-5  # a relative error that is good enough for more units not to be spent on it
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,32 +42,27 @@ def widen(block: Block, biases: Biases = "as-is") -> Widened:
     """The replacement that is exact with as few more units as are known to be enough, built and checked.
 
     Splits of rows that are nearly dependent lose digits; in a coarse dtype more units are spent to keep the loss small.
+    The stored block is accepted as a replacement of `absorb` is, with 1e-6 of the block's terms on top.
     """
     now = absorb(block, biases=biases)
-    if now.status == "possible":
-        return _stored(block, now)
     with torch.no_grad():
-        if block.gated or block.phi.family == "power":
-            return _stored(block, _with_biases(block.double(), biases, now))
-        best: Widened | None = None
-        for extra in _extras(block, now):
-            verdict = absorb(block.double(), width=block.width + extra, biases=biases)
+        if now.status == "possible":
+            verdicts = iter([now])
+        elif block.gated:
+            verdicts = iter([_open_gates(block.double(), biases, now)])
+        else:
+            widths = (block.width + extra for extra in _extras(block, now))
+            verdicts = (absorb(block.double(), width=width, biases=biases) for width in widths)
+        for verdict in verdicts:
             if verdict.status != "possible":
                 continue
-            found = _stored(block, verdict)
-            if best is None or found.error < best.error:
-                best = found
-            if found.error <= max(GOOD, 4 * found.own):
-                break
-        if best is None:
-            raise BadInput(f"widen: {now.reason} Nothing wider is known: {verdict.reason}")
-        return best
-
-
-def _stored(block: Block, verdict: Verdict) -> Widened:
-    made = verdict.replacement().stored_as(block)
-    seen = agree(block, made).measured
-    return Widened(made, made.width - block.width, verdict, seen["stored"], seen["original_stored"])
+            made = verdict.replacement().stored_as(block)
+            seen = agree(block, made, tolerance=SPLIT)
+            if seen.holds:
+                extra, lost = made.width - block.width, seen.measured
+                return Widened(made, extra, verdict, lost["stored"], lost["original_stored"])
+    name = str(block.dtype).removeprefix("torch.")
+    raise BadInput(f"widen: {now.reason} Wider blocks lose too many digits when they are stored in {name}; use float64")
 
 
 def _extras(block: Block, now: Verdict) -> list[int]:
@@ -79,28 +70,38 @@ def _extras(block: Block, now: Verdict) -> list[int]:
     least = now.extra_width
     if least is None:
         raise BadInput(f"widen: {now.reason} No width is known to be enough; absorption.approximate comes near")
-    most = 2 * max(skip_rank(block.matrix), 1)
+    most = 2 * max(skip_rank(block.matrix), 1)  # fresh pairs alone
     return sorted({max(least, 1), max(least, min(least + block.inputs // 8, most)), max(least, most)})
 
 
-def _with_biases(block: Block, biases: Biases, now: Verdict) -> Verdict:
-    if block.gated:  # a zero row of the gate is open by itself, or by its bias
-        what, may = "gate", _height(block, 0.0) != 0 or gate_bias(block, biases)
-    else:
-        what, may = "hidden", allowed(block, biases)[0]
-    if not may or {"pre", "out"} & block.norms.keys():
-        hint = "" if block.norms else f" With {what} biases it can be done: ask with biases='allowed'"
+def _open_gates(block: Block, biases: Biases, now: Verdict) -> Verdict:
+    """A unit whose gate sees nothing but its bias is linear: one for each direction of the skip."""
+
+    def height(beta: float) -> float:  # of the gate; an activation of the user's need not say what it is at 0
+        return float(block.phi.function(torch.full((1,), beta, dtype=torch.float64)))
+
+    assert block.gate is not None
+    beta = 0.0 if height(0.0) else 1.0
+    if (beta and not gate_bias(block, biases)) or {"pre", "out"} & block.norms.keys():
+        hint = "" if block.norms else " With gate biases it can be done: ask with biases='allowed'"
         raise BadInput(f"widen: {now.reason}{hint}")
     left, values, right = torch.linalg.svd(block.matrix, full_matrices=False)
     rank = int((values > 1e-12 * values[0]).sum())
     columns, rows = left[:, :rank] * values[:rank], right[:rank]
-    made = _gate(block, rows, columns) if block.gated else _power(block, rows, columns)
+    wider = pad(block, block.width + rank)
+    made = replace(
+        wider,
+        up=torch.cat([block.up.detach(), rows.to(block.up)]),
+        down=torch.cat([block.down.detach(), (columns / height(beta)).to(block.down)], 1),
+        skip=0.0,
+    )
+    if beta:
+        before = block.up.new_zeros(block.width) if block.gate_bias is None else block.gate_bias.detach()
+        made = replace(made, gate_bias=torch.cat([before, before.new_full((rank,), beta)]))
     seen = agree(block, made)
-    if not seen.holds:
-        raise BadInput("widen: the wider block does not agree with the original; its weights are too uneven")
     return Verdict(
-        "possible",
-        f"With {made.width - block.width} more units the skip is made up.",
+        "possible" if seen.holds else "undecided",
+        f"With {rank} more units the skip is made up.",
         block,
         made.width,
         biases,
@@ -110,50 +111,6 @@ def _with_biases(block: Block, biases: Biases, now: Verdict) -> Verdict:
         extra_width=0,
         measured=seen.measured,
         weights=made,
-    )
-
-
-def _rows(value: Tensor | None, more: Tensor, like: Tensor) -> Tensor:
-    base = like.new_zeros(len(like)) if value is None else value.detach()
-    return torch.cat([base, more.to(base)])
-
-
-def _height(block: Block, beta: float) -> float:
-    """How open a gate is that sees nothing but its bias. A word of the user's need not say what it is at 0."""
-    return float(block.phi.function(torch.full((1,), beta, dtype=torch.float64)))
-
-
-def _gate(block: Block, rows: Tensor, columns: Tensor) -> Block:
-    assert block.gate is not None
-    beta = 0.0 if _height(block, 0.0) else 1.0
-    height = _height(block, beta)
-    zero = rows.new_zeros(len(rows))
-    plain = block.gate_bias is None and not beta
-    return replace(
-        block,
-        up=torch.cat([block.up.detach(), rows.to(block.up)]),
-        gate=torch.cat([block.gate.detach(), torch.zeros_like(rows).to(block.gate)]),
-        gate_bias=None if plain else _rows(block.gate_bias, zero + beta, block.up[:, 0]),
-        up_bias=None if block.up_bias is None else _rows(block.up_bias, zero, block.up[:, 0]),
-        down=torch.cat([block.down.detach(), (columns / height).to(block.down)], 1),
-        skip=0.0,
-    )
-
-
-def _power(block: Block, rows: Tensor, columns: Tensor) -> Block:
-    one = rows.new_ones(len(rows))
-    quarter = columns / 4
-    if block.phi.name == "relu2":
-        more, shifts = torch.cat([rows, -rows, rows, -rows]), torch.cat([one, -one, -one, one])
-        out = torch.cat([quarter, quarter, -quarter, -quarter], 1)
-    else:  # z^2
-        more, shifts, out = torch.cat([rows, rows]), torch.cat([one, -one]), torch.cat([quarter, -quarter], 1)
-    return replace(
-        block,
-        up=torch.cat([block.up.detach(), more.to(block.up)]),
-        up_bias=_rows(block.up_bias, shifts, block.up[:, 0]),
-        down=torch.cat([block.down.detach(), out.to(block.down)], 1),
-        skip=0.0,
     )
 
 
