@@ -16,7 +16,7 @@ from torch import nn
 
 import unskip
 from unskip.errors import BadInput, TrainingError
-from unskip.training import RunFolder, Task, _engine, _loop, _memory, run_task
+from unskip.training import RunFolder, Task, _engine, _loop, _memory, device_of, run_task
 
 
 def test_the_schedule_and_the_log(tmp_path: Path) -> None:
@@ -237,3 +237,33 @@ def test_a_loss_function_that_returns_something_else(returned: Any, tmp_path: Pa
     one.loss = lambda model, batch: returned(model(batch[0]).square().mean())
     with pytest.raises(TrainingError, match=r"loss\(model, batch\) must return"):
         run_task(one, schedule(), new(tmp_path / "run"), quiet=True)
+
+
+def test_fp16_scales_gradients_that_would_vanish(tmp_path: Path) -> None:
+    def norms(precision: str) -> list[float]:
+        one = task()
+        one.model[1].p = 0.0
+        loss = one.loss
+        one.loss = lambda model, batch: ((found := loss(model, batch))[0] * 1e-9, found[1])
+        folder = new(tmp_path / precision)
+        run_task(one, schedule(precision=precision, clip=1.0, steps=4), folder, quiet=True)
+        return [row["gradient_norm"] for row in folder.read("metrics.jsonl")]
+
+    assert norms("fp16") == pytest.approx(norms("float32"), rel=0.02)
+
+
+def test_fp16_resumes_with_its_scale(tmp_path: Path) -> None:
+    whole, parts = task(), task(stop_at=9)
+    run_task(whole, schedule(precision="fp16"), new(tmp_path / "whole"), quiet=True)
+    folder = new(tmp_path / "parts")
+    run_task(parts, schedule(precision="fp16"), folder, quiet=True)
+    again = task()
+    run_task(again, schedule(precision="fp16"), folder, quiet=True)
+    assert all(torch.equal(a, b) for a, b in zip(weights(whole), weights(again), strict=True))
+
+
+def test_auto_is_the_best_device_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    for cuda, mps, kind in [(False, False, "cpu"), (False, True, "mps"), (True, True, "cuda")]:
+        monkeypatch.setattr(torch.cuda, "is_available", lambda cuda=cuda: cuda)
+        monkeypatch.setattr(torch.backends.mps, "is_available", lambda mps=mps: mps)
+        assert device_of("auto").type == kind

@@ -46,7 +46,7 @@ class Config:
     log_every: int = 20  # steps
     tensorboard: bool = False  # write its event files too
     seed: int = 0  # of weights, order and augmentation
-    device: str = "auto"  # auto | cpu | cuda | cuda:1
+    device: str = "auto"  # auto (a GPU where there is one) | cpu | cuda | cuda:1 | mps
 
     def unused(self) -> dict[str, str]:
         """Fields that have no effect beside the others, with the reason; a run that sets one of them is refused."""

@@ -138,7 +138,9 @@ def _refuse_graph(config: Config, recipe: Recipe) -> None:
     preset = recipe.presets.get(config.preset)
     if not config.graph or (preset is not None and preset.fields.get("graph")):
         return
-    against = why_not(device_of(config.device).type, int(os.environ.get("WORLD_SIZE", "1")), config.accumulate)
+    against = why_not(
+        device_of(config.device).type, int(os.environ.get("WORLD_SIZE", "1")), config.accumulate, config.precision
+    )
     if against is not None:
         raise BadInput(f"graph is not possible: {against}. Leave graph out")
 

@@ -33,7 +33,7 @@ def on(device: torch.device) -> Any:
 def device_of(name: str) -> torch.device:
     """The device of a name, or of "auto". Raises BadInput where there is none."""
     if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
+        name = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
     launched = os.environ.get("LOCAL_RANK")  # the number of one of several processes
     if name.startswith("cuda:") and launched is not None:
         raise BadInput(
@@ -45,7 +45,7 @@ def device_of(name: str) -> torch.device:
     try:
         device = torch.device(name)
     except RuntimeError:
-        raise BadInput(f"device is {name!r}; it can be auto, cpu, cuda or cuda:1") from None
+        raise BadInput(f"device is {name!r}; it can be auto, cpu, cuda, cuda:1 or mps") from None
     if device.type == "cuda" and not torch.cuda.is_available():
         raise BadInput(f"device is {name!r}, and torch finds no GPU; take auto or cpu")
     if device.type == "cuda" and device.index is not None and device.index >= torch.cuda.device_count():

@@ -19,7 +19,7 @@ Pass = Callable[[Any], tuple[Tensor, dict[str, Tensor]]]
 _WARMUPS = 3  # lazy initialisation, and the choice of algorithms, must not be recorded
 
 
-def why_not(kind: str, world: int, accumulate: int) -> str | None:
+def why_not(kind: str, world: int, accumulate: int, precision: str = "float32") -> str | None:
     """What stands in the way of a graph; None where there can be one."""
     if kind != "cuda":
         return f"a CUDA graph is for a GPU, and this run is on {kind}"
@@ -27,6 +27,8 @@ def why_not(kind: str, world: int, accumulate: int) -> str | None:
         return f"a CUDA graph is for one process, and there are {world}"
     if accumulate > 1:
         return f"a CUDA graph holds one pass, and gradients are accumulated over {accumulate}"
+    if precision == "fp16":
+        return "a CUDA graph cannot leave out a step, as fp16 does where gradients overflow"
     return None
 
 

@@ -107,7 +107,9 @@ class _Trainer:
         self.forward: Any = torch.compile(self.model) if schedule.compile else self.model
         self.parameters: list[Any] = [*self.model.parameters()]  # walked once, not each step
         self.kind = device_of_model(task.model).type
-        against = why_not(self.kind, self.world, schedule.accumulate)
+        # Gradients of fp16 are scaled so that small ones are not lost; a step whose gradients overflow is left out.
+        self.scaler = torch.amp.GradScaler(self.kind) if schedule.precision == "fp16" else None
+        against = why_not(self.kind, self.world, schedule.accumulate, schedule.precision)
         self.graph = Graphed(self._passes, task.model) if schedule.graph and against is None else None
         self.notes = (f"graph is off: {against}",) if schedule.graph and against is not None else ()
         self.ema = None if schedule.ema is None else EMA(task.model, schedule.ema)
@@ -127,6 +129,8 @@ class _Trainer:
     def _shard(self) -> Sharded:
         if self.schedule.ema is not None:
             raise BadInput("the EMA of a sharded model is not kept: leave out ema or fsdp")
+        if self.schedule.precision == "fp16":
+            raise BadInput("gradients of a sharded model are not scaled: take bf16, or leave out fsdp")
         return Sharded(self.task.model, self.task.optimizer, self.accelerator.is_main_process)
 
     def restore(self) -> int:
@@ -145,6 +149,8 @@ class _Trainer:
                 self.task.optimizer.load_state_dict(read_state(folder, "optimizer", device))
             if self.ema is not None:
                 self.ema.load_state_dict(read_state(folder, "ema", device))
+            if self.scaler is not None:
+                self.scaler.load_state_dict(read_state(folder, "scaler"))
             self.health.load(read_state(folder, "health"))
         if self.accelerator.is_main_process:
             self.folder.rewind(step)
@@ -222,11 +228,17 @@ class _Trainer:
             loss, numbers = self.graph(batch, moving, seed)
         else:
             loss, numbers = self._passes(batch)
+        if self.scaler is not None:
+            self.scaler.unscale_(self.task.optimizer)
         if schedule.clip is not None:
             norm: Any = nn.utils.clip_grad_norm_(self.parameters, schedule.clip)
             norm = norm if self.sharded is None else norm.full_tensor()
             numbers = {**numbers, "gradient_norm": norm.detach()}
-        self.optimizer.step()
+        if self.scaler is None:
+            self.optimizer.step()
+        else:
+            self.scaler.step(self.task.optimizer)
+            self.scaler.update()
         if self.graph is None:  # a graph writes its gradients, and keeps their memory
             self.optimizer.zero_grad(set_to_none=True)
         if self.task.after_step is not None:
@@ -246,7 +258,7 @@ class _Trainer:
                 with self._autocast():
                     loss, numbers = _checked(self.task.loss(self.forward, part))
                 loss = loss / len(parts)
-                self.accelerator.backward(loss)
+                self.accelerator.backward(loss if self.scaler is None else self.scaler.scale(loss))
             total = loss.detach() + total
             seen.append(numbers)
         if len(seen) > 1:
@@ -254,7 +266,8 @@ class _Trainer:
         return total, numbers
 
     def _autocast(self) -> Any:
-        return torch.autocast(self.kind, torch.bfloat16, enabled=self.schedule.precision == "bf16")
+        dtype = torch.float16 if self.schedule.precision == "fp16" else torch.bfloat16
+        return torch.autocast(self.kind, dtype, enabled=self.schedule.precision != "float32")
 
     def _row(self, step: int, pending: list[tuple[Tensor, dict[str, Tensor]]]) -> dict[str, Any]:
         """One line of metrics: means over the steps since the last one and over processes."""
@@ -331,6 +344,8 @@ class _Trainer:
         write_state(folder, "optimizer", self.task.optimizer.state_dict() if state is None else state)
         if self.ema is not None:
             write_state(folder, "ema", self.ema.state_dict())
+        if self.scaler is not None:
+            write_state(folder, "scaler", self.scaler.state_dict())
         write_state(folder, "health", self.health.state())
 
     def _stopping(self, stop: _Stop, done: int) -> bool:

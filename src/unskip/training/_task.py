@@ -12,7 +12,7 @@ from unskip.errors import BadInput
 from unskip.wiring import Wiring
 
 Batch = Any
-Precision = Literal["float32", "bf16"]  # of the forward under autocast; weights and optimizer stay float32
+Precision = Literal["float32", "bf16", "fp16"]  # of the forward under autocast; weights and optimizer stay float32
 Loss = Callable[[nn.Module, Batch], tuple[Tensor, dict[str, Tensor]]]
 Warnings = Callable[[dict[str, Any], float], Iterable[tuple[str, str]]]  # (row, fraction of the run that is done)
 Evaluation = Callable[[nn.Module], Mapping[str, float | None]]  # None: it came to no number
