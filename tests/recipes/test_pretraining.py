@@ -194,8 +194,8 @@ def test_a_step_asks_nothing_of_the_host(name: str) -> None:
 
 
 def test_what_recipes_share_reaches_the_schedule() -> None:
-    _, schedule = build(tiny(fsdp=True, tensorboard=True, clip=2.0, accumulate=2))
-    assert (schedule.fsdp, schedule.tensorboard, schedule.clip, schedule.accumulate) == (True, True, 2.0, 2)
+    _, schedule = build(tiny(fsdp=True, tracker="tensorboard", clip=2.0, accumulate=2))
+    assert (schedule.fsdp, schedule.tracker, schedule.clip, schedule.accumulate) == (True, "tensorboard", 2.0, 2)
     assert not schedule.graph
 
 

@@ -44,7 +44,7 @@ class Config:
     health: bool = True  # check features and attention with each evaluation, and warn; takes some seconds
     checkpoint_every: int = 500  # steps
     log_every: int = 20  # steps
-    tensorboard: bool = False  # write its event files too
+    tracker: str | None = None  # wandb, mlflow, tensorboard, ...: a second copy of the log; several by commas
     seed: int = 0  # of weights, order and augmentation
     device: str = "auto"  # auto (a GPU where there is one) | cpu | cuda | cuda:1 | mps
 

@@ -16,7 +16,7 @@ GROUPS = {
     "optimisation": "optimizer lr lr_end weight_decay weight_decay_end betas layer_decay batch epochs steps warmup "
     "clip precision narrow accumulate compile graph fsdp ema",
     "evaluation": "validate evaluate_every online_images online_time health",
-    "run": "preset seed device checkpoint_every log_every tensorboard",
+    "run": "preset seed device checkpoint_every log_every tracker",
 }
 _GROUP = {name: group for group, names in GROUPS.items() for name in names.split()}
 _COMMENT = re.compile(r"^    (\w+): .*  # (.+)$", re.MULTILINE)

@@ -20,7 +20,7 @@ from unskip.recipes._build import build
 from unskip.recipes._config import Config
 from unskip.recipes._data import Opener, data_changes
 from unskip.recipes._registry import Recipe, from_dict, recipe_of, to_dict
-from unskip.training import Outcome, RunFolder, device_of, run_task, why_not
+from unskip.training import Outcome, RunFolder, device_of, run_task, tracker_names, why_not
 from unskip.wiring import parse
 
 
@@ -34,6 +34,8 @@ def train(config: Config, out: str | Path, quiet: bool = False, opener: Opener |
     _refuse_not_finite(config)
     _refuse_unused(config, recipe)
     _refuse_graph(config, recipe)
+    if config.tracker is not None:
+        tracker_names(config.tracker)
     folder = RunFolder(out)
     if is_main():
         folder.check_free()  # before the images are decoded

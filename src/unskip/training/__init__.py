@@ -7,6 +7,7 @@ from unskip.training._folder import RunFolder
 from unskip.training._graph import Graphed, Pass, why_not
 from unskip.training._loop import Outcome, run_task
 from unskip.training._task import Batches, Evaluation, Precision, Schedule, Task
+from unskip.training._trackers import tracker_names
 
 __all__ = [
     "Batches",
@@ -22,5 +23,6 @@ __all__ = [
     "ema_weights",
     "find_runs",
     "run_task",
+    "tracker_names",
     "why_not",
 ]

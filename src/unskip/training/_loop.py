@@ -26,7 +26,6 @@ from unskip._modes import evaluating
 from unskip.errors import BadInput, TrainingError
 from unskip.optim import schedules
 from unskip.training import _health
-from unskip.training._board import Board
 from unskip.training._ema import EMA
 from unskip.training._engine import device_of_model, engine
 from unskip.training._folder import NOT_FINITE, RunFolder
@@ -36,6 +35,7 @@ from unskip.training._memory import forget_peak, peak_memory
 from unskip.training._progress import Reporter
 from unskip.training._state import read_state, write_state
 from unskip.training._task import Schedule, Task
+from unskip.training._trackers import Trackers
 from unskip.wiring import save as save_model
 
 _FIRST_LOOK = 5  # the part of a run after which its health is looked at, where it is not evaluated on the way
@@ -57,8 +57,8 @@ def run_task(task: Task, schedule: Schedule, folder: RunFolder, quiet: bool = Fa
         main = accelerator.is_main_process
         trainer = _Trainer(task, schedule, folder, accelerator)
         start = trainer.restore()
-        if schedule.tensorboard and main:
-            trainer.board = stack.enter_context(contextlib.closing(Board(folder.path, start)))
+        if schedule.tracker is not None and main:
+            trainer.trackers = stack.enter_context(contextlib.closing(Trackers(schedule.tracker, folder, start)))
         reporter = stack.enter_context(Reporter(schedule.steps, start, quiet or not main))
         stop = stack.enter_context(_stop_on_signal())
         for note in (*task.notes, *trainer.notes) if start == 0 else trainer.notes:
@@ -113,7 +113,7 @@ class _Trainer:
         self.graph = Graphed(self._passes, task.model) if schedule.graph and against is None else None
         self.notes = (f"graph is off: {against}",) if schedule.graph and against is not None else ()
         self.ema = None if schedule.ema is None else EMA(task.model, schedule.ema)
-        self.board: Board | None = None
+        self.trackers: Trackers | None = None
         self.last_evaluations: dict[str, float] = {}
         self.saved = 0  # the step of the last checkpoint
         self.health = _health.Watch(task, schedule, folder, accelerator.is_main_process)
@@ -360,8 +360,8 @@ class _Trainer:
     def _log(self, name: str, row: dict[str, Any]) -> None:
         if self.accelerator.is_main_process:
             self.folder.append(name, row)
-            if self.board is not None:
-                self.board.write(row)
+            if self.trackers is not None:
+                self.trackers.write(row)
 
 
 def _checked(returned: Any) -> tuple[Tensor, dict[str, Tensor]]:

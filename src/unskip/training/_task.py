@@ -65,7 +65,7 @@ class Schedule:
     log_every: int = 10
     checkpoint_every: int = 500
     evaluate_every: int | None = None
-    tensorboard: bool = False
+    tracker: str | None = None  # trackers of accelerate, separated by commas
     seed: int = 0
 
     def __post_init__(self) -> None:

@@ -1,0 +1,50 @@
+"""Trackers hold what metrics.jsonl says, each step once, after a stop too; offline."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.training.tasks import new, schedule, task
+
+from unskip.errors import BadInput
+from unskip.training import RunFolder, run_task
+
+
+def interrupted(path: Path, tracker: str) -> list[dict[str, Any]]:
+    """The log of a run that was stopped after step 10 and resumed."""
+    run_task(task(stop_at=9), schedule(tracker=tracker), new(path), quiet=True)
+    folder = RunFolder.open(path)
+    run_task(task(), schedule(tracker=tracker), folder, quiet=True)
+    return folder.read("metrics.jsonl")
+
+
+def test_tensorboard(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    rows = interrupted(tmp_path / "run", "tensorboard")
+    events = EventAccumulator(str(tmp_path / "run" / "unskip"))
+    events.Reload()
+    found = {each.step: each.value for each in events.Scalars("train/loss")}
+    assert found == pytest.approx({row["step"]: row["loss"] for row in rows}, rel=1e-6)
+    assert {each.step for each in events.Scalars("bias/bias")} == {10, 20}
+
+
+def test_wandb_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    interrupted(tmp_path / "run", "wandb")
+    files = [*(tmp_path / "run" / "wandb").glob("offline-run-*/*.wandb")]
+    assert len(files) == 2  # before the stop and after it
+    assert len({file.name for file in files}) == 1  # files are named by the run's id
+    for file in files:
+        content = file.read_bytes()
+        assert b"train/loss" in content
+        assert b"bias/bias" in content
+
+
+@pytest.mark.parametrize(("name", "said"), [("wandbb", "nearest: wandb"), ("aim", "pip install aim")])
+def test_one_that_is_unknown_or_missing(name: str, said: str, tmp_path: Path) -> None:
+    with pytest.raises(BadInput, match=said):
+        run_task(task(), schedule(tracker=name), new(tmp_path / "run"), quiet=True)
