@@ -101,19 +101,22 @@ def expression_at(source: FunctionSource, position: Position) -> ast.AST | None:
 
 
 @functools.lru_cache(maxsize=1024)
-def in_loop(source: FunctionSource, position: Position) -> bool:
-    """Whether the expression at a position stands in a loop or a comprehension of its function."""
+def loop_targets(source: FunctionSource, position: Position) -> frozenset[str] | None:
+    """The variables of the loops and comprehensions around the expression at a position; None outside of any."""
+    targets: set[str] | None = None
     for outer in ast.walk(source.node):
         inside: list[ast.AST] = []
+        made: list[ast.expr] = []
         if isinstance(outer, ast.For | ast.AsyncFor | ast.While):
-            inside = [*outer.body]
+            inside, made = [*outer.body], [] if isinstance(outer, ast.While) else [outer.target]
         elif isinstance(outer, ast.ListComp | ast.SetComp | ast.DictComp | ast.GeneratorExp):
-            inside = [outer]
+            inside, made = [outer], [each.target for each in outer.generators]
         nodes = (node for part in inside for node in ast.walk(part))
         found = (node for node in nodes if isinstance(node, ast.BinOp | ast.AugAssign | ast.Call))
         if any(position_of(node, source.node) == position for node in found):
-            return True
-    return False
+            names = (node.id for target in made for node in ast.walk(target) if isinstance(node, ast.Name))
+            targets = {*(targets or ()), *names}
+    return None if targets is None else frozenset(targets)
 
 
 def position_of(node: ast.BinOp | ast.AugAssign | ast.Call, function: FunctionNode) -> Position:

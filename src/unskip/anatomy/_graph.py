@@ -16,6 +16,7 @@ class Call:
 
     frame: FrameType
     instruction: int
+    names: dict[str, object] = field(default_factory=dict)  # its variables that held a module or a whole number
 
     @property
     def code(self) -> CodeType:

@@ -20,8 +20,8 @@ from unskip._source import (
     expression_at,
     function_source,
     import_function,
-    in_loop,
     layers,
+    loop_targets,
     names_of,
 )
 from unskip.anatomy._graph import Call
@@ -52,6 +52,8 @@ class Place:
     role: Literal["mix", "more"]
     turn: int | None = None  # of one line that adds several branches in a loop: which turn of the loop
     fresh: bool = False  # the model writes into the sum, so that it must not share memory with the branch
+    variable: str | None = None  # of the loop, that tells its branches apart in any order
+    key: str | int | None = None  # what it is in this turn: the path of a module in the one that adds, or a number
 
 
 class Unreachable(Exception):
@@ -67,7 +69,8 @@ class Located:
     expression: str
     source: str  # file and line
     call: int  # tells one call of the module's method from another
-    looped: bool  # the first expression stands in a loop of that method
+    targets: frozenset[str] | None  # variables of the loops around the first expression; None where there is none
+    names: dict[str, object]  # modules and whole numbers that the method's variables held
 
 
 def locate(calls: tuple[Call, ...], up: int = 0) -> Located:
@@ -81,7 +84,7 @@ def locate(calls: tuple[Call, ...], up: int = 0) -> Located:
     index = 0
     position = calls[0].position
     while len(hops) < _DEPTH:
-        index = _enclosing(calls, index)
+        inner, index = index, _enclosing(calls, index)
         code = calls[index].code
         source, node, place = _expression(code, position)
         if not hops:
@@ -97,8 +100,9 @@ def locate(calls: tuple[Call, ...], up: int = 0) -> Located:
                 f"{hops[1].qualname} is a module that adds for several others, and cannot tell them apart"
             )
         if isinstance(receiver, nn.Module) and names_of(type(receiver), code) and len(hops) > up:
-            looped = in_loop(source, place)
-            return Located(receiver, tuple(hops), text, line, id(calls[index].frame), looped)
+            names = {name: value for call in reversed(calls[inner : index + 1]) for name, value in call.names.items()}
+            targets = loop_targets(source, place)
+            return Located(receiver, tuple(hops), text, line, id(calls[index].frame), targets, names)
         function = _imported(module_name, code)
         wrappers = {layer.__code__ for layer in layers(function)}
         index += 1

@@ -20,7 +20,8 @@ from unskip.anatomy._example import Example
 from unskip.anatomy._find import Doubt, Finding, find
 from unskip.anatomy._graph import Graph, Node
 from unskip.anatomy._guard import refuse_wrapped
-from unskip.anatomy._locate import Located, Place, Unreachable, locate
+from unskip.anatomy._lines import Turn, locations, turns_of
+from unskip.anatomy._locate import Located, Place
 from unskip.anatomy._trace import record
 from unskip.anatomy._units import units
 from unskip.anatomy._walk import channel_axis, consumers, own_factor
@@ -94,10 +95,6 @@ class Survey:
     notes: tuple[str, ...]
 
 
-# By the node of an addition: where it stands, or why that cannot be said.
-_Where = dict[int, tuple[Located | None, str | None]]
-
-
 @dataclass(eq=False)
 class _Draft:
     """A site while its executions are gathered."""
@@ -105,10 +102,10 @@ class _Draft:
     graph: Graph
     module: nn.Module | None
     located: Located | None
-    turn: int | None
+    turn: Turn | None
     problem: str | None
     findings: list[Finding] = field(default_factory=list)
-    more: list[tuple[Finding, Located | None, int | None]] = field(default_factory=list)
+    more: list[tuple[Finding, Located | None, Turn | None]] = field(default_factory=list)
     twins: list[Place] = field(default_factory=list)
 
 
@@ -167,8 +164,8 @@ def _run(model: nn.Module, example: Example, training: bool) -> Graph:
 def _gather(graph: Graph, names: dict[int, str]) -> tuple[list[_Draft], list[Unknown]]:
     """The findings of one forward, grouped into sites."""
     findings, doubts = find(graph)
-    where = _locations(graph, findings)
-    turns = _turns(graph, findings, where)
+    where = locations(graph, findings)
+    turns = turns_of(graph, findings, where)
     drafts: dict[Any, _Draft] = {}
     draft_of: dict[int, _Draft] = {}
     for finding in findings:
@@ -181,7 +178,7 @@ def _gather(graph: Graph, names: dict[int, str]) -> tuple[list[_Draft], list[Unk
             if located and draft.located and located.module is not draft.located.module:
                 draft.problem = "its branches are added by different modules"
             continue
-        key = (id(located.module), located.hops, turn) if located else _execution(finding.add)
+        key = (id(located.module), located.hops, turn and turn.number) if located else _execution(finding.add)
         module = located.module if located else next(iter(finding.add.owners), None)
         draft = drafts.setdefault(key, _Draft(graph, module, located, turn, problem))
         draft.findings.append(finding)
@@ -191,69 +188,6 @@ def _gather(graph: Graph, names: dict[int, str]) -> tuple[list[_Draft], list[Unk
     doubts += [Doubt(drafts[key].findings[0].add, drafts.pop(key).problem or "") for key in drifting]
     unknown = [Unknown(_name(d.node, names), _line(d.node), d.reason) for d in doubts]
     return list(drafts.values()), list(dict.fromkeys(unknown))
-
-
-def _turns(graph: Graph, findings: list[Finding], where: _Where) -> dict[int, int]:
-    """Which turn of a loop an addition ran in, where one line adds other branches in every turn.
-
-    `for f in self.layers: x = x + f(x)` is one line but as many sites as layers; the same branch again is the same
-    site. A loop that had one turn does not tell which of the two it is, so its turn is counted too: a second one that
-    comes later is refused, and does not share the weight of the first.
-    """
-    turns: dict[int, int] = {}
-    for calls in _lines(findings, where):
-        located, _ = where[next(iter(calls.values()))[0].add.index]
-        once = located is not None and located.looped and all(len(runs) == 1 for runs in calls.values())
-        if once or any(len({_weights(graph, finding) for finding in runs}) > 1 for runs in calls.values()):
-            turns |= {finding.add.index: turn for runs in calls.values() for turn, finding in enumerate(runs)}
-    return turns
-
-
-def _weights(graph: Graph, finding: Finding) -> frozenset[int]:
-    """The weights that a branch was computed with."""
-    return frozenset(parent for node in finding.path for parent in node.parents if graph.nodes[parent].op == "weight")
-
-
-def _locations(graph: Graph, findings: list[Finding]) -> _Where:
-    """Where each addition stands, or why that cannot be said.
-
-    A helper that adds for several callers, `self.residual(x, self.attn)`, is followed up to the calls that tell its
-    branches apart.
-    """
-    where = {finding.add.index: _try_locate(finding.add, 0) for finding in findings}
-    for up in range(1, 4):
-        mixed = _mixed(graph, findings, where)
-        where |= {finding.add.index: _try_locate(finding.add, up) for finding in mixed}
-    for finding in _mixed(graph, findings, where):
-        where[finding.add.index] = (None, "one line adds several branches, in a way that does not tell them apart")
-    return where
-
-
-def _mixed(graph: Graph, findings: list[Finding], where: _Where) -> list[Finding]:
-    """The additions whose line adds one thing in one call of its method and another in the next."""
-    mixed = []
-    for calls in _lines(findings, where):
-        if len({tuple(_weights(graph, finding) for finding in runs) for runs in calls.values()}) > 1:
-            mixed += [finding for runs in calls.values() for finding in runs]
-    return mixed
-
-
-def _lines(findings: list[Finding], where: _Where) -> list[dict[int, list[Finding]]]:
-    """The findings by the line that adds them, and of each line by the call of its method."""
-    lines: dict[object, dict[int, list[Finding]]] = {}
-    for finding in findings:
-        located, _ = where[finding.add.index]
-        if located is not None:
-            calls = lines.setdefault((id(located.module), located.hops), {})
-            calls.setdefault(located.call, []).append(finding)
-    return list(lines.values())
-
-
-def _try_locate(node: Node, up: int) -> tuple[Located | None, str | None]:
-    try:
-        return locate(node.calls, up), None
-    except Unreachable as error:
-        return None, str(error)
 
 
 def _execution(node: Node) -> tuple[object, ...]:
@@ -296,16 +230,19 @@ def _pair(drafts: list[_Draft], others: list[_Draft], names: dict[int, str]) -> 
 
 
 def _hops(draft: _Draft) -> object:
-    return (draft.located.hops, draft.turn) if draft.located else _execution(draft.findings[0].add)
+    return (
+        (draft.located.hops, draft.turn and draft.turn.number) if draft.located else _execution(draft.findings[0].add)
+    )
 
 
 def _places(draft: _Draft) -> list[Place]:
     adds = [(draft.findings[0], draft.located, draft.turn), *draft.more]
-    return list(
-        dict.fromkeys(
-            Place(at.hops, finding.side, finding.role, turn, finding.overwritten) for finding, at, turn in adds if at
-        )
-    )
+    places = []
+    for finding, at, turn in adds:
+        if at is not None:
+            number, variable, key = turn or (None, None, None)
+            places.append(Place(at.hops, finding.side, finding.role, number, finding.overwritten, variable, key))
+    return list(dict.fromkeys(places))
 
 
 def _sites(model: nn.Module, graph: Graph, drafts: list[_Draft], names: dict[int, str]) -> tuple[Site, ...]:

@@ -156,7 +156,7 @@ class Recorder(TorchDispatchMode):
         if self._keep:
             facts["step"] = self._step(weigh or func, args, {} if weigh else kwargs)
         if len(parents) >= 2 and (name in _ops.ADD or name in _ops.FUSED or name in _ops.STACK):
-            facts.update(calls=tuple(calls()), plain=kwargs.get("alpha", 1) == 1, ratio=ratio)
+            facts.update(calls=tuple(calls(names=True)), plain=kwargs.get("alpha", 1) == 1, ratio=ratio)
         elif name in _ops.SCALE:
             facts["factor"] = self._factor(name, args, parents)
         for position, tensor in enumerate([*written, *(t for t in _tensors(out) if not any(t is w for w in written))]):
@@ -284,8 +284,11 @@ def _floating(tensor: Tensor) -> bool:
     return tensor.is_floating_point() or tensor.is_complex()
 
 
-def calls() -> Iterator[Call]:
-    """The Python frames around the operator that is being dispatched, innermost first."""
+def calls(names: bool = False) -> Iterator[Call]:
+    """The Python frames around the operator that is being dispatched, innermost first.
+
+    With `names`, those of the innermost module's call hold the modules and whole numbers among their variables.
+    """
     caller = sys._getframe(1)
     machinery = (*_MACHINERY, caller.f_code.co_filename.replace("\\", "/"))
     frame: FrameType | None = caller
@@ -293,8 +296,10 @@ def calls() -> Iterator[Call]:
     while frame is not None:
         filename = frame.f_code.co_filename.replace("\\", "/")
         inside = inside and any(part in filename for part in machinery)
+        names = names and frame.f_code is not MODULE_CALL
         if not inside:
-            yield Call(frame, frame.f_lasti)
+            held = frame.f_locals.items() if names else ()
+            yield Call(frame, frame.f_lasti, {name: v for name, v in held if isinstance(v, nn.Module | int)})
         frame = frame.f_back
 
 

@@ -72,7 +72,9 @@ def patched(base: Any, patch: Patch) -> Any:
             f"{base.__qualname__} defines how it is pickled, which would drop the rewiring. It cannot be rewired."
         )
     edits = [
-        Edit(p.hops, p.side, p.role, slot, p.turn, p.fresh) for slot, places in enumerate(patch.slots) for p in places
+        Edit(p.hops, p.side, p.role, slot, p.turn, p.fresh, p.variable, p.key)
+        for slot, places in enumerate(patch.slots)
+        for p in places
     ]
     namespace: dict[str, Any] = {
         "__module__": base.__module__,

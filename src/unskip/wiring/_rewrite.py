@@ -15,8 +15,7 @@ import ast
 import copy
 import functools
 import inspect
-import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import CellType, FunctionType, MethodType
 from typing import Any, Literal
@@ -31,14 +30,12 @@ from unskip._source import (
     layers,
     position_of,
 )
-from unskip._words import count
 from unskip.anatomy import Hop, Unreachable
 from unskip.errors import RewireError
-from unskip.wiring._mix import Number, mix
+from unskip.wiring._loops import HELPERS, Loop, Returns, Weighs
+from unskip.wiring._mix import mix
 
 MIX = "__unskip_mix__"
-COUNT = "__unskip_count__"
-PICK = "__unskip_pick__"
 WEIGHTS = "__unskip_weights__"
 
 
@@ -52,6 +49,8 @@ class Edit:
     slot: int
     turn: int | None = None  # of a loop, where each turn has a slot of its own
     fresh: bool = False  # the sum must not share memory with the branch
+    variable: str | None = None  # of the loop, by which its branches are known
+    key: str | int | None = None  # what it is in this turn
 
 
 def rewrite(function: FunctionType, edits: list[Edit], clone: bool = False) -> FunctionType:
@@ -66,15 +65,17 @@ def rewrite(function: FunctionType, edits: list[Edit], clone: bool = False) -> F
     weight = _from_argument(slots) if clone else _from_module(tree)
     cells: dict[str, object] = {MIX: mix}
     replacements: dict[Position, Callable[[ast.AST], ast.AST]] = {}
-    counters: list[str] = []
+    loops: list[Loop] = []
+    first: dict[str, ast.expr] = {}  # variables that are set where the function begins
     for position in dict.fromkeys(edit.hops[0].position for edit in edits):
         here = [edit for edit in edits if edit.hops[0].position == position]
         here_weight = weight
         if here[0].turn is not None:
-            cells |= {COUNT: itertools.count, PICK: pick}
-            names = {which: f"__unskip_turn{len(counters)}_{which}__" for which in ("alpha", "beta")}
-            counters += names.values()
-            here_weight = _by_turn(here, names, weight)
+            cells |= HELPERS
+            loop = Loop(here, len(first), weight)
+            first |= loop.start(_receiver(tree))
+            here_weight = loop.weight
+            loops.append(loop)
         if len(here[0].hops) == 1:
             replacements[position] = _Addition(here[0], here_weight)
         else:
@@ -84,11 +85,12 @@ def rewrite(function: FunctionType, edits: list[Edit], clone: bool = False) -> F
     transformer.visit(tree)
     if len(transformer.done) != len(replacements):
         raise RewireError(f"{target.__qualname__}: an addition is not where it was when the model was traced")
+    for loop in loops:
+        if loop.variable is None:
+            Returns(loop).generic_visit(tree)
     tree.body[_docstring(tree) : _docstring(tree)] = [
-        ast.copy_location(
-            ast.Assign([ast.Name(name, ast.Store())], ast.Call(ast.Name(COUNT, ast.Load()), [], [])), tree.body[0]
-        )
-        for name in counters
+        ast.copy_location(ast.Assign([ast.Name(name, ast.Store())], value), tree.body[0])
+        for name, value in first.items()
     ]
     if clone:
         tree.args.kwonlyargs.append(ast.arg(WEIGHTS))
@@ -100,7 +102,7 @@ def rewrite(function: FunctionType, edits: list[Edit], clone: bool = False) -> F
     return _rewrap(function, target, changed)
 
 
-def _onward(edits: list[Edit], weight: _Weight, cells: dict[str, object], receiver: str | None) -> _Call:
+def _onward(edits: list[Edit], weight: Weighs, cells: dict[str, object], receiver: str | None) -> _Call:
     """The same call to a clone in which the additions are mixed. The clone is put among the cells.
 
     `receiver` is the first argument of the method where the call is super().method(...), otherwise None.
@@ -179,10 +181,6 @@ class _Redirect:
         return self.clone if receiver is None else functools.partial(self.clone, receiver)
 
 
-# A weight of a slot as an expression, from (slot, "alpha" | "beta").
-_Weight = Callable[[int, str], ast.expr]
-
-
 def _receiver(tree: FunctionNode) -> str:
     return [*tree.args.posonlyargs, *tree.args.args][0].arg
 
@@ -195,7 +193,7 @@ def _is_super(node: ast.AST | None) -> bool:
     return False
 
 
-def _from_module(tree: FunctionNode) -> _Weight:
+def _from_module(tree: FunctionNode) -> Weighs:
     receiver = _receiver(tree)
 
     def weight(slot: int, which: str) -> ast.expr:
@@ -204,35 +202,12 @@ def _from_module(tree: FunctionNode) -> _Weight:
     return weight
 
 
-def _from_argument(slots: list[int]) -> _Weight:
+def _from_argument(slots: list[int]) -> Weighs:
     def weight(slot: int, which: str) -> ast.expr:
         index = 2 * slots.index(slot) + (which == "beta")
         return ast.Subscript(ast.Name(WEIGHTS, ast.Load()), ast.Constant(index), ast.Load())
 
     return weight
-
-
-def _by_turn(edits: list[Edit], counters: dict[str, str], weight: _Weight) -> _Weight:
-    """In a loop: the weights of all turns, of which the present one is picked."""
-    slots = {edit.turn: edit.slot for edit in edits}
-
-    def picked(slot: int, which: str) -> ast.expr:
-        every: list[ast.expr] = [weight(slots[turn], which) for turn in sorted(slots, key=lambda t: t or 0)]
-        arguments = [ast.Tuple(every, ast.Load()), ast.Name(counters[which], ast.Load())]
-        return ast.Call(ast.Name(PICK, ast.Load()), arguments, [])
-
-    return picked
-
-
-def pick(weights: tuple[Number, ...], counter: Iterator[int]) -> Number:
-    """The weight of this turn of a loop."""
-    turn = next(counter)
-    if turn >= len(weights):
-        raise RewireError(
-            f"a loop over residual branches ran more than the {count(len(weights), 'turn')} it had when the model was "
-            "rewired. Undo the wiring and rewire the model as it is now."
-        )
-    return weights[turn]
 
 
 def _docstring(tree: FunctionNode) -> int:
@@ -262,7 +237,7 @@ class _Replace(ast.NodeTransformer):
 @dataclass
 class _Addition:
     edit: Edit
-    weight: _Weight
+    weight: Weighs
 
     def __call__(self, node: ast.AST) -> ast.AST:
         match node:
@@ -301,7 +276,7 @@ class _Addition:
 class _Call:
     name: str
     slots: list[int]
-    weight: _Weight
+    weight: Weighs
 
     def __call__(self, node: ast.AST) -> ast.AST:
         assert isinstance(node, ast.Call)
