@@ -5,6 +5,7 @@ import pickle
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,8 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.data.files import picture, write_folder
 from torch import Tensor
+from torchvision.transforms import v2
 
-from unskip.data import Augment, Feed, ImageSet, open_images
+from unskip.data import Augment, Feed, ImageSet, _loader, open_images
 from unskip.errors import BadInput
 
 EVERYTHING = Augment("resized", mixup=0.8, cutmix=1.0, erase=0.3)
@@ -233,7 +235,8 @@ def test_disk_and_memory_crop_alike(tmp_path: Path) -> None:
     """The same boxes give the same pixels, but for the rounding of Pillow's resizing to bytes."""
     from unskip.data import _device
     from unskip.data._augment import geometry
-    from unskip.data._loader import Decoded
+    from unskip.data._decode import decoded
+    from unskip.data._loader import Shown
     from unskip.data._order import GEOMETRY, stream
 
     images = open_images(write_folder(tmp_path, {"a": 6}, (20, 14)), size=None)
@@ -241,19 +244,89 @@ def test_disk_and_memory_crop_alike(tmp_path: Path) -> None:
     for augment in (Augment("resized"), Augment("pad"), Augment("center", center=0.6)):
         for index in range(6):
             assert images.reader is not None
-            got = Decoded(images.reader, augment, 10, seed=0)[(2, index, index)]
+            (got,) = Shown(augment, 10, seed=0)(decoded(images.reader, index), 2, index)
             boxes = torch.from_numpy(geometry(augment, stream(GEOMETRY, 0, 2, index), 1, 20, 14))
             expected = _device.shown(held[index : index + 1], boxes, (10, 10), pad=4)[0]
-            assert isinstance(got, Tensor)
             torch.testing.assert_close(got.float(), expected, atol=2.0, rtol=0)
 
 
-def test_disk_names_a_file_that_vanished(tmp_path: Path) -> None:
+@pytest.mark.parametrize("workers", [0, 2])
+def test_disk_replaces_what_cannot_be_read(tmp_path: Path, workers: int) -> None:
+    """By an image that is drawn from (seed, step, position), with its own label; and names it."""
+    folder = write_folder(tmp_path, dict.fromkeys("abcdef", 3), (8, 8))
+    whole = open_images(folder)
+    (folder / "b" / "001.png").write_bytes(b"broken")  # row 4
+    augment = Augment("none", flip=False)
+    feeds = [Feed(whole, 6, 8, augment=augment, workers=workers) for _ in range(2)]
+    batches = list(feeds[0].iterate(0, 6))
+    assert list(feeds[0].broken) == [4]
+    assert "b/001.png" in feeds[0].broken[4]
+    assert_same(iter(batches[2:]), feeds[1].iterate(2, 6))
+    for rank in range(2):
+        part = list(Feed(whole, 6, 8, augment=augment, workers=0).iterate(0, 6, rank, 2))
+        assert all(torch.equal(x, y[0][3 * rank : 3 * rank + 3]) for (x, _), y in zip(part, batches, strict=True))
+    seen = [tuple(x.flatten().tolist()) for xs, _ in batches for x in xs]
+    labels = {tuple(whole_x.flatten().tolist()): row // 3 for row, whole_x in enumerate(_pixels(folder))}
+    assert [labels[x] for x in seen] == [int(y) for _, ys in batches for y in ys]
+    assert len(set(seen)) == 17
+
+
+def _pixels(folder: Path) -> list[Tensor]:
+    """The images of a folder but for broken ones, as a feed shows them, by row."""
+    (folder / "b" / "001.png").write_bytes((folder / "a" / "000.png").read_bytes())
+    found = [x for xs, _ in Feed(open_images(folder), 18, 8).evaluate() for x in xs]
+    found[4] = torch.zeros(3, 8, 8)
+    return found
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_disk_stops_where_too_much_is_broken(tmp_path: Path, workers: int) -> None:
     images = open_images(write_folder(tmp_path, {"a": 3, "b": 3}))
-    (tmp_path / "b" / "001.png").unlink()
-    for workers in (0, 1):
-        with pytest.raises(BadInput, match=r"b/001\.png: not an image that can be read .*No such file"):
-            list(Feed(images, 6, 8, workers=workers).iterate(0, 1))
+    for name in ("b/001.png", "a/000.png"):
+        (tmp_path / name).unlink()
+    with pytest.raises(BadInput, match=r"\.png: not an image that can be read .*No such file.* 2 of 6 images"):
+        list(Feed(images, 6, 8, workers=workers).iterate(0, 1))
+    for file in tmp_path.rglob("*.png"):
+        file.unlink()
+    with pytest.raises(BadInput, match=r"\.png: .*nor can 8 images be read"):
+        list(Feed(images, 6, 8, workers=workers).iterate(0, 1))
+
+
+def test_disk_parts_are_the_batch_in_turn(disk: ImageSet) -> None:
+    for images, augment in ((disk, EVERYTHING), (numbered(), EVERYTHING)):
+        feed = Feed(images, 12, 8, augment=augment)
+        for x, y in feed.iterate(1, 2):
+            parts = list(feed.iterate(1, 2, parts=3))
+            assert [len(part) for part, _ in parts] == [4, 4, 4]
+            assert torch.equal(torch.cat([part for part, _ in parts]), x)
+            assert torch.equal(torch.cat([part for _, part in parts]), y)
+
+
+def test_disk_a_transform_takes_the_place_of_the_crop(disk: ImageSet) -> None:
+    transform = v2.Compose([v2.RandomResizedCrop(8, interpolation=v2.InterpolationMode.BICUBIC), v2.RandomRotation(30)])
+    feed = Feed(disk, 6, 8, transform=transform, workers=0)
+    whole = list(feed.iterate(0, 4))
+    assert_same(iter(whole[2:]), Feed(disk, 6, 8, transform=transform, workers=2).iterate(2, 4))
+    with pytest.raises(ValueError, match=r"\(3, 10, 10\)"):
+        next(Feed(disk, 6, 8, transform=v2.Resize((10, 10)), workers=0).iterate(0, 1))
+    with pytest.raises(BadInput, match="held in memory"):
+        Feed(numbered(), 6, 8, transform=transform)
+
+
+def test_what_lies_ready_is_bounded_in_bytes(disk: ImageSet, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A batch is read in parts, of which as many are made ahead as fit."""
+    asked: list[dict[str, Any]] = []
+    real = _loader.DataLoader
+
+    def spied(*given: Any, **options: Any) -> Any:
+        asked.append(options)
+        return real(*given, **options)
+
+    monkeypatch.setattr(_loader, "DataLoader", spied)
+    monkeypatch.setattr(_loader, "AHEAD", 3000)  # bytes: a batch has 12 * 3 * 8 * 8 = 2304
+    whole = list(Feed(disk, 12, 8, workers=2).iterate(0, 2))
+    assert asked[0]["prefetch_factor"] == 2  # of 2 workers, each with parts of 3 images
+    assert_same(iter(whole), Feed(disk, 12, 8, workers=0).iterate(0, 2))
 
 
 def test_readers_can_be_sent_to_workers(disk: ImageSet) -> None:
@@ -264,7 +337,7 @@ def test_readers_can_be_sent_to_workers(disk: ImageSet) -> None:
 def test_wrong_arguments(disk: ImageSet) -> None:
     with pytest.raises(BadInput, match="say which size to feed them at"):
         Feed(disk, 4)
-    with pytest.raises(BadInput, match="randaugment works on images that are read from disk"):
+    with pytest.raises(BadInput, match=r"randaugment.* read from disk"):
         Feed(numbered(), 4, augment=Augment(randaugment="2,9"))
     feed = Feed(numbered(), 8)
     with pytest.raises(BadInput, match="cannot be divided evenly among 3"):

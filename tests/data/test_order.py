@@ -5,7 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unskip.data._order import GEOMETRY, MIXING, Order, check_world, share, stream
+from unskip.data import _order
+from unskip.data._order import GEOMETRY, MIXING, ORDER, Groups, Order, check_world, share, stream
 from unskip.errors import BadInput
 
 
@@ -31,6 +32,54 @@ def test_epochs_and_seeds_differ_and_repeat() -> None:
     assert first != second
     assert Order(1000, 100, seed=4).rows(0).tolist() != first[0]
     assert Order(1000, 100, seed=3).rows(7).tolist() == first[7]
+
+
+def grouped(window: int, seed: int, epoch: int, of: list[int], sizes: list[int], batch: int) -> list[list[int]]:
+    """The batches of an epoch by the documented rule, in plain Python over the same streams."""
+    random = stream(ORDER, seed, epoch)
+    turns, rows = random.permutation(len(sizes)).tolist(), random.permutation(len(of)).tolist()
+    place, before = {}, 0
+    for group in turns:
+        place[group] = divmod(before, window)  # its window, and how far into it
+        before += sizes[group]
+    seen, times = dict.fromkeys(range(len(sizes)), 0), {}
+    for row, shift in zip(rows, random.random(len(of)).tolist(), strict=True):
+        times[row] = (seen[of[row]] + shift) / of.count(of[row])
+        seen[of[row]] += 1
+    whole = sorted(rows, key=lambda row: (place[of[row]][0], times[row]))
+    batches = [whole[start : start + batch] for start in range(0, len(whole) - batch + 1, batch)]
+    return [sorted(rows, key=lambda row: place[of[row]][1]) for rows in batches]
+
+
+@pytest.mark.parametrize("epoch", [0, 3])
+def test_rows_in_groups_are_permuted_within_windows(epoch: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_order, "WINDOW", 10)
+    sizes = [3, 5, 2, 4, 4, 6, 1]
+    of = [group for group, count in enumerate([4, 7, 3, 5, 6, 8, 2]) for _ in range(count)]
+    order = Order(len(of), 4, 11, groups=Groups(numpy.array(of, numpy.int32), numpy.array(sizes)))
+    steps = range(epoch * order.steps_per_epoch, (epoch + 1) * order.steps_per_epoch)
+    assert [order.rows(step).tolist() for step in steps] == grouped(10, 11, epoch, of, sizes, 4)
+
+
+@pytest.mark.parametrize(("world", "most"), [(1, 1.02), (2, 1.1), (4, 1.3)])
+def test_a_group_is_read_about_once(world: int, most: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With room for a window and a quarter, divided among the processes."""
+    window = 64 * 100
+    monkeypatch.setattr(_order, "WINDOW", window)
+    of = numpy.repeat(numpy.arange(400), 50).astype(numpy.int32)
+    order = Order(len(of), 256, groups=Groups(of, numpy.full(400, 100)))
+    read = 0
+    for rank in range(world):
+        held: dict[int, int] = {}
+        for step in range(order.steps_per_epoch):
+            part = share(256, rank, world)
+            for group in of[order.rows(step)[part.start : part.stop]].tolist():
+                if group not in held:
+                    read += 1
+                    held[group] = 100
+                    while sum(held.values()) > window * 1.25 / world:
+                        held.pop(next(iter(held)))
+    assert read <= most * 400
 
 
 def test_drop_last() -> None:

@@ -3,6 +3,7 @@
 import gzip
 import pickle
 import struct
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from tests.data.files import picture, write_folder
 from torchvision import datasets
 from torchvision.transforms.v2 import functional
 
-from unskip.data import ImageSet, _decode, batch, open_images
+from unskip.data import ImageSet, _assemble, _index, batch, open_images
 from unskip.data._splits import divided
 from unskip.errors import BadInput
 
@@ -197,10 +198,10 @@ def test_folder_held_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert held.images is not None
     assert held.images.shape == (5, 3, 12, 12)
     assert torch.equal(held.images[0], torch.from_numpy(numpy.array(picture(0, 16, 12))[2:14]).movedim(-1, 0))
-    monkeypatch.setattr(_decode, "MEMORY_LIMIT", 5 * 3 * 12 * 12 - 1)
+    monkeypatch.setattr(_assemble, "MEMORY_LIMIT", 5 * 3 * 12 * 12 - 1)
     streamed = open_images(tmp_path, size=12)
     assert streamed.images is None
-    assert streamed.report == ("5 images of 12x12 do not fit in memory: they are read from disk",)
+    assert "do not fit in memory" in streamed.report[0]
     assert torch.equal(streamed.load(range(5), 12), held.images)
 
 
@@ -246,24 +247,19 @@ def test_tiny_imagenet_as_it_unpacks(tmp_path: Path) -> None:
 
 
 def test_empty_folders(tmp_path: Path) -> None:
-    with pytest.raises(BadInput, match=rf"{tmp_path}: no images in it"):
-        open_images(tmp_path)
-    (tmp_path / "a").mkdir()
-    (tmp_path / "a" / "readme.txt").touch()
-    with pytest.raises(BadInput, match=rf"{tmp_path / 'a'}: no images of this class in the train split"):
-        open_images(tmp_path)
-    with pytest.raises(BadInput, match=rf"{tmp_path}: no images in it"):
-        open_images(tmp_path, skip_broken=True)
+    for inside in (tmp_path, tmp_path / "a"):
+        inside.mkdir(exist_ok=True)
+        (inside / "readme.txt").touch()
+        with pytest.raises(BadInput, match=rf"{tmp_path}: no images in it"):
+            open_images(tmp_path)
 
 
 def test_a_class_missing_from_a_split(tmp_path: Path) -> None:
     write_folder(tmp_path / "train", {"a": 2, "b": 2})
-    write_folder(tmp_path / "test", {"a": 2})
-    with pytest.raises(BadInput, match=rf"{tmp_path / 'test' / 'b'}: no images of this class in the test split"):
-        open_images(tmp_path, "test")
-    found = open_images(tmp_path, "test", skip_broken=True)
-    assert found.classes == ("a", "b")
-    assert found.report == ("1 of 2 classes have no image: b",)
+    write_folder(tmp_path / "test", {"b": 2})
+    found = open_images(tmp_path, "test")
+    assert (found.classes, found.labels.tolist()) == (("a", "b"), [1, 1])
+    assert found.report == ("1 of 2 classes have no image: a",)
 
 
 def test_an_image_outside_the_classes(tmp_path: Path) -> None:
@@ -273,33 +269,56 @@ def test_an_image_outside_the_classes(tmp_path: Path) -> None:
         open_images(tmp_path)
 
 
-@pytest.mark.parametrize("size", [None, 12])
-def test_broken_images(tmp_path: Path, size: int | None) -> None:
-    write_folder(tmp_path, {"a": 6, "b": 2})
-    for place in ("a/001.png", "a/004.png"):
-        data = (tmp_path / place).read_bytes()
-        (tmp_path / place).write_bytes(data[: len(data) // 2])
-    (tmp_path / "b" / "empty.jpg").touch()
-    (tmp_path / "b" / "text.jpg").write_text("not an image")
-    with pytest.raises(BadInput, match=r"a/001\.png: not an image that can be read"):
-        open_images(tmp_path, size=size).load(range(10), 12)
-    with pytest.raises(BadInput, match=r"b/text\.jpg: not an image that can be read \(of no format that is known\)"):
-        open_images(tmp_path).load([9], 12)
-    found = open_images(tmp_path, size=size, skip_broken=True)
-    assert (len(found), found.labels.tolist()) == (6, [0, 0, 0, 0, 1, 1])
-    (line,) = found.report
-    assert line.startswith("skipped 4: ")
-    assert "a/001.png" in line
-    assert line.endswith("and 1 more")
-    assert found.load(range(6), 12).shape == (6, 3, 12, 12)
+def test_broken_images_are_left_out_of_what_is_held(tmp_path: Path) -> None:
+    write_folder(tmp_path, {"a": 6, "b": 4})
+    data = (tmp_path / "a" / "001.png").read_bytes()
+    (tmp_path / "a" / "001.png").write_bytes(data[: len(data) // 2])
+    found = open_images(tmp_path, size=12)
+    assert (len(found), found.labels.tolist()) == (9, [0] * 5 + [1] * 4)
+    assert found.report[0].startswith("left out 1 of 10: ")
+    assert "a/001.png" in found.report[0]
+    (tmp_path / "b" / "002.png").write_text("not an image")
+    with pytest.raises(BadInput, match=r"a/001\.png: not an image .* 2 of 10 images"):
+        open_images(tmp_path, size=12)
+    with pytest.raises(BadInput, match=r"b/002\.png: .*of no format that is known"):
+        open_images(tmp_path).load([8], 12)
 
 
 def test_all_broken(tmp_path: Path) -> None:
     (tmp_path / "a").mkdir()
     (tmp_path / "a" / "x.png").touch()
-    for size in (None, 8):
-        with pytest.raises(BadInput, match="none of the 1 images can be read"):
-            open_images(tmp_path, size=size, skip_broken=True)
+    with pytest.raises(BadInput, match="none of the 1 images can be read"):
+        open_images(tmp_path, size=8)
+
+
+def test_a_bomb_is_not_decoded(tmp_path: Path) -> None:
+    """By its header the image has 72 million pixels."""
+    write_folder(tmp_path, {"a": 2})
+    data = bytearray((tmp_path / "a" / "001.png").read_bytes())
+    data[16:24] = struct.pack(">II", 9_000, 8_000)
+    data[29:33] = struct.pack(">I", zlib.crc32(data[12:29]))
+    (tmp_path / "a" / "001.png").write_bytes(data)
+    with pytest.raises(BadInput, match=r"a/001\.png: .*9000x8000 pixels"):
+        open_images(tmp_path).load([1], 8)
+
+
+def test_a_large_folder_is_listed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_index, "KEPT_FROM", 1)
+    monkeypatch.setattr(Path, "home", lambda: tmp_path / "home")
+    folder = write_folder(tmp_path / "set", {"a": 3, "b/inner": 2})
+    first = open_images(folder)
+    (index,) = (tmp_path / "home").rglob("*.index")
+    before = index.stat().st_mtime_ns
+    with monkeypatch.context() as without:
+        without.setattr("os.walk", None)
+        again = open_images(folder)
+    assert [again.place(row) for row in range(5)] == [first.place(row) for row in range(5)]
+    assert torch.equal(again.labels, first.labels)
+    picture(9).save(folder / "b" / "inner" / "new.png")
+    assert len(open_images(folder)) == 6
+    assert index.stat().st_mtime_ns > before
+    index.write_bytes(b"damaged")
+    assert len(open_images(folder)) == 6
 
 
 def test_one_image_cannot_be_held_out(tmp_path: Path) -> None:

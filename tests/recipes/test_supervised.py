@@ -279,19 +279,19 @@ def test_splits_of_gray_and_colour_and_of_several_sizes(tmp_path: Path) -> None:
     assert "held as squares of 8 pixels" in notes(tmp_path / "run")
 
 
-def test_broken_images_are_left_out_where_that_is_asked(tmp_path: Path) -> None:
+def test_a_run_goes_on_after_a_broken_file_and_names_it(tmp_path: Path) -> None:
     for name in ("train/a", "train/b", "test/a", "test/b"):
         (tmp_path / "pets" / name).mkdir(parents=True)
         for index in range(16):
             Image.new("RGB", (8, 8), (index, 0, 0)).save(tmp_path / "pets" / name / f"{index}.png")
     (tmp_path / "pets" / "train" / "a" / "3.png").write_bytes(b"broken")
-    outcome = unskip.train(
-        tiny(data=str(tmp_path / "pets"), skip_broken=True, randaugment="2,9", batch=16), tmp_path / "run", quiet=True
-    )
-    assert outcome.finished
-    assert "skipped 1:" in notes(tmp_path / "run")
-    with pytest.raises(TrainingError, match=r"3\.png.*unskip resume"):
-        unskip.train(tiny(data=str(tmp_path / "pets"), batch=16), tmp_path / "other", quiet=True)
+    config = tiny(data=str(tmp_path / "pets"), randaugment="2,9", batch=16, steps=4)
+    with pytest.warns(UnskipWarning, match=r"broken-image: .*3\.png"):
+        assert unskip.train(config, tmp_path / "run", quiet=True).finished
+    assert "3.png" in notes(tmp_path / "run")
+    (tmp_path / "pets" / "train" / "b" / "5.png").write_bytes(b"broken")
+    with pytest.raises(TrainingError, match=r"png.* 2 of 32 images.*unskip resume"):
+        unskip.train(config, tmp_path / "other", quiet=True)
 
 
 @pytest.mark.parametrize("others", [["two"], pytest.param(["sharded", "resumed"], marks=pytest.mark.full)])

@@ -81,7 +81,7 @@ def test_data_that_vanish_are_told_with_the_way_on(tmp_path: Path) -> None:
 
     one = task()
     one.feed = Vanishing()
-    with pytest.raises(TrainingError, match=r"images/7\.png.*that of step 6.*skip_broken leaves broken.*unskip resume"):
+    with pytest.raises(TrainingError, match=r"images/7\.png.*that of step 6.*files that are gone.*unskip resume"):
         run_task(one, schedule(), new(tmp_path / "run"), quiet=True)
 
 

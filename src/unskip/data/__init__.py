@@ -1,9 +1,9 @@
 """Images in: labelled sets, their order, and batches augmented on the device; or one batch, for looking at a model."""
 
+from unskip.data._assemble import MixedSizes
 from unskip.data._augment import Augment
 from unskip.data._batch import batch
 from unskip.data._crops import CropFeed, Crops, Drawn, DrawnFeed
-from unskip.data._decode import MixedSizes
 from unskip.data._dense import TRIMAP, DenseSet, infer_classes, open_dense
 from unskip.data._feed import Feed
 from unskip.data._images import ImageSet, fingerprint, subset

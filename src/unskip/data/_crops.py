@@ -90,7 +90,7 @@ class CropFeed:
         source: int | None = None,
         seed: int = 0,
         device: str | torch.device = "cpu",
-        workers: int = 0,
+        workers: int | None = None,
     ) -> None:
         """Images are brought to `source` pixels first, whole; without one they stay as the set holds them."""
         whole = Augment(crop="none", flip=False)

@@ -2,22 +2,26 @@
 
 A set in memory is moved to the device once, as bytes, and every batch is made there. A set on disk goes through a
 DataLoader: workers decode, crop and flip, the device normalises, erases and mixes. Either way the batch of a step is a
-function of (seed, step) alone, and no global generator is touched.
+function of (seed, step) alone, and no global generator is touched. Images on disk that cannot be read are replaced and
+named in `broken`; more than 1 + n / 100 of n are an error.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import numpy
 import torch
 from torch import Tensor
 
 from unskip.data import _device
+from unskip.data._assemble import allowed
 from unskip.data._augment import Augment, Table, geometry, mixing, partners
 from unskip.data._images import ImageSet
-from unskip.data._loader import Key, loader
+from unskip.data._loader import Key, Loaded, Make, Shown, Transform, loader
 from unskip.data._order import GEOMETRY, MIXING, Order, Rows, check_world, share, stream
 from unskip.errors import BadInput
 
@@ -28,7 +32,9 @@ class Feed:
     """Batches of `batch` images over all processes, (n, channels, size, size), normalised, float32.
 
     With `augment` None the images are centred and not changed. Labels are int64 (n,), or weights (n, classes) where
-    images are mixed. `workers` decode sets that are read from disk.
+    images are mixed. `workers` decode sets that are read from disk, by default as many as this process has cores. In
+    place of the crop and flip of `augment`, a `transform` makes bytes (3, size, size), or an image of Pillow's of that
+    size, of an image of Pillow's; it may draw from torch's generator. It is sent to the workers.
     """
 
     def __init__(
@@ -40,20 +46,23 @@ class Feed:
         seed: int = 0,
         augment: Augment | None = None,
         device: str | torch.device = "cpu",
-        workers: int = 0,
+        workers: int | None = None,
         drop_last: bool = True,
+        transform: Transform | None = None,
     ) -> None:
         if size is None and (images.size is None or images.size[0] != images.size[1]):
             raise BadInput(f"{images.name}: its images are not squares of one size; say which size to feed them at")
-        if augment is not None and augment.randaugment and images.images is not None:
+        if images.images is not None and (transform or (augment and augment.randaugment)):
             raise BadInput(
-                f"{images.name}: randaugment works on images that are read from disk, and these are held in memory; "
-                "leave it out, or open a folder without a size"
+                f"{images.name}: randaugment and transforms work on images that are read from disk, and these are held "
+                "in memory; leave them out, or open a folder without a size"
             )
-        self.images, self.batch, self.seed, self.augment, self.workers = images, batch, seed, augment, workers
+        self.images, self.batch, self.seed, self.augment, self.transform = images, batch, seed, augment, transform
+        self.workers = usual_workers(len(images)) if workers is None else workers
+        self.broken: dict[int, str] = {}  # images that could not be read so far, by row
         self.size = size if size is not None else images.size[0] if images.size else 0
         self.device = torch.device(device)
-        self.order = Order(len(images), batch, seed, drop_last)
+        self.order = Order(len(images), batch, seed, drop_last, None if images.reader is None else images.reader.groups)
         self.mean, self.std = _device.mean_and_std(images.channels, augment, self.device)
         self._held = None if images.images is None else images.images.to(self.device)
         self._labels = images.labels.to(self.device)
@@ -68,13 +77,16 @@ class Feed:
         """The names of the classes, by label."""
         return self.images.classes
 
-    def iterate(self, start_step: int, stop_step: int, rank: int = 0, world: int = 1) -> Iterator[Batch]:
-        """The batches of the steps from `start_step` up to but without `stop_step`: this process's part of each."""
-        check_world(self.batch, rank, world)
+    def iterate(
+        self, start_step: int, stop_step: int, rank: int = 0, world: int = 1, parts: int = 1
+    ) -> Iterator[Batch]:
+        """The batches of the steps from `start_step` up to but without `stop_step`: this process's part of each, in so
+        many `parts` one after the other."""
+        check_world(self.batch, rank * parts, world * parts)
         if not 0 <= start_step <= stop_step:
             raise BadInput(f"steps from {start_step} to {stop_step}; the first is 0 or more and not beyond the second")
         assert self.steps_per_epoch  # raises now, not at the first batch, where there are too few images
-        return self._training(range(start_step, stop_step), rank, world)
+        return self._training(range(start_step, stop_step), rank, world, parts)
 
     def evaluate(self, rank: int = 0, world: int = 1) -> Iterator[Batch]:
         """Every image once, in order, unchanged. The last batch may be short; a process left without a row skips it."""
@@ -84,30 +96,31 @@ class Feed:
             part = share(min(self.batch, len(self.images) - start), rank, world)
             if len(part):
                 batches.append(numpy.arange(start + part.start, start + part.stop))
-        return self._evaluation(batches)
+        return self._evaluation(batches, world)
 
-    def _training(self, steps: range, rank: int, world: int) -> Iterator[Batch]:
-        read = self._read((self._plan(step, rank, world).keys(step) for step in steps), self.augment)
-        for step in steps:
-            plan = self._plan(step, rank, world)
-            where = _device.put(plan.rows[plan.made], self.device)
+    def _training(self, steps: range, rank: int, world: int, parts: int) -> Iterator[Batch]:
+        pieces = [(step, rank * parts + part, world * parts) for step in steps for part in range(parts)]
+        read = self._read((self._plan(*piece).keys(piece[0]) for piece in pieces), self.augment, world)
+        for step, piece, pieces_of_all in pieces:
+            plan = self._plan(step, piece, pieces_of_all)
             if self._held is not None:
+                where = _device.put(plan.rows[plan.made], self.device)
                 drawn = geometry(self.augment, stream(GEOMETRY, self.seed, step), len(plan.rows), *self._held.shape[2:])
                 pixels = self._shown(self._held.index_select(0, where), drawn[plan.made], self.augment)
             else:
-                pixels = next(read)
+                pixels, where = next(read)
             yield self._mixed(_device.normalised(pixels, self.mean, self.std), self._labels[where], plan, step)
 
-    def _evaluation(self, batches: list[Rows]) -> Iterator[Batch]:
+    def _evaluation(self, batches: list[Rows], world: int) -> Iterator[Batch]:
         still = self.augment and self.augment.still()
-        read = self._read(([(0, 0, row) for row in rows.tolist()] for rows in batches), still)
+        read = self._read(([(0, 0, row) for row in rows.tolist()] for rows in batches), still, world)
         for rows in batches:
-            where = _device.put(rows, self.device)
             if self._held is not None:
+                where = _device.put(rows, self.device)
                 boxes = geometry(still, stream(GEOMETRY, self.seed), len(rows), *self._held.shape[2:])
                 pixels = self._shown(self._held.index_select(0, where), boxes, still)
             else:
-                pixels = next(read)
+                pixels, where = next(read)
             yield _device.normalised(pixels, self.mean, self.std), self._labels[where]
 
     def _plan(self, step: int, rank: int, world: int) -> _Plan:
@@ -138,16 +151,30 @@ class Feed:
         weights = _device.mixed_labels(labels[:own], labels[other], table[:own], len(self.classes))
         return _device.mixed(images[:own], images[other], table[:own]), weights
 
-    def _read(self, keys: Iterable[list[Key]], augment: Augment | None) -> Iterator[Tensor]:
-        """The pixels of a set on disk, on the device. Nothing is read before the first is asked for."""
-        assert self.images.reader is not None or self._held is not None
-        if self.images.reader is not None:
-            pinned = self.device.type == "cuda"
-            parts = loader(
-                self.images.reader, keys, augment, self.size, seed=self.seed, workers=self.workers, pinned=pinned
-            )
-            for pixels in parts:
-                yield pixels.to(self.device, non_blocking=True)
+    def _read(self, keys: Iterable[list[Key]], augment: Augment | None, world: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """The pixels of a set on disk, and their rows. Nothing is read before the first is asked for."""
+        make = Shown(augment, self.size, self.seed, self.transform)
+        for loaded in self.load(keys, make, world):
+            yield loaded.tensors[0], _device.put(loaded.rows.numpy(), self.device)
+
+    def load(self, keys: Iterable[list[Key]], make: Make, world: int) -> Iterator[Loaded]:
+        """What `make` makes of the images of a set on disk, on the device."""
+        assert self.images.reader is not None
+        options: dict[str, Any] = {"batch": -(-self.batch // world), "seed": self.seed, "workers": self.workers}
+        for loaded in loader(self.images.reader, keys, make, processes=world, device=self.device, **options):
+            self.broken |= loaded.broken
+            if len(self.broken) > allowed(len(self.images)):
+                raise BadInput(
+                    f"{next(iter(loaded.broken.values()))}; {len(self.broken)} of {len(self.images)} images could not "
+                    f"be read so far, and {allowed(len(self.images))} may be broken"
+                )
+            yield loaded
+
+
+def usual_workers(images: int) -> int:
+    """Processes that decode, for one process of training: as many as it has cores, up to 16; none for a small set."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return min(16, max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))) if images >= 1000 else 0
 
 
 @dataclass(frozen=True)

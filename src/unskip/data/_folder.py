@@ -1,31 +1,36 @@
 """A folder of images, a folder a class: root/class/*.jpg, or root/train/class/*.jpg with val and test beside it.
 
 It is read from disk as it is needed, or held in memory at one size where a size is given. Images that lie in no folder
-of a class are one class.
+of a class are one class. The list of a large folder is kept, and made anew when one of the folders in it changes.
 """
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy
-import torch
 
-from unskip.data._decode import held, readable
-from unskip.data._images import ImageSet
+from unskip.data._assemble import assembled
+from unskip.data._images import ImageSet, Reader
+from unskip.data._index import Index, kept, stamp
+from unskip.data._order import Rows
 from unskip.data._splits import WORDS, Parts
 from unskip.errors import BadInput
 
 SUFFIXES = frozenset(".bmp .gif .jpeg .jpg .png .ppm .pgm .tif .tiff .webp".split())
 
 
+_LOOKED = 64  # images whose content goes into the fingerprint
+
+
 @dataclass(frozen=True, eq=False)
-class FolderReader:
+class FolderReader(Reader):
     """Files under one folder. Their names are bytes in one array, which workers share without copying it."""
 
     folder: str
@@ -40,11 +45,16 @@ class FolderReader:
     def encoded(self, index: int) -> bytes:
         return Path(self.place(index)).read_bytes()
 
-    def select(self, indices: Sequence[int]) -> FolderReader:
-        return replace(self, names=self.names[list(indices)])
+    def select(self, rows: Rows) -> FolderReader:
+        return replace(self, names=self.names[rows])
+
+    def identity(self) -> Iterator[bytes]:
+        yield self.names.tobytes()
+        for index in range(0, len(self), max(1, len(self) // _LOOKED)):
+            yield self.encoded(index)
 
 
-def folder_parts(folder: Path, size: int | None, skip_broken: bool) -> Parts:
+def folder_parts(folder: Path, size: int | None) -> Parts:
     """The splits of a folder: its subfolders of those names, or all of it for training."""
     inner = _subfolders(folder)
     named = {split: path for path in inner for split, words in WORDS.items() if path.name.lower() in words}
@@ -53,51 +63,63 @@ def folder_parts(folder: Path, size: int | None, skip_broken: bool) -> Parts:
         places = {split: named[split] for split in WORDS if split in named}
     else:
         places = {"train": folder}
-    return {split: partial(_open, folder, split, places, size, skip_broken) for split in places}
+    return {split: partial(_open, folder, split, places, size) for split in places}
 
 
-def _open(root: Path, split: str, places: dict[str, Path], size: int | None, skip_broken: bool) -> ImageSet:
+def _open(root: Path, split: str, places: dict[str, Path], size: int | None) -> ImageSet:
     classes = tuple(sorted({path.name for place in places.values() for path in _subfolders(place)}))
-    folder, report = places[split], list[str]()
-    loose = sorted(os.fsencode(path.name) for path in folder.iterdir() if path.is_file() and _is_image(path.name))
-    if loose and classes:
-        raise BadInput(
-            f"{folder / os.fsdecode(loose[0])}: an image outside the folders of the classes; move it into one"
-        )
-    names, labels = loose, [0] * len(loose)
-    for label, name in enumerate(classes):
-        files = _files(folder, name)
-        if not files and not skip_broken:
-            raise BadInput(
-                f"{folder / name}: no images of this class in the {split} split (looked for "
-                f"{', '.join(sorted(SUFFIXES))}); add some, remove the class, or leave it out with skip_broken=True"
-            )
-        names += files
-        labels += [label] * len(files)
-    if not names:
+    folder, report = places[split].absolute(), list[str]()
+    index = kept(str(folder), None, partial(_listed, folder), _stamp, "labels")
+    names, labels = index.arrays["names"], index.arrays["labels"]
+    if classes and (labels < 0).any():
+        loose = os.fsdecode(bytes(names[0]))
+        raise BadInput(f"{folder / loose}: an image outside the folders of the classes; move it into one")
+    if not len(labels):
         raise BadInput(f"{folder}: no images in it (looked for {', '.join(sorted(SUFFIXES))})")
-    if not classes:
-        classes = ("images",)
+    if classes:
+        own = json.loads(index.texts["classes"])
+        labels = numpy.array([classes.index(name) for name in own], numpy.int64)[labels]
+    else:
+        classes, labels = ("images",), numpy.zeros_like(labels)
         report.append("no folders of classes: every image has label 0")
-    reader = FolderReader(str(folder), numpy.array(names))
-    images, kept, skipped = held(reader, size, skip_broken) if size else (None, *readable(reader, skip_broken))
-    if size and images is None:
-        report.append(f"{len(names)} images of {size}x{size} do not fit in memory: they are read from disk")
-    found = torch.tensor(labels)[kept]
-    rest = reader.select(kept) if images is None else None
-    return ImageSet(str(root), split, classes, found, images, (*report, *skipped), rest)
+    reader = FolderReader(str(folder), names.view(f"S{names.shape[1]}")[:, 0])
+    hold = size is not None
+    return assembled(str(root), split, classes, labels, reader, size=size, hold=hold, report=report)
 
 
-def tiny_imagenet_parts(root: Path, size: int | None, skip_broken: bool) -> Parts:
+def _listed(folder: Path) -> Index:
+    """Names of all images below the folders of classes, sorted within each, and of images outside them (label -1)."""
+    inner = _subfolders(folder)
+    names = sorted(os.fsencode(path.name) for path in folder.iterdir() if path.is_file() and _is_image(path.name))
+    labels, folders = [-1] * len(names), [str(folder)]
+    for label, path in enumerate(inner):
+        found = list[bytes]()
+        for here, _, files in os.walk(path, followlinks=True):
+            folders.append(here)
+            below = os.path.relpath(here, folder)
+            found += [os.fsencode(f"{below}/{file}") for file in files if _is_image(file)]
+        names += sorted(found)
+        labels += [label] * len(found)
+    width = max(map(len, names), default=1)
+    packed = numpy.array(names, f"S{width}").view(numpy.uint8).reshape(len(names), width)
+    texts = {"classes": json.dumps([path.name for path in inner]), "folders": json.dumps(folders)}
+    return Index({"names": packed, "labels": numpy.array(labels, numpy.int64)}, texts)
+
+
+def _stamp(index: Index) -> str:
+    return stamp(json.loads(index.texts["folders"]))
+
+
+def tiny_imagenet_parts(root: Path, size: int | None) -> Parts:
     """Tiny-ImageNet as it unpacks: train/CLASS/images/*.JPEG, and val/images with the classes in a file beside it."""
     folder = next((place for place in (root / "tiny-imagenet-200", root) if (place / "wnids.txt").is_file()), None)
     if folder is None:
         raise BadInput(f"tiny-imagenet: no wnids.txt in {root / 'tiny-imagenet-200'} or {root}; unpack the set there")
-    train = partial(_open, folder, "train", {"train": folder / "train"}, size or 64, skip_broken)
-    return {"train": train, "val": partial(_tiny_validation, folder, size or 64, skip_broken)}
+    train = partial(_open, folder, "train", {"train": folder / "train"}, size or 64)
+    return {"train": train, "val": partial(_tiny_validation, folder, size or 64)}
 
 
-def _tiny_validation(folder: Path, size: int, skip_broken: bool) -> ImageSet:
+def _tiny_validation(folder: Path, size: int) -> ImageSet:
     listed = folder / "val" / "val_annotations.txt"
     classes = tuple(path.name for path in _subfolders(folder / "train"))
     try:
@@ -106,24 +128,11 @@ def _tiny_validation(folder: Path, size: int, skip_broken: bool) -> ImageSet:
     except (OSError, ValueError, IndexError) as error:
         raise BadInput(f"{listed}: cannot be read as a list of images and classes ({error})") from error
     reader = FolderReader(str(listed.parent / "images"), numpy.array([os.fsencode(line[0]) for line in lines]))
-    images, kept, skipped = held(reader, size, skip_broken)
-    rest = reader.select(kept) if images is None else None
-    return ImageSet(str(folder), "val", classes, torch.tensor(labels)[kept], images, skipped, rest)
+    return assembled(str(folder), "val", classes, numpy.array(labels), reader, size=size, hold=True)
 
 
 def _subfolders(folder: Path) -> list[Path]:
     return sorted(path for path in folder.iterdir() if path.is_dir() and not path.name.startswith("."))
-
-
-def _files(folder: Path, name: str) -> list[bytes]:
-    """The images below one class, sorted, relative to `folder`."""
-    found = [
-        os.fsencode(os.path.relpath(Path(here, file), folder))
-        for here, _, files in os.walk(folder / name, followlinks=True)
-        for file in files
-        if _is_image(file)
-    ]
-    return sorted(found)
 
 
 def _is_image(name: str) -> bool:

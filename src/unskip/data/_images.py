@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Protocol
 
+import numpy
 import torch
 from torch import Tensor
 
 from unskip.data._augment import central
 from unskip.data._decode import fitted, pixels
 from unskip.data._device import shown
+from unskip.data._order import Groups, Rows
 from unskip.errors import BadInput
 
 _CHUNK = 1024
-_LOOKED = 64  # images of a set on disk whose content goes into its fingerprint
 
 
 class Reader(Protocol):
@@ -25,11 +27,26 @@ class Reader(Protocol):
     def __len__(self) -> int: ...
     def encoded(self, index: int) -> bytes:
         """One image as its file holds it."""
+        ...
 
     def place(self, index: int) -> str:
-        """The file, or the file and row, for messages."""
+        """The file, or the file and where in it, for messages."""
+        ...
 
-    def select(self, indices: Sequence[int]) -> Reader: ...
+    def select(self, rows: Rows) -> Reader: ...
+
+    def identity(self) -> Iterator[bytes]:
+        """What changes when the set does, from little reading: names, sizes, and bytes of some places."""
+        ...
+
+    @property
+    def groups(self) -> Groups | None:
+        """The rows that are read together; None where each is read alone."""
+        return None
+
+    def divided(self, processes: int) -> Reader:
+        """The reader of one of several processes that read a part of every batch each."""
+        return self
 
 
 @dataclass(frozen=True, eq=False)
@@ -93,7 +110,7 @@ class ImageSet:
             split=split or self.split,
             labels=self.labels[rows],
             images=None if self.images is None else self.images[rows],
-            reader=self.reader and self.reader.select(rows.tolist()),
+            reader=self.reader and self.reader.select(rows.numpy()),
         )
 
     def load(self, indices: Sequence[int] | Tensor, size: int | tuple[int, int] | None = None) -> Tensor:
@@ -132,15 +149,23 @@ def resized(images: Tensor, out: tuple[int, int]) -> Tensor:
 
 
 def fingerprint(images: ImageSet) -> str:
-    """What a set of images is: its labels and bytes; of a set on disk its places and the content of some images."""
+    """What a set of images is: its labels and bytes; of a set on disk its names, sizes, and bytes of some places."""
     digest = hashlib.sha256(f"{len(images)} {images.classes}".encode())
     digest.update(images.labels.numpy().tobytes())
-    if images.images is not None:
-        digest.update(images.images.contiguous().numpy().data)
-        return digest.hexdigest()[:16]
-    assert images.reader is not None
-    for index in range(len(images)):
-        digest.update(images.reader.place(index).rpartition("/")[2].encode())
-    for index in range(0, len(images), max(1, len(images) // _LOOKED)):
-        digest.update(images.reader.encoded(index))
+    parts = [images.images.contiguous().numpy().data] if images.images is not None else None
+    assert parts is not None or images.reader is not None
+    for part in parts or images.reader.identity():  # type: ignore[union-attr]
+        digest.update(part)
     return digest.hexdigest()[:16]
+
+
+def samples(files: Sequence[str], count: int = 64, length: int = 4096) -> Iterator[bytes]:
+    """Names and sizes of files, and bytes at places that are spread over them."""
+    sizes = [Path(file).stat().st_size for file in files]
+    yield repr([(Path(file).name, size) for file, size in zip(files, sizes, strict=True)]).encode()
+    ends = numpy.cumsum(sizes)
+    for place in range(0, int(ends[-1]), max(1, int(ends[-1]) // count)):
+        file = int(numpy.searchsorted(ends, place, side="right"))
+        with Path(files[file]).open("rb") as opened:
+            opened.seek(place - int(ends[file]) + sizes[file])
+            yield opened.read(length)

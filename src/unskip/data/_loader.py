@@ -1,15 +1,18 @@
 """Images from disk: a DataLoader whose workers decode, crop, resize, flip and, if asked, RandAugment.
 
 A sample is asked for by (step, position, index). What happens to it is drawn from (seed, step, position), so neither
-the number of workers nor that of processes matters. RandAugment is torchvision's (arXiv 1909.13719); it draws from
-torch's generator, which is seeded for every sample and put back after it.
+the number of workers nor that of processes matters. Every batch is divided among all workers, in parts that are small
+enough for what lies ready to stay within AHEAD bytes. RandAugment is torchvision's (arXiv 1909.13719); it and a
+transform of the user's draw from torch's generator, which is seeded for every sample and put back after it.
+
+An image that cannot be read is tried again and then replaced by another one, drawn from (seed, step, position).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -18,77 +21,173 @@ from torch.utils.data import DataLoader, Dataset
 from unskip.data._augment import Augment, geometry, randaugment
 from unskip.data._decode import decoded
 from unskip.data._images import Reader
-from unskip.data._order import GEOMETRY, PIXELS, stream
+from unskip.data._order import GEOMETRY, PIXELS, REPLACED, share, stream
 from unskip.errors import BadInput
 
 Key = tuple[int, int, int]  # step, position in the global batch, index in the set
+Transform = Callable[[Any], Any]  # an image of Pillow's to one of its, or to bytes (3, size, size)
+AHEAD = 2**29  # bytes of samples that lie ready, for one process
+_MOST_AHEAD, _TRIES, _OTHERS = 8, 2, 8  # parts ahead of each worker; tries to read an image; others that may replace it
+
+
+class Make(Protocol):
+    """What becomes of a decoded image in colour: one or several tensors of bytes, each of a fixed shape."""
+
+    @property
+    def bytes(self) -> int:
+        """Of all tensors of a sample."""
+        ...
+
+    def __call__(self, image: Any, step: int, position: int) -> tuple[Tensor, ...]: ...
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A batch: its tensors, the rows that they are of, and what could not be read, by row."""
+
+    tensors: list[Tensor]
+    rows: Tensor
+    broken: dict[int, str]
 
 
 def loader(
     reader: Reader,
     batches: Iterable[list[Key]],
-    augment: Augment | None,
-    size: int,
+    make: Make,
     *,
+    batch: int,
     seed: int,
     workers: int,
-    pinned: bool,
-) -> Iterator[Tensor]:
-    """Bytes (n, 3, size, size) for each batch of keys, in order. BadInput names a file that cannot be read."""
-    batches_ahead: Any = {"prefetch_factor": 4} if workers else {}
-    made: DataLoader[Tensor | str] = DataLoader(
-        Decoded(reader, augment, size, seed),
-        batch_sampler=batches,
+    processes: int,
+    device: torch.device,
+) -> Iterator[Loaded]:
+    """The batches of keys in order, of `batch` samples at most, on the device."""
+    # Parts of a batch: a multiple of the workers, so that each worker has the same part of every batch.
+    parts = max(1, workers) * max(1, -(-2 * batch * make.bytes // AHEAD))
+    ahead: Any = {}
+    if workers:
+        bytes_ahead = workers * max(1, -(-batch // parts) * make.bytes)
+        ahead = {"prefetch_factor": max(1, min(_MOST_AHEAD, AHEAD // bytes_ahead))}
+    made: DataLoader[Any] = DataLoader(
+        _Decoded(reader.divided(processes * max(1, workers)), make, seed),
+        batch_size=None,
+        sampler=(_part(keys, part, parts) for keys in batches for part in range(parts)),
         num_workers=workers,
-        pin_memory=pinned,
-        collate_fn=stacked,
+        pin_memory=device.type == "cuda",
+        collate_fn=_same,
         generator=torch.Generator(),  # its own, or it would draw from torch's
-        **batches_ahead,
+        **ahead,
     )
-    for got in made:
-        if isinstance(got, str):
-            raise BadInput(got)
-        yield got
+    each = iter(made)
+    for found in zip(*[each] * parts, strict=True):
+        if failed := next((part for part in found if isinstance(part, str)), None):
+            raise BadInput(failed)
+        tensors, rows, broken = zip(*found, strict=True)
+        placed = ([value.to(device, non_blocking=True) for value in part] for part in zip(*tensors, strict=True))
+        yield Loaded(
+            [part[0] if len(part) == 1 else torch.cat(part) for part in placed],
+            torch.cat(rows),
+            {row: message for part in broken for row, message in part},
+        )
+
+
+def _part(keys: list[Key], part: int, parts: int) -> list[Key]:
+    places = share(len(keys), part, parts)
+    return keys[places.start : places.stop]
+
+
+def _same(found: Any) -> Any:
+    return found
 
 
 @dataclass(frozen=True)
-class Decoded(Dataset[Tensor | str]):
-    """One image by its key; a message instead of the pixels where it cannot be read."""
+class _Decoded(Dataset[Any]):
+    """Some samples by their keys: tensors, the rows they are of, and (row, message) for what could not be read.
+
+    A message alone where nothing can be read: an exception from a worker comes wrapped in its traceback.
+    """
 
     reader: Reader
+    make: Make
+    seed: int
+
+    def __getitem__(self, keys: Sequence[Key]) -> tuple[list[Tensor], Tensor, list[tuple[int, str]]] | str:
+        rows, broken, made = list[int](), list[tuple[int, str]](), list[tuple[Tensor, ...]]()
+        for key in keys:
+            image, row = self._read(key, broken)
+            if image is None:
+                return f"{broken[0][1]}; nor can {_OTHERS} images be read that were drawn in its place"
+            made.append(self.make(image, *key[:2]))
+            rows.append(row)
+        stacked = [torch.stack(each) for each in zip(*made, strict=True)] if made else []
+        return stacked, torch.tensor(rows, dtype=torch.int64), broken
+
+    def _read(self, key: Key, broken: list[tuple[int, str]]) -> tuple[Any, int]:
+        """The image of a key, or of a row that is drawn in its place."""
+        others = None
+        row = key[2]
+        for turn in range(_OTHERS + 1):
+            for attempt in range(_TRIES):
+                try:
+                    image = decoded(self.reader, row)
+                    return image if image.mode == "RGB" else image.convert("RGB"), row
+                except BadInput as error:
+                    if attempt == _TRIES - 1:
+                        broken.append((row, str(error)))
+            if others is None:
+                others = stream(REPLACED, self.seed, *key).integers(len(self.reader), size=_OTHERS + 1)
+            row = int(others[turn])
+        return None, row
+
+
+@dataclass(frozen=True)
+class Shown:
+    """One view of an image: cropped, resized, flipped, RandAugmented; or what a transform of the user's makes of it."""
+
     augment: Augment | None
     size: int
     seed: int
+    transform: Transform | None = None
 
-    def __getitem__(self, key: Key) -> Tensor | str:
-        step, position, index = key
-        try:
-            image = decoded(self.reader, index).convert("RGB")
-        except BadInput as error:  # as text: an exception from a worker comes wrapped in its traceback
-            return str(error)
-        return self.changed(image, step, position)
+    @property
+    def bytes(self) -> int:
+        return 3 * self.size**2
 
-    def changed(self, image: Any, step: int, position: int) -> Tensor:
+    def __call__(self, image: Any, step: int, position: int) -> tuple[Tensor, ...]:
         from torchvision.transforms import v2
         from torchvision.transforms.v2 import functional
 
-        random = stream(GEOMETRY, self.seed, step, position)
-        *box, flip = geometry(self.augment, random, 1, image.height, image.width)[0]
-        top, left, tall, wide = (int(edge) for edge in box)
-        way = v2.InterpolationMode(self.augment.interpolation if self.augment else "bilinear")
-        image = functional.resized_crop(image, top, left, tall, wide, [self.size, self.size], way, antialias=True)
-        if flip:
-            image = functional.horizontal_flip(image)
-        if self.augment is not None and self.augment.randaugment:
-            operations, magnitude = randaugment(self.augment.randaugment)
-            with torch.random.fork_rng(devices=[]):
-                torch.manual_seed(int(stream(PIXELS, self.seed, step, position).integers(2**62)))
-                image = v2.RandAugment(operations, magnitude)(image)
-        pixels: Tensor = functional.pil_to_tensor(image)
-        return pixels
+        augment = self.augment
+        if self.transform is not None:
+            image = self._seeded(self.transform, image, step, position)
+        else:
+            random = stream(GEOMETRY, self.seed, step, position)
+            *box, flip = geometry(augment, random, 1, image.height, image.width)[0]
+            image = cropped(image, box, self.size, augment.interpolation if augment else "bilinear")
+            if flip:
+                image = functional.horizontal_flip(image)
+            if augment is not None and augment.randaugment:
+                image = self._seeded(v2.RandAugment(*randaugment(augment.randaugment)), image, step, position)
+        pixels: Tensor = image if isinstance(image, Tensor) else functional.pil_to_tensor(image)
+        if tuple(pixels.shape) != (3, self.size, self.size) or pixels.dtype != torch.uint8:
+            raise ValueError(
+                f"the transform makes {pixels.dtype} of shape {tuple(pixels.shape)}; bytes (uint8) of shape "
+                f"(3, {self.size}, {self.size}) are fed"
+            )
+        return (pixels,)
+
+    def _seeded(self, transform: Transform, image: Any, step: int, position: int) -> Any:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(int(stream(PIXELS, self.seed, step, position).integers(2**62)))
+            return transform(image)
 
 
-def stacked(samples: list[Tensor | str]) -> Tensor | str:
-    """The batch, or the first message."""
-    pixels = [sample for sample in samples if isinstance(sample, Tensor)]
-    return next((sample for sample in samples if isinstance(sample, str)), None) or torch.stack(pixels)
+def cropped(image: Any, box: Sequence[float], size: int, interpolation: str) -> Any:
+    """A box (top, left, height, width) of an image of Pillow's, resized to a square."""
+    from torchvision.transforms.v2 import InterpolationMode, functional
+
+    top, left, tall, wide = (int(edge) for edge in box)
+    if (top, left, tall, wide) == (0, 0, image.height, image.width) == (0, 0, size, size):
+        return image
+    way = InterpolationMode(interpolation)
+    return functional.resized_crop(image, top, left, tall, wide, [size, size], way, antialias=True)

@@ -3,6 +3,11 @@
     epoch e = step // steps_per_epoch      permutation p_e drawn from (seed, e)
     step s takes p_e[k b : (k + 1) b]      with k = s mod steps_per_epoch and b the global batch
 
+Rows of parquet files can only be read by the group. There the groups are permuted, laid end to end and cut into windows
+of WINDOW bytes. The rows of a group are permuted and spread over their window: the i-th of n at time (i + u) / n, u
+uniform in [0, 1). p_e is the rows by window and time. The rows of a step are then sorted by the place of their group in
+its window: a process, which takes a contiguous part of every batch, reads its own groups of a window and few others.
+
 Process r of w takes the rows from r n / w to (r + 1) n / w of those n, so the processes together see what one would.
 There is no state: any step can be asked for at any time, which is what makes a resumed run exact.
 """
@@ -21,7 +26,9 @@ from unskip.errors import BadInput
 Rows = NDArray[numpy.int64]
 
 # What a stream of random numbers is for. Streams of different purposes never meet.
-ORDER, GEOMETRY, MIXING, PIXELS, HOLD_OUT, VIEWS = range(6)
+ORDER, GEOMETRY, MIXING, PIXELS, HOLD_OUT, VIEWS, REPLACED = range(7)
+
+WINDOW = 160 * 2**20  # bytes of encoded images that rows in groups are permuted among, over all processes
 
 
 def stream(purpose: int, seed: int, *where: int) -> numpy.random.Generator:
@@ -32,6 +39,14 @@ def stream(purpose: int, seed: int, *where: int) -> numpy.random.Generator:
     return numpy.random.Generator(numpy.random.PCG64(numpy.random.SeedSequence([purpose, len(words), *words])))
 
 
+@dataclass(frozen=True, eq=False)
+class Groups:
+    """Rows that are read together: the group of each row, and the bytes of each group."""
+
+    of: NDArray[numpy.int32]  # (rows,)
+    bytes: Rows  # (groups,)
+
+
 @dataclass(frozen=True)
 class Order:
     """Which of `total` samples each step takes, in batches of `batch` over all processes."""
@@ -40,6 +55,7 @@ class Order:
     batch: int
     seed: int = 0
     drop_last: bool = True
+    groups: Groups | None = None
 
     def __post_init__(self) -> None:
         for name, low in (("batch", 1), ("seed", 0)):
@@ -61,7 +77,11 @@ class Order:
     def rows(self, step: int) -> Rows:
         """The samples of a step over all processes, (batch,) or fewer in the last step of an epoch."""
         epoch, place = divmod(step, self.steps_per_epoch)
-        return _permutation(self.seed, epoch, self.total)[place * self.batch : (place + 1) * self.batch]
+        rows, before = _permutation(self.seed, epoch, self.total, self.groups)
+        chosen = rows[place * self.batch : (place + 1) * self.batch]
+        if self.groups is None:
+            return chosen
+        return chosen[numpy.argsort(before[self.groups.of[chosen]] % WINDOW, kind="stable")]
 
 
 def share(count: int, rank: int, world: int) -> range:
@@ -78,7 +98,19 @@ def check_world(batch: int, rank: int, world: int) -> None:
 
 
 @lru_cache(maxsize=4)  # asked again at every step of the epoch
-def _permutation(seed: int, epoch: int, total: int) -> Rows:
-    rows = stream(ORDER, seed, epoch).permutation(total)
+def _permutation(seed: int, epoch: int, total: int, groups: Groups | None) -> tuple[Rows, Rows]:
+    """The rows of an epoch, and for each group the bytes of the groups before it."""
+    random = stream(ORDER, seed, epoch)
+    before = numpy.zeros(0 if groups is None else len(groups.bytes), numpy.int64)
+    if groups is not None:
+        turns = random.permutation(len(before))
+        before[turns] = numpy.cumsum(groups.bytes[turns]) - groups.bytes[turns]
+    rows = random.permutation(total)
+    if groups is not None:
+        of = groups.of[rows]
+        counts = numpy.bincount(of, minlength=len(before))
+        turn = numpy.empty(total, numpy.int64)  # how many of its group come before
+        turn[numpy.argsort(of, kind="stable")] = numpy.arange(total) - numpy.repeat(counts.cumsum() - counts, counts)
+        rows = rows[numpy.argsort(before[of] // WINDOW + (turn + random.random(total)) / counts[of], kind="stable")]
     rows.flags.writeable = False
-    return rows
+    return rows, before

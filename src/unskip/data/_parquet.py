@@ -1,116 +1,197 @@
 """Parquet files in the Hugging Face image layout: a column of encoded images, one of labels, class names in the schema.
 
-An image is a struct of `bytes` and `path`, or bytes alone. The encoded images are read into memory, and decoded once
-where the pixels fit there too.
+An image is a struct of `bytes` and `path`, or bytes alone. Small files are decoded once, on opening. Larger ones are
+read by the row group, in the order of `_order`: a process keeps the groups of a window while rows of them come.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import lru_cache, partial
+from pathlib import Path
+from threading import Lock
 from typing import Any
 
 import numpy
-import torch
+from numpy.typing import NDArray
 
-from unskip.data._decode import MEMORY_LIMIT, held, in_range
-from unskip.data._images import ImageSet
-from unskip.data._order import Rows
+from unskip.data._assemble import SMALL, assembled
+from unskip.data._images import ImageSet, Reader, samples
+from unskip.data._index import Index, kept, stamp
+from unskip.data._order import WINDOW, Groups, Rows
 from unskip.data._splits import Parts, files_by_split
 from unskip.errors import BadInput
 
+MOST_GROUP = 2**30  # bytes of images in one row group, which is held in memory
 _IMAGES, _LABELS = ("image", "img", "images"), ("label", "labels", "fine_label")
 
 
-@dataclass(frozen=True, eq=False)
-class ParquetReader:
-    """Encoded images of several files, one after the other."""
+class _Held:
+    """Row groups in memory, up to some bytes; the one that came first leaves first. Pickled without them."""
 
-    column: Any  # a pyarrow ChunkedArray of bytes
+    def __init__(self, limit: int) -> None:
+        self.limit, self.groups, self.bytes, self.lock = limit, dict[int, Any](), 0, Lock()
+
+    def __reduce__(self) -> tuple[type[_Held], tuple[int]]:
+        return _Held, (self.limit,)
+
+    def get(self, group: int, read: Callable[[int], Any]) -> Any:
+        with self.lock:
+            found = self.groups.get(group)
+            if found is None:
+                found = self.groups[group] = read(group)
+                self.bytes += found.nbytes
+                while self.bytes > self.limit and len(self.groups) > 3:
+                    first = next(iter(self.groups))
+                    self.bytes -= self.groups.pop(first).nbytes
+            return found
+
+
+@dataclass(frozen=True, eq=False)
+class ParquetReader(Reader):
+    """Encoded images of several files, one after the other, by the row group."""
+
     files: tuple[str, ...]
-    starts: tuple[int, ...]  # the first row of each file
-    rows: Rows
+    column: str
+    file: NDArray[numpy.int32]  # (groups,) the file of each row group
+    ends: Rows  # (groups,) the row after its last, over all files
+    sizes: Rows  # (groups,) bytes of its images
+    rows: Rows  # (images,)
+    held: _Held = field(default_factory=lambda: _Held(WINDOW + WINDOW // 4))
 
     def __len__(self) -> int:
         return len(self.rows)
 
     def place(self, index: int) -> str:
-        row = int(self.rows[index])
-        file = int(numpy.searchsorted(self.starts, row, side="right")) - 1
-        return f"{self.files[file]}, row {row - self.starts[file]}"
+        row, group = int(self.rows[index]), self._group(index)
+        first = int(numpy.searchsorted(self.file, self.file[group]))  # group of the file
+        return f"{self.files[self.file[group]]}, row {row - self._start(first)}"
 
     def encoded(self, index: int) -> bytes:
-        return self.column[int(self.rows[index])].as_py() or b""
+        group = self._group(index)
+        found = self.held.get(group, self._read)
+        return found[int(self.rows[index]) - self._start(group)].as_py() or b""
 
-    def select(self, indices: Sequence[int]) -> ParquetReader:
-        return replace(self, rows=self.rows[list(indices)])
+    def select(self, rows: Rows) -> ParquetReader:
+        return replace(self, rows=self.rows[rows])
+
+    def identity(self) -> Iterator[bytes]:
+        yield from samples(self.files)
+        yield self.ends.tobytes()
+        yield self.rows.tobytes()
+
+    @property
+    def groups(self) -> Groups:
+        return Groups(numpy.searchsorted(self.ends, self.rows, side="right").astype(numpy.int32), self.sizes)
+
+    def divided(self, processes: int) -> ParquetReader:
+        return replace(self, held=_Held((WINDOW + WINDOW // 4) // processes))
+
+    def _group(self, index: int) -> int:
+        return int(numpy.searchsorted(self.ends, self.rows[index], side="right"))
+
+    def _start(self, group: int) -> int:
+        return int(self.ends[group - 1]) if group else 0
+
+    def _read(self, group: int) -> Any:
+        from pyarrow import parquet, types
+
+        file = int(self.file[group])
+        inside = group - int(numpy.searchsorted(self.file, file))
+        now = Path(self.files[file]).stat()
+        footer = _footer(self.files[file], now.st_size, now.st_mtime_ns)
+        with parquet.ParquetFile(self.files[file], metadata=footer) as opened:
+            table = opened.read_row_group(inside, columns=[self.column], use_threads=False)
+        found = table.column(0).combine_chunks()
+        return found.field(0) if types.is_struct(found.type) else found
 
 
-def parquet_parts(pattern: str, size: int | None, skip_broken: bool) -> Parts:
+@lru_cache(64)
+def _footer(file: str, size: int, changed: int) -> Any:
+    """The metadata of a file as it is now, which can be long where it has many row groups."""
+    from pyarrow import parquet
+
+    return parquet.read_metadata(file)
+
+
+def parquet_parts(pattern: str, size: int | None) -> Parts:
     """The splits of a pattern of parquet files."""
     splits = files_by_split(pattern)
     if not splits:
         raise BadInput(f"{pattern}: no such files; a pattern is a path with * or {{split}} in it")
-    every = tuple(file for files in splits.values() for file in files)
-    return {
-        split: partial(_open, pattern, split, tuple(files), every, size, skip_broken) for split, files in splits.items()
-    }
+    return {split: partial(open_parquet, pattern, split, splits, size) for split in splits}
 
 
-def _open(
-    name: str, split: str, files: tuple[str, ...], every: tuple[str, ...], size: int | None, skip_broken: bool
-) -> ImageSet:
-    import pyarrow
-
-    image, label, classes = _layout(every)
-    tables = [read_columns(file, [image, label]) for file in files]
-    column = pyarrow.chunked_array([chunk for table in tables for chunk in table.column(image).chunks])
-    if pyarrow.types.is_struct(column.type):
-        column = pyarrow.compute.struct_field(column, "bytes")
-    labels = numpy.concatenate([_labels(table.column(label)) for table in tables])
-    starts = tuple(int(start) for start in numpy.cumsum([0, *(len(table) for table in tables)])[:-1])
-    reader = ParquetReader(column, files, starts, numpy.arange(len(labels)))
-    if not len(labels):
-        raise BadInput(f"{', '.join(files)}: no images in it")
-    rows, wrong = in_range(reader, labels, len(classes), skip_broken)
-    reader = reader.select(rows)
-    images, kept, broken = held(reader, size, skip_broken)
-    reader = reader.select(kept)
-    found = torch.from_numpy(labels[reader.rows])
-    return ImageSet(name, split, classes, found, images, (*wrong, *broken), reader if images is None else None)
+def open_parquet(name: str, split: str, splits: Mapping[str, Sequence[str]], size: int | None) -> ImageSet:
+    """One split of a set of files; the classes are those of all splits."""
+    indices = {each: _index(files) for each, files in splits.items()}
+    layouts = {each: index.texts["layout"] for each, index in indices.items()}
+    for each, layout in layouts.items():
+        if layout != layouts[split]:
+            raise _different(splits[each][0], splits[split][0])
+    index, layout = indices[split], json.loads(layouts[split])
+    labels, ends = index.arrays["labels"], numpy.cumsum(index.arrays["rows"])
+    most = max(int(each.arrays["labels"].max(initial=-1)) for each in indices.values())
+    classes = tuple(layout["names"]) or tuple(map(str, range(most + 1)))
+    bytes_ = index.arrays["bytes"]
+    reader = ParquetReader(
+        tuple(splits[split]), layout["column"], index.arrays["file"], ends, bytes_, numpy.arange(len(labels))
+    )
+    hold = size is not None or int(bytes_.sum()) <= SMALL
+    return assembled(name, split, classes, labels, reader, size=size, hold=hold)
 
 
-def _layout(files: Sequence[str]) -> tuple[str, str, tuple[str, ...]]:
-    """The column of images, that of labels, and the classes; the files have to agree about them."""
+def _index(files: Sequence[str]) -> Index:
+    files = [str(Path(file).absolute()) for file in files]
+    return kept("\n".join(files), Path(files[0]).parent, partial(_listed, files), lambda _: stamp(files), "labels")
+
+
+def _listed(files: Sequence[str]) -> Index:
+    """The labels of all files, and the rows and bytes of their row groups. The files have to agree about columns."""
     import pyarrow
     from pyarrow import parquet
 
-    found, first, most, encoded = None, "", -1, 0
-    for file in files:
+    layout, labels = None, list[Rows]()
+    groups = list[tuple[int, int, int]]()
+    for number, file in enumerate(files):
         try:
             opened = parquet.ParquetFile(file)
         except (OSError, pyarrow.ArrowException) as error:
-            raise BadInput(f"{file}: not a parquet file that can be read ({error})") from error
+            end = Path(file).stat().st_size
+            raise BadInput(
+                f"{file}: not a parquet file that can be read; its footer ends at byte {end} ({error})"
+            ) from error
         with opened:
-            features = json.loads((opened.schema_arrow.metadata or {}).get(b"huggingface", b"{}"))
+            schema, footer = opened.schema_arrow, opened.metadata
+            features = json.loads((schema.metadata or {}).get(b"huggingface", b"{}"))
             features = features.get("info", {}).get("features", {})
-            image, label = columns(file, opened.schema_arrow.names, features)
-            names = tuple(features.get(label, {}).get("names") or ())
-            if found is not None and found != (image, label, names):
-                raise BadInput(f"{file}: its columns or classes are not those of {first}; they are different sets")
-            found, first = (image, label, names), first or file
-            encoded += sum(opened.metadata.row_group(i).total_byte_size for i in range(opened.num_row_groups))
-            if not names:
-                most = max(most, int(_labels(read_columns(file, [label]).column(label)).max(initial=-1)))
-    if encoded > MEMORY_LIMIT:
-        raise BadInput(
-            f"{files[0]}: the files hold {encoded / 2**30:.0f} GiB, and at most {MEMORY_LIMIT / 2**30:.0f} are read "
-            "into memory; open their folder as hf:FOLDER, or unpack them into a folder of images"
-        )
-    assert found is not None
-    return found[0], found[1], found[2] or tuple(map(str, range(most + 1)))
+            image, label = columns(file, schema.names, features)
+            column = f"{image}.bytes" if pyarrow.types.is_struct(schema.field(image).type) else image
+            found = json.dumps({"column": column, "label": label, "names": features.get(label, {}).get("names") or []})
+            if layout is not None and layout != found:
+                raise _different(file, files[0])
+            layout = found
+            for inside in range(footer.num_row_groups):
+                group = footer.row_group(inside)
+                chunks = (group.column(each) for each in range(group.num_columns))
+                size = sum(each.total_uncompressed_size for each in chunks if each.path_in_schema == column)
+                if size > MOST_GROUP:
+                    raise BadInput(
+                        f"{file}: row group {inside} holds {size / 2**30:.1f} GiB of images, and at most "
+                        f"{MOST_GROUP / 2**30:.0f} are read into memory; write the file with smaller row groups"
+                    )
+                groups.append((number, group.num_rows, size))
+        labels.append(_labels(read_columns(file, [label]).column(label)))
+    assert layout is not None
+    table = numpy.array(groups, numpy.int64).reshape(-1, 3)
+    arrays = {"file": table[:, 0].astype(numpy.int32), "rows": table[:, 1].copy(), "bytes": table[:, 2].copy()}
+    return Index({**arrays, "labels": numpy.concatenate(labels)}, {"layout": layout})
+
+
+def _different(file: str, other: str) -> BadInput:
+    return BadInput(f"{file}: its columns or classes are not those of {other}; they are different sets")
 
 
 def columns(place: str, names: Sequence[str], features: Mapping[str, Mapping[str, Any]]) -> tuple[str, str]:

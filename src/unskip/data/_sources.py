@@ -1,4 +1,4 @@
-"""Sets of labelled images by name: well-known ones, folders, parquet files, the Hugging Face hub.
+"""Sets of labelled images by name: well-known ones, folders, shards (parquet, tar), the Hugging Face hub.
 
 A set without a validation split has one made: a fixed tenth of each class of its training split, the same on every
 machine. `split="train"` is then the whole training split, or with hold_out=True what is left of it. A set whose only
@@ -20,6 +20,7 @@ from unskip.data._joined import joined
 from unskip.data._parquet import parquet_parts
 from unskip.data._small import KNOWN
 from unskip.data._splits import Parts, files_by_split, taken
+from unskip.data._tar import tar_parts
 from unskip.errors import BadInput
 
 Split = Literal["train", "val", "test"]
@@ -32,34 +33,24 @@ def open_images(
     *,
     root: str | Path | None = None,
     size: int | None = None,
-    skip_broken: bool = False,
     hold_out: bool = False,
     download: bool = False,
 ) -> ImageSet:
     """A set of labelled images.
 
     `source` is digits, fashion-mnist, cifar10, cifar100, stl10, tiny-imagenet, imagenet, a folder, parquet files
-    ("path/*.parquet", "name-{split}.parquet") or hf:NAME; several are joined by +. `root` is where the files of a named
-    set lie (default ~/.cache/unskip). With a `size` the images are held in memory as squares of that size, their
-    central part resized; without it a folder is read from disk as it is needed. `skip_broken` leaves out, counts and
-    reports what would be an error otherwise. `hold_out` takes the images of the "val" split out of "train".
+    ("path/*.parquet", "name-{split}.parquet"), WebDataset shards ("path/{split}-*.tar") or hf:NAME; several are joined
+    by +. `root` is where the files of a named set lie (default ~/.cache/unskip). With a `size` the images are held in
+    memory as squares of that size, their central part resized; without it a folder, and shards of more than 1 GiB, are
+    read from disk as they are needed. `hold_out` takes the images of the "val" split out of "train".
     """
     if split not in get_args(Split):
         raise BadInput(f"split is {split!r}; it can be {', '.join(get_args(Split))}")
     if _is_joined(str(source)):
-        each = {"root": root, "size": size, "skip_broken": skip_broken, "hold_out": hold_out, "download": download}
+        each = {"root": root, "size": size, "hold_out": hold_out, "download": download}
         return joined([open_images(part.strip(), split, **each) for part in str(source).split("+")])  # type: ignore[arg-type]
     folder = Path(root).expanduser() if root is not None else Path.home() / ".cache" / "unskip"
-    found = taken(str(source), _parts(source, folder, size, skip_broken, download), split, hold_out)
-    counts = found.labels.bincount(minlength=len(found.classes))
-    missing = [name for name, count in zip(found.classes, counts, strict=True) if not count]
-    if missing and not skip_broken:
-        raise BadInput(
-            f"{found.name}: no image of class {missing[0]!r} in the {split} split ({len(missing)} of "
-            f"{len(found.classes)} classes are missing); leave them out with skip_broken=True"
-        )
-    lines = (f"{len(missing)} of {len(found.classes)} classes have no image: {', '.join(missing[:3])}",) * bool(missing)
-    return replace(found, report=(*found.report, *lines))
+    return taken(str(source), _parts(source, folder, size, download), split, hold_out)
 
 
 def absolute_source(source: str) -> str:
@@ -77,26 +68,29 @@ def _is_joined(source: str) -> bool:
     return "+" in source and not path.exists() and not files_by_split(str(path))  # a path may have one in it
 
 
-def _parts(source: str | Path, root: Path, size: int | None, skip_broken: bool, download: bool) -> Parts:
+def _parts(source: str | Path, root: Path, size: int | None, download: bool) -> Parts:
     name, path = str(source), Path(source).expanduser()
     if name in KNOWN:
         return {split: partial(_known, name, split, root, size, download) for split in ("train", "test")}
     if name == "imagenet":
-        return folder_parts(_imagenet(root), size, skip_broken)
+        return folder_parts(_imagenet(root), size)
     if name == "tiny-imagenet":
-        return tiny_imagenet_parts(root, size, skip_broken)
+        return tiny_imagenet_parts(root, size)
     if name.startswith("hf:"):
-        return hub_parts(name, size, skip_broken)
+        return hub_parts(name, size)
     if name.endswith(".parquet"):
-        return parquet_parts(str(path), size, skip_broken)
+        return parquet_parts(str(path), size)
+    if name.endswith(".tar"):
+        return tar_parts(str(path), size)
     if path.is_dir():
         for inside in (path, path / "data"):  # how the hub lays them out
-            if any(inside.glob("*.parquet")):
-                return parquet_parts(str(inside / "*.parquet"), size, skip_broken)
-        return folder_parts(path, size, skip_broken)
+            for kind, parts in (("*.parquet", parquet_parts), ("*.tar", tar_parts)):
+                if any(inside.glob(kind)):
+                    return parts(str(inside / kind), size)
+        return folder_parts(path, size)
     raise BadInput(
         f"{name}: no such set, file or folder{nearest(name, NAMES)}; a source is {', '.join(NAMES)}, a folder of "
-        "images, 'path/*.parquet' or hf:NAME"
+        "images, 'path/*.parquet', 'path/*.tar' or hf:NAME"
     )
 
 

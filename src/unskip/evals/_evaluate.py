@@ -65,7 +65,7 @@ def evaluate(
     batch: int = 512,
     seed: int = 0,
     precision: Precision = "float32",
-    workers: int = 0,
+    workers: int | None = None,
     graph: bool = False,
     changes: Mapping[str, Mapping[str, Any]] | None = None,
     inputs: Inputs | None = None,

@@ -71,7 +71,7 @@ def finetune(
     size: int | None = None,
     seed: int = 0,
     precision: Precision = "float32",
-    workers: int = 0,
+    workers: int | None = None,
     graph: bool = False,
     normalise: Normalise | None = None,
     changes: Mapping[str, Any] | None = None,

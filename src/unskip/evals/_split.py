@@ -29,7 +29,7 @@ class Options:
     batch: int = 512
     seed: int = 0
     precision: Precision = "float32"
-    workers: int = 0
+    workers: int | None = None
     graph: bool = False  # replay the steps of fine-tuning as a CUDA graph
     extractor: Any = "inception"  # of generation metrics
     cache: Any = None  # a folder for the statistics of reference images

@@ -14,10 +14,9 @@ class Config:
     preset: str = "digits"  # where the other defaults come from
     data: str = "digits"  # a named set, a folder of class folders or parquet files; several are joined by +
     data_root: str | None = None  # where the files of a named set lie; None: ~/.cache/unskip
-    skip_broken: bool = False  # leave out, count and report images that cannot be read, instead of an error
     download: bool = False  # let torchvision download a named set that is missing
     size: int = 32  # of images, in pixels
-    workers: int = 0  # processes that decode images which are read from disk
+    workers: int | None = None  # processes that decode images which are read from disk; None: by the cores
     model: str = "timm:vit_tiny_patch16_224"  # timm:NAME, torchvision:NAME or file.py:FUNCTION
     model_args: str = ""  # further arguments of the builder: "depth=6,embed_dim=96"
     shortcut: str = "keep"  # keep, cut, decay:0.6, scale:0.7,0.7, learn:1.0, anneal:keep>cut@10000

@@ -35,8 +35,7 @@ def open_split(
 ) -> ImageSet:
     """One split of the images of a config. Images of several sizes are held as squares: of `source`, or of `size`."""
     opener = opener or open_images
-    options: dict[str, Any] = {"root": config.data_root, "skip_broken": config.skip_broken}
-    options |= {"hold_out": hold_out, "download": config.download}
+    options: dict[str, Any] = {"root": config.data_root, "hold_out": hold_out, "download": config.download}
     try:
         return opener(config.data, split, **options)
     except MixedSizes:

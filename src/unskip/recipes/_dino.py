@@ -128,7 +128,6 @@ _PRESETS = {
             "lr_end": 1e-6 / 2e-3,
             "epochs": 100,
             "warmup": 0.1,
-            "workers": 12,
         }
         | {"model_args": "drop_path_rate=0.1", "precision": "bf16", "compile": True, "evaluate_every": 5000},
         "days on 8 GPUs; not run here",

@@ -32,7 +32,6 @@ _IMAGENET: dict[str, Any] = {
     "batch": 256,
     "precision": "bf16",
     "compile": True,
-    "workers": 12,
     "evaluate_every": 20_000,
     "checkpoint_every": 10_000,
 }

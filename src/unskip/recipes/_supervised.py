@@ -80,7 +80,6 @@ _PAPER: dict[str, Any] = {  # as transcribed by others; see the docs
     "randaugment": "2,9",
     "precision": "bf16",
     "compile": True,
-    "workers": 12,
     "evaluate_every": 5000,
 }
 _PRESETS = {

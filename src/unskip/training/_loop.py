@@ -173,8 +173,8 @@ class _Trainer:
             path = self.folder.path
             good = f"The last good checkpoint is that of step {self.saved}" if self.saved else "There is no checkpoint"
             raise TrainingError(
-                f"{path}: the run stops: {error}. {good}. Put that right (a full disk, a file that is gone; a new "
-                f"run with skip_broken leaves broken images out), and continue with: unskip resume {path}"
+                f"{path}: the run stops: {error}. {good}. Put that right (a full disk, files that are "
+                f"gone), and continue with: unskip resume {path}"
             ) from error
 
     def _steps(self, batches: Iterator[tuple[int, Any]], stop: _Stop, reporter: Reporter) -> int:

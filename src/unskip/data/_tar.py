@@ -1,0 +1,233 @@
+"""WebDataset shards: tar files whose members 0001.jpg and 0001.cls, of one name and side by side, are one sample.
+
+The image is .jpg, .jpeg, .png or .webp; the label is the whole number in .cls, or else that of "label" in .json.
+Nothing is unpacked: an index of offsets is made once, and images are read in place. Names in a shard are keys and no
+paths, and members that are links or devices are passed over. A set in which no sample has a label is one class.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy
+from torch.utils.data import DataLoader, Dataset
+
+from unskip.data._assemble import SMALL, assembled
+from unskip.data._decode import MOST_BYTES
+from unskip.data._images import ImageSet, Reader, samples
+from unskip.data._index import Index, kept, stamp
+from unskip.data._order import Rows
+from unskip.data._splits import Parts, files_by_split
+from unskip.errors import BadInput
+
+_BLOCK = 512
+_IMAGES, _LABELS = (b"jpg", b"jpeg", b"png", b"webp"), (b"cls", b"json")
+_MOST = 2**20  # bytes of a label, or of a header's extension
+_ROW = numpy.dtype([("offset", "<i8"), ("size", "<i4"), ("shard", "<i4")])
+
+
+@dataclass(frozen=True, eq=False)
+class TarReader(Reader):
+    """Images of several shards, by shard and offset."""
+
+    files: tuple[str, ...]
+    table: Any  # (images,) of _ROW
+
+    def __len__(self) -> int:
+        return len(self.table)
+
+    def place(self, index: int) -> str:
+        return f"{self.files[self.table[index]['shard']]}, byte {self.table[index]['offset']}"
+
+    def encoded(self, index: int) -> bytes:
+        offset, size, shard = self.table[index].tolist()
+        with Path(self.files[shard]).open("rb", buffering=0) as opened:
+            found = os.pread(opened.fileno(), size, offset)
+        if len(found) < size:
+            raise OSError(f"{len(found)} of {size} bytes; the shard is cut short")
+        return found
+
+    def select(self, rows: Rows) -> TarReader:
+        return replace(self, table=self.table[rows])
+
+    def identity(self) -> Iterator[bytes]:
+        yield from samples(self.files)
+        yield self.table.tobytes()
+
+
+def tar_parts(pattern: str, size: int | None) -> Parts:
+    """The splits of a pattern of shards."""
+    splits = files_by_split(pattern)
+    if not splits:
+        raise BadInput(f"{pattern}: no such files; a pattern is a path with * or {{split}} in it")
+    return {split: partial(open_tar, pattern, split, splits, size) for split in splits}
+
+
+def open_tar(name: str, split: str, splits: Mapping[str, Sequence[str]], size: int | None) -> ImageSet:
+    """One split of a set of shards; the classes are those of all splits."""
+    indices = {each: _index(files) for each, files in splits.items()}
+    most = max(int(each.arrays["labels"].max(initial=-1)) for each in indices.values())
+    arrays = indices[split].arrays
+    table = numpy.empty(len(arrays["labels"]), _ROW)
+    for field in ("offset", "size", "shard"):
+        table[field] = arrays[field]
+    report = list[str]()
+    if alone := int(arrays["alone"][0]):
+        report.append(f"{alone} samples have no image ({', '.join(each.decode() for each in _IMAGES)})")
+    labels, classes = arrays["labels"], tuple(map(str, range(most + 1)))
+    if most < 0:
+        labels, classes = numpy.zeros_like(labels), ("images",)
+        report.append("no labels (.cls, or label in .json): every image has label 0")
+    hold = size is not None or int(arrays["size"].sum(dtype=numpy.int64)) <= SMALL
+    reader = TarReader(tuple(splits[split]), table)
+    return assembled(name, split, classes, labels, reader, size=size, hold=hold, report=report)
+
+
+def _index(files: Sequence[str]) -> Index:
+    files = [str(Path(file).absolute()) for file in files]
+    return kept("\n".join(files), Path(files[0]).parent, partial(_listed, files), lambda _: stamp(files), "labels")
+
+
+def _listed(files: Sequence[str]) -> Index:
+    """The samples of all shards, which several processes look through where there is much to read."""
+    workers = min(len(files), os.cpu_count() or 1) if sum(Path(file).stat().st_size for file in files) > SMALL else 0
+    found = list[Any]()
+    shards: DataLoader[Any] = DataLoader(_Shards(files), batch_size=None, num_workers=workers, collate_fn=_same)
+    for shard, part in enumerate(shards):
+        if isinstance(part, str):
+            raise BadInput(part)
+        rows, alone = part
+        found.append((numpy.column_stack([rows, numpy.full(len(rows), shard)]), alone))
+    rows = numpy.concatenate([rows for rows, _ in found])
+    arrays = {"offset": rows[:, 0].copy(), "labels": rows[:, 2].copy()}
+    arrays |= {"size": rows[:, 1].astype(numpy.int32), "shard": rows[:, 3].astype(numpy.int32)}
+    return Index({**arrays, "alone": numpy.array([sum(alone for _, alone in found)])}, {})
+
+
+def _same(found: Any) -> Any:
+    return found
+
+
+@dataclass(frozen=True)
+class _Shards(Dataset[Any]):
+    files: Sequence[str]
+
+    def __len__(self) -> int:
+        return len(self.files)
+
+    def __getitem__(self, shard: int) -> Any:
+        try:
+            return list_shard(self.files[shard])
+        except (BadInput, OSError) as error:  # as text: an exception from a worker comes wrapped in its traceback
+            return str(error)
+
+
+def list_shard(file: str) -> tuple[Rows, int]:
+    """(samples, 3): offset and size of the image, and label, -1 for none; and how many samples have no image."""
+    rows, alone = list[tuple[int, int, int]](), 0
+    key, image, labels = b"", None, dict[bytes, int]()
+    with Path(file).open("rb", buffering=0) as opened:
+        for name, offset, size in _members(file, opened.fileno()):
+            folder, slash, base = name.rpartition(b"/")
+            stem, _, kind = base.partition(b".")
+            if folder + slash + stem != key:
+                alone += bool(key) and image is None
+                if image is not None:
+                    rows.append((*image, labels.get(b"cls", labels.get(b"json", -1))))
+                key, image, labels = folder + slash + stem, None, {}
+            kind = kind.lower()
+            if kind in _IMAGES and image is None:
+                if size > MOST_BYTES:
+                    raise BadInput(f"{file}, byte {offset}: an image of {size} bytes; at most {MOST_BYTES} are read")
+                image = (offset, size)
+            elif kind in _LABELS:
+                labels[kind] = _label(file, kind, offset, os.pread(opened.fileno(), min(size, _MOST), offset))
+    alone += bool(key) and image is None
+    if image is not None:
+        rows.append((*image, labels.get(b"cls", labels.get(b"json", -1))))
+    return numpy.array(rows, numpy.int64).reshape(-1, 3), alone
+
+
+def _label(file: str, kind: bytes, offset: int, text: bytes) -> int:
+    try:
+        found = int(text) if kind == b"cls" else json.loads(text).get("label", -1)
+        if type(found) is int and -1 <= found < 2**31:
+            return found
+    except (ValueError, AttributeError, RecursionError):
+        pass
+    raise BadInput(
+        f"{file}, byte {offset}: no label in {text[:20]!r}; .cls holds a whole number, and .json one under 'label'"
+    )
+
+
+def _members(file: str, descriptor: int) -> Iterator[tuple[bytes, int, int]]:
+    """Name, offset and size of each regular file in a tar of the ustar, GNU or pax format."""
+    end, at = os.fstat(descriptor).st_size, 0
+    longer: dict[bytes, bytes] = {}  # what the header before says of the next member
+    while at < end:
+        header = os.pread(descriptor, _BLOCK, at)
+        if header == bytes(_BLOCK):
+            return
+        size = _size(file, at, header)
+        kind, offset = header[156:157], at + _BLOCK
+        if b"size" in longer and kind in b"0\0":
+            size = _number(file, at, longer[b"size"])
+        at = offset + -(-size // _BLOCK) * _BLOCK
+        if offset + size > end:
+            raise BadInput(f"{file}, byte {offset}: a member of {size} bytes in a file of {end}; it is cut short")
+        if kind in b"LKxg":
+            if size > _MOST:
+                raise BadInput(f"{file}, byte {offset}: a header's extension of {size} bytes; at most {_MOST} are read")
+            text = os.pread(descriptor, size, offset)
+            if kind == b"L":
+                longer[b"path"] = text.rstrip(b"\0")
+            elif kind == b"x":
+                longer |= _records(file, offset, text)
+            continue
+        name, prefix = header[:100].partition(b"\0")[0], header[345:500].partition(b"\0")[0]
+        if prefix and header[257:263] == b"ustar\0":
+            name = prefix + b"/" + name
+        if kind in b"0\0":
+            yield longer.get(b"path", name), offset, size
+        longer = {}
+
+
+def _size(file: str, at: int, header: bytes) -> int:
+    """The size of a member. Raises BadInput for a header that is damaged or not one."""
+    checksum = sum(header) - sum(header[148:156]) + 8 * ord(" ")
+    if len(header) < _BLOCK or header[148:156].strip(b" \0").lstrip(b"0") != b"%o" % checksum:
+        raise BadInput(f"{file}, byte {at}: no header of a tar file, or a damaged one; get the shard again")
+    field = header[124:136]
+    if field[0] & 0x80:  # GNU's way to write large numbers
+        return int.from_bytes(field[1:], "big")
+    return _number(file, at, field.strip(b" \0") or b"0", 8)
+
+
+def _number(file: str, at: int, text: bytes, base: int = 10) -> int:
+    try:
+        if text.isdigit():
+            return int(text, base)
+    except ValueError:
+        pass
+    raise BadInput(f"{file}, byte {at}: a size of {text[:20]!r} in the header; get the shard again")
+
+
+def _records(file: str, at: int, text: bytes) -> dict[bytes, bytes]:
+    """The records of a pax header: "length key=value" and a new line each."""
+    found = {}
+    while text:
+        length = text.partition(b" ")[0]
+        end = _number(file, at, length)
+        record = text[:end]
+        if len(record) < end or not record.endswith(b"\n") or b"=" not in record:
+            raise BadInput(f"{file}, byte {at}: a damaged extension of a header; get the shard again")
+        key, _, value = record[len(length) + 1 : -1].partition(b"=")
+        found[key] = value
+        text = text[len(record) :]
+    return found
