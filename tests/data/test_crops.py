@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy
 import pytest
 import torch
+from PIL import Image
 from scipy import ndimage
+from tests.data.files import write_folder
+from torchvision.transforms import v2
 from torchvision.transforms.v2 import functional as tv
 
-from unskip.data import CropFeed, Crops, ImageSet, open_images
+from unskip.data import Augment, CropFeed, Crops, ImageSet, open_images
+from unskip.data._augment import geometry
 from unskip.data._crops import DrawnFeed, coloured
+from unskip.data._order import VIEWS, Order, stream
 from unskip.errors import BadInput
 
 
@@ -71,6 +77,42 @@ def test_crops_can_be_made_later(small: int) -> None:
     assert torch.equal(made[1], little)
     halves = [feed.made(*(each.chunk(2)[part] for each in batch[:3])) for part in range(2)]
     assert torch.allclose(torch.cat([half[0] for half in halves]), large, atol=1e-6)
+
+
+@pytest.mark.parametrize("interpolation", ["bilinear", "bicubic"])
+def test_images_on_disk_are_cropped_in_their_own_aspect(tmp_path: Path, interpolation: Any) -> None:
+    """Each crop is torchvision's of the box that is drawn for the whole image, not of a square made of it."""
+    files = write_folder(tmp_path, {"a": 8}, (40, 100))
+    settings = crops(jitter=0.0, gray=0.0, blur=(0.0, 0.0, 0.0), solarize=0.0, interpolation=interpolation)
+    feed = CropFeed(open_images(files), 8, settings, seed=3, workers=0)
+    large, small, labels = next(feed.iterate(1, 2))
+    assert (large.shape, small.shape, labels.tolist()) == ((8, 2, 3, 16, 16), (8, 3, 3, 8, 8), [0] * 8)
+    rows = Order(8, 8, 3).rows(1)
+    for position in (0, 5):
+        image = Image.open(files / "a" / f"{rows[position]:03d}.png")
+        for kind, (made, scale) in enumerate(((large, (0.4, 1.0)), (small, (0.05, 0.4)))):
+            boxes = geometry(
+                Augment("resized", scale=scale), stream(VIEWS, 3, 1, kind, position), made.shape[1], 40, 100
+            )
+            assert float((boxes[:, 2] * boxes[:, 3]).min()) >= 0.9 * scale[0] * 4000
+            for found, (*box, flip) in zip(made[position], boxes, strict=True):
+                way = v2.InterpolationMode(interpolation)
+                size = [made.shape[-1]] * 2
+                expected = tv.resized_crop(image, *(int(each) for each in box), size, way, antialias=True)
+                expected = tv.pil_to_tensor(tv.horizontal_flip(expected) if flip else expected)
+                pixels = (found * feed.base.std + feed.base.mean) * 255
+                assert torch.allclose(pixels, expected.float(), atol=1e-2)
+
+
+def test_crops_of_images_on_disk_by_any_process_and_part(tmp_path: Path) -> None:
+    images = open_images(write_folder(tmp_path, {"a": 9, "b": 7}, (20, 30)))
+    whole = [*CropFeed(images, 8, crops(), workers=0).iterate(0, 4)]
+    for world, parts, workers in ((1, 1, 2), (2, 1, 0), (2, 2, 0)):
+        feed = CropFeed(images, 8, crops(), workers=workers)
+        each = [[*feed.iterate(3, 4, rank, world, parts)] for rank in range(world)]
+        for index in range(3):
+            made = torch.cat([part[index] for rank in each for part in rank])
+            assert torch.allclose(made, whole[3][index], atol=1e-6)
 
 
 def test_only_the_second_global_crop_is_solarized_and_chances_are_kept() -> None:

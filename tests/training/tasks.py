@@ -22,7 +22,7 @@ class Feed:
     def __init__(self, poison: int | None = None, stop_at: int | None = None) -> None:
         self.poison, self.stop_at = poison, stop_at
 
-    def iterate(self, start_step: int, stop_step: int, rank: int = 0, world: int = 1) -> Iterator[Any]:
+    def iterate(self, start_step: int, stop_step: int, rank: int = 0, world: int = 1, parts: int = 1) -> Iterator[Any]:
         for step in range(start_step, stop_step):
             if step == self.stop_at:
                 os.kill(os.getpid(), signal.SIGTERM)
@@ -31,7 +31,7 @@ class Feed:
             y = torch.stack([x.sum(1), x.prod(1)], 1)
             if step == self.poison:
                 y = y * torch.nan
-            yield x[rank::world], y[rank::world]
+            yield from zip(x[rank::world].chunk(parts), y[rank::world].chunk(parts), strict=True)
 
 
 def task(optimizer: str = "adamw", **feed: Any) -> Task:

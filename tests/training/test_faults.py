@@ -75,7 +75,9 @@ def test_a_checkpoint_between_two_logged_steps_never_holds_what_is_not_finite(tm
 
 def test_data_that_vanish_are_told_with_the_way_on(tmp_path: Path) -> None:
     class Vanishing(Feed):
-        def iterate(self, start_step: int, stop_step: int, rank: int = 0, world: int = 1) -> Iterator[Any]:
+        def iterate(
+            self, start_step: int, stop_step: int, rank: int = 0, world: int = 1, parts: int = 1
+        ) -> Iterator[Any]:
             yield from super().iterate(start_step, 8)
             raise BadInput("images/7.png: not an image that can be read")
 
@@ -140,7 +142,7 @@ from unskip.training import RunFolder, run_task
 
 one = task()
 class Deadly(Feed):
-    def iterate(self, start_step, stop_step, rank=0, world=1):
+    def iterate(self, start_step, stop_step, rank=0, world=1, parts=1):
         for step, batch in enumerate(super().iterate(start_step, stop_step), start_step):
             if step == {at}:
                 os.kill(os.getpid(), signal.SIGKILL)
@@ -176,7 +178,7 @@ from unskip.training import run_task
 
 one = task()
 class Slow(Feed):
-    def iterate(self, start_step, stop_step, rank=0, world=1):
+    def iterate(self, start_step, stop_step, rank=0, world=1, parts=1):
         for batch in super().iterate(start_step, stop_step):
             time.sleep(0.05)
             yield batch

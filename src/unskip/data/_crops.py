@@ -1,9 +1,10 @@
-"""Global and local crops of each image, made on the device, with color jitter, blur and solarization.
+"""Global and local crops of each image, with color jitter, blur and solarization.
 
 What DINO (arXiv 2104.14294) and SimCLR (arXiv 2002.05709) train on. A crop of a sample is a function of (seed, step,
 position, crop): all numbers are drawn for the global batch before any pixel is touched, so a resumed run and any number
 of processes see the same crops. Making crops from these numbers needs no host synchronisation and no copy, so that a
-training step can do it itself, also inside a CUDA graph.
+training step can do it itself, also inside a CUDA graph. Images that are read from disk are cropped by the workers, out
+of the whole image in its own aspect and resolution, as published; their colours change on the device.
 
     crop      a random area and aspect, resized, flipped half the time
     colour    x <- clamp(C x + c),  C of brightness, saturation and a turn of the hue in YIQ, c of contrast; or gray
@@ -16,16 +17,17 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
-from typing import Literal
+from typing import Any, Literal
 
 import numpy
 import torch
 from torch import Tensor
 
 from unskip.data import _device
-from unskip.data._augment import Augment, Table, geometry
+from unskip.data._augment import Augment, Interpolation, Table, geometry
 from unskip.data._feed import Feed
 from unskip.data._images import ImageSet
+from unskip.data._loader import as_bytes, cropped
 from unskip.data._order import VIEWS, share, stream
 from unskip.errors import BadInput
 
@@ -62,6 +64,7 @@ class Crops:
     blur: tuple[float, float, float] = (1.0, 0.1, 0.5)
     sigma: tuple[float, float] = (0.1, 2.0)  # of the blur, in pixels at 224; in proportion for other sizes
     solarize: float = 0.2  # of the second global crop
+    interpolation: Interpolation = "bilinear"
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -77,6 +80,12 @@ class Crops:
             if not 0 < low <= high <= 1:
                 raise BadInput(f"{name} is {(low, high)}; it is two fractions of the area, the lower one first")
 
+    def of(self, local: bool) -> tuple[int, int, tuple[float, float]]:
+        """How many crops of a kind there are, their size, and their fraction of the area."""
+        if local:
+            return self.local_crops, self.local_size, self.local_scale
+        return self.global_crops, self.size, self.scale
+
 
 class CropFeed:
     """Batches of global crops (n, crops, channels, size, size), local crops (n, crops, ...) and labels (n,)."""
@@ -87,14 +96,12 @@ class CropFeed:
         batch: int,
         crops: Crops,
         *,
-        source: int | None = None,
         seed: int = 0,
         device: str | torch.device = "cpu",
         workers: int | None = None,
     ) -> None:
-        """Images are brought to `source` pixels first, whole; without one they stay as the set holds them."""
-        whole = Augment(crop="none", flip=False)
-        self.base = Feed(images, batch, source, seed=seed, augment=whole, device=device, workers=workers)
+        whole, size = Augment(crop="none", flip=False), None if images.images is not None else crops.size
+        self.base = Feed(images, batch, size, seed=seed, augment=whole, device=device, workers=workers)
         self.crops, self.seed, self.device = crops, seed, self.base.device
         self._mixing = mixing_basis(self.device)
 
@@ -103,20 +110,33 @@ class CropFeed:
         """Batches in one pass over the set."""
         return self.base.steps_per_epoch
 
+    @property
+    def broken(self) -> dict[int, str]:
+        """Images that could not be read so far."""
+        return self.base.broken
+
     def iterate(
-        self, start_step: int, stop_step: int, rank: int = 0, world: int = 1
+        self, start_step: int, stop_step: int, rank: int = 0, world: int = 1, parts: int = 1
     ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """The batches of the steps from `start_step` up to but without `stop_step`: this process's part of each."""
-        for images, wide, local, labels in self.drawn(start_step, stop_step, rank, world):
+        """The batches of the steps from `start_step` up to but without `stop_step`: this process's part of each, in so
+        many `parts` one after the other."""
+        for images, wide, local, labels in self.drawn(start_step, stop_step, rank, world, parts):
             yield (*self.made(images, wide, local), labels)
 
-    def drawn(self, start_step: int, stop_step: int, rank: int = 0, world: int = 1) -> Iterator[Drawn]:
+    def drawn(self, start_step: int, stop_step: int, rank: int = 0, world: int = 1, parts: int = 1) -> Iterator[Drawn]:
         """The same batches before their crops are made: images, the random numbers (n, crops, 12) of the global and of
-        the local crops, and labels."""
-        count = self.crops.global_crops
-        for step, (images, labels) in enumerate(self.base.iterate(start_step, stop_step, rank, world), start_step):
-            part = share(self.base.batch, rank, world)
-            height, width = images.shape[2:]
+        the local crops, and labels. Of images on disk the crops are cut already, and lie side by side as bytes."""
+        count, where = self.crops.global_crops, (start_step, stop_step, rank, world, parts)
+        base: Iterator[tuple[Tensor, Tensor]]
+        if self.base.images.images is not None:
+            base = self.base.iterate(*where)
+        else:
+            cut = self.base.loaded(Cut(self.crops, self.seed), *where)
+            base = ((torch.cat([each.flatten(1) for each in tensors], 1), labels) for tensors, labels in cut)
+        for place, (images, labels) in enumerate(base, start_step * parts):
+            step, turn = divmod(place, parts)
+            part = share(self.base.batch, rank * parts + turn, world * parts)
+            height, width = images.shape[2:] if images.ndim == 4 else (1, 1)
             tables = [self._draw(step, kind, height, width) for kind in ("global", "local")]
             # One copy to the device for all of them.
             both = _device.put(numpy.concatenate(tables, 1)[part.start : part.stop].astype(numpy.float32), self.device)
@@ -124,29 +144,37 @@ class CropFeed:
 
     def made(self, images: Tensor, wide: Tensor, local: Tensor) -> tuple[Tensor, Tensor]:
         """The global and the local crops of a batch of `drawn`."""
+        crops = self.crops
         with torch.autocast(images.device.type, enabled=False):
-            pixels = (images * self.base.std + self.base.mean) * 255
-            return self._made(pixels, wide, self.crops.size), self._made(pixels, local, self.crops.local_size)
+            if images.ndim == 4:
+                pixels = (images * self.base.std + self.base.mean) * 255
+                return self._made(pixels, wide, crops.size), self._made(pixels, local, crops.local_size)
+            first = crops.global_crops * 3 * crops.size**2
+            return (
+                self._coloured(images[:, :first].reshape(-1, 3, crops.size, crops.size), wide),
+                self._coloured(images[:, first:].reshape(-1, 3, crops.local_size, crops.local_size), local),
+            )
 
     def _made(self, pixels: Tensor, table: Tensor, size: int) -> Tensor:
         count, crops = table.shape[:2]
         if not crops:
             return pixels.new_empty(count, 0, pixels.shape[1], size, size)
         each = pixels[:, None].expand(-1, crops, -1, -1, -1).flatten(0, 1)
-        rows = table.flatten(0, 1)
-        shown = _device.shown(each, rows[:, :_BOX], (size, size)) / 255
-        changed = coloured(shown, rows[:, _BOX:], self._mixing)
-        made: Tensor = ((changed - self.base.mean) / self.base.std).unflatten(0, (count, crops))
+        boxes = table.flatten(0, 1)[:, :_BOX]
+        return self._coloured(_device.shown(each, boxes, (size, size), interpolation=self.crops.interpolation), table)
+
+    def _coloured(self, pixels: Tensor, table: Tensor) -> Tensor:
+        """Bytes, or floats from 0 to 255, (n crops, channels, H, W), to normalised crops (n, crops, ...)."""
+        if not table.shape[1]:
+            return pixels.new_empty(len(table), 0, *pixels.shape[1:], dtype=torch.float32)
+        changed = coloured(pixels.float() / 255, table.flatten(0, 1)[:, _BOX:], self._mixing)
+        made: Tensor = ((changed - self.base.mean) / self.base.std).unflatten(0, tuple(table.shape[:2]))
         return made
 
     def _draw(self, step: int, kind: Literal["global", "local"], height: int, width: int) -> Table:
         """(batch, crops of the kind, 12): top, left, height, width, flipped, and the numbers of colours."""
         crops, count, wide = self.crops, self.base.batch, kind == "global"
-        number, size, scale = (
-            (crops.global_crops, crops.size, crops.scale)
-            if wide
-            else (crops.local_crops, crops.local_size, crops.local_scale)
-        )
+        number, size, scale = crops.of(local=not wide)
         random = stream(VIEWS, self.seed, step, 0 if wide else 1)
         crop = Augment(crop="resized", scale=scale, flip=True)
         boxes = geometry(crop, random, count * number, height, width).reshape(count, number, _BOX)
@@ -175,6 +203,34 @@ class CropFeed:
 
 
 @dataclass(frozen=True)
+class Cut:
+    """The crops of an image of Pillow's in its own aspect and resolution, (crops, 3, size, size) of either kind."""
+
+    crops: Crops
+    seed: int
+
+    @property
+    def bytes(self) -> int:
+        crops = self.crops
+        return 3 * (crops.global_crops * crops.size**2 + crops.local_crops * crops.local_size**2)
+
+    def __call__(self, image: Any, step: int, position: int) -> tuple[Tensor, ...]:
+        crops = self.crops
+        kinds = (
+            (crops.global_crops, crops.size, crops.scale),
+            (crops.local_crops, crops.local_size, crops.local_scale),
+        )
+        found = []
+        for kind, (number, size, scale) in enumerate(kinds):
+            random = stream(VIEWS, self.seed, step, kind, position)
+            boxes = geometry(Augment(crop="resized", scale=scale), random, number, image.height, image.width)
+            made = [as_bytes(cropped(image, box, size, crops.interpolation)) for box in boxes]
+            if made:
+                found.append(torch.stack(made))
+        return tuple(found)
+
+
+@dataclass(frozen=True)
 class DrawnFeed:
     """The batches of a CropFeed before their crops are made, for a training step that makes them itself."""
 
@@ -185,9 +241,16 @@ class DrawnFeed:
         """Batches in one pass over the set."""
         return self.feed.steps_per_epoch
 
-    def iterate(self, start_step: int, stop_step: int, rank: int = 0, world: int = 1) -> Iterator[Drawn]:
+    @property
+    def broken(self) -> dict[int, str]:
+        """Images that could not be read so far."""
+        return self.feed.broken
+
+    def iterate(
+        self, start_step: int, stop_step: int, rank: int = 0, world: int = 1, parts: int = 1
+    ) -> Iterator[Drawn]:
         """See `CropFeed.drawn`."""
-        return self.feed.drawn(start_step, stop_step, rank, world)
+        return self.feed.drawn(start_step, stop_step, rank, world, parts)
 
 
 def coloured(images: Tensor, table: Tensor, mixing: Tensor | None = None) -> Tensor:

@@ -82,11 +82,8 @@ class Feed:
     ) -> Iterator[Batch]:
         """The batches of the steps from `start_step` up to but without `stop_step`: this process's part of each, in so
         many `parts` one after the other."""
-        check_world(self.batch, rank * parts, world * parts)
-        if not 0 <= start_step <= stop_step:
-            raise BadInput(f"steps from {start_step} to {stop_step}; the first is 0 or more and not beyond the second")
-        assert self.steps_per_epoch  # raises now, not at the first batch, where there are too few images
-        return self._training(range(start_step, stop_step), rank, world, parts)
+        self._check(start_step, stop_step, rank, world, parts)
+        return self._training(start_step, stop_step, rank, world, parts)
 
     def evaluate(self, rank: int = 0, world: int = 1) -> Iterator[Batch]:
         """Every image once, in order, unchanged. The last batch may be short; a process left without a row skips it."""
@@ -98,11 +95,25 @@ class Feed:
                 batches.append(numpy.arange(start + part.start, start + part.stop))
         return self._evaluation(batches, world)
 
-    def _training(self, steps: range, rank: int, world: int, parts: int) -> Iterator[Batch]:
-        pieces = [(step, rank * parts + part, world * parts) for step in steps for part in range(parts)]
-        read = self._read((self._plan(*piece).keys(piece[0]) for piece in pieces), self.augment, world)
-        for step, piece, pieces_of_all in pieces:
-            plan = self._plan(step, piece, pieces_of_all)
+    def loaded(
+        self, make: Make, start_step: int, stop_step: int, rank: int = 0, world: int = 1, parts: int = 1
+    ) -> Iterator[tuple[list[Tensor], Tensor]]:
+        """What `make` makes of the images of these batches, of a set on disk, and their labels; both on the device."""
+        self._check(start_step, stop_step, rank, world, parts)
+        plans = self._plans(range(start_step, stop_step), rank, world, parts)
+        for found in self._load((plan.keys(step) for step, plan in plans), make, world):
+            yield found.tensors, self._labels[found.rows.to(self.device)]
+
+    def _check(self, start_step: int, stop_step: int, rank: int, world: int, parts: int) -> None:
+        check_world(self.batch, rank * parts, world * parts)
+        if not 0 <= start_step <= stop_step:
+            raise BadInput(f"steps from {start_step} to {stop_step}; the first is 0 or more and not beyond the second")
+        assert self.steps_per_epoch  # raises now, not at the first batch, where there are too few images
+
+    def _training(self, start_step: int, stop_step: int, rank: int, world: int, parts: int) -> Iterator[Batch]:
+        asked = (range(start_step, stop_step), rank, world, parts)
+        read = self._read((plan.keys(step) for step, plan in self._plans(*asked)), self.augment, world)
+        for step, plan in self._plans(*asked):
             if self._held is not None:
                 where = _device.put(plan.rows[plan.made], self.device)
                 drawn = geometry(self.augment, stream(GEOMETRY, self.seed, step), len(plan.rows), *self._held.shape[2:])
@@ -123,8 +134,13 @@ class Feed:
                 pixels, where = next(read)
             yield _device.normalised(pixels, self.mean, self.std), self._labels[where]
 
-    def _plan(self, step: int, rank: int, world: int) -> _Plan:
-        return _plan(self.order.rows(step), rank, world, self.augment is not None and self.augment.mixes)
+    def _plans(self, steps: range, rank: int, world: int, parts: int) -> Iterator[tuple[int, _Plan]]:
+        """What this process makes, part by part."""
+        mixes = self.augment is not None and self.augment.mixes
+        for step in steps:
+            rows = self.order.rows(step)
+            for part in range(parts):
+                yield step, _plan(rows, rank * parts + part, world * parts, mixes)
 
     def _shown(self, pixels: Tensor, boxes: Table, augment: Augment | None) -> Tensor:
         out = (self.size, self.size)
@@ -154,10 +170,10 @@ class Feed:
     def _read(self, keys: Iterable[list[Key]], augment: Augment | None, world: int) -> Iterator[tuple[Tensor, Tensor]]:
         """The pixels of a set on disk, and their rows. Nothing is read before the first is asked for."""
         make = Shown(augment, self.size, self.seed, self.transform)
-        for loaded in self.load(keys, make, world):
+        for loaded in self._load(keys, make, world):
             yield loaded.tensors[0], _device.put(loaded.rows.numpy(), self.device)
 
-    def load(self, keys: Iterable[list[Key]], make: Make, world: int) -> Iterator[Loaded]:
+    def _load(self, keys: Iterable[list[Key]], make: Make, world: int) -> Iterator[Loaded]:
         """What `make` makes of the images of a set on disk, on the device."""
         assert self.images.reader is not None
         options: dict[str, Any] = {"batch": -(-self.batch // world), "seed": self.seed, "workers": self.workers}

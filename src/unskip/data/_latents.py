@@ -159,13 +159,15 @@ class LatentFeed:
         return self.order.steps_per_epoch
 
     def iterate(
-        self, start_step: int, stop_step: int, rank: int = 0, world: int = 1
+        self, start_step: int, stop_step: int, rank: int = 0, world: int = 1, parts: int = 1
     ) -> Iterator[tuple[Tensor, Tensor]]:
-        """The batches of the steps from `start_step` up to but without `stop_step`: this process's part of each."""
-        check_world(self.batch, rank, world)
-        for step in range(start_step, stop_step):
+        """The batches of the steps from `start_step` up to but without `stop_step`: this process's part of each, in so
+        many `parts` one after the other."""
+        check_world(self.batch, rank * parts, world * parts)
+        for place in range(start_step * parts, stop_step * parts):
+            step, turn = divmod(place, parts)
             rows = self.order.rows(step)
-            part = share(len(rows), rank, world)
+            part = share(len(rows), rank * parts + turn, world * parts)
             mirror = stream(GEOMETRY, self.seed, step).random(len(rows)) < (0.5 if self.flip else 0.0)
             chosen = rows[part.start : part.stop]
             values = self.moments[chosen, mirror[part.start : part.stop].astype(numpy.int64)]

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import numpy
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
@@ -154,21 +155,18 @@ class Shown:
         return 3 * self.size**2
 
     def __call__(self, image: Any, step: int, position: int) -> tuple[Tensor, ...]:
-        from torchvision.transforms import v2
-        from torchvision.transforms.v2 import functional
-
         augment = self.augment
         if self.transform is not None:
             image = self._seeded(self.transform, image, step, position)
         else:
             random = stream(GEOMETRY, self.seed, step, position)
-            *box, flip = geometry(augment, random, 1, image.height, image.width)[0]
+            box = geometry(augment, random, 1, image.height, image.width)[0]
             image = cropped(image, box, self.size, augment.interpolation if augment else "bilinear")
-            if flip:
-                image = functional.horizontal_flip(image)
             if augment is not None and augment.randaugment:
-                image = self._seeded(v2.RandAugment(*randaugment(augment.randaugment)), image, step, position)
-        pixels: Tensor = image if isinstance(image, Tensor) else functional.pil_to_tensor(image)
+                from torchvision.transforms.v2 import RandAugment
+
+                image = self._seeded(RandAugment(*randaugment(augment.randaugment)), image, step, position)
+        pixels = image if isinstance(image, Tensor) else as_bytes(image)
         if tuple(pixels.shape) != (3, self.size, self.size) or pixels.dtype != torch.uint8:
             raise ValueError(
                 f"the transform makes {pixels.dtype} of shape {tuple(pixels.shape)}; bytes (uint8) of shape "
@@ -183,11 +181,16 @@ class Shown:
 
 
 def cropped(image: Any, box: Sequence[float], size: int, interpolation: str) -> Any:
-    """A box (top, left, height, width) of an image of Pillow's, resized to a square."""
+    """A box of an image of Pillow's, resized to a square: top, left, height, width, and 1 where it is flipped."""
     from torchvision.transforms.v2 import InterpolationMode, functional
 
-    top, left, tall, wide = (int(edge) for edge in box)
-    if (top, left, tall, wide) == (0, 0, image.height, image.width) == (0, 0, size, size):
-        return image
-    way = InterpolationMode(interpolation)
-    return functional.resized_crop(image, top, left, tall, wide, [size, size], way, antialias=True)
+    top, left, tall, wide, flip = (int(number) for number in box)
+    if (top, left, tall, wide) != (0, 0, image.height, image.width) or (tall, wide) != (size, size):
+        way = InterpolationMode(interpolation)
+        image = functional.resized_crop(image, top, left, tall, wide, [size, size], way, antialias=True)
+    return functional.horizontal_flip(image) if flip else image
+
+
+def as_bytes(image: Any) -> Tensor:
+    """(3, height, width) of an image of Pillow's in colour."""
+    return torch.from_numpy(numpy.array(image)).movedim(-1, 0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from unskip.training import Precision
 
@@ -16,6 +17,7 @@ class Config:
     data_root: str | None = None  # where the files of a named set lie; None: ~/.cache/unskip
     download: bool = False  # let torchvision download a named set that is missing
     size: int = 32  # of images, in pixels
+    interpolation: Literal["bilinear", "bicubic"] = "bilinear"  # of training images that are cropped and resized
     workers: int | None = None  # processes that decode images which are read from disk; None: by the cores
     model: str = "timm:vit_tiny_patch16_224"  # timm:NAME, torchvision:NAME or file.py:FUNCTION
     model_args: str = ""  # further arguments of the builder: "depth=6,embed_dim=96"

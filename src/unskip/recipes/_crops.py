@@ -44,12 +44,10 @@ class CropsObjective(Objective):
             gray=0.2 if strength else 0.0,
             blur=(1.0, 0.1, 0.5) if strength else (0.0, 0.0, 0.0),
             solarize=0.2 if strength else 0.0,
+            interpolation=config.interpolation,
         )
-        source = config.source if images.images is None else None
-        if images.images is None and source is None:
-            raise BadInput(f"{images.name}: its images are read from disk; give --source, the size to crop from")
         options: dict[str, Any] = {"seed": config.seed, "device": device, "workers": config.workers}
-        self.crops = CropFeed(images, config.batch, crops, source=source, **options)
+        self.crops = CropFeed(images, config.batch, crops, **options)
         return DrawnFeed(self.crops)
 
     def evaluation_feed(self, images: ImageSet, device: torch.device) -> Feed:

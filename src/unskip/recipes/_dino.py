@@ -41,7 +41,7 @@ class Dino(Config):
     local_size: int = 16  # of local crops, in pixels
     scale: float = 0.4  # global crops show at least this fraction of the area, local ones at most
     local_scale: float = 0.05  # local crops show at least this fraction of the area
-    source: int | None = None  # images are resized to this before they are cropped; None: as they are held
+    source: int | None = None  # side of the squares that a small set of images of several sizes is held as; None: size
     jitter: float = 1.0  # strength of the color jitter; 0: no color augmentation
     weights: str | None = None  # a published checkpoint
     projection: int = 65536  # outputs of the head
@@ -122,7 +122,7 @@ _PRESETS = {
     "vit-small": Preset(
         {"data": "imagenet", "size": 224, "patch": None, "model": "timm:vit_small_patch16_224", "local_size": 96}
         | {
-            "source": 256,
+            "interpolation": "bicubic",
             "batch": 1024,
             "lr": 5e-4 * 1024 / 256,
             "lr_end": 1e-6 / 2e-3,

@@ -10,7 +10,7 @@ from textwrap import dedent
 from typing import Any, get_type_hints
 
 GROUPS = {
-    "data": "data data_root download size source workers crop scale local_crops local_size local_scale "
+    "data": "data data_root download size source interpolation workers crop scale local_crops local_size local_scale "
     "flip mixup cutmix erase randaugment jitter latents cache",
     "model and shortcut": "model model_args patch weights shortcut where init long_skips drop_path",
     "optimisation": "optimizer lr lr_end weight_decay weight_decay_end betas layer_decay batch epochs steps warmup "

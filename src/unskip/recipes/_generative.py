@@ -90,7 +90,9 @@ class ImageFeed(Protocol):
 
     @property
     def steps_per_epoch(self) -> int: ...
-    def iterate(self, start_step: int, stop_step: int, rank: int = 0, world: int = 1) -> Iterator[Any]: ...
+    def iterate(
+        self, start_step: int, stop_step: int, rank: int = 0, world: int = 1, parts: int = 1
+    ) -> Iterator[Any]: ...
     def evaluate(self) -> Iterator[tuple[Tensor, Tensor]]: ...
 
 
@@ -133,7 +135,7 @@ class FlowMatching(Objective):
         config = self.config
         if self.autoencoder is not None:
             return self._latents(images, device, config.batch, config.flip)
-        augment = Augment(crop="center", flip=config.flip)
+        augment = Augment(crop="center", flip=config.flip, interpolation=config.interpolation)
         return self._images(images, device, config.batch, seed=config.seed, augment=augment)
 
     def evaluation_feed(self, images: ImageSet, device: torch.device) -> ImageFeed:

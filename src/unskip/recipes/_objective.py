@@ -140,7 +140,7 @@ class Objective:
 
 def augmentation(config: Config) -> Augment:
     """The augmentation of a config: those of its fields that `Augment` has."""
-    names = ("crop", "flip", "mixup", "cutmix", "erase", "randaugment")
+    names = ("crop", "flip", "mixup", "cutmix", "erase", "randaugment", "interpolation")
     given: dict[str, Any] = {name: getattr(config, name) for name in names if hasattr(config, name)}
     if hasattr(config, "scale"):
         given["scale"] = (config.scale, 1.0)

@@ -31,7 +31,7 @@ class Simclr(Config):
 
     patch: int | None = 4  # side of a patch in pixels; None: the model's own
     scale: float = 0.2  # smallest fraction of the area that a crop shows
-    source: int | None = None  # images are resized to this before they are cropped; None: as they are held
+    source: int | None = None  # side of the squares that a small set of images of several sizes is held as; None: size
     jitter: float = 1.0  # strength of the color jitter; 0: no color augmentation
     hidden: int = 2048  # width of the head
     projection: int = 128  # outputs of the head

@@ -74,6 +74,7 @@ _PAPER: dict[str, Any] = {  # as transcribed by others; see the docs
     "weight_decay": 0.3,
     "warmup": 5 / 300,
     "crop": "resized",
+    "interpolation": "bicubic",
     "mixup": 0.8,
     "cutmix": 1.0,
     "erase": 0.25,

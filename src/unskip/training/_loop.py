@@ -110,12 +110,15 @@ class _Trainer:
         # Gradients of fp16 are scaled so that small ones are not lost; a step whose gradients overflow is left out.
         self.scaler = torch.amp.GradScaler(self.kind) if schedule.precision == "fp16" else None
         against = why_not(self.kind, self.world, schedule.accumulate, schedule.precision)
-        self.graph = Graphed(self._passes, task.model) if schedule.graph and against is None else None
+        graphed = schedule.graph and against is None
+        self.graph = Graphed(lambda batch: self._passes(iter([batch])), task.model) if graphed else None
         self.notes = (f"graph is off: {against}",) if schedule.graph and against is not None else ()
         self.ema = None if schedule.ema is None else EMA(task.model, schedule.ema)
         self.trackers: Trackers | None = None
         self.last_evaluations: dict[str, float] = {}
         self.saved = 0  # the step of the last checkpoint
+        self.counted = 0  # samples since the last row of metrics
+        self.named: set[str] = set()  # broken images
         self.health = _health.Watch(task, schedule, folder, accelerator.is_main_process)
 
     @property
@@ -166,9 +169,9 @@ class _Trainer:
         """Takes the steps. An error of the disk or the data is raised with how to continue."""
         from safetensors import SafetensorError
 
-        batches = self.task.feed.iterate(start, self.schedule.steps, self.rank, self.world)
+        parts = self.task.feed.iterate(start, self.schedule.steps, self.rank, self.world, self.schedule.accumulate)
         try:
-            return self._steps(enumerate(batches, start), stop, reporter)
+            return self._steps(start, self._counted(parts), stop, reporter)
         except (BadInput, OSError, SafetensorError) as error:
             path = self.folder.path
             good = f"The last good checkpoint is that of step {self.saved}" if self.saved else "There is no checkpoint"
@@ -177,28 +180,32 @@ class _Trainer:
                 f"gone), and continue with: unskip resume {path}"
             ) from error
 
-    def _steps(self, batches: Iterator[tuple[int, Any]], stop: _Stop, reporter: Reporter) -> int:
+    def _counted(self, parts: Iterator[Any]) -> Iterator[Any]:
+        for part in parts:
+            self.counted += len(part[0]) * self.world
+            yield part
+
+    def _steps(self, start: int, parts: Iterator[Any], stop: _Stop, reporter: Reporter) -> int:
         schedule, pending = self.schedule, []
         self.model.train()  # an evaluation leaves the modes as they were
         forget_peak(self.kind)
-        begun, counted = time.perf_counter(), 0
-        for step, batch in batches:
-            loss, numbers = self._step(step, batch)
-            pending.append((loss, numbers))
-            counted += _rows(batch) * self.world
+        begun = time.perf_counter()
+        for step in range(start, schedule.steps):
+            pending.append(self._step(step, parts))
             done = step + 1
             last = done == schedule.steps
             stopping = self._stopping(stop, done)
             if done % schedule.log_every == 0 or last or stopping:
                 row = self._row(step, pending)
                 seconds = time.perf_counter() - begun
-                row |= {"samples_per_second": counted / seconds, "seconds": seconds, **peak_memory(self.kind)}
+                row |= {"samples_per_second": self.counted / seconds, "seconds": seconds, **peak_memory(self.kind)}
                 self._refuse_not_finite(row)
                 self._log("metrics.jsonl", row)
                 self.health.loss(done, row["loss"])
                 self.health.row(done, row)
                 reporter.show(done, row)
-                pending, counted, begun = [], 0, time.perf_counter()
+                self._name_broken(done)
+                pending, self.counted, begun = [], 0, time.perf_counter()
             paused = time.perf_counter()
             if last or (schedule.evaluate_every and done % schedule.evaluate_every == 0):
                 self._evaluate(done, reporter)
@@ -212,7 +219,18 @@ class _Trainer:
                 return done
         return schedule.steps
 
-    def _step(self, step: int, batch: Any) -> tuple[Tensor, dict[str, Tensor]]:
+    def _name_broken(self, done: int) -> None:
+        """Writes the images that could not be read into the run, those of all processes."""
+        found = [*getattr(self.task.feed, "broken", {}).values()]
+        if self.world > 1:
+            from accelerate.utils import gather_object
+
+            found = gather_object(found)
+        for text in sorted({*found} - self.named):
+            self.named.add(text)
+            self.health.warn(done, "broken-image", f"{text}; another image takes its place")
+
+    def _step(self, step: int, parts: Iterator[Any]) -> tuple[Tensor, dict[str, Tensor]]:
         schedule = self.schedule
         seed = seed_of(schedule.seed, step, self.rank)
         torch.manual_seed(seed)
@@ -225,9 +243,9 @@ class _Trainer:
         if self.graph is not None:
             # A weight that is annealed is a tensor while it moves, and a number afterwards: another graph.
             moving = tuple(id(weight) for wiring in self.task.wirings for weight in wiring.tensors())
-            loss, numbers = self.graph(batch, moving, seed)
+            loss, numbers = self.graph(next(parts), moving, seed)
         else:
-            loss, numbers = self._passes(batch)
+            loss, numbers = self._passes(parts)
         if self.scaler is not None:
             self.scaler.unscale_(self.task.optimizer)
         if schedule.clip is not None:
@@ -247,17 +265,18 @@ class _Trainer:
             self.ema.update()
         return loss, numbers
 
-    def _passes(self, batch: Any) -> tuple[Tensor, dict[str, Tensor]]:
+    def _passes(self, parts: Iterator[Any]) -> tuple[Tensor, dict[str, Tensor]]:
         """Forward and backward over a batch, in parts where gradients are accumulated."""
-        parts = _split(batch, self.schedule.accumulate)
+        count = self.schedule.accumulate
         total: Any = 0
         seen: list[dict[str, Tensor]] = []
-        for index, part in enumerate(parts):
-            synchronise = index == len(parts) - 1
+        for index in range(count):
+            synchronise = index == count - 1
             with contextlib.nullcontext() if synchronise else self.accelerator.no_sync(self.model):
+                part = next(parts)
                 with self._autocast():
                     loss, numbers = _checked(self.task.loss(self.forward, part))
-                loss = loss / len(parts)
+                loss = loss / count
                 self.accelerator.backward(loss if self.scaler is None else self.scaler.scale(loss))
             total = loss.detach() + total
             seen.append(numbers)
@@ -384,17 +403,3 @@ def seed_of(*numbers: int) -> int:
     """A seed from several numbers; similar numbers give unrelated seeds."""
     digest = hashlib.blake2b(repr(numbers).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 1
-
-
-def _split(batch: Any, parts: int) -> list[Any]:
-    if parts == 1:
-        return [batch]
-    if _rows(batch) % parts:
-        raise TrainingError(
-            f"{_rows(batch)} samples a process cannot be divided into {parts} equal parts: take another accumulate"
-        )
-    return [*zip(*(tensor.chunk(parts) for tensor in batch), strict=True)]
-
-
-def _rows(batch: Any) -> int:
-    return len(batch[0])

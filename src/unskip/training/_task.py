@@ -19,12 +19,14 @@ Evaluation = Callable[[nn.Module], Mapping[str, float | None]]  # None: it came 
 
 
 class Batches(Protocol):
-    """Batches as a function of the step alone."""
+    """Batches as a function of the step alone; each in so many `parts`, one after the other."""
 
     @property
     def steps_per_epoch(self) -> int: ...
 
-    def iterate(self, start_step: int, stop_step: int, rank: int = 0, world: int = 1) -> Iterator[Batch]: ...
+    def iterate(
+        self, start_step: int, stop_step: int, rank: int = 0, world: int = 1, parts: int = 1
+    ) -> Iterator[Batch]: ...
 
 
 @dataclass
