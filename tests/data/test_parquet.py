@@ -13,7 +13,7 @@ from pyarrow import parquet
 from tests.data.files import REAL, encoded, needs_real, picture, write_parquet
 
 from unskip.data import Augment, Feed, _parquet, batch, open_images
-from unskip.errors import BadInput
+from unskip.errors import BadInput, MissingPackage
 
 NAMES = ("cat", "dog")
 
@@ -237,7 +237,7 @@ def test_the_hub_is_read_in_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     with pytest.raises(BadInput, match="of the kind imagefolder"):
         open_images(f"hf:{tmp_path / 'loose'}")
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(BadInput, match=r"pip install 'unskip\[hf\]'"):
+    with pytest.raises(MissingPackage, match=r"pip install 'unskip\[hf\]'"):
         open_images("hf:any")
 
 

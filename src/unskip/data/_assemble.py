@@ -126,7 +126,7 @@ def _one(reader: Reader, size: int | None, index: int) -> Tensor | str:
 
 def _left_out(messages: Sequence[str], count: int, total: int) -> str:
     """A line that counts what is left out and names some of it."""
-    if count > allowed(total):
+    if count > allowed(total) or count == total:
         raise BadInput(f"{messages[0]}; {count} of {total} images are like that, and {allowed(total)} may be")
     more = f"; and {count - _NAMED} more" if count > _NAMED else ""
     return f"left out {count} of {total}: " + "; ".join(messages[:_NAMED]) + more

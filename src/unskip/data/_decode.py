@@ -10,6 +10,7 @@ import numpy
 import torch
 from torch import Tensor
 
+from unskip._extras import need
 from unskip.data._augment import central
 from unskip.errors import BadInput
 
@@ -30,6 +31,7 @@ def decoded(reader: Reader, index: int) -> Image:
 
 def opened(source: Callable[[], BinaryIO], place: str) -> Image:
     """An encoded image, upright, of eight bits and of one channel or three. BadInput names its place."""
+    need("PIL")
     from PIL import Image, ImageOps, UnidentifiedImageError
 
     try:
@@ -58,8 +60,7 @@ def fitted(image: Tensor, out: tuple[int, int]) -> Tensor:
     height, width = image.shape[-2:]
     if (height, width) == out:
         return image
-    from torchvision.transforms.v2.functional import resized_crop
-
+    functional = need("torchvision.transforms.v2.functional")
     top, left, tall, wide = (int(edge) for edge in central(height, width, out))
-    resized: Tensor = resized_crop(image, top, left, tall, wide, list(out), antialias=True)
+    resized: Tensor = functional.resized_crop(image, top, left, tall, wide, list(out), antialias=True)
     return resized

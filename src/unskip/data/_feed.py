@@ -17,6 +17,7 @@ import numpy
 import torch
 from torch import Tensor
 
+from unskip._warn import warn
 from unskip.data import _device
 from unskip.data._assemble import allowed
 from unskip.data._augment import Augment, Table, geometry, mixing, partners
@@ -133,6 +134,9 @@ class Feed:
             else:
                 pixels, where = next(read)
             yield _device.normalised(pixels, self.mean, self.std), self._labels[where]
+        if self.broken:
+            first, count = next(iter(self.broken.values())), len(self.broken)
+            warn(f"{first}; {count} of {len(self.images)} images could not be read, and others took their place")
 
     def _plans(self, steps: range, rank: int, world: int, parts: int) -> Iterator[tuple[int, _Plan]]:
         """What this process makes, part by part."""

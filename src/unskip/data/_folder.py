@@ -17,6 +17,7 @@ from typing import Any
 import numpy
 
 from unskip.data._assemble import assembled
+from unskip.data._decode import MOST_BYTES
 from unskip.data._images import ImageSet, Reader
 from unskip.data._index import Index, kept, stamp
 from unskip.data._order import Rows
@@ -43,7 +44,8 @@ class FolderReader(Reader):
         return str(Path(self.folder, os.fsdecode(bytes(self.names[index]))))
 
     def encoded(self, index: int) -> bytes:
-        return Path(self.place(index)).read_bytes()
+        with Path(self.place(index)).open("rb") as opened:
+            return opened.read(MOST_BYTES)
 
     def select(self, rows: Rows) -> FolderReader:
         return replace(self, names=self.names[rows])

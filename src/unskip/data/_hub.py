@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from unskip._extras import need
 from unskip.data._parquet import open_parquet
 from unskip.data._splits import WORDS, Parts
 from unskip.data._tar import open_tar
@@ -20,10 +21,7 @@ _OPENERS: dict[str, Any] = {"parquet": open_parquet, "webdataset": open_tar}
 
 def hub_parts(text: str, size: int | None) -> Parts:
     """The splits of a set of the hub."""
-    try:
-        import datasets
-    except ImportError as error:
-        raise BadInput(f"{text}: this needs the library datasets; pip install 'unskip[hf]'") from error
+    datasets = need("datasets")
     name, _, config = text.removeprefix("hf:").partition(":")
     try:
         builder = datasets.load_dataset_builder(str(Path(name).expanduser()), config or None)

@@ -69,7 +69,7 @@ def _write(file: Path, index: Index) -> None:
     from safetensors.numpy import save
 
     file.parent.mkdir(parents=True, exist_ok=True)
-    aside = file.with_suffix(f".{os.getpid()}.tmp")  # every process of a run may make one
+    aside = file.with_suffix(f".{os.urandom(4).hex()}.tmp")  # every process of a run may make one
     try:
         aside.write_bytes(save(dict(index.arrays), dict(index.texts)))
         aside.replace(file)

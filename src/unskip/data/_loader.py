@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
+from unskip._extras import need
 from unskip.data._augment import Augment, geometry, randaugment
 from unskip.data._decode import decoded
 from unskip.data._images import Reader
@@ -163,9 +164,8 @@ class Shown:
             box = geometry(augment, random, 1, image.height, image.width)[0]
             image = cropped(image, box, self.size, augment.interpolation if augment else "bilinear")
             if augment is not None and augment.randaugment:
-                from torchvision.transforms.v2 import RandAugment
-
-                image = self._seeded(RandAugment(*randaugment(augment.randaugment)), image, step, position)
+                change = need("torchvision.transforms.v2").RandAugment(*randaugment(augment.randaugment))
+                image = self._seeded(change, image, step, position)
         pixels = image if isinstance(image, Tensor) else as_bytes(image)
         if tuple(pixels.shape) != (3, self.size, self.size) or pixels.dtype != torch.uint8:
             raise ValueError(
@@ -182,13 +182,12 @@ class Shown:
 
 def cropped(image: Any, box: Sequence[float], size: int, interpolation: str) -> Any:
     """A box of an image of Pillow's, resized to a square: top, left, height, width, and 1 where it is flipped."""
-    from torchvision.transforms.v2 import InterpolationMode, functional
-
+    v2 = need("torchvision.transforms.v2")
     top, left, tall, wide, flip = (int(number) for number in box)
     if (top, left, tall, wide) != (0, 0, image.height, image.width) or (tall, wide) != (size, size):
-        way = InterpolationMode(interpolation)
-        image = functional.resized_crop(image, top, left, tall, wide, [size, size], way, antialias=True)
-    return functional.horizontal_flip(image) if flip else image
+        way = v2.InterpolationMode(interpolation)
+        image = v2.functional.resized_crop(image, top, left, tall, wide, [size, size], way, antialias=True)
+    return v2.functional.horizontal_flip(image) if flip else image
 
 
 def as_bytes(image: Any) -> Tensor:

@@ -17,6 +17,7 @@ from typing import Any
 import numpy
 from numpy.typing import NDArray
 
+from unskip._extras import need
 from unskip.data._assemble import SMALL, assembled
 from unskip.data._images import ImageSet, Reader, samples
 from unskip.data._index import Index, kept, stamp
@@ -96,8 +97,7 @@ class ParquetReader(Reader):
         return int(self.ends[group - 1]) if group else 0
 
     def _read(self, group: int) -> Any:
-        from pyarrow import parquet, types
-
+        pyarrow, parquet = need("pyarrow"), need("pyarrow.parquet")
         file = int(self.file[group])
         inside = group - int(numpy.searchsorted(self.file, file))
         now = Path(self.files[file]).stat()
@@ -105,15 +105,13 @@ class ParquetReader(Reader):
         with parquet.ParquetFile(self.files[file], metadata=footer) as opened:
             table = opened.read_row_group(inside, columns=[self.column], use_threads=False)
         found = table.column(0).combine_chunks()
-        return found.field(0) if types.is_struct(found.type) else found
+        return found.field(0) if pyarrow.types.is_struct(found.type) else found
 
 
 @lru_cache(64)
 def _footer(file: str, size: int, changed: int) -> Any:
     """The metadata of a file as it is now, which can be long where it has many row groups."""
-    from pyarrow import parquet
-
-    return parquet.read_metadata(file)
+    return need("pyarrow.parquet").read_metadata(file)
 
 
 def parquet_parts(pattern: str, size: int | None) -> Parts:
@@ -150,9 +148,7 @@ def _index(files: Sequence[str]) -> Index:
 
 def _listed(files: Sequence[str]) -> Index:
     """The labels of all files, and the rows and bytes of their row groups. The files have to agree about columns."""
-    import pyarrow
-    from pyarrow import parquet
-
+    pyarrow, parquet = need("pyarrow"), need("pyarrow.parquet")
     layout, labels = None, list[Rows]()
     groups = list[tuple[int, int, int]]()
     for number, file in enumerate(files):
@@ -209,9 +205,7 @@ def columns(place: str, names: Sequence[str], features: Mapping[str, Mapping[str
 
 def read_columns(file: str, wanted: list[str]) -> Any:
     """Some columns of a file."""
-    import pyarrow
-    from pyarrow import parquet
-
+    pyarrow, parquet = need("pyarrow"), need("pyarrow.parquet")
     try:
         return parquet.read_table(file, columns=wanted, partitioning=None)
     except (OSError, pyarrow.ArrowException) as error:
