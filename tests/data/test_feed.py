@@ -247,7 +247,7 @@ def test_disk_and_memory_crop_alike(tmp_path: Path) -> None:
             (got,) = Shown(augment, 10, seed=0)(decoded(images.reader, index), 2, index)
             boxes = torch.from_numpy(geometry(augment, stream(GEOMETRY, 0, 2, index), 1, 20, 14))
             expected = _device.shown(held[index : index + 1], boxes, (10, 10), pad=4)[0]
-            torch.testing.assert_close(got.float(), expected, atol=2.0, rtol=0)
+            torch.testing.assert_close(torch.from_numpy(got.copy()).float(), expected, atol=2.0, rtol=0)
 
 
 @pytest.mark.parametrize("workers", [0, 2])

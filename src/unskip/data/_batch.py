@@ -102,7 +102,7 @@ def _folder(
 def _image(file: Path, height: int, width: int, channels: int, crop: float) -> Tensor:
     from PIL import Image, ImageOps
 
-    image = opened(lambda: file.open("rb"), str(file)).convert("L" if channels == 1 else "RGB")
+    image = opened(lambda: file.open("rb"), lambda: str(file)).convert("L" if channels == 1 else "RGB")
     pixels = torch.from_numpy(
         numpy.array(ImageOps.fit(image, (width, height), Image.Resampling.BICUBIC, (1 - crop) / 2))
     )

@@ -27,7 +27,7 @@ from unskip.data import _device
 from unskip.data._augment import Augment, Interpolation, Table, geometry
 from unskip.data._feed import Feed
 from unskip.data._images import ImageSet
-from unskip.data._loader import as_bytes, cropped
+from unskip.data._loader import Pixels, as_bytes, cropped
 from unskip.data._order import VIEWS, share, stream
 from unskip.errors import BadInput
 
@@ -214,7 +214,7 @@ class Cut:
         crops = self.crops
         return 3 * (crops.global_crops * crops.size**2 + crops.local_crops * crops.local_size**2)
 
-    def __call__(self, image: Any, step: int, position: int) -> tuple[Tensor, ...]:
+    def __call__(self, image: Any, step: int, position: int) -> tuple[Pixels, ...]:
         crops = self.crops
         kinds = (
             (crops.global_crops, crops.size, crops.scale),
@@ -226,7 +226,7 @@ class Cut:
             boxes = geometry(Augment(crop="resized", scale=scale), random, number, image.height, image.width)
             made = [as_bytes(cropped(image, box, size, crops.interpolation)) for box in boxes]
             if made:
-                found.append(torch.stack(made))
+                found.append(numpy.stack(made))
         return tuple(found)
 
 

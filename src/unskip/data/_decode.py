@@ -22,14 +22,15 @@ if TYPE_CHECKING:
 MOST_PIXELS = 2**26  # of one image, 200 MB in colour; the largest of ImageNet has 61 million
 MOST_BYTES = 2**28  # of one encoded image
 _GRAY = frozenset({"1", "L"})
+_TURNED = frozenset({"exif", "xmp"})  # where a JPEG says that it is not upright
 
 
 def decoded(reader: Reader, index: int) -> Image:
     """One image of a set, upright, of eight bits and of one channel or three."""
-    return opened(lambda: BytesIO(reader.encoded(index)), reader.place(index))
+    return opened(lambda: BytesIO(reader.encoded(index)), lambda: reader.place(index))
 
 
-def opened(source: Callable[[], BinaryIO], place: str) -> Image:
+def opened(source: Callable[[], BinaryIO], place: Callable[[], str]) -> Image:
     """An encoded image, upright, of eight bits and of one channel or three. BadInput names its place."""
     need("PIL")
     from PIL import Image, ImageOps, UnidentifiedImageError
@@ -38,7 +39,8 @@ def opened(source: Callable[[], BinaryIO], place: str) -> Image:
         with source() as file, Image.open(file) as image:
             if image.width * image.height > MOST_PIXELS:  # only the header has been read
                 raise ValueError(f"{image.width}x{image.height} pixels; at most {MOST_PIXELS} are decoded")
-            ImageOps.exif_transpose(image, in_place=True)
+            if image.format != "JPEG" or not image.info.keys().isdisjoint(_TURNED):
+                ImageOps.exif_transpose(image, in_place=True)
             if image.mode.startswith("I;16"):  # which convert() would clip at 255
                 return Image.fromarray((numpy.asarray(image) // 257).astype(numpy.uint8))
             mode = "L" if image.mode in _GRAY else "RGB"
@@ -46,7 +48,7 @@ def opened(source: Callable[[], BinaryIO], place: str) -> Image:
             return image.convert(mode) if image.mode != mode else image
     except Exception as error:  # a damaged file can make a decoder fail in any way
         why = "of no format that is known" if isinstance(error, UnidentifiedImageError) else error
-        raise BadInput(f"{place}: not an image that can be read ({why})") from error
+        raise BadInput(f"{place()}: not an image that can be read ({why})") from error
 
 
 def pixels(reader: Reader, index: int) -> Tensor:

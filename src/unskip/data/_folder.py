@@ -11,6 +11,7 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
@@ -41,11 +42,14 @@ class FolderReader(Reader):
         return len(self.names)
 
     def place(self, index: int) -> str:
-        return str(Path(self.folder, os.fsdecode(bytes(self.names[index]))))
+        return f"{self.folder}/{os.fsdecode(bytes(self.names[index]))}"
 
     def encoded(self, index: int) -> bytes:
-        with Path(self.place(index)).open("rb") as opened:
-            return opened.read(MOST_BYTES)
+        with FileIO(self.place(index)) as opened:
+            size = os.fstat(opened.fileno()).st_size
+            if size > MOST_BYTES:
+                raise OSError(f"{size} bytes; at most {MOST_BYTES} are read")
+            return opened.readall()
 
     def select(self, rows: Rows) -> FolderReader:
         return replace(self, names=self.names[rows])

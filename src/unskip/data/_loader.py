@@ -16,6 +16,7 @@ from typing import Any, Protocol
 
 import numpy
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
@@ -28,19 +29,20 @@ from unskip.errors import BadInput
 
 Key = tuple[int, int, int]  # step, position in the global batch, index in the set
 Transform = Callable[[Any], Any]  # an image of Pillow's to one of its, or to bytes (3, size, size)
+Pixels = NDArray[numpy.uint8]
 AHEAD = 2**29  # bytes of samples that lie ready, for one process
 _MOST_AHEAD, _TRIES, _OTHERS = 8, 2, 8  # parts ahead of each worker; tries to read an image; others that may replace it
 
 
 class Make(Protocol):
-    """What becomes of a decoded image in colour: one or several tensors of bytes, each of a fixed shape."""
+    """What becomes of a decoded image in colour: one or several arrays of bytes, each of a fixed shape."""
 
     @property
     def bytes(self) -> int:
-        """Of all tensors of a sample."""
+        """Of all arrays of a sample."""
         ...
 
-    def __call__(self, image: Any, step: int, position: int) -> tuple[Tensor, ...]: ...
+    def __call__(self, image: Any, step: int, position: int) -> tuple[Pixels, ...]: ...
 
 
 @dataclass(frozen=True)
@@ -114,14 +116,14 @@ class _Decoded(Dataset[Any]):
     seed: int
 
     def __getitem__(self, keys: Sequence[Key]) -> tuple[list[Tensor], Tensor, list[tuple[int, str]]] | str:
-        rows, broken, made = list[int](), list[tuple[int, str]](), list[tuple[Tensor, ...]]()
+        rows, broken, made = list[int](), list[tuple[int, str]](), list[tuple[Pixels, ...]]()
         for key in keys:
             image, row = self._read(key, broken)
             if image is None:
                 return f"{broken[0][1]}; nor can {_OTHERS} images be read that were drawn in its place"
             made.append(self.make(image, *key[:2]))
             rows.append(row)
-        stacked = [torch.stack(each) for each in zip(*made, strict=True)] if made else []
+        stacked = [torch.from_numpy(numpy.stack(each)) for each in zip(*made, strict=True)] if made else []
         return stacked, torch.tensor(rows, dtype=torch.int64), broken
 
     def _read(self, key: Key, broken: list[tuple[int, str]]) -> tuple[Any, int]:
@@ -155,21 +157,21 @@ class Shown:
     def bytes(self) -> int:
         return 3 * self.size**2
 
-    def __call__(self, image: Any, step: int, position: int) -> tuple[Tensor, ...]:
+    def __call__(self, image: Any, step: int, position: int) -> tuple[Pixels, ...]:
         augment = self.augment
         if self.transform is not None:
             image = self._seeded(self.transform, image, step, position)
-        else:
+        elif augment is not None or (image.height, image.width) != (self.size, self.size):
             random = stream(GEOMETRY, self.seed, step, position)
             box = geometry(augment, random, 1, image.height, image.width)[0]
             image = cropped(image, box, self.size, augment.interpolation if augment else "bilinear")
             if augment is not None and augment.randaugment:
                 change = need("torchvision.transforms.v2").RandAugment(*randaugment(augment.randaugment))
                 image = self._seeded(change, image, step, position)
-        pixels = image if isinstance(image, Tensor) else as_bytes(image)
-        if tuple(pixels.shape) != (3, self.size, self.size) or pixels.dtype != torch.uint8:
+        pixels = image.numpy() if isinstance(image, Tensor) else as_bytes(image)
+        if pixels.shape != (3, self.size, self.size) or pixels.dtype != numpy.uint8:
             raise ValueError(
-                f"the transform makes {pixels.dtype} of shape {tuple(pixels.shape)}; bytes (uint8) of shape "
+                f"the transform makes {pixels.dtype} of shape {pixels.shape}; bytes (uint8) of shape "
                 f"(3, {self.size}, {self.size}) are fed"
             )
         return (pixels,)
@@ -190,6 +192,6 @@ def cropped(image: Any, box: Sequence[float], size: int, interpolation: str) -> 
     return v2.functional.horizontal_flip(image) if flip else image
 
 
-def as_bytes(image: Any) -> Tensor:
+def as_bytes(image: Any) -> Pixels:
     """(3, height, width) of an image of Pillow's in colour."""
-    return torch.from_numpy(numpy.array(image)).movedim(-1, 0)
+    return numpy.asarray(image).transpose(2, 0, 1)

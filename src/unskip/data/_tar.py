@@ -12,6 +12,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +48,7 @@ class TarReader(Reader):
 
     def encoded(self, index: int) -> bytes:
         offset, size, shard = self.table[index].tolist()
-        with Path(self.files[shard]).open("rb", buffering=0) as opened:
+        with FileIO(self.files[shard]) as opened:
             found = os.pread(opened.fileno(), size, offset)
         if len(found) < size:
             raise OSError(f"{len(found)} of {size} bytes; the shard is cut short")
@@ -132,7 +133,7 @@ def list_shard(file: str) -> tuple[Rows, int]:
     """(samples, 3): offset and size of the image, and label, -1 for none; and how many samples have no image."""
     rows, alone = list[tuple[int, int, int]](), 0
     key, image, labels = b"", None, dict[bytes, int]()
-    with Path(file).open("rb", buffering=0) as opened:
+    with FileIO(file) as opened:
         for name, offset, size in _members(file, opened.fileno()):
             folder, slash, base = name.rpartition(b"/")
             stem, _, kind = base.partition(b".")
