@@ -167,10 +167,10 @@ class Block:
     def extreme(self) -> bool:
         """Whether a row, a column or the skip is so large or small that squares of its entries leave float64."""
         skip = self.skip.detach() if isinstance(self.skip, Tensor) else torch.tensor([[self.skip]], dtype=torch.float64)
-        most = [
-            torch.linalg.vector_norm(weight, torch.inf, dim=axis)
-            for weight, axis in ((self.up.detach(), 1), (self.down.detach(), 0), (skip, 0))
-        ]
+        most = []
+        for weight, axis in ((self.up.detach(), 1), (self.down.detach(), 0), (skip, 0)):
+            low, high = torch.aminmax(weight, dim=axis)
+            most.append(torch.maximum(high, -low))
         most += [bias.detach().abs() for bias in (self.up_bias, self.down_bias) if bias is not None]
         sizes = torch.cat([each.double().cpu() for each in most])
         return bool(((sizes > 1e70) | ((sizes > 0) & (sizes < 1e-70))).any())

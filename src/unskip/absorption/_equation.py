@@ -49,6 +49,13 @@ class Equation:
         """Some rows and columns of the whole equation."""
         return Equation(self.joint[at], self.rows[:, by].contiguous(), self.goal[at][:, by], at, by, self.tolerance)
 
+    @property
+    def channels(self) -> tuple[Tensor, Tensor]:
+        """(o, 1) and (n,) the norms of the rows of J and of the columns of U; 1 where they are 0."""
+        norms = self.joint.norm(dim=1, keepdim=True), self.rows.norm(dim=0)
+        above, beside = (torch.where(norm > 0, norm, 1.0) for norm in norms)
+        return above, beside
+
     def bound(self, matrix: Tensor) -> float:
         """LB(Y), less what rounding could have added to it. A vector Y is a diagonal."""
         parts, size, large = [], self.goal.new_zeros(()), matrix.abs()

@@ -105,14 +105,19 @@ def flip_bound(problem: Problem, bound: float) -> float:
     """How far every flip set stays from the skip (Frobenius norm), at least.
 
     The `bound` of the certificate may say little. It is raised to the least distance over fractions of units where
-    that is cheap, unless it is close to what dropping the skip costs.
+    that is cheap, unless it is close to what dropping the skip costs; with channels of equal weight where outlier
+    channels stand in the way of that.
     """
-    keys = canonical(problem)
-    m, (o, n) = keys.count, keys.goal.shape
-    if bound < 0.9 * float(keys.goal.norm()) and m * m * (o + n) <= TIGHT:
+    enough = 0.9 * problem.size / abs(problem.odd)
+    if bound < enough and problem.width**2 * sum(problem.target.shape) <= TIGHT:
+        keys = canonical(problem)
         whole = equation(keys.joint, keys.rows, keys.goal)
-        solution = whole.closest(rough=m > 512)
-        bound = max(bound, whole.bound(keys.goal - (keys.joint * solution) @ keys.rows))
+        above, beside = whole.channels
+        even = equation(whole.joint / above, whole.rows / beside, whole.goal / above / beside)
+        for each, weight in ((whole, torch.ones_like(beside)), (even, above * beside)):
+            if bound < enough:
+                t = each.closest(rough=keys.count > 512)
+                bound = max(bound, whole.bound((each.goal - (each.joint * t) @ each.rows) / weight))
     return abs(problem.odd) * bound
 
 

@@ -28,6 +28,7 @@ from unskip.absorption._problem import EPS, Problem
 STRICT = 16 * EPS
 AT_ONCE = 2**22  # entries of rows that are compared in full at a time
 COORDINATES = 64  # in which rows are compared first
+CHUNK = 1024  # rows that are compared with those next to them at a time
 
 
 @dataclass(frozen=True, eq=False)
@@ -177,18 +178,24 @@ def _pairs(
 def _close(problem: Problem, wanted: Tensor, tolerance: float) -> Iterator[tuple[Tensor, Tensor]]:
     """Pairs of wanted rows that may be equal up to sign and `tolerance` once normed; none that are is left out.
 
-    Distances in a few coordinates are never more than the whole distance.
+    Neither the distance along one direction nor that in a few coordinates is more than the whole distance: rows are
+    sorted by the first, and those next to one another compared by the second.
     """
-    up, bias = problem.up, problem.bias
-    index = torch.nonzero(wanted).flatten()
-    d = up.shape[1]
-    some = torch.randperm(d, generator=torch.Generator().manual_seed(0))[:COORDINATES].to(up.device)
+    up, bias, d = problem.up, problem.bias, problem.up.shape[1]
     lengths = torch.hypot(problem.lengths, bias).clamp(min=torch.finfo(torch.float64).tiny)
+    generator = torch.Generator().manual_seed(0)
+    probe = torch.randn(d + 1, generator=generator, dtype=torch.float64).to(up.device)
+    index = torch.nonzero(wanted).flatten()
+    value = ((up @ probe[:-1] + bias * probe[-1]) / (lengths * probe.norm()))[index].abs()
+    value, order = value.sort()
+    index = index[order]
+    last = torch.searchsorted(value, value + tolerance + 8 * (d + 1) * EPS, right=True)[CHUNK - 1 :: CHUNK].tolist()
+    some = torch.randperm(d, generator=generator)[:COORDINATES].to(up.device)
     few = (torch.cat([up[:, some], bias[:, None]], 1)[index] / lengths[index, None]).float()
     square = few.square().sum(1)
-    for start in range(0, len(index), 2048):
-        part = few[start : start + 2048]
-        apart = square[start : start + 2048, None] + square[None, start:] - 2 * (part @ few[start:].mT).abs()
+    for start, end in zip(range(0, len(index), CHUNK), [*last, len(index)], strict=False):
+        these, those = slice(start, start + CHUNK), slice(start, end)
+        apart = square[these, None] + square[None, those] - 2 * (few[these] @ few[those].mT).abs()
         left, right = torch.nonzero(apart <= tolerance**2 + 1e-6, as_tuple=True)
-        keep = left < right
-        yield index[left[keep] + start], index[right[keep] + start]
+        left, right = index[left[left < right] + start], index[right[left < right] + start]
+        yield torch.minimum(left, right), torch.maximum(left, right)

@@ -90,7 +90,7 @@ def _conjugate(equation: Equation, accept: Accept, steps: int) -> tuple[Dual | N
     Channels and units are scaled to equal norms: outlier channels would make for many more steps.
     """
     joint, rows, goal = equation.joint, equation.rows, equation.goal
-    above, beside = (torch.where(norm > 0, norm, 1.0) for norm in (joint.norm(dim=1, keepdim=True), rows.norm(dim=0)))
+    above, beside = equation.channels
     columns, lines = joint / above, rows / beside
     scale = (columns.norm(dim=0) * lines.norm(dim=1)).clamp(min=1e-300)
     columns = columns / scale
