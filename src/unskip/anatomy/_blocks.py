@@ -13,6 +13,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from math import prod
 from typing import Any, Literal
 
 from torch import Tensor, nn
@@ -191,6 +192,8 @@ class _Finder:
         """A block of sites, and of a module where it has one."""
         last = max(sites, key=lambda site: self.trace.runs[site.index][-1].add.index)
         node = self._returned(path, last) if path else None
+        if node is None and path and holds(path, last.path) and last.norm != "post":
+            node = self._returned(last.path, last)
         node = self._after(last) if node is None else node
         indices = tuple(site.index for site in sites)
         return Block(0, name, indices, last.axis, node, last.index, self._taps(node, path, last))
@@ -199,8 +202,11 @@ class _Finder:
         """What a module returns, where that was computed from the sum of its last site."""
         add = self.trace.runs[last.index][-1].add
         nodes = self.outputs.get(id(self.model.get_submodule(path)), {})
-        derived = [n for n in nodes if add.index in self.graph.nodes[n] and self.graph.nodes[n].shape == add.shape]
+        derived = [n for n in nodes if add.index in self.graph.nodes[n] and self._as_large(n, add.index)]
         return min(derived, key=lambda n: nodes[n].place) if derived else None
+
+    def _as_large(self, one: int, other: int) -> bool:
+        return prod(self.graph.nodes[one].shape) == prod(self.graph.nodes[other].shape)
 
     def _after(self, site: Site) -> int:
         """The sum of a site, or its norm where that comes after it."""

@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import register_module_forward_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -92,7 +91,7 @@ class Recorder(TorchDispatchMode):
         return self._node[id(tensor)]
 
     def cross(self, module: nn.Module, args: object, kwargs: object, output: object) -> None:
-        """A forward hook of every module: notes which nodes went in and came out."""
+        """A forward hook of the modules: notes which nodes went in and came out."""
         call = self._calls[id(module)]
         self._calls[id(module)] += 1
         for side, tree in (("input", (args, kwargs)), ("output", output)):
@@ -307,7 +306,8 @@ def record(model: nn.Module, example: Example, training: bool, keep: bool = Fals
     """Runs the model on the example once and returns the graph of what happened."""
     example = example.copy()
     recorder = Recorder(model, example.values, keep, weigh)
-    hook = register_module_forward_hook(recorder.cross, with_kwargs=True) if keep else contextlib.nullcontext()
-    with hook, quiet(model, training), recorder:
+    with contextlib.ExitStack() as hooks, quiet(model, training), recorder:
+        for module in model.modules() if keep else ():
+            hooks.enter_context(module.register_forward_hook(recorder.cross, with_kwargs=True))
         example.run(model)
     return recorder.graph
