@@ -234,7 +234,7 @@ def test_a_folder_without_a_test_split_is_trained_on_with_a_part_held_out(tmp_pa
         place.parent.mkdir(parents=True, exist_ok=True)
         Image.new("L", (8, 8), 8 * index).save(place)
     config = tiny(data=str(tmp_path / "photos"), batch=8, steps=1)
-    with pytest.raises(BadInput, match=r"no test split \(it has: train\); hold a tenth of train out by --validate"):
+    with pytest.raises(BadInput, match=r"no test split .*--validate"):
         unskip.train(config, tmp_path / "run", quiet=True)
     held = unskip.train(replace(config, validate=True), tmp_path / "run", quiet=True)
     assert set(held.evaluations) == {"val_accuracy", "val_loss"}

@@ -29,8 +29,8 @@ def train(config: Config, out: str | Path, quiet: bool = False, opener: Opener |
 
     `opener` opens the images; a cached one spares the next run on the same data from decoding them again.
     """
-    config = absolute_paths(config)
     recipe = recipe_of(config)
+    config = absolute_paths(config)
     _refuse_not_finite(config)
     _refuse_unused(config, recipe)
     _refuse_graph(config, recipe)
