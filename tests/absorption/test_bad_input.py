@@ -37,7 +37,7 @@ def with_value(value: float) -> torch.Tensor:
         ({"activation": "gleu"}, r"nearest: .*g"),
         ({"activation": "tanh:2"}, r"take a number"),
         ({"activation": "silu:x"}, r"not a number"),
-        ({"activation": 3}, r"must be a word"),
+        ({"activation": 3}, r"must be a name"),
         ({"up": UP.int()}, r"int32.*dequantise"),
         ({"up": UP.to("meta")}, r"meta device"),
         ({"up": UP.tolist()}, r"must be a tensor"),

@@ -6,7 +6,7 @@ An activation phi has a linear odd part ("class O") when
 
 Then flipping the sign of a unit's row changes the block by a linear map, and nothing else does. The facts that make an
 `impossible` sound (no relation among the e(u.x + b) beyond the obvious ones) are proved one activation at a time, so
-only the activations of this file may lead to one. A word that a user registers can lead to `possible` or `undecided`.
+only the activations of this file may lead to one. One that a user registers can lead to `possible` or `undecided`.
 
 The setting is that of "Can an MLP Absorb Its Own Skip Connection?" (arXiv 2604.23705).
 """
@@ -161,7 +161,7 @@ PARAMETRISED: dict[str, Callable[..., Activation]] = {
     "softplus": _soft,
     "hardtanh": _hardtanh,
 }
-# A gated word names the activation of its gate.
+# The name of a gated MLP, and the activation of its gate.
 GATED = {
     "swiglu": "silu",
     "geglu": "gelu",
@@ -176,13 +176,13 @@ _registered: dict[str, Activation] = {}
 
 
 def register(activation: Activation) -> Activation:
-    """Adds a word of the user's. It can lead to `possible` or `undecided`; `impossible` is for words that are proved.
+    """Adds an activation. It can lead to `possible` or `undecided`; `impossible` takes a proof about the activation.
 
     With `odd` given, phi(z) - phi(-z) = odd * z is checked on a grid.
     """
     name = activation.name
     if not name or ":" in name or name in BUILT_IN or name in GATED or name in ALIASES or name in PARAMETRISED:
-        raise BadInput(f"activation {name!r}: the word is taken or not a plain word; choose another")
+        raise BadInput(f"activation {name!r}: the name is taken or not a plain name; choose another")
     if activation.odd is not None:
         z = torch.linspace(-9.0, 9.0, 181, dtype=torch.float64)
         gap = activation.function(z) - activation.function(-z) - float(activation.odd) * z
@@ -198,14 +198,14 @@ def register(activation: Activation) -> Activation:
 
 
 def names() -> list[str]:
-    """Every word that `resolve` knows."""
+    """Every name that `resolve` knows."""
     return sorted({*BUILT_IN, *GATED, *ALIASES, *_registered})
 
 
 def resolve(word: str) -> tuple[Activation, bool]:
-    """The activation that a word names, and whether it is a gate's: "gelu", "swiglu", "leaky_relu:0.2"."""
+    """The activation of a name, and whether it is a gate's: "gelu", "swiglu", "leaky_relu:0.2"."""
     if not isinstance(word, str):
-        raise BadInput(f"the activation must be a word such as 'gelu', got {word!r}")
+        raise BadInput(f"the activation must be a name such as 'gelu', got {word!r}")
     name, colon, number = word.strip().lower().partition(":")
     if colon:
         if name not in PARAMETRISED:

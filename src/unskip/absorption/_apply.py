@@ -24,7 +24,7 @@ from unskip.absorption._applied import Applied, cost
 from unskip.absorption._approximate import approximate, needed
 from unskip.absorption._block import Block
 from unskip.absorption._decide import absorb
-from unskip.absorption._from import NoBlock, count_samples, opened, read_block, streams
+from unskip.absorption._from import NoBlock, count_samples, read_block, streams, trace_sample
 from unskip.absorption._widen import widen
 from unskip.absorption._write import Owners, write
 from unskip.anatomy import Example, MlpParts, Site, example_for
@@ -65,8 +65,8 @@ def apply(
     fit, test = _halves(given) if mode == "approximate" else (given, given)
     out = Applied(model, mode)
     before = _outputs(model, test)
-    laid = opened(model, given)
-    mlps = list(laid.parts.mlps())
+    traced = trace_sample(model, given)
+    mlps = list(traced.parts.mlps())
     used = Counter(id(weight) for part in mlps for weight in {*part.parameters, *part.biases})
     places = [(module, name, id(value)) for module in model.modules() for name, value in module._parameters.items()]
     held = Counter(place for _, _, place in places)  # an embedding or a head may hold a weight as well
@@ -80,7 +80,7 @@ def apply(
                 if where is not None and not where(site):
                     continue
                 out.sites[site.index] = site
-                block = read_block(model, laid, part)
+                block = read_block(model, traced, part)
                 if isinstance(block, NoBlock):
                     out.left[site.index] = block.reason
                     continue

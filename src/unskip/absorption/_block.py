@@ -26,8 +26,8 @@ from unskip.errors import BadInput
 class Block:
     """The weights of one block as nn.Linear stores them: up and gate (h, d), down (d_out, h).
 
-    `skip` is a number or a (d_out, d) matrix; `norm` is one norm, or several at different places. A gate makes a plain
-    word a gated one: activation="silu" with a gate is "swiglu".
+    `skip` is a number or a (d_out, d) matrix; `norm` is one norm, or several at different places. With a gate
+    activation="silu" means "swiglu".
     """
 
     up: Tensor

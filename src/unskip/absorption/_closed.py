@@ -85,7 +85,7 @@ def flat(problem: Problem) -> Obstruction | None:
 
 
 def linear(problem: Problem) -> tuple[Block | None, float, Obstruction | None]:
-    """A block without a bend is one matrix A + (c / 2) W_down W_up: the replacement and its error, or why not."""
+    """A linear activation makes the block one matrix A + (c / 2) W_down W_up: replacement and error, or why not."""
     block = problem.block
     half = problem.odd / 2
     matrix = block.matrix + half * block.down.detach().double() @ block.up.detach().double()
@@ -93,7 +93,7 @@ def linear(problem: Problem) -> tuple[Block | None, float, Obstruction | None]:
     size = problem.bulk
     width = problem.width
     if len(values) > width and float(values[width]) > max(1e-9 * size, 2 * problem.tolerance):
-        sentence = f"Without a bend the block is one matrix of rank above {width}, and {width} units carry no more."
+        sentence = f"The activation is linear and the block a matrix of rank above {width}, the number of units."
         return None, 0.0, Obstruction(sentence, Certificate("rank", {"value": float(values[width])}))
     use = min(width, len(values))
     root = values[:use].sqrt()

@@ -205,7 +205,7 @@ def _class_o(problem: Problem, plain: Verdict) -> Verdict:
 def _linear(problem: Problem, plain: Verdict) -> Verdict:
     block = problem.block
     if block.norms:
-        return _undecided(problem, plain, "a block without a bend was asked about together with a norm")
+        return _undecided(problem, plain, "a block with a linear activation was asked about together with a norm")
     made, lost, stands = _closed.linear(problem)
     if stands is not None:
         return _impossible(problem, plain, [stands], "")
@@ -220,7 +220,7 @@ def _linear(problem: Problem, plain: Verdict) -> Verdict:
     return replace(
         plain,
         status="possible",
-        reason="Without a bend the block is one matrix, and the width carries its rank.",
+        reason="With a linear activation the block is one matrix, and the width carries its rank.",
         certificate=Certificate("construction", {}),
         error=float(gap.norm()) / problem.size if problem.size else 0.0,
         extra_width=0,

@@ -55,7 +55,7 @@ def decide(problem: Problem) -> Outcome:
         return out
     doubt = doubtful(problem, keys)
     if keys.spares + doubt < 0 and problem.block.phi.name != "hardswish":
-        sentence = f"{keys.count} units each bend the input in their own place; {problem.width} units cannot do that."
+        sentence = f"The block has {keys.count} different nonlinear units; {problem.width} units cannot reproduce them."
         out.obstructions.append(Obstruction(sentence, Certificate("count", {"keys": keys.count})))
     elif keys.spares < 0:
         out.why = "it takes more units than that exactly, but rounding may have told some of the units apart"

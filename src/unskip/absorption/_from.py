@@ -27,8 +27,8 @@ class NoBlock:
 def block_of(source: object, example: object = None) -> Block:
     """The block of MlpParts or of a module with exactly one MLP site. Raises BadInput."""
     if isinstance(source, nn.Module):
-        laid = opened(source, example_for(source, example))
-        found = laid.parts
+        traced = trace_sample(source, example_for(source, example))
+        found = traced.parts
         mlps = list(found.mlps())
         if len(mlps) != 1:
             what = "; ".join(found.reasons.values())
@@ -37,7 +37,7 @@ def block_of(source: object, example: object = None) -> Block:
                 + (f" ({what})" if what else "")
                 + "; use unskip.absorption.scan for a whole model, and unskip.absorption.Block for bare weights"
             )
-        made = read_block(source, laid, mlps[0])
+        made = read_block(source, traced, mlps[0])
         if isinstance(made, NoBlock):
             raise BadInput(f"absorb: {mlps[0].site.path or type(source).__name__}: {made.reason}")
         return made
@@ -55,7 +55,7 @@ def from_parts(part: MlpParts, alpha: Tensor | None = None) -> Block | NoBlock:
     `alpha` is given where it differs from channel to channel.
     """
     if part.activation is None:
-        return NoBlock("its activation is none that is known; absorption.Block with a registered word can still ask")
+        return NoBlock("its activation is not known; register it and ask about an absorption.Block")
     if part.gated:
         return NoBlock("its branch is multiplied by something made from the input")
     if part.extras:
@@ -97,9 +97,9 @@ def from_parts(part: MlpParts, alpha: Tensor | None = None) -> Block | NoBlock:
         return NoBlock(str(error))
 
 
-def read_block(model: nn.Module, laid: PartsTrace, part: MlpParts) -> Block | NoBlock:
+def read_block(model: nn.Module, traced: PartsTrace, part: MlpParts) -> Block | NoBlock:
     """The block of a site of a traced model, with the weight of its skip channel by channel."""
-    trace, index = laid.trace, part.site.index
+    trace, index = traced.trace, part.site.index
     run, values = trace.last_runs[index], trace.graph.values
     added, seen = (values[node].detach().double().norm() for node in (run.stream, run.root))
     if not bool((added - seen).abs() <= 1e-3 * seen):
@@ -133,7 +133,7 @@ def read_block(model: nn.Module, laid: PartsTrace, part: MlpParts) -> Block | No
     return made
 
 
-def opened(model: nn.Module, given: Example) -> PartsTrace:
+def trace_sample(model: nn.Module, given: Example) -> PartsTrace:
     """The model traced on one sample of the example: the layout does not depend on the batch."""
     for name, module in model.named_modules():
         if isinstance(module, nn.RReLU):

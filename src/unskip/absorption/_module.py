@@ -17,16 +17,16 @@ from unskip.absorption._measure import SPLIT, agree
 from unskip.errors import BadInput
 
 
-class _Bend(nn.Module):
-    def __init__(self, word: str) -> None:
+class _Activation(nn.Module):
+    def __init__(self, name: str) -> None:
         super().__init__()
-        self.word = word
+        self.name = name
 
     def forward(self, x: Tensor) -> Tensor:
-        return resolve(self.word)[0].function(x)
+        return resolve(self.name)[0].function(x)
 
     def extra_repr(self) -> str:
-        return self.word
+        return self.name
 
 
 class AbsorbableMLP(nn.Module):
@@ -45,7 +45,7 @@ class AbsorbableMLP(nn.Module):
         self.hidden = hidden
         self.activation = activation
         self.up = nn.Linear(dim, hidden - dim, bias=bias)
-        self.act = _Bend(activation)
+        self.act = _Activation(activation)
         self.down = nn.Linear(hidden - dim, dim, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -91,4 +91,4 @@ def plain(block: Block) -> nn.Sequential:
             up.bias.copy_(block.up_bias)
         if block.down_bias is not None:
             down.bias.copy_(block.down_bias)
-    return nn.Sequential(up, _Bend(block.activation), down)
+    return nn.Sequential(up, _Activation(block.activation), down)

@@ -2,7 +2,7 @@
 
 `unskip.parts` names an activation by its values between -30 and 31, which cannot tell Hardtanh(0, 50) from ReLU. Here
 the operator itself decides. Where none is known (`x * sigmoid(1.702 * x)`) the name by values is taken, unless the
-branch is made of operators that can bend anywhere, such as `where`: then there is no answer.
+branch is made of operators that can have kinks anywhere, such as `where`: then there is no answer.
 """
 
 from __future__ import annotations
@@ -94,22 +94,22 @@ OPERATORS: dict[str, Callable[[Arguments], str]] = {
     "softshrink": _unknown("Softshrink"),
     "rrelu_with_noise": _unknown("RReLU, which is random in training"),
 }
-# Operators that can bend a function where nobody looks. Without them what is seen on a grid is what there is.
+# Operators that can make a kink off the grid. Without them what is seen on a grid is what there is.
 ANYWHERE = {"where", "maximum", "minimum", "clamp_min", "clamp_max", "fmax", "fmin", "heaviside", "sign", "round"}
 JOINED = {"mul", "square", "pow", "div", "add", "sub"}  # that may make another function of an activation
 
 
 def read(found: Sequence[tuple[str, Arguments]], seen: str | None) -> str:
-    """The word of the activation, from the branch's operators in order and the name by values. Raises Unreadable."""
-    bends = [(name, given) for name, given in found if name in OPERATORS]
+    """The name of the activation, from the branch's operators in order and the name by values. Raises Unreadable."""
+    acts = [(name, given) for name, given in found if name in OPERATORS]
     others = {name for name, _ in found if name in ANYWHERE}
     if others:
-        raise Unreadable(f"made of {', '.join(sorted(others))}, which can bend anywhere")
-    words = [resolve(OPERATORS[name](given))[0].name for name, given in bends]
-    # One bend and nothing that could make something else of it, or nothing that was recognised by values.
+        raise Unreadable(f"made of {', '.join(sorted(others))}, which can have kinks anywhere")
+    names = [resolve(OPERATORS[name](given))[0].name for name, given in acts]
+    # One activation and nothing that could make something else of it, or nothing that was recognised by values.
     joined = any(name in JOINED for name, _ in found)
-    if len(words) == 1 and (seen is None or not joined or bends[0][0] in ("hardtanh", "clamp")):
-        return words[0]
+    if len(names) == 1 and (seen is None or not joined or acts[0][0] in ("hardtanh", "clamp")):
+        return names[0]
     if seen is None:
         raise Unreadable("none that is known")
     return seen

@@ -19,7 +19,7 @@ from unskip.absorption._approximate import Approximation, approximate, needed
 from unskip.absorption._block import Block
 from unskip.absorption._decide import absorb
 from unskip.absorption._domain import Domain
-from unskip.absorption._from import NoBlock, opened, read_block, streams
+from unskip.absorption._from import NoBlock, read_block, streams, trace_sample
 from unskip.absorption._problem import Biases
 from unskip.absorption._verdict import Verdict
 from unskip.anatomy import MlpParts, ParallelParts, Site, example_for
@@ -155,17 +155,17 @@ def scan(
 ) -> Scan:
     """A verdict for every MLP site. With `data`, a batch, also the best approximation on what each site reads."""
     given = example_for(model, data if data is not None else example)
-    laid = opened(model, given)
-    widest = max((len(part.up) for part in laid.parts.mlps()), default=0)
+    traced = trace_sample(model, given)
+    widest = max((len(part.up) for part in traced.parts.mlps()), default=0)
     read = streams(model, given, max(needed(widest), ENOUGH)) if data is not None else {}
     found: list[tuple[Site, MlpParts | None, str]] = []
-    for index, (site, part) in enumerate(zip(laid.parts.sites, laid.parts, strict=True)):
+    for index, (site, part) in enumerate(zip(traced.parts.sites, traced.parts, strict=True)):
         if isinstance(part, MlpParts):
             found.append((site, part, ""))
         elif isinstance(part, ParallelParts):
             found.append((site, None, "its MLP is added together with an attention"))
         elif part is None and site.kind in ("mlp", "parallel"):
-            found.append((site, None, laid.parts.reasons[index]))
+            found.append((site, None, traced.parts.reasons[index]))
     if any(value.is_meta for value in model.parameters()):
         raise BadInput(
             f"scan: {type(model).__name__} is on the meta device and holds no numbers; load the weights first"
@@ -174,7 +174,7 @@ def scan(
     for done, (site, part, reason) in enumerate(found):
         if progress is not None:
             progress(done, len(found), site.path)
-        block = NoBlock(reason) if part is None else read_block(model, laid, part)
+        block = NoBlock(reason) if part is None else read_block(model, traced, part)
         if isinstance(block, NoBlock):
             rows.append(ScanRow(site, None, None, None, None, block.reason))
         else:
