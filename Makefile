@@ -39,11 +39,12 @@ test-all: export UNSKIP_WRITE_TABLES = 1
 test-all: lint ## lint, types and all tests; writes their tables into docs
 	$(PYTEST) --hypothesis-profile thorough --dist loadfile --cov --cov-report=term
 
-lint: $(INSTALLED) ## style, types, and the arrows between the rooms
+lint: $(INSTALLED) ## style, types, the arrows between the rooms, and what recipes repeat
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/pylint src/unskip/recipes
 
 bench: $(INSTALLED) ## run each benchmark
 	@$(if $(BENCHMARKS),,echo "There is no benchmark yet: benchmarks/ holds no Python file.")

@@ -70,11 +70,6 @@ def test_splits_and_filters_are_matrices() -> None:
     run(Muon([whole], splits={whole: 3}), [(whole, grads)], range(10))
     run(Muon(parts), [(part, grads[:, 4 * i : 4 * i + 4]) for i, part in enumerate(parts)], range(10))
     assert torch.allclose(whole, torch.cat([part.detach() for part in parts]))
-    stack = nn.Parameter(whole.detach().reshape(3, 4, 4).clone())
-    apart = [nn.Parameter(part.clone()) for part in stack.detach()]
-    run(Muon([stack], splits={stack: 3}), [(stack, grads.reshape(-1, 3, 4, 4))], range(10))
-    run(Muon(apart), [(part, grads[:, 4 * i : 4 * i + 4]) for i, part in enumerate(apart)], range(10))
-    assert torch.allclose(stack, torch.stack([part.detach() for part in apart]))
     run(Muon([conv]), [(conv, grads.reshape(-1, 12, 2, 2))], range(10))
     run(Muon([flat]), [(flat, grads)], range(10))
     assert torch.equal(conv.reshape(12, 4), flat)
@@ -124,7 +119,7 @@ def test_a_parameter_without_a_gradient_is_left_alone() -> None:
 def test_vectors_are_refused_by_name_of_their_shape() -> None:
     with pytest.raises(BadInput, match="use='adamw'"):
         Muon([start((5,))])
-    with pytest.raises(BadInput, match="it can be 'muon' or 'adamw'"):
+    with pytest.raises(BadInput, match="use must be"):
         Muon([{"params": [start((5, 5))], "use": "sgd"}])
     with pytest.raises(BadInput, match="adjust_lr_fn"):
         Muon([start((5, 5))], adjust_lr_fn="none")  # type: ignore[arg-type]
@@ -144,5 +139,5 @@ def test_a_refusal_leaves_every_group_alone() -> None:
     with pytest.raises(BadInput, match="sparse"):
         run(optimizer, [(param, gradients((5, 4), dtype=torch.float32))], range(1))
     assert torch.equal(param, before)
-    with pytest.raises(BadInput, match="another optimizer; load one that Muon saved"):
+    with pytest.raises(BadInput, match="another optimizer"):
         optimizer.load_state_dict(torch.optim.AdamW([param]).state_dict())

@@ -67,29 +67,14 @@ def test_a_masked_step_never_happened() -> None:
     assert torch.allclose(one, other, atol=1e-12)
 
 
-def test_check_raises_at_once_and_changes_nothing() -> None:
-    param = start((5, 4))
+def test_a_refusal_in_one_group_leaves_the_others_alone() -> None:
+    param, table = start((5, 4)), nn.Embedding(5, 3, sparse=True)
     grads = gradients((5, 4))
-    optimizer = SOAP([("blocks.0.weight", param)], check=True)
+    optimizer = SOAP([{"params": [param]}, {"params": list(table.parameters())}])
     run(optimizer, [(param, grads)], range(3))
     before, state = param.detach().clone(), copy.deepcopy(optimizer.state_dict())
-    param.grad = grads[3] * torch.nan
-    with pytest.raises(BadInput, match=r"blocks\.0\.weight is not finite"):
-        optimizer.step()
-    assert torch.equal(param, before)
-    assert same(optimizer.state_dict(), state)
-
-
-@pytest.mark.parametrize("check", [True, False])
-def test_a_refusal_in_one_group_leaves_the_others_alone(check: bool) -> None:
-    """With `check` the second group has a gradient that is not finite, without it a sparse one."""
-    param, table = start((5, 4)), nn.Embedding(5, 3, sparse=not check)
-    grads = gradients((5, 4))
-    optimizer = SOAP([{"params": [param]}, {"params": list(table.parameters())}], check=check)
-    run(optimizer, [(param, grads)], range(3))
-    before, state = param.detach().clone(), copy.deepcopy(optimizer.state_dict())
-    (table(torch.tensor([1])).sum() * (torch.nan if check else 1)).backward()
-    with pytest.raises(BadInput, match="not finite" if check else "sparse"):
+    table(torch.tensor([1])).sum().backward()
+    with pytest.raises(BadInput, match="sparse"):
         run(optimizer, [(param, grads)], range(3, 4))
     assert torch.equal(param, before)
     assert same(optimizer.state_dict(), state)
@@ -140,30 +125,24 @@ def test_a_parameter_may_come_late_or_pause() -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    "options",
     [
-        ({"lr": -1.0}, "lr must be"),
-        ({"betas": (0.9, 1.0)}, "betas must be"),
-        ({"betas": 0.9}, "betas must be two"),
-        ({"refresh_every": 0}, "refresh_every must be"),
-        ({"precision": "bf16"}, "it can be 'tf32'"),
-        ({"state_dtype": "float16"}, "it can be 'float32'"),
-        ({"weight_decay": float("nan")}, "weight_decay must be"),
-        ({"shampoo_beta": 2}, "shampoo_beta must be"),
+        {"lr": -1.0},
+        {"betas": (0.9, 1.0)},
+        {"betas": 0.9},
+        {"refresh_every": 0},
+        {"precision": "bf16"},
+        {"state_dtype": "float16"},
+        {"weight_decay": float("nan")},
     ],
+    ids=str,
 )
-def test_wrong_options_are_named(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(BadInput, match=message):
-        SOAP([start((2, 2))], **options)
-    with pytest.raises(BadInput, match=message):
-        SOAP([{"params": [start((2, 2))], **options}])
+def test_wrong_options_are_named(options: dict[str, Any]) -> None:
+    for params in ([start((2, 2))], [{"params": [start((2, 2))], **options}]):
+        with pytest.raises(BadInput, match=f"{next(iter(options))} must be"):
+            SOAP(params, **options)
 
 
-def test_what_cannot_be_optimized_is_refused() -> None:
-    with pytest.raises(BadInput, match="cannot be optimized"):
+def test_complex_parameters_are_refused() -> None:
+    with pytest.raises(BadInput, match="complex64"):
         SOAP([torch.zeros(3, dtype=torch.complex64, requires_grad=True)])
-    table = nn.Embedding(5, 3, sparse=True)
-    optimizer = SOAP(table.parameters())
-    table(torch.tensor([1])).sum().backward()
-    with pytest.raises(BadInput, match="sparse=False"):
-        optimizer.step()

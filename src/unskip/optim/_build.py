@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from unskip._checks import number
 from unskip._words import nearest
 from unskip.errors import BadInput
-from unskip.optim._checks import number_or_tensor
+from unskip.optim._batched import check_rate
 from unskip.optim._groups import Assigned, Groups, groups
 from unskip.optim._muon import Muon
 from unskip.optim._soap import SOAP
@@ -42,7 +42,7 @@ def build(
     Biases, norms, embeddings and tokens do not decay; tied weights count once; frozen parameters are left out. Build it
     before the model is sharded; DistributedDataParallel and torch.compile may come before or after.
     """
-    number_or_tensor("build", "lr", lr)
+    check_rate("build", lr)
     number("build", "weight_decay", weight_decay)
     if layer_decay is not None:
         number("build", "layer_decay", layer_decay)

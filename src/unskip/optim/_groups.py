@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from unskip._extras import need
 from unskip._table import table
+from unskip.anatomy import unwrapped
 from unskip.errors import BadInput
 
 Role = Literal["hidden", "input", "head", "embedding", "token", "vector"]
@@ -115,17 +116,6 @@ def groups(model: nn.Module, *, layer_decay: float | None = None, split_qkv: boo
     return Groups(rows, frozen)
 
 
-def unwrapped(model: nn.Module) -> nn.Module:
-    """The model inside DistributedDataParallel and torch.compile, whose parameters are the same objects."""
-    while True:
-        inner = getattr(model, "_orig_mod", None)
-        if inner is None and isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):
-            inner = model.module
-        if not isinstance(inner, nn.Module):
-            return model
-        model = inner
-
-
 def _role(
     module: nn.Module, leaf: str, param: Tensor, path: str, place: int, span: tuple[int, int], head: set[str]
 ) -> Role:
@@ -171,8 +161,8 @@ def _head_paths(model: nn.Module) -> set[str]:
     """The classifier, where the model says which module it is."""
     heads: set[int] = set()
     for method in ("get_classifier", "get_output_embeddings"):
-        found = getattr(model, method, None)
-        result = found() if callable(found) else None
+        getter = getattr(model, method, None)
+        result = getter() if callable(getter) else None
         for module in result if isinstance(result, tuple | list) else [result]:
             if isinstance(module, nn.Module):
                 heads |= {id(inner) for inner in module.modules()}

@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
-from unskip._checks import number, whole
+from unskip._checks import choice, number, whole
 from unskip.errors import BadInput
-from unskip.optim._checks import betas_of, dense, loadable, number_or_tensor, plain
+from unskip.optim._batched import BatchedOptimizer
 from unskip.optim._kernels import momentum, move, pointers
 from unskip.optim._stacks import matrix_shape, working
 
@@ -34,7 +34,7 @@ ADJUST: dict[str, Callable[[int, int], float]] = {
 }
 
 
-class Muon(torch.optim.Optimizer):
+class Muon(BatchedOptimizer):
     """torch.optim.Muon with equal shapes batched; the module's docstring has the formula.
 
     Matrices of more than two axes are flattened to (first, rest). `splits` maps parameters to the number of row blocks
@@ -57,7 +57,6 @@ class Muon(torch.optim.Optimizer):
         betas: tuple[float, float] = (0.9, 0.999),
         adam_eps: float = 1e-8,
     ) -> None:
-        self._splits = {} if splits is None else dict(splits)
         self._stacks: dict[int, list[_Stack]] = {}
         defaults = {
             "lr": lr,
@@ -72,51 +71,26 @@ class Muon(torch.optim.Optimizer):
             "betas": betas,
             "adam_eps": adam_eps,
         }
-        super().__init__(params, defaults)
-        unused = set(self._splits) - {param for group in self.param_groups for param in group["params"]}
-        if unused:
-            raise BadInput(f"Muon: splits names {len(unused)} tensors that are not among the parameters")
+        super().__init__(params, defaults, splits)
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        super().add_param_group(param_group)
-        group = self.param_groups[-1]
-        try:
-            number_or_tensor("Muon", "lr", group["lr"])
-            number("Muon", "weight_decay", group["weight_decay"])
-            number("Muon", "momentum", group["momentum"], below=1)
-            whole("Muon", "ns_steps", group["ns_steps"], low=0)
-            betas_of("Muon", group["betas"])
-            number("Muon", "eps", group["eps"])
-            number("Muon", "adam_eps", group["adam_eps"])
-            if len(group["ns_coefficients"]) != 3:
-                raise BadInput(f"Muon: ns_coefficients must be three numbers, got {group['ns_coefficients']!r}")
-            if group["use"] not in ("muon", "adamw"):
-                raise BadInput(f"Muon: a group's use is {group['use']!r}; it can be 'muon' or 'adamw'")
-            if group["adjust_lr_fn"] not in (None, *ADJUST):
+    def _check_group(self, group: dict[str, Any]) -> None:
+        number("Muon", "momentum", group["momentum"], below=1)
+        number("Muon", "adam_eps", group["adam_eps"])
+        whole("Muon", "ns_steps", group["ns_steps"], low=0)
+        if len(group["ns_coefficients"]) != 3:
+            raise BadInput(f"Muon: ns_coefficients must be three numbers, got {group['ns_coefficients']!r}")
+        choice("Muon", "adjust_lr_fn", group["adjust_lr_fn"] or "original", ADJUST)
+        if choice("Muon", "a group's use", group["use"], ("muon", "adamw")) == "adamw":
+            return
+        self._check_whole(group["params"])
+        for param, blocks in zip(group["params"], group["blocks"], strict=True):
+            if matrix_shape(param.shape, blocks) is None or param.shape[0] % blocks:
                 raise BadInput(
-                    f"Muon: adjust_lr_fn is {group['adjust_lr_fn']!r}; it can be {', '.join(ADJUST)} or None"
+                    f"Muon: a parameter of shape {tuple(param.shape)} is not {blocks} matrices; put it into a group "
+                    "with use='adamw', or use unskip.optim.build"
                 )
-            group["blocks"] = [whole("Muon", "splits", self._splits.get(p, 1), low=1) for p in group["params"]]
-            if group["use"] == "muon":
-                plain("Muon", group["params"])
-                for param, blocks in zip(group["params"], group["blocks"], strict=True):
-                    if matrix_shape(param.shape, blocks) is None or param.shape[0] % blocks:
-                        raise BadInput(
-                            f"Muon: a parameter of shape {tuple(param.shape)} is not {blocks} matrices; put it into a "
-                            "group with use='adamw', or use unskip.optim.build"
-                        )
-        except BadInput:
-            self.param_groups.pop()
-            raise
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        for group in self.param_groups:  # all of them before the first group moves
-            dense("Muon", group["params"])
+    def _move(self) -> None:
         for index, group in enumerate(self.param_groups):
             present = [param for param in group["params"] if param.grad is not None]
             if not present:
@@ -130,11 +104,9 @@ class Muon(torch.optim.Optimizer):
             for stack in stacks:
                 with torch.autocast(stack.momentum.device.type, enabled=False):
                     stack.step(group)
-        return loss
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        params = [param for group in self.param_groups for param in group["params"]]
-        loadable("Muon", state_dict, params, group="use", entry="momentum_buffer")
+        self._check_state(state_dict)
         super().load_state_dict(state_dict)
         self._stacks = {}
 

@@ -11,13 +11,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from unskip.optim._basis import refresh
 from unskip.optim._kernels import adam, clear, half, move, pointers
+from unskip.optim._refresh_schedule import Chunk
 
 SIDES = ("left", "right")
 LARGE = 2**20  # a vector this long is a stack of its own
@@ -140,42 +141,34 @@ class Vectors:
         torch._foreach_copy_(self.params, [part.view_as(p) for part, p in zip(parts, self.params, strict=True)])
 
 
-class Piece(NamedTuple):
-    """Some rows of one side of a stack, refreshed together."""
-
-    side: str
-    start: int
-    stop: int
-
-
-def refresh_pieces(pieces: Sequence[tuple[Matrices, Piece]], held: Tensor, write: bool = True) -> None:
+def refresh_chunks(chunks: Sequence[tuple[Matrices, Chunk]], held: Tensor, write: bool = True) -> None:
     """Refreshes bases of one size, adding to `held` what was put off. The moments follow the basis.
 
     With `write` False all of it is computed and nothing kept: a rehearsal.
     """
-    parts = [(stack, piece, slice(piece.start, piece.stop)) for stack, piece in pieces]
+    parts = [(stack, chunk.side.name, slice(chunk.start, chunk.stop)) for stack, chunk in chunks]
     work = parts[0][0].work
-    old = _joined([stack.fields[f"{p.side}_basis"][rows] for stack, p, rows in parts])
-    statistics = _joined([stack.fields[p.side][rows] for stack, p, rows in parts]).to(work)
+    old = _joined([stack.fields[f"{side}_basis"][rows] for stack, side, rows in parts])
+    statistics = _joined([stack.fields[side][rows] for stack, side, rows in parts]).to(work)
     result = refresh(statistics, old if _halved(old) else old.to(work))
-    sizes = [piece.stop - piece.start for _, piece, _ in parts]
+    sizes = [chunk.stop - chunk.start for _, chunk in chunks]
     each = zip(parts, *(value.split(sizes) for value in (old, *result)), strict=True)
-    for (stack, piece, rows), before, after, order, late in each:
+    for (stack, side, rows), before, after, order, late in each:
         moment = stack.fields["exp_avg"][rows]
         wide, before = moment.to(work), before.to(work)
-        if piece.side == "left":
+        if side == "left":
             turned = torch.bmm(after, torch.bmm(before.mT, wide))
             chosen = order[:, :, None]
         else:
             turned = torch.bmm(torch.bmm(wide, before), after.mT)
             chosen = order[:, None, :]
         squares = stack.fields["exp_avg_sq"][rows]
-        chosen = squares.take_along_dim(chosen, -2 if piece.side == "left" else -1)
+        chosen = squares.take_along_dim(chosen, -2 if side == "left" else -1)
         if not write:
             continue
         moment.copy_(turned)
         squares.copy_(chosen)
-        stack.fields[f"{piece.side}_basis"][rows].copy_(after)  # last: `before` may be a view of it
+        stack.fields[f"{side}_basis"][rows].copy_(after)  # last: `before` may be a view of it
         held.index_add_(0, stack.index[rows], late.to(held.dtype))
 
 
