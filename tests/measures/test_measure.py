@@ -34,8 +34,6 @@ def test_a_stack_of_linear_branches(alpha: float) -> None:
         assert (row.alpha, row.beta) == (alpha, 1.5)
         step = alpha * eye + 1.5 * w
         whole = step @ whole
-        assert row.branch is not None
-        assert row.sublayer is not None
         torch.testing.assert_close(row.branch.values, spread(w, 5))
         torch.testing.assert_close(row.sublayer.values, spread(step, 5))
         assert (row.branch.null, row.sublayer.null) == (0, 0)
@@ -48,7 +46,6 @@ def test_a_stack_of_linear_branches(alpha: float) -> None:
         assert block.token_rank == pytest.approx(effective_rank(stream.flatten(0, 1)))
         assert block.pooled_rank == pytest.approx(effective_rank(stream.mean(1)))
         assert block.token_entropy == pytest.approx(math.log(block.token_rank or 0))
-    assert found.network is not None
     torch.testing.assert_close(found.network.values, spread(whole, 5), rtol=1e-8, atol=1e-10)
     assert (found.samples, found.tokens) == (4, 5)
     assert [row["ratio"] is None for row in strict(found)["sites"]] == [alpha == 0] * 3
@@ -93,7 +90,6 @@ def test_learnt_weights_of_every_channel_are_used() -> None:
     with torch.no_grad():
         alpha.copy_(torch.arange(1.0, 7.0))
     found = unskip.measure(model, x)
-    assert found.sites[0].sublayer is not None
     expected = torch.diag(alpha.detach()) + matrices(model[0])[-1]
     torch.testing.assert_close(found.sites[0].sublayer.values, spread(expected, 3))
     assert found.sites[0].alpha == pytest.approx(3.5)
@@ -126,7 +122,6 @@ def test_branches_have_the_jacobians_of_their_modules() -> None:
         (found.network, model.blocks, seen["blocks.0"]),
     ]
     for spectrum, function, x in pairs:
-        assert spectrum is not None
         jacobian = torch.autograd.functional.jacobian(function, x).reshape(x.numel(), x.numel())
         torch.testing.assert_close(spectrum.values, torch.linalg.svdvals(jacobian), rtol=1e-6, atol=1e-8)
 
@@ -194,17 +189,13 @@ def test_null_directions_are_those_that_norms_forget(name: str, rule: Any, expec
     found = unskip.measure(model, family.inputs(1))
     branch, sublayer, network = expected
     for row in found.sites:
-        assert row.branch is not None
-        assert row.sublayer is not None
         assert row.branch.null == branch
         if sublayer is not None:
             assert row.sublayer.null == sublayer
-    assert found.network is not None
     if network is not None and name != "hf_t5":
         assert found.network.null == network
     spectra = [row.branch for row in found.sites] + [row.sublayer for row in found.sites]
     for spectrum in spectra:
-        assert spectrum is not None
         if spectrum.null:  # the norms' eps is all that is left of them
             assert spectrum.null_max is not None
             assert spectrum.null_max < 1e-3 * spectrum.sigma_max
@@ -251,7 +242,6 @@ def test_a_rewired_model_is_measured_as_it_is_wired() -> None:
     jacobian = torch.autograd.functional.jacobian(
         lambda x: _blocks(model, wiring.alphas, x), _first_stream(model, images[:1])
     )
-    assert got.network is not None
     torch.testing.assert_close(got.network.values, torch.linalg.svdvals(jacobian.reshape(80, 80)), rtol=1e-6, atol=1e-8)
 
 

@@ -18,10 +18,9 @@ from unskip import Scale
 
 
 @pytest.mark.parametrize("name", ["hf_bert", "hf_gpt2", "diffusers_dit", "timm_swin", "timm_convnext", "hf_clip"])
-@pytest.mark.parametrize("jacobians", ["off"])
-def test_a_family_is_measured(name: str, jacobians: Any) -> None:
+def test_a_family_is_measured(name: str) -> None:
     family = FAMILIES[name]
-    found = unskip.measure(family.build(), family.inputs(3), jacobians=jacobians)
+    found = unskip.measure(family.build(), family.inputs(3), jacobians="off")
     assert found.samples == 3
     assert len(found.sites) == len(family.sites)
     strict(found)
@@ -170,8 +169,6 @@ def test_half_precision_weights(dtype: torch.dtype) -> None:
     wide = unskip.measure(model.double(), images.double())
     strict(found)
     for got, expected in zip(found.sites, wide.sites, strict=True):
-        assert got.branch is not None
-        assert expected.branch is not None
         assert got.branch.precision == "float64"
         assert got.branch.sigma_max == pytest.approx(expected.branch.sigma_max, rel=0.05)
         assert got.ratio == pytest.approx(expected.ratio, rel=0.05)
@@ -205,8 +202,6 @@ def test_a_large_jacobian_is_estimated_and_marked(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(_site_rows, "largest_built", lambda x: 4)
     free = unskip.measure(model, x)
     for a, b in zip(exact.sites, free.sites, strict=True):
-        assert a.sublayer is not None
-        assert b.sublayer is not None
         assert not b.sublayer.exact
         assert b.sublayer.sigma_max == pytest.approx(a.sublayer.sigma_max, rel=0.05)
         assert b.sublayer.condition <= a.sublayer.condition * 1.01

@@ -20,17 +20,10 @@ from unskip.errors import BadInput
 from unskip.measures._input import floats
 
 
-def attention_entropy(p: Tensor, normalised: bool = False) -> Tensor:
-    """The entropy in nats of each head, (heads,), a mean over queries and leading axes.
-
-    `normalised` divides it by log(keys), all keys counted: a causal head that looks at all it may has less than 1.
-    """
+def attention_entropy(p: Tensor) -> Tensor:
+    """The entropy in nats of each head, (heads,), a mean over queries and leading axes."""
     wide = _probabilities("attention_entropy", p)
-    entropy: Tensor = torch.special.entr(wide).sum(-1)  # entr(0) = 0
-    keys = wide.shape[-1]
-    if normalised:
-        entropy = entropy / math.log(keys) if keys > 1 else torch.full_like(entropy, math.nan)
-    return _by_head(entropy.mean(-1)).mean(0)
+    return _by_head(torch.special.entr(wide).sum(-1).mean(-1)).mean(0)  # entr(0) = 0
 
 
 def self_attention_mass(p: Tensor) -> Tensor:

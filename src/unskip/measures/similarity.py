@@ -4,8 +4,8 @@
 
 Kornblith et al. 2019, "Similarity of Neural Network Representations Revisited". The plain estimate of HSIC,
 |Y^T X|_F^2 of centred features, is biased upwards where features outnumber samples. The unbiased one (Song et al. 2012;
-for CKA, Nguyen, Raghu & Kornblith 2021) leaves the diagonals of K and L out and can be slightly negative. Both are
-computed from (dim, dim) products, without the (samples, samples) kernels.
+for CKA, Nguyen, Raghu & Kornblith 2021), which is used here, leaves the diagonals of K and L out and can be slightly
+negative. It is computed from (dim, dim) products, without the (samples, samples) kernels.
 """
 
 from __future__ import annotations
@@ -18,17 +18,16 @@ from unskip.errors import BadInput
 from unskip.measures._input import centred, floats, same_rows
 
 
-def cka(x: Tensor, y: Tensor, unbiased: bool = True) -> float:
-    """Linear CKA between x (samples, dim) and y (samples, other dim); nan where either does not vary."""
+def cka(x: Tensor, y: Tensor) -> float:
+    """Unbiased linear CKA between x (samples, dim) and y (samples, other dim); nan where either does not vary."""
     wide_x, wide_y = floats("cka", "x", x, "(samples, dim)", 2, 2), floats("cka", "y", y, "(samples, dim)", 2, 2)
     same_rows("cka", wide_x, wide_y)
-    if unbiased and len(x) < 4:
-        raise BadInput(f"cka: the unbiased estimate needs 4 samples or more, got {len(x)}; or pass unbiased=False")
-    # Neither estimate depends on means or scale; taking both out first keeps the digits.
+    if len(x) < 4:
+        raise BadInput(f"cka: the unbiased estimate needs 4 samples or more, got {len(x)}")
+    # It does not depend on means or scale; taking both out first keeps the digits.
     a, b = _scaled(centred(wide_x, x.dtype)), _scaled(centred(wide_y, y.dtype))
-    hsic = _unbiased if unbiased else _biased
-    own = hsic(a, a) * hsic(b, b)
-    return hsic(a, b) / math.sqrt(own) if own > 0 else math.nan
+    own = _hsic(a, a) * _hsic(b, b)
+    return _hsic(a, b) / math.sqrt(own) if own > 0 else math.nan
 
 
 def _scaled(x: Tensor) -> Tensor:
@@ -36,11 +35,7 @@ def _scaled(x: Tensor) -> Tensor:
     return x / norm if norm > 0 else x
 
 
-def _biased(x: Tensor, y: Tensor) -> float:
-    return float((x.mT @ y).square().sum())
-
-
-def _unbiased(x: Tensor, y: Tensor) -> float:
+def _hsic(x: Tensor, y: Tensor) -> float:
     """HSIC_1 of Song et al., times samples * (samples - 3)."""
     n = len(x)
     own_x, own_y = x.square().sum(1), y.square().sum(1)  # the diagonals, to be left out

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -37,7 +37,7 @@ class Spectrum:
 
     `quantiles` counts all inputs: a Jacobian with fewer outputs than inputs, or with null directions, has zeros among
     them. `errors` bounds each quantile at about 95%; infinite says that the quantile was not resolved and its value is
-    only an upper bound. `null` is None where nothing counted it. `resolution` is what rounding leaves undecided: an
+    only an upper bound. `resolution` is what rounding leaves undecided: an
     exact condition number whose sigma_min lies below it is infinite.
     """
 
@@ -49,7 +49,7 @@ class Spectrum:
     sigma_max_error: float
     sigma_min: float | None  # exact: the smallest outside of the null directions
     sigma_min_bound: float | None  # matrix-free: no smaller than sigma_min
-    null: int | None
+    null: int
     null_max: float | None  # exact: the largest singular value that was counted as null
     condition: float  # a lower bound where not exact
     stable_rank: float
@@ -74,9 +74,7 @@ class Spectrum:
             text += f", sigma_min {self.sigma_min:.3g}, condition {self.condition:.3g}"
         else:
             text += f", sigma_min <= {self.sigma_min_bound:.3g}, condition >= {self.condition:.3g}"
-        text += (
-            f" outside of {'?' if self.null is None else self.null} null directions, stable rank {self.stable_rank:.4g}"
-        )
+        text += f" outside of {self.null} null directions, stable rank {self.stable_rank:.4g}"
         text += "" if self.exact else f" ± {self.stable_rank_error:.1g}"
         return text + ", quantiles " + ", ".join(f"{share:.0%} {self._quantile(share)}" for share in self.quantiles)
 
@@ -96,7 +94,7 @@ def jacobian_spectrum(
     steps: int = 128,
     samples: int = 16,
     generator: torch.Generator | None = None,
-    null: int | Literal["count"] | None = None,
+    null: int = 0,
 ) -> Spectrum:
     """The spectrum of f's Jacobian at x, where f maps one tensor to one tensor. Pass float64 for exact work.
 
@@ -107,15 +105,15 @@ def jacobian_spectrum(
     and f's own memory for one graph and for that many vectors. Small quantiles of a spectrum over decades need more
     steps; their error says when. Without a generator the probes are the same in each call.
 
-    `null` is the number of input directions that are null by construction, if the caller knows it; inputs less outputs
-    are always counted. "count" counts singular values below max(inputs, outputs) * eps * sigma_max, where exact.
+    `null` is the number of input directions that are null by construction; inputs less outputs are always counted.
     """
     steps = whole("jacobian_spectrum", "steps", steps, low=2)
     samples = whole("jacobian_spectrum", "samples", samples, low=2)
     jacobian = Jacobian(f, x)
     outputs, inputs = jacobian.shape
-    if null is not None and null != "count" and whole("jacobian_spectrum", "null", null, low=0) > inputs:
+    if whole("jacobian_spectrum", "null", null, low=0) > inputs:
         raise BadInput(f"jacobian_spectrum: null is {null}, but x has only {inputs} directions")
+    null = max(null, inputs - outputs)
     if exact is None:
         exact = max(outputs, inputs) <= largest_built(x)
     if exact:
@@ -134,7 +132,7 @@ def largest_built(x: Tensor) -> int:
     return 16384 if x.is_cuda else 4096
 
 
-def _exact(jacobian: Jacobian, null: int | str | None) -> Spectrum:
+def _exact(jacobian: Jacobian, null: int) -> Spectrum:
     outputs, inputs = jacobian.shape
     full = jacobian.matrix(max(1, TOGETHER * 8 // max(outputs, inputs)))
     # On a GPU torch's own choice of method is the slower one at this size.
@@ -142,11 +140,7 @@ def _exact(jacobian: Jacobian, null: int | str | None) -> Spectrum:
     every = torch.cat([values, values.new_zeros(max(0, inputs - outputs))])  # one for each direction of the input
     top = float(values[0])
     resolution = _resolution(jacobian, top)
-    if null == "count":
-        count = int((every <= max(outputs, inputs) * torch.finfo(jacobian.precision).eps * top).sum())
-    else:
-        count = max(inputs - outputs, int(null or 0))
-    least = float(every[inputs - count - 1]) if count < inputs else math.nan
+    least = float(every[inputs - null - 1]) if null < inputs else math.nan
     squares = float((values**2).sum())
     return Spectrum(
         exact=True,
@@ -157,9 +151,9 @@ def _exact(jacobian: Jacobian, null: int | str | None) -> Spectrum:
         sigma_max_error=resolution,
         sigma_min=least,
         sigma_min_bound=None,
-        null=count,
-        null_max=float(every[inputs - count]) if count else 0.0,
-        condition=math.nan if top == 0 or count == inputs else top / least if least > resolution else math.inf,
+        null=null,
+        null_max=float(every[inputs - null]) if null else 0.0,
+        condition=math.nan if top == 0 or null == inputs else top / least if least > resolution else math.inf,
         stable_rank=squares / top**2 if top else math.nan,
         stable_rank_error=0.0,
         quantiles={share: float(torch.quantile(every, share)) for share in SHARES},
@@ -169,7 +163,7 @@ def _exact(jacobian: Jacobian, null: int | str | None) -> Spectrum:
 
 
 def _matrix_free(
-    jacobian: Jacobian, null: int | str | None, probes: int, steps: int, samples: int, generator: torch.Generator
+    jacobian: Jacobian, null: int, probes: int, steps: int, samples: int, generator: torch.Generator
 ) -> Spectrum:
     outputs, inputs = jacobian.shape
 
@@ -180,16 +174,16 @@ def _matrix_free(
     close = _resolution(jacobian, 1.0)
     together = max(1, TOGETHER // max(outputs, inputs))
     first: Krylov | None = None
-    found: list[Nodes] = []
+    ritz: list[Nodes] = []
     half: list[Nodes] = []
     for start in range(0, probes, together):
         starts = draw(min(together, probes - start))
         krylovs = bidiagonalise(jacobian.times, jacobian.transposed_times, starts, outputs, steps, 8 * close)
         first = krylovs[0] if first is None else first  # the other bases are not needed again
-        found += [nodes(krylov, steps, close) for krylov in krylovs]
+        ritz += [nodes(krylov, steps, close) for krylov in krylovs]
         half += [nodes(krylov, max(1, steps // 2), close) for krylov in krylovs]
     assert first is not None
-    best = max(found, key=lambda each: float(each.values[-1]))
+    best = max(ritz, key=lambda each: float(each.values[-1]))
     top, top_error = float(best.values[-1]), float(best.residuals[-1])
     resolution = close * top
 
@@ -199,12 +193,11 @@ def _matrix_free(
     squares = float((first.bidiagonal**2).sum() + norms.mean())
     squares_error = float(norms.std()) / math.sqrt(samples)
 
-    count = None if null == "count" else max(inputs - outputs, int(null or 0))
-    least = min(above_null(each, count or 0, inputs) for each in found)
-    known = top > 0 and count is not None and math.isfinite(least)
+    least = min(above_null(each, null, inputs) for each in ritz)
+    known = top > 0 and math.isfinite(least)
     quantiles, errors = {}, {}
     for share in SHARES:
-        quantiles[share], errors[share] = _quantile(found, half, share, inputs)
+        quantiles[share], errors[share] = _quantile(ritz, half, share, inputs)
         errors[share] += resolution
     return Spectrum(
         exact=False,
@@ -215,7 +208,7 @@ def _matrix_free(
         sigma_max_error=top_error + resolution,
         sigma_min=None,
         sigma_min_bound=least,
-        null=count,
+        null=null,
         null_max=None,
         condition=top / max(least, resolution) if known else math.nan,
         stable_rank=squares / top**2 if top else math.nan,
@@ -226,13 +219,13 @@ def _matrix_free(
     )
 
 
-def _quantile(found: list[Nodes], half: list[Nodes], share: float, inputs: int) -> tuple[float, float]:
+def _quantile(ritz: list[Nodes], half: list[Nodes], share: float, inputs: int) -> tuple[float, float]:
     """Value and error: two standard deviations of the probes, and what the second half of the steps moved."""
-    away = 2 * spread(share, inputs, len(found))
-    if not resolved(found, share):
-        return bound(found, min(1.0, share + away)), math.inf
-    value = quantile(found, share)
-    low, high = quantile(found, max(0.0, share - away)), quantile(found, min(1.0, share + away))
+    away = 2 * spread(share, inputs, len(ritz))
+    if not resolved(ritz, share):
+        return bound(ritz, min(1.0, share + away)), math.inf
+    value = quantile(ritz, share)
+    low, high = quantile(ritz, max(0.0, share - away)), quantile(ritz, min(1.0, share + away))
     return value, max(high - value, value - low) + abs(value - quantile(half, share))
 
 
