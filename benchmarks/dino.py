@@ -204,7 +204,7 @@ def judged(folder: Path, task: dict[str, Any]) -> dict[str, Any]:
 
     from unskip import data, evals
     from unskip.measures import cka
-    from unskip.recipes import open_run, open_splits, picture_run
+    from unskip.recipes import open_run, open_splits
 
     run = open_run(folder)
     device = next(run.model.parameters()).device
@@ -259,7 +259,8 @@ def judged(folder: Path, task: dict[str, Any]) -> dict[str, Any]:
     known = [each.values for each in curves(run.encoder, pair[::-1], "discover-tokencut-v1")]
     found["discover"]["corloc, train"] = [round(row["corloc"], 4) for row in known]
     if task["picture"] is not None:
-        picture_run(folder, task["picture"], task["pets"])
+        shown = torch.linspace(0, len(pair[1]) - 1, 6).long()
+        evals.pictures(run.encoder, pair[1].pixels[shown], task["picture"])
     return found
 
 

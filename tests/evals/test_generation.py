@@ -15,14 +15,7 @@ from tests.evals.pixels import Pixels, pictures
 from torch import Tensor
 
 from unskip.errors import BadInput, UnskipWarning
-from unskip.evals import (
-    Moments,
-    frechet,
-    generation,
-    kid,
-    precision_recall,
-    score,
-)
+from unskip.evals import Moments, frechet, generation, kid, precision_recall, score
 
 
 def gaussian(count: int, dim: int, seed: int, scale: float = 1.0, shift: float = 0.0) -> Tensor:
@@ -98,7 +91,6 @@ def test_moments_stream() -> None:
     for part in x.split([1, 40, 0, 37, 23]):
         parts.update(part)
     assert parts.count == 101
-    assert parts.mean is not None
     torch.testing.assert_close(parts.mean, x.mean(0), rtol=1e-13, atol=0)
     torch.testing.assert_close(parts.covariance, torch.cov(x.T), rtol=1e-10, atol=1e-12)
     torch.testing.assert_close(whole.covariance, parts.covariance, rtol=1e-10, atol=1e-12)

@@ -1,4 +1,4 @@
-"""Features as colours, attention maps, sheets of pictures; sets with masks and boxes; all of it on the command line."""
+"""Features as colours, attention maps, sheets of pictures; sets with masks and boxes, also on the command line."""
 
 from __future__ import annotations
 
@@ -14,60 +14,42 @@ import torch
 from PIL import Image
 from pyarrow import parquet
 from tests.data.files import REAL, encoded, needs_real
-from torch import Tensor, nn
+from tests.evals.small import vit
+from torch import Tensor
 
 import unskip
 from unskip import cli, evals, recipes
 from unskip.data import TRIMAP, DenseSet, infer_classes, open_dense, preprocess_of
 from unskip.errors import BadInput
-from unskip.evals import main_directions
 from unskip.training import RunFolder
 
 
-def vit(**options: Any) -> nn.Module:
-    made: nn.Module = timm.create_model(
-        "vit_tiny_patch16_224",
-        **{"img_size": 32, "patch_size": 8, "depth": 3, "embed_dim": 24, "num_heads": 3, "num_classes": 0, **options},
-    )
-    return made.eval()
-
-
-def test_colours_are_the_principal_components() -> None:
-    draw = torch.Generator().manual_seed(0)
-    tokens = torch.randn(3, 20, 6, generator=draw) * torch.tensor([9.0, 5, 3, 1, 0.5, 0.1])
-    colours = evals.pca_colours(tokens, (4, 5))
-    assert colours.shape == (3, 4, 5, 3)
-    assert float(colours.min()) == 0
-    assert float(colours.max()) == 1
-    first = tokens.flatten(0, 1)[:, 0]
-    assert abs(float(numpy.corrcoef(colours[..., 0].flatten(), first)[0, 1])) > 0.95
-    # Neither a turn of the features nor their scale changes a colour.
-    turn, _ = torch.linalg.qr(torch.randn(6, 6, generator=draw))
-    assert torch.allclose(evals.pca_colours(3 * tokens @ turn, (4, 5)), colours, atol=1e-3)
-    gray = evals.pca_colours(torch.ones(2, 20, 6), (4, 5))
-    assert (gray == 0.5).all()
-    assert evals.pca_colours(torch.randn(1, 6, 2, generator=draw), (2, 3))[..., 2].unique().tolist() == [0.5]
-
-
-def test_directions_agree_with_scikit_learn() -> None:
+def test_colours_are_the_principal_components_of_scikit_learn() -> None:
     from sklearn.decomposition import PCA
 
-    rows = torch.randn(80, 12, generator=torch.Generator().manual_seed(1)) * torch.arange(1, 13)
-    colours, explained = main_directions(rows)
+    draw = torch.Generator().manual_seed(1)
+    rows = torch.randn(80, 12, generator=draw) * torch.arange(1, 13)
+    colours, explained = evals.pca_colours(rows)
+    assert (float(colours.min()), float(colours.max())) == (0, 1)
     peer = PCA(3).fit(rows.numpy())
     assert explained == pytest.approx(peer.explained_variance_ratio_, rel=1e-4)
-    for place, found in zip(peer.transform(rows.numpy()).T, colours.T, strict=True):
-        assert abs(numpy.corrcoef(place, found)[0, 1]) > 0.98  # but for the clipped ends
+    for component, colour in zip(peer.transform(rows.numpy()).T, colours.T, strict=True):
+        assert abs(numpy.corrcoef(component, colour)[0, 1]) > 0.98  # but for the clipped ends
+    # Neither a turn of the features nor their scale changes a colour.
+    turn, _ = torch.linalg.qr(torch.randn(12, 12, generator=draw))
+    assert torch.allclose(evals.pca_colours(3 * rows @ turn)[0], colours, atol=1e-3)
 
 
 def test_few_directions() -> None:
-    colours, explained = main_directions(torch.arange(9.0)[:, None])
+    colours, explained = evals.pca_colours(torch.arange(9.0)[:, None])
     assert explained == (1.0, 0.0, 0.0)
     # Rising or falling: a line is as skew to one end as to the other. Its ends are clipped.
     assert (colours[1:-1, 0].diff().sign().unique().numel(), *colours[0, 1:].tolist()) == (1, 0.5, 0.5)
-    assert main_directions(torch.ones(8, 4))[1] == (0.0, 0.0, 0.0)
-    with pytest.raises(BadInput, match="not all of them are finite"):
-        main_directions(torch.full((4, 3), torch.nan))
+    gray, none = evals.pca_colours(torch.ones(8, 4))
+    assert none == (0.0, 0.0, 0.0)
+    assert (gray == 0.5).all()
+    with pytest.raises(BadInput, match="finite"):
+        evals.pca_colours(torch.full((4, 3), torch.nan))
 
 
 @pytest.mark.parametrize(
@@ -82,15 +64,14 @@ def test_few_directions() -> None:
     ],
     ids=str,
 )
-@pytest.mark.parametrize("shortcut", ["keep", "cut"])
-def test_attention_maps_are_those_of_the_block(options: dict[str, Any], shortcut: str) -> None:
+def test_attention_maps_are_those_of_the_block(options: dict[str, Any]) -> None:
     torch.manual_seed(0)
     size: dict[str, Any] = {"img_size": 32, "patch_size": 8, "depth": 3, "embed_dim": 48, "num_heads": 3}
     model: Any = timm.create_model(**{"model_name": "vit_tiny_patch16_224", "num_classes": 0, **size, **options}).eval()
     with torch.no_grad():
         for parameter in model.parameters():  # so that no norm or bias is at its start
             parameter.add_(0.2 * torch.randn_like(parameter))
-    unskip.rewire(model, shortcut)
+    unskip.rewire(model, "cut")
     attention = model.blocks[2].attn
     attention.fused_attn = False
     seen: list[Tensor] = []
@@ -160,8 +141,6 @@ def test_masks_and_boxes_are_read(tmp_path: Path) -> None:
     for split in ("train", "test"):
         write(tmp_path / f"x-{split}.parquet")
     found = open_dense(tmp_path / "x-{split}.parquet", "test", values=TRIMAP)
-    assert found.masks is not None
-    assert found.boxes is not None
     assert len(found) == 6
     assert found.masks.shape == (6, 32, 32)
     assert found.masks.unique().tolist() == [0, 1, 255]
@@ -169,9 +148,7 @@ def test_masks_and_boxes_are_read(tmp_path: Path) -> None:
     assert found.boxes[1].tolist() == [4, 8, 22, 24]
     half = open_dense(tmp_path / "x-{split}.parquet", "test", size=16)
     assert half.pixels.shape[2:] == (16, 16)
-    assert half.boxes is not None
     assert half.boxes[1].tolist() == [2, 4, 11, 12]
-    assert half.masks is not None
     assert half.masks.unique().tolist() == [1, 2, 3]
 
 
@@ -182,14 +159,11 @@ def test_masks_lie_over_images_that_were_made_squares(tmp_path: Path) -> None:
     rows = {"image": [picture] * 2, "mask": [picture] * 2, "label": [0, 1], "bbox": [[8, 5, 30, 10]] * 2}
     parquet.write_table(pyarrow.table(rows), tmp_path / "x-test.parquet")
     found = open_dense(tmp_path / "x-{split}.parquet", "test", size=16)
-    assert found.masks is not None
     assert found.masks.shape == (2, 40, 40)
     lies = found.masks[0].nonzero()
     assert (*lies.amin(0).tolist(), *(lies.amax(0) + 1).tolist()) == (10, 8, 20, 30)
-    assert found.boxes is not None
     assert (found.boxes[0] * 40 / 16).tolist() == pytest.approx([8, 10, 30, 20])
     as_it_is = open_dense(tmp_path / "x-{split}.parquet", "test")
-    assert as_it_is.masks is not None
     assert as_it_is.masks.shape == (2, 20, 40)
 
 
@@ -226,12 +200,11 @@ def test_a_wrong_row_is_named_by_its_own_file(tmp_path: Path) -> None:
             open_dense(tmp_path / "x-{split}-*.parquet")
     parquet.write_table(whole, second)
     found = open_dense(tmp_path / "x-{split}-*.parquet")
-    assert found.boxes is not None
     assert found.boxes.tolist() == 2 * whole.column("bbox").to_pylist()
 
 
 @pytest.mark.filterwarnings("ignore::unskip.errors.UnskipWarning")
-def test_a_run_is_evaluated_by_dense_protocols_and_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_is_evaluated_by_dense_protocols(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for split in ("train", "test"):
         write(tmp_path / f"x-{split}.parquet")
     tiny: dict[str, Any] = {"model_args": "depth=2,embed_dim=16,num_heads=2", "steps": 2, "batch": 32, "device": "cpu"}
@@ -239,8 +212,7 @@ def test_a_run_is_evaluated_by_dense_protocols_and_drawn(tmp_path: Path, capsys:
     unskip.train(recipes.dino("digits", **tiny), tmp_path / "run", quiet=True)
     names = "segment-ridge-v1,discover-tokencut-v1,rank-v1"
     dense = str(tmp_path / "x-{split}.parquet")
-    sheet = str(tmp_path / "sheet.png")
-    command = ["eval", str(tmp_path / "run"), "--protocol", names, "--dense", dense, "--pictures", sheet, "--json"]
+    command = ["eval", str(tmp_path / "run"), "--protocol", names, "--dense", dense, "--json"]
     assert cli.main(command) == 0
     rows = json.loads(capsys.readouterr().out)["results"]
     by = {(row["evaluation"], row["block"]): row for row in rows}
@@ -250,18 +222,8 @@ def test_a_run_is_evaluated_by_dense_protocols_and_drawn(tmp_path: Path, capsys:
     assert 0 <= by["discover-tokencut-v1", 0]["mask_iou"] <= 1  # masks are larger than the images of the run
     kept = RunFolder(tmp_path / "run").read("evals.jsonl")
     assert [row["precision"] for row in kept if row["evaluation"] == "segment-ridge-v1"] == ["float32"] * 2
-    assert Path(sheet).is_file()
     assert cli.main(["eval", str(tmp_path / "run"), "--protocol", "segment-ridge-v1"]) == 2
     assert "--dense FILES" in capsys.readouterr().err
-
-
-@pytest.mark.filterwarnings("ignore::unskip.errors.UnskipWarning")
-def test_a_model_for_one_size_is_drawn_at_it(tmp_path: Path) -> None:
-    write(tmp_path / "x-test.parquet")  # 32 pixels
-    tiny: dict[str, Any] = {"model_args": "depth=2,embed_dim=16,num_heads=2", "steps": 2, "batch": 32, "device": "cpu"}
-    unskip.train(recipes.supervised("digits", **tiny), tmp_path / "run", quiet=True)  # 8 pixels
-    recipes.picture_run(tmp_path / "run", tmp_path / "sheet.png", str(tmp_path / "x-{split}.parquet"))
-    assert (tmp_path / "sheet.png").is_file()
 
 
 @pytest.mark.parametrize(
@@ -280,8 +242,6 @@ def test_what_masks_mean_where_nobody_says(numbers: list[int], meaning: Any) -> 
     masks = torch.tensor(numbers, dtype=torch.uint8)[:, None, None]
     whole = DenseSet.of(torch.zeros(len(numbers), 3, 1, 1, dtype=torch.uint8), masks)
     train, test = infer_classes(whole, DenseSet.of(whole.pixels[:1], masks[:1]))
-    assert train.masks is not None
-    assert test.masks is not None
     assert (train.masks.flatten().tolist(), train.ignore) == meaning
     assert (test.masks.flatten().tolist(), test.ignore) == (meaning[0][:1], meaning[1])
     bare = DenseSet.of(whole.pixels)
@@ -292,8 +252,6 @@ def test_what_masks_mean_where_nobody_says(numbers: list[int], meaning: Any) -> 
 def test_pets() -> None:
     """Real masks and boxes agree with each other, and pixels alone say something of them."""
     found = open_dense(REAL / "pets-test.parquet", "test", size=64, values=TRIMAP)
-    assert found.masks is not None
-    assert found.boxes is not None
     rows, columns = (found.masks[0] == 1).nonzero(as_tuple=True)
     x0, y0, x1, y1 = (2 * found.boxes[0]).tolist()
     assert x0 - 3 <= int(columns.min())

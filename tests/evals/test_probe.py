@@ -73,8 +73,6 @@ def test_the_regression_ends_where_its_gradient_does(kind: str) -> None:
     z = (x.double() - found.mean) / found.std
     loss = F.cross_entropy(z @ weight.T + bias, labels) + weight.square().sum() / (2 * settings["c"] * 600)
     loss.backward()
-    assert weight.grad is not None
-    assert bias.grad is not None
     assert max(float(weight.grad.abs().max()), float(bias.grad.abs().max())) <= 1.01e-6
 
 
@@ -126,8 +124,6 @@ def test_the_gradient_is_that_of_the_cross_entropy() -> None:
     loss.backward()
     with torch.no_grad():
         by_weight, by_bias = _probe._gradient(z, labels, weight, bias)
-    assert weight.grad is not None
-    assert bias.grad is not None
     assert torch.allclose(by_weight, weight.grad)
     assert torch.allclose(by_bias, bias.grad)
 

@@ -24,15 +24,12 @@ from unskip.errors import BadInput
     "spread-test-v1", needs="features", about="Mean distance to the mean.", positive=("samples",), samples=30
 )
 def spread(train: evals.Split, test: evals.Split, samples: int) -> dict[str, float]:
-    assert train.features is not None
-    assert test.features is not None
     assert len(train.features) == len(train.labels) == 300
     return {"spread": float((test.features - test.features.mean(0)).norm(dim=1).mean()), "seen": len(test)}
 
 
 @evals.register("above-test-v1", needs="tokens", fractions=("above",), train=False)
 def above(train: evals.Split, test: evals.Split) -> dict[str, float]:
-    assert test.tokens is not None
     return {"above": float((test.tokens.mean((1, 2)) > 0).double().mean())}
 
 

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from unskip.evals._eigen import _squared, _whole, second_eigenvectors
+from unskip.evals._eigen import _dense, _squared, second_eigenvectors
 from unskip.evals._squaring import leading
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -55,7 +55,7 @@ def test_graphs_as_by_eigendecomposition() -> None:
     edges = graphs(12, 64, seed=1)
     root = ((1 - 1e-5) * edges.double().sum(2) + 1e-5 * 64).sqrt()
     vectors, gaps = _squared(edges, root, 1e-5)
-    values, expected = _whole(edges, 1e-5, root)
+    values, expected = _dense(edges, 1e-5, root)
     assert float((1 - (vectors * expected).sum(1).abs()).max()) < 1e-12
     torch.testing.assert_close(gaps, values[:, 0] - values[:, 1], rtol=0.1, atol=1e-8)
 

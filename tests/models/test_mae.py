@@ -276,7 +276,6 @@ def test_gradients_lie_in_memory_as_their_parameters_do(long_skips: bool, channe
     model(images()[:, :channels]).loss.backward()
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
-            assert parameter.grad is not None
             assert parameter.grad.stride() == parameter.stride(), name
 
 

@@ -55,7 +55,6 @@ class Soap:
         self.weight = (self.weight - scale * left @ direction @ right.T) * (1 - self.lr * self.decay)
 
     def _both(self) -> tuple[Matrix, Matrix]:
-        assert self.bases is not None
         left, right = (np.eye(n) if b is None else b for b, n in zip(self.bases, self.weight.shape, strict=True))
         return left, right
 
@@ -69,7 +68,6 @@ class Soap:
         return np.linalg.eigh(self.statistics[side])[1][:, ::-1]
 
     def _refresh(self) -> None:
-        assert self.bases is not None
         for side, basis in enumerate(self.bases):
             if basis is None:
                 continue

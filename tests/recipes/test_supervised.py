@@ -17,7 +17,7 @@ from tests.commands import on_ranks
 from tests.data.files import encoded, picture, write_parquet
 
 import unskip
-from unskip import cli, recipes
+from unskip import recipes
 from unskip.errors import BadInput, TrainingError, UnskipWarning
 from unskip.training import RunFolder
 from unskip.wiring import find_wiring
@@ -238,9 +238,6 @@ def test_a_folder_without_a_test_split_is_trained_on_with_a_part_held_out(tmp_pa
         unskip.train(config, tmp_path / "run", quiet=True)
     held = unskip.train(replace(config, validate=True), tmp_path / "run", quiet=True)
     assert set(held.evaluations) == {"val_accuracy", "val_loss"}
-    sheet = str(tmp_path / "sheet.png")  # of images that were held out
-    assert cli.main(["eval", str(tmp_path / "run"), "--protocol", "rank-v1", "--pictures", sheet]) == 0
-    assert Path(sheet).is_file()
 
 
 def test_a_run_that_ends_before_its_shortcut_says_so(tmp_path: Path) -> None:

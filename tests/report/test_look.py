@@ -51,8 +51,6 @@ def test_weights_of_sites_are_read_without_a_model(runs: Path, groups: list[Grou
     ]
     assert (plain.weights, decayed.notes, plain.notes) == ((), (), ())
     seen = groups[0].runs[0].look
-    assert seen is not None
-    assert seen.measurement is not None
     assert [row["alpha"] for row in seen.measurement["sites"]] == pytest.approx([w.alpha for w in decayed.weights])
 
 
@@ -63,7 +61,6 @@ def test_patches_of_a_model_with_further_tokens(tmp_path: Path) -> None:
         unskip.train(unskip.recipes.uvit("digits", **small), tmp_path / "uvit", quiet=True)
     (group,) = read([tmp_path / "uvit"])
     seen = group.runs[0].look
-    assert seen is not None
     assert seen.measurement is not None
     assert seen.measurement["blocks"][0]["high_frequency"] is not None
     (tiles,) = [each for each in seen.tiles if each.name == "patch-features"]
@@ -74,8 +71,6 @@ def test_patches_of_a_model_with_further_tokens(tmp_path: Path) -> None:
 def test_measured(groups: list[Group]) -> None:
     for group in groups:
         seen = group.runs[0].look
-        assert seen is not None
-        assert seen.measurement is not None
         assert (seen.step, len(seen.measurement["blocks"]), len(seen.measurement["sites"])) == (6, 2, 4)
     (axes,) = figures.alphas(groups).axes
     lines = sorted(line.get_ydata().tolist() for line in axes.lines)
@@ -86,7 +81,6 @@ def test_measured(groups: list[Group]) -> None:
 
 def test_reconstructions_show_the_images(runs: Path, groups: list[Group]) -> None:
     seen = groups[0].runs[0].look
-    assert seen is not None
     tiles = {each.name: each for each in seen.tiles}
     true, visible, painted = (np.stack(row) for row in tiles["reconstructions"].images)
     images = _some(open_images("digits", "test"), 16).load(range(SHOWN))[:, 0].numpy()
@@ -121,7 +115,6 @@ def test_a_perfect_decoder_reconstructs_the_image(runs: Path, norm_pix: bool, mo
 def test_neighbours_and_patch_features(groups: list[Group]) -> None:
     for group in groups:
         seen = group.runs[0].look
-        assert seen is not None
         tiles = {each.name: each for each in seen.tiles}
         assert len(tiles["neighbours"].images) == SHOWN
         assert {len(row) for row in tiles["neighbours"].images} == {6}
@@ -141,7 +134,6 @@ def test_classes_whose_names_begin_alike_are_told_apart(runs: Path, groups: list
 
     marks = []
     for run in (groups[0].runs[0], replace(groups[0].runs[0], look=look(groups[0].runs[0], opener=renamed))):
-        assert run.look is not None
         (tiles,) = (each for each in run.look.tiles if each.name == "neighbours")
         marks.append([text.endswith("✗") for row in tiles.captions for text in row[1:]])
         assert f"; {marks[-1].count(False)} of {len(marks[-1])} neighbours" in tiles.description
@@ -211,16 +203,13 @@ def test_a_look_wakes_no_other_gpu(runs: Path, monkeypatch: pytest.MonkeyPatch) 
 
 def test_what_cannot_be_looked_at(runs: Path, tmp_path: Path) -> None:
     (none,) = read([folder(tmp_path / "none")])
-    assert none.runs[0].look is not None
     assert none.runs[0].look.notes == ("not looked at: it has no checkpoint yet",)
 
     (code,) = read([folder(tmp_path / "code", model="evil.py:make", weights=(1.0,))])
-    assert code.runs[0].look is not None
     assert "evil.py:make" in code.runs[0].look.notes[0]
     assert "--trust" in code.runs[0].look.notes[0]
 
     (gone,) = read([folder(tmp_path / "gone", weights=(1.0,))])
-    assert gone.runs[0].look is not None
     assert gone.runs[0].look.notes[0].startswith("not looked at:")
 
     (moved,) = read([runs / "mae"], look=False)
@@ -230,7 +219,6 @@ def test_what_cannot_be_looked_at(runs: Path, tmp_path: Path) -> None:
     (tmp_path / "moved" / "config.json").write_text(json.dumps(data))
     (tmp_path / "moved" / "checkpoints").symlink_to(runs / "mae" / "checkpoints")
     (moved,) = read([tmp_path / "moved"])
-    assert moved.runs[0].look is not None
     assert "gone-" in moved.runs[0].look.notes[0]
 
 

@@ -16,18 +16,16 @@ from torch import nn
 from unskip._plugins import with_plugins
 from unskip.cli._options import Blocks, DeviceOfRun, Json, Mean, Random, Std, Trust, blocks_of, model_help, told
 from unskip.cli._say import busy, print_json
-from unskip.data import open_images
 from unskip.errors import BadInput
-from unskip.evals import DTYPES, PROTOCOLS, Result, by_depth, by_time, sheet_file
+from unskip.evals import DTYPES, PROTOCOLS, Result, by_depth, by_time
 from unskip.evals import protocol as find
-from unskip.recipes import Trained, evaluate_model, evaluate_run, open_run, picture_model, picture_run
+from unskip.recipes import Trained, evaluate_model, evaluate_run, open_run
 from unskip.training import RunFolder, find_runs
 
 _PROTOCOLS = f"Protocols, separated by commas: {', '.join(PROTOCOLS)}."
 _DATA = "Images with labels: digits, a folder with train/ and val/, parquet files, ... (default: those of the run)."
 _TIMES = "Of a diffusion model: times of noisy images, from noise, 0, to data, 1, such as 0.5,0.9,1."
 _DENSE = "Images with masks and boxes for segment and discover protocols: parquet files, name-{split}.parquet."
-_PICTURES = "Write a sheet of features as colours, attention and discovered objects."
 _CHANGE = "Another value for a setting of a protocol, recorded with the result: finetune-mae-v1.epochs=20."
 
 
@@ -42,7 +40,6 @@ def evaluate(
     split: Annotated[str | None, told("test or val (default: what the run held out, or test).", "SPLIT")] = None,
     times: Annotated[str | None, told(_TIMES, "TIMES")] = None,
     dense: Annotated[str | None, told(_DENSE, "FILES")] = None,
-    pictures: Annotated[str | None, told(_PICTURES, "FILE.png")] = None,
     change: Annotated[  # both --change A B and --change A --change B
         tuple[tuple[str, ...], ...], tyro.conf.UseAppendAction, told(_CHANGE, "SETTING")
     ] = (),
@@ -69,12 +66,10 @@ def evaluate(
             find(name)
     if not names:
         raise BadInput(f"--protocol names none; there are {', '.join(PROTOCOLS)}")
-    _refuse_unused({"pool": pool, "split": split}, dense, names, pictures)
+    _refuse_unused({"pool": pool, "split": split}, dense, names)
     for option, value, known in (("pool", pool, ("mean", "cls")), ("split", split, ("test", "val"))):
         _one_of(option, value, known)
     _one_of("precision", precision, tuple(DTYPES))
-    if pictures is not None:
-        sheet_file(pictures)  # now, and not when all is evaluated
     if times is not None and pool is not None:
         raise BadInput("--times takes means over all tokens: leave --pool out")
     options: dict[str, Any] = {"blocks": blocks_of(blocks), "split": split, "seed": seed, "precision": precision}
@@ -88,7 +83,7 @@ def evaluate(
             if each is not None and data is None:
                 chosen = [*_times(times)] if times is not None else None
                 opened = open_run(each, device, trust=trust)
-                about, results = _of_run(opened, names, options | {"times": chosen}, numbers, pictures)
+                about, results = _of_run(opened, names, options | {"times": chosen}, numbers)
             else:
                 if times is not None:
                     raise BadInput("--times is for runs on their own data: leave --data out")
@@ -97,7 +92,7 @@ def evaluate(
                 built = weighted(name, random, trust).to(device_of(device or "cpu"))
                 about, results = (
                     {"model": name, "data": data},
-                    _of_model(built, data, names, options, numbers, pictures),
+                    _of_model(built, data, names, options, numbers),
                 )
         rows.append({**about, "results": [result.to_dict() for result in results]})
         if not json:
@@ -110,15 +105,13 @@ def evaluate(
 
 
 def _of_run(
-    trained: Trained, names: list[str], options: dict[str, Any], numbers: dict[str, Any], sheet: str | None
+    trained: Trained, names: list[str], options: dict[str, Any], numbers: dict[str, Any]
 ) -> tuple[dict[str, Any], list[Result]]:
     """A run on its own data."""
     from unskip.cli._model import preprocess_for
 
     options = {**options, "normalise": preprocess_for(trained.encoder, trained.facts.channels, numbers)}
     _, results = evaluate_run(trained, names, **options)
-    if sheet is not None:
-        print(f"pictures in {picture_run(trained, sheet, options['dense'])}")
     return {"run": str(trained.folder.path), "step": trained.step}, results
 
 
@@ -128,7 +121,6 @@ def _of_model(
     names: list[str],
     options: dict[str, Any],
     numbers: dict[str, Any],
-    sheet: str | None,
 ) -> list[Result]:
     """Any model on data that is named."""
     from unskip.cli._model import preprocess_for
@@ -136,12 +128,7 @@ def _of_model(
     channels = next((each.in_channels for each in built.modules() if isinstance(each, nn.Conv2d)), 3)
     made = preprocess_for(built, channels, numbers)
     options = {**options, "normalise": made, "batch": options["batch"] or 256}
-    results = evaluate_model(built, names, data, **options)
-    if sheet is not None:
-        source = options["dense"] or data
-        assert source is not None
-        print(f"pictures in {picture_model(built, open_images(source, 'test'), sheet, made.size)}")
-    return results
+    return evaluate_model(built, names, data, **options)
 
 
 def _plugins_of(name: str) -> list[str]:
@@ -179,11 +166,11 @@ def _show(
         print(f"{number}\n{by_time(results, number)}\n")
 
 
-def _refuse_unused(given: dict[str, str | None], dense: str | None, names: list[str], pictures: str | None) -> None:
-    """Masks and boxes are there for protocols that look at them, and for pictures; pool and split for the others."""
+def _refuse_unused(given: dict[str, str | None], dense: str | None, names: list[str]) -> None:
+    """Masks and boxes are there for protocols that look at them; pool and split for the others."""
     for_them = [name for name, each in PROTOCOLS.items() if each.truth != "labels"]
     apart = [name for name in names if name in for_them]
-    if dense is not None and pictures is None and not apart:
+    if dense is not None and not apart:
         raise BadInput(
             f"--dense {dense}: {', '.join(names)} look at no masks or boxes. Name protocols that do, --protocol "
             f"{','.join(for_them)}, or leave --dense out"

@@ -43,7 +43,7 @@ Blocks = Annotated[
         metavar="BLOCKS",
     ),
 ]
-Precision = Annotated[Literal["float32", "bf16", "fp16"], tyro.conf.arg(help="Of the forward pass.")]
+PrecisionOption = Annotated[Literal["float32", "bf16", "fp16"], tyro.conf.arg(help="Of the forward pass.")]
 Mean = Annotated[
     str | None,
     told("Mean of the channels, of values from 0 to 1, as 0.5,0.5,0.5 (default: the model's own).", "NUMBERS"),

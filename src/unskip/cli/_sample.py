@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 import tyro
 
 import unskip
-from unskip.cli._options import DeviceOfRun, Json, Precision, Run, Trust, told
+from unskip.cli._options import DeviceOfRun, Json, PrecisionOption, Run, Trust, told
 from unskip.cli._say import busy, print_json
 from unskip.errors import BadInput
 
@@ -27,7 +27,7 @@ def sample(
     label: Annotated[int | None, told("One class for all (default: each in turn).", "CLASS")] = None,
     seed: Annotated[int, tyro.conf.arg(help="Of the noise.", metavar="N")] = 0,
     batch: Annotated[int, tyro.conf.arg(help="How many at a time.", metavar="N")] = 256,
-    precision: Precision = "float32",
+    precision: PrecisionOption = "float32",
     compile: Annotated[  # noqa: A002
         bool,
         tyro.conf.FlagCreatePairsOff,

@@ -14,7 +14,7 @@ from unskip.evals._iou import class_iou, confusion, mean_iou
 from unskip.evals._knn import check_knn, knn
 from unskip.evals._manifold import kid, precision_recall, score
 from unskip.evals._patches import Patches, patches
-from unskip.evals._pictures import attention_maps, main_directions, pca_colours, pictures, sheet_file
+from unskip.evals._pictures import attention_maps, pca_colours, pictures
 from unskip.evals._probe import linear_probe
 from unskip.evals._rank import rank
 from unskip.evals._registry import PROTOCOLS, Protocol, asked_for, protocol, register, wilson
@@ -60,7 +60,6 @@ __all__ = [
     "kid",
     "knn",
     "linear_probe",
-    "main_directions",
     "mean_iou",
     "noised",
     "patches",
@@ -72,7 +71,6 @@ __all__ = [
     "register",
     "score",
     "segment",
-    "sheet_file",
     "statistics",
     "tokencut",
     "wilson",

@@ -75,27 +75,22 @@ def discover(
 )
 def evaluate_discovery(train: Split, test: Split, tau: float, floor: float, iou: float) -> dict[str, float]:
     """Of the patches of one block; masks are compared where there are any."""
-    assert test.boxes is not None
-    assert test.patches is not None
-    assert test.grid is not None
-    assert test.stride is not None
-    assert test.size is not None
     truth, owner = true_boxes(test.boxes, len(test), test.size)
     if test.masks is not None:
         _check_masks(test.masks, len(test), test.size, test.ignore)
-    found = tokencut(test.patches, test.grid, tau)
-    placed = in_pixels(found.boxes, test.stride, test.size).cpu()
+    objects = tokencut(test.patches, test.grid, tau)
+    placed = in_pixels(objects.boxes, test.stride, test.size).cpu()
     close = pair_iou(placed[owner], truth) >= iou
     hits = torch.zeros(len(test)).index_add_(0, owner, close.float()) > 0
     numbers = {
         "corloc": float(hits.double().mean()),
-        "unsure": float((~found.sure).double().mean()),
-        "empty": float((~found.masks.flatten(1).any(1)).double().mean()),
+        "unsure": float((~objects.sure).double().mean()),
+        "empty": float((~objects.masks.flatten(1).any(1)).double().mean()),
     }
     if test.masks is not None:
         scale = test.masks.shape[1] / test.size[0]  # pixels of a mask to one of its image
         stride = (test.stride[0] * scale, test.stride[1] * scale)
-        numbers["mask_iou"] = _mask_iou(found, stride, test.masks, test.ignore)
+        numbers["mask_iou"] = _mask_iou(objects, stride, test.masks, test.ignore)
     return numbers
 
 
@@ -181,16 +176,16 @@ def _check_masks(masks: Tensor, images: int, size: tuple[int, int], ignore: int 
         raise BadInput(f"discover: every pixel of the masks is {ignore}, and does not count")
 
 
-def _mask_iou(found: Discovery, stride: tuple[float, float], masks: Tensor, ignore: int | None) -> float:
+def _mask_iou(objects: Discovery, stride: tuple[float, float], masks: Tensor, ignore: int | None) -> float:
     """The mean over images of the IoU of the mask with the true one, at full resolution."""
     height, width = masks.shape[1:]
-    device = found.masks.device
-    rows = (torch.arange(height, device=device) / stride[0]).long().clamp_max(found.masks.shape[1] - 1)
-    columns = (torch.arange(width, device=device) / stride[1]).long().clamp_max(found.masks.shape[2] - 1)
+    device = objects.masks.device
+    rows = (torch.arange(height, device=device) / stride[0]).long().clamp_max(objects.masks.shape[1] - 1)
+    columns = (torch.arange(width, device=device) / stride[1]).long().clamp_max(objects.masks.shape[2] - 1)
     total, images = 0.0, 0
     for part in chunks(len(masks), 256):
         truth = masks[part].to(device)
-        mine = found.masks[part][:, rows][:, :, columns]
+        mine = objects.masks[part][:, rows][:, :, columns]
         counted = truth != ignore if ignore is not None else torch.ones_like(truth, dtype=torch.bool)
         theirs = (truth != 0) & counted
         both, either = (mine & theirs).sum((1, 2)), ((mine | theirs) & counted).sum((1, 2))

@@ -27,7 +27,7 @@ from unskip.evals._squaring import leading
 _SMALL = 32  # a graph of so many nodes is solved whole
 _WIDTH = 2  # two vectors to start from see an eigenvalue that is double; one would take it for a single
 _FIRST, _MORE = 20, 10  # vectors of the first basis, and of one that corrects
-_CORRECTIONS = 2  # after the first
+_CORRECTIONS = 3
 _BASIS, _KEPT, _STEPS = 24, 4, 400  # vectors of the last basis at most, after a restart, and steps in all
 _TOLERANCE = 1e-10  # of the residual of the wanted pair
 _NEXT = 0.1  # of the residual of the pair after it, as a share of the gap: only its eigenvalue matters
@@ -44,41 +44,43 @@ def second_eigenvectors(edges: Tensor, floor: float) -> tuple[Tensor, Tensor, Te
     count = edges.view(torch.uint8).to(torch.float32).sum(2).double()  # exact
     root = ((1 - floor) * count + floor * nodes).sqrt()  # of the degrees
     if nodes <= _SMALL:
-        values, vectors = _whole(edges, floor, root)
-        return vectors / root, values[:, 0] - values[:, 1], root
-    if edges.is_cuda:
+        values, vectors = _dense(edges, floor, root)
+        gaps = values[:, 0] - values[:, 1]
+    elif edges.is_cuda:
         some = max(1, _HELD // nodes**2)
         parts = [_squared(*each, floor) for each in zip(edges.split(some), root.split(some), strict=True)]
-        return torch.cat([vectors for vectors, _ in parts]) / root, torch.cat([gaps for _, gaps in parts]), root
+        vectors, gaps = (torch.cat(each) for each in zip(*parts, strict=True))
+    else:
+        vectors, gaps = _iterated(edges, floor, root)
+    return vectors / root, gaps, root
+
+
+def _iterated(edges: Tensor, floor: float, root: Tensor) -> tuple[Tensor, Tensor]:
+    """Vectors and gaps by steps 1 to 4 above, each for the graphs that the one before it has left."""
     draw = torch.Generator().manual_seed(0)
-    start = torch.randn(1, _WIDTH, nodes, generator=draw, dtype=torch.float64).to(edges.device)
-    start = start.expand(len(edges), -1, -1)
+    start = torch.randn(1, _WIDTH, edges.shape[1], generator=draw, dtype=torch.float64).to(edges.device)
     coarse, fine = (_Operator.of(edges, floor, root, dtype) for dtype in (torch.float32, torch.float64))
-    values, ritz, _ = _lanczos(coarse, start, _FIRST, _FIRST, 0.0)
+    values, ritz, _ = _lanczos(coarse, start.expand(len(edges), -1, -1), _FIRST, _FIRST, 0.0)
     vectors = ritz[:, 0].clone()
-    values[:, 0], vectors, residual = _corrected(coarse, fine, vectors)
-    near = _next_is_near(coarse, values, ritz[:, 1])
-    near &= ritz[:, :2].norm(dim=2).amin(1) > 0.5  # not made of the zeros of a basis that came to its end
-    rest = (~(residual < _TOLERANCE)).nonzero()[:, 0]
+    left = every = torch.arange(len(edges), device=edges.device)
     for _ in range(_CORRECTIONS):
-        if not len(rest):
+        left = every if 2 * len(left) > len(every) else left  # to pick most of them out would cost more than it saves
+        values[left, 0], vectors[left], residual = _corrected(coarse.some(left), fine.some(left), vectors[left])
+        left = left[~(residual < _TOLERANCE)]
+        if not len(left):
             break
-        if 2 * len(rest) > len(edges):  # to pick them out would cost more than it saves
-            rest = torch.arange(len(edges), device=edges.device)
-            values[:, 0], vectors, residual = _corrected(coarse, fine, vectors)
-        else:
-            values[rest, 0], vectors[rest], residual = _corrected(coarse.some(rest), fine.some(rest), vectors[rest])
-        rest = rest[~(residual < _TOLERANCE)]
-    near[rest] = False
-    rest = (~near).nonzero()[:, 0]
-    if len(rest):
+    second = ritz[:, 1:2].float()
+    done = _gap_is_known(values, ritz, (coarse(second) - values[:, 1, None, None] * second).norm(dim=2)[:, 0])
+    done[left] = False
+    left = (~done).nonzero()[:, 0]
+    if len(left):
         ritz[:, 0] = vectors
-        values[rest], again, done = _lanczos(fine.some(rest), ritz[rest], _BASIS, _STEPS, _TOLERANCE)
-        vectors[rest] = again[:, 0]
-        rest = rest[~done]
-    if len(rest):
-        values[rest], vectors[rest] = _whole(edges[rest], floor, root[rest])
-    return vectors / root, values[:, 0] - values[:, 1], root
+        values[left], again, done = _lanczos(fine.some(left), ritz[left], _BASIS, _STEPS, _TOLERANCE)
+        vectors[left] = again[:, 0]
+        left = left[~done]
+    if len(left):
+        values[left], vectors[left] = _dense(edges[left], floor, root[left])
+    return vectors, values[:, 0] - values[:, 1]
 
 
 @dataclass(frozen=True)
@@ -97,6 +99,9 @@ class _Operator:
         return _Operator(edges.view(torch.uint8).to(dtype), floor, (1 / root).to(dtype), first.to(dtype))
 
     def some(self, graphs: Tensor) -> _Operator:
+        """Those of some graphs, by their numbers."""
+        if len(graphs) == len(self.ones):
+            return self
         return _Operator(self.ones[graphs], self.floor, self.scale[graphs], self.first[graphs])
 
     def __call__(self, rows: Tensor) -> Tensor:
@@ -107,7 +112,8 @@ class _Operator:
         return out.sub_((rows * self.first[:, None]).sum(2, keepdim=True).mul(2) * self.first[:, None])
 
 
-def _whole(edges: Tensor, floor: float, root: Tensor) -> tuple[Tensor, Tensor]:
+def _dense(edges: Tensor, floor: float, root: Tensor) -> tuple[Tensor, Tensor]:
+    """Two leading eigenvalues and the first vector, by `torch.linalg.eigh`."""
     first = root / root.norm(dim=1, keepdim=True)
     affinity = edges.double() * (1 - floor) + floor
     matrix = affinity / (root[:, :, None] * root[:, None, :]) - 2 * first[:, :, None] * first[:, None, :]
@@ -128,7 +134,7 @@ def _squared(edges: Tensor, root: Tensor, floor: float) -> tuple[Tensor, Tensor]
     gaps = 2 * value * (1 - ratio)
     rest = (~(2 * (image - value[:, None] * vectors).norm(dim=1) < _TOLERANCE)).nonzero()[:, 0]
     if len(rest):
-        values, vectors[rest] = _whole(edges[rest], floor, root[rest])
+        values, vectors[rest] = _dense(edges[rest], floor, root[rest])
         gaps[rest] = values[:, 0] - values[:, 1]
     return vectors, gaps
 
@@ -187,23 +193,16 @@ def _lanczos(
         ritz, moved = torch.bmm(turn, basis), torch.bmm(turn, image)
         wrong = moved[:, :2] - ritz[:, :2] * values[:, :2, None]
         residual = wrong.norm(dim=2)
-        there = ritz[:, :2].norm(dim=2).amin(1) > 0.5  # not made of the zeros of a basis that came to its end
-        done = (
-            there
-            & (residual[:, 0] < tolerance)
-            & (residual[:, 1] < (_NEXT * (values[:, 0] - values[:, 1])).clamp_min(_LEAST))
-        )
+        done = (residual[:, 0] < tolerance) & _gap_is_known(values, ritz, residual[:, 1])
         if taken >= steps or bool(done.all()):
             return values[:, :2].double(), ritz.double(), done
         rows = torch.cat([ritz, wrong], 1)  # the best vectors, and on from the residuals of the first two
 
 
-def _next_is_near(operator: _Operator, values: Tensor, second: Tensor) -> Tensor:
-    """Whether the second vector's eigenvalue is known well enough for the gap."""
-    row = second[:, None].to(operator.scale.dtype)
-    residual = (operator(row) - values[:, 1, None, None] * row).norm(dim=2)[:, 0]
-    near: Tensor = residual < (_NEXT * (values[:, 0] - values[:, 1])).clamp_min(_LEAST)
-    return near
+def _gap_is_known(values: Tensor, ritz: Tensor, residual: Tensor) -> Tensor:
+    """Whether the second pair, with this residual, is near enough for the gap between both eigenvalues."""
+    real = ritz[:, :2].norm(dim=2).amin(1) > 0.5  # not made of the zeros of a basis that came to its end
+    return real & (residual < (_NEXT * (values[:, 0] - values[:, 1])).clamp_min(_LEAST))
 
 
 def _new(vector: Tensor, rows: Tensor) -> Tensor:

@@ -65,10 +65,8 @@ def knn(
 )
 def evaluate_knn(train: Split, test: Split, **settings: Any) -> dict[str, float]:
     """Of the features of one block."""
-    assert train.features is not None
-    assert test.features is not None
-    found = _accuracies(train.features, train.labels, test.features, test.labels, **settings)
-    return {f"knn{k}": accuracy for k, accuracy in found.items()}
+    accuracies = _accuracies(train.features, train.labels, test.features, test.labels, **settings)
+    return {f"knn{k}": accuracy for k, accuracy in accuracies.items()}
 
 
 def check_knn(train_labels: Tensor, test_labels: Tensor, protocol: str = "knn-dino-v1") -> None:
@@ -107,9 +105,9 @@ def _accuracies(
         cosines[:, count:] = -torch.inf
         values, places = best(cosines, max(k))
         votes = ((values - values[:, :1]) / temperature).double().exp().mul(_ONE).round().long()
-        found = labels[places]
+        classes_near = labels[places]
         for index, nearest in enumerate(k):
-            scores = votes.new_zeros(len(part), classes).scatter_add_(1, found[:, :nearest], votes[:, :nearest])
+            scores = votes.new_zeros(len(part), classes).scatter_add_(1, classes_near[:, :nearest], votes[:, :nearest])
             right[index] += (scores.argmax(1) == truth).sum()
     return {each: hits / len(y) for each, hits in zip(k, right.tolist(), strict=True)}
 

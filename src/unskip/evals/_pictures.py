@@ -29,18 +29,12 @@ Pixels = NDArray[numpy.uint8]
 _CELL, _TITLE, _EDGE = 128, 14, 2
 
 
-def pca_colours(tokens: Tensor, grid: tuple[int, int]) -> Tensor:
-    """(images, patches, dim) to colours (images, rows, columns, 3) from 0 to 1; directions are shared by the images.
+def pca_colours(rows: Tensor) -> tuple[Tensor, tuple[float, ...]]:
+    """(rows, dim) to colours (rows, 3) from 0 to 1, and the share of the variance that each component explains.
 
     Each component is stretched from its 2nd to its 98th percentile, and points where its third moment is positive, so
     that the same features always have the same colours. A direction without variance is gray.
     """
-    colours, _ = main_directions(tokens.flatten(0, 1))
-    return colours.view(len(tokens), *grid, 3)
-
-
-def main_directions(rows: Tensor) -> tuple[Tensor, tuple[float, ...]]:
-    """(rows, dim) to colours (rows, 3) from 0 to 1, and the share of the variance that each direction explains."""
     if not bool(rows.isfinite().all()):
         raise BadInput("colours of features: not all of them are finite")
     rows = rows.double() - rows.double().mean(0)
@@ -92,7 +86,9 @@ def pictures(
     have, such as attention, is left white and named in the title.
     """
     Image, ImageDraw = need("PIL.Image"), need("PIL.ImageDraw")
-    target = sheet_file(out)
+    target = Path(out)
+    if Image.registered_extensions().get(target.suffix.lower()) not in Image.SAVE:
+        raise BadInput(f"pictures: {out}: its name says no format that pictures are written in; end it in .png")
     if not 1 <= len(images) <= 12:
         raise BadInput(f"pictures: {len(images)} images; a sheet holds 1 to 12")
     count = len(Reader(model, images, normalise=normalise).found)
@@ -103,11 +99,11 @@ def pictures(
     raw = images if images.dtype == torch.uint8 else made.pixels(images)
     columns: list[tuple[str, list[Pixels]]] = [("image", list(raw.cpu().expand(-1, 3, -1, -1).movedim(1, -1).numpy()))]
     for index in chosen:
-        read = Reader(model, images, index, normalise=normalise)(
-            images
-        )  # on its own: not all blocks of a pyramid have the same grid
-        colours = (pca_colours(read.blocks[index], read.grid) * 255).byte().cpu().numpy()
-        columns.append((f"block {index}", list(colours)))
+        # Each on its own: not all blocks of a pyramid have the same grid.
+        read = Reader(model, images, index, normalise=normalise)(images)
+        colours, _ = pca_colours(read.blocks[index].flatten(0, 1))
+        cells = (colours.view(len(images), *read.grid, 3) * 255).byte().cpu().numpy()
+        columns.append((f"block {index}", list(cells)))
     white = [numpy.full((1, 1, 3), 255, dtype=numpy.uint8)] * len(images)
     try:
         maps = attention_maps(model, images, normalise=normalise).mean(1)
@@ -135,15 +131,6 @@ def pictures(
                 pen.rectangle(edge, outline="red", width=2)
     target.parent.mkdir(parents=True, exist_ok=True)
     sheet.save(target)
-    return target
-
-
-def sheet_file(out: str | Path) -> Path:
-    """Where a sheet is written. Raises BadInput for a name that says no format it can be written in."""
-    Image = need("PIL.Image")
-    target = Path(out)
-    if Image.registered_extensions().get(target.suffix.lower()) not in Image.SAVE:
-        raise BadInput(f"pictures: {out}: its name says no format that pictures are written in; end it in .png")
     return target
 
 

@@ -126,8 +126,6 @@ def probe_lbfgs(train: Split, test: Split, **settings: Any) -> list[dict[str, fl
 
 def _probed(train: Split, test: Split, settings: Mapping[str, Any]) -> list[float]:
     """The probes of all blocks are trained at once."""
-    assert train.features is not None
-    assert test.features is not None
     return probe_all(train.features, train.labels, test.features, test.labels, settings, train.options.seed)
 
 

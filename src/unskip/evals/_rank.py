@@ -40,7 +40,6 @@ def rank(features: Tensor, protocol: str = "rank-v1", *, changes: Mapping[str, A
 )
 def evaluate_rank(train: Split, test: Split, **settings: Any) -> dict[str, float]:
     """Of the features of one block."""
-    assert test.features is not None
     return _ranks(test.features, **settings)
 
 
@@ -60,7 +59,6 @@ def _ranks(features: Tensor, samples: int, center: bool) -> dict[str, float]:
 )
 def evaluate_patch_rank(train: Split, test: Split, samples: int) -> dict[str, float]:
     """Of the patches of one block. An image whose patches differ by no more than rounding counts 0."""
-    assert test.patches is not None
     # On the host: of many small matrices a GPU finds the singular values one by one.
     return {"patchrank": statistics.mean(_rank_within(each) for each in test.patches[:samples].float().cpu())}
 

@@ -120,18 +120,15 @@ def segment_ridge(train: Split, test: Split, **settings: Any) -> dict[str, float
 
 
 def _numbers(train: Split, test: Split, settings: Mapping[str, Any]) -> dict[str, float]:
-    assert train.masks is not None
-    assert test.masks is not None
     highest = [_highest(each) for each in (train, test)]
     for name, each in (("train", train), ("test", test)):
-        _check(name, each.masks, (len(each), 0, *(each.size or ())), 1 + max(highest), each.ignore)
+        _check(name, each.masks, (len(each), 0, *each.size), 1 + max(highest), each.ignore)
     ious, accuracy = _segmented(train, test, 1 + max(highest), settings)
     return {"mean_iou": mean_of(ious), "pixel_accuracy": accuracy} | {f"iou_{i}": value for i, value in enumerate(ious)}
 
 
 def _highest(split: Split) -> int:
     """The highest class of the masks."""
-    assert split.masks is not None
     known = split.masks if split.ignore is None else split.masks[split.masks != split.ignore]
     return int(known.max()) if known.numel() else 0
 
@@ -167,11 +164,6 @@ class _Read:
 
 
 def _read(name: str, split: Split, classes: int) -> _Read:
-    assert split.patches is not None
-    assert split.grid is not None
-    assert split.stride is not None
-    assert split.size is not None
-    assert split.masks is not None
     if not bool(split.patches.isfinite().all()):  # a class would be found in them all the same
         raise BadInput(f"segment: {name} features are not finite; look at the model and the images")
     covered = tuple(

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from unskip.data import Preprocess
+from unskip.training import Precision
 
-Precision = Literal["float32", "bf16", "fp16"]
+_ABSENT: Any = None
 
 
 class Batches(Protocol):
@@ -37,22 +38,25 @@ class Options:
 
 @dataclass(frozen=True, eq=False)
 class Split:
-    """One split. What the protocol needs is there, of one block where it speaks of blocks; the rest is None."""
+    """One split. What the protocol needs is there, of one block where it speaks of blocks; the rest is None.
+
+    An evaluator is called with what it asked for, so the types leave the None out.
+    """
 
     labels: Tensor  # (n,)
-    features: Tensor | None = None  # (n, dim), or (blocks, n, dim) for a batched evaluator
-    tokens: Tensor | None = None  # (n, tokens, dim), all tokens of a block
-    patches: Tensor | None = None  # (n, rows * columns, dim), without class and register tokens
-    grid: tuple[int, int] | None = None  # rows and columns of patches
-    stride: tuple[float, float] | None = None  # height and width of a patch in pixels
-    size: tuple[int, int] | None = None  # height and width of the images
-    logits: Tensor | None = None  # (n, classes)
+    features: Tensor = _ABSENT  # (n, dim), or (blocks, n, dim) for a batched evaluator
+    tokens: Tensor = _ABSENT  # (n, tokens, dim), all tokens of a block
+    patches: Tensor = _ABSENT  # (n, rows * columns, dim), without class and register tokens
+    grid: tuple[int, int] = _ABSENT  # rows and columns of patches
+    stride: tuple[float, float] = _ABSENT  # height and width of a patch in pixels
+    size: tuple[int, int] = _ABSENT  # height and width of the images
+    logits: Tensor = _ABSENT  # (n, classes)
     samples: Iterable[Tensor] | None = None  # bytes (n, channels, height, width), in batches
-    masks: Tensor | None = None  # (n, height, width)
+    masks: Tensor = _ABSENT  # (n, height, width)
     boxes: Any = None  # (n, 4): x0, y0, x1, y1 in pixels; or a tensor (k, 4) for each image
     ignore: int | None = None  # the value of a mask that stands for no class
     images: Any = None  # the ImageSet
-    feed: Batches | None = None
+    feed: Batches = _ABSENT
     options: Options = field(default_factory=Options)
 
     def __len__(self) -> int:
@@ -61,5 +65,4 @@ class Split:
 
     def batches(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Every sample once, in order: (inputs on the device, labels)."""
-        assert self.feed is not None
         return self.feed.evaluate()

@@ -4,7 +4,7 @@ from unskip.recipes._build import build
 from unskip.recipes._config import Config
 from unskip.recipes._data import Opener, cached_opener, evaluated_split, open_split, open_splits
 from unskip.recipes._dino import Dino, dino
-from unskip.recipes._evaluate import evaluate_model, evaluate_run, evaluate_samples, picture_model, picture_run
+from unskip.recipes._evaluate import evaluate_model, evaluate_run, evaluate_samples
 from unskip.recipes._fields import field_groups
 from unskip.recipes._mae import Mae, mae
 from unskip.recipes._objective import Facts, Objective, Progress
@@ -51,8 +51,6 @@ __all__ = [
     "open_run",
     "open_split",
     "open_splits",
-    "picture_model",
-    "picture_run",
     "recipe_of",
     "register",
     "resolve",

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from unskip._warn import warn
-from unskip.data import ImageSet, infer_classes, open_dense, open_images, preprocess_of
+from unskip.data import infer_classes, open_dense, open_images, preprocess_of
 from unskip.errors import BadInput
-from unskip.evals import Extractor, Result, asked_for, evaluate, extractor, noised, pictures, protocol
+from unskip.evals import Extractor, Result, asked_for, evaluate, extractor, noised, protocol
 from unskip.models import Sampling
 from unskip.recipes._data import (
     Opener,
@@ -152,24 +152,6 @@ def evaluate_samples(
     about = {"precision": precision, "extractor": chosen.key, **asdict(sampling)}
     trained.folder.append("evals.jsonl", {"step": trained.step, **result.to_dict(), **about})
     return {"precision" if name == "sample_precision" else name: value for name, value in result.values.items()}
-
-
-def picture_run(
-    run: str | Path | Trained, target: str | Path, source: str | None = None, device: str | None = None, count: int = 6
-) -> Path:
-    """A sheet of pictures of a run's features, of images of its evaluated split or of another set of parquet files."""
-    trained = run if isinstance(run, Trained) else open_run(run, device)
-    config = trained.config
-    images = open_split(config, evaluated_split(config)) if source is None else open_images(source, "test")
-    # Another set as it is, where its images are of one size and the model takes any.
-    whole = source is not None and images.size is not None and getattr(trained.encoder, "dynamic_img_size", False)
-    return picture_model(trained.encoder, images, target, None if whole else config.size, count)
-
-
-def picture_model(model: nn.Module, images: ImageSet, target: str | Path, size: int | None, count: int = 6) -> Path:
-    """A sheet of pictures of a model's features, of images that are spread over a set."""
-    chosen = torch.linspace(0, len(images) - 1, count).long()
-    return pictures(model, images.load(chosen, size), Path(target))
 
 
 def _apart(protocols: Sequence[str], dense: str | None, options: Mapping[str, Any]) -> tuple[list[str], list[str]]:

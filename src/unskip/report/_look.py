@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from unskip.anatomy import features, patch_grid
 from unskip.data import Feed, ImageSet, preprocess_of
 from unskip.errors import UnskipError
-from unskip.evals import extract, main_directions
+from unskip.evals import extract, pca_colours
 from unskip.measures import measure
 from unskip.models import MAE
 from unskip.recipes import Opener, Trained, cached_opener, open_run, open_splits
@@ -166,7 +166,7 @@ def _patch_features(found: _Found, trained: Trained, test: ImageSet) -> None:
         if grid is None:
             found.notes.append(f"patch features: the {values.shape[1]} tokens of block {block} are no grid of patches")
             return
-        colours, explained = main_directions(grid.flatten(0, 2))
+        colours, explained = pca_colours(grid.flatten(0, 2))
         columns.append([*_bytes(colours.view(*grid.shape[:3], 3) * 255)])
         fractions.append((block, *explained))
     chosen = _spread_out(len(columns), 8)
