@@ -70,14 +70,14 @@ def short(row: dict[str, Any]) -> dict[str, Any]:
 
 def _numbers(row: dict[str, Any]) -> dict[str, float]:
     """Of the last block, as they are: means of rounded numbers would be rounded twice."""
-    found: dict[str, float] = {key: values[-1] for key, values in row["depth"].items()}
+    result: dict[str, float] = {key: values[-1] for key, values in row["depth"].items()}
     if "segment" in row:
-        found |= {key: row["segment"][key] for key in ("single", "multi-scale")}
+        result |= {key: row["segment"][key] for key in ("single", "multi-scale")}
         curve, known = row["discover"]["corloc"], row["discover"]["corloc, train"]
-        found["no answer"] = row["discover"]["empty"][-1]
-        found |= {"corloc": curve[-1], "corloc of best block": curve[known.index(max(known))]}
+        result["no answer"] = row["discover"]["empty"][-1]
+        result |= {"corloc": curve[-1], "corloc of best block": curve[known.index(max(known))]}
     pairs = [value for index, values in enumerate(row["cka"]) for value in values[:index]]
-    return found | {"CKA": statistics.mean(pairs) if pairs else 1.0}
+    return result | {"CKA": statistics.mean(pairs) if pairs else 1.0}
 
 
 def table(done: dict[str, Any]) -> str:

@@ -42,10 +42,10 @@ def last(row: dict[str, Any], key: str) -> float:
 
 def groups(done: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
     """Runs that differ in their seed alone, together."""
-    found: dict[str, list[dict[str, Any]]] = {}
+    result: dict[str, list[dict[str, Any]]] = {}
     for name, row in done.items():
-        found.setdefault(name.partition(" | seed")[0], []).append(row)
-    return found
+        result.setdefault(name.partition(" | seed")[0], []).append(row)
+    return result
 
 
 def table(done: dict[str, Any]) -> str:
@@ -78,7 +78,7 @@ def answers(done: dict[str, Any]) -> dict[str, Any]:
     best = chosen(done)
     if best is None:
         return {}
-    found: dict[str, Any] = {"alpha_min": best}
+    result: dict[str, Any] = {"alpha_min": best}
     rows = {name: [row for row in each if "depth" in row] for name, each in groups(done).items()}
 
     def mean(name: str, key: str) -> float | None:
@@ -93,31 +93,31 @@ def answers(done: dict[str, Any]) -> dict[str, Any]:
     mine = f"longer | decay {best:g} | x 1"
     for other in sorted(name for name in rows if name.startswith("longer") and name != mine):
         for key in ("knn20", "probe_lbfgs", "probe_mae", "probe_decayed"):
-            found[f"{key}, longer: decayed less{other.removeprefix('longer |')}"] = gain(mine, other, key)
+            result[f"{key}, longer: decayed less{other.removeprefix('longer |')}"] = gain(mine, other, key)
     ours, sweep = f"final | decay {best:g}", f"sweep | alpha_min {best:g}"
     for other in ("plain", "long skips"):
         for key in ("knn20", "probe_lbfgs", "probe_mae", "probe_decayed", "finetune"):
-            found[f"{key}, decayed less {other}"] = gain(ours, f"final | {other}", key)
+            result[f"{key}, decayed less {other}"] = gain(ours, f"final | {other}", key)
     for name in sorted(rows):
         if name.startswith("depth") and "long skips" not in name:
             depth = name.split(" | ")[1]
             for key in ("knn20", "probe_lbfgs"):
-                found[f"{key}, {name} less long skips"] = gain(name, f"depth | {depth} | long skips", key)
+                result[f"{key}, {name} less long skips"] = gain(name, f"depth | {depth} | long skips", key)
     for key in ("knn20", "probe_lbfgs"):
-        found[f"{key}, {sweep} less long skips"] = gain(sweep, "ablation | long skips", key)
+        result[f"{key}, {sweep} less long skips"] = gain(sweep, "ablation | long skips", key)
     for key in ("probe_lbfgs", "probe_mae", "probe_decayed"):
-        found[f"{key}, decayed less plain twice as wide"] = gain(sweep, "size | plain, twice as wide", key)
-    return found
+        result[f"{key}, decayed less plain twice as wide"] = gain(sweep, "size | plain, twice as wide", key)
+    return result
 
 
 def correlations(done: dict[str, Any]) -> dict[str, Any]:
     """Rank against KNN over configurations at the same share of training, and over the checkpoints of each run."""
     curves = {name: row["online"] for name, row in done.items() if len(row.get("online", ())) > 3}
     curves = {name: curve for name, curve in curves.items() if not name.startswith(("depth", "size", "rate", "longer"))}
-    found: dict[str, Any] = {"over checkpoints": {}}
+    result: dict[str, Any] = {"over checkpoints": {}}
     for kind, long in (("final runs", True), ("other runs", False)):
         alike = [curve for name, curve in curves.items() if name.startswith("final") == long]
-        over = found.setdefault(f"over configurations, {kind}", {})
+        over = result.setdefault(f"over configurations, {kind}", {})
         count = min((len(curve) for curve in alike), default=0)
         for at in range(count if len(alike) > 3 else 0):
             points = [curve[at] for curve in alike]
@@ -125,10 +125,10 @@ def correlations(done: dict[str, Any]) -> dict[str, Any]:
     for name, curve in curves.items():
         half = len(curve) // 2
         parts = {"early": curve[:half], "late": curve[half:]}
-        found["over checkpoints"][name] = {
+        result["over checkpoints"][name] = {
             part: pearson([p[2] for p in rows], [p[1] for p in rows]) for part, rows in parts.items() if len(rows) > 2
         }
-    return found
+    return result
 
 
 def pearson(x: list[float], y: list[float]) -> float | None:

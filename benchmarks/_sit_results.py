@@ -14,11 +14,11 @@ PROTOCOLS = {"knn20": "knn-dino-v1", "probe_lbfgs": "probe-lbfgs-v1"}  # by the 
 
 def groups(done: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
     """Runs that differ in their seed alone, together and in their order; SiT first."""
-    found: dict[str, list[dict[str, Any]]] = {}
+    result: dict[str, list[dict[str, Any]]] = {}
     seeds = {name: name.partition(" | seed ") for name in done if name != "judge"}
     for name in sorted(seeds, key=lambda name: (name.startswith("uvit"), int(seeds[name][2]))):
-        found.setdefault(seeds[name][0], []).append(done[name])
-    return found
+        result.setdefault(seeds[name][0], []).append(done[name])
+    return result
 
 
 def spread(values: list[float], digits: int) -> str:
@@ -28,9 +28,9 @@ def spread(values: list[float], digits: int) -> str:
 
 def chosen(rows: list[dict[str, Any]], number: str) -> str:
     """Accuracy on the test set at the block and time that the held-out images have chosen."""
-    found = [row["features"][number] for row in rows]
-    where = "; ".join(dict.fromkeys(f"{each['block']}, {each['time']:g}" for each in found))
-    return f"{spread([100 * each['test'][each['block']] for each in found], 1)} ({where})"
+    result = [row["features"][number] for row in rows]
+    where = "; ".join(dict.fromkeys(f"{each['block']}, {each['time']:g}" for each in result))
+    return f"{spread([100 * each['test'][each['block']] for each in result], 1)} ({where})"
 
 
 def table(done: dict[str, Any]) -> str:
@@ -69,7 +69,7 @@ def table(done: dict[str, Any]) -> str:
 
 
 def figure(done: dict[str, Any], file: Path) -> None:
-    """Distances; accuracies over blocks at the chosen time, on the test set; and neighbours over times, held out."""
+    """Distances; accuracies over blocks at the chosen time, on the test set; and kNN over times, held out."""
     pyplot = drawing("sit")
     sheet, cells = pyplot.subplots(2, 2, figsize=(10, 7.4), constrained_layout=True)
     distance, near, probe, noise = cells.flatten()
@@ -91,9 +91,9 @@ def figure(done: dict[str, Any], file: Path) -> None:
             noise.plot([float(each) for each in known], [100 * max(values) for values in known.values()], **style)
     distance.set(yticks=range(len(every)), yticklabels=every, xlabel="FD-judge, less is better", title="samples")
     distance.invert_yaxis()
-    near.set(xlabel="block", title="neighbours, k = 20, test images (%)")
+    near.set(xlabel="block", title="kNN, k = 20, test images (%)")
     probe.set(xlabel="block", title="linear probe, test images (%)")
-    noise.set(xlabel="time: noise 0, data 1", title="neighbours at the best block, held out (%)")
+    noise.set(xlabel="time: noise 0, data 1", title="kNN at the best block, held out (%)")
     for axes in (near, probe):
         axes.xaxis.get_major_locator().set_params(integer=True)
     sheet.legend(*near.get_legend_handles_labels(), loc="outside lower center", ncols=3, fontsize=10)

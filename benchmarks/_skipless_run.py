@@ -49,12 +49,12 @@ def work(config: Config) -> dict[str, Any] | None:
     begun = time.perf_counter()
     told = {key: entry for key, entry in config.items() if key not in ("data", "device", "preset")}
     try:
-        found = trained(config)
+        result = trained(config)
     except Exception as error:
         if isinstance(error, torch.cuda.OutOfMemoryError) or "CUDA" in str(error):
             raise  # the process is of no use any more
-        found = {"failed": traceback.format_exc()[-1500:]}
-    return None if found is None else {**found, "seconds": round(time.perf_counter() - begun, 1), "config": told}
+        result = {"failed": traceback.format_exc()[-1500:]}
+    return None if result is None else {**result, "seconds": round(time.perf_counter() - begun, 1), "config": told}
 
 
 def trained(config: Config) -> dict[str, Any] | None:
@@ -69,7 +69,7 @@ def trained(config: Config) -> dict[str, Any] | None:
     torch.manual_seed(config["seed"])
     task, schedule = unskip.recipes.build(planned(config))
     images = next(iter(task.feed.iterate(0, 1)))[0][:128]
-    found: dict[str, Any] = started(task.model, images, config)
+    result: dict[str, Any] = started(task.model, images, config)
     parts = unskip.parts(task.model, images[:1])
     looks = {0: watch(task.model, parts, images[:64])}
     task.optimizer = optimizer(task.model, config)
@@ -90,26 +90,26 @@ def trained(config: Config) -> dict[str, Any] | None:
             outcome = run_task(task, schedule, run, quiet=True)
             if not outcome.finished:
                 return None
-            found |= {key: entry for key, entry in outcome.evaluations.items() if not key.endswith("]")}
+            result |= {key: entry for key, entry in outcome.evaluations.items() if not key.endswith("]")}
             looks[schedule.steps] = watch(task.model, parts, images[:64])
-            with torch.no_grad(), keeper.averaged():
+            with torch.no_grad(), keeper.swapped_in():
                 task.model.eval()
-                found |= {f"ema_{key}": entry for key, entry in accuracy(task.model).items() if entry is not None}
+                result |= {f"ema_{key}": entry for key, entry in accuracy(task.model).items() if entry is not None}
         except unskip.errors.TrainingError as error:
-            found["diverged"] = str(error).partition(": ")[2]
+            result["diverged"] = str(error).partition(": ")[2]
         rows = [{key: float(entry) for key, entry in row.items()} for row in run.read("metrics.jsonl")]
     if rows:
-        found["loss"] = [[row["step"], round(row["loss"], 4)] for row in rows[:: max(1, len(rows) // 20)]]
+        result["loss"] = [[row["step"], round(row["loss"], 4)] for row in rows[:: max(1, len(rows) // 20)]]
         tail = [row for row in rows if row["step"] > 0.9 * schedule.steps] or rows[-1:]
-        found["train_loss"] = round(statistics.mean(row["loss"] for row in tail), 4)
-        found["train_accuracy"] = round(statistics.mean(row["train_accuracy"] for row in tail), 4)
-        found["images_per_second"] = round(statistics.median(row["samples_per_second"] for row in rows))
+        result["train_loss"] = round(statistics.mean(row["loss"] for row in tail), 4)
+        result["train_accuracy"] = round(statistics.mean(row["train_accuracy"] for row in tail), 4)
+        result["images_per_second"] = round(statistics.median(row["samples_per_second"] for row in rows))
     names = [*looks[0]]
-    found["watch"] = {"step": [*looks]} | {name: [look[name] for look in looks.values()] for name in names}
-    found["steps"] = {"step": [*keeper.relative], "step / weight": [*keeper.relative.values()]}
-    found["steps"]["weight"] = [*keeper.sizes.values()]
-    found["total_steps"] = schedule.steps
-    return found
+    result["watch"] = {"step": [*looks]} | {name: [look[name] for look in looks.values()] for name in names}
+    result["steps"] = {"step": [*keeper.relative], "step / weight": [*keeper.relative.values()]}
+    result["steps"]["weight"] = [*keeper.sizes.values()]
+    result["total_steps"] = schedule.steps
+    return result
 
 
 def planned(config: Config) -> Any:
@@ -154,11 +154,11 @@ def started(model: Any, images: Any, config: Config) -> dict[str, Any]:
     from _skipless_start import calibrate_, carry_, position_code_, shaped_, whiten_patches_
 
     draw = torch.Generator().manual_seed(config["seed"])
-    found: dict[str, Any] = {}
+    result: dict[str, Any] = {}
     if config["whiten"] is not None:
         whiten_patches_(model, images, power=config["whiten"], generator=draw)
     if config["code"] is not None:
-        found["code"] = round(position_code_(model, images, scale=config["code"], generator=draw), 3)
+        result["code"] = round(position_code_(model, images, scale=config["code"], generator=draw), 3)
     if config["start"]:
         numbers = {name: config[name] for name in ("alpha", "beta", "c", "gain", "bias")}
         shaped_(model, images, **numbers, generator=draw)
@@ -169,8 +169,8 @@ def started(model: Any, images: Any, config: Config) -> dict[str, Any]:
         solved = calibrate_(
             model, images[:32], config["target"], alpha=config["alpha"], even=config["even"], generator=draw
         )
-        found["solved"] = [round(each, 3) for each in solved]
-    return found
+        result["solved"] = [round(each, 3) for each in solved]
+    return result
 
 
 def optimizer(model: Any, config: Config) -> Any:
@@ -249,8 +249,8 @@ class Keeper:
                     self.sizes[step][name] = float(f"{statistics.mean(size):.4g}")
                 self.held = {}
 
-    def averaged(self) -> Any:
-        """The model with its averaged weights while it lasts."""
+    def swapped_in(self) -> Any:
+        """The model with its EMA weights while it lasts."""
 
         @contextlib.contextmanager
         def shown() -> Iterator[None]:

@@ -100,7 +100,7 @@ def calibrate_(
     The mean over images, tokens and heads of what a token pays to itself becomes `target`, where some b up to `most`
     reaches it. The last `even` heads of each block start near-uniform instead (0.1 Z) and do not count. Returns each b.
     """
-    found = []
+    result = []
     with torch.no_grad():
         for part in unskip.parts(model, images[:1]).attentions():
             assert part.norm is not None
@@ -115,8 +115,8 @@ def calibrate_(
                 _fill(part, noise[:sharp], [alpha] * sharp, [middle] * sharp)
                 reached = float(self_attention(part, tokens)[:sharp].mean())
                 low, high = (middle, high) if reached < target else (low, middle)
-            found.append(middle)
-    return found
+            result.append(middle)
+    return result
 
 
 def carry_(
@@ -194,17 +194,17 @@ def watch(model: nn.Module, parts: Any, images: Tensor) -> dict[str, list[float]
     finally:
         for hook in hooks:
             hook.remove()
-    found: dict[str, list[float]] = {"cosine": [], "self_attention": [], "token_rank": []}
+    result: dict[str, list[float]] = {"cosine": [], "self_attention": [], "token_rank": []}
     for tokens in outputs:
         unit = nn.functional.normalize(tokens, dim=-1)
         count = tokens.shape[1]
         others = (unit @ unit.mT).sum((1, 2)) - count  # of a token with itself it is 1
-        found["cosine"].append(float(others.mean()) / (count * (count - 1)))
-        found["token_rank"].append(_rank(tokens))
+        result["cosine"].append(float(others.mean()) / (count * (count - 1)))
+        result["token_rank"].append(_rank(tokens))
     with torch.no_grad():
         for part, tokens in zip(attentions, inputs, strict=True):
-            found["self_attention"].append(float(self_attention(part, tokens).mean()))
-    return {name: [float(f"{value:.4g}") for value in values] for name, values in found.items()}
+            result["self_attention"].append(float(self_attention(part, tokens).mean()))
+    return {name: [float(f"{value:.4g}") for value in values] for name, values in result.items()}
 
 
 def _rank(tokens: Tensor) -> float:

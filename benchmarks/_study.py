@@ -117,7 +117,7 @@ def release() -> None:
 
 
 def decode_once() -> None:
-    """Runs, and their judges, open the same images again and again: keep them decoded."""
+    """Runs, and their evaluations, open the same images again and again: keep them decoded."""
     import unskip.recipes
 
     kept = functools.cache(unskip.data.open_images)
@@ -144,8 +144,8 @@ class _Worker:
         self.process.stdin.flush()
         for line in self.process.stdout:
             if line.startswith(_MARK):
-                found: Row | None = json.loads(line[len(_MARK) :])
-                return found
+                result: Row | None = json.loads(line[len(_MARK) :])
+                return result
         self.errors.seek(0)
         raise RuntimeError(self.errors.read()[-3000:])
 

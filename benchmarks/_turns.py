@@ -58,7 +58,7 @@ def pace(step: Step, steps: int, images: Tensor) -> float:
 
 def turns(makers: dict[str, Callable[[], Step]], images: Tensor, steps: int, rounds: int) -> dict[str, Any]:
     """Images a second of each, the median over rounds; beside it the ratio to the fastest that is called published."""
-    found: dict[str, list[float]] = {}
+    result: dict[str, list[float]] = {}
     memory: dict[str, float] = {}
     prepared: dict[str, Step] = {}
     for name, make in makers.items():
@@ -73,16 +73,16 @@ def turns(makers: dict[str, Callable[[], Step]], images: Tensor, steps: int, rou
         print(f"{name} is ready", flush=True)
     for _ in range(rounds):
         for name, step in prepared.items():
-            found.setdefault(name, []).append(pace(step, steps, images))
-    peers = [name for name in found if name.startswith("published")]
-    fastest = max(peers, key=lambda name: statistics.median(found[name]), default=None)
+            result.setdefault(name, []).append(pace(step, steps, images))
+    peers = [name for name in result if name.startswith("published")]
+    fastest = max(peers, key=lambda name: statistics.median(result[name]), default=None)
     results: dict[str, Any] = {}
-    for name, values in found.items():
+    for name, values in result.items():
         row: dict[str, Any] = {"images a second": statistics.median(values), "rounds": values}
         if name in memory:
             row["GiB"] = memory[name]
         if fastest is not None:
-            ratios = [a / b for a, b in zip(values, found[fastest], strict=True)]
+            ratios = [a / b for a, b in zip(values, result[fastest], strict=True)]
             row["over the fastest published"] = statistics.median(ratios)
         ratio = row.get("over the fastest published", float("nan"))
         print(f"{name:18s} {row['images a second']:8.0f} img/s  {ratio:.3f}  {memory.get(name, 0):.1f} GiB")
@@ -90,7 +90,7 @@ def turns(makers: dict[str, Callable[[], Step]], images: Tensor, steps: int, rou
     return results
 
 
-def write(script: str, options: argparse.Namespace, settings: dict[str, Any], **found: Any) -> None:
+def write(script: str, options: argparse.Namespace, settings: dict[str, Any], **result: Any) -> None:
     """The record of a run at full size."""
     if options.small:
         return
@@ -100,7 +100,7 @@ def write(script: str, options: argparse.Namespace, settings: dict[str, Any], **
         "device": torch.cuda.get_device_name() if cuda else f"{platform.machine()} CPU",
         "versions": {"python": platform.python_version(), "torch": torch.__version__, "timm": timm.__version__},
         "settings": {"mode": options.mode, "attention": options.attention, **settings},
-        **found,
+        **result,
     }
     options.out.parent.mkdir(parents=True, exist_ok=True)
     options.out.write_text(json.dumps(record, indent=1) + "\n")

@@ -163,12 +163,12 @@ def absorbable(form: Canonical, odd: Fraction, width: int, box: bool) -> bool:
             # Floats say which choices are worth a look; fractions decide.
             values = np.linalg.svd(stack, compute_uv=False)
             for at in np.nonzero(values[:, most] <= 1e-6 * np.maximum(values[:, 0], 1e-300))[0]:
-                found = [list(line) for line in form.linear]
+                result = [list(line) for line in form.linear]
                 for sign, k in zip(signs[at], rest, strict=True):
                     for i in range(o):
                         for j in range(n):
-                            found[i][j] -= int(sign) * ones[k][i][j]
-                if rank(found + held) <= most:
+                            result[i][j] -= int(sign) * ones[k][i][j]
+                if rank(result + held) <= most:
                     return True
     return False
 
@@ -433,9 +433,9 @@ def main() -> None:
         left = 60 * options.minutes - (time.monotonic() - start)
         if left <= 0:
             break
-        found = run(min(part, options.count - total["blocks"]), seed, left)
-        total.update(found["counts"])
-        wrong += found["wrong"]
+        outcome = run(min(part, options.count - total["blocks"]), seed, left)
+        total.update(outcome["counts"])
+        wrong += outcome["wrong"]
         record = {
             "script": "benchmarks/absorb_campaign.py",
             "asked_for": options.count,

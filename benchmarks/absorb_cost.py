@@ -183,16 +183,16 @@ def main() -> None:
         for norm in (False, True):
             x = torch.randn(batch, 197, d, generator=g).to(device, dtype)
             turns = options.turns if batch == 1 else max(options.turns // 5, 9)
-            found = compare(blocks(d, norm, device, dtype), x, turns, device)
-            for what, row in found.items():
+            result = compare(blocks(d, norm, device, dtype), x, turns, device)
+            for what, row in result.items():
                 row["gflops"] = flops(d, 5 * d if "widened" in what else 4 * d, tokens, what == "skip") / 1e9
             what = "block behind a norm" if norm else "block without norms"
-            record["cases"].append({"what": what, "d": d, "batch": batch, "tokens": tokens, "turns": turns, **found})
+            record["cases"].append({"what": what, "d": d, "batch": batch, "tokens": tokens, "turns": turns, **result})
             print(json.dumps(record["cases"][-1]), flush=True)
         images = torch.randn(batch, 3, 224, 224, generator=g).to(device, dtype)
         turns = max(options.turns // (5 if batch == 1 else 20), 5)
-        found = compare(models(options.model, device, dtype), images, turns, device)
-        record["cases"].append({"what": options.model, "batch": batch, "turns": turns, **found})
+        result = compare(models(options.model, device, dtype), images, turns, device)
+        record["cases"].append({"what": options.model, "batch": batch, "turns": turns, **result})
         print(json.dumps(record["cases"][-1]), flush=True)
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")

@@ -42,8 +42,8 @@ def text_model(folder: Path, texts: int, tokens: int) -> tuple[nn.Module, dict[s
 
 def run_model(folder: Path, images: int) -> tuple[nn.Module, torch.Tensor]:
     config = json.loads((folder.parent.parent / "config.json").read_text())["config"]
-    judged = unskip.data.open_images(config["data"], split="test", root=config.get("data_root"))
-    feed = unskip.data.Feed(judged, images, config["size"])
+    images_of_test = unskip.data.open_images(config["data"], split="test", root=config.get("data_root"))
+    feed = unskip.data.Feed(images_of_test, images, config["size"])
     return unskip.load(folder).eval(), next(iter(feed.evaluate()))[0]
 
 
@@ -69,15 +69,15 @@ def taken_away(model: nn.Module, batch: Any) -> dict[str, Any]:
     pairs = torch.triu_indices(len(before), len(before), 1)
     similar = [(x @ x.T)[pairs[0], pairs[1]] for x in (before, after)]
     cosines = (before * after).sum(-1)
-    found = {
+    result = {
         "cosine_mean": float(cosines.mean()),
         "cosine_least": float(cosines.min()),
         "rank_correlation": float(spearmanr(*similar)[0]),
         "outputs": len(before),
     }
     if not isinstance(batch, dict):  # a classifier
-        found["same_class"] = float((before.argmax(-1) == after.argmax(-1)).double().mean())
-    return found
+        result["same_class"] = float((before.argmax(-1) == after.argmax(-1)).double().mean())
+    return result
 
 
 def main() -> None:
@@ -107,10 +107,10 @@ def main() -> None:
         seconds = time.perf_counter() - start
         verified = scan.verify()
         print(f"{name}: {seconds:.0f} s, every certificate {'holds' if verified else 'FAILED'}\n{scan}\n", flush=True)
-        found = {"verified": verified, "sites": [row.to_dict() for row in scan]}
-        found["all skips taken away"] = taken_away(model, batch)
-        print(found["all skips taken away"], flush=True)
-        record["models"][name] = {"samples": options.samples, **found}
+        result = {"verified": verified, "sites": [row.to_dict() for row in scan]}
+        result["all skips taken away"] = taken_away(model, batch)
+        print(result["all skips taken away"], flush=True)
+        record["models"][name] = {"samples": options.samples, **result}
         options.out.write_text(json.dumps(record, indent=1) + "\n")
 
 

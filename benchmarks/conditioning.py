@@ -129,10 +129,10 @@ def study(name: str, variant: str, device: str) -> dict[str, Any]:
 
 def spectrum(function: Any, value: torch.Tensor, lost: int, compare: bool = False) -> dict[str, Any]:
     start = time.perf_counter()
-    found = jacobian_spectrum(function, value, exact=True, null=lost)
-    assert found.values is not None
-    data = found.to_dict()
-    flipped = found.values.flip(0)
+    result = jacobian_spectrum(function, value, exact=True, null=lost)
+    assert result.values is not None
+    data = result.to_dict()
+    flipped = result.values.flip(0)
     data["curve"] = {str(share): float(flipped[int(share * (len(flipped) - 1))]) for share in SHARES}
     data["seconds"] = round(time.perf_counter() - start, 2)
     if compare:
@@ -156,15 +156,15 @@ def figure(data: dict[str, Any], file: Path) -> None:
     grid, axes = pyplot.subplots(3, len(names), figsize=(3.4 * len(names), 9), sharey="row", squeeze=False)
     for column, name in enumerate(names):
         spectrum, alike, condition = axes[:, column]
-        for variant, found in sorted(data["results"][name].items(), key=lambda item: [*VARIANTS].index(item[0])):
+        for variant, result in sorted(data["results"][name].items(), key=lambda item: [*VARIANTS].index(item[0])):
             colour, style = styles[variant]
-            curve, top = found["network"]["curve"], found["network"]["sigma_max"]
+            curve, top = result["network"]["curve"], result["network"]["sigma_max"]
             heights = [max(value / top, 1 / singular) for value in curve.values()]
             spectrum.semilogy([float(share) for share in curve], heights, style, color=colour, label=variant)
-            cosines = [row["mean_cosine"] for row in found["tokens"]]
+            cosines = [row["mean_cosine"] for row in result["tokens"]]
             alike.plot(range(1, len(cosines) + 1), cosines, style, color=colour)
-            blocks = [row["block"] for row in found["tokens"]]
-            rows = [row for row in found["sites"] if "sublayer" in row and row["kind"] == "attention"]
+            blocks = [row["block"] for row in result["tokens"]]
+            rows = [row for row in result["sites"] if "sublayer" in row and row["kind"] == "attention"]
             places = [[f"{row['path']}.".startswith(f"{block}.") for block in blocks].index(True) + 1 for row in rows]
             values = [row["sublayer"]["condition"] or singular for row in rows]
             condition.semilogy(places, values, style, color=colour, marker="o", markersize=3)
@@ -210,16 +210,16 @@ def main() -> None:
                 print("time is up; the rest is left for the next run")
                 return
             start = time.perf_counter()
-            found = study(name, variant, options.device) | {"device": device, "versions": versions}
-            data["results"][name][variant] = found
+            result = study(name, variant, options.device) | {"device": device, "versions": versions}
+            data["results"][name][variant] = result
             options.out.mkdir(parents=True, exist_ok=True)
             file.write_text(json.dumps(data, indent=1, allow_nan=False) + "\n")
-            network = found["network"]
-            last = [row for row in found["sites"] if "branch" in row][-1]
+            network = result["network"]
+            last = [row for row in result["sites"] if "branch" in row][-1]
             whole, branch = (part["condition"] or float("inf") for part in (network, last["branch"]))
             print(
                 f"{name:32s} {variant:20s} condition of the network {whole:9.3g}, of its last attention {branch:9.3g}, "
-                f"cosine at the end {found['tokens'][-1]['mean_cosine']:5.2f}, {time.perf_counter() - start:6.1f} s",
+                f"cosine at the end {result['tokens'][-1]['mean_cosine']:5.2f}, {time.perf_counter() - start:6.1f} s",
                 flush=True,
             )
 

@@ -35,10 +35,10 @@ def record(folder: Path) -> dict[str, Any]:
     from unskip.report import _charts, _names, read
 
     groups = read(in_order(folder), look=False)
-    found: dict[str, Any] = {}
+    result: dict[str, Any] = {}
     for run in (run for group in groups for run in group.runs):
         names = _names.evaluations([group for group in groups if run in group.runs], by_block=True)
-        found[run.name] = {
+        result[run.name] = {
             "config": {**run.config, "data": Path(run.config["data"]).name},
             "state": run.state,
             "last": {name: row[name] for name, row in _names.newest_rows(run).items()},
@@ -55,7 +55,7 @@ def record(folder: Path) -> dict[str, Any]:
         "versions": about["versions"],
         "protocol": "unskip demo, one seed; knn-dino-v1, probe-lbfgs-v1 and rank-v1 by block on the test split",
         "seconds": round((folder / "report.html").stat().st_mtime - first, 1),
-        "runs": found,
+        "runs": result,
     }
 
 

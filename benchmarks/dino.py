@@ -5,11 +5,11 @@
     python benchmarks/dino.py --data DATA --show    # tables and figures of what is there; runs nothing
 
 DATA is a folder with tinyimagenet100, cifar10 and pets as parquet files. Models are pretrained on the first two
-together at 64 pixels in patches of 8, and judged on them by neighbours, rank and probes, and on pets by segmentation
+together at 64 pixels in patches of 8, and evaluated on them by kNN, rank and probes, and on pets by segmentation
 and object discovery.
 
     rate       a third, once and three times a learning rate, and one step further where the best is at an end; a third
-               of the steps, judged on a tenth of the training set that is held out (no image that is tested on is
+               of the steps, evaluated on a tenth of the training set that is held out (no image that is tested on is
                seen). For SOAP, for AdamW and with labels the best of each of the two models is taken from there on
     main       residual and without residuals + init, by AdamW and by SOAP; SOAP with two seeds
     remedy     without residuals: centred and sharper attention, skips annealed away, decayed, cut in the MLPs alone,
@@ -43,7 +43,7 @@ LR = {"adamw": 5e-4, "soap": 1e-3, "muon": 1e-3}
 SKIPLESS = {"shortcut": "cut", "init": "skipless:vit-small"}
 DENSE = ("segment-linear-v1", "segment-ridge-v1", "discover-tokencut-v1")
 PROBE = {"iterations": 100}  # of L-BFGS, for every block; the protocol has 1000
-KNOWN = 20_000  # images of the training set that neighbours and probes learn from
+KNOWN = 20_000  # images of the training set that kNN and probes learn from
 PETS = {1: 1, 2: 0, 3: 255}  # the trimap: pet, background, border
 
 
@@ -82,13 +82,13 @@ def jobs(done: dict[str, Any], fields: dict[str, Any], options: argparse.Namespa
         residual, skipless = (by(strong if way == "labels" else way, times) for times in best)
         return {**ways[way], **residual}, {**ways[way], **SKIPLESS, **skipless}
 
-    found, pair = trials(strong), chosen(strong)
+    result, pair = trials(strong), chosen(strong)
     if pair is not None:
         mine, without = pair
         for seed in (0, 1):
-            found.append((f"main | residual | {strong} | seed {seed}", {**mine, "seed": seed}))
-            found.append((f"main | skipless | {strong} | seed {seed}", {**without, "seed": seed}))
-        found += [
+            result.append((f"main | residual | {strong} | seed {seed}", {**mine, "seed": seed}))
+            result.append((f"main | skipless | {strong} | seed {seed}", {**without, "seed": seed}))
+        result += [
             # At the start the patches of an image are alike from the eighth block on, and least with both of these.
             (f"remedy | centred, sharper | {strong}", {**without, "init": "skipless:vit-small,centre,beta=2"}),
             (f"remedy | annealed + init | {strong}", {**without, "shortcut": fade}),
@@ -101,15 +101,15 @@ def jobs(done: dict[str, Any], fields: dict[str, Any], options: argparse.Namespa
             (f"depth | skipless, {depth // 2} blocks | {strong}", {**without, **shallow(depth // 2)}),
         ]
     for way, names in (("adamw", "main | {} | adamw | seed 0"), ("labels", f"labels | {{}} | {strong}")):
-        found += trials(way)
+        result += trials(way)
         if (both := chosen(way)) is not None:
-            found += [(names.format(name), config) for name, config in zip(models, both, strict=True)]
-    found += [
+            result += [(names.format(name), config) for name, config in zip(models, both, strict=True)]
+    result += [
         ("contrast | keep | adamw", {"recipe": "simclr", **by("adamw")}),
         ("contrast | decay:0.6 | adamw", {"recipe": "simclr", "shortcut": "decay:0.6", **by("adamw")}),
     ]
     if pair is not None:  # what is good to know, where there is time
-        found += [
+        result += [
             (f"depth | residual, {depth // 2} blocks | {strong}", {**mine, **shallow(depth // 2)}),
             (f"remedy | momentum 0.998 | {strong}", {**without, "momentum": 0.998}),
             (f"remedy | annealed | {strong}", {**mine, "shortcut": fade}),
@@ -118,7 +118,7 @@ def jobs(done: dict[str, Any], fields: dict[str, Any], options: argparse.Namespa
             (f"remedy | init vit-base | {strong}", {**without, "init": "skipless:vit-base"}),
             ("contrast | cut | adamw", {"recipe": "simclr", **SKIPLESS, **by("adamw")}),
         ]
-    return [(name, {"recipe": "dino", **fields, **config}) for name, config in found if name not in done]
+    return [(name, {"recipe": "dino", **fields, **config}) for name, config in result if name not in done]
 
 
 # --- One run ----------------------------------------------------------------------------------------------------------
@@ -134,7 +134,7 @@ def planned(config: dict[str, Any]) -> Any:
     recipe = unskip.recipes.RECIPES[values.pop("recipe")]
     preset = values.pop("preset")
     if recipe.name == "supervised":
-        values["model_args"] += ",dynamic_img_size=true"  # pets are judged at another size
+        values["model_args"] += ",dynamic_img_size=true"  # pets are evaluated at another size
         values["weight_decay"] = 0.05
     known = {field.name for field in fields(recipe.config)}
     return getattr(unskip.recipes, recipe.name)(preset, **{key: each for key, each in values.items() if key in known})
@@ -149,7 +149,7 @@ def work(task: dict[str, Any]) -> dict[str, Any] | None:
     warnings.simplefilter("ignore", unskip.errors.UnskipWarning)
     start, folder, config = time.perf_counter(), Path(task["folder"]), planned(task["config"])
     told = {key: value for key, value in task["config"].items() if key not in ("data", "device")}
-    found: dict[str, Any] = {"config": told}
+    result: dict[str, Any] = {"config": told}
     run = RunFolder(folder)
     try:
         going = (folder / "config.json").exists()
@@ -158,22 +158,22 @@ def work(task: dict[str, Any]) -> dict[str, Any] | None:
             return None
         trained = time.perf_counter()
         release()
-        found |= judged(folder, task) if task["judge"] else {}
-        found["judged_seconds"] = time.perf_counter() - trained
+        result |= evaluated(folder, task) if task["judge"] else {}
+        result["judged_seconds"] = time.perf_counter() - trained
     except unskip.errors.TrainingError as error:
         if isinstance(error.__cause__, OSError):
             raise  # a full disk says nothing of the model
-        found["diverged"] = str(error).partition(": ")[2]
+        result["diverged"] = str(error).partition(": ")[2]
     except unskip.errors.BadInput as error:  # such as features that are not finite: no reason to end the study
         if not run.read("metrics.jsonl"):
             raise  # it did not begin
-        found["not_judged"] = str(error)
+        result["not_judged"] = str(error)
     metrics, looks = run.read("metrics.jsonl"), run.read("evals.jsonl")
     online = [row for row in looks if "rank_block_0" in row]
     right = ("val_accuracy", "test_accuracy")  # of a run with labels
     keys = ("loss", "teacher_entropy", "teacher_spread", "divergence", "aligned", "apart", "gradient_norm")
     thinned = metrics[:: max(1, len(metrics) // 60)]
-    found |= {
+    result |= {
         "course": {key: [[row["step"], row[key]] for row in thinned if key in row] for key in keys},
         "ranks": [[row["step"], *(row[f"rank_block_{i}"] for i in range(_blocks(row)))] for row in online],
         "patch_ranks": [[row["step"], *(row[f"patchrank_block_{i}"] for i in range(_blocks(row)))] for row in online],
@@ -184,7 +184,7 @@ def work(task: dict[str, Any]) -> dict[str, Any] | None:
         "seconds": time.perf_counter() - start,
     }
     shutil.rmtree(folder / "checkpoints", ignore_errors=True)
-    return found
+    return result
 
 
 def _blocks(row: dict[str, Any]) -> int:
@@ -192,14 +192,14 @@ def _blocks(row: dict[str, Any]) -> int:
 
 
 def _first_warnings(rows: list[dict[str, Any]]) -> dict[str, int]:
-    found: dict[str, int] = {}
+    result: dict[str, int] = {}
     for row in rows:
-        found.setdefault(row["warning"], row["step"])
-    return {name: step for name, step in found.items() if name != "note"}
+        result.setdefault(row["warning"], row["step"])
+    return {name: step for name, step in result.items() if name != "note"}
 
 
-def judged(folder: Path, task: dict[str, Any]) -> dict[str, Any]:
-    """Neighbours, rank and probes by block on its own data, CKA between blocks; segmentation and discovery on pets."""
+def evaluated(folder: Path, task: dict[str, Any]) -> dict[str, Any]:
+    """kNN, rank and probes by block on its own data, CKA between blocks; segmentation and discovery on pets."""
     import torch
 
     from unskip import data, evals
@@ -209,7 +209,7 @@ def judged(folder: Path, task: dict[str, Any]) -> dict[str, Any]:
     run = open_run(folder)
     device = next(run.model.parameters()).device
     mean: Any = ("mean", "none")
-    token: Any = ("cls", "layer")  # the class token is what DINO trains, and judges by
+    token: Any = ("cls", "layer")  # the class token is what DINO trains and evaluates
     sides = []
     # Asked for as the recipes ask, so that what a worker has decoded serves here, too.
     for images, most in zip(open_splits(run.config, split="test"), (KNOWN, 2 * KNOWN), strict=True):
@@ -219,7 +219,7 @@ def judged(folder: Path, task: dict[str, Any]) -> dict[str, Any]:
     patches = evals.evaluate(run.encoder, None, feed, ["patchrank-v1"], changes={"patchrank-v1": {"samples": 256}})
     train, test = sides
 
-    def neighbours(view: Any, block: int) -> float:
+    def knn20(view: Any, block: int) -> float:
         return evals.knn(train[view][block], train.labels, test[view][block], test.labels)[20]
 
     blocks = range(test.blocks)
@@ -227,41 +227,41 @@ def judged(folder: Path, task: dict[str, Any]) -> dict[str, Any]:
     probe = evals.PROTOCOLS["probe-lbfgs-v1"]
     probes = [each["probe_lbfgs"] for each in probe.function(*splits, **probe.settings_with(PROBE))]
     depth = {
-        "knn20": [neighbours(mean, block) for block in blocks],
-        "knn20_cls": [neighbours(token, block) for block in blocks],
+        "knn20": [knn20(mean, block) for block in blocks],
+        "knn20_cls": [knn20(token, block) for block in blocks],
         "rank": [evals.rank(test[mean][block])["rank"] for block in blocks],
         "probe_lbfgs": probes,
         "patch_rank": [each.values["patchrank"] for each in patches],
     }
-    found: dict[str, Any] = {"depth": {key: [round(value, 5) for value in row] for key, row in depth.items()}}
+    result: dict[str, Any] = {"depth": {key: [round(value, 5) for value in row] for key, row in depth.items()}}
     maps = [test[mean][block][:: -(-len(test) // 1024)] for block in blocks]
-    found["cka"] = [[0.0] * len(maps) for _ in maps]
+    result["cka"] = [[0.0] * len(maps) for _ in maps]
     for i, x in enumerate(maps):
         for j, y in enumerate(maps[: i + 1]):
-            found["cka"][i][j] = found["cka"][j][i] = round(cka(x, y), 4)
+            result["cka"][i][j] = result["cka"][j][i] = round(cka(x, y), 4)
     if task["pets"] is None:
-        return found
+        return result
     pair = tuple((pets(task["pets"], split, task["size"])) for split in ("train", "test"))
     last = test.blocks - 1
     several = sorted({round((last + 1) * share / 4) - 1 for share in (1, 2, 3, 4)})
     masked: Any = [(each.pixels, each.masks) for each in pair]
     options: dict[str, Any] = {"ignore": 255, "batch": 512}
     counted = masked[1][1][masked[1][1] != 255]
-    found["segment"] = {
+    result["segment"] = {
         "always background": (counted == 0).double().mean().item() / 2,  # what nothing learnt has
         "single": evals.segment(run.encoder, *masked, 2, blocks=last, **options).mean_iou,
         "multi-scale": evals.segment(run.encoder, *masked, 2, blocks=several, **options).mean_iou,
         "by block (ridge)": [each.values["mean_iou"] for each in curves(run.encoder, pair, "segment-ridge-v1")],
     }
     curve = [each.values for each in curves(run.encoder, pair, "discover-tokencut-v1")]
-    found["discover"] = {key: [round(row[key], 4) for row in curve] for key in curve[0]}
+    result["discover"] = {key: [round(row[key], 4) for row in curve] for key in curve[0]}
     # Which block is best is asked of the training images, so that the test says how good it is.
     known = [each.values for each in curves(run.encoder, pair[::-1], "discover-tokencut-v1")]
-    found["discover"]["corloc, train"] = [round(row["corloc"], 4) for row in known]
+    result["discover"]["corloc, train"] = [round(row["corloc"], 4) for row in known]
     if task["picture"] is not None:
         shown = torch.linspace(0, len(pair[1]) - 1, 6).long()
         evals.pictures(run.encoder, pair[1].pixels[shown], task["picture"])
-    return found
+    return result
 
 
 def curves(encoder: Any, pair: Any, protocol: str) -> list[Any]:
@@ -286,7 +286,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=256)
     parser.add_argument("--strong", default="soap", choices=["soap", "muon"], help="the optimizer beside AdamW")
     parser.add_argument("--lr", type=float, default=1.0, help="a factor of all learning rates")
-    parser.add_argument("--judge-size", type=int, default=128, help="pixels at which pets are judged")
+    parser.add_argument("--judge-size", type=int, default=128, help="pixels at which pets are evaluated")
     parser.add_argument("--compile", action="store_true", help="compile each model: pays off side by side on a GPU")
     parser.add_argument("--img", type=Path, help="where figures and pictures go (default docs/img)")
     options = parser.parse_args()

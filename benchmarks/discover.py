@@ -93,11 +93,11 @@ def measured(side: int, options: argparse.Namespace) -> dict[str, Any]:
     graphs = numpy.where(edges[: options.compared].cpu().numpy(), 1.0, 1e-5)
 
     def solve() -> list[numpy.ndarray]:
-        found = []
+        result = []
         for graph in graphs:
             degrees = numpy.diag(graph.sum(1))
-            found.append(linalg.eigh(degrees - graph, degrees, subset_by_index=[1, 1])[1][:, 0])
-        return found
+            result.append(linalg.eigh(degrees - graph, degrees, subset_by_index=[1, 1])[1][:, 0])
+        return result
 
     theirs: dict[str, Any] = {"solver": {}, "whole": {}}
     threads = [n for n in (1, 2, 4, 8, 16) if n <= (os.cpu_count() or 1)]
@@ -119,12 +119,12 @@ def measured(side: int, options: argparse.Namespace) -> dict[str, Any]:
             "whole": statistics.median(seconds(lambda: unskip.evals.tokencut(x, (side, side)), options.rounds, cuda))
             / count,
         }
-        found = unskip.evals.tokencut(x[: options.compared], (side, side))
+        result = unskip.evals.tokencut(x[: options.compared], (side, side))
     same = [
-        bool((published(each, side) == mask).all()) for each, mask in zip(few, found.masks.cpu().numpy(), strict=True)
+        bool((published(each, side) == mask).all()) for each, mask in zip(few, result.masks.cpu().numpy(), strict=True)
     ]
-    sure = found.sure.cpu().tolist()
-    row: dict[str, Any] = {"tokens": f"{side} x {side}", "batch": count, "gap, median": float(found.gaps.median())}
+    sure = result.sure.cpu().tolist()
+    row: dict[str, Any] = {"tokens": f"{side} x {side}", "batch": count, "gap, median": float(result.gaps.median())}
     for name in ("solver", "whole"):
         best = min(theirs[name].values())
         row[name] = {

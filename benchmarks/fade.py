@@ -73,13 +73,13 @@ def main() -> None:
         record["original, skips cut, not trained"] = accuracy(bare, f"{folder}/bare")
         print(f"original {record['original']:.3f}, cut {record['original, skips cut, not trained']:.3f}", flush=True)
         for name, changes in students(options.steps // 2).items():
-            found = []
+            result = []
             for seed in range(options.seeds):
                 settings = {**fields, "weights": weights, "lr": options.lr, "seed": seed} | changes
                 config = unskip.recipes.supervised(options.preset, **settings)
-                found.append(accuracy(config, f"{folder}/{name} {seed}"))
-            record["results"][name] = found
-            print(f"{name:26s} {statistics.mean(found):.3f}  ({min(found):.3f} to {max(found):.3f})", flush=True)
+                result.append(accuracy(config, f"{folder}/{name} {seed}"))
+            record["results"][name] = result
+            print(f"{name:26s} {statistics.mean(result):.3f}  ({min(result):.3f} to {max(result):.3f})", flush=True)
             target.write_text(json.dumps(record, indent=1) + "\n")
 
 

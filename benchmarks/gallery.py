@@ -30,8 +30,7 @@ STUDIES = (
     ),
     (
         "mae-cifar.svg",
-        "Masked autoencoders on CIFAR-10: the accuracy of nearest neighbours by block, over training, and against the "
-        "effective rank.",
+        "Masked autoencoders on CIFAR-10: kNN accuracy by block, over training, and against the effective rank.",
         "mae",
     ),
     (
@@ -49,7 +48,7 @@ STUDIES = (
     (
         "dino-64.svg",
         "DINO with residuals and without (dashed), and the same models trained with labels, by block: rank, "
-        "neighbours, probes, segmentation, object discovery, and the share of images in which no object is found.",
+        "kNN, probes, segmentation, object discovery, and the share of images in which no object is found.",
         "dino",
     ),
     (
@@ -80,7 +79,7 @@ READ = {
     "Patch features by block": "A square is a patch, its colour the three main directions of its features. Where a "
     "colour keeps to a thing, features tell what is there; where all images have one pattern, they tell the place.",
     "Nearest neighbours": "A test image, and the training images with the nearest features.",
-    "Reconstructions": "An image, what the encoder saw of it, and what the decoder painted.",
+    "Reconstructions": "An image, what the encoder saw of it, and what the decoder reconstructed.",
     "20 nearest neighbours, by depth": "How often the 20 nearest training images vote for the right class, from the "
     "frozen features of each block.",
     "Linear probe": "How often a linear classifier on the frozen features of each block is right.",
@@ -136,8 +135,8 @@ def drawn(page: Path, pictured: Sequence[str], out: Path) -> Iterator[Shown]:
         browser.open(page, 560, 900)
         part, number = "", 0
         parts: list[str] = []
-        found: list[dict[str, Any]] = browser.run(_FIGURES)
-        for each in found:
+        result: list[dict[str, Any]] = browser.run(_FIGURES)
+        for each in result:
             if each["level"] == "H2":
                 part, parts = "", []
             elif each["level"] == "H3":

@@ -1,4 +1,4 @@
-"""Is the search for neighbours limited by its matrix product? `unskip.evals.knn` against the product alone.
+"""Is kNN limited by its matrix product? `unskip.evals.knn` against the product alone.
 
     python benchmarks/knn.py                          # on a GPU: 1.28 million by 50,000 at 768 dims, ImageNet's size
     python benchmarks/knn.py --small --device cpu     # at a size for a CPU, to see that it runs
@@ -65,7 +65,7 @@ def main() -> None:
         "topk": lambda: product(True),
         "knn": lambda: unskip.evals.knn(x, labels, y, truth),
     }
-    found: dict[str, list[float]] = {name: [] for name in works}
+    result: dict[str, list[float]] = {name: [] for name in works}
     memory = 0.0
     for turn in range(options.rounds + 1):
         for name, each in works.items():
@@ -73,11 +73,11 @@ def main() -> None:
                 torch.cuda.reset_peak_memory_stats()
             taken = seconds(each, options.device)
             if turn:  # the first one warms up
-                found[name].append(taken)
+                result[name].append(taken)
             if options.device == "cuda" and name == "knn":
                 memory = torch.cuda.max_memory_allocated() / 2**30
-    results: dict[str, Any] = {name: statistics.median(values) for name, values in found.items()}
-    results |= {"knn over product": results["knn"] / results["product"], "GiB at most": memory, "rounds": found}
+    results: dict[str, Any] = {name: statistics.median(values) for name, values in result.items()}
+    results |= {"knn over product": results["knn"] / results["product"], "GiB at most": memory, "rounds": result}
     results["TFLOP/s of the product"] = 2 * count * asked * dim / results["product"] / 1e12
     for name in works:
         print(f"{name:8s} {results[name]:8.3f} s")

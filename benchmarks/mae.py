@@ -14,7 +14,7 @@
     size      a plain model twice as wide, against the decayed small one
     start     alpha_min 0.4 and 0.6 without the zero start; their feature norms over steps
 
-The final and the longer runs are judged on the test set, all others on a tenth of the training set that is held out;
+The final and the longer runs are evaluated on the test set, all others on a tenth of the training set that is held out;
 all but the final runs have one seed. Each result is added to the JSON when its run is done, and what is there is not
 run again. A run that is stopped at the limit leaves a checkpoint in its folder (--runs), from which the same command
 goes on.
@@ -130,21 +130,21 @@ def work(task: dict[str, Any]) -> dict[str, Any] | None:
     planned = unskip.recipes.mae(fields.pop("preset"), **fields)
     run = RunFolder(folder)
     told = {key: value for key, value in config.items() if key not in ("data", "device")}
-    found: dict[str, Any] = {"config": told}
+    result: dict[str, Any] = {"config": told}
     try:
         going = (folder / "config.json").exists()
         outcome = unskip.resume(folder, quiet=True) if going else unskip.train(planned, folder, quiet=True)
         if not outcome.finished:
             return None
-        found |= dict(outcome.evaluations) | judged(name, planned, folder, task["finetune"])
+        result |= dict(outcome.evaluations) | evaluated(name, planned, folder, task["finetune"])
     except (unskip.errors.TrainingError, unskip.errors.BadInput) as error:  # a loss, or features, that are not finite
         if not run.read("metrics.jsonl"):
             raise  # it did not begin
-        found["diverged"] = str(error).partition(": ")[2]
+        result["diverged"] = str(error).partition(": ")[2]
     metrics, raised = run.read("metrics.jsonl"), run.read("warnings.jsonl")
     online = [row for row in run.read("evals.jsonl") if row["evaluation"].startswith("knn-dino-v1, ")]
     early = metrics[:40] + metrics[40 :: max(1, len(metrics) // 30)]
-    found |= {
+    result |= {
         "online": [[row["step"], row["knn20"], row["rank"]] for row in online],
         "loss": [[row["step"], row["loss"], row["feature_norm"]] for row in early],
         "effective_decay": metrics[-1].get("effective_decay", 1.0) if metrics else None,
@@ -153,10 +153,10 @@ def work(task: dict[str, Any]) -> dict[str, Any] | None:
         "seconds": time.perf_counter() - start,
     }
     shutil.rmtree(folder)  # what is shown lies in the JSON
-    return found
+    return result
 
 
-def judged(name: str, config: Any, folder: Path, finetune_epochs: float) -> dict[str, Any]:
+def evaluated(name: str, config: Any, folder: Path, finetune_epochs: float) -> dict[str, Any]:
     """Every protocol over depth; the final runs are fine-tuned and measured too."""
     import torch
 
@@ -166,11 +166,11 @@ def judged(name: str, config: Any, folder: Path, finetune_epochs: float) -> dict
 
     begun = time.perf_counter()
     run, results = evaluate_run(folder, PROTOCOLS, seed=config.seed, batch=max(2048, config.batch))
-    found: dict[str, Any] = {"depth": {}}
+    result: dict[str, Any] = {"depth": {}}
     for each in results:
         for key, value in each.values.items():
             if key not in ("knn10", "knn100", "rank_entropy"):
-                found["depth"].setdefault(key, []).append(round(value, 5))
+                result["depth"].setdefault(key, []).append(round(value, 5))
     if name.startswith("final"):
         train, test = (open_images(config.data, split=split, root=config.data_root) for split in ("train", "test"))
         changes: dict[str, Any] = {"epochs": finetune_epochs, "warmup": finetune_epochs / 20}
@@ -178,21 +178,21 @@ def judged(name: str, config: Any, folder: Path, finetune_epochs: float) -> dict
             changes |= {"batch": 64, "flip": False, "crop": "none"}
         options: dict[str, Any] = {"size": config.size, "seed": config.seed, "precision": config.precision}
         options |= {"graph": config.graph, "changes": changes}
-        found["finetune"] = unskip.evals.finetune(run.encoder, train, test, TUNED, **options)
-        found["changes"] = {TUNED: changes, "precision": config.precision}
+        result["finetune"] = unskip.evals.finetune(run.encoder, train, test, TUNED, **options)
+        result["changes"] = {TUNED: changes, "precision": config.precision}
         device = next(run.model.parameters()).device
         batch = next(iter(Feed(test.select(range(256)), 256, config.size, device=device).evaluate()))[0]
         with torch.no_grad():
             rows = unskip.measure(run.encoder.eval(), batch, jacobians="off").to_dict()["blocks"]
-        found["measure"] = [{k: v for k, v in row.items() if isinstance(v, int | float)} for row in rows]
-    return found | {"judging_seconds": time.perf_counter() - begun}
+        result["measure"] = [{k: v for k, v in row.items() if isinstance(v, int | float)} for row in rows]
+    return result | {"judging_seconds": time.perf_counter() - begun}
 
 
 def tell(name: str, row: dict[str, Any]) -> str:
     if "depth" not in row:
         return f"diverged: {row['diverged']}"
     shown = ", ".join(f"{key} {last(row, key):.3f}" for key in ("knn20", "probe_lbfgs", "rank"))
-    return f"{shown}, {row['images_per_second']:.0f} images/s, {row['judging_seconds']:.0f} s of judging"
+    return f"{shown}, {row['images_per_second']:.0f} images/s, {row['judging_seconds']:.0f} s of evaluation"
 
 
 def main() -> None:

@@ -49,7 +49,7 @@ def main() -> None:
     if cuda:
         torch.cuda.reset_peak_memory_stats()
     start = time.perf_counter()
-    found = unskip.measure(model, images)
+    measurement = unskip.measure(model, images)
     seconds = time.perf_counter() - start
     peak = torch.cuda.max_memory_allocated() if cuda else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     data = {
@@ -66,12 +66,12 @@ def main() -> None:
         "ratio": seconds / reference,
         "peak_gib": peak / 2**30,
         "peak_is": "of the GPU's allocator" if cuda else "of the process",
-        "network": found.network.to_dict() if found.network is not None else None,
-        "notes": list(found.notes),
+        "network": measurement.network.to_dict() if measurement.network is not None else None,
+        "notes": list(measurement.notes),
     }
     options.out.mkdir(parents=True, exist_ok=True)
     (options.out / f"measure-{'gpu' if cuda else 'cpu'}.json").write_text(json.dumps(data, indent=1) + "\n")
-    print(found)
+    print(measurement)
     print(f"{seconds:.1f} s, {seconds / reference:.0f} forward and backward passes; peak {data['peak_gib']:.1f} GiB")
 
 

@@ -202,25 +202,29 @@ def verdicts(results: dict[str, dict[str, Any]]) -> dict[str, Any]:
     base = results.get("vit_base_patch16_224", {})
     soap, reference = base.get("unskip SOAP"), base.get("pytorch_optimizer SOAP")
     muon, torchs = base.get("unskip Muon"), base.get("torch Muon")
-    found: dict[str, Any] = {}
+    result: dict[str, Any] = {}
     for way in ("alone", "queued"):
         if soap:
-            found[f"soap_ms ({way})"] = (soap[f"{way}_mean_ms"], BARS["soap_ms"], "<=")
+            result[f"soap_ms ({way})"] = (soap[f"{way}_mean_ms"], BARS["soap_ms"], "<=")
             share = soap[f"{way}_max_ms"] / soap[f"{way}_mean_ms"]
-            found[f"soap_max_over_mean ({way})"] = (share, BARS["soap_max_over_mean"], "<=")
+            result[f"soap_max_over_mean ({way})"] = (share, BARS["soap_max_over_mean"], "<=")
         if soap and reference:
             ratio = reference[f"{way}_mean_ms"] / soap[f"{way}_mean_ms"]
-            found[f"soap_ratio ({way})"] = (ratio, BARS["soap_ratio"], ">=")
+            result[f"soap_ratio ({way})"] = (ratio, BARS["soap_ratio"], ">=")
         if muon and torchs:
-            found[f"muon_ms ({way})"] = (muon[f"{way}_mean_ms"], BARS["muon_ms"], "<=")
-            found[f"muon_ratio ({way})"] = (torchs[f"{way}_mean_ms"] / muon[f"{way}_mean_ms"], BARS["muon_ratio"], ">=")
+            result[f"muon_ms ({way})"] = (muon[f"{way}_mean_ms"], BARS["muon_ms"], "<=")
+            result[f"muon_ratio ({way})"] = (
+                torchs[f"{way}_mean_ms"] / muon[f"{way}_mean_ms"],
+                BARS["muon_ratio"],
+                ">=",
+            )
     if soap:
         early = soap["third_to_fourteenth_max_ms"] / soap["alone_mean_ms"]
-        found["soap_max_over_mean (steps 3 to 14)"] = (early, BARS["soap_max_over_mean"], "<=")
-        found["state_gib"] = (soap["state_gib"], BARS["state_gib"], "<=")
+        result["soap_max_over_mean (steps 3 to 14)"] = (early, BARS["soap_max_over_mean"], "<=")
+        result["state_gib"] = (soap["state_gib"], BARS["state_gib"], "<=")
     return {
         key: {"measured": value, "bar": bar, "holds": value <= bar if sign == "<=" else value >= bar}
-        for key, (value, bar, sign) in found.items()
+        for key, (value, bar, sign) in result.items()
     }
 
 
@@ -241,7 +245,7 @@ def figure(results: Path) -> None:
     size = data["parameters"]
     fig, (left, right) = plt.subplots(1, 2, figsize=(10, 4.6), layout="constrained")
     for name in ("unskip SOAP", "pytorch_optimizer SOAP", "unskip Muon", "torch Muon", "torch AdamW, fused"):
-        rows = {model: found[name]["queued_mean_ms"] for model, found in data["results"].items() if name in found}
+        rows = {model: result[name]["queued_mean_ms"] for model, result in data["results"].items() if name in result}
         points = sorted((size[model] / 1e6, ms) for model, ms in rows.items())
         if not points:
             continue

@@ -97,12 +97,12 @@ def main() -> None:
             # a run that diverged has a loss of NaN, which is never the least
             best = min(tried, key=lambda run: run["loss"] if run["loss"] == run["loss"] else float("inf"))
             runs = [best, *(train(wiring, name, best["lr"], seed, options.steps) for seed in range(1, options.seeds))]
-            found = [run["accuracy"] for run in runs]
+            result = [run["accuracy"] for run in runs]
             results[f"{wiring}, {name}"] = {
                 "lr": best["lr"],
-                "accuracy": statistics.fmean(found),
-                "lowest": min(found),
-                "highest": max(found),
+                "accuracy": statistics.fmean(result),
+                "lowest": min(result),
+                "highest": max(result),
                 "loss": statistics.fmean(run["loss"] for run in runs),
                 "runs": runs,
                 "tried": [{key: run[key] for key in ("lr", "loss", "accuracy")} for run in tried],

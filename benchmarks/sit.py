@@ -9,11 +9,11 @@
              that ends in the middle
     uvit     plain, and decayed
 
-SiT-S/4 in pixel space, about 33 million weights, 15000 steps of 128 images. Of each run's averaged weights 10000
+SiT-S/4 in pixel space, about 33 million weights, 15000 steps of 128 images. Of each run's EMA weights 10000
 samples at 25 steps of Heun's against the training set (with guidance too where --guided is said); the test images are
-judged in the same way, as what samples could reach. Neighbours and linear probes over blocks and noise levels, on a
-tenth of the training set that is held out of the rest: it chooses the block and the noise level, which are judged then
-on the test set.
+evaluated in the same way, as what samples could reach. kNN and linear probes over blocks and noise levels, on a
+tenth of the training set that is held out of the rest: it chooses the block and the noise level, which are then
+evaluated on the test set.
 
 A result is added to the JSON when its run is done, and what is there is not run again. At the limit runs are stopped;
 their folders (--runs) hold a checkpoint, from which the same command goes on. The judge's weights stay in --judge: runs
@@ -46,7 +46,7 @@ def jobs(done: dict[str, Any], fields: dict[str, Any], alpha: str) -> list[Job]:
     """What is still to be run, what matters most first. The others are trained meanwhile, and wait for the judge."""
     judge = {"recipe": "supervised", **fields["judge"], "data": fields["data"], "device": fields["device"]}
     decay, halfway = {"shortcut": f"decay:{alpha}"}, {"shortcut": ends_in_the_middle(alpha, fields)}
-    found: list[Job] = [
+    result: list[Job] = [
         ("sit | plain | seed 0", {"recipe": "sit", **PLAIN, "seed": 0}),
         (f"sit | decay {alpha} | seed 0", {"recipe": "sit", **decay, "seed": 0}),
         ("sit | long skips | seed 0", {"recipe": "sit", "shortcut": "keep", "seed": 0}),
@@ -57,7 +57,7 @@ def jobs(done: dict[str, Any], fields: dict[str, Any], alpha: str) -> list[Job]:
         (f"uvit | decay {alpha} | seed 0", {"recipe": "uvit", **decay}),
     ]
     common = {key: value for key, value in fields.items() if key not in NOT_OF_A_RUN}
-    every = [("judge", judge), *((name, {**common, **config}) for name, config in found)]
+    every = [("judge", judge), *((name, {**common, **config}) for name, config in result)]
     return [(name, config) for name, config in every if name not in done]
 
 
@@ -84,7 +84,7 @@ def work(task: dict[str, Any]) -> dict[str, Any] | None:
     config = dict(task["config"])
     recipe = config.pop("recipe")
     planned = getattr(unskip.recipes, recipe)(config.pop("preset"), **config)
-    found: dict[str, Any] = {"config": {key: value for key, value in task["config"].items() if key != "data"}}
+    result: dict[str, Any] = {"config": {key: value for key, value in task["config"].items() if key != "data"}}
     judge = recipe == "supervised"
     try:
         going = (folder / "config.json").exists()
@@ -92,21 +92,21 @@ def work(task: dict[str, Any]) -> dict[str, Any] | None:
         if not outcome.finished:
             return None
         trained = time.perf_counter() - start
-        found |= dict(outcome.evaluations)
-        found |= kept_judge(task, folder, planned) if judge else judged(task, folder)
-        found["judged_seconds"] = time.perf_counter() - start - trained
+        result |= dict(outcome.evaluations)
+        result |= kept_judge(task, folder, planned) if judge else evaluated(task, folder)
+        result["judged_seconds"] = time.perf_counter() - start - trained
     except unskip.errors.TrainingError as error:
         broken = [row for row in RunFolder(folder).read("warnings.jsonl") if row["warning"] == "non-finite-loss"]
         if judge or not broken:
             raise  # such as a full disk, after which it can go on
-        found["diverged"] = str(error).partition(": ")[2]
+        result["diverged"] = str(error).partition(": ")[2]
     finally:
-        if judge and "weights" not in found:
+        if judge and "weights" not in result:
             failure(Path(task["judge"])).touch()
     run = RunFolder(folder)
     metrics = run.read("metrics.jsonl")
     early = metrics[:20] + metrics[20 :: max(1, len(metrics) // 30)]
-    found |= {
+    result |= {
         "loss": [[row["step"], row["loss"]] for row in early],
         "effective_decay": metrics[-1].get("effective_decay", 1.0) if metrics else None,
         "images_per_second": statistics.median(row["samples_per_second"] for row in metrics) if metrics else None,
@@ -116,8 +116,8 @@ def work(task: dict[str, Any]) -> dict[str, Any] | None:
     }
     online = [row for row in run.read("evals.jsonl") if row["evaluation"].startswith("knn-dino-v1, ")]
     if online:
-        found["online"] = [[row["step"], row["knn20"], row["rank"]] for row in online]
-    return found
+        result["online"] = [[row["step"], row["knn20"], row["rank"]] for row in online]
+    return result
 
 
 def kept_judge(task: dict[str, Any], folder: Path, config: Any) -> dict[str, Any]:
@@ -160,7 +160,7 @@ def failure(place: Path) -> Path:
     return place.with_name(f"{place.name}.failed")
 
 
-def judged(task: dict[str, Any], folder: Path) -> dict[str, Any]:
+def evaluated(task: dict[str, Any], folder: Path) -> dict[str, Any]:
     """Distances of samples, a grid of some, and features over blocks and times. Few large batches: few launches."""
     import unskip
     from unskip.evals import extractor
@@ -170,7 +170,7 @@ def judged(task: dict[str, Any], folder: Path) -> dict[str, Any]:
     run, place = open_run(folder), awaited(Path(task["judge"]))
     judge = extractor(place, name="judge", device=task["device"])
     options: dict[str, Any] = {"precision": run.config.precision, "batch": task["batch"]}
-    found: dict[str, Any] = {"weights": sum(weight.numel() for weight in run.model.parameters()), "generation": {}}
+    result: dict[str, Any] = {"weights": sum(weight.numel() for weight in run.model.parameters()), "generation": {}}
     for cfg in (1.0, CFG):
         judging = cfg == 1.0 or task["guided"]
         begin = time.perf_counter()
@@ -180,12 +180,12 @@ def judged(task: dict[str, Any], folder: Path) -> dict[str, Any]:
         picture(drawn.images[:GRID], Path(task["pictures"]), f"{task['word']}-cfg{cfg:g}")
         if judging:
             values = evaluate_samples(run, judge, sampling=how, samples=drawn, cache=place / "statistics", **options)
-            found["generation"][f"{cfg:g}"] = {**values, "seconds": time.perf_counter() - begin}
-    return {**found, "judge": judge.key, "features": known_by_blocks(run, task["times"], options)}
+            result["generation"][f"{cfg:g}"] = {**values, "seconds": time.perf_counter() - begin}
+    return {**result, "judge": judge.key, "features": known_by_blocks(run, task["times"], options)}
 
 
 def known_by_blocks(run: Any, times: list[float], options: dict[str, Any]) -> dict[str, Any]:
-    """Neighbours and probes: a tenth of the training set chooses block and time, and the test set judges there."""
+    """kNN and probes: a tenth of the training set chooses block and time, and the test set evaluates there."""
     from unskip.data._splits import HELD_OUT, divided
     from unskip.evals import evaluate, noised
     from unskip.recipes import evaluate_run, open_splits
@@ -196,16 +196,16 @@ def known_by_blocks(run: Any, times: list[float], options: dict[str, Any]) -> di
     given = {"pool": "mean", "size": run.config.size, **options}
     inputs = {time: noised(run.config.flow, time) for time in times}
     sweep = {time: evaluate(run.model, rest, held, names, inputs=hook, **given) for time, hook in inputs.items()}
-    found: dict[str, Any] = {}
+    result: dict[str, Any] = {}
     for number in PROTOCOLS:
         held_out = {f"{t:g}": by_block(rows, number) for t, rows in sweep.items()}
         _, block, t = max((value, -b, t) for t, values in held_out.items() for b, value in enumerate(values))
-        found[number] = {"held_out": held_out, "block": -block, "time": float(t)}
-    chosen = sorted({each["time"] for each in found.values()})
+        result[number] = {"held_out": held_out, "block": -block, "time": float(t)}
+    chosen = sorted({each["time"] for each in result.values()})
     _, tested = evaluate_run(run, names, times=chosen, pool="mean", **options)
-    for number, each in found.items():
+    for number, each in result.items():
         each["test"] = by_block([row for row in tested if row.time == each["time"]], number)
-    return found
+    return result
 
 
 def by_block(results: list[Any], number: str) -> list[float]:
@@ -227,13 +227,13 @@ def checked_judge(judge: dict[str, Any], place: Path) -> None:
     from unskip.errors import UnskipError
     from unskip.evals import extractor
 
-    found = None
+    result = None
     with contextlib.suppress(UnskipError):
-        found = extractor(place).key
-    if found != judge["weights"]:
+        result = extractor(place).key
+    if result != judge["weights"]:
         raise SystemExit(
             f"the judge of the runs that are there has the weights {judge['weights']}, and {place} holds "
-            f"{found or 'none'}: name its folder by --judge, or begin anew with another --out"
+            f"{result or 'none'}: name its folder by --judge, or begin anew with another --out"
         )
 
 
@@ -273,7 +273,7 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=10_000)
     parser.add_argument("--sampling-steps", type=int, default=25, help="of Heun's, two evaluations of the network each")
     parser.add_argument("--judge-epochs", type=float, default=25)
-    parser.add_argument("--judge-batch", type=int, default=2500, help="images at a time in sampling and judging")
+    parser.add_argument("--judge-batch", type=int, default=2500, help="images at a time in sampling and evaluation")
     parser.add_argument(
         "--guided", action="store_true", help=f"distances with guidance of {CFG:g} too: thrice the work"
     )
@@ -299,7 +299,7 @@ def main() -> None:
             options.device,
             told(fields),
             protocols={name: KNOWN[name].to_dict() for name in PROTOCOLS.values()},
-            splits="a tenth of the training set, held out of it, chooses block and time; the test set judges there",
+            splits="a tenth of the training set, held out of it, chooses block and time; the test set evaluates there",
             sampling={"sampler": "heun", "steps": fields["sampling_steps"], "reference": "the whole training set"},
         )
         if "judge" in done:

@@ -3,9 +3,9 @@
 python benchmarks/skipless.py --data "DATA/cifar10-{split}.parquet" --device cuda --workers 3 --limit 540
 python benchmarks/skipless.py                                             # digits on the CPU, a few epochs
 
-sweep    learning rates a factor of three apart, one seed, judged on a tenth of the training set that is held out;
+sweep    learning rates a factor of three apart, one seed, evaluated on a tenth of the training set that is held out;
          rates are added until the best lies between two others
-final    at the best rate of each, three seeds judged on the test set, and with the skips of one kind alone cut
+final    at the best rate of each, three seeds evaluated on the test set, and with the skips of one kind alone cut
 time     once `--pace` has timed the optimizers, the same at the wall time of SOAP
 try      what might help a model without skips, and shortcuts that decay, one seed, held out; by block under SOAP
 longer   three times the epochs, one seed: residual, skipless + init, and the best tries with and without skips
@@ -144,14 +144,14 @@ def pace(fields: dict[str, Any]) -> dict[str, dict[str, float]]:
     """Seconds a step of every optimizer, with and without skips, measured with nothing beside it."""
     import unskip
 
-    found: dict[str, dict[str, float]] = {}
+    result: dict[str, dict[str, float]] = {}
     for wiring, optimizer in itertools.product(("residual", "skipless"), RATES):
         config = {**fields, **WIRINGS[wiring], "optimizer": optimizer, "lr": 1e-4, "steps": 120, "log_every": 20}
         with tempfile.TemporaryDirectory() as folder:
             unskip.train(unskip.recipes.supervised(config.pop("preset"), **config), f"{folder}/run", quiet=True)
             rows = unskip.training.RunFolder(f"{folder}/run").read("metrics.jsonl")
-        found.setdefault(wiring, {})[optimizer] = statistics.median(row["seconds"] / 20 for row in rows[2:])
-    return found
+        result.setdefault(wiring, {})[optimizer] = statistics.median(row["seconds"] / 20 for row in rows[2:])
+    return result
 
 
 def work(config: dict[str, Any]) -> dict[str, Any] | None:
@@ -173,26 +173,26 @@ def work(config: dict[str, Any]) -> dict[str, Any] | None:
             task = replace(task, evaluations={**task.evaluations, "watch": lambda model: watched(model, task.sample)})
             schedule = replace(schedule, evaluate_every=max(1, schedule.steps // 3))
         run = RunFolder.create(f"{folder}/run", {}, config["device"])
-        found: dict[str, Any] = {}
+        result: dict[str, Any] = {}
         try:
             outcome = run_task(task, schedule, run, quiet=True)
             if not outcome.finished:
                 return None
-            found = {key: value for key, value in outcome.evaluations.items() if not key.endswith("]")}
+            result = {key: value for key, value in outcome.evaluations.items() if not key.endswith("]")}
         except unskip.errors.TrainingError as error:
-            found["diverged"] = str(error).partition(": ")[2]
+            result["diverged"] = str(error).partition(": ")[2]
         rows, raised, evaluations = (run.read(f"{name}.jsonl") for name in ("metrics", "warnings", "evals"))
     told = {key: value for key, value in config.items() if key not in ("data", "device")}
     curve = [[row["step"], row["loss"]] for row in rows[:: max(1, len(rows) // 25)]]
-    found |= {"seconds": time.perf_counter() - start, "loss": curve, "config": told}
+    result |= {"seconds": time.perf_counter() - start, "loss": curve, "config": told}
     if rows:
-        found["images_per_second"] = statistics.median(row["samples_per_second"] for row in rows)
+        result["images_per_second"] = statistics.median(row["samples_per_second"] for row in rows)
     if watch:
         seen = [row for row in evaluations if row["evaluation"] == "watch"]
         names = dict.fromkeys(key.partition("[")[0] for row in seen for key in row if key.endswith("]"))
-        found["watch"] = {"step": [row["step"] for row in seen]}
-        found["watch"] |= {name: [[*values_of(row, name)] for row in seen] for name in names}
-    return found | {"warnings": sorted({row["warning"] for row in raised})}
+        result["watch"] = {"step": [row["step"] for row in seen]}
+        result["watch"] |= {name: [[*values_of(row, name)] for row in seen] for name in names}
+    return result | {"warnings": sorted({row["warning"] for row in raised})}
 
 
 def watched(model: Any, sample: Any) -> dict[str, float]:
@@ -201,21 +201,21 @@ def watched(model: Any, sample: Any) -> dict[str, float]:
 
     import unskip
 
-    found: dict[str, float] = {}
+    result: dict[str, float] = {}
     for index, tokens in unskip.features(model, sample, pool=None).items():
         unit = torch.nn.functional.normalize(tokens.double(), dim=-1)
         count = tokens.shape[1]
         others = (unit @ unit.mT).sum((1, 2)) - count  # of a token with itself it is 1
-        found[f"cosine[{index}]"] = float(others.mean()) / (count * (count - 1))
+        result[f"cosine[{index}]"] = float(others.mean()) / (count * (count - 1))
     seen = unskip.measure(model, sample, jacobians="off").to_dict()
     for index, row in enumerate(seen["blocks"]):
-        found[f"token_rank[{index}]"] = row["token_rank"]
+        result[f"token_rank[{index}]"] = row["token_rank"]
     for index, row in enumerate(row for row in seen["sites"] if row["kind"] == "attention"):
-        found[f"self_attention[{index}]"] = statistics.mean(row["self_attention"])
+        result[f"self_attention[{index}]"] = statistics.mean(row["self_attention"])
         inverses = [0.0 if each is None else 1 / each for each in row["attention_condition"]]  # None: singular
-        found[f"attention_inverse_condition[{index}]"] = statistics.median(inverses)
-        found[f"value_output_inverse_condition[{index}]"] = 1 / (row["value_output"] or math.inf)
-    return found
+        result[f"attention_inverse_condition[{index}]"] = statistics.median(inverses)
+        result[f"value_output_inverse_condition[{index}]"] = 1 / (row["value_output"] or math.inf)
+    return result
 
 
 def values_of(row: dict[str, Any], name: str) -> Iterator[float]:
@@ -228,12 +228,12 @@ def values_of(row: dict[str, Any], name: str) -> Iterator[float]:
 
 def groups(done: dict[str, Any]) -> dict[tuple[str, str, str, str], list[dict[str, Any]]]:
     """Runs that differ in their seed alone, together: by kind, wiring, optimizer and rate."""
-    found: dict[tuple[str, str, str, str], list[dict[str, Any]]] = {}
+    result: dict[tuple[str, str, str, str], list[dict[str, Any]]] = {}
     for name, row in done.items():
         kind, *rest = name.split(" | ")
         if kind in ("final", "time", "longer", "try"):
-            found.setdefault((kind, rest[0], rest[1], rest[2]), []).append(row)
-    return found
+            result.setdefault((kind, rest[0], rest[1], rest[2]), []).append(row)
+    return result
 
 
 def accuracies(rows: list[dict[str, Any]]) -> list[float]:

@@ -135,22 +135,22 @@ def compare(case: Case, device: str, steps: int, rounds: int) -> dict[str, Any]:
     """Images a second of each, the median over rounds, and ratios between neighbours in time."""
     bare, clipped = case.bare(device, steps, clip=False), case.bare(device, steps, clip=True)
     model, feed = case.model(device), case.feed(device)
-    found: dict[str, list[float]] = {"bare": [], "+ clip": [], "loop": [], "loop, one graph": [], "feed": []}
+    rates: dict[str, list[float]] = {"bare": [], "+ clip": [], "loop": [], "loop, one graph": [], "feed": []}
     case.loop(device, 4, model, feed)  # compiles
     for _ in range(rounds):
-        found["bare"].append(bare())
-        found["+ clip"].append(clipped())
-        found["loop"].append(case.loop(device, steps, model, feed))
-        found["loop, one graph"].append(case.loop(device, steps, model, feed, graph=True))
+        rates["bare"].append(bare())
+        rates["+ clip"].append(clipped())
+        rates["loop"].append(case.loop(device, steps, model, feed))
+        rates["loop, one graph"].append(case.loop(device, steps, model, feed, graph=True))
         passed = 4 * steps
-        found["feed"].append(
+        rates["feed"].append(
             case.batch * passed / seconds(lambda: [None for _ in feed.iterate(0, passed)], device)  # noqa: B023
         )
-    ratios = [a / b for a, b in zip(found["loop"], found["bare"], strict=True)]
-    overheads = [b / a - 1 for a, b in zip(found["loop"], found["+ clip"], strict=True)]
-    result: dict[str, Any] = {key: statistics.median(values) for key, values in found.items()}
+    ratios = [a / b for a, b in zip(rates["loop"], rates["bare"], strict=True)]
+    overheads = [b / a - 1 for a, b in zip(rates["loop"], rates["+ clip"], strict=True)]
+    result: dict[str, Any] = {key: statistics.median(values) for key, values in rates.items()}
     result |= {"loop over bare": statistics.median(ratios), "ratios": ratios}
-    result |= {"overhead over bare + clip": statistics.median(overheads), "rounds": found}
+    result |= {"overhead over bare + clip": statistics.median(overheads), "rounds": rates}
     if device == "cuda":
         result["kernels"] = kernels(lambda: case.loop(device, 4, model, feed))
     return result
@@ -194,13 +194,13 @@ def main() -> None:
         "results": {},
     }
     for key, settings in (SMALL if options.small else CASES).items():
-        found = compare(Case(**settings), options.device, options.steps, options.rounds)
-        record["results"][key] = found
+        result = compare(Case(**settings), options.device, options.steps, options.rounds)
+        record["results"][key] = result
         print(f"\n{key}")
         for name in ("bare", "+ clip", "loop", "loop, one graph", "feed"):
-            print(f"  {name:15s} {found[name]:10.0f} img/s")
-        print(f"  loop over bare {found['loop over bare']:.3f}, overhead {found['overhead over bare + clip']:+.2%}")
-        for kind, share in found.get("kernels", {}).items():
+            print(f"  {name:15s} {result[name]:10.0f} img/s")
+        print(f"  loop over bare {result['loop over bare']:.3f}, overhead {result['overhead over bare + clip']:+.2%}")
+        for kind, share in result.get("kernels", {}).items():
             print(f"    {kind:24s} {share:6.1%}")
         if not options.small:
             options.out.mkdir(parents=True, exist_ok=True)

@@ -164,8 +164,8 @@ def stepper(model: nn.Module, images: Tensor, mode: str) -> Callable[[], None]:
 
     def step() -> None:
         with torch.autocast(device, torch.bfloat16):
-            found = forward(images)
-        (found if isinstance(found, Tensor) else found.loss).backward()
+            result = forward(images)
+        (result if isinstance(result, Tensor) else result.loss).backward()
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
 

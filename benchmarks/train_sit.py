@@ -8,7 +8,7 @@
     ours, narrow     its stream in bf16
     ours, paper's    with long skips and decayed shortcuts: more work, shown beside the others
 
-All are compiled, under bf16 autocast, with fused AdamW and no averaged weights; they take turns, and the ratio is that
+All are compiled, under bf16 autocast, with fused AdamW and no EMA; they take turns, and the ratio is that
 of neighbours. Before that the losses of the same weights, latents, noise and times are compared. Last come images a
 second at 50 steps of Heun's: 100 evaluations of the network each. JSON goes to docs/results/train-sit-gpu.json.
 """
@@ -205,8 +205,8 @@ def main() -> None:
         print(f"published: {reached:.0f} of the {BAR} img/s that make it a fair peer on an H200")
     for name, value in drawn.items():
         print(f"sampling, 50 steps of Heun's, {name}: {value:.1f} img/s")
-    found = {"losses apart": apart, "results": results, "sampling, images a second at 50 steps of Heun's": drawn}
-    write(__file__, options, {"batch": batch, "steps": steps, **sizes}, **found)
+    result = {"losses apart": apart, "results": results, "sampling, images a second at 50 steps of Heun's": drawn}
+    write(__file__, options, {"batch": batch, "steps": steps, **sizes}, **result)
 
 
 if __name__ == "__main__":

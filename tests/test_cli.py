@@ -397,12 +397,12 @@ def test_narrow_terminal_says_what_it_leaves_out(terminal: Any) -> None:
 
 
 def test_terminal_shows_long_skips_unknowns_and_notes(terminal: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = unskip.audit(seeded("timm:test_vit"))
-    first, *rest = found.sites
-    found.sites = (dataclasses.replace(first, long=True), *rest)
-    found.unknown = (unskip.anatomy.Unknown("blocks.0[odd]", "file.py:3", "a reason"),)
-    found.notes = ("something [to] know",)
-    monkeypatch.setattr(_audit, "_look", lambda *args: (found, None))
+    audit = unskip.audit(seeded("timm:test_vit"))
+    first, *rest = audit.sites
+    audit.sites = (dataclasses.replace(first, long=True), *rest)
+    audit.unknown = (unskip.anatomy.Unknown("blocks.0[odd]", "file.py:3", "a reason"),)
+    audit.notes = ("something [to] know",)
+    monkeypatch.setattr(_audit, "_look", lambda *args: (audit, None))
     out = terminal(200, "audit", "timm:test_vit")
     assert "long skip, kept unless asked for" in out
     assert "1 addition not decided, and left alone:\n  blocks.0[odd] (file.py:3): a reason" in out

@@ -63,12 +63,12 @@ def test_the_table(source: str, capsys: pytest.CaptureFixture[str]) -> None:
 def test_json_with_data(source: str, capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = run(capsys, f"{source}:normed", "--data", "random:40", "--n", "40", "--json")
     assert code == 0
-    found = json.loads(out)
-    assert found["verified"] is True
-    assert found["counts"]["impossible"] == 2
-    assert found["rows"][0]["verdict"]["obstructions"][0]["kind"] == "growth"
-    assert found["rows"][0]["bare"]["status"] == "impossible"
-    assert found["rows"][0]["approximation"]["error"] > 0
+    record = json.loads(out)
+    assert record["verified"] is True
+    assert record["counts"]["impossible"] == 2
+    assert record["rows"][0]["verdict"]["obstructions"][0]["kind"] == "growth"
+    assert record["rows"][0]["bare"]["status"] == "impossible"
+    assert record["rows"][0]["approximation"]["error"] > 0
 
 
 def test_apply_and_save(source: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -118,7 +118,7 @@ def test_a_widened_model_is_other_than_its_function_builds(
     [
         (["--apply", "approximate"], "give --data"),
         (["--out", "x"], "give --apply"),
-        (["--device", "nowhere"], "--device nowhere"),
+        (["--device", "nowhere"], "device is 'nowhere'"),
     ],
 )
 def test_bad_input(source: str, capsys: pytest.CaptureFixture[str], args: list[str], message: str) -> None:

@@ -84,12 +84,12 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_a_saved_model_is_measured_with_its_own_weights_and_wiring(run: Any, saved: Path) -> None:
     code, out, _ = run("measure", str(saved), "--data", "random:2", "--jacobians", "off", "--json")
-    found = json.loads(out)
+    record = json.loads(out)
     model = unskip.load(saved)
     assert code == 0
-    assert [site["alpha"] for site in found["sites"]] == unskip.Wiring.of(model).alphas
+    assert [site["alpha"] for site in record["sites"]] == unskip.Wiring.of(model).alphas
     alone = unskip.measure(model, unskip.data.batch("random:2", size=160), jacobians="off")
-    assert [block["norm"] for block in found["blocks"]] == pytest.approx([block.norm for block in alone.blocks])
+    assert [block["norm"] for block in record["blocks"]] == pytest.approx([block.norm for block in alone.blocks])
 
 
 def test_a_run_is_its_encoder_as_it_was_trained(run: Any, trained: Path) -> None:

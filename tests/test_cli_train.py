@@ -19,15 +19,15 @@ SMALL = ["--model-args", "depth=2,embed_dim=16,num_heads=2", "--steps", "2", "--
 @pytest.fixture
 def configs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Any]:
     """The configs that were to be trained; nothing is."""
-    found = []
+    result = []
 
     def train(config: Any, out: Path, *_: object) -> Outcome:
-        found.append(config)
+        result.append(config)
         return Outcome(out, 1, True, {})
 
     monkeypatch.setattr(recipes, "train", train)
     monkeypatch.chdir(tmp_path)
-    return found
+    return result
 
 
 # --- Options ---

@@ -57,6 +57,11 @@ def choice(who: str, name: str, value: object, allowed: Iterable[str]) -> str:
     return value
 
 
+def kind_of(value: object) -> str:
+    """What was given, for a message: dtype and shape of a tensor, or the name of a type."""
+    return f"{value.dtype} {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+
+
 def finite(who: str, name: str, x: Tensor) -> None:
     """Raise if x holds NaN or infinity, with how many and where the first one is."""
     good = torch.isfinite(x)

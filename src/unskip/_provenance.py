@@ -16,10 +16,10 @@ def sha256(path: Path) -> str:
 
 def versions_of(libraries: Iterable[str]) -> dict[str, str]:
     """The version of each library that is installed; unskip itself may be read from its sources, and has none then."""
-    found = {}
+    versions = {}
     for name in libraries:
         try:
-            found[name] = importlib.metadata.version(name)
+            versions[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             continue
-    return found
+    return versions

@@ -184,14 +184,14 @@ def layers(function: object, depth: int = _DECORATORS) -> Iterator[FunctionType]
 def names_of(owner: type, code: CodeType) -> list[str]:
     """The attributes of a class that run a code object when looked up on it (not those that a subclass overrides)."""
     names = [code.co_name, *(name for base in owner.__mro__ for name in vars(base))]
-    found = []
+    matching = []
     for name in dict.fromkeys(names):
         value = inspect.getattr_static(owner, name, None)
         if isinstance(value, FunctionType) and any(layer.__code__ is code for layer in layers(value)):
-            found.append(name)
+            matching.append(name)
             if name == code.co_name:
                 break  # the ordinary case; a second name for the same method would be looked up by that name
-    return found
+    return matching
 
 
 def import_function(module: str, qualname: str, code: CodeType | None = None) -> FunctionType:

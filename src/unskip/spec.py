@@ -273,21 +273,21 @@ def _on_path(folder: Path) -> Iterator[None]:
 def _import(file: Path, name: str) -> ModuleType:
     """The file as a module in sys.modules: its classes have source there, and can be pickled."""
     try:
-        found = importlib.util.find_spec(name)
+        module_spec = importlib.util.find_spec(name)
     except (ImportError, ValueError):
-        found = None
-    if found is None or found.origin is None or Path(found.origin).resolve() != file:
+        module_spec = None
+    if module_spec is None or module_spec.origin is None or Path(module_spec.origin).resolve() != file:
         # The name belongs to something else, such as a model.py that another folder gave.
         name = _other_name(file)
-        found = importlib.util.spec_from_file_location(name, file)
+        module_spec = importlib.util.spec_from_file_location(name, file)
     if name in sys.modules:
         return sys.modules[name]
-    assert found is not None
-    assert found.loader is not None
-    module = importlib.util.module_from_spec(found)
+    assert module_spec is not None
+    assert module_spec.loader is not None
+    module = importlib.util.module_from_spec(module_spec)
     sys.modules[name] = module
     try:
-        found.loader.exec_module(module)
+        module_spec.loader.exec_module(module)
     except BaseException:
         sys.modules.pop(name, None)
         raise

@@ -35,12 +35,12 @@ FROZEN = {
 
 def test_a_protocol_never_changes() -> None:
     """Another way to evaluate is a new name. Nothing here may be edited, only added to."""
-    found = {
+    result = {
         name: hashlib.sha256(json.dumps(each.to_dict(), sort_keys=True).encode()).hexdigest()[:16]
         for name, each in evals.PROTOCOLS.items()
         if each.function.__module__.startswith("unskip.evals.")
     }
-    assert found == FROZEN
+    assert result == FROZEN
     with pytest.raises(TypeError):
         evals.PROTOCOLS["rank-v1"].settings["samples"] = 5  # type: ignore[index]
     with pytest.raises(TypeError):
@@ -55,19 +55,19 @@ def test_features_are_those_of_the_blocks_however_the_images_are_batched() -> No
     images = digits()
     whole = torch.cat([x for x, _ in Feed(images, 300, 8).evaluate()])
     views: Any = [("mean", "none"), ("cls", "none"), ("mean", "layer"), ("cls", "layer")]
-    found = evals.extract(model, Feed(images, 64, 8).evaluate(), "all", views)
-    assert found.blocks == 3
-    assert len(found) == 300
-    assert torch.equal(found.labels, images.labels)
+    features = evals.extract(model, Feed(images, 64, 8).evaluate(), "all", views)
+    assert features.blocks == 3
+    assert len(features) == 300
+    assert torch.equal(features.labels, images.labels)
     with torch.no_grad():
         model.eval()
         tokens = unskip.features(model, whole, pool=None)
     for block, expected in tokens.items():
         plain = nn.functional.layer_norm(expected, (16,), eps=1e-6)
-        assert torch.allclose(found["mean", "none"][block], expected.mean(1), atol=1e-5)
-        assert torch.allclose(found["cls", "none"][block], expected[:, 0], atol=1e-5)
-        assert torch.allclose(found["mean", "layer"][block], plain.mean(1), atol=1e-5)
-        assert torch.allclose(found["cls", "layer"][block], plain[:, 0], atol=1e-5)
+        assert torch.allclose(features["mean", "none"][block], expected.mean(1), atol=1e-5)
+        assert torch.allclose(features["cls", "none"][block], expected[:, 0], atol=1e-5)
+        assert torch.allclose(features["mean", "layer"][block], plain.mean(1), atol=1e-5)
+        assert torch.allclose(features["cls", "layer"][block], plain[:, 0], atol=1e-5)
 
 
 def test_each_image_goes_through_the_model_once() -> None:
@@ -102,11 +102,11 @@ def test_blocks_can_be_chosen_and_a_rewired_model_is_taken_as_it_is() -> None:
 
 def test_half_precision_comes_back_in_full() -> None:
     model = vit().eval()
-    found = evals.extract(model, Feed(digits(), 100, 8).evaluate(), precision="bf16")["mean", "none"][2]
+    features = evals.extract(model, Feed(digits(), 100, 8).evaluate(), precision="bf16")["mean", "none"][2]
     exact = evals.extract(model, Feed(digits(), 100, 8).evaluate())["mean", "none"][2]
-    assert found.dtype == torch.float32
-    assert torch.allclose(found, exact, atol=0.1)
-    assert not torch.equal(found, exact)
+    assert features.dtype == torch.float32
+    assert torch.allclose(features, exact, atol=0.1)
+    assert not torch.equal(features, exact)
 
 
 def test_bad_views_and_empty_sets_are_refused() -> None:
@@ -227,12 +227,12 @@ def test_blocks_are_found_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tracing a model takes longer than evaluating a small one."""
     from unskip.evals import _extract
 
-    found = []
+    calls = []
     search = _extract.find_blocks
-    monkeypatch.setattr(_extract, "find_blocks", lambda *given: found.append(1) or search(*given))
+    monkeypatch.setattr(_extract, "find_blocks", lambda *given: calls.append(1) or search(*given))
     results = evals.evaluate(vit(), digits(), digits("test", 50), ["rank-v1"], size=8, batch=40)
     assert len(results) == 3
-    assert found == [1]
+    assert calls == [1]
 
 
 def test_blocks_of_several_widths_are_evaluated_apart() -> None:

@@ -42,9 +42,9 @@ def test_a_step_of_fine_tuning_asks_nothing_of_the_host(monkeypatch: pytest.Monk
         def __call__(self, batch: Any, key: object, seed: int) -> Any:
             self.model.zero_grad(set_to_none=False)
             with NoHost() as host:
-                found = self.work(batch)
+                result = self.work(batch)
             counted.append(host.operations)
-            return found
+            return result
 
     model = vit()
     unskip.rewire(model, "decay:0.6")
@@ -61,19 +61,19 @@ def test_drop_path_is_off_where_a_skip_is_cut() -> None:
     unskip.rewire(model, {"attention": "keep", "mlp": "cut"})
     without = evals.finetune(model, digits(), digits("test"), size=8, changes=changes)
     with pytest.warns(UnskipWarning, match="drop path, 0.9 by the protocol, is off"):
-        found = evals.finetune(model, digits(), digits("test"), size=8, changes=changes | {"drop_path": 0.9})
-    assert found == without
+        accuracy = evals.finetune(model, digits(), digits("test"), size=8, changes=changes | {"drop_path": 0.9})
+    assert accuracy == without
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_replayed_fine_tuning_reaches_the_same() -> None:
     model = vit().cuda()
-    found = [
+    result = [
         evals.finetune(model, digits(count=800), digits("test", 200), size=8, graph=graph, changes=SHORT)
         for graph in (False, True)
     ]
-    assert found[1] == pytest.approx(found[0], abs=0.05)
-    assert found[1] > 0.3
+    assert result[1] == pytest.approx(result[0], abs=0.05)
+    assert result[1] > 0.3
 
 
 @pytest.mark.full
@@ -82,8 +82,8 @@ def test_fine_tuning_learns_and_leaves_the_model_alone() -> None:
     unskip.rewire(model, "decay:0.8")
     before = {name: value.clone() for name, value in model.state_dict().items()}
     state = torch.get_rng_state()
-    found = [evals.finetune(model, digits(count=800), digits("test", 200), size=8, changes=SHORT) for _ in range(2)]
-    assert found[0] == found[1] > 0.3  # one in ten is chance
+    result = [evals.finetune(model, digits(count=800), digits("test", 200), size=8, changes=SHORT) for _ in range(2)]
+    assert result[0] == result[1] > 0.3  # one in ten is chance
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert isinstance(model.norm, nn.LayerNorm)
     assert torch.equal(torch.get_rng_state(), state)

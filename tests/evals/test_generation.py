@@ -49,8 +49,8 @@ def test_frechet_of_gaussians_in_closed_form() -> None:
     # Any two: the textbook's formula.
     draw = gaussian(2, 9, 5).reshape(2, 3, 3)
     c, d = (each @ each.T + 0.1 * torch.eye(3) for each in draw)
-    found = frechet(exact(50, mean, c), exact(60, other, d, 1))
-    assert found == pytest.approx(textbook(mean, c, other, d), rel=1e-8)
+    distance = frechet(exact(50, mean, c), exact(60, other, d, 1))
+    assert distance == pytest.approx(textbook(mean, c, other, d), rel=1e-8)
 
 
 @settings(max_examples=30, deadline=None)
@@ -106,8 +106,8 @@ def test_frechet_and_kid_are_those_of_torchmetrics() -> None:
     metric = peers.FrechetInceptionDistance(feature=module, input_img_size=(3, 4, 4))
     metric.update(real, real=True)
     metric.update(fake, real=False)
-    found = generation(fake, real, module)
-    assert found["FD-Pixels"] == pytest.approx(float(metric.compute()), rel=1e-4)
+    metrics = generation(fake, real, module)
+    assert metrics["FD-Pixels"] == pytest.approx(float(metric.compute()), rel=1e-4)
     a, b = module(fake).detach().double(), module(real).detach().double()
     a, b = a[:200], b[:200]  # the peer takes sets of one size
     assert kid(a, b) == pytest.approx(float(poly_mmd(a, b)), rel=1e-6)
@@ -130,9 +130,9 @@ def brute(samples: Tensor, reference: Tensor, k: int) -> float:
 def test_precision_and_recall_are_their_definition() -> None:
     fake, real = gaussian(25, 2, 0, 0.6, 0.5).float(), gaussian(30, 2, 1).float()
     for k in (1, 3):
-        found = precision_recall(fake, real, k)
-        assert found == pytest.approx((brute(fake, real, k), brute(real, fake, k)))
-    assert 0 < found[1] < found[0]  # narrow samples: good, and not varied
+        precision_and_recall = precision_recall(fake, real, k)
+        assert precision_and_recall == pytest.approx((brute(fake, real, k), brute(real, fake, k)))
+    assert 0 < precision_and_recall[1] < precision_and_recall[0]  # narrow samples: good, and not varied
 
 
 def test_precision_and_recall_at_their_ends() -> None:
@@ -170,13 +170,13 @@ def test_samples_that_cannot_be_compared() -> None:
         frechet(gaussian(5, 2, 0), gaussian(5, 3, 0))
     with pytest.raises(BadInput, match="features"):
         frechet(torch.full((5, 2), math.nan), gaussian(5, 2, 0))
-    with pytest.raises(BadInput, match="3 neighbours and 3 samples"):
+    with pytest.raises(BadInput, match="k is 3, of 3 samples"):
         precision_recall(gaussian(3, 2, 0), gaussian(5, 2, 0))
     with pytest.raises(BadInput, match="one extractor"):
         precision_recall(gaussian(9, 2, 0), gaussian(9, 3, 0))
     with pytest.raises(BadInput, match="logits are floating"):
         score(torch.zeros(0, 3))
-    with pytest.raises(BadInput, match="0 neighbours"):
+    with pytest.raises(BadInput, match="k is 0"):
         generation(real, real, module, k=0)
     for wrong in ({"batch": 0}, {"manifold": 0}):
         with pytest.raises(BadInput, match="each is 1 or more"):

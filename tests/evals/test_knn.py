@@ -1,4 +1,4 @@
-"""Neighbours: against scikit-learn and a loop written out, in chunks of any size, and what is refused."""
+"""kNN: against scikit-learn and a loop written out, in chunks of any size, and what is refused."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ def blobs(count: int, dim: int = 8, classes: int = 5, seed: int = 0) -> tuple[to
 def test_it_agrees_with_scikit_learn(dim: int) -> None:
     x, labels = blobs(600, dim)
     y, truth = blobs(150, dim, seed=1)
-    found = evals.knn(x, labels, y, truth)
-    assert list(found) == list(KS)
-    for k, accuracy in found.items():
+    accuracies = evals.knn(x, labels, y, truth)
+    assert list(accuracies) == list(KS)
+    for k, accuracy in accuracies.items():
         peer = KNeighborsClassifier(k, metric="cosine", weights=lambda far: numpy.exp((1 - far) / 0.07))
         expected = peer.fit(x.numpy(), labels.numpy()).score(y.numpy(), truth.numpy())
         assert accuracy == pytest.approx(expected, abs=1e-9)
@@ -53,8 +53,8 @@ def test_one_vote_close_by_outweighs_many_far_away() -> None:
     near, far = torch.tensor([1.0, 0.0]), torch.tensor([0.5, math.sqrt(0.75)])
     x = torch.stack([near, *[far] * 9, *[-near] * 190])
     labels = torch.tensor([0] + [1] * 9 + [2] * 190)
-    found = evals.knn(x, labels, near[None], torch.tensor([0]))
-    assert found[10] == 1
+    accuracies = evals.knn(x, labels, near[None], torch.tensor([0]))
+    assert accuracies[10] == 1
 
 
 @pytest.mark.parametrize("scale", [1e-30, 3.0, 1e30])
@@ -70,18 +70,18 @@ def test_autocast_does_not_decide_who_is_near() -> None:
     x, labels = blobs(600)
     y, truth = blobs(400, seed=1)
     with torch.autocast("cpu", torch.bfloat16):
-        found = evals.knn(x, labels, y, truth)
+        accuracies = evals.knn(x, labels, y, truth)
         probe = evals.linear_probe(x, labels, y, truth, "probe-decayed-v1")
-    assert found == evals.knn(x, labels, y, truth)
+    assert accuracies == evals.knn(x, labels, y, truth)
     assert probe == evals.linear_probe(x, labels, y, truth, "probe-decayed-v1")
 
 
 def test_changed_settings_are_used() -> None:
     x, labels = blobs(300)
     y, truth = blobs(200, seed=1)
-    found = evals.knn(x, labels, y, truth, changes={"k": (1,)})
+    accuracies = evals.knn(x, labels, y, truth, changes={"k": (1,)})
     peer = KNeighborsClassifier(1, metric="cosine").fit(x.numpy(), labels.numpy())
-    assert found == {1: pytest.approx(peer.score(y.numpy(), truth.numpy()))}
+    assert accuracies == {1: pytest.approx(peer.score(y.numpy(), truth.numpy()))}
     even = KNeighborsClassifier(200, metric="cosine").fit(x.numpy(), labels.numpy())  # so warm that votes are equal
     warm = evals.knn(x, labels, y, truth, changes={"temperature": 1e4})
     assert warm[200] == pytest.approx(even.score(y.numpy(), truth.numpy()), abs=0.011)  # up to ties
@@ -92,9 +92,9 @@ def test_changed_settings_are_used() -> None:
 @given(st.integers(1, 9), st.integers(1, 60), st.integers(1, 7), st.integers(0, 10))
 def test_the_best_of_a_row_are_those_of_a_full_sort(rows: int, groups: int, k: int, seed: int) -> None:
     values = torch.randn(rows, groups * 64, generator=torch.Generator().manual_seed(seed))
-    found, columns = best(values, k)
+    best_values, columns = best(values, k)
     expected = values.sort(1, descending=True)
-    assert torch.equal(found, expected.values[:, :k])
+    assert torch.equal(best_values, expected.values[:, :k])
     assert torch.equal(columns, expected.indices[:, :k])
 
 

@@ -81,9 +81,9 @@ def test_attention_maps_are_those_of_the_block(options: dict[str, Any]) -> None:
         model(x)
     prefix = model.num_prefix_tokens
     expected = seen[0][:, :, 0, prefix:] if prefix else seen[0].mean(2)
-    found = evals.attention_maps(model, x)
-    assert found.shape == (2, 3, 4, 4)
-    assert torch.allclose(found.flatten(2), expected, atol=1e-5)
+    maps = evals.attention_maps(model, x)
+    assert maps.shape == (2, 3, 4, 4)
+    assert torch.allclose(maps.flatten(2), expected, atol=1e-5)
 
 
 def test_a_sheet_is_written(tmp_path: Path) -> None:
@@ -140,12 +140,12 @@ def write(file: Path, count: int = 6, mask: Any = None, boxes: bool = True, size
 def test_masks_and_boxes_are_read(tmp_path: Path) -> None:
     for split in ("train", "test"):
         write(tmp_path / f"x-{split}.parquet")
-    found = open_dense(tmp_path / "x-{split}.parquet", "test", values=TRIMAP)
-    assert len(found) == 6
-    assert found.masks.shape == (6, 32, 32)
-    assert found.masks.unique().tolist() == [0, 1, 255]
-    assert found.masks[1, 10, 6] == 1
-    assert found.boxes[1].tolist() == [4, 8, 22, 24]
+    dense = open_dense(tmp_path / "x-{split}.parquet", "test", values=TRIMAP)
+    assert len(dense) == 6
+    assert dense.masks.shape == (6, 32, 32)
+    assert dense.masks.unique().tolist() == [0, 1, 255]
+    assert dense.masks[1, 10, 6] == 1
+    assert dense.boxes[1].tolist() == [4, 8, 22, 24]
     half = open_dense(tmp_path / "x-{split}.parquet", "test", size=16)
     assert half.pixels.shape[2:] == (16, 16)
     assert half.boxes[1].tolist() == [2, 4, 11, 12]
@@ -158,11 +158,11 @@ def test_masks_lie_over_images_that_were_made_squares(tmp_path: Path) -> None:
     picture = {"bytes": encoded(Image.fromarray(flat)), "path": None}
     rows = {"image": [picture] * 2, "mask": [picture] * 2, "label": [0, 1], "bbox": [[8, 5, 30, 10]] * 2}
     parquet.write_table(pyarrow.table(rows), tmp_path / "x-test.parquet")
-    found = open_dense(tmp_path / "x-{split}.parquet", "test", size=16)
-    assert found.masks.shape == (2, 40, 40)
-    lies = found.masks[0].nonzero()
+    dense = open_dense(tmp_path / "x-{split}.parquet", "test", size=16)
+    assert dense.masks.shape == (2, 40, 40)
+    lies = dense.masks[0].nonzero()
     assert (*lies.amin(0).tolist(), *(lies.amax(0) + 1).tolist()) == (10, 8, 20, 30)
-    assert (found.boxes[0] * 40 / 16).tolist() == pytest.approx([8, 10, 30, 20])
+    assert (dense.boxes[0] * 40 / 16).tolist() == pytest.approx([8, 10, 30, 20])
     as_it_is = open_dense(tmp_path / "x-{split}.parquet", "test")
     assert as_it_is.masks.shape == (2, 20, 40)
 
@@ -199,8 +199,8 @@ def test_a_wrong_row_is_named_by_its_own_file(tmp_path: Path) -> None:
         with pytest.raises(BadInput, match=rf"x-train-1\.parquet, {message}"):
             open_dense(tmp_path / "x-{split}-*.parquet")
     parquet.write_table(whole, second)
-    found = open_dense(tmp_path / "x-{split}-*.parquet")
-    assert found.boxes.tolist() == 2 * whole.column("bbox").to_pylist()
+    dense = open_dense(tmp_path / "x-{split}-*.parquet")
+    assert dense.boxes.tolist() == 2 * whole.column("bbox").to_pylist()
 
 
 @pytest.mark.filterwarnings("ignore::unskip.errors.UnskipWarning")
@@ -251,16 +251,16 @@ def test_what_masks_mean_where_nobody_says(numbers: list[int], meaning: Any) -> 
 @needs_real
 def test_pets() -> None:
     """Real masks and boxes agree with each other, and pixels alone say something of them."""
-    found = open_dense(REAL / "pets-test.parquet", "test", size=64, values=TRIMAP)
-    rows, columns = (found.masks[0] == 1).nonzero(as_tuple=True)
-    x0, y0, x1, y1 = (2 * found.boxes[0]).tolist()
+    dense = open_dense(REAL / "pets-test.parquet", "test", size=64, values=TRIMAP)
+    rows, columns = (dense.masks[0] == 1).nonzero(as_tuple=True)
+    x0, y0, x1, y1 = (2 * dense.boxes[0]).tolist()
     assert x0 - 3 <= int(columns.min())
     assert int(columns.max()) <= x1 + 3
     assert y0 - 3 <= int(rows.min())
     assert int(rows.max()) <= y1 + 3
     model = vit(img_size=64)
-    pairs = [(found.pixels[part], found.masks[part]) for part in (slice(0, 48), slice(48, 80))]
+    pairs = [(dense.pixels[part], dense.masks[part]) for part in (slice(0, 48), slice(48, 80))]
     guess = evals.segment(model, pairs[0], pairs[1], 2, blocks=0, ignore=255, protocol="segment-ridge-v1")
     assert guess.accuracy > 0.6
-    result = evals.discover(model, found.pixels[:16], found.boxes[:16])
+    result = evals.discover(model, dense.pixels[:16], dense.boxes[:16])
     assert 0 <= result["corloc"] <= 1

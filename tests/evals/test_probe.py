@@ -35,8 +35,8 @@ def test_the_regression_is_that_of_scikit_learn() -> None:
     assert numpy.allclose((bias[0] - bias[0].mean()).numpy(), peer.intercept_ - peer.intercept_.mean(), atol=2e-4)
     y, truth = blobs(200, dim=6, classes=4, seed=1)
     y = y * torch.tensor([1, 10, 0.1, 1, 1, 5.0]) + 3
-    found = evals.linear_probe(x, labels, y, truth, "probe-lbfgs-v1")
-    assert found == pytest.approx(peer.score(scaler.transform(y.double().numpy()), truth.numpy()), abs=1e-9)
+    accuracy = evals.linear_probe(x, labels, y, truth, "probe-lbfgs-v1")
+    assert accuracy == pytest.approx(peer.score(scaler.transform(y.double().numpy()), truth.numpy()), abs=1e-9)
 
 
 def test_a_changed_setting_reaches_the_probe() -> None:
@@ -68,9 +68,9 @@ def test_the_regression_ends_where_its_gradient_does(kind: str) -> None:
     if kind == "separable":
         x = x + 20 * F.one_hot(labels, x.shape[1])
     settings = PROTOCOLS["probe-lbfgs-v1"].settings
-    found = regression(x[None], labels, 5, settings, 2**20)
-    weight, bias = (each[0].requires_grad_(True) for each in found[:2])
-    z = (x.double() - found.mean) / found.std
+    solution = regression(x[None], labels, 5, settings, 2**20)
+    weight, bias = (each[0].requires_grad_(True) for each in solution[:2])
+    z = (x.double() - solution.mean) / solution.std
     loss = F.cross_entropy(z @ weight.T + bias, labels) + weight.square().sum() / (2 * settings["c"] * 600)
     loss.backward()
     assert max(float(weight.grad.abs().max()), float(bias.grad.abs().max())) <= 1.01e-6
@@ -183,9 +183,9 @@ def test_an_epoch_of_a_probe_asks_nothing_of_the_host(protocol: str, monkeypatch
 def test_a_replayed_probe_is_the_probe(protocol: str, monkeypatch: pytest.MonkeyPatch) -> None:
     x, labels = (each.cuda() for each in blobs(2000))
     settings = {**PROTOCOLS[protocol].settings, "epochs": 20, "warmup": 2}
-    found = _probe._descent(x[None], labels, 5, settings, 0)
+    result = _probe._descent(x[None], labels, 5, settings, 0)
     monkeypatch.setattr(_probe, "replayed", lambda work, state: work)
-    for mine, plain in zip(found, _probe._descent(x[None], labels, 5, settings, 0), strict=True):
+    for mine, plain in zip(result, _probe._descent(x[None], labels, 5, settings, 0), strict=True):
         torch.testing.assert_close(mine, plain, atol=1e-4, rtol=1e-3)
 
 
@@ -215,9 +215,9 @@ def test_sets_probed_together_are_probed_as_alone(protocol: str) -> None:
 def test_a_seed_decides_a_probe() -> None:
     x, labels = blobs(300)
     y, truth = blobs(1000, seed=1)
-    found = [evals.linear_probe(x, labels, y, truth, "probe-mae-v1", seed=seed) for seed in (0, 0, 1)]
-    assert found[0] == found[1]
-    assert found[0] != found[2]
+    result = [evals.linear_probe(x, labels, y, truth, "probe-mae-v1", seed=seed) for seed in (0, 0, 1)]
+    assert result[0] == result[1]
+    assert result[0] != result[2]
 
 
 def test_a_probe_works_without_gradients_and_leaves_features_alone() -> None:

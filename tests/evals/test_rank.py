@@ -16,17 +16,17 @@ from unskip import evals
 
 def patch_rank(patches: Tensor) -> float:
     split = evals.Split(torch.zeros(len(patches)), patches=patches)
-    found: float = evals.PROTOCOLS["patchrank-v1"].function(split, split, samples=len(patches))["patchrank"]
-    return found
+    result: float = evals.PROTOCOLS["patchrank-v1"].function(split, split, samples=len(patches))["patchrank"]
+    return result
 
 
 def test_rank_is_that_of_the_first_samples() -> None:
     x = torch.randn(12_000, 4, generator=torch.Generator().manual_seed(0))
     x[10_000:] = 0
-    found = evals.rank(x)
-    assert found["rank"] == pytest.approx(math.exp(found["rank_entropy"]))
-    assert found["rank"] == pytest.approx(unskip.measures.effective_rank(x[:10_000]))
-    assert 3.99 < found["rank"] <= 4
+    ranks = evals.rank(x)
+    assert ranks["rank"] == pytest.approx(math.exp(ranks["rank_entropy"]))
+    assert ranks["rank"] == pytest.approx(unskip.measures.effective_rank(x[:10_000]))
+    assert 3.99 < ranks["rank"] <= 4
 
 
 def test_the_rank_of_patches_is_that_of_each_image_on_its_own() -> None:
@@ -62,13 +62,13 @@ def test_patches_are_exact_whatever_precision_is_asked_for() -> None:
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("high")
     try:
-        found = evals.evaluate(model, None, digits("test", 40), ["patchrank-v1"], precision="bf16")
+        results = evals.evaluate(model, None, digits("test", 40), ["patchrank-v1"], precision="bf16")
         assert torch.get_float32_matmul_precision() == "high"
     finally:
         torch.set_float32_matmul_precision(before)
     assert seen[-1] == (torch.float32, "ieee", 16)
-    assert [(each.block, each.n) for each in found] == [(0, 16), (1, 16), (2, 16)]
+    assert [(each.block, each.n) for each in results] == [(0, 16), (1, 16), (2, 16)]
     images = unskip.data.preprocess_of(model, 1).normalised(digits("test", 16).images)
     tokens = unskip.features(model, images, 1, pool=None)[1][:, 3:].detach()
     expected = sum(unskip.measures.effective_rank(each) for each in tokens) / 16
-    assert found[1].values["patchrank"] == pytest.approx(expected, rel=1e-5)
+    assert results[1].values["patchrank"] == pytest.approx(expected, rel=1e-5)

@@ -50,19 +50,19 @@ def scene(grid: tuple[int, int], noise: float, count: int = 1, seed: int = 0, di
 @pytest.mark.parametrize("noise", [0.3, 1.0, 2.0])
 def test_masks_are_those_of_scipy_wherever_they_are_sure(grid: tuple[int, int], noise: float) -> None:
     features = scene(grid, noise, count=8)
-    found = evals.tokencut(features, grid)
+    discovery = evals.tokencut(features, grid)
     for index, each in enumerate(features):
         mask, _, y, gap = oracle(each, grid)
-        assert float(found.gaps[index]) == pytest.approx(gap, rel=0.15, abs=1e-7)
-        if not bool(found.sure[index]):
+        assert float(discovery.gaps[index]) == pytest.approx(gap, rel=0.15, abs=1e-7)
+        if not bool(discovery.sure[index]):
             continue
-        assert (found.masks[index].numpy() == mask).all()
-        assert numpy.allclose(found.eigenvectors[index].numpy(), y, atol=1e-7 * numpy.abs(y).max())
+        assert (discovery.masks[index].numpy() == mask).all()
+        assert numpy.allclose(discovery.eigenvectors[index].numpy(), y, atol=1e-7 * numpy.abs(y).max())
         rows, columns = numpy.nonzero(mask)
         box = [columns.min(), rows.min(), columns.max() + 1, rows.max() + 1]
-        assert found.boxes[index].tolist() == box
-    assert int(found.sure.sum()) >= (4 if len(features[0]) > 20 else 1)  # so something was compared
-    assert found.masks.dtype == torch.bool
+        assert discovery.boxes[index].tolist() == box
+    assert int(discovery.sure.sum()) >= (4 if len(features[0]) > 20 else 1)  # so something was compared
+    assert discovery.masks.dtype == torch.bool
 
 
 @given(
@@ -74,14 +74,14 @@ def test_masks_are_those_of_scipy_wherever_they_are_sure(grid: tuple[int, int], 
 @settings(max_examples=60)
 def test_any_graph(grid: tuple[int, int], noise: float, tau: float, seed: int) -> None:
     features = scene(grid, noise, seed=seed, dim=8).double()
-    found = evals.tokencut(features, grid, tau)
-    if bool(found.sure[0]):
+    discovery = evals.tokencut(features, grid, tau)
+    if bool(discovery.sure[0]):
         mask, _, _, gap = oracle(features[0], grid, tau)
         assert gap > GAP / 2
-        assert (found.masks[0].numpy() == mask).all()
+        assert (discovery.masks[0].numpy() == mask).all()
         # The mask holds its seed and is one piece.
-        assert bool(found.masks[0].flatten()[found.seeds[0]])
-        assert ndimage.label(found.masks[0].numpy())[1] == 1
+        assert bool(discovery.masks[0].flatten()[discovery.seeds[0]])
+        assert ndimage.label(discovery.masks[0].numpy())[1] == 1
 
 
 def test_images_do_not_hear_of_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -95,9 +95,9 @@ def test_images_do_not_hear_of_each_other(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_scale_does_not_matter_and_half_precision_is_taken() -> None:
     features = scene((8, 8), 0.5, count=3)
-    found = evals.tokencut(features, (8, 8))
-    assert torch.equal(found.masks, evals.tokencut(features * 7, (8, 8)).masks)
-    assert torch.equal(found.masks, evals.tokencut(features.bfloat16(), (8, 8)).masks)
+    discovery = evals.tokencut(features, (8, 8))
+    assert torch.equal(discovery.masks, evals.tokencut(features * 7, (8, 8)).masks)
+    assert torch.equal(discovery.masks, evals.tokencut(features.bfloat16(), (8, 8)).masks)
 
 
 def test_graphs_without_an_answer_say_so() -> None:
@@ -108,14 +108,14 @@ def test_graphs_without_an_answer_say_so() -> None:
     features[1] = 1.0
     features[2] = torch.eye(20, 32)  # an edge from each patch to itself alone
     features[3] = 0.0  # and none at all
-    found = evals.tokencut(features, grid)
-    assert found.seeds[:4].tolist() == [-1] * 4
-    assert not found.masks[:4].any()
-    assert (found.boxes[:4] == 0).all()
-    assert not found.sure[:4].any()
-    assert found.eigenvectors[:4].isnan().all()
-    assert found.seeds[4] >= 0
-    assert (found.masks[4].numpy() == oracle(features[4], grid)[0]).all()
+    discovery = evals.tokencut(features, grid)
+    assert discovery.seeds[:4].tolist() == [-1] * 4
+    assert not discovery.masks[:4].any()
+    assert (discovery.boxes[:4] == 0).all()
+    assert not discovery.sure[:4].any()
+    assert discovery.eigenvectors[:4].isnan().all()
+    assert discovery.seeds[4] >= 0
+    assert (discovery.masks[4].numpy() == oracle(features[4], grid)[0]).all()
 
 
 def test_graphs_without_an_answer_are_not_solved(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -132,12 +132,12 @@ def test_graphs_without_an_answer_are_not_solved(monkeypatch: pytest.MonkeyPatch
     mixed = torch.ones(5, 36, 4)
     mixed[2] = torch.randn(36, 4, generator=torch.Generator().manual_seed(0))
     mixed[4] = torch.nan
-    found = evals.tokencut(mixed, (6, 6))
+    discovery = evals.tokencut(mixed, (6, 6))
     assert solved == [1]
     alone = evals.tokencut(mixed[2:3], (6, 6))
-    assert torch.equal(found.masks[2], alone.masks[0])
-    assert torch.equal(found.boxes[2], alone.boxes[0])
-    assert found.seeds.tolist() == [-1, -1, int(alone.seeds), -1, -1]
+    assert torch.equal(discovery.masks[2], alone.masks[0])
+    assert torch.equal(discovery.boxes[2], alone.boxes[0])
+    assert discovery.seeds.tolist() == [-1, -1, int(alone.seeds), -1, -1]
 
 
 def test_a_graph_in_two_pieces_is_cut_between_them() -> None:
@@ -146,20 +146,20 @@ def test_a_graph_in_two_pieces_is_cut_between_them() -> None:
     left = (torch.arange(36) % 6) < 2
     features[0, left, 0] = 1.0
     features[0, ~left, 1] = 1.0
-    found = evals.tokencut(features, grid)
-    mask = found.masks[0]
+    discovery = evals.tokencut(features, grid)
+    mask = discovery.masks[0]
     assert torch.equal(mask.flatten(), left)  # |y| is larger on the smaller side
-    assert found.boxes[0].tolist() == [0, 0, 2, 6]
-    assert bool(found.sure[0])
+    assert discovery.boxes[0].tolist() == [0, 0, 2, 6]
+    assert bool(discovery.sure[0])
 
 
 def test_pieces_of_one_size_leave_it_unsure() -> None:
     """Three pieces alike: the second and third eigenvalue are one, and any cut between them is as good."""
     features = torch.zeros(1, 36, 3)
     features[0, torch.arange(36), torch.arange(36) // 12] = 1.0
-    found = evals.tokencut(features, (6, 6))
-    assert not bool(found.sure[0])
-    assert float(found.gaps[0]) < GAP
+    discovery = evals.tokencut(features, (6, 6))
+    assert not bool(discovery.sure[0])
+    assert float(discovery.gaps[0]) < GAP
 
 
 @given(st.integers(0, 10_000), st.integers(1, 9), st.integers(1, 9))
@@ -168,9 +168,9 @@ def test_connected_parts_and_boxes(seed: int, rows: int, columns: int) -> None:
     draw = torch.Generator().manual_seed(seed)
     masks = torch.rand(3, rows, columns, generator=draw) < 0.6
     seeds = torch.randint(rows * columns, (3,), generator=draw)
-    found = connected(masks, seeds)
-    boxes = boxes_of(found)
-    for mask, seed_at, mine, box in zip(masks, seeds, found, boxes, strict=True):
+    connected_parts = connected(masks, seeds)
+    boxes = boxes_of(connected_parts)
+    for mask, seed_at, mine, box in zip(masks, seeds, connected_parts, boxes, strict=True):
         labels, _ = ndimage.label(mask.numpy())
         there = labels[numpy.unravel_index(int(seed_at), (rows, columns))]
         assert (mine.numpy() == ((labels == there) & (there > 0))).all()

@@ -27,6 +27,6 @@ def matrices(model: nn.Module) -> list[Tensor]:
     return [p.detach() for p in model.parameters() if p.ndim == 2]
 
 
-def strict(found: Measurement) -> dict[str, Any]:
+def strict(result: Measurement) -> dict[str, Any]:
     """What a strict JSON reader gets."""
-    return json.loads(json.dumps(found.to_dict(), allow_nan=False))  # type: ignore[no-any-return]
+    return json.loads(json.dumps(result.to_dict(), allow_nan=False))  # type: ignore[no-any-return]

@@ -27,10 +27,10 @@ def test_a_stack_of_linear_branches(alpha: float) -> None:
     model = stack()
     x = torch.randn(4, 5, 6, dtype=torch.float64)
     unskip.rewire(model, Scale(stream=alpha, branch=1.5), x)
-    found = unskip.measure(model, x)
+    measurement = unskip.measure(model, x)
     eye = torch.eye(6, dtype=torch.float64)
     whole, stream = eye, x
-    for row, block, w in zip(found.sites, found.blocks, matrices(model), strict=True):
+    for row, block, w in zip(measurement.sites, measurement.blocks, matrices(model), strict=True):
         assert (row.alpha, row.beta) == (alpha, 1.5)
         step = alpha * eye + 1.5 * w
         whole = step @ whole
@@ -46,9 +46,9 @@ def test_a_stack_of_linear_branches(alpha: float) -> None:
         assert block.token_rank == pytest.approx(effective_rank(stream.flatten(0, 1)))
         assert block.pooled_rank == pytest.approx(effective_rank(stream.mean(1)))
         assert block.token_entropy == pytest.approx(math.log(block.token_rank or 0))
-    torch.testing.assert_close(found.network.values, spread(whole, 5), rtol=1e-8, atol=1e-10)
-    assert (found.samples, found.tokens) == (4, 5)
-    assert [row["ratio"] is None for row in strict(found)["sites"]] == [alpha == 0] * 3
+    torch.testing.assert_close(measurement.network.values, spread(whole, 5), rtol=1e-8, atol=1e-10)
+    assert (measurement.samples, measurement.tokens) == (4, 5)
+    assert [row["ratio"] is None for row in strict(measurement)["sites"]] == [alpha == 0] * 3
 
 
 def spread(matrix: Tensor, tokens: int) -> Tensor:
@@ -65,8 +65,8 @@ def test_gradient_norms_of_a_linear_stack() -> None:
             w.copy_(q)
     x = torch.randn(2, 5, 6, dtype=torch.float64)
     unskip.rewire(model, Cut(), x)
-    found = unskip.measure(model, x)
-    assert [row.gradient for row in found.sites] == pytest.approx([math.sqrt(30)] * 3)
+    measurement = unskip.measure(model, x)
+    assert [row.gradient for row in measurement.sites] == pytest.approx([math.sqrt(30)] * 3)
     unskip.Wiring.of(model).undo()
     with torch.no_grad():
         for w in model.parameters():
@@ -78,8 +78,8 @@ def test_gradient_norms_of_a_linear_stack() -> None:
 
 def test_echo_is_whole_where_the_stream_is_an_invertible_map_of_the_first() -> None:
     model = stack(depth=2, dim=4)
-    found = unskip.measure(model, torch.randn(6, 20, 4, dtype=torch.float64))
-    assert [row.echo for row in found.blocks] == pytest.approx([1.0, 1.0], abs=1e-3)
+    measurement = unskip.measure(model, torch.randn(6, 20, 4, dtype=torch.float64))
+    assert [row.echo for row in measurement.blocks] == pytest.approx([1.0, 1.0], abs=1e-3)
 
 
 def test_learnt_weights_of_every_channel_are_used() -> None:
@@ -89,10 +89,10 @@ def test_learnt_weights_of_every_channel_are_used() -> None:
     (alpha,) = wiring.parameters.values()
     with torch.no_grad():
         alpha.copy_(torch.arange(1.0, 7.0))
-    found = unskip.measure(model, x)
+    measurement = unskip.measure(model, x)
     expected = torch.diag(alpha.detach()) + matrices(model[0])[-1]
-    torch.testing.assert_close(found.sites[0].sublayer.values, spread(expected, 3))
-    assert found.sites[0].alpha == pytest.approx(3.5)
+    torch.testing.assert_close(measurement.sites[0].sublayer.values, spread(expected, 3))
+    assert measurement.sites[0].alpha == pytest.approx(3.5)
 
 
 # --- The modules themselves -------------------------------------------------------------------------------------------
@@ -102,7 +102,7 @@ def test_branches_have_the_jacobians_of_their_modules() -> None:
     family = FAMILIES["timm_vit"]
     model: Any = family.build().double()
     image = family.inputs(1).double()
-    found = unskip.measure(model, image)
+    measurement = unskip.measure(model, image)
     seen: dict[str, Tensor] = {}
     hooks = [
         model.get_submodule(name).register_forward_pre_hook(
@@ -115,11 +115,11 @@ def test_branches_have_the_jacobians_of_their_modules() -> None:
         hook.remove()
     block = model.blocks[0]
     pairs = [
-        (found.sites[0].branch, block.attn, seen["blocks.0.attn"]),
-        (found.sites[1].branch, block.mlp, seen["blocks.0.mlp"]),
-        (found.sites[0].sublayer, lambda x: x + block.attn(block.norm1(x)), seen["blocks.0"]),
-        (found.sites[1].sublayer, lambda x: x + block.mlp(block.norm2(x)), seen["blocks.0.norm2"]),
-        (found.network, model.blocks, seen["blocks.0"]),
+        (measurement.sites[0].branch, block.attn, seen["blocks.0.attn"]),
+        (measurement.sites[1].branch, block.mlp, seen["blocks.0.mlp"]),
+        (measurement.sites[0].sublayer, lambda x: x + block.attn(block.norm1(x)), seen["blocks.0"]),
+        (measurement.sites[1].sublayer, lambda x: x + block.mlp(block.norm2(x)), seen["blocks.0.norm2"]),
+        (measurement.network, model.blocks, seen["blocks.0"]),
     ]
     for spectrum, function, x in pairs:
         jacobian = torch.autograd.functional.jacobian(function, x).reshape(x.numel(), x.numel())
@@ -132,10 +132,10 @@ def test_attention_is_that_which_the_model_itself_returns() -> None:
     sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
     model = BertModel(BertConfig(**sizes, vocab_size=32, attn_implementation="eager")).eval()
     ids = torch.randint(4, 32, (3, 6))
-    found = unskip.measure(model, {"input_ids": ids}, jacobians="off")
+    measurement = unskip.measure(model, {"input_ids": ids}, jacobians="off")
     with torch.no_grad():
         attentions = model(input_ids=ids, output_attentions=True).attentions
-    for row, p in zip(found.sites[::2], attentions, strict=True):
+    for row, p in zip(measurement.sites[::2], attentions, strict=True):
         wide = p.double()
         entropy = -(wide * wide.log()).sum(-1).mean((0, 2))
         assert row.entropy == pytest.approx(entropy.tolist(), rel=1e-5)
@@ -144,21 +144,21 @@ def test_attention_is_that_which_the_model_itself_returns() -> None:
         assert row.attention_condition == pytest.approx(
             (sigma[..., 0] / sigma[..., -1]).median(0).values.tolist(), rel=1e-3
         )
-    assert all(row.branch is None and row.sublayer is None for row in found.sites)
-    assert found.network is None
-    assert found.sites[1].entropy is None
+    assert all(row.branch is None and row.sublayer is None for row in measurement.sites)
+    assert measurement.network is None
+    assert measurement.sites[1].entropy is None
 
 
-def test_value_output_is_judged_on_the_values_that_there_are() -> None:
+def test_value_output_is_measured_on_the_values_that_there_are() -> None:
     """Grouped values: W_V W_O has rank 8 of 16, and its condition is that of the 8."""
     family = FAMILIES["hf_llama"]
     model = family.build()
-    found = unskip.measure(model, family.inputs(2), jacobians="off")
+    measurement = unskip.measure(model, family.inputs(2), jacobians="off")
     weights = {name: p.detach() for name, p in model.named_parameters()}
     value, out = weights["layers.0.self_attn.v_proj.weight"], weights["layers.0.self_attn.o_proj.weight"]
     shared = value.unflatten(0, (2, 1, 4)).expand(2, 2, 4, 16).flatten(0, 2)
     sigma = torch.linalg.svdvals((out @ shared).double())
-    assert found.sites[0].value_output == pytest.approx(float(sigma[0] / sigma[7]), rel=1e-4)
+    assert measurement.sites[0].value_output == pytest.approx(float(sigma[0] / sigma[7]), rel=1e-4)
 
 
 # --- Null directions --------------------------------------------------------------------------------------------------
@@ -186,15 +186,15 @@ def test_null_directions_are_those_that_norms_forget(name: str, rule: Any, expec
     model = family.build()
     if rule is not None:
         unskip.rewire(model, rule, family.inputs(2))
-    found = unskip.measure(model, family.inputs(1))
+    measurement = unskip.measure(model, family.inputs(1))
     branch, sublayer, network = expected
-    for row in found.sites:
+    for row in measurement.sites:
         assert row.branch.null == branch
         if sublayer is not None:
             assert row.sublayer.null == sublayer
     if network is not None and name != "hf_t5":
-        assert found.network.null == network
-    spectra = [row.branch for row in found.sites] + [row.sublayer for row in found.sites]
+        assert measurement.network.null == network
+    spectra = [row.branch for row in measurement.sites] + [row.sublayer for row in measurement.sites]
     for spectrum in spectra:
         if spectrum.null:  # the norms' eps is all that is left of them
             assert spectrum.null_max is not None

@@ -43,14 +43,14 @@ def test_a_sum_that_overflows_names_the_site() -> None:
 def test_constant_features_have_rank_zero_and_no_similarity() -> None:
     model = stack(depth=2)
     x = torch.ones(3, 5, 6, dtype=torch.float64)
-    found = unskip.measure(model, x)
-    for row in found.blocks:
+    measurement = unskip.measure(model, x)
+    for row in measurement.blocks:
         assert row.token_rank == 0
         assert row.token_entropy is None
         assert row.cka_first is None
         assert row.cka_previous is None
         assert row.echo is None
-    strict(found)
+    strict(measurement)
 
 
 @pytest.mark.parametrize("samples", [1, 4])
@@ -60,13 +60,13 @@ def test_what_only_rounding_sets_apart_is_left_out(samples: int) -> None:
     model = timm.create_model("vit_tiny_patch16_224", depth=4, embed_dim=96, num_heads=3, img_size=64)
     x = torch.randn(samples, 3, 64, 64)
     unskip.rewire(model, Cut(), x)
-    found = unskip.measure(model, x, jacobians="off")
+    measurement = unskip.measure(model, x, jacobians="off")
     exact = unskip.measure(model.double(), x.double(), jacobians="off")
-    first, *_, last = found.blocks
+    first, *_, last = measurement.blocks
     assert first.token_rank == pytest.approx(exact.blocks[0].token_rank, rel=1e-3)
     assert first.high_frequency == pytest.approx(exact.blocks[0].high_frequency, rel=1e-3)
     assert last.high_frequency is None
-    assert any(last.path in note and "rounding" in note for note in found.notes)
+    assert any(last.path in note and "rounding" in note for note in measurement.notes)
     assert not any("rounding" in note for note in exact.notes)
     if samples == 1:
         assert (last.token_rank, last.token_entropy, last.cka_first, last.cka_previous) == (None,) * 4
@@ -93,12 +93,12 @@ def test_a_zeroed_branch_has_no_condition() -> None:
     assert row.ratio == 0
     with pytest.warns(UnskipWarning, match="near-zero branch"):
         unskip.rewire(model, Cut(), x)
-    found = unskip.measure(model, x)
-    strict(found)
-    assert found.blocks[0].norm == 0
-    assert found.blocks[0].cosine is None
-    assert found.blocks[0].token_rank == 0
-    assert str(found)
+    measurement = unskip.measure(model, x)
+    strict(measurement)
+    assert measurement.blocks[0].norm == 0
+    assert measurement.blocks[0].cosine is None
+    assert measurement.blocks[0].token_rank == 0
+    assert str(measurement)
 
 
 def test_a_rank_deficient_branch_is_told() -> None:
@@ -146,6 +146,6 @@ def test_tokens_that_may_look_at_nothing_leave_a_gap() -> None:
 
     mask = torch.ones(2, 3, 3, dtype=torch.bool)
     mask[:, 0] = False
-    found = unskip.measure(Masked(), (torch.randn(2, 3, 4), mask), jacobians="off")
-    assert found.sites[0].entropy is None
-    assert any("attention not measured" in note for note in found.notes)
+    measurement = unskip.measure(Masked(), (torch.randn(2, 3, 4), mask), jacobians="off")
+    assert measurement.sites[0].entropy is None
+    assert any("attention not measured" in note for note in measurement.notes)

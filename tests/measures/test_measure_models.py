@@ -20,35 +20,35 @@ from unskip import Scale
 @pytest.mark.parametrize("name", ["hf_bert", "hf_gpt2", "diffusers_dit", "timm_swin", "timm_convnext", "hf_clip"])
 def test_a_family_is_measured(name: str) -> None:
     family = FAMILIES[name]
-    found = unskip.measure(family.build(), family.inputs(3), jacobians="off")
-    assert found.samples == 3
-    assert len(found.sites) == len(family.sites)
-    strict(found)
-    assert all(row.norm > 0 for row in found.blocks)
-    assert found.model in str(found)
-    assert found.model in repr(found)
-    attentions = [row for row in found.sites if row.kind == "attention"]
+    measurement = unskip.measure(family.build(), family.inputs(3), jacobians="off")
+    assert measurement.samples == 3
+    assert len(measurement.sites) == len(family.sites)
+    strict(measurement)
+    assert all(row.norm > 0 for row in measurement.blocks)
+    assert measurement.model in str(measurement)
+    assert measurement.model in repr(measurement)
+    attentions = [row for row in measurement.sites if row.kind == "attention"]
     assert all(row.entropy is not None for row in attentions)
-    assert all(row.entropy is None for row in found.sites if row.kind in ("mlp", "conv"))
+    assert all(row.entropy is None for row in measurement.sites if row.kind in ("mlp", "conv"))
 
 
 def test_text_has_no_spatial_frequencies() -> None:
     """Nine tokens would make a square, but they are words."""
     family = FAMILIES["hf_bert"]
     ids = torch.randint(4, 32, (2, 9))
-    found = unskip.measure(family.build(), {"input_ids": ids}, jacobians="off")
-    assert all(row.high_frequency is None for row in found.blocks)
-    assert any("spatial" in note for note in found.notes)
+    measurement = unskip.measure(family.build(), {"input_ids": ids}, jacobians="off")
+    assert all(row.high_frequency is None for row in measurement.blocks)
+    assert any("spatial" in note for note in measurement.notes)
 
 
 def test_a_grid_that_is_no_square_can_be_given() -> None:
     model = stack(depth=1)
     x = torch.randn(2, 7, 6, dtype=torch.float64)
     assert unskip.measure(model, x, jacobians="off").blocks[0].high_frequency is None
-    found = unskip.measure(model, x, jacobians="off", grid=(2, 3))  # and one token before them
+    measurement = unskip.measure(model, x, jacobians="off", grid=(2, 3))  # and one token before them
     sums = x + F.linear(x, matrices(model)[0])
     shares = [unskip.measures.high_frequency_share(one[None, 1:], (2, 3)) for one in sums]
-    assert found.blocks[0].high_frequency == pytest.approx(sum(shares) / 2)
+    assert measurement.blocks[0].high_frequency == pytest.approx(sum(shares) / 2)
 
 
 @pytest.mark.parametrize("size", [(32, 128), (128, 32), (64, 64)])
@@ -58,20 +58,20 @@ def test_patches_lie_as_in_the_image(size: tuple[int, int]) -> None:
     facts: dict[str, Any] = {"depth": 1, "embed_dim": 24, "num_heads": 3, "img_size": size}
     model = timm.create_model("vit_tiny_patch16_224", **facts)
     images = torch.randn(2, 3, *size)
-    found = unskip.measure(model, images, jacobians="off").blocks[0].high_frequency
-    assert found is not None
+    result = unskip.measure(model, images, jacobians="off").blocks[0].high_frequency
+    assert result is not None
     grid = (size[0] // 16, size[1] // 16)
-    assert found == unskip.measure(model, images, jacobians="off", grid=grid).blocks[0].high_frequency
-    assert (found == unskip.measure(model, images, jacobians="off", grid=(4, 4)).blocks[0].high_frequency) == (
+    assert result == unskip.measure(model, images, jacobians="off", grid=grid).blocks[0].high_frequency
+    assert (result == unskip.measure(model, images, jacobians="off", grid=(4, 4)).blocks[0].high_frequency) == (
         grid == (4, 4)
     )
 
 
 def test_a_stream_that_changes_its_shape_has_gaps() -> None:
     family = FAMILIES["timm_swin"]
-    found = unskip.measure(family.build(), family.inputs(2), jacobians="off")
-    assert [row.cosine is None for row in found.blocks] == [False, False, True, True]
-    assert any("shape" in note for note in found.notes)
+    measurement = unskip.measure(family.build(), family.inputs(2), jacobians="off")
+    assert [row.cosine is None for row in measurement.blocks] == [False, False, True, True]
+    assert any("shape" in note for note in measurement.notes)
 
 
 def test_two_towers_are_not_compared_with_each_other() -> None:
@@ -81,22 +81,22 @@ def test_two_towers_are_not_compared_with_each_other() -> None:
         model = family.build()
         inputs = family.inputs(2)
         unskip.rewire(model, Scale(0.5, 1.0), inputs)
-        found = unskip.measure(model, inputs, jacobians="off")
-        assert [row.carried for row in found.blocks[:2]] == [0.25, 0.0625]
+        measurement = unskip.measure(model, inputs, jacobians="off")
+        assert [row.carried for row in measurement.blocks[:2]] == [0.25, 0.0625]
         own = 0.125 if name == "hf_t5" else 0.25
-        assert [row.carried for row in found.blocks[2:4]] == [own, own**2]
-        assert any(note.startswith(f"{starts} streams") for note in found.notes)
-        assert sum(row.cka_previous is None for row in found.blocks) == starts
+        assert [row.carried for row in measurement.blocks[2:4]] == [own, own**2]
+        assert any(note.startswith(f"{starts} streams") for note in measurement.notes)
+        assert sum(row.cka_previous is None for row in measurement.blocks) == starts
 
 
 def test_a_site_that_runs_several_times_is_seen_at_its_last_run() -> None:
     family = FAMILIES["hf_albert"]
     model = family.build()
     unskip.rewire(model, Scale(0.5, 1.0), family.inputs(2))
-    found = unskip.measure(model, family.inputs(2))
-    assert len(found.sites) == 2
-    assert found.blocks[0].carried == pytest.approx(0.5**6)
-    assert found.network is not None
+    measurement = unskip.measure(model, family.inputs(2))
+    assert len(measurement.sites) == 2
+    assert measurement.blocks[0].carried == pytest.approx(0.5**6)
+    assert measurement.network is not None
     streams: list[Tensor] = []
     outputs: list[Tensor] = []
     layer = model.get_submodule("encoder.albert_layer_groups.0.albert_layers.0")
@@ -108,8 +108,10 @@ def test_a_site_that_runs_several_times_is_seen_at_its_last_run() -> None:
     ):
         model(**family.inputs(2))
     assert len(streams) == len(outputs) == 3
-    assert found.blocks[0].cosine == pytest.approx(float(F.cosine_similarity(outputs[-1], streams[0], dim=-1).mean()))
-    assert found.blocks[0].norm == pytest.approx(float(outputs[-1].norm(dim=-1).mean()))
+    assert measurement.blocks[0].cosine == pytest.approx(
+        float(F.cosine_similarity(outputs[-1], streams[0], dim=-1).mean())
+    )
+    assert measurement.blocks[0].norm == pytest.approx(float(outputs[-1].norm(dim=-1).mean()))
 
 
 @pytest.mark.parametrize(
@@ -128,23 +130,23 @@ def test_a_site_that_runs_several_times_is_seen_at_its_last_run() -> None:
 def test_blocks_are_measured_where_features_takes_them(name: str) -> None:
     family = FAMILIES[name]
     model, inputs = family.build().eval(), family.inputs(2)
-    found = unskip.measure(model, inputs, jacobians="off")
+    measurement = unskip.measure(model, inputs, jacobians="off")
     with torch.no_grad():
         outputs = unskip.features(model, inputs, pool=None)
-    assert [row.norm for row in found.blocks] == pytest.approx(
+    assert [row.norm for row in measurement.blocks] == pytest.approx(
         [float(x.norm(dim=-1).mean()) for x in outputs.values()], rel=1e-4
     )
     ranks = [unskip.measures.effective_rank(x.flatten(0, 1)) for x in outputs.values()]
-    assert [row.token_rank for row in found.blocks] == pytest.approx(ranks, rel=1e-4)
+    assert [row.token_rank for row in measurement.blocks] == pytest.approx(ranks, rel=1e-4)
 
 
 def test_one_sample_is_enough() -> None:
     family = FAMILIES["timm_vit"]
-    found = unskip.measure(family.build(), family.inputs(1), jacobians="off")
-    assert found.samples == 1
-    assert all(row.pooled_rank is None and row.echo is None for row in found.blocks)
-    assert any("one sample" in note for note in found.notes)
-    assert "on 1 sample of 5 tokens" in str(found)
+    measurement = unskip.measure(family.build(), family.inputs(1), jacobians="off")
+    assert measurement.samples == 1
+    assert all(row.pooled_rank is None and row.echo is None for row in measurement.blocks)
+    assert any("one sample" in note for note in measurement.notes)
+    assert "on 1 sample of 5 tokens" in str(measurement)
 
 
 def test_samples_are_measured_with_their_own_conditions() -> None:
@@ -165,10 +167,10 @@ def test_half_precision_weights(dtype: torch.dtype) -> None:
     family = FAMILIES["timm_vit"]
     model = family.build().to(dtype)
     images = family.inputs(2).to(dtype)
-    found = unskip.measure(model, images)
+    measurement = unskip.measure(model, images)
     wide = unskip.measure(model.double(), images.double())
-    strict(found)
-    for got, expected in zip(found.sites, wide.sites, strict=True):
+    strict(measurement)
+    for got, expected in zip(measurement.sites, wide.sites, strict=True):
         assert got.branch.precision == "float64"
         assert got.branch.sigma_max == pytest.approx(expected.branch.sigma_max, rel=0.05)
         assert got.ratio == pytest.approx(expected.ratio, rel=0.05)
@@ -185,10 +187,10 @@ def test_a_branch_that_writes_in_place_has_a_jacobian_or_a_note() -> None:
             y[..., :2] = 0.0
             return x + y
 
-    found = unskip.measure(Block(), torch.randn(2, 3, 4))
-    assert found.sites[0].branch is None
-    assert any("no Jacobian of the branch" in note and "in place" in note for note in found.notes)
-    assert found.sites[0].ratio > 0
+    measurement = unskip.measure(Block(), torch.randn(2, 3, 4))
+    assert measurement.sites[0].branch is None
+    assert any("no Jacobian of the branch" in note and "in place" in note for note in measurement.notes)
+    assert measurement.sites[0].ratio > 0
 
 
 # --- Matrix-free ------------------------------------------------------------------------------------------------------

@@ -118,9 +118,9 @@ def test_feature_matrix() -> None:
     assert torch.equal(feature_matrix(tokens), tokens.reshape(15, 4))
     assert torch.allclose(feature_matrix(tokens, "pooled"), tokens.mean(1))
     assert feature_matrix(torch.full((1, 4, 2), 6e4).half(), "pooled").isfinite().all()
-    with pytest.raises(BadInput, match=r"'tokens' or 'pooled'"):
+    with pytest.raises(BadInput, match="tokens, pooled"):
         feature_matrix(tokens, "cls")  # type: ignore[arg-type]
-    with pytest.raises(BadInput, match=r"\(batch, tokens, dim\), got shape \(5, 4\)"):
+    with pytest.raises(BadInput, match=r"\(5, 4\)"):
         feature_matrix(tokens[0])
 
 
@@ -135,5 +135,5 @@ def test_bad_input_is_named() -> None:
         rank_entropy(torch.ones(3, 3, dtype=torch.int64))
     with pytest.raises(BadInput, match=r"not empty"):
         rank_entropy(torch.ones(0, 3))
-    with pytest.raises(BadInput, match=r"floating tensor"):
+    with pytest.raises(BadInput, match="list"):
         rank_entropy([[1.0]])  # type: ignore[arg-type]

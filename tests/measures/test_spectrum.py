@@ -20,26 +20,26 @@ from unskip.measures.spectrum import jacobian_spectrum
 @given(st.integers(1, 9), st.integers(1, 9), st.integers(0, 20))
 def test_a_linear_map_has_its_own_singular_values(rows: int, columns: int, seed: int) -> None:
     a = gauss(rows, columns, seed)
-    found = jacobian_spectrum(*linear(a))
+    spectrum = jacobian_spectrum(*linear(a))
     values = torch.linalg.svdvals(a)
-    assert found.exact
-    assert torch.allclose(found.values, values)
-    assert found.shape == (rows, columns)
-    assert found.sigma_max == pytest.approx(float(values[0]))
-    assert found.sigma_min == pytest.approx(float(values[-1]))
-    assert found.condition == pytest.approx(float(values[0] / values[-1]))
-    assert found.stable_rank == pytest.approx(float(a.square().sum() / values[0] ** 2))
-    assert found.null == max(0, columns - rows)
+    assert spectrum.exact
+    assert torch.allclose(spectrum.values, values)
+    assert spectrum.shape == (rows, columns)
+    assert spectrum.sigma_max == pytest.approx(float(values[0]))
+    assert spectrum.sigma_min == pytest.approx(float(values[-1]))
+    assert spectrum.condition == pytest.approx(float(values[0] / values[-1]))
+    assert spectrum.stable_rank == pytest.approx(float(a.square().sum() / values[0] ** 2))
+    assert spectrum.null == max(0, columns - rows)
     padded = torch.cat([values, torch.zeros(max(0, columns - rows), dtype=DOUBLE)])
     for share in SHARES:
-        assert found.quantiles[share] == pytest.approx(float(torch.quantile(padded, share)))
+        assert spectrum.quantiles[share] == pytest.approx(float(torch.quantile(padded, share)))
 
 
 def test_a_transformer_block_against_torch() -> None:
     model, x = block(), torch.randn(5, 12, dtype=DOUBLE)
     wanted = torch.autograd.functional.jacobian(lambda z: model(z[None])[0], x).reshape(60, 60)
-    found = jacobian_spectrum(lambda z: model(z[None])[0], x)
-    assert torch.allclose(found.values, torch.linalg.svdvals(wanted))
+    spectrum = jacobian_spectrum(lambda z: model(z[None])[0], x)
+    assert torch.allclose(spectrum.values, torch.linalg.svdvals(wanted))
     assert all(p.grad is None for p in model.parameters())
     assert not x.requires_grad
 
@@ -59,59 +59,59 @@ def test_the_callers_context_does_not_matter(context: Callable[[], object]) -> N
 
 def test_layer_norm_is_singular_by_construction() -> None:
     norm, x = nn.LayerNorm(8, eps=0.0).double(), torch.randn(3, 8, dtype=DOUBLE)
-    found = jacobian_spectrum(norm, x, null=6)  # the mean and the size of each of three tokens
+    spectrum = jacobian_spectrum(norm, x, null=6)  # the mean and the size of each of three tokens
     # Between them and the unit sphere it is 1 / std in all directions.
     std = x.var(-1, correction=0).sqrt()
-    assert found.condition == pytest.approx(float(std.max() / std.min()))
-    assert found.null_max == pytest.approx(0, abs=1e-12)
+    assert spectrum.condition == pytest.approx(float(std.max() / std.min()))
+    assert spectrum.null_max == pytest.approx(0, abs=1e-12)
     assert jacobian_spectrum(norm, x).condition == math.inf
 
 
 def test_what_was_taken_for_null_is_shown() -> None:
     a = torch.diag(torch.tensor([4.0, 2.0, 1e-3], dtype=DOUBLE))
-    found = jacobian_spectrum(*linear(a), null=1)
-    assert found.null_max == pytest.approx(1e-3)
-    assert found.condition == pytest.approx(2)
-    assert found.sigma_min == pytest.approx(2)
+    spectrum = jacobian_spectrum(*linear(a), null=1)
+    assert spectrum.null_max == pytest.approx(1e-3)
+    assert spectrum.condition == pytest.approx(2)
+    assert spectrum.sigma_min == pytest.approx(2)
 
 
 def test_rounding_is_not_a_condition_number() -> None:
     sigma = torch.logspace(0, -20, 30, dtype=DOUBLE)
-    found = jacobian_spectrum(*linear(with_values(sigma)))
-    assert found.condition == math.inf
-    assert found.resolution == pytest.approx(math.sqrt(30) * torch.finfo(DOUBLE).eps)
+    spectrum = jacobian_spectrum(*linear(with_values(sigma)))
+    assert spectrum.condition == math.inf
+    assert spectrum.resolution == pytest.approx(math.sqrt(30) * torch.finfo(DOUBLE).eps)
     reached = jacobian_spectrum(*linear(with_values(torch.logspace(0, -10, 30, dtype=DOUBLE))))
     assert reached.condition == pytest.approx(1e10, rel=1e-3)
 
 
 def test_float32_is_said() -> None:
     a = gauss(6, 6, 0).float()
-    found = jacobian_spectrum(*linear(a))
-    assert found.precision == "float32"
+    spectrum = jacobian_spectrum(*linear(a))
+    assert spectrum.precision == "float32"
     narrow = jacobian_spectrum(lambda x: x.float() @ a.T, torch.zeros(6, dtype=DOUBLE))
     assert narrow.precision == "float32"
     assert jacobian_spectrum(*linear(a.double())).precision == "float64"
-    assert found.resolution > 1e6 * jacobian_spectrum(*linear(a.double())).resolution
+    assert spectrum.resolution > 1e6 * jacobian_spectrum(*linear(a.double())).resolution
 
 
 def test_scalars() -> None:
-    found = jacobian_spectrum(lambda x: (x**2).sum(), torch.tensor([3.0, 4.0], dtype=DOUBLE))
-    assert found.shape == (1, 2)
-    assert found.sigma_max == pytest.approx(10)
-    assert found.null == 1
+    spectrum = jacobian_spectrum(lambda x: (x**2).sum(), torch.tensor([3.0, 4.0], dtype=DOUBLE))
+    assert spectrum.shape == (1, 2)
+    assert spectrum.sigma_max == pytest.approx(10)
+    assert spectrum.null == 1
     for exact in (True, False):
         assert jacobian_spectrum(torch.sin, torch.tensor(0.0, dtype=DOUBLE), exact=exact).sigma_max == pytest.approx(1)
 
 
 def test_a_zero_jacobian() -> None:
     for exact in (True, False):
-        found = jacobian_spectrum(lambda x: x * 0, torch.ones(5, dtype=DOUBLE), exact=exact)
-        assert found.sigma_max == 0
-        assert math.isnan(found.condition)
-        assert math.isnan(found.stable_rank)
-        assert set(found.quantiles.values()) == {0.0}
-        json.dumps(found.to_dict(), allow_nan=False)
-        assert str(found)
+        spectrum = jacobian_spectrum(lambda x: x * 0, torch.ones(5, dtype=DOUBLE), exact=exact)
+        assert spectrum.sigma_max == 0
+        assert math.isnan(spectrum.condition)
+        assert math.isnan(spectrum.stable_rank)
+        assert set(spectrum.quantiles.values()) == {0.0}
+        json.dumps(spectrum.to_dict(), allow_nan=False)
+        assert str(spectrum)
 
 
 # --- Words and bad input ----------------------------------------------------------------------------------------------
@@ -135,7 +135,7 @@ def test_in_words() -> None:
 
 def test_bad_input_is_named() -> None:
     x = torch.ones(3, dtype=DOUBLE)
-    with pytest.raises(BadInput, match=r"torch.float16, shape \(3,\)"):
+    with pytest.raises(BadInput, match=r"torch.float16 \(3,\)"):
         jacobian_spectrum(torch.sin, x.half())
     with pytest.raises(BadInput, match=r"got list"):
         jacobian_spectrum(torch.sin, [1.0])  # type: ignore[arg-type]
@@ -143,7 +143,7 @@ def test_bad_input_is_named() -> None:
         jacobian_spectrum(torch.sin, x * math.nan)
     with pytest.raises(BadInput, match=r"f\(x\) holds 3 non-finite"):
         jacobian_spectrum(lambda z: z / 0, x)
-    with pytest.raises(BadInput, match="one float32 or float64 tensor, got tuple"):
+    with pytest.raises(BadInput, match="got tuple"):
         jacobian_spectrum(lambda z: (z, z), x)  # type: ignore[arg-type, return-value]
     with pytest.raises(BadInput, match=r"without detach"):
         jacobian_spectrum(lambda z: z.detach() * 2, x)

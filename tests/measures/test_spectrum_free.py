@@ -42,41 +42,41 @@ NAMES = ["gauss", "wide", "product", "identity and low rank", "residual layers",
 def test_within_five_percent_of_exact(name: str) -> None:
     # Where the spectrum is steep at its lower end, one singular value of 500 more or less is some percent there.
     a = spread_out(name, 1200 if name == "product" else 500)
-    found = free(a, probes=64, steps=128)
+    spectrum = free(a, probes=64, steps=128)
     exact = jacobian_spectrum(*linear(a), exact=True)
-    assert not found.exact
-    assert found.values is None
-    assert found.sigma_max == pytest.approx(exact.sigma_max, rel=1e-6)
-    assert found.sigma_max <= exact.sigma_max * (1 + 1e-12)
-    assert found.stable_rank == pytest.approx(exact.stable_rank, rel=0.03)
-    assert abs(found.stable_rank - exact.stable_rank) <= 2 * found.stable_rank_error + 1e-9
+    assert not spectrum.exact
+    assert spectrum.values is None
+    assert spectrum.sigma_max == pytest.approx(exact.sigma_max, rel=1e-6)
+    assert spectrum.sigma_max <= exact.sigma_max * (1 + 1e-12)
+    assert spectrum.stable_rank == pytest.approx(exact.stable_rank, rel=0.03)
+    assert abs(spectrum.stable_rank - exact.stable_rank) <= 2 * spectrum.stable_rank_error + 1e-9
     for share in SHARES:
-        assert found.quantiles[share] == pytest.approx(exact.quantiles[share], rel=0.05)
-        assert abs(found.quantiles[share] - exact.quantiles[share]) <= found.errors[share]
-    assert found.sigma_min_bound is not None
+        assert spectrum.quantiles[share] == pytest.approx(exact.quantiles[share], rel=0.05)
+        assert abs(spectrum.quantiles[share] - exact.quantiles[share]) <= spectrum.errors[share]
+    assert spectrum.sigma_min_bound is not None
     assert exact.sigma_min is not None
-    assert found.sigma_min_bound >= exact.sigma_min * (1 - 1e-9)
-    assert found.condition <= exact.condition * (1 + 1e-9)
-    assert found.null == exact.null
+    assert spectrum.sigma_min_bound >= exact.sigma_min * (1 - 1e-9)
+    assert spectrum.condition <= exact.condition * (1 + 1e-9)
+    assert spectrum.null == exact.null
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("name", NAMES)
 def test_within_five_percent_of_exact_with_the_defaults(name: str) -> None:
     a = spread_out(name, 3000)
-    exact, found = jacobian_spectrum(*linear(a), exact=True), free(a)
-    assert found.sigma_max == pytest.approx(exact.sigma_max, rel=1e-6)
+    exact, result = jacobian_spectrum(*linear(a), exact=True), free(a)
+    assert result.sigma_max == pytest.approx(exact.sigma_max, rel=1e-6)
     for share in SHARES:
-        assert math.isfinite(found.errors[share])
-        assert found.quantiles[share] == pytest.approx(exact.quantiles[share], rel=0.05)
+        assert math.isfinite(result.errors[share])
+        assert result.quantiles[share] == pytest.approx(exact.quantiles[share], rel=0.05)
 
 
 def test_a_value_found_twice_is_one() -> None:
     """Rounding lets a multiple singular value into the space again, a hair away; it is still one step of F."""
     a = spread_out("identity and low rank", 1200)
-    found = free(a, probes=2, steps=128)
-    assert [found.quantiles[share] for share in SHARES] == pytest.approx([1, 1, 1])
-    assert max(found.errors.values()) < 1e-9
+    spectrum = free(a, probes=2, steps=128)
+    assert [spectrum.quantiles[share] for share in SHARES] == pytest.approx([1, 1, 1])
+    assert max(spectrum.errors.values()) < 1e-9
 
 
 def test_the_error_bars_cover() -> None:
@@ -85,11 +85,11 @@ def test_the_error_bars_cover() -> None:
     for seed in range(40):
         a = gauss(200, 200, seed)
         values = torch.linalg.svdvals(a)
-        found = free(a, probes=4, steps=60, generator=torch.Generator().manual_seed(seed))
+        spectrum = free(a, probes=4, steps=60, generator=torch.Generator().manual_seed(seed))
         for share in SHARES:
-            off = abs(found.quantiles[share] - float(torch.quantile(values, share)))
-            inside += off <= found.errors[share]
-            tight += off > 0.2 * found.errors[share]
+            off = abs(spectrum.quantiles[share] - float(torch.quantile(values, share)))
+            inside += off <= spectrum.errors[share]
+            tight += off > 0.2 * spectrum.errors[share]
     assert inside >= 108
     assert tight >= 40
 
@@ -97,22 +97,22 @@ def test_the_error_bars_cover() -> None:
 def test_an_unresolved_quantile_says_so() -> None:
     """Twelve decades cannot be seen with 40 steps: the low quantiles come as bounds."""
     sigma = torch.logspace(0, -12, 400, dtype=DOUBLE)
-    found = free(with_values(sigma), probes=8, steps=40)
+    spectrum = free(with_values(sigma), probes=8, steps=40)
     for share in (0.1, 0.5):
-        assert math.isinf(found.errors[share])
-        assert found.quantiles[share] >= float(torch.quantile(sigma, share))
-    assert "10% <= " in str(found)
-    assert found.to_dict()["errors"]["0.1"] is None
+        assert math.isinf(spectrum.errors[share])
+        assert spectrum.quantiles[share] >= float(torch.quantile(sigma, share))
+    assert "10% <= " in str(spectrum)
+    assert spectrum.to_dict()["errors"]["0.1"] is None
 
 
 def test_a_whole_krylov_space_is_exact() -> None:
     """Few distinct values: the space closes after as many steps, and every number is sharp."""
     sigma = torch.tensor([3.0] * 20 + [1.0] * 60 + [0.5] * 20, dtype=DOUBLE)
-    found = free(with_values(sigma), probes=40, steps=50)
-    assert [round(found.quantiles[share], 9) for share in SHARES] == [0.5, 1.0, 3.0]
-    assert found.sigma_min_bound == pytest.approx(0.5)
-    assert found.condition == pytest.approx(6)
-    assert found.stable_rank == pytest.approx((20 * 9 + 60 + 20 * 0.25) / 9, rel=0.05)
+    spectrum = free(with_values(sigma), probes=40, steps=50)
+    assert [round(spectrum.quantiles[share], 9) for share in SHARES] == [0.5, 1.0, 3.0]
+    assert spectrum.sigma_min_bound == pytest.approx(0.5)
+    assert spectrum.condition == pytest.approx(6)
+    assert spectrum.stable_rank == pytest.approx((20 * 9 + 60 + 20 * 0.25) / 9, rel=0.05)
 
 
 def test_null_directions_do_not_enter_the_bound() -> None:
@@ -132,18 +132,18 @@ def test_one_strong_direction_does_not_blur_the_stable_rank() -> None:
     """A plain Hutchinson estimate would be off by sqrt(2 / 16) here."""
     a = gauss(300, 300, 0) * 0.01
     a[0, 0] += 50
-    exact, found = jacobian_spectrum(*linear(a)), free(a, probes=1, steps=20)
-    assert found.stable_rank == pytest.approx(exact.stable_rank, rel=1e-4)
+    exact, result = jacobian_spectrum(*linear(a)), free(a, probes=1, steps=20)
+    assert result.stable_rank == pytest.approx(exact.stable_rank, rel=1e-4)
 
 
 def test_float32_matrix_free() -> None:
     a = spread_out("residual layers", 300)
-    found = free(a.float(), probes=64, steps=100)
+    spectrum = free(a.float(), probes=64, steps=100)
     exact = jacobian_spectrum(*linear(a))
-    assert found.precision == "float32"
-    assert found.sigma_max == pytest.approx(exact.sigma_max, rel=1e-5)
+    assert spectrum.precision == "float32"
+    assert spectrum.sigma_max == pytest.approx(exact.sigma_max, rel=1e-5)
     for share in SHARES:
-        assert found.quantiles[share] == pytest.approx(exact.quantiles[share], rel=0.1)
+        assert spectrum.quantiles[share] == pytest.approx(exact.quantiles[share], rel=0.1)
 
 
 @settings(max_examples=25)
@@ -152,12 +152,12 @@ def test_small_matrices_do_not_break_it(rows: int, columns: int, seed: int, prob
     a = gauss(rows, columns, seed)
     if seed % 3 == 0:
         a[:, 0] = 0
-    exact, found = jacobian_spectrum(*linear(a)), free(a, probes=probes, steps=steps)
-    assert found.sigma_max <= exact.sigma_max * (1 + 1e-9) + 1e-15
+    exact, result = jacobian_spectrum(*linear(a)), free(a, probes=probes, steps=steps)
+    assert result.sigma_max <= exact.sigma_max * (1 + 1e-9) + 1e-15
     if steps >= min(rows, columns) + 1:
-        assert found.sigma_max == pytest.approx(exact.sigma_max, rel=1e-6, abs=1e-12)
-    assert str(found)
-    json.dumps(found.to_dict(), allow_nan=False)
+        assert result.sigma_max == pytest.approx(exact.sigma_max, rel=1e-6, abs=1e-12)
+    assert str(result)
+    json.dumps(result.to_dict(), allow_nan=False)
 
 
 def test_the_generator_decides() -> None:
@@ -180,14 +180,14 @@ def test_which_way_is_taken() -> None:
 
 def test_the_bases_are_orthonormal_and_belong_together() -> None:
     a = spread_out("identity and low rank", 200)
-    (found,) = bidiagonalise(lambda v: v @ a.mT, lambda u: u @ a, gauss(1, 200, 9), 200, 80, 1e-13)
-    k = len(found.bidiagonal)
+    (result,) = bidiagonalise(lambda v: v @ a.mT, lambda u: u @ a, gauss(1, 200, 9), 200, 80, 1e-13)
+    k = len(result.bidiagonal)
     assert k < 80  # it closes after the distinct values, of which there are some 25
     eye = torch.eye(k, dtype=DOUBLE)
-    assert torch.allclose(found.right @ found.right.mT, eye, atol=1e-12)
-    assert torch.allclose(found.left @ found.left.mT, eye, atol=1e-12)
-    assert torch.allclose(a @ found.right.mT, found.left.mT @ found.bidiagonal, atol=1e-12)
-    assert torch.equal(found.bidiagonal, found.bidiagonal.triu().tril(1))
+    assert torch.allclose(result.right @ result.right.mT, eye, atol=1e-12)
+    assert torch.allclose(result.left @ result.left.mT, eye, atol=1e-12)
+    assert torch.allclose(a @ result.right.mT, result.left.mT @ result.bidiagonal, atol=1e-12)
+    assert torch.equal(result.bidiagonal, result.bidiagonal.triu().tril(1))
 
 
 # --- Products ---------------------------------------------------------------------------------------------------------
@@ -249,8 +249,8 @@ def test_without_batching() -> None:
 
 def test_forward_mode_stands_in() -> None:
     x = torch.linspace(1, 2, 6, dtype=DOUBLE)
-    found = jacobian_spectrum(lambda z: Once.apply(z), x, exact=False)
-    assert found.sigma_max == pytest.approx(12)
+    spectrum = jacobian_spectrum(lambda z: Once.apply(z), x, exact=False)
+    assert spectrum.sigma_max == pytest.approx(12)
     assert jacobian_spectrum(lambda z: Once.apply(z), x).sigma_max == pytest.approx(12)
 
 

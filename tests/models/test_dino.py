@@ -66,12 +66,12 @@ def test_the_loss_is_the_paper_s(small: int, shortcut: str) -> None:
     large, locals_ = crops(small=small)
     expected, entropy, mean = by_hand(dino, large, locals_)
     before = dino.centre.clone()
-    found = dino(large, locals_)
-    assert torch.allclose(found.loss, expected, atol=1e-5)
-    assert torch.allclose(found.entropy, entropy, atol=1e-4)
-    assert torch.allclose(found.divergence, expected - entropy, atol=1e-4)
+    result = dino(large, locals_)
+    assert torch.allclose(result.loss, expected, atol=1e-5)
+    assert torch.allclose(result.entropy, entropy, atol=1e-4)
+    assert torch.allclose(result.divergence, expected - entropy, atol=1e-4)
     assert torch.allclose(dino.centre, 0.9 * before + 0.1 * mean, atol=1e-6)
-    ours = torch.autograd.grad(found.loss, list(dino.student.parameters()))
+    ours = torch.autograd.grad(result.loss, list(dino.student.parameters()))
     dino.centre.copy_(before)
     theirs = torch.autograd.grad(by_hand(dino, large, locals_)[0], list(dino.student.parameters()))
     assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(ours, theirs, strict=True))
@@ -90,12 +90,12 @@ def test_the_numbers_of_a_collapse() -> None:
     large, small = crops()
     same = large[:1, :1].expand_as(large)
     dino.centre.copy_(dino.teacher(same[:, 0])[0])
-    found = dino(same, small)
-    assert float(found.entropy) == pytest.approx(math.log(12), abs=1e-4)
-    assert float(found.spread) == pytest.approx(math.log(12), abs=1e-4)
+    result = dino(same, small)
+    assert float(result.entropy) == pytest.approx(math.log(12), abs=1e-4)
+    assert float(result.spread) == pytest.approx(math.log(12), abs=1e-4)
     dino.centre.copy_(torch.tensor([-1e3] + [0.0] * 11))
-    found = dino(large, small)
-    assert float(found.spread) == pytest.approx(0, abs=1e-5)
+    result = dino(large, small)
+    assert float(result.spread) == pytest.approx(0, abs=1e-5)
 
 
 def test_the_teacher_drops_nothing() -> None:
@@ -163,8 +163,8 @@ def test_sinkhorn_balances() -> None:
     # It only scales rows and columns: every 2 x 2 ratio stays what it was.
     ratio = q[0, 0] * q[1, 1] / (q[0, 1] * q[1, 0])
     assert torch.allclose(ratio.log(), logits[0, 0] + logits[1, 1] - logits[0, 1] - logits[1, 0])
-    found = model(balance="sinkhorn")(*crops())
-    assert bool(found.loss.isfinite())
+    result = model(balance="sinkhorn")(*crops())
+    assert bool(result.loss.isfinite())
 
 
 @pytest.mark.parametrize("options", [{"norm": True}, {"layers": 1}])
@@ -177,7 +177,7 @@ def test_other_heads(options: dict[str, Any]) -> None:
 
 
 def test_refusals() -> None:
-    with pytest.raises(BadInput, match="centre or sinkhorn"):
+    with pytest.raises(BadInput, match=r"balance .*none"):
         model(balance="none")
     with pytest.raises(BadInput, match="no pair"):
         model()(*crops(large=1, small=0))
@@ -195,12 +195,12 @@ def made_up(dino: DINO, prefix: str = "module.") -> dict[str, Any]:
     draw = torch.Generator().manual_seed(5)
 
     def tower() -> dict[str, Tensor]:
-        found = {}
+        result = {}
         for name, value in dino.student.state_dict().items():
             theirs = name.replace("head.last.weight", "head.last_layer.weight_v")
-            found[prefix + theirs] = torch.randn(value.shape, generator=draw)
-        found[f"{prefix}head.last_layer.weight_g"] = torch.ones(dino.out, 1)
-        return found
+            result[prefix + theirs] = torch.randn(value.shape, generator=draw)
+        result[f"{prefix}head.last_layer.weight_g"] = torch.ones(dino.out, 1)
+        return result
 
     return {
         "student": tower(),
@@ -276,12 +276,12 @@ def test_contrast_is_the_formula() -> None:
     for i in range(10):
         others = torch.stack([z[i] @ z[k] / 0.3 for k in range(10) if k != i])
         total = total - (z[i] @ z[(i + 5) % 10] / 0.3 - others.logsumexp(0))
-    found = contrast(one, two, 0.3)
-    assert torch.allclose(found.loss, total / 10, atol=1e-5)
-    assert torch.allclose(found.aligned, (one * two).sum(1).mean(), atol=1e-6)
+    result = contrast(one, two, 0.3)
+    assert torch.allclose(result.loss, total / 10, atol=1e-5)
+    assert torch.allclose(result.aligned, (one * two).sum(1).mean(), atol=1e-6)
     cosines = z @ z.T
     apart = [cosines[i, k] for i in range(10) for k in range(10) if i % 5 != k % 5]
-    assert torch.allclose(found.apart, torch.stack(apart).mean(), atol=1e-6)
+    assert torch.allclose(result.apart, torch.stack(apart).mean(), atol=1e-6)
 
 
 def test_contrast_of_nothing_learnt_is_the_logarithm() -> None:
@@ -292,6 +292,6 @@ def test_contrast_of_nothing_learnt_is_the_logarithm() -> None:
 @pytest.mark.parametrize("norm", [True, False])
 def test_simclr_takes_views(norm: bool) -> None:
     net = SimCLR(backbone(), hidden=20, out=6, norm=norm)
-    found = net(crops()[0])
-    found.loss.backward()
+    result = net(crops()[0])
+    result.loss.backward()
     assert all(parameter.grad is not None for parameter in net.parameters())

@@ -78,14 +78,14 @@ def awake(model: MAE) -> MAE:
 def test_it_computes_what_the_published_layout_computes(long_skips: bool) -> None:
     model = awake(mae(long_skips))
     x, noise = images(), draw()
-    found = model(x, noise)
+    result = model(x, noise)
     loss, prediction = published(model, x, noise)
-    assert torch.allclose(found.loss, loss, atol=1e-5)
-    rows = torch.stack([row[where] for row, where in zip(prediction, found.order[:, 4:], strict=True)])
-    assert torch.allclose(found.prediction, rows, atol=1e-5)
+    assert torch.allclose(result.loss, loss, atol=1e-5)
+    rows = torch.stack([row[where] for row, where in zip(prediction, result.order[:, 4:], strict=True)])
+    assert torch.allclose(result.prediction, rows, atol=1e-5)
     # And the same gradients.
     parameters = [p for p in model.parameters() if p.requires_grad]
-    ours = torch.autograd.grad(found.loss, parameters)
+    ours = torch.autograd.grad(result.loss, parameters)
     theirs = torch.autograd.grad(loss, parameters)
     assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(ours, theirs, strict=True))
 
@@ -119,12 +119,12 @@ def test_an_encoder_that_sees_everything_gives_the_features_of_timm(options: dic
 
 @given(st.integers(1, 24), st.integers(1, 24))
 def test_long_skips_are_spread_and_none_is_idle(encoder: int, decoder: int) -> None:
-    found = sources(encoder, decoder)
-    assert found[0] == encoder - 1  # the deepest first
-    assert list(found) == sorted(set(found), reverse=True)
-    assert min(found) >= 0
-    assert len(found) == max(1, min(decoder, encoder // 2))
-    gaps = [a - b for a, b in zip(found, (*found[1:], -1), strict=True)]
+    result = sources(encoder, decoder)
+    assert result[0] == encoder - 1  # the deepest first
+    assert list(result) == sorted(set(result), reverse=True)
+    assert min(result) >= 0
+    assert len(result) == max(1, min(decoder, encoder // 2))
+    gaps = [a - b for a, b in zip(result, (*result[1:], -1), strict=True)]
     assert max(gaps) - min(gaps) <= 1
 
 
@@ -231,9 +231,9 @@ def test_zero_start_predicts_nothing_and_shrinks_the_stream() -> None:
     unskip.init.zero_branches_(model.encoder, images(2))
     model.zero_start_()
     wiring = unskip.rewire(model.encoder, "decay:0.5")
-    found = model(images(), draw())
-    assert torch.equal(found.prediction, torch.zeros_like(found.prediction))
-    assert found.loss.item() == pytest.approx(26 / 27, abs=0.01)  # var is over 27 pixels less one
+    result = model(images(), draw())
+    assert torch.equal(result.prediction, torch.zeros_like(result.prediction))
+    assert result.loss.item() == pytest.approx(26 / 27, abs=0.01)  # var is over 27 pixels less one
     outputs = model.encode(model.patches(images()), torch.arange(16).expand(5, -1))
     first = model.encoder._pos_embed(model.encoder.patch_embed(images()))  # type: ignore[operator]
     assert torch.allclose(outputs[-1], wiring.effective_decay * first, atol=1e-5)
@@ -284,8 +284,8 @@ def test_it_compiles_without_a_break() -> None:
     model = awake(mae())
     with torch.no_grad():
         expected = model(images(), draw()).loss
-        found = torch.compile(model, fullgraph=True, backend="aot_eager")(images(), draw()).loss
-    assert torch.allclose(found, expected, atol=1e-5)
+        result = torch.compile(model, fullgraph=True, backend="aot_eager")(images(), draw()).loss
+    assert torch.allclose(result, expected, atol=1e-5)
 
 
 # --- Bad input --------------------------------------------------------------------------------------------------------
@@ -300,7 +300,7 @@ def overlapping() -> nn.Module:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"mask": 0.0}, "nothing to paint"),
+        ({"mask": 0.0}, "nothing to predict"),
         ({"mask": 1.0}, "nothing to see"),
         ({"mask": float("nan")}, "mask ratio of nan"),
         ({"mask": 0.97}, "of 16 patches a mask ratio of 0.97 shows 0"),

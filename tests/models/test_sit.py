@@ -105,10 +105,10 @@ def test_decay_reaches_its_end_in_the_last_block_and_is_what_the_formula_says(na
         alphas = [wiring.alphas[site.index] for site in governed]
         last = len(alphas) - 1
         assert alphas == pytest.approx([1 - 0.4 * index / last for index in range(last + 1)])
-        found = model(*inputs).detach()
+        result = model(*inputs).detach()
     expected = by_hand(model, inputs, iter(alphas))
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
-    assert (found - plain).abs().max() > 1e-3
+    torch.testing.assert_close(result, expected, rtol=1e-4, atol=1e-5)
+    assert (result - plain).abs().max() > 1e-3
     torch.testing.assert_close(model(*inputs).detach(), plain)
 
 
@@ -190,9 +190,9 @@ def test_input_that_does_not_fit() -> None:
     with pytest.raises(BadInput, match="whole numbers"):
         model(images, time, torch.zeros(3))
     wrong: Any
-    for wrong, text in ((0.5, r"0\.5"), (torch.tensor(0.5), r"shape \(\)"), (time[:, None], r"shape \(3, 1\)")):
+    for wrong, text in ((0.5, "float"), (torch.tensor(0.5), r"\(\)"), (time[:, None], r"\(3, 1\)")):
         for each in (model, UViT(**SMALL, depth=3)):
-            with pytest.raises(BadInput, match=rf"one for each image, got {text}"):
+            with pytest.raises(BadInput, match=rf"got .*{text}"):
                 each(images, wrong)
     with pytest.raises(BadInput, match=r"images are \(2, 4, 4\); the model takes \(2, 8, 8\)"):
         model(images[:, :, :4, :4])
@@ -218,15 +218,15 @@ def test_saved_and_loaded_with_its_wiring(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", [SiT, UViT])
 def test_a_narrow_stream_has_the_precision_of_autocast(kind: Any) -> None:
-    found = {}
+    result = {}
     for narrow in (False, True):
         model: Any = seeded(lambda narrow=narrow: kind(**SMALL, depth=3, narrow=narrow))
         middle = model.blocks[1] if kind is SiT else model.mid_block
         kinds: list[torch.dtype] = []
         middle.register_forward_pre_hook(lambda module, inputs, kinds=kinds: kinds.append(inputs[0].dtype))
         with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
-            found[narrow] = model(*batch()).float()
+            result[narrow] = model(*batch()).float()
         assert kinds == [torch.bfloat16 if narrow else torch.float32]
         with torch.no_grad():
             exact = model(*batch())
-        assert (found[narrow] - exact).norm() < 0.1 * exact.norm()
+        assert (result[narrow] - exact).norm() < 0.1 * exact.norm()

@@ -1,4 +1,4 @@
-"""What every rank does under DistributedDataParallel and FSDP2; test_distributed.py starts it and judges the result.
+"""What every rank does under DistributedDataParallel and FSDP2; test_distributed.py starts it and checks the result.
 
 python -m torch.distributed.run --standalone --nproc-per-node 2 -m tests.optim.ranks FOLDER
 """

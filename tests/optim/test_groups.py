@@ -28,13 +28,13 @@ def roles(model: nn.Module) -> dict[str, str]:
 
 def test_the_roles_of_a_vit() -> None:
     model = vit()
-    found = roles(model)
-    assert {name for name, role in found.items() if role == "token"} == {"cls_token", "pos_embed"}
-    assert {name for name, role in found.items() if role == "input"} == {"patch_embed.proj.weight"}
-    assert {name for name, role in found.items() if role == "head"} == {"head.weight"}
+    result = roles(model)
+    assert {name for name, role in result.items() if role == "token"} == {"cls_token", "pos_embed"}
+    assert {name for name, role in result.items() if role == "input"} == {"patch_embed.proj.weight"}
+    assert {name for name, role in result.items() if role == "head"} == {"head.weight"}
     hidden = {f"blocks.{i}.{part}.weight" for i in range(3) for part in ("attn.qkv", "attn.proj", "mlp.fc1", "mlp.fc2")}
-    assert {name for name, role in found.items() if role == "hidden"} == hidden
-    assert all(role == "vector" for name, role in found.items() if name.endswith("bias") or "norm" in name)
+    assert {name for name, role in result.items() if role == "hidden"} == hidden
+    assert all(role == "vector" for name, role in result.items() if name.endswith("bias") or "norm" in name)
     assert {row.name for row in groups(model) if row.decays} == hidden | {"patch_embed.proj.weight", "head.weight"}
 
 
@@ -100,8 +100,8 @@ class Experts(nn.Module):
 
 def test_experts_are_matrices_of_their_own() -> None:
     model = nn.ModuleDict({"blocks": nn.ModuleList(Experts() for _ in range(2)), "head": nn.Linear(6, 3)})
-    found = {row.name: (row.role, row.blocks) for row in groups(model) if row.param.ndim == 3}
-    assert set(found.values()) == {("hidden", 4)}
+    result = {row.name: (row.role, row.blocks) for row in groups(model) if row.param.ndim == 3}
+    assert set(result.values()) == {("hidden", 4)}
     for name in ("soap", "muon"):
         optimizer = build(model, name, lr=1e-3)
         for param in model.parameters():
@@ -131,9 +131,9 @@ def test_frozen_parameters_are_left_out_and_listed() -> None:
 def test_learnt_shortcut_weights_do_not_decay(per: Any) -> None:
     model = vit()
     unskip.rewire(model, Learn(0.5, per=per))
-    found = {row.name: row for row in groups(model) if "unskip_" in row.name}
-    assert found
-    assert all(row.role == "vector" and not row.decays for row in found.values())
+    result = {row.name: row for row in groups(model) if "unskip_" in row.name}
+    assert result
+    assert all(row.role == "vector" and not row.decays for row in result.values())
 
 
 def test_layer_wise_decay_follows_depth() -> None:

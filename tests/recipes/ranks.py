@@ -1,4 +1,4 @@
-"""What every rank does to DINO and SimCLR; test_views.py starts it and judges what it leaves.
+"""What every rank does to DINO and SimCLR; test_views.py starts it and checks what it leaves.
 
 python -m torch.distributed.run --standalone --nproc-per-node 2 -m tests.recipes.ranks FOLDER [shard]
 """

@@ -235,7 +235,7 @@ def flag(field: str, value: Any) -> list[str]:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"mask": 0.0}, "nothing to paint"),
+        ({"mask": 0.0}, "nothing to predict"),
         ({"mask": 1.0}, "nothing to see"),
         ({"patch": 3}, "patches of 3 do not divide size 8"),
         ({"patch": 0}, "patch is 0; it is 1 or more"),

@@ -68,8 +68,8 @@ class Browser:
             answer = self._next()
             if answer.get("id") == self._number:
                 assert "error" not in answer, f"{method}: {answer['error']}"
-                found: dict[str, Any] = answer["result"]
-                return found
+                result: dict[str, Any] = answer["result"]
+                return result
             self._note(answer)
 
     def open(self, page: Path, width: int, height: int = 900, dark: bool = False) -> None:

@@ -78,7 +78,7 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     rows = tuple(tuple(row) for row in noise)
     title = "A title that is longer than three small pictures in a row are wide"
     tiles = report.Tiles("neighbours", title, rows, ("<b>", "row"), ("a", "b", "c"), "Noise.", (("$x$",) * 3,) * 2)
-    run = replace(groups[0].runs[0], look=Look(30, None, (tiles,)))
+    run = replace(groups[0].runs[0], look=Look(30, None, [tiles]))
     groups[0] = replace(groups[0], runs=(run, *groups[0].runs[1:]))
     file = place / "page.html"
     file.write_text(write(groups))
@@ -87,8 +87,8 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
-    with Browser() as found:
-        yield found
+    with Browser() as result:
+        yield result
 
 
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])

@@ -88,7 +88,7 @@ def test_what_is_missing_says_what_to_do(tmp_path: Path) -> None:
     with pytest.raises(BadInput, match="echo, high_frequency, token_rank, norm"):
         figures.measured(groups, "eco")
     for figure in (figures.spectra, figures.conditions):
-        with pytest.raises(BadInput, match="it can be sublayer, branch"):
+        with pytest.raises(BadInput, match="sublayer, branch"):
             figure(groups, "skip")
     with pytest.raises(BadInput, match="no checkpoint was looked at"):
         figures.measured(groups, "echo")

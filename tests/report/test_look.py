@@ -82,12 +82,12 @@ def test_measured(groups: list[Group]) -> None:
 def test_reconstructions_show_the_images(runs: Path, groups: list[Group]) -> None:
     seen = groups[0].runs[0].look
     tiles = {each.name: each for each in seen.tiles}
-    true, visible, painted = (np.stack(row) for row in tiles["reconstructions"].images)
+    true, visible, predicted = (np.stack(row) for row in tiles["reconstructions"].images)
     images = _some(open_images("digits", "test"), 16).load(range(SHOWN))[:, 0].numpy()
     assert np.array_equal(true[..., 0], images)
     grey = (visible == 128).all(-1)
     assert np.array_equal(visible[~grey], true[~grey])
-    assert np.array_equal(painted[~grey], true[~grey])
+    assert np.array_equal(predicted[~grey], true[~grey])
     assert grey.mean() == pytest.approx(0.5, abs=0.05)  # the mask ratio; a true pixel may be that grey as well
     assert len(tiles["reconstructions"].table) == SHOWN
 
@@ -160,7 +160,7 @@ def test_one_part_that_fails_leaves_the_others(runs: Path, monkeypatch: pytest.M
     monkeypatch.setattr(_look, "measure", broken)
     (group,) = read([runs / "classifier"], look=False)
     seen = look(group.runs[0])
-    assert (seen.measurement, seen.notes) == (None, ("measurement: ValueError: no way <b>",))
+    assert (seen.measurement, seen.notes) == (None, ["measurement: ValueError: no way <b>"])
     assert [each.name for each in seen.tiles] == ["patch-features", "neighbours"]
 
 
@@ -198,12 +198,12 @@ def test_a_look_wakes_no_other_gpu(runs: Path, monkeypatch: pytest.MonkeyPatch) 
     (group,) = read([runs / "mae"], look=False)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "get_rng_state", lambda device: pytest.fail(f"woke GPU {device}"))
-    assert look(group.runs[0]).notes == ()
+    assert look(group.runs[0]).notes == []
 
 
 def test_what_cannot_be_looked_at(runs: Path, tmp_path: Path) -> None:
     (none,) = read([folder(tmp_path / "none")])
-    assert none.runs[0].look.notes == ("not looked at: it has no checkpoint yet",)
+    assert none.runs[0].look.notes == ["not looked at: it has no checkpoint yet"]
 
     (code,) = read([folder(tmp_path / "code", model="evil.py:make", weights=(1.0,))])
     assert "evil.py:make" in code.runs[0].look.notes[0]

@@ -28,7 +28,7 @@ class Elements(HTMLParser):
 
     def __init__(self, text: str) -> None:
         super().__init__()
-        self.found: list[tuple[str, dict[str, str]]] = []
+        self.tags: list[tuple[str, dict[str, str]]] = []
         self.open: list[str] = []
         self.text = ""
         self.feed(text)
@@ -36,12 +36,12 @@ class Elements(HTMLParser):
         assert not self.open, f"never closed: {self.open}"
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.found.append((tag, {name: value or "" for name, value in attrs}))
+        self.tags.append((tag, {name: value or "" for name, value in attrs}))
         if tag not in VOID:
             self.open.append(tag)
 
     def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.found.append((tag, {name: value or "" for name, value in attrs}))
+        self.tags.append((tag, {name: value or "" for name, value in attrs}))
 
     def handle_endtag(self, tag: str) -> None:
         assert self.open.pop() == tag
@@ -51,7 +51,7 @@ class Elements(HTMLParser):
             self.text += data
 
     def of(self, name: str) -> list[dict[str, str]]:
-        return [attributes for tag, attributes in self.found if tag == name]
+        return [attributes for tag, attributes in self.tags if tag == name]
 
 
 def made(*paths: Path) -> str:
@@ -64,34 +64,38 @@ def test_page(tmp_path: Path) -> None:
     alert = {"step": 20, "warning": "flat-loss", "text": "the loss is flat"}
     folder(tmp_path / "decayed", shortcut="decay:0.6", weights=(1.0, 0.6), warnings=[alert, alert | {"step": 30}])
     text = made(tmp_path / "plain", tmp_path / "decayed")
-    found = Elements(text)
+    elements = Elements(text)
     assert re.search(r"3 runs in 2 groups.*shortcut \(keep and decay:0.6\)", text)
-    assert "0.550 ± 0.071" in found.text
-    assert "flat-loss" in found.text
-    assert re.search(r"Reconstructions.*no checkpoint was looked at", found.text)
-    assert next(each["aria-label"] for each in found.of("svg") if each.get("role") == "img").startswith("Line chart.")
-    ids = [attributes["id"] for _, attributes in found.found if "id" in attributes]
+    assert "0.550 ± 0.071" in elements.text
+    assert "flat-loss" in elements.text
+    assert re.search(r"Reconstructions.*no checkpoint was looked at", elements.text)
+    assert next(each["aria-label"] for each in elements.of("svg") if each.get("role") == "img").startswith(
+        "Line chart."
+    )
+    ids = [attributes["id"] for _, attributes in elements.tags if "id" in attributes]
     assert len(ids) == len(set(ids))
-    links = [each["href"] for each in found.of("a") if each["href"].startswith("#")]
+    links = [each["href"] for each in elements.of("a") if each["href"].startswith("#")]
     assert {link[1:] for link in links} <= set(ids)
-    uses = [v[1:] for _, attributes in found.found for k, v in attributes.items() if k == "xlink:href" and v[0] == "#"]
+    uses = [
+        v[1:] for _, attributes in elements.tags for k, v in attributes.items() if k == "xlink:href" and v[0] == "#"
+    ]
     assert uses
     assert set(uses) <= set(ids)
 
 
 def test_nothing_is_fetched(tmp_path: Path) -> None:
-    found = Elements(made(folder(tmp_path / "a")))
-    for _, attributes in found.found:
+    elements = Elements(made(folder(tmp_path / "a")))
+    for _, attributes in elements.tags:
         for name in ("src", "href", "xlink:href", "srcset", "action"):
             assert attributes.get(name, "#").startswith(("#", "data:"))
-    policy = next(each["content"] for each in found.of("meta") if "http-equiv" in each)
+    policy = next(each["content"] for each in elements.of("meta") if "http-equiv" in each)
     assert policy.startswith("default-src 'none'; img-src data:;")
     assert "url(http" not in file("page.css")
 
 
 def test_data_of_a_figure(tmp_path: Path) -> None:
-    found = Elements(made(folder(tmp_path / "a", losses=(1.0, 0.5))))
-    (link,) = [each for each in found.of("a") if each.get("download") == "step-loss.csv"]
+    elements = Elements(made(folder(tmp_path / "a", losses=(1.0, 0.5))))
+    (link,) = [each for each in elements.of("a") if each.get("download") == "step-loss.csv"]
     text = base64.b64decode(link["href"].partition("base64,")[2]).decode()
     assert list(csv.reader(io.StringIO(text))) == [
         ["group", "training step", "loss", "standard deviation", "runs"],
@@ -118,24 +122,24 @@ def test_names_are_text(tmp_path: Path) -> None:
         .read_text()
         .replace('"versions": {"torch": "2"}', f'"versions": {json.dumps({EVIL: EVIL})}')
     )
-    found = Elements(made(path, folder(tmp_path / "b", **{EVIL: EVIL})))
-    assert len(found.of("script")) == 1
-    assert not found.of("img")
-    assert not [name for _, attributes in found.found for name in attributes if name.startswith("on")]
-    assert "<script>alert(1)</script>" in found.text
-    assert "<script>alert(1)<script>" in found.text  # the folder: its name has no slash
+    elements = Elements(made(path, folder(tmp_path / "b", **{EVIL: EVIL})))
+    assert len(elements.of("script")) == 1
+    assert not elements.of("img")
+    assert not [name for _, attributes in elements.tags for name in attributes if name.startswith("on")]
+    assert "<script>alert(1)</script>" in elements.text
+    assert "<script>alert(1)<script>" in elements.text  # the folder: its name has no slash
 
 
 def test_numbers_called_anything(tmp_path: Path) -> None:
     """A figure is called after a number in a log, and so are the ids in it."""
     names = ('"><img src=x onerror=alert(1)>', "\\d \\g<9> $", "a b", "a-b", "a_b")
     rows = [{"step": step, "block": block, **dict.fromkeys(names, 0.5)} for step in (10, 20) for block in (None, 0, 1)]
-    found = Elements(made(folder(tmp_path / "run", evals=rows)))
-    assert not any(key.startswith("on") for _, attributes in found.found for key in attributes)
-    ids = [attributes["id"] for _, attributes in found.found if "id" in attributes]
+    elements = Elements(made(folder(tmp_path / "run", evals=rows)))
+    assert not any(key.startswith("on") for _, attributes in elements.tags for key in attributes)
+    ids = [attributes["id"] for _, attributes in elements.tags if "id" in attributes]
     assert len(ids) == len(set(ids))
     assert all(re.fullmatch(r"[\w.-]+", each) for each in ids)
-    assert sum(each.get("role") == "img" for each in found.of("svg")) == 1 + 2 * len(names)
+    assert sum(each.get("role") == "img" for each in elements.of("svg")) == 1 + 2 * len(names)
 
 
 @pytest.mark.parametrize("losses", [("nan", "nan"), (), (1e308, 1e-308, -1e308), (0.0, 0.0)])
@@ -160,9 +164,9 @@ def test_fifty_runs(tmp_path: Path) -> None:
         folder(tmp_path / f"r{index}", losses=[1.0] * 400, lr=float(index), weights=(1.0,) * 24, evals=rows)
     text = made(tmp_path)
     assert len(text) < 3_000_000
-    found = Elements(text)
+    elements = Elements(text)
     assert "lr (0.0, 1.0, 2.0, 3.0 and 46 more)" in text
-    assert "The last 40 groups are grey in the figures." in found.text
+    assert "The last 40 groups are grey in the figures." in elements.text
 
 
 def test_different_kinds(tmp_path: Path) -> None:
@@ -251,12 +255,12 @@ def test_colours_stand_out() -> None:
 def test_tables(tmp_path: Path) -> None:
     """Numbers sort as numbers, long tables are cut and whole as CSV, and formulas are text."""
     folder(tmp_path / "=1+1", losses=[1.0] * 250 + ["nan"])
-    found = Elements(made(tmp_path))
-    cells = [each for each in found.of("td") if each.get("class") == "number"]
+    elements = Elements(made(tmp_path))
+    cells = [each for each in elements.of("td") if each.get("class") == "number"]
     assert "1.0" in {each.get("data-value") for each in cells}
     assert all(math.isfinite(float(each["data-value"])) for each in cells if "data-value" in each)
-    assert "The first 200 of 250 rows; the CSV has all." in found.text
-    (link,) = [each["href"] for each in found.of("a") if each.get("download") == "step-loss.csv"]
+    assert "The first 200 of 250 rows; the CSV has all." in elements.text
+    (link,) = [each["href"] for each in elements.of("a") if each.get("download") == "step-loss.csv"]
     rows = base64.b64decode(link.partition("base64,")[2]).decode().splitlines()
     assert (len(rows), rows[1][:5]) == (251, "'=1+1")
 

@@ -1,4 +1,4 @@
-"""What every rank of a group does to a rewired model; test_distributed.py starts it and judges what it leaves.
+"""What every rank of a group does to a rewired model; test_distributed.py starts it and checks what it leaves.
 
 python -m torch.distributed.run --standalone --nproc-per-node 2 -m tests.tools.ranks FOLDER
 """

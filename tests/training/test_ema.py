@@ -1,4 +1,4 @@
-"""Averaged weights: torch's own step by step, in a model whose shortcuts move, and out of the way again."""
+"""EMA weights: torch's own step by step, in a model whose shortcuts move, and out of the way again."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ def test_floats_as_in_torch_and_counters_as_in_the_model() -> None:
     model = network()
     mine, torchs = EMA(model, 0.9), AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9), use_buffers=True)
     trained(model, 5, mine, torchs)
-    found, expected = mine.state_dict(), torchs.state_dict()
-    assert list(found) == list(expected)
+    result, expected = mine.state_dict(), torchs.state_dict()
+    assert list(result) == list(expected)
     for name, value in expected.items():
         if value.is_floating_point():
-            assert torch.equal(found[name], value), name
-    assert int(found["n_averaged"]) == int(found["module.1.num_batches_tracked"]) == 5
+            assert torch.equal(result[name], value), name
+    assert int(result["n_averaged"]) == int(result["module.1.num_batches_tracked"]) == 5
 
 
 def test_swapped_in_and_restored() -> None:

@@ -64,11 +64,11 @@ def test_a_checkpoint_between_two_logged_steps_never_holds_what_is_not_finite(tm
         pytest.raises(TrainingError, match=r"that of step 4.*start anew"),
     ):
         run_task(task(poison=poison), schedule(log_every=20, checkpoint_every=2), folder, quiet=True)
-    found = folder.last_checkpoint()
-    assert found[0] == 4
+    checkpoint = folder.last_checkpoint()
+    assert checkpoint[0] == 4
     from safetensors.torch import load_file
 
-    assert all(value.isfinite().all() for value in load_file(found[1] / "model.safetensors").values())
+    assert all(value.isfinite().all() for value in load_file(checkpoint[1] / "model.safetensors").values())
 
 
 def test_data_that_vanish_are_told_with_the_way_on(tmp_path: Path) -> None:
@@ -158,8 +158,8 @@ def test_killed_without_a_word_it_goes_on_to_the_same_weights(tmp_path: Path, at
     assert done.returncode == -signal.SIGKILL, done.stderr.decode()[-2000:]
     again, whole = task(), task()
     folder = RunFolder.open(tmp_path / "run")
-    found = folder.last_checkpoint()
-    assert (found is None) == (at == 2)
+    checkpoint = folder.last_checkpoint()
+    assert (checkpoint is None) == (at == 2)
     run_task(again, schedule(), folder, quiet=True)
     run_task(whole, schedule(), new(tmp_path / "whole"), quiet=True)
     for a, b in zip(weights(whole), weights(again), strict=True):

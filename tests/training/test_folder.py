@@ -34,9 +34,9 @@ def test_config_and_versions_are_written(tmp_path: Path) -> None:
 def test_a_state_is_json_whatever_its_numbers_are(tmp_path: Path) -> None:
     write_state(tmp_path, "some", {"limits": (math.inf, -math.inf, 1.5), "mean": math.nan, "step": torch.ones(2)})
     json.loads((tmp_path / "some.json").read_text(), parse_constant=pytest.fail)
-    found = read_state(tmp_path, "some")
-    assert found["limits"] == (math.inf, -math.inf, 1.5)
-    assert math.isnan(found["mean"])
+    state = read_state(tmp_path, "some")
+    assert state["limits"] == (math.inf, -math.inf, 1.5)
+    assert math.isnan(state["mean"])
 
 
 def test_a_line_that_was_cut_off_is_left_out(tmp_path: Path) -> None:

@@ -82,5 +82,5 @@ def test_without_a_gpu_it_is_an_ordinary_step(tmp_path: Path) -> None:
     ],
 )
 def test_what_stands_in_the_way_of_a_graph(kind: str, world: int, accumulate: int, reason: str | None) -> None:
-    found = why_not(kind, world, accumulate)
-    assert found is None if reason is None else found is not None and reason in found
+    result = why_not(kind, world, accumulate)
+    assert result is None if reason is None else result is not None and reason in result

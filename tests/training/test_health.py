@@ -14,7 +14,7 @@ from unskip.training._health import Watch
 
 
 def told(folder: RunFolder, losses: list[float], stop_after: int | None = None) -> list[int]:
-    """The steps at which a run of 100 steps, logged every 5, is called flat at a trivial loss of 2."""
+    """The steps at which a run of 100 steps, logged every 5, is called flat at a baseline loss of 2."""
     one = task()
     one.baseline_loss = 2.0
     schedule = Schedule(steps=100, log_every=5)

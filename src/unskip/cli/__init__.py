@@ -95,17 +95,17 @@ def _plugins(args: list[str]) -> tuple[list[str], list[str]]:
     """The values of every --plugin, and the other arguments."""
     from unskip.errors import BadInput
 
-    found, rest = [], []
+    plugins, rest = [], []
     words = iter(args)
     for word in words:
         name, equals, value = word.partition("=")
         if name != "--plugin":
             rest.append(word)
         elif given := value if equals else next(words, ""):
-            found.append(given)
+            plugins.append(given)
         else:
             raise BadInput("--plugin needs a value, a Python file or a module")
-    return found, rest
+    return plugins, rest
 
 
 def _run(command: str, args: list[str], plugins: list[str]) -> int:

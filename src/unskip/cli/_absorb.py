@@ -41,7 +41,8 @@ def absorb(
     """
     import torch
 
-    from unskip.cli._model import builder_of, by_input, device_of, inputs, samples_for, shapes_of, weighted
+    from unskip.cli._model import builder_of, by_input, inputs, samples_for, shapes_of, weighted
+    from unskip.training import device_of
 
     if apply == "approximate" and data is None:
         raise BadInput("--apply approximate fits to samples: give --data")
@@ -54,8 +55,8 @@ def absorb(
         built = weighted(model, random, trust).to(where).eval()
         samples = None if data is None else samples_for(built, data, n, shapes)[0]
         example = inputs(built, shapes)
-        found = unskip.absorption.scan(built, example, data=samples, progress=tick)
-        sound = found.verify()
+        scan = unskip.absorption.scan(built, example, data=samples, progress=tick)
+        sound = scan.verify()
         if apply is not None:
             try:
                 applied = unskip.absorption.apply(
@@ -68,12 +69,12 @@ def absorb(
         if applied is not None and refused is None and out is not None:
             _save(built, out, builder_of(model))
     if json:
-        record = {"spec": model, **found.to_dict(), "verified": sound, "refused": refused}
+        record = {"spec": model, **scan.to_dict(), "verified": sound, "refused": refused}
         if applied is not None:
             record["applied"] = applied.to_dict()
         print_json(record)
     else:
-        print(found)
+        print(scan)
         print("\nall certificates verified from the weights" if sound else "\na certificate failed verification")
         if applied is not None:
             print(f"\n{applied}")

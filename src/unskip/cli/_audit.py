@@ -45,19 +45,19 @@ def audit(
     shapes = shapes_of(input)
     # Whatever the model prints while it is built and run is no part of the result.
     with contextlib.redirect_stdout(sys.stderr), busy(f"auditing {model}"):
-        found, wiring = _look(model, rule, shapes, trust)
+        survey, wiring = _look(model, rule, shapes, trust)
     last = rule.steps if rule is not None else None
     if json:
-        _write_json(model, found, wiring, last)
+        _write_json(model, survey, wiring, last)
         return 0
     if sys.stdout.isatty():
         from unskip.cli._draw import draw
 
-        draw(found, wiring)
+        draw(survey, wiring)
         if wiring is not None:
             print(_decay(wiring))
     else:
-        print(found if wiring is None else f"{found}\n\n{wiring}")
+        print(survey if wiring is None else f"{survey}\n\n{wiring}")
     if wiring is not None and last is not None:
         wiring.step(last)
         print(f"after step {last}: {_decay(wiring)}")
@@ -67,17 +67,17 @@ def audit(
 def _look(name: str, rule: Shortcut | None, shapes: list[Shape], trust: bool) -> tuple[Audit, Wiring | None]:
     import torch
 
-    from unskip.cli._model import opened
+    from unskip.cli._model import open_model
 
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)  # random weights, but the same ones each time
-        model = opened(name, light=True, trust=trust)
+        model = open_model(name, light=True, trust=trust)
         if all(parameter.device.type != "meta" for parameter in model.parameters()):
             return _survey(model, rule, shapes)
         try:
             result = _survey(model, rule, shapes)
         except ForwardError:  # a forward that needs values
-            return _survey(opened(name, trust=trust), rule, shapes)
+            return _survey(open_model(name, trust=trust), rule, shapes)
     print(
         "note: a large model, built without values: |f|/|x| is not measured, nor is what depends on it", file=sys.stderr
     )
@@ -97,8 +97,8 @@ def _survey(model: nn.Module, rule: Shortcut | None, shapes: list[Shape]) -> tup
         return saved if saved is not None else unskip.Audit(type(model).__name__, wiring.survey), wiring
 
 
-def _write_json(name: str, found: Audit, wiring: Wiring | None, last: int | None) -> None:
-    data: dict[str, Any] = {"spec": name, **found.to_dict()}
+def _write_json(name: str, survey: Audit, wiring: Wiring | None, last: int | None) -> None:
+    data: dict[str, Any] = {"spec": name, **survey.to_dict()}
     if wiring is not None:
         data["shortcut"] = wiring.to_dict() | {"band": _band(wiring)}
         if last is not None:

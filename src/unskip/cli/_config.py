@@ -47,14 +47,14 @@ def read(args: Sequence[str]) -> Job:
     groups = _groups(recipe, base)
     options = make_dataclass("Options", [(name, kind, field(default_factory=kind)) for name, kind in groups.items()])
     presets = ", ".join(recipe.presets)
-    found: Any = tyro.cli(
+    parsed: Any = tyro.cli(
         options,
         args=rest,
         prog=f"unskip train {recipe.name}",
         description=f"Presets: {presets}. Defaults shown are those of {given.config or base.preset}.\n\n{PLUGIN}",
         config=(tyro.conf.OmitArgPrefixes,),
     )
-    values = {name: value for group in groups for name, value in vars(getattr(found, group)).items()}
+    values = {name: value for group in groups for name, value in vars(getattr(parsed, group)).items()}
     config = replace(base, **{each.name: values[each.name] for each in fields(base)})
     seeds = None if values["seeds"] is None else _seeds(values["seeds"])
     return Job(config, Path(values["out"]), seeds, values["quiet"])
@@ -68,7 +68,7 @@ def _groups(recipe: Recipe, base: Any) -> dict[str, type[Any]]:
         ("seeds", Annotated[str | None, told(_SEEDS, "SEEDS")], None),
         ("quiet", Quiet, False),
     ]
-    found = {}
+    kinds = {}
     for group, members in field_groups(recipe.config).items():
         options = [
             (each.name, Annotated[each.type, tyro.conf.arg(help=each.about)], getattr(base, each.name))
@@ -77,8 +77,8 @@ def _groups(recipe: Recipe, base: Any) -> dict[str, type[Any]]:
         if group == "run":
             options += own
         title = recipe.name if group == "recipe" else group.replace(" ", "_")
-        found[title] = make_dataclass(title, [(name, kind, field(default=value)) for name, kind, value in options])
-    return found
+        kinds[title] = make_dataclass(title, [(name, kind, field(default=value)) for name, kind, value in options])
+    return kinds
 
 
 # --- Where the defaults come from -------------------------------------------------------------------------------------
@@ -118,11 +118,11 @@ def _again(name: str | None, given: argparse.Namespace) -> Any:
         data = json.loads(Path(given.config).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise BadInput(f"--config {given.config}: cannot be read ({error}); give the config.json of a run") from error
-    found = data.get("config", data) if isinstance(data, Mapping) else None
-    if not isinstance(found, Mapping):
+    saved = data.get("config", data) if isinstance(data, Mapping) else None
+    if not isinstance(saved, Mapping):
         raise BadInput(f"--config {given.config}: it holds no config; give the config.json of a run")
     with with_plugins(data.get("plugins", [])):
-        config = from_dict(found)
+        config = from_dict(saved)
     recipe = recipe_of(config).name
     if name not in (None, recipe):
         raise BadInput(f"--config {given.config}: it is of {recipe}, and {name} was asked for")

@@ -15,18 +15,18 @@ from unskip.anatomy import AUDIT_HEADER, Audit, Site, audit_rows
 from unskip.wiring import Wiring
 
 
-def draw(found: Audit, wiring: Wiring | None) -> None:
+def draw(survey: Audit, wiring: Wiring | None) -> None:
     """Prints an audit, with the weights of a wiring where there is one."""
     console = Console(highlight=False)
-    console.print(f"{found.model}: {count(len(found), 'residual site')}", markup=False, style="bold")
-    _print(console, found.sites, wiring)
-    if found.blocks:
-        console.print(found.shown_blocks, markup=False)
-    if found.unknown:
-        console.print(f"{count(len(found.unknown), 'addition')} not decided, and left alone:", style="yellow")
-    for unknown in found.unknown:
+    console.print(f"{survey.model}: {count(len(survey), 'residual site')}", markup=False, style="bold")
+    _print(console, survey.sites, wiring)
+    if survey.blocks:
+        console.print(survey.shown_blocks, markup=False)
+    if survey.unknown:
+        console.print(f"{count(len(survey.unknown), 'addition')} not decided, and left alone:", style="yellow")
+    for unknown in survey.unknown:
         console.print(f"  {unknown.path or '(model)'} ({unknown.source}): {unknown.reason}", markup=False)
-    for note in found.notes:
+    for note in survey.notes:
         console.print(f"note: {note}", markup=False)
 
 

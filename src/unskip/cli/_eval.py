@@ -17,10 +17,10 @@ from unskip._plugins import with_plugins
 from unskip.cli._options import Blocks, DeviceOfRun, Json, Mean, Random, Std, Trust, blocks_of, model_help, told
 from unskip.cli._say import busy, print_json
 from unskip.errors import BadInput
-from unskip.evals import DTYPES, PROTOCOLS, Result, by_depth, by_time
+from unskip.evals import DTYPES, PROTOCOLS, Result, by_depth, by_time, image_channels
 from unskip.evals import protocol as find
 from unskip.recipes import Trained, evaluate_model, evaluate_run, open_run
-from unskip.training import RunFolder, find_runs
+from unskip.training import RunFolder, device_of, find_runs
 
 _PROTOCOLS = f"Protocols, separated by commas: {', '.join(PROTOCOLS)}."
 _DATA = "Images with labels: digits, a folder with train/ and val/, parquet files, ... (default: those of the run)."
@@ -58,7 +58,7 @@ def evaluate(
 
     Example: unskip eval runs/x --protocol knn-dino-v1,probe-mae-v1
     """
-    from unskip.cli._model import channel_numbers, device_of, weighted
+    from unskip.cli._model import channel_numbers, weighted
 
     names = [name.strip() for name in protocol.split(",") if name.strip()]
     with with_plugins(_plugins_of(model), trust):
@@ -82,8 +82,8 @@ def evaluate(
         with contextlib.redirect_stdout(sys.stderr), busy(f"evaluating {each or model}"):
             if each is not None and data is None:
                 chosen = [*_times(times)] if times is not None else None
-                opened = open_run(each, device, trust=trust)
-                about, results = _of_run(opened, names, options | {"times": chosen}, numbers)
+                trained = open_run(each, device, trust=trust)
+                about, results = _of_run(trained, names, options | {"times": chosen}, numbers)
             else:
                 if times is not None:
                     raise BadInput("--times is for runs on their own data: leave --data out")
@@ -99,8 +99,8 @@ def evaluate(
             _show(str(each or model), about, names, results, options["changes"], times is not None)
     if json:
         used = {name: PROTOCOLS[name].to_dict() for name in names}
-        found = rows[0] if len(rows) == 1 else {"runs": rows}
-        print_json({"protocols": used, **found})
+        record = rows[0] if len(rows) == 1 else {"runs": rows}
+        print_json({"protocols": used, **record})
     return 0
 
 
@@ -125,8 +125,7 @@ def _of_model(
     """Any model on data that is named."""
     from unskip.cli._model import preprocess_for
 
-    channels = next((each.in_channels for each in built.modules() if isinstance(each, nn.Conv2d)), 3)
-    made = preprocess_for(built, channels, numbers)
+    made = preprocess_for(built, image_channels(built) or 3, numbers)
     options = {**options, "normalise": made, "batch": options["batch"] or 256}
     return evaluate_model(built, names, data, **options)
 
@@ -196,7 +195,7 @@ def _times(text: str) -> list[float]:
 
 def _changes(items: list[str], names: list[str]) -> dict[str, dict[str, Any]]:
     """ "probe-decayed-v1.epochs=50" as {protocol: {setting: value}}."""
-    found: dict[str, dict[str, Any]] = {}
+    changes: dict[str, dict[str, Any]] = {}
     for item in items:
         place, equals, text = item.partition("=")
         name, dot, setting = place.rpartition(".")
@@ -207,6 +206,6 @@ def _changes(items: list[str], names: list[str]) -> dict[str, dict[str, Any]]:
             value = json_format.loads(f"[{text}]" if several and not text.startswith("[") else text)
         except ValueError:
             value = text
-        found.setdefault(name, {})[setting] = value
+        changes.setdefault(name, {})[setting] = value
         PROTOCOLS[name].settings_with({setting: value})
-    return found
+    return changes

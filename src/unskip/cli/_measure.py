@@ -51,7 +51,8 @@ def measure(
     """
     import torch
 
-    from unskip.cli._model import by_input, channel_numbers, device_of, samples_for, shapes_of, weighted
+    from unskip.cli._model import by_input, channel_numbers, samples_for, shapes_of, weighted
+    from unskip.training import device_of
     from unskip.wiring import parse
 
     rule = parse(shortcut) if shortcut is not None else None
@@ -65,9 +66,9 @@ def measure(
             unskip.init.start_(built, init, torch.Generator().manual_seed(0), samples)
         if rule is not None:
             unskip.rewire(built, rule, samples)
-        found = unskip.measure(built, samples, blocks=blocks_of(blocks), jacobians=jacobians, progress=tick)
+        measurement = unskip.measure(built, samples, blocks=blocks_of(blocks), jacobians=jacobians, progress=tick)
     if json:
-        print_json({"spec": model, "preprocess": made and made.to_dict(), **found.to_dict()})
+        print_json({"spec": model, "preprocess": made and made.to_dict(), **measurement.to_dict()})
     else:
-        print(f"images: {made}\n{found}" if made is not None else found)
+        print(f"images: {made}\n{measurement}" if made is not None else measurement)
     return 0

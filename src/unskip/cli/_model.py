@@ -25,7 +25,7 @@ from unskip.training import find_runs
 Shape = tuple[str, tuple[int, ...]]  # "" or "int", and the sizes
 
 
-def opened(name: str, pretrained: bool = False, light: bool = False, trust: bool = False) -> nn.Module:
+def open_model(name: str, pretrained: bool = False, light: bool = False, trust: bool = False) -> nn.Module:
     """The model of a name as `spec.build` makes it, or one in a folder, with its weights and its wiring.
 
     Of a run it is the part that makes features, such as the encoder of an MAE.
@@ -48,8 +48,8 @@ def builder_of(name: str) -> Any:
     """
     record = Path(name).expanduser() / "unskip.json"
     if record.is_file():
-        found = json.loads(record.read_text(encoding="utf-8"))["builder"] or {}
-        return found if "spec" in found else None
+        builder = json.loads(record.read_text(encoding="utf-8"))["builder"] or {}
+        return builder if "spec" in builder else None
     return name if name.rpartition(":")[0].endswith(".py") else None
 
 
@@ -58,20 +58,11 @@ def weighted(model: str, random: bool, trust: bool) -> nn.Module:
     if random and Path(model).is_dir():
         raise BadInput(f"--random is for a model that is named, and {model} is a folder with weights of its own")
     try:
-        return opened(model, pretrained=not random, trust=trust)
+        return open_model(model, pretrained=not random, trust=trust)
     except BadInput as error:
         if random or "internet" not in str(error):
             raise
         raise BadInput(f"{one_line(error)}; --random goes on with random ones") from error
-
-
-def device_of(name: str) -> torch.device:
-    """The device of a name, once something could be put there."""
-    try:
-        torch.empty((), device=name)
-        return torch.device(name)
-    except (RuntimeError, AssertionError) as error:
-        raise BadInput(f"--device {name}: {str(error).splitlines()[0]}") from error
 
 
 def shape_of(text: str) -> Shape:

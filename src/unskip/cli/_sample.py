@@ -56,7 +56,7 @@ def sample(
         trained = open_run(run, device, trust=trust)
         where = next(trained.model.parameters()).device
         extractor = unskip.evals.extractor(evaluate, device=where) if evaluate else None
-        found = unskip.sample(
+        samples = unskip.sample(
             trained,
             n,
             cfg,
@@ -71,16 +71,16 @@ def sample(
         )
         values: dict[str, float] = {}
         if extractor is not None:
-            options: dict[str, Any] = {"samples": found, "batch": batch, "precision": precision, "cache": _CACHE}
+            options: dict[str, Any] = {"samples": samples, "batch": batch, "precision": precision, "cache": _CACHE}
             values = evaluate_samples(trained, extractor, n, sampling, **options)
-    data: dict[str, Any] = {"run": run, "step": trained.step, "n": n, "evaluations": found.evaluations}
-    data |= {"seconds": found.seconds, "grid": str(found.grid), **values}
+    data: dict[str, Any] = {"run": run, "step": trained.step, "n": n, "evaluations": samples.evaluations}
+    data |= {"seconds": samples.seconds, "grid": str(samples.grid), **values}
     if json:
         print_json(data)
         return 0
-    print(f"{n} samples of {run}, step {trained.step}: {found.evaluations:g} evaluations of the network each")
+    print(f"{n} samples of {run}, step {trained.step}: {samples.evaluations:g} evaluations of the network each")
     for name, value in values.items():
         if name != "evaluations":
             print(f"{name}  {value:.4g}")
-    print(found.grid)
+    print(samples.grid)
     return 0

@@ -54,12 +54,12 @@ def train(args: Sequence[str]) -> int:
 
 def resume(run: Runs, quiet: Quiet = False, changed_data: ChangedData = False, trust: Trust = False) -> int:
     """Continue a run from its last checkpoint, or each run of a --seeds folder."""
-    found = unskip.training.find_runs(run)
+    runs = unskip.training.find_runs(run)
     options: dict[str, Any] = {"changed_data": changed_data, "trust": trust}
-    if found == [Path(run)]:
+    if runs == [Path(run)]:
         code = _print_outcome(unskip.resume(run, quiet, **options))
     else:
-        code = _several(Path(run), [partial(unskip.resume, each, quiet, **options) for each in found])
+        code = _several(Path(run), [partial(unskip.resume, each, quiet, **options) for each in runs])
     _leave_process_group()
     return code
 

@@ -99,16 +99,16 @@ def _refuse_early(scale: Scale, opener: Opener) -> None:
 
 def _made(folder: Path) -> Path:
     """The folder, or where it is taken the next one: nothing of an earlier demo is overwritten."""
-    number, found = 2, folder
+    number, free = 2, folder
     try:
-        while found.exists() and not (found.is_dir() and not any(found.iterdir())):
-            found, number = folder.with_name(f"{folder.name}-{number}"), number + 1
-        found.mkdir(parents=True, exist_ok=True)
-        (found / ".write").touch()
-        (found / ".write").unlink()
+        while free.exists() and not (free.is_dir() and not any(free.iterdir())):
+            free, number = folder.with_name(f"{folder.name}-{number}"), number + 1
+        free.mkdir(parents=True, exist_ok=True)
+        (free / ".write").touch()
+        (free / ".write").unlink()
     except OSError as error:
-        raise BadInput(f"{found}: cannot be written ({error.strerror}); choose another folder with --out") from error
-    return found
+        raise BadInput(f"{free}: cannot be written ({error.strerror}); choose another folder with --out") from error
+    return free
 
 
 def _stopped(folder: Path, count: int) -> str:

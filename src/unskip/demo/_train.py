@@ -76,7 +76,7 @@ class Interrupted(Exception):
 
 def pretrain(scale: Scale, out: Path, write: Write, quiet: bool, opener: Opener) -> list[Path]:
     """Masked autoencoders that differ by their shortcuts, evaluated block by block."""
-    found: dict[str, Numbers] = {}
+    numbers: dict[str, Numbers] = {}
     folders = {name: out / _folder(name) for name in scale.encoders}
     for name, fields in scale.encoders.items():
         config, folder = mae(scale.preset, **{**scale.mae, **fields}), folders[name]
@@ -84,13 +84,13 @@ def pretrain(scale: Scale, out: Path, write: Write, quiet: bool, opener: Opener)
         if _trained(config, folder, write, quiet, opener) is None:
             continue
         write("    evaluated: kNN, linear probe and rank of every block")
-        found[name] = by_block(evaluate_run(folder, PROTOCOLS, opener=opener)[1])
+        numbers[name] = by_block(evaluate_run(folder, PROTOCOLS, opener=opener)[1])
     images = len(open_split(config, "test", opener))
-    if len(found) == len(folders):
-        for line in describe_features(found, config.shortcut, images):
+    if len(numbers) == len(folders):
+        for line in describe_features(numbers, config.shortcut, images):
             write(line)
     else:
-        gone = " and ".join(name for name in folders if name not in found)
+        gone = " and ".join(name for name in folders if name not in numbers)
         write(f"\nNothing to compare: the training of {gone} failed.\n")
     return list(folders.values())
 
@@ -104,24 +104,24 @@ def by_block(results: Any) -> Numbers:
     return numbers
 
 
-def describe_features(found: Mapping[str, Numbers], shortcut: str, images: int) -> list[str]:
+def describe_features(by_encoder: Mapping[str, Numbers], shortcut: str, images: int) -> list[str]:
     """What the numbers of some encoders show, whatever it is: the last, with this shortcut, against each other."""
     shown = {"knn20": "kNN", "probe_lbfgs": "probe", "rank": "rank"}
-    *others, held = found.values()
-    *_, against = found
+    *others, held = by_encoder.values()
+    *_, against = by_encoder
     blocks = [*held["knn20"]]
-    header = ["block", *(f"{word} {each}" for word in shown.values() for each in found)]
-    rows = [[block, *(numbers[key][block] for key in shown for numbers in found.values())] for block in blocks]
+    header = ["block", *(f"{word} {each}" for word in shown.values() for each in by_encoder)]
+    rows = [[block, *(numbers[key][block] for key in shown for numbers in by_encoder.values())] for block in blocks]
     last = blocks[-1]
     lines = ["\nAccuracy of kNN (k = 20) and of a linear probe, and effective rank, by block:"]
     lines.append(f"\n{table(header, rows)}\n")
-    for name, other in zip(found, others, strict=False):
+    for name, other in zip(by_encoder, others, strict=False):
         named = (name, against)
         lines.append(f"Features of the last block, {name} and {against} ({shortcut}):")
         for key, word in (("knn20", "kNN (k = 20)"), ("probe_lbfgs", "Linear probe")):
             lines.append(f"  {compared(word, other[key][last], held[key][last], images, named)}")
         lines.append(f"  {ranked(other['rank'][last], held['rank'][last], named)}")
-    best = [f"{max(blocks, key=each['probe_lbfgs'].__getitem__)} ({word})" for word, each in found.items()]
+    best = [f"{max(blocks, key=each['probe_lbfgs'].__getitem__)} ({word})" for word, each in by_encoder.items()]
     lines.append(f"The linear probe is best at block {', '.join(best)}.")
     lines.append("One seed and a model of minutes: a look, not a study. The studies are in docs/results.\n")
     return lines

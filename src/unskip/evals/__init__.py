@@ -4,7 +4,7 @@ import unskip.evals._accuracy  # noqa: F401  # registers itself
 from unskip.evals._diffusion import by_time, noised
 from unskip.evals._discover import discover, discoveries
 from unskip.evals._evaluate import Result, by_depth, evaluate, flat
-from unskip.evals._extract import DTYPES, Features, Inputs, View, autocast, extract
+from unskip.evals._extract import DTYPES, Features, Inputs, View, autocast, extract, image_channels
 from unskip.evals._extractor import Extractor, extractor
 from unskip.evals._finetune import finetune
 from unskip.evals._frechet import Moments, frechet
@@ -57,6 +57,7 @@ __all__ = [
     "flat",
     "frechet",
     "generation",
+    "image_channels",
     "kid",
     "knn",
     "linear_probe",

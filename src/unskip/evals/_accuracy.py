@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch.nn import functional as F
 
+from unskip._checks import kind_of
 from unskip.errors import BadInput
 from unskip.evals._registry import register
 from unskip.evals._split import Split
@@ -20,10 +21,9 @@ def evaluate_accuracy(train: Split, test: Split) -> dict[str, float]:
     """Of logits (n, classes) and labels."""
     logits, labels = test.logits, test.labels
     if logits is None or logits.ndim != 2 or int(labels.max()) >= logits.shape[1]:
-        found = "none" if logits is None else f"logits of shape {tuple(logits.shape)}"
         raise BadInput(
-            f"accuracy-v1: labels go up to {int(labels.max())}, and the model gives {found}; take a classifier of "
-            "these classes, or a protocol of features, such as knn-dino-v1"
+            f"accuracy-v1: labels go up to {int(labels.max())}, and the logits are {kind_of(logits)}; take a "
+            "classifier of these classes, or a protocol of features, such as knn-dino-v1"
         )
     right = (logits.argmax(-1) == labels).double().mean()
     return {"accuracy": float(right), "loss": float(F.cross_entropy(logits.float(), labels))}

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from unskip._checks import kind_of
 from unskip.data import Normalise
 from unskip.errors import BadInput
 from unskip.evals._iou import pair_iou
@@ -55,8 +56,8 @@ def discover(
     parts = (images[part] for part in chunks(len(images), _batch(model, batch)))
     read, _ = read_patches(model, parts, block, what, precision=precision, normalise=normalise)
     (tokens,) = read.blocks.values()
-    held: dict[str, Any] = {"grid": read.grid, "stride": read.stride, "size": read.size}
-    split = Split(torch.zeros(len(images)), patches=tokens, boxes=boxes, masks=masks, ignore=ignore, **held)
+    held: dict[str, Any] = {"grid": read.grid, "stride": read.stride, "size": read.size, "masks": masks}
+    split = Split(torch.zeros(len(images)), patches=tokens, boxes=boxes, ignore=ignore, **held)
     return evaluate_discovery(split, split, **settings)
 
 
@@ -118,8 +119,9 @@ def _batch(model: nn.Module, batch: int | None) -> int:
 
 def _shape(images: Tensor) -> tuple[int, int]:
     if not isinstance(images, Tensor) or images.ndim != 4 or not len(images):
-        found = tuple(images.shape) if isinstance(images, Tensor) else type(images).__name__
-        raise BadInput(f"discover: images are a tensor (n, channels, height, width) and not empty, got {found}")
+        raise BadInput(
+            f"discover: images are a tensor (n, channels, height, width) and not empty, got {kind_of(images)}"
+        )
     return images.shape[2], images.shape[3]
 
 
@@ -164,13 +166,12 @@ def true_boxes(boxes: Tensor | Sequence[Tensor], images: int, size: tuple[int, i
 
 
 def _check_masks(masks: Tensor, images: int, size: tuple[int, int], ignore: int | None) -> None:
-    found = tuple(masks.shape) if isinstance(masks, Tensor) else type(masks).__name__
     if not isinstance(masks, Tensor) or masks.ndim != 3 or len(masks) != images:
-        raise BadInput(f"discover: masks are a tensor (n, height, width), one for each image, got {found}")
+        raise BadInput(f"discover: masks are a tensor (n, height, width), one for each image, got {kind_of(masks)}")
     if masks.shape[1] * size[1] != masks.shape[2] * size[0]:
         raise BadInput(
-            f"discover: masks are {found}, and the images {size[0]} x {size[1]}; their sides are not in the same "
-            "proportion, so a mask cannot lie over its image"
+            f"discover: masks are {tuple(masks.shape)}, and the images {size[0]} x {size[1]}; their sides are not in "
+            "the same proportion, so a mask cannot lie over its image"
         )
     if ignore is not None and bool((masks == ignore).all()):
         raise BadInput(f"discover: every pixel of the masks is {ignore}, and does not count")

@@ -202,7 +202,8 @@ def _lanczos(
 def _gap_is_known(values: Tensor, ritz: Tensor, residual: Tensor) -> Tensor:
     """Whether the second pair, with this residual, is near enough for the gap between both eigenvalues."""
     real = ritz[:, :2].norm(dim=2).amin(1) > 0.5  # not made of the zeros of a basis that came to its end
-    return real & (residual < (_NEXT * (values[:, 0] - values[:, 1])).clamp_min(_LEAST))
+    known: Tensor = real & (residual < (_NEXT * (values[:, 0] - values[:, 1])).clamp_min(_LEAST))
+    return known
 
 
 def _new(vector: Tensor, rows: Tensor) -> Tensor:

@@ -137,10 +137,10 @@ def _numbers(
         return
     for blocks in gathered.together(protocol):
         train, test = (gathered.given(protocol, name, blocks, settings) for name in ("train", "test"))
-        found = function(train, test, **settings)
+        scores = function(train, test, **settings)
         if not protocol.batched:
-            found = [found]
-        for block, values in zip(blocks, found, strict=True):
+            scores = [scores]
+        for block, values in zip(blocks, scores, strict=True):
             yield block, _plain(protocol, values), len(test)
 
 
@@ -163,8 +163,8 @@ def _preprocess(model: nn.Module, data: Data, size: int | None, normalise: Norma
     images = data.images if isinstance(data, DenseSet) else data
     if not isinstance(images, ImageSet):
         return None
-    found = preprocess_of(model, images.channels, normalise)
-    return found if size is None else found.given(size=size)
+    preprocess = preprocess_of(model, images.channels, normalise)
+    return preprocess if size is None else preprocess.given(size=size)
 
 
 def by_depth(results: Sequence[Result]) -> str:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from unskip._checks import choice, kind_of
 from unskip._modes import evaluating
 from unskip.anatomy import Block, Blocks, Example, block_indices, find_blocks, keep_outputs, pool_tokens
 from unskip.errors import BadInput
@@ -106,6 +107,11 @@ def chosen_blocks(blocks: Blocks, count: int) -> list[int]:
     return [count // 2] if blocks == "middle" else block_indices(blocks, count)
 
 
+def image_channels(model: nn.Module) -> int | None:
+    """The channels of the images that a model takes, those of its first convolution; None where it has none."""
+    return next((each.in_channels for each in model.modules() if isinstance(each, nn.Conv2d)), None)
+
+
 def _view(tokens: Tensor, pool: str, norm: TokenNorm) -> Tensor:
     if pool == "cls" and tokens.ndim == 3:
         tokens = tokens[:, 0].clone()  # a view would keep all tokens
@@ -117,8 +123,9 @@ def _view(tokens: Tensor, pool: str, norm: TokenNorm) -> Tensor:
 def _logits(model: nn.Module, output: Any) -> Tensor:
     output = getattr(output, "logits", output)  # as models of Hugging Face have them
     if not isinstance(output, Tensor) or output.ndim != 2:
-        found = tuple(output.shape) if isinstance(output, Tensor) else type(output).__name__
-        raise BadInput(f"{type(model).__name__} gives no logits (images, classes) but {found}; take a classifier")
+        raise BadInput(
+            f"{type(model).__name__} gives no logits (images, classes) but {kind_of(output)}; take a classifier"
+        )
     return output.float()
 
 
@@ -130,6 +137,4 @@ def autocast(device: torch.device, precision: str) -> contextlib.AbstractContext
 
 def dtype_of(precision: str) -> torch.dtype | None:
     """The type that a precision computes in; None for float32."""
-    if precision not in DTYPES:
-        raise BadInput(f"precision is {precision!r}; it can be {', '.join(DTYPES)}")
-    return DTYPES[precision]
+    return DTYPES[choice("evaluate", "precision", precision, DTYPES)]

@@ -22,10 +22,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from unskip._checks import kind_of
 from unskip._extras import need
 from unskip._modes import evaluating
 from unskip.data import Preprocess, preprocess_of, usual_preprocess
 from unskip.errors import BadInput, LoadError, UnskipError
+from unskip.evals._extract import image_channels
 from unskip.wiring import find_wiring
 
 INCEPTION = "pt_inception-2015-12-05-6726825d.pth"  # the weights that the name FID stands for
@@ -48,15 +50,13 @@ class Extractor:
     @property
     def device(self) -> torch.device:
         """Where its weights lie; one without any computes on the CPU."""
-        found = next(chain(self.module.parameters(), self.module.buffers()), None)
-        return torch.device("cpu") if found is None else found.device
+        weight = next(chain(self.module.parameters(), self.module.buffers()), None)
+        return torch.device("cpu") if weight is None else weight.device
 
     @torch.no_grad()
     def __call__(self, images: Tensor) -> tuple[Tensor, Tensor | None]:
         if images.dtype != torch.uint8 or images.ndim != 4:
-            raise BadInput(
-                f"{self.name}: images are bytes (n, channels, height, width), got {images.dtype} {tuple(images.shape)}"
-            )
+            raise BadInput(f"{self.name}: images are bytes (n, channels, height, width), got {kind_of(images)}")
         with evaluating(self.module):
             features, logits = self._tried(images.to(self.device))
         if features.ndim != 2 or not bool(features.isfinite().all()):
@@ -107,11 +107,11 @@ def weights_key(module: nn.Module, word: str = "") -> str:
 
 def _plain(module: nn.Module) -> Callable[[Tensor], tuple[Tensor, Tensor | None]]:
     def extract(images: Tensor) -> tuple[Tensor, None]:
-        found: Tensor = module(images)
-        if not isinstance(found, Tensor) or found.ndim < 2:
-            got = tuple(found.shape) if isinstance(found, Tensor) else type(found).__name__
-            raise BadInput(f"{type(module).__name__}: an extractor's features are a tensor (n, dim), got {got}")
-        return found.flatten(1), None
+        features: Tensor = module(images)
+        if not isinstance(features, Tensor) or features.ndim < 2:
+            name = type(module).__name__
+            raise BadInput(f"{name}: an extractor's features are a tensor (n, dim), got {kind_of(features)}")
+        return features.flatten(1), None
 
     return extract
 
@@ -126,9 +126,9 @@ def _classifier(module: Any, made: Preprocess) -> Callable[[Tensor], tuple[Tenso
         if not hasattr(module, "forward_features") or not hasattr(module, "forward_head"):
             logits: Tensor = module(x)
             return logits.flatten(1), None
-        found = module.forward_features(x)
-        features: Tensor = module.forward_head(found, pre_logits=True)
-        return features.flatten(1), module.forward_head(found) if getattr(module, "num_classes", 0) else None
+        maps = module.forward_features(x)
+        features: Tensor = module.forward_head(maps, pre_logits=True)
+        return features.flatten(1), module.forward_head(maps) if getattr(module, "num_classes", 0) else None
 
     return extract
 
@@ -143,7 +143,7 @@ def _timm(model: str, name: str | None, device: Any) -> Extractor:
             "them where there is a network, or take a run folder as extractor: unskip train supervised"
         ) from error
     module = module.to(device or "cpu").eval()
-    extract = _classifier(module, preprocess_of(module, _channels(module)))
+    extract = _classifier(module, preprocess_of(module, image_channels(module) or 3))
     return Extractor(name or model, module, extract, weights_key(module))
 
 
@@ -156,10 +156,10 @@ def _folder(folder: Path, name: str | None, device: Any) -> Extractor:
     size, place = None, folder
     if (folder / "config.json").is_file() and (folder / "checkpoints").is_dir():
         run = RunFolder.open(folder)
-        found = run.last_checkpoint()
-        if found is None:
+        checkpoint = run.last_checkpoint()
+        if checkpoint is None:
             raise LoadError(f"{folder}: the run has no checkpoint yet, so no weights; unskip resume {folder}")
-        size, place = run.config.get("size"), found[1]
+        size, place = run.config.get("size"), checkpoint[1]
     try:
         module: Any = load(place)
     except UnskipError as error:
@@ -168,17 +168,10 @@ def _folder(folder: Path, name: str | None, device: Any) -> Extractor:
     if ema is not None:
         module.load_state_dict(ema)
     module = module.to(device or "cpu").eval()
-    channels = _channels(module)
+    channels = image_channels(module) or 3
     made = preprocess_of(module, channels) if size is None else usual_preprocess(channels, size, "the run")
     extract = _classifier(module, made)
     return Extractor(name or folder.resolve().name, module, extract, weights_key(module))
-
-
-def _channels(module: nn.Module) -> int:
-    for each in module.modules():
-        if isinstance(each, nn.Conv2d):
-            return each.in_channels
-    return 3
 
 
 def _inception(device: Any) -> Extractor:

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from unskip._checks import finite
+from unskip._checks import finite, kind_of
 from unskip._warn import warn
 from unskip.errors import BadInput
 
@@ -36,8 +36,7 @@ class Moments:
     def update(self, features: Tensor) -> None:
         """Takes in a batch (samples, dim)."""
         if not isinstance(features, Tensor) or not features.is_floating_point() or features.ndim != 2:
-            found = f"{features.dtype} {tuple(features.shape)}" if isinstance(features, Tensor) else type(features)
-            raise BadInput(f"frechet: features must be floating (samples, dim), got {found}")
+            raise BadInput(f"frechet: features must be floating (samples, dim), got {kind_of(features)}")
         if not len(features):
             return
         finite("frechet", "features", features)
@@ -103,13 +102,13 @@ def frechet(features_a: Tensor | Moments, features_b: Tensor | Moments) -> float
 
 def _moments(features: Tensor | Moments) -> Moments:
     if isinstance(features, Moments):
-        found = features
+        moments = features
     else:
-        found = Moments()
-        found.update(features)
-    if found.mean is None or found.count < 2:
-        raise BadInput(f"frechet: it takes two samples or more, got {found.count}")
-    return found
+        moments = Moments()
+        moments.update(features)
+    if moments.mean is None or moments.count < 2:
+        raise BadInput(f"frechet: it takes two samples or more, got {moments.count}")
+    return moments
 
 
 def _factor(covariance: Tensor) -> Tensor:

@@ -82,12 +82,12 @@ class Gathered:
             return replace(part, labels=labels[: len(held["patches"])], size=read.size, **held)
         if protocol.needs == "samples":
             return part
-        found = self._of(name)
-        labels = found.labels[rows]
+        features = self._of(name)
+        labels = features.labels[rows]
         if protocol.needs == "logits":
-            assert found.logits is not None
-            return replace(part, labels=labels, logits=found.logits[rows])
-        values = [found[self.view(protocol)][index][rows] for index in blocks]
+            assert features.logits is not None
+            return replace(part, labels=labels, logits=features.logits[rows])
+        values = [features[self.view(protocol)][index][rows] for index in blocks]
         held = {
             "tokens" if protocol.needs == "tokens" else "features": torch.stack(values)
             if protocol.batched
@@ -109,7 +109,7 @@ class Gathered:
             return None
         part = self.sets[name]
         views = [self.view(each) for each in mine]
-        found = extract(
+        features = extract(
             self.model,
             part.batches(),
             self._union(mine),
@@ -120,8 +120,8 @@ class Gathered:
             split=name,
             logits=logits,
         )
-        self.found = self.found or found.found
-        return found
+        self.found = self.found or features.found
+        return features
 
     def _union(self, protocols: Sequence[Protocol]) -> Blocks:
         """The blocks of any of some protocols."""
@@ -142,8 +142,8 @@ class Gathered:
         part = self.sets[name]
         images = (images for images, _ in part.batches())
         options: dict[str, Any] = {"precision": part.options.precision, "exact": key[1], "found": self.found}
-        found, self.found = read_patches(self.model, images, self._union(mine), key[0], most=most, **options)
-        return found
+        read, self.found = read_patches(self.model, images, self._union(mine), key[0], most=most, **options)
+        return read
 
 
 def open_split(data: Data, options: Options) -> Split:

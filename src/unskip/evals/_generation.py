@@ -74,10 +74,10 @@ def statistics(
             logits.append(scores.cpu())
     if not moments.count:
         raise BadInput("generation: there is no image to compare; draw one sample or more")
-    found = Statistics(moments, torch.cat(kept), score(torch.cat(logits)) if logits else None, chosen.key)
+    result = Statistics(moments, torch.cat(kept), score(torch.cat(logits)) if logits else None, chosen.key)
     if file is not None:
-        _write(file, found)
-    return found
+        _write(file, result)
+    return result
 
 
 def generation(
@@ -102,10 +102,10 @@ def generation(
     for name, each in (("samples", ours), ("reference", real)):
         if each.extractor != chosen.key:
             raise BadInput(f"generation: the statistics of the {name} are of another extractor ({each.extractor})")
-    found = {chosen.distance: frechet(ours.moments, real.moments)}
-    found["precision"], found["recall"] = precision_recall(ours.features, real.features, k)
-    found["kid"] = kid(ours.features, real.features)
-    return found | ({} if ours.score is None else {"score": ours.score})
+    metrics = {chosen.distance: frechet(ours.moments, real.moments)}
+    metrics["precision"], metrics["recall"] = precision_recall(ours.features, real.features, k)
+    metrics["kid"] = kid(ours.features, real.features)
+    return metrics | ({} if ours.score is None else {"score": ours.score})
 
 
 @register(
@@ -125,9 +125,9 @@ def evaluate_generation(train: Split, test: Split, k: int, manifold: int) -> dic
     size = options.preprocess.size if options.preprocess is not None else None
     held: dict[str, Any] = {"batch": options.batch, "manifold": manifold}
     reference = statistics(train.images, chosen, size=size, cache=options.cache, **held)
-    found = generation(test.samples, reference, chosen, k=k, **held)
+    metrics = generation(test.samples, reference, chosen, k=k, **held)
     # In a row of evals.jsonl "precision" is that of the arithmetic, and must not push out that of the samples.
-    return {"sample_precision" if name == "precision" else name: value for name, value in found.items()}
+    return {"sample_precision" if name == "precision" else name: value for name, value in metrics.items()}
 
 
 def _compared(images: Pictures, manifold: int) -> Tensor:
@@ -156,13 +156,13 @@ def _fingerprint(images: Tensor | ImageSet, size: int | None) -> str:
     return digest.hexdigest()[:16]
 
 
-def _write(file: Path, found: Statistics) -> None:
+def _write(file: Path, kept: Statistics) -> None:
     from safetensors.torch import save_file
 
     file.parent.mkdir(parents=True, exist_ok=True)
-    tensors = {**found.moments.state(), "features": found.features.cpu()}
-    if found.score is not None:
-        tensors["score"] = torch.tensor(found.score, dtype=torch.float64)
+    tensors = {**kept.moments.state(), "features": kept.features.cpu()}
+    if kept.score is not None:
+        tensors["score"] = torch.tensor(kept.score, dtype=torch.float64)
     aside = file.with_suffix(f".{os.getpid()}.tmp")  # several processes may write the same
     save_file(tensors, aside)
     aside.replace(file)

@@ -12,7 +12,7 @@ from typing import ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
-from unskip._checks import finite
+from unskip._checks import finite, kind_of
 from unskip.errors import BadInput
 
 P = ParamSpec("P")
@@ -37,11 +37,9 @@ def checked(
     pairs = []
     for name, x, y in (("train", train, train_labels), ("test", test, test_labels)):
         if not isinstance(x, Tensor) or not x.is_floating_point() or x.ndim < 2 or x.numel() == 0:
-            found = f"{x.dtype} of shape {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
-            raise BadInput(f"{who}: {name} must be floating features (samples, dim) and not empty, got {found}")
+            raise BadInput(f"{who}: {name} must be floating features (samples, dim) and not empty, got {kind_of(x)}")
         if not isinstance(y, Tensor) or y.is_floating_point() or y.ndim != 1 or len(y) != x.shape[-2]:
-            found = f"{y.dtype} of shape {tuple(y.shape)}" if isinstance(y, Tensor) else type(y).__name__
-            raise BadInput(f"{who}: {name}_labels must be {x.shape[-2]} whole numbers, one a sample, got {found}")
+            raise BadInput(f"{who}: {name}_labels must be {x.shape[-2]} whole numbers, one a sample, got {kind_of(y)}")
         x = x.detach().to(train.device, torch.float32)  # before the next line: what float32 cannot hold is infinite
         finite(who, name, x)
         if int(y.min()) < 0:

@@ -12,6 +12,7 @@ import math
 import torch
 from torch import Tensor
 
+from unskip._checks import kind_of
 from unskip.errors import BadInput
 
 
@@ -20,8 +21,9 @@ def confusion(predictions: Tensor, targets: Tensor, classes: int, ignore: int | 
     out."""
     for name, values in (("predictions", predictions), ("targets", targets)):
         if not isinstance(values, Tensor) or values.is_floating_point() or values.dtype == torch.bool:
-            kind = values.dtype if isinstance(values, Tensor) else type(values).__name__
-            raise BadInput(f"mean_iou: {name} are class numbers of a whole type, got {kind}; take the argmax first")
+            raise BadInput(
+                f"mean_iou: {name} are class numbers of a whole type, got {kind_of(values)}; take the argmax first"
+            )
     if predictions.shape != targets.shape:
         raise BadInput(
             f"mean_iou: predictions are {tuple(predictions.shape)} and targets {tuple(targets.shape)}; bring the "
@@ -30,18 +32,18 @@ def confusion(predictions: Tensor, targets: Tensor, classes: int, ignore: int | 
     if classes < 1:
         raise BadInput(f"mean_iou: {classes} classes; there is one at least")
     wanted = targets.flatten().long()
-    found = predictions.flatten().to(wanted.device).long()
+    guessed = predictions.flatten().to(wanted.device).long()
     if ignore is not None:
         counted = wanted != ignore
-        wanted, found = wanted[counted], found[counted]
-    for name, values in (("targets", wanted), ("predictions", found)):
+        wanted, guessed = wanted[counted], guessed[counted]
+    for name, values in (("targets", wanted), ("predictions", guessed)):
         wrong = (values < 0) | (values >= classes)
         if bool(wrong.any()):
             raise BadInput(
                 f"mean_iou: {name} hold class {int(values[wrong][0])}, and there are {classes} classes, 0 to "
                 f"{classes - 1}; name the value that stands for no class as ignore"
             )
-    return torch.bincount(wanted * classes + found, minlength=classes * classes).view(classes, classes)
+    return torch.bincount(wanted * classes + guessed, minlength=classes * classes).view(classes, classes)
 
 
 def class_iou(matrix: Tensor) -> list[float]:

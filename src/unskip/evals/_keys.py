@@ -62,19 +62,19 @@ def attention_inputs(
 ) -> dict[int, AttentionInput]:
     """For each wanted block its attention. Raises BadInput where a block has none that can be viewed."""
     every = parts(model, example)
-    found: dict[int, AttentionInput] = {}
+    inputs: dict[int, AttentionInput] = {}
     for index in wanted:
         reason = "no attention in it"
         for place in blocks[index].sites:
             part = every[place]
             attention = part.attention if isinstance(part, ParallelParts) else part
             if isinstance(attention, AttentionParts) and not attention.cross:
-                found[index] = AttentionInput(_owners(model, attention), attention)
+                inputs[index] = AttentionInput(_owners(model, attention), attention)
             elif place in every.reasons:
                 reason = every.reasons[place]
-        if index not in found:
+        if index not in inputs:
             raise BadInput(f"{blocks[index].path}: it has no keys ({reason}); take what='tokens'")
-    return found
+    return inputs
 
 
 def _owners(model: nn.Module, attention: AttentionParts) -> tuple[nn.Module, ...]:

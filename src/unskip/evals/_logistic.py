@@ -39,16 +39,16 @@ def regression(x: Tensor, labels: Tensor, classes: int, settings: Mapping[str, A
     count, dim = x.shape[1:]
     kind = torch.float64 if count * dim * classes <= EXACT else torch.float32
     together = max(1, _HELD // (count * dim * (8 if kind == torch.float64 else 4)))
-    found, means, deviations = [], [], []
+    solved, means, deviations = [], [], []
     for part in x.split(together):
         moments = [torch.var_mean(one.double(), 0, correction=0) for one in part]
         spread, mean = (torch.stack(each) for each in zip(*moments, strict=True))
         std = torch.where(spread > 0, spread.sqrt(), 1.0)
         z = (part.to(kind) - mean[:, None].to(kind)) / std[:, None].to(kind)
-        found.append(_solve(z, labels, classes, settings, chunk).double())
+        solved.append(_solve(z, labels, classes, settings, chunk).double())
         means.append(mean)
         deviations.append(std)
-    packed = torch.cat(found)
+    packed = torch.cat(solved)
     return Solution(packed[..., :-1], packed[..., -1], torch.cat(means), torch.cat(deviations))
 
 
@@ -134,8 +134,8 @@ def _inverse(parts: list[tuple[Tensor, Tensor]], classes: int, ridge: float) -> 
     hessian.diagonal(dim1=1, dim2=2)[:, :-1].add_(ridge + 1e-9)
     hessian[:, -1, -1] = max(even, 1e-9)  # standardised features have mean 0: the bias stands apart
     # By Cholesky's factor: a batched `torch.linalg.inv` fails on some CPUs with several threads from n = 193 on.
-    found: Tensor = torch.cholesky_inverse(torch.linalg.cholesky(hessian))
-    return found.to(first.dtype)
+    inverse: Tensor = torch.cholesky_inverse(torch.linalg.cholesky(hessian))
+    return inverse.to(first.dtype)
 
 
 def _dot(a: Tensor, b: Tensor) -> Tensor:

@@ -23,9 +23,9 @@ def precision_recall(samples: Tensor, reference: Tensor, k: int = 3) -> tuple[fl
     """Of features (samples, dim); it runs where the reference lies. Centred first, so that float32 is enough."""
     _check("precision_recall", samples, reference)
     if k < 1:
-        raise BadInput(f"precision_recall: {k} neighbours; take one or more")
+        raise BadInput(f"precision_recall: k is {k}; take one or more")
     if min(len(samples), len(reference)) <= k:
-        raise BadInput(f"precision_recall: {k} neighbours and {min(len(samples), len(reference))} samples; take more")
+        raise BadInput(f"precision_recall: k is {k}, of {min(len(samples), len(reference))} samples; take more")
     middle = reference.float().mean(0)
     fake, real = (each.to(reference.device).float() - middle for each in (samples, reference))
     return _covered(fake, real, _radii(real, k)), _covered(real, fake, _radii(fake, k))

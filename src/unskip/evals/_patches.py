@@ -15,11 +15,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from unskip._checks import choice, kind_of
 from unskip._modes import evaluating
 from unskip.anatomy import Block, Blocks, Example, find_blocks, keep_outputs, patch_grid, patch_sides
 from unskip.data import Normalise, preprocess_of
 from unskip.errors import BadInput, UnskipError
-from unskip.evals._extract import autocast, chosen_blocks
+from unskip.evals._extract import autocast, chosen_blocks, image_channels
 from unskip.evals._keys import attention_inputs, project
 from unskip.evals._registry import What
 from unskip.evals._split import Precision
@@ -66,8 +67,7 @@ class Reader:
         normalise: Normalise | None = None,
         found: Sequence[Block] = (),
     ) -> None:
-        if what not in get_args(What):
-            raise BadInput(f"what is {what!r}; it can be {', '.join(get_args(What))}")
+        choice("patches", "what", what, get_args(What))
         self.model, self.what, self.normalise = model, what, normalise
         shown = self.fitted(images[:1])
         with evaluating(model):
@@ -123,13 +123,13 @@ class Reader:
 
     def _on_grid(self, output: Tensor, axis: int, shown: Tensor) -> tuple[Tensor, tuple[int, int]]:
         """The patch tokens of a block's output (images, patches, dim), and their rows and columns."""
-        found = patch_grid(self.model, output, axis, (shown.shape[2], shown.shape[3]))
-        if found is None:
+        grid = patch_grid(self.model, output, axis, (shown.shape[2], shown.shape[3]))
+        if grid is None:
             raise BadInput(
                 f"{type(self.model).__name__} has no patch tokens: a block gives {tuple(output.shape)} for images of "
                 f"{shown.shape[2]} x {shown.shape[3]}, which is no grid with a few tokens before it"
             )
-        prefix, rows, columns = found
+        prefix, rows, columns = grid
         maps = output.movedim(axis, -1)
         return (maps.flatten(1, 2) if maps.ndim == 4 else maps)[:, prefix:], (rows, columns)
 
@@ -178,10 +178,9 @@ def read_patches(
 def _patch(model: nn.Module, images: Tensor) -> tuple[int, int]:
     """The sides of a patch. Raises BadInput where images do not fit the model."""
     if not isinstance(images, Tensor) or images.ndim != 4 or not len(images):
-        found = tuple(images.shape) if isinstance(images, Tensor) else type(images).__name__
-        raise BadInput(f"images are a tensor (n, channels, height, width), got {found}")
+        raise BadInput(f"images are a tensor (n, channels, height, width), got {kind_of(images)}")
     name, sides = type(model).__name__, patch_sides(model)
-    channels = next((each.in_channels for each in model.modules() if isinstance(each, nn.Conv2d)), None)
+    channels = image_channels(model)
     if sides is None or channels is None:  # patches may be embedded in another way
         return 1, 1
     if channels != images.shape[1]:

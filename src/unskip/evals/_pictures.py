@@ -102,8 +102,8 @@ def pictures(
         # Each on its own: not all blocks of a pyramid have the same grid.
         read = Reader(model, images, index, normalise=normalise)(images)
         colours, _ = pca_colours(read.blocks[index].flatten(0, 1))
-        cells = (colours.view(len(images), *read.grid, 3) * 255).byte().cpu().numpy()
-        columns.append((f"block {index}", list(cells)))
+        tiles = (colours.view(len(images), *read.grid, 3) * 255).byte().cpu().numpy()
+        columns.append((f"block {index}", list(tiles)))
     white = [numpy.full((1, 1, 3), 255, dtype=numpy.uint8)] * len(images)
     try:
         maps = attention_maps(model, images, normalise=normalise).mean(1)
@@ -112,9 +112,9 @@ def pictures(
     except UnskipError:
         columns.append(("no attention", white))
     what: What = "keys" if columns[-1][0] == "attention" else "tokens"
-    found, stride = discoveries(model, images, what=what, normalise=normalise)
-    boxes = in_pixels(found.boxes, stride, (images.shape[2], images.shape[3])).tolist()
-    columns.append(("discovered", [_overlay(a, b, stride) for a, b in zip(columns[0][1], found.masks, strict=True)]))
+    objects, stride = discoveries(model, images, what=what, normalise=normalise)
+    boxes = in_pixels(objects.boxes, stride, (images.shape[2], images.shape[3])).tolist()
+    columns.append(("discovered", [_overlay(a, b, stride) for a, b in zip(columns[0][1], objects.masks, strict=True)]))
     wide, tall = len(columns) * (_CELL + _EDGE), len(images) * (_CELL + _EDGE) + _TITLE
     sheet = Image.new("RGB", (wide, tall), "white")
     pen = ImageDraw.Draw(sheet)
@@ -125,7 +125,7 @@ def pictures(
         for row, cell in enumerate(cells):
             top = _TITLE + row * (_CELL + _EDGE)
             sheet.paste(Image.fromarray(cell).resize((_CELL, _CELL), Image.Resampling.NEAREST), (left, top))
-            if title == "discovered" and found.masks[row].any():
+            if title == "discovered" and objects.masks[row].any():
                 x0, y0, x1, y1 = boxes[row]
                 edge = [left + x0 * scale[0], top + y0 * scale[1], left + x1 * scale[0] - 1, top + y1 * scale[1] - 1]
                 pen.rectangle(edge, outline="red", width=2)
@@ -140,8 +140,8 @@ def _spread(count: int) -> list[int]:
 
 
 def _gray(values: Tensor) -> Pixels:
-    found: Any = (values * 255).byte().cpu()[:, :, None].expand(-1, -1, 3).numpy()
-    return numpy.ascontiguousarray(found)
+    gray: Any = (values * 255).byte().cpu()[:, :, None].expand(-1, -1, 3).numpy()
+    return numpy.ascontiguousarray(gray)
 
 
 def _overlay(image: Pixels, mask: Tensor, stride: tuple[float, float]) -> Pixels:

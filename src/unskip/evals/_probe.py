@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from unskip._checks import kind_of
 from unskip.errors import BadInput
 from unskip.evals._input import checked, full_precision
 from unskip.evals._logistic import regression
@@ -48,8 +49,7 @@ def linear_probe(
     """
     for each in (train, test):
         if not isinstance(each, Tensor) or each.ndim != 2:
-            found = tuple(each.shape) if isinstance(each, Tensor) else type(each).__name__
-            raise BadInput(f"linear_probe: features must be (samples, dim), got {found}")
+            raise BadInput(f"linear_probe: features must be (samples, dim), got {kind_of(each)}")
     settings = find(protocol, probe_mae, probe_decayed, probe_lbfgs).settings_with(changes)
     return probe_all(train[None], train_labels, test[None], test_labels, settings, seed)[0]
 

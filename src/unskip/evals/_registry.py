@@ -23,6 +23,7 @@ from fnmatch import fnmatchcase
 from types import MappingProxyType
 from typing import Any, Literal, TypeVar, get_args
 
+from unskip._checks import choice
 from unskip._words import nearest
 from unskip.errors import BadInput
 
@@ -114,8 +115,7 @@ def register(
     It is called as function(train, test, **settings), with `needs="model"` as function(model, train, test, **settings),
     and returns a mapping from names to numbers. `Protocol` says what the other keywords mean.
     """
-    if needs not in get_args(Needs):
-        raise BadInput(f"{name}: needs is {needs!r}; it can be {', '.join(get_args(Needs))}")
+    choice(name, "needs", needs, get_args(Needs))
 
     def enter(function: F) -> F:
         known = _PROTOCOLS.get(name)
@@ -155,12 +155,12 @@ def protocol(name: str, *functions: Evaluator) -> Protocol:
 
 def asked_for(names: Sequence[str], changes: Mapping[str, Mapping[str, Any]] | None = None) -> list[Protocol]:
     """The protocols of some names. Raises BadInput for changes of any other one, or that one does not take."""
-    found = [protocol(name) for name in names]
+    protocols = [protocol(name) for name in names]
     for name, values in (changes or {}).items():
         if name not in names:
             raise BadInput(f"changes of {name}, which is not asked for; asked for are {', '.join(names)}")
         protocol(name).settings_with(values)
-    return found
+    return protocols
 
 
 def wilson(share: float, n: int) -> tuple[float, float]:

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from unskip._checks import kind_of
 from unskip.data import Normalise
 from unskip.errors import BadInput
 from unskip.evals._iou import class_iou, confusion, mean_of
@@ -177,8 +178,9 @@ def _read(name: str, split: Split, classes: int) -> _Read:
 def _check(name: str, masks: Any, images: tuple[int, ...], classes: int, ignore: int | None) -> None:
     """Raises BadInput where masks do not fit images of a shape (n, channels, height, width)."""
     if not isinstance(masks, Tensor) or masks.is_floating_point() or masks.ndim != 3 or len(masks) != images[0]:
-        found = f"{masks.dtype} {tuple(masks.shape)}" if isinstance(masks, Tensor) else type(masks).__name__
-        raise BadInput(f"segment: {name} masks are whole numbers (n, height, width), one for each image, got {found}")
+        raise BadInput(
+            f"segment: {name} masks are whole numbers (n, height, width), one for each image, got {kind_of(masks)}"
+        )
     if not len(masks):
         raise BadInput(f"segment: there are no {name} images")
     (height, width), (tall, wide) = images[2:], masks.shape[1:]

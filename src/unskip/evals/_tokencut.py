@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from unskip._checks import kind_of
 from unskip.errors import BadInput
 from unskip.evals._eigen import second_eigenvectors
 
@@ -61,8 +62,7 @@ def tokencut(features: Tensor, grid: tuple[int, int], tau: float = 0.2) -> Disco
 
 def _checked(features: Tensor, grid: tuple[int, int], tau: float) -> tuple[int, int]:
     if not isinstance(features, Tensor) or not features.is_floating_point() or features.ndim != 3:
-        found = f"{features.dtype} {tuple(features.shape)}" if isinstance(features, Tensor) else type(features).__name__
-        raise BadInput(f"tokencut: features are floating (batch, tokens, dim), got {found}")
+        raise BadInput(f"tokencut: features are floating (batch, tokens, dim), got {kind_of(features)}")
     rows, columns = (int(side) for side in grid)
     tokens = features.shape[1]
     if rows < 1 or columns < 1 or rows * columns != tokens:

@@ -126,12 +126,12 @@ class Samples:
 
     def _high_frequencies(self, site: Site, value: Tensor) -> float:
         flat = tokens(value, site)
-        found = patch_grid(self.model, value, site.axis, self.image) if self.image is not None else None
+        grid = patch_grid(self.model, value, site.axis, self.image) if self.image is not None else None
         if self.grid is not None:
-            found = (flat.shape[1] - self.grid[0] * self.grid[1], *self.grid)
-        if found is None or found[0] < 0 or min(found[1:]) < 2:
+            grid = (flat.shape[1] - self.grid[0] * self.grid[1], *self.grid)
+        if grid is None or grid[0] < 0 or min(grid[1:]) < 2:
             return math.nan
-        prefix, height, width = found
+        prefix, height, width = grid
         return high_frequency_share(flat[:, prefix:], (height, width))
 
 

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import reprlib
-
 import torch
 from torch import Tensor
 
-from unskip._checks import finite
+from unskip._checks import finite, kind_of
 from unskip.errors import BadInput
 
 
 def floats(who: str, name: str, x: object, axes: str, least: int, most: int | None = None) -> Tensor:
     """x in float64, detached; `axes` says in words what shape is meant, `least` and `most` how many axes it has."""
     if not isinstance(x, Tensor) or not x.is_floating_point():
-        found = f"a tensor of {x.dtype}" if isinstance(x, Tensor) else reprlib.repr(x)
-        raise BadInput(f"{who}: {name} must be a floating tensor {axes}, got {found}")
+        raise BadInput(f"{who}: {name} must be a floating tensor {axes}, got {kind_of(x)}")
     if x.ndim < least or (most is not None and x.ndim > most) or x.numel() == 0:
         raise BadInput(f"{who}: {name} must be {axes} and not empty, got shape {tuple(x.shape)}")
     wide = x.detach().to(torch.float64)

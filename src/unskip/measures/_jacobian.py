@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from unskip._checks import finite
+from unskip._checks import finite, kind_of
 from unskip.errors import BadInput
 
 Function = Callable[[Tensor], Tensor]
@@ -27,9 +27,8 @@ class Jacobian:
 
     def __init__(self, f: Function, x: Tensor) -> None:
         if not isinstance(x, Tensor) or x.dtype not in (torch.float32, torch.float64) or x.numel() == 0:
-            what = f"{x.dtype}, shape {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
             raise BadInput(
-                f"jacobian_spectrum: x must be a float64 or float32 tensor that is not empty, got {what}; "
+                f"jacobian_spectrum: x must be a float64 or float32 tensor that is not empty, got {kind_of(x)}; "
                 "cast x and the model, as in model.double()"
             )
         finite("jacobian_spectrum", "x", x.detach())
@@ -152,8 +151,7 @@ def _recording(x: Tensor) -> Iterator[None]:
 
 def _check(again: object, y: object) -> None:
     if not isinstance(y, Tensor) or y.dtype not in (torch.float32, torch.float64) or y.numel() == 0:
-        what = f"{y.dtype}, shape {tuple(y.shape)}" if isinstance(y, Tensor) else type(y).__name__
-        raise BadInput(f"jacobian_spectrum: f must return one float32 or float64 tensor, got {what}")
+        raise BadInput(f"jacobian_spectrum: f must return one float32 or float64 tensor, got {kind_of(y)}")
     finite("jacobian_spectrum", "f(x)", y.detach())
     if not y.requires_grad:
         raise BadInput(

@@ -74,12 +74,12 @@ def bidiagonalise(
             ends[probe] = min(ends[probe], step + 1)
         if max(ends) <= step + 1:
             break
-    found = []
+    krylovs = []
     for probe, end in enumerate(ends):
         alpha, beta = alphas[probe, :end].cpu(), betas[probe, :end].cpu()
         small = torch.diag(alpha) + torch.diag(beta[:-1], 1)
-        found.append(Krylov(small, float(beta[-1]), right[probe, :end], left[probe, :end]))
-    return found
+        krylovs.append(Krylov(small, float(beta[-1]), right[probe, :end], left[probe, :end]))
+    return krylovs
 
 
 def _orthogonal(x: Tensor, basis: Tensor) -> Tensor:
@@ -113,38 +113,38 @@ def nodes(krylov: Krylov, steps: int, close: float) -> Nodes:
     rest = krylov.rest if size == len(krylov.bidiagonal) else float(krylov.bidiagonal[size - 1, size])
     left, values, right = torch.linalg.svd(small)
     order = torch.argsort(values)
-    found, weights = values[order].numpy(), (right[:, 0] ** 2)[order].numpy()
+    ritz, weights = values[order].numpy(), (right[:, 0] ** 2)[order].numpy()
     residuals = (rest * left[-1].abs())[order].numpy()
-    groups = np.flatnonzero(np.diff(found, prepend=-np.inf) > close * found[-1])
+    groups = np.flatnonzero(np.diff(ritz, prepend=-np.inf) > close * ritz[-1])
     return Nodes(
-        np.maximum.reduceat(found, groups), np.add.reduceat(weights, groups), np.maximum.reduceat(residuals, groups)
+        np.maximum.reduceat(ritz, groups), np.add.reduceat(weights, groups), np.maximum.reduceat(residuals, groups)
     )
 
 
-def quantile(found: list[Nodes], share: float) -> float:
+def quantile(starts: list[Nodes], share: float) -> float:
     """The s at which the mean distribution of several starts reaches `share`."""
-    return _inverse([_distribution(_weighty(each)) for each in found], share)
+    return _inverse([_distribution(_weighty(each)) for each in starts], share)
 
 
-def bound(found: list[Nodes], share: float) -> float:
+def bound(starts: list[Nodes], share: float) -> float:
     """An s at which the mean distribution has reached `share` for certain; infinite where no node tells."""
-    return _inverse([_least(each) for each in found], share)
+    return _inverse([_least(each) for each in starts], share)
 
 
-def resolved(found: list[Nodes], share: float) -> bool:
+def resolved(starts: list[Nodes], share: float) -> bool:
     """Whether the quantile lies above the first node; below it only zero and a bound are known."""
-    first = [0.0 if _alone(each)[0] else float(each.weights[0]) for each in map(_weighty, found)]
+    first = [0.0 if _alone(each)[0] else float(each.weights[0]) for each in map(_weighty, starts)]
     return share > float(np.mean(first))
 
 
-def above_null(found: Nodes, null: int, inputs: int) -> float:
+def above_null(ritz: Nodes, null: int, inputs: int) -> float:
     """A Ritz value with more weight below it than `null` directions can have, so no less than some other sigma."""
     if null == 0:
-        return float(found.values[0])
+        return float(ritz.values[0])
     share = min(1.0, null / inputs)
-    below = np.cumsum(found.weights) - found.weights
+    below = np.cumsum(ritz.weights) - ritz.weights
     over = np.flatnonzero(below > share + 4 * spread(share, inputs, 1))
-    return float(found.values[over[0]]) if len(over) else math.inf
+    return float(ritz.values[over[0]]) if len(over) else math.inf
 
 
 def spread(share: float, inputs: int, probes: int) -> float:
@@ -152,36 +152,36 @@ def spread(share: float, inputs: int, probes: int) -> float:
     return math.sqrt(2 * share * (1 - share) / ((inputs + 2) * probes))
 
 
-def _weighty(found: Nodes) -> Nodes:
+def _weighty(ritz: Nodes) -> Nodes:
     """Without the values that F does not notice; on its way to converge, one may pass close by a heavy one."""
-    keep = found.weights > 1e-8
-    return Nodes(found.values[keep], found.weights[keep], found.residuals[keep])
+    keep = ritz.weights > 1e-8
+    return Nodes(ritz.values[keep], ritz.weights[keep], ritz.residuals[keep])
 
 
-def _alone(found: Nodes) -> NDArray[np.bool_]:
+def _alone(ritz: Nodes) -> NDArray[np.bool_]:
     """Which Ritz values stand for one singular value, or a narrow cluster: their residual is small beside the gaps."""
-    s = found.values
+    s = ritz.values
     gaps = np.diff(s, prepend=-s[0], append=np.inf)  # J has -s as well as s, so the smallest has a mirror below it
     below = np.where(gaps[:-1] > 0, gaps[:-1], np.inf)
-    return found.residuals <= 0.1 * np.minimum(below, gaps[1:])
+    return ritz.residuals <= 0.1 * np.minimum(below, gaps[1:])
 
 
-def _distribution(found: Nodes) -> tuple[Array, Array]:
+def _distribution(ritz: Nodes) -> tuple[Array, Array]:
     """F as a broken line: a step at a value that stands alone, elsewhere through the middle of its bounds at each node.
 
     There F is smooth at the scale of the nodes, so that the middle is near it.
     """
-    upper = np.cumsum(found.weights)
-    lower, alone = upper - found.weights, _alone(found)
+    upper = np.cumsum(ritz.weights)
+    lower, alone = upper - ritz.weights, _alone(ritz)
     middle = (lower + upper) / 2
     before, after = np.where(alone, lower, middle), np.where(alone, upper, middle)
-    return _steps(found.values, before, after, last=1.0)
+    return _steps(ritz.values, before, after, last=1.0)
 
 
-def _least(found: Nodes) -> tuple[Array, Array]:
+def _least(ritz: Nodes) -> tuple[Array, Array]:
     """What F is at least: the weights before a node, from that node to the next one."""
-    lower = np.cumsum(found.weights) - found.weights
-    return _steps(found.values, np.concatenate([[0.0], lower[:-1]]), lower, last=float(lower[-1]))
+    lower = np.cumsum(ritz.weights) - ritz.weights
+    return _steps(ritz.values, np.concatenate([[0.0], lower[:-1]]), lower, last=float(lower[-1]))
 
 
 def _steps(values: Array, before: Array, after: Array, last: float) -> tuple[Array, Array]:

@@ -115,6 +115,6 @@ def gradient_norms(sample: Sample, generator: torch.Generator) -> dict[int, floa
         signs = torch.randint(0, 2, out.shape, generator=generator, device=generator.device).to(out) * 2 - 1
         streams = {site.index: sample.run(site).root for site in sample.sites}
         wanted = [root for root in dict.fromkeys(streams.values()) if root in on_the_way]
-        found = torch.autograd.grad((out * signs).sum(), [on_the_way[root] for root in wanted], allow_unused=True)
-    norms = {root: float(g.norm()) for root, g in zip(wanted, found, strict=True) if g is not None}
+        gradients = torch.autograd.grad((out * signs).sum(), [on_the_way[root] for root in wanted], allow_unused=True)
+    norms = {root: float(g.norm()) for root, g in zip(wanted, gradients, strict=True) if g is not None}
     return {index: norms[root] for index, root in streams.items() if math.isfinite(norms.get(root, math.nan))}

@@ -15,7 +15,7 @@ import math
 import torch
 from torch import Tensor
 
-from unskip._checks import finite
+from unskip._checks import finite, kind_of
 from unskip.errors import BadInput
 from unskip.measures._input import centred, floats, same_rows
 
@@ -61,7 +61,7 @@ def ridge_r2(
         if holdout.dtype != torch.bool or holdout.shape != (len(x),) or bool(holdout.all()) or not bool(holdout.any()):
             raise BadInput(
                 f"ridge_r2: holdout must be a share, or a mask with one bool for each of {len(x)} samples that leaves "
-                f"some on both sides, got {holdout.dtype}, shape {tuple(holdout.shape)}"
+                f"some on both sides, got {kind_of(holdout)}"
             )
         test = holdout.cpu()
     else:
@@ -109,8 +109,9 @@ def _groups(groups: Tensor | None, count: int) -> Tensor:
     if groups is None:
         return torch.arange(count)
     if not isinstance(groups, Tensor) or groups.shape != (count,):
-        shape = tuple(groups.shape) if isinstance(groups, Tensor) else type(groups).__name__
-        raise BadInput(f"ridge_r2: groups must be a tensor with one number for each of {count} samples, got {shape}")
+        raise BadInput(
+            f"ridge_r2: groups must be a tensor with one number for each of {count} samples, got {kind_of(groups)}"
+        )
     numbers: Tensor = torch.unique(groups.cpu(), return_inverse=True)[1]
     return numbers
 

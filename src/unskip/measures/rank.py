@@ -20,7 +20,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from unskip._checks import finite
+from unskip._checks import choice, finite, kind_of
 from unskip.errors import BadInput
 from unskip.measures._input import centred, floats
 
@@ -42,11 +42,9 @@ def rank_entropy(x: Tensor, center: bool = True) -> float:
 
 def feature_matrix(tokens: Tensor, kind: Literal["tokens", "pooled"] = "tokens") -> Tensor:
     """(batch, tokens, dim) as (samples, dim): each token a sample, or each image by the mean of its tokens."""
-    if kind not in ("tokens", "pooled"):
-        raise BadInput(f"feature_matrix: kind must be 'tokens' or 'pooled', got {kind!r}")
+    choice("feature_matrix", "kind", kind, ("tokens", "pooled"))
     if not isinstance(tokens, Tensor) or tokens.ndim != 3:
-        shape = f"shape {tuple(tokens.shape)}" if isinstance(tokens, Tensor) else type(tokens).__name__
-        raise BadInput(f"feature_matrix: tokens must be (batch, tokens, dim), got {shape}")
+        raise BadInput(f"feature_matrix: tokens must be (batch, tokens, dim), got {kind_of(tokens)}")
     if kind == "tokens":
         return tokens.flatten(0, 1)
     # Half precision would overflow or round in the sum.

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from unskip._checks import kind_of
 from unskip.errors import BadInput
 
 WAVES = 256  # numbers that describe a time to SiT
@@ -48,7 +49,7 @@ def check_images(who: str, images: Tensor, channels: int, size: int) -> None:
 def check_labels(labels: Tensor, classes: int) -> None:
     """Raises BadInput for a label that is neither a class nor `classes`, which stands for no label. Waits for a GPU."""
     if labels.is_floating_point() or labels.ndim != 1:
-        raise BadInput(f"labels are whole numbers (batch,), got {labels.dtype} of shape {tuple(labels.shape)}")
+        raise BadInput(f"labels are whole numbers (batch,), got {kind_of(labels)}")
     wrong = labels[(labels < 0) | (labels > classes)]
     if len(wrong):
         raise BadInput(
@@ -62,8 +63,7 @@ def conditions(images: Tensor, time: Tensor | None, labels: Tensor | None, class
     if time is None:
         time = images.new_ones(len(images), dtype=torch.float32)
     elif not torch.compiler.is_compiling() and (not isinstance(time, Tensor) or time.ndim != 1):
-        found = f"shape {tuple(time.shape)}" if isinstance(time, Tensor) else repr(time)
-        raise BadInput(f"time is a tensor (batch,), one for each image, got {found}; torch.full((batch,), 0.5)")
+        raise BadInput(f"time is a tensor (batch,), one for each image, got {kind_of(time)}; torch.full((batch,), 0.5)")
     if labels is None:
         labels = torch.full((len(images),), classes, device=images.device)
     elif labels.device.type == "cpu" and not torch.compiler.is_compiling():

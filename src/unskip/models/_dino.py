@@ -23,12 +23,13 @@ from __future__ import annotations
 
 import copy
 from itertools import pairwise
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from unskip._checks import choice
 from unskip.errors import BadInput
 from unskip.models._vit import trunc_normal_
 
@@ -112,8 +113,7 @@ class DINO(nn.Module):
     ) -> None:
         """`backbone` takes images of any size that its patches divide and gives (images, width)."""
         super().__init__()
-        if balance not in ("centre", "sinkhorn"):
-            raise BadInput(f"balance is {balance!r}; it can be centre or sinkhorn")
+        choice("DINO", "balance", balance, get_args(Balance))
         sizes: dict[str, int] = {"hidden": hidden, "bottleneck": bottleneck, "layers": layers}
         head = Head(width_of(backbone), out, **sizes, norm=norm, bottleneck_norm=bottleneck_norm)
         self.student = Tower(backbone, head)

@@ -20,6 +20,7 @@ from typing import Literal, NamedTuple, get_args
 import torch
 from torch import Tensor, nn
 
+from unskip._checks import choice, number
 from unskip.errors import BadInput
 
 Interpolant = Literal["linear", "gvp"]
@@ -58,12 +59,9 @@ class Flow:
 
     def __post_init__(self) -> None:
         for name, known in (("interpolant", Interpolant), ("target", Target), ("times", Times)):
-            if getattr(self, name) not in get_args(known):
-                raise BadInput(f"{name} is {getattr(self, name)!r}; it can be {', '.join(get_args(known))}")
-        if not 0 <= self.label_dropout < 1:
-            raise BadInput(f"label_dropout is {self.label_dropout}; it is a share from 0 up to but without 1")
-        if not 0 < self.time_std < math.inf:
-            raise BadInput(f"time_std is {self.time_std}; it is above 0")
+            choice("flow", name, getattr(self, name), get_args(known))
+        number("flow", "label_dropout", self.label_dropout, below=1)
+        number("flow", "time_std", self.time_std, zero=False)
         if not math.isfinite(self.time_mean):
             raise BadInput(f"time_mean is {self.time_mean}; it is a number, and 0 puts the middle of all times at 0.5")
 

@@ -224,7 +224,7 @@ class MAE(nn.Module):
         return (patches.float() - self.mean.repeat(repeats)) / self.std.repeat(repeats)
 
     def target(self, patches: Tensor) -> Tensor:
-        """What the decoder should paint."""
+        """What the decoder should predict: pixels, normalised per patch with `norm_pix`."""
         values = self.normalised(patches).float()
         if not self.norm_pix:
             return values
@@ -257,7 +257,7 @@ class MAE(nn.Module):
 
 def _visible(grid: Grid, mask: float) -> int:
     if not 0 < mask < 1:
-        least = "paint" if mask <= 0 else "see"
+        least = "predict" if mask <= 0 else "see"
         raise BadInput(f"a mask ratio of {mask} leaves nothing to {least}; take one between 0 and 1, such as 0.75")
     visible = int(grid.patches * (1 - mask))
     if not 0 < visible < grid.patches:

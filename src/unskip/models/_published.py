@@ -41,7 +41,7 @@ def read_tensors(weights: Weights, *names: str) -> dict[str, Tensor]:
 
 
 def check_fit(
-    found: Mapping[str, Tensor],
+    tensors: Mapping[str, Tensor],
     wanted: Mapping[str, Tensor],
     needed: Collection[str],
     allowed: Collection[str],
@@ -49,12 +49,12 @@ def check_fit(
 ) -> None:
     """Raises LoadError where a needed name is missing, one is neither needed nor allowed, or a shape is another."""
     known = {*needed, *allowed}
-    problems = [f"{name} is missing" for name in sorted({*needed} - {*found})]
-    problems += [f"{name} is not known" for name in sorted({*found} - known)]
+    problems = [f"{name} is missing" for name in sorted({*needed} - {*tensors})]
+    problems += [f"{name} is not known" for name in sorted({*tensors} - known)]
     problems += [
-        f"{name} is {tuple(found[name].shape)}, not {tuple(wanted[name].shape)}"
-        for name in sorted(known & {*found})
-        if found[name].shape != wanted[name].shape
+        f"{name} is {tuple(tensors[name].shape)}, not {tuple(wanted[name].shape)}"
+        for name in sorted(known & {*tensors})
+        if tensors[name].shape != wanted[name].shape
     ]
     if problems:
         raise LoadError(

@@ -37,19 +37,19 @@ def load_dino(dino: DINO, weights: Weights) -> None:
     for side in {"student", "teacher"} - set(towers):
         towers[side] = next(iter(towers.values()))
     wanted = dino.state_dict()
-    found = {f"{side}.{name}": value for side, tower in towers.items() for name, value in tower.items()}
-    whole = any(".head." in name for name in found)
+    tensors = {f"{side}.{name}": value for side, tower in towers.items() for name, value in tower.items()}
+    whole = any(".head." in name for name in tensors)
     centre = data.get("dino_loss")
     if isinstance(centre, Mapping) and isinstance(centre.get("center"), Tensor):
-        found["centre"] = centre["center"].flatten()
+        tensors["centre"] = centre["center"].flatten()
     needed = {name for name in wanted if name.startswith(("student.", "teacher.")) and (whole or ".head." not in name)}
     advice = "Build the backbone with its patch size and image size, and the head with its sizes."
-    check_fit(found, wanted, needed, ("centre",), advice)
-    dino.load_state_dict(found, strict=False)
+    check_fit(tensors, wanted, needed, ("centre",), advice)
+    dino.load_state_dict(tensors, strict=False)
 
 
 def _renamed(tower: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    found = {}
+    renamed = {}
     for name, value in tower.items():
         name = name.removeprefix("module.")
         if name.endswith("head.last_layer.weight_g"):
@@ -59,5 +59,5 @@ def _renamed(tower: Mapping[str, Tensor]) -> dict[str, Tensor]:
                     "norm_last_layer=False); here they are 1, so the head differs; the backbone does not"
                 )
             continue
-        found[name.replace("head.last_layer.weight_v", "head.last.weight")] = value
-    return found
+        renamed[name.replace("head.last_layer.weight_v", "head.last.weight")] = value
+    return renamed

@@ -30,13 +30,13 @@ def load_published(mae: MAE, weights: Weights) -> None:
     if mae.decoder.skips:
         raise BadInput("published MAE checkpoints have no long skips; build MAE(..., long_skips=False)")
     wanted = mae.state_dict()
-    found = {_renamed(name): value for name, value in read_tensors(weights, "model").items()}
-    if "decoder.positions" in found and found["decoder.positions"].ndim == 3:
-        found["decoder.positions"] = found["decoder.positions"][0, mae.grid.prefix :]
-    whole = any(name.startswith("decoder.") for name in found)
+    tensors = {_renamed(name): value for name, value in read_tensors(weights, "model").items()}
+    if "decoder.positions" in tensors and tensors["decoder.positions"].ndim == 3:
+        tensors["decoder.positions"] = tensors["decoder.positions"][0, mae.grid.prefix :]
+    whole = any(name.startswith("decoder.") for name in tensors)
     needed = {name for name in wanted if whole or name.startswith("encoder.")}
-    check_fit(found, wanted, needed, (), "Build the MAE with its encoder, patch size, image size and decoder.")
-    mae.load_state_dict(found, strict=False)
+    check_fit(tensors, wanted, needed, (), "Build the MAE with its encoder, patch size, image size and decoder.")
+    mae.load_state_dict(tensors, strict=False)
 
 
 def _renamed(name: str) -> str:

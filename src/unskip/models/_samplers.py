@@ -21,6 +21,7 @@ from typing import Literal, NamedTuple, get_args
 import torch
 from torch import Tensor, nn
 
+from unskip._checks import choice, number, whole
 from unskip.errors import BadInput
 from unskip.models._conditioned import check_labels
 from unskip.models._flow import Flow, Parts
@@ -55,14 +56,10 @@ class Sampling:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if self.sampler not in get_args(Sampler):
-            raise BadInput(f"sampler is {self.sampler!r}; it can be {', '.join(get_args(Sampler))}")
-        if not isinstance(self.steps, int) or self.steps < 1:
-            raise BadInput(f"{self.steps} steps; it takes a whole number of them, one or more")
-        if not 0 <= self.cfg < float("inf"):
-            raise BadInput(f"cfg is {self.cfg}; it is 0 or more, and 1 is no guidance")
-        if not 0 < self.tolerance < 1:
-            raise BadInput(f"tolerance is {self.tolerance}; it lies between 0 and 1")
+        choice("sampling", "sampler", self.sampler, get_args(Sampler))
+        whole("sampling", "steps", self.steps, low=1)
+        number("sampling", "cfg", self.cfg)
+        number("sampling", "tolerance", self.tolerance, below=1, zero=False)
 
 
 class Drawn(NamedTuple):
@@ -188,12 +185,12 @@ def _euler_maruyama(field: _Field, x: Tensor, sampling: Sampling, indices: Tenso
     for index in range(sampling.steps):
         now = first + (end - first) * index / sampling.steps
         step = (end - first) / sampling.steps
-        found, at = field.parts(x, _times(x, now)), torch.tensor(now, dtype=torch.float64)
+        parts, at = field.parts(x, _times(x, now)), torch.tensor(now, dtype=torch.float64)
         strength = float((2 * field.flow.path(at).s * step).sqrt())
-        x = x + step * (found.velocity - found.noise)
+        x = x + step * (parts.velocity - parts.noise)
         x = x + strength * normal(sampling.seed, indices, 1 + index, x.shape[1:])
-    found = field.parts(x, _times(x, end))
-    return x + _LAST * (found.velocity - found.noise)
+    parts = field.parts(x, _times(x, end))
+    return x + _LAST * (parts.velocity - parts.noise)
 
 
 def _dopri5(field: _Field, x: Tensor, sampling: Sampling, indices: Tensor) -> Tensor:

@@ -73,8 +73,8 @@ class Time(nn.Module):
         self.mlp = nn.Sequential(nn.Linear(WAVES, width), nn.SiLU(), nn.Linear(width, width))
 
     def forward(self, time: Tensor) -> Tensor:
-        found: Tensor = self.mlp(waves(time, WAVES))
-        return found
+        embedded: Tensor = self.mlp(waves(time, WAVES))
+        return embedded
 
 
 class Label(nn.Module):
@@ -85,8 +85,8 @@ class Label(nn.Module):
         self.embedding_table = nn.Embedding(classes + 1, width)
 
     def forward(self, labels: Tensor) -> Tensor:
-        found: Tensor = self.embedding_table(labels)
-        return found
+        embedded: Tensor = self.embedding_table(labels)
+        return embedded
 
 
 class Final(nn.Module):
@@ -100,8 +100,8 @@ class Final(nn.Module):
 
     def forward(self, x: Tensor, condition: Tensor) -> Tensor:
         shift, scale = self.adaLN_modulation(condition)[:, None].chunk(2, 2)
-        found: Tensor = self.linear(_modulated(self.norm_final(x), shift, scale))
-        return found
+        pixels: Tensor = self.linear(_modulated(self.norm_final(x), shift, scale))
+        return pixels
 
 
 class SiT(nn.Module):

@@ -112,5 +112,5 @@ class UViT(nn.Module):
         for block in self.out_blocks:
             x = block(x, outputs.pop())
         patches = self.decoder_pred(self.norm(x)[:, 2:])
-        found: Tensor = self.final_layer(images_of(patches, self.patch, self.channels))
-        return found
+        pixels: Tensor = self.final_layer(images_of(patches, self.patch, self.channels))
+        return pixels

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from unskip._warn import warn
 from unskip.data import infer_classes, open_dense, open_images, preprocess_of
 from unskip.errors import BadInput
-from unskip.evals import Extractor, Result, asked_for, evaluate, extractor, noised, protocol
+from unskip.evals import Extractor, Result, asked_for, evaluate, extractor, image_channels, noised, protocol
 from unskip.models import Sampling
 from unskip.recipes._data import (
     Opener,
@@ -106,7 +106,7 @@ def evaluate_model(
             raise BadInput(f"{', '.join(own)}: name the images that the model is evaluated on, --data DATA")
         opener = opener or open_images
         train, test = opener(data, "train", hold_out=split == "val"), opener(data, split)
-        channels = next((each.in_channels for each in model.modules() if isinstance(each, nn.Conv2d)), 3)
+        channels = image_channels(model) or 3
         train, test = (with_channels(each, channels) for each in (train, test))
         results += evaluate(model, train, test, own, split=split, **_mine(options, own))
     if apart and dense is not None:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from unskip.errors import BadInput
+from unskip._checks import choice
 from unskip.report._names import called
 from unskip.report._read import Group, Run
 from unskip.report._rows import number
@@ -112,7 +112,7 @@ _MEASURED = {
 
 def measured(groups: Sequence[Group], name: str) -> Chart:
     """A number that `unskip.measure` takes of every block of a run's last checkpoint."""
-    title, unit = _MEASURED[_one_of("name", name, _MEASURED)]
+    title, unit = _MEASURED[choice("measured", "name", name, _MEASURED)]
     values = [[_looked(run, "blocks", lambda row: row.get(name)) for run in group.runs] for group in groups]
     missing = _unlooked(groups) or f"{name} could not be measured"
     chart = _chart(f"measured-{name}", title, "block", unit, groups, values, missing, "Not measured")
@@ -159,19 +159,19 @@ def spectra(groups: Sequence[Group], part: str = "sublayer", quantile: str = "0.
     """A quantile of the singular values of each site's Jacobian, on one sample."""
     called = {"0.1": "10% quantile", "0.5": "Median", "0.9": "90% quantile"}.get(quantile, quantile)
     name, title = f"spectrum-{part}-{quantile.replace('.', '')}", f"{called} of the singular values"
-    return _jacobian(groups, part, name, title, "singular value", lambda found: found["quantiles"].get(quantile))
+    return _jacobian(groups, part, name, title, "singular value", lambda spectrum: spectrum["quantiles"].get(quantile))
 
 
 def conditions(groups: Sequence[Group], part: str = "sublayer") -> Chart:
     """Condition numbers of the Jacobians; lower bounds where they were estimated."""
     name, title = f"condition-{part}", "Condition number of the Jacobian"
-    return _jacobian(groups, part, name, title, "condition number", lambda found: found.get("condition"))
+    return _jacobian(groups, part, name, title, "condition number", lambda spectrum: spectrum.get("condition"))
 
 
 def _jacobian(
     groups: Sequence[Group], part: str, name: str, title: str, unit: str, value: Callable[[dict[str, Any]], object]
 ) -> Chart:
-    where = _SPECTRA[_one_of("part", part, _SPECTRA)]
+    where = _SPECTRA[choice("spectra", "part", part, _SPECTRA)]
 
     def of_site(row: Mapping[str, Any]) -> object:
         spectrum = row.get(part)
@@ -191,12 +191,6 @@ def mean_and_std(values: Iterable[float]) -> tuple[float, float | None, int]:
     shrunk = [value / scale for value in kept]
     std = statistics.stdev(shrunk) * scale if len(kept) > 1 else None
     return statistics.fmean(shrunk) * scale, std, len(kept)
-
-
-def _one_of(what: str, name: str, known: Mapping[str, Any]) -> str:
-    if name not in known:
-        raise BadInput(f"{what} is {name!r}; it can be {', '.join(known)}")
-    return name
 
 
 def _logged(groups: Sequence[Group], name: str) -> list[list[dict[float, float]]]:
@@ -221,8 +215,8 @@ def _looked(run: Run, part: str, value: Callable[[Mapping[str, Any]], object]) -
     measurement = run.look.measurement if run.look is not None else None
     if measurement is None:
         return {}
-    found = {float(row["index"]): number(value(row)) for row in measurement[part]}
-    return {index: given for index, given in found.items() if given is not None}
+    values = {float(row["index"]): number(value(row)) for row in measurement[part]}
+    return {index: given for index, given in values.items() if given is not None}
 
 
 def _unlooked(groups: Sequence[Group]) -> str:
@@ -273,15 +267,15 @@ def _chart(
 
 def _equal(lines: Sequence[Line]) -> list[list[Line]]:
     """Lines that hide one another: where two have a point, it is the same."""
-    found: list[list[Line]] = []
+    together: list[list[Line]] = []
     for line in lines:
         mine = dict(zip(line.x, line.y, strict=True))
-        for others in found:
+        for others in together:
             first = dict(zip(others[0].x, others[0].y, strict=True))
             shared = mine.keys() & first.keys()
             if shared and all(mine[x] == first[x] for x in shared):
                 others.append(line)
                 break
         else:
-            found.append([line])
-    return [others for others in found if len(others) > 1]
+            together.append([line])
+    return [others for others in together if len(others) > 1]

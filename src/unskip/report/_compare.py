@@ -149,9 +149,9 @@ def warned(groups: Sequence[Group]) -> list[list[object]]:
             kinds: dict[str, list[dict[str, Any]]] = {}
             for row in run.warnings:
                 kinds.setdefault(clean(row.get("warning", "unnamed"), 60), []).append(row)
-            for name, found in kinds.items():
-                text = clean(found[-1].get("text", ""), 300)
-                rows.append([title(group, run), name, len(found), found[0]["step"], found[-1]["step"], text])
+            for name, alerts in kinds.items():
+                text = clean(alerts[-1].get("text", ""), 300)
+                rows.append([title(group, run), name, len(alerts), alerts[0]["step"], alerts[-1]["step"], text])
     return rows
 
 

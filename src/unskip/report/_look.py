@@ -30,18 +30,11 @@ from unskip.report.figures._draw import MARK, Pixels, Tiles
 SHOWN, MEASURED, KNOWN, NEAREST = 6, 16, 2000, 5  # images that are shown, measured, searched; neighbours of each
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Look:
     """Measurements (`Measurement.to_dict()`) and pictures of one run, and what could not be had."""
 
     step: int | None = None
-    measurement: dict[str, Any] | None = None
-    tiles: tuple[Tiles, ...] = ()
-    notes: tuple[str, ...] = ()
-
-
-@dataclass
-class _Found:
     measurement: dict[str, Any] | None = None
     tiles: list[Tiles] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
@@ -53,8 +46,8 @@ def look(run: Run, jacobians: bool = False, trust: bool = False, opener: Opener 
     An `opener` that keeps images spares the next run with the same data: to decode a set takes longer than to look.
     """
     if run.checkpoint is None:
-        return Look(notes=("not looked at: it has no checkpoint yet",))
-    found = _Found()
+        return Look(notes=["not looked at: it has no checkpoint yet"])
+    seen = Look()
     gpus = [torch.cuda.current_device()] if torch.cuda.is_available() else []
     with warnings.catch_warnings(record=True) as caught, torch.random.fork_rng(gpus):
         warnings.simplefilter("always")
@@ -65,19 +58,20 @@ def look(run: Run, jacobians: bool = False, trust: bool = False, opener: Opener 
             train, test = open_splits(trained.config, opener)
             train, test = _some(train, KNOWN), _some(test, max(SHOWN, MEASURED))
         except Exception as error:  # whatever a config of another version, or data that is gone, leads to
-            return Look(notes=(f"not looked at: {_said(error)}",))
+            return Look(notes=[f"not looked at: {_said(error)}"])
         for name, part in (
-            ("measurement", partial(_measurement, found, trained, test, jacobians)),
-            ("reconstructions", partial(_reconstructions, found, trained, test)),
-            ("patch features", partial(_patch_features, found, trained, test)),
-            ("neighbours", partial(_neighbours, found, trained, train, test)),
+            ("measurement", partial(_measurement, seen, trained, test, jacobians)),
+            ("reconstructions", partial(_reconstructions, seen, trained, test)),
+            ("patch features", partial(_patch_features, seen, trained, test)),
+            ("neighbours", partial(_neighbours, seen, trained, train, test)),
         ):
             try:
                 part()
             except Exception as error:
-                found.notes.append(f"{name}: {_said(error)}")
-    found.notes += [clean(each.message, 200) for each in caught if issubclass(each.category, UserWarning)]
-    return Look(trained.step, found.measurement, tuple(found.tiles), tuple(dict.fromkeys(found.notes)))
+                seen.notes.append(f"{name}: {_said(error)}")
+    seen.notes += [clean(each.message, 200) for each in caught if issubclass(each.category, UserWarning)]
+    seen.step, seen.notes = trained.step, list(dict.fromkeys(seen.notes))
+    return seen
 
 
 def _some(images: ImageSet, count: int) -> ImageSet:
@@ -94,14 +88,14 @@ def _ready(trained: Trained, images: ImageSet) -> Tensor:
     return next(iter(feed.evaluate()))[0]
 
 
-def _measurement(found: _Found, trained: Trained, test: ImageSet, jacobians: bool) -> None:
+def _measurement(seen: Look, trained: Trained, test: ImageSet, jacobians: bool) -> None:
     batch = _ready(trained, test)[:MEASURED]
     taken = measure(trained.encoder, batch, jacobians="auto" if jacobians else "off")
-    found.measurement = taken.to_dict()
-    found.notes += taken.notes
+    seen.measurement = taken.to_dict()
+    seen.notes += taken.notes
 
 
-def _reconstructions(found: _Found, trained: Trained, test: ImageSet) -> None:
+def _reconstructions(seen: Look, trained: Trained, test: ImageSet) -> None:
     model = trained.model
     if not isinstance(model, MAE):
         return
@@ -119,7 +113,7 @@ def _reconstructions(found: _Found, trained: Trained, test: ImageSet) -> None:
     whole[rows, masked] = predicted
     error = (whole - true).square()[rows, masked].mean((1, 2)).sqrt() / 255
     pictures = [_assembled(model, each, len(order)) for each in (true, shown, whole)]
-    found.tiles.append(
+    seen.tiles.append(
         Tiles(
             "reconstructions",
             "Reconstructions of masked patches",
@@ -155,7 +149,7 @@ def _assembled(model: MAE, patches: Tensor, count: int) -> list[Pixels]:
     return _pixels(images)
 
 
-def _patch_features(found: _Found, trained: Trained, test: ImageSet) -> None:
+def _patch_features(seen: Look, trained: Trained, test: ImageSet) -> None:
     raw, encoder, size = _raw(trained, test), trained.encoder.eval(), trained.config.size
     with torch.no_grad():
         tokens = features(encoder, _ready(trained, test)[:SHOWN], pool=None)
@@ -164,14 +158,14 @@ def _patch_features(found: _Found, trained: Trained, test: ImageSet) -> None:
     for block, values in tokens.items():
         grid = _grid(encoder, values, (size, size))
         if grid is None:
-            found.notes.append(f"patch features: the {values.shape[1]} tokens of block {block} are no grid of patches")
+            seen.notes.append(f"patch features: the {values.shape[1]} tokens of block {block} are no grid of patches")
             return
         colours, explained = pca_colours(grid.flatten(0, 2))
         columns.append([*_bytes(colours.view(*grid.shape[:3], 3) * 255)])
         fractions.append((block, *explained))
     chosen = _spread_out(len(columns), 8)
     pictures = [_pixels(raw), *(columns[index] for index in chosen)]
-    found.tiles.append(
+    seen.tiles.append(
         Tiles(
             "patch-features",
             "Patch features by block, three main directions as colours",
@@ -187,7 +181,7 @@ def _patch_features(found: _Found, trained: Trained, test: ImageSet) -> None:
     )
 
 
-def _neighbours(found: _Found, trained: Trained, train: ImageSet, test: ImageSet) -> None:
+def _neighbours(seen: Look, trained: Trained, train: ImageSet, test: ImageSet) -> None:
     device, size = next(trained.model.parameters()).device, trained.config.size
     train_features = extract(trained.encoder, Feed(train, 256, size, device=device).evaluate(), -1)
     test_features = extract(trained.encoder, Feed(test, 256, size, device=device).evaluate(), -1)
@@ -208,7 +202,7 @@ def _neighbours(found: _Found, trained: Trained, train: ImageSet, test: ImageSet
         captions.append((own, *(name if fits else name + MARK for name, fits in zip(names, same, strict=True))))
         cosine = best.values[row].tolist()
         table += [(row, own, rank + 1, name, cosine[rank]) for rank, name in enumerate(names)]
-    found.tiles.append(
+    seen.tiles.append(
         Tiles(
             "neighbours",
             f"Nearest neighbours in the features of block {index}",
@@ -227,8 +221,8 @@ def _neighbours(found: _Found, trained: Trained, train: ImageSet, test: ImageSet
 
 def _grid(encoder: nn.Module, tokens: Tensor, size: tuple[int, int]) -> Tensor | None:
     """(images, tokens, dim) as (images, rows, columns, dim), without class and register tokens."""
-    found = patch_grid(encoder, tokens, -1, size)
-    return None if found is None else tokens[:, found[0] :].unflatten(1, found[1:])
+    place = patch_grid(encoder, tokens, -1, size)
+    return None if place is None else tokens[:, place[0] :].unflatten(1, place[1:])
 
 
 def _raw(trained: Trained, images: ImageSet) -> Tensor:
@@ -242,8 +236,8 @@ def _pixels(images: Tensor) -> list[Pixels]:
 
 
 def _bytes(values: Tensor) -> Pixels:
-    found: Pixels = np.ascontiguousarray(values.round().to(torch.uint8).cpu().numpy())
-    return found
+    pixels: Pixels = np.ascontiguousarray(values.round().to(torch.uint8).cpu().numpy())
+    return pixels
 
 
 def _name(images: ImageSet, place: int) -> str:

@@ -39,31 +39,31 @@ def called(name: str) -> tuple[str, str]:
 
 def evaluations(groups: Sequence[Group], by_block: bool) -> list[str]:
     """The names of the numbers that evaluations gave, kNN with one k standing for all."""
-    found: dict[str, None] = {}
+    names: dict[str, None] = {}
     for run in (run for group in groups for run in group.runs):
         for row in run.evals:
             if (row.get("block") is not None) == by_block:
-                found |= dict.fromkeys(name for name in row if name not in LABELS and number(row[name]) is not None)
+                names |= dict.fromkeys(name for name in row if name not in LABELS and number(row[name]) is not None)
     # Of the values of k one is shown: 20, or else the first.
     shown: dict[str, str] = {}
-    for name in found:
+    for name in names:
         near = _KNN.match(name)
         if near and (name[near.end() :] not in shown or near[1] == "20"):
             shown[name[near.end() :]] = name
     return [
-        name for name in found if name.split(" ")[0] not in _TAKEN and (not _KNN.match(name) or name in shown.values())
+        name for name in names if name.split(" ")[0] not in _TAKEN and (not _KNN.match(name) or name in shown.values())
     ]
 
 
 def newest_rows(run: Run) -> dict[str, dict[str, Any]]:
     """The newest line with a number of each name: of the model, or of the last block that was evaluated so."""
-    found: dict[str, dict[str, Any]] = {}
+    newest: dict[str, dict[str, Any]] = {}
     for row in run.evals:
         for name in row:
             if name in LABELS or number(row[name]) is None:
                 continue
-            last = found.get(name)
+            last = newest.get(name)
             whole = last is None or None in (row["block"], last["block"])
             if last is None or whole or row["step"] > last["step"] or row["block"] >= last["block"]:
-                found[name] = row
-    return found
+                newest[name] = row
+    return newest

@@ -242,12 +242,12 @@ def _several(names: Sequence[str], most: int = 12) -> str:
 
 
 def _versions(groups: Sequence[Group]) -> str:
-    found: dict[str, None] = {}
+    makers: dict[str, None] = {}
     for run in (run for group in groups for run in group.runs):
         versions = run.about.get("versions")
         parts = [f"{name} {value}" for name, value in versions.items()] if isinstance(versions, dict) else []
-        found[clean(", ".join([*parts, f"device {run.about.get('device', 'unknown')}"]), 200)] = None
-    return "Runs made with: " + "; ".join([*found][:6]) + "."
+        makers[clean(", ".join([*parts, f"device {run.about.get('device', 'unknown')}"]), 200)] = None
+    return "Runs made with: " + "; ".join([*makers][:6]) + "."
 
 
 def _csv(table: Mapping[str, Any]) -> str:

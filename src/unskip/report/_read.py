@@ -124,10 +124,10 @@ def read_groups(paths: Iterable[str | Path]) -> list[Group]:
 
 def by_recipe(groups: Sequence[Group]) -> dict[str, list[Group]]:
     """The groups of each recipe: what different kinds of runs log is not the same thing."""
-    found: dict[str, list[Group]] = {}
+    recipes: dict[str, list[Group]] = {}
     for group in groups:
-        found.setdefault(group.recipe, []).append(group)
-    return found
+        recipes.setdefault(group.recipe, []).append(group)
+    return recipes
 
 
 def read_run(path: str | Path) -> Run:
@@ -194,8 +194,10 @@ def _checkpoint(folder: Path, notes: list[str]) -> tuple[int | None, tuple[Weigh
                 return known[-1], ()
             sites = zip(wiring["sites"], wiring["alphas"], wiring["betas"], strict=True)
             # A long skip adds what an earlier block saw: it is no shortcut of the stream.
-            found = [(site, alpha, beta) for site, alpha, beta in sites if not site.get("long")]
-            return known[-1], tuple(Weights(int(s["index"]), str(s["path"]), float(a), float(b)) for s, a, b in found)
+            governed = [(site, alpha, beta) for site, alpha, beta in sites if not site.get("long")]
+            return known[-1], tuple(
+                Weights(int(s["index"]), str(s["path"]), float(a), float(b)) for s, a, b in governed
+            )
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
             notes.append(f"{file.name} of step {known[-1]}: damaged, so the weights of its sites are not known")
     return known[-1], ()
@@ -214,10 +216,10 @@ def _label(runs: Sequence[Run]) -> str:
 
 def _unique(groups: list[Group]) -> list[Group]:
     seen: dict[str, int] = {}
-    found = []
+    unique = []
     for place, group in enumerate(groups):
         seen[group.label] = seen.get(group.label, 0) + 1
         again = seen[group.label]
         label = group.label if again == 1 else f"{group.label} ({again})"
-        found.append(replace(group, label=label, place=place))
-    return found
+        unique.append(replace(group, label=label, place=place))
+    return unique

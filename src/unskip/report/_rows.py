@@ -66,8 +66,8 @@ def read_rows(file: Path, notes: list[str]) -> list[dict[str, Any]]:
 
 def numbers(row: dict[str, Any]) -> dict[str, float]:
     """The numbers of a line of metrics.jsonl."""
-    found = {clean(name): number(value) for name, value in row.items()}
-    return {name: value for name, value in found.items() if value is not None}
+    values = {clean(name): number(value) for name, value in row.items()}
+    return {name: value for name, value in values.items() if value is not None}
 
 
 def evaluations(row: dict[str, Any], own: str) -> list[dict[str, Any]]:
@@ -83,7 +83,7 @@ def evaluations(row: dict[str, Any], own: str) -> list[dict[str, Any]]:
     labels["intervals"] = (
         {_name(key) + apart: ends for key, ends in intervals.items()} if isinstance(intervals, dict) else {}
     )
-    found: dict[str, Any] = {}
+    whole: dict[str, Any] = {}
     blocks: dict[int, dict[str, Any]] = {}
     for name, value in row.items():
         kept = value if number(value) is None else number(value)
@@ -91,15 +91,15 @@ def evaluations(row: dict[str, Any], own: str) -> list[dict[str, Any]]:
         if by_block:
             blocks.setdefault(int(by_block[2]), {})[by_block[1] + apart] = kept
         elif name not in LABELS:
-            found[_name(name) + apart] = kept
-    return [labels | found, *(labels | {"block": block} | values for block, values in blocks.items())]
+            whole[_name(name) + apart] = kept
+    return [labels | whole, *(labels | {"block": block} | values for block, values in blocks.items())]
 
 
 def interval_of(row: Mapping[str, Any], name: str) -> tuple[float, float] | None:
     """The 95% interval of a number, where its line has one."""
     ends = row.get("intervals", {}).get(name)
-    found = [number(end) for end in ends] if isinstance(ends, list) else []
-    low, high = found if len(found) == 2 else (None, None)
+    bounds = [number(end) for end in ends] if isinstance(ends, list) else []
+    low, high = bounds if len(bounds) == 2 else (None, None)
     return None if low is None or high is None else (low, high)
 
 

@@ -42,9 +42,9 @@ def inline(figure: Figure, name: str, alt: str) -> Markup:
     width = re.search(r'width="([\d.]+)pt"', opening)
     assert box is not None
     assert width is not None
-    rest = _STYLE.sub(lambda found: _COLOUR.sub(lambda c: _VARIABLES[c[0].lower()], found[0]), rest)
-    rest = _STYLE.sub(lambda found: _FONT.sub(r"font: \1\2px var(--font)", found[0]), rest)
-    rest = _PLACES.sub(lambda found: _LONG.sub(r"\1", found[0]), rest)
+    rest = _STYLE.sub(lambda match: _COLOUR.sub(lambda c: _VARIABLES[c[0].lower()], match[0]), rest)
+    rest = _STYLE.sub(lambda match: _FONT.sub(r"font: \1\2px var(--font)", match[0]), rest)
+    rest = _PLACES.sub(lambda match: _LONG.sub(r"\1", match[0]), rest)
     rest = _IDS.sub(rf"\g<1>{_id(name)}-", rest)
     rest = re.sub(r"\n\s*", "\n", rest)
     size = f'style="max-width: {float(width[1]) * 1.6:.0f}px"'

@@ -65,7 +65,7 @@ def _accelerator(kind: str) -> Any:
     state = accelerate.state.PartialState
     if state._shared_state and state().num_processes == 1 and state().device.type != kind:
         accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
-    found = accelerate.Accelerator(cpu=kind == "cpu", mixed_precision="no", step_scheduler_with_optimizer=False)
+    accelerator = accelerate.Accelerator(cpu=kind == "cpu", mixed_precision="no", step_scheduler_with_optimizer=False)
     # Settings of `accelerate launch` must not override the config of the run.
-    found.gradient_accumulation_steps = 1
-    return found
+    accelerator.gradient_accumulation_steps = 1
+    return accelerator

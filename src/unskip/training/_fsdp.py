@@ -72,11 +72,11 @@ class Sharded:
 
 def _blocks(model: nn.Module) -> list[nn.Module]:
     """The units that a model repeats, which are gathered one at a time: the outermost lists of one class."""
-    found: list[nn.Module] = []
+    blocks: list[nn.Module] = []
     inside: set[nn.Module] = set()
     for module in model.modules():
         units = [*module.children()] if isinstance(module, nn.ModuleList | nn.Sequential) else []
         if len(units) > 1 and len({type(unit) for unit in units}) == 1 and module not in inside:
-            found += units
+            blocks += units
             inside |= set(module.modules())
-    return found
+    return blocks

@@ -5,7 +5,7 @@ exploding-features    the last block's features are a hundred times as long as a
 collapsed-features    the features of different samples span hardly more than one direction
 flat-loss             after a fifth of the run the loss is that of a constant prediction, and has been for a tenth of
                       the run (a loss that starts above that value only passes it)
-dead-attention        most heads have near-uniform attention
+uniform-attention     most heads have near-uniform attention
 
 A task can add its own, such as a teacher with the same output for every image.
 """
@@ -67,32 +67,32 @@ class Watch:
             return
         try:
             with torch.no_grad():
-                found = measure(self.task.encoder or self.task.model, self.task.sample, jacobians="off")
+                measurement = measure(self.task.encoder or self.task.model, self.task.sample, jacobians="off")
         except UnskipError as error:
             self.warn(done, "not-measured", f"the model's health could not be looked at: {error}")
             return
-        self._features(done, found)
-        self._attention(done, found)
+        self._features(done, measurement)
+        self._attention(done, measurement)
 
-    def _features(self, done: int, found: Measurement) -> None:
-        last = found.blocks[-1]
+    def _features(self, done: int, measurement: Measurement) -> None:
+        last = measurement.blocks[-1]
         if self.first_norm is None:
             self.first_norm = last.norm
         if last.norm > max(1e4, 100 * self.first_norm):
             self.warn(
                 done, "exploding-features", f"features have length {last.norm:.3g}, at first {self.first_norm:.3g}"
             )
-        if last.pooled_rank is not None and found.samples >= 4 and last.pooled_rank < 1.2:
-            text = f"the features of {found.samples} samples have effective rank {last.pooled_rank:.2f}"
+        if last.pooled_rank is not None and measurement.samples >= 4 and last.pooled_rank < 1.2:
+            text = f"the features of {measurement.samples} samples have effective rank {last.pooled_rank:.2f}"
             self.warn(done, "collapsed-features", text)
 
-    def _attention(self, done: int, found: Measurement) -> None:
-        entropies = [row.entropy for row in found.sites if row.entropy is not None]
-        even = math.log(found.tokens) if found.tokens > 1 else math.inf
+    def _attention(self, done: int, measurement: Measurement) -> None:
+        entropies = [row.entropy for row in measurement.sites if row.entropy is not None]
+        even = math.log(measurement.tokens) if measurement.tokens > 1 else math.inf
         dead = [heads for heads in entropies if min(heads) > 0.999 * even]
         if entropies and len(dead) > len(entropies) / 2:
             text = f"{len(dead)} of {len(entropies)} attention layers are near-uniform"
-            self.warn(done, "dead-attention", text)
+            self.warn(done, "uniform-attention", text)
 
     def warn(self, done: int, name: str, text: str) -> None:
         """Writes a named warning into the run and issues it once, on the first process."""

@@ -140,10 +140,10 @@ class _Trainer:
         """Puts the newest whole checkpoint into the model and the optimizer; returns its step."""
         from safetensors.torch import load_file, load_model
 
-        found = self.folder.last_checkpoint()
+        checkpoint = self.folder.last_checkpoint()
         step = 0
-        if found is not None:
-            step, folder = found
+        if checkpoint is not None:
+            step, folder = checkpoint
             device = device_of_model(self.task.model)
             if self.sharded is not None:
                 self.sharded.restore(load_file(folder / "model.safetensors"), read_state(folder, "optimizer"))
@@ -335,11 +335,11 @@ class _Trainer:
             # Of the GPUs it is the run's own: torch would wake all of them otherwise, and warn.
             gpus = [torch.cuda.current_device()] if self.kind == "cuda" else []
             with means, torch.no_grad(), evaluating(model), torch.random.fork_rng(gpus):
-                found = evaluation(model)
-            values = _numbers(found)
+                numbers = evaluation(model)
+            values = _numbers(numbers)
             self.last_evaluations |= values
             # Beside its numbers an evaluation may say how they were taken: n, split and intervals.
-            self._log("evals.jsonl", {"step": done, "evaluation": name, **values, **getattr(found, "about", {})})
+            self._log("evals.jsonl", {"step": done, "evaluation": name, **values, **getattr(numbers, "about", {})})
             self.health.row(done, values)
             reporter.say(f"step {done}: " + ", ".join(f"{key} {value:.4g}" for key, value in values.items()))
         self._look(done)

@@ -8,7 +8,7 @@ from typing import Any, Literal, Protocol, get_args
 
 from torch import Tensor, nn
 
-from unskip.errors import BadInput
+from unskip._checks import choice, number, whole
 from unskip.wiring import Wiring
 
 Batch = Any
@@ -71,17 +71,13 @@ class Schedule:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if self.precision not in get_args(Precision):
-            raise BadInput(f"precision is {self.precision!r}; it can be {' or '.join(get_args(Precision))}")
+        choice("schedule", "precision", self.precision, get_args(Precision))
         for name in ("steps", "accumulate", "log_every", "checkpoint_every"):
-            value: Any = getattr(self, name)
-            if not isinstance(value, int) or value < 1:
-                raise BadInput(f"{name} is {value!r}; it is a whole number of 1 or more")
-        if self.evaluate_every is not None and self.evaluate_every < 0:
-            raise BadInput(f"evaluate_every is {self.evaluate_every!r}; it is a number of steps, or None for the end")
-        if self.warmup < 0:
-            raise BadInput(f"warmup is {self.warmup!r}; it is a number of steps, 0 or more")
-        if self.ema is not None and not 0 <= self.ema < 1:
-            raise BadInput(f"ema is {self.ema!r}; a decay is 0 or more and below 1, as in 0.999")
-        if self.clip is not None and not self.clip > 0:
-            raise BadInput(f"clip is {self.clip!r}; a gradient's norm is clipped above 0, or not at all with None")
+            whole("schedule", name, getattr(self, name), low=1)
+        whole("schedule", "warmup", self.warmup, low=0)
+        if self.evaluate_every is not None:
+            whole("schedule", "evaluate_every", self.evaluate_every, low=0)
+        if self.ema is not None:
+            number("schedule", "ema", self.ema, below=1)
+        if self.clip is not None:
+            number("schedule", "clip", self.clip, zero=False)
