@@ -169,7 +169,7 @@ def sampling(sizes: dict[str, int], device: str, batch: int, steps: int, compile
     def go(count: int) -> None:
         how = Sampling("heun", count)
         context = partial(torch.autocast, device, torch.bfloat16)
-        draw(network, labels, shape, sizes["classes"], sampling=how, batch=batch, autocast=context)
+        list(draw(network, labels, shape, sizes["classes"], sampling=how, batch=batch, autocast=context))
 
     go(2)
     return pace(lambda: go(steps), 1, labels)

@@ -118,21 +118,16 @@ def test_shortcut_adds_the_text_of_the_wiring(run: Any) -> None:
 
 
 def test_json(run: Any, file: str) -> None:
-    code, out, err = run("audit", f"{file}:make", "--input", "2,4,8", "--json")
+    command = ("audit", f"{file}:make", "--input", "2,4,8", "--json")
+    code, out, err = run(*command)
     data = strict(out)
-    assert code == 0
-    assert err == "a line of the model's own\n"
+    assert (code, err) == (0, "a line of the model's own\n")
     assert data["spec"] == f"{file}:make"
     assert [site["path"] for site in data["sites"]] == ["0", "1", "2"]
     assert data["unknown"] == []
     assert "shortcut" not in data
-
-
-def test_json_shortcut(run: Any, file: str) -> None:
-    _, out, _ = run("audit", f"{file}:make", "--input", "2,4,8", "--json", "--shortcut", "decay:product=5e-3")
-    shortcut = strict(out)["shortcut"]
-    weights = parse("decay:product=5e-3").weights(3)
-    assert [(site["alpha"], site["beta"]) for site in shortcut["sites"]] == weights
+    shortcut = strict(run(*command, "--shortcut", "decay:product=5e-3")[1])["shortcut"]
+    assert [(site["alpha"], site["beta"]) for site in shortcut["sites"]] == parse("decay:product=5e-3").weights(3)
     assert shortcut["effective_decay"] == pytest.approx(5e-3)
     assert shortcut["band"] == "in the paper's band [1e-3, 1e-2)"
     assert "end" not in shortcut
@@ -200,10 +195,10 @@ def test_large_model_whose_forward_needs_values(run: Any, monkeypatch: pytest.Mo
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["timm:vit_bas_patch16_224"], "nearest: vit_base_patch16_224"),
+        (["timm:vit_bas_patch16_224"], "vit_base_patch16_224"),
         (["nothing"], "timm:NAME"),
-        (["timm:test_vit", "--shortcut", "decai:0.6"], "nearest: decay"),
-        (["timm:test_vit", "--shortcut", "decay:nan"], "alpha_min must be a number in [0, 1]"),
+        (["timm:test_vit", "--shortcut", "decai:0.6"], "decay"),
+        (["timm:test_vit", "--shortcut", "decay:nan"], "alpha_min"),
         (["timm:test_vit", "--input", "2,x"], "'2,x' is not a shape"),
         (["timm:test_vit", "--input", "float:2,3"], "'float:2,3' is not a shape"),
         (["timm:test_vit", "--input", "2,0"], "'2,0' is not a shape"),
@@ -223,9 +218,8 @@ def test_bad_input_is_one_line(arguments: list[str], words: str, run: Any) -> No
     ("function", "options", "words"),
     [
         ("mak", [], "nearest: make"),
-        ("make", [], "does not say what it takes"),
         ("make", [], "--input"),
-        ("make", ["--input", "2,4,9"], "its forward failed on the example"),
+        ("make", ["--input", "2,4,9"], "forward failed"),
         ("plain", ["--input", "2,8", "--shortcut", "cut"], "no residual additions"),
     ],
 )
@@ -253,17 +247,6 @@ def test_unknown_commands_and_flags(arguments: list[str], run: Any) -> None:
     assert "--help" in err
 
 
-def test_a_misspelt_command_is_told_the_nearest(run: Any) -> None:
-    assert run("adit", "timm:test_vit")[2].startswith("unskip: 'adit' is not a command; nearest: audit")
-
-
-def test_no_traceback_in_a_process_of_its_own(tmp_path: Path) -> None:
-    code, out, err = unskip_in(tmp_path, "audit", "timm:vit_bas_patch16_224")
-    assert (code, out) == (2, "")
-    assert err.count("\n") == 1
-    assert "vit_base_patch16_224" in err
-
-
 # --- The other exits ---
 
 
@@ -271,17 +254,17 @@ LIGHT = ["--help", "--version", *(f"{name} --help" for name in cli.COMMANDS if n
 WITHOUT_TORCH = """
 import sys
 from unskip import cli
-code = cli.main(sys.argv[1].split())
+codes = [cli.main(arguments.split()) for arguments in sys.argv[1:]]
 assert "torch" not in sys.modules
-sys.exit(code)
+sys.exit(max(codes))
 """
 
 
-@pytest.mark.parametrize("arguments", LIGHT)
-def test_help_and_version_do_without_torch(arguments: str) -> None:
-    done = subprocess.run([sys.executable, "-c", WITHOUT_TORCH, arguments], capture_output=True, text=True, timeout=300)
+def test_help_and_version_do_without_torch() -> None:
+    done = subprocess.run([sys.executable, "-c", WITHOUT_TORCH, *LIGHT], capture_output=True, text=True, timeout=300)
     assert (done.returncode, done.stderr) == (0, "")
-    assert (unskip.__version__ if arguments == "--version" else "usage: unskip") in done.stdout
+    assert done.stdout.count("usage: unskip") == len(LIGHT) - 1
+    assert unskip.__version__ in done.stdout
 
 
 def test_help_lists_every_command_and_the_version(run: Any) -> None:
@@ -318,7 +301,6 @@ def test_an_interrupt_is_one_line(module: str) -> None:
     """Python lists each module on stderr once it is imported; others, and the audit, are then still to come."""
     command = [sys.executable, "-X", "importtime", "-m", "unskip", "audit", "timm:test_vit"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-        assert process.stderr is not None
         assert any(line.rstrip().endswith(f" {module}") for line in process.stderr)
         process.send_signal(signal.SIGINT)
         out, err = process.communicate(timeout=300)

@@ -334,11 +334,6 @@ def test_discover_refuses(boxes: Tensor, options: Any, message: str) -> None:
         evals.discover(vit(), colours(2)[0], boxes, **options)
 
 
-def test_discover_refuses_no_images() -> None:
-    with pytest.raises(BadInput, match="not empty"):
-        evals.discover(vit(), torch.zeros(0, 3, 32, 32), torch.zeros(0, 4))
-
-
 def test_boxes_over_the_edge_are_cut_off() -> None:
     given = [torch.tensor([-5.0, 3, 40, 90]), torch.tensor([[1, 1, 2, 2], [0, 0, 3, 99]])]
     boxes, owner = true_boxes(given, 2, (20, 30))

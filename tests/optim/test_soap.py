@@ -155,13 +155,6 @@ def test_a_rotated_problem_has_a_rotated_trajectory() -> None:
     assert torch.allclose(u @ plain @ v, turned, atol=1e-8)
 
 
-def test_a_dead_parameter_stays_where_it_is() -> None:
-    param = start((6, 4), torch.float32)
-    before = param.detach().clone()
-    run(SOAP([param], weight_decay=0.0), [(param, torch.zeros(25, 6, 4))], range(25))
-    assert torch.equal(param, before)
-
-
 def test_a_basis_can_begin_from_a_gradient_of_zero() -> None:
     """As under zero-initialised branches: the first gradient is nothing, the next ones are ill-conditioned."""
     grads = gradients((20, 20), steps=1, dtype=torch.float32).expand(300, -1, -1).clone()

@@ -129,13 +129,6 @@ def test_a_bfloat16_state_follows_the_float32_one() -> None:
     assert (full - half).norm() < 0.1 * (full - first).norm()
 
 
-def test_parameters_of_low_precision_have_states_that_do_not() -> None:
-    param, grads = start((6, 4), torch.bfloat16), gradients((6, 4), dtype=torch.bfloat16)
-    optimizer = SOAP([param])
-    run(optimizer, [(param, grads)], range(12))
-    assert {t.dtype for t in optimizer.state[param].values() if t.ndim} == {torch.float32}
-
-
 # --- Company ----------------------------------------------------------------------------------------------------------
 
 

@@ -104,11 +104,6 @@ def test_evaluated_once_is_no_curve(tmp_path: Path) -> None:
     assert (chart.lines, "once" in chart.missing) == ((), True)
 
 
-def test_alphas(groups: list[Group]) -> None:
-    (line,) = charts.alphas(groups).lines
-    assert (line.label, line.y) == ("b", (1.0, 0.75, 0.5))
-
-
 def test_one_k_stands_for_all(tmp_path: Path) -> None:
     row = {"step": 30, "evaluation": "o", "knn10": 0.1, "knn20": 0.2, "knn200": 0.3, "rank": 3.0, "rank_entropy": 1.1}
     folder(tmp_path / "a", evals=[row])

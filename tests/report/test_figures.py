@@ -59,12 +59,6 @@ def test_labels_of_many_decades_do_not_lie_on_one_another(tmp_path: Path) -> Non
     assert all(low[1] < high[0] for low, high in itertools.pairwise(seen))
 
 
-def test_evaluations_over_steps(tmp_path: Path) -> None:
-    folder(tmp_path / "a", evals=[{"step": step, "evaluation": "o", "knn20": step / 100} for step in (10, 20)])
-    (axes,) = figures.evaluation(read([tmp_path], look=False), "knn20").axes
-    assert axes.lines[0].get_xydata().tolist() == [[10, 0.1], [20, 0.2]]
-
-
 def test_more_groups_than_can_be_told_apart(tmp_path: Path) -> None:
     for index in range(14):
         folder(tmp_path / f"r{index}", lr=float(index))
@@ -117,8 +111,8 @@ def test_tiles() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:Glyph .* missing from:UserWarning")
-@pytest.mark.parametrize("name", ["automobile", "W" * 30, "a class with many words", "\u4e2d\u6587" * 9, "i"])
-@pytest.mark.parametrize("columns", [2, 6, 9])
+@pytest.mark.parametrize("name", ["automobile", "W" * 30, "\u4e2d\u6587" * 9])
+@pytest.mark.parametrize("columns", [2, 9])
 def test_texts_of_tiles_stay_within_their_tile(columns: int, name: str) -> None:
     image = np.zeros((4, 4, 3), np.uint8)
     names = (f"{name} ✗",) * columns

@@ -38,13 +38,6 @@ def test_state(tmp_path: Path, change: dict[str, object], state: str) -> None:
     assert read_run(folder(tmp_path / "a", **change)).state.startswith(state)  # type: ignore[arg-type]
 
 
-def test_planned_steps_come_from_the_folder(tmp_path: Path) -> None:
-    path = folder(tmp_path / "a", steps=None)
-    about = json.loads((path / "config.json").read_text()) | {"steps": 30}
-    (path / "config.json").write_text(json.dumps(about))
-    assert read_run(path).state == "finished, 30 steps"
-
-
 def test_damaged_lines_are_left_out_and_counted(tmp_path: Path) -> None:
     path = folder(tmp_path / "a")
     with (path / "metrics.jsonl").open("ab") as file:
@@ -126,13 +119,6 @@ def test_a_run_that_is_named_twice_is_one(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.chdir(tmp_path)
     (group,) = read_groups(["a", tmp_path / "a", "link", "../" + tmp_path.name])
     assert (len(group.runs), group.repeats, group.label) == (1, False, "a")
-
-
-def test_copies_are_no_seeds(tmp_path: Path) -> None:
-    for name in "ab":
-        folder(tmp_path / name)
-    (group,) = read_groups([tmp_path])
-    assert group.repeats
 
 
 def test_what_was_taken_otherwise_has_another_name(tmp_path: Path) -> None:

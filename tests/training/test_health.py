@@ -46,12 +46,6 @@ def test_a_run_that_goes_on_is_told_the_same(tmp_path: Path, stop_after: int) ->
     assert told(new(tmp_path / "cut"), losses, stop_after) == told(new(tmp_path / "whole"), losses) == [45, 50, 55]
 
 
-def test_a_checkpoint_of_before_is_read(tmp_path: Path) -> None:
-    watch = Watch(task(), Schedule(steps=10), new(tmp_path / "run"))
-    watch.load({"first_norm": 1.0, "raised": []})
-    assert watch.state() == {"first_norm": 1.0, "raised": [], "looked": 0, "flat_from": None}
-
-
 def test_a_warning_is_said_at_the_line_that_called(tmp_path: Path) -> None:
     one = task()
     one.baseline_loss = 2.0

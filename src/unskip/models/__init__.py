@@ -8,7 +8,7 @@ from unskip.models._noise import normal
 from unskip.models._published_dino import load_dino
 from unskip.models._published_mae import load_published
 from unskip.models._published_sit import load_published_sit
-from unskip.models._samplers import Drawn, Sampler, Sampling, draw, drawn
+from unskip.models._samplers import Drawn, Sampler, Sampling, draw
 from unskip.models._simclr import Contrast, SimCLR, contrast
 from unskip.models._sit import SiT
 from unskip.models._uvit import UViT
@@ -31,7 +31,6 @@ __all__ = [
     "UViT",
     "contrast",
     "draw",
-    "drawn",
     "load_dino",
     "load_published",
     "load_published_sit",

@@ -81,29 +81,11 @@ def draw(
     first: int = 0,
     batch: int = 256,
     autocast: Callable[[], AbstractContextManager[object]] = nullcontext,
-) -> Drawn:
+) -> Iterator[Drawn]:
     """Samples first, first + 1, ... with these labels, on their device; `batch` at a time, which changes no sample.
 
     The network is called as network(x, time, labels), in the mode it is in. `autocast` makes the context it runs in.
     """
-    parts = list(drawn(network, labels, shape, classes, flow, sampling, first=first, batch=batch, autocast=autocast))
-    values, names, counts = (torch.cat([part[index] for part in parts]) for index in range(3))
-    return Drawn(values, names, counts)
-
-
-def drawn(
-    network: nn.Module,
-    labels: Tensor,
-    shape: tuple[int, ...],
-    classes: int,
-    flow: Flow | None = None,
-    sampling: Sampling | None = None,
-    *,
-    first: int = 0,
-    batch: int = 256,
-    autocast: Callable[[], AbstractContextManager[object]] = nullcontext,
-) -> Iterator[Drawn]:
-    """`draw`, a batch at a time: samples need not fit into memory."""
     if not len(labels) or batch < 1:
         raise BadInput(f"{len(labels)} samples in batches of {batch}: ask for one or more of each")
     check_labels(labels, classes)

@@ -25,7 +25,7 @@ from unskip._warn import warn
 from unskip.data import usual_preprocess
 from unskip.errors import BadInput
 from unskip.evals import autocast
-from unskip.models import Sampler, Sampling, drawn
+from unskip.models import Sampler, Sampling, draw
 from unskip.recipes._generative import FlowMatching
 from unskip.recipes._open import Trained, open_run
 
@@ -111,7 +111,7 @@ def sampled(
     shape = (int(network.channels), int(network.size), int(network.size))
     pixels = _decoder(objective, device, shape[0])
     with evaluating(model):
-        for part in drawn(
+        for part in draw(
             torch.compile(model) if compile else model,  # type: ignore[arg-type]  # a module that is called the same way
             wanted,
             shape,

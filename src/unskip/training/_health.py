@@ -40,7 +40,7 @@ class Watch:
 
     def load(self, state: dict[str, Any]) -> None:
         self.first_norm, self.raised = state["first_norm"], list(state["raised"])
-        self.looked, self.flat_from = state.get("looked", 0), state.get("flat_from")
+        self.looked, self.flat_from = state["looked"], state["flat_from"]
 
     def loss(self, done: int, value: float) -> None:
         """Looks at a logged loss, the mean over the steps since the last one."""
