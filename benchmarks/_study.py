@@ -12,7 +12,6 @@ import gc
 import hashlib
 import json
 import math
-import platform
 import subprocess
 import sys
 import tempfile
@@ -54,17 +53,9 @@ def opened(out: Path, settings: dict[str, Any]) -> dict[str, Any]:
 
 def about(script: str, device: str, settings: dict[str, Any], **more: Any) -> dict[str, Any]:
     """What a JSON says beside its runs."""
-    import torch
+    from _record import made_with  # torch takes seconds, and a study may have nothing to do
 
-    import unskip
-
-    return {
-        "script": f"benchmarks/{Path(script).name}",
-        "device": torch.cuda.get_device_name() if device == "cuda" else f"{platform.machine()} CPU",
-        "versions": {"python": platform.python_version(), "torch": torch.__version__, "unskip": unskip.__version__},
-        "settings": settings,
-        **more,
-    }
+    return {**made_with(script, device), "settings": settings, **more}
 
 
 def folder_of(runs: Path, name: str, config: dict[str, Any]) -> Path:

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
-import platform
 import statistics
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import timm
 import torch
+from _record import made_with, write_json
 from torch import Tensor
 
 Step = Callable[[], None]
@@ -94,13 +92,5 @@ def write(script: str, options: argparse.Namespace, settings: dict[str, Any], **
     """The record of a run at full size."""
     if options.small:
         return
-    cuda = options.device == "cuda"
-    record = {
-        "script": f"benchmarks/{Path(script).name}",
-        "device": torch.cuda.get_device_name() if cuda else f"{platform.machine()} CPU",
-        "versions": {"python": platform.python_version(), "torch": torch.__version__, "timm": timm.__version__},
-        "settings": {"mode": options.mode, "attention": options.attention, **settings},
-        **result,
-    }
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    options.out.write_text(json.dumps(record, indent=1) + "\n")
+    settings = {"mode": options.mode, "attention": options.attention, **settings}
+    write_json(options.out, {**made_with(script, options.device, "timm"), "settings": settings, **result})

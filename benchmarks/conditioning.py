@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
 import time
 import warnings
 from collections.abc import Callable
@@ -22,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from _record import made_with, write_json
 from torch import nn
 
 import unskip
@@ -196,9 +196,8 @@ def main() -> None:
     models = options.models or [name for name in MODELS if options.device == "cuda" or not name.startswith("vit")]
     file = options.out / "conditioning.json"
     data: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {"results": {}}
-    data["script"] = "benchmarks/conditioning.py"
-    device = torch.cuda.get_device_name() if options.device == "cuda" else f"{platform.machine()} CPU"
-    versions = {"python": platform.python_version(), "torch": torch.__version__, "unskip": unskip.__version__}
+    made = made_with(__file__, options.device)
+    data["script"] = made.pop("script")
     data["seed"] = {"weights": 0, "input": 1}
     data["protocol"] = "one sample of noise (images) or random token ids, run in float32; built Jacobians in float64"
     begun = time.perf_counter()
@@ -210,10 +209,9 @@ def main() -> None:
                 print("time is up; the rest is left for the next run")
                 return
             start = time.perf_counter()
-            result = study(name, variant, options.device) | {"device": device, "versions": versions}
+            result = study(name, variant, options.device) | made
             data["results"][name][variant] = result
-            options.out.mkdir(parents=True, exist_ok=True)
-            file.write_text(json.dumps(data, indent=1, allow_nan=False) + "\n")
+            write_json(file, data)
             network = result["network"]
             last = [row for row in result["sites"] if "branch" in row][-1]
             whole, branch = (part["condition"] or float("inf") for part in (network, last["branch"]))

@@ -18,7 +18,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import statistics
 import time
 from collections.abc import Callable
@@ -26,8 +25,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy
-import scipy
 import torch
+from _record import made_with, write_json
 from scipy import linalg, ndimage
 from threadpoolctl import threadpool_limits
 from torch import Tensor
@@ -159,15 +158,8 @@ def main() -> None:
         rows.append(measured(side, options))
         print(json.dumps(rows[-1]), flush=True)
     record = {
-        "script": "benchmarks/discover.py",
-        "device": torch.cuda.get_device_name() if options.device == "cuda" else f"{platform.machine()} CPU",
+        **made_with(__file__, options.device, "scipy"),
         "cores": os.cpu_count(),
-        "versions": {
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            "scipy": scipy.__version__,
-            "unskip": unskip.__version__,
-        },
         "settings": {
             "threads": options.threads,
             "images": options.data.rpartition("/")[2] if options.data else "made up",
@@ -177,8 +169,7 @@ def main() -> None:
     }
     if not options.dry:
         out = options.out or RESULTS / f"discover-{'gpu' if options.device == 'cuda' else 'cpu'}.json"
-        out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text(json.dumps(record, indent=1) + "\n")
+        write_json(out, record)
 
 
 if __name__ == "__main__":

@@ -11,15 +11,13 @@ with its skips cut and no training, and a residual-free model that starts from `
 from __future__ import annotations
 
 import argparse
-import json
-import platform
 import statistics
 import tempfile
 import warnings
 from pathlib import Path
 from typing import Any
 
-import torch
+from _record import made_with, write_json
 
 import unskip
 
@@ -57,9 +55,7 @@ def main() -> None:
     fields |= {"data": options.data} if options.data else {}
     target = options.out or RESULTS / f"fade-{options.preset}.json"
     record: dict[str, Any] = {
-        "script": "benchmarks/fade.py",
-        "device": torch.cuda.get_device_name() if options.device == "cuda" else f"{platform.machine()} CPU",
-        "versions": {"python": platform.python_version(), "torch": torch.__version__, "unskip": unskip.__version__},
+        **made_with(__file__, options.device),
         "config": vars(options) | {"out": None, "data": options.data and Path(options.data).name},
         "results": {},
     }
@@ -80,7 +76,7 @@ def main() -> None:
                 result.append(accuracy(config, f"{folder}/{name} {seed}"))
             record["results"][name] = result
             print(f"{name:26s} {statistics.mean(result):.3f}  ({min(result):.3f} to {max(result):.3f})", flush=True)
-            target.write_text(json.dumps(record, indent=1) + "\n")
+            write_json(target, record)
 
 
 if __name__ == "__main__":

@@ -13,8 +13,6 @@ JSON goes to docs/results/knn-gpu.json.
 from __future__ import annotations
 
 import argparse
-import json
-import platform
 import statistics
 import time
 from collections.abc import Callable
@@ -22,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from _record import made_with, write_json
 
 import unskip
 from unskip.evals._knn import _CHUNK_BYTES
@@ -83,15 +82,12 @@ def main() -> None:
         print(f"{name:8s} {results[name]:8.3f} s")
     print(f"knn over product {results['knn over product']:.2f}, {memory:.1f} GiB at most")
     record = {
-        "script": "benchmarks/knn.py",
-        "device": torch.cuda.get_device_name() if options.device == "cuda" else f"{platform.machine()} CPU",
-        "versions": {"python": platform.python_version(), "torch": torch.__version__, "unskip": unskip.__version__},
+        **made_with(__file__, options.device),
         "settings": {"train": count, "test": asked, "dim": dim, "classes": classes, "precision": "float32, no TF32"},
         "results": results,
     }
     if not options.small:
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-        options.out.write_text(json.dumps(record, indent=1) + "\n")
+        write_json(options.out, record)
 
 
 if __name__ == "__main__":

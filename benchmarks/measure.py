@@ -10,14 +10,13 @@ backward pass over the same images, measured in the same process.
 from __future__ import annotations
 
 import argparse
-import json
-import platform
 import resource
 import time
 from pathlib import Path
 
 import timm
 import torch
+from _record import made_with, write_json
 
 import unskip
 
@@ -53,11 +52,7 @@ def main() -> None:
     seconds = time.perf_counter() - start
     peak = torch.cuda.max_memory_allocated() if cuda else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     data = {
-        "script": "benchmarks/measure.py",
-        "device": torch.cuda.get_device_name()
-        if cuda
-        else f"{platform.machine()} CPU, {torch.get_num_threads()} threads",
-        "versions": {"python": platform.python_version(), "torch": torch.__version__, "timm": timm.__version__},
+        **made_with(__file__, "cuda" if cuda else "cpu", "timm"),
         "seed": 0,
         "model": options.model,
         "images": options.images,
@@ -69,8 +64,7 @@ def main() -> None:
         "network": measurement.network.to_dict() if measurement.network is not None else None,
         "notes": list(measurement.notes),
     }
-    options.out.mkdir(parents=True, exist_ok=True)
-    (options.out / f"measure-{'gpu' if cuda else 'cpu'}.json").write_text(json.dumps(data, indent=1) + "\n")
+    write_json(options.out / f"measure-{'gpu' if cuda else 'cpu'}.json", data)
     print(measurement)
     print(f"{seconds:.1f} s, {seconds / reference:.0f} forward and backward passes; peak {data['peak_gib']:.1f} GiB")
 

@@ -17,7 +17,6 @@ import argparse
 import gc
 import importlib.util
 import json
-import platform
 import statistics
 from collections.abc import Callable
 from itertools import pairwise
@@ -26,6 +25,7 @@ from typing import Any
 
 import timm
 import torch
+from _record import made_with, write_json
 from torch import Tensor, nn
 
 import unskip
@@ -284,25 +284,10 @@ def main() -> None:
     if not torch.cuda.is_available():
         raise SystemExit("this benchmark needs a CUDA device; --figure draws from docs/results/optim-gpu.json")
     about: dict[str, Any] = {
-        "script": "benchmarks/optim.py",
-        "device": torch.cuda.get_device_name(),
-        "versions": {
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            "timm": timm.__version__,
-            "unskip": unskip.__version__,
-        },
+        **made_with(__file__, "cuda", "timm", "pytorch_optimizer"),
         "seed": options.seed,
         "steps": options.steps,
     }
-    if importlib.util.find_spec("pytorch_optimizer"):
-        from importlib.metadata import PackageNotFoundError, version
-
-        try:
-            about["versions"]["pytorch_optimizer"] = version("pytorch_optimizer")
-        except PackageNotFoundError:  # carried as a folder, without its metadata
-            about["versions"]["pytorch_optimizer"] = "unknown"
-    options.out.mkdir(parents=True, exist_ok=True)
     record = json.loads(target.read_text()) if options.resume and target.exists() else {}
     results: dict[str, dict[str, Any]] = record.get("results", {})
     about["parameters"] = record.get("parameters", {})
@@ -317,10 +302,10 @@ def main() -> None:
                 torch.cuda.empty_cache()
             show(name, results[name])
             record = {**about, "bars_on_vit_b": verdicts(results), "results": results}
-            target.write_text(json.dumps(record, indent=1) + "\n")
+            write_json(target, record)
     if "vit_base_patch16_224" in results:
         record["where_the_time_goes"] = profile("vit_base_patch16_224", options.seed)
-        target.write_text(json.dumps(record, indent=1) + "\n")
+        write_json(target, record)
         for label, kinds in record["where_the_time_goes"].items():
             print(f"{label}: " + ", ".join(f"{kind} {ms:.2f} ms" for kind, ms in kinds.items()))
     for key, row in record["bars_on_vit_b"].items():

@@ -12,8 +12,6 @@ of them work, and in which order they fall behind when the shortcuts go.
 from __future__ import annotations
 
 import argparse
-import json
-import platform
 import statistics
 import time
 from pathlib import Path
@@ -21,6 +19,7 @@ from typing import Any
 
 import timm
 import torch
+from _record import made_with, write_json
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
 
@@ -112,14 +111,7 @@ def main() -> None:
             head = f"{wiring:9s} {name:6s} lr {row['lr']:.0e}"
             print(f"{head}  accuracy {row['accuracy']:.3f} {spread}  loss {row['loss']:.3f}", flush=True)
     record = {
-        "script": "benchmarks/optim_digits.py",
-        "device": f"{platform.machine()} CPU, 1 thread",
-        "versions": {
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            "timm": timm.__version__,
-            "unskip": unskip.__version__,
-        },
+        **made_with(__file__, "cpu", "timm"),
         "protocol": "digits, every fourth image held out; lr chosen by the training loss of seed 0; test accuracy",
         "config": {
             "model": SIZES,
@@ -133,8 +125,7 @@ def main() -> None:
         },
         "results": results,
     }
-    options.out.mkdir(parents=True, exist_ok=True)
-    (options.out / "optim-digits.json").write_text(json.dumps(record, indent=1) + "\n")
+    write_json(options.out / "optim-digits.json", record)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import copy
 import json
-import platform
 import random
 import statistics
 import time
@@ -23,6 +22,7 @@ from pathlib import Path
 
 import timm
 import torch
+from _record import made_with, write_json
 from torch import nn
 
 import unskip
@@ -177,28 +177,16 @@ def main() -> None:
     options = parser.parse_args()
     rounds = options.rounds or (60 if options.device == "cuda" else 20)
     out = options.out or RESULTS
-    out.mkdir(parents=True, exist_ok=True)
-    gpu = torch.cuda.get_device_name() if options.device == "cuda" else None
-    about = {
-        "script": "benchmarks/rewire.py",
-        "device": gpu or f"{platform.machine()} CPU, {torch.get_num_threads()} threads",
-        "versions": {
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            "timm": timm.__version__,
-            "unskip": unskip.__version__,
-        },
-        "seed": options.seed,
-    }
+    about = {**made_with(__file__, options.device, "timm"), "seed": options.seed}
     if options.only != "search":
-        target = out / ("rewire-cost-gpu.json" if gpu else "rewire-cost-cpu.json")
+        target = out / ("rewire-cost-gpu.json" if options.device == "cuda" else "rewire-cost-cpu.json")
         results = json.loads(target.read_text())["results"] if options.resume and target.exists() else []
         for compiled in [False, True] if options.compiled else [False]:
             if ("compiled" if compiled else "eager") in [row["mode"] for row in results]:
                 continue
             results.append(cost(options.device, compiled, rounds, options.seed))
             show(results[-1])
-            target.write_text(json.dumps({**about, "results": results}, indent=1) + "\n")
+            write_json(target, {**about, "results": results})
     if options.only != "cost":
         rows = search()
         for row in rows:
@@ -206,7 +194,7 @@ def main() -> None:
                 f"  width {row['width']:5d} depth {row['depth']:3d}: audit {row['audit_s']:.2f} s, rewire "
                 f"{row['rewire_s']:.2f} s"
             )
-        (out / "rewire-search.json").write_text(json.dumps({**about, "results": rows}, indent=1) + "\n")
+        write_json(out / "rewire-search.json", {**about, "results": rows})
 
 
 if __name__ == "__main__":

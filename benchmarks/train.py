@@ -14,8 +14,6 @@ The bare step and the loop take turns, and the ratio is that of neighbours. JSON
 from __future__ import annotations
 
 import argparse
-import json
-import platform
 import statistics
 import tempfile
 import time
@@ -25,6 +23,7 @@ from typing import Any
 
 import timm
 import torch
+from _record import made_with, write_json
 from torch.nn import functional as F
 
 import unskip
@@ -187,9 +186,7 @@ def main() -> None:
     if options.device == "cuda" and not torch.cuda.is_available():
         raise SystemExit("this benchmark needs a CUDA device; --small --device cpu shows that it runs")
     record: dict[str, Any] = {
-        "script": "benchmarks/train.py",
-        "device": torch.cuda.get_device_name() if options.device == "cuda" else f"{platform.machine()} CPU",
-        "versions": {"python": platform.python_version(), "torch": torch.__version__, "timm": timm.__version__},
+        **made_with(__file__, options.device, "timm"),
         "unit": "images a second",
         "results": {},
     }
@@ -203,8 +200,7 @@ def main() -> None:
         for kind, share in result.get("kernels", {}).items():
             print(f"    {kind:24s} {share:6.1%}")
         if not options.small:
-            options.out.mkdir(parents=True, exist_ok=True)
-            (options.out / "train-gpu.json").write_text(json.dumps(record, indent=1) + "\n")
+            write_json(options.out / "train-gpu.json", record)
 
 
 if __name__ == "__main__":

@@ -178,7 +178,7 @@ def test_a_run_with_ema_weights_is_an_extractor_with_them(tmp_path: Path) -> Non
 def test_extractors_that_are_not_there(tmp_path: Path, classifier: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(BadInput, match="no extractor there"):
         extractor(tmp_path / "nothing")
-    with pytest.raises(LoadError, match="no model that could be an extractor"):
+    with pytest.raises(LoadError, match="extractor"):
         extractor(tmp_path)
     import timm
 

@@ -60,7 +60,7 @@ def test_drop_path_is_off_where_a_skip_is_cut() -> None:
     model, changes = vit(), SHORT | {"epochs": 2}
     unskip.rewire(model, {"attention": "keep", "mlp": "cut"})
     without = evals.finetune(model, digits(), digits("test"), size=8, changes=changes)
-    with pytest.warns(UnskipWarning, match="drop path, 0.9 by the protocol, is off"):
+    with pytest.warns(UnskipWarning, match="drop path, 0.9"):
         accuracy = evals.finetune(model, digits(), digits("test"), size=8, changes=changes | {"drop_path": 0.9})
     assert accuracy == without
 
@@ -127,14 +127,14 @@ def test_fine_tuning_refuses_what_it_cannot_do() -> None:
     with pytest.raises(BadInput, match="has no forward_features"):
         evals.finetune(nn.Linear(2, 2), digits(), digits("test"))
     convolutions = timm.create_model("resnet18", num_classes=0, in_chans=1)
-    with pytest.raises(BadInput, match=r"features of shape \(32, 512, 1, 1\), not tokens"):
+    with pytest.raises(BadInput, match=r"\(32, 512, 1, 1\)"):
         evals.finetune(convolutions, digits(), digits("test"), size=8, changes=SHORT)
     some = digits().select((digits().labels != 3).nonzero().flatten())
     with pytest.raises(BadInput, match="class 3"):
         evals.finetune(vit(), some, digits("test"), size=8)
     broken = vit()
     nn.init.constant_(broken.blocks[0].attn.qkv.weight, torch.nan)  # type: ignore[index,union-attr,arg-type]
-    with pytest.raises(TrainingError, match="finetune: the loss is nan after 10 steps"):
+    with pytest.raises(TrainingError, match="nan after 10 steps"):
         evals.finetune(broken, digits(count=160), digits("test"), size=8, changes=SHORT | {"epochs": 2})
     with pytest.raises(BadInput, match="the warm-up alone takes"):
         evals.finetune(vit(), digits(), digits("test"), size=8, changes=SHORT | {"epochs": 1})

@@ -22,13 +22,13 @@ def test_nan_weights_name_the_site() -> None:
     model = family.build()
     with torch.no_grad():
         model.get_parameter("blocks.1.attn.qkv.weight")[0, 0] = torch.nan
-    with pytest.raises(BadInput, match=r"blocks\.1 \[attention\]: its branch is not finite"):
+    with pytest.raises(BadInput, match=r"blocks\.1 \[attention\]: its branch"):
         unskip.measure(model, family.inputs(2))
 
 
 def test_nan_input_names_the_first_site() -> None:
     family = FAMILIES["timm_vit"]
-    with pytest.raises(BadInput, match=r"blocks\.0 \[attention\]: its stream is not finite"):
+    with pytest.raises(BadInput, match=r"blocks\.0 \[attention\]: its stream"):
         unskip.measure(family.build(), torch.full((2, 3, 16, 16), torch.nan))
 
 

@@ -147,13 +147,13 @@ def test_bad_input_is_named() -> None:
         jacobian_spectrum(lambda z: (z, z), x)  # type: ignore[arg-type, return-value]
     with pytest.raises(BadInput, match=r"without detach"):
         jacobian_spectrum(lambda z: z.detach() * 2, x)
-    with pytest.raises(BadInput, match=r"two answers for one x.*eval"):
+    with pytest.raises(BadInput, match="eval"):
         jacobian_spectrum(nn.Dropout(0.5), torch.ones(50, dtype=DOUBLE))
-    with pytest.raises(BadInput, match=r"null is 4, but x has only 3"):
+    with pytest.raises(BadInput, match="null is 4"):
         jacobian_spectrum(torch.sin, x, null=4)
-    with pytest.raises(BadInput, match=r"steps must be a whole number, 2 or more"):
+    with pytest.raises(BadInput, match="steps must be"):
         jacobian_spectrum(torch.sin, x, steps=1)
-    with pytest.raises(BadInput, match=r"probes must be a whole number, 1 or more"):
+    with pytest.raises(BadInput, match="probes must be"):
         jacobian_spectrum(torch.sin, x, probes=0, exact=False)
 
 

@@ -266,7 +266,7 @@ def test_a_backward_pass_that_hides_something() -> None:
             return grad + grad.detach()
 
     x = torch.ones(4, dtype=DOUBLE)
-    with pytest.raises(BadInput, match=r"not differentiable as it claims"):
+    with pytest.raises(BadInput, match="not differentiable"):
         jacobian_spectrum(lambda z: Hidden.apply(z), x, exact=False)
     assert jacobian_spectrum(lambda z: Hidden.apply(z), x).sigma_max == pytest.approx(2)
 
@@ -283,6 +283,6 @@ def test_no_way_to_multiply() -> None:
             return grad * 2
 
     x = torch.ones(4, dtype=DOUBLE)
-    with pytest.raises(BadInput, match=r"neither second derivatives nor forward-mode"):
+    with pytest.raises(BadInput, match="second derivatives"):
         jacobian_spectrum(lambda z: Neither.apply(z), x, exact=False)
     assert jacobian_spectrum(lambda z: Neither.apply(z), x).sigma_max == pytest.approx(2)

@@ -248,7 +248,7 @@ def test_checkpoints_that_do_not_fit(tmp_path: Path) -> None:
     with pytest.raises(LoadError, match="no tensors by name"):
         load_dino(dino, {})
     (tmp_path / "x.pth").write_bytes(b"nothing")
-    with pytest.raises(LoadError, match="no checkpoint of plain tensors"):
+    with pytest.raises(LoadError, match="plain tensors"):
         load_dino(dino, tmp_path / "x.pth")
     assert all(torch.equal(value, before[name]) for name, value in dino.state_dict().items())
 

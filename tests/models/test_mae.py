@@ -191,7 +191,7 @@ def test_bytes_of_other_channels_are_centred_at_a_half() -> None:
     model = perturbed(mae(encoder=vit(in_chans=1, final_norm=False)))
     raw = torch.randint(256, (5, 1, 12, 12), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
     assert torch.allclose(model(raw, draw()).loss, model(raw / 127.5 - 1, draw()).loss, atol=1e-5)
-    with pytest.raises(BadInput, match="images of 1 channels, and std has 3 values"):
+    with pytest.raises(BadInput, match="std has 3 values"):
         mae(encoder=vit(in_chans=1, final_norm=False), std=(0.2, 0.2, 0.2))
 
 
@@ -291,7 +291,7 @@ def overlapping() -> nn.Module:
         ({"mask": 0.0}, "nothing to predict"),
         ({"mask": 1.0}, "nothing to see"),
         ({"mask": float("nan")}, "mask ratio of nan"),
-        ({"mask": 0.97}, "of 16 patches a mask ratio of 0.97 shows 0"),
+        ({"mask": 0.97}, "shows 0"),
         ({"depth": 0}, "it needs one"),
         ({"heads": 5}, "12 wide and 5 heads"),
         ({"heads": 0}, "12 wide and 0 heads"),
@@ -306,10 +306,10 @@ def test_bad_settings_are_refused(options: dict[str, Any], message: str) -> None
 @pytest.mark.parametrize(
     ("encoder", "message"),
     [
-        (lambda: vit(img_size=13), "patches of 3 do not divide an image of 13 x 13"),
-        (lambda: timm.create_model("resnet18", num_classes=0), "ResNet has no patch tokens"),
+        (lambda: vit(img_size=13), "13 x 13"),
+        (lambda: timm.create_model("resnet18", num_classes=0), "ResNet"),
         (lambda: timm.create_model("swin_tiny_patch4_window7_224", num_classes=0), "has no patch tokens"),
-        (lambda: nn.Linear(2, 2), "Linear has no patch tokens"),
+        (lambda: nn.Linear(2, 2), "Linear"),
         (lambda: vit(final_norm=True), "final_norm=False"),
         (lambda: vit(patch_size=(3, 4)), "they are squares"),
         (lambda: overlapping(), "looks beyond the patch"),
@@ -323,5 +323,5 @@ def test_encoders_that_will_not_do(encoder: Any, message: str) -> None:
 
 
 def test_images_of_another_size_are_refused() -> None:
-    with pytest.raises(BadInput, match=r"images are \(3, 15, 15\); the encoder takes \(3, 12, 12\)"):
+    with pytest.raises(BadInput, match=r"\(3, 15, 15\).*\(3, 12, 12\)"):
         mae()(torch.zeros(2, 3, 15, 15))

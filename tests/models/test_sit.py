@@ -69,7 +69,7 @@ def test_a_checkpoint_of_another_size_is_refused_and_the_model_left_alone() -> N
         load_published_sit(SiT(**{**SMALL, "width": 32}, depth=3), published(3).state_dict())
     with pytest.raises(LoadError, match="no tensors by name"):
         load_published_sit(mine, {"epoch": 3})
-    with pytest.raises(LoadError, match="no checkpoint of plain tensors"):
+    with pytest.raises(LoadError, match="plain tensors"):
         load_published_sit(mine, "missing.pt")
     assert all(torch.equal(value, before[name]) for name, value in mine.state_dict().items())
 
@@ -178,7 +178,7 @@ def test_input_that_does_not_fit() -> None:
     model = SiT(**SMALL, depth=2)
     images, time, _ = batch()
     for labels in (torch.tensor([0, 6, 1]), torch.tensor([0, -1, 1])):
-        with pytest.raises(BadInput, match="out of range: the model knows 5 classes, 0 to 4, and 5 for no label"):
+        with pytest.raises(BadInput, match="5 classes"):
             model(images, time, labels)
     with pytest.raises(BadInput, match="whole numbers"):
         model(images, time, torch.zeros(3))
@@ -187,7 +187,7 @@ def test_input_that_does_not_fit() -> None:
         for each in (model, UViT(**SMALL, depth=3)):
             with pytest.raises(BadInput, match=rf"got .*{text}"):
                 each(images, wrong)
-    with pytest.raises(BadInput, match=r"images are \(2, 4, 4\); the model takes \(2, 8, 8\)"):
+    with pytest.raises(BadInput, match=r"\(2, 4, 4\).*\(2, 8, 8\)"):
         model(images[:, :, :4, :4])
     with pytest.raises(BadInput, match="do not divide"):
         SiT(**{**SMALL, "patch": 3}, depth=2)

@@ -47,7 +47,7 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_the_last_checkpoint(t
     folder = new(tmp_path / "run")
     with (
         pytest.warns(UnskipWarning, match="non-finite-loss"),
-        pytest.raises(TrainingError, match="checkpoint is that of step 6"),
+        pytest.raises(TrainingError, match="step 6"),
     ):
         run_task(task(poison=9), schedule(), folder, quiet=True)
     assert folder.last_checkpoint()[0] == 6  # type: ignore[index]
@@ -60,7 +60,7 @@ def test_a_checkpoint_between_two_logged_steps_never_holds_what_is_not_finite(tm
     folder = new(tmp_path / "run")
     with (
         pytest.warns(UnskipWarning, match="non-finite-loss"),
-        pytest.raises(TrainingError, match=r"that of step 4.*start anew"),
+        pytest.raises(TrainingError, match=r"step 4.*anew"),
     ):
         run_task(task(poison=poison), schedule(log_every=20, checkpoint_every=2), folder, quiet=True)
     checkpoint = folder.last_checkpoint()
@@ -80,7 +80,7 @@ def test_data_that_vanish_are_told_with_the_way_on(tmp_path: Path) -> None:
 
     one = task()
     one.feed = Vanishing()
-    with pytest.raises(TrainingError, match=r"images/7\.png.*that of step 6.*files that are gone.*unskip resume"):
+    with pytest.raises(TrainingError, match=r"images/7\.png.*step 6.*unskip resume"):
         run_task(one, schedule(), new(tmp_path / "run"), quiet=True)
 
 
@@ -101,7 +101,7 @@ def test_a_damaged_checkpoint_is_passed_over(tmp_path: Path, damage: str) -> Non
     else:
         (folder.checkpoints / "step-20" / "checksums.json").unlink()
     again = task()
-    with pytest.warns(UnskipWarning, match="the checkpoint before it is used"):
+    with pytest.warns(UnskipWarning, match="checkpoint before"):
         run_task(again, schedule(), folder, quiet=True)
     for a, b in zip(weights(whole), weights(again), strict=True):
         assert torch.equal(a, b)
@@ -119,7 +119,7 @@ def test_a_full_disk_leaves_the_checkpoint_before(tmp_path: Path, monkeypatch: p
         good(network, target)
 
     one.save = full
-    with pytest.raises(TrainingError, match=r"No space left.*that of step 6.*unskip resume"):
+    with pytest.raises(TrainingError, match=r"No space left.*step 6.*unskip resume"):
         run_task(one, schedule(), folder, quiet=True)
     assert [path.name for path in folder.checkpoints.iterdir()] == ["step-6"]
     again = task()
@@ -210,8 +210,8 @@ def test_without_a_whole_checkpoint_the_run_starts_anew_and_says_so(tmp_path: Pa
     (folder.checkpoints / "step-20" / "checksums.json").write_text("null")
     again = task()
     with (
-        pytest.warns(UnskipWarning, match="step-20.*the checkpoint before it is used"),
-        pytest.warns(UnskipWarning, match="step-18.*the run starts anew"),
+        pytest.warns(UnskipWarning, match=r"step-20.*checkpoint before"),
+        pytest.warns(UnskipWarning, match=r"step-18.*anew"),
     ):
         run_task(again, schedule(), folder, quiet=True)
     for a, b in zip(weights(whole), weights(again), strict=True):

@@ -77,7 +77,7 @@ def test_without_a_gpu_it_is_an_ordinary_step(tmp_path: Path) -> None:
     [
         ("cuda", 1, 1, None),
         ("cpu", 1, 1, "this run is on cpu"),
-        ("cuda", 2, 1, "one process, and there are 2"),
+        ("cuda", 2, 1, "there are 2"),
         ("cuda", 1, 4, "accumulated over 4"),
     ],
 )

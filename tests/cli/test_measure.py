@@ -1,6 +1,5 @@
 """`unskip measure`: what it prints, where, and with which exit code."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -8,72 +7,20 @@ import numpy
 import pytest
 import torch
 from PIL import Image
+from tests.cli.models import strict
 
 import unskip
-from unskip import cli, spec
+from unskip import spec
 from unskip.cli import _say
 
-SOURCE = """
-import torch
-from torch import nn
-
-print("a line of the model's own")
-
-class Block(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(8), nn.Linear(8, 16), nn.Linear(16, 8)
-
-    def forward(self, x):
-        return x + self.down(self.up(self.norm(x)).relu())
-
-class Small(nn.Module):
-    default_cfg = pretrained_cfg = {"input_size": (3, 4, 4), "mean": (0.1, 0.2, 0.3), "std": (0.5, 0.5, 0.5)}
-
-    def __init__(self):
-        super().__init__()
-        self.embed, self.blocks = nn.Linear(12, 8), nn.Sequential(Block(), Block())
-
-    def forward(self, x):
-        patches = x.unfold(2, 2, 2).unfold(3, 2, 2).permute(0, 2, 3, 1, 4, 5).flatten(3).flatten(1, 2)
-        return self.blocks(self.embed(patches))
-
-def make():
-    return Small()
-
-def plain():
-    model = nn.Linear(4, 4)
-    model.default_cfg = model.pretrained_cfg = {"input_size": (3, 4, 4), "mean": (0.5,) * 3, "std": (0.5,) * 3}
-    return model
-"""
-
 
 @pytest.fixture
-def name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    (tmp_path / "models_of_measure.py").write_text(SOURCE, encoding="utf-8")
-    monkeypatch.chdir(tmp_path)
-    return "models_of_measure.py:make"
-
-
-@pytest.fixture
-def run(capsys: pytest.CaptureFixture[str]) -> Any:
-    def call(*args: str) -> tuple[int, str, str]:
-        code = cli.main(["measure", *args])
-        out, err = capsys.readouterr()
-        return code, out, err
-
-    return call
-
-
-def strict(text: str) -> Any:
-    def refuse(word: str) -> None:
-        raise AssertionError(f"{word} is not JSON")
-
-    return json.loads(text, parse_constant=refuse)
+def name(models: str) -> str:
+    return f"{models}:normed"
 
 
 def test_the_table_is_the_text_of_the_measurement(run: Any, name: str) -> None:
-    code, out, err = run(name, "--data", "random:3")
+    code, out, err = run("measure", name, "--data", "random:3")
     assert code == 0
     assert err == "a line of the model's own\n"
     with torch.random.fork_rng(devices=[]):
@@ -85,7 +32,7 @@ def test_the_table_is_the_text_of_the_measurement(run: Any, name: str) -> None:
 
 
 def test_json_is_strict_and_alone(run: Any, name: str) -> None:
-    code, out, _ = run(name, "--data", "random:3", "--shortcut", "cut", "--json")
+    code, out, _ = run("measure", name, "--data", "random:3", "--shortcut", "cut", "--json")
     data = strict(out)
     assert code == 0
     assert [row["alpha"] for row in data["sites"]] == [0.0, 0.0]
@@ -96,12 +43,14 @@ def test_json_is_strict_and_alone(run: Any, name: str) -> None:
 
 
 def test_options_reach_the_measurement(run: Any, name: str) -> None:
-    _, out, _ = run(name, "--data", "random:2", "--jacobians", "off", "--json")
+    _, out, _ = run("measure", name, "--data", "random:2", "--jacobians", "off", "--json")
     assert strict(out)["network"] is None
-    code, out, err = run(name, "--data", "random:2", "--init", "zero", "--jacobians", "off", "--json")
+    code, out, err = run("measure", name, "--data", "random:2", "--init", "zero", "--jacobians", "off", "--json")
     assert code == 0, err
     assert [row["ratio"] for row in strict(out)["sites"]] == [0.0, 0.0]
-    code, out, err = run(name, "--data", "random:2", "--init", "skipless", "--shortcut", "decay:0.6", "--json")
+    code, out, err = run(
+        "measure", name, "--data", "random:2", "--init", "skipless", "--shortcut", "decay:0.6", "--json"
+    )
     assert code == 0, err
     assert [row["alpha"] for row in strict(out)["sites"]] == pytest.approx([1.0, 0.6])
 
@@ -110,14 +59,14 @@ def test_a_folder_and_an_array_are_read_with_the_models_own_normalisation(run: A
     (tmp_path / "photos").mkdir()
     for number in range(3):
         Image.new("L", (8, 8), 60 * number).save(tmp_path / "photos" / f"{number}.png")
-    _, folder, _ = run(name, "--data", "photos", "--jacobians", "off", "--json")
+    _, folder, _ = run("measure", name, "--data", "photos", "--jacobians", "off", "--json")
     values = numpy.stack([numpy.full((8, 8), 60 * number, dtype=numpy.uint8) for number in range(3)])
     numpy.save(tmp_path / "x.npy", values)
-    _, array, _ = run(name, "--data", "x.npy", "--jacobians", "off", "--json")
+    _, array, _ = run("measure", name, "--data", "x.npy", "--jacobians", "off", "--json")
     assert strict(folder)["samples"] == 3
     norms = [[row["norm"] for row in strict(out)["blocks"]] for out in (folder, array)]
     assert norms[0] == pytest.approx(norms[1], rel=1e-5)
-    _, two, _ = run(name, "--data", "photos", "--n", "2", "--jacobians", "off", "--json")
+    _, two, _ = run("measure", name, "--data", "photos", "--n", "2", "--jacobians", "off", "--json")
     assert strict(two)["samples"] == 2
 
 
@@ -132,10 +81,10 @@ def test_token_ids_are_drawn_or_read(run: Any, name: str, tmp_path: Path) -> Non
     (tmp_path / "words_of_measure.py").write_text(text, encoding="utf-8")
     numpy.save(tmp_path / "random-ids.npy", numpy.arange(15).reshape(3, 5) + 4)
     options = ("words_of_measure.py:gpt2", "--random", "--jacobians", "off", "--json", "--data")
-    drawn, read = (strict(run(*options, data)[1]) for data in ("random:5", "random-ids.npy"))
+    drawn, read = (strict(run("measure", *options, data)[1]) for data in ("random:5", "random-ids.npy"))
     assert (drawn["samples"], read["samples"], read["tokens"]) == (5, 3, 5)
     assert drawn["blocks"][0]["echo"] is not None  # no two samples alike
-    code, _, err = run(*options, "random:two")
+    code, _, err = run("measure", *options, "random:two")
     assert code == 2
     assert "write random:N" in err
 
@@ -147,11 +96,11 @@ def test_token_ids_are_drawn_or_read(run: Any, name: str, tmp_path: Path) -> Non
         (["--data", "random:none"], "write random:N"),
         (["--data", "random:2", "--init", "best"], "init is 'best'; it can be default, zero, skipless"),
         (["--data", "random:2", "--shortcut", "cute"], "cute"),
-        (["--data", "models_of_measure.py"], "a source is a folder"),
+        (["--data", "models_of_cli.py"], "a source is a folder"),
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(run: Any, name: str, args: list[str], says: str) -> None:
-    code, out, err = run(name, *args)
+    code, out, err = run("measure", name, *args)
     lines = [line for line in err.splitlines() if line != "a line of the model's own"]
     assert code == 2
     assert out == ""
@@ -161,18 +110,18 @@ def test_bad_input_is_one_line_and_exit_code_2(run: Any, name: str, args: list[s
 
 
 def test_a_model_without_residuals_is_told(run: Any, name: str) -> None:
-    code, _, err = run(name.replace("make", "plain"), "--data", "random:2")
+    code, _, err = run("measure", name.replace("normed", "plain"), "--data", "random:2")
     assert code == 2
     assert "no residual sites" in err
 
 
 def test_weights_that_cannot_be_had_are_one_line_and_random_goes_on_without(run: Any) -> None:
-    code, out, err = run("timm:vit_tiny_patch16_224", "--data", "random:1")
+    code, out, err = run("measure", "timm:vit_tiny_patch16_224", "--data", "random:1")
     assert (code, out) == (2, "")
     assert len(err.splitlines()) == 1
     assert err.startswith("unskip: timm:vit_tiny_patch16_224: needs the internet")
     assert "--random" in err
-    code, out, _ = run("timm:test_vit", "--data", "random:1", "--random", "--jacobians", "off")
+    code, out, _ = run("measure", "timm:test_vit", "--data", "random:1", "--random", "--jacobians", "off")
     assert code == 0
     assert out.startswith("VisionTransformer on 1 sample of ")
 
@@ -193,8 +142,8 @@ def test_without_a_terminal_a_long_measurement_says_now_and_then_where_it_is(
     measured = unskip.measure
     monkeypatch.setattr(_say, "monotonic", lambda: now)
     monkeypatch.setattr(unskip, "measure", slow)
-    code, out, err = run(name, "--data", "random:2")
+    code, out, err = run("measure", name, "--data", "random:2")
     assert code == 0
-    assert out.startswith("Small on 2 samples")
+    assert out.startswith("Pictures on 2 samples")
     _, *lines = err.splitlines()
     assert lines == [f"measuring {name}: Jacobian of blocks.1, 3 of 5"]

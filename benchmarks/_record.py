@@ -1,0 +1,35 @@
+"""What the JSON of every benchmark says beside its numbers, and how it is written."""
+
+from __future__ import annotations
+
+import json
+import platform
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import unskip
+
+
+def made_with(script: str, device: str, *libraries: str) -> dict[str, Any]:
+    """The script, the device ("cuda" or "cpu"), and the versions of Python, torch, unskip and further libraries."""
+    cpu = f"{platform.machine()} CPU, {torch.get_num_threads()} threads"
+    versions = {"python": platform.python_version(), "torch": torch.__version__, "unskip": unskip.__version__}
+    for name in libraries:
+        try:
+            versions[name] = version(name)
+        except PackageNotFoundError:  # carried as a folder, without its metadata
+            versions[name] = "unknown"
+    return {
+        "script": f"benchmarks/{Path(script).name}",
+        "device": torch.cuda.get_device_name() if device == "cuda" else cpu,
+        "versions": versions,
+    }
+
+
+def write_json(file: Path, record: dict[str, Any]) -> None:
+    """Writes a record, in a folder that is made where it is not there yet."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(json.dumps(record, indent=1, allow_nan=False) + "\n", encoding="utf-8")
