@@ -6,6 +6,7 @@ import re
 import signal
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -180,6 +181,7 @@ def test_unknown_commands_and_flags(arguments: list[str], run: Any) -> None:
 LIGHT = ["--help", "--version", *(f"{name} --help" for name in cli.COMMANDS if name != "eval")]
 WITHOUT_TORCH = """
 import sys
+from pathlib import Path
 from unskip import cli
 codes = [cli.main(arguments.split()) for arguments in sys.argv[1:]]
 assert "torch" not in sys.modules
@@ -205,6 +207,7 @@ def test_help_lists_every_command_and_the_version(run: Any) -> None:
 
 FAULT = """
 import sys
+from pathlib import Path
 from unskip import cli, spec
 from unskip.cli import _audit
 

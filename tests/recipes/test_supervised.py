@@ -17,7 +17,7 @@ from tests.commands import on_ranks
 from tests.data.files import encoded, picture, write_parquet
 
 import unskip
-from unskip import recipes
+from unskip import cli, recipes
 from unskip.errors import BadInput, TrainingError, UnskipWarning
 from unskip.training import RunFolder
 from unskip.wiring import find_wiring

@@ -18,6 +18,8 @@ class BatchedOptimizer(torch.optim.Optimizer):
     `splits` maps parameters to the number of row blocks that are matrices of their own, 3 for a fused qkv.
     """
 
+    own_field: str  # a setting of its groups that no other optimizer has
+
     def __init__(self, params: Iterable[Any], defaults: dict[str, Any], splits: Mapping[Tensor, int] | None) -> None:
         self._splits = dict(splits or {})
         super().__init__(params, defaults)
@@ -86,7 +88,7 @@ class BatchedOptimizer(torch.optim.Optimizer):
 
     def _check_state(self, state: dict[str, Any]) -> None:
         """Raises BadInput for a saved state that is not of this optimizer, or whose parameters have other sizes."""
-        if any(self.defaults.keys() - group.keys() for group in state["param_groups"]):
+        if any(self.own_field not in group for group in state["param_groups"]):
             raise BadInput(
                 f"{self._name}: the state to load is that of another optimizer; load one that {self._name} saved"
             )

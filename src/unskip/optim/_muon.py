@@ -41,6 +41,8 @@ class Muon(BatchedOptimizer):
     that are matrices of their own, 3 for a fused qkv. A group with use="adamw" is AdamW with `betas` and `adam_eps`.
     """
 
+    own_field = "ns_steps"
+
     def __init__(
         self,
         params: Iterable[Any],

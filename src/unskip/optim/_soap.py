@@ -47,6 +47,8 @@ class SOAP(BatchedOptimizer):
     gradient that is not finite is masked on the device and counted (`skipped`).
     """
 
+    own_field = "refresh_every"
+
     def __init__(
         self,
         params: Iterable[Any],
