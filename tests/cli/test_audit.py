@@ -207,7 +207,6 @@ def test_help_lists_every_command_and_the_version(run: Any) -> None:
 
 FAULT = """
 import sys
-from pathlib import Path
 from unskip import cli, spec
 from unskip.cli import _audit
 
