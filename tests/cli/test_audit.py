@@ -1,7 +1,6 @@
 """The command line: what it prints, where, and with which exit code."""
 
 import dataclasses
-import json
 import re
 import signal
 import subprocess
@@ -181,7 +180,6 @@ def test_unknown_commands_and_flags(arguments: list[str], run: Any) -> None:
 LIGHT = ["--help", "--version", *(f"{name} --help" for name in cli.COMMANDS if name != "eval")]
 WITHOUT_TORCH = """
 import sys
-from pathlib import Path
 from unskip import cli
 codes = [cli.main(arguments.split()) for arguments in sys.argv[1:]]
 assert "torch" not in sys.modules

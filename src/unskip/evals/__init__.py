@@ -19,8 +19,9 @@ from unskip.evals._probe import linear_probe
 from unskip.evals._rank import rank
 from unskip.evals._registry import PROTOCOLS, Protocol, asked_for, protocol, register, wilson
 from unskip.evals._segment import Segmentation, segment
-from unskip.evals._split import Options, Precision, Split
+from unskip.evals._split import Options, Split
 from unskip.evals._tokencut import Discovery, tokencut
+from unskip.training import Precision
 
 __all__ = [
     "DTYPES",

@@ -21,8 +21,9 @@ from unskip.evals._iou import pair_iou
 from unskip.evals._patches import chunks, read_patches
 from unskip.evals._registry import What, register
 from unskip.evals._registry import protocol as find
-from unskip.evals._split import Precision, Split
+from unskip.evals._split import Split
 from unskip.evals._tokencut import Discovery, tokencut
+from unskip.training import Precision
 
 
 def discover(

@@ -20,7 +20,8 @@ from unskip.errors import BadInput
 from unskip.evals._extract import Inputs
 from unskip.evals._gather import Data, Drawn, Gathered, open_split
 from unskip.evals._registry import Pool, Protocol, asked_for
-from unskip.evals._split import Options, Precision
+from unskip.evals._split import Options
+from unskip.training import Precision
 
 
 @dataclass(frozen=True)

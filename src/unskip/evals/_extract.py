@@ -19,7 +19,7 @@ from unskip._modes import evaluating
 from unskip.anatomy import Block, Blocks, Example, block_indices, find_blocks, keep_outputs, pool_tokens
 from unskip.errors import BadInput
 from unskip.evals._registry import Pool, TokenNorm
-from unskip.evals._split import Precision
+from unskip.training import Precision
 
 View = tuple[Pool | Literal["tokens"], TokenNorm]
 # From a batch of images, their places in the set and the name of the split to the arguments of the model.

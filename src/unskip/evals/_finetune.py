@@ -27,9 +27,9 @@ from unskip.evals._extract import autocast
 from unskip.evals._input import check_classes
 from unskip.evals._registry import protocol as find
 from unskip.evals._registry import register
-from unskip.evals._split import Options, Precision, Split
+from unskip.evals._split import Options, Split
 from unskip.optim import build, schedules
-from unskip.training import Graphed, Pass
+from unskip.training import Graphed, Pass, Precision
 from unskip.wiring import find_wiring
 
 

@@ -23,8 +23,8 @@ from unskip.errors import BadInput, UnskipError
 from unskip.evals._extract import autocast, chosen_blocks, image_channels
 from unskip.evals._keys import attention_inputs, project
 from unskip.evals._registry import What
-from unskip.evals._split import Precision
 from unskip.optim import matmul_precision
+from unskip.training import Precision
 
 
 @dataclass(frozen=True)

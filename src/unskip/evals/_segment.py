@@ -26,8 +26,9 @@ from unskip.evals._iou import class_iou, confusion, mean_of
 from unskip.evals._patches import chunks, read_patches
 from unskip.evals._registry import protocol as find
 from unskip.evals._registry import register
-from unskip.evals._split import Options, Precision, Split
+from unskip.evals._split import Options, Split
 from unskip.optim import schedules
+from unskip.training import Precision
 
 _EPS = 1e-6
 
