@@ -5,15 +5,18 @@ from __future__ import annotations
 import copy
 import json
 import pickle
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import timm
 import torch
+import torch.distributed as dist
 from tests.anatomy import handmade as h
 from tests.wiring.folders import IMAGES, X
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 import unskip
 from unskip import Anneal, Cut, Decay, Keep, Learn, Scale, Wiring
@@ -396,16 +399,52 @@ def test_rewired_in_inference_mode_it_can_still_learn_and_anneal(vit: nn.Module)
     assert wiring.alphas == [0.5] * 6
 
 
-@pytest.mark.parametrize(
-    "wrap", [lambda m: torch.compile(m, backend="eager"), nn.DataParallel], ids=["compile", "parallel"]
-)
-def test_the_wiring_is_found_through_a_wrapper(wrap: Any) -> None:
+@pytest.fixture
+def process_group(tmp_path: Path) -> Iterator[None]:
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def _peft(model: nn.Module) -> nn.Module:
+    from peft import LoraConfig, get_peft_model
+
+    return get_peft_model(model, LoraConfig(target_modules=["f.0"]))  # type: ignore[arg-type]
+
+
+WRAPPERS = {
+    "compile": lambda model: torch.compile(model, backend="eager"),
+    "DataParallel": nn.DataParallel,
+    "DDP": nn.parallel.DistributedDataParallel,
+    "FSDP2": lambda model: fully_shard(model, mesh=init_device_mesh("cpu", (1,))),
+    "peft": _peft,
+    "DDP of compile": lambda model: nn.parallel.DistributedDataParallel(torch.compile(model, backend="eager")),
+}
+
+
+@pytest.mark.usefixtures("process_group")
+@pytest.mark.parametrize("wrap", WRAPPERS)
+@torch.no_grad()
+def test_the_wiring_is_found_through_a_wrapper(wrap: str) -> None:
     model = h.PreNorm()
     x = torch.randn(2, 5, h.DIM, generator=torch.Generator().manual_seed(0))
     wiring = unskip.rewire(model, Cut(), x)
-    wrapped = wrap(model)
+    wanted = model(x)
+    wrapped = WRAPPERS[wrap](model)
     assert Wiring.of(wrapped) is wiring
     assert [site.path for site in unskip.audit(wrapped)] == [site.path for site in wiring.sites]
+    torch.testing.assert_close(wrapped(x), wanted)
+
+
+def test_a_rule_that_is_set_governs_the_sites_governed_now(vit: nn.Module) -> None:
+    wiring = unskip.rewire(vit, Scale(0.5), where="mlp")
+    wiring.set(Decay(0.6))
+    assert wiring.alphas == [1, 1, 1, 0.8, 1, 0.6]
+    wiring.set(Cut(), where="attention")
+    assert wiring.alphas == [0, 1] * 3
+    wiring.set({"attention": Scale(0.9), lambda site: site.index == 1: Scale(0.8)})
+    wiring.set(Cut())  # all that any of the rules governs
+    assert wiring.alphas == [0, 0, 0, 1, 0, 1]
 
 
 class Turns(nn.Module):

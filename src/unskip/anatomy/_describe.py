@@ -209,7 +209,7 @@ def norm_of(
 
 def _streams_on(graph: Graph, readers: list[list[int]], finding: Finding, roots: list[int]) -> bool:
     """Whether nothing but norms reads the sum, and a norm of it is the stream of a later site; or, for the last site,
-    its own stream is such a norm.
+    all streams before it but the first are norms.
     """
     add = finding.add.index
     if not _all_norms(graph, readers, add, None, every=True):
@@ -217,25 +217,12 @@ def _streams_on(graph: Graph, readers: list[list[int]], finding: Finding, roots:
     later = next((root for root in roots[bisect_right(roots, add) :] if add in graph.nodes[root]), None)
     if later is not None:
         return _only_norms(between(graph.nodes, add, later))
-    sums = [parent for parent in _above_norms(graph, finding.root) if graph.nodes[parent].op == "add"]
-    return bool(sums) and any(root < sums[0] for root in roots)
+    before = [root for root in roots if root in graph.nodes[add]]
+    return len(before) > 1 and all(in_norm(graph.nodes[root]) for root in before[1:])
 
 
 def _only_norms(nodes: list[Node]) -> bool:
     return any(map(in_norm, nodes)) and all(in_norm(node) or node.op in _ops.IDENTITY for node in nodes)
-
-
-def _above_norms(graph: Graph, index: int) -> list[int]:
-    """What a norm at a node reads."""
-    frontier, sources = [index], list[int]()
-    while frontier:
-        here = graph.nodes[frontier.pop()]
-        for parent in here.parents if in_norm(here) else ():
-            if in_norm(graph.nodes[parent]):
-                frontier.append(parent)
-            elif not graph.nodes[parent].fixed:
-                sources.append(parent)
-    return sources
 
 
 def _all_norms(

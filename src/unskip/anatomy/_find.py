@@ -309,11 +309,10 @@ class _Search:
 
     def _is_summed(self, index: int) -> bool:
         """Whether a tensor is reduced, or multiplied with another that depends on the input."""
-        for reader in self._reach(index):
-            node = self.nodes[reader]
-            if node.op in ("sum", "mean") or is_product(self.nodes, node):
-                return True
-        return False
+        one = prod(self.nodes[self.nodes[index].parents[0]].shape)
+        readers = [self.nodes[reader] for reader in self._reach(index)]
+        sums = [node for node in readers if node.op in ("sum", "mean") or is_product(self.nodes, node)]
+        return any(prod(node.shape) % one == 0 for node in sums)  # one such tensor is left, or several mixtures
 
     def _factors(self, index: int) -> tuple[int, ...]:
         """The operands of a product of two tensors that depend on the input."""
@@ -346,7 +345,7 @@ class _Search:
 
     def _carries(self, index: int, root: int) -> bool:
         """Whether a tensor is the root with branches added to it."""
-        for start, _ in climb(self.nodes, index):
+        for start, _ in climb(self.nodes, index, scaled_by_weights=True):
             if start == root:
                 return True
             if start in self.output_of:

@@ -136,8 +136,9 @@ class Wiring:
     def set(self, rules: Rules, where: Where = None) -> None:
         """Puts other rules in place of the present ones. Without `where`, one rule governs the sites governed now."""
         pairs = normalise(rules, where)
-        if where is None and not isinstance(rules, Mapping) and len(self._plan) == 1:
-            self._begin(assign(((_any, pairs[0][1]),), self._plan[0].sites), self._force)
+        if where is None and not isinstance(rules, Mapping) and self._plan:
+            governed = [site for site in self.sites if site.index in self._rule_of]
+            self._begin(assign(((_any, pairs[0][1]),), governed), self._force)
         else:
             self._begin(assign(pairs, self.sites), self._force)
 
