@@ -19,15 +19,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import unskip
-from unskip import Anneal, Cut, Decay, Keep, Learn, Scale, Wiring
+from unskip import Anneal, Cut, Decay, Keep, Scale, Wiring
 from unskip.errors import BadInput, RewireError
-
-
-@pytest.fixture
-def vit() -> nn.Module:
-    torch.manual_seed(0)
-    model = timm.create_model("vit_tiny_patch16_224", img_size=32, patch_size=8, embed_dim=16, num_heads=2, depth=3)
-    return model.eval()
 
 
 def test_weights_follow_the_rule_in_execution_order(vit: nn.Module) -> None:
@@ -146,80 +139,6 @@ def test_the_training_arm_is_weighed_too() -> None:
         assert torch.allclose(out, inner + model.g(inner), atol=1e-6)
 
 
-@pytest.mark.parametrize("per", ["site", "channel"])
-def test_learn_adds_parameters_that_train_and_are_listed(vit: nn.Module, per: str) -> None:
-    keys = set(vit.state_dict())
-    wiring = unskip.rewire(vit, Learn(0.5, per=per))  # type: ignore[arg-type]
-    assert len(wiring.parameters) == 6
-    assert set(vit.state_dict()) - keys == set(wiring.parameters)
-    assert {tuple(p.shape) for p in wiring.parameters.values()} == ({()} if per == "site" else {(16,)})
-    assert wiring.alphas == [0.5] * 6
-    vit.train()
-    vit.head.weight.data.normal_()
-    optimizer = torch.optim.SGD(wiring.parameters.values(), lr=0.1)
-    vit(IMAGES).square().sum().backward()
-    optimizer.step()
-    assert all(alpha != 0.5 for alpha in wiring.alphas)
-    assert f"6 learnt parameters added ({6 if per == 'site' else 96} numbers): " in str(wiring)
-    wiring.undo()
-    assert set(vit.state_dict()) == keys
-
-
-def test_learn_per_channel_of_a_map_broadcasts_over_positions() -> None:
-    model = h.Convolution()
-    wiring = unskip.rewire(model, Learn(0.5, per="channel"), X)
-    (alpha,) = wiring.parameters.values()
-    assert tuple(alpha.shape) == (h.DIM, 1)
-    with torch.no_grad():
-        alpha.copy_(torch.arange(h.DIM)[:, None])
-    maps = X.transpose(1, 2)
-    expected = torch.arange(h.DIM)[:, None] * maps + model.b(model.a(maps).relu())
-    assert torch.allclose(model(X), expected.transpose(1, 2), atol=1e-5)
-
-
-def test_anneal_moves_with_the_step_and_ends_exactly(vit: nn.Module) -> None:
-    unskip.rewire(vit, Decay(0.6))
-    decayed = vit(IMAGES)
-    wiring = unskip.rewire(vit, Anneal(Keep(), Decay(0.6), steps=10))
-    assert wiring.alphas == [1.0] * 6
-    seen = []
-    for step in (0, 5, 10):
-        wiring.step(step)
-        seen.append(wiring.alphas[-1])
-    assert seen == pytest.approx([1.0, 0.8, 0.6], abs=1e-7)
-    assert seen[-1] == 0.6
-    assert torch.equal(vit(IMAGES), decayed)
-    wiring.step(5)
-    assert wiring.alphas[-1] == pytest.approx(0.8)
-
-
-def test_a_step_asks_each_rule_once_and_none_that_stands_still(vit: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
-    wiring = unskip.rewire(vit, {"attention": Anneal(Keep(), Cut(), steps=4), "mlp": Anneal(Keep(), Cut(), steps=8)})
-    asked = []
-    weights = Anneal.weights
-    monkeypatch.setattr(Anneal, "weights", lambda rule, *a, **k: asked.append(rule.steps) or weights(rule, *a, **k))
-    seen = []
-    for step in (1, 4, 6, 8, 9, 2):
-        asked.clear()
-        wiring.step(step)
-        seen.append((list(asked), wiring.alphas[:2]))
-    assert [rules for rules, _ in seen] == [[4, 8], [4, 8], [8], [8], [], [4, 8]]
-    alphas = [[0.75, 0.875], [0.0, 0.5], [0.0, 0.25], [0.0, 0.0], [0.0, 0.0], [0.5, 0.75]]
-    assert [weights for _, weights in seen] == alphas
-
-
-def test_annealed_weights_move_with_the_model_and_stay_out_of_its_state(vit: nn.Module) -> None:
-    keys = list(vit.state_dict())
-    wiring = unskip.rewire(vit, Anneal(Keep(), Cut(), steps=10))
-    wiring.step(5)
-    vit.double()
-    assert {buffer.dtype for name, buffer in vit.named_buffers() if "unskip" in name} == {torch.float64}
-    assert vit(IMAGES.double()).dtype == torch.float64
-    assert list(vit.state_dict()) == keys
-    wiring.undo()
-    assert not [name for name, _ in vit.named_buffers() if "unskip" in name]
-
-
 def test_a_copy_has_a_wiring_of_its_own(vit: nn.Module) -> None:
     wiring = unskip.rewire(vit, Decay(0.6), where=lambda site: True)
     for copied in (copy.deepcopy(vit), pickle.loads(pickle.dumps(vit))):
@@ -246,19 +165,6 @@ def test_rewired_puts_back_what_was_there(vit: nn.Module) -> None:
     with pytest.raises(RuntimeError, match="inside"), unskip.rewired(vit, Cut()):
         raise RuntimeError("inside")
     assert torch.equal(vit(IMAGES), half)
-
-
-def test_rewired_gives_learnt_weights_back(vit: nn.Module) -> None:
-    wiring = unskip.rewire(vit, Learn(0.5))
-    before = wiring.parameters
-    with torch.no_grad():
-        for i, parameter in enumerate(before.values()):
-            parameter.fill_(0.1 * i)
-    learnt = wiring.alphas
-    with unskip.rewired(vit, Cut()):
-        assert wiring.parameters == {}
-    assert wiring.alphas == learnt
-    assert all(wiring.parameters[name] is parameter for name, parameter in before.items())
 
 
 def test_undo_twice_is_harmless_and_the_wiring_can_be_used_again(vit: nn.Module) -> None:
@@ -363,40 +269,6 @@ def test_models_of_other_dtypes_are_verified(vit: nn.Module, dtype: torch.dtype)
     wiring = unskip.rewire(vit.to(dtype), Decay(0.5))
     assert wiring.verified
     assert vit(IMAGES.to(dtype)).dtype == dtype
-
-
-def test_an_anneal_that_begins_cut_does_not_read_the_stream() -> None:
-    model = h.PreNorm()
-    wiring = unskip.rewire(model, Anneal(Cut(), Keep(), steps=4), X)
-    assert wiring.alphas == [0.0]
-    assert isinstance(model.unskip_alpha0, float)
-    wiring.step(2)
-    assert wiring.alphas == [0.5]
-
-
-def test_an_anneal_to_a_product_asks_only_about_its_own_sites() -> None:
-    model = nn.Sequential(h.PreNorm(), h.PreNorm(), h.PreNorm())
-    wiring = unskip.rewire(model, Anneal(Keep(), Decay.to_product(1e-8, back=True), steps=10), X)
-    wiring.step(10)
-    assert wiring.effective_decay == pytest.approx(1e-8)
-
-
-def test_a_learnt_weight_that_diverged_still_prints(vit: nn.Module) -> None:
-    wiring = unskip.rewire(vit, Learn())
-    with torch.no_grad():
-        next(iter(wiring.parameters.values())).fill_(float("nan"))
-    assert "effective decay nan" in str(wiring)
-
-
-def test_rewired_in_inference_mode_it_can_still_learn_and_anneal(vit: nn.Module) -> None:
-    with torch.inference_mode():
-        wiring = unskip.rewire(vit, Learn(0.5))
-    vit.train()(IMAGES).sum().backward()
-    assert all(p.grad is not None for p in wiring.parameters.values())
-    with torch.inference_mode():
-        wiring.set(Anneal(Keep(), Cut(), steps=10))
-    wiring.step(5)
-    assert wiring.alphas == [0.5] * 6
 
 
 @pytest.fixture
