@@ -1,12 +1,17 @@
-"""What rewiring costs: training-step time and peak memory, rewired over original, and the time of audit and rewire.
+"""What rewiring costs: training-step time, peak memory and compilation, rewired over original; audit and rewire.
 
     python benchmarks/rewire.py                              # timm ViT-S on the CPU
     python benchmarks/rewire.py --device cuda --compiled     # timm ViT-B, eager and compiled
+    python benchmarks/rewire.py --only compile               # kernels generated, and the time to the first step
     python benchmarks/rewire.py --only search                # audit and rewire on meta tensors, up to ViT-g size
 
 Every variant is a copy of one model and runs in the same process; in each round all of them take one step, in random
 order. The ratio is the median over rounds of (variant / original of the same round). The original against a second copy
 of the original is the control: what a ratio means is measured by its spread.
+
+Compilation is measured in a new process for each variant and round, with an empty cache and one compile thread: wall
+and CPU time of the first training step under torch.compile, and the kernels that its code defines. The ratio is that of
+CPU time, which other programs on the machine change less.
 """
 
 from __future__ import annotations
@@ -14,8 +19,14 @@ from __future__ import annotations
 import argparse
 import copy
 import json
+import os
 import random
+import re
+import resource
 import statistics
+import subprocess
+import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -28,14 +39,13 @@ from torch import nn
 import unskip
 from unskip import Anneal, Cut, Decay, Keep
 
+COMPILED = ("original", "original again", "alpha 1", "decay", "cut", "anneal")
 RESULTS = Path(__file__).resolve().parent.parent / "docs" / "results"
 
 
 def variants(model: nn.Module) -> dict[str, nn.Module]:
     """The copies that are compared: the original twice, and one for each position of the knob."""
-    copies = {
-        name: copy.deepcopy(model) for name in ("original", "original again", "alpha 1", "decay", "cut", "anneal")
-    }
+    copies = {name: copy.deepcopy(model) for name in COMPILED}
     unskip.rewire(copies["alpha 1"], Keep(), force=True)
     unskip.rewire(copies["decay"], Decay(0.6))
     unskip.rewire(copies["cut"], Cut())
@@ -131,6 +141,65 @@ def cost(device: str, compiled: bool, rounds: int, seed: int) -> dict[str, objec
     }
 
 
+def first_step(name: str, device: str, seed: int) -> dict[str, float]:
+    """Compiles one variant in this process: seconds to the first step, and kernels in the code of both passes."""
+    from torch._inductor.utils import run_and_get_code
+
+    torch.manual_seed(seed)
+    if device == "cuda":
+        model, size = timm.create_model("vit_small_patch16_224"), 224
+    else:  # small, and as deep
+        sizes = {"img_size": 32, "patch_size": 8, "embed_dim": 64, "num_heads": 2, "num_classes": 10}
+        model, size = timm.create_model("vit_small_patch16_224", depth=12, **sizes), 32
+    model = variants(model.to(device).train())[name]
+    images = torch.randn(8, 3, size, size, device=device)
+    step = training_step(model, torch.compile(model, fullgraph=True), images)
+    begin, cpu = time.perf_counter(), cpu_seconds()
+    _, codes = run_and_get_code(step)
+    if device == "cuda":
+        torch.cuda.synchronize()
+    took, cpu = time.perf_counter() - begin, cpu_seconds() - cpu
+    kernels = sum(len(re.findall(r"= async_compile\.(?:triton|cpp\w*)\(", code)) for code in codes)
+    return {"seconds": took, "cpu_seconds": cpu, "kernels": kernels}
+
+
+def cpu_seconds() -> float:
+    """Of this process and of the compilers that it has run."""
+    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(each.ru_utime + each.ru_stime for each in used)
+
+
+def compilation(device: str, names: list[str], rounds: int, seed: int) -> dict[str, object]:
+    """Every variant in processes of its own, in alternation."""
+    rows: dict[str, list[dict[str, float]]] = {name: [] for name in names}
+    order, shuffle = list(names), random.Random(seed)
+    for _ in range(rounds):
+        shuffle.shuffle(order)
+        for name in order:
+            command = [sys.executable, __file__, "--device", device, "--seed", str(seed), "--first-step", name]
+            with tempfile.TemporaryDirectory() as cache:
+                environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": cache, "TORCHINDUCTOR_COMPILE_THREADS": "1"}
+                done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+            rows[name].append(json.loads(done.stdout.splitlines()[-1]))
+            print(f"  {name:15s} {rows[name][-1]}", flush=True)
+    seconds = {name: statistics.median(row["cpu_seconds"] for row in each) for name, each in rows.items()}
+    return {
+        "model": "vit_small_patch16_224" if device == "cuda" else "vit_small_patch16_224, width 64, 32 pixels",
+        "mode": "compilation",
+        "rounds": rounds,
+        "variants": {
+            name: {
+                "cpu_seconds": seconds[name],
+                "rounds": each,
+                "ratio": seconds[name] / seconds["original"],
+                "kernels": each[0]["kernels"],
+                "kernel_ratio": each[0]["kernels"] / rows["original"][0]["kernels"],
+            }
+            for name, each in rows.items()
+        },
+    }
+
+
 def search() -> list[dict[str, object]]:
     """Time of audit and rewire on meta tensors."""
     rows = []
@@ -169,17 +238,26 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--compiled", action="store_true", help="also compare compiled models")
-    parser.add_argument("--only", choices=["search", "cost"], help="one half of the benchmark")
+    parser.add_argument("--only", choices=["search", "cost", "compile"], help="one part of the benchmark")
+    parser.add_argument("--variants", nargs="+", default=list(COMPILED), choices=COMPILED, help="of --only compile")
+    parser.add_argument("--first-step", choices=COMPILED, help="compile one variant, and print what that took")
     parser.add_argument("--rounds", type=int, default=None)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--resume", action="store_true", help="keep the modes that the JSON has, and add the others")
     parser.add_argument("--out", type=Path, default=None, help="where the JSON goes (default docs/results)")
     options = parser.parse_args()
+    if options.first_step:
+        print(json.dumps(first_step(options.first_step, options.device, options.seed)))
+        return
     rounds = options.rounds or (60 if options.device == "cuda" else 20)
     out = options.out or RESULTS
     about = {**made_with(__file__, options.device, "timm"), "seed": options.seed}
-    if options.only != "search":
-        target = out / ("rewire-cost-gpu.json" if options.device == "cuda" else "rewire-cost-cpu.json")
+    kind = "gpu" if options.device == "cuda" else "cpu"
+    if options.only in (None, "compile"):
+        result = compilation(options.device, options.variants, options.rounds or 3, options.seed)
+        write_json(out / f"rewire-compile-{kind}.json", {**about, "results": [result]})
+    if options.only in (None, "cost"):
+        target = out / f"rewire-cost-{kind}.json"
         results = json.loads(target.read_text())["results"] if options.resume and target.exists() else []
         for compiled in [False, True] if options.compiled else [False]:
             if ("compiled" if compiled else "eager") in [row["mode"] for row in results]:
@@ -187,7 +265,7 @@ def main() -> None:
             results.append(cost(options.device, compiled, rounds, options.seed))
             show(results[-1])
             write_json(target, {**about, "results": results})
-    if options.only != "cost":
+    if options.only in (None, "search"):
         rows = search()
         for row in rows:
             print(

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unskip.wiring._mix import mix
+from unskip.wiring._mix import Held, mix
 
 weights = st.one_of(st.sampled_from([0.0, 1.0]), st.floats(0, 2))
 
@@ -82,8 +82,7 @@ def test_in_place_forms_keep_gradients() -> None:
 
 
 def test_an_annealed_weight_is_a_number_in_eager_mode_and_a_tensor_in_a_graph() -> None:
-    alpha = torch.tensor(0.5)
-    alpha.unskip_number = 0.5  # type: ignore[attr-defined]
+    alpha = Held(0.5, torch.tensor(0.5), moves=True)
     stream, branch = torch.randn(3, 4), torch.randn(3, 4)
     expected = 0.5 * stream + branch
     assert torch.allclose(mix(stream, branch, alpha, 1.0), expected)
@@ -93,8 +92,23 @@ def test_an_annealed_weight_is_a_number_in_eager_mode_and_a_tensor_in_a_graph() 
 
     compiled = torch.compile(run, backend="eager", fullgraph=True)
     assert torch.allclose(compiled(stream, branch), expected)
-    alpha.fill_(0.25)  # the graph reads the tensor
+    alpha.tensor.fill_(0.25)  # the graph reads the tensor
     assert torch.allclose(compiled(stream, branch), 0.25 * stream + branch)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_a_compiled_graph_does_not_round_the_weight(dtype: torch.dtype) -> None:
+    """bfloat16 has 0.7578 for 0.76: the sum is computed in float32 at least, and rounded once."""
+    stream, branch = torch.randn(500, dtype=dtype), torch.randn(500, dtype=dtype)
+    expected = (0.76 * stream.double() + branch.double()).to(dtype)
+    for into in (None, "stream", "branch"):
+        torch._dynamo.reset()
+        held = Held(0.76, torch.tensor(0.76), moves=False)
+        compiled = torch.compile(lambda s, b: mix(s, b, held, 1.0, into), backend="eager", fullgraph=True)  # noqa: B023
+        got = compiled(stream.clone(), branch.clone())
+        assert got.dtype == dtype
+        assert (got == expected).double().mean() > (0.98 if dtype != torch.float64 else 0.6)
+        assert torch.allclose(got, expected, rtol=torch.finfo(dtype).eps, atol=torch.finfo(dtype).eps)
 
 
 @pytest.mark.parametrize("alpha", [0.0, 0.5, 1.0, torch.tensor(0.5)], ids=str)

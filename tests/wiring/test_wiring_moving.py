@@ -79,11 +79,23 @@ def test_annealed_weights_move_with_the_model_and_stay_out_of_its_state(vit: nn.
     wiring = unskip.rewire(vit, Anneal(Keep(), Cut(), steps=10))
     wiring.step(5)
     vit.double()
-    assert {buffer.dtype for name, buffer in vit.named_buffers() if "unskip" in name} == {torch.float64}
+    assert {weight.dtype for weight in wiring.tensors()} == {torch.float64}
     assert vit(IMAGES.double()).dtype == torch.float64
     assert list(vit.state_dict()) == keys
     wiring.undo()
-    assert not [name for name, _ in vit.named_buffers() if "unskip" in name]
+    assert not [name for module in vit.modules() for name in vars(module) if "unskip" in name]
+
+
+@pytest.mark.parametrize("cast", ["half", "bfloat16"])
+def test_a_narrower_model_does_not_round_its_weights(vit: nn.Module, cast: str) -> None:
+    wiring = unskip.rewire(vit, Anneal(Keep(), Decay(0.3), steps=10))
+    wiring.step(7)
+    before = wiring.alphas
+    getattr(vit, cast)()
+    assert wiring.alphas == before
+    assert {weight.dtype for weight in wiring.tensors()} == {torch.float32}
+    assert vit.to("meta") is vit  # the device is followed
+    assert {weight.device.type for weight in wiring.tensors()} == {"meta"}
 
 
 def test_rewired_gives_learnt_weights_back(vit: nn.Module) -> None:

@@ -117,6 +117,27 @@ def test_an_anneal_compiles_once_and_once_more_at_its_end(name: str) -> None:
         assert difference(out, run(original, inputs)) < CLOSE
 
 
+def test_weights_that_differ_between_sites_are_inputs_of_the_graph() -> None:
+    """As constants they would make kernels of their own for every block."""
+    family = FAMILIES["timm_vit"]
+    inputs, model = family.inputs(2), family.build()
+    wiring = unskip.rewire(model, Decay(0.3), inputs, verify=False)
+    graphs = []
+
+    def backend(graph: Any, _: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend=backend, fullgraph=True)
+    for rule in (Decay(0.3), Decay(0.7)):
+        wiring.set(rule)
+        assert difference(run(compiled, inputs), run(model, inputs)) < CLOSE
+    assert len(graphs) == 1  # another decay needs no other graph
+    numbers = {str(value) for node in graphs[0].graph.nodes for value in (*node.args, *node.kwargs.values())}
+    assert not numbers & {str(alpha) for alpha in wiring.alphas if alpha != 1}
+
+
 @pytest.mark.filterwarnings(
     "ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"
 )  # torch's own access

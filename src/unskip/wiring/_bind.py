@@ -9,16 +9,17 @@ from __future__ import annotations
 
 import functools
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import FunctionType
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from unskip._source import function_source, layers, names_of
 from unskip.anatomy import PATCH, Hop, Place
 from unskip.errors import RewireError, SourceError, WrappedError
+from unskip.wiring._mix import Held
 from unskip.wiring._rewrite import Edit, rewrite
 
 
@@ -87,6 +88,7 @@ def patched(base: Any, patch: Patch) -> Any:
             namespace[name] = rewrite(function, here)
     namespace[PATCH] = patch
     namespace["__reduce_ex__"] = _reduce
+    namespace["_apply"] = _move
     return types.new_class(base.__name__, (base,), {}, lambda body: body.update(namespace))
 
 
@@ -111,6 +113,14 @@ def _is_source(function: FunctionType, digest: str) -> bool:
         return function_source(function.__code__).digest == digest
     except SourceError:
         return False
+
+
+def _move(self: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+    """`nn.Module._apply`, which `to`, `cuda` and `double` call: held weights go along."""
+    original_class(self)._apply(self, fn, recurse)
+    state = vars(self)
+    state.update({name: value.moved(fn) for name, value in state.items() if isinstance(value, Held)})
+    return self
 
 
 def _reduce(self: nn.Module, protocol: Any) -> tuple[Any, ...]:

@@ -1,24 +1,43 @@
 """The arithmetic of one site: alpha * stream + beta * branch, in as few passes over memory as it takes.
 
-A weight is a number or, where it must change without recompiling or be learnt, a tensor.
+A weight is a number, a parameter where it is learnt, or `Held` where it differs from site to site or is annealed: a
+number in eager mode, and an input of a compiled graph. As a constant each site's weight would make kernels of its own,
+so that equal blocks share none.
 """
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Callable
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 Number = float | Tensor
-NUMBER = "unskip_number"  # attribute of an annealed weight's tensor: its value, known without asking the device
+_HALF = (torch.bfloat16, torch.float16)
+
+
+class Held(NamedTuple):
+    """A weight as a number and as a tensor on the model's device. The tensor is float32, or float64 in such a model."""
+
+    number: float
+    tensor: Tensor
+    moves: bool  # it is annealed now, so that recorded kernels have to read the tensor
+
+    def moved(self, function: Callable[[Tensor], Tensor]) -> Held:
+        """What `nn.Module._apply` does to it: the device and float64 are followed, narrower dtypes are not."""
+        like = function(torch.empty_like(self.tensor))
+        dtype = torch.float64 if like.dtype == torch.float64 else torch.float32
+        if (like.device, dtype) == (self.tensor.device, self.tensor.dtype):
+            return self
+        return self._replace(tensor=torch.full((), self.number, dtype=dtype, device=like.device))
 
 
 def mix(
     stream: Tensor,
     branch: Tensor,
-    alpha: Number,
-    beta: Number,
+    alpha: Number | Held,
+    beta: Number | Held,
     into: Literal["stream", "branch"] | None = None,
     fresh: bool = False,
     left: Literal["stream", "branch"] = "stream",
@@ -32,7 +51,13 @@ def mix(
     """
     if not isinstance(branch, Tensor):  # an optional branch that is the number 0
         branch = torch.full_like(stream, branch)
+    traced = torch.compiler.is_compiling() and (isinstance(alpha, Held) or isinstance(beta, Held))
     alpha, beta = _value(alpha, stream), _value(beta, stream)
+    if traced:
+        # In float32, as eager addition does it with a number, and rounded once. The casts are part of the same kernel.
+        total = _laid_out(_wide(stream), _wide(branch), alpha, beta, left)
+        total = total.to(torch.promote_types(stream.dtype, branch.dtype))
+        return total if into is None else (stream if into == "stream" else branch).copy_(total)
     if into == "stream":
         if _is(alpha, 0):
             return stream.copy_(_scaled(branch, beta))
@@ -74,15 +99,19 @@ def _laid_out(stream: Tensor, branch: Tensor, alpha: Number, beta: Number, left:
     return torch.add(first, second) if left == "stream" else torch.add(second, first)
 
 
-def _value(weight: Number, stream: Tensor) -> Number:
-    """An annealed weight as the number it holds, which takes fewer kernels. Where kernels are recorded it stays a
-    tensor.
-    """
-    if not isinstance(weight, Tensor) or torch.compiler.is_compiling():
+def _value(weight: Number | Held, stream: Tensor) -> Number:
+    """A held weight as a number, which takes fewer kernels; as its tensor where graphs are compiled or recorded."""
+    if not isinstance(weight, Held):
         return weight
-    if stream.is_cuda and torch.cuda.is_current_stream_capturing():
-        return weight
-    return getattr(weight, NUMBER, weight)
+    if torch.compiler.is_compiling():
+        fixed = torch.compiler.is_exporting() or stream.dtype.itemsize > weight.tensor.dtype.itemsize
+        return weight.number if fixed else weight.tensor
+    recorded = weight.moves and stream.is_cuda and torch.cuda.is_current_stream_capturing()
+    return weight.tensor if recorded else weight.number
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    return tensor.float() if tensor.dtype in _HALF else tensor
 
 
 def _scaled(tensor: Tensor, weight: Number) -> Tensor:

@@ -1,8 +1,9 @@
 """The wiring of a model: its sites, their weights now, and the way back.
 
 Each module that adds at a governed site gets a class of its own whose additions read `unskip_alpha<k>` and
-`unskip_beta<k>` from the module: a float where the weight is fixed, a buffer while it is annealed (its value changes
-without recompiling), a parameter where it is learnt. A module whose weights are all 1 is left as it was.
+`unskip_beta<k>` from the module: a float where the weight is the same at all sites of a rule, `Held` where it differs
+or is annealed (an input of compiled graphs), a parameter where it is learnt. A module whose weights are all 1 is left
+as it was.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from unskip.errors import BadInput
 from unskip.wiring import _caution, _dropped, _fastpath
 from unskip.wiring._bind import Patch, bind, is_bound, refuse_covered, unbind
 from unskip.wiring._effective_decay import band, effective_decay
-from unskip.wiring._mix import NUMBER
+from unskip.wiring._mix import Held
 from unskip.wiring._rewrite import attribute
 from unskip.wiring._rules import Keep
 from unskip.wiring._select import Assignment, Rules, Where, assign, normalise
@@ -45,7 +46,7 @@ class Wiring:
         self.at_step = 0
         self._plan: tuple[Assignment, ...] = ()
         self._rule_of: dict[int, Shortcut] = {}
-        self._moving: set[tuple[int, str]] = set()  # site index, "alpha" or "beta": what is annealed
+        self._inputs: set[tuple[int, str]] = set()  # site index, "alpha" or "beta": what is annealed or differs
         self._weights = [_KEPT for _ in survey.sites]  # of learnt sites: where they began
         # The modules themselves, not their paths: a block may be wrapped in place after it was rewired.
         self._sites_at: dict[str, list[Site]] = {}
@@ -110,13 +111,14 @@ class Wiring:
         return {site.index: (self._held(site, "alpha"), self._held(site, "beta")) for site in self.sites}
 
     def tensors(self) -> list[Tensor]:
-        """What holds the weights that are annealed or learnt now; the others are numbers in the modules."""
+        """What holds the weights that are annealed or learnt now; the others do not change."""
         held = [
             getattr(self._module_at[site.path], attribute(self._slot_of[site.index], which))
             for site in self.sites
             if self._is_bound(site)
             for which in _NAMES
         ]
+        held = [value.tensor if isinstance(value, Held) and value.moves else value for value in held]
         return [value for value in held if isinstance(value, Tensor)]
 
     @contextlib.contextmanager
@@ -185,7 +187,7 @@ class Wiring:
         """Follows a plan from a step on."""
         self._plan, self.at_step = plan, step
         self._rule_of = {site.index: a.rule for a in plan for site in a.sites}
-        self._moving = {each for a in plan for each in _moving(a)}
+        self._inputs = {each for a in plan for each in _inputs(a)}
         self._apply(plan, fresh=True)
 
     def _probe(self, weights: dict[int, Weight]) -> None:
@@ -206,7 +208,7 @@ class Wiring:
             self._unpatch(module)
         _fastpath.switch(self.model, set())
         self._weights = [_KEPT for _ in self.sites]
-        self._plan, self._rule_of, self._moving = (), {}, set()
+        self._plan, self._rule_of, self._inputs = (), {}, set()
         vars(self.model).pop(WIRING, None)
         _dropped.unwatch(self.model)
 
@@ -286,31 +288,34 @@ class Wiring:
 
     def _store(self, module: nn.Module, site: Site, slot: int, which: str, value: float, rule: Shortcut) -> None:
         name = attribute(slot, which)
-        # At 0 the addition goes, so 0 is always a number.
-        moving = (site.index, which) in self._moving and self.at_step < (rule.steps or 0) and value != 0
-        learnt = rule.learnable and which == "alpha"
-        buffer = module._buffers.get(name)
-        if moving and buffer is not None:
-            buffer.fill_(value)  # in place: a compiled graph goes on reading it
-            setattr(buffer, NUMBER, value)
-            return
+        held = vars(module).get(name)
         _remove(module, name)
-        if learnt:
+        if rule.learnable and which == "alpha":
             module.register_parameter(name, nn.Parameter(self._tensor(site, rule, value)))
-        elif moving:
-            module.register_buffer(name, self._tensor(site, rule, value), persistent=False)
-            setattr(module._buffers[name], NUMBER, value)
+        elif (site.index, which) in self._inputs and value != 0:  # at 0 the addition goes, so 0 is always a number
+            # The tensor that is there is filled: a compiled graph goes on reading it.
+            tensor = held.tensor.fill_(value) if isinstance(held, Held) else self._scalar(site, value)
+            vars(module)[name] = Held(float(value), tensor, self.at_step < (rule.steps or 0))
         else:
             setattr(module, name, float(value))
 
+    def _scalar(self, site: Site, value: float) -> Tensor:
+        like = self._like(site)
+        dtype = torch.float64 if like.dtype == torch.float64 else torch.float32
+        with torch.inference_mode(False):  # to be filled later
+            return torch.full((), value, dtype=dtype, device=like.device)
+
+    def _like(self, site: Site) -> Tensor:
+        """A parameter of the site's block, for its device and dtype."""
+        parameters = self.model.get_submodule(site.block).parameters()
+        return next((p for p in parameters if p.is_floating_point()), torch.empty(()))
+
     def _tensor(self, site: Site, rule: Shortcut, value: float) -> Tensor:
-        like = next(
-            (p for p in self.model.get_submodule(site.block).parameters() if p.is_floating_point()), torch.empty(())
-        )
+        like = self._like(site)
         shape: tuple[int, ...] = ()
-        if rule.learnable and rule.per == "channel":
+        if rule.per == "channel":
             shape = (site.features,) + (1,) * (site.rank - 2 if site.axis == 1 else 0)
-        with torch.inference_mode(False):  # to be trained, or filled, later
+        with torch.inference_mode(False):  # to be trained later
             return torch.full(shape, value, dtype=like.dtype, device=like.device)
 
     def _is_plain(self, path: str) -> bool:
@@ -334,7 +339,7 @@ class Wiring:
         if not self._is_bound(site):
             return 1.0
         value = getattr(self._module_at[site.path], attribute(self._slot_of[site.index], which))
-        return getattr(value, NUMBER, value) if isinstance(value, Tensor) else float(value)
+        return value if isinstance(value, Tensor) else value.number if isinstance(value, Held) else float(value)
 
     def _now(self, site: Site, which: str) -> float:
         value = self._held(site, which)
@@ -371,18 +376,16 @@ def _any(site: Site) -> bool:
     return True
 
 
-def _moving(plan: Assignment) -> Iterator[tuple[int, str]]:
-    """The weights that change over training, by site index and name; the others stay numbers."""
-    if plan.rule.steps is not None:
-        first = plan.weights(0)
-        later = [plan.weights(step) for step in (1, plan.rule.steps // 2, plan.rule.steps)]
-        for index, weight in first.items():
-            for which in _NAMES:
-                if any(getattr(weight, which) != getattr(each[index], which) for each in later):
-                    yield index, which
+def _inputs(plan: Assignment) -> Iterator[tuple[int, str]]:
+    """The weights that change over training or differ between sites, by site index and name; others stay numbers."""
+    steps = plan.rule.steps
+    rows = [plan.weights(step) for step in ((0,) if steps is None else (0, 1, steps // 2, steps))]
+    for which in _NAMES:
+        values = {getattr(weight, which) for row in rows for weight in row.values()}
+        if len(values - {0}) > 1:
+            yield from ((index, which) for index in rows[0])
 
 
 def _remove(module: nn.Module, name: str) -> None:
-    for store in (module._parameters, module._buffers, vars(module)):
+    for store in (module._parameters, vars(module)):
         store.pop(name, None)
-    module._non_persistent_buffers_set.discard(name)
