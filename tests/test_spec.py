@@ -198,6 +198,10 @@ def test_hf_errors(tmp_path: Path, dit: Path) -> None:
     assert "no such type" in refusal(f"hf:{tmp_path}")
 
 
+def test_timm_name_on_the_hub_offline() -> None:
+    assert "needs the internet" in refusal("timm:hf-hub:unskip/no-such-model")
+
+
 def test_hf_name_offline() -> None:
     assert "needs the internet" in refusal("hf:unskip/no-such-model")
 

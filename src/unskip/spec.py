@@ -107,9 +107,10 @@ def _maker(spec: str) -> _Maker:
 def _from_timm(name: str, pretrained: bool, **kwargs: Any) -> nn.Module:
     timm = need("timm")
     base = name.partition(".")[0]  # what follows the dot is a tag of pretrained weights
-    if not timm.is_model(base):
+    on_hub = name.startswith("hf-hub:")  # the hub has the name and arguments too, not only weights
+    if not on_hub and not timm.is_model(base):
         raise BadInput(f"timm has no model of this name{nearest(base, timm.list_models())}")
-    with _hub(needed=pretrained):
+    with _hub(needed=pretrained or on_hub):
         return _module(timm.create_model(name, pretrained=pretrained, **kwargs))
 
 

@@ -111,6 +111,25 @@ def test_a_plain_timm_model_is_recorded_by_name(tmp_path: Path) -> None:
     assert torch.equal(unskip.load(tmp_path).eval()(images), model(images))
 
 
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("test_vit", {"num_classes": 10, "img_size": 64, "in_chans": 1, "global_pool": "avg", "drop_path_rate": 0.1}),
+        ("test_vit", {"img_size": [64, 32], "depth": 2, "init_values": 1e-5, "qk_norm": True, "drop_rate": 0.1}),
+        ("test_resnet", {"num_classes": 3, "in_chans": 1, "drop_rate": 0.2, "drop_path_rate": 0.1}),
+        ("test_convnext", {"num_classes": 0, "drop_path_rate": 0.2}),
+    ],
+    ids=str,
+)
+def test_the_arguments_of_a_timm_model_are_recorded(tmp_path: Path, name: str, options: dict[str, Any]) -> None:
+    model = timm.create_model(name, **options)
+    unskip.rewire(model, Learn(0.5))
+    unskip.save(model, tmp_path)
+    assert json.loads((tmp_path / "unskip.json").read_text())["builder"] == {"spec": f"timm:{name}", "kwargs": options}
+    state = unskip.load(tmp_path).state_dict()
+    assert all(torch.equal(value, state[key]) for key, value in model.state_dict().items())
+
+
 def test_a_torchvision_model_is_recorded_by_the_name_that_builds_it(tmp_path: Path) -> None:
     model = torchvision.models.resnet34(num_classes=7).eval()  # the second name of its file
     unskip.rewire(model, Learn(0.5))  # adds weights that no name builds

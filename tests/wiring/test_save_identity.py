@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import types
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -85,8 +86,12 @@ def test_another_function_of_the_same_shapes_is_not_taken_for_the_model(
     model = timm.create_model("vit_tiny_patch16_224", **{**VIT["kwargs"], **option}).eval()
     with pytest.raises(BadInput, match=message):
         unskip.save(model, tmp_path, builder=VIT)
-    with pytest.warns(UnskipWarning, match="timm:vit_tiny_patch16_224 does not"):
+    unskip.rewire(model, Decay(0.6))
+    recorded = "act_layer" not in option  # a class is no plain value
+    with nullcontext() if recorded else pytest.warns(UnskipWarning, match=r"timm:vit_tiny_patch16_224, .*does not"):
         unskip.save(model, tmp_path)
+    if recorded:
+        assert torch.equal(unskip.load(tmp_path).eval()(IMAGES), model(IMAGES))
     other = vit()
     before = snapshot(other)
     with pytest.raises(LoadError, match=message):
@@ -96,9 +101,8 @@ def test_another_function_of_the_same_shapes_is_not_taken_for_the_model(
     assert torch.equal(unskip.load(tmp_path).eval()(IMAGES), model(IMAGES))
 
 
-@pytest.mark.parametrize("option", [{"act_layer": "relu"}, {"num_heads": 4}], ids=str)
-def test_a_name_that_builds_another_function_is_not_recorded(tmp_path: Path, option: dict[str, Any]) -> None:
-    model = timm.create_model("test_vit", **option)
+def test_a_name_that_builds_another_function_is_not_recorded(tmp_path: Path) -> None:
+    model = timm.create_model("test_vit", act_layer="relu")
     assert {k: v.shape for k, v in model.state_dict().items()} == {
         k: v.shape for k, v in timm.create_model("test_vit").state_dict().items()
     }
@@ -192,6 +196,29 @@ def test_a_difference_under_another_version_of_a_library_says_so_and_can_be_pass
     with pytest.raises(LoadError, match=r"added of blocks\.1\.norm1.*saved under timm 0\.1.*strict=False"):
         unskip.load(folder, model=model)
     unskip.load(folder, model=model, strict=False)
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "message"),
+    [
+        ({"checkpoint_path": "theirs.pth"}, "checkpoint_path.*trust=True"),
+        ({"pretrained": True}, "pretrained.*trust=True"),
+    ],
+    ids=str,
+)
+def test_a_builder_that_reads_other_files_is_refused(tmp_path: Path, kwargs: dict[str, Any], message: str) -> None:
+    unskip.save(timm.create_model("test_vit"), tmp_path)
+    edit(tmp_path, put("builder", "kwargs", value=kwargs))
+    with pytest.raises(LoadError, match=message):
+        unskip.load(tmp_path)
+
+
+@pytest.mark.parametrize("library", ["transformers", "diffusers"])
+def test_only_models_of_a_library_are_built(tmp_path: Path, library: str) -> None:
+    unskip.save(timm.create_model("test_vit"), tmp_path)
+    edit(tmp_path, put("builder", value={library: "logging", "config": {}}))
+    with pytest.raises(LoadError, match=r"logging of .* is no model"):
+        unskip.load(tmp_path)
 
 
 def test_no_python_file_of_a_folder_is_run_unasked(tmp_path: Path) -> None:

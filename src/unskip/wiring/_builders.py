@@ -1,7 +1,8 @@
 """How a saved model is built again: from a spec with keyword arguments, or from a configuration of transformers or
 diffusers. A builder is recorded only where what it builds is the model, module by module.
 
-A timm model says its name. One of torchvision does not: the names that give its class are tried, without values.
+A timm model says its name, and its arguments are read from it. One of torchvision does not say its name: those that
+give its class are tried, without values.
 """
 
 from __future__ import annotations
@@ -18,11 +19,13 @@ from unskip import spec
 from unskip._warn import warn
 from unskip.errors import BadInput
 from unskip.wiring._structure import class_name, difference, structure
+from unskip.wiring._timm import arguments
 from unskip.wiring._wiring import find_wiring
 
 Builder = str | Mapping[str, Any] | None
 _IMPLEMENTATIONS = ("_attn_implementation", "_experts_implementation")  # private in transformers' configs: not in JSON
 _LIBRARIES = ("diffusers", "timm", "torchvision", "transformers")  # whose models are recorded unasked
+_READING = {"cache_dir", "checkpoint_path", "pretrained", "pretrained_cfg", "pretrained_cfg_overlay", "weights"}
 _USUAL = {"num_classes": 1000, "image_size": 224}  # what torchvision's builders take for granted
 
 
@@ -59,9 +62,20 @@ def build(record: dict[str, Any]) -> nn.Module:
         if isinstance(record.get("diffusers"), str):
             import diffusers
 
-            model: Any = getattr(diffusers, record["diffusers"])
-            return model.from_config(record["config"])  # type: ignore[no-any-return]
+            return _model_class(diffusers, record["diffusers"]).from_config(record["config"])  # type: ignore[no-any-return]
     raise ValueError("the record has no builder that is known")
+
+
+def _model_class(library: Any, name: str) -> Any:
+    cls = getattr(library, name)
+    if not (isinstance(cls, type) and issubclass(cls, nn.Module)):
+        raise ValueError(f"{name} of {library.__name__} is no model")
+    return cls
+
+
+def reads_files(record: dict[str, Any]) -> list[str]:
+    """The arguments of a builder that make a library read or fetch other files than the folder's."""
+    return sorted(set(record.get("kwargs", ())) & _READING)
 
 
 def python_file(record: dict[str, Any]) -> str | None:
@@ -82,7 +96,7 @@ def _is_spec(record: dict[str, Any]) -> bool:
 def _from_transformers(record: dict[str, Any]) -> nn.Module:
     import transformers
 
-    cls: Any = getattr(transformers, record["transformers"])
+    cls = _model_class(transformers, record["transformers"])
     config = cls.config_class.from_dict(_floats(record["config"]))
     for name, value in record.get("implementations", {}).items():
         if name in _IMPLEMENTATIONS and hasattr(type(config), name):
@@ -107,7 +121,8 @@ def _found(model: nn.Module) -> dict[str, Any] | None:
     if differs is None:
         return record
     if library in _LIBRARIES:
-        what = "" if record is None else f"{record.get('spec', 'its configuration')} does not: "
+        kwargs = "".join(f", {name}={value!r}" for name, value in (record or {}).get("kwargs", {}).items())
+        what = "" if record is None else f"{record.get('spec', 'its configuration')}{kwargs} does not: "
         warn(
             f"{class_name(model)}: saved without a word on how to build it; {what}{differs}. To load it, build it as "
             "you did and pass model=, or save it with builder=, a spec such as 'timm:NAME' or {'spec': ..., 'kwargs': "
@@ -134,7 +149,12 @@ def _inferred(model: nn.Module, library: str) -> dict[str, Any] | None:
         return _from_names(model)
     described = getattr(model, "pretrained_cfg", None)
     name = described.get("architecture") if isinstance(described, dict) else getattr(described, "architecture", None)
-    return {"spec": f"timm:{name}", "kwargs": {}} if library == "timm" and isinstance(name, str) else None
+    if library != "timm" or not isinstance(name, str):
+        return None
+    record = {"spec": f"timm:{name}", "kwargs": {}}
+    with contextlib.suppress(BadInput):  # of a name that does not build: told by the comparison
+        record["kwargs"] = arguments(model, _quietly_built(record))
+    return record
 
 
 def _from_names(model: nn.Module) -> dict[str, Any] | None:

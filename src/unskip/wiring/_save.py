@@ -37,8 +37,8 @@ def save(model: nn.Module, folder: str | os.PathLike[str], builder: Builder = No
 
     `builder` says how to build the model again: a spec such as "timm:vit_tiny_patch16_224" or "file.py:function", or a
     mapping {"spec": ..., "kwargs": {...}}. Without one, a transformers or diffusers model is recorded by its
-    configuration and a timm or torchvision model by its name, where that builds the same structure, and where it does
-    not a warning says so; any other needs `model=` when it is loaded.
+    configuration and a timm or torchvision model by its name and arguments, where they build the same structure, and
+    where they do not a warning says so; any other needs `model=` when it is loaded.
     """
     from safetensors.torch import save_model
 
@@ -151,6 +151,12 @@ def _built(record: dict[str, Any], folder: Path, trust: bool) -> nn.Module:
         raise LoadError(
             f"{folder}: its model is built by a Python file, {file}, which would be run. Pass trust=True (--trust) if "
             "you know what it does, or build the model yourself and pass model=."
+        )
+    reads = _builders.reads_files(record["builder"])
+    if reads and not trust:
+        raise LoadError(
+            f"{folder}: its model is built with {', '.join(reads)}, which reads or fetches other files. Pass "
+            "trust=True (--trust) if you know them, or build the model yourself and pass model=."
         )
     try:
         return _builders.build(record["builder"])

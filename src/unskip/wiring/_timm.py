@@ -1,0 +1,74 @@
+"""The arguments of timm.create_model that a model was built with, read from the model.
+
+Each reader gives an argument's value, or None where the model does not show it. An argument is recorded where the model
+that the name alone builds shows another value; whether name and arguments build the same model is checked after that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch import nn
+
+
+def arguments(model: nn.Module, default: nn.Module) -> dict[str, Any]:
+    """The arguments in which a model differs from the one that its name alone builds."""
+    found = {}
+    for name, read in _READERS.items():
+        values = []
+        for each in (model, default):
+            try:
+                values.append(read(each))
+            except (AttributeError, IndexError, KeyError, StopIteration, TypeError):
+                values.append(None)  # not a model that shows it in this place
+        if values[0] != values[1] and values[0] is not None:
+            found[name] = values[0]
+    return found
+
+
+def _side(value: Any) -> Any:
+    """A pair of equal sizes as one."""
+    pair = list(value)
+    return pair[0] if len(set(pair)) == 1 else pair
+
+
+def _drops(model: nn.Module) -> Iterator[float]:
+    yield 0.0
+    for module in model.modules():
+        rate = getattr(module, "drop_prob", None)
+        if isinstance(rate, float):
+            yield rate
+
+
+def _pooling(model: Any) -> Any:
+    pool = getattr(model, "global_pool", None) or getattr(model.head, "global_pool", None)
+    return pool if isinstance(pool, str) else getattr(pool, "pool_type", None)
+
+
+def _first_block(model: Any) -> Any:
+    return next(module for module in model.modules() if hasattr(module, "attn") and hasattr(module, "mlp"))
+
+
+_READERS: dict[str, Callable[[Any], Any]] = {
+    "num_classes": lambda model: model.num_classes,
+    "in_chans": lambda model: next(m for m in model.modules() if isinstance(m, nn.Conv2d)).in_channels,
+    "img_size": lambda model: _side(model.patch_embed.img_size),
+    "patch_size": lambda model: _side(model.patch_embed.patch_size),
+    "global_pool": _pooling,
+    "drop_rate": lambda model: model.head_drop.p if hasattr(model, "head_drop") else model.drop_rate,
+    "drop_path_rate": lambda model: float(f"{max(_drops(model)):.6g}"),  # the rate of the last block, as float32 has it
+    "pos_drop_rate": lambda model: model.pos_drop.p,
+    "proj_drop_rate": lambda model: _first_block(model).attn.proj_drop.p,
+    "attn_drop_rate": lambda model: _first_block(model).attn.attn_drop.p,
+    "class_token": lambda model: model.has_class_token,
+    "reg_tokens": lambda model: model.num_reg_tokens,
+    "dynamic_img_size": lambda model: model.dynamic_img_size,
+    "embed_dim": lambda model: model.embed_dim,
+    "depth": lambda model: len(model.blocks),
+    "num_heads": lambda model: _first_block(model).attn.num_heads,
+    "mlp_ratio": lambda model: _first_block(model).mlp.fc1.out_features / _first_block(model).mlp.fc1.in_features,
+    "qkv_bias": lambda model: _first_block(model).attn.qkv.bias is not None,
+    "qk_norm": lambda model: not isinstance(_first_block(model).attn.q_norm, nn.Identity),
+    "init_values": lambda model: None if isinstance(_first_block(model).ls1, nn.Identity) else 1e-5,
+}
