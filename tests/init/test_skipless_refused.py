@@ -45,6 +45,26 @@ def test_what_cannot_be_initialised_is_left_bit_for_bit(name: str, options: dict
     assert not changed(before, model)
 
 
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=() if name in ("hf_llama", "nn_decoder_layer_pre") else pytest.mark.full)
+        for name in sorted(FAMILIES)
+    ],
+)
+def test_every_family_is_initialised_or_refused_with_the_reason(name: str) -> None:
+    """Grouped queries, cross-attention, heads of any width, convolutions: never an error of torch's."""
+    family = FAMILIES[name]
+    model = family.build()
+    before = weights(model)
+    try:
+        quietly(model, example=family.inputs(2), generator=seeded())
+    except InitError:
+        assert not changed(before, model)
+    else:
+        assert changed(before, model)
+
+
 def test_a_computed_bias_is_refused() -> None:
     model = Computed()
     before = weights(model)
