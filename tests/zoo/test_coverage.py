@@ -5,12 +5,14 @@ Models of up to 50 million parameters have values, so that the rewiring is verif
 
 from __future__ import annotations
 
+import json
 from collections import Counter, defaultdict
 from collections.abc import Callable
 
 import pytest
 import timm
 import torch
+from tests.tables import RESULTS, shares
 from timm.models._registry import _model_to_module
 from torch import nn
 
@@ -66,3 +68,17 @@ def test_every_architecture_of_timm(file: str, record_property: Callable[[str, o
         record_property("verified", "on meta tensors" if meta else "y")
         wiring.undo()
         assert [type(module) for module in model.modules()] == before
+
+
+def test_the_page_has_the_numbers_of_the_matrices() -> None:
+    whole = json.loads(RESULTS.read_text(encoding="utf-8"))
+    count = {name: len(whole[name]["rows"]) for name in ("timm", "transformers")}
+    files, types = shares(whole)["timm"], shares(whole)["transformers"]
+    missing = types["does not build small"] + types["no forward"]
+    rows = [
+        [count["timm"], files["rewired"], files["no residual"], 0, files["failed"]],
+        [count["transformers"], types["done"], types["no residual"], types["refused"], missing],
+    ]
+    page = (RESULTS.parents[1] / "compatibility.md").read_text(encoding="utf-8")
+    for row in rows:
+        assert " | ".join(str(number) for number in row) in page
