@@ -10,7 +10,6 @@ An image that cannot be read is tried again and then replaced by another one, dr
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -83,7 +82,7 @@ def loader(
         generator=torch.Generator(),  # its own, or it would draw from torch's
         **ahead,
     )
-    each = _started(made, workers)
+    each = iter(made)
     for found in zip(*[each] * parts, strict=True):
         if failed := next((part for part in found if isinstance(part, str)), None):
             raise BadInput(failed)
@@ -94,18 +93,6 @@ def loader(
             torch.cat(rows),
             {row: message for part in broken for row, message in part},
         )
-
-
-def _started(made: DataLoader[Any], workers: int) -> Iterator[Any]:
-    """Starts the workers. The garbage collector of each would otherwise write to every object that it inherits, and so
-    copy 100 MB of pages that processes share."""
-    frozen = workers > 0 and not gc.get_freeze_count()
-    if frozen:
-        gc.freeze()
-    started = iter(made)
-    if frozen:
-        gc.unfreeze()
-    return started
 
 
 def _part(keys: list[Key], part: int, parts: int) -> list[Key]:
