@@ -34,7 +34,8 @@ def load_plugins(names: Iterable[str]) -> None:
                 import_module(name)
         except Exception as error:
             said = str(error) if isinstance(error, UnskipError) else f"{type(error).__name__}: {error}"
-            raise BadInput(f"plugin {given}: {said}; give a Python file, ending in .py, or a module") from error
+            there = Path(name).is_file() if is_file else getattr(error, "name", None) != given
+            raise BadInput(f"plugin {given}: {said}{'' if there else '; give a Python file or a module'}") from error
         _LOADED[name] = None
 
 

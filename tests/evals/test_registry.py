@@ -185,3 +185,35 @@ def vector(train: evals.Split, test: evals.Split) -> dict[str, Any]:
 def test_an_evaluator_that_returns_no_numbers() -> None:
     with pytest.raises(BadInput, match=r"vector-test-v1.*spread"):
         evals.evaluate(vit().eval(), None, digits("test", 50), ["vector-test-v1"], blocks=-1)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "function", "said"),
+    [
+        ("a,b", {}, lambda train, test: {}, "no name of a protocol"),
+        ("odd-test-v1", {"fractions": "own"}, lambda train, test: {}, "fractions is the text"),
+        ("odd-test-v1", {"pool": "clss"}, lambda train, test: {}, "pool"),
+        ("odd-test-v1", {"power": 2}, lambda train, test: {}, "power"),
+        ("odd-test-v1", {"needs": "model"}, lambda train, test: {}, r"\(model, train, test\)"),
+        ("spread-test-v1", {}, lambda train, test: {}, "already"),
+    ],
+)
+def test_what_cannot_be_registered(name: str, options: dict[str, Any], function: Any, said: str) -> None:
+    with pytest.raises(BadInput, match=said):
+        evals.register(name, **({"needs": "features"} | options))(function)
+    assert name == "spread-test-v1" or name not in evals.PROTOCOLS
+
+
+@evals.register("fraction-test-v1", needs="model", fractions=("a",), train=False, samples=20, value=0.5)
+def fraction(model: nn.Module, train: Any, test: evals.Split, samples: int, value: float) -> dict[str, float]:
+    return {"a": value}
+
+
+def test_fractions_and_the_samples_they_are_of() -> None:
+    def evaluated(value: float) -> evals.Result:
+        changes = {"fraction-test-v1": {"value": value}}
+        return evals.evaluate(vit(), None, digits("test", 50), ["fraction-test-v1"], changes=changes)[0]
+
+    assert (evaluated(0.5).n, evaluated(0.5).intervals["a"]) == (20, evals.wilson(0.5, 20))
+    with pytest.raises(BadInput, match="a is 1.7"):
+        evaluated(1.7)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 import unskip
 from unskip.data import Feed, ImageSet, open_images
-from unskip.errors import BadInput, LoadError
+from unskip.errors import BadInput, LoadError, UnskipWarning
 from unskip.models import SiT, UViT
 
 # Runs of a few steps look unhealthy, and are told so.
@@ -142,13 +142,13 @@ def test_configs_that_do_not_fit(changes: dict[str, Any], text: str) -> None:
         unskip.recipes.build(tiny(**changes))
 
 
-def test_a_set_too_small_for_neighbours_is_refused_at_the_start() -> None:
+def test_a_set_too_small_for_knn_is_trained_on_without_it() -> None:
     def small(*args: Any, **options: Any) -> ImageSet:
         return few()
 
-    with pytest.raises(BadInput, match=r"48 training samples.*online_images"):
-        unskip.recipes.build(tiny(), small)
-    unskip.recipes.build(tiny(online_images=0), small)
+    with pytest.warns(UnskipWarning, match="48 training images"):
+        task, _ = unskip.recipes.build(tiny(), small)
+    assert not any(key.startswith("knn") for each in task.evaluations.values() for key in each(task.model))
 
 
 def test_a_checkpoint_that_cannot_be_begun_from_is_refused(tmp_path: Path) -> None:

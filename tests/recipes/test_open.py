@@ -142,7 +142,10 @@ def test_a_run_of_relative_paths_resumes_from_another_folder(tmp_path: Path, mon
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")
     assert unskip.resume("../run", quiet=True).finished
-    evaluate_run("../run", ["accuracy-v1"])
+    (tmp_path / "data").rename(tmp_path / "moved")
+    (tmp_path / "run" / "checkpoints" / "step-2").rename(tmp_path / "away again")
+    assert cli.main(["resume", "../run", "--quiet", "--data", "../moved"]) == 0
+    evaluate_run("../run", ["accuracy-v1"])  # where it lies now is on record
 
 
 def test_a_folder_of_several_runs_is_no_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

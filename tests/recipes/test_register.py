@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 
+import unskip
 from unskip.errors import BadInput
 from unskip.recipes import RECIPES, Config, Objective, Preset, Recipe, register
 
@@ -18,14 +20,46 @@ def test_names_and_presets_are_checked() -> None:
     made = {"digits": Preset({}, "", "")}
     mae = RECIPES["mae"]
     with pytest.raises(BadInput, match="mae"):
-        register(Recipe("mae", Mine, made, mae.build_model, Objective))
+        register(Recipe("mae", Mine, made, mae.build_model, Nothing))
     with pytest.raises(BadInput, match="mae"):
-        register(Recipe("mae", mae.config, made, mae.build_model, Objective))
+        register(Recipe("mae", mae.config, made, mae.build_model, Nothing))
     for config in (mae.config, Config):  # a run is found by the class of its config
         with pytest.raises(BadInput, match=config.__name__):
-            register(Recipe("mine", config, made, mae.build_model, Objective))
+            register(Recipe("mine", config, made, mae.build_model, Nothing))
     with pytest.raises(BadInput, match="preset"):
-        register(Recipe("mine", Mine, {}, RECIPES["mae"].build_model, Objective))
+        register(Recipe("mine", Mine, {}, RECIPES["mae"].build_model, Nothing))
     with pytest.raises(BadInput, match=r"'digits' of 'mine'.*'bach'.*batch"):
-        register(Recipe("mine", Mine, {"digits": Preset({"bach": 1}, "", "")}, mae.build_model, Objective))
+        register(Recipe("mine", Mine, {"digits": Preset({"bach": 1}, "", "")}, mae.build_model, Nothing))
     assert "mine" not in RECIPES
+
+
+class Nothing(Objective):
+    def loss(self, model: object, batch: object) -> object:  # type: ignore[override]
+        raise NotImplementedError
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"name": "Bad Name"}, "lower-case"),
+        ({"config": type("Plain", (Config,), {})}, "@dataclass"),
+        ({"presets": {"digits": {"lr": 1.0}}}, "'digits' is Preset"),
+        ({"objective": Objective}, "no loss"),
+        ({"build_model": lambda config: None}, r"build_model\(config, facts\)"),
+    ],
+)
+def test_parts_that_cannot_work_are_refused_by_name(changes: dict[str, Any], said: str) -> None:
+    @dataclass(frozen=True)
+    class Mine(Config):
+        pass
+
+    parts = {"name": "mine", "config": Mine, "presets": {"digits": Preset({}, "", "")}}
+    parts |= {"build_model": lambda config, facts: None, "objective": Nothing}
+    with pytest.raises(BadInput, match=said):
+        register(Recipe(**(parts | changes)))
+    recipe = register(Recipe(**parts))
+    try:
+        with pytest.raises(BadInput, match="build_model returns NoneType"):
+            unskip.train(recipe("digits", device="cpu", steps=1), "nowhere", quiet=True)
+    finally:
+        del RECIPES["mine"]

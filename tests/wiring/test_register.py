@@ -247,3 +247,23 @@ def test_whether_a_decay_reaches_zero_depends_on_the_sites() -> None:
     rule = Decay(0.0, back=True)  # its minimum shows only where a site lies in the middle
     assert [rule.cuts(count) for count in (1, 2, 3, 4, 5)] == [True, False, True, False, True]
     assert not Cut().cuts(0)
+
+
+def test_a_rule_that_moves_says_when_it_stops() -> None:
+    kind = register(made(weights_at=lambda self, count, runs, step: [(1 / (1 + step), 1.0)] * count))
+    with pytest.raises(BadInput, match="steps"):
+        kind().weights(2)
+
+
+@pytest.mark.parametrize("method", [None, lambda self, count, step: []])
+def test_weights_at_is_checked_when_a_rule_is_registered(method: Any) -> None:
+    kind = made(weights_at=method) if method else type("Odd", (Shortcut,), {"name": "odd", "form": "odd:1"})
+    with pytest.raises(BadInput, match="weights_at"):
+        register(kind)
+
+
+def test_a_cut_on_the_way_is_a_cut() -> None:
+    def at(self: Any, count: int, runs: tuple[int, ...], step: int) -> list[tuple[float, float]]:
+        return [(0.0 if 0 < step < 4 else 1.0, 1.0)] * count
+
+    assert register(made(weights_at=at, steps=4))().cuts(2)

@@ -20,6 +20,7 @@ from unskip.cli import PLUGIN
 from unskip.cli._options import Quiet, told
 from unskip.errors import BadInput
 from unskip.recipes import RECIPES, Recipe, field_groups, from_dict, recipe_of, resolve
+from unskip.wiring import parse
 
 _CONFIG = "The config.json of a run: its fields are the defaults, instead of those of a preset."
 _SEEDS = "Several runs, as in 0,1,2: each in a folder of its own under --out, and a summary."
@@ -115,14 +116,16 @@ def _again(name: str | None, given: argparse.Namespace) -> Any:
     if given.preset is not None:
         raise BadInput("--config and --preset both say where defaults come from: leave one out")
     try:
-        data = json.loads(Path(given.config).read_text(encoding="utf-8"))
+        file = Path(given.config)
+        data = json.loads((file / "config.json" if file.is_dir() else file).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise BadInput(f"--config {given.config}: cannot be read ({error}); give the config.json of a run") from error
     saved = data.get("config", data) if isinstance(data, Mapping) else None
-    if not isinstance(saved, Mapping):
+    if not isinstance(saved, Mapping) or "recipe" not in saved:
         raise BadInput(f"--config {given.config}: it holds no config; give the config.json of a run")
     with with_plugins(data.get("plugins", [])):
         config = from_dict(saved)
+        parse(config.shortcut)
     recipe = recipe_of(config).name
     if name not in (None, recipe):
         raise BadInput(f"--config {given.config}: it is of {recipe}, and {name} was asked for")

@@ -10,11 +10,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import unskip
 from unskip._table import table
-from unskip.cli._options import ChangedData, Quiet, Runs, Trust
+from unskip.cli._options import ChangedData, Quiet, Runs, Trust, told
 from unskip.cli._say import finite
 
 if TYPE_CHECKING:
@@ -52,10 +52,16 @@ def train(args: Sequence[str]) -> int:
     return code
 
 
-def resume(run: Runs, quiet: Quiet = False, changed_data: ChangedData = False, trust: Trust = False) -> int:
+def resume(
+    run: Runs,
+    quiet: Quiet = False,
+    data: Annotated[str | None, told("Where the data of the run lies now, if it was moved.", "DATA")] = None,
+    changed_data: ChangedData = False,
+    trust: Trust = False,
+) -> int:
     """Continue a run from its last checkpoint, or each run of a --seeds folder."""
     runs = unskip.training.find_runs(run)
-    options: dict[str, Any] = {"changed_data": changed_data, "trust": trust}
+    options: dict[str, Any] = {"data": data, "changed_data": changed_data, "trust": trust}
     if runs == [Path(run)]:
         code = _print_outcome(unskip.resume(run, quiet, **options))
     else:

@@ -134,13 +134,16 @@ def _numbers(
     function = protocol.function
     if protocol.needs == "model":
         train, test = gathered.split("train"), gathered.split("test")
-        yield None, _plain(protocol, function(gathered.model, train, test, **settings)), len(test)
+        count = min(len(test), settings.get("samples") or len(test))
+        yield None, _plain(protocol, function(gathered.model, train, test, **settings)), count
         return
     for blocks in gathered.together(protocol):
         train, test = (gathered.given(protocol, name, blocks, settings) for name in ("train", "test"))
         scores = function(train, test, **settings)
         if not protocol.batched:
             scores = [scores]
+        elif isinstance(scores, Mapping):
+            raise BadInput(f"{protocol.name}: it is batched, and returns one mapping; return one for each block")
         for block, values in zip(blocks, scores, strict=True):
             yield block, _plain(protocol, values), len(test)
 

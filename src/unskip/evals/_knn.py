@@ -78,8 +78,8 @@ def check_knn(train_labels: Tensor, test_labels: Tensor, protocol: str = "knn-di
 def _check_k(count: int, ks: Sequence[int]) -> None:
     if count < max(ks):
         raise BadInput(
-            f"knn: k is up to {max(ks)}, and there are {count} training samples; take more (in a run: online_images), "
-            'or a smaller k: changes={"k": (10,)}, or --change knn-dino-v1.k=10'
+            f"knn: k is up to {max(ks)}, and there are {count} training samples; take more, or a "
+            'smaller k: changes={"k": (10,)}, or --change knn-dino-v1.k=10 of `unskip eval`'
         )
 
 

@@ -16,7 +16,9 @@ and a 95% Wilson interval to those that are fractions of it.
 
 from __future__ import annotations
 
+import inspect
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -84,7 +86,10 @@ class Protocol:
     def intervals(self, values: Mapping[str, float], n: int) -> dict[str, tuple[float, float]]:
         """The 95% interval of every number that is a fraction of n samples."""
         some = [name for name in values if any(fnmatchcase(name, pattern) for pattern in self.fractions)]
-        return {name: wilson(values[name], n) for name in some}
+        for name in some:
+            if values[name] < 0 or values[name] > 1:
+                raise BadInput(f"{self.name}: {name} is {values[name]:g}, and it is declared a fraction")
+        return {name: wilson(values[name], n) for name in some if not math.isnan(values[name])}
 
 
 _PROTOCOLS: dict[str, Protocol] = {}
@@ -115,29 +120,47 @@ def register(
     It is called as function(train, test, **settings), with `needs="model"` as function(model, train, test, **settings),
     and returns a mapping from names to numbers. `Protocol` says what the other keywords mean.
     """
-    choice(name, "needs", needs, get_args(Needs))
+    if not re.fullmatch(r"[a-zA-Z0-9][\w.-]*", name):
+        raise BadInput(f"{name!r} is no name of a protocol; take letters, digits, dots and hyphens, as in near-v1")
+    for option, value, known in (
+        ("needs", needs, Needs),
+        ("pool", pool, Pool),
+        ("norm", norm, TokenNorm),
+        ("what", what, What),
+        ("truth", truth, Truth),
+    ):
+        choice(name, option, value, get_args(known))
+    for option, names in (("fractions", fractions), ("fixed", fixed), ("positive", positive)):
+        if isinstance(names, str):
+            raise BadInput(f"{name}: {option} is the text {names!r}; give a tuple of names, ({names!r},)")
 
     def enter(function: F) -> F:
-        known = _PROTOCOLS.get(name)
-        if known is not None and known.function.__module__ != function.__module__:
-            raise BadInput(f"{name} is registered by {known.function.__module__} already; take another name")
+        before = _PROTOCOLS.get(name)
+        places = [(each.__module__, each.__qualname__) for each in (before.function, function)] if before else []
+        if len({*places}) > 1:
+            raise BadInput(f"{name} is registered by {'.'.join(places[0])} already; take another name")
+        try:
+            inspect.signature(function).bind(*(["model"] if needs == "model" else []), "train", "test", **settings)
+        except TypeError as error:
+            given = ", ".join([*(["model"] if needs == "model" else []), "train", "test", *settings])
+            raise BadInput(f"{name}: its function is called with ({given}): {error}") from error
         _PROTOCOLS[name] = Protocol(
-            name,
-            needs,
-            function,
-            MappingProxyType(settings),
-            about,
-            tuple(fractions),
-            pool,
-            norm,
-            what,
-            truth,
-            exact,
-            whole,
-            train,
-            batched,
-            tuple(fixed),
-            tuple(positive),
+            name=name,
+            needs=needs,
+            function=function,
+            settings=MappingProxyType(settings),
+            about=about,
+            fractions=tuple(fractions),
+            pool=pool,
+            norm=norm,
+            what=what,
+            truth=truth,
+            exact=exact,
+            whole=whole,
+            train=train,
+            batched=batched,
+            fixed=tuple(fixed),
+            positive=tuple(positive),
         )
         return function
 

@@ -8,6 +8,7 @@ from unskip.recipes._evaluate import evaluate_model, evaluate_run, evaluate_samp
 from unskip.recipes._fields import field_groups
 from unskip.recipes._mae import Mae, mae
 from unskip.recipes._objective import Facts, Objective, Progress
+from unskip.recipes._online import Online
 from unskip.recipes._open import Trained, is_run, load, open_run
 from unskip.recipes._registry import RECIPES, Preset, Recipe, from_dict, recipe_of, register, resolve, to_dict
 from unskip.recipes._run import absolute_paths, is_main, resume, train
@@ -24,6 +25,7 @@ __all__ = [
     "Facts",
     "Mae",
     "Objective",
+    "Online",
     "Opener",
     "Preset",
     "Progress",

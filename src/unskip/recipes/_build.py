@@ -6,6 +6,7 @@ wraps the model.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict, fields
 from functools import partial
 from pathlib import Path
@@ -36,7 +37,10 @@ def build(config: Config, opener: Opener | None = None) -> tuple[Task, Schedule]
     train_feed, test_feed = (objective.evaluation_feed(images, device) for images in (train, test))
     sample = next(iter(test_feed.evaluate()))[0][:_SAMPLE]
     facts = objective.facts(train)
-    model = recipe.build_model(config, facts).to(device)
+    model = recipe.build_model(config, facts)
+    if not isinstance(model, nn.Module):
+        raise BadInput(f"recipe {recipe.name!r}: build_model returns {type(model).__name__}; it is a module")
+    model = model.to(device)
     notes = [*train.report, *test.report, *objective.start(model, sample)]
     wirings = wire(objective, model, sample[:2])
     if wirings and _unfinished(wirings[0], progress.steps):
@@ -47,6 +51,9 @@ def build(config: Config, opener: Opener | None = None) -> tuple[Task, Schedule]
     options = objective.optimizer_options()
     optimizer = build_optimizer(objective.trained(model), config.optimizer, config.lr, config.weight_decay, **options)
     objective.begin(model, optimizer, progress)
+    evaluations = objective.evaluations(model, train_feed, test_feed, evaluated_split(config))
+    if not isinstance(evaluations, Mapping) or not all(callable(each) for each in evaluations.values()):
+        raise BadInput(f"recipe {recipe.name!r}: evaluations returns {evaluations!r}; it maps names to functions")
     task = Task(
         model=model,
         feed=feed,
@@ -54,7 +61,7 @@ def build(config: Config, opener: Opener | None = None) -> tuple[Task, Schedule]
         optimizer=optimizer,
         wirings=wirings,
         baseline_loss=objective.baseline_loss(model, train, test_feed),
-        evaluations=objective.evaluations(model, train_feed, test_feed, evaluated_split(config)),
+        evaluations={**evaluations},
         notes=tuple(notes),
         sample=sample[:8] if config.health else None,
         encoder=objective.encoder(model),

@@ -22,14 +22,14 @@ from torch import Tensor, nn
 from unskip.anatomy import Example, find_blocks
 from unskip.data import Augment, Autoencoder, ImageSet, LatentFeed, subset
 from unskip.errors import BadInput
-from unskip.evals import Split, check_knn, noised
+from unskip.evals import Split, noised
 from unskip.evals import register as register_evaluator
 from unskip.init import zero_branches_
 from unskip.models import Flow, Interpolant, Target, Times, normal
 from unskip.recipes._config import Config
 from unskip.recipes._models import named
 from unskip.recipes._objective import Facts, Objective
-from unskip.recipes._online import Online
+from unskip.recipes._online import Online, possible
 from unskip.training import Evaluation, device_of
 
 _FOR_LOSS = 1000  # test images that the loss is evaluated on, at least
@@ -182,12 +182,12 @@ class FlowMatching(Objective):
             "flow-loss-v1": Online(["flow-loss-v1"], None, test, split, {"changes": changes})
         }
         if config.online_images:
-            check_knn(train.images.labels, test.images.labels)
+            names = possible(["knn-dino-v1", "rank-v1"], train, test)
             inputs = noised(config.flow, config.online_time)
             sample = next(iter(test.evaluate()))[0][:1]
             found = find_blocks(model, Example.of(inputs(sample, torch.zeros(1, device=sample.device).long(), "test")))
             options = {"precision": config.precision, "blocks": "middle", "inputs": inputs, "found": found}
-            evaluations["knn-dino-v1, rank-v1"] = Online(["knn-dino-v1", "rank-v1"], train, test, split, options)
+            evaluations["knn-dino-v1, rank-v1"] = Online(names, train, test, split, options)
         return evaluations
 
 

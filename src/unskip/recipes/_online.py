@@ -14,9 +14,10 @@ from typing import Any
 
 from torch import nn
 
+from unskip._warn import warn
 from unskip.anatomy import Blocks, Example, find_blocks
 from unskip.data import Feed
-from unskip.evals import check_knn, evaluate, flat
+from unskip.evals import check_knn, evaluate, flat, protocol
 
 # kNN accuracy of the mean of all tokens and of the class token, which is what DINO trains; ranks over depth.
 _BLOCKS: dict[str, Blocks] = {"knn-dino-v1": -1, "knn-cls-v1": -1, "rank-v1": "all", "patchrank-v1": "all"}
@@ -46,13 +47,23 @@ def online_features(
 
     A model without a class token is evaluated on the mean of its tokens alone: the first is a register or a patch.
     """
-    check_knn(train.images.labels, test.images.labels)
+    names = possible([*_BLOCKS], train, test)
     part = encoder(model)
     class_token = getattr(part, "has_class_token", True) and getattr(part, "cls_token", True) is not None
-    names = [name for name in _BLOCKS if class_token or name != "knn-cls-v1"]
+    names = [name for name in names if class_token or name != "knn-cls-v1"]
     # The blocks are found once, before the model is sharded.
     found = find_blocks(part, Example.of(next(iter(test.evaluate()))[0][:1]))
     return Online(names, train, test, split, {"precision": precision, "found": found, "blocks": _BLOCKS}, encoder)
+
+
+def possible(names: Sequence[str], train: Any, test: Any) -> list[str]:
+    """The protocols without kNN, and a warning, where there are fewer training images than neighbours."""
+    most = max(protocol("knn-dino-v1").settings["k"])
+    if len(train.images) >= most:
+        check_knn(train.images.labels, test.images.labels)
+        return [*names]
+    warn(f"{len(train.images)} training images, and kNN takes up to {most}: it is not evaluated during training")
+    return [name for name in names if not name.startswith("knn")]
 
 
 @contextmanager

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import PurePath
@@ -49,6 +51,7 @@ def register(recipe: Recipe) -> Recipe:
 
     Calling it makes a config: `config = register(Recipe("mine", ...))("digits", lr=1e-3)`.
     """
+    _check_parts(recipe)
     known = RECIPES.get(recipe.name)
     if known is not None and known.objective is not recipe.objective:
         raise BadInput(f"there is a recipe {recipe.name!r} already; give yours another name")
@@ -68,6 +71,26 @@ def register(recipe: Recipe) -> Recipe:
                 raise BadInput(f"{where}: {recipe.config.__name__} has no field {name!r}{nearest(name, names)}")
     RECIPES[recipe.name] = recipe
     return recipe
+
+
+def _check_parts(recipe: Recipe) -> None:
+    """Raises BadInput where a recipe's parts are not what training calls."""
+    who = f"recipe {recipe.name!r}"
+    if not re.fullmatch(r"[a-z][a-z0-9_-]*", recipe.name):
+        raise BadInput(f"{who}: a name is a lower-case word, as in colour")
+    if not (isinstance(recipe.config, type) and issubclass(recipe.config, Config)):
+        raise BadInput(f"{who}: its config is a class on unskip.recipes.Config, got {recipe.config!r}")
+    if "__dataclass_params__" not in vars(recipe.config):
+        raise BadInput(f"{who}: decorate its config {recipe.config.__name__} with @dataclass(frozen=True)")
+    for name, preset in recipe.presets.items():
+        if not isinstance(preset, Preset):
+            raise BadInput(f"{who}: its preset {name!r} is Preset(fields, cost, expected), got {preset!r}")
+    if getattr(recipe.objective, "loss", None) is Objective.loss:
+        raise BadInput(f"{who}: its objective has no loss(model, batch)")
+    try:
+        inspect.signature(recipe.build_model).bind("config", "facts")
+    except TypeError as error:
+        raise BadInput(f"{who}: build_model is called as build_model(config, facts): {error}") from error
 
 
 def resolve(recipe: str, preset: str, overrides: Mapping[str, Any]) -> Any:

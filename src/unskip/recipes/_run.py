@@ -57,20 +57,28 @@ def resume(
     opener: Opener | None = None,
     *,
     changed_data: bool = False,
+    data: str | None = None,
     trust: bool = False,
 ) -> Outcome:
     """Continues a run from its last whole checkpoint, or from the start where it has none.
 
-    Data that is not what the run began with is refused, unless `changed_data`, which the run then records. With `trust`
-    the plugins that the run was made with are imported.
+    Data that is not what the run began with is refused, unless `changed_data`, which the run then records; `data`
+    is where the data lies now, if it was moved. With `trust` the plugins that the run was made with are imported.
     """
     folder = RunFolder.open(out)
     with with_plugins(folder.plugins, trust):
         config = from_dict(folder.config)
         parse(config.shortcut)
+    if data is not None:
+        config = replace(config, data=absolute_source(data))
     torch.manual_seed(config.seed)
     _announce_data(config, quiet)
-    task, schedule = build(config, opener)
+    try:
+        task, schedule = build(config, opener)
+    except BadInput as error:
+        if Path(config.data).is_absolute() and not Path(config.data).parent.exists():
+            raise BadInput(f"{folder.path}: {error}. Data that was moved is named by --data (data=)") from error
+        raise
     changed = data_changes(folder.data, task.record["data"])
     if changed is not None:
         if not changed_data:
@@ -84,6 +92,8 @@ def resume(
             folder.update(data=task.record["data"])
             if last is not None:
                 folder.append("warnings.jsonl", {"step": last[0], "warning": "changed-data", "text": changed})
+    if data is not None and is_main():
+        folder.update(config=to_dict(config))
     return run_task(task, schedule, folder, quiet)
 
 
@@ -112,7 +122,9 @@ def _summary(config: Config, model: nn.Module, steps: int) -> str:
     millions = sum(parameter.numel() for parameter in model.parameters()) / 1e6
     arguments = f" ({config.model_args})" if config.model_args else ""
     images, length = f"images of {config.size} x {config.size} from {config.data}", count(steps, "step")
-    return f"{config.model}{arguments}: {millions:.3g} million parameters, {images}, {length}"
+    own = type(config).__module__.startswith("unskip.")  # a recipe from outside need not build `config.model`
+    name = f"{config.model}{arguments}" if own else type(model).__name__
+    return f"{name}: {millions:.3g} million parameters, {images}, {length}"
 
 
 def _refuse_not_finite(config: Config) -> None:

@@ -7,6 +7,7 @@ a second-order optimizer, keeps up with a residual one.
 from __future__ import annotations
 
 import copy
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -17,14 +18,14 @@ from torch.nn import functional as F
 
 from unskip._extras import need
 from unskip.data import Feed, ImageSet
-from unskip.errors import BadInput
+from unskip.errors import BadInput, UnskipWarning
 from unskip.recipes._config import Config
 from unskip.recipes._models import arguments_of, built, check_patch
 from unskip.recipes._objective import Facts, Objective
 from unskip.recipes._online import Online
 from unskip.recipes._registry import Preset, Recipe, register
 from unskip.training import Evaluation, RunFolder
-from unskip.wiring import find_wiring, load, parse
+from unskip.wiring import find_wiring, load, parse, rewired
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,6 @@ class Supervised(Config):
         return reasons
 
 
-_SITES = 24  # two in each of 12 blocks; the model is not built yet when it is asked whether its shortcut cuts
 _VIT_192 = {"model_args": "depth=12,embed_dim=192,num_heads=3"}
 _PAPER: dict[str, Any] = {  # as transcribed by others; see the docs
     "data": "imagenet",
@@ -143,12 +143,15 @@ class Classification(Objective):
     def start(self, model: nn.Module, sample: Tensor) -> list[str]:
         config = self.config
         notes = [] if config.weights is None else _load_weights(config, model)
-        if config.drop_path and _cuts(config):
-            notes.append("drop path is off: where a skip is cut, a dropped branch leaves nothing")
         if config.teacher is not None:
             self.teacher = copy.deepcopy(model).eval().requires_grad_(False)
         if (wiring := find_wiring(model)) is not None:
             wiring.undo()  # the config decides about the skips, whatever the weights were trained with
+        if config.drop_path and _cuts(config, model, sample[:2]):
+            notes.append("drop path is off: where a skip is cut, a dropped branch leaves nothing")
+            for module in model.modules():
+                if hasattr(module, "drop_prob"):
+                    module.drop_prob = 0.0
         self.initialise(model, sample)
         return notes
 
@@ -186,7 +189,7 @@ def _arguments(config: Supervised, facts: Facts) -> dict[str, Any]:
         return arguments
     known = need("timm").get_pretrained_cfg(config.model.removeprefix("timm:"))
     given: dict[str, Any] = {"num_classes": facts.classes, "in_chans": facts.channels}
-    if config.drop_path and not _cuts(config):
+    if config.drop_path:
         given["drop_path_rate"] = config.drop_path
     if known is None or known.fixed_input_size:  # convolutional models take images of any size, and no img_size
         given["img_size"] = facts.size
@@ -246,9 +249,18 @@ def _copy_encoder(model: nn.Module, encoder: nn.Module, weights: str) -> list[st
     return sorted({name.split(".")[0] for name in own} - known)
 
 
-def _cuts(config: Supervised) -> bool:
-    """Whether skips are cut, at once or in the end."""
-    return parse(config.shortcut).cuts(_SITES)
+def _cuts(config: Supervised, model: nn.Module, sample: Tensor) -> bool:
+    """Whether the shortcut cuts a skip of the model, at once or on its way."""
+    rule = parse(config.shortcut)
+    with (
+        warnings.catch_warnings(action="ignore", category=UnskipWarning),  # of drop path, which is asked about
+        rewired(model, rule, sample, config.where) as wiring,
+    ):
+        for step in rule.moments():
+            wiring.step(step)
+            if 0 in wiring.alphas:
+                return True
+    return False
 
 
 supervised = register(Recipe("supervised", Supervised, _PRESETS, build_model, Classification))

@@ -336,7 +336,7 @@ class _Trainer:
             gpus = [torch.cuda.current_device()] if self.kind == "cuda" else []
             with means, torch.no_grad(), evaluating(model), torch.random.fork_rng(gpus):
                 numbers = evaluation(model)
-            values = _numbers(numbers)
+            values = _numbers(name, numbers)
             self.last_evaluations |= values
             # Beside its numbers an evaluation may say how they were taken: n, split and intervals.
             self._log("evals.jsonl", {"step": done, "evaluation": name, **values, **getattr(numbers, "about", {})})
@@ -394,9 +394,11 @@ def _checked(returned: Any) -> tuple[Tensor, dict[str, Tensor]]:
     )
 
 
-def _numbers(values: Mapping[str, float | None]) -> dict[str, float]:
+def _numbers(name: str, values: Any) -> dict[str, float]:
     """The numbers of an evaluation; None becomes nan, which is logged and does not end the run."""
-    return {name: math.nan if value is None else value for name, value in values.items()}
+    if not isinstance(values, Mapping):
+        raise TrainingError(f"evaluation {name}: it returned {reprlib.repr(values)}; it is a mapping of numbers")
+    return {key: math.nan if value is None else value for key, value in values.items()}
 
 
 def seed_of(*numbers: int) -> int:

@@ -21,6 +21,7 @@ text ("decay:0.6") and JSON unchanged. A rule of one's own is a frozen dataclass
 
 from __future__ import annotations
 
+import inspect
 import math
 import re
 import reprlib
@@ -67,13 +68,20 @@ class Shortcut(ABC):
         who = type(self).__name__
         count, step = whole(who, "count", count, low=0), whole(who, "step", step)
         each = run_counts(runs, count)
-        return _pairs(who, self.weights_at(count, each, step), count) if count else []
+        if not count:
+            return []
+        pairs = _pairs(who, self.weights_at(count, each, step), count)
+        if self.steps is None and pairs != _pairs(who, self.weights_at(count, each, step + 1), count):
+            raise BadInput(f"{who}: its weights change after step {step}; set `steps`, the step from which they stay")
+        return pairs
 
     def cuts(self, count: int, *, runs: Sequence[int] | None = None) -> bool:
-        """Whether alpha is 0 at some of `count` sites, at the first training step or once the weights stand still."""
-        return any(
-            weight.alpha == 0 for step in {0, self.steps or 0} for weight in self.weights(count, runs=runs, step=step)
-        )
+        """Whether alpha is 0 at some of `count` sites, at one of the `moments` of training."""
+        return any(weight.alpha == 0 for step in self.moments() for weight in self.weights(count, runs=runs, step=step))
+
+    def moments(self) -> list[int]:
+        """Training steps that stand for all: 65 of them, from the first to the one from which the weights stay."""
+        return sorted({round(part * (self.steps or 0) / 64) for part in range(65)})
 
     def __str__(self) -> str:
         """The text form: the numbers in order, then other fields that are not at their default."""
@@ -196,6 +204,12 @@ def register(cls: RuleClass) -> RuleClass:
         raise BadInput(f"{who}: form must be a text form such as '{name}:0.5', shown in errors, got {form!r}")
     if not cls.__dataclass_params__.frozen:  # type: ignore[attr-defined]
         raise BadInput(f"{who}: must be a frozen dataclass, as rules are compared and hashed by value")
+    if inspect.isabstract(cls):
+        raise BadInput(f"{who}: must have a method weights_at(self, count, runs, step)")
+    try:
+        inspect.signature(cls.weights_at).bind(None, 1, (1,), 0)
+    except TypeError as error:
+        raise BadInput(f"{who}: weights_at is called as weights_at(count, runs, step): {error}") from error
     if strange := [field for field in (*cls.numbers, *cls.words.values()) if field not in own]:
         raise BadInput(f"{who}: numbers and words name its fields ({', '.join(own) or 'none'}), got {strange[0]!r}")
     before = _RULES.get(name)
