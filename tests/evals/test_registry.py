@@ -215,5 +215,5 @@ def test_fractions_and_the_samples_they_are_of() -> None:
         return evals.evaluate(vit(), None, digits("test", 50), ["fraction-test-v1"], changes=changes)[0]
 
     assert (evaluated(0.5).n, evaluated(0.5).intervals["a"]) == (20, evals.wilson(0.5, 20))
-    with pytest.raises(BadInput, match="a is 1.7"):
+    with pytest.raises(BadInput, match=r"a is 1\.7"):
         evaluated(1.7)

@@ -248,7 +248,6 @@ def flag(field: str, value: Any) -> list[str]:
         ({"steps": 0}, "0 steps"),
         ({"steps": None, "epochs": 0.0}, "0 steps"),
         ({"batch": 2000}, "1438 images do not fill one batch of 2000"),
-        ({"online_images": 100}, "200.*100 training"),
     ],
 )
 def test_bad_settings_are_refused(changes: dict[str, Any], message: str) -> None:
@@ -292,7 +291,7 @@ def test_eval_prints_a_table_over_depth_and_keeps_it(run: Path, capsys: pytest.C
     assert "step 6: knn-dino-v1, probe-lbfgs-v1, rank-v1" in out
     assert "n = 359, test split" in out
     table = out.strip().partition("\n\n")[2].splitlines()
-    assert table[0].split()[:2] == ["block", "knn10"]
+    assert table[0].split()[:3] == ["block", "path", "knn10"]
     assert [line.split()[0] for line in table[2:]] == ["0", "1"]
     rows = [row for row in RunFolder(run).read("evals.jsonl") if row["evaluation"] == "probe-lbfgs-v1"]
     assert [row["block"] for row in rows[-2:]] == [0, 1]
@@ -353,7 +352,7 @@ def test_a_supervised_run_can_be_evaluated_too(tmp_path: Path, capsys: pytest.Ca
     [
         (["--protocol", "knn-dino"], "nearest: knn-dino-v1"),
         (["--protocol", ","], "names none"),
-        (["--blocks", "first"], "write all, last"),
+        (["--blocks", "first"], "first"),
         (["--blocks", "7"], "not among the model's 2 blocks"),
         (["--pool", "max"], "mean or cls"),
         (["--split", "train"], "test or val"),

@@ -255,8 +255,8 @@ def test_drop_path_is_off_where_skips_are_cut(tmp_path: Path) -> None:
         return {module.drop_prob for module in task.model.modules() if hasattr(module, "drop_prob")}
 
     assert max(rates()) == 0.5
-    assert rates(shortcut="cut") == {0.0}
-    assert rates(shortcut="cut", where="mlp") == {0.0}
+    assert not rates(shortcut="cut")
+    assert not rates(shortcut="cut", where="mlp")
     assert max(rates(shortcut="decay:0.5")) == 0.5
     unskip.train(tiny(drop_path=0.5, shortcut="anneal:keep>cut@3"), tmp_path / "run", quiet=True)
     assert "drop path is off" in notes(tmp_path / "run")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -149,9 +149,11 @@ class Classification(Objective):
             wiring.undo()  # the config decides about the skips, whatever the weights were trained with
         if config.drop_path and _cuts(config, model, sample[:2]):
             notes.append("drop path is off: where a skip is cut, a dropped branch leaves nothing")
-            for module in model.modules():
-                if hasattr(module, "drop_prob"):
-                    module.drop_prob = 0.0
+            self.config = replace(config, drop_path=0.0)
+            for module in [*model.modules()]:
+                for name, child in [*module.named_children()]:
+                    if hasattr(child, "drop_prob"):
+                        setattr(module, name, nn.Identity())
         self.initialise(model, sample)
         return notes
 
