@@ -11,12 +11,10 @@ import contextlib
 import hashlib
 import math
 import reprlib
-import signal
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import torch
@@ -33,6 +31,7 @@ from unskip.training._fsdp import Sharded
 from unskip.training._graph import Graphed, why_not
 from unskip.training._memory import forget_peak, peak_memory
 from unskip.training._progress import Reporter
+from unskip.training._signals import Stop, stop_on_signal
 from unskip.training._state import read_state, write_state
 from unskip.training._task import Schedule, Task
 from unskip.training._trackers import Trackers
@@ -60,40 +59,13 @@ def run_task(task: Task, schedule: Schedule, folder: RunFolder, quiet: bool = Fa
         if schedule.tracker is not None and main:
             trainer.trackers = stack.enter_context(contextlib.closing(Trackers(schedule.tracker, folder, start)))
         reporter = stack.enter_context(Reporter(schedule.steps, start, quiet or not main))
-        stop = stack.enter_context(_stop_on_signal())
+        stop = stack.enter_context(stop_on_signal())
         for note in (*task.notes, *trainer.notes) if start == 0 else trainer.notes:
             reporter.say(note)
             if main and start == 0:
                 folder.append("warnings.jsonl", {"step": 0, "warning": "note", "text": note})
         step = trainer.go(start, stop, reporter)
     return Outcome(folder.path, step, step >= schedule.steps, trainer.last_evaluations)
-
-
-class _Stop:
-    """Set by a signal, read between steps."""
-
-    asked = False
-
-
-@contextlib.contextmanager
-def _stop_on_signal() -> Iterator[_Stop]:
-    """SIGINT and SIGTERM end the run after the step in hand; a second one ends it at once."""
-    stop = _Stop()
-
-    def handle(number: int, frame: FrameType | None) -> None:
-        if stop.asked:
-            raise KeyboardInterrupt
-        stop.asked = True
-
-    before = {}
-    with contextlib.suppress(ValueError):  # not the main thread: signals are somebody else's
-        for number in (signal.SIGINT, signal.SIGTERM):
-            before[number] = signal.signal(number, handle)
-    try:
-        yield stop
-    finally:
-        for number, previous in before.items():
-            signal.signal(number, previous)
 
 
 class _Trainer:
@@ -165,7 +137,7 @@ class _Trainer:
         self.saved = step
         return step
 
-    def go(self, start: int, stop: _Stop, reporter: Reporter) -> int:
+    def go(self, start: int, stop: Stop, reporter: Reporter) -> int:
         """Takes the steps. An error of the disk or the data is raised with how to continue."""
         from safetensors import SafetensorError
 
@@ -185,7 +157,7 @@ class _Trainer:
             self.counted += len(part[0]) * self.world
             yield part
 
-    def _steps(self, start: int, parts: Iterator[Any], stop: _Stop, reporter: Reporter) -> int:
+    def _steps(self, start: int, parts: Iterator[Any], stop: Stop, reporter: Reporter) -> int:
         schedule, pending = self.schedule, []
         self.model.train()  # an evaluation leaves the modes as they were
         forget_peak(self.kind)
@@ -367,7 +339,7 @@ class _Trainer:
             write_state(folder, "scaler", self.scaler.state_dict())
         write_state(folder, "health", self.health.state())
 
-    def _stopping(self, stop: _Stop, done: int) -> bool:
+    def _stopping(self, stop: Stop, done: int) -> bool:
         """Whether to end here. Several processes agree on it, now and then."""
         if self.world == 1:
             return stop.asked
