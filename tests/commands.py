@@ -41,6 +41,7 @@ def on_ranks(count: int, folder: Path, run: Callable[[], object]) -> None:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
     shared = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port), "WORLD_SIZE": str(count), "ACCELERATE_USE_CPU": "1"}
+    shared["OMP_NUM_THREADS"] = "1"  # accelerate warns where it is unset
 
     def ranked(rank: int) -> int:
         os.environ |= {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(count)}

@@ -114,8 +114,8 @@ import unskip
 @dataclass(frozen=True)
 class Halve(unskip.Shortcut):
     factor: float = 0.5
-    name = "halve"
-    form = "halve:0.5"
+    name = "halved"
+    form = "halved:0.5"
     numbers = ("factor",)
 
     def weights_at(self, count, runs, step):
@@ -125,7 +125,7 @@ class Halve(unskip.Shortcut):
 
 def test_a_shortcut_of_ones_own(tmp_path: Path) -> None:
     (tmp_path / "rules.py").write_text(HALVE)
-    audit = ["audit", "timm:test_vit", "--shortcut", "halve:0.25", "--json"]
+    audit = ["audit", "timm:test_vit", "--shortcut", "halved:0.25", "--json"]
     code, out, _ = unskip_in(tmp_path, *audit, "--plugin", "rules.py")
     data: Any = json.loads(out)
     assert code == 0
@@ -175,7 +175,7 @@ def test_a_recipe_and_a_shortcut_of_ones_own_make_a_run_that_says_so(tmp_path: P
     (tmp_path / "rules.py").write_text(HALVE)
     (tmp_path / "recipe.py").write_text(RECIPE)
     plugins = ["--plugin", "rules.py", "--plugin", "recipe.py"]
-    options = ["--shortcut", "halve:0.5", "--noise", "0.1", "--out", "run", "--quiet"]
+    options = ["--shortcut", "halved:0.5", "--noise", "0.1", "--out", "run", "--quiet"]
     code, _, err = unskip_in(tmp_path, "train", "denoise", *options, *plugins)
     assert code == 0, err
     record = json.loads((tmp_path / "run" / "config.json").read_text())
@@ -193,7 +193,7 @@ def test_a_recipe_and_a_shortcut_of_ones_own_make_a_run_that_says_so(tmp_path: P
 EVALUATOR = """
 import unskip
 
-@unskip.evals.register("spread-v1", needs="features", about="Mean distance of features to their mean.")
+@unskip.evals.register("apart-v1", needs="features", about="Mean distance of features to their mean.")
 def spread(train, test):
     return {"spread": float((test.features - test.features.mean(0)).norm(dim=1).mean())}
 """
@@ -204,12 +204,12 @@ def test_an_evaluator_of_ones_own_and_a_folder_of_seeds(tmp_path: Path) -> None:
     options = "--model-args depth=1,embed_dim=16,num_heads=2 --steps 2 --batch 32 --device cpu --quiet".split()
     code, _, err = unskip_in(tmp_path, "train", "supervised", *options, "--seeds", "0,1", "--out", "runs")
     assert code == 0, err
-    evaluate = ["eval", "runs", "--protocol", "spread-v1", "--plugin", "spread.py", "--json"]
+    evaluate = ["eval", "runs", "--protocol", "apart-v1", "--plugin", "spread.py", "--json"]
     code, out, err = unskip_in(tmp_path, *evaluate)
     assert code == 0, err
     values = [run["results"][0]["spread"] for run in json.loads(out)["runs"]]
     assert len(values) == 2
     for seed, value in enumerate(values):
         row = json.loads((tmp_path / "runs" / f"seed-{seed}" / "evals.jsonl").read_text().splitlines()[-1])
-        assert (row["evaluation"], row["spread"]) == ("spread-v1", value)
+        assert (row["evaluation"], row["spread"]) == ("apart-v1", value)
         assert row["n"] > 0

@@ -5,6 +5,7 @@ import re
 import signal
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -227,7 +228,9 @@ def test_a_fault_exits_with_1_and_its_traceback(tmp_path: Path) -> None:
 def test_an_interrupt_is_one_line(module: str) -> None:
     """Python lists each module on stderr once it is imported; others, and the audit, are then still to come."""
     command = [sys.executable, "-X", "importtime", "-m", "unskip", "audit", "timm:test_vit"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    heard = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # a process in the background ignores it otherwise
+    with subprocess.Popen(command, preexec_fn=heard, **pipes) as process:
         assert any(line.rstrip().endswith(f" {module}") for line in process.stderr)
         process.send_signal(signal.SIGINT)
         out, err = process.communicate(timeout=300)

@@ -185,6 +185,7 @@ def test_images_are_opened_once_for_all_runs(runs: Path, monkeypatch: pytest.Mon
 def test_a_look_wakes_no_other_gpu(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (group,) = read([runs / "mae"], look=False)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)  # which another library may make a count
     monkeypatch.setattr(torch.cuda, "get_rng_state", lambda device: pytest.fail(f"woke GPU {device}"))
     assert look(group.runs[0]).notes == []
 

@@ -177,6 +177,7 @@ def test_what_others_found_of_a_checkpoint_is_no_evaluation_of_the_run(tmp_path:
 def test_an_evaluation_wakes_no_other_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of several GPUs torch would fork the generators of all, with a warning."""
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)  # which another library may make a count
     monkeypatch.setattr(torch.cuda, "get_rng_state", lambda device: pytest.fail(f"woke GPU {device}"))
     assert run_task(task(), schedule(), new(tmp_path / "run"), quiet=True).finished
 
