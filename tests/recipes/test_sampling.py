@@ -32,7 +32,7 @@ from unskip.training import RunFolder
 pytestmark = pytest.mark.filterwarnings("ignore::unskip.errors.UnskipWarning")
 
 
-@pytest.fixture(scope="module", params=["sit", "uvit"])
+@pytest.fixture(scope="module", params=["sit", pytest.param("uvit", marks=pytest.mark.full)])
 def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A finished run that tests only read, or add results to."""
     return trained(request.param, tmp_path_factory.mktemp(request.param) / "run")
