@@ -103,6 +103,7 @@ def test_a_run_leaves_a_whole_folder_and_can_be_loaded(tmp_path: Path, changes: 
         assert alphas == pytest.approx([1, 1 - 0.4 / 3, 1 - 0.8 / 3, 0.6])
 
 
+@pytest.mark.full
 def test_it_learns(tmp_path: Path) -> None:
     config = recipes.supervised("digits", device="cpu", epochs=3, optimizer="soap")
     outcome = unskip.train(config, tmp_path / "run", quiet=True)

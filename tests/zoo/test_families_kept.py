@@ -27,7 +27,7 @@ from tests.zoo.harness import (
     snapshot,
     watched,
 )
-from tests.zoo.rewired import CLOSE, HALF, each_family, rewired, spread
+from tests.zoo.rewired import CLOSE, HALF, rewired, some_families, spread
 from torch import nn
 
 import unskip
@@ -37,7 +37,7 @@ from unskip.errors import ForwardError
 # --- What stays as it is ----------------------------------------------------------------------------------------------
 
 
-@each_family
+@some_families
 @pytest.mark.parametrize("rule", [HALF, Cut(), Anneal(Keep(), HALF, steps=4)], ids=str)
 def test_weights_and_modules_stay(family: Family, rule: Any) -> None:
     model = family.build()
@@ -58,7 +58,7 @@ def test_weights_and_modules_stay(family: Family, rule: Any) -> None:
     assert str(model) == str(plain)
 
 
-@each_family
+@some_families
 def test_other_instances_and_the_classes_are_left_alone(family: Family) -> None:
     inputs, other = family.inputs(2), family.build()
     outputs, modules = run(other, inputs), snapshot(other)
@@ -75,7 +75,7 @@ def test_other_instances_and_the_classes_are_left_alone(family: Family) -> None:
         assert not [name for name in new if "unskip" in name and not name.startswith("__import_")]
 
 
-@each_family
+@some_families
 def test_undo_restores_everything(family: Family) -> None:
     inputs, model = family.inputs(2), family.build()
     before, outputs, text = snapshot(model), run(model, inputs), str(model)
@@ -94,7 +94,7 @@ def test_undo_restores_everything(family: Family) -> None:
             assert same(run(model, inputs), quiet)
 
 
-@each_family
+@some_families
 def test_context_manager_restores_everything(family: Family) -> None:
     inputs, model = family.inputs(2), family.build()
     before, outputs = snapshot(model), run(model, inputs)
@@ -108,7 +108,7 @@ def test_context_manager_restores_everything(family: Family) -> None:
     assert same(run(model, inputs), outputs)
 
 
-@each_family
+@some_families
 def test_context_manager_gives_the_wiring_back_that_was_there(family: Family) -> None:
     inputs = family.inputs(2)
     model, wiring = rewired(family)
@@ -120,7 +120,7 @@ def test_context_manager_gives_the_wiring_back_that_was_there(family: Family) ->
     assert same(run(model, inputs), outputs)
 
 
-@each_family
+@some_families
 def test_rewiring_again_replaces(family: Family) -> None:
     inputs = family.inputs(2)
     model, first = rewired(family, Scale(0.3, 0.9))
@@ -136,7 +136,7 @@ def test_rewiring_again_replaces(family: Family) -> None:
     assert same(run(model, inputs), run(family.build(), inputs))
 
 
-@each_family
+@some_families
 @pytest.mark.parametrize("fault", ["example", "where", "bind"])
 def test_a_rewiring_that_fails_leaves_the_model_as_it_was(
     family: Family, fault: str, monkeypatch: pytest.MonkeyPatch
@@ -176,7 +176,7 @@ def _fail_at(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
 # --- Copies -----------------------------------------------------------------------------------------------------------
 
 
-@each_family
+@some_families
 @pytest.mark.parametrize("rule", [HALF, Learn(0.5), Anneal(Keep(), HALF, steps=4)], ids=str)
 def test_deepcopy_is_rewired_and_independent(family: Family, rule: Any) -> None:
     inputs = family.inputs(2)
@@ -200,7 +200,7 @@ def test_deepcopy_is_rewired_and_independent(family: Family, rule: Any) -> None:
     assert not {id(module) for module in twin.modules()} & {id(module) for module in model.modules()}
 
 
-@each_family
+@some_families
 @pytest.mark.parametrize("rule", [HALF, Cut(), Learn(0.5), Anneal(Keep(), HALF, steps=4)], ids=str)
 def test_pickle_keeps_the_wiring(family: Family, rule: Any) -> None:
     inputs = family.inputs(2)
@@ -232,7 +232,7 @@ torch.save(model(**inputs) if isinstance(inputs, dict) else model(inputs), sys.a
 """
 
 
-@pytest.mark.parametrize("name", ["timm_vit", "hf_bert"])
+@pytest.mark.parametrize("name", [pytest.param("timm_vit", marks=pytest.mark.full), "hf_bert"])
 def test_a_saved_model_is_rewired_in_a_fresh_process(name: str, tmp_path: Path) -> None:
     family = FAMILIES[name]
     inputs = family.inputs(2)
@@ -247,7 +247,7 @@ def test_a_saved_model_is_rewired_in_a_fresh_process(name: str, tmp_path: Path) 
 # --- Training tools ---------------------------------------------------------------------------------------------------
 
 
-@each_family
+@some_families
 @pytest.mark.parametrize("rule", [HALF, Cut(), Learn(0.5)], ids=str)
 def test_gradient_checkpointing_changes_no_gradient(family: Family, rule: Any) -> None:
     inputs = family.inputs(2)
@@ -262,7 +262,7 @@ def test_gradient_checkpointing_changes_no_gradient(family: Family, rule: Any) -
     assert gradient_difference(checked_grads, grads) < CLOSE
 
 
-@each_family
+@some_families
 @pytest.mark.parametrize(
     "rule", [Keep(), HALF, Scale(0.5), Scale(1.0, 0.7), Cut(), Learn(0.5), Anneal(Keep(), HALF, steps=4)], ids=str
 )
