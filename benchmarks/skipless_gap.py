@@ -125,10 +125,6 @@ MIX: dict[str, Config] = {
     "3 of 6 wide heads carry; mix 1": at("cut, shaped", OWN, **CARRY, carry=1.0),
     "6 wide heads": at("cut, shaped", OWN, **ALL, **WIDE),
     "residual; 6 wide heads": at("residual", CONTROL, **ALL, **WIDE),
-    "6 heads, 1 near-uniform": at("cut, shaped", OWN, **ALL, heads=6, target=0.97, even=1),
-    "paper": at("cut, paper", OWN, **ALL),
-    "refresh every step": at("cut, shaped", OWN, **ALL, refresh=1),
-    "residual; refresh every step": at("residual", CONTROL, **ALL, refresh=1),
 }
 LONG: Config = {"epochs": 100, "mixup": 0.8, "cutmix": 1.0}
 SHARED = ("heads", "head_dim", "refresh")  # what a control gets when its rival has it
@@ -153,13 +149,12 @@ def stage_two(done: dict[str, Any]) -> Iterator[Job]:
     }
     for configs in names.values():
         yield from configs.items()
-    finals = {"MLPs cut": {**at("MLPs cut, shaped", OWN, **ALL), **LONG}}
-    if all(len(each) == 3 and all(name in done for name in each) for each in names.values()):
-        for group, configs in names.items():
-            finals[group] = configs[max(configs, key=lambda name: value(done[name]))]
-    for seed in SEEDS:
-        for name in reversed(finals):
-            yield f"final | {name} | seed {seed}", {**finals[name], "seed": seed, "validate": False}
+    if not all(len(each) == 3 and all(name in done for name in each) for each in names.values()):
+        return
+    finals = {group: configs[max(configs, key=lambda name: value(done[name]))] for group, configs in names.items()}
+    finals["MLPs cut"] = {**at("MLPs cut, shaped", OWN, **ALL), **LONG}
+    for name, seed in itertools.product(finals, SEEDS):
+        yield f"final | {name} | seed {seed}", {**finals[name], "seed": seed, "validate": False}
 
 
 # --- What it shows ----------------------------------------------------------------------------------------------------
