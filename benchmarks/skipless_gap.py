@@ -132,29 +132,17 @@ SEEDS = (0, 1, 2)
 
 
 def stage_two(done: dict[str, Any]) -> Iterator[Job]:
-    """Mixing heads, then 100 epochs with mixup and cutmix. What a missing result decides is not there yet."""
+    """Mixing heads, then 100 epochs with mixup and cutmix of the best of either side."""
     yield from ((f"mix | {name}", config) for name, config in MIX.items())
-    runs: dict[str, list[Config]] = {
-        "residual": [at("residual", (3e-3, decay), **ALL) for decay in (0.3, 1.0)],
-        "no skips": [at("cut, shaped", (3e-3, decay), **ALL) for decay in (0.1, 0.3)],
-    }
-    if all(f"mix | {name}" in done for name in MIX):
-        without = [name for name in MIX if not name.startswith("residual")]
-        top = MIX[max(without, key=lambda name: value(done[f"mix | {name}"]))]
-        runs["no skips"].append(top)
-        runs["residual"].append({**runs["residual"][1], **{name: top[name] for name in SHARED}})
-    names = {
-        group: {f"long | {group} | {place}": {**config, **LONG} for place, config in enumerate(configs)}
-        for group, configs in runs.items()
-    }
-    for configs in names.values():
-        yield from configs.items()
-    if not all(len(each) == 3 and all(name in done for name in each) for each in names.values()):
+    if not all(f"mix | {name}" in done for name in MIX):
         return
-    finals = {group: configs[max(configs, key=lambda name: value(done[name]))] for group, configs in names.items()}
-    finals["MLPs cut"] = {**at("MLPs cut, shaped", OWN, **ALL), **LONG}
+    without = {name: config for name, config in MIX.items() if not name.startswith("residual")}
+    finals = {"residual": MIX["residual; 6 wide heads"]}
+    finals["no skips"] = without[max(without, key=lambda name: value(done[f"mix | {name}"]))]
     for name, seed in itertools.product(finals, SEEDS):
-        yield f"final | {name} | seed {seed}", {**finals[name], "seed": seed, "validate": False}
+        yield f"final | {name} | seed {seed}", {**finals[name], **LONG, "seed": seed, "validate": False}
+    for decay in (0.3, 1.0):
+        yield f"long | residual | {decay:g}", {**finals["residual"], **LONG, "weight_decay": decay}
 
 
 # --- What it shows ----------------------------------------------------------------------------------------------------
