@@ -17,7 +17,7 @@ from torch import nn
 
 from unskip import cli, evals
 from unskip.data import Feed
-from unskip.errors import BadInput
+from unskip.errors import BadInput, UnskipWarning
 
 
 @evals.register(
@@ -122,6 +122,14 @@ def test_what_cannot_be_registered_or_used() -> None:
 
     with pytest.raises(BadInput, match=r"broken-test-v1.*float"):
         evals.evaluate(vit(), None, digits("test", 20), ["broken-test-v1"])
+
+    @evals.register("empty-test-v1", needs="model", fractions=("share",), train=False)
+    def empty(model: nn.Module, train: evals.Split, test: evals.Split) -> dict[str, float]:
+        return {"share": math.nan}
+
+    with pytest.warns(UnskipWarning, match=r"empty-test-v1.*share"):
+        (result,) = evals.evaluate(vit(), None, digits("test", 20), ["empty-test-v1"])
+    assert result.intervals == {}
 
 
 PLUGIN = """

@@ -93,6 +93,19 @@ def test_a_folder_that_is_taken_is_refused_before_images_are_opened(asked: list[
         unskip.train(small("supervised"), tmp_path / "a", quiet=True)
 
 
+def test_a_run_that_fails_before_its_first_step_leaves_its_folder_free(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("no gradient")
+
+    with monkeypatch.context() as broken:
+        broken.setattr("torch.Tensor.backward", fail)
+        with pytest.raises(RuntimeError, match="no gradient"):
+            unskip.train(small("supervised"), tmp_path / "a", quiet=True)
+    assert unskip.train(small("supervised"), tmp_path / "a", quiet=True).finished
+
+
 def test_seeds_share_their_images(asked: list[str], tmp_path: Path) -> None:
     words = ["--steps", "1", "--device", "cpu", "--quiet", "--model-args", SMALL["model_args"]]
     assert cli.main(["train", "supervised", *words, "--seeds", "0,1,2", "--out", str(tmp_path / "runs")]) == 0

@@ -83,10 +83,14 @@ def test_ema_weights_are_loaded(tmp_path: Path) -> None:
         (lambda folder: (folder / "train" / "a" / "3.png").unlink(), "train data has changed .* 40 images, now 39"),
         (
             lambda folder: Image.new("RGB", (8, 8)).save(folder / "train" / "b" / "0.png"),
-            "train data has changed .* other images or labels",
+            "train data has changed .* same labels, but of other content",
+        ),
+        (
+            lambda folder: (folder / "train" / "a" / "3.png").rename(folder / "train" / "b" / "99.png"),
+            "train data has changed .* other labels",
         ),
     ],
-    ids=["an image less", "another image"],
+    ids=["an image less", "another image", "another label"],
 )
 def test_data_that_changed_is_refused(change: Any, named: str, tmp_path: Path) -> None:
     data = folder_of_images(tmp_path / "data", 20)

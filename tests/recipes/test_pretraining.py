@@ -132,7 +132,7 @@ def test_a_run_says_what_it_saw(run: Path) -> None:
     folder = RunFolder(run)
     rows = folder.read("evals.jsonl")
     names = [row["evaluation"] for row in rows[:2]]
-    assert names == ["reconstruction-v1", "knn-dino-v1, rank-v1"]
+    assert names == ["reconstruction-v1", "features"]
     assert 0 <= rows[1]["knn20"] <= 1
     metrics = folder.read("metrics.jsonl")
     assert all(row["feature_norm"] > 0 and row["effective_decay"] == pytest.approx(DECAY) for row in metrics)
@@ -299,7 +299,7 @@ def test_eval_prints_a_table_over_depth_and_keeps_it(run: Path, capsys: pytest.C
     assert {name: rows[-1][name] for name in about} == about
     assert rows[-1]["preprocess"]["source"] == "the run"
     assert rows[-1]["intervals"]["probe_lbfgs"] == [*unskip.evals.wilson(rows[-1]["probe_lbfgs"], 359)]
-    (online,) = (row for row in RunFolder(run).read("evals.jsonl") if row["evaluation"].startswith("knn-dino-v1,"))
+    (online,) = (row for row in RunFolder(run).read("evals.jsonl") if row["evaluation"] == "features")
     assert (online["n"], online["split"]) == (300, "test")  # online_images
     assert online["intervals"]["knn20"] == [*unskip.evals.wilson(online["knn20"], 300)]
     # What was added does not stand in the way of the run itself.

@@ -6,6 +6,7 @@ features of blocks, patches, logits) is gathered for all protocols together; eac
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from unskip._table import table
+from unskip._warn import warn
 from unskip.anatomy import Block, Blocks, is_declared
 from unskip.data import DenseSet, ImageSet, Normalise, Preprocess, preprocess_of
 from unskip.errors import BadInput
@@ -118,6 +120,9 @@ def evaluate(
         mine = dict((changes or {}).get(each.name, {}))
         settings = each.settings_with(mine)
         for block, values, n in _numbers(each, gathered, settings):
+            none = [name for name, value in values.items() if math.isnan(value)]
+            if none:
+                warn(f"{each.name}: {', '.join(none)} is NaN")
             intervals = each.intervals(values, n)
             view = (
                 gathered.view(each)[0] if each.needs == "features" else each.what if each.needs == "patches" else None

@@ -20,7 +20,7 @@ from unskip.recipes._data import Opener, data_record, evaluated_split, open_spli
 from unskip.recipes._objective import Facts, Objective, Progress
 from unskip.recipes._registry import recipe_of
 from unskip.training import Schedule, Task, device_of
-from unskip.wiring import Wiring, rewire, save
+from unskip.wiring import Keep, Wiring, parse, rewire, save
 
 _SAMPLE = 64  # images of the evaluated split that initialisation, rewiring and health checks look at
 
@@ -77,7 +77,7 @@ def build(config: Config, opener: Opener | None = None) -> tuple[Task, Schedule]
 def wire(objective: Objective, model: nn.Module, sample: Tensor) -> tuple[Wiring, ...]:
     """Puts the shortcut of the config into the model. A model that keeps its skips is left as it is."""
     config, parts = objective.config, objective.rewired(model)
-    if config.shortcut == "keep":
+    if parse(config.shortcut) == Keep():
         return ()
     return tuple(rewire(part, config.shortcut, sample, config.where) for part in parts)
 

@@ -59,7 +59,7 @@ class CropsObjective(Objective):
 
     def evaluations(self, model: nn.Module, train: Feed, test: Feed, split: str) -> dict[str, Evaluation]:
         evaluation = online_features(self.encoder, model, train, test, split, self.config.precision)
-        return {"knn-dino-v1, rank-v1": evaluation}
+        return {"features": evaluation}
 
 
 def backbone_arguments(config: Any, facts: Facts) -> dict[str, Any]:

@@ -9,6 +9,7 @@ Decoding a set can take longer than training on it. Several runs on one set shar
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import lru_cache
@@ -64,7 +65,13 @@ def with_channels(images: ImageSet, channels: int) -> ImageSet:
 
 def data_record(images: ImageSet) -> dict[str, Any]:
     """What identifies a split, for a run to notice that its data has changed."""
-    return {"images": len(images), "classes": len(images.classes), "fingerprint": fingerprint(images)}
+    labels = hashlib.sha256(f"{images.classes}".encode() + images.labels.numpy().tobytes()).hexdigest()[:16]
+    return {
+        "images": len(images),
+        "classes": len(images.classes),
+        "labels": labels,
+        "fingerprint": fingerprint(images),
+    }
 
 
 def data_changes(before: Mapping[str, Mapping[str, Any]], now: Mapping[str, Mapping[str, Any]]) -> str | None:
@@ -72,6 +79,10 @@ def data_changes(before: Mapping[str, Mapping[str, Any]], now: Mapping[str, Mapp
     for split, record in before.items():
         for name, value in now.get(split, {}).items():
             if record.get(name) != value:
-                how = "other images or labels" if name == "fingerprint" else f"{record.get(name)} {name}, now {value}"
+                same = {
+                    "labels": "as many images and classes, with other labels or names of classes",
+                    "fingerprint": "as many images with the same labels, but of other content or file names",
+                }
+                how = same.get(name, f"{record.get(name)} {name}, now {value}")
                 return f"its {split} data has changed since the run began: {how}"
     return None

@@ -187,7 +187,7 @@ class FlowMatching(Objective):
             sample = next(iter(test.evaluate()))[0][:1]
             found = find_blocks(model, Example.of(inputs(sample, torch.zeros(1, device=sample.device).long(), "test")))
             options = {"precision": config.precision, "blocks": "middle", "inputs": inputs, "found": found}
-            evaluations["knn-dino-v1, rank-v1"] = Online(names, train, test, split, options)
+            evaluations["features"] = Online(names, train, test, split, options)
         return evaluations
 
 

@@ -94,7 +94,7 @@ def build_model(config: Mae, facts: Facts) -> MAE:
     try:
         encoder = built(config, _encoder_arguments(config, facts))
     except BadInput as error:
-        if "unexpected keyword" not in str(error):
+        if not isinstance(_origin(error), TypeError):  # an argument that the model does not have
             raise
         raise BadInput(f"{config.model} is no ViT whose patches can be left out: {error}") from error
     return MAE(
@@ -107,6 +107,11 @@ def build_model(config: Mae, facts: Facts) -> MAE:
         norm_pix=config.norm_pix,
         narrow=config.narrow,
     )
+
+
+def _origin(error: BaseException) -> BaseException:
+    """The exception that all others were raised from."""
+    return error if error.__cause__ is None else _origin(error.__cause__)
 
 
 def _encoder_arguments(config: Mae, facts: Facts) -> dict[str, Any]:
@@ -165,7 +170,7 @@ class Reconstruction(Objective):
     def evaluations(self, model: nn.Module, train: Feed, test: Feed, split: str) -> dict[str, Evaluation]:
         return {
             "reconstruction-v1": Online(["reconstruction-v1"], None, test, split),
-            "knn-dino-v1, rank-v1": online_features(self.encoder, model, train, test, split, self.config.precision),
+            "features": online_features(self.encoder, model, train, test, split, self.config.precision),
         }
 
 

@@ -48,7 +48,12 @@ def train(config: Config, out: str | Path, quiet: bool = False, opener: Opener |
         folder = RunFolder.create(out, to_dict(config), device, steps=schedule.steps, plugins=plugins, **task.record)
         if not quiet:
             sys.stderr.write(f"{_summary(config, task.model, schedule.steps)} on {device}\n")
-    return run_task(task, schedule, folder, quiet)
+    try:
+        return run_task(task, schedule, folder, quiet)
+    except Exception:
+        if is_main():
+            folder.discard_unbegun()  # so that the same command runs again once its cause is mended
+        raise
 
 
 def resume(

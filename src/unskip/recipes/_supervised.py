@@ -25,7 +25,7 @@ from unskip.recipes._objective import Facts, Objective
 from unskip.recipes._online import Online
 from unskip.recipes._registry import Preset, Recipe, register
 from unskip.training import Evaluation, RunFolder
-from unskip.wiring import find_wiring, load, parse, rewired
+from unskip.wiring import Keep, find_wiring, load, parse, rewired
 
 
 @dataclass(frozen=True)
@@ -219,7 +219,7 @@ def _load_weights(config: Supervised, model: nn.Module) -> list[str]:
         notes.append(f"new beside the encoder of {config.weights}: {', '.join(fresh)}")
     else:
         wiring = find_wiring(load(folder, model))
-    if wiring is not None and config.shortcut == "keep":
+    if wiring is not None and parse(config.shortcut) == Keep():
         notes.append(f"{config.weights} was saved with other skips; here all are kept (shortcut keep)")
     return notes
 

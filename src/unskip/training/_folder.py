@@ -59,6 +59,12 @@ class RunFolder:
             other = "choose another --out" if self._steps() else "remove the folder: it has no checkpoint yet"
             raise BadInput(f"{self.path} holds a run already: continue it with `unskip resume {self.path}`, or {other}")
 
+    def discard_unbegun(self) -> None:
+        """Frees the folder of a run that failed before it logged a step or wrote a checkpoint."""
+        if not self.read("metrics.jsonl") and not self._steps():
+            for name in ("config.json", "warnings.jsonl"):
+                (self.path / name).unlink(missing_ok=True)
+
     @classmethod
     def open(cls, path: str | Path) -> RunFolder:
         """An existing run."""
