@@ -7,6 +7,7 @@ WORKERS ?= 2
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
+DOCS := $(VENV)/.docs
 BENCHMARKS := $(sort $(filter-out benchmarks/_%,$(wildcard benchmarks/*.py)))
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS)
 
@@ -15,10 +16,10 @@ PYTEST := $(BIN)/python -m pytest -n $(WORKERS)
 export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE_BF16
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all lint bench clean
+.PHONY: help setup demo test test-all lint docs docs-serve bench clean
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 setup: $(INSTALLED) ## make .venv with the pinned versions of constraints.txt
 
@@ -26,6 +27,11 @@ setup: $(INSTALLED) ## make .venv with the pinned versions of constraints.txt
 $(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[all,dev]'
+	@touch $@
+
+# What only the site and the packages need.
+$(DOCS): $(INSTALLED)
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[docs]'
 	@touch $@
 
 demo: $(INSTALLED) ## rewire, train with and without shortcuts, prove, and one page about it; minutes
@@ -36,7 +42,7 @@ test: lint ## lint, types and every test but the full matrices
 
 # A table is written by the tests of one file, so a file stays with one worker.
 test-all: export UNSKIP_WRITE_TABLES = 1
-test-all: lint ## lint, types and all tests; writes their tables into docs
+test-all: lint docs ## lint, types and all tests, and the site; writes tables into docs
 	$(PYTEST) --hypothesis-profile thorough --dist loadfile --cov --cov-report=term
 
 lint: $(INSTALLED) ## style, types, the arrows between the rooms, and what recipes repeat
@@ -45,6 +51,12 @@ lint: $(INSTALLED) ## style, types, the arrows between the rooms, and what recip
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/pylint src/unskip/recipes
+
+docs: $(DOCS) ## the documentation site, in build/site; a broken link or a missing public name stops it
+	$(BIN)/mkdocs build --quiet --strict
+
+docs-serve: $(DOCS) ## the site at http://127.0.0.1:8000, built again whenever a page changes
+	$(BIN)/mkdocs serve
 
 bench: $(INSTALLED) ## run each benchmark
 	@$(if $(BENCHMARKS),,echo "There is no benchmark yet: benchmarks/ holds no Python file.")

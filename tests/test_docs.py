@@ -12,6 +12,7 @@ from types import ModuleType
 
 import pytest
 
+import unskip
 from unskip import cli
 
 ROOT = Path(__file__).parents[1]
@@ -88,3 +89,13 @@ def test_page(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
             run_python(block, module)
         elif block.language == "console":
             run_console(block)
+
+
+def test_reference_holds_every_name() -> None:
+    """The index has every name of `unskip`, and each package its page. `make docs` checks the names within those."""
+    folder = ROOT / "docs" / "reference"
+    index = (folder / "index.md").read_text(encoding="utf-8")
+    packages = {name for name in unskip.__all__ if isinstance(getattr(unskip, name), ModuleType)}
+    assert [name for name in packages if f"[`unskip.{name}`]({name}.md)" not in index] == []
+    assert [name for name in packages if f"::: unskip.{name}\n" not in (folder / f"{name}.md").read_text()] == []
+    assert [name for name in set(unskip.__all__) - packages if f"[`{name}`](" not in index] == []

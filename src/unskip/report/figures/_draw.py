@@ -26,7 +26,7 @@ Pixels = NDArray[np.uint8]  # (height, width, 3)
 
 @dataclass(frozen=True, eq=False)
 class Tiles:
-    """A grid of small images: images[row][column], with a caption each where there are captions."""
+    """A grid of small images: `images[row][column]`, with a caption each where there are captions."""
 
     name: str
     title: str
