@@ -34,7 +34,7 @@ def on_post_build(config: Any) -> None:
 
 
 def public_names() -> set[str]:
-    """Full names of what `__all__` of every room lists, or a public module without one defines; read from the source."""
+    """Full names from the `__all__` of every package, and of what public modules without one define."""
     package, found = ROOT / "src" / "unskip", set[str]()
     for file in [*package.glob("[!_]*.py"), *package.glob("*/__init__.py"), *package.glob("integrations/[!_]*.py")]:
         module = ".".join(["unskip", *file.relative_to(package).with_suffix("").parts]).removesuffix(".__init__")
