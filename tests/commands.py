@@ -11,7 +11,10 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-import timm  # noqa: F401  (with the next: what commands import, before the fork)
+import timm  # noqa: F401  (with the next ones: what commands import, before the fork)
+import torch.distributed.checkpoint.state_dict
+import torch.distributed.fsdp
+import torch.distributed.tensor  # noqa: F401
 from accelerate.state import AcceleratorState
 
 from unskip import cli, demo  # noqa: F401

@@ -127,7 +127,7 @@ def test_learnt_shortcuts_are_not_sharded() -> None:
     model = timm.create_model("vit_tiny_patch16_224", img_size=32, patch_size=16, depth=1, embed_dim=24, num_heads=2)
     unskip.rewire(model, "learn:1.0", torch.zeros(1, 3, 32, 32))
     with pytest.raises(BadInput, match="is a scalar"):
-        Sharded(model, torch.optim.AdamW(model.parameters()), first=True)
+        Sharded(model, torch.optim.AdamW(model.parameters()))
 
 
 def test_notes_are_written_once(tmp_path: Path) -> None:

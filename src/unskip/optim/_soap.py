@@ -148,8 +148,7 @@ class SOAP(BatchedOptimizer):
             state[name] = torch.zeros((), dtype=torch.float32 if name == "step" else torch.int32, device=param.device)
         state["skipped"] += ~finite
         blocks = group["blocks"][_place(group["params"], param)]
-        shape = matrix_shape(param.shape, blocks)
-        sides = [] if shape is None else [side for side, n in zip(SIDES, shape, strict=True) if n <= group["max_dim"]]
+        shape, sides = _sides(param, blocks, group["max_dim"])
         whole_shape = (blocks, *shape) if shape is not None and sides else tuple(param.shape)
         state["exp_avg"] = torch.zeros(whole_shape, dtype=store, device=param.device)
         state["exp_avg_sq"] = torch.zeros(whole_shape, dtype=work, device=param.device)
@@ -163,11 +162,11 @@ class SOAP(BatchedOptimizer):
             state[f"{side}_basis"] = eigenbasis(statistics).to(torch.float16 if halved else store)
 
     def _gathered(self, group: dict[str, Any]) -> list[_DeviceGroup]:
-        started = [(p, b) for p, b in zip(group["params"], group["blocks"], strict=True) if self.state.get(p)]
+        pairs = [*zip(group["params"], group["blocks"], strict=True)]
         groups = []
-        for device in dict.fromkeys(param.device for param, _ in started):
+        for device in dict.fromkeys(param.device for param, _ in pairs if self.state.get(param)):
             with matmul_precision(group["precision"], device):
-                groups.append(_DeviceGroup([pair for pair in started if pair[0].device == device], self.state, group))
+                groups.append(_DeviceGroup([pair for pair in pairs if pair[0].device == device], self.state, group))
         return groups
 
     def _named(self) -> list[tuple[str, Tensor]]:
@@ -186,27 +185,46 @@ class _DeviceGroup:
     """The parameters of one group on one device that have a state: their stacks, counters and refresh schedule."""
 
     def __init__(self, pairs: list[tuple[Tensor, int]], state: Any, group: dict[str, Any]) -> None:
-        self.params = [param for param, _ in pairs]
+        started = [pair for pair in pairs if state.get(pair[0])]
+        self.params = [param for param, _ in started]
         self.device = self.params[0].device
-        self.stacks = gather(self.params, [blocks for _, blocks in pairs], state)
+        self.stacks = gather(self.params, [blocks for _, blocks in started], state)
         self.counters = {name: torch.stack([state[param][name] for param in self.params]) for name in COUNTERS}
         for name, values in self.counters.items():
             for param, value in zip(self.params, values.unbind(), strict=True):
                 state[param][name] = value
-        sides = [
-            Side(i, side, stack.fields[side].shape[-1], len(stack.index))
-            for i, stack in enumerate(self.stacks)
-            if isinstance(stack, Matrices)
-            for side in SIDES
-            if side in stack.fields
-        ]
         self.interval = (group["refresh_every"], group["stagger"])
-        self.schedule = refresh_schedule(sides, *self.interval)
+        self.schedule = self._scheduled(pairs, group["max_dim"])
         if self.device.type == "cuda":
             # Kernels are compiled and libraries loaded now, not in the steps to come.
             with matmul_precision(group["precision"], self.device):
                 for chunks in self.schedule:
                     self._refresh(chunks, write=False)
+
+    def _scheduled(self, pairs: list[tuple[Tensor, int]], max_dim: int) -> list[list[Chunk]]:
+        """The schedule of the whole group, less the rows that have no state here.
+
+        So a basis is refreshed at the same steps however many processes share the parameters among them.
+        """
+        here = {id(param) for param in self.params}
+        rows: dict[tuple[Any, ...], list[bool]] = {}  # of each stack of the whole group: which are here
+        for param, blocks in pairs:
+            shape, sides = _sides(param, blocks, max_dim)
+            if sides:
+                rows.setdefault((shape, blocks, param.dtype, *sides), []).extend([id(param) in here] * blocks)
+        found = {stack.key(): i for i, stack in enumerate(self.stacks) if isinstance(stack, Matrices)}
+        sizes = {key: dict(zip(SIDES, key[0], strict=True)) for key in rows}
+        keys = [*rows]
+        whole = [Side(i, side, sizes[key][side], len(rows[key])) for i, key in enumerate(keys) for side in key[3:]]
+        steps: list[list[Chunk]] = []
+        for chunks in refresh_schedule(whole, *self.interval):
+            steps.append([])
+            for side, start, stop in chunks:
+                key = keys[side.stack]
+                first, last = sum(rows[key][:start]), sum(rows[key][:stop])
+                if first < last:
+                    steps[-1].append(Chunk(side._replace(stack=found[key], rows=sum(rows[key])), first, last))
+        return steps
 
     def step(self, group: dict[str, Any]) -> None:
         grads = [param.grad for param in self.params]
@@ -260,6 +278,12 @@ class _DeviceGroup:
                 ),
             )
         )
+
+
+def _sides(param: Tensor, blocks: int, max_dim: int) -> tuple[tuple[int, int] | None, list[str]]:
+    """The matrices that a parameter is, and those of their sides that have a basis."""
+    shape = matrix_shape(param.shape, blocks)
+    return shape, [] if shape is None else [side for side, n in zip(SIDES, shape, strict=True) if n <= max_dim]
 
 
 def _place(params: list[Tensor], param: Tensor) -> int:

@@ -64,6 +64,10 @@ class Matrices:
         self.pointers = pointers(self.params, self.work)
         self.addresses = [param.data_ptr() for param in self.params]
 
+    def key(self) -> tuple[Any, ...]:
+        """What its parameters have in common: matrices, blocks, dtype, and the sides with a basis."""
+        return (self.shape, self.blocks, self.params[0].dtype, *(side for side in SIDES if side in self.fields))
+
     def moved(self) -> bool:
         """Whether a parameter has been given other memory since."""
         return self.pointers is not None and self.addresses != [param.data_ptr() for param in self.params]

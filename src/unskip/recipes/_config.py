@@ -38,7 +38,7 @@ class Config:
     accumulate: int = 1  # gradient accumulation: parts that a batch is split into
     compile: bool = False  # torch.compile
     graph: bool = False  # forward and backward as one CUDA graph, on one GPU: removes launch overhead of small models
-    fsdp: bool = False  # shard the weights over the processes (FSDP2); AdamW without EMA only
+    fsdp: bool = False  # shard the weights over the processes (FSDP2)
     validate: bool = False  # hold out a tenth of the training set and evaluate on it, for choosing settings
     evaluate_every: int | None = None  # steps; None: at the end
     online_images: int = 10_000  # images of each split for kNN and rank during training

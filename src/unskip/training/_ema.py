@@ -1,7 +1,8 @@
 """An exponential moving average (EMA) of the weights, to evaluate and sample with: ema <- d * ema + (1 - d) * w.
 
 torch's AveragedModel keeps a copy of the model, whose shortcuts would stay as they were while those of the model are
-annealed, and it synchronises with the device at each step. Here the averages are tensors that are swapped in.
+annealed, and it synchronises with the device at each step. Here the averages are tensors that are swapped in. Of a
+sharded model each process averages its shards.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from unskip.training._fsdp import local, part_of, whole_of
 from unskip.training._state import read_state
 
 _PREFIX = "module."  # of names, as in torch's AveragedModel
@@ -26,7 +28,7 @@ class EMA:
         self.held: dict[str, Tensor] = dict(model.state_dict(keep_vars=True))
         self.values = {name: value.detach().clone() for name, value in self.held.items()}
         floats = [name for name, value in self.held.items() if value.is_floating_point()]
-        self.pairs = [self.values[name] for name in floats], [self.held[name].detach() for name in floats]
+        self.pairs = [local(self.values[name]) for name in floats], [local(self.held[name].detach()) for name in floats]
         self.counters = [
             (self.values[name], value) for name, value in self.held.items() if not value.is_floating_point()
         ]
@@ -54,15 +56,15 @@ class EMA:
                     value.copy_(before)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """In the layout of torch's AveragedModel."""
+        """In the layout of torch's AveragedModel; of a sharded model whole tensors, which all processes gather."""
         return {"n_averaged": torch.tensor(self.steps)} | {
-            f"{_PREFIX}{name}": average for name, average in self.values.items()
+            f"{_PREFIX}{name}": average for name, average in whole_of(self.values).items()
         }
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
         self.steps = int(state["n_averaged"])
         for name, average in self.values.items():
-            average.copy_(state[f"{_PREFIX}{name}"])
+            average.copy_(part_of(state[f"{_PREFIX}{name}"], average))
 
 
 def ema_weights(checkpoint: Path, device: str | torch.device = "cpu") -> dict[str, Tensor] | None:

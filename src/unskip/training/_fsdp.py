@@ -1,8 +1,13 @@
 """FSDP2 (torch's `fully_shard`): each of several processes holds a shard of every weight.
 
 Rewiring and parameter groups come first, on the plain model. Sharding then puts distributed tensors where the
-parameters were, and the groups are pointed at these. Checkpoints hold whole tensors, gathered on the first process, so
-the model of a sharded run is loaded like any other.
+parameters were. An optimizer that treats every number by itself, as AdamW does, gets the shards. Any other (SOAP, Muon)
+works on whole matrices: each parameter is updated by one process, which holds all of it and its state, and sends it
+to the shards of the others.
+
+Checkpoints hold whole tensors, so the model of a sharded run is loaded like any other, and the run is resumed on any
+number of processes, sharded or not. These are torch's own functions, because accelerate's plugin shards on GPUs only
+and gives every optimizer the shards.
 """
 
 from __future__ import annotations
@@ -11,63 +16,144 @@ import copy
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch import distributed as dist
 
 from unskip.errors import BadInput
+
+_ELEMENTWISE = (torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD)
+
+State = dict[str, Any]
 
 
 class Sharded:
     """The sharded model with its optimizer, and on the first process a plain copy for checkpoints, on the CPU."""
 
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, first: bool) -> None:
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import fully_shard
 
-        if not type(optimizer).__module__.startswith("torch."):
-            raise BadInput(f"{type(optimizer).__name__} works on whole matrices: take optimizer='adamw' with fsdp")
         single = [name for name, parameter in model.named_parameters() if parameter.ndim == 0]
         if single:
             raise BadInput(
                 f"{single[0]} is a scalar, which fully_shard cannot split: leave out fsdp, or the shortcut learn:"
             )
-        self.model, self.optimizer = model, optimizer
-        self.plain = copy.deepcopy(model).cpu() if first else None
+        self.model, self.optimizer, self.rank = model, optimizer, dist.get_rank()
+        self.plain = copy.deepcopy(model).cpu() if self.rank == 0 else None
+        self.by_shard = isinstance(optimizer, _ELEMENTWISE)
         names = {id(parameter): name for name, parameter in model.named_parameters()}
-        groups = [[names[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups]
+        params = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        self.names = [names[id(parameter)] for parameter in params]
+        self.owners = _owners(params, dist.get_world_size())
+        kept = [None] * len(params) if self.by_shard else [self._kept(i, each) for i, each in enumerate(params)]
+        mesh = init_device_mesh(params[0].device.type, (dist.get_world_size(),))
         for block in _blocks(model):
-            fully_shard(block)
-        fully_shard(model)
-        now = dict(model.named_parameters())
-        for group, wanted in zip(optimizer.param_groups, groups, strict=True):
-            group["params"] = [now[name] for name in wanted]
+            fully_shard(block, mesh=mesh)
+        fully_shard(model, mesh=mesh, reshard_after_forward=True)
+        now: dict[str, Any] = dict(model.named_parameters())
+        self.shards = [now[name] for name in self.names]
+        held = iter(self.shards if self.by_shard else kept)
+        for group in optimizer.param_groups:
+            group["params"] = [next(held) for _ in group["params"]]
 
-    def gathered(self) -> tuple[nn.Module | None, dict[str, Any]]:
-        """The plain model as it stands now, on the first process, and the optimizer's state. All processes call it."""
-        from torch.distributed.checkpoint.state_dict import (
-            StateDictOptions,
-            get_model_state_dict,
-            get_optimizer_state_dict,
-        )
+    def _kept(self, index: int, param: Tensor) -> nn.Parameter:
+        """The whole parameter on the process that updates it; elsewhere one of the same shape without memory."""
+        mine = self.owners[index] == self.rank
+        return nn.Parameter(param.detach().clone() if mine else param.new_empty(()).expand(param.shape))
 
-        whole = StateDictOptions(full_state_dict=True, cpu_offload=True)
-        weights = get_model_state_dict(self.model, options=whole)
+    @property
+    def held(self) -> list[Any]:
+        """The parameters of the optimizer."""
+        return [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """The optimizer's step."""
+        if self.by_shard:
+            self.optimizer.step()
+            return
+        moved = []
+        for whole, shard, owner in zip(self.held, self.shards, self.owners, strict=True):
+            if shard.grad is not None:
+                gradient = shard.grad.full_tensor()
+                whole.grad = gradient if owner == self.rank else None
+                moved.append((whole, shard, owner))
+        self.optimizer.step()
+        for whole, shard, owner in moved:
+            whole.grad = None
+            shard.copy_(part_of(whole.detach(), shard, owner))
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.model.zero_grad(set_to_none)
+
+    def gathered(self) -> tuple[nn.Module | None, State]:
+        """On the first process the plain model as it stands now and the optimizer's state; all processes call it."""
+        from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+
+        weights = get_model_state_dict(self.model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
         if self.plain is not None:
             self.plain.load_state_dict(weights)
-        return self.plain, get_optimizer_state_dict(self.model, self.optimizer, options=whole)
+        state = self.optimizer.state_dict()
+        mine = {key: whole_of(entry) for key, entry in state["state"].items()}
+        if self.by_shard:
+            return self.plain, {**state, "state": mine}
+        parts: list[Any] | None = [None] * dist.get_world_size() if self.rank == 0 else None
+        dist.gather_object(mine, parts)
+        merged = {key: entry for part in parts or [] for key, entry in part.items()}
+        return self.plain, {**state, "state": dict(sorted(merged.items()))}
 
-    def restore(self, weights: dict[str, Any], state: dict[str, Any]) -> None:
+    def restore(self, weights: dict[str, Any], state: State) -> None:
         """Puts whole tensors back into the shards. Every process has read them."""
-        from torch.distributed.checkpoint.state_dict import (
-            StateDictOptions,
-            set_model_state_dict,
-            set_optimizer_state_dict,
-        )
+        from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
-        whole = StateDictOptions(full_state_dict=True)
-        for group, saved in zip(self.optimizer.param_groups, state["param_groups"], strict=True):
-            for key, value in saved.items():  # what a schedule has added, such as initial_lr
-                group.setdefault(key, value)
-        set_model_state_dict(self.model, weights, options=whole)
-        set_optimizer_state_dict(self.model, self.optimizer, state, options=whole)
+        mine: dict[int, State] = {}
+        for key, entry in state["state"].items():
+            if self.by_shard:
+                shard = self.shards[key]
+                same = {name: getattr(value, "shape", None) == shard.shape for name, value in entry.items()}
+                mine[key] = {name: part_of(value, shard) if same[name] else value for name, value in entry.items()}
+            elif self.owners[key] == self.rank:
+                mine[key] = entry
+        self.optimizer.load_state_dict({**state, "state": mine})
+        if not self.by_shard:
+            with torch.no_grad():
+                for name, owner, whole in zip(self.names, self.owners, self.held, strict=True):
+                    if owner == self.rank:
+                        whole.copy_(weights[name])
+        set_model_state_dict(self.model, weights, options=StateDictOptions(full_state_dict=True))
+
+
+def whole_of(state: State) -> State:
+    """A flat state with the whole of each sharded tensor, copied to the CPU. All processes call it."""
+    found = {name: getattr(value, "full_tensor", lambda value=value: value)() for name, value in state.items()}
+    return {
+        name: value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else value
+        for name, value in found.items()
+    }
+
+
+def part_of(value: Tensor, like: Any, source: int | None = None) -> Tensor:
+    """A whole tensor as another is sharded, if that is; from the process `source`, or from all, which have the same."""
+    from torch.distributed.tensor import DTensor, distribute_tensor
+
+    if not isinstance(like, DTensor):
+        return value
+    return distribute_tensor(value, like.device_mesh, like.placements, src_data_rank=source)
+
+
+def local(value: Any) -> Tensor:
+    """The part of a tensor that this process holds."""
+    found: Tensor = value.to_local() if hasattr(value, "to_local") else value
+    return found
+
+
+def _owners(params: list[Tensor], world: int) -> list[int]:
+    """The process that updates each parameter: the large ones first, each to the one that has least."""
+    load, owners = [0] * world, [0] * len(params)
+    for index in sorted(range(len(params)), key=lambda index: -params[index].numel()):
+        owners[index] = load.index(min(load))
+        load[owners[index]] += params[index].numel()
+    return owners
 
 
 def _blocks(model: nn.Module) -> list[nn.Module]:

@@ -27,7 +27,7 @@ from unskip.training import _health
 from unskip.training._ema import EMA
 from unskip.training._engine import device_of_model, engine
 from unskip.training._folder import NOT_FINITE, RunFolder
-from unskip.training._fsdp import Sharded
+from unskip.training._fsdp import Sharded, local
 from unskip.training._graph import Graphed, why_not
 from unskip.training._memory import forget_peak, peak_memory
 from unskip.training._progress import Reporter
@@ -71,9 +71,9 @@ def run_task(task: Task, schedule: Schedule, folder: RunFolder, quiet: bool = Fa
 class _Trainer:
     def __init__(self, task: Task, schedule: Schedule, folder: RunFolder, accelerator: Any) -> None:
         self.task, self.schedule, self.folder, self.accelerator = task, schedule, folder, accelerator
-        self.sharded = self._shard() if schedule.fsdp and self.world > 1 else None
+        self.sharded = self._shard() if schedule.fsdp and torch.distributed.is_initialized() else None
         if self.sharded is not None:
-            self.model, self.optimizer = task.model, task.optimizer
+            self.model, self.optimizer = task.model, self.sharded
         else:
             self.model, self.optimizer = accelerator.prepare(task.model, task.optimizer)
         self.forward: Any = torch.compile(self.model) if schedule.compile else self.model
@@ -102,11 +102,9 @@ class _Trainer:
         return int(self.accelerator.num_processes)
 
     def _shard(self) -> Sharded:
-        if self.schedule.ema is not None:
-            raise BadInput("the EMA of a sharded model is not kept: leave out ema or fsdp")
         if self.schedule.precision == "fp16":
             raise BadInput("gradients of a sharded model are not scaled: take bf16, or leave out fsdp")
-        return Sharded(self.task.model, self.task.optimizer, self.accelerator.is_main_process)
+        return Sharded(self.task.model, self.task.optimizer)
 
     def restore(self) -> int:
         """Puts the newest whole checkpoint into the model and the optimizer; returns its step."""
@@ -123,7 +121,7 @@ class _Trainer:
                 load_model(self.task.model, folder / "model.safetensors", device=str(device))
                 self.task.optimizer.load_state_dict(read_state(folder, "optimizer", device))
             if self.ema is not None:
-                self.ema.load_state_dict(read_state(folder, "ema", device))
+                self.ema.load_state_dict(read_state(folder, "ema", "cpu" if self.sharded else device))
             if self.scaler is not None:
                 self.scaler.load_state_dict(read_state(folder, "scaler"))
             self.health.load(read_state(folder, "health"))
@@ -282,8 +280,8 @@ class _Trainer:
 
     def _refuse_broken_weights(self, done: int) -> None:
         """Checkpoints of weights that are not finite would push the last good one out."""
-        held = (weight if self.sharded is None else weight.to_local() for weight in self.parameters)
-        broken = torch.stack([~weight.detach().isfinite().all() for weight in held]).any().float()
+        held = (local(weight.detach()) for weight in self.parameters)
+        broken = torch.stack([~weight.isfinite().all() for weight in held]).any().float()
         if self.world > 1:
             broken = self.accelerator.reduce(broken, "sum")
         if broken > 0:
@@ -324,20 +322,21 @@ class _Trainer:
     def _checkpoint(self, done: int) -> None:
         self._refuse_broken_weights(done)
         self.accelerator.wait_for_everyone()
-        model, state = self.sharded.gathered() if self.sharded is not None else (self.task.model, None)
+        model, state = self.sharded.gathered() if self.sharded else (self.task.model, self.task.optimizer.state_dict())
+        states = {"optimizer": state, "health": self.health.state()}
+        if self.ema is not None:
+            states["ema"] = self.ema.state_dict()
+        if self.scaler is not None:
+            states["scaler"] = self.scaler.state_dict()
         if self.accelerator.is_main_process:
-            self.folder.save_checkpoint(done, lambda folder: self._write(folder, model, state))
+            self.folder.save_checkpoint(done, lambda folder: self._write(folder, model, states))
         self.saved = done
         self.accelerator.wait_for_everyone()
 
-    def _write(self, folder: Path, model: Any, state: Any) -> None:
+    def _write(self, folder: Path, model: Any, states: dict[str, Any]) -> None:
         (self.task.save or save_model)(model, folder)
-        write_state(folder, "optimizer", self.task.optimizer.state_dict() if state is None else state)
-        if self.ema is not None:
-            write_state(folder, "ema", self.ema.state_dict())
-        if self.scaler is not None:
-            write_state(folder, "scaler", self.scaler.state_dict())
-        write_state(folder, "health", self.health.state())
+        for name, state in states.items():
+            write_state(folder, name, state)
 
     def _stopping(self, stop: Stop, done: int) -> bool:
         """Whether to end here. Several processes agree on it, now and then."""

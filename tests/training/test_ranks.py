@@ -1,0 +1,106 @@
+"""Several processes take the steps of one: with whole and sharded weights, for each optimizer, with an EMA.
+
+In float64, so that only the order of sums differs. All matrices are square: the basis that SOAP starts from is
+arbitrary where a gradient has not full rank. Of 4 processes one has an empty shard of every matrix.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tests.commands import on_ranks
+from tests.training.tasks import Feed, new, schedule
+from torch import Tensor, nn
+
+from unskip.optim import build
+from unskip.training import RunFolder, Task, run_task
+
+pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="torch is built without distributed")
+
+OPTIMIZERS = ("adamw", "soap", "muon")
+BOUND = {"adamw": 1e-10, "soap": 1e-5, "muon": 1e-3}  # Muon orthogonalises in bfloat16, which rounds
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.linear = nn.LayerNorm(6), nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(self.linear(self.norm(x)))
+
+
+def task(optimizer: str, **feed: Any) -> Task:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 6), nn.Sequential(Block(), Block(), Block()), nn.Linear(6, 6)).double()
+
+    def loss(network: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+        x = batch[0].double()
+        return (network(x) - torch.sin(3 * x)).square().mean(), {}
+
+    def save(network: nn.Module, folder: Path) -> None:
+        from safetensors.torch import save_model
+
+        save_model(network, str(folder / "model.safetensors"))
+
+    return Task(model, Feed(**feed), loss, build(model, optimizer, lr=1e-2), save=save)
+
+
+def train(folder: Path, fsdp: bool = False, **feed: Any) -> None:
+    """A run of each optimizer, from the start or from where it was stopped."""
+    for optimizer in OPTIMIZERS:
+        first = os.environ.get("RANK", "0") == "0" and not (folder / optimizer).exists()
+        run = new(folder / optimizer) if first else RunFolder(folder / optimizer)
+        how = schedule(steps=10, checkpoint_every=99, ema=0.9, clip=1.0, fsdp=fsdp)
+        run_task(task(optimizer, **feed), how, run, quiet=True)
+
+
+def left(folder: Path, optimizer: str) -> dict[str, Tensor]:
+    """The weights and their EMA at the end."""
+    end = folder / optimizer / "checkpoints" / "step-10"
+    return {
+        f"{name}/{key}": value
+        for name in ("model", "ema")
+        for key, value in load_file(end / f"{name}.safetensors").items()
+    }
+
+
+@pytest.fixture(scope="module")
+def one(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("one")
+    train(folder)
+    return folder
+
+
+def check(folder: Path, one: Path) -> None:
+    for optimizer in OPTIMIZERS:
+        wanted, found = left(one, optimizer), left(folder, optimizer)
+        assert wanted.keys() == found.keys()
+        off = max(float((found[key] - value).abs().max()) for key, value in wanted.items())
+        assert off < BOUND[optimizer], optimizer
+
+
+def test_two_processes_take_the_steps_of_one(tmp_path: Path, one: Path) -> None:
+    def both() -> None:
+        train(tmp_path / "whole")
+        train(tmp_path / "sharded", fsdp=True)
+
+    for name in ("whole", "sharded"):
+        (tmp_path / name).mkdir()
+    on_ranks(2, tmp_path, both)
+    check(tmp_path / "whole", one)
+    check(tmp_path / "sharded", one)
+
+
+def test_a_sharded_run_goes_on_with_fewer_processes(tmp_path: Path, one: Path) -> None:
+    on_ranks(4, tmp_path, lambda: train(tmp_path, fsdp=True, stop_at=2))
+    assert {RunFolder(tmp_path / name).last_checkpoint()[0] for name in OPTIMIZERS} == {4}  # type: ignore[index]
+    on_ranks(2, tmp_path, lambda: train(tmp_path, fsdp=True, stop_at=6))
+    assert {RunFolder(tmp_path / name).last_checkpoint()[0] for name in OPTIMIZERS} == {8}  # type: ignore[index]
+    train(tmp_path, fsdp=True)
+    check(tmp_path, one)
