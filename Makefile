@@ -16,7 +16,7 @@ PYTEST := $(BIN)/python -m pytest -n $(WORKERS)
 export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE_BF16
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all lint docs docs-serve bench clean
+.PHONY: help setup demo test test-all lint results docs docs-serve bench clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -51,6 +51,16 @@ lint: $(INSTALLED) ## style, types, the arrows between the rooms, and what recip
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/pylint src/unskip/recipes
+
+# `--data recorded` names the studies on real images; with --show no image is read.
+results: $(INSTALLED) ## tables and figures of README and docs again, from docs/results/*.json
+	$(BIN)/python benchmarks/_pages.py
+	$(BIN)/python benchmarks/absorb_map.py
+	for study in skipless skipless_gap mae dino sit; do \
+		$(BIN)/python benchmarks/$$study.py --data recorded --show > /dev/null || exit 1; done
+	$(BIN)/python benchmarks/conditioning.py --figure docs/img/conditioning.svg
+	$(BIN)/python benchmarks/absorb.py --figure
+	$(BIN)/python benchmarks/optim.py --figure
 
 docs: $(DOCS) ## the documentation site, in build/site; a broken link or a missing public name stops it
 	$(BIN)/mkdocs build --quiet --strict

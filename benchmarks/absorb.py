@@ -183,6 +183,7 @@ def main() -> None:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--only", help="one case, or growth")
     parser.add_argument("--beside", type=Path, help="another checkout, run in turns with this one")
+    parser.add_argument("--figure", action="store_true", help="draw what the JSON holds, and measure nothing")
     parser.add_argument("--case", help=argparse.SUPPRESS)
     parser.add_argument("--d", type=int, default=768, help=argparse.SUPPRESS)
     parser.add_argument("--out", type=Path, default=ROOT / "docs" / "results", help="where the JSON goes")
@@ -195,6 +196,10 @@ def main() -> None:
         return
     path = options.out / f"absorb-{'gpu' if options.device == 'cuda' else 'cpu'}.json"
     data = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"cases": {}, "growth": []}
+    growth = ROOT / "docs" / "img" / f"absorb-growth-{path.stem.split('-')[1]}.svg"
+    if options.figure:
+        figure(data["growth"], growth)
+        return
     for case, (what, on_cpu, on_gpu) in CASES.items():
         if options.only in (None, case):
             bar = on_gpu if options.device == "cuda" else on_cpu
@@ -209,7 +214,7 @@ def main() -> None:
             for case in ("trained-scale", "planted")
             for d in SIZES
         ]
-        figure(data["growth"], ROOT / "docs" / "img" / f"absorb-growth-{path.stem.split('-')[1]}.svg")
+        figure(data["growth"], growth)
         write(path, data, options.device)
 
 

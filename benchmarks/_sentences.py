@@ -1,0 +1,39 @@
+"""Sentences of the docs that hold numbers, each made from its record. A page has to have them word for word."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator
+
+from _tables import record, runs
+from _tables_claims import accuracy
+
+
+def sentences() -> Iterator[tuple[str, str]]:
+    """Pairs (page, part of a sentence), without line breaks."""
+    gpu, cpu = ([row[part]["times"] for row in record(name)["results"] for part in ("solver", "whole")]
+                for name in ("discover-gpu", "discover-cpu"))  # fmt: skip
+    yield "dense", f"On one H200 that is {gpu[0]:.0f} times as fast as"
+    yield "dense", f"at 14 x 14 tokens and {gpu[2]:.0f} times at 28 x 28"
+    yield "dense", f"reading the mask off, {gpu[1]:.0f} and {gpu[3]:.0f} times"
+    yield "dense", f"On two CPU cores it is {cpu[0]:.1f} and {cpu[2]:.1f} times, and {cpu[1]:.1f} and {cpu[3]:.1f} with"
+
+    bars = record("optim-gpu")["bars_on_vit_b"]
+    soap, ratio = bars["soap_ms (alone)"]["measured"], bars["soap_ratio (alone)"]["measured"]
+    yield "optim", f"a step of SOAP takes {soap:.1f} ms alone, {ratio:.1f} times less than"
+
+    counts, wrong = record("absorb-campaign")["counts"], record("absorb-campaign")["wrong"]
+    parts = ", ".join(f"{counts[status]:,} {status}" for status in ("possible", "impossible", "undecided"))
+    yield "absorb", f"{counts['blocks']:,} have run: {parts}, **{len(wrong)} wrong**"
+
+    for name, seconds in (("gpu", "takes {:.0f} s on one H200"), ("cpu", "{:.0f} s on two CPU cores")):
+        yield "measure", seconds.format(record(f"measure-{name}")["seconds"])
+
+    kept, decayed, mlp = (accuracy(wiring).split()[0] for wiring in ("residual", "decayed", "mlp cut + init"))
+    yield "which-shortcut", f"{decayed} against {kept} on CIFAR-10, three seeds each"
+    yield "which-shortcut", f"better than residual on CIFAR-10: {mlp} against {kept}, three seeds each"
+    plain, fallen = (
+        statistics.mean(row["generation"]["1"]["FD-judge"] for row in runs("sit-cifar", f"sit | {name}"))
+        for name in ("plain", "decay 0.8")
+    )
+    yield "which-shortcut", f"a distance of {fallen:.1f} against {plain:.1f}, two seeds each"

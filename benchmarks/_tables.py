@@ -1,0 +1,233 @@
+"""The tables of the docs, each a function of the records in docs/results; `make results` puts them into the pages."""
+
+from __future__ import annotations
+
+import functools
+import json
+import statistics
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+RECORDS = Path(__file__).resolve().parent.parent / "docs" / "results"
+TABLES: dict[str, Callable[[], str]] = {}
+Row = dict[str, Any]
+
+
+def table(make: Callable[[], str]) -> Callable[[], str]:
+    """Enters a table under the name of its function: skipless_epochs is `<!-- table: skipless-epochs -->`."""
+    TABLES[make.__name__.replace("_", "-")] = make
+    return make
+
+
+@functools.cache
+def record(name: str) -> Row:
+    """What docs/results/NAME.json holds."""
+    result: Row = json.loads((RECORDS / f"{name}.json").read_text(encoding="utf-8"))
+    return result
+
+
+def runs(name: str, start: str) -> list[Row]:
+    """The runs of a study whose names begin so: those of one configuration, over its seeds."""
+    found = [row for key, row in record(name)["runs"].items() if f"{key} |".startswith(f"{start} |")]
+    if not found:
+        raise KeyError(f"docs/results/{name}.json has no run {start!r}")
+    return found
+
+
+def spread(values: Iterable[float], digits: int = 1, scale: float = 100) -> str:
+    """Mean, and the standard deviation where there are several."""
+    values = [scale * value for value in values]
+    more = f" ± {statistics.stdev(values):.{digits}f}" if len(values) > 1 else ""
+    return f"{statistics.mean(values):.{digits}f}{more}"
+
+
+def lines(head: str, rows: Iterable[Sequence[str]]) -> str:
+    """A Markdown table: the head as "a | b | c", and its rows."""
+    rows = [head.split(" | "), *rows]
+    assert len({len(row) for row in rows}) == 1, head
+    written = ["|" + "|".join(f" {cell} " if cell else " " for cell in row) + "|" for row in rows]
+    return "\n".join([written[0], "|---" * len(rows[0]) + "|", *written[1:]])
+
+
+# --- Training without skips -------------------------------------------------------------------------------------------
+
+
+def _skipless(kind: str, wiring: str, optimizer: str) -> str:
+    done = record("skipless-cifar")["runs"]
+    rows = [row for name, row in done.items() if name.startswith(f"{kind} | {wiring} | {optimizer} |")]
+    return spread(row["test_accuracy"] for row in rows) if rows else ""
+
+
+@table
+def skipless_epochs() -> str:
+    wirings = {
+        "residual": "residual",
+        "skipless": "skipless",
+        "skipless + init": "skipless + init",
+        "mlp cut + init": "only the MLPs' skips cut, + init",
+        "attention cut + init": "only the attentions' skips cut, + init",
+        "decayed": "not cut: decayed to a product of 0.001",
+    }
+    by = ("adamw", "muon", "soap")
+    rows = [[label, *(_skipless("final", wiring, each) for each in by)] for wiring, label in wirings.items()]
+    return lines("at equal epochs | AdamW | Muon | SOAP", rows)
+
+
+@table
+def skipless_time() -> str:
+    rows = []
+    for wiring in ("residual", "skipless + init"):
+        soap = _skipless("final", wiring, "soap")
+        rows.append([wiring, _skipless("time", wiring, "adamw"), _skipless("time", wiring, "muon"), soap])
+    return lines("at the wall time of SOAP's 20 epochs | AdamW | Muon | SOAP", rows)
+
+
+@table
+def skipless_gap() -> str:
+    names = {
+        "residual": "grid | residual | 0.003 | 1",
+        "MLPs' skips cut, shaped start (vo_gain 1)": "grid | MLPs cut, shaped | 0.003 | 0.3",
+        "decayed to a product of 0.001": "grid | decay | 0.003 | 1",
+        "MLPs' skips cut, paper's ViT-S constants": "grid | MLPs cut, paper | 0.003 | 0.3",
+        "all cut, shaped, SOAP's bases refreshed every step": "factor | refresh every step",
+        "all cut, shaped, biases decay with the weights": "factor | biases decay, too; weight decay 0.6",
+        "all cut, shaped, W_V and W_O at a tenth of the rate": "factor | value-output x 0.1",
+        "all cut, shaped": "grid | cut, shaped | 0.003 | 0.3",
+        "all cut, paper's ViT-S constants": "grid | cut, paper | 0.003 | 1",
+        "attentions' skips cut, paper's ViT-S constants at all sites": "grid | attention cut, paper | 0.003 | 0.3",
+        "attentions' skips cut, shaped start (vo_gain 1)": "grid | attention cut, shaped | 0.003 | 0.3",
+    }
+    rows = []
+    for label, name in names.items():
+        (row,) = runs("skipless-gap", name)
+        config = row["config"]
+        rate, decay = f"{config['lr']:.0e}".replace("e-0", "e-"), f"{config['weight_decay']:g}"
+        rows.append([label, rate, decay, f"{100 * row['val_accuracy']:.1f}", f"{row['train_loss']:.2f}"])
+    return lines(" | lr | weight decay | accuracy | training loss", rows)
+
+
+# --- Representations --------------------------------------------------------------------------------------------------
+
+PROBES = ("knn20", "probe_lbfgs", "probe_mae", "probe_decayed")
+
+
+def _last(rows: list[Row], key: str) -> str:
+    digits, scale = (1, 1) if key == "rank" else (1, 100)
+    text = spread([row["depth"][key][-1] for row in rows], digits, scale)
+    return text.partition(" ±")[0] if key == "rank" else text
+
+
+@table
+def mae_final() -> str:
+    names = {"plain": "plain MAE", "long skips": "long skips, all shortcuts kept"}
+    names["decay 0.8"] = "long skips, decayed to 0.8"
+    rows = []
+    for name, label in names.items():
+        done = runs("mae-cifar", f"final | {name}")
+        tuned = spread(row["finetune"] for row in done)
+        rows.append([label, *(_last(done, key) for key in PROBES), tuned, _last(done, "rank")])
+    return lines(" | KNN | probe, L-BFGS | probe, MAE's | probe, the paper's | fine-tuned | effective rank", rows)
+
+
+@table
+def mae_long() -> str:
+    names = {
+        "plain | x 2": ("plain MAE", "2e-3"),
+        "long skips | x 2": ("long skips, all shortcuts kept", "2e-3"),
+        "long skips | x 1": ("long skips, all shortcuts kept", "1e-3"),
+        "decay 0.8 | x 1": ("long skips, decayed to 0.8", "1e-3"),
+    }
+    rows = []
+    for name, labels in names.items():
+        done = runs("mae-cifar", f"longer | {name}")
+        rows.append([*labels, *(_last(done, key) for key in (*PROBES, "rank"))])
+    return lines(" | rate | KNN | probe, L-BFGS | probe, MAE's | probe, the paper's | effective rank", rows)
+
+
+def _dino(name: str, spreads: bool = True, last_corloc: bool = True) -> list[str]:
+    done = runs("dino-64", name)
+
+    def best(row: Row) -> float:
+        """CorLoc of the block that is best on training images."""
+        known = row["discover"]["corloc, train"]
+        return float(row["discover"]["corloc"][known.index(max(known))])
+
+    values = [
+        [row["segment"]["single"] for row in done],
+        [row["segment"]["multi-scale"] for row in done],
+        *([[row["discover"]["corloc"][-1] for row in done]] if last_corloc else []),
+        [best(row) for row in done],
+        [row["depth"]["knn20"][-1] for row in done],
+        [row["depth"]["probe_lbfgs"][-1] for row in done],
+    ]
+    cells = [spread(each) for each in values]
+    return cells if spreads else [cell.partition(" ±")[0] for cell in cells]
+
+
+@table
+def dino_main() -> str:
+    names = {
+        "residual, SOAP": "main | residual | soap",
+        "without residuals + init, SOAP": "main | skipless | soap",
+        "residual, AdamW": "main | residual | adamw",
+        "without residuals + init, AdamW": "main | skipless | adamw",
+        "`decay:0.6`, SOAP": "remedy | decay 0.6 | soap",
+        "6 blocks, residual, SOAP": "depth | residual, 6 blocks | soap",
+        "6 blocks, without residuals + init, SOAP": "depth | skipless, 6 blocks | soap",
+        "with labels: residual, SOAP": "labels | residual | soap",
+        "with labels: without residuals + init, SOAP": "labels | skipless | soap",
+    }
+    head = " | mean IoU, last block | four blocks | CorLoc, last block | best block | KNN | probe"
+    return lines(head, [[label, *_dino(name)] for label, name in names.items()])
+
+
+@table
+def dino_remedies() -> str:
+    names = {
+        "as above, two seeds": "main | skipless | soap",
+        "sharper attention, `beta=2`": "remedy | sharper attention | soap",
+        "values centred over tokens, `centre`": "remedy | centred | soap",
+        "both": "remedy | centred, sharper | soap",
+        "skips annealed away over half of the steps, + init": "remedy | annealed + init | soap",
+        "slower teacher, 0.998": "remedy | momentum 0.998 | soap",
+        "the mean of patches instead of the class token": "remedy | mean of patches | soap",
+        "the MLPs' skips cut alone, `--where mlp`": "remedy | MLPs' skips cut | soap",
+    }
+    rows = [[label, *_dino(name, spreads=False, last_corloc=False)] for label, name in names.items()]
+    return lines(" | mean IoU, last block | four blocks | CorLoc, best block | KNN | probe", rows)
+
+
+# --- Generation -------------------------------------------------------------------------------------------------------
+
+
+def _chosen(done: list[Row], key: str) -> str:
+    """Test accuracy at the block and time that held-out images chose; the places in brackets."""
+    found = [row["features"][key] for row in done]
+    blocks = " and ".join(dict.fromkeys(str(each["block"]) for each in found))
+    times = " and ".join(dict.fromkeys(f"{each['time']:g}" for each in found))
+    return f"{spread(each['test'][each['block']] for each in found)} ({blocks}, {times})"
+
+
+@table
+def sit_samples() -> str:
+    names = {
+        "SiT, plain": "sit | plain",
+        "SiT, long skips": "sit | long skips",
+        "SiT, long skips, `decay:0.8`": "sit | decay 0.8",
+        "the same product, alpha falling to the middle and then level": "sit | decay 0.8 to the middle",
+        "U-ViT, which has long skips": "uvit | plain",
+        "U-ViT, `decay:0.8`": "uvit | decay 0.8",
+    }
+    rows = []
+    for label, name in names.items():
+        done = runs("sit-cifar", name)
+        drawn = [row["generation"]["1"] for row in done]
+        distance = spread([each["FD-judge"] for each in drawn], 2, 1)
+        means = [f"{statistics.mean(each[key] for each in drawn):.3f}" for key in ("precision", "recall")]
+        product = f"{done[0]['effective_decay']:.2g}"
+        rows.append([label, product, distance, *means, _chosen(done, "knn20"), _chosen(done, "probe_lbfgs")])
+    real = record("sit-cifar")["runs"]["judge"]["real"]
+    end = [f"{real['FD-judge']:.2f}", f"{real['precision']:.3f}", f"{real['recall']:.3f}", "", ""]
+    head = " | effective decay | FD-judge | precision | recall | KNN (block, time) | probe (block, time)"
+    return lines(head, [*rows, [f"{real['n']:,} test images", "", *end]])

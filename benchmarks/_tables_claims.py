@@ -1,0 +1,296 @@
+"""The summaries: README's table, and the claims of the three papers beside what was measured here (docs/results.md)."""
+
+from __future__ import annotations
+
+from _tables import Row, lines, record, runs, spread, table
+
+
+def accuracy(wiring: str, optimizer: str = "soap") -> str:
+    done = record("skipless-cifar")["runs"]
+    start = f"final | {wiring} | {optimizer} |"
+    return spread(row["test_accuracy"] for name, row in done.items() if name.startswith(start))
+
+
+def _mae(name: str, key: str = "knn20", study: str = "mae-cifar") -> str:
+    done = runs(study, name)
+    if key == "finetune":
+        return spread(row[key] for row in done)
+    return spread([row["depth"][key][-1] for row in done], 1, 1 if key == "rank" else 100)
+
+
+def _dino(name: str, part: str) -> str:
+    def best(row: Row) -> float:
+        known = row["discover"]["corloc, train"]
+        return float(row["discover"]["corloc"][known.index(max(known))])
+
+    read = {"iou": lambda row: row["segment"]["single"], "corloc": best, "knn": lambda row: row["depth"]["knn20"][-1]}
+    return spread(read[part](row) for row in runs("dino-64", name))
+
+
+def distance(name: str) -> str:
+    return spread([row["generation"]["1"]["FD-judge"] for row in runs("sit-cifar", name)], 2, 1)
+
+
+def _condition(wiring: str) -> str:
+    found = record("conditioning")["results"]["vit_small_patch16_224 at 64 px"][wiring]["sites"][0]["sublayer"]
+    value = float(found["condition"])
+    return f"{value:.0f}" if value < 1e3 else f"{value:.1e}".replace("e+0", "e")
+
+
+@table
+def readme() -> str:
+    optim = record("optim-gpu")["results"]["vit_base_patch16_224"]
+    peer, ours = (f"{optim[name]['alone_mean_ms']:.1f}" for name in ("pytorch_optimizer SOAP", "unskip SOAP"))
+    eigen = record("discover-gpu")["results"][0]["solver"]
+    loop = record("train-gpu")["results"]["vit_base_patch16_224, 224 px, batch 256"]
+    absorb = record("absorb-gpu")["cases"]["large"]["seconds"]
+    rows = [
+        ("ViT on CIFAR-10, accuracy: decayed skips", accuracy("residual"), accuracy("decayed"), "10,000", "3"),
+        ("the MLPs' skips cut", accuracy("residual"), accuracy("mlp cut + init"), "10,000", "3"),
+        ("all skips cut, with `skipless_`", accuracy("residual"), accuracy("skipless + init"), "10,000", "3"),
+        ("all skips cut, default initialisation", accuracy("residual"), accuracy("skipless"), "10,000", "3"),
+        ("MAE on CIFAR-10, kNN: long skips", _mae("final | plain"), _mae("final | long skips"), "10,000", "3"),
+        ("long skips and decay", _mae("final | plain"), _mae("final | decay 0.8"), "10,000", "3"),
+        ("SiT on CIFAR-10, FD-judge: decay", distance("sit | plain"), distance("sit | decay 0.8"), "10,000", "2"),
+        (
+            "DINO, mean IoU: all skips cut",
+            _dino("main | residual | soap", "iou"),
+            _dino("main | skipless | soap", "iou"),
+            "736",
+            "2",
+        ),
+        ("a step of SOAP on ViT-B, ms", peer, ours, "40", ""),
+        ("TokenCut's eigenvector, ms an image", f"{eigen['scipy_ms']:.2f}", f"{eigen['ours_ms']:.3f}", "4,096", ""),
+        ("training loop, ViT-B, images a second", f"{loop['bare']:,.0f}", f"{loop['loop']:,.0f}", "", ""),
+        ("absorb 4096 > 16384, seconds, one GPU", "", f"{absorb:.2f}", "1", ""),
+    ]
+    pages = "skipless skipless skipless skipless mae mae generate dino optim dense training absorb".split()
+    cells = [[*row, f"[{page}](docs/{page}.md)"] for row, page in zip(rows, pages, strict=True)]
+    return lines(" | baseline | changed | n | seeds | ", cells)
+
+
+def _claims(rows: list[tuple[str, str, str, str, str, str, str]]) -> str:
+    cells = [[*row[:-1], f"[record](results/{row[-1]}.json)"] for row in rows]
+    return lines("claim | paper | here | n | seeds | verdict | ", cells)
+
+
+@table
+def claims_decay() -> str:
+    final, probe, held = "final | {}", "probe_decayed", "5,000"
+
+    def pair(key: str) -> str:
+        ways = [_mae(final.format(name), key) for name in ("plain", "long skips", "decay 0.8")]
+        return f"{ways[0]} → {ways[2]} (long skips alone {ways[1]})"
+
+    sweep = {alpha: _mae(f"sweep | alpha_min {alpha}") for alpha in ("0.8", "0.6")}
+    learnt = runs("mae-cifar", "ablation | learnable")[0]["effective_decay"]
+    contrast = [_dino(f"contrast | {rule} | adamw", "knn") for rule in ("keep", "decay:0.6")]
+    distances = [distance(f"sit | {name}") for name in ("plain", "long skips", "decay 0.8")]
+    mae = "mae-cifar"
+    return _claims(
+        [
+            ("MAE: kNN of the last block rises", "27.4 → 63.9", pair("knn20"), "10,000", "3", "holds in part", mae),
+            ("MAE: linear probe rises", "67.8 → 72.7", pair("probe_decayed"), "10,000", "3", "holds in part", mae),
+            ("MAE: fine-tuning falls a little", "83.6 → 82.9", pair("finetune"), "10,000", "3", "not seen", mae),
+            ("MAE: the rank of features falls", "yes", pair("rank"), "10,000", "3", "holds", mae),
+            (
+                "MAE: decay needs the long skips (probe, with → without)",
+                "83.6 → 61.5",
+                f"{_mae('sweep | alpha_min 0.8', probe)} → {_mae('ablation | decay without long skips', probe)}",
+                held,
+                "1",
+                "holds",
+                mae,
+            ),
+            (
+                "alpha_min of 0.6 to 0.7 is best",
+                "0.6",
+                f"0.8: {sweep['0.8']}, 0.6: {sweep['0.6']}",
+                held,
+                "1",
+                "not seen",
+                mae,
+            ),
+            (
+                "small alpha_min needs the zero start (kNN at 0.6)",
+                "yes",
+                f"with {sweep['0.6']}, without {_mae('start | alpha_min 0.6 without zero start')}",
+                held,
+                "1",
+                "not seen",
+                mae,
+            ),
+            (
+                "learnt alphas return to 1 and do worse",
+                "probe 79.5 against 83.6",
+                f"product {learnt:.2f}; kNN {_mae('ablation | learnable')} against {sweep['0.8']}",
+                held,
+                "1",
+                "holds in part",
+                mae,
+            ),
+            (
+                "SiT: samples improve (FID; here FD-judge)",
+                "17.2 → 11.8 (long skips alone 16.5)",
+                f"{distances[0]} → {distances[2]} (long skips alone {distances[1]})",
+                "10,000",
+                "2 (long skips alone 1)",
+                "holds",
+                "sit-cifar",
+            ),
+            (
+                "contrastive learning does not gain (kNN)",
+                "yes",
+                " → ".join(contrast),
+                "12,000",
+                "1",
+                "not seen",
+                "dino-64",
+            ),
+        ]
+    )
+
+
+@table
+def claims_skipless() -> str:
+    def gain(optimizer: str) -> str:
+        return f"{accuracy('skipless', optimizer)} → {accuracy('skipless + init', optimizer)}"
+
+    skipless, residual = "main | skipless | soap", "main | residual | soap"
+    conditions = " / ".join(_condition(name) for name in ("residual", "skipless", "skipless + init"))
+    nine = _dino("depth | skipless, 9 blocks | soap", "corloc")
+    wide = "10,000"
+    return _claims(
+        [
+            (
+                "the initialisation raises accuracy, AdamW",
+                "61.4 → 78.1",
+                gain("adamw"),
+                wide,
+                "3",
+                "holds",
+                "skipless-cifar",
+            ),
+            (
+                "the initialisation raises accuracy, SOAP",
+                "77.0 → 80.8",
+                gain("soap"),
+                wide,
+                "3",
+                "holds",
+                "skipless-cifar",
+            ),
+            (
+                "no skips with SOAP reach residual with AdamW",
+                "80.3 → 80.8",
+                f"{accuracy('residual', 'adamw')} → {accuracy('skipless + init')}",
+                wide,
+                "3",
+                "holds",
+                "skipless-cifar",
+            ),
+            (
+                "no skips with SOAP reach residual with SOAP",
+                "80.1 → 80.8",
+                f"{accuracy('residual')} → {accuracy('skipless + init')}",
+                wide,
+                "3",
+                "not seen",
+                "skipless-cifar",
+            ),
+            (
+                "condition of the first attention: residual / cut / cut and initialised",
+                "restored",
+                conditions,
+                "1 image",
+                "1",
+                "holds in part",
+                "conditioning",
+            ),
+            (
+                "DINO: segmentation improves (mean IoU)",
+                "56.3 → 62.3",
+                f"{_dino(residual, 'iou')} → {_dino(skipless, 'iou')}",
+                "736",
+                "2",
+                "not seen",
+                "dino-64",
+            ),
+            (
+                "DINO: object discovery improves (CorLoc)",
+                "49.4 → 63.2",
+                f"{_dino(residual, 'corloc')} → {_dino(skipless, 'corloc')}",
+                "736",
+                "2",
+                "not seen",
+                "dino-64",
+            ),
+            (
+                "DINO: 9 blocks without skips beat 12 with them (CorLoc)",
+                "yes",
+                f"{_dino(residual, 'corloc')} → {nine}",
+                "736",
+                "1 (residual 2)",
+                "not seen",
+                "dino-64",
+            ),
+        ]
+    )
+
+
+@table
+def claims_absorption() -> str:
+    campaign, cases = record("absorb-campaign"), record("absorb-cpu")["cases"]
+    counts, domain = campaign["counts"], record("absorb-domain")["runs"]
+    blocks = [block for run in domain for block in run["blocks"]]
+    trained = [site["status"] for model in record("absorb-models")["models"].values() for site in model["sites"]]
+    never, wrong = counts["blocks"], len(campaign["wrong"])
+    return _claims(
+        [
+            (
+                "verdicts agree with exact arithmetic or a theorem",
+                "theorems",
+                f"{wrong} wrong",
+                f"{never:,} blocks",
+                "",
+                "holds",
+                "absorb-campaign",
+            ),
+            (
+                "GELU: possible where a flip set adds up to the skip",
+                "theorem",
+                f"planted set: {cases['planted']['status']}",
+                "1 block, 768 > 3072",
+                "1",
+                "holds",
+                "absorb-cpu",
+            ),
+            (
+                "random weights cannot absorb",
+                "probability 1",
+                f"{cases['generic']['status']}, {cases['large']['status']}",
+                "2 blocks",
+                "1",
+                "holds",
+                "absorb-cpu",
+            ),
+            (
+                "trained MLPs cannot absorb (not claimed for trained weights)",
+                "",
+                f"{sum(each == 'impossible' for each in trained)} impossible",
+                f"{len(trained)} MLPs",
+                "1",
+                "holds",
+                "absorb-models",
+            ),
+            (
+                "the same on the region of the data alone",
+                "",
+                f"{sum(block['data'] == 'impossible' for block in blocks)} impossible",
+                f"{len(blocks)} MLPs",
+                "3",
+                "holds",
+                "absorb-domain",
+            ),
+        ]
+    )

@@ -1,0 +1,218 @@
+"""Tables of the docs about cost (rewiring, optimizers, training loops, absorption), digits and compatibility."""
+
+from __future__ import annotations
+
+import statistics
+
+from _tables import lines, record, table
+
+VARIANTS = {
+    "original again": "control: the original again",
+    "alpha 1": "alpha = 1, patched by force",
+    "decay": "`Decay(0.6)`",
+    "anneal": "`Anneal`, half way",
+    "cut": "`Cut()`",
+}
+
+
+@table
+def rewire_gpu() -> str:
+    eager, compiled = (part["variants"] for part in record("rewire-cost-gpu")["results"])
+    rows = []
+    for name, label in VARIANTS.items():
+        ratios = [f"{part[name]['ratio']:.3f}" for part in (eager, compiled)]
+        peaks = [f"{part[name]['peak_mib'] / part['original']['peak_mib']:.2f}" for part in (eager, compiled)]
+        rows.append([label, *ratios, ", ".join(peaks)])
+    return lines("time of a step / original | eager | compiled | peak memory, eager and compiled", rows)
+
+
+@table
+def rewire_cpu() -> str:
+    parts = [part["variants"] for part in record("rewire-cost-cpu")["results"]]
+    rows = []
+    for name, label in VARIANTS.items():
+        cells = [f"{part[name]['ratio']:.3f}" for part in parts]
+        if name == "original again":
+            middle = [f" ({part[name]['ratio_low']:.3f} to {part[name]['ratio_high']:.3f})" for part in parts]
+            cells = [cell + more for cell, more in zip(cells, middle, strict=True)]
+        rows.append([label, *cells])
+    return lines("time of a step / original | eager | compiled", rows)
+
+
+@table
+def rewire_compile() -> str:
+    (part,) = record("rewire-compile-cpu")["results"]
+    found, rows = part["variants"], []
+    for name, label in {"original": "the original", "decay": "`Decay(0.6)`", "cut": "`Cut()`"}.items():
+        more = f" ({found[name]['cpu_seconds']:.0f} s)" if name == "original" else ""
+        rows.append([label, str(found[name]["kernels"]), f"{found[name]['ratio']:.2f}{more}"])
+    return lines(" | kernels | CPU time of the first step / original", rows)
+
+
+@table
+def optim_steps() -> str:
+    rows = []
+    for model, label in {"vit_base_patch16_224": "ViT-B", "vit_small_patch16_224": "ViT-S"}.items():
+        for name, found in record("optim-gpu")["results"][model].items():
+            keys = ("alone_mean_ms", "alone_max_ms", "queued_mean_ms", "queued_max_ms", "first_ms")
+            times = [f"{found[key]:.0f}" if found[key] >= 99.5 else f"{found[key]:.1f}" for key in keys]
+            rows.append([label, name, *times, f"{found['state_gib']:.2f}"])
+    return lines(" |  | alone | slowest | queued | slowest | first step | state GiB", rows)
+
+
+@table
+def optim_digits() -> str:
+    rows = []
+    for name, found in record("optim-digits")["results"].items():
+        wiring, optimizer = name.replace("skipless", "skipless + init").split(", ")
+        ends = f"{found['lowest']:.3f}, {found['highest']:.3f}"
+        rows.append([wiring, optimizer, f"{found['lr']:g}", f"{found['accuracy']:.3f}", ends, f"{found['loss']:.3f}"])
+    head = " | optimizer | lr | test accuracy, mean of 3 | lowest, highest | training loss at the end"
+    return lines(head, rows)
+
+
+@table
+def optim_digits_short() -> str:
+    found, rows = record("optim-digits")["results"], []
+    for wiring, label in {"residual": "residual", "skipless": "skipless, initialised"}.items():
+        rows.append([label, *(f"{found[f'{wiring}, {each}']['accuracy']:.3f}" for each in ("adamw", "muon", "soap"))])
+    return lines(" | AdamW | Muon | SOAP", rows)
+
+
+FADED = {
+    "kept, labels": ("skips kept, labels", "skips kept"),
+    "cut at once, labels": ("cut at once, labels",) * 2,
+    "cut at once, teacher": ("cut at once, teacher", "cut at once, distilled from the original"),
+    "annealed, labels": ("annealed over 220 steps, labels", "faded out, labels"),
+    "annealed, teacher": ("annealed over 220 steps, teacher", "faded out, distilled"),
+    "from skipless_, labels": (
+        "cut, from `skipless_` instead of the trained weights",
+        "not from it: `skipless_` and `cut`, 440 steps",
+    ),
+}
+
+
+@table
+def fade_digits() -> str:
+    rows = []
+    for name, (label, _) in FADED.items():
+        found = record("fade-digits")["results"][name]
+        rows.append([label, f"{statistics.mean(found):.3f}", f"{min(found):.3f}, {max(found):.3f}"])
+    return lines("student | mean | lowest, highest", rows)
+
+
+@table
+def fade_digits_short() -> str:
+    found = record("fade-digits")["results"]
+    rows = [[label, f"{statistics.mean(found[name]):.3f}"] for name, (_, label) in FADED.items()]
+    return lines(" | test accuracy", rows)
+
+
+@table
+def train_loop() -> str:
+    rows = []
+    labels = {"vit_base_patch16_224, 224 px, batch 256": "ViT-B/16, 224 px, batch 256"}
+    for name, found in record("train-gpu")["results"].items():
+        bare, graph, clip = found["bare"], found["loop, one graph"], found["+ clip"]
+        cost = f"{100 * found['overhead over bare + clip']:.1f}%"
+        over = f"{found['loop over bare']:.3f}"
+        rows.append([labels.get(name, name), f"{bare:.0f}", f"{found['loop']:.0f}", over, cost, f"{found['feed']:.0f}"])
+        more = 100 * (clip / graph - 1)
+        ratio = graph / bare
+        cells = [f"{ratio:.3f}" if ratio < 1 else f"{ratio:.2f}", f"{more:.1f}%" if more > 0 else ""]
+        rows.append(["the same, one graph", "", f"{graph:.0f}", *cells, ""])
+    head = " | bare step, images/s | whole loop | loop / bare | overhead over a bare step that clips, too | feed alone"
+    return lines(head, rows)
+
+
+def _against_published(name: str, labels: dict[str, str], memory: bool) -> str:
+    rows = []
+    for key, label in labels.items():
+        found = record(name)["results"][key]
+        over = found["over the fastest published"]
+        cells = [f"{found['images a second']:,.0f}", "1" if over == 1 else f"{over:.2f}"]
+        rows.append([label, *cells, *([f"{found['GiB']:.1f}"] if memory else [])])
+    return lines(" | images a second | over the published layout" + (" | GiB" if memory else ""), rows)
+
+
+@table
+def train_mae() -> str:
+    labels = {
+        "published": "published layout, attention written out",
+        "published, sdpa": "published layout, fused attention",
+        "ours": "plain MAE here",
+        "ours, narrow": "the same with `--narrow`: streams in bf16",
+        "ours, paper's": "long skips and decay: more work",
+    }
+    return _against_published("train-mae-gpu", labels, memory=False)
+
+
+@table
+def train_sit() -> str:
+    labels = {
+        "published": "published layout, fused attention",
+        "ours": "SiT here",
+        "ours, narrow": "the same with `narrow`: the stream in bf16",
+        "ours, paper's": "long skips and decay: more work",
+    }
+    return _against_published("train-sit-gpu", labels, memory=True)
+
+
+@table
+def demo_digits() -> str:
+    runs = record("demo-digits")["runs"]
+    plain, decayed = (runs[name]["by block"] for name in ("mae-plain", "mae-decayed"))
+    rows = []
+    for block in range(len(plain["rank"])):
+        pairs = [(part[key][block], key) for key in ("knn20", "probe_lbfgs", "rank") for part in (plain, decayed)]
+        rows.append([str(block), *(f"{value:.1f}" if key == "rank" else f"{value:.3f}" for value, key in pairs)])
+    head = "block | kNN (k = 20), plain | decayed | linear probe, plain | decayed | effective rank, plain | decayed"
+    return lines(head, rows)
+
+
+@table
+def demo_cifar() -> str:
+    rows = []
+    labels = {
+        "mae-no-long-skips": "no long skips",
+        "mae-plain": "plain: long skips",
+        "mae-decayed": "decayed: long skips and `decay:0.8`",
+    }
+    for name, label in labels.items():
+        found = record("demo-cifar")["runs"][name]["by block"]
+        last = [found[key][-1] for key in ("knn20", "probe_lbfgs", "rank")]
+        rows.append([label, f"{last[0]:.3f}", f"{last[1]:.3f}", f"{last[2]:.1f}"])
+    return lines(" | kNN (k = 20) | linear probe | effective rank", rows)
+
+
+@table
+def absorb_speed() -> str:
+    rows = []
+    labels = {
+        "generic": ("768, 3072", "N(0, 0.02)"),
+        "trained-scale": ("768, 3072", "N(0, 2); the distance is 27.7 now, 3.7 before"),
+        "heavy": ("768, 3072", "heavy-tailed rows, outlier channels"),
+        "planted": ("768, 3072", "a flip set of 1536 units, found"),
+        "large": ("4096, 16384", "N(0, 0.02)"),
+        "large-hard": ("4096, 16384", "N(0, 2)"),
+        "vit-b": ("ViT-B", "12 MLPs as they stand and alone, random"),
+    }
+    for name, label in labels.items():
+        found = record("absorb-cpu")["cases"][name]
+        beside = found["beside"]
+        times = [f"{beside[key]:.2f}" for key in ("seconds", "other_seconds", "ratio")]
+        rows.append([*label, *times, f"{found['peak_gib']:.1f}"])
+    return lines("d, h | weights | verdict and check, s | version 0.1, s | ratio | peak GiB", rows)
+
+
+@table
+def compatibility() -> str:
+    timm, types = (record("compatibility")["shares"][part] for part in ("timm", "transformers"))
+    unbuilt = types["no forward"] + types["does not build small"]
+    rows = [
+        ("timm: the smallest model of every file", timm["rewired"], timm["no residual"], 0, timm["failed"]),
+        ("transformers: every type of `AutoModel`", types["done"], types["no residual"], types["refused"], unbuilt),
+    ]
+    counts = [sum(timm.values()), sum(types.values())]
+    cells = [[row[0], str(count), *map(str, row[1:])] for row, count in zip(rows, counts, strict=True)]
+    return lines("matrix | models | rewired | no residual | refused | not built or not run", cells)

@@ -1,0 +1,33 @@
+"""Numbers of README and docs are those of their records: `make results` writes the tables, and nothing may differ."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT / "benchmarks"))
+import _pages  # noqa: E402
+from _sentences import sentences  # noqa: E402
+
+
+@pytest.mark.parametrize("page", _pages.PAGES, ids=lambda page: page.name)
+def test_tables_are_those_of_the_records(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    assert _pages.filled(text) == text, "run make results"
+
+
+def test_every_table_is_shown() -> None:
+    assert _pages.unused() == set()
+
+
+def test_sentences_are_those_of_the_records() -> None:
+    pages = {
+        page: " ".join((ROOT / "docs" / f"{page}.md").read_text(encoding="utf-8").split()) for page, _ in sentences()
+    }
+    assert [(page, part) for page, part in sentences() if part not in pages[page]] == []
+
+
+def test_a_changed_number_is_found() -> None:
+    text = (ROOT / "docs" / "skipless.md").read_text(encoding="utf-8")
+    assert _pages.filled(text.replace("| residual | 74.1", "| residual | 75.1")) == text
