@@ -151,7 +151,10 @@ def wide_vit(head_dim: int, **arguments: Any) -> Any:
 def started(model: Any, images: Any, config: Config) -> dict[str, Any]:
     """Puts the start of a config into a model."""
     import torch
-    from _skipless_start import calibrate_, carry_, position_code_, shaped_, whiten_patches_
+    from _skipless_start import whiten_patches_
+
+    from unskip.errors import UnskipWarning
+    from unskip.init import calibrate_, position_code_, skipless_
 
     draw = torch.Generator().manual_seed(config["seed"])
     result: dict[str, Any] = {}
@@ -159,17 +162,18 @@ def started(model: Any, images: Any, config: Config) -> dict[str, Any]:
         whiten_patches_(model, images, power=config["whiten"], generator=draw)
     if config["code"] is not None:
         result["code"] = round(position_code_(model, images, scale=config["code"], generator=draw), 3)
+    carriers = (config["heads"] - config["even"]) if config["preset"] == "cifar" else 8 - config["even"]
     if config["start"]:
-        numbers = {name: config[name] for name in ("alpha", "beta", "c", "gain", "bias")}
-        shaped_(model, images, **numbers, generator=draw)
-    if config["carry"] is not None:
-        carriers = (config["heads"] - config["even"]) if config["preset"] == "cifar" else 8 - config["even"]
-        carry_(model, images, carriers, c=config["c"], mix=config["carry"], generator=draw)
+        numbers = {name: config[name] for name in ("alpha", "beta", "c")} | {"mlp_gain": config["gain"]}
+        numbers |= {"mlp_bias": config["bias"] or 0.0, "centre": config["bias"] is not None}
+        if config["carry"] is not None:
+            numbers |= {"carry": carriers, "mix": config["carry"]}
+        with warnings.catch_warnings(action="ignore", category=UnskipWarning):
+            skipless_(model, images[:2], **numbers, generator=draw)
     if config["target"] is not None:
-        solved = calibrate_(
-            model, images[:32], config["target"], alpha=config["alpha"], even=config["even"], generator=draw
-        )
-        result["solved"] = [round(each, 3) for each in solved]
+        noise = {"qk_noise": config["alpha"], "even": config["even"]}
+        solved = calibrate_(model, images[:32], config["target"], **noise, generator=draw)
+        result["solved"] = [round(each.identity, 3) for each in solved]
     return result
 
 

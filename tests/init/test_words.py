@@ -164,7 +164,7 @@ def test_a_gated_mlp_has_nothing_to_take_out() -> None:
 
 
 def test_centre_is_refused_where_it_cannot_be() -> None:
-    with pytest.raises(BadInput, match="centre is about the MLPs"):
+    with pytest.raises(BadInput, match="centre is about mlp"):
         skipless_(vit(), parts=("query-key",), centre=True)
     model = vit()
     for block in model.blocks:  # type: ignore[union-attr]

@@ -3,6 +3,7 @@
 from unskip.anatomy._activations import ACTIVATIONS
 from unskip.anatomy._audit import AUDIT_HEADER, Audit, audit, audit_rows
 from unskip.anatomy._blocks import Block, Blocks, block_indices, blocks_in, find_blocks, is_declared, keep_outputs
+from unskip.anatomy._correlation import CorrelationMap, correlation_map, mean_output
 from unskip.anatomy._describe import Kind
 from unskip.anatomy._droppath import drop_paths
 from unskip.anatomy._example import Example, example_for
@@ -38,6 +39,7 @@ __all__ = [
     "Audit",
     "Block",
     "Blocks",
+    "CorrelationMap",
     "Example",
     "Function",
     "Hop",
@@ -62,6 +64,7 @@ __all__ = [
     "block_indices",
     "blocks_in",
     "calls",
+    "correlation_map",
     "drop_paths",
     "example_for",
     "features",
@@ -70,6 +73,7 @@ __all__ = [
     "is_declared",
     "keep_outputs",
     "locate",
+    "mean_output",
     "mean_weight",
     "named",
     "parts",

@@ -1,6 +1,8 @@
 """Start without it: initialisations for models whose skips are cut or decayed."""
 
+from unskip.init._calibrate import Solved, calibrate_
 from unskip.init._check import Check, Row
+from unskip.init._position import PositionCode, position_code_, sine_cosine
 from unskip.init._skipless import PRESETS, skipless_
 from unskip.init._text import start_
 from unskip.init._verify import PARTS, verify_skipless
@@ -10,7 +12,12 @@ __all__ = [
     "PARTS",
     "PRESETS",
     "Check",
+    "PositionCode",
     "Row",
+    "Solved",
+    "calibrate_",
+    "position_code_",
+    "sine_cosine",
     "skipless_",
     "start_",
     "verify_skipless",

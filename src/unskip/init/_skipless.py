@@ -1,55 +1,72 @@
 """Initialisation for transformers without skips: every sub-layer starts as a well-conditioned map.
 
-    value-output    W_V W_O = vo_gain^2 R                     R orthogonal over the whole width, not head by head
-    query-key       W_Q W_K^T ~ qk_noise Z + qk_identity I    Z_ij ~ N(0, 1/d); per head, the best approximation of
-                                                              rank d_head
-    mlp             W = max(sqrt(out / in), 1) R              R with orthonormal rows or columns
+    value-output    W_V W_O = vo_gain^2 R                     (_value_output.py)
+    query-key       W_Q W_K^T ~ qk_noise Z + qk_identity I    (_query_key.py)
+    mlp             W_up = max(sqrt(out / in), 1) R, b_up = mlp_bias, W_down = mlp_gain R
+                    R with orthonormal rows or columns
 
 Without a skip the derivative of a block is the product of what its parts do. W_V W_O is a common factor of the
 attention's derivative, so its condition number enters everything, and an attention that starts near the identity keeps
 tokens apart. From "Cutting the Skip: Training Residual-Free Transformers" (arXiv 2510.00345), where qk_noise is alpha,
-qk_identity beta and vo_gain c. How it splits one matrix over heads is not stated there; the default gives every head a
-Z of its own.
+qk_identity beta and vo_gain c.
 
 Beyond the paper: keys and values that several queries share get the approximation of rank d_head that is best for all
 of them together; both halves of a gated MLP start orthogonal; where the heads hold fewer dimensions than the stream,
 W_V W_O is a partial isometry and a note says so; a head wider than the stream holds the matrix exactly, rotated into
 its width. An activation such as GELU has a positive mean, which every MLP adds to all tokens alike and no skip dilutes;
-with `centre` the output bias takes it out, -W_down E[phi(W_up z)] for a normalised z.
+with `centre` the output bias takes it out, -W_down E[phi(W_up z + b_up)] for a normalised z. `mlp_bias` moves units to
+where the activation is nearly linear: the correlation map of the MLP then has a slope near 1 at 1 (deep kernel shaping,
+arXiv 2110.01765, by biases instead of another activation).
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Literal, TypedDict, get_args
+from typing import TypedDict, get_args
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
+from unskip._checks import choice, number, whole
 from unskip._warn import warn
-from unskip.anatomy import AttentionParts, MlpParts, Parts, drop_paths, example_for, named, trace_parts
-from unskip.errors import BadInput, InitError
+from unskip.anatomy import (
+    AttentionParts,
+    MlpParts,
+    Parts,
+    drop_paths,
+    example_for,
+    mean_output,
+    named,
+    trace_parts,
+)
+from unskip.errors import InitError
+from unskip.init._calibrate import Solved, solve_, targets
 from unskip.init._check import Check, same, transaction
-from unskip.init._verify import PARTS, Name, gain, mean_output, refuse_number, refuse_parts, renamed, verify_skipless
+from unskip.init._draw import Draw
+from unskip.init._position import PositionCode, position_code_
+from unskip.init._query_key import Heads, query_key_
+from unskip.init._value_output import carry_, refuse_to_carry, value_output_
+from unskip.init._verify import PARTS, Name, gain, refuse_number, refuse_parts, renamed, verify_skipless
 from unskip.wiring import Where, check_selector, picks
 
-Heads = Literal["independent", "shared", "sliced"]
 
-
-class Constants(TypedDict):
-    """What `skipless_` takes as numbers."""
+class Constants(TypedDict, total=False):
+    """What a preset of `skipless_` sets."""
 
     qk_noise: float
     qk_identity: float
     vo_gain: float
+    mlp_gain: float
+    mlp_bias: float
+    centre: bool
 
 
-# Constants of the paper, by the model they were used for.
+# Constants of the paper, by the model they were used for; and, not the paper's, MLPs that keep angles between tokens.
 PRESETS: dict[str, Constants] = {
     "vit-base": {"qk_noise": 2.0, "qk_identity": 0.6, "vo_gain": 3.0},
     "vit-small": {"qk_noise": 1.8, "qk_identity": 1.0, "vo_gain": 3.0},
+    "shaped": {"qk_noise": 1.0, "qk_identity": 1.0, "vo_gain": 9.0, "mlp_gain": 9.0, "mlp_bias": 1.5, "centre": True},
 }
 
 
@@ -60,10 +77,16 @@ def skipless_(
     qk_noise: float = 2.0,
     qk_identity: float = 0.6,
     vo_gain: float = 3.0,
+    mlp_gain: float = 1.0,
+    mlp_bias: float = 0.0,
     generator: torch.Generator | None = None,
     parts: Sequence[Name] = PARTS,
     heads: Heads = "independent",
     centre: bool = False,
+    carry: int | None = None,
+    mix: float = 0.3,
+    self_attention: float | Sequence[float] | None = None,
+    position_code: PositionCode | None = None,
     where: Where = None,
     alpha: float | None = None,
     beta: float | None = None,
@@ -75,123 +98,98 @@ def skipless_(
     and are accepted instead. `parts` leaves some of the three out, `where` chooses sites as in `rewire`. `heads` is how
     one matrix becomes heads: "independent" (a Z for each), "shared" (one Z, all heads equal) or "sliced" (one Z, whose
     singular directions are dealt out in order: the last heads see almost nothing). Biases of what is initialised become
-    0, but with `centre`, which is not the paper's, that of an MLP's output takes out the mean that its activation
-    leaves in every token. LayerScale becomes 1 with "value-output" and "mlp"; drop path is switched off. The same
-    generator gives the same weights on every device. The model is not rewired, and where something cannot be
-    initialised nothing is changed.
+    0. LayerScale becomes 1 with "value-output" and "mlp"; drop path is switched off. The same generator gives the same
+    weights on every device. The model is not rewired, and where something cannot be initialised nothing is changed.
+
+    Not the paper's, and off by default (`PRESETS["shaped"]` has the first three): `mlp_gain` and `mlp_bias` shape the
+    MLPs; with `centre` the output bias of an MLP takes out the mean that its activation leaves in every token; the
+    first `carry` heads of each attention pass tokens on and the others write `mix` times as much; `self_attention` is
+    a target that the weight of the identity is solved for on the example, in the model as it is wired (`calibrate_`;
+    with `carry` the other heads start near-uniform); `position_code` is that of `position_code_`.
     """
     qk_noise = renamed("qk_noise", qk_noise, 2.0, "alpha", alpha)
     qk_identity = renamed("qk_identity", qk_identity, 0.6, "beta", beta)
     vo_gain = renamed("vo_gain", vo_gain, 3.0, "c", c)
-    _refuse_bad(qk_noise, qk_identity, vo_gain, heads, generator)
-    refuse_parts(parts, centre)
+    numbers = {"qk_noise": qk_noise, "qk_identity": qk_identity, "vo_gain": vo_gain, "mlp_gain": mlp_gain, "mix": mix}
+    for name, value in numbers.items():
+        refuse_number(name, value)
+    number("skipless_", "mlp_bias", abs(mlp_bias))
+    choice("skipless_", "heads", heads, get_args(Heads))
+    draw = Draw(generator)
+    refuse_parts(parts, centre, mlp_bias, carry, self_attention)
     check_selector(where)
-    whole = example_for(model, example)
-    traced = trace_parts(model, whole)
-    chosen = _chosen(model, traced.parts, where, parts)
+    whole_example = example_for(model, example)
+    chosen = _chosen(model, trace_parts(model, whole_example).parts, where, parts)
     if centre:
         _refuse_to_centre(chosen)
-    draw = _Draw(generator)
+    if mlp_bias:
+        _refuse_bias(chosen)
+    if carry is not None:
+        refuse_to_carry(chosen, whole("skipless_", "carry", carry, low=1))
+    if self_attention is not None:
+        self_attention = targets(chosen, self_attention)
     with torch.no_grad(), transaction(model), _stilled(model, chosen) as stilled:
+        if position_code is not None:
+            position_code_(model, whole_example, kind=position_code, generator=generator)
         for attention in chosen.attentions():
             if "value-output" in parts:
-                _value_output_(attention, vo_gain, draw)
+                value_output_(attention, vo_gain, draw)
             if "query-key" in parts:
-                _query_key_(attention, qk_noise, qk_identity, heads, draw)
+                query_key_(attention, qk_noise, qk_identity, heads, draw)
         if "mlp" in parts:
             for mlp in chosen.mlps():
-                _mlp_(mlp, draw)
-                if centre:
-                    _centre_(mlp)
-        check = verify_skipless(model, whole, vo_gain=vo_gain, centre=centre, parts=parts, where=where)
-    notes = [*check.notes, *_notes(chosen, parts), *_uniform(check), *stilled]
+                _mlp_(mlp, mlp_gain, mlp_bias, draw)
+                if centre and mlp.down_bias is not None:
+                    mlp.down_bias.copy_(0 - mean_output(mlp))
+        if carry is not None:  # drawn after the rest, which is the same with and without
+            for attention in chosen.attentions():
+                carry_(attention, carry, vo_gain, mix, draw)
+        short: list[Solved] = []
+        if self_attention is not None:
+            counts = {part.site.index: carry or part.heads for part in chosen.attentions()}
+            solved = [*solve_(model, whole_example, chosen, self_attention, qk_noise, counts, draw)]
+            short = [
+                each for each, goal in zip(solved, self_attention, strict=True) if each.self_attention < goal - 0.02
+            ]
+            self_attention = [min(goal, each.self_attention) for each, goal in zip(solved, self_attention, strict=True)]
+        check = verify_skipless(
+            model,
+            whole_example,
+            vo_gain=vo_gain,
+            mlp_gain=mlp_gain,
+            mlp_bias=mlp_bias,
+            centre=centre,
+            carry=carry,
+            mix=mix,
+            self_attention=self_attention,
+            parts=parts,
+            where=where,
+        )
+    notes = [*check.notes, *_notes(chosen, parts), *_short(short), *_uniform(check), *stilled]
     for note in notes:
         warn(note)
     return Check(check.title, check.rows, tuple(notes))
 
 
-class _Draw:
-    """Random matrices in float64 on the CPU, whatever the model's device and dtype."""
-
-    def __init__(self, generator: torch.Generator | None) -> None:
-        self.generator = generator
-
-    def normal(self, *shape: int) -> Tensor:
-        device = "cpu" if self.generator is None else self.generator.device
-        values = torch.randn(shape, generator=self.generator, device=device, dtype=torch.float64)
-        return values.cpu()
-
-    def orthogonal(self, rows: int, columns: int) -> Tensor:
-        """Uniform among the matrices with orthonormal rows or columns, whichever are fewer."""
-        tall = self.normal(max(rows, columns), min(rows, columns))
-        q, r = torch.linalg.qr(tall)
-        q = q * r.diagonal().sign()  # else the distribution would not be uniform
-        return q.T if rows < columns else torch.as_tensor(q)
-
-
-def _value_output_(part: AttentionParts, gain: float, draw: _Draw) -> None:
-    groups, width, columns = part.v.shape
-    inner, rows = groups * width, part.out.shape[0]
-    value = draw.orthogonal(inner, columns)
-    if inner >= columns:
-        out = draw.orthogonal(rows, columns) @ value.T  # so that out @ value is the first factor
-    else:
-        out = draw.orthogonal(rows, inner)
-    part.v.copy_((gain * value).reshape(part.v.shape))
-    share = part.heads // groups  # queries that read the same values also share what they write
-    out = out.reshape(rows, groups, 1, width).expand(rows, groups, share, width) / share
-    part.out.copy_((gain * out).reshape(part.out.shape))
-    _zero(part.v_bias, part.out_bias)
-    _unscale(part)
-
-
-def _query_key_(part: AttentionParts, noise: float, identity: float, heads: Heads, draw: _Draw) -> None:
-    groups, width, dim = part.k.shape
-    share = part.heads // groups
-    if heads == "sliced":
-        if share > 1 or part.heads * width > dim:
-            raise InitError(f"{part.site.name}: one matrix cannot be dealt out to grouped or wider heads")
-        left, right = _factors(_target(draw, noise, identity, dim), dim)
-        part.q.copy_(left.T[: part.heads * width].reshape(part.q.shape))
-        part.k.copy_(right.T[: part.heads * width].reshape(part.k.shape))
-    else:
-        queries = part.q.unflatten(0, (groups, share))
-        one = _target(draw, noise, identity, dim).repeat(share, 1) if heads == "shared" else None
-        for group in range(groups):
-            target = _target(draw, noise, identity, dim, share) if one is None else one
-            left, right = _factors(target, min(width, dim))  # (share * dim, rank), (dim, rank)
-            if width > dim:  # turned into all of the head's width: a row of zeros would get no gradient
-                turn = draw.orthogonal(width, dim).float()
-                left, right = left @ turn.T, right @ turn.T
-            queries[group].copy_(left.reshape(share, dim, width).mT)
-            part.k[group].copy_(right.T)
-    _zero(part.q_bias, part.k_bias)
-
-
-def _target(draw: _Draw, noise: float, identity: float, dim: int, count: int = 1) -> Tensor:
-    """noise Z + identity I, for queries that share their keys one under the other."""
-    blocks = [noise * draw.normal(dim, dim) / math.sqrt(dim) + identity * torch.eye(dim).double() for _ in range(count)]
-    return torch.cat(blocks)
-
-
-def _factors(target: Tensor, rank: int) -> tuple[Tensor, Tensor]:
-    """Left and right factor of the best approximation of a rank, of equal weight. float32: no check needs more."""
-    u, s, v = torch.linalg.svd(target.float(), full_matrices=False)
-    root = s[:rank].sqrt()
-    return u[:, :rank] * root, v[:rank].T * root
-
-
-def _mlp_(part: MlpParts, draw: _Draw) -> None:
+def _mlp_(part: MlpParts, size: float, bias: float, draw: Draw) -> None:
     for weight in (part.up, part.gate, part.down):
         if weight is not None:
             weight.copy_(gain(weight) * draw.orthogonal(*weight.shape))
-    _zero(part.up_bias, part.gate_bias, part.down_bias)
-    _unscale(part)
+    part.down.mul_(size)
+    for each, value in ((part.up_bias, bias), (part.gate_bias, 0.0), (part.down_bias, 0.0)):
+        if each is not None:
+            each.fill_(value)
+    if part.scale is not None:
+        part.scale.fill_(1)  # it would undo the size that the last weight was given
 
 
-def _centre_(part: MlpParts) -> None:
-    if part.down_bias is not None:
-        part.down_bias.copy_(0 - mean_output(part))
+def _refuse_bias(chosen: Parts) -> None:
+    without = [part.site for part in chosen.mlps() if part.gate is not None or part.up_bias is None]
+    if without:
+        raise InitError(
+            f"{named(without)}: the MLP is gated, or has no bias before its activation, so it has no mlp_bias. Nothing "
+            "was changed; leave such sites out by where=."
+        )
 
 
 def _refuse_to_centre(chosen: Parts) -> None:
@@ -204,27 +202,6 @@ def _refuse_to_centre(chosen: Parts) -> None:
     unknown = [part.site for part in chosen.mlps() if part.gate is None and part.function is None]
     if unknown:
         raise InitError(f"{named(unknown)}: the mean of an unknown activation is not known. Nothing was changed.")
-
-
-def _unscale(part: AttentionParts | MlpParts) -> None:
-    """LayerScale would undo the size that the last weight was given."""
-    if part.scale is not None:
-        part.scale.fill_(1)
-
-
-def _zero(*biases: Tensor | None) -> None:
-    for bias in biases:
-        if bias is not None:
-            bias.zero_()
-
-
-def _refuse_bad(qk_noise: float, qk_identity: float, vo_gain: float, heads: str, generator: object) -> None:
-    for name, value in (("qk_noise", qk_noise), ("qk_identity", qk_identity), ("vo_gain", vo_gain)):
-        refuse_number(name, value)
-    if heads not in get_args(Heads):
-        raise BadInput(f"heads is {heads!r}; it can be {', '.join(get_args(Heads))}")
-    if not isinstance(generator, torch.Generator | None):
-        raise BadInput(f"generator is {generator!r}; write torch.Generator().manual_seed({generator!r})")
 
 
 def _chosen(model: nn.Module, found: Parts, where: Where, parts: Sequence[Name]) -> Parts:
@@ -302,6 +279,17 @@ def _notes(chosen: Parts, parts: Sequence[Name]) -> list[str]:
 
 def _between(part: AttentionParts) -> list[str]:
     return [extra for extra in part.extras if extra.startswith(("value ", "output ")) and extra != "output factor"]
+
+
+def _short(short: list[Solved]) -> list[str]:
+    """A note on attentions that did not reach their target."""
+    if not short:
+        return []
+    least = min(each.self_attention for each in short)
+    return [
+        f"{named([each.site for each in short])}: self-attention reaches {least:.2f}, below its target, with the "
+        f"identity at a weight of {short[0].identity:.3g}: tokens are too much alike there for more"
+    ]
 
 
 def _uniform(check: Check) -> list[str]:

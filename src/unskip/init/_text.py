@@ -1,19 +1,25 @@
-"""An initialisation as text, for commands and configs: "skipless", "skipless:vit-small,centre", "zero"."""
+"""An initialisation as text, for commands and configs: "skipless", "skipless:shaped,position_code=sincos", "zero"."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, get_args
 
 import torch
 from torch import nn
 
 from unskip._words import nearest
 from unskip.errors import BadInput
+from unskip.init._position import PositionCode, position_code_
 from unskip.init._skipless import PRESETS, skipless_
 from unskip.init._zero import zero_branches_
 from unskip.wiring import Where
 
 _PAPER = {"alpha": "qk_noise", "beta": "qk_identity", "c": "vo_gain"}  # their names in arXiv 2510.00345
+_NUMBERS = ("qk_noise", "qk_identity", "vo_gain", "mlp_gain", "mlp_bias", "mix", "self_attention")
+_OPTIONS: dict[str, Callable[[str], object]] = {**dict.fromkeys((*_NUMBERS, *_PAPER), float), "carry": int}
+_OPTIONS["position_code"] = str
+_FORMS = "default, zero, skipless or skipless:shaped,qk_noise=1; position_code=orthogonal may follow each"
 
 
 def start_(
@@ -28,8 +34,10 @@ def start_(
     """Initialises a model as the words say.
 
     default leaves it as it is; zero is `zero_branches_`; skipless is `skipless_`, with the constants of `preset`. After
-    a colon skipless takes, separated by commas: another preset, numbers (qk_noise=, qk_identity=, vo_gain=, or the
-    paper's names alpha=, beta=, c=), and centre. `where` chooses sites as in `rewire`.
+    a colon skipless takes, separated by commas: another preset (vit-base, vit-small: the paper's; shaped), centre, and
+    its options by name: qk_noise=, qk_identity=, vo_gain= (or the paper's alpha=, beta=, c=), mlp_gain=, mlp_bias=,
+    carry=, mix=, self_attention=. All three take position_code=orthogonal or sincos. `where` chooses sites as in
+    `rewire`.
     """
     if not isinstance(words, str):
         raise BadInput(f"init is {words!r}; it is a text such as skipless or skipless:vit-small,centre,qk_noise=1")
@@ -37,28 +45,36 @@ def start_(
         raise BadInput(f"preset is {preset!r}; it can be {', '.join(PRESETS)}{nearest(preset, PRESETS)}")
     name, _, rest = words.partition(":")
     details = [word.strip() for word in rest.split(",") if word.strip()]
+    if name not in ("skipless", "zero", "default"):
+        raise BadInput(f"init is {words!r}; it can be {_FORMS}")
+    presets = [word for word in details if word in PRESETS]
+    if len(presets) > 1:
+        raise BadInput(f"init {words!r}: one preset, not {' and '.join(presets)}")
+    options = dict(_option(words, word) for word in details if word not in PRESETS)
     if name == "skipless":
-        presets = [word for word in details if word in PRESETS]
-        if len(presets) > 1:
-            raise BadInput(f"init {words!r}: one preset, not {' and '.join(presets)}")
-        constants: dict[str, Any] = {**PRESETS[presets[0] if presets else preset]}
-        for word in details:
-            key, equals, value = word.partition("=")
-            if equals and _PAPER.get(key, key) in constants:
-                constants[_PAPER.get(key, key)] = _number(words, key, value)
-            elif word not in (*PRESETS, "centre"):
-                known = (*PRESETS, "centre", *(f"{key}=" for key in constants))
-                raise BadInput(f"init {words!r}: {word!r} is none of {', '.join(known)}{nearest(word, known)}")
-        skipless_(model, example, **constants, generator=generator, centre="centre" in details, where=where)
-    elif name in ("zero", "default") and not details:
-        if name == "zero":
-            zero_branches_(model, example, where=where)
-    else:
-        raise BadInput(f"init is {words!r}; it can be default, zero, skipless or skipless:vit-small,centre,qk_noise=1")
+        constants: dict[str, Any] = {**PRESETS[presets[0] if presets else preset], **options}
+        skipless_(model, example, **constants, generator=generator, where=where)
+        return
+    if presets or options.keys() - {"position_code"}:
+        raise BadInput(f"init is {words!r}; it can be {_FORMS}")
+    if options:
+        position_code_(model, example, kind=options["position_code"], generator=generator)
+    if name == "zero":
+        zero_branches_(model, example, where=where)
 
 
-def _number(words: str, key: str, value: str) -> float:
+def _option(words: str, word: str) -> tuple[str, Any]:
+    """An option of `skipless_` and its value."""
+    key, equals, text = word.partition("=")
+    if word == "centre":
+        return "centre", True
+    if not equals or key not in _OPTIONS:
+        known = (*PRESETS, "centre", *(f"{key}=" for key in _OPTIONS))
+        raise BadInput(f"init {words!r}: {word!r} is none of {', '.join(known)}{nearest(word, known)}")
     try:
-        return float(value)
+        value = _OPTIONS[key](text)
     except ValueError:
-        raise BadInput(f"init {words!r}: {key} is {value!r}; it must be a number") from None
+        raise BadInput(f"init {words!r}: {key} is {text!r}; it must be a number") from None
+    if key == "position_code" and value not in get_args(PositionCode):
+        raise BadInput(f"init {words!r}: {key} is {text!r}; it can be {', '.join(get_args(PositionCode))}")
+    return _PAPER.get(key, key), value

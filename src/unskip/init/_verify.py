@@ -2,6 +2,7 @@
 
     value-output    W_V W_O = c^2 R, half of the scale in each factor      q, k    W_Q W_Q^T = W_K W_K^T
     mlp             W^T W = gain^2 I for each weight                       also    biases, LayerScale, drop path
+    with carry      W_V W_O = c^2 R for the carrying heads alone           on the example    self-attention = target
 
 Deviations are relative, and 1e-5 is allowed: float32 rounds far below that. Coarser weights are allowed 8 of their
 roundings, and queries and keys 1e-4, since their factors come from a decomposition in float32. What is set and not
@@ -18,9 +19,22 @@ import torch
 from torch import Tensor, nn
 
 from unskip._checks import number
-from unskip.anatomy import AttentionParts, MlpParts, Parts, PartsTrace, drop_paths, example_for, named, trace_parts
+from unskip.anatomy import (
+    AttentionParts,
+    MlpParts,
+    Parts,
+    PartsTrace,
+    correlation_map,
+    drop_paths,
+    example_for,
+    mean_output,
+    named,
+    trace_parts,
+)
 from unskip.errors import BadInput, InitError
+from unskip.init._calibrate import targets
 from unskip.init._check import Check, RowBuilder, same
+from unskip.init._value_output import split
 from unskip.wiring import Where, check_selector, picks
 
 Name = Literal["value-output", "query-key", "mlp"]
@@ -33,7 +47,12 @@ def verify_skipless(
     example: object = None,
     *,
     vo_gain: float = 3.0,
+    mlp_gain: float = 1.0,
+    mlp_bias: float = 0.0,
     centre: bool = False,
+    carry: int | None = None,
+    mix: float = 0.3,
+    self_attention: float | Sequence[float] | None = None,
     parts: Sequence[Name] = PARTS,
     where: Where = None,
     check: bool = True,
@@ -41,24 +60,29 @@ def verify_skipless(
 ) -> Check:
     """Checks what `skipless_` set. Raises InitError where it does not hold, unless `check` is off.
 
-    `vo_gain` (or `c`, its name in the paper), `centre`, `parts` and `where` are those that `skipless_` was given. By
-    site: the condition number of W_V W_O on its range, its rank, its scale (expected: vo_gain^2), and the distance of
-    its factors from vo_gain times an isometry; self-attention among 64 independent tokens, the mean and the least over
-    heads (expected: twice that of uniform attention), and how far queries and keys are from equal weight; how far an
-    MLP's weights are from orthogonal with the gain of their shape, as a fraction; how far biases are from 0, or with
+    The options are those that `skipless_` was given; `c` is `vo_gain` in the paper. By site: the condition number of
+    W_V W_O on its range, its rank, its scale (expected: vo_gain^2), and the distance of its factors from vo_gain times
+    an isometry, with `carry` of the carrying heads; self-attention among 64 independent tokens, the mean and the least
+    over heads (expected: twice that of uniform attention), and how far queries and keys are from equal weight; with
+    `self_attention`, that of the carrying heads on the example (expected: the target); how far an MLP's weights are
+    from orthogonal with the gain of their shape, as a fraction; how far biases are from 0 or `mlp_bias`, or with
     `centre` from minus the activation's mean; how far LayerScale is from 1; the rate of drop path. Beside it, not
-    checked: self-attention on the example in the model as it is wired, and what uniform attention would give. qk_noise
-    and qk_identity are not checked: only the distribution of the weights shows them.
+    checked: self-attention on the example in the model as it is wired, what uniform attention would give, and of each
+    MLP the slope C'(1) of the correlation map and C(0), the cosine of outputs for unrelated tokens. qk_noise and
+    qk_identity are not checked: only the distribution of the weights shows them.
     """
     vo_gain = renamed("vo_gain", vo_gain, 3.0, "c", c)
     refuse_number("vo_gain", vo_gain)
-    refuse_parts(parts, centre)
+    refuse_parts(parts, centre, mlp_bias, carry, self_attention)
     check_selector(where)
     traced = trace_parts(model, example_for(model, example), weighted=True)
     rows, unknown = [], []
-    for site, part in zip(traced.parts.sites, traced.parts, strict=True):
-        if not picks(where, site):
-            continue
+    pairs = [each for each in zip(traced.parts.sites, traced.parts, strict=True) if picks(where, each[0])]
+    chosen = Parts(traced.parts.model, [site for site, _ in pairs], [part for _, part in pairs], {})
+    goals = dict.fromkeys(range(len(traced.parts)))
+    if self_attention is not None:
+        goals |= dict(zip((p.site.index for p in chosen.attentions()), targets(chosen, self_attention), strict=True))
+    for site, part in pairs:
         if part is None:
             unknown.append(site)
             continue
@@ -67,12 +91,12 @@ def verify_skipless(
         centred = [mlp.down_bias for mlp in only.mlps()] if centre else []
         for attention in only.attentions():
             if "value-output" in parts:
-                _check_value_output(attention, vo_gain, centred, row)
+                _check_value_output(attention, vo_gain, carry, mix, centred, row)
             if "query-key" in parts:
-                _check_query_key(traced, attention, row)
+                _check_query_key(traced, attention, goals[site.index], carry, row)
         for mlp in only.mlps():
             if "mlp" in parts:
-                _check_mlp(mlp, centre, row)
+                _check_mlp(mlp, mlp_gain, mlp_bias, centre, row)
         if row.values:  # else nothing of the site was initialised
             rates = [float(getattr(module, rate)) for module, rate in drop_paths(model, site)]
             row.values["drop path"] = rate = max(rates, default=0.0)
@@ -86,8 +110,8 @@ def verify_skipless(
 
 
 def refuse_number(name: str, value: float) -> None:
-    """Raises BadInput for what cannot be qk_noise, qk_identity or vo_gain."""
-    number("skipless_", name, value, zero=name != "vo_gain")
+    """Raises BadInput for what cannot be one of the constants."""
+    number("skipless_", name, value, zero=name not in ("vo_gain", "mlp_gain", "mix"))
 
 
 def renamed(name: str, value: float, default: float, old: str, given: float | None) -> float:
@@ -97,13 +121,21 @@ def renamed(name: str, value: float, default: float, old: str, given: float | No
     return value if given is None else given
 
 
-def refuse_parts(parts: Sequence[Name], centre: bool) -> None:
-    """Raises BadInput for what names no parts, or not the one that `centre` is about."""
+def refuse_parts(
+    parts: Sequence[Name], centre: bool, mlp_bias: float, carry: int | None, self_attention: object
+) -> None:
+    """Raises BadInput for what names no parts, or not the one that an option is about."""
     names = parts if isinstance(parts, Collection) and not isinstance(parts, str) else ()
     if not names or any(name not in PARTS for name in names):
         raise BadInput(f"parts is {parts!r}; it is a sequence of some of {', '.join(PARTS)}")
-    if centre and "mlp" not in parts:
-        raise BadInput(f"centre is about the MLPs, and parts is {tuple(parts)!r}")
+    for option, given, part in (
+        ("centre", centre, "mlp"),
+        ("mlp_bias", mlp_bias, "mlp"),
+        ("carry", carry is not None, "value-output"),
+        ("self_attention", self_attention is not None, "query-key"),
+    ):
+        if given and part not in parts:
+            raise BadInput(f"{option} is about {part}, and parts is {tuple(parts)!r}")
 
 
 def gain(weight: Tensor) -> float:
@@ -112,31 +144,23 @@ def gain(weight: Tensor) -> float:
     return max(math.sqrt(out / into), 1.0)
 
 
-def mean_output(part: MlpParts) -> Tensor:
-    """W_down E[phi(W_up z)] for a normalised z, float64: what an MLP without biases adds to every token alike.
-
-    A gated MLP has no such mean: its halves are independent, and one of them has mean zero.
-    """
-    down = part.down.detach().double().cpu()
-    if part.gate is not None or part.function is None:
-        return down.new_zeros(len(down))
-    # E[phi(s z)] for the size s of every unit, on a grid that is fine enough for kinks such as ReLU's.
-    points = torch.linspace(-8, 8, 1025, dtype=torch.float64)
-    weights = (-points.square() / 2).exp()
-    sizes = part.up.detach().double().cpu().norm(dim=1)
-    return torch.mv(down, part.function(sizes[:, None] * points) @ (weights / weights.sum()))
-
-
 def _tolerance(weight: Tensor) -> float:
     return max(1e-5, 8 * torch.finfo(weight.dtype).eps)
 
 
 def _check_value_output(
-    part: AttentionParts, vo_gain: float, centred: Sequence[Tensor | None], row: RowBuilder
+    part: AttentionParts,
+    vo_gain: float,
+    carry: int | None,
+    mix: float,
+    centred: Sequence[Tensor | None],
+    row: RowBuilder,
 ) -> None:
-    inner, columns, rows = part.v.shape[0] * part.v.shape[1], part.v.shape[2], part.out.shape[0]
-    rank = min(inner, columns, rows)
-    product = part.value_output().cpu()
+    share = part.heads // len(part.v)  # what is written for queries of one value is split evenly
+    groups = [(part.v, part.out, vo_gain / math.sqrt(share))] if carry is None else split(part, carry, vo_gain, mix)
+    (v, out, _), *_ = groups
+    rank = min(v.shape[0] * v.shape[1], v.shape[2], len(out))
+    product = (part.value_output() if carry is None else out.double() @ v.flatten(0, 1).double()).cpu()
     singular = torch.linalg.svdvals(product)[:rank] if product.isfinite().all() else torch.tensor([math.nan])
     row.values["cond(W_V W_O)"] = condition = float(singular[0] / singular[-1])
     row.values["rank"] = float(rank)
@@ -147,13 +171,14 @@ def _check_value_output(
         abs(scale / vo_gain**2 - 1) <= tolerance,
         f"W_V W_O has scale {scale:.5g}, expected vo_gain^2 = {vo_gain**2:.5g}",
     )
-    share = part.heads // len(part.v)  # what is written for queries of one value is split evenly
-    for name, matrix, size, held in (
-        ("W_V", part.v.flatten(0, 1), vo_gain, min(inner, columns)),
-        ("W_O", part.out, vo_gain / math.sqrt(share), rank),
-    ):
-        error = row.worst("factor error", _from_isometry(matrix, size, held))
-        row.expect(error <= tolerance, f"{name} is {error:.2g} from {size:.3g} times an isometry")
+    for v, out, written in groups:
+        inner = v.shape[0] * v.shape[1]
+        for name, matrix, size, held in (
+            ("W_V", v.flatten(0, 1), vo_gain, min(inner, v.shape[2])),
+            ("W_O", out, written, min(inner, v.shape[2], len(out))),
+        ):
+            error = row.worst("factor error", _from_isometry(matrix, size, held))
+            row.expect(error <= tolerance, f"{name} is {error:.2g} from {size:.3g} times an isometry")
     _check_biases([("value", part.v_bias)], row)
     if not any(same(part.out_bias, bias) for bias in centred):  # one bias for both ends belongs to the MLP
         _check_biases([("output", part.out_bias)], row)
@@ -170,7 +195,9 @@ def _from_isometry(matrix: Tensor, size: float, rank: int) -> float:
     return float(torch.stack([error, (gram.trace() / rank - 1).abs()]).max())
 
 
-def _check_query_key(traced: PartsTrace, part: AttentionParts, row: RowBuilder) -> None:
+def _check_query_key(
+    traced: PartsTrace, part: AttentionParts, goal: float | None, carry: int | None, row: RowBuilder
+) -> None:
     if not {"query-key norm", "score scale"} & {*part.extras}:  # else the size of the logits is not the weights'
         mass = _self_attention(part)
         row.values["self-attention"], row.values["least"] = float(mass.mean()), float(mass.min())
@@ -183,7 +210,14 @@ def _check_query_key(traced: PartsTrace, part: AttentionParts, row: RowBuilder) 
     _check_biases([("query", part.q_bias), ("key", part.k_bias)], row)
     p = traced.probabilities(part.site.index).double()  # (samples, heads, queries, keys)
     if p.shape[-1] == p.shape[-2]:
-        row.values["on example"] = float(p.diagonal(dim1=-2, dim2=-1).mean())
+        own = p.diagonal(dim1=-2, dim2=-1)  # (samples, heads, tokens)
+        if goal is not None:
+            row.values["calibrated"] = reached = float(own[:, :carry].mean())
+            row.expect(
+                abs(reached - goal) <= max(0.02, _tolerance(part.q)),
+                f"self-attention on the example is {reached:.3g}, expected {goal:.3g}",
+            )
+        row.values["on example"] = float(own.mean())
         row.values["uniform"] = float((1 / (p > 0).sum(-1).clamp(min=1)).mean())  # a mask leaves some keys out
 
 
@@ -208,22 +242,25 @@ def _self_attention(part: AttentionParts) -> Tensor:
     return scores.softmax(-1).diagonal(dim1=-2, dim2=-1).mean(-1)
 
 
-def _check_mlp(part: MlpParts, centre: bool, row: RowBuilder) -> None:
+def _check_mlp(part: MlpParts, mlp_gain: float, mlp_bias: float, centre: bool, row: RowBuilder) -> None:
     tolerance = _tolerance(part.up)
-    for name, weight in (("up", part.up), ("gate", part.gate), ("down", part.down)):
+    for name, weight, factor in (("up", part.up, 1.0), ("gate", part.gate, 1.0), ("down", part.down, mlp_gain)):
         if weight is not None:
-            rank, expected = min(weight.shape), gain(weight)
+            rank, expected = min(weight.shape), factor * gain(weight)
             size = float(weight.detach().double().norm()) / math.sqrt(rank)
             away = row.worst("mlp error", abs(size / expected - 1))
             row.expect(away <= tolerance, f"the MLP's {name} has gain {size:.5g}, expected {expected:.5g}")
             error = row.worst("mlp error", _from_isometry(weight, size, rank) if size else math.inf)
             row.expect(error <= tolerance, f"the MLP's {name} is {error:.2g} from orthogonal")
-    _check_biases([("up", part.up_bias), ("gate", part.gate_bias)], row)
+    _check_biases([("up", part.up_bias)], row, mlp_bias)
+    _check_biases([("gate", part.gate_bias)], row)
     if centre:
         _check_mean(part, row)
     else:
         _check_biases([("down", part.down_bias)], row)
     _check_scale(part, row)
+    if (found := correlation_map(part)) is not None:
+        row.values["C'(1)"], row.values["C(0)"] = found
 
 
 def _check_mean(part: MlpParts, row: RowBuilder) -> None:
@@ -243,11 +280,12 @@ def _check_mean(part: MlpParts, row: RowBuilder) -> None:
         )
 
 
-def _check_biases(biases: Iterable[tuple[str, Tensor | None]], row: RowBuilder) -> None:
+def _check_biases(biases: Iterable[tuple[str, Tensor | None]], row: RowBuilder, expected: float = 0.0) -> None:
     for name, bias in biases:
         if bias is not None:
-            size = row.worst("bias", float(bias.detach().abs().max()))
-            row.expect(size == 0, f"the bias of {name} reaches {size:.2g}, expected 0")
+            away = row.worst("bias", float((bias.detach() - expected).abs().max()))
+            off = f"{away:.2g}" if expected == 0 else f"{away:.2g} away"
+            row.expect(away == 0, f"the bias of {name} reaches {off}, expected {expected:g}")
 
 
 def _check_scale(part: AttentionParts | MlpParts, row: RowBuilder) -> None:

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from unskip._extras import need
 from unskip.errors import BadInput
+from unskip.init import sine_cosine
 
 
 class Grid(NamedTuple):
@@ -54,15 +55,8 @@ def sources(encoder: int, decoder: int) -> tuple[int, ...]:
 
 
 def positions(grid: Grid, dim: int) -> Tensor:
-    """(patches, dim): sines and cosines of the column, then of the row, at dim / 4 wave lengths from 2 pi to 2e4 pi."""
-    if dim % 4:
-        raise BadInput(f"positions take a width that is a multiple of 4, got {dim}")
-    rates = 10_000.0 ** -(torch.arange(dim // 4, dtype=torch.float64) / (dim // 4))
-    rows, columns = torch.meshgrid(
-        torch.arange(grid.rows, dtype=torch.float64), torch.arange(grid.columns, dtype=torch.float64), indexing="ij"
-    )
-    parts = [wave(axis.flatten()[:, None] * rates) for axis in (columns, rows) for wave in (torch.sin, torch.cos)]
-    return torch.cat(parts, 1).float()
+    """(patches, dim): the 2-D sines and cosines of `unskip.init`."""
+    return sine_cosine(grid.rows, grid.columns, dim)
 
 
 @torch.no_grad()

@@ -1,0 +1,76 @@
+"""The correlation map of an MLP: how alike two tokens are behind it, as a function of how alike they were before.
+
+    y = W_down phi(W_up z + b) + c        z, z' standard normal with correlation rho
+    C(rho) = E<y, y'> / E|y|^2            C(1) = 1
+    C(0)   = |E y|^2 / E|y|^2             what is added to every token alike
+    C'(1)  = sum_i w_i^2 s_i^2 E[phi'(h_i)^2] / (sum_i w_i^2 Var phi(h_i) + |E y|^2)
+
+h_i = s_i x + b_i is the input of unit i, s_i the length of its row in W_up and w_i of its column in W_down; units count
+as independent. A linear map has C'(1) = 1 and C(0) = 0, and keeps all angles. Deep kernel shaping (arXiv 2110.01765)
+chooses activations by this map. Expectations are sums over a grid, in float64.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from unskip.anatomy._parts import MlpParts
+
+
+class CorrelationMap(NamedTuple):
+    """Two numbers of a correlation map."""
+
+    slope: float  # C'(1)
+    at_zero: float  # C(0)
+
+
+def mean_output(part: MlpParts) -> Tensor:
+    """W_down E[phi(W_up z + b)], float64: what an MLP without output bias adds to every token alike.
+
+    A gated MLP has no such mean at its start: its halves are independent, and one of them has mean zero.
+    """
+    down = part.down.detach().double().cpu()
+    if part.gate is not None or part.function is None:
+        return down.new_zeros(len(down))
+    sizes, biases = _units(part)
+    points, weights = _grid()
+    return torch.mv(down, part.function(sizes[:, None] * points + biases[:, None]) @ weights)
+
+
+def correlation_map(part: MlpParts) -> CorrelationMap | None:
+    """The correlation map of an MLP behind its norm; None where it is gated or its activation is unknown."""
+    if part.gate is not None or part.function is None:
+        return None
+    down, (sizes, biases), (points, weights) = part.down.detach().double().cpu(), _units(part), _grid()
+    outputs = part.function(sizes[:, None] * points + biases[:, None])  # (hidden, points)
+    slopes = outputs.diff() / (points[1] - points[0])  # s phi'(h), between points
+    between = (-((points[1:] + points[:-1]) / 2).square() / 2).exp()
+    means, columns = outputs @ weights, down.square().sum(0)
+    mean = down @ means
+    if part.down_bias is not None:
+        mean = mean + part.down_bias.detach().double().cpu()
+    common = mean.square().sum()
+    total = columns @ ((outputs - means[:, None]).square() @ weights) + common
+    slope = columns @ (slopes.square() @ (between / between.sum())) / total
+    return CorrelationMap(float(slope), float(common / total))
+
+
+def _grid() -> tuple[Tensor, Tensor]:
+    """Points of a standard normal number and their weights, fine enough for kinks such as ReLU's."""
+    points = torch.linspace(-8, 8, 1025, dtype=torch.float64)
+    weights = (-points.square() / 2).exp()
+    return points, weights / weights.sum()
+
+
+def _units(part: MlpParts) -> tuple[Tensor, Tensor]:
+    """Standard deviation and mean of each unit's input, (hidden,) each, for a standard normal input of the norm."""
+    up, norm = part.up.detach().double().cpu(), part.norm
+    biases = up.new_zeros(len(up)) if part.up_bias is None else part.up_bias.detach().double().cpu()
+    if norm is not None and norm.place == "pre" and norm.gain is not None and norm.gain.shape == up.shape[1:]:
+        if norm.bias is not None:
+            biases = biases + up @ norm.bias.detach().double().cpu()
+        up = up * (norm.offset + norm.gain.detach().double().cpu())
+    return up.norm(dim=1), biases

@@ -1,0 +1,58 @@
+"""Queries and keys: W_Q W_K^T ~ noise Z + identity I, Z_ij ~ N(0, 1/d), per head the best approximation of its rank.
+
+From "Cutting the Skip: Training Residual-Free Transformers" (arXiv 2510.00345), where noise is alpha and identity beta.
+How it splits one matrix over heads is not stated there; by default every head has a Z of its own.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from unskip.anatomy import AttentionParts
+from unskip.errors import InitError
+from unskip.init._draw import Draw
+
+Heads = Literal["independent", "shared", "sliced"]
+
+
+def query_key_(part: AttentionParts, noise: float, identity: float, heads: Heads, draw: Draw) -> None:
+    """Fills W_Q and W_K of one attention; their biases become 0."""
+    groups, width, dim = part.k.shape
+    share = part.heads // groups
+    if heads == "sliced":
+        if share > 1 or part.heads * width > dim:
+            raise InitError(f"{part.site.name}: one matrix cannot be dealt out to grouped or wider heads")
+        left, right = factors(_target(draw, noise, identity, dim), dim)
+        part.q.copy_(left.T[: part.heads * width].reshape(part.q.shape))
+        part.k.copy_(right.T[: part.heads * width].reshape(part.k.shape))
+    else:
+        queries = part.q.unflatten(0, (groups, share))
+        one = _target(draw, noise, identity, dim).repeat(share, 1) if heads == "shared" else None
+        for group in range(groups):
+            target = _target(draw, noise, identity, dim, share) if one is None else one
+            left, right = factors(target, min(width, dim))  # (share * dim, rank), (dim, rank)
+            if width > dim:  # turned into all of the head's width: a row of zeros would get no gradient
+                turn = draw.orthogonal(width, dim).float()
+                left, right = left @ turn.T, right @ turn.T
+            queries[group].copy_(left.reshape(share, dim, width).mT)
+            part.k[group].copy_(right.T)
+    for bias in (part.q_bias, part.k_bias):
+        if bias is not None:
+            bias.zero_()
+
+
+def factors(target: Tensor, rank: int) -> tuple[Tensor, Tensor]:
+    """Left and right factors of the best approximation of a rank, of equal weight. float32: no check needs more."""
+    u, s, v = torch.linalg.svd(target.float(), full_matrices=False)
+    root = s[..., None, :rank].sqrt()
+    return u[..., :rank] * root, v[..., :rank, :].mT * root
+
+
+def _target(draw: Draw, noise: float, identity: float, dim: int, count: int = 1) -> Tensor:
+    """noise Z + identity I, for queries that share their keys one under the other."""
+    blocks = [noise * draw.normal(dim, dim) / math.sqrt(dim) + identity * torch.eye(dim).double() for _ in range(count)]
+    return torch.cat(blocks)
