@@ -16,7 +16,7 @@ PYTEST := $(BIN)/python -m pytest -n $(WORKERS)
 export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE_BF16
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all lint results docs docs-serve bench clean
+.PHONY: help setup demo test test-all lint results docs docs-serve dist bench clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -42,7 +42,7 @@ test: lint ## lint, types and every test but the full matrices
 
 # A table is written by the tests of one file, so a file stays with one worker.
 test-all: export UNSKIP_WRITE_TABLES = 1
-test-all: lint docs ## lint, types and all tests, and the site; writes tables into docs
+test-all: lint docs dist ## lint, types and all tests, the site and the packages; writes tables into docs
 	$(PYTEST) --hypothesis-profile thorough --dist loadfile --cov --cov-report=term
 
 lint: $(INSTALLED) ## style, types, the arrows between the rooms, and what recipes repeat
@@ -67,6 +67,11 @@ docs: $(DOCS) ## the documentation site, in build/site; a broken link or a missi
 
 docs-serve: $(DOCS) ## the site at http://127.0.0.1:8000, built again whenever a page changes
 	$(BIN)/mkdocs serve
+
+dist: $(DOCS) ## sdist and wheel in dist/, checked by twine
+	rm -rf dist
+	$(BIN)/python -m build --no-isolation > /dev/null
+	$(BIN)/twine check --strict dist/*
 
 bench: $(INSTALLED) ## run each benchmark
 	@$(if $(BENCHMARKS),,echo "There is no benchmark yet: benchmarks/ holds no Python file.")

@@ -1,13 +1,16 @@
-"""The built wheel, installed away from the checkout, imports and answers on the command line."""
+"""The built packages: what they hold, and that the wheel works away from the checkout."""
 
 import os
 import subprocess
 import sys
+import tarfile
 import tomllib
 import zipfile
 from pathlib import Path
 
 import pytest
+
+from unskip._extras import EXTRAS
 
 ROOT = Path(__file__).parents[1]
 VERSION = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["version"]
@@ -21,33 +24,50 @@ def python(*args: str | Path, cwd: Path, site: Path | None = None) -> str:
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("wheel")
-    python("-m", "build", "--wheel", "--no-isolation", "--outdir", folder, ROOT, cwd=folder)
-    (built,) = folder.glob("*.whl")
-    return built
+def dist(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the sdist, and with the wheel that is built from it."""
+    folder = tmp_path_factory.mktemp("dist")
+    python("-m", "build", "--no-isolation", "--outdir", folder, ROOT, cwd=folder)
+    return folder
 
 
 @pytest.fixture(scope="module")
-def site(wheel: Path) -> Path:
-    site = wheel.parent / "site"
-    python("-m", "pip", "install", "--quiet", "--no-index", "--no-deps", "--target", site, wheel, cwd=wheel.parent)
+def site(dist: Path) -> Path:
+    (wheel,) = dist.glob("*.whl")
+    site = dist / "site"
+    python("-m", "pip", "install", "--quiet", "--no-index", "--no-deps", "--target", site, wheel, cwd=dist)
     return site
 
 
-def test_wheel_holds_the_package_alone(wheel: Path) -> None:
+def test_sdist_holds_what_it_takes_to_test_and_measure(dist: Path) -> None:
+    (file,) = dist.glob("*.tar.gz")
+    with tarfile.open(file) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    wanted = "CITATION.cff LICENSE Makefile benchmarks/rewire.py constraints.txt docs/audit.md mkdocs.yml tests/core.py"
+    assert set(wanted.split()) - names == set()
+
+
+def test_wheel_holds_the_package_alone(dist: Path) -> None:
+    (wheel,) = dist.glob("*.whl")
     names = zipfile.ZipFile(wheel).namelist()
     assert {name.split("/")[0] for name in names} == {"unskip", f"unskip-{VERSION}.dist-info"}
     assert "unskip/py.typed" in names
     assert f"unskip-{VERSION}.dist-info/licenses/LICENSE" in names
 
 
-def test_installed_wheel_imports(site: Path, tmp_path: Path) -> None:
+def test_wheel_works_with_torch_numpy_and_safetensors_alone(site: Path, tmp_path: Path) -> None:
+    hidden = [name for names in EXTRAS.values() for name in names]
+    assert python(ROOT / "tests" / "core.py", *hidden, "sklearn", "scipy", cwd=tmp_path, site=site) == ""
+
+
+def test_version_is_the_same_everywhere(site: Path, tmp_path: Path) -> None:
     out = python("-c", "import unskip; print(unskip.__version__, unskip.__file__)", cwd=tmp_path, site=site)
     version, file = out.split(maxsplit=1)
     assert version == VERSION
     assert Path(file.strip()).is_relative_to(site)
+    assert f"\nversion: {VERSION}\n" in (ROOT / "CITATION.cff").read_text(encoding="utf-8")
+    assert f"\n## [{VERSION}] - " in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
 
 
-def test_installed_wheel_answers_help(site: Path, tmp_path: Path) -> None:
-    assert "audit" in python("-m", "unskip", "--help", cwd=tmp_path, site=site)
+def test_installed_wheel_audits_on_the_command_line(site: Path, tmp_path: Path) -> None:
+    assert "attention" in python("-m", "unskip", "audit", "timm:test_vit", cwd=tmp_path, site=site)

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from unskip.recipes import load, resume, sample, train
     from unskip.wiring import Anneal, Cut, Decay, Keep, Learn, Scale, Shortcut, Wiring, rewire, rewired, save
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 __all__ = [
     "Anneal",
     "Audit",
