@@ -10,6 +10,7 @@ at 1e-3.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import math
 import tempfile
@@ -35,15 +36,46 @@ RUNS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+def config_of(name: str) -> Any:
+    """The config of a run on record."""
+    recipe, fields = RUNS[name]
+    return getattr(unskip.recipes, recipe)("digits", steps=STEPS, log_every=1, device="cpu", **fields)
+
+
 def run(name: str) -> dict[str, Any]:
     """The loss of every step, and every number of the evaluation at the end."""
-    recipe, fields = RUNS[name]
-    config = getattr(unskip.recipes, recipe)("digits", steps=STEPS, log_every=1, device="cpu", **fields)
     with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
         warnings.simplefilter("ignore", unskip.errors.UnskipWarning)  # so few steps look unhealthy
-        outcome = unskip.train(config, f"{folder}/run", quiet=True)
+        outcome = unskip.train(config_of(name), f"{folder}/run", quiet=True)
         rows = unskip.training.RunFolder(f"{folder}/run").read("metrics.jsonl")
     return {"loss": [row["loss"] for row in rows], "evaluation": dict(sorted(outcome.evaluations.items()))}
+
+
+def first_losses(name: str, count: int) -> list[float]:
+    """The losses of the first steps of a run, which goes no further."""
+    config = config_of(name)
+    torch.manual_seed(config.seed)
+    task, schedule = unskip.recipes.build(config)
+    after = task.after_step or (lambda step: None)
+
+    def stop(step: int) -> None:
+        after(step)
+        if step == count:  # the loss of the step before is logged
+            raise _Enough
+
+    task.after_step = stop
+    with tempfile.TemporaryDirectory() as folder, contextlib.suppress(_Enough), warnings.catch_warnings():
+        warnings.simplefilter("ignore", unskip.errors.UnskipWarning)
+        run = unskip.training.RunFolder.create(f"{folder}/run", {}, "cpu")
+        try:
+            unskip.training.run_task(task, schedule, run, quiet=True)
+        finally:
+            losses = [row["loss"] for row in run.read("metrics.jsonl")]
+    return losses[:count]
+
+
+class _Enough(Exception):
+    pass
 
 
 def differences(new: dict[str, Any], old: dict[str, Any], tolerance: float) -> list[str]:
