@@ -11,8 +11,10 @@ C. Pixels beyond the edge are black. Nothing here waits for the device.
 
 from __future__ import annotations
 
+import mmap
 from typing import Any
 
+import numpy
 import torch
 from torch import Tensor
 
@@ -79,7 +81,16 @@ def mean_and_std(
 
 def normalised(images: Tensor, mean: Tensor, std: Tensor) -> Tensor:
     """Bytes, or floats from 0 to 255, normalised; mean and std are (channels, 1, 1)."""
-    return (images.float() - mean * 255) / (std * 255)
+    mapped = images.device.type == "cpu" and not torch.compiler.is_compiling()
+    empty = _mapped(images.shape) if mapped else torch.empty_like(images, dtype=torch.float32)
+    return empty.copy_(images).sub_(mean * 255).div_(std * 255)
+
+
+def _mapped(shape: torch.Size) -> Tensor:
+    """Floats in pages of their own, which go back to the system with the tensor. In the heap, glibc reuses few of the
+    blocks that batches leave: it grew by 250 MB in an epoch with batches of 5 MB."""
+    pages = mmap.mmap(-1, max(1, 4 * shape.numel()), access=mmap.ACCESS_COPY)
+    return torch.from_numpy(numpy.ndarray(tuple(shape), numpy.float32, pages))
 
 
 def erased(images: Tensor, boxes: Tensor) -> Tensor:
