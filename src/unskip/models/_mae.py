@@ -24,7 +24,7 @@ from torch.nn import functional as F
 
 from unskip._extras import need
 from unskip.errors import BadInput
-from unskip.models._vit import Grid, grid_of, narrowed, positions, sources
+from unskip.models._vit import Grid, checkpointed, grid_of, narrowed, positions, sources
 
 _COLOUR = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # mean and standard deviation of ImageNet
 
@@ -78,7 +78,7 @@ class Decoder(nn.Module):
         super().__init__()
         Block = need("timm.models.vision_transformer").Block
 
-        self.narrow = narrow
+        self.narrow, self.grad_checkpointing = narrow, False
         self.skips = skips  # for each of the first blocks, the encoder block whose output it gets
         if skips:
             self.cls_token = nn.Parameter(torch.zeros(1, grid.prefix, width))
@@ -107,7 +107,7 @@ class Decoder(nn.Module):
         for index, block in enumerate(self.blocks):
             if index < len(self.skips):
                 x = self.fuse[index](x, outputs[index])
-            x = block(x)
+            x = checkpointed(block, self.grad_checkpointing, x)
         prediction: Tensor = self.head(self.norm(x[:, prefix + visible :]))
         return prediction
 
@@ -223,6 +223,9 @@ class MAE(nn.Module):
         repeats = self.grid.patch**2
         return (patches.float() - self.mean.repeat(repeats)) / self.std.repeat(repeats)
 
+    def set_grad_checkpointing(self, enable: bool = True) -> None:
+        self.decoder.grad_checkpointing = enable
+
     def target(self, patches: Tensor) -> Tensor:
         """What the decoder should predict: pixels, normalised per patch with `norm_pix`."""
         values = self.normalised(patches).float()
@@ -249,7 +252,7 @@ class MAE(nn.Module):
         x = inner.norm_pre(narrowed(x) if self.narrow else x)
         outputs = []
         for block in inner.blocks:
-            x = block(x)
+            x = checkpointed(block, self.decoder.grad_checkpointing, x)
             outputs.append(x)
         outputs[-1] = inner.norm(x)
         return outputs

@@ -32,7 +32,7 @@ from unskip.models._conditioned import (
     waves,
     xavier_,
 )
-from unskip.models._vit import Grid, narrowed, positions
+from unskip.models._vit import Grid, checkpointed, narrowed, positions
 
 SIT_SIZES = {
     "S": {"width": 384, "depth": 12, "heads": 6},
@@ -130,7 +130,7 @@ class SiT(nn.Module):
         check_sizes("SiT", size, patch, width, depth, heads, classes)
         self.size, self.patch, self.channels, self.classes, self.narrow = size, patch, channels, classes, narrow
         self.default_cfg = {"input_size": (channels, size, size)}  # by which an audit knows what the model takes
-        self.mirrors = mirrored(depth) if long_skips else {}
+        self.mirrors, self.grad_checkpointing = mirrored(depth) if long_skips else {}, False
         self.x_embedder = need("timm.layers").PatchEmbed(size, patch, channels, width)
         self.t_embedder = Time(width)
         self.y_embedder = Label(classes, width)
@@ -159,6 +159,9 @@ class SiT(nn.Module):
             nn.init.zeros_(layer.weight)
             nn.init.zeros_(layer.bias)
 
+    def set_grad_checkpointing(self, enable: bool = True) -> None:
+        self.grad_checkpointing = enable
+
     def forward(self, images: Tensor, time: Tensor | None = None, labels: Tensor | None = None) -> Tensor:
         check_images("SiT", images, self.channels, self.size)
         time, labels = conditions(images, time, labels, self.classes)
@@ -167,7 +170,8 @@ class SiT(nn.Module):
         x = narrowed(x) if self.narrow else x
         outputs: dict[int, Tensor] = {}
         for index, block in enumerate(self.blocks):
-            x = block(x, condition, outputs.pop(self.mirrors[index])) if index in self.mirrors else block(x, condition)
+            skip = [outputs.pop(self.mirrors[index])] if index in self.mirrors else []
+            x = checkpointed(block, self.grad_checkpointing, x, condition, *skip)
             if index in self.mirrors.values():
                 outputs[index] = x
         return images_of(self.final_layer(x, condition), self.patch, self.channels)

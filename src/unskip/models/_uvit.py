@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from unskip._extras import need
 from unskip.errors import BadInput
 from unskip.models._conditioned import check_images, check_sizes, conditions, images_of, sized, waves
-from unskip.models._vit import narrowed, trunc_normal_
+from unskip.models._vit import checkpointed, narrowed, trunc_normal_
 
 UVIT_SIZES = {  # blocks: as many before as after the one in the middle
     "S": {"width": 512, "depth": 13, "heads": 8},
@@ -72,7 +72,7 @@ class UViT(nn.Module):
             raise BadInput(f"UViT: the depth is odd, as many blocks before the middle one as after it; got {depth}")
         self.size, self.patch, self.channels, self.classes, self.narrow = size, patch, channels, classes, narrow
         self.default_cfg = {"input_size": (channels, size, size)}  # by which an audit knows what the model takes
-        half = depth // 2
+        half, self.grad_checkpointing = depth // 2, False
         self.patch_embed = need("timm.layers").PatchEmbed(size, patch, channels, width)
         self.label_emb = nn.Embedding(classes + 1, width)
         self.pos_embed = nn.Parameter(torch.zeros(1, 2 + (size // patch) ** 2, width))
@@ -96,6 +96,9 @@ class UViT(nn.Module):
         for weight in (self.label_emb.weight, self.pos_embed):
             nn.init.trunc_normal_(weight, std=0.02)
 
+    def set_grad_checkpointing(self, enable: bool = True) -> None:
+        self.grad_checkpointing = enable
+
     def forward(self, images: Tensor, time: Tensor | None = None, labels: Tensor | None = None) -> Tensor:
         check_images("UViT", images, self.channels, self.size)
         time, labels = conditions(images, time, labels, self.classes)
@@ -106,11 +109,11 @@ class UViT(nn.Module):
         x = narrowed(x) if self.narrow else x
         outputs = []
         for block in self.in_blocks:
-            x = block(x)
+            x = checkpointed(block, self.grad_checkpointing, x)
             outputs.append(x)
-        x = self.mid_block(x)
+        x = checkpointed(self.mid_block, self.grad_checkpointing, x)
         for block in self.out_blocks:
-            x = block(x, outputs.pop())
+            x = checkpointed(block, self.grad_checkpointing, x, outputs.pop())
         patches = self.decoder_pred(self.norm(x)[:, 2:])
         pixels: Tensor = self.final_layer(images_of(patches, self.patch, self.channels))
         return pixels

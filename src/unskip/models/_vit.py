@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from unskip._extras import need
 from unskip.errors import BadInput
@@ -42,6 +43,12 @@ def grid_of(encoder: nn.Module) -> Grid:
     if height % tall or width % tall:
         raise BadInput(f"{name}: patches of {tall} do not divide an image of {height} x {width}")
     return Grid(height // tall, width // tall, tall, proj.in_channels, int(encoder.num_prefix_tokens))
+
+
+def checkpointed(block: nn.Module, on: bool, *inputs: Tensor) -> Tensor:
+    """The output of a block; with `on` its activations are computed again in the backward pass instead of kept."""
+    found: Tensor = checkpoint(block, *inputs, use_reentrant=False) if on else block(*inputs)
+    return found
 
 
 def sources(encoder: int, decoder: int) -> tuple[int, ...]:

@@ -48,6 +48,8 @@ def build(config: Config, opener: Opener | None = None) -> tuple[Task, Schedule]
             f"the run ends after {progress.steps} steps, before {config.shortcut} does: take a longer run or an "
             "earlier @"
         )
+    if config.grad_checkpointing:
+        _checkpoint_gradients(config, objective.trained(model))
     options = objective.optimizer_options()
     optimizer = build_optimizer(objective.trained(model), config.optimizer, config.lr, config.weight_decay, **options)
     objective.begin(model, optimizer, progress)
@@ -80,6 +82,26 @@ def wire(objective: Objective, model: nn.Module, sample: Tensor) -> tuple[Wiring
     if parse(config.shortcut) == Keep():
         return ()
     return tuple(rewire(part, config.shortcut, sample, config.where) for part in parts)
+
+
+def _checkpoint_gradients(config: Config, model: nn.Module) -> None:
+    """Turns on gradient checkpointing, by the method that models of timm, transformers and this package have."""
+    if config.graph:
+        raise BadInput("graph and grad_checkpointing: a CUDA graph holds no second forward pass; take one of them")
+    found = False
+    for module in model.modules():
+        if callable(getattr(module, "set_grad_checkpointing", None)):
+            module.set_grad_checkpointing()
+        elif getattr(module, "supports_gradient_checkpointing", False):
+            module.gradient_checkpointing_enable({"use_reentrant": False})
+        else:
+            continue
+        found = True
+    if not found:
+        raise BadInput(
+            f"grad_checkpointing: {type(model).__name__} has neither set_grad_checkpointing (timm) nor "
+            "gradient_checkpointing_enable (transformers); leave it out, or give the model one"
+        )
 
 
 def _unfinished(wiring: Wiring, steps: int) -> bool:

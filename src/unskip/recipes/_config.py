@@ -36,6 +36,7 @@ class Config:
     ema: float | None = None  # decay of the EMA of the weights, which is then evaluated; None: no EMA
     precision: Precision = "float32"  # of the forward pass; weights and optimizer stay float32
     accumulate: int = 1  # gradient accumulation: parts that a batch is split into
+    grad_checkpointing: bool = False  # compute activations of blocks again in the backward pass: less memory, slower
     compile: bool = False  # torch.compile
     graph: bool = False  # forward and backward as one CUDA graph, on one GPU: removes launch overhead of small models
     fsdp: bool = False  # shard the weights over the processes (FSDP2)
