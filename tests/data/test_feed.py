@@ -154,10 +154,11 @@ def test_evaluation_by_several(world: int) -> None:
     ranks = [list(feed.evaluate(rank, world)) for rank in range(world)]
 
     def rows(batches: Iterable[tuple[Tensor, Tensor]]) -> list[tuple[list[float], int]]:
-        return sorted((x.flatten().tolist(), int(y)) for xs, ys in batches for x, y in zip(xs, ys, strict=True))
+        return [(x.flatten().tolist(), int(y)) for xs, ys in batches for x, y in zip(xs, ys, strict=True)]
 
     assert rows(batch for rank in ranks for batch in rank) == rows(feed.evaluate())
     assert all(len(x) for rank in ranks for x, _ in rank)
+    assert len({len(rank) for rank in ranks}) == 1
 
 
 def test_a_set_smaller_than_a_batch_is_evaluated_and_not_trained_on() -> None:

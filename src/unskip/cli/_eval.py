@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json as json_format
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,7 +21,7 @@ from unskip.errors import BadInput
 from unskip.evals import DTYPES, PROTOCOLS, Result, by_depth, by_time, image_channels
 from unskip.evals import protocol as find
 from unskip.recipes import Trained, evaluate_model, evaluate_run, open_run
-from unskip.training import RunFolder, device_of, find_runs
+from unskip.training import RunFolder, device_of, engine, find_runs, is_main
 
 _PROTOCOLS = f"Protocols, separated by commas: {', '.join(PROTOCOLS)}."
 _DATA = "Images with labels: digits, a folder with train/ and val/, parquet files, ... (default: those of the run)."
@@ -83,25 +84,31 @@ def evaluate(
             if each is not None and data is None:
                 chosen = [*_times(times)] if times is not None else None
                 trained = open_run(each, device, trust=trust)
-                about, results = _of_run(trained, names, options | {"times": chosen}, numbers)
+                with _processes(trained.model):
+                    about, results = _of_run(trained, names, options | {"times": chosen}, numbers)
             else:
                 if times is not None:
                     raise BadInput("--times is for runs on their own data: leave --data out")
                 name = str(each or model)
                 torch.manual_seed(0)  # random weights, but the same ones each time
                 built = weighted(name, random, trust).to(device_of(device or "cpu"))
-                about, results = (
-                    {"model": name, "data": data},
-                    _of_model(built, data, names, options, numbers),
-                )
+                with _processes(built):
+                    about = {"model": name, "data": data}
+                    results = _of_model(built, data, names, options, numbers)
         rows.append({**about, "results": [result.to_dict() for result in results]})
-        if not json:
+        if not json and is_main():
             _show(str(each or model), about, names, results, options["changes"], times is not None)
-    if json:
+    if json and is_main():
         used = {name: PROTOCOLS[name].to_dict() for name in names}
         record = rows[0] if len(rows) == 1 else {"runs": rows}
         print_json({"protocols": used, **record})
     return 0
+
+
+def _processes(model: nn.Module) -> Any:
+    """Where a launcher has started several processes, they evaluate together."""
+    several = int(os.environ.get("WORLD_SIZE", "1")) > 1
+    return engine(next(model.parameters()).device) if several else contextlib.nullcontext()
 
 
 def _of_run(

@@ -97,17 +97,17 @@ def _several(out: Path, runs: Sequence[Callable[[Opener], Outcome]]) -> int:
     for run in runs:
         outcomes.append(run(opener))
         if _print_outcome(outcomes[-1]):
-            if unskip.recipes.is_main():
+            if unskip.training.is_main():
                 print("the same command goes on with this run and the ones after it", file=sys.stderr)
             return _STOPPED
-    if unskip.recipes.is_main():
+    if unskip.training.is_main():
         _summary(out, outcomes)
     return 0
 
 
 def _print_outcome(outcome: Outcome) -> int:
     """Says how a run ended; returns the exit code."""
-    if unskip.recipes.is_main():
+    if unskip.training.is_main():
         numbers = "  ".join(f"{name} {value:.4g}" for name, value in outcome.evaluations.items())
         state = "done" if outcome.finished else "stopped"
         print(f"{outcome.folder}: {state} at step {outcome.step}  {numbers}".rstrip())

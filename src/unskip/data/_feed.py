@@ -23,7 +23,7 @@ from unskip.data._assemble import allowed
 from unskip.data._augment import Augment, Table, geometry, mixing, partners
 from unskip.data._images import ImageSet
 from unskip.data._loader import Key, Loaded, Make, Shown, Transform, loader
-from unskip.data._order import GEOMETRY, MIXING, Order, Rows, check_world, share, stream
+from unskip.data._order import GEOMETRY, MIXING, Order, Rows, check_world, evaluation_batches, share, stream
 from unskip.errors import BadInput
 
 Batch = tuple[Tensor, Tensor]
@@ -87,14 +87,9 @@ class Feed:
         return self._training(start_step, stop_step, rank, world, parts)
 
     def evaluate(self, rank: int = 0, world: int = 1) -> Iterator[Batch]:
-        """Every image once, in order, unchanged. The last batch may be short; a process left without a row skips it."""
-        check_world(world, rank, world)
-        batches = []
-        for start in range(0, len(self.images), self.batch):
-            part = share(min(self.batch, len(self.images) - start), rank, world)
-            if len(part):
-                batches.append(numpy.arange(start + part.start, start + part.stop))
-        return self._evaluation(batches, world)
+        """Every image once, in order, unchanged; of several processes each has a consecutive share."""
+        batches = evaluation_batches(len(self.images), self.batch, rank, world)
+        return self._evaluation([numpy.arange(part.start, part.stop) for part in batches], world)
 
     def loaded(
         self, make: Make, start_step: int, stop_step: int, rank: int = 0, world: int = 1, parts: int = 1

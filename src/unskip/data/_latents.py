@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from unskip._extras import need
 from unskip.data._device import put
 from unskip.data._images import ImageSet, fingerprint
-from unskip.data._order import GEOMETRY, Order, check_world, share, stream
+from unskip.data._order import GEOMETRY, Order, check_world, evaluation_batches, share, stream
 from unskip.errors import BadInput, LoadError
 
 
@@ -173,15 +173,15 @@ class LatentFeed:
             values = self.moments[chosen, mirror[part.start : part.stop].astype(numpy.int64)]
             yield self._put(values, self._labels[chosen])
 
-    def evaluate(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Every image once, in order: the means of its latents, scaled."""
-        for moments, labels in self.in_order():
+    def evaluate(self, rank: int = 0, world: int = 1) -> Iterator[tuple[Tensor, Tensor]]:
+        """Every image once, in order: the means of its latents, scaled; of several processes each has its share."""
+        for moments, labels in self.in_order(rank, world):
             yield self.autoencoder.latents(moments), labels
 
-    def in_order(self) -> Iterator[tuple[Tensor, Tensor]]:
+    def in_order(self, rank: int = 0, world: int = 1) -> Iterator[tuple[Tensor, Tensor]]:
         """Every image once: its moments, and its label."""
-        for start in range(0, len(self.images), self.batch):
-            part = slice(start, start + self.batch)
+        for each in evaluation_batches(len(self.images), self.batch, rank, world):
+            part = slice(each.start, each.stop)
             yield self._put(self.moments[part, 0], self._labels[part])
 
     def _put(self, moments: Any, labels: Any) -> tuple[Tensor, Tensor]:

@@ -14,6 +14,7 @@ There is no state: any step can be asked for at any time, which is what makes a 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -87,6 +88,20 @@ class Order:
 def share(count: int, rank: int, world: int) -> range:
     """The positions of one process among `count`."""
     return range(rank * count // world, (rank + 1) * count // world)
+
+
+def evaluation_batches(count: int, batch: int, rank: int, world: int) -> list[range]:
+    """The consecutive positions of one process among `count`, in batches of about batch / world.
+
+    Every process has as many batches, because a sharded model is evaluated by all of them together; none is empty.
+    """
+    check_world(world, rank, world)
+    if world == 1:
+        return [range(start, min(start + batch, count)) for start in range(0, count, batch)]
+    mine, least = share(count, rank, world), count // world
+    parts = max(1, min(math.ceil(count / world / max(1, batch // world)), least))
+    found = [share(len(mine), part, parts) for part in range(parts)]
+    return [mine[part.start : part.stop] for part in found if len(part)]
 
 
 def check_world(batch: int, rank: int, world: int) -> None:

@@ -56,6 +56,7 @@ def extract(
     found: Sequence[Block] = (),
     inputs: Inputs | None = None,
     split: str = "test",
+    start: int = 0,
     logits: bool = False,
 ) -> Features:
     """Features of blocks over batches of (images, labels), such as `Feed.evaluate()` gives; they stay on the device.
@@ -63,8 +64,8 @@ def extract(
     A view is a pool ("mean" over all tokens, "cls", the first, or "tokens", all of them) and a norm: "none", or "layer"
     for tokens brought to mean 0 and variance 1 before they are pooled. `blocks` are as for `unskip.features`, "middle"
     besides; `found` are those of an earlier call on the same model, which need not be found again then. `inputs` makes
-    the model's arguments of a batch of images, their places in the set and the name of the `split`; without it the
-    images are the only one. With `logits` the model's output is kept too.
+    the model's arguments of a batch of images, their places in the set, from `start` on, and the name of the `split`;
+    without it the images are the only one. With `logits` the model's output is kept too.
     """
     wanted_views = list(dict.fromkeys(views))
     for pool, norm in wanted_views:
@@ -74,7 +75,7 @@ def extract(
     kept: dict[View, dict[int, list[Tensor]]] = {view: {} for view in wanted_views}
     labels: list[Tensor] = []
     outputs: list[Tensor] = []
-    every, wanted, seen = tuple(found), list[int](), 0
+    every, wanted, seen = tuple(found), list[int](), start
     with evaluating(model):
         for images, part in batches:
             places = torch.arange(seen, seen + len(images), device=images.device)

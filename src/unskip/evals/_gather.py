@@ -111,17 +111,22 @@ class Gathered:
         views = [self.view(each) for each in mine]
         features = extract(
             self.model,
-            part.batches(),
+            part.share(),
             self._union(mine),
             views,
             precision=part.options.precision,
             found=self.found,
             inputs=self.inputs,
             split=name,
+            start=part.start,
             logits=logits,
         )
         self.found = self.found or features.found
-        return features
+        views_of_all = {
+            view: {index: part.gathered(values) for index, values in by.items()} for view, by in features.views.items()
+        }
+        outputs = None if features.logits is None else part.gathered(features.logits)
+        return replace(features, views=views_of_all, labels=part.gathered(features.labels), logits=outputs)
 
     def _union(self, protocols: Sequence[Protocol]) -> Blocks:
         """The blocks of any of some protocols."""

@@ -8,8 +8,9 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch import distributed as dist
 
-from unskip.data import Preprocess
+from unskip.data import Feed, LatentFeed, Preprocess
 from unskip.training import Precision
 
 _ABSENT: Any = None
@@ -66,3 +67,34 @@ class Split:
     def batches(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Every sample once, in order: (inputs on the device, labels)."""
         return self.feed.evaluate()
+
+    def share(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """The samples of this process, in order from `start` on: all of them where it is the only one."""
+        rank, world = self._ranks()
+        return self.feed.evaluate(rank, world) if world > 1 else self.feed.evaluate()  # type: ignore[call-arg]
+
+    @property
+    def start(self) -> int:
+        """The place of the first sample of `share` among all."""
+        rank, world = self._ranks()
+        return rank * len(self.labels) // world
+
+    def gathered(self, rows: Tensor) -> Tensor:
+        """The rows that every process has made of its share, in order."""
+        if self._ranks()[1] == 1:
+            return rows
+        world = dist.get_world_size()
+        counts = [rows.new_zeros(1, dtype=torch.int64) for _ in range(world)]
+        dist.all_gather(counts, torch.tensor([len(rows)], device=rows.device))
+        longest = max(int(count) for count in counts)
+        padded = torch.cat([rows, rows.new_zeros(longest - len(rows), *rows.shape[1:])])
+        parts = [torch.empty_like(padded) for _ in range(world)]
+        dist.all_gather(parts, padded)
+        return torch.cat([part[: int(count)] for part, count in zip(parts, counts, strict=True)])
+
+    def _ranks(self) -> tuple[int, int]:
+        """This process and how many there are; (0, 1) also for a feed that cannot be shared, or has too few samples."""
+        if not isinstance(self.feed, Feed | LatentFeed) or not dist.is_available() or not dist.is_initialized():
+            return 0, 1
+        rank, world = dist.get_rank(), dist.get_world_size()
+        return (rank, world) if len(self.labels) >= world else (0, 1)

@@ -11,7 +11,7 @@ from unskip.recipes._objective import Facts, Objective, Progress
 from unskip.recipes._online import Online
 from unskip.recipes._open import Trained, is_run, load, open_run
 from unskip.recipes._registry import RECIPES, Preset, Recipe, from_dict, recipe_of, register, resolve, to_dict
-from unskip.recipes._run import absolute_paths, is_main, resume, train
+from unskip.recipes._run import absolute_paths, resume, train
 from unskip.recipes._sample import Samples, sample
 from unskip.recipes._simclr import Simclr, simclr
 from unskip.recipes._sit import Sit, sit
@@ -46,7 +46,6 @@ __all__ = [
     "evaluated_split",
     "field_groups",
     "from_dict",
-    "is_main",
     "is_run",
     "load",
     "mae",

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, fields
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -89,6 +90,7 @@ def _checkpoint_gradients(config: Config, model: nn.Module) -> None:
     if config.graph:
         raise BadInput("graph and grad_checkpointing: a CUDA graph holds no second forward pass; take one of them")
     found = False
+    module: Any
     for module in model.modules():
         if callable(getattr(module, "set_grad_checkpointing", None)):
             module.set_grad_checkpointing()

@@ -31,6 +31,7 @@ from unskip.recipes._data import (
 from unskip.recipes._generative import Generative
 from unskip.recipes._open import Trained, open_run
 from unskip.recipes._sample import Samples, sampled
+from unskip.training import is_main
 
 
 def evaluate_run(
@@ -182,7 +183,7 @@ def _append(trained: Trained, results: Sequence[Result], options: Mapping[str, A
     """Rows of evals.jsonl, with what decided the numbers beside the protocol."""
     about = {key: options[key] for key in ("data", "size") if options.get(key) is not None}
     about |= {"seed": options.get("seed", 0), "precision": options.get("precision", "float32")}
-    for each in results:
+    for each in results if is_main() else ():
         trained.folder.append("evals.jsonl", {"step": trained.step, **each.to_dict(), **about})
 
 

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from unskip.anatomy import Example, find_blocks
 from unskip.data import Augment, Autoencoder, ImageSet, LatentFeed, subset
 from unskip.errors import BadInput
-from unskip.evals import Split, noised
+from unskip.evals import Split, autocast, noised
 from unskip.evals import register as register_evaluator
 from unskip.init import zero_branches_
 from unskip.models import Flow, Interpolant, Target, Times, normal
@@ -93,7 +93,7 @@ class ImageFeed(Protocol):
     def iterate(
         self, start_step: int, stop_step: int, rank: int = 0, world: int = 1, parts: int = 1
     ) -> Iterator[Any]: ...
-    def evaluate(self) -> Iterator[tuple[Tensor, Tensor]]: ...
+    def evaluate(self, rank: int = 0, world: int = 1) -> Iterator[tuple[Tensor, Tensor]]: ...
 
 
 def build_network(kind: Any, config: Generative, facts: Facts, **options: Any) -> Any:
@@ -179,7 +179,9 @@ class FlowMatching(Objective):
         config = self.config
         changes = {"flow-loss-v1": {"interpolant": config.interpolant, "target": config.target}}
         evaluations: dict[str, Evaluation] = {
-            "flow-loss-v1": Online(["flow-loss-v1"], None, test, split, {"changes": changes})
+            "flow-loss-v1": Online(
+                ["flow-loss-v1"], None, test, split, {"changes": changes, "precision": config.precision}
+            )
         }
         if config.online_images:
             names = possible(["knn-dino-v1", "rank-v1"], train, test)
@@ -246,12 +248,13 @@ def flow_loss(model: nn.Module, train: Split, test: Split, interpolant: Any, tar
     """The same times and noise each time."""
     flow = Flow(interpolant, target, label_dropout=0.0)
     first, last = flow.ends
-    seen, total = 0, torch.zeros((), dtype=torch.float64, device=test.options.device)
-    for values, labels in test.batches():
+    seen, total = test.start, torch.zeros((), dtype=torch.float64, device=test.options.device)
+    for values, labels in test.share():
         index = torch.arange(seen, seen + len(values), device=values.device)
         # Steps of the golden ratio spread the times of neighbouring images.
         time = first + (last - first) * ((index * 0.6180339887498949 + 0.5) % 1.0).float()
         noise = normal(0, index, 0, values.shape[1:])
-        total += flow.loss(model, values, labels, 0, time=time, noise=noise).double().sum()
+        with autocast(values.device, test.options.precision):
+            total += flow.loss(model, values, labels, 0, time=time, noise=noise).double().sum()
         seen += len(values)
-    return {"loss": float(total) / len(test)}
+    return {"loss": float(test.gathered(total[None]).sum()) / len(test)}

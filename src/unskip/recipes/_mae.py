@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from unskip.data import Feed, ImageSet, subset
 from unskip.errors import BadInput
-from unskip.evals import Split
+from unskip.evals import Split, autocast
 from unskip.evals import register as register_evaluator
 from unskip.init import zero_branches_
 from unskip.models import MAE, load_published
@@ -169,7 +169,7 @@ class Reconstruction(Objective):
 
     def evaluations(self, model: nn.Module, train: Feed, test: Feed, split: str) -> dict[str, Evaluation]:
         return {
-            "reconstruction-v1": Online(["reconstruction-v1"], None, test, split),
+            "reconstruction-v1": Online(["reconstruction-v1"], None, test, split, {"precision": self.config.precision}),
             "features": online_features(self.encoder, model, train, test, split, self.config.precision),
         }
 
@@ -183,12 +183,14 @@ class Reconstruction(Objective):
 )
 def reconstruction(model: Any, train: Split, test: Split) -> dict[str, float]:
     """The same masks each time."""
-    generator = torch.Generator().manual_seed(0)
-    total = torch.zeros((), dtype=torch.float64, device=test.options.device)
-    for images, _ in test.batches():
-        noise = torch.rand(len(images), model.grid.patches, generator=generator).to(images.device)
-        total += model(images, noise).loss.double() * len(images)
-    return {"loss": float(total) / len(test)}
+    noise = torch.rand(len(test), model.grid.patches, generator=torch.Generator().manual_seed(0))
+    seen, total = test.start, torch.zeros((), dtype=torch.float64, device=test.options.device)
+    for images, _ in test.share():
+        with autocast(images.device, test.options.precision):
+            found = model(images, noise[seen : seen + len(images)].to(images.device))
+        total += found.loss.double() * len(images)
+        seen += len(images)
+    return {"loss": float(test.gathered(total[None]).sum()) / len(test)}
 
 
 mae = register(Recipe("mae", Mae, _PRESETS, build_model, Reconstruction))

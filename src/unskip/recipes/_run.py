@@ -20,7 +20,7 @@ from unskip.recipes._build import build
 from unskip.recipes._config import Config
 from unskip.recipes._data import Opener, data_changes
 from unskip.recipes._registry import Recipe, from_dict, recipe_of, to_dict
-from unskip.training import Outcome, RunFolder, device_of, run_task, tracker_names, why_not
+from unskip.training import Outcome, RunFolder, device_of, is_main, run_task, tracker_names, why_not
 from unskip.wiring import parse
 
 
@@ -162,8 +162,3 @@ def _refuse_graph(config: Config, recipe: Recipe) -> None:
     )
     if against is not None:
         raise BadInput(f"graph is not possible: {against}. Leave graph out")
-
-
-def is_main() -> bool:
-    """Whether this process writes the folder; torchrun and accelerate number their processes so."""
-    return int(os.environ.get("RANK", "0")) == 0

@@ -182,7 +182,7 @@ class Classification(Objective):
         return float(torch.special.entr((1 - smoothing) * frequencies + smoothing / classes).sum())
 
     def evaluations(self, model: nn.Module, train: Feed, test: Feed, split: str) -> dict[str, Evaluation]:
-        return {"accuracy-v1": Online(["accuracy-v1"], None, test, split)}
+        return {"accuracy-v1": Online(["accuracy-v1"], None, test, split, {"precision": self.config.precision})}
 
 
 def _arguments(config: Supervised, facts: Facts) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """The loop: steps, checkpoints, the run folder, and the engine (accelerate)."""
 
 from unskip.training._ema import ema_weights
-from unskip.training._engine import device_of
+from unskip.training._engine import device_of, engine, is_main
 from unskip.training._find import find_runs
 from unskip.training._folder import RunFolder
 from unskip.training._graph import Graphed, Pass, why_not
@@ -21,7 +21,9 @@ __all__ = [
     "Task",
     "device_of",
     "ema_weights",
+    "engine",
     "find_runs",
+    "is_main",
     "run_task",
     "tracker_names",
     "why_not",

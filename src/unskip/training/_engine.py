@@ -25,6 +25,11 @@ def engine(device: torch.device) -> Iterator[Any]:
         yield _accelerator(device.type)
 
 
+def is_main() -> bool:
+    """Whether this process writes and prints; torchrun and accelerate number their processes so."""
+    return int(os.environ.get("RANK", "0")) == 0
+
+
 def on(device: torch.device) -> Any:
     """A context in which a GPU is the current one; of other devices there is nothing to choose."""
     return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()

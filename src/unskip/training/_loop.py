@@ -299,8 +299,6 @@ class _Trainer:
         self.accelerator.wait_for_everyone()
         model = self.task.model
         for name, evaluation in self.task.evaluations.items():
-            if not self.accelerator.is_main_process and self.sharded is None:
-                break  # of a sharded model every process has a part to play
             means = contextlib.nullcontext() if self.ema is None else self.ema.swapped_in()
             # Of the GPUs it is the run's own: torch would wake all of them otherwise, and warn.
             gpus = [torch.cuda.current_device()] if self.kind == "cuda" else []

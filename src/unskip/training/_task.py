@@ -39,7 +39,7 @@ class Task:
     optimizer: Any
     wirings: tuple[Wiring, ...] = ()  # of the model, or of a student and its teacher
     baseline_loss: float | None = None  # of a constant prediction, such as log(classes)
-    evaluations: dict[str, Evaluation] = field(default_factory=dict)
+    evaluations: dict[str, Evaluation] = field(default_factory=dict)  # called on all processes; the first one logs
     notes: tuple[str, ...] = ()  # what a reader of the run should know, such as images that were left out
     sample: Any = None  # a few inputs, on which the model's features and attention are checked
     encoder: nn.Module | None = None  # the part that is checked; the whole model by default
