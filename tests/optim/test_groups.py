@@ -38,6 +38,32 @@ def test_the_roles_of_a_vit() -> None:
     assert {row.name for row in groups(model) if row.decays} == hidden | {"patch_embed.proj.weight", "head.weight"}
 
 
+@pytest.mark.parametrize("library", ["timm", "torchvision"])
+def test_decay_of_the_blocks_takes_their_biases_and_nothing_outside(library: str) -> None:
+    model = vit() if library == "timm" else torchvision.models.VisionTransformer(32, 8, 2, 2, 24, 48, num_classes=5)
+    found = {row.name for row in groups(model, decays="blocks") if row.decays}
+    blocks = [name for name, _ in model.named_parameters() if name.startswith(("blocks.", "encoder.layers."))]
+    norms = ("norm1", "norm2", "ln_1", "ln_2")
+    assert found == {name for name in blocks if not any(norm in name for norm in norms)}
+    assert any(name.endswith("bias") for name in found)
+
+
+def test_a_bias_of_a_block_shrinks_with_its_weight() -> None:
+    model = vit()
+    optimizer = build(model, "adamw", 0.1, 0.5, decays="blocks")
+    before = {name: param.detach().clone() for name, param in model.named_parameters()}
+    for param in model.parameters():
+        param.grad = torch.zeros_like(param)
+    with torch.no_grad():
+        model.blocks[0].mlp.fc1.bias.fill_(2.0)  # type: ignore[index, union-attr]
+    optimizer.step()
+    assert model.get_parameter("blocks.0.mlp.fc1.bias")[0].item() == pytest.approx(2 * 0.95)
+    torch.testing.assert_close(model.get_parameter("blocks.1.mlp.fc2.weight"), 0.95 * before["blocks.1.mlp.fc2.weight"])
+    assert torch.equal(model.get_parameter("head.weight"), before["head.weight"])
+    with pytest.raises(BadInput, match="no repeated blocks"):
+        groups(nn.Linear(2, 2), decays="blocks")
+
+
 MODELS: dict[str, Any] = {
     "swin": lambda: timm.create_model("swin_tiny_patch4_window7_224", depths=(1, 1, 2, 1), embed_dim=12),
     "convnext": lambda: timm.create_model("convnext_atto"),

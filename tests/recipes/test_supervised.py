@@ -103,6 +103,29 @@ def test_a_run_leaves_a_whole_folder_and_can_be_loaded(tmp_path: Path, changes: 
         assert alphas == pytest.approx([1, 1 - 0.4 / 3, 1 - 0.8 / 3, 0.6])
 
 
+def test_the_preset_without_skips_starts_shaped_and_decays_its_blocks() -> None:
+    preset = recipes.supervised("cifar-skipless")
+    names = ("shortcut", "init", "optimizer", "weight_decay", "decays")
+    shape = "class_token=false,global_pool=avg,depth=2,embed_dim=32,num_heads=2"
+    task, _ = recipes.build(tiny(**{name: getattr(preset, name) for name in names}, model_args=shape))
+    unskip.init.verify_skipless(task.model, task.sample, vo_gain=9, mlp_gain=9, mlp_bias=1.5, centre=True)
+    rows = task.model.pos_embed[0].detach()
+    torch.testing.assert_close(rows @ rows.T / rows[0].square().sum(), torch.eye(16), rtol=0, atol=1e-4)
+    names_of = {group["weight_decay"]: group["param_names"] for group in task.optimizer.param_groups}
+    assert "blocks.0.mlp.fc2.bias" in names_of[0.6]
+    assert "head.weight" in names_of[0.0]
+
+
+def test_attention_is_calibrated_without_the_skips_that_are_cut() -> None:
+    shape = "class_token=false,global_pool=avg,depth=2,embed_dim=32,num_heads=2"
+    init = "skipless:shaped,position_code=orthogonal,self_attention=0.5"
+    task, _ = recipes.build(tiny(shortcut="cut", init=init, model_args=shape, health=False))
+    images = next(iter(task.feed.iterate(0, 1)))[0]
+    found = unskip.measure(task.model, images[:8], jacobians="off").sites
+    for row in (row for row in found if row.self_attention is not None):
+        assert sum(row.self_attention) / 2 == pytest.approx(0.5, abs=0.1)
+
+
 @pytest.mark.full
 def test_it_learns(tmp_path: Path) -> None:
     config = recipes.supervised("digits", device="cpu", epochs=3, optimizer="soap")

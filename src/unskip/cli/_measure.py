@@ -34,7 +34,7 @@ def measure(
     data: Annotated[str, told(_DATA, "SOURCE")] = "random:8",
     n: Count = 8,
     shortcut: Annotated[str | None, told("Rewire first: cut, decay:0.6, ...", "RULE")] = None,
-    init: Annotated[str | None, told("Initialise first: skipless, skipless:vit-small,centre or zero.", "NAME")] = None,
+    init: Annotated[str | None, told("Initialise first: skipless, skipless:shaped or zero.", "NAME")] = None,
     blocks: Blocks = "all",
     jacobians: Annotated[Literal["auto", "exact", "off"], tyro.conf.arg(help=_JACOBIANS)] = "auto",
     mean: Mean = None,
@@ -62,10 +62,10 @@ def measure(
         built = weighted(model, random, trust).to(where)
         numbers = {"mean": channel_numbers("mean", mean), "std": channel_numbers("std", std)}
         samples, made = samples_for(built, data, n, shapes, numbers)
-        if init is not None:
-            unskip.init.start_(built, init, torch.Generator().manual_seed(0), samples)
         if rule is not None:
             unskip.rewire(built, rule, samples)
+        if init is not None:  # calibrated in the model as it is wired
+            unskip.init.start_(built, init, torch.Generator().manual_seed(0), samples)
         measurement = unskip.measure(built, samples, blocks=blocks_of(blocks), jacobians=jacobians, progress=tick)
     if json:
         print_json({"spec": model, "preprocess": made and made.to_dict(), **measurement.to_dict()})

@@ -300,7 +300,8 @@ def _uniform(check: Check) -> list[str]:
         return []
     return [
         f"{named(uniform)}: near-uniform attention on the example. Tokens are almost equal there (rank collapse): the "
-        "model starts ill-conditioned from that depth on."
+        "model starts ill-conditioned from that depth on. A position code, PRESETS['shaped'] or the skips of attention "
+        "keep them apart."
     ]
 
 

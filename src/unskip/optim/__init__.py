@@ -2,7 +2,7 @@
 
 from unskip.optim import schedules
 from unskip.optim._build import build, group_of, own_group
-from unskip.optim._groups import Assigned, Groups, groups
+from unskip.optim._groups import Assigned, Decays, Groups, groups
 from unskip.optim._muon import Muon
 from unskip.optim._precision import matmul_precision
 from unskip.optim._soap import SOAP
@@ -10,6 +10,7 @@ from unskip.optim._soap import SOAP
 __all__ = [
     "SOAP",
     "Assigned",
+    "Decays",
     "Groups",
     "Muon",
     "build",

@@ -19,7 +19,7 @@ from unskip._checks import number
 from unskip._words import nearest
 from unskip.errors import BadInput
 from unskip.optim._batched import check_rate
-from unskip.optim._groups import Assigned, Groups, groups
+from unskip.optim._groups import Assigned, Decays, Groups, groups
 from unskip.optim._muon import Muon
 from unskip.optim._soap import SOAP
 from unskip.optim._stacks import matrix_shape
@@ -35,18 +35,20 @@ def build(
     *,
     layer_decay: float | None = None,
     split_qkv: bool = False,
+    decays: Decays = "matrices",
     **options: Any,
 ) -> torch.optim.Optimizer:
     """An optimizer for a model; `unskip.optim.groups` shows the assignment. `options` go to the optimizer's class.
 
-    Biases, norms, embeddings and tokens do not decay; tied weights count once; frozen parameters are left out. Build it
+    Biases, norms, embeddings and tokens do not decay; with decays="blocks" the weights and biases of the repeated
+    blocks do, and nothing else; tied weights count once; frozen parameters are left out. Build it
     before the model is sharded; DistributedDataParallel and torch.compile may come before or after.
     """
     check_rate("build", lr)
     number("build", "weight_decay", weight_decay)
     if layer_decay is not None:
         number("build", "layer_decay", layer_decay)
-    assigned = groups(model, layer_decay=layer_decay, split_qkv=split_qkv)
+    assigned = groups(model, layer_decay=layer_decay, split_qkv=split_qkv, decays=decays)
     makers: dict[str, Callable[..., torch.optim.Optimizer]] = {"adamw": _adamw, "soap": _soap, "muon": _muon}
     maker = makers.get(name.lower())
     if maker is None:

@@ -9,24 +9,29 @@ A role comes from the module that holds a parameter, and from where that module 
     token      what a module holds itself beside the blocks: position embeddings, class and mask tokens
     vector     biases, norms, scales, learnt shortcut weights: everything with one axis
 
-The blocks are the repeated units of the model: the children of a list of modules of one class. Only hidden, input and
-head weights decay. With layer-wise decay a parameter at depth i of D has the learning rate lr * decay^(D - i).
+The blocks are the repeated units of the model: the children of a list of modules of one class. Hidden, input and head
+weights decay, and nothing else; or, with decays="blocks", the weights and biases of the blocks, and nothing else: not
+norms, patch embedding and head. A bias that cancels the mean of what a weight gives (`unskip.init.skipless_` with
+`centre`) has to shrink with it, or it is added to every token. With layer-wise decay a parameter at depth i of D has
+the learning rate lr * decay^(D - i).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from torch import Tensor, nn
 
+from unskip._checks import choice
 from unskip._extras import need
 from unskip._table import table
 from unskip.anatomy import unwrapped
 from unskip.errors import BadInput
 
 Role = Literal["hidden", "input", "head", "embedding", "token", "vector"]
+Decays = Literal["matrices", "blocks"]
 MATRICES = ("hidden", "input", "head")  # the roles that decay
 EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
 
@@ -74,8 +79,11 @@ class Groups(Sequence[Assigned]):
         return "\n".join(lines)
 
 
-def groups(model: nn.Module, *, layer_decay: float | None = None, split_qkv: bool = False) -> Groups:
+def groups(
+    model: nn.Module, *, layer_decay: float | None = None, split_qkv: bool = False, decays: Decays = "matrices"
+) -> Groups:
     """The role, decay and learning-rate factor of every trainable parameter, tied ones once."""
+    choice("groups", "decays", decays, get_args(Decays))
     model = unwrapped(model)
     names: dict[Tensor, list[str]] = {}
     for each, tensor in model.named_parameters(remove_duplicate=False):
@@ -92,6 +100,8 @@ def groups(model: nn.Module, *, layer_decay: float | None = None, split_qkv: boo
             f"{type(model).__name__}: layer_decay is {layer_decay}, but no repeated blocks were found (a list of "
             "modules of one class), so every parameter would have the same rate; leave layer_decay out"
         )
+    if decays == "blocks" and first < 0:
+        raise BadInput(f"{type(model).__name__}: decays is 'blocks', but no repeated blocks were found; leave it out")
     for param, (name, *others) in names.items():
         if not param.requires_grad:
             frozen.append(name)
@@ -105,7 +115,11 @@ def groups(model: nn.Module, *, layer_decay: float | None = None, split_qkv: boo
             role = "token"
         depth = depths[name]
         factor = 1.0 if layer_decay is None else layer_decay ** (deepest - depth)
-        row = Assigned(name, param, role, role in MATRICES, depth, factor, tied=tuple(others))
+        shrinks = role in MATRICES
+        if decays == "blocks":
+            inside = first <= order[path] <= last
+            shrinks = inside and (role == "hidden" or (role == "vector" and _is_bias(module, leaf)))
+        row = Assigned(name, param, role, shrinks, depth, factor, tied=tuple(others))
         if split_qkv and role == "hidden" and _is_qkv(model, path, leaf, param):
             row = replace(row, blocks=3)
         elif role == "hidden" and param.ndim == 3 and min(param.shape) > 1 and not _is_weight(module, leaf):
@@ -141,6 +155,12 @@ def _is_weight(module: nn.Module, leaf: str) -> bool:
     attention = isinstance(module, nn.MultiheadAttention) and leaf.endswith("proj_weight")
     alike = type(module).__name__ == "Conv1D" and leaf == "weight"  # transformers': a layer in all but inheritance
     return (isinstance(module, layers) and leaf == "weight") or attention or alike
+
+
+def _is_bias(module: nn.Module, leaf: str) -> bool:
+    """Whether a vector is the bias of a layer, and not of a norm, whose weight is a vector too."""
+    weight = getattr(module, "weight", None)
+    return leaf.endswith("bias") and not (isinstance(weight, Tensor) and weight.ndim < 2)
 
 
 def _span(model: nn.Module) -> tuple[int, int]:

@@ -1,7 +1,7 @@
 """From a config to a task: data, model, initialisation, rewiring, optimizer, evaluations, the same for all recipes.
 
 The order matters: weights and initialisation come before rewiring, and rewiring and parameter groups before the loop
-wraps the model.
+wraps the model. `skipless` sees the model rewired for its own time: what a block sees depends on the skips before it.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def build(config: Config, opener: Opener | None = None) -> tuple[Task, Schedule]
         )
     if config.grad_checkpointing:
         _checkpoint_gradients(config, objective.trained(model))
-    options = objective.optimizer_options()
+    options = {"decays": config.decays, **objective.optimizer_options()}
     optimizer = build_optimizer(objective.trained(model), config.optimizer, config.lr, config.weight_decay, **options)
     objective.begin(model, optimizer, progress)
     evaluations = objective.evaluations(model, train_feed, test_feed, evaluated_split(config))

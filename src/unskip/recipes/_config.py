@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from unskip.optim import Decays
 from unskip.training import Precision
 
 
@@ -23,11 +24,12 @@ class Config:
     model_args: str = ""  # further arguments of the builder: "depth=6,embed_dim=96"
     shortcut: str = "keep"  # keep, cut, decay:0.6, scale:0.7,0.7, learn:1.0, anneal:keep>cut@10000
     where: str | None = None  # attention | mlp: the sites that the shortcut governs; None: all
-    init: str = "default"  # default | zero | skipless | skipless:vit-small,centre
+    init: str = "default"  # default | zero | skipless | skipless:shaped; position_code=orthogonal after : or a comma
     weights: str | None = None  # weights to start from
     optimizer: str = "adamw"  # adamw | soap | muon | any optimizer of timm
     lr: float = 1e-3  # peak learning rate
-    weight_decay: float = 0.05  # of weight matrices; not of biases, norms and embeddings
+    weight_decay: float = 0.05  # of what `decays` says
+    decays: Decays = "matrices"  # matrices: all weight matrices | blocks: weights and biases of the blocks alone
     batch: int = 512  # images a step, over all processes
     epochs: float = 100  # passes over the training set
     steps: int | None = None  # instead of epochs

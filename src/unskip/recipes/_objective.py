@@ -18,6 +18,8 @@ the methods below in their order here.
 
 from __future__ import annotations
 
+import contextlib
+import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -26,10 +28,12 @@ import torch
 from torch import Tensor, nn
 
 from unskip.data import Augment, Feed, ImageSet
+from unskip.errors import UnskipWarning
 from unskip.init import start_
 from unskip.recipes._config import Config
 from unskip.recipes._online import rank_collapse
 from unskip.training import Batches, Evaluation
+from unskip.wiring import rewired
 
 
 @dataclass(frozen=True)
@@ -101,8 +105,13 @@ class Objective:
 
     def initialise(self, module: nn.Module, sample: Tensor, preset: str = "vit-base") -> None:
         """The config's `init` on one module; `preset` names the constants of init="skipless"."""
-        generator = torch.Generator().manual_seed(self.config.seed)
-        start_(module, self.config.init, generator, sample, where=self.config.where, preset=preset)
+        config, generator = self.config, torch.Generator().manual_seed(self.config.seed)
+        with contextlib.ExitStack() as wired:
+            if config.init.startswith("skipless") and config.shortcut != "keep":
+                # What it warns of is said when the model is rewired for good.
+                with warnings.catch_warnings(action="ignore", category=UnskipWarning):
+                    wired.enter_context(rewired(module, config.shortcut, sample[:2], config.where))
+            start_(module, config.init, generator, sample, where=config.where, preset=preset)
 
     # --- Training -----------------------------------------------------------------------------------------------------
 

@@ -95,6 +95,14 @@ _PRESETS = {
         "a minute on one H200",
         "accuracy 74.1; with SOAP at lr 3e-3 81.4, and without skips from their initialisation 77.6",
     ),
+    "cifar-skipless": Preset(
+        {"data": "cifar10", "size": 32, "batch": 512, "precision": "bf16", "compile": True, "graph": True}
+        | {"model_args": f"class_token=false,global_pool=avg,{_VIT_192['model_args']}", "shortcut": "cut"}
+        | {"init": "skipless:shaped,position_code=orthogonal", "optimizer": "soap", "lr": 3e-3, "weight_decay": 0.6}
+        | {"decays": "blocks"},
+        "two minutes on one H200 that seven other runs share",
+        "accuracy 80.6 on held-out training images, 20 epochs, one seed; the same model with skips 83.8",
+    ),
     "tiny-imagenet": Preset(
         {"data": "tiny-imagenet", "size": 64, "patch": 8, "batch": 512, "epochs": 100, "crop": "resized"}
         | {"mixup": 0.8, "cutmix": 1.0, "precision": "bf16", "compile": True, "model": "timm:vit_small_patch16_224"},
