@@ -1,0 +1,134 @@
+"""Does a classifier gain when its shortcuts decay with depth? Residual against two products, under SOAP and AdamW.
+
+python benchmarks/decay_classifier.py --data "DATA/cifar10-{split}.parquet" --device cuda --workers 8 --limit 1600
+python benchmarks/decay_classifier.py                                     # digits on the CPU, six steps a run
+
+Every model has mean pooling and a strong position code, as in skipless_gap.py. For each wiring and optimizer weight
+decay is chosen at the middle learning rate, then the learning rate at the best weight decay, on a tenth of the training
+set that is held out; a best rate at the edge adds the next one. What was chosen is trained on the whole training set.
+
+search   20 epochs, held-out accuracy
+short    20 epochs, three seeds, test accuracy
+long     100 epochs with mixup and cutmix, two seeds, test accuracy
+"""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+from collections.abc import Iterator
+from typing import Any
+
+from _skipless_run import BASE, EMA, Config, work
+from _study import ROOT, Job, about, arguments, opened, serve, study
+
+WIRINGS = {"residual": "keep", "decay to 1e-2": "decay:product=0.01", "decay to 1e-3": "decay:product=0.001"}
+RATES = {"soap": 3e-3, "adamw": 1e-3}  # the middle ones; the others are a factor of two apart
+DECAYS = {"soap": (0.3, 1.0), "adamw": (0.05, 0.3)}
+EDGES = 2  # how far from the middle rate the search goes, in factors of two
+LONG: Config = {"epochs": 100, "mixup": 0.8, "cutmix": 1.0}
+
+
+def config_of(wiring: str, optimizer: str, lr: float, decay: float, **more: Any) -> Config:
+    own = {"shortcut": WIRINGS[wiring], "start": False, "optimizer": optimizer, "lr": lr, "weight_decay": decay}
+    return {**BASE, **own, **more}
+
+
+def value(row: dict[str, Any]) -> float:
+    """What a run is chosen by; 0 where it did not end."""
+    return float(row.get("val_accuracy") or 0.0)
+
+
+def search(wiring: str, optimizer: str, done: dict[str, Any]) -> tuple[list[Job], Config | None]:
+    """The runs that a choice still needs, and the choice where it needs none."""
+
+    def name(step: int, decay: float) -> str:
+        return f"search | {wiring} | {optimizer} | {RATES[optimizer] * 2.0**step:g} | {decay:g}"
+
+    def job(step: int, decay: float) -> Job:
+        return name(step, decay), config_of(wiring, optimizer, RATES[optimizer] * 2.0**step, decay)
+
+    def missing(places: list[tuple[int, float]]) -> list[Job]:
+        return [job(*place) for place in places if name(*place) not in done]
+
+    waiting = missing([(0, decay) for decay in DECAYS[optimizer]])
+    if waiting:
+        return waiting, None
+    decay = max(DECAYS[optimizer], key=lambda each: value(done[name(0, each)]))
+    steps = [-1, 0, 1]
+    while True:
+        waiting = missing([(step, decay) for step in steps])
+        if waiting:
+            return waiting, None
+        best = max(steps, key=lambda step: value(done[name(step, decay)]))
+        edge = best in (min(steps), max(steps)) and abs(best) < EDGES
+        if not edge:
+            return [], job(best, decay)[1]
+        steps.append(best + (1 if best > 0 else -1))
+
+
+def waiting(done: dict[str, Any]) -> Iterator[Job]:
+    """All that can be begun now, searches first."""
+    pairs = [*itertools.product(RATES, WIRINGS)]
+    found = {(optimizer, wiring): search(wiring, optimizer, done) for optimizer, wiring in pairs}
+    for jobs, _ in found.values():
+        yield from jobs
+    for length, more, seeds in (("short", {}, range(3)), ("long", LONG, range(2))):
+        for seed, ((optimizer, wiring), (_, chosen)) in itertools.product(seeds, found.items()):
+            if chosen is not None:
+                name = f"{length} | {wiring} | {optimizer} | seed {seed}"
+                yield name, {**chosen, **more, "seed": seed, "validate": False}
+
+
+def table(done: dict[str, Any]) -> str:
+    """Test accuracy by wiring, mean and standard deviation over seeds, with what was chosen."""
+    lines = [
+        "| length | optimizer | wiring | lr | weight decay | test accuracy | seeds | training loss |",
+        "|---" * 8 + "|",
+    ]
+    for length, optimizer, wiring in itertools.product(("short", "long"), RATES, WIRINGS):
+        rows = [row for name, row in done.items() if name.startswith(f"{length} | {wiring} | {optimizer} |")]
+        rows = [row for row in rows if "test_accuracy" in row]
+        if not rows:
+            continue
+        tests = [100 * row["test_accuracy"] for row in rows]
+        spread = f" ± {statistics.stdev(tests):.2f}" if len(tests) > 1 else ""
+        config, loss = rows[0]["config"], statistics.mean(row["train_loss"] for row in rows)
+        cells = [length, optimizer, wiring, f"{config['lr']:g}", f"{config['weight_decay']:g}"]
+        cells += [f"{statistics.mean(tests):.2f}{spread}", str(len(tests)), f"{loss:.3f}"]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def tell(name: str, row: dict[str, Any]) -> str:
+    shown = {key: round(entry, 4) for key, entry in row.items() if key.endswith("accuracy")}
+    return f"{row.get('diverged') or row.get('failed') or shown}, {row.get('images_per_second', 0):.0f} images/s"
+
+
+def main() -> None:
+    parser = arguments(__doc__, "decay-classifier.json, or -digits")
+    options = parser.parse_args()
+    if options.work:
+        serve(work)
+        return
+    preset = "digits" if options.data is None else "cifar"
+    fields: Config = {"preset": preset, "device": options.device}
+    if options.data is not None:
+        fields["data"] = options.data
+    shrink: Config = {"steps": 6} if options.data is None else {}
+    options.out = options.out or ROOT / "docs" / "results" / f"decay-classifier{'' if options.data else '-digits'}.json"
+    settings = {"preset": preset, **shrink}
+    data = opened(options.out, settings)
+    done = data["runs"]
+    if not options.show:
+        data |= about(__file__, options.device, settings, base=BASE, ema=EMA)
+
+        def jobs() -> list[Job]:
+            return [(name, {**config, **shrink}) for name, config in waiting(done) if name not in done]
+
+        study(__file__, data, jobs, lambda name, config: {**config, **fields}, options, tell)
+    print(table(done))
+
+
+if __name__ == "__main__":
+    main()
