@@ -37,3 +37,16 @@ def sentences() -> Iterator[tuple[str, str]]:
         for name in ("plain", "decay 0.8")
     )
     yield "which-shortcut", f"a distance of {fallen:.1f} against {plain:.1f}, two seeds each"
+
+    cut = statistics.mean(row["test_accuracy"] for row in runs("skipless-cifar", "final | skipless | soap | 0.001"))
+    whole = statistics.mean(row["test_accuracy"] for row in runs("skipless-cifar", "final | residual | soap | 0.003"))
+    yield "what-did-not-work", f"{100 * (whole - cut):.1f} points behind a residual model"
+    near, far = (
+        runs("mae-cifar", name)[0]["depth"]["knn20"][-1] for name in ("ablation | long skips", "sweep | alpha_min 0.6")
+    )
+    yield "what-did-not-work", f"kNN {100 * (near - far):.1f} points below long skips alone"
+    learnt = runs("mae-cifar", "ablation | learnable")[0]["effective_decay"]
+    yield "what-did-not-work", f"the product rose to {learnt:.2f}"
+    asked = sum(len(model["sites"]) for model in record("absorb-models")["models"].values())
+    asked += sum(len(run["blocks"]) for run in record("absorb-domain")["runs"])
+    yield "what-did-not-work", f"impossible in all {asked} MLPs asked"

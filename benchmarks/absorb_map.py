@@ -42,12 +42,6 @@ NORMS: dict[str, Norm | None] = {
     "post layernorm": Norm("layernorm", "post"),
     "post rmsnorm": Norm("rmsnorm", "post"),
 }
-SAYS: dict[Same, str] = {
-    "flips": "only if a flip set adds up to the skip; generic weights: no",
-    "never": "never",
-    "open": "open",
-    "rank": "if rank(A + W_down W_up) <= h",
-}
 
 
 @dataclass(frozen=True)
@@ -128,33 +122,72 @@ def _flat(word: str, biases: bool, norm: str) -> Cell:
     return Cell(word, biases, norm, "never", None, "linearisation: the replacement is flat at the origin")
 
 
+INTRODUCTION = """# Where a skip can be absorbed
+
+Whether `x + MLP(x)` equals an MLP without a skip depends on activation, norm and biases. For weights in general
+position:
+
+{summary}
+
+`r` is the rank of the skip (d for an identity), `d` the number of inputs, `h` the width. *Flip set*: some units with
+`W_down[:, S] W_up[S, :] = -A / c`; changing their signs absorbs the skip A. Random weights have none. For the weights
+you have, ask:
+
+```python
+import torch
+
+import unskip
+from unskip.absorption import Block
+
+generator = torch.Generator().manual_seed(0)
+up, down = torch.randn(12, 3, generator=generator), torch.randn(3, 12, generator=generator)
+verdict = unskip.absorb(Block(up=up, down=down, activation="silu"))
+assert verdict.status == "impossible" and verdict.extra_width == 3  # a certificate, and a width that is enough
+```
+
+## Why
+
+- **Growth.** A bounded MLP cannot equal a skip, which grows with the input. Behind a norm every MLP is bounded.
+- **Flip criterion.** For GELU, ReLU and others phi(z) - phi(-z) = c z, so changing the sign of a unit adds a linear
+  map. Only such maps can make up a skip at the same width.
+- **Linearisation.** Without biases a gated or squared unit is flat at the origin, where the skip has slope 1.
+- **Rank.** With the identity as activation the block is one matrix, and only its rank counts.
+
+## Limits
+
+- *Open* means not settled here, in either direction. `unskip.absorb` then answers undecided.
+- The table is about exact equality on all inputs. Approximation, and equality on a region, are other questions:
+  [absorb](absorb.md).
+- What is known of an activation is proved for each name separately. One that you register is never refused by name.
+- `make results` writes this page from `benchmarks/absorb_map.py`; a test puts an example of every case to
+  `unskip.absorb`.
+"""
+SHORT: dict[Same, str] = {"flips": "with a flip set", "never": "never", "open": "open", "rank": "if the rank fits h"}
+
+
 def page() -> str:
-    """The map as a page of the docs."""
-    lines = [
-        "# The map: where removing a skip is permissible",
-        "",
-        "`benchmarks/absorb_map.py` writes this page; a test puts an example of every cell to `unskip.absorb`. `r` is",
-        "the rank of the skip, `d` the number of inputs, `h` the width. *Same width* and *extra width* are for weights",
-        "in general position; `unskip.absorb` decides about the weights at hand. What an activation is known to do is",
-        "proved for each name on its own; a name of your own is never refused.",
-        "",
-    ]
-    for word, every in GROUPS.items():
-        lines += [f"## {', '.join(every)}", ""]
-        lines += ["| biases | norm | same width | exact with this many more units | why |", "|---|---|---|---|---|"]
-        rows: dict[tuple[str, str, str], dict[str, list[str]]] = {}
-        for cell in (cell for cell in table() if cell.word == word):
-            none = "none known" if cell.same == "open" else "none"
-            key = (SAYS[cell.same], f"`{cell.extra}`" if cell.extra else none, cell.theorem)
-            rows.setdefault(key, {}).setdefault(cell.norm, []).append("with" if cell.biases else "without")
-        for (same, extra, why), places in rows.items():
-            grouped: dict[str, list[str]] = {}
-            for norm, kinds in places.items():
-                grouped.setdefault(" or ".join(kinds), []).append(norm)
-            for biases, norms in grouped.items():
-                lines.append(f"| {biases} | {', '.join(norms)} | {same} | {extra} | {why} |")
-        lines.append("")
-    return "\n".join(lines)
+    """The map as a page of the docs: one row for each group of activations that behave alike."""
+    rows: dict[tuple[str, ...], list[str]] = {}
+    for word, names in GROUPS.items():
+        cells = [cell for cell in table() if cell.word == word and cell.norm not in ("pre", "post rmsnorm")]
+        kinds = dict.fromkeys((cell.norm, cell.biases, SHORT[cell.same], cell.extra or "none") for cell in cells)
+        told = {(same, extra) for _, _, same, extra in kinds}
+        for same, extra in sorted(told, key=lambda pair: pair[0] == "open"):
+            where = [(norm, biases) for norm, biases, *rest in kinds if tuple(rest) == (same, extra)]
+            none = "none known" if same == "open" else "none"
+            key = (_where(where), same, none if extra == "none" else f"`{extra}`")
+            rows.setdefault(key, []).extend(names)
+    lines = ["| activation | norm and biases | same width | more units that are enough |", "|---|---|---|---|"]
+    lines += ["| any | pre-norm | never | none |"]
+    lines += [f"| {', '.join(names)} | {' | '.join(key)} |" for key, names in rows.items()]
+    return INTRODUCTION.format(summary="\n".join(lines))
+
+
+def _where(cells: list[tuple[str, bool]]) -> str:
+    """The norms and biases of a row, in words."""
+    norms, biases = {norm for norm, _ in cells}, {has for _, has in cells}
+    norm = "none or post-norm" if len(norms) == 2 else {"none": "no norm"}.get(min(norms), "post-norm")
+    return norm if len(biases) == 2 else f"{norm}, {'with' if True in biases else 'without'} biases"
 
 
 if __name__ == "__main__":
