@@ -89,7 +89,7 @@ def extract(
             with keep_outputs(model, every, wanted) as tensors, autocast(images.device, precision):
                 output = model(*given)
             if logits:
-                outputs.append(_logits(model, output))
+                outputs.append(logits_of(model, output))
             for index in wanted:
                 tokens = pool_tokens(
                     tensors[index], every[index].axis, None
@@ -121,7 +121,7 @@ def _view(tokens: Tensor, pool: str, norm: TokenNorm) -> Tensor:
     return tokens.mean(1) if tokens.ndim == 3 and pool != "tokens" else tokens
 
 
-def _logits(model: nn.Module, output: Any) -> Tensor:
+def logits_of(model: nn.Module, output: Any) -> Tensor:
     output = getattr(output, "logits", output)  # as models of Hugging Face have them
     if not isinstance(output, Tensor) or output.ndim != 2:
         raise BadInput(

@@ -1,0 +1,103 @@
+"""quantised-accuracy-v1: rounding as torch fakes it, ranges by brute force, and a classifier that is rounded."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.evals.digits import digits, vit
+from torch import Tensor, nn
+
+import unskip
+from unskip import evals
+from unskip.errors import BadInput
+from unskip.evals._quantised import ranges, rounded
+
+
+@given(st.integers(0, 1000), st.integers(2, 8), st.floats(1e-3, 1e3))
+def test_rounding_is_that_of_torch(seed: int, bits: int, scale: float) -> None:
+    x = scale * torch.randn(40, 5, generator=torch.Generator().manual_seed(seed))
+    low, high = x.amin().clamp_max(0), x.amax().clamp_min(0)
+    step = float((high - low) / (2**bits - 1))
+    expected = torch.fake_quantize_per_tensor_affine(x, step, round(-float(low) / step), 0, 2**bits - 1)
+    # A value half-way between two levels may be rounded to either.
+    torch.testing.assert_close(rounded(x, low, high, bits), expected, atol=1.01 * step, rtol=0)
+    assert (rounded(x, low, high, bits) != expected).float().mean() < 0.02
+    assert len(rounded(x, low, high, bits).unique()) <= 2**bits
+    low, high = x.amin(0), x.amax(0)
+    by_channel = rounded(x, low, high, bits)
+    for channel in range(5):
+        one = rounded(x[:, channel], low[channel], high[channel], bits)
+        assert torch.equal(by_channel[:, channel], one)
+
+
+@pytest.mark.parametrize("channel", [False, True])
+def test_a_clipped_range_errs_least(channel: bool) -> None:
+    rows = torch.randn(5000, 3)
+    rows[0] = torch.tensor([30.0, 1.0, 1.0])  # an outlier in the first channel
+    low, high = rows.amin(0), rows.amax(0)
+
+    def error(shares: Tensor) -> Tensor:
+        least, most = (low, high) if channel else (low.amin(), high.amax())
+        each = (rows - rounded(rows, shares * least, shares * most, 4)).square()
+        return each.sum(0) if channel else each.sum()
+
+    found = ranges(rows, low, high, 4, channel, clipped=True)
+    best = (rows - rounded(rows, *found, 4)).square()
+    for share in torch.linspace(0.2, 1, 33):
+        assert (error(share) >= (best.sum(0) if channel else best.sum()) * (1 - 1e-5)).all()
+    assert found[1].flatten()[0] < 15  # half of the outlier's range
+    assert torch.equal(ranges(rows, low, high, 4, True, clipped=False)[1], high)
+
+
+@pytest.fixture(scope="module")
+def model() -> nn.Module:
+    """A classifier of digits that has learnt a little."""
+    torch.manual_seed(0)
+    model = vit(num_classes=10)
+    optimizer = torch.optim.AdamW(model.parameters(), 5e-3)
+    for _ in range(15):
+        for inputs, labels in unskip.data.Feed(digits("train", 300), 50).evaluate():
+            nn.functional.cross_entropy(model(inputs), labels).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return model.eval()
+
+
+def test_many_bits_change_nothing_and_few_bits_everything(model: nn.Module) -> None:
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    test = digits("test", 200)
+    changes = {"quantised-accuracy-v1": {"bits": (16, 8, 2), "calibration": 300}}
+    rounding, plain = evals.evaluate(model, digits(), test, ["quantised-accuracy-v1", "accuracy-v1"], changes=changes)
+    values = rounding.values
+    assert values["accuracy"] == plain.values["accuracy"] > 0.3
+    assert values["accuracy_16_tensor_minmax"] == pytest.approx(values["accuracy"], abs=0.01)
+    for way in ("tensor_minmax", "tensor_clipped", "channel_minmax", "channel_clipped"):
+        assert values[f"sqnr_16_{way}"] > 35
+        assert values[f"sqnr_16_{way}"] > values[f"sqnr_8_{way}"] > values[f"sqnr_2_{way}"]
+    assert values["accuracy_2_tensor_minmax"] < 0.8 * values["accuracy"]
+    assert set(rounding.intervals) == {name for name in values if name.startswith("accuracy")}
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+
+
+def test_a_rewired_model_is_rounded_as_it_is_wired(model: nn.Module) -> None:
+    model = copy.deepcopy(model)
+    unskip.rewire(model, "decay:0.3", torch.zeros(1, 1, 8, 8))
+    changes = {"quantised-accuracy-v1": {"bits": (16,), "calibration": 300}}
+    rounding, plain = evals.evaluate(
+        model, digits(), digits("test", 100), ["quantised-accuracy-v1", "accuracy-v1"], changes=changes
+    )
+    assert rounding.values["accuracy"] == plain.values["accuracy"]
+    assert rounding.values["sqnr_16_channel_minmax"] > 35
+
+
+def test_what_cannot_be_rounded() -> None:
+    block = nn.Sequential(nn.Flatten(2), nn.TransformerEncoderLayer(64, 2, batch_first=True))
+    with pytest.raises(BadInput, match="MultiheadAttention"):
+        evals.evaluate(block, digits(), digits("test", 20), ["quantised-accuracy-v1"])
+    changes = {"quantised-accuracy-v1": {"bits": (1,)}}
+    with pytest.raises(BadInput, match="1 bits"):
+        evals.evaluate(vit(num_classes=10), digits(), digits("test", 20), ["quantised-accuracy-v1"], changes=changes)
