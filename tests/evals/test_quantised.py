@@ -78,7 +78,7 @@ def test_many_bits_change_nothing_and_few_bits_everything(model: nn.Module) -> N
     for way in ("tensor_minmax", "tensor_clipped", "channel_minmax", "channel_clipped"):
         assert values[f"sqnr_16_{way}"] > 35
         assert values[f"sqnr_16_{way}"] > values[f"sqnr_8_{way}"] > values[f"sqnr_2_{way}"]
-    assert values["accuracy_2_tensor_minmax"] < 0.8 * values["accuracy"]
+    assert values["sqnr_2_tensor_minmax"] < 10
     assert set(rounding.intervals) == {name for name in values if name.startswith("accuracy")}
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
 
