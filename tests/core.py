@@ -61,6 +61,7 @@ missing = [
     ("train", lambda: unskip.spec.build("timm:test_vit")),
     ("report", lambda: unskip.report.figures.draw(None)),
     ("hf", lambda: unskip.spec.build("hf:any")),
+    ("hf", lambda: unskip.load("hf-hub:owner/name")),
 ]
 for extra, call in missing:
     with pytest.raises(unskip.errors.UnskipError, match=rf"pip install 'unskip\[{extra}\]'"):

@@ -36,8 +36,8 @@ if TYPE_CHECKING:
     from unskip.absorption import absorb
     from unskip.anatomy import Audit, Site, audit, features, parts
     from unskip.measures import measure
-    from unskip.recipes import load, resume, sample, train
-    from unskip.wiring import Anneal, Cut, Decay, Keep, Learn, Scale, Shortcut, Wiring, rewire, rewired, save
+    from unskip.recipes import load, resume, sample, save, train
+    from unskip.wiring import Anneal, Cut, Decay, Keep, Learn, Scale, Shortcut, Wiring, rewire, rewired
 
 __version__ = "0.2.0"
 __all__ = [
@@ -83,8 +83,8 @@ _PACKAGES = {
     "absorption": ["absorb"],
     "anatomy": ["Audit", "Site", "audit", "features", "parts"],
     "measures": ["measure"],
-    "recipes": ["load", "resume", "sample", "train"],
-    "wiring": "Anneal Cut Decay Keep Learn Scale Shortcut Wiring rewire rewired save".split(),
+    "recipes": ["load", "resume", "sample", "save", "train"],
+    "wiring": "Anneal Cut Decay Keep Learn Scale Shortcut Wiring rewire rewired".split(),
 }
 _HOME = {name: package for package, names in _PACKAGES.items() for name in names}
 

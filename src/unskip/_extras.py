@@ -10,7 +10,7 @@ from unskip.errors import MissingPackage
 EXTRAS = {  # the packages of each extra of pyproject.toml, by the name they are imported under
     "train": ("accelerate", "timm", "torchvision", "PIL", "pyarrow", "tyro", "rich"),
     "report": ("matplotlib",),
-    "hf": ("transformers", "datasets", "diffusers"),
+    "hf": ("transformers", "datasets", "diffusers", "huggingface_hub"),
 }
 
 

@@ -110,7 +110,7 @@ def _from_timm(name: str, pretrained: bool, **kwargs: Any) -> nn.Module:
     on_hub = name.startswith("hf-hub:")  # the hub has the name and arguments too, not only weights
     if not on_hub and not timm.is_model(base):
         raise BadInput(f"timm has no model of this name{nearest(base, timm.list_models())}")
-    with _hub(needed=pretrained or on_hub):
+    with hub(needed=pretrained or on_hub):
         return _module(timm.create_model(name, pretrained=pretrained, **kwargs))
 
 
@@ -137,7 +137,7 @@ def _from_hf(name: str, pretrained: bool, **kwargs: Any) -> nn.Module:
     elif name.startswith(("/", ".", "~")):
         raise BadInput("there is no such folder")
     options = {"trust_remote_code": False}  # else it would stop and ask
-    with _hub(needed=not folder.is_dir()):
+    with hub(needed=not folder.is_dir()):
         if pretrained:
             return _module(transformers.AutoModel.from_pretrained(name, **options, **kwargs))
         config = transformers.AutoConfig.from_pretrained(name, **options, **kwargs)
@@ -177,7 +177,7 @@ def _config(folder: Path) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def _hub(needed: bool) -> Iterator[None]:
+def hub(needed: bool) -> Iterator[None]:
     """Without a way to the hub, only its cache is asked; else it would be tried for most of a minute, aloud."""
     if not needed or _reaches_hub():
         yield

@@ -40,7 +40,12 @@ def test_round_trip(tmp_path: Path, rule: Any) -> None:
     unskip.save(model, tmp_path / "m", builder=VIT)
     again = unskip.load(tmp_path / "m").eval()
     assert torch.equal(again(IMAGES), model(IMAGES))
-    assert {path.name for path in (tmp_path / "m").iterdir()} == {"model.safetensors", "unskip.json"}
+    assert {path.name for path in (tmp_path / "m").iterdir()} == {
+        "model.safetensors",
+        "unskip.json",
+        "config.json",
+        "README.md",
+    }
     if rule is not None:
         ours, theirs = Wiring.of(model), Wiring.of(again)
         assert theirs.alphas == ours.alphas

@@ -8,7 +8,14 @@ from unskip.data._dense import TRIMAP, DenseSet, infer_classes, open_dense
 from unskip.data._feed import Feed
 from unskip.data._images import ImageSet, fingerprint, subset
 from unskip.data._latents import Autoencoder, LatentFeed
-from unskip.data._preprocess import Normalise, Preprocess, preprocess_of, set_preprocess, usual_preprocess
+from unskip.data._preprocess import (
+    Normalise,
+    Preprocess,
+    known_preprocess,
+    preprocess_of,
+    set_preprocess,
+    usual_preprocess,
+)
 from unskip.data._sources import absolute_source, open_images
 
 __all__ = [
@@ -30,6 +37,7 @@ __all__ = [
     "batch",
     "fingerprint",
     "infer_classes",
+    "known_preprocess",
     "open_dense",
     "open_images",
     "preprocess_of",

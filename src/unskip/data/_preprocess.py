@@ -5,7 +5,7 @@
 A model is evaluated with its own: a ViT that was trained on [0, 1] loses ten points of kNN accuracy with the mean and
 standard deviation of ImageNet. `preprocess_of` asks, in this order,
 
-    what a run has recorded with its model (`set_preprocess`)
+    what is kept with the model (`set_preprocess`), as by a run or by `unskip.load`
     timm's `pretrained_cfg`, where its mean has as many channels as the images
     the image processor that lies beside the weights of a Hugging Face model
 
@@ -23,8 +23,8 @@ from torch import Tensor, nn
 
 from unskip.data._augment import Augment, Interpolation, normalisation
 from unskip.errors import BadInput
+from unskip.wiring import about
 
-_RECORD = "_unskip_preprocess"  # an attribute of the module, so that copies have it too
 _RESAMPLE: dict[Any, Interpolation] = {2: "bilinear", 3: "bicubic", "bilinear": "bilinear", "bicubic": "bicubic"}
 
 
@@ -91,7 +91,7 @@ Normalise = Preprocess | tuple[Sequence[float], Sequence[float]]
 
 def set_preprocess(model: nn.Module, preprocess: Preprocess) -> None:
     """Records with a model how its images are made; `preprocess_of` reads it."""
-    setattr(model, _RECORD, preprocess)
+    about(model)["preprocess"] = preprocess.to_dict()
 
 
 def usual_preprocess(channels: int, size: int | None = None, source: str = "the default") -> Preprocess:
@@ -104,12 +104,22 @@ def preprocess_of(model: nn.Module, channels: int = 3, normalise: Normalise | No
     """How images of so many channels are made for a model; `normalise` takes the place of what the model says."""
     if isinstance(normalise, Preprocess):
         return normalise
-    found = getattr(model, _RECORD, None) or _of_timm(model, channels) or _of_hugging_face(model, channels)
-    own = found if isinstance(found, Preprocess) else usual_preprocess(channels, _size(model))
+    own = known_preprocess(model, channels) or usual_preprocess(channels, _size(model))
     if normalise is None:
         return own
     mean, std = normalise
     return own.given(mean=tuple(mean), std=tuple(std))
+
+
+def known_preprocess(model: nn.Module, channels: int) -> Preprocess | None:
+    """What is kept with a model, or its library says; None where neither says anything."""
+    kept = about(model).get("preprocess")
+    if kept is None:
+        return _of_timm(model, channels) or _of_hugging_face(model, channels)
+    try:
+        return Preprocess(**kept)
+    except (TypeError, ValueError, BadInput) as error:
+        raise BadInput(f"the preprocessing that is kept with {type(model).__name__} does not read: {error}") from error
 
 
 def _size(model: nn.Module) -> int | None:

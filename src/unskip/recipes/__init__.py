@@ -9,10 +9,11 @@ from unskip.recipes._fields import field_groups
 from unskip.recipes._mae import Mae, mae
 from unskip.recipes._objective import Facts, Objective, Progress
 from unskip.recipes._online import Online
-from unskip.recipes._open import Trained, is_run, load, open_run
+from unskip.recipes._open import Trained, is_run, open_run
 from unskip.recipes._registry import RECIPES, Preset, Recipe, from_dict, recipe_of, register, resolve, to_dict
 from unskip.recipes._run import absolute_paths, resume, train
 from unskip.recipes._sample import Samples, sample
+from unskip.recipes._saved import load, save
 from unskip.recipes._simclr import Simclr, simclr
 from unskip.recipes._sit import Sit, sit
 from unskip.recipes._supervised import Supervised, supervised
@@ -57,6 +58,7 @@ __all__ = [
     "resolve",
     "resume",
     "sample",
+    "save",
     "simclr",
     "sit",
     "supervised",

@@ -14,11 +14,11 @@ from unskip._plugins import with_plugins
 from unskip.data import set_preprocess, usual_preprocess
 from unskip.errors import BadInput, LoadError
 from unskip.recipes._build import wire
+from unskip.recipes._card import run_facts
 from unskip.recipes._objective import Facts, Objective
 from unskip.recipes._registry import RECIPES, from_dict
 from unskip.training import RunFolder, device_of, ema_weights
-from unskip.wiring import load as load_saved
-from unskip.wiring import parse
+from unskip.wiring import about, parse
 
 
 @dataclass(frozen=True)
@@ -74,23 +74,12 @@ def open_run(out: str | Path, device: str | None = None, *, trust: bool = False)
     for wiring in wirings:
         wiring.step(step - 1)  # steps count from 0, and annealed shortcuts stay where the last one left them
     encoder = objective.encoder(model)
-    if getattr(config, "latents", None) is None:
-        for each in (model, encoder):
+    facts_of_run = run_facts(folder.config, step, folder.read("evals.jsonl"))
+    for each in (model, encoder):
+        about(each)["run"] = facts_of_run
+        if getattr(config, "latents", None) is None:
             set_preprocess(each, usual_preprocess(facts.channels, config.size, "the run"))
     return Trained(folder, config, facts, objective, model, encoder, step)
-
-
-def load(folder: str | os.PathLike[str], model: nn.Module | None = None, **options: Any) -> nn.Module:
-    """The model in a folder of `unskip.save`, or the whole model of a run, with its weights and its wiring.
-
-    See `unskip.wiring.load` for folders of `save` and their options. Of a run it is the last whole checkpoint, with EMA
-    weights where the run keeps them, on the CPU; its data set is not needed.
-    """
-    if is_run(folder):
-        if model is not None:
-            raise BadInput(f"{folder} is a run, which builds its own model; leave model= out")
-        return open_run(Path(folder), device="cpu", **options).model
-    return load_saved(folder, model, **options)
 
 
 def is_run(folder: str | os.PathLike[str]) -> bool:

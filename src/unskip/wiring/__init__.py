@@ -1,5 +1,7 @@
 """Turn the knob: the rules for shortcut weights, and rewiring, which puts them into a model."""
 
+from unskip.wiring._about import about
+from unskip.wiring._builders import Builder
 from unskip.wiring._effective_decay import BAND, band, effective_decay
 from unskip.wiring._record import wiring_record
 from unskip.wiring._restore import restore_wiring
@@ -13,6 +15,7 @@ from unskip.wiring._wiring import Wiring, find_wiring
 __all__ = [
     "BAND",
     "Anneal",
+    "Builder",
     "Cut",
     "Decay",
     "Keep",
@@ -22,6 +25,7 @@ __all__ = [
     "Weight",
     "Where",
     "Wiring",
+    "about",
     "band",
     "check_selector",
     "effective_decay",

@@ -65,6 +65,8 @@ def read(folder: Path) -> dict[str, Any]:
             raise LoadError(f"{path}: damaged, {name} is missing.")
         if not isinstance(record[name], kind):
             raise LoadError(f"{path}: damaged, {name} holds a {type(record[name]).__name__}.")
+    if not isinstance(record.get("about", {}), dict):  # absent from folders of earlier versions
+        raise LoadError(f"{path}: damaged, about holds a {type(record['about']).__name__}.")
     files = record["sha256"] if record.get("weights") == PRETRAINED else {WEIGHTS: record["sha256"].get(WEIGHTS)}
     for name, digest in files.items():
         weights = folder / Path(name).name

@@ -23,6 +23,7 @@ from unskip._provenance import sha256, versions_of
 from unskip.anatomy import refuse_wrapped
 from unskip.errors import BadInput, LoadError
 from unskip.wiring import _builders, _record, _structure
+from unskip.wiring._about import about
 from unskip.wiring._builders import Builder
 from unskip.wiring._record import MALFORMED, PRETRAINED, RECORD, WEIGHTS
 from unskip.wiring._restore import put_wiring
@@ -32,13 +33,16 @@ from unskip.wiring._wiring import Wiring, find_wiring
 _LIBRARIES = ("unskip", "torch", "timm", "torchvision", "transformers", "diffusers")
 
 
-def save(model: nn.Module, folder: str | os.PathLike[str], builder: Builder = None) -> Path:
+def save(
+    model: nn.Module, folder: str | os.PathLike[str], builder: Builder = None, kept: dict[str, Any] | None = None
+) -> Path:
     """Writes a model and its wiring into a folder.
 
     `builder` says how to build the model again: a spec such as "timm:vit_tiny_patch16_224" or "file.py:function", or a
     mapping {"spec": ..., "kwargs": {...}}. Without one, a transformers or diffusers model is recorded by its
     configuration and a timm or torchvision model by its name and arguments, where they build the same structure, and
-    where they do not a warning says so; any other needs `model=` when it is loaded.
+    where they do not a warning says so; any other needs `model=` when it is loaded. `kept` is plain data that is kept
+    with it, `about(model)` by default.
     """
     from safetensors.torch import save_model
 
@@ -52,9 +56,11 @@ def save(model: nn.Module, folder: str | os.PathLike[str], builder: Builder = No
     if target.exists() and not target.is_dir():
         raise BadInput(f"{target} is a file. Give a folder, or a name for a new one.")
     record = _describe(model, builder)
+    if kept is not None:
+        record["about"] = kept
     target.mkdir(parents=True, exist_ok=True)
     aside, text = target / (WEIGHTS + ".new"), target / (RECORD + ".new")
-    save_model(model, str(aside))
+    save_model(model, str(aside), metadata={"format": "pt"})  # which transformers asks for
     _record.write(text, {**record, "sha256": {WEIGHTS: sha256(aside)}})
     # The record is renamed last: a save that broke off leaves the old record, whose checksum no longer fits.
     aside.replace(target / WEIGHTS)
@@ -87,6 +93,7 @@ def _describe(model: nn.Module, builder: Builder) -> dict[str, Any]:
         "wiring": None if wiring is None else _record.wiring_record(wiring),
         "structure": _structure.pack(_structure.structure(model)),
         "buffers": _structure.buffers(model),
+        "about": about(model),
         "versions": versions_of(_LIBRARIES),
     }
 
@@ -128,6 +135,7 @@ def load(
             wiring = put_wiring(model, *recorded, data, source)
             _cast(model, tensors, record, before)  # the learnt weights, which are new
         _fill(model, tensors, source)
+        about(model).update(record.get("about", {}))
     except BaseException:
         if wiring is not None:
             wiring.undo()
