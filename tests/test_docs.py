@@ -1,6 +1,7 @@
 """Every example in the README and the docs runs, page by page, from top to bottom, in one folder and one namespace.
 
-A ```python block is executed. In a ```console block each line `$ unskip ...` is run and has to exit with 0.
+A ```python block is executed, and a ```text block after it holds lines that it prints. In a ```console block each line
+`$ unskip ...` is run and has to exit with 0.
 """
 
 import shlex
@@ -77,16 +78,23 @@ def run_console(block: Block) -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_page(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_page(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     module = as_module(page, tmp_path)
     monkeypatch.setitem(sys.modules, module.__name__, module)
     folder = tmp_path / "folder"
     folder.mkdir()
     monkeypatch.chdir(folder)
+    printed: list[str] | None = None
     for block in blocks(page):
         assert block.language in LANGUAGES, f"{block}: unknown language {block.language!r}"
+        if block.language == "text" and printed is not None and not block.text.startswith("$"):
+            missing = [line for line in block.text.splitlines() if line.split() not in map(str.split, printed)]
+            assert not missing, f"{block}: not printed: {missing[0]}"
+        printed = None
         if block.language == "python":
+            capsys.readouterr()
             run_python(block, module)
+            printed = capsys.readouterr().out.splitlines()
         elif block.language == "console":
             run_console(block)
 
