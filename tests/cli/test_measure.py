@@ -1,5 +1,6 @@
 """`unskip measure`: what it prints, where, and with which exit code."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +69,24 @@ def test_a_folder_and_an_array_are_read_with_the_models_own_normalisation(run: A
     assert norms[0] == pytest.approx(norms[1], rel=1e-5)
     _, two, _ = run("measure", name, "--data", "photos", "--n", "2", "--jacobians", "off", "--json")
     assert strict(two)["samples"] == 2
+
+
+def test_what_training_kept_is_printed_below(run: Any, tmp_path: Path) -> None:
+    import timm
+
+    model = timm.create_model("vit_tiny_patch16_224", depth=2, img_size=16, patch_size=8, embed_dim=16, num_heads=2)
+    unskip.save(model, tmp_path / "saved")
+    looks = [
+        {"step": 3, "relative_step": {"q": 0.0123, "down": 0.0045}},
+        {"step": 9, "token_cosine": [0.25, 0.75], "self_attention": [0.5, 0.125]},
+    ]
+    (tmp_path / "saved" / "health.jsonl").write_text("".join(json.dumps(row) + "\n" for row in looks))
+    options = ("measure", str(tmp_path / "saved"), "--data", "random:2", "--jacobians", "off")
+    assert strict(run(*options, "--json")[1])["training"] == looks
+    header, _, first, last = run(*options)[1].splitlines()[-4:]
+    assert header.split() == "step tok cos 0 tok cos 1 self-att 0 self-att 1 step q step down".split()
+    assert first.split() == ["3", "0.0123", "0.0045"]
+    assert last.split() == ["9", "0.25", "0.75", "0.5", "0.125"]
 
 
 def test_token_ids_are_drawn_or_read(run: Any, name: str, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""CKA: its invariances, and the estimate against its definition with whole kernels."""
+"""CKA: its invariances, and the estimate against its definition with whole kernels; and the cosine between tokens."""
 
 import math
 
@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from unskip.errors import BadInput
-from unskip.measures.similarity import cka
+from unskip.measures.similarity import cka, token_cosine
 
 
 def hsic(k: Tensor, l: Tensor) -> float:  # noqa: E741
@@ -69,3 +69,13 @@ def test_bad_input_is_named() -> None:
         cka(x, x[:2])
     with pytest.raises(BadInput, match=r"y holds 12 non-finite"):
         cka(x, x * math.nan)
+
+
+def test_token_cosine_counts_pairs_of_different_tokens() -> None:
+    x = torch.randn(3, 7, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    pairs = [torch.cosine_similarity(s[i], s[j], dim=0) for s in x for i in range(7) for j in range(7) if i != j]
+    assert token_cosine(x) == pytest.approx(float(torch.stack(pairs).mean()))
+    assert token_cosine(torch.eye(4)[None]) == pytest.approx(0)
+    assert token_cosine(torch.ones(2, 3, 4)) == pytest.approx(1)
+    with pytest.raises(BadInput, match="one token"):
+        token_cosine(x[:, :1])

@@ -92,6 +92,9 @@ def test_a_run_leaves_a_whole_folder_and_can_be_loaded(tmp_path: Path, changes: 
     assert 0 <= outcome.evaluations["test_accuracy"] <= 1
     folder = RunFolder.open(tmp_path / "run")
     assert [row["step"] for row in folder.read("metrics.jsonl")] == [2, 4, 6]
+    looks = folder.read("health.jsonl")
+    assert [row["step"] for row in looks if "relative_step" in row] == [1, 2, 4, 6]
+    assert len(looks[-1]["token_cosine"]) == len(looks[-1]["self_attention"]) == 2
     data = json.loads((tmp_path / "run" / "config.json").read_text())
     assert data["config"]["recipe"] == "supervised"
     assert recipes.from_dict(data["config"]) == tiny(**changes)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import tyro
 
 import unskip
+from unskip._table import table
 from unskip.cli._options import (
     Blocks,
     Count,
@@ -52,7 +53,7 @@ def measure(
     import torch
 
     from unskip.cli._model import by_input, channel_numbers, samples_for, shapes_of, weighted
-    from unskip.training import device_of
+    from unskip.training import RunFolder, device_of
     from unskip.wiring import parse
 
     rule = parse(shortcut) if shortcut is not None else None
@@ -67,8 +68,26 @@ def measure(
         if init is not None:  # calibrated in the model as it is wired
             unskip.init.start_(built, init, torch.Generator().manual_seed(0), samples)
         measurement = unskip.measure(built, samples, blocks=blocks_of(blocks), jacobians=jacobians, progress=tick)
+    looks = RunFolder(model).read("health.jsonl")  # of a run; empty for any other model
     if json:
-        print_json({"spec": model, "preprocess": made and made.to_dict(), **measurement.to_dict()})
+        print_json({"spec": model, "preprocess": made and made.to_dict(), **measurement.to_dict(), "training": looks})
     else:
         print(f"images: {made}\n{measurement}" if made is not None else measurement)
+        if looks:
+            print(f"\n{_over_training(looks)}")
     return 0
+
+
+def _over_training(looks: list[dict[str, Any]]) -> str:
+    """A table of what was kept in training: three blocks of each kind, and the size of a step by role."""
+    rows: dict[int, dict[str, object]] = {}
+    for look in sorted(looks, key=lambda look: look["step"]):
+        row = rows.setdefault(look["step"], {"step": look["step"]})
+        for name, short in (("token_cosine", "tok cos"), ("self_attention", "self-att")):
+            values = look.get(name) or []
+            row |= {f"{short} {at}": values[at] for at in sorted({0, len(values) // 2, len(values) - 1}) if values}
+        row |= {f"step {role}": size for role, size in look.get("relative_step", {}).items()}
+    names = [*dict.fromkeys(name for row in rows.values() for name in row)]
+    names.sort(key=lambda name: (name.startswith("step "), name.startswith("self"), name.startswith("tok")))
+    cells = [[row.get(name) for name in names] for row in rows.values()]
+    return f"in training: token cosine and self-attention by block, and the relative step size\n\n{table(names, cells)}"

@@ -77,10 +77,10 @@ def solve_(
     number("calibrate_", "most", most, zero=False)
     for part, goal in zip(chosen.attentions(), targets(chosen, target), strict=True):
         count = heads[part.site.index]
+        _refuse(part, count)
         tokens = _input(model, part, example)
         matrices = draw.normal(part.heads, tokens.shape[-1], tokens.shape[-1], dtype=torch.float32)
         matrices /= math.sqrt(tokens.shape[-1])
-        _refuse(part, count)
         _fill(part, _EVEN * matrices)
         low, high, middle, reached = 0.0, most, 0.0, math.nan
         for _ in range(_STEPS):

@@ -12,7 +12,7 @@ from unskip.measures.attention import (
 from unskip.measures.echo import cosine, feature_norm, high_frequency_share, ridge_r2
 from unskip.measures.quantise import excess_kurtosis, sqnr
 from unskip.measures.rank import effective_rank, feature_matrix, rank_entropy
-from unskip.measures.similarity import cka
+from unskip.measures.similarity import cka, token_cosine
 from unskip.measures.spectrum import Spectrum, jacobian_spectrum
 
 __all__ = [
@@ -36,5 +36,6 @@ __all__ = [
     "ridge_r2",
     "self_attention_mass",
     "sqnr",
+    "token_cosine",
     "value_output_condition",
 ]

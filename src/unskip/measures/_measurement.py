@@ -27,6 +27,7 @@ class SiteRow:
     self_attention: tuple[float, ...] | None  # share that a token pays to itself, by head
     attention_condition: tuple[float, ...] | None  # of the matrix of attention, by head, the median over samples
     value_output: float | None  # condition number of W_V W_O
+    correlation_slope: float | None  # C'(1) of an MLP's correlation map: 1 where it keeps the angles of similar tokens
     gradient: float | None  # |d<w, x_L> / dx_l| for a random sign vector w
 
 
@@ -39,6 +40,7 @@ class BlockRow:
     norm: float  # mean over tokens
     token_rank: float | None  # effective rank, each token a row, centred
     token_entropy: float | None  # its logarithm
+    token_cosine: float | None  # mean cosine between different tokens of a sample; near 1: rank collapse
     pooled_rank: float | None  # effective rank, each sample's mean token a row, centred
     carried: float  # the product of the alphas so far
     cosine: float | None  # with the first stream, mean over tokens
@@ -133,6 +135,7 @@ _SITE: dict[str, Callable[[Any], object]] = {
     "entropy": lambda r: _mean(r.entropy),
     "cond att": lambda r: _median(r.attention_condition),
     "cond VO": lambda r: r.value_output,
+    "C'(1)": lambda r: r.correlation_slope,
     "|grad|": lambda r: r.gradient,
 }
 _BLOCK: dict[str, Callable[[Any], object]] = {
@@ -140,6 +143,7 @@ _BLOCK: dict[str, Callable[[Any], object]] = {
     "path": lambda r: r.path or "(model)",
     "|x|": lambda r: r.norm,
     "rank": lambda r: r.token_rank,
+    "tok cos": lambda r: r.token_cosine,
     "pooled": lambda r: r.pooled_rank,
     "carried": lambda r: r.carried,
     "cosine": lambda r: r.cosine,

@@ -9,7 +9,17 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from unskip.anatomy import AttentionParts, Function, ParallelParts, ReplayError, Sample, mean_weight, replay
+from unskip.anatomy import (
+    AttentionParts,
+    Function,
+    MlpParts,
+    ParallelParts,
+    ReplayError,
+    Sample,
+    correlation_map,
+    mean_weight,
+    replay,
+)
 from unskip.errors import BadInput
 from unskip.measures._collect import Samples, SiteSamples
 from unskip.measures._measurement import SiteRow
@@ -81,6 +91,7 @@ def _row(each: SiteSamples, samples: Samples, spectra: Spectra, gradient: float 
         self_attention=_by_head([heads.self_attention for heads in each.heads]),
         attention_condition=_by_head([heads.condition for heads in each.heads], median=True),
         value_output=_value_output(samples, each),
+        correlation_slope=_correlation_slope(samples, each),
         gradient=gradient,
     )
 
@@ -92,6 +103,13 @@ def _by_head(values: list[Tensor | None], median: bool = False) -> ByHead:
         return None
     stacked = torch.stack(known)
     return tuple((stacked.median(0).values if median else stacked.mean(0)).tolist())
+
+
+def _correlation_slope(samples: Samples, each: SiteSamples) -> float | None:
+    part = samples.traced.parts[each.site.index]
+    mlp = part.mlp if isinstance(part, ParallelParts) else part
+    found = correlation_map(mlp) if isinstance(mlp, MlpParts) else None
+    return None if found is None else found.slope
 
 
 def _value_output(samples: Samples, each: SiteSamples) -> float | None:

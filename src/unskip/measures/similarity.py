@@ -1,4 +1,4 @@
-"""Similarity of two layers: linear centred kernel alignment (CKA) between feature matrices of the same samples.
+"""Similarity: of two layers by linear centred kernel alignment (CKA), and of the tokens of a sample by their cosine.
 
     CKA = HSIC(K, L) / sqrt(HSIC(K, K) HSIC(L, L)),   K = X X^T,   L = Y Y^T
 
@@ -6,6 +6,10 @@ Kornblith et al. 2019, "Similarity of Neural Network Representations Revisited".
 |Y^T X|_F^2 of centred features, is biased upwards where features outnumber samples. The unbiased one (Song et al. 2012;
 for CKA, Nguyen, Raghu & Kornblith 2021), which is used here, leaves the diagonals of K and L out and can be slightly
 negative. It is computed from (dim, dim) products, without the (samples, samples) kernels.
+
+    token cosine = mean over pairs of different tokens of <x_i, x_j> / (|x_i| |x_j|)
+
+It goes to 1 where tokens become one (rank collapse, arXiv 2103.03404), as attention without skips tends to make them.
 """
 
 from __future__ import annotations
@@ -28,6 +32,17 @@ def cka(x: Tensor, y: Tensor) -> float:
     a, b = _scaled(centred(wide_x, x.dtype)), _scaled(centred(wide_y, y.dtype))
     own = _hsic(a, a) * _hsic(b, b)
     return _hsic(a, b) / math.sqrt(own) if own > 0 else math.nan
+
+
+def token_cosine(x: Tensor) -> float:
+    """The mean cosine between different tokens of a sample, x (samples, tokens, dim); nan if any token is zero."""
+    unit = floats("token_cosine", "x", x, "(samples, tokens, dim)", 3, 3)
+    count = unit.shape[1]
+    if count < 2:
+        raise BadInput("token_cosine: a sample has one token, and none to compare it with")
+    unit = unit / unit.norm(dim=-1, keepdim=True)
+    # |sum of unit vectors|^2 counts every pair twice, and each token with itself.
+    return float((unit.sum(1).square().sum(-1) - count).mean() / (count * (count - 1)))
 
 
 def _scaled(x: Tensor) -> Tensor:

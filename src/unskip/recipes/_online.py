@@ -18,6 +18,7 @@ from unskip._warn import warn
 from unskip.anatomy import Blocks, Example, find_blocks
 from unskip.data import Feed
 from unskip.evals import check_knn, evaluate, flat, protocol
+from unskip.training import COLLAPSE
 
 # kNN accuracy of the mean of all tokens and of the class token, which is what DINO trains; ranks over depth.
 _BLOCKS: dict[str, Blocks] = {"knn-dino-v1": -1, "knn-cls-v1": -1, "rank-v1": "all", "patchrank-v1": "all"}
@@ -88,4 +89,5 @@ def rank_collapse(row: dict[str, Any]) -> Iterator[tuple[str, str]]:
         ranks = {int(key.rpartition("_")[2]): value for key, value in row.items() if key.startswith(start)}
         low = [index for index, value in sorted(ranks.items()) if value < 2]
         if low:
-            yield name, f"rank collapse of the {what} in blocks {low}: effective rank {ranks[low[0]]:.2f} in the first"
+            text = f"rank collapse of the {what} in blocks {low}: effective rank {ranks[low[0]]:.2f} in the first"
+            yield name, f"{text}. {COLLAPSE}"

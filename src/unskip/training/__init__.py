@@ -5,11 +5,13 @@ from unskip.training._engine import device_of, engine, is_main
 from unskip.training._find import find_runs
 from unskip.training._folder import RunFolder
 from unskip.training._graph import Graphed, Pass, why_not
+from unskip.training._health import COLLAPSE
 from unskip.training._loop import Outcome, run_task
 from unskip.training._task import Batches, Evaluation, Precision, Schedule, Task
 from unskip.training._trackers import tracker_names
 
 __all__ = [
+    "COLLAPSE",
     "Batches",
     "Evaluation",
     "Graphed",

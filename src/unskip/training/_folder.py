@@ -4,6 +4,7 @@
     metrics.jsonl                a line a logged step, the truth about the run
     evals.jsonl                  a line an evaluation
     warnings.jsonl               a line a named warning
+    health.jsonl                 a line a look: token cosine and self-attention by block, or relative step size by role
     checkpoints/step-N/          model, optimizer and EMA weights, with checksums
 
 Checkpoints are written aside and renamed, and the last two are kept: a run that is killed at any moment has a whole
@@ -129,7 +130,7 @@ class RunFolder:
 
     def rewind(self, step: int) -> None:
         """Forgets what was logged after a step, because those steps will be taken again."""
-        for name in ("metrics.jsonl", "evals.jsonl", "warnings.jsonl"):
+        for name in ("metrics.jsonl", "evals.jsonl", "warnings.jsonl", "health.jsonl"):
             if (self.path / name).exists():
                 # From the start everything is written again, what was noted before the first step too.
                 kept = [row for row in self.read(name) if 0 < step >= row.get("step", 0)]

@@ -6,6 +6,7 @@ collapsed-features    the features of different samples span hardly more than on
 flat-loss             after a fifth of the run the loss is that of a constant prediction, and has been for a tenth of
                       the run (a loss that starts above that value only passes it)
 uniform-attention     most heads have near-uniform attention
+collapsed-tokens      rank collapse: in half of the blocks or more, the tokens of a sample are nearly equal
 
 A task can add its own, such as a teacher with the same output for every image.
 """
@@ -13,6 +14,7 @@ A task can add its own, such as a teacher with the same output for every image.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -22,6 +24,11 @@ from unskip.errors import UnskipError
 from unskip.measures import Measurement, measure
 from unskip.training._folder import RunFolder
 from unskip.training._task import Schedule, Task
+
+COLLAPSE = (
+    "Where skips are cut: start from init skipless:shaped,position_code=orthogonal, cut the skips of MLPs alone (where "
+    "mlp), or decay them (shortcut decay:product=0.001). Otherwise lower the learning rate"
+)  # what to do about rank collapse
 
 
 class Watch:
@@ -73,6 +80,7 @@ class Watch:
             return
         self._features(done, measurement)
         self._attention(done, measurement)
+        self._tokens(done, measurement)
 
     def _features(self, done: int, measurement: Measurement) -> None:
         last = measurement.blocks[-1]
@@ -94,6 +102,19 @@ class Watch:
             text = f"{len(dead)} of {len(entropies)} attention layers are near-uniform"
             self.warn(done, "uniform-attention", text)
 
+    def _tokens(self, done: int, measurement: Measurement) -> None:
+        """Keeps how alike tokens are and where they attend, by block, and warns of rank collapse."""
+        attention = [row.self_attention for row in measurement.sites if row.self_attention is not None]
+        cosines = [row.token_cosine for row in measurement.blocks]
+        means = [sum(heads) / len(heads) for heads in attention]
+        if self.first:
+            row = {"step": done, "token_cosine": _rounded(cosines), "self_attention": _rounded(means)}
+            self.folder.append("health.jsonl", row)
+        alike = [block.index for block in measurement.blocks if (block.token_cosine or 0) > 0.99]
+        if len(alike) >= max(1, len(cosines) / 2):
+            text = f"rank collapse: the tokens of a sample are nearly equal (mean cosine above 0.99) in blocks {alike}"
+            self.warn(done, "collapsed-tokens", f"{text}. {COLLAPSE}")
+
     def warn(self, done: int, name: str, text: str) -> None:
         """Writes a named warning into the run and issues it once, on the first process."""
         if not self.first:
@@ -102,3 +123,7 @@ class Watch:
         if name not in self.raised:
             self.raised.append(name)
             say(f"{name}: {text}")
+
+
+def _rounded(values: Sequence[float | None]) -> list[float | None]:
+    return [None if value is None or not math.isfinite(value) else float(f"{value:.4g}") for value in values]

@@ -14,6 +14,7 @@ import reprlib
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ from unskip.training._memory import forget_peak, peak_memory
 from unskip.training._progress import Reporter
 from unskip.training._signals import Stop, stop_on_signal
 from unskip.training._state import read_state, write_state
+from unskip.training._step_sizes import StepSizes
 from unskip.training._task import Schedule, Task
 from unskip.training._trackers import Trackers
 from unskip.wiring import save as save_model
@@ -92,6 +94,8 @@ class _Trainer:
         self.counted = 0  # samples since the last row of metrics
         self.named: set[str] = set()  # broken images
         self.health = _health.Watch(task, schedule, folder, accelerator.is_main_process)
+        looked = accelerator.is_main_process and self.sharded is None  # as its health is
+        self.step_sizes = StepSizes(task, schedule.steps if looked else 0, partial(folder.append, "health.jsonl"))
 
     @property
     def rank(self) -> int:
@@ -222,11 +226,13 @@ class _Trainer:
             norm: Any = nn.utils.clip_grad_norm_(self.parameters, schedule.clip)
             norm = norm if self.sharded is None else norm.full_tensor()
             numbers = {**numbers, "gradient_norm": norm.detach()}
+        self.step_sizes.hold(step)
         if self.scaler is None:
             self.optimizer.step()
         else:
             self.scaler.step(self.task.optimizer)
             self.scaler.update()
+        self.step_sizes.compare(step)
         if self.graph is None:  # a graph writes its gradients, and keeps their memory
             self.optimizer.zero_grad(set_to_none=True)
         if self.task.after_step is not None:
