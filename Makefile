@@ -16,7 +16,7 @@ PYTEST := $(BIN)/python -m pytest -n $(WORKERS)
 export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE_BF16
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all lint results docs docs-serve dist bench clean
+.PHONY: help setup demo test test-all lint results notebooks docs docs-serve dist bench clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -63,6 +63,9 @@ results: $(INSTALLED) ## tables and figures of README and docs again, from docs/
 	$(BIN)/python benchmarks/absorb.py --figure
 	$(BIN)/python benchmarks/optim.py --figure
 
+notebooks: $(DOCS) ## run the notebooks of docs/notebooks again, in place
+	PYTHONWARNINGS=ignore $(BIN)/jupyter nbconvert --to notebook --execute --inplace --ExecutePreprocessor.record_timing=False docs/notebooks/*.ipynb
+
 docs: $(DOCS) ## the documentation site, in build/site; a broken link or a missing public name stops it
 	$(BIN)/mkdocs build --quiet --strict
 
@@ -79,5 +82,5 @@ bench: $(INSTALLED) ## run each benchmark
 	@set -e; for file in $(BENCHMARKS); do echo "== $$file"; $(BIN)/python "$$file"; done
 
 clean: ## remove caches and build outputs; .venv and runs stay
-	rm -rf build dist .coverage .coverage.* htmlcov .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
+	rm -rf build dist .coverage .coverage.* htmlcov .cache .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
 	find src tests benchmarks -type d -name __pycache__ -prune -exec rm -rf {} + 2>/dev/null || true
