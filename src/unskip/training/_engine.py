@@ -6,12 +6,14 @@ own GPU is the current one during its run: cuda:1 is trained on cuda:1.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import os
 from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch import distributed as dist
 from torch import nn
 
 from unskip._extras import need
@@ -23,6 +25,16 @@ def engine(device: torch.device) -> Iterator[Any]:
     """An `Accelerator` for models on this device."""
     with on(device):
         yield _accelerator(device.type)
+    if dist.is_available() and dist.is_initialized():  # not after an error: the other processes may be waiting
+        atexit.unregister(_leave)
+        atexit.register(_leave)
+
+
+def _leave() -> None:
+    """Ends the threads of the process group before the interpreter ends: one that needs the interpreter afterwards is
+    ended in the middle of C++ code, which aborts the process ("terminate called without an active exception")."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def is_main() -> bool:

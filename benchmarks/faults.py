@@ -1,0 +1,254 @@
+"""Faults on purpose: runs that are killed, run out of disk or lose a checkpoint must continue to the same weights.
+
+    python benchmarks/faults.py --kills 100            # writes docs/results/faults.json; as root, for the small disks
+
+A kill is SIGKILL at a random moment of a tiny run on digits, over recipes and optimizers; the run is then resumed and
+must end with the files of a run that was never hurt: weights, EMA and optimizer, byte for byte, and the same losses.
+Every other fault must leave one line that begins with "unskip:" and no traceback, and the last good checkpoint.
+Processes are forked from this one, which has imported everything.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections import Counter
+from collections.abc import Callable
+from functools import partial
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import timm  # noqa: F401  (before the fork)
+from _record import made_with, write_json
+
+from unskip import cli
+from unskip.training import RunFolder
+
+STEPS = 16
+FILES = ("model.safetensors", "optimizer.safetensors", "ema.safetensors")
+OPTIMIZERS = ("adamw", "soap", "muon")
+_VIT = "depth=2,embed_dim=16,num_heads=2"
+_FLOW = "width=16,depth=3,heads=2"
+_FEW = {"online_images": 300}
+RECIPES: dict[str, dict[str, Any]] = {
+    "supervised": {"model_args": _VIT},
+    "mae": {"model_args": _VIT} | _FEW,
+    "dino": {"model_args": _VIT} | _FEW,
+    "simclr": {"model_args": _VIT} | _FEW,
+    "sit": {"model_args": _FLOW} | _FEW,
+    "uvit": {"model_args": _FLOW} | _FEW,
+}
+COMMON: dict[str, Any] = {"steps": STEPS, "batch": 16, "checkpoint_every": 3, "log_every": 1, "ema": 0.9}
+COMMON |= {"device": "cpu", "health": False, "preset": "digits"}
+
+
+def forked(work: Callable[[], int], log: Path) -> int:
+    """Starts a process; its output goes to a file. Returns its number."""
+    child = os.fork()
+    if child:
+        return child
+    code = 1
+    try:
+        with log.open("w") as file:
+            os.dup2(file.fileno(), 1)
+            os.dup2(file.fileno(), 2)
+        sys.stdout, sys.stderr = os.fdopen(1, "w", closefd=False), os.fdopen(2, "w", closefd=False)
+        code = work()
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def ended(child: int) -> int:
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def train(recipe: str, optimizer: str, out: Path) -> int:
+    fields = COMMON | RECIPES[recipe] | {"optimizer": optimizer}
+    words = [
+        f"--{key.replace('_', '-')}={value}" if value is not False else f"--no-{key}" for key, value in fields.items()
+    ]
+    return cli.main(["train", recipe, *words, "--quiet", "--out", str(out)])
+
+
+def resume(out: Path) -> int:
+    return cli.main(["resume", str(out), "--quiet"])
+
+
+def again(recipe: str, optimizer: str, out: Path) -> int:
+    """Continues a run; one that was killed before it had a config starts anew."""
+    if (out / "config.json").is_file():
+        return resume(out)
+    shutil.rmtree(out, ignore_errors=True)
+    return train(recipe, optimizer, out)
+
+
+def difference(whole: Path, other: Path) -> str | None:
+    """The first file or loss that is another; None where the runs are the same."""
+    for name in FILES:
+        ends = [run / "checkpoints" / f"step-{STEPS}" / name for run in (whole, other)]
+        if ends[0].read_bytes() != ends[1].read_bytes():
+            return name
+    losses = [[(row["step"], row["loss"]) for row in RunFolder(run).read("metrics.jsonl")] for run in (whole, other)]
+    return None if losses[0] == losses[1] else "losses"
+
+
+def kills(count: int, seed: int, folder: Path, until: float) -> dict[str, Any]:
+    """Kills runs at random moments, resumes them, and compares them with runs that were never hurt."""
+    draw = random.Random(seed)
+    pairs = [*product(RECIPES, OPTIMIZERS)]
+    draw.shuffle(pairs)
+    whole: dict[tuple[str, str], tuple[Path, float]] = {}
+    rows: list[dict[str, Any]] = []
+    late = 0  # runs that had ended before they were to be killed
+    while len(rows) < count and time.time() < until:
+        recipe, optimizer = pair = pairs[(len(rows) + late) % len(pairs)]
+        if pair not in whole:
+            out, begun = folder / f"{recipe}-{optimizer}", time.time()
+            assert ended(forked(partial(train, *pair, out), folder / "log")) == 0, (folder / "log").read_text()
+            whole[pair] = out, time.time() - begun
+        out, log = folder / "run", folder / "log"
+        shutil.rmtree(out, ignore_errors=True)
+        child = forked(partial(train, *pair, out), log)
+        time.sleep(draw.uniform(0, whole[pair][1]))
+        os.kill(child, signal.SIGKILL)
+        if ended(child) != -signal.SIGKILL:
+            late += 1
+            continue
+        last = RunFolder(out).last_checkpoint() if out.exists() else None
+        code = ended(forked(partial(again, *pair, out), log))
+        off = difference(whole[pair][0], out) if code == 0 else f"exit {code}: {log.read_text()[-300:]}"
+        rows.append({"recipe": recipe, "optimizer": optimizer, "resumed_from": last and last[0], "difference": off})
+    where = Counter("before the first checkpoint" if row["resumed_from"] is None else "after it" for row in rows)
+    return {
+        "kills": len(rows),
+        "bitwise equal": sum(row["difference"] is None for row in rows),
+        "pairs of recipe and optimizer": len(whole),
+        "moments": dict(where),
+        "failures": [row for row in rows if row["difference"] is not None],
+    }
+
+
+def told(log: Path) -> tuple[bool, str]:
+    """Whether a command ended with one line and no traceback, and that line."""
+    text = log.read_text()
+    lines = [line for line in text.splitlines() if line.startswith("unskip:")]
+    return "Traceback" not in text and len(lines) == 1, lines[-1] if lines else text[-300:]
+
+
+def small_disk(folder: Path, whole: Path) -> dict[str, Any]:
+    """A disk that is full after some checkpoints; with more room the run continues."""
+    size = sum(file.stat().st_size for file in (whole / "checkpoints").rglob("*") if file.is_file())
+    disk = folder / "disk"
+    with mounted(disk, f"size={int(1.3 * size)}"):
+        code = ended(forked(partial(train, "mae", "soap", disk / "run"), folder / "log"))
+        clear, line = told(folder / "log")
+        last = RunFolder(disk / "run").last_checkpoint()
+        subprocess.run(["mount", "-o", f"remount,size={8 * size}", str(disk)], check=True)
+        after = ended(forked(partial(resume, disk / "run"), folder / "log"))
+        same = after == 0 and difference(whole, disk / "run") is None
+    return {"exit": code, "one clear line": clear, "line": shown(line, disk), "kept": last and last[0], "resumed": same}
+
+
+def read_only(folder: Path, whole: Path) -> dict[str, Any]:
+    """A folder that becomes read-only before a run is resumed."""
+    disk = folder / "disk"
+    with mounted(disk, "size=64m"):
+        shutil.copytree(whole, disk / "run")
+        shutil.rmtree(disk / "run" / "checkpoints" / f"step-{STEPS}")
+        subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)
+        code = ended(forked(partial(resume, disk / "run"), folder / "log"))
+        clear, line = told(folder / "log")
+        last = RunFolder(disk / "run").last_checkpoint()
+        subprocess.run(["mount", "-o", "remount,rw", str(disk)], check=True)
+        after = ended(forked(partial(resume, disk / "run"), folder / "log"))
+        same = after == 0 and difference(whole, disk / "run") is None
+    return {"exit": code, "one clear line": clear, "line": shown(line, disk), "kept": last and last[0], "resumed": same}
+
+
+def damaged(folder: Path, whole: Path, seed: int) -> dict[str, Any]:
+    """Every file of the last checkpoint, truncated and with one bit flipped at a random place."""
+    draw = random.Random(seed)
+    found: dict[str, Any] = {}
+    for how in ("truncated", "bit flipped"):
+        rows = []
+        for file in sorted(each.name for each in (whole / "checkpoints" / f"step-{STEPS}").iterdir() if each.is_file()):
+            out = folder / "run"
+            shutil.rmtree(out, ignore_errors=True)
+            shutil.copytree(whole, out)
+            victim = out / "checkpoints" / f"step-{STEPS}" / file
+            data = bytearray(victim.read_bytes())
+            if how == "truncated":
+                data = data[: draw.randrange(len(data))]
+            else:
+                data[draw.randrange(len(data))] ^= 1 << draw.randrange(8)
+            victim.write_bytes(bytes(data))
+            code = ended(forked(partial(resume, out), folder / "log"))
+            clear, line = told(folder / "log")
+            off = difference(whole, out) if code == 0 else f"exit {code}"
+            rows.append({"file": file, "one clear line": clear, "difference": off, "line": shown(line, out)})
+        found[how] = {
+            "files": len(rows),
+            "one clear line": sum(row["one clear line"] for row in rows),
+            "bitwise equal": sum(row["difference"] is None for row in rows),
+            "example": rows[-1]["line"],
+            "failures": [row for row in rows if row["difference"] or not row["one clear line"]],
+        }
+    return found
+
+
+def shown(line: str, folder: Path) -> str:
+    return line.replace(str(folder), "FOLDER")
+
+
+class mounted:
+    """A small file system of its own; needs root."""
+
+    def __init__(self, folder: Path, options: str) -> None:
+        self.folder, self.options = folder, options
+
+    def __enter__(self) -> None:
+        self.folder.mkdir(exist_ok=True)
+        subprocess.run(["mount", "-t", "tmpfs", "-o", self.options, "tmpfs", str(self.folder)], check=True)
+
+    def __exit__(self, *error: object) -> None:
+        subprocess.run(["umount", str(self.folder)], check=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kills", type=int, default=100)
+    parser.add_argument("--minutes", type=float, default=60, help="no kill begins later")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path, default=Path("docs/results/faults.json"))
+    given = parser.parse_args()
+    begun = time.time()
+    record = made_with(__file__, "cpu", "timm", "accelerate") | {"seed": given.seed, "config": COMMON}
+    with tempfile.TemporaryDirectory(prefix="unskip-faults-") as name:
+        folder = Path(name)
+        whole = folder / "whole"
+        assert ended(forked(partial(train, "mae", "soap", whole), folder / "log")) == 0, (folder / "log").read_text()
+        record["damaged checkpoints"] = damaged(folder, whole, given.seed)
+        for title, fault in (("full disk", small_disk), ("read-only folder", read_only)):
+            try:
+                record[title] = fault(folder, whole)
+            except (OSError, subprocess.CalledProcessError) as error:
+                record[title] = {"not run": f"no small file system can be mounted here: {error}"}
+        record["SIGKILL"] = kills(given.kills, given.seed, folder, begun + 60 * given.minutes)
+    write_json(given.out, record | {"seconds": round(time.time() - begun)})
+
+
+if __name__ == "__main__":
+    main()
