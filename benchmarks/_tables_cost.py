@@ -216,3 +216,27 @@ def compatibility() -> str:
     counts = [sum(timm.values()), sum(types.values())]
     cells = [[row[0], str(count), *map(str, row[1:])] for row, count in zip(rows, counts, strict=True)]
     return lines("matrix | models | rewired | no residual | refused | not built or not run", cells)
+
+
+@table
+def training_cost() -> str:
+    """Time of the ImageNet presets: images of the whole run over the images a second of the record."""
+    from unskip.recipes import RECIPES
+
+    base = record("train-gpu")["results"]["vit_base_patch16_224, 224 px, batch 256"]["loop"]
+    mae = record("train-mae-gpu")["results"]["ours"]["images a second"]
+    sit = record("train-sit-gpu")["results"]["ours"]["images a second"]
+    wider = 12 * 768**2 / (28 * 1152**2)  # of SiT-B in SiT-XL: depth times the square of the width
+    rows = []
+    for recipe, preset, rate, how in (
+        ("supervised", "vit-b16", base, "train-gpu"),
+        ("mae", "vit-b16", mae, "train-mae-gpu"),
+        ("sit", "sit-b2", sit, "train-sit-gpu"),
+        ("sit", "sit-xl2", sit * wider, "extrapolated from sit-b2 by depth x width²"),
+    ):
+        config = RECIPES[recipe].config(**RECIPES[recipe].presets[preset].fields)
+        images = config.steps * config.batch if config.steps else config.epochs * 1_281_167
+        hours = images / rate / 3600
+        cells = [f"{images / 1e6:,.0f} million", f"{rate:,.0f}", how, f"{hours:,.0f}", f"{hours / 8:,.0f}"]
+        rows.append([f"`{recipe} --preset {preset}`", *cells])
+    return lines("preset | images seen | images a second, one H200 | from | GPU hours | hours on 8, at best", rows)

@@ -1,6 +1,6 @@
 """`python -m unskip` is `unskip`."""
 
-from unskip.cli import main
+from unskip.cli import process
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    process()

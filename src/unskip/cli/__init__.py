@@ -9,6 +9,7 @@ it runs, so help and version take no time.
 
 from __future__ import annotations
 
+import atexit
 import inspect
 import os
 import signal
@@ -17,6 +18,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib import import_module
+from typing import NoReturn
 
 COMMANDS = {  # name: (file, function, what it does)
     "audit": ("_audit", "audit", "list every residual addition of a model"),
@@ -48,6 +50,21 @@ example: unskip audit timm:vit_base_patch16_224 --shortcut decay:0.6"""
 PLUGIN = "With --plugin NAME, a Python file or module with shortcuts, evaluators or recipes is loaded first."
 INTERRUPTED = "unskip: interrupted"
 _IN_ORDER = ("train", "resume", "demo")  # they write a checkpoint, or say how to go on, when interrupted
+
+
+def process() -> NoReturn:
+    """Runs the command of this process, and ends it.
+
+    One of several processes ends without the interpreter's own end: threads of torch.distributed that still run need
+    the interpreter, and would abort the process ("terminate called without an active exception").
+    """
+    code = main()
+    if "LOCAL_RANK" not in os.environ:
+        raise SystemExit(code)
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import statistics
 import sys
 from collections.abc import Callable, Sequence
@@ -42,13 +43,14 @@ def train(args: Sequence[str]) -> int:
 
     job = read(args)
     if job.seeds is None:
-        code = _print_outcome(unskip.train(job.config, job.out, job.quiet))
+        # The workers that torchrun --max-restarts starts again have the same command.
+        start = _begun if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) else unskip.train
+        code = _print_outcome(start(job.config, job.out, job.quiet))
     else:
         begin = [
             partial(_begun, replace(job.config, seed=seed), job.out / f"seed-{seed}", job.quiet) for seed in job.seeds
         ]
         code = _several(job.out, begin)
-    _leave_process_group()
     return code
 
 
@@ -66,7 +68,6 @@ def resume(
         code = _print_outcome(unskip.resume(run, quiet, **options))
     else:
         code = _several(Path(run), [partial(unskip.resume, each, quiet, **options) for each in runs])
-    _leave_process_group()
     return code
 
 
@@ -81,8 +82,8 @@ def recipes() -> int:
     return 0
 
 
-def _begun(config: Any, out: Path, quiet: bool, opener: Opener) -> Outcome:
-    """A run of several, or the rest of it: the same command goes on with what was interrupted."""
+def _begun(config: Any, out: Path, quiet: bool, opener: Opener | None = None) -> Outcome:
+    """A run, or the rest of it: the same command goes on with what was interrupted."""
     if (out / "config.json").exists():
         begun = unskip.recipes.from_dict(unskip.training.RunFolder.open(out).config)
         if begun == unskip.recipes.absolute_paths(config):
@@ -124,11 +125,3 @@ def _summary(out: Path, outcomes: Sequence[Outcome]) -> None:
         data[name] = {"mean": statistics.mean(values), "stdev": spread, "values": values}
         print(f"{name}: {statistics.mean(values):.4g} ± {spread:.2g} over seeds {', '.join(map(str, seeds))}")
     (out / "seeds.json").write_text(json.dumps(finite(data), indent=1) + "\n")
-
-
-def _leave_process_group() -> None:
-    """Ends what joins several processes; their threads may abort where the interpreter goes first."""
-    from torch import distributed
-
-    if distributed.is_available() and distributed.is_initialized():
-        distributed.destroy_process_group()

@@ -30,6 +30,20 @@ def engine(device: torch.device) -> Iterator[Any]:
         atexit.register(_leave)
 
 
+def _join_again(kind: str) -> None:
+    """The process group of workers that torchrun has started again, where accelerate would make an ordinary one.
+
+    The agent keeps one store for all attempts, and the addresses in it are those of the workers that are gone.
+    """
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    if attempt != "0" and not dist.is_initialized():
+        store, rank, world = next(iter(dist.rendezvous("env://")))
+        backend = "nccl" if kind == "cuda" else "gloo"
+        dist.init_process_group(
+            backend, store=dist.PrefixStore(f"attempt-{attempt}", store), rank=rank, world_size=world
+        )
+
+
 def _leave() -> None:
     """Ends the threads of the process group before the interpreter ends: one that needs the interpreter afterwards is
     ended in the middle of C++ code, which aborts the process ("terminate called without an active exception")."""
@@ -79,6 +93,7 @@ def device_of_model(model: nn.Module) -> torch.device:
 def _accelerator(kind: str) -> Any:
     """accelerate keeps one device a process; a run on another kind of device resets it."""
     accelerate = need("accelerate")
+    _join_again(kind)
     state = accelerate.state.PartialState
     if state._shared_state and state().num_processes == 1 and state().device.type != kind:
         accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)

@@ -1,0 +1,78 @@
+"""Runs that torchrun launches: as two nodes, and with a worker that is killed and started again."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tests.commands import on_ranks
+from torch import Tensor
+
+from unskip import cli
+
+pytestmark = [
+    pytest.mark.full,
+    pytest.mark.skipif(not torch.distributed.is_available(), reason="torch is built without distributed"),
+]
+
+STEPS = 60
+TRAIN = ["train", "supervised", "--preset=digits", "--model-args=depth=2,embed_dim=16,num_heads=2", "--batch=32"]
+TRAIN += [f"--steps={STEPS}", "--checkpoint-every=4", "--log-every=4", "--device=cpu", "--no-health", "--quiet"]
+
+
+@pytest.fixture(scope="module")
+def unhurt(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of two processes."""
+    folder = tmp_path_factory.mktemp("unhurt")
+    on_ranks(2, folder, partial(cli.main, [*TRAIN, "--out=run"]))
+    return folder / "run"
+
+
+def launched(out: Path, *flags: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "torch.distributed.run", *flags, "-m", "unskip", *TRAIN, f"--out={out}"]
+    settings = {"ACCELERATE_USE_CPU": "1", "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=os.environ | settings)
+
+
+def weights(run: Path) -> dict[str, Tensor]:
+    return load_file(run / "checkpoints" / f"step-{STEPS}" / "model.safetensors")
+
+
+def same(one: Path, other: Path) -> bool:
+    first, second = weights(one), weights(other)
+    return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_two_nodes_are_two_processes(tmp_path: Path, unhurt: Path) -> None:
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    flags = ["--nnodes=2", "--nproc-per-node=1", "--master-addr=127.0.0.1", f"--master-port={port}"]
+    nodes = [launched(tmp_path / "run", *flags, f"--node-rank={rank}") for rank in range(2)]
+    for node in nodes:
+        said = node.communicate(timeout=250)[1]
+        assert node.returncode == 0, said[-2000:]
+    assert same(tmp_path / "run", unhurt)
+
+
+def test_a_worker_that_is_killed_is_started_again(tmp_path: Path, unhurt: Path) -> None:
+    run = tmp_path / "run"
+    agent = launched(run, "--standalone", "--nproc-per-node=2", "--max-restarts=1", "--monitor-interval=0.1")
+    end = time.monotonic() + 200
+    while not (run / "checkpoints" / "step-8").is_dir() and time.monotonic() < end:
+        time.sleep(0.005)
+    workers = Path(f"/proc/{agent.pid}/task/{agent.pid}/children").read_text().split()
+    os.kill(int(workers[-1]), signal.SIGKILL)
+    assert not (run / "checkpoints" / f"step-{STEPS}").exists()
+    said = agent.communicate(timeout=250)[1]
+    assert agent.returncode == 0, said[-2000:]
+    assert same(run, unhurt)
