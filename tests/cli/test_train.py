@@ -1,7 +1,10 @@
 """`unskip train`, `resume` and `recipes`: from arguments to configs and runs."""
 
 import json
+import os
 import shutil
+import subprocess
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -177,3 +180,10 @@ def test_recipes_lists_them_all(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["recipes"]) == 0
     out = capsys.readouterr().out
     assert all(name in out for recipe in RECIPES.values() for name in (recipe.name, *recipe.presets))
+
+
+def test_a_launched_process_ends_with_its_code_and_all_it_said() -> None:
+    command = [sys.executable, "-m", "unskip", "no-such-command"]
+    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"LOCAL_RANK": "0"})
+    assert done.returncode == 2
+    assert "no-such-command" in done.stderr

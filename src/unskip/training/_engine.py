@@ -37,10 +37,11 @@ def _join_again(kind: str) -> None:
     """
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     if attempt != "0" and not dist.is_initialized():
-        store, rank, world = next(iter(dist.rendezvous("env://")))
+        found: Any = dist  # whose types leave some names out
+        store, rank, world = next(iter(found.rendezvous("env://")))
         backend = "nccl" if kind == "cuda" else "gloo"
         dist.init_process_group(
-            backend, store=dist.PrefixStore(f"attempt-{attempt}", store), rank=rank, world_size=world
+            backend, store=found.PrefixStore(f"attempt-{attempt}", store), rank=rank, world_size=world
         )
 
 
