@@ -1,0 +1,60 @@
+"""Every recipe with sharded weights on two processes: the weights of the same run with whole ones."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tests.commands import on_ranks
+
+import unskip
+from unskip import recipes
+from unskip.training import RunFolder
+
+pytestmark = [
+    pytest.mark.full,
+    pytest.mark.skipif(not torch.distributed.is_available(), reason="torch is built without distributed"),
+]
+
+VIT, FLOW = "depth=2,embed_dim=16,num_heads=2", "width=16,depth=3,heads=2"
+FEW = {"online_images": 300}
+RECIPES: dict[str, dict[str, Any]] = {
+    "supervised": {"model_args": VIT, "drop_path": 0.2, "shortcut": "decay:0.6"},
+    "mae": {"model_args": VIT, "shortcut": "decay:0.6"} | FEW,
+    "dino": {"model_args": VIT, "local_crops": 2, "projection": 32, "hidden": 24, "bottleneck": 8} | FEW,
+    "simclr": {"model_args": VIT} | FEW,
+    "sit": {"model_args": FLOW} | FEW,
+    "uvit": {"model_args": FLOW} | FEW,
+}
+STEPS = 4
+
+
+def train(recipe: str, folder: Path, **changes: Any) -> None:
+    warnings.simplefilter("ignore", unskip.errors.UnskipWarning)  # a few steps look unhealthy
+    common = {"steps": STEPS, "batch": 16, "log_every": 1, "device": "cpu", "health": False, "ema": 0.9}
+    config = getattr(recipes, recipe)("digits", **common, **RECIPES[recipe], **changes)
+    unskip.train(config, folder, quiet=True)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_sharded_weights_train_as_whole_ones(name: str, tmp_path: Path) -> None:
+    """What is random depends on the process, so two processes are compared with two; gradients are checkpointed."""
+
+    def both() -> None:
+        train(name, tmp_path / "whole")
+        train(name, tmp_path / "sharded", fsdp=True, grad_checkpointing=True)
+
+    on_ranks(2, tmp_path, both)
+    ends = [tmp_path / run / "checkpoints" / f"step-{STEPS}" for run in ("whole", "sharded")]
+    for file in ("model.safetensors", "ema.safetensors"):
+        whole, sharded = (load_file(end / file) for end in ends)
+        assert whole.keys() == sharded.keys()
+        assert max(float((sharded[key].float() - value.float()).abs().max()) for key, value in whole.items()) < 1e-5
+    first, second = (RunFolder(tmp_path / run).read("evals.jsonl") for run in ("whole", "sharded"))
+    for one, other in zip(first, second, strict=True):
+        numbers = {key: value for key, value in one.items() if isinstance(value, float)}
+        assert {key: other[key] for key in numbers} == pytest.approx(numbers, rel=1e-2)
