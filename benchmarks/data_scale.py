@@ -2,6 +2,7 @@
 
     python benchmarks/data_scale.py --count 1281167       # ImageNet's number; about 1.5 GB as tiny JPEGs, three times
     python benchmarks/data_scale.py --count 50000
+    python benchmarks/data_scale.py --count 1281167 --sources tar parquet --batches 400     # memory, in minutes
 
 The set is generated under --root (default: a temporary folder) and deleted at the end. Each measurement is a process of
 its own. Images a second are those of an epoch in random order with --workers workers, as normalised batches on the CPU:
@@ -20,6 +21,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import io
+import itertools
 import json
 import os
 import platform
@@ -63,12 +65,12 @@ def image(pool: list[bytes], row: int) -> bytes:
     return b"\xff\xd8\xff\xfe\x00\x0a%08d" % row + pool[row * 2654435761 % POOL][2:]
 
 
-def generate(root: Path, count: int) -> None:
+def generate(root: Path, count: int, sources: list[str]) -> None:
     import pyarrow
     from pyarrow import parquet
 
     pool, each = pictures(), 10_000
-    for label in range(min(CLASSES, count)):
+    for label in range(min(CLASSES, count)) if "folder" in sources else ():
         (root / "folder" / "train" / f"n{label:08d}").mkdir(parents=True)
     for kind in ("tar", "parquet"):
         (root / kind).mkdir()
@@ -80,7 +82,8 @@ def generate(root: Path, count: int) -> None:
         labels = [row % CLASSES for row in rows]
         with tarfile.open(root / "tar" / f"train-{start // each:05d}.tar", "w") as shard:
             for row, encoded, label in zip(rows, data, labels, strict=True):
-                (root / "folder" / "train" / f"n{label:08d}" / f"n{label:08d}_{row}.JPEG").write_bytes(encoded)
+                if "folder" in sources:
+                    (root / "folder" / "train" / f"n{label:08d}" / f"n{label:08d}_{row}.JPEG").write_bytes(encoded)
                 for name, content in ((f"{row:08d}.cls", b"%d" % label), (f"{row:08d}.jpg", encoded)):
                     about = tarfile.TarInfo(name)
                     about.size = len(content)
@@ -203,11 +206,11 @@ def task(name: str, root: Path, options: argparse.Namespace) -> dict[str, float]
     memory, begin, before = Memory(), time.perf_counter(), time.process_time()
     if kind in SOURCES:
         found = feed(root, kind, options)
-        batches: Iterator[Any] = (images for images, _ in found.iterate(0, found.steps_per_epoch))
+        batches: Iterator[Any] = (images for images, _ in found.iterate(0, min(found.steps_per_epoch, options.batches)))
     else:
         batches = normalised((torchvision_batches if kind == "imagefolder" else webdataset_batches)(root, options))
     first = seen = 0.0
-    for images in batches:
+    for images in itertools.islice(batches, options.batches):
         assert images.shape[1:] == (3, SIDE, SIDE)
         first = first or time.perf_counter()
         seen += len(images)
@@ -228,6 +231,7 @@ def hashes(root: Path, kind: str, options: argparse.Namespace, start: int, stop:
 
 def child(options: argparse.Namespace, root: Path, *words: str) -> list[str]:
     shared = ["--root", str(root), "--batch", str(options.batch), "--workers", str(options.workers)]
+    shared += ["--batches", str(options.batches)]
     return [sys.executable, __file__, *shared, *words]
 
 
@@ -262,6 +266,8 @@ def main() -> None:
     parser.add_argument("--keep", action="store_true")
     parser.add_argument("--batch", type=int, default=256)
     parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--sources", nargs="+", choices=SOURCES, default=[*SOURCES])
+    parser.add_argument("--batches", type=int, default=sys.maxsize, help="of each reading; a whole epoch by default")
     parser.add_argument("--rounds", type=int, default=3, help="of each reading; the median is compared")
     parser.add_argument("--cold", action="store_true", help="also with an empty page cache")
     parser.add_argument("--out", type=Path)
@@ -279,7 +285,7 @@ def main() -> None:
         if not (root / "parquet").is_dir():
             begin = time.perf_counter()
             root.mkdir(parents=True, exist_ok=True)
-            generate(root, options.count)
+            generate(root, options.count, options.sources)
             print(f"generated in {time.perf_counter() - begin:.0f} s", flush=True)
         results = measured(options, root)
     finally:
@@ -292,10 +298,11 @@ def main() -> None:
 
 def measured(options: argparse.Namespace, root: Path) -> dict[str, Any]:
     found: dict[str, Any] = {"load before": os.getloadavg()}
-    for kind in SOURCES:
+    for kind in options.sources:
         found[f"{kind}: first opening"] = run(options, root, f"{kind}:open")["seconds"]
         found[f"{kind}: later opening"] = run(options, root, f"{kind}:open")["seconds"]
-    names = [*SOURCES, "imagefolder", "webdataset"]
+    peers = {"folder": "imagefolder", "tar": "webdataset"}
+    names = [*options.sources, *(peer for kind, peer in peers.items() if kind in options.sources)]
     for state in ("warm", "cold") if options.cold else ("warm",):
         rounds: dict[str, list[dict[str, float]]] = {name: [] for name in names}
         for _ in range(options.rounds):
@@ -304,7 +311,8 @@ def measured(options: argparse.Namespace, root: Path) -> dict[str, Any]:
                     found["cache emptied by"] = empty_cache(root)
                 rounds[name].append(run(options, root, name))
         found[state] = rounds
-    found["killed and resumed"] = {kind: killed(options, root, kind, options.count) for kind in SOURCES}
+    within = min(options.count, options.batches * options.batch)  # images
+    found["killed and resumed"] = {kind: killed(options, root, kind, within) for kind in options.sources}
     found["load after"] = os.getloadavg()
 
     def median(state: str, name: str, key: str) -> float:
@@ -316,14 +324,14 @@ def measured(options: argparse.Namespace, root: Path) -> dict[str, Any]:
         summary[f"{state}: images a second"] = rates
         key = "CPU microseconds an image"  # of all processes, which other work on the machine changes little
         summary[f"{state}: {key}"] = {name: median(state, name, key) for name in names}
-        summary[f"{state}: folder over imagefolder"] = rates["folder"] / rates["imagefolder"]
-        summary[f"{state}: tar over imagefolder"] = rates["tar"] / rates["imagefolder"]
-        summary[f"{state}: tar over webdataset"] = rates["tar"] / rates["webdataset"]
-        summary[f"{state}: parquet over webdataset"] = rates["parquet"] / rates["webdataset"]
+        for ours, peer in itertools.product(options.sources, peers.values()):
+            if peer in rates:
+                summary[f"{state}: {ours} over {peer}"] = rates[ours] / rates[peer]
     summary["MB above the imports"] = {name: max(each["MB"] for each in found["warm"][name]) for name in names}
     summary["seconds to open"] = {key: value for key, value in found.items() if key.endswith("opening")}
     summary["killed and resumed"] = found["killed and resumed"]
     about = {"count": options.count, "batch": options.batch, "workers": options.workers, "side": SIDE}
+    about |= {"batches": min(options.batches, options.count // options.batch)}
     about |= {"bytes": sum(file.stat().st_size for file in (root / "tar").glob("*.tar"))}
     versions = {"python": platform.python_version(), "torch": torch.__version__, "cores": os.cpu_count()}
     return {"summary": summary, "set": about, "machine": versions, "measured": found}

@@ -29,7 +29,7 @@ Rows = NDArray[numpy.int64]
 # What a stream of random numbers is for. Streams of different purposes never meet.
 ORDER, GEOMETRY, MIXING, PIXELS, HOLD_OUT, VIEWS, REPLACED = range(7)
 
-WINDOW = 160 * 2**20  # bytes of encoded images that rows in groups are permuted among, over all processes
+WINDOW = 96 * 2**20  # bytes of encoded images that rows in groups are permuted among, over all processes
 
 
 def stream(purpose: int, seed: int, *where: int) -> numpy.random.Generator:

@@ -105,6 +105,8 @@ class ParquetReader(Reader):
         with parquet.ParquetFile(self.files[file], metadata=footer) as opened:
             table = opened.read_row_group(inside, columns=[self.column], use_threads=False)
         found = table.column(0).combine_chunks()
+        del table, opened
+        pyarrow.default_memory_pool().release_unused()  # it would keep as much again as the groups that are held
         return found.field(0) if pyarrow.types.is_struct(found.type) else found
 
 
