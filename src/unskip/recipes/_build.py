@@ -1,7 +1,8 @@
 """From a config to a task: data, model, initialisation, rewiring, optimizer, evaluations, the same for all recipes.
 
 The order matters: weights and initialisation come before rewiring, and rewiring and parameter groups before the loop
-wraps the model. `skipless` sees the model rewired for its own time: what a block sees depends on the skips before it.
+wraps the model. Attention that is calibrated is so in the rewired model: what a block sees depends on the skips before
+it.
 """
 
 from __future__ import annotations

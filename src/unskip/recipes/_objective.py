@@ -107,8 +107,8 @@ class Objective:
         """The config's `init` on one module; `preset` names the constants of init="skipless"."""
         config, generator = self.config, torch.Generator().manual_seed(self.config.seed)
         with contextlib.ExitStack() as wired:
-            if config.init.startswith("skipless") and config.shortcut != "keep":
-                # What it warns of is said when the model is rewired for good.
+            if "self_attention=" in config.init and config.shortcut != "keep":
+                # Calibrated without the skips that are cut. What rewiring warns of is said when it is done for good.
                 with warnings.catch_warnings(action="ignore", category=UnskipWarning):
                     wired.enter_context(rewired(module, config.shortcut, sample[:2], config.where))
             start_(module, config.init, generator, sample, where=config.where, preset=preset)
