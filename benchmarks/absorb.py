@@ -147,6 +147,7 @@ def figure(rows: list[dict[str, Any]], path: Path) -> None:
     matplotlib.use("svg")
     import matplotlib.pyplot as plt
 
+    plt.rcParams["svg.hashsalt"] = "absorb"  # the same file each time
     drawing, axes = plt.subplots(figsize=(5, 3.2))
     for case in dict.fromkeys(row["case"] for row in rows):
         mine = [row for row in rows if row["case"] == case]

@@ -241,6 +241,8 @@ def figure(results: Path) -> None:
     """Time of a step against the size of the model, and where SOAP's time goes."""
     import matplotlib.pyplot as plt
 
+    plt.rcParams["svg.hashsalt"] = "optim"  # the same file each time
+
     data = json.loads(results.read_text())
     size = data["parameters"]
     fig, (left, right) = plt.subplots(1, 2, figsize=(10, 4.6), layout="constrained")

@@ -107,3 +107,11 @@ def test_reference_holds_every_name() -> None:
     assert [name for name in packages if f"[`unskip.{name}`]({name}.md)" not in index] == []
     assert [name for name in packages if f"::: unskip.{name}\n" not in (folder / f"{name}.md").read_text()] == []
     assert [name for name in set(unskip.__all__) - packages if f"[`{name}`](" not in index] == []
+
+
+def test_every_page_is_in_the_navigation() -> None:
+    navigation = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+    pages = [
+        str(page.relative_to(ROOT / "docs")) for page in (ROOT / "docs").rglob("*") if page.suffix in (".md", ".ipynb")
+    ]
+    assert [page for page in pages if f" {page}\n" not in navigation] == []
