@@ -4,7 +4,7 @@
 
 A kill is SIGKILL at a random moment of a tiny run on digits, over recipes and optimizers; the run is then resumed and
 must end with the files of a run that was never hurt: weights, EMA and optimizer, byte for byte, and the same losses.
-Every other fault must leave one line that begins with "unskip:" and no traceback, and the last good checkpoint.
+Every other fault must leave one line that says what is wrong and no traceback, and the last good checkpoint.
 Processes are forked from this one, which has imported everything.
 """
 
@@ -141,10 +141,10 @@ def kills(count: int, seed: int, folder: Path, until: float) -> dict[str, Any]:
     }
 
 
-def told(log: Path) -> tuple[bool, str]:
-    """Whether a command ended with one line and no traceback, and that line."""
+def told(log: Path, start: str = "unskip:") -> tuple[bool, str]:
+    """Whether a command said what was wrong in one line, without a traceback, and that line."""
     text = log.read_text()
-    lines = [line for line in text.splitlines() if line.startswith("unskip:")]
+    lines = [line for line in text.splitlines() if line.startswith(start)]
     return "Traceback" not in text and len(lines) == 1, lines[-1] if lines else text[-300:]
 
 
@@ -196,7 +196,7 @@ def damaged(folder: Path, whole: Path, seed: int) -> dict[str, Any]:
                 data[draw.randrange(len(data))] ^= 1 << draw.randrange(8)
             victim.write_bytes(bytes(data))
             code = ended(forked(partial(resume, out), folder / "log"))
-            clear, line = told(folder / "log")
+            clear, line = told(folder / "log", "warning:")
             off = difference(whole, out) if code == 0 else f"exit {code}"
             rows.append({"file": file, "one clear line": clear, "difference": off, "line": shown(line, out)})
         found[how] = {

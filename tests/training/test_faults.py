@@ -130,6 +130,19 @@ def test_a_full_disk_leaves_the_checkpoint_before(tmp_path: Path, monkeypatch: p
         assert torch.equal(a, b)
 
 
+def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run_task(task(), schedule(), new(tmp_path / "run"), quiet=True)
+
+    def refused(*_: Any, **__: Any) -> None:
+        raise OSError(30, "Read-only file system")
+
+    monkeypatch.setattr(Path, "write_text", refused)
+    with pytest.raises(TrainingError, match=r"Read-only.*step 20.*unskip resume"):
+        run_task(task(), schedule(), RunFolder.open(tmp_path / "run"), quiet=True)
+    with pytest.raises(BadInput, match=r"other.*Read-only.*--out"):
+        new(tmp_path / "other")
+
+
 KILLED = """
 import os, signal, sys
 sys.path.insert(0, {root!r})

@@ -48,10 +48,12 @@ class RunFolder:
         """A new run; `about` is further plain data for config.json. A folder that holds a run already is refused."""
         run = cls(path)
         run.check_free()
-        run.checkpoints.mkdir(parents=True, exist_ok=True)
-        run._write(
-            "config.json", {"config": config, "device": device, **about, "versions": _versions(), "git": _commit()}
-        )
+        record = {"config": config, "device": device, **about, "versions": _versions(), "git": _commit()}
+        try:
+            run.checkpoints.mkdir(parents=True, exist_ok=True)
+            run._write("config.json", record)
+        except OSError as error:
+            raise BadInput(f"{run.path}: no run can be written there ({error}); choose another --out") from error
         return run
 
     def check_free(self) -> None:

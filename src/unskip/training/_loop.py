@@ -57,7 +57,8 @@ def run_task(task: Task, schedule: Schedule, folder: RunFolder, quiet: bool = Fa
     with engine(device_of_model(task.model)) as accelerator, contextlib.ExitStack() as stack:
         main = accelerator.is_main_process
         trainer = _Trainer(task, schedule, folder, accelerator)
-        start = trainer.restore()
+        with trainer.explained(OSError):
+            start = trainer.restore()
         if schedule.tracker is not None and main:
             trainer.trackers = stack.enter_context(contextlib.closing(Trackers(schedule.tracker, folder, start)))
         reporter = stack.enter_context(Reporter(schedule.steps, start, quiet or not main))
@@ -129,6 +130,7 @@ class _Trainer:
             if self.scaler is not None:
                 self.scaler.load_state_dict(read_state(folder, "scaler"))
             self.health.load(read_state(folder, "health"))
+        self.saved = step
         if self.accelerator.is_main_process:
             self.folder.rewind(step)
         for row in self.folder.read("evals.jsonl"):
@@ -136,17 +138,22 @@ class _Trainer:
                 continue  # of an evaluation of the checkpoint, not of the run
             found_then = {key: value for key, value in row.items() if isinstance(value, float) or value in NOT_FINITE}
             self.last_evaluations |= {key: float(value) for key, value in found_then.items()}
-        self.saved = step
         return step
 
     def go(self, start: int, stop: Stop, reporter: Reporter) -> int:
-        """Takes the steps. An error of the disk or the data is raised with how to continue."""
+        """Takes the steps."""
         from safetensors import SafetensorError
 
         parts = self.task.feed.iterate(start, self.schedule.steps, self.rank, self.world, self.schedule.accumulate)
-        try:
+        with self.explained(BadInput, OSError, SafetensorError):
             return self._steps(start, self._counted(parts), stop, reporter)
-        except (BadInput, OSError, SafetensorError) as error:
+
+    @contextlib.contextmanager
+    def explained(self, *kinds: type[Exception]) -> Iterator[None]:
+        """An error of the disk or the data is raised with how to continue."""
+        try:
+            yield
+        except kinds as error:
             path = self.folder.path
             good = f"The last good checkpoint is that of step {self.saved}" if self.saved else "There is no checkpoint"
             raise TrainingError(
