@@ -78,7 +78,7 @@ def with_plugins(names: Iterable[str], trust: bool = False) -> Iterator[None]:
 
 
 def plugin_of(module: str) -> list[str]:
-    """The name under which a run records the module that defines a recipe: a package's name, or its file.
+    """The name under which a run records the module that defines a recipe or a rule: a package's name, or its file.
 
     Nothing for a module of unskip, or for a script, which would run again.
     """

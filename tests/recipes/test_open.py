@@ -157,3 +157,13 @@ def test_a_folder_of_several_runs_is_no_model(tmp_path: Path, capsys: pytest.Cap
     trained("supervised", tmp_path / "runs" / "seed-0", data)
     assert cli.main(["audit", str(tmp_path / "runs")]) == 2
     assert "seed-0" in capsys.readouterr().err
+
+
+def test_the_sites_of_a_run_are_described_with_its_trained_weights(tmp_path: Path) -> None:
+    trained("supervised", tmp_path / "run", folder_of_images(tmp_path / "data", 20))
+    model = unskip.load(tmp_path / "run")
+    wiring = unskip.Wiring.of(model)
+    described = [site.ratio for site in wiring.sites]
+    wiring.undo()
+    images = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(0))  # as the run is opened with
+    assert described == pytest.approx([site.ratio for site in unskip.audit(model, images).sites], rel=1e-5)

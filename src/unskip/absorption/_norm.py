@@ -10,11 +10,10 @@ import torch
 from torch import Tensor
 
 from unskip._words import nearest
-from unskip.anatomy import NormParts
+from unskip.anatomy import NormKind, NormParts
 from unskip.errors import BadInput
 
-NormKind = Literal["layernorm", "rmsnorm", "other"]
-NormPlace = Literal["pre", "post", "out"]
+Place = Literal["pre", "post", "out"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -22,13 +21,13 @@ class Norm:
     """LayerNorm or RMSNorm; the gain that acts is `gain`, 1 where it is None."""
 
     kind: NormKind = "layernorm"
-    place: NormPlace = "pre"
+    place: Place = "pre"
     eps: float | None = 1e-5
     gain: Tensor | None = None
     bias: Tensor | None = None
 
     def __post_init__(self) -> None:
-        for name, value, known in (("kind", self.kind, NormKind), ("place", self.place, NormPlace)):
+        for name, value, known in (("kind", self.kind, NormKind), ("place", self.place, Place)):
             if value not in get_args(known):
                 raise BadInput(f"Norm: no {name} {value!r}{nearest(str(value), get_args(known))}; {get_args(known)}")
         if self.eps is not None and not (math.isfinite(self.eps) and self.eps >= 0):
@@ -49,7 +48,7 @@ class Norm:
         return out if self.bias is None else out + self.bias.to(x)
 
 
-def norm_of(part: NormParts, place: NormPlace | None = None) -> Norm:
+def norm_of(part: NormParts, place: Place | None = None) -> Norm:
     """A norm as `unskip.parts` shows it, with the offset of its gain put in."""
     gain, offset = part.gain, float(getattr(part, "offset", 0.0))
     if gain is not None and offset:

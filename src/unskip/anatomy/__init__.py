@@ -12,6 +12,7 @@ from unskip.anatomy._grid import patch_grid, patch_sides
 from unskip.anatomy._guard import refuse_wrapped, unwrapped
 from unskip.anatomy._locate import Hop, Place, Unreachable, locate
 from unskip.anatomy._model_trace import ModelTrace, SiteRun, mean_weight, trace_again, trace_model
+from unskip.anatomy._norms import NormKind
 from unskip.anatomy._ops import is_addition
 from unskip.anatomy._parts import (
     AttentionParts,
@@ -46,6 +47,7 @@ __all__ = [
     "Kind",
     "MlpParts",
     "ModelTrace",
+    "NormKind",
     "NormParts",
     "ParallelParts",
     "Part",

@@ -131,7 +131,7 @@ class CropFeed:
         if self.base.images.images is not None:
             base = self.base.iterate(*where)
         else:
-            cut = self.base.loaded(Cut(self.crops, self.seed), *where)
+            cut = self.base.loaded(CropDecoder(self.crops, self.seed), *where)
             base = ((torch.cat([each.flatten(1) for each in tensors], 1), labels) for tensors, labels in cut)
         for place, (images, labels) in enumerate(base, start_step * parts):
             step, turn = divmod(place, parts)
@@ -203,7 +203,7 @@ class CropFeed:
 
 
 @dataclass(frozen=True)
-class Cut:
+class CropDecoder:
     """The crops of an image of Pillow's in its own aspect and resolution, (crops, 3, size, size) of either kind."""
 
     crops: Crops

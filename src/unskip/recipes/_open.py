@@ -40,8 +40,6 @@ def open_run(out: str | Path, device: str | None = None, *, trust: bool = False)
     `device` is the config's by default. A run whose model is a function of a file, or that was made with
     plugins which are not loaded, is opened with `trust` only: those files are executed.
     """
-    from safetensors.torch import load_model
-
     folder = RunFolder.open(out)
     with with_plugins(folder.plugins, trust):
         config: Any = from_dict(folder.config)
@@ -66,11 +64,11 @@ def open_run(out: str | Path, device: str | None = None, *, trust: bool = False)
     where = device_of(config.device)
     model = recipe.build_model(config, facts).to(where)
     example = torch.randn(2, facts.channels, facts.size, facts.size, generator=torch.Generator().manual_seed(0))
+    # Before the model is rewired, so that its sites are described with their trained weights; and again after, because
+    # a learnable shortcut brings weights of its own.
+    _load(model, checkpoint, where, strict=False)
     wirings = wire(objective, model, example.to(where))
-    load_model(model, checkpoint / "model.safetensors", device=str(where))
-    ema = ema_weights(checkpoint, where)
-    if ema is not None:
-        model.load_state_dict(ema)
+    _load(model, checkpoint, where, strict=True)
     for wiring in wirings:
         wiring.step(step - 1)  # steps count from 0, and annealed shortcuts stay where the last one left them
     encoder = objective.encoder(model)
@@ -80,6 +78,16 @@ def open_run(out: str | Path, device: str | None = None, *, trust: bool = False)
         if getattr(config, "latents", None) is None:
             set_preprocess(each, usual_preprocess(facts.channels, config.size, "the run"))
     return Trained(folder, config, facts, objective, model, encoder, step)
+
+
+def _load(model: nn.Module, checkpoint: Path, device: torch.device, strict: bool) -> None:
+    """The weights of a checkpoint, or their EMA."""
+    from safetensors.torch import load_model
+
+    load_model(model, checkpoint / "model.safetensors", strict=strict, device=str(device))
+    ema = ema_weights(checkpoint, device)
+    if ema is not None:
+        model.load_state_dict(ema, strict=strict)
 
 
 def is_run(folder: str | os.PathLike[str]) -> bool:

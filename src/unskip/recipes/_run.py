@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from unskip.recipes._config import Config
 from unskip.recipes._data import Opener, data_changes
 from unskip.recipes._registry import Recipe, from_dict, recipe_of, to_dict
 from unskip.training import Outcome, RunFolder, device_of, is_main, run_task, tracker_names, why_not
-from unskip.wiring import parse
+from unskip.wiring import Shortcut, parse
 
 
 def train(config: Config, out: str | Path, quiet: bool = False, opener: Opener | None = None) -> Outcome:
@@ -44,7 +45,8 @@ def train(config: Config, out: str | Path, quiet: bool = False, opener: Opener |
     task, schedule = build(config, opener)
     if is_main():
         device = str(next(task.model.parameters()).device)
-        plugins = [*dict.fromkeys([*loaded_plugins(), *plugin_of(recipe.objective.__module__)])]
+        modules = [recipe.objective.__module__, *_modules(parse(config.shortcut))]
+        plugins = [*dict.fromkeys([*loaded_plugins(), *(name for each in modules for name in plugin_of(each))])]
         folder = RunFolder.create(out, to_dict(config), device, steps=schedule.steps, plugins=plugins, **task.record)
         if not quiet:
             sys.stderr.write(f"{_summary(config, task.model, schedule.steps)} on {device}\n")
@@ -113,6 +115,14 @@ def absolute_paths(config: Config) -> Config:
     if file.endswith(".py"):
         found["model"] = f"{Path(file).expanduser().absolute()}:{function}"
     return replace(config, **found)
+
+
+def _modules(rule: Shortcut) -> Iterator[str]:
+    """The modules that define a rule and the rules inside it."""
+    yield type(rule).__module__
+    for value in vars(rule).values():
+        if isinstance(value, Shortcut):
+            yield from _modules(value)
 
 
 def _announce_data(config: Config, quiet: bool) -> None:

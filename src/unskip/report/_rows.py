@@ -81,7 +81,7 @@ def evaluations(row: dict[str, Any], own: str) -> list[dict[str, Any]]:
     labels["block"] = _whole(row.get("block"))
     intervals = row.get("intervals")
     labels["intervals"] = (
-        {_name(key) + apart: ends for key, ends in intervals.items()} if isinstance(intervals, dict) else {}
+        {_of_model(key, row) + apart: ends for key, ends in intervals.items()} if isinstance(intervals, dict) else {}
     )
     whole: dict[str, Any] = {}
     blocks: dict[int, dict[str, Any]] = {}
@@ -91,7 +91,7 @@ def evaluations(row: dict[str, Any], own: str) -> list[dict[str, Any]]:
         if by_block:
             blocks.setdefault(int(by_block[2]), {})[by_block[1] + apart] = kept
         elif name not in LABELS:
-            whole[_name(name) + apart] = kept
+            whole[_of_model(name, row) + apart] = kept
     return [labels | whole, *(labels | {"block": block} | values for block, values in blocks.items())]
 
 
@@ -105,6 +105,12 @@ def interval_of(row: Mapping[str, Any], name: str) -> tuple[float, float] | None
 
 def _name(name: str) -> str:
     return clean(name[4:] + OF_CLASS_TOKENS) if name.startswith("cls_") else clean(name)
+
+
+def _of_model(name: str, row: Mapping[str, Any]) -> str:
+    """The name of a number; loss and accuracy of a classifier are named by their split, as training logs them."""
+    split = row.get("split")
+    return f"{split}_{name}" if name in ("loss", "accuracy") and split in ("val", "test") else _name(name)
 
 
 def _whole(value: object) -> int | None:
