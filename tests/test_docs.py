@@ -22,6 +22,14 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 LANGUAGES = {"python", "console", "", "text", "json", "toml", "yaml", "make", "bibtex", "html", "svg", "diff"}
 
 
+# Their examples train models or decide large blocks; README and getting-started do so in the quick tests, too.
+SLOW = ("report", "absorb", "generate", "tools", "measure", "dino", "mae")
+
+
+def _marks(page: Path) -> tuple[pytest.MarkDecorator, ...]:
+    return (pytest.mark.full,) if page.stem in SLOW else ()
+
+
 @dataclass(frozen=True)
 class Block:
     page: Path
@@ -77,7 +85,7 @@ def run_console(block: Block) -> None:
             assert cli.main(arguments) == 0, f"{block}: {line}"
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", [pytest.param(page, marks=_marks(page), id=page.name) for page in PAGES])
 def test_page(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     module = as_module(page, tmp_path)
     monkeypatch.setitem(sys.modules, module.__name__, module)

@@ -69,5 +69,6 @@ def test_version_is_the_same_everywhere(site: Path, tmp_path: Path) -> None:
     assert f"\n## [{VERSION}] - " in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
 
 
+@pytest.mark.full
 def test_installed_wheel_audits_on_the_command_line(site: Path, tmp_path: Path) -> None:
     assert "attention" in python("-m", "unskip", "audit", "timm:test_vit", cwd=tmp_path, site=site)

@@ -59,6 +59,7 @@ def test_rewiring_that_does_nothing_is_a_fault(monkeypatch: pytest.MonkeyPatch) 
     assert _knob.turn(lambda line: None) is False
 
 
+@pytest.mark.full
 @pytest.mark.filterwarnings("ignore::unskip.errors.UnskipWarning")  # after eight steps nothing has been learnt
 def test_demo(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(demo, "chosen", lambda data, quick: TINY)

@@ -26,6 +26,7 @@ FROZEN = {
     "probe-mae-v1": "fea3312684a5c8c4",
     "probe-decayed-v1": "eb999675917d419b",
     "probe-lbfgs-v1": "b6ba6d9682fd19f7",
+    "quantised-accuracy-v1": "3aad035723fb6f25",
     "rank-v1": "500cb2122d137b18",
     "patchrank-v1": "04739c5ec602e8bd",
     "segment-linear-v1": "f2aaad47b9a5e534",

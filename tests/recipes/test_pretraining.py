@@ -138,6 +138,7 @@ def test_a_run_says_what_it_saw(run: Path) -> None:
     assert all(row["feature_norm"] > 0 and row["effective_decay"] == pytest.approx(DECAY) for row in metrics)
 
 
+@pytest.mark.full
 def test_training_learns_to_paint(tmp_path: Path) -> None:
     outcome = unskip.train(tiny(steps=120, lr=5e-3, checkpoint_every=1000, decoder_depth=2), tmp_path / "x", quiet=True)
     rows = RunFolder(tmp_path / "x").read("metrics.jsonl")

@@ -69,6 +69,7 @@ def test_the_averaged_weights_are_sampled_and_sampling_does_not_depend_on_the_ba
     assert not (run / "samples").exists()
 
 
+@pytest.mark.full
 def test_a_compiled_network_draws_the_same(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     compiler, graphs = partial(torch.compile, backend="aot_eager", fullgraph=True), list[Any]()  # no toolchain
 
@@ -251,6 +252,7 @@ def test_what_cannot_be_drawn(run: Path, tmp_path: Path) -> None:
         evaluate_run(run, ["knn-dino-v1"], times=(1.0,), changes={"rank-v1": {"images": 10}})
 
 
+@pytest.mark.full
 def test_a_model_that_knows_more_classes_draws_those_of_its_data(tmp_path: Path) -> None:
     """As a run from published weights does: its other classes are in no image that samples are compared with."""
     unskip.train(tiny(model_args=f"{SIT},classes=25"), tmp_path / "run", quiet=True)
@@ -259,6 +261,7 @@ def test_a_model_that_knows_more_classes_draws_those_of_its_data(tmp_path: Path)
     assert unskip.sample(tmp_path / "run", n=2, steps=1, labels=25, write=False).labels.tolist() == [25, 25]
 
 
+@pytest.mark.full
 def test_what_no_label_is_has_to_be_learnt(tmp_path: Path) -> None:
     unskip.train(tiny(label_dropout=0.0), tmp_path / "run", quiet=True)
     trained = open_run(tmp_path / "run")

@@ -41,7 +41,14 @@ def rewired(family: Family, rule: Any) -> nn.Module:
 # --- Compile ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["timm_vit", "hf_llama", "torchvision_vit"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "timm_vit",
+        pytest.param("hf_llama", marks=pytest.mark.full),
+        pytest.param("torchvision_vit", marks=pytest.mark.full),
+    ],
+)
 def test_inductor_makes_one_graph_that_equals_eager(name: str) -> None:
     family = FAMILIES[name]
     inputs, model = family.inputs(2), rewired(family, Decay(0.3))
@@ -154,7 +161,7 @@ def test_an_annealed_weight_exports_as_it_stands() -> None:
 
 
 @pytest.mark.parametrize("rule", [Decay(0.3), Cut()], ids=str)
-@pytest.mark.parametrize("name", ["timm_vit", "hf_bert"])
+@pytest.mark.parametrize("name", ["timm_vit", pytest.param("hf_bert", marks=pytest.mark.full)])
 def test_onnx_runtime_computes_the_rewired_model(name: str, rule: Any) -> None:
     pytest.importorskip("onnxscript", reason="torch.onnx.export needs onnxscript")
     runtime = pytest.importorskip("onnxruntime", reason="runs the exported model")

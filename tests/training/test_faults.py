@@ -162,7 +162,7 @@ run_task(one, schedule(), new(Path({out!r})), quiet=True)
 """
 
 
-@pytest.mark.parametrize("at", [2, 11])
+@pytest.mark.parametrize("at", [pytest.param(2, marks=pytest.mark.full), 11])
 def test_killed_without_a_word_it_goes_on_to_the_same_weights(tmp_path: Path, at: int) -> None:
     root = str(Path(__file__).resolve().parents[2])
     code = textwrap.dedent(KILLED).format(root=root, at=at, out=str(tmp_path / "run"))

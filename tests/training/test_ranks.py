@@ -97,6 +97,7 @@ def test_two_processes_take_the_steps_of_one(tmp_path: Path, one: Path) -> None:
     check(tmp_path / "sharded", one)
 
 
+@pytest.mark.full
 def test_a_sharded_run_goes_on_with_fewer_processes(tmp_path: Path, one: Path) -> None:
     on_ranks(4, tmp_path, lambda: train(tmp_path, fsdp=True, stop_at=2))
     assert {RunFolder(tmp_path / name).last_checkpoint()[0] for name in OPTIMIZERS} == {4}  # type: ignore[index]

@@ -30,42 +30,42 @@ def _registry() -> Iterator[None]:
     _RULES.update(before)
 
 
-def halve() -> type[Shortcut]:
+def lessen() -> type[Shortcut]:
     @register
     @dataclass(frozen=True)
-    class Halve(Shortcut):
+    class Lessen(Shortcut):
         factor: float = 0.5
         from_site: int = 0
-        name = "halve"
-        form = "halve:0.5"
+        name = "lessen"
+        form = "lessen:0.5"
         numbers = ("factor",)
 
         def weights_at(self, count: int, runs: tuple[int, ...], step: int) -> Iterable[tuple[float, float]]:
             return [(self.factor if site >= self.from_site else 1.0, 1.0) for site in range(count)]
 
-    return Halve
+    return Lessen
 
 
 def test_a_rule_of_ones_own_goes_through_text_and_json() -> None:
-    kind = halve()
-    rule = parse("halve:0.25,from_site=1")
+    kind = lessen()
+    rule = parse("lessen:0.25,from_site=1")
     assert rule == kind(0.25, 1)
     assert type(rule.from_site) is int
-    assert str(rule) == "halve:0.25,from_site=1"
+    assert str(rule) == "lessen:0.25,from_site=1"
     assert parse(str(rule)) == rule
-    assert str(kind()) == "halve:0.5"
+    assert str(kind()) == "lessen:0.5"
     assert from_dict(json.loads(json.dumps(rule.to_dict()))) == rule
-    annealed = parse("anneal:keep>halve:0.25@10")
+    annealed = parse("anneal:keep>lessen:0.25@10")
     assert annealed == Anneal(Keep(), kind(0.25), 10)
     assert annealed.weights(2, step=5) == [(0.625, 1.0)] * 2
 
 
 def test_rewire_takes_it_by_text_and_computes_with_its_weights() -> None:
-    halve()
+    lessen()
     model = h.Nested().eval()
-    wiring = unskip.rewire(model, "halve:0.25,from_site=1", X)
+    wiring = unskip.rewire(model, "lessen:0.25,from_site=1", X)
     assert wiring.alphas == [1.0, 0.25]
-    assert "halve:0.25" in str(wiring)
+    assert "lessen:0.25" in str(wiring)
     got = model(X)
     with unskip.rewired(model, {lambda site: site.index == 1: Scale(0.25, 1.0)}):
         torch.testing.assert_close(model(X), got, rtol=0, atol=0)
@@ -212,10 +212,10 @@ def test_what_cannot_be_registered(kind: Any, fact: str) -> None:
 
 
 def test_defining_a_rule_again_replaces_it_and_another_of_its_name_is_refused() -> None:
-    first, second = halve(), halve()
-    assert type(parse("halve:0.5")) is second is not first
+    first, second = lessen(), lessen()
+    assert type(parse("lessen:0.5")) is second is not first
     with pytest.raises(BadInput, match="taken"):
-        register(made(name="halve", form="halve:1"))
+        register(made(name="lessen", form="lessen:1"))
 
 
 @pytest.mark.parametrize(

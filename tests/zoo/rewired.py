@@ -24,13 +24,11 @@ each_family = pytest.mark.parametrize("family", PARAMETERS.values())
 # One of each shape, for what does not depend on the family; all of them are in the full matrix.
 _SHAPES = "timm_vit timm_parallel_things nn_encoder_post hf_bert hf_llama hf_albert hand_control_flow hand_shared_block"
 _SHAPES += " hand_spellings hand_decoys"
-some_families = pytest.mark.parametrize(
-    "family",
-    [
-        pytest.param(f, id=name, marks=() if name in _SHAPES.split() else pytest.mark.full)
-        for name, f in FAMILIES.items()
-    ],
-)
+SOME = {
+    name: pytest.param(f, id=name, marks=() if name in _SHAPES.split() else pytest.mark.full)
+    for name, f in FAMILIES.items()
+}
+some_families = pytest.mark.parametrize("family", SOME.values())
 
 
 def rewired(family: Family, rule: Any = HALF, **options: Any) -> tuple[nn.Module, Wiring]:

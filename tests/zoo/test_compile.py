@@ -90,7 +90,7 @@ def test_a_fixed_weight_can_be_changed_after_compiling() -> None:
     assert difference(run(compiled, inputs), run(family.build(), inputs)) < CLOSE
 
 
-@pytest.mark.parametrize("name", ["timm_vit", "hand_spellings", "hand_control_flow"])
+@pytest.mark.parametrize("name", ["timm_vit", pytest.param("hand_control_flow", marks=pytest.mark.full)])
 def test_an_anneal_compiles_once_and_once_more_at_its_end(name: str) -> None:
     family = FAMILIES[name]
     inputs, model = family.inputs(2), family.build()

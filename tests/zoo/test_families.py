@@ -22,13 +22,14 @@ from tests.zoo.harness import (
     snapshot,
 )
 from tests.zoo.oracle import REFERENCES, Weights, weighted
-from tests.zoo.rewired import CLOSE, HALF, PARAMETERS, at, each_family, rewired, spread
+from tests.zoo.rewired import CLOSE, HALF, PARAMETERS, SOME, at, each_family, rewired, some_families, spread
 
 import unskip
 from unskip import Anneal, Cut, Decay, Keep, Learn, Scale
 from unskip.errors import UnskipWarning
 
 each_family_with_oracle = pytest.mark.parametrize("family", [PARAMETERS[f.name] for f in FAMILIES.values() if f.oracle])
+some_families_with_oracle = pytest.mark.parametrize("family", [SOME[f.name] for f in FAMILIES.values() if f.oracle])
 each_mode = pytest.mark.parametrize("training", [False, True], ids=["eval", "train"])
 
 
@@ -47,7 +48,7 @@ def test_audit_finds_exactly_the_residuals(family: Family) -> None:
     assert changes(before, snapshot(model)) == []
 
 
-@each_family
+@some_families
 def test_audit_of_one_row_finds_the_same(family: Family) -> None:
     """A tensor without a batch dimension of its own may have the stream's shape then: a position embedding does."""
     model = family.build()
@@ -70,7 +71,7 @@ def test_oracle_is_the_original_at_one(family: Family, training: bool) -> None:
     assert gradient_difference(grads, reference_grads) < 10 * CLOSE
 
 
-@each_family
+@some_families
 @each_mode
 def test_alpha_one_is_the_original_bit_for_bit(family: Family, training: bool) -> None:
     inputs = family.inputs(2)
@@ -89,7 +90,7 @@ def test_alpha_one_is_the_original_bit_for_bit(family: Family, training: bool) -
         assert same(run(model, inputs), run(original, inputs))
 
 
-@each_family
+@some_families
 def test_keep_leaves_every_class_alone(family: Family) -> None:
     model, _ = rewired(family, Keep())
     assert [type(module) for module in model.modules()] == [type(module) for module in family.build().modules()]
@@ -121,14 +122,14 @@ def test_scale_matches_the_oracle(family: Family, training: bool) -> None:
     agree(family, HALF, spread(family, [(0.5, 0.7)] * len(family.governed)), training)
 
 
-@each_family_with_oracle
+@some_families_with_oracle
 @each_mode
 def test_decay_matches_the_oracle(family: Family, training: bool) -> None:
     last = len(family.governed) - 1
     agree(family, Decay(0.3), spread(family, [(1 - 0.7 * i / last, 1.0) for i in range(last + 1)]), training)
 
 
-@each_family_with_oracle
+@some_families_with_oracle
 def test_weights_of_its_own_for_every_site_match_the_oracle(family: Family) -> None:
     weights = [(1.0, 0.8), (0.0, 1.2), *((0.4 + 0.1 * i, 1.1 - 0.05 * i) for i in range(len(family.sites)))]
     weights = weights[: len(family.sites)]
@@ -140,7 +141,7 @@ def test_cut_matches_the_oracle(family: Family) -> None:
     agree(family, Cut(), spread(family, [(0.0, 1.0)] * len(family.governed)), training=False)
 
 
-@each_family_with_oracle
+@some_families_with_oracle
 def test_anneal_matches_the_oracle_on_its_way(family: Family) -> None:
     inputs = family.inputs(2)
     model, wiring = rewired(family, Anneal(Keep(), Scale(0.2, 0.6), steps=10))
@@ -151,7 +152,7 @@ def test_anneal_matches_the_oracle_on_its_way(family: Family) -> None:
             assert difference(run(model, inputs), run(original, inputs)) < CLOSE
 
 
-@each_family_with_oracle
+@some_families_with_oracle
 def test_learnt_weights_get_the_oracles_gradient(family: Family) -> None:
     model, wiring = rewired(family, Learn(0.6))
     inputs, names = family.inputs(2), list(wiring.parameters)
@@ -171,7 +172,7 @@ def test_learnt_weights_get_the_oracles_gradient(family: Family) -> None:
 # --- Cut removes the addition -----------------------------------------------------------------------------------------
 
 
-@each_family
+@some_families
 def test_cut_leaves_no_addition(family: Family) -> None:
     inputs = family.inputs(2)
     before = additions(family.build(), inputs)
@@ -180,7 +181,7 @@ def test_cut_leaves_no_addition(family: Family) -> None:
     assert {name: n for name, n in before.items() if name != "add"} == {n: c for n, c in after.items() if n != "add"}
 
 
-@each_family
+@some_families
 def test_cut_keeps_a_nan_in_the_stream_from_the_output(family: Family) -> None:
     """The stream is NaN from the first block on and the branches are not. Each site alone, cut, ends that."""
     inputs = family.inputs(2)

@@ -232,6 +232,7 @@ torch.save(model(**inputs) if isinstance(inputs, dict) else model(inputs), sys.a
 """
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", [pytest.param("timm_vit", marks=pytest.mark.full), "hf_bert"])
 def test_a_saved_model_is_rewired_in_a_fresh_process(name: str, tmp_path: Path) -> None:
     family = FAMILIES[name]
