@@ -15,13 +15,11 @@ def sha256(path: Path) -> str:
 
 
 def versions_of(libraries: Iterable[str]) -> dict[str, str]:
-    """The version of each library that is installed."""
-    from unskip import __version__  # metadata of an editable installation may be older
-
+    """The version of each library that is installed; unskip itself may be read from its sources, and has none then."""
     versions = {}
     for name in libraries:
         try:
-            versions[name] = __version__ if name == "unskip" else importlib.metadata.version(name)
+            versions[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             continue
     return versions

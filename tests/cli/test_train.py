@@ -80,8 +80,9 @@ def test_data_of_its_own_needs_a_size(configs: list[Any], capsys: pytest.Capture
     assert "--size" in err
     assert "cifar (32)" in err
     assert cli.main(["train", "supervised", "--data", "photos", "--size", "48"]) == 0
+    assert "tiny-imagenet" in capsys.readouterr().err  # patches of 2 would make 576 tokens of such an image
     assert cli.main(["train", "supervised", "--data", "photos", "--preset", "cifar"]) == 0
-    assert [(config.preset, config.size) for config in configs] == [("digits", 48), ("cifar", 32)]
+    assert [(config.preset, config.size) for config in configs] == [("tiny-imagenet", 48), ("cifar", 32)]
 
 
 def test_data_that_a_preset_is_made_for_choose_it(configs: list[Any], capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import field, fields, make_dataclass, replace
@@ -95,19 +96,25 @@ def _preset(name: str | None, given: argparse.Namespace) -> Any:
 
 
 def _preset_of_data(recipe: Recipe, given: argparse.Namespace) -> str:
-    """The first preset, or the first of the data that are named. Other data need a size: the first preset is tiny."""
-    first = next(iter(recipe.presets))
-    if given.data is None or given.size is not None or given.help:
+    """The first preset, or the first of the data that are named, or for other data the one of the nearest size."""
+    sizes = {name: resolve(recipe.name, name, {}).size for name in recipe.presets}
+    first = next(iter(sizes))
+    if given.data is None or given.help:
         return first
-    made_for = [name for name in recipe.presets if resolve(recipe.name, name, {}).data == given.data]
+    made_for = [name for name in sizes if resolve(recipe.name, name, {}).data == given.data]
     if made_for:
         if made_for[0] != first:
             print(f"--data {given.data}: preset {made_for[0]}, as none is given", file=sys.stderr)
         return made_for[0]
-    sizes = ", ".join(f"{name} ({resolve(recipe.name, name, {}).size})" for name in recipe.presets)
+    if given.size is not None:
+        asked = int(given.size) if given.size.isdigit() else 1  # what is no number is refused with the other options
+        near = min(sizes, key=lambda name: abs(math.log(sizes[name] / max(asked, 1))))
+        print(f"--size {given.size}: the other defaults are those of preset {near}", file=sys.stderr)
+        return near
+    listed = ", ".join(f"{name} ({size})" for name, size in sizes.items())
     raise BadInput(
-        f"--data {given.data}: at which size? Give --preset, each made for images of so many pixels: {sizes}; or give "
-        f"--size, and the other defaults are those of {first}"
+        f"--data {given.data}: at which size? Give --preset, each made for images of so many pixels: {listed}; or give "
+        "--size, and the other defaults are those of the nearest"
     )
 
 
