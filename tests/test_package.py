@@ -55,6 +55,7 @@ def test_wheel_holds_the_package_alone(dist: Path) -> None:
     assert f"unskip-{VERSION}.dist-info/licenses/LICENSE" in names
 
 
+@pytest.mark.full
 def test_wheel_works_with_torch_numpy_and_safetensors_alone(site: Path, tmp_path: Path) -> None:
     hidden = [name for names in EXTRAS.values() for name in names]
     assert python(ROOT / "tests" / "core.py", *hidden, "sklearn", "scipy", cwd=tmp_path, site=site) == ""

@@ -137,6 +137,7 @@ def test_stopped_between_runs(tmp_path: Path) -> None:
         )
 
 
+@pytest.mark.full
 @pytest.mark.filterwarnings("ignore::unskip.errors.UnskipWarning")
 def test_a_run_that_fails_is_said_and_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     train = _train.train

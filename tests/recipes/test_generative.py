@@ -83,6 +83,7 @@ def test_a_step_of_every_objective_is_taken(choice: dict[str, Any]) -> None:
 LATE: dict[str, Any] = {"times": "logit-normal", "time_mean": 2.0}  # the data's part of the velocity counts little
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("interpolant", ["linear", "gvp"])
 @pytest.mark.parametrize("target", ["velocity", "noise", "data"])
 @pytest.mark.parametrize("times", [{}, LATE], ids=["uniform", "late"])

@@ -112,6 +112,7 @@ def test_a_grid_is_rows_of_images() -> None:
     assert grid_of(images[:1, :, :8, :8], gap=0).shape == (1, 32, 32)  # small ones are enlarged
 
 
+@pytest.mark.full
 def test_blocks_and_noise_levels_in_one_sweep(run: Path) -> None:
     _, found = evaluate_run(run, ["knn-dino-v1", "rank-v1"], times=(0.0, 0.9), blocks=[0, 4])
     by = {(each.time, each.block): each.values for each in found if "knn20" in each.values}

@@ -289,6 +289,7 @@ def test_drop_path_is_off_where_skips_are_cut(tmp_path: Path) -> None:
     assert "drop path is off" in notes(tmp_path / "run")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("model", ["timm:resnet10t", "timm:cait_xxs24_224"])
 def test_models_with_and_without_an_image_size_of_their_own(tmp_path: Path, model: str) -> None:
     small = "" if "resnet" in model else "depth=2,embed_dim=16,num_heads=2"

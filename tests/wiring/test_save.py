@@ -146,6 +146,7 @@ def test_a_torchvision_model_is_recorded_by_the_name_that_builds_it(tmp_path: Pa
     assert Wiring.of(again).alphas == Wiring.of(model).alphas
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("name", "kwargs"),
     [

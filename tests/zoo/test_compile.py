@@ -31,14 +31,14 @@ def fresh_compiler() -> Iterator[None]:
 @pytest.mark.parametrize(
     "name",
     [
-        "timm_vit_layerscale_droppath",
-        "timm_eva02",
+        pytest.param("timm_vit_layerscale_droppath", marks=pytest.mark.full),
+        pytest.param("timm_eva02", marks=pytest.mark.full),
         "nn_encoder_post",
         "hf_llama",
         "hand_control_flow",
-        "hand_spellings",
-        "hand_helpers",
-        "hand_inherited",
+        pytest.param("hand_spellings", marks=pytest.mark.full),
+        pytest.param("hand_helpers", marks=pytest.mark.full),
+        pytest.param("hand_inherited", marks=pytest.mark.full),
     ],
 )
 def test_one_graph_that_equals_eager(name: str) -> None:
