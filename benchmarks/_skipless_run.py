@@ -1,4 +1,4 @@
-"""One run of skipless_gap.py: the supervised recipe, with a start, heads and a weight decay of one's own."""
+"""One run of skipless_gap.py or decay_classifier.py: the supervised recipe, with a start, heads and weight decay."""
 
 from __future__ import annotations
 
@@ -55,6 +55,17 @@ def work(config: Config) -> dict[str, Any] | None:
             raise  # the process is of no use any more
         result = {"failed": traceback.format_exc()[-1500:]}
     return None if result is None else {**result, "seconds": round(time.perf_counter() - begun, 1), "config": told}
+
+
+def value(row: dict[str, Any]) -> float:
+    """What a run is chosen by; 0 where it did not end."""
+    return float(row.get("val_accuracy") or 0.0)
+
+
+def tell(name: str, row: dict[str, Any]) -> str:
+    """A line about a run that has ended."""
+    shown = {key: round(entry, 4) for key, entry in row.items() if key.endswith("accuracy")}
+    return f"{row.get('diverged') or row.get('failed') or shown}, {row.get('images_per_second', 0):.0f} images/s"
 
 
 def trained(config: Config) -> dict[str, Any] | None:

@@ -19,7 +19,7 @@ import statistics
 from collections.abc import Iterator
 from typing import Any
 
-from _skipless_run import BASE, EMA, Config, work
+from _skipless_run import BASE, EMA, Config, tell, value, work
 from _study import ROOT, Job, about, arguments, opened, serve, study
 
 WIRINGS = {"residual": "keep", "decay to 1e-2": "decay:product=0.01", "decay to 1e-3": "decay:product=0.001"}
@@ -32,11 +32,6 @@ LONG: Config = {"epochs": 100, "mixup": 0.8, "cutmix": 1.0}
 def config_of(wiring: str, optimizer: str, lr: float, decay: float, **more: Any) -> Config:
     own = {"shortcut": WIRINGS[wiring], "start": False, "optimizer": optimizer, "lr": lr, "weight_decay": decay}
     return {**BASE, **own, **more}
-
-
-def value(row: dict[str, Any]) -> float:
-    """What a run is chosen by; 0 where it did not end."""
-    return float(row.get("val_accuracy") or 0.0)
 
 
 def search(wiring: str, optimizer: str, done: dict[str, Any]) -> tuple[list[Job], Config | None]:
@@ -98,11 +93,6 @@ def table(done: dict[str, Any]) -> str:
         cells += [f"{statistics.mean(tests):.2f}{spread}", str(len(tests)), f"{loss:.3f}"]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
-
-
-def tell(name: str, row: dict[str, Any]) -> str:
-    shown = {key: round(entry, 4) for key, entry in row.items() if key.endswith("accuracy")}
-    return f"{row.get('diverged') or row.get('failed') or shown}, {row.get('images_per_second', 0):.0f} images/s"
 
 
 def main() -> None:

@@ -24,7 +24,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from _skipless_run import BASE, EMA, Config, work
+from _skipless_run import BASE, EMA, Config, tell, value, work
 from _study import ROOT, Job, about, arguments, drawing, opened, serve, study
 
 PAPER: Config = {"alpha": 1.8, "beta": 1.0, "c": 3.0, "gain": 1.0, "bias": None}
@@ -148,11 +148,6 @@ def stage_two(done: dict[str, Any]) -> Iterator[Job]:
 # --- What it shows ----------------------------------------------------------------------------------------------------
 
 
-def value(row: dict[str, Any]) -> float:
-    """What a run is chosen by; 0 where it did not end."""
-    return float(row.get("val_accuracy") or 0.0)
-
-
 def table(done: dict[str, Any]) -> str:
     """A line a run, the best on held-out images first; final runs by setting."""
     lines = ["| run | lr | weight decay | held out | EMA | training loss | last cosine |", "|---" * 7 + "|"]
@@ -214,11 +209,6 @@ def figure(done: dict[str, Any], file: Path) -> None:
     file.parent.mkdir(parents=True, exist_ok=True)
     image.savefig(file, metadata={"Date": None})
     pyplot.close(image)
-
-
-def tell(name: str, row: dict[str, Any]) -> str:
-    shown = {key: round(entry, 4) for key, entry in row.items() if key.endswith("accuracy")}
-    return f"{row.get('diverged') or row.get('failed') or shown}, {row.get('images_per_second', 0):.0f} images/s"
 
 
 def main() -> None:
