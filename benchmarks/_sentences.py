@@ -38,6 +38,13 @@ def sentences() -> Iterator[tuple[str, str]]:
     )
     yield "which-shortcut", f"a distance of {fallen:.1f} against {plain:.1f}, two seeds each"
 
+    carrying, same = (
+        runs("skipless-long", f"mix | {name}")[0] for name in ("3 of 6 wide heads carry", "residual; 6 wide heads")
+    )
+    scores = [f"{100 * row['val_accuracy']:.1f}" for row in (carrying, same)]
+    yield "skipless", f"skips reach {scores[0]}, and the residual model with the same heads {scores[1]}; their training"
+    yield "skipless", f"losses are {carrying['train_loss']:.2f} and {same['train_loss']:.2f}."
+
     cut = statistics.mean(row["test_accuracy"] for row in runs("skipless-cifar", "final | skipless | soap | 0.001"))
     whole = statistics.mean(row["test_accuracy"] for row in runs("skipless-cifar", "final | residual | soap | 0.003"))
     yield "what-did-not-work", f"{100 * (whole - cut):.1f} points behind a residual model"
