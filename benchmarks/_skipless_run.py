@@ -38,6 +38,7 @@ BASE: Config = {
     "epochs": 20,
     "seed": 0,
     "validate": True,
+    "quantise": False,  # round the trained model to few bits, too
 }
 EMA = 0.998
 
@@ -106,6 +107,9 @@ def trained(config: Config) -> dict[str, Any] | None:
             with torch.no_grad(), keeper.swapped_in():
                 task.model.eval()
                 result |= {f"ema_{key}": entry for key, entry in accuracy(task.model).items() if entry is not None}
+            if config["quantise"]:
+                rounded = unskip.evals.evaluate(task.model, task.feed, accuracy.test, ["quantised-accuracy-v1"])
+                result["quantised"] = {key: float(f"{entry:.4g}") for key, entry in rounded[0].values.items()}
         except unskip.errors.TrainingError as error:
             result["diverged"] = str(error).partition(": ")[2]
         rows = [{key: float(entry) for key, entry in row.items()} for row in run.read("metrics.jsonl")]

@@ -1,7 +1,7 @@
 """What skipless_gap.py does to a model beside `unskip.init`, and what it watches.
 
 whiten_patches_   patch embedding R Sigma^power, Sigma the covariance of the patches' pixels
-watch             token cosine, self-attention and token rank by block
+watch             token cosine, self-attention, token rank and kurtosis by block
 """
 
 from __future__ import annotations
@@ -44,7 +44,10 @@ def self_attention(part: Any, tokens: Tensor) -> Tensor:
 
 
 def watch(model: nn.Module, parts: Any, images: Tensor) -> dict[str, list[float]]:
-    """By block: mean cosine between tokens, self-attention, effective rank of an image's tokens (mean of images)."""
+    """By block: mean cosine between tokens, self-attention, effective rank of an image's tokens (mean of images), and
+    excess kurtosis of the tokens' entries."""
+    from unskip.measures import excess_kurtosis
+
     vit: Any = model
     attentions = [*parts.attentions()]
     outputs: list[Tensor] = []
@@ -60,13 +63,14 @@ def watch(model: nn.Module, parts: Any, images: Tensor) -> dict[str, list[float]
     finally:
         for hook in hooks:
             hook.remove()
-    result: dict[str, list[float]] = {"cosine": [], "self_attention": [], "token_rank": []}
+    result: dict[str, list[float]] = {"cosine": [], "self_attention": [], "token_rank": [], "kurtosis": []}
     for tokens in outputs:
         unit = nn.functional.normalize(tokens, dim=-1)
         count = tokens.shape[1]
         others = (unit @ unit.mT).sum((1, 2)) - count  # of a token with itself it is 1
         result["cosine"].append(float(others.mean()) / (count * (count - 1)))
         result["token_rank"].append(_rank(tokens))
+        result["kurtosis"].append(excess_kurtosis(tokens))
     with torch.no_grad():
         for part, tokens in zip(attentions, inputs, strict=True):
             result["self_attention"].append(float(self_attention(part, tokens).mean()))

@@ -11,8 +11,8 @@ grid      learning rate x weight decay for each wiring
 factor    one thing changed in the model without skips, from the shaped start, at lr 3e-3 and weight decay 0.3
 control   one thing changed in the residual model, at lr 3e-3 and weight decay 1
 mix       heads that carry tokens and heads that mix them (stage 2, 20 epochs, first)
-long      100 epochs with mixup and cutmix (stage 2): weight decay is chosen on held-out images
-final     the best of `long`, and the model whose MLPs' skips alone are cut, three seeds, on the test set (stage 2)
+final     100 epochs with mixup and cutmix, test set (stage 2): residual at two weight decays, the best of `mix` without
+          skips, MLPs' skips alone cut; each also rounded to few bits
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from _skipless_run import BASE, EMA, Config, tell, value, work
-from _study import ROOT, Job, about, arguments, drawing, opened, serve, study
+from _study import ROOT, Job, about, arguments, drawing, opened, serve, study, write
 
 PAPER: Config = {"alpha": 1.8, "beta": 1.0, "c": 3.0, "gain": 1.0, "bias": None}
 EVEN: Config = {"c": 1.0, "gain": 1.0}  # branches as long as a stream that is kept
@@ -127,7 +127,7 @@ MIX: dict[str, Config] = {
     "residual; 6 wide heads": at("residual", CONTROL, **ALL, **WIDE),
 }
 LONG: Config = {"epochs": 100, "mixup": 0.8, "cutmix": 1.0}
-SHARED = ("heads", "head_dim", "refresh")  # what a control gets when its rival has it
+WIDTHS = ("residual", "cut, shaped", "MLPs cut, shaped")  # what is compiled for the runs of 100 epochs
 SEEDS = (0, 1, 2)
 
 
@@ -139,10 +139,10 @@ def stage_two(done: dict[str, Any]) -> Iterator[Job]:
     without = {name: config for name, config in MIX.items() if not name.startswith("residual")}
     finals = {"residual": MIX["residual; 6 wide heads"]}
     finals["no skips"] = without[max(without, key=lambda name: value(done[f"mix | {name}"]))]
-    for name, seed in itertools.product(finals, SEEDS):
-        yield f"final | {name} | seed {seed}", {**finals[name], **LONG, "seed": seed, "validate": False}
-    for decay in (0.3, 1.0):
-        yield f"long | residual | {decay:g}", {**finals["residual"], **LONG, "weight_decay": decay}
+    finals["MLPs cut"] = at("MLPs cut, shaped", OWN, **ALL, **WIDE)
+    finals["residual, weight decay 0.3"] = {**finals["residual"], "weight_decay": 0.3}
+    for seed, name in itertools.product(SEEDS, finals):
+        yield f"final | {name} | seed {seed}", {**finals[name], **LONG, "seed": seed, "validate": False, "quantise": True}
 
 
 # --- What it shows ----------------------------------------------------------------------------------------------------
@@ -230,16 +230,20 @@ def main() -> None:
     done = data["runs"]
     if not options.show:
         data |= about(__file__, options.device, settings, base=BASE, ema=EMA)
-        # One worker fills the compiler's cache before the others begin.
-        first = [("warm", {**at("cut, shaped", OWN), "steps": 8})] if options.device == "cuda" else []
+        # A short run of each model fills the compiler's cache before the others begin.
+        shapes = [at("cut, shaped", OWN)] if options.stage == 1 else [at(name, OWN, **ALL, **WIDE) for name in WIDTHS]
+        first = [(f"warm {index}", {**each, **LONG, "steps": 8}) for index, each in enumerate(shapes)]
+        first = first if options.device == "cuda" else []
 
         def waiting() -> list[Job]:
             queue = [*(stage_one if options.stage == 1 else stage_two)(done)]
             jobs = [(name, {**config, **shrink}) for name, config in queue if name not in done]
-            return first if first and "warm" not in done else jobs
+            return [job for job in first if job[0] not in done] or jobs
 
         study(__file__, data, waiting, lambda name, config: {**config, **fields}, options, tell)
-    done.pop("warm", None)
+        for name, _ in first:
+            done.pop(name, None)
+        write(data, options.out)
     print(table(done))
     if options.show and options.stage == 1:
         figure(done, ROOT / "docs" / "img" / "skipless-gap.svg")
