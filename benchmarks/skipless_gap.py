@@ -127,7 +127,8 @@ MIX: dict[str, Config] = {
     "residual; 6 wide heads": at("residual", CONTROL, **ALL, **WIDE),
 }
 LONG: Config = {"epochs": 100, "mixup": 0.8, "cutmix": 1.0}
-WIDTHS = ("residual", "cut, shaped", "MLPs cut, shaped")  # what is compiled for the runs of 100 epochs
+FINAL: Config = {**LONG, "validate": False, "quantise": True}
+COMPILED = ("residual", "cut, shaped", "MLPs cut, shaped")  # what is compiled for the runs of 100 epochs
 SEEDS = (0, 1, 2)
 
 
@@ -142,7 +143,7 @@ def stage_two(done: dict[str, Any]) -> Iterator[Job]:
     finals["MLPs cut"] = at("MLPs cut, shaped", OWN, **ALL, **WIDE)
     finals["residual, weight decay 0.3"] = {**finals["residual"], "weight_decay": 0.3}
     for seed, name in itertools.product(SEEDS, finals):
-        yield f"final | {name} | seed {seed}", {**finals[name], **LONG, "seed": seed, "validate": False, "quantise": True}
+        yield f"final | {name} | seed {seed}", {**finals[name], **FINAL, "seed": seed}
 
 
 # --- What it shows ----------------------------------------------------------------------------------------------------
@@ -231,8 +232,9 @@ def main() -> None:
     if not options.show:
         data |= about(__file__, options.device, settings, base=BASE, ema=EMA)
         # A short run of each model fills the compiler's cache before the others begin.
-        shapes = [at("cut, shaped", OWN)] if options.stage == 1 else [at(name, OWN, **ALL, **WIDE) for name in WIDTHS]
-        first = [(f"warm {index}", {**each, **LONG, "steps": 8}) for index, each in enumerate(shapes)]
+        wide = [at(name, OWN, **ALL, **WIDE, **LONG) for name in COMPILED]
+        shapes = [at("cut, shaped", OWN)] if options.stage == 1 else wide
+        first = [(f"warm {index}", {**each, "steps": 8}) for index, each in enumerate(shapes)]
         first = first if options.device == "cuda" else []
 
         def waiting() -> list[Job]:
