@@ -224,7 +224,7 @@ def test_a_fault_exits_with_1_and_its_traceback(tmp_path: Path) -> None:
     assert "broken inside" in err
 
 
-@pytest.mark.parametrize("module", ["tyro.conf", "torch.types", "timm.layers"])
+@pytest.mark.parametrize("module", ["unskip.errors", "tyro.conf", "torch.types", "timm.layers"])
 def test_an_interrupt_is_one_line(module: str) -> None:
     """Python lists each module on stderr once it is imported; others, and the audit, are then still to come."""
     command = [sys.executable, "-X", "importtime", "-m", "unskip", "audit", "timm:test_vit"]

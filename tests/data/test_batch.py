@@ -87,6 +87,21 @@ def test_an_image_is_cropped_at_its_centre(tmp_path: Path) -> None:
     assert x[0, 0].mean() < 0.05
 
 
+@pytest.mark.parametrize(("way", "crop"), [("bilinear", 1.0), ("bicubic", 0.75)])
+def test_images_are_those_of_pillow(way: Any, crop: float, tmp_path: Path) -> None:
+    """Of a folder and of an array: the central part, resized in the way that is asked for."""
+    pixels = numpy.repeat(numpy.repeat(RNG.integers(0, 256, (6, 10, 3), numpy.uint8), 4, 0), 4, 1)  # 24 x 40
+    image, side = Image.fromarray(pixels), round(24 * crop)
+    left, top = (40 - side) // 2, (24 - side) // 2
+    small = image.crop((left, top, left + side, top + side)).resize((8, 8), Image.Resampling[way.upper()])
+    expected = torch.from_numpy(numpy.array(small)).movedim(-1, 0) / 255
+    image.save(tmp_path / "a.png")
+    path = array(tmp_path / "x.npy", pixels[None])
+    for source in (tmp_path, path):
+        x = batch(source, size=8, crop=crop, interpolation=way, **PLAIN)
+        torch.testing.assert_close(x[0], expected, atol=1.1 / 255, rtol=0)
+
+
 def test_orientation_of_photographs_is_followed(tmp_path: Path) -> None:
     image = Image.new("RGB", (8, 8), (255, 0, 0))
     image.paste((0, 0, 255), (0, 0, 8, 4))  # blue above

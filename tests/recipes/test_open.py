@@ -13,6 +13,7 @@ from torch import nn
 
 import unskip
 from unskip import cli, recipes
+from unskip.data import Preprocess, preprocess_of
 from unskip.errors import BadInput, LoadError, UnskipWarning
 from unskip.recipes import evaluate_run, open_run
 from unskip.training import RunFolder
@@ -67,6 +68,29 @@ def test_a_run_opens_without_its_data(recipe: str, tmp_path: Path) -> None:
     assert wiring is not None
     assert wiring.alphas == pytest.approx(unskip.Wiring.of(run.encoder).alphas)
     assert cli.main(["audit", str(tmp_path / "run")]) == 0
+    # Size, crop, interpolation, mean and standard deviation are kept with the run, and with what it saves.
+    kept = Preprocess(**run.folder.preprocess or {})
+    assert (kept.size, kept.crop, kept.interpolation, kept.source) == (8, 1.0, "bilinear", "the run")
+    saved = [each.parent for each in (tmp_path / "run" / "checkpoints" / "step-2").rglob("unskip.json")]
+    assert len(saved) == (recipe not in ("sit", "uvit"))  # which no spec builds
+    for model in (loaded, encoder, run.encoder, *map(unskip.load, saved)):
+        assert preprocess_of(model) == kept
+
+
+def test_a_run_is_evaluated_and_measured_as_its_folder_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    data = folder_of_images(tmp_path / "data", 20)
+    trained("supervised", tmp_path / "run", data)
+    record = json.loads((tmp_path / "run" / "config.json").read_text())
+    record["preprocess"] |= {"mean": [0.0] * 3, "std": [0.5] * 3, "interpolation": "bicubic", "crop": 0.75}
+    (tmp_path / "run" / "config.json").write_text(json.dumps(record))
+    said = "size 8, crop 0.75, bicubic, mean 0, 0, 0, std 0.5, 0.5, 0.5 (from the run)"
+    for command in (["eval", "--protocol", "accuracy-v1"], ["measure", "--data", str(data), "--jacobians", "off"]):
+        assert cli.main([command[0], str(tmp_path / "run"), *command[1:]]) == 0
+        assert said in capsys.readouterr().out
+    images = unskip.data.batch(data, 8, 8, mean=[0] * 3, std=[0.5] * 3, interpolation="bicubic", crop=0.75)
+    cli.main(["measure", str(tmp_path / "run"), "--data", str(data), "--jacobians", "off", "--json"])
+    expected = unskip.measure(unskip.load(tmp_path / "run"), images, jacobians="off").to_dict()
+    assert json.loads(capsys.readouterr().out)["blocks"] == expected["blocks"]
 
 
 def test_ema_weights_are_loaded(tmp_path: Path) -> None:

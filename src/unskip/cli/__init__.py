@@ -4,13 +4,12 @@ Exit codes: 0 fine; 2 bad input, told on stderr; 1 a fault; 130 interrupted. Res
 On a terminal tables are drawn; in a pipe the same table is plain text.
 
 A command is a function of the file named here. The file is imported when its command is given, and imports torch when
-it runs, so help and version take no time.
+it runs, so help and version take no time. Little is imported here: until `process` is called, Ctrl-C is Python's.
 """
 
 from __future__ import annotations
 
 import atexit
-import inspect
 import os
 import signal
 import sys
@@ -18,6 +17,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib import import_module
+from types import FrameType
 from typing import NoReturn
 
 COMMANDS = {  # name: (file, function, what it does)
@@ -58,6 +58,8 @@ def process() -> NoReturn:
     One of several processes ends without the interpreter's own end: threads of torch.distributed that still run need
     the interpreter, and would abort the process ("terminate called without an active exception").
     """
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # not ignored, as in the background of a script
+        signal.signal(signal.SIGINT, _leave)
     code = main()
     if "LOCAL_RANK" not in os.environ:
         raise SystemExit(code)
@@ -126,6 +128,8 @@ def _plugins(args: list[str]) -> tuple[list[str], list[str]]:
 
 
 def _run(command: str, args: list[str], plugins: list[str]) -> int:
+    import inspect
+
     from unskip._extras import need
 
     tyro = need("tyro")
@@ -153,23 +157,24 @@ def _run(command: str, args: list[str], plugins: list[str]) -> int:
 def _interrupted_at_once() -> Iterator[Callable[[], None]]:
     """Ctrl-C ends the process. As an exception it would be caught by libraries, or abort their C++ code in an import.
 
-    What it gives puts the usual handler back, for commands that end in order.
+    What it gives makes Ctrl-C an exception again, for commands that end in order.
     """
-
-    def leave(number: int, frame: object) -> None:
-        show_cursor = "\x1b[?25h" if sys.stderr.isatty() else ""  # a progress bar hides it
-        os.write(2, f"{show_cursor}{INTERRUPTED}\n".encode())
-        os._exit(130)
-
-    if threading.current_thread() is not threading.main_thread():  # others cannot have signals
+    ignored = signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    if ignored or threading.current_thread() is not threading.main_thread():  # others cannot have signals
         yield lambda: None
         return
-    before = signal.signal(signal.SIGINT, leave)
+    before = signal.signal(signal.SIGINT, _leave)
 
     def usual() -> None:
-        signal.signal(signal.SIGINT, before)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
     try:
         yield usual
     finally:
-        usual()
+        signal.signal(signal.SIGINT, before)
+
+
+def _leave(number: int, frame: FrameType | None) -> None:
+    show_cursor = "\x1b[?25h" if sys.stderr.isatty() else ""  # a progress bar hides it
+    os.write(2, f"{show_cursor}{INTERRUPTED}\n".encode())
+    os._exit(130)

@@ -115,7 +115,8 @@ def samples_for(
     channels, *size = images[0].shape[1:]
     made = preprocess_for(model, channels, numbers or {})
     sides = (int(size[0]), int(size[1]))
-    values = data_batch(source, n, sides, mean=made.mean, std=made.std, crop=made.crop).to(images[0])
+    options: Any = {"mean": made.mean, "std": made.std, "crop": made.crop, "interpolation": made.interpolation}
+    values = data_batch(source, n, sides, **options).to(images[0])
     samples = dict.fromkeys(example.kwargs, values) or (values,)
     return samples, None if source.startswith("random:") else made
 

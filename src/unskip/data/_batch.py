@@ -14,8 +14,9 @@ import numpy
 import torch
 from torch import Tensor
 
-from unskip.data._augment import IMAGENET_MEAN, IMAGENET_STD
-from unskip.data._decode import opened
+from unskip.data._augment import IMAGENET_MEAN, IMAGENET_STD, Interpolation, central
+from unskip.data._decode import opened, pixels
+from unskip.data._device import shown
 from unskip.data._folder import SUFFIXES
 from unskip.data._sources import NAMES, open_images
 from unskip.errors import BadInput
@@ -29,37 +30,42 @@ def batch(
     mean: Sequence[float] = IMAGENET_MEAN,
     std: Sequence[float] = IMAGENET_STD,
     crop: float = 1.0,
+    interpolation: Interpolation = "bilinear",
     seed: int = 0,
 ) -> Tensor:
     """n samples from a source: images (n, channels, height, width), normalised, or what an array of numbers holds.
 
-    A set that `open_images` knows by name, parquet files and hf:NAME give images of their training split, resized by
-    their shorter side and cropped at the centre. A folder is searched for images, resized and cropped likewise. An
-    .npy file holds images, (N, height, width[, channels]) or (N, channels, height, width), of bytes or of floats in
-    [0, 1], which are stretched to that size; or token ids (N, tokens); arrays of other shapes are taken as they are.
-    "random:N" is N images of noise, whatever n. `crop` is the share of the shorter side that the central crop keeps.
+    A set that `open_images` knows by name, parquet files and hf:NAME give images of their training split; a folder is
+    searched for images. An .npy file holds images, (N, height, width[, channels]) or (N, channels, height, width), of
+    bytes or of floats in [0, 1]; or token ids (N, tokens); arrays of other shapes are taken as they are. Of an image
+    the central part is taken, `crop` of the largest that has the aspect of `size`, and resized by `interpolation`.
+    "random:N" is N images of noise, whatever n.
     """
     if not isinstance(n, int) or n < 1:
         raise BadInput(f"n is {n!r}; a batch holds at least one sample")
     sides = (size, size) if isinstance(size, int) else tuple(size) if isinstance(size, Sequence) else ()
     if len(sides) != 2 or not all(isinstance(side, int) and side > 0 for side in sides):
         raise BadInput(f"size is {size!r}; it is one whole number of pixels, or (height, width), of at least one each")
-    height, width = sides
-    text = str(source)
+    text, path = str(source), Path(source)
     if text.startswith("random:"):
-        return _noise(text, len(mean), height, width, seed)
-    path = Path(source)
+        return _noise(text, len(mean), *sides, seed)
+    images: Tensor | list[Tensor]
     if path.is_dir():
-        return _folder(path, n, height, width, mean, std, crop)
-    if path.suffix == ".npy" and path.is_file():
-        return _array(path, n, height, width, mean, std)
-    if text in NAMES or text.startswith("hf:") or path.suffix == ".parquet":
-        return _set(text, n, height, width, mean, std, crop)
-    missing = "" if path.exists() else "no such file or folder; "
-    raise BadInput(
-        f"{text}: {missing}a source is a folder of images, an .npy file, random:N, a set such as digits, "
-        "'path/*.parquet' or hf:NAME"
-    )
+        images = _folder(path, n, len(mean))
+    elif path.suffix == ".npy" and path.is_file():
+        images = _array(path, n)
+        if images.ndim != 4 or images.shape[1] not in (1, 3):
+            return images
+    elif text in NAMES or text.startswith("hf:") or path.suffix == ".parquet":
+        images = _set(text, n)
+    else:
+        missing = "" if path.exists() else "no such file or folder; "
+        raise BadInput(
+            f"{text}: {missing}a source is a folder of images, an .npy file, random:N, a set such as digits, "
+            "'path/*.parquet' or hf:NAME"
+        )
+    made = torch.stack([_fitted(image.float(), sides, crop, interpolation) for image in images]) / 255
+    return (_as_channels(made, len(mean), source) - _by_channel(mean)) / _by_channel(std)
 
 
 def _noise(text: str, channels: int, height: int, width: int, seed: int) -> Tensor:
@@ -70,46 +76,31 @@ def _noise(text: str, channels: int, height: int, width: int, seed: int) -> Tens
     return torch.randn(int(count), channels, height, width, generator=generator)
 
 
-def _set(
-    source: str, n: int, height: int, width: int, mean: Sequence[float], std: Sequence[float], crop: float
-) -> Tensor:
-    found = open_images(source)
-    tall, wide = round(height / crop), round(width / crop)
-    top, left = (tall - height) // 2, (wide - width) // 2
-    whole = found.load(_spread(len(found), n), (tall, wide))
-    images = whole[:, :, top : top + height, left : left + width].float() / 255
-    return _normalised(_as_channels(images, len(mean), source), mean, std)
+def _set(source: str, n: int) -> Tensor | list[Tensor]:
+    """Images of a set as bytes (channels, height, width) each."""
+    images = open_images(source)
+    rows = _spread(len(images), n)
+    if images.reader is None:
+        return images.load(rows)
+    return [pixels(images.reader, row).expand(3, -1, -1) for row in rows]
 
 
-def _as_channels(images: Tensor, channels: int, place: object) -> Tensor:
-    if images.shape[1] == 1 and channels == 3:
-        images = images.expand(-1, 3, -1, -1)
-    if images.shape[1] != channels:
-        raise BadInput(f"{place}: {images.shape[1]} channels, and a mean of {channels}")
-    return images
-
-
-def _folder(
-    path: Path, n: int, height: int, width: int, mean: Sequence[float], std: Sequence[float], crop: float
-) -> Tensor:
+def _folder(path: Path, n: int, channels: int) -> list[Tensor]:
+    """Images of a folder as bytes (channels, height, width) each."""
     files = sorted(file for file in path.rglob("*") if file.suffix.lower() in SUFFIXES and file.is_file())
     if not files:
         raise BadInput(f"{path}: no images in it (looked for {', '.join(sorted(SUFFIXES))})")
-    chosen = [files[i] for i in _spread(len(files), n)]
-    return _normalised(torch.stack([_image(file, height, width, len(mean), crop) for file in chosen]), mean, std)
+    return [_image(files[i], channels) for i in _spread(len(files), n)]
 
 
-def _image(file: Path, height: int, width: int, channels: int, crop: float) -> Tensor:
-    from PIL import Image, ImageOps
-
+def _image(file: Path, channels: int) -> Tensor:
     image = opened(lambda: file.open("rb"), lambda: str(file)).convert("L" if channels == 1 else "RGB")
-    pixels = torch.from_numpy(
-        numpy.array(ImageOps.fit(image, (width, height), Image.Resampling.BICUBIC, (1 - crop) / 2))
-    )
-    return (pixels[None] if channels == 1 else pixels.movedim(-1, 0)) / 255
+    values = torch.from_numpy(numpy.array(image))
+    return values[None] if channels == 1 else values.movedim(-1, 0)
 
 
-def _array(path: Path, n: int, height: int, width: int, mean: Sequence[float], std: Sequence[float]) -> Tensor:
+def _array(path: Path, n: int) -> Tensor:
+    """Images (n, 1 or 3, height, width) from 0 to 255, token ids (n, tokens), or other numbers as they are."""
     try:
         values: Any = numpy.load(path, mmap_mode="r", allow_pickle=False)
     except (OSError, ValueError, EOFError) as error:
@@ -133,7 +124,7 @@ def _array(path: Path, n: int, height: int, width: int, mean: Sequence[float], s
             raise BadInput(
                 f"{path}: images hold bytes, or floats from 0 to 1; these go from {images.min()} to {images.max()}"
             )
-        return _normalised(_resized(_as_channels(images, len(mean), path), height, width), mean, std)
+        return 255 * images
     return data.float()
 
 
@@ -142,14 +133,25 @@ def _channels_first(images: Tensor) -> Tensor:
     return images.movedim(-1, 1) if images.shape[1] not in (1, 3) or images.shape[-1] in (1, 3) else images
 
 
-def _resized(images: Tensor, height: int, width: int) -> Tensor:
-    if images.shape[-2:] == (height, width):
-        return images
-    return torch.nn.functional.interpolate(images, (height, width), mode="bicubic", antialias=True).clamp(0, 1)
+def _fitted(image: Tensor, out: tuple[int, int], crop: float, interpolation: Interpolation) -> Tensor:
+    """The central part of an image (channels, height, width), resized."""
+    height, width = image.shape[-2:]
+    box = central(height, width, out, crop)
+    if (height, width) == out and box == (0, 0, *out):
+        return image
+    return shown(image[None], torch.tensor([[*box, 0]]), out, interpolation=interpolation)[0]
 
 
-def _normalised(images: Tensor, mean: Sequence[float], std: Sequence[float]) -> Tensor:
-    return (images - torch.tensor(mean)[:, None, None]) / torch.tensor(std)[:, None, None]
+def _as_channels(images: Tensor, channels: int, place: object) -> Tensor:
+    if images.shape[1] == 1 and channels == 3:
+        images = images.expand(-1, 3, -1, -1)
+    if images.shape[1] != channels:
+        raise BadInput(f"{place}: {images.shape[1]} channels, and a mean of {channels}")
+    return images
+
+
+def _by_channel(values: Sequence[float]) -> Tensor:
+    return torch.tensor(values)[:, None, None]
 
 
 def _spread(total: int, n: int) -> list[int]:

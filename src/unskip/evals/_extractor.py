@@ -25,7 +25,7 @@ from torch.nn import functional as F
 from unskip._checks import kind_of
 from unskip._extras import need
 from unskip._modes import evaluating
-from unskip.data import Preprocess, preprocess_of, usual_preprocess
+from unskip.data import Preprocess, preprocess_of
 from unskip.errors import BadInput, LoadError, UnskipError
 from unskip.evals._extract import image_channels
 from unskip.wiring import find_wiring
@@ -153,13 +153,13 @@ def _folder(folder: Path, name: str | None, device: Any) -> Extractor:
 
     if not folder.is_dir():
         raise BadInput(f"{folder}: no extractor there; it is inception, timm:NAME, a run folder or one of unskip.save")
-    size, place = None, folder
+    place = folder
     if (folder / "config.json").is_file() and (folder / "checkpoints").is_dir():
         run = RunFolder.open(folder)
         checkpoint = run.last_checkpoint()
         if checkpoint is None:
             raise LoadError(f"{folder}: the run has no checkpoint yet, so no weights; unskip resume {folder}")
-        size, place = run.config.get("size"), checkpoint[1]
+        place = checkpoint[1]
     try:
         module: Any = load(place)
     except UnskipError as error:
@@ -168,9 +168,7 @@ def _folder(folder: Path, name: str | None, device: Any) -> Extractor:
     if ema is not None:
         module.load_state_dict(ema)
     module = module.to(device or "cpu").eval()
-    channels = image_channels(module) or 3
-    made = preprocess_of(module, channels) if size is None else usual_preprocess(channels, size, "the run")
-    extract = _classifier(module, made)
+    extract = _classifier(module, preprocess_of(module, image_channels(module) or 3))
     return Extractor(name or folder.resolve().name, module, extract, weights_key(module))
 
 

@@ -15,6 +15,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from unskip.data import set_preprocess
 from unskip.errors import BadInput
 from unskip.optim import build as build_optimizer
 from unskip.recipes._config import Config
@@ -43,6 +44,10 @@ def build(config: Config, opener: Opener | None = None) -> tuple[Task, Schedule]
     if not isinstance(model, nn.Module):
         raise BadInput(f"recipe {recipe.name!r}: build_model returns {type(model).__name__}; it is a module")
     model = model.to(device)
+    made = objective.preprocess(facts.channels)
+    if made is not None:
+        set_preprocess(model, made)
+        set_preprocess(objective.encoder(model), made)
     notes = [*train.report, *test.report, *objective.start(model, sample)]
     wirings = wire(objective, model, sample[:2])
     if wirings and _unfinished(wirings[0], progress.steps):
@@ -73,7 +78,11 @@ def build(config: Config, opener: Opener | None = None) -> tuple[Task, Schedule]
         after_step=objective.after_step,
         warnings=objective.warnings,
         save=partial(_save, objective, facts),
-        record={"facts": asdict(facts), "data": {"train": data_record(train), "test": data_record(test)}},
+        record={
+            "facts": asdict(facts),
+            "preprocess": made and made.to_dict(),
+            "data": {"train": data_record(train), "test": data_record(test)},
+        },
     )
     return task, schedule
 

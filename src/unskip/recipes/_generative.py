@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from unskip.anatomy import Example, find_blocks
-from unskip.data import Augment, Autoencoder, ImageSet, LatentFeed, subset
+from unskip.data import Augment, Autoencoder, ImageSet, LatentFeed, Preprocess, subset
 from unskip.errors import BadInput
 from unskip.evals import Split, autocast, noised
 from unskip.evals import register as register_evaluator
@@ -130,6 +130,9 @@ class FlowMatching(Objective):
         if self.autoencoder is None:
             return super().facts(images)
         return Facts(len(images.classes), self.autoencoder.channels, self.config.size // self.autoencoder.factor)
+
+    def preprocess(self, channels: int) -> Preprocess | None:
+        return None if self.config.latents is not None else super().preprocess(channels)
 
     def feed(self, images: ImageSet, device: torch.device) -> ImageFeed:
         config = self.config

@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from unskip.data import Augment, Feed, ImageSet
+from unskip.data import Augment, Feed, ImageSet, Preprocess, usual_preprocess
 from unskip.errors import UnskipWarning
 from unskip.init import start_
 from unskip.recipes._config import Config
@@ -69,6 +69,10 @@ class Objective:
         """What `build_model` needs to know of the training set."""
         return Facts(len(images.classes), images.channels, self.config.size)
 
+    def preprocess(self, channels: int) -> Preprocess | None:
+        """How images of so many channels are made for evaluation, which the run folder keeps; None: not of images."""
+        return usual_preprocess(channels, self.config.size, "the run")
+
     def feed(self, images: ImageSet, device: torch.device) -> Batches:
         """The training batches. By default images with the augmentation whose fields the config has."""
         return self._images(images, device, self.config.batch, seed=self.config.seed, augment=augmentation(self.config))
@@ -78,6 +82,9 @@ class Objective:
         return self._images(images, device, self.config.batch)
 
     def _images(self, images: ImageSet, device: torch.device, batch: int, **options: Any) -> Feed:
+        """Batches of images, unless `options` say otherwise as `preprocess` makes them."""
+        made = self.preprocess(images.channels)
+        options = ({} if made is None else {"augment": made.augment()}) | options
         return Feed(images, batch, self.config.size, device=device, workers=self.config.workers, **options)
 
     # --- Model --------------------------------------------------------------------------------------------------------

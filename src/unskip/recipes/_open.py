@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 from unskip._plugins import with_plugins
-from unskip.data import set_preprocess, usual_preprocess
 from unskip.errors import BadInput, LoadError
 from unskip.recipes._build import wire
 from unskip.recipes._card import run_facts
@@ -72,11 +71,11 @@ def open_run(out: str | Path, device: str | None = None, *, trust: bool = False)
     for wiring in wirings:
         wiring.step(step - 1)  # steps count from 0, and annealed shortcuts stay where the last one left them
     encoder = objective.encoder(model)
-    facts_of_run = run_facts(folder.config, step, folder.read("evals.jsonl"))
+    kept = {"run": run_facts(folder.config, step, folder.read("evals.jsonl"))}
+    if folder.preprocess is not None:
+        kept["preprocess"] = folder.preprocess
     for each in (model, encoder):
-        about(each)["run"] = facts_of_run
-        if getattr(config, "latents", None) is None:
-            set_preprocess(each, usual_preprocess(facts.channels, config.size, "the run"))
+        about(each).update(kept)
     return Trained(folder, config, facts, objective, model, encoder, step)
 
 

@@ -17,12 +17,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from unskip._extras import need
 from unskip._modes import evaluating
 from unskip._warn import warn
-from unskip.data import usual_preprocess
+from unskip.data import preprocess_of
 from unskip.errors import BadInput
 from unskip.evals import autocast
 from unskip.models import Sampler, Sampling, draw
@@ -109,7 +109,7 @@ def sampled(
         )
     wanted = wanted.to(device)
     shape = (int(network.channels), int(network.size), int(network.size))
-    pixels = _decoder(objective, device, shape[0])
+    pixels = _decoder(objective, model, shape[0])
     with evaluating(model):
         for part in draw(
             torch.compile(model) if compile else model,  # type: ignore[arg-type]  # a module that is called the same way
@@ -135,12 +135,12 @@ def _labels(labels: int | Sequence[int] | None, n: int, classes: int) -> Tensor:
     return found
 
 
-def _decoder(objective: FlowMatching, device: torch.device, channels: int) -> Any:
-    """From the model's values to bytes: by the autoencoder, or by undoing the normalisation of `Feed`."""
+def _decoder(objective: FlowMatching, model: nn.Module, channels: int) -> Any:
+    """From the model's values to bytes: by the autoencoder, or by undoing the normalisation."""
     autoencoder = objective.autoencoder
     if autoencoder is not None:
         return lambda values: torch.cat([autoencoder.decode(part) for part in values.split(_DECODED)])
-    return usual_preprocess(channels).pixels
+    return preprocess_of(model, channels).pixels
 
 
 def _write(folder: Path, name: str, images: Tensor, about: dict[str, Any]) -> Path:

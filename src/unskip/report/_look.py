@@ -80,12 +80,16 @@ def _some(images: ImageSet, count: int) -> ImageSet:
     return images.select(order[:count])
 
 
-def _ready(trained: Trained, images: ImageSet) -> Tensor:
-    """As the model takes them."""
+def _feed(trained: Trained, images: ImageSet, batch: int) -> Feed:
+    """Images as the model takes them."""
+    made = preprocess_of(trained.encoder, images.channels)
     device = next(trained.model.parameters()).device
-    augment = preprocess_of(trained.encoder, images.channels).augment()
-    feed = Feed(images, max(1, len(images)), trained.config.size, augment=augment, device=device)
-    return next(iter(feed.evaluate()))[0]
+    return Feed(images, batch, made.size, augment=made.augment(), device=device)
+
+
+def _ready(trained: Trained, images: ImageSet) -> Tensor:
+    """All of them, as the model takes them."""
+    return next(iter(_feed(trained, images, max(1, len(images))).evaluate()))[0]
 
 
 def _measurement(seen: Look, trained: Trained, test: ImageSet, jacobians: bool) -> None:
@@ -182,9 +186,8 @@ def _patch_features(seen: Look, trained: Trained, test: ImageSet) -> None:
 
 
 def _neighbours(seen: Look, trained: Trained, train: ImageSet, test: ImageSet) -> None:
-    device, size = next(trained.model.parameters()).device, trained.config.size
-    train_features = extract(trained.encoder, Feed(train, 256, size, device=device).evaluate(), -1)
-    test_features = extract(trained.encoder, Feed(test, 256, size, device=device).evaluate(), -1)
+    train_features = extract(trained.encoder, _feed(trained, train, 256).evaluate(), -1)
+    test_features = extract(trained.encoder, _feed(trained, test, 256).evaluate(), -1)
     ((index, known),) = train_features["mean", "none"].items()
     asked = test_features["mean", "none"][index][:SHOWN]
     cosines = F.normalize(asked.double(), dim=1) @ F.normalize(known.double(), dim=1).T
@@ -198,7 +201,7 @@ def _neighbours(seen: Look, trained: Trained, train: ImageSet, test: ImageSet) -
         # Of labels, not of names: those are cut, and some sets have two classes of one name.
         same = (train.labels[places] == test.labels[row]).tolist()
         right += sum(same)
-        images.append((*_pixels(picture[None]), *_pixels(train.load(places, size))))
+        images.append((*_pixels(picture[None]), *_pixels(train.load(places, trained.config.size))))
         captions.append((own, *(name if fits else name + MARK for name, fits in zip(names, same, strict=True))))
         cosine = best.values[row].tolist()
         table += [(row, own, rank + 1, name, cosine[rank]) for rank, name in enumerate(names)]

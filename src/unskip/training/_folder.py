@@ -1,6 +1,6 @@
 """A run is a folder: everything about one training run, from which every other view is made.
 
-    config.json                  the resolved config, versions, device, seed
+    config.json                  the resolved config, facts of the data, preprocessing, versions, device, seed
     metrics.jsonl                a line a logged step, the truth about the run
     evals.jsonl                  a line an evaluation
     warnings.jsonl               a line a named warning
@@ -85,6 +85,12 @@ class RunFolder:
     def facts(self) -> dict[str, Any]:
         """What the model needs to know of its data."""
         return dict(self._section("facts"))
+
+    @property
+    def preprocess(self) -> dict[str, Any] | None:
+        """How images are made for its model: mean, std, size, interpolation and crop; None where it takes no images."""
+        made: dict[str, Any] | None = self._section("preprocess")
+        return made
 
     @property
     def data(self) -> dict[str, Any]:
