@@ -204,6 +204,13 @@ READ = [
     (lambda z: z * torch.sigmoid(1.702 * z), "quick_gelu"),
     (lambda z: torch.relu(z), "relu"),
     (lambda z: nn.functional.gelu(z), "gelu"),
+    (nn.Hardtanh(0, 1e7), "hardtanh:0,10000000"),  # beyond every point that is looked at
+    (nn.Softplus(1.0, threshold=5.0), "refused"),
+    (lambda z: torch.relu(z + 0.01), "refused"),
+    (lambda z: nn.functional.gelu(z - 1e-3), "refused"),
+    (lambda z: torch.relu(z) * ~((z > 3.015) & (z < 3.02)), "refused"),  # between the points
+    (lambda z: torch.relu(z).masked_fill(z > 1e7, 0.0), "refused"),
+    (lambda z: torch.relu(z) - torch.relu(z - 1e7), "refused"),
 ]
 
 
@@ -212,13 +219,11 @@ def test_activations_are_read_from_their_module(act: nn.Module, word: str) -> No
     assert word_of(act) == word
 
 
-def test_parts_alone_do_not_take_a_clamp_for_a_relu() -> None:
-    """Parts carry no operators, only a name by values; those reach from 1e-6 to 1e6."""
-    for act in (nn.Hardtanh(0, 50), nn.Hardtanh(-50, 50), nn.Hardshrink(0.04), nn.Threshold(0.1, 0.0)):
-        part = next(unskip.parts(Mlp(act).eval(), torch.randn(5, 4)).mlps())
-        assert part.activation is None
-        with pytest.raises(BadInput, match="activation"):
-            absorb(part)
+def test_parts_carry_what_their_activation_is_made_of() -> None:
+    part = next(unskip.parts(Mlp(nn.Hardtanh(0, 1e7)).eval(), torch.randn(5, 4)).mlps())
+    assert part.activation == "relu"  # by values
+    assert absorb(part).status == "impossible"
+    assert "Curve(hardtanh)" in repr(part)
 
 
 @pytest.mark.parametrize("word", ["hardtanh:0,50", "hardtanh:-50,50", "celu:0.5", "elu:0.5"])

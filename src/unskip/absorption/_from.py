@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -11,7 +11,7 @@ from unskip.absorption._activations import GATED
 from unskip.absorption._block import Block
 from unskip.absorption._norm import Norm, norm_of
 from unskip.absorption._read import Unreadable, read
-from unskip.anatomy import Example, MlpParts, PartsTrace, example_for, rewired_state, trace_model, trace_parts
+from unskip.anatomy import Example, MlpParts, PartsTrace, example_for, trace_model, trace_parts
 from unskip.errors import BadInput, UnskipError
 
 CHUNK = 4  # samples whose recordings are held at a time
@@ -54,8 +54,6 @@ def from_parts(part: MlpParts, alpha: Tensor | None = None) -> Block | NoBlock:
 
     `alpha` is given where it differs from channel to channel.
     """
-    if part.activation is None:
-        return NoBlock("its activation is not known; register it and ask about an absorption.Block")
     if part.gated:
         return NoBlock("its branch is multiplied by something made from the input")
     if part.extras:
@@ -64,6 +62,12 @@ def from_parts(part: MlpParts, alpha: Tensor | None = None) -> Block | NoBlock:
         return NoBlock("its MLP is added together with an attention")
     if part.site.projected or part.site.doubled:
         return NoBlock("its stream is projected" if part.site.projected else "its branch carries the stream already")
+    if part.curve is None:
+        return NoBlock("its activation is no function of each unit alone; ask about an absorption.Block")
+    try:
+        word = read(part.curve)
+    except Unreadable as why:
+        return NoBlock(f"its activation is {why}; register it and ask about an absorption.Block")
     down, bias = part.down.detach(), None if part.down_bias is None else part.down_bias.detach()
     norms: list[Norm] = []
     if part.norm is not None:
@@ -78,7 +82,6 @@ def from_parts(part: MlpParts, alpha: Tensor | None = None) -> Block | NoBlock:
         factor = part.beta * (down.new_ones(len(down)) if part.scale is None else part.scale.detach().flatten())
         down = down * factor.to(down)[:, None]
         bias = None if bias is None else bias * factor.to(bias)
-    word = part.activation
     if part.gate is not None:
         word = next((gated for gated, plain in GATED.items() if plain == word), word)
     try:
@@ -104,33 +107,8 @@ def read_block(model: nn.Module, traced: PartsTrace, part: MlpParts) -> Block | 
     added, seen = (values[node].detach().double().norm() for node in (run.stream, run.root))
     if not bool((added - seen).abs() <= 1e-3 * seen):
         return NoBlock("its stream is scaled or changed on its way past the MLP, so the skip is not what the MLP reads")
-    steps = [node for node in run.steps if node.step is not None]
-    found = [
-        (
-            n.op,
-            [
-                values.get(a.index) if isinstance(getattr(a, "index", None), int) else a
-                for a in (*n.step.args[1:], *n.step.kwargs.values())
-            ],
-        )
-        for n in steps
-        if n.step is not None
-    ]
-    try:
-        word = read(found, part.activation)
-    except Unreadable as why:
-        return NoBlock(f"its activation is {why}")
     alpha = trace.weights[index][0]
-    made = from_parts(
-        replace(part, activation=word), alpha if isinstance(alpha, Tensor) and alpha.numel() > 1 else None
-    )
-    if isinstance(made, Block) and word != part.activation and rewired_state(model) is None:
-        x, total = (values[node].detach().double() for node in (run.stream, run.add.index))
-        kept = made.bare() if "post" in made.norms and not {"pre", "out"} & made.norms.keys() else made
-        known = "other" not in {norm.kind for norm in made.norms.values()}
-        if known and not torch.allclose(kept.double()(x), total, rtol=1e-3, atol=1e-3 * float(total.abs().max())):
-            return NoBlock(f"its activation was read as {word}, and its outputs on the example are others")
-    return made
+    return from_parts(part, alpha if isinstance(alpha, Tensor) and alpha.numel() > 1 else None)
 
 
 def trace_sample(model: nn.Module, given: Example) -> PartsTrace:

@@ -1,17 +1,20 @@
-"""The activation of a traced MLP, read from the operator that computes it and its arguments.
+"""The activation of a traced MLP, read from the operators that compute it and checked on values.
 
-`unskip.parts` names an activation by its values between -30 and 31, which cannot tell Hardtanh(0, 50) from ReLU. Here
-the operator itself decides. Where none is known (`x * sigmoid(1.702 * x)`) the name by values is taken, unless the
-branch is made of operators that can have kinks anywhere, such as `where`: then there is no answer.
+Values alone cannot tell Hardtanh(0, 1e7) from ReLU, and an operator alone not relu(x) from relu(x + 0.01). So the
+operator and its arguments suggest a name, and the values of that name on points from 1e-6 to 1e6 of both signs have to
+be those that were seen. Smooth functions that are put together (`x * sigmoid(1.702 * x)`) are named by their values.
+What is made of operators that can bend or jump anywhere, such as `where`, has no name.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import torch
 from torch import Tensor
 
 from unskip.absorption._activations import resolve
+from unskip.anatomy import GRID, Curve
 
 Arguments = Sequence[object]  # of the operator, its input left out; a weight as a tensor
 
@@ -49,6 +52,8 @@ def _celu(given: Arguments) -> str:
 
 
 def _softplus(given: Arguments) -> str:
+    if len(given) > 1 and given[1] < 20:  # type: ignore[operator]
+        raise Unreadable(f"softplus that is the identity beyond {given[1]}, which is not small enough to leave aside")
     return "softplus" if not given or given[0] == 1 else f"softplus:{given[0]}"
 
 
@@ -94,22 +99,20 @@ OPERATORS: dict[str, Callable[[Arguments], str]] = {
     "softshrink": _unknown("Softshrink"),
     "rrelu_with_noise": _unknown("RReLU, which is random in training"),
 }
-# Operators that can make a kink off the grid. Without them what is seen on a grid is what there is.
-ANYWHERE = {"where", "maximum", "minimum", "clamp_min", "clamp_max", "fmax", "fmin", "heaviside", "sign", "round"}
-JOINED = {"mul", "square", "pow", "div", "add", "sub"}  # that may make another function of an activation
+SMOOTH = {"add", "sub", "rsub", "mul", "div", "neg", "reciprocal", "square", "pow", "sqrt", "rsqrt", "exp", "expm1"}
+SMOOTH |= {"log", "log1p", "erf", "erfc", "cos", "native_dropout", "dropout", "sin", "tanh", "sigmoid", "silu", "gelu"}
+SMOOTH |= {"softplus", "mish", "log_sigmoid_forward"}
 
 
-def read(found: Sequence[tuple[str, Arguments]], seen: str | None) -> str:
-    """The name of the activation, from the branch's operators in order and the name by values. Raises Unreadable."""
-    acts = [(name, given) for name, given in found if name in OPERATORS]
-    others = {name for name, _ in found if name in ANYWHERE}
-    if others:
-        raise Unreadable(f"made of {', '.join(sorted(others))}, which can have kinks anywhere")
-    names = [resolve(OPERATORS[name](given))[0].name for name, given in acts]
-    # One activation and nothing that could make something else of it, or nothing that was recognised by values.
-    joined = any(name in JOINED for name, _ in found)
-    if len(names) == 1 and (seen is None or not joined or acts[0][0] in ("hardtanh", "clamp")):
-        return names[0]
-    if seen is None:
-        raise Unreadable("none that is known")
-    return seen
+def read(curve: Curve) -> str:
+    """The name of an activation. Raises Unreadable."""
+    names = [name for name, _ in curve.operators]
+    words = [OPERATORS[name](given) for name, given in curve.operators if name in OPERATORS]
+    bent = [name for name in names if name not in SMOOTH]
+    unknown = [name for name in bent if name not in OPERATORS and name != "abs"]
+    if unknown or len(bent) > 1:
+        raise Unreadable(f"made of {', '.join(sorted(set(unknown or bent)))}, which can bend or jump anywhere")
+    for word in (*words, curve.name):
+        if word is not None and torch.allclose(resolve(word)[0].function(GRID), curve.values, rtol=1e-5, atol=1e-7):
+            return resolve(word)[0].name
+    raise Unreadable("none that is known")

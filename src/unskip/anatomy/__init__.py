@@ -1,6 +1,6 @@
 """Know the model: its residual sites, its parts, the features of its blocks, and the audit that shows them."""
 
-from unskip.anatomy._activations import ACTIVATIONS
+from unskip.anatomy._activations import ACTIVATIONS, GRID, Curve
 from unskip.anatomy._audit import AUDIT_HEADER, Audit, audit, audit_rows
 from unskip.anatomy._blocks import Block, Blocks, block_indices, blocks_in, find_blocks, is_declared, keep_outputs
 from unskip.anatomy._correlation import CorrelationMap, correlation_map, mean_output
@@ -34,6 +34,7 @@ from unskip.anatomy._trace import calls
 __all__ = [
     "ACTIVATIONS",
     "AUDIT_HEADER",
+    "GRID",
     "PATCH",
     "WIRING",
     "AttentionParts",
@@ -41,6 +42,7 @@ __all__ = [
     "Block",
     "Blocks",
     "CorrelationMap",
+    "Curve",
     "Example",
     "Function",
     "Hop",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -43,6 +44,22 @@ ACTIVATIONS: dict[str, Activation] = {
 # on both sides, so that a clamp at 50 is not taken for a ReLU.
 FAR = torch.logspace(-6, 6, 49).double()
 GRID = torch.cat([torch.linspace(-7.9, 8.3, 90).double(), -1.03 * FAR, FAR])
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Curve:
+    """A function of each entry alone: its values on GRID, and the operators that compute it."""
+
+    values: Tensor  # float64
+    operators: tuple[tuple[str, tuple[object, ...]], ...]  # by base name, with their arguments but the first
+
+    def __repr__(self) -> str:
+        return f"Curve({', '.join(name for name, _ in self.operators) or 'nothing'})"
+
+    @property
+    def name(self) -> str | None:
+        """The name of the activation that takes these values, or None."""
+        return name_of(self.values)
 
 
 def name_of(values: Tensor) -> str | None:

@@ -13,10 +13,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from unskip.anatomy._activations import GRID, name_of
+from unskip.anatomy import _ops
+from unskip.anatomy._activations import GRID, Curve
 from unskip.anatomy._attention import input_extras, nearest_products
 from unskip.anatomy._columns import NOTHING, follow, labels, spread
-from unskip.anatomy._graph import Graph, Node
+from unskip.anatomy._graph import Graph, Node, Ref
 from unskip.anatomy._products import Product, Unviewable, is_weighted, product, rows
 from unskip.anatomy._replay import ReplayError, replay
 from unskip.anatomy._walk import between, in_norm
@@ -40,6 +41,7 @@ class Mlp:
     down: Product
     columns: slice  # of the down weight that read this MLP
     activation: str | None
+    curve: Curve | None  # the activation as it was seen; None where it is no function of each entry alone
     extras: tuple[str, ...]
 
 
@@ -58,7 +60,8 @@ def find_mlp(graph: Graph, readers: list[list[int]], steps: list[Node], context:
     joint = _joint(graph, found, inside)
     operands = joint.parents[:2] if joint is not None else (down.source,)
     sides = [_side(halves, found, operand) for operand in operands]
-    activations = [_activation(graph, half.of, operand) for half, operand in zip(sides, operands, strict=True)]
+    curves = [_curve(graph, half.of, operand) for half, operand in zip(sides, operands, strict=True)]
+    activations = [None if curve is None else curve.name for curve in curves]
     columns = _columns(graph, down, found, joint, len(sides[0].weight))
     extras = input_extras(graph, steps, halves[0].source)
     if not _reads_features(graph, steps, halves[0]):
@@ -68,11 +71,11 @@ def find_mlp(graph: Graph, readers: list[list[int]], steps: list[Node], context:
     if any(half.of.hides_bias(half.bias) for half in sides) or down.hides_bias():
         extras.append("computed bias")
     if joint is None:
-        return Mlp(sides[0], None, down, columns, activations[0], tuple(extras))
+        return Mlp(sides[0], None, down, columns, activations[0], curves[0], tuple(extras))
     gate, up = (1, 0) if activations[0] == "identity" and activations[1] != "identity" else (0, 1)
     if activations[up] != "identity":
         raise Unviewable("both halves of a gated MLP bend")
-    return Mlp(sides[up], sides[gate], down, columns, activations[gate], tuple(extras))
+    return Mlp(sides[up], sides[gate], down, columns, activations[gate], curves[gate], tuple(extras))
 
 
 def _ends(graph: Graph, steps: list[Node], context: int | None) -> tuple[Node, list[Node]]:
@@ -130,10 +133,10 @@ def _side(halves: list[Product], found: dict[int, Tensor], operand: int) -> Half
     raise Unviewable("hidden units made by two weights")
 
 
-def _activation(graph: Graph, of: Product, operand: int) -> str | None:
-    """The name of what happens entry by entry between a product and a later node; None where it is unknown."""
+def _curve(graph: Graph, of: Product, operand: int) -> Curve | None:
+    """What happens entry by entry between a product and a later node; None where that is not all."""
     if of.result == operand:
-        return "identity"
+        return Curve(GRID, ())
     size = len(of.matrix)
     names = spread(graph, of.result, of.axis, labels(size))
     entries = follow(graph, {of.result: names}, operand)[operand].long() - 1  # -1: not of this product
@@ -156,7 +159,27 @@ def _activation(graph: Graph, of: Product, operand: int) -> str | None:
                     return None
     except (ReplayError, RuntimeError, NotImplementedError):  # constants without values
         return None
-    return name_of(values)
+    return Curve(values, tuple((node.op, _arguments(graph, node)) for node in _computing(graph, of.result, operand)))
+
+
+def _computing(graph: Graph, root: int, end: int) -> list[Node]:
+    """The nodes that make the end of the root, masks included, those aside that only move or cast."""
+    behind, needed = {root}, {end}
+    span = graph.nodes[root + 1 : end + 1]
+    for node in span:
+        if node.step is not None and not behind.isdisjoint(node.step.refs):
+            behind.add(node.index)
+    for node in reversed(span):
+        if node.index in needed and node.index in behind and node.step is not None:
+            needed.update(node.step.refs)
+    return [n for n in span if n.index in behind & needed and n.op not in _ops.IDENTITY | _ops.PART]
+
+
+def _arguments(graph: Graph, node: Node) -> tuple[object, ...]:
+    """The arguments of a node's operator but the first; a weight as a tensor."""
+    assert node.step is not None
+    given = (*node.step.args[1:], *node.step.kwargs.values())
+    return tuple(graph.values.get(each.index) if isinstance(each, Ref) else each for each in given)
 
 
 def _columns(graph: Graph, down: Product, found: dict[int, Tensor], joint: Node | None, hidden: int) -> slice:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from unskip._table import table
 from unskip.anatomy import _ops
-from unskip.anatomy._activations import ACTIVATIONS
+from unskip.anatomy._activations import ACTIVATIONS, Curve
 from unskip.anatomy._agree import unseen
 from unskip.anatomy._attention import Attention, find_attention
 from unskip.anatomy._example import Example, example_for
@@ -120,6 +120,7 @@ class MlpParts(_Branch):
     gate_bias: Tensor | None
     down_bias: Tensor | None
     activation: str | None
+    curve: Curve | None  # the activation as it was seen: values on a grid, and operators
 
     @property
     def function(self) -> Callable[[Tensor], Tensor] | None:
@@ -292,6 +293,7 @@ class _Finder:
             gate_bias=None if found.gate is None else found.gate.bias,
             down_bias=found.down.bias,
             activation=found.activation,
+            curve=found.curve,
         )
         more = unseen(self.graph, run, part)
         return part if more is None else replace(part, extras=(more,))
