@@ -79,7 +79,7 @@ def trained(config: Config) -> dict[str, Any] | None:
     warnings.simplefilter("ignore")
     torch.set_num_threads(2)
     torch.manual_seed(config["seed"])
-    task, schedule = unskip.recipes.build(planned(config))
+    task, schedule = unskip.recipes.build_task(planned(config))
     images = next(iter(task.feed.iterate(0, 1)))[0][:128]
     result: dict[str, Any] = started(task.model, images, config)
     parts = unskip.parts(task.model, images[:1])

@@ -157,7 +157,7 @@ def pace(fields: dict[str, Any]) -> dict[str, dict[str, float]]:
 def work(config: dict[str, Any]) -> dict[str, Any] | None:
     """One run, in this process; None where it was told to stop."""
     import unskip
-    from unskip.recipes import build
+    from unskip.recipes import build_task
     from unskip.training import RunFolder, run_task
 
     warnings.simplefilter("ignore", unskip.errors.UnskipWarning)
@@ -166,9 +166,9 @@ def work(config: dict[str, Any]) -> dict[str, Any] | None:
     planned = unskip.recipes.supervised(fields.pop("preset"), **fields)
     with tempfile.TemporaryDirectory() as folder:
         if "{half}" in planned.shortcut:  # of a run whose length its data decides
-            _, schedule = build(replace(planned, shortcut="keep"))
+            _, schedule = build_task(replace(planned, shortcut="keep"))
             planned = replace(planned, shortcut=planned.shortcut.format(half=schedule.steps // 2))
-        task, schedule = build(planned)
+        task, schedule = build_task(planned)
         if watch:
             task = replace(task, evaluations={**task.evaluations, "watch": lambda model: watched(model, task.sample)})
             schedule = replace(schedule, evaluate_every=max(1, schedule.steps // 3))

@@ -55,7 +55,7 @@ def first_losses(name: str, count: int) -> list[float]:
     """The losses of the first steps of a run, which goes no further."""
     config = config_of(name)
     torch.manual_seed(config.seed)
-    task, schedule = unskip.recipes.build(config)
+    task, schedule = unskip.recipes.build_task(config)
     after = task.after_step or (lambda step: None)
 
     def stop(step: int) -> None:

@@ -112,8 +112,8 @@ def loop_targets(source: FunctionSource, position: Position) -> frozenset[str] |
         elif isinstance(outer, ast.ListComp | ast.SetComp | ast.DictComp | ast.GeneratorExp):
             inside, made = [outer], [each.target for each in outer.generators]
         nodes = (node for part in inside for node in ast.walk(part))
-        found = (node for node in nodes if isinstance(node, ast.BinOp | ast.AugAssign | ast.Call))
-        if any(position_of(node, source.node) == position for node in found):
+        calls = (node for node in nodes if isinstance(node, ast.BinOp | ast.AugAssign | ast.Call))
+        if any(position_of(node, source.node) == position for node in calls):
             names = (node.id for target in made for node in ast.walk(target) if isinstance(node, ast.Name))
             targets = {*(targets or ()), *names}
     return None if targets is None else frozenset(targets)

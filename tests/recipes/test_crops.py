@@ -62,7 +62,7 @@ def simclr(**changes: Any) -> recipes.Simclr:
     ids=str,
 )
 def test_any_shortcut_init_and_optimizer(changes: dict[str, Any]) -> None:
-    task, _ = recipes.build(dino(**changes))
+    task, _ = recipes.build_task(dino(**changes))
     model = task.model
     assert isinstance(model, DINO)
     trained = {id(p) for group in task.optimizer.param_groups for p in group["params"]}
@@ -94,7 +94,7 @@ def test_any_shortcut_init_and_optimizer(changes: dict[str, Any]) -> None:
 
 
 def test_schedules_and_the_frozen_last_layer() -> None:
-    task, _ = recipes.build(dino(steps=100, teacher_temperature=0.07, teacher_warmup=0.3, freeze_last=2 / 40))
+    task, _ = recipes.build_task(dino(steps=100, teacher_temperature=0.07, teacher_warmup=0.3, freeze_last=2 / 40))
     model: Any = task.model
     assert task.before_step is not None
     assert task.after_step is not None
@@ -171,7 +171,7 @@ def test_a_step_can_be_recorded(config: Any, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(
         torch, "autocast", lambda kind, **rest: nullcontext() if kind == "meta" else autocast(kind, **rest)
     )
-    task, _ = recipes.build(config)
+    task, _ = recipes.build_task(config)
     batch = next(task.feed.iterate(0, 1))
     with Recorded():
         loss, numbers = task.loss(task.model, batch)
@@ -261,30 +261,30 @@ def test_what_would_end_a_run_at_its_first_evaluation_is_refused_at_its_start() 
         return low if split == "train" else images
 
     with pytest.raises(BadInput, match="class 5"):
-        recipes.build(dino(), without_high_digits)
+        recipes.build_task(dino(), without_high_digits)
 
 
 def test_decay_with_a_contrastive_loss_is_warned_about() -> None:
     for shortcut in ("decay:0.6", "anneal:keep>decay:0.5@10"):
         with pytest.warns(UnskipWarning, match="contrastive"):
-            task, _ = recipes.build(simclr(shortcut=shortcut))
+            task, _ = recipes.build_task(simclr(shortcut=shortcut))
         assert any("contrastive" in note for note in task.notes)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        task, _ = recipes.build(simclr(shortcut="cut", init="skipless"))
+        task, _ = recipes.build_task(simclr(shortcut="cut", init="skipless"))
     assert isinstance(task.model, SimCLR)
 
 
 def test_published_weights_start_a_run(tmp_path: Path) -> None:
     from tests.models.test_dino import made_up
 
-    model: Any = recipes.build(dino())[0].model
+    model: Any = recipes.build_task(dino())[0].model
     theirs = made_up(model)
     torch.save(theirs, tmp_path / "dino.pth")
-    again: Any = recipes.build(dino(weights=str(tmp_path / "dino.pth")))[0].model
+    again: Any = recipes.build_task(dino(weights=str(tmp_path / "dino.pth")))[0].model
     assert torch.equal(again.student.head.last.weight, theirs["student"]["module.head.last_layer.weight_v"])
     with pytest.raises(UnskipError, match="does not fit"):
-        recipes.build(dino(weights=str(tmp_path / "dino.pth"), projection=16))
+        recipes.build_task(dino(weights=str(tmp_path / "dino.pth"), projection=16))
 
 
 @pytest.mark.parametrize(
@@ -316,7 +316,7 @@ def test_published_weights_start_a_run(tmp_path: Path) -> None:
 )
 def test_bad_settings_are_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(BadInput, match=message):
-        recipes.build(dino(**changes))
+        recipes.build_task(dino(**changes))
 
 
 @pytest.mark.parametrize(
@@ -330,12 +330,12 @@ def test_bad_settings_are_refused(changes: dict[str, Any], message: str) -> None
 )
 def test_bad_settings_of_a_contrast_are_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(BadInput, match=message):
-        recipes.build(simclr(**changes))
+        recipes.build_task(simclr(**changes))
 
 
 @pytest.mark.parametrize(("more", "judged"), [("", True), (",class_token=false,global_pool=avg,reg_tokens=2", False)])
 def test_neighbours_of_a_class_token_where_there_is_one(more: str, judged: bool) -> None:
-    task, _ = recipes.build(dino(model_args=TINY["model_args"] + more))
+    task, _ = recipes.build_task(dino(model_args=TINY["model_args"] + more))
     (evaluation,) = task.evaluations.values()
     found = evaluation(task.model)
     assert "knn20" in found
@@ -344,7 +344,7 @@ def test_neighbours_of_a_class_token_where_there_is_one(more: str, judged: bool)
 
 def test_a_model_that_takes_any_size_without_being_asked() -> None:
     """NaFlexVit has no dynamic_img_size. This one has registers and no class token."""
-    task, _ = recipes.build(dino(model="timm:naflexvit_base_patch16_gap", model_args=TINY["model_args"], patch=2))
+    task, _ = recipes.build_task(dino(model="timm:naflexvit_base_patch16_gap", model_args=TINY["model_args"], patch=2))
     model: Any = task.model
     assert [model.teacher(torch.randn(2, 1, size, size)).shape[0] for size in (8, 4)] == [2, 2]
     (evaluation,) = task.evaluations.values()

@@ -43,7 +43,7 @@ def broken(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.mark.parametrize("recipe", NAMES)
 def test_every_recipe_leaves_out_what_is_broken(recipe: str, broken: str) -> None:
-    task, _ = unskip.recipes.build(small(recipe, data=broken))
+    task, _ = unskip.recipes.build_task(small(recipe, data=broken))
     assert sum("left out 1 of 208" in note for note in task.notes) == 2
     assert sum("held as squares of 8 pixels" in note for note in task.notes) == 2
     task.loss(task.model, next(task.feed.iterate(0, 1)))

@@ -33,7 +33,7 @@ CHOICES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", CHOICES)
 def test_every_choice_of_the_paper_is_a_flag_away(name: str) -> None:
-    task, _ = unskip.recipes.build(tiny(**CHOICES[name]))
+    task, _ = unskip.recipes.build_task(tiny(**CHOICES[name]))
     model: Any = task.model
     assert isinstance(model, SiT)
     assert len(model.mirrors) == (0 if name == "plain" else 2)
@@ -57,7 +57,7 @@ def test_every_choice_of_the_paper_is_a_flag_away(name: str) -> None:
 
 
 def test_a_zero_start_is_of_all_branches_wherever_the_shortcut_is() -> None:
-    task, _ = unskip.recipes.build(tiny("uvit", init="zero", where="attention"))
+    task, _ = unskip.recipes.build_task(tiny("uvit", init="zero", where="attention"))
     assert task.wirings
     assert {
         site.kind for site, alpha in zip(task.wirings[0].sites, task.wirings[0].alphas, strict=True) if alpha < 1
@@ -70,7 +70,7 @@ def test_a_zero_start_is_of_all_branches_wherever_the_shortcut_is() -> None:
     {"interpolant": "gvp"}, {"target": "noise"}, {"target": "data", "times": "logit-normal"}, {"init": "zero"},
 ])  # fmt: skip
 def test_a_step_of_every_objective_is_taken(choice: dict[str, Any]) -> None:
-    task, _ = unskip.recipes.build(tiny("uvit", **choice))
+    task, _ = unskip.recipes.build_task(tiny("uvit", **choice))
     assert isinstance(task.model, UViT)
     batch = next(task.feed.iterate(0, 1))
     torch.manual_seed(0)
@@ -91,7 +91,7 @@ def test_a_model_that_predicts_nothing_has_the_trivial_loss(
     interpolant: str, target: str, times: dict[str, Any]
 ) -> None:
     """SiT's output starts at zero: its loss is what flat-loss compares with."""
-    task, _ = unskip.recipes.build(tiny(interpolant=interpolant, target=target, batch=1024, **times))
+    task, _ = unskip.recipes.build_task(tiny(interpolant=interpolant, target=target, batch=1024, **times))
     torch.manual_seed(0)
     found = float(task.loss(task.model, next(task.feed.iterate(0, 1)))[0].detach())
     assert found == pytest.approx(task.baseline_loss, rel=0.03)
@@ -110,7 +110,7 @@ def test_a_model_that_predicts_nothing_has_the_trivial_loss(
     ("sit", {"optimizer": "lamb", "betas": "0.8,0.9"}, (0.8, 0.9)),
 ])  # fmt: skip
 def test_betas_reach_every_optimizer(recipe: str, changes: dict[str, Any], betas: tuple[float, float]) -> None:
-    task, _ = unskip.recipes.build(tiny(recipe, **changes))
+    task, _ = unskip.recipes.build_task(tiny(recipe, **changes))
     assert {group["betas"] for group in task.optimizer.param_groups} == {betas}
 
 
@@ -140,7 +140,7 @@ def test_stopped_and_resumed_it_is_the_same(tmp_path: Path) -> None:
 ])  # fmt: skip
 def test_configs_that_do_not_fit(changes: dict[str, Any], text: str) -> None:
     with pytest.raises(BadInput, match=text):
-        unskip.recipes.build(tiny(**changes))
+        unskip.recipes.build_task(tiny(**changes))
 
 
 def test_a_set_too_small_for_knn_is_trained_on_without_it() -> None:
@@ -148,7 +148,7 @@ def test_a_set_too_small_for_knn_is_trained_on_without_it() -> None:
         return few()
 
     with pytest.warns(UnskipWarning, match="48 training images"):
-        task, _ = unskip.recipes.build(tiny(), small)
+        task, _ = unskip.recipes.build_task(tiny(), small)
     with torch.no_grad():
         keys = [key for evaluation in task.evaluations.values() for key in evaluation(task.model)]
     assert "rank" in keys
@@ -158,17 +158,17 @@ def test_a_set_too_small_for_knn_is_trained_on_without_it() -> None:
 def test_a_checkpoint_that_cannot_be_begun_from_is_refused(tmp_path: Path) -> None:
     torch.save(SiT(size=8, patch=2, channels=1, width=32, depth=5, heads=2, classes=10).state_dict(), tmp_path / "x.pt")
     with pytest.raises(LoadError, match="does not fit the model"):
-        unskip.recipes.build(tiny(weights=str(tmp_path / "x.pt")))
-    torch.save(unskip.recipes.build(tiny())[0].model.state_dict(), tmp_path / "x.pt")
+        unskip.recipes.build_task(tiny(weights=str(tmp_path / "x.pt")))
+    torch.save(unskip.recipes.build_task(tiny())[0].model.state_dict(), tmp_path / "x.pt")
     with pytest.raises(BadInput, match="overwrite the weights"):
-        unskip.recipes.build(tiny(weights=str(tmp_path / "x.pt"), init="zero"))
+        unskip.recipes.build_task(tiny(weights=str(tmp_path / "x.pt"), init="zero"))
     with pytest.raises(BadInput, match="not loaded"):
-        unskip.recipes.build(tiny("uvit", weights=str(tmp_path / "x.pt")))
+        unskip.recipes.build_task(tiny("uvit", weights=str(tmp_path / "x.pt")))
 
 
 def test_a_model_that_knows_more_classes_has_its_own_label_for_none() -> None:
     """As published weights do: a label that is left out is the model's last row, not the class after the data's."""
-    task, _ = unskip.recipes.build(tiny(model_args=f"{SIT},classes=25", label_dropout=0.5))
+    task, _ = unskip.recipes.build_task(tiny(model_args=f"{SIT},classes=25", label_dropout=0.5))
     seen: list[Tensor] = []
 
     class Watched(torch.nn.Module):
@@ -184,7 +184,7 @@ def test_a_model_that_knows_more_classes_has_its_own_label_for_none() -> None:
 def test_how_a_run_is_carried_out_is_a_field_too() -> None:
     for recipe in ("sit", "uvit"):
         how = {"graph": True, "fsdp": True, "tracker": "tensorboard", "accumulate": 2, "clip": 3.0}
-        _, plan = unskip.recipes.build(tiny(recipe, **how))
+        _, plan = unskip.recipes.build_task(tiny(recipe, **how))
         assert {name: getattr(plan, name) for name in how} == how
 
 
@@ -194,7 +194,7 @@ def test_how_a_run_is_carried_out_is_a_field_too() -> None:
 ])  # fmt: skip
 def test_a_step_can_be_recorded(recipe: str, choice: dict[str, Any]) -> None:
     """Forward and backward on a device without values: nothing is read from it, and nothing brought to it."""
-    task, _ = unskip.recipes.build(tiny(recipe, graph=True, **choice))
+    task, _ = unskip.recipes.build_task(tiny(recipe, graph=True, **choice))
     batch = [each.to("meta") for each in next(task.feed.iterate(0, 1))]
     model = task.model.to("meta")
     with NoHost(), torch.autocast("cpu", torch.bfloat16, enabled="precision" in choice):

@@ -9,7 +9,7 @@ import torch
 
 from unskip import recipes
 from unskip.errors import BadInput
-from unskip.recipes import build
+from unskip.recipes import build_task
 
 SMALL = "depth=2,embed_dim=16,num_heads=2"
 CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -27,7 +27,7 @@ def passed(recipe: str, fields: dict[str, Any], on: bool) -> tuple[torch.Tensor,
     """The loss and gradients of a batch in the fourth step, and how often the second block ran."""
     torch.manual_seed(0)
     common = {"batch": 8, "steps": 9, "device": "cpu", "online_images": 300, "health": False, "grad_checkpointing": on}
-    task, _ = build(getattr(recipes, recipe)("digits", **common, **fields))
+    task, _ = build_task(getattr(recipes, recipe)("digits", **common, **fields))
     model: Any = task.model.train()
     inner = getattr(model, "student", getattr(model, "encoder", model))
     inner = getattr(inner, "backbone", inner)
@@ -55,4 +55,4 @@ def test_losses_and_gradients_are_the_same(name: str) -> None:
 def test_a_model_that_cannot_is_named() -> None:
     config = recipes.supervised("digits", model="torchvision:resnet18", size=32, steps=1, grad_checkpointing=True)
     with pytest.raises(BadInput, match=r"ResNet.*set_grad_checkpointing"):
-        build(config)
+        build_task(config)

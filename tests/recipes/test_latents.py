@@ -166,7 +166,7 @@ def test_latents_that_cannot_be_had(autoencoder: Path, tmp_path: Path) -> None:
 def test_the_trivial_loss_counts_the_noise_of_latents(autoencoder: Path, tmp_path: Path) -> None:
     """Latents are drawn anew each time, mean + deviation n: SiT's first prediction, nothing, misses both."""
     config = tiny(latents=str(autoencoder), cache=str(tmp_path / "cache"), batch=1024)
-    task, _ = unskip.recipes.build(config)
+    task, _ = unskip.recipes.build_task(config)
     torch.manual_seed(0)
     found = float(task.loss(task.model, next(task.feed.iterate(0, 1)))[0].detach())
     assert found == pytest.approx(task.baseline_loss, rel=0.03)

@@ -19,7 +19,7 @@ from unskip import cli, recipes
 from unskip.data import ImageSet, subset
 from unskip.errors import BadInput, UnskipError
 from unskip.models import MAE
-from unskip.recipes import build, open_run
+from unskip.recipes import build_task, open_run
 from unskip.training import RunFolder
 
 # Runs of a few steps look unhealthy, and are told so.
@@ -68,7 +68,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("name", ABLATIONS)
 def test_every_ablation_is_a_flag_away(name: str) -> None:
     config = tiny(**ABLATIONS[name])
-    task, _ = build(config)
+    task, _ = build_task(config)
     assert isinstance(task.model, MAE)
     rule = {
         "both branches": ([0.7071] * 4, [0.7071] * 4),
@@ -124,7 +124,7 @@ def test_a_run_trains_resumes_and_holds_its_encoder(run: Path, tmp_path: Path) -
 
 def test_streams_are_narrow_where_the_config_says_so() -> None:
     for word in (False, True):
-        model: Any = build(tiny(narrow=word))[0].model
+        model: Any = build_task(tiny(narrow=word))[0].model
         assert model.narrow == word
 
 
@@ -142,7 +142,7 @@ def test_a_run_says_what_it_saw(run: Path) -> None:
 def test_training_learns_to_paint(tmp_path: Path) -> None:
     outcome = unskip.train(tiny(steps=120, lr=5e-3, checkpoint_every=1000, decoder_depth=2), tmp_path / "x", quiet=True)
     rows = RunFolder(tmp_path / "x").read("metrics.jsonl")
-    trivial = build(tiny())[0].baseline_loss
+    trivial = build_task(tiny())[0].baseline_loss
     assert trivial is not None
     assert rows[0]["loss"] == pytest.approx(trivial, rel=0.1)  # from the zero start it paints nothing
     assert rows[-1]["loss"] < 0.85 * trivial
@@ -164,11 +164,11 @@ def test_a_published_checkpoint_starts_a_plain_run(tmp_path: Path) -> None:
     state = made_up(2, 1, 16, 8)
     torch.save({"model": state}, tmp_path / "mae.pth")
     with pytest.raises(UnskipError, match=r"does not fit.*\(1, 17, 16\)|does not fit.*patch_embed"):
-        build(tiny(**changes))
+        build_task(tiny(**changes))
     state["patch_embed.proj.weight"] = torch.randn(16, 1, 2, 2, generator=torch.Generator().manual_seed(0))
     state["decoder_pred.weight"], state["decoder_pred.bias"] = torch.randn(4, 8), torch.randn(4)
     torch.save({"model": state}, tmp_path / "mae.pth")
-    model: Any = build(tiny(**changes))[0].model
+    model: Any = build_task(tiny(**changes))[0].model
     assert torch.equal(model.encoder.patch_embed.proj.weight, state["patch_embed.proj.weight"])
     assert torch.equal(model.encoder.blocks[1].mlp.fc2.bias, state["blocks.1.mlp.fc2.bias"])
     assert torch.equal(model.decoder.blocks[0].attn.qkv.weight, state["decoder_blocks.0.attn.qkv.weight"])
@@ -178,7 +178,7 @@ def test_a_published_checkpoint_starts_a_plain_run(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["paper", "plain", "learnable", "both branches"])
 def test_a_step_asks_nothing_of_the_host(name: str) -> None:
     """So that it can be recorded as a CUDA graph: masks are drawn and sorted where the images lie."""
-    task, schedule = build(tiny(graph=True, precision="bf16", **ABLATIONS[name]))
+    task, schedule = build_task(tiny(graph=True, precision="bf16", **ABLATIONS[name]))
     assert schedule.graph
     batch = next(task.feed.iterate(0, 1))
     with NoHost() as host, torch.autocast("cpu", torch.bfloat16):
@@ -195,7 +195,7 @@ def test_a_step_asks_nothing_of_the_host(name: str) -> None:
 
 
 def test_what_recipes_share_reaches_the_schedule() -> None:
-    _, schedule = build(tiny(fsdp=True, tracker="tensorboard", clip=2.0, accumulate=2))
+    _, schedule = build_task(tiny(fsdp=True, tracker="tensorboard", clip=2.0, accumulate=2))
     assert (schedule.fsdp, schedule.tracker, schedule.clip, schedule.accumulate) == (True, "tensorboard", 2.0, 2)
     assert not schedule.graph
 
@@ -253,13 +253,13 @@ def flag(field: str, value: Any) -> list[str]:
 )
 def test_bad_settings_are_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(BadInput, match=message):
-        build(tiny(**changes))
+        build_task(tiny(**changes))
 
 
 def test_a_device_that_is_not_there_is_refused(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(BadInput, match="torch finds no GPU; take auto or cpu"):
-        build(tiny(device="cuda"))
+        build_task(tiny(device="cuda"))
     with pytest.raises(BadInput, match="device is 'gpu'; it can be auto, cpu, cuda"):
         open_run(run, device="gpu")
 

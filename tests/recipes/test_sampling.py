@@ -144,7 +144,7 @@ def test_features_of_noisy_images_do_not_wait_for_the_device(run: Path) -> None:
     trained = open_run(run)
     parts = torch.randn(3, 6, 1, 8, 8, generator=torch.Generator().manual_seed(0)), torch.zeros(3, 6)
     inputs = noised(trained.config.flow, 0.5)
-    found = extract(trained.model, zip(*parts, strict=True), inputs=inputs).found
+    all_blocks = extract(trained.model, zip(*parts, strict=True), inputs=inputs).all_blocks
 
     def broken_off(images: Tensor, labels: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         yield from zip(images, labels, strict=True)
@@ -153,7 +153,7 @@ def test_features_of_noisy_images_do_not_wait_for_the_device(run: Path) -> None:
     meta = copy.deepcopy(trained.model).to("meta")
     batches = broken_off(*(part.to("meta") for part in parts))
     with pytest.raises(InterruptedError), NoHost():  # it comes so far without asking the host for anything
-        extract(meta, batches, inputs=inputs, found=found)
+        extract(meta, batches, inputs=inputs, all_blocks=all_blocks)
 
 
 def test_samples_that_are_given_are_compared_as_they_are(

@@ -63,7 +63,7 @@ def test_a_gpu_by_its_number(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_wrong_argument_is_told_with_the_right_ones(recipe: str, arguments: str, message: str) -> None:
     config = getattr(recipes, recipe)("digits", model_args=arguments, device="cpu")
     with pytest.raises(BadInput, match=message):
-        unskip.recipes.build(config)
+        unskip.recipes.build_task(config)
 
 
 def test_a_wrong_argument_is_one_line_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -110,7 +110,7 @@ def test_a_field_of_another_kind(field: str, value: object, message: str) -> Non
 def test_a_warm_up_is_a_share_and_no_number_of_steps(recipe: str) -> None:
     config = getattr(recipes, recipe)("digits", warmup=500, device="cpu")
     with pytest.raises(BadInput, match="warmup is 500; it is a fraction of the steps"):
-        unskip.recipes.build(config)
+        unskip.recipes.build_task(config)
 
 
 @pytest.mark.parametrize(("recipe", "preset", "changes", "message"), [
@@ -199,7 +199,7 @@ def test_classes_as_frequent_as_each_other() -> None:
 
 def test_a_masked_autoencoder_that_paints_nothing() -> None:
     for norm_pix in (True, False):
-        task, _ = recipes.build(recipes.mae("digits", norm_pix=norm_pix, device="cpu", model_args=VIT, batch=512))
+        task, _ = recipes.build_task(recipes.mae("digits", norm_pix=norm_pix, device="cpu", model_args=VIT, batch=512))
         losses = []
         for step, batch in enumerate(task.feed.iterate(0, 4)):
             torch.manual_seed(step)
@@ -265,7 +265,7 @@ def test_views_that_are_all_the_same_are_told_and_no_value_of_the_loss_is() -> N
     learning = {"aligned": 0.2, "apart": 0.0, "loss": math.log(127)}  # spread in 32 dimensions, on its way down
     assert [*warnings(learning, 0.5)] == []
     assert [name for name, _ in warnings({"rank_block_0": 1.5}, 0.5)] == ["collapsed-blocks"]
-    task, _ = recipes.build(recipes.simclr("digits", device="cpu", model_args=VIT))
+    task, _ = recipes.build_task(recipes.simclr("digits", device="cpu", model_args=VIT))
     assert task.baseline_loss is None
 
 

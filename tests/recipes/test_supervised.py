@@ -110,7 +110,7 @@ def test_the_preset_without_skips_starts_shaped_and_decays_its_blocks() -> None:
     preset = recipes.supervised("cifar-skipless")
     names = ("shortcut", "init", "optimizer", "weight_decay", "decays")
     shape = "class_token=false,global_pool=avg,depth=2,embed_dim=32,num_heads=2"
-    task, _ = recipes.build(tiny(**{name: getattr(preset, name) for name in names}, model_args=shape))
+    task, _ = recipes.build_task(tiny(**{name: getattr(preset, name) for name in names}, model_args=shape))
     unskip.init.verify_skipless(task.model, task.sample, vo_gain=9, mlp_gain=9, mlp_bias=1.5, centre=True)
     rows = task.model.pos_embed[0].detach()
     torch.testing.assert_close(rows @ rows.T / rows[0].square().sum(), torch.eye(16), rtol=0, atol=1e-4)
@@ -122,7 +122,7 @@ def test_the_preset_without_skips_starts_shaped_and_decays_its_blocks() -> None:
 def test_attention_is_calibrated_without_the_skips_that_are_cut() -> None:
     shape = "class_token=false,global_pool=avg,depth=2,embed_dim=32,num_heads=2"
     init = "skipless:shaped,position_code=orthogonal,self_attention=0.5"
-    task, _ = recipes.build(tiny(shortcut="cut", init=init, model_args=shape, health=False))
+    task, _ = recipes.build_task(tiny(shortcut="cut", init=init, model_args=shape, health=False))
     images = next(iter(task.feed.iterate(0, 1)))[0]
     found = unskip.measure(task.model, images[:8], jacobians="off").sites
     for row in (row for row in found if row.self_attention is not None):
@@ -202,7 +202,7 @@ def test_tokens_may_be_averaged_where_the_encoder_had_a_last_norm(tmp_path: Path
     plain = recipes.mae("digits", shortcut="keep", long_skips=False, init="default", **small)
     unskip.train(plain, tmp_path / "mae", quiet=True)
     averaged = tiny(weights=str(tmp_path / "mae"), model_args=TINY["model_args"] + ",global_pool=avg")
-    task, _ = unskip.recipes.build(averaged)
+    task, _ = unskip.recipes.build_task(averaged)
     assert "fc_norm, head" in "; ".join(task.notes)
 
 
@@ -211,22 +211,22 @@ def test_an_encoder_of_another_shape_is_refused(pretrained: Path) -> None:
         with pytest.raises(
             BadInput, match=r"in the model to be trained; give it the model, model_args, size and patch"
         ):
-            unskip.recipes.build(tiny(weights=str(pretrained), model_args=arguments))
+            unskip.recipes.build_task(tiny(weights=str(pretrained), model_args=arguments))
 
 
 def test_an_encoder_is_no_teacher(pretrained: Path) -> None:
     with pytest.raises(BadInput, match="an encoder without a classifier"):
-        unskip.recipes.build(tiny(weights=str(pretrained), teacher="original"))
+        unskip.recipes.build_task(tiny(weights=str(pretrained), teacher="original"))
 
 
 def test_an_encoder_whose_skips_are_kept_is_noted(pretrained: Path) -> None:
-    task, _ = unskip.recipes.build(tiny(weights=str(pretrained)))
+    task, _ = unskip.recipes.build_task(tiny(weights=str(pretrained)))
     assert not task.wirings
     assert "saved with other skips" in "; ".join(task.notes)
 
 
 def test_the_rate_falls_from_the_head_down(pretrained: Path) -> None:
-    task, _ = unskip.recipes.build(tiny(weights=str(pretrained), layer_decay=0.5, lr=1.0))
+    task, _ = unskip.recipes.build_task(tiny(weights=str(pretrained), layer_decay=0.5, lr=1.0))
     rates = {id(value): group["lr"] for group in task.optimizer.param_groups for value in group["params"]}
     names = ("head", "blocks.1.mlp.fc1", "blocks.0.mlp.fc1", "patch_embed.proj")
     assert [rates[id(task.model.get_parameter(f"{name}.weight"))] for name in names] == [1.0, 0.5, 0.25, 0.125]
@@ -278,7 +278,7 @@ def test_a_run_that_ends_before_its_shortcut_says_so(tmp_path: Path) -> None:
 
 def test_drop_path_is_off_where_skips_are_cut(tmp_path: Path) -> None:
     def rates(**changes: Any) -> set[float]:
-        task, _ = unskip.recipes.build(tiny(drop_path=0.5, **changes))
+        task, _ = unskip.recipes.build_task(tiny(drop_path=0.5, **changes))
         return {module.drop_prob for module in task.model.modules() if hasattr(module, "drop_prob")}
 
     assert max(rates()) == 0.5

@@ -57,8 +57,8 @@ def _weighs(op: str) -> bool:
 
 def _fits(part: MlpParts, width: int) -> bool:
     """Whether all weights are of a token's features, and not of a head's, of several tokens' or of each token."""
-    found = [norm for norm in (part.norm, part.out_norm) if norm is not None]
-    norms = [norm for norm in found if norm.kind != "other" and norm.place != "post"]
+    all_norms = [norm for norm in (part.norm, part.out_norm) if norm is not None]
+    norms = [norm for norm in all_norms if norm.kind != "other" and norm.place != "post"]
     vectors = [part.scale, *(norm.gain for norm in norms), *(norm.bias for norm in norms)]
     sizes = {1, width}
     return part.up.shape[1] == len(part.down) == width and all(v is None or v.numel() in sizes for v in vectors)

@@ -115,7 +115,7 @@ def _core(graph: Graph, steps: list[Node]) -> tuple[Node, Node, Node]:
 
 def nearest_products(graph: Graph, target: int, stop: int | None = None) -> list[Node]:
     """The products with a weight that a node is made of, those behind other such products or behind `stop` left out."""
-    found: list[Node] = []
+    products: list[Node] = []
     frontier, seen = [target], set()
     while frontier:
         index = frontier.pop()
@@ -124,10 +124,10 @@ def nearest_products(graph: Graph, target: int, stop: int | None = None) -> list
         seen.add(index)
         node = graph.nodes[index]
         if is_weighted(graph, node):
-            found.append(node)
+            products.append(node)
         else:
             frontier.extend(node.parents)
-    return sorted(found, key=lambda node: node.index)
+    return sorted(products, key=lambda node: node.index)
 
 
 def _projection(graph: Graph, readers: list[list[int]], index: int, axis: int) -> Projection:
@@ -137,21 +137,21 @@ def _projection(graph: Graph, readers: list[list[int]], index: int, axis: int) -
         raise Unviewable(f"queries, keys or values are made by {len(behind)} weights")
     of = product(graph, readers, behind[0])
     names = spread(graph, of.result, of.axis, labels(len(of.matrix)))
-    found = follow(graph, {of.result: names}, index).get(index)
-    if found is None:
+    entries = follow(graph, {of.result: names}, index).get(index)
+    if entries is None:
         raise Unviewable("the rows that make a head cannot be followed")
-    found = found.movedim(axis, -1)  # (..., tokens, head_dim)
-    found = found.reshape(-1, *found.shape[-2:])
-    if found.eq(NOTHING).any() or not found.eq(found[:, :1]).all():
+    entries = entries.movedim(axis, -1)  # (..., tokens, head_dim)
+    entries = entries.reshape(-1, *entries.shape[-2:])
+    if entries.eq(NOTHING).any() or not entries.eq(entries[:, :1]).all():
         raise Unviewable("attention over features, or heads that differ by token")
-    heads, which = _distinct(found[:, 0].long() - 1)
+    heads, which = _distinct(entries[:, 0].long() - 1)
     return Projection(of, rows(of.matrix, heads), of.bias_at(heads), which)
 
 
-def _distinct(found: Tensor) -> tuple[Tensor, Tensor]:
+def _distinct(values: Tensor) -> tuple[Tensor, Tensor]:
     """The distinct rows in order of appearance, and which of them each row is."""
     order: dict[tuple[int, ...], int] = {}
-    which = [order.setdefault(tuple(row), len(order)) for row in found.tolist()]
+    which = [order.setdefault(tuple(row), len(order)) for row in values.tolist()]
     return torch.tensor([*order]), torch.tensor(which)
 
 
@@ -169,11 +169,11 @@ def _output(
         raise Unviewable("queries and attended values are laid out differently")
     names = q.head_of[:, None, None] * width + labels(width)  # (batch * heads, 1, head_dim)
     names = names.reshape(*context.shape[:-2], 1, width).expand(context.shape)
-    found = follow(graph, {context.index: names}, out.source).get(out.source)
+    entries = follow(graph, {context.index: names}, out.source).get(out.source)
     inner = q.heads * width
-    if found is None:
+    if entries is None:
         raise Unviewable("the heads cannot be followed to the output projection")
-    columns = found.movedim(out.axis, -1).reshape(-1, out.matrix.shape[1])
+    columns = entries.movedim(out.axis, -1).reshape(-1, out.matrix.shape[1])
     start = int(columns[0].ne(NOTHING).long().argmax())
     expected = torch.zeros(out.matrix.shape[1], dtype=torch.float64)
     expected[start : start + inner] = labels(inner)
@@ -212,43 +212,43 @@ def _is_norm(node: Node) -> bool:
 
 def input_extras(graph: Graph, steps: list[Node], target: int) -> list[str]:
     """What happens to a branch's input besides its norm: positions are added, or it is modulated by a condition."""
-    found = []
+    extras = []
     for node in steps:
         on_path = node.index <= target and node.index in graph.nodes[target]
         if on_path and not _is_norm(node) and len(node.parents) == 2:
-            found += ["input modulation"] if node.op == "mul" else ["input sum"] if node.op in _ops.ADD else []
-    return list(dict.fromkeys(found))
+            extras += ["input modulation"] if node.op == "mul" else ["input sum"] if node.op in _ops.ADD else []
+    return list(dict.fromkeys(extras))
 
 
 def _extras(graph: Graph, source: int, target: int, where: str) -> list[str]:
     """What lies between two nodes besides moving and scaling."""
-    found = []
+    extras = []
     for node in between(graph.nodes, source, target):
         if in_norm(node) or node.op in ("linalg_vector_norm", "norm"):
-            found.append(f"{where} norm")
+            extras.append(f"{where} norm")
         elif node.op in _ops.ADD or (node.op == "cat" and where != "value"):  # a cache goes before values
-            found.append(f"{where} positions" if where == "query-key" else f"{where} sum")
+            extras.append(f"{where} positions" if where == "query-key" else f"{where} sum")
         elif node.op == "mul" and len(node.parents) == 2 and not any(graph.nodes[p].fixed for p in node.parents):
-            found.append(f"{where} gate")
+            extras.append(f"{where} gate")
         elif node.op in _ops.ACTIVATION - {"clamp_min"}:  # that guards a division
-            found.append(f"{where} {node.op}")
-    return found
+            extras.append(f"{where} {node.op}")
+    return extras
 
 
 def _score_extras(graph: Graph, scores: Node, softmax: Node) -> list[str]:
     """What happens to the scores besides one number: a mask, a bias such as relative positions, a cap, scales."""
-    found = ["score bias"] if len(scores.parents) > 2 and scores.step and scores.step.kwargs.get("beta", 1) else []
+    extras = ["score bias"] if len(scores.parents) > 2 and scores.step and scores.step.kwargs.get("beta", 1) else []
     for node in between(graph.nodes, scores.index, softmax.index)[:-1]:
         others = [p for p in node.parents if scores.index not in graph.nodes[p]]
         if node.op in ("masked_fill", "where"):
-            found.append("mask")
+            extras.append("mask")
         elif node.op in _ops.ADD and others:
-            found.append("mask" if _masks(graph, others[0]) else "score bias")
+            extras.append("mask" if _masks(graph, others[0]) else "score bias")
         elif node.op == "mul" and others and graph.values[others[0]].numel() > 1:
-            found.append("score scale")
+            extras.append("score scale")
         elif node.op in _ops.ACTIVATION:
-            found.append("score cap" if node.op == "tanh" else f"score {node.op}")
-    return found
+            extras.append("score cap" if node.op == "tanh" else f"score {node.op}")
+    return extras
 
 
 def _masks(graph: Graph, index: int) -> bool:

@@ -19,11 +19,11 @@ from unskip.anatomy._sites import Site, Survey, Unknown, survey
 class Audit(Sequence[Site]):
     """The residual sites of a model in execution order, long skips included: `audit[i].index` is i, as in a wiring."""
 
-    def __init__(self, model: str, found: Survey) -> None:
+    def __init__(self, model: str, survey: Survey) -> None:
         self.model = model
-        self.sites = found.sites
-        self.unknown: tuple[Unknown, ...] = found.unknown
-        self.notes: tuple[str, ...] = found.notes
+        self.sites = survey.sites
+        self.unknown: tuple[Unknown, ...] = survey.unknown
+        self.notes: tuple[str, ...] = survey.notes
 
     @property
     def long_skips(self) -> tuple[Site, ...]:

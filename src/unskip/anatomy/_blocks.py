@@ -91,24 +91,24 @@ def blocks_in(model: nn.Module, trace: ModelTrace, blocks: object = "all") -> tu
     if not sites:
         raise NoResidualError(f"{type(model).__name__}: no residual sites, so no blocks")
     finder = _Finder(model, trace)
-    found = []
+    all_blocks = []
     if callable(blocks):
         for group in _ending(sites, blocks):
             last = group[-1]
             whole = last is [site for site in sites if site.block == last.block][-1]
             name = f"{last.block or '(model)'} up to site {last.index}"
-            found.append(finder.block(name, group, last.block if whole else None))
+            all_blocks.append(finder.block(name, group, last.block if whole else None))
     elif is_declared(blocks):
         for path in _matching(model, [blocks] if isinstance(blocks, str) else blocks):  # type: ignore[arg-type]
             group = [s for s in sites if all(holds(path, name) for name in s.branch or [s.path])]
             if not group:
                 raise BadInput(f"blocks: no residual site of {type(model).__name__} lies in {path}")
-            found.append(finder.block(path, group, path))
+            all_blocks.append(finder.block(path, group, path))
     else:
         for path in dict.fromkeys(site.block for site in sites):
-            found.append(finder.block(path, [site for site in sites if site.block == path], path))
-    found.sort(key=lambda block: block.node)
-    return tuple(replace(block, index=index) for index, block in enumerate(found))
+            all_blocks.append(finder.block(path, [site for site in sites if site.block == path], path))
+    all_blocks.sort(key=lambda block: block.node)
+    return tuple(replace(block, index=index) for index, block in enumerate(all_blocks))
 
 
 def is_declared(blocks: object) -> bool:
@@ -158,7 +158,7 @@ def _ending(sites: Sequence[Site], last: Callable[[Site], bool]) -> Iterator[lis
 def _matching(model: nn.Module, patterns: Iterable[str]) -> list[str]:
     """The paths of modules that any of the patterns fits."""
     names = [name for name, _ in model.named_modules() if name]
-    found: list[str] = []
+    paths: list[str] = []
     for pattern in patterns:
         form = re.escape(str(pattern)).replace(r"\*\*", ".*").replace(r"\*", r"[^.]*")
         mine = [name for name in names if re.fullmatch(form, name)]
@@ -167,8 +167,8 @@ def _matching(model: nn.Module, patterns: Iterable[str]) -> list[str]:
                 f"blocks: no module of {type(model).__name__} is called {pattern!r}{nearest(str(pattern), names)}; "
                 "* stands for one name, as in 'encoder.layers.*'"
             )
-        found += mine
-    return list(dict.fromkeys(found))
+        paths += mine
+    return list(dict.fromkeys(paths))
 
 
 class _Finder:
@@ -219,11 +219,11 @@ class _Finder:
         return add.index
 
     def _taps(self, node: int, path: str | None, last: Site) -> tuple[Tap, ...]:
-        found = [self._tap(node, path)]
+        taps = [self._tap(node, path)]
         finding = self.trace.runs[last.index][-1].findings[-1]
-        if found == [None] and finding.add.index == node and finding.role == "mix":
-            found = [self._tap(finding.stream, path), self._tap(finding.branch, path)]
-        return tuple(tap for tap in found if tap is not None) if all(found) else ()
+        if taps == [None] and finding.add.index == node and finding.role == "mix":
+            taps = [self._tap(finding.stream, path), self._tap(finding.branch, path)]
+        return tuple(tap for tap in taps if tap is not None) if all(taps) else ()
 
     def _tap(self, node: int, path: str | None) -> Tap | None:
         known = [each for each in self.graph.crossings.get(node, []) if id(each.module) in self.names]

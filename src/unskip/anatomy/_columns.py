@@ -38,40 +38,42 @@ def spread(graph: Graph, index: int, axis: int, names: Tensor) -> Tensor:
 
 def follow(graph: Graph, sources: dict[int, Tensor], target: int) -> dict[int, Tensor]:
     """The labels of every node between the sources and the target that still has some."""
-    found = dict(sources)
+    labelled = dict(sources)
     end = graph.nodes[target]
     start = min(sources)
     wanted = 0
     for source in sources:
         wanted |= 1 << source
     for node in graph.nodes[start + 1 : target + 1]:
-        if node.index in found or not node.ancestors & wanted or node.index not in end:
+        if node.index in labelled or not node.ancestors & wanted or node.index not in end:
             continue
-        result = _pass(graph, node, found)
+        result = _pass(graph, node, labelled)
         if result is not None:
-            found[node.index] = result
-    return found
+            labelled[node.index] = result
+    return labelled
 
 
-def _pass(graph: Graph, node: Node, found: dict[int, Tensor]) -> Tensor | None:
+def _pass(graph: Graph, node: Node, labelled: dict[int, Tensor]) -> Tensor | None:
     step = node.step
     if step is None:
         return None
     refs = step.refs
-    known = [index for index in refs if index in found]
+    known = [index for index in refs if index in labelled]
     if not known:
         return None
     if node.op in _CASTS:
-        cast = found.get(refs[-1] if node.op == "copy" else refs[0])  # a copy writes its second argument over the first
+        cast = labelled.get(
+            refs[-1] if node.op == "copy" else refs[0]
+        )  # a copy writes its second argument over the first
         return None if cast is None else cast.expand(node.shape)
     if node.op in _MOVES:
-        return _move(graph, node, found)
+        return _move(graph, node, labelled)
     if _mixes(node.op):
         return None
     for index in known:
         if graph.nodes[index].shape == node.shape:
-            return found[index]
-    return found[known[0]].expand(node.shape) if _broadcasts(graph.nodes[known[0]].shape, node.shape) else None
+            return labelled[index]
+    return labelled[known[0]].expand(node.shape) if _broadcasts(graph.nodes[known[0]].shape, node.shape) else None
 
 
 def _mixes(op: str) -> bool:
@@ -85,15 +87,15 @@ def _broadcasts(shape: tuple[int, ...], target: tuple[int, ...]) -> bool:
     return all(size in (1, whole) for size, whole in zip(reversed(shape), reversed(target), strict=False))
 
 
-def _move(graph: Graph, node: Node, found: dict[int, Tensor]) -> Tensor | None:
+def _move(graph: Graph, node: Node, labelled: dict[int, Tensor]) -> Tensor | None:
     step = node.step
     assert step is not None
 
     def resolve(value: Any) -> Any:
         if not isinstance(value, Ref):
             return value
-        if value.index in found:
-            return found[value.index]
+        if value.index in labelled:
+            return labelled[value.index]
         source = graph.nodes[value.index]
         if source.floating:
             return torch.full(source.shape, NOTHING, dtype=torch.float64)

@@ -18,10 +18,10 @@ def drop_paths(model: nn.Module, site: Site) -> list[tuple[nn.Module, str]]:
     """
     prefix = site.path + "." if site.path else ""
     inside = [prefix + name for name, _ in model.get_submodule(site.path).named_children()]
-    found: dict[int, tuple[nn.Module, str]] = {}
+    dropping: dict[int, tuple[nn.Module, str]] = {}
     for name in dict.fromkeys([*site.branch, *inside]):
         for module in model.get_submodule(name).modules():
             rate = "drop_prob" if hasattr(module, "drop_prob") else "p"
             if _DROP_PATH.search(type(module).__name__) and getattr(module, rate, None):
-                found[id(module)] = (module, rate)
-    return list(found.values())
+                dropping[id(module)] = (module, rate)
+    return list(dropping.values())

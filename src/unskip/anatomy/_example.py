@@ -80,15 +80,15 @@ def example_for(model: nn.Module, example: object = None) -> Example:
     if example is not None:
         return Example.of(example)
     maker = Maker(model)
-    found = maker.torch_nn() or maker.timm() or maker.diffusers() or maker.transformers() or maker.torchvision()
-    if found is None:
+    example = maker.torch_nn() or maker.timm() or maker.diffusers() or maker.transformers() or maker.torchvision()
+    if example is None:
         if rewired_state(model) is None:
             refuse_wrapped(model)  # what does not say may be the wrapper
         raise BadInput(
             f"{type(model).__name__} does not say what it takes. Pass example= a tensor, a tuple of arguments or a "
             "mapping of keyword arguments."
         )
-    return found
+    return example
 
 
 class Maker:

@@ -28,11 +28,11 @@ def features(
     if pool not in ("mean", "cls", None):
         raise BadInput(f"pool is {pool!r}; it can be 'mean', 'cls' or None")
     example = Example.of(images)
-    found = find_blocks(model, example, blocks)
-    wanted = block_indices(blocks, len(found))
-    with keep_outputs(model, found, wanted) as outputs:
+    all_blocks = find_blocks(model, example, blocks)
+    wanted = block_indices(blocks, len(all_blocks))
+    with keep_outputs(model, all_blocks, wanted) as outputs:
         example.run(model)
-    return {index: pool_tokens(outputs[index], found[index].axis, pool) for index in wanted}
+    return {index: pool_tokens(outputs[index], all_blocks[index].axis, pool) for index in wanted}
 
 
 def pool_tokens(output: Tensor, axis: int, pool: str | None) -> Tensor:

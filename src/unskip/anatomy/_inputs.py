@@ -42,21 +42,21 @@ class _Inputs:
         self.takes = set(inspect.signature(model.forward).parameters)
 
     def arguments(self) -> dict[str, Any]:
-        found = {**self._images(), **self._audio()}
+        inputs = {**self._images(), **self._audio()}
         if "past_values" in self.takes or "inference_session" in self.takes:
             return {}  # a time series, or a video with a state: too much is left to say
         ids = self._ids("input_ids", decoder=False)
         if ids is not None and not ("input_features" in self.takes and self._is_speech_to_text()):
-            found["input_ids"] = ids = self._with_tokens(ids, found)
+            inputs["input_ids"] = ids = self._with_tokens(ids, inputs)
             token = self._token("image")
-            if "mm_token_type_ids" in self.takes and token is not None and "pixel_values" in found:
-                found["mm_token_type_ids"] = ids.eq(token).long()
+            if "mm_token_type_ids" in self.takes and token is not None and "pixel_values" in inputs:
+                inputs["mm_token_type_ids"] = ids.eq(token).long()
         if getattr(self.config, "is_encoder_decoder", False):
             ids = self._ids("decoder_input_ids", decoder=True)
-            found |= {} if ids is None else {"decoder_input_ids": ids}
-        if "bbox" in self.takes and "input_ids" in found:
-            found["bbox"] = self._boxes(found["input_ids"])
-        return found
+            inputs |= {} if ids is None else {"decoder_input_ids": ids}
+        if "bbox" in self.takes and "input_ids" in inputs:
+            inputs["bbox"] = self._boxes(inputs["input_ids"])
+        return inputs
 
     # --- Text ---------------------------------------------------------------------------------------------------------
 
@@ -89,22 +89,22 @@ class _Inputs:
         whole = hasattr(self.config, "max_2d_position_embeddings")
         return (box if whole else (box / 1000).to(self.maker.dtype)).repeat(*ids.shape, 1)
 
-    def _with_tokens(self, ids: Tensor, found: dict[str, Any]) -> Tensor:
+    def _with_tokens(self, ids: Tensor, inputs: dict[str, Any]) -> Tensor:
         """Each row led by the tokens that stand for its image or sound, as many as the model makes features of them."""
         for kind, main in (("image", "pixel_values"), ("audio", "input_features"), ("audio", "input_values")):
             token = self._token(kind)
             method = getattr(self.model, f"get_{kind}_features", None)
-            if main not in found or token is None or method is None:
+            if main not in inputs or token is None or method is None:
                 continue
-            rows = self._features(method, found)
-            if rows is None and "image_sizes" in found:  # some towers take images of one size, and no sizes
-                del found["image_sizes"]
-                rows = self._features(method, found)
+            rows = self._features(method, inputs)
+            if rows is None and "image_sizes" in inputs:  # some towers take images of one size, and no sizes
+                del inputs["image_sizes"]
+                rows = self._features(method, inputs)
             if kind == "audio" and (
                 rows is None or ids.device.type == "meta"
             ):  # the text alone is a forward of its own
                 for name in (main, *_MASKS):
-                    found.pop(name, None)
+                    inputs.pop(name, None)
             elif rows is not None:
                 ids = torch.cat([ids.new_full((BATCH, rows), token), ids], dim=1)
         return ids
@@ -112,11 +112,11 @@ class _Inputs:
     def _token(self, kind: str) -> int | None:
         return getattr(self.config, f"{kind}_token_id", getattr(self.config, f"{kind}_token_index", None))
 
-    def _features(self, method: Any, found: dict[str, Any]) -> int | None:
+    def _features(self, method: Any, inputs: dict[str, Any]) -> int | None:
         """How many features the model makes of one image or sound, or None where it fails."""
         takes = inspect.signature(method).parameters
         open_ended = any(p.kind is p.VAR_KEYWORD for p in takes.values())
-        given = {k: v.clone() for k, v in found.items() if k in takes or (open_ended and k not in self.takes)}
+        given = {k: v.clone() for k, v in inputs.items() if k in takes or (open_ended and k not in self.takes)}
         with quiet(self.model, training=False), contextlib.suppress(Exception):
             output = method(**given)
             parts = [getattr(output, name, None) for name in ("pooler_output", "last_hidden_state")]
@@ -147,10 +147,10 @@ class _Inputs:
             image = image.unsqueeze(1).repeat(1, int(frames), 1, 1, 1)
         elif "pixel_attention_mask" in self.takes and "spatial_shapes" not in self.takes:
             image = image.unsqueeze(1)  # several images in a row of text
-        found: dict[str, Any] = {name: image}
+        inputs: dict[str, Any] = {name: image}
         if "image_sizes" in self.takes and image.ndim == 4:
-            found["image_sizes"] = torch.tensor([image.shape[-2:]] * BATCH, device=image.device)
-        return found
+            inputs["image_sizes"] = torch.tensor([image.shape[-2:]] * BATCH, device=image.device)
+        return inputs
 
     def _patches(self, vision: Any, channels: int, name: str, grid: str) -> dict[str, Any]:
         """Every image cut into flattened patches, and how many there are in time, height and width."""

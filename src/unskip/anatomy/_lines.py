@@ -50,17 +50,17 @@ def _known_by(calls: list[list[Finding]], where: Where, at: Located) -> tuple[st
     inside = {id(module): path for path, module in at.module.named_modules() if path}
     held = [[located.names if (located := where[f.add.index][0]) else {} for f in runs] for runs in calls]
     longest = max(range(len(calls)), key=lambda i: len(calls[i]))
-    found: dict[bool, tuple[str, list[str | int]]] = {}  # by whether it is a number
+    lists: dict[bool, tuple[str, list[str | int]]] = {}  # by whether it is a number
     for name in sorted(at.targets or ()):
         turns = [[names.get(name) for names in each] for each in held]
         values = turns[longest]
         if any(each != values[: len(each)] for each in turns) or len({id(value) for value in values}) < len(values):
             continue
         if all(type(value) is int for value in values):
-            found[True] = name, values  # type: ignore[assignment]
+            lists[True] = name, values  # type: ignore[assignment]
         elif all(id(value) in inside and _runs(value, f) for value, f in zip(values, calls[longest], strict=True)):
-            found[False] = name, [inside[id(value)] for value in values]
-    return found.get(False) or found.get(True) or (None, [])
+            lists[False] = name, [inside[id(value)] for value in values]
+    return lists.get(False) or lists.get(True) or (None, [])
 
 
 def _runs(module: object, finding: Finding) -> bool:

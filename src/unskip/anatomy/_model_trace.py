@@ -74,23 +74,23 @@ def trace_model(model: nn.Module, example: Example, weighted: bool = False) -> M
     with state.suspended() if state is not None else contextlib.nullcontext():
         refuse_wrapped(model)
         graph = _record(model, example)
-        sites, found = sites_in(graph, model)
+        sites, findings = sites_in(graph, model)
         if state is not None:
             sites = _same(model, state.survey.sites, sites)
         weights = held or {site.index: (1.0, 1.0) for site in sites}
-        weigh = _weighed(sites, found, weights)
+        weigh = _weighed(sites, findings, weights)
         if weighted and weigh:
             graph = _record(model, example, weigh)
-            _refuse_moved(model, graph, found)
-    return ModelTrace(graph, consumers(graph), tuple(sites), tuple(tuple(map(_site_run, r)) for r in found), weights)
+            _refuse_moved(model, graph, findings)
+    return ModelTrace(graph, consumers(graph), tuple(sites), tuple(tuple(map(_site_run, r)) for r in findings), weights)
 
 
 def trace_again(model: nn.Module, example: Example, like: ModelTrace) -> ModelTrace:
     """The same for another example of the same shape, without finding the sites again."""
     state = rewired_state(model)
     with state.suspended() if state is not None else contextlib.nullcontext():
-        found = [[run.findings for run in runs] for runs in like.runs]
-        graph = _record(model, example, _weighed(like.sites, found, like.weights))
+        findings = [[run.findings for run in runs] for runs in like.runs]
+        graph = _record(model, example, _weighed(like.sites, findings, like.weights))
     if [node.op for node in graph.nodes] != [node.op for node in like.graph.nodes]:
         raise BadInput(
             f"{type(model).__name__}: which operators run depends on values or shapes of the example, and its samples "
@@ -100,12 +100,12 @@ def trace_again(model: nn.Module, example: Example, like: ModelTrace) -> ModelTr
 
 
 def _weighed(
-    sites: Sequence[Site], found: list[list[tuple[Finding, ...]]], weights: dict[int, tuple[Number, Number]]
+    sites: Sequence[Site], findings: list[list[tuple[Finding, ...]]], weights: dict[int, tuple[Number, Number]]
 ) -> Weigh:
     """The sums that are not plain, by their nodes."""
     return {
         finding.add.index: _sum(finding, *weights[site.index])
-        for site, runs in zip(sites, found, strict=True)
+        for site, runs in zip(sites, findings, strict=True)
         for finding in (f for run in runs for f in run)
         if any(isinstance(w, Tensor) or w != 1 for w in weights[site.index])
     }
@@ -150,8 +150,8 @@ def scaled(value: Tensor, weight: Number) -> Tensor:
     return torch.zeros_like(value) if weight == 0 else value * weight
 
 
-def _refuse_moved(model: nn.Module, graph: Graph, found: list[list[tuple[Finding, ...]]]) -> None:
-    for finding in (f for runs in found for run in runs for f in run):
+def _refuse_moved(model: nn.Module, graph: Graph, findings: list[list[tuple[Finding, ...]]]) -> None:
+    for finding in (f for runs in findings for run in runs for f in run):
         node = graph.nodes[finding.add.index] if finding.add.index < len(graph.nodes) else None
         if node is None or not node.calls or node.calls[0].code is not finding.add.calls[0].code:
             raise BadInput(

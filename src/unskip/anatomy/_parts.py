@@ -146,25 +146,25 @@ Part = AttentionParts | MlpParts | ParallelParts
 class Parts(Sequence[Part | None]):
     """The parts of every site, in the order of the sites; None where the layout is unknown, with `reasons` why."""
 
-    def __init__(self, model: str, sites: Sequence[Site], found: Sequence[Part | None], reasons: dict[int, str]):
+    def __init__(self, model: str, sites: Sequence[Site], parts: Sequence[Part | None], reasons: dict[int, str]):
         self.model = model
         self.sites = tuple(sites)
         self.reasons = reasons  # by site index
-        self._found = tuple(found)
+        self._parts = tuple(parts)
 
     @overload
     def __getitem__(self, index: int) -> Part | None: ...
     @overload
     def __getitem__(self, index: slice) -> Sequence[Part | None]: ...
     def __getitem__(self, index: int | slice) -> Part | Sequence[Part | None] | None:
-        return self._found[index]
+        return self._parts[index]
 
     def __len__(self) -> int:
-        return len(self._found)
+        return len(self._parts)
 
     def attentions(self) -> Iterator[AttentionParts]:
         """Every attention, those of parallel sites included."""
-        for part in self._found:
+        for part in self._parts:
             if isinstance(part, ParallelParts):
                 yield part.attention
             elif isinstance(part, AttentionParts):
@@ -172,7 +172,7 @@ class Parts(Sequence[Part | None]):
 
     def mlps(self) -> Iterator[MlpParts]:
         """Every MLP, those of parallel sites included."""
-        for part in self._found:
+        for part in self._parts:
             if isinstance(part, ParallelParts):
                 yield part.mlp
             elif isinstance(part, MlpParts):
@@ -181,15 +181,15 @@ class Parts(Sequence[Part | None]):
     def __str__(self) -> str:
         header = ("site", "path", "kind", "parts", "activation", "besides")
         lines: list[list[object]] = []
-        for site, part in zip(self.sites, self._found, strict=True):
+        for site, part in zip(self.sites, self._parts, strict=True):
             lines += [[site.index, site.path or "(model)", site.kind, *cells] for cells in _cells(part)]
             if part is None:
                 lines[-1][-1] = self.reasons[site.index]
-        known = sum(part is not None for part in self._found)
+        known = sum(part is not None for part in self._parts)
         return f"{self.model}: the weights of {known} of {len(self)} sites\n\n" + table(header, lines)
 
     def __repr__(self) -> str:
-        known = sum(part is not None for part in self._found)
+        known = sum(part is not None for part in self._parts)
         return f"<Parts of {self.model}: {known} of {len(self)} sites>"
 
 
@@ -203,10 +203,10 @@ class PartsTrace:
 
     def probabilities(self, index: int) -> Tensor:
         """The attention probabilities at a site: (samples, heads, queries, keys)."""
-        found = self.attentions[index]
-        values = self.trace.graph.values[found.softmax]
+        attention = self.attentions[index]
+        values = self.trace.graph.values[attention.softmax]
         values = values.reshape(-1, *values.shape[-2:])
-        return torch.stack([values[found.q.head_of == head] for head in range(found.q.heads)], 1)
+        return torch.stack([values[attention.q.head_of == head] for head in range(attention.q.heads)], 1)
 
 
 def parts(model: nn.Module, example: object = None) -> Parts:
@@ -222,15 +222,15 @@ def trace_parts(model: nn.Module, example: Example, weighted: bool = False) -> P
     """Traces the model on the example and finds the parts of every site."""
     trace = trace_model(model, example, weighted)
     finder = _Finder(model, trace)
-    found: list[Part | None] = []
+    views: list[Part | None] = []
     reasons: dict[int, str] = {}
     for site, run in zip(trace.sites, trace.last_runs, strict=True):
         try:
-            found.append(finder.part(site, run))
+            views.append(finder.part(site, run))
         except Unviewable as reason:
-            found.append(None)
+            views.append(None)
             reasons[site.index] = str(reason)
-    return PartsTrace(trace, Parts(type(model).__name__, trace.sites, found, reasons), finder.attentions)
+    return PartsTrace(trace, Parts(type(model).__name__, trace.sites, views, reasons), finder.attentions)
 
 
 @dataclass
@@ -260,40 +260,40 @@ class _Finder:
             return self._mlp(site, run, find_mlp(self.graph, self.readers, run.steps))
         raise Unviewable(f"neither attention nor MLP, but {site.kind}")
 
-    def _attention(self, site: Site, run: SiteRun, found: Attention) -> AttentionParts:
-        self.attentions[site.index] = found
-        products = {id(p): p for p in (found.q.of, found.k.of, found.v.of, found.out)}.values()
+    def _attention(self, site: Site, run: SiteRun, attention: Attention) -> AttentionParts:
+        self.attentions[site.index] = attention
+        products = {id(p): p for p in (attention.q.of, attention.k.of, attention.v.of, attention.out)}.values()
         return AttentionParts(
-            **self._common(site, run, [found.q.of.source], found.out.result, found.extras),
+            **self._common(site, run, [attention.q.of.source], attention.out.result, attention.extras),
             parameters=tuple({id(p.weight): p.weight for p in products}.values()),
             biases=tuple({id(b): b for p in products for b in p.biases}.values()),
-            q=found.q.weight,
-            k=found.k.weight,
-            v=found.v.weight,
-            q_bias=found.q.bias,
-            k_bias=found.k.bias,
-            v_bias=found.v.bias,
-            out=found.out.matrix[:, found.columns],
-            out_bias=found.out.bias,
-            cross=found.cross,
-            softmax_scale=found.scale,
+            q=attention.q.weight,
+            k=attention.k.weight,
+            v=attention.v.weight,
+            q_bias=attention.q.bias,
+            k_bias=attention.k.bias,
+            v_bias=attention.v.bias,
+            out=attention.out.matrix[:, attention.columns],
+            out_bias=attention.out.bias,
+            cross=attention.cross,
+            softmax_scale=attention.scale,
         )
 
-    def _mlp(self, site: Site, run: SiteRun, found: Mlp) -> MlpParts:
-        halves = [found.up] if found.gate is None else [found.up, found.gate]
-        products = {id(p): p for p in (*(half.of for half in halves), found.down)}.values()
+    def _mlp(self, site: Site, run: SiteRun, mlp: Mlp) -> MlpParts:
+        halves = [mlp.up] if mlp.gate is None else [mlp.up, mlp.gate]
+        products = {id(p): p for p in (*(half.of for half in halves), mlp.down)}.values()
         part = MlpParts(
-            **self._common(site, run, [half.of.source for half in halves], found.down.result, found.extras),
+            **self._common(site, run, [half.of.source for half in halves], mlp.down.result, mlp.extras),
             parameters=tuple({id(p.weight): p.weight for p in products}.values()),
             biases=tuple({id(b): b for p in products for b in p.biases}.values()),
-            up=found.up.weight,
-            gate=None if found.gate is None else found.gate.weight,
-            down=found.down.matrix[:, found.columns],
-            up_bias=found.up.bias,
-            gate_bias=None if found.gate is None else found.gate.bias,
-            down_bias=found.down.bias,
-            activation=found.activation,
-            curve=found.curve,
+            up=mlp.up.weight,
+            gate=None if mlp.gate is None else mlp.gate.weight,
+            down=mlp.down.matrix[:, mlp.columns],
+            up_bias=mlp.up.bias,
+            gate_bias=None if mlp.gate is None else mlp.gate.bias,
+            down_bias=mlp.down.bias,
+            activation=mlp.activation,
+            curve=mlp.curve,
         )
         more = unseen(self.graph, run, part)
         return part if more is None else replace(part, extras=(more,))
@@ -317,27 +317,27 @@ class _Finder:
 
     def _scaling(self, run: SiteRun, output: int) -> _Scaling:
         """What multiplies the branch after its last weight: a stored vector, or something made from the input."""
-        found = _Scaling()
+        scaling = _Scaling()
         for node in run.steps:
             if output not in node or in_norm(node) or node.index == output:
                 continue
             if node.op in _ops.ACTIVATION:
-                found.extras.append(f"output {node.op}")
+                scaling.extras.append(f"output {node.op}")
             if node.op not in _ops.SCALE:
                 continue
             side = [p for p in node.parents if output not in self.graph.nodes[p]]
             leaf = self._leaf(side[0]) if side else None
             if not side:
-                found.extras += ["output factor"] if node.step is None or node.step.args[1] != 1 else []
-            elif leaf is not None and node.op == "mul" and found.scale is None:
-                found.scale = leaf.detach()
+                scaling.extras += ["output factor"] if node.step is None or node.step.args[1] != 1 else []
+            elif leaf is not None and node.op == "mul" and scaling.scale is None:
+                scaling.scale = leaf.detach()
             else:
                 moving = not self.graph.nodes[side[0]].fixed
-                found.gated = found.gated or moving
-                found.extras += [] if moving else ["computed scale"]
+                scaling.gated = scaling.gated or moving
+                scaling.extras += [] if moving else ["computed scale"]
                 value = self.graph.values[side[0]]
-                found.closed = found.closed or (value.device.type != "meta" and not value.any())
-        return found
+                scaling.closed = scaling.closed or (value.device.type != "meta" and not value.any())
+        return scaling
 
     def _leaf(self, index: int) -> nn.Parameter | None:
         node = self.graph.nodes[index]
@@ -362,24 +362,24 @@ class _Finder:
         return self._norm_at("out", [node for node in run.steps if in_norm(node) and output in node][-1:])
 
     def _norm_at(self, place: Literal["pre", "out", "post"], nodes: list[Node]) -> NormParts | None:
-        found = norm_at(self.graph, self.readers, nodes[0]) if nodes else None
-        if found is None:
+        norm = norm_at(self.graph, self.readers, nodes[0]) if nodes else None
+        if norm is None:
             return None
-        gain, bias = getattr(found.module, "weight", None), getattr(found.module, "bias", None)
+        gain, bias = getattr(norm.module, "weight", None), getattr(norm.module, "bias", None)
         step = nodes[0].step
         if nodes[0].op == "native_layer_norm" and step is not None:  # also where no module runs it
             given = [self._leaf(ref.index) if isinstance(ref, Ref) else None for ref in step.args[2:4]]
             # Computed from what the module stores, as 1 + weight is: the offset says how.
-            computed = found.offset != 0 and given[0] is None
+            computed = norm.offset != 0 and given[0] is None
             gain, bias = gain if computed else given[0], given[1]
         return NormParts(
-            self.names.get(id(found.module), ""),
-            found.kind,
+            self.names.get(id(norm.module), ""),
+            norm.kind,
             place,
-            found.eps,
+            norm.eps,
             gain.detach() if isinstance(gain, Tensor) else None,
             bias.detach() if isinstance(bias, Tensor) else None,
-            found.offset,
+            norm.offset,
         )
 
 

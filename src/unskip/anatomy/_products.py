@@ -45,9 +45,9 @@ class Product:
                 return rows(view, index - start)
         return None
 
-    def hides_bias(self, *found: Tensor | None) -> bool:
+    def hides_bias(self, *views: Tensor | None) -> bool:
         """Whether parameters of the bias are in none of the views that were found of it."""
-        seen = {view.untyped_storage()._cdata for view in found if view is not None}
+        seen = {view.untyped_storage()._cdata for view in views if view is not None}
         seen |= {view.untyped_storage()._cdata for _, view in self.pieces}
         return any(parameter.untyped_storage()._cdata not in seen for parameter in self.biases)
 

@@ -112,12 +112,12 @@ class Sample:
     def _normalised(self, run: SiteRun) -> int:
         """The node that all of the branch reads: the output of a norm of the stream, or the stream itself."""
         norms = [node for node in run.steps if in_norm(node)]
-        found = norm_at(self.trace.graph, self.trace.readers, norms[0]) if norms else None
-        if found is None or found.source not in [run.root, *self._moved(run)]:
+        norm = norm_at(self.trace.graph, self.trace.readers, norms[0]) if norms else None
+        if norm is None or norm.source not in [run.root, *self._moved(run)]:
             return run.root
-        result = self.trace.graph.nodes[found.result]
-        around = [n for n in run.steps if n.index not in result and found.result not in n]
-        return run.root if around else found.result  # something passes the norm by: the branch reads the stream
+        result = self.trace.graph.nodes[norm.result]
+        around = [n for n in run.steps if n.index not in result and norm.result not in n]
+        return run.root if around else norm.result  # something passes the norm by: the branch reads the stream
 
     def _moved(self, run: SiteRun) -> set[int]:
         """The nodes of the branch that are the stream itself, rearranged or cast."""

@@ -23,11 +23,11 @@ def units(model: nn.Module, sites: Sequence[tuple[str, Sequence[str], str]]) -> 
     inner = [_below(model, path, branch) for path, branch, _ in sites]
     # A unit that runs a list of its own beside other branches stays whole.
     mixed = {path for (path, _, _), below in zip(sites, inner, strict=True) if below is None}
-    found = []
+    paths = []
     for (path, _, _), below in zip(sites, inner, strict=True):
         around = _element(model, path)
-        found.append(around if around and (path in mixed or not below) else below or path)
-    return _joined(model, found, [kind for _, _, kind in sites])
+        paths.append(around if around and (path in mixed or not below) else below or path)
+    return _joined(model, paths, [kind for _, _, kind in sites])
 
 
 def _below(model: nn.Module, path: str, branch: Sequence[str]) -> str | None:
@@ -50,18 +50,18 @@ def _element(model: nn.Module, path: str, above: str = "", alike: bool = True) -
     return None
 
 
-def _joined(model: nn.Module, found: list[str], kinds: list[str]) -> list[str]:
+def _joined(model: nn.Module, paths: list[str], kinds: list[str]) -> list[str]:
     """Units whose list is itself an element of a list, and holds one site of another kind each, joined to one."""
     by_list: dict[str, list[int]] = {}
-    for index, unit in enumerate(found):
+    for index, unit in enumerate(paths):
         by_list.setdefault(unit.rpartition(".")[0], []).append(index)
     for parent, indices in by_list.items():
         outer = _element(model, parent) if parent else None
-        single = len({found[i] for i in indices}) == len(indices)
+        single = len({paths[i] for i in indices}) == len(indices)
         if outer is not None and single and not _repeats([kinds[i] for i in indices]):
             for i in indices:
-                found[i] = outer
-    return found
+                paths[i] = outer
+    return paths
 
 
 def _repeats(kinds: list[str]) -> bool:

@@ -20,19 +20,19 @@ from importlib import import_module
 from types import FrameType
 from typing import NoReturn
 
-COMMANDS = {  # name: (file, function, what it does)
-    "audit": ("_audit", "audit", "list every residual addition of a model"),
-    "measure": ("_measure", "measure", "rank, conditioning, attention and quantisation on a few samples"),
-    "absorb": ("_absorb", "absorb", "decide which MLPs can absorb their skip, with a certificate"),
-    "train": ("_train", "train", "train a model by a recipe"),
-    "resume": ("_train", "resume", "continue a run from its last checkpoint"),
-    "eval": ("_eval", "evaluate", "evaluate a run or any model by named protocols"),
-    "sample": ("_sample", "sample", "draw images with a generative run"),
-    "report": ("_report", "report", "one HTML page about any runs"),
-    "recipes": ("_train", "recipes", "list the recipes and their presets"),
-    "demo": ("_demo", "demo", "rewire, train with and without skips, prove, report: minutes on two cores"),
+COMMANDS = {  # name: (file, what it does); the function is called NAME_command
+    "audit": ("_audit", "list every residual addition of a model"),
+    "measure": ("_measure", "rank, conditioning, attention and quantisation on a few samples"),
+    "absorb": ("_absorb", "decide which MLPs can absorb their skip, with a certificate"),
+    "train": ("_train", "train a model by a recipe"),
+    "resume": ("_train", "continue a run from its last checkpoint"),
+    "eval": ("_eval", "evaluate a run or any model by named protocols"),
+    "sample": ("_sample", "draw images with a generative run"),
+    "report": ("_report", "one HTML page about any runs"),
+    "recipes": ("_train", "list the recipes and their presets"),
+    "demo": ("_demo", "rewire, train with and without skips, prove, report: minutes on two cores"),
 }
-_LINES = "\n".join(f"  {name:<9} {about}" for name, (_, _, about) in COMMANDS.items())
+_LINES = "\n".join(f"  {name:<9} {about}" for name, (_, about) in COMMANDS.items())
 HELP = f"""usage: unskip COMMAND [OPTIONS]
 
 Take control of the skip connections in your transformer.
@@ -135,7 +135,6 @@ def _run(command: str, args: list[str], plugins: list[str]) -> int:
     tyro = need("tyro")
     from unskip.cli._say import warnings_in_a_line
 
-    file, name, _ = COMMANDS[command]
     with warnings_in_a_line(), _interrupted_at_once() as usual:
         if command == "eval" or args[:1] not in (["-h"], ["--help"]):  # the help of eval lists what plugins add
             from unskip._plugins import load_installed, load_plugins
@@ -146,7 +145,7 @@ def _run(command: str, args: list[str], plugins: list[str]) -> int:
                 for library in ("unskip.recipes", "timm"):  # now, while an interrupt is no exception
                     import_module(library)
                 usual()
-        function = getattr(import_module(f"unskip.cli.{file}"), name)
+        function = getattr(import_module(f"unskip.cli.{COMMANDS[command][0]}"), f"{command}_command")
         if command == "train":
             return int(function(args))  # its options depend on the recipe and the preset
         about = f"{inspect.getdoc(function)}\n\n{PLUGIN}"

@@ -21,7 +21,7 @@ _MOST = "Approximate replacements that are further off than this, relative, are 
 _APPLY = "Rewrite the sites that may be: exact, widen or approximate (needs --data)."
 
 
-def absorb(
+def absorb_command(
     model: Annotated[str, tyro.conf.Positional, model_help("The model, with pretrained weights unless --random")],
     data: Annotated[str | None, told(_DATA, "SOURCE")] = None,
     n: Count = 64,

@@ -27,7 +27,7 @@ _SHORTCUT = (
 )
 
 
-def audit(
+def audit_command(
     model: Annotated[str, tyro.conf.Positional, model_help("What to audit; a named model has random weights")],
     shortcut: Annotated[str | None, told(_SHORTCUT, "RULE")] = None,
     input: Inputs = (),  # noqa: A002

@@ -30,7 +30,7 @@ _DENSE = "Images with masks and boxes for segment and discover protocols: parque
 _CHANGE = "Another value for a setting of a protocol, recorded with the result: finetune-mae-v1.epochs=20."
 
 
-def evaluate(
+def eval_command(
     model: Annotated[
         str, tyro.conf.Positional, model_help("What to evaluate, with pretrained weights unless --random")
     ],

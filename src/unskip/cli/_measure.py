@@ -30,7 +30,7 @@ _DATA = "Samples: a folder of images, an .npy file, a set such as digits, or ran
 _JACOBIANS = "auto, exact (as matrices, however large) or off."
 
 
-def measure(
+def measure_command(
     model: Annotated[str, tyro.conf.Positional, model_help("What to measure, with pretrained weights unless --random")],
     data: Annotated[str, told(_DATA, "SOURCE")] = "random:8",
     n: Count = 8,

@@ -15,7 +15,7 @@ _RUNS = "Folders of runs; a folder of runs, such as --seeds makes, stands for th
 _LOOK = "How many runs to build and measure from their checkpoints, and to show pictures of; 0 for none."
 
 
-def report(
+def report_command(
     runs: Annotated[tuple[str, ...], tyro.conf.Positional, told(_RUNS, "RUN ...")],
     out: Annotated[str, tyro.conf.arg(help="The page to write.", metavar="FILE")] = "report.html",
     look: Annotated[int, tyro.conf.arg(help=_LOOK, metavar="N")] = 12,

@@ -15,7 +15,7 @@ _CACHE = "~/.cache/unskip/statistics"  # of the data that samples are compared w
 _EVALUATE = "Compare with the run's data over this extractor: inception, timm:NAME, or the folder of a classifier."
 
 
-def sample(
+def sample_command(
     run: Run,
     n: Annotated[int, tyro.conf.arg(help="How many images.", metavar="N")] = 64,
     cfg: Annotated[float, tyro.conf.arg(help="Scale of classifier-free guidance; 1 is none.", metavar="W")] = 1.0,

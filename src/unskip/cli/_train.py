@@ -34,7 +34,7 @@ Train a model by a recipe, in a new folder.
 example: unskip train mae --preset digits --shortcut decay:0.6 --out runs/decayed"""
 
 
-def train(args: Sequence[str]) -> int:
+def train_command(args: Sequence[str]) -> int:
     """Train a model by a recipe: unskip train RECIPE [--preset NAME] [OPTIONS]."""
     if not args or args[0] in ("-h", "--help"):
         print(_USAGE)
@@ -54,7 +54,7 @@ def train(args: Sequence[str]) -> int:
     return code
 
 
-def resume(
+def resume_command(
     run: Runs,
     quiet: Quiet = False,
     data: Annotated[str | None, told("Where the data of the run lies now, if it was moved.", "DATA")] = None,
@@ -71,7 +71,7 @@ def resume(
     return code
 
 
-def recipes() -> int:
+def recipes_command() -> int:
     """List the recipes and their presets, with what they cost and what they should reach."""
     rows = [
         [recipe.name, name, preset.cost, preset.expected]

@@ -35,7 +35,7 @@ class Features:
     views: dict[View, dict[int, Tensor]]
     labels: Tensor
     blocks: int  # how many the model has
-    found: tuple[Block, ...] = ()  # what they are
+    all_blocks: tuple[Block, ...] = ()  # what they are
     logits: Tensor | None = None  # (images, classes), where they were asked for
 
     def __getitem__(self, view: View) -> dict[int, Tensor]:
@@ -53,7 +53,7 @@ def extract(
     views: Iterable[View] = (("mean", "none"),),
     *,
     precision: Precision = "float32",
-    found: Sequence[Block] = (),
+    all_blocks: Sequence[Block] = (),
     inputs: Inputs | None = None,
     split: str = "test",
     start: int = 0,
@@ -63,9 +63,9 @@ def extract(
 
     A view is a pool ("mean" over all tokens, "cls", the first, or "tokens", all of them) and a norm: "none", or "layer"
     for tokens brought to mean 0 and variance 1 before they are pooled. `blocks` are as for `unskip.features`, "middle"
-    besides; `found` are those of an earlier call on the same model, which need not be found again then. `inputs` makes
-    the model's arguments of a batch of images, their places in the set, from `start` on, and the name of the `split`;
-    without it the images are the only one. With `logits` the model's output is kept too.
+    besides; `all_blocks` are those of an earlier call on the same model, which spares finding them again. `inputs`
+    makes the model's arguments of a batch of images, their places in the set, from `start` on, and the name of the
+    `split`; without it the images are the only one. With `logits` the model's output is kept too.
     """
     wanted_views = list(dict.fromkeys(views))
     for pool, norm in wanted_views:
@@ -75,7 +75,7 @@ def extract(
     kept: dict[View, dict[int, list[Tensor]]] = {view: {} for view in wanted_views}
     labels: list[Tensor] = []
     outputs: list[Tensor] = []
-    every, wanted, seen = tuple(found), list[int](), start
+    every, wanted, seen = tuple(all_blocks), list[int](), start
     with evaluating(model):
         for images, part in batches:
             places = torch.arange(seen, seen + len(images), device=images.device)

@@ -35,10 +35,10 @@ class Gathered:
         blocks: dict[str, Any],
         pool: Pool | None,
         inputs: Inputs | None,
-        found: Sequence[Block],
+        all_blocks: Sequence[Block],
     ) -> None:
         self.model, self.sets, self.blocks, self.pool = model, sets, blocks, pool
-        self.inputs, self.found = inputs, tuple(found)
+        self.inputs, self.all_blocks = inputs, tuple(all_blocks)
         names: list[str] = [name for name in ("test", "train") if name in sets]
         self.features = {name: self._extracted(name, asked) for name in names}
         self.patches = {
@@ -56,7 +56,7 @@ class Gathered:
         if protocol.needs in ("logits", "samples"):
             return [[None]]
         if protocol.needs == "patches":
-            return [[index] for index in chosen_blocks(self.blocks[protocol.name], len(self.found))]
+            return [[index] for index in chosen_blocks(self.blocks[protocol.name], len(self.all_blocks))]
         features = self._of("test")[self.view(protocol)]
         wanted = chosen_blocks(self.blocks[protocol.name], self._of("test").blocks)
         if not protocol.batched:
@@ -115,13 +115,13 @@ class Gathered:
             self._union(mine),
             views,
             precision=part.options.precision,
-            found=self.found,
+            all_blocks=self.all_blocks,
             inputs=self.inputs,
             split=name,
             start=part.start,
             logits=logits,
         )
-        self.found = self.found or features.found
+        self.all_blocks = self.all_blocks or features.all_blocks
         views_of_all = {
             view: {index: part.gathered(values) for index, values in by.items()} for view, by in features.views.items()
         }
@@ -133,9 +133,9 @@ class Gathered:
         asked = [self.blocks[each.name] for each in protocols]
         if len(asked) == 1 or all(each == asked[0] for each in asked):
             return cast(Blocks, asked[0]) if asked else "all"
-        if not self.found:
+        if not self.all_blocks:
             return "all"  # how many there are is not known yet
-        return sorted({index for each in asked for index in chosen_blocks(each, len(self.found))})
+        return sorted({index for each in asked for index in chosen_blocks(each, len(self.all_blocks))})
 
     def _read(self, name: str, key: tuple[Any, bool], asked: Sequence[Protocol]) -> Patches | None:
         mine = [each for each in asked if each.needs == "patches" and (each.what, each.exact) == key]
@@ -146,8 +146,8 @@ class Gathered:
         most = None if name == "train" or None in limits else max(cast("list[int]", limits))
         part = self.sets[name]
         images = (images for images, _ in part.batches())
-        options: dict[str, Any] = {"precision": part.options.precision, "exact": key[1], "found": self.found}
-        read, self.found = read_patches(self.model, images, self._union(mine), key[0], most=most, **options)
+        options: dict[str, Any] = {"precision": part.options.precision, "exact": key[1], "all_blocks": self.all_blocks}
+        read, self.all_blocks = read_patches(self.model, images, self._union(mine), key[0], most=most, **options)
         return read
 
 

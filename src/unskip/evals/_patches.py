@@ -65,20 +65,20 @@ class Reader:
         what: What = "tokens",
         *,
         normalise: Normalise | None = None,
-        found: Sequence[Block] = (),
+        all_blocks: Sequence[Block] = (),
     ) -> None:
         choice("patches", "what", what, get_args(What))
         self.model, self.what, self.normalise = model, what, normalise
         shown = self.fitted(images[:1])
         with evaluating(model):
             try:
-                self.found = tuple(found) or find_blocks(model, Example.of(shown), blocks)
+                self.all_blocks = tuple(all_blocks) or find_blocks(model, Example.of(shown), blocks)
             except UnskipError as error:
                 raise BadInput(f"{type(model).__name__}: no blocks to take patch features of ({error})") from error
-            self.wanted = chosen_blocks(blocks, len(self.found))
+            self.wanted = chosen_blocks(blocks, len(self.all_blocks))
             if not self.wanted:
-                raise BadInput(f"blocks is {blocks!r}; name one at least, of 0 to {len(self.found) - 1}")
-            self.attentions = {} if what == "tokens" else attention_inputs(model, shown, self.found, self.wanted)
+                raise BadInput(f"blocks is {blocks!r}; name one at least, of 0 to {len(self.all_blocks) - 1}")
+            self.attentions = {} if what == "tokens" else attention_inputs(model, shown, self.all_blocks, self.wanted)
 
     @torch.no_grad()
     def __call__(self, images: Tensor, precision: Precision = "float32", exact: bool = False) -> Patches:
@@ -87,7 +87,7 @@ class Reader:
         with (
             contextlib.ExitStack() as stack,
             evaluating(self.model),
-            keep_outputs(self.model, self.found, self.wanted) as outputs,
+            keep_outputs(self.model, self.all_blocks, self.wanted) as outputs,
             matmul_precision("float32", shown.device) if exact else autocast(shown.device, precision),
         ):
             seen = {index: stack.enter_context(each.kept()) for index, each in self.attentions.items()}
@@ -95,7 +95,7 @@ class Reader:
         tensors: dict[int, Tensor] = {}
         grids: dict[int, tuple[int, int]] = {}
         for index in self.wanted:
-            tokens, grids[index] = self._on_grid(outputs[index], self.found[index].axis, shown)
+            tokens, grids[index] = self._on_grid(outputs[index], self.all_blocks[index].axis, shown)
             tensors[index] = (tokens if self.what == "tokens" else self._projected(index, seen, grids[index])).float()
         if len({*grids.values()}) > 1:
             raise BadInput(f"blocks of several resolutions, {sorted({*grids.values()})}; take blocks of one of them")
@@ -155,7 +155,7 @@ def read_patches(
     exact: bool = False,
     most: int | None = None,
     normalise: Normalise | None = None,
-    found: Sequence[Block] = (),
+    all_blocks: Sequence[Block] = (),
 ) -> tuple[Patches, tuple[Block, ...]]:
     """Patch features over batches of images of one size, of the first `most` if given, and the blocks."""
     reader, read, seen = None, None, 0
@@ -164,7 +164,7 @@ def read_patches(
         images = images if most is None else images[: most - seen]
         if not len(images):
             break
-        reader = reader or Reader(model, images, blocks, what, normalise=normalise, found=found)
+        reader = reader or Reader(model, images, blocks, what, normalise=normalise, all_blocks=all_blocks)
         read = reader(images, precision, exact)
         for index, tokens in read.blocks.items():
             parts.setdefault(index, []).append(tokens)
@@ -172,7 +172,7 @@ def read_patches(
     if reader is None or read is None:
         raise BadInput("there are no images to take patch features of")
     whole = {index: torch.cat(each) for index, each in parts.items()}
-    return Patches(whole, read.grid, read.stride, read.size), reader.found
+    return Patches(whole, read.grid, read.stride, read.size), reader.all_blocks
 
 
 def _patch(model: nn.Module, images: Tensor) -> tuple[int, int]:

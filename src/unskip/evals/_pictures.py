@@ -91,7 +91,7 @@ def pictures(
         raise BadInput(f"pictures: {out}: its name says no format that pictures are written in; end it in .png")
     if not 1 <= len(images) <= 12:
         raise BadInput(f"pictures: {len(images)} images; a sheet holds 1 to 12")
-    count = len(Reader(model, images, normalise=normalise).found)
+    count = len(Reader(model, images, normalise=normalise).all_blocks)
     if images.shape[1] not in (1, 3):
         raise BadInput(f"pictures: images of {images.shape[1]} channels; those of 1 or 3 can be shown")
     chosen = block_indices(blocks, count) if blocks is not None else _spread(count)

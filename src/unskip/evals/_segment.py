@@ -72,9 +72,9 @@ def segment(
     for name, (images, masks) in (("train", train), ("test", test)):
         _check(name, masks, tuple(images.shape), classes, ignore)
         parts = (images[part] for part in chunks(len(images), batch))
-        read, found = read_patches(model, parts, blocks, precision=precision, normalise=normalise)
+        read, all_blocks = read_patches(model, parts, blocks, precision=precision, normalise=normalise)
         asked = [blocks] if isinstance(blocks, int) else blocks
-        wanted = tuple(index % len(found) for index in asked)
+        wanted = tuple(index % len(all_blocks) for index in asked)
         tokens = torch.cat([read.blocks[index] for index in wanted], 2)
         held: dict[str, Any] = {"grid": read.grid, "stride": read.stride, "size": read.size, "masks": masks}
         labels = torch.zeros(len(images), dtype=torch.int64)

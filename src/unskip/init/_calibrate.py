@@ -54,9 +54,9 @@ def calibrate_(
     what a block sees depends on the skips before it. `where` chooses sites as in `rewire`.
     """
     check_selector(where)
-    found = parts(model, example)
-    pairs = [(site, part) for site, part in zip(found.sites, found, strict=True) if picks(where, site)]
-    chosen = Parts(found.model, [site for site, _ in pairs], [part for _, part in pairs], {})
+    all_parts = parts(model, example)
+    pairs = [(site, part) for site, part in zip(all_parts.sites, all_parts, strict=True) if picks(where, site)]
+    chosen = Parts(all_parts.model, [site for site, _ in pairs], [part for _, part in pairs], {})
     with torch.no_grad(), transaction(model):
         heads = {part.site.index: part.heads - whole("calibrate_", "even", even, low=0) for part in chosen.attentions()}
         whole_example = example_for(model, example)

@@ -84,8 +84,8 @@ def _embeddings(model: nn.Module, trace: ModelTrace) -> tuple[nn.Parameter, Tens
             if not nodes[fixed].fixed or nodes[moving].fixed or nodes[fixed].shape[-2:] != shape[-2:] or len(shape) < 3:
                 continue
             leaves = [leaf for leaf in nodes[: fixed + 1] if leaf.op == "weight" and leaf.index in nodes[fixed]]
-            found = [own.get(values[leaf.index].untyped_storage().data_ptr()) for leaf in leaves]
-            tables = [each for each in found if each is not None and each.ndim > 1 and each.shape[-1] == shape[-1]]
+            parameters = [own.get(values[leaf.index].untyped_storage().data_ptr()) for leaf in leaves]
+            tables = [each for each in parameters if each is not None and each.ndim > 1 and each.shape[-1] == shape[-1]]
             if len(tables) == 1 and tables[0].numel() == math.prod(tables[0].shape[-2:]):
                 return tables[0], values[moving]
     raise InitError(

@@ -204,18 +204,19 @@ def _refuse_to_centre(chosen: Parts) -> None:
         raise InitError(f"{named(unknown)}: the mean of an unknown activation is not known. Nothing was changed.")
 
 
-def _chosen(model: nn.Module, found: Parts, where: Where, parts: Sequence[Name]) -> Parts:
+def _chosen(model: nn.Module, all_parts: Parts, where: Where, parts: Sequence[Name]) -> Parts:
     """The parts of the chosen sites. Raises where one of them cannot be initialised."""
-    pairs = [(site, part) for site, part in zip(found.sites, found, strict=True) if picks(where, site)]
+    pairs = [(site, part) for site, part in zip(all_parts.sites, all_parts, strict=True) if picks(where, site)]
     kinds = {"mlp"} if set(parts) == {"mlp"} else {"attention"} if "mlp" not in parts else {"attention", "mlp", "conv"}
     pairs = [(site, part) for site, part in pairs if site.kind in kinds | {"parallel", "other"}]
     if not pairs:
         raise InitError(f"{type(model).__name__}: no site to initialise")
-    chosen = Parts(found.model, [site for site, _ in pairs], [part for _, part in pairs], {})
+    chosen = Parts(all_parts.model, [site for site, _ in pairs], [part for _, part in pairs], {})
     unknown = [site for site, part in pairs if part is None]
     if unknown:
         raise InitError(
-            f"{named(unknown)}: {found.reasons[unknown[0].index]}. Nothing was changed; leave such sites out by where=."
+            f"{named(unknown)}: {all_parts.reasons[unknown[0].index]}. Nothing was changed; leave such sites out by "
+            "where=."
         )
     crossed = [part.site for part in chosen.attentions() if part.cross and "query-key" in parts]
     if crossed:

@@ -54,8 +54,8 @@ def carry_(part: AttentionParts, carry: int, gain: float, mix: float, draw: Draw
 def split(part: AttentionParts, carry: int, gain: float, mix: float) -> list[tuple[Tensor, Tensor, float]]:
     """W_V, W_O and the size of W_O: of the carrying heads, then of the others where there are some."""
     first = carry * part.v.shape[1]
-    found = [(part.v[:carry], part.out[:, :first], gain)]
-    return [*found, (part.v[carry:], part.out[:, first:], mix * gain)] if carry < part.heads else found
+    blocks = [(part.v[:carry], part.out[:, :first], gain)]
+    return [*blocks, (part.v[carry:], part.out[:, first:], mix * gain)] if carry < part.heads else blocks
 
 
 def refuse_to_carry(chosen: Parts, carry: int) -> None:

@@ -39,13 +39,14 @@ def zero_branches_(model: nn.Module, example: object = None, *, where: Where = N
     """
     check_selector(where)
     whole = example_for(model, example)
-    found = trace_parts(model, whole).parts
-    unknown = [s for s, part in zip(found.sites, found, strict=True) if part is None and picks(where, s)]
+    all_parts = trace_parts(model, whole).parts
+    unknown = [s for s, part in zip(all_parts.sites, all_parts, strict=True) if part is None and picks(where, s)]
     if unknown:
         raise InitError(
-            f"{named(unknown)}: {found.reasons[unknown[0].index]}. Nothing was changed; leave such sites out by where=."
+            f"{named(unknown)}: {all_parts.reasons[unknown[0].index]}. Nothing was changed; leave such sites out by "
+            "where=."
         )
-    chosen = [part for site, part in zip(found.sites, found, strict=True) if picks(where, site)]
+    chosen = [part for site, part in zip(all_parts.sites, all_parts, strict=True) if picks(where, site)]
     if not chosen:
         raise InitError(f"{type(model).__name__}: no site to initialise")
     scaled, shut = [], []
@@ -79,9 +80,9 @@ def verify_zero_branches(model: nn.Module, example: object = None, *, where: Whe
     """
     check_selector(where)
     traced = trace_parts(model, example_for(model, example))
-    trace, found = traced.trace, traced.parts
+    trace, all_parts = traced.trace, traced.parts
     rows, unknown = [], []
-    for site, run, part in zip(trace.sites, trace.last_runs, found, strict=True):
+    for site, run, part in zip(trace.sites, trace.last_runs, all_parts, strict=True):
         if not picks(where, site):
             continue
         sizes = torch.stack([trace.graph.values[f.branch].abs().max() for f in run.findings])

@@ -55,8 +55,8 @@ def measure(
     traced = trace_parts(model, example.rows(0, 1) if count > 1 else example, weighted=True)
     if not traced.trace.sites:
         raise NoResidualError(f"{type(model).__name__}: no residual sites, so nothing to measure")
-    found = blocks_in(model, traced.trace, blocks)
-    wanted = [found[index] for index in block_indices(blocks, len(found))]
+    all_blocks = blocks_in(model, traced.trace, blocks)
+    wanted = [all_blocks[index] for index in block_indices(blocks, len(all_blocks))]
     samples = Samples(model, traced, wanted, grid, _image(example))
     if len({len(value) for value in _tensors(example) if value.ndim > 1}) > 1:
         samples.notes.append("arguments without a row for each sample: the batch runs whole, its first sample is seen")

@@ -108,8 +108,8 @@ def _by_head(values: list[Tensor | None], median: bool = False) -> ByHead:
 def _correlation_slope(samples: Samples, each: SiteSamples) -> float | None:
     part = samples.traced.parts[each.site.index]
     mlp = part.mlp if isinstance(part, ParallelParts) else part
-    found = correlation_map(mlp) if isinstance(mlp, MlpParts) else None
-    return None if found is None else found.slope
+    correlation = correlation_map(mlp) if isinstance(mlp, MlpParts) else None
+    return None if correlation is None else correlation.slope
 
 
 def _value_output(samples: Samples, each: SiteSamples) -> float | None:

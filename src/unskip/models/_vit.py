@@ -47,8 +47,8 @@ def grid_of(encoder: nn.Module) -> Grid:
 
 def checkpointed(block: nn.Module, on: bool, *inputs: Tensor) -> Tensor:
     """The output of a block; with `on` its activations are computed again in the backward pass instead of kept."""
-    found: Tensor = checkpoint(block, *inputs, use_reentrant=False) if on else block(*inputs)
-    return found
+    output: Tensor = checkpoint(block, *inputs, use_reentrant=False) if on else block(*inputs)
+    return output
 
 
 def sources(encoder: int, decoder: int) -> tuple[int, ...]:

@@ -212,7 +212,7 @@ class _DeviceGroup:
             shape, sides = _sides(param, blocks, max_dim)
             if sides:
                 rows.setdefault((shape, blocks, param.dtype, *sides), []).extend([id(param) in here] * blocks)
-        found = {stack.key(): i for i, stack in enumerate(self.stacks) if isinstance(stack, Matrices)}
+        place = {stack.key(): i for i, stack in enumerate(self.stacks) if isinstance(stack, Matrices)}
         sizes = {key: dict(zip(SIDES, key[0], strict=True)) for key in rows}
         keys = [*rows]
         whole = [Side(i, side, sizes[key][side], len(rows[key])) for i, key in enumerate(keys) for side in key[3:]]
@@ -223,7 +223,7 @@ class _DeviceGroup:
                 key = keys[side.stack]
                 first, last = sum(rows[key][:start]), sum(rows[key][:stop])
                 if first < last:
-                    steps[-1].append(Chunk(side._replace(stack=found[key], rows=sum(rows[key])), first, last))
+                    steps[-1].append(Chunk(side._replace(stack=place[key], rows=sum(rows[key])), first, last))
         return steps
 
     def step(self, group: dict[str, Any]) -> None:

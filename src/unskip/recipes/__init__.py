@@ -1,6 +1,6 @@
 """Complete runs: a recipe makes a frozen config, and `train` carries it out in a run folder."""
 
-from unskip.recipes._build import build
+from unskip.recipes._build import build_task
 from unskip.recipes._config import Config
 from unskip.recipes._data import Opener, cached_opener, evaluated_split, open_split, open_splits
 from unskip.recipes._dino import Dino, dino
@@ -38,7 +38,7 @@ __all__ = [
     "Trained",
     "Uvit",
     "absolute_paths",
-    "build",
+    "build_task",
     "cached_opener",
     "dino",
     "evaluate_model",

@@ -28,7 +28,7 @@ from unskip.wiring import Keep, Wiring, parse, rewire, save
 _SAMPLE = 64  # images of the evaluated split that initialisation, rewiring and health checks look at
 
 
-def build(config: Config, opener: Opener | None = None) -> tuple[Task, Schedule]:
+def build_task(config: Config, opener: Opener | None = None) -> tuple[Task, Schedule]:
     """The task and schedule of a config."""
     recipe = recipe_of(config)
     objective = recipe.objective(config)

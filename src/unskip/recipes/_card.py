@@ -37,8 +37,8 @@ def _results(row: dict[str, Any]) -> Iterator[dict[str, Any]]:
     intervals = row.get("intervals", {})
     for name, value in row.items():
         if isinstance(value, float) and name not in _NO_RESULTS and (name in intervals or not intervals):
-            found = {"evaluation": row.get("evaluation", ""), "block": row.get("path"), "metric": name, "value": value}
-            yield found | {"interval": intervals.get(name), "n": row.get("n"), "split": row.get("split")}
+            result = {"evaluation": row.get("evaluation", ""), "block": row.get("path"), "metric": name, "value": value}
+            yield result | {"interval": intervals.get(name), "n": row.get("n"), "split": row.get("split")}
 
 
 def card(name: str, record: Mapping[str, Any], parameters: int) -> str:

@@ -78,8 +78,8 @@ def evaluate_run(
                 names = [name for name in own if protocol(name).whole == whole]
                 if names:
                     model = trained.model if whole or hook is not None else trained.encoder
-                    found = evaluate(model, train, test, names, inputs=hook, **_mine(given, names))
-                    results += [replace(each, time=time) for each in found]
+                    more = evaluate(model, train, test, names, inputs=hook, **_mine(given, names))
+                    results += [replace(each, time=time) for each in more]
     _append(trained, results, given | note)
     if apart and dense is not None:
         more = _evaluate_dense(trained.encoder, dense, apart, config.size, given)

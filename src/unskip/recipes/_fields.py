@@ -38,8 +38,8 @@ def field_groups(config: type[Any]) -> dict[str, list[Field]]:
         with suppress(OSError):  # a class that was typed into an interpreter has no source
             comments |= dict(_COMMENT.findall(dedent(inspect.getsource(each))))
     hints = get_type_hints(config, include_extras=True)
-    found: dict[str, list[Field]] = {group: [] for group in (*GROUPS, "recipe")}
+    groups: dict[str, list[Field]] = {group: [] for group in (*GROUPS, "recipe")}
     for field in fields(config):
         about = comments.get(field.name, "")
-        found[_GROUP.get(field.name, "recipe")].append(Field(field.name, hints[field.name], about))
-    return {group: members for group, members in found.items() if members}
+        groups[_GROUP.get(field.name, "recipe")].append(Field(field.name, hints[field.name], about))
+    return {group: members for group, members in groups.items() if members}

@@ -190,8 +190,10 @@ class FlowMatching(Objective):
             names = possible(["knn-dino-v1", "rank-v1"], train, test)
             inputs = noised(config.flow, config.online_time)
             sample = next(iter(test.evaluate()))[0][:1]
-            found = find_blocks(model, Example.of(inputs(sample, torch.zeros(1, device=sample.device).long(), "test")))
-            options = {"precision": config.precision, "blocks": "middle", "inputs": inputs, "found": found}
+            all_blocks = find_blocks(
+                model, Example.of(inputs(sample, torch.zeros(1, device=sample.device).long(), "test"))
+            )
+            options = {"precision": config.precision, "blocks": "middle", "inputs": inputs, "all_blocks": all_blocks}
             evaluations["features"] = Online(names, train, test, split, options)
         return evaluations
 

@@ -187,8 +187,8 @@ def reconstruction(model: Any, train: Split, test: Split) -> dict[str, float]:
     seen, total = test.start, torch.zeros((), dtype=torch.float64, device=test.options.device)
     for images, _ in test.share():
         with autocast(images.device, test.options.precision):
-            found = model(images, noise[seen : seen + len(images)].to(images.device))
-        total += found.loss.double() * len(images)
+            result = model(images, noise[seen : seen + len(images)].to(images.device))
+        total += result.loss.double() * len(images)
         seen += len(images)
     return {"loss": float(test.gathered(total[None]).sum()) / len(test)}
 

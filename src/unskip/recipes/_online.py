@@ -53,8 +53,10 @@ def online_features(
     class_token = getattr(part, "has_class_token", True) and getattr(part, "cls_token", True) is not None
     names = [name for name in names if class_token or name != "knn-cls-v1"]
     # The blocks are found once, before the model is sharded.
-    found = find_blocks(part, Example.of(next(iter(test.evaluate()))[0][:1]))
-    return Online(names, train, test, split, {"precision": precision, "found": found, "blocks": _BLOCKS}, encoder)
+    all_blocks = find_blocks(part, Example.of(next(iter(test.evaluate()))[0][:1]))
+    return Online(
+        names, train, test, split, {"precision": precision, "all_blocks": all_blocks, "blocks": _BLOCKS}, encoder
+    )
 
 
 def possible(names: Sequence[str], train: Any, test: Any) -> list[str]:

@@ -95,19 +95,19 @@ def _check_parts(recipe: Recipe) -> None:
 
 def resolve(recipe: str, preset: str, overrides: Mapping[str, Any]) -> Any:
     """The config of a preset with some fields changed. Raises BadInput with the nearest names."""
-    found = RECIPES.get(recipe)
-    if found is None:
+    entry = RECIPES.get(recipe)
+    if entry is None:
         raise BadInput(f"no recipe {recipe!r}{nearest(recipe, RECIPES)}; there are {', '.join(RECIPES)}")
-    chosen = found.presets.get(preset)
+    chosen = entry.presets.get(preset)
     if chosen is None:
-        known = ", ".join(found.presets)
-        raise BadInput(f"{recipe} has no preset {preset!r}{nearest(preset, found.presets)}; there are {known}")
-    names = [field.name for field in fields(found.config)]
+        known = ", ".join(entry.presets)
+        raise BadInput(f"{recipe} has no preset {preset!r}{nearest(preset, entry.presets)}; there are {known}")
+    names = [field.name for field in fields(entry.config)]
     for name in overrides:
         if name not in names:
             raise BadInput(f"{recipe} has no field {name!r}{nearest(name, names)}; it has {', '.join(names)}")
-    config = found.config(preset=preset, **chosen.fields)
-    hints = get_type_hints(found.config)
+    config = entry.config(preset=preset, **chosen.fields)
+    hints = get_type_hints(entry.config)
     if overrides.get("model", config.model) != config.model:
         config = replace(config, model_args="")  # those of the preset are for its own model
     return replace(config, **{name: _plain(name, value, hints[name]) for name, value in overrides.items()})

@@ -17,7 +17,7 @@ from unskip._plugins import loaded_plugins, plugin_of, with_plugins
 from unskip._words import count
 from unskip.data import absolute_source
 from unskip.errors import BadInput
-from unskip.recipes._build import build
+from unskip.recipes._build import build_task
 from unskip.recipes._config import Config
 from unskip.recipes._data import Opener, data_changes
 from unskip.recipes._registry import Recipe, from_dict, recipe_of, to_dict
@@ -42,7 +42,7 @@ def train(config: Config, out: str | Path, quiet: bool = False, opener: Opener |
         folder.check_free()  # before the images are decoded
     torch.manual_seed(config.seed)
     _announce_data(config, quiet)
-    task, schedule = build(config, opener)
+    task, schedule = build_task(config, opener)
     if is_main():
         device = str(next(task.model.parameters()).device)
         modules = [recipe.objective.__module__, *_modules(parse(config.shortcut))]
@@ -81,7 +81,7 @@ def resume(
     torch.manual_seed(config.seed)
     _announce_data(config, quiet)
     try:
-        task, schedule = build(config, opener)
+        task, schedule = build_task(config, opener)
     except BadInput as error:
         if Path(config.data).is_absolute() and not Path(config.data).parent.exists():
             raise BadInput(f"{folder.path}: {error}. Data that was moved is named by --data (data=)") from error
@@ -106,15 +106,15 @@ def resume(
 
 def absolute_paths(config: Config) -> Config:
     """The config with absolute paths, so that its run resumes from any working directory."""
-    found: dict[str, Any] = {"data": absolute_source(config.data)}
+    paths: dict[str, Any] = {"data": absolute_source(config.data)}
     for name in ("data_root", "weights", "latents"):
         value = getattr(config, name, None)
         if value is not None:
-            found[name] = str(Path(value).expanduser().absolute())
+            paths[name] = str(Path(value).expanduser().absolute())
     file, _, function = config.model.rpartition(":")
     if file.endswith(".py"):
-        found["model"] = f"{Path(file).expanduser().absolute()}:{function}"
-    return replace(config, **found)
+        paths["model"] = f"{Path(file).expanduser().absolute()}:{function}"
+    return replace(config, **paths)
 
 
 def _modules(rule: Shortcut) -> Iterator[str]:

@@ -37,11 +37,11 @@ def _join_again(kind: str) -> None:
     """
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     if attempt != "0" and not dist.is_initialized():
-        found: Any = dist  # whose types leave some names out
-        store, rank, world = next(iter(found.rendezvous("env://")))
+        distributed: Any = dist  # whose types leave some names out
+        store, rank, world = next(iter(distributed.rendezvous("env://")))
         backend = "nccl" if kind == "cuda" else "gloo"
         dist.init_process_group(
-            backend, store=found.PrefixStore(f"attempt-{attempt}", store), rank=rank, world_size=world
+            backend, store=distributed.PrefixStore(f"attempt-{attempt}", store), rank=rank, world_size=world
         )
 
 

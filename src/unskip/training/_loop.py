@@ -202,12 +202,12 @@ class _Trainer:
 
     def _name_broken(self, done: int) -> None:
         """Writes the images that could not be read into the run, those of all processes."""
-        found = [*getattr(self.task.feed, "broken", {}).values()]
+        broken = [*getattr(self.task.feed, "broken", {}).values()]
         if self.world > 1:
             from accelerate.utils import gather_object
 
-            found = gather_object(found)
-        for text in sorted({*found} - self.named):
+            broken = gather_object(broken)
+        for text in sorted({*broken} - self.named):
             self.named.add(text)
             self.health.warn(done, "broken-image", f"{text}; another image takes its place")
 

@@ -50,10 +50,10 @@ class StepSizes:
         """Views on the trained weights of all blocks, by role; none where the model cannot be traced."""
         roles: dict[str, list[Tensor]] = {}
         try:
-            found = parts(self.task.encoder or self.task.model, self.task.sample)
+            branches = parts(self.task.encoder or self.task.model, self.task.sample)
         except UnskipError:  # which the look at its health says
             return roles
-        for part in (*found.attentions(), *found.mlps()):
+        for part in (*branches.attentions(), *branches.mlps()):
             names = ("q", "k", "v", "out") if isinstance(part, AttentionParts) else ("up", "gate", "down")
             trained = all(parameter.requires_grad for parameter in part.parameters)  # not those of a teacher
             for role in names if trained else ():

@@ -11,5 +11,5 @@ _ABOUT = "_unskip_about"  # an attribute of the module, so that copies have it t
 
 def about(model: nn.Module) -> dict[str, Any]:
     """What is kept with a model: a mapping of JSON values, which may be changed."""
-    found: dict[str, Any] = vars(model).setdefault(_ABOUT, {})
-    return found
+    kept: dict[str, Any] = vars(model).setdefault(_ABOUT, {})
+    return kept

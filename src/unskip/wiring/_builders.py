@@ -52,7 +52,7 @@ def record_of(model: nn.Module, builder: Builder) -> dict[str, Any] | None:
     return record  # type: ignore[no-any-return]
 
 
-def build(record: dict[str, Any]) -> nn.Module:
+def rebuild(record: dict[str, Any]) -> nn.Module:
     """A new model from the record of a builder. What a library raises is passed on."""
     if _is_spec(record):
         return spec.build(record["spec"], **record["kwargs"])
@@ -170,7 +170,7 @@ def _from_names(model: nn.Module) -> dict[str, Any] | None:
             record = {"spec": f"torchvision:{name}", "kwargs": kwargs}
             # Never with values: the largest RegNet, which cannot do without, takes gigabytes.
             with contextlib.suppress(BadInput), torch.device("meta"):
-                if _shapes(build(record)) == _shapes(model):
+                if _shapes(rebuild(record)) == _shapes(model):
                     return record
     return None
 
@@ -211,6 +211,6 @@ def _quietly_built(record: dict[str, Any]) -> nn.Module:
     with torch.random.fork_rng(devices=[]):
         try:
             with torch.device("meta"):
-                return build(record)
+                return rebuild(record)
         except Exception:  # a constructor that reads values: what is wrong itself is raised below
-            return build(record)
+            return rebuild(record)

@@ -167,7 +167,7 @@ def _built(record: dict[str, Any], folder: Path, trust: bool) -> nn.Module:
             "trust=True (--trust) if you know them, or build the model yourself and pass model=."
         )
     try:
-        return _builders.build(record["builder"])
+        return _builders.rebuild(record["builder"])
     except (ImportError, RuntimeError, OSError, *MALFORMED) as error:
         raise LoadError(
             f"{folder}: building the {record['class']} failed: {error}. Put that right, or pass model=."
@@ -176,9 +176,9 @@ def _built(record: dict[str, Any], folder: Path, trust: bool) -> nn.Module:
 
 def _check_structure(model: nn.Module, record: dict[str, Any], folder: Path) -> None:
     """Equal shapes do not make equal models: settings of modules and computed buffers are compared."""
-    found = _structure.structure(model)
+    built = _structure.structure(model)
     try:
-        wrong = _structure.difference(_structure.unpack(record["structure"]), found)
+        wrong = _structure.difference(_structure.unpack(record["structure"]), built)
         wrong = wrong or _structure.buffer_difference(record["buffers"], model)
     except MALFORMED as error:
         raise LoadError(f"{folder / RECORD}: damaged, its structure or buffers do not read ({error}).") from error

@@ -242,11 +242,11 @@ def from_dict(data: Mapping[str, Any]) -> Shortcut:
 
 def defined_in(rule: Shortcut) -> dict[str, str]:
     """The rules that are not unskip's own, by name, with the module that defines each; those inside a rule included."""
-    found = {} if type(rule).__module__.startswith("unskip.") else {rule.name: type(rule).__module__}
+    modules = {} if type(rule).__module__.startswith("unskip.") else {rule.name: type(rule).__module__}
     for item in fields(rule):
         if isinstance(inner := getattr(rule, item.name), Shortcut):
-            found |= defined_in(inner)
-    return found
+            modules |= defined_in(inner)
+    return modules
 
 
 def _class_of(name: str) -> type[Shortcut]:

@@ -51,15 +51,15 @@ def structure(model: nn.Module) -> dict[str, Settings]:
 
 
 def _settings(module: nn.Module) -> Settings:
-    found = {}
+    settings = {}
     for name, value in sorted({**vars(module), **_fastpath.original(module)}.items()):
         if name.startswith(("_", "unskip_")) or name in _NEUTRAL:
             continue
         plain = None if isinstance(getattr(type(module), name, None), functools.cached_property) else _plain(value)
         # None is as good as absent: it is often the place of a tensor that forward puts there.
         if plain is not None and plain[0] is not None:
-            found[name] = plain[0]
-    return found
+            settings[name] = plain[0]
+    return settings
 
 
 def _plain(value: object) -> tuple[Any] | None:
@@ -102,11 +102,11 @@ def unpack(data: Any) -> dict[str, Settings]:
     return {path: dict(data["kinds"][kind]) for path, kind in data["modules"].items()}
 
 
-def difference(wanted: dict[str, Settings], found: dict[str, Settings]) -> str | None:
+def difference(wanted: dict[str, Settings], now: dict[str, Settings]) -> str | None:
     """The first module, in the order of the wanted model, in which the two differ, in words."""
     for path, settings in wanted.items():
         where = path or "the model"
-        other = found.get(path)
+        other = now.get(path)
         if other is None:
             return f"it has no module {path}, which was a {settings['class']}"
         if settings["class"] != other["class"]:
@@ -114,8 +114,8 @@ def difference(wanted: dict[str, Settings], found: dict[str, Settings]) -> str |
         for name in [name for name in {**settings, **other} if name not in _NEUTRAL]:
             if settings.get(name, _UNSET) != other.get(name, _UNSET):
                 return f"{name} of {where} is {_say(other, name)} instead of {_say(settings, name)}"
-    more = next((path for path in found if path not in wanted), None)
-    return None if more is None else f"it has one module more, {more}, a {found[more]['class']}"
+    more = next((path for path in now if path not in wanted), None)
+    return None if more is None else f"it has one module more, {more}, a {now[more]['class']}"
 
 
 def _say(settings: Settings, name: str) -> str:
@@ -135,22 +135,22 @@ def buffers(model: nn.Module) -> dict[str, dict[str, Any]]:
 
 def computed(model: nn.Module) -> dict[str, Tensor]:
     """The buffers that are no part of the weights, themselves; those of a wiring are left out."""
-    found = {}
+    tensors = {}
     for path, module in model.named_modules():
         for name in sorted(module._non_persistent_buffers_set):
             value = module._buffers.get(name)
             if value is not None and not name.startswith("unskip_"):
-                found[f"{path}.{name}" if path else name] = value
-    return found
+                tensors[f"{path}.{name}" if path else name] = value
+    return tensors
 
 
 def buffer_difference(wanted: dict[str, dict[str, Any]], model: nn.Module) -> str | None:
     """The first such buffer in which a model differs, once it is in the saved dtype."""
-    found = computed(model)
-    for name in {**wanted, **found}:
-        if name not in wanted or name not in found:
-            return f"the buffer {name} is {'new' if name in found else 'missing'}"
-        facts, value = wanted[name], found[name]
+    now = computed(model)
+    for name in {**wanted, **now}:
+        if name not in wanted or name not in now:
+            return f"the buffer {name} is {'new' if name in now else 'missing'}"
+        facts, value = wanted[name], now[name]
         if list(value.shape) != facts["shape"]:
             return f"the buffer {name} has shape {list(value.shape)} instead of {facts['shape']}"
         if not math.isclose(_sum(value.to(dtype_of(facts["dtype"]))), float(facts["sum"]), rel_tol=_CLOSE):
@@ -165,10 +165,10 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 def dtype_of(name: str) -> torch.dtype:
     """The dtype of a name. Raises ValueError for any other name."""
-    found = getattr(torch, name, None)
-    if not isinstance(found, torch.dtype):
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
         raise ValueError(f"torch has no dtype {name}")
-    return found
+    return dtype
 
 
 def _sum(value: Tensor) -> float:

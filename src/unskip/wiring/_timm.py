@@ -14,7 +14,7 @@ from torch import nn
 
 def arguments(model: nn.Module, default: nn.Module) -> dict[str, Any]:
     """The arguments in which a model differs from the one that its name alone builds."""
-    found = {}
+    differing = {}
     for name, read in _READERS.items():
         values = []
         for each in (model, default):
@@ -23,8 +23,8 @@ def arguments(model: nn.Module, default: nn.Module) -> dict[str, Any]:
             except (AttributeError, IndexError, KeyError, StopIteration, TypeError):
                 values.append(None)  # not a model that shows it in this place
         if values[0] != values[1] and values[0] is not None:
-            found[name] = values[0]
-    return found
+            differing[name] = values[0]
+    return differing
 
 
 def _side(value: Any) -> Any:

@@ -120,9 +120,9 @@ class Oracle(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if is_addition(func) and len(args) > 1 and all(isinstance(a, Tensor) for a in args[:2]):
-            found = self._match()
-            if found is not None:
-                return self._mix(found, func, args[0], args[1])
+            match = self._match()
+            if match is not None:
+                return self._mix(match, func, args[0], args[1])
         return func(*args, **(kwargs or {}))
 
     def _match(self) -> tuple[Place, Weight] | None:
@@ -145,8 +145,8 @@ class Oracle(TorchDispatchMode):
         return None
 
     @staticmethod
-    def _mix(found: tuple[Place, Weight], func: Any, left: Tensor, right: Tensor) -> Tensor:
-        place, weight = found
+    def _mix(match: tuple[Place, Weight], func: Any, left: Tensor, right: Tensor) -> Tensor:
+        place, weight = match
         alpha = 1.0 if place.role == "more" else weight.alpha
         factors = (alpha, weight.beta) if place.side == "left" else (weight.beta, alpha)
         mixed = left * factors[0] + right * factors[1]

@@ -96,15 +96,15 @@ class Wiring:
     @property
     def parameters(self) -> dict[str, nn.Parameter]:
         """The parameters that `Learn` added, by their names in the model."""
-        found = {}
+        learnt = {}
         for site in self.sites:
             if not self._is_bound(site):
                 continue
             name = attribute(self._slot_of[site.index], "alpha")
             value = self._module_at[site.path]._parameters.get(name)
             if value is not None:
-                found[f"{site.path}.{name}" if site.path else name] = value
-        return found
+                learnt[f"{site.path}.{name}" if site.path else name] = value
+        return learnt
 
     def weights(self) -> dict[int, tuple[float | Tensor, float | Tensor]]:
         """The weights of every site now, by its index: a learnt one is the parameter itself."""
