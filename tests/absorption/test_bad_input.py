@@ -10,7 +10,7 @@ from tests.absorption.blocks import generic
 from torch import nn
 
 import unskip
-from unskip.absorption import Activation, Block, Norm, absorb, register
+from unskip.absorption import Activation, Block, Norm, absorb, fold, register
 from unskip.errors import BadInput
 
 UP, DOWN = torch.randn(6, 3, generator=torch.Generator().manual_seed(0)), torch.ones(3, 6)
@@ -43,7 +43,10 @@ def with_value(value: float) -> torch.Tensor:
         ({"up": UP.tolist()}, r"must be a tensor"),
         ({"up": UP[0]}, r"2 dimension"),
         ({"up": UP[:0], "down": DOWN[:, :0]}, r"not be empty"),
-        ({"skip": math.nan}, r"skip must be finite"),
+        ({"up": UP.to_sparse()}, r"dense"),
+        ({"skip": math.nan}, r"skip must be a finite number"),
+        ({"skip": "identity"}, r"skip must be a finite number"),
+        ({"norm": "layernorm"}, r"absorption.Norm"),
         ({"skip": torch.ones(2, 2)}, r"skip must have shape \(3, 3\)"),
         ({"down": torch.ones(4, 6)}, r"give a \(4, 3\) matrix"),
         ({"norm": (Norm("rmsnorm", "pre"), Norm("layernorm", "pre"))}, r"same place"),
@@ -80,6 +83,31 @@ def test_questions_that_cannot_be() -> None:
         absorb(torch.ones(3))  # type: ignore[arg-type]
     with pytest.raises(BadInput, match="widen"):
         absorb(generic()).replacement()
+    with pytest.raises(BadInput, match="got ReLU"):
+        fold(generic(), nn.ReLU())  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("domain", [-1.0, math.nan, True, "data", ("a", "b"), (3, 1), torch.ones(3), torch.ones(1, 3)])
+def test_domains_that_cannot_be(domain: object) -> None:
+    with pytest.raises(BadInput, match=r"[Dd]omain"):
+        absorb(Block(UP, DOWN), domain=domain)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"inputs": torch.ones(200, 4)}, r"inputs must be a tensor \(\.\.\., 3\)"),
+        ({"inputs": torch.ones(600)}, r"inputs must be"),
+        ({"held_out": torch.ones(0, 3)}, r"held_out must be"),
+        ({"held_out": torch.full((9, 3), math.nan)}, r"held_out has entries"),
+        ({"distil": -1}, r"distil"),
+        ({"ridge": -1.0}, r"ridge"),
+    ],
+)
+def test_fits_that_cannot_be(arguments: dict[str, object], message: str) -> None:
+    inputs = torch.randn(200, 3, generator=torch.Generator().manual_seed(0))
+    with pytest.raises(BadInput, match=message):
+        unskip.absorption.approximate(Block(UP, DOWN), **{"inputs": inputs, **arguments})  # type: ignore[arg-type]
 
 
 def test_words_that_cannot_be_registered() -> None:

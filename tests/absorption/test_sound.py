@@ -268,6 +268,32 @@ def test_too_few_inputs_are_refused() -> None:
             unskip.absorption.approximate(block, normal(numbers(0), count, 6))
 
 
+def test_what_cannot_be_measured_is_not_possible() -> None:
+    """The block overflows float16 at every size of input, so nothing says that a replacement is as good."""
+    g = numbers(0)
+    block = Block((2e4 * normal(g, 6, 3)).half(), (2e4 * normal(g, 3, 6)).half(), activation="relu", skip=1e4)
+    assert absorb(block, width=12).status == "undecided"
+    assert absorb(block.double(), width=12).status == "possible"
+    with pytest.raises(BadInput, match="float16"):
+        unskip.absorption.widen(block)
+
+
+@pytest.mark.parametrize(("radius", "status"), [(1e2, "possible"), (1e7, "undecided")])
+def test_a_wide_domain_is_measured_near_its_center_too(radius: float, status: str) -> None:
+    """A unit that is affine on a wide domain has a large bias, which costs digits where the inputs are small."""
+    g = numbers(0)
+    up, down = normal(g, 8, 3), normal(g, 3, 8)
+    up[5:] = 0
+    zeros = torch.zeros(11).double()
+    block = Block(up, down, up_bias=zeros[:8], down_bias=zeros[:3], activation="relu")
+    verdict = absorb(block, domain=radius)
+    assert verdict.status == status
+    if verdict.status == "possible":
+        x = 0.01 * normal(g, 200, 3)
+        terms = x.abs().sum(1) + (x.abs() @ up.abs().mT @ down.abs().mT).norm(dim=1)
+        assert bool(((block(x) - verdict.replacement()(x)).norm(dim=1) <= 1e-10 * terms).all())
+
+
 def test_a_possible_is_checked_before_it_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
     from unskip.absorption import _decide
 

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from unskip import _checks
 from unskip._modes import evaluating
-from unskip._words import nearest
 from unskip.absorption._applied import Applied, cost
 from unskip.absorption._approximate import approximate, needed
 from unskip.absorption._block import Block
@@ -53,12 +53,10 @@ def apply(
     RewireError says so. `distil` trains each replacement for that many steps. If anything fails the model is left as
     it was.
     """
-    if mode not in get_args(Mode):
-        raise BadInput(f"apply: no mode {mode!r}{nearest(str(mode), get_args(Mode))}; it can be {get_args(Mode)}")
+    _checks.choice("apply", "mode", mode, get_args(Mode))
     if mode == "approximate" and data is None:
         raise BadInput("apply: mode='approximate' fits to inputs; give data=, a batch that the model takes")
-    if not (isinstance(max_error, int | float) and max_error > 0):
-        raise BadInput(f"apply: max_error must be a positive number, got {max_error!r}")
+    max_error = _checks.number("apply", "max_error", max_error, zero=False)
     if find_wiring(model) is not None:
         raise BadInput(f"apply: {type(model).__name__} is rewired already; undo its wiring first")
     given = example_for(model, data if data is not None else example)

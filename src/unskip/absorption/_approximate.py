@@ -22,6 +22,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from unskip import _checks
 from unskip.absorption._block import Block
 from unskip.absorption._construct import pivots
 from unskip.errors import BadInput
@@ -51,9 +52,9 @@ def approximate(
     A step is chosen by its error on other inputs than it was fitted to, and the error that is reported is of inputs
     that nothing was fitted to or chosen by. `distil` is a number of training steps.
     """
-    x = inputs.detach().reshape(-1, block.inputs).double().to(block.up.device)
-    if not bool(torch.isfinite(x).all()):
-        raise BadInput("approximate: the inputs have entries that are NaN or infinite")
+    x = _rows("inputs", inputs, block)
+    distil = _checks.whole("approximate", "distil", distil, low=0)
+    ridge = _checks.number("approximate", "ridge", ridge)
     if "post" in block.norms:
         raise BadInput("approximate: set the norm after the sum aside with block.bare(); it acts on both the same way")
     least = needed(block.width) if held_out is None else math.ceil(1.25 * (block.width + 1))
@@ -64,7 +65,7 @@ def approximate(
         )
     order = torch.randperm(len(x), generator=torch.Generator().manual_seed(0)).to(x.device)
     kept = len(x) // 2 if held_out is None else 0
-    test = x[order[:kept]] if held_out is None else held_out.detach().reshape(-1, block.inputs).to(x)
+    test = x[order[:kept]] if held_out is None else _rows("held_out", held_out, block)
     fifth = (len(x) - kept) // 5
     choose, fit = x[order[kept : kept + fifth]], x[order[kept + fifth :]]
     ladder: dict[str, float] = {}
@@ -85,6 +86,17 @@ def approximate(
         _, step, made = best
         stored = made.stored_as(block)
         return Approximation(stored, step, _error(whole, stored.double(), test), ladder, len(test))
+
+
+def _rows(name: str, value: Tensor, block: Block) -> Tensor:
+    """Inputs as (n, d) in float64."""
+    if not isinstance(value, Tensor) or value.ndim < 2 or value.shape[-1] != block.inputs or not value.numel():
+        shape = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
+        raise BadInput(f"approximate: {name} must be a tensor (..., {block.inputs}) that is not empty, got {shape}")
+    x = value.detach().reshape(-1, block.inputs).double().to(block.up.device)
+    if not bool(torch.isfinite(x).all()):
+        raise BadInput(f"approximate: {name} has entries that are NaN or infinite")
+    return x
 
 
 def _error(block: Block, other: Block, x: Tensor) -> float:

@@ -67,9 +67,9 @@ class Block:
             check_weight("Block: skip", self.skip, 2)
             _shaped("skip", self.skip, (len(self.down), d))
         else:
-            number = float(self.skip)
+            number = float(self.skip) if isinstance(self.skip, Tensor | int | float) else math.nan
             if not math.isfinite(number):
-                raise BadInput(f"Block: skip must be finite, got {number}")
+                raise BadInput(f"Block: skip must be a finite number or a (d_out, d) tensor, got {self.skip!r:.60}")
             if number and len(self.down) != d:
                 raise BadInput(
                     f"Block: a number as skip needs as many outputs as inputs, got {len(self.down)} and {d}; "
@@ -77,7 +77,7 @@ class Block:
                 )
             object.__setattr__(self, "skip", number)
         given = self.norm if isinstance(self.norm, tuple) else () if self.norm is None else (self.norm,)
-        norms = tuple(n if isinstance(n, Norm) else norm_of(n) for n in given)
+        norms = tuple(norm_of(n) for n in given)
         for norm in norms:
             for name in ("gain", "bias"):
                 value = getattr(norm, name)

@@ -15,7 +15,7 @@ from typing import get_args
 import torch
 from torch import Tensor, nn
 
-from unskip._words import nearest as nearest_word
+from unskip import _checks
 from unskip.absorption import _closed
 from unskip.absorption._block import Block
 from unskip.absorption._domain import Domain, as_domain
@@ -28,7 +28,6 @@ from unskip.absorption._problem import SHARE, Biases, Problem, reduce
 from unskip.absorption._verdict import Certificate, Obstruction, Verdict
 from unskip.absorption._verify import holding, verify
 from unskip.anatomy import MlpParts
-from unskip.errors import BadInput
 
 ROUNDED = "all inputs, up to rounding that grows with the input"
 CHECKED = 200_000  # weights of a block whose certificates are checked before they are handed out
@@ -49,20 +48,18 @@ def absorb(
     pair (low, high), data (n, d), or a Domain. `tolerance`: weights that are this close (relative change) to ones that
     can be absorbed are absorbed with those.
     """
-    if biases not in get_args(Biases):
-        known = get_args(Biases)
-        raise BadInput(f"absorb: biases={biases!r}{nearest_word(str(biases), known)}; it can be {known}")
-    if width is not None and (not isinstance(width, int) or isinstance(width, bool) or width < 1):
-        raise BadInput(f"absorb: width must be a whole number above 0, got {width!r}")
-    if tolerance is not None and not (isinstance(tolerance, int | float) and 0 < tolerance < 1):
-        raise BadInput(f"absorb: tolerance is a relative change of the weights between 0 and 1, got {tolerance!r}")
+    _checks.choice("absorb", "biases", biases, get_args(Biases))
+    if width is not None:
+        width = _checks.whole("absorb", "width", width, low=1)
+    if tolerance is not None:  # a relative change of the weights
+        tolerance = _checks.number("absorb", "tolerance", tolerance, zero=False, below=1)
     found = block if isinstance(block, Block) else block_of(block, example)
     place = as_domain(domain, found.inputs)
     with torch.no_grad():
         verdict = _checked(_absorb(found, found.width if width is None else width, biases, place))
         if tolerance is None or verdict.status == "possible":
             return verdict
-        near = near_absorbable(verdict, float(tolerance), _again)
+        near = near_absorbable(verdict, tolerance, _again)
         return verdict if near is None else _checked(near)
 
 

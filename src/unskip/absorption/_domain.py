@@ -8,6 +8,7 @@ norm: the sum of the absolute values for a box, Euclidean for an ellipsoid.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 import torch
@@ -58,7 +59,7 @@ class Domain:
         floor = 1e-6 * (1 + x.abs().amax())  # a channel that never moves still gets an interior
         covariance.diagonal().add_(floor**2 + 1e-9 * covariance.diagonal().mean())
         factor = torch.linalg.cholesky(covariance)
-        reach = torch.linalg.solve_triangular(factor, centred.mT, upper=False).norm(dim=0).max()
+        reach = torch.linalg.solve_triangular(factor, centred.mT, upper=False).norm(dim=0).max().clamp(min=1e-3)
         text = f"the ellipsoid around {len(x)} inputs, {margin:.0%} wider than they are"
         return cls(text, mean, factor * float(reach) * (1 + margin))
 
@@ -104,8 +105,8 @@ class Domain:
         inside: Tensor = unit.norm(p=torch.inf if self.square else 2, dim=-1) < 1
         return inside
 
-    def sample(self, count: int, generator: torch.Generator) -> Tensor:
-        """(count, d) inputs, uniform over the domain."""
+    def sample(self, count: int, generator: torch.Generator, size: float = math.inf) -> Tensor:
+        """(count, d) inputs: uniform over the domain, drawn in to within `size` of its center."""
         d = len(self.center)
         if self.square:
             unit = 2 * torch.rand(count, d, generator=generator, dtype=torch.float64) - 1
@@ -114,7 +115,8 @@ class Domain:
             length = torch.rand(count, 1, generator=generator, dtype=torch.float64) ** (1 / d)
             unit = way / way.norm(dim=1, keepdim=True) * length
         unit = 0.999 * unit.to(self.center)  # rounding puts none of them outside
-        return self.center + (unit * self.factor if self.factor.ndim == 1 else unit @ self.factor.mT)
+        away = unit * self.factor if self.factor.ndim == 1 else unit @ self.factor.mT
+        return self.center + away * (size / away.norm(dim=1, keepdim=True).clamp(min=1e-300)).clamp(max=1.0)
 
 
 def as_domain(value: object, inputs: int) -> Domain | None:
@@ -125,7 +127,7 @@ def as_domain(value: object, inputs: int) -> Domain | None:
         made = Domain.ball(torch.zeros(inputs, dtype=torch.float64), value)
     elif isinstance(value, Tensor) and value.ndim >= 2:
         made = Domain.around(value)
-    elif isinstance(value, tuple) and len(value) == 2:
+    elif isinstance(value, tuple) and len(value) == 2 and all(isinstance(v, Tensor | int | float) for v in value):
         low, high = (v if isinstance(v, Tensor) else torch.full((inputs,), float(v)) for v in value)
         made = Domain.box(low, high)
     elif isinstance(value, Domain):

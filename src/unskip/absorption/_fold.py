@@ -24,6 +24,8 @@ def fold(block: Block, after: nn.Linear) -> nn.Linear:
     stands = {"post", "out"} & block.norms.keys()
     if stands:
         raise BadInput(f"fold: a norm stands between the skip and the next linear map ({', '.join(sorted(stands))})")
+    if not isinstance(after, nn.Linear):
+        raise BadInput(f"fold: a skip folds into an nn.Linear, got {type(after).__name__}")
     if after.in_features != block.outputs:
         raise BadInput(f"fold: the block gives {block.outputs} values and the linear map takes {after.in_features}")
     with torch.no_grad():

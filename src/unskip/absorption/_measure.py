@@ -26,7 +26,8 @@ SPLIT = 1e-6  # of the block's terms, that splitting rows into stored weights ma
 
 @dataclass(frozen=True)
 class Agreement:
-    """Whether a replacement agrees, the worst ratio of its error to what is allowed, and errors at inputs of size 1."""
+    """Whether a replacement agrees, the worst ratio of its error to what is allowed, and errors at inputs of size 1
+    (where the block overflows there, of the next size at which it does not)."""
 
     holds: bool
     worst: float
@@ -38,7 +39,7 @@ def agree(block: Block, other: Block, domain: Domain | None = None, seed: int = 
     generator = torch.Generator().manual_seed(seed)
     bare, made, dtype = block.bare(), other.bare(), block.dtype
     wide, wide_made = bare.double(), made.double()
-    worst, measured = 0.0, dict[str, float]()
+    worst, measured = 0.0, dict[str, float]()  # nothing measured: the block overflows wherever it was looked at
     for size in SIZES:
         x = _inputs(block, domain, size, generator)
         low = x.to(dtype)
@@ -62,15 +63,15 @@ def agree(block: Block, other: Block, domain: Domain | None = None, seed: int = 
             ratio = error.norm(dim=1) / allowed.clamp(min=1e-300)
             top = float(ratio.max())
             worst = max(worst, top if math.isfinite(top) else math.inf)
-        if size == 1.0:
+        if size <= 1.0 or not measured:
             measured = {"float64": float(gap.norm()) / scale, "stored": float(stored.norm()) / scale}
             measured["original_stored"] = float(own.norm()) / scale
-    return Agreement(worst <= 1.0, worst, measured)
+    return Agreement(bool(measured) and worst <= 1.0, worst, measured)
 
 
 def _inputs(block: Block, domain: Domain | None, size: float, generator: torch.Generator) -> Tensor:
     if domain is not None:
-        return domain.sample(SAMPLES, generator).to(block.up.device)
+        return domain.sample(SAMPLES, generator, size).to(block.up.device)
     x = size * torch.randn(SAMPLES, block.inputs, generator=generator, dtype=torch.float64)
     return x.to(block.up.device)
 

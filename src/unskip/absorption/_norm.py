@@ -48,17 +48,23 @@ class Norm:
         return out if self.bias is None else out + self.bias.to(x)
 
 
-def norm_of(part: NormParts, place: Place | None = None) -> Norm:
-    """A norm as `unskip.parts` shows it, with the offset of its gain put in."""
-    gain, offset = part.gain, float(getattr(part, "offset", 0.0))
+def norm_of(part: Norm | NormParts) -> Norm:
+    """A norm, also as `unskip.parts` shows it, with the offset of its gain put in."""
+    if isinstance(part, Norm):
+        return part
+    if not isinstance(part, NormParts):
+        raise BadInput(f"norm: give an absorption.Norm, several as a tuple, or None, got {type(part).__name__}")
+    gain, offset = part.gain, part.offset
     if gain is not None and offset:
         gain = gain.detach().double() + offset
-    return Norm(part.kind, place or part.place, part.eps, gain, part.bias)
+    return Norm(part.kind, part.place, part.eps, gain, part.bias)
 
 
 def check_weight(name: str, value: object, ndim: int) -> None:
     if not isinstance(value, Tensor):
         raise BadInput(f"{name} must be a tensor, got {type(value).__name__}")
+    if value.layout != torch.strided:
+        raise BadInput(f"{name} is stored as {value.layout}; give it as a dense tensor, with .to_dense()")
     if value.is_meta:
         raise BadInput(f"{name} is on the meta device and holds no numbers; load the weights first")
     if not value.is_floating_point():
