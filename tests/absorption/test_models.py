@@ -228,7 +228,7 @@ def test_a_batch_is_read_until_there_are_inputs_enough(monkeypatch: pytest.Monke
 
 
 def test_applying_what_cannot_be() -> None:
-    with pytest.raises(BadInput, match="no mode"):
+    with pytest.raises(BadInput, match="mode must be"):
         absorption.apply(Plain(), "exactly", X)  # type: ignore[arg-type]
     with pytest.raises(BadInput, match="give data="):
         absorption.apply(Plain(), "approximate", X)
