@@ -18,7 +18,7 @@ from unskip import cli
 from unskip.data._latents import Autoencoder, LatentFeed, encode
 from unskip.errors import BadInput, LoadError
 from unskip.recipes import evaluate_run
-from unskip.recipes._generative import Generative
+from unskip.recipes._flow import FlowConfig
 
 # Runs of a few steps look unhealthy, and are told so.
 pytestmark = pytest.mark.filterwarnings("ignore::unskip.errors.UnskipWarning")
@@ -83,7 +83,7 @@ def test_a_run_on_latents_learns_and_draws(
     autoencoder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = tiny(latents=str(autoencoder), cache=str(tmp_path / "cache"), health=False)
-    assert isinstance(config, Generative)
+    assert isinstance(config, FlowConfig)
     unskip.train(config, tmp_path / "run", quiet=True)
     found = unskip.sample(tmp_path / "run", n=3, steps=2, write=False)
     assert found.images.shape == (3, 3, 8, 8)

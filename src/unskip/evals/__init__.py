@@ -1,7 +1,8 @@
 """Evaluate it: features of every block in one pass, and named, frozen protocols that turn them into numbers."""
 
 import unskip.evals._accuracy
-import unskip.evals._quantised  # noqa: F401  # both register themselves
+import unskip.evals._loss
+import unskip.evals._quantised  # noqa: F401  # they register themselves
 from unskip.evals._diffusion import by_time, noised
 from unskip.evals._discover import discover, discoveries
 from unskip.evals._evaluate import Result, by_depth, evaluate, flat

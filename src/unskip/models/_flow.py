@@ -138,6 +138,16 @@ class Flow:
         error: Tensor = (prediction.float() - self.wanted(data, noise, time)).square().flatten(1).mean(1)
         return error
 
+    def baseline_loss(self, mean_square: float) -> float:
+        """The loss of predicting zero, for data of this mean square."""
+        if self.target != "velocity":
+            return 1.0 if self.target == "noise" else mean_square
+        time = (torch.arange(1000, dtype=torch.float64) + 0.5) / 1000  # quantiles of the times
+        if self.times == "logit-normal":
+            time = torch.sigmoid(self.time_mean + self.time_std * torch.special.ndtri(time))
+        path = self.path(time)
+        return float((path.da.square() * mean_square + path.ds.square()).mean())
+
 
 def _like(time: Tensor, x: Tensor) -> Tensor:
     """(batch,) to (batch, 1, 1, 1)."""

@@ -28,7 +28,7 @@ from unskip.recipes._data import (
     open_splits,
     with_channels,
 )
-from unskip.recipes._generative import Generative
+from unskip.recipes._flow import FlowConfig
 from unskip.recipes._open import Trained, open_run
 from unskip.recipes._sample import Samples, sampled
 from unskip.training import is_main
@@ -188,7 +188,7 @@ def _append(trained: Trained, results: Sequence[Result], options: Mapping[str, A
 
 
 def _flow(trained: Trained) -> Any:
-    if not isinstance(trained.config, Generative):
+    if not isinstance(trained.config, FlowConfig):
         raise BadInput(
             f"{trained.folder.path}: its recipe has no noise levels and draws no samples; take one of sit or uvit"
         )

@@ -19,8 +19,6 @@ from torch import Tensor, nn
 
 from unskip.data import Feed, ImageSet, subset
 from unskip.errors import BadInput
-from unskip.evals import Split, autocast
-from unskip.evals import register as register_evaluator
 from unskip.init import zero_branches_
 from unskip.models import MAE, load_published
 from unskip.recipes._config import Config
@@ -172,25 +170,6 @@ class Reconstruction(Objective):
             "reconstruction-v1": Online(["reconstruction-v1"], None, test, split, {"precision": self.config.precision}),
             "features": online_features(self.encoder, model, train, test, split, self.config.precision),
         }
-
-
-@register_evaluator(
-    "reconstruction-v1",
-    needs="model",
-    about="The loss of a masked autoencoder, with fixed random masks.",
-    whole=True,
-    train=False,
-)
-def reconstruction(model: Any, train: Split, test: Split) -> dict[str, float]:
-    """The same masks each time."""
-    noise = torch.rand(len(test), model.grid.patches, generator=torch.Generator().manual_seed(0))
-    seen, total = test.start, torch.zeros((), dtype=torch.float64, device=test.options.device)
-    for images, _ in test.share():
-        with autocast(images.device, test.options.precision):
-            result = model(images, noise[seen : seen + len(images)].to(images.device))
-        total += result.loss.double() * len(images)
-        seen += len(images)
-    return {"loss": float(test.gathered(total[None]).sum()) / len(test)}
 
 
 mae = register(Recipe("mae", Mae, _PRESETS, build_model, Reconstruction))

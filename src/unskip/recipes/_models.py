@@ -12,6 +12,7 @@ from unskip import spec
 from unskip.errors import BadInput
 from unskip.models import SiT, UViT
 from unskip.recipes._config import Config
+from unskip.recipes._objective import Facts
 
 _Named = TypeVar("_Named", SiT, UViT)
 
@@ -69,14 +70,21 @@ def built(config: Config, arguments: dict[str, Any]) -> nn.Module:
         raise BadInput(f"{error}; it was given {given}. Other model_args, or none of them, change that") from error
 
 
-def named(kind: type[_Named], config: Config, given: dict[str, Any]) -> _Named:
-    """A model of this library: of the size that a config names; its model_args come before those that are given."""
+def named(kind: type[_Named], config: Any, facts: Facts, **options: Any) -> _Named:
+    """A diffusion transformer of the size that a config names, for the data; its model_args come first.
+
+    One for published weights may have more classes than the data, and not fewer.
+    """
     arguments = arguments_of(config.model_args)
     _check_arguments(config, kind, arguments)
+    given = {"size": facts.size, "channels": facts.channels, "classes": facts.classes, "narrow": config.narrow}
     try:
-        return kind.named(config.model, **{**given, **arguments})
+        model = kind.named(config.model, **{**given, **options, **arguments})
     except (TypeError, RuntimeError) as error:  # text instead of a number, or a size no tensor can have
         raise BadInput(f"model_args {config.model_args!r}: {config.model}: {error}") from error
+    if model.classes < facts.classes:
+        raise BadInput(f"model_args {config.model_args!r}: {model.classes} classes, and the data has {facts.classes}")
+    return model
 
 
 def _check_arguments(config: Config, kind: type[nn.Module], arguments: dict[str, Any]) -> None:

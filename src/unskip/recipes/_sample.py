@@ -26,7 +26,7 @@ from unskip.data import preprocess_of
 from unskip.errors import BadInput
 from unskip.evals import autocast
 from unskip.models import Sampler, Sampling, draw
-from unskip.recipes._generative import FlowMatching
+from unskip.recipes._flow import FlowMatching
 from unskip.recipes._open import Trained, open_run
 
 _IN_GRID = 100

@@ -3,7 +3,15 @@
     the paper's method    --shortcut decay:0.8 --long-skips      (SiT-XL/2 on ImageNet: FID 17.2 to 11.8 at 400k steps)
     plain SiT             --shortcut keep --no-long-skips
 
-See `_generative` for where a decay ends, and `unskip.models.SiT` for the model.
+"Residual Connections Harm Generative Representation Learning" (arXiv 2404.10947): decayed shortcuts improve the samples
+and the features of a diffusion transformer. Where the decay should end is left open there:
+
+    over all blocks         --shortcut decay:0.8
+    by effective decay      --shortcut decay:product=5e-3
+    in the middle           --shortcut decay:0.8,until=0.5
+    and back to 1           --shortcut decay:0.8,until=0.5,back
+
+See `unskip.models.SiT` for the model.
 """
 
 from __future__ import annotations
@@ -12,16 +20,29 @@ from dataclasses import dataclass
 from typing import Any
 
 from unskip.models import SiT, load_published_sit
-from unskip.recipes._generative import FlowMatching, Generative, build_network
+from unskip.recipes._flow import FlowConfig, FlowMatching
+from unskip.recipes._models import named
 from unskip.recipes._objective import Facts
 from unskip.recipes._registry import Preset, Recipe, register
 
 
 @dataclass(frozen=True)
-class Sit(Generative):
+class Sit(FlowConfig):
     """The config of a SiT run."""
 
+    model: str = "S/2"  # size and patch
+    model_args: str = ""  # other numbers for the model: "width=512,depth=9,heads=8,patch=4"
     long_skips: bool = True  # outputs of the first half of the blocks go into the second half
+    narrow: bool = False  # the stream in autocast's precision: faster, and it rounds more
+    shortcut: str = "decay:0.8"  # keep, cut, decay:0.6, scale:0.7,0.7, learn:1.0, anneal:keep>cut@10000
+    init: str = "default"  # default | zero: all branches start at zero, whatever `where` says (SiT's do anyway)
+    weights: str | None = None  # a published checkpoint
+    lr: float = 1e-4
+    weight_decay: float = 0.0
+    batch: int = 256  # images a step, over all processes
+    epochs: float = 80
+    warmup: float = 0.0  # fraction of the steps
+    ema: float | None = 0.9999  # decay of the EMA of the weights, which is evaluated and sampled
 
 
 _IMAGENET: dict[str, Any] = {
@@ -60,8 +81,7 @@ _PRESETS = {
 
 def build_model(config: Sit, facts: Facts) -> SiT:
     """The diffusion transformer."""
-    model: SiT = build_network(SiT, config, facts, long_skips=config.long_skips)
-    return model
+    return named(SiT, config, facts, long_skips=config.long_skips)
 
 
 class Velocity(FlowMatching):

@@ -1,4 +1,7 @@
-"""Training of U-ViT, which has long skips of its own, with any shortcut. See `_generative` and `unskip.models.UViT`."""
+"""Training of U-ViT (arXiv 2209.12152), which has long skips of its own, with any shortcut.
+
+The optimizer's settings are those of its paper. See `unskip.models.UViT` for the model.
+"""
 
 from __future__ import annotations
 
@@ -6,17 +9,27 @@ from dataclasses import dataclass
 
 from unskip.errors import BadInput
 from unskip.models import UViT
-from unskip.recipes._generative import FlowMatching, Generative, build_network
+from unskip.recipes._flow import FlowConfig, FlowMatching
+from unskip.recipes._models import named
 from unskip.recipes._objective import Facts
 from unskip.recipes._registry import Preset, Recipe, register
 
 
 @dataclass(frozen=True)
-class Uvit(Generative):
-    """The config of a U-ViT run; its optimizer settings, and betas, are those of the U-ViT paper (arXiv 2209.12152)."""
+class Uvit(FlowConfig):
+    """The config of a U-ViT run."""
 
+    model: str = "S/2"  # size and patch
+    model_args: str = ""  # other numbers for the model: "width=512,depth=9,heads=8,patch=4"
+    shortcut: str = "decay:0.8"  # keep, cut, decay:0.6, scale:0.7,0.7, learn:1.0, anneal:keep>cut@10000
+    narrow: bool = False  # the stream in autocast's precision: faster, and it rounds more
+    init: str = "default"  # default | zero: all branches start at zero, whatever `where` says
     lr: float = 2e-4
     weight_decay: float = 0.03
+    batch: int = 256  # images a step, over all processes
+    epochs: float = 80
+    warmup: float = 0.0  # fraction of the steps
+    ema: float | None = 0.9999  # decay of the EMA of the weights, which is evaluated and sampled
 
 
 _PRESETS = {
@@ -38,8 +51,7 @@ _PRESETS = {
 
 def build_model(config: Uvit, facts: Facts) -> UViT:
     """The diffusion transformer."""
-    model: UViT = build_network(UViT, config, facts)
-    return model
+    return named(UViT, config, facts)
 
 
 class UvitObjective(FlowMatching):

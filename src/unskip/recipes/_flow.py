@@ -1,12 +1,6 @@
-"""What the recipes of SiT and U-ViT share: a config and an objective. They differ in model and settings.
+"""Flow matching, the objective of generative recipes: a network predicts velocity, noise or data at random times.
 
-"Residual Connections Harm Generative Representation Learning" (arXiv 2404.10947): decayed shortcuts improve the samples
-and the features of a diffusion transformer. Where the decay should end is left open there:
-
-    over all blocks         --shortcut decay:0.8
-    by effective decay      --shortcut decay:product=5e-3
-    in the middle           --shortcut decay:0.8,until=0.5
-    and back to 1           --shortcut decay:0.8,until=0.5,back
+See `unskip.models.Flow` for the loss. Data are images, or latents of an autoencoder.
 """
 
 from __future__ import annotations
@@ -22,12 +16,10 @@ from torch import Tensor, nn
 from unskip.anatomy import Example, find_blocks
 from unskip.data import Augment, Autoencoder, ImageSet, LatentFeed, Preprocess, subset
 from unskip.errors import BadInput
-from unskip.evals import Split, autocast, noised
-from unskip.evals import register as register_evaluator
+from unskip.evals import noised
 from unskip.init import zero_branches_
-from unskip.models import Flow, Interpolant, Target, Times, normal
+from unskip.models import Flow, Interpolant, Target, Times
 from unskip.recipes._config import Config
-from unskip.recipes._models import named
 from unskip.recipes._objective import Facts, Objective
 from unskip.recipes._online import Online, possible
 from unskip.training import Evaluation, device_of
@@ -37,33 +29,20 @@ _WIDER = 4  # batches in evaluation, relative to training: nothing is kept for a
 
 
 @dataclass(frozen=True)
-class Generative(Config):
-    """The config of a generative run."""
+class FlowConfig(Config):
+    """The fields that the objective reads. A recipe's config adds its model and how that is trained."""
 
     latents: str | None = None  # a folder of an AutoencoderKL of diffusers: train on its latents, encoded once
     cache: str = "~/.cache/unskip/latents"  # where they are kept
-    model: str = "S/2"  # size and patch
-    model_args: str = ""  # other numbers for the model: "width=512,depth=9,heads=8,patch=4"
-    size: int = 32  # of images in pixels, before they are encoded
-    shortcut: str = "decay:0.8"  # keep, cut, decay:0.6, scale:0.7,0.7, learn:1.0, anneal:keep>cut@10000
-    init: str = "default"  # default | zero: all branches start at zero, whatever `where` says (SiT's do anyway)
-    weights: str | None = None  # a published checkpoint
+    flip: bool = True  # random horizontal flips
     interpolant: Interpolant = "linear"  # path from noise to data
     target: Target = "velocity"  # what the model predicts
     times: Times = "uniform"  # distribution of training times
     time_mean: float = 0.0  # of logit-normal times, before the sigmoid
     time_std: float = 1.0  # of logit-normal times, before the sigmoid
     label_dropout: float = 0.1  # probability of training without the label, for guidance
-    lr: float = 1e-4
-    lr_end: float = 1.0  # as a fraction of lr; 1: constant
-    weight_decay: float = 0.0
     betas: str | None = None  # as in 0.9,0.999; None: the recipe's for AdamW, the optimizer's own for others
-    batch: int = 256  # images a step, over all processes
-    epochs: float = 80
-    warmup: float = 0.0  # fraction of the steps
-    flip: bool = True  # random horizontal flips
-    narrow: bool = False  # the stream in autocast's precision: faster, and it rounds more
-    ema: float | None = 0.9999  # decay of the EMA of the weights, which is evaluated and sampled
+    lr_end: float = 1.0  # as a fraction of lr; 1: constant
     online_images: int = 5000  # images of each split for kNN and rank during training; 0: none
     online_time: float = 0.9  # time of the noisy images whose features those are, at the middle block
 
@@ -96,19 +75,10 @@ class ImageFeed(Protocol):
     def evaluate(self, rank: int = 0, world: int = 1) -> Iterator[tuple[Tensor, Tensor]]: ...
 
 
-def build_network(kind: Any, config: Generative, facts: Facts, **options: Any) -> Any:
-    """A SiT or U-ViT for the data. One for published weights may have more classes than the data, and not fewer."""
-    given = {"size": facts.size, "channels": facts.channels, "classes": facts.classes, "narrow": config.narrow}
-    model = named(kind, config, {**given, **options})
-    if model.classes < facts.classes:
-        raise BadInput(f"model_args {config.model_args!r}: {model.classes} classes, and the data has {facts.classes}")
-    return model
-
-
 class FlowMatching(Objective):
     """The mean squared error of a predicted velocity, noise or image at random times."""
 
-    config: Generative
+    config: FlowConfig
     adamw_betas = "0.9,0.999"
 
     def check(self) -> None:
@@ -176,7 +146,7 @@ class FlowMatching(Objective):
         self.classes = int(model.classes)  # also the label of none; published weights may know more than the data has
 
     def baseline_loss(self, model: nn.Module, train: ImageSet, test: ImageFeed) -> float:
-        return constant_loss(self.config.flow, mean_square(test))
+        return self.config.flow.baseline_loss(_mean_square(test))
 
     def evaluations(self, model: nn.Module, train: ImageFeed, test: ImageFeed, split: str) -> dict[str, Evaluation]:
         config = self.config
@@ -208,7 +178,7 @@ def _betas(text: str) -> tuple[float, float]:
     return first, second
 
 
-def mean_square(feed: ImageFeed) -> float:
+def _mean_square(feed: ImageFeed) -> float:
     """Of all values, or of the first batch where images are read from disk."""
     total, count = torch.zeros((), dtype=torch.float64, device=feed.device), 0
     for squares in _squares(feed):
@@ -227,39 +197,3 @@ def _squares(feed: ImageFeed) -> Iterator[Tensor]:
     for moments, _ in feed.in_order():
         mean = feed.autoencoder.latents(moments)
         yield mean.square() + (feed.autoencoder.latents(moments, torch.ones_like(mean)) - mean).square()
-
-
-def constant_loss(flow: Flow, power: float) -> float:
-    """The loss of predicting zero, for data of mean square `power`."""
-    if flow.target != "velocity":
-        return 1.0 if flow.target == "noise" else power
-    time = (torch.arange(1000, dtype=torch.float64) + 0.5) / 1000  # quantiles of the times
-    if flow.times == "logit-normal":
-        time = torch.sigmoid(flow.time_mean + flow.time_std * torch.special.ndtri(time))
-    path = flow.path(time)
-    return float((path.da.square() * power + path.ds.square()).mean())
-
-
-@register_evaluator(
-    "flow-loss-v1",
-    needs="model",
-    about="The loss without label dropout, at times spread evenly over the images, with fixed noise.",
-    whole=True,
-    train=False,
-    interpolant="linear",
-    target="velocity",
-)
-def flow_loss(model: nn.Module, train: Split, test: Split, interpolant: Any, target: Any) -> dict[str, float]:
-    """The same times and noise each time."""
-    flow = Flow(interpolant, target, label_dropout=0.0)
-    first, last = flow.ends
-    seen, total = test.start, torch.zeros((), dtype=torch.float64, device=test.options.device)
-    for values, labels in test.share():
-        index = torch.arange(seen, seen + len(values), device=values.device)
-        # Steps of the golden ratio spread the times of neighbouring images.
-        time = first + (last - first) * ((index * 0.6180339887498949 + 0.5) % 1.0).float()
-        noise = normal(0, index, 0, values.shape[1:])
-        with autocast(values.device, test.options.precision):
-            total += flow.loss(model, values, labels, 0, time=time, noise=noise).double().sum()
-        seen += len(values)
-    return {"loss": float(test.gathered(total[None]).sum()) / len(test)}

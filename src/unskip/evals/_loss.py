@@ -1,0 +1,67 @@
+"""The loss of a generative model on test images, with the same masks, times and noise each time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from unskip.evals._extract import autocast
+from unskip.evals._registry import register
+from unskip.evals._split import Split
+from unskip.models import Flow, Interpolant, Target, normal
+
+_GOLDEN = 0.6180339887498949  # steps of the golden ratio spread the times of neighbouring images
+
+
+@register(
+    "reconstruction-v1",
+    needs="model",
+    about="The loss of a masked autoencoder, with fixed random masks.",
+    whole=True,
+    train=False,
+)
+def reconstruction_loss(model: Any, train: Split, test: Split) -> dict[str, float]:
+    """The mean squared error of masked patches."""
+    noise = torch.rand(len(test), model.grid.patches, generator=torch.Generator().manual_seed(0))
+
+    def loss(images: Tensor, labels: Tensor, places: Tensor) -> Tensor:
+        mean: Tensor = model(images, noise[places.cpu()].to(images.device)).loss
+        return mean.double() * len(images)
+
+    return _mean(test, loss)
+
+
+@register(
+    "flow-loss-v1",
+    needs="model",
+    about="The loss without label dropout, at times spread evenly over the images, with fixed noise.",
+    whole=True,
+    train=False,
+    interpolant="linear",
+    target="velocity",
+)
+def flow_loss(model: Any, train: Split, test: Split, interpolant: Interpolant, target: Target) -> dict[str, float]:
+    """The mean squared error of the predicted velocity, noise or data."""
+    flow = Flow(interpolant, target, label_dropout=0.0)
+    first, last = flow.ends
+
+    def loss(values: Tensor, labels: Tensor, places: Tensor) -> Tensor:
+        time = first + (last - first) * ((places * _GOLDEN + 0.5) % 1.0).float()
+        noise = normal(0, places, 0, values.shape[1:])
+        return flow.loss(model, values, labels, 0, time=time, noise=noise).double()
+
+    return _mean(test, loss)
+
+
+def _mean(test: Split, loss: Callable[[Tensor, Tensor, Tensor], Tensor]) -> dict[str, float]:
+    """The mean over a split of what (inputs, labels, places in the split) cost; of several processes over all."""
+    seen, total = test.start, torch.zeros((), dtype=torch.float64, device=test.options.device)
+    for inputs, labels in test.share():
+        places = torch.arange(seen, seen + len(inputs), device=inputs.device)
+        with autocast(inputs.device, test.options.precision):
+            total += loss(inputs, labels, places).sum()
+        seen += len(inputs)
+    return {"loss": float(test.gathered(total[None]).sum()) / len(test)}
