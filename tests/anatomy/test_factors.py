@@ -3,10 +3,11 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from tests.zoo.handmade import mlp
 from torch import Tensor, nn
 
 import unskip
-from unskip import Cut, Decay
+from unskip import Cut, Decay, Scale
 
 DIM = 8
 X = torch.randn(2, 5, DIM, generator=torch.Generator().manual_seed(0))
@@ -107,3 +108,122 @@ def test_factors_of_the_model_are_shown_and_counted() -> None:
 def test_a_plain_model_has_no_factors() -> None:
     sites = unskip.audit(nn.Sequential(Block(), Block()), X)
     assert {(site.stream_factor, site.branch_factor, site.copies) for site in sites} == {(1.0, 1.0, False)}
+
+
+# --- Known designs ---------------------------------------------------------------------------------------------------
+
+
+class Factors(nn.Module):
+    """Residual lambdas and the input again (nanochat), ReZero, LayerScale, KEEL, a learnt scale on the stream."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fs = nn.ModuleList(mlp(0.0) for _ in range(5))
+        self.lambdas, self.rezero = nn.Parameter(torch.tensor([0.9, 0.2])), nn.Parameter(torch.tensor(0.3))
+        self.layerscale, self.scale = nn.Parameter(torch.full((DIM,), 0.1)), nn.Parameter(torch.full((DIM,), 0.7))
+        self.norms = nn.ModuleList(nn.LayerNorm(DIM) for _ in range(2))
+
+    def forward(self, x: Tensor, alpha: float = 1.0, beta: float = 1.0) -> Tensor:
+        a, b, c, d, e = self.fs
+        start = x
+        x = alpha * x + beta * (self.rezero * a(x))
+        x = self.lambdas[0] * x + self.lambdas[1] * start
+        x = alpha * x + beta * (self.layerscale * b(x))
+        x = self.norms[0](alpha * (4 * x) + beta * c(x))
+        x = self.norms[1](alpha * (4 * x) + beta * d(x))
+        return alpha * (self.scale * x) + beta * e(x)
+
+
+class Written(Factors):
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+        a, b, c, d, e = self.fs
+        start = x
+        x = x + self.rezero * a(x)
+        x = self.lambdas[0] * x + self.lambdas[1] * start
+        x = x + self.layerscale * b(x)
+        x = self.norms[0](4 * x + c(x))
+        x = self.norms[1](4 * x + d(x))
+        return self.scale * x + e(x)
+
+
+def test_factors_of_known_designs_are_seen_and_multiplied() -> None:
+    torch.manual_seed(0)
+    model = Written()
+    sites = [site for site in unskip.audit(model, X) if site.regular]
+    (again,) = [site for site in unskip.audit(model, X) if not site.regular]
+    assert again.doubled
+    assert [again.stream_factor, again.branch_factor] == pytest.approx([0.2, 0.9])
+    assert [site.branch_factor for site in sites] == pytest.approx([0.3, 0.1, 1, 1, 1])
+    assert [site.stream_factor for site in sites] == pytest.approx([1, 1, 4, 4, 0.7])
+    wiring = unskip.rewire(model, Scale(0.5, 0.8), X)
+    assert wiring.effective_decay == pytest.approx(0.5**5 * 16 * 0.7 * 0.9)
+    torch.testing.assert_close(model(X), Factors.forward(model, X, 0.5, 0.8))
+
+
+class Nanochat(nn.Module):
+    """Normalised embeddings, smeared; residual lambdas and the input again before every block; a part taken off."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.blocks = nn.Linear(4, 1), nn.ModuleList(mlp(0.0) for _ in range(3))
+        self.stream, self.again = (nn.Parameter(torch.tensor(v)) for v in ([0.9, 0.8, 0.7], [0.1, 0.2, 0.3]))
+
+    def forward(self, x: Tensor, alphas: tuple[float, ...] = (1.0, 1.0, 1.0)) -> Tensor:
+        x = F.rms_norm(x, (DIM,))
+        gate = torch.sigmoid(self.gate(x[:, 1:, :4]))
+        x = torch.cat([x[:, :1], x[:, 1:] + gate * x[:, :-1]], 1)
+        first = middle = x
+        for index, block in enumerate(self.blocks):
+            x = self.stream[index] * x + self.again[index] * first
+            x = alphas[index] * x + block(F.rms_norm(x, (DIM,)))
+            middle = x if index == 1 else middle
+        return x - 0.5 * middle
+
+
+class NanochatWritten(Nanochat):
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+        x = F.rms_norm(x, (DIM,))
+        gate = torch.sigmoid(self.gate(x[:, 1:, :4]))
+        x = torch.cat([x[:, :1], x[:, 1:] + gate * x[:, :-1]], 1)
+        first = middle = x
+        for index, block in enumerate(self.blocks):
+            x = self.stream[index] * x + self.again[index] * first
+            x = x + block(F.rms_norm(x, (DIM,)))
+            middle = x if index == 1 else middle
+        return x - 0.5 * middle
+
+
+def test_a_smear_of_normalised_tokens_and_the_input_again_before_every_block() -> None:
+    torch.manual_seed(0)
+    model = NanochatWritten()
+    audit = unskip.audit(model, X)
+    assert next((site.kind, site.regular) for site in audit) == ("other", False)
+    assert [site.copies for site in audit] == [True, *[False] * 5]
+    assert [site.index for site in audit if site.doubled] == [2, 4]  # the first adds the input to itself
+    assert ["minus sign" in unknown.reason for unknown in audit.unknown] == [True]
+    with pytest.warns(UserWarning, match="minus sign"):
+        wiring = unskip.rewire(model, "decay:0.5", X)
+    assert wiring.alphas == [1, 1, 1, 0.75, 1, 0.5]
+    assert wiring.effective_decay == pytest.approx(0.75 * 0.5 * 0.8 * 0.7)
+    torch.testing.assert_close(model(X), Nanochat.forward(model, X, (1.0, 0.75, 0.5)))
+
+
+class ScaledSum(nn.Module):
+    """The sum is multiplied, and with it the stream and the branch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fs = nn.ModuleList(mlp(0.0) for _ in range(2))
+        self.register_buffer("scale", torch.tensor(0.8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, second = self.fs
+        x = (x + first(x)) * 0.5
+        return self.scale * (2 * x + 3 * second(x))
+
+
+def test_a_factor_on_the_sum_is_one_on_the_stream_and_on_the_branch() -> None:
+    sites = unskip.audit(model := ScaledSum(), X)
+    assert [site.stream_factor for site in sites] == pytest.approx([0.5, 1.6])
+    assert [site.branch_factor for site in sites] == pytest.approx([0.5, 2.4])
+    assert unskip.rewire(model, "decay:0.5", X).effective_decay == pytest.approx(0.5 * 0.5 * 1.6)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import unskip
 from unskip import Scale
-from unskip.errors import NoResidualError
+from unskip.errors import BadInput, NoResidualError
 
 WIDTH = 8
 X = torch.randn(2, 5, WIDTH, generator=torch.Generator().manual_seed(0))
@@ -58,6 +58,22 @@ class Stacked(nn.Module):
         return torch.stack([x, self.f(x)]).sum(0)
 
 
+class WeighedStack(Stacked):
+    """The sum is a product with a weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = nn.Parameter(torch.rand(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.einsum("n,nbtd->btd", self.weights, torch.stack([x, self.f(x)]))
+
+
+class Concatenated(Stacked):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat([x[None], self.f(x)[None]]).sum(0)
+
+
 class OverDepth(Stacked):
     """A softmax over the outputs of all layers, as attention over depth has it."""
 
@@ -72,7 +88,14 @@ class OverDepth(Stacked):
 
 @pytest.mark.parametrize(
     ("cls", "reason"),
-    [(HyperConnection, "several streams"), (Reversible, "several streams"), (Stacked, "stack"), (OverDepth, "stack")],
+    [
+        (HyperConnection, "several streams"),
+        (Reversible, "several streams"),
+        (Stacked, "stack"),
+        (WeighedStack, "stack"),
+        (Concatenated, "stack"),
+        (OverDepth, "stack"),
+    ],
 )
 def test_several_streams_are_reported(cls: type[nn.Module], reason: str) -> None:
     model = cls()
@@ -110,6 +133,23 @@ def test_attention_by_einsum_and_cross_attention(tokens: int, context: bool) -> 
     assert ("cross-attention" in str(audit)) == context
 
 
+class LearntMemory(nn.Module):
+    """Cross-attention to keys and values that are weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(WIDTH, 2, batch_first=True)
+        self.memory = nn.Parameter(torch.randn(1, 3, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        memory = self.memory.expand(len(x), -1, -1)
+        return x + self.attention(x, memory, memory)[0]
+
+
+def test_attention_to_a_learnt_memory_is_cross_attention() -> None:
+    assert [(site.kind, site.cross) for site in unskip.audit(LearntMemory(), X)] == [("attention", True)]
+
+
 class StateSpace(nn.Module):
     """A selective scan: a state that decays by exp(dt A), A = -exp(a weight), and takes dt B x in, read out by C."""
 
@@ -139,6 +179,70 @@ def test_state_spaces_are_a_kind_of_their_own() -> None:
     plain = model(X) - X
     with unskip.rewired(model, Scale(0.5, 0.7), X, where="ssm"):
         torch.testing.assert_close(model(X), 0.5 * X + 0.7 * plain)
+
+
+class FixedDecay(nn.Module):
+    """A linear recurrence whose decay exp(-exp(a weight)) does not depend on the input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.out, self.log = linear(), linear(), nn.Parameter(torch.randn(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        state, read = torch.zeros_like(x[:, 0]), []
+        for step in self.up(x).unbind(1):
+            state = torch.exp(-torch.exp(self.log)) * state + step
+            read.append(state)
+        return x + self.out(torch.stack(read, 1))
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.lstm = nn.LayerNorm(WIDTH), nn.LSTM(WIDTH, WIDTH, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.lstm(self.norm(x))[0]
+
+
+class Spectrum(nn.Module):
+    """A filter over all tokens, as a product of spectra."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.filter, self.out = nn.Parameter(torch.randn(5, WIDTH)), linear()
+
+    def forward(self, x: Tensor) -> Tensor:
+        spectrum = torch.fft.rfft(x, n=10, dim=1) * torch.fft.rfft(self.filter, n=10, dim=0)
+        return x + self.out(torch.fft.irfft(spectrum, n=10, dim=1)[:, :5])
+
+
+class Routed(nn.Module):
+    """A router's two largest weights and the outputs of all experts, by einsum; nothing is called an expert."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.choose, self.each = nn.Linear(WIDTH, 4), nn.ModuleList(mlp(0.0) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, chosen = self.choose(x).softmax(-1).topk(2, -1)
+        made = torch.stack([f(x) for f in self.each], 2)  # (batch, tokens, experts, dim)
+        made = made.gather(2, chosen[..., None].expand(-1, -1, -1, WIDTH))
+        return x + torch.einsum("bte,bted->btd", weights / weights.sum(-1, keepdim=True), made)
+
+
+@pytest.mark.parametrize(
+    ("cls", "kind"), [(FixedDecay, "ssm"), (Recurrent, "other"), (Spectrum, "conv"), (Routed, "mlp")]
+)
+def test_mixers_of_tokens_and_mixtures_of_experts(cls: type[nn.Module], kind: str) -> None:
+    torch.manual_seed(0)
+    model = cls()
+    audit = unskip.audit(model, X)
+    assert [site.kind for site in audit if site.path == ""] == [kind]
+    assert not audit.unknown
+    branch = model(X) - X
+    with unskip.rewired(model, Scale(0.5, 0.7), X, where=kind):
+        torch.testing.assert_close(model(X), 0.5 * X + 0.7 * branch)
 
 
 class Adds(nn.Module):
@@ -174,51 +278,18 @@ def test_post_norm_across_submodules(cls: type[nn.Module], norm: str) -> None:
     assert [(site.kind, site.norm) for site in sites] == [("attention", norm), ("mlp", norm)] * 2
 
 
-# --- Factors ----------------------------------------------------------------------------------------------------------
+def test_a_rule_for_projected_shortcuts_alone_says_how_to_pick_them() -> None:
+    class Streams(nn.Module):
+        """Two streams, mixed by a matrix of weights."""
 
+        def __init__(self) -> None:
+            super().__init__()
+            self.f, self.mix = mlp(0.0), nn.Parameter(torch.rand(2, 2))
 
-class Factors(nn.Module):
-    """Residual lambdas and the input again (nanochat), ReZero, LayerScale, KEEL, a learnt scale on the stream."""
+        def forward(self, x: Tensor) -> Tensor:
+            streams = torch.stack([x, x])
+            branch = self.f(streams.mean(0))
+            return (torch.einsum("ij,jbtd->ibtd", self.mix, streams) + torch.stack([branch, branch])).sum(0)
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.fs = nn.ModuleList(mlp(0.0) for _ in range(5))
-        self.lambdas, self.rezero = nn.Parameter(torch.tensor([0.9, 0.2])), nn.Parameter(torch.tensor(0.3))
-        self.layerscale, self.scale = nn.Parameter(torch.full((WIDTH,), 0.1)), nn.Parameter(torch.full((WIDTH,), 0.7))
-        self.norms = nn.ModuleList(nn.LayerNorm(WIDTH) for _ in range(2))
-
-    def forward(self, x: Tensor, alpha: float = 1.0, beta: float = 1.0) -> Tensor:
-        a, b, c, d, e = self.fs
-        start = x
-        x = alpha * x + beta * (self.rezero * a(x))
-        x = self.lambdas[0] * x + self.lambdas[1] * start
-        x = alpha * x + beta * (self.layerscale * b(x))
-        x = self.norms[0](alpha * (4 * x) + beta * c(x))
-        x = self.norms[1](alpha * (4 * x) + beta * d(x))
-        return alpha * (self.scale * x) + beta * e(x)
-
-
-class Written(Factors):
-    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
-        a, b, c, d, e = self.fs
-        start = x
-        x = x + self.rezero * a(x)
-        x = self.lambdas[0] * x + self.lambdas[1] * start
-        x = x + self.layerscale * b(x)
-        x = self.norms[0](4 * x + c(x))
-        x = self.norms[1](4 * x + d(x))
-        return self.scale * x + e(x)
-
-
-def test_factors_of_known_designs_are_seen_and_multiplied() -> None:
-    torch.manual_seed(0)
-    model = Written()
-    sites = [site for site in unskip.audit(model, X) if site.regular]
-    (again,) = [site for site in unskip.audit(model, X) if not site.regular]
-    assert again.doubled
-    assert [again.stream_factor, again.branch_factor] == pytest.approx([0.2, 0.9])
-    assert [site.branch_factor for site in sites] == pytest.approx([0.3, 0.1, 1, 1, 1])
-    assert [site.stream_factor for site in sites] == pytest.approx([1, 1, 4, 4, 0.7])
-    wiring = unskip.rewire(model, Scale(0.5, 0.8), X)
-    assert wiring.effective_decay == pytest.approx(0.5**5 * 16 * 0.7)
-    torch.testing.assert_close(model(X), Factors.forward(model, X, 0.5, 0.8))
+    with pytest.raises(BadInput, match="which only a function picks"):
+        unskip.rewire(Streams(), "cut", X)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from bisect import bisect_right
 from collections.abc import Iterator
+from math import prod
 from typing import Literal
 
 from torch import nn
@@ -31,6 +32,10 @@ def kind_of(graph: Graph, path: list[Node]) -> Kind:
         return "ssm"
     if cores:
         return "parallel" if _has_mlp_beside(graph, path, cores) else "attention"
+    if any(isinstance(owner, nn.RNNBase) for node in path for owner in node.owners[:1]):
+        return "other"  # recurrent
+    if any(node.op == "_fft_c2r" for node in path):  # there and back: a convolution by its spectrum
+        return "conv"
     spatial = [node for node in path if _ops.is_convolution(node.op) and _is_spatial(graph, node)]
     if spatial and not all(any(_FEED_FORWARD.search(type(m).__name__) for m in node.owners) for node in spatial):
         return "conv"
@@ -62,15 +67,26 @@ def _is_attention_core(graph: Graph, path: list[Node], node: Node) -> bool:
         return True
     if _ops.is_sampler(node.op):
         return any(_ops.is_softmax(n.op) for n in path)
-    if node.op == "mul" or is_product(graph.nodes, node):
-        softmax = next((s for p in node.parents[:2] if (s := _softmax_at(graph, p)) is not None), None)
-        if softmax is not None and len(node.parents) > 1 and _is_scored(graph, softmax):
+    if (node.op == "mul" or _ops.is_matmul(node.op)) and len(node.parents) > 1:
+        softmax = next((s for p in node.parents[-2:] if (s := _softmax_at(graph, p)) is not None), None)
+        if softmax is not None and (_is_scored(graph, softmax) or _is_in_attention(node)):
             return True
-    if not _multiplies(graph, path, node) or _in_experts(node):
+    if not _multiplies(graph, path, node) or _in_experts(node) or _is_by_token(path, node):
         return False
     return any(
         n.index in node for n in path if n is not node and (_ops.is_softmax(n.op) or _multiplies(graph, path, n))
     )
+
+
+def _is_in_attention(node: Node) -> bool:
+    """A product with a weight, by the name of its module: of keys and values that are learnt, or of an activation."""
+    return _ops.is_matmul(node.op) and bool(_ATTENTION.search(type(node.owners[0]).__name__ if node.owners else ""))
+
+
+def _is_by_token(path: list[Node], node: Node) -> bool:
+    """A product for every token apart, as a router's weights with the outputs of its experts: no tokens are mixed."""
+    tokens = prod(path[-1].shape[:-1])
+    return len(node.shape) == 3 and node.shape[0] == tokens and 1 in node.shape[1:]
 
 
 def _softmax_at(graph: Graph, index: int) -> int | None:
@@ -89,14 +105,19 @@ def _is_scored(graph: Graph, softmax: int) -> bool:
 
 
 def _is_state_space(graph: Graph, path: list[Node]) -> bool:
-    """A scan kernel, or decays exp(dt A) with A = -exp(a weight), by which a state is carried on (Mamba, Mamba-2).
+    """A scan kernel, or decays exp(dt A) with A = -exp(a weight), by which a state is carried on (Mamba, Mamba-2), dt
+    from the input or not (S4, LRU).
 
     Linear attention may decay in the same way: there the names of the innermost modules decide.
     """
     for node in path:
         if _ops.is_scan(node.op):
             return True
-        if node.op == "exp" and not any(_LINEAR_ATTENTION.search(type(owner).__name__) for owner in node.owners[:1]):
+        if any(_LINEAR_ATTENTION.search(type(owner).__name__) for owner in node.owners[:1]):
+            continue
+        if node.op == "mul" and any(_exp_of_exp(graph, parent) for parent in node.parents):
+            return True
+        if node.op == "exp":
             products = _back(graph, node.index, _ops.IDENTITY | _ops.PART | _DECAYS)
             if any(_exp_of_weight(graph, p) for each in products if each.op == "mul" for p in each.parents):
                 return True
@@ -107,6 +128,13 @@ def _exp_of_weight(graph: Graph, index: int) -> bool:
     return graph.nodes[index].fixed and any(
         node.op == "exp" for node in _back(graph, index, _ops.IDENTITY | {"neg", "mul", "exp"})
     )
+
+
+def _exp_of_exp(graph: Graph, index: int) -> bool:
+    end = graph.nodes[index]
+    if not end.fixed or end.op != "exp":
+        return False
+    return any(_exp_of_weight(graph, n.index) for n in _back(graph, end.parents[0], _ops.IDENTITY | {"neg", "mul"}))
 
 
 _SCORES = frozenset("_softmax softmax mul div add sub masked_fill where tanh native_dropout amax maximum".split())

@@ -17,6 +17,8 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import Literal
 
+from torch import nn
+
 from unskip.anatomy import _ops
 from unskip.anatomy._graph import Graph, Node
 from unskip.anatomy._walk import between, channel_axis, climb, consumers, in_norm, is_product, written
@@ -57,7 +59,8 @@ def find(graph: Graph) -> tuple[list[Finding], list[Doubt]]:
     """Every execution of a residual addition, in order, and what could not be decided."""
     search = _Search(graph)
     for node in graph.nodes:
-        if node.calls and len(node.parents) > 1:
+        # What a recurrent layer adds to its state is its own affair.
+        if node.calls and len(node.parents) > 1 and not isinstance(next(iter(node.owners), None), nn.RNNBase):
             search.look(node)
     overwritten = written(graph)
     for finding in search.found:
@@ -138,7 +141,7 @@ class _Search:
 
     def _drop_inner_scales(self, outer: Finding) -> None:
         """Inside a branch, x * w + f(x) with a weight w is part of the branch, as the D x of a state-space model."""
-        for inner in [f for f in outer.spans if f.scaled]:
+        for inner in [f for f in outer.spans if f.scaled and not f.doubled]:
             outer.spans.remove(inner)
             self.found = [f for f in self.found if f is not inner and f.first is not inner]
             self.output_of = {index: f for index, f in self.output_of.items() if f in self.found}
@@ -162,15 +165,17 @@ class _Search:
 
     def _is_copy(self, s: int, f: int) -> bool:
         """Whether a branch is the stream again, times gates: `x[:, 1:] + g * x[:, :-1]`, as smeared tokens are."""
-        source = [index for index, _ in climb(self.nodes, s)][-1]
-        return any(source in (index for index, _ in climb(self.nodes, each)) for each in self._leaves_of_product(f))
+        *_, (source, _) = climb(self.nodes, s)
 
-    def _leaves_of_product(self, index: int) -> list[int]:
-        """The tensors that a product is made of, those of products inside it included; none for what is no product."""
-        *_, (last, _) = climb(self.nodes, index)
-        if self.nodes[last].op != "mul" or len(self.nodes[last].parents) != 2:
-            return []
-        return [leaf for p in self.nodes[last].parents for leaf in (self._leaves_of_product(p) or [p])]
+        def has_source(index: int) -> bool:
+            *_, (last, _) = climb(self.nodes, index)
+            return last == source or (self._is_gating(last) and any(map(has_source, self.nodes[last].parents)))
+
+        *_, (product, _) = climb(self.nodes, f)
+        return self._is_gating(product) and any(map(has_source, self.nodes[product].parents))
+
+    def _is_gating(self, index: int) -> bool:
+        return self.nodes[index].op == "mul" and len(self.nodes[index].parents) == 2
 
     def _more(self, node: Node, s: int, f: int, side: Literal["left", "right"]) -> Finding | None:
         for index, _ in climb(self.nodes, s):
@@ -300,19 +305,23 @@ class _Search:
 
     def _stacked(self, node: Node) -> None:
         """A stream and what was computed from it, stacked and summed, or mixed by weights that depend on the input."""
-        parents = list(dict.fromkeys(node.parents))
-        if len({self.nodes[parent].shape for parent in parents}) > 1 or not self._is_summed(node.index):
+        if len({self.nodes[parent].shape for parent in node.parents}) > 1 or not self._is_summed(node):
             return
-        pairs = ((s, f) for s in parents for f in parents if s != f and s in self.nodes[f] and not self.nodes[s].fixed)
+        sources = list(dict.fromkeys(list(climb(self.nodes, parent))[-1][0] for parent in node.parents))
+        pairs = ((s, f) for s in sources for f in sources if s != f and s in self.nodes[f] and not self.nodes[s].fixed)
         if any(_ops.is_transform(n.op) for s, f in pairs for n in between(self.nodes, s, f)):
             self.doubts.append(Doubt(node, "a stream and its branch are stacked, and the stack is summed"))
 
-    def _is_summed(self, index: int) -> bool:
-        """Whether a tensor is reduced, or multiplied with another that depends on the input."""
-        one = prod(self.nodes[self.nodes[index].parents[0]].shape)
-        readers = [self.nodes[reader] for reader in self._reach(index)]
+    def _is_summed(self, stack: Node) -> bool:
+        """Whether a stack is reduced, multiplied with another tensor that depends on the input, or, where it has an
+        axis of its own, with a weight that leaves one of its tensors.
+        """
+        one = prod(self.nodes[stack.parents[0]].shape)
+        readers = [self.nodes[reader] for reader in self._reach(stack.index)]
         sums = [node for node in readers if node.op in ("sum", "mean") or is_product(self.nodes, node)]
-        return any(prod(node.shape) % one == 0 for node in sums)  # one such tensor is left, or several mixtures
+        mixed = [node for node in readers if stack.op == "stack" and _ops.is_matmul(node.op)]
+        # One such tensor is left, or several mixtures.
+        return any(prod(node.shape) % one == 0 for node in sums) or any(prod(node.shape) == one for node in mixed)
 
     def _factors(self, index: int) -> tuple[int, ...]:
         """The operands of a product of two tensors that depend on the input."""
@@ -350,17 +359,20 @@ class _Search:
                 return True
             if start in self.output_of:
                 return self._carries(self.output_of[start].stream, root)
-        return False
+        last = self.nodes[start]  # a sum of the root with itself, as a first a * x + b * x0 is
+        return last.op in _ops.ADD and len(last.parents) == 2 and all(self._carries(p, root) for p in last.parents)
 
     def _fused(self, node: Node) -> None:
         """A residual inside a larger operator (addcmul, lerp, baddbmm, ...), or with a sign or factor of its own."""
         s, *rest = node.parents
-        if self.nodes[s].shape != node.shape:
-            return
-        for root, _ in climb(self.nodes, s):
-            for f in rest:
-                if self.nodes[root].fixed or root not in self.nodes[f]:
-                    continue
-                if _ops.is_matmul(node.op) or any(_ops.is_transform(n.op) for n in between(self.nodes, root, f)):
-                    self.doubts.append(Doubt(node, _FUSED.get(node.op, f"a residual fused into torch.{node.op}")))
-                    return
+        sides = [(s, rest), (rest[0], [s])] if node.op == "sub" else [(s, rest)]
+        for s, others in sides:
+            if self.nodes[s].shape != node.shape:
+                continue
+            for root, _ in climb(self.nodes, s, scaled_by_weights=node.op == "sub"):
+                for f in others:
+                    if self.nodes[root].fixed or root not in self.nodes[f]:
+                        continue
+                    if _ops.is_matmul(node.op) or any(_ops.is_transform(n.op) for n in between(self.nodes, root, f)):
+                        self.doubts.append(Doubt(node, _FUSED.get(node.op, f"a residual fused into torch.{node.op}")))
+                        return

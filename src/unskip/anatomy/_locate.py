@@ -18,8 +18,8 @@ from unskip._source import (
     FunctionSource,
     Position,
     expression_at,
+    function_named,
     function_source,
-    import_function,
     layers,
     loop_targets,
     names_of,
@@ -116,7 +116,7 @@ def locate(calls: tuple[Call, ...], up: int = 0) -> Located:
 
 def _imported(module: str, code: CodeType) -> FunctionType:
     try:
-        return import_function(module, code.co_qualname, code)
+        return function_named(module, code.co_qualname, code)
     except SourceError as error:
         raise Unreachable(str(error)) from error
 

@@ -39,7 +39,7 @@ STACK = frozenset({"stack", "cat"})
 FUSED = frozenset("addcmul addcdiv lerp addmm addbmm baddbmm index_add scatter_add sub _foreach_add".split())
 
 _MATMUL = re.compile(
-    r"^(\w*mm|mv|addmv|dot|linear|bilinear|\w*convolution\w*|conv\w*|_trilinear|einsum|\w*lstm\w*|\w*gru\w*)$"
+    r"^(\w*mm|mv|addmv|dot|linear|bilinear|\w*convolution\w*|conv\w*|_trilinear|einsum|\w*lstm\w*|\w*gru\w*|\w*rnn\w*)$"
 )
 _POOL = re.compile(r"^(\w*avg_pool\w*|\w*max_pool\w*|_fft\w*|fft\w*|stft|cumsum|grid_sampler\w*)$")
 _ATTENTION = re.compile(r"attention|attn", re.IGNORECASE)

@@ -24,7 +24,7 @@ from unskip.anatomy._lines import Turn, locations, turns_of
 from unskip.anatomy._locate import Located, Place
 from unskip.anatomy._trace import record
 from unskip.anatomy._units import units
-from unskip.anatomy._walk import channel_axis, consumers, own_factor
+from unskip.anatomy._walk import channel_axis, consumers, own_factor, sum_factors
 from unskip.anatomy._written import mark_norms
 from unskip.errors import ForwardError
 
@@ -52,8 +52,8 @@ class Site:
     problem: str | None = None  # why it cannot be rewired
     copies: bool = False  # the branch is a gated or shifted copy of the stream itself, as token smear is: no block's
     cross: bool = False  # an attention whose values come from another sequence
-    stream_factor: float = 1.0  # that the model itself has on the stream, on the example; alpha multiplies it
-    branch_factor: float = 1.0  # that the model itself has on the branch: LayerScale, ReZero (a mean over channels)
+    stream_factor: float = 1.0  # that the model itself has on the stream or the sum, on the example: alpha comes on top
+    branch_factor: float = 1.0  # that it has on the branch or the sum: LayerScale, ReZero (a mean over channels)
     places: tuple[Place, ...] = field(default=(), repr=False)
 
     @property
@@ -138,10 +138,7 @@ def sites_in(graph: Graph, model: nn.Module) -> tuple[tuple[Site, ...], list[lis
     """The sites of a recorded forward and where each ran in it: by site, for each run, its branches in order."""
     names = _names(model)
     drafts, _ = _gather(graph, names)
-    runs = [
-        [(first, *(more for more, _, _ in draft.more if more.first is first)) for first in draft.findings]
-        for draft in drafts
-    ]
+    runs = [[tuple(_branches(draft, first)) for first in draft.findings] for draft in drafts]
     return _sites(model, graph, drafts, names), runs
 
 
@@ -248,12 +245,21 @@ def _places(draft: _Draft) -> list[Place]:
 def _sites(model: nn.Module, graph: Graph, drafts: list[_Draft], names: dict[int, str]) -> tuple[Site, ...]:
     readers = consumers(graph)
     roots = sorted({finding.root for draft in drafts for finding in draft.findings})
-    found = [_site(index, draft, names, readers, roots) for index, draft in enumerate(drafts)]
+    sums = [_branches(draft, draft.findings[0])[-1].add.index for draft in drafts]
+    after = sum_factors(graph.nodes, readers, roots, sums)
+    found = [_site(index, draft, names, readers, roots, after) for index, draft in enumerate(drafts)]
     blocks = units(model, [(site.path, site.branch, site.kind) for site in found])
     return tuple(replace(site, block=block) for site, block in zip(found, blocks, strict=True))
 
 
-def _site(index: int, draft: _Draft, names: dict[int, str], readers: list[list[int]], roots: list[int]) -> Site:
+def _site(
+    index: int,
+    draft: _Draft,
+    names: dict[int, str],
+    readers: list[list[int]],
+    roots: list[int],
+    after: dict[int, float],
+) -> Site:
     first, graph = draft.findings[0], draft.graph
     path = names.get(id(draft.module), "")
     problem = draft.problem
@@ -261,13 +267,14 @@ def _site(index: int, draft: _Draft, names: dict[int, str], readers: list[list[i
         problem = f"{type(draft.module).__name__} adds it, which is not a submodule of the model"
     if problem is None and "forward" in vars(draft.module):
         problem = "its module holds a forward of its own (self.forward = ...), which a new class does not change"
-    extra = [more.path for more, _, _ in draft.more if more.first is first]
-    steps = sorted({n.index: n for part in (first.path, *extra) for n in part}.values(), key=lambda n: n.index)
-    kinds = {kind_of(graph, part) for part in (first.path, *extra)}
+    branches = _branches(draft, first)
+    steps = sorted({n.index: n for each in branches for n in each.path}.values(), key=lambda n: n.index)
+    kinds = {kind_of(graph, each.path) for each in branches}
     kind: Kind = "other" if first.copies else "parallel" if {"attention", "mlp"} <= kinds else kind_of(graph, steps)
     assert draft.module is not None
     shape = first.add.shape
     axis = channel_axis(graph.nodes, first.path, shape)
+    factor = after[branches[-1].add.index]
     ratio = first.add.ratio
     if ratio is not None and first.side == "right":
         ratio = 1 / ratio if ratio else float("inf")
@@ -291,10 +298,15 @@ def _site(index: int, draft: _Draft, names: dict[int, str], readers: list[list[i
         problem=problem,
         copies=first.copies,
         cross=kind == "attention" and is_cross(graph, first.root, steps),
-        stream_factor=own_factor(graph.nodes, first.stream, first.root),
-        branch_factor=own_factor(graph.nodes, first.branch),
+        stream_factor=factor * own_factor(graph.nodes, first.stream, first.root),
+        branch_factor=factor * own_factor(graph.nodes, first.branch),
         places=tuple(dict.fromkeys([*_places(draft), *draft.twins])),
     )
+
+
+def _branches(draft: _Draft, first: Finding) -> list[Finding]:
+    """The branches of one run of a site, in order."""
+    return [first, *(more for more, _, _ in draft.more if more.first is first)]
 
 
 def _branch(steps: list[Node], path: str, names: dict[int, str]) -> tuple[str, ...]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
+from bisect import bisect_right
 from collections.abc import Iterator
 from math import prod
 
@@ -55,6 +56,36 @@ def own_factor(nodes: list[Node], index: int, root: int | None = None) -> float:
         if each == root:
             break
         product *= 1.0 if nodes[each].factor is None else nodes[each].factor or 0.0
+    return product
+
+
+def sum_factors(nodes: list[Node], readers: list[list[int]], roots: list[int], sums: list[int]) -> dict[int, float]:
+    """What the sums of sites are multiplied by before anything else reads them: the 0.7 of 0.7 * (x + f(x)).
+
+    On the way to the stream of a later site, which is one of `roots`; after the last sum, in the module that adds.
+    """
+    found: dict[int, float] = {}
+    for root in roots:
+        product = 1.0
+        for index, _ in climb(nodes, root, scaled_by_weights=True):
+            if nodes[index].op in _ops.ADD:
+                found.setdefault(index, product)
+            product *= 1.0 if nodes[index].factor is None else nodes[index].factor or 0.0
+    for add in sums:
+        if add not in found:
+            last = not any(add in nodes[root] for root in roots[bisect_right(roots, add) :])
+            found[add] = _last_factor(nodes, readers, add) if last else 1.0
+    return found
+
+
+def _last_factor(nodes: list[Node], readers: list[list[int]], index: int) -> float:
+    product, module = 1.0, nodes[index].owners[:1]
+    while len(readers[index]) == 1:
+        node = nodes[index := readers[index][0]]
+        if node.op in _ops.SCALE and node.factor is not None and node.owners[:1] == module:
+            product *= node.factor
+        elif node.op not in _ops.IDENTITY:
+            break
     return product
 
 

@@ -85,8 +85,11 @@ def assign(pairs: Sequence[tuple[Where, Shortcut]], sites: Sequence[Site]) -> tu
         mine = tuple(site for site in sites if site.index not in taken and picks(where, site))
         if not mine and not isinstance(rule, Keep):
             present = ", ".join(sorted({site.kind for site in sites}))
+            apart = sum(site.projected or not site.regular for site in sites)
+            kept = f"; {apart} are projected shortcuts, long skips or copies, which only a function picks" * bool(apart)
             raise BadInput(
-                f"{rule} governs no site: where={where!r} picks none of the model's {len(sites)} (kinds: {present})"
+                f"{rule} governs no site: where={where!r} picks none of the model's {len(sites)} (kinds: "
+                f"{present}{kept})"
             )
         if not isinstance(rule, Keep):
             _refuse([site for site in mine if site.problem])

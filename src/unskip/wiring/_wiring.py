@@ -83,15 +83,17 @@ class Wiring:
     def effective_decay(self) -> float:
         """prod_l (c_l alpha_l) ** runs_l over the governed sites: what is left of the first stream at the end.
 
-        c_l is the factor that the model itself has on its stream, as it was when the model was rewired; mostly 1.
+        c_l is the factor that the model itself has on its stream, as it was when the model was rewired; mostly 1. Where
+        it adds its input again, a * x + b * x0, the a counts too.
         """
         alphas = self.alphas
         mine = [site for site in self.sites if site.index in self._rule_of]
         if not all(math.isfinite(alphas[site.index]) for site in mine):
             return math.nan  # a learnt weight has diverged
-        return effective_decay(
-            [abs(alphas[site.index] * site.stream_factor) for site in mine], [site.runs for site in mine]
-        )
+        again = [site for site in self.sites if site.doubled and site.index not in self._rule_of]
+        left = [abs(alphas[site.index] * site.stream_factor) for site in mine]
+        left += [abs(site.branch_factor) for site in again]
+        return effective_decay(left, [site.runs for site in (*mine, *again)])
 
     @property
     def parameters(self) -> dict[str, nn.Parameter]:
