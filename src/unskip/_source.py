@@ -12,9 +12,9 @@ import ast
 import copy
 import functools
 import hashlib
-import importlib
 import inspect
 import linecache
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from types import CodeType, FunctionType, MethodType
@@ -194,13 +194,18 @@ def names_of(owner: type, code: CodeType) -> list[str]:
     return matching
 
 
-def import_function(module: str, qualname: str, code: CodeType | None = None) -> FunctionType:
-    """The function of a name, as other code finds it: with its decorators. Raises SourceError."""
+def function_named(module: str, qualname: str, code: CodeType | None = None) -> FunctionType:
+    """The function of a name, as other code finds it: with its decorators. Raises SourceError.
+
+    The name may come from a saved folder, so that nothing is imported for it: a model's modules are imported with it.
+    """
     try:
-        value: Any = importlib.import_module(module)
+        value: Any = sys.modules[module]
         for name in qualname.split("."):
             value = inspect.getattr_static(value, name)
-    except (ImportError, AttributeError, ValueError) as error:
+    except KeyError as error:
+        raise SourceError(f"{module}.{qualname}: its module is not in sys.modules. Import it first") from error
+    except (AttributeError, ValueError) as error:
         raise SourceError(f"{module}.{qualname} cannot be found by name") from error
     if not isinstance(value, FunctionType) or (
         code is not None and all(layer.__code__ is not code for layer in layers(value))

@@ -54,9 +54,16 @@ def test_a_resumed_run_equals_one_that_went_on(tmp_path: Path, rule: Any) -> Non
     assert equal(again, whole)
     assert torch.equal(logits(again), logits(whole))
 
-    # Both checkpoints open on their own, at their own step.
+    # Both checkpoints open on their own, at their own step, and by the record alone: what else a stranger's has is not
+    # read.
+    (tmp_path / "checkpoint-4" / "config.json").write_text(
+        '{"model_type": "gpt2", "attn_implementation": "their/code"}'
+    )
     assert torch.equal(logits(unskip.load(tmp_path / "checkpoint-4")), logits(whole))
     assert Wiring.of(unskip.load(tmp_path / "checkpoint-2")).at_step == 2
+    (tmp_path / "checkpoint-2" / "adapter_config.json").write_text("{}")
+    with pytest.raises(LoadError, match="adapter"):
+        unskip.load(tmp_path / "checkpoint-2")
 
 
 def test_another_rule_than_that_of_the_checkpoint_is_refused(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from tests.anatomy import handmade as h
 from tests.commands import python_in
 from tests.wiring.folders import IMAGES, PLACE, VIT, bert, edit, put, rope, snapshot, unchanged, vit
 from torch import nn
+from transformers import BloomConfig, BloomModel
 
 import unskip
 from unskip import Decay, spec
@@ -218,6 +219,34 @@ def test_only_models_of_a_library_are_built(tmp_path: Path, library: str) -> Non
     unskip.save(timm.create_model("test_vit"), tmp_path)
     edit(tmp_path, put("builder", value={library: "logging", "config": {}}))
     with pytest.raises(LoadError, match=r"logging of .* is no model"):
+        unskip.load(tmp_path)
+
+
+def test_no_module_that_a_wiring_names_is_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "theirs.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w').close()\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    config = BloomConfig(vocab_size=50, hidden_size=16, n_layer=1, n_head=2)
+    model = BloomModel(config)  # it adds in a function that its methods call
+    unskip.rewire(model, Decay(0.6))
+    unskip.save(model, tmp_path / "m")
+    edit(tmp_path / "m", put(*PLACE, "hops", 1, "module", value="theirs"))
+    with pytest.raises(LoadError, match=r"theirs\.dropout_add.*not in sys\.modules"):
+        unskip.load(tmp_path / "m")
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize("keys", [("implementations", "_attn_implementation"), ("config", "attn_implementation")])
+def test_no_kernel_of_the_hub_is_loaded_unasked(tmp_path: Path, keys: tuple[str, str]) -> None:
+    unskip.save(bert(), tmp_path)
+    edit(tmp_path, put("builder", *keys, value="theirs/kernel"))
+    with pytest.raises(LoadError, match=r"theirs/kernel.*trust=True"):
+        unskip.load(tmp_path)
+
+
+def test_a_configuration_that_the_library_refuses_is_a_load_error(tmp_path: Path) -> None:
+    unskip.save(bert(), tmp_path)
+    edit(tmp_path, put("builder", "config", "hidden_size", value="wide"))
+    with pytest.raises(LoadError, match=r"building the .*BertModel failed"):
         unskip.load(tmp_path)
 
 

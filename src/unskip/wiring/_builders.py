@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -78,10 +78,28 @@ def reads_files(record: dict[str, Any]) -> list[str]:
     return sorted(set(record.get("kwargs", ())) & _READING)
 
 
-def python_file(record: dict[str, Any]) -> str | None:
-    """The Python file that building from the record would run, or None."""
+def foreign_code(record: dict[str, Any]) -> str | None:
+    """What building from the record would run beside the libraries: a Python file, or a kernel of the hub; or None."""
     named = str(record.get("spec"))
-    return named if spec.is_file(named) else None
+    if spec.is_file(named):
+        return f"a Python file, {named}"
+    settings = [record.get(part) for part in ("implementations", "config", "kwargs")]
+    kernel = next((text for each in settings for text in _implementations(each) if "/" in text), None)
+    return None if kernel is None else f"a kernel of the hub, {kernel}"
+
+
+def _implementations(settings: Any, inside: bool = False) -> Iterator[str]:
+    """The implementations of attention and experts that settings name, in parts of them as well."""
+    if isinstance(settings, dict):
+        for key, value in settings.items():
+            yield from _implementations(
+                value, inside or str(key).endswith(("_implementation", "_implementation_internal"))
+            )
+    elif isinstance(settings, list):
+        for value in settings:
+            yield from _implementations(value, inside)
+    elif inside and isinstance(settings, str):
+        yield settings
 
 
 def _is_spec(record: dict[str, Any]) -> bool:

@@ -25,8 +25,8 @@ from unskip._source import (
     Position,
     compile_function,
     expression_at,
+    function_named,
     function_source,
-    import_function,
     layers,
     position_of,
 )
@@ -110,7 +110,7 @@ def _onward(edits: list[Edit], weight: Weighs, cells: dict[str, object], receive
     # All turns lead to the same addition in the same clone, which then has one slot.
     turn = edits[0].turn
     onward = [Edit(e.hops[1:], e.side, e.role, e.slot, fresh=e.fresh) for e in edits if e.turn in (None, turn)]
-    callee = import_function(onward[0].hops[0].module, onward[0].hops[0].qualname)
+    callee = function_named(onward[0].hops[0].module, onward[0].hops[0].qualname)
     clone = rewrite(callee, onward, clone=True)
     slots, name = sorted({edit.slot for edit in onward}), f"__unskip_call{len(cells)}__"
     if receiver is not None:

@@ -10,6 +10,7 @@ classes, and only then changes anything.
 
 from __future__ import annotations
 
+import copy
 import os
 from collections import Counter
 from collections.abc import Iterator
@@ -154,11 +155,11 @@ def _built(record: dict[str, Any], folder: Path, trust: bool) -> nn.Module:
             f"{folder}: it is not recorded how to build the {record['class']}. Build it as when it was saved and pass "
             "model=, or save it with builder=."
         )
-    file = _builders.python_file(record["builder"])
-    if file is not None and not trust:
+    code = _builders.foreign_code(record["builder"])
+    if code is not None and not trust:
         raise LoadError(
-            f"{folder}: its model is built by a Python file, {file}, which would be run. Pass trust=True (--trust) if "
-            "you know what it does, or build the model yourself and pass model=."
+            f"{folder}: its model is built by {code}, which would be run. Pass trust=True (--trust) if you know what "
+            "it does, or build the model yourself and pass model=."
         )
     reads = _builders.reads_files(record["builder"])
     if reads and not trust:
@@ -168,7 +169,9 @@ def _built(record: dict[str, Any], folder: Path, trust: bool) -> nn.Module:
         )
     try:
         return _builders.rebuild(record["builder"])
-    except (ImportError, RuntimeError, OSError, *MALFORMED) as error:
+    except MemoryError:
+        raise
+    except Exception as error:  # of the library, about arguments that it cannot use
         raise LoadError(
             f"{folder}: building the {record['class']} failed: {error}. Put that right, or pass model=."
         ) from error
@@ -208,8 +211,13 @@ def _weights(folder: Path, name: str = WEIGHTS) -> dict[str, Tensor]:
 def _pretrained(model: nn.Module, folder: Path, record: dict[str, Any]) -> dict[str, Tensor]:
     """The weights that save_pretrained wrote, under the names that the model has for them, and the learnt ones."""
     cls: Any = type(model)
+    adapter = folder / "adapter_config.json"
+    if adapter.exists():
+        raise LoadError(f"{adapter}: from_pretrained would load an adapter that is no part of the record. Remove it.")
     try:
-        state = cls.from_pretrained(folder, use_safetensors=True, local_files_only=True).state_dict()
+        # By the configuration of the record, which was checked: a config.json may name code.
+        options = {"config": copy.deepcopy(model.config), "use_safetensors": True, "local_files_only": True}
+        state = cls.from_pretrained(folder, **options).state_dict()
     except Exception as error:  # of the library, about files that it cannot read
         raise LoadError(f"{folder}: {cls.__name__}.from_pretrained cannot read it ({error}).") from error
     once = {value.data_ptr(): name for name, value in reversed(state.items())}  # a tied weight under its first name
