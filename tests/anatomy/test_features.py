@@ -107,7 +107,7 @@ def test_an_argument_without_a_row_for_each_image() -> None:
 
 
 def test_bad_requests(vit: nn.Module) -> None:
-    with pytest.raises(BadInput, match="not among the model's 3 blocks"):
+    with pytest.raises(BadInput, match=r"not among .* 3 blocks"):
         unskip.features(vit, IMAGES, blocks=[7])
     with pytest.raises(BadInput, match="pool is 'max'"):
         unskip.features(vit, IMAGES, pool="max")  # type: ignore[arg-type]

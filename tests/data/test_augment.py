@@ -209,13 +209,13 @@ def test_config_goes_through_json() -> None:
 @pytest.mark.parametrize(
     ("wrong", "says"),
     [
-        ({"crop": "random"}, "crop is 'random'; it can be pad, resized, center, none"),
+        ({"crop": "random"}, "crop is 'random'; .* pad"),
         ({"pad": -1}, "pad is -1"),
         ({"mixup": -0.1}, "mixup is -0.1"),
-        ({"scale": (0.5, 0.2)}, "scale is .0.5, 0.2.; it is two numbers"),
+        ({"scale": (0.5, 0.2)}, "scale is .0.5, 0.2."),
         ({"scale": (0.5, 2.0)}, "scale is"),
         ({"ratio": (0.0, 1.0)}, "ratio is"),
-        ({"erase": 1.5}, "erase is 1.5; it is a probability"),
+        ({"erase": 1.5}, "erase is 1.5; .* probability"),
         ({"center": 0.0}, "center is 0.0"),
         ({"randaugment": "rand-m9"}, "write operations,magnitude as in '2,9'"),
         ({"randaugment": "2,31"}, "magnitude up to 30"),
@@ -229,7 +229,7 @@ def test_wrong_settings(wrong: dict[str, object], says: str) -> None:
 def test_normalisation_by_channels() -> None:
     assert normalisation(None, 1) == ((0.5,), (0.5,))
     assert math.isclose(normalisation(Augment(), 3)[0][0], 0.485)
-    with pytest.raises(BadInput, match="images of 1 channels, with a mean of 3"):
+    with pytest.raises(BadInput, match=r"1 channels, .* mean of 3"):
         normalisation(Augment(mean=(0.1, 0.2, 0.3)), 1)
     with pytest.raises(BadInput, match="every channel's is above 0"):
         normalisation(Augment(std=(0.0,)), 1)

@@ -172,7 +172,7 @@ def test_a_picture_too_large_to_be_one_is_named(tmp_path: Path, monkeypatch: pyt
 
 def test_folders_without_images(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("no image")
-    with pytest.raises(BadInput, match=r"no images in it \(looked for \.bmp"):
+    with pytest.raises(BadInput, match=r"no images in it .*\.bmp"):
         batch(tmp_path)
     with pytest.raises(BadInput, match="no such file"):
         batch(tmp_path / "missing")
@@ -226,7 +226,7 @@ def test_token_ids_and_other_numbers_are_taken_as_they_are(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("values", "reason"),
     [
-        (numpy.full((2, 4, 4, 3), 200.0), "from 0 to 1; these go from 200"),
+        (numpy.full((2, 4, 4, 3), 200.0), "0 to 1; .* 200"),
         (numpy.full((2, 4, 4, 3), -0.5), "from 0 to 1"),
         (numpy.full((2, 4, 4, 3), numpy.nan), "not finite"),
         (numpy.full((2, 4, 4, 3), 300, dtype=numpy.uint16), "from 0 to 1"),
@@ -274,5 +274,5 @@ def test_numbers_that_make_no_batch(options: dict[str, Any]) -> None:
 
 def test_channels_must_fit_the_mean(tmp_path: Path) -> None:
     path = array(tmp_path / "x.npy", numpy.zeros((2, 4, 4, 3)))
-    with pytest.raises(BadInput, match="3 channels, and a mean of 1"):
+    with pytest.raises(BadInput, match=r"3 channels, .* mean of 1"):
         batch(path, size=4, mean=(0.5,), std=(0.5,))

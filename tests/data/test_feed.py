@@ -164,7 +164,7 @@ def test_evaluation_by_several(world: int) -> None:
 def test_a_set_smaller_than_a_batch_is_evaluated_and_not_trained_on() -> None:
     feed = Feed(numbered(5), 8)
     assert len(next(feed.evaluate())[0]) == 5
-    with pytest.raises(BadInput, match="5 images do not fill one batch of 8"):
+    with pytest.raises(BadInput, match=r"5 images .* batch of 8"):
         feed.iterate(0, 1)
 
 
@@ -285,11 +285,11 @@ def test_disk_stops_where_too_much_is_broken(tmp_path: Path, workers: int) -> No
     images = open_images(write_folder(tmp_path, {"a": 3, "b": 3}))
     for name in ("b/001.png", "a/000.png"):
         (tmp_path / name).unlink()
-    with pytest.raises(BadInput, match=r"\.png: not an image that can be read .*No such file.* 2 of 6 images"):
+    with pytest.raises(BadInput, match=r"\.png: .*No such file.* 2 of 6"):
         list(Feed(images, 6, 8, workers=workers).iterate(0, 1))
     for file in tmp_path.rglob("*.png"):
         file.unlink()
-    with pytest.raises(BadInput, match=r"\.png: .*nor can 8 images be read"):
+    with pytest.raises(BadInput, match=r"\.png: .*nor can 8"):
         list(Feed(images, 6, 8, workers=workers).iterate(0, 1))
 
 
@@ -336,12 +336,12 @@ def test_readers_can_be_sent_to_workers(disk: ImageSet) -> None:
 
 
 def test_wrong_arguments(disk: ImageSet) -> None:
-    with pytest.raises(BadInput, match="say which size to feed them at"):
+    with pytest.raises(BadInput, match="say which size"):
         Feed(disk, 4)
     with pytest.raises(BadInput, match=r"randaugment.* read from disk"):
         Feed(numbered(), 4, augment=Augment(randaugment="2,9"))
     feed = Feed(numbered(), 8)
-    with pytest.raises(BadInput, match="cannot be divided evenly among 3"):
+    with pytest.raises(BadInput, match="among 3"):
         feed.iterate(0, 1, 0, 3)
     with pytest.raises(BadInput, match="steps from 3 to 2"):
         feed.iterate(3, 2)

@@ -96,13 +96,13 @@ def test_streams_do_not_meet() -> None:
 
 
 def test_wrong_arguments() -> None:
-    with pytest.raises(BadInput, match="5 images do not fill one batch of 8"):
+    with pytest.raises(BadInput, match=r"5 images .* batch of 8"):
         _ = Order(5, 8).steps_per_epoch
     with pytest.raises(BadInput, match="batch is 0"):
         Order(5, 0)
     with pytest.raises(BadInput, match="seed is -1"):
         Order(5, 1, seed=-1)
-    with pytest.raises(BadInput, match="cannot be divided evenly among 3"):
+    with pytest.raises(BadInput, match="among 3"):
         check_world(8, 0, 3)
     with pytest.raises(BadInput, match="ranks go from 0"):
         check_world(8, 2, 2)

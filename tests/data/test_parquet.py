@@ -107,9 +107,9 @@ def test_images_may_be_plain_bytes(tmp_path: Path) -> None:
 def test_one_file_for_all_splits(tmp_path: Path) -> None:
     file = write_parquet(tmp_path / "mine.parquet", pictures(20), [0, 1] * 10, NAMES)
     assert [len(open_images(str(file), "train")), len(open_images(str(file), "val"))] == [20, 2]
-    with pytest.raises(BadInput, match=r"no test split \(it has: train\).*by \{split\} in the path"):
+    with pytest.raises(BadInput, match=r"no test split .*train.* \{split\}"):
         open_images(str(file), "test")
-    with pytest.raises(BadInput, match=r"no such files; a pattern is a path with \* or \{split\}"):
+    with pytest.raises(BadInput, match=r"no such files; .* \{split\}"):
         open_images(str(tmp_path / "nothing-*.parquet"))
 
 
@@ -126,19 +126,17 @@ def test_a_test_file_is_never_trained_on(tmp_path: Path) -> None:
     file = write_parquet(tmp_path / "x-test.parquet", pictures(4), [0, 1] * 2, NAMES)
     assert len(open_images(str(file), "test")) == 4
     for split in ("train", "val"):
-        with pytest.raises(BadInput, match=r"no train split \(it has: test\)"):
+        with pytest.raises(BadInput, match=r"no train split .*test"):
             open_images(str(file), split)  # type: ignore[arg-type]
     write_parquet(tmp_path / "other.parquet", pictures(4), [0, 1] * 2, NAMES)
-    with pytest.raises(
-        BadInput, match=r"other\.parquet: other files of .* are named after a split and this one is not"
-    ):
+    with pytest.raises(BadInput, match=r"other\.parquet: .* named after a split"):
         open_images(tmp_path, "test")
 
 
 def test_sets_that_do_not_belong_together(tmp_path: Path) -> None:
     write_parquet(tmp_path / "a-train.parquet", pictures(2), [0, 1], NAMES)
     write_parquet(tmp_path / "b-train.parquet", pictures(2), [0, 1], ("hat", "cap"))
-    with pytest.raises(BadInput, match=r"b-train\.parquet: its columns or classes are not those of .*a-train\.parquet"):
+    with pytest.raises(BadInput, match=r"b-train\.parquet: .*a-train\.parquet"):
         open_images(tmp_path)
 
 
@@ -155,7 +153,7 @@ def test_rows_without_a_label_or_an_image_are_left_out_and_counted(tmp_path: Pat
     assert decoded.startswith("left out 2 of 197: ")
     assert "row 5: not an image" in decoded
     labels[11] = None
-    with pytest.raises(BadInput, match=r"x\.parquet, row 2: label 7 out of range.* 4 of 200 images .* 3 may be"):
+    with pytest.raises(BadInput, match=r"x\.parquet, row 2: label 7 .* 4 of 200"):
         open_images(str(write_parquet(tmp_path / "x.parquet", data, labels, NAMES)))
 
 
@@ -168,7 +166,7 @@ def test_truncated_jpeg_is_broken(tmp_path: Path) -> None:
 def test_mixed_sizes(tmp_path: Path) -> None:
     data = [*pictures(1), encoded(picture(1, 10, 14))]
     file = str(write_parquet(tmp_path / "x.parquet", data, [0, 1], NAMES))
-    with pytest.raises(BadInput, match="row 1: 14x10 pixels, and 12x12 before it; say which size"):
+    with pytest.raises(BadInput, match=r"row 1: 14x10 .* 12x12"):
         open_images(file)
     found = open_images(file, size=10)
     assert found.images is not None
@@ -190,7 +188,7 @@ def test_empty_and_foreign_files(tmp_path: Path) -> None:
     with pytest.raises(BadInput, match=r"x\.parquet: no images in"):
         open_images(str(file))
     file = write_parquet(tmp_path / "y.parquet", pictures(1), [0], None, ("photo", "label"))
-    with pytest.raises(BadInput, match=r"y\.parquet: no column is called image or img or images; it has: photo, label"):
+    with pytest.raises(BadInput, match=r"y\.parquet: no column .* photo, label"):
         open_images(str(file))
 
 
@@ -207,10 +205,10 @@ def test_large_files_are_read_as_needed(tmp_path: Path, monkeypatch: pytest.Monk
         for (x, y), (u, v) in zip(Feed(held, 4, 12).evaluate(), Feed(images, 4, 12).evaluate(), strict=True):
             assert torch.equal(x, u)
             assert torch.equal(y, v)
-    with pytest.raises(BadInput, match="say which size to load them at"):
+    with pytest.raises(BadInput, match="say which size"):
         streamed.load([0])
     monkeypatch.setattr(_parquet, "MOST_GROUP", 100)
-    with pytest.raises(BadInput, match=r"0\.parquet: row group 0 holds .* smaller row groups"):
+    with pytest.raises(BadInput, match=r"0\.parquet: row group 0 .* smaller"):
         open_images(tmp_path)
 
 

@@ -99,7 +99,7 @@ def test_a_download_that_fails_is_told(tmp_path: Path, monkeypatch: pytest.Monke
         raise OSError("no network")
 
     monkeypatch.setattr("torchvision.datasets.FashionMNIST", refused)
-    with pytest.raises(BadInput, match=r"fashion-mnist: not found, or damaged, in .* \(no network\)"):
+    with pytest.raises(BadInput, match=r"fashion-mnist: not found.*no network"):
         open_images("fashion-mnist", root=tmp_path, download=True)
 
 
@@ -188,7 +188,7 @@ def test_folder_of_classes(tmp_path: Path) -> None:
     assert torch.equal(pixels[1], torch.from_numpy(numpy.array(picture(2, 16, 12))).movedim(-1, 0))
     assert len(open_images(tmp_path, "val")) == 3
     assert len(open_images(tmp_path, hold_out=True)) == 27
-    with pytest.raises(BadInput, match=r"no test split \(it has: train\)"):
+    with pytest.raises(BadInput, match=r"no test split .*train"):
         open_images(tmp_path, "test")
 
 
@@ -265,7 +265,7 @@ def test_a_class_missing_from_a_split(tmp_path: Path) -> None:
 def test_an_image_outside_the_classes(tmp_path: Path) -> None:
     write_folder(tmp_path, {"a": 2})
     picture(0).save(tmp_path / "stray.png")
-    with pytest.raises(BadInput, match=r"stray\.png: an image outside the folders of the classes"):
+    with pytest.raises(BadInput, match=r"stray\.png: an image outside"):
         open_images(tmp_path)
 
 
@@ -278,16 +278,16 @@ def test_broken_images_are_left_out_of_what_is_held(tmp_path: Path) -> None:
     assert found.report[0].startswith("left out 1 of 10: ")
     assert "a/001.png" in found.report[0]
     (tmp_path / "b" / "002.png").write_text("not an image")
-    with pytest.raises(BadInput, match=r"a/001\.png: not an image .* 2 of 10 images"):
+    with pytest.raises(BadInput, match=r"a/001\.png: .* 2 of 10"):
         open_images(tmp_path, size=12)
-    with pytest.raises(BadInput, match=r"b/002\.png: .*of no format that is known"):
+    with pytest.raises(BadInput, match=r"b/002\.png: .*no format"):
         open_images(tmp_path).load([8], 12)
 
 
 def test_all_broken(tmp_path: Path) -> None:
     (tmp_path / "a").mkdir()
     (tmp_path / "a" / "x.png").touch()
-    with pytest.raises(BadInput, match="none of the 1 images can be read"):
+    with pytest.raises(BadInput, match="none of the 1"):
         open_images(tmp_path, size=8)
 
 
@@ -324,27 +324,27 @@ def test_a_large_folder_is_listed_once(tmp_path: Path, monkeypatch: pytest.Monke
 def test_one_image_cannot_be_held_out(tmp_path: Path) -> None:
     write_folder(tmp_path, {"a": 9, "b": 1})
     assert len(open_images(tmp_path)) == 10
-    with pytest.raises(BadInput, match=r"b/000\.png: the only image of class 'b'"):
+    with pytest.raises(BadInput, match=r"b/000\.png: .* class 'b'"):
         open_images(tmp_path, "val")
 
 
 def test_unknown_sources() -> None:
-    with pytest.raises(BadInput, match="cifar11: no such set, file or folder; nearest: cifar10"):
+    with pytest.raises(BadInput, match=r"cifar11: .* nearest: cifar10"):
         open_images("cifar11")
-    with pytest.raises(BadInput, match="split is 'dev'; it can be train, val, test"):
+    with pytest.raises(BadInput, match=r"split is 'dev'; .* val"):
         open_images("digits", "dev")  # type: ignore[arg-type]
 
 
 def test_image_sets_are_checked() -> None:
     images, labels = torch.zeros(3, 1, 4, 4, dtype=torch.uint8), torch.tensor([0, 1, 2])
     assert len(ImageSet("mine", "train", tuple("abc"), labels, images)) == 3
-    with pytest.raises(BadInput, match=r"mine \(train\), image 2: label 2 is out of range; mine has 2 classes, 0 to 1"):
+    with pytest.raises(BadInput, match=r"mine \(train\), image 2: label 2"):
         ImageSet("mine", "train", tuple("ab"), labels, images)
     with pytest.raises(BadInput, match="3 images and 2 labels"):
         ImageSet("mine", "train", tuple("abc"), labels[:2], images)
-    with pytest.raises(BadInput, match=r"images are torch.float32 of shape \(3, 1, 4, 4\)"):
+    with pytest.raises(BadInput, match=r"torch.float32 .* \(3, 1, 4, 4\)"):
         ImageSet("mine", "train", tuple("abc"), labels, images.float())
-    with pytest.raises(BadInput, match="either images in memory or a reader"):
+    with pytest.raises(BadInput, match=r"either images .* or a reader"):
         ImageSet("mine", "train", tuple("abc"), labels)
 
 
@@ -354,7 +354,7 @@ def test_batch_from_a_set() -> None:
     assert digits.images is not None
     torch.testing.assert_close(values, digits.images[[0, 359, 719, 1078]].float() / 255)
     assert batch("digits", 4, (10, 6)).shape == (4, 3, 10, 6)
-    with pytest.raises(BadInput, match="digits: 1 channels, and a mean of 2"):
+    with pytest.raises(BadInput, match=r"1 channels, .* mean of 2"):
         batch("digits", mean=(0.0, 0.0), std=(1.0, 1.0))
 
 
@@ -373,12 +373,12 @@ def test_batch_from_a_folder_an_array_and_noise(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("source", "says"),
     [
-        ("nowhere", "nowhere: no such file or folder; a source is a folder"),
+        ("nowhere", "nowhere: no such file"),
         ("random:none", "write random:N"),
-        ("file.txt", r"file\.txt: a source is a folder"),
-        ("words.npy", "samples of numbers lie along the first axis"),
-        ("far.npy", "images hold bytes, or floats from 0 to 1"),
-        ("damaged.npy", "not an array of numbers that can be read"),
+        ("file.txt", r"file\.txt: a source"),
+        ("words.npy", "first axis"),
+        ("far.npy", "bytes, or floats"),
+        ("damaged.npy", "not an array"),
     ],
 )
 def test_batch_from_nothing(source: str, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

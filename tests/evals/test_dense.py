@@ -57,7 +57,7 @@ def test_mean_iou_is_that_of_scikit_learn(seed: int, classes: int, skip: bool) -
 @pytest.mark.parametrize(
     ("guess", "truth", "classes", "message"),
     [
-        (torch.zeros(2, 3).long(), torch.zeros(3, 2).long(), 2, "bring the predictions to the size"),
+        (torch.zeros(2, 3).long(), torch.zeros(3, 2).long(), 2, "bring the predictions"),
         (torch.zeros(2).long(), torch.full((2,), 7), 3, "targets hold class 7"),
         (torch.full((2,), 3), torch.zeros(2).long(), 3, "predictions hold class 3"),
         (torch.zeros(2), torch.zeros(2).long(), 3, "take the argmax"),
@@ -177,9 +177,9 @@ def test_masks_of_a_finer_grid_and_odd_images() -> None:
         (torch.zeros(4, 32, 16).long(), {}, "not in the same proportion"),
         (torch.zeros(3, 32, 32).long(), {}, "one for each image"),
         (torch.zeros(4, 32, 32), {}, "whole numbers"),
-        (torch.full((4, 32, 32), 5), {}, r"hold \[5\], and there are 2 classes"),
+        (torch.full((4, 32, 32), 5), {}, r"\[5\], .* 2 classes"),
         (torch.full((4, 32, 32), 5), {"ignore": 4}, r"hold \[5\]"),
-        (torch.full((4, 32, 32), 9), {"ignore": 9}, "no pixel of the train masks"),
+        (torch.full((4, 32, 32), 9), {"ignore": 9}, "no pixel of the train"),
         (torch.zeros(4, 32, 32).long(), {"protocol": "knn-dino-v1"}, "knn-dino-v1"),
         (torch.zeros(4, 32, 32).long(), {"changes": {"depth": 3}}, "no setting depth"),
         (torch.zeros(4, 32, 32).long(), {"batch": 0}, "batch is 0"),
@@ -196,7 +196,7 @@ def test_segment_refuses_what_would_give_a_number_all_the_same() -> None:
     train, test = colours(4), colours(2)
     with pytest.raises(BadInput, match="no test images"):
         evals.segment(vit(), train, (test[0][:0], test[1][:0]), 2)
-    with pytest.raises(BadInput, match="no pixel of the test masks"):
+    with pytest.raises(BadInput, match="no pixel of the test"):
         evals.segment(vit(), train, (test[0], torch.full_like(test[1], 9)), 2, ignore=9)
     broken = torch.full_like(test[0], torch.nan, dtype=torch.float32)
     with pytest.raises(BadInput, match="3 channels"):
@@ -316,12 +316,12 @@ def test_images_that_are_no_squares() -> None:
 @pytest.mark.parametrize(
     ("boxes", "options", "message"),
     [
-        (torch.zeros(2, 4), {}, "has no part in an image 32 wide"),
+        (torch.zeros(2, 4), {}, "no part .* 32 wide"),
         (torch.tensor([[40.0, 0, 50, 10]] * 2), {}, "has no part"),
         (torch.tensor([[9.0, 9, 3, 20]] * 2), {}, "has no part"),
-        (torch.zeros(3, 4), {}, "2 images and boxes of 3"),
-        (torch.zeros(2, 5), {}, "x0, y0, x1, y1 for each"),
-        (torch.full((2, 4), float("nan")), {}, "x0, y0, x1, y1 for each"),
+        (torch.zeros(3, 4), {}, "2 images .* 3"),
+        (torch.zeros(2, 5), {}, "x0, y0, x1, y1"),
+        (torch.full((2, 4), float("nan")), {}, "x0, y0, x1, y1"),
         (torch.tensor([[0.0, 0, 9, 9]] * 2), {"masks": torch.zeros(2, 9, 8)}, "not in the same proportion"),
         (torch.tensor([[0.0, 0, 9, 9]] * 2), {"masks": torch.zeros(3, 32, 32)}, "one for each image"),
         (torch.tensor([[0.0, 0, 9, 9]] * 2), {"masks": numpy.zeros((2, 32, 32))}, "got ndarray"),

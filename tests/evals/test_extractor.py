@@ -212,9 +212,9 @@ class Odd(nn.Module):
 @pytest.mark.parametrize(
     ("module", "text"),
     [
-        (Odd(lambda images: (images.float().mean((2, 3)),)), "Odd: .* a tensor .* got tuple"),
+        (Odd(lambda images: (images.float().mean((2, 3)),)), "Odd: .* got tuple"),
         (Odd(lambda images: images.float().mean((1, 2, 3))), r"Odd: .* \(20,\)"),
-        (nn.Conv2d(3, 2, 3), r"Conv2d: it makes no features of bytes \(20, 3, 4, 4\) \(RuntimeError"),
+        (nn.Conv2d(3, 2, 3), r"Conv2d: .* \(20, 3, 4, 4\) \(RuntimeError"),
     ],
 )
 def test_a_module_that_is_no_extractor(module: nn.Module, text: str) -> None:

@@ -108,7 +108,7 @@ def test_bad_features_and_labels_are_refused() -> None:
     x, labels = blobs(300)
     broken = x.clone()
     broken[17, 3] = torch.nan
-    with pytest.raises(BadInput, match=r"test holds 1 non-finite .* nan at \(17, 3\)"):
+    with pytest.raises(BadInput, match=r"test .* nan at \(17, 3\)"):
         evals.knn(x, labels, broken, labels)
     with pytest.raises(BadInput, match=r"train holds .* non-finite"):  # in float32
         evals.knn(x.double() * 1e300, labels, x, labels)

@@ -102,7 +102,7 @@ def test_a_sheet_is_written(tmp_path: Path) -> None:
     assert evals.pictures(conv, torch.randn(2, 3, 64, 64), tmp_path / "conv.png").is_file()  # no attention: left white
     with pytest.raises(BadInput, match="1 to 12"):
         evals.pictures(vit(), images.repeat(5, 1, 1, 1), tmp_path / "x.png")
-    with pytest.raises(BadInput, match=r"7. not among the model's 3 blocks"):
+    with pytest.raises(BadInput, match=r"7. not among .* 3 blocks"):
         evals.pictures(vit(), images, tmp_path / "x.png", blocks=[7])
     for name in ("x", "x.psd"):  # which can be read, and not written
         with pytest.raises(BadInput, match=r"end it in .png"):
@@ -170,9 +170,9 @@ def test_masks_lie_over_images_that_were_made_squares(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "values", "message"),
     [
-        ({"mask": b"nothing"}, None, "row 0: its mask is no image"),
-        ({"mask": encoded(Image.new("L", (8, 8)))}, None, "a mask of 8 x 8 for an image of 32 x 32"),
-        ({}, {1: 1, 2: 0}, r"hold \[3\], which `values` does not speak of"),
+        ({"mask": b"nothing"}, None, "row 0: its mask"),
+        ({"mask": encoded(Image.new("L", (8, 8)))}, None, "mask of 8 x 8"),
+        ({}, {1: 1, 2: 0}, r"\[3\], which `values`"),
         ({"masks": False, "boxes": False}, None, "neither mask nor bbox"),
     ],
 )

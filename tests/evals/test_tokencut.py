@@ -229,8 +229,8 @@ def test_what_does_not_converge_is_solved_whole(monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.parametrize(
     ("features", "grid", "tau", "message"),
     [
-        (torch.zeros(2, 17, 4), (4, 4), 0.2, "leave out the 1 tokens before the patches"),
-        (torch.zeros(2, 16, 4), (4, 5), 0.2, "do not fill a grid of 4 x 5"),
+        (torch.zeros(2, 17, 4), (4, 4), 0.2, "leave out the 1 tokens"),
+        (torch.zeros(2, 16, 4), (4, 5), 0.2, "grid of 4 x 5"),
         (torch.zeros(16, 4), (4, 4), 0.2, "floating \\(batch, tokens, dim\\)"),
         (torch.zeros(2, 16, 4, dtype=torch.int64), (4, 4), 0.2, "floating"),
         (torch.zeros(2, 1, 4), (1, 1), 0.2, "two patches or more"),

@@ -87,13 +87,13 @@ def test_notes_point_at_the_line_that_called(words: str) -> None:
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        ("skiples", "it can be default, zero, skipless"),
-        ("zero:centre", "it can be default, zero, skipless"),
+        ("skiples", "default, zero, skipless"),
+        ("zero:centre", "default, zero, skipless"),
         ("skipless:vit-smal", "nearest: vit-small"),
         ("skipless:beta=much", "beta.*much"),
         ("skipless:gamma=1", "'gamma=1' is none of"),
-        ("skipless:vit-base,vit-small", "one preset, not vit-base and vit-small"),
-        (None, "it is a text such as"),
+        ("skipless:vit-base,vit-small", "one preset, .* vit-small"),
+        (None, "text such as"),
     ],
 )
 def test_other_words_are_refused(words: str, told: str) -> None:
@@ -170,6 +170,6 @@ def test_centre_is_refused_where_it_cannot_be() -> None:
     for block in model.blocks:  # type: ignore[union-attr]
         block.mlp.fc2 = nn.Linear(768, 192, bias=False)
     before = model.state_dict()["blocks.0.mlp.fc1.weight"].clone()
-    with pytest.raises(InitError, match="no output bias to take a mean out with"):
+    with pytest.raises(InitError, match="no output bias"):
         skipless_(model, centre=True)
     assert torch.equal(before, model.state_dict()["blocks.0.mlp.fc1.weight"])

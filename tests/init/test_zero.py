@@ -136,7 +136,7 @@ def test_a_gate_that_starts_shut_is_left_alone_and_still_learns() -> None:
             if ".norm1.linear." in name:
                 parameter.zero_()
     before = weights(model)
-    with pytest.warns(UnskipWarning, match="left as it is, its gate starts at zero"):
+    with pytest.warns(UnskipWarning, match="its gate starts at zero"):
         check = zero_branches_(model, family.inputs(2))
     assert not changed(before, model)
     assert all(row.values["largest"] == 0 for row in check.rows)
@@ -214,7 +214,7 @@ def test_a_branch_that_ends_otherwise_is_restored() -> None:
 
     model = Block()
     before = weights(model)
-    with pytest.raises(InitError, match=r"the branch adds up to 0\.5"):
+    with pytest.raises(InitError, match=r"adds up to 0\.5"):
         zero_branches_(model, torch.randn(2, 3, 4))
     assert not changed(before, model)
 
@@ -303,7 +303,7 @@ def test_a_shut_gate_before_a_zero_weight_never_learns() -> None:
         for name, parameter in model.named_parameters():
             if ".norm1.linear." in name or name == "transformer_blocks.1.ff.net.2.weight":
                 parameter.zero_()
-    with pytest.raises(InitError, match="the last weight and a gate are 0"):
+    with pytest.raises(InitError, match="last weight and a gate"):
         zero_branches_(model, family.inputs(2))
 
 

@@ -92,13 +92,13 @@ def test_value_output_condition() -> None:
 
 
 def test_bad_input_is_named() -> None:
-    with pytest.raises(BadInput, match=r"row \(0, 1\) sums to 2"):
+    with pytest.raises(BadInput, match=r"\(0, 1\) sums to 2"):
         attention_entropy(torch.tensor([[[0.5, 0.5], [1.0, 1.0]]]))
     with pytest.raises(BadInput, match=r"its least is -1"):
         attention_entropy(torch.tensor([[[0.5, 0.5], [2.0, -1.0]]]))
     with pytest.raises(BadInput, match=r"3 queries and 5 keys"):
         self_attention_mass(torch.rand(1, 3, 5).softmax(-1))
-    with pytest.raises(BadInput, match=r"first nan at \(0, 1, 0\)"):
+    with pytest.raises(BadInput, match=r"nan at \(0, 1, 0\)"):
         attention_condition(torch.tensor([[[0.5, 0.5], [math.nan, 0.5]]]))
     with pytest.raises(BadInput, match=r"heads, queries, keys"):
         attention_entropy(torch.eye(3))

@@ -299,7 +299,7 @@ def test_samples_that_cannot_be_drawn() -> None:
         draw(network, torch.zeros(0, dtype=torch.int64), SHAPE, NONE)
     with pytest.raises(BadInput, match="batches of 0"):
         next(batches(network, torch.zeros(3, dtype=torch.int64), SHAPE, NONE, batch=0))
-    with pytest.raises(BadInput, match="label 7 is out of range"):
+    with pytest.raises(BadInput, match="label 7"):
         draw(network, torch.tensor([0, 7]), SHAPE, NONE)
 
     class Broken(nn.Module):
@@ -307,7 +307,7 @@ def test_samples_that_cannot_be_drawn() -> None:
             return x * torch.where(labels == 1, torch.nan, 1.0).reshape(-1, 1, 1, 1)
 
     for sampler in ("heun", "dopri5"):
-        with pytest.raises(BadInput, match=r"sample 1 is not finite \(1 of 3\)"):
+        with pytest.raises(BadInput, match=r"sample 1 .* \(1 of 3\)"):
             draw(Broken(), torch.tensor([0, 1, 0]), SHAPE, NONE, sampling=Sampling(sampler))
 
 

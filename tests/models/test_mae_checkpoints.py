@@ -75,7 +75,7 @@ def test_a_checkpoint_without_a_decoder_fills_the_encoder() -> None:
     [
         (lambda s: s.pop("blocks.3.mlp.fc2.bias"), "blocks.3.mlp.fc2.bias is missing"),
         (lambda s: s.update({"blocks.9.norm1.bias": torch.zeros(16)}), "blocks.9.norm1.bias is not known"),
-        (lambda s: s.update({"pos_embed": torch.zeros(1, 26, 16)}), r"pos_embed is \(1, 26, 16\), not \(1, 17, 16\)"),
+        (lambda s: s.update({"pos_embed": torch.zeros(1, 26, 16)}), r"pos_embed .*26, .*17,"),
         (lambda s: s.update({"decoder_pos_embed": torch.zeros(1, 26, 12)}), r"decoder.positions is \(25, 12\)"),
         (lambda s: s.update({"decoder_pos_embed": torch.zeros(12)}), r"decoder.positions is \(12,\)"),
         (lambda s: s.clear(), "holds no tensors by name"),

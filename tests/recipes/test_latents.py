@@ -142,7 +142,7 @@ def test_latents_that_cannot_be_had(autoencoder: Path, tmp_path: Path) -> None:
             return found
 
     broken = Broken(mine.module, "broken", mine.channels, mine.factor, mine.scale, mine.shift)
-    with pytest.raises(BadInput, match=r"image 5: its latents are not finite"):
+    with pytest.raises(BadInput, match=r"image 5: .* not finite"):
         encode(few(), broken, 8, tmp_path)
     assert not list(tmp_path.iterdir())
     encode(few(), mine, 8, tmp_path / "cache")
@@ -154,7 +154,7 @@ def test_latents_that_cannot_be_had(autoencoder: Path, tmp_path: Path) -> None:
             encode(few(), mine, 8, tmp_path / "cache")
     latents = torch.randn(3, 2, 4, 4)
     latents[1, 0, 0, 0] = torch.nan
-    with pytest.raises(BadInput, match="1 of 3 images are not finite as the autoencoder decodes"):
+    with pytest.raises(BadInput, match=r"1 of 3 .* not finite"):
         mine.decode(latents)
     shutil.copytree(autoencoder, tmp_path / "kl")
     for file in (tmp_path / "kl").glob("*.safetensors"):

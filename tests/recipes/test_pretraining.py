@@ -238,8 +238,8 @@ def flag(field: str, value: Any) -> list[str]:
     [
         ({"mask": 0.0}, "nothing to predict"),
         ({"mask": 1.0}, "nothing to see"),
-        ({"patch": 3}, "patches of 3 do not divide size 8"),
-        ({"patch": 0}, "patch is 0; it is 1 or more"),
+        ({"patch": 3}, "patches of 3 .* size 8"),
+        ({"patch": 0}, "patch is 0"),
         ({"model": "timm:resnet18", "model_args": ""}, "no ViT|no patch tokens"),
         ({"model": "torchvision:vit_b_16"}, "ViT of timm"),
         ({"model": "timm:swin_tiny_patch4_window7_224", "model_args": ""}, "no ViT|no patch tokens"),
@@ -248,7 +248,7 @@ def flag(field: str, value: Any) -> list[str]:
         ({"where": "attn"}, "where is 'attn'"),
         ({"steps": 0}, "0 steps"),
         ({"steps": None, "epochs": 0.0}, "0 steps"),
-        ({"batch": 2000}, "1438 images do not fill one batch of 2000"),
+        ({"batch": 2000}, "1438 images .* 2000"),
     ],
 )
 def test_bad_settings_are_refused(changes: dict[str, Any], message: str) -> None:
@@ -258,9 +258,9 @@ def test_bad_settings_are_refused(changes: dict[str, Any], message: str) -> None
 
 def test_a_device_that_is_not_there_is_refused(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(BadInput, match="torch finds no GPU; take auto or cpu"):
+    with pytest.raises(BadInput, match="no GPU; take auto"):
         build_task(tiny(device="cuda"))
-    with pytest.raises(BadInput, match="device is 'gpu'; it can be auto, cpu, cuda"):
+    with pytest.raises(BadInput, match=r"device is 'gpu'; .* auto"):
         open_run(run, device="gpu")
 
 

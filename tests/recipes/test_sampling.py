@@ -235,7 +235,7 @@ def test_what_cannot_be_drawn(run: Path, tmp_path: Path) -> None:
         unskip.sample(run, n=0)
     with pytest.raises(BadInput, match="2 labels for 3 samples"):
         unskip.sample(run, n=3, labels=[1, 2])
-    with pytest.raises(BadInput, match="label 12 is out of range"):
+    with pytest.raises(BadInput, match="label 12"):
         unskip.sample(run, n=3, labels=12)
     with pytest.raises(BadInput, match="whole numbers"):
         unskip.sample(run, n=2, labels=[1.5, 2])  # type: ignore[list-item]

@@ -36,11 +36,11 @@ def test_a_gpu_by_its_number(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     assert device_of("cuda:1") == torch.device("cuda:1")
-    with pytest.raises(BadInput, match="finds 2 GPUs, cuda:0 to cuda:1"):
+    with pytest.raises(BadInput, match="cuda:0 to cuda:1"):
         device_of("cuda:2")
     monkeypatch.setenv("LOCAL_RANK", "1")
     assert device_of("cuda") == device_of("auto") == torch.device("cuda:1")
-    with pytest.raises(BadInput, match="take cuda, and choose GPUs by CUDA_VISIBLE_DEVICES"):
+    with pytest.raises(BadInput, match="CUDA_VISIBLE_DEVICES"):
         device_of("cuda:1")
 
 
@@ -50,14 +50,14 @@ def test_a_gpu_by_its_number(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("recipe", "arguments", "message"),
     [
-        ("sit", "hidden_size=32", r"SiT \(S/2\) has no argument 'hidden_size'; it has "),
-        ("sit", "widht=32", r"has no argument 'widht'; it has width, "),
-        ("uvit", "dept=3", r"UViT \(S/2\) has no argument 'dept'; it has depth, "),
+        ("sit", "hidden_size=32", r"SiT \(S/2\) .* 'hidden_size'; it has"),
+        ("sit", "widht=32", r"'widht'; it has width,"),
+        ("uvit", "dept=3", r"UViT \(S/2\) .* 'dept'; it has depth,"),
         ("sit", "depth=two", "model_args 'depth=two': S/2: "),
-        ("mae", "dept=3", r"VisionTransformer \(timm:vit_tiny_patch16_224\) has no argument 'dept'; it has depth, "),
-        ("dino", "embed=3", "has no argument 'embed'; it has embed_dim, "),
-        ("simclr", "heads=3", "has no argument 'heads'; it has num_heads, "),
-        ("supervised", "nm_heads=3", "has no argument 'nm_heads'; it has num_heads, "),
+        ("mae", "dept=3", r"\(timm:vit_tiny_patch16_224\) .* 'dept'; it has depth,"),
+        ("dino", "embed=3", "'embed'; it has embed_dim,"),
+        ("simclr", "heads=3", "'heads'; it has num_heads,"),
+        ("supervised", "nm_heads=3", "'nm_heads'; it has num_heads,"),
     ],
 )
 def test_a_wrong_argument_is_told_with_the_right_ones(recipe: str, arguments: str, message: str) -> None:
@@ -93,12 +93,12 @@ def test_rules_paths_and_numbers_of_numpy_are_held_as_a_run_keeps_them(tmp_path:
 @pytest.mark.parametrize(
     ("field", "value", "message"),
     [
-        ("steps", "20", "steps is '20', which is text; give a number"),
-        ("lr", "1e-3", "lr is '1e-3', which is text; give a number"),
-        ("flip", "no", "flip is 'no', which is text; give True or False"),
-        ("where", len, "where is <built-in function len>; a config holds it as text"),
-        ("model_args", {"act_layer": len}, "model_args is {.*}; a config holds it as text"),
-        ("shortcut", {"mlp": "cut"}, "shortcut is {'mlp': 'cut'}; a run has one rule; where="),
+        ("steps", "20", "steps is '20', .* a number"),
+        ("lr", "1e-3", "lr is '1e-3', .* a number"),
+        ("flip", "no", "flip is 'no', .* True or False"),
+        ("where", len, "where is <built-in .* text"),
+        ("model_args", {"act_layer": len}, "model_args is {.*}; .* text"),
+        ("shortcut", {"mlp": "cut"}, "one rule; where="),
     ],
 )
 def test_a_field_of_another_kind(field: str, value: object, message: str) -> None:
@@ -109,13 +109,13 @@ def test_a_field_of_another_kind(field: str, value: object, message: str) -> Non
 @pytest.mark.parametrize("recipe", ["supervised", "mae", "dino", "simclr", "sit", "uvit"])
 def test_a_warm_up_is_a_share_and_no_number_of_steps(recipe: str) -> None:
     config = getattr(recipes, recipe)("digits", warmup=500, device="cpu")
-    with pytest.raises(BadInput, match="warmup is 500; it is a fraction of the steps"):
+    with pytest.raises(BadInput, match=r"warmup is 500; .* fraction"):
         unskip.recipes.build_task(config)
 
 
 @pytest.mark.parametrize(("recipe", "preset", "changes", "message"), [
-    ("sit", "cifar", {"epochs": 3}, "epochs is 3, which has no effect: steps is 15000"),
-    ("supervised", "digits", {"temperature": 3.0}, "temperature is 3.0, which has no effect: there is no teacher"),
+    ("sit", "cifar", {"epochs": 3}, "epochs is 3, .* 15000"),
+    ("supervised", "digits", {"temperature": 3.0}, "temperature is 3.0, .* no teacher"),
     ("supervised", "digits", {"weights": "x", "teacher": "original", "smoothing": 0.3}, "replaces the labels"),
     ("supervised", "digits", {"model": "torchvision:vit_b_16", "drop_path": 0.1}, "only models of timm"),
     ("mae", "digits", {"scale": 0.5}, "crop is none; take resized"),
@@ -135,7 +135,7 @@ def test_a_field_without_effect_is_refused(
 
 
 def test_a_number_that_json_has_no_word_for_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(BadInput, match="clip is inf; give a finite number, or None"):
+    with pytest.raises(BadInput, match=r"clip is inf; .* finite"):
         unskip.train(recipes.supervised("digits", clip=math.inf), tmp_path / "run")
 
 
@@ -151,7 +151,7 @@ def test_a_preset_may_set_what_another_field_makes_unused(recipe: str) -> None:
 
 def test_a_graph_that_was_asked_for_and_cannot_be_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = recipes.supervised("digits", graph=True, device="cpu", steps=2, model_args=VIT)
-    with pytest.raises(BadInput, match=r"this run is on cpu\. Leave graph out"):
+    with pytest.raises(BadInput, match=r"on cpu\. Leave graph out"):
         unskip.train(asked, tmp_path / "asked", quiet=True)
     assert not (tmp_path / "asked").exists()
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)

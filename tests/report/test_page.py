@@ -293,7 +293,7 @@ def test_a_page_that_cannot_be_written(tmp_path: Path, out: str) -> None:
     run = folder(tmp_path / "run")
     (tmp_path / "folder").mkdir()
     (tmp_path / "file").touch()
-    with pytest.raises(BadInput, match=r"is a folder; name the page|cannot be written"):
+    with pytest.raises(BadInput, match=r"name the page|cannot be written"):
         report.write([run], tmp_path / out)
     assert sorted(each.name for each in tmp_path.iterdir()) == ["file", "folder", "run"]
 

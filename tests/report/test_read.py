@@ -158,7 +158,7 @@ def test_no_run(tmp_path: Path) -> None:
         read_groups([])
     with pytest.raises(BadInput, match="no such folder"):
         read_groups([tmp_path / "x"])
-    with pytest.raises(BadInput, match=r"no run there \(it has no config.json"):
+    with pytest.raises(BadInput, match=r"no config.json"):
         read_groups([tmp_path])
 
 

@@ -83,7 +83,7 @@ def test_hidden_states_are_the_rewired_ones(model: Any) -> None:
 def test_samples_of_which_some_are_padded_are_refused_with_what_to_pass() -> None:
     mask = torch.ones(2, 6, dtype=torch.long)
     mask[0, :2] = 0
-    with pytest.raises(BadInput, match="texts of one length without padding"):
+    with pytest.raises(BadInput, match="texts of one length"):
         unskip.measure(llama(), {"input_ids": ids(), "attention_mask": mask}, jacobians="off")
 
 

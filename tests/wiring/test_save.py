@@ -172,7 +172,7 @@ def test_a_library_model_that_no_name_builds_is_saved_with_a_warning(tmp_path: P
         unskip.load(tmp_path)
     with torch.device("meta"):
         dropped = torchvision.models.vit_b_32(dropout=0.1)
-    with pytest.warns(UnskipWarning, match=r"torchvision:vit_b_32.*dropout of the model is 0\.0"):
+    with pytest.warns(UnskipWarning, match=r"torchvision:vit_b_32.*dropout .* 0\.0"):
         assert record_of(dropped, None) is None
 
 
@@ -212,7 +212,7 @@ def test_bad_builders_are_refused_when_saving(tmp_path: Path) -> None:
         unskip.save(vit(), tmp_path, builder={**VIT, "spec": "timm:vit_tyni"})
     with pytest.raises(BadInput, match="cannot be written as JSON"):
         unskip.save(vit(), tmp_path, builder={**VIT, "kwargs": {"act_layer": nn.ReLU}})
-    with pytest.raises(BadInput, match="a mapping with 'spec' and 'kwargs'"):
+    with pytest.raises(BadInput, match="with 'spec' and 'kwargs'"):
         unskip.save(vit(), tmp_path, builder={"name": "x"})
     assert list(tmp_path.iterdir()) == []
 
@@ -340,7 +340,7 @@ class Counting(nn.Linear):
 
 
 def test_state_that_is_no_tensor_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(BadInput, match="_extra_state of the state_dict is no tensor"):
+    with pytest.raises(BadInput, match=r"_extra_state .* no tensor"):
         unskip.save(Counting(2, 2), tmp_path / "m")
     assert not (tmp_path / "m").exists()
 

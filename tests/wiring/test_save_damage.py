@@ -32,17 +32,17 @@ def test_a_folder_around_a_saved_model_is_told_the_one_inside(tmp_path: Path, pl
         (lambda f: (f / "model.safetensors").unlink(), "no model.safetensors"),
         (lambda f: (f / "unskip.json").write_text('{"format": 1'), "damaged, it does not read"),
         (lambda f: (f / "unskip.json").write_text("[]"), "damaged, it does not read"),
-        (lambda f: edit(f, put("format", value=3)), "written in format 3; this unskip reads format 2. Update unskip"),
-        (lambda f: edit(f, put("format", value=1)), "earlier version of unskip, in format 1.*save it again"),
-        (lambda f: edit(f, put("format", value=0)), "earlier version of unskip, in format 0.*save it again"),
+        (lambda f: edit(f, put("format", value=3)), "format 3; .* Update unskip"),
+        (lambda f: edit(f, put("format", value=1)), "format 1.*save it again"),
+        (lambda f: edit(f, put("format", value=0)), "format 0.*save it again"),
         (lambda f: edit(f, put("format", value=True)), "damaged, its format is True"),
         (lambda f: edit(f, put("format", value="2")), "damaged, its format is '2'"),
         (lambda f: edit(f, lambda r: r.pop("wiring")), "damaged, wiring is missing"),
         (lambda f: edit(f, put("sha256", value=None)), "damaged, sha256 holds a NoneType"),
         (lambda f: edit(f, put("sha256", value="abc")), "damaged, sha256 holds a str"),
         (lambda f: edit(f, put("sha256", value={})), "checksum"),
-        (lambda f: edit(f, put("structure", value={})), "its structure or buffers do not read"),
-        (lambda f: edit(f, put("structure", "modules", value={"": 99})), "its structure or buffers do not read"),
+        (lambda f: edit(f, put("structure", value={})), "structure or buffers"),
+        (lambda f: edit(f, put("structure", "modules", value={"": 99})), "structure or buffers"),
         (lambda f: edit(f, put("buffers", value={"a": {"dtype": "manual_seed"}})), "the buffer a is missing"),
         (lambda f: edit(f, lambda r: r["wiring"]["sites"][0].pop("path")), "its wiring does not read"),
         (lambda f: edit(f, put(*SITE, "path", value="blocks.7")), "its wiring does not fit"),
@@ -71,7 +71,7 @@ def test_a_folder_around_a_saved_model_is_told_the_one_inside(tmp_path: Path, pl
         ),
         (lambda f: damage_weights(f, b"garbage" * 10), "does not read as safetensors"),
         (lambda f: damage_weights(f, b""), "does not read as safetensors"),
-        (lambda f: edit(f, put("class", value="a.B")), "holds a a.B, but the model is a timm"),
+        (lambda f: edit(f, put("class", value="a.B")), "a.B, but .* timm"),
         (lambda f: edit(f, put("class", value=None)), "damaged, class holds a NoneType"),
     ],
 )
@@ -90,7 +90,7 @@ def test_a_bad_folder_is_refused_and_nothing_is_half_loaded(folder: Path, damage
     ("builder", "message"),
     [
         ({**VIT, "kwargs": {**VIT["kwargs"], "depth": 3}}, "depth of the model is 3 instead of 2|one module more"),
-        ({**VIT, "kwargs": {**VIT["kwargs"], "num_heads": 4}}, r"head_dim of blocks\.0\.attn is 4 instead of 8"),
+        ({**VIT, "kwargs": {**VIT["kwargs"], "num_heads": 4}}, r"blocks\.0\.attn is 4 instead of 8"),
         ({**VIT, "spec": "timm:vit_tyni"}, "building the .*nearest"),
         ({**VIT, "kwargs": {"foo": 1}}, "building the .*failed"),
         ({**VIT, "kwargs": [1]}, "no builder that is known"),
@@ -124,7 +124,7 @@ def test_weights_that_lack_one_leave_a_model_without_its_wiring(folder: Path, dr
     damage_weights(folder, to_bytes({name: value.bfloat16() for name, value in tensors.items()}))
     model = vit()
     before = snapshot(model)
-    with pytest.raises(LoadError, match=f"does not fit the weights: {drop}"):
+    with pytest.raises(LoadError, match=f"weights: {drop}"):
         unskip.load(folder, model=model)
     assert unchanged(model, before)
 
@@ -153,7 +153,7 @@ def test_weights_of_another_shape_are_refused_and_dtypes_put_back(tmp_path: Path
     unskip.save(Vector(3, torch.bfloat16), tmp_path)
     model = Vector(4)
     before = snapshot(model)
-    with pytest.raises(LoadError, match="does not fit the weights: scale"):
+    with pytest.raises(LoadError, match="weights: scale"):
         unskip.load(tmp_path, model=model)
     assert unchanged(model, before)
 

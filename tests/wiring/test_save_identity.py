@@ -72,10 +72,10 @@ for model in (unskip.load("saved", model=build()), pickle.load(open("model.pkl",
 @pytest.mark.parametrize(
     ("option", "message"),
     [
-        ({"act_layer": "relu"}, r"blocks\.0\.mlp\.act is a .*GELU instead of a .*ReLU"),
-        ({"num_heads": 4}, r"head_dim of blocks\.0\.attn is 8 instead of 4"),
+        ({"act_layer": "relu"}, r"blocks\.0\.mlp\.act .*GELU .*ReLU"),
+        ({"num_heads": 4}, r"blocks\.0\.attn is 8 instead of 4"),
         ({"global_pool": "avg"}, "global_pool of the model is 'token' instead of 'avg'|it has no module|is a "),
-        ({"drop_path_rate": 0.2}, r"drop_path1 is a .*Identity instead of a .*DropPath"),
+        ({"drop_path_rate": 0.2}, r"drop_path1 .*Identity .*DropPath"),
         ({"proj_drop_rate": 0.1}, "instead of 0.1"),
     ],
     ids=str,
@@ -107,7 +107,7 @@ def test_a_name_that_builds_another_function_is_not_recorded(tmp_path: Path) -> 
     assert {k: v.shape for k, v in model.state_dict().items()} == {
         k: v.shape for k, v in timm.create_model("test_vit").state_dict().items()
     }
-    with pytest.warns(UnskipWarning, match="timm:test_vit does not: in what it builds"):
+    with pytest.warns(UnskipWarning, match="timm:test_vit does not"):
         unskip.save(model, tmp_path)
     assert json.loads((tmp_path / "unskip.json").read_text())["builder"] is None
     with pytest.raises(LoadError, match="pass model="):
@@ -121,7 +121,7 @@ def test_a_module_of_another_librarys_inside_is_asked_for(tmp_path: Path) -> Non
     with pytest.warns(UnskipWarning, match="its configuration does not"):
         unskip.save(model, tmp_path)
     assert json.loads((tmp_path / "unskip.json").read_text())["builder"] is None
-    with pytest.raises(LoadError, match=r"intermediate_act_fn is a .*GELU.* instead of a .*ReLU"):
+    with pytest.raises(LoadError, match=r"intermediate_act_fn .*GELU.* instead .*ReLU"):
         unskip.load(tmp_path, model=bert())
 
 
@@ -158,7 +158,7 @@ def test_weights_that_are_tied_only_in_the_given_model_are_refused(tmp_path: Pat
     tied = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
     tied[1].weight = tied[0].weight
     before = snapshot(tied)
-    with pytest.raises(LoadError, match=r"does not fit the weights: 0\.weight, 1\.weight"):
+    with pytest.raises(LoadError, match=r"weights: 0\.weight, 1\.weight"):
         unskip.load(tmp_path, model=tied)
     assert unchanged(tied, before)
 
@@ -194,7 +194,7 @@ def test_a_difference_under_another_version_of_a_library_says_so_and_can_be_pass
     edit(folder, put("versions", "timm", value="0.1"))
     model = vit()
     vars(model.blocks[1].norm1)["added"] = 1
-    with pytest.raises(LoadError, match=r"added of blocks\.1\.norm1.*saved under timm 0\.1.*strict=False"):
+    with pytest.raises(LoadError, match=r"blocks\.1\.norm1.* timm 0\.1.*strict=False"):
         unskip.load(folder, model=model)
     unskip.load(folder, model=model, strict=False)
 
@@ -218,7 +218,7 @@ def test_a_builder_that_reads_other_files_is_refused(tmp_path: Path, kwargs: dic
 def test_only_models_of_a_library_are_built(tmp_path: Path, library: str) -> None:
     unskip.save(timm.create_model("test_vit"), tmp_path)
     edit(tmp_path, put("builder", value={library: "logging", "config": {}}))
-    with pytest.raises(LoadError, match=r"logging of .* is no model"):
+    with pytest.raises(LoadError, match=r"is no model"):
         unskip.load(tmp_path)
 
 
