@@ -55,7 +55,6 @@ lint: $(INSTALLED) ## style, types, the arrows between the rooms, and what recip
 # `--data recorded` names the studies on real images; with --show no image is read.
 results: $(INSTALLED) ## tables and figures of README and docs again, from docs/results/*.json
 	$(BIN)/python benchmarks/_pages.py
-	$(BIN)/python benchmarks/absorb_map.py
 	$(BIN)/python benchmarks/headline.py
 	for study in skipless skipless_gap mae dino sit; do \
 		$(BIN)/python benchmarks/$$study.py --data recorded --show > /dev/null || exit 1; done

@@ -24,7 +24,7 @@ def sentences() -> Iterator[tuple[str, str]]:
 
     counts, wrong = record("absorb-campaign")["counts"], record("absorb-campaign")["wrong"]
     parts = ", ".join(f"{counts[status]:,} {status}" for status in ("possible", "impossible", "undecided"))
-    yield "absorb", f"{counts['blocks']:,} have run: {parts}, **{len(wrong)} wrong**"
+    yield "absorption-map", f"Of {counts['blocks']:,} blocks: {parts}, **{len(wrong)} wrong**"
 
     for name, seconds in (("gpu", "takes {:.0f} s on one H200"), ("cpu", "{:.0f} s on two CPU cores")):
         yield "measure", seconds.format(record(f"measure-{name}")["seconds"])

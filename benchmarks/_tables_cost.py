@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 
-from _tables import lines, record, table
+from _tables import RECORDS, lines, record, table
 
 VARIANTS = {
     "original again": "control: the original again",
@@ -183,6 +183,47 @@ def demo_cifar() -> str:
         last = [found[key][-1] for key in ("knn20", "probe_lbfgs", "rank")]
         rows.append([label, f"{last[0]:.3f}", f"{last[1]:.3f}", f"{last[2]:.1f}"])
     return lines(" | kNN (k = 20) | linear probe | effective rank", rows)
+
+
+@table
+def absorption_map() -> str:
+    import absorb_map
+
+    return absorb_map.summary()
+
+
+@table
+def absorb_cost() -> str:
+    labels = {
+        "block without norms": "block",
+        "block behind a norm": "pre-norm block",
+        "vit_small_patch16_224": "ViT-S/16",
+    }
+    rows = []
+    for name, device in (("absorb-cost-cpu", "one CPU thread, float32"), ("absorb-cost-gpu", "one H200, bfloat16")):
+        if not (RECORDS / f"{name}.json").exists():
+            continue
+        for case in record(name)["cases"]:
+            for what, run in case.items():
+                if not isinstance(run, dict) or what == "skip":
+                    continue
+                (low, high), before = run["ratio_quartiles"], case["skip"]
+                took = before["milliseconds"]
+                flops = [each.get("gflops") for each in (before, run)]
+                rows.append(
+                    [
+                        f"{labels.get(case['what'], 'ViT-S/16')}: {what}",
+                        device,
+                        str(case["batch"]),
+                        str(case["turns"]),
+                        f"{took:.{0 if took >= 10 else 2}f}",
+                        f"{run['ratio']:.2f} ({low:.2f} to {high:.2f})",
+                        f"{before['peak_mib']:.1f}, {run['peak_mib']:.1f}",
+                        "" if None in flops else f"{flops[0]:.2f}, {flops[1]:.2f}",
+                    ]
+                )
+    head = "what | device | batch | turns | with skips, ms | ratio | peak activations, MiB: before, after"
+    return lines(f"{head} | GFLOP: before, after", rows)
 
 
 @table

@@ -130,6 +130,15 @@ def flops(d: int, h: int, tokens: int, skip: bool) -> int:
     return tokens * (4 * d * h + (d if skip else 0))
 
 
+def products(model: nn.Module, x: torch.Tensor) -> int:
+    """FLOPs of a model's matrix products and attentions."""
+    from torch.utils.flop_counter import FlopCounterMode
+
+    with torch.no_grad(), FlopCounterMode(display=False) as counted:
+        model(x)
+    return counted.get_total_flops()
+
+
 def blocks(d: int, norm: bool, device: str, dtype: torch.dtype) -> dict[str, nn.Module]:
     torch.manual_seed(0)
     h = 4 * d
@@ -143,11 +152,11 @@ def models(name: str, device: str, dtype: torch.dtype) -> dict[str, nn.Module]:
     import timm
 
     out = {}
-    for what in ("skip", "MLP skips cut", "all skips cut"):
+    for what in ("skip", "MLP skips cut or absorbed", "MLPs widened by d", "all skips cut"):
         torch.manual_seed(0)
-        model = timm.create_model(name).eval()
+        model = timm.create_model(name, mlp_ratio=5 if "widened" in what else 4).eval()
         if what != "skip":
-            unskip.rewire(model, unskip.Cut(), where="mlp" if what.startswith("MLP") else None)
+            unskip.rewire(model, unskip.Cut(), where=None if what.startswith("all") else "mlp")
         out[what] = model.to(device, dtype)
     return out
 
@@ -191,7 +200,10 @@ def main() -> None:
             print(json.dumps(record["cases"][-1]), flush=True)
         images = torch.randn(batch, 3, 224, 224, generator=g).to(device, dtype)
         turns = max(options.turns // (5 if batch == 1 else 20), 5)
-        result = compare(models(options.model, device, dtype), images, turns, device)
+        variants = models(options.model, device, dtype)
+        result = compare(variants, images, turns, device)
+        for what, row in result.items():
+            row["gflops"] = products(variants[what], images) / 1e9
         record["cases"].append({"what": options.model, "batch": batch, "turns": turns, **result})
         print(json.dumps(record["cases"][-1]), flush=True)
         path.parent.mkdir(parents=True, exist_ok=True)

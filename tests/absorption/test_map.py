@@ -1,4 +1,4 @@
-"""Every cell of the map is put to the engine, and the page of the docs is what the map says."""
+"""Every cell of the map is put to the engine."""
 
 from __future__ import annotations
 
@@ -54,7 +54,3 @@ def test_every_word_behaves_like_the_one_that_stands_for_it(word: str, biases: b
 
 def test_no_word_is_left_out() -> None:
     assert {word for every in GROUPS.values() for word in every} == {*BUILT_IN, *GATED}
-
-
-def test_the_page_is_up_to_date() -> None:
-    assert SCRIPT["PAGE"].read_text(encoding="utf-8") == SCRIPT["page"]()
