@@ -281,3 +281,31 @@ def training_cost() -> str:
         cells = [f"{images / 1e6:,.0f} million", f"{rate:,.0f}", how, f"{hours:,.0f}", f"{hours / 8:,.0f}"]
         rows.append([f"`{recipe} --preset {preset}`", *cells])
     return lines("preset | images seen | images a second, one H200 | from | GPU hours | hours on 8, at best", rows)
+
+
+@table
+def data_scale() -> str:
+    found = record("data-scale")["summary"]
+    labels = {
+        "folder": "`Feed`, folder",
+        "tar": "`Feed`, tars",
+        "parquet": "`Feed`, parquet files",
+        "imagefolder": "torchvision's ImageFolder + DataLoader",
+        "webdataset": "webdataset, a buffer of 1,000",
+    }
+
+    def seconds(state: str, reader: str) -> str:
+        first, later = (found[f"{state}: seconds, {what} opening"].get(reader) for what in ("first", "later"))
+        return "" if first is None else f"{first:.1f}, {later:.1f}"
+
+    rows = []
+    for reader, label in labels.items():
+        cells, spent = [], f"{found['warm: CPU microseconds an image'][reader]:.0f}"
+        for state in ("warm", "cold"):
+            rates = found.get(f"{state}: images a second")
+            cells += [f"{rates[reader]:,.0f}", seconds(state, reader)] if rates else ["", ""]
+        rows.append([label, *cells[:2], spent, f"{found['MB above the imports'][reader]:.0f}", *cells[2:]])
+    head = (
+        " | images a second | seconds to open, first and later | CPU microseconds an image | MB | cold: images a second"
+    )
+    return lines(head + " | seconds to open", rows)

@@ -1,27 +1,28 @@
 """How data on disk are opened and read at ImageNet's number of images: folder, WebDataset tars, parquet files.
 
-    python benchmarks/data_scale.py --count 1281167       # ImageNet's number; about 1.5 GB as tiny JPEGs, three times
-    python benchmarks/data_scale.py --count 50000
-    python benchmarks/data_scale.py --count 1281167 --sources tar parquet --batches 400     # memory, in minutes
+    python benchmarks/data_scale.py --root /tmp/data-scale --cold --out docs/results/data-scale.json
+    python benchmarks/data_scale.py --root /tmp/small --count 20000 --rounds 1 --seconds 3
 
-The set is generated under --root (default: a temporary folder) and deleted at the end. Each measurement is a process of
-its own. Images a second are those of an epoch in random order with --workers workers, as normalised batches on the CPU:
+The set, 1,281,167 JPEGs of 40 x 40 pixels, is generated under --root where it is not there yet: ten minutes and 11 GB.
+The measurements take a quarter of an hour on two cores that do nothing else. Each is a process of its own, and each is
+written to --out at once: a run that is stopped and started again goes on with what is missing.
 
-    unskip        Feed over folder, tars, parquet files
-    imagefolder   torchvision's ImageFolder + DataLoader(shuffle=True)
-    webdataset    the package webdataset: shards shuffled, a buffer of 1,000 samples
+    opening     seconds, first (making the index) and later
+    reading     images a second in random order with 2 workers, as normalised batches on the CPU, for --seconds seconds;
+                CPU time of all processes; memory of the process and its workers together, above that of the imports
+    killed      batches in the middle of an epoch, killed with SIGKILL and resumed, against some that were not killed
 
-Also: seconds to open, first (making the index) and later; memory above that of the imports, of the process and its
-workers together; and an epoch that is killed with SIGKILL in the middle and resumed, batch by batch against one that is
-not. --cold repeats the reading after the page cache has been emptied. JSON goes to docs/results/data-scale.json.
+Readers: `Feed` over folder, tars and parquet files; torchvision's ImageFolder + DataLoader(shuffle=True); the package
+webdataset with shards shuffled and a buffer of 1,000 samples. They take turns, so that whatever else the machine does
+meets all of them. With --cold, openings and readings are repeated with an empty page cache.
 """
 
 from __future__ import annotations
 
 import argparse
 import hashlib
+import importlib
 import io
-import itertools
 import json
 import os
 import platform
@@ -31,7 +32,6 @@ import signal
 import subprocess
 import sys
 import tarfile
-import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -41,9 +41,9 @@ from typing import Any
 import numpy
 import torch
 
-RESULTS = Path(__file__).resolve().parent.parent / "docs" / "results"
 SIDE, CLASSES, POOL = 40, 1000, 4096
-SOURCES = ("folder", "tar", "parquet")
+SOURCES, PEERS = ("folder", "tar", "parquet"), ("imagefolder", "webdataset")
+BEFORE, AFTER = 100, 20  # batches before a reading is killed, and after it is resumed
 
 
 def pictures() -> list[bytes]:
@@ -65,12 +65,13 @@ def image(pool: list[bytes], row: int) -> bytes:
     return b"\xff\xd8\xff\xfe\x00\x0a%08d" % row + pool[row * 2654435761 % POOL][2:]
 
 
-def generate(root: Path, count: int, sources: list[str]) -> None:
+def generate(root: Path, count: int) -> None:
     import pyarrow
     from pyarrow import parquet
 
+    shutil.rmtree(root, ignore_errors=True)
     pool, each = pictures(), 10_000
-    for label in range(min(CLASSES, count)) if "folder" in sources else ():
+    for label in range(min(CLASSES, count)):
         (root / "folder" / "train" / f"n{label:08d}").mkdir(parents=True)
     for kind in ("tar", "parquet"):
         (root / kind).mkdir()
@@ -82,8 +83,7 @@ def generate(root: Path, count: int, sources: list[str]) -> None:
         labels = [row % CLASSES for row in rows]
         with tarfile.open(root / "tar" / f"train-{start // each:05d}.tar", "w") as shard:
             for row, encoded, label in zip(rows, data, labels, strict=True):
-                if "folder" in sources:
-                    (root / "folder" / "train" / f"n{label:08d}" / f"n{label:08d}_{row}.JPEG").write_bytes(encoded)
+                (root / "folder" / "train" / f"n{label:08d}" / f"n{label:08d}_{row}.JPEG").write_bytes(encoded)
                 for name, content in ((f"{row:08d}.cls", b"%d" % label), (f"{row:08d}.jpg", encoded)):
                     about = tarfile.TarInfo(name)
                     about.size = len(content)
@@ -92,6 +92,7 @@ def generate(root: Path, count: int, sources: list[str]) -> None:
         table = pyarrow.table({"image": column, "label": pyarrow.array(labels)})
         table = table.replace_schema_metadata({"huggingface": json.dumps(schema)})
         parquet.write_table(table, root / "parquet" / f"train-{start // each:05d}.parquet", row_group_size=1000)
+    (root / "count").write_text(str(count))  # last: a set without it is made anew
 
 
 def source(root: Path, kind: str) -> str:
@@ -107,12 +108,24 @@ def empty_cache(root: Path) -> str:
         Path("/proc/sys/vm/drop_caches").write_text("3")
         return "drop_caches"
     except OSError:
-        for file in root.rglob("*"):
-            if file.is_file():
-                descriptor = os.open(file, os.O_RDONLY)
-                os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-                os.close(descriptor)
+        for file in files(root):
+            descriptor = os.open(file, os.O_RDONLY)
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+            os.close(descriptor)
         return "posix_fadvise"
+
+
+def fill_cache(root: Path) -> None:
+    """Reads every file once."""
+    for file in files(root):
+        with file.open("rb", buffering=0) as opened:
+            while opened.read(2**24):
+                pass
+
+
+def files(root: Path) -> Iterator[Path]:
+    for folder, _, names in os.walk(root):
+        yield from (Path(folder, name) for name in names)
 
 
 class Memory:
@@ -189,37 +202,31 @@ def normalised(batches: Iterator[tuple[Any, Any]]) -> Iterator[Any]:
         yield (images.float() - mean) / std
 
 
-def task(name: str, root: Path, options: argparse.Namespace) -> dict[str, float]:
-    """One measurement, in this process."""
-    import torchvision.datasets
-    import torchvision.transforms.v2  # noqa: F401
-    from pyarrow import parquet  # noqa: F401
+def opening(root: Path, kind: str) -> dict[str, float]:
+    begin = time.perf_counter()
+    opened(root, kind)
+    return {"seconds": time.perf_counter() - begin}
 
-    import unskip.data  # noqa: F401
 
-    torch.set_num_threads(1)
-    kind, _, what = name.partition(":")
-    if what == "open":
-        begin = time.perf_counter()
-        opened(root, kind)
-        return {"seconds": time.perf_counter() - begin}
-    memory, begin, before = Memory(), time.perf_counter(), time.process_time()
-    if kind in SOURCES:
-        found = feed(root, kind, options)
-        batches: Iterator[Any] = (images for images, _ in found.iterate(0, min(found.steps_per_epoch, options.batches)))
+def reading(root: Path, name: str, options: argparse.Namespace) -> dict[str, float]:
+    memory, begin = Memory(), time.perf_counter()
+    if name in SOURCES:
+        found = feed(root, name, options)
+        batches: Any = (images for images, _ in found.iterate(0, found.steps_per_epoch))
     else:
-        batches = normalised((torchvision_batches if kind == "imagefolder" else webdataset_batches)(root, options))
-    first = seen = 0.0
-    for images in itertools.islice(batches, options.batches):
+        batches = normalised((torchvision_batches if name == "imagefolder" else webdataset_batches)(root, options))
+    images = next(batches)
+    first, before, seen = time.perf_counter(), time.process_time(), len(images)  # opening is measured apart
+    for images in batches:
         assert images.shape[1:] == (3, SIDE, SIDE)
-        first = first or time.perf_counter()
         seen += len(images)
-    ended = time.perf_counter()
-    rate = (seen - options.batch) / (ended - first)  # from the first batch on: opening is measured apart
-    del batches  # ends the workers
+        if time.perf_counter() - first > options.seconds:
+            break
+    rate = (seen - options.batch) / (time.perf_counter() - first)
+    batches.close()  # ends the workers, whose CPU time counts from then on
     spent = time.process_time() + sum(resource.getrusage(resource.RUSAGE_CHILDREN)[:2]) - before
-    found = {"images a second": rate, "images": seen, "seconds to the first batch": first - begin}
-    return found | {"CPU microseconds an image": spent / seen * 1e6, "MB": memory.stop()}
+    told = {"images a second": rate, "images": seen, "seconds to the first batch": first - begin}
+    return told | {"CPU microseconds an image": spent / seen * 1e6, "MB": memory.stop()}
 
 
 def hashes(root: Path, kind: str, options: argparse.Namespace, start: int, stop: int) -> None:
@@ -229,112 +236,143 @@ def hashes(root: Path, kind: str, options: argparse.Namespace, start: int, stop:
         print(digest, flush=True)
 
 
-def child(options: argparse.Namespace, root: Path, *words: str) -> list[str]:
-    shared = ["--root", str(root), "--batch", str(options.batch), "--workers", str(options.workers)]
-    shared += ["--batches", str(options.batches)]
-    return [sys.executable, __file__, *shared, *words]
+def child(options: argparse.Namespace, *words: str) -> tuple[list[str], dict[str, str]]:
+    """The command of a measurement, and its environment: the index of the folder goes under --root, too."""
+    shared = ["--root", str(options.root), "--batch", str(options.batch), "--workers", str(options.workers)]
+    shared += ["--seconds", str(options.seconds)]
+    return [sys.executable, __file__, *shared, *words], os.environ | {"HOME": str(options.root / "home")}
 
 
-def run(options: argparse.Namespace, root: Path, name: str) -> dict[str, float]:
-    done = subprocess.run(child(options, root, "--task", name), check=True, capture_output=True, text=True)
-    found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
-    print(name, {key: round(value, 2) for key, value in found.items()}, flush=True)
+def run(options: argparse.Namespace, *words: str) -> dict[str, Any]:
+    command, settings = child(options, "--task", *words)
+    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env=settings)
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return found
 
 
-def killed(options: argparse.Namespace, root: Path, kind: str, count: int) -> dict[str, Any]:
-    """Kills an epoch in the middle, resumes it, and compares with one that is not killed."""
-    middle, more = count // options.batch // 2, 20
-    command = child(options, root, "--task", f"{kind}:hashes", "--steps")
-    with subprocess.Popen([*command, "0", str(2 * middle)], stdout=subprocess.PIPE, text=True) as process:
+def killed(options: argparse.Namespace, kind: str) -> dict[str, Any]:
+    """Kills a reading in the middle of an epoch, resumes it, and compares with one that is not killed."""
+    middle = options.count // options.batch // 2
+    start, stop = max(0, middle - BEFORE), middle + AFTER
+
+    def command(begin: int) -> tuple[list[str], dict[str, str]]:
+        return child(options, "--task", "hashes", kind, str(begin), str(stop))
+
+    words, settings = command(start)
+    quiet = subprocess.DEVNULL  # its workers complain that it is gone
+    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=quiet, text=True, env=settings) as process:
         assert process.stdout is not None
-        seen = [process.stdout.readline().strip() for _ in range(middle)]
+        seen = [process.stdout.readline().strip() for _ in range(start, middle)]
         process.send_signal(signal.SIGKILL)
 
-    def whole(start: int, stop: int) -> list[str]:
-        done = subprocess.run([*command, str(start), str(stop)], check=True, capture_output=True, text=True)
-        return done.stdout.split()
+    def whole(begin: int) -> list[str]:
+        words, settings = command(begin)
+        return subprocess.run(words, check=True, stdout=subprocess.PIPE, text=True, env=settings).stdout.split()
 
-    resumed, reference = whole(middle, middle + more), whole(0, middle + more)
+    resumed, reference = whole(middle), whole(start)
     return {"killed at": middle, "batches equal": seen + resumed == reference, "compared": len(reference)}
+
+
+def plan(options: argparse.Namespace) -> Iterator[tuple[str, str, str]]:
+    """The measurements: state of the page cache, what, and of which reader."""
+    for state in ("warm", "cold") if options.cold else ("warm",):
+        for kind in options.sources:
+            yield state, "first opening", kind
+            yield state, "later opening", kind
+        for turn in range(options.rounds if state == "warm" else 1):
+            for reader in (*options.sources, *PEERS):
+                yield state, f"reading {turn + 1}", reader
+        if state == "warm":
+            for kind in options.sources:
+                yield state, "killed", kind
+
+
+def measured(options: argparse.Namespace, state: str, what: str, reader: str) -> dict[str, Any]:
+    if what == "first opening":
+        for index in (each for place in (*SOURCES[1:], "home") for each in (options.root / place).rglob("*.index")):
+            index.unlink()
+    emptied = {"cache emptied by": empty_cache(options.root)} if state == "cold" else {}
+    before = os.getloadavg()[0]
+    if what == "killed":
+        return killed(options, reader)
+    found = run(options, "open" if what.endswith("opening") else "read", reader)
+    return found | emptied | {"load before": before}
+
+
+def summary(options: argparse.Namespace, done: dict[str, Any]) -> dict[str, Any]:
+    """Medians over rounds, the largest memory, and rates over those of the peers."""
+
+    def rounds(state: str, reader: str, key: str) -> list[float]:
+        names = (name for name in done if name.startswith(f"{state} | reading"))
+        return [done[name][key] for name in names if name.endswith(f"| {reader}")]
+
+    found: dict[str, Any] = {}
+    readers = (*options.sources, *PEERS)
+    for state in ("warm", "cold") if options.cold else ("warm",):
+        for key in ("images a second", "CPU microseconds an image"):
+            found[f"{state}: {key}"] = {each: float(numpy.median(rounds(state, each, key))) for each in readers}
+        rates = found[f"{state}: images a second"]
+        for peer in PEERS:
+            found[f"{state}: over {peer}"] = {each: rates[each] / rates[peer] for each in options.sources}
+        for what in ("first opening", "later opening"):
+            seconds = {each: done[f"{state} | {what} | {each}"]["seconds"] for each in options.sources}
+            found[f"{state}: seconds, {what}"] = seconds
+    found["MB above the imports"] = {each: max(rounds("warm", each, "MB")) for each in readers}
+    found["killed and resumed"] = {each: done[f"warm | killed | {each}"] for each in options.sources}
+    return found
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--count", type=int, default=50_000, help="images")
-    parser.add_argument("--root", type=Path, help="where the set is, or is generated; it is deleted unless --keep")
-    parser.add_argument("--keep", action="store_true")
+    parser.add_argument("--root", type=Path, required=True, help="where the set is, or is generated")
+    parser.add_argument("--count", type=int, default=1_281_167, help="images")
     parser.add_argument("--batch", type=int, default=256)
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--sources", nargs="+", choices=SOURCES, default=[*SOURCES])
-    parser.add_argument("--batches", type=int, default=sys.maxsize, help="of each reading; a whole epoch by default")
-    parser.add_argument("--rounds", type=int, default=3, help="of each reading; the median is compared")
+    parser.add_argument("--seconds", type=float, default=15, help="of each reading; inf for whole epochs")
+    parser.add_argument("--rounds", type=int, default=3, help="of each warm reading; the median is compared")
     parser.add_argument("--cold", action="store_true", help="also with an empty page cache")
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--task", help=argparse.SUPPRESS)
-    parser.add_argument("--steps", type=int, nargs=2, help=argparse.SUPPRESS)
+    parser.add_argument("--task", nargs="+", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.task:
-        if options.steps:
-            hashes(options.root, options.task.partition(":")[0], options, *options.steps)
+        for name in ("torchvision.datasets", "torchvision.transforms.v2", "pyarrow.parquet", "unskip.data"):
+            importlib.import_module(name)  # before anything is measured
+        torch.set_num_threads(1)
+        what, reader, *steps = options.task
+        if what == "hashes":
+            hashes(options.root, reader, options, *map(int, steps))
         else:
-            print(json.dumps(task(options.task, options.root, options)))
+            found = opening(options.root, reader) if what == "open" else reading(options.root, reader, options)
+            print(json.dumps(found))
         return
-    root = options.root or Path(tempfile.mkdtemp(prefix="data-scale-"))
-    try:
-        if not (root / "parquet").is_dir():
-            begin = time.perf_counter()
-            root.mkdir(parents=True, exist_ok=True)
-            generate(root, options.count, options.sources)
-            print(f"generated in {time.perf_counter() - begin:.0f} s", flush=True)
-        results = measured(options, root)
-    finally:
-        if not options.keep:
-            shutil.rmtree(root, ignore_errors=True)
-    print(json.dumps(results["summary"], indent=1))
+    mark = options.root / "count"
+    if not mark.is_file() or mark.read_text() != str(options.count):
+        generate(options.root, options.count)
+    about = {name: getattr(options, name) for name in ("count", "batch", "workers", "seconds")} | {"side": SIDE}
+    about["bytes"] = sum(file.stat().st_size for file in (options.root / "parquet").glob("*.parquet"))
+    machine = {"python": platform.python_version(), "torch": torch.__version__, "cores": os.cpu_count()}
+    record: dict[str, Any] = {"set": about, "machine": machine, "measured": {}}
+    if options.out and options.out.is_file():
+        before = json.loads(options.out.read_text())
+        if before["set"] == about and "summary" not in before:  # a run that was stopped
+            record = before
+    done, filled = record["measured"], False
+    for state, what, reader in plan(options):
+        name = f"{state} | {what} | {reader}"
+        if name in done:
+            continue
+        if state == "warm" and not filled:
+            fill_cache(options.root)
+            filled = True
+        done[name] = measured(options, state, what, reader)
+        print(name, {key: round(value, 2) for key, value in done[name].items() if isinstance(value, float)}, flush=True)
+        if options.out:
+            options.out.write_text(json.dumps(record, indent=1) + "\n")
+    record = {"summary": summary(options, done), **record}
+    print(json.dumps(record["summary"], indent=1))
     if options.out:
-        options.out.write_text(json.dumps(results, indent=1) + "\n")
-
-
-def measured(options: argparse.Namespace, root: Path) -> dict[str, Any]:
-    found: dict[str, Any] = {"load before": os.getloadavg()}
-    for kind in options.sources:
-        found[f"{kind}: first opening"] = run(options, root, f"{kind}:open")["seconds"]
-        found[f"{kind}: later opening"] = run(options, root, f"{kind}:open")["seconds"]
-    peers = {"folder": "imagefolder", "tar": "webdataset"}
-    names = [*options.sources, *(peer for kind, peer in peers.items() if kind in options.sources)]
-    for state in ("warm", "cold") if options.cold else ("warm",):
-        rounds: dict[str, list[dict[str, float]]] = {name: [] for name in names}
-        for _ in range(options.rounds):
-            for name in names:  # in turn, so that whatever else the machine does meets all of them
-                if state == "cold":
-                    found["cache emptied by"] = empty_cache(root)
-                rounds[name].append(run(options, root, name))
-        found[state] = rounds
-    within = min(options.count, options.batches * options.batch)  # images
-    found["killed and resumed"] = {kind: killed(options, root, kind, within) for kind in options.sources}
-    found["load after"] = os.getloadavg()
-
-    def median(state: str, name: str, key: str) -> float:
-        return float(numpy.median([each[key] for each in found[state][name]]))
-
-    summary: dict[str, Any] = {}
-    for state in ("warm", "cold") if options.cold else ("warm",):
-        rates = {name: median(state, name, "images a second") for name in names}
-        summary[f"{state}: images a second"] = rates
-        key = "CPU microseconds an image"  # of all processes, which other work on the machine changes little
-        summary[f"{state}: {key}"] = {name: median(state, name, key) for name in names}
-        for ours, peer in itertools.product(options.sources, peers.values()):
-            if peer in rates:
-                summary[f"{state}: {ours} over {peer}"] = rates[ours] / rates[peer]
-    summary["MB above the imports"] = {name: max(each["MB"] for each in found["warm"][name]) for name in names}
-    summary["seconds to open"] = {key: value for key, value in found.items() if key.endswith("opening")}
-    summary["killed and resumed"] = found["killed and resumed"]
-    about = {"count": options.count, "batch": options.batch, "workers": options.workers, "side": SIDE}
-    about |= {"batches": min(options.batches, options.count // options.batch)}
-    about |= {"bytes": sum(file.stat().st_size for file in (root / "tar").glob("*.tar"))}
-    versions = {"python": platform.python_version(), "torch": torch.__version__, "cores": os.cpu_count()}
-    return {"summary": summary, "set": about, "machine": versions, "measured": found}
+        options.out.write_text(json.dumps(record, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """Faults on purpose: runs that are killed, run out of disk or lose a checkpoint must continue to the same weights.
 
     python benchmarks/faults.py --kills 100            # writes docs/results/faults.json; as root, for the small disks
+    python benchmarks/faults.py --exits 200            # adds sharded runs of two processes: none may abort
 
 A kill is SIGKILL at a random moment of a tiny run on digits, over recipes and optimizers; the run is then resumed and
 must end with the files of a run that was never hurt: weights, EMA and optimizer, byte for byte, and the same losses.
@@ -11,10 +12,12 @@ Processes are forked from this one, which has imported everything.
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import random
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -209,6 +212,33 @@ def damaged(folder: Path, whole: Path, seed: int) -> dict[str, Any]:
     return found
 
 
+def exits(count: int) -> dict[str, Any]:
+    """Sharded runs of two processes, each of which leaves the interpreter in the usual way at its end."""
+    folder, failures = Path(tempfile.mkdtemp(prefix="unskip-exits-")), list[str]()
+    for turn in range(count):
+        with socket.socket() as free:
+            free.bind(("localhost", 0))
+            port = str(free.getsockname()[1])
+        out, children = folder / f"run-{turn}", list[int]()
+        for rank in range(2):
+            child = os.fork()
+            if not child:
+                log = (folder / f"log-{rank}").open("w")
+                os.dup2(log.fileno(), 1)
+                os.dup2(log.fileno(), 2)
+                os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": port, "WORLD_SIZE": "2", "RANK": str(rank)}
+                os.environ |= {"LOCAL_RANK": str(rank), "ACCELERATE_USE_CPU": "1", "OMP_NUM_THREADS": "1"}
+                words = ["--model-args", _VIT, "--steps=2", "--batch=16", "--no-health", "--device=cpu", "--fsdp"]
+                sys.exit(cli.main(["train", "supervised", "--preset=digits", *words, "--quiet", "--out", str(out)]))
+            children.append(child)
+        for rank, child in enumerate(children):
+            if code := ended(child):
+                failures.append(f"exit {code}: {(folder / f'log-{rank}').read_text()[-300:]}")
+        shutil.rmtree(out, ignore_errors=True)
+    shutil.rmtree(folder)
+    return {"runs": count, "processes": 2 * count, "failures": failures, "load average": os.getloadavg()[2]}
+
+
 def shown(line: str, folder: Path) -> str:
     return line.replace(str(folder), "FOLDER")
 
@@ -233,7 +263,12 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=60, help="no kill begins later")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=Path("docs/results/faults.json"))
+    parser.add_argument("--exits", type=int, default=0, help="runs that must end without an abort, and nothing else")
     given = parser.parse_args()
+    if given.exits:  # no context is open here, which a forked process would leave, too
+        found = exits(given.exits)
+        write_json(given.out, json.loads(given.out.read_text()) | {"exits": found})
+        return
     begun = time.time()
     record = made_with(__file__, "cpu", "timm", "accelerate") | {"seed": given.seed, "config": COMMON}
     with tempfile.TemporaryDirectory(prefix="unskip-faults-") as name:

@@ -20,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 import unskip
 from unskip.data import CropFeed, Crops, ImageSet
 from unskip.models import DINO, SimCLR
+from unskip.models._processes import BatchNorm
 
 STEPS = 3
 
@@ -78,10 +79,28 @@ def main(folder: Path) -> None:
             "moved": moved,
         }
         if kind == "centre":
+            told["batch norm"] = {"off": _batch_norm(rank, world)}
             told[kind]["centre"] = float((model.centre - expected.centre).abs().max())  # type: ignore[operator]
     if rank == 0:
         (folder / "result.json").write_text(json.dumps(told))
     dist.destroy_process_group()
+
+
+def _batch_norm(rank: int, world: int) -> float:
+    """How far outputs, gradients and statistics of batch norm over all processes are from torch's over the batch."""
+    random = torch.Generator().manual_seed(2)
+    x = torch.randn(8, 5, generator=random, dtype=torch.float64) + 3
+    target = torch.randn(8, 5, generator=random, dtype=torch.float64)
+    mine = slice(rank * 8 // world, (rank + 1) * 8 // world)
+    found = []
+    for norm, part in ((nn.BatchNorm1d(5).double(), slice(0, 8)), (BatchNorm(5).double(), mine)):
+        values = x[part].clone().requires_grad_()
+        out = norm(values)
+        (out * target[part]).sin().sum().backward()
+        assert values.grad is not None
+        own = slice(mine.start - part.start, mine.stop - part.start)
+        found.append([out.detach()[own], values.grad[own], norm.running_mean, norm.running_var])
+    return max(float((a - b).abs().max()) for a, b in zip(*found, strict=True))
 
 
 def sharded(folder: Path) -> None:

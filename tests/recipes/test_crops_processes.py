@@ -19,6 +19,7 @@ def test_two_processes_are_one(tmp_path: Path) -> None:
     """Losses, centre, Sinkhorn's balance and weights after some steps: those of one process on the whole batch."""
     on_ranks(2, tmp_path, lambda: main(tmp_path))
     told = json.loads((tmp_path / "result.json").read_text())
+    assert told.pop("batch norm")["off"] < 1e-12
     assert set(told) == {"centre", "sinkhorn", "contrast"}
     for name, row in told.items():
         assert row["loss"] < 1e-6, name

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -10,12 +9,14 @@ from typing import Any
 import numpy
 import pytest
 import torch
+from PIL import Image
 from tests.recipes.generative import few, tiny
 from torch import Tensor
 
 import unskip
 from unskip import cli
-from unskip.data._latents import Autoencoder, LatentFeed, encode
+from unskip.data import _latents, open_images
+from unskip.data._latents import Autoencoder, LatentFeed, Latents, encode
 from unskip.errors import BadInput, LoadError
 from unskip.recipes import evaluate_run
 from unskip.recipes._flow import FlowConfig
@@ -37,13 +38,19 @@ def autoencoder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def moments(latents: Latents) -> Any:
+    """(images, 2, 2 channels, side, side)."""
+    places = numpy.arange(len(latents.rows))
+    return numpy.stack([latents.take(places, numpy.full_like(places, mirrored)) for mirrored in range(2)], 1)
+
+
 def test_latents_are_those_of_the_autoencoder_and_encoded_once(
     autoencoder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     diffusers: Any = pytest.importorskip("diffusers", reason="diffusers is not installed")
     mine, theirs = Autoencoder.open(autoencoder), diffusers.AutoencoderKL.from_pretrained(autoencoder)
     images = few()
-    held = encode(images, mine, 8, tmp_path)
+    held = moments(encode(images, mine, 8, tmp_path))
     assert held.shape == (48, 2, 4, 4, 4)
     pixels = images.load(range(48), 8).float().expand(-1, 3, -1, -1) / 127.5 - 1
     with torch.no_grad():
@@ -52,11 +59,11 @@ def test_latents_are_those_of_the_autoencoder_and_encoded_once(
             expected = torch.cat([found.mean, found.logvar], 1)
             torch.testing.assert_close(torch.from_numpy(held[:, index].copy()).float(), expected, rtol=2e-3, atol=2e-3)
     monkeypatch.setattr(Autoencoder, "moments", lambda *args: pytest.fail("encoded again"))
-    assert numpy.array_equal(encode(images, mine, 8, tmp_path), held)
+    assert numpy.array_equal(moments(encode(images, mine, 8, tmp_path)), held)
     noise = torch.randn(3, 2, 4, 4)
-    moments = torch.from_numpy(held[:3, 0].copy()).float()
-    drawn = mine.latents(moments, noise)
-    expected = 0.5 * (moments[:, :2] + torch.exp(0.5 * moments[:, 2:]) * noise)
+    first = torch.from_numpy(held[:3, 0].copy()).float()
+    drawn = mine.latents(first, noise)
+    expected = 0.5 * (first[:, :2] + torch.exp(0.5 * first[:, 2:]) * noise)
     torch.testing.assert_close(drawn, expected)
 
 
@@ -69,13 +76,13 @@ def test_batches_of_latents_are_a_function_of_the_step(autoencoder: Path, tmp_pa
     assert torch.equal(torch.cat([half[0] for half in halves]), whole[2][0])
     # Every image, or its mirror image, once an epoch.
     rows = torch.cat([part[0] for part in whole[:3]]).flatten(1)
-    either = torch.from_numpy(feed.moments[:].astype(numpy.float32)).flatten(2)
+    either = torch.from_numpy(moments(feed.moments).astype(numpy.float32)).flatten(2)
     apart = (rows[:, None, None] - either[None]).abs().amax(3)
     which, mirrored = apart.amin(2).argmin(1), apart.amin(1).argmin(1)
     assert sorted(which.tolist()) == list(range(48))
     assert 0 < int(mirrored.sum()) < 48
     assert sum(len(part[1]) for part in feed.evaluate()) == 48
-    alone = LatentFeed(few(), feed.autoencoder, 47, 8, tmp_path)  # a last batch of one, which lies in the file as it is
+    alone = LatentFeed(few(), feed.autoencoder, 47, 8, tmp_path)  # a last batch of one
     assert torch.equal(torch.cat([part[0] for part in alone.evaluate()]), torch.cat([p[0] for p in feed.evaluate()]))
 
 
@@ -111,23 +118,46 @@ def test_latents_are_decoded_a_few_at_a_time(
     assert sizes == [16, 16, 8]
 
 
-def test_latents_are_encoded_by_several_processes_at_once(
+def test_every_process_makes_its_share_and_what_others_left(
     autoencoder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    mine, moments = Autoencoder.open(autoencoder), Autoencoder.moments
+    """Six files and two processes, of which the first is killed in its third file: the second does that, too."""
+    mine = Autoencoder.open(autoencoder)
+    whole = moments(encode(few(), mine, 8, tmp_path / "whole"))
+    monkeypatch.setattr(_latents, "PART", 8)
+    made, write = list[int](), _latents._write
 
-    def overtaken(self: Autoencoder, images: Tensor) -> Tensor:
-        with monkeypatch.context() as other:  # another process, which began later and ends first
-            other.setattr(Autoencoder, "moments", moments)
-            other.setattr(os, "getpid", lambda: -1)
-            encode(few(), self, 8, tmp_path)
-        return moments(self, images)
+    def counted(file: Path, *options: Any) -> None:
+        if made == [0, 1]:
+            made.append(-1)
+            raise KeyboardInterrupt
+        write(file, *options)
+        made.append(int(file.stem))
 
-    with monkeypatch.context() as first:
-        first.setattr(Autoencoder, "moments", overtaken)
-        held = encode(few(), mine, 8, tmp_path)
-    assert len(held) == 48
-    assert sorted(file.suffix for file in tmp_path.iterdir()) == [".json", ".npy"]
+    monkeypatch.setattr(_latents, "_write", counted)
+    with pytest.raises(KeyboardInterrupt):
+        encode(few(), mine, 8, tmp_path / "cache", rank=0, world=2)
+    assert numpy.array_equal(moments(encode(few(), mine, 8, tmp_path / "cache", rank=1, world=2)), whole)
+    assert made == [0, 1, -1, 3, 4, 5, 2]
+    assert numpy.array_equal(moments(encode(few(), mine, 8, tmp_path / "cache", rank=0, world=2)), whole)
+    assert len(made) == 7
+    assert not [*tmp_path.rglob("*.tmp")]
+
+
+def test_latents_of_an_image_that_cannot_be_read_are_anothers(autoencoder: Path, tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        (tmp_path / "set" / name).mkdir(parents=True)
+        for index in range(4):
+            picture = numpy.full((8, 8, 3), 20 * index + 100 * (name == "b"), numpy.uint8)
+            Image.fromarray(picture).save(tmp_path / "set" / name / f"{index}.png")
+    (tmp_path / "set" / "b" / "3.png").write_bytes(b"nothing")
+    feed = LatentFeed(open_images(tmp_path / "set"), Autoencoder.open(autoencoder), 8, 8, tmp_path / "cache")
+    assert "b/3.png: could not be read" in feed.broken[7]
+    other = int(feed.moments.rows[7])
+    assert other < 7
+    values, labels = next(feed.in_order())
+    assert torch.equal(values[7], values[other])
+    assert labels[7] == labels[other]
 
 
 def test_latents_that_cannot_be_had(autoencoder: Path, tmp_path: Path) -> None:
@@ -144,14 +174,18 @@ def test_latents_that_cannot_be_had(autoencoder: Path, tmp_path: Path) -> None:
     broken = Broken(mine.module, "broken", mine.channels, mine.factor, mine.scale, mine.shift)
     with pytest.raises(BadInput, match=r"image 5: .* not finite"):
         encode(few(), broken, 8, tmp_path)
-    assert not list(tmp_path.iterdir())
+    assert not [*tmp_path.rglob("*.npy")]
+    (tmp_path / "file").touch()
+    with pytest.raises(BadInput, match=r"latents cannot be written there .* choose another cache"):
+        encode(few(), mine, 8, tmp_path / "file")
     encode(few(), mine, 8, tmp_path / "cache")
-    (held,) = (tmp_path / "cache").glob("*.npy")
-    whole = held.read_bytes()
-    for damaged in (whole[:-100], b"", b"nothing"):
-        held.write_bytes(damaged)
-        with pytest.raises(LoadError, match=r"damaged .* delete it"):
-            encode(few(), mine, 8, tmp_path / "cache")
+    for held in [*(tmp_path / "cache").rglob("*.npy")]:
+        whole = held.read_bytes()
+        for damaged in (whole[:-100], b"", b"nothing"):
+            held.write_bytes(damaged)
+            with pytest.raises(LoadError, match=r"damaged .* delete it"):
+                encode(few(), mine, 8, tmp_path / "cache")
+        held.write_bytes(whole)
     latents = torch.randn(3, 2, 4, 4)
     latents[1, 0, 0, 0] = torch.nan
     with pytest.raises(BadInput, match=r"1 of 3 .* not finite"):

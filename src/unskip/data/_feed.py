@@ -91,6 +91,18 @@ class Feed:
         batches = evaluation_batches(len(self.images), self.batch, rank, world)
         return self._evaluation([numpy.arange(part.start, part.stop) for part in batches], world)
 
+    def unchanged(self, batches: Iterable[Rows], world: int = 1) -> Iterator[Batch]:
+        """The images of some rows, centred, with values from 0 to 255, and the rows that they are of."""
+        still, batches = self.augment and self.augment.still(), list(batches)
+        read = self._read(([(0, 0, row) for row in rows.tolist()] for rows in batches), still, world)
+        for rows in batches:
+            if self._held is None:
+                yield next(read)
+                continue
+            where = _device.put(rows, self.device)
+            boxes = geometry(still, stream(GEOMETRY, self.seed), len(rows), *self._held.shape[2:])
+            yield self._shown(self._held.index_select(0, where), boxes, still), where
+
     def loaded(
         self, make: Make, start_step: int, stop_step: int, rank: int = 0, world: int = 1, parts: int = 1
     ) -> Iterator[tuple[list[Tensor], Tensor]]:
@@ -119,15 +131,7 @@ class Feed:
             yield self._mixed(_device.normalised(pixels, self.mean, self.std), self._labels[where], plan, step)
 
     def _evaluation(self, batches: list[Rows], world: int) -> Iterator[Batch]:
-        still = self.augment and self.augment.still()
-        read = self._read(([(0, 0, row) for row in rows.tolist()] for rows in batches), still, world)
-        for rows in batches:
-            if self._held is not None:
-                where = _device.put(rows, self.device)
-                boxes = geometry(still, stream(GEOMETRY, self.seed), len(rows), *self._held.shape[2:])
-                pixels = self._shown(self._held.index_select(0, where), boxes, still)
-            else:
-                pixels, where = next(read)
+        for pixels, where in self.unchanged(batches, world):
             yield _device.normalised(pixels, self.mean, self.std), self._labels[where]
         if self.broken:
             first, count = next(iter(self.broken.values())), len(self.broken)

@@ -2,8 +2,12 @@
 
     z = (mean + exp(logvar / 2) n - shift) * scale,   n normal, new in every step
 
-Mean and log variance of every image are kept, and of its mirror image too: one file of float16 under a key made of the
-images, the autoencoder's weights and the size. The same three give the same file.
+Mean and log variance of every image are kept, and of its mirror image too, as float16 under a key made of the images,
+the autoencoder's weights and the size. The same three give the same latents.
+
+They lie in files of PART images. Each process of a launcher makes the files of its own share, and then those that are
+still missing, in an order of its own: a process that is gone, or whose files lie on another node, holds nobody up. A
+file is written aside and renamed, so that a run that was killed goes on with the files that are missing.
 """
 
 from __future__ import annotations
@@ -22,9 +26,12 @@ from torch import Tensor, nn
 
 from unskip._extras import need
 from unskip.data._device import put
+from unskip.data._feed import Feed
 from unskip.data._images import ImageSet, fingerprint
-from unskip.data._order import GEOMETRY, Order, check_world, evaluation_batches, share, stream
+from unskip.data._order import GEOMETRY, Order, Rows, check_world, evaluation_batches, share, stream
 from unskip.errors import BadInput, LoadError
+
+_BATCH = 64  # images that are encoded at a time
 
 
 @dataclass(frozen=True)
@@ -92,44 +99,80 @@ class Autoencoder:
         return pixels
 
 
+PART = 2048  # images in a file; with four channels of 32 x 32, 67 MB
+
+
+@dataclass(frozen=True)
+class Latents:
+    """The moments of all images, in files; `rows` are the images that they are of."""
+
+    parts: list[Any]  # (up to PART, 2, 2 channels, side, side) each, float16; the second is of the mirror image
+    rows: Rows  # another image where one could not be read
+
+    def take(self, places: Rows, mirrored: Rows) -> Any:
+        """(places, 2 channels, side, side), of mirror images where `mirrored` is 1."""
+        found = numpy.empty((len(places), *self.parts[0].shape[2:]), numpy.float16)
+        files = places // PART
+        for file in numpy.unique(files):
+            here = files == file
+            found[here] = self.parts[file][places[here] % PART, mirrored[here]]
+        return found
+
+
 def encode(
-    images: ImageSet, autoencoder: Autoencoder, size: int, cache: str | Path, batch: int = 64
-) -> numpy.memmap[Any, Any]:
-    """(images, 2, 2 channels, side, side), float16, from the cache or made now; the second is of the mirror image."""
+    images: ImageSet, autoencoder: Autoencoder, size: int, cache: str | Path, rank: int = 0, world: int = 1
+) -> Latents:
+    """The latents from the cache. Those that are missing are made: by process `rank` of `world` its share first."""
     if size % autoencoder.factor:
         raise BadInput(f"images of {size}: the autoencoder takes multiples of {autoencoder.factor}")
-    key = f"{fingerprint(images)}-{autoencoder.key}-{size}"
-    file = Path(cache).expanduser() / f"latents-{key}.npy"
-    if not file.is_file():
-        file.parent.mkdir(parents=True, exist_ok=True)
-        aside = file.with_suffix(f".{os.getpid()}.tmp")  # every process of a run makes its own, and the last one stays
+    folder = Path(cache).expanduser() / f"latents-{fingerprint(images)}-{autoencoder.key}-{size}"
+    count = -(-len(images) // PART)
+    files = [folder / f"{part:05d}.npy" for part in range(count)]
+    if not all(file.is_file() for file in files):
         try:
-            _write(aside, images, autoencoder, size, batch)
-            aside.replace(file)
-        finally:
-            aside.unlink(missing_ok=True)
-        file.with_suffix(".json").write_text(json.dumps({"images": repr(images), "size": size}))
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / "about.json").write_text(json.dumps({"images": repr(images), "size": size}))
+        except OSError as error:
+            raise BadInput(f"{folder}: latents cannot be written there ({error}); choose another cache") from error
+        feed = Feed(images, _BATCH, size, device=next(autoencoder.module.parameters()).device)
+        mine = [*share(count, rank, world)]
+        others = numpy.random.default_rng(rank).permutation(count).tolist()
+        for part in dict.fromkeys([*mine, *others]):
+            if not files[part].is_file():
+                _write(files[part], feed, autoencoder, range(part * PART, min((part + 1) * PART, len(images))))
     try:
-        return numpy.load(file, mmap_mode="r")  # type: ignore[no-any-return]
-    except (ValueError, EOFError) as error:
-        raise LoadError(f"{file}: damaged ({error}); delete it, and it is made again") from error
+        parts = [numpy.load(file, mmap_mode="r") for file in files]
+        rows = [numpy.load(_rows_file(file)) for file in files]
+    except (OSError, ValueError, EOFError) as error:
+        raise LoadError(f"{folder}: damaged ({error}); delete it, and it is made again") from error
+    return Latents(parts, numpy.concatenate(rows))
 
 
-def _write(file: Path, images: ImageSet, autoencoder: Autoencoder, size: int, batch: int) -> None:
-    side = size // autoencoder.factor
-    shape = (len(images), 2, 2 * autoencoder.channels, side, side)
-    made = numpy.lib.format.open_memmap(file, mode="w+", dtype=numpy.float16, shape=shape)
-    for start in range(0, len(images), batch):
-        rows = range(start, min(start + batch, len(images)))
-        pixels = images.load(rows, size)
-        for index, shown in enumerate((pixels, pixels.flip(3))):
-            moments = autoencoder.moments(shown).half()
+def _write(file: Path, feed: Feed, autoencoder: Autoencoder, places: range) -> None:
+    """The latents of some images, beside the list of the images that they are of."""
+    batches = [numpy.array(places[start : start + _BATCH]) for start in range(0, len(places), _BATCH)]
+    found, seen = list[Any](), list[Rows]()
+    for pixels, rows in feed.unchanged(batches):
+        both = [autoencoder.moments(shown).half() for shown in (pixels, pixels.flip(3))]
+        for moments in both:
             bad = (~moments.isfinite().flatten(1).all(1)).nonzero()
             if len(bad):
-                where = images.place(rows[int(bad[0, 0])])
+                where = feed.images.place(int(rows[int(bad[0, 0])]))
                 raise BadInput(f"{where}: its latents are not finite; the autoencoder is broken, or the wrong one")
-            made[start : start + len(rows), index] = moments.cpu().numpy()
-    made.flush()
+        found.append(torch.stack(both, 1).cpu().numpy())
+        seen.append(rows.cpu().numpy())
+    for target, values in ((_rows_file(file), seen), (file, found)):
+        aside = target.with_suffix(f".{os.urandom(4).hex()}.tmp")
+        try:
+            with aside.open("wb") as opened:
+                numpy.save(opened, numpy.concatenate(values))
+            aside.replace(target)
+        finally:
+            aside.unlink(missing_ok=True)
+
+
+def _rows_file(file: Path) -> Path:
+    return file.with_suffix(".rows.npy")
 
 
 class LatentFeed:
@@ -150,8 +193,12 @@ class LatentFeed:
         self.images, self.autoencoder, self.batch, self.seed, self.flip = images, autoencoder, batch, seed, flip
         self.device = torch.device(device)
         self.order = Order(len(images), batch, seed)
-        self.moments = encode(images, autoencoder, size, cache)
-        self._labels = images.labels.numpy()
+        process = (int(os.environ.get(name, default)) for name, default in (("RANK", "0"), ("WORLD_SIZE", "1")))
+        self.moments = encode(images, autoencoder, size, cache, *process)
+        rows = self.moments.rows
+        replaced = numpy.flatnonzero(rows != numpy.arange(len(images))).tolist()
+        self.broken = {row: f"{images.place(row)}: could not be read when latents were made" for row in replaced}
+        self._labels = images.labels.numpy()[rows]
 
     @property
     def steps_per_epoch(self) -> int:
@@ -170,7 +217,7 @@ class LatentFeed:
             part = share(len(rows), rank * parts + turn, world * parts)
             mirror = stream(GEOMETRY, self.seed, step).random(len(rows)) < (0.5 if self.flip else 0.0)
             chosen = rows[part.start : part.stop]
-            values = self.moments[chosen, mirror[part.start : part.stop].astype(numpy.int64)]
+            values = self.moments.take(chosen, mirror[part.start : part.stop].astype(numpy.int64))
             yield self._put(values, self._labels[chosen])
 
     def evaluate(self, rank: int = 0, world: int = 1) -> Iterator[tuple[Tensor, Tensor]]:
@@ -181,10 +228,9 @@ class LatentFeed:
     def in_order(self, rank: int = 0, world: int = 1) -> Iterator[tuple[Tensor, Tensor]]:
         """Every image once: its moments, and its label."""
         for each in evaluation_batches(len(self.images), self.batch, rank, world):
-            part = slice(each.start, each.stop)
-            yield self._put(self.moments[part, 0], self._labels[part])
+            places = numpy.array(each)
+            yield self._put(self.moments.take(places, numpy.zeros_like(places)), self._labels[places])
 
     def _put(self, moments: Any, labels: Any) -> tuple[Tensor, Tensor]:
-        # Copies: what lies in the file cannot be written to, which torch warns of.
-        values, names = (put(numpy.array(each), self.device) for each in (moments, labels))
+        values, names = (put(each, self.device) for each in (moments, labels))
         return values.float(), names

@@ -31,6 +31,7 @@ from torch.nn import functional as F
 
 from unskip._checks import choice
 from unskip.errors import BadInput
+from unskip.models._processes import BatchNorm, over_processes, several_processes, widened
 from unskip.models._vit import trunc_normal_
 
 Balance = Literal["centre", "sinkhorn"]
@@ -59,7 +60,7 @@ class Head(nn.Module):
         norm: bool = False,
         bottleneck_norm: bool = False,
     ) -> None:
-        """`norm` is batch norm within the MLP, `bottleneck_norm` that of its end, without affine; by process."""
+        """`norm` is batch norm within the MLP, `bottleneck_norm` that of its end, without affine."""
         super().__init__()
         if layers < 1:
             raise BadInput(f"a head of {layers} layers; it has one at least")
@@ -68,9 +69,9 @@ class Head(nn.Module):
         for index, (a, b) in enumerate(pairwise(sizes)):
             steps.append(nn.Linear(a, b))
             if index < layers - 1:
-                steps += [nn.BatchNorm1d(b), nn.GELU()] if norm else [nn.GELU()]
+                steps += [BatchNorm(b), nn.GELU()] if norm else [nn.GELU()]
         self.mlp = nn.Sequential(*steps)
-        self.norm = nn.BatchNorm1d(bottleneck, affine=False) if bottleneck_norm else nn.Identity()
+        self.norm = BatchNorm(bottleneck, affine=False) if bottleneck_norm else nn.Identity()
         self.last = nn.Linear(bottleneck, out, bias=False)  # only the directions of its rows count
         trunc_normal_(self)
 
@@ -199,29 +200,9 @@ def sinkhorn(logits: Tensor, rounds: int = 3) -> Tensor:
     return q
 
 
-def over_processes(value: Tensor) -> Tensor:
-    """The mean of a tensor over all processes."""
-    if not several_processes():
-        return value
-    value = value.clone()
-    torch.distributed.all_reduce(value)
-    return value / torch.distributed.get_world_size()
-
-
-def widened(x: Tensor) -> Tensor:
-    """In float32 at least: half precision is not enough for a softmax over many entries."""
-    return x.to(torch.promote_types(x.dtype, torch.float32))
-
-
 def width_of(backbone: nn.Module) -> int:
     """The length of the vector that a backbone gives an image."""
     width = getattr(backbone, "num_features", None)
     if not isinstance(width, int):
         raise BadInput(f"{type(backbone).__name__} has no num_features; take a model of timm")
     return width
-
-
-def several_processes() -> bool:
-    """Whether there are others to talk to."""
-    dist = torch.distributed
-    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from unskip.models._dino import several_processes, widened, width_of
+from unskip.models._dino import width_of
+from unskip.models._processes import BatchNorm, several_processes, widened
 
 
 class Contrast(NamedTuple):
@@ -37,14 +38,14 @@ class SimCLR(nn.Module):
         temperature: float = 0.2,
         norm: bool = True,
     ) -> None:
-        """With `norm` the projection is batch-normalised, by the batch of each process, as SimCLR's is: it keeps views
-        of different images apart from the first step on."""
+        """With `norm` the projection is batch-normalised, as SimCLR's is: it keeps views of different images apart from
+        the first step on."""
         super().__init__()
         width = width_of(backbone)
         self.backbone, self.temperature = backbone, temperature
-        layers = [nn.Linear(width, hidden), nn.BatchNorm1d(hidden), nn.GELU(), nn.Linear(hidden, out)]
-        layers.append(nn.BatchNorm1d(out, affine=False))
-        self.head = nn.Sequential(*(each for each in layers if norm or not isinstance(each, nn.BatchNorm1d)))
+        layers = [nn.Linear(width, hidden), BatchNorm(hidden), nn.GELU(), nn.Linear(hidden, out)]
+        layers.append(BatchNorm(out, affine=False))
+        self.head = nn.Sequential(*(each for each in layers if norm or not isinstance(each, BatchNorm)))
 
     def forward(self, views: Tensor) -> Contrast:
         """Views (images, 2, channels, height, width)."""

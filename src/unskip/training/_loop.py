@@ -1,8 +1,9 @@
 """The step loop: from a task and a schedule to a run folder, stopped and resumed at any step.
 
-Whatever is random in a step is a function of (seed, step, rank): batches are, and the global generator is seeded anew
-before each step, so dropout is too. So a resumed run needs no generator's state, only its step, and on one CPU process
-reaches the same weights bit for bit.
+Whatever is random in a step is a function of (seed, step, share of the batch): batches are, and the global generator is
+seeded anew before each step and each part of it, so dropout is too. So a resumed run needs no generator's state, only
+its step, and on one CPU process reaches the same weights bit for bit. N processes draw what one draws that accumulates
+over N parts.
 """
 
 from __future__ import annotations
@@ -86,7 +87,7 @@ class _Trainer:
         self.scaler = torch.amp.GradScaler(self.kind) if schedule.precision == "fp16" else None
         against = why_not(self.kind, self.world, schedule.accumulate, schedule.precision)
         graphed = schedule.graph and against is None
-        self.graph = Graphed(lambda batch: self._passes(iter([batch])), task.model) if graphed else None
+        self.graph = Graphed(lambda batch: self._passes(iter([batch]), 0), task.model) if graphed else None
         self.notes = (f"graph is off: {against}",) if schedule.graph and against is not None else ()
         self.ema = None if schedule.ema is None else EMA(task.model, schedule.ema)
         self.trackers: Trackers | None = None
@@ -213,7 +214,7 @@ class _Trainer:
 
     def _step(self, step: int, parts: Iterator[Any]) -> tuple[Tensor, dict[str, Tensor]]:
         schedule = self.schedule
-        seed = seed_of(schedule.seed, step, self.rank)
+        seed = self._seed(step, 0)
         torch.manual_seed(seed)
         factor = schedules.warmup_cosine(step, total=schedule.steps, warmup=schedule.warmup, floor=schedule.lr_end)
         schedules.apply(self.task.optimizer, lr=factor)
@@ -226,7 +227,7 @@ class _Trainer:
             moving = tuple(id(weight) for wiring in self.task.wirings for weight in wiring.tensors())
             loss, numbers = self.graph(next(parts), moving, seed)
         else:
-            loss, numbers = self._passes(parts)
+            loss, numbers = self._passes(parts, step)
         if self.scaler is not None:
             self.scaler.unscale_(self.task.optimizer)
         if schedule.clip is not None:
@@ -248,12 +249,17 @@ class _Trainer:
             self.ema.update()
         return loss, numbers
 
-    def _passes(self, parts: Iterator[Any]) -> tuple[Tensor, dict[str, Tensor]]:
+    def _seed(self, step: int, part: int) -> int:
+        return seed_of(self.schedule.seed, step, self.rank * self.schedule.accumulate + part)
+
+    def _passes(self, parts: Iterator[Any], step: int) -> tuple[Tensor, dict[str, Tensor]]:
         """Forward and backward over a batch, in parts where gradients are accumulated."""
         count = self.schedule.accumulate
         total: Any = 0
         seen: list[dict[str, Tensor]] = []
         for index in range(count):
+            if index:
+                torch.manual_seed(self._seed(step, index))
             synchronise = index == count - 1
             with contextlib.nullcontext() if synchronise else self.accelerator.no_sync(self.model):
                 part = next(parts)
