@@ -1,4 +1,4 @@
-"""Runs that torchrun launches: as two nodes, and with a worker that is killed and started again."""
+"""Runs that torchrun launches: as two nodes, of which one is lost, and with a worker that is killed and restarted."""
 
 from __future__ import annotations
 
@@ -52,13 +52,24 @@ def same(one: Path, other: Path) -> bool:
     return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
 
 
-def test_two_nodes_are_two_processes(tmp_path: Path, unhurt: Path) -> None:
+def two_nodes(out: Path) -> list[subprocess.Popen[str]]:
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
     flags = ["--nnodes=2", "--nproc-per-node=1", "--master-addr=127.0.0.1", f"--master-port={port}"]
-    nodes = [launched(tmp_path / "run", *flags, f"--node-rank={rank}") for rank in range(2)]
-    for node in nodes:
+    return [launched(out, *flags, f"--node-rank={rank}") for rank in range(2)]
+
+
+def worker_of(agent: subprocess.Popen[str], run: Path) -> int:
+    """The last worker of an agent, once the run has a checkpoint."""
+    end = time.monotonic() + 200
+    while not (run / "checkpoints" / "step-8").is_dir() and time.monotonic() < end:
+        time.sleep(0.005)
+    return int(Path(f"/proc/{agent.pid}/task/{agent.pid}/children").read_text().split()[-1])
+
+
+def test_two_nodes_are_two_processes(tmp_path: Path, unhurt: Path) -> None:
+    for node in two_nodes(tmp_path / "run"):
         said = node.communicate(timeout=250)[1]
         assert node.returncode == 0, said[-2000:]
     assert same(tmp_path / "run", unhurt)
@@ -67,12 +78,24 @@ def test_two_nodes_are_two_processes(tmp_path: Path, unhurt: Path) -> None:
 def test_a_worker_that_is_killed_is_started_again(tmp_path: Path, unhurt: Path) -> None:
     run = tmp_path / "run"
     agent = launched(run, "--standalone", "--nproc-per-node=2", "--max-restarts=1", "--monitor-interval=0.1")
-    end = time.monotonic() + 200
-    while not (run / "checkpoints" / "step-8").is_dir() and time.monotonic() < end:
-        time.sleep(0.005)
-    workers = Path(f"/proc/{agent.pid}/task/{agent.pid}/children").read_text().split()
-    os.kill(int(workers[-1]), signal.SIGKILL)
+    os.kill(worker_of(agent, run), signal.SIGKILL)
     assert not (run / "checkpoints" / f"step-{STEPS}").exists()
     said = agent.communicate(timeout=250)[1]
     assert agent.returncode == 0, said[-2000:]
     assert same(run, unhurt)
+
+
+def test_a_run_whose_node_is_lost_goes_on_with_fewer_processes(tmp_path: Path, unhurt: Path) -> None:
+    run = tmp_path / "run"
+    kept, lost = two_nodes(run)
+    worker = worker_of(lost, run)
+    lost.kill()
+    os.kill(worker, signal.SIGKILL)
+    said = kept.communicate(timeout=250)[1]
+    lost.communicate(timeout=250)
+    assert kept.returncode != 0
+    assert not (run / "checkpoints" / f"step-{STEPS}").exists(), said[-2000:]
+    assert cli.main(["resume", str(run), "--quiet"]) == 0
+    ends, wanted = weights(run), weights(unhurt)
+    off = max(float((ends[name] - value).abs().max()) for name, value in wanted.items())
+    assert off < 1e-3  # sums have another order

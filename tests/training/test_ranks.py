@@ -105,3 +105,31 @@ def test_a_sharded_run_goes_on_with_fewer_processes(tmp_path: Path, one: Path) -
     assert {RunFolder(tmp_path / name).last_checkpoint()[0] for name in OPTIMIZERS} == {8}  # type: ignore[index]
     train(tmp_path, fsdp=True)
     check(tmp_path, one)
+
+
+@pytest.mark.parametrize("name", ["unskip", "pytorch_optimizer"])
+def test_soap_amplifies_rounding_where_a_gradient_has_not_full_rank(name: str) -> None:
+    """One rounding error in every gradient, in float64, after six steps: so it is in another implementation, too. Where
+    a gradient has rank 8 of 32, Adam divides what is rounding in the other directions by its size."""
+    theirs: Any = pytest.importorskip("pytorch_optimizer") if name != "unskip" else None
+
+    def trained(batch: int, rounded: bool) -> Tensor:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 32)).double()
+        soap: Any = build(model, "soap", lr=1e-2)
+        if theirs is not None:
+            soap = theirs.SOAP(model.parameters(), lr=1e-2)
+        for _ in range(6):
+            x = torch.randn(batch, 32, dtype=torch.float64)
+            soap.zero_grad()
+            (model(x) - torch.sin(3 * x)).square().mean().backward()
+            for parameter in model.parameters():
+                off = torch.randn_like(parameter) * torch.finfo(torch.float64).eps
+                assert parameter.grad is not None
+                parameter.grad.mul_(1 + off * rounded)
+            soap.step()
+        return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+
+    apart = {batch: float((trained(batch, True) - trained(batch, False)).abs().max()) for batch in (8, 256)}
+    assert apart[8] > 1e-2
+    assert apart[256] < 1e-11
