@@ -268,6 +268,21 @@ def test_too_few_inputs_are_refused() -> None:
             unskip.absorption.approximate(block, normal(numbers(0), count, 6))
 
 
+def test_a_replacement_that_only_float64_holds_is_named() -> None:
+    """d spare units are enough, but split rows carry their biases along, which costs digits in float32."""
+    g = numbers(0)
+    up, down = 0.3 * normal(g, 24, 8), 0.2 * normal(g, 8, 24)
+    down[:, :8] = 0
+    biases = {"up_bias": torch.full((24,), 0.1), "down_bias": torch.zeros(8)}
+    block = Block(up.float(), down.float(), **biases, activation="gelu")
+    verdict = absorb(block)
+    assert verdict.status == "undecided"
+    assert "stored in float32" in verdict.reason
+    assert absorb(block.double()).status == "possible"
+    block = replace(block, down=torch.cat([torch.zeros(8, 16), block.down[:, 16:]], 1))  # 2 d spare units
+    assert absorb(block).status == "possible"
+
+
 def test_what_cannot_be_measured_is_not_possible() -> None:
     """The block overflows float16 at every size of input, so nothing says that a replacement is as good."""
     g = numbers(0)

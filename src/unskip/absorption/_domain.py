@@ -116,7 +116,8 @@ class Domain:
             unit = way / way.norm(dim=1, keepdim=True) * length
         unit = 0.999 * unit.to(self.center)  # rounding puts none of them outside
         away = unit * self.factor if self.factor.ndim == 1 else unit @ self.factor.mT
-        return self.center + away * (size / away.norm(dim=1, keepdim=True).clamp(min=1e-300)).clamp(max=1.0)
+        share: Tensor = (size / away.norm(dim=1, keepdim=True).clamp(min=1e-300)).clamp(max=1.0)
+        return self.center + share * away
 
 
 def as_domain(value: object, inputs: int) -> Domain | None:

@@ -39,6 +39,7 @@ class Outcome:
     measured: dict[str, float] = field(default_factory=dict)
     obstructions: list[Obstruction] = field(default_factory=list)
     missed: float | None = None  # what the closest flip set that was not taken leaves of the skip
+    coarse: bool = False  # a replacement was found that the dtype of the weights does not hold well enough
     why: str = ""  # where neither holds
 
 
@@ -75,6 +76,9 @@ def decide(problem: Problem) -> Outcome:
                 f"{doubt} units differ from others, or from nothing, by no more than rounding of the stored weights: "
                 "exactly it may be impossible, but weights this close could absorb the skip"
             )
+        if out.coarse:
+            dtype = str(problem.block.dtype).removeprefix("torch.")
+            out.why = f"a replacement was found that loses too many digits stored in {dtype}; ask with block.double()"
     return out
 
 
@@ -191,6 +195,7 @@ def _best(problem: Problem, keys: Keys, ways: Iterable[tuple[int, ...]], out: Ou
         this = Outcome()
         if _accept(problem, keys, nothing, split, this) and this.worst < out.worst:
             out.built, out.error, out.worst, out.measured = this.built, this.error, this.worst, this.measured
+        out.coarse |= this.coarse
 
 
 def _accept(problem: Problem, keys: Keys, flips: Tensor, split: tuple[int, ...], out: Outcome) -> bool:
@@ -214,10 +219,12 @@ def _accept(problem: Problem, keys: Keys, flips: Tensor, split: tuple[int, ...],
         gap, skip = linear_gap(block, built.block)
         noise = 1e-12 * problem.bulk
         if not float(gap.norm()) <= SHARE * float(skip.norm()) + noise:
-            return False  # the dtype cannot hold the new weights well enough
+            out.coarse = block.dtype != torch.float64
+            return False
     seen = agree(block, built.block, problem.domain)
     if not seen.holds or 2 * block.roundoff * bulk >= SHARE * problem.size > 0:
-        return False  # beside such weights rounding alone could hide or make a skip
+        out.coarse = block.dtype != torch.float64  # or beside such weights rounding alone could hide or make a skip
+        return False
     out.built, out.worst, out.measured = built, seen.worst, seen.measured
     left = float((built.left if built.flips is not None else gap).norm())
     out.error = left / problem.size if problem.size else 0.0
