@@ -104,7 +104,8 @@ def _value(weight: Number | Held, stream: Tensor) -> Number:
     if not isinstance(weight, Held):
         return weight
     if torch.compiler.is_compiling():
-        fixed = torch.compiler.is_exporting() or stream.dtype.itemsize > weight.tensor.dtype.itemsize
+        # torch 2.11 traces is_exporting() as True in every graph; the flag that it returns is right in all versions.
+        fixed = torch.compiler._is_exporting_flag or stream.dtype.itemsize > weight.tensor.dtype.itemsize
         return weight.number if fixed else weight.tensor
     recorded = weight.moves and stream.is_cuda and torch.cuda.is_current_stream_capturing()
     return weight.tensor if recorded else weight.number
