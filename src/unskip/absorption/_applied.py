@@ -1,25 +1,19 @@
-"""What `apply` did to a model, and the way back."""
+"""What `apply` did to a model, weights that are put into its parameters, and the way back."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from unskip._table import table
+from unskip.absorption._block import Block
 from unskip.anatomy import MlpParts, Site
 from unskip.wiring import Wiring
 
-
-@dataclass(frozen=True)
-class Cost:
-    """Of the whole model: parameters, their bytes, and the FLOPs a token takes in its MLPs and their skips."""
-
-    parameters: int
-    bytes: int
-    flops: int
+Owners = dict[int, tuple[nn.Module, str]]  # by the id of a parameter: the module that holds it, and its name
 
 
 class Applied:
@@ -32,11 +26,9 @@ class Applied:
         self.left: dict[int, str] = {}  # by site index: why nothing was
         self.sites: dict[int, Site] = {}
         self.difference: float | None = None  # |outputs after - before| / |before| on the example
-        self.before: Cost | None = None
-        self.after: Cost | None = None
+        self.parameters = [sum(value.numel() for value in model.parameters())]  # before, and after
         self.wiring: Wiring | None = None
         self.back: list[Callable[[], None]] = []
-        self.grown: dict[int, int] = {}  # by site index: units more
 
     def undo(self) -> None:
         """The model as it was. Undoing again does nothing."""
@@ -52,8 +44,7 @@ class Applied:
             "done": {self.sites[index].path: what for index, what in self.done.items()},
             "left": {self.sites[index].path: why for index, why in self.left.items()},
             "difference": self.difference,
-            "before": None if self.before is None else vars(self.before),
-            "after": None if self.after is None else vars(self.after),
+            "parameters": self.parameters,
         }
 
     def __str__(self) -> str:
@@ -63,20 +54,63 @@ class Applied:
             lines.append([index, site.path or "(model)", what])
         head = f"{type(self.model).__name__}: {len(self.done)} of {len(self.sites)} MLP sites rewritten ({self.mode})"
         out = [head, "", table(("site", "path", "what"), lines)]
-        if self.before is not None and self.after is not None and self.difference is not None:
+        if self.difference is not None:
             out += ["", f"relative difference of the outputs: {self.difference:.3g}"]
-            for name in ("parameters", "bytes", "flops"):
-                out.append(f"{name}: {getattr(self.before, name):,} > {getattr(self.after, name):,}")
+            out += [f"parameters: {' > '.join(f'{count:,}' for count in self.parameters)}"]
         return "\n".join(out)
 
 
-def cost(model: nn.Module, mlps: list[MlpParts], grown: Mapping[int, int]) -> Cost:
-    """`grown`: by the index of each rewritten site, how many units more it has."""
-    parameters = list(model.parameters())
-    flops = 0
-    for part in mlps:
-        units = sum(w.numel() for w in (part.up, part.gate, part.down) if w is not None)
-        more = grown.get(part.site.index)  # None where the skip is still there
-        units += (more or 0) * (part.up.shape[1] * (1 if part.gate is None else 2) + len(part.down))
-        flops += 2 * units + (len(part.down) if more is None else 0)
-    return Cost(sum(p.numel() for p in parameters), sum(p.numel() * p.element_size() for p in parameters), flops)
+def write(part: MlpParts, made: Block, owners: Owners, out: Applied) -> str | None:
+    """Writes a replacement into the weights of its site, the branch's scale taken out again; why not, where it cannot.
+
+    What is needed to undo it is kept in `out`.
+    """
+    factor = part.beta * (made.down.new_ones(len(made.down)) if part.scale is None else part.scale.flatten())
+    down = made.down / factor.to(made.down)[:, None]
+    const = None if made.down_bias is None else made.down_bias / factor.to(made.down_bias)
+    pairs = [(part.up, made.up), (part.down, down), (part.up_bias, made.up_bias), (part.down_bias, const)]
+    if part.gate is not None:
+        pairs += [(part.gate, made.gate), (part.gate_bias, made.gate_bias)]
+    for old, new in pairs:
+        if old is None and new is not None and bool(new.any()):
+            return "the replacement needs a bias that the model has no place for"
+    if made.width == len(part.up):
+        for old, new in pairs:
+            if old is not None:
+                kept = old.detach().clone()
+                out.back.append(lambda old=old, kept=kept: _restore(old, kept))  # type: ignore[misc]
+                old.copy_(torch.zeros_like(old) if new is None else new.to(old))
+        return None
+    return _grow(part, pairs, owners, out)
+
+
+def _restore(old: Tensor, kept: Tensor) -> None:
+    with torch.no_grad():
+        old.copy_(kept)
+
+
+def _grow(part: MlpParts, pairs: list[tuple[Tensor | None, Tensor | None]], owners: Owners, out: Applied) -> str | None:
+    """Gives plain nn.Linear layers new parameters of the greater width."""
+    held = [*part.parameters, *part.biases]
+    plan: list[tuple[nn.Linear, str, nn.Parameter, Tensor]] = []
+    for old, new in pairs:
+        if old is None or new is None:
+            continue
+        match = [p for p in held if p.data_ptr() == old.data_ptr() and p.shape == old.shape]
+        owner = owners.get(id(match[0])) if match else None
+        if owner is None or not isinstance(owner[0], nn.Linear):
+            return "its weights are not those of plain nn.Linear layers, so they cannot grow"
+        plan.append((owner[0], owner[1], match[0], new))
+    for layer, name, old_parameter, new in plan:
+        sizes = layer.in_features, layer.out_features
+        out.back.append(
+            lambda layer=layer, name=name, old=old_parameter, sizes=sizes: _shrink(layer, name, old, sizes)  # type: ignore[misc]
+        )
+        setattr(layer, name, nn.Parameter(new.to(old_parameter), requires_grad=old_parameter.requires_grad))
+        layer.out_features, layer.in_features = layer.weight.shape
+    return None
+
+
+def _shrink(layer: nn.Linear, name: str, old: nn.Parameter, sizes: tuple[int, int]) -> None:
+    setattr(layer, name, old)
+    layer.in_features, layer.out_features = sizes

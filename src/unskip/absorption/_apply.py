@@ -20,13 +20,12 @@ from torch.utils._pytree import tree_leaves
 
 from unskip import _checks
 from unskip._modes import evaluating
-from unskip.absorption._applied import Applied, cost
+from unskip.absorption._applied import Applied, Owners, write
 from unskip.absorption._approximate import approximate, needed
 from unskip.absorption._block import Block
 from unskip.absorption._decide import absorb
 from unskip.absorption._from import NoBlock, count_samples, read_block, streams, trace_sample
 from unskip.absorption._widen import widen
-from unskip.absorption._write import Owners, write
 from unskip.anatomy import Example, MlpParts, Site, example_for
 from unskip.errors import BadInput, RewireError, UnskipError
 from unskip.wiring import Cut, find_wiring, rewire
@@ -70,7 +69,6 @@ def apply(
     held = Counter(place for _, _, place in places)  # an embedding or a head may hold a weight as well
     tied = {place for place in used if used[place] > 1 or held[place] > 1}
     owners = {place: (module, name) for module, name, place in places}
-    out.before = cost(model, mlps, {})
     try:
         with torch.no_grad():
             for part in mlps:
@@ -106,7 +104,7 @@ def apply(
                 f"apply: the rewritten model's outputs differ by {out.difference:.2g} of their size on the example, so "
                 "some branch does what its weights do not show; nothing was changed. where= leaves sites out"
             )
-        out.after = cost(model, mlps, out.grown)
+        out.parameters.append(sum(value.numel() for value in model.parameters()))
     except BaseException:
         out.undo()
         raise
@@ -187,5 +185,4 @@ def _rewrite(
     why = write(part, made, owners, out)
     if why is None:
         out.done[part.site.index] = said
-        out.grown[part.site.index] = made.width - block.width
     return why

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from unskip import _checks
 from unskip.absorption import _closed
 from unskip.absorption._block import Block
+from unskip.absorption._construct import extra_width
 from unskip.absorption._domain import Domain, as_domain
-from unskip.absorption._extra import extra_width
 from unskip.absorption._flips import decide
 from unskip.absorption._from import block_of
 from unskip.absorption._measure import agree, linear_gap

@@ -19,11 +19,10 @@ import torch
 from torch import Tensor
 
 from unskip.absorption._construct import Built, build, pivots
-from unskip.absorption._equation import Dual
 from unskip.absorption._keys import Keys, canonical, doubtful
 from unskip.absorption._measure import agree, linear_gap
 from unskip.absorption._problem import SHARE, Problem
-from unskip.absorption._search import equation, search
+from unskip.absorption._search import Dual, equation, search
 from unskip.absorption._verdict import Certificate, Obstruction
 
 TIGHT = 2e10  # products that a tighter bound may cost

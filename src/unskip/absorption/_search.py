@@ -1,22 +1,136 @@
-"""The search for a flip set, or for a matrix Y that rules all of them out.
+"""The flip equation, the bound that a matrix Y proves about it, and the search for a flip set or such a Y.
 
-The residual of least squares over t is the natural Y; a Y on few rows and columns does as well, so the least squares
-need only be solved on a sketch.
+    sum_k t_k J_k u_k^T = B,   t in {0, 1}^m
+
+For any matrix Y let g_k = J_k^T Y u_k. Over all t in [0, 1]^m the left side stays at least
+
+    LB(Y) = max( <Y, B> - sum_k max(g_k, 0),  sum_k min(g_k, 0) - <Y, B> ) / |Y|_F
+
+away from B, so one Y with LB(Y) > 0 rules all flip sets out. The residual of least squares over t is the natural Y, in
+the box 0 <= t <= 1 the best of all; a Y on few rows and columns does as well, so that a sketch may be solved instead.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from unskip.absorption._equation import Dual, Equation
+from unskip.absorption._problem import EPS
 
 DENSE = 3_000_000  # entries of the matrix of rank-ones that is still written out
-
 Accept = Callable[[Tensor], bool]  # whether flipping these keys is good enough
+UNITS = 2048  # whose terms are held at a time
+FREE = 1500  # unknowns inside the box that are still solved for
+
+
+@dataclass(frozen=True, eq=False)
+class Dual:
+    """A matrix Y on some rows and columns that keeps every t away; a vector is its diagonal."""
+
+    matrix: Tensor
+    rows: Tensor
+    columns: Tensor
+    bound: float
+
+
+@dataclass(frozen=True, eq=False)
+class Equation:
+    """sum_k t_k J_k u_k^T = B on some rows and columns of the whole one, and how near is near enough."""
+
+    joint: Tensor  # (o, m)
+    rows: Tensor  # (m, n)
+    goal: Tensor  # (o, n)
+    at: Tensor  # (o,) the rows of the whole
+    by: Tensor  # (n,) and the columns
+    tolerance: float
+
+    def part(self, at: Tensor, by: Tensor) -> Equation:
+        """Some rows and columns of the whole equation."""
+        return Equation(self.joint[at], self.rows[:, by].contiguous(), self.goal[at][:, by], at, by, self.tolerance)
+
+    @property
+    def channels(self) -> tuple[Tensor, Tensor]:
+        """(o, 1) and (n,) the norms of the rows of J and of the columns of U; 1 where they are 0."""
+        norms = self.joint.norm(dim=1, keepdim=True), self.rows.norm(dim=0)
+        above, beside = (torch.where(norm > 0, norm, 1.0) for norm in norms)
+        return above, beside
+
+    def bound(self, matrix: Tensor) -> float:
+        """LB(Y), less what rounding could have added to it. A vector Y is a diagonal."""
+        parts, size, large = [], self.goal.new_zeros(()), matrix.abs()
+        for start in range(0, len(self.rows), UNITS):  # in parts, to keep memory low
+            joint, rows = self.joint[:, start : start + UNITS], self.rows[start : start + UNITS]
+            if matrix.ndim == 1:  # entry by entry, without a product of matrices
+                terms = joint.mT * rows * matrix
+                parts.append(terms.sum(1))
+                size = size + terms.abs_().sum()
+            else:
+                parts.append((joint * (matrix @ rows.mT)).sum(0))
+                size = size + (joint.abs() * (large @ rows.abs().mT)).sum()
+        g = torch.cat(parts) if parts else self.goal.new_zeros(0)
+        terms = matrix * (self.goal.diagonal() if matrix.ndim == 1 else self.goal)
+        inner, norm = float(terms.sum()), float(matrix.norm())
+        slack = (sum(self.goal.shape) + len(self.rows) + 16) * 2 * EPS * float(size + terms.abs().sum())
+        gap = max(inner - float(g.clamp(min=0).sum()), float(g.clamp(max=0).sum()) - inner)
+        return (gap - slack) / norm if gap > 0 and norm else -math.inf
+
+    def dual(self, matrix: Tensor) -> Dual | None:
+        """This Y, if it keeps every t away."""
+        bound = self.bound(matrix)
+        return Dual(matrix / float(matrix.norm()), self.at, self.by, bound) if bound > self.tolerance else None
+
+    def closest(self, rough: bool = False) -> Tensor:
+        """(m,) the t in [0, 1]^m that comes near to the least distance; where it may be rough, in float32."""
+        dtype = torch.float32 if rough else torch.float64
+        joint, rows, goal = (value.to(dtype) for value in (self.joint, self.rows, self.goal))
+        gram = joint.mT @ joint
+        for part, lines in zip(gram.split(UNITS), rows.split(UNITS), strict=True):
+            part.mul_(lines @ rows.mT)
+        return boxed(gram, ((joint.mT @ goal) * rows).sum(1), 30 if rough else 800).double()
+
+
+def boxed(gram: Tensor, slope: Tensor, steps: int) -> Tensor:
+    """The t in [0, 1]^m near the least of t^T G t / 2 - s^T t.
+
+    Accelerated projected steps that start anew where the momentum points uphill (arXiv 1204.3982), then the entries
+    inside the box are solved for with the others held at their ends.
+    """
+    size = gram.diagonal().clamp(min=0).sqrt()
+    size = torch.where(size > 0, size, 1.0)
+    gram, slope = gram / (size * size[:, None]), slope / size  # t times size is in [0, size]
+    x = torch.ones_like(slope)
+    for _ in range(12):  # the greatest eigenvalue, from below
+        x = gram @ (x / x.norm().clamp(min=1e-300))
+    rate = 1 / max(1.05 * float(x.norm()), 1e-300)
+    t = ahead = size / 2
+    momentum = slope.new_ones(())
+    for step in range(1, steps + 1):
+        downhill = slope - gram @ ahead
+        before, t = t, torch.minimum((ahead + rate * downhill).clamp(min=0), size)
+        uphill = downhill @ (t - before) < 0
+        momentum = torch.where(uphill, 1.0, momentum)
+        grown = (1 + (1 + 4 * momentum.square()).sqrt()) / 2
+        ahead = torch.where(uphill, t, t + (momentum - 1) / grown * (t - before))
+        momentum = grown
+        if step % 50 == 0 and bool(((t - before).abs() <= 1e-13 * size).all()):
+            break
+    free = (t > 1e-6 * size) & (t < (1 - 1e-6) * size)
+    count = int(free.sum())
+    if 0 < count <= FREE:
+        inner = gram[free][:, free].double()
+        rest = (slope - gram @ torch.where(free, 0.0, t))[free].double()
+        inner.diagonal().add_(1e-13 * inner.diagonal().mean())
+        factor, trouble = torch.linalg.cholesky_ex(inner)
+        if not int(trouble):
+            solved = t.double()
+            solved[free] = torch.cholesky_solve(rest[:, None], factor).flatten()
+            if bool((solved >= 0).all()) and bool((solved <= size).all()):
+                return solved / size
+    return t / size
 
 
 def equation(joint: Tensor, rows: Tensor, goal: Tensor, tolerance: float = 0.0) -> Equation:

@@ -24,10 +24,6 @@ class Certificate:
     kind: str
     data: Mapping[str, Any]
 
-    def to_dict(self) -> dict[str, Any]:
-        """The same as lists and numbers."""
-        return {"kind": self.kind, **{name: _plain(value) for name, value in self.data.items()}}
-
     def __repr__(self) -> str:
         shown = ", ".join(f"{n}={_short(v)}" for n, v in self.data.items())
         return f"Certificate({self.kind}: {shown})"
@@ -131,12 +127,6 @@ class Verdict:
         if self.status != "possible" and self.extra_width:
             lines.append(f"  {self.extra_width} more units are enough for an exact replacement")
         return "\n".join([*lines, *(f"  note: {note}" for note in self.notes)])
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return value.tolist()
-    return str(value) if isinstance(value, int) and abs(value) >= 2**53 else value
 
 
 def _short(value: Any) -> str:

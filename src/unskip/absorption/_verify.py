@@ -1,17 +1,25 @@
-"""Checks a verdict from the block's weights and the certificate, with nothing of the search."""
+"""Checks a verdict from the block's weights and the certificates alone, with nothing of the search.
+
+One function a kind of obstruction. Everything is computed in float64 with a bound on its rounding. What the activation
+is known to be (bounded, class O, ...) is read from the table of activations, because it is proved and not computed. The
+problem is reduced anew, and units are grouped by `_check_keys`, not by the search.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
+import torch
 from torch import Tensor
 
-from unskip.absorption._checks import CHECKS
+from unskip.absorption._check_keys import Groups, flip_equation, groups
 from unskip.absorption._measure import agree, linear_gap
-from unskip.absorption._problem import SHARE, reduce
+from unskip.absorption._problem import EPS, SHARE, Problem, reduce
 from unskip.absorption._verdict import Certificate, Verdict
 
 SEED = 20260426  # of inputs that the search has not seen
+Data = Mapping[str, Any]
 
 
 def verify(verdict: Verdict) -> bool:
@@ -65,3 +73,136 @@ def _makes_up(verdict: Verdict) -> bool:
     if phi.family == "linear":  # the whole map is rebuilt, and rounded, and not only what stands for the skip
         noise += 8 * block.roundoff * size
     return float(left.norm()) <= SHARE * float(skip.norm()) + noise
+
+
+# --- Obstructions -----------------------------------------------------------------------------------------------------
+
+
+def _flips_apply(at: Problem) -> bool:
+    """Whether a replacement without spare units can do no more than flip."""
+    phi, block = at.block.phi, at.block
+    if at.caveat is not None or not phi.trusted or block.gated or phi.family != "odd-linear" or block.extreme:
+        return False
+    if {"pre", "out"} & block.norms.keys():
+        return False
+    if phi.name == "hardswish":
+        return at.domain is None and (not bool(at.bias.any()) or at.parallel_rows() <= 2)
+    return True
+
+
+def _spares(at: Problem, found: Groups) -> int:
+    return at.width - len(found.head)
+
+
+def _dual(at: Problem, data: Data) -> bool:
+    """No t in [0, 1]^m comes closer to the skip than rounding: <Y, B> exceeds all that the g_k add up to."""
+    y, line, column = (data[name].to(at.up.device) for name in ("matrix", "rows", "columns"))
+    y = y.double()
+    found = groups(at) if _flips_apply(at) else None
+    if found is None or _spares(at, found) != 0:
+        return False
+    joint, rows, goal = flip_equation(at, found, line, column)
+    if y.ndim == 1 and not (len(line) == len(column) == len(at.skip) == at.rows.shape[1]):
+        return False
+    parts = []
+    for start in range(0, len(rows), 2048):  # in parts, to keep memory low; a vector is a diagonal
+        units = slice(start, start + 2048)
+        if y.ndim == 1:
+            parts.append((joint[:, units].mT * rows[units]) @ y)
+        else:
+            parts.append((joint[:, units] * (y @ rows[units].mT)).sum(0))
+    g = torch.cat(parts) if parts else y.new_zeros(0)
+    inner, norm = float((y * (goal.diagonal() if y.ndim == 1 else goal)).sum()), float(y.norm())
+    # |g_k| is at most |Y|_F |J_k| |u_k|, and so is what its terms add up to.
+    bulk = float(at.sizes.sum()) + (at.long_skip + float(at.const.norm())) / abs(at.odd)
+    terms = at.block.inputs + at.block.outputs + at.block.width + len(line) + len(column) + 32
+    slack = 4 * terms * EPS * bulk * norm
+    gap = max(inner - float(g.clamp(min=0).sum()), float(g.clamp(max=0).sum()) - inner) - slack
+    return bool(gap > 0 and abs(at.odd) * gap > 0.99 * norm * at.tolerance)
+
+
+def _spectral(at: Problem, data: Data) -> bool:
+    """Singular values: the units are too weak, whatever the spare ones do."""
+    at = at.with_constant()
+    rho, i, j, p = (int(data[name]) for name in ("rank", "i", "j", "spares"))
+    if at.bounded and at.odd < 1:
+        return False
+    found = groups(at) if _flips_apply(at) else None
+    if found is None or p < _spares(at, found) or rho <= p or i < 1 or j < 1 or i + j - 1 != rho - p:
+        return False
+    skip, down, up = (torch.linalg.svdvals(part).tolist() for part in (at.skip, at.down, at.up))
+    if rho > len(skip):
+        return False
+    margin = 1e-10
+    left = (down[i - 1] if i <= len(down) else 0.0) + margin * down[0]
+    right = (up[j - 1] if j <= len(up) else 0.0) + margin * up[0]
+    return bool(abs(at.odd) * left * right + at.tolerance < skip[rho - 1] * (1 - margin))
+
+
+def _count(at: Problem, data: Data) -> bool:
+    """More keys than units."""
+    found = groups(at) if _flips_apply(at) and at.block.phi.name != "hardswish" else None
+    return found is not None and _spares(at, found) < 0
+
+
+def _moves(data: Data, matrix: Tensor, size: float) -> bool:
+    """Whether the matrix moves the certificate's direction, beyond rounding."""
+    x = data["direction"].to(matrix)
+    return bool((matrix @ x).norm() > 1e-10 * size * x.norm())
+
+
+def _growth(at: Problem, data: Data) -> bool:
+    """The replacement is bounded and the block is not; or on an open set both continue to where that shows."""
+    block, norms = at.block, at.block.norms
+    bounded = not block.gated and block.phi.family == "bounded"
+    placed = [norms[place] for place in ("pre", "out") if place in norms]
+    if any(norm.kind == "other" for norm in placed) or not block.phi.trusted or not (bounded or placed):
+        return False
+    if ("post" in norms or at.domain is not None) and at.caveat is not None:
+        return False
+    if at.domain is not None and not (placed or block.phi.analytic):
+        return False
+    return _moves(data, at.skip, at.long_skip)
+
+
+def _family(at: Problem, data: Data) -> bool:
+    """No sum of its units is linear."""
+    phi = at.block.phi
+    if at.caveat is not None or not phi.trusted or at.block.gated or phi.family not in ("elu", "even", "mish"):
+        return False
+    if (at.domain is not None and not phi.analytic) or {"pre", "out"} & at.block.norms.keys():
+        return False
+    return _moves(data, at.skip, at.long_skip)
+
+
+def _linearisation(at: Problem, data: Data) -> bool:
+    """Without hidden biases the hidden layer vanishes faster than x at 0, and the skip does not."""
+    block, phi = at.block, at.block.phi
+    flat = phi.at_zero == 0 if block.gated else phi.family == "power"
+    if at.caveat is not None or not phi.trusted or not flat or {"pre", "out"} & block.norms.keys():
+        return False
+    if at.hidden_bias or block.up_bias is not None or block.gate_bias is not None:
+        return False
+    if at.domain is not None and not phi.analytic and not bool(at.domain.holds(torch.zeros_like(at.domain.center))):
+        return False
+    return _moves(data, at.skip, at.long_skip)
+
+
+def _rank(at: Problem, data: Data) -> bool:
+    """A linear block of a rank that the width cannot carry."""
+    block, phi = at.block, at.block.phi
+    if not phi.trusted or phi.family != "linear" or block.gated or block.norms or phi.odd is None or block.extreme:
+        return False
+    values = torch.linalg.svdvals(at.skip + at.odd / 2 * at.down @ at.up)
+    return len(values) > at.width and float(values[at.width]) > max(1e-10 * at.bulk, at.tolerance)
+
+
+CHECKS: dict[str, Callable[[Problem, Data], bool]] = {
+    "dual": _dual,
+    "spectral": _spectral,
+    "count": _count,
+    "growth": _growth,
+    "family": _family,
+    "linearisation": _linearisation,
+    "rank": _rank,
+}

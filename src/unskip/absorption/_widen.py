@@ -14,8 +14,8 @@ from dataclasses import dataclass, replace
 import torch
 
 from unskip.absorption._block import Block
+from unskip.absorption._construct import gate_bias, skip_rank
 from unskip.absorption._decide import absorb, pad
-from unskip.absorption._extra import gate_bias, skip_rank
 from unskip.absorption._measure import SPLIT, agree
 from unskip.absorption._nearest import Nearest, project
 from unskip.absorption._problem import Biases, reduce
