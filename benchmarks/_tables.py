@@ -107,6 +107,38 @@ def skipless_gap() -> str:
     return lines(" | lr | weight decay | accuracy | training loss", rows)
 
 
+LONG = {  # 100 epochs: label, start of the runs' names
+    "residual, weight decay 0.3": "final | residual, weight decay 0.3",
+    "residual, weight decay 1": "final | residual",
+    "MLPs' skips cut, weight decay 0.3": "final | MLPs cut",
+    "no skips, weight decay 0.3": "final | no skips",
+}
+
+
+@table
+def skipless_long() -> str:
+    rows = []
+    for label, start in LONG.items():
+        done = runs("skipless-long", start)
+        cells = [spread(row[key] for row in done) for key in ("test_accuracy", "ema_test_accuracy", "train_accuracy")]
+        rows.append([label, *cells, spread([row["train_loss"] for row in done], 2, 1), str(len(done))])
+    return lines(" | test | test, EMA | training accuracy | training loss | seeds", rows)
+
+
+@table
+def skipless_quantised() -> str:
+    ways = ("8_tensor_clipped", "6_tensor_clipped", "4_tensor_clipped", "4_channel_minmax")
+    rows = []
+    for label, start in LONG.items():
+        done = runs("skipless-long", start)
+        cells = [
+            spread(row["quantised"][key] for row in done) for key in ("accuracy", *(f"accuracy_{w}" for w in ways))
+        ]
+        kurtosis = [statistics.median(row["watch"]["kurtosis"][-1]) for row in done]
+        rows.append([label, *cells, spread(kurtosis, 1, 1), str(len(done))])
+    return lines(" | float | 8 bits | 6 bits | 4 bits | 4 bits, per channel | excess kurtosis | seeds", rows)
+
+
 # --- Representations --------------------------------------------------------------------------------------------------
 
 PROBES = ("knn20", "probe_lbfgs", "probe_mae", "probe_decayed")
