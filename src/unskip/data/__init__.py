@@ -1,4 +1,4 @@
-"""Images in: labelled sets, their order, and batches augmented on the device; or one batch, for looking at a model."""
+"""Images and text in: sets, their order, and batches made on the device; or one batch, for looking at a model."""
 
 from unskip.data._assemble import MixedSizes
 from unskip.data._augment import Augment
@@ -17,6 +17,9 @@ from unskip.data._preprocess import (
     usual_preprocess,
 )
 from unskip.data._sources import absolute_source, open_images
+from unskip.data._text import TextSet, open_text
+from unskip.data._text_feed import TextFeed
+from unskip.data._tokenizer import Tokenizer, open_tokenizer
 
 __all__ = [
     "TRIMAP",
@@ -33,6 +36,9 @@ __all__ = [
     "MixedSizes",
     "Normalise",
     "Preprocess",
+    "TextFeed",
+    "TextSet",
+    "Tokenizer",
     "absolute_source",
     "batch",
     "fingerprint",
@@ -40,6 +46,8 @@ __all__ = [
     "known_preprocess",
     "open_dense",
     "open_images",
+    "open_text",
+    "open_tokenizer",
     "preprocess_of",
     "set_preprocess",
     "subset",

@@ -20,7 +20,18 @@ _OPENERS: dict[str, Any] = {"parquet": open_parquet, "webdataset": open_tar}
 
 
 def hub_parts(text: str, size: int | None) -> Parts:
-    """The splits of a set of the hub."""
+    """The splits of a set of images of the hub."""
+    kind, splits = hub_files(text, (*_OPENERS,))
+    if kind not in _OPENERS:
+        raise BadInput(
+            f"{text}: its files are of the kind {kind}, and parquet files and tar shards are read; open a folder of "
+            "images without hf:, or convert the set with datasets.Dataset.to_parquet"
+        )
+    return {split: partial(_OPENERS[kind], text, split, splits, size) for split in splits}
+
+
+def hub_files(text: str, kinds: tuple[str, ...] = ("parquet", "text")) -> tuple[str, dict[str, list[str]]]:
+    """The kind of the files of a set of the hub, and those of each split; other kinds than `kinds` are not fetched."""
     datasets = need("datasets")
     name, _, config = text.removeprefix("hf:").partition(":")
     try:
@@ -31,13 +42,8 @@ def hub_parts(text: str, size: int | None) -> Parts:
             split: downloads.download([*files[word]])
             for split, words in WORDS.items()
             for word in words
-            if word in files and kind in _OPENERS
+            if word in files and kind in kinds
         }
     except Exception as error:  # it has many, and the network adds its own
         raise BadInput(f"{text}: datasets cannot load it ({type(error).__name__}: {error})") from error
-    if kind not in _OPENERS:
-        raise BadInput(
-            f"{text}: its files are of the kind {kind}, and parquet files and tar shards are read; open a folder of "
-            "images without hf:, or convert the set with datasets.Dataset.to_parquet"
-        )
-    return {split: partial(_OPENERS[kind], text, split, splits, size) for split in splits}
+    return kind, splits

@@ -57,6 +57,7 @@ class Order:
     seed: int = 0
     drop_last: bool = True
     groups: Groups | None = None
+    unit: str = "images"  # what the samples are, for messages
 
     def __post_init__(self) -> None:
         for name, low in (("batch", 1), ("seed", 0)):
@@ -70,7 +71,7 @@ class Order:
         steps = self.total // self.batch if self.drop_last else -(-self.total // self.batch)
         if not steps:
             raise BadInput(
-                f"{self.total} images do not fill one batch of {self.batch}; take a batch of at most {self.total}, "
+                f"{self.total} {self.unit} do not fill one batch of {self.batch}; take a batch of at most {self.total}, "
                 "or drop_last=False"
             )
         return steps

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from unskip._words import nearest
+from unskip.data._documents import STDLIB
 from unskip.data._folder import folder_parts, tiny_imagenet_parts
 from unskip.data._hub import hub_parts
 from unskip.data._images import ImageSet, resized
@@ -56,7 +57,7 @@ def open_images(
 def absolute_source(source: str) -> str:
     """The source with absolute paths; names stay as they are."""
     path = Path(source).expanduser()
-    if source in NAMES or source.startswith("hf:"):
+    if source in (*NAMES, STDLIB) or source.startswith("hf:"):
         return source
     if _is_joined(source):
         return "+".join(absolute_source(part.strip()) for part in source.split("+"))

@@ -30,11 +30,11 @@ def files_by_split(pattern: str) -> dict[str, list[str]]:
     """The files of a pattern by split: by {split} in it, or by a word in their names, or all of them for training."""
     if "{split}" in pattern:
         found = {
-            split: sorted({file for word in words for file in _matches(pattern.replace("{split}", word))})
+            split: sorted({file for word in words for file in matches(pattern.replace("{split}", word))})
             for split, words in WORDS.items()
         }
         return {split: files for split, files in found.items() if files}
-    files = _matches(pattern)
+    files = matches(pattern)
     named = {file: split_of(Path(file).name) for file in files}
     if not any(named.values()):
         return {"train": files} if files else {}
@@ -47,7 +47,8 @@ def files_by_split(pattern: str) -> dict[str, list[str]]:
     return {split: own for split in WORDS if (own := [file for file, found in named.items() if found == split])}
 
 
-def _matches(pattern: str) -> list[str]:
+def matches(pattern: str) -> list[str]:
+    """The files of a pattern, in order."""
     path = Path(pattern)
     if path.is_file():  # its name may hold what a pattern would read as a wildcard
         return [pattern]

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, fields
-from functools import partial
-from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
@@ -19,11 +17,11 @@ from unskip.data import set_preprocess
 from unskip.errors import BadInput
 from unskip.optim import build as build_optimizer
 from unskip.recipes._config import Config
-from unskip.recipes._data import Opener, data_record, evaluated_split, open_splits
-from unskip.recipes._objective import Facts, Objective, Progress
+from unskip.recipes._data import Opener, data_record, evaluated_split
+from unskip.recipes._objective import Objective, Progress
 from unskip.recipes._registry import recipe_of
 from unskip.training import Schedule, Task, device_of
-from unskip.wiring import Keep, Wiring, parse, rewire, save
+from unskip.wiring import Keep, Wiring, parse, rewire
 
 _SAMPLE = 64  # images of the evaluated split that initialisation, rewiring and health checks look at
 
@@ -33,7 +31,7 @@ def build_task(config: Config, opener: Opener | None = None) -> tuple[Task, Sche
     recipe = recipe_of(config)
     objective = recipe.objective(config)
     device = device_of(config.device)
-    train, test = open_splits(config, opener)
+    train, test = objective.open_splits(opener)
     feed = objective.feed(train, device)
     progress = Progress(steps_of(config, feed.steps_per_epoch), feed.steps_per_epoch)
     schedule = schedule_of(config, progress.steps)
@@ -77,7 +75,7 @@ def build_task(config: Config, opener: Opener | None = None) -> tuple[Task, Sche
         before_step=objective.before_step,
         after_step=objective.after_step,
         warnings=objective.warnings,
-        save=partial(_save, objective, facts),
+        save=lambda model, folder: objective.save(model, facts, folder),
         record={
             "facts": asdict(facts),
             "preprocess": made and made.to_dict(),
@@ -123,19 +121,6 @@ def _unfinished(wiring: Wiring, steps: int) -> bool:
         wiring.step(step)
         alphas.append([*wiring.alphas])
     return alphas[0] != alphas[1]
-
-
-def _save(objective: Objective, facts: Facts, model: nn.Module, folder: Path) -> None:
-    """The weights of the whole model; an encoder that a spec builds also in the form that `unskip.load` reads."""
-    from safetensors.torch import save_model
-
-    encoder, builder = objective.encoder(model), objective.builder(facts)
-    if encoder is model and builder is not None:
-        save(model, folder, builder)
-        return
-    save_model(model, str(folder / "model.safetensors"))
-    if builder is not None:
-        save(encoder, folder / "encoder", builder)
 
 
 def steps_of(config: Config, steps_per_epoch: int) -> int:

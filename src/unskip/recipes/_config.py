@@ -52,6 +52,11 @@ class Config:
     seed: int = 0  # of weights, order and augmentation
     device: str = "auto"  # auto (a GPU where there is one) | cpu | cuda | cuda:1 | mps
 
+    @property
+    def inputs(self) -> str:
+        """What the model is trained on, in words."""
+        return f"images of {self.size} x {self.size} from {self.data}"
+
     def unused(self) -> dict[str, str]:
         """Fields that have no effect beside the others, with the reason; a run that sets one of them is refused."""
         return {} if self.steps is None else {"epochs": f"steps is {self.steps}, which replaces it; set it to None"}

@@ -1,4 +1,4 @@
-"""The images of a run, opened in the same way for every recipe.
+"""The images of a run, opened in the same way for every recipe; and what a run records of its images or text.
 
 Decoding a set can take longer than training on it. Several runs on one set share a cached opener:
 
@@ -15,7 +15,7 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import Any, Literal
 
-from unskip.data import ImageSet, MixedSizes, fingerprint, open_images
+from unskip.data import ImageSet, MixedSizes, TextSet, fingerprint, open_images
 from unskip.recipes._config import Config
 
 Opener = Callable[..., ImageSet]  # with the arguments of `open_images`
@@ -63,8 +63,11 @@ def with_channels(images: ImageSet, channels: int) -> ImageSet:
     return replace(images, images=images.images.expand(-1, channels, -1, -1))
 
 
-def data_record(images: ImageSet) -> dict[str, Any]:
+def data_record(images: ImageSet | TextSet) -> dict[str, Any]:
     """What identifies a split, for a run to notice that its data has changed."""
+    if isinstance(images, TextSet):
+        sizes = {"documents": len(images.ends), "bytes of text": int(images.bytes.sum()), "tokens": len(images)}
+        return {**sizes, "tokenizer": images.tokenizer.key, "fingerprint": images.fingerprint}
     labels = hashlib.sha256(f"{images.classes}".encode() + images.labels.numpy().tobytes()).hexdigest()[:16]
     return {
         "images": len(images),
@@ -81,7 +84,9 @@ def data_changes(before: Mapping[str, Mapping[str, Any]], now: Mapping[str, Mapp
             if record.get(name) != value:
                 same = {
                     "labels": "as many images and classes, with other labels or names of classes",
-                    "fingerprint": "as many images with the same labels, but of other content or file names",
+                    "fingerprint": f"as many {'tokens' if 'tokens' in record else 'images with the same labels'}, but "
+                    "of other content or file names",
+                    "tokenizer": "the tokenizer is another one",
                 }
                 how = same.get(name, f"{record.get(name)} {name}, now {value}")
                 return f"its {split} data has changed since the run began: {how}"

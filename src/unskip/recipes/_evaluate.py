@@ -25,7 +25,6 @@ from unskip.recipes._data import (
     data_record,
     evaluated_split,
     open_split,
-    open_splits,
     with_channels,
 )
 from unskip.recipes._flow import FlowConfig
@@ -66,12 +65,14 @@ def evaluate_run(
     results: list[Result] = []
     note: dict[str, str] = {}
     if own:
-        train, test = open_splits(config, opener or cached_opener(), split)
+        train, test = trained.objective.open_splits(opener or cached_opener(), split)
         if split == evaluated_split(config):
             changed = data_changes(trained.folder.data, {"train": data_record(train), "test": data_record(test)})
             if changed is not None:
                 warn(f"{trained.folder.path}: {changed}. Results on it do not compare with earlier ones")
                 note = {"data": "changed since the run began"}
+        place = next(trained.model.parameters()).device
+        train, test = (trained.objective.evaluated(each, place, given["batch"]) for each in (train, test))
         inputs = [(None, None)] if times is None else [(time, noised(_flow(trained), time)) for time in times]
         for time, hook in inputs:
             for whole in (False, True):

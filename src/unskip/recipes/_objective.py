@@ -22,6 +22,7 @@ import contextlib
 import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -31,18 +32,21 @@ from unskip.data import Augment, Feed, ImageSet, Preprocess, usual_preprocess
 from unskip.errors import UnskipWarning
 from unskip.init import start_
 from unskip.recipes._config import Config
+from unskip.recipes._data import open_splits
 from unskip.recipes._online import rank_collapse
 from unskip.training import Batches, Evaluation
-from unskip.wiring import rewired
+from unskip.wiring import rewired, save
 
 
 @dataclass(frozen=True)
 class Facts:
     """What a model needs to know of its data. Kept in the run folder, so that a run opens without its data."""
 
-    classes: int
-    channels: int
-    size: int  # of what the model sees: images, or their latents
+    classes: int = 0
+    channels: int = 0
+    size: int = 0  # of what the model sees: images, or their latents
+    vocabulary: int = 0  # of text: ids go from 0 to vocabulary - 1
+    context: int = 0  # of text: tokens in a sequence
 
 
 @dataclass(frozen=True)
@@ -65,7 +69,11 @@ class Objective:
 
     # --- Data ---------------------------------------------------------------------------------------------------------
 
-    def facts(self, images: ImageSet) -> Facts:
+    def open_splits(self, opener: Any = None, split: Any = None) -> tuple[Any, Any]:
+        """The training split and the evaluated one; `split` replaces the config's. An `opener` opens images."""
+        return open_splits(self.config, opener, split)
+
+    def facts(self, images: Any) -> Facts:
         """What `build_model` needs to know of the training set."""
         return Facts(len(images.classes), images.channels, self.config.size)
 
@@ -73,13 +81,22 @@ class Objective:
         """How images of so many channels are made for evaluation, which the run folder keeps; None: not of images."""
         return usual_preprocess(channels, self.config.size, "the run")
 
-    def feed(self, images: ImageSet, device: torch.device) -> Batches:
+    def example(self, facts: Facts) -> Tensor:
+        """Two inputs for a model that is opened without its data."""
+        shape = (2, facts.channels, facts.size, facts.size)
+        return torch.randn(shape, generator=torch.Generator().manual_seed(0))
+
+    def feed(self, images: Any, device: torch.device) -> Batches:
         """The training batches. By default images with the augmentation whose fields the config has."""
         return self._images(images, device, self.config.batch, seed=self.config.seed, augment=augmentation(self.config))
 
-    def evaluation_feed(self, images: ImageSet, device: torch.device) -> Any:
+    def evaluation_feed(self, images: Any, device: torch.device) -> Any:
         """Images without augmentation, for evaluation during training."""
         return self._images(images, device, self.config.batch)
+
+    def evaluated(self, images: Any, device: torch.device, batch: int) -> Any:
+        """What `unskip.evals.evaluate` gets of a split of a trained run: images as they are, or a feed."""
+        return images
 
     def _images(self, images: ImageSet, device: torch.device, batch: int, **options: Any) -> Feed:
         """Batches of images, unless `options` say otherwise as `preprocess` makes them."""
@@ -104,6 +121,18 @@ class Objective:
     def builder(self, facts: Facts) -> dict[str, Any] | None:
         """How `unskip.load` builds the encoder: {"spec": ..., "kwargs": ...}; None where no spec names it."""
         return None
+
+    def save(self, model: nn.Module, facts: Facts, folder: Path) -> None:
+        """Writes a checkpoint: the whole model; an encoder that a spec builds also in the form of `unskip.load`."""
+        from safetensors.torch import save_model
+
+        encoder, builder = self.encoder(model), self.builder(facts)
+        if encoder is model and builder is not None:
+            save(model, folder, builder)
+            return
+        save_model(model, str(folder / "model.safetensors"))
+        if builder is not None:
+            save(encoder, folder / "encoder", builder)
 
     def start(self, model: nn.Module, sample: Tensor) -> list[str]:
         """Initialises the model and loads weights; returns notes for the reader of the run."""
@@ -141,7 +170,7 @@ class Objective:
 
     # --- Evaluation ---------------------------------------------------------------------------------------------------
 
-    def baseline_loss(self, model: nn.Module, train: ImageSet, test: Any) -> float | None:
+    def baseline_loss(self, model: nn.Module, train: Any, test: Any) -> float | None:
         """The loss of a constant prediction, at which nothing is learnt; None where there is no such value."""
         return None
 

@@ -62,7 +62,7 @@ def open_run(out: str | Path, device: str | None = None, *, trust: bool = False)
     objective = recipe.objective(config)
     where = device_of(config.device)
     model = recipe.build_model(config, facts).to(where)
-    example = torch.randn(2, facts.channels, facts.size, facts.size, generator=torch.Generator().manual_seed(0))
+    example = objective.example(facts)
     # Before the model is rewired, so that its sites are described with their trained weights; and again after, because
     # a learnable shortcut brings weights of its own.
     _load(model, checkpoint, where, strict=False)

@@ -111,6 +111,9 @@ def absolute_paths(config: Config) -> Config:
         value = getattr(config, name, None)
         if value is not None:
             paths[name] = str(Path(value).expanduser().absolute())
+    tokenizer = getattr(config, "tokenizer", None)
+    if tokenizer is not None and Path(tokenizer).expanduser().exists():  # else it is a name
+        paths["tokenizer"] = str(Path(tokenizer).expanduser().absolute())
     file, _, function = config.model.rpartition(":")
     if file.endswith(".py"):
         paths["model"] = f"{Path(file).expanduser().absolute()}:{function}"
@@ -136,10 +139,10 @@ def _summary(config: Config, model: nn.Module, steps: int) -> str:
     """What is trained, in a line: a preset's size and arguments apply to whatever model and images it is given."""
     millions = sum(parameter.numel() for parameter in model.parameters()) / 1e6
     arguments = f" ({config.model_args})" if config.model_args else ""
-    images, length = f"images of {config.size} x {config.size} from {config.data}", count(steps, "step")
+    length = count(steps, "step")
     own = type(config).__module__.startswith("unskip.")  # a recipe from outside need not build `config.model`
     name = f"{config.model}{arguments}" if own else type(model).__name__
-    return f"{name}: {millions:.3g} million parameters, {images}, {length}"
+    return f"{name}: {millions:.3g} million parameters, {config.inputs}, {length}"
 
 
 def _refuse_not_finite(config: Config) -> None:
