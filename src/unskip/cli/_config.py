@@ -106,6 +106,8 @@ def _preset_of_data(recipe: Recipe, given: argparse.Namespace) -> str:
         if made_for[0] != first:
             print(f"--data {given.data}: preset {made_for[0]}, as none is given", file=sys.stderr)
         return made_for[0]
+    if len({*sizes.values()}) == 1:  # presets do not differ in it, as those of text do not
+        return first
     if given.size is not None:
         asked = int(given.size) if given.size.isdigit() else 1  # what is no number is refused with the other options
         near = min(sizes, key=lambda name: abs(math.log(sizes[name] / max(asked, 1))))

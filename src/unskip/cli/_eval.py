@@ -27,6 +27,7 @@ _PROTOCOLS = f"Protocols, separated by commas: {', '.join(PROTOCOLS)}."
 _DATA = "Images with labels: digits, a folder with train/ and val/, parquet files, ... (default: those of the run)."
 _TIMES = "Of a diffusion model: times of noisy images, from noise, 0, to data, 1, such as 0.5,0.9,1."
 _DENSE = "Images with masks and boxes for segment and discover protocols: parquet files, name-{split}.parquet."
+_USUAL, _TEXT = "knn-dino-v1,rank-v1", "bits-per-byte-v1,bits-per-byte-by-context-v1,next-token-v1"
 _CHANGE = "Another value for a setting of a protocol, recorded with the result: finetune-mae-v1.epochs=20."
 
 
@@ -34,7 +35,7 @@ def eval_command(
     model: Annotated[
         str, tyro.conf.Positional, model_help("What to evaluate, with pretrained weights unless --random")
     ],
-    protocol: Annotated[str, tyro.conf.arg(help=_PROTOCOLS, metavar="NAMES")] = "knn-dino-v1,rank-v1",
+    protocol: Annotated[str | None, told(f"{_PROTOCOLS} Default: {_USUAL}; of text {_TEXT}.", "NAMES")] = None,
     data: Annotated[str | None, told(_DATA, "DATA")] = None,
     blocks: Blocks = "all",
     pool: Annotated[str | None, told("mean or cls instead of the protocols' own.", "POOL")] = None,
@@ -61,6 +62,7 @@ def eval_command(
     """
     from unskip.cli._model import channel_numbers, weighted
 
+    protocol = protocol if protocol is not None else _TEXT if _is_text(model) else _USUAL
     names = [name.strip() for name in protocol.split(",") if name.strip()]
     with with_plugins(_plugins_of(model), trust):
         for name in names:
@@ -117,7 +119,8 @@ def _of_run(
     """A run on its own data."""
     from unskip.cli._model import preprocess_for
 
-    options = {**options, "normalise": preprocess_for(trained.encoder, trained.facts.channels, numbers)}
+    if trained.facts.channels:  # else it is a run on text
+        options = {**options, "normalise": preprocess_for(trained.encoder, trained.facts.channels, numbers)}
     _, results = evaluate_run(trained, names, **options)
     return {"run": str(trained.folder.path), "step": trained.step}, results
 
@@ -144,6 +147,13 @@ def _plugins_of(name: str) -> list[str]:
     return [plugin for run in find_runs(name) for plugin in RunFolder.open(run).plugins]
 
 
+def _is_text(name: str) -> bool:
+    """Whether it is a run, or runs, of a language model."""
+    if _is_model(name) or not Path(name).expanduser().is_dir():
+        return False
+    return all(RunFolder.open(run).config.get("recipe") == "lm" for run in find_runs(name))
+
+
 def _is_model(name: str) -> bool:
     """Whether MODEL is none of a run: a name, or a folder of unskip.save."""
     folder = Path(name).expanduser()
@@ -163,7 +173,7 @@ def _show(
     for made in dict.fromkeys(each.preprocess for each in results if each.preprocess is not None):
         print(f"images: {made}")
     if any(each.intervals for each in results):
-        print("in brackets: 95% interval (Wilson)")
+        print("in brackets: 95% interval")
     print()
     if not timed:
         print(by_depth(results))

@@ -1,4 +1,7 @@
-"""`unskip sample RUN`: images of a generative run, as PNG files and a grid, evaluated where an extractor is named."""
+"""`unskip sample RUN`: images of a generative run, as PNG files and a grid, evaluated where an extractor is named.
+
+Of a language model it is text.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ _EVALUATE = "Compare with the run's data over this extractor: inception, timm:NA
 
 def sample_command(
     run: Run,
-    n: Annotated[int, tyro.conf.arg(help="How many images.", metavar="N")] = 64,
+    n: Annotated[int | None, told("How many (default: 64 images, or one text).", "N")] = None,
     cfg: Annotated[float, tyro.conf.arg(help="Scale of classifier-free guidance; 1 is none.", metavar="W")] = 1.0,
     sampler: Annotated[
         Literal["euler", "heun", "dopri5", "euler-maruyama"], tyro.conf.arg(help="Of the ODE or the SDE.")
@@ -34,17 +37,28 @@ def sample_command(
         told("Compile the network: pays off for hundreds of samples on a GPU."),
     ] = False,
     evaluate: Annotated[str | None, told(_EVALUATE, "EXTRACTOR")] = None,
+    prompt: Annotated[str | None, told("Of a language model: the text that it continues.", "TEXT")] = None,
+    length: Annotated[int, tyro.conf.arg(help="Of a language model: tokens at most.", metavar="N")] = 256,
+    temperature: Annotated[float, told("Of a language model; 0 takes the likeliest token.", "T")] = 0.8,
+    top_k: Annotated[int | None, told("Of a language model: draw among the likeliest alone.", "K")] = None,
     device: DeviceOfRun = None,
     trust: Trust = False,
     json: Json = False,
 ) -> int:
-    """Draw images with a run's EMA weights: PNG files and a grid under RUN/samples.
+    """Draw images with a run's EMA weights: PNG files and a grid under RUN/samples. Or text, after a prompt.
 
     Example: unskip sample runs/x --n 64 --cfg 1.5
     """
     from unskip.models import Sampling
     from unskip.recipes import evaluate_samples, open_run
+    from unskip.training import RunFolder
 
+    if RunFolder.open(run).config.get("recipe") == "lm":
+        chosen = {"seed": seed, "length": length, "temperature": temperature, "top_k": top_k, "precision": precision}
+        return _text(run, prompt or "", 1 if n is None else n, device, trust, json, chosen)
+    if prompt is not None:
+        raise BadInput(f"--prompt is for a run of lm, and {run} is one of {RunFolder.open(run).config.get('recipe')}")
+    n = 64 if n is None else n
     sampling = Sampling(sampler, steps, cfg, tolerance, seed)  # checks them before a model is built
     if n < 1:
         raise BadInput(f"--n {n}: ask for one sample or more")
@@ -83,4 +97,19 @@ def sample_command(
         if name != "evaluations":
             print(f"{name}  {value:.4g}")
     print(samples.grid)
+    return 0
+
+
+def _text(run: str, prompt: str, n: int, device: str | None, trust: bool, json: bool, options: dict[str, Any]) -> int:
+    """The text of a language model."""
+    from unskip.recipes import open_run, sample_text
+
+    with busy(f"sampling {run}"):
+        trained = open_run(run, device, trust=trust)
+        found = sample_text(trained, prompt, n, **options)
+    if json:
+        print_json({"run": run, "step": trained.step, "prompt": prompt, "texts": found.texts, "file": str(found.file)})
+        return 0
+    for text in found.texts:
+        print(f"{prompt}{text}\n{'-' * 20}" if n > 1 else f"{prompt}{text}")
     return 0

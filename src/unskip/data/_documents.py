@@ -1,8 +1,8 @@
 """Where the documents of a text come from: Python's standard library, files, parquet files with a column of text.
 
-Each file is a document, or each row of a parquet file. Where files are not named after splits, a tenth of the documents
-is the test split, and another tenth what `hold_out` holds out: those whose names come first by a hash, the same on every
-machine. Of fewer than 20 documents the last tenth of each is, from the end of a line on.
+Each file is a document, or each row of a parquet file. Where files are not named after splits, a tenth of the
+documents is the test split, and another tenth what `hold_out` holds out: those whose names come first by a hash, the
+same on every machine. Of fewer than 20 documents it is the last tenth of each, from the end of a line on.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Documents:
         yield from ((name, text) for name, text in self._all() if name in kept)
 
     def fingerprint(self) -> str:
-        """What changes when the documents do: names and content of all files, of large ones the bytes of some places."""
+        """What changes when the documents do: names and content of all files; of a large set, bytes of some places."""
         digest = hashlib.sha256(repr((self.column, sorted(self.tenths))).encode())
         if sum(Path(file).stat().st_size for file in self.files) > _WHOLE:
             for part in samples(self.files):
@@ -138,8 +138,8 @@ def _some(found: dict[str, list[str]], source: str) -> dict[str, list[str]]:
         return found
     what = "no files in it" if Path(source).expanduser().is_dir() else "no such text"
     raise BadInput(
-        f"{source}: {what}; a text is {STDLIB}, a folder or a glob of text files, 'path/{{split}}-*.parquet' with a column "
-        "of text, or hf:NAME"
+        f"{source}: {what}; a text is {STDLIB}, a folder or a glob of text files, 'path/{{split}}-*.parquet' with a "
+        "column of text, or hf:NAME"
     )
 
 

@@ -71,8 +71,8 @@ class Order:
         steps = self.total // self.batch if self.drop_last else -(-self.total // self.batch)
         if not steps:
             raise BadInput(
-                f"{self.total} {self.unit} do not fill one batch of {self.batch}; take a batch of at most {self.total}, "
-                "or drop_last=False"
+                f"{self.total} {self.unit} do not fill one batch of {self.batch}; take a batch of at most "
+                f"{self.total}, or drop_last=False"
             )
         return steps
 

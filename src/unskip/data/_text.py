@@ -68,9 +68,10 @@ def open_text(
     """A text as tokens.
 
     `source` is stdlib (the source files of Python's standard library), a folder of text files, with train/, val/ and
-    test/ in it or without, a glob or a path with {split}, parquet files with a `column` of text ("name-{split}.parquet")
-    or hf:NAME. Without a test split a tenth of the documents is one. `tokenizer` is "bytes", a tokenizer.json, its
-    folder, or a name of the Hugging Face hub. `hold_out` takes the documents of the "val" split out of "train".
+    test/ in it or without, a glob or a path with {split}, parquet files with a `column` of text, as in
+    "name-{split}.parquet", or hf:NAME. Without a test split a tenth of the documents is one. `tokenizer` is "bytes", a
+    tokenizer.json, its folder, or a name of the Hugging Face hub. `hold_out` takes the documents of the "val" split out
+    of "train".
     """
     if split not in get_args(Literal["train", "val", "test"]):
         raise BadInput(f"split is {split!r}; it can be train, val, test")

@@ -4,7 +4,7 @@
 
 Documents follow one another inside a window, each after the token that ends the one before it. The order of the windows
 is that of images (`_order`): a function of (seed, step) alone. In an evaluation windows begin at 0, so every token but
-the first is predicted once, up to the last whole window.
+the first is predicted once, up to the last whole window; or some windows, evenly spread, are taken.
 """
 
 from __future__ import annotations
@@ -24,25 +24,38 @@ Batch = tuple[Tensor, Tensor]
 
 
 class TextFeed:
-    """Batches of `batch` sequences over all processes: ids (n, context) and the ids that follow them, int64."""
+    """Batches of `batch` sequences over all processes: ids (n, context) and the ids that follow them, int64.
+
+    `most` limits an evaluation to so many sequences.
+    """
 
     def __init__(
-        self, text: TextSet, batch: int, context: int, *, seed: int = 0, device: str | torch.device = "cpu"
+        self,
+        text: TextSet,
+        batch: int,
+        context: int,
+        *,
+        seed: int = 0,
+        device: str | torch.device = "cpu",
+        most: int | None = None,
     ) -> None:
         if not isinstance(context, int) or context < 1:
             raise BadInput(f"context is {context!r}; it is a whole number of tokens, 1 or more")
         windows = (len(text) - 1) // context
         if windows < 1:
             raise BadInput(
-                f"{text.name}: its {text.split} split has {len(text)} tokens, and a context of {context} needs one more "
-                f"than that; take a context of at most {max(1, len(text) - 1)}, or more text"
+                f"{text.name}: its {text.split} split has {len(text)} tokens, and a context of {context} needs one "
+                f"more; take a context of at most {max(1, len(text) - 1)}, or more text"
             )
         self.text, self.batch, self.context, self.seed = text, batch, context, seed
         self.device = torch.device(device)
         self.order = Order(windows, batch, seed, unit="sequences")
+        count = windows if most is None else min(most, windows)
+        self.starts = numpy.arange(count) * windows // count * context  # of the windows of an evaluation
 
     def __len__(self) -> int:
-        return self.order.total
+        """Sequences of an evaluation."""
+        return len(self.starts)
 
     @property
     def steps_per_epoch(self) -> int:
@@ -61,7 +74,7 @@ class TextFeed:
     def evaluate(self, rank: int = 0, world: int = 1) -> Iterator[Batch]:
         """Every window once, in order; of several processes each has a consecutive share."""
         for part in evaluation_batches(len(self), self.batch, rank, world):
-            yield self._windows(numpy.arange(part.start, part.stop) * self.context)
+            yield self._windows(self.starts[part.start : part.stop])
 
     def _training(self, start_step: int, stop_step: int, rank: int, world: int, parts: int) -> Iterator[Batch]:
         for place in range(start_step * parts, stop_step * parts):

@@ -1,7 +1,9 @@
 """Evaluate it: features of every block in one pass, and named, frozen protocols that turn them into numbers."""
 
 import unskip.evals._accuracy
+import unskip.evals._bits_per_byte
 import unskip.evals._loss
+import unskip.evals._next_token
 import unskip.evals._quantised  # noqa: F401  # they register themselves
 from unskip.evals._diffusion import by_time, noised
 from unskip.evals._discover import discover, discoveries
@@ -17,6 +19,7 @@ from unskip.evals._knn import check_knn, knn
 from unskip.evals._manifold import kid, precision_recall, score
 from unskip.evals._patches import Patches, patches
 from unskip.evals._pictures import attention_maps, pca_colours, pictures
+from unskip.evals._predictions import Predictions, token_logits
 from unskip.evals._probe import linear_probe
 from unskip.evals._rank import rank
 from unskip.evals._registry import PROTOCOLS, Protocol, asked_for, protocol, register, wilson
@@ -36,6 +39,7 @@ __all__ = [
     "Options",
     "Patches",
     "Precision",
+    "Predictions",
     "Protocol",
     "Result",
     "Segmentation",
@@ -76,6 +80,7 @@ __all__ = [
     "score",
     "segment",
     "statistics",
+    "token_logits",
     "tokencut",
     "wilson",
 ]

@@ -25,16 +25,21 @@ from unskip.evals._registry import Pool, Protocol, asked_for
 from unskip.evals._split import Options
 from unskip.training import Precision
 
+Intervals = dict[str, tuple[float, float]]
+
 
 @dataclass(frozen=True)
 class Result:
-    """The numbers of one protocol and one block (None: of the whole model), with n and 95% Wilson intervals."""
+    """The numbers of one protocol and one block (None: of the whole model), with n and 95% intervals.
+
+    Those of fractions are Wilson's, and others the evaluator's own.
+    """
 
     protocol: str
     block: int | None
     values: dict[str, float]
     n: int  # test samples
-    intervals: dict[str, tuple[float, float]] = field(default_factory=dict)  # of the values that are fractions of n
+    intervals: Intervals = field(default_factory=dict)  # of fractions of n, and of values that come with their own
     pool: str | None = None  # which vectors: mean, cls, tokens, keys, ...
     split: str | None = None  # the name of the test split
     time: float | None = None  # of the noisy images of a diffusion model, from noise, 0, to data, 1
@@ -119,11 +124,11 @@ def evaluate(
     for each in asked:
         mine = dict((changes or {}).get(each.name, {}))
         settings = each.settings_with(mine)
-        for block, values, n in _numbers(each, gathered, settings):
+        for block, (values, own), n in _numbers(each, gathered, settings):
             none = [name for name, value in values.items() if math.isnan(value)]
             if none:
                 warn(f"{each.name}: {', '.join(none)} is NaN")
-            intervals = each.intervals(values, n)
+            intervals = each.intervals(values, n) | own
             view = (
                 gathered.view(each)[0] if each.needs == "features" else each.what if each.needs == "patches" else None
             )
@@ -134,7 +139,7 @@ def evaluate(
 
 def _numbers(
     protocol: Protocol, gathered: Gathered, settings: dict[str, Any]
-) -> Iterator[tuple[int | None, dict[str, float], int]]:
+) -> Iterator[tuple[int | None, tuple[dict[str, float], Intervals], int]]:
     """What an evaluator says: of the whole model, or block by block."""
     function = protocol.function
     if protocol.needs == "model":
@@ -153,11 +158,14 @@ def _numbers(
             yield block, _plain(protocol, values), len(test)
 
 
-def _plain(protocol: Protocol, values: Any) -> dict[str, float]:
+def _plain(protocol: Protocol, values: Any) -> tuple[dict[str, float], Intervals]:
+    """The numbers by name, and the intervals of those that come with their own."""
     if not isinstance(values, Mapping):
         raise BadInput(f"{protocol.name}: its evaluator returns {type(values).__name__}; it is a mapping of numbers")
     try:
-        return {str(name): float(value) for name, value in values.items()}
+        own = {str(name): value for name, value in values.items() if isinstance(value, tuple)}
+        found = {str(name): float(own[name][0] if name in own else value) for name, value in values.items()}
+        return found, {name: (float(low), float(high)) for name, (_, low, high) in own.items() if low <= high}
     except (TypeError, ValueError, RuntimeError) as error:
         raise BadInput(f"{protocol.name}: its evaluator returns {values!r}; it is a mapping of numbers") from error
 

@@ -14,10 +14,11 @@ import torch
 from torch import Tensor, nn
 
 from unskip.anatomy import Block, Blocks
-from unskip.data import DenseSet, Feed, ImageSet
+from unskip.data import DenseSet, Feed, ImageSet, TextFeed
 from unskip.errors import BadInput
 from unskip.evals._extract import Features, Inputs, View, chosen_blocks, extract
 from unskip.evals._patches import Patches, read_patches
+from unskip.evals._predictions import predict
 from unskip.evals._registry import Pool, Protocol
 from unskip.evals._split import Batches, Options, Split
 
@@ -41,6 +42,11 @@ class Gathered:
         self.inputs, self.all_blocks = inputs, tuple(all_blocks)
         names: list[str] = [name for name in ("test", "train") if name in sets]
         self.features = {name: self._extracted(name, asked) for name in names}
+        self.predictions = {
+            name: predict(model, sets[name])
+            for name in names
+            if any(each.needs == "predictions" and (each.train or name == "test") for each in asked)
+        }
         self.patches = {
             (name, key): read
             for name in names
@@ -53,7 +59,7 @@ class Gathered:
 
     def together(self, protocol: Protocol) -> list[list[Any]]:
         """The blocks that an evaluator is called with at a time: all of one width where it is batched, else one."""
-        if protocol.needs in ("logits", "samples"):
+        if protocol.needs in ("logits", "predictions", "samples"):
             return [[None]]
         if protocol.needs == "patches":
             return [[index] for index in chosen_blocks(self.blocks[protocol.name], len(self.all_blocks))]
@@ -82,6 +88,8 @@ class Gathered:
             return replace(part, labels=labels[: len(held["patches"])], size=read.size, **held)
         if protocol.needs == "samples":
             return part
+        if protocol.needs == "predictions":
+            return replace(part, predictions=self.predictions[name])
         features = self._of(name)
         labels = features.labels[rows]
         if protocol.needs == "logits":
@@ -163,6 +171,8 @@ def open_split(data: Data, options: Options) -> Split:
         augment = made.augment()
         feed = Feed(data, options.batch, made.size, augment=augment, device=options.device, workers=options.workers)
         return Split(data.labels, images=data, feed=feed, options=options)
+    if isinstance(data, TextFeed):
+        return Split(torch.zeros(len(data), dtype=torch.int64), feed=data, options=options)
     if not callable(getattr(data, "evaluate", None)):
         raise BadInput(f"a split is an image set, one with masks and boxes, or a feed, got {type(data).__name__}")
     source: Any = getattr(data, "images", None)

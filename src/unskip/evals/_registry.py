@@ -11,7 +11,8 @@ spread-v2. Settings that a caller changes are recorded beside the name. A settin
 first so many test samples.
 
 An evaluator gets two splits (see `Split`) and returns plain numbers. The registry adds n, the number of test samples,
-and a 95% Wilson interval to those that are fractions of it.
+and a 95% Wilson interval to those that are fractions of it. One that knows its own 95% interval returns (number, low,
+high).
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from unskip._checks import choice
 from unskip._words import nearest
 from unskip.errors import BadInput
 
-Needs = Literal["features", "tokens", "patches", "logits", "samples", "model"]
+Needs = Literal["features", "tokens", "patches", "logits", "predictions", "samples", "model"]
 Pool = Literal["mean", "cls"]
 TokenNorm = Literal["none", "layer"]
 What = Literal["tokens", "keys", "queries", "values"]
@@ -37,7 +38,7 @@ Truth = Literal["labels", "masks", "boxes"]
 Evaluator = Callable[..., Any]
 F = TypeVar("F", bound=Evaluator)
 
-_Z = 1.959963984540054  # of a normal distribution, 95% lie within so many standard deviations
+Z = 1.959963984540054  # of a normal distribution, 95% lie within so many standard deviations
 
 
 @dataclass(frozen=True)
@@ -190,8 +191,8 @@ def wilson(share: float, n: int) -> tuple[float, float]:
     """The 95% interval of a fraction of n samples (Wilson 1927)."""
     if n < 1 or not 0 <= share <= 1:
         return (math.nan, math.nan)
-    middle = (share + _Z**2 / (2 * n)) / (1 + _Z**2 / n)
-    half = _Z / (1 + _Z**2 / n) * math.sqrt(share * (1 - share) / n + _Z**2 / (4 * n**2))
+    middle = (share + Z**2 / (2 * n)) / (1 + Z**2 / n)
+    half = Z / (1 + Z**2 / n) * math.sqrt(share * (1 - share) / n + Z**2 / (4 * n**2))
     return (max(0.0, middle - half), min(1.0, middle + half))
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
-from unskip.data import Feed, LatentFeed, Preprocess
+from unskip.data import Feed, LatentFeed, Preprocess, TextFeed
 from unskip.training import Precision
 
 _ABSENT: Any = None
@@ -52,6 +52,7 @@ class Split:
     stride: tuple[float, float] = _ABSENT  # height and width of a patch in pixels
     size: tuple[int, int] = _ABSENT  # height and width of the images
     logits: Tensor = _ABSENT  # (n, classes)
+    predictions: Any = _ABSENT  # of text: the `Predictions` of all next tokens
     samples: Iterable[Tensor] | None = None  # bytes (n, channels, height, width), in batches
     masks: Tensor = _ABSENT  # (n, height, width)
     boxes: Any = None  # (n, 4): x0, y0, x1, y1 in pixels; or a tensor (k, 4) for each image
@@ -94,7 +95,11 @@ class Split:
 
     def _ranks(self) -> tuple[int, int]:
         """This process and how many there are; (0, 1) also for a feed that cannot be shared, or has too few samples."""
-        if not isinstance(self.feed, Feed | LatentFeed) or not dist.is_available() or not dist.is_initialized():
+        if (
+            not isinstance(self.feed, Feed | LatentFeed | TextFeed)
+            or not dist.is_available()
+            or not dist.is_initialized()
+        ):
             return 0, 1
         rank, world = dist.get_rank(), dist.get_world_size()
         return (rank, world) if len(self.labels) >= world else (0, 1)

@@ -6,6 +6,7 @@ from unskip.recipes._data import Opener, cached_opener, evaluated_split, open_sp
 from unskip.recipes._dino import Dino, dino
 from unskip.recipes._evaluate import evaluate_model, evaluate_run, evaluate_samples
 from unskip.recipes._fields import field_groups
+from unskip.recipes._lm import Lm, lm
 from unskip.recipes._mae import Mae, mae
 from unskip.recipes._objective import Facts, Objective, Progress
 from unskip.recipes._online import Online
@@ -13,6 +14,7 @@ from unskip.recipes._open import Trained, is_run, open_run
 from unskip.recipes._registry import RECIPES, Preset, Recipe, from_dict, recipe_of, register, resolve, to_dict
 from unskip.recipes._run import absolute_paths, resume, train
 from unskip.recipes._sample import Samples, sample
+from unskip.recipes._sample_text import TextSamples, sample_text
 from unskip.recipes._saved import load, save
 from unskip.recipes._simclr import Simclr, simclr
 from unskip.recipes._sit import Sit, sit
@@ -24,6 +26,7 @@ __all__ = [
     "Config",
     "Dino",
     "Facts",
+    "Lm",
     "Mae",
     "Objective",
     "Online",
@@ -35,6 +38,7 @@ __all__ = [
     "Simclr",
     "Sit",
     "Supervised",
+    "TextSamples",
     "Trained",
     "Uvit",
     "absolute_paths",
@@ -48,6 +52,7 @@ __all__ = [
     "field_groups",
     "from_dict",
     "is_run",
+    "lm",
     "load",
     "mae",
     "open_run",
@@ -58,6 +63,7 @@ __all__ = [
     "resolve",
     "resume",
     "sample",
+    "sample_text",
     "save",
     "simclr",
     "sit",

@@ -47,6 +47,7 @@ class Facts:
     size: int = 0  # of what the model sees: images, or their latents
     vocabulary: int = 0  # of text: ids go from 0 to vocabulary - 1
     context: int = 0  # of text: tokens in a sequence
+    architecture: dict[str, Any] | None = None  # of a Hugging Face model: its config, so that no hub is asked again
 
 
 @dataclass(frozen=True)

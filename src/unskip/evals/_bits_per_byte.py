@@ -1,0 +1,66 @@
+"""Bits per byte and perplexity of a language model, overall, by position and by context length.
+
+    bits per byte = sum of losses in nats / (ln 2 * bytes of the text)      perplexity = exp(loss per token in nats)
+
+Bits per byte compare models of different tokenizers; perplexities do not. The token that ends a document has to be
+predicted, too, and has no bytes.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy
+
+from unskip.evals._predictions import Numbers, Predictions
+from unskip.evals._registry import register
+from unskip.evals._split import Split
+
+_Number = tuple[float, float, float]
+
+
+@register(
+    "bits-per-byte-v1",
+    needs="predictions",
+    about="Bits per byte of the text, perplexity and loss per token, with intervals over documents.",
+    train=False,
+)
+def evaluate_bits(train: Split, test: Split) -> dict[str, Any]:
+    """Over all tokens."""
+    loss, bits = _numbers(test.predictions)
+    return {"bits_per_byte": bits, "perplexity": _exp(loss), "loss": loss}
+
+
+@register(
+    "bits-per-byte-by-context-v1",
+    needs="predictions",
+    about="Both by place in the sequence, and by how many tokens of its own document stand before a token.",
+    train=False,
+)
+def evaluate_by_context(train: Split, test: Split) -> dict[str, Any]:
+    """In ranges that double: `position_8` is that of tokens with 8 to 15 before them, `context_8` of their document."""
+    found: Predictions = test.predictions
+    before = numpy.broadcast_to(numpy.arange(found.feed.context) + 1, found.seen.shape)
+    result: dict[str, _Number] = {}
+    for name, counts in (("position", before), ("context", found.seen)):
+        for low in (0, *(2**power for power in range(found.feed.context.bit_length()))):
+            chosen = (counts >= low) & (counts < max(1, 2 * low))
+            if chosen.any():
+                loss, bits = _numbers(found, chosen)
+                result[f"bits_per_byte_{name}_{low}"] = bits
+                result[f"perplexity_{name}_{low}"] = _exp(loss)
+    return result
+
+
+def _numbers(found: Predictions, chosen: Any = None) -> tuple[_Number, _Number]:
+    """The loss per token and the bits per byte, each with its interval."""
+    nats: Numbers = found.nats.double().numpy()
+    low, middle, high = (each / math.log(2) for each in found.ratio(nats, found.bytes, chosen))
+    return found.ratio(nats, numpy.ones_like(nats), chosen), (low, middle, high)
+
+
+def _exp(loss: _Number) -> _Number:
+    """Perplexity; of a loss that no exponential holds it is infinite."""
+    value, low, high = (math.exp(each) if each < 700 else math.inf for each in loss)
+    return value, low, high

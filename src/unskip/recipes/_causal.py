@@ -1,0 +1,142 @@
+"""Decoder-only models of Hugging Face transformers: by the kind of their config, or by name or folder.
+
+    gpt2, llama, mistral, qwen3, ...    a config of this kind, with random weights; model_args are its fields
+    hf:NAME-or-FOLDER                   the config of the hub or of a folder, with its weights where they are asked for
+
+Of a kind, what its fields do not say follows from the others: as many key heads as heads, heads of width / heads,
+gated MLPs of 8/3 of the width, no dropout.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from unskip import spec
+from unskip._extras import need
+from unskip._words import nearest
+from unskip.errors import BadInput
+
+_MULTIPLE = 64  # of a vocabulary: matrix products of other sizes are slow on GPUs
+
+
+def check_kind(model: str) -> None:
+    """Raises BadInput for a model that is none."""
+    if model.startswith("hf:"):
+        return
+    kinds = _causal_kinds()
+    if model not in kinds:
+        raise BadInput(
+            f"model is {model!r}{nearest(model, kinds)}; it is a kind of language model of transformers, such as gpt2, "
+            "llama, mistral or qwen3, hf:NAME-or-FOLDER, or file.py:FUNCTION"
+        )
+
+
+def architecture(model: str, arguments: dict[str, Any], vocabulary: int, context: int, end: int) -> dict[str, Any]:
+    """The config of a model for a vocabulary and a context length, as plain data."""
+    if model.startswith("hf:"):
+        config = _named(model.removeprefix("hf:"), arguments)
+        _check_room(model, config, vocabulary, context)
+    else:
+        config = _of_kind(model, arguments, vocabulary, context, end)
+    config.use_cache = False  # of training; sampling asks for it
+    return {"model_type": config.model_type, **json.loads(config.to_json_string(use_diff=False))}
+
+
+def build_causal(described: dict[str, Any]) -> nn.Module:
+    """A new model from the config that `architecture` describes, in float32, with torch's fused attention."""
+    transformers = need("transformers")
+    config = transformers.CONFIG_MAPPING[described["model_type"]].from_dict(described)
+    try:
+        made = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    except Exception as error:  # of transformers, about fields that do not fit together
+        raise BadInput(f"model {described['model_type']}: {type(error).__name__}: {_line(error)}") from error
+    assert isinstance(made, nn.Module)
+    return made
+
+
+def pretrained_weights(model: str) -> dict[str, Any]:
+    """The weights that go with hf:NAME-or-FOLDER."""
+    if not model.startswith("hf:"):
+        raise BadInput(f"pretrained: {model} is a kind of model without weights; name one, hf:NAME-or-FOLDER")
+    name = model.removeprefix("hf:")
+    try:
+        with spec.hub(needed=not Path(name).expanduser().is_dir()):
+            kind: Any = need("transformers").AutoModelForCausalLM
+            loaded = kind.from_pretrained(name, trust_remote_code=False, dtype=torch.float32)
+    except (OSError, ValueError) as error:
+        raise BadInput(f"{model}: no weights: {_line(error)}") from error
+    found: dict[str, Any] = loaded.state_dict()
+    return found
+
+
+def takes_cache(model: nn.Module) -> bool:
+    """Whether a model can keep the keys and values of the tokens that it has seen."""
+    return {"past_key_values", "use_cache"} <= {*inspect.signature(model.forward).parameters}
+
+
+def _causal_kinds() -> list[str]:
+    transformers = need("transformers")
+    names = transformers.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    return sorted({*names} & {*transformers.CONFIG_MAPPING.keys()})
+
+
+def _named(name: str, arguments: dict[str, Any]) -> Any:
+    folder = Path(name).expanduser()
+    try:
+        with spec.hub(needed=not folder.is_dir()):
+            kind: Any = need("transformers").AutoConfig
+            return kind.from_pretrained(str(folder) if folder.is_dir() else name, trust_remote_code=False, **arguments)
+    except (OSError, ValueError) as error:
+        raise BadInput(f"hf:{name}: {_line(error)}") from error
+
+
+def _check_room(model: str, config: Any, vocabulary: int, context: int) -> None:
+    if config.vocab_size < vocabulary:
+        raise BadInput(
+            f"{model}: its vocabulary is {config.vocab_size}, and the tokenizer has {vocabulary} ids; give the model's "
+            f"own, tokenizer={model.removeprefix('hf:')!r}"
+        )
+    room = getattr(config, "max_position_embeddings", None)
+    if room is not None and room < context:
+        raise BadInput(
+            f"{model}: it has {room} positions, and the context is {context}; take a context of {room} or less"
+        )
+
+
+def _of_kind(kind: str, arguments: dict[str, Any], vocabulary: int, context: int, end: int) -> Any:
+    cls: Any = need("transformers").CONFIG_MAPPING[kind]
+    usual = cls()
+    fields = {*usual.to_dict(), *usual.attribute_map}
+    unknown = sorted({*arguments} - fields)
+    if unknown:
+        raise BadInput(f"model_args: {cls.__name__} has no field {unknown[0]!r}{nearest(unknown[0], fields)}")
+    given = {name: 0.0 for name in fields if name.endswith(("_pdrop", "_dropout", "dropout_rate")) or name == "dropout"}
+    width = arguments.get("hidden_size", arguments.get("n_embd", usual.hidden_size))
+    heads = arguments.get("num_attention_heads", arguments.get("n_head", usual.num_attention_heads))
+    if width < 1 or heads < 1 or width % heads:
+        raise BadInput(f"model_args: a width of {width} is not divided evenly by {heads} heads; change one of them")
+    for name, value in (
+        ("num_key_value_heads", heads),
+        ("head_dim", width // heads),
+        ("intermediate_size", -(-8 * width // 3 // _MULTIPLE) * _MULTIPLE),
+    ):
+        if name in fields and name not in arguments and getattr(usual, name) is not None and width != usual.hidden_size:
+            given[name] = value
+    ends = {name: end for name in ("bos_token_id", "eos_token_id") if name in fields}
+    given |= {"vocab_size": -(-vocabulary // _MULTIPLE) * _MULTIPLE, "max_position_embeddings": context, **ends}
+    try:
+        config = cls(**{**given, **arguments})
+    except Exception as error:  # of transformers' own checks
+        raise BadInput(f"model_args: {cls.__name__}: {_line(error)}") from error
+    _check_room(kind, config, vocabulary, context)
+    return config
+
+
+def _line(error: BaseException) -> str:
+    return " ".join(str(error).split())[:300]

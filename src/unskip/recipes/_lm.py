@@ -1,0 +1,210 @@
+"""Language models: decoder-only transformers trained to predict the next token, with any shortcut and initialisation.
+
+"Cutting the Skip" (arXiv 2510.00345) trains vision transformers without residual connections and names language as the
+next step. Here GPT-2, Llama, Mistral and Qwen kinds train on text of one's own or on Python's standard library.
+
+    loss = mean over tokens of -log p(next token | the tokens before it in the sequence)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from unskip.data import TextFeed, TextSet, Tokenizer, open_text, open_tokenizer
+from unskip.errors import BadInput
+from unskip.evals import token_logits
+from unskip.recipes._causal import architecture, build_causal, check_kind, pretrained_weights
+from unskip.recipes._config import Config
+from unskip.recipes._data import evaluated_split
+from unskip.recipes._models import arguments_of, built
+from unskip.recipes._objective import Facts, Objective
+from unskip.recipes._online import Online
+from unskip.recipes._registry import Preset, Recipe, register
+from unskip.recipes._saved import load
+from unskip.spec import is_file
+from unskip.training import Evaluation
+from unskip.wiring import find_wiring, save
+
+_FOR_BASELINE = 2**24  # tokens whose frequencies are counted
+_NO_IMAGES = ("data_root", "download", "size", "interpolation", "workers", "online_images")
+
+
+@dataclass(frozen=True)
+class Lm(Config):
+    """The config of a language model."""
+
+    preset: str = "stdlib-tiny"  # where the other defaults come from
+    data: str = "stdlib"  # stdlib, a folder or glob of text files, parquet files with {split} in the path, hf:NAME
+    tokenizer: str = "bytes"  # bytes, a tokenizer.json, its folder, or a name of the Hugging Face hub
+    column: str = "text"  # of parquet files
+    context: int = 256  # tokens in a sequence
+    cache: str = "~/.cache/unskip/text"  # where tokens are kept
+    model: str = "gpt2"  # a kind of model of transformers (gpt2, llama, qwen3), hf:NAME-or-FOLDER or file.py:FUNCTION
+    model_args: str = ""  # fields of its config: "hidden_size=256,num_hidden_layers=8,num_attention_heads=8"
+    pretrained: bool = False  # start from the weights of hf:NAME-or-FOLDER
+    weights: str | None = None  # a run, or a folder of unskip.save, to start from
+    weight_decay: float = 0.1
+    batch: int = 64  # sequences a step, over all processes
+    epochs: float = 1  # passes over the text
+    warmup: float = 0.05  # fraction of the steps
+    clip: float | None = 1.0  # largest norm of the gradient
+    online_sequences: int = 512  # sequences, evenly spread over the text, that are evaluated during training
+
+    @property
+    def inputs(self) -> str:
+        return f"sequences of {self.context} tokens ({self.tokenizer}) from {self.data}"
+
+    def unused(self) -> dict[str, str]:
+        return super().unused() | dict.fromkeys(_NO_IMAGES, "it is about images; leave it out")
+
+
+_SMALL = "hidden_size=384,num_hidden_layers=6,num_attention_heads=6"
+_PRESETS = {
+    "stdlib-tiny": Preset(
+        {"model_args": "hidden_size=128,num_hidden_layers=4,num_attention_heads=4", "context": 128, "batch": 32}
+        | {"steps": 600, "lr": 2e-3},
+        "minutes on two CPU cores",
+        "not measured",
+    ),
+    "stdlib-small": Preset(
+        {"model_args": _SMALL, "context": 256, "batch": 128, "steps": 3000, "lr": 1e-3, "precision": "bf16"}
+        | {"compile": True, "evaluate_every": 500},
+        "minutes on one H200; 10.8 million parameters",
+        "not measured",
+    ),
+    "gpt2-124m": Preset(
+        {"data": "hf:HuggingFaceFW/fineweb-edu:sample-10BT", "tokenizer": "gpt2", "context": 1024, "batch": 512}
+        | {"steps": 19_000, "lr": 6e-4, "precision": "bf16", "compile": True, "accumulate": 16, "warmup": 0.02}
+        | {"evaluate_every": 1000},
+        "10 billion tokens, 8e18 operations: about 6 hours on one H200 at 40% of its peak; not run here",
+        "not measured",
+    ),
+}
+
+
+def build_model(config: Lm, facts: Facts) -> nn.Module:
+    """The language model: ids (n, tokens) to logits, or to an output that has them."""
+    if is_file(config.model):
+        return built(config, arguments_of(config.model_args))
+    assert facts.architecture is not None
+    return build_causal(facts.architecture)
+
+
+class NextToken(Objective):
+    """Cross entropy of the next token."""
+
+    config: Lm
+    tokenizer: Tokenizer
+    protocols = ("bits-per-byte-v1", "bits-per-byte-by-context-v1", "next-token-v1")
+
+    def check(self) -> None:
+        config = self.config
+        if config.context < 1:
+            raise BadInput(f"context is {config.context!r}; a sequence has one token at least")
+        if config.online_sequences < 1:
+            raise BadInput(f"online_sequences is {config.online_sequences!r}; evaluate one at least")
+        if not is_file(config.model):
+            check_kind(config.model)
+        if config.pretrained and config.weights is not None:
+            raise BadInput("pretrained and weights both say what to start from: leave one out")
+
+    # --- Data ---------------------------------------------------------------------------------------------------------
+
+    def open_splits(self, opener: Any = None, split: Any = None) -> tuple[Any, Any]:
+        config, split = self.config, split or evaluated_split(self.config)
+        given: dict[str, Any] = {"tokenizer": config.tokenizer, "column": config.column, "cache": config.cache}
+        train = open_text(config.data, "train", hold_out=split == "val", **given)
+        return train, open_text(config.data, split, **given)
+
+    def facts(self, images: TextSet) -> Facts:
+        config, self.tokenizer = self.config, images.tokenizer
+        described, size = None, images.tokenizer.size
+        if not is_file(config.model):
+            arguments = arguments_of(config.model_args)
+            described = architecture(config.model, arguments, size, config.context, images.tokenizer.end)
+        return Facts(vocabulary=size, context=config.context, architecture=described)
+
+    def preprocess(self, channels: int) -> None:
+        return None  # it is about images
+
+    def example(self, facts: Facts) -> Tensor:
+        return torch.randint(facts.vocabulary, (2, facts.context), generator=torch.Generator().manual_seed(0))
+
+    def feed(self, images: TextSet, device: torch.device) -> TextFeed:
+        return TextFeed(images, self.config.batch, self.config.context, seed=self.config.seed, device=device)
+
+    def evaluation_feed(self, images: TextSet, device: torch.device) -> TextFeed:
+        config = self.config
+        batch = max(1, config.batch // config.accumulate)
+        return TextFeed(images, batch, config.context, device=device, most=config.online_sequences)
+
+    def evaluated(self, images: TextSet, device: torch.device, batch: int) -> TextFeed:
+        return TextFeed(images, batch, self.config.context, device=device)
+
+    # --- Model --------------------------------------------------------------------------------------------------------
+
+    def builder(self, facts: Facts) -> dict[str, Any] | None:
+        config = self.config
+        return {"spec": config.model, "kwargs": arguments_of(config.model_args)} if is_file(config.model) else None
+
+    def save(self, model: nn.Module, facts: Facts, folder: Path) -> None:
+        save(model, folder, self.builder(facts))
+        self.tokenizer.save(folder)
+
+    def start(self, model: nn.Module, sample: Tensor) -> list[str]:
+        config = self.config
+        if config.pretrained:
+            _copy(model, pretrained_weights(config.model), config.model)
+        if config.weights is not None:
+            other = load(config.weights)
+            if (wiring := find_wiring(other)) is not None:
+                wiring.undo()  # the config decides about the skips, whatever the weights were trained with
+            _copy(model, other.state_dict(), config.weights)
+        with torch.no_grad():
+            shape = token_logits(model, model(sample[:1])).shape
+        if shape[-1] < self.tokenizer.size:
+            raise BadInput(f"{config.model}: {shape[-1]} logits, and the tokenizer has {self.tokenizer.size} ids")
+        self.initialise(model, sample[:8])
+        return []
+
+    # --- Training -----------------------------------------------------------------------------------------------------
+
+    def optimizer_options(self) -> dict[str, Any]:
+        return {"betas": (0.9, 0.95)} if self.config.optimizer.lower() == "adamw" else {}  # as GPT-3's
+
+    def loss(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+        ids, following = batch
+        logits = token_logits(model, model(ids))
+        return F.cross_entropy(logits.flatten(0, 1).float(), following.flatten()), {}
+
+    def baseline_loss(self, model: nn.Module, train: TextSet, test: TextFeed) -> float:
+        """The entropy of the token frequencies: the loss of a model that knows nothing else."""
+        counts = numpy.bincount(train.tokens[:_FOR_BASELINE])
+        return float(torch.special.entr(torch.from_numpy(counts / counts.sum())).sum())
+
+    def evaluations(self, model: nn.Module, train: TextFeed, test: TextFeed, split: str) -> dict[str, Evaluation]:
+        options = {"precision": self.config.precision}
+        return {"text": Online(["bits-per-byte-v1", "next-token-v1"], None, test, split, options)}
+
+
+def tokenizer_of(checkpoint: Path) -> Tokenizer:
+    """The tokenizer that a checkpoint holds."""
+    return open_tokenizer(checkpoint if (checkpoint / "tokenizer.json").is_file() else "bytes")
+
+
+def _copy(model: nn.Module, weights: dict[str, Any], source: str) -> None:
+    try:
+        model.load_state_dict(weights)
+    except RuntimeError as error:
+        line = " ".join(str(error).split())[:300]
+        raise BadInput(f"{source}: its weights are of another model: {line}; give it the same model_args") from error
+
+
+lm = register(Recipe("lm", Lm, _PRESETS, build_model, NextToken))

@@ -1,0 +1,132 @@
+"""Text of a language model: a prompt continued token by token, with the keys and values of earlier tokens kept.
+
+The model sees the last tokens, up to its context length. Where that is full, it goes on from the second half of what it
+has seen: with a cache and without the same tokens are seen, so both give the same text, up to rounding.
+
+RUN/samples/step-N-text-seed.txt    the texts, and how they were made
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from unskip._modes import evaluating
+from unskip.errors import BadInput
+from unskip.evals import autocast, token_logits
+from unskip.recipes._causal import takes_cache
+from unskip.recipes._lm import NextToken, tokenizer_of
+from unskip.recipes._open import Trained, open_run
+
+
+@dataclass(frozen=True, eq=False)
+class TextSamples:
+    """Texts that continue a prompt, without it, and the cost."""
+
+    prompt: str
+    texts: list[str]
+    tokens: int  # drawn, over all texts
+    seconds: float
+    file: Path | None
+
+
+def sample_text(
+    run: str | Path | Trained,
+    prompt: str = "",
+    n: int = 1,
+    *,
+    length: int = 256,
+    temperature: float = 0.8,
+    top_k: int | None = None,
+    seed: int = 0,
+    cache: bool = True,
+    precision: Any = "float32",
+    device: str | None = None,
+    write: bool = True,
+) -> TextSamples:
+    """Continues a prompt n times, by at most `length` tokens each, with a run's last checkpoint.
+
+    A text ends where the model ends a document. At temperature 0 the likeliest token is taken; `top_k` draws among the
+    likeliest alone. Text i is the same for any n. `cache=False` computes everything anew for each token.
+    """
+    for name, value, low in (("n", n, 1), ("length", length, 1), ("temperature", temperature, 0)):
+        if not value >= low:
+            raise BadInput(f"{name} is {value!r}; it is {low} or more")
+    if top_k is not None and top_k < 1:
+        raise BadInput(f"top_k is {top_k!r}; it is 1 or more")
+    trained = run if isinstance(run, Trained) else open_run(run, device)
+    if not isinstance(trained.objective, NextToken):
+        raise BadInput(f"{trained.folder.path}: its recipe is no language model; take a run of lm, or unskip.sample")
+    last = trained.folder.last_checkpoint()
+    assert last is not None
+    words, facts = tokenizer_of(last[1]), trained.facts
+    begun = words.encode([prompt.encode()])[0].tolist() or [words.end]
+    where = next(trained.model.parameters()).device
+    ids = torch.tensor(begun, device=where).repeat(n, 1)
+    start = time.perf_counter()
+    drawn: list[Tensor] = []
+    ended = torch.zeros(n, dtype=torch.bool, device=where)
+    draw = _Draw(seed, n, temperature, top_k, facts.vocabulary)
+    with evaluating(trained.model), torch.no_grad(), autocast(where, precision):
+        for logits in continued(trained.model, ids, drawn, facts.context, length, cache):
+            drawn.append(draw(logits))
+            ended |= drawn[-1] == words.end
+            if ended.all():
+                break
+    rows = torch.stack(drawn, 1).tolist()
+    texts = [words.decode(row[: row.index(words.end)] if words.end in row else row) for row in rows]
+    seconds = time.perf_counter() - start
+    found = TextSamples(prompt, texts, len(drawn) * n, seconds, None)
+    if write:
+        about = {"step": trained.step, "prompt": prompt, "temperature": temperature, "top_k": top_k, "seed": seed}
+        file = trained.folder.path / "samples" / f"step-{trained.step}-text-seed{seed}.txt"
+        file.parent.mkdir(exist_ok=True)
+        shown = [f"--- {index}\n{prompt}{text}" for index, text in enumerate(texts)]
+        file.write_text("\n".join([json.dumps(about), *shown]) + "\n", encoding="utf-8")
+        found = TextSamples(prompt, texts, len(drawn) * n, seconds, file)
+    return found
+
+
+def continued(
+    model: nn.Module, ids: Tensor, drawn: list[Tensor], context: int, length: int, cache: bool
+) -> Iterator[Tensor]:
+    """The logits (n, vocabulary) of the next token after ids (n, tokens) and what was `drawn` since, `length` times."""
+    cache = cache and takes_cache(model)
+    kept: Any = None
+    first, fed = max(0, ids.shape[1] - context), 0  # the first token that is seen, and those whose keys are kept
+    for _ in range(length):
+        whole = torch.cat([ids, *(each[:, None] for each in drawn)], 1)
+        if whole.shape[1] - first > context:
+            first, kept = whole.shape[1] - max(1, context // 2), None
+        if cache:
+            output = model(whole[:, fed if kept is not None else first :], past_key_values=kept, use_cache=True)
+            kept, fed = output.past_key_values, whole.shape[1]
+        else:
+            output = model(whole[:, first:])
+        yield token_logits(model, output)[:, -1].float()
+
+
+class _Draw:
+    """The next tokens of n texts, each from random numbers of its own."""
+
+    def __init__(self, seed: int, n: int, temperature: float, top_k: int | None, vocabulary: int) -> None:
+        self.temperature, self.top_k, self.vocabulary = temperature, top_k, vocabulary
+        self.generators = [torch.Generator().manual_seed(seed * 1_000_003 + index) for index in range(n)]
+
+    def __call__(self, logits: Tensor) -> Tensor:
+        logits = logits[:, : self.vocabulary]  # a vocabulary that is filled up has logits of no token
+        if self.temperature == 0:
+            return logits.argmax(-1)
+        if self.top_k is not None:
+            least = logits.topk(min(self.top_k, logits.shape[-1])).values[:, -1:]
+            logits = logits.masked_fill(logits < least, float("-inf"))
+        sums = (logits.double() / self.temperature).softmax(-1).cumsum(-1)
+        chance = torch.stack([torch.rand(1, generator=each, dtype=torch.float64) for each in self.generators])
+        return torch.searchsorted(sums, chance.to(sums.device) * sums[:, -1:]).clamp(max=self.vocabulary - 1)[:, 0]

@@ -1,0 +1,227 @@
+"""The recipe of language models: kinds train, resume, open from their folder, sample with and without a cache."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.commands import on_ranks, unskip_in
+from torch import nn
+
+import unskip
+from unskip.errors import BadInput
+from unskip.recipes import build, lm, sample_text
+from unskip.training import RunFolder
+
+pytest.importorskip("transformers")
+SMALL = "hidden_size=32,num_hidden_layers=2,num_attention_heads=4"
+TEXT = "".join(f"the number {i} and its square {i * i}\n" for i in range(400))
+
+
+def config(folder: Path, **fields: Any) -> Any:
+    """Of a small model on a text of 15 kB."""
+    (folder / "text.txt").write_text(TEXT)
+    usual = {"data": str(folder / "text.txt"), "cache": str(folder / "cache"), "model_args": SMALL, "context": 32}
+    usual |= {"batch": 8, "steps": 6, "log_every": 1, "device": "cpu", "health": False, "online_sequences": 8}
+    return lm("stdlib-tiny", **(usual | fields))
+
+
+def train(folder: Path, name: str = "run", **fields: Any) -> Any:
+    return unskip.train(config(folder, **fields), folder / name, quiet=True)
+
+
+def weights(run: Path) -> dict[str, Any]:
+    return dict(unskip.load(run).state_dict())
+
+
+KINDS = {
+    "gpt2": "",
+    "llama": ",num_key_value_heads=2",
+    "mistral": "",
+    "qwen3": ",num_key_value_heads=2",
+}
+
+
+@pytest.mark.parametrize(
+    "kind", [*list(KINDS)[:2], *(pytest.param(k, marks=pytest.mark.full) for k in list(KINDS)[2:])]
+)
+def test_a_kind_learns_and_opens_from_its_folder_alone(tmp_path: Path, kind: str) -> None:
+    outcome = train(
+        tmp_path, model=kind, model_args=SMALL + KINDS[kind], shortcut="decay:0.6", steps=40, lr=1e-2, ema=0.5
+    )
+    rows = RunFolder(outcome.folder).read("metrics.jsonl")
+    assert rows[0]["loss"] == pytest.approx(math.log(320), rel=0.1)
+    assert rows[-1]["loss"] < 0.75 * rows[0]["loss"]
+    (tmp_path / "text.txt").unlink()
+    model: Any = unskip.load(outcome.folder)
+    assert model.config.model_type == kind
+    assert unskip.Wiring.of(model).alphas[-1] == pytest.approx(0.6)
+    ids = torch.randint(257, (2, 32), generator=torch.Generator().manual_seed(0))
+    logits = model(ids).logits
+    later = ids.clone()
+    later[:, 20] = (later[:, 20] + 1) % 257
+    assert torch.equal(model(later).logits[:, :20], logits[:, :20])  # causal
+    again: Any = unskip.load(RunFolder(outcome.folder).last_checkpoint()[1])  # type: ignore[index]
+    assert type(again) is type(model)
+
+
+def test_a_run_resumes_bit_for_bit_in_the_middle_of_an_epoch(tmp_path: Path) -> None:
+    whole = train(tmp_path, "whole", optimizer="soap", checkpoint_every=3)
+    (tmp_path / "half").mkdir()
+    stopped = config(tmp_path, optimizer="soap", checkpoint_every=3)
+    torch.manual_seed(stopped.seed)  # as `train` does
+    task, schedule = build(stopped)
+    assert task.feed.steps_per_epoch > 6
+
+    def stop(step: int) -> None:
+        if step == 4:
+            raise RuntimeError("stopped")
+
+    task.after_step = stop
+    folder = RunFolder.create(
+        tmp_path / "half", unskip.recipes.to_dict(stopped), "cpu", steps=6, plugins=[], **task.record
+    )
+    with pytest.raises(RuntimeError, match="stopped"):
+        unskip.training.run_task(task, schedule, folder, quiet=True)
+    assert folder.last_checkpoint()[0] == 3  # type: ignore[index]
+    unskip.resume(tmp_path / "half", quiet=True)
+    one, two = weights(whole.folder), weights(tmp_path / "half")
+    assert all(torch.equal(one[name], two[name]) for name in one)
+    (tmp_path / "text.txt").write_text(TEXT.replace("square", "SQUARE"))
+    with pytest.raises(BadInput, match="as many tokens, but of other content or file names"):
+        unskip.resume(tmp_path / "half", quiet=True)
+
+
+@pytest.mark.skipif(not torch.distributed.is_available(), reason="torch is built without distributed")
+def test_two_processes_take_the_steps_of_one(tmp_path: Path) -> None:
+    one = train(tmp_path, "one", accumulate=2)
+    for name, fields in (("two", {}), ("sharded", {"fsdp": True})):
+        on_ranks(2, tmp_path, lambda name=name, fields=fields: train(tmp_path, name, **fields) and None)
+        evaluated = RunFolder(tmp_path / name).read("evals.jsonl")[-1]
+        assert evaluated["test_loss"] == pytest.approx(one.evaluations["test_loss"], rel=1e-4)
+        assert evaluated["n"] == 8
+        losses = [[row["loss"] for row in RunFolder(tmp_path / run).read("metrics.jsonl")] for run in ("one", name)]
+        assert losses[0] == pytest.approx(losses[1], rel=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+def test_text_is_the_same_with_and_without_a_cache(tmp_path: Path, kind: str) -> None:
+    run = train(tmp_path, model=kind, shortcut="decay:0.5", steps=2).folder
+    for options in ({"temperature": 0.0}, {"temperature": 1.0, "top_k": 40}):
+        # The context is full twice on the way.
+        found = [sample_text(run, "the number", 2, length=60, cache=c, **options).texts for c in (True, False)]
+        assert found[0] == found[1]
+    assert sample_text(run, "the number", 1, length=60, top_k=40, temperature=1.0).texts == found[0][:1]
+    assert (tmp_path / "run" / "samples" / "step-2-text-seed0.txt").read_text().startswith('{"step": 2')
+    long = sample_text(run, TEXT[:100], 1, length=3, write=False)  # a prompt longer than the context
+    assert long.tokens == 3
+
+
+def test_gradient_checkpointing_changes_no_loss(tmp_path: Path) -> None:
+    plain, again = (train(tmp_path, name, grad_checkpointing=name == "b", optimizer="muon") for name in "ab")
+    assert plain.evaluations["test_loss"] == pytest.approx(again.evaluations["test_loss"], rel=1e-5)
+
+
+FILE = """
+import torch
+from torch import nn
+
+
+class Tiny(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.embed, self.head = nn.Embedding(257, width), nn.Linear(width, 257)
+        layers = [nn.Sequential(nn.Linear(width, width), nn.GELU(), nn.Linear(width, width)) for _ in range(2)]
+        self.blocks = nn.ModuleList(layers)
+
+    def forward(self, ids):
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = x + block(x)
+        return self.head(x)
+
+
+def tiny(width=16):
+    return Tiny(width)
+"""
+
+
+def test_a_model_of_a_file_trains_and_samples(tmp_path: Path) -> None:
+    (tmp_path / "tiny.py").write_text(FILE)
+    fields = {"model": f"{tmp_path / 'tiny.py'}:tiny", "model_args": "width=8", "shortcut": "cut"}
+    run = train(tmp_path, **fields).folder
+    with pytest.raises(BadInput, match="trust=True"):
+        unskip.load(run)
+    model = unskip.load(run, trust=True)
+    assert unskip.Wiring.of(model).alphas == [0.0, 0.0]
+    trained = unskip.recipes.open_run(run, trust=True)
+    assert len(sample_text(trained, "the", length=5, write=False, temperature=0).texts[0]) <= 5
+
+
+def test_weights_of_another_run_are_the_start(tmp_path: Path) -> None:
+    first = train(tmp_path, "first", shortcut="cut").folder
+    task, _ = build(config(tmp_path, weights=str(first)))
+    before = weights(first)
+    assert all(torch.equal(value, before[name]) for name, value in task.model.state_dict().items())
+    with pytest.raises(BadInput, match="its weights are of another model"):
+        build(config(tmp_path, weights=str(first), model_args=SMALL.replace("32", "64")))
+
+
+def test_a_model_of_a_folder_keeps_its_own_vocabulary(tmp_path: Path) -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    options = {"num_hidden_layers": 1, "num_attention_heads": 2, "max_position_embeddings": 64, "intermediate_size": 32}
+    saved = LlamaForCausalLM(LlamaConfig(vocab_size=300, hidden_size=16, **options))
+    saved.save_pretrained(tmp_path / "llama")
+    fields = {"model": f"hf:{tmp_path / 'llama'}", "model_args": ""}
+    task, _ = build(config(tmp_path, **fields, pretrained=True))
+    assert all(torch.equal(value, saved.state_dict()[name]) for name, value in task.model.state_dict().items())
+    with pytest.raises(BadInput, match="it has 64 positions, and the context is 65"):
+        build(config(tmp_path, **fields, context=65))
+    LlamaForCausalLM(LlamaConfig(vocab_size=200, hidden_size=16, **options)).save_pretrained(tmp_path / "few")
+    with pytest.raises(BadInput, match="its vocabulary is 200, and the tokenizer has 257 ids"):
+        build(config(tmp_path, model=f"hf:{tmp_path / 'few'}", model_args=""))
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"model": "gtp2"}, "nearest: gpt2"),
+        ({"model": "bert-base"}, "it is a kind of language model"),
+        ({"model_args": "hidden_sice=3"}, "nearest: hidden_size"),
+        ({"model_args": "hidden_size=30,num_attention_heads=4"}, "not divided evenly by 4 heads"),
+        ({"context": 0}, "one token at least"),
+        ({"context": 10**6}, "take a context of at most"),
+        ({"pretrained": True}, "a kind of model without weights"),
+        ({"size": 64}, "it is about images"),
+        ({"data": "no-such-folder"}, "no such text; a text is stdlib"),
+    ],
+)
+def test_what_cannot_work_is_named(tmp_path: Path, fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(BadInput, match=message):
+        train(tmp_path, **fields)
+    assert not (tmp_path / "run").exists()
+
+
+def test_the_command_line_from_training_to_text(tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text(TEXT)
+    options = ["--model-args", SMALL, "--context", "32", "--batch", "8", "--steps", "4", "--no-health", "--cache", "c"]
+    code, _, errors = unskip_in(
+        tmp_path, "train", "lm", "--data", "text.txt", *options, "--out", "run", "--device", "cpu", "--shortcut", "cut"
+    )
+    assert code == 0, errors
+    assert "sequences of 32 tokens (bytes) from" in errors
+    code, out, errors = unskip_in(tmp_path, "eval", "run")
+    assert code == 0, errors
+    assert all(name in out for name in ("bits_per_byte", "perplexity_context_16", "next_token_accuracy"))
+    code, out, _ = unskip_in(tmp_path, "sample", "run", "--prompt", "the number", "--length", "5")
+    assert code == 0
+    assert out.startswith("the number")
+    for command in (["audit", "run"], ["measure", "run", "--jacobians", "off"], ["absorb", "run"], ["report", "run"]):
+        code, out, errors = unskip_in(tmp_path, *command)
+        assert code == 0, (command, errors)
+    assert isinstance(unskip.load(tmp_path / "run"), nn.Module)
