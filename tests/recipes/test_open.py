@@ -13,7 +13,7 @@ from torch import nn
 
 import unskip
 from unskip import cli, recipes
-from unskip.data import Preprocess, preprocess_of
+from unskip.data import Preprocess, preprocess_of, set_preprocess
 from unskip.errors import BadInput, LoadError, UnskipWarning
 from unskip.recipes import evaluate_run, open_run
 from unskip.training import RunFolder
@@ -91,6 +91,17 @@ def test_a_run_is_evaluated_and_measured_as_its_folder_says(tmp_path: Path, caps
     cli.main(["measure", str(tmp_path / "run"), "--data", str(data), "--jacobians", "off", "--json"])
     expected = unskip.measure(unskip.load(tmp_path / "run"), images, jacobians="off").to_dict()
     assert json.loads(capsys.readouterr().out)["blocks"] == expected["blocks"]
+
+
+def test_loaded_weights_do_not_bring_their_preprocessing(tmp_path: Path) -> None:
+    data = folder_of_images(tmp_path / "data", 20)
+    trained("supervised", tmp_path / "first", data)
+    model = unskip.load(tmp_path / "first")
+    set_preprocess(model, Preprocess((0.3,) * 3, (0.3,) * 3, 8))
+    unskip.save(model, tmp_path / "saved")
+    trained("supervised", tmp_path / "second", data, weights=str(tmp_path / "saved"))
+    checkpoint = unskip.load(tmp_path / "second" / "checkpoints" / "step-2")
+    assert preprocess_of(checkpoint) == preprocess_of(unskip.load(tmp_path / "first"))
 
 
 def test_ema_weights_are_loaded(tmp_path: Path) -> None:

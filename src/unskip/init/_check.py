@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from unskip._table import table
-from unskip.anatomy import Site
+from unskip.anatomy import Parts, Site, named
 from unskip.errors import InitError
 
 
@@ -23,6 +23,20 @@ class Row:
     site: Site
     values: dict[str, float | None]
     failed: tuple[str, ...] = ()
+
+
+def chosen_parts(all_parts: Parts, chooses: Callable[[Site], bool]) -> Parts:
+    """The parts of the chosen sites. Raises InitError where there is none, or where one is unknown."""
+    pairs = [(site, part) for site, part in zip(all_parts.sites, all_parts, strict=True) if chooses(site)]
+    if not pairs:
+        raise InitError(f"{all_parts.model}: no site to initialise")
+    unknown = [site for site, part in pairs if part is None]
+    if unknown:
+        raise InitError(
+            f"{named(unknown)}: {all_parts.reasons[unknown[0].index]}. Nothing was changed; leave such sites out by "
+            "where=."
+        )
+    return Parts(all_parts.model, [site for site, _ in pairs], [part for _, part in pairs], {})
 
 
 class RowBuilder:

@@ -42,7 +42,7 @@ from unskip.anatomy import (
 )
 from unskip.errors import InitError
 from unskip.init._calibrate import Solved, solve_, targets
-from unskip.init._check import Check, same, transaction
+from unskip.init._check import Check, chosen_parts, same, transaction
 from unskip.init._draw import Draw
 from unskip.init._position import PositionCode, position_code_
 from unskip.init._query_key import Heads, query_key_
@@ -119,7 +119,7 @@ def skipless_(
     refuse_parts(parts, centre, mlp_bias, carry, self_attention)
     check_selector(where)
     whole_example = example_for(model, example)
-    chosen = _chosen(model, trace_parts(model, whole_example).parts, where, parts)
+    chosen = _chosen(trace_parts(model, whole_example).parts, where, parts)
     if centre:
         _refuse_to_centre(chosen)
     if mlp_bias:
@@ -204,20 +204,11 @@ def _refuse_to_centre(chosen: Parts) -> None:
         raise InitError(f"{named(unknown)}: the mean of an unknown activation is not known. Nothing was changed.")
 
 
-def _chosen(model: nn.Module, all_parts: Parts, where: Where, parts: Sequence[Name]) -> Parts:
+def _chosen(all_parts: Parts, where: Where, parts: Sequence[Name]) -> Parts:
     """The parts of the chosen sites. Raises where one of them cannot be initialised."""
-    pairs = [(site, part) for site, part in zip(all_parts.sites, all_parts, strict=True) if picks(where, site)]
     kinds = {"mlp"} if set(parts) == {"mlp"} else {"attention"} if "mlp" not in parts else {"attention", "mlp", "conv"}
-    pairs = [(site, part) for site, part in pairs if site.kind in kinds | {"parallel", "other"}]
-    if not pairs:
-        raise InitError(f"{type(model).__name__}: no site to initialise")
-    chosen = Parts(all_parts.model, [site for site, _ in pairs], [part for _, part in pairs], {})
-    unknown = [site for site, part in pairs if part is None]
-    if unknown:
-        raise InitError(
-            f"{named(unknown)}: {all_parts.reasons[unknown[0].index]}. Nothing was changed; leave such sites out by "
-            "where=."
-        )
+    kinds |= {"parallel", "other"}
+    chosen = chosen_parts(all_parts, lambda site: site.kind in kinds and picks(where, site))
     crossed = [part.site for part in chosen.attentions() if part.cross and "query-key" in parts]
     if crossed:
         raise InitError(
@@ -239,7 +230,7 @@ def _chosen(model: nn.Module, all_parts: Parts, where: Where, parts: Sequence[Na
         )
     weights = [p for part in branches for p in part.parameters]
     if any(not p.is_floating_point() or p.device.type == "meta" for p in weights):
-        raise InitError(f"{type(model).__name__}: its weights are on the meta device or not floating: nothing to fill")
+        raise InitError(f"{all_parts.model}: its weights are on the meta device or not floating: nothing to fill")
     return chosen
 
 

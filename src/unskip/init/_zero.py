@@ -11,6 +11,7 @@ as it is.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -27,7 +28,7 @@ from unskip.anatomy import (
     trace_parts,
 )
 from unskip.errors import InitError
-from unskip.init._check import Check, RowBuilder, transaction
+from unskip.init._check import Check, RowBuilder, chosen_parts, transaction
 from unskip.wiring import Where, check_selector, picks
 
 
@@ -39,16 +40,7 @@ def zero_branches_(model: nn.Module, example: object = None, *, where: Where = N
     """
     check_selector(where)
     whole = example_for(model, example)
-    all_parts = trace_parts(model, whole).parts
-    unknown = [s for s, part in zip(all_parts.sites, all_parts, strict=True) if part is None and picks(where, s)]
-    if unknown:
-        raise InitError(
-            f"{named(unknown)}: {all_parts.reasons[unknown[0].index]}. Nothing was changed; leave such sites out by "
-            "where=."
-        )
-    chosen = [part for site, part in zip(all_parts.sites, all_parts, strict=True) if picks(where, site)]
-    if not chosen:
-        raise InitError(f"{type(model).__name__}: no site to initialise")
+    chosen = chosen_parts(trace_parts(model, whole).parts, partial(picks, where))
     scaled, shut = [], []
     with torch.no_grad(), transaction(model):
         for part in _branches(chosen):

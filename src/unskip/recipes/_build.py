@@ -42,11 +42,11 @@ def build_task(config: Config, opener: Opener | None = None) -> tuple[Task, Sche
     if not isinstance(model, nn.Module):
         raise BadInput(f"recipe {recipe.name!r}: build_model returns {type(model).__name__}; it is a module")
     model = model.to(device)
+    notes = [*train.report, *test.report, *objective.start(model, sample)]
     made = objective.preprocess(facts.channels)
-    if made is not None:
+    if made is not None:  # in place of what comes with loaded weights
         set_preprocess(model, made)
         set_preprocess(objective.encoder(model), made)
-    notes = [*train.report, *test.report, *objective.start(model, sample)]
     wirings = wire(objective, model, sample[:2])
     if wirings and _unfinished(wirings[0], progress.steps):
         notes.append(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -12,7 +11,7 @@ from torch import nn
 from unskip import spec
 from unskip.data import CropFeed, Crops, DrawnFeed, Feed, ImageSet, subset
 from unskip.errors import BadInput
-from unskip.recipes._models import built, check_patch, timm_arguments
+from unskip.recipes._models import built, check_patch, check_ranges, timm_arguments
 from unskip.recipes._objective import Facts, Objective
 from unskip.recipes._online import online_features
 from unskip.training import Evaluation
@@ -85,14 +84,3 @@ def _refuse_one_size(config: Any, model: nn.Module) -> None:
             f"{config.model}: {name} has no dynamic_img_size; the backbone is a ViT of timm that takes images of any "
             "size, as timm:vit_small_patch16_224"
         )
-
-
-def check_ranges(config: Any, ranges: Mapping[str, tuple[float, float]], above_zero: Iterable[str] = ()) -> None:
-    """Raises BadInput for a number of a config that is out of its range; None is in every range."""
-    for name, (low, high) in ranges.items():
-        if (value := getattr(config, name)) is not None and not low <= value <= high:
-            usual = f"goes from {low:g} to {high:g}" if high < math.inf else f"is {low:g} or more"
-            raise BadInput(f"{name} is {value!r}; it {usual}")
-    for name in above_zero:
-        if not getattr(config, name) > 0:
-            raise BadInput(f"{name} is {getattr(config, name)!r}; it is above 0")

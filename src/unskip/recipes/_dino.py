@@ -26,7 +26,8 @@ from unskip.errors import BadInput
 from unskip.models import DINO, load_dino
 from unskip.optim import group_of, own_group, schedules
 from unskip.recipes._config import Config
-from unskip.recipes._crops import CropsObjective, backbone, check_ranges
+from unskip.recipes._crops import CropsObjective, backbone
+from unskip.recipes._models import check_ranges
 from unskip.recipes._objective import Facts, Progress
 from unskip.recipes._registry import Preset, Recipe, register
 

@@ -1,8 +1,10 @@
-"""The model that a config names, built with errors that say what was wrong."""
+"""The model that a config names, and the checks of its numbers, with errors that say what was wrong."""
 
 from __future__ import annotations
 
 import inspect
+import math
+from collections.abc import Iterable, Mapping
 from difflib import SequenceMatcher
 from typing import Any, TypeVar
 
@@ -25,6 +27,17 @@ def timm_arguments(config: Any, channels: int, **fixed: Any) -> dict[str, Any]:
     if config.patch is not None:
         arguments["patch_size"] = config.patch
     return arguments | arguments_of(config.model_args)
+
+
+def check_ranges(config: Any, ranges: Mapping[str, tuple[float, float]], above_zero: Iterable[str] = ()) -> None:
+    """Raises BadInput for a number of a config that is out of its range; None is in every range."""
+    for name, (low, high) in ranges.items():
+        if (value := getattr(config, name)) is not None and not low <= value <= high:
+            usual = f"goes from {low:g} to {high:g}" if high < math.inf else f"is {low:g} or more"
+            raise BadInput(f"{name} is {value!r}; it {usual}")
+    for name in above_zero:
+        if not getattr(config, name) > 0:
+            raise BadInput(f"{name} is {getattr(config, name)!r}; it is above 0")
 
 
 def check_patch(config: Any, *sizes: str) -> None:

@@ -19,7 +19,8 @@ from unskip.data import Drawn
 from unskip.errors import BadInput
 from unskip.models import SimCLR
 from unskip.recipes._config import Config
-from unskip.recipes._crops import CropsObjective, backbone, check_ranges
+from unskip.recipes._crops import CropsObjective, backbone
+from unskip.recipes._models import check_ranges
 from unskip.recipes._objective import Facts
 from unskip.recipes._registry import Preset, Recipe, register
 from unskip.wiring import Anneal, Decay, parse

@@ -7,6 +7,7 @@ a second-order optimizer, keeps up with a residual one.
 from __future__ import annotations
 
 import copy
+import math
 import warnings
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,7 +21,7 @@ from unskip._extras import need
 from unskip.data import Feed, ImageSet
 from unskip.errors import BadInput, UnskipWarning
 from unskip.recipes._config import Config
-from unskip.recipes._models import arguments_of, built, check_patch
+from unskip.recipes._models import arguments_of, built, check_patch, check_ranges
 from unskip.recipes._objective import Facts, Objective
 from unskip.recipes._online import Online
 from unskip.recipes._registry import Preset, Recipe, register
@@ -133,13 +134,7 @@ class Classification(Objective):
 
     def check(self) -> None:
         config = self.config
-        if config.size < 1:
-            raise BadInput(f"size is {config.size!r}; an image is at least one pixel wide")
-        for name, low, high in (("smoothing", 0.0, 1.0), ("drop_path", 0.0, 1.0)):
-            if not low <= getattr(config, name) <= high:
-                raise BadInput(f"{name} is {getattr(config, name)!r}; it goes from {low:g} to {high:g}")
-        if not config.temperature > 0:
-            raise BadInput(f"temperature is {config.temperature!r}; it is above 0")
+        check_ranges(config, {"size": (1, math.inf), "smoothing": (0, 1), "drop_path": (0, 1)}, ["temperature"])
         if config.teacher not in (None, "original"):
             raise BadInput(f"teacher is {config.teacher!r}; it can be 'original'")
         if config.teacher is not None and config.weights is None:
