@@ -15,13 +15,13 @@ from unskip.absorption import Block
 SCRIPT = runpy.run_path(str(Path(__file__).parents[2] / "benchmarks" / "absorb_campaign.py"))
 
 
-def test_a_hundred() -> None:
-    found = SCRIPT["run"](100, seed=1)
+def test_sixty_blocks() -> None:
+    found = SCRIPT["run"](60, seed=1)
     assert found["wrong"] == []
     counts = found["counts"]
-    assert counts["blocks"] == 100
-    assert min(counts["possible"], counts["impossible"]) > 20
-    assert counts["undecided"] < 25
+    assert counts["blocks"] == 60
+    assert min(counts["possible"], counts["impossible"]) > 12
+    assert counts["undecided"] < 18
 
 
 @pytest.mark.full
