@@ -47,6 +47,13 @@ def test_hinges_outside_the_domain_are_spare_units(name: str) -> None:
     assert close(block, verdict.replacement(), 100 * normal(numbers(0), 50, 4)) > 1e-3  # and nowhere else
 
 
+def test_inputs_near_the_center_are_not_all_alike() -> None:
+    """On two points alone a float32 replacement once passed that erred 11 times as much as its block between them."""
+    x = Domain.ball(torch.zeros(1), 30.0).sample(48, numbers(0), 0.1)
+    assert float(x.abs().max()) <= 0.1 + 1e-12
+    assert len(x.unique()) == 48
+
+
 @pytest.mark.parametrize("name", DOMAINS)
 def test_where_every_hinge_cuts_the_domain_nothing_changes(name: str) -> None:
     verdict = absorb(shifted(far=0), domain=DOMAINS[name])

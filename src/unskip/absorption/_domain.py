@@ -106,7 +106,7 @@ class Domain:
         return inside
 
     def sample(self, count: int, generator: torch.Generator, size: float = math.inf) -> Tensor:
-        """(count, d) inputs: uniform over the domain, drawn in to within `size` of its center."""
+        """(count, d) inputs: uniform over the domain, or drawn in to within `size` of its center."""
         d = len(self.center)
         if self.square:
             unit = 2 * torch.rand(count, d, generator=generator, dtype=torch.float64) - 1
@@ -116,8 +116,7 @@ class Domain:
             unit = way / way.norm(dim=1, keepdim=True) * length
         unit = 0.999 * unit.to(self.center)  # rounding puts none of them outside
         away = unit * self.factor if self.factor.ndim == 1 else unit @ self.factor.mT
-        share: Tensor = (size / away.norm(dim=1, keepdim=True).clamp(min=1e-300)).clamp(max=1.0)
-        return self.center + share * away
+        return self.center + min(1.0, size / max(float(away.norm(dim=1).max()), 1e-300)) * away
 
 
 def as_domain(value: object, inputs: int) -> Domain | None:
