@@ -19,7 +19,7 @@ MARKS: dict[str, dict[str, Any]] = {  # by the kind of a run, in the colours of 
 
 
 def chosen(done: dict[str, Any]) -> float | None:
-    """The alpha_min with the best KNN of the last block on the held-out part, once all have run."""
+    """The alpha_min with the best kNN of the last block on the held-out part, once all have run."""
     names = {alpha: f"sweep | alpha_min {alpha:g}" for alpha in ALPHAS}
     if not all(name in done for name in names.values()):
         return None
@@ -27,7 +27,7 @@ def chosen(done: dict[str, Any]) -> float | None:
 
 
 def best_rate(done: dict[str, Any], name: str) -> float | None:
-    """The factor on the learning rate with the best KNN on the held-out part, once all have run."""
+    """The factor on the learning rate with the best kNN on the held-out part, once all have run."""
     usual = f"sweep | alpha_min {name.removeprefix('decay ')}" if name.startswith("decay") else f"ablation | {name}"
     names = {1.0: usual} | {times: f"rate | {name} | x {times:g}" for times in RATES}
     if not all(each in done for each in names.values()):
@@ -49,9 +49,9 @@ def groups(done: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
 
 
 def table(done: dict[str, Any]) -> str:
-    """A line for each configuration: numbers of the last block, and the best KNN over depth with its block."""
+    """A line for each configuration: numbers of the last block, and the best kNN over depth with its block."""
     keys = ("knn20", "probe_lbfgs", "probe_mae", "probe_decayed", "rank")
-    lines = [f"| run | seeds | {' | '.join(keys)} | best KNN (block) | fine-tuned | split |", "|---" * 10 + "|"]
+    lines = [f"| run | seeds | {' | '.join(keys)} | best kNN (block) | fine-tuned | split |", "|---" * 10 + "|"]
     for name, rows in sorted(groups(done).items()):
         whole = [row for row in rows if "depth" in row]
         if not whole:
@@ -111,7 +111,7 @@ def answers(done: dict[str, Any]) -> dict[str, Any]:
 
 
 def correlations(done: dict[str, Any]) -> dict[str, Any]:
-    """Rank against KNN over configurations at the same share of training, and over the checkpoints of each run."""
+    """Rank against kNN over configurations at the same share of training, and over the checkpoints of each run."""
     curves = {name: row["online"] for name, row in done.items() if len(row.get("online", ())) > 3}
     curves = {name: curve for name, curve in curves.items() if not name.startswith(("depth", "size", "rate", "longer"))}
     result: dict[str, Any] = {"over checkpoints": {}}
@@ -139,7 +139,7 @@ def pearson(x: list[float], y: list[float]) -> float | None:
 
 
 def figures(done: dict[str, Any], folder: Path, word: str) -> None:
-    """KNN over depth and training, and rank against KNN; feature norms, echo and frequency; as SVG."""
+    """kNN over depth and training, and rank against kNN; feature norms, echo and frequency; as SVG."""
     pyplot = drawing("mae")
     of_a_name: dict[str, Any] = {}
     styles: dict[str, str] = {}
@@ -175,11 +175,11 @@ def figures(done: dict[str, Any], folder: Path, word: str) -> None:
                 side = "left" if kind == "sweep" else "right"
                 shown = label.removeprefix("alpha_min ")
                 ranks.annotate(shown, where, beside, textcoords="offset points", fontsize=6, horizontalalignment=side)
-    depth.set(xlabel="block", ylabel="KNN accuracy, k = 20 (%)", title="over depth")
+    depth.set(xlabel="block", ylabel="kNN accuracy, k = 20 (%)", title="over depth")
     for style_of, style in styles.items():
         training.plot([], [], style, color="#555555", label=style_of)
-    training.set(xlabel="step", ylabel="KNN, k = 20 (%)", title="over training, last block, fewer images")
-    ranks.set(xlabel="effective rank, last block", ylabel="KNN, k = 20 (%)", title="rank against KNN")
+    training.set(xlabel="step", ylabel="kNN, k = 20 (%)", title="over training, last block, fewer images")
+    ranks.set(xlabel="effective rank, last block", ylabel="kNN, k = 20 (%)", title="rank against kNN")
     ranks.set_ylim(top=ranks.get_ylim()[1] + 10)  # room for the legend
     for axes in (depth, training, ranks):
         _legend(axes, 7)
@@ -197,7 +197,7 @@ def figures(done: dict[str, Any], folder: Path, word: str) -> None:
             means = [statistics.mean(values) if None not in values else None for values in each]
             axes.plot(means, marker="o", markersize=3, label=name.partition(" | ")[2])
     norms.set(xlabel="step", ylabel="length of the last tokens", title="feature norm over training", yscale="log")
-    echo.set(xlabel="block", ylabel="R² of the first stream", title="echo")
+    echo.set(xlabel="block", ylabel="R² of the first stream", title="input reconstruction")
     frequency.set(xlabel="block", ylabel="share of energy", title="high frequencies")
     for axes in (norms, echo, frequency):
         _legend(axes, 7)
@@ -206,7 +206,7 @@ def figures(done: dict[str, Any], folder: Path, word: str) -> None:
 
 
 def _course(row: dict[str, Any]) -> tuple[list[int], list[float]]:
-    """KNN over steps."""
+    """kNN over steps."""
     return [point[0] for point in row["online"]], [100 * point[1] for point in row["online"]]
 
 

@@ -20,7 +20,7 @@ def sentences() -> Iterator[tuple[str, str]]:
 
     bars = record("optim-gpu")["bars_on_vit_b"]
     soap, ratio = bars["soap_ms (alone)"]["measured"], bars["soap_ratio (alone)"]["measured"]
-    yield "optim", f"a step of SOAP takes {soap:.1f} ms alone, {ratio:.1f} times less than"
+    yield "optim-cost", f"a step of SOAP takes {soap:.1f} ms alone, {ratio:.1f} times less than"
 
     counts, wrong = record("absorb-campaign")["counts"], record("absorb-campaign")["wrong"]
     parts = ", ".join(f"{counts[status]:,} {status}" for status in ("possible", "impossible", "undecided"))

@@ -6,7 +6,7 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-from _study import drawing
+from _study import drawing, seeds_and_mean
 
 CFG = 1.5
 PROTOCOLS = {"knn20": "knn-dino-v1", "probe_lbfgs": "probe-lbfgs-v1"}  # by the number that is shown
@@ -68,35 +68,37 @@ def table(done: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+# What is drawn, by the start of a run's name: SiT in the first colours, U-ViT in the next, decayed ones solid.
+LINES = {
+    "SiT, plain": ("sit | plain", ":"),
+    "SiT, long skips": ("sit | long skips", "--"),
+    "SiT, long skips, decay:0.8": ("sit | decay 0.8", "-"),
+    "U-ViT": ("uvit | plain", "--"),
+    "U-ViT, decay:0.8": ("uvit | decay 0.8", "-"),
+}
+
+
 def figure(done: dict[str, Any], file: Path) -> None:
-    """Distances; accuracies over blocks at the chosen time, on the test set; and kNN over times, held out."""
+    """Distances of samples; kNN and probe over blocks at the chosen time, on the test set. A point a seed."""
     pyplot = drawing("sit")
-    sheet, cells = pyplot.subplots(2, 2, figsize=(10, 7.4), constrained_layout=True)
-    distance, near, probe, noise = cells.flatten()
+    sheet, (distance, near, probe) = pyplot.subplots(1, 3, figsize=(11, 3.8), constrained_layout=True)
     every = {name: [row for row in rows if "generation" in row] for name, rows in groups(done).items()}
-    every = {name.replace(" | ", ": "): rows for name, rows in every.items() if rows}
-    for index, (name, rows) in enumerate(every.items()):
-        for cfg, shade in (("1", 1.0), (f"{CFG:g}", 0.5)):
-            values = [row["generation"][cfg]["FD-judge"] for row in rows if cfg in row["generation"]]
-            if values:
-                at = index if shade == 1 else index + 0.4
-                distance.barh(at, statistics.mean(values), height=0.36, color=f"C{index}", alpha=shade)
-                distance.plot(values, [at] * len(values), "k|", markersize=8)
-        for turn, row in enumerate(rows):
-            style: dict[str, Any] = {"marker": "o", "markersize": 4, "color": f"C{index}"}
-            style |= {"linestyle": "--" if turn else "-", "label": None if turn else name}  # dashed: further seeds
-            for axes, number in ((near, "knn20"), (probe, "probe_lbfgs")):
-                axes.plot([100 * value for value in row["features"][number]["test"]], **style)
-            known = row["features"]["knn20"]["held_out"]
-            noise.plot([float(each) for each in known], [100 * max(values) for values in known.values()], **style)
-    distance.set(yticks=range(len(every)), yticklabels=every, xlabel="FD-judge, less is better", title="samples")
-    distance.invert_yaxis()
-    near.set(xlabel="block", title="kNN, k = 20, test images (%)")
-    probe.set(xlabel="block", title="linear probe, test images (%)")
-    noise.set(xlabel="time: noise 0, data 1", title="kNN at the best block, held out (%)")
+    shown = {label: (every[name], style) for label, (name, style) in LINES.items() if every.get(name)}
+    for index, (label, (rows, style)) in enumerate(shown.items()):
+        values = [row["generation"]["1"]["FD-judge"] for row in rows]
+        distance.hlines(statistics.mean(values), index - 0.3, index + 0.3, color=f"C{index}")
+        distance.plot([index] * len(values), values, "o", color=f"C{index}", alpha=0.6)
+        for axes, number in ((near, "knn20"), (probe, "probe_lbfgs")):
+            curves = [[100 * value for value in row["features"][number]["test"]] for row in rows]
+            seeds_and_mean(axes, curves, color=f"C{index}", linestyle=style, label=label)
+    distance.set(
+        xticks=[], ylim=(0, 1.1 * distance.get_ylim()[1]), title="Fréchet distance of samples (lower is better)"
+    )
+    near.set(xlabel="block", title="kNN, k = 20 (%)")
+    probe.set(xlabel="block", title="linear probe (%)")
     for axes in (near, probe):
         axes.xaxis.get_major_locator().set_params(integer=True)
-    sheet.legend(*near.get_legend_handles_labels(), loc="outside lower center", ncols=3, fontsize=10)
+    sheet.legend(*near.get_legend_handles_labels(), loc="outside lower center", ncols=5)
     file.parent.mkdir(parents=True, exist_ok=True)
     sheet.savefig(file, metadata={"Date": None})
     pyplot.close(sheet)

@@ -66,7 +66,7 @@ def folder_of(runs: Path, name: str, config: dict[str, Any]) -> Path:
 
 
 def drawing(salt: str) -> Any:
-    """matplotlib's pyplot for figures of a study: no screen, the same file each time, colours of Okabe and Ito."""
+    """matplotlib's pyplot in the style of all figures: no screen, the same file each time, colours of Okabe and Ito."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -76,7 +76,17 @@ def drawing(salt: str) -> Any:
 
     pyplot.rcParams["svg.hashsalt"] = salt
     pyplot.rcParams["axes.prop_cycle"] = pyplot.cycler(color=[*COLOURS, "#000000"])
+    pyplot.rcParams |= {"axes.spines.top": False, "axes.spines.right": False, "legend.frameon": False}
+    pyplot.rcParams |= {"font.size": 10, "axes.titlesize": 11, "legend.fontsize": 9, "lines.markersize": 4}
     return pyplot
+
+
+def seeds_and_mean(panel: Any, curves: list[list[float]], **style: Any) -> None:
+    """A line through the means over seeds, and a point for each seed."""
+    places = range(len(curves[0]))
+    panel.plot(places, [sum(values) / len(values) for values in zip(*curves, strict=True)], **style)
+    for curve in curves:
+        panel.plot(places, curve, "o", color=style.get("color"), alpha=0.6)
 
 
 # --- In a worker ------------------------------------------------------------------------------------------------------

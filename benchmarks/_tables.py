@@ -159,7 +159,7 @@ def mae_final() -> str:
         done = runs("mae-cifar", f"final | {name}")
         tuned = spread(row["finetune"] for row in done)
         rows.append([label, *(_last(done, key) for key in PROBES), tuned, _last(done, "rank")])
-    return lines(" | KNN | probe, L-BFGS | probe, MAE's | probe, the paper's | fine-tuned | effective rank", rows)
+    return lines(" | kNN | probe, L-BFGS | probe, MAE's | probe, the paper's | fine-tuned | effective rank", rows)
 
 
 @table
@@ -174,7 +174,7 @@ def mae_long() -> str:
     for name, labels in names.items():
         done = runs("mae-cifar", f"longer | {name}")
         rows.append([*labels, *(_last(done, key) for key in (*PROBES, "rank"))])
-    return lines(" | rate | KNN | probe, L-BFGS | probe, MAE's | probe, the paper's | effective rank", rows)
+    return lines(" | rate | kNN | probe, L-BFGS | probe, MAE's | probe, the paper's | effective rank", rows)
 
 
 def _dino(name: str, spreads: bool = True, last_corloc: bool = True) -> list[str]:
@@ -201,33 +201,33 @@ def _dino(name: str, spreads: bool = True, last_corloc: bool = True) -> list[str
 def dino_main() -> str:
     names = {
         "residual, SOAP": "main | residual | soap",
-        "without residuals + init, SOAP": "main | skipless | soap",
+        "without skips + init, SOAP": "main | skipless | soap",
         "residual, AdamW": "main | residual | adamw",
-        "without residuals + init, AdamW": "main | skipless | adamw",
+        "without skips + init, AdamW": "main | skipless | adamw",
         "`decay:0.6`, SOAP": "remedy | decay 0.6 | soap",
         "6 blocks, residual, SOAP": "depth | residual, 6 blocks | soap",
-        "6 blocks, without residuals + init, SOAP": "depth | skipless, 6 blocks | soap",
+        "6 blocks, without skips + init, SOAP": "depth | skipless, 6 blocks | soap",
         "with labels: residual, SOAP": "labels | residual | soap",
-        "with labels: without residuals + init, SOAP": "labels | skipless | soap",
+        "with labels: without skips + init, SOAP": "labels | skipless | soap",
     }
-    head = " | mean IoU, last block | four blocks | CorLoc, last block | best block | KNN | probe"
+    head = " | mean IoU, last block | four blocks | CorLoc, last block | best block | kNN | probe"
     return lines(head, [[label, *_dino(name)] for label, name in names.items()])
 
 
 @table
 def dino_remedies() -> str:
     names = {
-        "as above, two seeds": "main | skipless | soap",
+        "no skips + init, two seeds": "main | skipless | soap",
         "sharper attention, `beta=2`": "remedy | sharper attention | soap",
         "values centred over tokens, `centre`": "remedy | centred | soap",
         "both": "remedy | centred, sharper | soap",
-        "skips annealed away over half of the steps, + init": "remedy | annealed + init | soap",
+        "skips faded out over half of the steps, + init": "remedy | annealed + init | soap",
         "slower teacher, 0.998": "remedy | momentum 0.998 | soap",
-        "the mean of patches instead of the class token": "remedy | mean of patches | soap",
-        "the MLPs' skips cut alone, `--where mlp`": "remedy | MLPs' skips cut | soap",
+        "mean of patches instead of the class token": "remedy | mean of patches | soap",
+        "only the MLPs' skips cut, `--where mlp`": "remedy | MLPs' skips cut | soap",
     }
     rows = [[label, *_dino(name, spreads=False, last_corloc=False)] for label, name in names.items()]
-    return lines(" | mean IoU, last block | four blocks | CorLoc, best block | KNN | probe", rows)
+    return lines(" | mean IoU, last block | four blocks | CorLoc, best block | kNN | probe", rows)
 
 
 # --- Generation -------------------------------------------------------------------------------------------------------
@@ -247,7 +247,7 @@ def sit_samples() -> str:
         "SiT, plain": "sit | plain",
         "SiT, long skips": "sit | long skips",
         "SiT, long skips, `decay:0.8`": "sit | decay 0.8",
-        "the same product, alpha falling to the middle and then level": "sit | decay 0.8 to the middle",
+        "the same product, reached in the middle": "sit | decay 0.8 to the middle",
         "U-ViT, which has long skips": "uvit | plain",
         "U-ViT, `decay:0.8`": "uvit | decay 0.8",
     }
@@ -261,5 +261,5 @@ def sit_samples() -> str:
         rows.append([label, product, distance, *means, _chosen(done, "knn20"), _chosen(done, "probe_lbfgs")])
     real = record("sit-cifar")["runs"]["judge"]["real"]
     end = [f"{real['FD-judge']:.2f}", f"{real['precision']:.3f}", f"{real['recall']:.3f}", "", ""]
-    head = " | effective decay | FD-judge | precision | recall | KNN (block, time) | probe (block, time)"
+    head = " | effective decay | FD | precision | recall | kNN (block, time) | probe (block, time)"
     return lines(head, [*rows, [f"{real['n']:,} test images", "", *end]])

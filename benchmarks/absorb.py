@@ -142,13 +142,9 @@ def beside(case: str, device: str, other: Path, times: int = 3) -> dict[str, Any
 
 
 def figure(rows: list[dict[str, Any]], path: Path) -> None:
-    import matplotlib
+    from _study import drawing
 
-    matplotlib.use("svg")
-    import matplotlib.pyplot as plt
-
-    plt.rcParams["svg.hashsalt"] = "absorb"  # the same file each time
-    drawing, axes = plt.subplots(figsize=(5, 3.2))
+    sheet, axes = drawing("absorb").subplots(figsize=(5, 3.2), constrained_layout=True)
     for case in dict.fromkeys(row["case"] for row in rows):
         mine = [row for row in rows if row["case"] == case]
         axes.loglog([row["d"] for row in mine], [row["seconds"] for row in mine], marker="o", label=case)
@@ -158,12 +154,10 @@ def figure(rows: list[dict[str, Any]], path: Path) -> None:
     )
     axes.set_xticks(SIZES, [str(size) for size in SIZES])
     axes.minorticks_off()
-    axes.set_xlabel("d (h = 4 d)")
-    axes.set_ylabel("seconds, verified")
+    axes.set(xlabel="width d (hidden width 4 d)", ylabel="seconds, verified")
     axes.legend()
-    drawing.tight_layout()
     path.parent.mkdir(parents=True, exist_ok=True)
-    drawing.savefig(path, metadata={"Date": None})
+    sheet.savefig(path, metadata={"Date": None})
 
 
 def write(path: Path, data: dict[str, Any], device: str) -> None:

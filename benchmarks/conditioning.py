@@ -143,40 +143,28 @@ def spectrum(function: Any, value: torch.Tensor, lost: int, compare: bool = Fals
 
 
 def figure(data: dict[str, Any], file: Path) -> None:
-    """For each model: the stack's singular values, how alike its tokens are, and how its attentions are conditioned."""
-    import matplotlib
+    """Of ViT-S: singular values of the whole model, token cosine by block, condition of attention sub-layers."""
+    from _study import drawing
 
-    matplotlib.use("svg")
-    from matplotlib import pyplot
-
-    pyplot.rcParams["svg.hashsalt"] = "conditioning"
-    colours = ["#000000", "#d55e00", "#0072b2", "#56b4e9", "#009e73", "#cc79a7", "#e69f00"]  # Okabe and Ito
-    styles = dict(zip(VARIANTS, zip(colours, ["-", "-", "-", "-", "--", ":", "-."], strict=True), strict=True))
-    names, singular = list(data["results"]), 1e18
-    grid, axes = pyplot.subplots(3, len(names), figsize=(3.4 * len(names), 9), sharey="row", squeeze=False)
-    for column, name in enumerate(names):
-        spectrum, alike, condition = axes[:, column]
-        for variant, result in sorted(data["results"][name].items(), key=lambda item: [*VARIANTS].index(item[0])):
-            colour, style = styles[variant]
-            curve, top = result["network"]["curve"], result["network"]["sigma_max"]
-            heights = [max(value / top, 1 / singular) for value in curve.values()]
-            spectrum.semilogy([float(share) for share in curve], heights, style, color=colour, label=variant)
-            cosines = [row["mean_cosine"] for row in result["tokens"]]
-            alike.plot(range(1, len(cosines) + 1), cosines, style, color=colour)
-            blocks = [row["block"] for row in result["tokens"]]
-            rows = [row for row in result["sites"] if "sublayer" in row and row["kind"] == "attention"]
-            places = [[f"{row['path']}.".startswith(f"{block}.") for block in blocks].index(True) + 1 for row in rows]
-            values = [row["sublayer"]["condition"] or singular for row in rows]
-            condition.semilogy(places, values, style, color=colour, marker="o", markersize=3)
-        spectrum.set(title=name, xlabel="share of directions")
-        for panel in (alike, condition):
-            panel.set(xlabel="block", xlim=(0.5, len(cosines) + 0.5), xticks=range(1, len(cosines) + 1, 2))
-    axes[0, 0].set_ylabel("singular value of the stack / largest")
-    axes[1, 0].set_ylabel("mean cosine between tokens")
-    axes[2, 0].set_ylabel("condition of an attention sub-layer\n(1e18: singular to rounding)")
-    handles = dict(zip(*reversed(axes[0, 0].get_legend_handles_labels()), strict=True))
-    grid.legend(handles.values(), handles.keys(), loc="lower center", ncol=7, frameon=False, fontsize=9)
-    grid.tight_layout(rect=(0, 0.04, 1, 1))
+    pyplot = drawing("conditioning")
+    drawn = ("residual", "skipless", "skipless + init", "skipless + init, centred")
+    singular = 1e18
+    grid, (spectrum, alike, condition) = pyplot.subplots(1, 3, figsize=(11, 3.8), constrained_layout=True)
+    for variant in drawn:
+        result = data["results"]["vit_small_patch16_224 at 64 px"][variant]
+        curve, top = result["network"]["curve"], result["network"]["sigma_max"]
+        heights = [max(value / top, 1 / singular) for value in curve.values()]
+        spectrum.semilogy([float(share) for share in curve], heights, label=variant)
+        cosines = [row["mean_cosine"] for row in result["tokens"]]
+        alike.plot(range(1, len(cosines) + 1), cosines)
+        blocks = [row["block"] for row in result["tokens"]]
+        rows = [row for row in result["sites"] if "sublayer" in row and row["kind"] == "attention"]
+        places = [[f"{row['path']}.".startswith(f"{block}.") for block in blocks].index(True) + 1 for row in rows]
+        condition.semilogy(places, [row["sublayer"]["condition"] or singular for row in rows], marker="o")
+    spectrum.set(title="singular values of the model / largest", xlabel="share of directions")
+    alike.set(title="mean cosine between tokens", xlabel="block")
+    condition.set(title="condition of attention (1e18: singular)", xlabel="block")
+    grid.legend(*spectrum.get_legend_handles_labels(), loc="outside lower center", ncols=4)
     file.parent.mkdir(parents=True, exist_ok=True)
     grid.savefig(file, metadata={"Date": None})
 

@@ -22,78 +22,26 @@ ROOT = Path(__file__).resolve().parent.parent
 PICTURED = 2  # runs whose pictures are shown where none are named
 # Figures of the studies: the file, what is to be seen, and the page that tells of it.
 STUDIES = (
-    (
-        "skipless-cifar.svg",
-        "Classifiers on CIFAR-10. Left, their test accuracy: a point a seed. Right, how alike the tokens of an image "
-        "become with depth: at 1 they are all the same.",
-        "skipless",
-    ),
-    (
-        "mae-cifar.svg",
-        "Masked autoencoders on CIFAR-10: kNN accuracy by block, over training, and against the effective rank.",
-        "mae",
-    ),
-    (
-        "mae-cifar-inside.svg",
-        "What these encoders carry: the length of features over training, and by block the echo of the input and the "
-        "high frequencies.",
-        "mae",
-    ),
-    (
-        "conditioning.svg",
-        "At the start, before any training: singular values of the whole stack, likeness of tokens by depth, and the "
-        "condition of attention sub-layers, with skips, without, and without from the initialisation.",
-        "init",
-    ),
-    (
-        "dino-64.svg",
-        "DINO with residuals and without (dashed), and the same models trained with labels, by block: rank, "
-        "kNN, probes, segmentation, object discovery, and the share of images in which no object is found.",
-        "dino",
-    ),
-    (
-        "dino-64-residual-soap.png",
-        "Pets as a residual model sees them after DINO: patch features of four blocks, attention, the object found.",
-        "dino",
-    ),
-    (
-        "dino-64-skipless-soap.png",
-        "The same without residuals: patches fall into groups, and in the end all of an image are one.",
-        "dino",
-    ),
-    ("dino-64-cka.svg", "DINO: how alike the blocks are, and their ranks over training.", "dino"),
-    (
-        "sit-cifar.svg",
-        "Diffusion transformers on CIFAR-10: distances of their samples, and what their blocks know, by block and "
-        "noise.",
-        "generate",
-    ),
-    (
-        "sit-cifar-sit-decay-0.8-seed-0-cfg1.5.png",
-        "Samples of a SiT with decayed shortcuts after 38 epochs of CIFAR-10, with guidance of 1.5.",
-        "generate",
-    ),
-)
-# The figures of a report that are shown, by how their titles begin, in their order here, and how each is read.
+    ("skipless-cifar.svg", "Classifiers on CIFAR-10: test accuracy by seed; token cosine by block.", "skipless"),
+    ("mae-cifar.svg", "MAE on CIFAR-10: kNN accuracy by block, over training, and against the effective rank.",
+     "mae-results"),
+    ("conditioning.svg", "A ViT-S before training: singular values, token cosine, condition of attention.",
+     "init-results"),
+    ("dino-64.svg", "DINO with and without skips, by block: probe, segmentation, object discovery.", "dino-results"),
+    ("dino-64-residual-soap.png", "DINO with skips: patch features of four blocks, attention, the object found.",
+     "dino-results"),
+    ("dino-64-skipless-soap.png", "The same without skips: the patches of an image become alike.", "dino-results"),
+    ("sit-cifar.svg", "SiT and U-ViT on CIFAR-10: Fréchet distance of samples, kNN and probe by block.",
+     "generate-results"),
+    ("sit-cifar-sit-decay-0.8-seed-0-cfg1.5.png", "Samples of a SiT with decayed shortcuts, 38 epochs, guidance 1.5.",
+     "generate-results"),
+)  # fmt: skip
+# The pictures of a report that are shown, by how their titles begin, in their order here, and how each is read.
 READ = {
-    "Patch features by block": "A square is a patch, its colour the three main directions of its features. Where a "
-    "colour keeps to a thing, features tell what is there; where all images have one pattern, they tell the place.",
-    "Nearest neighbours": "A test image, and the training images with the nearest features.",
-    "Reconstructions": "An image, what the encoder saw of it, and what the decoder reconstructed.",
-    "20 nearest neighbours, by depth": "How often the 20 nearest training images vote for the right class, from the "
-    "frozen features of each block.",
-    "Linear probe": "How often a linear classifier on the frozen features of each block is right.",
-    "Effective rank of the features, by depth": "How many directions the features of the test images spread over.",
-    "Echo of the input": "How much of what entered the first block can still be read off, by a linear map fitted on "
-    "other images. Below 0 it is worse than guessing the mean.",
-    "High frequencies": "How much of what sets the patches of an image apart differs from patch to patch, rather than "
-    "slowly across the image.",
-    "Effective rank of the tokens": "How many directions the tokens spread over. Few: they have become alike.",
-    "Length of the tokens": "How long the tokens are that a block hands on, on average.",
-    "Shortcut weight alpha": "The knob, as each run has it: alpha * x + f(x), at each of the additions in turn.",
-    "Loss in training": "The loss of the batches as they came.",
-    "Accuracy on test images": "How often the classifiers are right.",
-    "20 nearest neighbours": "The neighbours again, in the course of training.",
+    "Patch features by block": "Each square is a patch; its colour is the first three principal components of its "
+    "features. Compare colours within a block only.",
+    "Nearest neighbours": "A test image and the training images with the nearest features.",
+    "Reconstructions": "An image, its visible patches, and the reconstruction.",
 }
 _SECOND = "## From the studies"
 _FIGURES = """[...document.querySelectorAll('main h2, main h3, main figure svg.chart')].map(each => {
@@ -155,22 +103,15 @@ def drawn(page: Path, pictured: Sequence[str], out: Path) -> Iterator[Shown]:
 
 
 def of_report(figures: Sequence[Shown], note: str) -> str:
-    """The page's first part: figures in the order of READ, two in a row."""
-    lines = ["# Gallery", "", "## From a report", "", note, ""]
-    lines += ["Made by `benchmarks/gallery.py` from a page of `unskip report` ([report](report.md)).", ""]
-    charts: list[Shown] = []
+    """The page's first part: pictures in the order of READ, two in a row."""
+    lines = ["# Gallery", ""]
     for kind, how in READ.items():
-        mine = [each for each in figures if each.kind == kind]
-        pictures = [each for each in mine if each.run]
-        charts += [each for each in mine if not each.run]
+        pictures = [each for each in figures if each.kind == kind and each.run]
         if pictures:
             said = [each.words.partition(": ")[2] for each in pictures]
             below = said if len({*said}) > 1 else []
-            lines += [f"### {kind}", "", f"{how} {pictures[0].note}".strip(), ""]
-            lines += _table(pictures, below)
-    lines += ["### Numbers", ""]
-    lines += _table(charts, [f"{READ[str(each.kind)]} {each.note}".strip() for each in charts])
-    return "\n".join(lines)
+            lines += [f"## {kind}", "", *_table(pictures, below), f"{how} {pictures[0].note}".strip(), ""]
+    return "\n".join([*lines, note, ""])
 
 
 def of_studies(images: Path) -> str:

@@ -239,13 +239,11 @@ def show(name: str, rows: dict[str, dict[str, Any]]) -> None:
 
 def figure(results: Path) -> None:
     """Time of a step against the size of the model, and where SOAP's time goes."""
-    import matplotlib.pyplot as plt
-
-    plt.rcParams["svg.hashsalt"] = "optim"  # the same file each time
+    from _study import drawing
 
     data = json.loads(results.read_text())
     size = data["parameters"]
-    fig, (left, right) = plt.subplots(1, 2, figsize=(10, 4.6), layout="constrained")
+    fig, (left, right) = drawing("optim").subplots(1, 2, figsize=(11, 4.2), constrained_layout=True)
     for name in ("unskip SOAP", "pytorch_optimizer SOAP", "unskip Muon", "torch Muon", "torch AdamW, fused"):
         rows = {model: result[name]["queued_mean_ms"] for model, result in data["results"].items() if name in result}
         points = sorted((size[model] / 1e6, ms) for model, ms in rows.items())
@@ -254,16 +252,16 @@ def figure(results: Path) -> None:
         ours = name.startswith("unskip")
         left.plot(*zip(*points, strict=True), "o-" if ours else "s--", label=name, lw=2 if ours else 1)
     left.set(xscale="log", yscale="log", xlabel="parameters (millions)", ylabel="device time of a step (ms)")
-    left.legend(fontsize=7, loc="upper center", bbox_to_anchor=(0.5, -0.18), ncol=2)
+    left.legend(loc="upper center", bbox_to_anchor=(0.5, -0.18), ncols=2)
     parts = data["where_the_time_goes"]
     kinds = list(next(iter(parts.values())))
     bottom = [0.0] * len(parts)
     for kind in kinds:
         values = [row[kind] for row in parts.values()]
-        right.barh(list(parts), values, left=bottom, label=kind)
+        right.barh(list(parts), values, left=bottom, label=kind, height=0.5)
         bottom = [a + b for a, b in zip(bottom, values, strict=True)]
     right.set(xlabel="ms, SOAP on ViT-B")
-    right.legend(fontsize=7, loc="upper center", bbox_to_anchor=(0.5, -0.18), ncol=2)
+    right.legend(loc="upper center", bbox_to_anchor=(0.5, -0.18), ncols=2)
     target = ROOT / "docs" / "img" / "optim-cost.svg"
     fig.savefig(target, metadata={"Date": None})
     print(f"wrote {target.relative_to(ROOT)}")

@@ -1,0 +1,84 @@
+"""Tables of the studies of MAE and DINO beside the main ones: ablations, what changes inside, contrastive learning."""
+
+from __future__ import annotations
+
+from _tables import lines, record, runs, spread, table
+
+
+@table
+def mae_ablations() -> str:
+    names = {
+        "plain MAE": "ablation | plain",
+        "long skips, all shortcuts kept": "ablation | long skips",
+        **{f"decayed to {alpha}": f"sweep | alpha_min {alpha}" for alpha in ("0.9", "0.8", "0.7", "0.6", "0.5", "0.4")},
+        "0.8, branches not zero-initialised": "ablation | without zero start",
+        **{f"{alpha}, branches not zero-initialised": f"start | alpha_min {alpha} without zero start"
+           for alpha in ("0.6", "0.4")},
+        "0.8, attention only": "ablation | attention only",
+        "0.8, MLPs only": "ablation | mlp only",
+        "0.8, no long skips": "ablation | decay without long skips",
+        "learnable alpha": "ablation | learnable",
+        "branches x 0.7071": "ablation | branch x 0.7071",
+        "stream and branches x 0.7071": "ablation | both branches x 0.7071",
+        "plain MAE, twice as wide": "size | plain, twice as wide",
+        "plain MAE, lr 5e-4": "rate | plain | x 0.5",
+        "plain MAE, lr 2e-3": "rate | plain | x 2",
+        "long skips, lr 5e-4": "rate | long skips | x 0.5",
+        "long skips, lr 2e-3": "rate | long skips | x 2",
+        "decayed to 0.8, lr 5e-4": "rate | decay 0.8 | x 0.5",
+        "decayed to 0.8, lr 2e-3": "rate | decay 0.8 | x 2",
+        "decayed to 0.6, lr 5e-4": "rate | decay 0.6 | x 0.5",
+        "decayed to 0.6, lr 2e-3": "rate | decay 0.6 | x 2",
+    }  # fmt: skip
+    rows = []
+    for label, name in names.items():
+        row = record("mae-cifar")["runs"][name]
+        depth = row["depth"]
+        probes = [f"{100 * depth[key][-1]:.1f}" for key in ("knn20", "probe_lbfgs")]
+        rows.append([label, f"{row['effective_decay']:.2g}", *probes, f"{depth['rank'][-1]:.1f}"])
+    return lines(" | effective decay | kNN | probe, L-BFGS | effective rank", rows)
+
+
+@table
+def mae_inside() -> str:
+    done = [runs("mae-cifar", f"final | {name}") for name in ("plain", "long skips", "decay 0.8")]
+    numbers = {"R² of the first stream from the last": "echo", "energy in high frequencies": "high_frequency"}
+    rows = [
+        [label, *(spread([row["measure"][-1][key] for row in rows], 2, 1) for rows in done)]
+        for label, key in numbers.items()
+    ]
+    return lines("last block | plain MAE | long skips | long skips, decayed to 0.8", rows)
+
+
+@table
+def dino_patches() -> str:
+    names = {
+        "mean of patches instead of the class token": "remedy | mean of patches | soap",
+        "supervised training instead of DINO": "labels | skipless | soap",
+        "attention's skips kept, MLPs' cut": "remedy | MLPs' skips cut | soap",
+    }
+    rows = []
+    for label, name in names.items():
+        (row,) = runs("dino-64", name)
+        rows.append([label, *(f"{row['depth']['patch_rank'][block]:.1f}" for block in (0, 5, 11))])
+    return lines("without skips, changed by | block 0 | block 5 | block 11", rows)
+
+
+@table
+def dino_simclr() -> str:
+    done = [runs("dino-64", f"contrast | {rule} | adamw")[0] for rule in ("keep", "decay:0.6")]
+
+    def best(values: list[float], known: list[float]) -> float:
+        return values[known.index(max(known))]
+
+    read = {
+        "effective rank": lambda row: row["depth"]["rank"][-1] / 100,
+        "kNN, class token": lambda row: row["depth"]["knn20_cls"][-1],
+        "kNN, mean token": lambda row: row["depth"]["knn20"][-1],
+        "probe": lambda row: row["depth"]["probe_lbfgs"][-1],
+        "mean IoU, last block": lambda row: row["segment"]["single"],
+        "CorLoc, last block": lambda row: row["discover"]["corloc"][-1],
+        "CorLoc, best block": lambda row: best(row["discover"]["corloc"], row["discover"]["corloc, train"]),
+    }
+    rows = [[label, *(spread([value(row)]) for row in done)] for label, value in read.items()]
+    return lines(" | `keep` | `decay:0.6`", rows)
