@@ -21,7 +21,8 @@ ROOT = Path(__file__).resolve().parent.parent
 
 def in_order(folder: Path) -> list[Path]:
     """The runs of a demo, the first that was begun first."""
-    return sorted((each.parent for each in folder.glob("*/config.json")), key=begun)
+    found = [*folder.glob("*/config.json"), *folder.glob("*/seed-*/config.json")]
+    return sorted((each.parent for each in found), key=begun)
 
 
 def begun(run: Path) -> float:
@@ -38,7 +39,7 @@ def record(folder: Path) -> dict[str, Any]:
     result: dict[str, Any] = {}
     for run in (run for group in groups for run in group.runs):
         names = _names.evaluations([group for group in groups if run in group.runs], by_block=True)
-        result[run.name] = {
+        result[run.path.relative_to(folder).as_posix()] = {
             "config": {**run.config, "data": Path(run.config["data"]).name},
             "state": run.state,
             "last": {name: row[name] for name, row in _names.newest_rows(run).items()},
@@ -53,7 +54,7 @@ def record(folder: Path) -> dict[str, Any]:
         "script": "benchmarks/demo.py",
         "device": device,
         "versions": about["versions"],
-        "protocol": "unskip demo, one seed; knn-dino-v1, probe-lbfgs-v1 and rank-v1 by block on the test split",
+        "protocol": "unskip demo, on the test split; of encoders knn-dino-v1, probe-lbfgs-v1 and rank-v1 by block",
         "seconds": round((folder / "report.html").stat().st_mtime - first, 1),
         "runs": result,
     }

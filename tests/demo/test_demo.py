@@ -21,7 +21,9 @@ from unskip.report import read
 from unskip.wiring import Wiring
 
 SMALL = {"model_args": "depth=2,embed_dim=16,num_heads=2", "log_every": 4, "device": "cpu"}
-TINY = Scale("digits", {"steps": 8, **SMALL}, {"steps": 8, **SMALL})
+TINY = Scale("digits", {"steps": 8, **SMALL}, (0, 1))
+PAIR = {"plain": {"shortcut": "keep"}, "decayed": {"shortcut": "decay:0.6"}}
+BOTH = Scale("digits", {"steps": 8, **SMALL}, (0,), {"steps": 8, **SMALL}, PAIR)
 
 
 def test_knob() -> None:
@@ -66,22 +68,19 @@ def test_demo(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: p
     out = tmp_path / "a folder" / "demo"
     assert cli.main(["demo", "--out", str(out), "--quiet"]) == 0
     text = capsys.readouterr().out
-    assert [line[3:9] for line in text.splitlines() if line.startswith("== ")] == [f"{n} of 5" for n in range(1, 6)]
-    groups = {group.label: group.runs[0] for group in read([out], look=False)}
-    assert {name: run.config["shortcut"] for name, run in groups.items()} == {
-        "mae-plain": "keep",
-        "mae-decayed": "decay:0.6",
+    assert [line[3:9] for line in text.splitlines() if line.startswith("== ")] == [f"{n} of 4" for n in range(1, 5)]
+    groups = {group.label: group for group in read([out], look=False)}
+    assert {name: group.config["shortcut"] for name, group in groups.items()} == {
         "skips-kept": "keep",
         "skips-cut": "cut",
         "skips-cut-initialised": "cut",
     }
-    assert len({run.seed for run in groups.values()}) == 1
-    assert {run.state for run in groups.values()} == {"finished, 8 steps"}
+    assert {tuple(run.seed for run in group.runs) for group in groups.values()} == {(0, 1)}
+    assert {run.state for group in groups.values() for run in group.runs} == {"finished, 8 steps"}
     # The numbers of the text are those of the runs.
-    for name in ("skips-kept", "skips-cut", "skips-cut-initialised"):
-        assert f"{groups[name].evals[-1]['test_accuracy']:.4g}" in text
-    last = [row["knn20"] for row in groups["mae-decayed"].evals if row.get("block") == 1 and "knn20" in row]
-    assert f"{last[0]:.3f} decayed" in text
+    for group in groups.values():
+        mean = sum(run.evals[-1]["test_accuracy"] for run in group.runs) / 2
+        assert f"{mean:.3f} ± " in text
     assert text.count("it holds.") == 2
     page = out / "report.html"
     assert f"Open {page.resolve()} in a browser" in text
@@ -92,8 +91,8 @@ def test_demo(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: p
 def test_stopped(tmp_path: Path) -> None:
     """Ctrl-C in a run: the run is left with a checkpoint, and the demo says where."""
     out, lines = tmp_path / "demo", list[str]()
-    endless = Scale("digits", {**TINY.mae, "steps": 10**6, "log_every": 1}, TINY.supervised)
-    log = out / "mae-plain" / "metrics.jsonl"
+    endless = Scale("digits", {**TINY.supervised, "steps": 10**6, "log_every": 1}, (0, 1))
+    log = out / "skips-kept" / "seed-0" / "metrics.jsonl"
     done = threading.Event()
 
     def interrupt() -> None:
@@ -107,8 +106,8 @@ def test_stopped(tmp_path: Path) -> None:
             demo.run(out, lines.append, endless, quiet=True)
     finally:
         done.set()
-    assert "1 of 5 runs" in lines[-1]
-    assert f"unskip resume {out / 'mae-plain'}" in lines[-1]
+    assert "1 of 6 runs" in lines[-1]
+    assert f"unskip resume {out / 'skips-kept' / 'seed-0'}" in lines[-1]
     (group,) = read([out], look=False)
     assert group.runs[0].checkpoint == group.runs[0].step > 0
 
@@ -131,7 +130,7 @@ def test_stopped_between_runs(tmp_path: Path) -> None:
     """A run that is finished needs no resuming, and a name with a blank is quoted."""
     out = tmp_path / "a b"
     folder(out / "mae-plain", steps=30, weights=(1.0,))
-    for scale, count in ((demo.SMALL, 5), (demo.LARGE, 6)):
+    for scale, count in ((demo.SMALL, 9), (demo.LARGE, 6)):
         assert demo._stopped(out, scale.runs) == (
             f"Stopped. {out} holds 1 of {count} runs; `unskip report '{out}'` shows them. The demo itself begins anew."
         )
@@ -149,13 +148,13 @@ def test_a_run_that_fails_is_said_and_passed_over(tmp_path: Path, monkeypatch: p
 
     monkeypatch.setattr(_train, "train", failing)
     lines: list[str] = []
-    runs = _train.pretrain(TINY, tmp_path, lines.append, True, cached_opener())
+    runs = _train.pretrain(BOTH, tmp_path, lines.append, True, cached_opener())
     text = "\n".join(lines)
     assert "the loss is nan at step 4" in text
     assert "training of decayed failed" in text
-    runs = _train.classify(TINY, tmp_path, lines.append, True, cached_opener())
+    runs = _train.classify(BOTH, tmp_path, lines.append, True, cached_opener())
     text = "\n".join(lines)
-    assert "With its skips, training failed" in text
+    assert "With its skips: training failed" in text
     assert "in as many steps" not in text
     assert not any((runs[0] / "checkpoints").glob("*"))
     assert demo._absorb.decide(None, lines.append)
@@ -185,29 +184,36 @@ def test_a_verdict_that_does_not_hold_is_a_fault() -> None:
 
 
 def test_what_is_said_of_two_accuracies() -> None:
-    assert compared("KNN", 0.5, 0.6, 10_000) == ("KNN: 0.500 without, 0.600 with, which is higher by 0.100 (±0.014).")
-    assert compared("KNN", 0.6, 0.5, 10_000).endswith("lower by 0.100 (±0.014).")
-    assert "The difference, +0.010, may be chance: 100 test images give ±0.141." in compared("KNN", 0.5, 0.51, 100)
-    assert "may be chance" in compared("KNN", 1.0, 1.0, 10)
+    assert compared("kNN", [0.5], [0.6], 10_000) == "kNN: 0.500 without, 0.600 with, which is higher by 0.100 (±0.014)."
+    assert compared("kNN", [0.6], [0.5], 10_000).endswith("lower by 0.100 (±0.014).")
+    assert "The difference, +0.010, may be chance: 100 test images give ±0.141." in compared("kNN", [0.5], [0.51], 100)
+    assert "may be chance" in compared("kNN", [1.0], [1.0], 10)
     assert [ranked(10, value).rpartition(" ")[2] for value in (10.1, 12, 8)] == ["same.", "higher.", "lower."]
-    assert beside(0.8, 0.7, 10_000).endswith("initialised, it is lower by 0.100 (±0.012).")
-    assert beside(0.7, 0.8, 10_000).endswith("initialised, it is higher by 0.100 (±0.012).")
-    assert "it is as good, but for -0.010, which may be chance (±0.114)." in beside(0.8, 0.79, 100)
+    assert beside([0.8], [0.7], 10_000).endswith("initialised, it is lower by 0.100 (±0.012).")
+    assert "it is level: -0.010 may be chance (±0.114)." in beside([0.8], [0.79], 100)
+
+
+def test_what_is_said_over_seeds() -> None:
+    """Welch's interval, by hand: s = 0.01 each, sqrt(2 * 0.01^2 / 3) = 0.00816, t(4) = 2.776."""
+    before, after = [0.49, 0.50, 0.51], [0.59, 0.60, 0.61]
+    said = "0.500 ± 0.010 without, 0.600 ± 0.010 with, which is higher by 0.100 (±0.023)."
+    assert compared("kNN", before, after, 10) == f"kNN: {said}"
+    assert "3 seeds give ±0.023" in compared("kNN", before, [0.50, 0.51, 0.52], 10)
 
 
 @pytest.mark.parametrize(
     ("accuracies", "said", "unsaid"),
     [
-        ((0.9, 0.1, 0.8), ["higher by 0.700", "started as usual, the model is at chance", "lower by 0.100"], []),
-        ((0.9, 0.8, 0.1), ["lower by 0.700", "initialised for it, the model is at chance"], ["as usual, the model"]),
-        ((0.1, 0.1, 0.1), ["may be chance", "With its skips, the model is at chance"], ["higher", "lower"]),
-        ((0.5, 0.5, 0.5), ["may be chance", "as good, but for +0.000"], ["nothing", "higher", "lower"]),
-        ((0.5, None, 0.5), ["as usual, training failed"], ["Test accuracy", "higher"]),
-        ((None, None, None), ["With its skips, training failed"], ["chance", "higher", "reaches"]),
+        ((0.9, 0.1, 0.8), ["higher by 0.700", "Cut, default initialisation: the model is", "lower by 0.100"], []),
+        ((0.9, 0.8, 0.1), ["lower by 0.700", "`skipless` initialisation: the model is at"], ["default initialisation"]),
+        ((0.1, 0.1, 0.1), ["may be chance", "With its skips: the model is at chance"], ["higher", "lower"]),
+        ((0.5, 0.5, 0.5), ["may be chance", "it is level: +0.000"], ["higher", "lower"]),
+        ((0.5, None, 0.5), ["Cut, default initialisation: training failed"], ["Test accuracy", "higher"]),
+        ((None, None, None), ["With its skips: training failed"], ["chance", "higher", "reaches"]),
     ],
 )
 def test_what_is_describe_skips(accuracies: tuple[float | None, ...], said: list[str], unsaid: list[str]) -> None:
-    kept, cut, begun = accuracies
+    kept, cut, begun = ([] if value is None else [value] for value in accuracies)
     text = "\n".join(_train.describe_skips(kept, cut, begun, classes=10, images=10_000))
     assert [words for words in said if words not in text] == []
     assert [words for words in unsaid if words in text] == []
@@ -233,14 +239,13 @@ def test_what_is_describe_features(gain: float, word: str) -> None:
 
 @pytest.mark.filterwarnings("ignore::unskip.errors.UnskipWarning")
 def test_encoders_of_any_name(tmp_path: Path) -> None:
-    scale = Scale("digits", TINY.mae, TINY.supervised, {"my own/one": {}, "mild": {"shortcut": "decay:0.9"}})
+    scale = Scale("digits", {}, (0,), BOTH.mae, {"my own/one": {}, "mild": {"shortcut": "decay:0.9"}})
     lines: list[str] = []
     runs = _train.pretrain(scale, tmp_path, lines.append, True, cached_opener())
     assert [run.relative_to(tmp_path).as_posix() for run in runs] == ["mae-my-own-one", "mae-mild"]
     assert any("my own/one and mild (decay:0.9)" in line for line in lines)
-    for encoders in ({}, {"a b": {}, "a-b": {}}):
-        with pytest.raises(BadInput, match="encoders"):
-            Scale("digits", TINY.mae, TINY.supervised, encoders)
+    with pytest.raises(BadInput, match="encoders"):
+        Scale("digits", {}, (0,), BOTH.mae, {"a b": {}, "a-b": {}})
 
 
 def test_scales() -> None:

@@ -98,9 +98,9 @@ def test_data_of_a_figure(tmp_path: Path) -> None:
     (link,) = [each for each in elements.of("a") if each.get("download") == "step-loss.csv"]
     text = base64.b64decode(link["href"].partition("base64,")[2]).decode()
     assert list(csv.reader(io.StringIO(text))) == [
-        ["group", "training step", "loss", "standard deviation", "runs"],
-        ["a", "10.0", "1.0", "", "1"],
-        ["a", "20.0", "0.5", "", "1"],
+        ["group", "training step", "loss", "standard deviation", "runs", "95% low", "95% high"],
+        ["a", "10.0", "1.0", "", "1", "", ""],
+        ["a", "20.0", "0.5", "", "1", "", ""],
     ]
 
 
@@ -211,7 +211,7 @@ def test_over_seeds() -> None:
     assert over_seeds([0.5], 3) == (0.5, "0.5 (of 1 of 3 runs)")
     assert over_seeds([math.nan, 0.5], 2) == (0.5, "0.5 (1 not finite)")
     cases = ([1, 2], [0.909, 0.90901], [1400, 2000], [1e-8, 3e-8], [3, 3])
-    texts = [over_seeds(values)[1] for values in cases]  # type: ignore[index]
+    texts = [over_seeds(values)[1].partition(" [")[0] for values in cases]  # type: ignore[index]
     assert texts == ["1.50 ± 0.71", "0.9090 ± 0.0000", "1700 ± 424", "2e-08 ± 1.4e-08", "3.000 ± 0.000"]
 
 
@@ -259,7 +259,7 @@ def test_tables(tmp_path: Path) -> None:
     cells = [each for each in elements.of("td") if each.get("class") == "number"]
     assert "1.0" in {each.get("data-value") for each in cells}
     assert all(math.isfinite(float(each["data-value"])) for each in cells if "data-value" in each)
-    assert "The first 200 of 250 rows; the CSV has all." in elements.text
+    assert "The first 200 of 250 rows; the files have all." in elements.text
     (link,) = [each["href"] for each in elements.of("a") if each.get("download") == "step-loss.csv"]
     rows = base64.b64decode(link.partition("base64,")[2]).decode().splitlines()
     assert (len(rows), rows[1][:5]) == (251, "'=1+1")
@@ -272,6 +272,35 @@ def test_words() -> None:
         "a, b and c",
         "a, b and 2 more",
     ]
+
+
+def test_differences(tmp_path: Path) -> None:
+    """Two runs are compared by their test samples; the config's difference and the interval are on the page."""
+    row = {"step": 30, "test_accuracy": 0.7, "n": 100, "intervals": {"test_accuracy": [0.604, 0.781]}}
+    better = row | {"test_accuracy": 0.9, "intervals": {"test_accuracy": [0.826, 0.945]}}
+    runs = [folder(tmp_path / "a", evals=[row]), folder(tmp_path / "b", evals=[better], shortcut="cut")]
+    text = Elements(made(*runs)).text
+    assert "b: shortcut: keep → cut" in text
+    assert "+0.2" in text
+    assert "[0.090, 0.306]" in text  # Newcombe 1998, method 10
+    assert "Newcombe" in text
+
+
+def test_files(tmp_path: Path) -> None:
+    """Tables and figures lie beside the page, and hold what is on it."""
+    row = {"step": 30, "test_accuracy": 0.7, "n": 100, "intervals": {"test_accuracy": [0.604, 0.781]}}
+    runs = [folder(tmp_path / name, evals=[row], shortcut=name) for name in ("a_1", "b|2")]
+    report.write(runs, tmp_path / "page.html", look=0, export=tmp_path / "files")
+    names = {each.name for each in (tmp_path / "files").iterdir()}
+    assert {"results-mae.csv", "results-mae.md", "results-mae.tex", "differences-mae.tex"} <= names
+    assert {"step-loss.svg", "step-loss.pdf"} <= names
+    assert (tmp_path / "files" / "step-loss.pdf").read_bytes().startswith(b"%PDF")
+    markdown = (tmp_path / "files" / "results-mae.md").read_text().splitlines()
+    assert "0.7 [0.604, 0.781]" in markdown[2]
+    assert markdown[3].startswith("| b\\|2 |".replace("\\\\", "\\"))
+    latex = (tmp_path / "files" / "results-mae.tex").read_text()
+    assert "a\\_1 &" in latex
+    assert latex.count(" \\\\\n") == 3
 
 
 def test_how_many_samples_and_intervals(tmp_path: Path) -> None:

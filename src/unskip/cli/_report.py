@@ -12,6 +12,7 @@ from unskip.cli._say import busy
 from unskip.errors import BadInput
 
 _RUNS = "Folders of runs; a folder of runs, such as --seeds makes, stands for the runs in it."
+_EXPORT = "Also write every table (CSV, Markdown, LaTeX) and every figure (SVG, PDF) into this folder."
 _LOOK = "How many runs to build and measure from their checkpoints, and to show pictures of; 0 for none."
 
 
@@ -23,6 +24,7 @@ def report_command(
         bool, tyro.conf.FlagCreatePairsOff, told("Measure the singular values of Jacobians too; takes longer.")
     ] = False,
     trust: Trust = False,
+    export: Annotated[str | None, told(_EXPORT, "FOLDER")] = None,
 ) -> int:
     """Write one self-contained HTML page about any runs: curves, depth, shortcuts, pictures, warnings.
 
@@ -33,6 +35,6 @@ def report_command(
     if look < 0:
         raise BadInput(f"--look {look}: it is the number of runs to look at, 0 for none")
     with busy("writing the page"):
-        page = unskip.report.write(runs, out, look, jacobians, trust)
+        page = unskip.report.write(runs, out, look, jacobians, trust, export=export)
     print(page)
     return 0

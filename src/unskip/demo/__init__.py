@@ -1,4 +1,4 @@
-"""The demo: the knob, what it does to features, a model without skips, a proof, and one page about all of it.
+"""The demo: rewire a model, train with and without skips, decide an absorption, and one page about all of it.
 
 Every number is of the run at hand, and the text says what that run showed.
 """
@@ -17,10 +17,11 @@ import torch
 from unskip.demo import _absorb, _knob, _train
 from unskip.demo._train import LARGE, QUICK, SMALL, Interrupted, Scale
 from unskip.errors import BadInput
-from unskip.recipes import Opener, cached_opener, mae, open_split
+from unskip.recipes import Opener, cached_opener, open_split, supervised
 
 __all__ = ["LARGE", "QUICK", "SMALL", "Scale", "Shown", "chosen", "run"]
 Write = Callable[[str], object]
+LOOKED = 6  # runs that are measured and pictured: one seed of each model, and some more
 
 
 class Shown(NamedTuple):
@@ -44,8 +45,8 @@ def chosen(data: str = "digits", quick: bool = False, device: str | None = None)
 
 def _with(scale: Scale, changes: Callable[[Mapping[str, Any]], dict[str, Any]]) -> Scale:
     """The scale with some fields of both recipes changed."""
-    mae, supervised = ({**fields, **changes(fields)} for fields in (scale.mae, scale.supervised))
-    return replace(scale, mae=mae, supervised=supervised)
+    supervised, mae = ({**fields, **changes(fields)} if fields else {} for fields in (scale.supervised, scale.mae))
+    return replace(scale, supervised=supervised, mae=mae)
 
 
 def run(out: str | Path = "runs/demo", write: Write = print, scale: Scale = SMALL, quiet: bool = False) -> Shown:
@@ -68,29 +69,34 @@ def run(out: str | Path = "runs/demo", write: Write = print, scale: Scale = SMAL
 def _all(folder: Path, write: Write, scale: Scale, quiet: bool, opener: Opener) -> Shown:
     from unskip.report import write as write_page
 
-    _part(write, 1, "One knob at every residual")
+    parts = iter(range(1, 6))
+    last = 5 if scale.encoders else 4
+
+    def part(title: str) -> None:
+        number = next(parts)
+        write(f"{'' if number == 1 else chr(10)}== {number} of {last}: {title} ==\n")
+
+    part("Rewire a model")
     holds = _knob.turn(write)
-    _part(write, 2, f"Masked autoencoders, plain and decayed: {scale.mae['steps']} steps each, the same seed")
-    runs = _train.pretrain(scale, folder, write, quiet, opener)
-    _part(write, 3, f"A classifier without skips: {scale.supervised['steps']} steps each, the same seed")
-    runs += (others := _train.classify(scale, folder, write, quiet, opener))
-    _part(write, 4, "Can an MLP absorb its own skip?")
-    kept = next((run for run in others if any((run / "checkpoints").glob("step-*"))), None)
+    seeds = f"{len(scale.seeds)} seeds" if len(scale.seeds) > 1 else "one seed"
+    part(f"Train without skips: {scale.supervised['steps']} steps each, {seeds}")
+    runs = _train.classify(scale, folder, write, quiet, opener)
+    kept = next((run for run in runs if any((run / "checkpoints").glob("step-*"))), None)
+    if scale.encoders:
+        part(f"Masked autoencoders: {scale.mae['steps']} steps each, one seed")
+        runs += _train.pretrain(scale, folder, write, quiet, opener)
+    part("Can an MLP absorb its own skip?")
     holds &= _absorb.decide(kept, write)
-    _part(write, 5, "One page about all of it")
-    write("The models are built once more from their checkpoints, measured and looked at.")
-    page = write_page(runs, folder / "report.html", opener=opener).resolve()
-    write(f"Open {page} in a browser: curves, depth, shortcuts, pictures, and the data behind them.\n")
+    part("One page about all of it")
+    write("The models are loaded from their checkpoints and measured.")
+    page = write_page(runs, folder / "report.html", look=LOOKED, opener=opener).resolve()
+    write(f"Open {page} in a browser: results with intervals, curves, depth, pictures, and the data behind them.\n")
     return Shown(holds, page)
-
-
-def _part(write: Write, number: int, title: str) -> None:
-    write(f"{'' if number == 1 else chr(10)}== {number} of 5: {title} ==\n")
 
 
 def _refuse_early(scale: Scale, opener: Opener) -> None:
     """What would end the demo after minutes ends it now."""
-    open_split(mae(scale.preset, **scale.mae), "test", opener)
+    open_split(supervised(scale.preset, **scale.supervised), "test", opener)
     try:
         import matplotlib  # noqa: F401  (it refuses an MPLBACKEND that it does not know)
     except (ImportError, ValueError) as error:
@@ -115,7 +121,7 @@ def _stopped(folder: Path, count: int) -> str:
     """What there is of a demo of so many runs that was stopped, and how to go on."""
     from unskip.report import read
 
-    if not any(folder.glob("*/config.json")):
+    if not any([*folder.glob("*/config.json"), *folder.glob("*/seed-*/config.json")]):
         return "Stopped, before any run had begun."
     runs = [run for group in read([folder], look=False) for run in group.runs]
     said = [f"Stopped. {folder} holds {len(runs)} of {count} runs; `unskip report {_quoted(folder)}` shows them."]

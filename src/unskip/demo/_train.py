@@ -1,4 +1,4 @@
-"""The runs of the demo: masked autoencoders, plain and decayed, and classifiers with and without skips."""
+"""The runs of the demo: classifiers with and without skips, and at a larger scale masked autoencoders."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from unskip._table import table
-from unskip.demo._compare import at_chance, beside, compared, ranked
+from unskip.demo._compare import Seeds, at_chance, beside, compared, ranked, shown
 from unskip.errors import BadInput, TrainingError
 from unskip.recipes import Opener, evaluate_run, mae, open_split, supervised, train
 
@@ -17,7 +17,6 @@ Write = Callable[[str], object]
 Numbers = dict[str, dict[int, float]]  # of a name, by block
 PROTOCOLS = ("knn-dino-v1", "probe-lbfgs-v1", "rank-v1")
 
-_PAIR = {"plain": {"shortcut": "keep"}, "decayed": {"shortcut": "decay:0.6"}}
 # The classifiers, each with its fields and the folder it goes into.
 _CLASSIFIERS: dict[str, tuple[dict[str, str], str]] = {
     "with skips": ({}, "skips-kept"),
@@ -32,36 +31,38 @@ def _folder(name: str) -> str:
 
 @dataclass(frozen=True)
 class Scale:
-    """How much of everything: fields of the two recipes, and encoders, the last of which is held against the rest."""
+    """How much of everything: fields of the recipes, seeds of the classifiers, and encoders of masked autoencoders.
+
+    The last encoder is held against the rest. There are none on digits: what masked autoencoders show there does not
+    hold at other scales.
+    """
 
     preset: str
-    mae: Mapping[str, Any]
     supervised: Mapping[str, Any]
-    encoders: Mapping[str, Mapping[str, Any]] = field(default_factory=lambda: _PAIR)
+    seeds: tuple[int, ...] = (0,)
+    mae: Mapping[str, Any] = field(default_factory=dict)
+    encoders: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if len({_folder(name) for name in self.encoders}) < max(1, len(self.encoders)):
-            raise BadInput(f"encoders are {[*self.encoders]}; give one or more, whose names differ as folders")
+        if len({_folder(name) for name in self.encoders}) < len(self.encoders):
+            raise BadInput(f"encoders are {[*self.encoders]}; their names have to differ as folders")
 
     @property
     def runs(self) -> int:
         """How many runs there are."""
-        return len(self.encoders) + len(_CLASSIFIERS)
+        return len(self.encoders) + len(_CLASSIFIERS) * len(self.seeds)
 
 
-SMALL = Scale(
-    "digits",
-    {"steps": 600, "evaluate_every": 200, "device": "cpu"},
-    {"steps": 220, "evaluate_every": 110, "device": "cpu"},
-)
-QUICK = Scale("digits", {"steps": 150, "device": "cpu"}, {"steps": 100, "device": "cpu"})
+SMALL = Scale("digits", {"steps": 220, "evaluate_every": 110, "device": "cpu"}, (0, 1, 2))
+QUICK = Scale("digits", {"steps": 100, "device": "cpu"}, (0, 1))
 # CIFAR-10, 12 blocks, the decay that the study of docs/mae.md chose, SOAP at the rate of that of docs/skipless.md. A
 # CUDA graph spares the host as it does there; compiling six models would take longer than it saves in so few steps.
 _GRAPH: dict[str, Any] = {"graph": True, "compile": False, "device": "cuda"}
 LARGE = Scale(
     "cifar",
-    {"steps": 5000, "evaluate_every": 1000, "checkpoint_every": 2500, **_GRAPH},
     {"steps": 1940, "evaluate_every": 485, "checkpoint_every": 1940, "optimizer": "soap", "lr": 3e-3, **_GRAPH},
+    (0,),
+    {"steps": 5000, "evaluate_every": 1000, "checkpoint_every": 2500, **_GRAPH},
     {
         "no long skips": {"shortcut": "keep", "long_skips": False, "init": "default"},
         "plain": {"shortcut": "keep"},
@@ -106,12 +107,12 @@ def by_block(results: Any) -> Numbers:
 
 def describe_features(by_encoder: Mapping[str, Numbers], shortcut: str, images: int) -> list[str]:
     """What the numbers of some encoders show, whatever it is: the last, with this shortcut, against each other."""
-    shown = {"knn20": "kNN", "probe_lbfgs": "probe", "rank": "rank"}
+    columns = {"knn20": "kNN", "probe_lbfgs": "probe", "rank": "rank"}
     *others, held = by_encoder.values()
     *_, against = by_encoder
     blocks = [*held["knn20"]]
-    header = ["block", *(f"{word} {each}" for word in shown.values() for each in by_encoder)]
-    rows = [[block, *(numbers[key][block] for key in shown for numbers in by_encoder.values())] for block in blocks]
+    header = ["block", *(f"{word} {each}" for word in columns.values() for each in by_encoder)]
+    rows = [[block, *(numbers[key][block] for key in columns for numbers in by_encoder.values())] for block in blocks]
     last = blocks[-1]
     lines = ["\nAccuracy of kNN (k = 20) and of a linear probe, and effective rank, by block:"]
     lines.append(f"\n{table(header, rows)}\n")
@@ -119,7 +120,7 @@ def describe_features(by_encoder: Mapping[str, Numbers], shortcut: str, images: 
         named = (name, against)
         lines.append(f"Features of the last block, {name} and {against} ({shortcut}):")
         for key, word in (("knn20", "kNN (k = 20)"), ("probe_lbfgs", "Linear probe")):
-            lines.append(f"  {compared(word, other[key][last], held[key][last], images, named)}")
+            lines.append(f"  {compared(word, [other[key][last]], [held[key][last]], images, named)}")
         lines.append(f"  {ranked(other['rank'][last], held['rank'][last], named)}")
     best = [f"{max(blocks, key=each['probe_lbfgs'].__getitem__)} ({word})" for word, each in by_encoder.items()]
     lines.append(f"The linear probe is best at block {', '.join(best)}.")
@@ -129,40 +130,41 @@ def describe_features(by_encoder: Mapping[str, Numbers], shortcut: str, images: 
 
 def classify(scale: Scale, out: Path, write: Write, quiet: bool, opener: Opener) -> list[Path]:
     """A ViT with its skips, without them, and without them but with the initialisation made for that."""
-    accuracy: dict[str, float | None] = {}
-    folders = [out / folder for _, folder in _CLASSIFIERS.values()]
-    for (name, (fields, _)), folder in zip(_CLASSIFIERS.items(), folders, strict=True):
-        config = supervised(scale.preset, **{**scale.supervised, **fields})
-        write(f"  {name}: into {folder}")
-        outcome = _trained(config, folder, write, quiet, opener)
-        accuracy[name] = None if outcome is None else outcome["test_accuracy"]
+    accuracy: dict[str, list[float]] = {}
+    folders: list[Path] = []
+    for name, (fields, folder) in _CLASSIFIERS.items():
+        accuracy[name] = []
+        write(f"  {name}: into {out / folder}")
+        for seed in scale.seeds:
+            config = supervised(scale.preset, seed=seed, **{**scale.supervised, **fields})
+            folders.append(out / folder / f"seed-{seed}" if len(scale.seeds) > 1 else out / folder)
+            outcome = _trained(config, folders[-1], write, quiet, opener)
+            accuracy[name] += [] if outcome is None else [outcome["test_accuracy"]]
     images = open_split(config, "test", opener)
-    rows = [[name, "failed" if value is None else value] for name, value in accuracy.items()]
-    write(f"\n{table(['model', 'test accuracy'], rows)}\n")
+    rows = [[name, shown(values) if values else "failed", len(values)] for name, values in accuracy.items()]
+    write(f"\n{table(['model', 'test accuracy', 'seeds'], rows)}\n")
     kept, cut, initialised = accuracy.values()
     for line in describe_skips(kept, cut, initialised, len(images.classes), len(images)):
         write(line)
     return folders
 
 
-def describe_skips(
-    kept: float | None, cut: float | None, initialised: float | None, classes: int, images: int
-) -> list[str]:
-    """What three accuracies show: with skips, cut, and cut from the initialisation; None where training has failed."""
+def describe_skips(kept: Seeds, cut: Seeds, initialised: Seeds, classes: int, images: int) -> list[str]:
+    """What the accuracies show, one a seed: with skips, cut, and cut from the initialisation; none: training failed."""
     lines = []
-    if cut is not None and initialised is not None:
+    if cut and initialised:
         lines.append("Without skips, without and with the initialisation:")
         lines.append(f"  {compared('Test accuracy', cut, initialised, images)}")
-    for value, name in (
+    for values, name in (
         (kept, "With its skips"),
-        (cut, "Cut and started as usual"),
-        (initialised, "Cut and initialised for it"),
+        (cut, "Cut, default initialisation"),
+        (initialised, "Cut, `skipless` initialisation"),
     ):
-        if value is None:
-            lines.append(f"  {name}, training failed.")
-        elif at_chance(value, classes, images):
-            lines.append(f"  {name}, the model is at chance ({1 / classes:.2f}).")
-    if kept is not None and initialised is not None:
+        if not values:
+            lines.append(f"  {name}: training failed.")
+        elif at_chance(values, classes, images):
+            lines.append(f"  {name}: the model is at chance ({1 / classes:.2f}).")
+    if kept and initialised:
         lines.append(f"  {beside(kept, initialised, images)}")
     return [*lines[:-1], lines[-1] + "\n"]
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from unskip.errors import BadInput
 from unskip.report import figures
+from unskip.report._intervals import Difference, difference
 from unskip.report._read import Group, Run, read_groups
 from unskip.report.figures import Tiles
 
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 
 LOOKED = 12  # runs whose checkpoints are looked at, unless asked otherwise
 
-__all__ = ["Group", "Run", "Tiles", "figures", "read", "write"]
+__all__ = ["Difference", "Group", "Run", "Tiles", "difference", "figures", "read", "write"]
 
 
 def read(
@@ -57,8 +58,13 @@ def write(
     jacobians: bool = False,
     trust: bool = False,
     opener: Opener | None = None,
+    export: str | Path | None = None,
 ) -> Path:
-    """Writes the page about some runs; `look`, `jacobians`, `trust` and `opener` as for `read`."""
+    """Writes the page about some runs; `look`, `jacobians`, `trust` and `opener` as for `read`.
+
+    `export` names a folder for its tables (CSV, Markdown, LaTeX) and figures (SVG, PDF).
+    """
+    from unskip.report._export import export as write_files
     from unskip.report._page import page
 
     file = Path(out)
@@ -71,7 +77,10 @@ def write(
         aside.unlink()
     except OSError as error:
         raise BadInput(f"{out}: cannot be written ({error.strerror}); choose another file") from error
-    text = page(read(runs, look, jacobians, trust, opener))
+    groups = read(runs, look, jacobians, trust, opener)
+    text = page(groups)
+    if export is not None:
+        write_files(groups, Path(export))
     aside.write_text(text, encoding="utf-8")
     aside.replace(file)
     return file

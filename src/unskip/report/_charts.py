@@ -12,9 +12,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from unskip._checks import choice
+from unskip.report._intervals import Interval, of_mean
 from unskip.report._names import called
 from unskip.report._read import Group, Run
-from unskip.report._rows import number
+from unskip.report._rows import interval_of, number
 from unskip.report._text import words
 
 POINTS = 300  # a longer curve is thinned: a page is some hundred pixels wide
@@ -24,7 +25,10 @@ _WIDE = 30  # from here on the largest value over the smallest asks for a logari
 
 @dataclass(frozen=True)
 class Line:
-    """One group in a chart. `count` says over how many runs each point is a mean; `std` is None for one run."""
+    """One group in a chart. `count` says over how many runs each point is a mean; `std` is None for one run.
+
+    `interval` is at 95%: of one run that of its test samples, of several that of their mean; None where there is none.
+    """
 
     label: str
     group: int  # its place among the groups, which decides its colour
@@ -32,6 +36,7 @@ class Line:
     y: tuple[float, ...]
     std: tuple[float | None, ...]
     count: tuple[int, ...]
+    interval: tuple[Interval | None, ...]
 
 
 @dataclass(frozen=True)
@@ -49,11 +54,11 @@ class Chart:
 
     def rows(self) -> tuple[list[str], list[list[object]]]:
         """The data as a table."""
-        header = ["group", self.x_label, self.y_label, "standard deviation", "runs"]
+        header = ["group", self.x_label, self.y_label, "standard deviation", "runs", "95% low", "95% high"]
         rows: list[list[object]] = [
-            [line.label, *point]
+            [line.label, *point, *(ends or (None, None))]
             for line in self.lines
-            for point in zip(line.x, line.y, line.std, line.count, strict=True)
+            for *point, ends in zip(line.x, line.y, line.std, line.count, line.interval, strict=True)
         ]
         return header, rows
 
@@ -87,6 +92,7 @@ def evaluated(groups: Sequence[Group], name: str) -> Chart:
         groups,
         values,
         "no run was evaluated so in training; `unskip eval RUN` evaluates its last checkpoint",
+        intervals=[[_ends(_course_rows(run, name), "step", name) for run in group.runs] for group in groups],
     )
     if chart.lines and all(len(line.x) == 1 for line in chart.lines):
         return replace(chart, lines=(), missing="evaluated once, at the end: the number is in the table of results")
@@ -99,7 +105,8 @@ def over_depth(groups: Sequence[Group], name: str) -> Chart:
     values = [[_by_block(run, name) for run in group.runs] for group in groups]
     missing = "no run was evaluated so by block; `unskip eval RUN` does it"
     absent = "Not evaluated by block"
-    return _chart(f"depth-{name}", f"{title}, by depth", "block", unit, groups, values, missing, absent)
+    intervals = [[_ends(_block_rows(run, name), "block", name) for run in group.runs] for group in groups]
+    return _chart(f"depth-{name}", f"{title}, by depth", "block", unit, groups, values, missing, absent, intervals)
 
 
 _MEASURED = {
@@ -197,18 +204,28 @@ def _logged(groups: Sequence[Group], name: str) -> list[list[dict[float, float]]
     return [[{row["step"]: row[name] for row in run.metrics if name in row} for run in g.runs] for g in groups]
 
 
+def _course_rows(run: Run, name: str) -> list[dict[str, Any]]:
+    return [row for row in run.evals if row.get("block") is None and name in row]
+
+
 def _course(run: Run, name: str) -> dict[float, float]:
-    rows = [row for row in run.evals if row.get("block") is None and name in row]
-    return {row["step"]: value for row in rows if (value := number(row[name])) is not None}
+    return {row["step"]: value for row in _course_rows(run, name) if (value := number(row[name])) is not None}
 
 
-def _by_block(run: Run, name: str) -> dict[float, float]:
+def _block_rows(run: Run, name: str) -> list[dict[str, Any]]:
     """Of the newest step that was evaluated so; a later line takes the place of an earlier one."""
     rows = [row for row in run.evals if row.get("block") is not None and name in row]
     newest = max((row["step"] for row in rows), default=0)
-    return {
-        float(row["block"]): value for row in rows if row["step"] == newest and (value := number(row[name])) is not None
-    }
+    return [row for row in rows if row["step"] == newest]
+
+
+def _by_block(run: Run, name: str) -> dict[float, float]:
+    return {float(row["block"]): value for row in _block_rows(run, name) if (value := number(row[name])) is not None}
+
+
+def _ends(rows: Iterable[Mapping[str, Any]], place: str, name: str) -> dict[float, Interval]:
+    """The interval of a number by step or block, where its line has one."""
+    return {float(row[place]): ends for row in rows if (ends := interval_of(row, name)) is not None}
 
 
 def _looked(run: Run, part: str, value: Callable[[Mapping[str, Any]], object]) -> dict[float, float]:
@@ -234,23 +251,25 @@ def _chart(
     values: Sequence[Sequence[Mapping[float, float]]],
     missing: str,
     absent: str = "Not there",
+    intervals: Sequence[Sequence[Mapping[float, Interval]]] = (),
 ) -> Chart:
     lines, thinned, beyond = [], False, False
     most = max(40, min(POINTS, 20 * POINTS // max(1, len(groups))))
-    for group, runs in zip(groups, values, strict=True):
+    for place, (group, runs) in enumerate(zip(groups, values, strict=True)):
         points = []
         for x in sorted({x for run in runs for x in run}):
-            mean, std, count = mean_and_std(run[x] for run in runs if x in run)
+            there = [run[x] for run in runs if x in run]
+            mean, std, count = mean_and_std(there)
             if count and abs(mean) < BEYOND:
-                points.append((x, mean, std, count))
+                only = intervals[place][0].get(x) if intervals and len(runs) == 1 else None
+                points.append((x, mean, std, count, of_mean([*filter(math.isfinite, there)]) or only))
             beyond |= abs(mean) >= BEYOND
         if not points:
             continue
         every = max(1, math.ceil(len(points) / most))
         thinned |= every > 1
         kept = points[::every] + ([points[-1]] if (len(points) - 1) % every else [])
-        xs, ys, stds, counts = zip(*kept, strict=True)
-        lines.append(Line(group.label, group.place, xs, ys, stds, counts))
+        lines.append(Line(group.label, group.place, *zip(*kept, strict=True)))
     said = [f"Long curves are thinned to {most} points."] if thinned else []
     said += [f"Values beyond {BEYOND:.0e} are not drawn."] if beyond else []
     same = [words([line.label for line in each]) for each in _equal(lines)]

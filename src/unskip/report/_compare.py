@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from unskip.report._charts import mean_and_std
+from unskip.report._intervals import Interval, difference, of_mean
 from unskip.report._names import called, evaluations, newest_rows
 from unskip.report._read import Group, Run, by_recipe
 from unskip.report._rows import interval_of, number
@@ -115,10 +116,10 @@ def _states(group: Group) -> str:
     return "; ".join([*shown, *([f"{len(counts) - 3} more states"] if len(counts) > 3 else [])])
 
 
-def over_seeds(values: Sequence[float], runs: int = 0, interval: tuple[float, float] | None = None) -> object:
-    """ "mean ± std", sorted by the mean; None where there is nothing. Of fewer than `runs` it says of how many.
+def over_seeds(values: Sequence[float], runs: int = 0, interval: Interval | None = None) -> object:
+    """ "mean ± std [low, high]", sorted by the mean; None where there is nothing.
 
-    Of one value it is the value with its `interval`.
+    The brackets hold the 95% interval of the mean; of one value its `interval`. Fewer than `runs` are counted.
     """
     if not values:
         return None
@@ -126,10 +127,60 @@ def over_seeds(values: Sequence[float], runs: int = 0, interval: tuple[float, fl
     if not count:
         return "not finite"
     text = short(mean) if std is None else _with_std(mean, std)
-    text += f" [{interval[0]:.3f}, {interval[1]:.3f}]" if interval else ""
+    ends = interval or of_mean([value for value in values if math.isfinite(value)])
+    text += f" {bracketed(ends)}" if ends else ""
     notes = [f"{len(values) - count} not finite"] if count < len(values) else []
     notes += [f"of {len(values)} of {runs} runs"] if len(values) < runs else []
     return (mean, text + (f" ({', '.join(notes)})" if notes else ""))
+
+
+def deltas(groups: Sequence[Group]) -> tuple[list[str], list[list[object]]]:
+    """A row for each number of every group but the first: what it has above the first, with a 95% interval."""
+    first, *others = groups
+    header = ["group", "number", first.label, "this group", "difference", "95% interval", "method"]
+    rows: list[list[object]] = []
+    for name in dict.fromkeys(evaluations(groups, False) + evaluations(groups, True)):
+        before, wilson = _values(first, name)
+        for group in others:
+            after, theirs = _values(group, name)
+            counts = [row[name].get("n") for g in (first, group) for row in map(newest_rows, g.runs) if name in row]
+            found = difference(before, after, (wilson, theirs))
+            if found is not None:
+                cells = [over_seeds(before, 0, wilson), over_seeds(after, 0, theirs)]
+                ends = bracketed(found.interval) if found.interval else None
+                rows.append(
+                    [
+                        group,
+                        _head(name) + _samples(counts),
+                        *cells,
+                        (found.value, f"{found.value:+.4g}"),
+                        ends,
+                        found.method,
+                    ]
+                )
+    return header, rows
+
+
+def _values(group: Group, name: str) -> tuple[list[float], Interval | None]:
+    """The newest finite values of a number over the runs of a group, and the interval of an only one."""
+    rows = [row[name] for run in group.runs if name in (row := newest_rows(run))]
+    values = [value for row in rows if (value := number(row[name])) is not None and math.isfinite(value)]
+    return values, interval_of(rows[0], name) if len(values) == len(rows) == 1 else None
+
+
+def changed(first: Group, other: Group) -> str:
+    """The fields of the config in which a group differs from the first, in words."""
+    fields = differences([first, other])[0]
+    return "; ".join(f"{name}: {shown(first.config, name)} → {shown(other.config, name)}" for name in fields[:12])
+
+
+def bracketed(ends: Interval) -> str:
+    """An interval to the digits that its width leaves."""
+    width = ends[1] - ends[0]
+    places = min(6, max(0, 1 - math.floor(math.log10(width)))) if 0 < width < 1e6 else 0
+    places = max(3, places) if max(map(abs, ends)) < 10 else places
+    form = f".{places}f" if max(map(abs, ends)) < 1e6 else ".3g"
+    return f"[{ends[0]:{form}}, {ends[1]:{form}}]"
 
 
 def _with_std(mean: float, std: float) -> str:

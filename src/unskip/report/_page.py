@@ -8,9 +8,7 @@ data are in the file, and its security policy forbids the rest. The template esc
 from __future__ import annotations
 
 import base64
-import csv
 import hashlib
-import io
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -23,10 +21,12 @@ from unskip.report._charts import Chart
 from unskip.report._names import evaluations
 from unskip.report._read import Group, Run, by_recipe
 from unskip.report._svg import inline
-from unskip.report._text import clean, short, words
+from unskip.report._tables import FORMATS
+from unskip.report._text import clean, short, slug, words
 from unskip.report.figures import _style
 from unskip.report.figures._draw import Tiles, draw, draw_tiles
 
+COMPARED = 9  # groups that are held against the first of their recipe; more would be a wall of rows
 PICTURED = 8  # groups whose pictures are shown
 TABLE_ROWS = 200  # of a figure's data that are shown; its CSV has them all
 
@@ -37,16 +37,8 @@ Missing = list[tuple[str, str]]  # what, and why
 def page(groups: Sequence[Group]) -> str:
     """The page about some groups of runs."""
     missing: Missing = []
-    sections: list[tuple[str, str, Sequence[Part]]] = [
-        ("results", "Results", _results(groups)),
-        ("configs", "Configs", _configs(groups)),
-    ]
-    for key, heading, charts in (
-        ("training", "In training", _training(groups)),
-        ("depth", "Over depth", _depth(groups)),
-        ("shortcuts", "Shortcuts", [_charts.alphas(groups), _charts.decay(groups)]),
-        ("jacobians", "Jacobians", _jacobians(groups)),
-    ):
+    sections: list[tuple[str, str, Sequence[Part]]] = [*tables(groups)]
+    for key, heading, charts in every_chart(groups):
         drawn = [_chart(chart) for chart in charts if chart.lines]
         if key == "jacobians" and not drawn:  # six titles would say no more
             missing.append(("Singular values and condition numbers of Jacobians", charts[0].missing))
@@ -60,6 +52,25 @@ def page(groups: Sequence[Group]) -> str:
     return _document(groups, [section for section in sections if section[2]])
 
 
+def tables(groups: Sequence[Group]) -> list[tuple[str, str, list[Part]]]:
+    """The sections of a page that are tables alone."""
+    return [
+        ("results", "Results", _results(groups)),
+        ("differences", "Differences", _differences(groups)),
+        ("configs", "Configs", _configs(groups)),
+    ]
+
+
+def every_chart(groups: Sequence[Group]) -> list[tuple[str, str, list[Chart]]]:
+    """The sections of a page that are charts, drawn or not."""
+    return [
+        ("training", "In training", _training(groups)),
+        ("depth", "Over depth", _depth(groups)),
+        ("shortcuts", "Shortcuts", [_charts.alphas(groups), _charts.decay(groups)]),
+        ("jacobians", "Jacobians", _jacobians(groups)),
+    ]
+
+
 def _document(groups: Sequence[Group], sections: Sequence[tuple[str, str, Sequence[Part]]]) -> str:
     from jinja2 import Environment  # torch brings it
     from markupsafe import Markup
@@ -67,7 +78,7 @@ def _document(groups: Sequence[Group], sections: Sequence[tuple[str, str, Sequen
     from unskip import __version__
 
     made = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
-    made.filters |= {"short": short, "finite": math.isfinite, "csv": _csv}
+    made.filters |= {"short": short, "finite": math.isfinite, "link": _link, "slug": slug}
     script = file("page.js")
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     text = made.from_string(file("page.html")).render(
@@ -100,10 +111,30 @@ def _results(groups: Sequence[Group]) -> list[Part]:
     again = [group.label for group in groups if group.repeats]
     note += f"But of {words(again)} several runs have the same seed. " if again else ""
     if any(row.get("intervals") for group in groups for run in group.runs for row in run.evals):
-        note += "In brackets: 95% Wilson interval of one run over its n test samples. "
+        note += "In brackets, of one run: 95% Wilson interval over its n test samples. "
+    if any(len(group.runs) > 1 for group in groups):
+        note += "In brackets, of several runs: 95% interval of their mean (Student's t). "
     more = len(groups) - _style.SHOWN
     note += f"The last {more} groups are grey in the figures." if more > 0 else ""
     return [*parts, {"note": note.strip()}]
+
+
+def _differences(groups: Sequence[Group]) -> list[Part]:
+    """Each group beside the first of its recipe: what of its config is other, and what it has above it."""
+    parts: list[Part] = []
+    kinds = by_recipe(groups)
+    for recipe, (first, *others) in kinds.items():
+        if not 0 < len(others) <= COMPARED:
+            continue
+        header, rows = compare.deltas([first, *others])
+        lines = [f"{group.label}: {said}" for group in others if (said := compare.changed(first, group))]
+        title = f"{recipe}: against {first.label}" if len(kinds) > 1 else f"Against {first.label}"
+        table = {"label": f"Differences, {recipe}", "header": header, "rows": rows} if rows else {}
+        parts += [{"title": title, "lines": lines}, table] if lines or rows else []
+    if parts:
+        note = "Newcombe: both are one run, and the interval is that of their test samples. Welch: over seeds. "
+        parts.append({"note": note + "An interval that holds 0 may be chance."})
+    return parts
 
 
 def _configs(groups: Sequence[Group]) -> list[Part]:
@@ -160,6 +191,8 @@ def _chart(chart: Chart) -> Part:
     note = [chart.note] if chart.note else []
     if any(std for line in chart.lines for std in line.std):
         note.append("Bands: one standard deviation over the runs of a group.")
+    if any(ends and std is None for line in chart.lines for ends, std in zip(line.interval, line.std, strict=True)):
+        note.append("Bands of one run: 95% Wilson interval over its test samples.")
     if len(chart.lines) > _style.SHOWN:
         note.append(f"The first {_style.SHOWN} groups have colours; the others are grey.")
     header, rows = chart.rows()
@@ -250,13 +283,10 @@ def _versions(groups: Sequence[Group]) -> str:
     return "Runs made with: " + "; ".join([*makers][:6]) + "."
 
 
-def _csv(table: Mapping[str, Any]) -> str:
-    """All rows of a table, in base64. A text that a spreadsheet would take for a formula begins with an apostrophe."""
-    content = io.StringIO()
-    writer = csv.writer(content, lineterminator="\n")
-    for row in (table["header"], *table["rows"]):
-        writer.writerow([f"'{each}" if isinstance(each, str) and each[:1] in "=+-@" and each else each for each in row])
-    return base64.b64encode(content.getvalue().encode()).decode()
+def _link(table: Mapping[str, Any], form: str) -> str:
+    """A whole table in another format, as the address of a download."""
+    content = FORMATS[form](table["header"], table["rows"])
+    return f"data:text/plain;base64,{base64.b64encode(content.encode()).decode()}"
 
 
 def file(name: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 
 
@@ -19,6 +20,11 @@ def short(value: float) -> str:
     if isinstance(value, int) or (math.isfinite(value) and value == int(value) and abs(value) < 1e6):
         return str(int(value))
     return f"{value:.0f}" if 1e4 <= abs(value) < 1e6 else f"{value:.4g}"
+
+
+def slug(text: str) -> str:
+    """The name of a file for it."""
+    return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")[:60] or "table"
 
 
 def words(items: Sequence[str], most: int = 6) -> str:

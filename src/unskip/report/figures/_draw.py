@@ -81,8 +81,10 @@ def _line(axes: Any, chart: Chart, line: Line) -> Any:
         drawn.set_marker(style.marker)
         drawn.set_markevery(max(1, len(line.x) // 6))
     std = np.array([0.0 if value is None else value for value in line.std])
-    if std.any():
-        low, high = np.array(line.y) - std, np.array(line.y) + std
+    low, high = np.array(line.y) - std, np.array(line.y) + std
+    if not std.any():  # one run: what its test samples leave open
+        low, high = np.array([ends or (y, y) for ends, y in zip(line.interval, line.y, strict=True)]).T
+    if (high > low).any():
         if chart.log:
             low = np.maximum(low, np.array(line.y) * 1e-2)  # a band that reaches zero has no place on this axis
         axes.fill_between(line.x, low, high, color=style.colour, alpha=0.2, linewidth=0)
