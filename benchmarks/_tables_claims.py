@@ -148,7 +148,7 @@ def claims_decay() -> str:
                 mae,
             ),
             (
-                "SiT: samples improve (FID; here FD-judge)",
+                "SiT: samples improve (FID; here FD)",
                 "17.2 → 11.8 (long skips alone 16.5)",
                 f"{distances[0]} → {distances[2]} (long skips alone {distances[1]})",
                 "10,000",

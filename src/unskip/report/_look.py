@@ -172,7 +172,7 @@ def _patch_features(seen: Look, trained: Trained, test: ImageSet) -> None:
     seen.tiles.append(
         Tiles(
             "patch-features",
-            "Patch features by block, three main directions as colours",
+            "Patch features by block, first three principal components as colours",
             tuple(tuple(picture[row] for picture in pictures) for row in range(len(raw))),
             tuple(_name(test, row) for row in range(len(raw))),
             ("image", *(f"{index}" for index in chosen)),

@@ -84,7 +84,7 @@ def reconstructions(groups: Sequence[Group], group: int = 0) -> Figure:
 
 
 def patch_features(groups: Sequence[Group], group: int = 0) -> Figure:
-    """Patch features by block, their three main directions as red, green and blue."""
+    """Patch features by block, their first three principal components as red, green and blue."""
     return _tiles(groups, group, "patch-features")
 
 
