@@ -133,7 +133,12 @@ def kind(role: str) -> str:
     return "mlp" if role in ("up", "gate", "down") else "attention"
 
 
-layouts = pytest.mark.parametrize("name", LAYOUTS)
+def marked(*case: str) -> Any:
+    """A case of a layout; those of torchvision, a Hugging Face ViT and a Llama are like others: in the full tests."""
+    return pytest.param(*case, marks=pytest.mark.full if case[0] in ("torchvision_vit", "hf_vit", "hf_llama") else ())
+
+
+layouts = pytest.mark.parametrize("name", [marked(name) for name in LAYOUTS])
 
 
 @layouts
@@ -204,7 +209,7 @@ def test_attention_near_the_identity(broken: tuple[Layout, nn.Module, str], name
 
 # --- MLPs -------------------------------------------------------------------------------------------------------------
 
-MLP = [(name, role) for name, layout in LAYOUTS.items() for role in layout.mlp]
+MLP = [marked(name, role) for name, layout in LAYOUTS.items() for role in layout.mlp]
 
 
 @pytest.mark.parametrize(("name", "role"), MLP)
@@ -229,7 +234,7 @@ def test_orthogonal(broken: tuple[Layout, nn.Module, str], name: str, role: str)
 # --- What is set: biases, LayerScale, drop path -----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("name", "role"), [(n, role) for n in LAYOUTS if LAYOUTS[n].biases for role in ROLES[n]])
+@pytest.mark.parametrize(("name", "role"), [marked(n, role) for n in LAYOUTS if LAYOUTS[n].biases for role in ROLES[n]])
 def test_biases(broken: tuple[Layout, nn.Module, str], name: str, role: str) -> None:
     layout, model, _ = broken
     layout.bias(model, role)[-1] = 1e-6

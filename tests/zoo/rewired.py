@@ -30,6 +30,22 @@ SOME = {
 some_families = pytest.mark.parametrize("family", SOME.values())
 
 
+def some_families_and(*rules: Any) -> pytest.MarkDecorator:
+    """The first rule with one family of each shape, and the others with timm's ViT; all with all in the full matrix."""
+    cases = [(family, rule) for rule in rules for family in FAMILIES.values()]
+    return pytest.mark.parametrize(
+        ("family", "rule"),
+        [
+            pytest.param(f, rule, id=f"{rule}-{f.name}", marks=() if _quick(f, rule is rules[0]) else pytest.mark.full)
+            for f, rule in cases
+        ],
+    )
+
+
+def _quick(family: Family, first: bool) -> bool:
+    return family.name in (_SHAPES.split() if first else ["timm_vit"])
+
+
 def rewired(family: Family, rule: Any = HALF, **options: Any) -> tuple[nn.Module, Wiring]:
     model = family.build()
     with cautioned(family):

@@ -27,7 +27,7 @@ from tests.zoo.harness import (
     snapshot,
     watched,
 )
-from tests.zoo.rewired import CLOSE, HALF, rewired, some_families, spread
+from tests.zoo.rewired import CLOSE, HALF, rewired, some_families, some_families_and, spread
 from torch import nn
 
 import unskip
@@ -37,8 +37,7 @@ from unskip.errors import ForwardError
 # --- What stays as it is ----------------------------------------------------------------------------------------------
 
 
-@some_families
-@pytest.mark.parametrize("rule", [HALF, Cut(), Anneal(Keep(), HALF, steps=4)], ids=str)
+@some_families_and(HALF, Cut(), Anneal(Keep(), HALF, steps=4))
 def test_weights_and_modules_stay(family: Family, rule: Any) -> None:
     model = family.build()
     values = {name: tensor.clone() for name, tensor in model.state_dict().items()}
@@ -176,8 +175,7 @@ def _fail_at(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
 # --- Copies -----------------------------------------------------------------------------------------------------------
 
 
-@some_families
-@pytest.mark.parametrize("rule", [HALF, Learn(0.5), Anneal(Keep(), HALF, steps=4)], ids=str)
+@some_families_and(HALF, Learn(0.5), Anneal(Keep(), HALF, steps=4))
 def test_deepcopy_is_rewired_and_independent(family: Family, rule: Any) -> None:
     inputs = family.inputs(2)
     model, wiring = rewired(family, rule)
@@ -200,8 +198,7 @@ def test_deepcopy_is_rewired_and_independent(family: Family, rule: Any) -> None:
     assert not {id(module) for module in twin.modules()} & {id(module) for module in model.modules()}
 
 
-@some_families
-@pytest.mark.parametrize("rule", [HALF, Cut(), Learn(0.5), Anneal(Keep(), HALF, steps=4)], ids=str)
+@some_families_and(HALF, Cut(), Learn(0.5), Anneal(Keep(), HALF, steps=4))
 def test_pickle_keeps_the_wiring(family: Family, rule: Any) -> None:
     inputs = family.inputs(2)
     model, wiring = rewired(family, rule)
@@ -248,8 +245,7 @@ def test_a_saved_model_is_rewired_in_a_fresh_process(name: str, tmp_path: Path) 
 # --- Training tools ---------------------------------------------------------------------------------------------------
 
 
-@some_families
-@pytest.mark.parametrize("rule", [HALF, Cut(), Learn(0.5)], ids=str)
+@some_families_and(HALF, Cut(), Learn(0.5))
 def test_gradient_checkpointing_changes_no_gradient(family: Family, rule: Any) -> None:
     inputs = family.inputs(2)
     model, _ = rewired(family, rule)
@@ -263,10 +259,7 @@ def test_gradient_checkpointing_changes_no_gradient(family: Family, rule: Any) -
     assert gradient_difference(checked_grads, grads) < CLOSE
 
 
-@some_families
-@pytest.mark.parametrize(
-    "rule", [Keep(), HALF, Scale(0.5), Scale(1.0, 0.7), Cut(), Learn(0.5), Anneal(Keep(), HALF, steps=4)], ids=str
-)
+@some_families_and(HALF, Keep(), Scale(0.5), Scale(1.0, 0.7), Cut(), Learn(0.5), Anneal(Keep(), HALF, steps=4))
 @pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight:UserWarning")  # of a layer norm in bfloat16
 def test_autocast_keeps_every_dtype(family: Family, rule: Any) -> None:
     inputs = family.inputs(2)
