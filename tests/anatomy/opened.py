@@ -8,7 +8,7 @@ from tests.zoo.families import FAMILIES
 from torch import nn
 
 import unskip
-from unskip.anatomy._parts import AttentionParts, MlpParts, ParallelParts, Parts
+from unskip.anatomy import AttentionParts, MlpParts, ParallelParts, Parts
 
 
 @functools.cache

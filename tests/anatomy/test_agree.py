@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 import unskip
 from unskip.absorption import apply
-from unskip.anatomy._parts import MlpParts
+from unskip.anatomy import MlpParts
 from unskip.errors import BadInput, RewireError
 
 WIDTH = 8

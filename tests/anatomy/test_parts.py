@@ -13,8 +13,8 @@ from torch.nn import functional as F
 from torch.utils._pytree import tree_map
 
 import unskip
+from unskip.anatomy import AttentionParts, MlpParts, NormParts, ParallelParts, trace_parts
 from unskip.anatomy._example import Example
-from unskip.anatomy._parts import AttentionParts, MlpParts, NormParts, ParallelParts, trace_parts
 
 Weights = dict[str, Tensor]  # the parameters of a model by name
 Crops = dict[str, Tensor | None]

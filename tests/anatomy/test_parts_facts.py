@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import unskip
-from unskip.anatomy._parts import MlpParts
+from unskip.anatomy import MlpParts
 
 # --- Facts ------------------------------------------------------------------------------------------------------------
 

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_map
 
 import unskip
 from unskip import Anneal, Cut, Decay, Keep, Learn
-from unskip.anatomy._parts import AttentionParts, MlpParts
+from unskip.anatomy import AttentionParts, MlpParts
 from unskip.errors import BadInput, ForwardError
 
 

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import unskip
-from unskip.anatomy._parts import AttentionParts, MlpParts
+from unskip.anatomy import AttentionParts, MlpParts
 
 WIDTH = 8
 EPS = 1e-5

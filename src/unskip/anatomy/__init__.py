@@ -21,10 +21,8 @@ from unskip.anatomy._parts import (
     ParallelParts,
     Part,
     Parts,
-    PartsTrace,
-    parts,
-    trace_parts,
 )
+from unskip.anatomy._parts_trace import PartsTrace, parts, trace_parts
 from unskip.anatomy._replay import ReplayError, replay
 from unskip.anatomy._rewired import PATCH, WIRING, rewired_state
 from unskip.anatomy._sample import Function, Sample, tokens
