@@ -41,12 +41,18 @@ def rewire_cpu() -> str:
 
 @table
 def rewire_compile() -> str:
-    (part,) = record("rewire-compile-cpu")["results"]
-    found, rows = part["variants"], []
+    measured = {"CPU": "rewire-compile-cpu", "H200": "rewire-compile-gpu"}
+    there = {place: name for place, name in measured.items() if (RECORDS / f"{name}.json").exists()}
+    parts = {place: record(name)["results"][0]["variants"] for place, name in there.items()}
+    rows = []
     for name, label in {"original": "the original", "decay": "`Decay(0.6)`", "cut": "`Cut()`"}.items():
-        more = f" ({found[name]['cpu_seconds']:.0f} s)" if name == "original" else ""
-        rows.append([label, str(found[name]["kernels"]), f"{found[name]['ratio']:.2f}{more}"])
-    return lines(" | kernels | CPU time of the first step / original", rows)
+        cells = [label]
+        for found in (part[name] for part in parts.values()):
+            seconds = f" ({found['cpu_seconds']:.0f} s)" if name == "original" else ""
+            cells += [str(found["kernels"]), f"{found['ratio']:.2f}{seconds}"]
+        rows.append(cells)
+    head = [f"{place}: kernels | CPU time of the first step / original" for place in parts]
+    return lines(" | " + " | ".join(head), rows)
 
 
 @table

@@ -1,9 +1,9 @@
 """What rewiring costs: training-step time, peak memory and compilation, rewired over original; audit and rewire.
 
-    python benchmarks/rewire.py                              # timm ViT-S on the CPU
-    python benchmarks/rewire.py --device cuda --compiled     # timm ViT-B, eager and compiled
-    python benchmarks/rewire.py --only compile               # kernels generated, and the time to the first step
-    python benchmarks/rewire.py --only search                # audit and rewire on meta tensors, up to ViT-g size
+    python benchmarks/rewire.py                                        # timm ViT-S on the CPU
+    python benchmarks/rewire.py --device cuda --only cost --compiled   # timm ViT-B, eager and compiled
+    python benchmarks/rewire.py --only compile --variants decay cut    # kernels, and the time to the first step
+    python benchmarks/rewire.py --only search                          # audit and rewire on meta tensors
 
 Every variant is a copy of one model and runs in the same process; in each round all of them take one step, in random
 order. The ratio is the median over rounds of (variant / original of the same round). The original against a second copy
@@ -28,7 +28,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import timm
@@ -43,13 +44,12 @@ COMPILED = ("original", "original again", "alpha 1", "decay", "cut", "anneal")
 RESULTS = Path(__file__).resolve().parent.parent / "docs" / "results"
 
 
-def variants(model: nn.Module) -> dict[str, nn.Module]:
+def variants(model: nn.Module, names: Sequence[str]) -> dict[str, nn.Module]:
     """The copies that are compared: the original twice, and one for each position of the knob."""
-    copies = {name: copy.deepcopy(model) for name in COMPILED}
-    unskip.rewire(copies["alpha 1"], Keep(), force=True)
-    unskip.rewire(copies["decay"], Decay(0.6))
-    unskip.rewire(copies["cut"], Cut())
-    unskip.rewire(copies["anneal"], Anneal(Keep(), Decay(0.6), steps=1000)).step(500)
+    rules = {"alpha 1": Keep(), "decay": Decay(0.6), "cut": Cut(), "anneal": Anneal(Keep(), Decay(0.6), steps=1000)}
+    copies = {name: copy.deepcopy(model) for name in names}
+    for name in rules.keys() & copies.keys():
+        unskip.rewire(copies[name], rules[name], force=name == "alpha 1").step(500)
     return copies
 
 
@@ -119,11 +119,11 @@ def compare(steps: dict[str, Callable[[], None]], device: str, rounds: int, seed
     return result
 
 
-def cost(device: str, compiled: bool, rounds: int, seed: int) -> dict[str, object]:
+def cost(device: str, names: list[str], compiled: bool, rounds: int, seed: int) -> dict[str, object]:
     """Step times and peak memory of every variant."""
     torch.manual_seed(seed)
     name, batch = ("vit_base_patch16_224", 128) if device == "cuda" else ("vit_small_patch16_224", 4)
-    copies = variants(timm.create_model(name).to(device).train())
+    copies = variants(timm.create_model(name).to(device).train(), names)
     images = torch.randn(batch, 3, 224, 224, device=device)
     runs: dict[str, Callable[..., torch.Tensor]] = dict(copies)
     if compiled:
@@ -151,7 +151,7 @@ def first_step(name: str, device: str, seed: int) -> dict[str, float]:
     else:  # small, and as deep
         sizes = {"img_size": 32, "patch_size": 8, "embed_dim": 64, "num_heads": 2, "num_classes": 10}
         model, size = timm.create_model("vit_small_patch16_224", depth=12, **sizes), 32
-    model = variants(model.to(device).train())[name]
+    model = variants(model.to(device).train(), [name])[name]
     images = torch.randn(8, 3, size, size, device=device)
     step = training_step(model, torch.compile(model, fullgraph=True), images)
     begin, cpu = time.perf_counter(), cpu_seconds()
@@ -169,19 +169,28 @@ def cpu_seconds() -> float:
     return sum(each.ru_utime + each.ru_stime for each in used)
 
 
+def compiled_alone(name: str, device: str, seed: int) -> dict[str, float]:
+    """`first_step` in a process of its own, with an empty cache."""
+    command = [sys.executable, __file__, "--device", device, "--seed", str(seed), "--first-step", name]
+    with tempfile.TemporaryDirectory() as cache:
+        caches = {"TORCHINDUCTOR_CACHE_DIR": cache, "TRITON_CACHE_DIR": cache, "TORCHINDUCTOR_COMPILE_THREADS": "1"}
+        done = subprocess.run(command, env={**os.environ, **caches}, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise SystemExit(f"{name}: {done.stderr}")
+    row: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
+    return row
+
+
 def compilation(device: str, names: list[str], rounds: int, seed: int) -> dict[str, object]:
     """Every variant in processes of its own, in alternation."""
     rows: dict[str, list[dict[str, float]]] = {name: [] for name in names}
     order, shuffle = list(names), random.Random(seed)
     for _ in range(rounds):
         shuffle.shuffle(order)
-        for name in order:
-            command = [sys.executable, __file__, "--device", device, "--seed", str(seed), "--first-step", name]
-            with tempfile.TemporaryDirectory() as cache:
-                environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": cache, "TORCHINDUCTOR_COMPILE_THREADS": "1"}
-                done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
-            rows[name].append(json.loads(done.stdout.splitlines()[-1]))
-            print(f"  {name:15s} {rows[name][-1]}", flush=True)
+        with ThreadPoolExecutor(max(1, (os.cpu_count() or 1) // 4)) as pool:  # side by side where cores are left over
+            for name, row in zip(order, pool.map(lambda name: compiled_alone(name, device, seed), order), strict=True):
+                rows[name].append(row)
+                print(f"  {name:15s} {row}", flush=True)
     seconds = {name: statistics.median(row["cpu_seconds"] for row in each) for name, each in rows.items()}
     return {
         "model": "vit_small_patch16_224" if device == "cuda" else "vit_small_patch16_224, width 64, 32 pixels",
@@ -239,13 +248,15 @@ def main() -> None:
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--compiled", action="store_true", help="also compare compiled models")
     parser.add_argument("--only", choices=["search", "cost", "compile"], help="one part of the benchmark")
-    parser.add_argument("--variants", nargs="+", default=list(COMPILED), choices=COMPILED, help="of --only compile")
+    parser.add_argument("--variants", nargs="+", default=list(COMPILED), choices=COMPILED, help="which to compare")
     parser.add_argument("--first-step", choices=COMPILED, help="compile one variant, and print what that took")
     parser.add_argument("--rounds", type=int, default=None)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--resume", action="store_true", help="keep the modes that the JSON has, and add the others")
     parser.add_argument("--out", type=Path, default=None, help="where the JSON goes (default docs/results)")
     options = parser.parse_args()
+    if "original" not in options.variants:
+        options.variants.insert(0, "original")  # what the others are divided by
     if options.first_step:
         print(json.dumps(first_step(options.first_step, options.device, options.seed)))
         return
@@ -262,7 +273,7 @@ def main() -> None:
         for compiled in [False, True] if options.compiled else [False]:
             if ("compiled" if compiled else "eager") in [row["mode"] for row in results]:
                 continue
-            results.append(cost(options.device, compiled, rounds, options.seed))
+            results.append(cost(options.device, options.variants, compiled, rounds, options.seed))
             show(results[-1])
             write_json(target, {**about, "results": results})
     if options.only in (None, "search"):
