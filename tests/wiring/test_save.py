@@ -120,7 +120,8 @@ def test_a_plain_timm_model_is_recorded_by_name(tmp_path: Path) -> None:
     ("name", "options"),
     [
         ("test_vit", {"num_classes": 10, "img_size": 64, "in_chans": 1, "global_pool": "avg", "drop_path_rate": 0.1}),
-        ("test_vit", {"img_size": [64, 32], "depth": 2, "init_values": 1e-5, "qk_norm": True, "drop_rate": 0.1}),
+        ("test_vit", {"img_size": [64, 32], "depth": 2, "init_values": 0.1, "qk_norm": True, "drop_rate": 0.1}),
+        ("test_vit", {"num_classes": 0, "global_pool": "", "no_embed_class": True, "patch_drop_rate": 0.25}),
         ("test_resnet", {"num_classes": 3, "in_chans": 1, "drop_rate": 0.2, "drop_path_rate": 0.1}),
         ("test_convnext", {"num_classes": 0, "drop_path_rate": 0.2}),
     ],

@@ -26,7 +26,7 @@ Settings = dict[str, Any]  # of a module: its class, and attributes as JSON has 
 # of its embedding, which is compared; transformers' resize_token_embeddings leaves that of some modules as it was.
 _NEUTRAL = frozenset(
     "training forward fused_attn grad_checkpointing gradient_checkpointing name_or_path max_seq_len_cached "
-    "vocab_size".split()
+    "vocab_size weight_init_mode".split()
 )
 _UNSET = object()
 _LONG = 200  # characters: a longer setting is kept as its digest

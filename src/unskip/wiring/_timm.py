@@ -42,12 +42,18 @@ def _drops(model: nn.Module) -> Iterator[float]:
 
 
 def _pooling(model: Any) -> Any:
-    pool = getattr(model, "global_pool", None) or getattr(model.head, "global_pool", None)
+    pool = getattr(model, "global_pool", None)
+    pool = model.head.global_pool if pool is None else pool  # "" is no pooling
     return pool if isinstance(pool, str) else getattr(pool, "pool_type", None)
 
 
 def _first_block(model: Any) -> Any:
     return next(module for module in model.modules() if hasattr(module, "attn") and hasattr(module, "mlp"))
+
+
+def _layer_scale(model: Any) -> Any:
+    scale = _first_block(model).ls1
+    return None if isinstance(scale, nn.Identity) else getattr(scale, "init_values", 1e-5)
 
 
 _READERS: dict[str, Callable[[Any], Any]] = {
@@ -70,5 +76,8 @@ _READERS: dict[str, Callable[[Any], Any]] = {
     "mlp_ratio": lambda model: _first_block(model).mlp.fc1.out_features / _first_block(model).mlp.fc1.in_features,
     "qkv_bias": lambda model: _first_block(model).attn.qkv.bias is not None,
     "qk_norm": lambda model: not isinstance(_first_block(model).attn.q_norm, nn.Identity),
-    "init_values": lambda model: None if isinstance(_first_block(model).ls1, nn.Identity) else 1e-5,
+    "proj_bias": lambda model: _first_block(model).attn.proj.bias is not None,
+    "no_embed_class": lambda model: model.no_embed_class,
+    "patch_drop_rate": lambda model: getattr(model.patch_drop, "prob", 0.0),
+    "init_values": _layer_scale,
 }

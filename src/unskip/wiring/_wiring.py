@@ -138,7 +138,9 @@ class Wiring:
                 module.__class__ = patched
 
     def set(self, rules: Rules, where: Where = None) -> None:
-        """Puts other rules in place of the present ones. Without `where`, one rule governs the sites governed now."""
+        """Puts other rules in place of all present ones; what they do not pick is kept. Without `where`, one rule
+        governs the sites governed now.
+        """
         pairs = normalise(rules, where)
         if where is None and not isinstance(rules, Mapping) and self._plan:
             governed = [site for site in self.sites if site.index in self._rule_of]
