@@ -20,7 +20,6 @@ from unskip.recipes import _data
 pytestmark = pytest.mark.filterwarnings("ignore::unskip.errors.UnskipWarning")  # runs of a few steps look unhealthy
 
 SMALL: dict[str, Any] = {"steps": 2, "batch": 16, "device": "cpu", "model_args": "depth=1,embed_dim=16,num_heads=2"}
-NAMES = ["supervised", "mae", "dino", "simclr", "sit", "uvit"]
 
 
 def small(recipe: str, **changes: Any) -> Any:
@@ -41,8 +40,9 @@ def broken(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(folder / "a-*.parquet")
 
 
-@pytest.mark.parametrize("recipe", NAMES)
-def test_every_recipe_leaves_out_what_is_broken(recipe: str, broken: str) -> None:
+# Images are opened in one place; the feeds of the others are like those of these three.
+@pytest.mark.parametrize("recipe", ["supervised", "dino", "sit"])
+def test_what_is_broken_is_left_out(recipe: str, broken: str) -> None:
     task, _ = unskip.recipes.build_task(small(recipe, data=broken))
     assert sum("left out 1 of 208" in note for note in task.notes) == 2
     assert sum("held as squares of 8 pixels" in note for note in task.notes) == 2
