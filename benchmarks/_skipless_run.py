@@ -1,4 +1,4 @@
-"""One run of skipless_gap.py or decay_classifier.py: the supervised recipe, with a start, heads and weight decay."""
+"""One run of the studies of classifiers: the supervised recipe, with a start, heads and weight decay of its own."""
 
 from __future__ import annotations
 
@@ -41,6 +41,13 @@ BASE: Config = {
     "quantise": False,  # round the trained model to few bits, too
 }
 EMA = 0.998
+# By preset: the shape of the blocks, and what a model that is not built by a preset has to be told.
+SHAPES = {
+    "digits": ("depth=4,embed_dim=64", "num_classes=10,img_size=8,patch_size=2,in_chans=1"),
+    "cifar": ("depth=12,embed_dim=192", "num_classes=10,img_size=32,patch_size=4"),
+    "tiny-imagenet": ("depth=12,embed_dim=384", "num_classes=200,img_size=64,patch_size=8"),
+}
+PETS = {1: 1, 2: 0, 3: 255}  # trimap: pet, background, border
 
 
 def work(config: Config) -> dict[str, Any] | None:
@@ -110,6 +117,10 @@ def trained(config: Config) -> dict[str, Any] | None:
             if config["quantise"]:
                 rounded = unskip.evals.evaluate(task.model, task.feed, accuracy.test, ["quantised-accuracy-v1"])
                 result["quantised"] = {key: float(f"{entry:.4g}") for key, entry in rounded[0].values.items()}
+            if config.get("pets"):
+                result["mean_iou"] = segmented(task.model, config["pets"], task.feed.size)
+            if config["preset"] == "tiny-imagenet":
+                result["top5"] = top_five(task.model, accuracy.test)
         except unskip.errors.TrainingError as error:
             result["diverged"] = str(error).partition(": ")[2]
         rows = [{key: float(entry) for key, entry in row.items()} for row in run.read("metrics.jsonl")]
@@ -127,14 +138,37 @@ def trained(config: Config) -> dict[str, Any] | None:
     return result
 
 
+def segmented(model: Any, source: str, size: int) -> list[float]:
+    """Mean IoU of pet and background by block: a ridge regression on the patches of frozen features."""
+    import dataclasses
+
+    from unskip import data, evals
+
+    sets = [data.open_dense(source, split, size=size, values=PETS) for split in ("train", "test")]
+    sets = [dataclasses.replace(each, ignore=255) for each in sets]
+    return [round(each.values["mean_iou"], 4) for each in evals.evaluate(model, *sets, ["segment-ridge-v1"], batch=512)]
+
+
+def top_five(model: Any, test: Any) -> float:
+    """The share of test images whose class is among the five with the largest logits."""
+    import torch
+
+    right = count = 0
+    with torch.no_grad():
+        for images, labels in test.evaluate():
+            right += int((model(images).topk(5).indices == labels[:, None]).sum())
+            count += len(labels)
+    return right / count
+
+
 def planned(config: Config) -> Any:
     """The supervised recipe's config; the start and the optimizer's options are put in afterwards."""
     import unskip
 
     preset = config["preset"]
-    shape = {"digits": "depth=4,embed_dim=64", "cifar": "depth=12,embed_dim=192"}[preset]
+    shape, facts = SHAPES[preset]
     pool = "class_token=false,global_pool=avg," if config["pool"] == "avg" else ""
-    heads = config["heads"] if preset == "cifar" else {1: 1, 2: 2, 3: 4, 6: 8, 12: 16}[config["heads"]]
+    heads = heads_of(config)
     names = ("shortcut", "where", "optimizer", "lr", "weight_decay", "epochs", "seed", "validate", "device", "data")
     names += ("mixup", "cutmix", "steps")
     fields = {name: config[name] for name in names if name in config}
@@ -142,13 +176,17 @@ def planned(config: Config) -> Any:
         del fields["epochs"]
     fields |= {"model_args": f"{pool}{shape},num_heads={heads}", "checkpoint_every": 1_000_000, "health": False}
     if config["head_dim"] is not None:
-        size = {"digits": "img_size=8,patch_size=2,in_chans=1", "cifar": "img_size=32,patch_size=4"}[preset]
-        width = config["head_dim"] if preset == "cifar" else 16
+        width = config["head_dim"] if preset != "digits" else 16
         fields["model"] = f"{Path(__file__).resolve()}:wide_vit"
-        fields["model_args"] += f",head_dim={width},num_classes=10,{size}"
-    if preset == "cifar":
-        fields["log_every"] = 40
+        fields["model_args"] += f",head_dim={width},{facts}"
+    if preset != "digits":
+        fields |= {"log_every": 40, "graph": True}
     return unskip.recipes.supervised(preset, **fields)
+
+
+def heads_of(config: Config) -> int:
+    """The heads of a block; digits have a width of 64, which 3 does not divide."""
+    return {1: 1, 2: 2, 3: 4, 6: 8, 12: 16}[config["heads"]] if config["preset"] == "digits" else int(config["heads"])
 
 
 def wide_vit(head_dim: int, **arguments: Any) -> Any:
@@ -177,12 +215,11 @@ def started(model: Any, images: Any, config: Config) -> dict[str, Any]:
         whiten_patches_(model, images, power=config["whiten"], generator=draw)
     if config["code"] is not None:
         result["code"] = round(position_code_(model, images, scale=config["code"], generator=draw), 3)
-    carriers = (config["heads"] - config["even"]) if config["preset"] == "cifar" else 8 - config["even"]
     if config["start"]:
         numbers = {name: config[name] for name in ("alpha", "beta", "c")} | {"mlp_gain": config["gain"]}
         numbers |= {"mlp_bias": config["bias"] or 0.0, "centre": config["bias"] is not None}
         if config["carry"] is not None:
-            numbers |= {"carry": carriers, "mix": config["carry"]}
+            numbers |= {"carry": heads_of(config) - config["even"], "mix": config["carry"]}
         with warnings.catch_warnings(action="ignore", category=UnskipWarning):
             skipless_(model, images[:2], **numbers, generator=draw)
     if config["target"] is not None:

@@ -11,6 +11,7 @@ grid      learning rate x weight decay for each wiring
 factor    one thing changed in the model without skips, from the shaped start, at lr 3e-3 and weight decay 0.3
 control   one thing changed in the residual model, at lr 3e-3 and weight decay 1
 mix       heads that carry tokens and heads that mix them (stage 2, 20 epochs, first)
+long      100 epochs with mixup and cutmix, three weight decays for each wiring, on held-out images (stage 2)
 final     100 epochs with mixup and cutmix, test set (stage 2): residual at two weight decays, the best of `mix` without
           skips, MLPs' skips alone cut; each also rounded to few bits
 """
@@ -146,6 +147,8 @@ def stage_two(done: dict[str, Any]) -> Iterator[Job]:
     finals["residual, weight decay 0.3"] = {**finals["residual"], "weight_decay": 0.3}
     for seed, name in itertools.product(SEEDS, finals):
         yield f"final | {name} | seed {seed}", {**finals[name], **FINAL, "seed": seed}
+    for name, decay in itertools.product(("no skips", "residual", "MLPs cut"), (0.1, 0.3, 0.03)):
+        yield f"long | {name} | {decay:g}", {**finals[name], **LONG, "weight_decay": decay}
 
 
 # --- What it shows ----------------------------------------------------------------------------------------------------
