@@ -143,7 +143,7 @@ def figures(done: dict[str, Any], folder: Path, word: str) -> None:
     pyplot = drawing("mae")
     of_a_name: dict[str, Any] = {}
     styles: dict[str, str] = {}
-    figure, (depth, training, ranks) = pyplot.subplots(1, 3, figsize=(13, 3.8), constrained_layout=True)
+    figure, (depth, training, ranks) = pyplot.subplots(1, 3, figsize=(11, 3.8), constrained_layout=True)
     for name, rows in sorted(groups(done).items()):
         whole = [row for row in rows if "depth" in row]
         if not whole:
@@ -186,7 +186,7 @@ def figures(done: dict[str, Any], folder: Path, word: str) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     figure.savefig(folder / f"mae-{word}.svg", metadata={"Date": None})
     pyplot.close(figure)
-    figure, (norms, echo, frequency) = pyplot.subplots(1, 3, figsize=(13, 3.8), constrained_layout=True)
+    figure, (norms, echo, frequency) = pyplot.subplots(1, 3, figsize=(11, 3.8), constrained_layout=True)
     for name, rows in sorted(groups(done).items()):
         if name.startswith("start") or name in ("sweep | alpha_min 0.4", "sweep | alpha_min 0.6"):
             label = name.partition(" | ")[2] + ("" if name.startswith("start") else " with zero start")
