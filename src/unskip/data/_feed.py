@@ -52,7 +52,7 @@ class Feed:
         transform: Transform | None = None,
     ) -> None:
         if size is None and (images.size is None or images.size[0] != images.size[1]):
-            raise BadInput(f"{images.name}: its images are not squares of one size; say which size to feed them at")
+            raise BadInput(f"{images.name}: its images are not squares of one size; give size=, or --size")
         if images.images is not None and (transform or (augment and augment.randaugment)):
             raise BadInput(
                 f"{images.name}: randaugment and transforms work on images that are read from disk, and these are held "
