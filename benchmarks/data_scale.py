@@ -43,6 +43,7 @@ import torch
 
 SIDE, CLASSES, POOL = 40, 1000, 4096
 SOURCES, PEERS = ("folder", "tar", "parquet"), ("imagefolder", "webdataset")
+ACROSS = 100  # batches of the first of two epochs
 BEFORE, AFTER = 100, 20  # batches before a reading is killed, and after it is resumed
 
 
@@ -212,7 +213,9 @@ def reading(root: Path, name: str, options: argparse.Namespace) -> dict[str, flo
     memory, begin = Memory(), time.perf_counter()
     if name in SOURCES:
         found = feed(root, name, options)
-        batches: Any = (images for images, _ in found.iterate(0, found.steps_per_epoch))
+        end = found.steps_per_epoch
+        start = max(0, end - ACROSS)  # across the end of an epoch, where the order of the next is drawn
+        batches: Any = (images for images, _ in found.iterate(start, start + end))
     else:
         batches = normalised((torchvision_batches if name == "imagefolder" else webdataset_batches)(root, options))
     images = next(batches)

@@ -30,10 +30,15 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-import timm  # noqa: F401  (before the fork)
+import accelerate  # noqa: F401  (with the next ones: before the fork)
+import timm  # noqa: F401
+import torch.distributed.checkpoint.state_dict
+import torch.distributed.fsdp
+import torch.distributed.tensor  # noqa: F401
+import tyro  # noqa: F401
 from _record import made_with, write_json
 
-from unskip import cli
+from unskip import cli, recipes  # noqa: F401
 from unskip.training import RunFolder
 
 STEPS = 16
@@ -212,31 +217,38 @@ def damaged(folder: Path, whole: Path, seed: int) -> dict[str, Any]:
     return found
 
 
-def exits(count: int) -> dict[str, Any]:
-    """Sharded runs of two processes, each of which leaves the interpreter in the usual way at its end."""
+def exits(count: int, at_once: int = 4) -> dict[str, Any]:
+    """Sharded runs of two processes, each of which leaves the interpreter in the usual way; several at once, so that
+    the processes wait for the processor at any place."""
     folder, failures = Path(tempfile.mkdtemp(prefix="unskip-exits-")), list[str]()
-    for turn in range(count):
+    running: dict[int, Path] = {}
+    for turn in range(count + at_once):
+        while running and (len(running) >= 2 * at_once or turn >= count):
+            child, status = os.wait()
+            log = running.pop(child)
+            if code := os.waitstatus_to_exitcode(status):
+                failures.append(f"exit {code}: {log.read_text()[-300:]}")
+        if turn >= count:
+            continue
         with socket.socket() as free:
             free.bind(("localhost", 0))
             port = str(free.getsockname()[1])
-        out, children = folder / f"run-{turn}", list[int]()
         for rank in range(2):
+            log = folder / f"{turn}-{rank}.log"
             child = os.fork()
-            if not child:
-                log = (folder / f"log-{rank}").open("w")
-                os.dup2(log.fileno(), 1)
-                os.dup2(log.fileno(), 2)
-                os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": port, "WORLD_SIZE": "2", "RANK": str(rank)}
-                os.environ |= {"LOCAL_RANK": str(rank), "ACCELERATE_USE_CPU": "1", "OMP_NUM_THREADS": "1"}
-                words = ["--model-args", _VIT, "--steps=2", "--batch=16", "--no-health", "--device=cpu", "--fsdp"]
-                sys.exit(cli.main(["train", "supervised", "--preset=digits", *words, "--quiet", "--out", str(out)]))
-            children.append(child)
-        for rank, child in enumerate(children):
-            if code := ended(child):
-                failures.append(f"exit {code}: {(folder / f'log-{rank}').read_text()[-300:]}")
-        shutil.rmtree(out, ignore_errors=True)
+            if child:
+                running[child] = log
+                continue
+            with log.open("w") as file:
+                os.dup2(file.fileno(), 1)
+                os.dup2(file.fileno(), 2)
+            os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": port, "WORLD_SIZE": "2", "RANK": str(rank)}
+            os.environ |= {"LOCAL_RANK": str(rank), "ACCELERATE_USE_CPU": "1", "OMP_NUM_THREADS": "1"}
+            words = ["--model-args", _VIT, "--steps=2", "--batch=128", "--no-health", "--device=cpu", "--fsdp"]
+            out = str(folder / f"run-{turn}")
+            sys.exit(cli.main(["train", "supervised", "--preset=digits", *words, "--quiet", "--out", out]))
     shutil.rmtree(folder)
-    return {"runs": count, "processes": 2 * count, "failures": failures, "load average": os.getloadavg()[2]}
+    return {"runs": count, "processes": 2 * count, "runs at once": at_once, "failures": failures}
 
 
 def shown(line: str, folder: Path) -> str:

@@ -308,8 +308,14 @@ def test_disk_a_transform_takes_the_place_of_the_crop(disk: ImageSet) -> None:
     feed = Feed(disk, 6, 8, transform=transform, workers=0)
     whole = list(feed.iterate(0, 4))
     assert_same(iter(whole[2:]), Feed(disk, 6, 8, transform=transform, workers=2).iterate(2, 4))
-    with pytest.raises(ValueError, match=r"\(3, 10, 10\)"):
-        next(Feed(disk, 6, 8, transform=v2.Resize((10, 10)), workers=0).iterate(0, 1))
+    for workers, wrong, says in (
+        (0, v2.Resize((10, 10)), r"^the transform makes uint8 of shape \(3, 10, 10\)"),
+        (1, v2.Compose([v2.Resize((8, 8)), v2.Grayscale()]), r"^the transform makes uint8 of shape \(8, 8\)"),
+        (0, v2.Compose([v2.Resize((8, 8)), v2.PILToTensor(), v2.ToDtype(torch.float32)]), "makes float32"),
+        (0, lambda image: None, "makes object"),
+    ):
+        with pytest.raises(BadInput, match=says):
+            next(Feed(disk, 6, 8, transform=wrong, workers=workers).iterate(0, 1))
     with pytest.raises(BadInput, match="held in memory"):
         Feed(numbered(), 6, 8, transform=transform)
 
@@ -340,6 +346,10 @@ def test_wrong_arguments(disk: ImageSet) -> None:
         Feed(disk, 4)
     with pytest.raises(BadInput, match=r"randaugment.* read from disk"):
         Feed(numbered(), 4, augment=Augment(randaugment="2,9"))
+    with pytest.raises(BadInput, match="workers must be a whole number"):
+        Feed(disk, 4, 8, workers=-1)
+    with pytest.raises(BadInput, match="size must be a whole number"):
+        Feed(disk, 4, 0)
     feed = Feed(numbered(), 8)
     with pytest.raises(BadInput, match="among 3"):
         feed.iterate(0, 1, 0, 3)

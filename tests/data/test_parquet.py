@@ -3,6 +3,7 @@
 import pickle
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy
 import pyarrow
@@ -181,6 +182,33 @@ def test_damaged_files(tmp_path: Path, damage: bytes, says: str) -> None:
     (tmp_path / "x.parquet").write_bytes(damage)
     with pytest.raises(BadInput, match=rf"x\.parquet: {says}"):
         open_images(tmp_path)
+
+
+HUB = '{"info": {"features": %s}}'
+
+
+@pytest.mark.parametrize(
+    ("changes", "notes", "says"),
+    [
+        ({}, "{nope", "damaged notes on its columns"),
+        ({}, "[1]", "damaged notes on its columns"),
+        ({}, HUB % "[1]", "damaged notes on its columns"),
+        ({}, HUB % '{"label": {"names": 5}}', "damaged notes on its columns"),
+        ({"label": ["a", "b"]}, None, "column 'label' holds string; labels are whole numbers"),
+        ({"label": [0.5, 1.0]}, None, "column 'label' holds double; labels are whole numbers"),
+        ({"label": [0, 2**62]}, None, "a label of 4611686018427387904; at most 1,048,576 classes"),
+        ({"image": [1, 2]}, None, "column 'image' holds int64; images are bytes"),
+        ({"image": [{"path": "a"}, {"path": "b"}]}, None, "column 'image' holds struct.* images are bytes"),
+    ],
+)
+def test_columns_that_hold_something_else(
+    tmp_path: Path, changes: dict[str, Any], notes: str | None, says: str
+) -> None:
+    table = pyarrow.table({"image": [encoded(picture(0)), encoded(picture(1))], "label": [0, 1]} | changes)
+    table = table if notes is None else table.replace_schema_metadata({"huggingface": notes})
+    parquet.write_table(table, tmp_path / "a.parquet")
+    with pytest.raises(BadInput, match=rf"a\.parquet: .*{says}"):
+        open_images(tmp_path / "a.parquet")
 
 
 def test_empty_and_foreign_files(tmp_path: Path) -> None:

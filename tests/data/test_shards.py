@@ -16,7 +16,7 @@ import pytest
 import torch
 from tests.data.files import encoded, picture, write_parquet
 
-from unskip.data import Augment, Feed, ImageSet, _index, _order, _parquet, _tar, fingerprint, open_images
+from unskip.data import Augment, Feed, ImageSet, _assemble, _index, _order, _parquet, _tar, fingerprint, open_images
 from unskip.errors import BadInput
 
 SIDE, COUNT, WINDOW = 10, 40, 12_000
@@ -195,11 +195,15 @@ def damaged(at: int, by: bytes) -> Any:
         (damaged(0, b"\x1f\x8b\x08\0"), r"byte 0: no header"),
         (damaged(124, b"77777777777\0"), "byte 0: no header"),  # the checksum no longer fits
         (damaged(512, b"four"), r"byte 512: no label in b'four"),
+        (damaged(512, b"9" * 4), "a label of 9999; at most 1,000 classes"),
         (lambda data: b"", "no images in"),
         (lambda data: bytes(1024), "no images in"),
     ],
 )
-def test_damaged_shards_are_named_with_the_place(tmp_path: Path, damage: Any, says: str) -> None:
+def test_damaged_shards_are_named_with_the_place(
+    tmp_path: Path, damage: Any, says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_assemble, "MOST_CLASSES", 1000)
     file = write_tar(tmp_path / "x.tar", [("0.cls", b"0000"), *sample(0)[:0], ("0.png", encoded(picture(0, 64, 64)))])
     file.write_bytes(damage(file.read_bytes()))
     with pytest.raises(BadInput, match=rf"x\.tar.*{says}"):

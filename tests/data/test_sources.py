@@ -205,6 +205,15 @@ def test_folder_held_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert torch.equal(streamed.load(range(5), 12), held.images)
 
 
+def test_links_in_a_folder_are_followed_but_not_in_circles(tmp_path: Path) -> None:
+    write_folder(tmp_path / "elsewhere", {"b": 2})
+    write_folder(tmp_path / "set", {"a": 3})
+    (tmp_path / "set" / "a" / "up").symlink_to("..")
+    (tmp_path / "set" / "a" / "same").symlink_to(".")
+    (tmp_path / "set" / "b").symlink_to(tmp_path / "elsewhere" / "b")
+    assert open_images(tmp_path / "set").labels.tolist() == [0, 0, 0, 1, 1]
+
+
 def test_folder_with_splits(tmp_path: Path) -> None:
     for split, count in (("train", 4), ("validation", 2)):
         write_folder(tmp_path / split, {"a": count, "b": count})

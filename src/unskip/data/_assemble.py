@@ -20,6 +20,7 @@ from unskip.data._order import Rows
 from unskip.errors import BadInput
 
 MEMORY_LIMIT = 8 * 2**30  # bytes of pixels; larger sets are read from disk
+MOST_CLASSES = 2**20  # a name is held for each
 SMALL = 2**30  # bytes of encoded images: smaller shards are decoded once, on opening
 _CHUNK = 1024  # images that are decoded at a time
 _NAMED = 3  # of what is left out, in a report
@@ -32,6 +33,13 @@ class MixedSizes(BadInput):
 def allowed(images: int) -> int:
     """How many images of a set may be broken."""
     return 1 + images // 100
+
+
+def numbered(name: str, most: int) -> tuple[str, ...]:
+    """Names of classes that have only numbers, up to `most`."""
+    if most >= MOST_CLASSES:
+        raise BadInput(f"{name}: a label of {most}; at most {MOST_CLASSES:,} classes are known by their numbers")
+    return tuple(map(str, range(most + 1)))
 
 
 def assembled(

@@ -17,6 +17,7 @@ import numpy
 import torch
 from torch import Tensor
 
+from unskip._checks import whole
 from unskip._warn import warn
 from unskip.data import _device
 from unskip.data._assemble import allowed
@@ -58,6 +59,10 @@ class Feed:
                 f"{images.name}: randaugment and transforms work on images that are read from disk, and these are held "
                 "in memory; leave them out, or open a folder without a size"
             )
+        if size is not None:
+            whole("feed", "size", size, low=1)
+        if workers is not None:
+            whole("feed", "workers", workers, low=0)
         self.images, self.batch, self.seed, self.augment, self.transform = images, batch, seed, augment, transform
         self.workers = usual_workers(len(images)) if workers is None else workers
         self.broken: dict[int, str] = {}  # images that could not be read so far, by row

@@ -100,7 +100,8 @@ def _listed(folder: Path) -> Index:
     labels, folders = [-1] * len(names), [str(folder)]
     for label, path in enumerate(inner):
         found = list[bytes]()
-        for here, _, files in os.walk(path, followlinks=True):
+        for here, inside, files in os.walk(path, onerror=_unreadable, followlinks=True):
+            inside[:] = [name for name in inside if not _leads_up(here, name)]
             folders.append(here)
             below = os.path.relpath(here, folder)
             found += [os.fsencode(f"{below}/{file}") for file in files if _is_image(file)]
@@ -139,6 +140,16 @@ def _tiny_validation(folder: Path, size: int) -> ImageSet:
 
 def _subfolders(folder: Path) -> list[Path]:
     return sorted(path for path in folder.iterdir() if path.is_dir() and not path.name.startswith("."))
+
+
+def _leads_up(folder: str, name: str) -> bool:
+    """Whether it is a link to a folder above it, which would give every image again and again."""
+    path = Path(folder, name)
+    return path.is_symlink() and Path(folder).resolve().is_relative_to(path.resolve())
+
+
+def _unreadable(error: OSError) -> None:
+    raise BadInput(f"{error.filename}: a folder that cannot be read ({error.strerror}); mend or remove it") from error
 
 
 def _is_image(name: str) -> bool:

@@ -121,7 +121,10 @@ class _Decoded(Dataset[Any]):
             image, row = self._read(key, broken)
             if image is None:
                 return f"{broken[0][1]}; nor can {_OTHERS} images be read that were drawn in its place"
-            made.append(self.make(image, *key[:2]))
+            try:
+                made.append(self.make(image, *key[:2]))
+            except BadInput as error:
+                return str(error)
             rows.append(row)
         stacked = [torch.from_numpy(numpy.stack(each)) for each in zip(*made, strict=True)] if made else []
         return stacked, torch.tensor(rows, dtype=torch.int64), broken
@@ -170,7 +173,7 @@ class Shown:
                 image = self._seeded(change, image, step, position)
         pixels = image.numpy() if isinstance(image, Tensor) else as_bytes(image)
         if pixels.shape != (3, self.size, self.size) or pixels.dtype != numpy.uint8:
-            raise ValueError(
+            raise BadInput(
                 f"the transform makes {pixels.dtype} of shape {pixels.shape}; bytes (uint8) of shape "
                 f"(3, {self.size}, {self.size}) are fed"
             )
@@ -193,5 +196,6 @@ def cropped(image: Any, box: Sequence[float], size: int, interpolation: str) -> 
 
 
 def as_bytes(image: Any) -> Pixels:
-    """(3, height, width) of an image of Pillow's in colour."""
-    return numpy.asarray(image).transpose(2, 0, 1)
+    """(3, height, width) of an image of Pillow's in colour; as it is of anything else, which has another shape."""
+    pixels = numpy.asarray(image)
+    return pixels.transpose(2, 0, 1) if pixels.ndim == 3 else pixels

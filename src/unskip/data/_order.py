@@ -29,7 +29,7 @@ Rows = NDArray[numpy.int64]
 # What a stream of random numbers is for. Streams of different purposes never meet.
 ORDER, GEOMETRY, MIXING, PIXELS, HOLD_OUT, VIEWS, REPLACED = range(7)
 
-WINDOW = 96 * 2**20  # bytes of encoded images that rows in groups are permuted among, over all processes
+WINDOW = 2**26  # bytes of encoded images that rows in groups are permuted among, over all processes
 
 
 def stream(purpose: int, seed: int, *where: int) -> numpy.random.Generator:
@@ -123,10 +123,15 @@ def _permutation(seed: int, epoch: int, total: int, groups: Groups | None) -> tu
         before[turns] = numpy.cumsum(groups.bytes[turns]) - groups.bytes[turns]
     rows = random.permutation(total)
     if groups is not None:
+        # In few arrays at a time: each has 8 bytes for every image.
         of = groups.of[rows]
         counts = numpy.bincount(of, minlength=len(before))
-        turn = numpy.empty(total, numpy.int64)  # how many of its group come before
-        turn[numpy.argsort(of, kind="stable")] = numpy.arange(total) - numpy.repeat(counts.cumsum() - counts, counts)
-        rows = rows[numpy.argsort(before[of] // WINDOW + (turn + random.random(total)) / counts[of], kind="stable")]
+        time = numpy.empty(total)
+        time[numpy.argsort(of, kind="stable")] = numpy.arange(total)
+        time -= (counts.cumsum() - counts)[of]  # how many of its group come before
+        time += random.random(total)
+        time /= counts[of]
+        time += (before // WINDOW)[of]
+        rows = rows[numpy.argsort(time, kind="stable")]
     rows.flags.writeable = False
     return rows, before

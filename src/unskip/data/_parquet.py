@@ -18,7 +18,7 @@ import numpy
 from numpy.typing import NDArray
 
 from unskip._extras import need
-from unskip.data._assemble import SMALL, assembled
+from unskip.data._assemble import SMALL, assembled, numbered
 from unskip.data._images import ImageSet, Reader, samples
 from unskip.data._index import Index, kept, stamp
 from unskip.data._order import WINDOW, Groups, Rows
@@ -134,7 +134,7 @@ def open_parquet(name: str, split: str, splits: Mapping[str, Sequence[str]], siz
     index, layout = indices[split], json.loads(layouts[split])
     labels, ends = index.arrays["labels"], numpy.cumsum(index.arrays["rows"])
     most = max(int(each.arrays["labels"].max(initial=-1)) for each in indices.values())
-    classes = tuple(layout["names"]) or tuple(map(str, range(most + 1)))
+    classes = tuple(layout["names"]) or numbered(name, most)
     bytes_ = index.arrays["bytes"]
     reader = ParquetReader(
         tuple(splits[split]), layout["column"], index.arrays["file"], ends, bytes_, numpy.arange(len(labels))
@@ -163,11 +163,11 @@ def _listed(files: Sequence[str]) -> Index:
             ) from error
         with opened:
             schema, footer = opened.schema_arrow, opened.metadata
-            features = json.loads((schema.metadata or {}).get(b"huggingface", b"{}"))
-            features = features.get("info", {}).get("features", {})
+            features = _features(file, schema)
             image, label = columns(file, schema.names, features)
-            column = f"{image}.bytes" if pyarrow.types.is_struct(schema.field(image).type) else image
-            found = json.dumps({"column": column, "label": label, "names": features.get(label, {}).get("names") or []})
+            column = _column(file, schema, image, label)
+            names = features.get(label, {}).get("names") or []
+            found = json.dumps({"column": column, "label": label, "names": [*map(str, names)]})
             if layout is not None and layout != found:
                 raise _different(file, files[0])
             layout = found
@@ -186,6 +186,29 @@ def _listed(files: Sequence[str]) -> Index:
     table = numpy.array(groups, numpy.int64).reshape(-1, 3)
     arrays = {"file": table[:, 0].astype(numpy.int32), "rows": table[:, 1].copy(), "bytes": table[:, 2].copy()}
     return Index({**arrays, "labels": numpy.concatenate(labels)}, {"layout": layout})
+
+
+def _features(file: str, schema: Any) -> dict[str, dict[str, Any]]:
+    """What the library datasets says of each column."""
+    try:
+        features = json.loads((schema.metadata or {}).get(b"huggingface", b"{}")).get("info", {}).get("features", {})
+        return {name: {**about, "names": [*(about.get("names") or [])]} for name, about in features.items()}
+    except (ValueError, TypeError, AttributeError) as error:
+        raise BadInput(f"{file}: damaged notes on its columns ('huggingface' in its schema: {error})") from error
+
+
+def _column(file: str, schema: Any, image: str, label: str) -> str:
+    """The path of the column of images. Raises BadInput where images are not bytes, or labels not whole numbers."""
+    types = need("pyarrow").types
+    images, labels = schema.field(image).type, schema.field(label).type
+    inside = types.is_struct(images) and images.get_field_index("bytes") >= 0
+    kind = images.field("bytes").type if inside else images
+    kind = kind.value_type if types.is_dictionary(kind) else kind
+    if not (types.is_binary(kind) or types.is_large_binary(kind)):
+        raise BadInput(f"{file}: column {image!r} holds {images}; images are bytes, or a struct with a field of bytes")
+    if not types.is_integer(labels):
+        raise BadInput(f"{file}: column {label!r} holds {labels}; labels are whole numbers")
+    return f"{image}.bytes" if inside else image
 
 
 def _different(file: str, other: str) -> BadInput:

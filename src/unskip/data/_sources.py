@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Literal, get_args
 
+from unskip._checks import whole
 from unskip._words import nearest
 from unskip.data._documents import STDLIB
 from unskip.data._folder import folder_parts, tiny_imagenet_parts
@@ -47,6 +48,8 @@ def open_images(
     """
     if split not in get_args(Split):
         raise BadInput(f"split is {split!r}; it can be {', '.join(get_args(Split))}")
+    if size is not None:
+        whole("open_images", "size", size, low=1)
     if _is_joined(str(source)):
         each = {"root": root, "size": size, "hold_out": hold_out, "download": download}
         return joined([open_images(part.strip(), split, **each) for part in str(source).split("+")])  # type: ignore[arg-type]

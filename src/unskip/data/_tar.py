@@ -19,7 +19,7 @@ from typing import Any
 import numpy
 from torch.utils.data import DataLoader, Dataset
 
-from unskip.data._assemble import SMALL, assembled
+from unskip.data._assemble import SMALL, assembled, numbered
 from unskip.data._decode import MOST_BYTES
 from unskip.data._images import ImageSet, Reader, samples
 from unskip.data._index import Index, kept, stamp
@@ -81,7 +81,7 @@ def open_tar(name: str, split: str, splits: Mapping[str, Sequence[str]], size: i
     report = list[str]()
     if alone := int(arrays["alone"][0]):
         report.append(f"{alone} samples have no image ({', '.join(each.decode() for each in _IMAGES)})")
-    labels, classes = arrays["labels"], tuple(map(str, range(most + 1)))
+    labels, classes = arrays["labels"], numbered(name, most)
     if most < 0:
         labels, classes = numpy.zeros_like(labels), ("images",)
         report.append("no labels (.cls, or label in .json): every image has label 0")
