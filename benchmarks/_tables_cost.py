@@ -316,4 +316,5 @@ def data_scale() -> str:
     head = (
         " | images a second | seconds to open, first and later | CPU microseconds an image | MB | cold: images a second"
     )
-    return lines(head + " | seconds to open", rows)
+    note = record("data-scale").get("note")
+    return lines(head + " | seconds to open", rows) + (f"\n\n{note}" if note else "")

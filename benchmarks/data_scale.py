@@ -4,8 +4,8 @@
     python benchmarks/data_scale.py --root /tmp/small --count 20000 --rounds 1 --seconds 3
 
 The set, 1,281,167 JPEGs of 40 x 40 pixels, is generated under --root where it is not there yet: ten minutes and 11 GB.
-The measurements take a quarter of an hour on two cores that do nothing else. Each is a process of its own, and each is
-written to --out at once: a run that is stopped and started again goes on with what is missing.
+The measurements take a quarter of an hour on two cores that do nothing else. Each is a process of its own, and is kept
+under --root at once: a run that is stopped and started again goes on with what is missing.
 
     opening     seconds, first (making the index) and later
     reading     images a second in random order with 2 workers, as normalised batches on the CPU, for --seconds seconds;
@@ -356,10 +356,10 @@ def main() -> None:
     about["bytes"] = sum(file.stat().st_size for file in (options.root / "parquet").glob("*.parquet"))
     machine = {"python": platform.python_version(), "torch": torch.__version__, "cores": os.cpu_count()}
     record: dict[str, Any] = {"set": about, "machine": machine, "measured": {}}
-    if options.out and options.out.is_file():
-        before = json.loads(options.out.read_text())
-        if before["set"] == about and "summary" not in before:  # a run that was stopped
-            record = before
+    progress = options.root / "measured.json"
+    if progress.is_file():
+        before = json.loads(progress.read_text())
+        record = before if before["set"] == about else record
     done, filled = record["measured"], False
     for state, what, reader in plan(options):
         name = f"{state} | {what} | {reader}"
@@ -370,12 +370,12 @@ def main() -> None:
             filled = True
         done[name] = measured(options, state, what, reader)
         print(name, {key: round(value, 2) for key, value in done[name].items() if isinstance(value, float)}, flush=True)
-        if options.out:
-            options.out.write_text(json.dumps(record, indent=1) + "\n")
+        progress.write_text(json.dumps(record))
     record = {"summary": summary(options, done), **record}
     print(json.dumps(record["summary"], indent=1))
     if options.out:
         options.out.write_text(json.dumps(record, indent=1) + "\n")
+        progress.unlink()
 
 
 if __name__ == "__main__":
