@@ -224,6 +224,14 @@ def test_a_batch_is_read_until_there_are_inputs_enough(monkeypatch: pytest.Monke
     assert torch.equal(found[0], x[: 2 * _from.CHUNK])
 
 
+def test_a_fit_uses_more_inputs_than_it_needs() -> None:
+    """Half of 400 are fitted to, and half of those held out; 63 would do for 24 units, and would be fitted too well."""
+    applied = absorption.apply(
+        Plain(nn.ReLU, possible=False), "approximate", data=normal(numbers(2), 400, 6), max_error=9
+    )
+    assert ["on 100 held-out inputs" in what for what in applied.done.values()] == [True, True]
+
+
 def test_applying_what_cannot_be() -> None:
     with pytest.raises(BadInput, match="mode must be"):
         absorption.apply(Plain(), "exactly", X)  # type: ignore[arg-type]

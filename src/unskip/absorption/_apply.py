@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 from unskip import _checks
 from unskip._modes import evaluating
 from unskip.absorption._applied import Applied, Owners, write
-from unskip.absorption._approximate import approximate, needed
+from unskip.absorption._approximate import approximate, enough
 from unskip.absorption._block import Block
 from unskip.absorption._decide import absorb
 from unskip.absorption._from import NoBlock, count_samples, read_block, streams, trace_sample
@@ -173,7 +173,7 @@ def _rewrite(
             wide = widen(block)
             made, said = wide.block, f"{wide.extra} more units, relative error {wide.error:.2g}"
         else:
-            read = streams(out.model, fit, needed(block.width), part.site.index).get(part.site.index)
+            read = streams(out.model, fit, enough(block.width), part.site.index).get(part.site.index)
             if read is None:
                 return "what it reads could not be seen"
             near = approximate(block.bare() if "post" in block.norms else block, read, distil=distil)

@@ -44,6 +44,11 @@ def needed(width: int) -> int:
     return math.ceil(2.5 * (width + 1))
 
 
+def enough(width: int) -> int:
+    """Inputs of a site that are read, where the data has them: a fit to the fewest that it needs follows their noise."""
+    return max(needed(width), 8192)
+
+
 def approximate(
     block: Block, inputs: Tensor, held_out: Tensor | None = None, ridge: float = 1e-9, distil: int = 0
 ) -> Approximation:

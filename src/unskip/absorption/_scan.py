@@ -15,7 +15,7 @@ from typing import Any, overload
 from torch import Tensor, nn
 
 from unskip._table import table
-from unskip.absorption._approximate import Approximation, approximate, needed
+from unskip.absorption._approximate import Approximation, approximate, enough
 from unskip.absorption._block import Block
 from unskip.absorption._decide import absorb
 from unskip.absorption._domain import Domain
@@ -26,7 +26,6 @@ from unskip.anatomy import MlpParts, ParallelParts, Site, example_for
 from unskip.errors import BadInput
 
 Progress = Callable[[int, int, str], None]
-ENOUGH = 8192  # inputs of a site that are read, where the data has them
 LEGEND = """as it stands: the site with its norms; MLP alone: y + MLP(y), its norms set aside
 distance: how far the closest flip set of the MLP alone stays from the skip (Frobenius), of the skip's own norm
 its inputs: the MLP alone, asked only about the inputs that it gets (ReLU-like units)
@@ -158,7 +157,7 @@ def scan(
     given = example_for(model, data if data is not None else example)
     traced = trace_sample(model, given)
     widest = max((len(part.up) for part in traced.parts.mlps()), default=0)
-    read = streams(model, given, max(needed(widest), ENOUGH)) if data is not None else {}
+    read = streams(model, given, enough(widest)) if data is not None else {}
     found: list[tuple[Site, MlpParts | None, str]] = []
     for index, (site, part) in enumerate(zip(traced.parts.sites, traced.parts, strict=True)):
         if isinstance(part, MlpParts):
