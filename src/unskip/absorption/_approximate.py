@@ -45,7 +45,7 @@ def needed(width: int) -> int:
 
 
 def enough(width: int) -> int:
-    """Inputs of a site that are read, where the data has them: a fit to the fewest that it needs follows their noise."""
+    """Inputs of a site that are read, where the data has them: a fit to the fewest it needs follows their noise."""
     return max(needed(width), 8192)
 
 
