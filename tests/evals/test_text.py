@@ -16,6 +16,7 @@ from unskip.errors import BadInput
 from unskip.evals import evaluate
 
 NAMES = ["bits-per-byte-v1", "bits-per-byte-by-context-v1", "next-token-v1"]
+NAME = "quantised-bits-per-byte-v1"
 
 
 class Fixed(nn.Module):
@@ -126,3 +127,24 @@ def test_what_has_no_next_tokens_is_refused(feed: Any) -> None:
     images = ImageSet("noise", "test", ("a",), torch.zeros(4).long(), torch.zeros(4, 3, 8, 8, dtype=torch.uint8))
     with pytest.raises(BadInput, match="predictions are made of text"):
         evaluate(nn.Sequential(nn.Flatten(), nn.Linear(192, 1)), None, images, ["next-token-v1"])
+
+
+def test_rounded_models_cost_more_with_fewer_bits(feed: Any) -> None:
+    torch.manual_seed(0)
+    made = feed(["abcdefgh" * 30, "aabbccdd" * 30])
+    model = nn.Sequential(nn.Embedding(257, 32), nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 257))
+    optimizer = torch.optim.Adam(model.parameters(), 1e-2)
+    for ids, following in made.iterate(0, 60):
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(ids).flatten(0, 1), following.flatten()).backward()
+        optimizer.step()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    (result,) = evaluate(model, made, made, ["quantised-bits-per-byte-v1"], changes={NAME: {"bits": (16, 8, 3)}})
+    (plain,) = evaluate(model, None, made, ["bits-per-byte-v1"])
+    bits = result.values
+    assert bits["bits_per_byte"] == pytest.approx(plain.values["bits_per_byte"])
+    assert bits["bits_per_byte_16_tensor_minmax"] == pytest.approx(bits["bits_per_byte"], rel=1e-3)
+    errors = [abs(bits[f"bits_per_byte_{width}_tensor_minmax"] - bits["bits_per_byte"]) for width in (16, 8, 3)]
+    assert errors == sorted(errors)
+    assert errors[2] > 0.02
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())

@@ -4,7 +4,8 @@ import unskip.evals._accuracy
 import unskip.evals._bits_per_byte
 import unskip.evals._loss
 import unskip.evals._next_token
-import unskip.evals._quantised  # noqa: F401  # they register themselves
+import unskip.evals._quantised
+import unskip.evals._quantised_text  # noqa: F401  # they register themselves
 from unskip.evals._diffusion import by_time, noised
 from unskip.evals._discover import discover, discoveries
 from unskip.evals._evaluate import Result, by_depth, evaluate, flat

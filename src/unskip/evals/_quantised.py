@@ -52,9 +52,9 @@ def evaluate_quantised(
         raise BadInput(f"quantised-accuracy-v1: {min(bits)} bits; give 2 at least")
     check_classes("quantised-accuracy-v1", train.labels, test.labels)
     twin = copy.deepcopy(model).eval()
-    layers = [*_layers(twin)]
+    layers = [*layers_of(twin)]
     with torch.no_grad():
-        _calibrate(twin, layers, train, calibration)
+        calibrate(twin, layers, train, calibration)
         plain = _logits(twin, test)
         labels = test.labels.to(plain.device)
         result = {"accuracy": _accuracy(plain, labels)}
@@ -107,7 +107,8 @@ class _Layer:
         return self.module.register_forward_pre_hook(hook)
 
 
-def _layers(model: nn.Module) -> Iterator[_Layer]:
+def layers_of(model: nn.Module) -> Iterator[_Layer]:
+    """The layers of a model that compute with weights."""
     for name, module in model.named_modules():
         kind: Any = module
         if isinstance(module, nn.MultiheadAttention):
@@ -123,7 +124,7 @@ def _layers(model: nn.Module) -> Iterator[_Layer]:
             yield _Layer(module, -1, 1, kind.weight.detach().clone())
 
 
-def _calibrate(model: nn.Module, layers: list[_Layer], train: Split, count: int) -> None:
+def calibrate(model: nn.Module, layers: list[_Layer], train: Split, count: int) -> None:
     """Takes the ranges of every layer's inputs on `count` training images."""
     hooks = [layer.module.register_forward_pre_hook(layer.watch) for layer in layers]
     seen = 0

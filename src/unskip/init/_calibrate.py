@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from unskip._checks import number, whole
 from unskip._modes import quiet
-from unskip.anatomy import AttentionParts, Example, Parts, Site, example_for, named, parts
+from unskip.anatomy import AttentionParts, Example, Parts, Site, example_for, named, parts, trace_parts
 from unskip.errors import BadInput, InitError
 from unskip.init._check import transaction
 from unskip.init._draw import Draw
@@ -79,6 +79,9 @@ def solve_(
         count = heads[part.site.index]
         _refuse(part, count)
         tokens = _input(model, part, example)
+        seen = None
+        if "mask" in part.extras:  # such as a causal one: what it leaves has a weight above 0
+            seen = trace_parts(model, example, weighted=True).probabilities(part.site.index) > 0
         matrices = draw.normal(part.heads, tokens.shape[-1], tokens.shape[-1], dtype=torch.float32)
         matrices /= math.sqrt(tokens.shape[-1])
         _fill(part, _EVEN * matrices)
@@ -86,7 +89,7 @@ def solve_(
         for _ in range(_STEPS):
             middle = (low + high) / 2 if low > 1 else math.sqrt(max(low, 0.02) * high)
             _fill(part, noise * matrices[:count] + middle * torch.eye(tokens.shape[-1]))
-            reached = float(_self_attention(part, tokens)[:count].mean())
+            reached = float(_self_attention(part, tokens, seen)[:count].mean())
             low, high = (middle, high) if reached < goal else (low, middle)
         yield Solved(part.site, middle, reached)
 
@@ -101,7 +104,7 @@ def targets(chosen: Parts, target: float | Sequence[float]) -> list[float]:
 
 
 def _refuse(part: AttentionParts, heads: int) -> None:
-    other = [each for each in part.extras if each.startswith(("query-key", "score", "mask", "input"))]
+    other = [each for each in part.extras if each.startswith(("query-key", "score", "input"))]
     why = None
     if part.cross or part.kv_heads != part.heads:
         why = "its queries and keys are not of one head and one sequence"
@@ -125,10 +128,12 @@ def _fill(part: AttentionParts, matrices: Tensor) -> None:
             bias.zero_()
 
 
-def _self_attention(part: AttentionParts, tokens: Tensor) -> Tensor:
-    """(heads,): what tokens (samples, tokens, dim) pay to themselves, in the mean."""
+def _self_attention(part: AttentionParts, tokens: Tensor, seen: Tensor | None) -> Tensor:
+    """(heads,): what tokens (samples, tokens, dim) pay to themselves among those that are seen, in the mean."""
     q, k = (torch.einsum("bnd,hed->bhne", tokens, weight.float()) for weight in (part.q, part.k))
-    return (part.softmax_scale * q @ k.mT).softmax(-1).diagonal(dim1=-2, dim2=-1).mean((0, 2))
+    scores = part.softmax_scale * q @ k.mT
+    scores = scores if seen is None else scores.masked_fill(~seen.to(scores.device), -math.inf)
+    return scores.softmax(-1).diagonal(dim1=-2, dim2=-1).mean((0, 2))
 
 
 def _input(model: nn.Module, part: AttentionParts, example: Example) -> Tensor:

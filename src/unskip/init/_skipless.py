@@ -258,6 +258,12 @@ def _notes(chosen: Parts, parts: Sequence[Name]) -> list[str]:
             f"{named(sized)}: the model normalises or scales its queries and keys, so their weights do not decide how "
             "near attention starts to the identity, and self-attention is not checked"
         )
+    turned = [p.site for p in chosen.attentions() if "query-key positions" in p.extras]
+    if "query-key" in parts and turned:
+        notes.append(
+            f"{named(turned)}: rotary positions turn queries against keys by their distance, so W_Q W_K^T is what was "
+            "set for a token and itself, and another matrix for two tokens; self-attention holds, and W_V W_O does"
+        )
     factors = [p.site for p in branches if {"output factor", "computed scale"} & {*p.extras}]
     if factors:
         notes.append(f"{named(factors)}: the branch is multiplied by a factor of the model's own, which stays")

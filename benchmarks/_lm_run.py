@@ -1,0 +1,123 @@
+"""One run of the study of language models, and what its depth does."""
+
+from __future__ import annotations
+
+import contextlib
+import tempfile
+import time
+import traceback
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+Config = dict[str, Any]
+_SEQUENCES = 256  # of the test split, for what depth does and for rounding
+
+
+def work(config: Config) -> dict[str, Any] | None:
+    """Trains one model, in this process; None where it was told to stop. What goes wrong is part of the result."""
+    import torch
+
+    begun = time.perf_counter()
+    told = {key: entry for key, entry in config.items() if key not in ("data", "device", "cache")}
+    try:
+        result = trained(config)
+    except Exception as error:
+        if isinstance(error, torch.cuda.OutOfMemoryError) or "CUDA" in str(error):
+            raise  # the process is of no use any more
+        result = {"failed": traceback.format_exc()[-1500:]}
+    return None if result is None else {**result, "seconds": round(time.perf_counter() - begun, 1), "config": told}
+
+
+def trained(config: Config) -> dict[str, Any] | None:
+    """Losses against steps and seconds, the evaluation at the end, and of final runs what depth and rounding do."""
+    import torch
+
+    import unskip
+    from unskip.training import RunFolder, run_task
+
+    warnings.simplefilter("ignore")
+    fields = {key: entry for key, entry in config.items() if key != "looks"}
+    planned = unskip.recipes.lm("stdlib-small", health=False, checkpoint_every=10**9, **fields)
+    torch.manual_seed(planned.seed)
+    task, schedule = unskip.recipes.build_task(planned)
+    with tempfile.TemporaryDirectory() as folder:
+        run = RunFolder.create(f"{folder}/run", {}, config["device"])
+        try:
+            outcome = run_task(task, schedule, run, quiet=True)
+        except unskip.errors.TrainingError as error:
+            return {"diverged": str(error).partition(". ")[0][-200:]}
+        if not outcome.finished:
+            return None
+        rows = run.read("metrics.jsonl")
+    seconds = [sum(row["seconds"] for row in rows[: index + 1]) for index in range(len(rows))]
+    result: dict[str, Any] = {**outcome.evaluations, "data": task.record["data"]}
+    result["curve"] = [[row["step"], round(row["loss"], 4), round(s, 2)] for row, s in zip(rows, seconds, strict=True)]
+    result["tokens_per_second"] = rows[-1]["samples_per_second"] * planned.context
+    if config.get("looks"):
+        result |= looks(task.model, planned)
+    return result
+
+
+def looks(model: Any, planned: Any) -> dict[str, Any]:
+    """Bits per byte without a block, and read out after each block (logit lens); ranks by block; rounding."""
+    import torch
+
+    import unskip
+    from unskip.anatomy import Example, find_blocks
+    from unskip.evals import evaluate
+
+    device = next(model.parameters()).device
+    objective = unskip.recipes.recipe_of(planned).objective(planned)
+    train, test = objective.open_splits()
+    feeds = [
+        unskip.data.TextFeed(each, planned.batch, planned.context, device=device, most=_SEQUENCES)
+        for each in (train, test)
+    ]
+    ids = next(iter(feeds[1].evaluate()))[0][:8]
+    blocks = [model.get_submodule(block.path) for block in find_blocks(model, Example.of(ids[:1]))]
+
+    def bits(*dropped: int) -> float:
+        with left_out([blocks[index] for index in dropped]):
+            return evaluate(model, None, feeds[1], ["bits-per-byte-v1"], precision=planned.precision)[0].values[
+                "bits_per_byte"
+            ]
+
+    with torch.no_grad():
+        count = len(blocks)
+        result: dict[str, Any] = {"whole": bits(), "without_block": [bits(index) for index in range(count)]}
+        result["logit_lens"] = [bits(*range(index + 1, count)) for index in range(count)]
+        measured = unskip.measure(model, ids, jacobians="off").to_dict()
+        result["blocks"] = measured["blocks"]
+        ranks = evaluate(model, None, feeds[1], ["rank-v1"], precision=planned.precision)
+        result["rank"] = [each.values["rank"] for each in ranks]
+        result["quantised"] = evaluate(model, *feeds, ["quantised-bits-per-byte-v1"])[0].values
+    return result
+
+
+@contextlib.contextmanager
+def left_out(blocks: list[Any]) -> Iterator[None]:
+    """The blocks give back what they are given."""
+
+    def same(module: Any, given: Any, named: Any, output: Any) -> Any:
+        x = given[0] if given else named["hidden_states"]
+        return (x, *output[1:]) if isinstance(output, tuple) else x
+
+    hooks = [block.register_forward_hook(same, with_kwargs=True) for block in blocks]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def value(row: dict[str, Any]) -> float:
+    """What a run is chosen by: held-out bits per byte; infinite where it did not end."""
+    found = row.get("val_bits_per_byte")
+    return float("inf") if found is None else float(found)
+
+
+def tell(name: str, row: dict[str, Any]) -> str:
+    """A line about a run that has ended."""
+    shown = {key: round(entry, 4) for key, entry in row.items() if key.endswith("bits_per_byte")}
+    return f"{row.get('diverged') or row.get('failed') or shown}, {row.get('tokens_per_second', 0):.0f} tokens/s"

@@ -1,0 +1,140 @@
+"""Do language models need their skips? Seven wirings under three optimizers, each at its own rate and weight decay.
+
+python benchmarks/lm.py --data "DATA/english-{split}.parquet" --device cuda --workers 6 --limit 1400
+python benchmarks/lm.py --data stdlib --device cuda --workers 6 --limit 1400
+python benchmarks/lm.py                                          # stdlib on the CPU, a tiny model, three steps a run
+
+A GPT-2 of 10.8 million parameters on bytes, sequences of 256. For each wiring and optimizer weight decay is chosen at
+the middle learning rate, then the learning rate at the best weight decay, on text that is held out from training; a
+best rate at the edge adds the next one. What was chosen is trained five times as long on the whole training split.
+
+search   600 steps of 16,384 bytes, held-out bits per byte
+final    3000 steps, two seeds: test bits per byte, loss against steps and seconds; without each block, read out after
+         each block (logit lens), ranks by block, and rounded to 8 and 4 bits
+
+Each text has its own JSON, docs/results/lm-stdlib.json or lm-NAME.json, with the fingerprint of the text in every run.
+"""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from _lm_run import Config, tell, value, work
+from _study import ROOT, Job, about, arguments, opened, serve, study
+
+WIRINGS: dict[str, Config] = {
+    "residual": {"shortcut": "keep"},
+    "decay to 0.1": {"shortcut": "decay:product=0.1"},
+    "decay to 1e-2": {"shortcut": "decay:product=0.01"},
+    "decay to 1e-3": {"shortcut": "decay:product=0.001"},
+    "MLP skips cut": {"shortcut": "cut", "where": "mlp"},
+    "attention skips cut": {"shortcut": "cut", "where": "attention"},
+    "all cut + init": {"shortcut": "cut", "init": "skipless:shaped,position_code=orthogonal"},
+}
+RATES = {"adamw": 1e-3, "muon": 1e-3, "soap": 1e-3}  # the middle ones; the others are a factor of two apart
+DECAYS = {"adamw": (0.1, 1.0), "muon": (0.1, 1.0), "soap": (0.1, 1.0)}
+EDGES = 3  # how far from the middle rate the search goes, in factors of two
+BASE: Config = {"batch": 64, "steps": 600, "evaluate_every": None, "online_sequences": 2048, "log_every": 50}
+FINAL: Config = {"steps": 3000, "validate": False, "looks": True}
+TINY: Config = {"model_args": "hidden_size=32,num_hidden_layers=2,num_attention_heads=2", "context": 32, "batch": 4}
+TINY |= {"steps": 3, "compile": False, "precision": "float32", "online_sequences": 8, "log_every": 1}
+
+
+def config_of(wiring: str, optimizer: str, lr: float, decay: float) -> Config:
+    own = {**WIRINGS[wiring], "optimizer": optimizer, "lr": lr, "weight_decay": decay}
+    return {**BASE, **own, "validate": True, "seed": 0}
+
+
+def search(wiring: str, optimizer: str, done: dict[str, Any]) -> tuple[list[Job], Config | None]:
+    """The runs that a choice still needs, and the choice where it needs none."""
+
+    def job(step: int, decay: float) -> Job:
+        lr = RATES[optimizer] * 2.0**step
+        return f"search | {wiring} | {optimizer} | {lr:g} | {decay:g}", config_of(wiring, optimizer, lr, decay)
+
+    def missing(places: list[tuple[int, float]]) -> list[Job]:
+        return [job(*place) for place in places if job(*place)[0] not in done]
+
+    if waiting := missing([(0, decay) for decay in DECAYS[optimizer]]):
+        return waiting, None
+    decay = min(DECAYS[optimizer], key=lambda each: value(done[job(0, each)[0]]))
+    steps = [-1, 0, 1]
+    while True:
+        if waiting := missing([(step, decay) for step in steps]):
+            return waiting, None
+        best = min(steps, key=lambda step: value(done[job(step, decay)[0]]))
+        if best not in (min(steps), max(steps)) or abs(best) >= EDGES:
+            return [], job(best, decay)[1]
+        steps.append(best + (1 if best > 0 else -1))
+
+
+def waiting(done: dict[str, Any]) -> Iterator[Job]:
+    """All that can be begun now, searches first."""
+    pairs = [*itertools.product(RATES, WIRINGS)]
+    found = {(optimizer, wiring): search(wiring, optimizer, done) for optimizer, wiring in pairs}
+    for jobs, _ in found.values():
+        yield from jobs
+    for seed, ((optimizer, wiring), (_, chosen)) in itertools.product(range(2), found.items()):
+        if chosen is not None:
+            yield f"final | {wiring} | {optimizer} | seed {seed}", {**chosen, **FINAL, "seed": seed}
+
+
+def table(done: dict[str, Any]) -> str:
+    """Test bits per byte by wiring, mean and standard deviation over seeds, with what was chosen."""
+    lines = [
+        "| optimizer | wiring | lr | weight decay | bits per byte | seeds | 8 bits | 4 bits | worst block left out |",
+        "|---" * 9 + "|",
+    ]
+    for optimizer, wiring in itertools.product(RATES, WIRINGS):
+        rows = [row for name, row in done.items() if name.startswith(f"final | {wiring} | {optimizer} |")]
+        rows = [row for row in rows if "test_bits_per_byte" in row]
+        if not rows:
+            continue
+        bits = [row["test_bits_per_byte"] for row in rows]
+        spread = f" ± {statistics.stdev(bits):.4f}" if len(bits) > 1 else ""
+        config = rows[0]["config"]
+        rounded = [
+            statistics.mean(row["quantised"][f"bits_per_byte_{width}_tensor_clipped"] for row in rows)
+            for width in (8, 4)
+        ]
+        worst = statistics.mean(max(row["without_block"]) for row in rows)
+        cells = [optimizer, wiring, f"{config['lr']:g}", f"{config['weight_decay']:g}"]
+        cells += [f"{statistics.mean(bits):.4f}{spread}", str(len(bits)), *(f"{each:.3f}" for each in rounded)]
+        lines.append(f"| {' | '.join([*cells, f'{worst:.3f}'])} |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = arguments(__doc__, "lm-stdlib.json, lm-NAME.json, or lm-tiny.json")
+    parser.add_argument("--graph", action="store_true", help="CUDA graphs instead of torch.compile")
+    options = parser.parse_args()
+    if options.work:
+        serve(work)
+        return
+    tiny = options.data is None
+    source = options.data or "stdlib"
+    name = "tiny" if tiny else Path(source).name.partition("{")[0].strip("-_.") or "text"
+    options.out = options.out or ROOT / "docs" / "results" / f"lm-{name}.json"
+    settings: Config = {"text": name, **(TINY if tiny else {"preset": "stdlib-small"})}
+    fields: Config = {"data": source, "device": options.device}
+    if options.graph:
+        fields |= {"graph": True, "compile": False}
+    data = opened(options.out, settings)
+    done = data["runs"]
+    if not options.show:
+        data |= about(__file__, options.device, settings, base=BASE, final=FINAL, wirings=WIRINGS, decays=DECAYS)
+
+        def jobs() -> list[Job]:
+            shrink = TINY if tiny else {}
+            return [(job, {**config, **shrink}) for job, config in waiting(done) if job not in done]
+
+        study(__file__, data, jobs, lambda job, config: {**config, **fields}, options, tell)
+    print(table(done))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,117 @@
+"""A step of training a GPT-2 of 124 million parameters: the recipe's against transformers' own, in turns.
+
+    python benchmarks/train_lm.py                          # one CUDA device, 32 sequences of 1024 tokens
+    python benchmarks/train_lm.py --small --device cpu     # at a size for a CPU, to see that it runs
+
+    published        transformers' GPT2LMHeadModel, its own loss, its vocabulary of 50,257
+    published, 64    the same with the vocabulary filled up to a multiple of 64, as the recipe does
+    ours             model and loss of the recipe lm
+    ours, decayed    with shortcuts decayed to an effective decay of 1e-2
+
+All are compiled, with torch's fused attention, under bf16 autocast, with fused AdamW; they take turns, and the ratio is
+that of neighbours. Before that the losses of the same weights and tokens are compared. An image in the record is a
+sequence here. JSON goes to docs/results/train-lm-gpu.json.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from _turns import Step, arguments, attention, turns, write
+from torch import Tensor
+from transformers import GPT2Config, GPT2LMHeadModel
+
+import unskip
+from unskip.recipes import Facts, lm, recipe_of
+from unskip.recipes._causal import architecture
+
+ROOT = Path(__file__).resolve().parent.parent
+BASE = {"hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12}
+SMALL = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+
+
+def published(sizes: dict[str, int], vocabulary: int, context: int) -> Any:
+    config = GPT2Config(vocab_size=vocabulary, max_position_embeddings=context, use_cache=False, **sizes, **DROPOUT)
+    return GPT2LMHeadModel(config)
+
+
+def ours(sizes: dict[str, int], vocabulary: int, context: int, shortcut: str = "keep") -> Any:
+    described = architecture("gpt2", dict(sizes), vocabulary, context, vocabulary - 1)
+    config = lm("gpt2-124m", context=context)
+    model = recipe_of(config).build_model(config, Facts(vocabulary=vocabulary, context=context, architecture=described))
+    if shortcut != "keep":
+        unskip.rewire(model, shortcut, torch.zeros(1, 8, dtype=torch.int64))
+    return model
+
+
+def theirs_loss(model: Any, ids: Tensor) -> Tensor:
+    loss: Tensor = model(ids, labels=ids).loss  # which shifts the labels by one
+    return loss
+
+
+def our_loss(model: Any, ids: Tensor) -> Tensor:
+    objective = recipe_of(config := lm("gpt2-124m")).objective(config)
+    return objective.loss(model, (ids[:, :-1], ids[:, 1:]))[0]
+
+
+def same_loss(sizes: dict[str, int], vocabulary: int, context: int, device: str) -> float:
+    """How far the losses lie apart for the same weights and tokens, in float32."""
+    torch.manual_seed(0)
+    theirs, mine = (
+        published(sizes, -(-vocabulary // 64) * 64, context).to(device),
+        ours(sizes, vocabulary, context).to(device),
+    )
+    mine.load_state_dict(theirs.state_dict())
+    ids = torch.randint(vocabulary, (2, context), device=device)
+    with torch.no_grad():
+        return abs(float(theirs_loss(theirs, ids) - our_loss(mine, ids)))
+
+
+def stepper(model: Any, loss: Callable[[Any, Tensor], Tensor], ids: Tensor, mode: str) -> Step:
+    model.train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
+    forward = torch.compile(model, mode=None if mode == "default" else mode)
+
+    def step() -> None:
+        with torch.autocast(ids.device.type, torch.bfloat16):
+            value = loss(forward, ids)
+        value.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    return step
+
+
+def main() -> None:
+    options = arguments(__doc__, 32, 20, ROOT / "docs" / "results" / "train-lm-gpu.json")
+    sizes, vocabulary, context = (SMALL, 257, 32) if options.small else (BASE, 50_257, 1024)
+    batch, steps = (4, 2) if options.small else (options.batch, options.steps)
+    apart = same_loss(sizes, vocabulary, context, options.device)
+    print(f"losses of both lie {apart:.2g} apart")
+    assert apart < 1e-4, "the two do not compute the same"
+    full = -(-vocabulary // 64) * 64
+    makers: dict[str, tuple[Callable[[], Any], Callable[[Any, Tensor], Tensor]]] = {
+        "published": (lambda: published(sizes, vocabulary, context), theirs_loss),
+        "published, 64": (lambda: published(sizes, full, context), theirs_loss),
+        "ours": (lambda: ours(sizes, vocabulary, context), our_loss),
+        "ours, decayed": (lambda: ours(sizes, vocabulary, context, "decay:product=0.01"), our_loss),
+    }
+    ids = torch.randint(vocabulary, (batch, context), device=options.device)
+
+    def prepared(make: Callable[[], Any], loss: Callable[[Any, Tensor], Tensor]) -> Step:
+        return stepper(make().to(options.device), loss, ids, options.mode)
+
+    chosen = {name: partial(prepared, *each) for name, each in makers.items() if options.only in name}
+    with attention(options.attention):
+        results = turns(chosen, ids, steps, options.rounds)
+    settings = {"batch": batch, "steps": steps, "vocabulary": vocabulary, "context": context, **sizes}
+    write(__file__, options, settings, **{"losses apart": apart, "results": results})
+
+
+if __name__ == "__main__":
+    main()
