@@ -23,7 +23,7 @@ LANGUAGES = {"python", "console", "", "text", "json", "toml", "yaml", "make", "b
 
 
 # Their examples train models or decide large blocks; README and getting-started do so in the quick tests, too.
-SLOW = ("report", "absorb", "generate", "tools", "measure", "dino", "mae", "evals", "dense", "training")
+SLOW = ("report", "absorb", "generate", "tools", "measure", "dino", "mae", "evals", "dense", "training", "lm")
 
 
 def _marks(page: Path) -> tuple[pytest.MarkDecorator, ...]:
