@@ -223,6 +223,7 @@ def test_the_command_line_from_training_to_text(tmp_path: Path) -> None:
     code, out, _ = unskip_in(tmp_path, "sample", "run", "--prompt", "the number", "--length", "5")
     assert code == 0
     assert out.startswith("the number")
+    assert "are for images" in unskip_in(tmp_path, "sample", "run", "--cfg", "2")[2]
     for command in (["audit", "run"], ["measure", "run", "--jacobians", "off"], ["absorb", "run"], ["report", "run"]):
         code, out, errors = unskip_in(tmp_path, *command)
         assert code == 0, (command, errors)
