@@ -46,6 +46,7 @@ def smallest(names: list[str], **changes: int) -> tuple[str, nn.Module]:
 
 
 @pytest.mark.full
+@pytest.mark.filterwarnings("ignore:additions that could not be decided")  # they are in the record
 @pytest.mark.parametrize("file", sorted(FILES))
 def test_every_architecture_of_timm(file: str, record_property: Callable[[str, object], None]) -> None:
     name, model = smallest(FILES[file], **CUT_SHORT.get(file, {}))
