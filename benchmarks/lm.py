@@ -31,9 +31,10 @@ WIRINGS: dict[str, Config] = {
     "decay to 0.1": {"shortcut": "decay:product=0.1"},
     "decay to 1e-2": {"shortcut": "decay:product=0.01"},
     "decay to 1e-3": {"shortcut": "decay:product=0.001"},
-    "MLP skips cut": {"shortcut": "cut", "where": "mlp"},
-    "attention skips cut": {"shortcut": "cut", "where": "attention"},
-    "all cut + init": {"shortcut": "cut", "init": "skipless:shaped,position_code=orthogonal"},
+    # Where some skips are kept, branches are as long as the stream.
+    "MLP skips cut": {"shortcut": "cut", "where": "mlp", "init": "skipless:shaped,vo_gain=1,mlp_gain=1"},
+    "attention skips cut": {"shortcut": "cut", "where": "attention", "init": "skipless:shaped,vo_gain=1,mlp_gain=1"},
+    "all cut + init": {"shortcut": "cut", "init": "skipless:shaped"},
 }
 RATES = {"adamw": 1e-3, "muon": 1e-3, "soap": 1e-3}  # the middle ones; the others are a factor of two apart
 DECAYS = {"adamw": (0.1, 1.0), "muon": (0.1, 1.0), "soap": (0.1, 1.0)}
@@ -132,7 +133,12 @@ def main() -> None:
             shrink = TINY if tiny else {}
             return [(job, {**config, **shrink}) for job, config in waiting(done) if job not in done]
 
-        study(__file__, data, jobs, lambda job, config: {**config, **fields}, options, tell)
+        def task(job: str, config: Config) -> Config:
+            # Settings are chosen within the training files, so that no other split takes part in the choice.
+            chosen = {"data": source.replace("{split}", "train")} if job.startswith("search") else {}
+            return {**config, **fields, **chosen}
+
+        study(__file__, data, jobs, task, options, tell)
     print(table(done))
 
 
