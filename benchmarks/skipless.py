@@ -255,45 +255,6 @@ def table(done: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def figure(done: dict[str, Any], file: Path) -> None:
-    """Accuracy by wiring and optimizer, every seed a point; and how alike tokens are by block, as far as watched."""
-    import matplotlib
-
-    matplotlib.use("svg")
-    from matplotlib import pyplot
-
-    pyplot.rcParams["svg.hashsalt"] = "skipless"
-    ended = {name.split(" | ")[1]: row for name, row in done.items() if "watch" in row and "diverged" not in row}
-    seen = dict(sorted(ended.items(), key=lambda item: -item[1]["val_accuracy"]))
-    drawing, panels = pyplot.subplots(1, 2 if seen else 1, figsize=(13 if seen else 6, 3.8), constrained_layout=True)
-    left, right = panels if seen else (panels, None)
-    final = {key[1:]: accuracies(rows) for key, rows in groups(done).items() if key[0] == "final"}
-    wirings = [*dict.fromkeys(wiring for wiring, _, _ in final)]
-    colours = ("#0072b2", "#d55e00", "#009e73")  # Okabe and Ito
-    for place, (optimizer, marker, colour) in enumerate(zip(RATES, "osD", colours, strict=True)):
-        points = [
-            (wirings.index(wiring) + 0.2 * (place - 1), value)
-            for (wiring, used, _), values in final.items()
-            if used == optimizer
-            for value in values
-        ]
-        left.plot(*zip(*points, strict=True), marker, color=colour, markersize=5, label=optimizer)
-    left.set(xticks=range(len(wirings)), ylabel="test accuracy (%)", title="every seed a point")
-    left.set_xticklabels([wiring.replace(" + ", " +\n").replace(", ", ",\n") for wiring in wirings], fontsize=8)
-    left.legend(fontsize=8)
-    if right is not None:
-        for (name, row), style in zip(seen.items(), itertools.cycle(("-", "--", ":", "-.")), strict=False):
-            label = f"{name}: {100 * row['val_accuracy']:.1f}"
-            # In the first records, as "alike", each token counts with itself, too: 1/65 of the mean.
-            cosines = row["watch"].get("cosine", row["watch"].get("alike"))[-1]
-            right.plot(range(1, len(cosines) + 1), cosines, style, marker="o", markersize=3, label=label)
-        right.set(xlabel="block", ylabel="mean cosine between tokens", title="after training under SOAP")
-        right.legend(fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5), title="accuracy, held out", frameon=False)
-    file.parent.mkdir(parents=True, exist_ok=True)
-    drawing.savefig(file, metadata={"Date": None})
-    pyplot.close(drawing)
-
-
 def main() -> None:
     parser = arguments(__doc__, "skipless-cifar.json, or -digits")
     parser.add_argument("--pace", action="store_true", help="time the optimizers, with nothing beside them, and end")
@@ -319,8 +280,6 @@ def main() -> None:
             return
         study(__file__, data, lambda: jobs(done, fields, epochs), lambda name, config: config, options, tell)
     print(table(done))
-    if options.data is not None or options.show:
-        figure(done, ROOT / "docs" / "img" / f"skipless-{fields['preset']}.svg")
 
 
 def tell(name: str, row: dict[str, Any]) -> str:
