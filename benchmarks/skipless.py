@@ -22,7 +22,6 @@ import time
 import warnings
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from _study import ROOT, Job, about, arguments, opened, serve, study, write
