@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import gc
 import json
 import random
+import weakref
 
 import pytest
 import timm
@@ -172,3 +174,17 @@ def test_buffers_stay_in_their_memory() -> None:
     model.table.mul_(2)  # type: ignore[operator]
     assert model.first.tolist() == [0.0, 2.0]
     pending.backward()  # as if nothing had been written
+
+
+def test_an_audit_keeps_neither_the_model_nor_its_activations() -> None:
+    model = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+    gone = weakref.ref(model)
+    gc.collect()
+    gc.disable()
+    try:
+        audit = unskip.audit(model, torch.randn(2, 5, 8))
+        del model
+        assert gone() is None
+    finally:
+        gc.enable()
+    assert len(audit) == 2

@@ -166,13 +166,15 @@ class _Search:
     def _is_copy(self, s: int, f: int) -> bool:
         """Whether a branch is the stream again, times gates: `x[:, 1:] + g * x[:, :-1]`, as smeared tokens are."""
         *_, (source, _) = climb(self.nodes, s)
-
-        def has_source(index: int) -> bool:
-            *_, (last, _) = climb(self.nodes, index)
-            return last == source or (self._is_gating(last) and any(map(has_source, self.nodes[last].parents)))
-
         *_, (product, _) = climb(self.nodes, f)
-        return self._is_gating(product) and any(map(has_source, self.nodes[product].parents))
+        return product != source and self._gates(product, source)
+
+    def _gates(self, index: int, source: int) -> bool:
+        """Whether a tensor is another one times gates, or that tensor itself."""
+        *_, (last, _) = climb(self.nodes, index)
+        return last == source or (
+            self._is_gating(last) and any(self._gates(parent, source) for parent in self.nodes[last].parents)
+        )
 
     def _is_gating(self, index: int) -> bool:
         return self.nodes[index].op == "mul" and len(self.nodes[index].parents) == 2

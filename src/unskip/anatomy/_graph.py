@@ -105,3 +105,8 @@ class Graph:
         if not node.fixed:
             self.moving |= 1 << index
         return node
+
+    def forget_calls(self) -> None:
+        """Lets go of the Python frames, whose variables would keep the model and its activations alive."""
+        for node in self.nodes:
+            node.calls = ()

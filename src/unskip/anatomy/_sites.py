@@ -126,12 +126,15 @@ def survey(model: nn.Module, example: Example) -> Survey:
     else:
         others, doubts = _gather(training, names)
         unknown = [*unknown, *_pair(drafts, others, names), *(d for d in doubts if d not in unknown)]
+        training.forget_calls()
     if not drafts and not unknown:
         notes.append(
             "no tensor is added to what was computed from it: the model has no residual, or combines its streams in "
             "another way (concatenation, attention over depth)"
         )
-    return Survey(_sites(model, graph, drafts, names), tuple(unknown), tuple(notes))
+    sites = _sites(model, graph, drafts, names)
+    graph.forget_calls()
+    return Survey(sites, tuple(unknown), tuple(notes))
 
 
 def sites_in(graph: Graph, model: nn.Module) -> tuple[tuple[Site, ...], list[list[tuple[Finding, ...]]]]:
