@@ -27,7 +27,7 @@ COMMANDS = {  # name: (file, what it does); the function is called NAME_command
     "train": ("_train", "train a model by a recipe"),
     "resume": ("_train", "continue a run from its last checkpoint"),
     "eval": ("_eval", "evaluate a run or any model by named protocols"),
-    "sample": ("_sample", "draw images with a generative run"),
+    "sample": ("_sample", "sample images or text from a run"),
     "report": ("_report", "one HTML page about any runs"),
     "recipes": ("_train", "list the recipes and their presets"),
     "demo": ("_demo", "rewire, train with and without skips, prove, report: minutes on two cores"),
