@@ -63,7 +63,7 @@ def shares(whole: dict[str, Any]) -> dict[str, dict[str, int]]:
     """How many of each matrix were audited and rewired, have no residual, were refused, or were not built or run."""
     timm = whole["timm"]["rows"].values()
     types = Counter(row.get("outcome", "failed") for row in whole["transformers"]["rows"].values())
-    without = sum(row["sites"] == "none" for row in timm)
+    without = sum(row.get("sites") == "none" for row in timm)
     failed, rewired = sum("failed" in row for row in timm), sum("verified" in row for row in timm)
     kept = len(timm) - rewired - without - failed
     return {

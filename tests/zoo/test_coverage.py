@@ -5,6 +5,7 @@ Models of up to 50 million parameters have values, so that the rewiring is verif
 
 from __future__ import annotations
 
+import gc
 import json
 from collections import Counter, defaultdict
 from collections.abc import Callable
@@ -69,6 +70,8 @@ def test_every_architecture_of_timm(file: str, record_property: Callable[[str, o
         record_property("verified", "on meta tensors" if meta else "y")
         wiring.undo()
         assert [type(module) for module in model.modules()] == before
+        del model, wiring
+    gc.collect()  # a hundred models in one process
 
 
 def test_the_page_has_the_numbers_of_the_matrices() -> None:

@@ -6,6 +6,7 @@ type that breaks or begins to work fails its test.
 
 from __future__ import annotations
 
+import gc
 import signal
 import warnings
 from collections import Counter
@@ -152,6 +153,7 @@ def test_every_type_of_transformers(name: str, record_property: Callable[[str, o
         warnings.simplefilter("ignore")  # six hundred models, each with warnings of its own
         outcome = outcome_of(name, record_property)
     record_property("outcome", outcome)
+    gc.collect()
     assert outcome == expected
 
 
