@@ -79,6 +79,7 @@ class _Search:
         self.graph = graph
         self.nodes = graph.nodes
         self.consumers = consumers(graph)
+        self.logits = self._logits()
         self.found: list[Finding] = []
         self.doubts: list[Doubt] = []
         self.output_of: dict[int, Finding] = {}
@@ -90,12 +91,12 @@ class _Search:
             return
         same = self.nodes[left].shape == self.nodes[right].shape == node.shape and len(node.shape) > 0
         if node.op in _ops.ADD and node.plain:
-            if node.floating and not self._is_logits(node):
+            if node.floating and node.index not in self.logits:
                 if same:
                     self._add(node, left, right)
                 else:
                     self._broadcast(node, left, right)
-        elif node.floating and not self._is_logits(node):
+        elif node.floating and node.index not in self.logits:
             self._fused(node)
 
     def _add(self, node: Node, left: int, right: int) -> None:
@@ -130,14 +131,11 @@ class _Search:
         as the position of a query does, and x + p is no residual. The stream goes on without it.
         """
 
-        def decorates(inner: Finding) -> bool:
-            whole = [index for index, narrowed in climb(self.nodes, inner.stream) if not narrowed]
-            return inner.projected and inner.add.index in on_path and finding.root in whole
-
-        gone = [inner for inner in self.found if decorates(inner)]
-        self.found = [inner for inner in self.found if inner not in gone and inner.first not in gone]
-        for inner in gone:
-            del self.output_of[inner.add.index]
+        inside = [inner for inner in self.found if inner.projected and inner.add.index in on_path]
+        for inner in inside:
+            if (finding.root, False) in climb(self.nodes, inner.stream):
+                self.found = [each for each in self.found if each is not inner and each.first is not inner]
+                del self.output_of[inner.add.index]
 
     def _drop_inner_scales(self, outer: Finding) -> None:
         """Inside a branch, x * w + f(x) with a weight w is part of the branch, as the D x of a state-space model."""
@@ -233,23 +231,25 @@ class _Search:
         *_, (last, _) = climb(self.nodes, index, scaled_by_weights=True)
         return _ops.is_transform(self.nodes[last].op)
 
-    def _is_logits(self, node: Node) -> bool:
-        """Whether the sum is handed to a softmax whose result weighs values: an attention mask or bias was added."""
+    def _logits(self) -> set[int]:
+        """What is handed to a softmax whose result weighs values: attention logits, where a mask or bias is added."""
         through = (
             _ops.IDENTITY | _ops.PART | _ops.SCALE | {"add", "sub", "tanh", "masked_fill", "where", "maximum", "amax"}
         )
-        frontier, seen = [node.index], set()
+        weighing = [
+            node.index
+            for node in self.nodes
+            if _ops.is_softmax(node.op) and any(is_product(self.nodes, self.nodes[i]) for i in self._reach(node.index))
+        ]
+        frontier = [parent for index in weighing for parent in self.nodes[index].parents]
+        found = set(frontier)
         while frontier:
-            for consumer in self.consumers[frontier.pop()]:
-                if consumer in seen:
-                    continue
-                seen.add(consumer)
-                op = self.nodes[consumer].op
-                if _ops.is_softmax(op):
-                    return any(is_product(self.nodes, self.nodes[i]) for i in self._reach(consumer))
-                if op in through:
-                    frontier.append(consumer)
-        return False
+            node = self.nodes[frontier.pop()]
+            if node.op in through:
+                fresh = [parent for parent in node.parents if parent not in found]
+                found.update(fresh)
+                frontier += fresh
+        return found
 
     def _reach(self, index: int) -> set[int]:
         """The consumers of a tensor through rearrangements and dropout."""
