@@ -13,7 +13,9 @@ from tests.commands import unskip_in
 
 from unskip import _plugins, cli
 from unskip._plugins import load_installed, load_plugins, loaded_plugins, plugin_of, with_plugins
-from unskip.errors import BadInput, UnskipWarning
+from unskip.errors import BadInput, LoadError, UnskipWarning
+from unskip.training import RunFolder
+from unskip.wiring._record import wiring_of
 
 
 @pytest.fixture(autouse=True)
@@ -118,6 +120,10 @@ class Halve(unskip.Shortcut):
     form = "halved:0.5"
     numbers = ("factor",)
 
+    def __post_init__(self):
+        if self.factor > 1:
+            raise ValueError("the factor is above 1")
+
     def weights_at(self, count, runs, step):
         return [(self.factor**site, 1.0) for site in range(count)]
 """
@@ -133,6 +139,15 @@ def test_a_shortcut_of_ones_own(tmp_path: Path) -> None:
     code, out, err = unskip_in(tmp_path, *audit)
     assert (code, out) == (2, "")
     assert "halve" in err
+    code, out, err = unskip_in(tmp_path, "audit", "timm:test_vit", "--shortcut", "halved:2", "--plugin", "rules.py")
+    assert (code, out) == (2, "")
+    assert "above 1" in err
+    assert "Traceback" not in err
+
+
+def test_a_saved_rule_whose_module_is_not_here() -> None:
+    with pytest.raises(LoadError, match="no_such_module"):
+        wiring_of({"plan": [{"defined_in": {"elsewhere": "no_such_module"}}]}, "unskip.json", trust=True)
 
 
 RECIPE = """
@@ -181,6 +196,7 @@ def test_a_recipe_and_a_shortcut_of_ones_own_make_a_run_that_says_so(tmp_path: P
     record = json.loads((tmp_path / "run" / "config.json").read_text())
     assert [Path(name).name for name in record["plugins"]] == ["rules.py", "recipe.py"]
     assert record["config"]["noise"] == 0.1
+    assert re.search(r"run --plugin \S*rules.py --plugin \S*recipe.py", RunFolder(tmp_path / "run").resume_command)
     code, _, err = unskip_in(tmp_path, "resume", "run")
     assert code == 2
     assert re.search(r"--plugin \S*rules.py --plugin \S*recipe.py", err)

@@ -52,7 +52,7 @@ def open_run(out: str | Path, device: str | None = None, *, trust: bool = False)
         )
     last = folder.last_checkpoint()
     if last is None:
-        raise BadInput(f"{out}: no checkpoint yet; continue with `unskip resume {out}`")
+        raise BadInput(f"{out}: no checkpoint yet; continue with `{folder.resume_command}`")
     step, checkpoint = last
     recipe = RECIPES[folder.config["recipe"]]
     try:

@@ -97,7 +97,10 @@ def resolve(recipe: str, preset: str, overrides: Mapping[str, Any]) -> Any:
     """The config of a preset with some fields changed. Raises BadInput with the nearest names."""
     entry = RECIPES.get(recipe)
     if entry is None:
-        raise BadInput(f"no recipe {recipe!r}{nearest(recipe, RECIPES)}; there are {', '.join(RECIPES)}")
+        known = ", ".join(RECIPES)
+        raise BadInput(
+            f"no recipe {recipe!r}{nearest(recipe, RECIPES)}; there are {known}, and yours with --plugin FILE"
+        )
     chosen = entry.presets.get(preset)
     if chosen is None:
         known = ", ".join(entry.presets)

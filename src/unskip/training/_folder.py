@@ -16,6 +16,7 @@ from __future__ import annotations
 import json
 import math
 import platform
+import shlex
 import shutil
 import subprocess
 from collections.abc import Callable
@@ -101,6 +102,12 @@ class RunFolder:
     def plugins(self) -> list[str]:
         """The plugins that were loaded when the run began."""
         return list(self._section("plugins"))
+
+    @property
+    def resume_command(self) -> str:
+        """What continues the run on the command line."""
+        options = (f" --plugin {shlex.quote(name)}" for name in self.plugins)
+        return f"unskip resume {shlex.quote(str(self.path))}{''.join(options)}"
 
     def _section(self, name: str) -> Any:
         try:

@@ -159,7 +159,7 @@ class _Trainer:
             good = f"The last good checkpoint is that of step {self.saved}" if self.saved else "There is no checkpoint"
             raise TrainingError(
                 f"{path}: the run stops: {error}. {good}. Put that right (a full disk, files that are "
-                f"gone), and continue with: unskip resume {path}"
+                f"gone), and continue with: {self.folder.resume_command}"
             ) from error
 
     def _counted(self, parts: Iterator[Any]) -> Iterator[Any]:
@@ -197,7 +197,7 @@ class _Trainer:
                 self._checkpoint(done)
             begun += time.perf_counter() - paused  # the steps before the pause are still counted
             if stopping and not last:
-                reporter.say(f"stopped at step {done}; continue with: unskip resume {self.folder.path}")
+                reporter.say(f"stopped at step {done}; continue with: {self.folder.resume_command}")
                 return done
         return schedule.steps
 

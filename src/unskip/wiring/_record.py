@@ -11,7 +11,7 @@ from typing import Any
 from unskip._plugins import load_plugins
 from unskip._provenance import sha256
 from unskip.anatomy import Hop, Place, Site, Survey, Unknown
-from unskip.errors import LoadError, UnskipError
+from unskip.errors import BadInput, LoadError, UnskipError
 from unskip.wiring._select import Assignment
 from unskip.wiring._shortcut import UnknownShortcut, defined_in, from_dict, is_registered
 from unskip.wiring._wiring import Wiring
@@ -119,14 +119,9 @@ def wiring_of(data: dict[str, Any], source: object, trust: bool) -> tuple[Survey
     """What `wiring_record` wrote: the sites, the plan and the step. With `trust`, modules that define its rules are
     imported.
     """
+    if trust:
+        _import_rules(data, source)
     try:
-        if trust:
-            load_plugins(
-                module
-                for a in data["plan"]
-                for name, module in a.get("defined_in", {}).items()
-                if not is_registered(name)
-            )
         sites = tuple(_site(site) for site in data["sites"])
         if [site.index for site in sites] != list(range(len(sites))):
             raise ValueError("its sites are not numbered in order")
@@ -145,11 +140,28 @@ def wiring_of(data: dict[str, Any], source: object, trust: bool) -> tuple[Survey
         modules = [each["defined_in"] for each in data["plan"] if error.name in each.get("defined_in", {})]
         where = f"the module {modules[0][error.name]}, which registers it" if modules else "what registers it"
         raise LoadError(
-            f"{source}: its wiring has the rule {error.name!r}, which is not registered. Import {where}, or pass "
-            "trust=True, which imports it"
+            f"{source}: its wiring has the rule {error.name!r}, which is not registered. Import {where} (on the "
+            "command line --plugin FILE), or pass trust=True (--trust), which imports it"
         ) from error
     except MALFORMED as error:
         raise LoadError(f"{source}: damaged, its wiring does not read ({error}).") from error
+
+
+def _import_rules(data: dict[str, Any], source: object) -> None:
+    try:
+        defined = {name: module for a in data["plan"] for name, module in a.get("defined_in", {}).items()}
+    except MALFORMED:
+        return  # reading it says so
+    for name, module in defined.items():
+        if is_registered(name):
+            continue
+        try:
+            load_plugins([module])
+        except BadInput as error:
+            raise LoadError(
+                f"{source}: its rule {name!r} comes from the module {module}, which cannot be imported here ({error}); "
+                "import its file first, on the command line --plugin FILE"
+            ) from error
 
 
 def _site(data: dict[str, Any]) -> Site:

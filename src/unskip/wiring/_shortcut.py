@@ -131,7 +131,12 @@ class Shortcut(ABC):
         required = [item.name for item in fields(cls) if item.default is MISSING and item.default_factory is MISSING]
         if missing := [name for name in required if name not in given]:
             cls.refuse(f"{', '.join(missing)} is missing")
-        return cls(**given)
+        try:
+            return cls(**given)
+        except BadInput:
+            raise
+        except (ValueError, TypeError) as error:  # of a rule of one's own
+            raise BadInput(f"{cls.name}: {error}; write {cls.form}") from error
 
     @classmethod
     def refuse(cls, why: str) -> NoReturn:
