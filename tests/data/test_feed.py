@@ -342,7 +342,7 @@ def test_readers_can_be_sent_to_workers(disk: ImageSet) -> None:
 
 
 def test_wrong_arguments(disk: ImageSet) -> None:
-    with pytest.raises(BadInput, match="say which size"):
+    with pytest.raises(BadInput, match="--size"):
         Feed(disk, 4)
     with pytest.raises(BadInput, match=r"randaugment.* read from disk"):
         Feed(numbered(), 4, augment=Augment(randaugment="2,9"))

@@ -115,7 +115,7 @@ def test_seeds_share_their_images(asked: list[str], tmp_path: Path) -> None:
 
 def test_the_demo_opens_its_images_once(asked: list[str], tmp_path: Path) -> None:
     fields = {"steps": 1, "device": "cpu", "model_args": SMALL["model_args"]}
-    scale, opener, lines = Scale("digits", fields, fields), _data.cached_opener(), list[str]()
+    scale, opener, lines = Scale("digits", fields, (0,), fields, {"plain": {}}), _data.cached_opener(), list[str]()
     demo._refuse_early(scale, opener)
     runs = demo._train.pretrain(scale, tmp_path, lines.append, True, opener)
     runs += demo._train.classify(scale, tmp_path, lines.append, True, opener)

