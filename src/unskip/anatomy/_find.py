@@ -367,14 +367,22 @@ class _Search:
     def _fused(self, node: Node) -> None:
         """A residual inside a larger operator (addcmul, lerp, baddbmm, ...), or with a sign or factor of its own."""
         s, *rest = node.parents
-        sides = [(s, rest), (rest[0], [s])] if node.op == "sub" else [(s, rest)]
-        for s, others in sides:
-            if self.nodes[s].shape != node.shape:
-                continue
-            for root, _ in climb(self.nodes, s, scaled_by_weights=node.op == "sub"):
-                for f in others:
-                    if self.nodes[root].fixed or root not in self.nodes[f]:
-                        continue
-                    if _ops.is_matmul(node.op) or any(_ops.is_transform(n.op) for n in between(self.nodes, root, f)):
-                        self.doubts.append(Doubt(node, _FUSED.get(node.op, f"a residual fused into torch.{node.op}")))
-                        return
+        if self.nodes[s].shape != node.shape:
+            return
+        for root, _ in climb(self.nodes, s):
+            for f in rest:
+                if self.nodes[root].fixed or root not in self.nodes[f]:
+                    continue
+                if _ops.is_matmul(node.op) or any(_ops.is_transform(n.op) for n in between(self.nodes, root, f)):
+                    self.doubts.append(Doubt(node, _FUSED.get(node.op, f"a residual fused into torch.{node.op}")))
+                    return
+        if node.op == "sub":
+            self._subtracted(node, s, rest[0])
+
+    def _subtracted(self, node: Node, f: int, s: int) -> None:
+        """f(x) - x, where f is more than a pooling, which is a mixer of tokens with its mean taken off."""
+        for root, _ in climb(self.nodes, s, scaled_by_weights=True):
+            path = between(self.nodes, root, f) if root in self.nodes[f] and not self.nodes[root].fixed else []
+            if self.nodes[s].shape == node.shape and any(_ops.is_matmul(n.op) for n in path):
+                self.doubts.append(Doubt(node, "the stream is subtracted: f(x) - x, with a minus sign"))
+                return
