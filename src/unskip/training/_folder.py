@@ -106,7 +106,11 @@ class RunFolder:
     @property
     def resume_command(self) -> str:
         """What continues the run on the command line."""
-        options = (f" --plugin {shlex.quote(name)}" for name in self.plugins)
+        try:
+            plugins = self.plugins
+        except LoadError:  # it stands in messages about a disk that cannot be read, too
+            plugins = []
+        options = (f" --plugin {shlex.quote(name)}" for name in plugins)
         return f"unskip resume {shlex.quote(str(self.path))}{''.join(options)}"
 
     def _section(self, name: str) -> Any:
