@@ -306,15 +306,15 @@ def data_scale() -> str:
         first, later = (found[f"{state}: seconds, {what} opening"].get(reader) for what in ("first", "later"))
         return "" if first is None else f"{first:.1f}, {later:.1f}"
 
+    states = [state for state in ("warm", "cold") if f"{state}: images a second" in found]
     rows = []
     for reader, label in labels.items():
-        cells, spent = [], f"{found['warm: CPU microseconds an image'][reader]:.0f}"
-        for state in ("warm", "cold"):
-            rates = found.get(f"{state}: images a second")
-            cells += [f"{rates[reader]:,.0f}", seconds(state, reader)] if rates else ["", ""]
-        rows.append([label, *cells[:2], spent, f"{found['MB above the imports'][reader]:.0f}", *cells[2:]])
-    head = (
-        " | images a second | seconds to open, first and later | CPU microseconds an image | MB | cold: images a second"
+        cells = [label]
+        for state in states:
+            cells += [f"{found[f'{state}: images a second'][reader]:,.0f}", seconds(state, reader)]
+        cells += [f"{found['warm: CPU microseconds an image'][reader]:.0f}"]
+        rows.append([*cells, f"{found['MB above the imports'][reader]:.0f}"])
+    columns = (
+        f"{state}images per second | {state}seconds to open, first and later" for state in ("", "cold: ")[: len(states)]
     )
-    note = record("data-scale").get("note")
-    return lines(head + " | seconds to open", rows) + (f"\n\n{note}" if note else "")
+    return lines(" | " + " | ".join(columns) + " | CPU microseconds per image | MB", rows)
