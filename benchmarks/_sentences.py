@@ -45,6 +45,17 @@ def sentences() -> Iterator[tuple[str, str]]:
     yield "skipless", f"skips reach {scores[0]}, and the residual model with the same heads {scores[1]}; their training"
     yield "skipless", f"losses are {carrying['train_loss']:.2f} and {same['train_loss']:.2f}."
 
+    long = {
+        name: statistics.mean(100 * row["test_accuracy"] for row in runs("skipless-long", f"final | {name}"))
+        for name in ("residual, weight decay 0.3", "residual", "MLPs cut", "no skips")
+    }
+    best, other, mlps, without = long.values()
+    yield "skipless", f"the model ends {best - without:.1f} points behind the better residual model**, and "
+    yield "skipless", f"{other - without:.1f} behind the one whose weight decay was"
+    yield "skipless", f"MLP skips alone it is {best - mlps:.1f} points behind"
+    large, hard = (record("absorb-gpu")["cases"][name]["seconds"] for name in ("large", "large-hard"))
+    yield "absorption-map", f"4096, 16384 takes {large:.2f} and {hard:.2f} s"
+
     cut = statistics.mean(row["test_accuracy"] for row in runs("skipless-cifar", "final | skipless | soap | 0.001"))
     whole = statistics.mean(row["test_accuracy"] for row in runs("skipless-cifar", "final | residual | soap | 0.003"))
     yield "what-did-not-work", f"{100 * (whole - cut):.1f} points behind a residual model"

@@ -5,12 +5,12 @@ from __future__ import annotations
 import contextlib
 import statistics
 import tempfile
-import time
-import traceback
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+from _study import attempt
 
 Config = dict[str, Any]
 BASE: Config = {
@@ -51,18 +51,8 @@ PETS = {1: 1, 2: 0, 3: 255}  # trimap: pet, background, border
 
 
 def work(config: Config) -> dict[str, Any] | None:
-    """One run, in this process; None where it was told to stop. What goes wrong is part of the result."""
-    import torch
-
-    begun = time.perf_counter()
-    told = {key: entry for key, entry in config.items() if key not in ("data", "device", "preset")}
-    try:
-        result = trained(config)
-    except Exception as error:
-        if isinstance(error, torch.cuda.OutOfMemoryError) or "CUDA" in str(error):
-            raise  # the process is of no use any more
-        result = {"failed": traceback.format_exc()[-1500:]}
-    return None if result is None else {**result, "seconds": round(time.perf_counter() - begun, 1), "config": told}
+    """One run, in this process."""
+    return attempt(config, trained, ("data", "device", "preset"))
 
 
 def value(row: dict[str, Any]) -> float:

@@ -16,7 +16,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
@@ -103,6 +104,21 @@ def serve(work: Callable[[Any], Row | None]) -> None:
         release()
 
 
+def attempt(config: Row, train: Callable[[Row], Row | None], unrecorded: tuple[str, ...]) -> Row | None:
+    """One run in this process; None where it was told to stop. What goes wrong is part of the result."""
+    import torch
+
+    begun = time.perf_counter()
+    recorded = {key: entry for key, entry in config.items() if key not in unrecorded}
+    try:
+        result = train(config)
+    except Exception as error:
+        if isinstance(error, torch.cuda.OutOfMemoryError) or "CUDA" in str(error):
+            raise  # the process is of no use any more
+        result = {"failed": traceback.format_exc()[-1500:]}
+    return None if result is None else {**result, "seconds": round(time.perf_counter() - begun, 1), "config": recorded}
+
+
 def release() -> None:
     """Gives back what a run has held on the device, for the next one and for the other workers.
 
@@ -125,6 +141,38 @@ def decode_once() -> None:
     for name, module in list(sys.modules.items()):
         if name == "unskip.data" or (name.startswith("unskip.recipes") and hasattr(module, "open_images")):
             vars(module)["open_images"] = kept
+
+
+# --- Choosing settings ------------------------------------------------------------------------------------------------
+
+
+def search(
+    job: Callable[[int, float], Job], decays: Sequence[float], edges: int, score: Callable[[Row], float], done: Row
+) -> tuple[list[Job], Row | None]:
+    """The runs that a choice still needs, and the config that is chosen where it needs none.
+
+    `job(step, decay)` is the run at 2^step times the middle learning rate. Weight decay is chosen at the middle rate,
+    then the rate at the best weight decay; a best rate at the edge adds the next one, up to 2^edges. The highest
+    `score` wins.
+    """
+
+    def missing(places: list[tuple[int, float]]) -> list[Job]:
+        return [each for place in places if (each := job(*place))[0] not in done]
+
+    def scored(step: int, decay: float) -> float:
+        return score(done[job(step, decay)[0]])
+
+    if waiting := missing([(0, decay) for decay in decays]):
+        return waiting, None
+    decay = max(decays, key=lambda each: scored(0, each))
+    steps = [-1, 0, 1]
+    while True:
+        if waiting := missing([(step, decay) for step in steps]):
+            return waiting, None
+        best = max(steps, key=lambda step: scored(step, decay))
+        if best not in (min(steps), max(steps)) or abs(best) >= edges:
+            return [], job(best, decay)[1]
+        steps.append(best + (1 if best > 0 else -1))
 
 
 # --- Side by side -----------------------------------------------------------------------------------------------------

@@ -1,7 +1,7 @@
 """How data on disk are opened and read at ImageNet's number of images: folder, WebDataset tars, parquet files.
 
-    python benchmarks/data_scale.py --root /tmp/data-scale --cold --out docs/results/data-scale.json
-    python benchmarks/data_scale.py --root /tmp/small --count 20000 --rounds 1 --seconds 3
+    python benchmarks/data_scale.py --root FOLDER --cold --out docs/results/data-scale.json
+    python benchmarks/data_scale.py --root SMALL --count 20000 --rounds 1 --seconds 3
 
 The set, 1,281,167 JPEGs of 40 x 40 pixels, is generated under --root where it is not there yet: ten minutes and 11 GB.
 The measurements take a quarter of an hour on two cores that do nothing else. Each is a process of its own, and is kept

@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from _skipless_run import BASE, EMA, Config, tell, value, work
-from _study import ROOT, Job, about, arguments, opened, serve, study
+from _study import ROOT, Job, about, arguments, opened, search, serve, study
 
 WIRINGS = {"residual": "keep", "decay to 1e-2": "decay:product=0.01", "decay to 1e-3": "decay:product=0.001"}
 RATES = {"soap": 3e-3, "adamw": 1e-3}  # the middle ones; the others are a factor of two apart
@@ -34,38 +34,20 @@ def config_of(wiring: str, optimizer: str, lr: float, decay: float, **more: Any)
     return {**BASE, **own, **more}
 
 
-def search(wiring: str, optimizer: str, done: dict[str, Any]) -> tuple[list[Job], Config | None]:
+def chosen_of(wiring: str, optimizer: str, done: dict[str, Any]) -> tuple[list[Job], Config | None]:
     """The runs that a choice still needs, and the choice where it needs none."""
 
-    def name(step: int, decay: float) -> str:
-        return f"search | {wiring} | {optimizer} | {RATES[optimizer] * 2.0**step:g} | {decay:g}"
-
     def job(step: int, decay: float) -> Job:
-        return name(step, decay), config_of(wiring, optimizer, RATES[optimizer] * 2.0**step, decay)
+        lr = RATES[optimizer] * 2.0**step
+        return f"search | {wiring} | {optimizer} | {lr:g} | {decay:g}", config_of(wiring, optimizer, lr, decay)
 
-    def missing(places: list[tuple[int, float]]) -> list[Job]:
-        return [job(*place) for place in places if name(*place) not in done]
-
-    waiting = missing([(0, decay) for decay in DECAYS[optimizer]])
-    if waiting:
-        return waiting, None
-    decay = max(DECAYS[optimizer], key=lambda each: value(done[name(0, each)]))
-    steps = [-1, 0, 1]
-    while True:
-        waiting = missing([(step, decay) for step in steps])
-        if waiting:
-            return waiting, None
-        best = max(steps, key=lambda step: value(done[name(step, decay)]))
-        edge = best in (min(steps), max(steps)) and abs(best) < EDGES
-        if not edge:
-            return [], job(best, decay)[1]
-        steps.append(best + (1 if best > 0 else -1))
+    return search(job, DECAYS[optimizer], EDGES, value, done)
 
 
 def waiting(done: dict[str, Any]) -> Iterator[Job]:
     """All that can be begun now, searches first."""
     pairs = [*itertools.product(RATES, WIRINGS)]
-    found = {(optimizer, wiring): search(wiring, optimizer, done) for optimizer, wiring in pairs}
+    found = {(optimizer, wiring): chosen_of(wiring, optimizer, done) for optimizer, wiring in pairs}
     for jobs, _ in found.values():
         yield from jobs
     for length, more, seeds in (("short", {}, range(3)), ("long", LONG, range(2))):

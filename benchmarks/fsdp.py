@@ -1,7 +1,7 @@
 """Sharded against whole weights on one GPU: what FSDP2 costs at world size 1, and whether it trains the same model.
 
     python benchmarks/fsdp.py                              # one GPU, some minutes; docs/results/fsdp-gpu.json
-    python benchmarks/fsdp.py --device cpu --small --out /tmp/fsdp.json
+    python benchmarks/fsdp.py --device cpu --small --out FILE.json
 
 The same runs by the command line with each optimizer, without --fsdp and under torchrun with it: ViT-B/16 at 224 px on
 digits that are enlarged on the device, bf16, not compiled. Images a second are the median of the logged rows after the

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from _lm_run import Config, tell, value, work
-from _study import ROOT, Job, about, arguments, opened, serve, study
+from _study import ROOT, Job, about, arguments, opened, search, serve, study
 
 WIRINGS: dict[str, Config] = {
     "residual": {"shortcut": "keep"},
@@ -50,33 +50,20 @@ def config_of(wiring: str, optimizer: str, lr: float, decay: float) -> Config:
     return {**BASE, **own, "validate": True, "seed": 0}
 
 
-def search(wiring: str, optimizer: str, done: dict[str, Any]) -> tuple[list[Job], Config | None]:
+def chosen_of(wiring: str, optimizer: str, done: dict[str, Any]) -> tuple[list[Job], Config | None]:
     """The runs that a choice still needs, and the choice where it needs none."""
 
     def job(step: int, decay: float) -> Job:
         lr = RATES[optimizer] * 2.0**step
         return f"search | {wiring} | {optimizer} | {lr:g} | {decay:g}", config_of(wiring, optimizer, lr, decay)
 
-    def missing(places: list[tuple[int, float]]) -> list[Job]:
-        return [job(*place) for place in places if job(*place)[0] not in done]
-
-    if waiting := missing([(0, decay) for decay in DECAYS[optimizer]]):
-        return waiting, None
-    decay = min(DECAYS[optimizer], key=lambda each: value(done[job(0, each)[0]]))
-    steps = [-1, 0, 1]
-    while True:
-        if waiting := missing([(step, decay) for step in steps]):
-            return waiting, None
-        best = min(steps, key=lambda step: value(done[job(step, decay)[0]]))
-        if best not in (min(steps), max(steps)) or abs(best) >= EDGES:
-            return [], job(best, decay)[1]
-        steps.append(best + (1 if best > 0 else -1))
+    return search(job, DECAYS[optimizer], EDGES, lambda row: -value(row), done)
 
 
 def waiting(done: dict[str, Any]) -> Iterator[Job]:
     """All that can be begun now, searches first."""
     pairs = [*itertools.product(RATES, WIRINGS)]
-    found = {(optimizer, wiring): search(wiring, optimizer, done) for optimizer, wiring in pairs}
+    found = {(optimizer, wiring): chosen_of(wiring, optimizer, done) for optimizer, wiring in pairs}
     for jobs, _ in found.values():
         yield from jobs
     for seed, ((optimizer, wiring), (_, chosen)) in itertools.product(range(2), found.items()):
