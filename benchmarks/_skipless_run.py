@@ -34,7 +34,8 @@ BASE: Config = {
     "split_qkv": False,
     "refresh": 10,
     "value_output": 1.0,  # factor on the step of W_V and W_O
-    "decays": "matrices",  # what of the blocks decays: "matrices", "all" (biases too), "scale-free" (see Keeper)
+    "fixed": False,  # W_Q and W_K of the heads that carry stay as they start
+    "decays": "matrices",  # what of the blocks decays: "matrices", or as in Keeper.decay
     "epochs": 20,
     "seed": 0,
     "validate": True,
@@ -83,6 +84,8 @@ def trained(config: Config) -> dict[str, Any] | None:
     looks = {0: watch(task.model, parts, images[:64])}
     task.optimizer = optimizer(task.model, config)
     keeper = Keeper(task.model, parts, schedule.steps, config["value_output"])
+    if config["fixed"]:
+        keeper.fix(parts, heads_of(config) - config["even"])
     keeper.decay(task.optimizer, parts, config["decays"], config["weight_decay"])
 
     def after(step: int) -> None:
@@ -234,6 +237,7 @@ class Keeper:
         self.factor = factor
         self.slow = [view for part in parts.attentions() for view in (part.v, part.out)] if factor != 1 else []
         self.before_slow = [view.clone() for view in self.slow]
+        self.fixed: list[Any] = []
         self.weights = [parameter.detach() for parameter in model.parameters()]
         self.means = [weight.clone() for weight in self.weights]
         self.roles: dict[str, list[Any]] = {}
@@ -253,6 +257,7 @@ class Keeper:
         """Takes the weight decay over from the optimizer.
 
         all         every weight and bias of a branch
+        but QK      the same without W_Q, W_K and their biases
         scale-free  what a norm follows: W_V, W_O, W_down and, at the same rate, their biases, so that only the length
                     of a branch's output changes, which the norm takes out; not W_Q, W_K, W_up
         """
@@ -265,9 +270,16 @@ class Keeper:
                 self.shrinking += [(view, 1) for view in (part.q, part.k, part.q_bias, part.k_bias)]
         for part in parts.mlps():
             self.shrinking += [(part.down, 1), (part.down_bias, 1)]
-            if what == "all":
+            if what in ("all", "but QK"):
                 self.shrinking += [(part.up, 1), (part.up_bias, 1)]
         self.shrinking = [(view, power) for view, power in self.shrinking if view is not None]
+
+    def fix(self, parts: Any, heads: int) -> None:
+        """Holds W_Q and W_K of the first heads of each attention where they start."""
+        for part in parts.attentions():
+            self.fixed += [part.q[:heads], part.k[:heads]]
+            self.fixed += [bias.view(part.heads, -1)[:heads] for bias in (part.q_bias, part.k_bias)]
+        self.start = [view.clone() for view in self.fixed]
 
     def before(self, step: int) -> None:
         if step in self.moments:
@@ -284,6 +296,8 @@ class Keeper:
                 keep = 1 - self.optimizer.param_groups[0]["lr"] * self.rate
                 for power in (1, 2):
                     torch._foreach_mul_([view for view, each in self.shrinking if each == power], keep**power)
+            if self.fixed:
+                torch._foreach_copy_(self.fixed, self.start)
             torch._foreach_lerp_(self.means, self.weights, 1 - EMA if step else 1.0)
             if self.held:
                 self.relative[step], self.sizes[step] = {}, {}

@@ -11,7 +11,7 @@ grid      learning rate x weight decay for each wiring
 factor    one thing changed in the model without skips, from the shaped start, at lr 3e-3 and weight decay 0.3
 control   one thing changed in the residual model, at lr 3e-3 and weight decay 1
 mix       heads that carry tokens and heads that mix them (stage 2, 20 epochs, first)
-long      100 epochs with mixup and cutmix, three weight decays for each wiring, on held-out images (stage 2)
+long      100 epochs with mixup and cutmix, weight decays and ways to keep tokens apart, on held-out images (stage 2)
 final     100 epochs with mixup and cutmix, test set (stage 2): residual at two weight decays, the best of `mix` without
           skips, MLPs' skips alone cut; each also rounded to few bits
 """
@@ -131,6 +131,18 @@ MIX: dict[str, Config] = {
 }
 LONG: Config = {"epochs": 100, "mixup": 0.8, "cutmix": 1.0}
 FINAL: Config = {**LONG, "validate": False, "quantise": True}
+FIXED: Config = {"fixed": True}
+LONGER: dict[tuple[str, float], Config] = {  # wiring, what is changed in it; weight decay
+    ("no skips, carrying heads fixed", 0.3): FIXED,
+    ("no skips, carrying heads fixed", 0.1): FIXED,
+    ("residual", 0.1): {},
+    ("residual", 0.3): {},
+    ("no skips", 0.1): {},
+    ("MLPs cut", 0.1): {},
+    ("no skips, Q and K do not decay", 0.3): {"decays": "but QK"},
+    ("no skips, carrying heads fixed, mix 1", 0.3): {**FIXED, "carry": 1.0},
+    ("no skips, carrying heads fixed, V and O x 0.1", 0.3): {**FIXED, "value_output": 0.1},
+}
 COMPILED = ("residual", "cut, shaped", "MLPs cut, shaped")  # what is compiled for the runs of 100 epochs
 SEEDS = (0, 1, 2)
 
@@ -147,8 +159,9 @@ def stage_two(done: dict[str, Any]) -> Iterator[Job]:
     finals["residual, weight decay 0.3"] = {**finals["residual"], "weight_decay": 0.3}
     for seed, name in itertools.product(SEEDS, finals):
         yield f"final | {name} | seed {seed}", {**finals[name], **FINAL, "seed": seed}
-    for name, decay in itertools.product(("no skips", "residual", "MLPs cut"), (0.1, 0.3, 0.03)):
-        yield f"long | {name} | {decay:g}", {**finals[name], **LONG, "weight_decay": decay}
+    for (name, decay), changes in LONGER.items():
+        base = name.partition(", ")[0]
+        yield f"long | {name} | {decay:g}", {**finals[base], **LONG, **changes, "weight_decay": decay}
 
 
 # --- What it shows ----------------------------------------------------------------------------------------------------
