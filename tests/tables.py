@@ -1,6 +1,6 @@
 """Writes what the full matrices found to docs/results/compatibility.json, where UNSKIP_WRITE_TABLES is set.
 
-`make test-all` sets it. A run of one matrix replaces that part of the file:
+`make test-all` sets it. A run of a part of a matrix replaces those rows, and rows of other versions go:
 
     UNSKIP_WRITE_TABLES=1 python -m pytest -m full tests/zoo/test_coverage.py
 """
@@ -10,7 +10,9 @@ from __future__ import annotations
 import json
 import os
 import re
+import time
 from collections import Counter, defaultdict
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +20,11 @@ import pytest
 
 RESULTS = Path(__file__).parents[1] / "docs" / "results" / "compatibility.json"
 LIBRARIES = ("diffusers", "timm", "torch", "torchvision", "transformers")
+EVERY = 20  # seconds between two writes: a sweep takes an hour, and what it found stands when it is interrupted
 
 
 class Tables:
-    """Gathers reports, also those of xdist's workers, and writes them at the end."""
+    """Gathers reports, also those of xdist's workers, and writes them as they come."""
 
     def __init__(self) -> None:
         from tests.zoo import more  # noqa: F401  (adds its families)
@@ -33,6 +36,7 @@ class Tables:
             "timm": {},
             "transformers": {},
         }
+        self.written = time.monotonic()
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.when != "call" and report.passed:
@@ -41,22 +45,33 @@ class Tables:
         if found and found[1] in ("coverage", "transformers"):
             facts = {key: value for key, value in report.user_properties if value}
             part = "timm" if found[1] == "coverage" else "transformers"
-            self.parts[part][found[2]] = facts | ({} if report.passed else {"failed": True})
+            today = {"date": f"{datetime.now(UTC):%Y-%m-%d}"}
+            self.parts[part][found[2]] = facts | ({} if report.passed else {"failed": True}) | today
         found = re.match(r"tests/zoo/test_families(?:_kept)?\.py::test_(\w+)\[(.+)\]", report.nodeid)
         if found:
             name, row = found[1].replace("_", " "), self.parts["families"]
             for family in set(re.split(r"[-,]", found[2])) & self.names:  # a case may also name a rule or a mode
                 row[family][name] = row[family].get(name, True) and report.passed
+        if time.monotonic() - self.written > EVERY:
+            self.write()
 
     def pytest_sessionfinish(self) -> None:
+        self.write()
+
+    def write(self) -> None:
         from unskip._provenance import versions_of
 
+        versions = versions_of(LIBRARIES)
         whole = json.loads(RESULTS.read_text(encoding="utf-8"))
         for part, rows in self.parts.items():
             if rows:
-                whole[part] = {"versions": versions_of(LIBRARIES), "rows": dict(sorted(rows.items()))}
+                earlier = whole[part]["rows"] if whole[part]["versions"] == versions else {}
+                whole[part] = {"versions": versions, "rows": dict(sorted((earlier | rows).items()))}
         whole["shares"] = shares(whole)
-        RESULTS.write_text(json.dumps(whole, indent=1) + "\n", encoding="utf-8")
+        new = RESULTS.with_suffix(".new")
+        new.write_text(json.dumps(whole, indent=1) + "\n", encoding="utf-8")
+        new.replace(RESULTS)
+        self.written = time.monotonic()
 
 
 def shares(whole: dict[str, Any]) -> dict[str, dict[str, int]]:
