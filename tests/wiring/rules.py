@@ -17,6 +17,7 @@ RULES = [
     Decay.to_product(5e-3, "cosine", until=0.75),
     Anneal(Keep(), Cut(), steps=10_000),
     Anneal(Decay.to_product(1e-3), Scale(0.5, 2.0), 7, "cosine"),
+    Anneal(Keep(), Cut(), 12, order="last-first"),
 ]
 numbers = st.floats(0, 1e6)
 shares = st.floats(1e-3, 1, exclude_max=True)
@@ -39,8 +40,9 @@ def products(draw: st.DrawFn) -> Decay:
 
 
 steady = st.one_of(st.just(Keep()), st.just(Cut()), st.builds(Scale, numbers, numbers), decays(), products())
+orders = st.sampled_from([None, "last-first", "first-last"])
 rules = st.one_of(
     steady,
     st.builds(Learn, numbers, st.sampled_from(["site", "channel"])),
-    st.builds(Anneal, steady, steady, st.integers(1, 10**9), st.sampled_from(["linear", "cosine"])),
+    st.builds(Anneal, steady, steady, st.integers(1, 10**9), st.sampled_from(["linear", "cosine"]), orders),
 )

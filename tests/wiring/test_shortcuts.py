@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
-from tests.wiring.rules import RULES, SHAPES, decays, shapes, shares, steady
+from tests.wiring.rules import RULES, SHAPES, decays, orders, shapes, shares, steady
 
 from unskip.errors import BadInput
 from unskip.wiring import BAND, Anneal, Cut, Decay, Keep, Learn, Scale, Shortcut, Weight, band, effective_decay
@@ -55,7 +55,7 @@ def test_constant_rules_give_every_site_the_same(rule: Shortcut, weight: tuple[f
 
 def test_only_learn_is_learnable() -> None:
     assert [type(rule) for rule in RULES if rule.learnable] == [Learn, Learn]
-    assert [rule.steps for rule in RULES if isinstance(rule, Anneal)] == [10_000, 7]
+    assert [rule.steps for rule in RULES if isinstance(rule, Anneal)] == [10_000, 7, 12]
 
 
 @pytest.mark.parametrize("rule", RULES, ids=str)
@@ -307,11 +307,13 @@ def test_to_product_out_of_reach(rule: Decay, count: int, runs: Any, reachable: 
 # --- Anneal ---
 
 
-@given(steady, steady, st.integers(1, 1000), st.sampled_from(["linear", "cosine"]), st.integers(1, 8), st.data())
+@given(
+    steady, steady, st.integers(1, 1000), st.sampled_from(["linear", "cosine"]), orders, st.integers(1, 8), st.data()
+)
 def test_anneal_has_exact_ends_and_moves_one_way(
-    first: Shortcut, last: Shortcut, steps: int, shape: Any, count: int, data: st.DataObject
+    first: Shortcut, last: Shortcut, steps: int, shape: Any, order: Any, count: int, data: st.DataObject
 ) -> None:
-    rule = Anneal(first, last, steps, shape)
+    rule = Anneal(first, last, steps, shape, order)
     try:
         ends = first.weights(count), last.weights(count)
     except BadInput:  # a product out of reach
@@ -336,6 +338,13 @@ def test_anneal_cosine_closed_form() -> None:
     rule = Anneal(Keep(), Cut(), 10, "cosine")
     got = [rule.weights(1, step=step)[0].alpha for step in range(11)]
     np.testing.assert_allclose(got, (1 + np.cos(np.pi * np.arange(11) / 10)) / 2, rtol=0, atol=3e-16)
+
+
+def test_anneal_takes_one_site_after_the_other() -> None:
+    for step in range(13):
+        done = np.clip(3 * step / 12 - np.arange(3), 0, 1)
+        np.testing.assert_allclose(alphas(Anneal(Keep(), Cut(), 12, order="first-last"), 3, step=step), 1 - done)
+        np.testing.assert_allclose(alphas(Anneal(Keep(), Cut(), 12, order="last-first"), 3, step=step), 1 - done[::-1])
 
 
 def test_anneal_is_between_its_rules_site_by_site() -> None:

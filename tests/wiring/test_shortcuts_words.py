@@ -40,6 +40,7 @@ from unskip.wiring import Anneal, Cut, Decay, Keep, Learn, Scale, Shortcut, band
         ("learn:1.0,channel", Learn(1.0, "channel")),
         ("anneal:keep>cut@10000", Anneal(Keep(), Cut(), 10_000)),
         ("anneal:keep>decay:0.6@10000,cosine", Anneal(Keep(), Decay(0.6), 10_000, "cosine")),
+        ("anneal:keep>cut@5,cosine,last-first", Anneal(Keep(), Cut(), 5, "cosine", "last-first")),
         (
             "anneal:decay:0.6,cosine,until=0.5>scale:0.5,2.0@7",
             Anneal(Decay(0.6, "cosine", until=0.5), Scale(0.5, 2), 7),
@@ -174,6 +175,7 @@ def test_numbers_out_of_bounds(make: Any, facts: tuple[str, ...], value: Any) ->
         (lambda: Anneal(Keep(), Cut(), 1.5), ("steps", "whole", "1.5")),
         (lambda: Anneal(Keep(), Cut(), True), ("steps", "whole", "True")),
         (lambda: Anneal(Keep(), Cut(), 5, "geometric"), ("shape", "'geometric'")),
+        (lambda: Anneal(Keep(), Cut(), 5, order="last"), ("order", "last-first", "'last'")),
         (lambda: Keep().weights(-1), ("Keep", "count", "-1")),
         (lambda: Keep().weights(2.0), ("Keep", "count", "2.0")),
         (lambda: Cut().weights(2, step=0.5), ("Cut", "step", "0.5")),
@@ -219,6 +221,7 @@ def test_bad_arguments(make: Any, facts: tuple[str, ...]) -> None:
         ("anneal:keep>cut@1e4", ("steps", "whole", "'1e4'")),
         ("anneal:keep>cut@0", ("steps", "1 or more", "got 0")),
         ("anneal:keep>cut@5,cosin", ("shape", "nearest: cosine")),
+        ("anneal:keep>cut@5,last-first,first-last", ("'first-last'", "second")),
         ("anneal:keep>kut@5", ("'kut'", "nearest: cut")),
         ("anneal:keep>learn:1.0@5", ("last", "fixed")),
     ],

@@ -12,16 +12,19 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from functools import lru_cache
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from unskip._checks import choice, number, whole
+from unskip._words import nearest
 from unskip.errors import BadInput
 from unskip.wiring._effective_decay import effective_decay, run_counts
 from unskip.wiring._shortcut import Per, Shortcut, Weight, parse, register
 
 Shape = Literal["linear", "cosine", "geometric"]
 Ease = Literal["linear", "cosine"]
+Order = Literal["last-first", "first-last"]
 Convention = Literal["sites", "paper"]
+_WORDS: dict[str, Any] = {"shape": Ease, "order": Order}  # of Anneal
 
 
 @register
@@ -182,16 +185,18 @@ class Decay(Shortcut):
 class Anneal(Shortcut):
     """From one rule to another over training: w = (1 - g) * first + g * last, for alpha and beta alike,
 
-    with g = step / steps held in [0, 1], or sin^2(pi step / (2 steps)) with shape="cosine". Exactly first's weights at
-    step <= 0 and exactly last's at step >= steps.
+    with g = t, or sin^2(pi t / 2) with shape="cosine", of t = step / steps held in [0, 1]. Exactly first's weights at
+    step <= 0 and exactly last's at step >= steps. With an `order` the sites change one after the other, each over
+    steps / L: t = L step / steps - n, held in [0, 1], for the n-th site of L in that order, n = 0..L-1.
     """
 
     first: Shortcut
     last: Shortcut
     steps: int = field()  # without field() the None of the base class would become its default
     shape: Ease = "linear"
+    order: Order | None = None  # None: all sites at once
     name = "anneal"
-    form = "anneal:keep>cut@10000 or anneal:keep>decay:0.6@10000,cosine"
+    form = "anneal:keep>cut@10000, then any of ,cosine ,last-first ,first-last"
 
     def __post_init__(self) -> None:
         for name, rule in (("first", self.first), ("last", self.last)):
@@ -199,33 +204,53 @@ class Anneal(Shortcut):
                 raise BadInput(f"Anneal: {name} must be a rule of fixed weights such as Keep() or Cut(), got {rule!r}")
         _put(self, steps=whole("Anneal", "steps", self.steps, low=1))
         choice("Anneal", "shape", self.shape, get_args(Ease))
+        if self.order is not None:
+            choice("Anneal", "order", self.order, get_args(Order))
 
     def weights_at(self, count: int, runs: tuple[int, ...], step: int) -> list[Weight]:
-        if step >= self.steps:
-            return self.last.weights(count, runs=runs)
-        g = max(0, step) / self.steps
-        g = g if self.shape == "linear" else math.sin(math.pi * g / 2) ** 2
         pairs = zip(self.first.weights(count, runs=runs), self.last.weights(count, runs=runs), strict=True)
-        return [Weight(_between(a.alpha, b.alpha, g), _between(a.beta, b.beta, g)) for a, b in pairs]
+        return [self._mixed(first, last, self._time(site, count, step)) for site, (first, last) in enumerate(pairs)]
+
+    def _time(self, site: int, count: int, step: int) -> float:
+        """t of a site, from 0 to 1."""
+        if self.order is None:
+            done = step
+        else:
+            done = count * step - self.steps * (site if self.order == "first-last" else count - 1 - site)
+        return min(max(done, 0), self.steps) / self.steps
+
+    def _mixed(self, first: Weight, last: Weight, t: float) -> Weight:
+        if t in (0, 1):
+            return last if t else first
+        g = t if self.shape == "linear" else math.sin(math.pi * t / 2) ** 2
+        return Weight(_between(first.alpha, last.alpha, g), _between(first.beta, last.beta, g))
 
     @classmethod
     def from_text(cls, body: str | None) -> Anneal:
-        """ "FIRST>LAST@STEPS", then perhaps ",cosine"."""
+        """ "FIRST>LAST@STEPS", then perhaps ",cosine" and an order."""
         rules, at, end = (body or "").rpartition("@")
         if not at:
             cls.refuse(f"'@' and the number of steps are missing in {body or ''!r}")
         if rules.count(">") != 1:
             cls.refuse(f"it takes two rules with one '>' between them, neither an anneal itself, got {rules!r}")
         first, last = rules.split(">")
-        number, comma, shape = (part.strip() for part in end.partition(","))
+        number, *words = (part.strip() for part in end.split(","))
         try:
             steps = int(number)
         except ValueError:
             cls.refuse(f"the steps must be a whole number, got {number!r}")
-        return cls(parse(first), parse(last), steps, shape if comma else "linear")  # type: ignore[arg-type]  # it checks
+        given: dict[str, Any] = {}
+        for word in words:
+            name = next((name for name, kind in _WORDS.items() if word in get_args(kind)), None)
+            if name is None or name in given:
+                known = [each for kind in _WORDS.values() for each in get_args(kind)]
+                cls.refuse(f"{word!r} is no shape or order, or a second one{nearest(word, known)}")
+            given[name] = word
+        return cls(parse(first), parse(last), steps, **given)
 
     def __str__(self) -> str:
-        return f"anneal:{self.first}>{self.last}@{self.steps}" + (",cosine" if self.shape == "cosine" else "")
+        words = f",{self.shape}" * (self.shape != "linear") + f",{self.order}" * (self.order is not None)
+        return f"anneal:{self.first}>{self.last}@{self.steps}{words}"
 
 
 @lru_cache(maxsize=256)  # an annealed rule asks again at every step

@@ -291,15 +291,16 @@ class Wiring:
                 self._store(module, site, slot, "beta", weight.beta, rule)
 
     def _store(self, module: nn.Module, site: Site, slot: int, which: str, value: float, rule: Shortcut) -> None:
-        name = attribute(slot, which)
+        name, moves = attribute(slot, which), self.at_step < (rule.steps or 0)
         held = vars(module).get(name)
         _remove(module, name)
         if rule.learnable and which == "alpha":
             module.register_parameter(name, nn.Parameter(self._tensor(site, rule, value)))
-        elif (site.index, which) in self._inputs and value != 0:  # at 0 the addition goes, so 0 is always a number
-            # The tensor that is there is filled: a compiled graph goes on reading it.
+        elif (site.index, which) in self._inputs and (value != 0 or (moves and isinstance(held, Held))):
+            # At 0 the addition goes, so 0 is a number, but not while other sites of the rule still change: each site
+            # would be another graph. The tensor that is there is filled: a compiled graph goes on reading it.
             tensor = held.tensor.fill_(value) if isinstance(held, Held) else self._scalar(site, value)
-            vars(module)[name] = Held(float(value), tensor, self.at_step < (rule.steps or 0))
+            vars(module)[name] = Held(float(value), tensor, moves)
         else:
             setattr(module, name, float(value))
 
