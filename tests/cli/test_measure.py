@@ -128,12 +128,6 @@ def test_bad_input_is_one_line_and_exit_code_2(run: Any, name: str, args: list[s
     assert says in lines[0]
 
 
-def test_a_model_without_residuals_is_told(run: Any, name: str) -> None:
-    code, _, err = run("measure", name.replace("normed", "plain"), "--data", "random:2")
-    assert code == 2
-    assert "no residual sites" in err
-
-
 def test_weights_that_cannot_be_had_are_one_line_and_random_goes_on_without(run: Any) -> None:
     code, out, err = run("measure", "timm:vit_tiny_patch16_224", "--data", "random:1")
     assert (code, out) == (2, "")

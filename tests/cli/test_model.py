@@ -11,11 +11,9 @@ import pytest
 import timm
 import torch
 from PIL import Image
-from torch import nn
 
 import unskip
 from unskip import recipes
-from unskip.cli._model import inputs, shape_of
 from unskip.errors import UnskipWarning
 
 
@@ -118,24 +116,6 @@ def test_a_run_needs_no_data_to_be_looked_into(run: Any, tmp_path: Path, monkeyp
     assert "photos" in err
 
 
-def test_an_audit_of_learnt_weights_that_diverged(run: Any, tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    model = timm.create_model("test_vit")
-    wiring = unskip.rewire(model, "learn:1.0")
-    with torch.no_grad():
-        next(iter(wiring.parameters.values())).fill_(torch.inf)
-    unskip.save(model, tmp_path)
-    shortcut = json.loads(run("audit", str(tmp_path), "--json")[1])["shortcut"]
-    assert (shortcut["effective_decay"], shortcut["band"]) == (None, None)
-
-
-def test_an_audit_of_a_plain_model_has_no_such_note(run: Any) -> None:
-    for options in ([], ["--shortcut", "decay:0.6"]):
-        code, out, _ = run("audit", "timm:test_vit", *options)
-        assert code == 0
-        assert "note:" not in out
-
-
 def test_folders_that_are_no_models(run: Any, tmp_path: Path, saved: Path) -> None:
     code, _, err = run("audit", str(tmp_path))
     assert code == 2
@@ -175,12 +155,3 @@ def test_absorb_with_an_input(run: Any, models: str) -> None:
     data = json.loads(out)
     assert data["verified"]
     assert data["applied"]["difference"] < 1e-5
-
-
-def test_ids_are_those_that_every_table_has() -> None:
-    model = nn.ModuleList([nn.Embedding(50, 4), nn.Embedding(9, 4)])
-    (ids,) = inputs(model, [shape_of("int:40,40")]) or ()
-    assert set(ids.unique().tolist()) == set(range(9))
-    (ids,) = inputs(nn.Linear(2, 2), [shape_of("int:40,40")]) or ()
-    assert set(ids.unique().tolist()) == {0, 1}
-    assert inputs(model, []) is None

@@ -13,12 +13,11 @@ from tests.commands import python_in
 from tests.report.runs import folder
 
 from unskip import cli, demo
-from unskip.demo import Scale, _absorb, _knob, _train
+from unskip.demo import Scale, _knob, _train
 from unskip.demo._compare import beside, compared, ranked
 from unskip.errors import BadInput, TrainingError
-from unskip.recipes import cached_opener, mae, supervised
+from unskip.recipes import cached_opener
 from unskip.report import read
-from unskip.wiring import Wiring
 
 SMALL = {"model_args": "depth=2,embed_dim=16,num_heads=2", "log_every": 4, "device": "cpu"}
 TINY = Scale("digits", {"steps": 8, **SMALL}, (0, 1))
@@ -40,25 +39,6 @@ def test_knob() -> None:
     again: list[str] = []
     assert _knob.turn(again.append)
     assert again == lines
-
-
-def test_undo_that_does_not_restore_is_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
-    rewire = _knob.rewire
-
-    def half(self: Wiring) -> None:
-        self.set("scale:0.999999,1")
-
-    # Without the check before rewiring, which would undo as well.
-    monkeypatch.setattr(_knob, "rewire", lambda model, rule: rewire(model, rule, verify=False))
-    monkeypatch.setattr(Wiring, "undo", half)
-    lines: list[str] = []
-    assert not _knob.turn(lines.append)
-    assert "NOT the same bit for bit" in lines[-1]
-
-
-def test_rewiring_that_does_nothing_is_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_knob, "_output", lambda model, images: torch.zeros(4, 10))
-    assert _knob.turn(lambda line: None) is False
 
 
 @pytest.mark.full
@@ -177,12 +157,6 @@ def test_the_page_is_opened_where_somebody_looks(tmp_path: Path, monkeypatch: py
     assert cli.main(["demo"]) == 1
 
 
-def test_a_verdict_that_does_not_hold_is_a_fault() -> None:
-    lines: list[str] = []
-    assert _absorb._checked(False, lines.append) is False
-    assert "does NOT hold" in lines[0]
-
-
 def test_what_is_said_of_two_accuracies() -> None:
     assert compared("kNN", [0.5], [0.6], 10_000) == "kNN: 0.500 without, 0.600 with, which is higher by 0.100 (±0.014)."
     assert compared("kNN", [0.6], [0.5], 10_000).endswith("lower by 0.100 (±0.014).")
@@ -191,14 +165,6 @@ def test_what_is_said_of_two_accuracies() -> None:
     assert [ranked(10, value).rpartition(" ")[2] for value in (10.1, 12, 8)] == ["same.", "higher.", "lower."]
     assert beside([0.8], [0.7], 10_000).endswith("initialised, it is lower by 0.100 (±0.012).")
     assert "it is level: -0.010 may be chance (±0.114)." in beside([0.8], [0.79], 100)
-
-
-def test_what_is_said_over_seeds() -> None:
-    """Welch's interval, by hand: s = 0.01 each, sqrt(2 * 0.01^2 / 3) = 0.00816, t(4) = 2.776."""
-    before, after = [0.49, 0.50, 0.51], [0.59, 0.60, 0.61]
-    said = "0.500 ± 0.010 without, 0.600 ± 0.010 with, which is higher by 0.100 (±0.023)."
-    assert compared("kNN", before, after, 10) == f"kNN: {said}"
-    assert "3 seeds give ±0.023" in compared("kNN", before, [0.50, 0.51, 0.52], 10)
 
 
 @pytest.mark.parametrize(
@@ -237,17 +203,6 @@ def test_what_is_describe_features(gain: float, word: str) -> None:
     assert any("best at block 0 (plain)" in line for line in alone)
 
 
-@pytest.mark.filterwarnings("ignore::unskip.errors.UnskipWarning")
-def test_encoders_of_any_name(tmp_path: Path) -> None:
-    scale = Scale("digits", {}, (0,), BOTH.mae, {"my own/one": {}, "mild": {"shortcut": "decay:0.9"}})
-    lines: list[str] = []
-    runs = _train.pretrain(scale, tmp_path, lines.append, True, cached_opener())
-    assert [run.relative_to(tmp_path).as_posix() for run in runs] == ["mae-my-own-one", "mae-mild"]
-    assert any("my own/one and mild (decay:0.9)" in line for line in lines)
-    with pytest.raises(BadInput, match="encoders"):
-        Scale("digits", {}, (0,), BOTH.mae, {"a b": {}, "a-b": {}})
-
-
 def test_scales() -> None:
     assert demo.chosen() is demo.SMALL
     assert demo.chosen(quick=True) is demo.QUICK
@@ -262,14 +217,6 @@ def test_scales() -> None:
     if not torch.cuda.is_available():
         with pytest.raises(BadInput, match="takes a GPU"):
             demo.chosen("cifar10")
-
-
-def test_the_large_one_replays_graphs() -> None:
-    """The configs are whole: every field is one of its recipe, and neither waits for the host or the compiler."""
-    for recipe, fields in ((mae, demo.LARGE.mae), (supervised, demo.LARGE.supervised)):
-        config = recipe(demo.LARGE.preset, **fields)
-        assert (config.graph, config.compile, config.device, config.precision) == (True, False, "cuda", "bf16")
-        assert config.steps % config.evaluate_every == 0
 
 
 def test_nothing_is_overwritten(tmp_path: Path) -> None:

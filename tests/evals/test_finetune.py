@@ -27,35 +27,6 @@ SHORT: dict[str, Any] = {
 SHORT |= {"drop_path": 0.0, "mixup": 0.0, "cutmix": 0.0, "erase": 0.0}
 
 
-def test_a_step_of_fine_tuning_asks_nothing_of_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that it can be recorded as a CUDA graph: drop path, mixed labels and a decayed stream included."""
-    from tests.evals.hosts import NoHost
-
-    from unskip.evals import _finetune
-
-    counted = []
-
-    class Recorded:
-        def __init__(self, work: Any, model: nn.Module) -> None:
-            self.work, self.model = work, model
-
-        def __call__(self, batch: Any, key: object, seed: int) -> Any:
-            self.model.zero_grad(set_to_none=False)
-            with NoHost() as host:
-                result = self.work(batch)
-            counted.append(host.operations)
-            return result
-
-    model = vit()
-    unskip.rewire(model, "decay:0.6")
-    changes = SHORT | {"epochs": 2, "drop_path": 0.3, "mixup": 0.8, "cutmix": 1.0}
-    plain = evals.finetune(model, digits(), digits("test"), size=8, changes=changes)
-    monkeypatch.setattr(_finetune, "recorder", lambda work, network, graph: Recorded(work, network) if graph else None)
-    assert evals.finetune(model, digits(), digits("test"), size=8, graph=True, changes=changes) == plain
-    assert len(counted) == 18
-    assert min(counted) > 100
-
-
 def test_drop_path_is_off_where_a_skip_is_cut() -> None:
     model, changes = vit(), SHORT | {"epochs": 2}
     unskip.rewire(model, {"attention": "keep", "mlp": "cut"})
@@ -122,8 +93,6 @@ def test_layer_decay_and_drop_path_reach_the_optimizer_and_the_blocks(monkeypatc
 
 
 def test_fine_tuning_refuses_what_it_cannot_do() -> None:
-    with pytest.raises(BadInput, match="no setting epoch"):
-        evals.finetune(vit(), digits(), digits("test"), changes={"epoch": 3})
     with pytest.raises(BadInput, match="has no forward_features"):
         evals.finetune(nn.Linear(2, 2), digits(), digits("test"))
     convolutions = timm.create_model("resnet18", num_classes=0, in_chans=1)

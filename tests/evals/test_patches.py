@@ -104,16 +104,14 @@ def filled() -> nn.Module:
         (vit, (1, 3, 4, 4), {}, "smaller than a patch"),
         (vit, (1, 3, 40, 40), {}, "dynamic_img_size=True"),
         (vit, (1, 1, 32, 32), {}, "takes 3 channels"),
-        (vit, (3, 32, 32), {}, "n, channels, height, width"),
         (vit, (1, 3, 32, 32), {"blocks": 7}, "not among .* 3 blocks"),
         (vit, (1, 3, 32, 32), {"blocks": []}, "name one at least"),
-        (vit, (1, 3, 32, 32), {"what": "heads"}, "what .*'heads'"),
         (lambda: nn.Linear(3, 3), (1, 3, 32, 32), {}, "no blocks"),
         (lambda: timm.create_model("resnet10t"), (1, 3, 64, 64), {"what": "keys"}, "no keys"),
         (windows, (1, 3, 56, 56), {"what": "keys", "blocks": 0}, "parts of the image"),
         (filled, (1, 3, 64, 64), {"what": "keys"}, r"\(1, 196, 48\), .* 16 patches"),
     ],
-    ids="tiny,other size,channels,one image,block,no block,what,no patches,no attention,windows,filled".split(","),
+    ids="tiny,other size,channels,block,no block,no patches,no attention,windows,filled".split(","),
 )
 def test_what_has_no_patch_features(make: Any, shape: tuple[int, ...], options: Any, message: str) -> None:
     with pytest.raises(BadInput, match=message):

@@ -43,8 +43,6 @@ def test_a_changed_setting_reaches_the_probe() -> None:
     x, labels = blobs(60, dim=2, classes=4)
     given = (x, labels, x, labels, "probe-lbfgs-v1")
     assert evals.linear_probe(*given, changes={"iterations": 0}) < evals.linear_probe(*given)
-    with pytest.raises(BadInput, match="no setting iteration"):
-        evals.linear_probe(*given, changes={"iteration": 5})
 
 
 def test_the_regression_in_chunks_is_the_same() -> None:
@@ -230,9 +228,5 @@ def test_bad_input_is_refused() -> None:
         evals.linear_probe(x[None], labels, x[None], labels)
     with pytest.raises(BadInput, match="got list"):
         evals.linear_probe([[1.0]], labels, x, labels)  # type: ignore[arg-type]
-    with pytest.raises(BadInput, match="no setting epoch"):
-        evals.linear_probe(x, labels, x, labels, "probe-mae-v1", changes={"epoch": 3})
     with pytest.raises(BadInput, match="batch norm"):
         evals.linear_probe(x[:1], labels[:1], x[:1], labels[:1])
-    with pytest.raises(BadInput, match="probe-mae-v9"):
-        evals.linear_probe(x, labels, x, labels, "probe-mae-v9")

@@ -107,10 +107,6 @@ def test_intervals_are_those_of_wilson(n: int, share: float) -> None:
 
 
 def test_what_cannot_be_registered_or_used() -> None:
-    with pytest.raises(BadInput, match=r"needs .*'pictures'"):
-        evals.register("x-v1", needs="pictures")  # type: ignore[arg-type]
-    with pytest.raises(BadInput, match=r"knn-dino-v1 .*unskip.evals._knn"):
-        evals.register("knn-dino-v1", needs="features")(spread)
     with pytest.raises(BadInput, match="nearest: spread-test-v1"):
         evals.evaluate(vit(), digits(), digits("test"), ["spread-tst-v1"])
     with pytest.raises(BadInput, match="probe-mae-v1"):
@@ -183,16 +179,6 @@ def test_a_plugin_evaluates_any_model_from_the_command_line(
     assert f"{knn['knn20']:.4g} [{low:.3f}, {high:.3f}]" in shown
     assert cli.main(command[:3]) == 2
     assert "--data" in capsys.readouterr().err
-
-
-@evals.register("vector-test-v1", needs="features", train=False)
-def vector(train: evals.Split, test: evals.Split) -> dict[str, Any]:
-    return {"spread": torch.zeros(3)}
-
-
-def test_an_evaluator_that_returns_no_numbers() -> None:
-    with pytest.raises(BadInput, match=r"vector-test-v1.*spread"):
-        evals.evaluate(vit().eval(), None, digits("test", 50), ["vector-test-v1"], blocks=-1)
 
 
 @pytest.mark.parametrize(

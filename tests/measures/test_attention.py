@@ -43,14 +43,6 @@ def test_condition_of_attention(known: Tensor) -> None:
     assert attention_condition(known).tolist() == pytest.approx([math.inf, 1, 1, 2])
 
 
-@pytest.mark.parametrize("measure", [attention_entropy, self_attention_mass, attention_condition])
-def test_leading_axes(measure: object) -> None:
-    p = torch.randn(2, 3, 4, 5, 5).softmax(-1)
-    assert measure(p).shape == (4,)  # type: ignore[operator]
-    single = p[0, 0]
-    assert torch.equal(measure(single), measure(single[None]))  # type: ignore[operator]
-
-
 def test_means_and_median_over_samples() -> None:
     p = torch.randn(3, 2, 5, 5, dtype=torch.float64).softmax(-1)
     each = [torch.stack([m(p[i]) for i in range(3)]) for m in (attention_entropy, self_attention_mass)]

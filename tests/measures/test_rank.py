@@ -75,25 +75,10 @@ def test_a_large_constant_channel_hides_nothing() -> None:
     assert effective_rank(with_constant) == pytest.approx(alone)
 
 
-def test_one_sample_does_not_vary() -> None:
-    assert effective_rank(torch.randn(1, 5)) == 0
-
-
 @given(st.floats(1e-150, 1e150))
 def test_scale_does_not_matter(scale: float) -> None:
     x = matrix([3.0, 2.0, 1.0], 20, 5, centred=True)
     assert effective_rank(x * scale) == pytest.approx(effective_rank(x))
-
-
-def test_rotation_and_shift_do_not_matter() -> None:
-    x = matrix([3.0, 2.0, 1.0, 0.1], 20, 5)
-    turn = torch.linalg.qr(torch.randn(5, 5, dtype=torch.float64)).Q
-    assert effective_rank(x @ turn + 7) == pytest.approx(effective_rank(x))
-
-
-def test_half_precision_is_measured_in_float64() -> None:
-    x = torch.randn(100, 20).half()
-    assert effective_rank(x) == pytest.approx(effective_rank(x.double()), rel=1e-12)
 
 
 def test_feature_matrix() -> None:

@@ -84,16 +84,6 @@ def test_rounding_is_not_a_condition_number() -> None:
     assert reached.condition == pytest.approx(1e10, rel=1e-3)
 
 
-def test_float32_is_said() -> None:
-    a = gauss(6, 6, 0).float()
-    spectrum = jacobian_spectrum(*linear(a))
-    assert spectrum.precision == "float32"
-    narrow = jacobian_spectrum(lambda x: x.float() @ a.T, torch.zeros(6, dtype=DOUBLE))
-    assert narrow.precision == "float32"
-    assert jacobian_spectrum(*linear(a.double())).precision == "float64"
-    assert spectrum.resolution > 1e6 * jacobian_spectrum(*linear(a.double())).resolution
-
-
 def test_scalars() -> None:
     spectrum = jacobian_spectrum(lambda x: (x**2).sum(), torch.tensor([3.0, 4.0], dtype=DOUBLE))
     assert spectrum.shape == (1, 2)
@@ -155,13 +145,6 @@ def test_bad_input_is_named() -> None:
         jacobian_spectrum(torch.sin, x, steps=1)
     with pytest.raises(BadInput, match="probes must be"):
         jacobian_spectrum(torch.sin, x, probes=0, exact=False)
-
-
-def test_a_jacobian_that_overflows() -> None:
-    with pytest.raises(BadInput, match=r"non-finite"):
-        jacobian_spectrum(torch.sqrt, torch.zeros(3, dtype=DOUBLE))
-    with pytest.raises(BadInput, match=r"non-finite"):
-        jacobian_spectrum(torch.sqrt, torch.zeros(3, dtype=DOUBLE), exact=False)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

@@ -142,16 +142,6 @@ def test_one_strong_direction_does_not_blur_the_stable_rank() -> None:
     assert result.stable_rank == pytest.approx(exact.stable_rank, rel=1e-4)
 
 
-def test_float32_matrix_free() -> None:
-    a = spread_out("residual layers", 300)
-    spectrum = free(a.float(), probes=64, steps=100)
-    exact = jacobian_spectrum(*linear(a))
-    assert spectrum.precision == "float32"
-    assert spectrum.sigma_max == pytest.approx(exact.sigma_max, rel=1e-5)
-    for share in SHARES:
-        assert spectrum.quantiles[share] == pytest.approx(exact.quantiles[share], rel=0.1)
-
-
 @settings(max_examples=25)
 @given(st.integers(1, 6), st.integers(1, 6), st.integers(0, 9), st.integers(1, 4), st.integers(2, 9))
 def test_small_matrices_do_not_break_it(rows: int, columns: int, seed: int, probes: int, steps: int) -> None:
@@ -173,14 +163,6 @@ def test_the_generator_decides() -> None:
     before = torch.random.get_rng_state()
     assert free(a, probes=1).quantiles == free(a, probes=1).quantiles
     assert torch.equal(before, torch.random.get_rng_state())
-
-
-def test_which_way_is_taken() -> None:
-    assert jacobian_spectrum(torch.sin, torch.zeros(64, dtype=DOUBLE)).exact
-    large = jacobian_spectrum(torch.sin, torch.zeros(4097, dtype=DOUBLE), steps=2, probes=1)
-    assert not large.exact
-    assert large.sigma_max == pytest.approx(1)  # the identity: one step closes the space
-    assert large.quantiles[0.1] == pytest.approx(1)
 
 
 def test_the_bases_are_orthonormal_and_belong_together() -> None:

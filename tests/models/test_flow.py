@@ -6,9 +6,7 @@ noise z to m + c z exactly.
 
 from __future__ import annotations
 
-import contextlib
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -16,7 +14,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
-from tests.evals.hosts import NoHost
 from torch import Tensor, nn
 
 from unskip.errors import BadInput
@@ -157,33 +154,6 @@ def test_function_evaluations_are_those_of_the_network(sampler: Any, each: int) 
         assert sum(network.sizes) == int(drawn_samples.evaluations.sum())
 
 
-def test_dopri5_counts_for_every_sample() -> None:
-    network = Gaussian(Flow())
-    drawn_samples = draw(network, torch.tensor([0, 1, 2]), SHAPE, NONE, Flow(), Sampling("dopri5"))
-    assert sum(network.sizes) == int(drawn_samples.evaluations.sum())
-    assert ((drawn_samples.evaluations - 1) % 6 == 0).all()  # one to begin with, and six for every step
-
-
-def test_autocast_is_entered_once_for_a_batch_and_leaves_the_solver_alone() -> None:
-    """Weights that autocast narrows are kept until its context ends: left between steps, it would do so every step."""
-    entered: list[int] = []
-
-    @contextlib.contextmanager
-    def context() -> Iterator[None]:
-        entered.append(1)
-        with torch.autocast("cpu", torch.bfloat16):
-            yield
-
-    flow, labels = Flow("gvp"), torch.arange(5) % NONE
-    for sampler in ("euler", "heun", "dopri5", "euler-maruyama"):
-        entered.clear()
-        sampling = Sampling(sampler, steps=4, cfg=1.5)
-        # This network computes in float64, which autocast lets be: what differs would be the solver's.
-        result = draw(Gaussian(flow), labels, SHAPE, NONE, flow, sampling, batch=3, autocast=context).values
-        assert len(entered) == 2
-        assert torch.equal(result, draw(Gaussian(flow), labels, SHAPE, NONE, flow, sampling).values)
-
-
 def test_guidance_is_the_formula() -> None:
     """With means m_y and m_none the guided flow of this Gaussian leads to m_none + cfg (m_y - m_none)."""
     flow, labels = Flow(), torch.tensor([0, 1, NONE])
@@ -258,13 +228,6 @@ def test_noise_of_a_sample_stands_alone(seed: int, sample: int, step: int, size:
     assert torch.equal(alone[0], among[1])
     assert alone.dtype == torch.float32
     assert bool(alone.isfinite().all())
-
-
-def test_noise_waits_for_no_device() -> None:
-    """Nothing is made on the host and copied: with samples elsewhere no tensor of the CPU takes part."""
-    samples = torch.arange(4, device="meta")
-    with NoHost():
-        assert normal(3, samples, 7, SHAPE).shape == (4, *SHAPE)
 
 
 # --- Bad input --------------------------------------------------------------------------------------------------------

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from functools import partial
 
 import pytest
 import torch
@@ -44,16 +43,6 @@ def test_apply_keeps_the_ratio_of_the_groups_and_the_groups_without_decay() -> N
         schedules.apply(one, lr=factor, weight_decay=0.4 * factor)
     assert [group["lr"] for group in one.param_groups] == [0.125, 0.025]
     assert [group["weight_decay"] for group in one.param_groups] == [0.1, 0.0]
-
-
-def test_torch_can_drive_them() -> None:
-    one = optimizer()
-    driven = torch.optim.lr_scheduler.LambdaLR(one, partial(warmup_cosine, total=10, warmup=2))
-    one.step()
-    driven.step()
-    assert one.param_groups[0]["lr"] == 0.5
-    schedules.apply(one, lr=0.5)
-    assert one.param_groups[0]["lr"] == 0.25
 
 
 def test_a_warm_up_may_take_the_whole_run() -> None:

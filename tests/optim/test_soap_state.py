@@ -72,23 +72,6 @@ def test_a_loaded_state_is_a_copy() -> None:
     assert same(optimizer.state_dict(), kept)
 
 
-def test_what_a_hook_makes_of_a_state_is_loaded() -> None:
-    param, grads = start((5, 4), torch.bfloat16), gradients((5, 4), dtype=torch.bfloat16)
-    optimizer = SOAP([param])
-    run(optimizer, [(param, grads)], range(3))
-
-    def forget(_: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
-        state = copy.deepcopy(state)
-        state["state"][0]["exp_avg"].zero_()
-        return state
-
-    other = SOAP([param])
-    other.register_load_state_dict_pre_hook(forget)
-    other.load_state_dict(optimizer.state_dict())
-    assert not other.state[param]["exp_avg"].any()
-    assert torch.equal(other.state[param]["left"], optimizer.state[param]["left"])
-
-
 def test_a_state_that_does_not_fit_is_refused() -> None:
     param, grads = start((5, 4)), gradients((5, 4))
     optimizer, adam = SOAP([param]), torch.optim.AdamW([param])
@@ -223,15 +206,6 @@ def test_the_users_precision_is_left_alone() -> None:
             assert settings.fp32_precision == value
     finally:
         settings.fp32_precision = before
-
-
-def test_autocast_does_not_reach_inside() -> None:
-    plain, cast = start((6, 5), torch.float32), start((6, 5), torch.float32)
-    grads = gradients((6, 5), dtype=torch.float32)
-    run(SOAP([plain]), [(plain, grads)], range(12))
-    with torch.autocast("cpu", torch.bfloat16):
-        run(SOAP([cast]), [(cast, grads)], range(12))
-    assert torch.equal(plain, cast)
 
 
 def test_a_rehearsed_refresh_leaves_no_trace() -> None:

@@ -6,8 +6,6 @@ python -m torch.distributed.run --standalone --nproc-per-node 2 -m tests.recipes
 from __future__ import annotations
 
 import json
-import os
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +15,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-import unskip
 from unskip.data import CropFeed, Crops, ImageSet
 from unskip.models import DINO, SimCLR
 from unskip.models._processes import BatchNorm
@@ -101,23 +98,3 @@ def _batch_norm(rank: int, world: int) -> float:
         own = slice(mine.start - part.start, mine.stop - part.start)
         found.append([out.detach()[own], values.grad[own], norm.running_mean, norm.running_var])
     return max(float((a - b).abs().max()) for a, b in zip(*found, strict=True))
-
-
-def sharded(folder: Path) -> None:
-    """A run of the recipe whose weights are spread over the processes."""
-    warnings.simplefilter("ignore", unskip.errors.UnskipWarning)  # a few steps look unhealthy
-    options: dict[str, Any] = {
-        "steps": 4,
-        "local_crops": 2,
-        "batch": 32,
-        "projection": 32,
-        "hidden": 24,
-    }
-    options |= {
-        "bottleneck": 8,
-        "model_args": "depth=2,embed_dim=16,num_heads=2",
-        "online_images": 300,
-        "health": False,
-    }
-    options |= {"freeze_last": 0.05, "bottleneck_norm": False, "head_norm": False, "log_every": 1, "device": "cpu"}
-    unskip.train(unskip.recipes.dino("digits", fsdp="RANK" in os.environ, **options), folder / "run", quiet=True)

@@ -10,9 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from tests.evals.hosts import NoHost
 
 import unskip
 from unskip import recipes
@@ -146,21 +144,6 @@ def test_a_teacher_is_evaluated_as_it_was_at_the_end(tmp_path: Path, fade: int, 
         assert torch.allclose(encoder(x), opened.encoder.eval()(x), atol=1e-6)
 
 
-class Recorded(TorchDispatchMode):
-    """Fails where a CUDA graph could not be recorded: where the host waits, or hands something over.
-
-    Everything lies on the meta device, which stands for the GPU: it holds no values that could be looked at, and a
-    tensor of the CPU is one that would have to be moved.
-    """
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = func.overloadpacket.__name__
-        assert name not in ("_local_scalar_dense", "nonzero", "masked_select", "lift_fresh", "lift_fresh_copy"), name
-        given = [each for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)]
-        assert all(each.is_meta for each in given), f"{func} is given a tensor of the CPU"
-        return func(*args, **(kwargs or {}))
-
-
 @pytest.mark.parametrize(
     "config",
     [dino(device="meta"), dino(device="meta", balance="sinkhorn", freeze_last=1.0), simclr(device="meta")],
@@ -173,18 +156,11 @@ def test_a_step_can_be_recorded(config: Any, monkeypatch: pytest.MonkeyPatch) ->
     )
     task, _ = recipes.build_task(config)
     batch = next(task.feed.iterate(0, 1))
-    with Recorded():
+    with NoHost():
         loss, numbers = task.loss(task.model, batch)
         loss.backward()
     assert loss.is_meta
     assert all(value.is_meta for value in numbers.values())
-
-
-def test_the_recorder_sees_what_it_forbids() -> None:
-    x = torch.zeros(3, device="meta")
-    for wrong in (lambda: x.new_tensor([1.0, 2.0]), lambda: x[torch.arange(2)], lambda: x + torch.ones(3), x.nonzero):
-        with pytest.raises((AssertionError, NotImplementedError, RuntimeError)), Recorded():
-            wrong()
 
 
 SMALL: dict[str, Any] = {"model_args": "depth=2,embed_dim=32,num_heads=2", "steps": 150, "log_every": 10, "batch": 64}
@@ -201,39 +177,6 @@ def test_the_digits_preset_does_not_collapse(changes: dict[str, Any], collapses:
     assert (last["divergence"] < 0.3) == collapses
     told = {row["warning"] for row in RunFolder(tmp_path / "x").read("warnings.jsonl")}
     assert ("flat-loss" in told) == collapses
-
-
-@pytest.mark.parametrize("make", [dino, simclr])
-def test_a_run_trains_resumes_and_holds_its_encoder(make: Any, tmp_path: Path) -> None:
-    one, two = tmp_path / "one", tmp_path / "two"
-    outcome = unskip.train(make(), one, quiet=True)
-    assert outcome.finished
-    assert {"knn20", "rank", "rank_block_0", "rank_block_1"} <= set(outcome.evaluations)
-    assert all(1 <= outcome.evaluations[f"patchrank_block_{block}"] <= 16 for block in (0, 1))
-    unskip.train(make(), two, quiet=True)
-    (two / "checkpoints" / "step-6").rename(tmp_path / "away")  # as if it had been killed after the first checkpoint
-    unskip.resume(two, quiet=True)
-    first, second = (load_file(each / "checkpoints" / "step-6" / "model.safetensors") for each in (one, two))
-    assert all(torch.equal(first[key], second[key]) for key in first)
-    encoder = unskip.load(one / "checkpoints" / "step-6" / "encoder").eval()
-    opened = open_run(one)
-    x = torch.randn(2, 1, 8, 8)
-    with torch.no_grad():
-        assert torch.allclose(encoder(x), opened.encoder.eval()(x), atol=1e-6)
-    rows = RunFolder(one).read("metrics.jsonl")
-    wanted = {"teacher_entropy", "teacher_spread", "divergence"} if make is dino else {"aligned", "apart"}
-    assert wanted <= set(rows[0])
-
-
-def test_a_collapse_is_told(tmp_path: Path) -> None:
-    """A teacher whose temperature is so high that it says nothing."""
-    config = dino(teacher_start=100.0, teacher_temperature=100.0)
-    with warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always")
-        unskip.train(config, tmp_path / "x", quiet=True)
-    assert any("uniform-teacher" in str(each.message) for each in told)
-    raised = {row["warning"] for row in RunFolder(tmp_path / "x").read("warnings.jsonl")}
-    assert {"uniform-teacher", "nothing-to-learn"} & raised
 
 
 def test_warnings_of_collapse() -> None:
@@ -264,6 +207,11 @@ def test_what_would_end_a_run_at_its_first_evaluation_is_refused_at_its_start() 
         recipes.build_task(dino(), without_high_digits)
 
 
+def test_a_batch_without_negatives_is_refused() -> None:
+    with pytest.raises(BadInput, match="no negatives"):
+        recipes.build_task(simclr(batch=4, accumulate=4))
+
+
 def test_decay_with_a_contrastive_loss_is_warned_about() -> None:
     for shortcut in ("decay:0.6", "anneal:keep>decay:0.5@10"):
         with pytest.warns(UnskipWarning, match="contrastive"):
@@ -291,24 +239,13 @@ def test_published_weights_start_a_run(tmp_path: Path) -> None:
     ("changes", "message"),
     [
         ({"local_size": 5}, "do not divide local_size 5"),
-        ({"patch": 3}, "do not divide size 8"),
         ({"model": "torchvision:vit_b_16"}, "ViT of timm"),
-        ({"init": "orthogonal"}, "init is 'orthogonal'"),
-        ({"init": "skipless:huge"}, "is none of vit-base, vit-small"),
         ({"balance": "mean"}, "balance"),
-        ({"steps": 0}, "0 steps"),
         ({"student_temperature": 0.0}, "student_temperature is 0.0"),
-        ({"teacher_temperature": -0.1}, "teacher_temperature is -0.1"),
         ({"momentum": 2.0}, "momentum is 2.0; .* 0 to 1"),
-        ({"centre_momentum": -1.0}, "centre_momentum is -1.0"),
-        ({"teacher_warmup": 3.0}, "teacher_warmup is 3.0"),
         ({"freeze_last": -1.0}, "freeze_last is -1.0"),
-        ({"projection": 0}, "projection is 0"),
-        ({"jitter": -1.0}, "jitter is -1.0"),
-        ({"patch": 0}, "patch is 0"),
         ({"local_scale": 0.9}, "local_scale is 0.9"),
         ({"batch": 1, "local_crops": 1}, "needs two samples"),
-        ({"accumulate": 0}, "accumulate .*0"),
         ({"batch": 4, "accumulate": 4, "local_crops": 1}, "needs two samples"),
         ({"model": "timm:beit_base_patch16_224"}, "Beit has no dynamic_img_size"),
         ({"model": "timm:swin_tiny_patch4_window7_224", "model_args": ""}, "has no dynamic_img_size"),
@@ -317,20 +254,6 @@ def test_published_weights_start_a_run(tmp_path: Path) -> None:
 def test_bad_settings_are_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(BadInput, match=message):
         recipes.build_task(dino(**changes))
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"temperature": 0.0}, "temperature is 0.0; .* above 0"),
-        ({"hidden": 0}, "hidden is 0; .* 1 or more"),
-        ({"batch": 1}, "no negatives"),
-        ({"batch": 4, "accumulate": 4}, "no negatives"),
-    ],
-)
-def test_bad_settings_of_a_contrast_are_refused(changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(BadInput, match=message):
-        recipes.build_task(simclr(**changes))
 
 
 @pytest.mark.parametrize(("more", "judged"), [("", True), (",class_token=false,global_pool=avg,reg_tokens=2", False)])
@@ -349,21 +272,3 @@ def test_a_model_that_takes_any_size_without_being_asked() -> None:
     assert [model.teacher(torch.randn(2, 1, size, size)).shape[0] for size in (8, 4)] == [2, 2]
     (evaluation,) = task.evaluations.values()
     assert "cls_knn20" not in evaluation(model)
-
-
-def test_the_official_preset() -> None:
-    config = recipes.dino("vit-small")
-    assert (config.projection, config.hidden, config.bottleneck, config.head_layers, config.head_norm) == (
-        65536,
-        2048,
-        256,
-        3,
-        False,
-    )
-    assert (config.local_crops, config.size, config.local_size, config.clip) == (8, 224, 96, 3.0)
-    assert (config.weight_decay, config.weight_decay_end, config.momentum) == (0.04, 0.4, 0.996)
-    assert (config.teacher_start, config.teacher_temperature, config.student_temperature) == (0.04, 0.07, 0.1)
-    assert config.lr == pytest.approx(5e-4 * config.batch / 256)
-    for preset in ("cifar", "tiny-imagenet"):
-        each = recipes.dino(preset)
-        assert each.size % (each.patch or 16) == each.local_size % (each.patch or 16) == 0

@@ -11,9 +11,8 @@ import pytest
 from tests.data.files import encoded, picture, write_parquet
 
 import unskip
-from unskip import cli, demo, recipes
+from unskip import cli, recipes
 from unskip.data import ImageSet, open_images
-from unskip.demo import Scale
 from unskip.errors import BadInput
 from unskip.recipes import _data
 
@@ -111,14 +110,3 @@ def test_seeds_share_their_images(asked: list[str], tmp_path: Path) -> None:
     assert cli.main(["train", "supervised", *words, "--seeds", "0,1,2", "--out", str(tmp_path / "runs")]) == 0
     assert asked == ["train", "test"]
     assert json.loads((tmp_path / "runs" / "seeds.json").read_text())["seeds"] == [0, 1, 2]
-
-
-def test_the_demo_opens_its_images_once(asked: list[str], tmp_path: Path) -> None:
-    fields = {"steps": 1, "device": "cpu", "model_args": SMALL["model_args"]}
-    scale, opener, lines = Scale("digits", fields, (0,), fields, {"plain": {}}), _data.cached_opener(), list[str]()
-    demo._refuse_early(scale, opener)
-    runs = demo._train.pretrain(scale, tmp_path, lines.append, True, opener)
-    runs += demo._train.classify(scale, tmp_path, lines.append, True, opener)
-    demo._absorb.decide(runs[-1], lines.append)
-    unskip.report.read(runs[:1], opener=opener)
-    assert sorted(asked) == ["test", "train"]

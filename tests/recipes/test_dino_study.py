@@ -58,26 +58,3 @@ def test_a_run_that_diverged_is_not_chosen(study: Any) -> None:
     done = {trial("residual", "adamw", times): row(0.2) for times in (1, 1 / 3)}
     done[trial("residual", "adamw", 3)] = row(0.9) | {"diverged": "the loss is nan"}
     assert results.best_rate(done, "residual", "adamw") == 1
-
-
-def test_runs_with_and_without_a_number_share_a_table_and_figures(study: Any, tmp_path: Path) -> None:
-    """What only some runs have is drawn for those: a study grows, and so do its numbers."""
-    results = importlib.import_module("_dino_results")
-    depth = {"rank": [3.0, 2.0], "knn20": [0.1, 0.2], "knn20_cls": [0.1, 0.2], "probe_lbfgs": [0.3, 0.4]}
-    old = {"config": {}, "depth": depth, "cka": [[1.0, 0.5], [0.5, 1.0]], "ranks": [[1, 3.0, 2.0]], "warnings": {}}
-    new = old | {"depth": depth | {"patch_rank": [9.0, 1.5]}, "patch_ranks": [[1, 9.0, 1.5]]}
-    done = {"main | residual | soap | seed 0": old, "labels | residual | soap": new | {"ranks": [], "patch_ranks": []}}
-    done |= {f"remedy | {number} | soap": new for number in range(4)}  # with the main one, more than stand side by side
-    lines = {line.split(" | ")[0]: line for line in results.table(done).splitlines()}
-    assert "1.5 (block 1, end)" in lines["| labels: residual, soap"]
-    assert "1.5 (block 1, step 1)" in lines["| remedy: 0, soap"]
-    results.figures(done, tmp_path, "test")
-    assert {path.name for path in tmp_path.iterdir()} == {"dino-test.svg", "dino-test-remedies.svg"}
-
-
-def test_means_over_seeds_are_rounded_once(study: Any) -> None:
-    results = importlib.import_module("_dino_results")
-    row = {"config": {}, "depth": {"knn20": [0.4064]}, "cka": [[1.0]], "ranks": [], "warnings": {}}
-    other = row | {"depth": {"knn20": [0.40651]}}  # rounded before, they would be 0.1 apart
-    lines = results.table({"main | residual | soap | seed 0": row, "main | residual | soap | seed 1": other})
-    assert "| 40.6 ± 0.0 |" in lines

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -15,45 +14,24 @@ from torch import Tensor
 import unskip
 from unskip.data import Feed, ImageSet, open_images
 from unskip.errors import BadInput, LoadError, UnskipWarning
-from unskip.models import SiT, UViT
+from unskip.models import SiT
 
 # Runs of a few steps look unhealthy, and are told so.
 pytestmark = pytest.mark.filterwarnings("ignore::unskip.errors.UnskipWarning")
 
 
-CHOICES: dict[str, dict[str, Any]] = {
-    "paper": {},
-    "plain": {"shortcut": "keep", "long_skips": False},
-    "ends in the middle": {"shortcut": "decay:0.8,until=0.5"},
-    "and back": {"shortcut": "decay:0.8,until=0.5,back"},
-    "by product": {"shortcut": "decay:product=0.2"},
-    "attention only": {"where": "attention"},
-}
-
-
-@pytest.mark.parametrize("name", CHOICES)
-def test_every_choice_of_the_paper_is_a_flag_away(name: str) -> None:
-    task, _ = unskip.recipes.build_task(tiny(**CHOICES[name]))
-    model: Any = task.model
-    assert isinstance(model, SiT)
-    assert len(model.mirrors) == (0 if name == "plain" else 2)
-    if name == "plain":
-        assert not task.wirings
-        return
-    assert task.wirings
-    alphas = [alpha for alpha, site in zip(task.wirings[0].alphas, task.wirings[0].sites, strict=True) if not site.long]
-    assert len(alphas) == 10
-    line = [index / 9 for index in range(10)]
-    if name == "by product":
-        assert task.wirings[0].effective_decay == pytest.approx(0.2)
-        return
-    expected = {
-        "paper": [1 - 0.2 * d for d in line],
-        "ends in the middle": [1 - 0.2 * min(1, 2 * d) for d in line],
-        "and back": [1 - 0.2 * min(2 * d, 2 - 2 * d) for d in line],
-        "attention only": [1 - 0.2 * index / 8 if index % 2 == 0 else 1.0 for index in range(10)],
-    }[name]
-    assert alphas == pytest.approx(expected)
+def test_the_shortcut_governs_the_sites_that_where_selects() -> None:
+    alphas = {}
+    for where in (None, "attention"):
+        task, _ = unskip.recipes.build_task(tiny(where=where))
+        assert len(task.model.mirrors) == 2
+        pairs = zip(task.wirings[0].alphas, task.wirings[0].sites, strict=True)
+        alphas[where] = [alpha for alpha, site in pairs if not site.long]
+    assert alphas[None] == pytest.approx([1 - 0.2 * index / 9 for index in range(10)])
+    assert alphas["attention"] == pytest.approx([1 - 0.2 * i / 8 if i % 2 == 0 else 1.0 for i in range(10)])
+    task, _ = unskip.recipes.build_task(tiny(shortcut="keep", long_skips=False))
+    assert not task.wirings
+    assert not task.model.mirrors
 
 
 def test_a_zero_start_is_of_all_branches_wherever_the_shortcut_is() -> None:
@@ -64,20 +42,6 @@ def test_a_zero_start_is_of_all_branches_wherever_the_shortcut_is() -> None:
     } == {"attention"}
     found = unskip.init.verify_zero_branches(task.model, task.sample)
     assert {row.site.kind for row in found.rows} == {"attention", "mlp"}
-
-
-@pytest.mark.parametrize("choice", [
-    {"interpolant": "gvp"}, {"target": "noise"}, {"target": "data", "times": "logit-normal"}, {"init": "zero"},
-])  # fmt: skip
-def test_a_step_of_every_objective_is_taken(choice: dict[str, Any]) -> None:
-    task, _ = unskip.recipes.build_task(tiny("uvit", **choice))
-    assert isinstance(task.model, UViT)
-    batch = next(task.feed.iterate(0, 1))
-    torch.manual_seed(0)
-    loss, _ = task.loss(task.model, batch)
-    loss.backward()
-    assert 0 < float(loss.detach()) < 10
-    assert task.baseline_loss is not None
 
 
 LATE: dict[str, Any] = {"times": "logit-normal", "time_mean": 2.0}  # the data's part of the velocity counts little
@@ -103,26 +67,13 @@ def test_a_model_that_predicts_nothing_has_the_trivial_loss(
 @pytest.mark.parametrize(("recipe", "changes", "betas"), [
     ("sit", {}, (0.9, 0.999)),
     ("uvit", {}, (0.99, 0.999)),
-    ("uvit", {"optimizer": "AdamW"}, (0.99, 0.999)),
     ("uvit", {"optimizer": "soap"}, (0.95, 0.95)),  # SOAP's own
     ("sit", {"optimizer": "soap", "betas": "0.8,0.9"}, (0.8, 0.9)),
-    ("sit", {"optimizer": "muon", "betas": "0.8,0.9"}, (0.8, 0.9)),
     ("sit", {"optimizer": "lamb", "betas": "0.8,0.9"}, (0.8, 0.9)),
 ])  # fmt: skip
 def test_betas_reach_every_optimizer(recipe: str, changes: dict[str, Any], betas: tuple[float, float]) -> None:
     task, _ = unskip.recipes.build_task(tiny(recipe, **changes))
     assert {group["betas"] for group in task.optimizer.param_groups} == {betas}
-
-
-def test_stopped_and_resumed_it_is_the_same(tmp_path: Path) -> None:
-    whole = unskip.train(tiny(health=False), tmp_path / "whole", quiet=True)
-    unskip.train(tiny(health=False), tmp_path / "cut", quiet=True)
-    shutil.rmtree(tmp_path / "cut" / "checkpoints" / "step-6")
-    cut = unskip.resume(tmp_path / "cut", quiet=True)
-    assert cut.evaluations == whole.evaluations
-    for name in ("model", "ema"):
-        files = [tmp_path / each / "checkpoints" / "step-6" / f"{name}.safetensors" for each in ("whole", "cut")]
-        assert files[0].read_bytes() == files[1].read_bytes()
 
 
 @pytest.mark.parametrize(("changes", "text"), [

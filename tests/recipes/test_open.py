@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -73,8 +74,24 @@ def test_a_run_opens_without_its_data(recipe: str, tmp_path: Path) -> None:
     assert (kept.size, kept.crop, kept.interpolation, kept.source) == (8, 1.0, "bilinear", "the run")
     saved = [each.parent for each in (tmp_path / "run" / "checkpoints" / "step-2").rglob("unskip.json")]
     assert len(saved) == (recipe not in ("sit", "uvit"))  # which no spec builds
-    for model in (loaded, encoder, run.encoder, *map(unskip.load, saved)):
+    alone = [unskip.load(each) for each in saved]
+    for model in (loaded, encoder, run.encoder, *alone):
         assert preprocess_of(model) == kept
+    for model in alone if "ema" not in RUNS[recipe] else ():
+        assert all(torch.equal(value, model.state_dict()[name]) for name, value in run.encoder.state_dict().items())
+
+
+@pytest.mark.parametrize("recipe", RUNS)
+def test_a_run_that_was_stopped_ends_with_the_same_bits(recipe: str, tmp_path: Path) -> None:
+    data = folder_of_images(tmp_path / "data", 150)
+    for name in ("whole", "stopped"):
+        trained(recipe, tmp_path / name, data, steps=3, checkpoint_every=2, ema=0.9, optimizer="soap")
+    shutil.rmtree(tmp_path / "stopped" / "checkpoints" / "step-3")  # as if it had been killed after step 2
+    outcome = unskip.resume(tmp_path / "stopped", quiet=True)
+    assert outcome.evaluations
+    for file in ("model.safetensors", "ema.safetensors"):
+        one, other = (tmp_path / name / "checkpoints" / "step-3" / file for name in ("whole", "stopped"))
+        assert one.read_bytes() == other.read_bytes()
 
 
 def test_a_run_is_evaluated_and_measured_as_its_folder_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

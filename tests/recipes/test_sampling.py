@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import shutil
 import warnings
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,9 +13,7 @@ import numpy
 import pytest
 import torch
 from PIL import Image
-from tests.evals.hosts import NoHost
 from tests.recipes.generative import SIT, tiny, trained
-from torch import Tensor
 
 import unskip
 from unskip import cli, recipes
@@ -140,71 +136,32 @@ def test_noise_alone_and_data_alone(run: Path) -> None:
     torch.testing.assert_close(nothing[0][view][2], nothing[1][view][2])  # type: ignore[index]
 
 
-def test_features_of_noisy_images_do_not_wait_for_the_device(run: Path) -> None:
-    trained = open_run(run)
-    parts = torch.randn(3, 6, 1, 8, 8, generator=torch.Generator().manual_seed(0)), torch.zeros(3, 6)
-    inputs = noised(trained.config.flow, 0.5)
-    all_blocks = extract(trained.model, zip(*parts, strict=True), inputs=inputs).all_blocks
-
-    def broken_off(images: Tensor, labels: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        yield from zip(images, labels, strict=True)
-        raise InterruptedError
-
-    meta = copy.deepcopy(trained.model).to("meta")
-    batches = broken_off(*(part.to("meta") for part in parts))
-    with pytest.raises(InterruptedError), NoHost():  # it comes so far without asking the host for anything
-        extract(meta, batches, inputs=inputs, all_blocks=all_blocks)
-
-
-def test_samples_that_are_given_are_compared_as_they_are(
+def test_samples_are_compared_with_data_over_an_extractor(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from unskip.recipes import _evaluate
 
     monkeypatch.setenv("HOME", str(tmp_path))
     config = recipes.supervised("digits", steps=2, device="cpu", model_args="depth=1,embed_dim=16,num_heads=2")
-    unskip.train(config, tmp_path / "judge", quiet=True)
-    options: dict[str, Any] = {"sampling": Sampling("euler", 2)}
-    drawn = evaluate_samples(run, tmp_path / "judge", 40, **options)
+    unskip.train(config, tmp_path / "classifier", quiet=True)
+    extractor, sampling = tmp_path / "classifier", Sampling("euler", 2)
+    drawn = evaluate_samples(run, extractor, 40, sampling)
+    assert set(drawn) == {"FD-classifier", "precision", "recall", "kid", "score", "evaluations"}
+    assert drawn["evaluations"] == 2
+    row = RunFolder.open(run).read("evals.jsonl")[-1]
+    assert (row["evaluation"], row["n"], row["steps"], row["precision"]) == ("generation-v1", 40, 2, "float32")
+    assert row["sample_precision"] == drawn["precision"]
     monkeypatch.setattr(_evaluate, "sampled", lambda *args, **kwargs: pytest.fail("drawn again"))
-    there = unskip.sample(run, n=40, sampler="euler", steps=2, write=False)
-    assert evaluate_samples(run, tmp_path / "judge", samples=there, **options) == pytest.approx(drawn, rel=1e-3)
-    assert RunFolder.open(run).read("evals.jsonl")[-1]["n"] == 40
-    told = [
-        "sample",
-        str(run),
-        "--n",
-        "40",
-        "--sampler",
-        "euler",
-        "--steps",
-        "2",
-        "--evaluate",
-        str(tmp_path / "judge"),
-    ]
-    assert cli.main(told) == 0
-    assert "FD-judge" in capsys.readouterr().out
-    assert len(list((tmp_path / ".cache" / "unskip" / "statistics").iterdir())) == 1  # what is compared with is kept
-    # An extractor that is not there is missed before anything is drawn.
+    samples = unskip.sample(run, n=40, sampler="euler", steps=2, write=False)
+    assert evaluate_samples(run, extractor, 40, sampling, samples=samples) == pytest.approx(drawn, rel=1e-3)
+    command = ["sample", str(run), "--n", "40", "--sampler", "euler", "--steps", "2", "--evaluate", str(extractor)]
+    assert cli.main(command) == 0
+    assert "FD-classifier" in capsys.readouterr().out
+    assert len(list((tmp_path / ".cache" / "unskip" / "statistics").iterdir())) == 1  # reference statistics are cached
+    # An extractor that is not there is refused before anything is drawn.
     monkeypatch.setattr(unskip.recipes, "sample", lambda *args, **kwargs: pytest.fail("drawn in vain"))
     assert cli.main(["sample", str(run), "--evaluate", "nowhere"]) == 2
     shutil.rmtree(run / "samples")
-
-
-def test_samples_of_a_run_are_compared_over_a_classifier(run: Path, tmp_path: Path) -> None:
-    config = recipes.supervised("digits", steps=3, device="cpu", model_args="depth=2,embed_dim=16,num_heads=2")
-    unskip.train(config, tmp_path / "judge", quiet=True)
-    found = evaluate_samples(run, tmp_path / "judge", 40, Sampling("euler", 3), cache=tmp_path / "cache")
-    assert set(found) == {"FD-judge", "precision", "recall", "kid", "score", "evaluations"}
-    assert found["FD-judge"] > 0
-    assert found["evaluations"] == 3
-    row = RunFolder.open(run).read("evals.jsonl")[-1]
-    assert (row["evaluation"], row["n"], row["steps"], row["precision"]) == ("generation-v1", 40, 3, "float32")
-    assert row["sample_precision"] == found["precision"]
-    assert {name: row[name] for name in found if name != "precision"} == {
-        name: value for name, value in found.items() if name != "precision"
-    }
-    assert len(list((tmp_path / "cache").iterdir())) == 1
 
 
 def test_the_command_line(run: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -158,9 +158,3 @@ def test_wide_ranges_are_logarithmic(tmp_path: Path) -> None:
     (near,) = read_groups([tmp_path / "c"])
     assert not charts.over_steps([near], "loss").log
     assert not charts.over_depth([near], "knn20").log
-
-
-def test_alt_text(groups: list[Group]) -> None:
-    assert charts.over_steps(groups, "loss").alt() == (
-        "Line chart. Loss in training: loss over training step. a: 3 at 10 to 1 at 30; b: 9 at 10."
-    )

@@ -1,7 +1,6 @@
 """The figures show the numbers they are given, and nothing in a name breaks them."""
 
 import io
-import itertools
 import re
 from pathlib import Path
 
@@ -45,18 +44,6 @@ def test_lines_and_bands(tmp_path: Path) -> None:
         "Loss in training",
     )
     assert [text.get_text() for text in figure.legends[0].get_texts()] == ["a", "b"]
-
-
-def test_labels_of_many_decades_do_not_lie_on_one_another(tmp_path: Path) -> None:
-    folder(tmp_path / "a", losses=(1e-18, 1e2))
-    figure = figures.loss(read([tmp_path], look=False))
-    (axes,) = figure.axes
-    assert axes.get_yscale() == "log"
-    figure.draw_without_rendering()
-    boxes = [label.get_window_extent() for label in axes.get_yticklabels() if label.get_text()]
-    seen = sorted((box.y0, box.y1) for box in boxes if axes.bbox.y0 <= (box.y0 + box.y1) / 2 <= axes.bbox.y1)
-    assert len(seen) > 2
-    assert all(low[1] < high[0] for low, high in itertools.pairwise(seen))
 
 
 def test_more_groups_than_can_be_told_apart(tmp_path: Path) -> None:
@@ -138,16 +125,6 @@ def test_texts_of_tiles_stay_within_their_tile(columns: int, name: str) -> None:
     assert columns == 9 or "automobile" in shown or name != "automobile"
 
 
-def test_names_of_rows_stay_left_of_their_tiles() -> None:
-    image = np.zeros((4, 4, 3), np.uint8)
-    figure = figures.draw_tiles(Tiles("x", "T", ((image,),) * 2, ("W" * 24, "short"), (), ""))
-    figure.draw_without_rendering()
-    (axes,) = figure.axes
-    names = [text.get_window_extent().x1 for text in axes.texts if text.get_va() == "center"]
-    assert len(names) == 2
-    assert max(names) <= axes.images[0].get_window_extent().x0
-
-
 @pytest.mark.parametrize("name", ["$x$", r"$x$ \frac", r"\$", r"a\b", "_a"])
 def test_a_name_is_drawn_as_it_is(name: str) -> None:
     from matplotlib.figure import Figure
@@ -157,12 +134,3 @@ def test_a_name_is_drawn_as_it_is(name: str) -> None:
         figure.text(0.1, 0.1, _style.plain(name))
         figure.savefig(file, format="svg")
     assert re.findall(r"<text[^>]*>([^<]*)</text>", file.getvalue())[0].strip() == name
-
-
-@pytest.mark.parametrize("page", ["#ffffff", "#14181d"])
-def test_ink_colours_are_apart_in_lightness_too(page: str) -> None:
-    """Neighbouring groups differ in lightness or in dash, so a grey print tells them apart with their markers."""
-    styles = [_style.style_of(index) for index in range(_style.SHOWN)]
-    assert len({(style.colour, style.dash) for style in styles}) == _style.SHOWN
-    assert len({style.marker for style in styles}) == _style.SHOWN
-    assert all(contrast(style.colour, page) > 2 for style in styles)

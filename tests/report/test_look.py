@@ -14,7 +14,6 @@ import unskip
 from unskip.data import ImageSet, open_images
 from unskip.report import Group, figures, read
 from unskip.report._look import SHOWN, _some, look
-from unskip.report._page import page
 
 SMALL = {"model_args": "depth=2,embed_dim=16,num_heads=2", "steps": 6, "batch": 16, "log_every": 2, "device": "cpu"}
 
@@ -157,37 +156,6 @@ def test_one_part_that_fails_leaves_the_others(runs: Path, monkeypatch: pytest.M
     seen = look(group.runs[0])
     assert (seen.measurement, seen.notes) == (None, ["measurement: ValueError: no way <b>"])
     assert [each.name for each in seen.tiles] == ["patch-features", "neighbours"]
-
-
-def test_page_has_it_all(groups: list[Group]) -> None:
-    text = page(groups)
-    assert text.count("Nearest neighbours in the features of block 1") > 2
-    assert "Left out" in text
-    assert "Effective rank of the features, by depth" in text  # of the autoencoder, which is evaluated on the way
-    assert "Reconstructions by classifier: only masked autoencoders" in text
-
-
-def test_images_are_opened_once_for_all_runs(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from unskip.recipes import _data
-
-    asked: list[str] = []
-
-    def counted(data: str, split: str, **options: object) -> object:
-        asked.append(split)
-        return open_images(data, split, **options)  # type: ignore[call-overload]
-
-    monkeypatch.setattr(_data, "open_images", counted)
-    groups = read([runs / "mae", runs / "classifier"])
-    assert asked == ["train", "test"]
-    assert all(group.runs[0].look.tiles for group in groups)  # type: ignore[union-attr]
-
-
-def test_a_look_wakes_no_other_gpu(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (group,) = read([runs / "mae"], look=False)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)  # which another library may make a count
-    monkeypatch.setattr(torch.cuda, "get_rng_state", lambda device: pytest.fail(f"woke GPU {device}"))
-    assert look(group.runs[0]).notes == []
 
 
 def test_what_cannot_be_looked_at(runs: Path, tmp_path: Path) -> None:

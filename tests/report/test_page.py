@@ -17,7 +17,6 @@ from unskip import cli, report
 from unskip.errors import BadInput
 from unskip.report._compare import over_seeds, sentence
 from unskip.report._page import file, page
-from unskip.report._text import words
 
 EVIL = "<script>alert(1)</script><img src=x onerror=alert(2)>\"'&"
 VOID = {"meta", "link", "img", "br"}
@@ -149,15 +148,6 @@ def test_odd_numbers(tmp_path: Path, losses: tuple[object, ...]) -> None:
     assert Elements(text).of("svg") or "no run has logged loss" in text
 
 
-def test_broken_off_and_damaged(tmp_path: Path) -> None:
-    path = folder(tmp_path / "a")
-    with (path / "metrics.jsonl").open("a") as file:
-        file.write('{"step": 40, "lo')
-    text = made(path)
-    assert "at step 30 of 100" in text
-    assert "metrics.jsonl: line 4 could not be read" in text
-
-
 def test_fifty_runs(tmp_path: Path) -> None:
     for index in range(50):
         rows = by_block([0.1 * index] * 12)
@@ -215,19 +205,6 @@ def test_over_seeds() -> None:
     assert texts == ["1.50 ± 0.71", "0.9090 ± 0.0000", "1700 ± 424", "2e-08 ± 1.4e-08", "3.000 ± 0.000"]
 
 
-def test_where_the_runs_of_a_group_stand(tmp_path: Path) -> None:
-    for seed, losses in enumerate(((1.0,), (1.0,), (1.0,) * 10)):
-        folder(tmp_path / f"seed-{seed}", losses=losses, seed=seed)
-    assert "2 at step 10 of 100; 1 finished, 100 steps" in made(tmp_path)
-
-
-def test_how_many_were_looked_at(tmp_path: Path) -> None:
-    for name in "abc":
-        folder(tmp_path / name, shortcut=name)
-    text = page(report.read([tmp_path], look=2))
-    assert "2 of 3 runs were looked at; `--look 3`" in text
-
-
 def test_samples(tmp_path: Path) -> None:
     path = folder(tmp_path / "a")
     (path / "samples").mkdir()
@@ -263,15 +240,6 @@ def test_tables(tmp_path: Path) -> None:
     (link,) = [each["href"] for each in elements.of("a") if each.get("download") == "step-loss.csv"]
     rows = base64.b64decode(link.partition("base64,")[2]).decode().splitlines()
     assert (len(rows), rows[1][:5]) == (251, "'=1+1")
-
-
-def test_words() -> None:
-    assert [words(["a"]), words(["a", "b"]), words(list("abc")), words(list("abcd"), 2)] == [
-        "a",
-        "a and b",
-        "a, b and c",
-        "a, b and 2 more",
-    ]
 
 
 def test_differences(tmp_path: Path) -> None:
@@ -325,12 +293,6 @@ def test_a_page_that_cannot_be_written(tmp_path: Path, out: str) -> None:
     with pytest.raises(BadInput, match=r"name the page|cannot be written"):
         report.write([run], tmp_path / out)
     assert sorted(each.name for each in tmp_path.iterdir()) == ["file", "folder", "run"]
-
-
-def test_nothing_is_left_of_a_page_that_fails(tmp_path: Path) -> None:
-    with pytest.raises(BadInput, match="no such folder"):
-        report.write([tmp_path / "gone"], tmp_path / "page.html")
-    assert not [*tmp_path.iterdir()]
 
 
 def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

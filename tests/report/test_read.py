@@ -8,12 +8,10 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.report.runs import CONFIG, folder
+from tests.report.runs import folder
 
 from unskip.errors import BadInput
 from unskip.report._read import read_groups, read_run
-from unskip.report._rows import number
-from unskip.report._text import clean
 
 
 def test_run(tmp_path: Path) -> None:
@@ -181,12 +179,3 @@ def test_whatever_a_log_holds(metrics: bytes, evals: list[dict[str, object]]) ->
         (path / "evals.jsonl").write_text("".join(json.dumps(row) + "\n" for row in evals))
         text = page(read_groups([path]))
     assert text.endswith("</html>\n")
-
-
-def test_words() -> None:
-    assert clean("a\n\tb\x00\u202e c", 80) == "a b c"
-    assert clean("x" * 100, 10) == "xxxxxxxxx…"
-    assert clean("\udcff") == "?"
-    assert number("NaN") != number("NaN")
-    assert number(10**400) == math.inf
-    assert (number("3"), number(True), number(None), number(CONFIG)) == (None,) * 4
