@@ -196,6 +196,7 @@ HUB = '{"info": {"features": %s}}'
         ({}, HUB % '{"label": {"names": 5}}', "damaged notes on its columns"),
         ({"label": ["a", "b"]}, None, "column 'label' holds string; labels are whole numbers"),
         ({"label": [0.5, 1.0]}, None, "column 'label' holds double; labels are whole numbers"),
+        ({"label": pyarrow.array([0, 2**63], pyarrow.uint64())}, None, "whole numbers below 2"),
         ({"label": [0, 2**62]}, None, "a label of 4611686018427387904; at most 1,048,576 classes"),
         ({"image": [1, 2]}, None, "column 'image' holds int64; images are bytes"),
         ({"image": [{"path": "a"}, {"path": "b"}]}, None, "column 'image' holds struct.* images are bytes"),
@@ -209,6 +210,30 @@ def test_columns_that_hold_something_else(
     parquet.write_table(table, tmp_path / "a.parquet")
     with pytest.raises(BadInput, match=rf"a\.parquet: .*{says}"):
         open_images(tmp_path / "a.parquet")
+
+
+def test_more_rows_than_bytes_are_refused(tmp_path: Path) -> None:
+    """Equal labels compress to nothing: a file of two megabytes can ask for the memory of the whole machine."""
+    rows = 2**20 + 1
+    labels = pyarrow.array(numpy.zeros(rows, numpy.int64))
+    parquet.write_table(
+        pyarrow.table({"image": pyarrow.nulls(rows, pyarrow.binary()), "label": labels}), tmp_path / "a.parquet"
+    )
+    with pytest.raises(BadInput, match=r"a\.parquet: 1,048,577 rows in a file of fewer bytes"):
+        open_images(tmp_path / "a.parquet")
+
+
+def test_two_columns_of_one_name_are_refused(tmp_path: Path) -> None:
+    columns = [pyarrow.array([encoded(picture(0))]), *[pyarrow.array([0])] * 2]
+    parquet.write_table(pyarrow.Table.from_arrays(columns, ["image", "label", "label"]), tmp_path / "a.parquet")
+    with pytest.raises(BadInput, match="2 columns are called 'label'"):
+        open_images(tmp_path / "a.parquet")
+
+
+def test_labels_without_a_sign(tmp_path: Path) -> None:
+    images, labels = [encoded(picture(row)) for row in range(3)], pyarrow.array([1, None, 0], pyarrow.uint8())
+    parquet.write_table(pyarrow.table({"image": images, "label": labels}), tmp_path / "a.parquet")
+    assert open_images(tmp_path / "a.parquet").labels.tolist() == [1, 0]
 
 
 def test_empty_and_foreign_files(tmp_path: Path) -> None:

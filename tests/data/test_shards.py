@@ -16,7 +16,19 @@ import pytest
 import torch
 from tests.data.files import encoded, picture, write_parquet
 
-from unskip.data import Augment, Feed, ImageSet, _assemble, _index, _order, _parquet, _tar, fingerprint, open_images
+from unskip.data import (
+    Augment,
+    Feed,
+    ImageSet,
+    _assemble,
+    _index,
+    _order,
+    _parquet,
+    _tar,
+    batch,
+    fingerprint,
+    open_images,
+)
 from unskip.errors import BadInput
 
 SIDE, COUNT, WINDOW = 10, 40, 12_000
@@ -196,7 +208,8 @@ def damaged(at: int, by: bytes) -> Any:
         (damaged(124, b"77777777777\0"), "byte 0: no header"),  # the checksum no longer fits
         (damaged(512, b"four"), r"byte 512: no label in b'four"),
         (damaged(512, b"9" * 4), "a label of 9999; at most 1,000 classes"),
-        (lambda data: b"", "no images in"),
+        (lambda data: data[:1024], "byte 1024: the shard ends without the zero blocks"),  # between two members
+        (lambda data: b"", "byte 0: the shard ends without"),
         (lambda data: bytes(1024), "no images in"),
     ],
 )
@@ -286,3 +299,4 @@ def test_splits_of_tars(tmp_path: Path) -> None:
     write_shards(tmp_path, "val", 10)
     for source in (tmp_path, tmp_path / "*.tar", tmp_path / "{split}-*.tar"):
         assert [len(open_images(source, split)) for split in ("train", "val", "test")] == [COUNT, 10, 10]  # type: ignore[arg-type]
+        assert batch(source, 4, SIDE).shape == (4, 3, SIDE, SIDE)

@@ -311,6 +311,18 @@ def test_a_bomb_is_not_decoded(tmp_path: Path) -> None:
         open_images(tmp_path).load([1], 8)
 
 
+def test_a_file_of_a_program_is_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pillow would give PostScript to Ghostscript."""
+    from PIL import EpsImagePlugin
+
+    monkeypatch.setattr(EpsImagePlugin, "Ghostscript", lambda *_: pytest.fail("Ghostscript is started"))
+    write_folder(tmp_path, {"a": 2})
+    lines = (b"%!PS-Adobe-3.0 EPSF-3.0", b"%%BoundingBox: 0 0 16 16", b"%%EndComments", b"showpage", b"")
+    (tmp_path / "a" / "001.png").write_bytes(b"\n".join(lines))
+    with pytest.raises(BadInput, match=r"a/001\.png: .*no format that is known"):
+        open_images(tmp_path).load([1], 8)
+
+
 def test_a_large_folder_is_listed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_index, "KEPT_FROM", 1)
     monkeypatch.setattr(Path, "home", lambda: tmp_path / "home")

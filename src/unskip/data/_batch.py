@@ -35,11 +35,11 @@ def batch(
 ) -> Tensor:
     """n samples from a source: images (n, channels, height, width), normalised, or what an array of numbers holds.
 
-    A set that `open_images` knows by name, parquet files and hf:NAME give images of their training split; a folder is
-    searched for images. An .npy file holds images, (N, height, width[, channels]) or (N, channels, height, width), of
-    bytes or of floats in [0, 1]; or token ids (N, tokens); arrays of other shapes are taken as they are. Of an image
-    the central part is taken, `crop` of the largest that has the aspect of `size`, and resized by `interpolation`.
-    "random:N" is N images of noise, whatever n.
+    A set that `open_images` knows by name, parquet files, tar shards and hf:NAME give images of their training split; a
+    folder is searched for images, or else for shards. An .npy file holds images, (N, height, width[, channels]) or
+    (N, channels, height, width), of bytes or of floats in [0, 1]; or token ids (N, tokens); arrays of other shapes are
+    taken as they are. Of an image the central part is taken, `crop` of the largest that has the aspect of `size`, and
+    resized by `interpolation`. "random:N" is N images of noise, whatever n.
     """
     if not isinstance(n, int) or n < 1:
         raise BadInput(f"n is {n!r}; a batch holds at least one sample")
@@ -51,18 +51,19 @@ def batch(
         return _noise(text, len(mean), *sides, seed)
     images: Tensor | list[Tensor]
     if path.is_dir():
-        images = _folder(path, n, len(mean))
+        files = sorted(file for file in path.rglob("*") if file.suffix.lower() in SUFFIXES and file.is_file())
+        images = [_image(files[i], len(mean)) for i in _spread(len(files), n)] if files else _set(text, n)
     elif path.suffix == ".npy" and path.is_file():
         images = _array(path, n)
         if images.ndim != 4 or images.shape[1] not in (1, 3):
             return images
-    elif text in NAMES or text.startswith("hf:") or path.suffix == ".parquet":
+    elif text in NAMES or text.startswith("hf:") or path.suffix in (".parquet", ".tar"):
         images = _set(text, n)
     else:
         missing = "" if path.exists() else "no such file or folder; "
         raise BadInput(
             f"{text}: {missing}a source is a folder of images, an .npy file, random:N, a set such as digits, "
-            "'path/*.parquet' or hf:NAME"
+            "'path/*.parquet', 'path/*.tar' or hf:NAME"
         )
     made = torch.stack([_fitted(image.float(), sides, crop, interpolation) for image in images]) / 255
     return (_as_channels(made, len(mean), source) - _by_channel(mean)) / _by_channel(std)
@@ -83,14 +84,6 @@ def _set(source: str, n: int) -> Tensor | list[Tensor]:
     if images.reader is None:
         return images.load(rows)
     return [pixels(images.reader, row).expand(3, -1, -1) for row in rows]
-
-
-def _folder(path: Path, n: int, channels: int) -> list[Tensor]:
-    """Images of a folder as bytes (channels, height, width) each."""
-    files = sorted(file for file in path.rglob("*") if file.suffix.lower() in SUFFIXES and file.is_file())
-    if not files:
-        raise BadInput(f"{path}: no images in it (looked for {', '.join(sorted(SUFFIXES))})")
-    return [_image(files[i], channels) for i in _spread(len(files), n)]
 
 
 def _image(file: Path, channels: int) -> Tensor:

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 MOST_PIXELS = 2**26  # of one image, 200 MB in colour; the largest of ImageNet has 61 million
 MOST_BYTES = 2**28  # of one encoded image
+FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")  # of others, EPS would start Ghostscript
 _GRAY = frozenset({"1", "L"})
 _TURNED = frozenset({"exif", "xmp"})  # where a JPEG says that it is not upright
 
@@ -36,7 +37,7 @@ def opened(source: Callable[[], BinaryIO], place: Callable[[], str]) -> Image:
     from PIL import Image, ImageOps, UnidentifiedImageError
 
     try:
-        with source() as file, Image.open(file) as image:
+        with source() as file, Image.open(file, formats=FORMATS) as image:
             if image.width * image.height > MOST_PIXELS:  # only the header has been read
                 raise ValueError(f"{image.width}x{image.height} pixels; at most {MOST_PIXELS} are decoded")
             if image.format != "JPEG" or not image.info.keys().isdisjoint(_TURNED):

@@ -26,6 +26,7 @@ from unskip.data._splits import Parts, files_by_split
 from unskip.errors import BadInput
 
 MOST_GROUP = 2**30  # bytes of images in one row group, which is held in memory
+MOST_ROWS = 2**20  # in a file of fewer bytes than rows: labels compress to nothing, and are held in memory
 _IMAGES, _LABELS = ("image", "img", "images"), ("label", "labels", "fine_label")
 
 
@@ -171,6 +172,8 @@ def _listed(files: Sequence[str]) -> Index:
             if layout is not None and layout != found:
                 raise _different(file, files[0])
             layout = found
+            if footer.num_rows > max(MOST_ROWS, Path(file).stat().st_size):
+                raise BadInput(f"{file}: {footer.num_rows:,} rows in a file of fewer bytes; that many hold no images")
             for inside in range(footer.num_row_groups):
                 group = footer.row_group(inside)
                 chunks = (group.column(each) for each in range(group.num_columns))
@@ -181,7 +184,7 @@ def _listed(files: Sequence[str]) -> Index:
                         f"{MOST_GROUP / 2**30:.0f} are read into memory; write the file with smaller row groups"
                     )
                 groups.append((number, group.num_rows, size))
-        labels.append(_labels(read_columns(file, [label]).column(label)))
+        labels.append(_labels(file, read_columns(file, [label]).column(label)))
     assert layout is not None
     table = numpy.array(groups, numpy.int64).reshape(-1, 3)
     arrays = {"file": table[:, 0].astype(numpy.int32), "rows": table[:, 1].copy(), "bytes": table[:, 2].copy()}
@@ -200,6 +203,9 @@ def _features(file: str, schema: Any) -> dict[str, dict[str, Any]]:
 def _column(file: str, schema: Any, image: str, label: str) -> str:
     """The path of the column of images. Raises BadInput where images are not bytes, or labels not whole numbers."""
     types = need("pyarrow").types
+    for name in (image, label):
+        if schema.names.count(name) > 1:
+            raise BadInput(f"{file}: {schema.names.count(name)} columns are called {name!r}; one is needed")
     images, labels = schema.field(image).type, schema.field(label).type
     inside = types.is_struct(images) and images.get_field_index("bytes") >= 0
     kind = images.field("bytes").type if inside else images
@@ -237,7 +243,11 @@ def read_columns(file: str, wanted: list[str]) -> Any:
         raise BadInput(f"{file}: cannot be read ({error}); get the file again") from error
 
 
-def _labels(column: Any) -> Rows:
+def _labels(file: str, column: Any) -> Rows:
     """Labels as int64, -1 where there is none."""
-    labels: Rows = column.fill_null(-1).to_numpy().astype(numpy.int64)
+    pyarrow = need("pyarrow")
+    try:
+        labels: Rows = column.cast(pyarrow.int64()).fill_null(-1).to_numpy()
+    except pyarrow.ArrowInvalid as error:
+        raise BadInput(f"{file}: labels are whole numbers below 2**63 ({error})") from error
     return labels

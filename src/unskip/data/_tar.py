@@ -197,6 +197,10 @@ def _members(file: str, descriptor: int) -> Iterator[tuple[bytes, int, int]]:
         if kind in b"0\0":
             yield longer.get(b"path", name), offset, size
         longer = {}
+    raise BadInput(
+        f"{file}, byte {end}: the shard ends without the zero blocks that end a tar file, so it is cut short; get it "
+        f"again, or if it is whole, add them: truncate -s +1024 {file}"
+    )
 
 
 def _size(file: str, at: int, header: bytes) -> int:
