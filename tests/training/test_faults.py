@@ -75,13 +75,14 @@ def test_data_that_vanish_are_told_with_the_way_on(tmp_path: Path) -> None:
         def iterate(
             self, start_step: int, stop_step: int, rank: int = 0, world: int = 1, parts: int = 1
         ) -> Iterator[Any]:
-            yield from super().iterate(start_step, 8)
+            yield from super().iterate(start_step, self.until)
             raise BadInput("images/7.png: not an image that can be read")
 
     one = task()
     one.feed = Vanishing()
-    with pytest.raises(TrainingError, match=r"images/7\.png.*step 6.*unskip resume"):
-        run_task(one, schedule(), new(tmp_path / "run"), quiet=True)
+    for one.feed.until, then in ((8, "step 6.*unskip resume"), (2, "no checkpoint.*same command again")):
+        with pytest.raises(TrainingError, match=rf"images/7\.png.*{then}"):
+            run_task(one, schedule(), new(tmp_path / str(one.feed.until)), quiet=True)
 
 
 @pytest.mark.parametrize("damage", ["truncate", "flip", "delete", "unsealed"])

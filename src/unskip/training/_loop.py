@@ -92,7 +92,7 @@ class _Trainer:
         self.ema = None if schedule.ema is None else EMA(task.model, schedule.ema)
         self.trackers: Trackers | None = None
         self.last_evaluations: dict[str, float] = {}
-        self.saved = 0  # the step of the last checkpoint
+        self.saved, self.logged = 0, False  # the step of the last checkpoint; whether a step is in the log
         self.counted = 0  # samples since the last row of metrics
         self.named: set[str] = set()  # broken images
         self.health = _health.Watch(task, schedule, folder, accelerator.is_main_process)
@@ -155,11 +155,13 @@ class _Trainer:
         try:
             yield
         except kinds as error:
-            path = self.folder.path
             good = f"The last good checkpoint is that of step {self.saved}" if self.saved else "There is no checkpoint"
+            # A new run that fails before its first logged step leaves its folder free.
+            begun = self.saved or self.logged
+            then = f"continue with: {self.folder.resume_command}" if begun else "give the same command again"
             raise TrainingError(
-                f"{path}: the run stops: {error}. {good}. Put that right (a full disk, files that are "
-                f"gone), and continue with: {self.folder.resume_command}"
+                f"{self.folder.path}: the run stops: {error}. {good}. Put that right (a full disk, files that are "
+                f"gone), and {then}"
             ) from error
 
     def _counted(self, parts: Iterator[Any]) -> Iterator[Any]:
@@ -367,6 +369,7 @@ class _Trainer:
     def _log(self, name: str, row: dict[str, Any]) -> None:
         if self.accelerator.is_main_process:
             self.folder.append(name, row)
+            self.logged = True
             if self.trackers is not None:
                 self.trackers.write(row)
 
