@@ -1,6 +1,7 @@
 """From the arguments of `unskip train` to a config.
 
-The fields of a recipe's config are the options. A preset sets their defaults, or the config of another run does.
+The fields of a recipe's config are the options. A preset sets their defaults, or the config of another run does: the
+one of --config, or the one of the same recipe whose weights the run starts from.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from unskip._plugins import with_plugins
 from unskip.cli import PLUGIN
 from unskip.cli._options import Quiet, told
 from unskip.errors import BadInput
-from unskip.recipes import RECIPES, Recipe, field_groups, from_dict, recipe_of, resolve
+from unskip.recipes import RECIPES, Recipe, field_groups, from_dict, is_run, recipe_of, resolve
+from unskip.training import RunFolder
 from unskip.wiring import parse
 
 _CONFIG = "The config.json of a run: its fields are the defaults, instead of those of a preset."
@@ -40,11 +42,18 @@ def read(args: Sequence[str]) -> Job:
     """The arguments of `train`: the recipe, then its options."""
     name, rest = (None, args) if args[0].startswith("-") else (args[0], args[1:])
     first = argparse.ArgumentParser(prog="unskip train", add_help=False, allow_abbrev=False)
-    for option in ("config", "preset", "data", "size", "model"):  # the defaults of the others depend on these
+    for option in (
+        "config",
+        "preset",
+        "data",
+        "size",
+        "model",
+        "weights",
+    ):  # defaults of the others depend on these
         first.add_argument(f"--{option}")
     first.add_argument("-h", "--help", action="store_true")
     given = first.parse_known_args(rest)[0]
-    base = _preset(name, given) if given.config is None else _again(name, given)
+    base = _again(name, given) if given.config is not None else _before(name, given) or _preset(name, given)
     recipe = recipe_of(base)
     groups = _groups(recipe, base)
     options = make_dataclass("Options", [(name, kind, field(default_factory=kind)) for name, kind in groups.items()])
@@ -141,6 +150,22 @@ def _again(name: str | None, given: argparse.Namespace) -> Any:
     if given.model not in (None, config.model):
         config = replace(config, model_args="")  # those of the other run are for its own model
     return config
+
+
+def _before(name: str | None, given: argparse.Namespace) -> Any:
+    """The config of the run whose weights are given, or a checkpoint of it, without what it started from itself; None
+    where it is of another recipe, or defaults come from a preset."""
+    if given.weights is None or given.preset is not None:
+        return None
+    path = Path(given.weights)
+    run = next((each for each in (path, path.parent.parent) if is_run(each)), None)
+    if run is None or RunFolder.open(run).config.get("recipe") != name:
+        return None
+    given.config = run
+    config = _again(name, given)
+    print(f"--weights {given.weights}: the other defaults are those of that run", file=sys.stderr)
+    own = ("init", "weights", "pretrained", "teacher")
+    return replace(config, **{each.name: each.default for each in fields(config) if each.name in own})
 
 
 def _seeds(text: str) -> list[int]:

@@ -76,6 +76,7 @@ def build_task(config: Config, opener: Opener | None = None) -> tuple[Task, Sche
         after_step=objective.after_step,
         warnings=objective.warnings,
         save=lambda model, folder: objective.save(model, facts, folder),
+        keep=lambda run: objective.keep(facts, run),
         record={
             "facts": asdict(facts),
             "preprocess": made and made.to_dict(),

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from unskip.optim import Decays
-from unskip.training import Precision
+from unskip.training import Precision, RunFolder
 
 
 @dataclass(frozen=True)
@@ -56,6 +56,10 @@ class Config:
     def inputs(self) -> str:
         """What the model is trained on, in words."""
         return f"images of {self.size} x {self.size} from {self.data}"
+
+    def resumed(self, run: RunFolder) -> Config:
+        """The config that a run is resumed with, where it reads something from its own folder then."""
+        return self
 
     def unused(self) -> dict[str, str]:
         """Fields that have no effect beside the others, with the reason; a run that sets one of them is refused."""

@@ -140,6 +140,9 @@ class Objective:
         self.initialise(self.encoder(model), sample)
         return []
 
+    def keep(self, facts: Facts, run: Path) -> None:
+        """Writes into a new run folder what a resumed run needs beside its checkpoints, such as a frozen teacher."""
+
     def initialise(self, module: nn.Module, sample: Tensor, preset: str = "vit-base") -> None:
         """The config's `init` on one module; `preset` names the constants of init="skipless"."""
         config, generator = self.config, torch.Generator().manual_seed(self.config.seed)

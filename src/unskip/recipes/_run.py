@@ -51,6 +51,8 @@ def train(config: Config, out: str | Path, quiet: bool = False, opener: Opener |
         if not quiet:
             sys.stderr.write(f"{_summary(config, task.model, schedule.steps)} on {device}\n")
     try:
+        if task.keep is not None and is_main():
+            task.keep(folder.path)
         return run_task(task, schedule, folder, quiet)
     except Exception:
         if is_main():
@@ -81,7 +83,7 @@ def resume(
     torch.manual_seed(config.seed)
     _announce_data(config, quiet)
     try:
-        task, schedule = build_task(config, opener)
+        task, schedule = build_task(config.resumed(folder), opener)
     except BadInput as error:
         if Path(config.data).is_absolute() and not Path(config.data).parent.exists():
             raise BadInput(f"{folder.path}: {error}. Data that was moved is named by --data (data=)") from error

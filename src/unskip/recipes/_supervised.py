@@ -6,7 +6,6 @@ a second-order optimizer, keeps up with a residual one.
 
 from __future__ import annotations
 
-import copy
 import math
 import warnings
 from dataclasses import dataclass, replace
@@ -21,11 +20,12 @@ from unskip._extras import need
 from unskip.data import Feed, ImageSet
 from unskip.errors import BadInput, UnskipWarning
 from unskip.recipes._config import Config
+from unskip.recipes._distillation import ORIGINAL, Teacher
 from unskip.recipes._models import arguments_of, built, check_patch, check_ranges
 from unskip.recipes._objective import Facts, Objective
 from unskip.recipes._online import Online
 from unskip.recipes._registry import Preset, Recipe, register
-from unskip.training import Evaluation, RunFolder
+from unskip.training import Evaluation, RunFolder, ema_weights
 from unskip.wiring import Keep, find_wiring, load, parse, rewired
 
 
@@ -37,8 +37,9 @@ class Supervised(Config):
     where: str | None = None  # attention | mlp: the sites of the shortcut and of init="skipless"; None: all
     weights: str | None = None  # a folder of unskip.save, a run, or a checkpoint of one; of pretraining: its encoder
     layer_decay: float | None = None  # the learning rate falls by this factor a block, from the head down
-    teacher: str | None = None  # "original": distil from the model as it was before its skips were changed
+    teacher: str | None = None  # "original": distil from the model that --weights holds, with the skips it had
     temperature: float = 2.0  # of the distillation
+    distillation: float = 1.0  # its share of the loss; the rest is that of the labels
     batch: int = 128  # images a step, over all processes
     epochs: float = 20
     clip: float | None = 1.0  # largest norm of the gradient
@@ -55,13 +56,23 @@ class Supervised(Config):
         reasons = super().unused()
         reasons["online_images"] = "accuracy is that of all images; leave it out"
         if self.teacher is None:
-            reasons["temperature"] = "there is no teacher; give one"
-        else:
-            reasons["smoothing"] = "distillation replaces the labels; train without a teacher"
+            reasons |= dict.fromkeys(("temperature", "distillation"), "there is no teacher; give one")
+        elif self.distillation == 1:
+            reasons["smoothing"] = "labels have no share of the loss; set distillation below 1"
+        if self.weights is not None:
+            reasons["init"] = "weights replace it; leave those out"
         if not self.model.startswith("timm:"):
             why = f"{self.model} does not take it, only models of timm do; write what it calls that into model_args"
             reasons |= {"patch": why, "drop_path": why}
         return reasons
+
+    def resumed(self, run: RunFolder) -> Supervised:
+        """What the run started from may be gone: its teacher lies in the run, its own weights in a checkpoint."""
+        kept = run.path / ORIGINAL
+        if self.teacher is not None and kept.is_dir():
+            return replace(self, weights=str(kept))
+        gone = self.teacher is None and self.weights is not None and not Path(self.weights).exists()
+        return replace(self, weights=None) if gone and run.last_checkpoint() is not None else self
 
 
 _VIT_192 = {"model_args": "depth=12,embed_dim=192,num_heads=3"}
@@ -127,14 +138,16 @@ def build_model(config: Supervised, facts: Facts) -> nn.Module:
 
 
 class Classification(Objective):
-    """Cross entropy of the labels, or of the outputs of a teacher."""
+    """Cross entropy of the labels, distillation from a teacher, or both."""
 
     config: Supervised
-    teacher: nn.Module | None = None
+    given: Supervised  # with the drop path that the model was built with
+    teacher: Teacher | None = None
 
     def check(self) -> None:
         config = self.config
-        check_ranges(config, {"size": (1, math.inf), "smoothing": (0, 1), "drop_path": (0, 1)}, ["temperature"])
+        ranges: dict[str, tuple[float, float]] = dict.fromkeys(("smoothing", "drop_path", "distillation"), (0, 1))
+        check_ranges(config, {"size": (1, math.inf), **ranges}, ["temperature"])
         if config.teacher not in (None, "original"):
             raise BadInput(f"teacher is {config.teacher!r}; it can be 'original'")
         if config.teacher is not None and config.weights is None:
@@ -144,10 +157,10 @@ class Classification(Objective):
         return {"spec": self.config.model, "kwargs": _arguments(self.config, facts)}
 
     def start(self, model: nn.Module, sample: Tensor) -> list[str]:
-        config = self.config
+        config = self.given = self.config
         notes = [] if config.weights is None else _load_weights(config, model)
         if config.teacher is not None:
-            self.teacher = copy.deepcopy(model).eval().requires_grad_(False)
+            self.teacher = Teacher(model, config.temperature, config.compile)
         if (wiring := find_wiring(model)) is not None:
             wiring.undo()  # the config decides about the skips, whatever the weights were trained with
         if config.drop_path and _cuts(config, model, sample[:2]):
@@ -157,24 +170,30 @@ class Classification(Objective):
                 for name, child in [*module.named_children()]:
                     if hasattr(child, "drop_prob"):
                         setattr(module, name, nn.Identity())
-        self.initialise(model, sample)
+        if config.weights is None:
+            self.initialise(model, sample)
         return notes
+
+    def keep(self, facts: Facts, run: Path) -> None:
+        if self.teacher is not None:
+            self.teacher.save(run, {"spec": self.given.model, "kwargs": _arguments(self.given, facts)})
 
     def optimizer_options(self) -> dict[str, Any]:
         return {"layer_decay": self.config.layer_decay}
 
     def loss(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
         images, labels = batch
+        target = None if self.teacher is None else self.teacher(images)  # first: its activations are gone by then
         logits = model(images).float()
-        if self.teacher is not None:
-            temperature = self.config.temperature
-            with torch.no_grad():
-                target = (self.teacher(images).float() / temperature).softmax(-1)
-            value = F.cross_entropy(logits / temperature, target) * temperature**2
-        else:
-            value = F.cross_entropy(logits, labels, label_smoothing=self.config.smoothing)
         hard = labels if labels.ndim == 1 else labels.argmax(-1)
-        return value, {"train_accuracy": (logits.argmax(-1) == hard).float().mean()}
+        numbers = {"train_accuracy": (logits.argmax(-1) == hard).float().mean()}
+        if self.teacher is None or target is None:
+            return F.cross_entropy(logits, labels, label_smoothing=self.config.smoothing), numbers
+        value, share = self.teacher.loss(logits, target), self.config.distillation
+        numbers["teacher_agreement"] = (logits.argmax(-1) == target.argmax(-1)).float().mean()
+        if share < 1:
+            value = torch.lerp(F.cross_entropy(logits, labels, label_smoothing=self.config.smoothing), value, share)
+        return value, numbers
 
     def baseline_loss(self, model: nn.Module, train: ImageSet, test: Feed) -> float | None:
         """The entropy of the smoothed class frequencies: the loss of a model that knows nothing else."""
@@ -222,6 +241,10 @@ def _load_weights(config: Supervised, model: nn.Module) -> list[str]:
         notes.append(f"new beside the encoder of {config.weights}: {', '.join(fresh)}")
     else:
         wiring = find_wiring(load(folder, model))
+        if (means := ema_weights(folder)) is not None:
+            model.load_state_dict(means)  # as unskip.load does
+            notes.append(f"the weights of {config.weights} are their EMA")
+    model.float()  # whatever they were saved in: training keeps weights in float32
     if wiring is not None and parse(config.shortcut) == Keep():
         notes.append(f"{config.weights} was saved with other skips; here all are kept (shortcut keep)")
     return notes

@@ -6,6 +6,7 @@
     warnings.jsonl               a line a named warning
     health.jsonl                 a line a look: token cosine and self-attention by block, or relative step size by role
     checkpoints/step-N/          model, optimizer and EMA weights, with checksums
+    original/                    the teacher of a distillation
 
 Checkpoints are written aside and renamed, and the last two are kept: a run that is killed at any moment has a whole
 one, or none yet.

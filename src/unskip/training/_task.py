@@ -47,6 +47,7 @@ class Task:
     after_step: Callable[[int], object] | None = None  # called after the optimizer's step, such as to update a teacher
     warnings: Warnings | None = None  # names and texts of warnings about a logged row or an evaluation
     save: Callable[[nn.Module, Any], object] | None = None  # how a checkpoint stores the model; unskip.save by default
+    keep: Callable[[Any], object] | None = None  # writes into a new run folder what a resumed run needs from it
     record: dict[str, Any] = field(default_factory=dict)  # plain data that config.json keeps beside the config
 
 
