@@ -211,3 +211,10 @@ def test_fractions_and_the_samples_they_are_of() -> None:
     assert (evaluated(0.5).n, evaluated(0.5).intervals["a"]) == (20, evals.wilson(0.5, 20))
     with pytest.raises(BadInput, match=r"a is 1\.7"):
         evaluated(1.7)
+
+    @evals.register("misnamed-test-v1", needs="model", fractions=("b*",), train=False)
+    def misnamed(model: nn.Module, train: Any, test: evals.Split) -> dict[str, float]:
+        return {"a": 0.5}
+
+    with pytest.raises(BadInput, match=r"misnamed-test-v1: fractions has 'b\*', and it returns a"):
+        evals.evaluate(vit(), None, digits("test", 20), ["misnamed-test-v1"])

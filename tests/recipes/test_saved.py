@@ -106,6 +106,9 @@ def test_the_card_of_a_run(tmp_path: Path) -> None:
     small = {"model_args": "depth=2,embed_dim=16,num_heads=2", "health": False, "device": "cpu"}
     unskip.train(supervised("digits", steps=2, batch=16, shortcut="decay:0.6", **small), tmp_path / "run", quiet=True)
     evaluate_run(tmp_path / "run", ["knn-dino-v1"])
+    online = {"step": 2, "evaluation": "features", "rank": 3.0, "rank_block_0": 2.0, "rank_block_1": 3.0}
+    with (tmp_path / "run" / "evals.jsonl").open("a") as file:
+        file.write(json.dumps(online) + "\n")
     rows = [json.loads(line) for line in (tmp_path / "run" / "evals.jsonl").read_text().splitlines()]
     run = unskip.load(tmp_path / "run")
     unskip.save(run, tmp_path / "digits-vit")
@@ -118,7 +121,8 @@ def test_the_card_of_a_run(tmp_path: Path) -> None:
     assert card.data.license is None
     told = {(each.task_name, each.metric_type): each.metric_value for each in card.data.eval_results or []}
     assert told["accuracy-v1", "test_accuracy"] == rows[0]["test_accuracy"]
-    assert told["knn-dino-v1", "knn20"] == rows[-1]["knn20"]  # of the last block
+    assert told["knn-dino-v1", "knn20"] == rows[-2]["knn20"]  # of the last block
+    assert [name for evaluation, name in told if evaluation == "features"] == ["rank"]
     low, high = rows[0]["intervals"]["test_accuracy"]
     assert f"{low:.4g} to {high:.4g} | 359 | test" in card.text
     for fact in ("decay:0.6", "adamw", "supervised", "hf-hub:"):

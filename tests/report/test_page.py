@@ -103,6 +103,15 @@ def test_data_of_a_figure(tmp_path: Path) -> None:
     ]
 
 
+def test_numbers_of_the_objective(tmp_path: Path) -> None:
+    path = folder(tmp_path / "a")
+    rows = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
+    (path / "metrics.jsonl").write_text("".join(json.dumps(row | {"teacher_entropy": 2.0}) + "\n" for row in rows))
+    names = {each["download"] for each in Elements(made(path)).of("a") if "download" in each}
+    charts = {name for name in names if name.startswith("step-") and name.endswith(".csv")}
+    assert charts == {"step-loss.csv", "step-teacher-entropy.csv"}
+
+
 def test_the_same_each_time(tmp_path: Path) -> None:
     path = folder(tmp_path / "a", evals=by_block((0.1, 0.2)))
     assert made(path) == made(path)

@@ -1,6 +1,6 @@
 """The front door: `unskip COMMAND ...`.
 
-Exit codes: 0 fine; 2 bad input, told on stderr; 1 a fault; 130 interrupted. Results go to stdout, all else to stderr.
+Exit codes: 0 fine; 2 bad input, in one line; 1 a fault; 130 interrupted. Results go to stdout, all else to stderr.
 On a terminal tables are drawn; in a pipe the same table is plain text.
 
 A command is a function of the file named here. The file is imported when its command is given, and imports torch when

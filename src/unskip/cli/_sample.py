@@ -108,10 +108,12 @@ def _text(run: str, prompt: str, n: int, device: str | None, trust: bool, json: 
 
     with busy(f"sampling {run}"):
         trained = open_run(run, device, trust=trust)
-        found = sample_text(trained, prompt, n, **options)
+        result = sample_text(trained, prompt, n, **options)
     if json:
-        print_json({"run": run, "step": trained.step, "prompt": prompt, "texts": found.texts, "file": str(found.file)})
+        print_json(
+            {"run": run, "step": trained.step, "prompt": prompt, "texts": result.texts, "file": str(result.file)}
+        )
         return 0
-    for text in found.texts:
+    for text in result.texts:
         print(f"{prompt}{text}\n{'-' * 20}" if n > 1 else f"{prompt}{text}")
     return 0

@@ -7,7 +7,7 @@ import unskip.evals._next_token
 import unskip.evals._quantised
 import unskip.evals._quantised_text  # noqa: F401  # they register themselves
 from unskip.evals._diffusion import by_time, noised
-from unskip.evals._discover import discover, discoveries
+from unskip.evals._discover import discover
 from unskip.evals._evaluate import Result, by_depth, evaluate, flat
 from unskip.evals._extract import DTYPES, Features, Inputs, View, autocast, extract, image_channels
 from unskip.evals._extractor import Extractor, extractor
@@ -23,7 +23,7 @@ from unskip.evals._pictures import attention_maps, pca_colours, pictures
 from unskip.evals._predictions import Predictions, token_logits
 from unskip.evals._probe import linear_probe
 from unskip.evals._rank import rank
-from unskip.evals._registry import PROTOCOLS, Protocol, asked_for, protocol, register, wilson
+from unskip.evals._registry import PROTOCOLS, Protocol, find_protocols, protocol, register, wilson
 from unskip.evals._segment import Segmentation, segment
 from unskip.evals._split import Options, Split
 from unskip.evals._tokencut import Discovery, tokencut
@@ -47,7 +47,6 @@ __all__ = [
     "Split",
     "Statistics",
     "View",
-    "asked_for",
     "attention_maps",
     "autocast",
     "by_depth",
@@ -57,10 +56,10 @@ __all__ = [
     "class_iou",
     "confusion",
     "discover",
-    "discoveries",
     "evaluate",
     "extract",
     "extractor",
+    "find_protocols",
     "finetune",
     "flat",
     "frechet",

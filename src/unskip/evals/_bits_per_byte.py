@@ -40,24 +40,24 @@ def evaluate_bits(train: Split, test: Split) -> dict[str, Any]:
 )
 def evaluate_by_context(train: Split, test: Split) -> dict[str, Any]:
     """In ranges that double: `position_8` is that of tokens with 8 to 15 before them, `context_8` of their document."""
-    found: Predictions = test.predictions
-    before = numpy.broadcast_to(numpy.arange(found.feed.context) + 1, found.seen.shape)
+    predictions: Predictions = test.predictions
+    before = numpy.broadcast_to(numpy.arange(predictions.feed.context) + 1, predictions.own_context.shape)
     result: dict[str, _Number] = {}
-    for name, counts in (("position", before), ("context", found.seen)):
-        for low in (0, *(2**power for power in range(found.feed.context.bit_length()))):
+    for name, counts in (("position", before), ("context", predictions.own_context)):
+        for low in (0, *(2**power for power in range(predictions.feed.context.bit_length()))):
             chosen = (counts >= low) & (counts < max(1, 2 * low))
             if chosen.any():
-                loss, bits = _numbers(found, chosen)
+                loss, bits = _numbers(predictions, chosen)
                 result[f"bits_per_byte_{name}_{low}"] = bits
                 result[f"perplexity_{name}_{low}"] = _exp(loss)
     return result
 
 
-def _numbers(found: Predictions, chosen: Any = None) -> tuple[_Number, _Number]:
+def _numbers(predictions: Predictions, chosen: Any = None) -> tuple[_Number, _Number]:
     """The loss per token and the bits per byte, each with its interval."""
-    nats: Numbers = found.nats.double().numpy()
-    low, middle, high = (each / math.log(2) for each in found.ratio(nats, found.bytes, chosen))
-    return found.ratio(nats, numpy.ones_like(nats), chosen), (low, middle, high)
+    nats: Numbers = predictions.nats.double().numpy()
+    low, middle, high = (each / math.log(2) for each in predictions.ratio(nats, predictions.bytes, chosen))
+    return predictions.ratio(nats, numpy.ones_like(nats), chosen), (low, middle, high)
 
 
 def _exp(loss: _Number) -> _Number:

@@ -54,7 +54,8 @@ def discover(
     true_boxes(boxes, len(images), size)
     if masks is not None:
         _check_masks(masks, len(images), size, ignore)
-    parts = (images[part] for part in chunks(len(images), _batch(model, batch)))
+    size_of_batch = batch or (1024 if next(model.parameters()).is_cuda else 64)
+    parts = (images[part] for part in chunks(len(images), size_of_batch))
     read, _ = read_patches(model, parts, block, what, precision=precision, normalise=normalise)
     (tokens,) = read.blocks.values()
     held: dict[str, Any] = {"grid": read.grid, "stride": read.stride, "size": read.size, "masks": masks}
@@ -94,28 +95,6 @@ def evaluate_discovery(train: Split, test: Split, tau: float, floor: float, iou:
         stride = (test.stride[0] * scale, test.stride[1] * scale)
         numbers["mask_iou"] = _mask_iou(objects, stride, test.masks, test.ignore)
     return numbers
-
-
-def discoveries(
-    model: nn.Module,
-    images: Tensor,
-    *,
-    block: int = -1,
-    what: What = "keys",
-    tau: float = 0.2,
-    batch: int | None = None,
-    precision: Precision = "float32",
-    normalise: Normalise | None = None,
-) -> tuple[Discovery, tuple[float, float]]:
-    """What is found in each image, and how many pixels a patch is high and wide."""
-    parts = (images[part] for part in chunks(len(images), _batch(model, batch)))
-    read, _ = read_patches(model, parts, block, what, precision=precision, normalise=normalise)
-    (tokens,) = read.blocks.values()
-    return tokencut(tokens, read.grid, tau), read.stride
-
-
-def _batch(model: nn.Module, batch: int | None) -> int:
-    return batch or (1024 if next(model.parameters()).is_cuda else 64)
 
 
 def _shape(images: Tensor) -> tuple[int, int]:

@@ -75,12 +75,12 @@ def extract(
     kept: dict[View, dict[int, list[Tensor]]] = {view: {} for view in wanted_views}
     labels: list[Tensor] = []
     outputs: list[Tensor] = []
-    every, wanted, seen = tuple(all_blocks), list[int](), start
+    every, wanted, position = tuple(all_blocks), list[int](), start
     with evaluating(model):
         for images, part in batches:
-            places = torch.arange(seen, seen + len(images), device=images.device)
+            places = torch.arange(position, position + len(images), device=images.device)
             given = (images,) if inputs is None else inputs(images, places, split)
-            seen += len(images)
+            position += len(images)
             if wanted_views and not every:
                 # Of one image: an audit of a whole batch takes as much longer.
                 every = find_blocks(model, Example.of(tuple(each[:1] for each in given)), blocks)

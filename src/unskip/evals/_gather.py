@@ -32,7 +32,7 @@ class Gathered:
         self,
         model: nn.Module,
         sets: dict[str, Split],
-        asked: Sequence[Protocol],
+        protocols: Sequence[Protocol],
         blocks: dict[str, Any],
         pool: Pool | None,
         inputs: Inputs | None,
@@ -41,17 +41,17 @@ class Gathered:
         self.model, self.sets, self.blocks, self.pool = model, sets, blocks, pool
         self.inputs, self.all_blocks = inputs, tuple(all_blocks)
         names: list[str] = [name for name in ("test", "train") if name in sets]
-        self.features = {name: self._extracted(name, asked) for name in names}
+        self.features = {name: self._extracted(name, protocols) for name in names}
         self.predictions = {
             name: predict(model, sets[name])
             for name in names
-            if any(each.needs == "predictions" and (each.train or name == "test") for each in asked)
+            if any(each.needs == "predictions" and (each.train or name == "test") for each in protocols)
         }
         self.patches = {
             (name, key): read
             for name in names
-            for key in {(each.what, each.exact) for each in asked if each.needs == "patches"}
-            if (read := self._read(name, key, asked)) is not None
+            for key in {(each.what, each.exact) for each in protocols if each.needs == "patches"}
+            if (read := self._read(name, key, protocols)) is not None
         }
 
     def view(self, protocol: Protocol) -> View:
@@ -109,10 +109,10 @@ class Gathered:
     def _of(self, name: str) -> Features:
         return cast(Features, self.features[name])
 
-    def _extracted(self, name: str, asked: Sequence[Protocol]) -> Features | None:
+    def _extracted(self, name: str, protocols: Sequence[Protocol]) -> Features | None:
         """Features and logits, of the blocks that any protocol asks for."""
-        mine = [each for each in asked if each.needs in ("features", "tokens") and (each.train or name == "test")]
-        logits = any(each.needs == "logits" and (each.train or name == "test") for each in asked)
+        mine = [each for each in protocols if each.needs in ("features", "tokens") and (each.train or name == "test")]
+        logits = any(each.needs == "logits" and (each.train or name == "test") for each in protocols)
         if not mine and not logits:
             return None
         part = self.sets[name]
@@ -138,15 +138,15 @@ class Gathered:
 
     def _union(self, protocols: Sequence[Protocol]) -> Blocks:
         """The blocks of any of some protocols."""
-        asked = [self.blocks[each.name] for each in protocols]
-        if len(asked) == 1 or all(each == asked[0] for each in asked):
-            return cast(Blocks, asked[0]) if asked else "all"
+        choices = [self.blocks[each.name] for each in protocols]
+        if len(choices) == 1 or all(each == choices[0] for each in choices):
+            return cast(Blocks, choices[0]) if choices else "all"
         if not self.all_blocks:
             return "all"  # how many there are is not known yet
-        return sorted({index for each in asked for index in chosen_blocks(each, len(self.all_blocks))})
+        return sorted({index for each in choices for index in chosen_blocks(each, len(self.all_blocks))})
 
-    def _read(self, name: str, key: tuple[Any, bool], asked: Sequence[Protocol]) -> Patches | None:
-        mine = [each for each in asked if each.needs == "patches" and (each.what, each.exact) == key]
+    def _read(self, name: str, key: tuple[Any, bool], protocols: Sequence[Protocol]) -> Patches | None:
+        mine = [each for each in protocols if each.needs == "patches" and (each.what, each.exact) == key]
         mine = [each for each in mine if each.train or name == "test"]
         if not mine:
             return None

@@ -2,7 +2,7 @@
 
     IoU_c = C_cc / (sum_j C_cj + sum_i C_ic - C_cc),     C_ij = pixels of class i that were taken for class j
 
-The mean is over classes that occur on either side; a class that is absent from both says nothing.
+The mean is over classes that occur on either side; a class that is absent from both does not count.
 """
 
 from __future__ import annotations

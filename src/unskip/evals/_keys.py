@@ -27,22 +27,22 @@ class AttentionInput:
     @contextmanager
     def kept(self) -> Iterator[dict[int, Tensor]]:
         """While it is open, what the attention reads is kept by the place of the module that was called with it."""
-        seen: dict[int, Tensor] = {}
+        inputs: dict[int, Tensor] = {}
         handles = [
-            module.register_forward_pre_hook(_keep(seen, place), with_kwargs=True)
+            module.register_forward_pre_hook(_keep(inputs, place), with_kwargs=True)
             for place, module in enumerate(self.modules)
         ]
         try:
-            yield seen
+            yield inputs
         finally:
             for handle in handles:
                 handle.remove()
 
-    def read(self, seen: dict[int, Tensor]) -> Tensor:
+    def read(self, inputs: dict[int, Tensor]) -> Tensor:
         """(images, tokens, dim): what was kept nearest to the weights."""
-        if not seen:
+        if not inputs:
             raise BadInput(f"{self.attention.site.name}: what its keys are made of is not seen; take what='tokens'")
-        return seen[min(seen)]
+        return inputs[min(inputs)]
 
 
 def project(attention: AttentionParts, what: str, x: Tensor) -> Tensor:
@@ -91,13 +91,13 @@ def _owners(model: nn.Module, attention: AttentionParts) -> tuple[nn.Module, ...
     raise BadInput(f"{attention.site.name}: the weights of its keys belong to no module of the model")
 
 
-def _keep(seen: dict[int, Tensor], place: int) -> Any:
+def _keep(inputs: dict[int, Tensor], place: int) -> Any:
     """A hook that keeps what an attention reads."""
 
     def hook(module: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
         values = [value for value in (*arguments, *named.values()) if isinstance(value, Tensor)]
         if not values:
             return
-        seen[place] = values[min(1, len(values) - 1)] if isinstance(module, nn.MultiheadAttention) else values[0]
+        inputs[place] = values[min(1, len(values) - 1)] if isinstance(module, nn.MultiheadAttention) else values[0]
 
     return hook

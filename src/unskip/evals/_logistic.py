@@ -39,7 +39,7 @@ def regression(x: Tensor, labels: Tensor, classes: int, settings: Mapping[str, A
     count, dim = x.shape[1:]
     kind = torch.float64 if count * dim * classes <= EXACT else torch.float32
     together = max(1, _HELD // (count * dim * (8 if kind == torch.float64 else 4)))
-    solved, means, deviations = [], [], []
+    solved, means, stds = [], [], []
     for part in x.split(together):
         moments = [torch.var_mean(one.double(), 0, correction=0) for one in part]
         spread, mean = (torch.stack(each) for each in zip(*moments, strict=True))
@@ -47,9 +47,9 @@ def regression(x: Tensor, labels: Tensor, classes: int, settings: Mapping[str, A
         z = (part.to(kind) - mean[:, None].to(kind)) / std[:, None].to(kind)
         solved.append(_solve(z, labels, classes, settings, chunk).double())
         means.append(mean)
-        deviations.append(std)
+        stds.append(std)
     packed = torch.cat(solved)
-    return Solution(packed[..., :-1], packed[..., -1], torch.cat(means), torch.cat(deviations))
+    return Solution(packed[..., :-1], packed[..., -1], torch.cat(means), torch.cat(stds))
 
 
 def _solve(z: Tensor, labels: Tensor, classes: int, settings: Mapping[str, Any], chunk: int) -> Tensor:
@@ -108,7 +108,7 @@ def _solve(z: Tensor, labels: Tensor, classes: int, settings: Mapping[str, Any],
 
 
 def _directed(slope: Tensor, pairs: list[tuple[Tensor, Tensor, Tensor]], inverse: Tensor, scale: Tensor) -> Tensor:
-    """The product of the inverse Hessian, as the last steps tell it, and a gradient: L-BFGS's two loops."""
+    """The product of the inverse Hessian, estimated from the last steps, and a gradient: L-BFGS's two loops."""
     shares = []
     for step, change, weight in reversed(pairs):
         share = weight * _dot(step, slope)

@@ -58,10 +58,10 @@ def flow_loss(model: Any, train: Split, test: Split, interpolant: Interpolant, t
 
 def _mean(test: Split, loss: Callable[[Tensor, Tensor, Tensor], Tensor]) -> dict[str, float]:
     """The mean over a split of what (inputs, labels, places in the split) cost; of several processes over all."""
-    seen, total = test.start, torch.zeros((), dtype=torch.float64, device=test.options.device)
+    position, total = test.start, torch.zeros((), dtype=torch.float64, device=test.options.device)
     for inputs, labels in test.share():
-        places = torch.arange(seen, seen + len(inputs), device=inputs.device)
+        places = torch.arange(position, position + len(inputs), device=inputs.device)
         with autocast(inputs.device, test.options.precision):
             total += loss(inputs, labels, places).sum()
-        seen += len(inputs)
+        position += len(inputs)
     return {"loss": float(test.gathered(total[None]).sum()) / len(test)}

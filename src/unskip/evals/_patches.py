@@ -90,13 +90,13 @@ class Reader:
             keep_outputs(self.model, self.all_blocks, self.wanted) as outputs,
             matmul_precision("float32", shown.device) if exact else autocast(shown.device, precision),
         ):
-            seen = {index: stack.enter_context(each.kept()) for index, each in self.attentions.items()}
+            inputs = {index: stack.enter_context(each.kept()) for index, each in self.attentions.items()}
             self.model(shown)
         tensors: dict[int, Tensor] = {}
         grids: dict[int, tuple[int, int]] = {}
         for index in self.wanted:
             tokens, grids[index] = self._on_grid(outputs[index], self.all_blocks[index].axis, shown)
-            tensors[index] = (tokens if self.what == "tokens" else self._projected(index, seen, grids[index])).float()
+            tensors[index] = (tokens if self.what == "tokens" else self._projected(index, inputs, grids[index])).float()
         if len({*grids.values()}) > 1:
             raise BadInput(f"blocks of several resolutions, {sorted({*grids.values()})}; take blocks of one of them")
         rows, columns = grids[self.wanted[0]]
@@ -133,10 +133,10 @@ class Reader:
         maps = output.movedim(axis, -1)
         return (maps.flatten(1, 2) if maps.ndim == 4 else maps)[:, prefix:], (rows, columns)
 
-    def _projected(self, index: int, seen: dict[int, dict[int, Tensor]], grid: tuple[int, int]) -> Tensor:
+    def _projected(self, index: int, inputs: dict[int, dict[int, Tensor]], grid: tuple[int, int]) -> Tensor:
         """The keys, queries or values of a block, one vector for each patch."""
         attention, count = self.attentions[index], grid[0] * grid[1]
-        read = attention.read(seen[index])
+        read = attention.read(inputs[index])
         if read.ndim != 3 or not 0 <= read.shape[1] - count <= 16:
             raise BadInput(
                 f"{attention.attention.site.name}: its attention reads {tuple(read.shape)}, parts of the image, and "
@@ -158,17 +158,17 @@ def read_patches(
     all_blocks: Sequence[Block] = (),
 ) -> tuple[Patches, tuple[Block, ...]]:
     """Patch features over batches of images of one size, of the first `most` if given, and the blocks."""
-    reader, read, seen = None, None, 0
+    reader, read, count = None, None, 0
     parts: dict[int, list[Tensor]] = {}
     for images in batches:
-        images = images if most is None else images[: most - seen]
+        images = images if most is None else images[: most - count]
         if not len(images):
             break
         reader = reader or Reader(model, images, blocks, what, normalise=normalise, all_blocks=all_blocks)
         read = reader(images, precision, exact)
         for index, tokens in read.blocks.items():
             parts.setdefault(index, []).append(tokens)
-        seen += len(images)
+        count += len(images)
     if reader is None or read is None:
         raise BadInput("there are no images to take patch features of")
     whole = {index: torch.cat(each) for index, each in parts.items()}

@@ -21,9 +21,10 @@ from unskip._extras import need
 from unskip.anatomy import Example, PartsTrace, block_indices, trace_again, trace_parts
 from unskip.data import Normalise, preprocess_of
 from unskip.errors import BadInput, UnskipError
-from unskip.evals._discover import discoveries, in_pixels
+from unskip.evals._discover import in_pixels
 from unskip.evals._patches import Reader
 from unskip.evals._registry import What
+from unskip.evals._tokencut import tokencut
 
 Pixels = NDArray[numpy.uint8]
 _CELL, _TITLE, _EDGE = 128, 14, 2
@@ -112,9 +113,12 @@ def pictures(
     except UnskipError:
         columns.append(("no attention", white))
     what: What = "keys" if columns[-1][0] == "attention" else "tokens"
-    objects, stride = discoveries(model, images, what=what, normalise=normalise)
-    boxes = in_pixels(objects.boxes, stride, (images.shape[2], images.shape[3])).tolist()
-    columns.append(("discovered", [_overlay(a, b, stride) for a, b in zip(columns[0][1], objects.masks, strict=True)]))
+    read = Reader(model, images, -1, what, normalise=normalise)(images)
+    (tokens,) = read.blocks.values()
+    objects = tokencut(tokens, read.grid)
+    boxes = in_pixels(objects.boxes, read.stride, read.size).tolist()
+    overlays = [_overlay(*each, read.stride) for each in zip(columns[0][1], objects.masks, strict=True)]
+    columns.append(("discovered", overlays))
     wide, tall = len(columns) * (_CELL + _EDGE), len(images) * (_CELL + _EDGE) + _TITLE
     sheet = Image.new("RGB", (wide, tall), "white")
     pen = ImageDraw.Draw(sheet)

@@ -57,12 +57,12 @@ class Predictions:
         return share
 
     @cached_property
-    def seen(self) -> NDArray[numpy.int64]:
+    def own_context(self) -> NDArray[numpy.int64]:
         """(sequences, context): how many tokens of its own document a prediction is made from."""
         text = self.feed.text
         begun = (text.ends - numpy.diff(text.ends, prepend=0))[self.document]
-        seen: NDArray[numpy.int64] = numpy.minimum(self.places - begun, numpy.arange(self.feed.context) + 1)
-        return seen
+        own_context: NDArray[numpy.int64] = numpy.minimum(self.places - begun, numpy.arange(self.feed.context) + 1)
+        return own_context
 
     def ratio(self, above: Numbers, below: Numbers, chosen: Any = None) -> tuple[float, float, float]:
         """sum(above) / sum(below) over all or the chosen tokens, with its 95% interval.

@@ -31,6 +31,7 @@ from unskip.optim import schedules
 
 _CHUNK = 2**28  # logits held at a time
 _EPS = 1e-6
+_NAMES = {"lars": "probe_mae", "adamw": "probe_decayed", "lbfgs": "probe_lbfgs"}  # of the accuracy, by solver
 
 
 def linear_probe(
@@ -50,7 +51,7 @@ def linear_probe(
     for each in (train, test):
         if not isinstance(each, Tensor) or each.ndim != 2:
             raise BadInput(f"linear_probe: features must be (samples, dim), got {kind_of(each)}")
-    settings = find(protocol, probe_mae, probe_decayed, probe_lbfgs).settings_with(changes)
+    settings = find(protocol, evaluate_probe).settings_with(changes)
     return probe_all(train[None], train_labels, test[None], test_labels, settings, seed)[0]
 
 
@@ -77,11 +78,6 @@ def linear_probe(
     batch_norm=True,
     start=0.01,
 )
-def probe_mae(train: Split, test: Split, **settings: Any) -> list[dict[str, float]]:
-    """Of features (blocks, n, dim)."""
-    return [{"probe_mae": accuracy} for accuracy in _probed(train, test, settings)]
-
-
 @register(
     "probe-decayed-v1",
     needs="features",
@@ -100,11 +96,6 @@ def probe_mae(train: Split, test: Split, **settings: Any) -> list[dict[str, floa
     batch_norm=False,
     start=0.01,
 )
-def probe_decayed(train: Split, test: Split, **settings: Any) -> list[dict[str, float]]:
-    """Of features (blocks, n, dim)."""
-    return [{"probe_decayed": accuracy} for accuracy in _probed(train, test, settings)]
-
-
 @register(
     "probe-lbfgs-v1",
     needs="features",
@@ -119,14 +110,11 @@ def probe_decayed(train: Split, test: Split, **settings: Any) -> list[dict[str, 
     iterations=1000,
     tolerance=1e-6,
 )
-def probe_lbfgs(train: Split, test: Split, **settings: Any) -> list[dict[str, float]]:
-    """Of features (blocks, n, dim)."""
-    return [{"probe_lbfgs": accuracy} for accuracy in _probed(train, test, settings)]
-
-
-def _probed(train: Split, test: Split, settings: Mapping[str, Any]) -> list[float]:
-    """The probes of all blocks are trained at once."""
-    return probe_all(train.features, train.labels, test.features, test.labels, settings, train.options.seed)
+def evaluate_probe(train: Split, test: Split, **settings: Any) -> list[dict[str, float]]:
+    """Of features (blocks, n, dim): the probes of all blocks are trained at once."""
+    name = _NAMES[settings["solver"]]
+    accuracies = probe_all(train.features, train.labels, test.features, test.labels, settings, train.options.seed)
+    return [{name: accuracy} for accuracy in accuracies]
 
 
 @full_precision
@@ -216,7 +204,7 @@ class _Lars:
         self.state = [torch.zeros_like(each) for each in params]
 
     def rates(self, lr: Tensor) -> Tensor:
-        """What every step is told: its learning rate."""
+        """What every step needs: its learning rate."""
         return lr
 
     def step(self, gradients: tuple[Tensor, ...], rate: Tensor) -> None:

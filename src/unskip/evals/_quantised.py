@@ -8,7 +8,7 @@ products of attention stay as they are. Ranges [low, high] of the inputs come fr
     tensor, channel    for a whole tensor, or for each output channel of a weight and each channel of an input
     minmax, clipped    as the smallest and largest value, or as the share of those with the least squared error
 
-A scale for each channel of an input is no format that hardware multiplies in: beside the other it tells what a few
+A scale for each channel of an input is no format that hardware multiplies in: beside the other it shows what a few
 channels with large values cost. That models without residuals have fewer of them is the claim of arXiv 2605.25880.
 """
 
@@ -44,30 +44,41 @@ _SHARES = [1 - 0.025 * step for step in range(33)]  # 1 to 0.2 of the range
     bits=(8, 6, 4),
     calibration=512,  # training images
 )
+@torch.no_grad()
 def evaluate_quantised(
     model: nn.Module, train: Split, test: Split, bits: tuple[int, ...], calibration: int
 ) -> dict[str, float]:
     """Rounds a copy of the model in each way."""
-    if min(bits) < 2:
-        raise BadInput(f"quantised-accuracy-v1: {min(bits)} bits; give 2 at least")
     check_classes("quantised-accuracy-v1", train.labels, test.labels)
-    twin = copy.deepcopy(model).eval()
-    layers = [*layers_of(twin)]
-    with torch.no_grad():
-        calibrate(twin, layers, train, calibration)
-        plain = _logits(twin, test)
-        labels = test.labels.to(plain.device)
-        result = {"accuracy": _accuracy(plain, labels)}
-        for width, each, way in itertools.product(bits, ("tensor", "channel"), ("minmax", "clipped")):
-            hooks = [layer.round(width, each == "channel", way == "clipped") for layer in layers]
-            logits = _logits(twin, test)
-            for hook in hooks:
-                hook.remove()
-            noise = float((logits - plain).double().square().sum())
-            signal = float(plain.double().square().sum())
-            result[f"accuracy_{width}_{each}_{way}"] = _accuracy(logits, labels)
-            result[f"sqnr_{width}_{each}_{way}"] = 10 * math.log10(signal / noise) if noise else math.inf
+    plain, result = torch.empty(0), dict[str, float]()
+    for name, twin in rounded_copies(model, train, bits, calibration):
+        logits = torch.cat([logits_of(twin, twin(images)).float() for images, _ in test.batches()])
+        right = logits.argmax(-1) == test.labels.to(logits.device)
+        result[f"accuracy{name}"] = float(right.double().mean())
+        if not name:
+            plain = logits.double()
+            continue
+        noise, signal = (float(each.square().sum()) for each in (logits.double() - plain, plain))
+        result[f"sqnr{name}"] = 10 * math.log10(signal / noise) if noise else math.inf
     return result
+
+
+@torch.no_grad()
+def rounded_copies(
+    model: nn.Module, train: Split, bits: tuple[int, ...], calibration: int
+) -> Iterator[tuple[str, nn.Module]]:
+    """A copy of the model as it is, "", and then rounded in each way, "_8_tensor_minmax" and so on."""
+    if min(bits) < 2:
+        raise BadInput(f"{min(bits)} bits: a rounded weight has 2 at least")
+    twin = copy.deepcopy(model).eval()
+    layers = [*_layers(twin)]
+    _calibrate(twin, layers, train, calibration)
+    yield "", twin
+    for width, each, way in itertools.product(bits, ("tensor", "channel"), ("minmax", "clipped")):
+        hooks = [layer.round(width, each == "channel", way == "clipped") for layer in layers]
+        yield f"_{width}_{each}_{way}", twin
+        for hook in hooks:
+            hook.remove()
 
 
 @dataclass(eq=False)
@@ -107,13 +118,13 @@ class _Layer:
         return self.module.register_forward_pre_hook(hook)
 
 
-def layers_of(model: nn.Module) -> Iterator[_Layer]:
+def _layers(model: nn.Module) -> Iterator[_Layer]:
     """The layers of a model that compute with weights."""
     for name, module in model.named_modules():
         kind: Any = module
         if isinstance(module, nn.MultiheadAttention):
             raise BadInput(
-                f"quantised-accuracy-v1: {name} is an nn.MultiheadAttention, which computes its projections without "
+                f"{name} is an nn.MultiheadAttention, which computes its projections without "
                 "layers that could be rounded; take a model of timm or transformers"
             )
         if isinstance(module, nn.Linear):
@@ -124,26 +135,18 @@ def layers_of(model: nn.Module) -> Iterator[_Layer]:
             yield _Layer(module, -1, 1, kind.weight.detach().clone())
 
 
-def calibrate(model: nn.Module, layers: list[_Layer], train: Split, count: int) -> None:
+def _calibrate(model: nn.Module, layers: list[_Layer], train: Split, count: int) -> None:
     """Takes the ranges of every layer's inputs on `count` training images."""
     hooks = [layer.module.register_forward_pre_hook(layer.watch) for layer in layers]
-    seen = 0
+    used = 0
     for images, _ in train.batches():
-        model(images[: count - seen])
-        seen += len(images)
-        if seen >= count:
+        model(images[: count - used])
+        used += len(images)
+        if used >= count:
             break
     for hook in hooks:
         hook.remove()
     layers[:] = [layer for layer in layers if layer.low is not None]  # some are not used in a forward
-
-
-def _logits(model: nn.Module, test: Split) -> Tensor:
-    return torch.cat([logits_of(model, model(images)).float() for images, _ in test.batches()])
-
-
-def _accuracy(logits: Tensor, labels: Tensor) -> float:
-    return float((logits.argmax(-1) == labels).double().mean())
 
 
 def rounded(x: Tensor, low: Tensor, high: Tensor, bits: int) -> Tensor:

@@ -86,6 +86,9 @@ class Protocol:
 
     def intervals(self, values: Mapping[str, float], n: int) -> dict[str, tuple[float, float]]:
         """The 95% interval of every number that is a fraction of n samples."""
+        for pattern in self.fractions:
+            if not any(fnmatchcase(name, pattern) for name in values):
+                raise BadInput(f"{self.name}: fractions has {pattern!r}, and it returns {', '.join(values)}")
         some = [name for name in values if any(fnmatchcase(name, pattern) for pattern in self.fractions)]
         for name in some:
             if values[name] < 0 or values[name] > 1:
@@ -177,7 +180,7 @@ def protocol(name: str, *functions: Evaluator) -> Protocol:
     return PROTOCOLS[name]
 
 
-def asked_for(names: Sequence[str], changes: Mapping[str, Mapping[str, Any]] | None = None) -> list[Protocol]:
+def find_protocols(names: Sequence[str], changes: Mapping[str, Mapping[str, Any]] | None = None) -> list[Protocol]:
     """The protocols of some names. Raises BadInput for changes of any other one, or that one does not take."""
     protocols = [protocol(name) for name in names]
     for name, values in (changes or {}).items():

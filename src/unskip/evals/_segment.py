@@ -67,14 +67,14 @@ def segment(
     together, their tokens side by side (multi-scale). Pixels that are `ignore` do not count. For the curve over depth
     call `unskip.evals.evaluate`.
     """
-    settings = find(protocol, segment_linear, segment_ridge).settings_with(changes)
+    settings = find(protocol, evaluate_segmentation).settings_with(changes)
     splits: list[Split] = []
     for name, (images, masks) in (("train", train), ("test", test)):
         _check(name, masks, tuple(images.shape), classes, ignore)
         parts = (images[part] for part in chunks(len(images), batch))
         read, all_blocks = read_patches(model, parts, blocks, precision=precision, normalise=normalise)
-        asked = [blocks] if isinstance(blocks, int) else blocks
-        wanted = tuple(index % len(all_blocks) for index in asked)
+        chosen = [blocks] if isinstance(blocks, int) else blocks
+        wanted = tuple(index % len(all_blocks) for index in chosen)
         tokens = torch.cat([read.blocks[index] for index in wanted], 2)
         held: dict[str, Any] = {"grid": read.grid, "stride": read.stride, "size": read.size, "masks": masks}
         labels = torch.zeros(len(images), dtype=torch.int64)
@@ -100,11 +100,6 @@ def segment(
     start=0.01,
     flip=False,
 )
-def segment_linear(train: Split, test: Split, **settings: Any) -> dict[str, float]:
-    """Of the patches of one block, by gradient descent."""
-    return _numbers(train, test, settings)
-
-
 @register(
     "segment-ridge-v1",
     needs="patches",
@@ -116,12 +111,8 @@ def segment_linear(train: Split, test: Split, **settings: Any) -> dict[str, floa
     solver="ridge",
     penalty=1e-3,
 )
-def segment_ridge(train: Split, test: Split, **settings: Any) -> dict[str, float]:
-    """Of the patches of one block, in closed form."""
-    return _numbers(train, test, settings)
-
-
-def _numbers(train: Split, test: Split, settings: Mapping[str, Any]) -> dict[str, float]:
+def evaluate_segmentation(train: Split, test: Split, **settings: Any) -> dict[str, float]:
+    """Of the patches of one block."""
     highest = [_highest(each) for each in (train, test)]
     for name, each in (("train", train), ("test", test)):
         _check(name, each.masks, (len(each), 0, *each.size), 1 + max(highest), each.ignore)

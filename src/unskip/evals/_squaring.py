@@ -31,8 +31,8 @@ def leading(matrices: Tensor) -> tuple[Tensor, Tensor]:
         power = power / _norm(power)
         others = _others(power)
         # The last time that all is readable counts; earlier ones are less sharp.
-        seen = (others > _READ) & (before < 0.5)
-        ratio[rest] = torch.where(seen, (others / before).clamp(max=1) ** (0.5 ** (count - 1)), ratio[rest])
+        readable = (others > _READ) & (before < 0.5)
+        ratio[rest] = torch.where(readable, (others / before).clamp(max=1) ** (0.5 ** (count - 1)), ratio[rest])
         before = others
         if count < _AT_ONCE:
             continue

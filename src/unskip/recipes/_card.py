@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ _FIELDS = (
     *("recipe", "preset", "data", "model", "model_args", "shortcut", "where", "init", "weights", "optimizer", "lr"),
     *("weight_decay", "batch", "warmup", "ema", "precision", "seed"),
 )
+_OF_BLOCK = re.compile(r"_block_\d+$")  # such as rank_block_3; the number of the last block stands alone
 _NO_RESULTS = ("step", "time", "cfg", "tolerance")  # numbers of a row that say how its results were taken
 
 
@@ -36,7 +38,9 @@ def _short(value: Any) -> Any:
 def _results(row: dict[str, Any]) -> Iterator[dict[str, Any]]:
     intervals = row.get("intervals", {})
     for name, value in row.items():
-        if isinstance(value, float) and name not in _NO_RESULTS and (name in intervals or not intervals):
+        if not isinstance(value, float) or name in _NO_RESULTS or _OF_BLOCK.search(name):
+            continue
+        if name in intervals or not intervals:
             result = {"evaluation": row.get("evaluation", ""), "block": row.get("path"), "metric": name, "value": value}
             yield result | {"interval": intervals.get(name), "n": row.get("n"), "split": row.get("split")}
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from unskip._warn import warn
 from unskip.data import infer_classes, open_dense, open_images, preprocess_of
 from unskip.errors import BadInput
-from unskip.evals import Extractor, Result, asked_for, evaluate, extractor, image_channels, noised, protocol
+from unskip.evals import Extractor, Result, evaluate, extractor, find_protocols, image_channels, noised, protocol
 from unskip.models import Sampling
 from unskip.recipes._data import (
     Opener,
@@ -159,7 +159,7 @@ def evaluate_samples(
 def _apart(protocols: Sequence[str], dense: str | None, options: Mapping[str, Any]) -> tuple[list[str], list[str]]:
     """Protocols of masks and boxes, and the others. Raises BadInput for masks that are missing, and for changes of
     protocols that are not asked for."""
-    apart = [each.name for each in asked_for(protocols, options.get("changes")) if each.truth != "labels"]
+    apart = [each.name for each in find_protocols(protocols, options.get("changes")) if each.truth != "labels"]
     if apart and dense is None:
         raise BadInput(f"{', '.join(apart)}: give images with masks and boxes, --dense FILES")
     return apart, [name for name in protocols if name not in apart]

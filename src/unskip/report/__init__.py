@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from unskip._warn import warn
 from unskip.errors import BadInput
 from unskip.report import figures
 from unskip.report._intervals import Difference, difference
@@ -32,7 +33,8 @@ def read(
 
     With `look` the models of the first 12 runs (or of so many as it says) are built, filled from their last checkpoint
     and measured on 16 test images; `jacobians` measures singular values too, which takes longer. A model that is a
-    Python file is built with `trust` alone. `opener` opens the images, as for `unskip.train`.
+    Python file is built with `trust` alone. Warns of a checkpoint that cannot be opened. `opener` opens the images, as
+    for `unskip.train`.
     """
     groups = read_groups(runs)
     most = LOOKED if look is True else int(look)
@@ -47,7 +49,10 @@ def read(
     opener = opener or cached_opener()
     for place, index in places[:most]:
         run = members[index][place]
-        members[index][place] = replace(run, look=look_at(run, jacobians, trust, opener))
+        result = look_at(run, jacobians, trust, opener)
+        if run.checkpoint is not None and result.step is None:  # such as for want of a plugin; the page says so too
+            warn(f"{run.path}: {result.notes[0]}")
+        members[index][place] = replace(run, look=result)
     return [replace(group, runs=tuple(runs)) for group, runs in zip(groups, members, strict=True)]
 
 

@@ -41,7 +41,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Chart:
-    """What a chart shows. An empty one says in `missing` why there is nothing."""
+    """What a chart shows. `missing` is the reason why an empty one has no line."""
 
     name: str
     title: str
@@ -64,13 +64,13 @@ class Chart:
 
     def alt(self) -> str:
         """The chart in words."""
-        said = []
+        notes = []
         for line in self.lines[:8]:
             x, y = (line.x[0], line.x[-1]), (line.y[0], line.y[-1])
             ends = f"{y[0]:.3g} at {x[0]:g}" + (f" to {y[1]:.3g} at {x[1]:g}" if len(line.x) > 1 else "")
-            said.append(f"{line.label}: {ends}")
+            notes.append(f"{line.label}: {ends}")
         more = f" And {len(self.lines) - 8} more." if len(self.lines) > 8 else ""
-        return f"Line chart. {self.title}: {self.y_label} over {self.x_label}. " + "; ".join(said) + "." + more
+        return f"Line chart. {self.title}: {self.y_label} over {self.x_label}. " + "; ".join(notes) + "." + more
 
 
 def over_steps(groups: Sequence[Group], name: str) -> Chart:
@@ -270,17 +270,17 @@ def _chart(
         thinned |= every > 1
         kept = points[::every] + ([points[-1]] if (len(points) - 1) % every else [])
         lines.append(Line(group.label, group.place, *zip(*kept, strict=True)))
-    said = [f"Long curves are thinned to {most} points."] if thinned else []
-    said += [f"Values beyond {BEYOND:.0e} are not drawn."] if beyond else []
+    notes = [f"Long curves are thinned to {most} points."] if thinned else []
+    notes += [f"Values beyond {BEYOND:.0e} are not drawn."] if beyond else []
     same = [words([line.label for line in each]) for each in _equal(lines)]
-    said += [f"On one line, as they are equal: {'; '.join(same)}."] if same else []
+    notes += [f"On one line, as they are equal: {'; '.join(same)}."] if same else []
     drawn = {line.group for line in lines}
     without = [group.label for group in groups if group.place not in drawn]
-    said += [f"{absent}: {words(without)}."] if without else []
+    notes += [f"{absent}: {words(without)}."] if without else []
     shown = [y for line in lines for y in line.y]
     # A fraction near zero is nothing, which a logarithm would make much of.
     wide = "fraction" not in y_label and bool(shown) and min(shown) > 0 and max(shown) > _WIDE * min(shown)
-    note = "" if not lines else " ".join(said)
+    note = "" if not lines else " ".join(notes)
     return Chart(name, title, x_label, y_label, tuple(lines), wide, note, "" if lines else missing)
 
 

@@ -95,8 +95,8 @@ def results(groups: Sequence[Group]) -> tuple[list[str], list[list[object]]]:
 def _head(name: str) -> str:
     """A number's name and unit, as the head of a column."""
     title, unit = called(name)
-    said = unit[unit.rindex("(") :] if unit.endswith(")") else ""
-    return f"{title} {said}".strip()
+    suffix = unit[unit.rindex("(") :] if unit.endswith(")") else ""
+    return f"{title} {suffix}".strip()
 
 
 def _samples(counts: Sequence[object]) -> str:
@@ -144,18 +144,18 @@ def deltas(groups: Sequence[Group]) -> tuple[list[str], list[list[object]]]:
         for group in others:
             after, theirs = _values(group, name)
             counts = [row[name].get("n") for g in (first, group) for row in map(newest_rows, g.runs) if name in row]
-            found = difference(before, after, (wilson, theirs))
-            if found is not None:
+            delta = difference(before, after, (wilson, theirs))
+            if delta is not None:
                 cells = [over_seeds(before, 0, wilson), over_seeds(after, 0, theirs)]
-                ends = bracketed(found.interval) if found.interval else None
+                ends = bracketed(delta.interval) if delta.interval else None
                 rows.append(
                     [
                         group,
                         _head(name) + _samples(counts),
                         *cells,
-                        (found.value, f"{found.value:+.4g}"),
+                        (delta.value, f"{delta.value:+.4g}"),
                         ends,
-                        found.method,
+                        delta.method,
                     ]
                 )
     return header, rows

@@ -41,5 +41,5 @@ def _figures(groups: Sequence[Group]) -> Iterator[tuple[str, Figure]]:
     for _, _, charts in every_chart(groups):
         yield from ((chart.name, draw(chart)) for chart in charts if chart.lines)
     for group in groups:
-        seen = next((run.look for run in group.runs if run.look is not None and run.look.tiles), None)
-        yield from ((f"{group.label}-{tiles.name}", draw_tiles(tiles)) for tiles in (seen.tiles if seen else ()))
+        look = next((run.look for run in group.runs if run.look is not None and run.look.tiles), None)
+        yield from ((f"{group.label}-{tiles.name}", draw_tiles(tiles)) for tiles in (look.tiles if look else ()))

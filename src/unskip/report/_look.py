@@ -47,7 +47,7 @@ def look(run: Run, jacobians: bool = False, trust: bool = False, opener: Opener 
     """
     if run.checkpoint is None:
         return Look(notes=["not looked at: it has no checkpoint yet"])
-    seen = Look()
+    result = Look()
     gpus = [torch.cuda.current_device()] if torch.cuda.is_available() else []
     with warnings.catch_warnings(record=True) as caught, torch.random.fork_rng(gpus):
         warnings.simplefilter("always")
@@ -55,23 +55,25 @@ def look(run: Run, jacobians: bool = False, trust: bool = False, opener: Opener 
         try:
             opener = opener or cached_opener()
             trained = open_run(run.path, "auto", trust=trust)
+            if not trained.facts.channels:
+                return Look(trained.step, notes=["not of images, so no pictures; `unskip measure RUN` measures it"])
             train, test = open_splits(trained.config, opener)
             train, test = _some(train, KNOWN), _some(test, max(SHOWN, MEASURED))
         except Exception as error:  # whatever a config of another version, or data that is gone, leads to
-            return Look(notes=[f"not looked at: {_said(error)}"])
+            return Look(notes=[f"not looked at: {_message(error)}"])
         for name, part in (
-            ("measurement", partial(_measurement, seen, trained, test, jacobians)),
-            ("reconstructions", partial(_reconstructions, seen, trained, test)),
-            ("patch features", partial(_patch_features, seen, trained, test)),
-            ("neighbours", partial(_neighbours, seen, trained, train, test)),
+            ("measurement", partial(_measurement, result, trained, test, jacobians)),
+            ("reconstructions", partial(_reconstructions, result, trained, test)),
+            ("patch features", partial(_patch_features, result, trained, test)),
+            ("neighbours", partial(_neighbours, result, trained, train, test)),
         ):
             try:
                 part()
             except Exception as error:
-                seen.notes.append(f"{name}: {_said(error)}")
-    seen.notes += [clean(each.message, 200) for each in caught if issubclass(each.category, UserWarning)]
-    seen.step, seen.notes = trained.step, list(dict.fromkeys(seen.notes))
-    return seen
+                result.notes.append(f"{name}: {_message(error)}")
+    result.notes += [clean(each.message, 200) for each in caught if issubclass(each.category, UserWarning)]
+    result.step, result.notes = trained.step, list(dict.fromkeys(result.notes))
+    return result
 
 
 def _some(images: ImageSet, count: int) -> ImageSet:
@@ -92,14 +94,14 @@ def _ready(trained: Trained, images: ImageSet) -> Tensor:
     return next(iter(_feed(trained, images, max(1, len(images))).evaluate()))[0]
 
 
-def _measurement(seen: Look, trained: Trained, test: ImageSet, jacobians: bool) -> None:
+def _measurement(result: Look, trained: Trained, test: ImageSet, jacobians: bool) -> None:
     batch = _ready(trained, test)[:MEASURED]
     taken = measure(trained.encoder, batch, jacobians="auto" if jacobians else "off")
-    seen.measurement = taken.to_dict()
-    seen.notes += taken.notes
+    result.measurement = taken.to_dict()
+    result.notes += taken.notes
 
 
-def _reconstructions(seen: Look, trained: Trained, test: ImageSet) -> None:
+def _reconstructions(result: Look, trained: Trained, test: ImageSet) -> None:
     model = trained.model
     if not isinstance(model, MAE):
         return
@@ -107,17 +109,17 @@ def _reconstructions(seen: Look, trained: Trained, test: ImageSet) -> None:
     batch = _ready(trained, test)[:SHOWN]
     noise = torch.rand(len(batch), model.grid.patches, generator=torch.Generator().manual_seed(0)).to(batch.device)
     with torch.no_grad():
-        result = model.eval()(batch, noise)
+        output = model.eval()(batch, noise)
     true = model.patches(raw).float().cpu()  # (images, patches, pixels)
-    order, masked = result.order.cpu(), result.order.cpu()[:, model.visible :]
-    predicted = _in_bytes(model, true, masked, result.prediction.float().cpu())
+    order, masked = output.order.cpu(), output.order.cpu()[:, model.visible :]
+    predicted = _in_bytes(model, true, masked, output.prediction.float().cpu())
     shown, whole = true.clone(), true.clone()
     rows = torch.arange(len(true))[:, None]
     shown[rows, masked] = 128.0
     whole[rows, masked] = predicted
     error = (whole - true).square()[rows, masked].mean((1, 2)).sqrt() / 255
     pictures = [_assembled(model, each, len(order)) for each in (true, shown, whole)]
-    seen.tiles.append(
+    result.tiles.append(
         Tiles(
             "reconstructions",
             "Reconstructions of masked patches",
@@ -153,7 +155,7 @@ def _assembled(model: MAE, patches: Tensor, count: int) -> list[Pixels]:
     return _pixels(images)
 
 
-def _patch_features(seen: Look, trained: Trained, test: ImageSet) -> None:
+def _patch_features(result: Look, trained: Trained, test: ImageSet) -> None:
     raw, encoder, size = _raw(trained, test), trained.encoder.eval(), trained.config.size
     with torch.no_grad():
         tokens = features(encoder, _ready(trained, test)[:SHOWN], pool=None)
@@ -162,14 +164,14 @@ def _patch_features(seen: Look, trained: Trained, test: ImageSet) -> None:
     for block, values in tokens.items():
         grid = _grid(encoder, values, (size, size))
         if grid is None:
-            seen.notes.append(f"patch features: the {values.shape[1]} tokens of block {block} are no grid of patches")
+            result.notes.append(f"patch features: the {values.shape[1]} tokens of block {block} are no grid of patches")
             return
         colours, explained = pca_colours(grid.flatten(0, 2))
         columns.append([*_bytes(colours.view(*grid.shape[:3], 3) * 255)])
         fractions.append((block, *explained))
     chosen = _spread_out(len(columns), 8)
     pictures = [_pixels(raw), *(columns[index] for index in chosen)]
-    seen.tiles.append(
+    result.tiles.append(
         Tiles(
             "patch-features",
             "Patch features by block, first three principal components as colours",
@@ -185,12 +187,12 @@ def _patch_features(seen: Look, trained: Trained, test: ImageSet) -> None:
     )
 
 
-def _neighbours(seen: Look, trained: Trained, train: ImageSet, test: ImageSet) -> None:
+def _neighbours(result: Look, trained: Trained, train: ImageSet, test: ImageSet) -> None:
     train_features = extract(trained.encoder, _feed(trained, train, 256).evaluate(), -1)
     test_features = extract(trained.encoder, _feed(trained, test, 256).evaluate(), -1)
     ((index, known),) = train_features["mean", "none"].items()
-    asked = test_features["mean", "none"][index][:SHOWN]
-    cosines = F.normalize(asked.double(), dim=1) @ F.normalize(known.double(), dim=1).T
+    queries = test_features["mean", "none"][index][:SHOWN]
+    cosines = F.normalize(queries.double(), dim=1) @ F.normalize(known.double(), dim=1).T
     best = cosines.topk(min(NEAREST, cosines.shape[1]), 1)
     images, captions, table = [], [], []
     right = 0
@@ -205,7 +207,7 @@ def _neighbours(seen: Look, trained: Trained, train: ImageSet, test: ImageSet) -
         captions.append((own, *(name if fits else name + MARK for name, fits in zip(names, same, strict=True))))
         cosine = best.values[row].tolist()
         table += [(row, own, rank + 1, name, cosine[rank]) for rank, name in enumerate(names)]
-    seen.tiles.append(
+    result.tiles.append(
         Tiles(
             "neighbours",
             f"Nearest neighbours in the features of block {index}",
@@ -254,6 +256,6 @@ def _spread_out(count: int, most: int) -> list[int]:
     return sorted({round(place * (count - 1) / (most - 1)) for place in range(most)})
 
 
-def _said(error: BaseException) -> str:
-    text = clean(error, 240)
+def _message(error: BaseException) -> str:
+    text = clean(error, 500)
     return text if isinstance(error, UnskipError) and text else f"{type(error).__name__}: {text}"

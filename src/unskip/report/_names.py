@@ -24,6 +24,11 @@ NAMES = {  # what a number is called, and its unit
 }
 _KNN = re.compile(r"knn(\d+)(?= |$)")
 _TAKEN = ("rank_entropy",)  # the logarithm of a number that is shown
+# Of a line of metrics.jsonl, what the training loop logs. The rest is what the objective's `loss` returns.
+_OF_LOOP = (
+    *("step", "loss", "lr", "gradient_norm", "effective_decay"),
+    *("seconds", "samples_per_second", "peak_memory_gib"),
+)
 
 
 def called(name: str) -> tuple[str, str]:
@@ -35,6 +40,12 @@ def called(name: str) -> tuple[str, str]:
         return f"kNN accuracy, k = {near[1]}{name[near.end() :]}", "accuracy (fraction)"
     word = name.split(" ")[0]  # what follows says how it was taken
     return (f"{NAMES[word][0]}{name[len(word) :]}", NAMES[word][1]) if word in NAMES else (name, name)
+
+
+def of_loss(groups: Sequence[Group]) -> list[str]:
+    """The names of the numbers that an objective logs beside its loss."""
+    rows = (row for group in groups for run in group.runs for row in run.metrics)
+    return [name for name in dict.fromkeys(name for row in rows for name in row) if name not in _OF_LOOP]
 
 
 def evaluations(groups: Sequence[Group], by_block: bool) -> list[str]:

@@ -1,6 +1,6 @@
 """One self-contained HTML page about any runs: words, tables, figures with their data, and what was left out.
 
-Here is what the page says, as plain data; page.html is how it looks. A section is (key, heading, parts), and a part has
+Here is what the page shows, as plain data; page.html is how. A section is (key, heading, parts), and a part has
 some of title, text, header and rows of a table, figures, note and lines. Nothing is fetched: style, script, figures and
 data are in the file, and its security policy forbids the rest. The template escapes what runs are called.
 """
@@ -18,7 +18,7 @@ from typing import Any
 from unskip.report import _charts
 from unskip.report import _compare as compare
 from unskip.report._charts import Chart
-from unskip.report._names import evaluations
+from unskip.report._names import evaluations, of_loss
 from unskip.report._read import Group, Run, by_recipe
 from unskip.report._svg import inline
 from unskip.report._tables import FORMATS
@@ -40,7 +40,7 @@ def page(groups: Sequence[Group]) -> str:
     sections: list[tuple[str, str, Sequence[Part]]] = [*tables(groups)]
     for key, heading, charts in every_chart(groups):
         drawn = [_chart(chart) for chart in charts if chart.lines]
-        if key == "jacobians" and not drawn:  # six titles would say no more
+        if key == "jacobians" and not drawn:  # one line in place of six titles
             missing.append(("Singular values and condition numbers of Jacobians", charts[0].missing))
         else:
             missing += [(chart.title, chart.missing) for chart in charts if not chart.lines]
@@ -127,7 +127,7 @@ def _differences(groups: Sequence[Group]) -> list[Part]:
         if not 0 < len(others) <= COMPARED:
             continue
         header, rows = compare.deltas([first, *others])
-        lines = [f"{group.label}: {said}" for group in others if (said := compare.changed(first, group))]
+        lines = [f"{group.label}: {fields}" for group in others if (fields := compare.changed(first, group))]
         title = f"{recipe}: against {first.label}" if len(kinds) > 1 else f"Against {first.label}"
         table = {"label": f"Differences, {recipe}", "header": header, "rows": rows} if rows else {}
         parts += [{"title": title, "lines": lines}, table] if lines or rows else []
@@ -167,7 +167,8 @@ def _training(groups: Sequence[Group]) -> list[Chart]:
         names = evaluations(members, False)
         # kNN has a place here even where no run was evaluated by it: it says so.
         names += [] if any(name.startswith("knn") for name in names) else ["knn20"]
-        mine = [_charts.over_steps(members, "loss"), *(_charts.evaluated(members, name) for name in names)]
+        mine = [_charts.over_steps(members, name) for name in ("loss", *of_loss(members))]
+        mine += [_charts.evaluated(members, name) for name in names]
         if len(kinds) > 1:
             mine = [replace(c, title=f"{c.title} ({recipe})", name=f"r{len(charts)}-{c.name}") for c in mine]
         charts += mine
@@ -205,16 +206,17 @@ def _pictures(groups: Sequence[Group], missing: Missing) -> list[Part]:
     parts: list[Part] = []
     others: list[str] = []
     for index, group in enumerate(groups):
-        seen = next((run for run in group.runs if run.look is not None and run.look.tiles), None)
-        figures = [_tiles(tiles, f"g{index}", group) for tiles in seen.look.tiles] if seen and seen.look else []
+        pictured = next((run for run in group.runs if run.look is not None and run.look.tiles), None)
+        looked = pictured.look.tiles if pictured and pictured.look else []
+        figures = [_tiles(tiles, f"g{index}", group) for tiles in looked]
         samples = [figure for run in group.runs if (figure := _samples(run, group)) is not None][:1]
         figures += samples
         if group.recipe in ("sit", "uvit") and not samples:
             missing.append((f"Samples of {group.label}", "none in its folder; `unskip sample RUN` draws some"))
-        if seen and group.recipe != "mae":
+        if pictured and group.recipe != "mae":
             others.append(group.label)
         if figures and len(parts) < PICTURED:
-            parts.append({"title": compare.title(group, seen) if seen else group.label, "figures": figures})
+            parts.append({"title": compare.title(group, pictured) if pictured else group.label, "figures": figures})
         elif figures:
             missing.append((f"Pictures of {group.label}", f"those of the first {PICTURED} groups are shown"))
     if others:
@@ -251,7 +253,7 @@ def _warnings(groups: Sequence[Group]) -> Part:
 
 
 def _missing(missing: Missing, groups: Sequence[Group]) -> list[str]:
-    """What is not on the page, and why; what was wrong with the folders. A reason is said once."""
+    """What is not on the page, and why; what was wrong with the folders. A reason stands once."""
     runs = [run for group in groups for run in group.runs]
     looked = sum(run.look is not None for run in runs)
     wanted = list(missing)

@@ -37,7 +37,7 @@ class Weights(NamedTuple):
 
 @dataclass(frozen=True)
 class Run:
-    """What a folder says of one run. Metrics and evaluations are in the order of their steps."""
+    """What the folder of one run holds. Metrics and evaluations are in the order of their steps."""
 
     path: Path
     name: str
@@ -215,11 +215,11 @@ def _label(runs: Sequence[Run]) -> str:
 
 
 def _unique(groups: list[Group]) -> list[Group]:
-    seen: dict[str, int] = {}
+    counts: dict[str, int] = {}
     unique = []
     for place, group in enumerate(groups):
-        seen[group.label] = seen.get(group.label, 0) + 1
-        again = seen[group.label]
+        counts[group.label] = counts.get(group.label, 0) + 1
+        again = counts[group.label]
         label = group.label if again == 1 else f"{group.label} ({again})"
         unique.append(replace(group, label=label, place=place))
     return unique

@@ -96,14 +96,14 @@ def neighbours(groups: Sequence[Group], group: int = 0) -> Figure:
 def _tiles(groups: Sequence[Group], group: int, name: str) -> Figure:
     if not -len(groups) <= group < len(groups):
         raise BadInput(f"group is {group}; there are {len(groups)} groups of runs, and the first is 0")
-    seen = [run.look for run in groups[group].runs if run.look is not None]
-    for look in seen:
+    looks = [run.look for run in groups[group].runs if run.look is not None]
+    for look in looks:
         for tiles in look.tiles:
             if tiles.name == name:
                 return draw_tiles(tiles)
     part = name.replace("-", " ")
-    why = [note for look in seen for note in look.notes if note.startswith((f"{part}:", "not looked at:"))]
-    if not seen:
+    why = [note for look in looks for note in look.notes if note.startswith((f"{part}:", "not looked at:"))]
+    if not looks:
         why = ["its checkpoint was not looked at: call unskip.report.read with look=True, or a larger number"]
-    said = "; ".join(why) or f"a run of {groups[group].recipe} has none"
-    raise BadInput(f"{groups[group].label}: no {part} there, because {said}")
+    reason = "; ".join(why) or f"a run of {groups[group].recipe} has none"
+    raise BadInput(f"{groups[group].label}: no {part} there, because {reason}")
