@@ -180,28 +180,6 @@ def test_the_bases_are_orthonormal_and_belong_together() -> None:
 # --- Products ---------------------------------------------------------------------------------------------------------
 
 
-class Once(torch.autograd.Function):
-    """A cube whose backward pass cannot be differentiated, with a forward-mode formula and no batching rule."""
-
-    @staticmethod
-    def forward(x: Tensor) -> Tensor:  # type: ignore[override]
-        return x**3
-
-    @staticmethod
-    def setup_context(ctx: object, inputs: tuple[Tensor], output: Tensor) -> None:
-        ctx.save_for_backward(*inputs)  # type: ignore[attr-defined]
-        ctx.save_for_forward(*inputs)  # type: ignore[attr-defined]
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: object, grad: Tensor) -> Tensor:
-        (x,) = ctx.saved_tensors  # type: ignore[attr-defined]
-        return grad * 3 * x**2
-
-    @staticmethod
-    def jvp(ctx: object, tangent: Tensor) -> Tensor:
-        (x,) = ctx.saved_tensors  # type: ignore[attr-defined]
-        return tangent * 3 * x**2
 
 
 @pytest.mark.parametrize("f", [torch.sin, lambda x: x @ gauss(7, 4, 0), lambda x: x.softmax(-1).cumsum(-1)])
@@ -234,11 +212,6 @@ def test_without_batching() -> None:
     assert not jacobian.batched
 
 
-def test_forward_mode_stands_in() -> None:
-    x = torch.linspace(1, 2, 6, dtype=DOUBLE)
-    spectrum = jacobian_spectrum(lambda z: Once.apply(z), x, exact=False)
-    assert spectrum.sigma_max == pytest.approx(12)
-    assert jacobian_spectrum(lambda z: Once.apply(z), x).sigma_max == pytest.approx(12)
 
 
 def test_a_backward_pass_that_hides_something() -> None:

@@ -11,7 +11,7 @@ from tests.optim.trajectories import gradients, run, same, start
 from torch import nn
 
 from unskip.errors import BadInput
-from unskip.optim import SOAP, _kernels
+from unskip.optim import SOAP, Muon, _kernels
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf, 1e30])
@@ -141,6 +141,14 @@ def test_wrong_options_are_named(options: dict[str, Any]) -> None:
     for params in ([start((2, 2))], [{"params": [start((2, 2))], **options}]):
         with pytest.raises(BadInput, match=f"{next(iter(options))} must be"):
             SOAP(params, **options)
+
+
+@pytest.mark.parametrize("kind", [SOAP, Muon])
+def test_sharded_parameters_are_refused(kind: Any) -> None:
+    param: Any = start((4, 4))
+    param.device_mesh = None  # which a DTensor has
+    with pytest.raises(BadInput, match="no whole matrix on any rank"):
+        kind([param])
 
 
 def test_complex_parameters_are_refused() -> None:

@@ -256,13 +256,15 @@ def test_bad_settings_are_refused(changes: dict[str, Any], message: str) -> None
         recipes.build_task(dino(**changes))
 
 
-@pytest.mark.parametrize(("more", "judged"), [("", True), (",class_token=false,global_pool=avg,reg_tokens=2", False)])
-def test_neighbours_of_a_class_token_where_there_is_one(more: str, judged: bool) -> None:
+@pytest.mark.parametrize(
+    ("more", "evaluated"), [("", True), (",class_token=false,global_pool=avg,reg_tokens=2", False)]
+)
+def test_neighbours_of_a_class_token_where_there_is_one(more: str, evaluated: bool) -> None:
     task, _ = recipes.build_task(dino(model_args=TINY["model_args"] + more))
     (evaluation,) = task.evaluations.values()
     found = evaluation(task.model)
     assert "knn20" in found
-    assert ("cls_knn20" in found) == judged
+    assert ("cls_knn20" in found) == evaluated
 
 
 def test_a_model_that_takes_any_size_without_being_asked() -> None:

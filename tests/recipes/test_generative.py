@@ -51,9 +51,7 @@ LATE: dict[str, Any] = {"times": "logit-normal", "time_mean": 2.0}  # the data's
 @pytest.mark.parametrize("interpolant", ["linear", "gvp"])
 @pytest.mark.parametrize("target", ["velocity", "noise", "data"])
 @pytest.mark.parametrize("times", [{}, LATE], ids=["uniform", "late"])
-def test_a_model_that_predicts_nothing_has_the_trivial_loss(
-    interpolant: str, target: str, times: dict[str, Any]
-) -> None:
+def test_a_model_that_predicts_zero_has_the_baseline_loss(interpolant: str, target: str, times: dict[str, Any]) -> None:
     """SiT's output starts at zero: its loss is what flat-loss compares with."""
     task, _ = unskip.recipes.build_task(tiny(interpolant=interpolant, target=target, batch=1024, **times))
     torch.manual_seed(0)

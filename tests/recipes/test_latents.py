@@ -197,8 +197,8 @@ def test_latents_that_cannot_be_had(autoencoder: Path, tmp_path: Path) -> None:
         Autoencoder.open(tmp_path / "kl")
 
 
-def test_the_trivial_loss_counts_the_noise_of_latents(autoencoder: Path, tmp_path: Path) -> None:
-    """Latents are drawn anew each time, mean + deviation n: SiT's first prediction, nothing, misses both."""
+def test_the_baseline_loss_counts_the_noise_of_latents(autoencoder: Path, tmp_path: Path) -> None:
+    """Latents are drawn anew each time, mean + standard deviation * n: SiT's first prediction, nothing, misses both."""
     config = tiny(latents=str(autoencoder), cache=str(tmp_path / "cache"), batch=1024)
     task, _ = unskip.recipes.build_task(config)
     torch.manual_seed(0)

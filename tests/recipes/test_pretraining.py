@@ -1,4 +1,4 @@
-"""The MAE recipe: every ablation a flag, runs on digits, resume, the encoder on its own, and runs judged."""
+"""The MAE recipe: every ablation a flag, runs on digits, resume, the encoder on its own, and evaluation."""
 
 from __future__ import annotations
 
@@ -108,14 +108,14 @@ def test_a_run_says_what_it_saw(run: Path) -> None:
 
 
 @pytest.mark.full
-def test_training_learns_to_paint(tmp_path: Path) -> None:
+def test_training_learns_to_reconstruct(tmp_path: Path) -> None:
     outcome = unskip.train(tiny(steps=120, lr=5e-3, checkpoint_every=1000, decoder_depth=2), tmp_path / "x", quiet=True)
     rows = RunFolder(tmp_path / "x").read("metrics.jsonl")
-    trivial = build_task(tiny())[0].baseline_loss
-    assert trivial is not None
-    assert rows[0]["loss"] == pytest.approx(trivial, rel=0.1)  # from the zero start it paints nothing
-    assert rows[-1]["loss"] < 0.85 * trivial
-    assert outcome.evaluations["test_loss"] < 0.85 * trivial
+    baseline = build_task(tiny())[0].baseline_loss
+    assert baseline is not None
+    assert rows[0]["loss"] == pytest.approx(baseline, rel=0.1)  # from the zero start it predicts zero
+    assert rows[-1]["loss"] < 0.85 * baseline
+    assert outcome.evaluations["test_loss"] < 0.85 * baseline
 
 
 def test_a_published_checkpoint_starts_a_plain_run(tmp_path: Path) -> None:
@@ -160,7 +160,7 @@ def test_images_evaluated_in_training_are_of_every_class_alike() -> None:
     images = ImageSet("made", "train", tuple("abcd"), labels, torch.zeros(935, 1, 2, 2, dtype=torch.uint8))
     assert subset(images, 935) is images
     assert subset(images, 100).labels.bincount().tolist() == [33, 30, 5, 32]
-    assert subset(images, 2).labels.tolist() == [0, 1]  # of another set, too: what is judged was learnt
+    assert subset(images, 2).labels.tolist() == [0, 1]  # of another set, too: training has every class that is tested
     assert torch.equal(subset(images, 100).labels, subset(images, 100).labels)
 
 
@@ -257,9 +257,9 @@ def test_several_settings_are_changed_at_once(word: list[str], run: Path, capsys
         (["--protocol", ","], "names none"),
         (["--blocks", "first"], "first"),
         (["--blocks", "7"], "not among the model's 2 blocks"),
-        (["--pool", "max"], "mean or cls"),
-        (["--split", "train"], "test or val"),
-        (["--precision", "int8"], "float32 or bf16"),
+        (["--pool", "max"], "'mean'"),
+        (["--split", "train"], "'val'"),
+        (["--precision", "int8"], "bf16"),
         (["--change", "knn-dino-v1.neighbours=3"], "k, temperature"),
         (["--change", "knn-dino-v1.k=few"], "whole numbers above 0"),
         (["--change", "probe-lbfgs-v1.c=3"], "with a protocol that is asked for"),

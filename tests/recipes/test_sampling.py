@@ -1,4 +1,4 @@
-"""What a generative run has learnt and draws: samples, judges, noise levels, and the command line."""
+"""What a generative run has learnt and draws: samples, metrics, noise levels, and the command line."""
 
 from __future__ import annotations
 

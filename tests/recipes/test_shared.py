@@ -195,13 +195,13 @@ def test_classes_as_frequent_as_each_other() -> None:
         assert baseline(torch.arange(30) % 10, 10, smoothing) == pytest.approx(math.log(10))
 
 
-def test_a_masked_autoencoder_that_paints_nothing() -> None:
+def test_a_masked_autoencoder_that_predicts_zero() -> None:
     for norm_pix in (True, False):
         task, _ = recipes.build_task(recipes.mae("digits", norm_pix=norm_pix, device="cpu", model_args=VIT, batch=512))
         losses = []
         for step, batch in enumerate(task.feed.iterate(0, 4)):
             torch.manual_seed(step)
-            losses.append(float(task.loss(task.model, batch)[0].detach()))  # the zero start paints nothing
+            losses.append(float(task.loss(task.model, batch)[0].detach()))  # the zero start predicts zero
         assert sum(losses) / 4 == pytest.approx(task.baseline_loss, rel=0.02)
         model: Any = task.model  # by all test images: a few say little of their mean square
         wanted = [

@@ -124,9 +124,11 @@ def _stopped(folder: Path, count: int) -> str:
     if not any([*folder.glob("*/config.json"), *folder.glob("*/seed-*/config.json")]):
         return "Stopped, before any run had begun."
     runs = [run for group in read([folder], look=False) for run in group.runs]
-    said = [f"Stopped. {folder} holds {len(runs)} of {count} runs; `unskip report {_quoted(folder)}` shows them."]
-    said += [f"`unskip resume {_quoted(run.path)}` finishes {run.name}." for run in runs if run.checkpoint != run.steps]
-    return " ".join([*said, "The demo itself begins anew."])
+    lines = [f"Stopped. {folder} holds {len(runs)} of {count} runs; `unskip report {_quoted(folder)}` shows them."]
+    lines += [
+        f"`unskip resume {_quoted(run.path)}` finishes {run.name}." for run in runs if run.checkpoint != run.steps
+    ]
+    return " ".join([*lines, "The demo itself begins anew."])
 
 
 def _quoted(path: Path) -> str:

@@ -38,9 +38,9 @@ def decide(run: Path | None, write: Write) -> bool:
 
 
 def _first_mlp(run: Path, write: Write) -> bool:
-    opened = parts(open_run(run).encoder)
-    place, part = next((place, part) for place, part in enumerate(opened) if isinstance(part, MlpParts))
-    write(f"The MLP of site {place} ({opened.sites[place].path}) of the model in {run.name}:\n")
+    every = parts(open_run(run).encoder)
+    place, part = next((place, part) for place, part in enumerate(every) if isinstance(part, MlpParts))
+    write(f"The MLP of site {place} ({every.sites[place].path}) of the model in {run.name}:\n")
     verdict = absorb(part)
     write(_indented(str(verdict)))
     return _checked(verdict.verify(), write)

@@ -1,4 +1,4 @@
-"""What a comparison of two accuracies says, and no more.
+"""Two accuracies compared, in words.
 
     over seeds      b - a ± t sqrt(s_a^2 / n_a + s_b^2 / n_b)         Welch, 95%: what other seeds would change
     of one seed     b - a ± 2 sqrt((a (1 - a) + b (1 - b)) / n)       n test images: what other images would change
@@ -37,10 +37,10 @@ def compared(name: str, before: Seeds, after: Seeds, images: int, named: tuple[s
 def beside(kept: Seeds, cut: Seeds, images: int) -> str:
     """A sentence about a model that kept its skips, beside one without them."""
     change, size = _gap(kept, cut, images)
-    said = f"With all its skips it reaches {shown(kept)} in as many steps: without them, initialised, it is"
+    start = f"With all its skips it reaches {shown(kept)} in as many steps: without them, initialised, it is"
     if abs(change) <= size:
-        return f"{said} level: {change:+.3f} may be chance (±{size:.3f})."
-    return f"{said} {_more(change)} by {abs(change):.3f} (±{size:.3f})."
+        return f"{start} level: {change:+.3f} may be chance (±{size:.3f})."
+    return f"{start} {_more(change)} by {abs(change):.3f} (±{size:.3f})."
 
 
 def at_chance(accuracies: Seeds, classes: int, images: int) -> bool:

@@ -2,7 +2,7 @@
 
 One forward pass records a graph. Backward passes through it give rows, w -> J^T w. That map is linear in w, so a
 backward pass through it gives columns, v -> J v: the products need no second forward and no forward-mode formulas,
-which fused kernels often lack. Where an operation has no second derivative, forward mode is tried instead.
+which fused kernels often lack.
 """
 
 from __future__ import annotations
@@ -32,7 +32,6 @@ class Jacobian:
                 "cast x and the model, as in model.double()"
             )
         finite("jacobian_spectrum", "x", x.detach())
-        self.f = f
         self.batched = True
         with _recording(x):
             self.x = x.detach().clone().requires_grad_()
@@ -42,7 +41,6 @@ class Jacobian:
         _check(again, self.y)
         self.shape = (self.y.numel(), self.x.numel())
         self._rows: tuple[Tensor, Tensor] | None = None
-        self._no_columns: str | None = None  # why rows give none, once that is known
 
     @property
     def precision(self) -> torch.dtype:
@@ -60,19 +58,13 @@ class Jacobian:
 
     def times(self, v: Tensor) -> Tensor:
         """J v for each of the rows of v (rows, inputs), in float64."""
-        z = v.to(self.x.dtype).reshape(-1, *self.x.shape)
-        if self._no_columns is None:
-            try:
-                self._check_adjoint()
-                return self._each(self._through_rows, z)
-            except (RuntimeError, NotImplementedError) as error:
-                self._no_columns = str(error)
         try:
-            return self._each(self._forward, z)
+            self._check_adjoint()
+            return self._each(self._through_rows, v.to(self.x.dtype).reshape(-1, *self.x.shape))
         except (RuntimeError, NotImplementedError) as error:
             raise BadInput(
-                "jacobian_spectrum: f has neither second derivatives nor forward-mode ones, which the matrix-free way "
-                f"needs ({self._no_columns}; {error}); pass exact=True, or use f's plain operations"
+                f"jacobian_spectrum: f has no second derivatives, which the matrix-free way needs ({error}); pass "
+                "exact=True, or use f's plain operations"
             ) from error
 
     def matrix(self, chunk: int) -> Tensor:
@@ -111,16 +103,6 @@ class Jacobian:
             raise RuntimeError("the backward pass is not differentiable")
         (column,) = torch.autograd.grad(row, w, v, retain_graph=True, is_grads_batched=batched)
         return column
-
-    def _forward(self, v: Tensor, batched: bool) -> Tensor:
-        def one(z: Tensor) -> Tensor:
-            return torch.func.jvp(self.f, (self.x.detach(),), (z,))[1]  # type: ignore[no-any-return]
-
-        with _recording(self.x), warnings.catch_warnings():
-            # torch scripts its own decompositions on first use and deprecates scripting.
-            warnings.filterwarnings("ignore", message=".*torch.jit.script", category=FutureWarning)
-            warnings.filterwarnings("ignore", message=".*torch.jit.script", category=DeprecationWarning)
-            return torch.func.vmap(one)(v) if batched else one(v)
 
     def _each(self, one: Callable[[Tensor, bool], Tensor], z: Tensor) -> Tensor:
         """One product for each entry of the first axis, together where torch can batch them."""

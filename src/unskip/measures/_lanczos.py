@@ -127,7 +127,7 @@ def quantile(starts: list[Nodes], share: float) -> float:
 
 
 def bound(starts: list[Nodes], share: float) -> float:
-    """An s at which the mean distribution has reached `share` for certain; infinite where no node tells."""
+    """An s at which the mean distribution has reached `share` for certain; infinite where no node bounds it."""
     return _inverse([_least(each) for each in starts], share)
 
 

@@ -111,7 +111,7 @@ def _refuse_mixed(model: nn.Module, example: Example, count: int) -> None:
     try:
         with quiet(model, training=False):
             pair, alone = (example.rows(start, count).copy().run(model) for start in (count - 2, count - 1))
-    except Exception:  # what is wrong is told where the model is traced
+    except Exception:  # the trace that follows raises with the reason
         return
     for two, one in zip(_tensors(pair), _tensors(alone), strict=False):
         if two.dtype not in (torch.float32, torch.float64) or two.ndim < 2 or len(two) != 2:

@@ -56,36 +56,36 @@ class Rounding:
             if node in kept:
                 self.exact.setdefault(block, []).append(tokens(kept[node], site)[0])
 
-    def anywhere(self, block: int, seen: list[Tensor]) -> bool:
+    def anywhere(self, block: int, outputs: list[Tensor]) -> bool:
         """Whether anything of a block differs by rounding alone."""
-        return any(differ(block, seen) for differ in (self.in_tokens, self.in_samples, self.in_patches))
+        return any(differ(block, outputs) for differ in (self.in_tokens, self.in_samples, self.in_patches))
 
-    def in_tokens(self, block: int, seen: list[Tensor]) -> bool:
+    def in_tokens(self, block: int, outputs: list[Tensor]) -> bool:
         """Whether the tokens of all samples together differ by rounding."""
-        return any(_apart(a.flatten(0, 1), b.flatten(0, 1)) for a, b in self._pair(block, seen))
+        return any(_apart(a.flatten(0, 1), b.flatten(0, 1)) for a, b in self._pair(block, outputs))
 
-    def in_samples(self, block: int, seen: list[Tensor]) -> bool:
+    def in_samples(self, block: int, outputs: list[Tensor]) -> bool:
         """Whether the means of samples differ by rounding."""
-        pairs = [(feature_matrix(a, "pooled"), b.mean(1)) for a, b in self._pair(block, seen)]
+        pairs = [(feature_matrix(a, "pooled"), b.mean(1)) for a, b in self._pair(block, outputs)]
         return any(len(a) > 1 and _apart(a, b) for a, b in pairs)
 
-    def in_patches(self, block: int, seen: list[Tensor]) -> bool:
+    def in_patches(self, block: int, outputs: list[Tensor]) -> bool:
         """Whether the tokens of some sample differ by rounding."""
-        return any(_apart(*each) for a, b in self._pair(block, seen) for each in zip(a, b, strict=True))
+        return any(_apart(*each) for a, b in self._pair(block, outputs) for each in zip(a, b, strict=True))
 
-    def _pair(self, block: int, seen: list[Tensor]) -> list[tuple[Tensor, Tensor]]:
+    def _pair(self, block: int, outputs: list[Tensor]) -> list[tuple[Tensor, Tensor]]:
         exact = self.exact.get(block, [])
-        few = seen[: len(exact)]
+        few = outputs[: len(exact)]
         return [(torch.stack(few), torch.stack(exact))] if exact else []
 
 
-def _apart(seen: Tensor, exact: Tensor) -> bool:
+def _apart(outputs: Tensor, exact: Tensor) -> bool:
     """Whether rounding makes up much of what rows (rows, dim) have beside their mean, or moves their rank much."""
-    a, b = (x.double() - x.double().mean(0) for x in (seen, exact))
+    a, b = (x.double() - x.double().mean(0) for x in (outputs, exact))
     size = float(a.norm())
-    if size == 0 or effective_rank(seen) == 0:  # constant as it came out, which rank 0 says
+    if size == 0 or effective_rank(outputs) == 0:  # constant as it came out, which rank 0 says
         return False
     if float((a - b).norm()) > _APART * size:
         return True
-    one, other = effective_rank(seen), effective_rank(exact)
+    one, other = effective_rank(outputs), effective_rank(exact)
     return abs(one - other) > _APART * max(one, other)

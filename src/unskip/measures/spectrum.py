@@ -2,7 +2,7 @@
 
     J = df/dx (outputs, inputs), flattened;  condition = sigma_max / sigma_min;  stable rank = |J|_F^2 / sigma_max^2
 
-Small Jacobians are built and decomposed. Large ones are only multiplied with, and what that can tell is told with its
+Small Jacobians are built and decomposed. Large ones are only multiplied with, and what the products show comes with its
 error: sigma_max from below with a residual, the stable rank with a standard error, quantiles of the singular values
 with the spread of the probes and of the resolution, sigma_min as an upper bound and the condition as a lower one.
 

@@ -51,10 +51,10 @@ class Fuse(nn.Module):
         # The linear layer of a concatenation is a sum; that of the mask token is the same for every masked patch.
         width = output.shape[2]
         theirs, own = self.up.weight[:, :width], self.up.weight[:, width:]
-        seen = F.linear(output, theirs)
-        unseen = F.linear(self.mask_token.to(output.dtype), theirs)
-        unseen = unseen.expand(len(seen), stream.shape[1] - seen.shape[1], -1)
-        hidden = torch.cat([seen, unseen], 1) + F.linear(stream, own, self.up.bias)
+        visible = F.linear(output, theirs)
+        masked = F.linear(self.mask_token.to(output.dtype), theirs)
+        masked = masked.expand(len(visible), stream.shape[1] - visible.shape[1], -1)
+        hidden = torch.cat([visible, masked], 1) + F.linear(stream, own, self.up.bias)
         fused: Tensor = self.down(F.silu(hidden))
         return stream + fused
 
@@ -99,10 +99,10 @@ class Decoder(nn.Module):
         if self.skips:
             x = torch.cat([self.cls_token.expand(len(order), -1, -1).to(where.dtype), where], 1)
         else:
-            seen = self.embed(outputs[0])
-            masked = self.mask_token.to(seen.dtype).expand(len(seen), order.shape[1] - visible, -1)
-            patches = torch.cat([seen[:, prefix:], masked], 1) + where
-            x = torch.cat([seen[:, :prefix].to(patches.dtype), patches], 1)
+            shown = self.embed(outputs[0])
+            masked = self.mask_token.to(shown.dtype).expand(len(shown), order.shape[1] - visible, -1)
+            patches = torch.cat([shown[:, prefix:], masked], 1) + where
+            x = torch.cat([shown[:, :prefix].to(patches.dtype), patches], 1)
         x = narrowed(x) if self.narrow else x
         for index, block in enumerate(self.blocks):
             if index < len(self.skips):
@@ -129,11 +129,9 @@ class MAE(nn.Module):
         long_skips: bool = True,
         norm_pix: bool = True,
         narrow: bool = False,
-        mean: tuple[float, ...] | None = None,
-        std: tuple[float, ...] | None = None,
     ) -> None:
-        """`width`, `depth` and `heads` are the decoder's; `mean` and `std` normalise images that come as bytes
-        (default: those of ImageNet for three channels, 0.5 for others).
+        """`width`, `depth` and `heads` are the decoder's. Images that come as bytes are normalised with ImageNet's mean
+        and standard deviation, or 0.5 where they have not three channels.
 
         Under autocast the streams are float32, as adding positions makes them; with `narrow` they have autocast's
         precision, which is faster and rounds more.
@@ -155,10 +153,7 @@ class MAE(nn.Module):
         pixels = grid.patch**2 * grid.channels
         self.decoder = Decoder(grid, inner.embed_dim, width, depth, heads, skips, pixels, narrow)
         usual = _COLOUR if grid.channels == 3 else ((0.5,) * grid.channels, (0.5,) * grid.channels)
-        for name, given, default in zip(("mean", "std"), (mean, std), usual, strict=True):
-            values = default if given is None else given
-            if len(values) != grid.channels:
-                raise BadInput(f"images of {grid.channels} channels, and {name} has {len(values)} values")
+        for name, values in zip(("mean", "std"), usual, strict=True):
             self.register_buffer(name, torch.tensor(values) * 255, persistent=False)
         self.start_()
 

@@ -57,8 +57,8 @@ def over_processes(value: Tensor) -> Tensor:
 
 
 def _mean(value: Tensor) -> Tensor:
-    found: Tensor = _Mean.apply(value)
-    return found
+    mean: Tensor = _Mean.apply(value)
+    return mean
 
 
 class _Mean(torch.autograd.Function):

@@ -78,11 +78,10 @@ def draw(
     flow: Flow | None = None,
     sampling: Sampling | None = None,
     *,
-    first: int = 0,
     batch: int = 256,
     autocast: Callable[[], AbstractContextManager[object]] = nullcontext,
 ) -> Iterator[Drawn]:
-    """Samples first, first + 1, ... with these labels, on their device; `batch` at a time, which changes no sample.
+    """Samples with these labels, on their device; `batch` at a time, which changes no sample.
 
     The network is called as network(x, time, labels), in the mode it is in. `autocast` makes the context it runs in.
     """
@@ -92,7 +91,7 @@ def draw(
     flow, sampling = flow or Flow(), sampling or Sampling()
     for start in range(0, len(labels), batch):
         part = labels[start : start + batch]
-        indices = torch.arange(first + start, first + start + len(part), device=labels.device)
+        indices = torch.arange(start, start + len(part), device=labels.device)
         # One context around all steps: autocast keeps the weights it has narrowed until its context ends.
         with torch.no_grad(), autocast():
             field = _Field(network, part, classes, flow, sampling.cfg)

@@ -191,9 +191,9 @@ def _head_paths(model: nn.Module) -> set[str]:
 
 def _undecayed(model: nn.Module) -> set[str]:
     """What the model itself says must not decay (timm's convention)."""
-    said = getattr(model, "no_weight_decay", None)
+    method = getattr(model, "no_weight_decay", None)
     words = getattr(model, "no_weight_decay_keywords", None)
-    names = set(said()) if callable(said) else set()
+    names = set(method()) if callable(method) else set()
     keys = tuple(words()) if callable(words) else ()
     return {name for name, _ in model.named_parameters() if name in names or any(key in name for key in keys)}
 

@@ -115,21 +115,12 @@ class SOAP(BatchedOptimizer):
         return self._count("held")
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        given: dict[str, Any] = {}
-
-        def look(_: torch.optim.Optimizer, state: dict[str, Any]) -> None:  # at what the user's own hooks made of it
-            self._check_state(state)
-            given.update(state)
-
-        hook = self.register_load_state_dict_pre_hook(look)
-        try:
-            super().load_state_dict(state_dict)
-        finally:
-            hook.remove()
+        self._check_state(state_dict)
+        super().load_state_dict(state_dict)
         # The base class casts every entry to its parameter's dtype; these have dtypes of their own.
-        ids = [key for group in given["param_groups"] for key in group["params"]]
+        ids = [key for group in state_dict["param_groups"] for key in group["params"]]
         for key, param in zip(ids, self._params(), strict=True):
-            for name, value in given["state"].get(key, {}).items():
+            for name, value in state_dict["state"].get(key, {}).items():
                 self.state[param][name] = value.to(param.device, copy=True)
         self._by_device = {}
 

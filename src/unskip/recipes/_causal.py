@@ -71,8 +71,8 @@ def pretrained_weights(model: str) -> dict[str, Any]:
             loaded = kind.from_pretrained(name, trust_remote_code=False, dtype=torch.float32)
     except (OSError, ValueError) as error:
         raise BadInput(f"{model}: no weights: {_line(error)}") from error
-    found: dict[str, Any] = loaded.state_dict()
-    return found
+    weights: dict[str, Any] = loaded.state_dict()
+    return weights
 
 
 def takes_cache(model: nn.Module) -> bool:

@@ -127,12 +127,12 @@ def sampled(
 def _labels(labels: int | Sequence[int] | None, n: int, classes: int) -> Tensor:
     if labels is None:
         return torch.arange(n) % max(1, classes)
-    found = torch.as_tensor(labels)
-    found = found if found.is_floating_point() else found.long()
-    found = found.expand(n) if found.ndim == 0 else found
-    if len(found) != n:
-        raise BadInput(f"{len(found)} labels for {n} samples; name one for all, or one for each")
-    return found
+    chosen = torch.as_tensor(labels)
+    chosen = chosen if chosen.is_floating_point() else chosen.long()
+    chosen = chosen.expand(n) if chosen.ndim == 0 else chosen
+    if len(chosen) != n:
+        raise BadInput(f"{len(chosen)} labels for {n} samples; name one for all, or one for each")
+    return chosen
 
 
 def _decoder(objective: FlowMatching, model: nn.Module, channels: int) -> Any:

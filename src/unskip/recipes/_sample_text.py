@@ -83,15 +83,15 @@ def sample_text(
     rows = torch.stack(drawn, 1).tolist()
     texts = [words.decode(row[: row.index(words.end)] if words.end in row else row) for row in rows]
     seconds = time.perf_counter() - start
-    found = TextSamples(prompt, texts, len(drawn) * n, seconds, None)
+    result = TextSamples(prompt, texts, len(drawn) * n, seconds, None)
     if write:
         about = {"step": trained.step, "prompt": prompt, "temperature": temperature, "top_k": top_k, "seed": seed}
         file = trained.folder.path / "samples" / f"step-{trained.step}-text-seed{seed}.txt"
         file.parent.mkdir(exist_ok=True)
         shown = [f"--- {index}\n{prompt}{text}" for index, text in enumerate(texts)]
         file.write_text("\n".join([json.dumps(about), *shown]) + "\n", encoding="utf-8")
-        found = TextSamples(prompt, texts, len(drawn) * n, seconds, file)
-    return found
+        result = TextSamples(prompt, texts, len(drawn) * n, seconds, file)
+    return result
 
 
 def continued(
