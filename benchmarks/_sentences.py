@@ -53,6 +53,18 @@ def sentences() -> Iterator[tuple[str, str]]:
     yield "skipless", f"the model ends {best - without:.1f} points behind the better residual model**, and "
     yield "skipless", f"{other - without:.1f} behind the one whose weight decay was"
     yield "skipless", f"MLP skips alone it is {best - mlps:.1f} points behind"
+    scores = [
+        [100 * row[key] for row in (runs("skipless-long", f"long | {name}")[0] for name in _HELD_OUT)]
+        for key in ("val_accuracy", "ema_val_accuracy")
+    ]
+    (kept, mlps, fixed, trained), (kept_ema, _, fixed_ema, _) = scores
+    yield "skipless", f"without skips is {kept - fixed:.1f} points behind residual, each at its best weight decay ("
+    yield "skipless", f"({kept_ema - fixed_ema:.1f} with EMA weights), and {mlps - fixed:.1f} behind the model without"
+    yield "skipless", f"with trained ones it is {kept - trained:.1f} behind."
+    slow = [_turning(f"no skips, carrying heads fixed | {decay}") for decay in ("0.03", "0.1")]
+    yield "skipless", "turn {:.0f} to {:.0f} times more slowly".format(*slow[0])
+    yield "skipless", "(at 0.1, {:.0f} to {:.0f} times)".format(*slow[1])
+
     large, hard = (record("absorb-gpu")["cases"][name]["seconds"] for name in ("large", "large-hard"))
     yield "absorption-map", f"4096, 16384 takes {large:.2f} and {hard:.2f} s"
 
@@ -68,3 +80,14 @@ def sentences() -> Iterator[tuple[str, str]]:
     asked = sum(len(model["sites"]) for model in record("absorb-models")["models"].values())
     asked += sum(len(run["blocks"]) for run in record("absorb-domain")["runs"])
     yield "what-did-not-work", f"impossible in all {asked} MLPs asked"
+
+
+_HELD_OUT = ("residual | 0.3", "MLPs cut | 0.1", "no skips, carrying heads fixed | 0.1", "no skips | 0.1")
+
+
+def _turning(name: str) -> tuple[float, float]:
+    """Relative steps of W_V, W_O and W_down in the residual model over those of a run: the least and the most."""
+    (mine,), (other,) = (runs("skipless-long", f"long | {each}") for each in (name, "residual | 0.3"))
+    pairs = [[row["steps"]["step / weight"][-2][weight] for row in (other, mine)] for weight in ("v", "out", "down")]
+    ratios = [residual / own for residual, own in pairs]
+    return min(ratios), max(ratios)

@@ -126,6 +126,28 @@ def skipless_long() -> str:
 
 
 @table
+def skipless_longer() -> str:
+    fixed = "no skips, carrying heads fixed"
+    names = {  # label: the run's name without its weight decay
+        "residual": "residual",
+        "MLPs' skips cut": "MLPs cut",
+        fixed: fixed,
+        f"{fixed}, mix 1": f"{fixed}, mix 1",
+        f"{fixed}, W_V and W_O at a tenth of the rate": f"{fixed}, V and O x 0.1",
+        "no skips": "no skips",
+        "no skips, W_Q and W_K do not decay": "no skips, Q and K do not decay",
+    }
+    rows = []
+    for label, name in names.items():
+        done = runs("skipless-long", f"long | {name}")
+        for row in sorted(done, key=lambda row: -row["val_accuracy"]):
+            scores = [f"{100 * row[key]:.1f}" for key in ("val_accuracy", "ema_val_accuracy")]
+            cells = [f"{row['config']['weight_decay']:g}", *scores, f"{row['train_loss']:.2f}"]
+            rows.append([label, *cells, f"{row['watch']['cosine'][-1][-1]:.2f}"])
+    return lines(" | weight decay | accuracy | accuracy, EMA | training loss | token cosine, last block", rows)
+
+
+@table
 def skipless_quantised() -> str:
     ways = ("8_tensor_clipped", "6_tensor_clipped", "4_tensor_clipped", "4_channel_minmax")
     rows = []

@@ -135,6 +135,8 @@ FIXED: Config = {"fixed": True}
 LONGER: dict[tuple[str, float], Config] = {  # wiring, what is changed in it; weight decay
     ("no skips, carrying heads fixed", 0.3): FIXED,
     ("no skips, carrying heads fixed", 0.1): FIXED,
+    ("no skips, carrying heads fixed", 0.03): FIXED,
+    ("no skips, carrying heads fixed, mix 1", 0.1): {**FIXED, "carry": 1.0},
     ("residual", 0.1): {},
     ("residual", 0.3): {},
     ("no skips", 0.1): {},
@@ -142,6 +144,11 @@ LONGER: dict[tuple[str, float], Config] = {  # wiring, what is changed in it; we
     ("no skips, Q and K do not decay", 0.3): {"decays": "but QK"},
     ("no skips, carrying heads fixed, mix 1", 0.3): {**FIXED, "carry": 1.0},
     ("no skips, carrying heads fixed, V and O x 0.1", 0.3): {**FIXED, "value_output": 0.1},
+    # from here on not run yet; W_V, W_O and W_down start longer than a residual model's, so they turn more slowly
+    ("no skips, carrying heads fixed", 0.17): FIXED,
+    ("no skips, carrying heads fixed, c 3, gain 3", 0.1): {**FIXED, "c": 3.0, "gain": 3.0},
+    ("no skips, carrying heads fixed, lr 5e-3", 0.1): {**FIXED, "lr": 5e-3},
+    ("no skips, carrying heads fixed, refresh every step", 0.1): {**FIXED, "refresh": 1},
 }
 COMPILED = ("residual", "cut, shaped", "MLPs cut, shaped")  # what is compiled for the runs of 100 epochs
 SEEDS = (0, 1, 2)
@@ -157,6 +164,7 @@ def stage_two(done: dict[str, Any]) -> Iterator[Job]:
     finals["no skips"] = without[max(without, key=lambda name: value(done[f"mix | {name}"]))]
     finals["MLPs cut"] = at("MLPs cut, shaped", OWN, **ALL, **WIDE)
     finals["residual, weight decay 0.3"] = {**finals["residual"], "weight_decay": 0.3}
+    finals["no skips, carrying heads fixed"] = {**finals["no skips"], **FIXED, "weight_decay": 0.1}
     for seed, name in itertools.product(SEEDS, finals):
         yield f"final | {name} | seed {seed}", {**finals[name], **FINAL, "seed": seed}
     for (name, decay), changes in LONGER.items():
