@@ -72,6 +72,38 @@ def test_a_predicate_may_still_cut_a_smear() -> None:
     torch.testing.assert_close(model(X), x)
 
 
+class TokenShift(nn.Module):
+    """Inside a branch, each token is moved towards the one before it by a share that depends on it (RWKV-6)."""
+
+    def __init__(self, padded: bool) -> None:
+        super().__init__()
+        self.padded, self.norm, self.share = padded, nn.LayerNorm(DIM), nn.Linear(DIM, DIM)
+        self.f = nn.Sequential(nn.Linear(DIM, 16), nn.GELU(), nn.Linear(16, DIM))
+
+    def branch(self, x: Tensor) -> Tensor:
+        y = self.norm(x)
+        before = F.pad(y, (0, 0, 1, -1)) if self.padded else torch.zeros_like(y)
+        if not self.padded:
+            before[:, 1:] = y[:, :-1]
+        return self.f(y + (before - y) * torch.tanh(self.share(y)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.branch(x)
+
+
+@pytest.mark.parametrize("padded", [True, False])
+def test_a_token_shift_inside_a_branch_is_no_residual(padded: bool) -> None:
+    torch.manual_seed(0)
+    model = TokenShift(padded)
+    assert [(site.kind, site.copies, site.long) for site in unskip.audit(model, X)] == [
+        ("other", True, False),
+        ("mlp", False, False),
+    ]
+    branch = model.branch(X)
+    unskip.rewire(model, Scale(0.5, 0.8), X)
+    torch.testing.assert_close(model(X), 0.5 * X + 0.8 * branch)
+
+
 class Scaled(nn.Module):
     """Factors on the stream and on the branch: a number, a quotient, a parameter, a buffer, one by channel."""
 

@@ -39,6 +39,29 @@ class HyperConnection(nn.Module):
         return (self.f(read)[:, :, None].expand_as(rest) + rest).sum(2)
 
 
+class MixedByTheData(nn.Module):
+    """Two streams: a branch reads their sum, and they are mixed by a matrix that is computed from them (mHC)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix, self.f = nn.Linear(2 * WIDTH, 4), mlp(0.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        streams = torch.stack([x, x.flip(-1)], 2)
+        weights = self.mix(streams.flatten(2)).unflatten(-1, (2, 2)).softmax(-1)
+        branch = self.f(streams.sum(2))[:, :, None].expand_as(streams)
+        return (branch + weights @ streams).sum(2)
+
+
+class Gated(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.f = linear(), mlp(0.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.sigmoid(self.gate(x)) * x + self.f(x)
+
+
 class Reversible(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -90,6 +113,8 @@ class OverDepth(Stacked):
     ("cls", "reason"),
     [
         (HyperConnection, "several streams"),
+        (MixedByTheData, "weighed by the data"),
+        (Gated, "weighed by the data"),
         (Reversible, "several streams"),
         (Stacked, "stack"),
         (WeighedStack, "stack"),
@@ -196,6 +221,67 @@ class FixedDecay(nn.Module):
         return x + self.out(torch.stack(read, 1))
 
 
+class GatedDecay(FixedDecay):
+    """A gate from the input times softplus(a weight), as in Griffin's RG-LRU, behind a convolution."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.conv = linear(), nn.Conv1d(WIDTH, WIDTH, 3, padding=1, groups=WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        u = self.conv(self.up(x).transpose(1, 2)).transpose(1, 2)
+        decay = torch.exp(-8 * torch.sigmoid(self.gate(u)) * nn.functional.softplus(self.log))
+        state, read = torch.zeros_like(x[:, 0]), []
+        for t in range(x.shape[1]):
+            state = decay[:, t] * state + (1 - decay[:, t] ** 2).sqrt() * u[:, t]
+            read.append(state)
+        return x + self.out(torch.stack(read, 1))
+
+
+class TimeMixing(nn.Module):
+    """RWKV's linear attention: numerator and denominator decay by exp(-exp(a weight)), kept in range by a maximum."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = LinearAttention()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.attention(x)
+
+
+class LinearAttention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.key, self.value, self.out, self.log = linear(), linear(), linear(), nn.Parameter(torch.randn(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        key, value, decay = self.key(x), self.value(x), -torch.exp(self.log)
+        over = under = torch.zeros_like(x[:, 0])
+        largest, read = torch.full_like(over, -1e38), []
+        for k, v in zip(key.unbind(1), value.unbind(1), strict=True):
+            new = torch.maximum(largest + decay, k)
+            old, add, largest = torch.exp(largest + decay - new), torch.exp(k - new), new
+            over, under = old * over + add * v, old * under + add
+            read.append(over / under)
+        return self.out(torch.stack(read, 1))
+
+
+class DeltaRule(nn.Module):
+    """A matrix as the state, from which the value of a key is taken before the new one is written: S + k (v - k S)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.out = linear(), linear(), linear(), linear()
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.q(x), nn.functional.normalize(self.k(x), dim=-1), self.v(x)
+        state, read = x.new_zeros(len(x), WIDTH, WIDTH), []
+        for t in range(x.shape[1]):
+            state = state + k[:, t, :, None] * (v[:, t, None] - k[:, t, None] @ state)
+            read.append((q[:, t, None] @ state)[:, 0])
+        return x + self.out(torch.stack(read, 1))
+
+
 class Recurrent(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -232,13 +318,22 @@ class Routed(nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("cls", "kind"), [(FixedDecay, "ssm"), (Recurrent, "other"), (Spectrum, "conv"), (Routed, "mlp")]
+    ("cls", "kind"),
+    [
+        (FixedDecay, "ssm"),
+        (GatedDecay, "ssm"),
+        (TimeMixing, "attention"),
+        (DeltaRule, "attention"),
+        (Recurrent, "other"),
+        (Spectrum, "conv"),
+        (Routed, "mlp"),
+    ],
 )
 def test_mixers_of_tokens_and_mixtures_of_experts(cls: type[nn.Module], kind: str) -> None:
     torch.manual_seed(0)
     model = cls()
     audit = unskip.audit(model, X)
-    assert [site.kind for site in audit if site.path == ""] == [kind]
+    assert [(site.kind, site.long) for site in audit if site.path == ""] == [(kind, False)]
     assert not audit.unknown
     branch = model(X) - X
     with unskip.rewired(model, Scale(0.5, 0.7), X, where=kind):

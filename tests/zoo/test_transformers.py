@@ -7,6 +7,7 @@ type that breaks or begins to work fails its test.
 from __future__ import annotations
 
 import gc
+import re
 import signal
 import warnings
 from collections import Counter
@@ -93,6 +94,12 @@ def limited(seconds: int) -> Iterator[None]:
         signal.signal(signal.SIGPROF, before)
 
 
+def brief(error: Exception) -> str:
+    """The first line of an error, without the folders of this machine."""
+    first = next(iter(str(error).strip().splitlines()), "")
+    return f"{type(error).__name__}: {re.sub(r'/[^ ]*site-packages/', '', first)[:300]}"
+
+
 def make(name: str) -> nn.Module:
     config_class = CONFIG_MAPPING[name]
     model_class = MODEL_MAPPING[config_class]
@@ -106,13 +113,13 @@ def outcome_of(name: str, record: Callable[[str, object], None]) -> str:
     except TooLong:
         raise
     except Exception as error:
-        record("error", f"{type(error).__name__}: {error}")
+        record("error", brief(error))
         return "does not build small"
     given = EXAMPLES[name](model) if name in EXAMPLES else None
     try:
         audit = unskip.audit(model, given)
     except (BadInput, ForwardError) as error:
-        record("error", str(error))
+        record("error", brief(error))
         return "no forward"
     kinds = Counter(site.kind for site in audit)
     record("sites", ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items())))
@@ -124,7 +131,7 @@ def outcome_of(name: str, record: Callable[[str, object], None]) -> str:
     try:
         check(model, given, plain)
     except RewireError as error:
-        record("error", str(error))
+        record("error", brief(error))
         return "refused"
     return "done"
 

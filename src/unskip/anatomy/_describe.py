@@ -28,10 +28,15 @@ _FEED_FORWARD = re.compile(r"mlp|ffn|feed_?forward", re.IGNORECASE)
 def kind_of(graph: Graph, path: list[Node]) -> Kind:
     """What the branch is made of, by its operators; names decide only where the operators leave two readings."""
     cores = [node for node in path if _is_attention_core(graph, path, node)]
-    if _is_state_space(graph, path) and not any(_ops.is_softmax(n.op) or _ops.is_attention(n.op) for n in path):
+    decays = [node for node in path if _decays_state(graph, node)]
+    # Linear attention may decay in the same way: there the names of the innermost modules decide.
+    named = [any(_LINEAR_ATTENTION.search(type(owner).__name__) for owner in n.owners[:1]) for n in decays]
+    if not all(named) and not any(_ops.is_softmax(n.op) or _ops.is_attention(n.op) for n in path):
         return "ssm"
     if cores:
         return "parallel" if _has_mlp_beside(graph, path, cores) else "attention"
+    if decays:
+        return "attention"
     if any(isinstance(owner, nn.RNNBase) for node in path for owner in node.owners[:1]):
         return "other"  # recurrent
     if any(node.op == "_fft_c2r" for node in path):  # there and back: a convolution by its spectrum
@@ -104,29 +109,23 @@ def _is_scored(graph: Graph, softmax: int) -> bool:
     return any(is_product(graph.nodes, node) for node in _back(graph, softmax, _ops.IDENTITY | _ops.PART | _SCORES))
 
 
-def _is_state_space(graph: Graph, path: list[Node]) -> bool:
-    """A scan kernel, or decays exp(dt A) with A = -exp(a weight), by which a state is carried on (Mamba, Mamba-2), dt
-    from the input or not (S4, LRU).
-
-    Linear attention may decay in the same way: there the names of the innermost modules decide.
+def _decays_state(graph: Graph, node: Node) -> bool:
+    """A scan kernel, or a decay by which a state is carried on: exp(dt A) with A = -exp(a weight), dt from the input or
+    not (S4, Mamba), or A = -softplus(a weight) (RG-LRU); or exp(state + A) (RWKV).
     """
-    for node in path:
-        if _ops.is_scan(node.op):
-            return True
-        if any(_LINEAR_ATTENTION.search(type(owner).__name__) for owner in node.owners[:1]):
-            continue
-        if node.op == "mul" and any(_exp_of_exp(graph, parent) for parent in node.parents):
-            return True
-        if node.op == "exp":
-            products = _back(graph, node.index, _ops.IDENTITY | _ops.PART | _DECAYS)
-            if any(_exp_of_weight(graph, p) for each in products if each.op == "mul" for p in each.parents):
-                return True
-    return False
+    if _ops.is_scan(node.op):
+        return True
+    if node.op == "mul":
+        return any(_exp_of_exp(graph, parent) for parent in node.parents)
+    if node.op != "exp":
+        return False
+    terms = _back(graph, node.index, _ops.IDENTITY | _ops.PART | _DECAYS)
+    return any(_exp_of_weight(graph, p) for each in terms if each.op in ("mul", "add") for p in each.parents)
 
 
 def _exp_of_weight(graph: Graph, index: int) -> bool:
     return graph.nodes[index].fixed and any(
-        node.op == "exp" for node in _back(graph, index, _ops.IDENTITY | {"neg", "mul", "exp"})
+        node.op in ("exp", "softplus") for node in _back(graph, index, _ops.IDENTITY | {"neg", "mul"})
     )
 
 
@@ -138,7 +137,7 @@ def _exp_of_exp(graph: Graph, index: int) -> bool:
 
 
 _SCORES = frozenset("_softmax softmax mul div add sub masked_fill where tanh native_dropout amax maximum".split())
-_DECAYS = frozenset("exp mul cumsum sub masked_fill where neg".split())
+_DECAYS = frozenset("exp mul add cumsum sub masked_fill where neg".split())
 
 
 def _back(graph: Graph, index: int, through: frozenset[str]) -> Iterator[Node]:

@@ -100,6 +100,43 @@ def is_product(nodes: list[Node], node: Node) -> bool:
     return _ops.is_matmul(node.op) and sum(not nodes[parent].fixed for parent in node.parents[-2:]) == 2
 
 
+def weight_depth(nodes: list[Node], path: list[Node]) -> int:
+    """The longest chain of products with weights on a path."""
+    depth: dict[int, int] = {}
+    for node in path:
+        below = max((depth.get(parent, 0) for parent in node.parents), default=0)
+        depth[node.index] = below + (_ops.is_matmul(node.op) and not is_product(nodes, node))
+    return depth[path[-1].index] if path else 0
+
+
+def bends(nodes: list[Node], node: Node) -> bool:
+    """Not an affine map of its input: an activation, attention, or a product of two activations."""
+    if node.op in _ops.ACTIVATION or _ops.is_softmax(node.op) or _ops.is_attention(node.op):
+        return not in_norm(node)
+    return is_product(nodes, node)
+
+
+def is_other_part(root: int, shortcut: list[Node], path: list[Node]) -> bool:
+    """Whether the stream is one part of the root and the branch was computed from other parts of it alone."""
+    if not shortcut or shortcut[0].op not in _ops.PART:
+        return False
+    readers = [node for node in path if root in node.parents]
+    return all(node.op in _ops.PART and node is not shortcut[0] for node in readers)
+
+
+def reach(nodes: list[Node], readers: list[list[int]], index: int) -> set[int]:
+    """The consumers of a tensor through rearrangements and dropout."""
+    reached: set[int] = set()
+    frontier = [index]
+    while frontier:
+        for reader in readers[frontier.pop()]:
+            if reader not in reached:
+                reached.add(reader)
+                if nodes[reader].op in _ops.IDENTITY | {"native_dropout", "mul", "masked_fill", "where"}:
+                    frontier.append(reader)
+    return reached
+
+
 def channel_axis(nodes: list[Node], path: list[Node], shape: tuple[int, ...]) -> int:
     """The axis that holds the features: 1 for a map made by a convolution, else the last."""
     weights = [node for node in path if _ops.is_matmul(node.op) and not is_product(nodes, node)]

@@ -1,0 +1,126 @@
+"""Additions that may be residuals and cannot be weighed by a pair of numbers: the reason for each, or None.
+
+fused       torch.addcmul(x, g, f(x)), x - f(x)     no addition of a stream and a branch in the source
+broadcast   x + f(x.mean(1, keepdim=True))          the branch has fewer elements than the stream
+gated       g(x) * x + f(x), G(x) x + f(x)          the data weigh the stream: highway networks, hyper-connections
+several     x1 + f(x2), parts of one tensor         several streams: reversible networks, hyper-connections
+stacked     stack([x, f(x)]).sum(0)                 no addition at all
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container
+from math import prod
+
+from unskip.anatomy import _ops
+from unskip.anatomy._graph import Graph, Node
+from unskip.anatomy._walk import bends, between, climb, is_other_part, is_product, reach, weight_depth
+
+_FUSED = {
+    "sub": "a residual with a minus sign: write x + (-f(x)) for one that can be weighed",
+    "add": "a residual with a factor of its own (torch.add with alpha)",
+}
+
+
+def fused(nodes: list[Node], node: Node) -> str | None:
+    """A residual inside a larger operator (addcmul, lerp, baddbmm, ...), or with a sign or factor of its own."""
+    s, *rest = node.parents
+    if nodes[s].shape != node.shape:
+        return None
+    for root, narrowed in climb(nodes, s):
+        if narrowed and node.op == "sub":
+            break  # what one part differs from, as the values of a delta rule from those of earlier tokens
+        for f in rest:
+            inside = _ops.is_matmul(node.op) and root in nodes[f] and not nodes[root].fixed
+            if inside or any(_ops.is_transform(n.op) for n in _path(nodes, root, f)):
+                return _FUSED.get(node.op, f"a residual fused into torch.{node.op}")
+    return _subtracted(nodes, node) if node.op == "sub" else None
+
+
+def _subtracted(nodes: list[Node], node: Node) -> str | None:
+    """f(x) - x, where f is more than a pooling, which is a mixer of tokens with its mean taken off."""
+    f, s = node.parents[:2]
+    for root, _ in climb(nodes, s, scaled_by_weights=True):
+        if nodes[s].shape == node.shape and any(_ops.is_matmul(n.op) for n in _path(nodes, root, f)):
+            return "the stream is subtracted: f(x) - x, with a minus sign"
+    return None
+
+
+def broadcast(nodes: list[Node], node: Node) -> str | None:
+    """x + f(x) with a branch of fewer elements, which is added to many positions at once."""
+    for s, f in _both(node):
+        for root, _ in climb(nodes, s, scaled_by_weights=True) if nodes[s].shape == node.shape else ():
+            if any(_ops.is_transform(n.op) for n in _path(nodes, root, f)):
+                return "a residual whose branch broadcasts over the stream"
+    return None
+
+
+def gated(nodes: list[Node], node: Node, residuals: Container[int]) -> str | None:
+    """The stream is a product with something that depends on the input, and the branch goes through a weight.
+
+    Not over residuals that were found: rotary positions are factors in every block, and what any block made depends on
+    them.
+    """
+    for s, f in _both(node):
+        for root in (root for factor in _factors(nodes, s) for root, narrowed in climb(nodes, factor) if not narrowed):
+            path = _path(nodes, root, f)
+            if weight_depth(nodes, path) and not any(n.index in residuals for n in path):
+                return "the stream is weighed by the data (a gate, or a mixture of streams), not by a number"
+    return None
+
+
+def several(graph: Graph, node: Node) -> str | None:
+    """One part of a tensor as the stream, and a branch that was computed from another part of it."""
+    nodes = graph.nodes
+    for s, f in _both(node):
+        common = nodes[s].ancestors & nodes[f].ancestors & graph.moving
+        root = common.bit_length() - 1
+        if not common or root in (s, f):
+            continue
+        shortcut, path = between(nodes, root, s), between(nodes, root, f)
+        if not is_other_part(root, shortcut, path) or any(bends(nodes, n) for n in shortcut):
+            continue
+        if any(bends(nodes, n) for n in path) and weight_depth(nodes, path) > max(1, weight_depth(nodes, shortcut)):
+            return "several streams: the branch reads another part of them than it is added to"
+    return None
+
+
+def stacked(nodes: list[Node], readers: list[list[int]], node: Node) -> str | None:
+    """A stream and what was computed from it, stacked and summed, or mixed by weights that depend on the input."""
+    if len({nodes[parent].shape for parent in node.parents}) > 1 or not _is_summed(nodes, readers, node):
+        return None
+    sources = list(dict.fromkeys(list(climb(nodes, parent))[-1][0] for parent in node.parents))
+    if any(_ops.is_transform(n.op) for s in sources for f in sources if s != f for n in _path(nodes, s, f)):
+        return "a stream and its branch are stacked, and the stack is summed"
+    return None
+
+
+def _is_summed(nodes: list[Node], readers: list[list[int]], stack: Node) -> bool:
+    """Whether a stack is reduced, multiplied with another tensor that depends on the input, or, where it has an axis of
+    its own, with a weight that leaves one of its tensors.
+    """
+    one = prod(nodes[stack.parents[0]].shape)
+    reading = [nodes[reader] for reader in reach(nodes, readers, stack.index)]
+    sums = [node for node in reading if node.op in ("sum", "mean") or is_product(nodes, node)]
+    mixed = [node for node in reading if stack.op == "stack" and _ops.is_matmul(node.op)]
+    # One such tensor is left, or several mixtures.
+    return any(prod(node.shape) % one == 0 for node in sums) or any(prod(node.shape) == one for node in mixed)
+
+
+def _both(node: Node) -> tuple[tuple[int, int], tuple[int, int]]:
+    """An addition's operands as stream and branch, and the other way round."""
+    left, right = node.parents[:2]
+    return (left, right), (right, left)
+
+
+def _path(nodes: list[Node], root: int, end: int) -> list[Node]:
+    """What lies between a tensor that depends on the input and what was computed from it."""
+    return between(nodes, root, end) if root in nodes[end] and not nodes[root].fixed else []
+
+
+def _factors(nodes: list[Node], index: int) -> tuple[int, ...]:
+    """The operands of a product of two tensors that depend on the input, unless only a part of it is taken."""
+    *_, (last, narrowed) = climb(nodes, index)
+    factors = nodes[last].parents[-2:]
+    product = (nodes[last].op == "mul" or _ops.is_matmul(nodes[last].op)) and not narrowed
+    return factors if product and len(factors) == 2 and not any(nodes[p].fixed for p in factors) else ()
