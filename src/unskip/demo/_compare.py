@@ -34,15 +34,6 @@ def compared(name: str, before: Seeds, after: Seeds, images: int, named: tuple[s
     return f"{numbers}, which is {_more(change)} by {abs(change):.3f} (±{size:.3f})."
 
 
-def beside(kept: Seeds, cut: Seeds, images: int) -> str:
-    """A sentence about a model that kept its skips, beside one without them."""
-    change, size = _gap(kept, cut, images)
-    start = f"With all its skips it reaches {shown(kept)} in as many steps: without them, initialised, it is"
-    if abs(change) <= size:
-        return f"{start} level: {change:+.3f} may be chance (±{size:.3f})."
-    return f"{start} {_more(change)} by {abs(change):.3f} (±{size:.3f})."
-
-
 def at_chance(accuracies: Seeds, classes: int, images: int) -> bool:
     """Whether guessing does as well."""
     chance = 1 / classes

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from unskip._table import table
-from unskip.demo._compare import Seeds, at_chance, beside, compared, ranked, shown
-from unskip.errors import BadInput, TrainingError
+from unskip.demo._compare import Seeds, at_chance, compared, ranked, shown
+from unskip.errors import TrainingError
 from unskip.recipes import Opener, evaluate_run, mae, open_split, supervised, train
 
 Write = Callable[[str], object]
 Numbers = dict[str, dict[int, float]]  # of a name, by block
+_NAMED = ("with skips", "without, initialised")
 PROTOCOLS = ("knn-dino-v1", "probe-lbfgs-v1", "rank-v1")
 
 # The classifiers, each with its fields and the folder it goes into.
@@ -23,10 +23,6 @@ _CLASSIFIERS: dict[str, tuple[dict[str, str], str]] = {
     "skips cut": ({"shortcut": "cut"}, "skips-cut"),
     "skips cut, initialised": ({"shortcut": "cut", "init": "skipless"}, "skips-cut-initialised"),
 }
-
-
-def _folder(name: str) -> str:
-    return "mae-" + re.sub(r"[^\w.=]+", "-", name)
 
 
 @dataclass(frozen=True)
@@ -42,10 +38,6 @@ class Scale:
     seeds: tuple[int, ...] = (0,)
     mae: Mapping[str, Any] = field(default_factory=dict)
     encoders: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        if len({_folder(name) for name in self.encoders}) < len(self.encoders):
-            raise BadInput(f"encoders are {[*self.encoders]}; their names have to differ as folders")
 
     @property
     def runs(self) -> int:
@@ -78,7 +70,7 @@ class Interrupted(Exception):
 def pretrain(scale: Scale, out: Path, write: Write, quiet: bool, opener: Opener) -> list[Path]:
     """Masked autoencoders that differ by their shortcuts, evaluated block by block."""
     numbers: dict[str, Numbers] = {}
-    folders = {name: out / _folder(name) for name in scale.encoders}
+    folders = {name: out / f"mae-{name.replace(' ', '-')}" for name in scale.encoders}
     for name, fields in scale.encoders.items():
         config, folder = mae(scale.preset, **{**scale.mae, **fields}), folders[name]
         write(f"  {name}: --shortcut {config.shortcut}, into {folder}")
@@ -165,7 +157,7 @@ def describe_skips(kept: Seeds, cut: Seeds, initialised: Seeds, classes: int, im
         elif at_chance(values, classes, images):
             lines.append(f"  {name}: the model is at chance ({1 / classes:.2f}).")
     if kept and initialised:
-        lines.append(f"  {beside(kept, initialised, images)}")
+        lines.append(f"  {compared('With and without skips', kept, initialised, images, _NAMED)}")
     return [*lines[:-1], lines[-1] + "\n"]
 
 

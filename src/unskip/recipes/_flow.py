@@ -41,7 +41,6 @@ class FlowConfig(Config):
     time_mean: float = 0.0  # of logit-normal times, before the sigmoid
     time_std: float = 1.0  # of logit-normal times, before the sigmoid
     label_dropout: float = 0.1  # probability of training without the label, for guidance
-    betas: str | None = None  # as in 0.9,0.999; None: the recipe's for AdamW, the optimizer's own for others
     lr_end: float = 1.0  # as a fraction of lr; 1: constant
     online_images: int = 5000  # images of each split for kNN and rank during training; 0: none
     online_time: float = 0.9  # time of the noisy images whose features those are, at the middle block
@@ -79,7 +78,7 @@ class FlowMatching(Objective):
     """The mean squared error of a predicted velocity, noise or image at random times."""
 
     config: FlowConfig
-    adamw_betas = "0.9,0.999"
+    adamw_betas = (0.9, 0.999)
 
     def check(self) -> None:
         config = self.config
@@ -129,11 +128,6 @@ class FlowMatching(Objective):
             zero_branches_(model, sample[:2])
         return []
 
-    def optimizer_options(self) -> dict[str, Any]:
-        adamw = self.config.optimizer.lower() == "adamw"
-        betas = self.adamw_betas if self.config.betas is None and adamw else self.config.betas
-        return {} if betas is None else {"betas": _betas(betas)}
-
     def loss(self, model: Any, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
         values, labels = batch
         if self.autoencoder is not None:
@@ -166,16 +160,6 @@ class FlowMatching(Objective):
             options = {"precision": config.precision, "blocks": "middle", "inputs": inputs, "all_blocks": all_blocks}
             evaluations["features"] = Online(names, train, test, split, options)
         return evaluations
-
-
-def _betas(text: str) -> tuple[float, float]:
-    try:
-        first, second = (float(part) for part in text.split(","))
-    except ValueError:
-        raise BadInput(f"betas is {text!r}; write two numbers, as in 0.9,0.999") from None
-    if not (0 <= first < 1 and 0 <= second < 1):
-        raise BadInput(f"betas is {text!r}; each is 0 or more and below 1, as in 0.9,0.999")
-    return first, second
 
 
 def _mean_square(feed: ImageFeed) -> float:

@@ -102,6 +102,7 @@ class NextToken(Objective):
 
     config: Lm
     tokenizer: Tokenizer
+    adamw_betas = (0.9, 0.95)  # as GPT-3's
     protocols = ("bits-per-byte-v1", "bits-per-byte-by-context-v1", "next-token-v1")
 
     def check(self) -> None:
@@ -167,17 +168,18 @@ class NextToken(Objective):
             if (wiring := find_wiring(other)) is not None:
                 wiring.undo()  # the config decides about the skips, whatever the weights were trained with
             _copy(model, other.state_dict(), config.weights)
-        with torch.no_grad():
-            shape = token_logits(model, model(sample[:1])).shape
+        try:
+            with torch.no_grad():
+                shape = token_logits(model, model(sample[:1])).shape
+        except RuntimeError as error:  # sizes that do not fit together
+            line = " ".join(str(error).split())[:200]
+            raise BadInput(f"{config.model}: its forward fails: {line}; change its model_args") from error
         if shape[-1] < self.tokenizer.size:
             raise BadInput(f"{config.model}: {shape[-1]} logits, and the tokenizer has {self.tokenizer.size} ids")
         self.initialise(model, sample[:8])
         return []
 
     # --- Training -----------------------------------------------------------------------------------------------------
-
-    def optimizer_options(self) -> dict[str, Any]:
-        return {"betas": (0.9, 0.95)} if self.config.optimizer.lower() == "adamw" else {}  # as GPT-3's
 
     def loss(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
         ids, following = batch

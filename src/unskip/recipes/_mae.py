@@ -122,6 +122,7 @@ class Reconstruction(Objective):
     """The mean squared error of masked patches."""
 
     config: Mae
+    adamw_betas = (0.9, 0.95)
 
     def check(self) -> None:
         check_patch(self.config, "size")
@@ -145,9 +146,6 @@ class Reconstruction(Objective):
         if self.config.weights is not None:
             load_published(model, self.config.weights)
         return []
-
-    def optimizer_options(self) -> dict[str, Any]:
-        return {"betas": (0.9, 0.95)} if self.config.optimizer.lower() == "adamw" else {}
 
     def loss(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
         output = model(batch[0])

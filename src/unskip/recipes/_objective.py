@@ -61,6 +61,8 @@ class Progress:
 class Objective:
     """The objective of one run. Only `loss` has no default."""
 
+    adamw_betas: tuple[float, float] | None = None  # of AdamW, where they are not torch's
+
     def __init__(self, config: Any) -> None:
         self.config = config
         self.check()
@@ -157,7 +159,8 @@ class Objective:
 
     def optimizer_options(self) -> dict[str, Any]:
         """Further arguments of `unskip.optim.build`."""
-        return {}
+        chosen = self.adamw_betas is not None and self.config.optimizer.lower() == "adamw"
+        return {"betas": self.adamw_betas} if chosen else {}
 
     def begin(self, model: nn.Module, optimizer: Any, progress: Progress) -> None:
         """Called once, before the first step; for objectives that follow a schedule or update a teacher."""

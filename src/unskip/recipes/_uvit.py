@@ -57,7 +57,7 @@ def build_model(config: Uvit, facts: Facts) -> UViT:
 class UvitObjective(FlowMatching):
     """U-ViT's objective: AdamW has other betas."""
 
-    adamw_betas = "0.99,0.999"
+    adamw_betas = (0.99, 0.999)
 
     def check(self) -> None:
         super().check()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +19,7 @@ if TYPE_CHECKING:
 
 MARK = " ✗"  # behind a caption; it is drawn in the corner of its picture
 _PAPER = {"facecolor": _style.GRID, "edgecolor": "none", "pad": 1.0}
-_SMALLEST = 8.1  # points: on a phone this can still be read
+_POINTS, _EM = 8.1, 0.68  # of a caption: on a phone this can still be read; the width of most letters
 Pixels = NDArray[np.uint8]  # (height, width, 3)
 
 
@@ -109,22 +108,20 @@ def draw_tiles(tiles: Tiles) -> Figure:
         axes.set(xlim=(0, width), ylim=(0, height), autoscale_on=False)
         axes.set_axis_off()
         axes.text(0.02, height - 0.06, title, va="top", fontsize=10.5)
-        heads, large = _fitting(tiles.columns[:columns], cell)
-        captions, small = _fitting([text.removesuffix(MARK) for row in tiles.captions for text in row], cell)
-        caption = iter(captions)
-        for column, name in enumerate(heads):
-            middle = label + (column + 0.47) * cell
-            axes.text(middle, height - above + 0.03, name, ha="center", va="bottom", fontsize=large)
+        for column, name in enumerate(tiles.columns[:columns]):
+            middle, top = label + (column + 0.47) * cell, height - above + 0.03
+            axes.text(middle, top, _fitting(name, cell), ha="center", va="bottom", fontsize=_POINTS)
         for row, images in enumerate(tiles.images):
             bottom = height - above - (row + 1) * cell - row * below
-            lines, size = _fitting(textwrap.wrap(tiles.rows[row], 12)[:2], label)
-            axes.text(0.02, bottom + cell / 2, "\n".join(lines), va="center", fontsize=size)
+            lines = [_fitting(line, label) for line in textwrap.wrap(tiles.rows[row], 12)[:2]]
+            axes.text(0.02, bottom + cell / 2, "\n".join(lines), va="center", fontsize=_POINTS)
             for column, image in enumerate(images):
                 left = label + column * cell
                 place = (left, left + 0.94 * cell, bottom + 0.06 * cell, bottom + cell)
                 axes.imshow(image, interpolation="none", extent=place, aspect="auto")
                 if tiles.captions:
-                    axes.text(left + 0.47 * cell, bottom + 0.03, next(caption), ha="center", va="top", fontsize=small)
+                    caption = _fitting(tiles.captions[row][column].removesuffix(MARK), cell)
+                    axes.text(left + 0.47 * cell, bottom + 0.03, caption, ha="center", va="top", fontsize=_POINTS)
                     _mark(axes, place, tiles.captions[row][column])
     return figure
 
@@ -135,27 +132,6 @@ def _mark(axes: Any, place: tuple[float, float, float, float], caption: str) -> 
         axes.text(place[1] - 0.03, place[3] - 0.03, MARK.strip(), ha="right", va="top", fontsize=8.5, bbox=_PAPER)
 
 
-def _fitting(texts: Sequence[str], inches: float) -> tuple[list[str], float]:
-    """Texts of a line each that are no wider than so many inches, and their size in points."""
-    size = 8.5 if all(8.5 * _ems(text) <= 72 * inches for text in texts) else _SMALLEST
-    return [_style.plain(_cut(text, 72 * inches / size), len(text)) for text in texts], size
-
-
-def _cut(text: str, ems: float) -> str:
-    """The beginning of a text that is too wide."""
-    if _ems(text) <= ems:
-        return text
-    kept = text[:-1]
-    while kept and _ems(f"{kept}…") > ems:
-        kept = kept[:-1]
-    return f"{kept.rstrip()}…"
-
-
-def _ems(text: str) -> float:
-    """How wide a text is in the widest of the fonts that a page is shown in, in units of its size."""
-    fonts = need("matplotlib.font_manager")
-    font = fonts.get_font(fonts.findfont("DejaVu Sans"))
-    font.set_size(100, 72)
-    # What the font has not, such as Chinese, another will draw as wide as high, or a little wider.
-    widths = [font.load_char(ord(e)).linearHoriAdvance / 6553600 if font.get_char_index(ord(e)) else 1.3 for e in text]
-    return float(sum(widths))
+def _fitting(text: str, inches: float) -> str:
+    """A text of one line, cut where it would be wider than so many inches."""
+    return _style.plain(text, int(72 * inches / (_POINTS * _EM)))
