@@ -82,6 +82,16 @@ def test_parquet_rows_are_documents(tmp_path: Path, opened: Any) -> None:
     assert len(opened(tmp_path / "set-train.parquet", "test").ends) == 3  # a tenth of 25, as none is named
     with pytest.raises(BadInput, match=r"no column 'content'; its columns are text, n"):
         opened(source, column="content")
+    with pytest.raises(BadInput, match=r"its column 'n' holds int64, and text is read; give column"):
+        opened(source, column="n")
+    pq.write_table(pa.table({"text": [b"caf\xe9"] * 2, "lines": [["a"]] * 2}), tmp_path / "raw-train.parquet")
+    assert text_of(opened(tmp_path / "raw-{split}.parquet"))[0].startswith(b"caf")
+    with pytest.raises(BadInput, match="its column 'lines' holds list"):
+        opened(tmp_path / "raw-{split}.parquet", column="lines")
+    (tmp_path / "set-train.parquet").write_bytes(b"PAR1")
+    for split in ("train", "test"):
+        with pytest.raises(BadInput, match=r"set-train.parquet: no parquet file, or a damaged one"):
+            opened(tmp_path / "set-train.parquet", split)
 
 
 def test_the_standard_library_is_always_there(opened: Any) -> None:
@@ -164,6 +174,8 @@ def test_a_tokenizer_of_a_file_ends_every_document(tmp_path: Path, opened: Any, 
     train = opened(files(tmp_path / "text", a=text), tokenizer=folder / "tokenizer.json")
     assert train.tokens[-1] == found.end
     assert found.end not in train.tokens[:-1]
+    ending = files(tmp_path / "ending", a=f"the {found.inner.id_to_token(found.end)} cat\n" * 9)
+    assert "with the token that ends documents in the text" in opened(ending, tokenizer=folder).report[0]
     found.save(tmp_path)
     again = open_tokenizer(tmp_path)
     assert (again.end, again.size) == (found.end, found.size)

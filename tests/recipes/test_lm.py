@@ -122,6 +122,21 @@ def test_text_is_the_same_with_and_without_a_cache(tmp_path: Path, kind: str) ->
     assert long.tokens == 3
 
 
+def test_kinds_with_a_padding_token_or_without_heads_are_built(tmp_path: Path) -> None:
+    for kind in ("gemma", "opt", "phi3", "nemotron"):  # in their configs tokens 0, 1 and 32000 are padding, or no heads
+        task, _ = build_task(config(tmp_path, model=kind))
+        assert all(each.padding_idx is None for each in task.model.modules() if isinstance(each, nn.Embedding))
+    task, _ = build_task(config(tmp_path, model="mamba", model_args="hidden_size=32,num_hidden_layers=1"))
+    assert type(task.model).__name__ == "MambaForCausalLM"
+
+
+def test_options_of_text_that_cannot_be_are_named(tmp_path: Path) -> None:
+    run = train(tmp_path, steps=1).folder
+    for options in ({"n": 1.5}, {"length": 0}, {"top_k": 0}, {"temperature": math.inf}, {"prompt": "\udce9"}):
+        with pytest.raises(BadInput, match=f"sample: (the )?{next(iter(options))} "):
+            sample_text(run, **{"length": 2, "write": False, **options})
+
+
 def test_gradient_checkpointing_changes_no_loss(tmp_path: Path) -> None:
     plain, again = (train(tmp_path, name, grad_checkpointing=name == "b", optimizer="muon") for name in "ab")
     assert plain.evaluations["test_loss"] == pytest.approx(again.evaluations["test_loss"], rel=1e-5)
@@ -201,6 +216,8 @@ def test_a_model_of_a_folder_keeps_its_own_vocabulary(tmp_path: Path) -> None:
         ({"pretrained": True}, "a kind of model without weights"),
         ({"size": 64}, "it is about images"),
         ({"data": "no-such-folder"}, "no such text; a text is stdlib"),
+        ({"context": 2000}, "do not fill one batch of 8; take a batch of at most 6, or a shorter context"),
+        ({"model": "gptj"}, "gptj: its forward fails: .*; change its model_args"),
     ],
 )
 def test_what_cannot_work_is_named(tmp_path: Path, fields: dict[str, Any], message: str) -> None:

@@ -70,7 +70,7 @@ class Documents:
             if self.column is None:
                 yield self._name(file)
             else:
-                rows = need("pyarrow.parquet").ParquetFile(file).metadata.num_rows
+                rows = _parquet(file, self.column).metadata.num_rows
                 yield from (f"{self._name(file)}:{row}" for row in range(rows))
 
     def _all(self) -> Iterator[tuple[str, bytes]]:
@@ -84,7 +84,7 @@ class Documents:
             row = 0
             for batch in _parquet(file, self.column).iter_batches(1024, columns=[self.column]):
                 for text in batch.column(0).to_pylist():
-                    yield f"{self._name(file)}:{row}", (text or "").encode()
+                    yield f"{self._name(file)}:{row}", text.encode() if isinstance(text, str) else text or b""
                     row += 1
 
 
@@ -188,11 +188,18 @@ def _stdlib(root: Path) -> tuple[str, ...]:
 
 
 def _parquet(file: str, column: str) -> Any:
-    opened = need("pyarrow.parquet").ParquetFile(file)
-    if column not in opened.schema_arrow.names:
-        raise BadInput(
-            f"{file}: no column {column!r}; its columns are {', '.join(opened.schema_arrow.names)}: give column"
-        )
+    pyarrow, parquet = need("pyarrow"), need("pyarrow.parquet")
+    try:
+        opened = parquet.ParquetFile(file)
+    except (OSError, pyarrow.ArrowInvalid) as error:
+        raise BadInput(f"{file}: no parquet file, or a damaged one ({error}); leave it out, or repair it") from error
+    schema = opened.schema_arrow
+    if column not in schema.names:
+        raise BadInput(f"{file}: no column {column!r}; its columns are {', '.join(schema.names)}: give column")
+    kind = schema.field(column).type
+    plain = kind.value_type if pyarrow.types.is_dictionary(kind) else kind
+    if not any(word in str(plain) for word in ("string", "binary", "null")) or pyarrow.types.is_nested(plain):
+        raise BadInput(f"{file}: its column {column!r} holds {kind}, and text is read; give column")
     return opened
 
 

@@ -93,13 +93,15 @@ def _write(folder: Path, documents: Documents, words: Tokenizer) -> None:
     shutil.rmtree(aside, ignore_errors=True)
     aside.mkdir(parents=True)
     ends, sizes, total = list[int](), list[int](), 0
-    binary, foreign = list[str](), list[str]()
+    binary, foreign, ended = list[str](), list[str](), list[str]()
     try:
         with (aside / "tokens.bin").open("wb") as file:
             for batch in _batches(_texts(documents, binary)):
                 for (name, text), ids in zip(batch, words.encode([text for _, text in batch]), strict=True):
                     if words.key != "bytes" and not _is_utf8(text):
                         foreign.append(name)
+                    if words.end in ids:
+                        ended.append(name)
                     file.write(numpy.append(ids, words.end).astype(_dtype(words)).tobytes())
                     total += len(ids) + 1
                     ends.append(total)
@@ -109,6 +111,8 @@ def _write(folder: Path, documents: Documents, words: Tokenizer) -> None:
             notes.append(f"{_named(binary)} left out: no text, they hold zero bytes")
         if foreign:
             notes.append(f"{_named(foreign)} no UTF-8: what cannot be read there became the replacement character")
+        if ended:
+            notes.append(f"{_named(ended)} with the token that ends documents in the text: it is read as that token")
         numpy.save(aside / "documents.npy", numpy.array([ends, sizes], numpy.int64))
         (aside / "about.json").write_text(json.dumps({"notes": notes}))
         if not folder.is_dir():

@@ -116,9 +116,11 @@ def _of_kind(kind: str, arguments: dict[str, Any], vocabulary: int, context: int
     unknown = sorted({*arguments} - fields)
     if unknown:
         raise BadInput(f"model_args: {cls.__name__} has no field {unknown[0]!r}{nearest(unknown[0], fields)}")
-    given = {name: 0.0 for name in fields if name.endswith(("_pdrop", "_dropout", "dropout_rate")) or name == "dropout"}
+    given: dict[str, Any] = {
+        name: 0.0 for name in fields if name.endswith(("_pdrop", "_dropout", "dropout_rate")) or name == "dropout"
+    }
     width = arguments.get("hidden_size", arguments.get("n_embd", usual.hidden_size))
-    heads = arguments.get("num_attention_heads", arguments.get("n_head", usual.num_attention_heads))
+    heads = arguments.get("num_attention_heads", arguments.get("n_head", getattr(usual, "num_attention_heads", 1)))
     if width < 1 or heads < 1 or width % heads:
         raise BadInput(f"model_args: a width of {width} is not divided evenly by {heads} heads; change one of them")
     for name, value in (
@@ -126,10 +128,12 @@ def _of_kind(kind: str, arguments: dict[str, Any], vocabulary: int, context: int
         ("head_dim", width // heads),
         ("intermediate_size", -(-8 * width // 3 // _MULTIPLE) * _MULTIPLE),
     ):
-        if name in fields and name not in arguments and getattr(usual, name) is not None and width != usual.hidden_size:
+        unset = getattr(usual, name, None) is None and name != "num_key_value_heads"  # unset means all heads to most
+        if name in fields and name not in arguments and not unset and width != usual.hidden_size:
             given[name] = value
     ends = {name: end for name in ("bos_token_id", "eos_token_id") if name in fields}
     given |= {"vocab_size": -(-vocabulary // _MULTIPLE) * _MULTIPLE, "max_position_embeddings": context, **ends}
+    given["pad_token_id"] = None  # sequences are never padded, and the embedding of a padding token is never trained
     try:
         config = cls(**{**given, **arguments})
     except Exception as error:  # of transformers' own checks

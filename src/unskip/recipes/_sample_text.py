@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from unskip import _checks
 from unskip._modes import evaluating
 from unskip.errors import BadInput
 from unskip.evals import autocast, token_logits
@@ -56,18 +57,20 @@ def sample_text(
     A text ends where the model ends a document. At temperature 0 the likeliest token is taken; `top_k` draws among the
     likeliest alone. Text i is the same for any n. `cache=False` computes everything anew for each token.
     """
-    for name, value, low in (("n", n, 1), ("length", length, 1), ("temperature", temperature, 0)):
-        if not value >= low:
-            raise BadInput(f"{name} is {value!r}; it is {low} or more")
-    if top_k is not None and top_k < 1:
-        raise BadInput(f"top_k is {top_k!r}; it is 1 or more")
+    for name, value in (("n", n), ("length", length), ("top_k", 1 if top_k is None else top_k)):
+        _checks.whole("sample", name, value, low=1)
+    _checks.number("sample", "temperature", temperature)
+    try:
+        given = prompt.encode()
+    except UnicodeEncodeError as error:
+        raise BadInput(f"sample: the prompt {prompt!r} is no UTF-8; give it in that encoding") from error
     trained = run if isinstance(run, Trained) else open_run(run, device)
     if not isinstance(trained.objective, NextToken):
         raise BadInput(f"{trained.folder.path}: its recipe is no language model; take a run of lm, or unskip.sample")
     last = trained.folder.last_checkpoint()
     assert last is not None
     words, facts = tokenizer_of(last[1]), trained.facts
-    begun = words.encode([prompt.encode()])[0].tolist() or [words.end]
+    begun = words.encode([given])[0].tolist() or [words.end]
     where = next(trained.model.parameters()).device
     ids = torch.tensor(begun, device=where).repeat(n, 1)
     start = time.perf_counter()
