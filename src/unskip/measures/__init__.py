@@ -10,7 +10,7 @@ from unskip.measures.attention import (
     value_output_condition,
 )
 from unskip.measures.echo import cosine, feature_norm, high_frequency_share, ridge_r2
-from unskip.measures.quantise import excess_kurtosis, sqnr
+from unskip.measures.quantise import excess_kurtosis, outlier_channels, sqnr
 from unskip.measures.rank import effective_rank, feature_matrix, rank_entropy
 from unskip.measures.similarity import cka, token_cosine
 from unskip.measures.spectrum import Spectrum, jacobian_spectrum
@@ -32,6 +32,7 @@ __all__ = [
     "high_frequency_share",
     "jacobian_spectrum",
     "measure",
+    "outlier_channels",
     "rank_entropy",
     "ridge_r2",
     "self_attention_mass",

@@ -14,7 +14,7 @@ from unskip.anatomy import mean_weight
 from unskip.measures._collect import BlockSamples, Samples
 from unskip.measures._measurement import BlockRow
 from unskip.measures.echo import cosine, feature_norm, ridge_r2
-from unskip.measures.quantise import excess_kurtosis, sqnr
+from unskip.measures.quantise import excess_kurtosis, outlier_channels, sqnr
 from unskip.measures.rank import effective_rank, feature_matrix, rank_entropy
 from unskip.measures.similarity import cka, token_cosine
 
@@ -64,6 +64,7 @@ def _row(
         cka_first=None if in_tokens else _cka(first, x, seed),
         cka_previous=None if in_tokens or before is None else _cka(before, x, seed),
         kurtosis=_finite(excess_kurtosis(x)),
+        outlier_channels=_finite(outlier_channels(x)),
         sqnr8=_finite(sqnr(x, 8)),
         sqnr4=_finite(sqnr(x, 4)),
     )

@@ -49,6 +49,7 @@ class BlockRow:
     cka_first: float | None  # unbiased linear CKA with the first stream
     cka_previous: float | None  # and with the block before
     kurtosis: float | None  # excess kurtosis of all entries
+    outlier_channels: float | None  # largest RMS of a channel over the median one
     sqnr8: float | None  # dB, one scale for the tensor
     sqnr4: float | None
 
@@ -152,6 +153,7 @@ _BLOCK: dict[str, Callable[[Any], object]] = {
     "CKA x0": lambda r: r.cka_first,
     "CKA prev": lambda r: r.cka_previous,
     "kurtosis": lambda r: r.kurtosis,
+    "outlier": lambda r: r.outlier_channels,
     "dB int8": lambda r: r.sqnr8,
     "dB int4": lambda r: r.sqnr4,
 }

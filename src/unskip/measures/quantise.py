@@ -1,6 +1,7 @@
-"""How well activations survive rounding to few bits: excess kurtosis and the signal to quantisation noise ratio.
+"""How well activations survive rounding to few bits: excess kurtosis, outlier channels, signal to quantisation noise.
 
     excess kurtosis = m_4 / m_2^2 - 3, of central moments     (0: Gaussian; large: few entries far out)
+    outlier channels = max_c rms(x_c) / median_c rms(x_c)     (1: alike; the "outlier features" of arXiv 2208.07339)
     SQNR = 10 log10( sum x^2 / sum (x - x_q)^2 ) dB,   x_q = d round(x / d),   d = max |x| / (2^(bits - 1) - 1)
 
 symmetric round-to-nearest with the scale that the largest entry sets. One outlier stretches the step d for all, so
@@ -28,6 +29,14 @@ def excess_kurtosis(x: Tensor) -> float:
     away = centred(wide.reshape(-1, 1), x.dtype)
     away = away / away.abs().max()  # fourth powers stay in range; 0 / 0 is the nan of a constant
     return float((away**4).mean() / (away**2).mean() ** 2 - 3)
+
+
+def outlier_channels(x: Tensor) -> float:
+    """The largest RMS of a channel, over all tokens, in units of the median channel's; nan where x is zero."""
+    wide = floats("outlier_channels", "x", x, "(..., dim)", 2)
+    wide = wide / wide.abs().max()  # squares stay in range; 0 / 0 is the nan of zeros
+    rms = wide.reshape(-1, wide.shape[-1]).square().mean(0).sqrt()
+    return float(rms.max() / rms.quantile(0.5))
 
 
 def sqnr(x: Tensor, bits: int) -> float:
