@@ -22,7 +22,7 @@ from unskip.absorption import Block, Norm, absorb
 from unskip.errors import BadInput
 
 HALF = (torch.bfloat16, torch.float16)
-SIZES = (1e-2, 1.0, 1e2, 1e5)
+SIZES = (1e-6, 1e-2, 1.0, 1e2, 1e5)
 
 
 def terms(block: Block, x: Tensor) -> Tensor:
@@ -153,6 +153,22 @@ def test_fresh_pairs_come_before_a_bad_split() -> None:
     assert check_rule(block) == ("possible", "possible")
 
 
+def test_large_biases_that_cancel_keep_the_rule_near_the_origin() -> None:
+    """At 1e-6 the outputs of the first replacement that was found are off by 48 times what the block loses."""
+    up, down = torch.tensor([[-4.0], [-4.0625], [-4.0]]).half(), torch.tensor([[-1.0, -2.0, 0.0]]).half()
+    biases = {"up_bias": torch.tensor([-1.0, 63.0, -1.015625]).half(), "down_bias": torch.tensor([125.0]).half()}
+    check_rule(Block(up, down, **biases, activation="hardswish", skip=-12.125))
+
+
+def test_a_replacement_does_not_overflow_long_before_its_block() -> None:
+    """Squares overflow float16 beyond 255: the block's at inputs of 12,750, those of a new pair of units at 510."""
+    up, down = torch.tensor([[0.01], [0.02], [0.0], [0.0]]).half(), torch.tensor([[1.0, 0.5, 0.0, 0.0]]).half()
+    biases = {"up_bias": torch.zeros(4).half(), "down_bias": torch.zeros(1).half()}
+    block = Block(up, down, **biases, activation="squareplus", skip=0.25)
+    assert absorb(block).status == "undecided"
+    assert absorb(block.double()).status == "possible"
+
+
 # --- Activations of modules -------------------------------------------------------------------------------------------
 
 
@@ -211,6 +227,8 @@ READ = [
     (lambda z: torch.relu(z) * ~((z > 3.015) & (z < 3.02)), "refused"),  # between the points
     (lambda z: torch.relu(z).masked_fill(z > 1e7, 0.0), "refused"),
     (lambda z: torch.relu(z) - torch.relu(z - 1e7), "refused"),
+    (lambda z: z + 1e-7 * torch.sin(z), "refused"),
+    (lambda z: 2 * z - z, "identity"),
 ]
 
 
@@ -266,6 +284,8 @@ def test_too_few_inputs_are_refused() -> None:
     for count in (1, 7, 40):
         with pytest.raises(BadInput, match=str(count)):
             unskip.absorption.approximate(block, normal(numbers(0), count, 6))
+    with pytest.raises(BadInput, match="the same"):
+        unskip.absorption.approximate(block, torch.ones(500, 6))
 
 
 def test_a_replacement_that_only_float64_holds_is_named() -> None:
@@ -286,7 +306,8 @@ def test_a_replacement_that_only_float64_holds_is_named() -> None:
 def test_what_cannot_be_measured_is_not_possible() -> None:
     """The block overflows float16 at every size of input, so nothing says that a replacement is as good."""
     g = numbers(0)
-    block = Block((2e4 * normal(g, 6, 3)).half(), (2e4 * normal(g, 3, 6)).half(), activation="relu", skip=1e4)
+    up, down, bias = ((2e4 * normal(g, *shape)).half() for shape in ((6, 3), (3, 6), (6,)))
+    block = Block(up, down, up_bias=bias, down_bias=torch.zeros(3).half(), activation="relu", skip=1e4)
     assert absorb(block, width=12).status == "undecided"
     assert absorb(block.double(), width=12).status == "possible"
     with pytest.raises(BadInput, match="float16"):

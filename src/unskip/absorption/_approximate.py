@@ -68,6 +68,8 @@ def approximate(
             f"approximate: {len(x)} inputs are too few for {block.width} units: {least} are needed, so that the fit "
             "has more inputs than unknowns and half can be held out"
         )
+    if bool((x == x[0]).all()):
+        raise BadInput("approximate: all inputs are the same, so there is nothing to fit; give what the block reads")
     order = torch.randperm(len(x), generator=torch.Generator().manual_seed(0)).to(x.device)
     kept = len(x) // 2 if held_out is None else 0
     test = x[order[:kept]] if held_out is None else _rows("held_out", held_out, block)

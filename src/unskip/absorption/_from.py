@@ -63,7 +63,10 @@ def from_parts(part: MlpParts, alpha: Tensor | None = None) -> Block | NoBlock:
     if part.site.projected or part.site.doubled:
         return NoBlock("its stream is projected" if part.site.projected else "its branch carries the stream already")
     if part.curve is None:
-        return NoBlock("its activation is no function of each unit alone; ask about an absorption.Block")
+        return NoBlock(
+            "its activation is not the same function of every unit alone (as a PReLU with a slope for each channel is "
+            "not); the theory is about one activation for all units"
+        )
     try:
         word = read(part.curve)
     except Unreadable as why:

@@ -3,7 +3,8 @@
 What is allowed is set by the block alone. In float64 the outputs may differ by 1e-10 of the block's own terms, the sum
 of |A| |x|, |W_down| (|W_up| |x| + |b|) and |b_down|. Stored in a coarser dtype the replacement may err 4 times as much
 as the block itself does when it is computed in that dtype; 2.5 times on the few inputs that are drawn here. Nothing
-depends on the weights of the replacement.
+depends on the weights of the replacement. Where the block overflows, an eighth of the size at which it does not is
+taken instead: there the replacement may not overflow either.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from torch import Tensor
 from unskip.absorption._block import Block
 from unskip.absorption._domain import Domain
 
-SIZES = (1e-2, 1.0, 1e2, 1e5)  # of inputs
+SIZES = (1e-6, 1e-2, 1.0, 1e2, 1e5)  # of inputs
+SMALLER = 8  # times, where the block overflows
 SAMPLES = 48  # of each size
 WIDE = 1e-10  # of the block's own terms, in float64
 OWN = 2.5  # times what the block loses itself, so that on other inputs it stays below 4
@@ -27,7 +29,7 @@ SPLIT = 1e-6  # of the block's terms, that splitting rows into stored weights ma
 @dataclass(frozen=True)
 class Agreement:
     """Whether a replacement agrees, the worst ratio of its error to what is allowed, and errors at inputs of size 1
-    (where the block overflows there, of the next size at which it does not)."""
+    (where the block overflows there, of the greatest size that was tried)."""
 
     holds: bool
     worst: float
@@ -40,22 +42,21 @@ def agree(block: Block, other: Block, domain: Domain | None = None, seed: int = 
     bare, made, dtype = block.bare(), other.bare(), block.dtype
     wide, wide_made = bare.double(), made.double()
     worst, measured = 0.0, dict[str, float]()  # nothing measured: the block overflows wherever it was looked at
-    for size in SIZES:
-        x = _inputs(block, domain, size, generator)
-        low = x.to(dtype)
+    for size in SIZES if domain is None else SIZES[1:]:  # on a domain from its center
+        drawn = _inputs(bare, domain, size, generator)
+        if drawn is None:
+            continue
+        low, out = drawn
         exact = low.double()
         truth = _hidden_shift(block, wide(exact))
         gap = _hidden_shift(block, wide_made(exact)) - truth
         terms = _terms(wide, exact)
-        here = _hidden_shift(block, bare(low).double())
         scale = max(float(truth.norm()), 1e-300)
         if dtype == torch.float64:
             allowed, own, stored = (WIDE + tolerance) * terms, torch.zeros_like(terms), gap
         else:
-            if not bool(torch.isfinite(here).all()):
-                continue  # the block itself overflows
-            own = (here - truth).norm(dim=1)
-            loss = max(float(own.norm()), block.roundoff * scale)
+            own = (_hidden_shift(block, out.double()) - truth).norm(dim=1)
+            loss = max(float(own.norm()), block.roundoff * scale, _underflow(wide, dtype) * SAMPLES**0.5)
             stored = _hidden_shift(block, made(low).double()) - truth
             allowed = (OWN * loss + tolerance * terms.norm()).expand(1)
             gap, stored = gap.norm().expand(1, 1), stored.norm().expand(1, 1)
@@ -69,11 +70,32 @@ def agree(block: Block, other: Block, domain: Domain | None = None, seed: int = 
     return Agreement(bool(measured) and worst <= 1.0, worst, measured)
 
 
-def _inputs(block: Block, domain: Domain | None, size: float, generator: torch.Generator) -> Tensor:
-    if domain is not None:
-        return domain.sample(SAMPLES, generator, size).to(block.up.device)
-    x = size * torch.randn(SAMPLES, block.inputs, generator=generator, dtype=torch.float64)
-    return x.to(block.up.device)
+def _inputs(
+    block: Block, domain: Domain | None, size: float, generator: torch.Generator
+) -> tuple[Tensor, Tensor] | None:
+    """(samples, d) inputs of a size, or of a smaller one where the block overflows, and its outputs on them."""
+
+    def draw(size: float) -> tuple[Tensor, Tensor]:
+        if domain is not None:
+            x = domain.sample(SAMPLES, generator, size)
+        else:
+            x = size * torch.randn(SAMPLES, block.inputs, generator=generator, dtype=torch.float64)
+        x = x.to(block.up.device, block.dtype)
+        return x, block(x)
+
+    asked = size = min(size, torch.finfo(block.dtype).max / SMALLER)
+    while size >= SIZES[0]:
+        x, out = draw(size)
+        if bool(torch.isfinite(out).all()):
+            return (x, out) if size == asked else draw(size / SMALLER)
+        size /= 2
+    return None
+
+
+def _underflow(block: Block, dtype: torch.dtype) -> float:
+    """What a block in float64 loses where its hidden layer is rounded to the numbers next to 0 of a dtype."""
+    least = torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
+    return least * (1 + float(block.down.abs().sum(1).norm()))
 
 
 def _hidden_shift(block: Block, values: Tensor) -> Tensor:

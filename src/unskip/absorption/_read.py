@@ -2,8 +2,9 @@
 
 Values alone cannot tell Hardtanh(0, 1e7) from ReLU, and an operator alone not relu(x) from relu(x + 0.01). So the
 operator and its arguments suggest a name, and the values of that name on points from 1e-6 to 1e6 of both signs have to
-be those that were seen. Smooth functions that are put together (`x * sigmoid(1.702 * x)`) are named by their values.
-What is made of operators that can bend or jump anywhere, such as `where`, has no name.
+be those that were seen. Smooth functions that are put together (`x * sigmoid(1.702 * x)`) are named by their values,
+`identity` only where nothing but arithmetic is (`x + 1e-7 * sin(x)` is not linear). What is made of operators that can
+bend or jump anywhere, such as `where`, has no name.
 """
 
 from __future__ import annotations
@@ -99,9 +100,9 @@ OPERATORS: dict[str, Callable[[Arguments], str]] = {
     "softshrink": _unknown("Softshrink"),
     "rrelu_with_noise": _unknown("RReLU, which is random in training"),
 }
-SMOOTH = {"add", "sub", "rsub", "mul", "div", "neg", "reciprocal", "square", "pow", "sqrt", "rsqrt", "exp", "expm1"}
-SMOOTH |= {"log", "log1p", "erf", "erfc", "cos", "native_dropout", "dropout", "sin", "tanh", "sigmoid", "silu", "gelu"}
-SMOOTH |= {"softplus", "mish", "log_sigmoid_forward"}
+ARITHMETIC = {"add", "sub", "rsub", "mul", "div", "neg", "native_dropout", "dropout"}
+SMOOTH = ARITHMETIC | {"reciprocal", "square", "pow", "sqrt", "rsqrt", "exp", "expm1", "log", "log1p", "erf", "erfc"}
+SMOOTH |= {"sin", "cos", "tanh", "sigmoid", "silu", "gelu", "softplus", "mish", "log_sigmoid_forward"}
 
 
 def read(curve: Curve) -> str:
@@ -113,6 +114,8 @@ def read(curve: Curve) -> str:
     if unknown or len(bent) > 1:
         raise Unreadable(f"made of {', '.join(sorted(set(unknown or bent)))}, which can bend or jump anywhere")
     for word in (*words, curve.name):
-        if word is not None and torch.allclose(resolve(word)[0].function(GRID), curve.values, rtol=1e-5, atol=1e-7):
+        if word is None or (word == "identity" and not ARITHMETIC.issuperset(names)):
+            continue
+        if torch.allclose(resolve(word)[0].function(GRID), curve.values, rtol=1e-6, atol=1e-9):
             return resolve(word)[0].name
     raise Unreadable("none that is known")
