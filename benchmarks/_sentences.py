@@ -81,6 +81,9 @@ def sentences() -> Iterator[tuple[str, str]]:
     asked += sum(len(run["blocks"]) for run in record("absorb-domain")["runs"])
     yield "what-did-not-work", f"impossible in all {asked} MLPs asked"
 
+    exits = record("faults")["exits"]
+    yield "many-gpus", f"{exits['runs'] - len(exits['failures'])} of {exits['runs']} sharded runs of two processes"
+
 
 _HELD_OUT = ("residual | 0.3", "MLPs cut | 0.1", "no skips, carrying heads fixed | 0.1", "no skips | 0.1")
 

@@ -294,6 +294,23 @@ def training_cost() -> str:
 
 
 @table
+def faults() -> str:
+    found = record("faults")
+    kills, damage = found["SIGKILL"], found["damaged checkpoints"]
+    older = "a warning; the checkpoint before it is used"
+    rows = [["SIGKILL at a random moment", str(kills["kills"]), "`unskip resume`", str(kills["bitwise equal"])]]
+    for how, label in (
+        ("truncated", "file of the last checkpoint truncated"),
+        ("bit flipped", "one bit of it flipped"),
+    ):
+        rows.append([label, str(damage[how]["files"]), older, str(damage[how]["bitwise equal"])])
+    for name in ("full disk", "read-only folder"):
+        said = "one line with the last good checkpoint; then `unskip resume`"
+        rows.append([name, "1", said, str(int(found[name]["resumed"]))])
+    return lines("fault | trials | what happens | ended as without it, byte for byte", rows)
+
+
+@table
 def data_scale() -> str:
     found = record("data-scale")["summary"]
     labels = {

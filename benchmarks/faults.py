@@ -222,10 +222,11 @@ def exits(count: int, at_once: int = 4) -> dict[str, Any]:
     the processes wait for the processor at any place."""
     folder, failures = Path(tempfile.mkdtemp(prefix="unskip-exits-")), list[str]()
     running: dict[int, Path] = {}
+    load = 0.0
     for turn in range(count + at_once):
         while running and (len(running) >= 2 * at_once or turn >= count):
             child, status = os.wait()
-            log = running.pop(child)
+            log, load = running.pop(child), max(load, os.getloadavg()[0])
             if code := os.waitstatus_to_exitcode(status):
                 failures.append(f"exit {code}: {log.read_text()[-300:]}")
         if turn >= count:
@@ -248,7 +249,7 @@ def exits(count: int, at_once: int = 4) -> dict[str, Any]:
             out = str(folder / f"run-{turn}")
             sys.exit(cli.main(["train", "supervised", "--preset=digits", *words, "--quiet", "--out", out]))
     shutil.rmtree(folder)
-    return {"runs": count, "processes": 2 * count, "runs at once": at_once, "failures": failures}
+    return {"runs": count, "processes": 2 * count, "runs at once": at_once, "failures": failures, "load average": load}
 
 
 def shown(line: str, folder: Path) -> str:
