@@ -122,8 +122,6 @@ def test_large_model_whose_forward_needs_values(run: Any, monkeypatch: pytest.Mo
         (["timm:test_vit", "--shortcut", "decai:0.6"], "decay"),
         (["timm:test_vit", "--shortcut", "decay:nan"], "alpha_min"),
         (["timm:test_vit", "--input", "2,x"], "'2,x' is not a shape"),
-        (["timm:test_vit", "--input", "float:2,3"], "'float:2,3' is not a shape"),
-        (["timm:test_vit", "--input", "2,0"], "'2,0' is not a shape"),
         (["timm:test_vit", "--input", "1,2,3,4"], "--input 2,3,224,224"),
         (["hf:unskip/no-such-model"], "needs the internet"),
     ],

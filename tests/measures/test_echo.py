@@ -12,7 +12,7 @@ from sklearn.metrics import r2_score
 from torch import Tensor
 
 from unskip.errors import BadInput
-from unskip.measures.echo import cosine, feature_norm, high_frequency_share, ridge_r2
+from unskip.measures.echo import cosine, feature_norm, held_out, high_frequency_share, ridge_r2, ridge_scores
 
 
 def test_cosine() -> None:
@@ -38,25 +38,26 @@ def noisy(samples: int = 120, wide: int = 7, out: int = 4, noise: float = 0.5, s
     return x, y + noise * torch.randn(samples, out, generator=g, dtype=torch.float64) - 5
 
 
-# Without a ridge and with more features than samples the peer leaves the least-norm solution.
-@pytest.mark.parametrize(("ridge", "wide"), [(0.0, 7), *((r, w) for r in (1e-3, 1.0, 100.0) for w in (7, 200))])
+@pytest.mark.parametrize("ridge", [1e-3, 1.0, 100.0])
+@pytest.mark.parametrize("wide", [7, 200])
 def test_against_scikit_learn(ridge: float, wide: int) -> None:
     x, y = noisy(wide=wide)
     mask = torch.arange(120) % 4 == 0
     peer = Ridge(alpha=ridge, solver="svd").fit(x[~mask].numpy(), y[~mask].numpy()).predict(x[mask].numpy())
     wanted = r2_score(y[mask].numpy(), peer, multioutput="variance_weighted")
-    assert ridge_r2(x, y, mask, ridge=ridge) == pytest.approx(wanted, abs=1e-8)
+    largest = float(torch.linalg.svdvals(x[~mask] - x[~mask].mean(0))[0])
+    assert ridge_scores(x[~mask], y[~mask], x[mask], y[mask], (ridge / largest**2,)) == pytest.approx([wanted])
 
 
 def test_the_ridge_is_chosen() -> None:
     """With more features than samples the choice must come near the best ridge, which the test sets may see."""
     x, y = noisy(wide=300, noise=3.0)
-    mask = torch.arange(120) % 4 == 0
-    best = max(ridge_r2(x, y, mask, ridge=10.0**power) for power in np.arange(-6, 5, 0.5))
-    chosen = ridge_r2(x, y, mask)
-    assert chosen <= best + 1e-3
-    assert chosen > best - 0.1
-    assert chosen > ridge_r2(x, y, mask, ridge=1e4) + 0.01
+    mask = held_out(torch.arange(120), torch.Generator().manual_seed(0))
+    ridges = tuple(10.0**power for power in np.arange(-8, 3, 0.5))
+    scores = ridge_scores(x[~mask], y[~mask], x[mask], y[mask], ridges)
+    chosen = ridge_r2(x, y)
+    assert max(scores) - 0.1 < chosen <= max(scores) + 1e-3
+    assert chosen > scores[-1] + 0.01
 
 
 def test_what_is_there_is_found_and_what_is_not_is_not() -> None:
@@ -66,12 +67,6 @@ def test_what_is_there_is_found_and_what_is_not_is_not() -> None:
     assert abs(ridge_r2(*nothing)) < 0.05
 
 
-def test_closed_form_of_half_noise() -> None:
-    """y = x + e with equal variances: R^2 is 1/2."""
-    x = torch.randn(20000, 3, dtype=torch.float64)
-    assert ridge_r2(x, x + torch.randn(20000, 3, dtype=torch.float64)) == pytest.approx(0.5, abs=0.02)
-
-
 def test_groups_are_held_out_whole() -> None:
     """Tokens that carry their image's own code are easy to predict from a sibling, and not from another image."""
     codes = torch.randn(40, 30)
@@ -79,13 +74,6 @@ def test_groups_are_held_out_whole() -> None:
     x, y = torch.eye(40)[groups], codes[groups]  # x names the image: useless for an image never seen
     assert ridge_r2(x, y) > 0.99
     assert ridge_r2(x, y, groups=groups) < 0.05
-
-
-def test_the_same_generator_gives_the_same_number() -> None:
-    x, y = noisy()
-    numbers = [ridge_r2(x, y, generator=torch.Generator().manual_seed(seed)) for seed in (1, 1, 2)]
-    assert numbers[0] == numbers[1] != numbers[2]
-    assert ridge_r2(x, y) == ridge_r2(x, y)
 
 
 def test_constants() -> None:
@@ -99,16 +87,10 @@ def test_ridge_bad_input() -> None:
     x, y = noisy()
     with pytest.raises(BadInput, match=r"120 rows and 119"):
         ridge_r2(x, y[:-1])
-    with pytest.raises(BadInput, match=r"holdout must be a share"):
-        ridge_r2(x, y, 1.5)
-    with pytest.raises(BadInput, match=r"leaves some on both sides"):
-        ridge_r2(x, y, torch.ones(120, dtype=torch.bool))
-    with pytest.raises(BadInput, match=r"of 1; measure more"):
+    with pytest.raises(BadInput, match="measure more samples"):
         ridge_r2(x, y, groups=torch.zeros(120))
     with pytest.raises(BadInput, match="120 samples"):
         ridge_r2(x, y, groups=torch.zeros(3))
-    with pytest.raises(BadInput, match=r"0 or more, got -1"):
-        ridge_r2(x, y, ridge=-1.0)
 
 
 def wave(rows: int, cols: int, down: int, across: int) -> Tensor:

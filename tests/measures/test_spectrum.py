@@ -84,15 +84,6 @@ def test_rounding_is_not_a_condition_number() -> None:
     assert reached.condition == pytest.approx(1e10, rel=1e-3)
 
 
-def test_scalars() -> None:
-    spectrum = jacobian_spectrum(lambda x: (x**2).sum(), torch.tensor([3.0, 4.0], dtype=DOUBLE))
-    assert spectrum.shape == (1, 2)
-    assert spectrum.sigma_max == pytest.approx(10)
-    assert spectrum.null == 1
-    for exact in (True, False):
-        assert jacobian_spectrum(torch.sin, torch.tensor(0.0, dtype=DOUBLE), exact=exact).sigma_max == pytest.approx(1)
-
-
 def test_a_zero_jacobian() -> None:
     for exact in (True, False):
         spectrum = jacobian_spectrum(lambda x: x * 0, torch.ones(5, dtype=DOUBLE), exact=exact)

@@ -156,15 +156,6 @@ def test_small_matrices_do_not_break_it(rows: int, columns: int, seed: int, prob
     json.dumps(result.to_dict(), allow_nan=False)
 
 
-def test_the_generator_decides() -> None:
-    a = gauss(100, 100, 0)
-    numbers = [free(a, probes=1, generator=torch.Generator().manual_seed(seed)).quantiles[0.5] for seed in (1, 1, 2)]
-    assert numbers[0] == numbers[1] != numbers[2]
-    before = torch.random.get_rng_state()
-    assert free(a, probes=1).quantiles == free(a, probes=1).quantiles
-    assert torch.equal(before, torch.random.get_rng_state())
-
-
 def test_the_bases_are_orthonormal_and_belong_together() -> None:
     a = spread_out("identity and low rank", 200)
     (result,) = bidiagonalise(lambda v: v @ a.mT, lambda u: u @ a, gauss(1, 200, 9), 200, 80, 1e-13)
@@ -178,8 +169,6 @@ def test_the_bases_are_orthonormal_and_belong_together() -> None:
 
 
 # --- Products ---------------------------------------------------------------------------------------------------------
-
-
 
 
 @pytest.mark.parametrize("f", [torch.sin, lambda x: x @ gauss(7, 4, 0), lambda x: x.softmax(-1).cumsum(-1)])
@@ -210,8 +199,6 @@ def test_without_batching() -> None:
     jacobian = Jacobian(lambda z: Stubborn.apply(z), x)
     assert torch.equal(jacobian.matrix(3), 2 * torch.eye(6, dtype=DOUBLE))
     assert not jacobian.batched
-
-
 
 
 def test_a_backward_pass_that_hides_something() -> None:

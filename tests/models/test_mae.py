@@ -257,11 +257,9 @@ def overlapping() -> nn.Module:
     [
         ({"mask": 0.0}, "nothing to predict"),
         ({"mask": 1.0}, "nothing to see"),
-        ({"mask": float("nan")}, "mask ratio of nan"),
         ({"mask": 0.97}, "shows 0"),
         ({"depth": 0}, "it needs one"),
         ({"heads": 5}, "12 wide and 5 heads"),
-        ({"heads": 0}, "12 wide and 0 heads"),
         ({"width": 6, "heads": 3}, "multiple of 4"),
     ],
 )

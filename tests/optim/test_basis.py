@@ -156,12 +156,3 @@ def test_no_step_has_more_than_its_share_and_one_part(sides: list[Side], every: 
     # A part is at most one and a half shares and one row; the least loaded step has less than all parts' waiting more.
     limit = 2.5 * share + max(sizes) ** 3 + WAIT * max(sizes) * (every // STEPS_PER_CHUNK)
     assert max(map(cost, steps)) <= limit
-
-
-def test_the_refresh_schedule_of_vit_b() -> None:
-    shapes = [(2304, 768), (768, 768), (3072, 768), (768, 3072)]
-    sides = [Side(i, "lr"[j], size, 12) for i, shape in enumerate(shapes) for j, size in enumerate(shape)]
-    steps = refresh_schedule(sides, 10)
-    assert [i for i, chunks in enumerate(steps) if chunks] == [0, 3, 6]
-    assert [{chunk.side.size for chunk in steps[i]} for i in (0, 3, 6)] == [{3072}, {3072}, {2304, 768}]
-    assert sum(chunk.stop - chunk.start for chunk in steps[0]) == 12

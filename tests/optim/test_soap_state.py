@@ -163,21 +163,6 @@ def test_grad_scaler_steps_and_skips() -> None:
     assert {float(state["step"]) for state in optimizer.state.values()} == {4}
 
 
-def test_a_closure_is_called_with_gradients_on() -> None:
-    model = small_model()
-    optimizer = SOAP(model.parameters())
-    x, y = batch(0)
-
-    def closure() -> Tensor:
-        optimizer.zero_grad()
-        loss = nn.functional.cross_entropy(model(x), y)
-        loss.backward()
-        return loss
-
-    losses = [optimizer.step(closure).item() for _ in range(30)]
-    assert losses[-1] < losses[0]
-
-
 def test_schedulers_and_tensor_rates() -> None:
     model, twin = small_model(), small_model()
     a = SOAP(model.parameters(), lr=0.01)
@@ -193,19 +178,6 @@ def test_schedulers_and_tensor_rates() -> None:
         b.param_groups[0]["lr"].mul_(0.5)
     for p, q in zip(model.parameters(), twin.parameters(), strict=True):
         assert torch.allclose(p, q, atol=1e-12)
-
-
-def test_the_users_precision_is_left_alone() -> None:
-    settings = torch.backends.cuda.matmul
-    before = settings.fp32_precision
-    try:
-        for value in ("ieee", "tf32"):
-            settings.fp32_precision = value
-            param = start((3, 3))
-            run(SOAP([param]), [(param, gradients((3, 3)))], range(3))
-            assert settings.fp32_precision == value
-    finally:
-        settings.fp32_precision = before
 
 
 def test_a_rehearsed_refresh_leaves_no_trace() -> None:

@@ -14,7 +14,6 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file
 from tests.commands import on_ranks
-from tests.data.files import encoded, picture, write_parquet
 
 import unskip
 from unskip import cli, recipes
@@ -195,35 +194,6 @@ def test_an_encoder_is_no_teacher(pretrained: Path) -> None:
         unskip.recipes.build_task(tiny(weights=str(pretrained), teacher="original"))
 
 
-def test_an_encoder_whose_skips_are_kept_is_noted(pretrained: Path) -> None:
-    task, _ = unskip.recipes.build_task(tiny(weights=str(pretrained)))
-    assert not task.wirings
-    assert "saved with other skips" in "; ".join(task.notes)
-
-
-def test_the_rate_falls_from_the_head_down(pretrained: Path) -> None:
-    task, _ = unskip.recipes.build_task(tiny(weights=str(pretrained), layer_decay=0.5, lr=1.0))
-    rates = {id(value): group["lr"] for group in task.optimizer.param_groups for value in group["params"]}
-    names = ("head", "blocks.1.mlp.fc1", "blocks.0.mlp.fc1", "patch_embed.proj")
-    assert [rates[id(task.model.get_parameter(f"{name}.weight"))] for name in names] == [1.0, 0.5, 0.25, 0.125]
-
-
-def test_a_run_begins_with_what_is_opened_and_what_is_trained(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    unskip.train(tiny(steps=1), tmp_path / "told")
-    opened, trained = capsys.readouterr().err.splitlines()[:2]
-    assert opened == "opening digits"
-    assert trained.startswith("timm:vit_tiny_patch16_224 (depth=2,embed_dim=16,num_heads=2): 0.00")
-    assert trained.endswith("million parameters, images of 8 x 8 from digits, 1 step on cpu")
-    unskip.resume(tmp_path / "told")
-    assert capsys.readouterr().err.splitlines()[0] == "opening digits"
-    unskip.train(tiny(steps=1), tmp_path / "quiet", quiet=True)
-    err = capsys.readouterr().err
-    assert "million" not in err
-    assert "opening" not in err
-
-
 def test_a_folder_without_a_test_split_is_trained_on_with_a_part_held_out(tmp_path: Path) -> None:
     for index in range(30):
         place = tmp_path / "photos" / "ab"[index % 2] / f"{index}.png"
@@ -264,15 +234,6 @@ def test_models_with_and_without_an_image_size_of_their_own(tmp_path: Path, mode
     small = "" if "resnet" in model else "depth=2,embed_dim=16,num_heads=2"
     config = tiny(model=model, model_args=small, size=16, patch=4, steps=1, shortcut="decay:0.5")
     assert unskip.train(config, tmp_path / "run", quiet=True).finished
-
-
-def test_splits_of_gray_and_colour_and_of_several_sizes(tmp_path: Path) -> None:
-    for split, heights, mode in (("train", (8, 10), "L"), ("test", (8,), "RGB")):
-        images = [encoded(picture(index, heights[index % len(heights)], 8, mode)) for index in range(32)]
-        write_parquet(tmp_path / f"a-{split}.parquet", images, [0, 1] * 16)
-    outcome = unskip.train(tiny(data=str(tmp_path / "a-*.parquet"), steps=1), tmp_path / "run", quiet=True)
-    assert outcome.finished
-    assert "held as squares of 8 pixels" in notes(tmp_path / "run")
 
 
 def test_a_run_goes_on_after_a_broken_file_and_names_it(tmp_path: Path) -> None:

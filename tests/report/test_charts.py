@@ -68,19 +68,12 @@ def newest(run: Run) -> dict[str, float]:
     return {name: row[name] for name, row in names_of.newest_rows(run).items()}
 
 
-def test_newest_values(tmp_path: Path) -> None:
-    course = [{"step": 10, "evaluation": "o", "knn20": 0.1}, {"step": 30, "evaluation": "o", "knn20": 0.2}]
-    whole = [{"step": 30, "evaluation": "finetune-mae-v1", "block": None, "finetune": 0.9}]
-    folder(tmp_path / "a", evals=[*course, *whole, *by_block((5.0, 7.0), "rank")])
-    (group,) = read_groups([tmp_path])
-    assert newest(group.runs[0]) == {"knn20": 0.2, "finetune": 0.9, "rank": 7.0}
-
-
 def test_newest_values_are_of_the_last_block_that_was_evaluated_so(tmp_path: Path) -> None:
     rows = by_block((0.1, 0.2, 0.3), "rank") + by_block((0.5, 0.6), "knn20")
-    folder(tmp_path / "a", evals=[*rows, {"step": 20, "evaluation": "o", "rank": 9.0}])
+    whole = [{"step": 20, "evaluation": "o", "rank": 9.0}, {"step": 30, "evaluation": "f", "finetune": 0.9}]
+    folder(tmp_path / "a", evals=[*rows, *whole])
     (group,) = read_groups([tmp_path])
-    assert newest(group.runs[0]) == {"rank": 0.3, "knn20": 0.6}
+    assert newest(group.runs[0]) == {"rank": 0.3, "knn20": 0.6, "finetune": 0.9}
 
 
 def test_lines_that_hide_one_another_are_named(tmp_path: Path) -> None:

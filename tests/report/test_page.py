@@ -15,7 +15,7 @@ from tests.report.test_figures import contrast
 
 from unskip import cli, report
 from unskip.errors import BadInput
-from unskip.report._compare import over_seeds, sentence
+from unskip.report._compare import over_seeds
 from unskip.report._page import file, page
 
 EVIL = "<script>alert(1)</script><img src=x onerror=alert(2)>\"'&"
@@ -177,31 +177,6 @@ def test_different_kinds(tmp_path: Path) -> None:
     assert "Accuracy on test images (supervised)" in text
     assert "Accuracy on test images (mae)" not in text
     assert "supervised on digits; mae on digits." in text
-
-
-def test_what_was_compared(tmp_path: Path) -> None:
-    said = {}
-    for name, changes in {
-        "data": ({}, {"data": "cifar10"}),
-        "none": ({}, {"seed": 1}),
-        "copies": ({}, {}),
-        "long": ({"model_args": "x" * 200 + "1"}, {"model_args": "x" * 200 + "2"}),
-    }.items():
-        for index, change in enumerate(changes):
-            folder(tmp_path / name / f"r{index}", **change)
-        said[name] = sentence(report.read([tmp_path / name], look=False))
-    assert "mae on digits and cifar10" in said["data"]
-    assert "seeds 0 and 1" in said["none"]
-    assert "seed 0" in said["copies"]
-    assert "model_args (" in said["long"]
-
-
-def test_copies_are_not_called_seeds(tmp_path: Path) -> None:
-    for name in "ab":
-        folder(tmp_path / name, losses=(1.0, "nan"))
-    text = Elements(made(tmp_path)).text
-    assert "of a several runs have the same seed" in text
-    assert "a, a; a, b: the loss is not finite at step 20." in text  # one reason, said once
 
 
 def test_over_seeds() -> None:

@@ -35,49 +35,27 @@ def feature_norm(x: Tensor) -> float:
     return float(floats("feature_norm", "x", x, "(..., dim)", 1).norm(dim=-1).mean())
 
 
-def ridge_r2(
-    x: Tensor,
-    y: Tensor,
-    holdout: float | Tensor = 0.25,
-    *,
-    ridge: float | None = None,
-    groups: Tensor | None = None,
-    generator: torch.Generator | None = None,
-) -> float:
-    """R^2 of y (samples, dim) predicted from x (samples, other dim) by ridge regression, on held-out samples.
+def ridge_r2(x: Tensor, y: Tensor, *, groups: Tensor | None = None, generator: torch.Generator | None = None) -> float:
+    """R^2 of y (samples, dim) predicted from x (samples, other dim) by ridge regression, on a held-out quarter.
 
-    `holdout` is the share of samples held out, or a mask (samples,) of them. `groups` (samples,) numbers what belongs
-    together, such as the tokens of an image: a group is held out whole, or tokens would be predicted from their
-    neighbours. `ridge` is added to the squared singular values of the centred training x; by default the best of a
-    grid on a quarter of the training groups, then fitted again on all. The sums run over samples and dims, around the
-    held-out mean. Less than 0 is worse than that mean; nan where the held-out y does not vary.
+    `groups` (samples,) numbers what belongs together, such as the tokens of an image: a group is held out whole, or
+    tokens would be predicted from their neighbours. The ridge is the best of a grid on a quarter of the training
+    groups; then it is fitted again on all. The sums run over samples and dims, around the held-out mean. Less than 0 is
+    worse than that mean; nan where the held-out y does not vary.
     """
     wide_x = floats("ridge_r2", "x", x, "(samples, dim)", 2, 2)
     wide_y = floats("ridge_r2", "y", y, "(samples, dim)", 2, 2)
     same_rows("ridge_r2", wide_x, wide_y)
     ids = _groups(groups, len(x))
     generator = torch.Generator().manual_seed(0) if generator is None else generator
-    if isinstance(holdout, Tensor):
-        if holdout.dtype != torch.bool or holdout.shape != (len(x),) or bool(holdout.all()) or not bool(holdout.any()):
-            raise BadInput(
-                f"ridge_r2: holdout must be a share, or a mask with one bool for each of {len(x)} samples that leaves "
-                f"some on both sides, got {kind_of(holdout)}"
-            )
-        test = holdout.cpu()
-    else:
-        test = _part(ids, holdout, generator)
-    test, train = test.to(x.device), ~test.to(x.device)
+    test = held_out(ids, generator).to(x.device)
     if not bool(centred(wide_y[test], y.dtype).any()):
         return math.nan
-    if ridge is None:
-        inner = _part(ids[train.cpu()], 0.25, generator).to(x.device)
-        fit = wide_x[train][~inner], wide_y[train][~inner]
-        scores = _scores(*fit, wide_x[train][inner], wide_y[train][inner], GRID, relative=True)
-        factor = GRID[max(range(len(GRID)), key=lambda at: -math.inf if math.isnan(scores[at]) else scores[at])]
-        return _scores(wide_x[train], wide_y[train], wide_x[test], wide_y[test], (factor,), relative=True)[0]
-    if not 0 <= ridge < math.inf:
-        raise BadInput(f"ridge_r2: ridge must be a finite number, 0 or more, got {ridge!r}")
-    return _scores(wide_x[train], wide_y[train], wide_x[test], wide_y[test], (ridge,), relative=False)[0]
+    train_x, train_y = wide_x[~test], wide_y[~test]
+    inner = held_out(ids[~test.cpu()], generator).to(x.device)
+    scores = ridge_scores(train_x[~inner], train_y[~inner], train_x[inner], train_y[inner], GRID)
+    factor = GRID[max(range(len(GRID)), key=lambda at: -math.inf if math.isnan(scores[at]) else scores[at])]
+    return ridge_scores(train_x, train_y, wide_x[test], wide_y[test], (factor,))[0]
 
 
 def high_frequency_share(tokens: Tensor, grid: tuple[int, int], cutoff: float = 0.5) -> float:
@@ -116,33 +94,28 @@ def _groups(groups: Tensor | None, count: int) -> Tensor:
     return numbers
 
 
-def _part(ids: Tensor, share: float, generator: torch.Generator) -> Tensor:
-    """A mask of the samples whose group falls into a random share of the groups, at least one on each side."""
+def held_out(ids: Tensor, generator: torch.Generator) -> Tensor:
+    """A mask of the samples whose group falls into a random quarter of the groups, at least one on each side."""
     names = torch.unique(ids)
-    if not 0 < share < 1 or len(names) < 2:
-        raise BadInput(
-            f"ridge_r2: holdout must be a share between 0 and 1 of two groups or more on each side, got {share} of "
-            f"{len(names)}; measure more samples"
-        )
-    take = min(len(names) - 1, max(1, round(share * len(names))))
+    if len(names) < 2:
+        raise BadInput("ridge_r2: one group on a side, and it takes two to hold one out; measure more samples")
+    take = min(len(names) - 1, max(1, round(len(names) / 4)))
     order = torch.randperm(len(names), generator=generator, device=generator.device).cpu()
     return torch.isin(ids, names[order[:take]])
 
 
-def _scores(
-    x: Tensor, y: Tensor, new_x: Tensor, new_y: Tensor, ridges: tuple[float, ...], relative: bool
-) -> list[float]:
-    """R^2 on the new samples for each ridge, from one decomposition of the training x."""
+def ridge_scores(x: Tensor, y: Tensor, new_x: Tensor, new_y: Tensor, ridges: tuple[float, ...]) -> list[float]:
+    """R^2 on the new samples for each ridge, relative to the largest squared singular value of the training x."""
     mean_x, mean_y = x.mean(0), y.mean(0)
     u, s, vh = torch.linalg.svd(x - mean_x, full_matrices=False)
-    keep = s > max(x.shape) * torch.finfo(torch.float64).eps * s[0]  # a ridge of 0 is the pseudo-inverse
+    keep = s > max(x.shape) * torch.finfo(torch.float64).eps * s[0]
     u, s, vh = u[:, keep], s[keep], vh[keep]
     onto, from_new = u.mT @ (y - mean_y), (new_x - mean_x) @ vh.mT
     around = new_y - new_y.mean(0)
     total = float(around.square().sum())
     out = []
     for ridge in ridges:
-        added = ridge * (float(s[0]) ** 2 if relative and len(s) else 1.0)
+        added = ridge * float(s[0]) ** 2 if len(s) else ridge
         predicted = mean_y + from_new @ ((s / (s**2 + added))[:, None] * onto)
         finite("ridge_r2", "the prediction", predicted)
         error = float((new_y - predicted).square().sum())
