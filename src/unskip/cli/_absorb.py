@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import tyro
 
 import unskip
-from unskip.cli._options import Count, Device, Inputs, Json, Random, Trust, model_help, told
+from unskip.cli._options import Count, Device, Inputs, Json, Random, Trust, model_help, option
 from unskip.cli._say import print_json, progress
 from unskip.errors import BadInput, RewireError
 
@@ -23,12 +23,12 @@ _APPLY = "Rewrite the sites that may be: exact, widen or approximate (needs --da
 
 def absorb_command(
     model: Annotated[str, tyro.conf.Positional, model_help("The model, with pretrained weights unless --random")],
-    data: Annotated[str | None, told(_DATA, "SOURCE")] = None,
+    data: Annotated[str | None, option(_DATA, "SOURCE")] = None,
     n: Count = 64,
-    apply: Annotated[Literal["exact", "widen", "approximate"] | None, told(_APPLY, "MODE")] = None,
-    max_error: Annotated[float, told(_MOST, "E")] = 0.1,
-    distil: Annotated[int, told("Training steps for each approximate replacement.", "N")] = 0,
-    out: Annotated[str | None, told("Folder for the rewritten model.", "FOLDER")] = None,
+    apply: Annotated[Literal["exact", "widen", "approximate"] | None, option(_APPLY, "MODE")] = None,
+    max_error: Annotated[float, option(_MOST, "E")] = 0.1,
+    distil: Annotated[int, option("Training steps for each approximate replacement.", "N")] = 0,
+    out: Annotated[str | None, option("Folder for the rewritten model.", "FOLDER")] = None,
     input: Inputs = (),  # noqa: A002
     device: Device = "cpu",
     random: Random = False,

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import tyro
 
 import unskip
-from unskip.cli._options import Inputs, Json, Trust, model_help, told
+from unskip.cli._options import Inputs, Json, Trust, model_help, option
 from unskip.cli._say import busy, print_json
 from unskip.errors import ForwardError
 
@@ -29,7 +29,7 @@ _SHORTCUT = (
 
 def audit_command(
     model: Annotated[str, tyro.conf.Positional, model_help("What to audit; a named model has random weights")],
-    shortcut: Annotated[str | None, told(_SHORTCUT, "RULE")] = None,
+    shortcut: Annotated[str | None, option(_SHORTCUT, "RULE")] = None,
     input: Inputs = (),  # noqa: A002
     trust: Trust = False,
     json: Json = False,

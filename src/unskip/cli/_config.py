@@ -19,7 +19,7 @@ import tyro
 
 from unskip._plugins import with_plugins
 from unskip.cli import PLUGIN
-from unskip.cli._options import Quiet, told
+from unskip.cli._options import Quiet, option
 from unskip.errors import BadInput
 from unskip.recipes import RECIPES, Recipe, field_groups, from_dict, is_run, recipe_of, resolve
 from unskip.training import RunFolder
@@ -42,15 +42,8 @@ def read(args: Sequence[str]) -> Job:
     """The arguments of `train`: the recipe, then its options."""
     name, rest = (None, args) if args[0].startswith("-") else (args[0], args[1:])
     first = argparse.ArgumentParser(prog="unskip train", add_help=False, allow_abbrev=False)
-    for option in (
-        "config",
-        "preset",
-        "data",
-        "size",
-        "model",
-        "weights",
-    ):  # defaults of the others depend on these
-        first.add_argument(f"--{option}")
+    for flag in ("config", "preset", "data", "size", "model", "weights"):  # the defaults of the others depend on these
+        first.add_argument(f"--{flag}")
     first.add_argument("-h", "--help", action="store_true")
     given = first.parse_known_args(rest)[0]
     base = _again(name, given) if given.config is not None else _before(name, given) or _preset(name, given)
@@ -74,9 +67,9 @@ def read(args: Sequence[str]) -> Job:
 def _groups(recipe: Recipe, base: Any) -> dict[str, type[Any]]:
     """A dataclass for each group of options: tyro prints each in a frame of its own."""
     own: list[tuple[str, Any, Any]] = [
-        ("config", Annotated[str | None, told(_CONFIG, "FILE")], None),
+        ("config", Annotated[str | None, option(_CONFIG, "FILE")], None),
         ("out", Annotated[str, tyro.conf.arg(help="Folder of the run.")], f"runs/{recipe.name}-{base.preset}"),
-        ("seeds", Annotated[str | None, told(_SEEDS, "SEEDS")], None),
+        ("seeds", Annotated[str | None, option(_SEEDS, "SEEDS")], None),
         ("quiet", Quiet, False),
     ]
     kinds = {}

@@ -11,13 +11,13 @@ from typing import Annotated
 
 import tyro
 
-from unskip.cli._options import Quiet, told
+from unskip.cli._options import Quiet, option
 
 _DATA = "digits, or with a GPU cifar10 or parquet files such as cifar10-{split}.parquet, where effects are larger."
 
 
 def demo_command(
-    quick: Annotated[bool, tyro.conf.FlagCreatePairsOff, told("Fewer steps: about a minute.")] = False,
+    quick: Annotated[bool, tyro.conf.FlagCreatePairsOff, option("Fewer steps: about a minute.")] = False,
     data: Annotated[str, tyro.conf.arg(help=_DATA, metavar="SOURCE")] = "digits",
     out: Annotated[str, tyro.conf.arg(help="Where runs and page go.", metavar="FOLDER")] = "runs/demo",
     quiet: Quiet = False,

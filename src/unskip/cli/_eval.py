@@ -26,7 +26,7 @@ from unskip.cli._options import (
     Trust,
     blocks_of,
     model_help,
-    told,
+    option,
 )
 from unskip.cli._say import busy, print_json
 from unskip.errors import BadInput
@@ -47,20 +47,20 @@ def eval_command(
     model: Annotated[
         str, tyro.conf.Positional, model_help("What to evaluate, with pretrained weights unless --random")
     ],
-    protocol: Annotated[str | None, told(f"{_PROTOCOLS} Default: {_USUAL}; of text {_TEXT}.", "NAMES")] = None,
-    data: Annotated[str | None, told(_DATA, "DATA")] = None,
+    protocol: Annotated[str | None, option(f"{_PROTOCOLS} Default: {_USUAL}; of text {_TEXT}.", "NAMES")] = None,
+    data: Annotated[str | None, option(_DATA, "DATA")] = None,
     blocks: Blocks = "all",
-    pool: Annotated[Literal["mean", "cls"] | None, told("Instead of the protocols' own.", "mean|cls")] = None,
-    split: Annotated[Literal["test", "val"] | None, told("Default: what was held out, or test.", "test|val")] = None,
-    times: Annotated[str | None, told(_TIMES, "TIMES")] = None,
-    dense: Annotated[str | None, told(_DENSE, "FILES")] = None,
+    pool: Annotated[Literal["mean", "cls"] | None, option("Instead of the protocols' own.", "mean|cls")] = None,
+    split: Annotated[Literal["test", "val"] | None, option("Default: what was held out, or test.", "test|val")] = None,
+    times: Annotated[str | None, option(_TIMES, "TIMES")] = None,
+    dense: Annotated[str | None, option(_DENSE, "FILES")] = None,
     change: Annotated[  # both --change A B and --change A --change B
-        tuple[tuple[str, ...], ...], tyro.conf.UseAppendAction, told(_CHANGE, "SETTING")
+        tuple[tuple[str, ...], ...], tyro.conf.UseAppendAction, option(_CHANGE, "SETTING")
     ] = (),
-    size: Annotated[int | None, told("Pixels along a side of the images (default: the model's own).", "N")] = None,
+    size: Annotated[int | None, option("Pixels along a side of the images (default: the model's own).", "N")] = None,
     mean: Mean = None,
     std: Std = None,
-    batch: Annotated[int | None, told("Images at a time (default: as in training, or 256).", "N")] = None,
+    batch: Annotated[int | None, option("Images at a time (default: as in training, or 256).", "N")] = None,
     seed: Annotated[int, tyro.conf.arg(help="Of probes and fine-tuning.", metavar="N")] = 0,
     precision: PrecisionOption = "float32",
     device: DeviceOfRun = None,
@@ -200,9 +200,9 @@ def _refuse_unused(given: dict[str, str | None], dense: str | None, names: list[
             f"--dense {dense}: {', '.join(names)} look at no masks or boxes. Name protocols that do, --protocol "
             f"{','.join(for_them)}, or leave --dense out"
         )
-    for option, value in given.items():
+    for flag, value in given.items():
         if value is not None and len(apart) == len(names):
-            raise BadInput(f"--{option} {value}: {', '.join(names)} look at patches of --dense; leave it out")
+            raise BadInput(f"--{flag} {value}: {', '.join(names)} look at patches of --dense; leave it out")
 
 
 def _times(text: str) -> list[float]:

@@ -22,7 +22,7 @@ from unskip.cli._options import (
     Trust,
     blocks_of,
     model_help,
-    told,
+    option,
 )
 from unskip.cli._say import print_json, progress
 
@@ -32,10 +32,10 @@ _JACOBIANS = "auto, exact (as matrices, however large) or off."
 
 def measure_command(
     model: Annotated[str, tyro.conf.Positional, model_help("What to measure, with pretrained weights unless --random")],
-    data: Annotated[str, told(_DATA, "SOURCE")] = "random:8",
+    data: Annotated[str, option(_DATA, "SOURCE")] = "random:8",
     n: Count = 8,
-    shortcut: Annotated[str | None, told("Rewire first: cut, decay:0.6, ...", "RULE")] = None,
-    init: Annotated[str | None, told("Initialise first: skipless, skipless:shaped or zero.", "NAME")] = None,
+    shortcut: Annotated[str | None, option("Rewire first: cut, decay:0.6, ...", "RULE")] = None,
+    init: Annotated[str | None, option("Initialise first: skipless, skipless:shaped or zero.", "NAME")] = None,
     blocks: Blocks = "all",
     jacobians: Annotated[Literal["auto", "exact", "off"], tyro.conf.arg(help=_JACOBIANS)] = "auto",
     mean: Mean = None,

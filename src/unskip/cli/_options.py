@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 import tyro
 
 
-def told(text: str, metavar: str | None = None) -> Any:
+def option(text: str, metavar: str | None = None) -> Any:
     """The help of an option without "(default: ...)" behind it: the text says it, or there is nothing to say."""
     return tyro.conf.arg(help=text, metavar=metavar, help_behavior_hint="")
 
@@ -35,7 +35,7 @@ Runs = Annotated[
 ]
 Count = Annotated[int, tyro.conf.arg(help="How many samples of the source.", metavar="N")]
 Device = Annotated[str, tyro.conf.arg(help="Where to compute.", metavar="DEVICE")]
-DeviceOfRun = Annotated[str | None, told("Where to compute (default: as the run).", "DEVICE")]
+DeviceOfRun = Annotated[str | None, option("Where to compute (default: as the run).", "DEVICE")]
 Blocks = Annotated[
     str,
     tyro.conf.arg(
@@ -46,22 +46,22 @@ Blocks = Annotated[
 PrecisionOption = Annotated[Literal["float32", "bf16", "fp16"], tyro.conf.arg(help="Of the forward pass.")]
 Mean = Annotated[
     str | None,
-    told("Mean of the channels, of values from 0 to 1, as 0.5,0.5,0.5 (default: the model's own).", "NUMBERS"),
+    option("Mean of the channels, of values from 0 to 1, as 0.5,0.5,0.5 (default: the model's own).", "NUMBERS"),
 ]
-Std = Annotated[str | None, told("Standard deviation of the channels (default: the model's own).", "NUMBERS")]
-Random = Annotated[bool, tyro.conf.FlagCreatePairsOff, told("Random weights instead of pretrained ones.")]
+Std = Annotated[str | None, option("Standard deviation of the channels (default: the model's own).", "NUMBERS")]
+Random = Annotated[bool, tyro.conf.FlagCreatePairsOff, option("Random weights instead of pretrained ones.")]
 Trust = Annotated[
-    bool, tyro.conf.FlagCreatePairsOff, told("Run the Python files that a folder names: its model, its plugins.")
+    bool, tyro.conf.FlagCreatePairsOff, option("Run the Python files that a folder names: its model, its plugins.")
 ]
-Json = Annotated[bool, tyro.conf.FlagCreatePairsOff, told("Print JSON and nothing else.")]
-Quiet = Annotated[bool, tyro.conf.FlagCreatePairsOff, told("Show no progress.")]
+Json = Annotated[bool, tyro.conf.FlagCreatePairsOff, option("Print JSON and nothing else.")]
+Quiet = Annotated[bool, tyro.conf.FlagCreatePairsOff, option("Show no progress.")]
 ChangedData = Annotated[
-    bool, tyro.conf.FlagCreatePairsOff, told("Continue although the data is not what the run began with.")
+    bool, tyro.conf.FlagCreatePairsOff, option("Continue although the data is not what the run began with.")
 ]
 Inputs = Annotated[
     tuple[tuple[str, ...], ...],  # both --input A B and --input A --input B
     tyro.conf.UseAppendAction,
-    told(
+    option(
         "The shape of what the model takes, for one that does not say: 2,3,32,32 of numbers or int:2,16 of token ids. "
         "Several for several arguments.",
         "SHAPE",

@@ -7,7 +7,7 @@ from typing import Annotated
 import tyro
 
 import unskip
-from unskip.cli._options import Trust, told
+from unskip.cli._options import Trust, option
 from unskip.cli._say import busy
 from unskip.errors import BadInput
 
@@ -17,14 +17,14 @@ _LOOK = "How many runs to build and measure from their checkpoints, and to show 
 
 
 def report_command(
-    runs: Annotated[tuple[str, ...], tyro.conf.Positional, told(_RUNS, "RUN ...")],
+    runs: Annotated[tuple[str, ...], tyro.conf.Positional, option(_RUNS, "RUN ...")],
     out: Annotated[str, tyro.conf.arg(help="The page to write.", metavar="FILE")] = "report.html",
     look: Annotated[int, tyro.conf.arg(help=_LOOK, metavar="N")] = 12,
     jacobians: Annotated[
-        bool, tyro.conf.FlagCreatePairsOff, told("Measure the singular values of Jacobians too; takes longer.")
+        bool, tyro.conf.FlagCreatePairsOff, option("Measure the singular values of Jacobians too; takes longer.")
     ] = False,
     trust: Trust = False,
-    export: Annotated[str | None, told(_EXPORT, "FOLDER")] = None,
+    export: Annotated[str | None, option(_EXPORT, "FOLDER")] = None,
 ) -> int:
     """Write one self-contained HTML page about any runs: curves, depth, shortcuts, pictures, warnings.
 

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 import tyro
 
 import unskip
-from unskip.cli._options import DeviceOfRun, Json, PrecisionOption, Run, Trust, told
+from unskip.cli._options import DeviceOfRun, Json, PrecisionOption, Run, Trust, option
 from unskip.cli._say import busy, print_json
 from unskip.errors import BadInput
 
@@ -20,27 +20,27 @@ _EVALUATE = "Compare with the run's data over this extractor: inception, timm:NA
 
 def sample_command(
     run: Run,
-    n: Annotated[int | None, told("How many (default: 64 images, or one text).", "N")] = None,
+    n: Annotated[int | None, option("How many (default: 64 images, or one text).", "N")] = None,
     cfg: Annotated[float, tyro.conf.arg(help="Scale of classifier-free guidance; 1 is none.", metavar="W")] = 1.0,
     sampler: Annotated[
         Literal["euler", "heun", "dopri5", "euler-maruyama"], tyro.conf.arg(help="Of the ODE or the SDE.")
     ] = "heun",
     steps: Annotated[int, tyro.conf.arg(help="Of all samplers but dopri5.", metavar="N")] = 50,
     tolerance: Annotated[float, tyro.conf.arg(help="Of dopri5.", metavar="X")] = 1e-5,
-    label: Annotated[int | None, told("One class for all (default: each in turn).", "CLASS")] = None,
+    label: Annotated[int | None, option("One class for all (default: each in turn).", "CLASS")] = None,
     seed: Annotated[int, tyro.conf.arg(help="Of the noise.", metavar="N")] = 0,
     batch: Annotated[int, tyro.conf.arg(help="How many at a time.", metavar="N")] = 256,
     precision: PrecisionOption = "float32",
     compile: Annotated[  # noqa: A002
         bool,
         tyro.conf.FlagCreatePairsOff,
-        told("Compile the network: pays off for hundreds of samples on a GPU."),
+        option("Compile the network: pays off for hundreds of samples on a GPU."),
     ] = False,
-    evaluate: Annotated[str | None, told(_EVALUATE, "EXTRACTOR")] = None,
-    prompt: Annotated[str | None, told("Of a language model: the text that it continues.", "TEXT")] = None,
+    evaluate: Annotated[str | None, option(_EVALUATE, "EXTRACTOR")] = None,
+    prompt: Annotated[str | None, option("Of a language model: the text that it continues.", "TEXT")] = None,
     length: Annotated[int, tyro.conf.arg(help="Of a language model: tokens at most.", metavar="N")] = 256,
-    temperature: Annotated[float, told("Of a language model; 0 takes the likeliest token.", "T")] = 0.8,
-    top_k: Annotated[int | None, told("Of a language model: draw among the likeliest alone.", "K")] = None,
+    temperature: Annotated[float, option("Of a language model; 0 takes the likeliest token.", "T")] = 0.8,
+    top_k: Annotated[int | None, option("Of a language model: draw among the likeliest alone.", "K")] = None,
     device: DeviceOfRun = None,
     trust: Trust = False,
     json: Json = False,

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import unskip
 from unskip._table import table
-from unskip.cli._options import ChangedData, Quiet, Runs, Trust, told
+from unskip.cli._options import ChangedData, Quiet, Runs, Trust, option
 from unskip.cli._say import finite
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ def train_command(args: Sequence[str]) -> int:
 def resume_command(
     run: Runs,
     quiet: Quiet = False,
-    data: Annotated[str | None, told("Where the data of the run lies now, if it was moved.", "DATA")] = None,
+    data: Annotated[str | None, option("Where the data of the run lies now, if it was moved.", "DATA")] = None,
     changed_data: ChangedData = False,
     trust: Trust = False,
 ) -> int:
