@@ -27,6 +27,8 @@ from unskip.absorption._block import Block
 from unskip.absorption._construct import pivots
 from unskip.errors import BadInput
 
+RIDGE = 1e-9
+
 
 @dataclass(frozen=True, eq=False)
 class Approximation:
@@ -49,37 +51,32 @@ def enough(width: int) -> int:
     return max(needed(width), 8192)
 
 
-def approximate(
-    block: Block, inputs: Tensor, held_out: Tensor | None = None, ridge: float = 1e-9, distil: int = 0
-) -> Approximation:
-    """The best step of the ladder on `inputs` (..., d), what the block reads. Without `held_out` half is kept back.
+def approximate(block: Block, inputs: Tensor, distil: int = 0) -> Approximation:
+    """The best step of the ladder on `inputs` (..., d), what the block reads. Half of them are held out.
 
     A step is chosen by its error on other inputs than it was fitted to, and the error that is reported is of inputs
     that nothing was fitted to or chosen by. `distil` is a number of training steps.
     """
-    x = _rows("inputs", inputs, block)
+    x = _rows(inputs, block)
     distil = _checks.whole("approximate", "distil", distil, low=0)
-    ridge = _checks.number("approximate", "ridge", ridge)
     if "post" in block.norms:
         raise BadInput("approximate: set the norm after the sum aside with block.bare(); it acts on both the same way")
-    least = needed(block.width) if held_out is None else math.ceil(1.25 * (block.width + 1))
-    if len(x) < least:
+    if len(x) < needed(block.width):
         raise BadInput(
-            f"approximate: {len(x)} inputs are too few for {block.width} units: {least} are needed, so that the fit "
-            "has more inputs than unknowns and half can be held out"
+            f"approximate: {len(x)} inputs are too few for {block.width} units: {needed(block.width)} are needed, so "
+            "that the fit has more inputs than unknowns and half can be held out"
         )
     if bool((x == x[0]).all()):
         raise BadInput("approximate: all inputs are the same, so there is nothing to fit; give what the block reads")
     order = torch.randperm(len(x), generator=torch.Generator().manual_seed(0)).to(x.device)
-    kept = len(x) // 2 if held_out is None else 0
-    test = x[order[:kept]] if held_out is None else _rows("held_out", held_out, block)
+    kept = len(x) // 2
     fifth = (len(x) - kept) // 5
-    choose, fit = x[order[kept : kept + fifth]], x[order[kept + fifth :]]
+    test, choose, fit = x[order[:kept]], x[order[kept : kept + fifth]], x[order[kept + fifth :]]
     ladder: dict[str, float] = {}
     best: tuple[float, str, Block] | None = None
     with torch.no_grad():
         whole = block.double()
-        for step, made in _ladder(whole, fit, ridge):
+        for step, made in _ladder(whole, fit):
             ladder[step] = _error(whole, made, test)
             score = _error(whole, made, choose)
             if best is None or score < best[0]:
@@ -95,14 +92,14 @@ def approximate(
         return Approximation(stored, step, _error(whole, stored.double(), test), ladder, len(test))
 
 
-def _rows(name: str, value: Tensor, block: Block) -> Tensor:
+def _rows(value: Tensor, block: Block) -> Tensor:
     """Inputs as (n, d) in float64."""
     if not isinstance(value, Tensor) or value.ndim < 2 or value.shape[-1] != block.inputs or not value.numel():
         shape = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
-        raise BadInput(f"approximate: {name} must be a tensor (..., {block.inputs}) that is not empty, got {shape}")
+        raise BadInput(f"approximate: inputs must be a tensor (..., {block.inputs}) that is not empty, got {shape}")
     x = value.detach().reshape(-1, block.inputs).double().to(block.up.device)
     if not bool(torch.isfinite(x).all()):
-        raise BadInput(f"approximate: {name} has entries that are NaN or infinite")
+        raise BadInput("approximate: inputs hold numbers that are NaN or infinite")
     return x
 
 
@@ -112,16 +109,16 @@ def _error(block: Block, other: Block, x: Tensor) -> float:
     return float((other(x) - truth).norm() / spread.clamp(min=1e-300))
 
 
-def _ladder(block: Block, x: Tensor, ridge: float) -> Iterator[tuple[str, Block]]:
+def _ladder(block: Block, x: Tensor) -> Iterator[tuple[str, Block]]:
     free, target = replace(block, skip=0.0), block(x)
     yield "drop", free
     if "out" in block.norms:  # the norm at the branch's end is not linear in W_down
         return
-    yield "refit", _refit(free, x, target, ridge)
+    yield "refit", _refit(free, x, target)
     if block.gated:
         opened = _open(free, x)
         if opened is not None:
-            yield "open", _refit(opened, x, target, ridge)
+            yield "open", _refit(opened, x, target)
         return
     if block.phi.odd is None:
         return
@@ -129,12 +126,12 @@ def _ladder(block: Block, x: Tensor, ridge: float) -> Iterator[tuple[str, Block]
         against = ((block.down * block.up.mT).sum(0) * float(block.phi.odd)) < 0
         sign = torch.where(against, -1.0, 1.0).to(block.up)
         bias = None if block.up_bias is None else block.up_bias * sign
-        yield "flip", _refit(replace(free, up=block.up * sign[:, None], up_bias=bias), x, target, ridge)
+        yield "flip", _refit(replace(free, up=block.up * sign[:, None], up_bias=bias), x, target)
     if block.width > block.inputs:
-        yield "split", _refit(_split(free, x), x, target, ridge)
+        yield "split", _refit(_split(free, x), x, target)
 
 
-def _refit(block: Block, x: Tensor, target: Tensor, ridge: float) -> Block:
+def _refit(block: Block, x: Tensor, target: Tensor) -> Block:
     """W_down, and the output bias if there is one, by least squares; a small ridge holds them to the units' scale."""
     hidden = block.hidden(x)
     middle, centre = hidden.mean(0), target.mean(0)
@@ -143,7 +140,7 @@ def _refit(block: Block, x: Tensor, target: Tensor, ridge: float) -> Block:
     scale = hidden.std(0).clamp(min=1e-12)
     centred = (hidden - middle) / scale
     gram = centred.mT @ centred
-    gram.diagonal().add_(ridge * float(gram.diagonal().mean()) + 1e-12)
+    gram.diagonal().add_(RIDGE * float(gram.diagonal().mean()) + 1e-12)
     weight = torch.linalg.solve(gram, centred.mT @ (target - centre)).mT / scale
     return replace(block, down=weight, down_bias=None if block.down_bias is None else centre - weight @ middle)
 

@@ -20,6 +20,7 @@ from unskip.absorption._problem import Problem, reduce
 from unskip.absorption._search import equation
 from unskip.absorption._verdict import Verdict
 
+STEPS = 40  # of both weights
 Again = Callable[[Block, Verdict], Verdict]  # the same question about other weights
 
 
@@ -47,13 +48,13 @@ def flip_sets(problem: Problem) -> list[Tensor]:
     return found
 
 
-def project(block: Block, problem: Problem, joint: bool = True, steps: int = 40) -> tuple[Block, Tensor, float] | None:
+def project(block: Block, problem: Problem) -> tuple[Block, Tensor, float] | None:
     """The block with the least change that was found to make one of the flip sets add up to the skip."""
     goal = -block.matrix / problem.odd
     up, down = block.up.detach().double(), block.down.detach().double()
     best: tuple[float, Tensor, Tensor, Tensor] | None = None
     for chosen in flip_sets(problem):
-        moved = _moved(up[chosen], down[:, chosen], goal, joint, steps)
+        moved = _moved(up[chosen], down[:, chosen], goal)
         if moved is None:
             continue
         cost = float((moved[0] - up[chosen]).square().sum() + (moved[1] - down[:, chosen]).square().sum())
@@ -69,11 +70,11 @@ def project(block: Block, problem: Problem, joint: bool = True, steps: int = 40)
     return made, chosen.nonzero().flatten(), float((new - old).norm() / old.norm().clamp(min=1e-300))
 
 
-def _moved(up: Tensor, down: Tensor, goal: Tensor, joint: bool, steps: int) -> tuple[Tensor, Tensor] | None:
+def _moved(up: Tensor, down: Tensor, goal: Tensor) -> tuple[Tensor, Tensor] | None:
     """The rows and columns moved so that they add up to the goal, or None where these rows cannot."""
     size = float(goal.norm())
-    if joint and len(up):
-        for _ in range(steps):
+    if len(up):
+        for _ in range(STEPS):
             left = goal - down @ up
             if float(left.norm()) <= 1e-13 * size:
                 break

@@ -114,11 +114,11 @@ def _open_gates(block: Block, biases: Biases, now: Verdict) -> Verdict:
     )
 
 
-def nearest(block: Block, joint: bool = True, steps: int = 40) -> Nearest:
+def nearest(block: Block) -> Nearest:
     """The smallest change of the weights that was found to make the block absorbable by flips.
 
-    With `joint` both weights move, else W_down alone. The flip set is the one that the search comes closest with, all
-    units, or those that point against the skip, whichever needs less.
+    The flip set is the one that the search comes closest with, all units, or those that point against the skip,
+    whichever needs less.
     """
     if block.gated or block.phi.family != "odd-linear" or {"pre", "out"} & block.norms.keys():
         raise BadInput(
@@ -126,11 +126,10 @@ def nearest(block: Block, joint: bool = True, steps: int = 40) -> Nearest:
             "it takes a class-O activation such as relu or gelu, without a norm on the branch"
         )
     with torch.no_grad():
-        found = project(block, reduce(block, block.width, "allowed"), joint, steps)
+        found = project(block, reduce(block, block.width, "allowed"))
         if found is None:
             rank = skip_rank(block.matrix)
             why = "are fewer than" if block.width < rank else "have rows that do not carry"
-            hint = "use widen" if joint else "use widen, or joint=True"
-            raise BadInput(f"nearest: {block.width} units {why} the rank {rank} of the skip; {hint}")
+            raise BadInput(f"nearest: {block.width} units {why} the rank {rank} of the skip; use widen")
         made, flips, moved = found
         return Nearest(made, moved, flips, absorb(made, biases="allowed"))
