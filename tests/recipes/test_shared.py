@@ -98,7 +98,7 @@ def test_a_field_of_another_kind(field: str, value: object, message: str) -> Non
 @pytest.mark.parametrize(("recipe", "preset", "changes", "message"), [
     ("sit", "cifar", {"epochs": 3}, "epochs is 3, .* 15000"),
     ("supervised", "digits", {"temperature": 3.0}, "temperature is 3.0, .* no teacher"),
-    ("supervised", "digits", {"weights": "x", "teacher": "original", "smoothing": 0.3}, "replaces the labels"),
+    ("supervised", "digits", {"weights": "x", "teacher": "original", "smoothing": 0.3}, "no share of the loss"),
     ("supervised", "digits", {"model": "torchvision:vit_b_16", "drop_path": 0.1}, "only models of timm"),
     ("mae", "digits", {"scale": 0.5}, "crop is none; take resized"),
     ("dino", "digits", {"balance": "sinkhorn", "centre_momentum": 0.5}, "balance is sinkhorn"),
