@@ -1,0 +1,71 @@
+"""Latency and memory of a ViT with some of its skips removed; all wirings in turn in one process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import timm
+import torch
+from rewire import compare, training_step
+
+import unskip
+
+Step = Callable[[], None]
+BATCHES = (1, 256)
+
+
+def costs(arguments: dict[str, Any], sites: dict[str, str | None], device: str) -> dict[str, Any]:
+    """A forward pass, eager and as one CUDA graph of a compiled model, and a training step.
+
+    `sites` names what is cut, beside the original and a second copy of it, whose ratio is the control.
+    """
+    torch.manual_seed(0)
+    rounds = 200 if device == "cuda" else 5
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    shape = (arguments.get("in_chans", 3), arguments["img_size"], arguments["img_size"])
+
+    def models(dtype: torch.dtype) -> dict[str, Any]:
+        made = {}
+        for name in ("original", "original again", *sites):
+            made[name] = timm.create_model("vit_tiny_patch16_224", num_classes=10, **arguments).to(device, dtype).eval()
+            if name in sites:
+                unskip.rewire(made[name], "cut", torch.randn(2, *shape, device=device, dtype=dtype), sites[name])
+        return made
+
+    result: dict[str, Any] = {}
+    for batch in BATCHES:
+        images = torch.randn(batch, *shape, device=device, dtype=dtype)
+        steps = {name: forward(model, images) for name, model in models(dtype).items()}
+        result[f"eager, batch {batch}"] = compare(steps, device, rounds, 0)
+        if device == "cuda":
+            steps = {name: captured(torch.compile(model), images) for name, model in models(dtype).items()}
+            result[f"compiled, one graph, batch {batch}"] = compare(steps, device, rounds, 0)
+            torch.compiler.reset()  # or the next batch would be compiled for any size
+    images = torch.randn(BATCHES[-1], *shape, device=device)
+    steps = {name: training_step(model.train(), model, images) for name, model in models(torch.float32).items()}
+    result[f"training step, batch {BATCHES[-1]}"] = compare(steps, device, max(5, rounds // 4), 0)
+    return result
+
+
+def forward(model: Any, images: torch.Tensor) -> Step:
+    @torch.no_grad()
+    def step() -> None:
+        model(images)
+
+    return step
+
+
+def captured(model: Any, images: torch.Tensor) -> Step:
+    """A forward pass that is replayed, so that no launch is waited for."""
+    step, side = forward(model, images), torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    replay: Step = graph.replay
+    return replay

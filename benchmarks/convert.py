@@ -1,0 +1,309 @@
+"""What does it cost to take the skips out of a trained classifier? Four ways, three choices of sites, three lengths.
+
+python benchmarks/convert.py --data "DATA/cifar10-{split}.parquet" --device cuda --workers 8 --limit 540
+python benchmarks/convert.py                                            # digits on the CPU, a few steps a run
+
+A residual classifier is trained for 100 epochs, or reused where --runs holds it from an earlier call. From its weights
+the skips of the MLPs, of attention, or all are removed, over 1, 5 and 20 epochs of fine-tuning:
+
+at once                the skips are cut from the first step on
+annealed               from 1 to 0 over the first half of the steps
+annealed, distilled    the same, and the original's outputs in place of the labels
+site by site           one site after the other, from the last to the first, over the first half of the steps
+
+The control is fine-tuned for as long with its skips. For each choice of sites and each way the learning rate is chosen
+at 5 epochs on a tenth of the training set that is held out, and that the original of the search has not seen either; a
+best rate at the edge adds the next one. Test accuracy is one of the original and the seeds of fine-tuning. Rounded to
+8 bits: quantised-accuracy-v1, a range for each tensor. Latency and memory depend on the wiring alone: they are measured
+first, all wirings in turn in one process, with nothing beside them.
+
+Estimated on one H200: 35 million images for the first seed, 15 minutes at 40,000 images/s of 8 workers, and about 5
+minutes for compiling and evaluating; 8 minutes for the second seed. Each result is added to the JSON when it is there:
+the same command goes on.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import shutil
+import statistics
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from _study import ROOT, Job, about, arguments, attempt, folder_of, opened, search, serve, study
+
+Config = dict[str, Any]
+SITES = {"MLPs": "mlp", "attention": "attention", "all": None}
+WAYS: dict[str, Config] = {
+    "at once": {"shortcut": "cut"},
+    "annealed": {"shortcut": "anneal:keep>cut@{half}"},
+    "annealed, distilled": {"shortcut": "anneal:keep>cut@{half}", "teacher": "original"},
+    "site by site": {"shortcut": "anneal:keep>cut@{half},last-first"},
+}
+KEPT = ("none", "kept")  # the control
+PAIRS = [KEPT, *itertools.product(SITES, WAYS)]
+EPOCHS = (1, 5, 20)
+SEARCHED = 5  # epochs of the runs that choose a learning rate
+RATE, FACTOR, EDGES = 1e-3, 3.0, 2  # the middle rate, the step between rates, and how many steps from the middle
+SEEDS = (0, 1)  # of fine-tuning; the original has seed 0
+DECAY = 0.3
+ORIGINAL = {"lr": 3e-3, "init": "default:position_code=orthogonal"}
+SHARED: Config = {"optimizer": "soap", "weight_decay": DECAY, "decays": "blocks", "mixup": 0.8, "cutmix": 1.0}
+SHARED |= {"health": False, "log_every": 40}
+# By preset: the shape of the model, images and batch, the steps of the original and of each length, and the patches.
+SHAPES = {"digits": (2, 32, 2), "cifar": (12, 192, 3)}  # depth, width, heads
+IMAGES = {"digits": (1438, 64), "cifar": (50_000, 512)}
+STEPS = {"digits": {100: 20, 1: 4, 5: 6, 20: 8}}
+QUANTISED = "quantised-accuracy-v1"
+ROUNDED = "accuracy_8_tensor_minmax"
+FACTS = {"digits": {"img_size": 8, "patch_size": 2, "in_chans": 1}, "cifar": {"img_size": 32, "patch_size": 4}}
+
+
+def steps_of(preset: str, epochs: int, validate: bool) -> int:
+    if preset in STEPS:
+        return STEPS[preset][epochs]
+    images, batch = IMAGES[preset]
+    return epochs * ((images - images // 10 if validate else images) // batch)
+
+
+def shape_of(preset: str) -> Config:
+    depth, width, heads = SHAPES[preset]
+    return {"class_token": False, "global_pool": "avg", "depth": depth, "embed_dim": width, "num_heads": heads}
+
+
+def name_of_original(validate: bool) -> str:
+    return "original | " + ("a tenth held out" if validate else "all images")
+
+
+def converted(preset: str, sites: str, way: str, lr: float, epochs: int, validate: bool, seed: int = 0) -> Config:
+    """The config of a fine-tuning run."""
+    steps = steps_of(preset, epochs, validate)
+    own = dict(WAYS.get(way, {}))
+    if "shortcut" in own:
+        own |= {"shortcut": own["shortcut"].format(half=max(1, steps // 2)), "where": SITES[sites]}
+    return {**own, "lr": lr, "steps": steps, "validate": validate, "seed": seed}
+
+
+def chosen_of(preset: str, sites: str, way: str, done: dict[str, Any]) -> tuple[list[Job], Config | None]:
+    """The runs that the choice of a rate still needs, and the choice where it needs none."""
+
+    def job(step: int, decay: float) -> Job:
+        lr = float(f"{RATE * FACTOR**step:.2g}")
+        return f"search | {sites} | {way} | {lr:g}", converted(preset, sites, way, lr, SEARCHED, True)
+
+    return search(job, (DECAY,), EDGES, lambda row: float(row.get("val_accuracy") or 0), done)
+
+
+def waiting(preset: str, runs: Path, done: dict[str, Any]) -> Iterator[Job]:
+    """All that can be begun now. The cost is measured before anything else, alone."""
+    if "cost" not in done:
+        yield "cost", {}
+        return
+    there = {validate: (saved(runs, preset, validate) / "unskip.json").exists() for validate in (True, False)}
+    for validate in (True, False):
+        if not there[validate]:
+            more = {"steps": steps_of(preset, 100, validate), "validate": validate, "seed": 0}
+            yield name_of_original(validate), {**ORIGINAL, **more}
+    found = {pair: chosen_of(preset, *pair, done) for pair in PAIRS} if there[True] else {}
+    for jobs, _ in found.values():
+        yield from jobs
+    if there[False]:
+        for seed, epochs, (pair, (_, chosen)) in itertools.product(SEEDS, EPOCHS, found.items()):
+            if chosen is not None:
+                name = f"final | {' | '.join(pair)} | {epochs} epochs | seed {seed}"
+                yield name, converted(preset, *pair, chosen["lr"], epochs, False, seed)
+
+
+def saved(runs: Path, preset: str, validate: bool) -> Path:
+    """The folder of the original's weights."""
+    return runs / f"convert-{preset}-original{'-search' if validate else ''}"
+
+
+# --- One run ----------------------------------------------------------------------------------------------------------
+
+
+def work(task: Config) -> dict[str, Any] | None:
+    """One run in this process, from its checkpoint where it has one; None where it was told to stop."""
+    warnings.simplefilter("ignore")
+    kinds = {"cost": measured, "original": original}
+    unrecorded = ("name", "preset", "data", "device", "folder", "saved", "weights")
+    return attempt(task, kinds.get(task["name"].partition(" | ")[0], tuned), unrecorded)
+
+
+def trained(task: Config) -> tuple[Any, dict[str, Any]]:
+    """The outcome of a run of the recipe, and what is recorded of it."""
+    import unskip
+    from unskip.training import RunFolder
+
+    preset, folder = task["preset"], Path(task["folder"])
+    fields = {key: value for key, value in task.items() if key not in ("name", "preset", "folder", "saved")}
+    more = {"model_args": shape_of(preset), "checkpoint_every": 2000}
+    config = unskip.recipes.supervised(preset, **SHARED, **more, **fields)
+    going = (folder / "config.json").exists()
+    try:
+        outcome = unskip.resume(folder, quiet=True) if going else unskip.train(config, folder, quiet=True)
+    except unskip.errors.TrainingError as error:
+        return None, {"diverged": str(error).partition(": ")[2]}
+    rows = RunFolder.open(folder).read("metrics.jsonl")
+    result = {key: round(float(value), 5) for key, value in outcome.evaluations.items()}
+    result["loss"] = [[row["step"], round(float(row["loss"]), 4)] for row in rows[:: max(1, len(rows) // 20)]]
+    result["images_per_second"] = round(statistics.median(row["samples_per_second"] for row in rows))
+    return outcome, result
+
+
+def original(task: Config) -> dict[str, Any] | None:
+    """Trains a residual classifier and saves its weights; its accuracy with skips cut and no training, too."""
+    import unskip
+
+    outcome, result = trained(task)
+    if outcome is None or not outcome.finished:
+        return result if outcome is None else None
+    run = unskip.recipes.open_run(task["folder"])
+    run, rounded = unskip.recipes.evaluate_run(run, [QUANTISED])
+    result |= {"quantised": values(rounded[0]), "n": rounded[0].n}
+    result["cut, not trained"] = {}
+    for name, where in SITES.items():
+        with unskip.rewired(run.model, "cut", run.objective.example(run.facts).to(device_of(run.model)), where):
+            (found,) = unskip.recipes.evaluate_run(run, ["accuracy-v1"])[1]
+        result["cut, not trained"][name] = found.values["accuracy"]
+    unskip.save(run.model, task["saved"])
+    result["weights"] = digest(Path(task["saved"]))
+    shutil.rmtree(task["folder"])
+    return result
+
+
+def tuned(task: Config) -> dict[str, Any] | None:
+    """Fine-tunes from the original's weights; of a final run the accuracy after rounding, too."""
+    import unskip
+
+    outcome, result = trained(task)
+    if outcome is not None:
+        if not outcome.finished:
+            return None
+        result["of"] = digest(Path(task["weights"]))
+        if not task["validate"]:
+            _, rounded = unskip.recipes.evaluate_run(task["folder"], [QUANTISED])
+            result |= {"quantised": values(rounded[0]), "n": rounded[0].n}
+    shutil.rmtree(task["folder"])  # what is shown lies in the JSON
+    return result
+
+
+def measured(task: Config) -> dict[str, Any]:
+    """Latency and memory with each choice of skips removed."""
+    from _wiring_cost import costs
+
+    return costs({**FACTS[task["preset"]], **shape_of(task["preset"])}, SITES, task["device"])
+
+
+def values(result: Any) -> dict[str, float]:
+    return {key: float(f"{value:.4g}") for key, value in result.values.items()}
+
+
+def digest(folder: Path) -> str:
+    """Tells which original a run comes from."""
+    return hashlib.sha256((folder / "model.safetensors").read_bytes()).hexdigest()[:12]
+
+
+def device_of(model: Any) -> Any:
+    return next(model.parameters()).device
+
+
+# --- What it shows ----------------------------------------------------------------------------------------------------
+
+
+def tell(name: str, row: dict[str, Any]) -> str:
+    if name == "cost":
+        return ", ".join(
+            f"{key}: all cut x {entry['all']['ratio']:.3f}" for key, entry in row.items() if "batch" in key
+        )
+    shown = {key: round(entry, 4) for key, entry in row.items() if key.endswith("accuracy")}
+    return f"{row.get('diverged') or row.get('failed') or shown}, {row.get('images_per_second', 0)} images/s"
+
+
+def table(done: dict[str, Any]) -> str:
+    """Accuracy by sites, way and length, then the cost of each wiring."""
+    lines = [
+        "| skips removed | how | lr | 1 epoch | 5 epochs | 20 epochs | 8 bits, 20 epochs | seeds |",
+        "|---" * 8 + "|",
+    ]
+    first = done.get(name_of_original(False), {})
+    if "test_accuracy" in first:
+        score, rounded = (f"{100 * each:.2f}" for each in (first["test_accuracy"], first["quantised"][ROUNDED]))
+        lines.append(f"| none | the original | {ORIGINAL['lr']:g} | {score} | | | {rounded} | 1 |")
+        for name, score in first["cut, not trained"].items():
+            lines.append(f"| {name} | not trained | | {100 * score:.2f} | | | | 1 |")
+    for pair in PAIRS:
+        found = {
+            epochs: [
+                row
+                for name, row in done.items()
+                if name.startswith(f"final | {' | '.join(pair)} | {epochs} epochs |") and "test_accuracy" in row
+            ]
+            for epochs in EPOCHS
+        }
+        if not any(found.values()):
+            continue
+        rate = next(rows[0]["config"]["lr"] for rows in found.values() if rows)
+        cells = [spread([row["test_accuracy"] for row in rows]) for rows in found.values()]
+        cells.append(spread([row["quantised"][ROUNDED] for row in found[EPOCHS[-1]]]))
+        lines.append(f"| {' | '.join([*pair, f'{rate:g}', *cells])} | {max(map(len, found.values()))} |")
+    if "cost" in done:
+        lines += ["", "| | skips removed | ms | over the original | MiB |", "|---" * 5 + "|"]
+        for key, entry in costs_in(done["cost"]).items():
+            for name, row in entry.items():
+                memory = f"{row['peak_mib']:.1f}" if row.get("peak_mib") else ""
+                lines.append(f"| {key} | {name} | {row['median_ms']:.3f} | {row['ratio']:.3f} | {memory} |")
+    return "\n".join(lines)
+
+
+def costs_in(row: dict[str, Any]) -> dict[str, Any]:
+    return {key: entry for key, entry in row.items() if "batch" in key}
+
+
+def spread(values: list[float]) -> str:
+    """The mean, and the standard deviation where there are several."""
+    if not values:
+        return ""
+    deviation = f" ± {100 * statistics.stdev(values):.2f}" if len(values) > 1 else ""
+    return f"{100 * statistics.mean(values):.2f}{deviation}"
+
+
+def main() -> None:
+    parser = arguments(__doc__, "convert-cifar.json, or build/convert-digits.json")
+    options = parser.parse_args()
+    if options.work:
+        serve(work)
+        return
+    preset = "digits" if options.data is None else "cifar"
+    results = ROOT / "docs" / "results" if options.data else ROOT / "build"
+    options.out = options.out or results / f"convert-{preset}.json"
+    runs = options.runs.absolute()
+    settings = {"preset": preset, "epochs": [*EPOCHS], **SHARED}
+    data = opened(options.out, settings)
+    done = data["runs"]
+    if not options.show:
+        data |= about(__file__, options.device, settings, original=ORIGINAL)
+        fields: Config = {"preset": preset, "device": options.device}
+        if options.data is not None:
+            fields["data"] = options.data
+
+        def jobs() -> list[Job]:
+            return [job for job in waiting(preset, runs, done) if job[0] not in done or job[0].startswith("original")]
+
+        def task_of(name: str, config: Config) -> Config:
+            folder = {"name": name, "folder": str(folder_of(runs, f"convert-{preset} | {name}", config))}
+            if name.startswith("original"):
+                folder["saved"] = str(saved(runs, preset, config["validate"]))
+            elif name != "cost":
+                folder["weights"] = str(saved(runs, preset, config["validate"]))
+            return {**config, **fields, **folder}
+
+        study(__file__, data, jobs, task_of, options, tell)
+    print(table(done))
+
+
+if __name__ == "__main__":
+    main()
