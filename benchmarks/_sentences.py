@@ -42,28 +42,37 @@ def sentences() -> Iterator[tuple[str, str]]:
         runs("skipless-long", f"mix | {name}")[0] for name in ("3 of 6 wide heads carry", "residual; 6 wide heads")
     )
     scores = [f"{100 * row['val_accuracy']:.1f}" for row in (carrying, same)]
-    yield "skipless", f"skips reach {scores[0]}, and the residual model with the same heads {scores[1]}; their training"
-    yield "skipless", f"losses are {carrying['train_loss']:.2f} and {same['train_loss']:.2f}."
+    yield (
+        "skipless-results",
+        f"skips reach {scores[0]}, and the residual model with the same heads {scores[1]}; their training",
+    )
+    yield "skipless-results", f"losses are {carrying['train_loss']:.2f} and {same['train_loss']:.2f}."
 
     long = {
         name: statistics.mean(100 * row["test_accuracy"] for row in runs("skipless-long", f"final | {name}"))
         for name in ("residual, weight decay 0.3", "residual", "MLPs cut", "no skips")
     }
     best, other, mlps, without = long.values()
-    yield "skipless", f"the model ends {best - without:.1f} points behind the better residual model**, and "
-    yield "skipless", f"{other - without:.1f} behind the one whose weight decay was"
-    yield "skipless", f"MLP skips alone it is {best - mlps:.1f} points behind"
+    yield "skipless-results", f"the model ends {best - without:.1f} points behind the better residual model**, and "
+    yield "skipless-results", f"{other - without:.1f} behind the one whose weight decay was"
+    yield "skipless-results", f"MLP skips alone it is {best - mlps:.1f} points behind"
     scores = [
         [100 * row[key] for row in (runs("skipless-long", f"long | {name}")[0] for name in _HELD_OUT)]
         for key in ("val_accuracy", "ema_val_accuracy")
     ]
     (kept, mlps, fixed, trained), (kept_ema, _, fixed_ema, _) = scores
-    yield "skipless", f"without skips is {kept - fixed:.1f} points behind residual, each at its best weight decay ("
-    yield "skipless", f"({kept_ema - fixed_ema:.1f} with EMA weights), and {mlps - fixed:.1f} behind the model without"
-    yield "skipless", f"with trained ones it is {kept - trained:.1f} behind."
+    yield (
+        "skipless-results",
+        f"without skips is {kept - fixed:.1f} points behind residual, each at its best weight decay (",
+    )
+    yield (
+        "skipless-results",
+        f"({kept_ema - fixed_ema:.1f} with EMA weights), and {mlps - fixed:.1f} behind the model without",
+    )
+    yield "skipless-results", f"with trained ones it is {kept - trained:.1f} behind."
     slow = [_turning(f"no skips, carrying heads fixed | {decay}") for decay in ("0.03", "0.1")]
-    yield "skipless", "turn {:.0f} to {:.0f} times more slowly".format(*slow[0])
-    yield "skipless", "(at 0.1, {:.0f} to {:.0f} times)".format(*slow[1])
+    yield "skipless-results", "turn {:.0f} to {:.0f} times more slowly".format(*slow[0])
+    yield "skipless-results", "(at 0.1, {:.0f} to {:.0f} times)".format(*slow[1])
 
     large, hard = (record("absorb-gpu")["cases"][name]["seconds"] for name in ("large", "large-hard"))
     yield "absorption-map", f"4096, 16384 takes {large:.2f} and {hard:.2f} s"
