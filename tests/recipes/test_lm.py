@@ -237,6 +237,7 @@ def test_the_command_line_from_training_to_text(tmp_path: Path) -> None:
     code, out, errors = unskip_in(tmp_path, "eval", "run")
     assert code == 0, errors
     assert all(name in out for name in ("bits_per_byte", "perplexity_context_16", "next_token_accuracy"))
+    assert max(map(len, out.splitlines())) < 120  # a number a line, not a line of 30
     code, out, _ = unskip_in(tmp_path, "sample", "run", "--prompt", "the number", "--length", "5")
     assert code == 0
     assert out.startswith("the number")

@@ -25,6 +25,8 @@ from unskip.evals._registry import Pool, Protocol, find_protocols
 from unskip.evals._split import Options
 from unskip.training import Precision
 
+_ACROSS = 6  # numbers that a line has room for
+
 Intervals = dict[str, tuple[float, float]]
 
 
@@ -185,11 +187,16 @@ def _preprocess(model: nn.Module, data: Data, size: int | None, normalise: Norma
 
 
 def by_depth(results: Sequence[Result]) -> str:
-    """A table: a row for each block with its path, a column for each number, a fraction with its 95% interval."""
+    """A table: a row for each block with its path, a column for each number, a fraction with its 95% interval.
+
+    Many numbers of the whole model are a row each.
+    """
     columns = list(dict.fromkeys(name for each in results for name in each.values))
     cells: dict[int | None, dict[str, str]] = {}
     for each in results:
         cells.setdefault(each.block, {}).update({name: _cell(each, name) for name in each.values})
+    if [*cells] == [None] and len(columns) > _ACROSS:
+        return table(("number", "value"), [*cells[None].items()])
     paths = {each.block: each.path for each in results}
     rows = [
         ["all" if block is None else block, paths[block], *(row.get(name) for name in columns)]
