@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import numpy
 import pytest
 import torch
@@ -46,15 +44,6 @@ def test_the_chunk_does_not_matter(chunk_bytes: int, monkeypatch: pytest.MonkeyP
     whole = evals.knn(x, labels, y, truth)
     monkeypatch.setitem(_knn._CHUNK_BYTES, "cpu", chunk_bytes)
     assert evals.knn(x, labels, y, truth) == whole
-
-
-def test_one_vote_close_by_outweighs_many_far_away() -> None:
-    """exp(cos / T): a neighbour at angle 0 against nine at 60 degrees, exp(0.5 / 0.07) = 1263 to 1."""
-    near, far = torch.tensor([1.0, 0.0]), torch.tensor([0.5, math.sqrt(0.75)])
-    x = torch.stack([near, *[far] * 9, *[-near] * 190])
-    labels = torch.tensor([0] + [1] * 9 + [2] * 190)
-    accuracies = evals.knn(x, labels, near[None], torch.tensor([0]))
-    assert accuracies[10] == 1
 
 
 @pytest.mark.parametrize("scale", [1e-30, 3.0, 1e30])

@@ -43,15 +43,6 @@ def test_condition_of_attention(known: Tensor) -> None:
     assert attention_condition(known).tolist() == pytest.approx([math.inf, 1, 1, 2])
 
 
-def test_means_and_median_over_samples() -> None:
-    p = torch.randn(3, 2, 5, 5, dtype=torch.float64).softmax(-1)
-    each = [torch.stack([m(p[i]) for i in range(3)]) for m in (attention_entropy, self_attention_mass)]
-    assert torch.allclose(attention_entropy(p), each[0].mean(0))
-    assert torch.allclose(self_attention_mass(p), each[1].mean(0))
-    conditions = torch.stack([attention_condition(p[i]) for i in range(3)])
-    assert torch.equal(attention_condition(p), conditions.median(0).values)
-
-
 def test_float32_noise_is_not_a_condition_number() -> None:
     """Equal rows are singular; what float32 makes of them must not read as a large number."""
     row = torch.randn(40).softmax(-1)

@@ -160,19 +160,6 @@ def test_the_decoder_sees_the_encoder_only_through_the_skips() -> None:
         assert torch.equal(model(images(), draw()).prediction, model(images(seed=7), draw()).prediction)
 
 
-def test_the_loss_does_not_look_at_visible_patches_but_the_prediction_does() -> None:
-    model = perturbed(mae())
-    x, noise = images(), draw()
-    shown = noise.argsort(1)[:, :4]
-    other = patchified(x)
-    other.scatter_(1, shown[:, :, None].expand(-1, -1, 27), 0.0)
-    assert torch.equal(model.target(other), model.target(patchified(x))) is False
-    first = model(x, noise)
-    hidden = first.order[:, 4:, None].expand(-1, -1, 27)
-    expected = (first.prediction - model.target(patchified(x).gather(1, hidden))).square().mean()
-    assert torch.allclose(first.loss, expected)
-
-
 def test_bytes_are_normalised_as_floats_are() -> None:
     model = perturbed(mae())
     raw = torch.randint(256, (5, 3, 12, 12), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))

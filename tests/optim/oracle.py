@@ -1,4 +1,4 @@
-"""SOAP and Muon written once more, straight from their formulas: one matrix, numpy, float64, one step after another."""
+"""SOAP written once more, straight from its formulas: one matrix, numpy, float64, one step after another."""
 
 from __future__ import annotations
 
@@ -95,12 +95,3 @@ class Adam:
         self.second = beta2 * self.second + (1 - beta2) * gradient**2
         scale = self.lr * np.sqrt(1 - beta2**self.time) / (1 - beta1**self.time)
         self.weight = (self.weight - scale * self.first / (np.sqrt(self.second) + 1e-8)) * (1 - self.lr * self.decay)
-
-
-def newton_schulz(matrix: Matrix, steps: int = 5) -> Matrix:
-    """Muon's quintic iteration towards the nearest orthogonal matrix."""
-    x = matrix / np.linalg.norm(matrix)
-    for _ in range(steps):
-        gram = x @ x.T
-        x = 3.4445 * x + (-4.7750 * gram + 2.0315 * gram @ gram) @ x
-    return x

@@ -100,24 +100,6 @@ def test_a_run_on_latents_learns_and_draws(
         evaluate_run(tmp_path / "run", ["knn-dino-v1"], times=(1.0,))
 
 
-def test_latents_are_decoded_a_few_at_a_time(
-    autoencoder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    unskip.train(
-        tiny(latents=str(autoencoder), cache=str(tmp_path / "cache"), health=False), tmp_path / "run", quiet=True
-    )
-    sizes: list[int] = []
-    decode = Autoencoder.decode
-
-    def counted(self: Autoencoder, latents: Tensor) -> Tensor:
-        sizes.append(len(latents))
-        return decode(self, latents)
-
-    monkeypatch.setattr(Autoencoder, "decode", counted)
-    assert unskip.sample(tmp_path / "run", n=40, steps=1, write=False).images.shape == (40, 3, 8, 8)
-    assert sizes == [16, 16, 8]
-
-
 def test_every_process_makes_its_share_and_what_others_left(
     autoencoder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
