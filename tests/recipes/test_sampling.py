@@ -172,7 +172,8 @@ def test_the_command_line(run: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert cli.main(["sample", str(run), "--n", "2", "--steps", "1"]) == 0
     assert "2 evaluations of the network each" in capsys.readouterr().out
     assert cli.main(["eval", str(run), "--protocol", "knn-dino-v1", "--times", "0.5,1", "--blocks", "last"]) == 0
-    assert "t = 0.5" in capsys.readouterr().out
+    table = capsys.readouterr().out.strip().partition("\n\n")[2].splitlines()
+    assert [line.split()[:2] for line in (table[0], *table[2:])] == [["time", "block"], ["0.5", "4"], ["1", "4"]]
     for wrong, text in (
         (["--n", "0"], "one sample or more"),
         (["--sampler", "ddim"], "heun"),

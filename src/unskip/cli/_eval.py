@@ -30,7 +30,7 @@ from unskip.cli._options import (
 )
 from unskip.cli._say import busy, print_json
 from unskip.errors import BadInput
-from unskip.evals import PROTOCOLS, Result, by_depth, by_time, image_channels
+from unskip.evals import PROTOCOLS, Result, by_depth, image_channels
 from unskip.evals import protocol as find
 from unskip.recipes import Trained, evaluate_model, evaluate_run, open_run
 from unskip.training import RunFolder, device_of, engine, find_runs, is_main
@@ -108,7 +108,7 @@ def eval_command(
                     results = _of_model(built, data, names, options, numbers)
         rows.append({**about, "results": [result.to_dict() for result in results]})
         if not json and is_main():
-            _show(str(each or model), about, names, results, options["changes"], times is not None)
+            _show(str(each or model), about, names, results, options["changes"])
     if json and is_main():
         used = {name: PROTOCOLS[name].to_dict() for name in names}
         record = rows[0] if len(rows) == 1 else {"runs": rows}
@@ -169,9 +169,7 @@ def _is_model(name: str) -> bool:
     return (":" in name and not folder.exists()) or (folder / "unskip.json").is_file()
 
 
-def _show(
-    name: str, about: dict[str, Any], names: list[str], results: list[Result], changes: dict[str, Any], timed: bool
-) -> None:
+def _show(name: str, about: dict[str, Any], names: list[str], results: list[Result], changes: dict[str, Any]) -> None:
     """Tables as text, with n, the split, and how images were made."""
     changed = {key: ", ".join(f"{setting}={value}" for setting, value in to.items()) for key, to in changes.items()}
     titles = [f"{each} with {changed[each]}" if each in changed else each for each in names]
@@ -183,12 +181,7 @@ def _show(
         print(f"images: {made}")
     if any(each.intervals for each in results):
         print("in brackets: 95% interval")
-    print()
-    if not timed:
-        print(by_depth(results))
-        return
-    for number in dict.fromkeys(number for each in results for number in each.values):
-        print(f"{number}\n{by_time(results, number)}\n")
+    print(f"\n{by_depth(results)}")
 
 
 def _refuse_unused(given: dict[str, str | None], dense: str | None, names: list[str]) -> None:

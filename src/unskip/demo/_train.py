@@ -47,8 +47,8 @@ class Scale:
 
 SMALL = Scale("digits", {"steps": 220, "evaluate_every": 110, "device": "cpu"}, (0, 1, 2))
 QUICK = Scale("digits", {"steps": 100, "device": "cpu"}, (0, 1))
-# CIFAR-10, 12 blocks, the decay that the study of docs/mae.md chose, SOAP at the rate of docs/skipless-results.md. A CUDA
-# graph spares the host as it does there; compiling six models would take longer than it saves in so few steps.
+# CIFAR-10, 12 blocks, the decay that the study of docs/mae.md chose, SOAP at the rate of docs/skipless-results.md. A
+# CUDA graph spares the host as it does there; compiling six models would take longer than it saves in so few steps.
 _GRAPH: dict[str, Any] = {"graph": True, "compile": False, "device": "cuda"}
 LARGE = Scale(
     "cifar",

@@ -6,7 +6,7 @@ import unskip.evals._loss
 import unskip.evals._next_token
 import unskip.evals._quantised
 import unskip.evals._quantised_text  # noqa: F401  # they register themselves
-from unskip.evals._diffusion import by_time, noised
+from unskip.evals._diffusion import noised
 from unskip.evals._discover import discover
 from unskip.evals._evaluate import Result, by_depth, evaluate, flat
 from unskip.evals._extract import DTYPES, Features, Inputs, View, autocast, extract, image_channels
@@ -50,7 +50,6 @@ __all__ = [
     "attention_maps",
     "autocast",
     "by_depth",
-    "by_time",
     "check_classes",
     "check_knn",
     "class_iou",

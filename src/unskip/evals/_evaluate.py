@@ -189,20 +189,21 @@ def _preprocess(model: nn.Module, data: Data, size: int | None, normalise: Norma
 def by_depth(results: Sequence[Result]) -> str:
     """A table: a row for each block with its path, a column for each number, a fraction with its 95% interval.
 
-    Many numbers of the whole model are a row each.
+    Many numbers of the whole model are a row each. Features of noisy images have a row for each time and block.
     """
     columns = list(dict.fromkeys(name for each in results for name in each.values))
-    cells: dict[int | None, dict[str, str]] = {}
+    cells: dict[tuple[float | None, int | None], dict[str, str]] = {}
     for each in results:
-        cells.setdefault(each.block, {}).update({name: _cell(each, name) for name in each.values})
-    if [*cells] == [None] and len(columns) > _ACROSS:
-        return table(("number", "value"), [*cells[None].items()])
+        cells.setdefault((each.time, each.block), {}).update({name: _cell(each, name) for name in each.values})
+    if [*cells] == [(None, None)] and len(columns) > _ACROSS:
+        return table(("number", "value"), [*cells[None, None].items()])
     paths = {each.block: each.path for each in results}
+    timed = any(time is not None for time, _ in cells)
     rows = [
-        ["all" if block is None else block, paths[block], *(row.get(name) for name in columns)]
-        for block, row in cells.items()
+        [*([time] if timed else []), "all" if block is None else block, paths[block], *map(row.get, columns)]
+        for (time, block), row in cells.items()
     ]
-    return table(("block", "path", *columns), rows)
+    return table((*(["time"] if timed else []), "block", "path", *columns), rows)
 
 
 class Numbers(dict[str, float]):
