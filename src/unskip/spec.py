@@ -39,6 +39,10 @@ LARGE = 100_000_000
 
 _LIBRARY_FORMS = ("timm", "torchvision", "hf", "diffusers")
 _Maker = Callable[..., nn.Module]  # (name, pretrained, **kwargs)
+# Arguments of makers that name files or fetch them.
+_READING = frozenset(
+    "cache_dir checkpoint_path gguf_file pretrained pretrained_cfg pretrained_cfg_overlay weights".split()
+)
 
 
 def build(spec: str, pretrained: bool = False, light: bool = False, **kwargs: Any) -> nn.Module:
@@ -57,6 +61,30 @@ def build(spec: str, pretrained: bool = False, light: bool = False, **kwargs: An
 def is_file(spec: str) -> bool:
     """Whether a spec names a function of a Python file, which building it runs."""
     return spec.partition(":")[0] not in _LIBRARY_FORMS and spec.rpartition(":")[0].endswith(".py")
+
+
+def reading(settings: Any, arguments: bool = False) -> Iterator[str]:
+    """The settings that make a library read or fetch files: in arguments of a maker, or in those that a configuration
+    holds for one, such as `model_args` for timm.
+    """
+    if isinstance(settings, dict):
+        for key, value in settings.items():
+            if arguments and key in _READING:
+                yield key
+            yield from reading(value, arguments or str(key).endswith("args"))
+    elif isinstance(settings, list):
+        for value in settings:
+            yield from reading(value, arguments)
+
+
+def kernels(settings: Any, named: bool = False) -> list[str]:
+    """The kernels of the hub that settings, or parts of them, name as implementations of attention or experts."""
+    if isinstance(settings, dict):
+        ends = ("_implementation", "_implementation_internal")
+        return [k for key, value in settings.items() for k in kernels(value, named or str(key).endswith(ends))]
+    if isinstance(settings, list):
+        return [kernel for value in settings for kernel in kernels(value, named)]
+    return [settings] if named and isinstance(settings, str) and "/" in settings else []
 
 
 def _shapes(make: _Maker, spec: str, kwargs: dict[str, Any]) -> nn.Module | None:
@@ -138,6 +166,10 @@ def _from_hf(name: str, pretrained: bool, **kwargs: Any) -> nn.Module:
         raise BadInput("there is no such folder")
     options = {"trust_remote_code": False}  # else it would stop and ask
     with hub(needed=not folder.is_dir()):
+        settings, _ = transformers.PreTrainedConfig.get_config_dict(name, **kwargs)
+        foreign = [*kernels(settings), *reading(settings)]
+        if foreign:
+            raise BadInput(f"its config.json names {foreign[0]}, which would be fetched or read; build it yourself")
         if pretrained:
             return _module(transformers.AutoModel.from_pretrained(name, **options, **kwargs))
         config = transformers.AutoConfig.from_pretrained(name, **options, **kwargs)

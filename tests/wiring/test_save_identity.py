@@ -214,6 +214,41 @@ def test_a_builder_that_reads_other_files_is_refused(tmp_path: Path, kwargs: dic
         unskip.load(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("keys", "value", "named"),
+    [
+        (("model_args",), {"checkpoint_path": "theirs.pth"}, "checkpoint_path"),
+        (("vision_config", "model_args"), {"pretrained": True}, "pretrained"),
+        (("backbone_config", "use_pretrained_backbone"), True, "use_pretrained_backbone"),
+        (("quantization_config",), {"quant_method": "mxfp4"}, "quantization_config"),
+    ],
+    ids=str,
+)
+def test_a_configuration_that_has_other_files_read_is_refused(
+    tmp_path: Path, keys: tuple[str, ...], value: object, named: str
+) -> None:
+    unskip.save(bert(), tmp_path)
+    for key in reversed(keys[1:]):
+        value = {key: value}
+    edit(tmp_path, put("builder", "config", keys[0], value=value))
+    with pytest.raises(LoadError, match=f"{named}.*trust=True"):
+        unskip.load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("attn_implementation", "theirs/kernel"), ("model_args", {"checkpoint_path": "theirs.pth"})]
+)
+def test_a_configuration_elsewhere_that_a_folder_names_is_checked_as_well(
+    tmp_path: Path, field: str, value: object
+) -> None:
+    unskip.save(bert(), tmp_path / "m")
+    config = json.loads(bert().config.to_json_string()) | {"model_type": "bert", field: value}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    edit(tmp_path / "m", put("builder", value={"spec": f"hf:{tmp_path}", "kwargs": {}}))
+    with pytest.raises(LoadError, match=r"config\.json names (theirs/kernel|checkpoint_path)"):
+        unskip.load(tmp_path / "m")
+
+
 @pytest.mark.parametrize("library", ["transformers", "diffusers"])
 def test_only_models_of_a_library_are_built(tmp_path: Path, library: str) -> None:
     unskip.save(timm.create_model("test_vit"), tmp_path)

@@ -25,7 +25,7 @@ from unskip.wiring._wiring import find_wiring
 Builder = str | Mapping[str, Any] | None
 _IMPLEMENTATIONS = ("_attn_implementation", "_experts_implementation")  # private in transformers' configs: not in JSON
 _LIBRARIES = ("diffusers", "timm", "torchvision", "transformers")  # whose models are recorded unasked
-_READING = {"cache_dir", "checkpoint_path", "pretrained", "pretrained_cfg", "pretrained_cfg_overlay", "weights"}
+_FETCHING = {"quantization_config", "use_pretrained_backbone"}  # weights, or kernels, where a configuration has them
 _USUAL = {"num_classes": 1000, "image_size": 224}  # what torchvision's builders take for granted
 
 
@@ -75,7 +75,17 @@ def _model_class(library: Any, name: str) -> Any:
 
 def reads_files(record: dict[str, Any]) -> list[str]:
     """The arguments of a builder that make a library read or fetch other files than the folder's."""
-    return sorted(set(record.get("kwargs", ())) & _READING)
+    config = record.get("config")
+    found = {*spec.reading(record.get("kwargs"), arguments=True), *spec.reading(config)}
+    return sorted(found | {key for key in _fetching(config) if key in _FETCHING})
+
+
+def _fetching(config: Any) -> Iterator[str]:
+    """The settings that are set anywhere in a configuration."""
+    for key, value in config.items() if isinstance(config, dict) else ():
+        if value:
+            yield key
+        yield from _fetching(value)
 
 
 def foreign_code(record: dict[str, Any]) -> str | None:
@@ -83,23 +93,8 @@ def foreign_code(record: dict[str, Any]) -> str | None:
     named = str(record.get("spec"))
     if spec.is_file(named):
         return f"a Python file, {named}"
-    settings = [record.get(part) for part in ("implementations", "config", "kwargs")]
-    kernel = next((text for each in settings for text in _implementations(each) if "/" in text), None)
-    return None if kernel is None else f"a kernel of the hub, {kernel}"
-
-
-def _implementations(settings: Any, inside: bool = False) -> Iterator[str]:
-    """The implementations of attention and experts that settings name, in parts of them as well."""
-    if isinstance(settings, dict):
-        for key, value in settings.items():
-            yield from _implementations(
-                value, inside or str(key).endswith(("_implementation", "_implementation_internal"))
-            )
-    elif isinstance(settings, list):
-        for value in settings:
-            yield from _implementations(value, inside)
-    elif inside and isinstance(settings, str):
-        yield settings
+    kernels = spec.kernels([record.get(part) for part in ("implementations", "config", "kwargs")])
+    return f"a kernel of the hub, {kernels[0]}" if kernels else None
 
 
 def _is_spec(record: dict[str, Any]) -> bool:
