@@ -141,8 +141,9 @@ def test_ema_weights_are_loaded(tmp_path: Path) -> None:
             lambda folder: (folder / "train" / "a" / "3.png").rename(folder / "train" / "b" / "99.png"),
             "train data .* other labels",
         ),
+        (lambda folder: folder.rename(folder.parent / "elsewhere"), "moved is named by --data"),
     ],
-    ids=["an image less", "another image", "another label"],
+    ids=["an image less", "another image", "another label", "elsewhere"],
 )
 def test_data_that_changed_is_refused(change: Any, named: str, tmp_path: Path) -> None:
     data = folder_of_images(tmp_path / "data", 20)

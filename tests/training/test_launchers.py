@@ -1,4 +1,4 @@
-"""Runs that torchrun launches: as two nodes, of which one is lost, and with a worker that is killed and restarted."""
+"""Runs that torchrun or accelerate launches: as two nodes, of which one is lost, with a restarted worker."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ def unhurt(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "run"
 
 
-def launched(out: Path, *flags: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "torch.distributed.run", *flags, "-m", "unskip", *TRAIN, f"--out={out}"]
+def launched(out: Path, *flags: str, by: str = "torch.distributed.run") -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", by, *flags, "-m", "unskip", *TRAIN, f"--out={out}"]
     settings = {"ACCELERATE_USE_CPU": "1", "OMP_NUM_THREADS": "1"}
     return subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=os.environ | settings)
 
@@ -72,6 +72,18 @@ def test_two_nodes_are_two_processes(tmp_path: Path, unhurt: Path) -> None:
     for node in two_nodes(tmp_path / "run"):
         said = node.communicate(timeout=250)[1]
         assert node.returncode == 0, said[-2000:]
+    assert same(tmp_path / "run", unhurt)
+
+
+def test_accelerate_launch_is_torchrun_and_its_settings_change_nothing(tmp_path: Path, unhurt: Path) -> None:
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = f"--main_process_port={free.getsockname()[1]}"
+    flags = ["--multi_gpu", "--num_machines=1", "--num_processes=2", port]  # "--cpu" would start one process
+    flags += ["--mixed_precision=bf16", "--gradient_accumulation_steps=2", "--dynamo_backend=inductor"]
+    run = launched(tmp_path / "run", *flags, by="accelerate.commands.launch")
+    said = run.communicate(timeout=250)[1]
+    assert run.returncode == 0, said[-2000:]
     assert same(tmp_path / "run", unhurt)
 
 

@@ -102,6 +102,8 @@ def test_what_the_launcher_was_told_elsewhere_changes_nothing(tmp_path: Path, mo
     AcceleratorState._reset_state(reset_partial_state=True)
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
     monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "4")
+    monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "INDUCTOR")
+    monkeypatch.setattr(torch, "compile", lambda *_, **__: pytest.fail("the model is compiled"))
     again, folder = task(), new(tmp_path / "again")
     run_task(again, schedule(steps=3, clip=1e-3), folder, quiet=True)
     AcceleratorState._reset_state(reset_partial_state=True)
@@ -111,6 +113,12 @@ def test_what_the_launcher_was_told_elsewhere_changes_nothing(tmp_path: Path, mo
         folder.read("metrics.jsonl")[0]["gradient_norm"]
         == RunFolder(tmp_path / "whole").read("metrics.jsonl")[0]["gradient_norm"]
     )
+
+
+def test_sharding_that_the_launcher_asks_for_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    with pytest.raises(BadInput, match=r"asks for FSDP: leave that out; --fsdp"):
+        run_task(task(), schedule(steps=3), new(tmp_path / "run"), quiet=True)
 
 
 def test_a_run_after_one_on_another_device(tmp_path: Path) -> None:

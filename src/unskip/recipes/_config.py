@@ -14,7 +14,7 @@ class Config:
     """What a run is. `steps`, where given, replaces `epochs`. Comments are the help of `unskip train`."""
 
     preset: str = "digits"  # where the other defaults come from
-    data: str = "digits"  # a named set, a folder of class folders or parquet files; several are joined by +
+    data: str = "digits"  # a named set, a folder of class folders, parquet files or tar shards; several are joined by +
     data_root: str | None = None  # where the files of a named set lie; None: ~/.cache/unskip
     download: bool = False  # let torchvision download a named set that is missing
     size: int = 32  # of images, in pixels

@@ -85,7 +85,8 @@ def resume(
     try:
         task, schedule = build_task(config.resumed(folder), opener)
     except BadInput as error:
-        if Path(config.data).is_absolute() and not Path(config.data).parent.exists():
+        place = Path(config.data)
+        if place.is_absolute() and not (place.exists() or (place.parent.exists() and set("*{+") & set(config.data))):
             raise BadInput(f"{folder.path}: {error}. Data that was moved is named by --data (data=)") from error
         raise
     changed = data_changes(folder.data, task.record["data"])

@@ -94,11 +94,15 @@ def device_of_model(model: nn.Module) -> torch.device:
 def _accelerator(kind: str) -> Any:
     """accelerate keeps one device a process; a run on another kind of device resets it."""
     accelerate = need("accelerate")
+    for name in ("FSDP", "DEEPSPEED", "MEGATRON_LM"):  # which accelerate would put around the model
+        if os.environ.get(f"ACCELERATE_USE_{name}", "").lower() == "true":
+            raise BadInput(f"accelerate launch asks for {name}: leave that out; --fsdp of unskip shards the weights")
     _join_again(kind)
     state = accelerate.state.PartialState
     if state._shared_state and state().num_processes == 1 and state().device.type != kind:
         accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
-    accelerator = accelerate.Accelerator(cpu=kind == "cpu", mixed_precision="no", step_scheduler_with_optimizer=False)
     # Settings of `accelerate launch` must not override the config of the run.
+    own = {"mixed_precision": "no", "dynamo_backend": "no", "step_scheduler_with_optimizer": False}
+    accelerator = accelerate.Accelerator(cpu=kind == "cpu", **own)
     accelerator.gradient_accumulation_steps = 1
     return accelerator
