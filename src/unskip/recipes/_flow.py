@@ -30,8 +30,17 @@ _WIDER = 4  # batches in evaluation, relative to training: nothing is kept for a
 
 @dataclass(frozen=True)
 class FlowConfig(Config):
-    """The fields that the objective reads. A recipe's config adds its model and how that is trained."""
+    """The config of a diffusion transformer. A recipe's own adds what its model has, and its rate."""
 
+    model: str = "S/2"  # size and patch
+    model_args: str = ""  # other numbers for the model: "width=512,depth=9,heads=8,patch=4"
+    narrow: bool = False  # the stream in autocast's precision: faster, and it rounds more
+    shortcut: str = "decay:0.8"  # keep, cut, decay:0.6, scale:0.7,0.7, learn:1.0, anneal:keep>cut@10000
+    init: str = "default"  # default | zero: all branches start at zero, whatever `where` selects (SiT's do anyway)
+    batch: int = 256  # images a step, over all processes
+    epochs: float = 80
+    warmup: float = 0.0  # fraction of the steps
+    ema: float | None = 0.9999  # decay of the EMA of the weights, which is evaluated and sampled
     latents: str | None = None  # a folder of an AutoencoderKL of diffusers: train on its latents, encoded once
     cache: str = "~/.cache/unskip/latents"  # where they are kept
     flip: bool = True  # random horizontal flips

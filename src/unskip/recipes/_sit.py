@@ -30,19 +30,10 @@ from unskip.recipes._registry import Preset, Recipe, register
 class Sit(FlowConfig):
     """The config of a SiT run."""
 
-    model: str = "S/2"  # size and patch
-    model_args: str = ""  # other numbers for the model: "width=512,depth=9,heads=8,patch=4"
     long_skips: bool = True  # outputs of the first half of the blocks go into the second half
-    narrow: bool = False  # the stream in autocast's precision: faster, and it rounds more
-    shortcut: str = "decay:0.8"  # keep, cut, decay:0.6, scale:0.7,0.7, learn:1.0, anneal:keep>cut@10000
-    init: str = "default"  # default | zero: all branches start at zero, whatever `where` says (SiT's do anyway)
     weights: str | None = None  # a published checkpoint
     lr: float = 1e-4
     weight_decay: float = 0.0
-    batch: int = 256  # images a step, over all processes
-    epochs: float = 80
-    warmup: float = 0.0  # fraction of the steps
-    ema: float | None = 0.9999  # decay of the EMA of the weights, which is evaluated and sampled
 
 
 _IMAGENET: dict[str, Any] = {
