@@ -60,7 +60,7 @@ def taken(name: str, parts: Parts, split: str, hold_out: bool) -> ImageSet:
     if split in parts and not (split == "train" and hold_out and "val" not in parts):
         found = parts[split]()
         if split == "val" and "test" not in parts:
-            same = "no test split: runs are evaluated on this one with --validate and without"
+            same = "no test split: --validate and the test use the same images; choose settings on others"
             return replace(found, split=split, report=(*found.report, same))
         return replace(found, split=split)
     if split == "test" and "val" in parts:
