@@ -114,9 +114,9 @@ def test_text_is_the_same_with_and_without_a_cache(tmp_path: Path, kind: str) ->
     run = train(tmp_path, model=kind, shortcut="decay:0.5", steps=2).folder
     for options in ({"temperature": 0.0}, {"temperature": 1.0, "top_k": 40}):
         # The context is full twice on the way.
-        found = [sample_text(run, "the number", 2, length=60, cache=c, **options).texts for c in (True, False)]
-        assert found[0] == found[1]
-    assert sample_text(run, "the number", 1, length=60, top_k=40, temperature=1.0).texts == found[0][:1]
+        result = [sample_text(run, "the number", 2, length=60, cache=c, **options).texts for c in (True, False)]
+        assert result[0] == result[1]
+    assert sample_text(run, "the number", 1, length=60, top_k=40, temperature=1.0).texts == result[0][:1]
     assert (tmp_path / "run" / "samples" / "step-2-text-seed0.txt").read_text().startswith('{"step": 2')
     long = sample_text(run, TEXT[:100], 1, length=3, write=False)  # a prompt longer than the context
     assert long.tokens == 3
@@ -128,6 +128,14 @@ def test_kinds_with_a_padding_token_or_without_heads_are_built(tmp_path: Path) -
         assert all(each.padding_idx is None for each in task.model.modules() if isinstance(each, nn.Embedding))
     task, _ = build_task(config(tmp_path, model="mamba", model_args="hidden_size=32,num_hidden_layers=1"))
     assert type(task.model).__name__ == "MambaForCausalLM"
+
+
+def test_a_preset_has_its_size_for_every_kind() -> None:
+    sizes = lm("stdlib-tiny").model_args
+    assert sizes.startswith("hidden_size=128")
+    assert lm("stdlib-tiny", model="llama").model_args == sizes
+    assert lm("stdlib-tiny", model="llama", model_args=SMALL).model_args == SMALL
+    assert lm("stdlib-tiny", model="hf:some/model").model_args == lm("stdlib-tiny", model="a.py:model").model_args == ""
 
 
 def test_options_of_text_that_cannot_be_are_named(tmp_path: Path) -> None:

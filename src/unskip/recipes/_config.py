@@ -57,6 +57,10 @@ class Config:
         """What the model is trained on, in words."""
         return f"images of {self.size} x {self.size} from {self.data}"
 
+    def sizes_fit(self, model: str) -> bool:
+        """Whether a preset's model_args fit another model than its own; otherwise they are left out for it."""
+        return False
+
     def resumed(self, run: RunFolder) -> Config:
         """The config that a run is resumed with, where it reads something from its own folder then."""
         return self

@@ -61,6 +61,9 @@ class Lm(Config):
     def inputs(self) -> str:
         return f"sequences of {self.context} tokens ({self.tokenizer}) from {self.data}"
 
+    def sizes_fit(self, model: str) -> bool:
+        return not model.startswith("hf:") and not is_file(model)  # else a kind would be of 7 billion parameters
+
     def unused(self) -> dict[str, str]:
         return super().unused() | dict.fromkeys(_NO_IMAGES, "it is about images; leave it out")
 

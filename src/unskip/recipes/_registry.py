@@ -111,7 +111,8 @@ def resolve(recipe: str, preset: str, overrides: Mapping[str, Any]) -> Any:
             raise BadInput(f"{recipe} has no field {name!r}{nearest(name, names)}; it has {', '.join(names)}")
     config = entry.config(preset=preset, **chosen.fields)
     hints = get_type_hints(entry.config)
-    if overrides.get("model", config.model) != config.model:
+    model = overrides.get("model", config.model)
+    if model != config.model and not config.sizes_fit(str(model)):
         config = replace(config, model_args="")  # those of the preset are for its own model
     return replace(config, **{name: _plain(name, value, hints[name]) for name, value in overrides.items()})
 
