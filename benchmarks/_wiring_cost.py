@@ -28,9 +28,10 @@ def costs(arguments: dict[str, Any], sites: dict[str, str | None], device: str) 
     def models(dtype: torch.dtype) -> dict[str, Any]:
         made = {}
         for name in ("original", "original again", *sites):
-            made[name] = timm.create_model("vit_tiny_patch16_224", num_classes=10, **arguments).to(device, dtype).eval()
+            model = timm.create_model("vit_tiny_patch16_224", num_classes=10, **arguments).to(device).eval()
             if name in sites:
-                unskip.rewire(made[name], "cut", torch.randn(2, *shape, device=device, dtype=dtype), sites[name])
+                unskip.rewire(model, "cut", torch.randn(2, *shape, device=device), sites[name])
+            made[name] = model.to(dtype)
         return made
 
     result: dict[str, Any] = {}

@@ -74,10 +74,6 @@ def shape_of(preset: str) -> Config:
     return {"class_token": False, "global_pool": "avg", "depth": depth, "embed_dim": width, "num_heads": heads}
 
 
-def name_of_original(validate: bool) -> str:
-    return "original | " + ("a tenth held out" if validate else "all images")
-
-
 def converted(preset: str, sites: str, way: str, lr: float, epochs: int, validate: bool, seed: int = 0) -> Config:
     """The config of a fine-tuning run."""
     steps = steps_of(preset, epochs, validate)
@@ -97,29 +93,36 @@ def chosen_of(preset: str, sites: str, way: str, done: dict[str, Any]) -> tuple[
     return search(job, (DECAY,), EDGES, lambda row: float(row.get("val_accuracy") or 0), done)
 
 
+def original_of(preset: str, validate: bool) -> Job:
+    """The residual classifier, trained on all images or without those that are held out."""
+    steps = steps_of(preset, 100, validate)
+    name = "a tenth held out" if validate else "all images"
+    return f"original | {name}", {**ORIGINAL, "steps": steps, "validate": validate, "seed": 0}
+
+
 def waiting(preset: str, runs: Path, done: dict[str, Any]) -> Iterator[Job]:
     """All that can be begun now. The cost is measured before anything else, alone."""
     if "cost" not in done:
         yield "cost", {}
         return
-    there = {validate: (saved(runs, preset, validate) / "unskip.json").exists() for validate in (True, False)}
-    for validate in (True, False):
-        if not there[validate]:
-            more = {"steps": steps_of(preset, 100, validate), "validate": validate, "seed": 0}
-            yield name_of_original(validate), {**ORIGINAL, **more}
-    found = {pair: chosen_of(preset, *pair, done) for pair in PAIRS} if there[True] else {}
-    for jobs, _ in found.values():
-        yield from jobs
-    if there[False]:
-        for seed, epochs, (pair, (_, chosen)) in itertools.product(SEEDS, EPOCHS, found.items()):
-            if chosen is not None:
-                name = f"final | {' | '.join(pair)} | {epochs} epochs | seed {seed}"
-                yield name, converted(preset, *pair, chosen["lr"], epochs, False, seed)
+    found = {pair: chosen_of(preset, *pair, done) for pair in PAIRS}
+    searches = [job for jobs, _ in found.values() for job in jobs]
+    finals = []
+    for seed, epochs, (pair, (_, chosen)) in itertools.product(SEEDS, EPOCHS, found.items()):
+        name = f"final | {' | '.join(pair)} | {epochs} epochs | seed {seed}"
+        if chosen is not None and name not in done:
+            finals.append((name, converted(preset, *pair, chosen["lr"], epochs, False, seed)))
+    for validate, jobs in ((True, searches), (False, finals)):
+        name, config = original_of(preset, validate)
+        if name in done and place(runs, preset, name, config).exists():
+            yield from jobs
+        elif jobs or searches:
+            yield name, config
 
 
-def saved(runs: Path, preset: str, validate: bool) -> Path:
-    """The folder of the original's weights."""
-    return runs / f"convert-{preset}-original{'-search' if validate else ''}"
+def place(runs: Path, preset: str, name: str, config: Config) -> Path:
+    """The folder of a run."""
+    return folder_of(runs, f"convert-{preset} | {name}", config)
 
 
 # --- One run ----------------------------------------------------------------------------------------------------------
@@ -129,7 +132,7 @@ def work(task: Config) -> dict[str, Any] | None:
     """One run in this process, from its checkpoint where it has one; None where it was told to stop."""
     warnings.simplefilter("ignore")
     kinds = {"cost": measured, "original": original}
-    unrecorded = ("name", "preset", "data", "device", "folder", "saved", "weights")
+    unrecorded = ("name", "preset", "data", "device", "folder", "weights")
     return attempt(task, kinds.get(task["name"].partition(" | ")[0], tuned), unrecorded)
 
 
@@ -139,7 +142,7 @@ def trained(task: Config) -> tuple[Any, dict[str, Any]]:
     from unskip.training import RunFolder
 
     preset, folder = task["preset"], Path(task["folder"])
-    fields = {key: value for key, value in task.items() if key not in ("name", "preset", "folder", "saved")}
+    fields = {key: value for key, value in task.items() if key not in ("name", "preset", "folder")}
     more = {"model_args": shape_of(preset), "checkpoint_every": 2000}
     config = unskip.recipes.supervised(preset, **SHARED, **more, **fields)
     going = (folder / "config.json").exists()
@@ -155,7 +158,7 @@ def trained(task: Config) -> tuple[Any, dict[str, Any]]:
 
 
 def original(task: Config) -> dict[str, Any] | None:
-    """Trains a residual classifier and saves its weights; its accuracy with skips cut and no training, too."""
+    """Trains a residual classifier, whose folder stays; its accuracy with skips cut and no training, too."""
     import unskip
 
     outcome, result = trained(task)
@@ -169,9 +172,7 @@ def original(task: Config) -> dict[str, Any] | None:
         with unskip.rewired(run.model, "cut", run.objective.example(run.facts).to(device_of(run.model)), where):
             (found,) = unskip.recipes.evaluate_run(run, ["accuracy-v1"])[1]
         result["cut, not trained"][name] = found.values["accuracy"]
-    unskip.save(run.model, task["saved"])
-    result["weights"] = digest(Path(task["saved"]))
-    shutil.rmtree(task["folder"])
+    result["weights"] = digest(task["folder"])
     return result
 
 
@@ -183,7 +184,7 @@ def tuned(task: Config) -> dict[str, Any] | None:
     if outcome is not None:
         if not outcome.finished:
             return None
-        result["of"] = digest(Path(task["weights"]))
+        result["of"] = digest(task["weights"])
         if not task["validate"]:
             _, rounded = unskip.recipes.evaluate_run(task["folder"], [QUANTISED])
             result |= {"quantised": values(rounded[0]), "n": rounded[0].n}
@@ -202,9 +203,13 @@ def values(result: Any) -> dict[str, float]:
     return {key: float(f"{value:.4g}") for key, value in result.values.items()}
 
 
-def digest(folder: Path) -> str:
+def digest(run: str) -> str:
     """Tells which original a run comes from."""
-    return hashlib.sha256((folder / "model.safetensors").read_bytes()).hexdigest()[:12]
+    from unskip.training import RunFolder
+
+    last = RunFolder.open(run).last_checkpoint()
+    assert last is not None
+    return hashlib.sha256((last[1] / "model.safetensors").read_bytes()).hexdigest()[:12]
 
 
 def device_of(model: Any) -> Any:
@@ -229,7 +234,7 @@ def table(done: dict[str, Any]) -> str:
         "| skips removed | how | lr | 1 epoch | 5 epochs | 20 epochs | 8 bits, 20 epochs | seeds |",
         "|---" * 8 + "|",
     ]
-    first = done.get(name_of_original(False), {})
+    first = done.get("original | all images", {})
     if "test_accuracy" in first:
         score, rounded = (f"{100 * each:.2f}" for each in (first["test_accuracy"], first["quantised"][ROUNDED]))
         lines.append(f"| none | the original | {ORIGINAL['lr']:g} | {score} | | | {rounded} | 1 |")
@@ -290,18 +295,13 @@ def main() -> None:
         if options.data is not None:
             fields["data"] = options.data
 
-        def jobs() -> list[Job]:
-            return [job for job in waiting(preset, runs, done) if job[0] not in done or job[0].startswith("original")]
-
         def task_of(name: str, config: Config) -> Config:
-            folder = {"name": name, "folder": str(folder_of(runs, f"convert-{preset} | {name}", config))}
-            if name.startswith("original"):
-                folder["saved"] = str(saved(runs, preset, config["validate"]))
-            elif name != "cost":
-                folder["weights"] = str(saved(runs, preset, config["validate"]))
-            return {**config, **fields, **folder}
+            task = {**config, **fields, "name": name, "folder": str(place(runs, preset, name, config))}
+            if name.startswith(("search", "final")):
+                task["weights"] = str(place(runs, preset, *original_of(preset, config["validate"])))
+            return task
 
-        study(__file__, data, jobs, task_of, options, tell)
+        study(__file__, data, lambda: [*waiting(preset, runs, done)], task_of, options, tell)
     print(table(done))
 
 

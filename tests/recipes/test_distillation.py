@@ -47,7 +47,7 @@ def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
 @pytest.fixture(scope="module")
 def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
     run = tmp_path_factory.mktemp("original") / "run"
-    unskip.train(tiny(shortcut="decay:0.5", ema=0.5, drop_path=0.2), run, quiet=True)
+    unskip.train(tiny(shortcut="decay:0.5", ema=0.5, drop_path=0.2, smoothing=0.1), run, quiet=True)
     return run
 
 
@@ -123,6 +123,7 @@ def test_a_run_without_a_teacher_resumes_without_what_it_started_from(original: 
 def test_weights_are_not_initialised_again(original: Path, tmp_path: Path) -> None:
     with pytest.raises(BadInput, match="init is 'skipless', which has no effect: weights replace it"):
         unskip.train(tiny(weights=str(original), init="skipless"), tmp_path / "run", quiet=True)
+    assert "init" not in recipes.supervised("cifar-skipless", weights=str(original), init="default").unused()
 
 
 def test_weights_of_another_dtype_are_trained_in_float32(tmp_path: Path) -> None:
@@ -165,4 +166,4 @@ def test_one_command_takes_model_and_data_from_the_run(
     assert "the other defaults are those of that run" in capsys.readouterr().err
     config, before = (RunFolder.open(run).config for run in (out, original))
     changed = {name for name in config if config[name] != before[name]}
-    assert changed == {"weights", "shortcut", "teacher", "steps", "ema"}
+    assert changed == {"weights", "shortcut", "teacher", "steps", "ema", "smoothing"}  # which has no effect here

@@ -60,6 +60,9 @@ def read(args: Sequence[str]) -> Job:
     )
     values = {name: value for group in groups for name, value in vars(getattr(parsed, group)).items()}
     config = replace(base, **{each.name: values[each.name] for each in fields(base)})
+    own = resolve(recipe.name, base.preset, {})
+    unused = [each for each in config.unused() if getattr(config, each) == getattr(base, each)]
+    config = replace(config, **{each: getattr(own, each) for each in unused})  # of another run, and not asked for here
     seeds = None if values["seeds"] is None else _seeds(values["seeds"])
     return Job(config, Path(values["out"]), seeds, values["quiet"])
 

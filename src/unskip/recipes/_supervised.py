@@ -59,7 +59,7 @@ class Supervised(Config):
             reasons |= dict.fromkeys(("temperature", "distillation"), "there is no teacher; give one")
         elif self.distillation == 1:
             reasons["smoothing"] = "labels have no share of the loss; set distillation below 1"
-        if self.weights is not None:
+        if self.weights is not None and self.init != "default":
             reasons["init"] = "weights replace it; leave those out"
         if not self.model.startswith("timm:"):
             why = f"{self.model} does not take it, only models of timm do; write what it calls that into model_args"
