@@ -9,13 +9,12 @@ import unskip.evals._quantised_text  # noqa: F401  # they register themselves
 from unskip.evals._diffusion import noised
 from unskip.evals._discover import discover
 from unskip.evals._evaluate import Result, by_depth, evaluate, flat
-from unskip.evals._extract import DTYPES, Features, Inputs, View, autocast, extract, image_channels
+from unskip.evals._extract import Features, Inputs, autocast, extract, image_channels
 from unskip.evals._extractor import Extractor, extractor
 from unskip.evals._finetune import finetune
 from unskip.evals._frechet import Moments, frechet
 from unskip.evals._generation import Statistics, generation, statistics
-from unskip.evals._input import check_classes
-from unskip.evals._iou import class_iou, confusion, mean_iou
+from unskip.evals._iou import confusion, mean_iou
 from unskip.evals._knn import check_knn, knn
 from unskip.evals._manifold import kid, precision_recall, score
 from unskip.evals._patches import Patches, patches
@@ -30,7 +29,6 @@ from unskip.evals._tokencut import Discovery, tokencut
 from unskip.training import Precision
 
 __all__ = [
-    "DTYPES",
     "PROTOCOLS",
     "Discovery",
     "Extractor",
@@ -46,13 +44,10 @@ __all__ = [
     "Segmentation",
     "Split",
     "Statistics",
-    "View",
     "attention_maps",
     "autocast",
     "by_depth",
-    "check_classes",
     "check_knn",
-    "class_iou",
     "confusion",
     "discover",
     "evaluate",

@@ -15,7 +15,7 @@ from unskip.measures._collect import BlockSamples, Samples
 from unskip.measures._measurement import BlockRow
 from unskip.measures.echo import cosine, feature_norm, ridge_r2
 from unskip.measures.quantise import excess_kurtosis, outlier_channels, sqnr
-from unskip.measures.rank import effective_rank, feature_matrix, rank_entropy
+from unskip.measures.rank import effective_rank, feature_matrix
 from unskip.measures.similarity import cka, token_cosine
 
 _ROWS = 4096  # tokens that rank, echo and similarity are computed from
@@ -54,7 +54,6 @@ def _row(
         path=block.path,
         norm=feature_norm(x),
         token_rank=effective_rank(flat) if ranked else None,
-        token_entropy=_finite(rank_entropy(flat)) if ranked else None,
         token_cosine=_finite(token_cosine(x)) if x.shape[1] > 1 else None,
         pooled_rank=effective_rank(feature_matrix(x, "pooled")) if len(x) > 1 and not in_samples else None,
         carried=_carried(block, samples),

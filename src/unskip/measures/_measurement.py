@@ -39,7 +39,6 @@ class BlockRow:
     path: str
     norm: float  # mean over tokens
     token_rank: float | None  # effective rank, each token a row, centred
-    token_entropy: float | None  # its logarithm
     token_cosine: float | None  # mean cosine between different tokens of a sample; near 1: rank collapse
     pooled_rank: float | None  # effective rank, each sample's mean token a row, centred
     carried: float  # the product of the alphas so far

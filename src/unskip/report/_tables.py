@@ -12,7 +12,6 @@ from unskip.report._text import short
 Header = Sequence[str]
 Rows = Sequence[Sequence[object]]
 
-_FORMULA = ("=", "+", "-", "@")
 _TEX = {letter: f"\\{letter}" for letter in "&%$#_{}"}
 _TEX |= {
     "\\": "\\textbackslash{}",
