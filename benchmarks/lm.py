@@ -13,10 +13,10 @@ final    3000 steps, two seeds: test bits per byte, loss against steps and secon
          each block (logit lens), ranks by block, and rounded to 8 and 4 bits
 
 Estimated, not measured, on one H200 (bf16, compiled): 7 to 14 ms a step, by the 2.4 million tokens a second of a ViT of
-half the size in docs/results/skipless-cifar.json. That is 5 to 9 s for the steps of a search and 20 to 45 s for those of a
-final run, about 40 s to build and compile either, and 20 s for what is evaluated after a final one. A text has 84 to 126
-searches and 42 final runs: 30 to 60 minutes with six workers. `--limit` stops in time, begins nothing that would not end by
-then, and the same command goes on; a run that was stopped begins anew.
+half the size in docs/results/skipless-cifar.json. That is 5 to 9 s for the steps of a search and 20 to 45 s for those
+of a final run, about 40 s to build and compile either, and 20 s for what is evaluated after a final one. A text has 84
+to 126 searches and 42 final runs: 30 to 60 minutes with six workers. `--limit` stops in time, begins nothing that would
+not end by then, and the same command goes on; a run that was stopped begins anew.
 
 Each text has its own JSON, docs/results/lm-stdlib.json or lm-NAME.json, with the fingerprint of the text in every run.
 """
