@@ -30,8 +30,6 @@ def report_command(
 
     Example: unskip report runs/plain runs/decayed --out page.html
     """
-    if not runs:
-        raise BadInput("report: name the folders of one or more runs, as in `unskip report runs/a runs/b`")
     if look < 0:
         raise BadInput(f"--look {look}: it is the number of runs to look at, 0 for none")
     with busy("writing the page"):

@@ -62,8 +62,6 @@ def sample_command(
         raise BadInput(f"--prompt is for a run of lm, and {run} is one of {RunFolder.open(run).config.get('recipe')}")
     n = 64 if n is None else n
     sampling = Sampling(sampler, steps, cfg, tolerance, seed)  # checks them before a model is built
-    if n < 1:
-        raise BadInput(f"--n {n}: ask for one sample or more")
     if evaluate is not None and label is not None:
         raise BadInput(
             "--evaluate compares with images of all classes: leave --label out (--cfg 0 draws without a label)"

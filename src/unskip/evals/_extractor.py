@@ -25,7 +25,7 @@ from torch.nn import functional as F
 from unskip._checks import kind_of
 from unskip._extras import need
 from unskip._modes import evaluating
-from unskip.data import Preprocess, preprocess_of
+from unskip.data import preprocess_of
 from unskip.errors import BadInput, LoadError, UnskipError
 from unskip.evals._extract import image_channels
 from unskip.wiring import find_wiring
@@ -116,8 +116,10 @@ def _plain(module: nn.Module) -> Callable[[Tensor], tuple[Tensor, Tensor | None]
     return extract
 
 
-def _classifier(module: Any, made: Preprocess) -> Callable[[Tensor], tuple[Tensor, Tensor | None]]:
+def _classifier(name: str, module: Any, device: Any) -> Extractor:
     """Of a model of timm: features before the head, and what the head makes of them."""
+    module = module.to(device or "cpu").eval()
+    made = preprocess_of(module, image_channels(module) or 3)
 
     def extract(images: Tensor) -> tuple[Tensor, Tensor | None]:
         x = made.normalised(images)
@@ -130,7 +132,7 @@ def _classifier(module: Any, made: Preprocess) -> Callable[[Tensor], tuple[Tenso
         features: Tensor = module.forward_head(maps, pre_logits=True)
         return features.flatten(1), module.forward_head(maps) if getattr(module, "num_classes", 0) else None
 
-    return extract
+    return Extractor(name, module, extract, weights_key(module))
 
 
 def _timm(model: str, name: str | None, device: Any) -> Extractor:
@@ -142,9 +144,7 @@ def _timm(model: str, name: str | None, device: Any) -> Extractor:
             f"timm:{model}: its pretrained weights cannot be had ({str(error).partition(chr(10))[0][:200]}). Fetch "
             "them where there is a network, or take a run folder as extractor: unskip train supervised"
         ) from error
-    module = module.to(device or "cpu").eval()
-    extract = _classifier(module, preprocess_of(module, image_channels(module) or 3))
-    return Extractor(name or model, module, extract, weights_key(module))
+    return _classifier(name or model, module, device)
 
 
 def _folder(folder: Path, name: str | None, device: Any) -> Extractor:
@@ -167,9 +167,7 @@ def _folder(folder: Path, name: str | None, device: Any) -> Extractor:
     ema = ema_weights(place)  # those that a run is evaluated with
     if ema is not None:
         module.load_state_dict(ema)
-    module = module.to(device or "cpu").eval()
-    extract = _classifier(module, preprocess_of(module, image_channels(module) or 3))
-    return Extractor(name or folder.resolve().name, module, extract, weights_key(module))
+    return _classifier(name or folder.resolve().name, module, device)
 
 
 def _inception(device: Any) -> Extractor:

@@ -29,7 +29,7 @@ from unskip.evals._registry import protocol as find
 from unskip.evals._registry import register
 from unskip.evals._split import Options, Split
 from unskip.optim import build, schedules
-from unskip.training import Graphed, Pass, Precision
+from unskip.training import Graphed, Precision
 from unskip.wiring import find_wiring
 
 
@@ -151,7 +151,7 @@ def _train(
         return loss.detach(), {}
 
     network.train()
-    recorded = recorder(passes, network, options.graph)
+    recorded = Graphed(passes, network) if options.graph and device.type == "cuda" else None
     loss = torch.zeros(())
     for step, given in enumerate(feed.iterate(0, total)):
         schedules.apply(optimizer, lr=schedules.warmup_cosine(step, total=total, warmup=warmup))
@@ -170,11 +170,6 @@ def _train(
             with autocast(device, precision):
                 right += (network(images).argmax(1) == labels).sum()
     return int(right) / len(test)
-
-
-def recorder(passes: Pass, network: nn.Module, graph: bool) -> Graphed | None:
-    """The passes of a step as a CUDA graph, where that is asked for and there is a GPU."""
-    return Graphed(passes, network) if graph and next(network.parameters()).is_cuda else None
 
 
 def _rate(model: nn.Module, rate: float) -> float:
