@@ -1,6 +1,7 @@
 """How data on disk are opened and read at ImageNet's number of images: folder, WebDataset tars, parquet files.
 
-    python benchmarks/data_scale.py --root FOLDER --cold --out docs/results/data-scale.json
+    python benchmarks/data_scale.py --root FOLDER --out docs/results/data-scale.json
+    python benchmarks/data_scale.py --root FOLDER --out docs/results/data-scale.json --states cold
     python benchmarks/data_scale.py --root SMALL --count 20000 --rounds 1 --seconds 3
 
 The set, 1,281,167 JPEGs of 40 x 40 pixels, is generated under --root where it is not there yet: ten minutes and 11 GB.
@@ -14,7 +15,8 @@ under --root at once: a run that is stopped and started again goes on with what 
 
 Readers: `Feed` over folder, tars and parquet files; torchvision's ImageFolder + DataLoader(shuffle=True); the package
 webdataset with shards shuffled and a buffer of 1,000 samples. They take turns, so that whatever else the machine does
-meets all of them. With --cold, openings and readings are repeated with an empty page cache.
+meets all of them. With the state cold the page cache is emptied before each opening and reading. A record in --out is
+added to: what it holds is not measured again.
 """
 
 from __future__ import annotations
@@ -278,11 +280,11 @@ def killed(options: argparse.Namespace, kind: str) -> dict[str, Any]:
 
 def plan(options: argparse.Namespace) -> Iterator[tuple[str, str, str]]:
     """The measurements: state of the page cache, what, and of which reader."""
-    for state in ("warm", "cold") if options.cold else ("warm",):
+    for state in options.states:
         for kind in options.sources:
             yield state, "first opening", kind
             yield state, "later opening", kind
-        for turn in range(options.rounds if state == "warm" else 1):
+        for turn in range(options.rounds):
             for reader in (*options.sources, *PEERS):
                 yield state, f"reading {turn + 1}", reader
         if state == "warm":
@@ -292,7 +294,7 @@ def plan(options: argparse.Namespace) -> Iterator[tuple[str, str, str]]:
 
 def measured(options: argparse.Namespace, state: str, what: str, reader: str) -> dict[str, Any]:
     if what == "first opening":
-        for index in (each for place in (*SOURCES[1:], "home") for each in (options.root / place).rglob("*.index")):
+        for index in (options.root / ("home" if reader == "folder" else reader)).rglob("*.index"):
             index.unlink()
     emptied = {"cache emptied by": empty_cache(options.root)} if state == "cold" else {}
     before = os.getloadavg()[0]
@@ -311,7 +313,8 @@ def summary(options: argparse.Namespace, done: dict[str, Any]) -> dict[str, Any]
 
     found: dict[str, Any] = {}
     readers = (*options.sources, *PEERS)
-    for state in ("warm", "cold") if options.cold else ("warm",):
+    states = dict.fromkeys(name.partition(" | ")[0] for name in done)
+    for state in states:
         for key in ("images a second", "CPU microseconds an image"):
             found[f"{state}: {key}"] = {each: float(numpy.median(rounds(state, each, key))) for each in readers}
         rates = found[f"{state}: images a second"]
@@ -320,6 +323,8 @@ def summary(options: argparse.Namespace, done: dict[str, Any]) -> dict[str, Any]
         for what in ("first opening", "later opening"):
             seconds = {each: done[f"{state} | {what} | {each}"]["seconds"] for each in options.sources}
             found[f"{state}: seconds, {what}"] = seconds
+    if "warm" not in states:
+        return found
     found["MB above the imports"] = {each: max(rounds("warm", each, "MB")) for each in readers}
     found["killed and resumed"] = {each: done[f"warm | killed | {each}"] for each in options.sources}
     return found
@@ -333,8 +338,8 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--sources", nargs="+", choices=SOURCES, default=[*SOURCES])
     parser.add_argument("--seconds", type=float, default=15, help="of each reading; inf for whole epochs")
-    parser.add_argument("--rounds", type=int, default=3, help="of each warm reading; the median is compared")
-    parser.add_argument("--cold", action="store_true", help="also with an empty page cache")
+    parser.add_argument("--rounds", type=int, default=3, help="of each reading; the median is compared")
+    parser.add_argument("--states", nargs="+", choices=("warm", "cold"), default=["warm"], help="of the page cache")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--task", nargs="+", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -357,9 +362,10 @@ def main() -> None:
     machine = {"python": platform.python_version(), "torch": torch.__version__, "cores": os.cpu_count()}
     record: dict[str, Any] = {"set": about, "machine": machine, "measured": {}}
     progress = options.root / "measured.json"
-    if progress.is_file():
-        before = json.loads(progress.read_text())
-        record = before if before["set"] == about else record
+    for file in (options.out, progress):
+        if file is not None and file.is_file():
+            before = json.loads(file.read_text())
+            record = before if before["set"] == about else record
     done, filled = record["measured"], False
     for state, what, reader in plan(options):
         name = f"{state} | {what} | {reader}"
@@ -371,7 +377,7 @@ def main() -> None:
         done[name] = measured(options, state, what, reader)
         print(name, {key: round(value, 2) for key, value in done[name].items() if isinstance(value, float)}, flush=True)
         progress.write_text(json.dumps(record))
-    record = {"summary": summary(options, done), **record}
+    record = {**record, "summary": summary(options, done)}
     print(json.dumps(record["summary"], indent=1))
     if options.out:
         options.out.write_text(json.dumps(record, indent=1) + "\n")
