@@ -13,7 +13,7 @@ from PIL import Image, ImageOps
 from pyarrow import parquet
 from tests.data.files import REAL, encoded, needs_real, picture, write_parquet
 
-from unskip.data import Augment, Feed, _parquet, batch, open_images
+from unskip.data import Augment, Feed, _parquet, absolute_source, batch, open_images
 from unskip.errors import BadInput, MissingPackage
 
 NAMES = ("cat", "dog")
@@ -290,6 +290,14 @@ def test_the_hub_is_read_in_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(MissingPackage, match=r"pip install 'unskip\[hf\]'"):
         open_images("hf:any")
+
+
+def test_a_folder_after_hf_becomes_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that a run resumes from any working directory; names of the hub stay."""
+    (tmp_path / "mine").mkdir()
+    monkeypatch.chdir(tmp_path)
+    sources = [absolute_source(f"hf:{name}") for name in ("mine", "mine:plain", "owner/name:plain")]
+    assert sources == [f"hf:{tmp_path}/mine", f"hf:{tmp_path}/mine:plain", "hf:owner/name:plain"]
 
 
 def test_a_file_damaged_inside(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from tests.training.tasks import new, schedule, task
 
-from unskip.errors import BadInput
+from unskip.errors import BadInput, UnskipWarning
 from unskip.training import RunFolder, run_task
 
 
@@ -48,3 +48,21 @@ def test_wandb_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_one_that_is_unknown_or_missing(name: str, said: str, tmp_path: Path) -> None:
     with pytest.raises(BadInput, match=said):
         run_task(task(), schedule(tracker=name), new(tmp_path / "run"), quiet=True)
+
+
+def test_one_that_fails_to_start_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As W&B does where nobody has logged in."""
+    monkeypatch.setattr("accelerate.tracking.TensorBoardTracker.start", broken)
+    with pytest.raises(BadInput, match=r"tracker tensorboard cannot be started: no server"):
+        run_task(task(), schedule(tracker="tensorboard"), new(tmp_path / "run"), quiet=True)
+
+
+def test_one_that_fails_later_does_not_end_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("accelerate.tracking.TensorBoardTracker.log", broken)
+    with pytest.warns(UnskipWarning, match=r"tracker tensorboard gets nothing from step 4 on: no server") as found:
+        assert run_task(task(), schedule(tracker="tensorboard"), new(tmp_path / "run"), quiet=True).finished
+    assert len(found) == 1
+
+
+def broken(*_: object, **__: object) -> None:
+    raise RuntimeError("no server")

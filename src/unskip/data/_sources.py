@@ -60,8 +60,12 @@ def open_images(
 def absolute_source(source: str) -> str:
     """The source with absolute paths; names stay as they are."""
     path = Path(source).expanduser()
-    if source in (*NAMES, STDLIB) or source.startswith("hf:"):
+    if source in (*NAMES, STDLIB):
         return source
+    if source.startswith("hf:"):  # a folder, or else a name of the hub
+        name, colon, config = source.removeprefix("hf:").partition(":")
+        folder = Path(name).expanduser()
+        return f"hf:{folder.absolute()}{colon}{config}" if folder.is_dir() else source
     if _is_joined(source):
         return "+".join(absolute_source(part.strip()) for part in source.split("+"))
     return str(path.absolute()) if path.exists() or path.parent != Path() or path.suffix else source

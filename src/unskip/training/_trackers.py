@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from unskip._extras import need
+from unskip._warn import warn
 from unskip._words import nearest
 from unskip.errors import BadInput
 from unskip.training._folder import RunFolder
@@ -35,21 +36,32 @@ class Trackers:
         for name in tracker_names(names):
             kind = tracking.LOGGER_TYPE_TO_CLASS[name]
             given = options.get(name, {"logging_dir": str(path)} if kind.requires_logging_directory else {})
-            tracker = kind(_PROJECT, **given)
-            tracker.start()
-            tracker.store_init_configuration({key: _plain(value) for key, value in folder.config.items()})
+            try:
+                tracker = kind(_PROJECT, **given)
+                tracker.start()
+                tracker.store_init_configuration({key: _plain(value) for key, value in folder.config.items()})
+            except Exception as error:  # each has its own: not logged in, a server that is not there
+                raise BadInput(
+                    f"tracker {name} cannot be started: {error}; leave out --tracker, or mend that"
+                ) from error
             self.trackers.append(tracker)
 
     def write(self, row: dict[str, Any]) -> None:
         """One line of a log: a number under train/NAME, or under the name of its evaluation."""
         group = row.get("evaluation", "train")
         numbers = {name: value for name, value in row.items() if name != "step" and isinstance(value, int | float)}
-        for tracker in self.trackers:
-            tracker.log({f"{group}/{name}": value for name, value in numbers.items()}, step=row["step"])
+        for tracker in [*self.trackers]:
+            try:
+                tracker.log({f"{group}/{name}": value for name, value in numbers.items()}, step=row["step"])
+            except Exception as error:  # a server that is gone, a full disk: the run itself goes on
+                self.trackers.remove(tracker)
+                warn(
+                    f"tracker {tracker.name} gets nothing from step {row['step']} on: {error}; metrics.jsonl has it all"
+                )
 
     def close(self) -> None:
         for tracker in self.trackers:
-            with contextlib.suppress(OSError):  # the run is over, and metrics.jsonl has it all
+            with contextlib.suppress(Exception):  # the run is over, and metrics.jsonl has it all
                 tracker.finish()
 
 
