@@ -122,6 +122,22 @@ def test_text_is_the_same_with_and_without_a_cache(tmp_path: Path, kind: str) ->
     assert long.tokens == 3
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+def test_compiled_bf16_on_cuda_takes_the_steps_of_float32(tmp_path: Path, kind: str) -> None:
+    fields = {"model": kind, "shortcut": "decay:0.6", "device": "cuda", "steps": 20}
+    ways: dict[str, Any] = {"plain": {}, "fast": {"compile": True, "precision": "bf16"}}
+    losses = {}
+    for name, more in ways.items():
+        run = train(tmp_path, name, **fields, **more).folder
+        losses[name] = [row["loss"] for row in RunFolder(run).read("metrics.jsonl")]
+        texts = [
+            sample_text(run, "the", 2, length=60, cache=c, temperature=0, write=False).texts for c in (True, False)
+        ]
+        assert texts[0] == texts[1]
+    assert losses["fast"] == pytest.approx(losses["plain"], rel=2e-2)
+
+
 def test_kinds_with_a_padding_token_or_without_heads_are_built(tmp_path: Path) -> None:
     for kind in ("gemma", "opt", "phi3", "nemotron"):  # in their configs tokens 0, 1 and 32000 are padding, or no heads
         task, _ = build_task(config(tmp_path, model=kind))
