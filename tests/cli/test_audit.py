@@ -78,9 +78,9 @@ def test_what_json_cannot_hold_is_null(run: Any, models: str) -> None:
     assert unskip.audit(seeded(f"{models}:Empty"), torch.randn(2, 4, 8))[0].ratio == float("inf")
 
 
-@pytest.mark.parametrize("said", [["--input", "int:2,5", "2,5,8"], ["--input", "int:2,5", "--input", "2,5,8"]])
-def test_several_inputs_and_token_ids(run: Any, models: str, said: list[str]) -> None:
-    code, out, _ = run("audit", f"{models}:Reader", *said, "--json")
+@pytest.mark.parametrize("options", [["--input", "int:2,5", "2,5,8"], ["--input", "int:2,5", "--input", "2,5,8"]])
+def test_several_inputs_and_token_ids(run: Any, models: str, options: list[str]) -> None:
+    code, out, _ = run("audit", f"{models}:Reader", *options, "--json")
     assert code == 0
     assert [site["path"] for site in strict(out)["sites"]] == ["blocks.0", "blocks.1"]
 
@@ -227,8 +227,8 @@ def test_an_interrupt_is_one_line(module: str) -> None:
         process.send_signal(signal.SIGINT)
         out, err = process.communicate(timeout=300)
     assert (process.returncode, out) == (130, "")
-    said = [line for line in err.splitlines() if not line.startswith("import time:")]
-    assert said == ["unskip: interrupted"]
+    message = [line for line in err.splitlines() if not line.startswith("import time:")]
+    assert message == ["unskip: interrupted"]
 
 
 GONE = """

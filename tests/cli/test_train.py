@@ -139,10 +139,10 @@ def test_several_seeds_that_were_stopped_are_told_how_to_go_on(
 ) -> None:
     monkeypatch.setattr(recipes, "train", lambda config, out, *_: Outcome(out, 1, False, {}))
     assert cli.main(["train", "supervised", "--seeds", "0,1", "--out", str(tmp_path / "runs")]) == 130
-    said = capsys.readouterr()
-    assert "seed-0: stopped at step 1" in said.out
-    assert "seed-1" not in said.out
-    assert "the same command" in said.err
+    message = capsys.readouterr()
+    assert "seed-0: stopped at step 1" in message.out
+    assert "seed-1" not in message.out
+    assert "the same command" in message.err
 
 
 def test_train_resume_and_summarise(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -143,16 +143,16 @@ def test_a_run_that_fails_is_said_and_passed_over(tmp_path: Path, monkeypatch: p
 def test_the_page_is_opened_where_somebody_looks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import webbrowser
 
-    opened: list[str] = []
+    pages: list[str] = []
     shown = demo.Shown(True, tmp_path / "report.html")
     monkeypatch.setattr(demo, "run", lambda *given: shown)
-    monkeypatch.setattr(webbrowser, "open", opened.append)
+    monkeypatch.setattr(webbrowser, "open", pages.append)
     monkeypatch.setenv("DISPLAY", ":0")
     assert cli.main(["demo"]) == 0
-    assert opened == []
+    assert pages == []
     monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
     assert cli.main(["demo"]) == 0
-    assert opened == [shown.page.as_uri()]
+    assert pages == [shown.page.as_uri()]
     shown = demo.Shown(False, tmp_path / "report.html")
     assert cli.main(["demo"]) == 1
 
@@ -166,7 +166,7 @@ def test_what_is_said_of_two_accuracies() -> None:
 
 
 @pytest.mark.parametrize(
-    ("accuracies", "said", "unsaid"),
+    ("accuracies", "expected", "absent"),
     [
         ((0.9, 0.1, 0.8), ["higher by 0.700", "Cut, default initialisation: the model is", "lower by 0.100"], []),
         ((0.9, 0.8, 0.1), ["lower by 0.700", "`skipless` initialisation: the model is at"], ["default initialisation"]),
@@ -176,15 +176,15 @@ def test_what_is_said_of_two_accuracies() -> None:
         ((None, None, None), ["With its skips: training failed"], ["chance", "higher"]),
     ],
 )
-def test_what_is_describe_skips(accuracies: tuple[float | None, ...], said: list[str], unsaid: list[str]) -> None:
+def test_accuracies_in_words(accuracies: tuple[float | None, ...], expected: list[str], absent: list[str]) -> None:
     kept, cut, begun = ([] if value is None else [value] for value in accuracies)
     text = "\n".join(_train.describe_skips(kept, cut, begun, classes=10, images=10_000))
-    assert [words for words in said if words not in text] == []
-    assert [words for words in unsaid if words in text] == []
+    assert [words for words in expected if words not in text] == []
+    assert [words for words in absent if words in text] == []
 
 
 @pytest.mark.parametrize(("gain", "word"), [(0.2, "higher by 0.200"), (-0.2, "lower by 0.200"), (0.0, "may be chance")])
-def test_what_is_describe_features(gain: float, word: str) -> None:
+def test_features_in_words(gain: float, word: str) -> None:
     plain = {"knn20": {0: 0.3, 1: 0.4}, "probe_lbfgs": {0: 0.6, 1: 0.5}, "rank": {0: 5.0, 1: 6.0}}
     decayed = {"knn20": {0: 0.3, 1: 0.4 + gain}, "probe_lbfgs": {0: 0.5, 1: 0.5 + gain}, "rank": {0: 5.0, 1: 3.0}}
     text = "\n".join(_train.describe_features({"plain": plain, "decayed": decayed}, "decay:0.6", 10_000))

@@ -208,7 +208,7 @@ def test_masks_may_be_truth_values() -> None:
 # --- Discovery --------------------------------------------------------------------------------------------------------
 
 
-def found(
+def results(
     model: nn.Module, images: Tensor, block: int = -1, what: Any = "keys"
 ) -> tuple[evals.Discovery, tuple[float, float]]:
     read = evals.patches(model, images, block, what)
@@ -219,7 +219,7 @@ def found(
 def test_corloc_counts_hits_against_any_box() -> None:
     """Boxes made of what was discovered are hits; shifted ones are not; one of several is enough."""
     model, (images, masks) = vit(), colours(8)
-    objects, stride = found(model, images)
+    objects, stride = results(model, images)
     mine = in_pixels(objects.boxes, stride, (32, 32))
     assert stride == (8.0, 8.0)
     assert objects.sure.any()
@@ -239,7 +239,7 @@ def test_corloc_counts_hits_against_any_box() -> None:
 
 def test_masks_are_compared_at_full_resolution() -> None:
     model, (images, _) = vit(), colours(5)
-    result, _ = found(model, images)
+    result, _ = results(model, images)
     full = result.masks.repeat_interleave(8, 1).repeat_interleave(8, 2)
     boxes = torch.tensor([[0, 0, 32, 32]]).expand(5, 4)
     assert evals.discover(model, images, boxes, masks=full.long())["mask_iou"] == 1.0
@@ -292,7 +292,7 @@ def test_a_curve_of_discoveries_is_each_block_on_its_own() -> None:
 def test_images_that_are_no_squares() -> None:
     model = vit(dynamic_img_size=True)
     images = torch.randint(0, 255, (2, 3, 37, 52), dtype=torch.uint8)
-    result, stride = found(model, images, 1, "tokens")
+    result, stride = results(model, images, 1, "tokens")
     assert result.masks.shape == (2, 5, 7)
     boxes = in_pixels(result.boxes, stride, (37, 52))
     assert bool((boxes <= torch.tensor([52, 37, 52, 37])).all())

@@ -45,11 +45,11 @@ def test_a_clipped_range_errs_least(channel: bool) -> None:
         each = (rows - rounded(rows, shares * least, shares * most, 4)).square()
         return each.sum(0) if channel else each.sum()
 
-    found = ranges(rows, low, high, 4, channel, clipped=True)
-    best = (rows - rounded(rows, *found, 4)).square()
+    result = ranges(rows, low, high, 4, channel, clipped=True)
+    best = (rows - rounded(rows, *result, 4)).square()
     for share in torch.linspace(0.2, 1, 33):
         assert (error(share) >= (best.sum(0) if channel else best.sum()) * (1 - 1e-5)).all()
-    assert found[1].flatten()[0] < 15  # half of the outlier's range
+    assert result[1].flatten()[0] < 15  # half of the outlier's range
     assert torch.equal(ranges(rows, low, high, 4, True, clipped=False)[1], high)
 
 

@@ -24,8 +24,8 @@ def results() -> list[dict[str, Any]]:
     model = timm.create_model("vit_tiny_patch16_224", num_classes=10, **options)
     train, test = subset(open_images("digits", "train"), 301), subset(open_images("digits", "test"), 101)
     names = ["knn-dino-v1", "rank-v1", "accuracy-v1", "probe-lbfgs-v1"]
-    found = evals.evaluate(model, train, test, names, size=8, normalise=((0.5,), (0.5,)), batch=24)
-    return [each.to_dict() for each in found]
+    result = evals.evaluate(model, train, test, names, size=8, normalise=((0.5,), (0.5,)), batch=24)
+    return [each.to_dict() for each in result]
 
 
 @pytest.mark.parametrize("count", [2, 4])
@@ -38,8 +38,8 @@ def test_several_processes_have_the_results_of_one(tmp_path: Path, count: int) -
     on_ranks(count, tmp_path, run)
     one = results()
     for rank in range(count):
-        for wanted, found in zip(one, json.loads((tmp_path / f"{rank}.json").read_text()), strict=True):
+        for wanted, result in zip(one, json.loads((tmp_path / f"{rank}.json").read_text()), strict=True):
             numbers = {key: value for key, value in wanted.items() if isinstance(value, float)}
             assert numbers
-            assert {key: found[key] for key in numbers} == pytest.approx(numbers, rel=1e-5)
-            assert found["n"] == wanted["n"]
+            assert {key: result[key] for key in numbers} == pytest.approx(numbers, rel=1e-5)
+            assert result["n"] == wanted["n"]

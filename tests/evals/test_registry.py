@@ -182,7 +182,7 @@ def test_a_plugin_evaluates_any_model_from_the_command_line(
 
 
 @pytest.mark.parametrize(
-    ("name", "options", "function", "said"),
+    ("name", "options", "function", "message"),
     [
         ("a,b", {}, lambda train, test: {}, "no name of a protocol"),
         ("odd-test-v1", {"fractions": "own"}, lambda train, test: {}, "fractions is the text"),
@@ -192,8 +192,8 @@ def test_a_plugin_evaluates_any_model_from_the_command_line(
         ("spread-test-v1", {}, lambda train, test: {}, "already"),
     ],
 )
-def test_what_cannot_be_registered(name: str, options: dict[str, Any], function: Any, said: str) -> None:
-    with pytest.raises(BadInput, match=said):
+def test_what_cannot_be_registered(name: str, options: dict[str, Any], function: Any, message: str) -> None:
+    with pytest.raises(BadInput, match=message):
         evals.register(name, **({"needs": "features"} | options))(function)
     assert name == "spread-test-v1" or name not in evals.PROTOCOLS
 

@@ -93,8 +93,8 @@ def test_losses_stand_where_they_belong(feed: Any) -> None:
             cost = float(costs[flat[where]])
             place.setdefault(1 << ((i + 1).bit_length() - 1), []).append(cost)
             context.setdefault(0 if seen == 0 else 1 << (int(seen).bit_length() - 1), []).append(cost)
-    for name, found in (("position", place), ("context", context)):
-        for low, cost in found.items():
+    for name, outcome in (("position", place), ("context", context)):
+        for low, cost in outcome.items():
             assert values[f"perplexity_{name}_{low}"] == pytest.approx(math.exp(numpy.mean(cost)))
     assert {name for name in values if "perplexity_context" in name} == {f"perplexity_context_{low}" for low in context}
 

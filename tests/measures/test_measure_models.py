@@ -207,8 +207,8 @@ def test_a_large_jacobian_is_estimated_and_marked(monkeypatch: pytest.MonkeyPatc
 
 
 def test_progress_is_told() -> None:
-    said: list[tuple[int, int, str]] = []
-    unskip.measure(stack(), torch.randn(2, 3, 6, dtype=torch.float64), progress=lambda *args: said.append(args))
-    assert said[0][2] == "tracing"
-    assert "Jacobian of the network" in said[-1][2]
-    assert all(done <= total for done, total, _ in said)
+    message: list[tuple[int, int, str]] = []
+    unskip.measure(stack(), torch.randn(2, 3, 6, dtype=torch.float64), progress=lambda *args: message.append(args))
+    assert message[0][2] == "tracing"
+    assert "Jacobian of the network" in message[-1][2]
+    assert all(done <= total for done, total, _ in message)

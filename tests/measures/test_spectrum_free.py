@@ -124,10 +124,10 @@ def test_a_whole_krylov_space_is_exact() -> None:
 def test_null_directions_do_not_enter_the_bound() -> None:
     sigma = torch.cat([torch.linspace(1, 2, 80), torch.zeros(20)]).to(DOUBLE)
     a = with_values(sigma)
-    told = free(a, null=20, steps=100)
-    assert told.sigma_min_bound is not None
-    assert 1 - 1e-9 <= told.sigma_min_bound <= 1.5
-    assert 1.3 <= told.condition <= 2 + 1e-9
+    record = free(a, null=20, steps=100)
+    assert record.sigma_min_bound is not None
+    assert 1 - 1e-9 <= record.sigma_min_bound <= 1.5
+    assert 1.3 <= record.condition <= 2 + 1e-9
     untold = free(a, steps=100)
     assert untold.sigma_min_bound == pytest.approx(0, abs=1e-9)
     assert untold.condition > 1e12

@@ -41,11 +41,11 @@ def test_the_roles_of_a_vit() -> None:
 @pytest.mark.parametrize("library", ["timm", "torchvision"])
 def test_decay_of_the_blocks_takes_their_biases_and_nothing_outside(library: str) -> None:
     model = vit() if library == "timm" else torchvision.models.VisionTransformer(32, 8, 2, 2, 24, 48, num_classes=5)
-    found = {row.name for row in groups(model, decays="blocks") if row.decays}
+    results = {row.name for row in groups(model, decays="blocks") if row.decays}
     blocks = [name for name, _ in model.named_parameters() if name.startswith(("blocks.", "encoder.layers."))]
     norms = ("norm1", "norm2", "ln_1", "ln_2")
-    assert found == {name for name in blocks if not any(norm in name for norm in norms)}
-    assert any(name.endswith("bias") for name in found)
+    assert results == {name for name in blocks if not any(norm in name for norm in norms)}
+    assert any(name.endswith("bias") for name in results)
 
 
 def test_a_bias_of_a_block_shrinks_with_its_weight() -> None:

@@ -64,22 +64,22 @@ def main(folder: Path) -> None:
     alone = {kind: trained(kind, 0, 1) for kind in ("centre", "sinkhorn", "contrast")}
     dist.init_process_group("gloo")
     rank, world = dist.get_rank(), dist.get_world_size()
-    told: dict[str, dict[str, float]] = {}
+    record: dict[str, dict[str, float]] = {}
     for kind, (expected, losses) in alone.items():
         model, mine = trained(kind, rank, world)
         mean = torch.tensor(mine, dtype=torch.float64)
         dist.all_reduce(mean)
         off, moved = (_furthest(model, other) for other in (expected, made(kind)))
-        told[kind] = {
+        record[kind] = {
             "loss": float((mean / world - torch.tensor(losses, dtype=torch.float64)).abs().max()),
             "weights": off,
             "moved": moved,
         }
         if kind == "centre":
-            told["batch norm"] = {"off": _batch_norm(rank, world)}
-            told[kind]["centre"] = float((model.centre - expected.centre).abs().max())  # type: ignore[operator]
+            record["batch norm"] = {"off": _batch_norm(rank, world)}
+            record[kind]["centre"] = float((model.centre - expected.centre).abs().max())  # type: ignore[operator]
     if rank == 0:
-        (folder / "result.json").write_text(json.dumps(told))
+        (folder / "result.json").write_text(json.dumps(record))
     dist.destroy_process_group()
 
 
@@ -89,12 +89,12 @@ def _batch_norm(rank: int, world: int) -> float:
     x = torch.randn(8, 5, generator=random, dtype=torch.float64) + 3
     target = torch.randn(8, 5, generator=random, dtype=torch.float64)
     mine = slice(rank * 8 // world, (rank + 1) * 8 // world)
-    found = []
+    result = []
     for norm, part in ((nn.BatchNorm1d(5).double(), slice(0, 8)), (BatchNorm(5).double(), mine)):
         values = x[part].clone().requires_grad_()
         out = norm(values)
         (out * target[part]).sin().sum().backward()
         assert values.grad is not None
         own = slice(mine.start - part.start, mine.stop - part.start)
-        found.append([out.detach()[own], values.grad[own], norm.running_mean, norm.running_var])
-    return max(float((a - b).abs().max()) for a, b in zip(*found, strict=True))
+        result.append([out.detach()[own], values.grad[own], norm.running_mean, norm.running_var])
+    return max(float((a - b).abs().max()) for a, b in zip(*result, strict=True))

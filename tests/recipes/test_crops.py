@@ -135,13 +135,13 @@ def test_schedules_and_the_frozen_last_layer() -> None:
 def test_a_teacher_is_evaluated_as_it_was_at_the_end(tmp_path: Path, fade: int, left: float) -> None:
     """Its skips are annealed with the student's; a run that is opened again has them where training left them."""
     unskip.train(dino(shortcut=f"anneal:keep>cut@{fade}"), tmp_path / "x", quiet=True)  # the last step is number 5
-    opened: Any = open_run(tmp_path / "x")
-    for tower in (opened.model.student, opened.model.teacher):
+    loaded: Any = open_run(tmp_path / "x")
+    for tower in (loaded.model.student, loaded.model.teacher):
         assert unskip.Wiring.of(tower.backbone).alphas == pytest.approx([left] * 4)
     x = torch.randn(2, 1, 8, 8)
     encoder = unskip.load(tmp_path / "x" / "checkpoints" / "step-6" / "encoder").eval()
     with torch.no_grad():
-        assert torch.allclose(encoder(x), opened.encoder.eval()(x), atol=1e-6)
+        assert torch.allclose(encoder(x), loaded.encoder.eval()(x), atol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -175,8 +175,8 @@ def test_the_digits_preset_does_not_collapse(changes: dict[str, Any], collapses:
     most = math.log(recipes.dino("digits").projection)
     assert (last["teacher_entropy"] > 0.95 * most) == collapses
     assert (last["divergence"] < 0.3) == collapses
-    told = {row["warning"] for row in RunFolder(tmp_path / "x").read("warnings.jsonl")}
-    assert ("flat-loss" in told) == collapses
+    record = {row["warning"] for row in RunFolder(tmp_path / "x").read("warnings.jsonl")}
+    assert ("flat-loss" in record) == collapses
 
 
 def test_warnings_of_collapse() -> None:
@@ -262,9 +262,9 @@ def test_bad_settings_are_refused(changes: dict[str, Any], message: str) -> None
 def test_neighbours_of_a_class_token_where_there_is_one(more: str, evaluated: bool) -> None:
     task, _ = recipes.build_task(dino(model_args=TINY["model_args"] + more))
     (evaluation,) = task.evaluations.values()
-    found = evaluation(task.model)
-    assert "knn20" in found
-    assert ("cls_knn20" in found) == evaluated
+    result = evaluation(task.model)
+    assert "knn20" in result
+    assert ("cls_knn20" in result) == evaluated
 
 
 def test_a_model_that_takes_any_size_without_being_asked() -> None:

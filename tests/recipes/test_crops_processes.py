@@ -15,10 +15,10 @@ pytestmark = pytest.mark.filterwarnings("ignore::unskip.errors.UnskipWarning")  
 def test_two_processes_are_one(tmp_path: Path) -> None:
     """Losses, centre, Sinkhorn's balance and weights after some steps: those of one process on the whole batch."""
     on_ranks(2, tmp_path, lambda: main(tmp_path))
-    told = json.loads((tmp_path / "result.json").read_text())
-    assert told.pop("batch norm")["off"] < 1e-12
-    assert set(told) == {"centre", "sinkhorn", "contrast"}
-    for name, row in told.items():
+    record = json.loads((tmp_path / "result.json").read_text())
+    assert record.pop("batch norm")["off"] < 1e-12
+    assert set(record) == {"centre", "sinkhorn", "contrast"}
+    for name, row in record.items():
         assert row["loss"] < 1e-6, name
         assert row["moved"] > 1e-3, name
         assert row["weights"] < 1e-6 * max(1.0, row["moved"]), name

@@ -58,35 +58,35 @@ def test_a_run_without_its_broken_images_is_evaluated_without_them(broken: str, 
 
 
 @pytest.fixture
-def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def splits(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The splits that were opened."""
-    found: list[str] = []
+    result: list[str] = []
 
     def counted(source: str, split: Any, **options: Any) -> ImageSet:
-        found.append(split)
+        result.append(split)
         return open_images(source, split, **options)
 
     monkeypatch.setattr(_data, "open_images", counted)
-    return found
+    return result
 
 
-def test_an_opener_serves_every_run(asked: list[str], tmp_path: Path) -> None:
+def test_an_opener_serves_every_run(splits: list[str], tmp_path: Path) -> None:
     opener = _data.cached_opener()
     unskip.train(small("mae"), tmp_path / "a", quiet=True, opener=opener)
     unskip.train(small("supervised", seed=1), tmp_path / "b", quiet=True, opener=opener)
     unskip.resume(tmp_path / "b", quiet=True, opener=opener)
     recipes.evaluate_run(tmp_path / "a", ["rank-v1"], opener=opener)
-    assert asked == ["train", "test"]
+    assert splits == ["train", "test"]
     recipes.evaluate_run(tmp_path / "a", ["rank-v1"])  # without one, both splits are opened
-    assert asked == ["train", "test"] * 2
+    assert splits == ["train", "test"] * 2
 
 
-def test_a_folder_that_is_taken_is_refused_before_images_are_opened(asked: list[str], tmp_path: Path) -> None:
+def test_a_folder_that_is_taken_is_refused_before_images_are_opened(splits: list[str], tmp_path: Path) -> None:
     unskip.train(small("supervised"), tmp_path / "a", quiet=True)
-    assert asked == ["train", "test"]
+    assert splits == ["train", "test"]
     with pytest.raises(BadInput, match=r"holds a run already.*--out"):
         unskip.train(small("supervised"), tmp_path / "a", quiet=True)
-    assert asked == ["train", "test"]
+    assert splits == ["train", "test"]
     shutil.rmtree(tmp_path / "a" / "checkpoints")
     with pytest.raises(BadInput, match="remove the folder"):
         unskip.train(small("supervised"), tmp_path / "a", quiet=True)
@@ -105,8 +105,8 @@ def test_a_run_that_fails_before_its_first_step_leaves_its_folder_free(
     assert unskip.train(small("supervised"), tmp_path / "a", quiet=True).finished
 
 
-def test_seeds_share_their_images(asked: list[str], tmp_path: Path) -> None:
+def test_seeds_share_their_images(splits: list[str], tmp_path: Path) -> None:
     words = ["--steps", "1", "--device", "cpu", "--quiet", "--model-args", SMALL["model_args"]]
     assert cli.main(["train", "supervised", *words, "--seeds", "0,1,2", "--out", str(tmp_path / "runs")]) == 0
-    assert asked == ["train", "test"]
+    assert splits == ["train", "test"]
     assert json.loads((tmp_path / "runs" / "seeds.json").read_text())["seeds"] == [0, 1, 2]

@@ -40,8 +40,8 @@ def test_a_zero_start_is_of_all_branches_wherever_the_shortcut_is() -> None:
     assert {
         site.kind for site, alpha in zip(task.wirings[0].sites, task.wirings[0].alphas, strict=True) if alpha < 1
     } == {"attention"}
-    found = unskip.init.verify_zero_branches(task.model, task.sample)
-    assert {row.site.kind for row in found.rows} == {"attention", "mlp"}
+    result = unskip.init.verify_zero_branches(task.model, task.sample)
+    assert {row.site.kind for row in result.rows} == {"attention", "mlp"}
 
 
 LATE: dict[str, Any] = {"times": "logit-normal", "time_mean": 2.0}  # the data's part of the velocity counts little
@@ -55,8 +55,8 @@ def test_a_model_that_predicts_zero_has_the_baseline_loss(interpolant: str, targ
     """SiT's output starts at zero: its loss is what flat-loss compares with."""
     task, _ = unskip.recipes.build_task(tiny(interpolant=interpolant, target=target, batch=1024, **times))
     torch.manual_seed(0)
-    found = float(task.loss(task.model, next(task.feed.iterate(0, 1)))[0].detach())
-    assert found == pytest.approx(task.baseline_loss, rel=0.03)
+    result = float(task.loss(task.model, next(task.feed.iterate(0, 1)))[0].detach())
+    assert result == pytest.approx(task.baseline_loss, rel=0.03)
     if (interpolant, target) == ("linear", "velocity"):  # by all test images: a few say little of their mean square
         values = torch.cat([part[0] for part in Feed(open_images("digits", split="test"), 100, 8).evaluate()])
         assert task.baseline_loss == pytest.approx(1 + float(values.double().square().mean()), rel=1e-6)

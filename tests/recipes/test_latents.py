@@ -55,8 +55,8 @@ def test_latents_are_those_of_the_autoencoder_and_encoded_once(
     pixels = images.load(range(48), 8).float().expand(-1, 3, -1, -1) / 127.5 - 1
     with torch.no_grad():
         for index, shown in enumerate((pixels, pixels.flip(3))):
-            found = theirs.encode(shown).latent_dist
-            expected = torch.cat([found.mean, found.logvar], 1)
+            result = theirs.encode(shown).latent_dist
+            expected = torch.cat([result.mean, result.logvar], 1)
             torch.testing.assert_close(torch.from_numpy(held[:, index].copy()).float(), expected, rtol=2e-3, atol=2e-3)
     monkeypatch.setattr(Autoencoder, "moments", lambda *args: pytest.fail("encoded again"))
     assert numpy.array_equal(moments(encode(images, mine, 8, tmp_path)), held)
@@ -92,8 +92,8 @@ def test_a_run_on_latents_learns_and_draws(
     config = tiny(latents=str(autoencoder), cache=str(tmp_path / "cache"), health=False)
     assert isinstance(config, FlowConfig)
     unskip.train(config, tmp_path / "run", quiet=True)
-    found = unskip.sample(tmp_path / "run", n=3, steps=2, write=False)
-    assert found.images.shape == (3, 3, 8, 8)
+    result = unskip.sample(tmp_path / "run", n=3, steps=2, write=False)
+    assert result.images.shape == (3, 3, 8, 8)
     assert cli.main(["eval", str(tmp_path / "run")]) == 2
     assert "trained on latents" in capsys.readouterr().err
     with pytest.raises(BadInput, match="trained on latents"):
@@ -149,9 +149,9 @@ def test_latents_that_cannot_be_had(autoencoder: Path, tmp_path: Path) -> None:
 
     class Broken(Autoencoder):
         def moments(self, images: Tensor) -> Tensor:
-            found = super().moments(images)
-            found[5] = torch.nan
-            return found
+            result = super().moments(images)
+            result[5] = torch.nan
+            return result
 
     broken = Broken(mine.module, "broken", mine.channels, mine.factor, mine.scale, mine.shift)
     with pytest.raises(BadInput, match=r"image 5: .* not finite"):
@@ -184,5 +184,5 @@ def test_the_baseline_loss_counts_the_noise_of_latents(autoencoder: Path, tmp_pa
     config = tiny(latents=str(autoencoder), cache=str(tmp_path / "cache"), batch=1024)
     task, _ = unskip.recipes.build_task(config)
     torch.manual_seed(0)
-    found = float(task.loss(task.model, next(task.feed.iterate(0, 1)))[0].detach())
-    assert found == pytest.approx(task.baseline_loss, rel=0.03)
+    result = float(task.loss(task.model, next(task.feed.iterate(0, 1)))[0].detach())
+    assert result == pytest.approx(task.baseline_loss, rel=0.03)

@@ -100,10 +100,10 @@ def test_a_run_is_evaluated_and_measured_as_its_folder_says(tmp_path: Path, caps
     record = json.loads((tmp_path / "run" / "config.json").read_text())
     record["preprocess"] |= {"mean": [0.0] * 3, "std": [0.5] * 3, "interpolation": "bicubic", "crop": 0.75}
     (tmp_path / "run" / "config.json").write_text(json.dumps(record))
-    said = "size 8, crop 0.75, bicubic, mean 0, 0, 0, std 0.5, 0.5, 0.5 (from the run)"
+    message = "size 8, crop 0.75, bicubic, mean 0, 0, 0, std 0.5, 0.5, 0.5 (from the run)"
     for command in (["eval", "--protocol", "accuracy-v1"], ["measure", "--data", str(data), "--jacobians", "off"]):
         assert cli.main([command[0], str(tmp_path / "run"), *command[1:]]) == 0
-        assert said in capsys.readouterr().out
+        assert message in capsys.readouterr().out
     images = unskip.data.batch(data, 8, 8, mean=[0] * 3, std=[0.5] * 3, interpolation="bicubic", crop=0.75)
     cli.main(["measure", str(tmp_path / "run"), "--data", str(data), "--jacobians", "off", "--json"])
     expected = unskip.measure(unskip.load(tmp_path / "run"), images, jacobians="off").to_dict()

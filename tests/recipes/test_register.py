@@ -39,7 +39,7 @@ class Nothing(Objective):
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "message"),
     [
         ({"name": "Bad Name"}, "lower-case"),
         ({"config": type("Plain", (Config,), {})}, "@dataclass"),
@@ -48,14 +48,14 @@ class Nothing(Objective):
         ({"build_model": lambda config: None}, r"build_model\(config, facts\)"),
     ],
 )
-def test_parts_that_cannot_work_are_refused_by_name(changes: dict[str, Any], said: str) -> None:
+def test_parts_that_cannot_work_are_refused_by_name(changes: dict[str, Any], message: str) -> None:
     @dataclass(frozen=True)
     class Mine(Config):
         pass
 
     parts = {"name": "mine", "config": Mine, "presets": {"digits": Preset({}, "", "")}}
     parts |= {"build_model": lambda config, facts: None, "objective": Nothing}
-    with pytest.raises(BadInput, match=said):
+    with pytest.raises(BadInput, match=message):
         register(Recipe(**(parts | changes)))
     recipe = register(Recipe(**parts))
     try:

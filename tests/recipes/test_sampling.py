@@ -84,19 +84,19 @@ def test_a_compiled_network_draws_the_same(run: Path, monkeypatch: pytest.Monkey
 
 
 def test_samples_are_written_as_pictures_and_a_grid(run: Path) -> None:
-    found = unskip.sample(run, n=5, steps=2, sampler="euler", labels=[3, 3, 10, 0, 1])
-    assert found.labels.tolist() == [3, 3, 10, 0, 1]
-    assert found.grid is not None
-    assert found.grid.parent == run / "samples"
-    files = sorted(found.grid.with_suffix("").glob("*.png"))
+    result = unskip.sample(run, n=5, steps=2, sampler="euler", labels=[3, 3, 10, 0, 1])
+    assert result.labels.tolist() == [3, 3, 10, 0, 1]
+    assert result.grid is not None
+    assert result.grid.parent == run / "samples"
+    files = sorted(result.grid.with_suffix("").glob("*.png"))
     assert [file.name for file in files] == [f"{index:05d}.png" for index in range(5)]
-    for file, image in zip(files, found.images, strict=True):
+    for file, image in zip(files, result.images, strict=True):
         assert numpy.array_equal(numpy.asarray(Image.open(file)), image[0].numpy())
-    about = json.loads(found.grid.with_suffix(".json").read_text())
+    about = json.loads(result.grid.with_suffix(".json").read_text())
     assert (about["sampler"], about["steps"], about["evaluations"]) == ("euler", 2, 2.0)
     again = unskip.sample(run, n=3, steps=2, sampler="euler", labels=3)
-    assert again.grid == found.grid
-    assert len(list(found.grid.with_suffix("").glob("*.png"))) == 3
+    assert again.grid == result.grid
+    assert len(list(result.grid.with_suffix("").glob("*.png"))) == 3
     shutil.rmtree(run / "samples")
 
 
@@ -110,8 +110,8 @@ def test_a_grid_is_rows_of_images() -> None:
 
 @pytest.mark.full
 def test_blocks_and_noise_levels_in_one_sweep(run: Path) -> None:
-    _, found = evaluate_run(run, ["knn-dino-v1", "rank-v1"], times=(0.0, 0.9), blocks=[0, 4])
-    by = {(each.time, each.block): each.values for each in found if "knn20" in each.values}
+    _, result = evaluate_run(run, ["knn-dino-v1", "rank-v1"], times=(0.0, 0.9), blocks=[0, 4])
+    by = {(each.time, each.block): each.values for each in result if "knn20" in each.values}
     assert set(by) == {(0.0, 0), (0.0, 4), (0.9, 0), (0.9, 4)}
     noise, image = ([by[time, block]["knn20"] for block in (0, 4)] for time in (0.0, 0.9))
     assert max(noise) < 0.17 < max(image)  # of noise alone nothing can be known: 0.1, and 0.016 is a standard error
@@ -175,7 +175,7 @@ def test_the_command_line(run: Path, capsys: pytest.CaptureFixture[str]) -> None
     table = capsys.readouterr().out.strip().partition("\n\n")[2].splitlines()
     assert [line.split()[:2] for line in (table[0], *table[2:])] == [["time", "block"], ["0.5", "4"], ["1", "4"]]
     for wrong, text in (
-        (["--n", "0"], "one sample or more"),
+        (["--n", "0"], "ask for one or more"),
         (["--sampler", "ddim"], "heun"),
         (["--label", "11"], "label 11 is out of range"),
         (["--precision", "int8"], "bf16"),

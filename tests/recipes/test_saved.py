@@ -119,10 +119,10 @@ def test_the_card_of_a_run(tmp_path: Path) -> None:
     card = ModelCard.load(tmp_path / "digits-vit" / "README.md")
     assert card.data.library_name == "unskip"
     assert card.data.license is None
-    told = {(each.task_name, each.metric_type): each.metric_value for each in card.data.eval_results or []}
-    assert told["accuracy-v1", "test_accuracy"] == rows[0]["test_accuracy"]
-    assert told["knn-dino-v1", "knn20"] == rows[-2]["knn20"]  # of the last block
-    assert [name for evaluation, name in told if evaluation == "features"] == ["rank"]
+    recorded = {(each.task_name, each.metric_type): each.metric_value for each in card.data.eval_results or []}
+    assert recorded["accuracy-v1", "test_accuracy"] == rows[0]["test_accuracy"]
+    assert recorded["knn-dino-v1", "knn20"] == rows[-2]["knn20"]  # of the last block
+    assert [name for evaluation, name in recorded if evaluation == "features"] == ["rank"]
     low, high = rows[0]["intervals"]["test_accuracy"]
     assert f"{low:.4g} to {high:.4g} | 359 | test" in card.text
     for fact in ("decay:0.6", "adamw", "supervised", "hf-hub:"):

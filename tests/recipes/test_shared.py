@@ -128,13 +128,13 @@ def test_a_preset_may_set_what_another_field_makes_unused(recipe: str) -> None:
 
 
 def test_a_graph_that_was_asked_for_and_cannot_be_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = recipes.supervised("digits", graph=True, device="cpu", steps=2, model_args=VIT)
+    config = recipes.supervised("digits", graph=True, device="cpu", steps=2, model_args=VIT)
     with pytest.raises(BadInput, match=r"on cpu\. Leave graph out"):
-        unskip.train(asked, tmp_path / "asked", quiet=True)
-    assert not (tmp_path / "asked").exists()
+        unskip.train(config, tmp_path / "run", quiet=True)
+    assert not (tmp_path / "run").exists()
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     with pytest.raises(BadInput, match="gradients are accumulated over 4"):
-        unskip.train(recipes.mae("digits", graph=True, accumulate=4, device="cuda"), tmp_path / "asked", quiet=True)
+        unskip.train(recipes.mae("digits", graph=True, accumulate=4, device="cuda"), tmp_path / "run", quiet=True)
 
 
 def test_a_graph_of_a_preset_is_left_out_where_it_cannot_be(tmp_path: Path) -> None:

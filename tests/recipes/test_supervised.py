@@ -116,8 +116,8 @@ def test_attention_is_calibrated_without_the_skips_that_are_cut() -> None:
     init = "skipless:shaped,position_code=orthogonal,self_attention=0.5"
     task, _ = recipes.build_task(tiny(shortcut="cut", init=init, model_args=shape, health=False))
     images = next(iter(task.feed.iterate(0, 1)))[0]
-    found = unskip.measure(task.model, images[:8], jacobians="off").sites
-    for row in (row for row in found if row.self_attention is not None):
+    result = unskip.measure(task.model, images[:8], jacobians="off").sites
+    for row in (row for row in result if row.self_attention is not None):
         assert sum(row.self_attention) / 2 == pytest.approx(0.5, abs=0.1)
 
 
@@ -248,7 +248,7 @@ def test_a_run_goes_on_after_a_broken_file_and_names_it(tmp_path: Path) -> None:
     (row,) = [row for row in RunFolder(tmp_path / "run").read("warnings.jsonl") if row["warning"] == "broken-image"]
     assert "train/a/3.png" in row["text"]
     (tmp_path / "pets" / "train" / "b" / "5.png").write_bytes(b"broken")
-    with pytest.raises(TrainingError, match=r"png.* 2 of 32 images.*unskip resume"):
+    with pytest.raises(TrainingError, match=r"png.* 2 of 32 images.*the same command"):
         unskip.train(config, tmp_path / "other", quiet=True)
 
 
@@ -270,14 +270,14 @@ def test_two_processes_take_the_same_steps_as_one(tmp_path: Path, others: list[s
             shutil.copytree(tmp_path / "sharded", tmp_path / "resumed")
             shutil.rmtree(tmp_path / "resumed" / "checkpoints" / "step-3")
         on_ranks(processes, tmp_path, partial(cli.main, command))
-    found = {name: load_file(tmp_path / name / "checkpoints" / "step-3" / "model.safetensors") for name in runs}
-    for key, value in found["one"].items():
+    result = {name: load_file(tmp_path / name / "checkpoints" / "step-3" / "model.safetensors") for name in runs}
+    for key, value in result["one"].items():
         for name in runs:
-            assert torch.allclose(found[name][key], value, atol=1e-5), (name, key)
+            assert torch.allclose(result[name][key], value, atol=1e-5), (name, key)
     accuracies = [RunFolder.open(tmp_path / name).read("evals.jsonl")[-1]["test_accuracy"] for name in runs]
     assert max(accuracies) - min(accuracies) < 0.01
-    said = {name: [row["warning"] for row in RunFolder.open(tmp_path / name).read("warnings.jsonl")] for name in runs}
-    assert {names.count("flat-loss") for names in said.values()} == {
+    text = {name: [row["warning"] for row in RunFolder.open(tmp_path / name).read("warnings.jsonl")] for name in runs}
+    assert {names.count("flat-loss") for names in text.values()} == {
         2
     }  # of both logged steps, by the first process alone
 

@@ -25,15 +25,15 @@ def test_many_seeds(size: int) -> None:
 
 
 def test_difference_over_seeds() -> None:
-    found = difference(SEEDS[0], SEEDS[1])
-    assert found is not None
-    assert found.interval is not None
+    result = difference(SEEDS[0], SEEDS[1])
+    assert result is not None
+    assert result.interval is not None
     expected = stats.ttest_ind(SEEDS[1], SEEDS[0], equal_var=False).confidence_interval(0.95)
-    assert found.value == pytest.approx(sum(SEEDS[1]) / 4 - sum(SEEDS[0]) / 3)
+    assert result.value == pytest.approx(sum(SEEDS[1]) / 4 - sum(SEEDS[0]) / 3)
     # Degrees of freedom are rounded down: never narrower, and not much wider.
-    assert found.interval[0] <= expected.low + 1e-4
-    assert found.interval[1] >= expected.high - 1e-4
-    assert found.interval == pytest.approx((expected.low, expected.high), abs=0.01)
+    assert result.interval[0] <= expected.low + 1e-4
+    assert result.interval[1] >= expected.high - 1e-4
+    assert result.interval == pytest.approx((expected.low, expected.high), abs=0.01)
 
 
 def test_difference_of_two_runs() -> None:
@@ -41,10 +41,10 @@ def test_difference_of_two_runs() -> None:
     wilson = tuple((each.low, each.high) for each in (
         stats.binomtest(48, 80).proportion_ci(method="wilson"), stats.binomtest(56, 70).proportion_ci(method="wilson")
     ))  # fmt: skip
-    found = difference([48 / 80], [56 / 70], wilson)  # type: ignore[arg-type]
-    assert found is not None
-    assert found.interval == pytest.approx((0.0524, 0.3339), abs=1e-4)
-    assert found.method == "Newcombe"
+    result = difference([48 / 80], [56 / 70], wilson)  # type: ignore[arg-type]
+    assert result is not None
+    assert result.interval == pytest.approx((0.0524, 0.3339), abs=1e-4)
+    assert result.method == "Newcombe"
 
 
 def test_no_interval() -> None:
