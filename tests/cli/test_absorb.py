@@ -93,3 +93,6 @@ def test_data_of_vectors_is_used(run: Any, models: str) -> None:
     code, out, _ = run("absorb", f"{models}:bare", "--input", "2,8", "--data", "random:512", "--json")
     assert code == 0
     assert [row["approximation"]["held_out"] for row in json.loads(out)["rows"]] == [256, 256]
+    code, _, err = run("absorb", f"{models}:bare", "--input", "8", "--data", "random:512")
+    assert code == 2
+    assert "write 2,8" in err

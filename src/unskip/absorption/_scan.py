@@ -125,7 +125,9 @@ class Scan(Sequence[ScanRow]):
     def __str__(self) -> str:
         header = ("site", "path", "mlp", "norm", "as it stands", "by", "MLP alone", "distance", "its inputs")
         counts = ", ".join(f"{count} {status}" for status, count in self.counts().items() if count)
-        out = [f"{self.model}: {counts or 'no MLP sites'}", ""]
+        if not self.rows:
+            return f"{self.model}: no MLP sites"
+        out = [f"{self.model}: {counts}", ""]
         out += [table((*header, "extra units", "approx"), [row.cells() for row in self.rows]), "", LEGEND, ""]
         said: dict[str, list[int]] = {}
         for row in self.rows:
@@ -138,7 +140,7 @@ class Scan(Sequence[ScanRow]):
                 said.setdefault(f"approx: {row.note}", []).append(row.site.index)
         for text, sites in said.items():
             out.append(f"{'site' if len(sites) == 1 else 'sites'} {', '.join(map(str, sites))}, {text}")
-        if self.rows and all(row.status == "impossible" for row in self.rows):
+        if all(row.status == "impossible" for row in self.rows):
             out += ["", ADVICE]
         return "\n".join(out)
 

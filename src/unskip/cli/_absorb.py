@@ -75,7 +75,8 @@ def absorb_command(
         print_json(record)
     else:
         print(scan)
-        print("\nall certificates verified from the weights" if sound else "\na certificate failed verification")
+        if scan:
+            print("\nall certificates verified from the weights" if sound else "\na certificate failed verification")
         if applied is not None:
             print(f"\n{applied}")
         if out is not None and refused is None:

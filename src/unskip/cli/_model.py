@@ -152,6 +152,8 @@ def _noise(example: Example, source: str, count: int, asked_for: bool) -> object
     if not more and isinstance(first, Tensor) and first.is_floating_point() and first.ndim > 1:
         noise = torch.randn(count, *first.shape[1:], generator=torch.Generator().manual_seed(0)).to(first)
         return dict.fromkeys(example.kwargs, noise) or (noise,)
+    if not more and isinstance(first, Tensor) and first.ndim == 1:
+        raise BadInput(f"--data {source}: --input {len(first)} leaves no dimension for samples; write 2,{len(first)}")
     if asked_for:
         return example
     warn(
