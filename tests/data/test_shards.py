@@ -29,6 +29,7 @@ from unskip.data import (
     fingerprint,
     open_images,
 )
+from unskip.data._feed import usual_workers
 from unskip.errors import BadInput
 
 SIDE, COUNT, WINDOW = 10, 40, 12_000
@@ -292,6 +293,22 @@ def test_shards_are_looked_through_side_by_side(tmp_path: Path, large: None) -> 
     (tmp_path / "train-0008.tar").write_bytes(b"x" * 2000)
     with pytest.raises(BadInput, match=r"^\S*train-0008\.tar, byte 0: no header"):
         open_images(source)
+
+
+def test_processes_of_a_launcher_share_the_cores(tmp_path: Path, large: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every process lists the shards, and opens a feed."""
+    source, real, asked = write_shards(tmp_path), _tar.DataLoader, list[int]()
+
+    def counted(*args: Any, num_workers: int, **options: Any) -> Any:
+        asked.append(num_workers)
+        return real(*args, num_workers=0, **options)
+
+    monkeypatch.setattr(_tar, "DataLoader", counted)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(12))
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    open_images(source)
+    assert asked == [3]
+    assert usual_workers(1000) == 3
 
 
 def test_splits_of_tars(tmp_path: Path) -> None:

@@ -8,7 +8,6 @@ named in `broken`; more than 1 + n / 100 of n are an error.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -23,7 +22,7 @@ from unskip.data import _device
 from unskip.data._assemble import allowed
 from unskip.data._augment import Augment, Table, geometry, mixing, partners
 from unskip.data._images import ImageSet
-from unskip.data._loader import Key, Loaded, Make, Shown, Transform, loader
+from unskip.data._loader import Key, Loaded, Make, Shown, Transform, cores, loader
 from unskip.data._order import GEOMETRY, MIXING, Order, Rows, check_world, evaluation_batches, share, stream
 from unskip.errors import BadInput
 
@@ -197,8 +196,7 @@ class Feed:
 
 def usual_workers(images: int) -> int:
     """Processes that decode, for one process of training: as many as it has cores, up to 16; none for a small set."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return min(16, max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))) if images >= 1000 else 0
+    return min(16, cores()) if images >= 1000 else 0
 
 
 @dataclass(frozen=True)

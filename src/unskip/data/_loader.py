@@ -10,6 +10,7 @@ An image that cannot be read is tried again and then replaced by another one, dr
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -78,7 +79,7 @@ def loader(
         sampler=(_part(keys, part, parts) for keys in batches for part in range(parts)),
         num_workers=workers,
         pin_memory=device.type == "cuda",
-        collate_fn=_same,
+        collate_fn=same,
         generator=torch.Generator(),  # its own, or it would draw from torch's
         **ahead,
     )
@@ -95,12 +96,19 @@ def loader(
         )
 
 
+def cores() -> int:
+    """The cores of this process, which those of one launcher share."""
+    found = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, found // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+
+
 def _part(keys: list[Key], part: int, parts: int) -> list[Key]:
     places = share(len(keys), part, parts)
     return keys[places.start : places.stop]
 
 
-def _same(found: Any) -> Any:
+def same(found: Any) -> Any:
+    """Leaves what a dataset gives as it is; torch would make tensors of it."""
     return found
 
 

@@ -23,6 +23,7 @@ from unskip.data._assemble import SMALL, assembled, numbered
 from unskip.data._decode import MOST_BYTES
 from unskip.data._images import ImageSet, Reader, samples
 from unskip.data._index import Index, kept, stamp
+from unskip.data._loader import cores, same
 from unskip.data._order import Rows
 from unskip.data._splits import Parts, files_by_split
 from unskip.errors import BadInput
@@ -97,9 +98,9 @@ def _index(files: Sequence[str]) -> Index:
 
 def _listed(files: Sequence[str]) -> Index:
     """The samples of all shards, which several processes look through where there is much to read."""
-    workers = min(len(files), os.cpu_count() or 1) if sum(Path(file).stat().st_size for file in files) > SMALL else 0
+    workers = min(len(files), cores()) if sum(Path(file).stat().st_size for file in files) > SMALL else 0
     found = list[Any]()
-    shards: DataLoader[Any] = DataLoader(_Shards(files), batch_size=None, num_workers=workers, collate_fn=_same)
+    shards: DataLoader[Any] = DataLoader(_Shards(files), batch_size=None, num_workers=workers, collate_fn=same)
     for shard, part in enumerate(shards):
         if isinstance(part, str):
             raise BadInput(part)
@@ -109,10 +110,6 @@ def _listed(files: Sequence[str]) -> Index:
     arrays = {"offset": rows[:, 0].copy(), "labels": rows[:, 2].copy()}
     arrays |= {"size": rows[:, 1].astype(numpy.int32), "shard": rows[:, 3].astype(numpy.int32)}
     return Index({**arrays, "alone": numpy.array([sum(alone for _, alone in found)])}, {})
-
-
-def _same(found: Any) -> Any:
-    return found
 
 
 @dataclass(frozen=True)
