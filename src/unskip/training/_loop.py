@@ -11,9 +11,8 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import math
-import reprlib
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -26,6 +25,7 @@ from unskip._modes import evaluating
 from unskip.errors import BadInput, TrainingError
 from unskip.optim import schedules
 from unskip.training import _health
+from unskip.training._compiling import lasting_cache, timed_first_step
 from unskip.training._ema import EMA
 from unskip.training._engine import device_of_model, engine
 from unskip.training._folder import NOT_FINITE, RunFolder
@@ -36,7 +36,7 @@ from unskip.training._progress import Reporter
 from unskip.training._signals import Stop, stop_on_signal
 from unskip.training._state import read_state, write_state
 from unskip.training._step_sizes import StepSizes
-from unskip.training._task import Schedule, Task
+from unskip.training._task import Schedule, Task, checked_loss, checked_numbers
 from unskip.training._trackers import Trackers
 from unskip.wiring import save as save_model
 
@@ -57,6 +57,8 @@ def run_task(task: Task, schedule: Schedule, folder: RunFolder, quiet: bool = Fa
     """Trains from the last checkpoint of the folder, or from the start, to the end of the schedule or to a signal."""
     with engine(device_of_model(task.model)) as accelerator, contextlib.ExitStack() as stack:
         main = accelerator.is_main_process
+        if schedule.compile:
+            stack.enter_context(lasting_cache())
         trainer = _Trainer(task, schedule, folder, accelerator)
         with trainer.explained(OSError):
             start = trainer.restore()
@@ -175,7 +177,9 @@ class _Trainer:
         forget_peak(self.kind)
         begun = time.perf_counter()
         for step in range(start, schedule.steps):
-            pending.append(self._step(step, parts))
+            compiled = schedule.compile and step == start
+            with timed_first_step(self.task.model, self.kind, reporter.say) if compiled else contextlib.nullcontext():
+                pending.append(self._step(step, parts))
             done = step + 1
             last = done == schedule.steps
             stopping = self._stopping(stop, done)
@@ -266,7 +270,7 @@ class _Trainer:
             with contextlib.nullcontext() if synchronise else self.accelerator.no_sync(self.model):
                 part = next(parts)
                 with self._autocast():
-                    loss, numbers = _checked(self.task.loss(self.forward, part))
+                    loss, numbers = checked_loss(self.task.loss(self.forward, part))
                 loss = loss / count
                 self.accelerator.backward(loss if self.scaler is None else self.scaler.scale(loss))
             total = loss.detach() + total
@@ -325,7 +329,7 @@ class _Trainer:
             gpus = [torch.cuda.current_device()] if self.kind == "cuda" else []
             with means, torch.no_grad(), evaluating(model), torch.random.fork_rng(gpus):
                 numbers = evaluation(model)
-            values = _numbers(name, numbers)
+            values = checked_numbers(name, numbers)
             self.last_evaluations |= values
             # Beside its numbers an evaluation may say how they were taken: n, split and intervals.
             self._log("evals.jsonl", {"step": done, "evaluation": name, **values, **getattr(numbers, "about", {})})
@@ -372,24 +376,6 @@ class _Trainer:
             self.logged = True
             if self.trackers is not None:
                 self.trackers.write(row)
-
-
-def _checked(returned: Any) -> tuple[Tensor, dict[str, Tensor]]:
-    """What a loss function returned. Raises TrainingError where it is no scalar with numbers to log."""
-    match returned:
-        case (Tensor(ndim=0) as loss, dict() as numbers) if all(isinstance(each, Tensor) for each in numbers.values()):
-            return loss, numbers
-    raise TrainingError(
-        "loss(model, batch) must return a tensor with one number and a dict of tensors to log, such as "
-        f"(error.mean(), {{}}); it returned {reprlib.repr(returned)}"
-    )
-
-
-def _numbers(name: str, values: Any) -> dict[str, float]:
-    """The numbers of an evaluation; None becomes nan, which is logged and does not end the run."""
-    if not isinstance(values, Mapping):
-        raise TrainingError(f"evaluation {name}: it returned {reprlib.repr(values)}; it is a mapping of numbers")
-    return {key: math.nan if value is None else value for key, value in values.items()}
 
 
 def seed_of(*numbers: int) -> int:

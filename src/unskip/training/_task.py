@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import reprlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, get_args
@@ -9,6 +11,7 @@ from typing import Any, Literal, Protocol, get_args
 from torch import Tensor, nn
 
 from unskip._checks import choice, number, whole
+from unskip.errors import TrainingError
 from unskip.wiring import Wiring
 
 Batch = Any
@@ -82,3 +85,21 @@ class Schedule:
             number("schedule", "ema", self.ema, below=1)
         if self.clip is not None:
             number("schedule", "clip", self.clip, zero=False)
+
+
+def checked_loss(returned: Any) -> tuple[Tensor, dict[str, Tensor]]:
+    """What a loss function returned. Raises TrainingError where it is no scalar with numbers to log."""
+    match returned:
+        case (Tensor(ndim=0) as loss, dict() as numbers) if all(isinstance(each, Tensor) for each in numbers.values()):
+            return loss, numbers
+    raise TrainingError(
+        "loss(model, batch) must return a tensor with one number and a dict of tensors to log, such as "
+        f"(error.mean(), {{}}); it returned {reprlib.repr(returned)}"
+    )
+
+
+def checked_numbers(name: str, values: Any) -> dict[str, float]:
+    """The numbers of an evaluation; None becomes nan, which is logged and does not end the run."""
+    if not isinstance(values, Mapping):
+        raise TrainingError(f"evaluation {name}: it returned {reprlib.repr(values)}; it is a mapping of numbers")
+    return {key: math.nan if value is None else value for key, value in values.items()}
