@@ -89,9 +89,38 @@ def sentences() -> Iterator[tuple[str, str]]:
     asked = sum(len(model["sites"]) for model in record("absorb-models")["models"].values())
     asked += sum(len(run["blocks"]) for run in record("absorb-domain")["runs"])
     yield "what-did-not-work", f"impossible in all {asked} MLPs asked"
+    yield from _scanned_models()
 
     exits = record("faults")["exits"]
     yield "many-gpus", f"{exits['runs'] - len(exits['failures'])} of {exits['runs']} sharded runs of two processes"
+
+
+def _scanned_models() -> Iterator[tuple[str, str]]:
+    models = record("absorb-models")["models"]
+    asked = [site for model in models.values() for site in model["sites"]]
+    assert all(site["status"] == site["alone"] == "impossible" for site in asked)
+    yield "lm", f"Trained MLPs are impossible, too: all {len(asked)} asked"
+    loss, cut, near = ((row := models["GPT-2 residual"]["rewritten"])["loss"], row["cut"], row["approximate"])
+    yield "lm", f"that costs {near['loss'] - loss:.2f} nats a token ({loss:.2f} before)"
+    yield "lm", f"cut skips bring the loss to {cut['loss']:.1f}."
+    small = [models[f"GPT-2 {name}"]["evaluated"] for name in ("residual", "decay to 1e-2", "MLP skips cut")]
+    bits = ", ".join(f"{row['test_bits_per_byte']:.2f}" for row in small)
+    yield "lm", f"test bits per byte {bits})"
+
+    text, images = models["all-MiniLM-L6-v2"], models["ViT on digits"]
+    errors = [[site["approximation"] for site in model["sites"]] for model in (text, images)]
+    (low, high), (least, most) = ((min(each), max(each)) for each in errors)
+    yield "absorption-map", f"is {low:.2f} to {high:.2f} for the first, {least:.2f} to {most:.2f} for the second"
+    near, wide = text["rewritten"]["approximate"], text["rewritten"]["widen"]
+    yield (
+        "absorption-map",
+        f"a cosine of {near['cosine']:.2f} with the original's in the mean, {near['least']:.2f} at",
+    )
+    yield "absorption-map", f"worst ({text['rewritten']['outputs']} texts)"
+    more = wide["parameters"][1] / wide["parameters"][0] - 1
+    yield "absorption-map", f"exact with 384 more units each, {100 * more:.1f} % more parameters"
+    same = images["rewritten"]["approximate"]["same_class"]
+    yield "absorption-map", f"the same class to {100 * same:.0f} % of {images['rewritten']['outputs']} test images"
 
 
 _HELD_OUT = ("residual | 0.3", "MLPs cut | 0.1", "no skips, carrying heads fixed | 0.1", "no skips | 0.1")

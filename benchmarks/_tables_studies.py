@@ -1,6 +1,8 @@
-"""Tables of the studies of MAE and DINO beside the main ones: ablations, what changes inside, contrastive learning."""
+"""Tables of the studies of MAE and DINO beside the main ones, and of language models that were scanned and measured."""
 
 from __future__ import annotations
+
+from typing import Any
 
 from _tables import lines, record, runs, spread, table
 
@@ -82,3 +84,50 @@ def dino_simclr() -> str:
     }
     rows = [[label, *(spread([value(row)]) for row in done)] for label, value in read.items()]
     return lines(" | `keep` | `decay:0.6`", rows)
+
+
+# --- Language models --------------------------------------------------------------------------------------------------
+
+_KEEP = "keep it: one addition"
+_TRAIN = f"{_KEEP}; or train without, `--shortcut cut --where mlp`"
+_BOUNDED = "a norm bounds the MLP, not the skip"
+
+
+def _lm_mlp(site: dict[str, Any]) -> tuple[str, ...]:
+    """The kind of an MLP, its verdict, why, and what to do."""
+    if site["status"] == "unknown":
+        beside = "attention" in site["reason"]
+        why = "two branches, one skip" if beside else "weights differ by token"
+        return "beside attention" if beside else "experts", "not asked", why, _KEEP
+    what = "SwiGLU, GeGLU" if site["gated"] else "GELU, ReLU, ReLU²"
+    if site["norm"] == "post":
+        assert site["extra_units"] == site["mlp"][0]
+        why, advice = "no flipped units make it up", "exact with d more units: `absorption.apply(mode='widen')`"
+        return f"{what.removesuffix(', ReLU²')}, post-norm", site["status"], why, advice
+    place = {"pre": "pre-norm", "out": "norm after it", "sandwich": "norm after it"}[site["norm"]]
+    return f"{what}, {place}", site["status"], _BOUNDED, _TRAIN
+
+
+@table
+def lm_absorb() -> str:
+    groups: dict[tuple[str, ...], list[str]] = {}
+    for name, found in record("absorb-models")["architectures"].items():
+        (site,) = found["sites"]
+        assert found["verified"], name
+        groups.setdefault(_lm_mlp(site), []).append(name)
+    rows, before = [], ""
+    for (what, status, why, advice), names in groups.items():
+        rows.append([f"{what} ({', '.join(names)})", status, why, "the same" if advice == before else advice])
+        before = advice
+    return lines("your MLP | verdict | why | what to do", rows)
+
+
+@table
+def lm_activations() -> str:
+    models = record("absorb-models")["models"]
+    shown = [name for name in models if name.startswith(("GPT-2", "Llama"))]
+    rows = [
+        [name, *(f"{block['kurtosis']:.1f}, {block['outlier_channels']:.1f}" for block in models[name]["blocks"])]
+        for name in shown
+    ]
+    return lines("kurtosis, outlier channels | block 1 | 2 | 3 | 4", rows)

