@@ -12,6 +12,7 @@ from torch import Tensor
 
 from unskip.anatomy import mean_weight
 from unskip.measures._collect import BlockSamples, Samples
+from unskip.measures._input import finite_or_none
 from unskip.measures._measurement import BlockRow
 from unskip.measures.echo import cosine, feature_norm, ridge_r2
 from unskip.measures.quantise import excess_kurtosis, outlier_channels, sqnr
@@ -54,18 +55,18 @@ def _row(
         path=block.path,
         norm=feature_norm(x),
         token_rank=effective_rank(flat) if ranked else None,
-        token_cosine=_finite(token_cosine(x)) if x.shape[1] > 1 else None,
+        token_cosine=finite_or_none(token_cosine(x)) if x.shape[1] > 1 else None,
         pooled_rank=effective_rank(feature_matrix(x, "pooled")) if len(x) > 1 and not in_samples else None,
         carried=_carried(block, samples),
-        cosine=_finite(cosine(first, x)) if x.shape == first.shape else None,
+        cosine=finite_or_none(cosine(first, x)) if x.shape == first.shape else None,
         echo=_echo(first, x, seed),
-        high_frequency=None if in_patches else _finite(sum(block.high) / len(block.high)),
+        high_frequency=None if in_patches else finite_or_none(sum(block.high) / len(block.high)),
         cka_first=None if in_tokens else _cka(first, x, seed),
         cka_previous=None if in_tokens or before is None else _cka(before, x, seed),
-        kurtosis=_finite(excess_kurtosis(x)),
-        outlier_channels=_finite(outlier_channels(x)),
-        sqnr8=_finite(sqnr(x, 8)),
-        sqnr4=_finite(sqnr(x, 4)),
+        kurtosis=finite_or_none(excess_kurtosis(x)),
+        outlier_channels=finite_or_none(outlier_channels(x)),
+        sqnr8=finite_or_none(sqnr(x, 8)),
+        sqnr4=finite_or_none(sqnr(x, 4)),
     )
 
 
@@ -90,7 +91,9 @@ def _echo(first: Tensor, x: Tensor, seed: int) -> float | None:
     kept = _kept(x, seed)
     groups = torch.arange(len(x), device=x.device).repeat_interleave(x.shape[1])[kept]
     generator = torch.Generator().manual_seed(seed)
-    return _finite(ridge_r2(feature_matrix(x)[kept], feature_matrix(first)[kept], groups=groups, generator=generator))
+    return finite_or_none(
+        ridge_r2(feature_matrix(x)[kept], feature_matrix(first)[kept], groups=groups, generator=generator)
+    )
 
 
 def _cka(a: Tensor, b: Tensor, seed: int) -> float | None:
@@ -98,7 +101,7 @@ def _cka(a: Tensor, b: Tensor, seed: int) -> float | None:
         return None
     kept = _kept(b, seed)
     x, y = feature_matrix(a)[kept], feature_matrix(b)[kept]
-    return _finite(cka(x, y)) if len(x) >= 4 else None  # features that do not vary have none
+    return finite_or_none(cka(x, y)) if len(x) >= 4 else None  # features that do not vary have none
 
 
 def _note_what_is_left_out(samples: Samples) -> None:
@@ -123,7 +126,3 @@ def _note_what_is_left_out(samples: Samples) -> None:
         )
     if all(math.isnan(share) for block in blocks for share in block.high):
         notes.append("no images, or no grid of their form: no spatial frequencies (pass grid=)")
-
-
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None

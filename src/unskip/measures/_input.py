@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -35,3 +37,8 @@ def same_rows(who: str, x: Tensor, y: Tensor) -> None:
     """Raise unless two matrices have a row for each of the same samples."""
     if len(x) != len(y):
         raise BadInput(f"{who}: both need one row for each sample, got {len(x)} rows and {len(y)}")
+
+
+def finite_or_none(value: float) -> float | None:
+    """None stands for NaN and infinity, which JSON does not have."""
+    return value if math.isfinite(value) else None

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from unskip._checks import whole
 from unskip.errors import BadInput
+from unskip.measures._input import finite_or_none
 from unskip.measures._jacobian import Function, Jacobian
 from unskip.measures._lanczos import Krylov, Nodes, above_null, bidiagonalise, bound, nodes, quantile, resolved, spread
 
@@ -62,8 +63,8 @@ class Spectrum:
         """Plain data for JSON, without the values; what is not finite becomes None."""
         data = {name: value for name, value in vars(self).items() if name != "values"}
         for name in ("quantiles", "errors"):
-            data[name] = {str(share): _plain(value) for share, value in data[name].items()}
-        return {name: _plain(value) if isinstance(value, float) else value for name, value in data.items()} | {
+            data[name] = {str(share): finite_or_none(value) for share, value in data[name].items()}
+        return {name: finite_or_none(value) if isinstance(value, float) else value for name, value in data.items()} | {
             "shape": list(self.shape)
         }
 
@@ -245,7 +246,3 @@ def _seed(generator: torch.Generator) -> int:
 
 def _name(jacobian: Jacobian) -> str:
     return str(jacobian.precision).removeprefix("torch.")
-
-
-def _plain(value: float) -> float | None:
-    return value if math.isfinite(value) else None
