@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 MARK = " ✗"  # behind a caption; it is drawn in the corner of its picture
 _PAPER = {"facecolor": _style.GRID, "edgecolor": "none", "pad": 1.0}
-_POINTS, _EM = 8.1, 0.68  # of a caption: on a phone this can still be read; the width of most letters
+_POINTS, _EM = 8.1, 0.62  # of a caption: on a phone this can still be read; the width of most letters
 Pixels = NDArray[np.uint8]  # (height, width, 3)
 
 
