@@ -349,7 +349,7 @@ VIT_PYTORCH: dict[str, Peer] = {
     "vivit": Peer(_vit("vivit", "ViViT", _images(32, 2), **_VIVIT)),
     "wwt": Peer(
         _plain("wwt", "WWT", num_slots=2),
-        kinds="MMMAAAAA",
+        kinds="AAAAAAAA",
         blocks=4,
         norms="pre post inner",
         unknown="1 of its 2 runs",
@@ -440,6 +440,6 @@ X_TRANSFORMERS: dict[str, Peer] = {
         unknown="stacked",
     ),
     "layers integrated": Peer(
-        _text(integrate_layers=True), blocks=4, kinds="AAAA", norms="pre inner", unknown="stacked"
+        _text(integrate_layers=True), blocks=4, kinds="AMAM", norms="pre inner", unknown="stacked"
     ),
 }

@@ -282,6 +282,20 @@ class DeltaRule(nn.Module):
         return x + self.out(torch.stack(read, 1))
 
 
+class Modulation(nn.Module):
+    """Contexts of growing reach, each weighed by a gate, inside one branch, as in FocalNet."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.gates, self.out = linear(), nn.Linear(WIDTH, 2), linear()
+        self.conv = nn.Conv1d(WIDTH, WIDTH, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        context, (first, second) = self.up(x), self.gates(x).split(1, -1)
+        wider = nn.functional.gelu(self.conv(context.transpose(1, 2)).transpose(1, 2))
+        return x + self.out(first * context + second * wider)
+
+
 class Recurrent(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -324,6 +338,7 @@ class Routed(nn.Module):
         (GatedDecay, "ssm"),
         (TimeMixing, "attention"),
         (DeltaRule, "attention"),
+        (Modulation, "conv"),
         (Recurrent, "other"),
         (Spectrum, "conv"),
         (Routed, "mlp"),

@@ -55,17 +55,24 @@ def broadcast(nodes: list[Node], node: Node) -> str | None:
     return None
 
 
-def gated(nodes: list[Node], node: Node, residuals: Container[int]) -> str | None:
-    """The stream is a product with something that depends on the input, and the branch goes through a weight.
+GATED = "the stream is weighed by the data (a gate, or a mixture of streams), not by a number"
 
-    Not over residuals that were found: rotary positions are factors in every block, and what any block made depends on
-    them.
+
+def gated(nodes: list[Node], node: Node, residuals: Container[int]) -> int | None:
+    """The stream, where it is multiplied by something that depends on the input, and the branch has weights and an
+    activation.
+
+    Without a complement, (1 - g) * x + g * f(x), not over residuals that were found: rotary positions are factors in
+    every block, and what any block made depends on them.
     """
     for s, f in _both(node):
-        for root in (root for factor in _factors(nodes, s) for root, narrowed in climb(nodes, factor) if not narrowed):
+        factors = _factors(nodes, s)
+        complement = any(_complements(nodes, a, b) for a in factors for b in _factors(nodes, f))
+        for root in (root for factor in factors for root, narrowed in climb(nodes, factor) if not narrowed):
             path = _path(nodes, root, f)
-            if weight_depth(nodes, path) and not any(n.index in residuals for n in path):
-                return "the stream is weighed by the data (a gate, or a mixture of streams), not by a number"
+            alone = any(bends(nodes, n) for n in path) and not any(n.index in residuals for n in path)
+            if weight_depth(nodes, path) and (complement or alone):
+                return root
     return None
 
 
@@ -124,3 +131,8 @@ def _factors(nodes: list[Node], index: int) -> tuple[int, ...]:
     factors = nodes[last].parents[-2:]
     product = (nodes[last].op == "mul" or _ops.is_matmul(nodes[last].op)) and not narrowed
     return factors if product and len(factors) == 2 and not any(nodes[p].fixed for p in factors) else ()
+
+
+def _complements(nodes: list[Node], a: int, b: int) -> bool:
+    """Whether one is 1 minus the other."""
+    return any(nodes[x].op in ("rsub", "sub") and y in nodes[x].parents for x, y in ((a, b), (b, a)))

@@ -64,6 +64,7 @@ class Doubt:
 
     node: Node
     reason: str
+    root: int | None = None  # the stream, of one that counts only outside of the branches of others
 
 
 def find(graph: Graph) -> tuple[list[Finding], list[Doubt]]:
@@ -117,9 +118,10 @@ class _Search:
             or self._projected(node, right, left, "right")
         )
         if finding is None:
-            self._doubt(node, _doubts.several(self.graph, node) or _doubts.gated(self.nodes, node, self.output_of))
+            self._undecided(node)
             return
         on_path = {n.index for n in finding.path}
+        self.doubts = [d for d in self.doubts if not {d.root, d.node.index} <= on_path]
         self._drop_decorations(finding, on_path)
         finding.spans = [f for f in self.found if f.role == "mix" and f.add.index in on_path and not f.copies]
         self._drop_inner(finding)
@@ -130,6 +132,12 @@ class _Search:
         finding.long = finding.doubled or self._is_long(finding)
         self.found.append(finding)
         self.output_of[node.index] = finding
+
+    def _undecided(self, node: Node) -> None:
+        reason = _doubts.several(self.graph, node)
+        root = None if reason else _doubts.gated(self.nodes, node, self.output_of)
+        if reason or root is not None:
+            self.doubts.append(Doubt(node, reason or _doubts.GATED, root))
 
     def _drop_decorations(self, finding: Finding, on_path: set[int]) -> None:
         """x + f(x + p), where x is a part of a larger tensor that p was computed from: p only decorates the input of f,
