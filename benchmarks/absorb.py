@@ -138,7 +138,14 @@ def beside(case: str, device: str, other: Path, times: int = 3) -> dict[str, Any
         theirs.append(apart(case, device, tree=other))
     now, before = (min(each["seconds"] for each in runs) for runs in (mine, theirs))
     statuses = [runs[0]["status"] for runs in (mine, theirs)]
-    return {"seconds": now, "other_seconds": before, "ratio": now / before, "times": times, "statuses": statuses}
+    commits = [_commit(tree) for tree in (ROOT, other)]
+    out = {"seconds": now, "other_seconds": before, "ratio": now / before, "times": times, "statuses": statuses}
+    return {**out, "commits": commits}
+
+
+def _commit(tree: Path) -> str:
+    words = ["git", "-C", str(tree), "rev-parse", "--short", "HEAD"]
+    return subprocess.run(words, check=True, capture_output=True, text=True).stdout.strip()
 
 
 def figure(rows: list[dict[str, Any]], path: Path) -> None:
@@ -190,7 +197,8 @@ def main() -> None:
         print(json.dumps(measure(options.case, options.device, options.d)))
         return
     path = options.out / f"absorb-{'gpu' if options.device == 'cuda' else 'cpu'}.json"
-    data = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"cases": {}, "growth": []}
+    part = options.only is not None or options.figure
+    data = json.loads(path.read_text(encoding="utf-8")) if part and path.exists() else {"cases": {}, "growth": []}
     growth = ROOT / "docs" / "img" / f"absorb-growth-{path.stem.split('-')[1]}.svg"
     if options.figure:
         figure(data["growth"], growth)
