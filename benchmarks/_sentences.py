@@ -74,6 +74,10 @@ def sentences() -> Iterator[tuple[str, str]]:
     yield "skipless-results", "turn {:.0f} to {:.0f} times more slowly".format(*slow[0])
     yield "skipless-results", "(at 0.1, {:.0f} to {:.0f} times)".format(*slow[1])
 
+    sharded = record("fsdp-gpu")["results"]["adamw"]
+    yield "many-gpus", f"costs {100 * (1 - sharded['fsdp over plain']):.0f}% of the images per second"
+    yield "many-gpus", f"within {sharded['apart after 10 steps in float32']['weights']:.0e} of a plain run"
+
     large, hard = (record("absorb-gpu")["cases"][name]["seconds"] for name in ("large", "large-hard"))
     yield "absorption-map", f"4096, 16384 takes {large:.2f} and {hard:.2f} s"
 
