@@ -1,6 +1,6 @@
 """What does it cost to take the skips out of a trained classifier? Four ways, three choices of sites, three lengths.
 
-python benchmarks/convert.py --data "DATA/cifar10-{split}.parquet" --device cuda --workers 8 --limit 540
+python benchmarks/convert.py --data "DATA/cifar10-{split}.parquet" --device cuda --workers 8 --limit 540 --begin
 python benchmarks/convert.py                                            # digits on the CPU, a few steps a run
 
 A residual classifier is trained for 100 epochs, or reused where --runs holds it from an earlier call. From its weights
@@ -13,9 +13,9 @@ site by site           one site after the other, from the last to the first, ove
 
 The control is fine-tuned for as long with its skips. For each choice of sites and each way the learning rate is chosen
 at 5 epochs on a tenth of the training set that is held out, and that the original of the search has not seen either; a
-best rate at the edge adds the next one. Test accuracy is one of the original and the seeds of fine-tuning. Rounded to
-8 bits: quantised-accuracy-v1, a range for each tensor. Latency and memory depend on the wiring alone: they are measured
-first, all wirings in turn in one process, with nothing beside them.
+best rate at the edge adds the next one. There is one original; seeds are those of fine-tuning. Accuracy with 8 bits is
+that of quantised-accuracy-v1 with a range for each tensor. Latency and memory depend on the wiring alone: they are
+measured first, all wirings in turn in one process, with nothing beside them.
 
 Estimated on one H200: 35 million images for the first seed, 15 minutes at 40,000 images/s of 8 workers, and about 5
 minutes for compiling and evaluating; 8 minutes for the second seed. Each result is added to the JSON when it is there:
