@@ -22,7 +22,8 @@ ROOT = Path(__file__).resolve().parent.parent
 PICTURED = 2  # runs whose pictures are shown where none are named
 # Figures of the studies: the file, what is to be seen, and the page that tells of it.
 STUDIES = (
-    ("skipless-long.svg", "Classifiers, 100 epochs: accuracy, token cosine by block, accuracy by bits.", "skipless-results"),
+    ("skipless-long.svg", "Classifiers, 100 epochs: accuracy, token cosine by block, accuracy by bits.",
+     "skipless-results"),
     ("mae-cifar.svg", "MAE on CIFAR-10: kNN accuracy by block, over training, and against the effective rank.",
      "mae-results"),
     ("conditioning.svg", "A ViT-S before training: singular values, token cosine, condition of attention.",

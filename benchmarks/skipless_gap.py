@@ -262,6 +262,10 @@ def long_figure(file: Path) -> None:
     )
     names = [label.replace("' skips", "").replace(", ", "\n") for label in LONG_ROWS]
     axes[0].set_xticks(range(len(names)), names, fontsize=7)
+    (fixed,) = runs("skipless-long", "long | no skips, carrying heads fixed | 0.1")
+    cosine = fixed["watch"]["cosine"][-1]
+    axes[1].plot(range(1, len(cosine) + 1), cosine, "k--", marker="o", ms=3, label="no skips, carrying heads fixed")
+    axes[1].legend(fontsize=8)
     axes[1].set(xlabel="block", ylabel="mean cosine between tokens", title="after training, a line a seed")
     axes[2].set(
         xlabel="bits of weights and activations", ylabel="test accuracy (%)", title="rounded, one scale a tensor"
