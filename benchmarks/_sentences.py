@@ -111,6 +111,9 @@ def _scanned_models() -> Iterator[tuple[str, str]]:
     bits = ", ".join(f"{row['test_bits_per_byte']:.2f}" for row in small)
     yield "lm", f"test bits per byte {bits})"
 
+    peak = [max(block[key] for block in models["SmolLM2-135M"]["blocks"]) for key in ("kurtosis", "outlier_channels")]
+    yield "lm", f"SmolLM2-135M reaches {peak[0]:,.0f} and {peak[1]:.0f}."
+
     text, images = models["all-MiniLM-L6-v2"], models["ViT on digits"]
     errors = [[site["approximation"] for site in model["sites"]] for model in (text, images)]
     (low, high), (least, most) = ((min(each), max(each)) for each in errors)
