@@ -4,9 +4,10 @@ python benchmarks/lm.py --data "DATA/english-{split}.parquet" --device cuda --wo
 python benchmarks/lm.py --data stdlib --device cuda --workers 6 --limit 1400
 python benchmarks/lm.py                                          # stdlib on the CPU, a tiny model, three steps a run
 
-A GPT-2 of 10.8 million parameters on bytes, sequences of 256. For each wiring and optimizer weight decay is chosen at
-the middle learning rate, then the learning rate at the best weight decay, on text that is held out from training; a
-best rate at the edge adds the next one. What was chosen is trained five times as long on the whole training split.
+A GPT-2 of 10.8 million parameters on bytes, sequences of 256, orthogonal position embeddings. For each wiring and
+optimizer weight decay is chosen at the middle learning rate, then the learning rate at the best weight decay, on text
+that is held out from training; a best rate at the edge adds the next one. What was chosen is trained five times as long
+on the whole training split.
 
 search   600 steps of 16,384 bytes, held-out bits per byte
 final    3000 steps, two seeds: test bits per byte, loss against steps and seconds; without each block, read out after
@@ -32,15 +33,17 @@ from typing import Any
 from _lm_run import Config, tell, value, work
 from _study import ROOT, Job, about, arguments, opened, search, serve, study
 
+CODE = "position_code=orthogonal"  # for every wiring
+KEPT = {"init": f"default:{CODE}"}
+SOME = f"skipless:shaped,vo_gain=1,mlp_gain=1,{CODE}"  # where some skips are kept, branches are as long as the stream
 WIRINGS: dict[str, Config] = {
-    "residual": {"shortcut": "keep"},
-    "decay to 0.1": {"shortcut": "decay:product=0.1"},
-    "decay to 1e-2": {"shortcut": "decay:product=0.01"},
-    "decay to 1e-3": {"shortcut": "decay:product=0.001"},
-    # Where some skips are kept, branches are as long as the stream.
-    "MLP skips cut": {"shortcut": "cut", "where": "mlp", "init": "skipless:shaped,vo_gain=1,mlp_gain=1"},
-    "attention skips cut": {"shortcut": "cut", "where": "attention", "init": "skipless:shaped,vo_gain=1,mlp_gain=1"},
-    "all cut + init": {"shortcut": "cut", "init": "skipless:shaped"},
+    "residual": {"shortcut": "keep", **KEPT},
+    "decay to 0.1": {"shortcut": "decay:product=0.1", **KEPT},
+    "decay to 1e-2": {"shortcut": "decay:product=0.01", **KEPT},
+    "decay to 1e-3": {"shortcut": "decay:product=0.001", **KEPT},
+    "MLP skips cut": {"shortcut": "cut", "where": "mlp", "init": SOME},
+    "attention skips cut": {"shortcut": "cut", "where": "attention", "init": SOME},
+    "all cut + init": {"shortcut": "cut", "init": f"skipless:shaped,{CODE}"},
 }
 RATES = {"adamw": 1e-3, "muon": 1e-3, "soap": 1e-3}  # the middle ones; the others are a factor of two apart
 DECAYS = {"adamw": (0.1, 1.0), "muon": (0.1, 1.0), "soap": (0.1, 1.0)}
