@@ -218,10 +218,10 @@ def test_a_batch_is_read_until_there_are_inputs_enough(monkeypatch: pytest.Monke
         return trace_model(*args, **more)
 
     monkeypatch.setattr(_from, "trace_model", counted)
-    x = normal(numbers(2), 10 * _from.CHUNK, 6)
-    found = _from.streams(Plain(), example_for(Plain(), x), 2 * _from.CHUNK)
-    assert len(recorded) == 2
-    assert torch.equal(found[0], x[: 2 * _from.CHUNK])
+    x = normal(numbers(2), 4 * _from.INPUTS, 6)
+    found = _from.streams(Plain(), example_for(Plain(), x), _from.INPUTS)
+    assert len(recorded) == 2  # a few samples, and as many as are 1,024 inputs
+    assert torch.equal(found[0], x[: _from.CHUNK + _from.INPUTS])
 
 
 def test_a_fit_uses_more_inputs_than_it_needs() -> None:

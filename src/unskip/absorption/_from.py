@@ -14,7 +14,8 @@ from unskip.absorption._read import Unreadable, read
 from unskip.anatomy import Example, MlpParts, PartsTrace, example_for, trace_model, trace_parts
 from unskip.errors import BadInput, UnskipError
 
-CHUNK = 4  # samples whose recordings are held at a time
+CHUNK = 4  # samples whose recordings are held at a time, or more where that is fewer inputs than
+INPUTS = 1024
 
 
 @dataclass(frozen=True, eq=False)
@@ -135,12 +136,12 @@ def streams(model: nn.Module, given: Example, enough: int, only: int | None = No
 
     A few samples are traced at a time; of a rewired model it is what its sites read now.
     """
-    samples, done = count_samples(given), 0
+    samples, done, chunk = count_samples(given), 0, CHUNK
     found: dict[int, list[Tensor]] = {}
     while done < samples:
         try:
-            part = given.rows(done, min(done + CHUNK, samples))
-            done += CHUNK
+            part = given.rows(done, min(done + chunk, samples))
+            done += chunk
         except UnskipError:
             part, done = given, samples
         trace = trace_model(model, part, weighted=True)
@@ -148,6 +149,8 @@ def streams(model: nn.Module, given: Example, enough: int, only: int | None = No
             if site.axis == -1 and only in (None, site.index):
                 value = trace.graph.values[run.stream].detach()
                 found.setdefault(site.index, []).append(value.reshape(-1, value.shape[-1]))
-        if found and min(sum(map(len, parts)) for parts in found.values()) >= enough:
+        read = min((sum(map(len, parts)) for parts in found.values()), default=0)
+        if read >= enough:
             break
+        chunk = max(CHUNK, INPUTS * done // max(read, 1))
     return {index: torch.cat(parts) for index, parts in found.items()}
