@@ -36,7 +36,7 @@ def test_wandb_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_SILENT", "true")
     interrupted(tmp_path / "run", "wandb")
     files = [*(tmp_path / "run" / "wandb").glob("offline-run-*/*.wandb")]
-    # One before the stop and one after it. Folders are named by the second, so both may be in one; files by the run's id.
+    # Before the stop and after it. Folders are named by the second, so both may be in one; files by the run's id.
     assert len({file.name for file in files}) == 1
     content = b"".join(file.read_bytes() for file in files)
     assert b"train/loss" in content
