@@ -32,7 +32,7 @@ its inputs: the MLP alone, asked only about the inputs that it gets (ReLU-like u
 extra units: enough to absorb the skip of the MLP alone exactly; approx: error of the best replacement of the same width
   on held-out inputs, relative to the spread of the outputs"""
 ADVICE = """No skip of this model can be absorbed exactly at its width. What you can do:
-  keep it                              it costs one addition a token (docs/absorb.md has measurements)
+  keep it                              it costs one addition a token (docs/absorb-results.md has measurements)
   absorption.apply(mode="approximate") the same width, fitted to your data, with the error printed; max_error= refuses
   absorption.apply(mode="widen")       exact with more units, at sites without a norm on the branch
   rewire(model, Cut()) and train       a model that is trained without the skip (docs/rewire.md)

@@ -19,7 +19,7 @@ Status = Literal["possible", "impossible", "undecided"]
 
 @dataclass(frozen=True, eq=False)
 class Certificate:
-    """Why a verdict holds, as data. What `data` contains depends on `kind`; docs/absorb.md lists it."""
+    """Why a verdict holds, as data. What `data` contains depends on `kind`; docs/absorption-map.md lists it."""
 
     kind: str
     data: Mapping[str, Any]
