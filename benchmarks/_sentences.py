@@ -74,6 +74,12 @@ def sentences() -> Iterator[tuple[str, str]]:
     yield "many-gpus", f"costs {100 * (1 - sharded['fsdp over plain']):.0f}% of the images per second"
     yield "many-gpus", f"within {sharded['apart after 10 steps in float32']['weights']:.0e} of a plain run"
 
+    cases = {name: case["beside"]["seconds"] for name, case in record("absorb-cpu")["cases"].items()}
+    least, most = (
+        pick(cases[name] for name in ("generic", "trained-scale", "heavy", "planted")) for pick in (min, max)
+    )
+    yield "absorb-results", f"{least:.1f} to {most:.1f} s at 768 > 3072 and {cases['large']:.0f} to"
+    yield "absorb-results", f"to {cases['large-hard']:.0f} s at 4096 > 16384 on two CPU cores"
     large, hard = (record("absorb-gpu")["cases"][name]["seconds"] for name in ("large", "large-hard"))
     yield "absorb-results", f"4096, 16384 takes {large:.2f} and {hard:.2f} s"
     blocks = [
