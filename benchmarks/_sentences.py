@@ -70,9 +70,12 @@ def sentences() -> Iterator[tuple[str, str]]:
     yield "skipless-results", "turn {:.0f} to {:.0f} times more slowly".format(*slow[0])
     yield "skipless-results", "(at 0.1, {:.0f} to {:.0f} times)".format(*slow[1])
 
-    sharded = record("fsdp-gpu")["results"]["adamw"]
-    yield "many-gpus", f"costs {100 * (1 - sharded['fsdp over plain']):.0f}% of the images per second"
-    yield "many-gpus", f"within {sharded['apart after 10 steps in float32']['weights']:.0e} of a plain run"
+    sharded = record("fsdp-gpu")["results"]
+    lost = {name: f"{100 * (1 - row['fsdp over plain']):.0f}%" for name, row in sharded.items()}
+    apart = {name: f"{row['apart after 10 steps in float32']['weights']:.0e}" for name, row in sharded.items()}
+    yield "many-gpus", f"costs {lost['adamw']} of the images per second with AdamW, {lost['soap']} with SOAP and"
+    yield "many-gpus", f"and {lost['muon']} with Muon (ViT-B"
+    yield "many-gpus", f"within {apart['adamw']} of a plain run with AdamW, {apart['muon']} with Muon and {apart['soap']}"
 
     cases = {name: case["beside"]["seconds"] for name, case in record("absorb-cpu")["cases"].items()}
     least, most = (

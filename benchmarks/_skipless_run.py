@@ -30,6 +30,8 @@ BASE: Config = {
     "target": None,  # self-attention that is solved for
     "even": 0,  # heads that start near-uniform
     "carry": None,  # the other heads carry tokens through, and near-uniform ones write this times as much
+    "pairs": None,  # half of an MLP's units are mirrored pairs that carry tokens: the size of their W_up
+    "carry_rate": 1.0,  # factor on the step of the weights that carry: W_V and W_O of heads, pairs of units
     "optimizer": "soap",
     "split_qkv": False,
     "refresh": 10,
@@ -83,7 +85,11 @@ def trained(config: Config) -> dict[str, Any] | None:
     parts = unskip.parts(task.model, images[:1])
     looks = {0: watch(task.model, parts, images[:64])}
     task.optimizer = optimizer(task.model, config)
-    keeper = Keeper(task.model, parts, schedule.steps, config["value_output"])
+    keeper = Keeper(task.model, parts, schedule.steps)
+    if config["value_output"] != 1:
+        keeper.slow_down([view for part in parts.attentions() for view in (part.v, part.out)], config["value_output"])
+    if config["carry_rate"] != 1:
+        keeper.slow_down([*carrying(parts, config)], config["carry_rate"])
     if config["fixed"]:
         keeper.fix(parts, heads_of(config) - config["even"])
     keeper.decay(task.optimizer, parts, config["decays"], config["weight_decay"])
@@ -197,8 +203,9 @@ def wide_vit(head_dim: int, **arguments: Any) -> Any:
 def started(model: Any, images: Any, config: Config) -> dict[str, Any]:
     """Puts the start of a config into a model."""
     import torch
-    from _skipless_start import whiten_patches_
+    from _skipless_start import paired_, whiten_patches_
 
+    import unskip
     from unskip.errors import UnskipWarning
     from unskip.init import calibrate_, position_code_, skipless_
 
@@ -215,11 +222,28 @@ def started(model: Any, images: Any, config: Config) -> dict[str, Any]:
             numbers |= {"carry": heads_of(config) - config["even"], "mix": config["carry"]}
         with warnings.catch_warnings(action="ignore", category=UnskipWarning):
             skipless_(model, images[:2], **numbers, generator=draw)
+    if config["pairs"] is not None:
+        for part in unskip.parts(model, images[:1]).mlps():
+            paired_(part, config["pairs"], config["gain"], config["carry"], generator=draw)
     if config["target"] is not None:
         noise = {"qk_noise": config["alpha"], "even": config["even"]}
         solved = calibrate_(model, images[:32], config["target"], **noise, generator=draw)
         result["solved"] = [round(each.identity, 3) for each in solved]
     return result
+
+
+def carrying(parts: Any, config: Config) -> Iterator[Any]:
+    """The weights that carry tokens: W_V and W_O of the first heads, and the first units of an MLP where they are
+    mirrored pairs."""
+    heads = heads_of(config) - config["even"]
+    for part in parts.attentions():
+        yield from (part.v[:heads], part.out[:, : heads * part.v.shape[1]])
+        if part.v_bias is not None:
+            yield part.v_bias.view(part.heads, -1)[:heads]
+    for part in parts.mlps():
+        if config["pairs"] is not None:
+            units = 2 * part.up.shape[1]
+            yield from (part.up[:units], part.up_bias[:units], part.down[:, :units])
 
 
 def optimizer(model: Any, config: Config) -> Any:
@@ -231,12 +255,10 @@ def optimizer(model: Any, config: Config) -> Any:
 
 
 class Keeper:
-    """Around each step: scales the step of W_V and W_O, averages weights, and now and then measures relative steps."""
+    """Around each step: scales the step of some weights, averages weights, and now and then measures relative steps."""
 
-    def __init__(self, model: Any, parts: Any, steps: int, factor: float) -> None:
-        self.factor = factor
-        self.slow = [view for part in parts.attentions() for view in (part.v, part.out)] if factor != 1 else []
-        self.before_slow = [view.clone() for view in self.slow]
+    def __init__(self, model: Any, parts: Any, steps: int) -> None:
+        self.slow: list[Any] = []
         self.fixed: list[Any] = []
         self.weights = [parameter.detach() for parameter in model.parameters()]
         self.means = [weight.clone() for weight in self.weights]
@@ -252,6 +274,11 @@ class Keeper:
         self.sizes: dict[int, dict[str, float]] = {}
         self.held: dict[str, list[Any]] = {}
         self.shrinking: list[tuple[Any, int]] = []
+
+    def slow_down(self, views: list[Any], factor: float) -> None:
+        """Multiplies every change of these weights, weight decay included, by a factor; at 0 they stay as they are."""
+        self.slow, self.factor = views, factor
+        self.before_slow = [view.clone() for view in views]
 
     def decay(self, optimizer: Any, parts: Any, what: str, rate: float) -> None:
         """Takes the weight decay over from the optimizer.

@@ -1,6 +1,7 @@
 """What skipless_gap.py does to a model beside `unskip.init`, and what it watches.
 
 whiten_patches_   patch embedding R Sigma^power, Sigma the covariance of the patches' pixels
+paired_           half of an MLP's units carry tokens: phi(z) - phi(-z) = z for GELU, SiLU and ReLU
 watch             token cosine, self-attention, token rank and kurtosis by block
 """
 
@@ -27,6 +28,28 @@ def whiten_patches_(model: nn.Module, images: Tensor, *, power: float = -0.25, g
         conv.weight.copy_(weight.reshape(conv.weight.shape).to(conv.weight))
         if conv.bias is not None:
             conv.bias.copy_(-(weight @ mean).to(conv.bias))
+
+
+def paired_(part: Any, up: float, gain: float, mix: float, *, generator: torch.Generator) -> None:
+    """Fills an MLP: 2 * width mirrored units compute up gain Q R x exactly, the others write `mix` times as much.
+
+        W_up = [up R; -up R; S],  W_down = [gain Q, -gain Q, mix up gain T],  R, Q, S, T orthogonal
+
+    The output bias takes out the mean of the other units.
+    """
+    from unskip.anatomy import mean_output
+
+    hidden, width = part.up.shape
+    rest = hidden - 2 * width
+    first, last = _orthogonal(width, width, generator), _orthogonal(width, width, generator)
+    others = max(rest / width, 1) ** 0.5 * _orthogonal(rest, width, generator)
+    with torch.no_grad():
+        part.up.copy_(torch.cat([up * first, -up * first, others]).to(part.up))
+        down = [gain * last, -gain * last, mix * up * gain * _orthogonal(width, rest, generator)]
+        part.down.copy_(torch.cat(down, 1).to(part.down))
+        part.up_bias.zero_()
+        part.down_bias.zero_()
+        part.down_bias.copy_(-mean_output(part).to(part.down_bias))
 
 
 def _orthogonal(rows: int, columns: int, generator: torch.Generator) -> Tensor:

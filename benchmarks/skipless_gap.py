@@ -11,6 +11,8 @@ grid      learning rate x weight decay for each wiring
 factor    one thing changed in the model without skips, from the shaped start, at lr 3e-3 and weight decay 0.3
 control   one thing changed in the residual model, at lr 3e-3 and weight decay 1
 mix       heads that carry tokens and heads that mix them (stage 2, 20 epochs, first)
+hold      how steadily the weights that carry tokens are held: trained, slowed down, fixed; heads alone, or MLPs by
+          mirrored pairs of units, too (stage 2, 20 epochs)
 long      100 epochs with mixup and cutmix, weight decays and ways to keep tokens apart, on held-out images (stage 2)
 final     100 epochs with mixup and cutmix, test set (stage 2): residual at two weight decays, the best of `mix` without
           skips, MLPs' skips alone cut; each also rounded to few bits
@@ -132,6 +134,18 @@ MIX: dict[str, Config] = {
 LONG: Config = {"epochs": 100, "mixup": 0.8, "cutmix": 1.0}
 FINAL: Config = {**LONG, "validate": False, "quantise": True}
 FIXED: Config = {"fixed": True}
+EVENLY: Config = {**FIXED, "c": 1.0, "gain": 1.0, "pairs": 1.0}
+HOLD: dict[str, Config] = {  # what is changed in "3 of 6 wide heads carry"; all with W_Q and W_K of carrying heads fixed
+    "shaped MLPs": FIXED,
+    "shaped MLPs, carrying V and O fixed": {**FIXED, "c": 1.0, "carry_rate": 0.0},
+    "pairs": {**FIXED, "pairs": 3.0, "gain": 3.0},
+    "pairs, c 3": {**FIXED, "pairs": 1.7, "gain": 1.7, "c": 3.0},
+    "pairs, carrying weights x 0.1": {**EVENLY, "carry_rate": 0.1},
+    "pairs, carrying weights fixed": {**EVENLY, "carry_rate": 0.0},
+    "pairs, carrying weights fixed, mix 0.1": {**EVENLY, "carry_rate": 0.0, "carry": 0.1},
+    "pairs, carrying weights fixed, mix 1": {**EVENLY, "carry_rate": 0.0, "carry": 1.0},
+    "pairs, carrying weights fixed, weight decay 1": {**EVENLY, "carry_rate": 0.0, "weight_decay": 1.0},
+}
 LONGER: dict[tuple[str, float], Config] = {  # wiring, what is changed in it; weight decay
     ("no skips, carrying heads fixed", 0.3): FIXED,
     ("no skips, carrying heads fixed", 0.1): FIXED,
@@ -144,6 +158,10 @@ LONGER: dict[tuple[str, float], Config] = {  # wiring, what is changed in it; we
     ("no skips, Q and K do not decay", 0.3): {"decays": "but QK"},
     ("no skips, carrying heads fixed, mix 1", 0.3): {**FIXED, "carry": 1.0},
     ("no skips, carrying heads fixed, V and O x 0.1", 0.3): {**FIXED, "value_output": 0.1},
+    ("no skips, pairs, carrying weights x 0.1", 0.3): HOLD["pairs, carrying weights x 0.1"],
+    ("no skips, pairs, carrying weights x 0.1", 0.1): HOLD["pairs, carrying weights x 0.1"],
+    ("no skips, shaped MLPs, carrying V and O fixed", 0.3): HOLD["shaped MLPs, carrying V and O fixed"],
+    ("no skips, pairs, c 3", 0.1): HOLD["pairs, c 3"],
     # from here on not run yet; W_V, W_O and W_down start longer than a residual model's, so they turn more slowly
     ("no skips, carrying heads fixed", 0.17): FIXED,
     ("no skips, carrying heads fixed, c 3, gain 3", 0.1): {**FIXED, "c": 3.0, "gain": 3.0},
@@ -164,12 +182,19 @@ def stage_two(done: dict[str, Any]) -> Iterator[Job]:
     finals["no skips"] = without[max(without, key=lambda name: value(done[f"mix | {name}"]))]
     finals["MLPs cut"] = at("MLPs cut, shaped", OWN, **ALL, **WIDE)
     finals["residual, weight decay 0.3"] = {**finals["residual"], "weight_decay": 0.3}
-    finals["no skips, carrying heads fixed"] = {**finals["no skips"], **FIXED, "weight_decay": 0.1}
-    for seed, name in itertools.product(SEEDS, finals):
-        yield f"final | {name} | seed {seed}", {**finals[name], **FINAL, "seed": seed}
+    for name, changes in HOLD.items():
+        yield f"hold | {name}", {**MIX["3 of 6 wide heads carry"], **changes}
+    longer = {}
     for (name, decay), changes in LONGER.items():
         base = name.partition(", ")[0]
-        yield f"long | {name} | {decay:g}", {**finals[base], **LONG, **changes, "weight_decay": decay}
+        longer[f"long | {name} | {decay:g}"] = {**finals[base], **LONG, **changes, "weight_decay": decay}
+    yield from longer.items()
+    without = {name: config for name, config in longer.items() if "no skips" in name and name in done}
+    if without:
+        best = max(without, key=lambda name: value(done[name]))
+        finals[best.removeprefix("long | ").replace(" | ", ", weight decay ")] = without[best]
+    for seed, name in itertools.product(SEEDS, finals):
+        yield f"final | {name} | seed {seed}", {**finals[name], **FINAL, "seed": seed}
 
 
 # --- What it shows ----------------------------------------------------------------------------------------------------
