@@ -75,7 +75,10 @@ def sentences() -> Iterator[tuple[str, str]]:
     apart = {name: f"{row['apart after 10 steps in float32']['weights']:.0e}" for name, row in sharded.items()}
     yield "many-gpus", f"costs {lost['adamw']} of the images per second with AdamW, {lost['soap']} with SOAP and"
     yield "many-gpus", f"and {lost['muon']} with Muon (ViT-B"
-    yield "many-gpus", f"within {apart['adamw']} of a plain run with AdamW, {apart['muon']} with Muon and {apart['soap']}"
+    yield (
+        "many-gpus",
+        f"within {apart['adamw']} of a plain run with AdamW, {apart['muon']} with Muon and {apart['soap']}",
+    )
 
     cases = {name: case["beside"]["seconds"] for name, case in record("absorb-cpu")["cases"].items()}
     least, most = (

@@ -32,6 +32,7 @@ BASE: Config = {
     "carry": None,  # the other heads carry tokens through, and near-uniform ones write this times as much
     "pairs": None,  # half of an MLP's units are mirrored pairs that carry tokens: the size of their W_up
     "carry_rate": 1.0,  # factor on the step of the weights that carry: W_V and W_O of heads, pairs of units
+    "pairs_trained": False,  # pairs at the whole rate, whatever carry_rate is
     "optimizer": "soap",
     "split_qkv": False,
     "refresh": 10,
@@ -44,11 +45,10 @@ BASE: Config = {
     "quantise": False,  # round the trained model to few bits, too
 }
 EMA = 0.998
-# By preset: the shape of the blocks, and what a model that is not built by a preset has to be told.
 SHAPES = {
-    "digits": ("depth=4,embed_dim=64", "num_classes=10,img_size=8,patch_size=2,in_chans=1"),
-    "cifar": ("depth=12,embed_dim=192", "num_classes=10,img_size=32,patch_size=4"),
-    "tiny-imagenet": ("depth=12,embed_dim=384", "num_classes=200,img_size=64,patch_size=8"),
+    "digits": "depth=4,embed_dim=64",
+    "cifar": "depth=12,embed_dim=192",
+    "tiny-imagenet": "depth=12,embed_dim=384",
 }
 PETS = {1: 1, 2: 0, 3: 255}  # trimap: pet, background, border
 
@@ -165,19 +165,16 @@ def planned(config: Config) -> Any:
     import unskip
 
     preset = config["preset"]
-    shape, facts = SHAPES[preset]
     pool = "class_token=false,global_pool=avg," if config["pool"] == "avg" else ""
-    heads = heads_of(config)
     names = ("shortcut", "where", "optimizer", "lr", "weight_decay", "epochs", "seed", "validate", "device", "data")
     names += ("mixup", "cutmix", "steps")
     fields = {name: config[name] for name in names if name in config}
     if "steps" in fields:
         del fields["epochs"]
-    fields |= {"model_args": f"{pool}{shape},num_heads={heads}", "checkpoint_every": 1_000_000, "health": False}
+    fields["model_args"] = f"{pool}{SHAPES[preset]},num_heads={heads_of(config)}"
+    fields |= {"checkpoint_every": 1_000_000, "health": False}
     if config["head_dim"] is not None:
-        width = config["head_dim"] if preset != "digits" else 16
-        fields["model"] = f"{Path(__file__).resolve()}:wide_vit"
-        fields["model_args"] += f",head_dim={width},{facts}"
+        fields["model_args"] += f",attn_head_dim={config['head_dim'] if preset != 'digits' else 16}"
     if preset != "digits":
         fields |= {"log_every": 40, "graph": True}
     return unskip.recipes.supervised(preset, **fields)
@@ -186,18 +183,6 @@ def planned(config: Config) -> Any:
 def heads_of(config: Config) -> int:
     """The heads of a block; digits have a width of 64, which 3 does not divide."""
     return {1: 1, 2: 2, 3: 4, 6: 8, 12: 16}[config["heads"]] if config["preset"] == "digits" else int(config["heads"])
-
-
-def wide_vit(head_dim: int, **arguments: Any) -> Any:
-    """A ViT of timm whose heads are wider than width / heads."""
-    import timm
-    from timm.layers import Attention
-
-    class Wide(Attention):
-        def __init__(self, dim: int, **options: Any) -> None:
-            super().__init__(dim, attn_head_dim=head_dim, **options)
-
-    return timm.create_model("vit_tiny_patch16_224", attn_layer=Wide, **arguments)
 
 
 def started(model: Any, images: Any, config: Config) -> dict[str, Any]:
@@ -241,7 +226,7 @@ def carrying(parts: Any, config: Config) -> Iterator[Any]:
         if part.v_bias is not None:
             yield part.v_bias.view(part.heads, -1)[:heads]
     for part in parts.mlps():
-        if config["pairs"] is not None:
+        if config["pairs"] is not None and not config["pairs_trained"]:
             units = 2 * part.up.shape[1]
             yield from (part.up[:units], part.up_bias[:units], part.down[:, :units])
 

@@ -134,12 +134,14 @@ MIX: dict[str, Config] = {
 LONG: Config = {"epochs": 100, "mixup": 0.8, "cutmix": 1.0}
 FINAL: Config = {**LONG, "validate": False, "quantise": True}
 FIXED: Config = {"fixed": True}
+HELD: Config = {**FIXED, "c": 1.0, "carry_rate": 0.0}
 EVENLY: Config = {**FIXED, "c": 1.0, "gain": 1.0, "pairs": 1.0}
-HOLD: dict[str, Config] = {  # what is changed in "3 of 6 wide heads carry"; all with W_Q and W_K of carrying heads fixed
+HOLD: dict[str, Config] = {  # what is changed in "3 of 6 wide heads carry", with W_Q and W_K of carrying heads fixed
     "shaped MLPs": FIXED,
-    "shaped MLPs, carrying V and O fixed": {**FIXED, "c": 1.0, "carry_rate": 0.0},
+    "shaped MLPs, carrying V and O fixed": HELD,
     "pairs": {**FIXED, "pairs": 3.0, "gain": 3.0},
     "pairs, c 3": {**FIXED, "pairs": 1.7, "gain": 1.7, "c": 3.0},
+    "pairs, carrying V and O fixed": {**HELD, "pairs": 3.0, "gain": 3.0, "pairs_trained": True},
     "pairs, carrying weights x 0.1": {**EVENLY, "carry_rate": 0.1},
     "pairs, carrying weights fixed": {**EVENLY, "carry_rate": 0.0},
     "pairs, carrying weights fixed, mix 0.1": {**EVENLY, "carry_rate": 0.0, "carry": 0.1},
@@ -160,13 +162,14 @@ LONGER: dict[tuple[str, float], Config] = {  # wiring, what is changed in it; we
     ("no skips, carrying heads fixed, V and O x 0.1", 0.3): {**FIXED, "value_output": 0.1},
     ("no skips, pairs, carrying weights x 0.1", 0.3): HOLD["pairs, carrying weights x 0.1"],
     ("no skips, pairs, carrying weights x 0.1", 0.1): HOLD["pairs, carrying weights x 0.1"],
-    ("no skips, shaped MLPs, carrying V and O fixed", 0.3): HOLD["shaped MLPs, carrying V and O fixed"],
+    ("no skips, shaped MLPs, carrying V and O fixed", 0.3): HELD,
     ("no skips, pairs, c 3", 0.1): HOLD["pairs, c 3"],
-    # from here on not run yet; W_V, W_O and W_down start longer than a residual model's, so they turn more slowly
-    ("no skips, carrying heads fixed", 0.17): FIXED,
-    ("no skips, carrying heads fixed, c 3, gain 3", 0.1): {**FIXED, "c": 3.0, "gain": 3.0},
-    ("no skips, carrying heads fixed, lr 5e-3", 0.1): {**FIXED, "lr": 5e-3},
-    ("no skips, carrying heads fixed, refresh every step", 0.1): {**FIXED, "refresh": 1},
+    # from here on not run yet
+    ("no skips, pairs, carrying V and O fixed", 0.3): HOLD["pairs, carrying V and O fixed"],
+    ("no skips, shaped MLPs, carrying V and O fixed", 0.17): HELD,
+    ("no skips, shaped MLPs, carrying V and O fixed", 0.6): HELD,
+    ("no skips, shaped MLPs, carrying V and O fixed, refresh every step", 0.3): {**HELD, "refresh": 1},
+    ("residual, refresh every step", 0.3): {"refresh": 1},
 }
 COMPILED = ("residual", "cut, shaped", "MLPs cut, shaped")  # what is compiled for the runs of 100 epochs
 SEEDS = (0, 1, 2)

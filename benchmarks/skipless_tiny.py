@@ -19,7 +19,7 @@ from _study import ROOT, Job, about, arguments, opened, serve, study
 WIDE: Config = {"heads": 12, "head_dim": 64, "decays": "all", "lr": 3e-3, "weight_decay": 0.3}
 WIRINGS: dict[str, Config] = {
     "residual": {"shortcut": "keep", "start": False},
-    "no skips": {"target": 0.97, "even": 6, "carry": 0.3, "fixed": True, "weight_decay": 0.1},
+    "no skips": {"target": 0.97, "even": 6, "carry": 0.3, "fixed": True, "c": 1.0, "carry_rate": 0.0},
     "MLPs cut": {"where": "mlp", "c": 1.0, "gain": 1.0},
     "decay": {"shortcut": "decay:product=0.001", "start": False},
 }

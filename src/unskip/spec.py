@@ -138,8 +138,21 @@ def _from_timm(name: str, pretrained: bool, **kwargs: Any) -> nn.Module:
     on_hub = name.startswith("hf-hub:")  # the hub has the name and arguments too, not only weights
     if not on_hub and not timm.is_model(base):
         raise BadInput(f"timm has no model of this name{nearest(base, timm.list_models())}")
+    if (width := kwargs.pop("attn_head_dim", None)) is not None:
+        kwargs["attn_layer"] = _attention_of(width)
     with hub(needed=pretrained or on_hub):
         return _module(timm.create_model(name, pretrained=pretrained, **kwargs))
+
+
+def _attention_of(head_dim: int) -> type[nn.Module]:
+    """timm's attention with heads of this width, for which its ViTs have no argument."""
+    from timm.layers import Attention
+
+    class WideAttention(Attention):
+        def __init__(self, dim: int, **options: Any) -> None:
+            super().__init__(dim, attn_head_dim=head_dim, **options)
+
+    return WideAttention
 
 
 def _from_torchvision(name: str, pretrained: bool, **kwargs: Any) -> nn.Module:

@@ -2,6 +2,7 @@
 
 from unskip.init._calibrate import Solved, calibrate_
 from unskip.init._check import Check, Row
+from unskip.init._freeze import freeze_heads
 from unskip.init._position import PositionCode, position_code_, sine_cosine
 from unskip.init._skipless import PRESETS, skipless_
 from unskip.init._text import start_
@@ -16,6 +17,7 @@ __all__ = [
     "Row",
     "Solved",
     "calibrate_",
+    "freeze_heads",
     "position_code_",
     "sine_cosine",
     "skipless_",

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from unskip.data import set_preprocess
 from unskip.errors import BadInput
+from unskip.init import freeze_heads
 from unskip.optim import build as build_optimizer
 from unskip.recipes._config import Config
 from unskip.recipes._data import Opener, data_record, evaluated_split
@@ -57,6 +58,10 @@ def build_task(config: Config, opener: Opener | None = None) -> tuple[Task, Sche
         _checkpoint_gradients(config, objective.trained(model))
     options = {"decays": config.decays, **objective.optimizer_options()}
     optimizer = build_optimizer(objective.trained(model), config.optimizer, config.lr, config.weight_decay, **options)
+    if config.freeze_heads is not None:
+        if config.fsdp:
+            raise BadInput("freeze_heads and fsdp: a shard holds no whole heads; take one of them")
+        freeze_heads(objective.encoder(model), optimizer, config.freeze_heads, sample[:2])
     objective.begin(model, optimizer, progress)
     evaluations = objective.evaluations(model, train_feed, test_feed, evaluated_split(config))
     if not isinstance(evaluations, Mapping) or not all(callable(each) for each in evaluations.values()):

@@ -25,6 +25,7 @@ class Config:
     shortcut: str = "keep"  # keep, cut, decay:0.6, scale:0.7,0.7, learn:1.0, anneal:keep>cut@10000
     where: str | None = None  # attention | mlp: the sites that the shortcut governs; None: all
     init: str = "default"  # default | zero | skipless | skipless:shaped; position_code=orthogonal after : or a comma
+    freeze_heads: int | None = None  # the first heads of each attention, which stay as init makes them
     weights: str | None = None  # weights to start from
     optimizer: str = "adamw"  # adamw | soap | muon | any optimizer of timm
     lr: float = 1e-3  # peak learning rate

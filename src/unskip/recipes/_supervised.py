@@ -76,6 +76,7 @@ class Supervised(Config):
 
 
 _VIT_192 = {"model_args": "depth=12,embed_dim=192,num_heads=3"}
+_CARRY = "vo_gain=1,carry=3,mix=0.3,self_attention=0.97"  # three of six heads pass tokens on, three mix them
 _PAPER: dict[str, Any] = {  # as transcribed by others; see the docs
     "data": "imagenet",
     "size": 224,
@@ -109,11 +110,12 @@ _PRESETS = {
     ),
     "cifar-skipless": Preset(
         {"data": "cifar10", "size": 32, "batch": 512, "precision": "bf16", "compile": True, "graph": True}
-        | {"model_args": f"class_token=false,global_pool=avg,{_VIT_192['model_args']}", "shortcut": "cut"}
-        | {"init": "skipless:shaped,position_code=orthogonal", "optimizer": "soap", "lr": 3e-3, "weight_decay": 0.6}
-        | {"decays": "blocks"},
-        "two minutes on one H200 that seven other runs share",
-        "accuracy 80.6 on held-out training images, 20 epochs, one seed; the same model with skips 83.8",
+        | {"model_args": "class_token=false,global_pool=avg,depth=12,embed_dim=192,num_heads=6,attn_head_dim=64"}
+        | {"shortcut": "cut", "init": f"skipless:shaped,position_code=orthogonal,{_CARRY}", "freeze_heads": 3}
+        | {"optimizer": "soap", "lr": 3e-3, "weight_decay": 0.3, "decays": "blocks"}
+        | {"epochs": 100, "mixup": 0.8, "cutmix": 1.0},
+        "five minutes on one H200",
+        "accuracy 90.1 ± 0.4 (three seeds); the same model with skips 91.2 (one seed)",
     ),
     "tiny-imagenet": Preset(
         {"data": "tiny-imagenet", "size": 64, "patch": 8, "batch": 512, "epochs": 100, "crop": "resized"}

@@ -1,0 +1,101 @@
+"""Frozen heads: no optimizer moves them, everything else is trained, and a resumed run keeps them, too."""
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import unskip
+from unskip.errors import BadInput, InitError
+from unskip.init import freeze_heads
+
+timm = pytest.importorskip("timm")
+IMAGES = torch.randn(4, 3, 16, 16, generator=torch.Generator().manual_seed(0))
+WIDTH = 12  # of a head
+NARROW = {"depth": 2, "embed_dim": 36, "num_heads": 3, "num_classes": 5}
+
+
+def vit() -> nn.Module:
+    torch.manual_seed(0)
+    model: nn.Module = timm.create_model("vit_tiny_patch16_224", img_size=16, patch_size=4, **NARROW)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    return model
+
+
+def heads(model: Any, first: int) -> list[torch.Tensor]:
+    """Rows of q, k and v, their biases, and columns of the output, read off timm's layout by hand."""
+    found = []
+    for block in model.blocks:
+        qkv, bias = block.attn.qkv.weight.view(3, 3, WIDTH, -1), block.attn.qkv.bias.view(3, 3, WIDTH)
+        found += [qkv[:, :first], bias[:, :first], block.attn.proj.weight[:, : first * WIDTH]]
+    return [each.detach().clone() for each in found]
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 3) -> None:
+    for _ in range(steps):
+        optimizer.zero_grad()
+        model(IMAGES).square().mean().backward()
+        optimizer.step()
+
+
+@pytest.mark.parametrize("name", ["adamw", "soap", "muon"])
+def test_only_frozen_heads_stay(name: str) -> None:
+    model = vit()
+    optimizer = unskip.optim.build(model, name, lr=1e-2, weight_decay=0.3)
+    before, all_before = heads(model, 2), [each.detach().clone() for each in model.parameters()]
+    unfreeze = freeze_heads(model, optimizer, 2, IMAGES[:1])
+    train(model, optimizer)
+    assert all(torch.equal(one, other) for one, other in zip(before, heads(model, 2), strict=True))
+    assert not any(torch.equal(one, other) for one, other in zip(all_before, model.parameters(), strict=True))
+    moved = [not torch.equal(a, b) for a, b in zip(heads(vit(), 3), heads(model, 3), strict=True)]
+    assert all(moved)  # the third head
+    unfreeze()
+    train(model, optimizer)
+    assert not any(torch.equal(one, other) for one, other in zip(before, heads(model, 2), strict=True))
+
+
+def test_weights_loaded_before_the_first_step_are_kept() -> None:
+    model = vit()
+    optimizer = unskip.optim.build(model, "adamw", lr=1e-2, weight_decay=0.1)
+    freeze_heads(model, optimizer, 1, IMAGES[:1])
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(2)
+    loaded = heads(model, 1)
+    train(model, optimizer, 1)
+    assert all(torch.equal(one, other) for one, other in zip(loaded, heads(model, 1), strict=True))
+
+
+def test_heads_that_cannot_be_frozen() -> None:
+    model = vit()
+    optimizer = unskip.optim.build(model, "adamw", lr=1e-2, weight_decay=0.1)
+    with pytest.raises(InitError, match="its heads are 3"):
+        freeze_heads(model, optimizer, 4, IMAGES[:1])
+    with pytest.raises(BadInput, match="heads"):
+        freeze_heads(model, optimizer, 0, IMAGES[:1])
+    with pytest.raises(InitError, match="no attention"):
+        freeze_heads(timm.create_model("resnet18"), optimizer, 1, torch.randn(1, 3, 32, 32))
+
+
+@pytest.mark.filterwarnings("ignore:flat-loss")
+def test_a_resumed_run_keeps_its_heads(tmp_path: Path) -> None:
+    fields: dict[str, Any] = {"model_args": "depth=2,embed_dim=32,num_heads=4,attn_head_dim=16", "batch": 16}
+    fields |= {"shortcut": "cut", "init": "skipless:shaped,carry=2", "optimizer": "soap", "device": "cpu"}
+    fields |= {"freeze_heads": 2, "health": False, "checkpoint_every": 3, "steps": 6}
+    unskip.train(unskip.recipes.supervised("digits", **fields), tmp_path / "run", quiet=True)
+    whole = unskip.load(tmp_path / "run")
+    shutil.rmtree(tmp_path / "run" / "checkpoints" / "step-6")
+    middle = unskip.load(tmp_path / "run")
+    unskip.resume(tmp_path / "run", quiet=True)
+    again = unskip.load(tmp_path / "run")
+    for start, one, other in zip(*(unskip.parts(each).attentions() for each in (middle, whole, again)), strict=True):
+        assert torch.equal(start.v[:2], other.v[:2])
+        assert not torch.equal(start.v[2:], other.v[2:])
+        assert torch.equal(one.v, other.v)
+    with pytest.raises(BadInput, match="fsdp"):
+        unskip.train(unskip.recipes.supervised("digits", fsdp=True, **fields), tmp_path / "sharded")
