@@ -107,10 +107,12 @@ def skipless_gap() -> str:
     return lines(" | lr | weight decay | accuracy | training loss", rows)
 
 
+FROZEN = "no skips, shaped MLPs, carrying V and O fixed"  # W_Q and W_K are fixed, too
 LONG = {  # 100 epochs: label, start of the runs' names
     "residual, weight decay 0.3": "final | residual, weight decay 0.3",
     "residual, weight decay 1": "final | residual",
     "MLPs' skips cut, weight decay 0.3": "final | MLPs cut",
+    "no skips, carrying heads frozen, weight decay 0.3": f"final | {FROZEN}, weight decay 0.3",
     "no skips, weight decay 0.3": "final | no skips",
 }
 
@@ -128,12 +130,17 @@ def skipless_long() -> str:
 @table
 def skipless_longer() -> str:
     fixed = "no skips, carrying heads fixed"
+    partly = "no skips, W_Q and W_K of carrying heads frozen"
+    pairs = "no skips, paired units in MLPs"
     names = {  # label: the run's name without its weight decay
         "residual": "residual",
         "MLPs' skips cut": "MLPs cut",
-        fixed: fixed,
-        f"{fixed}, mix 1": f"{fixed}, mix 1",
-        f"{fixed}, W_V and W_O at a tenth of the rate": f"{fixed}, V and O x 0.1",
+        "no skips, carrying heads frozen": FROZEN,
+        f"{pairs}, what carries at a tenth of the rate": "no skips, pairs, carrying weights x 0.1",
+        f"{pairs}, W_Q and W_K of carrying heads frozen": "no skips, pairs, c 3",
+        partly: fixed,
+        f"{partly}, mix 1": f"{fixed}, mix 1",
+        f"{partly}, W_V and W_O at a tenth of the rate": f"{fixed}, V and O x 0.1",
         "no skips": "no skips",
         "no skips, W_Q and W_K do not decay": "no skips, Q and K do not decay",
     }
