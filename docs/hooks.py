@@ -1,5 +1,5 @@
-"""Hooks of the site: README, CONTRIBUTING and CHANGELOG become pages, and no public name may be missing from the
-reference.
+"""Hooks of the site: README, CONTRIBUTING and CHANGELOG become pages, links of notebooks lead to pages, and no public
+name may be missing from the reference.
 """
 
 from __future__ import annotations
@@ -21,7 +21,13 @@ def on_files(files: Files, config: Any) -> Files:
     for source, target in PAGES.items():
         text = (ROOT / source).read_text(encoding="utf-8")
         files.append(File.generated(config, target, content=text.replace("](docs/", "](")))
+    files.append(File.generated(config, "CITATION.cff", content=(ROOT / "CITATION.cff").read_text(encoding="utf-8")))
     return files
+
+
+def on_page_content(html: str, page: Any, config: Any, files: Files) -> str:
+    """Notebooks link to Markdown files, which Jupyter opens; on the site these are pages."""
+    return re.sub(r'href="(\.\./[\w-]+)\.md', r'href="\1.html', html) if page.file.src_uri.endswith(".ipynb") else html
 
 
 def on_post_build(config: Any) -> None:
