@@ -43,7 +43,6 @@ class Sharded:
         self.by_shard = isinstance(optimizer, _ELEMENTWISE)
         names = {id(parameter): name for name, parameter in model.named_parameters()}
         params = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        self.names = [names[id(parameter)] for parameter in params]
         self.owners = _owners(params, dist.get_world_size())
         kept = [None] * len(params) if self.by_shard else [self._kept(i, each) for i, each in enumerate(params)]
         mesh = init_device_mesh(params[0].device.type, (dist.get_world_size(),))
@@ -51,7 +50,7 @@ class Sharded:
             fully_shard(block, mesh=mesh)
         fully_shard(model, mesh=mesh, reshard_after_forward=True)
         now: dict[str, Any] = dict(model.named_parameters())
-        self.shards = [now[name] for name in self.names]
+        self.shards = [now[names[id(parameter)]] for parameter in params]
         held = iter(self.shards if self.by_shard else kept)
         for group in optimizer.param_groups:
             group["params"] = [next(held) for _ in group["params"]]
@@ -115,12 +114,11 @@ class Sharded:
             elif self.owners[key] == self.rank:
                 mine[key] = entry
         self.optimizer.load_state_dict({**state, "state": mine})
-        if not self.by_shard:
-            with torch.no_grad():
-                for name, owner, whole in zip(self.names, self.owners, self.held, strict=True):
-                    if owner == self.rank:
-                        whole.copy_(weights[name])
         set_model_state_dict(self.model, weights, options=StateDictOptions(full_state_dict=True))
+        for whole, shard, owner in zip(self.held, self.shards, self.owners, strict=True) if not self.by_shard else ():
+            gathered = shard.detach().full_tensor()  # not from `weights`, which have one of the names of a tied weight
+            if owner == self.rank:
+                whole.data.copy_(gathered)
 
 
 def whole_of(state: State) -> State:
