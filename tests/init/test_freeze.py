@@ -99,3 +99,22 @@ def test_a_resumed_run_keeps_its_heads(tmp_path: Path) -> None:
         assert torch.equal(one.v, other.v)
     with pytest.raises(BadInput, match="fsdp"):
         unskip.train(unskip.recipes.supervised("digits", fsdp=True, **fields), tmp_path / "sharded")
+
+
+def test_a_student_trains_around_its_frozen_heads() -> None:
+    fields: dict[str, Any] = {
+        "model_args": "depth=2,embed_dim=32,num_heads=4",
+        "batch": 16,
+        "steps": 3,
+        "health": False,
+    }
+    task, schedule = unskip.recipes.build_task(unskip.recipes.dino("digits", device="cpu", freeze_heads=1, **fields))
+    model: Any = task.model
+    before = [part.q.clone() for part in unskip.parts(model.student.backbone).attentions()]
+    for step, batch in enumerate(task.feed.iterate(0, schedule.steps)):
+        task.before_step(step)
+        task.loss(model, batch)[0].backward()
+        task.optimizer.step()
+    for start, part in zip(before, unskip.parts(model.student.backbone).attentions(), strict=True):
+        assert torch.equal(start[:1], part.q[:1])
+        assert not torch.equal(start[1:], part.q[1:])

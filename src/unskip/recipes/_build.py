@@ -61,7 +61,8 @@ def build_task(config: Config, opener: Opener | None = None) -> tuple[Task, Sche
     if config.freeze_heads is not None:
         if config.fsdp:
             raise BadInput("freeze_heads and fsdp: a shard holds no whole heads; take one of them")
-        freeze_heads(objective.encoder(model), optimizer, config.freeze_heads, sample[:2])
+        for part in objective.rewired(model):
+            freeze_heads(part, optimizer, config.freeze_heads, sample[:2])
     objective.begin(model, optimizer, progress)
     evaluations = objective.evaluations(model, train_feed, test_feed, evaluated_split(config))
     if not isinstance(evaluations, Mapping) or not all(callable(each) for each in evaluations.values()):
