@@ -37,7 +37,7 @@ def rates(done: dict[str, Any], name: str, way: str) -> tuple[float, ...]:
     rows = _trials(done, name, way, RATES)
     if None in rows.values():
         return RATES
-    best = max(RATES, key=lambda times: _held_out(rows[times]))
+    best = max(RATES, key=lambda times: held_out(rows[times]))
     further = {max(RATES): 3 * max(RATES), min(RATES): min(RATES) / 3}
     return (*RATES, further[best]) if best in further else RATES
 
@@ -47,14 +47,14 @@ def best_rate(done: dict[str, Any], name: str, way: str) -> float | None:
     rows = _trials(done, name, way, rates(done, name, way))
     if None in rows.values():
         return None
-    return max(rows, key=lambda times: _held_out(rows[times]))
+    return max(rows, key=lambda times: held_out(rows[times]))
 
 
 def _trials(done: dict[str, Any], name: str, way: str, factors: tuple[float, ...]) -> dict[float, Any]:
     return {times: done.get(f"rate | {name} | {way} | x {times:.3g}") for times in factors}
 
 
-def _held_out(row: Any) -> float:
+def held_out(row: Any) -> float:
     """By what a run is chosen: its last KNN in training, the mean over both tokens; with labels its last accuracy.
 
     0 for a run that diverged.
@@ -67,7 +67,7 @@ def short(row: dict[str, Any]) -> dict[str, Any]:
     """The numbers of the last block, rounded to be read; why there are none; or by what the run is chosen."""
     if "depth" not in row:
         why = {key: row[key] for key in ("diverged", "not_judged") if key in row}
-        return why or {"held out": round(_held_out(row), 3)}
+        return why or {"held out": round(held_out(row), 3)}
     return {key: round(value, 3) for key, value in _numbers(row).items()}
 
 

@@ -177,7 +177,7 @@ def work(task: dict[str, Any]) -> dict[str, Any] | None:
         "course": {key: [[row["step"], row[key]] for row in thinned if key in row] for key in keys},
         "ranks": [[row["step"], *(row[f"rank_block_{i}"] for i in range(_blocks(row)))] for row in online],
         "patch_ranks": [[row["step"], *(row[f"patchrank_block_{i}"] for i in range(_blocks(row)))] for row in online],
-        "online": [[row["step"], row["knn20"], row["cls_knn20"]] for row in online],
+        "online": [[row["step"], row["knn20"], row.get("cls_knn20", row["knn20"])] for row in online],
         "accuracy": [[row["step"], row[key]] for row in looks for key in right if key in row],
         "images_per_second": statistics.median(row["samples_per_second"] for row in metrics) if metrics else None,
         "warnings": _first_warnings(run.read("warnings.jsonl")),
@@ -210,12 +210,14 @@ def evaluated(folder: Path, task: dict[str, Any]) -> dict[str, Any]:
     device = next(run.model.parameters()).device
     mean: Any = ("mean", "none")
     token: Any = ("cls", "layer")  # the class token is what DINO trains and evaluates
+    if run.encoder.cls_token is None:
+        token = mean
     sides = []
     # Asked for as the recipes ask, so that what a worker has decoded serves here, too.
     for images, most in zip(open_splits(run.config, split="test"), (KNOWN, 2 * KNOWN), strict=True):
         images = data.subset(images, most)
         feed = data.Feed(images, 1024, run.config.size, device=device)
-        sides.append(evals.extract(run.encoder, feed.evaluate(), "all", [mean, token]))
+        sides.append(evals.extract(run.encoder, feed.evaluate(), "all", [*{mean, token}]))
     patches = evals.evaluate(run.encoder, None, feed, ["patchrank-v1"], changes={"patchrank-v1": {"samples": 256}})
     train, test = sides
 
