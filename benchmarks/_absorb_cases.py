@@ -115,6 +115,7 @@ def _planted(random: np.random.Generator, dtype: torch.dtype) -> Case:
     """Real weights in which some units add up to minus the skip, rounded to the dtype afterwards.
 
     Exactly there may be no replacement any more, but within the rounding of the dtype there is: impossible is wrong.
+    In a part of them the skip of one channel is small beside the others', and no unit makes it up.
     """
     word = str(random.choice(list(CLASS_O)))
     odd = float(CLASS_O[word][0])
@@ -123,12 +124,17 @@ def _planted(random: np.random.Generator, dtype: torch.dtype) -> Case:
     up, down = random.standard_normal((h, d)), random.standard_normal((d, h))
     chosen = random.permutation(h)[: int(random.integers(d, h + 1))]
     skip = float(random.choice([1.0, 0.5, -2.0])) * np.eye(d)
+    wanted, kind = skip.copy(), "planted"
+    if d > 1 and random.random() < 0.3:
+        kind, skip = "one channel missed", skip * 2.0 ** int(random.integers(2, 10))
+        skip[0, 0], wanted = 1.0, skip.copy()
+        wanted[0] = 0
     inverse = np.linalg.pinv(up[chosen])
     if np.linalg.norm(inverse) > 20:
         return _planted(random, dtype)
-    down[:, chosen] = -skip / odd @ inverse + down[:, chosen] @ (np.eye(len(chosen)) - up[chosen] @ inverse)
+    down[:, chosen] = -wanted / odd @ inverse + down[:, chosen] @ (np.eye(len(chosen)) - up[chosen] @ inverse)
     weights = {"up": up, "down": down, "bias": random.standard_normal(h), "skip": skip}
-    return Case("planted", block_of(weights, word, dtype), h, "as-is", None, True)
+    return Case(kind, block_of(weights, word, dtype), h, "as-is", None, True if kind == "planted" else None)
 
 
 def _disguised(random: np.random.Generator, dtype: torch.dtype) -> Case:

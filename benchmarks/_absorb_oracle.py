@@ -137,22 +137,19 @@ def absorbable(form: Canonical, odd: Fraction, width: int, box: bool) -> bool:
 def within_rounding(block: Block, other: Block, domain: Domain | None, random: np.random.Generator) -> bool:
     """The rule, measured here: 1e-10 of the block's terms in float64, else 4 times what the block itself loses.
 
-    Where inputs 8 times as large would overflow, smaller ones are taken. Below the least number of the dtype there is
-    nothing to lose. At 48 inputs a small block may compute exactly by chance: where the rule fails there, 4,096 decide.
+    The block's loss is at least one rounding of its output and of each term that it sums, each with the standard
+    deviation u / sqrt(3): where the terms cancel a block may compute exactly on a few inputs by chance. Where inputs 8
+    times as large would overflow, smaller ones are taken. Below the least number of the dtype there is nothing to lose.
     """
     made, like = other.bare(), block.bare()
-    post = block.norms.get("post")
     limit = torch.finfo(block.dtype).max / 8
     least = torch.finfo(block.dtype).smallest_normal * torch.finfo(block.dtype).eps
     up, down, skip = block.up.double().abs(), block.down.double().abs(), block.matrix.abs()
     shift = torch.zeros(len(up)) if block.up_bias is None else block.up_bias.double().abs()
     const = torch.zeros(len(down)) if block.down_bias is None else block.down_bias.double().abs()
 
-    def seen(out: torch.Tensor) -> torch.Tensor:
-        return out - out.mean(1, keepdim=True) if post is not None and post.kind == "layernorm" else out
-
-    def holds(size: float, count: int) -> bool:
-        x = torch.tensor(size * random.standard_normal((count, block.inputs)))
+    def holds(size: float) -> bool:
+        x = torch.tensor(size * random.standard_normal((48, block.inputs)))
         if domain is not None:  # a box around the origin
             x = min(max(size, 1e-2), 1.0) * torch.tensor(random.uniform(-1, 1, x.shape)) * domain.factor
         for _ in range(12):
@@ -164,17 +161,45 @@ def within_rounding(block: Block, other: Block, domain: Domain | None, random: n
             x = x / 8
         else:
             return True  # its biases alone come close to overflow
-        truth = seen(like.double()(low.double()))
-        gap = seen(made.double()(low.double())) - truth
+        truth = seen(block, like.double()(low.double()))
+        gap = seen(block, made.double()(low.double())) - truth
         if block.dtype == torch.float64:
             return float(gap.norm()) <= 1e-10 * float(terms.norm())
-        own = float((seen(like(low).double()) - truth).norm())
-        own = max(own, torch.finfo(block.dtype).eps / 2 * float(truth.norm()))
+        summed = like.double().hidden(low.double())[:, None, :] * down, low.double()[:, None, :] * skip
+        squares = sum(float(part.square().sum()) for part in summed) + len(low) * float(const.square().sum())
+        own = float((seen(block, like(low).double()) - truth).norm())
+        own = max(own, torch.finfo(block.dtype).eps / 2 * ((squares + float(truth.square().sum())) / 3) ** 0.5)
         own = max(own, least * len(low) ** 0.5 * (1 + float(down.sum(1).norm())))
-        stored = seen(made(low).double()) - truth
+        stored = seen(block, made(low).double()) - truth
         return max(float(gap.norm()), float(stored.norm())) <= 4 * own
 
-    return all(holds(size, 48) or holds(size, 4096) for size in (1e-6, 1e-2, 1.0, 1e2, 1e3, 1e5))
+    return all(holds(size) for size in (1e-6, 1e-2, 1.0, 1e2, 1e3, 1e5))
+
+
+def seen(block: Block, out: torch.Tensor) -> torch.Tensor:
+    """Outputs (n, o) as far as a LayerNorm after the sum sees them."""
+    post = block.norms.get("post")
+    return out - out.mean(1, keepdim=True) if post is not None and post.kind == "layernorm" else out
+
+
+def keeps_channels(block: Block, other: Block, domain: Domain | None) -> bool:
+    """Whether the block and its replacement differ by at most a tenth of the skip in every output and every input.
+
+    Only where the difference of the two is linear, or on a box affine. Read off in float64 from a step along each axis,
+    both ways. Rounding is allowed where the skip is zero.
+    """
+    one, two = block.bare().double(), other.bare().double()
+    step = torch.eye(block.inputs, dtype=torch.float64) * (1.0 if domain is None else 0.99 * domain.factor)
+    gap = [seen(block, two(x)) - seen(block, one(x)) for x in (step, -step)]
+    left = ((gap[0] - gap[1]) / (2 * step.diagonal()[:, None])).mT
+    skip = seen(block, block.matrix.mT).mT
+    units = 4 * one.down.abs() @ one.up.abs() + block.matrix.abs()
+    for dim in (0, 1):
+        share, rounding = skip.norm(dim=dim), torch.finfo(block.dtype).eps * units.norm()
+        allowed = torch.where(share > 1e-9, 0.1 * share, 8 * rounding)
+        if bool((left.norm(dim=dim) > allowed + 1e-9 * units.norm()).any()):
+            return False
+    return True
 
 
 def equal_exactly(block: Block, other: Block, random: np.random.Generator) -> bool:

@@ -22,9 +22,9 @@ from unskip.absorption._construct import extra_width
 from unskip.absorption._domain import Domain, as_domain
 from unskip.absorption._flips import decide
 from unskip.absorption._from import block_of
-from unskip.absorption._measure import agree, linear_gap
+from unskip.absorption._measure import agree, linear_gap, makes_up
 from unskip.absorption._nearest import near_absorbable
-from unskip.absorption._problem import SHARE, Biases, Problem, reduce
+from unskip.absorption._problem import Biases, Problem, reduce
 from unskip.absorption._verdict import Certificate, Obstruction, Verdict
 from unskip.absorption._verify import holding, verify
 from unskip.anatomy import MlpParts
@@ -208,11 +208,10 @@ def _linear(problem: Problem, plain: Verdict) -> Verdict:
         return _impossible(problem, plain, [stands], "")
     if made is None:
         return _undecided(problem, plain, "its constant needs an output bias, which the replacement may not have")
-    gap, _ = linear_gap(block, made)
+    gap, skip = linear_gap(block, made)
     most = max(problem.near(block.roundoff) / 2, 1e-12 * problem.bulk)
     seen = agree(block, made, problem.domain)
-    kept = float(gap.norm()) <= SHARE * problem.size + 1e-12 * problem.bulk
-    if lost > most or not kept or not seen.holds:
+    if lost > most or not makes_up(block, gap, skip) or not seen.holds:
         return _undecided(problem, plain, "the width does not carry its rank exactly, but rounding may explain that")
     return replace(
         plain,

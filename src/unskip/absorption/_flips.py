@@ -20,7 +20,7 @@ from torch import Tensor
 
 from unskip.absorption._construct import Built, build, pivots
 from unskip.absorption._keys import Keys, canonical, doubtful
-from unskip.absorption._measure import agree, linear_gap
+from unskip.absorption._measure import agree, linear_gap, makes_up
 from unskip.absorption._problem import SHARE, Problem
 from unskip.absorption._search import Dual, equation, search
 from unskip.absorption._verdict import Certificate, Obstruction
@@ -213,13 +213,10 @@ def _accept(problem: Problem, keys: Keys, flips: Tensor, split: tuple[int, ...],
     built = build(problem, keys, used, split)
     if built is None or not float(built.left.norm()) <= most:
         return False
-    gap = built.left
-    if not problem.bounded:
-        gap, skip = linear_gap(block, built.block)
-        noise = 1e-12 * problem.bulk
-        if not float(gap.norm()) <= SHARE * float(skip.norm()) + noise:
-            out.coarse = block.dtype != torch.float64
-            return False
+    gap, skip = linear_gap(block, built.block, problem.domain)
+    if not makes_up(block, gap, skip):
+        out.coarse = block.dtype != torch.float64
+        return False
     seen = agree(block, built.block, problem.domain)
     if not seen.holds or 2 * block.roundoff * bulk >= SHARE * problem.size > 0:
         out.coarse = block.dtype != torch.float64  # or beside such weights rounding alone could hide or make a skip

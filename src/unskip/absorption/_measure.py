@@ -2,9 +2,16 @@
 
 What is allowed is set by the block alone. In float64 the outputs may differ by 1e-10 of the block's own terms, the sum
 of |A| |x|, |W_down| (|W_up| |x| + |b|) and |b_down|. Stored in a coarser dtype the replacement may err 4 times as much
-as the block itself does when it is computed in that dtype; 2.5 times on the few inputs that are drawn here. Nothing
-depends on the weights of the replacement. Where the block overflows, an eighth of the size at which it does not is
-taken instead: there the replacement may not overflow either.
+as the block itself loses by computing in that dtype; 2.5 times on the few inputs that are drawn here. The loss is
+measured, and counted as at least one rounding of the output and of each term that it sums,
+
+    u / sqrt(3) * sqrt(F_k^2 + sum_j (A_kj x_j)^2 + sum_i (W_down,ki phi_i)^2 + b_down,k^2)  over inputs and outputs k,
+
+because a block whose terms cancel may lose nothing on these inputs by chance. u / sqrt(3) is the standard deviation of
+one rounding, and independent ones add up in squares: in bfloat16 a block of 3,072 units does lose that much, and 26
+times less than u times the sum of its terms' sizes.
+Nothing depends on the weights of the replacement. Where the block overflows, an eighth of the size at which it does not
+is taken instead: there the replacement may not overflow either.
 """
 
 from __future__ import annotations
@@ -17,6 +24,7 @@ from torch import Tensor
 
 from unskip.absorption._block import Block
 from unskip.absorption._domain import Domain
+from unskip.absorption._problem import SHARE
 
 SIZES = (1e-6, 1e-2, 1.0, 1e2, 1e5)  # of inputs
 SMALLER = 8  # times, where the block overflows
@@ -50,13 +58,14 @@ def agree(block: Block, other: Block, domain: Domain | None = None, seed: int = 
         exact = low.double()
         truth = _hidden_shift(block, wide(exact))
         gap = _hidden_shift(block, wide_made(exact)) - truth
-        terms = _terms(wide, exact)
+        terms, squares = _terms(wide, exact)
         scale = max(float(truth.norm()), 1e-300)
         if dtype == torch.float64:
             allowed, own, stored = (WIDE + tolerance) * terms, torch.zeros_like(terms), gap
         else:
             own = (_hidden_shift(block, out.double()) - truth).norm(dim=1)
-            loss = max(float(own.norm()), block.roundoff * scale, _underflow(wide, dtype) * SAMPLES**0.5)
+            once = block.roundoff * math.sqrt((float(squares.sum()) + scale**2) / 3)
+            loss = max(float(own.norm()), once, _underflow(wide, dtype) * SAMPLES**0.5)
             stored = _hidden_shift(block, made(low).double()) - truth
             allowed = (OWN * loss + tolerance * terms.norm()).expand(1)
             gap, stored = gap.norm().expand(1, 1), stored.norm().expand(1, 1)
@@ -104,8 +113,8 @@ def _hidden_shift(block: Block, values: Tensor) -> Tensor:
     return values - values.mean(-1, keepdim=True) if norm is not None and norm.kind == "layernorm" else values
 
 
-def _terms(block: Block, x: Tensor) -> Tensor:
-    """(rows,) the sizes of what a block in float64 adds up."""
+def _terms(block: Block, x: Tensor) -> tuple[Tensor, Tensor]:
+    """(rows,) the sizes of all that a block in float64 adds up, and the squares of what its outputs are sums of."""
 
     def linear(weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
         shift: Tensor | float = 0.0 if bias is None else bias
@@ -115,21 +124,51 @@ def _terms(block: Block, x: Tensor) -> Tensor:
     zero = abs(block.phi.at_zero) if math.isfinite(block.phi.at_zero) else 0.0
     if block.gate is not None:
         gate, wide = linear(block.gate, block.gate_bias)
+        last = block.phi.function(gate) * value
         hidden = (wide + zero + block.phi.function(gate).abs()) * size
     else:
-        hidden = size ** (2 if block.phi.family == "power" else 1) + zero + block.phi.function(value).abs()
-    total = hidden @ block.down.abs().mT + x.abs() @ block.matrix.abs().mT
-    sizes: Tensor = (total + (0.0 if block.down_bias is None else block.down_bias.abs())).norm(dim=1)
-    return sizes
+        last = block.phi.function(value)
+        hidden = size ** (2 if block.phi.family == "power" else 1) + zero + last.abs()
+    const = x.new_zeros(1) if block.down_bias is None else block.down_bias
+    total = hidden @ block.down.abs().mT + x.abs() @ block.matrix.abs().mT + const.abs()
+    squares = last.square() @ block.down.square().sum(0) + x.square() @ block.matrix.square().sum(0)
+    return total.norm(dim=1), squares + const.square().sum()
 
 
-def linear_gap(block: Block, other: Block) -> tuple[Tensor, Tensor]:
+def linear_gap(block: Block, other: Block, domain: Domain | None = None) -> tuple[Tensor, Tensor]:
     """The linear map between a block of class O and a replacement, and the skip, as far as a norm lets them through.
 
-    Equal blocks have the same A + (c / 2) W_down W_up. In a coarse dtype outputs alone would not show that a skip was
-    dropped: beside large weights it is within their rounding.
+    Equal blocks have the same A + (c / 2) W_down W_up. On a domain a ReLU-like unit whose kink misses it has the slope
+    of its side, 1 or c - 1, in place of c / 2.
     """
     half = float(block.phi.odd or 0) / 2
-    ours, theirs = (half * each.down.detach().double() @ each.up.detach().double() for each in (block, other))
+    maps = []
+    for each in (block, other):
+        up, down = each.up.detach().double(), half * each.down.detach().double()
+        if domain is not None and block.phi.homogeneous and block.phi.family == "odd-linear":
+            bias = up.new_zeros(len(up)) if each.up_bias is None else each.up_bias.detach().to(up)
+            down = down * (1 + (1 - half) / half * domain.on(up.device).side(up, bias))
+        maps.append(down @ up)
     skip = block.matrix
-    return _hidden_shift(block, (skip + ours - theirs).mT).mT, _hidden_shift(block, skip.mT).mT
+    return _hidden_shift(block, (skip + maps[0] - maps[1]).mT).mT, _hidden_shift(block, skip.mT).mT
+
+
+def makes_up(block: Block, left: Tensor, skip: Tensor, tolerance: float = 0.0) -> bool:
+    """Whether a linear gap is a small share of the skip in every row and column, or rounding where they are zero.
+
+    In a coarse dtype the outputs would not show that a skip was dropped: beside large weights it is within their
+    rounding. Nor would all rows together show that one of them was, beside a skip that is larger elsewhere.
+    """
+    half, down, up = abs(float(block.phi.odd or 0)) / 2, block.down.detach().double(), block.up.detach().double()
+    outputs = half * (down.square() @ up.square().sum(1)).sqrt()
+    inputs = half * (down.square().sum(0) @ up.square()).sqrt()
+    if "post" in block.norms:  # a LayerNorm takes the mean of all outputs from each
+        outputs = torch.hypot(outputs, outputs.norm() / len(outputs))
+    for dim, units in ((1, outputs), (0, inputs)):
+        share = skip.norm(dim=dim)
+        bulk = torch.hypot(units, share)
+        allowed = torch.where(share > 1e-12 * bulk, SHARE * share, 8 * block.roundoff * bulk) + 1e-12 * bulk
+        slack = 1e-15 * bulk.norm() + tolerance * (skip.norm() + half * down.norm() * up.norm())
+        if not bool((left.norm(dim=dim) <= allowed + slack).all()):
+            return False
+    return True

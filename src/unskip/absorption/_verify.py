@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from unskip.absorption._check_keys import Groups, flip_equation, groups
-from unskip.absorption._measure import agree, linear_gap
-from unskip.absorption._problem import EPS, SHARE, Problem, reduce
+from unskip.absorption._measure import agree, linear_gap, makes_up
+from unskip.absorption._problem import EPS, Problem, reduce
 from unskip.absorption._verdict import Certificate, Verdict
 
 SEED = 20260426  # of inputs that the search has not seen
@@ -59,20 +59,12 @@ def _replaces(verdict: Verdict) -> bool:
 
 
 def _makes_up(verdict: Verdict) -> bool:
-    """Whether the linear maps agree up to a small share of the skip."""
+    """Whether the linear maps agree up to a small share of the skip, where they have to be equal."""
     block, other = verdict.block, verdict.weights
     assert other is not None
-    phi, norms = block.phi, block.norms
-    affine = verdict.inputs is not None and phi.homogeneous  # the maps are not these
-    if block.gated or phi.odd is None or {"pre", "out"} & norms.keys() or affine:
+    if block.gated or block.phi.odd is None or {"pre", "out"} & block.norms.keys():
         return True
-    left, skip = linear_gap(block, other)
-    half = abs(float(phi.odd)) / 2
-    size = float(block.matrix.norm() + half * block.down.double().norm() * block.up.double().norm())
-    noise = (1e-12 + (verdict.tolerance or 0.0)) * size
-    if phi.family == "linear":  # the whole map is rebuilt, and rounded, and not only what stands for the skip
-        noise += 8 * block.roundoff * size
-    return float(left.norm()) <= SHARE * float(skip.norm()) + noise
+    return makes_up(block, *linear_gap(block, other, verdict.inputs), verdict.tolerance or 0.0)
 
 
 # --- Obstructions -----------------------------------------------------------------------------------------------------
