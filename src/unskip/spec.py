@@ -146,7 +146,7 @@ def _from_timm(name: str, pretrained: bool, **kwargs: Any) -> nn.Module:
 
 def _attention_of(head_dim: int) -> type[nn.Module]:
     """timm's attention with heads of this width, for which its ViTs have no argument."""
-    from timm.layers import Attention
+    from timm.layers.attention import Attention
 
     class WideAttention(Attention):
         def __init__(self, dim: int, **options: Any) -> None:
