@@ -265,6 +265,21 @@ def test_large_files_are_read_as_needed(tmp_path: Path, monkeypatch: pytest.Monk
         open_images(tmp_path)
 
 
+@pytest.mark.parametrize("nested", [False, True])
+def test_one_image_for_all_rows_is_held_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nested: bool) -> None:
+    """A file of some kilobytes that would fill the memory, were its dictionary written out row by row."""
+    large = encoded(picture(0, 400, 400))
+    images = pyarrow.DictionaryArray.from_arrays(pyarrow.array([0] * 200, pyarrow.int32()), [large])
+    column = pyarrow.StructArray.from_arrays([images], ["bytes"]) if nested else images
+    table = pyarrow.table({"image": column, "label": [0, 1] * 100})
+    parquet.write_table(table, tmp_path / "a.parquet", store_schema=False)  # the column is one of plain bytes
+    monkeypatch.setattr(_parquet, "SMALL", 0)
+    monkeypatch.setattr(_parquet, "MOST_GROUP", 10 * len(large))
+    reader: Any = open_images(tmp_path / "a.parquet").reader
+    assert reader.encoded(150) == large
+    assert reader.held.bytes < 2 * len(large)
+
+
 def test_the_hub_is_read_in_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     datasets = pytest.importorskip("datasets", reason="the library datasets is not installed")
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")

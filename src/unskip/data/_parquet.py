@@ -103,7 +103,10 @@ class ParquetReader(Reader):
         inside = group - int(numpy.searchsorted(self.file, file))
         now = Path(self.files[file]).stat()
         footer = _footer(self.files[file], now.st_size, now.st_mtime_ns)
-        with parquet.ParquetFile(self.files[file], metadata=footer) as opened:
+        # An image that is stored once for many rows stays one in memory, or a file of a kilobyte could fill it.
+        rows = int(self.ends[group]) - self._start(group)
+        once = [self.column] if rows * int(self.sizes[group]) > MOST_GROUP else None
+        with parquet.ParquetFile(self.files[file], metadata=footer, read_dictionary=once) as opened:
             table = opened.read_row_group(inside, columns=[self.column], use_threads=False)
         found = table.column(0).combine_chunks()
         del table, opened
