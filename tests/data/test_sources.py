@@ -15,7 +15,7 @@ from tests.data.files import picture, write_folder
 from torchvision import datasets
 from torchvision.transforms.v2 import functional
 
-from unskip.data import ImageSet, _assemble, _index, batch, open_images
+from unskip.data import Feed, ImageSet, _assemble, _index, batch, fingerprint, open_images
 from unskip.data._splits import divided
 from unskip.errors import BadInput
 
@@ -276,6 +276,18 @@ def test_an_image_outside_the_classes(tmp_path: Path) -> None:
     picture(0).save(tmp_path / "stray.png")
     with pytest.raises(BadInput, match=r"stray\.png: an image outside"):
         open_images(tmp_path)
+
+
+def test_a_link_to_a_file_that_is_gone_is_a_broken_image(tmp_path: Path) -> None:
+    write_folder(tmp_path, {"a": 6, "b": 4})
+    before = fingerprint(open_images(tmp_path))
+    (tmp_path / "a" / "001.png").unlink()
+    (tmp_path / "a" / "001.png").symlink_to(tmp_path / "gone.png")
+    images = open_images(tmp_path)
+    assert fingerprint(images) != before
+    feed = Feed(images, 10, 12)
+    assert len(next(feed.iterate(0, 1))[0]) == 10
+    assert list(feed.broken) == [1]
 
 
 def test_broken_images_are_left_out_of_what_is_held(tmp_path: Path) -> None:

@@ -26,8 +26,6 @@ from unskip.data._splits import WORDS, Parts
 from unskip.errors import BadInput
 
 SUFFIXES = frozenset(".bmp .gif .jpeg .jpg .png .ppm .pgm .tif .tiff .webp".split())
-
-
 _LOOKED = 64  # images whose content goes into the fingerprint
 
 
@@ -57,7 +55,10 @@ class FolderReader(Reader):
     def identity(self) -> Iterator[bytes]:
         yield self.names.tobytes()
         for index in range(0, len(self), max(1, len(self) // _LOOKED)):
-            yield self.encoded(index)
+            try:
+                yield self.encoded(index)
+            except OSError:  # a broken image like any other, such as a link to a file that is gone
+                yield b""
 
 
 def folder_parts(folder: Path, size: int | None) -> Parts:
