@@ -182,6 +182,20 @@ def test_labels_and_names_of_tars(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["x.tar"]
 
 
+def test_notes_beside_a_label_are_not_read(tmp_path: Path) -> None:
+    """A .json beside a .cls may hold anything, as of other tools."""
+    notes = (b'{"label": "tench"}', b"[]", b"{" * 2000)
+    members = [each for row, note in enumerate(notes) for each in (*sample(row, row), (f"{row:05d}.json", note))]
+    assert open_images(write_tar(tmp_path / "x.tar", members)).labels.tolist() == [0, 1, 2]
+
+
+def test_labels_apart_from_their_images_are_refused(tmp_path: Path) -> None:
+    """A tar of files as a folder happens to list them would be a set of one class."""
+    members = sorted((each for row in range(4) for each in sample(row, row % 2)), key=lambda each: each[0][-3:])
+    with pytest.raises(BadInput, match=r"no image has a label, and 4 labels have no image; .* --sort=name"):
+        open_images(write_tar(tmp_path / "x.tar", members))
+
+
 def test_links_are_passed_over_and_sets_without_labels_are_one_class(tmp_path: Path) -> None:
     file = write_tar(tmp_path / "x.tar", [*sample(0), *sample(1)])
     with tarfile.open(file, "a") as opened:

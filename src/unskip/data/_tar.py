@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from io import FileIO
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -80,10 +81,16 @@ def open_tar(name: str, split: str, splits: Mapping[str, Sequence[str]], size: i
     for field in ("offset", "size", "shard"):
         table[field] = arrays[field]
     report = list[str]()
-    if alone := int(arrays["alone"][0]):
+    alone, *labelled = arrays["alone"].tolist()
+    if alone:
         report.append(f"{alone} samples have no image ({', '.join(each.decode() for each in _IMAGES)})")
     labels, classes = arrays["labels"], numbered(name, most)
     if most < 0:
+        if any(labelled):
+            raise BadInput(
+                f"{name}: no image has a label, and {labelled[0]} labels have no image; an image and its label stand "
+                "side by side in a shard, as tar --sort=name puts them"
+            )
         labels, classes = numpy.zeros_like(labels), ("images",)
         report.append("no labels (.cls, or label in .json): every image has label 0")
     hold = size is not None or int(arrays["size"].sum(dtype=numpy.int64)) <= SMALL
@@ -109,7 +116,7 @@ def _listed(files: Sequence[str]) -> Index:
     rows = numpy.concatenate([rows for rows, _ in found])
     arrays = {"offset": rows[:, 0].copy(), "labels": rows[:, 2].copy()}
     arrays |= {"size": rows[:, 1].astype(numpy.int32), "shard": rows[:, 3].astype(numpy.int32)}
-    return Index({**arrays, "alone": numpy.array([sum(alone for _, alone in found)])}, {})
+    return Index({**arrays, "alone": sum(alone for _, alone in found)}, {})
 
 
 @dataclass(frozen=True)
@@ -126,33 +133,36 @@ class _Shards(Dataset[Any]):
             return str(error)
 
 
-def list_shard(file: str) -> tuple[Rows, int]:
-    """(samples, 3): offset and size of the image, and label, -1 for none; and how many samples have no image."""
-    rows, alone = list[tuple[int, int, int]](), 0
-    key, image, labels = b"", None, dict[bytes, int]()
+def list_shard(file: str) -> tuple[Rows, Rows]:
+    """(samples, 3): offset and size of the image, and label, -1 for none; and (2,): how many samples have no image, and
+    how many of those have a label."""
+    rows, alone = list[tuple[int, int, int]](), numpy.zeros(2, numpy.int64)
     with FileIO(file) as opened:
-        for name, offset, size in _members(file, opened.fileno()):
-            folder, slash, base = name.rpartition(b"/")
-            stem, _, kind = base.partition(b".")
-            if folder + slash + stem != key:
-                alone += bool(key) and image is None
-                if image is not None:
-                    rows.append((*image, labels.get(b"cls", labels.get(b"json", -1))))
-                key, image, labels = folder + slash + stem, None, {}
-            kind = kind.lower()
-            if kind in _IMAGES and image is None:
-                if size > MOST_BYTES:
-                    raise BadInput(f"{file}, byte {offset}: an image of {size} bytes; at most {MOST_BYTES} are read")
-                image = (offset, size)
-            elif kind in _LABELS:
-                labels[kind] = _label(file, kind, offset, os.pread(opened.fileno(), min(size, _MOST), offset))
-    alone += bool(key) and image is None
-    if image is not None:
-        rows.append((*image, labels.get(b"cls", labels.get(b"json", -1))))
+        for key, members in groupby(_keyed(file, opened.fileno()), lambda member: member[0]):
+            places = dict[bytes, tuple[int, int]]()  # of each kind, the first
+            for _, kind, offset, size in members:
+                places.setdefault(kind, (offset, size))
+            image = next((place for kind, place in places.items() if kind in _IMAGES), None)
+            label = next((kind for kind in _LABELS if kind in places), None)
+            if image is None:
+                alone += (bool(key), label is not None)
+                continue
+            if image[1] > MOST_BYTES:
+                raise BadInput(f"{file}, byte {image[0]}: an image of {image[1]} bytes; at most {MOST_BYTES} are read")
+            rows.append((*image, -1 if label is None else _label(file, label, opened.fileno(), *places[label])))
     return numpy.array(rows, numpy.int64).reshape(-1, 3), alone
 
 
-def _label(file: str, kind: bytes, offset: int, text: bytes) -> int:
+def _keyed(file: str, descriptor: int) -> Iterator[tuple[bytes, bytes, int, int]]:
+    """Key, kind, offset and size of each member: a name is its key up to the first dot after the last slash."""
+    for name, offset, size in _members(file, descriptor):
+        folder, slash, base = name.rpartition(b"/")
+        stem, _, kind = base.partition(b".")
+        yield folder + slash + stem, kind.lower(), offset, size
+
+
+def _label(file: str, kind: bytes, descriptor: int, offset: int, size: int) -> int:
+    text = os.pread(descriptor, min(size, _MOST), offset)
     try:
         found = int(text) if kind == b"cls" else json.loads(text).get("label", -1)
         if type(found) is int and -1 <= found < 2**31:
