@@ -39,10 +39,10 @@ def sentences() -> Iterator[tuple[str, str]]:
     )
     scores = [f"{100 * row['val_accuracy']:.1f}" for row in (carrying, same)]
     yield (
-        "skipless-results",
+        "skipless-parts",
         f"skips reach {scores[0]}, and the residual model with the same heads {scores[1]}; their training",
     )
-    yield "skipless-results", f"losses are {carrying['train_loss']:.2f} and {same['train_loss']:.2f}."
+    yield "skipless-parts", f"losses are {carrying['train_loss']:.2f} and {same['train_loss']:.2f}."
 
     long = {
         name: statistics.mean(100 * row["test_accuracy"] for row in runs("skipless-long", f"final | {name}"))

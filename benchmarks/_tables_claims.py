@@ -50,18 +50,18 @@ def readme() -> str:
     plain, dino = _mae("final | plain"), [_dino(f"main | {name} | soap", "iou") for name in ("residual", "skipless")]
     every = "10,000"
     rows = [
-        (f"ViT, 20 epochs: {decayed}", kept, accuracy("decayed"), every, "3", "skipless-results"),
-        (f"ViT, 20 epochs, weight decay 1: {decayed}", *searched, "5,000", "1", "skipless-results"),
+        (f"ViT, 20 epochs: {decayed}", kept, accuracy("decayed"), every, "3", "skipless-parts"),
+        (f"ViT, 20 epochs, weight decay 1: {decayed}", *searched, "5,000", "1", "skipless-parts"),
         (
             "ViT, 20 epochs: MLP skips cut, `skipless_`",
             kept,
             accuracy("mlp cut + init"),
             every,
             "3",
-            "skipless-results",
+            "skipless-parts",
         ),
-        ("ViT, 20 epochs: all cut, `skipless_`", kept, accuracy("skipless + init"), every, "3", "skipless-results"),
-        ("ViT, 20 epochs: all cut, default initialisation", kept, accuracy("skipless"), every, "3", "skipless-results"),
+        ("ViT, 20 epochs: all cut, `skipless_`", kept, accuracy("skipless + init"), every, "3", "skipless-parts"),
+        ("ViT, 20 epochs: all cut, default initialisation", kept, accuracy("skipless"), every, "3", "skipless-parts"),
         ("ViT, 100 epochs: MLP skips cut", control, _long("MLPs cut"), every, "1 vs 2", "skipless-results"),
         ("ViT, 100 epochs: all cut", control, _long("no skips"), every, "1 vs 3", "skipless-results"),
         (
