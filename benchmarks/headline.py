@@ -1,4 +1,4 @@
-"""README's figure, from the records in docs/results: what a shortcut does to three models, a point a seed.
+"""README's figure, from the records in docs/results: shortcuts of two models and the cost of SOAP, one point per seed.
 
 python benchmarks/headline.py     # writes docs/img/headline.svg (make results)
 """
@@ -8,11 +8,15 @@ from __future__ import annotations
 import statistics
 
 from _study import ROOT, drawing
-from _tables import record, runs
+from _tables import FROZEN, record, runs
 
-VIT = {"kept": "residual, weight decay 0.3", "MLPs' cut": "MLPs cut", "all cut": "no skips"}
+VIT = {
+    "kept": "residual, weight decay 0.3",
+    "MLPs' cut": "MLPs cut",
+    "all cut,\n3 heads frozen": f"{FROZEN}, weight decay 0.3",
+}
 SIT = {"kept": "plain", "long skips": "long skips", "decayed": "decay 0.8"}
-STEPS = {"published": "pytorch_optimizer SOAP", "unskip": "unskip SOAP"}
+STEPS = {"pytorch_optimizer": "pytorch_optimizer SOAP", "unskip": "unskip SOAP"}
 
 
 def classifiers() -> dict[str, list[float]]:
@@ -36,18 +40,18 @@ def steps() -> dict[str, list[float]]:
 
 def main() -> None:
     pyplot = drawing("headline")
-    image, axes = pyplot.subplots(1, 3, figsize=(11, 3.2), constrained_layout=True, width_ratios=(3, 3, 2))
+    image, axes = pyplot.subplots(1, 3, figsize=(9.6, 3.2), constrained_layout=True, width_ratios=(3, 3, 2.4))
     panels = (
-        ("ViT, CIFAR-10, 100 epochs", "test accuracy (%)", classifiers()),
-        ("SiT, CIFAR-10", "Fréchet distance (lower is better)", distances()),
-        ("A step of SOAP, ViT-B", "ms on one H200", steps()),
+        ("ViT, skips of its blocks", "CIFAR-10 accuracy (%)", classifiers()),
+        ("SiT, its shortcuts", "Fréchet distance (lower: better)", distances()),
+        ("SOAP, ViT-B", "ms per step, one H200", steps()),
     )
     for axis, (title, unit, groups) in zip(axes, panels, strict=True):
         means = [statistics.mean(values) for values in groups.values()]
         axis.hlines(means, [place - 0.25 for place in range(len(means))], [place + 0.25 for place in range(len(means))])
         for place, values in enumerate(groups.values()):
             axis.plot([place] * len(values), values, "C1o", ms=5, alpha=0.8)
-            axis.annotate(f"{means[place]:.3g}", (place, max(values)), (0, 6), textcoords="offset points", ha="center")
+            axis.annotate(f"{means[place]:.1f}", (place, max(values)), (0, 6), textcoords="offset points", ha="center")
         axis.set_xticks(range(len(means)), groups)
         axis.set(title=title, ylabel=unit, xlim=(-0.5, len(means) - 0.5))
         axis.spines[["top", "right"]].set_visible(False)

@@ -238,7 +238,7 @@ def figure(done: dict[str, Any], file: Path) -> None:
         rows = [row for name, row in done.items() if name.startswith(begin) and row["config"]["lr"] == 3e-3]
         points = sorted((row["config"]["weight_decay"], 100 * value(row)) for row in rows)
         left.plot(*zip(*points, strict=True), style, marker="o", label=label)
-    left.set(xscale="log", xlabel="weight decay", ylabel="held-out accuracy (%)", ylim=(64, 86), title="lr 3e-3")
+    left.set(xscale="log", xlabel="weight decay", ylabel="held-out accuracy (%)", title="SOAP, learning rate 3e-3")
     left.legend(fontsize=8)
     kinds = {
         "residual, decay": lambda config: config["shortcut"] != "cut",
@@ -287,14 +287,14 @@ def long_figure(file: Path) -> None:
                 range(3), rounded, f"C{place}-", marker="o", ms=4, alpha=0.8, label=label if row is done[0] else None
             )
     axes[0].set(
-        ylabel="test accuracy (%)", ylim=(88, 92), xlim=(-0.6, 4.6), title="100 epochs, a point a seed", xticks=[]
+        ylabel="test accuracy (%)", ylim=(88, 92), xlim=(-0.6, 4.6), title="100 epochs, one point per seed", xticks=[]
     )
     short = {"' skips": "", "carrying heads": "heads", "weight decay": "wd", ", ": "\n"}
     names = [functools.reduce(lambda text, each: text.replace(*each), short.items(), label) for label in LONG_ROWS]
     axes[0].set_xticks(range(len(names)), names, fontsize=7)
-    axes[1].set(xlabel="block", ylabel="mean cosine between tokens", title="after training, a line a seed")
+    axes[1].set(xlabel="block", ylabel="mean cosine between tokens", title="after training, one line per seed")
     axes[2].set(
-        xlabel="bits of weights and activations", ylabel="test accuracy (%)", title="rounded, one scale a tensor"
+        xlabel="bits of weights and activations", ylabel="test accuracy (%)", title="rounded, one scale per tensor"
     )
     axes[2].set_xticks(range(3), bits)
     axes[2].legend(fontsize=8)
