@@ -2,8 +2,8 @@
 
     python benchmarks/absorb_campaign.py --count 100000            # writes docs/results/absorb-campaign.json
 
-Started again at the same commit it goes on after the last seed of the record. The blocks are made in
-`_absorb_cases.py`; `_absorb_oracle.py` decides in exact fractions. A wrong verdict is
+Started again it goes on after the last seed of the record, if the library and the oracle are as they were. The blocks
+are made in `_absorb_cases.py`; `_absorb_oracle.py` decides in exact fractions. A wrong verdict is
 
     impossible   where the oracle knows a replacement
     possible     where it finds none, unless the replacement errs at most 4 times what the block itself loses by
@@ -84,19 +84,10 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=ROOT / "docs" / "results" / "absorb-campaign.json")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    commit = _git("rev-parse", "--short", "HEAD")
-    if _git(
-        "status",
-        "--porcelain",
-        "--untracked-files=no",
-        "src/unskip/absorption",
-        "benchmarks/_absorb_cases.py",
-        "benchmarks/_absorb_oracle.py",
-        "benchmarks/absorb_campaign.py",
-    ):
-        raise SystemExit(
-            "src/unskip/absorption or the campaign has changes that are not committed: the record names a commit"
-        )
+    files = ("src/unskip/absorption", "benchmarks/_absorb_cases.py", "benchmarks/_absorb_oracle.py")
+    commit = _git("log", "-1", "--format=%h", "--", *files)
+    if _git("status", "--porcelain", "--untracked-files=no", *files):
+        raise SystemExit(f"{', '.join(files)}: changes that are not committed, and the record names a commit")
     total: Counter[str] = Counter()
     wrong: list[str] = []
     before, start, part = 0.0, time.monotonic(), 500

@@ -202,6 +202,18 @@ def test_blocks_that_are_exact_by_chance_keep_the_rule_on_every_draw(block: Bloc
             assert found[0] <= 2 * found[1]
 
 
+@pytest.mark.parametrize("dtype", HALF)
+@pytest.mark.parametrize("width", [16, 128, 1024])
+def test_one_rounding_of_each_term_is_what_a_block_loses_at_any_width(width: int, dtype: torch.dtype) -> None:
+    """What its loss is counted as, at least, is below twice what is measured, and does not grow with the width."""
+    block, d = generic(width // 4, width, "relu", dtype=dtype), width // 4
+    x = normal(numbers(1), 64, d).to(dtype)
+    lost = float((block(x).double() - block.double()(x.double())).norm())
+    found = errors(block, block, x)
+    assert found is not None
+    assert lost <= found[1] <= 2 * lost
+
+
 @pytest.mark.parametrize("domain", [None, 3.0])
 @pytest.mark.parametrize("axis", [0, 1])
 def test_the_skip_of_one_channel_is_not_lost_beside_larger_ones(axis: int, domain: float | None) -> None:
