@@ -7,6 +7,7 @@ arbitrary where a gradient has not full rank. Of 4 processes one has an empty sh
 from __future__ import annotations
 
 import os
+import warnings
 from collections import OrderedDict
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from tests.commands import on_ranks
 from tests.training.tasks import Feed, new, schedule
 from torch import Tensor, nn
 
+from unskip.errors import UnskipWarning
 from unskip.optim import build
 from unskip.training import RunFolder, Task, run_task
 
@@ -99,6 +101,25 @@ def test_two_processes_take_the_steps_of_one(tmp_path: Path, one: Path) -> None:
     on_ranks(2, tmp_path, both)
     check(tmp_path / "whole", one)
     check(tmp_path / "sharded", one)
+
+
+def test_processes_count_broken_images_together(tmp_path: Path) -> None:
+    """So that more processes do not allow more of them; a run that is resumed names none again."""
+
+    def go(rank: int, run: RunFolder, steps: int) -> None:
+        warnings.simplefilter("ignore", UnskipWarning)
+        one = task("adamw")
+        found: dict[int, str] = {rank: f"{rank}.png"}
+        one.feed.broken = found  # type: ignore[attr-defined]
+        run_task(one, schedule(steps=steps), run, quiet=True)
+        assert sorted(found) == [0, 1]
+
+    new(tmp_path / "run")
+    run = RunFolder(tmp_path / "run")
+    on_ranks(2, tmp_path, lambda: go(int(os.environ["RANK"]), run, 10))
+    on_ranks(2, tmp_path, lambda: go(int(os.environ["RANK"]), run, 20))
+    named = [row["text"] for row in run.read("warnings.jsonl")]
+    assert named == [f"{rank}.png; another image takes its place" for rank in range(2)]
 
 
 @pytest.mark.full

@@ -64,7 +64,7 @@ class Feed:
             whole("feed", "workers", workers, low=0)
         self.images, self.batch, self.seed, self.augment, self.transform = images, batch, seed, augment, transform
         self.workers = usual_workers(len(images)) if workers is None else workers
-        self.broken: dict[int, str] = {}  # images that could not be read so far, by row
+        self.broken: dict[int, str] = {}  # images that could not be read so far, by row; a loop adds other processes'
         self.size = size if size is not None else images.size[0] if images.size else 0
         self.device = torch.device(device)
         self.order = Order(len(images), batch, seed, drop_last, None if images.reader is None else images.reader.groups)
@@ -188,7 +188,7 @@ class Feed:
             self.broken |= loaded.broken
             if len(self.broken) > allowed(len(self.images)):
                 raise BadInput(
-                    f"{next(iter(loaded.broken.values()))}; {len(self.broken)} of {len(self.images)} images could not "
+                    f"{[*self.broken.values()][-1]}; {len(self.broken)} of {len(self.images)} images could not "
                     f"be read so far, and {allowed(len(self.images))} may be broken"
                 )
             yield loaded

@@ -96,7 +96,7 @@ class _Trainer:
         self.last_evaluations: dict[str, float] = {}
         self.saved, self.logged = 0, False  # the step of the last checkpoint; whether a step is in the log
         self.counted = 0  # samples since the last row of metrics
-        self.named: set[str] = set()  # broken images
+        self.named: set[str] = set()  # warnings of broken images
         self.health = _health.Watch(task, schedule, folder, accelerator.is_main_process)
         looked = accelerator.is_main_process and self.sharded is None  # as its health is
         self.step_sizes = StepSizes(task, schedule.steps if looked else 0, partial(folder.append, "health.jsonl"))
@@ -136,6 +136,7 @@ class _Trainer:
         self.saved = step
         if self.accelerator.is_main_process:
             self.folder.rewind(step)
+        self.named = {row["text"] for row in self.folder.read("warnings.jsonl") if row.get("warning") == "broken-image"}
         for row in self.folder.read("evals.jsonl"):
             if row.get("evaluation") not in self.task.evaluations or "seed" in row:
                 continue  # of an evaluation of the checkpoint, not of the run
@@ -208,15 +209,17 @@ class _Trainer:
         return schedule.steps
 
     def _name_broken(self, done: int) -> None:
-        """Writes the images that could not be read into the run, those of all processes."""
-        broken = [*getattr(self.task.feed, "broken", {}).values()]
+        """Writes the images that could not be read into the run, those of all processes, which each feed then counts."""
+        broken: dict[int, str] = getattr(self.task.feed, "broken", {})
         if self.world > 1:
             from accelerate.utils import gather_object
 
-            broken = gather_object(broken)
-        for text in sorted({*broken} - self.named):
+            for found in gather_object([broken]):
+                broken.update(found)
+        texts = {f"{text}; another image takes its place" for text in broken.values()}
+        for text in sorted(texts - self.named):
             self.named.add(text)
-            self.health.warn(done, "broken-image", f"{text}; another image takes its place")
+            self.health.warn(done, "broken-image", text)
 
     def _step(self, step: int, parts: Iterator[Any]) -> tuple[Tensor, dict[str, Tensor]]:
         schedule = self.schedule
