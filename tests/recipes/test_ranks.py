@@ -29,6 +29,7 @@ RECIPES: dict[str, dict[str, Any]] = {
     "simclr": {"model_args": VIT} | FEW,
     "sit": {"model_args": FLOW} | FEW,
     "uvit": {"model_args": FLOW} | FEW,
+    "lm": {"preset": "stdlib-tiny", "model": "gpt2", "model_args": "n_embd=16,n_layer=2,n_head=2", "context": 32},
 }
 STEPS = 4
 
@@ -36,7 +37,7 @@ STEPS = 4
 def train(recipe: str, folder: Path, **changes: Any) -> None:
     warnings.simplefilter("ignore", unskip.errors.UnskipWarning)  # a few steps look unhealthy
     common = {"steps": STEPS, "batch": 16, "log_every": 1, "device": "cpu", "health": False, "ema": 0.9}
-    config = getattr(recipes, recipe)("digits", **common, **RECIPES[recipe], **changes)
+    config = getattr(recipes, recipe)(**{"preset": "digits", **common, **RECIPES[recipe], **changes})
     unskip.train(config, folder, quiet=True)
 
 
