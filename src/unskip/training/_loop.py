@@ -209,7 +209,7 @@ class _Trainer:
         return schedule.steps
 
     def _name_broken(self, done: int) -> None:
-        """Writes the images that could not be read into the run: those of all processes, which each feed counts then."""
+        """Writes the images that could not be read into the run: those of all processes, which every feed counts."""
         broken: dict[int, str] = getattr(self.task.feed, "broken", {})
         if self.world > 1:
             from accelerate.utils import gather_object
