@@ -62,6 +62,7 @@ results: $(INSTALLED) ## tables and figures of README and docs again, from docs/
 	$(BIN)/python benchmarks/conditioning.py --figure docs/img/conditioning.svg
 	$(BIN)/python benchmarks/absorb.py --figure
 	$(BIN)/python benchmarks/optim.py --figure
+	$(BIN)/python benchmarks/growth.py --figure
 
 notebooks: $(DOCS) ## run the notebooks of docs/notebooks again, in place
 	PYTHONWARNINGS=ignore $(BIN)/jupyter nbconvert --to notebook --execute --inplace --ExecutePreprocessor.record_timing=False docs/notebooks/*.ipynb

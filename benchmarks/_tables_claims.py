@@ -88,21 +88,6 @@ def readme() -> str:
     return lines(" | baseline | changed | n | seeds | ", cells)
 
 
-@table
-def readme_speed() -> str:
-    optim = record("optim-gpu")["results"]["vit_base_patch16_224"]
-    peer, ours = (f"{optim[name]['alone_mean_ms']:.1f}" for name in ("pytorch_optimizer SOAP", "unskip SOAP"))
-    eigen = record("discover-gpu")["results"][0]["solver"]
-    loop = record("train-gpu")["results"]["vit_base_patch16_224, 224 px, batch 256"]
-    rows = [
-        ("SOAP, ViT-B: ms per step", "pytorch_optimizer", peer, ours, "optim-cost"),
-        ("TokenCut: ms per image", "scipy, on the CPU", f"{eigen['scipy_ms']:.2f}", f"{eigen['ours_ms']:.3f}", "dense"),
-        ("training, ViT-B: images per second", "bare step", f"{loop['bare']:,.0f}", f"{loop['loop']:,.0f}", "training"),
-    ]
-    cells = [[*row, f"[{page}](docs/{page}.md)"] for *row, page in rows]
-    return lines("on one H200 | peer | peer's | unskip | ", cells)
-
-
 def _claims(rows: list[tuple[str, str, str, str, str, str, str]]) -> str:
     cells = [[*row[:-1], f"[record](results/{row[-1]}.json)"] for row in rows]
     return lines("claim | paper | here | n | seeds | verdict | ", cells)
