@@ -263,6 +263,7 @@ def evaluated(folder: Path, task: dict[str, Any]) -> dict[str, Any]:
     if task["picture"] is not None:
         shown = torch.linspace(0, len(pair[1]) - 1, 6).long()
         evals.pictures(run.encoder, pair[1].pixels[shown], task["picture"])
+        keep_features(task["picture"])
     return result
 
 
@@ -272,6 +273,15 @@ def curves(encoder: Any, pair: Any, protocol: str) -> list[Any]:
 
     sets = [dataclasses.replace(each, ignore=255) for each in pair]
     return evals.evaluate(encoder, *sets, [protocol], batch=512)
+
+
+def keep_features(file: str) -> None:
+    """Leaves the columns of features and attention: the photographs of the set may not be published."""
+    from PIL import Image
+
+    sheet = Image.open(file)
+    column = (sheet.width + 2) // 7  # image, four blocks, attention, what was found
+    sheet.crop((column, 0, 6 * column - 2, sheet.height)).save(file, optimize=True)
 
 
 @functools.cache
