@@ -14,10 +14,13 @@ from pathlib import Path
 import timm  # noqa: F401  (with the next ones: what commands import, before the fork)
 import torch.distributed.checkpoint.state_dict
 import torch.distributed.fsdp
-import torch.distributed.tensor  # noqa: F401
+import torch.distributed.tensor
 from accelerate.state import AcceleratorState
 
 from unskip import cli, demo  # noqa: F401
+
+# Where code was compiled before a process first runs autograd, autograd starts threads, and no fork of it can use them.
+torch.ones(1, requires_grad=True).sum().backward()
 
 Outcome = tuple[int, str, str]  # the exit code, what was printed, and what was printed as errors
 
