@@ -70,7 +70,7 @@ def pictures(page: Path, out: Path) -> None:
         for name, place, width, height, dark in (
             ("report", "content", 1180, 640, False),
             ("report-depth", "depth", 1180, 860, False),
-            ("report-dark", "shortcuts", 1180, 470, True),
+            ("report-dark", "depth", 1180, 470, True),
             ("report-pictures", "pictures", 1180, 760, False),
             ("report-phone", "training", 390, 720, False),
         ):

@@ -29,7 +29,7 @@ STUDIES = (
     ("conditioning.svg", "A ViT-S before training: singular values, token cosine, condition of attention.",
      "init-results"),
     ("dino-64.svg", "DINO with and without skips, by block: probe, segmentation, object discovery.", "dino-results"),
-    ("dino-64-residual-soap.png", "DINO with skips: patch features of four blocks, attention, the object found.",
+    ("dino-64-residual-soap.png", "DINO with skips: patch features of four blocks, and attention, of six photographs.",
      "dino-results"),
     ("dino-64-skipless-soap.png", "The same without skips: the patches of an image become alike.", "dino-results"),
     ("sit-cifar.svg", "SiT and U-ViT on CIFAR-10: Fréchet distance of samples, kNN and probe by block.",
@@ -40,7 +40,7 @@ STUDIES = (
 # The pictures of a report that are shown, by how their titles begin, in their order here, and how each is read.
 READ = {
     "Patch features by block": "Each square is a patch; its colour is the first three principal components of its "
-    "features. Compare colours within a block only.",
+    "features.",
     "Nearest neighbours": "A test image and the training images with the nearest features.",
     "Reconstructions": "An image, its visible patches, and the reconstruction.",
 }
@@ -105,14 +105,14 @@ def drawn(page: Path, pictured: Sequence[str], out: Path) -> Iterator[Shown]:
 
 def of_report(figures: Sequence[Shown], note: str) -> str:
     """The page's first part: pictures in the order of READ, two in a row."""
-    lines = ["# Gallery", ""]
+    lines = ["# Gallery", "", note, ""]
     for kind, how in READ.items():
         pictures = [each for each in figures if each.kind == kind and each.run]
         if pictures:
             said = [each.words.partition(": ")[2] for each in pictures]
             below = said if len({*said}) > 1 else []
             lines += [f"## {kind}", "", *_table(pictures, below), f"{how} {pictures[0].note}".strip(), ""]
-    return "\n".join([*lines, note, ""])
+    return "\n".join(lines)
 
 
 def of_studies(images: Path) -> str:

@@ -124,7 +124,7 @@ def _reconstructions(result: Look, trained: Trained, test: ImageSet) -> None:
             "reconstructions",
             "Reconstructions of masked patches",
             tuple(tuple(picture) for picture in pictures),
-            ("image", "visible", "reconstructed"),
+            ("image", "visible", "output"),
             (),
             f"{len(true)} test images: as they are, with the masked patches grey, and with these reconstructed.",
             note="Targets are normalised per patch: predictions are shown at the true patch's mean and variance."
