@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import field, fields, make_dataclass, replace
@@ -109,20 +110,26 @@ def _preset_of_data(recipe: Recipe, given: argparse.Namespace) -> str:
     made_for = [name for name in sizes if resolve(recipe.name, name, {}).data == given.data]
     if made_for:
         if made_for[0] != first:
-            print(f"--data {given.data}: preset {made_for[0]}, as none is given", file=sys.stderr)
+            _say(f"--data {given.data}: preset {made_for[0]}, as none is given")
         return made_for[0]
     if len({*sizes.values()}) == 1:  # presets do not differ in it, as those of text do not
         return first
     if given.size is not None:
         asked = int(given.size) if given.size.isdigit() else 1  # what is no number is refused with the other options
         near = min(sizes, key=lambda name: abs(math.log(sizes[name] / max(asked, 1))))
-        print(f"--size {given.size}: the other defaults are those of preset {near}", file=sys.stderr)
+        _say(f"--size {given.size}: the other defaults are those of preset {near}")
         return near
     listed = ", ".join(f"{name} ({size})" for name, size in sizes.items())
     raise BadInput(
         f"--data {given.data}: at which size? Give --preset, each made for images of so many pixels: {listed}; or give "
         "--size, and the other defaults are those of the nearest"
     )
+
+
+def _say(text: str) -> None:
+    """A line on the terminal, of the first process alone."""
+    if os.environ.get("RANK", "0") == "0":
+        print(text, file=sys.stderr)
 
 
 def _again(name: str | None, given: argparse.Namespace) -> Any:
