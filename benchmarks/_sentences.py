@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 from _tables import FROZEN, record, runs
 from _tables_claims import accuracy
+from _tables_studies import STARTS, start
 
 
 def sentences() -> Iterator[tuple[str, str]]:
@@ -62,6 +63,14 @@ def sentences() -> Iterator[tuple[str, str]]:
     slow = [_turning(f"no skips, carrying heads fixed | {decay}") for decay in ("0.03", "0.1")]
     yield "skipless-results", "turn {:.0f} to {:.0f} times more slowly".format(*slow[0])
     yield "skipless-results", "(at 0.1, {:.0f} to {:.0f} times)".format(*slow[1])
+
+    first = {wiring: start("gpt2-shaped", wiring)[1]["h.0"] for wiring in STARTS}
+    yield (
+        "init-results",
+        f"attention of block 1 has condition {first['residual']} with its skip, {first['skipless']} without, "
+        f"{first['value-output alone']} with value-output alone and {first['skipless + init']} with the whole "
+        f"initialisation: query-key ({first['query-key alone']} alone)",
+    )
 
     sharded = record("fsdp-gpu")["results"]
     lost = {name: f"{100 * (1 - row['fsdp over plain']):.0f}%" for name, row in sharded.items()}

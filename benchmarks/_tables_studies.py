@@ -86,6 +86,62 @@ def dino_simclr() -> str:
     return lines(" | `keep` | `decay:0.6`", rows)
 
 
+# --- The initialisation ----------------------------------------------------------------------------------------------
+
+STARTS = ("residual", "skipless", "skipless + init", "value-output alone", "query-key alone", "mlp alone")
+STARTS += ("skipless + init, centred",)
+
+
+def start(model: str, wiring: str) -> tuple[dict[str, Any], dict[str, str], dict[str, str]]:
+    """A start as it is recorded; condition of attention sub-layers and token cosine, by path of the block."""
+    found: dict[str, Any] = record("conditioning")["results"][model][wiring]
+    values = {
+        site["path"]: site["sublayer"]["condition"]
+        for site in found["sites"]
+        if site["kind"] == "attention" and "sublayer" in site
+    }
+    words = {path: "singular" if value is None else _short(value) for path, value in values.items()}
+    return found, words, {row["block"]: f"{row['mean_cosine']:.2f}" for row in found["tokens"]}
+
+
+def _short(value: float) -> str:
+    return f"{value:.2g}" if value < 100 else f"{value:.1e}".replace("e+0", "e").replace("e+", "e")
+
+
+def _vit_starts(model: str, head: str, conditions: tuple[int, ...]) -> str:
+    rows = []
+    for wiring in STARTS:
+        _, words, cosines = start(f"{model} at 64 px", wiring)
+        shown = [words.get(f"blocks.{block}", "not recorded") for block in conditions]
+        rows.append([wiring, " / ".join(shown), " / ".join(cosines[f"blocks.{block}"] for block in (0, 6, 11))])
+    return lines(head, rows)
+
+
+@table
+def init_small() -> str:
+    head = "timm ViT-S at 64 px, 12 blocks | condition of the attention sub-layer in block 1 / 7 / 12"
+    head += " | mean cosine between tokens after block 1 / 7 / 12"
+    return _vit_starts("vit_small_patch16_224", head, (0, 6, 11))
+
+
+@table
+def init_base() -> str:
+    head = "timm ViT-B at 64 px, 12 blocks | the same in block 1 / 12 | mean cosine after block 1 / 7 / 12"
+    return _vit_starts("vit_base_patch16_224", head, (0, 11))
+
+
+@table
+def init_gpt2() -> str:
+    rows = []
+    for wiring in ("residual", "skipless", "skipless + init", "skipless + init, centred"):
+        found, _, cosines = start("gpt2-shaped", wiring)
+        median = _short(found["network"]["quantiles"]["0.5"])
+        rows.append([wiring, f"{cosines['h.0']} / {cosines['h.7']}", median])
+    return lines(
+        "GPT-2-shaped | mean cosine between tokens after block 1 / 8 | median singular value of the stack", rows
+    )
+
+
 # --- Language models --------------------------------------------------------------------------------------------------
 
 _KEEP = "keep it: one addition"
