@@ -52,6 +52,8 @@ def sentences() -> Iterator[tuple[str, str]]:
     best, mlps, frozen, without = long.values()
     yield "skipless-results", f"the model without skips is {best - frozen:.1f} points behind the residual one**"
     yield "skipless-results", f"with trained heads it is {best - without:.1f} behind"
+    yield "what-did-not-work", f"collapse: {best - without:.1f} points behind residual after 100 epochs"
+    yield "what-did-not-work", f"keep tokens apart: {best - frozen:.1f} behind"
     yield "skipless-results", f"MLP skips alone it is {best - mlps:.1f} points behind"
     scores = [
         [100 * row[key] for row in (runs("skipless-long", f"long | {name}")[0] for name in _HELD_OUT)]
@@ -112,6 +114,7 @@ def sentences() -> Iterator[tuple[str, str]]:
     ]
     (low, high), (least, most) = ((min(each), max(each)) for each in ratios)
     yield "absorb-results", f"{low:.2f} to {high:.2f} of its time, with the same peak memory"
+    yield "what-did-not-work", f"{low:.2f} to {high:.2f} of a block's time, no memory"
     yield "absorb-results", f"widened by d, {least:.2f} to {most:.2f} of it"
 
     cut = statistics.mean(row["test_accuracy"] for row in runs("skipless-cifar", "final | skipless | soap | 0.001"))
