@@ -8,13 +8,13 @@ mixes the entries of a matrix. So the optimizer's step is taken as it is, and th
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from unskip._checks import whole
-from unskip.anatomy import example_for, named, trace_parts
+from unskip.anatomy import AttentionParts, example_for, named, trace_parts
 from unskip.errors import InitError
 
 
@@ -27,26 +27,26 @@ def freeze_heads(
     checkpoint may be loaded before it. The output's bias is trained. Returns a function that trains them again.
     """
     whole("freeze_heads", "heads", heads, low=1)
-    views: list[Tensor] = []
-    parts = trace_parts(model, example_for(model, example)).parts
-    for part in parts.attentions():
+    places: list[_Place] = []
+    parameters = {parameter.untyped_storage().data_ptr(): parameter for parameter in model.parameters()}
+    for part in trace_parts(model, example_for(model, example)).parts.attentions():
         if not len(part.q) == len(part.k) == len(part.v) == part.heads >= heads:
             shared = "share keys and values" if part.heads >= heads else f"are {part.heads}"
             raise InitError(f"{named([part.site])}: its heads {shared}, so the first {heads} cannot be frozen")
-        views += [part.q[:heads], part.k[:heads], part.v[:heads], part.out[:, : heads * part.v.shape[1]]]
+        views = [part.q[:heads], part.k[:heads], part.v[:heads], part.out[:, : heads * part.v.shape[1]]]
         biases = (part.q_bias, part.k_bias, part.v_bias)
         views += [bias.view(part.heads, -1)[:heads] for bias in biases if bias is not None]
-    if not views:
+        places += [_place(view, parameters, part) for view in views]
+    if not places:
         raise InitError(f"{type(model).__name__}: no attention was found, so there are no heads to freeze")
     kept: list[Tensor] = []
 
     def before(*_: Any) -> None:
         if not kept:
-            kept.extend(view.detach().clone() for view in views)
+            kept.extend(view.clone() for view in _views(places))
 
     def after(*_: Any) -> None:
-        with torch.no_grad():
-            torch._foreach_copy_([view.detach() for view in views], kept)
+        torch._foreach_copy_(_views(places), kept)
 
     hooks = [optimizer.register_step_pre_hook(before), optimizer.register_step_post_hook(after)]
 
@@ -55,3 +55,27 @@ def freeze_heads(
             hook.remove()
 
     return unfreeze
+
+
+class _Place(NamedTuple):
+    """Where entries lie in a parameter, whatever memory it is moved to."""
+
+    parameter: nn.Parameter
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+
+
+def _place(view: Tensor, parameters: dict[int, nn.Parameter], part: AttentionParts) -> _Place:
+    parameter = parameters.get(view.untyped_storage().data_ptr())
+    if parameter is None:
+        raise InitError(f"{named([part.site])}: its weights are computed, not stored, so heads cannot be frozen")
+    return _Place(parameter, tuple(view.size()), view.stride(), int(view.storage_offset() - parameter.storage_offset()))
+
+
+def _views(places: list[_Place]) -> list[Tensor]:
+    found = []
+    for parameter, size, stride, offset in places:
+        data = parameter.detach()
+        found.append(data.as_strided(size, stride, data.storage_offset() + offset))
+    return found
