@@ -83,7 +83,7 @@ def loader(
         generator=torch.Generator(),  # its own, or it would draw from torch's
         **ahead,
     )
-    each = _read(made)
+    each = iter(made)
     for found in zip(*[each] * parts, strict=True):
         if failed := next((part for part in found if isinstance(part, str)), None):
             raise BadInput(failed)
@@ -94,18 +94,6 @@ def loader(
             torch.cat(rows),
             {row: message for part in broken for row, message in part},
         )
-
-
-def _read(loader: DataLoader[Any]) -> Iterator[Any]:
-    """What a loader gives; a worker that was killed is reported in one line."""
-    try:
-        yield from loader
-    except (ConnectionError, RuntimeError) as error:
-        if isinstance(error, RuntimeError) and "DataLoader worker" not in str(error):
-            raise
-        raise BadInput(
-            "a worker that decodes images was killed, perhaps for lack of memory: take fewer --workers"
-        ) from error
 
 
 def cores() -> int:
