@@ -414,3 +414,15 @@ def test_a_possible_is_checked_before_it_leaves(monkeypatch: pytest.MonkeyPatch)
     block, _ = planted()
     assert absorb(block).status == "undecided"
     assert absorb(replace(block, skip=0.0)).status == "undecided"
+
+
+@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("stored", [(torch.float32, torch.bfloat16), (torch.bfloat16, torch.float64)])
+def test_weights_of_two_dtypes_are_asked_like_the_same_numbers_in_one(
+    stored: tuple[torch.dtype, torch.dtype], seed: int
+) -> None:
+    draw = torch.Generator().manual_seed(seed)
+    up, down = torch.randn(9, 3, generator=draw).double(), torch.randn(3, 9, generator=draw).double()
+    down[:, :3] = -torch.linalg.inv(up[:3])
+    mixed = Block(up.to(stored[0]), down.to(stored[1]))
+    assert {unskip.absorb(each).status for each in (mixed, mixed.double())} != {"possible", "impossible"}

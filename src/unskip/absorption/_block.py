@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, reduce
 from typing import Any
 
 import torch
@@ -58,6 +58,10 @@ class Block:
         if self.gate is not None:
             check_weight("Block: gate", self.gate, 2)
             _shaped("gate", self.gate, (h, d))
+        weights = {name: value for name in ("up", "down", "gate") if (value := getattr(self, name)) is not None}
+        common = reduce(torch.promote_types, (value.dtype for value in weights.values()))
+        for name, value in weights.items():  # a weight in a coarser dtype would let the others be rounded like it
+            object.__setattr__(self, name, value.to(common))
         for name, size in (("up_bias", h), ("gate_bias", h), ("down_bias", len(self.down))):
             value = getattr(self, name)
             if value is not None:
