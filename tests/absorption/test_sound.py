@@ -426,3 +426,37 @@ def test_weights_of_two_dtypes_are_asked_like_the_same_numbers_in_one(
     down[:, :3] = -torch.linalg.inv(up[:3])
     mixed = Block(up.to(stored[0]), down.to(stored[1]))
     assert {unskip.absorb(each).status for each in (mixed, mixed.double())} != {"possible", "impossible"}
+
+
+@pytest.mark.parametrize(
+    ("seed", "size", "share", "dtype"),
+    [(24, 3, 1 / 32, torch.bfloat16), (0, 20, 1 / 64, torch.float16), (0, 3000, 2e-4, torch.float32)],
+)
+def test_an_oblique_direction_of_the_skip_is_not_dropped(
+    seed: int, size: float, share: float, dtype: torch.dtype
+) -> None:
+    """No unit sees (1, -1, 0), along which the skip is small, so no block of these units has it."""
+    draw = torch.Generator().manual_seed(seed)
+    rows, other = normal(draw, 3, 2), normal(draw, 2, 3)
+    inverse = torch.linalg.pinv(rows)
+    columns = -inverse + size * (other - other @ rows @ inverse)
+    up = rows @ torch.tensor([[0.5, 0.5, 0], [0, 0, 1]], dtype=torch.float64)
+    down = torch.tensor([[1, 0], [1, 0], [0, 1.0]], dtype=torch.float64) @ columns
+    skip = torch.tensor([[1 + share, 1 - share, 0], [1 - share, 1 + share, 0], [0, 0, 2]], dtype=torch.float64) / 2
+    bias = torch.randn(3, generator=draw).to(dtype)
+    block = Block(up.to(dtype), down.to(dtype), up_bias=bias, down_bias=torch.zeros(3).to(dtype), skip=skip.to(dtype))
+    assert absorb(block).status != "possible"
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_large_units_of_other_channels_do_not_pay_for_an_error(seed: int) -> None:
+    """Units that cancel are large in three channels; in the fourth a part of 1e-4 of the skip is missing."""
+    draw = torch.Generator().manual_seed(seed)
+    rows, other = normal(draw, 5, 3), normal(draw, 3, 5)
+    inverse = torch.linalg.pinv(rows)
+    columns = -inverse + 1000 * (other - other @ rows @ inverse)
+    up, down = torch.zeros(8, 4, dtype=torch.float64), torch.zeros(4, 8, dtype=torch.float64)
+    up[:5, :3], down[:3, :5], up[5, 3], down[3, 5] = rows, columns, 1, -(1 - 1e-4)
+    up[6:], down[:, 6:] = normal(draw, 2, 4), normal(draw, 4, 2)
+    biases = {"up_bias": normal(draw, 8).float(), "down_bias": torch.zeros(4)}
+    assert absorb(Block(up.float(), down.float(), **biases, activation="gelu")).status != "possible"

@@ -26,6 +26,8 @@ from unskip.absorption._block import Block
 from unskip.absorption._domain import Domain
 from unskip.absorption._problem import SHARE
 
+ROUNDINGS = 8  # of the units' terms, added in squares: what a gap may be at most
+DECOMPOSED = 2048  # the largest skip that is decomposed, where it is not diagonal
 SIZES = (1e-6, 1e-2, 1.0, 1e2, 1e5)  # of inputs
 SMALLER = 8  # times, where the block overflows
 SAMPLES = 48  # of each size
@@ -154,7 +156,7 @@ def linear_gap(block: Block, other: Block, domain: Domain | None = None) -> tupl
 
 
 def makes_up(block: Block, left: Tensor, skip: Tensor, tolerance: float = 0.0) -> bool:
-    """Whether a linear gap is a small share of the skip in every row and column, or rounding where they are zero.
+    """Whether a linear gap is rounding of the units, and a small share of the skip in every row, column and direction.
 
     In a coarse dtype the outputs would not show that a skip was dropped: beside large weights it is within their
     rounding. Nor would all rows together show that one of them was, beside a skip that is larger elsewhere.
@@ -167,8 +169,34 @@ def makes_up(block: Block, left: Tensor, skip: Tensor, tolerance: float = 0.0) -
     for dim, units in ((1, outputs), (0, inputs)):
         share = skip.norm(dim=dim)
         bulk = torch.hypot(units, share)
-        allowed = torch.where(share > 1e-12 * bulk, SHARE * share, 8 * block.roundoff * bulk) + 1e-12 * bulk
+        rounding = ROUNDINGS * block.roundoff * bulk
+        allowed = torch.where(share > 1e-12 * bulk, rounding.minimum(SHARE * share), rounding) + 1e-12 * bulk
         slack = 1e-15 * bulk.norm() + tolerance * (skip.norm() + half * down.norm() * up.norm())
         if not bool((left.norm(dim=dim) <= allowed + slack).all()):
             return False
-    return True
+    return bool(tolerance) or _keeps_directions(left, skip)
+
+
+def _keeps_directions(left: Tensor, skip: Tensor) -> bool:
+    """Whether the gap is a small share of the skip along every direction of its inputs and outputs, not axes alone."""
+    diagonal = skip.diagonal()
+    if len(skip) == skip.shape[1] and torch.count_nonzero(skip) == torch.count_nonzero(diagonal):
+        inverse = torch.where(diagonal != 0, 1 / diagonal, 0.0)
+        shares = left * inverse, inverse[:, None] * left
+    elif min(skip.shape) <= DECOMPOSED:
+        inverse = torch.linalg.pinv(skip, rtol=1e-12)
+        shares = left @ inverse, inverse @ left
+    else:
+        return True
+    return all(_largest(share) <= 4 * SHARE for share in shares)
+
+
+def _largest(matrix: Tensor) -> float:
+    """The largest singular value, by power iteration; the Frobenius norm where that is small enough."""
+    bound = float(matrix.norm())
+    if bound <= 4 * SHARE:
+        return bound
+    vector = torch.randn(matrix.shape[1], generator=torch.Generator().manual_seed(0), dtype=matrix.dtype).to(matrix)
+    for _ in range(32):
+        vector = matrix.T @ (matrix @ (vector / vector.norm().clamp_min(1e-300)))
+    return float((matrix @ (vector / vector.norm().clamp_min(1e-300))).norm())
