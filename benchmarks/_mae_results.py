@@ -171,10 +171,17 @@ def figures(done: dict[str, Any], folder: Path, word: str) -> None:
             points = [last(r, "rank") for r in whole], [100 * last(r, "knn20") for r in whole]
             ranks.scatter(*points, s=16, **MARKS[kind])
             if kind in ("sweep", "final"):
-                where, beside = min(zip(*points, strict=True)), (4, -7) if kind == "sweep" else (-5, -2)
-                side = "left" if kind == "sweep" else "right"
                 shown = label.removeprefix("alpha_min ")
-                ranks.annotate(shown, where, beside, textcoords="offset points", fontsize=6, horizontalalignment=side)
+                right = kind == "sweep" and shown != "0.6"  # beside 0.7, whose point is near
+                beside = (5, -7) if right else (-6, -2)
+                ranks.annotate(
+                    shown,
+                    min(zip(*points, strict=True)),
+                    beside,
+                    textcoords="offset points",
+                    fontsize=7,
+                    horizontalalignment="left" if right else "right",
+                )
     depth.set(xlabel="block", ylabel="kNN accuracy, k = 20 (%)", title="over depth")
     for style_of, style in styles.items():
         training.plot([], [], style, color="#555555", label=style_of)
