@@ -1,0 +1,61 @@
+"""Tables of the page on performance: speed against peers, where a step goes, and how costs grow."""
+
+from __future__ import annotations
+
+from _tables import lines, record, table
+
+
+@table
+def speed() -> str:
+    optim = record("optim-gpu")["results"]["vit_base_patch16_224"]
+    eigen = record("discover-gpu")["results"][0]["solver"]
+    loop = record("train-gpu")["results"]["vit_base_patch16_224, 224 px, batch 256"]
+    compiled = record("rewire-cost-gpu")["results"][1]["variants"]
+    sharded = record("fsdp-gpu")["results"]["adamw"]
+    rows: list[tuple[str, str, str, str, float, str]] = []
+    for name, who in (("SOAP", "pytorch_optimizer"), ("Muon", "torch")):
+        peer, ours = (optim[f"{each} {name}"]["alone_mean_ms"] for each in (who, "unskip"))
+        step = f"{name}, ViT-B: ms per step"
+        rows.append((step, who, f"{peer:.1f}", f"{ours:.1f}", peer / ours, "optim-cost"))
+    ours, peer = eigen["ours_ms"], eigen["scipy_ms"]
+    rows.append(("TokenCut: ms per image", "scipy, CPU", f"{peer:.2f}", f"{ours:.3f}", peer / ours, "dense"))
+    for what, name, page in (("MAE, ViT-B", "train-mae-gpu", "mae"), ("SiT-B/2", "train-sit-gpu", "generate")):
+        done = record(name)["results"]
+        peer = max(row["images a second"] for key, row in done.items() if key.startswith("published"))
+        ours = done["ours"]["images a second"]
+        rows.append((f"{what}: images per second", "published code", f"{peer:,.0f}", f"{ours:,.0f}", ours / peer, page))
+    for what, peer, ours, label, page in (
+        ("supervised loop, ViT-B", loop["bare"], loop["loop"], "bare step", "training"),
+        (
+            "FSDP on one GPU, AdamW",
+            *(sharded[key]["images a second"] for key in ("plain", "fsdp")),
+            "plain",
+            "many-gpus",
+        ),
+    ):
+        rows.append((f"{what}: images per second", label, f"{peer:,.0f}", f"{ours:,.0f}", ours / peer, page))
+    for name in ("decay", "cut"):
+        peer, ours = (compiled[key]["median_ms"] for key in ("original", name))
+        step = f"`{name}`, ViT-B, compiled: ms per step"
+        rows.append((step, "not rewired", f"{peer:.1f}", f"{ours:.1f}", peer / ours, "rewire-cost"))
+    cells = [
+        [*row[:4], f"{row[4]:.0f}" if row[4] > 9.95 else f"{row[4]:.2f}", f"[{row[5]}]({row[5]}.md)"] for row in rows
+    ]
+    return lines("on one H200 | peer | peer's | unskip | times as fast | ", cells)
+
+
+@table
+def kernels() -> str:
+    found = record("train-gpu")["results"]["vit_base_patch16_224, 224 px, batch 256"]["kernels"]
+    return lines(
+        "supervised ViT-B, kernels | share of the time", [[name, f"{100 * part:.0f}%"] for name, part in found.items()]
+    )
+
+
+@table
+def growth() -> str:
+    from growth import TOOLS, exponent
+
+    found = record("growth-cpu")["results"]
+    rows = [[tool, *(f"{exponent(rows, name, tool):.1f}" for name, rows in found.items())] for tool in TOOLS]
+    return lines(f"exponent | {' | '.join(found)}", rows)
