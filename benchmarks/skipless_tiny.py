@@ -23,7 +23,7 @@ WIRINGS: dict[str, Config] = {
     "MLPs cut": {"where": "mlp", "c": 1.0, "gain": 1.0},
     "decay": {"shortcut": "decay:product=0.001", "start": False},
 }
-LONG: Config = {"epochs": 100, "mixup": 0.8, "cutmix": 1.0, "validate": False, "quantise": True}
+LONG: Config = {"mixup": 0.8, "cutmix": 1.0, "validate": False, "quantise": True}
 
 
 def jobs(done: dict[str, Any]) -> list[Job]:
@@ -48,6 +48,7 @@ def main() -> None:
     parser = arguments(__doc__, "skipless-tiny.json, or -digits")
     parser.add_argument("--pets", help="images with masks, for the segmentation probe")
     parser.add_argument("--steps", type=int, help="of every run, to see that it works")
+    parser.add_argument("--epochs", type=int, default=100)
     options = parser.parse_args()
     if options.work:
         serve(work)
@@ -62,7 +63,7 @@ def main() -> None:
     done = data["runs"]
     if not options.show:
         data |= about(__file__, options.device, settings, base=BASE, ema=EMA)
-        waiting = lambda: [(name, {**config, **shrink}) for name, config in jobs(done)]  # noqa: E731
+        waiting = lambda: [(name, {**config, "epochs": options.epochs, **shrink}) for name, config in jobs(done)]  # noqa: E731
         study(__file__, data, waiting, lambda name, config: {**config, **fields}, options, tell)
     print(table(done))
 
