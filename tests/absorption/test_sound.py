@@ -306,6 +306,21 @@ READ = [
     (lambda z: torch.relu(z) - torch.relu(z - 1e7), "refused"),
     (lambda z: z + 1e-7 * torch.sin(z), "refused"),
     (lambda z: 2 * z - z, "identity"),
+    (lambda z: z + 1 / (1 + ((z - 3.3) * 1e9) * ((z - 3.3) * 1e9)), "refused"),  # bumps between the points
+    (lambda z: nn.functional.silu(z) + torch.exp(-(((z - 3.3) * 100) ** 2)), "refused"),
+    (lambda z: nn.functional.silu(z) + 1 / (1 + ((z - 3.3) * 1e9) ** 2), "refused"),
+    (lambda z: torch.relu(z) + 1e-9 * torch.sin(z), "refused"),
+    (lambda z: z * torch.sigmoid(z) + torch.sigmoid((z - 3.3) * 1e9) * torch.sigmoid((3.301 - z) * 1e9), "refused"),
+    (lambda z: z / (1 + torch.exp(-z)), "silu"),
+    (lambda z: 0.5 * z * (1 + torch.erf(z / 2**0.5)), "gelu"),
+    (lambda z: 0.5 * z * (1 + torch.tanh((2 / torch.pi) ** 0.5 * (z + 0.044715 * z**3))), "gelu_tanh"),
+    (lambda z: z * torch.tanh(nn.functional.softplus(z)), "mish"),
+    (lambda z: (z + (z.square() + 4).sqrt()) / 2, "squareplus"),
+    (lambda z: nn.functional.softplus(z) - 2**-0.5, "refused"),
+    (nn.Softsign(), "softsign"),
+    (nn.Hardswish(), "hardswish"),
+    (nn.LogSigmoid(), "log_sigmoid"),
+    (lambda z: z * nn.functional.relu6(z + 3) / 6, "hardswish"),
 ]
 
 

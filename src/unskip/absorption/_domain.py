@@ -18,6 +18,7 @@ from unskip import _checks
 from unskip.absorption._norm import Norm
 from unskip.errors import BadInput
 
+_LARGEST = 1e100  # a covariance squares it
 MARGIN = 0.1  # by which the domain around data is wider than the data
 
 
@@ -33,7 +34,10 @@ class Domain:
     @classmethod
     def ball(cls, center: Tensor, radius: float) -> Domain:
         """|x - center| < radius."""
-        center, radius = _numbers("ball", center), _checks.number("Domain.ball", "radius", radius, zero=False)
+        center, radius = (
+            _numbers("ball", center),
+            _checks.number("Domain.ball", "radius", radius, high=_LARGEST, zero=False),
+        )
         where = "the origin" if not bool(center.any()) else "its centre"
         return cls(f"the ball of radius {radius:g} around {where}", center, torch.full_like(center, radius))
 
@@ -49,9 +53,13 @@ class Domain:
     @classmethod
     def around(cls, data: Tensor, margin: float = MARGIN) -> Domain:
         """The ellipsoid of the mean and covariance of data (..., d) that holds all of it, with axes `margin` longer."""
+        if data.is_complex():
+            raise BadInput("domain: data must be real numbers, got complex ones")
         x = data.detach().double().reshape(-1, data.shape[-1])
-        if len(x) < 2 or not bool(torch.isfinite(x).all()):
-            raise BadInput(f"domain: data needs at least 2 finite inputs, got {len(x)}")
+        if len(x) < 2:
+            raise BadInput(f"domain: data needs at least 2 inputs, got {len(x)}")
+        if not bool((x.abs() < _LARGEST).all()):
+            raise BadInput(f"domain: data must be finite and below {_LARGEST:g}")
         margin = _checks.number("domain", "margin", margin, zero=False)
         mean = x.mean(0)
         centred = x - mean
@@ -140,6 +148,11 @@ def as_domain(value: object, inputs: int) -> Domain | None:
 
 
 def _numbers(who: str, value: Tensor) -> Tensor:
-    if not isinstance(value, Tensor) or value.ndim != 1 or not bool(torch.isfinite(value).all()):
-        raise BadInput(f"Domain.{who}: give vectors (d,) of finite numbers")
+    if (
+        not isinstance(value, Tensor)
+        or value.ndim != 1
+        or value.is_complex()
+        or not bool((value.abs() < _LARGEST).all())
+    ):
+        raise BadInput(f"Domain.{who}: give vectors (d,) of real numbers below {_LARGEST:g}")
     return value.detach().double()

@@ -1,10 +1,9 @@
 """The activation of a traced MLP, read from the operators that compute it and checked on values.
 
-Values alone cannot tell Hardtanh(0, 1e7) from ReLU, and an operator alone not relu(x) from relu(x + 0.01). So the
-operator and its arguments suggest a name, and the values of that name on points from 1e-6 to 1e6 of both signs have to
-be those that were seen. Smooth functions that are put together (`x * sigmoid(1.702 * x)`) are named by their values,
-`identity` only where nothing but arithmetic is (`x + 1e-7 * sin(x)` is not linear). What is made of operators that can
-bend or jump anywhere, such as `where`, has no name.
+Values alone cannot tell Hardtanh(0, 1e7) from ReLU, nor silu(x) from silu(x) plus a narrow bump between two points. An
+operator alone cannot tell relu(x) from relu(x + 0.01). So a name needs both: its values on points from 1e-6 to 1e6 of
+both signs, and operators that are one of the ways to write it (`x * sigmoid(1.702 * x)`). Beside those only polynomials
+may stand: one that is zero on every point has too many terms to be written down.
 """
 
 from __future__ import annotations
@@ -100,22 +99,55 @@ OPERATORS: dict[str, Callable[[Arguments], str]] = {
     "softshrink": _unknown("Softshrink"),
     "rrelu_with_noise": _unknown("RReLU, which is random in training"),
 }
-ARITHMETIC = {"add", "sub", "rsub", "mul", "div", "neg", "native_dropout", "dropout"}
-SMOOTH = ARITHMETIC | {"reciprocal", "square", "pow", "sqrt", "rsqrt", "exp", "expm1", "log", "log1p", "erf", "erfc"}
-SMOOTH |= {"sin", "cos", "tanh", "sigmoid", "silu", "gelu", "softplus", "mish", "log_sigmoid_forward"}
+SILENT = {"native_dropout", "dropout"}
+POLYNOMIAL = {"add", "sub", "rsub", "mul", "neg", "square"}
+MOST = 12  # operators of a polynomial
+# Other ways to write an activation: the operators that are no polynomial, each once.
+SPELLINGS: dict[str, tuple[str, ...]] = {
+    "identity": ("",),
+    "square": ("",),
+    "abs": ("abs",),
+    "relu": ("abs",),
+    "relu2": ("relu", "clamp"),
+    "silu": ("sigmoid", "tanh", "div exp", "exp reciprocal"),
+    "quick_gelu": ("sigmoid", "silu", "div exp", "exp reciprocal"),
+    "gelu": ("erf", "erfc"),
+    "gelu_tanh": ("tanh", "sigmoid"),
+    "mish": ("softplus tanh", "exp log1p tanh", "exp log tanh"),
+    "softplus": ("exp log1p", "exp log"),
+    "shifted_softplus": ("softplus", "exp log1p", "exp log"),
+    "log_sigmoid": ("log sigmoid", "softplus"),
+    "squareplus": ("sqrt",),
+    "softsign": ("abs div",),
+    "sigmoid": ("tanh", "div exp", "exp reciprocal"),
+    "tanh": ("sigmoid",),
+    "hardswish": ("hardtanh", "clamp", "hardsigmoid"),
+    "hardsigmoid": ("hardtanh", "clamp"),
+}
 
 
 def read(curve: Curve) -> str:
     """The name of an activation. Raises Unreadable."""
-    names = [name for name, _ in curve.operators]
-    words = [OPERATORS[name](given) for name, given in curve.operators if name in OPERATORS]
-    bent = [name for name in names if name not in SMOOTH]
-    unknown = [name for name in bent if name not in OPERATORS and name != "abs"]
-    if unknown or len(bent) > 1:
-        raise Unreadable(f"made of {', '.join(sorted(set(unknown or bent)))}, which can bend or jump anywhere")
-    for word in (*words, curve.name):
-        if word is None or (word == "identity" and not ARITHMETIC.issuperset(names)):
-            continue
-        if torch.allclose(resolve(word)[0].function(GRID), curve.values, rtol=1e-6, atol=1e-9):
-            return resolve(word)[0].name
+    operators = [(name, given) for name, given in curve.operators if name not in SILENT]
+    others = [(name, given) for name, given in operators if not _polynomial(name, given)]
+    words = [OPERATORS[name](given) for name, given in others if name in OPERATORS]
+    spelling = " ".join(sorted(name for name, _ in others))
+    names = words if len(others) == 1 else []
+    names += [name for name, ways in SPELLINGS.items() if spelling in ways]
+    if not names:
+        raise Unreadable(f"made of {spelling.replace(' ', ', ')}, in a way that is none of the known ones")
+    if len(operators) - len(others) > MOST:
+        raise Unreadable(f"more than {MOST} additions and multiplications")
+    for name in names:
+        if torch.allclose(resolve(name)[0].function(GRID), curve.values, rtol=1e-6, atol=1e-9):
+            return resolve(name)[0].name
     raise Unreadable("none that is known")
+
+
+def _polynomial(name: str, given: Arguments) -> bool:
+    """Whether an operator makes polynomials of polynomials. A divisor or exponent that is no number may be an input."""
+    if name == "div":
+        return isinstance(given[0], int | float)
+    if name == "pow":
+        return given[0] in (1, 2, 3, 4) and not isinstance(given[0], Tensor)
+    return name in POLYNOMIAL

@@ -53,7 +53,8 @@ class Verdict:
     domain: str  # the inputs for which it is said
     certificate: Certificate | None = None
     obstructions: tuple[Obstruction, ...] = ()
-    error: float | None = None  # possible: |F - G| as a linear map, relative to the skip (Frobenius norm)
+    error: float | None = None  # possible: |F - G| as a linear map, relative to the skip (Frobenius norm);
+    #                             with moved weights the measured error of the output, relative to the output
     flips: Tensor | None = None  # possible: the units whose rows are turned around, where that is all it takes
     skip_norm: float | None = None  # the skip's own Frobenius norm, to compare flip_bound with
     extra_width: int | None = None  # units more that are enough for an exact replacement; None: none is known, or never
@@ -115,13 +116,14 @@ class Verdict:
     def __str__(self) -> str:
         block = self.block
         head = f"{block.inputs} > {block.width} > {block.outputs}, {block.activation}: {self.status}"
-        lines = [head, f"  {self.reason}", f"  holds on: {self.domain}"]
+        lines = [head, f"  {self.reason}", f"  {'asked' if self.status == 'undecided' else 'holds'} on: {self.domain}"]
         for each in self.obstructions:
             lines.append(f"  obstruction: {each.kind}" + (f": {each.sentence}" if each.sentence != self.reason else ""))
         if self.flip_bound is not None:
             lines.append(f"  every flip set stays {self.flip_bound:.3g} or more from the skip ({self.skip_norm:.3g})")
         if self.error is not None:
-            lines.append(f"  error of the replacement, relative to the skip: {self.error:.3g}")
+            scale = "skip" if self.change is None else "output"
+            lines.append(f"  error of the replacement, relative to the {scale}: {self.error:.3g}")
         if self.change is not None:
             lines.append(f"  the weights were moved by {self.change:.3g} of their size (tolerance {self.tolerance:g})")
         if self.status != "possible" and self.extra_width:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from torch import nn
 
 _DATA = "Samples to approximate on: a folder of images, an .npy file, a set such as digits, or random:N."
-_MOST = "Approximate replacements that are further off than this, relative, are refused."
+_MOST = "Approximate replacements that are further off than this, relative, are refused (default 0.1)."
 _APPLY = "Rewrite the sites that may be: exact, widen or approximate (needs --data)."
 
 
@@ -26,8 +26,8 @@ def absorb_command(
     data: Annotated[str | None, option(_DATA, "SOURCE")] = None,
     n: Count = 64,
     apply: Annotated[Literal["exact", "widen", "approximate"] | None, option(_APPLY, "MODE")] = None,
-    max_error: Annotated[float, option(_MOST, "E")] = 0.1,
-    distil: Annotated[int, option("Training steps for each approximate replacement.", "N")] = 0,
+    max_error: Annotated[float | None, option(_MOST, "E")] = None,
+    distil: Annotated[int | None, option("Training steps for each approximate replacement.", "N")] = None,
     out: Annotated[str | None, option("Folder for the rewritten model.", "FOLDER")] = None,
     input: Inputs = (),  # noqa: A002
     device: Device = "cpu",
@@ -48,6 +48,10 @@ def absorb_command(
         raise BadInput("--apply approximate fits to samples: give --data")
     if out is not None and apply is None:
         raise BadInput("--out is for a rewritten model: give --apply too")
+    fit = {name: value for name, value in (("max_error", max_error), ("distil", distil)) if value is not None}
+    if fit and apply != "approximate":
+        given = ", ".join(f"--{name.replace('_', '-')}" for name in fit)
+        raise BadInput(f"{given}: only --apply approximate fits to samples; give it too")
     where, shapes = device_of(device), shapes_of(input)
     applied = refused = None
     with contextlib.redirect_stdout(sys.stderr), progress(f"deciding {model}") as tick, by_input():
@@ -59,9 +63,7 @@ def absorb_command(
         sound = scan.verify()
         if apply is not None:
             try:
-                applied = unskip.absorption.apply(
-                    built, apply, example, data=samples, max_error=max_error, distil=distil
-                )
+                applied = unskip.absorption.apply(built, apply, example, data=samples, **fit)
             except RewireError as error:
                 refused = str(error)
         if applied is not None and not applied.done:
