@@ -115,7 +115,8 @@ def _planted(random: np.random.Generator, dtype: torch.dtype) -> Case:
     """Real weights in which some units add up to minus the skip, rounded to the dtype afterwards.
 
     Exactly there may be no replacement any more, but within the rounding of the dtype there is: impossible is wrong.
-    In a part of them the skip of one channel is small beside the others', and no unit makes it up.
+    In a part of them the skip of one channel or of one oblique direction is small beside the others', and no unit makes
+    it up; or one channel is missed by a little, beside channels with larger units.
     """
     word = str(random.choice(list(CLASS_O)))
     odd = float(CLASS_O[word][0])
@@ -125,10 +126,22 @@ def _planted(random: np.random.Generator, dtype: torch.dtype) -> Case:
     chosen = random.permutation(h)[: int(random.integers(d, h + 1))]
     skip = float(random.choice([1.0, 0.5, -2.0])) * np.eye(d)
     wanted, kind = skip.copy(), "planted"
-    if d > 1 and random.random() < 0.3:
-        kind, skip = "one channel missed", skip * 2.0 ** int(random.integers(2, 10))
-        skip[0, 0], wanted = 1.0, skip.copy()
-        wanted[0] = 0
+    trick = random.random() if d > 1 else 1.0
+    if trick < 0.4:
+        large = abs(skip[0, 0]) * 2.0 ** int(random.integers(2, 10))
+        way = np.eye(d)[0]
+        if trick < 0.2:
+            way = random.standard_normal(d)
+            way /= np.linalg.norm(way)
+        kind = "one direction missed" if trick < 0.2 else "one channel missed"
+        wanted = large * (np.eye(d) - np.outer(way, way))
+        skip = wanted + np.outer(way, way)
+    elif trick < 0.5:
+        kind, scale = "one channel off", np.ones(d)
+        scale[1:] = 2.0 ** int(random.integers(6, 16))
+        down, skip = down * scale[:, None], skip * scale[:, None]
+        wanted = skip.copy()
+        wanted[0, 0] *= 1 + 2.0 ** -int(random.integers(4, 18))
     inverse = np.linalg.pinv(up[chosen])
     if np.linalg.norm(inverse) > 20:
         return _planted(random, dtype)

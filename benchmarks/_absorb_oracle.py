@@ -183,7 +183,8 @@ def seen(block: Block, out: torch.Tensor) -> torch.Tensor:
 
 
 def keeps_channels(block: Block, other: Block, domain: Domain | None) -> bool:
-    """Whether the block and its replacement differ by at most a tenth of the skip in every output and every input.
+    """Whether the block and its replacement differ by a small share of the skip in every output, input and direction,
+    and in every output by no more than the rounding of the units that write to it.
 
     Only where the difference of the two is linear, or on a box affine. Read off in float64 from a step along each axis,
     both ways. Rounding is allowed where the skip is zero.
@@ -194,12 +195,29 @@ def keeps_channels(block: Block, other: Block, domain: Domain | None) -> bool:
     left = ((gap[0] - gap[1]) / (2 * step.diagonal()[:, None])).mT
     skip = seen(block, block.matrix.mT).mT
     units = 4 * one.down.abs() @ one.up.abs() + block.matrix.abs()
+    eps = torch.finfo(block.dtype).eps
     for dim in (0, 1):
-        share, rounding = skip.norm(dim=dim), torch.finfo(block.dtype).eps * units.norm()
-        allowed = torch.where(share > 1e-9, 0.1 * share, 8 * rounding)
+        share = skip.norm(dim=dim)
+        allowed = torch.where(share > 1e-9, 0.1 * share, 8 * eps * units.norm())
         if bool((left.norm(dim=dim) > allowed + 1e-9 * units.norm()).any()):
             return False
-    return True
+    if not block.norms:
+        shift = torch.zeros_like(one.up[:, 0]) if one.up_bias is None else one.up_bias.abs()
+        size = units.sum(1) + 4 * one.down.abs() @ (shift + 1) / step.diagonal().min()
+        size += 0 if one.down_bias is None else one.down_bias.abs() / step.diagonal().min()
+        if bool((left.norm(dim=1) > 8 * eps * units.sum(1) + 1e-12 * size).any()):
+            return False
+    return not _well_conditioned(skip) or _share(left, skip) <= 0.25
+
+
+def _well_conditioned(skip: torch.Tensor) -> bool:
+    return skip.shape[0] == skip.shape[1] and float(np.linalg.cond(skip.numpy())) < 1e6
+
+
+def _share(left: torch.Tensor, skip: torch.Tensor) -> float:
+    """The most that the gap is of the skip: the largest |left x| / |skip x|, and the same of the transposes."""
+    pairs = ((left, skip), (left.mT, skip.mT))
+    return max(float(np.linalg.norm(np.linalg.solve(b.numpy().T, a.numpy().T), 2)) for a, b in pairs)
 
 
 def equal_exactly(block: Block, other: Block, random: np.random.Generator) -> bool:
