@@ -87,7 +87,11 @@ def test_questions_that_cannot_be() -> None:
         fold(generic(), nn.ReLU())  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("domain", [-1.0, math.nan, True, "data", ("a", "b"), (3, 1), torch.ones(3), torch.ones(1, 3)])
+DOMAINS = [-1.0, math.nan, True, "data", ("a", "b"), (3, 1), torch.ones(3), torch.ones(1, 3), 1e200, (-1e200, 1e200)]
+DOMAINS += [torch.full((4, 3), math.nan), 1e200 * torch.randn(9, 3).double(), torch.randn(9, 3, dtype=torch.complex64)]
+
+
+@pytest.mark.parametrize("domain", DOMAINS)
 def test_domains_that_cannot_be(domain: object) -> None:
     with pytest.raises(BadInput, match=r"[Dd]omain"):
         absorb(Block(UP, DOWN), domain=domain)

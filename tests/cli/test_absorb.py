@@ -71,6 +71,7 @@ def test_a_widened_model_is_other_than_its_function_builds(run: Any, models: str
     [
         (["--apply", "approximate"], "give --data"),
         (["--out", "x"], "give --apply"),
+        (["--apply", "widen", "--distil", "3"], "--distil"),
         (["--device", "nowhere"], "device is 'nowhere'"),
     ],
 )

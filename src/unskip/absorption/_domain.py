@@ -136,7 +136,9 @@ def as_domain(value: object, inputs: int) -> Domain | None:
     elif isinstance(value, Tensor) and value.ndim >= 2:
         made = Domain.around(value)
     elif isinstance(value, tuple) and len(value) == 2 and all(isinstance(v, Tensor | int | float) for v in value):
-        low, high = (v if isinstance(v, Tensor) else torch.full((inputs,), float(v)) for v in value)
+        low, high = (
+            v if isinstance(v, Tensor) else torch.full((inputs,), float(v), dtype=torch.float64) for v in value
+        )
         made = Domain.box(low, high)
     elif isinstance(value, Domain):
         made = value

@@ -48,10 +48,8 @@ def absorb_command(
         raise BadInput("--apply approximate fits to samples: give --data")
     if out is not None and apply is None:
         raise BadInput("--out is for a rewritten model: give --apply too")
-    fit = {name: value for name, value in (("max_error", max_error), ("distil", distil)) if value is not None}
-    if fit and apply != "approximate":
-        given = ", ".join(f"--{name.replace('_', '-')}" for name in fit)
-        raise BadInput(f"{given}: only --apply approximate fits to samples; give it too")
+    if apply != "approximate" and (max_error is not None or distil is not None):
+        raise BadInput("--max-error and --distil are for --apply approximate: give it too")
     where, shapes = device_of(device), shapes_of(input)
     applied = refused = None
     with contextlib.redirect_stdout(sys.stderr), progress(f"deciding {model}") as tick, by_input():
@@ -63,7 +61,10 @@ def absorb_command(
         sound = scan.verify()
         if apply is not None:
             try:
-                applied = unskip.absorption.apply(built, apply, example, data=samples, **fit)
+                most = 0.1 if max_error is None else max_error
+                applied = unskip.absorption.apply(
+                    built, apply, example, data=samples, max_error=most, distil=distil or 0
+                )
             except RewireError as error:
                 refused = str(error)
         if applied is not None and not applied.done:
