@@ -205,7 +205,7 @@ def keeps_channels(block: Block, other: Block, domain: Domain | None) -> bool:
         shift = torch.zeros_like(one.up[:, 0]) if one.up_bias is None else one.up_bias.abs()
         size = units.sum(1) + 4 * one.down.abs() @ (shift + 1) / step.diagonal().min()
         size += 0 if one.down_bias is None else one.down_bias.abs() / step.diagonal().min()
-        if bool((left.norm(dim=1) > 8 * eps * units.sum(1) + 1e-12 * size).any()):
+        if bool((left.norm(dim=1) > 8 * eps * units.sum(1) + 1e-12 * size + 1e-13 * units.norm()).any()):
             return False
     return not _well_conditioned(skip) or _share(left, skip) <= 0.25
 
