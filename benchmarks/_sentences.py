@@ -5,7 +5,8 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterator
 
-from _tables import FROZEN, record, runs
+import _mae_results
+from _tables import FROZEN, dino_cells, record, runs
 from _tables_claims import accuracy
 from _tables_studies import STARTS, start
 
@@ -131,8 +132,128 @@ def sentences() -> Iterator[tuple[str, str]]:
     yield "what-did-not-work", f"impossible in all {asked} MLPs asked"
     yield from _scanned_models()
 
+    yield from _dino()
+    yield from _mae()
+    yield from _tiny()
     exits = record("faults")["exits"]
     yield "many-gpus", f"{exits['runs'] - len(exits['failures'])} of {exits['runs']} sharded runs of two processes"
+
+    fade = record("fade-digits")
+    yield "fade", f"reaches {fade['original']:.3f}, and {fade['original, skips cut, not trained']:.3f} (chance)"
+    control, *students = (statistics.mean(found) for found in [*fade["results"].values()][:-1])
+    yield "fade", f"A student is {control - max(students):.2f} to {control - min(students):.2f} behind the control"
+
+
+def _dino() -> Iterator[tuple[str, str]]:
+    kept, cut = (runs("dino-64", f"main | {name} | soap") for name in ("residual", "skipless"))
+    ridge = [100 * row["segment"]["by block (ridge)"][-1] for row in cut]
+    background = 100 * runs("dino-64", "labels | residual | soap")[0]["segment"]["always background"]
+    yield "dino-results", "falls to {:.1f} and {:.1f} in the last block".format(*ridge)
+    yield "dino-results", f"background everywhere has {background:.1f}."
+    empty = [100 * share for row in cut for share in row["discover"]["empty"][6:]]
+    yield "dino-results", f"no object in {min(empty):.0f} to {max(empty):.0f}% of images from block 6 on"
+    first, third = (row["warnings"]["collapsed-patches"] for row in cut)
+    assert third == 3 * first
+    yield "dino-results", f"at the first evaluation for one seed ({first} of 3,000 steps) and at the third"
+    ranks = [row["depth"]["rank"][-1] for row in (*cut, *kept)]
+    yield "dino-results", "rank in the last block is {:.0f} and {:.0f}, with skips {:.0f} and {:.0f}.".format(*ranks)
+
+    probes = {name: [row["depth"]["probe_lbfgs"] for row in rows] for name, rows in (("kept", kept), ("cut", cut))}
+    best = {name: sorted(each.index(max(each)) for each in found) for name, found in probes.items()}
+    (decayed,) = runs("dino-64", "remedy | decay 0.6 | soap")
+    tops = [100 * max(each) for each in (decayed["depth"]["probe_lbfgs"], *probes["kept"])]
+    block = decayed["depth"]["probe_lbfgs"].index(max(decayed["depth"]["probe_lbfgs"]))
+    yield "dino-ablations", f"block {block} has a probe accuracy of {tops[0]:.1f}; the best"
+    yield "dino-ablations", "the two residual seeds have {:.1f} and {:.1f}.".format(*tops[1:])
+    yield "which-shortcut", "its block {} has the best probe, {:.1f} against {:.1f} and {:.1f}".format(block, *tops)
+    corloc = 100 * runs("dino-64", "remedy | MLPs' skips cut | soap")[0]["discover"]["corloc"][-1]
+    yield "dino-ablations", f"(CorLoc {corloc:.1f} there)"
+    nine = "{} in the last block, {} from four, CorLoc {}, kNN {}, probe {}."
+    yield "dino-ablations", nine.format(*dino_cells("depth | skipless, 9 blocks | soap", last_corloc=False))
+
+    ways = ("skipless | soap", "residual | soap", "skipless | adamw", "residual | adamw")
+    alike = [_alike(f"main | {way}") for way in ways]
+    labels = "; ".join(_alike(f"labels | {way}") for way in ways[:2])
+    yield "dino-ablations", f"under SOAP ({alike[0]}; with skips {alike[1]}) and with labels ({labels})"
+    yield "dino-ablations", f"Under AdamW it is not ({alike[2]}; {alike[3]})."
+    yield "dino-ablations", "without skips fall from block {} or {} on".format(*best["cut"])
+    yield "dino-ablations", "with skips they rise up to block {} or {}.".format(*best["kept"])
+
+
+def _alike(name: str) -> str:
+    """The linear CKA between blocks, averaged over pairs, of each seed."""
+    return " and ".join(
+        f"{statistics.mean(value for block, values in enumerate(row['cka']) for value in values[:block]):.2f}"
+        for row in runs("dino-64", name)
+    )
+
+
+def _mae() -> Iterator[tuple[str, str]]:
+    done = record("mae-cifar")["runs"]
+    found = _mae_results.answers(done)
+    gains = [found[f"{key}, decayed less long skips"] for key in ("probe_lbfgs", "probe_mae", "probe_decayed")]
+    tuned = -found["finetune, decayed less long skips"]
+    yield "mae-results", f"linear probes by {min(gains):.1f} to {max(gains):.1f} points, and lowers fine-tuning"
+    yield "mae-results", f"fine-tuning by {tuned:.1f} points."
+    knn = {name: 100 * row["depth"]["knn20"][-1] for name, row in done.items()}
+    short, long = knn["ablation | long skips"] - knn["sweep | alpha_min 0.8"], found[_LONGER.format(1)]
+    yield "mae-results", f"is {short:.1f} points of kNN behind after 25 epochs"
+    yield "mae-results", f"and {long:.1f} ahead after 180."
+    yield "which-shortcut", f"the decay is {long:.1f} ahead of long skips alone"
+    yield "what-did-not-work", f"decay was {found[_LONGER.format(2)]:.1f} points of kNN ahead of long skips alone"
+    slow = knn["longer | long skips | x 1"] - knn["longer | long skips | x 2"]
+    yield "mae-results", f"long skips are {slow:.1f} points better at 1e-3"
+    yield (
+        "what-did-not-work",
+        f"and is {slow:.1f} points worse than 1e-3 at 180. With 1e-3 for both, decay is {long:.1f}",
+    )
+    strong = knn["ablation | long skips"] - knn["sweep | alpha_min 0.6"]
+    yield "which-shortcut", f"0.6 is {strong:.1f} points below long skips alone after 25 epochs"
+
+    costs = [
+        [f"{-found[f'knn20, {run} less long skips']:.1f}"
+         for run in (f"depth | 6 | {way}", "sweep | alpha_min 0.8", f"depth | 24 | {way}")]
+        for way in ("alpha_min 0.8", "product 0.076")  # which are one at 12 blocks
+    ]  # fmt: skip
+    yield "mae-ablations", "alpha_min = 0.8 costs {}, {} and {} points of kNN".format(*costs[0])
+    yield "mae-ablations", "product of 0.076 costs {}, {} and {}, so".format(*costs[1])
+    alone = knn["ablation | plain"] - knn["ablation | decay without long skips"]
+    yield "mae-ablations", f"without them the decay costs {alone:.0f} points against plain MAE"
+    peaks = [max(done[f"sweep | alpha_min {alpha}"]["loss"], key=lambda row: row[2]) for alpha in ("0.6", "0.4")]
+    norms, last = [f"{row[2]:.0f}" for row in peaks], max(row[0] for row in peaks)
+    yield "mae-ablations", f"norm of {norms[0]} (alpha_min 0.6) and {norms[1]} (0.4) within {last} steps"
+    yield "what-did-not-work", f"a length of {norms[0]} within {last} steps"
+    higher = [
+        f"{knn[f'start | alpha_min {alpha} without zero start'] - knn[f'sweep | alpha_min {alpha}']:.1f}"
+        for alpha in ("0.6", "0.4")
+    ]
+    yield "mae-ablations", f"without them kNN is {higher[0]} and {higher[1]} points higher"
+    yield "what-did-not-work", f"without them kNN is {higher[0]} points higher at 0.6"
+    related = _mae_results.correlations(done)
+    other, final = ([*related[f"over configurations, {kind} runs"].values()] for kind in ("other", "final"))
+    for page in ("mae-ablations", "what-did-not-work"):
+        yield page, f"correlation of {min(other):.1f} to {max(other):.1f}"
+        yield page, f"runs of 60 epochs it falls from {final[0]:.1f} to {final[-1]:.1f}"
+    usual, fast = knn["sweep | alpha_min 0.8"], knn["rate | plain | x 2"]
+    yield (
+        "mae-ablations",
+        f"at 1e-3 the decay is {usual - knn['ablation | plain']:.1f} points of kNN above plain MAE, at 2e-3 "
+        f"{fast - knn['rate | decay 0.8 | x 2']:.1f} below, each at its best {usual - fast:.1f} above.",
+    )
+
+
+_LONGER = "knn20, longer: decayed less long skips | x {}"
+
+
+def _tiny() -> Iterator[tuple[str, str]]:
+    kept, cut = (runs("skipless-tiny", name)[0] for name in ("residual | 0", "no skips | 0"))
+    gap = f"{100 * (kept['test_accuracy'] - cut['test_accuracy']):.1f} points behind"
+    for page in ("skipless-results", "skipless", "which-shortcut", "what-did-not-work"):
+        yield page, gap
+    yield "skipless-results", f"training loss is {cut['train_loss']:.2f} against {kept['train_loss']:.2f}"
+    course, other = ([loss for step, loss in row["loss"] if 1960 <= step <= 5800] for row in (cut, kept))
+    yield "skipless-results", f"loss stays between {min(course):.2f} and {max(course):.2f} from step 1,960 to 5,800"
+    yield "skipless-results", f"falls from {other[0]:.2f} to {other[-1]:.2f}"
 
 
 def _scanned_models() -> Iterator[tuple[str, str]]:

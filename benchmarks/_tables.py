@@ -206,7 +206,7 @@ def mae_long() -> str:
     return lines(" | rate | kNN | probe, L-BFGS | probe, MAE's | probe, the paper's | effective rank", rows)
 
 
-def _dino(name: str, spreads: bool = True, last_corloc: bool = True) -> list[str]:
+def dino_cells(name: str, spreads: bool = True, last_corloc: bool = True) -> list[str]:
     done = runs("dino-64", name)
 
     def best(row: Row) -> float:
@@ -240,7 +240,7 @@ def dino_main() -> str:
         "with labels: without skips + init, SOAP": "labels | skipless | soap",
     }
     head = " | mean IoU, last block | four blocks | CorLoc, last block | best block | kNN | probe"
-    return lines(head, [[label, *_dino(name)] for label, name in names.items()])
+    return lines(head, [[label, *dino_cells(name)] for label, name in names.items()])
 
 
 @table
@@ -255,7 +255,7 @@ def dino_remedies() -> str:
         "mean of patches instead of the class token": "remedy | mean of patches | soap",
         "only the MLPs' skips cut, `--where mlp`": "remedy | MLPs' skips cut | soap",
     }
-    rows = [[label, *_dino(name, spreads=False, last_corloc=False)] for label, name in names.items()]
+    rows = [[label, *dino_cells(name, spreads=False, last_corloc=False)] for label, name in names.items()]
     return lines(" | mean IoU, last block | four blocks | CorLoc, best block | kNN | probe", rows)
 
 

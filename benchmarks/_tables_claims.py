@@ -16,6 +16,12 @@ def _long(name: str) -> str:
     return spread(row["test_accuracy"] for row in runs("skipless-long", f"final | {name}"))
 
 
+def _tiny(name: str) -> str:
+    """Test accuracy after 100 epochs of Tiny-ImageNet-200, one seed."""
+    (row,) = runs("skipless-tiny", name)
+    return spread([row["test_accuracy"]])
+
+
 def _mae(name: str, key: str = "knn20", study: str = "mae-cifar") -> str:
     done = runs(study, name)
     if key == "finetune":
@@ -70,6 +76,14 @@ def readme() -> str:
             _long(f"{FROZEN}, weight decay 0.3"),
             every,
             "1 vs 3",
+            "skipless-results",
+        ),
+        (
+            "ViT-S, Tiny-ImageNet-200, 100 epochs: all cut, six heads frozen",
+            _tiny("residual"),
+            _tiny("no skips"),
+            every,
+            "1",
             "skipless-results",
         ),
         ("MAE, 60 epochs, kNN: long skips", plain, _mae("final | long skips"), every, "3", "mae-results"),
@@ -225,6 +239,15 @@ def claims_skipless() -> str:
                 "3 (residual 1)",
                 "not seen",
                 "skipless-long",
+            ),
+            (
+                "the same on Tiny-ImageNet-200, ViT-S",
+                "80.1 → 80.8",
+                f"{_tiny('residual')} → {_tiny('no skips')}",
+                wide,
+                "1",
+                "not seen",
+                "skipless-tiny",
             ),
             (
                 "condition of the first attention: residual / cut / cut and initialised",

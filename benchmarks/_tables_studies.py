@@ -1,10 +1,30 @@
-"""Tables of the studies of MAE and DINO beside the main ones, and of language models that were scanned and measured."""
+"""Tables of the studies beside the main ones: Tiny-ImageNet-200, MAE, DINO, and language models that were measured."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from _tables import lines, record, runs, spread, table
+
+
+@table
+def skipless_tiny() -> str:
+    names = {
+        "residual": "residual",
+        "no skips, carrying heads frozen": "no skips",
+        "MLPs' skips cut": "MLPs cut",
+        "decayed to a product of 0.001": "decay",
+    }
+    rows = []
+    for label, name in names.items():
+        done = [row for run, row in record("skipless-tiny")["runs"].items() if run.startswith(f"{name} |")]
+        if not done:  # not run
+            continue
+        scores = [[row[key] for row in done] for key in ("test_accuracy", "top5")]
+        dense = [[pick(row["mean_iou"]) for row in done] for pick in (max, lambda blocks: blocks[-1])]
+        loss = spread([row["train_loss"] for row in done], 2, 1)
+        rows.append([label, *map(spread, scores), loss, *map(spread, dense), str(len(done))])
+    return lines(" | top 1 | top 5 | training loss | mean IoU, best block | last block | seeds", rows)
 
 
 @table
