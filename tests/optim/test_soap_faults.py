@@ -49,6 +49,21 @@ def test_gradients_of_any_size_leave_finite_weights(scale: float) -> None:
     assert optimizer.skipped() == {}
 
 
+@pytest.mark.parametrize("vectors", [torch.full((4, 4), torch.nan), torch.ones(4, 4)], ids=["nan", "alike"])
+def test_a_solver_that_fails_leaves_the_axes(monkeypatch: pytest.MonkeyPatch, vectors: torch.Tensor) -> None:
+    param, grads = start((4, 4), torch.float32), gradients((4, 4)).float()
+    optimizer = SOAP([param])
+    with monkeypatch.context() as patched:
+        patched.setattr(torch.linalg, "eigh", lambda x: (torch.ones(4), vectors.expand_as(x)))
+        run(optimizer, [(param, grads)], range(1))
+    assert torch.equal(optimizer.state[param]["left_basis"], torch.eye(4)[None])
+    run(optimizer, [(param, grads)], range(1, 30))
+    basis = optimizer.state[param]["left_basis"]
+    assert torch.allclose(basis @ basis.mT, torch.eye(4), atol=1e-4)
+    assert not torch.equal(basis, torch.eye(4)[None])
+    assert torch.isfinite(param).all()
+
+
 def test_a_direction_stays_within_float16() -> None:
     """A refresh may leave a first moment where the second is nothing; in float16 such a direction must not overflow."""
     gradient, first, second = torch.zeros(1, 2, 2), torch.ones(1, 2, 2), torch.zeros(1, 2, 2)

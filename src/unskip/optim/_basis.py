@@ -45,11 +45,15 @@ class Refreshed(NamedTuple):
 
 
 def eigenbasis(statistics: Tensor) -> Tensor:
-    """All eigenvectors, a vector in each row, the largest eigenvalue first."""
+    """All eigenvectors, a vector in each row, the largest eigenvalue first.
+
+    Where the solver fails the basis is the identity, and refreshes turn it towards the eigenvectors.
+    """
     # Eigenvectors do not depend on the scale, and squared gradients may be too small for the solver.
     _, vectors = torch.linalg.eigh(statistics * _scale(statistics)[:, None, None])
     basis: Tensor = vectors.flip(-1).mT.contiguous()
-    return basis
+    eye = torch.eye(basis.shape[-1], dtype=basis.dtype, device=basis.device)
+    return torch.where((_defect(basis) < HELD)[:, None, None], basis, eye)
 
 
 def refresh(statistics: Tensor, basis: Tensor) -> Refreshed:
