@@ -254,6 +254,10 @@ def _tiny() -> Iterator[tuple[str, str]]:
     course, other = ([loss for step, loss in row["loss"] if 1960 <= step <= 5800] for row in (cut, kept))
     yield "skipless-results", f"loss stays between {min(course):.2f} and {max(course):.2f} from step 1,960 to 5,800"
     yield "skipless-results", f"falls from {other[0]:.2f} to {other[-1]:.2f}"
+    (slower,) = runs("skipless-tiny", "not evaluated | no skips, lr 0.0015 | 0")
+    yield "skipless-results", f"training loss ends at {slower['train_loss']:.2f}"
+    rates = [100 * runs("skipless-tiny", f"rate | no skips | {lr}")[0]["val_accuracy"] for lr in (0.0015, 0.00075)]
+    yield "skipless-results", f"is {rates[0]:.1f} at 1.5e-3 and {rates[1]:.1f} at 7.5e-4"
 
 
 def _scanned_models() -> Iterator[tuple[str, str]]:

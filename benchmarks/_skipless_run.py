@@ -55,7 +55,7 @@ PETS = {1: 1, 2: 0, 3: 255}  # trimap: pet, background, border
 
 def work(config: Config) -> dict[str, Any] | None:
     """One run, in this process."""
-    return attempt(config, trained, ("data", "device", "preset"))
+    return attempt(config, trained, ("data", "device", "preset", "pets"))
 
 
 def value(row: dict[str, Any]) -> float:
