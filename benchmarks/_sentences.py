@@ -256,6 +256,8 @@ def _tiny() -> Iterator[tuple[str, str]]:
     yield "skipless-results", f"falls from {other[0]:.2f} to {other[-1]:.2f}"
     (slower,) = runs("skipless-tiny", "not evaluated | no skips, lr 0.0015 | 0")
     yield "skipless-results", f"training loss ends at {slower['train_loss']:.2f}"
+    losses = [f"{row['train_loss']:.2f}" for row in (cut, slower, kept)]
+    yield "skipless", f"training loss from {losses[0]} to {losses[1]} (residual {losses[2]})"
     rates = [100 * runs("skipless-tiny", f"rate | no skips | {lr}")[0]["val_accuracy"] for lr in (0.0015, 0.00075)]
     yield "skipless-results", f"is {rates[0]:.1f} at 1.5e-3 and {rates[1]:.1f} at 7.5e-4"
 
