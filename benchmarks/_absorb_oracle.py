@@ -151,7 +151,8 @@ def within_rounding(block: Block, other: Block, domain: Domain | None, random: n
     def holds(size: float) -> bool:
         x = torch.tensor(size * random.standard_normal((48, block.inputs)))
         if domain is not None:  # a box around the origin
-            x = min(max(size, 1e-2), 1.0) * torch.tensor(random.uniform(-1, 1, x.shape)) * domain.factor
+            inner = 1e-2 if block.dtype == torch.float64 else 1e-6
+            x = min(max(size, inner), 1.0) * torch.tensor(random.uniform(-1, 1, x.shape)) * domain.factor
         for _ in range(12):
             low = x.to(block.dtype)
             hidden = 4 * (low.double().abs() @ up.mT + shift) + 1  # more than any activation here makes of it
@@ -173,7 +174,7 @@ def within_rounding(block: Block, other: Block, domain: Domain | None, random: n
         stored = seen(block, made(low).double()) - truth
         return max(float(gap.norm()), float(stored.norm())) <= 4 * own
 
-    return all(holds(size) for size in (1e-6, 1e-2, 1.0, 1e2, 1e3, 1e5))
+    return all(holds(size) for size in (1e-6, 1e-3, 1e-1, 1.0, 30.0, 1e3, 1e4, 1e5))
 
 
 def seen(block: Block, out: torch.Tensor) -> torch.Tensor:

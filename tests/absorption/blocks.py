@@ -65,3 +65,16 @@ def close(block: Block, other: Block, inputs: Tensor | None = None, seed: int = 
     x = normal(numbers(seed), 200, block.inputs) * 3 if inputs is None else inputs
     truth = block.double()(x)
     return float((other.double()(x) - truth).abs().max() / truth.abs().max())
+
+
+def errors(block: Block, other: Block, x: Tensor) -> tuple[float, float] | None:
+    """What a replacement errs by as stored and what the block loses, or None where the block overflows."""
+    low = x.to(block.dtype)
+    wide, exact = block.double(), low.double()
+    truth, here = wide(exact), block(low).double()
+    if not bool(torch.isfinite(here).all()):
+        return None
+    squares = wide.hidden(exact).square() @ wide.down.square().sum(0) + exact.square() @ block.matrix.square().sum(0)
+    total = float(squares.sum()) + (0.0 if wide.down_bias is None else len(x) * float(wide.down_bias.square().sum()))
+    once = block.roundoff * ((total + float(truth.square().sum())) / 3) ** 0.5
+    return float((other(low).double() - truth).norm()), max(float((here - truth).norm()), once)

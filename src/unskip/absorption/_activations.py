@@ -47,7 +47,7 @@ class Activation:
 
 def _softplus(beta: float) -> Callable[[Tensor], Tensor]:
     # torch switches to the identity beyond 20 / beta, which costs the odd part 2e-9 / beta.
-    return lambda x: torch.logaddexp(beta * x, torch.zeros_like(x)) / beta
+    return lambda x: x.clamp(min=0) + torch.log1p(torch.exp(-beta * x.abs())) / beta  # beta x may overflow
 
 
 def _shifted_softplus(x: Tensor) -> Tensor:
@@ -187,11 +187,8 @@ def register(activation: Activation) -> Activation:
         z = torch.linspace(-9.0, 9.0, 181, dtype=torch.float64)
         gap = activation.function(z) - activation.function(-z) - float(activation.odd) * z
         if not bool(gap.abs().max() <= 1e-8):
-            raise BadInput(
-                f"activation {name!r}: phi(z) - phi(-z) is not {activation.odd} z "
-                f"(off by {float(gap.abs().max()):.3g}); "
-                "leave odd out, or correct it"
-            )
+            off = f"phi(z) - phi(-z) is not {activation.odd} z (off by {float(gap.abs().max()):.3g})"
+            raise BadInput(f"activation {name!r}: {off}; leave odd out, or correct it")
     family: Family = "odd-linear" if activation.odd else "other"
     _registered[name] = replace(activation, family=family, trusted=False)
     return _registered[name]

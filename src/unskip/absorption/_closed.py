@@ -106,9 +106,12 @@ def linear(problem: Problem) -> tuple[Block | None, float, Obstruction | None]:
         const = (shift + (0 if const is None else const.double())).to(block.down.dtype)
     if const is not None and problem.drop_constant and bool(const.any()):
         return None, 0.0, None
+    up, down = up.to(block.up.dtype), down.to(block.down.dtype)
+    if not all(bool(torch.isfinite(each).all()) for each in (up, down, const) if each is not None):
+        return None, 0.0, None  # the dtype does not reach that far
     made = Block(
-        up.to(block.up.dtype),
-        down.to(block.down.dtype),
+        up,
+        down,
         down_bias=None if problem.drop_constant else const,
         activation=block.activation,
         skip=0.0,

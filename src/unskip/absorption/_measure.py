@@ -28,7 +28,7 @@ from unskip.absorption._problem import SHARE
 
 ROUNDINGS = 8  # of the units' terms, added in squares: what a gap may be at most
 DECOMPOSED = 2048  # the largest skip that is decomposed, where it is not diagonal
-SIZES = (1e-6, 1e-2, 1.0, 1e2, 1e5)  # of inputs
+SIZES = (1e-6, 1e-4, 1e-2, 1.0, 1e2, 3e3, 1e5)  # of inputs; on a domain in float64 from the third on
 SMALLER = 8  # times, where the block overflows
 SAMPLES = 48  # of each size
 WIDE = 1e-10  # of the block's own terms, in float64
@@ -52,7 +52,7 @@ def agree(block: Block, other: Block, domain: Domain | None = None, seed: int = 
     bare, made, dtype = block.bare(), other.bare(), block.dtype
     wide, wide_made = bare.double(), made.double()
     worst, measured = 0.0, dict[str, float]()  # nothing measured: the block overflows wherever it was looked at
-    for size in SIZES if domain is None else SIZES[1:]:  # on a domain from its center
+    for size in SIZES if domain is None or dtype != torch.float64 else SIZES[2:]:
         drawn = _inputs(bare, domain, size, generator)
         if drawn is None:
             continue
