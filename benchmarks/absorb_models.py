@@ -144,8 +144,10 @@ def rewritten(model: nn.Module, batch: Tensor, modes: list[str]) -> dict[str, An
         with unskip.rewired(body, unskip.Cut(), batch[:1], where="mlp"):
             compare("cut")
     for mode in [each for each in modes if each != "cut"]:
-        given: Any = {"data": batch[:edge]} if mode == "approximate" else {"example": batch[:1]}
-        applied = unskip.absorption.apply(body, mode=mode, max_error=_ALL, **given)
+        fitted: Any = {"data": batch[:edge], "max_error": _ALL}
+        applied = unskip.absorption.apply(
+            body, mode=mode, **(fitted if mode == "approximate" else {"example": batch[:1]})
+        )
         if applied.done:
             compare(mode)
             result[mode] |= {"sites": len(applied.done), "parameters": applied.parameters}

@@ -85,10 +85,19 @@ def test_questions_that_cannot_be() -> None:
         absorb(generic()).replacement()
     with pytest.raises(BadInput, match="got ReLU"):
         fold(generic(), nn.ReLU())  # type: ignore[arg-type]
+    with pytest.raises(BadInput, match="example="):
+        absorb(generic(), example=torch.ones(2, 4))
+
+
+@pytest.mark.parametrize("name", ["absorb", "widen", "nearest", "approximate", "fold", "scan"])
+def test_what_is_no_block_is_named(name: str) -> None:
+    with pytest.raises(BadInput, match="got NoneType"):
+        getattr(unskip.absorption, name)(None, *[nn.Linear(3, 2)] * (name in ("approximate", "fold")))
 
 
 DOMAINS = [-1.0, math.nan, True, "data", ("a", "b"), (3, 1), torch.ones(3), torch.ones(1, 3), 1e200, (-1e200, 1e200)]
 DOMAINS += [torch.full((4, 3), math.nan), 1e200 * torch.randn(9, 3).double(), torch.randn(9, 3, dtype=torch.complex64)]
+DOMAINS += [torch.ones(9, 3).to_sparse(), torch.ones(9, 3, device="meta"), torch.ones(9, 0)]
 
 
 @pytest.mark.parametrize("domain", DOMAINS)
@@ -100,10 +109,12 @@ def test_domains_that_cannot_be(domain: object) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"inputs": torch.ones(200, 4)}, r"inputs must be a tensor \(\.\.\., 3\)"),
+        ({"inputs": torch.ones(200, 4)}, r"inputs must be \(\.\.\., 3\)"),
         ({"inputs": torch.ones(600)}, r"inputs must be"),
-        ({"inputs": torch.ones(0, 3)}, r"inputs must be"),
-        ({"inputs": torch.full((200, 3), math.nan)}, r"NaN"),
+        ({"inputs": torch.ones(0, 3)}, r"0 inputs are too few"),
+        ({"inputs": torch.full((200, 3), math.nan)}, r"inputs must be finite"),
+        ({"inputs": torch.ones(200, 3, dtype=torch.complex64)}, r"real numbers"),
+        ({"inputs": torch.full((200, 3), 1e200, dtype=torch.float64)}, r"below 1e\+100"),
         ({"distil": -1}, r"distil"),
     ],
 )

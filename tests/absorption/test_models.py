@@ -237,6 +237,26 @@ def test_applying_what_cannot_be() -> None:
         absorption.apply(Plain(), "exactly", X)  # type: ignore[arg-type]
     with pytest.raises(BadInput, match="give data="):
         absorption.apply(Plain(), "approximate", X)
+    for more in ({"max_error": 0.1}, {"distil": 5}):
+        with pytest.raises(BadInput, match="are for mode='approximate'"):
+            absorption.apply(Plain(), "exact", X, **more)  # type: ignore[arg-type]
+
+
+class Masked(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Plain(possible=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x).masked_fill(torch.arange(6) > 4, -torch.inf)
+
+
+@pytest.mark.parametrize("mode", ["widen", "approximate"])
+def test_masked_outputs_are_compared_where_they_are_finite(mode: str) -> None:
+    more = {"data": X, "max_error": 9.0} if mode == "approximate" else {"example": X}
+    applied = absorption.apply(Masked(), mode, **more)  # type: ignore[arg-type]
+    assert applied.difference is not None
+    assert 0 < applied.difference < 9
 
 
 class Head(nn.Module):

@@ -115,3 +115,27 @@ def test_a_read_activation_is_the_function_that_runs() -> None:
         x = 20 * normal(numbers(0), 50, 4)
         block = absorb(model, example=x).block
         assert torch.allclose(block(x), model(x), atol=1e-7)
+
+
+STEPS: list[Callable[[Tensor], Tensor]] = [lambda x: x.clamp(-100, 100), lambda x: torch.where(x > 100, 0.0, x)]
+
+
+@pytest.mark.parametrize("step", STEPS)
+@pytest.mark.parametrize("before", [True, False])
+def test_steps_that_do_nothing_on_the_example_are_named(step: Callable[[Tensor], Tensor], before: bool) -> None:
+    class Stepped(Mlp):
+        def forward(self, x: Tensor) -> Tensor:
+            inner = self.down(self.act(self.up(step(x) if before else x)))
+            return x + (inner if before else step(inner))
+
+    with pytest.raises(BadInput, match=r"more than an MLP: (clamp|where)"):
+        absorb(Stepped(nn.GELU()).eval(), example=torch.randn(5, 4))
+
+
+def test_a_branch_that_reads_another_sample_is_refused() -> None:
+    class Rolled(Mlp):
+        def forward(self, x: Tensor) -> Tensor:
+            return x + self.down(self.act(self.up(x.roll(1, 0))))
+
+    with pytest.raises(BadInput, match="steps besides its weights"):
+        absorb(Rolled(nn.GELU()).eval(), example=torch.randn(5, 4))

@@ -42,20 +42,22 @@ def apply(
     example: object = None,
     data: object = None,
     where: Callable[[Site], bool] | None = None,
-    max_error: float = 0.1,
+    max_error: float | None = None,
     distil: int = 0,
 ) -> Applied:
     """Rewrites the MLP sites that it may, in place, and reports. `data` is a batch; mode="approximate" needs it.
 
     mode="approximate" fits on the first half of the batch and compares the model's outputs on the second. A site whose
-    own error is above `max_error` is left alone; where the outputs differ by more than that, nothing is changed and a
-    RewireError says so. `distil` trains each replacement for that many steps. If anything fails the model is left as
-    it was.
+    own error is above `max_error` (default 0.1) is left alone; where the outputs differ by more than that, nothing is
+    changed and a RewireError says so. `distil` trains each replacement for that many steps. If anything fails the model
+    is left as it was.
     """
     _checks.choice("apply", "mode", mode, get_args(Mode))
     if mode == "approximate" and data is None:
         raise BadInput("apply: mode='approximate' fits to inputs; give data=, a batch that the model takes")
-    max_error = _checks.number("apply", "max_error", max_error, zero=False)
+    if mode != "approximate" and (max_error is not None or distil):
+        raise BadInput(f"apply: max_error= and distil= are for mode='approximate', not {mode!r}")
+    max_error = _checks.number("apply", "max_error", 0.1 if max_error is None else max_error, zero=False)
     if find_wiring(model) is not None:
         raise BadInput(f"apply: {type(model).__name__} is rewired already; undo its wiring first")
     given = example_for(model, data if data is not None else example)
@@ -89,17 +91,14 @@ def apply(
                     _cut(model, given, out)
         if out.done:
             _cut(model, given, out)
-        after = _outputs(model, test)
-        gap = sum(float((a - b).square().sum()) for a, b in zip(after, before, strict=True))
-        size = sum(float(b.square().sum()) for b in before)
-        out.difference = (gap / size) ** 0.5 if size else 0.0
-        if mode == "approximate" and out.difference > max_error:
+        out.difference = _difference(before, _outputs(model, test))
+        if mode == "approximate" and not out.difference <= max_error:
             raise RewireError(
                 f"apply: with {len(out.done)} approximate replacements the model's outputs differ by "
                 f"{out.difference:.2g} of their size on inputs that were held out, more than max_error={max_error:g}; "
                 "nothing was changed. Rewrite fewer sites with where=, use distil=, or raise max_error"
             )
-        if mode != "approximate" and out.difference > _most(model):
+        if mode != "approximate" and not out.difference <= _most(model):
             raise RewireError(
                 f"apply: the rewritten model's outputs differ by {out.difference:.2g} of their size on the example, so "
                 "some branch does what its weights do not show; nothing was changed. where= leaves sites out"
@@ -132,6 +131,13 @@ def _outputs(model: nn.Module, example: Example) -> list[Tensor]:
     with evaluating(model), torch.no_grad():
         leaves = tree_leaves(example.copy().run(model))
     return [leaf.detach().double() for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+
+
+def _difference(before: list[Tensor], after: list[Tensor]) -> float:
+    """|after - before| / |before|; an entry that was not finite has to stay as it was."""
+    gaps = [torch.where(a.eq(b) | (a.isnan() & b.isnan()), 0.0, a - b) for a, b in zip(after, before, strict=True)]
+    gap, size = (sum(float(x.square().sum()) for x in xs) for xs in (gaps, [b[b.isfinite()] for b in before]))
+    return (gap / size) ** 0.5 if size else gap
 
 
 def _most(model: nn.Module) -> float:
@@ -177,7 +183,7 @@ def _rewrite(
             if read is None:
                 return "what it reads could not be seen"
             near = approximate(block.bare() if "post" in block.norms else block, read, distil=distil)
-            if near.error > max_error:
+            if not near.error <= max_error:
                 return f"its error {near.error:.3g} on {near.held_out} held-out inputs is above max_error={max_error:g}"
             made, said = near.block, f"{near.step}, error {near.error:.3g} on {near.held_out} held-out inputs"
     except UnskipError as error:

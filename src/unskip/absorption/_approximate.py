@@ -18,13 +18,17 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from unskip import _checks
-from unskip.absorption._block import Block
+from unskip.absorption._block import WEIGHTS, Block
 from unskip.absorption._construct import pivots
+from unskip.absorption._domain import as_rows
+from unskip.absorption._from import block_of
+from unskip.anatomy import MlpParts
 from unskip.errors import BadInput
 
 RIDGE = 1e-9
@@ -51,12 +55,13 @@ def enough(width: int) -> int:
     return max(needed(width), 8192)
 
 
-def approximate(block: Block, inputs: Tensor, distil: int = 0) -> Approximation:
+def approximate(block: Block | MlpParts, inputs: Tensor, distil: int = 0) -> Approximation:
     """The best step of the ladder on `inputs` (..., d), what the block reads. Half of them are held out.
 
     A step is chosen by its error on other inputs than it was fitted to, and the error that is reported is of inputs
     that nothing was fitted to or chosen by. `distil` is a number of training steps.
     """
+    block = block_of(block)
     x = _rows(inputs, block)
     distil = _checks.whole("approximate", "distil", distil, low=0)
     if "post" in block.norms:
@@ -94,13 +99,10 @@ def approximate(block: Block, inputs: Tensor, distil: int = 0) -> Approximation:
 
 def _rows(value: Tensor, block: Block) -> Tensor:
     """Inputs as (n, d) in float64."""
-    if not isinstance(value, Tensor) or value.ndim < 2 or value.shape[-1] != block.inputs or not value.numel():
-        shape = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
-        raise BadInput(f"approximate: inputs must be a tensor (..., {block.inputs}) that is not empty, got {shape}")
-    x = value.detach().reshape(-1, block.inputs).double().to(block.up.device)
-    if not bool(torch.isfinite(x).all()):
-        raise BadInput("approximate: inputs hold numbers that are NaN or infinite")
-    return x
+    x = as_rows("approximate: inputs", value)
+    if x.shape[1] != block.inputs:
+        raise BadInput(f"approximate: inputs must be (..., {block.inputs}), got (..., {x.shape[1]})")
+    return x.to(block.up.device)
 
 
 def _error(block: Block, other: Block, x: Tensor) -> float:
@@ -186,10 +188,8 @@ def _open(block: Block, x: Tensor) -> Block | None:
 
 def _distil(block: Block, made: Block, fit: Tensor, choose: Tensor, steps: int) -> Block:
     """Adam on all weights of the replacement, with steps relative to the size of each; the best on `choose`."""
-    names = [
-        name for name in ("up", "gate", "down", "up_bias", "gate_bias", "down_bias") if getattr(made, name) is not None
-    ]
-    weights = {name: getattr(made, name).detach().clone().requires_grad_() for name in names}
+    held = {name: value for name, value in made.tensors().items() if name in WEIGHTS}
+    weights: dict[str, Any] = {name: value.detach().clone().requires_grad_() for name, value in held.items()}
     groups = [{"params": [w], "lr": 3e-3 * (float(w.detach().abs().mean()) + 1e-6)} for w in weights.values()]
     optimizer = torch.optim.Adam(groups)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)

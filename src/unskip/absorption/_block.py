@@ -21,6 +21,8 @@ from unskip.absorption._activations import Activation, resolve
 from unskip.absorption._norm import Norm, check_weight, norm_of
 from unskip.errors import BadInput
 
+WEIGHTS = ("up", "gate", "down", "up_bias", "gate_bias", "down_bias")
+
 
 @dataclass(frozen=True, eq=False)
 class Block:
@@ -127,9 +129,8 @@ class Block:
 
     @property
     def roundoff(self) -> float:
-        """The unit roundoff of the coarsest dtype that a weight is stored in."""
-        weights = [w for w in (self.up, self.down, self.gate) if w is not None]
-        return max(torch.finfo(weight.dtype).eps for weight in weights) / 2
+        """The unit roundoff of the weights' dtype."""
+        return torch.finfo(self.up.dtype).eps / 2
 
     @cached_property
     def grain(self) -> float:
@@ -142,9 +143,8 @@ class Block:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The coarsest dtype that a weight is stored in."""
-        weights = [w for w in (self.up, self.down, self.gate) if w is not None]
-        return max((w.dtype for w in weights), key=lambda dtype: torch.finfo(dtype).eps)
+        """The dtype of the weights; biases may have others."""
+        return self.up.dtype
 
     def hidden(self, x: Tensor) -> Tensor:
         """The hidden layer on x (..., d), in the dtype of x; a norm before the MLP is applied."""
@@ -186,29 +186,22 @@ class Block:
     def stored_as(self, other: Block) -> Block:
         """The same block with its weights in the dtypes of another one."""
 
-        def cast(value: Tensor | None, like: Tensor) -> Tensor | None:
-            return None if value is None else value.detach().to(like.dtype)
+        def dtype(name: str) -> torch.dtype:
+            like = getattr(other, name)
+            return (other.up if like is None else like).dtype
 
-        gate = other.up if other.gate is None else other.gate
-        return replace(
-            self,
-            up=self.up.detach().to(other.up.dtype),
-            down=self.down.detach().to(other.down.dtype),
-            gate=cast(self.gate, gate),
-            up_bias=cast(self.up_bias, other.up if other.up_bias is None else other.up_bias),
-            gate_bias=cast(self.gate_bias, gate if other.gate_bias is None else other.gate_bias),
-            down_bias=cast(self.down_bias, other.down if other.down_bias is None else other.down_bias),
-        )
+        held: dict[str, Any] = {name: value.to(dtype(name)) for name, value in self.tensors().items() if name != "skip"}
+        return replace(self, **held)
 
     def double(self) -> Block:
         """The same block with every weight in float64. What the weights were stored in is lost."""
-        held: dict[str, Any] = {
-            name: value.detach().double()
-            for name in ("up", "down", "gate", "up_bias", "gate_bias", "down_bias", "skip")
-            if isinstance(value := getattr(self, name), Tensor)
-        }
-        same = all(getattr(self, name).dtype == torch.float64 for name in held)
-        return self if same else replace(self, **held)
+        held: dict[str, Any] = {name: value.double() for name, value in self.tensors().items()}
+        return self if all(getattr(self, name).dtype == torch.float64 for name in held) else replace(self, **held)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Weights, biases and the skip where it is a matrix, by name, without gradients."""
+        values = {name: getattr(self, name) for name in (*WEIGHTS, "skip")}
+        return {name: value.detach() for name, value in values.items() if isinstance(value, Tensor)}
 
 
 def _holds(weight: Tensor, dtype: torch.dtype) -> bool:

@@ -53,14 +53,18 @@ def absorb(
         width = _checks.whole("absorb", "width", width, low=1)
     if tolerance is not None:  # a relative change of the weights
         tolerance = _checks.number("absorb", "tolerance", tolerance, zero=False, below=1)
-    found = block if isinstance(block, Block) else block_of(block, example)
+    found = block_of(block, example)
     place = as_domain(domain, found.inputs)
     with torch.no_grad():
         verdict = _checked(_absorb(found, found.width if width is None else width, biases, place))
         if tolerance is None or verdict.status == "possible":
             return verdict
         near = near_absorbable(verdict, tolerance, _again)
-        return verdict if near is None else _checked(near)
+        near = None if near is None else _checked(near)
+        if near is not None and near.status == "possible":
+            return near
+        missed = f"no weights that can be absorbed were found within the tolerance of {tolerance:g}"
+        return replace(verdict, notes=(*verdict.notes, missed))
 
 
 def _again(block: Block, like: Verdict) -> Verdict:
@@ -72,23 +76,12 @@ def _checked(verdict: Verdict) -> Verdict:
     """A `possible` leaves only once its check has taken it."""
     if verdict.status != "possible" or verify(verdict):
         return verdict
-    why = "a replacement was found, but its outputs do not agree closely enough with the block's"
-    return replace(
-        verdict,
-        status="undecided",
-        reason=f"Not decided: {why}.",
-        certificate=None,
-        error=None,
-        flips=None,
-        weights=None,
-        extra_width=None,
-    )
+    why = "Not decided: a replacement was found, but its outputs do not agree closely enough with the block's."
+    return _plain(verdict.block, verdict.width, verdict.biases, verdict.inputs, why)
 
 
 def _absorb(block: Block, width: int, biases: Biases, domain: Domain | None) -> Verdict:
-    problem = reduce(block, width, biases, domain)
-    notes = (block.phi.note,) if block.phi.note else ()
-    plain = Verdict("undecided", "", block, width, biases, _domain(problem), inputs=domain, notes=notes)
+    problem, plain = reduce(block, width, biases, domain), _plain(block, width, biases, domain)
     if not bool(block.matrix.any()) and width >= block.width and _may_keep(block, biases):
         return replace(
             plain,
@@ -143,12 +136,13 @@ def pad(block: Block, width: int) -> Block:
     )
 
 
-def _domain(problem: Problem) -> str:
-    if problem.domain is not None:
-        return problem.domain.text
-    if problem.block.phi.analytic or {"pre", "out"} & problem.block.norms.keys():
-        return "all inputs, and every open set of them"
-    return "all inputs"
+def _plain(block: Block, width: int, biases: Biases, domain: Domain | None, why: str = "") -> Verdict:
+    """Nothing decided yet."""
+    text = "all inputs" if domain is None else domain.text
+    if domain is None and (block.phi.analytic or {"pre", "out"} & block.norms.keys()):
+        text += ", and every open set of them"
+    notes = (block.phi.note,) if block.phi.note else ()
+    return Verdict("undecided", why, block, width, biases, text, inputs=domain, notes=notes)
 
 
 def _impossible(problem: Problem, plain: Verdict, found: Sequence[Obstruction | None], why: str) -> Verdict:
@@ -187,9 +181,7 @@ def _class_o(problem: Problem, plain: Verdict) -> Verdict:
         plain,
         status="possible",
         reason=f"The block can absorb its skip: {how}.",
-        certificate=Certificate(
-            "construction" if flips is None else "flips", {} if flips is None else {"flips": flips}
-        ),
+        certificate=Certificate("construction", {}) if flips is None else Certificate("flips", {"flips": flips}),
         error=found.error,
         flips=flips,
         extra_width=0,

@@ -9,6 +9,7 @@ norm: the sum of the absolute values for a box, Euclidean for an ellipsoid.
 from __future__ import annotations
 
 import math
+import reprlib
 from dataclasses import dataclass, replace
 
 import torch
@@ -34,10 +35,8 @@ class Domain:
     @classmethod
     def ball(cls, center: Tensor, radius: float) -> Domain:
         """|x - center| < radius."""
-        center, radius = (
-            _numbers("ball", center),
-            _checks.number("Domain.ball", "radius", radius, high=_LARGEST, zero=False),
-        )
+        center = _numbers("ball", center)
+        radius = _checks.number("Domain.ball", "radius", radius, high=_LARGEST, zero=False)
         where = "the origin" if not bool(center.any()) else "its centre"
         return cls(f"the ball of radius {radius:g} around {where}", center, torch.full_like(center, radius))
 
@@ -53,13 +52,9 @@ class Domain:
     @classmethod
     def around(cls, data: Tensor, margin: float = MARGIN) -> Domain:
         """The ellipsoid of the mean and covariance of data (..., d) that holds all of it, with axes `margin` longer."""
-        if data.is_complex():
-            raise BadInput("domain: data must be real numbers, got complex ones")
-        x = data.detach().double().reshape(-1, data.shape[-1])
+        x = as_rows("domain: data", data)
         if len(x) < 2:
             raise BadInput(f"domain: data needs at least 2 inputs, got {len(x)}")
-        if not bool((x.abs() < _LARGEST).all()):
-            raise BadInput(f"domain: data must be finite and below {_LARGEST:g}")
         margin = _checks.number("domain", "margin", margin, zero=False)
         mean = x.mean(0)
         centred = x - mean
@@ -136,10 +131,8 @@ def as_domain(value: object, inputs: int) -> Domain | None:
     elif isinstance(value, Tensor) and value.ndim >= 2:
         made = Domain.around(value)
     elif isinstance(value, tuple) and len(value) == 2 and all(isinstance(v, Tensor | int | float) for v in value):
-        low, high = (
-            v if isinstance(v, Tensor) else torch.full((inputs,), float(v), dtype=torch.float64) for v in value
-        )
-        made = Domain.box(low, high)
+        ones = torch.ones(inputs, dtype=torch.float64)
+        made = Domain.box(*(v if isinstance(v, Tensor) else v * ones for v in value))
     elif isinstance(value, Domain):
         made = value
     else:
@@ -149,12 +142,19 @@ def as_domain(value: object, inputs: int) -> Domain | None:
     return made
 
 
+def as_rows(name: str, value: object) -> Tensor:
+    """Inputs (..., d) as (n, d) in float64. Raises BadInput."""
+    if not isinstance(value, Tensor) or value.layout != torch.strided or value.is_meta or value.is_complex():
+        raise BadInput(f"{name} must be a dense tensor of real numbers, got {reprlib.repr(value)}")
+    if value.ndim < 2 or not value.shape[-1]:
+        raise BadInput(f"{name} must be of shape (..., d), got {tuple(value.shape)}")
+    x = value.detach().double().reshape(-1, value.shape[-1])
+    if not bool((x.abs() < _LARGEST).all()):
+        raise BadInput(f"{name} must be finite and below {_LARGEST:g}")
+    return x
+
+
 def _numbers(who: str, value: Tensor) -> Tensor:
-    if (
-        not isinstance(value, Tensor)
-        or value.ndim != 1
-        or value.is_complex()
-        or not bool((value.abs() < _LARGEST).all())
-    ):
-        raise BadInput(f"Domain.{who}: give vectors (d,) of real numbers below {_LARGEST:g}")
-    return value.detach().double()
+    if not isinstance(value, Tensor) or value.ndim != 1:
+        raise BadInput(f"Domain.{who}: give vectors (d,)")
+    return as_rows(f"Domain.{who}: a vector", value[None])[0]

@@ -161,9 +161,6 @@ def _open(problem: Problem, keys: Keys, out: Outcome) -> str:
     )
 
 
-# --- Possible ---------------------------------------------------------------------------------------------------------
-
-
 def _possible(problem: Problem, keys: Keys, out: Outcome) -> Dual | None:
     """Looks for a replacement; what the search for flips proved on the way comes back."""
     if keys.spares > 0:

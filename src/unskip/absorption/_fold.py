@@ -13,14 +13,17 @@ import torch
 from torch import nn
 
 from unskip.absorption._block import Block
+from unskip.absorption._from import block_of
+from unskip.anatomy import MlpParts
 from unskip.errors import BadInput
 
 
-def fold(block: Block, after: nn.Linear) -> nn.Linear:
+def fold(block: Block | MlpParts, after: nn.Linear) -> nn.Linear:
     """The linear map on torch.cat([x, block.hidden(x)], -1) that gives after(block(x)).
 
     It is computed in float64 and stored in the dtype of `after`.
     """
+    block = block_of(block)
     stands = {"post", "out"} & block.norms.keys()
     if stands:
         raise BadInput(f"fold: a norm stands between the skip and the next linear map ({', '.join(sorted(stands))})")

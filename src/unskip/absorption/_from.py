@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 
 import torch
@@ -9,9 +10,9 @@ from torch import Tensor, nn
 
 from unskip.absorption._activations import GATED
 from unskip.absorption._block import Block
-from unskip.absorption._norm import Norm, norm_of
-from unskip.absorption._read import Unreadable, read
-from unskip.anatomy import Example, MlpParts, PartsTrace, example_for, trace_model, trace_parts
+from unskip.absorption._norm import norm_of
+from unskip.absorption._read import BENDING, Unreadable, read
+from unskip.anatomy import Example, MlpParts, PartsTrace, SiteRun, example_for, trace_model, trace_parts
 from unskip.errors import BadInput, UnskipError
 
 CHUNK = 4  # samples whose recordings are held at a time, or more where that is fewer inputs than
@@ -26,7 +27,11 @@ class NoBlock:
 
 
 def block_of(source: object, example: object = None) -> Block:
-    """The block of MlpParts or of a module with exactly one MLP site. Raises BadInput."""
+    """A Block, or that of MlpParts or of a module with exactly one MLP site. Raises BadInput."""
+    if isinstance(source, Block | MlpParts) and example is not None:
+        raise BadInput(f"absorb: example= is for a module; a {type(source).__name__} is asked about without one")
+    if isinstance(source, Block):
+        return source
     if isinstance(source, nn.Module):
         traced = trace_sample(source, example_for(source, example))
         found = traced.parts
@@ -73,15 +78,9 @@ def from_parts(part: MlpParts, alpha: Tensor | None = None) -> Block | NoBlock:
     except Unreadable as why:
         return NoBlock(f"its activation is {why}; register it and ask about an absorption.Block")
     down, bias = part.down.detach(), None if part.down_bias is None else part.down_bias.detach()
-    norms: list[Norm] = []
-    if part.norm is not None:
-        norms.append(norm_of(part.norm))
-    if part.out_norm is not None and part.out_norm is not part.norm:
-        norms.append(norm_of(part.out_norm))
-    norms = list({norm.place: norm for norm in norms}.values())
-    scaled = part.scale is not None or part.beta != 1
-    if scaled:
-        if any(norm.place == "out" for norm in norms):
+    norms = {norm.place: norm_of(norm) for norm in (part.norm, part.out_norm) if norm is not None}
+    if part.scale is not None or part.beta != 1:
+        if "out" in norms:
             return NoBlock("its branch is normed and then scaled")
         factor = part.beta * (down.new_ones(len(down)) if part.scale is None else part.scale.detach().flatten())
         down = down * factor.to(down)[:, None]
@@ -98,7 +97,7 @@ def from_parts(part: MlpParts, alpha: Tensor | None = None) -> Block | NoBlock:
             down_bias=bias,
             activation=word,
             skip=part.alpha if alpha is None else torch.diag(alpha.detach().flatten().double()),
-            norm=tuple(norms) or None,
+            norm=tuple(norms.values()) or None,
         )
     except BadInput as error:
         return NoBlock(str(error))
@@ -109,19 +108,32 @@ def read_block(model: nn.Module, traced: PartsTrace, part: MlpParts) -> Block | 
     trace, index = traced.trace, part.site.index
     run, values = trace.last_runs[index], trace.graph.values
     added, seen = (values[node].detach().double().norm() for node in (run.stream, run.root))
+    if not bool(torch.isfinite(added + seen)):
+        return NoBlock("what it reads on the example is NaN or infinite")
     if not bool((added - seen).abs() <= 1e-3 * seen):
         return NoBlock("its stream is scaled or changed on its way past the MLP, so the skip is not what the MLP reads")
     alpha = trace.weights[index][0]
-    return from_parts(part, alpha if isinstance(alpha, Tensor) and alpha.numel() > 1 else None)
+    made = from_parts(part, alpha if isinstance(alpha, Tensor) and alpha.numel() > 1 else None)
+    bends = _bends(run, part) if isinstance(made, Block) else []
+    return NoBlock(f"its branch does more than an MLP: {', '.join(bends)}") if bends else made
+
+
+def _bends(run: SiteRun, part: MlpParts) -> list[str]:
+    """Operators besides weights, norms and the activation that may act far from the example and not on it."""
+    names = [
+        node.op for node in run.steps if node.norm is None and "Norm" not in type((*node.owners, None)[0]).__name__
+    ]
+    known = part.curve.operators if part.curve is not None else ()
+    return sorted(Counter(name for name in names if name in BENDING) - Counter(name for name, _ in known))
 
 
 def trace_sample(model: nn.Module, given: Example) -> PartsTrace:
-    """The model traced on one sample of the example: the layout does not depend on the batch."""
+    """The model traced on two samples of the example, so that a branch that mixes them is seen."""
     for name, module in model.named_modules():
         if isinstance(module, nn.RReLU):
             raise BadInput(f"{name}: RReLU draws its slope at random in training; put LeakyReLU in its place")
     try:
-        return trace_parts(model, given.rows(0, 1))
+        return trace_parts(model, given.rows(0, 2))
     except UnskipError:  # an argument without a row for each sample, such as a mask
         return trace_parts(model, given)
 

@@ -153,10 +153,8 @@ def _apart(problem: Problem, a: Tensor, b: Tensor) -> Tensor:
     left, right = up[a] / one[:, None], up[b] / two[:, None]
     shift, other = bias[a] / one, bias[b] / two
     scale = torch.maximum(shift.abs(), other.abs()).clamp(min=1.0)
-    found = [
-        torch.maximum((left - turn * right).norm(dim=1), (shift - turn * other).abs() / scale) for turn in (1.0, -1.0)
-    ]
-    return torch.minimum(*found)
+    same = torch.maximum((left - right).norm(dim=1), (shift - other).abs() / scale)
+    return torch.minimum(same, torch.maximum((left + right).norm(dim=1), (shift + other).abs() / scale))
 
 
 def _pairs(

@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from unskip import _checks
 from unskip.absorption._activations import resolve
 from unskip.absorption._block import Block
 from unskip.absorption._decide import absorb
@@ -40,7 +41,8 @@ class AbsorbableMLP(nn.Module):
                 f"AbsorbableMLP: {activation!r} has no linear odd part, so its skip cannot be absorbed; "
                 "use relu, gelu, silu or another of that class"
             )
-        if hidden < 2 * dim:
+        dim = _checks.whole("AbsorbableMLP", "dim", dim, low=1)
+        if _checks.whole("AbsorbableMLP", "hidden", hidden) < 2 * dim:
             raise BadInput(f"AbsorbableMLP: hidden must be at least 2 * dim = {2 * dim}, got {hidden}")
         self.hidden = hidden
         self.activation = activation

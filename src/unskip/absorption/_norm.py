@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
+from unskip import _checks
 from unskip._words import nearest
 from unskip.anatomy import NormKind, NormParts
 from unskip.errors import BadInput
@@ -30,8 +30,8 @@ class Norm:
         for name, value, known in (("kind", self.kind, NormKind), ("place", self.place, Place)):
             if value not in get_args(known):
                 raise BadInput(f"Norm: no {name} {value!r}{nearest(str(value), get_args(known))}; {get_args(known)}")
-        if self.eps is not None and not (math.isfinite(self.eps) and self.eps >= 0):
-            raise BadInput(f"Norm: eps must be a number that is not negative, got {self.eps!r}")
+        if self.eps is not None:
+            _checks.number("Norm", "eps", self.eps)
         for name in ("gain", "bias"):
             value = getattr(self, name)
             if value is not None:

@@ -67,12 +67,13 @@ class ScanRow:
             "status": self.status,
             "reason": self.reason,
             "note": self.note,
-            "verdict": None if self.verdict is None else self.verdict.to_dict(),
-            "bare": None if self.bare is None else self.bare.to_dict(),
-            "local": None if self.local is None else self.local.to_dict(),
-            "approximation": None
-            if near is None
-            else {"step": near.step, "error": near.error, "ladder": dict(near.ladder), "held_out": near.held_out},
+            **{
+                name: value and value.to_dict()
+                for name in ("verdict", "bare", "local")
+                for value in [getattr(self, name)]
+            },
+            "approximation": near
+            and {"step": near.step, "error": near.error, "ladder": dict(near.ladder), "held_out": near.held_out},
         }
 
     def cells(self) -> list[object]:
@@ -156,6 +157,8 @@ def scan(
     progress: Progress | None = None,
 ) -> Scan:
     """A verdict for every MLP site. With `data`, a batch, also the best approximation on what each site reads."""
+    if not isinstance(model, nn.Module):
+        raise BadInput(f"scan: expected a torch.nn.Module, got {type(model).__name__}")
     given = example_for(model, data if data is not None else example)
     traced = trace_sample(model, given)
     widest = max((len(part.up) for part in traced.parts.mlps()), default=0)

@@ -228,11 +228,8 @@ def _conjugate(equation: Equation, accept: Accept, steps: int) -> tuple[Dual | N
         if dual is not None:
             return dual, False
         flips = t / scale > 0.5
-        left, near = (
-            float((goal - (joint * flips) @ rows).norm()),
-            max(4 * equation.tolerance, 1e-9 * float(goal.norm())),
-        )
-        if left <= near and (seen is None or not torch.equal(seen, flips)):
+        near = max(4 * equation.tolerance, 1e-9 * float(goal.norm()))
+        if float((goal - (joint * flips) @ rows).norm()) <= near and (seen is None or not torch.equal(seen, flips)):
             if accept(flips):
                 return None, True
             seen = flips

@@ -93,24 +93,15 @@ class Verdict:
 
     def to_dict(self) -> dict[str, Any]:
         """What JSON can hold of it; the weights are left out."""
+        same = "status reason width biases domain error flip_bound skip_norm extra_width tolerance change".split()
         return {
-            "status": self.status,
-            "reason": self.reason,
+            **{name: getattr(self, name) for name in same},
             "activation": self.block.activation,
             "shape": [self.block.inputs, self.block.width, self.block.outputs],
-            "width": self.width,
-            "biases": self.biases,
-            "domain": self.domain,
             "obstructions": [{"kind": each.kind, "sentence": each.sentence} for each in self.obstructions],
-            "error": self.error,
             "flips": None if self.flips is None else self.flips.tolist(),
-            "flip_bound": self.flip_bound,
-            "skip_norm": self.skip_norm,
-            "extra_width": self.extra_width,
             "measured": dict(self.measured),
             "notes": list(self.notes),
-            "tolerance": self.tolerance,
-            "change": self.change,
         }
 
     def __str__(self) -> str:

@@ -67,9 +67,6 @@ def _makes_up(verdict: Verdict) -> bool:
     return makes_up(block, *linear_gap(block, other, verdict.inputs), verdict.tolerance or 0.0)
 
 
-# --- Obstructions -----------------------------------------------------------------------------------------------------
-
-
 def _flips_apply(at: Problem) -> bool:
     """Whether a replacement without spare units can do no more than flip."""
     phi, block = at.block.phi, at.block

@@ -16,10 +16,12 @@ import torch
 from unskip.absorption._block import Block
 from unskip.absorption._construct import gate_bias, skip_rank
 from unskip.absorption._decide import absorb, pad
+from unskip.absorption._from import block_of
 from unskip.absorption._measure import SPLIT, agree
 from unskip.absorption._nearest import Nearest, project
 from unskip.absorption._problem import Biases, reduce
 from unskip.absorption._verdict import Certificate, Verdict
+from unskip.anatomy import MlpParts
 from unskip.errors import BadInput
 
 
@@ -38,12 +40,13 @@ class Widened:
     own: float
 
 
-def widen(block: Block, biases: Biases = "as-is") -> Widened:
+def widen(block: Block | MlpParts, biases: Biases = "as-is") -> Widened:
     """The replacement that is exact with as few more units as are known to be enough, built and checked.
 
     Splits of rows that are nearly dependent lose digits; in a coarse dtype more units are spent to keep the loss small.
     The stored block is accepted as a replacement of `absorb` is, with 1e-6 of the block's terms on top.
     """
+    block = block_of(block)
     now = absorb(block, biases=biases)
     with torch.no_grad():
         if now.status == "possible":
@@ -114,12 +117,13 @@ def _open_gates(block: Block, biases: Biases, now: Verdict) -> Verdict:
     )
 
 
-def nearest(block: Block) -> Nearest:
+def nearest(block: Block | MlpParts) -> Nearest:
     """The smallest change of the weights that was found to make the block absorbable by flips.
 
     The flip set is the one that the search comes closest with, all units, or those that point against the skip,
     whichever needs less.
     """
+    block = block_of(block)
     if block.gated or block.phi.family != "odd-linear" or {"pre", "out"} & block.norms.keys():
         raise BadInput(
             f"nearest: no flip set makes up a skip for {block.activation} with norms {list(block.norms) or 'none'}; "

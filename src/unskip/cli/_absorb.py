@@ -61,9 +61,8 @@ def absorb_command(
         sound = scan.verify()
         if apply is not None:
             try:
-                most = 0.1 if max_error is None else max_error
                 applied = unskip.absorption.apply(
-                    built, apply, example, data=samples, max_error=most, distil=distil or 0
+                    built, apply, example, data=samples, max_error=max_error, distil=distil or 0
                 )
             except RewireError as error:
                 refused = str(error)
