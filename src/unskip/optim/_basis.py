@@ -47,7 +47,7 @@ class Refreshed(NamedTuple):
 def eigenbasis(statistics: Tensor) -> Tensor:
     """All eigenvectors, a vector in each row, the largest eigenvalue first.
 
-    Where the solver returns vectors that are not orthogonal, as it does on CUDA now and then (PyTorch issue 192483), the
+    Where the solver returns vectors that are not orthogonal, as it may on CUDA (PyTorch issue 192483), the
     basis is the identity, and refreshes turn it towards the eigenvectors.
     """
     # Eigenvectors do not depend on the scale, and squared gradients may be too small for the solver.
