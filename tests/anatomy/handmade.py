@@ -55,7 +55,7 @@ class Sandwich(nn.Module):
 
 
 class Attention(nn.Module):
-    """Softmax attention written out, with a mask and a learnt bias added to its logits."""
+    """Softmax attention written out, with a mask and a learned bias added to its logits."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -242,7 +242,7 @@ class ProjectedLongSkip(nn.Module):
 
 
 class PositionEachLayer(nn.Module):
-    """A learnt position embedding that is added again at every layer."""
+    """A learned position embedding that is added again at every layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -393,7 +393,7 @@ class OptionalBranch(nn.Module):
 
 
 class ScaledStream(nn.Module):
-    """The model has a learnt scale on its stream."""
+    """The model has a learned scale on its stream."""
 
     def __init__(self) -> None:
         super().__init__()

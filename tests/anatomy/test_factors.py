@@ -28,10 +28,10 @@ class Block(nn.Module):
 class Smear(nn.Module):
     """Each token gets a gated share of the one before it, then blocks follow."""
 
-    def __init__(self, learnt: bool) -> None:
+    def __init__(self, learned: bool) -> None:
         super().__init__()
         self.gate, self.blocks = nn.Linear(4, 1, bias=False), nn.ModuleList(Block() for _ in range(2))
-        self.share = nn.Parameter(torch.tensor(0.5)) if learnt else None
+        self.share = nn.Parameter(torch.tensor(0.5)) if learned else None
 
     def smeared(self, x: Tensor) -> Tensor:
         gate = torch.sigmoid(self.gate(x[:, 1:, :4]))
@@ -45,11 +45,11 @@ class Smear(nn.Module):
         return x
 
 
-@pytest.mark.parametrize("learnt", [False, True])
+@pytest.mark.parametrize("learned", [False, True])
 @pytest.mark.parametrize("where", [None, "mlp"])
-def test_token_smear_is_no_residual_of_a_block(learnt: bool, where: str | None) -> None:
+def test_token_smear_is_no_residual_of_a_block(learned: bool, where: str | None) -> None:
     torch.manual_seed(0)
-    model = Smear(learnt)
+    model = Smear(learned)
     sites = unskip.audit(model, X)
     assert [(site.kind, site.copies) for site in sites] == [("other", True), ("mlp", False), ("mlp", False)]
     assert "copy of the stream" in str(sites)
@@ -146,7 +146,7 @@ def test_a_plain_model_has_no_factors() -> None:
 
 
 class Factors(nn.Module):
-    """Residual lambdas and the input again (nanochat), ReZero, LayerScale, KEEL, a learnt scale on the stream."""
+    """Residual lambdas and the input again (nanochat), ReZero, LayerScale, KEEL, a learned scale on the stream."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -188,10 +188,10 @@ def test_a_module_that_adds_for_several_branches_is_refused() -> None:
     assert problems
 
 
-def test_a_learnt_scale_inside_a_branch_is_part_of_it() -> None:
+def test_a_learned_scale_inside_a_branch_is_part_of_it() -> None:
     audit = unskip.audit(h.StateSpace().eval(), torch.randn(2, 5, 8))
     assert len(audit) == 1
     assert not audit.long_skips
     assert "scan" not in audit[0].expression
     assert "self.down" in audit[0].expression
-    assert ["learnt scale inside the branch" in unknown.reason for unknown in audit.unknown] == [True]
+    assert ["learned scale inside the branch" in unknown.reason for unknown in audit.unknown] == [True]

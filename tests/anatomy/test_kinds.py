@@ -64,7 +64,7 @@ class Recurrence(nn.Module):
         return x + f
 
 
-class LearntQueries(nn.Module):
+class LearnedQueries(nn.Module):
     """A decoder whose queries are weights: its first attention is among constants."""
 
     def __init__(self) -> None:
@@ -118,7 +118,7 @@ class Queries(nn.Module):
 CASES = [
     (TinyMoeLayer, ["attention", "mlp"]),
     (Recurrence, ["attention"]),
-    (LearntQueries, ["attention", "attention"]),
+    (LearnedQueries, ["attention", "attention"]),
     (Deformable, ["attention"]),
     (Queries, ["attention"]),
 ]

@@ -262,7 +262,7 @@ def test_talking_heads_are_none_with_the_reason() -> None:
     assert all(part is not None for part in parts[1:])
 
 
-def test_a_learnt_bias_of_scores_is_no_mask_where_it_starts_at_zero() -> None:
+def test_a_learned_bias_of_scores_is_no_mask_where_it_starts_at_zero() -> None:
     model = timm.create_model("levit_128s", img_size=64)
     part = next(unskip.parts(model, torch.randn(1, 3, 64, 64)).attentions())
     assert "score bias" in part.extras

@@ -70,7 +70,7 @@ def test_the_parts_of_a_rewired_model_are_those_of_the_plain_one() -> None:
     assert all(p.alpha == 1 for part in unskip.parts(model, family.inputs(2)) for p in flat(part))
 
 
-def test_learnt_and_annealed_weights_are_read_as_they_are_now() -> None:
+def test_learned_and_annealed_weights_are_read_as_they_are_now() -> None:
     family = FAMILIES["timm_vit"]
     model = family.build()
     wiring = unskip.rewire(model, Learn(start=0.7), family.inputs(2))

@@ -42,7 +42,7 @@ def test_knob() -> None:
 
 
 @pytest.mark.full
-@pytest.mark.filterwarnings("ignore::unskip.errors.UnskipWarning")  # after eight steps nothing has been learnt
+@pytest.mark.filterwarnings("ignore::unskip.errors.UnskipWarning")  # after eight steps nothing has been learned
 def test_demo(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(demo, "chosen", lambda data, quick: TINY)
     out = tmp_path / "a folder" / "demo"

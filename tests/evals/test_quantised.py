@@ -55,7 +55,7 @@ def test_a_clipped_range_errs_least(channel: bool) -> None:
 
 @pytest.fixture(scope="module")
 def model() -> nn.Module:
-    """A classifier of digits that has learnt a little."""
+    """A classifier of digits that has learned a little."""
     torch.manual_seed(0)
     model = vit(num_classes=10)
     optimizer = torch.optim.AdamW(model.parameters(), 5e-3)

@@ -101,7 +101,7 @@ def test_a_model_without_position_embeddings_is_told_so() -> None:
     with pytest.raises(InitError, match="no position embeddings"):
         position_code_(model, images())
     with pytest.raises(BadInput, match="kind"):
-        position_code_(model, images(), kind="learnt")  # type: ignore[arg-type]
+        position_code_(model, images(), kind="learned")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("words", ["default", "zero", "skipless"])

@@ -60,7 +60,7 @@ def test_a_resumed_run_equals_one_that_went_on(tmp_path: Path, rule: Any) -> Non
     whole = Classifier()
     unskip.rewire(whole.vit, rule)
     fit(whole, tmp_path, [WiringCallback()])
-    # Learnt weights have to be there before the weights are loaded.
+    # Learned weights have to be there before the weights are loaded.
     again = Restoring() if isinstance(rule, Learn) else Classifier()
     fit(again, tmp_path, [WiringCallback()], tmp_path / "step=2.ckpt")
     assert Wiring.of(again.vit).alphas == Wiring.of(whole.vit).alphas

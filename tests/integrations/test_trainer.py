@@ -47,7 +47,7 @@ def test_a_resumed_run_equals_one_that_went_on(tmp_path: Path, rule: Any) -> Non
     unskip.rewire(whole, rule, EXAMPLE)
     trainer(whole, tmp_path, [WiringCallback()]).train()
 
-    # Learnt weights have to be there when the optimizer is made; the others are restored in a plain model.
+    # Learned weights have to be there when the optimizer is made; the others are restored in a plain model.
     again = unskip.load(tmp_path / "checkpoint-2") if isinstance(rule, Learn) else gpt2()
     trainer(again, tmp_path / "again", [WiringCallback()]).train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
     assert Wiring.of(again).alphas == Wiring.of(whole).alphas

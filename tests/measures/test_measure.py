@@ -81,7 +81,7 @@ def test_echo_is_whole_where_the_stream_is_an_invertible_map_of_the_first() -> N
     assert [row.echo for row in measurement.blocks] == pytest.approx([1.0, 1.0], abs=1e-3)
 
 
-def test_learnt_weights_of_every_channel_are_used() -> None:
+def test_learned_weights_of_every_channel_are_used() -> None:
     model = stack(depth=1)
     x = torch.randn(2, 3, 6, dtype=torch.float64)
     wiring = unskip.rewire(model, Learn(start=1.0, per="channel"), x)
@@ -284,7 +284,7 @@ def test_inference_mode_does_not_matter() -> None:
 
 
 def test_a_frozen_first_stream_stays_frozen() -> None:
-    """Learnt queries in float64 are the first stream themselves, not a copy."""
+    """Learned queries in float64 are the first stream themselves, not a copy."""
 
     class Queries(nn.Module):
         def __init__(self) -> None:

@@ -213,7 +213,7 @@ def test_a_published_checkpoint_is_loaded(tmp_path: Path) -> None:
     assert torch.equal(dino.centre, theirs["dino_loss"]["center"][0])
 
 
-def test_lengths_that_were_learnt_are_not_left_out_in_silence() -> None:
+def test_lengths_that_were_learned_are_not_left_out_in_silence() -> None:
     dino = model()
     theirs = made_up(dino)
     theirs["student"]["module.head.last_layer.weight_g"] *= 1.5

@@ -163,7 +163,7 @@ def test_sit_starts_at_zero_and_every_weight_learns() -> None:
 
 def test_named_sizes_have_the_published_number_of_weights() -> None:
     with torch.device("meta"):
-        # The published tables say 33, 130, 458 and 675 million, learnt variances included; U-ViT 44 and 501.
+        # The published tables say 33, 130, 458 and 675 million, learned variances included; U-ViT 44 and 501.
         for name, millions in (("S/2", 33), ("B/2", 130), ("L/2", 458), ("XL/2", 675)):
             count = sum(weight.numel() for weight in SiT.named(name).parameters())
             assert round(count / 1e6) == pytest.approx(millions, abs=1)

@@ -154,7 +154,7 @@ def test_frozen_parameters_are_left_out_and_listed() -> None:
 
 
 @pytest.mark.parametrize("per", ["site", "channel"])
-def test_learnt_shortcut_weights_do_not_decay(per: Any) -> None:
+def test_learned_shortcut_weights_do_not_decay(per: Any) -> None:
     model = vit()
     unskip.rewire(model, Learn(0.5, per=per))
     result = {row.name: row for row in groups(model) if "unskip_" in row.name}

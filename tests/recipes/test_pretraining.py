@@ -82,10 +82,10 @@ def test_every_ablation_is_a_flag_away(name: str) -> None:
         assert task.wirings
         assert task.wirings[0].alphas == pytest.approx(rule[0])
         assert task.wirings[0].betas == pytest.approx(rule[1])
-    learnt = [] if not task.wirings else list(task.wirings[0].parameters.values())
+    learned = [] if not task.wirings else list(task.wirings[0].parameters.values())
     held = {id(p) for group in task.optimizer.param_groups for p in group["params"]}
-    assert len(learnt) == (4 if name == "learnable" else 0)
-    assert {id(p) for p in learnt} <= held
+    assert len(learned) == (4 if name == "learnable" else 0)
+    assert {id(p) for p in learned} <= held
     assert bool(task.model.decoder.skips) == config.long_skips
     starts = [block.attn.proj.weight for block in (*task.model.encoder.blocks, *task.model.decoder.blocks)]  # type: ignore[misc,union-attr]
     assert all(bool((weight == 0).all()) == (config.init == "zero") for weight in starts)

@@ -1,4 +1,4 @@
-"""What a generative run has learnt and draws: samples, metrics, noise levels, and the command line."""
+"""What a generative run has learned and draws: samples, metrics, noise levels, and the command line."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
     return trained(request.param, tmp_path_factory.mktemp(request.param) / "run")
 
 
-def test_a_run_says_what_it_learnt(run: Path) -> None:
+def test_a_run_says_what_it_learned(run: Path) -> None:
     rows = RunFolder.open(run).read("evals.jsonl")
     last = [row for row in rows if row["step"] == 6]
     assert {"flow-loss-v1", "features"} <= {row["evaluation"] for row in last}
@@ -221,7 +221,7 @@ def test_a_model_that_knows_more_classes_draws_those_of_its_data(tmp_path: Path)
 
 
 @pytest.mark.full
-def test_what_no_label_is_has_to_be_learnt(tmp_path: Path) -> None:
+def test_what_no_label_is_has_to_be_learned(tmp_path: Path) -> None:
     unskip.train(tiny(label_dropout=0.0), tmp_path / "run", quiet=True)
     trained = open_run(tmp_path / "run")
     options: dict[str, Any] = {"n": 2, "steps": 1, "write": False}

@@ -1,4 +1,4 @@
-"""What recipes share: devices, arguments of models, graphs that cannot be, and what it is to have learnt nothing."""
+"""What recipes share: devices, arguments of models, graphs that cannot be, and what it is to have learned nothing."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ def test_a_graph_of_a_preset_is_left_out_where_it_cannot_be(tmp_path: Path) -> N
     assert any(note.startswith("graph is off: ") for note in notes)
 
 
-# --- The loss of a model that has learnt nothing ----------------------------------------------------------------------
+# --- The loss of a model that has learned nothing ---------------------------------------------------------------------
 
 
 def objective(recipe: str, **fields: Any) -> Any:

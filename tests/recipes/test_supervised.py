@@ -169,7 +169,7 @@ def test_a_pretrained_encoder_is_trained_on_as_a_classifier(pretrained: Path, gi
     unskip.train(tiny(**changes), tmp_path / "run", quiet=True)
     encoder = unskip.load(pretrained / "checkpoints" / "step-2" / "encoder")
     ours, theirs = (model.state_dict() for model in (unskip.load(tmp_path / "run" / "checkpoints" / "step-1"), encoder))
-    shared = [name for name in theirs if "unskip" not in name]  # without the shortcuts it learnt
+    shared = [name for name in theirs if "unskip" not in name]  # without the shortcuts it learned
     assert ours.keys() - shared == {"head.weight", "head.bias", "norm.weight", "norm.bias"}
     assert all(torch.equal(ours[name], theirs[name]) for name in shared)
     assert "new beside the encoder" in notes(tmp_path / "run")

@@ -25,7 +25,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     config = unskip.recipes.mae("digits", shortcut="decay:0.5", health=False, **SMALL, **decoder)
     configs = {"mae": config, "classifier": unskip.recipes.supervised("digits", **SMALL)}
     for name, each in configs.items():
-        with pytest.warns(unskip.errors.UnskipWarning):  # after six steps it has learnt nothing
+        with pytest.warns(unskip.errors.UnskipWarning):  # after six steps it has learned nothing
             unskip.train(each, place / name, quiet=True)
     return place
 
@@ -51,7 +51,7 @@ def test_weights_of_sites_are_read_without_a_model(runs: Path, groups: list[Grou
 def test_patches_of_a_model_with_further_tokens(tmp_path: Path) -> None:
     """A U-ViT has tokens of time and class before its patches."""
     small = {**SMALL, "model_args": "depth=1,width=16,heads=2", "log_every": 6}
-    with pytest.warns(unskip.errors.UnskipWarning):  # it has learnt nothing
+    with pytest.warns(unskip.errors.UnskipWarning):  # it has learned nothing
         unskip.train(unskip.recipes.uvit("digits", **small), tmp_path / "uvit", quiet=True)
     (group,) = read([tmp_path / "uvit"])
     seen = group.runs[0].look

@@ -50,7 +50,7 @@ def test_ddp_trains_as_one_process_does(ranks: list[dict[str, Any]], rule: str) 
         assert distance(first, ranks[0]["ddp"]["keep"]) > 1e-2
 
 
-def test_ddp_trains_learnt_weights(ranks: list[dict[str, Any]]) -> None:
+def test_ddp_trains_learned_weights(ranks: list[dict[str, Any]]) -> None:
     alphas = [value for name, value in ranks[0]["ddp"]["learn"].items() if "unskip_alpha" in name]
     assert len(alphas) == 4
     assert all(abs(alpha - 0.5) > 1e-4 for alpha in alphas)

@@ -113,7 +113,7 @@ def test_a_state_dict_goes_to_a_new_model_and_back(rule: Any) -> None:
 
 
 @torch.no_grad()
-def test_learnt_weights_travel_in_the_state_dict() -> None:
+def test_learned_weights_travel_in_the_state_dict() -> None:
     model, x = vit(), images()
     wiring = unskip.rewire(model, Learn(0.5))
     for i, alpha in enumerate(wiring.parameters.values()):

@@ -1,4 +1,4 @@
-"""When a loss is called flat: where it stays at what a model has that learnt nothing, and not where it passes by."""
+"""When a loss is called flat: where it stays at what a model has that learned nothing, and not where it passes by."""
 
 from __future__ import annotations
 

@@ -129,7 +129,7 @@ def test_a_run_after_one_on_another_device(tmp_path: Path) -> None:
     assert PartialState().device.type == "cpu"
 
 
-def test_learnt_shortcuts_are_not_sharded() -> None:
+def test_learned_shortcuts_are_not_sharded() -> None:
     from unskip.training._fsdp import Sharded
 
     model = timm.create_model("vit_tiny_patch16_224", img_size=32, patch_size=16, depth=1, embed_dim=24, num_heads=2)

@@ -63,12 +63,12 @@ def test_autocast_does_not_widen_a_stream_of_tensor_weights() -> None:
         assert mix(narrow, narrow, torch.tensor(0.5), 1.0).dtype == torch.bfloat16
 
 
-@pytest.mark.parametrize("learnt", ["site", "channel"])
-def test_a_learnt_weight_gets_its_gradient(learnt: str) -> None:
+@pytest.mark.parametrize("learned", ["site", "channel"])
+def test_a_learned_weight_gets_its_gradient(learned: str) -> None:
     stream, branch = torch.randn(5, 3), torch.randn(5, 3)
-    alpha = torch.full((3,) if learnt == "channel" else (), 0.5, requires_grad=True)
+    alpha = torch.full((3,) if learned == "channel" else (), 0.5, requires_grad=True)
     mix(stream, branch, alpha, 1.0).sum().backward()
-    expected = stream.sum(0) if learnt == "channel" else stream.sum()
+    expected = stream.sum(0) if learned == "channel" else stream.sum()
     assert alpha.grad is not None
     assert torch.allclose(alpha.grad, expected)
 

@@ -55,13 +55,13 @@ def test_round_trip(tmp_path: Path, rule: Any) -> None:
         assert type(again.blocks[0]) is timm.models.vision_transformer.Block
 
 
-def test_a_learnt_weight_that_is_no_number_any_more_is_saved_as_json(tmp_path: Path) -> None:
+def test_a_learned_weight_that_is_no_number_any_more_is_saved_as_json(tmp_path: Path) -> None:
     model = vit()
     unskip.rewire(model, Learn(0.5))
-    learnt = [parameter for parameter in model.parameters() if parameter.ndim == 0]
+    learned = [parameter for parameter in model.parameters() if parameter.ndim == 0]
     with torch.no_grad():
-        learnt[0].fill_(torch.nan)
-        learnt[1].fill_(-torch.inf)
+        learned[0].fill_(torch.nan)
+        learned[1].fill_(-torch.inf)
     unskip.save(model, tmp_path / "m", builder=VIT)
     json.loads((tmp_path / "m" / "unskip.json").read_text(), parse_constant=pytest.fail)
     assert str(Wiring.of(unskip.load(tmp_path / "m")).alphas) == "[nan, -inf, 0.5, 0.5]"

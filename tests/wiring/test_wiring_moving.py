@@ -1,4 +1,4 @@
-"""Weights that move: learnt ones, and annealed ones."""
+"""Weights that move: learned ones, and annealed ones."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_learn_adds_parameters_that_train_and_are_listed(vit: nn.Module, per: st
     vit(IMAGES).square().sum().backward()
     optimizer.step()
     assert all(alpha != 0.5 for alpha in wiring.alphas)
-    assert f"6 learnt parameters added ({6 if per == 'site' else 96} numbers): " in str(wiring)
+    assert f"6 learned parameters added ({6 if per == 'site' else 96} numbers): " in str(wiring)
     wiring.undo()
     assert set(vit.state_dict()) == keys
 
@@ -98,16 +98,16 @@ def test_a_narrower_model_does_not_round_its_weights(vit: nn.Module, cast: str) 
     assert {weight.device.type for weight in wiring.tensors()} == {"meta"}
 
 
-def test_rewired_gives_learnt_weights_back(vit: nn.Module) -> None:
+def test_rewired_gives_learned_weights_back(vit: nn.Module) -> None:
     wiring = unskip.rewire(vit, Learn(0.5))
     before = wiring.parameters
     with torch.no_grad():
         for i, parameter in enumerate(before.values()):
             parameter.fill_(0.1 * i)
-    learnt = wiring.alphas
+    learned = wiring.alphas
     with unskip.rewired(vit, Cut()):
         assert wiring.parameters == {}
-    assert wiring.alphas == learnt
+    assert wiring.alphas == learned
     assert all(wiring.parameters[name] is parameter for name, parameter in before.items())
 
 
@@ -127,7 +127,7 @@ def test_an_anneal_to_a_product_asks_only_about_its_own_sites() -> None:
     assert wiring.effective_decay == pytest.approx(1e-8)
 
 
-def test_a_learnt_weight_that_diverged_still_prints(vit: nn.Module) -> None:
+def test_a_learned_weight_that_diverged_still_prints(vit: nn.Module) -> None:
     wiring = unskip.rewire(vit, Learn())
     with torch.no_grad():
         next(iter(wiring.parameters.values())).fill_(float("nan"))

@@ -166,7 +166,7 @@ def test_blocks_of_equal_weights_share_one_compiled_graph() -> None:
 
 
 @pytest.mark.parametrize("rule", [Learn(0.5), Learn(0.5, per="channel")], ids=str)
-def test_learnt_weights_train_under_compile(rule: Any) -> None:
+def test_learned_weights_train_under_compile(rule: Any) -> None:
     family = FAMILIES["timm_vit"]
     inputs, model = family.inputs(2), family.build()
     with cautioned(family):

@@ -146,7 +146,7 @@ def test_anneal_matches_the_oracle_on_its_way(family: Family) -> None:
 
 
 @some_families_with_oracle
-def test_learnt_weights_get_the_oracles_gradient(family: Family) -> None:
+def test_learned_weights_get_the_oracles_gradient(family: Family) -> None:
     model, wiring = rewired(family, Learn(0.6))
     inputs, names = family.inputs(2), list(wiring.parameters)
     outputs, grads = gradients(model, inputs)
@@ -269,15 +269,15 @@ def test_a_failed_second_rewiring_keeps_the_first() -> None:
     assert wiring.alphas == [0.2] * len(family.sites)
 
 
-def test_context_manager_gives_learnt_weights_back() -> None:
+def test_context_manager_gives_learned_weights_back() -> None:
     family = FAMILIES["timm_vit"]
     inputs = family.inputs(2)
     model, wiring = rewired(family, Learn(0.5))
     with torch.no_grad():
         for number, parameter in enumerate(wiring.parameters.values()):
             parameter.fill_(0.1 * (number + 1))
-    learnt = {name: id(parameter) for name, parameter in wiring.parameters.items()}
+    learned = {name: id(parameter) for name, parameter in wiring.parameters.items()}
     with unskip.rewired(model, Cut(), inputs):
         pass
     assert wiring.alphas == pytest.approx([0.1, 0.2, 0.3, 0.4])
-    assert {name: id(parameter) for name, parameter in wiring.parameters.items()} == learnt  # an optimizer holds them
+    assert {name: id(parameter) for name, parameter in wiring.parameters.items()} == learned  # an optimizer holds them

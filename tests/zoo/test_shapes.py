@@ -158,7 +158,7 @@ def test_attention_by_einsum_and_cross_attention(tokens: int, context: bool) -> 
     assert ("cross-attention" in str(audit)) == context
 
 
-class LearntMemory(nn.Module):
+class LearnedMemory(nn.Module):
     """Cross-attention to keys and values that are weights."""
 
     def __init__(self) -> None:
@@ -171,8 +171,8 @@ class LearntMemory(nn.Module):
         return x + self.attention(x, memory, memory)[0]
 
 
-def test_attention_to_a_learnt_memory_is_cross_attention() -> None:
-    assert [(site.kind, site.cross) for site in unskip.audit(LearntMemory(), X)] == [("attention", True)]
+def test_attention_to_a_learned_memory_is_cross_attention() -> None:
+    assert [(site.kind, site.cross) for site in unskip.audit(LearnedMemory(), X)] == [("attention", True)]
 
 
 class StateSpace(nn.Module):

@@ -69,7 +69,7 @@ KNOWN: list[tuple[str, str, str]] = [
         "hrm_text levit mistral4 neucodec pp_ocrv6_small_det sam2 sam2_hiera_det_model sam2_vision_model sam3_tracker "
         "uvdoc xcodec xcodec2 xlstm zamba2",
     ),
-    ("no residual", "mixes several streams by learnt matrices (hyper-connections)", "deepseek_v4 glm5_next_text"),
+    ("no residual", "mixes several streams by learned matrices (hyper-connections)", "deepseek_v4 glm5_next_text"),
     ("no residual", "a convolutional network without shortcuts", "mobilenet_v1 pp_ocrv5_mobile_rec textnet"),
     ("refused", "an addition is a residual in some of its runs only", "dac pp_doclayout_v4"),
 ]

@@ -254,9 +254,9 @@ def _score_extras(graph: Graph, scores: Node, softmax: Node) -> list[str]:
 def _masks(graph: Graph, index: int) -> bool:
     """Whether a tensor added to scores only leaves some out: nothing, or as good as minus infinity.
 
-    A learnt bias is none, also where it starts at zero.
+    A learned bias is none, also where it starts at zero.
     """
     node, value = graph.nodes[index], graph.values[index]
     leaves = [n.index for n in graph.nodes[: index + 1] if n.op == "weight" and n.index in node] if node.fixed else []
-    learnt = any(isinstance(graph.values[leaf], nn.Parameter) for leaf in leaves)
-    return not learnt and value.device.type != "meta" and bool(((value == 0) | (value < -1e4)).all())
+    learned = any(isinstance(graph.values[leaf], nn.Parameter) for leaf in leaves)
+    return not learned and value.device.type != "meta" and bool(((value == 0) | (value < -1e4)).all())

@@ -65,8 +65,8 @@ def _values(graph: Graph, core: Node) -> int | None:
 
 def _is_attention_core(graph: Graph, path: list[Node], node: Node) -> bool:
     """A fused attention kernel, or a product of activations that a softmax weighs (or, in linear attention, another
-    product); or values sampled at learnt places and weighed by a softmax, as in deformable attention. Over one token an
-    einsum is written as a plain product.
+    product); or values sampled at learned places and weighed by a softmax, as in deformable attention. Over one token
+    an einsum is written as a plain product.
     """
     if _ops.is_attention(node.op):
         return True
@@ -84,7 +84,7 @@ def _is_attention_core(graph: Graph, path: list[Node], node: Node) -> bool:
 
 
 def _is_in_attention(node: Node) -> bool:
-    """A product with a weight, by the name of its module: of keys and values that are learnt, or of an activation."""
+    """A product with a weight, by the name of its module: of keys and values that are learned, or of an activation."""
     return _ops.is_matmul(node.op) and bool(_ATTENTION.search(type(node.owners[0]).__name__ if node.owners else ""))
 
 
@@ -159,7 +159,7 @@ def _in_experts(node: Node) -> bool:
 
 
 def _multiplies(graph: Graph, path: list[Node], node: Node) -> bool:
-    """A product of two tensors of the branch, also where these are made from learnt queries and not from the input."""
+    """A product of two tensors of the branch, also where these are made from learned queries and not from the input."""
     if is_product(graph.nodes, node):
         return True
     return _ops.is_matmul(node.op) and {graph.nodes[p] for p in node.parents[-2:]} <= set(path)

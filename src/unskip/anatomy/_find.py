@@ -160,7 +160,7 @@ class _Search:
             self.found = [f for f in self.found if f is not inner and f.first is not inner]
             self.output_of = {index: f for index, f in self.output_of.items() if f in self.found}
         for inner in scaled:
-            self._doubt(inner.add, "a skip with a learnt scale inside the branch of another")
+            self._doubt(inner.add, "a skip with a learned scale inside the branch of another")
 
     def _is_state(self, finding: Finding) -> bool:
         """Whether the branch has no weight, and is linear in the stream: products with what does not depend on it."""

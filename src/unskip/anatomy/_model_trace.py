@@ -27,7 +27,7 @@ from unskip.errors import BadInput, ForwardError
 
 
 def mean_weight(weight: Number) -> float:
-    """A weight as one number: the mean where it is learnt by channel."""
+    """A weight as one number: the mean where it is learned by channel."""
     return float(weight.detach().double().mean()) if isinstance(weight, Tensor) else float(weight)
 
 

@@ -113,7 +113,7 @@ def _decay(wiring: Wiring) -> str:
 
 
 def _band(wiring: Wiring) -> str | None:
-    """Where the effective decay lies; nowhere once a learnt weight has diverged."""
+    """Where the effective decay lies; nowhere once a learned weight has diverged."""
     from unskip.wiring import band
 
     return band(wiring.effective_decay) if math.isfinite(wiring.effective_decay) else None

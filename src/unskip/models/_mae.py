@@ -240,8 +240,8 @@ class MAE(nn.Module):
         # Two rows of it: the gradient of a token that is spread over one is a view, of which DDP warns.
         shape = (2, self.grid.rows, self.grid.columns, -1) if inner.dynamic_img_size else (2, self.grid.patches, -1)
         base = inner._pos_embed(x.new_zeros(2 * self.grid.patches, x.shape[2]).view(shape))[0]
-        learnt = inner.pos_embed is not None and inner.pos_embed.requires_grad
-        place = base[self.grid.prefix :] if learnt else base[self.grid.prefix :].detach()
+        learned = inner.pos_embed is not None and inner.pos_embed.requires_grad
+        place = base[self.grid.prefix :] if learned else base[self.grid.prefix :].detach()
         x = x + F.embedding(where, place)
         x = torch.cat([base[: self.grid.prefix].expand(len(x), -1, -1).to(x.dtype), x], 1)
         x = inner.norm_pre(narrowed(x) if self.narrow else x)

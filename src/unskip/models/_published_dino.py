@@ -6,7 +6,7 @@
     dino_loss: center                                     ->  centre
 
 A checkpoint of a backbone alone, names without any prefix, fills the backbones of both. The last layer's rows have
-length 1 here; where a checkpoint has learnt other lengths (weight_g), a warning is issued.
+length 1 here; where a checkpoint has learned other lengths (weight_g), a warning is issued.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def _renamed(tower: Mapping[str, Tensor]) -> dict[str, Tensor]:
         if name.endswith("head.last_layer.weight_g"):
             if not bool(torch.isclose(value, torch.ones_like(value), atol=1e-3).all()):
                 warn(
-                    "the checkpoint has learnt lengths of the last layer's rows (it was trained with "
+                    "the checkpoint has learned lengths of the last layer's rows (it was trained with "
                     "norm_last_layer=False); here they are 1, so the head differs; the backbone does not"
                 )
             continue

@@ -7,7 +7,7 @@ A role comes from the module that holds a parameter, and from where that module 
     head       such a weight after the blocks: a classifier
     embedding  the weight of an nn.Embedding
     token      what a module holds itself beside the blocks: position embeddings, class and mask tokens
-    vector     biases, norms, scales, learnt shortcut weights: everything with one axis
+    vector     biases, norms, scales, learned shortcut weights: everything with one axis
 
 The blocks are the repeated units of the model: the children of a list of modules of one class. Hidden, input and head
 weights decay, and nothing else; or, with decays="blocks", the weights and biases of the blocks, and nothing else: not

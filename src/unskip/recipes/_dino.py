@@ -7,7 +7,7 @@ better dense features after DINO (arXiv 2104.14294) than one with them.
     without residuals    --shortcut cut --init skipless:vit-small --optimizer soap
     remedies             --shortcut anneal:keep>cut@5000 | decay:0.6 | --balance sinkhorn
 
-The teacher is evaluated. A loss at which nothing is learnt, a teacher with the same output for every image, and rank
+The teacher is evaluated. A loss at which nothing is learned, a teacher with the same output for every image, and rank
 collapse in any block are logged and warned about.
 """
 

@@ -178,7 +178,7 @@ class Objective:
     # --- Evaluation ---------------------------------------------------------------------------------------------------
 
     def baseline_loss(self, model: nn.Module, train: Any, test: Any) -> float | None:
-        """The loss of a constant prediction, at which nothing is learnt; None where there is no such value."""
+        """The loss of a constant prediction, at which nothing is learned; None where there is no such value."""
         return None
 
     def evaluations(self, model: nn.Module, train: Any, test: Any, split: str) -> dict[str, Evaluation]:

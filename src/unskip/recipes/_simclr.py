@@ -102,7 +102,7 @@ class Contrast(CropsObjective):
         return output.loss, {"aligned": output.aligned, "apart": output.apart}
 
     def warnings(self, row: dict[str, Any], share: float) -> Iterator[tuple[str, str]]:
-        """Where nothing is learnt, crops of one image are no more similar than crops of different images.
+        """Where nothing is learned, crops of one image are no more similar than crops of different images.
 
         No value of the loss shows this. With n images a batch it is, by Jensen's inequality, at least
 

@@ -1,6 +1,6 @@
 """The arithmetic of one site: alpha * stream + beta * branch, in as few passes over memory as it takes.
 
-A weight is a number, a parameter where it is learnt, or `Held` where it differs from site to site or is annealed: a
+A weight is a number, a parameter where it is learned, or `Held` where it differs from site to site or is annealed: a
 number in eager mode, and an input of a compiled graph. As a constant each site's weight would make kernels of its own,
 so that equal blocks share none.
 """

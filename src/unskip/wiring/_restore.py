@@ -61,7 +61,7 @@ def put_wiring(
 
 
 def _check_weights(wiring: Wiring, data: dict[str, Any]) -> None:
-    """The rules must give the weights that they gave; learnt ones come from the file."""
+    """The rules must give the weights that they gave; learned ones come from the file."""
     for name, now in (("alphas", wiring.alphas), ("betas", wiring.betas)):
         for a in wiring._plan:
             # An annealed weight is a buffer, and may have been rounded to a narrow dtype.

@@ -72,7 +72,7 @@ class Scale(Shortcut):
 class Learn(Shortcut):
     """alpha_l is a parameter that begins at `start`, one a site or one a channel of each site; beta_l = 1.
 
-    `weights` gives where it begins. In the paper learnt alphas drift back to 1 and do worse than fixed ones.
+    `weights` gives where it begins. In the paper learned alphas drift back to 1 and do worse than fixed ones.
     """
 
     start: float = 1.0

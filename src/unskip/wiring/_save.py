@@ -134,7 +134,7 @@ def load(
         _cast(model, tensors, record, before)
         if recorded is not None:
             wiring = put_wiring(model, *recorded, data, source)
-            _cast(model, tensors, record, before)  # the learnt weights, which are new
+            _cast(model, tensors, record, before)  # the learned weights, which are new
         _fill(model, tensors, source)
         about(model).update(record.get("about", {}))
     except BaseException:
@@ -209,7 +209,7 @@ def _weights(folder: Path, name: str = WEIGHTS) -> dict[str, Tensor]:
 
 
 def _pretrained(model: nn.Module, folder: Path, record: dict[str, Any]) -> dict[str, Tensor]:
-    """The weights that save_pretrained wrote, under the names that the model has for them, and the learnt ones."""
+    """The weights that save_pretrained wrote, under the names that the model has for them, and the learned ones."""
     cls: Any = type(model)
     adapter = folder / "adapter_config.json"
     if adapter.exists():
@@ -221,9 +221,9 @@ def _pretrained(model: nn.Module, folder: Path, record: dict[str, Any]) -> dict[
     except Exception as error:  # of the library, about files that it cannot read
         raise LoadError(f"{folder}: {cls.__name__}.from_pretrained cannot read it ({error}).") from error
     once = {value.data_ptr(): name for name, value in reversed(state.items())}  # a tied weight under its first name
-    learnt = [_weights(folder, file) for file in record["sha256"]]
+    learned = [_weights(folder, file) for file in record["sha256"]]
     return {name: value for name, value in state.items() if once[value.data_ptr()] == name} | {
-        name: value for each in learnt for name, value in each.items() if name.rpartition(".")[2].startswith("unskip_")
+        name: value for each in learned for name, value in each.items() if name.rpartition(".")[2].startswith("unskip_")
     }
 
 

@@ -2,7 +2,7 @@
 
 Each module that adds at a governed site gets a class of its own whose additions read `unskip_alpha<k>` and
 `unskip_beta<k>` from the module: a float where the weight is the same at all sites of a rule, `Held` where it differs
-or is annealed (an input of compiled graphs), a parameter where it is learnt. A module whose weights are all 1 is left
+or is annealed (an input of compiled graphs), a parameter where it is learned. A module whose weights are all 1 is left
 as it was.
 """
 
@@ -47,7 +47,7 @@ class Wiring:
         self._plan: tuple[Assignment, ...] = ()
         self._rule_of: dict[int, Shortcut] = {}
         self._inputs: set[tuple[int, str]] = set()  # site index, "alpha" or "beta": what is annealed or differs
-        self._weights = [_KEPT for _ in survey.sites]  # of learnt sites: where they began
+        self._weights = [_KEPT for _ in survey.sites]  # of learned sites: where they began
         # The modules themselves, not their paths: a block may be wrapped in place after it was rewired.
         self._sites_at: dict[str, list[Site]] = {}
         for site in survey.sites:
@@ -71,7 +71,7 @@ class Wiring:
 
     @property
     def alphas(self) -> list[float]:
-        """The weight of the stream at each of `sites` now; the mean where it is learnt per channel."""
+        """The weight of the stream at each of `sites` now; the mean where it is learned per channel."""
         return [self._now(site, "alpha") for site in self.sites]
 
     @property
@@ -89,7 +89,7 @@ class Wiring:
         alphas = self.alphas
         mine = [site for site in self.sites if site.index in self._rule_of]
         if not all(math.isfinite(alphas[site.index]) for site in mine):
-            return math.nan  # a learnt weight has diverged
+            return math.nan  # a learned weight has diverged
         again = [site for site in self.sites if site.doubled and site.index not in self._rule_of]
         left = [abs(alphas[site.index] * site.stream_factor) for site in mine]
         left += [abs(site.branch_factor) for site in again]
@@ -98,22 +98,22 @@ class Wiring:
     @property
     def parameters(self) -> dict[str, nn.Parameter]:
         """The parameters that `Learn` added, by their names in the model."""
-        learnt = {}
+        learned = {}
         for site in self.sites:
             if not self._is_bound(site):
                 continue
             name = attribute(self._slot_of[site.index], "alpha")
             value = self._module_at[site.path]._parameters.get(name)
             if value is not None:
-                learnt[f"{site.path}.{name}" if site.path else name] = value
-        return learnt
+                learned[f"{site.path}.{name}" if site.path else name] = value
+        return learned
 
     def weights(self) -> dict[int, tuple[float | Tensor, float | Tensor]]:
-        """The weights of every site now, by its index: a learnt one is the parameter itself."""
+        """The weights of every site now, by its index: a learned one is the parameter itself."""
         return {site.index: (self._held(site, "alpha"), self._held(site, "beta")) for site in self.sites}
 
     def tensors(self) -> list[Tensor]:
-        """What holds the weights that are annealed or learnt now; the others do not change."""
+        """What holds the weights that are annealed or learned now; the others do not change."""
         held = [
             getattr(self._module_at[site.path], attribute(self._slot_of[site.index], which))
             for site in self.sites
@@ -176,14 +176,14 @@ class Wiring:
             self._apply(moving, fresh=False)
 
     def _state(self) -> State:
-        """What `_restore` goes back to: the plan, the step, whether forced, and the learnt parameters themselves."""
+        """What `_restore` goes back to: the plan, the step, whether forced, and the learned parameters themselves."""
         return self._plan, self.at_step, self._force, self.parameters
 
     def _restore(self, state: State) -> None:
-        """Goes back to an earlier state. Learnt parameters are the same objects again: an optimizer may hold them."""
-        plan, step, self._force, learnt = state
+        """Goes back to an earlier state. Learned parameters are the same objects again: an optimizer may hold them."""
+        plan, step, self._force, learned = state
         self._follow(plan, step)
-        for full, parameter in learnt.items():
+        for full, parameter in learned.items():
             path, _, name = full.rpartition(".")
             self._module_at[path].register_parameter(name, parameter)
 
@@ -243,11 +243,11 @@ class Wiring:
             "",
             f"effective decay {decay:.3g}" + (f", {band(decay)}" if math.isfinite(decay) else ""),
         ]
-        learnt = self.parameters
-        if learnt:
-            total = sum(p.numel() for p in learnt.values())
-            shown = ", ".join(list(learnt)[:3]) + (", ..." if len(learnt) > 3 else "")
-            lines.append(f"{count(len(learnt), 'learnt parameter')} added ({count(total, 'number')}): {shown}")
+        learned = self.parameters
+        if learned:
+            total = sum(p.numel() for p in learned.values())
+            shown = ", ".join(list(learned)[:3]) + (", ..." if len(learned) > 3 else "")
+            lines.append(f"{count(len(learned), 'learned parameter')} added ({count(total, 'number')}): {shown}")
         return "\n".join(lines)
 
     def __repr__(self) -> str:
