@@ -1,0 +1,272 @@
+"""Where does the time of a training step go? For each recipe: kernels by kind, launch gaps, and the share of the rate
+of matrix products that it reaches.
+
+    python benchmarks/roofline.py                         # on a GPU; all recipes are compiled at once before
+    python benchmarks/roofline.py --only dino,lm
+    python benchmarks/roofline.py --small --device cpu    # tiny models, not compiled, to see that it runs
+
+    supervised    ViT-B/16, 224 px, mixup, cutmix and random erasing as in the preset
+    mae           plain MAE ViT-B/16
+    sit           plain SiT-B/2 on 4 x 32 x 32, with EMA
+    dino          ViT-S/16, 2 crops of 224 px and 8 of 96, made on the device from bytes
+    lm            the preset stdlib-small: GPT-2 of 10.8 million parameters, 256 tokens
+
+A step is that of the recipe, in its loop: bf16, compiled, AdamW, with the feed, clipping, EMA and schedules. First some
+steps are timed, then others are traced. A gap is the time of a step less that in which a kernel runs. Operations are
+those of the matrix products, convolutions and attentions of the forward and backward pass, counted by torch, attention
+in full also where it is causal. The rate of matrix products is that of 8192 x 8192 x 8192 in bf16, in the same run.
+JSON goes to docs/results/roofline-gpu.json, and without a GPU to build/roofline-cpu.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import gc
+import os
+import subprocess
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from _kernels import DATA, KINDS, busy, by_kind, kernels_of, largest
+from _record import made_with, write_json
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.profiler import profile, record_function
+from torch.utils.flop_counter import FlopCounterMode
+
+import unskip
+from unskip import recipes
+from unskip.data import ImageSet
+from unskip.recipes import build_task
+from unskip.training import RunFolder, run_task
+
+ROOT = Path(__file__).resolve().parent.parent
+PLAIN = {"shortcut": "keep", "long_skips": False}
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "supervised": ("vit-b16", {"batch": 256, "randaugment": None}),  # which is for images on disk
+    "mae": ("vit-b16", {"batch": 512, "init": "default", **PLAIN}),
+    "sit": ("sit-b2", {"batch": 128, "size": 32, "latents": None, "online_images": 0, **PLAIN}),
+    "dino": ("vit-small", {"batch": 128}),
+    "lm": ("stdlib-small", {}),
+}
+TINY = "depth=2,embed_dim=48,num_heads=2"
+SMALL: dict[str, dict[str, Any]] = {
+    "supervised": {"size": 32, "patch": 8, "model_args": TINY, "batch": 8},
+    "mae": {"size": 32, "patch": 8, "model_args": TINY, "batch": 8, "decoder_width": 32, "decoder_depth": 2}
+    | {"decoder_heads": 2},
+    "sit": {"size": 8, "model_args": "width=32,depth=2,heads=2", "batch": 8},
+    "dino": {"size": 32, "patch": 8, "local_size": 16, "model_args": TINY, "batch": 8, "projection": 256, "hidden": 64},
+    "lm": {"model_args": "hidden_size=64,num_hidden_layers=2,num_attention_heads=2", "context": 32, "batch": 4},
+}
+LARGEST = 12  # kernels that the record names
+
+
+class Enough(Exception):
+    """All steps that are needed are done."""
+
+
+class Named:
+    """A feed whose work is a range of the trace."""
+
+    def __init__(self, feed: Any) -> None:
+        self.feed = feed
+        self.steps_per_epoch = feed.steps_per_epoch
+
+    def iterate(self, *where: Any) -> Iterator[Any]:
+        batches = self.feed.iterate(*where)
+        while True:
+            with record_function(DATA):
+                batch = next(batches, None)
+            if batch is None:
+                return
+            yield batch
+
+
+def config_of(name: str, folder: Path, options: argparse.Namespace) -> Any:
+    """The config of a recipe at full size, or at one for a CPU."""
+    preset, fields = CASES[name]
+    fields = {**fields, **(SMALL[name] if options.small else {}), "device": options.device, "health": False}
+    if name == "lm":  # the standard library takes longer to read
+        text = folder / "squares.txt"
+        text.write_text("".join(f"{i} times {i} is {i * i}\n" for i in range(100_000)))
+        fields |= {"data": str(text), "cache": str(folder / "cache")}
+    fields |= {"compile": not options.small, "evaluate_every": None, "checkpoint_every": 10**9, "log_every": 10**9}
+    return getattr(recipes, name)(preset, steps=1000, **fields)
+
+
+def opener(config: Any, channels: int) -> Callable[..., ImageSet]:
+    """Random images of the size that a config asks for."""
+
+    def opened(name: str, split: str, **_: Any) -> ImageSet:
+        random = torch.Generator().manual_seed(0)
+        count = config.batch if split == "train" else 64
+        pixels = torch.randint(256, (count, channels, config.size, config.size), dtype=torch.uint8, generator=random)
+        labels = torch.randint(1000, (count,), generator=random)
+        return ImageSet(name, split, tuple(map(str, range(1000))), labels, pixels)
+
+    return opened
+
+
+def operations(task: Any, samples: int = 4) -> float:
+    """Floating-point operations of the forward and backward pass over a sample, those of its augmentation left out."""
+    part = [each[:samples] for each in next(iter(task.feed.iterate(0, 1)))]
+    objective = task.loss.__self__
+    make = getattr(objective, "make_crops", None)
+    if make is not None:
+        made = make(*part[:3])
+        objective.make_crops = lambda *_: made
+    task.model.train()
+    counter = FlopCounterMode(display=False)
+    with torch.autocast(part[0].device.type, torch.bfloat16), sdpa_kernel(SDPBackend.MATH), counter:
+        task.loss(task.model, part)[0].backward()
+    task.optimizer.zero_grad(set_to_none=True)
+    if make is not None:
+        objective.make_crops = make
+    return counter.get_total_flops() / samples
+
+
+def measured(name: str, options: argparse.Namespace) -> dict[str, Any]:
+    """Milliseconds of a step of one recipe, by kind of work."""
+    wait = torch.cuda.synchronize if options.device == "cuda" else (lambda: None)
+    with tempfile.TemporaryDirectory() as place, warnings.catch_warnings():
+        warnings.simplefilter("ignore", unskip.errors.UnskipWarning)
+        folder = Path(place)
+        config = config_of(name, folder, options)
+        torch.manual_seed(config.seed)
+        task, schedule = build_task(config, opener(config, 4 if name == "sit" else 3))
+        counted = operations(task)
+        task.feed = Named(task.feed)
+        objective: Any = task.loss.__self__
+        if hasattr(objective, "make_crops"):
+            objective.make_crops = record_function(DATA)(objective.make_crops)
+        after, trace, begun = task.after_step, profile(), [0.0, 0.0]
+
+        def watched(step: int) -> None:
+            if after is not None:
+                after(step)
+            if step == options.warm:
+                wait()
+                begun[0] = time.perf_counter()
+            elif step == options.warm + options.steps:
+                wait()
+                begun[1] = time.perf_counter()
+                trace.start()
+            elif step == options.warm + options.steps + options.traced:
+                wait()
+                trace.stop()
+                raise Enough
+
+        task.after_step = watched
+        with contextlib.suppress(Enough):
+            run_task(task, schedule, RunFolder.create(folder / "run", {}, options.device), quiet=True)
+        trace.export_chrome_trace(str(folder / "trace.json"))
+        kernels = kernels_of(folder / "trace.json")
+        step = 1000 * (begun[1] - begun[0]) / options.steps
+        each = 1 / 1000 / options.traced  # from microseconds of the trace to milliseconds a step
+        working = each * busy(kernels)
+        return {
+            "batch": config.batch,
+            "ms a step": step,
+            "ms a step by kind": {kind: each * found for kind, found in by_kind(kernels).items()},
+            "ms a step without a kernel": max(0.0, step - working),
+            "ms a step with a kernel": working,
+            "kernels a step": len(kernels) / options.traced,
+            "samples a second": 1000 * config.batch / step,
+            "TFLOP a step": counted * config.batch / 1e12,
+            "TFLOP/s": counted * config.batch / step / 1e9,
+            "largest": [[kernel, kind, each * found] for kernel, kind, found in largest(kernels, LARGEST)],
+        }
+
+
+def matrix_rate(device: str, size: int) -> float:
+    """TFLOP/s of a product of two square matrices of random numbers in bf16; the median of five."""
+    a, b = (torch.randn(size, size, device=device, dtype=torch.bfloat16) for _ in range(2))
+    rates = []
+    for _ in range(6):
+        if device == "cuda":
+            torch.cuda.synchronize()
+        begin = time.perf_counter()
+        for _ in range(20):
+            a @ b
+        if device == "cuda":
+            torch.cuda.synchronize()
+        rates.append(20 * 2 * size**3 / (time.perf_counter() - begin) / 1e12)
+    return sorted(rates[1:])[2]
+
+
+def compile_ahead(names: list[str]) -> None:
+    """Takes one step of every recipe, each in a process of its own and all at once, which leaves compiled code in the
+    cache of `unskip.training`. Compiling takes one core each, and longer than everything else here."""
+    begin = time.perf_counter()
+    command = [sys.executable, __file__, "--steps=1", "--warm=0", "--traced=1", "--no-ahead", f"--out={os.devnull}"]
+    running = {name: subprocess.Popen([*command, f"--only={name}"], stdout=subprocess.DEVNULL) for name in names}
+    for name, process in running.items():
+        if process.wait():
+            print(f"{name}: compiling it in a process of its own failed; it is compiled here", flush=True)
+    print(f"compiled in {time.perf_counter() - begin:.0f} s", flush=True)
+
+
+def show(record: dict[str, Any]) -> None:
+    """The largest kernels of each recipe, and last the table."""
+    results = record["results"]
+    for name, row in results.items():
+        print(f"\n{name}: {row['kernels a step']:.0f} kernels a step, the largest:")
+        for kernel, kind, found in row["largest"]:
+            print(f"  {found:8.3f} ms  {kind:24s} {kernel[:100]}")
+    print(f"\nbf16 matrix products: {record['matrix products, TFLOP/s']:.0f} TFLOP/s\n")
+    print(f"{'share of the step':26s}" + "".join(f"{name:>12s}" for name in results))
+    shares = {kind: [row["ms a step by kind"][kind] / row["ms a step"] for row in results.values()] for kind in KINDS}
+    shares["launch gaps"] = [row["ms a step without a kernel"] / row["ms a step"] for row in results.values()]
+    shares["of the matrix rate"] = [row["share of the matrix rate"] for row in results.values()]
+    for kind, values in shares.items():
+        print(f"{kind:26s}" + "".join(f"{value:12.1%}" for value in values))
+    for key in ("ms a step", "samples a second", "TFLOP/s"):
+        print(f"{key:26s}" + "".join(f"{row[key]:12.1f}" for row in results.values()))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cuda", choices=["cpu", "cuda"])
+    parser.add_argument("--small", action="store_true", help="models for a CPU, not compiled")
+    parser.add_argument("--only", default=",".join(CASES), help="recipes, separated by commas")
+    parser.add_argument("--warm", type=int, default=5, help="steps before those that are timed")
+    parser.add_argument("--steps", type=int, default=20, help="steps that are timed")
+    parser.add_argument("--traced", type=int, default=3, help="steps that are traced")
+    parser.add_argument(
+        "--ahead", action=argparse.BooleanOptionalAction, default=True, help="compile all at once first"
+    )
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    if options.device == "cuda" and not torch.cuda.is_available():
+        raise SystemExit("this benchmark needs a CUDA device; --small --device cpu shows that it runs")
+    gpu = options.device == "cuda"
+    out = options.out or (ROOT / "docs/results/roofline-gpu.json" if gpu else ROOT / "build/roofline-cpu.json")
+    names = options.only.split(",")
+    if options.ahead and gpu and not options.small:
+        compile_ahead(names)
+    rate = matrix_rate(options.device, 8192 if gpu else 256)
+    settings = {"steps": options.steps, "traced": options.traced, "precision": "bf16", "compile": not options.small}
+    record: dict[str, Any] = {**made_with(__file__, options.device, "timm", "transformers"), "settings": settings}
+    record |= {"matrix products, TFLOP/s": rate, "results": {}}
+    for name in names:
+        begin = time.perf_counter()
+        row = measured(name, options)
+        record["results"][name] = {**row, "share of the matrix rate": row["TFLOP/s"] / rate}
+        print(f"{name} took {time.perf_counter() - begin:.0f} s", flush=True)
+        if out != Path(os.devnull):
+            write_json(out, record)
+        torch.compiler.reset()
+        gc.collect()
+        if gpu:
+            torch.cuda.empty_cache()
+    show(record)
+
+
+if __name__ == "__main__":
+    main()
