@@ -35,7 +35,7 @@ def arguments(about: str | None, out: str) -> argparse.ArgumentParser:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--workers", type=int, default=1, help="runs side by side")
     parser.add_argument("--limit", type=float, default=float("inf"), help="stop after this many seconds")
-    parser.add_argument("--only", nargs="*", default=[""], help="runs whose name holds one of these")
+    parser.add_argument("--only", nargs="*", default=[""], help="runs whose name holds one of these, in this order")
     parser.add_argument("--begin", action="store_true", help="begin what may not end in time, too, to go on later")
     parser.add_argument("--out", type=Path, help=f"the JSON (default docs/results/{out})")
     parser.add_argument("--runs", type=Path, default=ROOT / "build" / "runs", help="where the run folders go")
@@ -224,7 +224,7 @@ def study(
             now = time.perf_counter()
             busy = {name for name, _, _ in running.values()}
             waiting = [job for job in jobs() if job[0] not in busy | failed.keys()]
-            waiting = [job for job in waiting if any(word in job[0] for word in options.only)]
+            waiting = [*{job[0]: job for word in options.only for job in waiting if word in job[0]}.values()]
             left = options.limit - (now - begun)
             fitting = [job for job in waiting if left > (0 if options.begin else _expected(longest, job[0]))]
             while fitting and idle:
