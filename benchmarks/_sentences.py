@@ -56,6 +56,7 @@ def sentences() -> Iterator[tuple[str, str]]:
     yield "what-did-not-work", f"collapse: {best - without:.1f} points behind residual after 100 epochs"
     yield "what-did-not-work", f"keep tokens apart: {best - frozen:.1f} behind"
     yield "skipless-results", f"MLP skips alone it is {best - mlps:.1f} points behind"
+    yield "fade", f"a ViT on CIFAR-10 is [{best - mlps:.1f} points behind]"
     scores = [
         [100 * row[key] for row in (runs("skipless-long", f"long | {name}")[0] for name in _HELD_OUT)]
         for key in ("val_accuracy", "ema_val_accuracy")
@@ -269,6 +270,7 @@ def _scanned_models() -> Iterator[tuple[str, str]]:
     yield "lm", f"Trained MLPs are impossible, too: all {len(asked)} asked"
     loss, cut, near = ((row := models["GPT-2 residual"]["rewritten"])["loss"], row["cut"], row["approximate"])
     yield "lm", f"that costs {near['loss'] - loss:.2f} nats a token ({loss:.2f} before)"
+    yield "fade", f"that costs {near['loss'] - loss:.2f} nats a token in a small GPT-2"
     yield "lm", f"cut skips bring the loss to {cut['loss']:.1f}."
     small = [models[f"GPT-2 {name}"]["evaluated"] for name in ("residual", "decay to 1e-2", "MLP skips cut")]
     bits = ", ".join(f"{row['test_bits_per_byte']:.2f}" for row in small)
