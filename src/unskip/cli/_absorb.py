@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import tyro
 
 import unskip
-from unskip.cli._options import Count, Device, Inputs, Json, Random, Trust, model_help, option
+from unskip.cli._options import Device, Inputs, Json, Random, Trust, model_help, option
 from unskip.cli._say import print_json, progress
 from unskip.errors import BadInput, RewireError
 
@@ -24,7 +24,7 @@ _APPLY = "Rewrite the sites that may be: exact, widen or approximate (needs --da
 def absorb_command(
     model: Annotated[str, tyro.conf.Positional, model_help("The model, with pretrained weights unless --random")],
     data: Annotated[str | None, option(_DATA, "SOURCE")] = None,
-    n: Count = 64,
+    n: Annotated[int | None, option("How many samples of the source (default 64).", "N")] = None,
     apply: Annotated[Literal["exact", "widen", "approximate"] | None, option(_APPLY, "MODE")] = None,
     max_error: Annotated[float | None, option(_MOST, "E")] = None,
     distil: Annotated[int | None, option("Training steps for each approximate replacement.", "N")] = None,
@@ -50,12 +50,14 @@ def absorb_command(
         raise BadInput("--out is for a rewritten model: give --apply too")
     if apply != "approximate" and (max_error is not None or distil is not None):
         raise BadInput("--max-error and --distil are for --apply approximate: give it too")
+    if n is not None and data is None:
+        raise BadInput("--n says how many samples of --data to read: give a source")
     where, shapes = device_of(device), shapes_of(input)
     applied = refused = None
     with contextlib.redirect_stdout(sys.stderr), progress(f"deciding {model}") as tick, by_input():
         torch.manual_seed(0)  # random weights, but the same ones each time
         built = weighted(model, random, trust).to(where).eval()
-        samples = None if data is None else samples_for(built, data, n, shapes)[0]
+        samples = None if data is None else samples_for(built, data, 64 if n is None else n, shapes)[0]
         example = inputs(built, shapes)
         scan = unskip.absorption.scan(built, example, data=samples, progress=tick)
         sound = scan.verify()
@@ -69,7 +71,10 @@ def absorb_command(
         if applied is not None and not applied.done:
             refused = f"--apply {apply}: no site could be rewritten, so nothing is saved"
         if applied is not None and refused is None and out is not None:
-            _save(built, out, builder_of(model))
+            try:
+                _save(built, out, builder_of(model))
+            except OSError as error:
+                raise BadInput(f"--out {out}: {error}") from None
     if json:
         record = {"spec": model, **scan.to_dict(), "verified": sound, "refused": refused}
         if applied is not None:
@@ -77,7 +82,7 @@ def absorb_command(
         print_json(record)
     else:
         print(scan)
-        if scan:
+        if any(row.verdicts for row in scan):
             print("\nall certificates verified from the weights" if sound else "\na certificate failed verification")
         if applied is not None:
             print(f"\n{applied}")
