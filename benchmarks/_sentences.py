@@ -142,7 +142,9 @@ def sentences() -> Iterator[tuple[str, str]]:
     fade = record("fade-digits")
     yield "fade", f"reaches {fade['original']:.3f}, and {fade['original, skips cut, not trained']:.3f} (chance)"
     control, *students = (statistics.mean(found) for found in [*fade["results"].values()][:-1])
-    yield "fade", f"A student is {control - max(students):.2f} to {control - min(students):.2f} behind the control"
+    lost = f"{control - max(students):.2f} to {control - min(students):.2f}"
+    yield "fade", f"A student is {lost} behind the control"
+    yield "how-do-i", f"those of MLPs; {lost} of accuracy for all, on digits"
 
 
 def _dino() -> Iterator[tuple[str, str]]:
