@@ -174,7 +174,7 @@ def within_rounding(block: Block, other: Block, domain: Domain | None, random: n
         stored = seen(block, made(low).double()) - truth
         return max(float(gap.norm()), float(stored.norm())) <= 4 * own
 
-    return all(holds(size) for size in (1e-6, 1e-3, 1e-1, 1.0, 30.0, 1e3, 1e4, 1e5))
+    return all(holds(size) for size in (1e-6, 1e-3, 0.05, 0.3, 3.0, 30.0, 3e3, 1e5))
 
 
 def seen(block: Block, out: torch.Tensor) -> torch.Tensor:

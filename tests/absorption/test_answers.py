@@ -173,3 +173,26 @@ def test_softplus_overflows_no_sooner_than_torch_does() -> None:
     z = torch.tensor([-6e4, -1e3, 1e3, 6e4]).half()
     block = Block(torch.ones(1, 1).half(), torch.ones(1, 1).half(), activation="softplus:100", skip=0.0)
     assert torch.equal(block(z[:, None])[:, 0], torch.nn.functional.softplus(z, beta=100.0))
+
+
+def test_a_constant_that_rounds_keeps_the_rule_between_powers_of_a_hundred() -> None:
+    up = torch.tensor(
+        [
+            [-2.5, 1, -2.5],
+            [-3, -2.5, -2],
+            [0.5, 0, -2.5],
+            [-0.5, 0, 2.5],
+            [-2, -0.5, 2],
+            [-1.5, 3, -2.5],
+            [0.5, 0, -2.5],
+        ]
+    )
+    down = torch.tensor([[0, 2, -1.5, 2, -1.5, -0.5, 1.5], [0, 0, -1, 0.5, -1, -2, 0.5]])
+    bias, skip = torch.tensor([2.5, 1.5, -65.5, 1.5, -2, -0.5, -65.5]), torch.tensor([[0, 0, 0], [0.25, 0, -1.25]])
+    held = {"up_bias": bias.bfloat16(), "down_bias": torch.zeros(2).bfloat16(), "skip": skip, "activation": "relu"}
+    block = Block(up.bfloat16(), down.bfloat16(), **held)  # type: ignore[arg-type]
+    verdict = absorb(block, width=6)
+    found = (
+        errors(block, verdict.replacement(), 0.1 * normal(numbers(0), 4096, 3)) if verdict.weights is not None else None
+    )
+    assert found is None or found[0] <= 4 * found[1]

@@ -28,9 +28,8 @@ from unskip.absorption._problem import SHARE
 
 ROUNDINGS = 8  # of the units' terms, added in squares: what a gap may be at most
 DECOMPOSED = 2048  # the largest skip that is decomposed, where it is not diagonal
-SIZES = (1e-6, 1e-4, 1e-2, 1.0, 1e2, 3e3, 1e5)  # of inputs; on a domain in float64 from the third on
+SIZES = tuple(10.0**power for power in range(-6, 6))  # of inputs; on a domain in float64 from the fifth on
 SMALLER = 8  # times, where the block overflows
-SAMPLES = 48  # of each size
 WIDE = 1e-10  # of the block's own terms, in float64
 OWN = 2.5  # times what the block loses itself, so that on other inputs it stays below 4
 SPLIT = 1e-6  # of the block's terms, that splitting rows into stored weights may cost on top, in `widen` and modules
@@ -51,34 +50,38 @@ def agree(block: Block, other: Block, domain: Domain | None = None, seed: int = 
     generator = torch.Generator().manual_seed(seed)
     bare, made, dtype = block.bare(), other.bare(), block.dtype
     wide, wide_made = bare.double(), made.double()
+    sizes = SIZES if domain is None or dtype != torch.float64 else SIZES[4:]
+    drawn = {size: pair for size in sizes if (pair := _inputs(bare, domain, size, generator)) is not None}
     worst, measured = 0.0, dict[str, float]()  # nothing measured: the block overflows wherever it was looked at
-    for size in SIZES if domain is None or dtype != torch.float64 else SIZES[2:]:
-        drawn = _inputs(bare, domain, size, generator)
-        if drawn is None:
-            continue
-        low, out = drawn
-        exact = low.double()
-        truth = _hidden_shift(block, wide(exact))
-        gap = _hidden_shift(block, wide_made(exact)) - truth
-        terms, squares = _terms(wide, exact)
-        scale = max(float(truth.norm()), 1e-300)
+    if not drawn:
+        return Agreement(False, worst, measured)
+    low, out = (torch.cat([pair[i] for pair in drawn.values()]) for i in (0, 1))
+    exact = low.double()
+    truth = _hidden_shift(block, wide(exact))
+    gap = _hidden_shift(block, wide_made(exact)) - truth
+    stored = gap if dtype == torch.float64 else _hidden_shift(block, made(low).double()) - truth
+    own = _hidden_shift(block, out.double()) - truth
+    terms, squares = _terms(wide, exact)
+    for at, size in enumerate(drawn):
+        rows = slice(at * _samples(block), (at + 1) * _samples(block))
+        scale, lost, wrong = (float(each[rows].norm()) for each in (truth, own, gap))
+        errors = torch.stack([gap[rows], stored[rows]])
         if dtype == torch.float64:
-            allowed, own, stored = (WIDE + tolerance) * terms, torch.zeros_like(terms), gap
+            ratio = errors.norm(dim=2) / ((WIDE + tolerance) * terms[rows]).clamp(min=1e-300)
         else:
-            own = (_hidden_shift(block, out.double()) - truth).norm(dim=1)
-            once = block.roundoff * math.sqrt((float(squares.sum()) + scale**2) / 3)
-            loss = max(float(own.norm()), once, _underflow(wide, dtype) * SAMPLES**0.5)
-            stored = _hidden_shift(block, made(low).double()) - truth
-            allowed = (OWN * loss + tolerance * terms.norm()).expand(1)
-            gap, stored = gap.norm().expand(1, 1), stored.norm().expand(1, 1)
-        for error in (gap, stored):
-            ratio = error.norm(dim=1) / allowed.clamp(min=1e-300)
-            top = float(ratio.max())
-            worst = max(worst, top if math.isfinite(top) else math.inf)
+            once = block.roundoff * math.sqrt((float(squares[rows].sum()) + scale**2) / 3)
+            loss = max(lost, once, _underflow(wide, dtype) * _samples(block) ** 0.5)
+            ratio = errors.flatten(1).norm(dim=1) / (OWN * loss + tolerance * terms[rows].norm()).clamp(min=1e-300)
+        top = float(ratio.max())
+        worst = max(worst, top if math.isfinite(top) else math.inf)
         if size <= 1.0 or not measured:
-            measured = {"float64": float(gap.norm()) / scale, "stored": float(stored.norm()) / scale}
-            measured["original_stored"] = float(own.norm()) / scale
-    return Agreement(bool(measured) and worst <= 1.0, worst, measured)
+            errs = (("float64", wrong), ("stored", float(errors[1].norm())), ("original_stored", lost))
+            measured = {name: error / max(scale, 1e-300) for name, error in errs}
+    return Agreement(worst <= 1.0, worst, measured)
+
+
+def _samples(block: Block) -> int:  # of each size; many outputs make up for few inputs
+    return 48 if block.outputs < 64 else 16
 
 
 def _inputs(
@@ -88,9 +91,9 @@ def _inputs(
 
     def draw(size: float) -> tuple[Tensor, Tensor]:
         if domain is not None:
-            x = domain.sample(SAMPLES, generator, size)
+            x = domain.sample(_samples(block), generator, size)
         else:
-            x = size * torch.randn(SAMPLES, block.inputs, generator=generator, dtype=torch.float64)
+            x = size * torch.randn(_samples(block), block.inputs, generator=generator, dtype=torch.float64)
         x = x.to(block.up.device, block.dtype)
         return x, block(x)
 
