@@ -275,11 +275,11 @@ def _scanned_models() -> Iterator[tuple[str, str]]:
     yield "fade", f"that costs {near['loss'] - loss:.2f} nats a token in a small GPT-2"
     yield "lm", f"cut skips bring the loss to {cut['loss']:.1f}."
     small = [models[f"GPT-2 {name}"]["evaluated"] for name in ("residual", "decay to 1e-2", "MLP skips cut")]
-    bits = ", ".join(f"{row['test_bits_per_byte']:.2f}" for row in small)
-    yield "lm", f"test bits per byte {bits})"
+    bits = [f"{row['test_bits_per_byte']:.2f}" for row in small]
+    yield "lm", "had {} bits per byte with skips, {} with `decay:product=0.01` and {} without MLP skips".format(*bits)
 
     peak = [max(block[key] for block in models["SmolLM2-135M"]["blocks"]) for key in ("kurtosis", "outlier_channels")]
-    yield "lm", f"SmolLM2-135M reaches {peak[0]:,.0f} and {peak[1]:.0f}."
+    yield "measure", f"SmolLM2-135M reaches {peak[0]:,.0f} and {peak[1]:.0f}."
 
     text, images = models["all-MiniLM-L6-v2"], models["ViT on digits"]
     errors = [[site["approximation"] for site in model["sites"]] for model in (text, images)]
