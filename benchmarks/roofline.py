@@ -1,7 +1,7 @@
 """Where does the time of a training step go? For each recipe: kernels by kind, launch gaps, and the share of the rate
 of matrix products that it reaches.
 
-    python benchmarks/roofline.py                         # on a GPU; all recipes are compiled at once before
+    python benchmarks/roofline.py                         # on a GPU
     python benchmarks/roofline.py --only dino,lm
     python benchmarks/roofline.py --small --device cpu    # tiny models, not compiled, to see that it runs
 
@@ -11,8 +11,9 @@ of matrix products that it reaches.
     dino          ViT-S/16, 2 crops of 224 px and 8 of 96, made on the device from bytes
     lm            the preset stdlib-small: GPT-2 of 10.8 million parameters, 256 tokens
 
-A step is that of the recipe, in its loop: bf16, compiled, AdamW, with the feed, clipping, EMA and schedules. First some
-steps are timed, then others are traced. A gap is the time of a step less that in which a kernel runs. Operations are
+A step is that of the recipe, in its loop: bf16, compiled, AdamW, with the feed, clipping, EMA and schedules. On a GPU
+each recipe has a process: all compile at once, and measure one after the other. First some steps are timed, then others
+are traced. A gap is the time of a step less that in which a kernel runs. Operations are
 those of the matrix products, convolutions and attentions of the forward and backward pass, counted by torch, attention
 in full also where it is causal. The rate of matrix products is that of 8192 x 8192 x 8192 in bf16, in the same run.
 JSON goes to docs/results/roofline-gpu.json, and without a GPU to build/roofline-cpu.json.
@@ -23,13 +24,14 @@ from __future__ import annotations
 import argparse
 import contextlib
 import gc
+import multiprocessing
 import os
-import subprocess
-import sys
 import tempfile
+import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +54,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "supervised": ("vit-b16", {"batch": 256, "randaugment": None}),  # which is for images on disk
     "mae": ("vit-b16", {"batch": 512, "init": "default", **PLAIN}),
     "sit": ("sit-b2", {"batch": 128, "size": 32, "latents": None, "online_images": 0, **PLAIN}),
-    "dino": ("vit-small", {"batch": 128}),
+    "dino": ("vit-small", {"batch": 64}),
     "lm": ("stdlib-small", {}),
 }
 TINY = "depth=2,embed_dim=48,num_heads=2"
@@ -65,6 +67,7 @@ SMALL: dict[str, dict[str, Any]] = {
     "lm": {"model_args": "hidden_size=64,num_hidden_layers=2,num_attention_heads=2", "context": 32, "batch": 4},
 }
 LARGEST = 12  # kernels that the record names
+_TURN: list[Any] = []  # of a process that is one of several
 
 
 class Enough(Exception):
@@ -119,7 +122,7 @@ def operations(task: Any, samples: int = 4) -> float:
     objective = task.loss.__self__
     make = getattr(objective, "make_crops", None)
     if make is not None:
-        made = make(*part[:3])
+        made = objective.crops.made(*part[:3])  # the other may be compiled, for whole batches
         objective.make_crops = lambda *_: made
     task.model.train()
     counter = FlopCounterMode(display=False)
@@ -131,8 +134,8 @@ def operations(task: Any, samples: int = 4) -> float:
     return counter.get_total_flops() / samples
 
 
-def measured(name: str, options: argparse.Namespace) -> dict[str, Any]:
-    """Milliseconds of a step of one recipe, by kind of work."""
+def measured(name: str, options: argparse.Namespace, ready: Callable[[], object] = lambda: None) -> dict[str, Any]:
+    """Milliseconds of a step of one recipe, by kind of work; `ready` is called once its model is compiled."""
     wait = torch.cuda.synchronize if options.device == "cuda" else (lambda: None)
     with tempfile.TemporaryDirectory() as place, warnings.catch_warnings():
         warnings.simplefilter("ignore", unskip.errors.UnskipWarning)
@@ -150,6 +153,9 @@ def measured(name: str, options: argparse.Namespace) -> dict[str, Any]:
         def watched(step: int) -> None:
             if after is not None:
                 after(step)
+            if step == min(1, options.warm):
+                wait()
+                ready()
             if step == options.warm:
                 wait()
                 begun[0] = time.perf_counter()
@@ -200,16 +206,50 @@ def matrix_rate(device: str, size: int) -> float:
     return sorted(rates[1:])[2]
 
 
-def compile_ahead(names: list[str]) -> None:
-    """Takes one step of every recipe, each in a process of its own and all at once, which leaves compiled code in the
-    cache of `unskip.training`. Compiling takes one core each, and longer than everything else here."""
-    begin = time.perf_counter()
-    command = [sys.executable, __file__, "--steps=1", "--warm=0", "--traced=1", "--no-ahead", f"--out={os.devnull}"]
-    running = {name: subprocess.Popen([*command, f"--only={name}"], stdout=subprocess.DEVNULL) for name in names}
-    for name, process in running.items():
-        if process.wait():
-            print(f"{name}: compiling it in a process of its own failed; it is compiled here", flush=True)
-    print(f"compiled in {time.perf_counter() - begin:.0f} s", flush=True)
+def take(*turn: Any) -> None:
+    """What the processes share: a barrier that each reaches with its model compiled, and the lock of that which
+    measures."""
+    _TURN[:] = turn
+
+
+def in_turn(name: str, options: argparse.Namespace) -> dict[str, Any]:
+    """`measured` in one of several processes."""
+    barrier, lock = _TURN
+    with contextlib.ExitStack() as held:
+
+        def ready() -> None:
+            with contextlib.suppress(threading.BrokenBarrierError):  # where another process failed
+                barrier.wait()
+            held.enter_context(lock)
+
+        try:
+            return measured(name, options, ready)
+        except BaseException:
+            barrier.abort()
+            raise
+
+
+def all_measured(names: list[str], options: argparse.Namespace) -> dict[str, dict[str, Any]]:
+    """The numbers of each recipe: from a process each, or one after the other in this one."""
+    if not options.together:
+        rows = {}
+        for name in names:
+            rows[name] = measured(name, options)
+            torch.compiler.reset()
+            gc.collect()
+        return rows
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "4")
+    start = multiprocessing.get_context("spawn")
+    shared = (start.Barrier(len(names)), start.Lock())
+    with ProcessPoolExecutor(len(names), start, initializer=take, initargs=shared) as pool:
+        running = {name: pool.submit(in_turn, name, options) for name in names}
+        done = {}
+        for name, each in running.items():
+            try:
+                done[name] = each.result()
+            except Exception as error:  # the others are measured all the same
+                print(f"{name} is not measured: {error!r}", flush=True)
+        return done
 
 
 def show(record: dict[str, Any]) -> None:
@@ -241,6 +281,7 @@ def main() -> None:
     parser.add_argument(
         "--ahead", action=argparse.BooleanOptionalAction, default=True, help="compile all at once first"
     )
+    parser.add_argument("--together", action=argparse.BooleanOptionalAction, help="a process each; so on a GPU")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     if options.device == "cuda" and not torch.cuda.is_available():
@@ -248,23 +289,14 @@ def main() -> None:
     gpu = options.device == "cuda"
     out = options.out or (ROOT / "docs/results/roofline-gpu.json" if gpu else ROOT / "build/roofline-cpu.json")
     names = options.only.split(",")
-    if options.ahead and gpu and not options.small:
-        compile_ahead(names)
+    options.together = gpu if options.together is None else options.together
     rate = matrix_rate(options.device, 8192 if gpu else 256)
     settings = {"steps": options.steps, "traced": options.traced, "precision": "bf16", "compile": not options.small}
     record: dict[str, Any] = {**made_with(__file__, options.device, "timm", "transformers"), "settings": settings}
     record |= {"matrix products, TFLOP/s": rate, "results": {}}
-    for name in names:
-        begin = time.perf_counter()
-        row = measured(name, options)
+    for name, row in all_measured(names, options).items():
         record["results"][name] = {**row, "share of the matrix rate": row["TFLOP/s"] / rate}
-        print(f"{name} took {time.perf_counter() - begin:.0f} s", flush=True)
-        if out != Path(os.devnull):
-            write_json(out, record)
-        torch.compiler.reset()
-        gc.collect()
-        if gpu:
-            torch.cuda.empty_cache()
+    write_json(out, record)
     show(record)
 
 
