@@ -298,6 +298,8 @@ def main() -> None:
         record["results"][name] = {**row, "share of the matrix rate": row["TFLOP/s"] / rate}
     write_json(out, record)
     show(record)
+    if missing := set(names) - set(record["results"]):
+        raise SystemExit(f"not measured: {', '.join(sorted(missing))}")
 
 
 if __name__ == "__main__":
