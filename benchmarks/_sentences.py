@@ -6,6 +6,7 @@ import statistics
 from collections.abc import Iterator
 
 import _mae_results
+from _sentences_prose import prose
 from _tables import FROZEN, dino_cells, record, runs
 from _tables_claims import accuracy
 from _tables_studies import STARTS, start
@@ -13,6 +14,7 @@ from _tables_studies import STARTS, start
 
 def sentences() -> Iterator[tuple[str, str]]:
     """Pairs (page, part of a sentence), without line breaks."""
+    yield from prose()
     gpu, cpu = ([row[part]["times"] for row in record(name)["results"] for part in ("solver", "whole")]
                 for name in ("discover-gpu", "discover-cpu"))  # fmt: skip
     yield "dense", f"On one H200 that is {gpu[0]:.0f} times as fast as"

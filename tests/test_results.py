@@ -9,6 +9,7 @@ ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "benchmarks"))
 import _pages  # noqa: E402
 from _sentences import sentences  # noqa: E402
+from _typed import typed  # noqa: E402
 
 
 @pytest.mark.parametrize("page", _pages.PAGES, ids=lambda page: page.name)
@@ -26,6 +27,19 @@ def test_sentences_are_those_of_the_records() -> None:
         page: " ".join((ROOT / "docs" / f"{page}.md").read_text(encoding="utf-8").split()) for page, _ in sentences()
     }
     assert [(page, part) for page, part in sentences() if part not in pages[page]] == []
+
+
+@pytest.mark.parametrize("page", [ROOT / "README.md", *(ROOT / "docs").glob("*.md")], ids=lambda page: page.name)
+def test_no_measured_number_is_typed_by_hand(page: Path) -> None:
+    checked = [part for name, part in sentences() if name == page.stem]
+    assert typed(page.read_text(encoding="utf-8"), checked) == []
+
+
+def test_a_typed_number_is_found() -> None:
+    text = "Weight decay 0.3 and `x = 0.5` are settings, the paper has 80.8. It is 1.5 below the control."
+    assert typed(text, ["1.5 below the control"]) == []
+    (found,) = typed(text.replace("1.5 below", "1.6 below"), ["1.5 below the control"])
+    assert "is 1.6 below" in found
 
 
 def test_a_changed_number_is_found() -> None:

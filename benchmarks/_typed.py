@@ -1,0 +1,41 @@
+"""Decimal numbers in the prose of README and docs that no record vouches for: they have been typed by hand.
+
+Tables and sentences made from records are left out, and so is what no run measures: code, links, settings, versions,
+and numbers of the papers.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+
+# Words in front of a setting; further settings may follow it: "weight decay 0.1 to 0.3".
+_WORDS = (
+    *("alpha_min", "weight decay", "decay", "decayed", "product", "guidance", "temperature", "momentum", "mask", "EMA"),
+    *("AdamW", "self_attention", "qk_identity", "mlp_bias", "bias", "threshold", "cosine", "contrast", "crops", "T"),
+    *("cifar", "digits", "sqrt", "rate", "lr", "Python", "CPython", "torch", "pytorch_optimizer", "capability"),
+    *("Apache", "width of 384", "from 1", "accepts at", "elsewhere at", "level at", "domain from", "closer than", "noise;", "last step", "colour,"),
+    *("ImageNet's values", "the size of ImageNet", "roundings: 0.008 in float16,", "roundings"),
+)
+_AFTER = r"(?::| =| of| to| above| between| \|)?[ (-]*"
+_NOT_MEASURED = (
+    r"\]\([^)]*\)|`[^`]*`|https?://\S+|\d{4}\.\d{5}",  # links, code, papers
+    rf"\b(?:{'|'.join(_WORDS)}){_AFTER}\d[\d.e-]*(?:(?:,| to| and| or|, \w+) \d[\d.e-]*)*",
+    r"[^.|]*\b(?:[Tt]he paper|[Pp]aper's|published)\b(?:[^.|]|\.(?=\d))*[.|]",  # a sentence on the papers' numbers
+    r"\b[1-9.]+e-\d+",  # learning rates and tolerances
+    r"(?:[^.]|\.(?=\d))*no record (?:was )?kept",
+)
+_NUMBER = re.compile(r"(?<![\w.])\d+\.\d+(?![\w.]*\d)")
+
+
+def typed(text: str, checked: Iterable[str]) -> list[str]:
+    """Each unchecked decimal number of a page with the words around it."""
+    text = re.sub(r"<!-- table.*?<!-- end -->|```.*?```|<[a-z/][^>]*>", "", text, flags=re.DOTALL)
+    text = " ".join(re.sub(r"^ {4}.*\n", "", text, flags=re.MULTILINE).split())  # without indented code
+    parts = [at.span() for part in checked for at in re.finditer(re.escape(part), text)]
+    parts += [at.span() for pattern in _NOT_MEASURED for at in re.finditer(pattern, text)]
+    return [
+        text[max(0, found.start() - 50) : found.end() + 25]
+        for found in _NUMBER.finditer(text)
+        if not any(start <= found.start() < end for start, end in parts)
+    ]
