@@ -36,6 +36,14 @@ def configs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Any]:
 # --- Options ---
 
 
+def test_epochs_replace_the_steps_of_another_run(configs: list[Any], tmp_path: Path) -> None:
+    saved = recipes.to_dict(recipes.supervised("digits", steps=20))
+    (tmp_path / "config.json").write_text(json.dumps(saved))
+    cli.main(["train", "supervised", "--config", "config.json", "--epochs", "3"])
+    cli.main(["train", "supervised", "--config", "config.json", "--epochs", "3", "--steps", "7"])
+    assert [(config.epochs, config.steps) for config in configs] == [(3, None), (3, 7)]
+
+
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_every_field_is_an_option_in_one_group(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
     groups = field_groups(RECIPES[recipe].config)

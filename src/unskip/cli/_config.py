@@ -43,11 +43,14 @@ def read(args: Sequence[str]) -> Job:
     """The arguments of `train`: the recipe, then its options."""
     name, rest = (None, args) if args[0].startswith("-") else (args[0], args[1:])
     first = argparse.ArgumentParser(prog="unskip train", add_help=False, allow_abbrev=False)
-    for flag in ("config", "preset", "data", "size", "model", "weights"):  # the defaults of the others depend on these
+    # The defaults of the others depend on these.
+    for flag in ("config", "preset", "data", "size", "model", "weights", "epochs", "steps"):
         first.add_argument(f"--{flag}")
     first.add_argument("-h", "--help", action="store_true")
     given = first.parse_known_args(rest)[0]
     base = _again(name, given) if given.config is not None else _before(name, given) or _preset(name, given)
+    if given.epochs is not None and given.steps is None:
+        base = replace(base, steps=None)  # steps of a preset or of another run would replace the epochs
     recipe = recipe_of(base)
     groups = _groups(recipe, base)
     options = make_dataclass("Options", [(name, kind, field(default_factory=kind)) for name, kind in groups.items()])

@@ -72,7 +72,7 @@ class Order:
         if not steps:
             raise BadInput(
                 f"{self.total} {self.unit} do not fill one batch of {self.batch}; take a batch of at most "
-                f"{self.total}, or {'drop_last=False' if self.unit == 'images' else 'a shorter context'}"
+                f"{self.total}{'' if self.unit == 'images' else ', or a shorter context'}"
             )
         return steps
 

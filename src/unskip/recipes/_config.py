@@ -68,4 +68,4 @@ class Config:
 
     def unused(self) -> dict[str, str]:
         """Fields that have no effect beside the others, with the reason; a run that sets one of them is refused."""
-        return {} if self.steps is None else {"epochs": f"steps is {self.steps}, which replaces it; set it to None"}
+        return {} if self.steps is None else {"epochs": f"steps is {self.steps}, which replaces it; set steps to None"}
