@@ -128,8 +128,8 @@ def sentences() -> Iterator[tuple[str, str]]:
         runs("mae-cifar", name)[0]["depth"]["knn20"][-1] for name in ("ablation | long skips", "sweep | alpha_min 0.6")
     )
     yield "what-did-not-work", f"kNN {100 * (near - far):.1f} points below long skips alone"
-    learnt = runs("mae-cifar", "ablation | learnable")[0]["effective_decay"]
-    yield "what-did-not-work", f"the product rose to {learnt:.2f}"
+    learned = runs("mae-cifar", "ablation | learnable")[0]["effective_decay"]
+    yield "what-did-not-work", f"the product rose to {learned:.2f}"
     asked = sum(len(model["sites"]) for model in record("absorb-models")["models"].values())
     asked += sum(len(run["blocks"]) for run in record("absorb-domain")["runs"])
     yield "what-did-not-work", f"impossible in all {asked} MLPs asked"

@@ -57,8 +57,8 @@ def _which_shortcut() -> Sentences:
     )
     yield page, f"[{skips} against {plain}]"
     yield page, f"kNN is {plain} for plain MAE, {skips} with long skips, and {decayed} with long skips and `decay:0.8`"
-    learnt = runs("mae-cifar", "ablation | learnable")[0]["effective_decay"]
-    yield page, f"[product {learnt:.2f}, no gain]"
+    learned = runs("mae-cifar", "ablation | learnable")[0]["effective_decay"]
+    yield page, f"[product {learned:.2f}, no gain]"
     kept, cut = (
         f"{_mean('dino-64', f'main | {name} | soap', 'segment', 'single'):.1f}" for name in ("residual", "skipless")
     )

@@ -54,52 +54,29 @@ def readme() -> str:
                 for row in runs("skipless-gap", f"grid | {name} | 0.003 | 1")]  # fmt: skip
     kept, control, decayed = accuracy("residual"), _long("residual, weight decay 0.3"), "decayed to a product of 0.001"
     plain, dino = _mae("final | plain"), [_dino(f"main | {name} | soap", "iou") for name in ("residual", "skipless")]
-    every = "10,000"
+    short, long, masked = "ViT, 20 epochs", "ViT, 100 epochs", "MAE, 60 epochs"
+    parts, results = "skipless-parts", "skipless-results"
+    frozen = _long(f"{FROZEN}, weight decay 0.3")
+    tiny = (_tiny("residual"), _tiny("no skips"))
+    sit = (distance("sit | plain"), distance("sit | decay 0.8"))
+    top, every = "accuracy", "10,000"
     rows = [
-        (f"ViT, 20 epochs: {decayed}", kept, accuracy("decayed"), every, "3", "skipless-parts"),
-        (f"ViT, 20 epochs, weight decay 1: {decayed}", *searched, "5,000", "1", "skipless-parts"),
-        (
-            "ViT, 20 epochs: MLP skips cut, `skipless_`",
-            kept,
-            accuracy("mlp cut + init"),
-            every,
-            "3",
-            "skipless-parts",
-        ),
-        ("ViT, 20 epochs: all cut, `skipless_`", kept, accuracy("skipless + init"), every, "3", "skipless-parts"),
-        ("ViT, 20 epochs: all cut, default initialisation", kept, accuracy("skipless"), every, "3", "skipless-parts"),
-        ("ViT, 100 epochs: MLP skips cut", control, _long("MLPs cut"), every, "1 vs 2", "skipless-results"),
-        ("ViT, 100 epochs: all cut", control, _long("no skips"), every, "1 vs 3", "skipless-results"),
-        (
-            "ViT, 100 epochs: all cut, three heads frozen",
-            control,
-            _long(f"{FROZEN}, weight decay 0.3"),
-            every,
-            "1 vs 3",
-            "skipless-results",
-        ),
-        (
-            "ViT-S, Tiny-ImageNet-200, 100 epochs: all cut, six heads frozen",
-            _tiny("residual"),
-            _tiny("no skips"),
-            every,
-            "1",
-            "skipless-results",
-        ),
-        ("MAE, 60 epochs, kNN: long skips", plain, _mae("final | long skips"), every, "3", "mae-results"),
-        ("MAE, 60 epochs, kNN: long skips, decayed", plain, _mae("final | decay 0.8"), every, "3", "mae-results"),
-        (
-            "SiT, FD: long skips, decayed",
-            distance("sit | plain"),
-            distance("sit | decay 0.8"),
-            every,
-            "2",
-            "generate-results",
-        ),
-        ("DINO, mean IoU on pets: all cut", *dino, "736", "2", "dino-results"),
+        (short, decayed, top, kept, accuracy("decayed"), every, "3", parts),
+        (f"{short}, weight decay 1", decayed, top, *searched, "5,000", "1", parts),
+        (short, "MLP skips cut, `skipless_`", top, kept, accuracy("mlp cut + init"), every, "3", parts),
+        (short, "all cut, `skipless_`", top, kept, accuracy("skipless + init"), every, "3", parts),
+        (short, "all cut, default initialisation", top, kept, accuracy("skipless"), every, "3", parts),
+        (long, "MLP skips cut", top, control, _long("MLPs cut"), every, "1 vs 2", results),
+        (long, "all cut", top, control, _long("no skips"), every, "1 vs 3", results),
+        (long, "all cut, three heads frozen", top, control, frozen, every, "1 vs 3", results),
+        ("ViT-S, Tiny-ImageNet-200", "all cut, six heads frozen", top, *tiny, every, "1", results),
+        (masked, "long skips", "kNN", plain, _mae("final | long skips"), every, "3", "mae-results"),
+        (masked, "long skips, decayed", "kNN", plain, _mae("final | decay 0.8"), every, "3", "mae-results"),
+        ("SiT", "long skips, decayed", "FD", *sit, every, "2", "generate-results"),
+        ("DINO, pets", "all cut", "mean IoU", *dino, "736", "2", "dino-results"),
     ]
     cells = [[*row, f"[{page}](docs/{page}.md)"] for *row, page in rows]
-    return lines(" | baseline | changed | n | seeds | ", cells)
+    return lines("model | change | metric | baseline | changed | n | seeds | ", cells)
 
 
 def _claims(rows: list[tuple[str, str, str, str, str, str, str]]) -> str:
@@ -116,7 +93,7 @@ def claims_decay() -> str:
         return f"{ways[0]} → {ways[2]} (long skips alone {ways[1]})"
 
     sweep = {alpha: _mae(f"sweep | alpha_min {alpha}") for alpha in ("0.8", "0.6")}
-    learnt = runs("mae-cifar", "ablation | learnable")[0]["effective_decay"]
+    learned = runs("mae-cifar", "ablation | learnable")[0]["effective_decay"]
     contrast = [_dino(f"contrast | {rule} | adamw", "knn") for rule in ("keep", "decay:0.6")]
     distances = [distance(f"sit | {name}") for name in ("plain", "long skips", "decay 0.8")]
     mae = "mae-cifar"
@@ -154,9 +131,9 @@ def claims_decay() -> str:
                 mae,
             ),
             (
-                "learnt alphas return to 1 and do worse",
+                "learned alphas return to 1 and do worse",
                 "probe 79.5 against 83.6",
-                f"product {learnt:.2f}; kNN {_mae('ablation | learnable')} against {sweep['0.8']}",
+                f"product {learned:.2f}; kNN {_mae('ablation | learnable')} against {sweep['0.8']}",
                 held,
                 "1",
                 "holds in part",

@@ -11,16 +11,15 @@ from collections.abc import Iterable
 
 # Words in front of a setting; further settings may follow it: "weight decay 0.1 to 0.3".
 _WORDS = (
-    *("alpha_min", "weight decay", "decay", "decayed", "product", "guidance", "temperature", "momentum", "mask", "EMA"),
-    *("AdamW", "self_attention", "qk_identity", "mlp_bias", "bias", "threshold", "cosine", "contrast", "crops", "T"),
-    *("cifar", "digits", "sqrt", "rate", "lr", "Python", "CPython", "torch", "pytorch_optimizer", "capability"),
-    *("Apache", "width of 384", "from 1", "accepts at", "elsewhere at", "level at", "domain from", "closer than", "noise;", "last step", "colour,"),
-    *("ImageNet's values", "the size of ImageNet", "roundings: 0.008 in float16,", "roundings"),
+    "alpha_min|weight decay|decay|decayed|product|guidance|temperature|momentum|mask|EMA|AdamW|self_attention|"
+    "qk_identity|mlp_bias|bias|threshold|cosine|contrast|crops|T|cifar|digits|sqrt|rate|lr|width of 384|from 1|"
+    "accepts at|elsewhere at|level at|domain from|closer than|noise;|last step|colour,|roundings|in float16,|"
+    "ImageNet's values|the size of ImageNet|Python|CPython|torch|pytorch_optimizer|capability|Apache"
 )
 _AFTER = r"(?::| =| of| to| above| between| \|)?[ (-]*"
 _NOT_MEASURED = (
     r"\]\([^)]*\)|`[^`]*`|https?://\S+|\d{4}\.\d{5}",  # links, code, papers
-    rf"\b(?:{'|'.join(_WORDS)}){_AFTER}\d[\d.e-]*(?:(?:,| to| and| or|, \w+) \d[\d.e-]*)*",
+    rf"\b(?:{_WORDS}){_AFTER}\d[\d.e-]*(?:(?:,| to| and| or|, \w+) \d[\d.e-]*)*",
     r"[^.|]*\b(?:[Tt]he paper|[Pp]aper's|published)\b(?:[^.|]|\.(?=\d))*[.|]",  # a sentence on the papers' numbers
     r"\b[1-9.]+e-\d+",  # learning rates and tolerances
     r"(?:[^.]|\.(?=\d))*no record (?:was )?kept",

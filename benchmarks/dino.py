@@ -250,7 +250,7 @@ def evaluated(folder: Path, task: dict[str, Any]) -> dict[str, Any]:
     options: dict[str, Any] = {"ignore": 255, "batch": 512}
     counted = masked[1][1][masked[1][1] != 255]
     result["segment"] = {
-        "always background": (counted == 0).double().mean().item() / 2,  # what nothing learnt has
+        "always background": (counted == 0).double().mean().item() / 2,  # what nothing learned has
         "single": evals.segment(run.encoder, *masked, 2, blocks=last, **options).mean_iou,
         "multi-scale": evals.segment(run.encoder, *masked, 2, blocks=several, **options).mean_iou,
         "by block (ridge)": [each.values["mean_iou"] for each in curves(run.encoder, pair, "segment-ridge-v1")],
