@@ -294,7 +294,7 @@ def coloured(images: Tensor, table: Tensor, mixing: Tensor | None = None) -> Ten
         middle = images.mean((1, 2, 3))
     factor = contrast[:, None, None, None]
     images = (factor * images + (1 - factor) * middle[:, None, None, None]).clamp(0, 1)
-    # Half precision is used on a GPU: it rounds by less than an eighth of one step of a byte.
+    # Half precision on a GPU rounds by less than a quarter of one step of a byte.
     kind = torch.float16 if images.is_cuda else images.dtype
     rows, columns = (_band(sigma, side).to(kind)[:, None] for side in images.shape[2:])
     images = (rows @ images.to(kind) @ columns.mT).to(images.dtype)
