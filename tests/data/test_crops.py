@@ -92,6 +92,22 @@ def test_crops_of_one_image_together_are_those_of_each(channels: int, interpolat
     assert torch.allclose(together, alone, atol=1e-3)
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
+def test_cuda_makes_the_crops_of_the_cpu_and_never_waits() -> None:
+    settings = crops(solarize=0.0)  # which turns a pixel over that lies at one half
+    expected = next(CropFeed(images(), 8, settings).iterate(1, 2))
+    feed = CropFeed(images(), 8, settings, device="cuda")
+    batch = next(feed.drawn(1, 2))
+    feed.made(*batch[:3])  # the first use of a matrix product may wait
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        made = feed.made(*batch[:3])
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    for found, known in zip(made, expected, strict=False):
+        assert torch.allclose(found.cpu(), known, atol=0.02)  # a step of a byte
+
+
 @pytest.mark.parametrize("interpolation", ["bilinear", "bicubic"])
 def test_images_on_disk_are_cropped_in_their_own_aspect(tmp_path: Path, interpolation: Any) -> None:
     """Each crop is torchvision's of the box that is drawn for the whole image, not of a square made of it."""
