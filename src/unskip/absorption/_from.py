@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass
 
 import torch
@@ -11,8 +10,8 @@ from torch import Tensor, nn
 from unskip.absorption._activations import GATED
 from unskip.absorption._block import Block
 from unskip.absorption._norm import norm_of
-from unskip.absorption._read import BENDING, Unreadable, read
-from unskip.anatomy import Example, MlpParts, PartsTrace, SiteRun, example_for, trace_model, trace_parts
+from unskip.absorption._read import Unreadable, read
+from unskip.anatomy import Example, MlpParts, PartsTrace, example_for, trace_model, trace_parts
 from unskip.errors import BadInput, UnskipError
 
 CHUNK = 4  # samples whose recordings are held at a time, or more where that is fewer inputs than
@@ -113,18 +112,7 @@ def read_block(model: nn.Module, traced: PartsTrace, part: MlpParts) -> Block | 
     if not bool((added - seen).abs() <= 1e-3 * seen):
         return NoBlock("its stream is scaled or changed on its way past the MLP, so the skip is not what the MLP reads")
     alpha = trace.weights[index][0]
-    made = from_parts(part, alpha if isinstance(alpha, Tensor) and alpha.numel() > 1 else None)
-    bends = _bends(run, part) if isinstance(made, Block) else []
-    return NoBlock(f"its branch does more than an MLP: {', '.join(bends)}") if bends else made
-
-
-def _bends(run: SiteRun, part: MlpParts) -> list[str]:
-    """Operators besides weights, norms and the activation that may act far from the example and not on it."""
-    names = [
-        node.op for node in run.steps if node.norm is None and "Norm" not in type((*node.owners, None)[0]).__name__
-    ]
-    known = part.curve.operators if part.curve is not None else ()
-    return sorted(Counter(name for name in names if name in BENDING) - Counter(name for name, _ in known))
+    return from_parts(part, alpha if isinstance(alpha, Tensor) and alpha.numel() > 1 else None)
 
 
 def trace_sample(model: nn.Module, given: Example) -> PartsTrace:

@@ -99,8 +99,6 @@ OPERATORS: dict[str, Callable[[Arguments], str]] = {
     "softshrink": _unknown("Softshrink"),
     "rrelu_with_noise": _unknown("RReLU, which is random in training"),
 }
-# Operators that are the identity, or nearly, on part of the numbers, and something else on the rest.
-BENDING = {*OPERATORS, "clamp_min", "clamp_max", "minimum", "maximum", "where", "nan_to_num", "masked_fill", "asinh"}
 SILENT = {"native_dropout", "dropout"}
 POLYNOMIAL = {"add", "sub", "rsub", "mul", "neg", "square"}
 MOST = 12  # operators of a polynomial

@@ -8,6 +8,7 @@ the input or moving tokens, has no weight to be seen by: so the whole branch is 
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import TYPE_CHECKING
 
 import torch
@@ -24,6 +25,11 @@ if TYPE_CHECKING:
 UNSEEN = "steps besides its weights"
 _CLOSE = 1e-2  # relative: above the rounding of TF32, far below what another function differs by
 _CLOSE_HALF = 1e-1
+# Operators that are the identity, or nearly, on part of the numbers, and something else on the rest.
+_BENDING = _ops.ACTIVATION - {"exp", "square", "pow", "erf"} | frozenset(
+    "clamp clamp_max minimum maximum where nan_to_num masked_fill asinh sin log_sigmoid_forward _prelu_kernel "
+    "hardshrink softshrink rrelu_with_noise".split()
+)
 _PLAIN = _ops.VIEW | frozenset("_unsafe_view reshape _to_copy to clone contiguous copy cat native_dropout".split())
 
 
@@ -49,6 +55,15 @@ def unseen(graph: Graph, run: SiteRun, part: MlpParts) -> str | None:
             return None
     between = [node.op for node in run.steps if node.op not in _PLAIN and not in_norm(node) and not _weighs(node.op)]
     return f"{UNSEEN} (among {', '.join(dict.fromkeys(between))})"
+
+
+def bends(run: SiteRun, part: MlpParts) -> tuple[str, ...]:
+    """Operators besides weights, norms and the activation that may act far from the example and not on it."""
+    if part.curve is None:
+        return ()
+    names = [node.op for node in run.steps if not in_norm(node)]
+    rest = Counter(name for name in names if name in _BENDING) - Counter(name for name, _ in part.curve.operators)
+    return tuple(sorted(rest))
 
 
 def _weighs(op: str) -> bool:
