@@ -119,18 +119,17 @@ def opener(config: Any, channels: int) -> Callable[..., ImageSet]:
 def operations(task: Any, samples: int = 4) -> float:
     """Floating-point operations of the forward and backward pass over a sample, those of its augmentation left out."""
     part = [each[:samples] for each in next(iter(task.feed.iterate(0, 1)))]
-    objective = task.loss.__self__
-    make = getattr(objective, "make_crops", None)
-    if make is not None:
-        made = objective.crops.made(*part[:3])  # the other may be compiled, for whole batches
-        objective.make_crops = lambda *_: made
+    crops = getattr(task.loss.__self__, "crops", None)
+    if crops is not None:
+        made = crops.made(*part[:3])
+        crops.made = lambda *_: made
     task.model.train()
     counter = FlopCounterMode(display=False)
     with torch.autocast(part[0].device.type, torch.bfloat16), sdpa_kernel(SDPBackend.MATH), counter:
         task.loss(task.model, part)[0].backward()
     task.optimizer.zero_grad(set_to_none=True)
-    if make is not None:
-        objective.make_crops = make
+    if crops is not None:
+        del crops.made  # the method is back
     return counter.get_total_flops() / samples
 
 
@@ -145,9 +144,8 @@ def measured(name: str, options: argparse.Namespace, ready: Callable[[], object]
         task, schedule = build_task(config, opener(config, 4 if name == "sit" else 3))
         counted = operations(task)
         task.feed = Named(task.feed)
-        objective: Any = task.loss.__self__
-        if hasattr(objective, "make_crops"):
-            objective.make_crops = record_function(DATA)(objective.make_crops)
+        if (crops := getattr(task.loss.__self__, "crops", None)) is not None:
+            crops.made = record_function(DATA)(crops.made)
         after, trace, begun = task.after_step, profile(), [0.0, 0.0]
 
         def watched(step: int) -> None:

@@ -14,9 +14,9 @@ from tests.data.files import write_folder
 from torchvision.transforms import v2
 from torchvision.transforms.v2 import functional as tv
 
-from unskip.data import Augment, CropFeed, Crops, ImageSet, _device, open_images
+from unskip.data import Augment, CropFeed, Crops, ImageSet, open_images
 from unskip.data._augment import geometry
-from unskip.data._crops import DrawnFeed, coloured, shown
+from unskip.data._crops import DrawnFeed, coloured
 from unskip.data._order import VIEWS, Order, stream
 from unskip.errors import BadInput
 
@@ -77,35 +77,6 @@ def test_crops_can_be_made_later(small: int) -> None:
     assert torch.equal(made[1], little)
     halves = [feed.made(*(each.chunk(2)[part] for each in batch[:3])) for part in range(2)]
     assert torch.allclose(torch.cat([half[0] for half in halves]), large, atol=1e-6)
-
-
-@pytest.mark.parametrize(("channels", "interpolation"), [(3, "bilinear"), (1, "bicubic")])
-def test_crops_of_one_image_together_are_those_of_each(channels: int, interpolation: Any) -> None:
-    """As they are made on a GPU: there, an image is read once for all of its crops."""
-    pixels = images(4, channels).images
-    boxes = torch.tensor(geometry(Augment("resized", scale=(0.1, 1.0)), stream(VIEWS, 0, 0, 0), 12, 20, 20))
-    assert 0 < int(boxes[:, 4].sum()) < 12  # some are flipped
-    assert pixels is not None
-    together = shown(pixels, boxes.reshape(4, 3, 5), 8, interpolation)
-    alone = _device.shown(pixels.repeat_interleave(3, 0), boxes, (8, 8), interpolation=interpolation)
-    assert together.is_contiguous()
-    assert torch.allclose(together, alone, atol=1e-3)
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
-def test_cuda_makes_the_crops_of_the_cpu_and_never_waits() -> None:
-    settings = crops(solarize=0.0)  # which turns a pixel over that lies at one half
-    expected = next(CropFeed(images(), 8, settings).iterate(1, 2))
-    feed = CropFeed(images(), 8, settings, device="cuda")
-    batch = next(feed.drawn(1, 2))
-    feed.made(*batch[:3])  # the first use of a matrix product may wait
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        made = feed.made(*batch[:3])
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    for found, known in zip(made, expected, strict=False):
-        assert torch.allclose(found.cpu(), known, atol=0.02)  # a step of a byte
 
 
 @pytest.mark.parametrize("interpolation", ["bilinear", "bicubic"])

@@ -159,11 +159,9 @@ class CropFeed:
         count, crops = table.shape[:2]
         if not crops:
             return pixels.new_empty(count, 0, pixels.shape[1], size, size)
-        boxes, way = table[..., :_BOX], self.crops.interpolation
-        if pixels.is_cuda:
-            return self._coloured(shown(pixels, boxes, size, way), table)
         each = pixels[:, None].expand(-1, crops, -1, -1, -1).flatten(0, 1)
-        return self._coloured(_device.shown(each, boxes.flatten(0, 1), (size, size), interpolation=way), table)
+        boxes = table.flatten(0, 1)[:, :_BOX]
+        return self._coloured(_device.shown(each, boxes, (size, size), interpolation=self.crops.interpolation), table)
 
     def _coloured(self, pixels: Tensor, table: Tensor) -> Tensor:
         """Bytes, or floats from 0 to 255, (n crops, channels, H, W), to normalised crops (n, crops, ...)."""
@@ -255,27 +253,6 @@ class DrawnFeed:
         return self.feed.drawn(start_step, stop_step, rank, world, parts)
 
 
-def shown(images: Tensor, boxes: Tensor, size: int, interpolation: Interpolation = "bilinear") -> Tensor:
-    """What boxes (n, crops, 5) show of images (n, channels, H, W), as floats (n crops, channels, size, size).
-
-    `_device.shown` to rounding, but it reads an image once for all of its crops: their columns are one matrix.
-    """
-    count, channels, height, width = images.shape
-    crops = boxes.shape[1]
-    top, left, tall, wide, flip = boxes.flatten(0, 1).float().unbind(1)
-    rows = _device._weights(top, tall, torch.zeros_like(flip), height, size, 0, interpolation)
-    columns = _device._weights(left, wide, flip, width, size, 0, interpolation)
-    kind = torch.float16 if images.is_cuda else torch.float32
-    with torch.autocast(images.device.type, enabled=False):
-        # Shapes: (n, crops out, W) (n, W, channels H), then (n crops, out channels, H) (n crops, H, out).
-        across = columns.to(kind).reshape(count, crops * size, width)
-        narrow = torch.bmm(across, images.to(kind).reshape(count, channels * height, width).mT)
-        out = torch.bmm(narrow.reshape(count * crops, size * channels, height), rows.to(kind).mT)
-    turned: Tensor = out.unflatten(1, (size, channels)).permute(0, 2, 3, 1)
-    turned = turned.to(torch.float32, memory_format=torch.contiguous_format).contiguous()
-    return turned.clamp_(0, 255) if interpolation == "bicubic" else turned  # a cubic overshoots at edges
-
-
 def coloured(images: Tensor, table: Tensor, mixing: Tensor | None = None) -> Tensor:
     """Images from 0 to 1, (n, channels, H, W), with color jitter, blur and solarization by a table (n, 7).
 
@@ -294,10 +271,8 @@ def coloured(images: Tensor, table: Tensor, mixing: Tensor | None = None) -> Ten
         middle = images.mean((1, 2, 3))
     factor = contrast[:, None, None, None]
     images = (factor * images + (1 - factor) * middle[:, None, None, None]).clamp(0, 1)
-    # Half precision on a GPU rounds by less than a quarter of one step of a byte.
-    kind = torch.float16 if images.is_cuda else images.dtype
-    rows, columns = (_band(sigma, side).to(kind)[:, None] for side in images.shape[2:])
-    images = (rows @ images.to(kind) @ columns.mT).to(images.dtype)
+    rows, columns = (_band(sigma, side) for side in images.shape[2:])
+    images = rows[:, None] @ images @ columns[:, None].mT
     return torch.where((solar[:, None, None, None] > 0.5) & (images > 0.5), 1 - images, images)
 
 

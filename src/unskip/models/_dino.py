@@ -22,7 +22,6 @@ bottleneck (`bottleneck_norm`) takes the common part away, in student and teache
 from __future__ import annotations
 
 import copy
-import functools
 from itertools import pairwise
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -76,14 +75,9 @@ class Head(nn.Module):
         self.last = nn.Linear(bottleneck, out, bias=False)  # only the directions of its rows count
         trunc_normal_(self)
 
-    def forward(self, x: Tensor, rows: Tensor | None = None) -> Tensor:
-        """`rows` are those of `rows()`, where several batches share them."""
+    def forward(self, x: Tensor) -> Tensor:
         x = F.normalize(self.norm(self.mlp(x)), dim=-1)
-        return F.linear(x, (self.rows() if rows is None else rows).to(x.dtype))
-
-    def rows(self) -> Tensor:
-        """The rows of the last layer, of length 1: (out, bottleneck)."""
-        return F.normalize(self.last.weight, dim=1)
+        return F.linear(x, F.normalize(self.last.weight, dim=1).to(x.dtype))
 
 
 class Tower(nn.Module):
@@ -93,8 +87,8 @@ class Tower(nn.Module):
         super().__init__()
         self.backbone, self.head = backbone, head
 
-    def forward(self, images: Tensor, rows: Tensor | None = None) -> Tensor:
-        out: Tensor = self.head(self.backbone(images), rows)
+    def forward(self, images: Tensor) -> Tensor:
+        out: Tensor = self.head(self.backbone(images))
         return out
 
 
@@ -140,23 +134,20 @@ class DINO(nn.Module):
     def forward(self, global_crops: Tensor, local_crops: Tensor) -> Teaching:
         """Crops (images, count, channels, height, width); in training the center is updated."""
         images, count = global_crops.shape[:2]
-        given = [global_crops, local_crops] if local_crops.shape[1] else [global_crops]
-        groups = [each.transpose(0, 1).flatten(0, 1) for each in given]  # crop by crop
         with torch.no_grad():
-            taught = widened(self.teacher(groups[0]))
+            taught = widened(self.teacher(global_crops.transpose(0, 1).flatten(0, 1)))  # crop by crop
             p = self.targets(taught).unflatten(0, (count, images))
-        rows = self.student.head.rows()  # once for both sizes of crops, and so is its backward pass
-        # (crops, images, out) of either size. Joined, they would be written in float32 and kept for the backward pass.
-        logits = [
-            widened(self.student(each, rows)).unflatten(0, (-1, images)) / self.student_temperature for each in groups
-        ]
-        normaliser = torch.cat([each.logsumexp(2) for each in logits])
-        total = functools.reduce(torch.add, [crop for each in logits for crop in each.unbind()])
-        pairs = count * (len(normaliser) - 1)
+        groups = [global_crops, local_crops] if local_crops.shape[1] else [global_crops]
+        logits = torch.cat(
+            [widened(self.student(each.transpose(0, 1).flatten(0, 1))).unflatten(0, (-1, images)) for each in groups]
+        )
+        logits = logits / self.student_temperature  # (crops, images, out)
+        normaliser = logits.logsumexp(2)
+        pairs = count * (len(logits) - 1)
         if not pairs:
             raise BadInput("one global crop and no local one: there is no pair to compare")
-        every = (count * normaliser.sum(0) - (p.sum(0) * total).sum(1)).mean()
-        itself = (normaliser[:count] - (p * logits[0]).sum(2)).sum(0).mean()
+        every = (count * normaliser.sum(0) - (p.sum(0) * logits.sum(0)).sum(1)).mean()
+        itself = (normaliser[:count] - (p * logits[:count]).sum(2)).sum(0).mean()
         loss = (every - itself) / pairs
         entropy = torch.special.entr(p).sum(2).mean()
         spread = torch.special.entr(over_processes(p.mean((0, 1)))).sum()

@@ -14,14 +14,14 @@ collapse in any block are logged and warned about.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from unskip.data import Drawn, DrawnFeed, ImageSet
+from unskip.data import Drawn
 from unskip.errors import BadInput
 from unskip.models import DINO, load_dino
 from unskip.optim import group_of, own_group, schedules
@@ -164,7 +164,6 @@ class Distillation(CropsObjective):
     model: DINO
     optimizer: Any
     progress: Progress
-    make_crops: Callable[..., tuple[Tensor, Tensor]]  # set with the feed
 
     def check(self) -> None:
         super().check()
@@ -185,13 +184,6 @@ class Distillation(CropsObjective):
                 f"local_scale is {config.local_scale!r} and scale {config.scale!r}: local crops show a fraction of the "
                 "area from the first to the second"
             )
-
-    def feed(self, images: ImageSet, device: torch.device) -> DrawnFeed:
-        batches = super().feed(images, device)
-        # Colours are a dozen passes over all pixels, which the compiler makes few.
-        made = self.crops.made
-        self.make_crops = torch.compile(made, dynamic=False) if self.config.compile else made
-        return batches
 
     def encoder(self, model: Any) -> nn.Module:
         teacher: nn.Module = model.teacher.backbone
@@ -236,7 +228,7 @@ class Distillation(CropsObjective):
         self.model.update_teacher_(schedules.cosine(step, total=total, start=start, end=1.0))
 
     def loss(self, model: nn.Module, batch: Drawn) -> tuple[Tensor, dict[str, Tensor]]:
-        output = model(*self.make_crops(*batch[:3]))
+        output = model(*self.crops.made(*batch[:3]))
         return output.loss, {
             "teacher_entropy": output.entropy,
             "teacher_spread": output.spread,
