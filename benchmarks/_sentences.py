@@ -105,10 +105,10 @@ def sentences() -> Iterator[tuple[str, str]]:
     least, most = (
         pick(cases[name] for name in ("generic", "trained-scale", "heavy", "planted")) for pick in (min, max)
     )
-    yield "absorb-results", f"{least:.1f} to {most:.1f} s at 768 > 3072 and {cases['large']:.0f} to"
-    yield "absorb-results", f"to {cases['large-hard']:.0f} s at 4096 > 16384 on two CPU cores"
+    yield "absorb-cost", f"{least:.1f} to {most:.1f} s at 768 > 3072 and {cases['large']:.0f} to"
+    yield "absorb-cost", f"to {cases['large-hard']:.0f} s at 4096 > 16384 on two CPU cores"
     large, hard = (record("absorb-gpu")["cases"][name]["seconds"] for name in ("large", "large-hard"))
-    yield "absorb-results", f"4096, 16384 takes {large:.2f} and {hard:.2f} s"
+    yield "absorb-cost", f"4096, 16384 takes {large:.2f} and {hard:.2f} s"
     blocks = [
         case for name in ("cpu", "gpu") for case in record(f"absorb-cost-{name}")["cases"] if "block" in case["what"]
     ]
@@ -117,9 +117,9 @@ def sentences() -> Iterator[tuple[str, str]]:
         for word in ("cut", "widened")
     ]
     (low, high), (least, most) = ((min(each), max(each)) for each in ratios)
-    yield "absorb-results", f"{low:.2f} to {high:.2f} of its time, with the same peak memory"
+    yield "absorb-cost", f"{low:.2f} to {high:.2f} of its time, with the same peak memory"
     yield "what-did-not-work", f"{low:.2f} to {high:.2f} of a block's time, no memory"
-    yield "absorb-results", f"widened by d, {least:.2f} to {most:.2f} of it"
+    yield "absorb-cost", f"widened by d, {least:.2f} to {most:.2f} of it"
 
     cut = statistics.mean(row["test_accuracy"] for row in runs("skipless-cifar", "final | skipless | soap | 0.001"))
     whole = statistics.mean(row["test_accuracy"] for row in runs("skipless-cifar", "final | residual | soap | 0.003"))
