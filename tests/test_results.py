@@ -29,7 +29,7 @@ def test_sentences_are_those_of_the_records() -> None:
     assert [(page, part) for page, part in sentences() if part not in pages[page]] == []
 
 
-@pytest.mark.parametrize("page", [ROOT / "README.md", *(ROOT / "docs").glob("*.md")], ids=lambda page: page.name)
+@pytest.mark.parametrize("page", _pages.PAGES, ids=lambda page: page.name)
 def test_no_measured_number_is_typed_by_hand(page: Path) -> None:
     checked = [part for name, part in sentences() if name == page.stem]
     assert typed(page.read_text(encoding="utf-8"), checked) == []
