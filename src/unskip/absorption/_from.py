@@ -61,8 +61,10 @@ def from_parts(part: MlpParts, alpha: Tensor | None = None) -> Block | NoBlock:
     """
     if part.gated:
         return NoBlock("its branch is multiplied by something made from the input")
-    if part.extras:
-        return NoBlock(f"its branch does more than an MLP: {', '.join(part.extras)}")
+    if not part.reads_stream:
+        return NoBlock("its stream is scaled or changed on its way past the MLP, so the skip is not what the MLP reads")
+    if part.extras or part.steps:
+        return NoBlock(f"its branch does more than an MLP: {', '.join(part.extras or part.steps)}")
     if part.site.kind == "parallel":
         return NoBlock("its MLP is added together with an attention")
     if part.site.projected or part.site.doubled:
@@ -109,8 +111,6 @@ def read_block(model: nn.Module, traced: PartsTrace, part: MlpParts) -> Block | 
     added, seen = (values[node].detach().double().norm() for node in (run.stream, run.root))
     if not bool(torch.isfinite(added + seen)):
         return NoBlock("what it reads on the example is NaN or infinite")
-    if not bool((added - seen).abs() <= 1e-3 * seen):
-        return NoBlock("its stream is scaled or changed on its way past the MLP, so the skip is not what the MLP reads")
     alpha = trace.weights[index][0]
     return from_parts(part, alpha if isinstance(alpha, Tensor) and alpha.numel() > 1 else None)
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from unskip.anatomy import _ops
-from unskip.anatomy._graph import Graph
+from unskip.anatomy._graph import Graph, Node
 from unskip.anatomy._model_trace import SiteRun
 from unskip.anatomy._walk import in_norm
 
@@ -25,11 +25,7 @@ if TYPE_CHECKING:
 UNSEEN = "steps besides its weights"
 _CLOSE = 1e-2  # relative: above the rounding of TF32, far below what another function differs by
 _CLOSE_HALF = 1e-1
-# Operators that are the identity, or nearly, on part of the numbers, and something else on the rest.
-_BENDING = _ops.ACTIVATION - {"exp", "square", "pow", "erf"} | frozenset(
-    "clamp clamp_max minimum maximum where nan_to_num masked_fill asinh sin log_sigmoid_forward _prelu_kernel "
-    "hardshrink softshrink rrelu_with_noise".split()
-)
+_CASTS = frozenset({"_to_copy", "to"})
 _PLAIN = _ops.VIEW | frozenset("_unsafe_view reshape _to_copy to clone contiguous copy cat native_dropout".split())
 
 
@@ -57,13 +53,41 @@ def unseen(graph: Graph, run: SiteRun, part: MlpParts) -> str | None:
     return f"{UNSEEN} (among {', '.join(dict.fromkeys(between))})"
 
 
-def bends(run: SiteRun, part: MlpParts) -> tuple[str, ...]:
-    """Operators besides weights, norms and the activation that may act far from the example and not on it."""
-    if part.curve is None:
+def more_steps(graph: Graph, run: SiteRun, part: MlpParts) -> tuple[str, ...]:
+    """What a branch computes besides its weights, norms and activation. On the example it may have done nothing."""
+    if part.curve is None or part.extras or part.site.kind != "mlp":
         return ()
-    names = [node.op for node in run.steps if not in_norm(node)]
-    rest = Counter(name for name in names if name in _BENDING) - Counter(name for name, _ in part.curve.operators)
-    return tuple(sorted(rest))
+    kept = [node for node in run.steps if not in_norm(node) and not _by_one(node)]
+    found = Counter(node.op for node in kept if node.op not in _PLAIN and not _ops.is_matmul(node.op))
+    found -= Counter(name for name, _ in part.curve.operators)
+    fused = sum(node.op in ("addmm", "baddbmm", "linear") for node in run.steps)  # which add a bias themselves
+    found -= Counter({"add": max(0, len(part.biases) - fused)})
+    found -= Counter({"mul": (part.gate is not None) + (part.scale is not None) + (part.beta != 1)})
+    # Norms may run in float32 whatever the model's dtype.
+    least = min(4, *(each.dtype.itemsize for each in (graph.values[run.stream], part.up, part.down)))
+    values = [graph.values[node.index] for node in run.steps if node.op in _CASTS]
+    casts = {str(value.dtype).removeprefix("torch.") for value in values if value.dtype.itemsize < least}
+    return (*sorted(found), *sorted(casts))
+
+
+def _by_one(node: Node) -> bool:
+    """A product with the number 1, as of a factor that a config leaves out."""
+    factor = node.step.args[1] if node.op in _ops.SCALE and node.step is not None and len(node.step.args) > 1 else None
+    return isinstance(factor, int | float) and factor == 1
+
+
+def same_stream(graph: Graph, run: SiteRun) -> bool:
+    """Whether the branch reads what is added to it, entry by entry up to rounding."""
+    stream, root = (graph.values[index].detach() for index in (run.stream, run.root))
+    if "meta" in (stream.device.type, root.device.type):
+        return True
+    if stream.numel() != root.numel():
+        return False
+    near = 4 * max(torch.finfo(each.dtype).eps for each in (stream, root))
+    added, read = stream.double().flatten(), root.double().flatten()
+    if stream.shape != root.shape:  # tokens in another order, as in windows
+        added, read = added.sort().values, read.sort().values
+    return bool(((added - read).abs() <= near * read.abs()).all())
 
 
 def _weighs(op: str) -> bool:

@@ -110,6 +110,8 @@ class MlpParts(_Branch):
     down_bias: Tensor | None
     activation: str | None
     curve: Curve | None  # the activation as it was seen: values on a grid, and operators
+    steps: tuple[str, ...] = ()  # what else the branch computes, also where it changed nothing on the example
+    reads_stream: bool = True  # the branch reads what is added to it, entry by entry up to rounding
 
     @property
     def function(self) -> Callable[[Tensor], Tensor] | None:

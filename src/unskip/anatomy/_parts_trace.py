@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from unskip.anatomy import _ops
-from unskip.anatomy._agree import bends, unseen
+from unskip.anatomy._agree import more_steps, same_stream, unseen
 from unskip.anatomy._attention import Attention, find_attention
 from unskip.anatomy._example import Example, example_for
 from unskip.anatomy._graph import Graph, Node, Ref
@@ -127,7 +127,8 @@ class _Finder:
             curve=mlp.curve,
         )
         more = unseen(self.graph, run, part)
-        return replace(part, extras=(*part.extras, *bends(run, part)) if more is None else (more,))
+        part = part if more is None else replace(part, extras=(more,))
+        return replace(part, steps=more_steps(self.graph, run, part), reads_stream=same_stream(self.graph, run))
 
     def _common(
         self, site: Site, run: SiteRun, inputs: Sequence[int], output: int, extras: tuple[str, ...]
