@@ -130,7 +130,7 @@ def summary() -> str:
         told = {(same, extra) for _, _, same, extra in kinds}
         for same, extra in sorted(told, key=lambda pair: pair[0] == "open"):
             where = [(norm, biases) for norm, biases, *rest in kinds if tuple(rest) == (same, extra)]
-            none = "none known" if same == "open" else "none"
+            none = "not built here" if same == "open" else "none"
             key = (_where(where), same, none if extra == "none" else f"`{extra}`")
             rows.setdefault(key, []).extend(names)
     lines = ["| activation | norm and biases | same width | more units that are enough |", "|---|---|---|---|"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -150,6 +151,14 @@ class TwoMlps(nn.Module):
         for up, down in zip(self.ups, self.downs, strict=True):
             x = x + down(torch.relu(up(x)))
         return x
+
+
+@pytest.mark.parametrize(
+    "given", [{"where": "blocks.0"}, {"mode": "approximate", "data": torch.ones(20, 4), "distil": -1}]
+)
+def test_options_of_apply(given: dict[str, Any]) -> None:
+    with pytest.raises(BadInput, match="apply: (where|distil) "):
+        unskip.absorption.apply(TwoMlps(), example=torch.ones(2, 4), **given)
 
 
 def test_modules() -> None:

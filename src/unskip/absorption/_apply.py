@@ -57,6 +57,9 @@ def apply(
         raise BadInput("apply: mode='approximate' fits to inputs; give data=, a batch that the model takes")
     if mode != "approximate" and (max_error is not None or distil):
         raise BadInput(f"apply: max_error= and distil= are for mode='approximate', not {mode!r}")
+    if where is not None and not callable(where):
+        raise BadInput(f"apply: where is {where!r}; it is a function of a Site that returns whether to rewrite it")
+    _checks.whole("apply", "distil", distil, low=0)
     max_error = _checks.number("apply", "max_error", 0.1 if max_error is None else max_error, zero=False)
     if find_wiring(model) is not None:
         raise BadInput(f"apply: {type(model).__name__} is rewired already; undo its wiring first")

@@ -235,7 +235,7 @@ def _why(problem: Problem) -> str:
     if problem.hidden_bias and (block.gated or phi.family == "power"):
         return (
             "with hidden biases the linearisation argument fails, and there are blocks that do absorb their skip that "
-            "way; nothing general is known"
+            "way; which ones is not known in general"
         )
     if block.gated and phi.at_zero != 0:
         return f"the gate {phi.name} is not 0 at 0, so the linearisation argument does not apply"
