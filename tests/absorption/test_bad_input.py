@@ -157,7 +157,7 @@ class TwoMlps(nn.Module):
     "given", [{"where": "blocks.0"}, {"mode": "approximate", "data": torch.ones(20, 4), "distil": -1}]
 )
 def test_options_of_apply(given: dict[str, Any]) -> None:
-    with pytest.raises(BadInput, match="apply: (where|distil) "):
+    with pytest.raises(BadInput, match=r"apply: (where|distil) "):
         unskip.absorption.apply(TwoMlps(), example=torch.ones(2, 4), **given)
 
 

@@ -111,5 +111,5 @@ def near_absorbable(verdict: Verdict, tolerance: float, again: Again) -> Verdict
     reason = f"Within the tolerance: with weights moved by {near[2]:.2g} of their size the skip can be absorbed."
     return replace(
         found, block=block, reason=reason, error=seen.measured.get("float64"), measured=seen.measured,
-        tolerance=tolerance, change=near[2], domain=found.domain.replace("rounding", "the measured error"),
+        tolerance=tolerance, change=near[2], domain=found.domain.partition(", up to")[0] + ", up to the error below",
     )  # fmt: skip
