@@ -32,11 +32,12 @@ its inputs: the MLP alone, asked only about the inputs that it gets (ReLU-like u
 extra units: enough to absorb the skip of the MLP alone exactly; approx: error of the best replacement of the same width
   on held-out inputs, relative to the spread of the outputs"""
 ADVICE = """No skip of this model can be absorbed exactly at its width. What you can do:
-  keep it                              it costs one addition a token (docs/absorb-results.md has measurements)
+  keep it                              it costs one addition a token
   absorption.apply(mode="approximate") the same width, fitted to your data, with the error printed; max_error= refuses
-  absorption.apply(mode="widen")       exact with more units, at sites without a norm on the branch
-  rewire(model, Cut()) and train       a model that is trained without the skip (docs/rewire.md)
+{widen}  rewire(model, Cut()) and train       a model that is trained without the skip (docs/rewire.md)
   absorption.AbsorbableMLP             trains with a skip and runs without one, exactly"""
+WIDEN = """  absorption.apply(mode="widen")       exact with more units, at sites without a norm on the branch
+"""
 
 
 @dataclass(frozen=True, eq=False)
@@ -142,7 +143,8 @@ class Scan(Sequence[ScanRow]):
         for text, sites in said.items():
             out.append(f"{'site' if len(sites) == 1 else 'sites'} {', '.join(map(str, sites))}, {text}")
         if all(row.status == "impossible" for row in self.rows):
-            out += ["", ADVICE]
+            inside = [{"pre", "out"} & row.verdict.block.norms.keys() for row in self.rows if row.verdict is not None]
+            out += ["", ADVICE.format(widen="" if all(inside) else WIDEN)]
         return "\n".join(out)
 
     def __repr__(self) -> str:
