@@ -204,6 +204,9 @@ def _cost() -> Sentences:
     yield "absorb-cost", "below 0.1 s on an H200 |"
     yield "absorb-results", f"is off by {100 * min(local):.1f} % to {100 * max(local):.1f} % on held-out inputs"
 
+    shares = record("compatibility")["shares"]
+    yield "README", f"About {round(shares['timm']['rewired'] + shares['transformers']['done'], -2)} architectures were"
+
     near = record("knn-gpu")["results"]
     yield "evals", f"takes {near['knn']:.1f} s in float32 and {near['GiB at most']:.1f} GiB on one H200"
     yield "evals", f"where a plain top-k takes {near['topk']:.1f} s"

@@ -23,9 +23,7 @@ def test_every_table_is_shown() -> None:
 
 
 def test_sentences_are_those_of_the_records() -> None:
-    pages = {
-        page: " ".join((ROOT / "docs" / f"{page}.md").read_text(encoding="utf-8").split()) for page, _ in sentences()
-    }
+    pages = {page.stem: " ".join(page.read_text(encoding="utf-8").split()) for page in _pages.PAGES}
     assert [(page, part) for page, part in sentences() if part not in pages[page]] == []
 
 
