@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from _record import made_with, write_json
-from torch import Tensor
+from torch import Tensor, nn
 
 Step = Callable[[], None]
 
@@ -33,6 +33,16 @@ def arguments(about: str | None, batch: int, steps: int, out: Path) -> argparse.
     if options.device == "cuda" and not torch.cuda.is_available():
         raise SystemExit("this benchmark needs a CUDA device; --small --device cpu shows that it runs")
     return options
+
+
+def vit(name: str, sizes: dict[str, int], **more: Any) -> nn.Module:
+    """A backbone of timm without a classifier."""
+    import timm
+
+    shape = {"img_size": sizes["size"], "patch_size": sizes["patch"], "embed_dim": sizes["dim"]}
+    shape |= {"depth": sizes["depth"], "num_heads": sizes["heads"]}
+    model: nn.Module = timm.create_model(name, num_classes=0, **shape, **more)
+    return model
 
 
 def attention(name: str) -> contextlib.AbstractContextManager[object]:

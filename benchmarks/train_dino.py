@@ -25,10 +25,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import timm
 import torch
 from _ahead import compile_ahead
-from _turns import Step, arguments, attention, turns, write
+from _turns import Step, arguments, attention, turns, vit, write
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -44,18 +43,7 @@ Crops = tuple[Tensor, Tensor]  # (images, 2, 3, size, size) and (images, 8, 3, l
 
 
 def backbone(sizes: dict[str, int], drop_path: float) -> nn.Module:
-    model: nn.Module = timm.create_model(
-        "vit_small_patch16_224",
-        img_size=sizes["size"],
-        patch_size=sizes["patch"],
-        embed_dim=sizes["dim"],
-        depth=sizes["depth"],
-        num_heads=sizes["heads"],
-        num_classes=0,
-        dynamic_img_size=True,
-        drop_path_rate=drop_path,
-    )
-    return model
+    return vit("vit_small_patch16_224", sizes, dynamic_img_size=True, drop_path_rate=drop_path)
 
 
 class Head(nn.Module):

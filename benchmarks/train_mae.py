@@ -20,9 +20,8 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-import timm
 import torch
-from _turns import Step, arguments, attention, turns, write
+from _turns import Step, arguments, attention, turns, vit, write
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -119,17 +118,7 @@ class Published(nn.Module):
 
 
 def ours(sizes: dict[str, int], long_skips: bool = False, narrow: bool = False) -> MAE:
-    encoder = timm.create_model(
-        "vit_base_patch16_224",
-        img_size=sizes["size"],
-        patch_size=sizes["patch"],
-        embed_dim=sizes["dim"],
-        depth=sizes["depth"],
-        num_heads=sizes["heads"],
-        num_classes=0,
-        global_pool="",
-        final_norm=not long_skips,
-    )
+    encoder = vit("vit_base_patch16_224", sizes, global_pool="", final_norm=not long_skips)
     model = MAE(
         encoder,
         width=sizes["width"],

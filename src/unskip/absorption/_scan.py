@@ -68,13 +68,12 @@ class ScanRow:
             "status": self.status,
             "reason": self.reason,
             "note": self.note,
-            **{
-                name: value and value.to_dict()
-                for name in ("verdict", "bare", "local")
-                for value in [getattr(self, name)]
-            },
-            "approximation": near
-            and {"step": near.step, "error": near.error, "ladder": dict(near.ladder), "held_out": near.held_out},
+            "verdict": None if self.verdict is None else self.verdict.to_dict(),
+            "bare": None if self.bare is None else self.bare.to_dict(),
+            "local": None if self.local is None else self.local.to_dict(),
+            "approximation": None
+            if near is None
+            else {"step": near.step, "error": near.error, "ladder": dict(near.ladder), "held_out": near.held_out},
         }
 
     def cells(self) -> list[object]:
