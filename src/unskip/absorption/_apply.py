@@ -81,7 +81,7 @@ def apply(
                 if where is not None and not where(site):
                     continue
                 out.sites[site.index] = site
-                block = read_block(model, traced, part)
+                block = read_block(traced, part)
                 if isinstance(block, NoBlock):
                     out.left[site.index] = block.reason
                     continue

@@ -42,7 +42,7 @@ def block_of(source: object, example: object = None) -> Block:
                 + (f" ({what})" if what else "")
                 + "; use unskip.absorption.scan for a whole model, and unskip.absorption.Block for bare weights"
             )
-        made = read_block(source, traced, mlps[0])
+        made = read_block(traced, mlps[0])
         if isinstance(made, NoBlock):
             raise BadInput(f"absorb: {mlps[0].site.path or type(source).__name__}: {made.reason}")
         return made
@@ -104,12 +104,11 @@ def from_parts(part: MlpParts, alpha: Tensor | None = None) -> Block | NoBlock:
         return NoBlock(str(error))
 
 
-def read_block(model: nn.Module, traced: PartsTrace, part: MlpParts) -> Block | NoBlock:
+def read_block(traced: PartsTrace, part: MlpParts) -> Block | NoBlock:
     """The block of a site of a traced model, with the weight of its skip channel by channel."""
     trace, index = traced.trace, part.site.index
-    run, values = trace.last_runs[index], trace.graph.values
-    added, seen = (values[node].detach().double().norm() for node in (run.stream, run.root))
-    if not bool(torch.isfinite(added + seen)):
+    run = trace.last_runs[index]
+    if not all(bool(trace.graph.values[node].isfinite().all()) for node in (run.stream, run.root)):
         return NoBlock("what it reads on the example is NaN or infinite")
     alpha = trace.weights[index][0]
     return from_parts(part, alpha if isinstance(alpha, Tensor) and alpha.numel() > 1 else None)

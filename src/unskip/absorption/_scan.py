@@ -180,7 +180,7 @@ def scan(
     for done, (site, part, reason) in enumerate(found):
         if progress is not None:
             progress(done, len(found), site.path)
-        block = NoBlock(reason) if part is None else read_block(model, traced, part)
+        block = NoBlock(reason) if part is None else read_block(traced, part)
         if isinstance(block, NoBlock):
             rows.append(ScanRow(site, None, None, None, None, block.reason))
         else:
