@@ -244,7 +244,7 @@ def absorb_campaign() -> str:
     cells = [[kind, *(f"{counts.get(f'{kind}: {status}', 0):,}" for status in statuses)] for kind in kinds]
     cells.append(["all", *(f"{counts[status]:,}" for status in statuses)])
     caption = (
-        f"{counts['blocks']:,} blocks at commit {found['commit']}: **{len(found['wrong'])} wrong**, no crash; "
+        f"{counts['blocks']:,} blocks: **{len(found['wrong'])} wrong**, no crash; "
         f"{counts['asked in two dtypes']:,} were asked in two dtypes."
     )
     return caption + "\n\n" + lines(" | ".join(["blocks", *statuses]), cells)

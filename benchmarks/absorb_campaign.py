@@ -1,9 +1,10 @@
 """An attack on `unskip.absorb`: adversarial blocks whose truth is known without a line of the library.
 
-    python benchmarks/absorb_campaign.py --count 100000            # writes docs/results/absorb-campaign.json
+    python benchmarks/absorb_campaign.py --workers 2               # writes docs/results/absorb-campaign.json
 
-Started again it goes on after the last seed of the record, if the library and the oracle are as they were. The blocks
-are made in `_absorb_cases.py`; `_absorb_oracle.py` decides in exact fractions. A wrong verdict is
+Started again it goes on after the last seed of the record, if the library and the oracle are as they were: the record
+holds a hash of their code. The blocks are made in `_absorb_cases.py`; `_absorb_oracle.py` decides in exact fractions. A
+wrong verdict is
 
     impossible   where the oracle knows a replacement
     possible     where it finds none, unless the replacement errs at most 4 times what the block itself loses by
@@ -15,11 +16,14 @@ are made in `_absorb_cases.py`; `_absorb_oracle.py` decides in exact fractions. 
 from __future__ import annotations
 
 import argparse
+import functools
+import hashlib
 import json
 import math
-import subprocess
+import multiprocessing
 import time
 from collections import Counter
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -77,46 +81,42 @@ def run(count: int, seed: int) -> dict[str, Any]:
     return {"counts": dict(counts), "wrong": wrong, "seconds": time.monotonic() - start}
 
 
+def code() -> str:
+    """A hash of what decides an outcome: the room, the blocks, the oracle."""
+    own = Path(__file__).parent
+    files = [
+        *sorted((ROOT / "src/unskip/absorption").glob("*.py")),
+        own / "_absorb_cases.py",
+        own / "_absorb_oracle.py",
+    ]
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:16]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--count", type=int, default=100_000)
-    parser.add_argument("--minutes", type=float, default=math.inf, help="begin no further seed after this time")
+    parser.add_argument("--workers", type=int, default=1, help="processes, a seed each at a time")
+    parser.add_argument("--minutes", type=float, default=math.inf, help="write no further seed after this time")
     parser.add_argument("--out", type=Path, default=ROOT / "docs" / "results" / "absorb-campaign.json")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    files = ("src/unskip/absorption", "benchmarks/_absorb_cases.py", "benchmarks/_absorb_oracle.py")
-    commit = _git("log", "-1", "--format=%h", "--", *files)
-    if _git("status", "--porcelain", "--untracked-files=no", *files):
-        raise SystemExit(f"{', '.join(files)}: changes that are not committed, and the record names a commit")
-    total: Counter[str] = Counter()
-    wrong: list[str] = []
-    before, start, part = 0.0, time.monotonic(), 500
-    if options.out.exists():
-        record = json.loads(options.out.read_text(encoding="utf-8"))
-        if record.get("commit") == commit:
-            total.update(record["counts"])
-            wrong, before = record["wrong"], record["seconds"]
-    for seed in range(total["blocks"] // part, math.ceil(options.count / part)):
-        if time.monotonic() - start > 60 * options.minutes:
-            break
-        outcome = run(part, seed)
-        total.update(outcome["counts"])
-        wrong += outcome["wrong"]
-        record = {
-            **made_with(__file__, "cpu"),
-            "commit": commit,
-            "asked_for": options.count,
-            "blocks_a_seed": part,
-            "counts": dict(total),
-            "wrong": wrong,
-            "seconds": before + time.monotonic() - start,
-        }
-        write_json(options.out, record)
-    print(f"{total['blocks']} blocks, {len(wrong)} wrong")
-
-
-def _git(*words: str) -> str:
-    return subprocess.run(["git", *words], cwd=ROOT, check=True, capture_output=True, text=True).stdout.strip()
+    part, start = 500, time.monotonic()
+    record = json.loads(options.out.read_text(encoding="utf-8")) if options.out.exists() else {}
+    if record.get("code") != code():
+        record = {"counts": {}, "wrong": [], "seconds": 0.0}
+    record |= {**made_with(__file__, "cpu"), "code": code(), "asked_for": options.count, "blocks_a_seed": part}
+    seeds = range(record["counts"].get("blocks", 0) // part, math.ceil(options.count / part))
+    fresh = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(options.workers, fresh, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+        for outcome in pool.map(functools.partial(run, part), seeds):
+            record["counts"] = dict(Counter(record["counts"]) + Counter(outcome["counts"]))
+            record["wrong"] += outcome["wrong"]
+            record["seconds"] += outcome["seconds"]  # of all processes together
+            write_json(options.out, record)
+            if time.monotonic() - start > 60 * options.minutes:
+                pool.shutdown(cancel_futures=True)
+                break
+    print(f"{record['counts']['blocks']} blocks, {len(record['wrong'])} wrong")
 
 
 if __name__ == "__main__":

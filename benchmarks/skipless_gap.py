@@ -321,11 +321,11 @@ def main() -> None:
     done = data["runs"]
     if not options.show:
         data |= about(__file__, options.device, settings, base=BASE, ema=EMA)
-        # A short run of each model fills the compiler's cache before the others begin.
+        # A short run of each model fills the compiler's cache before several workers begin.
         wide = [at(name, OWN, **ALL, **WIDE, **LONG) for name in COMPILED]
         shapes = [at("cut, shaped", OWN)] if options.stage == 1 else wide
         first = [(f"warm {index}", {**each, "steps": 8}) for index, each in enumerate(shapes)]
-        first = first if options.device == "cuda" else []
+        first = first if options.device == "cuda" and options.workers > 1 else []
 
         def waiting() -> list[Job]:
             queue = [*(stage_one if options.stage == 1 else stage_two)(done)]
