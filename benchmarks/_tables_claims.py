@@ -18,7 +18,7 @@ def _long(name: str) -> str:
 
 def _tiny(name: str) -> str:
     """Test accuracy after 100 epochs of Tiny-ImageNet-200, one seed."""
-    (row,) = runs("skipless-tiny", name)
+    (row,) = runs("skipless-tiny", f"final | {name}")
     return spread([row["test_accuracy"]])
 
 

@@ -17,7 +17,7 @@ def skipless_tiny() -> str:
     }
     rows = []
     for label, name in names.items():
-        done = [row for run, row in record("skipless-tiny")["runs"].items() if run.startswith(f"{name} |")]
+        done = [row for run, row in record("skipless-tiny")["runs"].items() if run.startswith(f"final | {name} |")]
         if not done:  # not run
             continue
         scores = [[row[key] for row in done] for key in ("test_accuracy", "top5")]
