@@ -10,12 +10,13 @@ of matrix products that it reaches.
     sit           plain SiT-B/2 on 4 x 32 x 32, with EMA
     dino          ViT-S/16, 2 crops of 224 px and 8 of 96, made on the device from bytes
     lm            the preset stdlib-small: GPT-2 of 10.8 million parameters, 256 tokens
+    tiny          the study skipless_tiny.py: supervised, ViT-S with patches of 8, 64 px, SOAP, one CUDA graph
 
-A step is that of the recipe, in its loop: bf16, compiled, AdamW, with the feed, clipping, EMA and schedules. On a GPU
-each recipe has a process: all compile at once, and measure one after the other. First some steps are timed, then others
-are traced. A gap is the time of a step less that in which a kernel runs. Operations are
-those of the matrix products, convolutions and attentions of the forward and backward pass, counted by torch, attention
-in full also where it is causal. The rate of matrix products is that of 8192 x 8192 x 8192 in bf16, in the same run.
+A step is that of the recipe, in its loop: bf16, compiled, AdamW but for the last, with the feed, clipping, EMA and
+schedules. On a GPU each recipe has a process: all compile at once, and measure one after the other. First some steps
+are timed, then others are traced. A gap is the time of a step less that in which a kernel runs. Operations are those of
+the matrix products, convolutions and attentions of the forward and backward pass, counted by torch, attention in full
+also where it is causal. The rate of matrix products is that of 8192 x 8192 x 8192 in bf16, in the same run.
 JSON goes to docs/results/roofline-gpu.json, and without a GPU to build/roofline-cpu.json.
 """
 
@@ -50,12 +51,14 @@ from unskip.training import RunFolder, run_task
 
 ROOT = Path(__file__).resolve().parent.parent
 PLAIN = {"shortcut": "keep", "long_skips": False}
-CASES: dict[str, tuple[str, dict[str, Any]]] = {
-    "supervised": ("vit-b16", {"batch": 256, "randaugment": None}),  # which is for images on disk
-    "mae": ("vit-b16", {"batch": 512, "init": "default", **PLAIN}),
-    "sit": ("sit-b2", {"batch": 128, "size": 32, "latents": None, "online_images": 0, **PLAIN}),
-    "dino": ("vit-small", {"batch": 64}),
-    "lm": ("stdlib-small", {}),
+WIDE = "class_token=false,global_pool=avg,depth=12,embed_dim=384,num_heads=12,attn_head_dim=64"
+CASES: dict[str, tuple[str, str, dict[str, Any]]] = {  # recipe, preset, fields
+    "supervised": ("supervised", "vit-b16", {"batch": 256, "randaugment": None}),  # which is for images on disk
+    "mae": ("mae", "vit-b16", {"batch": 512, "init": "default", **PLAIN}),
+    "sit": ("sit", "sit-b2", {"batch": 128, "size": 32, "latents": None, "online_images": 0, **PLAIN}),
+    "dino": ("dino", "vit-small", {"batch": 64}),
+    "lm": ("lm", "stdlib-small", {}),
+    "tiny": ("supervised", "tiny-imagenet", {"optimizer": "soap", "lr": 3e-3, "graph": True, "model_args": WIDE}),
 }
 TINY = "depth=2,embed_dim=48,num_heads=2"
 SMALL: dict[str, dict[str, Any]] = {
@@ -65,6 +68,7 @@ SMALL: dict[str, dict[str, Any]] = {
     "sit": {"size": 8, "model_args": "width=32,depth=2,heads=2", "batch": 8},
     "dino": {"size": 32, "patch": 8, "local_size": 16, "model_args": TINY, "batch": 8, "projection": 256, "hidden": 64},
     "lm": {"model_args": "hidden_size=64,num_hidden_layers=2,num_attention_heads=2", "context": 32, "batch": 4},
+    "tiny": {"size": 32, "model_args": TINY, "batch": 8, "graph": False},
 }
 LARGEST = 12  # kernels that the record names
 _TURN: list[Any] = []  # of a process that is one of several
@@ -93,14 +97,14 @@ class Named:
 
 def config_of(name: str, folder: Path, options: argparse.Namespace) -> Any:
     """The config of a recipe at full size, or at one for a CPU."""
-    preset, fields = CASES[name]
+    recipe, preset, fields = CASES[name]
     fields = {**fields, **(SMALL[name] if options.small else {}), "device": options.device, "health": False}
     if name == "lm":  # the standard library takes longer to read
         text = folder / "squares.txt"
         text.write_text("".join(f"{i} times {i} is {i * i}\n" for i in range(100_000)))
         fields |= {"data": str(text), "cache": str(folder / "cache")}
     fields |= {"compile": not options.small, "evaluate_every": None, "checkpoint_every": 10**9, "log_every": 10**9}
-    return getattr(recipes, name)(preset, steps=1000, **fields)
+    return getattr(recipes, recipe)(preset, steps=1000, **fields)
 
 
 def opener(config: Any, channels: int) -> Callable[..., ImageSet]:
