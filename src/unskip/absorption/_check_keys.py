@@ -49,6 +49,9 @@ def groups(at: Problem) -> Groups | None:
         value = ((up @ probe[:-1] + bias * probe[-1]) / size)[units].abs()
         scale = (torch.hypot(lengths, bias) / size)[units] * ROUNDING * 4 * up.shape[1] ** 0.5
         label = _refine(label, value, scale)
+    if len(units):  # beside a long row a small bias does not show: once more alone, with the rows turned alike
+        value = (bias * (up @ probe[:-1]).sign() / size)[units]
+        label = _refine(label, value, value.abs() * ROUNDING * 4 * up.shape[1] ** 0.5)
     of = torch.full_like(idle, -1, dtype=torch.long)
     of[units] = label
     count = int(label.max()) + 1 if len(units) else 0
@@ -61,11 +64,11 @@ def groups(at: Problem) -> Groups | None:
     for at_once in follow.split(max(64, 2**22 // up.shape[1])):
         other = lead[at_once]
         stretch = (size[at_once] / size[other])[:, None]
-        mine, theirs = (torch.cat([up[k], bias[k, None]], 1) for k in (at_once, other))
-        turn[at_once] = torch.where((mine * theirs).sum(1) >= 0, 1.0, -1.0).to(turn)
-        gap = (mine - turn[at_once, None] * stretch * theirs).norm(dim=1)
-        if bool((gap > 1e3 * ROUNDING * mine.norm(dim=1)).any()):
-            return None
+        turn[at_once] = torch.where((up[at_once] * up[other]).sum(1) >= 0, 1.0, -1.0).to(turn)
+        for part in (up, bias[:, None]):
+            gap = (part[at_once] - turn[at_once, None] * stretch * part[other]).norm(dim=1)
+            if bool((gap > 1e3 * ROUNDING * part[at_once].norm(dim=1)).any()):
+                return None
         ratio[at_once] = stretch.flatten()
     if len(follow):  # groups whose columns cancel count for nothing either
         joint = _joint(at, of, ratio, count)
@@ -117,7 +120,7 @@ def flip_equation(at: Problem, found: Groups, line: Tensor, column: Tensor) -> t
         seen[blind] = 0
         if not at.output_bias:
             constant = column == at.up.shape[1]
-            value = at.block.phi.function(at.bias[spare]) / at.odd
+            value = at.unit * at.block.phi.function(at.bias[spare]) / at.odd
             seen[:, constant] = torch.where(blind[:, None], value[:, None], seen[:, constant])
         goal = goal - down[:, spare] @ seen
     return joint, rows[found.head] if len(found.head) < len(rows) else rows, goal

@@ -61,15 +61,24 @@ def build(problem: Problem, keys: Keys, flips: Tensor, split: tuple[int, ...] = 
     rows = torch.cat([rows, rows.new_zeros(spare, rows.shape[1])])
     biases = torch.cat([biases, biases.new_zeros(spare)])
     columns = torch.cat([columns, columns.new_zeros(len(columns), spare)], 1)
-    # One point settles the constant.
-    point = up.new_zeros(1, up.shape[1]) if problem.domain is None else problem.domain.center[None]
-    there = block.phi.function(point @ rows.mT + biases) @ columns.mT
-    const = (block.bare().double()(point) - there)[0]
-    made = _finish(problem, rows, biases, columns, const)
+    made = _finish(problem, rows, biases, columns, _constant(problem, bias, rows, biases, columns))
     if made is None:
         return None
     only_flips = not split and len(keys.first) == block.width == problem.width
     return Built(made, problem.odd * rest, keys.first[flips] if only_flips else None)
+
+
+def _constant(problem: Problem, bias: Tensor, rows: Tensor, biases: Tensor, columns: Tensor) -> Tensor:
+    """(o,) the output bias that is left for the replacement."""
+    block, half = problem.block.bare().double(), problem.odd / 2
+    if problem.bounded and problem.domain is not None:  # units are affine: one point settles it
+        point = problem.domain.center[None]
+        return (block(point) - block.phi.function(point @ rows.mT + biases) @ columns.mT)[0]
+    # The even parts are the same. Left out, they do not round: phi(0) may be large beside the rest.
+    blind = problem.lengths == 0
+    even = block.phi.function(bias[blind]) - half * bias[blind]
+    const = half * (block.down @ bias - columns @ biases) + block.down[:, blind] @ even
+    return const if block.down_bias is None else const + block.down_bias
 
 
 def _joint(problem: Problem, keys: Keys) -> Tensor:
@@ -92,9 +101,13 @@ def _fresh(problem: Problem, rest: Tensor, room: int) -> tuple[Tensor, Tensor, T
     left, values, right = torch.linalg.svd(rest, full_matrices=False)
     use = min(count, int((values > 1e-13 * values[0]).sum()))
     root = values[:use].sqrt()
-    columns, lines = left[:, :use] * root, right[:use] * root[:, None]
+    if problem.block.dtype == torch.float16:  # rows that do not overflow unless an input does
+        root = root.minimum(1 / right[:use].abs().sum(1))
+    columns, lines = left[:, :use] * (values[:use] / root), right[:use] * root[:, None]
     remains = rest - columns @ lines
-    lines, shifts = (lines, lines.new_zeros(use)) if problem.output_bias else (lines[:, :-1], lines[:, -1])
+    lines, shifts = (
+        (lines, lines.new_zeros(use)) if problem.output_bias else (lines[:, :-1], lines[:, -1] / problem.unit)
+    )
     if affine and problem.domain is not None:  # one unit each, whose hinge misses the domain
         shifts = shifts + 1.01 * problem.domain.reach(lines)
         return lines, shifts, problem.odd * columns, remains

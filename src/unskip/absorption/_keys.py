@@ -97,7 +97,7 @@ def canonical(problem: Problem) -> Keys:
     target, rows = problem.target, problem.rows
     if not problem.output_bias and bool(zero.any()):
         target = target.clone()
-        target[:, -1] += down[:, zero] @ phi.function(bias[zero])
+        target[:, -1] += problem.unit * down[:, zero] @ phi.function(bias[zero])
     moved = beta != 0
     goal = -target / problem.odd
     if bool(moved.any()):
@@ -144,7 +144,8 @@ def _leads(problem: Problem, wanted: Tensor) -> Tensor:
 def _apart(problem: Problem, a: Tensor, b: Tensor) -> Tensor:
     """How far two rows are from being equal up to sign (and for ReLU up to a factor), and their biases likewise.
 
-    The rows are compared relative to their own lengths, whatever their biases are.
+    Rows are compared relative to their lengths, and biases to their own sizes: a hinge that is close to the origin
+    against inputs of size 1 is not close to it against smaller ones.
     """
     up, bias, lengths = problem.up, problem.bias, problem.lengths
     one, two = lengths[a], lengths[b]
@@ -152,7 +153,7 @@ def _apart(problem: Problem, a: Tensor, b: Tensor) -> Tensor:
         one = two = torch.maximum(one, two)
     left, right = up[a] / one[:, None], up[b] / two[:, None]
     shift, other = bias[a] / one, bias[b] / two
-    scale = torch.maximum(shift.abs(), other.abs()).clamp(min=1.0)
+    scale = torch.maximum(shift.abs(), other.abs()).clamp(min=torch.finfo(torch.float64).tiny)
     same = torch.maximum((left - right).norm(dim=1), (shift - other).abs() / scale)
     return torch.minimum(same, torch.maximum((left + right).norm(dim=1), (shift + other).abs() / scale))
 

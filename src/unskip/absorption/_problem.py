@@ -63,13 +63,20 @@ class Problem:
 
     @property
     def target(self) -> Tensor:
-        """The skip; without output biases with the constant as one more column."""
-        return self.skip if self.output_bias else torch.cat([self.skip, self.const[:, None]], 1)
+        """The skip; without output biases with the constant as one more column, in its unit."""
+        return self.skip if self.output_bias else torch.cat([self.skip, self.unit * self.const[:, None]], 1)
 
     @property
     def rows(self) -> Tensor:
         """The rows of the hidden layer, with the bias as one more column where the constant counts."""
-        return self.up if self.output_bias else torch.cat([self.up, self.bias[:, None]], 1)
+        return self.up if self.output_bias else torch.cat([self.up, self.unit * self.bias[:, None]], 1)
+
+    @cached_property
+    def unit(self) -> float:
+        """The power of two that makes constants weigh as much as the linear maps: tiny ones count at tiny inputs."""
+        linear = math.hypot(self.long_skip, float((self.long_down * self.lengths).norm()))
+        constant = math.hypot(float(self.const.norm()), float((self.long_down * self.bias).norm()))
+        return 2.0 ** round(math.log2(linear / constant)) if linear and constant else 1.0
 
     @cached_property
     def lengths(self) -> Tensor:
@@ -90,12 +97,12 @@ class Problem:
     @cached_property
     def sizes(self) -> Tensor:
         """(h,) the sizes of the rank-ones, before the quotient."""
-        return self.long_down * (self.lengths if self.output_bias else torch.hypot(self.lengths, self.bias))
+        return self.long_down * (self.lengths if self.output_bias else torch.hypot(self.lengths, self.unit * self.bias))
 
     @cached_property
     def bulk(self) -> float:
         """What rounding of the linear map is relative to: the sizes of the skip and of all units together."""
-        size = self.long_skip if self.output_bias else math.hypot(self.long_skip, float(self.const.norm()))
+        size = self.long_skip if self.output_bias else math.hypot(self.long_skip, self.unit * float(self.const.norm()))
         return math.hypot(abs(self.odd) * float(self.sizes.norm()), size)
 
     def near(self, roundoff: float, bulk: float | None = None) -> float:

@@ -103,7 +103,7 @@ def _dual(at: Problem, data: Data) -> bool:
     g = torch.cat(parts) if parts else y.new_zeros(0)
     inner, norm = float((y * (goal.diagonal() if y.ndim == 1 else goal)).sum()), float(y.norm())
     # |g_k| is at most |Y|_F |J_k| |u_k|, and so is what its terms add up to.
-    bulk = float(at.sizes.sum()) + (at.long_skip + float(at.const.norm())) / abs(at.odd)
+    bulk = float(at.sizes.sum()) + (at.long_skip + at.unit * float(at.const.norm())) / abs(at.odd)
     terms = at.block.inputs + at.block.outputs + at.block.width + len(line) + len(column) + 32
     slack = 4 * terms * EPS * bulk * norm
     gap = max(inner - float(g.clamp(min=0).sum()), float(g.clamp(max=0).sum()) - inner) - slack
