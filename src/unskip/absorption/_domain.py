@@ -100,13 +100,24 @@ class Domain:
 
     def holds(self, x: Tensor) -> Tensor:
         """Which of x (..., d) lie in the domain."""
-        away = x - self.center
+        return self._gauge(x - self.center) < 1
+
+    def _gauge(self, away: Tensor) -> Tensor:
+        """(...) how far from the center, 1 at the border."""
         if self.factor.ndim == 1:
             unit = away / self.factor
         else:
             unit = torch.linalg.solve_triangular(self.factor, away[..., None], upper=False)[..., 0]
-        inside: Tensor = unit.norm(p=torch.inf if self.square else 2, dim=-1) < 1
-        return inside
+        length: Tensor = unit.norm(p=torch.inf if self.square else 2, dim=-1)
+        return length
+
+    def along(self, way: Tensor, count: int, generator: torch.Generator, size: float) -> Tensor:
+        """(count, d) differences from the center along a direction, both ways, up to `size` of it."""
+        way = way.to(self.center)
+        reach = min(size, 0.999 / float(self._gauge(way)))
+        part = (1 + torch.rand(count, 1, generator=generator, dtype=torch.float64)) / 2
+        part[::2] *= -1  # as many of each sign: units round on one side alone
+        return reach * part.to(way) * way
 
     def sample(self, count: int, generator: torch.Generator, size: float = math.inf) -> Tensor:
         """(count, d) inputs: uniform over the domain, or drawn in to within `size` of its center."""

@@ -10,17 +10,19 @@ measured, and counted as at least one rounding of the output and of each term th
 because a block whose terms cancel may lose nothing on these inputs by chance. u / sqrt(3) is the standard deviation of
 one rounding, and independent ones add up in squares: in bfloat16 a block of 3,072 units does lose that much, and 26
 times less than u times the sum of its terms' sizes.
-Nothing depends on the weights of the replacement. Where the block overflows, an eighth of the size at which it does not
-is taken instead: there the replacement may not overflow either.
+Nothing depends on the weights of the replacement. All this holds on Gaussian inputs and along the directions that are
+worst. Where a number in the block overflows smaller inputs are taken: up to there the replacement may not overflow.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from unskip.absorption._block import Block
 from unskip.absorption._domain import Domain
@@ -29,7 +31,9 @@ from unskip.absorption._problem import SHARE
 ROUNDINGS = 8  # of the units' terms, added in squares: what a gap may be at most
 DECOMPOSED = 2048  # the largest skip that is decomposed, where it is not diagonal
 SIZES = tuple(10.0**power for power in range(-6, 6))  # of inputs; on a domain in float64 from the fifth on
-SMALLER = 8  # times, where the block overflows
+EDGE = 1 + 2.0**-5  # times the size of an input, and no number in the block overflows
+WAYS = 2  # directions that are measured by themselves, for each of
+PRODUCTS = {torch.float32: (0.0, 0.03, 0.1, 0.3, 1.0), torch.float64: (1.0,)}  # shares of their rounding that may count
 WIDE = 1e-10  # of the block's own terms, in float64
 OWN = 2.5  # times what the block loses itself, so that on other inputs it stays below 4
 SPLIT = 1e-6  # of the block's terms, that splitting rows into stored weights may cost on top, in `widen` and modules
@@ -38,7 +42,7 @@ SPLIT = 1e-6  # of the block's terms, that splitting rows into stored weights ma
 @dataclass(frozen=True)
 class Agreement:
     """Whether a replacement agrees, the worst ratio of its error to what is allowed, and errors at inputs of size 1
-    (where the block overflows there, of the greatest size that was tried)."""
+    (less where the block overflows there)."""
 
     holds: bool
     worst: float
@@ -47,63 +51,110 @@ class Agreement:
 
 def agree(block: Block, other: Block, domain: Domain | None = None, seed: int = 0, tolerance: float = 0.0) -> Agreement:
     """Compares the outputs before any norm after the sum. A tolerance is allowed on top, relative to the terms."""
-    generator = torch.Generator().manual_seed(seed)
     bare, made, dtype = block.bare(), other.bare(), block.dtype
     wide, wide_made = bare.double(), made.double()
-    sizes = SIZES if domain is None or dtype != torch.float64 else SIZES[4:]
-    drawn = {size: pair for size in sizes if (pair := _inputs(bare, domain, size, generator)) is not None}
-    worst, measured = 0.0, dict[str, float]()  # nothing measured: the block overflows wherever it was looked at
-    if not drawn:
-        return Agreement(False, worst, measured)
-    low, out = (torch.cat([pair[i] for pair in drawn.values()]) for i in (0, 1))
+    ways = _worst_directions(block, other, domain)
+    sizes = _sizes(wide) if domain is None else SIZES if dtype != torch.float64 else SIZES[4:]
+    counts = torch.tensor([_samples(block), *[_samples(block) // 2] * len(ways)]).repeat(len(sizes))
+    low = _inputs(bare, domain, sizes, ways, seed)
+    if low is None:  # nothing to measure: the block overflows wherever it was looked at
+        return Agreement(False, 0.0, {})
     exact = low.double()
     truth = _hidden_shift(block, wide(exact))
     gap = _hidden_shift(block, wide_made(exact)) - truth
     stored = gap if dtype == torch.float64 else _hidden_shift(block, made(low).double()) - truth
-    own = _hidden_shift(block, out.double()) - truth
+    own = _hidden_shift(block, bare(low).double()) - truth
     terms, squares = _terms(wide, exact)
-    for at, size in enumerate(drawn):
-        rows = slice(at * _samples(block), (at + 1) * _samples(block))
-        scale, lost, wrong = (float(each[rows].norm()) for each in (truth, own, gap))
-        errors = torch.stack([gap[rows], stored[rows]])
-        if dtype == torch.float64:
-            ratio = errors.norm(dim=2) / ((WIDE + tolerance) * terms[rows]).clamp(min=1e-300)
-        else:
-            once = block.roundoff * math.sqrt((float(squares[rows].sum()) + scale**2) / 3)
-            loss = max(lost, once, _underflow(wide, dtype) * _samples(block) ** 0.5)
-            ratio = errors.flatten(1).norm(dim=1) / (OWN * loss + tolerance * terms[rows].norm()).clamp(min=1e-300)
-        top = float(ratio.max())
-        worst = max(worst, top if math.isfinite(top) else math.inf)
-        if size <= 1.0 or not measured:
-            errs = (("float64", wrong), ("stored", float(errors[1].norm())), ("original_stored", lost))
-            measured = {name: error / max(scale, 1e-300) for name, error in errs}
-    return Agreement(worst <= 1.0, worst, measured)
+    group = torch.arange(len(counts)).repeat_interleave(counts).to(low.device)
+
+    def together(rows: Tensor) -> Tensor:  # (rows,) squares to the norm of each group
+        return rows.new_zeros(len(counts)).index_add_(0, group, rows).sqrt()
+
+    scale, lost, wrong, off = (together(each.square().sum(1)) for each in (truth, own, gap, stored))
+    if dtype == torch.float64:
+        ratio = gap.norm(dim=1) / ((WIDE + tolerance) * terms).clamp(min=1e-300)
+    else:
+        once = block.roundoff / math.sqrt(3) * together(squares + truth.square().sum(1))
+        least = _underflow(wide, dtype) * counts.to(once).sqrt()
+        allowed = OWN * torch.stack([lost, once, least]).amax(0) + tolerance * together(terms.square())
+        ratio = torch.maximum(wrong, off) / allowed.clamp(min=1e-300)
+    top = float(ratio.max())
+    top = top if math.isfinite(top) else math.inf
+    at = (1 + len(ways)) * max(i for i, size in enumerate(sizes) if size <= 1.0 or not i)
+    errs = (("float64", wrong), ("stored", off), ("original_stored", lost))
+    return Agreement(top <= 1.0, top, {name: float(error[at]) / max(float(scale[at]), 1e-300) for name, error in errs})
 
 
-def _samples(block: Block) -> int:  # of each size; many outputs make up for few inputs
+def _sizes(block: Block) -> tuple[float, ...]:
+    """Sizes of inputs for a block in float64: also around its own, where its units bend, if that is far from 1."""
+    bias = torch.zeros_like(block.up[:, 0]) if block.up_bias is None else block.up_bias.abs()
+    bend = (bias if block.phi.homogeneous else bias.clamp(min=1.0)) / block.up.norm(dim=1)
+    bend = bend[torch.isfinite(bend) & (bend > 0)]
+    own = float(bend.median()) if len(bend) else 1.0
+    return SIZES if 0.01 <= own <= 100 else (*SIZES, *(own * size for size in SIZES))
+
+
+def _worst_directions(block: Block, other: Block, domain: Domain | None) -> Tensor:
+    """(ways, d) directions x in which the replacement is expected to err most against what the block loses.
+
+    With E the linear map between the two, M x the terms A_j x_j and |v_i| u_i.x that the block sums, and M' those of
+    the replacement, it is |(E / u, M') x| against |M x|: along a direction that the rows hardly see, M x is small.
+    Where products are not summed in a finer dtype, |v_i| u_ij x_j count as well: how much depends on the kernel.
+    """
+    d, products = block.inputs, PRODUCTS.get(block.dtype, (0.0,))
+    if block.phi.odd is None or block.gated or d == 1:
+        return block.up.new_zeros(0, d, dtype=torch.float64)
+    rows, made = (each.down.double().norm(dim=0)[:, None] * each.up.double() for each in (block, other))
+    size = torch.hypot(block.matrix.norm(dim=0), rows.norm(dim=0))
+    size = torch.where(size > 0, size, 1e-9 * size.max().clamp(min=1e-300))  # columns are scaled to 1
+    theirs = torch.cat([linear_gap(block, other, domain)[0] / block.roundoff, made]) / size
+    if d > DECOMPOSED:  # axes only
+        return torch.eye(d).to(size)[theirs.norm(dim=0).topk(WAYS).indices]
+    square, gram, skip = theirs.mT @ theirs, (rows / size).mT @ (rows / size), block.matrix.norm(dim=0) / size
+    start = torch.randn(d, min(WAYS, d), generator=torch.Generator().manual_seed(0), dtype=torch.float64).to(size)
+    ways = []
+    for part in products:
+        mine = gram + torch.diag(skip.square() + part**2 * gram.diagonal() + 4e-15 * d)
+        factor, basis = torch.linalg.cholesky(mine), start
+        for _ in range(16):
+            basis = torch.linalg.qr(torch.cholesky_solve(square @ basis, factor))[0]
+        ways.append((basis / size[:, None]).mT)
+    return F.normalize(torch.cat(ways), eps=1e-300)
+
+
+def _samples(block: Block) -> int:  # of each size, half as many along a direction; many outputs make up for few
     return 48 if block.outputs < 64 else 16
 
 
-def _inputs(
-    block: Block, domain: Domain | None, size: float, generator: torch.Generator
-) -> tuple[Tensor, Tensor] | None:
-    """(samples, d) inputs of a size, or of a smaller one where the block overflows, and its outputs on them."""
+def _inputs(block: Block, domain: Domain | None, sizes: Sequence[float], ways: Tensor, seed: int) -> Tensor | None:
+    """(rows, d) inputs of every size: Gaussian ones (on a domain uniform ones), then some along each of the ways.
 
-    def draw(size: float) -> tuple[Tensor, Tensor]:
-        if domain is not None:
-            x = domain.sample(_samples(block), generator, size)
+    Each is halved until no number in the block overflows on it.
+    """
+    place, generator = domain or Domain.ball(torch.zeros(block.inputs), 1e90), torch.Generator().manual_seed(seed)
+    center, drawn, samples = place.center.to(block.up.device), list[Tensor](), _samples(block)
+    for size in sizes:
+        if domain is None:
+            drawn.append(size * torch.randn(samples, block.inputs, generator=generator, dtype=torch.float64))
         else:
-            x = size * torch.randn(_samples(block), block.inputs, generator=generator, dtype=torch.float64)
-        x = x.to(block.up.device, block.dtype)
-        return x, block(x)
-
-    asked = size = min(size, torch.finfo(block.dtype).max / SMALLER)
-    while size >= SIZES[0]:
-        x, out = draw(size)
-        if bool(torch.isfinite(out).all()):
-            return (x, out) if size == asked else draw(size / SMALLER)
-        size /= 2
+            drawn.append(domain.sample(samples, generator, size) - domain.center)
+        drawn += [place.along(way, samples // 2, generator, size) for way in ways]
+    away = torch.cat([each.to(center) for each in drawn])
+    left = torch.arange(len(away), device=away.device)
+    for _ in range(64):
+        left = left[~_finite(block, (center + EDGE * away[left]).to(block.dtype))]
+        if not len(left):
+            return (center + away).to(block.dtype)
+        away[left] /= 2
     return None
+
+
+def _finite(block: Block, x: Tensor) -> Tensor:
+    """(rows,) where no number in the block overflows: a preactivation of -inf may leave no trace in its output."""
+    linear = [(block.up, block.up_bias), (block.gate, block.gate_bias)]
+    parts = [F.linear(x, w.to(x), None if b is None else b.to(x)) for w, b in linear if w is not None]
+    parts += [x, block.hidden(x), replace(block, skip=0.0)(x), block(x)]
+    return torch.stack([torch.isfinite(part).all(1) for part in parts]).all(0)
 
 
 def _underflow(block: Block, dtype: torch.dtype) -> float:
