@@ -53,7 +53,7 @@ class Graphed:
             held.copy_(new)
         self.graph.replay()
         loss, numbers = self.result
-        return loss.detach().clone(), {name: value.detach().clone() for name, value in numbers.items()}
+        return loss.clone(), {name: value.clone() for name, value in numbers.items()}
 
     def _record(self, batch: tuple[Tensor, ...], key: Hashable) -> None:
         self.graph, self.key = None, key  # an earlier graph gives its memory back first
@@ -70,7 +70,9 @@ class Graphed:
         graph = torch.cuda.CUDAGraph()
         # Other threads, such as one that pins memory, may continue.
         with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-            self.result = self.work(self.batch)
+            loss, numbers = self.work(self.batch)
+        # Detached: what holds the autograd graph would keep its nodes on this stream for the next recording.
+        self.result = loss.detach(), {name: value.detach() for name, value in numbers.items()}
         for buffer, value in before:  # such as running means, which the rehearsals have moved
             buffer.copy_(value)
         self.graph = graph
