@@ -114,7 +114,7 @@ def opener(config: Any, channels: int) -> Callable[..., ImageSet]:
         random = torch.Generator().manual_seed(0)
         count = config.batch if split == "train" else 64
         pixels = torch.randint(256, (count, channels, config.size, config.size), dtype=torch.uint8, generator=random)
-        labels = torch.randint(1000, (count,), generator=random)
+        labels = torch.arange(count) % 16  # each of the test images' classes has training images, as kNN asks
         return ImageSet(name, split, tuple(map(str, range(1000))), labels, pixels)
 
     return opened
