@@ -95,7 +95,7 @@ def linear(problem: Problem) -> tuple[Block | None, float, Obstruction | None]:
     if len(values) > width and float(values[width]) > max(1e-9 * size, 2 * problem.tolerance):
         sentence = f"The activation is linear and the block a matrix of rank above {width}, the number of units."
         return None, 0.0, Obstruction(sentence, Certificate("rank", {"value": float(values[width])}))
-    use = min(width, len(values))
+    use = min(width, int((values > 1e-13 * values[0]).sum()))  # less is rounding, along directions that may be silent
     root = values[:use].sqrt()
     up, down = matrix.new_zeros(width, block.inputs), matrix.new_zeros(block.outputs, width)
     up[:use], down[:, :use] = right[:use] * root[:, None], left[:, :use] * root / half
