@@ -6,7 +6,7 @@ set planted before they are rounded.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Any
 
@@ -116,7 +116,8 @@ def _planted(random: np.random.Generator, dtype: torch.dtype) -> Case:
 
     Exactly there may be no replacement any more, but within the rounding of the dtype there is: impossible is wrong.
     In a part of them the skip of one channel or of one oblique direction is small beside the others', and no unit makes
-    it up; or one channel is missed by a little, beside channels with larger units.
+    it up; or one channel is missed by a little, beside channels with larger units; or the rows hardly see some
+    directions, down to 1e-12, so that rounding may move the flip set away.
     """
     word = str(random.choice(list(CLASS_O)))
     odd = float(CLASS_O[word][0])
@@ -142,8 +143,12 @@ def _planted(random: np.random.Generator, dtype: torch.dtype) -> Case:
         down, skip = down * scale[:, None], skip * scale[:, None]
         wanted = skip.copy()
         wanted[0, 0] *= 1 + 2.0 ** -int(random.integers(4, 18))
+    elif trick < 0.7:
+        kind, turn = "weak directions", np.linalg.qr(random.standard_normal((d, d)))[0]
+        least = {torch.float64: -12, torch.float32: -6}.get(dtype, -2) * random.random()
+        up = up @ (turn * 10.0 ** (least * random.random(d))) @ turn.T
     inverse = np.linalg.pinv(up[chosen])
-    if np.linalg.norm(inverse) > 20:
+    if np.linalg.norm(inverse) > 20 and kind != "weak directions":
         return _planted(random, dtype)
     down[:, chosen] = -wanted / odd @ inverse + down[:, chosen] @ (np.eye(len(chosen)) - up[chosen] @ inverse)
     weights = {"up": up, "down": down, "bias": random.standard_normal(h), "skip": skip}
@@ -152,7 +157,8 @@ def _planted(random: np.random.Generator, dtype: torch.dtype) -> Case:
 
 def _disguised(random: np.random.Generator, dtype: torch.dtype) -> Case:
     """Begins with a block without a skip and gives it one, exactly: units change sign or are halved, and what that adds
-    is the skip. Units are made nearly equal on the way, and some have large biases.
+    is the skip. Units are made nearly equal on the way, and some have large biases; in some blocks the channels of the
+    input have sizes of their own.
     """
     word = str(random.choice(list(CLASS_O)))
     odd, homogeneous = float(CLASS_O[word][0]), CLASS_O[word][1]
@@ -183,8 +189,12 @@ def _disguised(random: np.random.Generator, dtype: torch.dtype) -> Case:
             skip = skip + odd * np.outer(part, up[i])
         down[:, i] -= part
         down = np.concatenate([down, part[:, None] / abs(factor)], 1)
+    kind = "disguised"
+    if random.random() < 0.25:
+        kind, size = "weak channels", 2.0 ** -random.integers(0, 6 if dtype == torch.float16 else 40, d)
+        up, skip = up * size, skip * size
     weights = {"up": up, "bias": bias, "down": down, "skip": skip}
-    return Case("disguised", block_of(weights, word, dtype), h, "as-is", None, True)
+    return Case(kind, block_of(weights, word, dtype), h, "as-is", None, True)
 
 
 def _class_o(random: np.random.Generator, d: int, o: int, h: int, dtype: torch.dtype) -> Case:
@@ -220,8 +230,17 @@ def _class_o(random: np.random.Generator, d: int, o: int, h: int, dtype: torch.d
         weights["down"] = weights["down"] / scale
     elif draw < 0.75:
         form = "allowed"
+    elif draw < 0.83:  # the same block at inputs of another size: large ones overflow float16
+        kind = "inputs rescaled"
+        scale = 2.0 ** float(random.integers(-4, 9) if dtype == torch.float16 else random.integers(-40, 21))
+        weights["up"], weights["skip"] = weights["up"] * scale, weights["skip"] * scale
+    elif draw < 0.9 and dtype != torch.float16:
+        kind = "tiny biases"
+        weights["bias"] = weights["bias"] * 2.0 ** -float(random.choice([20, 60, 90]))
     block = block_of(weights, word, dtype, biases, norm=norm)
     truth = absorbable(canonical(asked, odd, homogeneous, box), odd, width, box is not None)
     if kind == "box" and odd != 1:
         truth = truth or None  # type: ignore[assignment]  # affine units of a LeakyReLU may look either way
+    if kind == "tiny biases" and random.random() < 0.3:  # then a constant has to be made up as well
+        block, truth = replace(block, down_bias=None), None if truth else False  # type: ignore[assignment]
     return Case(kind, block, width, form, domain, truth)

@@ -8,7 +8,7 @@ box: flips and affine units). `within_rounding` measures a replacement by the ru
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Any
 
@@ -140,6 +140,7 @@ def within_rounding(block: Block, other: Block, domain: Domain | None, random: n
     The block's loss is at least one rounding of its output and of each term that it sums, each with the standard
     deviation u / sqrt(3): where the terms cancel a block may compute exactly on a few inputs by chance. Where inputs 8
     times as large would overflow, smaller ones are taken. Below the least number of the dtype there is nothing to lose.
+    Inputs are Gaussian, or lie along an axis or a right singular vector of W_up.
     """
     made, like = other.bare(), block.bare()
     limit = torch.finfo(block.dtype).max / 8
@@ -147,15 +148,19 @@ def within_rounding(block: Block, other: Block, domain: Domain | None, random: n
     up, down, skip = block.up.double().abs(), block.down.double().abs(), block.matrix.abs()
     shift = torch.zeros(len(up)) if block.up_bias is None else block.up_bias.double().abs()
     const = torch.zeros(len(down)) if block.down_bias is None else block.down_bias.double().abs()
+    flat = float(like.phi.function(torch.zeros(1, dtype=torch.float64)).abs())  # softplus(0)
+    ways = np.concatenate([np.eye(block.inputs), np.linalg.svd(block.up.double().numpy())[2]])
 
-    def holds(size: float) -> bool:
+    def holds(size: float, way: np.ndarray | None = None) -> bool:
         x = torch.tensor(size * random.standard_normal((48, block.inputs)))
         if domain is not None:  # a box around the origin
             inner = 1e-2 if block.dtype == torch.float64 else 1e-6
             x = min(max(size, inner), 1.0) * torch.tensor(random.uniform(-1, 1, x.shape)) * domain.factor
+        if way is not None:
+            x = x[:, :1] * torch.tensor(way)
         for _ in range(12):
             low = x.to(block.dtype)
-            hidden = 4 * (low.double().abs() @ up.mT + shift) + 1  # more than any activation here makes of it
+            hidden = 4 * (low.double().abs() @ up.mT + shift) + flat  # more than any activation here makes of it
             terms = low.double().abs() @ skip.mT + hidden @ down.mT + const
             if max(float(hidden.max()), float(terms.max())) < limit and bool(torch.isfinite(like(8 * low)).all()):
                 break
@@ -174,7 +179,35 @@ def within_rounding(block: Block, other: Block, domain: Domain | None, random: n
         stored = seen(block, made(low).double()) - truth
         return max(float(gap.norm()), float(stored.norm())) <= 4 * own
 
-    return all(holds(size) for size in (1e-6, 1e-3, 0.05, 0.3, 3.0, 30.0, 3e3, 1e5))
+    for size in (1e-6, 1e-3, 0.05, 0.3, 3.0, 30.0, 3e3, 1e5, *(own_size(block) * part for part in (0.1, 1.0, 10.0))):
+        if not all(holds(size, way) for way in (None, *random.permutation(ways)[:2])):
+            return False
+    return block.dtype != torch.float16 or domain is not None or overflows_later(like, made, random)
+
+
+def own_size(block: Block) -> float:
+    """Of inputs: where the units of the block bend."""
+    length = block.up.double().norm(dim=1)
+    shift = torch.zeros_like(length) if block.up_bias is None else block.up_bias.double().abs()
+    bend = (shift if block.activation in EXACT else shift + 1) / length
+    bend = bend[torch.isfinite(bend) & (bend > 0)]
+    return float(bend.median()) if len(bend) else 1.0
+
+
+def overflows_later(block: Block, other: Block, random: np.random.Generator) -> bool:
+    """Whether the replacement is finite wherever no number in the block overflows: rows, hidden layer, sum and skip."""
+    x = random.standard_normal((96, block.inputs))
+    x[:48] = np.sign(x[:48])
+    x *= 65504 / np.abs(x).max(1, keepdims=True)
+    for _ in range(100):
+        low = torch.tensor(1.06 * x).half()
+        rows = torch.nn.functional.linear(low, block.up, block.up_bias)
+        parts = (rows, block.hidden(low), replace(block, skip=0.0)(low), block(low))
+        over = ~torch.stack([part.isfinite().all(1) for part in (low, *parts)]).all(0).numpy()
+        if not over.any():
+            break
+        x[over] *= 0.9
+    return bool(other(torch.tensor(x[~over]).half()).isfinite().all())
 
 
 def seen(block: Block, out: torch.Tensor) -> torch.Tensor:
@@ -191,7 +224,7 @@ def keeps_channels(block: Block, other: Block, domain: Domain | None) -> bool:
     both ways. Rounding is allowed where the skip is zero.
     """
     one, two = block.bare().double(), other.bare().double()
-    step = torch.eye(block.inputs, dtype=torch.float64) * (1.0 if domain is None else 0.99 * domain.factor)
+    step = torch.eye(block.inputs, dtype=torch.float64) * (own_size(block) if domain is None else 0.99 * domain.factor)
     gap = [seen(block, two(x)) - seen(block, one(x)) for x in (step, -step)]
     left = ((gap[0] - gap[1]) / (2 * step.diagonal()[:, None])).mT
     skip = seen(block, block.matrix.mT).mT
@@ -247,7 +280,7 @@ def equal_exactly(block: Block, other: Block, random: np.random.Generator) -> bo
             total += sum(abs(a) * 4 * b for a, b in zip(down[k], size, strict=True))
         return out, total
 
-    for size in (Fraction(1, 100), 1, 100_000):
+    for size in (Fraction(1, 100), 1, 100_000, Fraction(own_size(block))):
         x = [Fraction(int(random.integers(-99, 100)), 7) * size for _ in range(block.inputs)]
         (ours, terms), (theirs, _) = run(block, x), run(other, x)
         if sum(abs(a - b) for a, b in zip(ours, theirs, strict=True)) > Fraction(1, 10**9) * terms:
