@@ -28,6 +28,26 @@ def skipless_tiny() -> str:
 
 
 @table
+def skipless_tiny_rates() -> str:
+    names = {
+        "residual": "residual",
+        "no skips, carrying heads frozen": "no skips",
+        "no skips, paired units": "no skips, paired units",
+        "MLPs' skips cut": "MLPs cut",
+        "decayed to a product of 0.001": "decay",
+    }
+    done, rates = record("skipless-tiny")["runs"], {"3e-3": "0.003", "1.5e-3": "0.0015", "7.5e-4": "0.00075"}
+    rows = []
+    for label, name in names.items():
+        tried = [done.get(f"rate | {name} | {rate}") for rate in rates.values()]
+        if any(tried):
+            best = max((row for row in tried if row), key=lambda row: row["val_accuracy"])
+            cells = [spread([row["val_accuracy"]]) if row else "" for row in tried]
+            rows.append([label, *cells, f"{best['train_loss']:.2f}"])
+    return lines(f"held out, 20 epochs | {' | '.join(rates)} | training loss at the best", rows)
+
+
+@table
 def mae_ablations() -> str:
     names = {
         "plain MAE": "ablation | plain",
