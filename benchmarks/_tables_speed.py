@@ -45,11 +45,17 @@ def speed() -> str:
 
 
 @table
-def kernels() -> str:
-    found = record("train-gpu")["results"]["vit_base_patch16_224, 224 px, batch 256"]["kernels"]
-    return lines(
-        "supervised ViT-B, kernels | share of the time", [[name, f"{100 * part:.0f}%"] for name, part in found.items()]
-    )
+def roofline() -> str:
+    found = record("roofline-gpu")["results"]
+    labels = {"supervised": "supervised ViT-B/16", "mae": "MAE ViT-B/16", "sit": "SiT-B/2", "dino": "DINO ViT-S/16"}
+    labels |= {"lm": "GPT-2, 10.8 M", "tiny": "ViT-S, 64 px, SOAP, one graph"}
+    kinds = [kind for kind in next(iter(found.values()))["ms a step by kind"] if kind != "other"]
+    rows = []
+    for name, row in found.items():
+        parts = [*(row["ms a step by kind"][kind] for kind in kinds), row["ms a step without a kernel"]]
+        shares = [f"{100 * part / row['ms a step']:.0f}%" for part in parts]
+        rows.append([labels[name], *shares, f"{row['ms a step']:.0f}", f"{100 * row['share of the matrix rate']:.0f}%"])
+    return lines(f" | {' | '.join(kinds)} | launch gaps | ms per step | of the matrix rate", rows)
 
 
 @table
