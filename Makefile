@@ -58,6 +58,7 @@ results: $(INSTALLED) ## tables and figures of README and docs again, from docs/
 	$(BIN)/python benchmarks/headline.py
 	for study in skipless_gap mae dino sit; do \
 		$(BIN)/python benchmarks/$$study.py --data recorded --show > /dev/null || exit 1; done
+	test ! -e docs/results/sit-cifar-long.json || $(BIN)/python benchmarks/sit_long.py --data recorded --show > /dev/null
 	$(BIN)/python benchmarks/skipless_gap.py --stage 2 --data recorded --show --out docs/results/skipless-long.json > /dev/null
 	$(BIN)/python benchmarks/conditioning.py --figure docs/img/conditioning.svg
 	$(BIN)/python benchmarks/absorb.py --figure

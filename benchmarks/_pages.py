@@ -12,6 +12,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 import _tables_claims  # noqa: F401  (adds its tables)
 import _tables_cost  # noqa: F401
+import _tables_sit  # noqa: F401
 import _tables_speed  # noqa: F401
 import _tables_studies  # noqa: F401
 from _tables import TABLES

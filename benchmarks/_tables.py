@@ -272,23 +272,30 @@ def _chosen(done: list[Row], key: str) -> str:
 
 @table
 def sit_samples() -> str:
-    names = {
-        "SiT, plain": "sit | plain",
-        "SiT, long skips": "sit | long skips",
-        "SiT, long skips, `decay:0.8`": "sit | decay 0.8",
-        "the same product, reached in the middle": "sit | decay 0.8 to the middle",
-        "U-ViT, which has long skips": "uvit | plain",
-        "U-ViT, `decay:0.8`": "uvit | decay 0.8",
-    }
+    return sit_lines(
+        "sit-cifar",
+        {
+            "SiT, plain": "sit | plain",
+            "SiT, long skips": "sit | long skips",
+            "SiT, long skips, `decay:0.8`": "sit | decay 0.8",
+            "the same product, reached in the middle": "sit | decay 0.8 to the middle",
+            "U-ViT, which has long skips": "uvit | plain",
+            "U-ViT, `decay:0.8`": "uvit | decay 0.8",
+        },
+    )
+
+
+def sit_lines(study: str, names: dict[str, str]) -> str:
+    """Distances and features of the runs of a study that these names begin, by their labels."""
     rows = []
     for label, name in names.items():
-        done = runs("sit-cifar", name)
+        done = [row for row in runs(study, name) if "generation" in row]  # without those that diverged
         drawn = [row["generation"]["1"] for row in done]
         distance = spread([each["FD-judge"] for each in drawn], 2, 1)
         means = [f"{statistics.mean(each[key] for each in drawn):.3f}" for key in ("precision", "recall")]
         product = f"{done[0]['effective_decay']:.2g}"
         rows.append([label, product, distance, *means, _chosen(done, "knn20"), _chosen(done, "probe_lbfgs")])
-    real = record("sit-cifar")["runs"]["judge"]["real"]
+    real = record(study)["runs"]["judge"]["real"]
     end = [f"{real['FD-judge']:.2f}", f"{real['precision']:.3f}", f"{real['recall']:.3f}", "", ""]
     head = " | effective decay | FD | precision | recall | kNN (block, time) | probe (block, time)"
     return lines(head, [*rows, [f"{real['n']:,} test images", "", *end]])

@@ -26,25 +26,27 @@ import argparse
 import contextlib
 import json
 import os
-import shutil
 import statistics
 import time
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from _sit_results import CFG, PROTOCOLS, figure, table
+from _sit_results import CFG, PROTOCOLS, figure, judge_line, table
 from _study import ROOT, Job, about, arguments, folder_of, opened, serve, study
 
 PLAIN = {"shortcut": "keep", "long_skips": False}
-NOT_OF_A_RUN = ("judge", "samples", "sampling_steps", "times", "guided")  # settings of the study that no config has
+# Settings of the study that no config has. The last three add numbers to a run, and change none that it has already:
+# scales of guidance, numbers of Heun steps, and times at which the middle block is evaluated.
+MORE = ("guided", "curve", "levels")
+NOT_OF_A_RUN = ("judge", "samples", "sampling_steps", "times", *MORE)
 GRID = 64  # samples in a picture
 PATIENCE = 1800  # seconds that a run which is trained waits for the judge
 
 
 def jobs(done: dict[str, Any], fields: dict[str, Any], alpha: str) -> list[Job]:
     """What is still to be run, what matters most first. The others are trained meanwhile, and wait for the judge."""
-    judge = {"recipe": "supervised", **fields["judge"], "data": fields["data"], "device": fields["device"]}
     decay, halfway = {"shortcut": f"decay:{alpha}"}, {"shortcut": ends_in_the_middle(alpha, fields)}
     result: list[Job] = [
         ("sit | plain | seed 0", {"recipe": "sit", **PLAIN, "seed": 0}),
@@ -56,8 +58,14 @@ def jobs(done: dict[str, Any], fields: dict[str, Any], alpha: str) -> list[Job]:
         ("uvit | plain | seed 0", {"recipe": "uvit", "shortcut": "keep"}),
         (f"uvit | decay {alpha} | seed 0", {"recipe": "uvit", **decay}),
     ]
+    return waiting(result, done, fields)
+
+
+def waiting(runs: list[Job], done: dict[str, Any], fields: dict[str, Any]) -> list[Job]:
+    """Those of the judge and these runs that are not done, with the settings that all runs have."""
+    judge = {"recipe": "supervised", **fields["judge"], "data": fields["data"], "device": fields["device"]}
     common = {key: value for key, value in fields.items() if key not in NOT_OF_A_RUN}
-    every = [("judge", judge), *((name, {**common, **config}) for name, config in result)]
+    every = [("judge", judge), *((name, {**common, **config}) for name, config in runs)]
     return [(name, config) for name, config in every if name not in done]
 
 
@@ -123,8 +131,10 @@ def work(task: dict[str, Any]) -> dict[str, Any] | None:
 def kept_judge(task: dict[str, Any], folder: Path, config: Any) -> dict[str, Any]:
     """The judge's model alone, in a place of its own, and what it says of real images. It is there whole or not at all.
 
-    With it are the statistics of the images it is to compare with.
+    With it are the statistics of the images it is to compare with. Its weights are rounded to bfloat16, so that a
+    compressed archive of it is small: it goes to every machine that adds runs to the record.
     """
+    import unskip
     from unskip.evals import extractor, generation
     from unskip.evals import statistics as gathered
     from unskip.recipes import open_splits
@@ -134,8 +144,7 @@ def kept_judge(task: dict[str, Any], folder: Path, config: Any) -> dict[str, Any
     assert last is not None
     aside = place.with_name(f"{place.name}.{os.getpid()}.tmp")
     aside.mkdir(parents=True)
-    for name in ("model.safetensors", "unskip.json"):
-        shutil.copy(last[1] / name, aside / name)
+    unskip.save(unskip.load(last[1]).bfloat16().float(), aside)
     judge = extractor(aside, name="judge", device=task["device"])
     train, test = open_splits(config)
     options: dict[str, Any] = {"size": config.size, "batch": task["batch"]}
@@ -170,18 +179,42 @@ def evaluated(task: dict[str, Any], folder: Path) -> dict[str, Any]:
     run, place = open_run(folder), awaited(Path(task["judge"]))
     judge = extractor(place, name="judge", device=task["device"])
     options: dict[str, Any] = {"precision": run.config.precision, "batch": task["batch"]}
-    result: dict[str, Any] = {"weights": sum(weight.numel() for weight in run.model.parameters()), "generation": {}}
-    for cfg in (1.0, CFG):
-        judging = cfg == 1.0 or task["guided"]
-        begin = time.perf_counter()
-        how = Sampling("heun", task["sampling_steps"], cfg)
-        count = task["samples"] if judging else GRID
-        drawn = unskip.sample(run, count, cfg, sampler="heun", steps=how.steps, write=False, **options)
-        picture(drawn.images[:GRID], Path(task["pictures"]), f"{task['word']}-cfg{cfg:g}")
+    result: dict[str, Any] = {"weights": sum(weight.numel() for weight in run.model.parameters())}
+    result |= {"judge": judge.key, "generation": {}}
+
+    def drawn(how: Any, count: int) -> Any:
+        return unskip.sample(run, count, how.cfg, sampler="heun", steps=how.steps, write=False, **options)
+
+    def distances(how: Any, samples: Any) -> dict[str, float]:
+        return evaluate_samples(run, judge, sampling=how, samples=samples, cache=place / "statistics", **options)
+
+    for cfg in dict.fromkeys((1.0, CFG, *task["guided"])):
+        begin, how = time.perf_counter(), Sampling("heun", task["sampling_steps"], cfg)
+        judging = cfg == 1.0 or cfg in task["guided"]
+        samples = drawn(how, task["samples"] if judging else GRID)
+        if cfg in (1.0, CFG):
+            picture(samples.images[:GRID], Path(task["pictures"]), f"{task['word']}-cfg{cfg:g}")
         if judging:
-            values = evaluate_samples(run, judge, sampling=how, samples=drawn, cache=place / "statistics", **options)
+            values = distances(how, samples)
             result["generation"][f"{cfg:g}"] = {**values, "seconds": time.perf_counter() - begin}
-    return {**result, "judge": judge.key, "features": known_by_blocks(run, task["times"], options)}
+    for steps in task["curve"]:
+        begin, how = time.perf_counter(), Sampling("heun", steps)
+        values = distances(how, drawn(how, task["samples"]))
+        entry = {**values, "seconds": time.perf_counter() - begin}
+        result.setdefault("curve", {})[f"{values['evaluations']:g}"] = entry
+    if task["levels"]:
+        result["middle"] = middle_block(run, task["levels"], options)
+    return {**result, "features": known_by_blocks(run, task["times"], options)}
+
+
+def middle_block(run: Any, levels: list[float], options: dict[str, Any]) -> dict[str, Any]:
+    """kNN of the test images at the middle block over noise levels: nothing is chosen, so nothing is held out."""
+    from unskip.recipes import evaluate_run
+
+    begin = time.perf_counter()
+    _, rows = evaluate_run(run, [PROTOCOLS["knn20"]], times=levels, blocks="middle", pool="mean", **options)
+    found = {f"{row.time:g}": round(row.values["knn20"], 5) for row in rows}
+    return {"block": rows[0].block, "n": rows[0].n, "knn20": found, "seconds": time.perf_counter() - begin}
 
 
 def known_by_blocks(run: Any, times: list[float], options: dict[str, Any]) -> dict[str, Any]:
@@ -245,7 +278,7 @@ def settings_of(options: argparse.Namespace) -> dict[str, Any]:
         tiny: dict[str, Any] = {"preset": "digits", "data": "digits", "device": options.device, "steps": 40}
         tiny |= {"model_args": "width=32,depth=5,heads=2", "log_every": 10, "online_images": 500, "health": False}
         tiny["judge"] = {"preset": "digits", "steps": 300, "model_args": "depth=2,embed_dim=32,num_heads=2"}
-        return {**tiny, "samples": 200, "sampling_steps": 5, "times": [0.5, 1.0], "guided": options.guided}
+        return {**tiny, "samples": 200, "sampling_steps": 5, "times": [0.5, 1.0]}
     graph = options.device == "cuda"
     fields: dict[str, Any] = {"preset": "cifar", "data": options.data, "device": options.device}
     fields |= {"steps": options.steps, "batch": options.batch, "compile": options.compile, "graph": graph}
@@ -255,76 +288,96 @@ def settings_of(options: argparse.Namespace) -> dict[str, Any]:
     fields["times"] = [0.7, 0.8, 0.9, 0.95, 1.0]
     judge = {"preset": "cifar", "epochs": options.judge_epochs, "checkpoint_every": 10**6, "seed": 0}
     judge |= {"compile": options.compile, "graph": graph}
-    return {**fields, "judge": judge, "guided": options.guided}
+    return {**fields, "judge": judge}
 
 
 def told(fields: dict[str, Any]) -> dict[str, Any]:
     """The settings that decide a number; where and how fast it is computed does not."""
-    speed = ("data", "device", "compile", "graph", "guided")
+    speed = ("data", "device", "compile", "graph", *MORE)
     kept = {key: value for key, value in fields.items() if key not in speed}
     return {**kept, "judge": {key: value for key, value in kept["judge"].items() if key not in speed}}
 
 
-def main() -> None:
-    parser = arguments(__doc__, "sit-cifar.json; digits go to build/sit-digits.json")
-    parser.add_argument("--alpha", default="0.8", help="alpha_min, or product=5e-3 for an effective decay")
+def arguments_of(description: str | None, out: str) -> argparse.ArgumentParser:
+    """The options of a study that has a judge."""
+    parser = arguments(description, out)
     parser.add_argument("--steps", type=int, default=15_000)
     parser.add_argument("--batch", type=int, default=128)
     parser.add_argument("--samples", type=int, default=10_000)
     parser.add_argument("--sampling-steps", type=int, default=25, help="of Heun's, two evaluations of the network each")
     parser.add_argument("--judge-epochs", type=float, default=25)
     parser.add_argument("--judge-batch", type=int, default=2500, help="images at a time in sampling and evaluation")
+    parser.add_argument("--compile", action="store_true", help="compile each model: pays off in long runs")
+    parser.add_argument("--judge", type=Path, help="where the judge's weights are kept (default RUNS/STUDY-judge)")
+    parser.add_argument("--pictures", type=Path, help="where grids and figures go (default docs/img)")
+    return parser
+
+
+def carried_out(
+    script: str,
+    options: argparse.Namespace,
+    fields: dict[str, Any],
+    word: str,
+    jobs: Callable[[dict[str, Any]], list[Job]],
+) -> dict[str, Any]:
+    """Runs what `jobs` still asks for, and returns all runs of the JSON; `word` is the name of the study."""
+    real = options.data is not None
+    options.out = options.out or (ROOT / "docs" / "results" if real else ROOT / "build") / f"{word}.json"
+    options.pictures = options.pictures or (ROOT / "docs" / "img" if real else ROOT / "build" / "img")
+    options.judge = options.judge or options.runs / f"{word}-judge"
+    if options.show:
+        shown: dict[str, Any] = json.loads(options.out.read_text())["runs"]
+        return shown
+    from unskip.evals import PROTOCOLS as KNOWN
+
+    data = opened(options.out, told(fields))
+    done: dict[str, Any] = data["runs"]
+    data |= about(
+        script,
+        options.device,
+        told(fields),
+        protocols={name: KNOWN[name].to_dict() for name in PROTOCOLS.values()},
+        splits="a tenth of the training set, held out of it, chooses block and time; the test set evaluates there",
+        sampling={"sampler": "heun", "steps": fields["sampling_steps"], "reference": "the whole training set"},
+    )
+    if "judge" in done:
+        checked_judge(done["judge"], options.judge)
+    elif options.judge.exists():
+        raise SystemExit(
+            f"{options.judge}: there is a judge that {options.out} knows nothing of. Go on with the JSON it belongs"
+            " to (--out), name another folder by --judge, or delete this one"
+        )
+    options.judge.parent.mkdir(parents=True, exist_ok=True)
+    failure(options.judge).unlink(missing_ok=True)
+    options.only = ["judge", *options.only]  # which any run needs; a single worker would wait for it in vain
+
+    def task_of(name: str, config: dict[str, Any]) -> dict[str, Any]:
+        task = {"config": config, "folder": str(folder_of(options.runs, name, config))}
+        task |= {key: fields[key] for key in ("samples", "sampling_steps", "times", "device")}
+        task |= {key: fields.get(key, []) for key in MORE}
+        task |= {"judge": str(options.judge), "pictures": str(options.pictures), "batch": options.judge_batch}
+        return task | {"word": f"{word}-{name.replace(' | ', '-').replace(',', '').replace(' ', '-')}"}
+
+    study(script, data, lambda: jobs(done), task_of, options, tell)
+    return done
+
+
+def main() -> None:
+    parser = arguments_of(__doc__, "sit-cifar.json; digits go to build/sit-digits.json")
+    parser.add_argument("--alpha", default="0.8", help="alpha_min, or product=5e-3 for an effective decay")
     parser.add_argument(
         "--guided", action="store_true", help=f"distances with guidance of {CFG:g} too: thrice the work"
     )
-    parser.add_argument("--compile", action="store_true", help="compile each model: pays off in long runs")
-    parser.add_argument("--judge", type=Path, help="where the judge's weights are kept (default RUNS/sit-cifar-judge)")
-    parser.add_argument("--pictures", type=Path, help="where grids and figures go (default docs/img)")
     options = parser.parse_args()
     if options.work:
         serve(work)
         return
-    fields = settings_of(options)
-    word, real = fields["preset"], options.data is not None
-    options.out = options.out or (ROOT / "docs" / "results" if real else ROOT / "build") / f"sit-{word}.json"
-    options.pictures = options.pictures or (ROOT / "docs" / "img" if real else ROOT / "build" / "img")
-    options.judge = options.judge or options.runs / f"sit-{word}-judge"
-    data = json.loads(options.out.read_text()) if options.show else opened(options.out, told(fields))
-    done = data["runs"]
-    if not options.show:
-        from unskip.evals import PROTOCOLS as KNOWN
-
-        data |= about(
-            __file__,
-            options.device,
-            told(fields),
-            protocols={name: KNOWN[name].to_dict() for name in PROTOCOLS.values()},
-            splits="a tenth of the training set, held out of it, chooses block and time; the test set evaluates there",
-            sampling={"sampler": "heun", "steps": fields["sampling_steps"], "reference": "the whole training set"},
-        )
-        if "judge" in done:
-            checked_judge(done["judge"], options.judge)
-        elif options.judge.exists():
-            raise SystemExit(
-                f"{options.judge}: there is a judge that {options.out} knows nothing of. Go on with the JSON it belongs"
-                " to (--out), name another folder by --judge, or delete this one"
-            )
-        failure(options.judge).unlink(missing_ok=True)
-        options.only = [*options.only, "judge"]  # which any run needs
-
-        def task_of(name: str, config: dict[str, Any]) -> dict[str, Any]:
-            task = {"config": config, "folder": str(folder_of(options.runs, name, config))}
-            task |= {key: fields[key] for key in ("samples", "sampling_steps", "times", "guided", "device")}
-            task |= {"judge": str(options.judge), "pictures": str(options.pictures), "batch": options.judge_batch}
-            return task | {"word": f"sit-{word}-{name.replace(' | ', '-').replace(' ', '-')}"}
-
-        study(__file__, data, lambda: jobs(done, fields, options.alpha), task_of, options, tell)
-    if "judge" in done:
-        judge = done["judge"]
-        print(f"judge: accuracy {judge.get('test_accuracy', float('nan')):.3f}, weights {judge['weights']}")
-    print(table(done))
+    fields = {**settings_of(options), "guided": [CFG] if options.guided else []}
+    word = f"sit-{fields['preset']}"
+    done = carried_out(__file__, options, fields, word, lambda done: jobs(done, fields, options.alpha))
+    print(judge_line(done) + table(done))
     if any("generation" in row for row in done.values()):
-        figure(done, options.pictures / f"sit-{word}.svg")
+        figure(done, options.pictures / f"{word}.svg")
 
 
 def tell(name: str, row: dict[str, Any]) -> str:
