@@ -1,4 +1,4 @@
-"""Dense features of DINO without skips, with what training with labels has taught: frozen carrying heads, mean pooling.
+"""Dense features of DINO without skips, with what training with labels has taught: heads and units that carry tokens.
 
     python benchmarks/dino_tiny.py --data DATA --device cuda --workers 3 --limit 1500
     python benchmarks/dino_tiny.py                          # digits on the CPU, tiny models: to see that it runs
@@ -21,7 +21,7 @@ from _study import ROOT, Job, about, arguments, folder_of, opened, serve, study
 from dino import work
 
 CODE = "position_code=sincos"
-CARRY = f"skipless:shaped,{CODE},vo_gain=1,carry={{carry}},mix=0.3,self_attention=0.97"
+CARRY = f"skipless:paired,{CODE},carry={{carry}},mix=0.3,self_attention=0.97"
 WIRINGS: dict[str, dict[str, Any]] = {
     "residual": {"init": f"default:{CODE}"},
     "no skips": {"shortcut": "cut", "init": CARRY, "freeze_heads": "{carry}"},
@@ -38,7 +38,7 @@ def jobs(done: dict[str, Any], carry: int) -> list[Job]:
     mains: list[Job] = []
     for optimizer, (name, wiring) in itertools.product(RATES, WIRINGS.items()):
         config = {key: each.format(carry=carry) for key, each in wiring.items()} | {"optimizer": optimizer}
-        config |= {"freeze_heads": carry} if "freeze_heads" in config else {}
+        config |= {"freeze_heads": carry, "carry_rate": 0.1} if "freeze_heads" in config else {}
         tried = {f"rate | {name} | {optimizer} | {lr:g}": {**config, "lr": lr} for lr in RATES[optimizer]}
         trials += [(each, {**own, "epochs": TRIAL, "validate": True}) for each, own in tried.items()]
         if all(each in done for each in tried):

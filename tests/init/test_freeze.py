@@ -72,6 +72,30 @@ def test_weights_loaded_or_moved_before_the_first_step_are_kept() -> None:
     assert all(torch.equal(one, other) for one, other in zip(loaded, heads(model, 1), strict=True))
 
 
+def test_paired_units_and_values_move_by_a_share_of_each_step() -> None:
+    """Against plain SGD, whose steps are known: with a rate of 0.1 a tenth of each, queries and keys not at all."""
+    models = [vit(), vit()]
+    for model in models:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        if model is models[1]:
+            freeze_heads(model, optimizer, 2, IMAGES[:1], pairs=True, rate=0.1)
+        train(model, optimizer, 1)
+    free, held = ([*unskip.parts(model, IMAGES[:1])] for model in models)
+    for start, whole, share in zip(unskip.parts(vit(), IMAGES[:1]), free, held, strict=True):
+        if isinstance(start, unskip.anatomy.AttentionParts):
+            assert torch.equal(start.q[:2], share.q[:2])
+            pairs = [(start.v[:2], whole.v[:2], share.v[:2]), (start.out[:, :24], whole.out[:, :24], share.out[:, :24])]
+            assert torch.equal(whole.v[2:], share.v[2:])
+        else:
+            pairs = [(start.up[:72], whole.up[:72], share.up[:72])]
+            pairs += [(start.up_bias[:72], whole.up_bias[:72], share.up_bias[:72])]
+            pairs += [(start.down[:, :72], whole.down[:, :72], share.down[:, :72])]
+            assert torch.equal(whole.up[72:], share.up[72:])
+        for before, after, slow in pairs:
+            assert not torch.equal(before, after)
+            torch.testing.assert_close(slow - before, 0.1 * (after - before), atol=1e-7, rtol=1e-3)
+
+
 def test_heads_that_cannot_be_frozen() -> None:
     model = vit()
     optimizer = unskip.optim.build(model, "adamw", lr=1e-2, weight_decay=0.1)
@@ -79,14 +103,17 @@ def test_heads_that_cannot_be_frozen() -> None:
         freeze_heads(model, optimizer, 4, IMAGES[:1])
     with pytest.raises(BadInput, match="heads"):
         freeze_heads(model, optimizer, 0, IMAGES[:1])
+    with pytest.raises(BadInput, match="rate"):
+        freeze_heads(model, optimizer, 1, IMAGES[:1], rate=1.5)
     with pytest.raises(InitError, match="no attention"):
         freeze_heads(timm.create_model("resnet18"), optimizer, 1, torch.randn(1, 3, 32, 32))
 
 
 @pytest.mark.filterwarnings("ignore:flat-loss")
-def test_a_resumed_run_keeps_its_heads(tmp_path: Path) -> None:
+@pytest.mark.parametrize("words", ["skipless:shaped,carry=2", "skipless:paired,carry=2"])
+def test_a_resumed_run_keeps_its_heads(tmp_path: Path, words: str) -> None:
     fields: dict[str, Any] = {"model_args": "depth=2,embed_dim=32,num_heads=4,attn_head_dim=16", "batch": 16}
-    fields |= {"shortcut": "cut", "init": "skipless:shaped,carry=2", "optimizer": "soap", "device": "cpu"}
+    fields |= {"shortcut": "cut", "init": words, "optimizer": "soap", "device": "cpu"}
     fields |= {"freeze_heads": 2, "health": False, "checkpoint_every": 3, "steps": 6}
     unskip.train(unskip.recipes.supervised("digits", **fields), tmp_path / "run", quiet=True)
     whole = unskip.load(tmp_path / "run")
@@ -98,8 +125,13 @@ def test_a_resumed_run_keeps_its_heads(tmp_path: Path) -> None:
         assert torch.equal(start.v[:2], other.v[:2])
         assert not torch.equal(start.v[2:], other.v[2:])
         assert torch.equal(one.v, other.v)
+    for start, part in zip(*(unskip.parts(each).mlps() for each in (middle, again)), strict=True):
+        assert torch.equal(start.up[:64], part.up[:64]) == ("paired" in words)
+        assert not torch.equal(start.up[64:], part.up[64:])
     with pytest.raises(BadInput, match="fsdp"):
         unskip.train(unskip.recipes.supervised("digits", fsdp=True, **fields), tmp_path / "sharded")
+    with pytest.raises(BadInput, match="give freeze_heads, too"):
+        unskip.train(unskip.recipes.supervised("digits", carry_rate=0.1, device="cpu"), tmp_path / "rate")
 
 
 def test_a_student_trains_around_its_frozen_heads() -> None:

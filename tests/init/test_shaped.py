@@ -66,6 +66,37 @@ def test_the_gain_of_the_mlp_scales_its_output_alone() -> None:
     torch.testing.assert_close(other.blocks[1].mlp(x), 9 * one.blocks[1].mlp(x))
 
 
+@pytest.mark.parametrize(("layer", "slope"), [(nn.GELU, 1.0), (nn.ReLU, 1.0), (nn.SiLU, 1.0), (nn.LeakyReLU, 1.01)])
+def test_pairs_pass_tokens_on(layer: Any, slope: float) -> None:
+    """Without its other units an MLP is an orthogonal map, whatever the activation does to one of a pair."""
+    model = vit(act_layer=layer)
+    quietly(model, images()[:2], **PRESETS["paired"], mix=0.25, generator=seeded())
+    mlp, x = model.blocks[0].mlp, torch.randn(200, 48, generator=seeded(2), dtype=torch.float64)
+    mlp.double()
+    assert torch.equal(mlp.fc1.weight[:48], -mlp.fc1.weight[48:96])
+    assert float(mlp.fc2.weight[:, 0].norm()) == pytest.approx(1 / slope, rel=1e-5)
+    whole = mlp(x)
+    assert float((whole.norm(dim=1) / x.norm(dim=1)).mean()) == pytest.approx(1.0, abs=0.1)
+    mlp.fc2.weight[:, 96:] = 0
+    mlp.fc2.bias[:] = 0
+    torch.testing.assert_close(mlp(x) @ mlp(x).T, x @ x.T, rtol=0, atol=1e-4)
+    assert float((whole - mlp(x)).norm() / whole.norm()) == pytest.approx(0.2, abs=0.12)  # what mix adds
+
+
+def test_pairs_are_refused_where_they_cannot_be_and_missed_where_they_are_not() -> None:
+    with pytest.raises(InitError, match="activation tanh"):
+        skipless_(vit(act_layer=nn.Tanh), images()[:2], pairs=True)
+    with pytest.raises(InitError, match="hold no pairs"):
+        skipless_(vit(mlp_ratio=1.5), images()[:2], pairs=True)
+    with pytest.raises(BadInput, match="no bias"):
+        start_(vit(), "skipless:shaped,pairs", example=images()[:2])
+    model = vit()
+    quietly(model, images()[:2], **PRESETS["paired"], generator=seeded())
+    model.blocks[1].mlp.fc1.weight[50, 3] += 1e-3
+    with pytest.raises(InitError, match="mirrored pairs"):
+        verify_skipless(model, images()[:2], vo_gain=1.0, centre=True, pairs=True)
+
+
 @pytest.mark.parametrize("goal", [0.6, (0.8, 0.5)])
 def test_calibrated_attention_reaches_its_target(goal: Any) -> None:
     model = vit()

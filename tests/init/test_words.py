@@ -46,6 +46,7 @@ def same(one: nn.Module, other: nn.Module) -> bool:
         ("skipless:vit-small", PRESETS["vit-small"]),
         ("skipless:vit-small, beta=2", {**PRESETS["vit-small"], "qk_identity": 2.0}),
         ("skipless:centre", {**PRESETS["vit-base"], "centre": True}),
+        ("skipless:paired,mix=0.1", {**PRESETS["paired"], "mix": 0.1}),
         ("skipless:beta=2,vit-small", {**PRESETS["vit-small"], "qk_identity": 2.0}),
     ],
 )

@@ -35,7 +35,9 @@ def measure_command(
     data: Annotated[str, option(_DATA, "SOURCE")] = "random:8",
     n: Count = 8,
     shortcut: Annotated[str | None, option("Rewire first: cut, decay:0.6, ...", "RULE")] = None,
-    init: Annotated[str | None, option("Initialise first: skipless, skipless:shaped or zero.", "NAME")] = None,
+    init: Annotated[
+        str | None, option("Initialise first: skipless, skipless:shaped, skipless:paired or zero.", "NAME")
+    ] = None,
     blocks: Blocks = "all",
     jacobians: Annotated[Literal["auto", "exact", "off"], tyro.conf.arg(help=_JACOBIANS)] = "auto",
     mean: Mean = None,

@@ -3,7 +3,7 @@
     value-output    W_V W_O = vo_gain^2 R                     (_value_output.py)
     query-key       W_Q W_K^T ~ qk_noise Z + qk_identity I    (_query_key.py)
     mlp             W_up = max(sqrt(out / in), 1) R, b_up = mlp_bias, W_down = mlp_gain R
-                    R with orthonormal rows or columns
+                    R with orthonormal rows or columns; with `pairs` in _pairs.py
 
 Without a skip the derivative of a block is the product of what its parts do. W_V W_O is a common factor of the
 attention's derivative, so its condition number enters everything, and an attention that starts near the identity keeps
@@ -44,6 +44,7 @@ from unskip.errors import InitError
 from unskip.init._calibrate import Solved, solve_, targets
 from unskip.init._check import Check, chosen_parts, same, transaction
 from unskip.init._draw import Draw
+from unskip.init._pairs import pair_, refuse_to_pair
 from unskip.init._position import PositionCode, position_code_
 from unskip.init._query_key import Heads, query_key_
 from unskip.init._value_output import carry_, refuse_to_carry, value_output_
@@ -60,13 +61,16 @@ class Constants(TypedDict, total=False):
     mlp_gain: float
     mlp_bias: float
     centre: bool
+    pairs: bool
 
 
-# Constants of the paper, by the model they were used for; and, not the paper's, MLPs that keep angles between tokens.
+# Constants of the paper, by the model they were used for; and, not the paper's, MLPs that keep angles between tokens
+# (shaped), and MLPs that pass tokens on (paired).
 PRESETS: dict[str, Constants] = {
     "vit-base": {"qk_noise": 2.0, "qk_identity": 0.6, "vo_gain": 3.0},
     "vit-small": {"qk_noise": 1.8, "qk_identity": 1.0, "vo_gain": 3.0},
     "shaped": {"qk_noise": 1.0, "qk_identity": 1.0, "vo_gain": 9.0, "mlp_gain": 9.0, "mlp_bias": 1.5, "centre": True},
+    "paired": {"qk_noise": 1.0, "qk_identity": 1.0, "vo_gain": 1.0, "mlp_gain": 1.0, "centre": True, "pairs": True},
 }
 
 
@@ -83,6 +87,7 @@ def skipless_(
     parts: Sequence[Name] = PARTS,
     heads: Heads = "independent",
     centre: bool = False,
+    pairs: bool = False,
     carry: int | None = None,
     mix: float = 0.3,
     self_attention: float | Sequence[float] | None = None,
@@ -101,11 +106,13 @@ def skipless_(
     0. LayerScale becomes 1 with "value-output" and "mlp"; drop path is switched off. The same generator gives the same
     weights on every device. The model is not rewired, and where something cannot be initialised nothing is changed.
 
-    Not the paper's, and off by default (`PRESETS["shaped"]` has the first three): `mlp_gain` and `mlp_bias` shape the
-    MLPs; with `centre` the output bias of an MLP takes out the mean that its activation leaves in every token; the
-    first `carry` heads of each attention pass tokens on and the others write `mix` times as much; `self_attention` is
-    a target that the weight of the identity is solved for on the example, in the model as it is wired (`calibrate_`;
-    with `carry` the other heads start near-uniform); `position_code` is that of `position_code_`.
+    Not the paper's, and off by default (`PRESETS["shaped"]` has the first three, `PRESETS["paired"]` the pairs):
+    `mlp_gain` and `mlp_bias` shape the MLPs; with `centre` the output bias of an MLP takes out the mean that its
+    activation leaves in every token; with `pairs` the first 2 * width units of an MLP are mirrored pairs that pass
+    tokens on, the first `carry` heads of each attention do so too, and the other units and heads write `mix` times as
+    much; `self_attention` is a target that the weight of the identity is solved for on the example, in the model as it
+    is wired (`calibrate_`; with `carry` the other heads start near-uniform); `position_code` is that of
+    `position_code_`.
     """
     qk_noise = renamed("qk_noise", qk_noise, 2.0, "alpha", alpha)
     qk_identity = renamed("qk_identity", qk_identity, 0.6, "beta", beta)
@@ -116,7 +123,7 @@ def skipless_(
     number("skipless_", "mlp_bias", abs(mlp_bias))
     choice("skipless_", "heads", heads, get_args(Heads))
     draw = Draw(generator)
-    refuse_parts(parts, centre, mlp_bias, carry, self_attention)
+    refuse_parts(parts, centre, pairs, mlp_bias, carry, self_attention)
     check_selector(where)
     whole_example = example_for(model, example)
     chosen = _chosen(trace_parts(model, whole_example).parts, where, parts)
@@ -124,6 +131,8 @@ def skipless_(
         _refuse_to_centre(chosen)
     if mlp_bias:
         _refuse_bias(chosen)
+    if pairs:
+        refuse_to_pair(chosen)
     if carry is not None:
         refuse_to_carry(chosen, whole("skipless_", "carry", carry, low=1))
     if self_attention is not None:
@@ -139,6 +148,8 @@ def skipless_(
         if "mlp" in parts:
             for mlp in chosen.mlps():
                 _mlp_(mlp, mlp_gain, mlp_bias, draw)
+                if pairs:
+                    pair_(mlp, mlp_gain, mix, draw)
                 if centre and mlp.down_bias is not None:
                     mlp.down_bias.copy_(0 - mean_output(mlp))
         if carry is not None:  # drawn after the rest, which is the same with and without
@@ -159,6 +170,7 @@ def skipless_(
             mlp_gain=mlp_gain,
             mlp_bias=mlp_bias,
             centre=centre,
+            pairs=pairs,
             carry=carry,
             mix=mix,
             self_attention=self_attention,

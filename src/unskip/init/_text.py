@@ -19,6 +19,7 @@ _PAPER = {"alpha": "qk_noise", "beta": "qk_identity", "c": "vo_gain"}  # their n
 _NUMBERS = ("qk_noise", "qk_identity", "vo_gain", "mlp_gain", "mlp_bias", "mix", "self_attention")
 _OPTIONS: dict[str, Callable[[str], object]] = {**dict.fromkeys((*_NUMBERS, *_PAPER), float), "carry": int}
 _OPTIONS["position_code"] = str
+_SWITCHES = ("centre", "pairs")
 _FORMS = "default, zero, skipless or skipless:shaped,qk_noise=1; position_code=orthogonal may follow each"
 
 
@@ -34,10 +35,10 @@ def start_(
     """Initialises a model as the words say.
 
     default leaves it as it is; zero is `zero_branches_`; skipless is `skipless_`, with the constants of `preset`. After
-    a colon skipless takes, separated by commas: another preset (vit-base, vit-small: the paper's; shaped), centre, and
-    its options by name: qk_noise=, qk_identity=, vo_gain= (or the paper's alpha=, beta=, c=), mlp_gain=, mlp_bias=,
-    carry=, mix=, self_attention=. All three take position_code=orthogonal or sincos. `where` chooses sites as in
-    `rewire`.
+    a colon skipless takes, separated by commas: another preset (vit-base, vit-small: the paper's; shaped; paired),
+    centre, pairs, and its options by name: qk_noise=, qk_identity=, vo_gain= (or the paper's alpha=, beta=, c=),
+    mlp_gain=, mlp_bias=, carry=, mix=, self_attention=. All three take position_code=orthogonal or sincos. `where`
+    chooses sites as in `rewire`.
     """
     if not isinstance(words, str):
         raise BadInput(f"init is {words!r}; it is a text such as skipless or skipless:vit-small,centre,qk_noise=1")
@@ -63,13 +64,19 @@ def start_(
         zero_branches_(model, example, where=where)
 
 
+def has_pairs(words: str) -> bool:
+    """Whether an initialisation makes mirrored pairs of units."""
+    details = [word.strip() for word in words.partition(":")[2].split(",")]
+    return any(word == "pairs" or PRESETS.get(word, {}).get("pairs", False) for word in details)
+
+
 def _option(words: str, word: str) -> tuple[str, Any]:
     """An option of `skipless_` and its value."""
     key, equals, text = word.partition("=")
-    if word == "centre":
-        return "centre", True
+    if word in _SWITCHES:
+        return word, True
     if not equals or key not in _OPTIONS:
-        known = (*PRESETS, "centre", *(f"{key}=" for key in _OPTIONS))
+        known = (*PRESETS, *_SWITCHES, *(f"{key}=" for key in _OPTIONS))
         raise BadInput(f"init {words!r}: {word!r} is none of {', '.join(known)}{nearest(word, known)}")
     try:
         value = _OPTIONS[key](text)

@@ -2,6 +2,7 @@
 
     value-output    W_V W_O = c^2 R, half of the scale in each factor      q, k    W_Q W_Q^T = W_K W_K^T
     mlp             W^T W = gain^2 I for each weight                       also    biases, LayerScale, drop path
+    with pairs      the same for half of the pairs and for the other units; the other half mirrored exactly
     with carry      W_V W_O = c^2 R for the carrying heads alone           on the example    self-attention = target
 
 Deviations are relative, and 1e-5 is allowed: float32 rounds far below that. Coarser weights are allowed 8 of their
@@ -34,6 +35,7 @@ from unskip.anatomy import (
 from unskip.errors import BadInput, InitError
 from unskip.init._calibrate import targets
 from unskip.init._check import Check, RowBuilder, same
+from unskip.init._pairs import mirrored, split_pairs
 from unskip.init._value_output import split
 from unskip.wiring import Where, check_selector, picks
 
@@ -50,6 +52,7 @@ def verify_skipless(
     mlp_gain: float = 1.0,
     mlp_bias: float = 0.0,
     centre: bool = False,
+    pairs: bool = False,
     carry: int | None = None,
     mix: float = 0.3,
     self_attention: float | Sequence[float] | None = None,
@@ -73,16 +76,16 @@ def verify_skipless(
     """
     vo_gain = renamed("vo_gain", vo_gain, 3.0, "c", c)
     refuse_number("vo_gain", vo_gain)
-    refuse_parts(parts, centre, mlp_bias, carry, self_attention)
+    refuse_parts(parts, centre, pairs, mlp_bias, carry, self_attention)
     check_selector(where)
     traced = trace_parts(model, example_for(model, example), weighted=True)
     rows, unknown = [], []
-    pairs = [each for each in zip(traced.parts.sites, traced.parts, strict=True) if picks(where, each[0])]
-    chosen = Parts(traced.parts.model, [site for site, _ in pairs], [part for _, part in pairs], {})
+    picked = [each for each in zip(traced.parts.sites, traced.parts, strict=True) if picks(where, each[0])]
+    chosen = Parts(traced.parts.model, [site for site, _ in picked], [part for _, part in picked], {})
     goals = dict.fromkeys(range(len(traced.parts)))
     if self_attention is not None:
         goals |= dict(zip((p.site.index for p in chosen.attentions()), targets(chosen, self_attention), strict=True))
-    for site, part in pairs:
+    for site, part in picked:
         if part is None:
             unknown.append(site)
             continue
@@ -96,7 +99,7 @@ def verify_skipless(
                 _check_query_key(traced, attention, goals[site.index], carry, row)
         for mlp in only.mlps():
             if "mlp" in parts:
-                _check_mlp(mlp, mlp_gain, mlp_bias, centre, row)
+                _check_mlp(mlp, mlp_gain, mlp_bias, centre, mix if pairs else None, row)
         if row.values:  # else nothing of the site was initialised
             rates = [float(getattr(module, rate)) for module, rate in drop_paths(model, site)]
             row.values["drop path"] = rate = max(rates, default=0.0)
@@ -122,20 +125,23 @@ def renamed(name: str, value: float, default: float, old: str, given: float | No
 
 
 def refuse_parts(
-    parts: Sequence[Name], centre: bool, mlp_bias: float, carry: int | None, self_attention: object
+    parts: Sequence[Name], centre: bool, pairs: bool, mlp_bias: float, carry: int | None, self_attention: object
 ) -> None:
-    """Raises BadInput for what names no parts, or not the one that an option is about."""
+    """Raises BadInput for what names no parts, or not the one that an option is about; and for a bias of pairs."""
     names = parts if isinstance(parts, Collection) and not isinstance(parts, str) else ()
     if not names or any(name not in PARTS for name in names):
         raise BadInput(f"parts is {parts!r}; it is a sequence of some of {', '.join(PARTS)}")
     for option, given, part in (
         ("centre", centre, "mlp"),
+        ("pairs", pairs, "mlp"),
         ("mlp_bias", mlp_bias, "mlp"),
         ("carry", carry is not None, "value-output"),
         ("self_attention", self_attention is not None, "query-key"),
     ):
         if given and part not in parts:
             raise BadInput(f"{option} is about {part}, and parts is {tuple(parts)!r}")
+    if pairs and mlp_bias:
+        raise BadInput(f"mirrored units have no bias: pairs, or mlp_bias={mlp_bias:g} (which the preset shaped has)")
 
 
 def gain(weight: Tensor) -> float:
@@ -242,16 +248,23 @@ def _self_attention(part: AttentionParts) -> Tensor:
     return scores.softmax(-1).diagonal(dim1=-2, dim2=-1).mean(-1)
 
 
-def _check_mlp(part: MlpParts, mlp_gain: float, mlp_bias: float, centre: bool, row: RowBuilder) -> None:
-    tolerance = _tolerance(part.up)
-    for name, weight, factor in (("up", part.up, 1.0), ("gate", part.gate, 1.0), ("down", part.down, mlp_gain)):
-        if weight is not None:
-            rank, expected = min(weight.shape), factor * gain(weight)
-            size = float(weight.detach().double().norm()) / math.sqrt(rank)
-            away = row.worst("mlp error", abs(size / expected - 1))
-            row.expect(away <= tolerance, f"the MLP's {name} has gain {size:.5g}, expected {expected:.5g}")
-            error = row.worst("mlp error", _from_isometry(weight, size, rank) if size else math.inf)
-            row.expect(error <= tolerance, f"the MLP's {name} is {error:.2g} from orthogonal")
+def _check_mlp(
+    part: MlpParts, mlp_gain: float, mlp_bias: float, centre: bool, mix: float | None, row: RowBuilder
+) -> None:
+    """With `mix` that of an MLP with pairs."""
+    tolerance, whole = _tolerance(part.up), (("up", part.up), ("gate", part.gate), ("down", part.down))
+    sizes = {"up": 1.0, "gate": 1.0, "down": mlp_gain}
+    weights = [(name, weight, sizes[name] * gain(weight)) for name, weight in whole if weight is not None]
+    if mix is not None:
+        row.expect(mirrored(part), "the first units of the MLP are no mirrored pairs")
+        weights = [each for each in split_pairs(part, mlp_gain, mix) if each[1].numel()]
+    for name, weight, expected in weights:
+        rank = min(weight.shape)
+        size = float(weight.detach().double().norm()) / math.sqrt(rank)
+        away = row.worst("mlp error", abs(size / expected - 1))
+        row.expect(away <= tolerance, f"the MLP's {name} has gain {size:.5g}, expected {expected:.5g}")
+        error = row.worst("mlp error", _from_isometry(weight, size, rank) if size else math.inf)
+        row.expect(error <= tolerance, f"the MLP's {name} is {error:.2g} from orthogonal")
     _check_biases([("up", part.up_bias)], row, mlp_bias)
     _check_biases([("gate", part.gate_bias)], row)
     if centre:

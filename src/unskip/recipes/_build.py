@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from unskip.data import set_preprocess
 from unskip.errors import BadInput
-from unskip.init import freeze_heads
+from unskip.init import freeze_heads, has_pairs
 from unskip.optim import build as build_optimizer
 from unskip.recipes._config import Config
 from unskip.recipes._data import Opener, data_record, evaluated_split
@@ -62,7 +62,10 @@ def build_task(config: Config, opener: Opener | None = None) -> tuple[Task, Sche
         if config.fsdp:
             raise BadInput("freeze_heads and fsdp: a shard holds no whole heads; take one of them")
         for part in objective.rewired(model):
-            freeze_heads(part, optimizer, config.freeze_heads, sample[:2])
+            pairs = has_pairs(config.init)
+            freeze_heads(part, optimizer, config.freeze_heads, sample[:2], pairs=pairs, rate=config.carry_rate)
+    elif config.carry_rate:
+        raise BadInput("carry_rate is that of frozen heads: give freeze_heads, too")
     objective.begin(model, optimizer, progress)
     evaluations = objective.evaluations(model, train_feed, test_feed, evaluated_split(config))
     if not isinstance(evaluations, Mapping) or not all(callable(each) for each in evaluations.values()):

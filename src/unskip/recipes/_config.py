@@ -24,8 +24,9 @@ class Config:
     model_args: str = ""  # further arguments of the builder: "depth=6,embed_dim=96"
     shortcut: str = "keep"  # keep, cut, decay:0.6, scale:0.7,0.7, learn:1.0, anneal:keep>cut@10000
     where: str | None = None  # attention | mlp: the sites that the shortcut governs; None: all
-    init: str = "default"  # default | zero | skipless | skipless:shaped; position_code=orthogonal after : or a comma
-    freeze_heads: int | None = None  # the first heads of each attention, which stay as init makes them
+    init: str = "default"  # default | zero | skipless | skipless:shaped | skipless:paired, position_code=orthogonal
+    freeze_heads: int | None = None  # the first heads of each attention stay as init makes them, and its paired units
+    carry_rate: float = 0.0  # their W_V and W_O and paired units move by this share of a step instead
     weights: str | None = None  # weights to start from
     optimizer: str = "adamw"  # adamw | soap | muon | any optimizer of timm
     lr: float = 1e-3  # peak learning rate

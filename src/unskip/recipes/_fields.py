@@ -12,8 +12,8 @@ from typing import Any, get_type_hints
 GROUPS = {
     "data": "data tokenizer column context data_root download size source interpolation workers crop scale "
     "local_crops local_size local_scale flip mixup cutmix erase randaugment jitter latents cache",
-    "model and shortcut": "model model_args pretrained patch weights shortcut where init freeze_heads long_skips "
-    "drop_path",
+    "model and shortcut": "model model_args pretrained patch weights shortcut where init freeze_heads carry_rate "
+    "long_skips drop_path",
     "optimisation": "optimizer lr lr_end weight_decay weight_decay_end decays layer_decay batch epochs steps "
     "warmup clip precision narrow accumulate grad_checkpointing compile graph fsdp ema",
     "evaluation": "validate evaluate_every online_sequences online_images online_time health",

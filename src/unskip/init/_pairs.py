@@ -1,0 +1,72 @@
+"""Mirrored pairs of units: part of an MLP passes every token on, the other units compute.
+
+    W_up = [R; -R; S]    W_down = [gain / k Q, -gain / k Q, mix gain T]    phi(z) - phi(-z) = k z
+
+R, Q and T are orthogonal, and S with the gain of its shape. The pairs write gain Q R x exactly, for ReLU, GELU, SiLU
+and every activation whose odd part is linear: what `skipless_(carry=...)` is for heads. Not from a paper.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from unskip.anatomy import MlpParts, Parts, named
+from unskip.errors import InitError
+from unskip.init._draw import Draw
+
+
+def pair_(part: MlpParts, gain: float, mix: float, draw: Draw) -> None:
+    """Fills W_up and W_down of an MLP that `refuse_to_pair` has let pass; its biases are left alone."""
+    width = part.up.shape[1]
+    for _, weight, size in split_pairs(part, gain, mix):
+        if weight.numel():
+            weight.copy_(size * draw.orthogonal(*weight.shape))
+    part.up[width : 2 * width] = -part.up[:width]
+    part.down[:, width : 2 * width] = -part.down[:, :width]
+
+
+def split_pairs(part: MlpParts, gain: float, mix: float) -> list[tuple[str, Tensor, float]]:
+    """Name, weight and size of what is drawn: the first half of the pairs, then the units that compute."""
+    width, rest = part.up.shape[1], 2 * part.up.shape[1]
+    wide = max((len(part.up) - rest) / width, 1.0) ** 0.5
+    return [
+        ("paired up", part.up[:width], 1.0),
+        ("paired down", part.down[:, :width], gain / (odd_slope(part) or 1.0)),
+        ("up", part.up[rest:], wide),
+        ("down", part.down[:, rest:], mix * gain),
+    ]
+
+
+def mirrored(part: MlpParts) -> bool:
+    """Whether the first 2 * width units are pairs of opposite signs."""
+    width = part.up.shape[1]
+    halves = [(weight[:width], weight[width : 2 * width]) for weight in (part.up, part.down.mT)]
+    return all(one.shape == other.shape and torch.equal(one, -other) for one, other in halves)
+
+
+def odd_slope(part: MlpParts) -> float | None:
+    """k in phi(z) - phi(-z) = k z; None where the odd part of the activation is not linear."""
+    if part.function is None or part.gate is not None:
+        return None
+    z = torch.logspace(-3, 3, 61, dtype=torch.float64)
+    slopes = (part.function(z) - part.function(-z)) / z
+    slope = float(slopes[-1])
+    return slope if slope and bool((slopes - slope).abs().max() <= 1e-6 * abs(slope)) else None
+
+
+def refuse_to_pair(chosen: Parts) -> None:
+    """Raises InitError where an MLP cannot hold pairs."""
+    for part in chosen.mlps():
+        (hidden, width), outputs = part.up.shape, len(part.down)
+        if odd_slope(part) is None:
+            kind = "is gated" if part.gate is not None else f"has the activation {part.activation or 'unknown'}"
+            raise InitError(
+                f"{named([part.site])}: the MLP {kind}, and mirrored units pass a token on where phi(z) - phi(-z) is "
+                "linear, as for ReLU, GELU and SiLU. Nothing was changed; leave such sites out by where=."
+            )
+        if hidden < 2 * width or outputs != width:
+            raise InitError(
+                f"{named([part.site])}: {hidden} units from {width} to {outputs} hold no pairs, which take twice the "
+                "width and as many outputs as inputs. Nothing was changed; leave such sites out by where=."
+            )
