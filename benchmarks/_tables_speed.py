@@ -49,6 +49,7 @@ def roofline() -> str:
     found = record("roofline-gpu")["results"]
     labels = {"supervised": "supervised ViT-B/16", "mae": "MAE ViT-B/16", "sit": "SiT-B/2", "dino": "DINO ViT-S/16"}
     labels |= {"lm": "GPT-2, 10.8 M", "tiny": "ViT-S, 64 px, SOAP, one graph"}
+    labels |= {f"{name}-graph": f"{labels[name]}, one graph" for name in ("dino", "lm")}
     kinds = [kind for kind in next(iter(found.values()))["ms a step by kind"] if kind != "other"]
     rows = []
     for name, row in found.items():

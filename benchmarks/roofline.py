@@ -11,13 +11,16 @@ of matrix products that it reaches.
     dino          ViT-S/16, 2 crops of 224 px and 8 of 96, made on the device from bytes
     lm            the preset stdlib-small: GPT-2 of 10.8 million parameters, 256 tokens
     tiny          the study skipless_tiny.py: supervised, ViT-S with patches of 8, 64 px, SOAP, one CUDA graph
+    dino-graph    dino and lm with forward and backward as one CUDA graph
+    lm-graph
 
 A step is that of the recipe, in its loop: bf16, compiled, AdamW but for the last, with the feed, clipping, EMA and
 schedules. On a GPU each recipe has a process: all compile at once, and measure one after the other. First some steps
 are timed, then others are traced. A gap is the time of a step less that in which a kernel runs. Operations are those of
 the matrix products, convolutions and attentions of the forward and backward pass, counted by torch, attention in full
 also where it is causal. The rate of matrix products is that of 8192 x 8192 x 8192 in bf16, in the same run.
-JSON goes to docs/results/roofline-gpu.json, and without a GPU to build/roofline-cpu.json.
+JSON goes to docs/results/roofline-gpu.json, and without a GPU to build/roofline-cpu.json; recipes that --only leaves out
+keep their rows.
 """
 
 from __future__ import annotations
@@ -25,6 +28,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import gc
+import json
 import multiprocessing
 import os
 import tempfile
@@ -60,6 +64,7 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {  # recipe, preset, fields
     "lm": ("lm", "stdlib-small", {}),
     "tiny": ("supervised", "tiny-imagenet", {"optimizer": "soap", "lr": 3e-3, "graph": True, "model_args": WIDE}),
 }
+CASES |= {f"{name}-graph": (*CASES[name][:2], {**CASES[name][2], "graph": True}) for name in ("dino", "lm")}
 TINY = "depth=2,embed_dim=48,num_heads=2"
 SMALL: dict[str, dict[str, Any]] = {
     "supervised": {"size": 32, "patch": 8, "model_args": TINY, "batch": 8},
@@ -70,6 +75,7 @@ SMALL: dict[str, dict[str, Any]] = {
     "lm": {"model_args": "hidden_size=64,num_hidden_layers=2,num_attention_heads=2", "context": 32, "batch": 4},
     "tiny": {"size": 32, "model_args": TINY, "batch": 8, "graph": False},
 }
+SMALL |= {f"{name}-graph": {**SMALL[name], "graph": False} for name in ("dino", "lm")}
 LARGEST = 12  # kernels that the record names
 _TURN: list[Any] = []  # of a process that is one of several
 
@@ -99,7 +105,7 @@ def config_of(name: str, folder: Path, options: argparse.Namespace) -> Any:
     """The config of a recipe at full size, or at one for a CPU."""
     recipe, preset, fields = CASES[name]
     fields = {**fields, **(SMALL[name] if options.small else {}), "device": options.device, "health": False}
-    if name == "lm":  # the standard library takes longer to read
+    if recipe == "lm":  # the standard library takes longer to read
         text = folder / "squares.txt"
         text.write_text("".join(f"{i} times {i} is {i * i}\n" for i in range(100_000)))
         fields |= {"data": str(text), "cache": str(folder / "cache")}
@@ -295,12 +301,15 @@ def main() -> None:
     rate = matrix_rate(options.device, 8192 if gpu else 256)
     settings = {"steps": options.steps, "traced": options.traced, "precision": "bf16", "compile": not options.small}
     record: dict[str, Any] = {**made_with(__file__, options.device, "timm", "transformers"), "settings": settings}
-    record |= {"matrix products, TFLOP/s": rate, "results": {}}
-    for name, row in all_measured(names, options).items():
+    before = json.loads(out.read_text(encoding="utf-8")) if out.exists() else {}
+    kept = before["results"] if before.get("settings") == settings else {}
+    record |= {"matrix products, TFLOP/s": rate, "results": kept}
+    done = all_measured(names, options)
+    for name, row in done.items():
         record["results"][name] = {**row, "share of the matrix rate": row["TFLOP/s"] / rate}
     write_json(out, record)
     show(record)
-    if missing := set(names) - set(record["results"]):
+    if missing := set(names) - done.keys():
         raise SystemExit(f"not measured: {', '.join(sorted(missing))}")
 
 
