@@ -19,8 +19,8 @@ schedules. On a GPU each recipe has a process: all compile at once, and measure 
 are timed, then others are traced. A gap is the time of a step less that in which a kernel runs. Operations are those of
 the matrix products, convolutions and attentions of the forward and backward pass, counted by torch, attention in full
 also where it is causal. The rate of matrix products is that of 8192 x 8192 x 8192 in bf16, in the same run.
-JSON goes to docs/results/roofline-gpu.json, and without a GPU to build/roofline-cpu.json; recipes that --only leaves out
-keep their rows.
+JSON goes to docs/results/roofline-gpu.json, and without a GPU to build/roofline-cpu.json; recipes that --only leaves
+out keep their rows.
 """
 
 from __future__ import annotations
