@@ -107,6 +107,7 @@ def main() -> None:
         protocols = {name: unskip.evals.PROTOCOLS[name].to_dict() for name in (*PROTOCOLS, TUNED)}
         data |= about(__file__, options.device, {"set": word}, protocols=protocols)
         given = {"device": options.device, "log_every": 50 if options.data else 10}
+        given |= {"compile": True} if options.device == "cuda" else {}  # pays off in runs of minutes
         given |= {"data": options.data} if options.data else {}
 
         def task_of(name: str, config: dict[str, Any]) -> dict[str, Any]:
