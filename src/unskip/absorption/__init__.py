@@ -1,4 +1,4 @@
-"""Prove it away: whether a block can absorb its skip, a certificate either way, and the weights that do it."""
+"""Whether an MLP can absorb its skip: verdicts with certificates, and the weights of the block without it."""
 
 from unskip.absorption._activations import Activation, register
 from unskip.absorption._applied import Applied

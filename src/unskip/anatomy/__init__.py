@@ -1,4 +1,4 @@
-"""Know the model: its residual sites, its parts, the features of its blocks, and the audit that shows them."""
+"""The residual sites of a model, the weights of their branches, the features of its blocks, and the audit table."""
 
 from unskip.anatomy._activations import ACTIVATIONS, GRID, Curve
 from unskip.anatomy._audit import AUDIT_HEADER, Audit, audit, audit_rows

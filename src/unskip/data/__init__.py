@@ -1,4 +1,4 @@
-"""Images and text in: sets, their order, and batches made on the device; or one batch, for looking at a model."""
+"""Images and text: data sets, their order, and batches made on the device; or one batch, for looking at a model."""
 
 from unskip.data._assemble import MixedSizes
 from unskip.data._augment import Augment

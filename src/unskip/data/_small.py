@@ -52,8 +52,8 @@ def _found(name: str, folders: tuple[Path, ...]) -> Path:
                 return file
     places = ", ".join(map(str, folders))
     raise BadInput(
-        f"fashion-mnist: no {name} or {name}.gz in {places}; point root at the files, install Debian's "
-        "dataset-fashion-mnist, or ask for download=True"
+        f"fashion-mnist: no {name} or {name}.gz in {places}; give their folder as root= or "
+        "--data-root, install Debian's dataset-fashion-mnist, or download them with download=True or --download"
     )
 
 
@@ -103,8 +103,8 @@ def _torchvision(name: str, folder: Path, make: Callable[[], Any]) -> Any:
         return make()
     except (RuntimeError, OSError) as error:
         raise BadInput(
-            f"{name}: not found, or damaged, in {folder} ({error}); point root at the folder above it, or let "
-            "torchvision get it with download=True"
+            f"{name}: not found, or damaged, in {folder} ({error}); give the folder above it as root= or "
+            "--data-root, or let torchvision download it with download=True or --download"
         ) from error
 
 

@@ -114,5 +114,5 @@ def _imagenet(root: Path) -> Path:
             return folder
     raise BadInput(
         f"imagenet: no train or val folder in {root / 'imagenet'} or {root}; unpack ILSVRC2012 there as "
-        "train/CLASS/*.JPEG and val/CLASS/*.JPEG, or point root at it"
+        "train/CLASS/*.JPEG and val/CLASS/*.JPEG, or give its folder as root= or --data-root"
     )

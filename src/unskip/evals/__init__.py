@@ -1,4 +1,4 @@
-"""Evaluate it: features of every block in one pass, and named, frozen protocols that turn them into numbers."""
+"""Evaluation: features of every block in one pass, and named, frozen protocols that turn them into numbers."""
 
 import unskip.evals._accuracy
 import unskip.evals._bits_per_byte

@@ -1,4 +1,4 @@
-"""Start without it: initialisations for models whose skips are cut or decayed."""
+"""Initialisations for models whose skips are cut or decayed."""
 
 from unskip.init._calibrate import Solved, calibrate_
 from unskip.init._check import Check, Row

@@ -1,4 +1,4 @@
-"""See what it does: rank, Jacobians, attention, echo and frequency, similarity, kurtosis and quantisation."""
+"""Rank, Jacobians, attention, input reconstruction (echo), frequency, similarity, kurtosis and quantisation."""
 
 from unskip.measures._measure import measure
 from unskip.measures._measurement import BlockRow, Measurement, SiteRow

@@ -1,5 +1,4 @@
-"""Models of objectives, around blocks of timm: the masked autoencoder, DINO, SimCLR, SiT and U-ViT, and what lies
-between noise and data: interpolants and samplers."""
+"""Models around blocks of timm: the masked autoencoder, DINO, SimCLR, SiT and U-ViT; interpolants and samplers."""
 
 from unskip.models._dino import DINO, Teaching, sinkhorn
 from unskip.models._flow import Flow, Interpolant, Target, Times

@@ -1,4 +1,4 @@
-"""Complete runs: a recipe makes a frozen config, and `train` carries it out in a run folder."""
+"""Complete runs: a recipe returns a frozen config, and `train` runs it into a run folder."""
 
 from unskip.recipes._build import build_task
 from unskip.recipes._config import Config

@@ -1,4 +1,4 @@
-"""Show it: what runs did, as matplotlib figures and as one self-contained HTML page."""
+"""Reports of runs: matplotlib figures, and one self-contained HTML page."""
 
 from __future__ import annotations
 

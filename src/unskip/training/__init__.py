@@ -1,4 +1,4 @@
-"""The loop: steps, checkpoints, the run folder, and the engine (accelerate)."""
+"""The training loop: steps, checkpoints, the run folder, and the engine (accelerate)."""
 
 from unskip.training._ema import ema_weights
 from unskip.training._engine import device_of, engine, is_main

@@ -1,4 +1,4 @@
-"""Turn the knob: the rules for shortcut weights, and rewiring, which puts them into a model."""
+"""The rules for shortcut weights, rewiring, which puts them into a model, and saving and loading it."""
 
 from unskip.wiring._about import about
 from unskip.wiring._builders import Builder
