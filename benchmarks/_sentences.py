@@ -67,7 +67,7 @@ def sentences() -> Iterator[tuple[str, str]]:
     yield "skipless-ablations", f"the gap is {kept - frozen:.1f} points ({kept_ema - frozen_ema:.1f} with EMA weights)"
     yield "skipless-ablations", f"and {kept - trained:.1f} with trained heads"
     slow = [_turning(f"no skips, carrying heads fixed | {decay}") for decay in ("0.03", "0.1")]
-    yield "skipless-ablations", "turn {:.0f} to {:.0f} times more slowly".format(*slow[0])
+    yield "skipless-ablations", "these directions change {:.0f} to {:.0f} times more slowly".format(*slow[0])
     yield "skipless-ablations", "(at 0.1, {:.0f} to {:.0f} times)".format(*slow[1])
 
     sit = {name: runs("sit-cifar", name) for name in ("sit | plain", "sit | long skips", "sit | decay 0.8")}

@@ -208,7 +208,7 @@ def claims_skipless() -> str:
                 "skipless-cifar",
             ),
             (
-                "the same after 100 epochs, heads that carry tokens frozen",
+                "the same after 100 epochs, carrying heads frozen",
                 "80.1 → 80.8",
                 f"{_long('residual, weight decay 0.3')} → {_long(f'{FROZEN}, weight decay 0.3')}",
                 wide,
@@ -226,7 +226,7 @@ def claims_skipless() -> str:
                 "skipless-tiny",
             ),
             (
-                "condition of the first attention: residual / cut / cut and initialised",
+                "condition number of the first attention: residual / cut / cut, `skipless_`",
                 "restored",
                 conditions,
                 "1 image",

@@ -91,11 +91,11 @@ FADED = {
     "kept, labels": ("skips kept, labels", "skips kept"),
     "cut at once, labels": ("cut at once, labels",) * 2,
     "cut at once, teacher": ("cut at once, teacher", "cut at once, distilled from the original"),
-    "annealed, labels": ("annealed over 220 steps, labels", "faded out, labels"),
-    "annealed, teacher": ("annealed over 220 steps, teacher", "faded out, distilled"),
+    "annealed, labels": ("annealed over 220 steps, labels", "annealed over 220 steps, labels"),
+    "annealed, teacher": ("annealed over 220 steps, teacher", "annealed over 220 steps, distilled"),
     "from skipless_, labels": (
         "cut, from `skipless_` instead of the trained weights",
-        "not from it: `skipless_` and `cut`, 440 steps",
+        "trained without skips from `skipless_`, 440 steps",
     ),
 }
 

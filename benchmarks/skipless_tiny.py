@@ -12,7 +12,7 @@ final     100 epochs (--epochs) of each kind of wiring, as its best run of `rate
           skips. Accuracy at 1 and 5, and mean IoU of pets by block from the frozen features
 
 Without skips six heads carry tokens and are frozen. "Paired units": half of an MLP's units start as mirrored pairs,
-which pass tokens on, and what carries is trained at a tenth of the rate.
+which pass tokens on; they and W_V, W_O of carrying heads are trained at a tenth of the rate.
 """
 
 from __future__ import annotations
