@@ -190,6 +190,11 @@ def _cost() -> Sentences:
     first = [sizes["vit_base_patch16_224"]["unskip SOAP"][f"{step}_ms"] / 1000 for step in ("first", "second")]
     yield page, "compile kernels ({:.1f} and {:.1f} s)".format(*first)
     yield "optim", f"[{bars['soap_ms (alone)']:.1f} ms per step"
+    adamw = sizes["vit_base_patch16_224"]["torch AdamW, fused"]["alone_mean_ms"]
+    yield "optim", f"where fused AdamW takes {adamw:.1f}."
+    yield "how-do-i", f"{bars['soap_ms (alone)']:.1f} ms per step of ViT-B on an H200,"
+    yield "how-do-i", f"where fused AdamW takes {adamw:.1f} |"
+    yield "optim", f"[{record('roofline-gpu')['results']['supervised']['ms a step']:.0f} ms at a batch of"
     digits = {name: row["accuracy"] for name, row in record("optim-digits")["results"].items()}
     lost = {name: digits[f"residual, {name}"] - digits[f"skipless, {name}"] for name in ("soap", "adamw", "muon")}
     yield page, "costs {soap:.3f} under SOAP, {adamw:.3f} under AdamW and {muon:.3f} under Muon".format(**lost)
