@@ -132,7 +132,7 @@ def sentences() -> Iterator[tuple[str, str]]:
     yield "what-did-not-work", f"the product rose to {learned:.2f}"
     asked = sum(len(model["sites"]) for model in record("absorb-models")["models"].values())
     asked += sum(len(run["blocks"]) for run in record("absorb-domain")["runs"])
-    yield "what-did-not-work", f"impossible in all {asked} MLPs asked"
+    yield "what-did-not-work", f"impossible in all {asked} MLPs tested"
     yield from _scanned_models()
 
     yield from _dino()
@@ -278,7 +278,7 @@ def _scanned_models() -> Iterator[tuple[str, str]]:
     models = record("absorb-models")["models"]
     asked = [site for model in models.values() for site in model["sites"]]
     assert all(site["status"] == site["alone"] == "impossible" for site in asked)
-    yield "lm", f"Trained MLPs are impossible, too: all {len(asked)} asked"
+    yield "lm", f"Trained MLPs cannot absorb their skips either: impossible in all {len(asked)} tested"
     loss, cut, near = ((row := models["GPT-2 residual"]["rewritten"])["loss"], row["cut"], row["approximate"])
     yield "lm", f"that costs {near['loss'] - loss:.2f} nats a token ({loss:.2f} before)"
     yield "fade", f"that costs {near['loss'] - loss:.2f} nats a token in a small GPT-2"

@@ -8,7 +8,7 @@ from _tables import RECORDS, lines, record, spread, table
 
 VARIANTS = {
     "original again": "control: the original again",
-    "alpha 1": "alpha = 1, patched by force",
+    "alpha 1": "alpha = 1, with the rewritten `forward`",
     "decay": "`Decay(0.6)`",
     "anneal": "`Anneal`, half way",
     "cut": "`Cut()`",

@@ -194,7 +194,7 @@ def _lm_mlp(site: dict[str, Any]) -> tuple[str, ...]:
     if site["status"] == "unknown":
         beside = "attention" in site["reason"]
         why = "two branches, one skip" if beside else "weights differ by token"
-        return "beside attention" if beside else "experts", "not asked", why, _KEEP
+        return "beside attention" if beside else "experts", "not decided", why, _KEEP
     what = "SwiGLU, GeGLU" if site["gated"] else "GELU, ReLU, ReLU²"
     if site["norm"] == "post":
         assert site["extra_units"] == site["mlp"][0]
