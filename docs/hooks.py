@@ -1,5 +1,5 @@
-"""Hooks of the site: README, CONTRIBUTING and CHANGELOG become pages, guides come before the reference in search, links
-of notebooks lead to pages, and no public name may be missing from the reference.
+"""Hooks of the site: README, CONTRIBUTING and CHANGELOG become pages, links of notebooks lead to pages, and no public
+name may be missing from the reference.
 """
 
 from __future__ import annotations
@@ -23,16 +23,6 @@ def on_files(files: Files, config: Any) -> Files:
         files.append(File.generated(config, target, content=text.replace("](docs/", "](")))
     files.append(File.generated(config, "CITATION.cff", content=(ROOT / "CITATION.cff").read_text(encoding="utf-8")))
     return files
-
-
-def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
-    """Search ranks answers and guides above the reference and the changelog, which hold every word."""
-    name = page.file.src_uri
-    if name == "how-do-i.md":
-        page.meta["search"] = {"boost": 3}
-    elif name.startswith("reference/") or name in PAGES.values():
-        page.meta["search"] = {"boost": 0.2}
-    return markdown
 
 
 def on_page_content(html: str, page: Any, config: Any, files: Files) -> str:
