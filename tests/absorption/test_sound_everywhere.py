@@ -14,7 +14,7 @@ import torch
 from tests.absorption.blocks import errors, eye, normal, numbers, planted
 from torch import Tensor
 
-from unskip.absorption import Block, absorb
+from unskip.absorption import Block, Norm, absorb
 from unskip.absorption._activations import resolve
 
 SMALL = 2.0**-60  # 1e-18
@@ -94,7 +94,7 @@ def weak(seed: int, word: str, dtype: torch.dtype, least: float) -> Block:
     inverse = torch.linalg.pinv(up[: h // 2])
     free = eye(h // 2) - up[: h // 2] @ inverse
     odd = resolve(word)[0].odd
-    down[:, : h // 2] = -inverse.mT.mT / float(odd or 1) + down[:, : h // 2] @ free
+    down[:, : h // 2] = -inverse / float(odd or 1) + down[:, : h // 2] @ free
     biases = {"up_bias": 0.1 * normal(g, h), "down_bias": normal(g, d)}
     stored = {name: value.to(dtype) for name, value in biases.items()}
     return Block(up.to(dtype), down.to(dtype), **stored, activation=word)
@@ -129,11 +129,10 @@ def test_a_weak_channel_is_as_exact_as_the_others_in_float64() -> None:
         block = replace(block, up=block.up * size, skip=block.matrix * size)
         verdict = absorb(block)
         if verdict.status == "possible":
+            assert block.up_bias is not None
             x = f64([0.0, 0.0, 1e6])
-            terms = (
-                x.abs() @ block.matrix.abs().mT
-                + (x.abs() @ block.up.abs().mT + abs(block.up_bias)) @ block.down.abs().mT
-            )  # type: ignore[arg-type, operator]
+            hidden = x @ block.up.abs().mT + block.up_bias.abs()
+            terms = x @ block.matrix.abs().mT + hidden @ block.down.abs().mT
             assert float((block(x) - verdict.replacement()(x)).norm()) <= 1e-10 * float(terms.norm())
 
 
@@ -176,6 +175,13 @@ def test_a_float16_replacement_does_not_overflow_before_its_block(block: Block) 
 
 def test_rows_of_float16_that_carry_a_skip_take_every_input() -> None:
     assert absorb(dead("gelu", 0.125, f64([0.5, 0.5]), 2)).status == "possible"
+
+
+@pytest.mark.parametrize(("word", "norm"), [("leaky_relu:-3", None), ("relu", Norm("layernorm", "post", 1e-5))])
+def test_float16_flips_that_could_overflow_first_are_not_taken(word: str, norm: Norm | None) -> None:
+    """-3 z of a turned row is three times what the block holds; outputs may have any mean before a LayerNorm."""
+    block, _ = planted(4, 16, word, norm=norm, dtype=torch.float16)
+    assert absorb(block).status == "undecided"
 
 
 # --- phi(0) -----------------------------------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from unskip.absorption._block import Block
+from unskip.absorption._construct import unit_rows
 from unskip.absorption._problem import Problem
 from unskip.absorption._verdict import Certificate, Obstruction
 
@@ -96,10 +97,14 @@ def linear(problem: Problem) -> tuple[Block | None, float, Obstruction | None]:
         sentence = f"The activation is linear and the block a matrix of rank above {width}, the number of units."
         return None, 0.0, Obstruction(sentence, Certificate("rank", {"value": float(values[width])}))
     use = min(width, int((values > 1e-13 * values[0]).sum()))  # less is rounding, along directions that may be silent
-    root = values[:use].sqrt()
-    up, down = matrix.new_zeros(width, block.inputs), matrix.new_zeros(block.outputs, width)
-    up[:use], down[:, :use] = right[:use] * root[:, None], left[:, :use] * root / half
+    root = unit_rows(block, values[:use], right[:use])
+    lines, columns = right[:use] * root[:, None], left[:, :use] * (values[:use] / root)
     lost = float(values[use:].norm()) if len(values) > use else 0.0
+    if width >= min(matrix.shape):  # entry by entry rounding is least
+        eye, wide = torch.eye(min(matrix.shape)).to(matrix), block.inputs > block.outputs
+        use, lines, columns = len(eye), matrix if wide else eye, eye if wide else matrix
+    up, down = matrix.new_zeros(width, block.inputs), matrix.new_zeros(block.outputs, width)
+    up[:use], down[:, :use] = lines, columns / half
     const = block.down_bias
     if block.up_bias is not None:
         shift = half * block.down.detach().double() @ block.up_bias.detach().double()

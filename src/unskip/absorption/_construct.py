@@ -100,9 +100,7 @@ def _fresh(problem: Problem, rest: Tensor, room: int) -> tuple[Tensor, Tensor, T
         return *nothing, rest
     left, values, right = torch.linalg.svd(rest, full_matrices=False)
     use = min(count, int((values > 1e-13 * values[0]).sum()))
-    root = values[:use].sqrt()
-    if problem.block.dtype == torch.float16:  # rows that do not overflow unless an input does
-        root = root.minimum(1 / right[:use].abs().sum(1))
+    root = unit_rows(problem.block, values[:use], right[:use])
     columns, lines = left[:, :use] * (values[:use] / root), right[:use] * root[:, None]
     remains = rest - columns @ lines
     lines, shifts = (
@@ -112,6 +110,12 @@ def _fresh(problem: Problem, rest: Tensor, room: int) -> tuple[Tensor, Tensor, T
         shifts = shifts + 1.01 * problem.domain.reach(lines)
         return lines, shifts, problem.odd * columns, remains
     return torch.cat([lines, -lines]), torch.cat([shifts, -shifts]), torch.cat([columns, -columns], 1), remains
+
+
+def unit_rows(block: Block, values: Tensor, right: Tensor) -> Tensor:
+    """The lengths of new rows: as those of their columns, but in float16 no row overflows unless an input does."""
+    root = values.sqrt()
+    return root.minimum(1 / right.abs().sum(1)) if block.dtype == torch.float16 else root
 
 
 def _finish(problem: Problem, rows: Tensor, biases: Tensor, columns: Tensor, const: Tensor | None) -> Block | None:

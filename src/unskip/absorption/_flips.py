@@ -194,6 +194,15 @@ def _best(problem: Problem, keys: Keys, ways: Iterable[tuple[int, ...]], out: Ou
         out.coarse |= this.coarse
 
 
+def _may_overflow(problem: Problem) -> bool:
+    """Whether float16 may overflow where the block does not: on turned rows of a slope beyond 1, or in a mean that a
+    LayerNorm hides."""
+    block, post = problem.block, problem.block.norms.get("post")
+    steep = block.phi.homogeneous and not 0 <= problem.odd <= 2
+    hidden = post is not None and post.kind != "rmsnorm"
+    return block.dtype == torch.float16 and problem.domain is None and (steep or hidden)
+
+
 def _accept(problem: Problem, keys: Keys, flips: Tensor, split: tuple[int, ...], out: Outcome) -> bool:
     """What is left of the skip is within rounding of the flipped units, and the outputs agree."""
     block = problem.block
@@ -211,7 +220,7 @@ def _accept(problem: Problem, keys: Keys, flips: Tensor, split: tuple[int, ...],
     if built is None or not float(built.left.norm()) <= most:
         return False
     gap, skip = linear_gap(block, built.block, problem.domain)
-    if not makes_up(block, gap, skip):
+    if _may_overflow(problem) or not makes_up(block, gap, skip):
         out.coarse = block.dtype != torch.float64
         return False
     seen = agree(block, built.block, problem.domain)

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -31,7 +31,7 @@ from unskip.absorption._problem import SHARE
 ROUNDINGS = 8  # of the units' terms, added in squares: what a gap may be at most
 DECOMPOSED = 2048  # the largest skip that is decomposed, where it is not diagonal
 SIZES = tuple(10.0**power for power in range(-6, 6))  # of inputs; on a domain in float64 from the fifth on
-EDGE = 1 + 2.0**-5  # times the size of an input, and no number in the block overflows
+EDGE, SMALLER = 1.03, 0.84  # times an input: where no number in the block overflows, and else the next that is tried
 WAYS = 2  # directions that are measured by themselves, for each of
 PRODUCTS = {torch.float32: (0.0, 0.03, 0.1, 0.3, 1.0), torch.float64: (1.0,)}  # shares of their rounding that may count
 WIDE = 1e-10  # of the block's own terms, in float64
@@ -55,7 +55,7 @@ def agree(block: Block, other: Block, domain: Domain | None = None, seed: int = 
     wide, wide_made = bare.double(), made.double()
     ways = _worst_directions(block, other, domain)
     sizes = _sizes(wide) if domain is None else SIZES if dtype != torch.float64 else SIZES[4:]
-    counts = torch.tensor([_samples(block), *[_samples(block) // 2] * len(ways)]).repeat(len(sizes))
+    counts = torch.tensor([_samples(block), *[_along(block)] * len(ways)]).repeat(len(sizes))
     low = _inputs(bare, domain, sizes, ways, seed)
     if low is None:  # nothing to measure: the block overflows wherever it was looked at
         return Agreement(False, 0.0, {})
@@ -112,7 +112,8 @@ def _worst_directions(block: Block, other: Block, domain: Domain | None) -> Tens
         return torch.eye(d).to(size)[theirs.norm(dim=0).topk(WAYS).indices]
     square, gram, skip = theirs.mT @ theirs, (rows / size).mT @ (rows / size), block.matrix.norm(dim=0) / size
     start = torch.randn(d, min(WAYS, d), generator=torch.Generator().manual_seed(0), dtype=torch.float64).to(size)
-    ways = []
+    # Directions that the rows do not see at all, as sparse as they come: products that cancel there do not round.
+    ways = [torch.linalg.svd(block.up.double())[2][-2 * WAYS :]] if d <= 64 else []
     for part in products:
         mine = gram + torch.diag(skip.square() + part**2 * gram.diagonal() + 4e-15 * d)
         factor, basis = torch.linalg.cholesky(mine), start
@@ -122,14 +123,18 @@ def _worst_directions(block: Block, other: Block, domain: Domain | None) -> Tens
     return F.normalize(torch.cat(ways), eps=1e-300)
 
 
-def _samples(block: Block) -> int:  # of each size, half as many along a direction; many outputs make up for few
+def _samples(block: Block) -> int:  # of each size; many outputs make up for few inputs
     return 48 if block.outputs < 64 else 16
+
+
+def _along(block: Block) -> int:  # the same along a direction
+    return 24 if block.outputs < 64 else 4
 
 
 def _inputs(block: Block, domain: Domain | None, sizes: Sequence[float], ways: Tensor, seed: int) -> Tensor | None:
     """(rows, d) inputs of every size: Gaussian ones (on a domain uniform ones), then some along each of the ways.
 
-    Each is halved until no number in the block overflows on it.
+    Each is made smaller until no number in the block overflows on it.
     """
     place, generator = domain or Domain.ball(torch.zeros(block.inputs), 1e90), torch.Generator().manual_seed(seed)
     center, drawn, samples = place.center.to(block.up.device), list[Tensor](), _samples(block)
@@ -138,14 +143,14 @@ def _inputs(block: Block, domain: Domain | None, sizes: Sequence[float], ways: T
             drawn.append(size * torch.randn(samples, block.inputs, generator=generator, dtype=torch.float64))
         else:
             drawn.append(domain.sample(samples, generator, size) - domain.center)
-        drawn += [place.along(way, samples // 2, generator, size) for way in ways]
+        drawn += [place.along(way, _along(block), generator, size) for way in ways]
     away = torch.cat([each.to(center) for each in drawn])
     left = torch.arange(len(away), device=away.device)
-    for _ in range(64):
+    for _ in range(300):
         left = left[~_finite(block, (center + EDGE * away[left]).to(block.dtype))]
         if not len(left):
             return (center + away).to(block.dtype)
-        away[left] /= 2
+        away[left] *= SMALLER
     return None
 
 
@@ -153,7 +158,9 @@ def _finite(block: Block, x: Tensor) -> Tensor:
     """(rows,) where no number in the block overflows: a preactivation of -inf may leave no trace in its output."""
     linear = [(block.up, block.up_bias), (block.gate, block.gate_bias)]
     parts = [F.linear(x, w.to(x), None if b is None else b.to(x)) for w, b in linear if w is not None]
-    parts += [x, block.hidden(x), replace(block, skip=0.0)(x), block(x)]
+    hidden = block.hidden(x)
+    out = F.linear(hidden, block.down.to(x), None if block.down_bias is None else block.down_bias.to(x))
+    parts += [x, hidden, out, out + x @ block.matrix.to(x).mT]
     return torch.stack([torch.isfinite(part).all(1) for part in parts]).all(0)
 
 
