@@ -221,10 +221,13 @@ def keeps_channels(block: Block, other: Block, domain: Domain | None) -> bool:
     and in every output by no more than the rounding of the units that write to it.
 
     Only where the difference of the two is linear, or on a box affine. Read off in float64 from a step along each axis,
-    both ways. Rounding is allowed where the skip is zero.
+    both ways and past every kink. Rounding is allowed where the skip is zero.
     """
     one, two = block.bare().double(), other.bare().double()
-    step = torch.eye(block.inputs, dtype=torch.float64) * (own_size(block) if domain is None else 0.99 * domain.factor)
+    shift = torch.zeros_like(one.up[:, 0]) if one.up_bias is None else one.up_bias.abs()
+    beyond = (shift + (0.0 if block.activation in EXACT else 10.0))[:, None] / one.up.abs()  # (h, d) where units bend
+    far = 4 * torch.where(torch.isfinite(beyond), beyond, 0.0).amax(0)
+    step = torch.diag(torch.where(far > 0, far, 1.0) if domain is None else 0.99 * domain.factor)
     gap = [seen(block, two(x)) - seen(block, one(x)) for x in (step, -step)]
     left = ((gap[0] - gap[1]) / (2 * step.diagonal()[:, None])).mT
     skip = seen(block, block.matrix.mT).mT
@@ -236,7 +239,6 @@ def keeps_channels(block: Block, other: Block, domain: Domain | None) -> bool:
         if bool((left.norm(dim=dim) > allowed + 1e-9 * units.norm()).any()):
             return False
     if not block.norms:
-        shift = torch.zeros_like(one.up[:, 0]) if one.up_bias is None else one.up_bias.abs()
         size = units.sum(1) + 4 * one.down.abs() @ (shift + 1) / step.diagonal().min()
         size += 0 if one.down_bias is None else one.down_bias.abs() / step.diagonal().min()
         if bool((left.norm(dim=1) > 8 * eps * units.sum(1) + 1e-12 * size + 1e-13 * units.norm()).any()):
