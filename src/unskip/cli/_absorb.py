@@ -52,6 +52,8 @@ def absorb_command(
         raise BadInput("--max-error and --distil are for --apply approximate: give it too")
     if n is not None and data is None:
         raise BadInput("--n says how many samples of --data to read: give a source")
+    if n is not None and data is not None and data.startswith("random:") and data != f"random:{n}":
+        raise BadInput(f"--data {data} says how many samples already: write --data random:{n}, without --n")
     where, shapes = device_of(device), shapes_of(input)
     applied = refused = None
     with contextlib.redirect_stdout(sys.stderr), progress(f"deciding {model}") as tick, by_input():
