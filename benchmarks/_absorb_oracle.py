@@ -227,7 +227,8 @@ def keeps_channels(block: Block, other: Block, domain: Domain | None) -> bool:
     shift = torch.zeros_like(one.up[:, 0]) if one.up_bias is None else one.up_bias.abs()
     beyond = (shift + (0.0 if block.activation in EXACT else 10.0))[:, None] / one.up.abs()  # (h, d) where units bend
     far = 4 * torch.where(torch.isfinite(beyond), beyond, 0.0).amax(0)
-    step = torch.diag(torch.where(far > 0, far, 1.0) if domain is None else 0.99 * domain.factor)
+    far = torch.where(far > 0, far, far.max() if bool(far.max() > 0) else 1.0)  # along others, as large an input
+    step = torch.diag(far if domain is None else 0.99 * domain.factor)
     gap = [seen(block, two(x)) - seen(block, one(x)) for x in (step, -step)]
     left = ((gap[0] - gap[1]) / (2 * step.diagonal()[:, None])).mT
     skip = seen(block, block.matrix.mT).mT
