@@ -19,14 +19,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from unskip.absorption._construct import pivots
 from unskip.absorption._problem import EPS
 
 DENSE = 3_000_000  # entries of the matrix of rank-ones that is still written out
 Accept = Callable[[Tensor], bool]  # whether flipping these keys is good enough
 UNITS = 2048  # whose terms are held at a time
 FREE = 1500  # unknowns inside the box that are still solved for
-SPREAD = 10  # dependent units whose choices are all looked at
 
 
 @dataclass(frozen=True, eq=False)
@@ -174,25 +172,9 @@ def _dense(whole: Equation, accept: Accept) -> Dual | None:
         return dual
     inside = whole.closest()
     dual = whole.dual(goal - (matrix @ inside).reshape(goal.shape))
-    if dual is None and not accept(inside > 0.5) and matrix.shape[1] - len(left.mT) <= SPREAD:
-        _each_choice(matrix, goal.flatten(), accept)
+    if dual is None:
+        accept(inside > 0.5)
     return dual
-
-
-def _each_choice(matrix: Tensor, goal: Tensor, accept: Accept) -> None:
-    """More unknowns than equations: every choice of the dependent units, with the others solved for and rounded."""
-    basis = torch.tensor(pivots(matrix.mT)).to(matrix.device)
-    rest = torch.ones_like(matrix[0], dtype=torch.bool)
-    rest[basis] = False
-    count = len(rest) - len(basis)
-    if not 0 < count <= SPREAD:
-        return
-    flips = matrix.new_zeros(len(rest), 2**count)  # (m, choices)
-    flips[rest] = (torch.arange(2**count) >> torch.arange(count)[:, None] & 1).to(flips)
-    flips[basis] = torch.linalg.pinv(matrix[:, basis]) @ (goal[:, None] - matrix @ flips)
-    flips = flips > 0.5
-    left = (matrix @ flips.to(matrix) - goal[:, None]).norm(dim=0)
-    any(accept(flips[:, best]) for best in left.argsort()[:4])  # the closest first
 
 
 def _sketched(whole: Equation, accept: Accept) -> Dual | None:
