@@ -218,7 +218,7 @@ def seen(block: Block, out: torch.Tensor) -> torch.Tensor:
 
 def keeps_channels(block: Block, other: Block, domain: Domain | None) -> bool:
     """Whether the block and its replacement differ by a small share of the skip in every output, input and direction,
-    and in every output by no more than the rounding of the units that write to it.
+    and in every output by no more than the rounding of the units that write to it (in float64 1e-10 of them).
 
     Only where the difference of the two is linear, or on a box affine. Read off in float64 from a step along each axis,
     both ways and past every kink. Rounding is allowed where the skip is zero.
@@ -242,7 +242,8 @@ def keeps_channels(block: Block, other: Block, domain: Domain | None) -> bool:
     if not block.norms:
         size = units.sum(1) + 4 * one.down.abs() @ (shift + 1) / step.diagonal().min()
         size += 0 if one.down_bias is None else one.down_bias.abs() / step.diagonal().min()
-        if bool((left.norm(dim=1) > 8 * eps * units.sum(1) + 1e-12 * size + 1e-13 * units.norm()).any()):
+        rounding = 1e-10 if block.dtype == torch.float64 else 8 * eps
+        if bool((left.norm(dim=1) > rounding * units.sum(1) + 1e-12 * size + 1e-13 * units.norm()).any()):
             return False
     return not _well_conditioned(skip) or _share(left, skip) <= 0.25
 
