@@ -134,6 +134,9 @@ def sentences() -> Iterator[tuple[str, str]]:
     asked += sum(len(run["blocks"]) for run in record("absorb-domain")["runs"])
     yield "what-did-not-work", f"impossible in all {asked} MLPs tested"
     yield from _scanned_models()
+    campaign = record("absorb-campaign")
+    assert not campaign["wrong"]
+    yield "absorb-results", f"none of {campaign['counts']['blocks']:,} adversarial blocks"
 
     yield from _dino()
     yield from _mae()
