@@ -23,7 +23,7 @@ def test_sixty_blocks() -> None:
     counts = found["counts"]
     assert counts["blocks"] == 60
     assert min(counts["possible"], counts["impossible"]) > 8
-    assert counts["undecided"] < 18
+    assert counts["undecided"] < 20  # a third
 
 
 @pytest.mark.full
