@@ -202,7 +202,7 @@ def _linear(problem: Problem, plain: Verdict) -> Verdict:
         return _undecided(problem, plain, "its constant needs an output bias, which the replacement may not have")
     gap, skip = linear_gap(block, made)
     most = max(problem.near(block.roundoff) / 2, 1e-12 * problem.bulk)
-    seen = agree(block, made, problem.domain)
+    seen = agree(block, made, problem.domain, linear=gap)
     if lost > most or not makes_up(block, gap, skip) or not seen.holds:
         return _undecided(problem, plain, "the width does not carry its rank exactly, but rounding may explain that")
     return replace(

@@ -223,7 +223,7 @@ def _accept(problem: Problem, keys: Keys, flips: Tensor, split: tuple[int, ...],
     if _may_overflow(problem) or not makes_up(block, gap, skip):
         out.coarse = block.dtype != torch.float64
         return False
-    seen = agree(block, built.block, problem.domain)
+    seen = agree(block, built.block, problem.domain, linear=gap)
     if not seen.holds or 2 * block.roundoff * bulk >= SHARE * problem.size > 0:
         out.coarse = block.dtype != torch.float64  # or beside such weights rounding alone could hide or make a skip
         return False

@@ -49,11 +49,21 @@ class Agreement:
     measured: dict[str, float]  # relative to the outputs: "float64", "stored", and "original_stored" of the block
 
 
-def agree(block: Block, other: Block, domain: Domain | None = None, seed: int = 0, tolerance: float = 0.0) -> Agreement:
-    """Compares the outputs before any norm after the sum. A tolerance is allowed on top, relative to the terms."""
+def agree(
+    block: Block,
+    other: Block,
+    domain: Domain | None = None,
+    seed: int = 0,
+    tolerance: float = 0.0,
+    linear: Tensor | None = None,
+) -> Agreement:
+    """Compares the outputs before any norm after the sum. A tolerance is allowed on top, relative to the terms.
+
+    `linear` is the map of `linear_gap`, where the caller has it.
+    """
     bare, made, dtype = block.bare(), other.bare(), block.dtype
     wide, wide_made = bare.double(), made.double()
-    ways = _worst_directions(block, other, domain)
+    ways = _worst_directions(block, other, domain, linear)
     sizes = _sizes(wide) if domain is None else SIZES if dtype != torch.float64 else SIZES[4:]
     counts = torch.tensor([_samples(block), *[_along(block)] * len(ways)]).repeat(len(sizes))
     low = _inputs(bare, domain, sizes, ways, seed)
@@ -64,7 +74,6 @@ def agree(block: Block, other: Block, domain: Domain | None = None, seed: int = 
     gap = _hidden_shift(block, wide_made(exact)) - truth
     stored = gap if dtype == torch.float64 else _hidden_shift(block, made(low).double()) - truth
     own = _hidden_shift(block, bare(low).double()) - truth
-    terms, squares = _terms(wide, exact)
     group = torch.arange(len(counts)).repeat_interleave(counts).to(low.device)
 
     def together(rows: Tensor) -> Tensor:  # (rows,) squares to the norm of each group
@@ -72,11 +81,13 @@ def agree(block: Block, other: Block, domain: Domain | None = None, seed: int = 
 
     scale, lost, wrong, off = (together(each.square().sum(1)) for each in (truth, own, gap, stored))
     if dtype == torch.float64:
-        ratio = gap.norm(dim=1) / ((WIDE + tolerance) * terms).clamp(min=1e-300)
+        ratio = gap.norm(dim=1) / ((WIDE + tolerance) * _terms(wide, exact)).clamp(min=1e-300)
     else:
-        once = block.roundoff / math.sqrt(3) * together(squares + truth.square().sum(1))
+        once = block.roundoff / math.sqrt(3) * together(_squares(wide, exact) + truth.square().sum(1))
         least = _underflow(wide, dtype) * counts.to(once).sqrt()
-        allowed = OWN * torch.stack([lost, once, least]).amax(0) + tolerance * together(terms.square())
+        allowed = OWN * torch.stack([lost, once, least]).amax(0)
+        if tolerance:
+            allowed += tolerance * together(_terms(wide, exact).square())
         ratio = torch.maximum(wrong, off) / allowed.clamp(min=1e-300)
     top = float(ratio.max())
     top = top if math.isfinite(top) else math.inf
@@ -94,7 +105,7 @@ def _sizes(block: Block) -> tuple[float, ...]:
     return SIZES if 0.01 <= own <= 100 else (*SIZES, *(own * size for size in SIZES))
 
 
-def _worst_directions(block: Block, other: Block, domain: Domain | None) -> Tensor:
+def _worst_directions(block: Block, other: Block, domain: Domain | None, linear: Tensor | None) -> Tensor:
     """(ways, d) directions x in which the replacement is expected to err most against what the block loses.
 
     With E the linear map between the two, M x the terms A_j x_j and |v_i| u_i.x that the block sums, and M' those of
@@ -104,10 +115,11 @@ def _worst_directions(block: Block, other: Block, domain: Domain | None) -> Tens
     d, products = block.inputs, PRODUCTS.get(block.dtype, (0.0,))
     if block.phi.odd is None or block.gated or d == 1:
         return block.up.new_zeros(0, d, dtype=torch.float64)
+    linear = linear_gap(block, other, domain)[0] if linear is None else linear
     rows, made = (each.down.double().norm(dim=0)[:, None] * each.up.double() for each in (block, other))
     size = torch.hypot(block.matrix.norm(dim=0), rows.norm(dim=0))
     size = torch.where(size > 0, size, 1e-9 * size.max().clamp(min=1e-300))  # columns are scaled to 1
-    theirs = torch.cat([linear_gap(block, other, domain)[0] / block.roundoff, made]) / size
+    theirs = torch.cat([linear / block.roundoff, made]) / size
     if d > DECOMPOSED:  # axes only
         return torch.eye(d).to(size)[theirs.norm(dim=0).topk(WAYS).indices]
     square, gram, skip = theirs.mT @ theirs, (rows / size).mT @ (rows / size), block.matrix.norm(dim=0) / size
@@ -176,8 +188,8 @@ def _hidden_shift(block: Block, values: Tensor) -> Tensor:
     return values - values.mean(-1, keepdim=True) if norm is not None and norm.kind == "layernorm" else values
 
 
-def _terms(block: Block, x: Tensor) -> tuple[Tensor, Tensor]:
-    """(rows,) the sizes of all that a block in float64 adds up, and the squares of what its outputs are sums of."""
+def _terms(block: Block, x: Tensor) -> Tensor:
+    """(rows,) the sizes of all that a block in float64 adds up."""
 
     def linear(weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
         shift: Tensor | float = 0.0 if bias is None else bias
@@ -187,15 +199,19 @@ def _terms(block: Block, x: Tensor) -> tuple[Tensor, Tensor]:
     zero = abs(block.phi.at_zero) if math.isfinite(block.phi.at_zero) else 0.0
     if block.gate is not None:
         gate, wide = linear(block.gate, block.gate_bias)
-        last = block.phi.function(gate) * value
         hidden = (wide + zero + block.phi.function(gate).abs()) * size
     else:
-        last = block.phi.function(value)
-        hidden = size ** (2 if block.phi.family == "power" else 1) + zero + last.abs()
+        hidden = size ** (2 if block.phi.family == "power" else 1) + zero + block.phi.function(value).abs()
+    const = x.new_zeros(1) if block.down_bias is None else block.down_bias.abs()
+    total: Tensor = (hidden @ block.down.abs().mT + x.abs() @ block.matrix.abs().mT + const).norm(dim=1)
+    return total
+
+
+def _squares(block: Block, x: Tensor) -> Tensor:
+    """(rows,) the squares of the terms that the outputs of a block in float64 are sums of."""
     const = x.new_zeros(1) if block.down_bias is None else block.down_bias
-    total = hidden @ block.down.abs().mT + x.abs() @ block.matrix.abs().mT + const.abs()
-    squares = last.square() @ block.down.square().sum(0) + x.square() @ block.matrix.square().sum(0)
-    return total.norm(dim=1), squares + const.square().sum()
+    squares = block.hidden(x).square() @ block.down.square().sum(0) + x.square() @ block.matrix.square().sum(0)
+    return squares + const.square().sum()
 
 
 def linear_gap(block: Block, other: Block, domain: Domain | None = None) -> tuple[Tensor, Tensor]:

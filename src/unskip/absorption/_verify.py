@@ -55,16 +55,12 @@ def _replaces(verdict: Verdict) -> bool:
     for may, bias in zip(allowed, (other.up_bias, other.gate_bias, other.down_bias), strict=True):
         if bias is not None and not may and bool(bias.any()):
             return False
-    return _makes_up(verdict) and agree(block, other, verdict.inputs, SEED, 4 * (verdict.tolerance or 0.0)).holds
-
-
-def _makes_up(verdict: Verdict) -> bool:
-    """Whether the linear maps agree up to a small share of the skip, where they have to be equal."""
-    block, other = verdict.block, verdict.weights
-    assert other is not None
-    if block.gated or block.phi.odd is None or {"pre", "out"} & block.norms.keys():
-        return True
-    return makes_up(block, *linear_gap(block, other, verdict.inputs), verdict.tolerance or 0.0)
+    tolerance, linear = verdict.tolerance or 0.0, None
+    if not block.gated and block.phi.odd is not None and not {"pre", "out"} & block.norms.keys():
+        linear, skip = linear_gap(block, other, verdict.inputs)
+        if not makes_up(block, linear, skip, tolerance):
+            return False
+    return agree(block, other, verdict.inputs, SEED, 4 * tolerance, linear).holds
 
 
 def _flips_apply(at: Problem) -> bool:
