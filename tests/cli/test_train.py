@@ -5,7 +5,7 @@ import os
 import shutil
 import subprocess
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -46,15 +46,16 @@ def test_epochs_replace_the_steps_of_another_run(configs: list[Any], tmp_path: P
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_every_field_is_an_option_in_one_group(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
-    groups = field_groups(RECIPES[recipe].config)
+    groups, no_use = field_groups(RECIPES[recipe].config), RECIPES[recipe].config.no_use
     names = [field.name for members in groups.values() for field in members]
-    assert sorted(names) == sorted(RECIPES[recipe].config.__dataclass_fields__)
+    assert sorted(names) == sorted({field.name for field in fields(RECIPES[recipe].config)} - no_use.keys())
     assert {"data", "model and shortcut", "optimisation", "evaluation", "run"} <= {*groups}
     assert [field.name for members in groups.values() for field in members if not field.about] == []
     assert cli.main(["train", recipe, "--help"]) == 0
     out = capsys.readouterr().out
     for name in (*names, "out", "seeds", "config", "quiet"):
         assert f"--{name.replace('_', '-')}" in out
+    assert [name for name in no_use if f"--{name.replace('_', '-')} " in out] == []
     assert "run options" in out
 
 

@@ -63,7 +63,7 @@ def read(args: Sequence[str]) -> Job:
         config=(tyro.conf.OmitArgPrefixes,),
     )
     values = {name: value for group in groups for name, value in vars(getattr(parsed, group)).items()}
-    config = replace(base, **{each.name: values[each.name] for each in fields(base)})
+    config = replace(base, **{each.name: values[each.name] for each in fields(base) if each.name in values})
     own = resolve(recipe.name, base.preset, {})
     unused = [each for each in config.unused() if getattr(config, each) == getattr(base, each)]
     config = replace(config, **{each: getattr(own, each) for each in unused})  # of another run, and not asked for here

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 from unskip.optim import Decays
 from unskip.training import Precision, RunFolder
@@ -12,6 +12,8 @@ from unskip.training import Precision, RunFolder
 @dataclass(frozen=True)
 class Config:
     """What a run is. `steps`, where given, replaces `epochs`. Comments are the help of `unskip train`."""
+
+    no_use: ClassVar[dict[str, str]] = {}  # fields that a recipe has no use for, and why; its command does without them
 
     preset: str = "digits"  # where the other defaults come from
     data: str = "digits"  # a named set, a folder of class folders, parquet files or tar shards; several are joined by +
@@ -69,4 +71,5 @@ class Config:
 
     def unused(self) -> dict[str, str]:
         """Fields that have no effect beside the others, with the reason; a run that sets one of them is refused."""
-        return {} if self.steps is None else {"epochs": f"steps is {self.steps}, which replaces it; set steps to None"}
+        replaced = {"epochs": f"steps is {self.steps}, which replaces it; set steps to None"}
+        return self.no_use | (replaced if self.steps is not None else {})

@@ -33,12 +33,16 @@ from unskip.training import Evaluation
 from unskip.wiring import find_wiring, save
 
 _FOR_BASELINE = 2**24  # tokens whose frequencies are counted
-_NO_IMAGES = ("data_root", "download", "size", "interpolation", "workers", "online_images")
 
 
 @dataclass(frozen=True)
 class Lm(Config):
     """The config of a language model."""
+
+    no_use = dict.fromkeys(
+        ("data_root", "download", "size", "interpolation", "workers", "online_images"),
+        "it is about images; leave it out",
+    )
 
     preset: str = "stdlib-tiny"  # where the other defaults come from
     data: str = "stdlib"  # stdlib, a folder or glob of text files, parquet files with {split} in the path, hf:NAME
@@ -63,9 +67,6 @@ class Lm(Config):
 
     def sizes_fit(self, model: str) -> bool:
         return not model.startswith("hf:") and not is_file(model)  # else a kind would be of 7 billion parameters
-
-    def unused(self) -> dict[str, str]:
-        return super().unused() | dict.fromkeys(_NO_IMAGES, "it is about images; leave it out")
 
 
 _SMALL = "hidden_size=384,num_hidden_layers=6,num_attention_heads=6"
