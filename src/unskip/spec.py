@@ -32,6 +32,7 @@ from unskip._extras import need
 from unskip._words import nearest
 from unskip.errors import BadInput, UnskipError
 
+# How a model is named.
 FORMS = "timm:NAME, torchvision:NAME, hf:NAME-or-FOLDER, diffusers:FOLDER or file.py:FUNCTION"
 # Above this many parameters a light build has shapes only. With values, building and tracing a ViT-B takes seconds on
 # two cores, a ViT-g more memory than 20 GiB: a trace keeps every activation.

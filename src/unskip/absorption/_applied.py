@@ -39,6 +39,7 @@ class Applied:
             self.back.pop()()
 
     def to_dict(self) -> dict[str, Any]:
+        """Plain data for JSON."""
         return {
             "mode": self.mode,
             "done": {self.sites[index].path: what for index, what in self.done.items()},

@@ -30,7 +30,7 @@ from unskip.anatomy import Example, MlpParts, Site, example_for
 from unskip.errors import BadInput, RewireError, UnskipError
 from unskip.wiring import Cut, find_wiring, rewire
 
-Mode = Literal["exact", "widen", "approximate"]
+Mode = Literal["exact", "widen", "approximate"]  # how a model is rewritten
 _CHANGED = 1e-2  # of the outputs: above the rounding of a deep model, far below what another function differs by
 _CHANGED_HALF = 1e-1
 BEHIND = "its MLP reads a norm, so no exact replacement exists; mode='approximate' can be used on data"

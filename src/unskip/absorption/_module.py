@@ -51,6 +51,7 @@ class AbsorbableMLP(nn.Module):
         self.down = nn.Linear(hidden - dim, dim, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
+        """x + W_down act(W_up x), with x (..., dim)."""
         branch: Tensor = self.down(self.act(self.up(x)))
         return x + branch
 

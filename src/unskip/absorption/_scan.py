@@ -61,6 +61,7 @@ class ScanRow:
         return [each for each in (self.verdict, self.bare, self.local) if each is not None]
 
     def to_dict(self) -> dict[str, Any]:
+        """Plain data for JSON."""
         near = self.approximation
         return {
             "site": self.site.index,
@@ -121,6 +122,7 @@ class Scan(Sequence[ScanRow]):
         return all(verdict.verify() for row in self.rows for verdict in row.verdicts)
 
     def to_dict(self) -> dict[str, Any]:
+        """Plain data for JSON."""
         return {"model": self.model, "counts": self.counts(), "rows": [row.to_dict() for row in self.rows]}
 
     def __str__(self) -> str:

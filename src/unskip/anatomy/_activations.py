@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 Activation = Callable[[Tensor], Tensor]
 
-ACTIVATIONS: dict[str, Activation] = {
+ACTIVATIONS: dict[str, Activation] = {  # by name, as in `Block(activation="gelu")`
     "identity": lambda x: x,
     "relu": F.relu,
     "leaky_relu": F.leaky_relu,
@@ -40,9 +40,9 @@ ACTIVATIONS: dict[str, Activation] = {
     "shifted_softplus": lambda x: F.softplus(x) - math.log(2),
 }
 
-# Spread over where activations bend, and not symmetric, so that no two of them agree on all of it; and from 1e-6 to 1e6
-# on both sides, so that a clamp at 50 is not taken for a ReLU.
 FAR = torch.logspace(-6, 6, 49).double()
+# Where activations are compared: spread over where they bend, and not symmetric, so that no two of them agree on all of
+# it; and from 1e-6 to 1e6 on both sides, so that a clamp at 50 is not taken for a ReLU.
 GRID = torch.cat([torch.linspace(-7.9, 8.3, 90).double(), -1.03 * FAR, FAR])
 
 

@@ -76,6 +76,7 @@ class Audit(Sequence[Site]):
 
 
 _THEN = "the model is rewired: |f|/|x| is of the moment it was; unskip.measure takes it anew"
+# Columns of the table that an audit prints.
 AUDIT_HEADER = ("site", "path", "kind", "norm", "runs", "|f|/|x|", "branch", "source", "note")
 
 

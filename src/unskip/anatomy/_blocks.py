@@ -33,7 +33,7 @@ from unskip.errors import BadInput, ForwardError, NoResidualError, WrappedError
 
 # Indices select among the model's own blocks. Paths (with * for one name, ** for several) and a predicate on Site, true
 # for the last site of each block, declare what the blocks are.
-Blocks = int | Iterable[int] | str | Iterable[str] | Callable[[Site], bool]
+Blocks = int | Iterable[int] | str | Iterable[str] | Callable[[Site], bool]  # how blocks are chosen
 
 
 @dataclass(frozen=True)

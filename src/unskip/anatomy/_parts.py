@@ -131,7 +131,7 @@ class ParallelParts:
         return self.attention.site
 
 
-Part = AttentionParts | MlpParts | ParallelParts
+Part = AttentionParts | MlpParts | ParallelParts  # the weights of the branch of one site
 
 
 class Parts(Sequence[Part | None]):

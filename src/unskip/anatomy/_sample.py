@@ -19,7 +19,7 @@ from unskip.anatomy._replay import replay
 from unskip.anatomy._sites import Site
 from unskip.anatomy._walk import climb, in_norm
 
-Function = Callable[[Tensor], Tensor]
+Function = Callable[[Tensor], Tensor]  # a part of the model, of its input
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,13 +30,16 @@ class Sample:
 
     @property
     def sites(self) -> tuple[Site, ...]:
+        """All residual additions."""
         return self.trace.sites
 
     def value(self, node: int) -> Tensor:
+        """What a node of the trace gave."""
         return self.trace.graph.values[node]
 
     def run(self, site: Site) -> SiteRun:
-        return self.trace.runs[site.index][-1]  # of a site that runs several times, the last run
+        """The last run of a site."""
+        return self.trace.runs[site.index][-1]
 
     def first(self) -> int:
         """The node of the stream that the first site reads."""
@@ -47,9 +50,11 @@ class Sample:
         return max(runs[-1].add.index for site, runs in zip(self.sites, self.trace.runs, strict=True) if site.regular)
 
     def stream(self, site: Site) -> Tensor:
+        """(tokens, dim), what the site adds its branch to."""
         return tokens(self.value(self.run(site).stream), site)
 
     def sum(self, site: Site) -> Tensor:
+        """(tokens, dim), what the site makes."""
         return tokens(self.value(self.run(site).add.index), site)
 
     def ratio(self, site: Site) -> float:

@@ -42,7 +42,7 @@ _MIXING = numpy.stack(
     ]
 )
 _BOX, _COLOURS = 5, 7  # numbers that are drawn for a crop: those of its box, and those of its colours
-Drawn = tuple[Tensor, Tensor, Tensor, Tensor]
+Drawn = tuple[Tensor, Tensor, Tensor, Tensor]  # images, numbers of the global and of the local crops, labels
 
 
 @dataclass(frozen=True)

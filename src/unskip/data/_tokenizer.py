@@ -32,8 +32,14 @@ class Tokenizer(Protocol):
     size: int  # ids go from 0 to size - 1
     end: int  # the id after every document
 
-    def encode(self, documents: Sequence[bytes]) -> list[Ids]: ...
-    def decode(self, ids: Sequence[int]) -> str: ...
+    def encode(self, documents: Sequence[bytes]) -> list[Ids]:
+        """The ids of each document, without the end."""
+        ...
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of ids."""
+        ...
+
     def save(self, folder: Path) -> None:
         """Writes what `open_tokenizer(folder)` reads."""
         ...

@@ -97,6 +97,7 @@ class Protocol:
 
 
 _PROTOCOLS: dict[str, Protocol] = {}
+# All evaluators by the name of their protocol, as `unskip eval --protocol` takes them.
 PROTOCOLS: Mapping[str, Protocol] = MappingProxyType(_PROTOCOLS)
 
 

@@ -23,7 +23,7 @@ from unskip.anatomy import Example, ModelTrace, example_for, patch_grid, trace_m
 from unskip.errors import BadInput, InitError
 from unskip.init._draw import Draw
 
-PositionCode = Literal["orthogonal", "sincos"]
+PositionCode = Literal["orthogonal", "sincos"]  # of `position_code_`
 
 
 def position_code_(

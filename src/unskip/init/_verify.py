@@ -40,7 +40,7 @@ from unskip.init._value_output import split
 from unskip.wiring import Where, check_selector, picks
 
 Name = Literal["value-output", "query-key", "mlp"]
-PARTS: tuple[Name, ...] = get_args(Name)
+PARTS: tuple[Name, ...] = get_args(Name)  # that `verify_skipless` checks
 _TOKENS = 64  # that self-attention is computed among
 
 

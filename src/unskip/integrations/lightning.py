@@ -20,6 +20,7 @@ from torch import nn
 from unskip.errors import BadInput
 from unskip.integrations import _carry
 
+# Of the wiring in a checkpoint.
 KEY = "unskip"
 _NAMES = ("lightning.pytorch", "pytorch_lightning")  # two packages of the same code, with classes of their own
 

@@ -23,9 +23,9 @@ from torch import Tensor, nn
 from unskip._checks import choice, number
 from unskip.errors import BadInput
 
-Interpolant = Literal["linear", "gvp"]
-Target = Literal["velocity", "noise", "data"]
-Times = Literal["uniform", "logit-normal"]
+Interpolant = Literal["linear", "gvp"]  # between noise and data
+Target = Literal["velocity", "noise", "data"]  # that the model predicts
+Times = Literal["uniform", "logit-normal"]  # how training times are drawn
 _MARGIN = 1e-3  # at the ends of time, where noise or data alone does not give the velocity
 
 

@@ -27,7 +27,7 @@ from unskip.models._conditioned import check_labels
 from unskip.models._flow import Flow, Parts
 from unskip.models._noise import normal
 
-Sampler = Literal["euler", "heun", "dopri5", "euler-maruyama"]
+Sampler = Literal["euler", "heun", "dopri5", "euler-maruyama"]  # that integrates the flow
 _LAST = 0.04  # the length of the last step of euler-maruyama
 _MOST = 10_000  # steps of dopri5, accepted or not
 

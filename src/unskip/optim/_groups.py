@@ -31,7 +31,7 @@ from unskip.anatomy import unwrapped
 from unskip.errors import BadInput
 
 Role = Literal["hidden", "input", "head", "embedding", "token", "vector"]
-Decays = Literal["matrices", "blocks"]
+Decays = Literal["matrices", "blocks"]  # all weight matrices, or weights and biases of the blocks alone
 MATRICES = ("hidden", "input", "head")  # the roles that decay
 EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
 

@@ -270,4 +270,5 @@ class Distillation(CropsObjective):
         yield from super().warnings(row, share)
 
 
+# A config of the recipe dino (DINO: self-distillation on crops): `unskip.recipes.dino(preset, **fields)`.
 dino = register(Recipe("dino", Dino, _PRESETS, build_model, Distillation))

@@ -213,4 +213,5 @@ def _copy(model: nn.Module, weights: dict[str, Any], source: str) -> None:
         raise BadInput(f"{source}: its weights are of another model: {line}; give it the same model_args") from error
 
 
+# A config of the recipe lm (language models: the next token): `unskip.recipes.lm(preset, **fields)`.
 lm = register(Recipe("lm", Lm, _PRESETS, build_model, NextToken))

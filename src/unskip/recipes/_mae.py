@@ -170,4 +170,5 @@ class Reconstruction(Objective):
         }
 
 
+# A config of the recipe mae (masked autoencoders): `unskip.recipes.mae(preset, **fields)`.
 mae = register(Recipe("mae", Mae, _PRESETS, build_model, Reconstruction))

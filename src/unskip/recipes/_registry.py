@@ -43,7 +43,7 @@ class Recipe:
         return resolve(self.name, preset or next(iter(self.presets)), overrides)
 
 
-RECIPES: dict[str, Recipe] = {}
+RECIPES: dict[str, Recipe] = {}  # by name; `register` adds to them
 
 
 def register(recipe: Recipe) -> Recipe:

@@ -131,4 +131,5 @@ def decay_caution(shortcut: str) -> str | None:
     return None
 
 
+# A config of the recipe simclr (SimCLR: contrast of two crops): `unskip.recipes.simclr(preset, **fields)`.
 simclr = register(Recipe("simclr", Simclr, _PRESETS, build_model, Contrast))

@@ -86,4 +86,5 @@ class Velocity(FlowMatching):
         return super().start(model, sample)
 
 
+# A config of the recipe sit (SiT: flow matching with a diffusion transformer): `unskip.recipes.sit(preset, **fields)`.
 sit = register(Recipe("sit", Sit, _PRESETS, build_model, Velocity))

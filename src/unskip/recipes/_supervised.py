@@ -293,4 +293,5 @@ def _cuts(config: Supervised, model: nn.Module, sample: Tensor) -> bool:
     return False
 
 
+# A config of the recipe supervised (classification): `unskip.recipes.supervised(preset, **fields)`.
 supervised = register(Recipe("supervised", Supervised, _PRESETS, build_model, Classification))

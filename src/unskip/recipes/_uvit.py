@@ -56,4 +56,5 @@ class UvitObjective(FlowMatching):
             raise BadInput("weights: published checkpoints of U-ViT predict noise at discrete times and are not loaded")
 
 
+# A config of the recipe uvit (U-ViT: flow matching with long skips): `unskip.recipes.uvit(preset, **fields)`.
 uvit = register(Recipe("uvit", Uvit, _PRESETS, build_model, UvitObjective))

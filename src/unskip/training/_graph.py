@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from unskip.errors import TrainingError
 
-Pass = Callable[[Any], tuple[Tensor, dict[str, Tensor]]]
+Pass = Callable[[Any], tuple[Tensor, dict[str, Tensor]]]  # from a batch to the loss and further numbers
 _WARMUPS = 3  # lazy initialisation, and the choice of algorithms, must not be recorded
 
 

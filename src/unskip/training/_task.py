@@ -25,11 +25,15 @@ class Batches(Protocol):
     """Batches as a function of the step alone; each in so many `parts`, one after the other."""
 
     @property
-    def steps_per_epoch(self) -> int: ...
+    def steps_per_epoch(self) -> int:
+        """Batches in one pass over the set."""
+        ...
 
     def iterate(
         self, start_step: int, stop_step: int, rank: int = 0, world: int = 1, parts: int = 1
-    ) -> Iterator[Batch]: ...
+    ) -> Iterator[Batch]:
+        """The batches of the steps from `start_step` up to but without `stop_step`: this process's part of each."""
+        ...
 
 
 @dataclass

@@ -22,7 +22,7 @@ from unskip.wiring._structure import class_name, difference, structure
 from unskip.wiring._timm import arguments
 from unskip.wiring._wiring import find_wiring
 
-Builder = str | Mapping[str, Any] | None
+Builder = str | Mapping[str, Any] | None  # how `load` builds the model again
 _IMPLEMENTATIONS = ("_attn_implementation", "_experts_implementation")  # private in transformers' configs: not in JSON
 _LIBRARIES = ("diffusers", "timm", "torchvision", "transformers")  # whose models are recorded unasked
 _FETCHING = {"quantization_config", "use_pretrained_backbone"}  # weights, or kernels, where a configuration has them

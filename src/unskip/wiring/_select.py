@@ -12,7 +12,7 @@ from unskip.errors import BadInput, RewireError
 from unskip.wiring._rules import Keep
 from unskip.wiring._shortcut import Shortcut, Weight, parse
 
-Where = str | Callable[[Site], bool] | None
+Where = str | Callable[[Site], bool] | None  # the sites that a rule governs
 Rule = Shortcut | str
 Rules = Rule | Mapping[str | Callable[[Site], bool], Rule]
 # What None picks, less what cannot be rewired: a predicate sees projected shortcuts and long skips as well.
