@@ -1,7 +1,6 @@
 """What does `unskip demo` show? Its numbers as JSON, and its page as pictures for the docs.
 
 python benchmarks/demo.py                       # the demo, then the rest
-python benchmarks/demo.py --data "cifar10-{split}.parquet"           # at a larger scale, on a GPU
 python benchmarks/demo.py --runs runs/demo      # of a demo that was made already
 python benchmarks/demo.py --runs runs/demo --pictures docs/img       # chromium takes the pictures
 python benchmarks/demo.py --page report.html --pictures docs/img     # of a page that was written elsewhere; no JSON
@@ -54,7 +53,7 @@ def record(folder: Path) -> dict[str, Any]:
         "script": "benchmarks/demo.py",
         "device": device,
         "versions": about["versions"],
-        "protocol": "unskip demo, on the test split; of encoders knn-dino-v1, probe-lbfgs-v1 and rank-v1 by block",
+        "protocol": "unskip demo, on the test split",
         "seconds": round((folder / "report.html").stat().st_mtime - first, 1),
         "runs": result,
     }
@@ -89,16 +88,13 @@ def main() -> None:
     parser.add_argument("--runs", type=Path, help="the folder of a demo that was made already")
     parser.add_argument("--page", type=Path, help="a page that was written elsewhere, for --pictures")
     parser.add_argument("--pictures", type=Path, help="where pictures of the page go")
-    parser.add_argument("--data", default="digits", help="what `unskip demo --data` takes")
-    parser.add_argument("--json", type=Path, help="default: docs/results/demo-digits.json, or demo-cifar.json")
+    parser.add_argument("--json", type=Path, default=ROOT / "docs" / "results" / "demo-digits.json")
     args = parser.parse_args()
     if args.page is None:
         if args.runs is None:
             from unskip import demo
 
-            args.runs = demo.run("runs/demo", scale=demo.chosen(args.data)).page.parent
-        word = "digits" if args.data == "digits" else "cifar"
-        args.json = args.json or ROOT / "docs" / "results" / f"demo-{word}.json"
+            args.runs = demo.run("runs/demo").page.parent
         args.json.write_text(json.dumps(record(args.runs), indent=1) + "\n")
         args.page = args.runs / "report.html"
     if args.pictures is not None:

@@ -11,16 +11,13 @@ from typing import Annotated
 
 import tyro
 
-from unskip.cli._options import Quiet, option
-
-_DATA = "digits, or with a GPU cifar10 or parquet files such as cifar10-{split}.parquet, where effects are larger."
+from unskip.cli._options import option
 
 
 def demo_command(
     quick: Annotated[bool, tyro.conf.FlagCreatePairsOff, option("Fewer steps: about a minute.")] = False,
-    data: Annotated[str, tyro.conf.arg(help=_DATA, metavar="SOURCE")] = "digits",
     out: Annotated[str, tyro.conf.arg(help="Where runs and page go.", metavar="FOLDER")] = "runs/demo",
-    quiet: Quiet = False,
+    progress: Annotated[bool, tyro.conf.FlagCreatePairsOff, option("Show the progress of each run.")] = False,
 ) -> int:
     """Audit, rewire, train with and without shortcuts, prove, and report: minutes on two cores, no network.
 
@@ -28,8 +25,8 @@ def demo_command(
     """
     from unskip import demo as demonstration
 
-    write = functools.partial(print, flush=True)
-    shown = demonstration.run(out, write, demonstration.chosen(data, quick), quiet)
+    scale = demonstration.QUICK if quick else demonstration.SMALL
+    shown = demonstration.run(out, functools.partial(print, flush=True), scale, quiet=not progress)
     if sys.stdout.isatty() and _has_screen():
         with contextlib.suppress(webbrowser.Error):
             webbrowser.open(shown.page.as_uri())

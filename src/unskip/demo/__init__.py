@@ -7,19 +7,16 @@ from __future__ import annotations
 
 import shlex
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
-
-import torch
+from typing import NamedTuple
 
 from unskip.demo import _absorb, _knob, _train
-from unskip.demo._train import LARGE, QUICK, SMALL, Interrupted, Scale
+from unskip.demo._train import QUICK, SMALL, Interrupted, Scale
 from unskip.errors import BadInput
-from unskip.recipes import Opener, cached_opener, open_split, supervised
+from unskip.recipes import Opener, cached_opener
 
-__all__ = ["LARGE", "QUICK", "SMALL", "Scale", "Shown", "chosen", "run"]
+__all__ = ["QUICK", "SMALL", "Scale", "Shown", "run"]
 Write = Callable[[str], object]
 LOOKED = 6  # runs that are measured and pictured: one seed of each model, and some more
 
@@ -31,28 +28,10 @@ class Shown(NamedTuple):
     page: Path
 
 
-def chosen(data: str = "digits", quick: bool = False, device: str | None = None) -> Scale:
-    """How large the demo is: digits on a CPU, or CIFAR-10 (by name or as parquet files) on a GPU."""
-    if data == "digits":
-        scale = QUICK if quick else SMALL
-    else:
-        if device is None and not torch.cuda.is_available():
-            raise BadInput(f"demo --data {data} takes a GPU, and there is none here; leave --data out")
-        share = 6 if quick else 1
-        scale = _with(LARGE, lambda fields: {"data": data, "steps": fields["steps"] // share})
-    return scale if device is None else _with(scale, lambda _: {"device": device})
-
-
-def _with(scale: Scale, changes: Callable[[Mapping[str, Any]], dict[str, Any]]) -> Scale:
-    """The scale with some fields of both recipes changed."""
-    supervised, mae = ({**fields, **changes(fields)} if fields else {} for fields in (scale.supervised, scale.mae))
-    return replace(scale, supervised=supervised, mae=mae)
-
-
-def run(out: str | Path = "runs/demo", write: Write = print, scale: Scale = SMALL, quiet: bool = False) -> Shown:
-    """Carries the demo out in a new folder."""
+def run(out: str | Path = "runs/demo", write: Write = print, scale: Scale = SMALL, quiet: bool = True) -> Shown:
+    """Carries the demo out in a new folder; unless `quiet`, with the progress of each run."""
     opener = cached_opener()
-    _refuse_early(scale, opener)
+    _refuse_early()
     folder, begun = _made(Path(out)), time.perf_counter()
     if folder != Path(out):
         write(f"{out} is taken, so this goes into {folder}.\n")
@@ -69,22 +48,17 @@ def run(out: str | Path = "runs/demo", write: Write = print, scale: Scale = SMAL
 def _all(folder: Path, write: Write, scale: Scale, quiet: bool, opener: Opener) -> Shown:
     from unskip.report import write as write_page
 
-    parts = iter(range(1, 6))
-    last = 5 if scale.encoders else 4
+    parts = iter(range(1, 5))
 
     def part(title: str) -> None:
         number = next(parts)
-        write(f"{'' if number == 1 else chr(10)}== {number} of {last}: {title} ==\n")
+        write(f"{'' if number == 1 else chr(10)}== {number} of 4: {title} ==\n")
 
     part("Rewire a model")
     holds = _knob.turn(write)
-    seeds = f"{len(scale.seeds)} seeds" if len(scale.seeds) > 1 else "one seed"
-    part(f"Train without skips: {scale.supervised['steps']} steps each, {seeds}")
+    part(f"Train without skips: {scale.fields['steps']} steps each, {len(scale.seeds)} seeds")
     runs = _train.classify(scale, folder, write, quiet, opener)
     kept = next((run for run in runs if any((run / "checkpoints").glob("step-*"))), None)
-    if scale.encoders:
-        part(f"Masked autoencoders: {scale.mae['steps']} steps each, one seed")
-        runs += _train.pretrain(scale, folder, write, quiet, opener)
     part("Can an MLP absorb its own skip?")
     holds &= _absorb.decide(kept, write)
     part("One page about all of it")
@@ -94,9 +68,8 @@ def _all(folder: Path, write: Write, scale: Scale, quiet: bool, opener: Opener) 
     return Shown(holds, page)
 
 
-def _refuse_early(scale: Scale, opener: Opener) -> None:
+def _refuse_early() -> None:
     """What would end the demo after minutes ends it now."""
-    open_split(supervised(scale.preset, **scale.supervised), "test", opener)
     try:
         import matplotlib  # noqa: F401  (it refuses an MPLBACKEND that it does not know)
     except (ImportError, ValueError) as error:

@@ -25,22 +25,22 @@ def decide(run: Path | None, write: Write) -> bool:
         mlp, x = AbsorbableMLP(16, 64).double(), torch.randn(32, 16, dtype=torch.float64)
     block = mlp.block()
     write(
-        f"An MLP that was made for it (AbsorbableMLP): 16 dimensions, {block.up.shape[0]} units and a skip, to be "
-        "absorbed into a plain MLP of 64 units:\n"
+        f"AbsorbableMLP, built to absorb its skip: 16 dimensions, {block.up.shape[0]} units and a skip become a plain "
+        "MLP of 64 units:\n"
     )
     second = absorb(block, width=64)
     write(_indented(str(second)))
     right.append(_checked(second.verify(), write))
     with torch.no_grad():
         difference = float((mlp(x) - mlp.absorbed()(x)).abs().max())
-    write(f"  With its skip and absorbed into plain weights, its outputs differ by at most {difference:.1g}.\n")
+    write(f"  Outputs with the skip and after absorbing it differ by at most {difference:.1g}.\n")
     return all(right) and difference < 1e-6
 
 
 def _first_mlp(run: Path, write: Write) -> bool:
     every = parts(open_run(run).encoder)
     place, part = next((place, part) for place, part in enumerate(every) if isinstance(part, MlpParts))
-    write(f"The MLP of site {place} ({every.sites[place].path}) of the model in {run.name}:\n")
+    write(f"The MLP of site {place} ({every.sites[place].path}) of the model in {run}:\n")
     verdict = absorb(part)
     write(_indented(str(verdict)))
     return _checked(verdict.verify(), write)

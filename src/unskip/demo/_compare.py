@@ -40,13 +40,6 @@ def at_chance(accuracies: Seeds, classes: int, images: int) -> bool:
     return statistics.fmean(accuracies) <= chance + 2 * math.sqrt(chance * (1 - chance) / images)
 
 
-def ranked(before: float, after: float, named: tuple[str, str] = _TWO) -> str:
-    """A sentence about two effective ranks, and what the two are called."""
-    close = abs(after - before) < 0.02 * before
-    word = "about the same" if close else _more(after - before)
-    return f"Effective rank: {before:.1f} {named[0]}, {after:.1f} {named[1]}, which is {word}."
-
-
 def _more(change: float) -> str:
     return "higher" if change > 0 else "lower"
 

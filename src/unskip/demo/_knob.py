@@ -30,7 +30,7 @@ def turn(write: Callable[[str], object]) -> bool:
     wiring = rewire(model, Decay(0.6))
     write(f"{wiring}\n")
     moved = _distance(before, _output(model, images))
-    write(f"The output moved by up to {moved:.3g}.\n")
+    write(f"The output changed by at most {moved:.3g}.\n")
 
     write("The effective decay is the product of all alphas, so the same 0.6 weighs more in a deeper model.")
     write("Decay.to_product solves alpha_min for the product you want; the rule is exchanged on the same model:\n")
@@ -39,7 +39,7 @@ def turn(write: Callable[[str], object]) -> bool:
         further = _distance(before, _output(model, images))
         write(
             f"  {rule!s:<21} last alpha {wiring.alphas[-1]:<6.3g} effective decay {wiring.effective_decay:<6.3g} "
-            f"output moved by {further:.3g}"
+            f"output changed by {further:.3g}"
         )
 
     wiring.undo()
