@@ -8,7 +8,6 @@ from collections.abc import Iterator
 import _mae_results
 from _sentences_prose import prose
 from _tables import FROZEN, dino_cells, record, runs
-from _tables_claims import accuracy
 from _tables_studies import STARTS, start
 
 
@@ -29,9 +28,6 @@ def sentences() -> Iterator[tuple[str, str]]:
     for name, seconds in (("gpu", "takes {:.0f} s on one H200"), ("cpu", "{:.0f} s on two CPU cores")):
         yield "measure", seconds.format(record(f"measure-{name}")["seconds"])
 
-    kept, decayed, mlp = (accuracy(wiring).split()[0] for wiring in ("residual", "decayed", "mlp cut + init"))
-    yield "which-shortcut", f"{decayed} against {kept} on CIFAR-10, three seeds each"
-    yield "which-shortcut", f"better than residual on CIFAR-10: {mlp} against {kept}, three seeds each"
     plain, fallen = (
         statistics.mean(row["generation"]["1"]["FD-judge"] for row in runs("sit-cifar", f"sit | {name}"))
         for name in ("plain", "decay 0.8")
@@ -76,6 +72,7 @@ def sentences() -> Iterator[tuple[str, str]]:
     plain, skips, fallen = (far[name] for name in sit)
     share = 1 - statistics.mean(fallen) / statistics.mean(plain)
     yield "generate-results", f"Fréchet distance of SiT on CIFAR-10 by {100 * share:.0f}%"
+    yield "generate", f"Fréchet distance of a small SiT by {100 * share:.0f}%"
     yield "generate-results", f"by {100 * (1 - far['uvit | decay 0.8'][0] / far['uvit | plain'][0]):.0f}% for U-ViT"
     yield "generate-results", f"{skips[0]:.2f}, one seed, lies between the two seeds of plain SiT ("
     yield "generate-results", f"({min(plain):.2f} and {max(plain):.2f})"
@@ -88,7 +85,7 @@ def sentences() -> Iterator[tuple[str, str]]:
         "init-results",
         f"attention of block 1 has condition {first['residual']} with its skip, {first['skipless']} without, "
         f"{first['value-output alone']} with value-output alone and {first['skipless + init']} with the whole "
-        f"initialisation: query-key ({first['query-key alone']} alone)",
+        f"initialisation: the query-key part ({first['query-key alone']} alone)",
     )
 
     sharded = record("fsdp-gpu")["results"]
@@ -140,6 +137,7 @@ def sentences() -> Iterator[tuple[str, str]]:
 
     yield from _dino()
     yield from _mae()
+    yield from _rank()
     yield from _tiny()
     exits = record("faults")["exits"]
     yield "many-gpus", f"{exits['runs'] - len(exits['failures'])} of {exits['runs']} sharded runs of two processes"
@@ -149,7 +147,7 @@ def sentences() -> Iterator[tuple[str, str]]:
     control, *students = (statistics.mean(found) for found in [*fade["results"].values()][:-1])
     lost = f"{control - max(students):.2f} to {control - min(students):.2f}"
     yield "fade", f"A student is {lost} behind the control"
-    yield "how-do-i", f"those of MLPs; {lost} of accuracy for all, on digits"
+    yield "how-do-i", f"those of MLPs; {lost} of accuracy for all, on digits (n = 359, three seeds)"
 
 
 def _dino() -> Iterator[tuple[str, str]]:
@@ -208,13 +206,8 @@ def _mae() -> Iterator[tuple[str, str]]:
     yield "mae-results", f"is {short:.1f} points of kNN behind after 25 epochs"
     yield "mae-results", f"and {long:.1f} ahead after 180."
     yield "which-shortcut", f"the decay is {long:.1f} ahead of long skips alone"
-    yield "what-did-not-work", f"decay was {found[_LONGER.format(2)]:.1f} points of kNN ahead of long skips alone"
     slow = knn["longer | long skips | x 1"] - knn["longer | long skips | x 2"]
     yield "mae-results", f"long skips are {slow:.1f} points better at 1e-3"
-    yield (
-        "what-did-not-work",
-        f"and is {slow:.1f} points worse than 1e-3 at 180. With 1e-3 for both, decay is {long:.1f}",
-    )
     strong = knn["ablation | long skips"] - knn["sweep | alpha_min 0.6"]
     yield "which-shortcut", f"0.6 is {strong:.1f} points below long skips alone after 25 epochs"
 
@@ -230,18 +223,15 @@ def _mae() -> Iterator[tuple[str, str]]:
     peaks = [max(done[f"sweep | alpha_min {alpha}"]["loss"], key=lambda row: row[2]) for alpha in ("0.6", "0.4")]
     norms, last = [f"{row[2]:.0f}" for row in peaks], max(row[0] for row in peaks)
     yield "mae-ablations", f"norm of {norms[0]} (alpha_min 0.6) and {norms[1]} (0.4) within {last} steps"
-    yield "what-did-not-work", f"a length of {norms[0]} within {last} steps"
     higher = [
         f"{knn[f'start | alpha_min {alpha} without zero start'] - knn[f'sweep | alpha_min {alpha}']:.1f}"
         for alpha in ("0.6", "0.4")
     ]
     yield "mae-ablations", f"without them kNN is {higher[0]} and {higher[1]} points higher"
-    yield "what-did-not-work", f"without them kNN is {higher[0]} points higher at 0.6"
     related = _mae_results.correlations(done)
     other, final = ([*related[f"over configurations, {kind} runs"].values()] for kind in ("other", "final"))
-    for page in ("mae-ablations", "what-did-not-work"):
-        yield page, f"correlation of {min(other):.1f} to {max(other):.1f}"
-        yield page, f"runs of 60 epochs it falls from {final[0]:.1f} to {final[-1]:.1f}"
+    yield "mae-ablations", f"correlation of {min(other):.1f} to {max(other):.1f}"
+    yield "mae-ablations", f"runs of 60 epochs it falls from {final[0]:.1f} to {final[-1]:.1f}"
     usual, fast = knn["sweep | alpha_min 0.8"], knn["rate | plain | x 2"]
     yield (
         "mae-ablations",
@@ -250,31 +240,44 @@ def _mae() -> Iterator[tuple[str, str]]:
     )
 
 
+def _rank() -> Iterator[tuple[str, str]]:
+    """How far the decay lowers the effective rank, with Welch's 95% interval over three seeds."""
+    from scipy.stats import ttest_ind
+
+    decayed, kept, plain = (
+        [row["depth"]["rank"][-1] for row in runs("mae-cifar", f"final | {name}")]
+        for name in ("decay 0.8", "long skips", "plain")
+    )
+    for control, words in ((kept, "by {:.1f} against long skips alone (95% interval {:.1f} to {:.1f})"),
+                           (plain, "by {:.1f} against plain MAE ({:.1f} to {:.1f})")):  # fmt: skip
+        interval = ttest_ind(control, decayed, equal_var=False).confidence_interval()
+        yield "results", words.format(statistics.mean(control) - statistics.mean(decayed), *interval)
+
+
 _LONGER = "knn20, longer: decayed less long skips | x {}"
 
 
 def _tiny() -> Iterator[tuple[str, str]]:
-    kept, cut = (runs("skipless-tiny", name)[0] for name in ("final | residual | 0", "final | no skips | 0"))
-    gap = f"{100 * (kept['test_accuracy'] - cut['test_accuracy']):.1f} points behind"
-    for page in ("skipless-results", "skipless", "which-shortcut", "what-did-not-work"):
-        yield page, gap
-    yield "skipless-results", f"training loss is {cut['train_loss']:.2f} against {kept['train_loss']:.2f}"
-    course, other = ([loss for step, loss in row["loss"] if 1960 <= step <= 5800] for row in (cut, kept))
-    yield "skipless-results", f"loss stays between {min(course):.2f} and {max(course):.2f} from step 1,960 to 5,800"
-    yield "skipless-results", f"falls from {other[0]:.2f} to {other[-1]:.2f}"
-    best = {name: max(row["val_accuracy"] for row in runs("skipless-tiny", f"rate | {name}"))
-            for name in ("residual", "no skips", "no skips, paired units")}  # fmt: skip
-    frozen, paired = (100 * (best["residual"] - best[name]) for name in ("no skips", "no skips, paired units"))
-    for page in ("skipless-results", "skipless", "which-shortcut", "what-did-not-work"):
-        yield page, f"{paired:.1f} behind after 20 epochs"
-    yield "skipless-results", f"{paired:.1f} behind after 20 epochs with paired units and {frozen:.1f} without them"
-    (slower,) = runs("skipless-tiny", "not evaluated | no skips, lr 0.0015 | 0")
-    (pairs,) = runs("skipless-tiny", "not evaluated | no skips, paired units, lr 0.0015 | 0")
-    losses = [dict(map(tuple, row["loss"]))[9640] for row in (pairs, kept, slower)]
-    yield (
-        "skipless-results",
-        "{:.2f} with paired units, {:.2f} residual at 3e-3, {:.2f} with shaped MLPs".format(*losses),
+    names = ("residual", "residual, lr 0.0015", "no skips", "no skips, paired units, lr 0.0015")
+    kept, slow, cut, paired = (runs("skipless-tiny", f"final | {name} | 0")[0] for name in names)
+    top, loss, dense = (
+        {name: row[key] for name, row in zip(names, (kept, slow, cut, paired), strict=True)}
+        for key in ("test_accuracy", "train_loss", "mean_iou")
     )
+    behind = [100 * (top[name] - top[names[3]]) for name in names[:2]]
+    yield "skipless-results", "{:.1f} points behind the better residual run and {:.1f} behind".format(*behind)
+    yield "skipless-results", f"the training loss is {loss[names[3]]:.2f} against {loss[names[1]]:.2f}"
+    last, best = ([100 * pick(dense[name]) for name in (names[3], names[1])] for pick in (lambda row: row[-1], max))
+    yield "skipless-results", "{:.1f} against {:.1f} in the last block and {:.1f} against {:.1f}".format(*last, *best)
+    yield "skipless-results", f"{100 * (top[names[0]] - top[names[2]]):.1f} points behind"
+    course = [value for step, value in cut["loss"] if 1960 <= step <= 5800]
+    yield "skipless-results", f"loss stays between {min(course):.2f} and {max(course):.2f} from step 1,960 to 5,800"
+    held_out = {name: max(row["val_accuracy"] for row in runs("skipless-tiny", f"rate | {name}"))
+                for name in ("residual", "no skips", "no skips, paired units")}  # fmt: skip
+    shaped, pairs = (100 * (held_out["residual"] - held_out[name]) for name in ("no skips", "no skips, paired units"))
+    yield "skipless-results", f"{pairs:.1f} behind after 20 epochs with paired units and {shaped:.1f} without them"
+    (slower,) = runs("skipless-tiny", "not evaluated | no skips, lr 0.0015 | 0")
+    yield "skipless-results", f"({slower['train_loss']:.2f} at 1.5e-3, a run that was not evaluated)"
 
 
 def _scanned_models() -> Iterator[tuple[str, str]]:
@@ -285,13 +288,16 @@ def _scanned_models() -> Iterator[tuple[str, str]]:
     loss, cut, near = ((row := models["GPT-2 residual"]["rewritten"])["loss"], row["cut"], row["approximate"])
     yield "lm", f"that costs {near['loss'] - loss:.2f} nats a token ({loss:.2f} before)"
     yield "fade", f"that costs {near['loss'] - loss:.2f} nats a token in a small GPT-2"
-    yield "lm", f"cut skips bring the loss to {cut['loss']:.1f}."
+    yield "lm", f"cut skips bring the loss to {cut['loss']:.1f} ({row['outputs']} test sequences, one seed)"
     small = [models[f"GPT-2 {name}"]["evaluated"] for name in ("residual", "decay to 1e-2", "MLP skips cut")]
     bits = [f"{row['test_bits_per_byte']:.2f}" for row in small]
     yield "lm", "had {} bits per byte with skips, {} with `decay:product=0.01` and {} without MLP skips".format(*bits)
 
     peak = [max(block[key] for block in models["SmolLM2-135M"]["blocks"]) for key in ("kurtosis", "outlier_channels")]
-    yield "measure", f"SmolLM2-135M reaches {peak[0]:,.0f} and {peak[1]:.0f}."
+    yield (
+        "measure",
+        f"SmolLM2-135M reaches {peak[0]:,.0f} and {peak[1]:.0f} ({models['SmolLM2-135M']['samples']} texts).",
+    )
 
     text, images = models["all-MiniLM-L6-v2"], models["ViT on digits"]
     errors = [[site["approximation"] for site in model["sites"]] for model in (text, images)]

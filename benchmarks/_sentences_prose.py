@@ -42,10 +42,17 @@ def _which_shortcut() -> Sentences:
 
     wirings = ("residual", "skipless + init", "skipless")
     soap, adamw = ([accuracy(wiring, way).split()[0] for wiring in wirings] for way in ("soap", "adamw"))
-    yield page, f"[{accuracy('decayed').split()[0]} against {soap[0]}]"
+    decayed, mlp, attention = (
+        accuracy(name).split()[0] for name in ("decayed", "mlp cut + init", "attention cut + init")
+    )
+    yield page, f"[{decayed} against {soap[0]}]"
+    yield page, f"Cutting only the MLPs' skips gives {mlp} against {soap[0]}, cutting only attention's {attention}."
+    yield page, f"Decaying to a product of 0.001 gives {decayed} against {soap[0]}."
+    tuned = ("grid | decay | 0.003 | 1", "grid | MLPs cut, shaped | 0.003 | 0.3", "grid | residual | 0.003 | 1")
+    best = (f"{_mean('skipless-gap', name, 'val_accuracy'):.1f}" for name in tuned)
+    yield page, "decayed skips and cut MLP skips give {} and {}, residual {}".format(*best)
     yield page, f"Under SOAP accuracy is {soap[0]} with skips, {soap[1]} without skips from `skipless_`, and {soap[2]}"
     yield page, "Under AdamW: {}, {} and {}.".format(*adamw)
-    yield page, f"Cutting only attention's gives {accuracy('attention cut + init').split()[0]}."
 
     fade = record("fade-digits")["results"]
     control, cut = ([statistics.mean(values) for values in fade.values()][index] for index in (0, 1))
@@ -76,11 +83,18 @@ def _skipless() -> Sentences:
     def held_out(name: str) -> str:
         return f"{_mean('skipless-gap', name, 'val_accuracy'):.1f}"
 
+    ways = ("skipless + init", "soap"), ("skipless", "soap"), ("skipless + init", "adamw")
+    start, default, adamw = (_mean("skipless-cifar", f"final | {' | '.join(way)}", "test_accuracy") for way in ways)
+    yield "skipless", f"near-uniform attention and {start - default:.1f} points less accuracy"
+    yield "skipless", f"AdamW gives {start - adamw:.1f} points less at equal epochs"
+
     strong, usual = (held_out(f"grid | cut, shaped | 0.003 | {decay}") for decay in ("1", "0.3"))
     parts, failed = "skipless-parts", "what-did-not-work"
     yield parts, f"0.3 is best for the shaped start, and 1 gives {strong}."
     biases = [held_out(f"factor | biases decay, too{more}") for more in ("", *_DECAYS)]
     yield parts, f"0.15 to 0.6 give {min(biases)} to {max(biases)}:"
+    more = [_mean("skipless-gap", name, "val_accuracy") for name in _BIASES]
+    yield "optim", f"decaying biases too gained {more[0] - more[1]:.1f} points"
     slow = held_out("factor | value-output x 0.1")
     yield (
         parts,
@@ -88,9 +102,8 @@ def _skipless() -> Sentences:
         f"qkv split {held_out('factor | split qkv')}.",
     )
     heads = ", ".join(held_out(f"factor | {name}") for name in ("1 head", "2 heads", "6 heads"))
-    yield parts, f"1, 2 or 6 heads ({heads}), half-whitened patches {held_out('factor | half-whitened patches')},"
     sharp, muon = (held_out(f"factor | {name}") for name in ("self-attention 0.97", "Muon 3e-3"))
-    yield parts, f"0.97 in every head {sharp}, Muon at 3e-3 {muon}, EMA."
+    yield parts, f"1, 2 or 6 heads ({heads}), attention calibrated to 0.97 in every head {sharp}, Muon at 3e-3 {muon},"
 
     yield failed, f"Weight decay 1 on matrices gives {strong} and 2 gives chance, where 0.3 gives {usual}."
     yield failed, f"A learning rate of 6e-3 gives {held_out('grid | cut, shaped | 0.006 | 0.3')}."
@@ -139,6 +152,10 @@ def _skipless() -> Sentences:
         if "quantised" in row
     ]
     yield more, f"at most {100 * max(lost):.1f} points are lost at 8 bits"
+    names = ("no skips", f"{FROZEN}, weight decay 0.3", "residual", "residual, weight decay 0.3", "MLPs cut")
+    coarse = [_mean("skipless-long", f"final | {name}", "quantised", "accuracy_4_tensor_clipped") for name in names]
+    cut, kept = coarse[:2], coarse[2:]
+    yield more, f"skips keep {cut[0]:.1f} and {cut[1]:.1f}%, the others {min(kept):.1f} to {max(kept):.1f}%."
 
 
 def _standard_error(shares: list[float], count: int) -> str:
@@ -147,6 +164,7 @@ def _standard_error(shares: list[float], count: int) -> str:
     return found[0] if len(found) == 1 else f"{found[0]} to {found[-1]}"
 
 
+_BIASES = ("factor | biases decay, too; weight decay 0.6", "grid | cut, shaped | 0.003 | 0.3")
 _DECAYS = ("; weight decay 0.6", "; weight decay 0.15")
 
 
@@ -218,7 +236,3 @@ def _cost() -> Sentences:
     gpu, cpu = (record(f"measure-{name}")["peak_gib"] for name in ("gpu", "cpu"))
     yield "measure", f"a peak of {gpu:.1f} GiB"
     yield "measure", f"with {cpu:.1f} GiB"
-    demo = {name: run["last"]["knn20"] for name, run in record("demo-cifar")["runs"].items() if "mae" in name}
-    plain, skips, decayed = demo["mae-no-long-skips"], demo["mae-plain"], demo["mae-decayed"]
-    yield "getting-started", f"Long skips improve kNN by {skips - plain:.3f}."
-    yield "getting-started", f"on top of them costs {skips - decayed:.3f} at this length"

@@ -181,21 +181,6 @@ def demo_digits() -> str:
 
 
 @table
-def demo_cifar() -> str:
-    rows = []
-    labels = {
-        "mae-no-long-skips": "no long skips",
-        "mae-plain": "plain: long skips",
-        "mae-decayed": "decayed: long skips and `decay:0.8`",
-    }
-    for name, label in labels.items():
-        found = record("demo-cifar")["runs"][name]["by block"]
-        last = [found[key][-1] for key in ("knn20", "probe_lbfgs", "rank")]
-        rows.append([label, f"{last[0]:.3f}", f"{last[1]:.3f}", f"{last[2]:.1f}"])
-    return lines(" | kNN (k = 20) | linear probe | effective rank", rows)
-
-
-@table
 def absorption_map() -> str:
     import absorb_map
 

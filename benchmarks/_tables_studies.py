@@ -10,8 +10,10 @@ from _tables import lines, record, runs, spread, table
 @table
 def skipless_tiny() -> str:
     names = {
-        "residual": "residual",
-        "no skips, carrying heads frozen": "no skips",
+        "residual, 3e-3": "residual",
+        "residual, 1.5e-3": "residual, lr 0.0015",
+        "no skips, 3e-3": "no skips",
+        "no skips, paired units, 1.5e-3": "no skips, paired units, lr 0.0015",
         "MLPs' skips cut": "MLPs cut",
         "decayed to a product of 0.001": "decay",
     }
@@ -198,7 +200,7 @@ def _lm_mlp(site: dict[str, Any]) -> tuple[str, ...]:
     what = "SwiGLU, GeGLU" if site["gated"] else "GELU, ReLU, ReLU²"
     if site["norm"] == "post":
         assert site["extra_units"] == site["mlp"][0]
-        why, advice = "no flipped units make it up", "exact with d more units: `absorption.apply(mode='widen')`"
+        why, advice = "no flip set reproduces the skip", "exact with d more units: `absorption.apply(mode='widen')`"
         return f"{what.removesuffix(', ReLU²')}, post-norm", site["status"], why, advice
     place = {"pre": "pre-norm", "out": "norm after it", "sandwich": "norm after it"}[site["norm"]]
     return f"{what}, {place}", site["status"], _BOUNDED, _TRAIN

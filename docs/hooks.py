@@ -49,4 +49,4 @@ def public_names() -> set[str]:
         defined = [node.name for node in body if isinstance(node, ast.FunctionDef | ast.ClassDef)]
         names = ast.literal_eval(listed[0].value) if listed else [name for name in defined if not name.startswith("_")]
         found |= {f"{module}.{name}" for name in names}
-    return {name for name in found if not name.startswith("unskip.cli.")}  # commands: `unskip --help`
+    return {name for name in found if not name.startswith(("unskip.cli.", "unskip.demo."))}  # commands: `unskip --help`
