@@ -88,6 +88,10 @@ def test_questions_that_cannot_be() -> None:
         fold(generic(), nn.ReLU())  # type: ignore[arg-type]
     with pytest.raises(BadInput, match="example="):
         absorb(generic(), example=torch.ones(2, 4))
+    with pytest.raises(BadInput, match="weights"):
+        absorb(generic(), width=10**9)
+    with pytest.raises(BadInput, match=r"x \+ mlp\(x\)"):
+        absorb(nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 4)), example=torch.ones(2, 4))
 
 
 @pytest.mark.parametrize("name", ["absorb", "widen", "nearest", "approximate", "fold", "scan"])
@@ -158,7 +162,21 @@ class TwoMlps(nn.Module):
 )
 def test_options_of_apply(given: dict[str, Any]) -> None:
     with pytest.raises(BadInput, match=r"apply: (where|distil) "):
-        unskip.absorption.apply(TwoMlps(), example=torch.ones(2, 4), **given)
+        unskip.absorption.apply(TwoMlps(), **{"example": torch.ones(2, 4)} if "data" not in given else {}, **given)
+
+
+@pytest.mark.parametrize("name", ["scan", "apply"])
+def test_a_model_is_asked_about_one_batch(name: str) -> None:
+    with pytest.raises(BadInput, match=f"{name}: data= is an example"):
+        getattr(unskip.absorption, name)(TwoMlps(), example="junk", data=torch.ones(2, 4))
+
+
+def test_sites_that_cannot_be_read_are_named_by_apply() -> None:
+    model = TwoMlps()
+    nn.utils.parametrizations.weight_norm(model.ups[0])
+    applied = unskip.absorption.apply(model, "widen", example=torch.ones(2, 4))
+    assert len(applied.done) == 1
+    assert "weight_norm" in applied.left[0]
 
 
 def test_modules() -> None:

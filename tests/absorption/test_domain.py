@@ -101,6 +101,11 @@ def test_a_domain_of_data_holds_the_data() -> None:
     domain = Domain.around(x, margin=0.05)
     assert bool(domain.holds(x).all())
     assert bool((domain.reach(normal(numbers(6), 9, 5)) > 0).all())
+    x[:, 1] *= 1e5  # one massive channel makes no other one wider
+    assert domain.reach(torch.eye(5)[:1].double()) == pytest.approx(
+        Domain.around(x, 0.05).reach(torch.eye(5)[:1].double())
+    )
+    x[:, 1] /= 1e5
     rows, bias = normal(numbers(7), 50, 5), 10 * normal(numbers(8), 50)
     values = domain.sample(2000, numbers(9)) @ rows.mT + bias
     side, cuts = domain.side(rows, bias), domain.cuts(rows, bias)
@@ -130,6 +135,32 @@ def test_a_near_miss_is_taken_with_a_tolerance(shift: float) -> None:
     assert torch.equal(verdict.flips, chosen)
     assert 0 < close(near, verdict.replacement()) < 100 * shift
     assert torch.equal(nearest(near).flips, chosen)  # the same set, found without a tolerance
+
+
+@pytest.mark.parametrize("word", ["gelu", "relu"])
+@pytest.mark.parametrize("odd_one", ["dead", "twin", "mirrored"])
+def test_a_near_miss_beside_a_unit_that_is_spare(word: str, odd_one: str) -> None:
+    block, chosen = planted(word=word, seed=2)
+    assert block.up_bias is not None
+    units = sorted(set(range(32)) - set(chosen.tolist()))[:2]
+    up, bias, down = block.up.clone(), block.up_bias.clone(), block.down.clone()
+    if odd_one == "dead":
+        down[:, units[0]] = 0
+    else:
+        sign = -1 if odd_one == "mirrored" else 1
+        up[units[0]], bias[units[0]] = sign * up[units[1]], sign * bias[units[1]]
+    down = down + 1e-8 * normal(numbers(1), *down.shape) * (down != 0)
+    near = replace(block, up=up, up_bias=bias, down=down)
+    verdict = absorb(near, tolerance=1e-6)
+    assert verdict.status == "possible"
+    assert verdict.verify()
+    assert nearest(near).change < 1e-7
+    assert 0 < close(near, verdict.replacement()) < 1e-6
+
+
+def test_a_tolerance_that_has_no_effect_is_said() -> None:
+    for block in (generic(word="tanh"), generic(norm=Norm("layernorm", "pre"))):
+        assert "takes a plain MLP" in str(absorb(block, tolerance=1e-3))
 
 
 def test_tolerances_that_cannot_be() -> None:

@@ -232,11 +232,28 @@ def test_the_module_trains_and_is_absorbed(word: str, bias: bool) -> None:
     assert torch.allclose(wide(x.double()), module(x.double()), atol=1e-12)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_module_with_pairs_is_absorbed_in_half_precision(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    module, x = AbsorbableMLP(64, 256, pairs=True).to(dtype), torch.randn(300, 64, generator=numbers(0)).to(dtype)
+    assert module.up.weight.shape == (128, 64)
+    with torch.no_grad():
+        plain = module.absorbed()
+        assert plain[0].weight.shape == (256, 64)
+        stored, own = plain(x).double(), module(x).double()
+        truth = module.double()(x.double())
+    assert float((stored - truth).norm()) < 4 * float((own - truth).norm())
+    with pytest.raises(BadInput, match="pairs=True"):
+        AbsorbableMLP(64, 256).to(dtype).absorbed()
+
+
 def test_modules_that_cannot_be() -> None:
     with pytest.raises(BadInput, match="linear odd part"):
         AbsorbableMLP(4, 16, "tanh")
     with pytest.raises(BadInput, match="at least 2"):
         AbsorbableMLP(4, 7)
+    with pytest.raises(BadInput, match="at least 3"):
+        AbsorbableMLP(4, 11, pairs=True)
     assert absorb(AbsorbableMLP(4, 16).block()).status == "impossible"
 
 

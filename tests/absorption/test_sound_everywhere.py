@@ -207,3 +207,21 @@ def test_a_linear_block_stays_silent_where_it_is() -> None:
     skip = f64([2.0, 0.0, 0.0], [-4.0, 0.0, 0.0], [-2.0, 0.0, 0.0])
     made = absorb(Block(up, down, activation="identity", skip=skip)).replacement()
     assert not bool(made(torch.tensor([[0.0, 1.0, 1.0]]).bfloat16()).any())
+
+
+def test_badly_conditioned_splits_in_float64() -> None:
+    """Two pairs of equal units on nearly parallel rows: splits of them have weights of 5e5."""
+    one, two = [0.08071931271563587, 0.24178826915789842], [0.08073349641553951, 0.24196136017580455]
+    down = [[0.01375728700036942, 0.04325074231974506, 0.018008318383037607, 0.034802970874127245],
+            [-0.013794005793266721, 0.02031666833686042, 0.026808376641160238, 0.018132819927489455]]  # fmt: skip
+    up = torch.tensor([one, two] * 2, dtype=torch.float64)
+    bias = torch.tensor([2.5427756196840163, 0.3740649112272844] * 2, dtype=torch.float64)
+    block = Block(
+        up, torch.tensor(down, dtype=torch.float64), up_bias=bias, down_bias=torch.zeros(2).double(), activation="gelu"
+    )
+    verdict = absorb(block)
+    x = torch.tensor([[-0.0009787238378001694, -0.00021087948182038814]], dtype=torch.float64)
+    if verdict.status == "possible":
+        hidden = x.abs() @ up.abs().mT + bias + block.hidden(x).abs()
+        terms = hidden @ block.down.abs().mT + x.abs()
+        assert float((block(x) - verdict.replacement()(x)).norm()) <= 1e-10 * float(terms.norm())

@@ -24,7 +24,15 @@ from unskip.absorption._applied import Applied, Owners, write
 from unskip.absorption._approximate import approximate, enough
 from unskip.absorption._block import Block
 from unskip.absorption._decide import absorb
-from unskip.absorption._from import NoBlock, count_samples, read_block, streams, trace_sample
+from unskip.absorption._from import (
+    NoBlock,
+    count_samples,
+    mlp_sites,
+    one_batch,
+    read_block,
+    streams,
+    trace_sample,
+)
 from unskip.absorption._widen import widen
 from unskip.anatomy import Example, MlpParts, Site, example_for
 from unskip.errors import BadInput, RewireError, UnskipError
@@ -63,7 +71,7 @@ def apply(
     max_error = _checks.number("apply", "max_error", 0.1 if max_error is None else max_error, zero=False)
     if find_wiring(model) is not None:
         raise BadInput(f"apply: {type(model).__name__} is rewired already; undo its wiring first")
-    given = example_for(model, data if data is not None else example)
+    given = example_for(model, one_batch("apply", example, data))
     fit, test = _halves(given) if mode == "approximate" else (given, given)
     out = Applied(model, mode)
     before = _outputs(model, test)
@@ -76,11 +84,13 @@ def apply(
     owners = {place: (module, name) for module, name, place in places}
     try:
         with torch.no_grad():
-            for part in mlps:
-                site = part.site
+            for site, part, reason in mlp_sites(traced.parts):
                 if where is not None and not where(site):
                     continue
                 out.sites[site.index] = site
+                if part is None:
+                    out.left[site.index] = reason
+                    continue
                 block = read_block(traced, part)
                 if isinstance(block, NoBlock):
                     out.left[site.index] = block.reason

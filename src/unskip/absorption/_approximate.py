@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -38,7 +38,7 @@ RIDGE = 1e-9
 class Approximation:
     """A replacement of the same width, its error on `held_out` inputs, and the errors of the whole ladder."""
 
-    block: Block
+    block: Block = field(repr=False)
     step: str
     error: float
     ladder: Mapping[str, float]

@@ -23,13 +23,15 @@ from unskip.absorption._domain import Domain, as_domain
 from unskip.absorption._flips import decide
 from unskip.absorption._from import block_of
 from unskip.absorption._measure import agree, linear_gap, makes_up
-from unskip.absorption._nearest import near_absorbable
+from unskip.absorption._nearest import can_be_near, near_absorbable
 from unskip.absorption._problem import Biases, Problem, reduce
 from unskip.absorption._verdict import Certificate, Obstruction, Verdict
 from unskip.absorption._verify import holding, verify
 from unskip.anatomy import MlpParts
+from unskip.errors import BadInput
 
 ROUNDED = "all inputs, up to rounding that grows with the input"
+LARGEST = 2**32  # weights of a replacement
 CHECKED = 200_000  # weights of a block whose certificates are checked before they are handed out
 
 
@@ -54,16 +56,20 @@ def absorb(
     if tolerance is not None:  # a relative change of the weights
         tolerance = _checks.number("absorb", "tolerance", tolerance, zero=False, below=1)
     found = block_of(block, example)
+    if width is not None and width * (found.inputs + found.outputs) > LARGEST:
+        raise BadInput(f"absorb: a replacement of width {width:,} would have more than {LARGEST:,} weights")
     place = as_domain(domain, found.inputs)
     with torch.no_grad():
         verdict = _checked(_absorb(found, found.width if width is None else width, biases, place))
         if tolerance is None or verdict.status == "possible":
             return verdict
-        near = near_absorbable(verdict, tolerance, _again)
+        near = near_absorbable(verdict, tolerance, _again) if can_be_near(verdict) else None
         near = None if near is None else _checked(near)
         if near is not None and near.status == "possible":
             return near
         missed = f"no weights that can be absorbed were found within the tolerance of {tolerance:g}"
+        if not can_be_near(verdict):
+            missed = "tolerance= takes a plain MLP of an activation such as relu or gelu, without a norm on the branch"
         return replace(verdict, notes=(*verdict.notes, missed))
 
 

@@ -59,8 +59,8 @@ class Domain:
         mean = x.mean(0)
         centred = x - mean
         covariance = centred.mT @ centred / len(x)
-        floor = 1e-6 * (1 + x.abs().amax())  # a channel that never moves still gets an interior
-        covariance.diagonal().add_(floor**2 + 1e-9 * covariance.diagonal().mean())
+        floor = 1e-6 * (1 + x.abs().amax(0))  # a channel that never moves still gets an interior
+        covariance.diagonal().mul_(1 + 1e-9).add_(floor**2)
         factor = torch.linalg.cholesky(covariance)
         reach = torch.linalg.solve_triangular(factor, centred.mT, upper=False).norm(dim=0).max().clamp(min=1e-3)
         text = f"the ellipsoid around {len(x)} inputs, {margin:.0%} wider than they are"

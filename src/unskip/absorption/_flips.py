@@ -19,13 +19,13 @@ import torch
 from torch import Tensor
 
 from unskip.absorption._construct import Built, build, pivots
-from unskip.absorption._keys import Keys, canonical, doubtful
+from unskip.absorption._keys import Keys, canonical, doubtful, separate
 from unskip.absorption._measure import agree, linear_gap, makes_up
-from unskip.absorption._problem import SHARE, Problem
+from unskip.absorption._problem import SHARE, Problem, singular_values
 from unskip.absorption._search import Dual, equation, search
 from unskip.absorption._verdict import Certificate, Obstruction
 
-TIGHT = 2e10  # products that a tighter bound may cost
+TIGHT = 2e10  # products that a tighter bound, or singular values, may cost
 
 
 @dataclass(eq=False)
@@ -68,7 +68,8 @@ def decide(problem: Problem) -> Outcome:
         out.why = _open(problem, keys, out)
     else:
         freer = problem.with_constant()
-        out.obstructions += _spectral(freer, keys.spares + doubt)
+        if problem.up.numel() * min(problem.up.shape) <= TIGHT:
+            out.obstructions += _spectral(freer, keys.spares + doubt)
         out.why = f"{keys.spares} spare units could be used in more ways than were tried, and no general proof applies"
         if doubt:
             out.why = (
@@ -128,7 +129,7 @@ def _spectral(problem: Problem, spares: int) -> list[Obstruction]:
     """|c| sigma_i(W_down) sigma_j(W_up) < sigma_rho(A) with i + j - 1 = rho - p: the units are too weak."""
     if problem.bounded and problem.odd < 1:
         return []  # units that are affine on the domain then weigh more than 1
-    skip, down, up = (torch.linalg.svdvals(part).tolist() for part in (problem.skip, problem.down, problem.up))
+    skip, down, up = map(singular_values, (problem.skip, problem.down, problem.up))
     unit, margin = abs(problem.odd), 1e-9
     slack = 2 * problem.tolerance
     for rho in range(len(skip), spares, -1):
@@ -167,8 +168,15 @@ def _possible(problem: Problem, keys: Keys, out: Outcome) -> Dual | None:
         _best(problem, keys, _ways(problem, keys), out)
         if out.built is not None:
             return None
-    whole = equation(keys.joint, keys.rows, keys.goal, problem.tolerance / abs(problem.odd))
-    return search(whole, lambda flips: _accept(problem, keys, flips, (), out))
+
+    def look(keys: Keys) -> Dual | None:
+        whole = equation(keys.joint, keys.rows, keys.goal, problem.tolerance / abs(problem.odd))
+        return search(whole, lambda flips: _accept(problem, keys, flips, (), out))
+
+    dual = look(keys)
+    if out.built is None and bool((keys.sizes > 1).any()) and problem.width >= len(problem.up):
+        look(separate(problem))
+    return dual
 
 
 def _ways(problem: Problem, keys: Keys) -> Iterable[tuple[int, ...]]:
@@ -210,10 +218,14 @@ def _accept(problem: Problem, keys: Keys, flips: Tensor, split: tuple[int, ...],
     weights = keys.joint[:, used].norm(dim=0) * keys.rows[used].norm(dim=1)
     bulk = math.hypot(problem.odd * float(weights.norm()), problem.size)
     most = min(problem.near(block.roundoff, bulk / 2), problem.tolerance)
-    if not split and keys.spares == 0:  # cheap, and most candidates end here
-        left = abs(problem.odd) * float((keys.joint[:, used] @ keys.rows[used] - keys.goal).norm())
+    if not split:  # cheap, and most candidates end here: what is left at least, whatever the fresh pairs are
+        rest = keys.joint[:, used] @ keys.rows[used] - keys.goal
+        pairs = max(keys.spares, 0) // (1 if problem.one_each else 2)
+        largest = float(rest.abs().sum(0).max() * rest.abs().sum(1).max())  # bounds a squared singular value
+        total = (1 - 1e-12) * float(rest.square().sum())
+        left = abs(problem.odd) * math.sqrt(max(total - pairs * largest, 0.0))
         if not left <= most:
-            if left <= problem.tolerance:
+            if keys.spares == 0 and left <= problem.tolerance:
                 out.missed = min(left, math.inf if out.missed is None else out.missed)
             return False
     built = build(problem, keys, used, split)

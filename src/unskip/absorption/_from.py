@@ -11,7 +11,17 @@ from unskip.absorption._activations import GATED
 from unskip.absorption._block import Block
 from unskip.absorption._norm import norm_of
 from unskip.absorption._read import Unreadable, read
-from unskip.anatomy import Example, MlpParts, PartsTrace, example_for, trace_model, trace_parts
+from unskip.anatomy import (
+    Example,
+    MlpParts,
+    ParallelParts,
+    Parts,
+    PartsTrace,
+    Site,
+    example_for,
+    trace_model,
+    trace_parts,
+)
 from unskip.errors import BadInput, UnskipError
 
 CHUNK = 4  # samples whose recordings are held at a time, or more where that is fewer inputs than
@@ -40,7 +50,11 @@ def block_of(source: object, example: object = None) -> Block:
             raise BadInput(
                 f"absorb: {type(source).__name__} has {len(mlps)} MLP sites that can be read, not one"
                 + (f" ({what})" if what else "")
-                + "; use unskip.absorption.scan for a whole model, and unskip.absorption.Block for bare weights"
+                + (
+                    "; unskip.absorption.scan takes a whole model"
+                    if mlps or what
+                    else "; it has to add the skip itself, x + mlp(x): for an MLP alone give unskip.absorption.Block"
+                )
             )
         made = read_block(traced, mlps[0])
         if isinstance(made, NoBlock):
@@ -52,6 +66,26 @@ def block_of(source: object, example: object = None) -> Block:
     if isinstance(made, NoBlock):
         raise BadInput(f"absorb: {source.site.path or 'the site'}: {made.reason}")
     return made
+
+
+def one_batch(who: str, example: object, data: object) -> object:
+    """The batch that a whole model is asked about."""
+    if example is not None and data is not None:
+        raise BadInput(f"{who}: data= is an example as well; leave example= out")
+    return example if data is None else data
+
+
+def mlp_sites(parts: Parts) -> list[tuple[Site, MlpParts | None, str]]:
+    """Every site with an MLP: its weights, or None and why they cannot be read."""
+    found: list[tuple[Site, MlpParts | None, str]] = []
+    for index, (site, part) in enumerate(zip(parts.sites, parts, strict=True)):
+        if isinstance(part, MlpParts):
+            found.append((site, part, ""))
+        elif isinstance(part, ParallelParts):
+            found.append((site, None, "its MLP is added together with an attention"))
+        elif part is None and site.kind in ("mlp", "parallel"):
+            found.append((site, None, parts.reasons[index]))
+    return found
 
 
 def from_parts(part: MlpParts, alpha: Tensor | None = None) -> Block | NoBlock:
@@ -77,7 +111,7 @@ def from_parts(part: MlpParts, alpha: Tensor | None = None) -> Block | NoBlock:
     try:
         word = read(part.curve)
     except Unreadable as why:
-        return NoBlock(f"its activation is {why}; register it and ask about an absorption.Block")
+        return NoBlock(f"its activation is {why}")
     down, bias = part.down.detach(), None if part.down_bias is None else part.down_bias.detach()
     norms = {norm.place: norm_of(norm) for norm in (part.norm, part.out_norm) if norm is not None}
     if part.scale is not None or part.beta != 1:

@@ -72,8 +72,7 @@ def canonical(problem: Problem) -> Keys:
     units = torch.arange(h, device=up.device)
     lead = _leads(problem, ~idle)
     if not bool(idle.any()) and torch.equal(lead, units):  # every unit counts and stands alone
-        goal = -problem.target / problem.odd
-        return Keys(down, problem.rows, goal, units, units, torch.ones_like(units), ratio, problem.width - h)
+        return separate(problem)
     member = torch.full_like(lead, -1)
     member[~idle] = torch.unique(lead[~idle], return_inverse=True)[1]
     count = int(member.max()) + 1
@@ -105,6 +104,14 @@ def canonical(problem: Problem) -> Keys:
     # A unit alone keeps its column to the bit.
     joint = torch.where(sizes == 1, down[:, first], joint / ratio[first])
     return Keys(joint, rows[first], goal, first, member, sizes, ratio, problem.width - count)
+
+
+def separate(problem: Problem) -> Keys:
+    """Every unit by itself, equal or not: two mirrored ones may both stay as they are, which one key cannot say."""
+    h, goal = len(problem.up), -problem.target / problem.odd
+    units = torch.arange(h, device=problem.up.device)
+    ratio = problem.lengths if problem.block.phi.homogeneous else torch.ones_like(problem.lengths)
+    return Keys(problem.down, problem.rows, goal, units, units, torch.ones_like(units), ratio, problem.width - h)
 
 
 def doubtful(problem: Problem, keys: Keys) -> int:

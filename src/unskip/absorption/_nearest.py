@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from unskip.absorption._block import Block
-from unskip.absorption._keys import canonical
+from unskip.absorption._keys import separate
 from unskip.absorption._measure import agree
 from unskip.absorption._problem import Problem, reduce
 from unskip.absorption._search import equation
@@ -36,15 +36,11 @@ class Nearest:
 
 def flip_sets(problem: Problem) -> list[Tensor]:
     """(h,) sets of units that come near to the skip: what the search rounds to, those against the skip, and all."""
-    keys = canonical(problem)
-    units = torch.zeros(len(problem.up), dtype=torch.bool, device=problem.up.device)
-    every = torch.ones_like(units)
-    found = [every]
+    keys = separate(problem)
+    near = equation(keys.joint, keys.rows, keys.goal).closest(rough=keys.count > 512) > 0.5
+    found = [near, torch.ones_like(near)]
     if problem.skip.shape[0] == problem.up.shape[1]:
         found.append(problem.odd * ((problem.skip @ problem.up.mT) * problem.down).sum(0) < 0)
-    if keys.count == len(units):
-        whole = equation(keys.joint, keys.rows, keys.goal)
-        found.insert(0, whole.closest(rough=keys.count > 512) > 0.5)
     return found
 
 
@@ -94,13 +90,16 @@ def _sylvester(a: Tensor, b: Tensor, right: Tensor) -> Tensor:
     return found
 
 
+def can_be_near(verdict: Verdict) -> bool:
+    """Whether weights close by are looked for: flip sets have to be what decides."""
+    block = verdict.block
+    plain = not block.gated and block.phi.family == "odd-linear" and not {"pre", "out"} & block.norms.keys()
+    return plain and not block.extreme and verdict.width >= block.width
+
+
 def near_absorbable(verdict: Verdict, tolerance: float, again: Again) -> Verdict | None:
     """A `possible` with weights that are moved by at most the tolerance, or None."""
     block = verdict.block
-    if block.gated or block.phi.family != "odd-linear" or {"pre", "out"} & block.norms.keys() or block.extreme:
-        return None
-    if verdict.width < block.width:
-        return None
     near = project(block, reduce(block, verdict.width, verdict.biases, verdict.inputs))
     if near is None or near[2] > tolerance:
         return None

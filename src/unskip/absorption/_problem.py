@@ -126,6 +126,12 @@ class Problem:
         return self if self.output_bias else replace(self, output_bias=True)
 
 
+def singular_values(matrix: Tensor) -> list[float]:
+    """Of a matrix of any shape, the largest first. LAPACK takes several times as long for wide as for tall ones."""
+    values: list[float] = torch.linalg.svdvals(matrix if len(matrix) >= matrix.shape[1] else matrix.mT).tolist()
+    return values
+
+
 def allowed(block: Block, biases: Biases) -> tuple[bool, bool]:
     """Whether the replacement may have hidden biases, and output biases."""
     if biases == "as-is":

@@ -141,7 +141,7 @@ def read(curve: Curve) -> str:
     for name in names:
         if torch.allclose(resolve(name)[0].function(GRID), curve.values, rtol=1e-6, atol=1e-9):
             return resolve(name)[0].name
-    raise Unreadable("none that is known")
+    raise Unreadable("none that is known; absorption.register adds one, for an absorption.Block")
 
 
 def _polynomial(name: str, given: Arguments) -> bool:

@@ -19,10 +19,10 @@ from unskip.absorption._approximate import Approximation, approximate, enough
 from unskip.absorption._block import Block
 from unskip.absorption._decide import absorb
 from unskip.absorption._domain import Domain
-from unskip.absorption._from import NoBlock, read_block, streams, trace_sample
+from unskip.absorption._from import NoBlock, mlp_sites, one_batch, read_block, streams, trace_sample
 from unskip.absorption._problem import Biases
 from unskip.absorption._verdict import Verdict
-from unskip.anatomy import MlpParts, ParallelParts, Site, example_for
+from unskip.anatomy import Site, example_for
 from unskip.errors import BadInput
 
 Progress = Callable[[int, int, str], None]
@@ -35,7 +35,7 @@ ADVICE = """No skip of this model can be absorbed exactly at its width. What you
   keep it                              it costs one addition a token
   absorption.apply(mode="approximate") the same width, fitted to your data, with the error printed; max_error= refuses
 {widen}  rewire(model, Cut()) and train       a model that is trained without the skip (docs/rewire.md)
-  absorption.AbsorbableMLP             trains with a skip and runs without one, exactly"""
+  absorption.AbsorbableMLP             trains with a skip and runs without one, exactly (in bfloat16 with pairs=True)"""
 WIDEN = """  absorption.apply(mode="widen")       exact with more units, at sites without a norm on the branch
 """
 
@@ -162,18 +162,11 @@ def scan(
     """A verdict for every MLP site. With `data`, a batch, also the best approximation on what each site reads."""
     if not isinstance(model, nn.Module):
         raise BadInput(f"scan: expected a torch.nn.Module, got {type(model).__name__}")
-    given = example_for(model, data if data is not None else example)
+    given = example_for(model, one_batch("scan", example, data))
     traced = trace_sample(model, given)
     widest = max((len(part.up) for part in traced.parts.mlps()), default=0)
     read = streams(model, given, enough(widest)) if data is not None else {}
-    found: list[tuple[Site, MlpParts | None, str]] = []
-    for index, (site, part) in enumerate(zip(traced.parts.sites, traced.parts, strict=True)):
-        if isinstance(part, MlpParts):
-            found.append((site, part, ""))
-        elif isinstance(part, ParallelParts):
-            found.append((site, None, "its MLP is added together with an attention"))
-        elif part is None and site.kind in ("mlp", "parallel"):
-            found.append((site, None, traced.parts.reasons[index]))
+    found = mlp_sites(traced.parts)
     if any(value.is_meta for value in model.parameters()):
         raise BadInput(
             f"scan: {type(model).__name__} is on the meta device and holds no numbers; load the weights first"

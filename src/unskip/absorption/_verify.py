@@ -15,7 +15,7 @@ from torch import Tensor
 
 from unskip.absorption._check_keys import Groups, flip_equation, groups
 from unskip.absorption._measure import agree, linear_gap, makes_up
-from unskip.absorption._problem import EPS, Problem, reduce
+from unskip.absorption._problem import EPS, Problem, reduce, singular_values
 from unskip.absorption._verdict import Certificate, Verdict
 
 SEED = 20260426  # of inputs that the search has not seen
@@ -115,7 +115,7 @@ def _spectral(at: Problem, data: Data) -> bool:
     found = groups(at) if _flips_apply(at) else None
     if found is None or p < _spares(at, found) or rho <= p or i < 1 or j < 1 or i + j - 1 != rho - p:
         return False
-    skip, down, up = (torch.linalg.svdvals(part).tolist() for part in (at.skip, at.down, at.up))
+    skip, down, up = map(singular_values, (at.skip, at.down, at.up))
     if rho > len(skip):
         return False
     margin = 1e-10

@@ -9,7 +9,7 @@ d units more instead of the 2 d of fresh pairs. Gated blocks need a gate with a 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -33,9 +33,9 @@ class Widened:
     loses by computing in its dtype.
     """
 
-    block: Block
+    block: Block = field(repr=False)
     extra: int
-    verdict: Verdict
+    verdict: Verdict = field(repr=False)
     error: float
     own: float
 
