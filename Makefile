@@ -37,7 +37,7 @@ $(DOCS): $(INSTALLED)
 demo: $(INSTALLED) ## rewire, train with and without shortcuts, prove, and one page about it; minutes
 	$(BIN)/unskip demo
 
-test: lint ## lint, types and every test but the full matrices
+test: lint docs ## lint, types, the site, and every test but the full matrices
 	$(PYTEST) -m "not full"
 
 # A table is written by the tests of one file, so a file stays with one worker.

@@ -133,7 +133,8 @@ def sentences() -> Iterator[tuple[str, str]]:
     yield from _scanned_models()
     campaign = record("absorb-campaign")
     assert not campaign["wrong"]
-    yield "absorb-results", f"none of {campaign['counts']['blocks']:,} adversarial blocks"
+    for page, word in (("absorb-results", "none"), ("absorb-tested", "None")):
+        yield page, f"{word} of {campaign['counts']['blocks']:,} adversarial blocks"
 
     yield from _dino()
     yield from _mae()

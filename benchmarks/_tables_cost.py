@@ -243,6 +243,7 @@ def absorb_speed() -> str:
         "trained-scale": ("768, 3072", "N(0, 2)"),
         "heavy": ("768, 3072", "heavy-tailed rows, outlier channels"),
         "planted": ("768, 3072", "a flip set of 1536 units, found"),
+        "spare": ("768, 3072", "N(0, 0.02), 384 dead units"),
         "large": ("4096, 16384", "N(0, 0.02)"),
         "large-hard": ("4096, 16384", "N(0, 2)"),
         "vit-b": ("ViT-B", "12 MLPs as they stand and alone, random"),

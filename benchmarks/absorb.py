@@ -38,6 +38,7 @@ CASES: dict[str, tuple[str, float | None, float | None]] = {
     "trained-scale": ("768 > 3072, gelu, float32, N(0, 2): the trace test does not fire", 2.0, None),
     "heavy": ("768 > 3072, gelu, float32, log-normal rows and 8 outlier channels x 20", 5.0, None),
     "planted": ("768 > 3072, gelu, float32, a flip set of 1536 units", 15.0, None),
+    "spare": ("768 > 3072, gelu, float32, N(0, 0.02), 384 dead units", 2.0, None),
     "large": ("4096 > 16384, gelu, float32, N(0, 0.02)", 15.0, 0.1),
     "large-hard": ("4096 > 16384, gelu, float32, N(0, 2)", 15.0, 0.1),
     "vit-b": ("scan of timm vit_base_patch16_224, random weights, 12 MLPs and their bare forms", 10.0, None),
@@ -53,8 +54,10 @@ def block(case: str, device: str, d: int = 768) -> Block:
     d = 4096 if case.startswith("large") else d
     h = 4 * d
     up, down = normal(g, h, d), normal(g, d, h)
-    if case in ("generic", "large"):
+    if case in ("generic", "large", "spare"):
         up, down = 0.02 * up, 0.02 * down
+        if case == "spare":
+            down[:, : h // 8] = 0
     elif case in ("trained-scale", "large-hard"):
         up, down = 2 * up, 2 * down
     elif case == "heavy":

@@ -1,6 +1,7 @@
 """The built packages: what they hold, and that the wheel works away from the checkout."""
 
 import os
+import re
 import subprocess
 import sys
 import tarfile
@@ -53,6 +54,14 @@ def test_wheel_holds_the_package_alone(dist: Path) -> None:
     assert {name.split("/")[0] for name in names} == {"unskip", f"unskip-{VERSION}.dist-info"}
     assert "unskip/py.typed" in names
     assert f"unskip-{VERSION}.dist-info/licenses/LICENSE" in names
+
+
+def test_the_readme_of_the_package_has_no_relative_links(dist: Path) -> None:
+    (wheel,) = dist.glob("*.whl")
+    text = zipfile.ZipFile(wheel).read(f"unskip-{VERSION}.dist-info/METADATA").decode()
+    assert "# unskip" in text
+    assert "[arXiv 2404.10947](https://" in text
+    assert [link for link in re.findall(r"\]\((.*?)\)", text) if not link.startswith("https://")] == []
 
 
 @pytest.mark.full
