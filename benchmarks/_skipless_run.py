@@ -172,6 +172,8 @@ def planned(config: Config) -> Any:
     if "steps" in fields:
         del fields["epochs"]
     fields["model_args"] = f"{pool}{SHAPES[preset]},num_heads={heads_of(config)}"
+    if "mlp_ratio" in config:
+        fields["model_args"] += f",mlp_ratio={config['mlp_ratio']}"
     fields |= {"checkpoint_every": 1_000_000, "health": False}
     if config["head_dim"] is not None:
         fields["model_args"] += f",attn_head_dim={config['head_dim'] if preset != 'digits' else 16}"
@@ -182,13 +184,17 @@ def planned(config: Config) -> Any:
 
 def heads_of(config: Config) -> int:
     """The heads of a block; digits have a width of 64, which 3 does not divide."""
-    return {1: 1, 2: 2, 3: 4, 6: 8, 12: 16}[config["heads"]] if config["preset"] == "digits" else int(config["heads"])
+    return (
+        {1: 1, 2: 2, 3: 4, 6: 8, 12: 16, 18: 24}[config["heads"]]
+        if config["preset"] == "digits"
+        else int(config["heads"])
+    )
 
 
 def started(model: Any, images: Any, config: Config) -> dict[str, Any]:
     """Puts the start of a config into a model."""
     import torch
-    from _skipless_start import paired_, whiten_patches_
+    from _skipless_start import paired_, shifted_, whiten_patches_
 
     import unskip
     from unskip.errors import UnskipWarning
@@ -209,7 +215,10 @@ def started(model: Any, images: Any, config: Config) -> dict[str, Any]:
             skipless_(model, images[:2], **numbers, generator=draw)
     if config["pairs"] is not None:
         for part in unskip.parts(model, images[:1]).mlps():
-            paired_(part, config["pairs"], config["gain"], config["carry"], generator=draw)
+            if "shift" in config:
+                shifted_(part, config["shift"], config["carry"], generator=draw)
+            else:
+                paired_(part, config["pairs"], config["gain"], config["carry"], generator=draw)
     if config["target"] is not None:
         noise = {"qk_noise": config["alpha"], "even": config["even"]}
         solved = calibrate_(model, images[:32], config["target"], **noise, generator=draw)
@@ -227,7 +236,7 @@ def carrying(parts: Any, config: Config) -> Iterator[Any]:
             yield part.v_bias.view(part.heads, -1)[:heads]
     for part in parts.mlps():
         if config["pairs"] is not None and not config["pairs_trained"]:
-            units = 2 * part.up.shape[1]
+            units = (1 if "shift" in config else 2) * part.up.shape[1]
             yield from (part.up[:units], part.up_bias[:units], part.down[:, :units])
 
 

@@ -52,6 +52,27 @@ def paired_(part: Any, up: float, gain: float, mix: float, *, generator: torch.G
         part.down_bias.copy_(-mean_output(part).to(part.down_bias))
 
 
+def shifted_(part: Any, shift: float, mix: float, *, generator: torch.Generator) -> None:
+    """Fills an MLP: `width` units with a bias of `shift`, where GELU is nearly linear, compute Q R x; the others as in
+    `paired_`. Half as many units pass tokens on.
+
+        W_up = [R; S],  W_down = [Q, mix T],  b = [shift, 0]
+    """
+    from unskip.anatomy import mean_output
+
+    hidden, width = part.up.shape
+    rest = hidden - width
+    first, last = _orthogonal(width, width, generator), _orthogonal(width, width, generator)
+    others = max(rest / width, 1) ** 0.5 * _orthogonal(rest, width, generator)
+    with torch.no_grad():
+        part.up.copy_(torch.cat([first, others]).to(part.up))
+        part.down.copy_(torch.cat([last, mix * _orthogonal(width, rest, generator)], 1).to(part.down))
+        part.up_bias.zero_()
+        part.up_bias[:width] = shift
+        part.down_bias.zero_()
+        part.down_bias.copy_(-mean_output(part).to(part.down_bias))
+
+
 def _orthogonal(rows: int, columns: int, generator: torch.Generator) -> Tensor:
     tall = torch.randn(max(rows, columns), min(rows, columns), generator=generator, dtype=torch.float64)
     q = torch.linalg.qr(tall)[0]

@@ -65,7 +65,7 @@ def readme() -> str:
         (short, "MLP skips cut, `skipless_`", top, kept, accuracy("mlp cut + init"), every, "3", parts),
         (short, "all cut, `skipless_`", top, kept, accuracy("skipless + init"), every, "3", parts),
         (short, "all cut, default initialisation", top, kept, accuracy("skipless"), every, "3", parts),
-        (long, "MLP skips cut", top, control, _long("MLPs cut"), every, "3 vs 2", results),
+        (long, "MLP skips cut", top, control, _long("MLPs cut"), every, "3, 2", results),
         (long, "all cut, three heads frozen", top, control, frozen, every, "3", results),
         ("ViT-S, Tiny-ImageNet-200, 100 epochs", "all cut, paired units", top, *tiny, every, "1", results),
         (masked, "long skips", "kNN", plain, _mae("final | long skips"), every, "3", "mae-results"),

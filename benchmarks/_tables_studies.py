@@ -50,6 +50,17 @@ def skipless_tiny_rates() -> str:
 
 
 @table
+def decay_search() -> str:
+    done = record("decay-classifier")["runs"]
+    tried = (("0.003", "0.3"), ("0.003", "1"), ("0.0015", "0.3"), ("0.0015", "1"), ("0.006", "0.3"), ("0.006", "1"))
+    rows = []
+    for label in ("residual", "decay to 1e-2", "decay to 1e-3"):
+        found = [done.get(f"search | {label} | soap | {lr} | {decay}") for lr, decay in tried]
+        rows.append([label, *(spread([row["val_accuracy"]]) if row else "" for row in found)])
+    return lines(f"lr, weight decay | {' | '.join(f'{float(lr):g}, {decay}' for lr, decay in tried)}", rows)
+
+
+@table
 def mae_ablations() -> str:
     names = {
         "plain MAE": "ablation | plain",

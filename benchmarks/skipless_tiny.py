@@ -12,7 +12,10 @@ final     100 epochs (--epochs) of each kind of wiring, as its best run of `rate
           skips. Accuracy at 1 and 5, and mean IoU of pets by block from the frozen features
 
 Without skips six heads carry tokens and are frozen. "Paired units": half of an MLP's units start as mirrored pairs,
-which pass tokens on; they and W_V, W_O of carrying heads are trained at a tenth of the rate.
+which pass tokens on; they and W_V, W_O of carrying heads are trained at a tenth of the rate, or at 0.3 of it. "Shifted
+units": a quarter pass tokens on, with a bias of 4, where GELU is nearly linear. Is what is left of the gap the weights
+that pass tokens on? "Wider, no skips" adds as many heads and units as carry; "narrower, residual" has only as many as
+do not carry without skips.
 """
 
 from __future__ import annotations
@@ -28,6 +31,11 @@ WIRINGS: dict[str, Config] = {
     "residual": {"shortcut": "keep", "start": False},
     "no skips": {**CARRY, "carry_rate": 0.0},
     "no skips, paired units": {**CARRY, "pairs": 1.0, "gain": 1.0, "carry_rate": 0.1},
+    "no skips, shifted units": {**CARRY, "pairs": 1.0, "shift": 4.0, "gain": 1.0, "carry_rate": 0.1},
+    "no skips, paired units at 0.3": {**CARRY, "pairs": 1.0, "gain": 1.0, "carry_rate": 0.3},
+    "no skips, paired units, three heads carry": {**CARRY, "even": 9, "pairs": 1.0, "gain": 1.0, "carry_rate": 0.1},
+    "wider, no skips": {**CARRY, "pairs": 1.0, "gain": 1.0, "carry_rate": 0.1, "heads": 18, "even": 12, "mlp_ratio": 6},
+    "narrower, residual": {"shortcut": "keep", "start": False, "heads": 6, "mlp_ratio": 2},
     "MLPs cut": {"where": "mlp", "c": 1.0, "gain": 1.0},
     "decay": {"shortcut": "decay:product=0.001", "start": False},
 }

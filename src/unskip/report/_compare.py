@@ -153,7 +153,7 @@ def deltas(groups: Sequence[Group]) -> tuple[list[str], list[list[object]]]:
                         group,
                         _head(name) + _samples(counts),
                         *cells,
-                        (delta.value, f"{delta.value:+.4g}"),
+                        (delta.value, f"{delta.value:+{_digits(delta.interval) if delta.interval else '.4g'}}"),
                         ends,
                         delta.method,
                     ]
@@ -176,11 +176,16 @@ def changed(first: Group, other: Group) -> str:
 
 def bracketed(ends: Interval) -> str:
     """An interval to the digits that its width leaves."""
+    form = _digits(ends)
+    return f"[{ends[0]:{form}}, {ends[1]:{form}}]"
+
+
+def _digits(ends: Interval) -> str:
+    """The format of an interval, and of what lies in it."""
     width = ends[1] - ends[0]
     places = min(6, max(0, 1 - math.floor(math.log10(width)))) if 0 < width < 1e6 else 0
     places = max(3, places) if max(map(abs, ends)) < 10 else places
-    form = f".{places}f" if max(map(abs, ends)) < 1e6 else ".3g"
-    return f"[{ends[0]:{form}}, {ends[1]:{form}}]"
+    return f".{places}f" if max(map(abs, ends)) < 1e6 else ".3g"
 
 
 def _with_std(mean: float, std: float) -> str:
