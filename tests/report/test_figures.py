@@ -27,6 +27,27 @@ def contrast(one: str, other: str) -> float:
     return (high + 0.05) / (low + 0.05)
 
 
+def test_points_by_group(tmp_path: Path) -> None:
+    for seed, value in enumerate((0.5, 0.6, 0.7)):
+        row = {"step": 30, "test_accuracy": value, "n": 40}
+        folder(tmp_path / "a" / f"seed-{seed}", seed=seed, evals=[row | {"test_accuracy": 0.1, "step": 10}, row])
+    one = {"step": 30, "test_accuracy": 0.9, "n": 40, "intervals": {"test_accuracy": [0.77, 0.96]}}
+    folder(tmp_path / "b", shortcut="cut", evals=[one])
+    folder(tmp_path / "c", shortcut="decay:0.5")
+    groups = read([tmp_path / name for name in "abc"], look=False)
+    (axes,) = figures.results(groups, "test_accuracy").axes
+    means, points = axes.lines[::2], axes.lines[1::2]
+    assert [line.get_ydata().tolist() for line in points] == [[0.5, 0.6, 0.7], [0.9]]
+    assert [line.get_ydata()[0] for line in means] == pytest.approx([0.6, 0.9])
+    boxes = [box.get_paths()[0].get_extents() for box in axes.collections]
+    half = 4.302653 * 0.1 / 3**0.5  # Student's t with two degrees of freedom, at 97.5%
+    assert [(box.ymin, box.ymax) for box in boxes] == [pytest.approx((0.6 - half, 0.6 + half), abs=1e-4), (0.77, 0.96)]
+    assert "n = 40" in axes.get_title("left")
+    assert [label.get_text() for label in axes.get_xticklabels()] == ["a", "b"]
+    with pytest.raises(BadInput, match="no run was evaluated"):
+        figures.results(groups, "knn20")
+
+
 def test_lines_and_bands(tmp_path: Path) -> None:
     for seed in (0, 1):
         folder(tmp_path / "a" / f"seed-{seed}", losses=(2.0 + seed, 1.0), seed=seed)

@@ -231,7 +231,12 @@ def test_differences(tmp_path: Path) -> None:
     row = {"step": 30, "test_accuracy": 0.7, "n": 100, "intervals": {"test_accuracy": [0.604, 0.781]}}
     better = row | {"test_accuracy": 0.9, "intervals": {"test_accuracy": [0.826, 0.945]}}
     runs = [folder(tmp_path / "a", evals=[row]), folder(tmp_path / "b", evals=[better], shortcut="cut")]
-    text = Elements(made(*runs)).text
+    elements = Elements(made(*runs))
+    (opening, *_) = (each["aria-label"] for each in elements.of("svg") if each.get("role") == "img")
+    assert opening.startswith(
+        "Points, one a run. Accuracy on test images, n = 100, mean of each group: a: 0.7; b: 0.9."
+    )
+    text = elements.text
     assert "b: shortcut: keep → cut" in text
     assert "+0.2" in text
     assert "[0.090, 0.306]" in text  # Newcombe 1998, method 10
@@ -245,7 +250,7 @@ def test_files(tmp_path: Path) -> None:
     report.write(runs, tmp_path / "page.html", look=0, export=tmp_path / "files")
     names = {each.name for each in (tmp_path / "files").iterdir()}
     assert {"results-mae.csv", "results-mae.md", "results-mae.tex", "differences-mae.tex"} <= names
-    assert {"step-loss.svg", "step-loss.pdf"} <= names
+    assert {"step-loss.svg", "step-loss.pdf", "result-test-accuracy.svg"} <= names
     assert (tmp_path / "files" / "step-loss.pdf").read_bytes().startswith(b"%PDF")
     markdown = (tmp_path / "files" / "results-mae.md").read_text().splitlines()
     assert "0.7 [0.604, 0.781]" in markdown[2]

@@ -7,12 +7,13 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from unskip.report._dots import summaries
 from unskip.report._page import every_chart, tables
 from unskip.report._read import Group
 from unskip.report._tables import FORMATS
 from unskip.report._text import slug
 from unskip.report.figures import _style
-from unskip.report.figures._draw import draw, draw_tiles
+from unskip.report.figures._draw import draw, draw_dots, draw_tiles
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -38,6 +39,7 @@ def export(groups: Sequence[Group], folder: Path) -> list[Path]:
 
 
 def _figures(groups: Sequence[Group]) -> Iterator[tuple[str, Figure]]:
+    yield from ((dots.name, draw_dots(dots)) for dots in summaries(groups, _style.SHOWN))
     for _, _, charts in every_chart(groups):
         yield from ((chart.name, draw(chart)) for chart in charts if chart.lines)
     for group in groups:

@@ -18,13 +18,14 @@ from typing import Any
 from unskip.report import _charts
 from unskip.report import _compare as compare
 from unskip.report._charts import Chart
+from unskip.report._dots import Dots, summaries
 from unskip.report._names import evaluations, of_loss
 from unskip.report._read import Group, Run, by_recipe
 from unskip.report._svg import inline
 from unskip.report._tables import FORMATS
 from unskip.report._text import clean, short, slug, words
 from unskip.report.figures import _style
-from unskip.report.figures._draw import Tiles, draw, draw_tiles
+from unskip.report.figures._draw import Tiles, draw, draw_dots, draw_tiles
 
 COMPARED = 9  # groups that are held against the first of their recipe; more would be a wall of rows
 PICTURED = 8  # groups whose pictures are shown
@@ -37,7 +38,9 @@ Missing = list[tuple[str, str]]  # what, and why
 def page(groups: Sequence[Group]) -> str:
     """The page about some groups of runs."""
     missing: Missing = []
-    sections: list[tuple[str, str, Sequence[Part]]] = [*tables(groups)]
+    (key, heading, parts), *others = tables(groups)
+    opening = [{"figures": figures}] if (figures := [*map(_dots, summaries(groups, _style.SHOWN))]) else []
+    sections: list[tuple[str, str, Sequence[Part]]] = [(key, heading, [*opening, *parts]), *others]
     for key, heading, charts in every_chart(groups):
         drawn = [_chart(chart) for chart in charts if chart.lines]
         if key == "jacobians" and not drawn:  # one line in place of six titles
@@ -200,6 +203,14 @@ def _chart(chart: Chart) -> Part:
     svg = inline(draw(chart), chart.name, chart.alt())
     data = {"header": header, "rows": rows}
     return {"name": chart.name, "title": chart.title, "svg": svg, "note": " ".join(note), **data}
+
+
+def _dots(dots: Dots) -> Part:
+    header, rows = dots.rows()
+    note = "One point per run. Line: mean of the group."
+    note += " Box: its 95% interval." if any(column.interval for column in dots.columns) else ""
+    svg = inline(draw_dots(dots), dots.name, dots.alt())
+    return {"name": dots.name, "title": dots.title, "svg": svg, "note": note, "header": header, "rows": rows}
 
 
 def _pictures(groups: Sequence[Group], missing: Missing) -> list[Part]:

@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING
 
 from unskip.errors import BadInput
 from unskip.report import _charts
+from unskip.report._dots import of_groups
 from unskip.report._read import Group
-from unskip.report.figures._draw import Tiles, draw, draw_tiles
+from unskip.report.figures._draw import Tiles, draw, draw_dots, draw_tiles
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -34,8 +35,17 @@ __all__ = [
     "neighbours",
     "patch_features",
     "reconstructions",
+    "results",
     "spectra",
 ]
+
+
+def results(groups: Sequence[Group], name: str) -> Figure:
+    """The newest value of an evaluation, such as test_accuracy, by group: one point per run, mean and interval."""
+    dots = of_groups(groups, name)
+    if not dots.columns:
+        raise BadInput(f"{dots.title}: nothing to draw, because no run was evaluated so; `unskip eval RUN` does it")
+    return draw_dots(dots)
 
 
 def loss(groups: Sequence[Group], name: str = "loss") -> Figure:

@@ -1,4 +1,4 @@
-"""From numbers to matplotlib figures: lines over steps or depth, and grids of small images."""
+"""From numbers to matplotlib figures: points by group, lines over steps or depth, and grids of small images."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from unskip._extras import need
 from unskip.errors import BadInput
 from unskip.report._charts import Chart, Line
+from unskip.report._dots import Dots
 from unskip.report.figures import _style
 
 if TYPE_CHECKING:
@@ -88,6 +89,30 @@ def _line(axes: Any, chart: Chart, line: Line) -> Any:
             low = np.maximum(low, np.array(line.y) * 1e-2)  # a band that reaches zero has no place on this axis
         axes.fill_between(line.x, low, high, color=style.colour, alpha=0.2, linewidth=0)
     return drawn
+
+
+def draw_dots(dots: Dots) -> Figure:
+    """A column for every group: its runs as points, the mean as a line, the interval as a bar."""
+    with _style.settings():
+        figure: Figure = need("matplotlib.figure").Figure(figsize=_style.SIZE, layout="constrained")
+        axes: Any = figure.add_subplot()
+        for place, column in enumerate(dots.columns):
+            style = _style.style_of(column.group)
+            if column.interval is not None:
+                axes.fill_between(
+                    [place - 0.18, place + 0.18], *column.interval, color=style.colour, alpha=0.2, linewidth=0
+                )
+            axes.plot([place - 0.25, place + 0.25], [column.mean] * 2, color=style.colour, linewidth=1.8)
+            spread = np.linspace(-0.08, 0.08, len(column.values)) if len(column.values) > 1 else [0.0]
+            axes.plot(place + np.array(spread), column.values, style.marker, color=style.colour, alpha=0.8)
+        axes.set_title(textwrap.fill(_style.plain(dots.title, 90), 52), loc="left")
+        axes.set_ylabel(textwrap.fill(_style.plain(dots.unit, 60), 34))
+        wide = max(8, 48 // len(dots.columns))
+        names = [textwrap.fill(_style.plain(column.label, 3 * wide), wide) for column in dots.columns]
+        axes.set_xticks(range(len(names)), names)
+        axes.set_xlim(-0.6, len(names) - 0.4)
+        axes.grid(visible=False, axis="x")
+    return figure
 
 
 def draw_tiles(tiles: Tiles) -> Figure:

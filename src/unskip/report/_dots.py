@@ -1,0 +1,72 @@
+"""The newest number of every group side by side: a point a run, the mean, and its 95% interval."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from unskip.report._intervals import Interval, of_mean
+from unskip.report._names import called, evaluations, newest_rows
+from unskip.report._read import Group
+from unskip.report._rows import interval_of, number
+
+MOST = 3  # figures that open a page
+
+
+@dataclass(frozen=True)
+class Column:
+    """One group: the values of its runs, their mean, and the interval of the mean, or of an only run."""
+
+    label: str
+    group: int  # its place among the groups, which decides its colour
+    values: tuple[float, ...]
+    mean: float
+    interval: Interval | None
+
+
+@dataclass(frozen=True)
+class Dots:
+    """One number of several groups."""
+
+    name: str
+    title: str
+    unit: str
+    columns: tuple[Column, ...]
+
+    def rows(self) -> tuple[list[str], list[list[object]]]:
+        """The data as a table, a row a run."""
+        header = ["group", self.unit, "mean of the group", "95% low", "95% high"]
+        return header, [
+            [column.label, value, column.mean, *(column.interval or (None, None))]
+            for column in self.columns
+            for value in column.values
+        ]
+
+    def alt(self) -> str:
+        """The figure in words."""
+        means = "; ".join(f"{column.label}: {column.mean:.3g}" for column in self.columns)
+        return f"Points, one a run. {self.title}, mean of each group: {means}."
+
+
+def summaries(groups: Sequence[Group], most: int) -> list[Dots]:
+    """The first numbers that two groups or more have, fractions before others; of the first `most` groups."""
+    names = evaluations(groups, False) + evaluations(groups, True)
+    names.sort(key=lambda name: "fraction" not in called(name)[1])  # stable
+    found = (of_groups(groups[:most], name) for name in dict.fromkeys(names))
+    return [dots for dots in found if len(dots.columns) > 1][:MOST]
+
+
+def of_groups(groups: Sequence[Group], name: str) -> Dots:
+    """A number by group; groups without it are left out."""
+    title, unit = called(name)
+    columns, counts = [], set()
+    for group in groups:
+        rows = [row[name] for row in map(newest_rows, group.runs) if name in row]
+        values = [value for row in rows if (value := number(row[name])) is not None and math.isfinite(value)]
+        if values:
+            counts |= {row.get("n") for row in rows}
+            ends = interval_of(rows[0], name) if len(rows) == 1 else of_mean(values)
+            columns.append(Column(group.label, group.place, tuple(values), math.fsum(values) / len(values), ends))
+    known = counts.pop() if len(counts) == 1 else None
+    return Dots(f"result-{name}", f"{title}, n = {known}" if known else title, unit, tuple(columns))
