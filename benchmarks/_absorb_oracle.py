@@ -171,7 +171,8 @@ def within_rounding(block: Block, other: Block, domain: Domain | None, random: n
         gap = seen(block, made.double()(low.double())) - truth
         if block.dtype == torch.float64:
             least_terms = 0.0
-            if domain is not None:  # a replacement has constants of the domain's size, which round
+            # A unit that is affine on the box has a constant of the box's size, which rounds.
+            if domain is not None and block.activation.partition(":")[0] in ("relu", "leaky_relu"):
                 corner = torch.tensor(random.uniform(-1, 1, x.shape)) * domain.factor
                 bulk = corner.abs() @ skip.mT + (4 * (corner.abs() @ up.mT + shift) + flat) @ down.mT + const
                 least_terms = 0.01 * float(bulk.norm())

@@ -167,7 +167,7 @@ def test_options_of_apply(given: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("name", ["scan", "apply"])
 def test_a_model_is_asked_about_one_batch(name: str) -> None:
-    with pytest.raises(BadInput, match=f"{name}: data= is an example"):
+    with pytest.raises(BadInput, match=f"{name}: give an example or data"):
         getattr(unskip.absorption, name)(TwoMlps(), example="junk", data=torch.ones(2, 4))
 
 

@@ -116,6 +116,37 @@ def test_a_domain_of_data_holds_the_data() -> None:
 # --- Tolerance --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("word", ["relu", "gelu", "softplus"])
+def test_a_flip_set_beside_mirrored_units_and_a_unit_that_sees_nothing(word: str, dtype: torch.dtype) -> None:
+    block, chosen = planted(word=word, seed=2)
+    assert block.up_bias is not None
+    one, two, blind = sorted(set(range(32)) - set(chosen.tolist()))[:3]
+    up, bias = block.up.clone(), block.up_bias.clone()
+    up[one], bias[one] = -up[two], -bias[two]
+    up[blind], bias[blind] = 0.0, 1.5
+    assert block.down_bias is not None
+    stored = (each.to(dtype) for each in (up, block.down, bias, block.down_bias))
+    block = replace(block, **dict(zip(("up", "down", "up_bias", "down_bias"), stored, strict=True)))  # type: ignore[arg-type]
+    verdict = absorb(block)
+    assert verdict.status == "possible"
+    assert close(block, verdict.replacement()) < (1e-5 if dtype == torch.float32 else 1e-12)
+
+
+@pytest.mark.parametrize("rank", [1, 2, 3])
+def test_dead_units_carry_a_skip_of_their_rank(rank: int) -> None:
+    """Pairs of dead units make up a skip of as many unequal singular values, and not of one more."""
+    g = numbers(rank)
+    left, right = (torch.linalg.qr(normal(g, 8, 8))[0][:, :rank] for _ in range(2))
+    skip = left @ torch.diag(torch.logspace(0, -3, rank, dtype=torch.float64)) @ right.mT
+    for dead in (2 * rank, 2 * rank - 1):
+        block = replace(generic(8, 24, seed=rank), skip=skip)
+        down = block.down.clone()
+        down[:, :dead] = 0
+        verdict = absorb(replace(block, down=down))
+        assert (verdict.status == "possible") == (dead == 2 * rank)
+
+
 @pytest.mark.parametrize("shift", [1e-9, 1e-7])
 def test_a_near_miss_is_taken_with_a_tolerance(shift: float) -> None:
     block, chosen = planted(seed=2)
@@ -161,6 +192,7 @@ def test_a_near_miss_beside_a_unit_that_is_spare(word: str, odd_one: str) -> Non
 def test_a_tolerance_that_has_no_effect_is_said() -> None:
     for block in (generic(word="tanh"), generic(norm=Norm("layernorm", "pre"))):
         assert "takes a plain MLP" in str(absorb(block, tolerance=1e-3))
+    assert "a width of at least 32" in str(absorb(generic(), width=10, tolerance=1e-3))
 
 
 def test_tolerances_that_cannot_be() -> None:

@@ -161,7 +161,7 @@ def test_a_block_that_is_absorbable_is_its_own_nearest() -> None:
 
 
 def test_no_flips_no_nearest() -> None:
-    with pytest.raises(BadInput, match="class-O"):
+    with pytest.raises(BadInput, match="such as relu or gelu"):
         nearest(generic(word="tanh"))
     with pytest.raises(BadInput, match="fewer than the rank"):
         nearest(generic(6, 3, "relu"))

@@ -42,11 +42,14 @@ class Applied:
         """Plain data for JSON."""
         return {
             "mode": self.mode,
-            "done": {self.sites[index].path: what for index, what in self.done.items()},
-            "left": {self.sites[index].path: why for index, why in self.left.items()},
+            "done": self._listed(self.done),
+            "left": self._listed(self.left),
             "difference": self.difference,
             "parameters": self.parameters,
         }
+
+    def _listed(self, texts: dict[int, str]) -> list[dict[str, Any]]:  # several sites may share a path
+        return [{"site": index, "path": self.sites[index].path, "what": text} for index, text in texts.items()]
 
     def __str__(self) -> str:
         lines: list[list[object]] = []

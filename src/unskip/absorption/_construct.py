@@ -61,14 +61,14 @@ def build(problem: Problem, keys: Keys, flips: Tensor, split: tuple[int, ...] = 
     rows = torch.cat([rows, rows.new_zeros(spare, rows.shape[1])])
     biases = torch.cat([biases, biases.new_zeros(spare)])
     columns = torch.cat([columns, columns.new_zeros(len(columns), spare)], 1)
-    made = _finish(problem, rows, biases, columns, _constant(problem, bias, rows, biases, columns))
+    made = _finish(problem, rows, biases, columns, _constant(problem, keys, bias, rows, biases, columns))
     if made is None:
         return None
     only_flips = not split and len(keys.first) == block.width == problem.width
     return Built(made, problem.odd * rest, keys.first[flips] if only_flips else None)
 
 
-def _constant(problem: Problem, bias: Tensor, rows: Tensor, biases: Tensor, columns: Tensor) -> Tensor:
+def _constant(problem: Problem, keys: Keys, bias: Tensor, rows: Tensor, biases: Tensor, columns: Tensor) -> Tensor:
     """(o,) the output bias that is left for the replacement."""
     block, half = problem.block.bare().double(), problem.odd / 2
     if problem.bounded and problem.domain is not None:  # units are affine: one point settles it
@@ -76,6 +76,7 @@ def _constant(problem: Problem, bias: Tensor, rows: Tensor, biases: Tensor, colu
         return (block(point) - block.phi.function(point @ rows.mT + biases) @ columns.mT)[0]
     # The even parts are the same. Left out, they do not round: phi(0) may be large beside the rest.
     blind = problem.lengths == 0
+    blind[keys.first] = False  # kept as they are
     even = block.phi.function(bias[blind]) - half * bias[blind]
     const = half * (block.down @ bias - columns @ biases) + block.down[:, blind] @ even
     return const if block.down_bias is None else const + block.down_bias

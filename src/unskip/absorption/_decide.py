@@ -23,7 +23,7 @@ from unskip.absorption._domain import Domain, as_domain
 from unskip.absorption._flips import decide
 from unskip.absorption._from import block_of
 from unskip.absorption._measure import agree, linear_gap, makes_up
-from unskip.absorption._nearest import can_be_near, near_absorbable
+from unskip.absorption._nearest import near_absorbable, why_not_near
 from unskip.absorption._problem import Biases, Problem, reduce
 from unskip.absorption._verdict import Certificate, Obstruction, Verdict
 from unskip.absorption._verify import holding, verify
@@ -63,13 +63,13 @@ def absorb(
         verdict = _checked(_absorb(found, found.width if width is None else width, biases, place))
         if tolerance is None or verdict.status == "possible":
             return verdict
-        near = near_absorbable(verdict, tolerance, _again) if can_be_near(verdict) else None
+        why = why_not_near(found, verdict.width)
+        near = near_absorbable(verdict, tolerance, _again) if why is None else None
         near = None if near is None else _checked(near)
         if near is not None and near.status == "possible":
             return near
         missed = f"no weights that can be absorbed were found within the tolerance of {tolerance:g}"
-        if not can_be_near(verdict):
-            missed = "tolerance= takes a plain MLP of an activation such as relu or gelu, without a norm on the branch"
+        missed = missed if why is None else f"tolerance= {why}"
         return replace(verdict, notes=(*verdict.notes, missed))
 
 

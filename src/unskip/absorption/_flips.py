@@ -68,9 +68,11 @@ def decide(problem: Problem) -> Outcome:
         out.why = _open(problem, keys, out)
     else:
         freer = problem.with_constant()
-        if problem.up.numel() * min(problem.up.shape) <= TIGHT:
+        small = max(part.numel() * min(part.shape) for part in (problem.up, problem.down)) <= TIGHT
+        if small:
             out.obstructions += _spectral(freer, keys.spares + doubt)
-        out.why = f"{keys.spares} spare units could be used in more ways than were tried, and no general proof applies"
+        proof = "no general proof applies" if small else "weights this large are not compared by singular values"
+        out.why = f"{keys.spares} spare units could be used in more ways than were tried, and {proof}"
         if doubt:
             out.why = (
                 f"{doubt} units differ from others, or from nothing, by no more than rounding of the stored weights: "
@@ -188,7 +190,8 @@ def _ways(problem: Problem, keys: Keys) -> Iterable[tuple[int, ...]]:
     if p >= 2 * n - min(keys.count, n):
         order = pivots(keys.rows)
         if p >= 2 * n - len(order):
-            yield tuple(order[: max(2 * n - p, 0)])  # as few as will do: the last pivots are the worst conditioned
+            if p < 2 * n:
+                yield tuple(order[: 2 * n - p])  # as few as will do: the last pivots are the worst conditioned
             yield tuple(order)
 
 

@@ -47,14 +47,14 @@ def block_of(source: object, example: object = None) -> Block:
         mlps = list(found.mlps())
         if len(mlps) != 1:
             what = "; ".join(found.reasons.values())
+            advice = "unskip.absorption.scan takes a whole model"
+            if not mlps:
+                advice = "an unskip.absorption.Block holds bare weights"
+                advice = advice if what else f"it has to add the skip itself, x + mlp(x); {advice}"
             raise BadInput(
                 f"absorb: {type(source).__name__} has {len(mlps)} MLP sites that can be read, not one"
                 + (f" ({what})" if what else "")
-                + (
-                    "; unskip.absorption.scan takes a whole model"
-                    if mlps or what
-                    else "; it has to add the skip itself, x + mlp(x): for an MLP alone give unskip.absorption.Block"
-                )
+                + f"; {advice}"
             )
         made = read_block(traced, mlps[0])
         if isinstance(made, NoBlock):
@@ -71,7 +71,7 @@ def block_of(source: object, example: object = None) -> Block:
 def one_batch(who: str, example: object, data: object) -> object:
     """The batch that a whole model is asked about."""
     if example is not None and data is not None:
-        raise BadInput(f"{who}: data= is an example as well; leave example= out")
+        raise BadInput(f"{who}: give an example or data, not both; data is a batch, which serves as the example")
     return example if data is None else data
 
 

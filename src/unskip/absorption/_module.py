@@ -48,6 +48,7 @@ class AbsorbableMLP(nn.Module):
             least = f"{3 if pairs else 2} * dim = {spent + dim}"
             raise BadInput(f"AbsorbableMLP: hidden must be at least {least}, got {hidden}")
         self.hidden = hidden
+        self.pairs = pairs
         self.activation = activation
         self.up = nn.Linear(dim, hidden - spent, bias=bias)
         self.act = _Activation(activation)
@@ -71,16 +72,19 @@ class AbsorbableMLP(nn.Module):
     def absorbed(self) -> nn.Sequential:
         """The same function as Linear, activation, Linear, without a skip."""
         block = self.block()
+        stored = absorb(block, width=self.hidden)
+        if stored.status == "possible":
+            return plain(stored.replacement())
         verdict = absorb(block.double(), width=self.hidden)
         if verdict.status != "possible":
-            raise BadInput(f"AbsorbableMLP: its rows do not span the input any more. {verdict.reason}")
+            raise BadInput(f"AbsorbableMLP: {verdict.reason} Its rows have to span the input")
         made = verdict.replacement().stored_as(block)
         seen = agree(block, made, tolerance=SPLIT)
         if not seen.holds:
             raise BadInput(
                 f"AbsorbableMLP: stored as {block.dtype} its outputs would differ by {seen.measured['stored']:.2g}, "
-                "far more than the module loses by computing in that dtype; call .float() or .double() first, or train "
-                "it with pairs=True"
+                "far more than the module loses by computing in that dtype; call .float() or .double() first"
+                + ("" if self.pairs else ", or train it with pairs=True")
             )
         return plain(made)
 

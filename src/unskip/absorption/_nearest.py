@@ -90,11 +90,13 @@ def _sylvester(a: Tensor, b: Tensor, right: Tensor) -> Tensor:
     return found
 
 
-def can_be_near(verdict: Verdict) -> bool:
-    """Whether weights close by are looked for: flip sets have to be what decides."""
-    block = verdict.block
-    plain = not block.gated and block.phi.family == "odd-linear" and not {"pre", "out"} & block.norms.keys()
-    return plain and not block.extreme and verdict.width >= block.width
+def why_not_near(block: Block, width: int) -> str | None:
+    """Why no weights close by are looked for: flip sets have to be what decides."""
+    if block.gated or block.phi.family != "odd-linear" or {"pre", "out"} & block.norms.keys():
+        return "takes a plain MLP of an activation such as relu or gelu, without a norm on the branch"
+    if block.extreme:
+        return "takes weights whose squares float64 can hold; rescale rows and columns"
+    return None if width >= block.width else f"takes a width of at least {block.width}, the block's own"
 
 
 def near_absorbable(verdict: Verdict, tolerance: float, again: Again) -> Verdict | None:

@@ -16,6 +16,7 @@ from torch import Tensor
 from unskip.absorption._activations import resolve
 from unskip.anatomy import GRID, Curve
 
+ADVICE = "; name it with absorption.register and ask about an absorption.Block"
 Arguments = Sequence[object]  # of the operator, its input left out; a weight as a tensor
 
 
@@ -135,13 +136,13 @@ def read(curve: Curve) -> str:
     names = words if len(others) == 1 else []
     names += [name for name, ways in SPELLINGS.items() if spelling in ways]
     if not names:
-        raise Unreadable(f"made of {spelling.replace(' ', ', ')}, in a way that is none of the known ones")
+        raise Unreadable(f"made of {spelling.replace(' ', ', ')}, in a way that is none of the known ones{ADVICE}")
     if len(operators) - len(others) > MOST:
         raise Unreadable(f"more than {MOST} additions and multiplications")
     for name in names:
         if torch.allclose(resolve(name)[0].function(GRID), curve.values, rtol=1e-6, atol=1e-9):
             return resolve(name)[0].name
-    raise Unreadable("none that is known; absorption.register adds one, for an absorption.Block")
+    raise Unreadable(f"not one that is known{ADVICE}")
 
 
 def _polynomial(name: str, given: Arguments) -> bool:

@@ -18,7 +18,7 @@ from unskip.absorption._construct import gate_bias, skip_rank
 from unskip.absorption._decide import absorb, pad
 from unskip.absorption._from import block_of
 from unskip.absorption._measure import SPLIT, agree
-from unskip.absorption._nearest import Nearest, project
+from unskip.absorption._nearest import Nearest, project, why_not_near
 from unskip.absorption._problem import Biases, reduce
 from unskip.absorption._verdict import Certificate, Verdict
 from unskip.anatomy import MlpParts
@@ -124,11 +124,8 @@ def nearest(block: Block | MlpParts) -> Nearest:
     whichever needs less.
     """
     block = block_of(block)
-    if block.gated or block.phi.family != "odd-linear" or {"pre", "out"} & block.norms.keys():
-        raise BadInput(
-            f"nearest: no flip set makes up a skip for {block.activation} with norms {list(block.norms) or 'none'}; "
-            "it takes a class-O activation such as relu or gelu, without a norm on the branch"
-        )
+    if (why := why_not_near(block, block.width)) is not None:
+        raise BadInput(f"nearest: it {why}; this one has {block.activation} and norms {list(block.norms) or 'none'}")
     with torch.no_grad():
         found = project(block, reduce(block, block.width, "allowed"))
         if found is None:

@@ -60,7 +60,7 @@ def absorb_command(
         torch.manual_seed(0)  # random weights, but the same ones each time
         built = weighted(model, random, trust).to(where).eval()
         samples = None if data is None else samples_for(built, data, 64 if n is None else n, shapes)[0]
-        example = inputs(built, shapes)
+        example = inputs(built, shapes) if samples is None else None
         scan = unskip.absorption.scan(built, example, data=samples, progress=tick)
         sound = scan.verify()
         if apply is not None:
@@ -70,6 +70,8 @@ def absorb_command(
                 )
             except RewireError as error:
                 refused = str(error)
+        if applied is not None and not sound:
+            refused = "a certificate failed verification, so nothing is saved"
         if applied is not None and not applied.done:
             refused = f"--apply {apply}: no site could be rewritten, so nothing is saved"
         if applied is not None and refused is None and out is not None:
