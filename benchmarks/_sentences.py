@@ -102,8 +102,8 @@ def sentences() -> Iterator[tuple[str, str]]:
     least, most = (
         pick(cases[name] for name in ("generic", "trained-scale", "heavy", "planted")) for pick in (min, max)
     )
-    yield "absorb-cost", f"{least:.1f} to {most:.1f} s at 768 > 3072 and {cases['large']:.0f} to"
-    yield "absorb-cost", f"to {cases['large-hard']:.0f} s at 4096 > 16384 on two CPU cores"
+    yield "absorb-cost", f"{least:.1f} to {most:.1f} s at 768 → 3072 and {cases['large']:.0f} to"
+    yield "absorb-cost", f"to {cases['large-hard']:.0f} s at 4096 → 16384 on two CPU cores"
     large, hard = (record("absorb-gpu")["cases"][name]["seconds"] for name in ("large", "large-hard"))
     yield "absorb-cost", f"4096, 16384 takes {large:.2f} and {hard:.2f} s"
     blocks = [

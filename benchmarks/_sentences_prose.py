@@ -222,7 +222,7 @@ def _cost() -> Sentences:
     asked = [site for model in record("absorb-models")["models"].values() for site in model["sites"]]
     local = [block["approximate"] for run in record("absorb-domain")["runs"] for block in run["blocks"]]
     errors = [site["approximation"] for site in asked if site.get("approximation")] + local
-    yield "absorb-results", f"is off by {min(errors):.3f} to {max(errors):.2f} |"
+    yield "absorb-results", f"is off by {min(errors):.3f} to {max(errors):.2f} of the spread"
     assert max(record("absorb-gpu")["cases"][name]["seconds"] for name in ("large", "large-hard")) < 0.1
     yield "absorb-cost", "below 0.1 s on an H200 |"
     yield "absorb-results", f"is off by {100 * min(local):.1f} % to {100 * max(local):.1f} % on held-out inputs"
