@@ -106,7 +106,7 @@ _PRESETS = {
     "cifar": Preset(
         {"data": "cifar10", "size": 32, "batch": 512, "precision": "bf16", "compile": True, "graph": True} | _VIT_192,
         "a minute on one H200",
-        "accuracy 74.1; with SOAP at lr 3e-3 81.4, and without skips from their initialisation 77.6",
+        "accuracy 74.1; with SOAP at lr 3e-3 81.4, and without skips from skipless 77.6 (three seeds each)",
     ),
     "cifar-skipless": Preset(
         {"data": "cifar10", "size": 32, "batch": 512, "precision": "bf16", "compile": True, "graph": True}
@@ -120,8 +120,8 @@ _PRESETS = {
     "tiny-imagenet": Preset(
         {"data": "tiny-imagenet", "size": 64, "patch": 8, "batch": 512, "epochs": 100, "crop": "resized"}
         | {"mixup": 0.8, "cutmix": 1.0, "precision": "bf16", "compile": True, "model": "timm:vit_small_patch16_224"},
-        "hours on one GPU; not run here",
-        "not measured",
+        "about 10 minutes on one H200",
+        "accuracy 62.1 with SOAP at lr 3e-3, weight decay 0.3, twelve heads of 64 and mean pooling (one seed)",
     ),
     "vit-s16": Preset(
         {"model": "timm:vit_small_patch16_224"} | _PAPER, "about half of vit-b16; not run here", "not measured"
