@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,8 +10,9 @@ from typing import Any
 
 from unskip._table import table
 from unskip.demo._compare import Seeds, at_chance, compared, shown
-from unskip.errors import TrainingError
+from unskip.errors import TrainingError, UnskipWarning
 from unskip.recipes import Opener, open_split, supervised, train
+from unskip.training import RunFolder
 
 Write = Callable[[str], object]
 _NAMED = ("with skips", "without, initialised")
@@ -57,7 +59,9 @@ def classify(scale: Scale, out: Path, write: Write, quiet: bool, opener: Opener)
             outcome = _trained(config, folders[-1], write, quiet, opener)
             if outcome is not None:
                 accuracy[name].append(outcome["test_accuracy"])
-                write(f"  {name}, seed {seed}: accuracy {outcome['test_accuracy']:.3f}, in {folders[-1]}")
+                raised = [*dict.fromkeys(row["warning"] for row in RunFolder.open(folders[-1]).read("warnings.jsonl"))]
+                note = f", with warnings {', '.join(raised)}" if raised else ""
+                write(f"  {name}, seed {seed}: accuracy {outcome['test_accuracy']:.3f}{note}; {folders[-1]}")
     rows = [[name, shown(values) if values else "failed", len(values)] for name, values in accuracy.items()]
     write(f"\n{table(['model', 'test accuracy', 'seeds'], rows)}\n")
     write(f"Mean and standard deviation over seeds; {len(images)} test images.\n")
@@ -90,7 +94,10 @@ def describe_skips(kept: Seeds, cut: Seeds, initialised: Seeds, classes: int, im
 def _trained(config: Any, folder: Path, write: Write, quiet: bool, opener: Opener) -> dict[str, float] | None:
     """The numbers of a run; None, and the reason in words, where its loss was not finite."""
     try:
-        outcome = train(config, folder, quiet, opener)
+        with warnings.catch_warnings():
+            if quiet:  # the names of the warnings are written with the accuracy
+                warnings.simplefilter("ignore", UnskipWarning)
+            outcome = train(config, folder, quiet, opener)
     except TrainingError as error:
         write(f"    failed: {error}")
         return None

@@ -11,6 +11,7 @@ from unskip.report._rows import LABELS, number
 
 NAMES = {  # what a number is called, and its unit
     "loss": ("Loss in training", "loss"),
+    "train_accuracy": ("Accuracy in training", "accuracy (fraction)"),
     "test_loss": ("Loss on test images", "loss"),
     "val_loss": ("Loss on held-out images", "loss"),
     "test_accuracy": ("Accuracy on test images", "accuracy (fraction)"),
