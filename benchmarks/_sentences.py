@@ -55,6 +55,7 @@ def sentences() -> Iterator[tuple[str, str]]:
     yield "what-did-not-work", f"keep tokens apart: {best - frozen:.1f} behind"
     yield "skipless-results", f"MLP skips alone it is {best - mlps:.1f} points behind"
     yield "fade", f"a ViT on CIFAR-10 is [{best - mlps:.1f} points behind]"
+    yield "README", f"is {best - mlps:.1f} points behind, and one without any skips {best - frozen:.1f} points"
     scores = [
         [100 * row[key] for row in (runs("skipless-long", f"long | {name}")[0] for name in _HELD_OUT)]
         for key in ("val_accuracy", "ema_val_accuracy")

@@ -76,7 +76,9 @@ def test_version_is_the_same_everywhere(site: Path, tmp_path: Path) -> None:
     assert version == VERSION
     assert Path(file.strip()).is_relative_to(site)
     assert f"\nversion: {VERSION}\n" in (ROOT / "CITATION.cff").read_text(encoding="utf-8")
-    assert f"\n## [{VERSION}] - " in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    changes, citation = ((ROOT / name).read_text(encoding="utf-8") for name in ("CHANGELOG.md", "CITATION.cff"))
+    (day,) = re.findall(rf"^## \[{re.escape(VERSION)}\] - (\S+)$", changes, re.MULTILINE)
+    assert f"\ndate-released: {day}\n" in citation
 
 
 @pytest.mark.full

@@ -15,7 +15,7 @@ from unskip.cli._options import option
 
 
 def demo_command(
-    quick: Annotated[bool, tyro.conf.FlagCreatePairsOff, option("Fewer steps: about a minute.")] = False,
+    quick: Annotated[bool, tyro.conf.FlagCreatePairsOff, option("Fewer steps: about half a minute.")] = False,
     out: Annotated[str, tyro.conf.arg(help="Where runs and page go.", metavar="FOLDER")] = "runs/demo",
     progress: Annotated[bool, tyro.conf.FlagCreatePairsOff, option("Show the progress of each run.")] = False,
 ) -> int:

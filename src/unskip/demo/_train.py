@@ -39,7 +39,7 @@ class Scale:
 
 
 SMALL = Scale({"steps": 220, "evaluate_every": 110, "device": "cpu"}, (0, 1, 2))
-QUICK = Scale({"steps": 100, "device": "cpu"}, (0, 1))
+QUICK = Scale({"steps": 120, "device": "cpu"}, (0, 1, 2))
 
 
 class Interrupted(Exception):

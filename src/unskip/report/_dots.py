@@ -66,7 +66,13 @@ def of_groups(groups: Sequence[Group], name: str) -> Dots:
         values = [value for row in rows if (value := number(row[name])) is not None and math.isfinite(value)]
         if values:
             counts |= {row.get("n") for row in rows}
-            ends = interval_of(rows[0], name) if len(rows) == 1 else of_mean(values)
+            ends = interval_of(rows[0], name) if len(rows) == 1 else _of_mean(values, "fraction" in unit)
             columns.append(Column(group.label, group.place, tuple(values), math.fsum(values) / len(values), ends))
     known = counts.pop() if len(counts) == 1 else None
     return Dots(f"result-{name}", f"{title}, n = {known}" if known else title, unit, tuple(columns))
+
+
+def _of_mean(values: Sequence[float], fraction: bool) -> Interval | None:
+    """The interval of a mean; of two values it would be wider than the figure."""
+    ends = of_mean(values) if len(values) > 2 else None
+    return ends if ends is None or not fraction else (max(ends[0], 0.0), min(ends[1], 1.0))
