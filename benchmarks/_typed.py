@@ -1,7 +1,7 @@
-"""Decimal numbers in the prose of README and docs that no record vouches for: they have been typed by hand.
+"""Numbers in the prose of README and docs that no record vouches for: decimals, and integers with %, points or times.
 
 Tables and sentences made from records are left out, and so is what no run measures: code, links, settings, versions,
-and numbers of the papers.
+and numbers of the papers. Counts are not looked at.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ _WORDS = (
     "alpha_min|weight decay|decay|decayed|product|guidance|temperature|momentum|mask|EMA|AdamW|self_attention|"
     "qk_identity|mlp_bias|bias|threshold|cosine|contrast|crops|T|cifar|digits|sqrt|rate|lr|width of 384|from 1|"
     "accepts at|elsewhere at|level at|domain from|closer than|noise;|last step|colour,|roundings|in float16,|"
-    "ImageNet's values|the size of ImageNet|Python|CPython|torch|pytorch_optimizer|capability|Apache"
+    "ImageNet's values|the size of ImageNet|Python|CPython|torch|pytorch_optimizer|capability|Apache|"
+    "never over|in a row or column or|thinned to"
 )
 _AFTER = r"(?::| =| of| to| above| between| \|)?[ (-]*"
 _NOT_MEASURED = (
@@ -24,7 +25,10 @@ _NOT_MEASURED = (
     r"\b[1-9.]+e-\d+",  # learning rates and tolerances
     r"(?:[^.]|\.(?=\d))*no record (?:was )?kept",
 )
-_NUMBER = re.compile(r"(?<![\w.])\d+\.\d+(?![\w.]*\d)")
+_NUMBER = re.compile(
+    r"(?<![\w.])\d+\.\d+(?![\w.]*\d)"
+    r"|(?<![\w.,^-])\d+(?: ?%(?! interval| Wilson| error bars)| points\b| times as (?:fast|many))"
+)
 
 
 def typed(text: str, checked: Iterable[str]) -> list[str]:

@@ -34,8 +34,12 @@ def test_no_measured_number_is_typed_by_hand(page: Path) -> None:
 
 
 def test_a_typed_number_is_found() -> None:
-    text = "Weight decay 0.3 and `x = 0.5` are settings, the paper has 80.8. It is 1.5 below the control."
+    text = (
+        "Weight decay 0.3 and `x = 0.5` are settings, the paper has 80.8. It is 1.5 below the control, a 95% interval."
+    )
     assert typed(text, ["1.5 below the control"]) == []
+    (found,) = typed("The loop costs 3% of it.", [])
+    assert "costs 3%" in found
     (found,) = typed(text.replace("1.5 below", "1.6 below"), ["1.5 below the control"])
     assert "is 1.6 below" in found
 
