@@ -4,6 +4,7 @@ A ```python block is executed, and a ```text block after it holds lines that it 
 `$ unskip ...` is run and has to exit with 0.
 """
 
+import re
 import shlex
 import sys
 import textwrap
@@ -123,3 +124,11 @@ def test_every_page_is_in_the_navigation() -> None:
         str(page.relative_to(ROOT / "docs")) for page in (ROOT / "docs").rglob("*") if page.suffix in (".md", ".ipynb")
     ]
     assert [page for page in pages if f" {page}\n" not in navigation] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_no_page_is_long(page: Path) -> None:
+    """At most 1,000 words beside code, tables and pictures."""
+    text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+    prose = [line for line in text.splitlines() if not line.startswith(("|", "    ", "![", "<img", "<!--"))]
+    assert len(" ".join(prose).split()) <= 1000
