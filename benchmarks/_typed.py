@@ -27,12 +27,13 @@ _NOT_MEASURED = (
 )
 _NUMBER = re.compile(
     r"(?<![\w.])\d+\.\d+(?![\w.]*\d)"
-    r"|(?<![\w.,^-])\d+(?: ?%(?! interval| Wilson| error bars)| points\b| times as (?:fast|many))"
+    r"|(?<![\w.,^])\d[\d,]*(?: ?%(?! interval| confidence| Wilson| error bars)| points\b"
+    r"| times (?:as (?:fast|many)|faster|slower))"
 )
 
 
 def typed(text: str, checked: Iterable[str]) -> list[str]:
-    """Each unchecked decimal number of a page with the words around it."""
+    """Each unchecked number of a page with the words around it."""
     text = re.sub(r"<!-- table.*?<!-- end -->|```.*?```|<[a-z/][^>]*>", "", text, flags=re.DOTALL)
     text = " ".join(re.sub(r"^ {4}.*\n", "", text, flags=re.MULTILINE).split())  # without indented code
     parts = [at.span() for part in checked for at in re.finditer(re.escape(part), text)]

@@ -1,7 +1,7 @@
 """For the API reference: the comment beside an attribute, or above it, is its text.
 
-A member of a class without text is left out: fields stand in the signature, and what a method overrides is described
-where it is defined first.
+A method without text is left out: what it overrides is described where it is defined first. So is an attribute without
+text, unless it is the field of a dataclass.
 """
 
 from __future__ import annotations
@@ -31,5 +31,6 @@ class Comments(griffe.Extension):
 
     def on_class_members(self, *, cls: griffe.Class, **kwargs: Any) -> None:
         for name, member in [*cls.members.items()]:
-            if not member.has_docstring and not name.startswith("_"):
+            field = member.is_attribute and "dataclass" in cls.labels
+            if not field and not member.has_docstring and not name.startswith("_"):
                 cls.del_member(name)

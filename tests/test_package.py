@@ -61,6 +61,8 @@ def test_the_readme_of_the_package_has_no_relative_links(dist: Path) -> None:
     text = zipfile.ZipFile(wheel).read(f"unskip-{VERSION}.dist-info/METADATA").decode()
     assert "# unskip" in text
     assert "[arXiv 2404.10947](https://" in text
+    assert "band [1e-3, 1e-2)" in text
+    assert "(compatibility)" in text
     assert [link for link in re.findall(r"\]\((.*?)\)", text) if not link.startswith("https://")] == []
 
 

@@ -84,6 +84,17 @@ def test_bad_input(run: Any, models: str, args: list[str], message: str) -> None
     assert message in err
 
 
+def test_a_model_whose_certificate_fails_is_not_saved(
+    run: Any, models: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(unskip.absorption.Scan, "verify", lambda self: False)
+    code, out, err = run("absorb", f"{models}:pictures", "--apply", "widen", "--out", str(tmp_path / "out"))
+    assert code == 1
+    assert "saved to" not in out
+    assert "a certificate failed verification" in err
+    assert not (tmp_path / "out").exists()
+
+
 def test_a_model_that_nothing_was_rewritten_in_is_not_saved(run: Any, models: str, tmp_path: Path) -> None:
     code, out, err = run("absorb", f"{models}:normed", "--apply", "exact", "--out", str(tmp_path / "out"))
     assert code == 1

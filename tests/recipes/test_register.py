@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -30,6 +30,13 @@ def test_names_and_presets_are_checked() -> None:
         register(Recipe("mine", Mine, {}, RECIPES["mae"].build_model, Nothing))
     with pytest.raises(BadInput, match=r"'digits' of 'mine'.*'bach'.*batch"):
         register(Recipe("mine", Mine, {"digits": Preset({"bach": 1}, "", "")}, mae.build_model, Nothing))
+
+    @dataclass(frozen=True)
+    class Idle(Config):
+        no_use: ClassVar[dict[str, str]] = {"bach": "it has no batches"}
+
+    with pytest.raises(BadInput, match=r"no_use of 'mine'.*'bach'.*batch"):
+        register(Recipe("mine", Idle, made, mae.build_model, Nothing))
     assert "mine" not in RECIPES
 
 

@@ -1,6 +1,7 @@
 """The figures show the numbers they are given, and nothing in a name breaks them."""
 
 import io
+import itertools
 import re
 from pathlib import Path
 
@@ -10,6 +11,7 @@ from tests.report.runs import by_block, folder
 
 from unskip.errors import BadInput
 from unskip.report import figures, read
+from unskip.report._dots import summaries
 from unskip.report.figures import Tiles, _style
 
 EVIL = "_<b>$\\frac{1$ \u4e2d\u6587 & 'x' \"y\""
@@ -46,6 +48,28 @@ def test_points_by_group(tmp_path: Path) -> None:
     assert [label.get_text() for label in axes.get_xticklabels()] == ["a", "b"]
     with pytest.raises(BadInput, match="no run was evaluated"):
         figures.results(groups, "knn20")
+
+
+def test_points_of_odd_logs(tmp_path: Path) -> None:
+    """Counts that are none, values that no axis holds, and more groups than there are styles."""
+    for place, value in enumerate([0.5] * 12 + [1e308]):
+        row = {"step": 30, "test_accuracy": value, "n": [1] if place else 40}
+        folder(tmp_path / f"{place:02}", shortcut=f"decay:0.{place + 10}", evals=[row])
+    figure = figures.results(read([*sorted(tmp_path.iterdir())], look=False), "test_accuracy")
+    (axes,) = figure.axes
+    points = axes.lines[1::2]
+    assert len(points) == 12
+    assert {(line.get_marker() != "", line.get_linestyle()) for line in points} == {(True, "None")}
+    assert axes.get_title("left") == "Accuracy on test images"
+
+
+def test_recipes_have_points_of_their_own(tmp_path: Path) -> None:
+    for recipe, name in itertools.product(("mae", "supervised"), "ab"):
+        row = {"step": 30, "test_loss": 1.0}
+        folder(tmp_path / f"{recipe}-{name}", recipe=recipe, shortcut=name, evals=[row])
+    found = summaries(read([*tmp_path.iterdir()], look=False), 10)
+    assert sorted(dots.title for dots in found) == ["Loss on test images (mae)", "Loss on test images (supervised)"]
+    assert {len(dots.columns) for dots in found} == {2}
 
 
 def test_lines_and_bands(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from unskip.anatomy._find import Finding
 from unskip.anatomy._graph import Graph, Node
 from unskip.anatomy._walk import between, in_norm, is_product
 
-Kind = Literal["attention", "mlp", "parallel", "conv", "ssm", "other"]  # of a site
+Kind = Literal["attention", "mlp", "parallel", "conv", "ssm", "other"]  # what the branch of a site is
 NormPlace = Literal["pre", "post", "out", "sandwich", "inner", "none"]
 
 # By what they do: a model's name, such as TinyMoeAttention, says nothing of its modules.

@@ -21,7 +21,7 @@ from unskip.anatomy._graph import Graph, Node
 from unskip.anatomy._replay import ReplayError, path, replay
 from unskip.anatomy._walk import in_norm, norm_module
 
-NormKind = Literal["layernorm", "rmsnorm", "other"]  # of a normalisation
+NormKind = Literal["layernorm", "rmsnorm", "other"]  # kind of normalisation
 Edge = tuple[int, int]  # from a node to one that reads it
 
 

@@ -70,10 +70,10 @@ def absorb_command(
                 )
             except RewireError as error:
                 refused = str(error)
-        if applied is not None and not sound:
-            refused = "a certificate failed verification, so nothing is saved"
         if applied is not None and not applied.done:
             refused = f"--apply {apply}: no site could be rewritten, so nothing is saved"
+        elif applied is not None and not sound:
+            refused = "a certificate failed verification, so nothing is saved"
         if applied is not None and refused is None and out is not None:
             try:
                 _save(built, out, builder_of(model))

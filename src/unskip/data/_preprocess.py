@@ -86,7 +86,7 @@ class Preprocess:
         return mean, std
 
 
-Normalise = Preprocess | tuple[Sequence[float], Sequence[float]]  # or the mean and standard deviation of each channel
+Normalise = Preprocess | tuple[Sequence[float], Sequence[float]]  # preprocessing, or mean and standard deviation
 
 
 def set_preprocess(model: nn.Module, preprocess: Preprocess) -> None:

@@ -56,12 +56,15 @@ def classify(scale: Scale, out: Path, write: Write, quiet: bool, opener: Opener)
         for seed in scale.seeds:
             folders.append(out / folder / f"seed-{seed}")
             config = supervised("digits", seed=seed, **{**scale.fields, **fields})
-            outcome = _trained(config, folders[-1], write, quiet, opener)
-            if outcome is not None:
-                accuracy[name].append(outcome["test_accuracy"])
-                raised = [*dict.fromkeys(row["warning"] for row in RunFolder.open(folders[-1]).read("warnings.jsonl"))]
-                note = f", with warnings {', '.join(raised)}" if raised else ""
-                write(f"  {name}, seed {seed}: accuracy {outcome['test_accuracy']:.3f}{note}; {folders[-1]}")
+            what = f"  {name}, seed {seed}"
+            try:
+                outcome, raised = _trained(config, folders[-1], quiet, opener)
+            except TrainingError as error:  # its loss was not finite
+                write(f"{what}: failed: {error}")
+                continue
+            accuracy[name].append(outcome["test_accuracy"])
+            note = f", with warnings {', '.join(raised)}" if raised else ""
+            write(f"{what}: accuracy {outcome['test_accuracy']:.3f}{note}; {folders[-1]}")
     rows = [[name, shown(values) if values else "failed", len(values)] for name, values in accuracy.items()]
     write(f"\n{table(['model', 'test accuracy', 'seeds'], rows)}\n")
     write(f"Mean and standard deviation over seeds; {len(images)} test images.\n")
@@ -91,16 +94,13 @@ def describe_skips(kept: Seeds, cut: Seeds, initialised: Seeds, classes: int, im
     return [*lines[:-1], lines[-1] + "\n"]
 
 
-def _trained(config: Any, folder: Path, write: Write, quiet: bool, opener: Opener) -> dict[str, float] | None:
-    """The numbers of a run; None, and the reason in words, where its loss was not finite."""
-    try:
-        with warnings.catch_warnings():
-            if quiet:  # the names of the warnings are written with the accuracy
-                warnings.simplefilter("ignore", UnskipWarning)
-            outcome = train(config, folder, quiet, opener)
-    except TrainingError as error:
-        write(f"    failed: {error}")
-        return None
+def _trained(config: Any, folder: Path, quiet: bool, opener: Opener) -> tuple[dict[str, float], list[str]]:
+    """The numbers of a run, and the names of the warnings in its folder."""
+    with warnings.catch_warnings():
+        if quiet:
+            warnings.filterwarnings("ignore", r"[a-z-]+: ", UnskipWarning)  # those, by name; others are shown
+        outcome = train(config, folder, quiet, opener)
     if not outcome.finished:
         raise Interrupted
-    return outcome.evaluations
+    rows = RunFolder.open(folder).read("warnings.jsonl")
+    return outcome.evaluations, [name for name in dict.fromkeys(row["warning"] for row in rows) if name != "note"]

@@ -69,6 +69,9 @@ def register(recipe: Recipe) -> Recipe:
             if name not in names:
                 where = f"preset {preset!r} of {recipe.name!r}"
                 raise BadInput(f"{where}: {recipe.config.__name__} has no field {name!r}{nearest(name, names)}")
+    for name in recipe.config.no_use:
+        if name not in names:
+            raise BadInput(f"no_use of {recipe.name!r}: there is no field {name!r}{nearest(name, names)}")
     RECIPES[recipe.name] = recipe
     return recipe
 

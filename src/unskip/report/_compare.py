@@ -183,6 +183,8 @@ def bracketed(ends: Interval) -> str:
 def _digits(ends: Interval) -> str:
     """The format of an interval, and of what lies in it."""
     width = ends[1] - ends[0]
+    if not width or max(map(abs, ends)) < 1e-4:
+        return ".4g"
     places = min(6, max(0, 1 - math.floor(math.log10(width)))) if 0 < width < 1e6 else 0
     places = max(3, places) if max(map(abs, ends)) < 10 else places
     return f".{places}f" if max(map(abs, ends)) < 1e6 else ".3g"

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from unskip.report._charts import BEYOND, mean_and_std
 from unskip.report._intervals import Interval, of_mean
 from unskip.report._names import called, evaluations, newest_rows
-from unskip.report._read import Group
+from unskip.report._read import Group, by_recipe
 from unskip.report._rows import interval_of, number
 
-MOST = 3  # figures that open a page
+MOST = 3  # figures of a recipe that open a page
 
 
 @dataclass(frozen=True)
@@ -50,26 +50,33 @@ class Dots:
 
 
 def summaries(groups: Sequence[Group], most: int) -> list[Dots]:
-    """The first numbers that two groups or more have, fractions before others; of the first `most` groups."""
-    names = evaluations(groups, False) + evaluations(groups, True)
-    names.sort(key=lambda name: "fraction" not in called(name)[1])  # stable
-    found = (of_groups(groups[:most], name) for name in dict.fromkeys(names))
-    return [dots for dots in found if len(dots.columns) > 1][:MOST]
+    """The first numbers that two groups of a recipe or more have, fractions before others; of the first `most`."""
+    found: list[Dots] = []
+    kinds = by_recipe(groups[:most])
+    for recipe, members in kinds.items():
+        names = evaluations(members, False) + evaluations(members, True)
+        names.sort(key=lambda name: "fraction" not in called(name)[1])  # stable
+        mine = [of_groups(members, name) for name in dict.fromkeys(names)]
+        if len(kinds) > 1:
+            mine = [replace(d, name=f"{recipe}-{d.name}", title=f"{d.title} ({recipe})") for d in mine]
+        found += [dots for dots in mine if len(dots.columns) > 1][:MOST]
+    return found
 
 
 def of_groups(groups: Sequence[Group], name: str) -> Dots:
-    """A number by group; groups without it are left out."""
+    """A number by group; groups without it are left out, and values that no axis can hold."""
     title, unit = called(name)
-    columns, counts = [], set()
+    columns: list[Column] = []
+    counts: set[float | None] = set()
     for group in groups:
         rows = [row[name] for row in map(newest_rows, group.runs) if name in row]
-        values = [value for row in rows if (value := number(row[name])) is not None and math.isfinite(value)]
+        values = [value for row in rows if (value := number(row[name])) is not None and abs(value) < BEYOND]
         if values:
-            counts |= {row.get("n") for row in rows}
+            counts |= {number(row.get("n")) for row in rows}
             ends = interval_of(rows[0], name) if len(rows) == 1 else _of_mean(values, "fraction" in unit)
-            columns.append(Column(group.label, group.place, tuple(values), math.fsum(values) / len(values), ends))
+            columns.append(Column(group.label, group.place, tuple(values), mean_and_std(values)[0], ends))
     known = counts.pop() if len(counts) == 1 else None
-    return Dots(f"result-{name}", f"{title}, n = {known}" if known else title, unit, tuple(columns))
+    return Dots(f"result-{name}", title if known is None else f"{title}, n = {known:g}", unit, tuple(columns))
 
 
 def _of_mean(values: Sequence[float], fraction: bool) -> Interval | None:

@@ -208,7 +208,8 @@ def _chart(chart: Chart) -> Part:
 def _dots(dots: Dots) -> Part:
     header, rows = dots.rows()
     note = "One point per run. Line: mean of the group."
-    note += " Box: its 95% interval." if any(column.interval for column in dots.columns) else ""
+    if any(column.interval for column in dots.columns):
+        note += " Box: 95% interval over three runs or more, or of one run over its test samples."
     svg = inline(draw_dots(dots), dots.name, dots.alt())
     return {"name": dots.name, "title": dots.title, "svg": svg, "note": note, "header": header, "rows": rows}
 

@@ -104,12 +104,17 @@ def draw_dots(dots: Dots) -> Figure:
                 )
             axes.plot([place - 0.25, place + 0.25], [column.mean] * 2, color=style.colour, linewidth=1.8)
             spread = np.linspace(-0.08, 0.08, len(column.values)) if len(column.values) > 1 else [0.0]
-            axes.plot(place + np.array(spread), column.values, style.marker, color=style.colour, alpha=0.8)
+            x, marker = place + np.array(spread), style.marker or "o"
+            axes.plot(x, column.values, linestyle="", marker=marker, color=style.colour, alpha=0.8)
         axes.set_title(textwrap.fill(_style.plain(dots.title, 90), 52), loc="left")
         axes.set_ylabel(textwrap.fill(_style.plain(dots.unit, 60), 34))
-        wide = max(8, 48 // len(dots.columns))
-        names = [textwrap.fill(_style.plain(column.label, 3 * wide), wide) for column in dots.columns]
-        axes.set_xticks(range(len(names)), names)
+        if len(dots.columns) < 6:
+            lines = [textwrap.wrap(column.label, 48 // len(dots.columns))[:3] for column in dots.columns]
+            names = ["\n".join(_style.plain(line) for line in each) for each in lines]
+            axes.set_xticks(range(len(names)), names)
+        else:
+            names = [_style.plain(column.label, 18) for column in dots.columns]
+            axes.set_xticks(range(len(names)), names, rotation=40, ha="right", rotation_mode="anchor")
         axes.set_xlim(-0.6, len(names) - 0.4)
         axes.grid(visible=False, axis="x")
     return figure
