@@ -37,19 +37,9 @@ def paired_(part: Any, up: float, gain: float, mix: float, *, generator: torch.G
 
     The output bias takes out the mean of the other units.
     """
-    from unskip.anatomy import mean_output
-
-    hidden, width = part.up.shape
-    rest = hidden - 2 * width
-    first, last = _orthogonal(width, width, generator), _orthogonal(width, width, generator)
-    others = max(rest / width, 1) ** 0.5 * _orthogonal(rest, width, generator)
-    with torch.no_grad():
-        part.up.copy_(torch.cat([up * first, -up * first, others]).to(part.up))
-        down = [gain * last, -gain * last, mix * up * gain * _orthogonal(width, rest, generator)]
-        part.down.copy_(torch.cat(down, 1).to(part.down))
-        part.up_bias.zero_()
-        part.down_bias.zero_()
-        part.down_bias.copy_(-mean_output(part).to(part.down_bias))
+    first, last, others = _drawn(part, 2 * part.up.shape[1], generator)
+    columns = mix * up * gain * _orthogonal(part.up.shape[1], len(others), generator)
+    _fill(part, [up * first, -up * first, others], [gain * last, -gain * last, columns])
 
 
 def shifted_(part: Any, shift: float, mix: float, *, generator: torch.Generator) -> None:
@@ -58,17 +48,27 @@ def shifted_(part: Any, shift: float, mix: float, *, generator: torch.Generator)
 
         W_up = [R; S],  W_down = [Q, mix T],  b = [shift, 0]
     """
+    first, last, others = _drawn(part, part.up.shape[1], generator)
+    _fill(part, [first, others], [last, mix * _orthogonal(part.up.shape[1], len(others), generator)], shift)
+
+
+def _drawn(part: Any, carrying: int, generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
+    """R, Q and S, for as many units that pass tokens on."""
+    hidden, width = part.up.shape
+    rest = hidden - carrying
+    first, last = _orthogonal(width, width, generator), _orthogonal(width, width, generator)
+    return first, last, max(rest / width, 1) ** 0.5 * _orthogonal(rest, width, generator)
+
+
+def _fill(part: Any, up: list[Tensor], down: list[Tensor], shift: float = 0.0) -> None:
+    """Writes rows and columns, a bias for the first rows, and the output bias that takes out the mean."""
     from unskip.anatomy import mean_output
 
-    hidden, width = part.up.shape
-    rest = hidden - width
-    first, last = _orthogonal(width, width, generator), _orthogonal(width, width, generator)
-    others = max(rest / width, 1) ** 0.5 * _orthogonal(rest, width, generator)
     with torch.no_grad():
-        part.up.copy_(torch.cat([first, others]).to(part.up))
-        part.down.copy_(torch.cat([last, mix * _orthogonal(width, rest, generator)], 1).to(part.down))
+        part.up.copy_(torch.cat(up).to(part.up))
+        part.down.copy_(torch.cat(down, 1).to(part.down))
         part.up_bias.zero_()
-        part.up_bias[:width] = shift
+        part.up_bias[: len(up[0])] = shift
         part.down_bias.zero_()
         part.down_bias.copy_(-mean_output(part).to(part.down_bias))
 
