@@ -204,17 +204,16 @@ def absorb_cost() -> str:
                     continue
                 (low, high), before = run["ratio_quartiles"], case["skip"]
                 took = before["milliseconds"]
-                flops = [each.get("gflops") for each in (before, run)]
                 rows.append(
                     [
-                        f"{labels.get(case['what'], 'ViT-S/16')}: {what}",
+                        f"{labels[case['what']]}: {what}",
                         device,
                         str(case["batch"]),
                         str(case["turns"]),
                         f"{took:.{0 if took >= 10 else 2}f}",
                         f"{run['ratio']:.2f} ({low:.2f} to {high:.2f})",
                         f"{before['peak_mib']:.1f}, {run['peak_mib']:.1f}",
-                        "" if None in flops else f"{flops[0]:.2f}, {flops[1]:.2f}",
+                        f"{before['gflops']:.2f}, {run['gflops']:.2f}",
                     ]
                 )
     head = "what | device | batch | turns | with skips, ms | ratio | peak activations, MiB: before, after"

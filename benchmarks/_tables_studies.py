@@ -35,6 +35,8 @@ def skipless_tiny_rates() -> str:
         "residual": "residual",
         "no skips, carrying heads frozen": "no skips",
         "no skips, paired units": "no skips, paired units",
+        "no skips, paired units, 18 heads, 2304 units": "wider, no skips",
+        "residual, 6 heads, 768 units": "narrower, residual",
         "MLPs' skips cut": "MLPs cut",
         "decayed to a product of 0.001": "decay",
     }
