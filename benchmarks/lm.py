@@ -2,6 +2,7 @@
 
 python benchmarks/lm.py --data "DATA/english-{split}.parquet" --device cuda --workers 6 --limit 1400
 python benchmarks/lm.py --data stdlib --device cuda --workers 6 --limit 1400
+python benchmarks/lm.py --small --workers 2                       # stdlib on two CPU cores, hours
 python benchmarks/lm.py                                          # stdlib on the CPU, a tiny model, three steps a run
 
 A GPT-2 of 10.8 million parameters on bytes, sequences of 256, orthogonal position embeddings. For each wiring and
@@ -18,6 +19,9 @@ half the size in docs/results/skipless-cifar.json. That is 5 to 9 s for the step
 of a final run, about 40 s to build and compile either, and 20 s for what is evaluated after a final one. A text has 84
 to 126 searches and 42 final runs: 30 to 60 minutes with six workers. `--limit` stops in time, begins nothing that would
 not end by then, and the same command goes on; a run that was stopped begins anew.
+
+`--small` takes a GPT-2 of 0.7 million parameters, sequences of 128, 2,048 bytes a step, 400 steps of a search and 1,200
+of a final run.
 
 Each text has its own JSON, docs/results/lm-stdlib.json or lm-NAME.json, with the fingerprint of the text in every run.
 """
@@ -45,12 +49,15 @@ WIRINGS: dict[str, Config] = {
     "attention skips cut": {"shortcut": "cut", "where": "attention", "init": SOME},
     "all cut + init": {"shortcut": "cut", "init": f"skipless:shaped,{CODE}"},
 }
-RATES = {"adamw": 1e-3, "muon": 1e-3, "soap": 1e-3}  # the middle ones; the others are a factor of two apart
+RATES = {"adamw": 1e-3, "muon": 1e-3, "soap": 4e-3}  # the middle ones; the others are a factor of two apart
 DECAYS = {"adamw": (0.1, 1.0), "muon": (0.1, 1.0), "soap": (0.1, 1.0)}
 EDGES = 3  # how far from the middle rate the search goes, in factors of two
 BASE: Config = {"batch": 64, "steps": 600, "evaluate_every": None, "online_sequences": 2048, "log_every": 50}
 FINAL: Config = {"steps": 3000, "validate": False, "looks": True}
 TINY: Config = {"model_args": "hidden_size=32,num_hidden_layers=2,num_attention_heads=2", "context": 32, "batch": 4}
+SMALL: Config = {"model_args": "hidden_size=96,num_hidden_layers=6,num_attention_heads=3", "context": 128, "batch": 16}
+SMALL |= {"compile": False, "precision": "float32", "online_sequences": 512}
+SMALL_STEPS = {"search": 400, "final": 1200}
 TINY |= {"steps": 3, "compile": False, "precision": "float32", "online_sequences": 8, "log_every": 1}
 
 
@@ -107,16 +114,19 @@ def table(done: dict[str, Any]) -> str:
 
 def main() -> None:
     parser = arguments(__doc__, "lm-stdlib.json, lm-NAME.json, or lm-tiny.json")
+    parser.add_argument("--small", action="store_true", help="a model for the CPU")
     parser.add_argument("--graph", action="store_true", help="CUDA graphs instead of torch.compile")
     options = parser.parse_args()
     if options.work:
         serve(work)
         return
-    tiny = options.data is None
+    tiny = options.data is None and not options.small
     source = options.data or "stdlib"
     name = "tiny" if tiny else Path(source).name.partition("{")[0].strip("-_.") or "text"
+    name += "-cpu" if options.small else ""
     options.out = options.out or ROOT / "docs" / "results" / f"lm-{name}.json"
-    settings: Config = {"text": name, **(TINY if tiny else {"preset": "stdlib-small"})}
+    own = TINY if tiny else SMALL if options.small else {}
+    settings: Config = {"text": name, **(own or {"preset": "stdlib-small"})}
     fields: Config = {"data": source, "device": options.device}
     if options.graph:
         fields |= {"graph": True, "compile": False}
@@ -126,8 +136,9 @@ def main() -> None:
         data |= about(__file__, options.device, settings, base=BASE, final=FINAL, wirings=WIRINGS, decays=DECAYS)
 
         def jobs() -> list[Job]:
-            shrink = TINY if tiny else {}
-            return [(job, {**config, **shrink}) for job, config in waiting(done) if job not in done]
+            steps = {kind: {"steps": count} for kind, count in SMALL_STEPS.items() if options.small}
+            todo = [each for each in waiting(done) if each[0] not in done]
+            return [(job, {**config, **own, **steps.get(job.split()[0], {})}) for job, config in todo]
 
         def task(job: str, config: Config) -> Config:
             # Settings are chosen within the training files, so that no other split takes part in the choice.
