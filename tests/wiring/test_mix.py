@@ -82,7 +82,7 @@ def test_in_place_forms_keep_gradients() -> None:
 
 
 def test_an_annealed_weight_is_a_number_in_eager_mode_and_a_tensor_in_a_graph() -> None:
-    alpha = Held(0.5, torch.tensor(0.5), moves=True)
+    alpha = Held(0.5, torch.tensor(0.5), annealed=True)
     stream, branch = torch.randn(3, 4), torch.randn(3, 4)
     expected = 0.5 * stream + branch
     assert torch.allclose(mix(stream, branch, alpha, 1.0), expected)
@@ -103,7 +103,7 @@ def test_a_compiled_graph_does_not_round_the_weight(dtype: torch.dtype) -> None:
     expected = (0.76 * stream.double() + branch.double()).to(dtype)
     for into in (None, "stream", "branch"):
         torch._dynamo.reset()
-        held = Held(0.76, torch.tensor(0.76), moves=False)
+        held = Held(0.76, torch.tensor(0.76), annealed=False)
         compiled = torch.compile(lambda s, b: mix(s, b, held, 1.0, into), backend="eager", fullgraph=True)  # noqa: B023
         got = compiled(stream.clone(), branch.clone())
         assert got.dtype == dtype

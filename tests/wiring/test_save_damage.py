@@ -30,8 +30,8 @@ def test_a_folder_around_a_saved_model_is_told_the_one_inside(tmp_path: Path, pl
     [
         (lambda f: (f / "unskip.json").unlink(), "no unskip.json"),
         (lambda f: (f / "model.safetensors").unlink(), "no model.safetensors"),
-        (lambda f: (f / "unskip.json").write_text('{"format": 1'), "damaged, it does not read"),
-        (lambda f: (f / "unskip.json").write_text("[]"), "damaged, it does not read"),
+        (lambda f: (f / "unskip.json").write_text('{"format": 1'), "damaged, it is not a record"),
+        (lambda f: (f / "unskip.json").write_text("[]"), "damaged, it is not a record"),
         (lambda f: edit(f, put("format", value=3)), "format 3; .* Update unskip"),
         (lambda f: edit(f, put("format", value=1)), "format 1.*save it again"),
         (lambda f: edit(f, put("format", value=0)), "format 0.*save it again"),
@@ -44,33 +44,33 @@ def test_a_folder_around_a_saved_model_is_told_the_one_inside(tmp_path: Path, pl
         (lambda f: edit(f, put("structure", value={})), "structure or buffers"),
         (lambda f: edit(f, put("structure", "modules", value={"": 99})), "structure or buffers"),
         (lambda f: edit(f, put("buffers", value={"a": {"dtype": "manual_seed"}})), "the buffer a is missing"),
-        (lambda f: edit(f, lambda r: r["wiring"]["sites"][0].pop("path")), "its wiring does not read"),
+        (lambda f: edit(f, lambda r: r["wiring"]["sites"][0].pop("path")), "its wiring is invalid"),
         (lambda f: edit(f, put(*SITE, "path", value="blocks.7")), "its wiring does not fit"),
         (lambda f: edit(f, put(*SITE, "path", value="blocks.0.attn")), "its wiring does not fit"),
-        (lambda f: edit(f, put(*SITE, "path", value=7)), "its wiring does not read"),
+        (lambda f: edit(f, put(*SITE, "path", value=7)), "its wiring is invalid"),
         (lambda f: edit(f, put(*SITE, "index", value=9)), "not numbered in order"),
-        (lambda f: edit(f, put(*SITE, "axis", value="x")), "its wiring does not read"),
-        (lambda f: edit(f, put(*SITE, "more", value=1)), "its wiring does not read"),
-        (lambda f: edit(f, put(*SITE, "places", value=["a"])), "its wiring does not read"),
+        (lambda f: edit(f, put(*SITE, "axis", value="x")), "its wiring is invalid"),
+        (lambda f: edit(f, put(*SITE, "more", value=1)), "its wiring is invalid"),
+        (lambda f: edit(f, put(*SITE, "places", value=["a"])), "its wiring is invalid"),
         (lambda f: edit(f, put(*PLACE, "hops", 0, "digest", value="0" * 16)), r"Block\.forward.*another version"),
         (lambda f: edit(f, put(*PLACE, "hops", 0, "position", value=[1, 2, 3, 4])), "its wiring does not fit"),
         (lambda f: edit(f, put(*PLACE, "hops", value=[])), "its wiring does not fit"),
-        (lambda f: edit(f, put("wiring", "plan", 0, "sites", value=[0, 9])), "its wiring does not read"),
-        (lambda f: edit(f, put("wiring", "plan", 0, "sites", value=[-1])), "its wiring does not read"),
+        (lambda f: edit(f, put("wiring", "plan", 0, "sites", value=[0, 9])), "its wiring is invalid"),
+        (lambda f: edit(f, put("wiring", "plan", 0, "sites", value=[-1])), "its wiring is invalid"),
         (lambda f: edit(f, put("wiring", "plan", 0, "sites", value=[0, 0])), "a site has two rules"),
         (lambda f: edit(f, put("wiring", "plan", 0, "rule", value={"rule": "cutt"})), r"'cutt'.* not registered"),
         (lambda f: edit(f, put("wiring", "plan", 0, "rule", value={"rule": "cut"})), "its wiring does not fit"),
-        (lambda f: edit(f, put("wiring", "step", value=-5)), "its wiring does not read"),
-        (lambda f: edit(f, put("wiring", "step", value="x")), "its wiring does not read"),
-        (lambda f: edit(f, put("wiring", "alphas", value=[1.0])), "its wiring does not read"),
+        (lambda f: edit(f, put("wiring", "step", value=-5)), "its wiring is invalid"),
+        (lambda f: edit(f, put("wiring", "step", value="x")), "its wiring is invalid"),
+        (lambda f: edit(f, put("wiring", "alphas", value=[1.0])), "its wiring is invalid"),
         (lambda f: edit(f, put("wiring", value=None)), "does not fit the weights"),
         (lambda f: (f / "model.safetensors").write_bytes((f / "model.safetensors").read_bytes()[:-10]), "checksum"),
         (
             lambda f: (f / "model.safetensors").write_bytes(b"\0" + (f / "model.safetensors").read_bytes()[1:]),
             "checksum",
         ),
-        (lambda f: damage_weights(f, b"garbage" * 10), "does not read as safetensors"),
-        (lambda f: damage_weights(f, b""), "does not read as safetensors"),
+        (lambda f: damage_weights(f, b"garbage" * 10), "is not a safetensors file"),
+        (lambda f: damage_weights(f, b""), "is not a safetensors file"),
         (lambda f: edit(f, put("class", value="a.B")), "a.B, but .* timm"),
         (lambda f: edit(f, put("class", value=None)), "damaged, class holds a NoneType"),
     ],
@@ -89,15 +89,15 @@ def test_a_bad_folder_is_refused_and_nothing_is_half_loaded(folder: Path, damage
 @pytest.mark.parametrize(
     ("builder", "message"),
     [
-        ({**VIT, "kwargs": {**VIT["kwargs"], "depth": 3}}, "depth of the model is 3 instead of 2|one module more"),
+        ({**VIT, "kwargs": {**VIT["kwargs"], "depth": 3}}, "depth of the model is 3 instead of 2|an extra module"),
         ({**VIT, "kwargs": {**VIT["kwargs"], "num_heads": 4}}, r"blocks\.0\.attn is 4 instead of 8"),
         ({**VIT, "spec": "timm:vit_tyni"}, "building the .*nearest"),
         ({**VIT, "kwargs": {"foo": 1}}, "building the .*failed"),
-        ({**VIT, "kwargs": [1]}, "no builder that is known"),
-        ({"spec": None, "kwargs": {}}, "no builder that is known"),
+        ({**VIT, "kwargs": [1]}, "no known builder"),
+        ({"spec": None, "kwargs": {}}, "no known builder"),
         ({"transformers": "NoSuchModel", "config": {}}, "building the .*failed"),
-        ({"diffusers": "DiTTransformer2DModel", "config": None}, "no builder that is known"),
-        ({}, "no builder that is known"),
+        ({"diffusers": "DiTTransformer2DModel", "config": None}, "no known builder"),
+        ({}, "no known builder"),
     ],
 )
 def test_a_bad_builder_in_the_record_is_refused_and_a_given_model_still_loads(
@@ -133,7 +133,7 @@ def test_malformed_buffers_are_refused_also_where_they_are_not_compared(folder: 
     edit(folder, put("buffers", value={"a": {"dtype": "manual_seed"}}))
     model = vit()
     before = snapshot(model)
-    with pytest.raises(LoadError, match="its buffers do not read"):
+    with pytest.raises(LoadError, match="its buffers are invalid"):
         unskip.load(folder, model=model, strict=False)
     assert unchanged(model, before)
 
@@ -161,5 +161,5 @@ def test_weights_of_another_shape_are_refused_and_dtypes_put_back(tmp_path: Path
 def test_a_rewired_model_is_not_loaded_into(folder: Path) -> None:
     model = vit()
     unskip.rewire(model, Cut())
-    with pytest.raises(BadInput, match="rewired already"):
+    with pytest.raises(BadInput, match="already rewired"):
         unskip.load(folder, model=model)

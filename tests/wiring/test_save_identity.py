@@ -253,7 +253,7 @@ def test_a_configuration_elsewhere_that_a_folder_names_is_checked_as_well(
 def test_only_models_of_a_library_are_built(tmp_path: Path, library: str) -> None:
     unskip.save(timm.create_model("test_vit"), tmp_path)
     edit(tmp_path, put("builder", value={library: "logging", "config": {}}))
-    with pytest.raises(LoadError, match=r"is no model"):
+    with pytest.raises(LoadError, match=r"is not a model"):
         unskip.load(tmp_path)
 
 

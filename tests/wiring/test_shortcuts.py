@@ -299,7 +299,7 @@ def test_to_product_out_of_reach(rule: Decay, count: int, runs: Any, reachable: 
     with pytest.raises(BadInput, match=reachable) as error:
         rule.weights(count, runs=runs)
     assert str(error.value).startswith(f"{rule}: no alpha_min gives {count} sites")
-    assert str(error.value).endswith("ask for that, or change the shape, until or back")
+    assert str(error.value).endswith("choose that, or change the shape, until or back")
     with pytest.raises(BadInput, match="no alpha_min"):
         rule.solve(count, runs)
 

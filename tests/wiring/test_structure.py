@@ -140,7 +140,7 @@ def test_equal_modules_are_told_once() -> None:
         (Holder(a=1), Holder(a=None), "a of 0 is not set instead of 1"),
         (Holder(a=None), Holder(a=1), "a of 0 is 1 instead of not set"),
         (nn.Sequential(nn.ReLU()), nn.Sequential(), "it has no module 0.0, which was a "),
-        (nn.Sequential(), nn.Sequential(nn.ReLU()), "it has one module more, 0.0, a "),
+        (nn.Sequential(), nn.Sequential(nn.ReLU()), "it has an extra module, 0.0, a "),
         (
             nn.TransformerEncoderLayer(4, 2, activation=F.silu),
             nn.TransformerEncoderLayer(4, 2, activation=F.elu),

@@ -226,7 +226,7 @@ def test_a_block_that_was_taken_out_is_not_set_or_saved_in_silence(vit: nn.Modul
         vit.blocks[1] = nn.Identity()
     else:
         vit.blocks = vit.blocks[:1]
-    message = r"blocks\.1 was taken out or replaced after VisionTransformer was rewired"
+    message = r"blocks\.1 was removed or replaced after VisionTransformer was rewired"
     with pytest.raises(BadInput, match=message):
         wiring.set(Cut())
     with pytest.raises(BadInput, match=message):

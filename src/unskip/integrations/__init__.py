@@ -1,6 +1,6 @@
-"""Callbacks that carry a wiring through the checkpoints of other trainers.
+"""Callbacks that save and restore a wiring with the checkpoints of other trainers.
 
-One file a library: `unskip.integrations.transformers` and `unskip.integrations.lightning`, each with `WiringCallback`.
+`unskip.integrations.transformers` and `unskip.integrations.lightning`, each with `WiringCallback`.
 """
 
 __all__: list[str] = []

@@ -1,4 +1,4 @@
-"""The wirings inside a model: recorded as plain data by their paths, restored, and moved to a training step."""
+"""Records, restores and steps all wirings inside a model, by module path."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from unskip.wiring import Wiring, find_wiring, restore_wiring, wiring_record
 
 
 def wirings(model: nn.Module) -> Iterator[tuple[str, Wiring]]:
-    """Every wiring in a model, its root's or those of rewired modules in it, by path."""
+    """The path and wiring of every rewired module in a model, the root included."""
     for path, module in model.named_modules():
         wiring = find_wiring(module)
         if wiring is not None:
@@ -26,20 +26,20 @@ def record(model: nn.Module) -> dict[str, Any]:
 
 
 def restore(model: nn.Module, records: dict[str, Any], source: object) -> None:
-    """Puts recorded wirings back; `source` is where they stand, for errors."""
+    """Restores recorded wirings; `source` names their origin in errors."""
     modules = {_plain(path): module for path, module in model.named_modules()}
     for path, data in records.items():
         if path not in modules:
-            raise BadInput(f"{source}: it has the wiring of {path!r}, and {type(model).__name__} has no such module")
+            raise BadInput(f"{source}: it has a wiring for {path!r}, but {type(model).__name__} has no such module")
         restore_wiring(modules[path], copy.deepcopy(data), source)
 
 
 def move(model: nn.Module, step: int) -> None:
-    """Moves annealed weights to where they are at a training step."""
+    """Sets annealed weights to their values at a training step."""
     for _, wiring in wirings(model):
         wiring.step(step)
 
 
 def _plain(path: str) -> str:
-    """A path without what torch.compile puts into it."""
+    """A path without the parts that torch.compile adds."""
     return ".".join(part for part in path.split(".") if part != "_orig_mod")

@@ -1,9 +1,9 @@
-"""Carries a wiring through the checkpoints of Lightning, under checkpoint["unskip"].
+"""Saves and restores a wiring with the checkpoints of Lightning, under checkpoint["unskip"].
 
     trainer = Trainer(callbacks=[WiringCallback()])
 
 The rewired model may be the LightningModule or any module in it. `trainer.fit(module, ckpt_path=...)` restores the
-wiring. A module that is loaded by `load_from_checkpoint` restores it in a hook of its own:
+wiring. For `load_from_checkpoint`, restore it in a hook of the module:
 
     def on_load_checkpoint(self, checkpoint):
         unskip.integrations.lightning.restore(self, checkpoint)
@@ -20,13 +20,13 @@ from torch import nn
 from unskip.errors import BadInput
 from unskip.integrations import _carry
 
-# Of the wiring in a checkpoint.
+# The key of the wiring in a checkpoint.
 KEY = "unskip"
-_NAMES = ("lightning.pytorch", "pytorch_lightning")  # two packages of the same code, with classes of their own
+_NAMES = ("lightning.pytorch", "pytorch_lightning")  # two packages of the same code with separate classes
 
 
 def _callback_classes() -> tuple[Any, ...]:
-    """Of the packages that are imported already, otherwise of the first that is installed."""
+    """The Callback classes of the imported packages, otherwise of the first installed one."""
     loaded = [name for name in _NAMES if name in sys.modules]
     installed = [name for name in _NAMES if importlib.util.find_spec(name.partition(".")[0])]
     if not installed:
@@ -35,16 +35,16 @@ def _callback_classes() -> tuple[Any, ...]:
 
 
 def restore(module: nn.Module, checkpoint: dict[str, Any]) -> None:
-    """Puts the wiring of a checkpoint into a LightningModule, before its weights are loaded."""
+    """Restores the wiring of a checkpoint in a LightningModule, before its weights are loaded."""
     _carry.restore(module, checkpoint.get(KEY, {}), f'checkpoint["{KEY}"]')
 
 
-class WiringCallback(*_callback_classes()):  # type: ignore[misc]  # the base is known when it runs
+class WiringCallback(*_callback_classes()):  # type: ignore[misc]  # the bases are computed at import
     """Writes the wiring into every checkpoint, restores it on resume, and steps `Anneal`.
 
-    At `trainer.global_step` n the weights are those of `wiring.step(n)`, in a checkpoint after n steps as well. A
-    module with `Learn` has to be rewired in its __init__, or call `restore` in its on_load_checkpoint: its parameters
-    have to be there before the weights are loaded.
+    At `trainer.global_step` n, and in a checkpoint after n steps, the weights are those of `wiring.step(n)`. A module
+    with `Learn` must be rewired in its __init__, or call `restore` in its on_load_checkpoint, because its parameters
+    must exist before the weights are loaded.
     """
 
     carries_wiring = True
@@ -54,13 +54,13 @@ class WiringCallback(*_callback_classes()):  # type: ignore[misc]  # the base is
         checkpoint[KEY] = _carry.record(pl_module)
 
     def on_load_checkpoint(self, trainer: Any, pl_module: nn.Module, checkpoint: dict[str, Any]) -> None:
-        """Restores the wiring; the optimizers are made after it."""
+        """Restores the wiring, before the optimizers are created."""
         restore(pl_module, checkpoint)
 
     def on_train_start(self, trainer: Any, pl_module: nn.Module) -> None:
-        """Moves annealed weights to the first step."""
+        """Sets annealed weights for the first step."""
         _carry.move(pl_module, trainer.global_step)
 
     def on_train_batch_end(self, trainer: Any, pl_module: nn.Module, *rest: Any) -> None:
-        """Moves annealed weights to the step that comes next."""
+        """Sets annealed weights for the next step."""
         _carry.move(pl_module, trainer.global_step)

@@ -1,4 +1,4 @@
-"""The rules for shortcut weights, rewiring, which puts them into a model, and saving and loading it."""
+"""Shortcut rules, rewiring a model with them, and saving and loading it."""
 
 from unskip.wiring._about import about
 from unskip.wiring._builders import Builder

@@ -1,4 +1,4 @@
-"""Plain data that is kept with a model, and saved and loaded with it: its preprocessing, the run it comes from."""
+"""Plain data attached to a model, and saved and loaded with it: its preprocessing, the run it comes from."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from typing import Any
 
 from torch import nn
 
-_ABOUT = "_unskip_about"  # an attribute of the module, so that copies have it too
+_ABOUT = "_unskip_about"  # an attribute of the module, so that copies keep it
 
 
 def about(model: nn.Module) -> dict[str, Any]:
-    """What is kept with a model: a mapping of JSON values, which may be changed."""
-    kept: dict[str, Any] = vars(model).setdefault(_ABOUT, {})
-    return kept
+    """The plain data of a model: a mutable mapping of JSON values."""
+    data: dict[str, Any] = vars(model).setdefault(_ABOUT, {})
+    return data

@@ -1,8 +1,7 @@
-"""Binds rewritten methods to one module: a subclass of its class, made for it, that pickles as a recipe.
+"""Gives one module rewritten methods, by a subclass of its class that pickles as (class, patch).
 
-The module keeps its identity, parameters, hooks and `isinstance`; only `module.__class__` is exchanged, and other
-instances of the class are left alone. A bound method on the instance would be simpler, but is dropped in silence by
-pickle.
+The module keeps its identity, parameters, hooks and `isinstance`: only `module.__class__` changes, and other instances
+of the class do not. A method bound to the instance would be simpler, but pickle drops it silently.
 """
 
 from __future__ import annotations
@@ -25,40 +24,40 @@ from unskip.wiring._rewrite import Edit, rewrite
 
 @dataclass(frozen=True)
 class Patch:
-    """Which additions of a class read which slots. Plain data: it is what a pickled module keeps."""
+    """Which additions of a class read which slots. Plain data, pickled with the module."""
 
     slots: tuple[tuple[Place, ...], ...]
 
 
 def bind(module: nn.Module, patch: Patch) -> None:
-    """Exchanges the module's class for one whose additions are weighed."""
+    """Sets the module's class to one with weighted additions."""
     base: Any = type(module)
     module.__class__ = patched(base, patch)
 
 
 def unbind(module: nn.Module) -> None:
-    """Gives the module its own class back."""
+    """Restores the module's original class."""
     module.__class__ = original_class(module)
 
 
 def is_bound(module: nn.Module) -> bool:
-    """Whether the module's additions are weighed, also under a class that another tool put on top."""
+    """Whether the module is patched, also under a subclass added by another tool."""
     return hasattr(type(module), PATCH)
 
 
 def refuse_covered(module: nn.Module, path: str) -> None:
-    """Raises WrappedError where the class cannot be given back."""
+    """Raises WrappedError if the original class cannot be restored."""
     covered = PATCH not in vars(type(module))
     if is_bound(module) and (covered or "forward" in vars(module)):
         what = type(module).__name__ if covered else "a forward on the instance"
         raise WrappedError(
             f"{path or 'the model'} was changed after it was rewired ({what}: FSDP, a parametrization, a hook of "
-            "accelerate). Take that off first, or undo the wiring before it is put on."
+            "accelerate). Remove that first, or undo the wiring before adding it."
         )
 
 
 def original_class(module: nn.Module) -> Any:
-    """The class that a module has without rewiring."""
+    """The class of a module before rewiring."""
     for cls in type(module).__mro__:
         if PATCH in vars(cls):
             return cls.__bases__[0]
@@ -70,18 +69,14 @@ def patched(base: Any, patch: Patch) -> Any:
     """The subclass of `base` for a patch."""
     if base.__reduce_ex__ is not object.__reduce_ex__ or base.__reduce__ is not object.__reduce__:
         raise RewireError(
-            f"{base.__qualname__} defines how it is pickled, which would drop the rewiring. It cannot be rewired."
+            f"{base.__qualname__} cannot be rewired: it defines how it is pickled, which would drop the wiring."
         )
     edits = [
         Edit(p.hops, p.side, p.role, slot, p.turn, p.fresh, p.variable, p.key)
         for slot, places in enumerate(patch.slots)
         for p in places
     ]
-    namespace: dict[str, Any] = {
-        "__module__": base.__module__,
-        "__qualname__": base.__qualname__,
-        "__doc__": base.__doc__,
-    }
+    namespace = {name: getattr(base, name) for name in ("__module__", "__qualname__", "__doc__")}
     for hop in dict.fromkeys((edit.hops[0].qualname, edit.hops[0].digest) for edit in edits):
         here = [edit for edit in edits if (edit.hops[0].qualname, edit.hops[0].digest) == hop]
         for name, function in _methods(base, here[0].hops[0]):
@@ -104,7 +99,7 @@ def _methods(base: type, hop: Hop) -> Iterator[tuple[str, FunctionType]]:
                     return
     raise RewireError(
         f"{hop.module}.{hop.qualname}: {base.__qualname__} has no method with the source that was rewired. The "
-        "library that defines it may be of another version."
+        "library may have another version."
     )
 
 
@@ -116,7 +111,7 @@ def _is_source(function: FunctionType, digest: str) -> bool:
 
 
 def _move(self: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
-    """`nn.Module._apply`, which `to`, `cuda` and `double` call: held weights go along."""
+    """`nn.Module._apply`, which `to`, `cuda` and `double` call, extended to Held weights."""
     original_class(self)._apply(self, fn, recurse)
     state = vars(self)
     state.update({name: value.moved(fn) for name, value in state.items() if isinstance(value, Held)})

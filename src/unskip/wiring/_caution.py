@@ -13,19 +13,19 @@ _NEAR_ZERO = 1e-3  # rms(branch) / rms(stream)
 
 
 def before_cut(model: nn.Module, sites: Sequence[Site]) -> None:
-    """Warns where the site's branch cannot stand in for the stream."""
+    """Warns about sites whose branch cannot replace the stream."""
     small = [site for site in sites if site.ratio is not None and site.ratio < _NEAR_ZERO]
     if small:
         warn(
             f"{named(small)}: near-zero branch, under {_NEAR_ZERO:g} of its stream on the example (LayerScale, a "
-            "zero-initialised projection or gate). With the stream cut almost nothing passes: initialise the branch "
+            "zero-initialised projection or gate). Without the stream the output is almost zero: initialise the branch "
             "first, or weaken the stream instead."
         )
     dropped = [site for site in sites if drop_paths(model, site)]
     if dropped:
         warn(
-            f"{named(dropped)}: drop path is on. For a dropped sample only the stream is left, and with the stream cut "
-            "that is zeros. Set drop_path to 0."
+            f"{named(dropped)}: drop path is on. A dropped sample keeps only the stream, so with the stream cut it "
+            "becomes zero. Set drop_path to 0."
         )
     projected = [site for site in sites if site.projected]
     if projected:
@@ -36,6 +36,6 @@ def before_cut(model: nn.Module, sites: Sequence[Site]) -> None:
 
 
 def left_alone(reasons: Sequence[str]) -> None:
-    """Warns of additions that may be residuals and were not touched."""
+    """Warns about additions that may be residuals and were not changed."""
     if reasons:
-        warn("additions that could not be decided were left alone: " + "; ".join(reasons))
+        warn("additions that could not be decided were not changed: " + "; ".join(reasons))

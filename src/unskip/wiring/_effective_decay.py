@@ -1,7 +1,7 @@
-"""How much of the first stream is left at the end: prod_l alpha_l ** runs_l, and the band that the paper wants it in.
+"""The effective decay prod_l alpha_l ** runs_l: how much of the input stream reaches the output.
 
-"Residual Connections Harm Generative Representation Learning" (arXiv 2404.10947) finds the best features where this
-product lies in [1e-3, 1e-2).
+"Residual Connections Harm Generative Representation Learning" (arXiv 2404.10947) finds the best features for an
+effective decay in [1e-3, 1e-2).
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from collections.abc import Iterable
 from unskip._checks import number, whole
 from unskip.errors import BadInput
 
-BAND = (1e-3, 1e-2)  # from the first, up to but without the second
+BAND = (1e-3, 1e-2)  # end exclusive
 
 
 def effective_decay(alphas: Iterable[float], runs: Iterable[int] | None = None) -> float:
     """prod_l alpha_l ** runs_l, for sites that run runs_l times in one forward (default 1).
 
-    Zero only when an alpha that runs is zero: what a float cannot hold stops at the least or greatest positive one.
+    Zero only if an alpha that runs is zero: otherwise clamped to the smallest and largest positive floats.
     """
     values = [number("effective_decay", "every alpha", alpha) for alpha in alphas]
-    mantissa, exponent = 1.0, 0  # kept apart, so that nothing on the way under- or overflows
+    mantissa, exponent = 1.0, 0  # apart, so that no intermediate under- or overflows
     for value, run in zip(values, run_counts(runs, len(values)), strict=True):
         if value == 0 and run:
             return 0.0
@@ -38,17 +38,17 @@ def effective_decay(alphas: Iterable[float], runs: Iterable[int] | None = None) 
 
 
 def band(decay: float) -> str:
-    """Where an effective decay lies relative to the paper's band."""
+    """An effective decay compared with the paper's band, as text."""
     decay = number("band", "decay", decay)
-    place = "below" if decay < BAND[0] else "above" if decay >= BAND[1] else "in"
-    return f"{place} the paper's band [1e-3, 1e-2)"
+    position = "below" if decay < BAND[0] else "above" if decay >= BAND[1] else "in"
+    return f"{position} the paper's band [1e-3, 1e-2)"
 
 
 def run_counts(runs: Iterable[int] | None, count: int) -> tuple[int, ...]:
     """How often each of `count` sites runs in one forward."""
     if runs is None:
         return (1,) * count
-    each = tuple(whole("runs", "every entry", run, low=0) for run in runs)
-    if len(each) != count:
-        raise BadInput(f"runs: there must be one entry for each of the {count} sites, got {len(each)}")
-    return each
+    counts = tuple(whole("runs", "every entry", run, low=0) for run in runs)
+    if len(counts) != count:
+        raise BadInput(f"runs: there must be one entry for each of the {count} sites, got {len(counts)}")
+    return counts

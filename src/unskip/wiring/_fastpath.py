@@ -1,6 +1,7 @@
-"""torch.nn's encoder layers fuse their residuals into one inference kernel: no addition is left to weigh. A weighed
-layer must not take that path, nor may its encoder hand it nested tensors. Both are switched off by the flags that torch
-itself asks, and back on when the wiring goes.
+"""Disables the inference fast path of torch.nn's encoder layers, which fuses residuals into one kernel.
+
+A rewired layer must not take it, nor get nested tensors from its encoder. Both are disabled by the flags that torch
+checks, and restored when the wiring is undone.
 """
 
 from __future__ import annotations
@@ -14,24 +15,24 @@ _FLAGS = (
 )
 
 
-def switch(model: nn.Module, weighed: set[nn.Module]) -> None:
-    """Off for the weighed layers and the encoders around them, on (as it was) for all others."""
+def switch(model: nn.Module, rewired: set[nn.Module]) -> None:
+    """Disables the fast path in the rewired modules and the encoders around them, and restores it in all others."""
     for module in model.modules():
         for cls, flag, off in _FLAGS:
             if isinstance(module, cls) and hasattr(module, flag):
-                _set(module, flag, off, any(inner in weighed for inner in module.modules()))
+                _set(module, flag, off, any(inner in rewired for inner in module.modules()))
 
 
-def _set(module: nn.Module, flag: str, off: object, switched: bool) -> None:
+def _set(module: nn.Module, flag: str, off: object, disable: bool) -> None:
     state = vars(module)
-    if switched and _SAVED not in state:
+    if disable and _SAVED not in state:
         state[_SAVED] = getattr(module, flag)
         setattr(module, flag, off)
-    elif not switched and _SAVED in state:
+    elif not disable and _SAVED in state:
         setattr(module, flag, state.pop(_SAVED))
 
 
 def original(module: nn.Module) -> dict[str, object]:
-    """The flag of a module as it was before it was switched off; empty where it was not."""
+    """The original value of a disabled flag by name; empty if the module has none."""
     state = vars(module)
     return {flag: state[_SAVED] for cls, flag, _ in _FLAGS if isinstance(module, cls) and _SAVED in state}

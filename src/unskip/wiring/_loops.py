@@ -1,4 +1,4 @@
-"""Weights inside a loop: one line adds another branch in every turn, and each branch has weights of its own.
+"""Weights in a loop: one line of source adds a different branch in each iteration, each with its own weights.
 
 for layer in self.layers:
     x = x + layer(x)        becomes     x = mix(..., alpha=pick((alpha0, alpha1, ...), counter, keys, layer))
@@ -21,40 +21,37 @@ if TYPE_CHECKING:
     from unskip.wiring._rewrite import Edit
 
 COUNT, KEYS, PICK, DONE = (f"__unskip_{name}__" for name in ("count", "keys", "pick", "done"))
-# A weight of a slot as an expression, from (slot, "alpha" | "beta").
-Weighs = Callable[[int, str], ast.expr]
+# From (slot, "alpha" or "beta") to the expression of that weight.
+WeightExpr = Callable[[int, str], ast.expr]
 
 
 class Loop:
-    """A line that adds another branch in every turn of a loop: the weights of all, of which one is picked.
+    """The weights of all branches that one line of a loop adds, and the expression that picks the current one.
 
-    Where a variable of the loop tells the branches apart, a branch keeps its weight when others are left out or come in
-    another order. Where none does, turns are counted, and all of them have to run.
+    If a loop variable identifies the branch, its weight is looked up by that variable, so branches may be skipped or
+    reordered. Otherwise iterations (turns) are counted, and all of them must run.
     """
 
-    def __init__(self, edits: list[Edit], place: int, weight: Weighs) -> None:
+    def __init__(self, edits: list[Edit], number: int, weight: WeightExpr) -> None:
         self._weight = weight
         self._edits = sorted({edit.turn: edit for edit in edits}.values(), key=lambda edit: edit.turn or 0)
-        known = {edit.variable for edit in self._edits}
-        self.variable = known.pop() if len(known) == 1 else None
-        self._keys = f"__unskip_turn{place}_keys__"
-        self.counters = {which: f"__unskip_turn{place}_{which}__" for which in ("alpha", "beta")}
-
-    @property
-    def turns(self) -> int:
-        return len(self._edits)
+        self.turns = len(self._edits)
+        variables = {edit.variable for edit in self._edits}
+        self.variable = variables.pop() if len(variables) == 1 else None
+        self._keys = f"__unskip_turn{number}_keys__"
+        self.counters = {which: f"__unskip_turn{number}_{which}__" for which in ("alpha", "beta")}
 
     def start(self, receiver: str) -> dict[str, ast.expr]:
-        """The variables to set where the function begins."""
-        made: dict[str, ast.expr] = {n: ast.Call(load(COUNT), [], []) for n in self.counters.values()}
+        """The variables to set at the start of the function."""
+        values: dict[str, ast.expr] = {name: ast.Call(load(COUNT), [], []) for name in self.counters.values()}
         if self.variable is not None:
-            known = ast.Tuple([ast.Constant(edit.key) for edit in self._edits], ast.Load())
-            made[self._keys] = ast.Call(load(KEYS), [load(receiver), known], [])
-        return made
+            constants = ast.Tuple([ast.Constant(edit.key) for edit in self._edits], ast.Load())
+            values[self._keys] = ast.Call(load(KEYS), [load(receiver), constants], [])
+        return values
 
     def weight(self, slot: int, which: str) -> ast.expr:
-        every: list[ast.expr] = [self._weight(edit.slot, which) for edit in self._edits]
-        arguments: list[ast.expr] = [ast.Tuple(every, ast.Load()), load(self.counters[which])]
+        weights: list[ast.expr] = [self._weight(edit.slot, which) for edit in self._edits]
+        arguments: list[ast.expr] = [ast.Tuple(weights, ast.Load()), load(self.counters[which])]
         if self.variable is not None:
             arguments += [load(self._keys), load(self.variable)]
         return ast.Call(load(PICK), arguments, [])
@@ -65,59 +62,57 @@ def load(name: str) -> ast.Name:
 
 
 class Returns(ast.NodeTransformer):
-    """Checks where a function returns that a loop ran all of its turns."""
+    """Adds a check to every return of a function that a loop ran all of its turns."""
 
     def __init__(self, loop: Loop) -> None:
         self.loop = loop
 
     def visit_Return(self, node: ast.Return) -> ast.Return:
-        arguments = [
-            node.value or ast.Constant(None),
-            load(self.loop.counters["alpha"]),
-            ast.Constant(self.loop.turns),
-        ]
+        value, counter = node.value or ast.Constant(None), load(self.loop.counters["alpha"])
+        arguments = [value, counter, ast.Constant(self.loop.turns)]
         return ast.copy_location(ast.Return(ast.Call(load(DONE), arguments, [])), node)
 
     def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.FunctionDef:
-        return node  # its returns are not those of the loop
+        return node  # its returns are its own
 
     def visit_Lambda(self, node: ast.Lambda) -> ast.Lambda:
         return node
 
 
-def keys(receiver: nn.Module, known: tuple[str | int, ...]) -> list[object]:
-    """What the variable of a loop is in each turn."""
-    return [receiver.get_submodule(key) if isinstance(key, str) else key for key in known]
+def keys(receiver: nn.Module, constants: tuple[str | int, ...]) -> list[object]:
+    """The value of the loop variable in each turn: a submodule for a path, otherwise the number itself."""
+    return [receiver.get_submodule(key) if isinstance(key, str) else key for key in constants]
 
 
 def pick(
-    weights: tuple[Number, ...], counter: Iterator[int], known: list[object] | None = None, value: object = None
+    weights: tuple[Number, ...], counter: Iterator[int], branches: list[object] | None = None, value: object = None
 ) -> Number:
-    """The weight of this turn of a loop."""
+    """The weight of the current turn of a loop."""
     turn = next(counter)
     if turn >= len(weights):
         raise RewireError(
             f"a loop over residual branches ran more than the {count(len(weights), 'turn')} it had when the model was "
             "rewired. Undo the wiring and rewire the model as it is now."
         )
-    if known is None:
+    if branches is None:
         return weights[turn]
-    for weight, key in zip(weights, known, strict=True):
+    for weight, key in zip(weights, branches, strict=True):
         if key is value or (isinstance(key, int) and key == value):
             return weight
     raise RewireError(
-        "a loop over residual branches came to one that it did not have when the model was rewired. Undo the wiring "
+        "a loop over residual branches reached one that it did not have when the model was rewired. Undo the wiring "
         "and rewire the model as it is now."
     )
 
 
 def done(value: Any, counter: Iterator[int], turns: int) -> Any:
-    """What a function returns, once a loop that only counts its turns ran them all, or none."""
+    """Returns the value after checking that a loop that only counts its turns ran all of them, or none."""
     ran = next(counter)
     if ran not in (0, turns):
         raise RewireError(
             f"a loop over residual branches ran {ran} of the {count(turns, 'turn')} it had when the model was rewired, "
-            "and nothing tells which. Undo the wiring and rewire the model as it is now, or loop over the modules."
+            "and no loop variable identifies them. Undo the wiring and rewire the model as it is now, or loop over the "
+            "modules."
         )
     return value
 

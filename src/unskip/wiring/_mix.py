@@ -1,8 +1,8 @@
-"""The arithmetic of one site: alpha * stream + beta * branch, in as few passes over memory as it takes.
+"""Computes alpha * stream + beta * branch at one site, in as few passes over memory as possible.
 
-A weight is a number, a parameter where it is learned, or `Held` where it differs from site to site or is annealed: a
-number in eager mode, and an input of a compiled graph. As a constant each site's weight would make kernels of its own,
-so that equal blocks share none.
+A weight is a number, a parameter where it is learned, or a `Held` where it differs between sites or is annealed: a
+number in eager mode, an input of a compiled graph. As constants, different weights would give equal blocks different
+kernels.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ _HALF = (torch.bfloat16, torch.float16)
 
 
 class Held(NamedTuple):
-    """A weight as a number and as a tensor on the model's device. The tensor is float32, or float64 in such a model."""
+    """A weight as a number and as a tensor on the model's device, float32 (float64 in a float64 model)."""
 
     number: float
     tensor: Tensor
-    moves: bool  # it is annealed now, so that recorded kernels have to read the tensor
+    annealed: bool  # CUDA graphs then have to read the tensor
 
     def moved(self, function: Callable[[Tensor], Tensor]) -> Held:
-        """What `nn.Module._apply` does to it: the device and float64 are followed, narrower dtypes are not."""
+        """The weight after `nn.Module._apply(function)`. It takes the device and float64, but no narrower dtype."""
         like = function(torch.empty_like(self.tensor))
         dtype = torch.float64 if like.dtype == torch.float64 else torch.float32
         if (like.device, dtype) == (self.tensor.device, self.tensor.dtype):
@@ -44,17 +44,16 @@ def mix(
 ) -> Tensor:
     """alpha * stream + beta * branch.
 
-    `into` names the operand that an in-place addition wrote to, and that is written again. At alpha = 0 the stream is
-    not read: nothing in it, NaN included, reaches the result, which then is the branch itself unless a `fresh` tensor
-    is asked for, because the model writes into the sum. `left` names the left operand of the addition: the sum lies in
-    memory as that one does, and a view that the model takes of it later may rely on that.
+    `into` is the operand that an in-place addition writes to. At alpha = 0 the stream is not read, so NaN in it does
+    not reach the result, which is the branch itself unless `fresh` is set (for models that write into the sum).
+    `left` is the left operand of the addition: the sum has its memory layout, as later views may require.
     """
     if not isinstance(branch, Tensor):  # an optional branch that is the number 0
         branch = torch.full_like(stream, branch)
     traced = torch.compiler.is_compiling() and (isinstance(alpha, Held) or isinstance(beta, Held))
     alpha, beta = _value(alpha, stream), _value(beta, stream)
     if traced:
-        # In float32, as eager addition does it with a number, and rounded once. The casts are part of the same kernel.
+        # In float32 and rounded once, like eager addition with a number. The casts are fused into the same kernel.
         total = _laid_out(_wide(stream), _wide(branch), alpha, beta, left)
         total = total.to(torch.promote_types(stream.dtype, branch.dtype))
         return total if into is None else (stream if into == "stream" else branch).copy_(total)
@@ -71,10 +70,10 @@ def mix(
     if not _same_layout(stream, branch):
         return _laid_out(stream, branch, alpha, beta, left)
     if isinstance(alpha, Tensor):
-        # Cast, or autocast would widen the whole stream to the weight's dtype.
+        # Without the cast, autocast would widen the whole stream to the weight's dtype.
         return torch.addcmul(_scaled(branch, beta), stream, alpha.to(stream.dtype))
     if alpha == 0:
-        # The dtype and shape that the sum would have: under autocast the branch may be narrower than the stream.
+        # The dtype and shape of the sum: under autocast the branch may be narrower than the stream.
         out = _scaled(branch, beta).to(torch.promote_types(stream.dtype, branch.dtype))
         out = out if out.shape == stream.shape else out.expand(torch.broadcast_shapes(out.shape, stream.shape))
         return out.clone() if fresh and out is branch else out
@@ -90,7 +89,7 @@ def _same_layout(stream: Tensor, branch: Tensor) -> bool:
 
 
 def _laid_out(stream: Tensor, branch: Tensor, alpha: Number, beta: Number, left: str) -> Tensor:
-    """The sum in the order of its operands, whose first one says how it lies in memory."""
+    """The sum with the memory layout of its left operand."""
     if _is(alpha, 0):
         like = stream if left == "stream" else branch
         dtype = torch.promote_types(stream.dtype, branch.dtype)
@@ -100,15 +99,15 @@ def _laid_out(stream: Tensor, branch: Tensor, alpha: Number, beta: Number, left:
 
 
 def _value(weight: Number | Held, stream: Tensor) -> Number:
-    """A held weight as a number, which takes fewer kernels; as its tensor where graphs are compiled or recorded."""
+    """The number of a weight, which needs fewer kernels, or its tensor in compiled and captured graphs."""
     if not isinstance(weight, Held):
         return weight
     if torch.compiler.is_compiling():
-        # torch 2.11 traces is_exporting() as True in every graph; the flag that it returns is right in all versions.
+        # torch 2.11 traces is_exporting() as True in every graph; the flag behind it is right in all versions.
         fixed = torch.compiler._is_exporting_flag or stream.dtype.itemsize > weight.tensor.dtype.itemsize
         return weight.number if fixed else weight.tensor
-    recorded = weight.moves and stream.is_cuda and torch.cuda.is_current_stream_capturing()
-    return weight.tensor if recorded else weight.number
+    captured = weight.annealed and stream.is_cuda and torch.cuda.is_current_stream_capturing()
+    return weight.tensor if captured else weight.number
 
 
 def _wide(tensor: Tensor) -> Tensor:
@@ -122,5 +121,5 @@ def _scaled(tensor: Tensor, weight: Number) -> Tensor:
 
 
 def _is(weight: Number, value: float) -> bool:
-    """Whether a weight is this number; of a tensor that is not asked, which would wait for the device."""
+    """Whether a weight is this number. Tensors are not compared, which would synchronise with the device."""
     return not isinstance(weight, Tensor) and weight == value

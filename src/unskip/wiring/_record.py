@@ -1,4 +1,4 @@
-"""The record of a saved model, unskip.json: written, and read with its checks."""
+"""Writes and reads unskip.json, the record of a saved model, and checks what it reads."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from unskip.wiring._wiring import Wiring
 
 FORMAT = 2
 WEIGHTS, RECORD = "model.safetensors", "unskip.json"
-PRETRAINED = "transformers"  # "weights" of a record: files that save_pretrained wrote, which may name weights otherwise
+PRETRAINED = "transformers"  # "weights" of a record whose files save_pretrained wrote, perhaps under other names
 _TRAINER_STATE = "trainer_state.json"
 MALFORMED = (AttributeError, KeyError, IndexError, TypeError, ValueError, UnskipError)
 
@@ -40,7 +40,7 @@ def write(path: Path, record: dict[str, Any]) -> None:
 
 
 def read(folder: Path) -> dict[str, Any]:
-    """The record of a folder, once it and the weights are known to be whole."""
+    """The record of a folder. Raises LoadError if it or a file of weights is damaged."""
     path = folder / RECORD
     if not path.is_file():
         if (folder / _TRAINER_STATE).is_file():
@@ -49,16 +49,15 @@ def read(folder: Path) -> dict[str, Any]:
                 "unskip.integrations.transformers.WiringCallback, or holds an adapter. Load it with from_pretrained "
                 "and rewire it."
             )
-        # A run has its models in checkpoints, and of some recipes the encoder alone is one.
-        inside = [each for depth in ("*", "*/*", "*/*/*") for each in folder.glob(f"{depth}/{RECORD}")]
-        newest = max(inside, key=lambda each: each.stat().st_mtime).parent if inside else None
-        such = f", such as {newest}" if newest else ""
-        raise LoadError(f"{folder}: no {RECORD}. Give a folder that unskip.save wrote{such}.")
+        # The models of a run are in its checkpoints; for some recipes the encoder alone is a model too.
+        records = [record for depth in ("*", "*/*", "*/*/*") for record in folder.glob(f"{depth}/{RECORD}")]
+        newest = f", such as {max(records, key=lambda path: path.stat().st_mtime).parent}" if records else ""
+        raise LoadError(f"{folder}: no {RECORD}. Give a folder that unskip.save wrote{newest}.")
     try:
         record = json.loads(path.read_text(encoding="utf-8"))
         version = record["format"]
     except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise LoadError(f"{path}: damaged, it does not read as a record of unskip ({error}).") from error
+        raise LoadError(f"{path}: damaged, it is not a record of unskip ({error}).") from error
     _check_format(path, version)
     for name, kind in _FIELDS.items():
         if name not in record:
@@ -94,7 +93,7 @@ def _check_format(path: Path, version: object) -> None:
 
 
 def wiring_record(wiring: Wiring) -> dict[str, Any]:
-    """A wiring as plain data for JSON; predicates are the sites they picked."""
+    """A wiring as plain data for JSON; a predicate is recorded as the sites it selected."""
     return {
         "sites": [{**asdict(site), "ratio": _number(site.ratio)} for site in wiring.sites],
         "unknown": [asdict(unknown) for unknown in wiring.survey.unknown],
@@ -111,14 +110,12 @@ def wiring_record(wiring: Wiring) -> dict[str, Any]:
 
 
 def _number(value: float | None) -> float | str | None:
-    """What is not finite as text, as JSON has no word for it: a weight that diverged, the ratio to a zero stream."""
+    """A non-finite number as text, because JSON has none: a diverged weight, the ratio to a zero stream."""
     return value if value is None or math.isfinite(value) else str(value)
 
 
 def wiring_of(data: dict[str, Any], source: object, trust: bool) -> tuple[Survey, tuple[Assignment, ...], int]:
-    """What `wiring_record` wrote: the sites, the plan and the step. With `trust`, modules that define its rules are
-    imported.
-    """
+    """The sites, plan and step from the data of `wiring_record`. `trust` imports the modules that define its rules."""
     if trust:
         _import_rules(data, source)
     try:
@@ -134,24 +131,24 @@ def wiring_of(data: dict[str, Any], source: object, trust: bool) -> tuple[Survey
         if len(set(governed)) != len(governed):
             raise ValueError("a site has two rules")
         if not _is_whole(data["step"]) or not len(data["alphas"]) == len(data["betas"]) == len(sites):
-            raise ValueError("its step or weights are none")
+            raise ValueError("its step or weights are invalid")
         return survey, plan, data["step"]
     except UnknownShortcut as error:
-        modules = [each["defined_in"] for each in data["plan"] if error.name in each.get("defined_in", {})]
-        where = f"the module {modules[0][error.name]}, which registers it" if modules else "what registers it"
+        modules = [a["defined_in"][error.name] for a in data["plan"] if error.name in a.get("defined_in", {})]
+        where = f"the module {modules[0]}, which registers it" if modules else "the module that registers it"
         raise LoadError(
             f"{source}: its wiring has the rule {error.name!r}, which is not registered. Import {where} (on the "
             "command line --plugin FILE), or pass trust=True (--trust), which imports it"
         ) from error
     except MALFORMED as error:
-        raise LoadError(f"{source}: damaged, its wiring does not read ({error}).") from error
+        raise LoadError(f"{source}: damaged, its wiring is invalid ({error}).") from error
 
 
 def _import_rules(data: dict[str, Any], source: object) -> None:
     try:
         defined = {name: module for a in data["plan"] for name, module in a.get("defined_in", {}).items()}
     except MALFORMED:
-        return  # reading it says so
+        return  # `wiring_of` reports it
     for name, module in defined.items():
         if is_registered(name):
             continue
@@ -179,7 +176,7 @@ def _site(data: dict[str, Any]) -> Site:
 
 def _indices(values: list[Any]) -> list[int]:
     if not all(_is_whole(value) for value in values):
-        raise ValueError(f"no sites: {values}")
+        raise ValueError(f"not site indices: {values}")
     return values
 
 

@@ -1,4 +1,4 @@
-"""rewire: puts shortcut weights into a model that exists."""
+"""rewire: sets shortcut weights in an existing model."""
 
 from __future__ import annotations
 
@@ -27,28 +27,28 @@ def rewire(
 
     `shortcut` is a rule, its text ("decay:0.6"), or a mapping from a kind or predicate to rules; `where` is None, a
     kind or a predicate on Site. Without a predicate, projected shortcuts and long skips are kept. `example` is a
-    tensor, a tuple of arguments or a mapping of keyword arguments; None infers one. A model that is rewired already
-    gets the new rules instead of the old. If anything fails the model is left as it was.
+    tensor, a tuple of arguments or a mapping of keyword arguments; None infers one. New rules replace those of a model
+    that is already rewired. On an error the model is left as it was.
 
-    `verify` checks the detection on the example against an independent oracle before the weights are set. `force`
-    patches blocks whose weights are all 1 too, which are otherwise left alone.
+    `verify` checks the detection on the example against an independent oracle before the weights are set. `force` also
+    patches blocks whose weights are all 1, which otherwise stay unchanged.
     """
     wiring = find_wiring(model)
     pairs = normalise(shortcut, where)
     if wiring is not None:
-        wiring._begin(assign(pairs, wiring.sites), force)
+        wiring._start(assign(pairs, wiring.sites), force)
         return wiring
     given = example_for(model, example)
-    seen = survey(model, given)
-    if not seen.sites:
-        raise NoResidualError(_nothing(model, seen))
-    plan = assign(pairs, seen.sites)
-    wiring = Wiring(model, seen)
+    found = survey(model, given)
+    if not found.sites:
+        raise NoResidualError(_no_sites(model, found))
+    plan = assign(pairs, found.sites)
+    wiring = Wiring(model, found)
     if verify and _verify.can_verify(model, given):
         _check(wiring, given)
         wiring.verified = True
-    _caution.left_alone([f"{u.path or '(model)'} ({u.source}): {u.reason}" for u in seen.unknown])
-    wiring._begin(plan, force)
+    _caution.left_alone([f"{u.path or '(model)'} ({u.source}): {u.reason}" for u in found.unknown])
+    wiring._start(plan, force)
     return wiring
 
 
@@ -56,7 +56,7 @@ def rewire(
 def rewired(
     model: nn.Module, shortcut: Rules, example: object = None, where: Where = None, *, verify: bool = True
 ) -> Iterator[Wiring]:
-    """`rewire` for the length of a with statement; afterwards the model is as it was before, rewired or not."""
+    """Context manager for `rewire`: on exit the model returns to its previous state, rewired or not."""
     before = find_wiring(model)
     state = before._state() if before is not None else None
     wiring = rewire(model, shortcut, example, where, verify=verify)
@@ -69,16 +69,16 @@ def rewired(
             wiring._restore(state)
 
 
-def _nothing(model: nn.Module, survey: Survey) -> str:
+def _no_sites(model: nn.Module, survey: Survey) -> str:
     name = type(model).__name__
     if survey.unknown:
         first = survey.unknown[0]
-        return f"{name}: no residual addition that can be weighed; {first.path} ({first.source}): {first.reason}"
-    return f"{name}: no residual additions were found on the example. unskip.audit(model, example) shows what was seen."
+        return f"{name}: no residual addition that can be rewired; {first.path} ({first.source}): {first.reason}"
+    return f"{name}: no residual additions found on the example. unskip.audit(model, example) shows what was found."
 
 
 def _check(wiring: Wiring, example: Example) -> None:
-    """Compares the model, rewired with probe weights, with the oracle; puts it back either way."""
+    """Compares the model, rewired with probe weights, with the oracle. The model is always restored."""
     sites = [site for site in wiring.sites if site.problem is None]
     if not sites:
         return
@@ -88,7 +88,7 @@ def _check(wiring: Wiring, example: Example) -> None:
     met: set[object] = set()
     for training in (False, True):
         if training and len(met) == sum(len(site.places) for site in sites):
-            break  # evaluation went through every addition; training has no others
+            break  # evaluation ran every addition
         oracle = _verify.Oracle(paths, sites, weights)
         try:
             expected = _verify.fingerprint(model, example, training, oracle)

@@ -1,12 +1,11 @@
-"""Rewrites additions in the source of a function and compiles it again, leaving everything else as it is.
+"""Rewrites additions in the source of a function and recompiles it, leaving everything else unchanged.
 
     x = x + self.attn(self.norm(x))     becomes     x = mix(stream=x, branch=self.attn(self.norm(x)),
                                                             alpha=self.unskip_alpha0, beta=self.unskip_beta0)
 
-Only the expression changes: operands are evaluated in their order, globals, defaults, closures, `super()`, private
-names and decorators are the original's, and line numbers still point into the original file. A function that the method
-calls, and in which the addition stands, is cloned with the weights as a further argument; only that call goes to the
-clone.
+Only the expression changes: operands keep their order of evaluation; globals, defaults, closures, `super()`, private
+names and decorators are the original's; line numbers still refer to the original file. If the addition is in a function
+that the method calls, that function is cloned with the weights as an extra argument, and only this call uses the clone.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ from unskip._source import (
 )
 from unskip.anatomy import Hop, Unreachable
 from unskip.errors import RewireError
-from unskip.wiring._loops import HELPERS, Loop, Returns, Weighs
+from unskip.wiring._loops import HELPERS, Loop, Returns, WeightExpr
 from unskip.wiring._mix import mix
 
 MIX = "__unskip_mix__"
@@ -41,22 +40,22 @@ WEIGHTS = "__unskip_weights__"
 
 @dataclass(frozen=True)
 class Edit:
-    """One addition to rewrite: the expressions that lead to it, and the slot of its weights in the module."""
+    """One addition to rewrite: the call expressions that lead to it, and the slot of its weights in the module."""
 
     hops: tuple[Hop, ...]
     side: Literal["left", "right"]
     role: Literal["mix", "more"]
     slot: int
-    turn: int | None = None  # of a loop, where each turn has a slot of its own
+    turn: int | None = None  # iteration of a loop, each with its own slot
     fresh: bool = False  # the sum must not share memory with the branch
-    variable: str | None = None  # of the loop, by which its branches are known
-    key: str | int | None = None  # what it is in this turn
+    variable: str | None = None  # loop variable that identifies the branch
+    key: str | int | None = None  # its value in this turn
 
 
 def rewrite(function: FunctionType, edits: list[Edit], clone: bool = False) -> FunctionType:
-    """The function, with its decorators, in which the additions are mixed.
+    """The function, with its decorators, whose additions call `mix`.
 
-    A method reads its weights from the module; a clone of any other function takes them as a keyword.
+    A method reads its weights from the module; a clone takes them as a keyword argument.
     """
     target = layer_at(function, edits[0].hops[0])
     source = function_source(target.__code__)
@@ -66,21 +65,21 @@ def rewrite(function: FunctionType, edits: list[Edit], clone: bool = False) -> F
     cells: dict[str, object] = {MIX: mix}
     replacements: dict[Position, Callable[[ast.AST], ast.AST]] = {}
     loops: list[Loop] = []
-    first: dict[str, ast.expr] = {}  # variables that are set where the function begins
+    first: dict[str, ast.expr] = {}  # variables to set at the start of the function
     for position in dict.fromkeys(edit.hops[0].position for edit in edits):
-        here = [edit for edit in edits if edit.hops[0].position == position]
-        here_weight = weight
-        if here[0].turn is not None:
+        group = [edit for edit in edits if edit.hops[0].position == position]
+        group_weight = weight
+        if group[0].turn is not None:
             cells |= HELPERS
-            loop = Loop(here, len(first), weight)
+            loop = Loop(group, len(first), weight)
             first |= loop.start(_receiver(tree))
-            here_weight = loop.weight
+            group_weight = loop.weight
             loops.append(loop)
-        if len(here[0].hops) == 1:
-            replacements[position] = _Addition(here[0], here_weight)
+        if len(group[0].hops) == 1:
+            replacements[position] = _Addition(group[0], group_weight)
         else:
-            call = expression_at(source, position)
-            replacements[position] = _onward(here, here_weight, cells, _receiver(tree) if _is_super(call) else None)
+            receiver = _receiver(tree) if _is_super(expression_at(source, position)) else None
+            replacements[position] = _clone_call(group, group_weight, cells, receiver)
     transformer = _Replace(tree, replacements)
     transformer.visit(tree)
     if len(transformer.done) != len(replacements):
@@ -102,26 +101,26 @@ def rewrite(function: FunctionType, edits: list[Edit], clone: bool = False) -> F
     return _rewrap(function, target, changed)
 
 
-def _onward(edits: list[Edit], weight: Weighs, cells: dict[str, object], receiver: str | None) -> _Call:
-    """The same call to a clone in which the additions are mixed. The clone is put among the cells.
+def _clone_call(edits: list[Edit], weight: WeightExpr, cells: dict[str, object], receiver: str | None) -> _Call:
+    """Redirects a call to a clone whose additions call `mix`, and adds the clone to the cells.
 
-    `receiver` is the first argument of the method where the call is super().method(...), otherwise None.
+    `receiver` is the first argument of the method if the call is super().method(...), otherwise None.
     """
-    # All turns lead to the same addition in the same clone, which then has one slot.
+    # All turns reach the same addition in the same clone, which then has one slot.
     turn = edits[0].turn
-    onward = [Edit(e.hops[1:], e.side, e.role, e.slot, fresh=e.fresh) for e in edits if e.turn in (None, turn)]
-    callee = function_named(onward[0].hops[0].module, onward[0].hops[0].qualname)
-    clone = rewrite(callee, onward, clone=True)
-    slots, name = sorted({edit.slot for edit in onward}), f"__unskip_call{len(cells)}__"
+    inner = [Edit(e.hops[1:], e.side, e.role, e.slot, fresh=e.fresh) for e in edits if e.turn in (None, turn)]
+    callee = function_named(inner[0].hops[0].module, inner[0].hops[0].qualname)
+    clone = rewrite(callee, inner, clone=True)
+    slots, name = sorted({edit.slot for edit in inner}), f"__unskip_call{len(cells)}__"
     if receiver is not None:
-        cells[name] = clone  # no other function can be meant
+        cells[name] = clone  # super() always calls this function
         return _SuperCall(name, slots, weight, receiver)
     cells[name] = _Redirect(callee, clone)
     return _Call(name, slots, weight)
 
 
 def layer_at(function: FunctionType, hop: Hop) -> FunctionType:
-    """The function that a hop names, under its decorators; its source must be the one that was traced."""
+    """The undecorated function of a hop. Raises RewireError if its source is not the traced one."""
     for layer in layers(function):
         if layer.__code__.co_qualname == hop.qualname and function_source(layer.__code__).digest == hop.digest:
             return layer
@@ -140,9 +139,7 @@ def _function(like: FunctionType, code: Any, closure: tuple[CellType, ...]) -> F
 
 
 def _rewrap(function: FunctionType, old: FunctionType, new: FunctionType) -> FunctionType:
-    """Puts the decorators around the new function: copies of their wrappers whose closures hold it instead of the old
-    one.
-    """
+    """Copies the decorators' wrappers, with the new function in their closures instead of the old one."""
     if function is old:
         return new
     cells = []
@@ -151,7 +148,7 @@ def _rewrap(function: FunctionType, old: FunctionType, new: FunctionType) -> Fun
         if isinstance(content, FunctionType) and any(layer is old for layer in layers(content)):
             cells.append(CellType(_rewrap(content, old, new)))
         elif isinstance(content, tuple) and content == tuple(inspect.signature(old).parameters):
-            cells.append(CellType((*content, WEIGHTS)))  # a wrapper passes on the arguments that it knows by name
+            cells.append(CellType((*content, WEIGHTS)))  # the argument names that a wrapper passes on
         else:
             cells.append(cell)
     wrapper = _function(function, function.__code__, tuple(cells))
@@ -161,7 +158,7 @@ def _rewrap(function: FunctionType, old: FunctionType, new: FunctionType) -> Fun
 
 
 class _Redirect:
-    """At a call that leads to an addition: the clone instead of the function, and only instead of that function."""
+    """Replaces the callee of a call by its clone. Raises RewireError for any callee but the original function."""
 
     def __init__(self, original: FunctionType, clone: FunctionType) -> None:
         self.original, self.clone = original, clone
@@ -175,9 +172,9 @@ class _Redirect:
         if callee is not self.original:
             raise RewireError(
                 f"{self.original.__qualname__} was replaced by {getattr(callee, '__qualname__', callee)} after "
-                "rewiring, so its addition would go unweighted. Undo the wiring, make the change, and rewire."
+                "rewiring, so its addition would have no weights. Undo the wiring, make the change, and rewire."
             )
-        # Not a bound method: torch.compile cannot trace the making of one.
+        # Not a bound method: torch.compile cannot trace its creation.
         return self.clone if receiver is None else functools.partial(self.clone, receiver)
 
 
@@ -193,7 +190,7 @@ def _is_super(node: ast.AST | None) -> bool:
     return False
 
 
-def _from_module(tree: FunctionNode) -> Weighs:
+def _from_module(tree: FunctionNode) -> WeightExpr:
     receiver = _receiver(tree)
 
     def weight(slot: int, which: str) -> ast.expr:
@@ -202,7 +199,7 @@ def _from_module(tree: FunctionNode) -> Weighs:
     return weight
 
 
-def _from_argument(slots: list[int]) -> Weighs:
+def _from_argument(slots: list[int]) -> WeightExpr:
     def weight(slot: int, which: str) -> ast.expr:
         index = 2 * slots.index(slot) + (which == "beta")
         return ast.Subscript(ast.Name(WEIGHTS, ast.Load()), ast.Constant(index), ast.Load())
@@ -237,7 +234,7 @@ class _Replace(ast.NodeTransformer):
 @dataclass
 class _Addition:
     edit: Edit
-    weight: Weighs
+    weight: WeightExpr
 
     def __call__(self, node: ast.AST) -> ast.AST:
         match node:
@@ -255,7 +252,7 @@ class _Addition:
 
     def _mix(self, left: ast.expr, right: ast.expr, in_place: bool) -> ast.Call:
         names = ("stream", "branch") if self.edit.side == "left" else ("branch", "stream")
-        # The stream of a further branch has been weighed by the first.
+        # The first branch has already applied alpha to the stream.
         alpha = ast.Constant(1.0) if self.edit.role == "more" else self.weight(self.edit.slot, "alpha")
         keywords = [
             ast.keyword(names[0], left),
@@ -276,15 +273,15 @@ class _Addition:
 class _Call:
     name: str
     slots: list[int]
-    weight: Weighs
+    weight: WeightExpr
 
     def __call__(self, node: ast.AST) -> ast.AST:
         assert isinstance(node, ast.Call)
         weights: list[ast.expr] = [self.weight(slot, which) for slot in self.slots for which in ("alpha", "beta")]
         keywords = [*node.keywords, ast.keyword(WEIGHTS, ast.Tuple(weights, ast.Load()))]
-        return self._to(node, keywords)
+        return self._call(node, keywords)
 
-    def _to(self, node: ast.Call, keywords: list[ast.keyword]) -> ast.Call:
+    def _call(self, node: ast.Call, keywords: list[ast.keyword]) -> ast.Call:
         return ast.Call(ast.Call(ast.Name(self.name, ast.Load()), [node.func], []), node.args, keywords)
 
 
@@ -292,6 +289,6 @@ class _Call:
 class _SuperCall(_Call):
     receiver: str
 
-    def _to(self, node: ast.Call, keywords: list[ast.keyword]) -> ast.Call:
+    def _call(self, node: ast.Call, keywords: list[ast.keyword]) -> ast.Call:
         arguments = [ast.Name(self.receiver, ast.Load()), *node.args]
         return ast.Call(ast.Name(self.name, ast.Load()), arguments, keywords)

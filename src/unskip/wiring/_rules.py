@@ -41,7 +41,7 @@ class Keep(Shortcut):
 @register
 @dataclass(frozen=True)
 class Cut(Shortcut):
-    """No shortcut at all: alpha_l = 0, beta_l = 1."""
+    """No shortcut: alpha_l = 0, beta_l = 1."""
 
     name = form = "cut"
 
@@ -52,7 +52,7 @@ class Cut(Shortcut):
 @register
 @dataclass(frozen=True)
 class Scale(Shortcut):
-    """The same weights everywhere: alpha_l = stream, beta_l = branch."""
+    """The same weights at every site: alpha_l = stream, beta_l = branch."""
 
     stream: float = 1.0
     branch: float = 1.0
@@ -70,9 +70,9 @@ class Scale(Shortcut):
 @register
 @dataclass(frozen=True)
 class Learn(Shortcut):
-    """alpha_l is a parameter that begins at `start`, one a site or one a channel of each site; beta_l = 1.
+    """alpha_l is a parameter initialised at `start`, one per site or one per channel of each site; beta_l = 1.
 
-    `weights` gives where it begins. In the paper learned alphas drift back to 1 and do worse than fixed ones.
+    `weights` returns the initial values. In the paper learned alphas drift back to 1 and do worse than fixed ones.
     """
 
     start: float = 1.0
@@ -100,20 +100,20 @@ class Decay(Shortcut):
         cosine     alpha_l = 1 - sin^2(pi t_l / 2) (1 - alpha_min), half a cosine between the same ends
         geometric  alpha_l = alpha_min ** t_l, for alpha_min > 0
 
-    The share of depth is d_l = (l - 1) / (L - 1) as in the paper's code (first site exactly 1, last exactly alpha_min),
-    or d_l = l / L with convention="paper" as in its text. t_l = min(1, d_l / until): the minimum is reached at that
-    share of depth and stays. With back=True (until is then 0.5 unless given) t_l = (1 - d_l) / (1 - until) beyond it:
-    alpha returns to exactly 1 at the last site. The minimum itself then shows only if a site lies right at `until`.
-    One site alone gets alpha_min.
+    The relative depth is d_l = (l - 1) / (L - 1) as in the paper's code (first site exactly 1, last exactly alpha_min),
+    or d_l = l / L with convention="paper" as in its text. t_l = min(1, d_l / until): alpha reaches the minimum at depth
+    `until` and stays there. With back=True (default until=0.5), t_l = (1 - d_l) / (1 - until) beyond `until`: alpha
+    returns to exactly 1 at the last site, and takes the minimum only if a site is exactly at `until`. A single site
+    gets alpha_min.
 
-    `Decay.to_product(p)`, or Decay(product=p), has no alpha_min of its own: it is solved for the sites it meets.
+    `Decay.to_product(p)`, or Decay(product=p), has no alpha_min: it is solved for the sites that the rule governs.
     """
 
     alpha_min: float | None = None
     shape: Shape = "linear"
     _: KW_ONLY
     convention: Convention = "sites"
-    until: float | None = None  # a number once made: 1.0, or 0.5 with back
+    until: float | None = None  # set by __post_init__: 1.0, or 0.5 with back
     back: bool = False
     product: float | None = None
     name = "decay"
@@ -130,14 +130,14 @@ class Decay(Shortcut):
         if (self.alpha_min is None) == (self.product is None):
             raise BadInput("Decay: give either alpha_min or product, as in Decay(0.6), decay:0.6, decay:product=5e-3")
         if self.product is None:
-            who, zero = f"Decay ({self.shape})", self.shape != "geometric"  # 0 ** t is no decay but a cliff
+            who, zero = f"Decay ({self.shape})", self.shape != "geometric"  # 0 ** t would be a step, not a decay
             _put(self, alpha_min=number(who, "alpha_min", self.alpha_min, high=1, zero=zero))
         else:
             _put(self, product=number("Decay", "product", self.product, high=1, zero=False))
         until = (0.5 if self.back else 1.0) if self.until is None else self.until
         _put(self, until=number("Decay", "until", until, high=1, zero=False))
         if self.back and self.until == 1:
-            raise BadInput("Decay: back=True needs until below 1, got 1.0; there is no depth left to return in")
+            raise BadInput("Decay: back=True needs until below 1, got 1.0; no depth is left for the return to 1")
 
     @classmethod
     def to_product(
@@ -149,25 +149,25 @@ class Decay(Shortcut):
         until: float | None = None,
         back: bool = False,
     ) -> Decay:
-        """The decay whose effective decay, over whatever sites it meets, is p."""
+        """The decay whose effective decay over the sites it governs is p."""
         return cls(None, shape, convention=convention, until=until, back=back, product=p)
 
     def solve(self, count: int, runs: Sequence[int] | None = None) -> float:
-        """The alpha_min that `count` sites get: its own, or the one that makes their effective decay the product."""
+        """The alpha_min for `count` sites: the given one, or the one whose effective decay is `product`."""
         count = whole("Decay.solve", "count", count, low=1)
-        each = run_counts(runs, count)
-        return _solve(self, count, each) if self.alpha_min is None else self.alpha_min
+        counts = run_counts(runs, count)
+        return _solve(self, count, counts) if self.alpha_min is None else self.alpha_min
 
     def _alphas(self, count: int, low: float) -> list[float]:
         shift, last = (0, count - 1) if self.convention == "sites" else (1, count)
         until, out = self.until or 1.0, []
         for index in range(shift, count + shift):
-            # Each by its own division, so that back mirrors bit for bit; a site alone is all of the depth.
+            # Separate divisions, so that back=True is symmetric bit for bit. A single site is at depth `until`.
             depth, rest = (index / last, (last - index) / last) if count > 1 else (until, 0.0)
             t = rest / (1 - until) if self.back and depth > until else min(1.0, depth / until)
             fall = math.sin(math.pi * t / 2) ** 2 if self.shape == "cosine" else t
             alpha = low**t if self.shape == "geometric" else 1 - fall * (1 - low)
-            out.append(low if t >= 1 else max(low, alpha))  # the formulas reach their end only up to rounding
+            out.append(low if t >= 1 else max(low, alpha))  # exact in spite of rounding
         return out
 
     def weights_at(self, count: int, runs: tuple[int, ...], step: int) -> list[Weight]:
@@ -183,11 +183,11 @@ class Decay(Shortcut):
 @register
 @dataclass(frozen=True)
 class Anneal(Shortcut):
-    """From one rule to another over training: w = (1 - g) * first + g * last, for alpha and beta alike,
+    """Anneals from one rule to another over training: w = (1 - g) * first + g * last, for alpha and beta,
 
-    with g = t, or sin^2(pi t / 2) with shape="cosine", of t = step / steps held in [0, 1]. Exactly first's weights at
-    step <= 0 and exactly last's at step >= steps. With an `order` the sites change one after the other, each over
-    steps / L: t = L step / steps - n, held in [0, 1], for the n-th site of L in that order, n = 0..L-1.
+    with g = t, or g = sin^2(pi t / 2) for shape="cosine", and t = step / steps clamped to [0, 1]. The weights are
+    exactly those of first at step <= 0 and of last at step >= steps. With an `order` the sites change one by one, each
+    over steps / L: t = L step / steps - n, clamped to [0, 1], for the n-th of L sites in that order, n = 0..L-1.
     """
 
     first: Shortcut
@@ -212,7 +212,7 @@ class Anneal(Shortcut):
         return [self._mixed(first, last, self._time(site, count, step)) for site, (first, last) in enumerate(pairs)]
 
     def _time(self, site: int, count: int, step: int) -> float:
-        """t of a site, from 0 to 1."""
+        """The annealing time t of a site, from 0 to 1."""
         if self.order is None:
             done = step
         else:
@@ -227,12 +227,12 @@ class Anneal(Shortcut):
 
     @classmethod
     def from_text(cls, body: str | None) -> Anneal:
-        """ "FIRST>LAST@STEPS", then perhaps ",cosine" and an order."""
+        """ "FIRST>LAST@STEPS", optionally with ",cosine" and an order."""
         rules, at, end = (body or "").rpartition("@")
         if not at:
             cls.refuse(f"'@' and the number of steps are missing in {body or ''!r}")
         if rules.count(">") != 1:
-            cls.refuse(f"it takes two rules with one '>' between them, neither an anneal itself, got {rules!r}")
+            cls.refuse(f"give two rules with one '>' between them, neither an anneal, got {rules!r}")
         first, last = rules.split(">")
         number, *words = (part.strip() for part in end.split(","))
         try:
@@ -243,8 +243,8 @@ class Anneal(Shortcut):
         for word in words:
             name = next((name for name, kind in _WORDS.items() if word in get_args(kind)), None)
             if name is None or name in given:
-                known = [each for kind in _WORDS.values() for each in get_args(kind)]
-                cls.refuse(f"{word!r} is no shape or order, or a second one{nearest(word, known)}")
+                known = [option for kind in _WORDS.values() for option in get_args(kind)]
+                cls.refuse(f"{word!r} is not a shape or order, or a second one{nearest(word, known)}")
             given[name] = word
         return cls(parse(first), parse(last), steps, **given)
 
@@ -253,35 +253,35 @@ class Anneal(Shortcut):
         return f"anneal:{self.first}>{self.last}@{self.steps}{words}"
 
 
-@lru_cache(maxsize=256)  # an annealed rule asks again at every step
+@lru_cache(maxsize=256)  # an annealed rule is solved at every step
 def _solve(rule: Decay, count: int, runs: tuple[int, ...]) -> float:
-    wanted = rule.product or 1.0
-    if wanted == 1:
+    target = rule.product or 1.0
+    if target == 1:
         return 1.0
 
     def alpha_min(bits: int) -> float:
         return float(struct.unpack("<d", struct.pack("<q", bits))[0])
 
-    def reached(bits: int) -> float:  # rises with alpha_min
+    def product(bits: int) -> float:  # increases with alpha_min
         return effective_decay(rule._alphas(count, alpha_min(bits)), runs)
 
-    # Positive floats sort as their bit patterns do: halving those finds the nearest float in 62 steps at any scale.
+    # Positive floats sort like their bit patterns: bisection of those finds the nearest float in 62 steps at any scale.
     least, one = 1 if rule.shape == "geometric" else 0, struct.unpack("<q", struct.pack("<d", 1.0))[0]
-    best = least + bisect_left(range(least, one), wanted, key=reached)
-    if not math.isclose(reached(best), wanted, rel_tol=1e-9):
+    best = least + bisect_left(range(least, one), target, key=product)
+    if not math.isclose(product(best), target, rel_tol=1e-9):
         raise BadInput(
-            f"{rule}: no alpha_min gives {count} sites ({sum(runs)} runs) an effective decay of {wanted:g}; "
-            f"reachable is [{reached(least):.6g}, 1], nearest {reached(best):.6g}; "
-            "ask for that, or change the shape, until or back"
+            f"{rule}: no alpha_min gives {count} sites ({sum(runs)} runs) an effective decay of {target:g}; "
+            f"reachable is [{product(least):.6g}, 1], nearest {product(best):.6g}; "
+            "choose that, or change the shape, until or back"
         )
     return alpha_min(best)
 
 
 def _between(first: float, last: float, g: float) -> float:
-    # Rounding may step past the end, and a schedule must not.
+    # Clamped, because rounding may exceed the end.
     return min(max(first + (last - first) * g, min(first, last)), max(first, last))
 
 
 def _put(rule: Shortcut, **values: object) -> None:
     for name, value in values.items():
-        object.__setattr__(rule, name, value)  # the way a frozen dataclass normalises its own fields
+        object.__setattr__(rule, name, value)  # allows a frozen dataclass to normalise its fields

@@ -1,11 +1,10 @@
-"""save and load: weights as safetensors, everything else as JSON that can be read and checked. No pickle.
+"""save and load: weights as safetensors, everything else as JSON. No pickle.
 
     folder/model.safetensors    the weights
-    folder/unskip.json          how to build the model, what it is made of, its wiring, versions, digests of its source,
-                                checksums of the weights and of itself
+    folder/unskip.json          builder, structure and wiring of the model, versions, digests of the rewritten source,
+                                checksums of the weights
 
-A model is more than its shapes. Loading checks the two files, then the structure of the model and the source of its
-classes, and only then changes anything.
+Loading checks both files, the structure of the model and the source of its classes before it changes anything.
 """
 
 from __future__ import annotations
@@ -39,11 +38,10 @@ def save(
 ) -> Path:
     """Writes a model and its wiring into a folder.
 
-    `builder` says how to build the model again: a spec such as "timm:vit_tiny_patch16_224" or "file.py:function", or a
+    `builder` is how to rebuild the model: a spec such as "timm:vit_tiny_patch16_224" or "file.py:function", or a
     mapping {"spec": ..., "kwargs": {...}}. Without one, a transformers or diffusers model is recorded by its
-    configuration and a timm or torchvision model by its name and arguments, where they build the same structure, and
-    where they do not a warning says so; any other needs `model=` when it is loaded. `kept` is plain data that is kept
-    with it, `about(model)` by default.
+    configuration and a timm or torchvision model by its name and arguments, with a warning if these do not build the
+    same structure; loading any other model needs `model=`. `kept` is plain data to store, `about(model)` by default.
     """
     from safetensors.torch import save_model
 
@@ -60,19 +58,19 @@ def save(
     if kept is not None:
         record["about"] = kept
     target.mkdir(parents=True, exist_ok=True)
-    aside, text = target / (WEIGHTS + ".new"), target / (RECORD + ".new")
-    save_model(model, str(aside), metadata={"format": "pt"})  # which transformers asks for
-    _record.write(text, {**record, "sha256": {WEIGHTS: sha256(aside)}})
-    # The record is renamed last: a save that broke off leaves the old record, whose checksum no longer fits.
-    aside.replace(target / WEIGHTS)
+    weights, text = target / (WEIGHTS + ".new"), target / (RECORD + ".new")
+    save_model(model, str(weights), metadata={"format": "pt"})  # transformers requires the format
+    _record.write(text, {**record, "sha256": {WEIGHTS: sha256(weights)}})
+    # The record is renamed last: an interrupted save leaves the old record, whose checksum no longer matches.
+    weights.replace(target / WEIGHTS)
     text.replace(target / RECORD)
     return target
 
 
 def save_record(model: nn.Module, folder: str | os.PathLike[str], pretrained: bool) -> bool:
-    """Writes unskip.json beside the weights that another tool has just written, so that `load` takes the folder.
+    """Writes unskip.json beside weights that another tool wrote, so that `load` accepts the folder.
 
-    `pretrained` says that save_pretrained of transformers wrote them. False where the folder has no whole weights.
+    `pretrained` means that save_pretrained of transformers wrote them. Returns False if no model*.safetensors is found.
     """
     target = Path(folder)
     files = sorted(target.glob("model*.safetensors"))
@@ -85,7 +83,7 @@ def save_record(model: nn.Module, folder: str | os.PathLike[str], pretrained: bo
 
 
 def _describe(model: nn.Module, builder: Builder) -> dict[str, Any]:
-    """The record of a model, all but the checksums of its weights."""
+    """The record of a model without the checksums of its weights."""
     wiring = find_wiring(model)
     return {
         "format": _record.FORMAT,
@@ -102,13 +100,12 @@ def _describe(model: nn.Module, builder: Builder) -> dict[str, Any]:
 def load(
     folder: str | os.PathLike[str], model: nn.Module | None = None, trust: bool = False, *, strict: bool = True
 ) -> nn.Module:
-    """Reads a model that `save` wrote: builds it where the folder says how, or fills the freshly built `model`.
+    """Loads a model that `save` wrote: builds it from its recorded builder, or fills the freshly built `model`.
 
-    The dtypes are those that were saved; train or eval mode is left to the caller. Raises LoadError, and leaves a given
-    model as it was, for a folder that is damaged or from another version, and for a model of another structure. No
-    Python file that the folder names is run unless `trust` is set. `strict=False` goes on where settings of modules, or
-    the buffers they compute, differ from the saved ones, as they may under another version of a library; the source of
-    what the wiring rewrote has to be the same. `Wiring.of(model)` gives the wiring back.
+    The dtypes are the saved ones; train or eval mode is left to the caller. Raises LoadError, and leaves a given model
+    as it was, if the folder is damaged or from another format, or if the structure of the model differs. Python files
+    named in the folder run only with `trust`. `strict=False` accepts differences in module settings and computed
+    buffers, as between versions of a library; rewired source must be the same. `Wiring.of(model)` returns the wiring.
     """
     source = Path(folder)
     record = _record.read(source)
@@ -119,11 +116,13 @@ def load(
     if model is None:
         model = _built(record, source, trust)
     elif find_wiring(model) is not None:
-        raise BadInput(f"{class_name(model)} is rewired already. Undo its wiring, or pass a freshly built model.")
+        raise BadInput(f"{class_name(model)} is already rewired. Undo its wiring, or pass a freshly built model.")
     elif any(value.is_meta for value in _values(model)):
-        raise BadInput("the model is on the meta device, without values. Give it some: model.to_empty(device='cpu')")
+        raise BadInput(
+            "the model is on the meta device, without values. Allocate it first: model.to_empty(device='cpu')"
+        )
     if class_name(model) != record["class"]:
-        raise LoadError(f"{source}: holds a {record['class']}, but the model is a {class_name(model)}.")
+        raise LoadError(f"{source}: contains a {record['class']}, but the model is a {class_name(model)}.")
     if strict:
         _check_structure(model, record, source)
     if pretrained:
@@ -134,7 +133,7 @@ def load(
         _cast(model, tensors, record, before)
         if recorded is not None:
             wiring = put_wiring(model, *recorded, data, source)
-            _cast(model, tensors, record, before)  # the learned weights, which are new
+            _cast(model, tensors, record, before)  # for the learned weights, which are new
         _fill(model, tensors, source)
         about(model).update(record.get("about", {}))
     except BaseException:
@@ -152,45 +151,43 @@ def load(
 def _built(record: dict[str, Any], folder: Path, trust: bool) -> nn.Module:
     if record["builder"] is None:
         raise LoadError(
-            f"{folder}: it is not recorded how to build the {record['class']}. Build it as when it was saved and pass "
+            f"{folder}: no builder is recorded for the {record['class']}. Build it as when it was saved and pass "
             "model=, or save it with builder=."
         )
     code = _builders.foreign_code(record["builder"])
     if code is not None and not trust:
         raise LoadError(
-            f"{folder}: its model is built by {code}, which would be run. Pass trust=True (--trust) if you know what "
-            "it does, or build the model yourself and pass model=."
+            f"{folder}: building its model would run {code}. Pass trust=True (--trust) if you trust it, or build the "
+            "model yourself and pass model=."
         )
     reads = _builders.reads_files(record["builder"])
     if reads and not trust:
         raise LoadError(
-            f"{folder}: its model is built with {', '.join(reads)}, which reads or fetches other files. Pass "
-            "trust=True (--trust) if you know them, or build the model yourself and pass model=."
+            f"{folder}: its model is built with {', '.join(reads)}, which reads or downloads other files. Pass "
+            "trust=True (--trust) if you trust them, or build the model yourself and pass model=."
         )
     try:
         return _builders.rebuild(record["builder"])
     except MemoryError:
         raise
-    except Exception as error:  # of the library, about arguments that it cannot use
-        raise LoadError(
-            f"{folder}: building the {record['class']} failed: {error}. Put that right, or pass model=."
-        ) from error
+    except Exception as error:  # any error of the library about its arguments
+        raise LoadError(f"{folder}: building the {record['class']} failed: {error}. Fix it, or pass model=.") from error
 
 
 def _check_structure(model: nn.Module, record: dict[str, Any], folder: Path) -> None:
-    """Equal shapes do not make equal models: settings of modules and computed buffers are compared."""
+    """Compares module settings and computed buffers, because equal shapes do not imply equal models."""
     built = _structure.structure(model)
     try:
         wrong = _structure.difference(_structure.unpack(record["structure"]), built)
         wrong = wrong or _structure.buffer_difference(record["buffers"], model)
     except MALFORMED as error:
-        raise LoadError(f"{folder / RECORD}: damaged, its structure or buffers do not read ({error}).") from error
+        raise LoadError(f"{folder / RECORD}: damaged, its structure or buffers are invalid ({error}).") from error
     if wrong:
         now = versions_of(_LIBRARIES)
-        changed = [f"{name} {was}" for name, was in record["versions"].items() if now.get(name) != was]
-        under = f" It was saved under {', '.join(changed)}." if changed else ""
+        changed = [f"{name} {version}" for name, version in record["versions"].items() if now.get(name) != version]
+        saved_with = f" It was saved with {', '.join(changed)}." if changed else ""
         raise LoadError(
-            f"{folder}: the model is not the one that was saved: {wrong}.{under} Build it as when it was saved, and "
+            f"{folder}: the model differs from the saved one: {wrong}.{saved_with} Build it as when it was saved, and "
             "pass model=; or pass strict=False if the difference is harmless."
         )
 
@@ -205,32 +202,33 @@ def _weights(folder: Path, name: str = WEIGHTS) -> dict[str, Tensor]:
     try:
         return load_file(folder / name)
     except (SafetensorError, OSError, *MALFORMED) as error:
-        raise LoadError(f"{folder / name}: damaged, it does not read as safetensors ({error}).") from error
+        raise LoadError(f"{folder / name}: damaged, it is not a safetensors file ({error}).") from error
 
 
 def _pretrained(model: nn.Module, folder: Path, record: dict[str, Any]) -> dict[str, Tensor]:
-    """The weights that save_pretrained wrote, under the names that the model has for them, and the learned ones."""
+    """The weights that save_pretrained wrote, under the model's own names, and the learned shortcut weights."""
     cls: Any = type(model)
     adapter = folder / "adapter_config.json"
     if adapter.exists():
-        raise LoadError(f"{adapter}: from_pretrained would load an adapter that is no part of the record. Remove it.")
+        raise LoadError(f"{adapter}: from_pretrained would load an adapter, which is not in the record. Remove it.")
     try:
-        # By the configuration of the record, which was checked: a config.json may name code.
+        # Use the configuration of the record, which was checked: a config.json may name code.
         options = {"config": copy.deepcopy(model.config), "use_safetensors": True, "local_files_only": True}
         state = cls.from_pretrained(folder, **options).state_dict()
-    except Exception as error:  # of the library, about files that it cannot read
+    except Exception as error:  # any error of the library about the files
         raise LoadError(f"{folder}: {cls.__name__}.from_pretrained cannot read it ({error}).") from error
-    once = {value.data_ptr(): name for name, value in reversed(state.items())}  # a tied weight under its first name
-    learned = [_weights(folder, file) for file in record["sha256"]]
-    return {name: value for name, value in state.items() if once[value.data_ptr()] == name} | {
-        name: value for each in learned for name, value in each.items() if name.rpartition(".")[2].startswith("unskip_")
-    }
+    first_name = {value.data_ptr(): name for name, value in reversed(state.items())}  # of a tied weight
+    tensors = {name: value for name, value in state.items() if first_name[value.data_ptr()] == name}
+    for file in record["sha256"]:
+        weights = _weights(folder, file).items()
+        tensors |= {name: value for name, value in weights if name.rpartition(".")[2].startswith("unskip_")}
+    return tensors
 
 
 def _cast(
     model: nn.Module, tensors: dict[str, Tensor], record: dict[str, Any], before: list[tuple[Tensor, Tensor]]
 ) -> None:
-    """Gives the model the saved dtypes. What it changes is noted in `before`, with the old data."""
+    """Casts the model to the saved dtypes. Changed tensors are added to `before` with their old data."""
     state = model.state_dict(keep_vars=True)
     computed = _structure.computed(model)
     dtypes = {state[name].data_ptr(): value.dtype for name, value in tensors.items() if name in state}
@@ -238,20 +236,19 @@ def _cast(
     try:
         names = {name: _structure.dtype_of(facts["dtype"]) for name, facts in record["buffers"].items()}
     except MALFORMED as error:
-        raise LoadError(f"{RECORD}: damaged, its buffers do not read ({error}).") from error
+        raise LoadError(f"{RECORD}: damaged, its buffers are invalid ({error}).") from error
     wanted += [(value, names.get(name, value.dtype)) for name, value in computed.items()]
-    made: dict[tuple[Any, ...], Tensor] = {}
+    cast: dict[tuple[Any, ...], Tensor] = {}  # tied weights keep sharing memory
     for value, dtype in wanted:
         if value.dtype != dtype:
-            # Tied weights stay one memory.
             memory = (value.data_ptr(), value.shape, value.stride(), dtype)
-            data = made.get(memory)
+            data = cast.get(memory)
             before.append((value, value.data))
-            made[memory] = value.data = value.data.to(dtype) if data is None else data
+            cast[memory] = value.data = value.data.to(dtype) if data is None else data
 
 
 def _fill(model: nn.Module, tensors: dict[str, Tensor], folder: Path) -> None:
-    """Copies the weights, names and shapes compared first: nothing is half loaded."""
+    """Copies the weights after a check of names and shapes, so that nothing is partly loaded."""
     state = model.state_dict()
     wrong = [name for name, value in tensors.items() if name not in state or state[name].shape != value.shape]
     # Tied weights are stored once, under one of their names.
@@ -261,7 +258,7 @@ def _fill(model: nn.Module, tensors: dict[str, Tensor], folder: Path) -> None:
         for name, value in state.items()
         if name not in tensors and value.numel() and value.data_ptr() not in stored
     ]
-    wrong += [name for name in tensors if name in state and stored[state[name].data_ptr()] > 1]  # tied only here
+    wrong += [name for name in tensors if name in state and stored[state[name].data_ptr()] > 1]  # tied only in `model`
     if wrong:
         raise LoadError(
             f"{folder}: the model does not fit the weights: {', '.join(wrong[:4])}. Build it as when it was saved."
@@ -271,10 +268,10 @@ def _fill(model: nn.Module, tensors: dict[str, Tensor], folder: Path) -> None:
 
 def _refuse_odd_state(model: nn.Module) -> None:
     if any(value.is_meta for value in _values(model)):
-        raise BadInput("the model is on the meta device: there are no values to save")
+        raise BadInput("the model is on the meta device and has no values to save")
     odd = [name for name, value in model.state_dict().items() if not isinstance(value, Tensor)]
     if odd:
-        raise BadInput(f"{odd[0]} of the state_dict is no tensor (get_extra_state); safetensors cannot hold it")
+        raise BadInput(f"{odd[0]} of the state_dict is not a tensor (get_extra_state); safetensors cannot store it")
 
 
 def _values(model: nn.Module) -> Iterator[torch.Tensor]:

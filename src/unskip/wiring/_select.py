@@ -1,4 +1,4 @@
-"""Which sites a rule governs: all, those of a kind, or those a predicate picks."""
+"""Selects the sites that a rule governs: all, those of a kind, or those of a predicate."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from unskip.wiring._shortcut import Shortcut, Weight, parse
 Where = str | Callable[[Site], bool] | None  # the sites that a rule governs
 Rule = Shortcut | str
 Rules = Rule | Mapping[str | Callable[[Site], bool], Rule]
-# What None picks, less what cannot be rewired: a predicate sees projected shortcuts and long skips as well.
-_REST = "where=lambda site: site.regular and not (site.problem or site.projected)"
+# None without the sites that cannot be rewired. A predicate applies to projected shortcuts and long skips as well.
+_REGULAR = "where=lambda site: site.regular and not (site.problem or site.projected)"
 
 
 def normalise(rules: Rules, where: Where) -> tuple[tuple[Where, Shortcut], ...]:
-    """(selector, rule) pairs, the first that matches a site governs it."""
+    """(selector, rule) pairs; the first whose selector matches a site governs it."""
     if isinstance(rules, Mapping):
         if where is not None:
-            raise BadInput("a mapping of rules says where each applies: leave where out")
+            raise BadInput("a mapping of rules has its own selectors: leave where out")
         if not rules:
             raise BadInput("the mapping of rules is empty; pass Keep() to keep every shortcut")
         return tuple((check_selector(key), _rule(value)) for key, value in rules.items())
@@ -41,13 +41,11 @@ def _rule(value: object) -> Shortcut:
 
 
 def check_selector(where: object) -> Where:
-    """The selector itself, where it is one. Raises BadInput."""
+    """The selector itself. Raises BadInput if it is not one."""
     kinds = get_args(Kind)
-    if (
-        where is None
-        or (isinstance(where, str) and where in kinds)
-        or (callable(where) and not isinstance(where, type))
-    ):
+    if isinstance(where, str) and where in kinds:
+        return where
+    if where is None or (callable(where) and not isinstance(where, type)):
         return where
     raise BadInput(
         f"where is {where!r}{nearest(str(where), kinds)}; it can be one of {', '.join(kinds)}, or a function of a Site"
@@ -55,7 +53,7 @@ def check_selector(where: object) -> Where:
 
 
 def picks(where: Where, site: Site) -> bool:
-    """A predicate sees every site; None and a kind leave out projected shortcuts, long skips, copies of the stream."""
+    """Whether a selector matches a site. Only predicates match projected shortcuts, long skips and stream copies."""
     if callable(where):
         return bool(where(site))
     return site.regular and not site.projected and where in (None, site.kind)
@@ -63,7 +61,7 @@ def picks(where: Where, site: Site) -> bool:
 
 @dataclass(frozen=True)
 class Assignment:
-    """A rule and the sites it governs. The selector is kept as text: a predicate would not survive pickling."""
+    """A rule and the sites it governs. The selector is text, because a predicate may not pickle."""
 
     rule: Shortcut
     sites: tuple[Site, ...]
@@ -76,31 +74,31 @@ class Assignment:
 
 
 def assign(pairs: Sequence[tuple[Where, Shortcut]], sites: Sequence[Site]) -> tuple[Assignment, ...]:
-    """Each rule with the sites it governs. Raises BadInput for a rule that governs none, RewireError for a site that
-    cannot be rewired.
+    """Each rule with the sites it governs. Raises BadInput for a rule without sites, RewireError for a site that cannot
+    be rewired.
     """
-    taken: set[int] = set()
+    assigned: set[int] = set()
     result = []
     for where, rule in pairs:
-        mine = tuple(site for site in sites if site.index not in taken and picks(where, site))
-        if not mine and not isinstance(rule, Keep):
+        governed = tuple(site for site in sites if site.index not in assigned and picks(where, site))
+        if not governed and not isinstance(rule, Keep):
             present = ", ".join(sorted({site.kind for site in sites}))
-            apart = sum(site.projected or not site.regular for site in sites)
-            kept = f"; {apart} are projected shortcuts, long skips or copies, which only a function picks" * bool(apart)
+            others = sum(site.projected or not site.regular for site in sites)
+            note = f"; {others} are projected shortcuts, long skips or copies, which only a function picks"
             raise BadInput(
                 f"{rule} governs no site: where={where!r} picks none of the model's {len(sites)} (kinds: "
-                f"{present}{kept})"
+                f"{present}{note if others else ''})"
             )
         if not isinstance(rule, Keep):
-            _refuse([site for site in mine if site.problem])
-        taken |= {site.index for site in mine}
+            _refuse([site for site in governed if site.problem])
+        assigned |= {site.index for site in governed}
         text = where if isinstance(where, str) or where is None else getattr(where, "__name__", repr(where))
-        result.append(Assignment(rule, mine, text))
+        result.append(Assignment(rule, governed, text))
     return tuple(result)
 
 
 def _refuse(broken: list[Site]) -> None:
     if broken:
-        each = "; ".join(f"{site.name} ({site.source}): {(site.problem or '').rstrip('.')}" for site in broken[:3])
+        first = "; ".join(f"{site.name} ({site.source}): {(site.problem or '').rstrip('.')}" for site in broken[:3])
         more = f" and {len(broken) - 3} more" if len(broken) > 3 else ""
-        raise RewireError(f"cannot be rewired: {each}{more}. Leave these out: {_REST}")
+        raise RewireError(f"cannot be rewired: {first}{more}. Leave these out: {_REGULAR}")

@@ -1,7 +1,7 @@
-"""What a model is beside its weights: the class and the simple settings of every module, and the buffers it computes.
+"""The structure of a model beside its weights: class and simple settings of every module, and computed buffers.
 
-Two models of equal shapes may be different functions (a ReLU for a GELU, six heads for three, another rope base). A
-saved model is compared with the one it is loaded into in both respects, and the first difference is put in words.
+Models of equal shapes may be different functions (ReLU or GELU, three or six heads, another RoPE base). Loading
+compares the saved structure with the model's and reports the first difference.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from unskip import spec
 from unskip.wiring import _fastpath
 from unskip.wiring._bind import original_class
 
-Settings = dict[str, Any]  # of a module: its class, and attributes as JSON has them
-# They change how a model is run, or say where it came from, but not what it computes. The size of a vocabulary is that
-# of its embedding, which is compared; transformers' resize_token_embeddings leaves that of some modules as it was.
+Settings = dict[str, Any]  # of a module: its class, and attributes as JSON values
+# Settings that do not change what a model computes. The vocabulary size is that of the embedding, which is compared;
+# transformers' resize_token_embeddings does not update it in some modules.
 _NEUTRAL = frozenset(
     "training forward fused_attn grad_checkpointing gradient_checkpointing name_or_path max_seq_len_cached "
     "vocab_size weight_init_mode".split()
 )
 _UNSET = object()
-_LONG = 200  # characters: a longer setting is kept as its digest
-_CLOSE = 1e-3  # a buffer computed on another device differs in its last bits
+_LONG = 200  # characters; a longer setting is stored as its digest
+_CLOSE = 1e-3  # a buffer computed on another device may differ by rounding
 
 
 def class_name(module: nn.Module) -> str:
-    """The import name of a module's class, without rewiring."""
+    """The import name of a module's original class."""
     return _name(original_class(module))
 
 
@@ -55,15 +55,17 @@ def _settings(module: nn.Module) -> Settings:
     for name, value in sorted({**vars(module), **_fastpath.original(module)}.items()):
         if name.startswith(("_", "unskip_")) or name in _NEUTRAL:
             continue
-        plain = None if isinstance(getattr(type(module), name, None), functools.cached_property) else _plain(value)
-        # None is as good as absent: it is often the place of a tensor that forward puts there.
-        if plain is not None and plain[0] is not None:
-            settings[name] = plain[0]
+        if isinstance(getattr(type(module), name, None), functools.cached_property):
+            continue
+        plain = _plain(value)
+        # None counts as absent: it is often the initial value of a tensor that forward sets.
+        if plain is not None and plain is not _UNSET:
+            settings[name] = plain
     return settings
 
 
-def _plain(value: object) -> tuple[Any] | None:
-    """A setting as JSON holds it, in a tuple of one; None for what is no simple value."""
+def _plain(value: object) -> Any:
+    """A setting as a JSON value; _UNSET if it is not a simple value."""
     result: Any
     match value:
         case enum.Enum():
@@ -73,37 +75,33 @@ def _plain(value: object) -> tuple[Any] | None:
         case float():
             result = float(value) if math.isfinite(value) else str(float(value))
         case tuple() | list():
-            items = [_plain(item) for item in value]
-            if any(item is None for item in items):
-                return None
-            result = [item[0] for item in items if item is not None]
+            result = [_plain(item) for item in value]
+            if any(item is _UNSET for item in result):
+                return _UNSET
         case functools.partial():
-            inner = _plain(value.func), _plain(value.args), _plain(sorted(value.keywords.items()))
-            if any(item is None for item in inner):
-                return None
-            result = ["partial", *(item[0] for item in inner if item is not None)]
+            return _plain(["partial", value.func, value.args, sorted(value.keywords.items())])
         case type() | FunctionType() | MethodType() | BuiltinFunctionType():
             result = _name(value)
         case _:
-            return None
+            return _UNSET
     text = json.dumps(result)
-    return (result if len(text) <= _LONG else hashlib.sha256(text.encode()).hexdigest(),)
+    return result if len(text) <= _LONG else hashlib.sha256(text.encode()).hexdigest()
 
 
 def pack(settings: dict[str, Settings]) -> dict[str, Any]:
-    """The settings with equal modules told once: each path has the number of its kind."""
+    """The settings without repetition: a list of kinds, and for each path the index of its kind."""
     kinds: dict[str, int] = {}
-    modules = {path: kinds.setdefault(json.dumps(each), len(kinds)) for path, each in settings.items()}
+    modules = {path: kinds.setdefault(json.dumps(module), len(kinds)) for path, module in settings.items()}
     return {"kinds": [json.loads(kind) for kind in kinds], "modules": modules}
 
 
 def unpack(data: Any) -> dict[str, Settings]:
-    """What `pack` packed."""
+    """The inverse of `pack`."""
     return {path: dict(data["kinds"][kind]) for path, kind in data["modules"].items()}
 
 
 def difference(wanted: dict[str, Settings], now: dict[str, Settings]) -> str | None:
-    """The first module, in the order of the wanted model, in which the two differ, in words."""
+    """The first difference between two structures, in the module order of `wanted`, as text; None if they are equal."""
     for path, settings in wanted.items():
         where = path or "the model"
         other = now.get(path)
@@ -113,12 +111,12 @@ def difference(wanted: dict[str, Settings], now: dict[str, Settings]) -> str | N
             return f"{where} is a {other['class']} instead of a {settings['class']}"
         for name in [name for name in {**settings, **other} if name not in _NEUTRAL]:
             if settings.get(name, _UNSET) != other.get(name, _UNSET):
-                return f"{name} of {where} is {_say(other, name)} instead of {_say(settings, name)}"
-    more = next((path for path in now if path not in wanted), None)
-    return None if more is None else f"it has one module more, {more}, a {now[more]['class']}"
+                return f"{name} of {where} is {_text(other, name)} instead of {_text(settings, name)}"
+    extra = next((path for path in now if path not in wanted), None)
+    return None if extra is None else f"it has an extra module, {extra}, a {now[extra]['class']}"
 
 
-def _say(settings: Settings, name: str) -> str:
+def _text(settings: Settings, name: str) -> str:
     return repr(settings[name]) if name in settings else "not set"
 
 
@@ -126,7 +124,7 @@ def _say(settings: Settings, name: str) -> str:
 
 
 def buffers(model: nn.Module) -> dict[str, dict[str, Any]]:
-    """The buffers that are no part of the weights, such as the frequencies of a rope: dtype, shape and sum |x|."""
+    """Dtype, shape and sum |x| of the computed buffers."""
     return {
         name: {"dtype": dtype_name(value.dtype), "shape": list(value.shape), "sum": _sum(value)}
         for name, value in computed(model).items()
@@ -134,7 +132,7 @@ def buffers(model: nn.Module) -> dict[str, dict[str, Any]]:
 
 
 def computed(model: nn.Module) -> dict[str, Tensor]:
-    """The buffers that are no part of the weights, themselves; those of a wiring are left out."""
+    """The non-persistent buffers, such as RoPE frequencies, without those of a wiring."""
     tensors = {}
     for path, module in model.named_modules():
         for name in sorted(module._non_persistent_buffers_set):
@@ -145,7 +143,7 @@ def computed(model: nn.Module) -> dict[str, Tensor]:
 
 
 def buffer_difference(wanted: dict[str, dict[str, Any]], model: nn.Module) -> str | None:
-    """The first such buffer in which a model differs, once it is in the saved dtype."""
+    """The first computed buffer in which a model differs after a cast to the saved dtype, as text."""
     now = computed(model)
     for name in {**wanted, **now}:
         if name not in wanted or name not in now:
@@ -159,12 +157,12 @@ def buffer_difference(wanted: dict[str, dict[str, Any]], model: nn.Module) -> st
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """The name of a dtype in torch."""
+    """The name of a dtype, such as "float32"."""
     return str(dtype).removeprefix("torch.")
 
 
 def dtype_of(name: str) -> torch.dtype:
-    """The dtype of a name. Raises ValueError for any other name."""
+    """The dtype with a name. Raises ValueError for an unknown name."""
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype):
         raise ValueError(f"torch has no dtype {name}")
@@ -172,6 +170,6 @@ def dtype_of(name: str) -> torch.dtype:
 
 
 def _sum(value: Tensor) -> float:
-    # Masks hold infinities, which count as 1.
+    # Infinities, as in masks, count as 1.
     size = value.detach().abs().double() if value.dtype != torch.bool else value.double()
     return float(torch.nan_to_num(size, nan=0.0, posinf=1.0).sum())

@@ -1,7 +1,7 @@
-"""The arguments of timm.create_model that a model was built with, read from the model.
+"""Reads the arguments of timm.create_model from a model that it built.
 
-Each reader gives an argument's value, or None where the model does not show it. An argument is recorded where the model
-that the name alone builds shows another value; whether name and arguments build the same model is checked after that.
+Each reader returns the value of an argument, or None if the model does not show it. An argument is recorded if it
+differs from that of the model built by the name alone. The caller checks that name and arguments build the same model.
 """
 
 from __future__ import annotations
@@ -13,22 +13,22 @@ from torch import nn
 
 
 def arguments(model: nn.Module, default: nn.Module) -> dict[str, Any]:
-    """The arguments in which a model differs from the one that its name alone builds."""
+    """The arguments in which a model differs from `default`, the one built by its name alone."""
     differing = {}
     for name, read in _READERS.items():
         values = []
-        for each in (model, default):
+        for built in (model, default):
             try:
-                values.append(read(each))
+                values.append(read(built))
             except (AttributeError, IndexError, KeyError, StopIteration, TypeError):
-                values.append(None)  # not a model that shows it in this place
+                values.append(None)  # a model without this attribute
         if values[0] != values[1] and values[0] is not None:
             differing[name] = values[0]
     return differing
 
 
 def _side(value: Any) -> Any:
-    """A pair of equal sizes as one."""
+    """A pair of equal sizes as one number."""
     pair = list(value)
     return pair[0] if len(set(pair)) == 1 else pair
 
@@ -63,7 +63,7 @@ _READERS: dict[str, Callable[[Any], Any]] = {
     "patch_size": lambda model: _side(model.patch_embed.patch_size),
     "global_pool": _pooling,
     "drop_rate": lambda model: model.head_drop.p if hasattr(model, "head_drop") else model.drop_rate,
-    "drop_path_rate": lambda model: float(f"{max(_drops(model)):.6g}"),  # the rate of the last block, as float32 has it
+    "drop_path_rate": lambda model: float(f"{max(_drops(model)):.6g}"),  # of the last block, without float32 rounding
     "pos_drop_rate": lambda model: model.pos_drop.p,
     "proj_drop_rate": lambda model: _first_block(model).attn.proj_drop.p,
     "attn_drop_rate": lambda model: _first_block(model).attn.attn_drop.p,

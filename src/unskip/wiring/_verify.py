@@ -1,8 +1,8 @@
-"""Checks a rewiring on the example, against an oracle that does not rewrite source.
+"""Checks a rewired model on the example, against an oracle that does not rewrite source.
 
-The oracle runs the original model and, below it, replaces each residual addition by a * x + b * f as it is dispatched.
-The rewired model, with the same weights, must give the same output in every module. Every site gets weights of its own,
-so that two sites exchanged would show.
+The oracle runs the original model and replaces each residual addition by a * x + b * f when torch dispatches it. The
+rewired model with the same weights must give the same output in every module. The weights differ between sites, so that
+swapped sites are detected.
 """
 
 from __future__ import annotations
@@ -23,40 +23,36 @@ from unskip.anatomy import Example, Hop, Place, Site, Unreachable, calls, is_add
 from unskip.wiring._shortcut import Weight
 
 Key = tuple[str, tuple[Hop, ...], int | None]  # path, expressions, turn of a loop
-# Per module call: its class, the sum and the absolute sum of its output, and how much they may differ.
+# Per module call: its class, the sum and the absolute sum of its output, and their tolerance.
 Print = list[tuple[str, float, float, float]]
 
 
 def probe(sites: Sequence[Site]) -> list[Weight]:
-    """Weights to check with: all different, none of them 0 or 1."""
+    """Weights for the check: all different, none 0 or 1."""
     return [Weight(0.35 + 0.5 * (i * 0.618 % 1), 0.45 + 0.5 * (i * 0.414 % 1)) for i in range(len(sites))]
 
 
 def can_verify(model: nn.Module, example: Example) -> bool:
-    """Values are needed: on meta tensors there is nothing to compare."""
-    tensors = [
-        *model.parameters(),
-        *model.buffers(),
-        *(v for v in tree_leaves(example.values) if isinstance(v, Tensor)),
-    ]
-    return all(tensor.device.type != "meta" for tensor in tensors)
+    """Whether there are values to compare: none of the tensors is on the meta device."""
+    tensors = [*model.parameters(), *model.buffers(), *tree_leaves(example.values)]
+    return not any(isinstance(tensor, Tensor) and tensor.device.type == "meta" for tensor in tensors)
 
 
 def fingerprint(model: nn.Module, example: Example, training: bool, oracle: TorchDispatchMode | None = None) -> Print:
-    """Runs the model and sums up what every module that holds others returned."""
+    """Runs the model and summarises the output of every module that has submodules."""
     prints: Print = []
     example = example.copy()
 
     def hook(module: nn.Module, arguments: object, output: object) -> None:
         if not module._modules and module is not model:
             return
-        given = sum(_size(leaf) for leaf in _floats(arguments))
+        inputs = sum(_size(leaf) for leaf in _floats(arguments))
         for leaf in _floats(output):
             values = torch.view_as_real(leaf) if leaf.is_complex() else leaf
             total, size = float(values.sum(dtype=torch.float64)), _size(leaf)
             eps = torch.finfo(values.dtype).eps
-            # Rounding is no mistake: to a narrow dtype at every site, or where all but rounding cancels, pool(x) - x.
-            slack = max(1e-3, 8 * eps) * (size + 1e-12) + 4 * eps * given
+            # Allow rounding: to a narrow dtype at every site, and where all but rounding cancels, as in pool(x) - x.
+            slack = max(1e-3, 8 * eps) * (size + 1e-12) + 4 * eps * inputs
             prints.append((type(module).__name__, total, size, slack))
 
     handle = register_module_forward_hook(hook)
@@ -84,19 +80,19 @@ def _size(tensor: Tensor) -> float:
 
 
 def mismatch(expected: Print, got: Print) -> str | None:
-    """The first module whose output differs, in words."""
+    """The first module whose output differs, as text; None if there is none."""
     if len(expected) != len(got):
         return f"{len(got)} module outputs instead of {len(expected)}"
-    for i, ((name, total, size, slack), (other, total2, size2, _)) in enumerate(zip(expected, got, strict=True)):
+    for i, ((name, total, size, slack), (name2, total2, size2, _)) in enumerate(zip(expected, got, strict=True)):
         pairs = ((total, total2), (size, size2))
         same = all(math.isclose(a, b, abs_tol=slack) or (math.isnan(a) and math.isnan(b)) for a, b in pairs)
-        if name != other or not same:
+        if name != name2 or not same:
             return f"output {i}, of {name}: sum {total2:.6g} instead of {total:.6g}"
     return None
 
 
 class Oracle(TorchDispatchMode):
-    """Replaces the additions of the sites by their weighted form, in the original model."""
+    """Replaces the additions of the sites by their weighted form while the original model runs."""
 
     supports_higher_order_operators = True
 
@@ -108,13 +104,12 @@ class Oracle(TorchDispatchMode):
             for site, weight in zip(sites, weights, strict=True)
             for place in site.places
         }
-        self.columns = {
-            place.hops[-1].position[2:] for site in sites for place in site.places
-        }  # to look closer only there
+        # Positions of the additions, to skip other frames early.
+        self.columns = {place.hops[-1].position[2:] for site in sites for place in site.places}
         self.ups = sorted({len(place.hops) - 1 for site in sites for place in site.places} | {0})
         self.met: set[Key] = set()
         self.runs: Counter[object] = Counter()  # of each line in each call of its method
-        self.alive: list[object] = []  # frames, so that no id is used twice
+        self.alive: list[object] = []  # frames, so that no id is reused
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
