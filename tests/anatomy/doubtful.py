@@ -1,4 +1,4 @@
-"""Small models written by hand whose sums are no residuals, or residuals that cannot be told or weighed."""
+"""Small handwritten models whose sums are not residuals, or residuals that cannot be rewired."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 
 class LowRank(nn.Module):
-    """A sum of two linear maps, as with LoRA: no residual."""
+    """A sum of two linear maps, as with LoRA: not a residual."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -19,7 +19,7 @@ class LowRank(nn.Module):
 
 
 class Arithmetic(nn.Module):
-    """Sums that formulas are made of: a polynomial, rotary positions, FiLM, a normalisation with an offset."""
+    """Sums inside formulas: a polynomial, rotary positions, FiLM, a normalisation with an offset."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -36,7 +36,7 @@ class Arithmetic(nn.Module):
 
 
 class StraightThrough(nn.Module):
-    """Vector quantisation: only an index lies between z and its code."""
+    """Vector quantisation: z affects its code only through an index."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -49,7 +49,7 @@ class StraightThrough(nn.Module):
 
 
 class OverwrittenBranch(nn.Module):
-    """What looks like a branch has been written over, and nothing of it is left."""
+    """The output of the apparent branch is overwritten."""
 
     def __init__(self) -> None:
         super().__init__()

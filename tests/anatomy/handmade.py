@@ -1,4 +1,4 @@
-"""Small models written by hand, each with one thing that a residual finder can get wrong."""
+"""Small handwritten models, each with one difficulty for finding residuals."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ class Parallel(nn.Module):
 
 
 class GatedAttention(nn.Module):
-    """A gate on the attention's output is not an MLP beside it."""
+    """A gate on the attention's output is not a parallel MLP."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -111,7 +111,7 @@ class GatedAttention(nn.Module):
 
 
 class Experts(nn.Module):
-    """A softmax router weighs MLPs: no attention."""
+    """A softmax router weights MLPs: not attention."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -256,7 +256,7 @@ class PositionEachLayer(nn.Module):
 
 
 class SideInput(nn.Module):
-    """A computed side input for queries and keys at every layer, as positions in DETR."""
+    """A computed side input added to queries and keys at every layer, as positions in DETR."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -271,7 +271,7 @@ class SideInput(nn.Module):
 
 
 class Latents(nn.Module):
-    """The stream begins as a weight, as in a Perceiver."""
+    """The stream starts from a weight, as in a Perceiver."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -298,7 +298,7 @@ class InnerFunctions(nn.Module):
 
 
 class TrainingArm(nn.Module):
-    """Training takes another line than evaluation for the same residual."""
+    """Training and evaluation run different lines for the same residual."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -313,7 +313,7 @@ class TrainingArm(nn.Module):
 
 
 class Loop(nn.Module):
-    """Two lines of one forward serve every layer."""
+    """Two lines of one forward add the branches of all layers."""
 
     def __init__(self, depth: int = 3) -> None:
         super().__init__()
@@ -344,7 +344,7 @@ class SameBranchLoop(nn.Module):
 
 
 class HelperMethod(nn.Module):
-    """One line in a method of its own adds two branches."""
+    """One line in a separate method adds two branches."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -371,7 +371,7 @@ class WritesIntoTheSum(nn.Module):
 
 
 class CopiedStream(nn.Module):
-    """The stream is a copy that was written into a buffer."""
+    """The stream is a copy, written into a buffer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -404,7 +404,7 @@ class ScaledStream(nn.Module):
 
 
 class StateSpace(nn.Module):
-    """y = scan + D u inside a branch, as in Mamba: D u is part of the branch, and the block's own skip is the site."""
+    """y = scan + D u inside a branch, as in Mamba: D u is part of the branch, and the block's skip is the site."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -418,7 +418,7 @@ class StateSpace(nn.Module):
 
 
 class WrittenThroughOut(nn.Module):
-    """The branch is written into a buffer, by way of another view of it."""
+    """The branch is written into a buffer through another view of it."""
 
     def __init__(self) -> None:
         super().__init__()

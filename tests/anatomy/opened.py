@@ -13,7 +13,7 @@ from unskip.anatomy import AttentionParts, MlpParts, ParallelParts, Parts
 
 @functools.cache
 def open_family(name: str) -> tuple[nn.Module, Parts]:
-    """Shared by tests that only look."""
+    """Shared by tests that do not change the model."""
     model = FAMILIES[name].build()
     return model, unskip.parts(model, FAMILIES[name].inputs(2))
 

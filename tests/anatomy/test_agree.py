@@ -1,4 +1,4 @@
-"""Parts of an MLP are compared with what its branch computed: what no weight shows is told, what is plain is not."""
+"""The parts of an MLP are checked against the output of its branch: other steps are reported."""
 
 from collections.abc import Callable
 
@@ -68,7 +68,7 @@ STEPS: dict[str, Step] = {
 
 @pytest.mark.parametrize("side", ["before", "after"])
 @pytest.mark.parametrize("op", STEPS)
-def test_a_step_that_no_weight_shows_is_told(op: str, side: str) -> None:
+def test_a_step_without_weights_is_reported(op: str, side: str) -> None:
     model = Around(**{"before": same, "after": same, side: STEPS[op]})
     (extra,) = only(model, inputs()).extras
     assert extra.startswith("steps besides its weights (among ")
@@ -76,11 +76,11 @@ def test_a_step_that_no_weight_shows_is_told(op: str, side: str) -> None:
 
 
 @pytest.mark.parametrize("factor", [2.0, 0.5, -1.0])
-def test_a_factor_on_the_input_is_told(factor: float) -> None:
+def test_a_factor_on_the_input_is_reported(factor: float) -> None:
     assert only(Around(lambda x: factor * x, same), inputs()).extras == ("steps besides its weights (among mul, relu)",)
 
 
-def test_what_is_more_than_an_mlp_is_neither_judged_nor_rewritten() -> None:
+def test_a_branch_with_other_steps_is_not_absorbed() -> None:
     model, x = Around(same, torch.neg), inputs()
     before = model(x)
     with pytest.raises(BadInput, match=r"more than an MLP.*relu, neg"):
@@ -90,9 +90,9 @@ def test_what_is_more_than_an_mlp_is_neither_judged_nor_rewritten() -> None:
     assert torch.equal(model(x), before)
 
 
-def test_a_rewrite_that_changes_the_outputs_is_taken_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the comparison of the branch had missed something, the outputs of the whole model tell."""
-    monkeypatch.setattr("unskip.anatomy._parts_trace.unseen", lambda *_: None)
+def test_a_rewrite_that_changes_the_outputs_is_undone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The outputs of the whole model are compared as well."""
+    monkeypatch.setattr("unskip.anatomy._parts_trace.mismatch", lambda *_: None)
     monkeypatch.setattr("unskip.anatomy._parts_trace.more_steps", lambda *_: ())
     model, x = Around(same, torch.neg), inputs()
     before, weights = model(x), {name: value.clone() for name, value in model.state_dict().items()}
@@ -123,7 +123,7 @@ def test_a_plain_mlp_is_plain_in_half_precision_and_when_rewired() -> None:
     assert only(model, inputs().bfloat16()).extras == ()
 
 
-def test_a_stream_that_a_number_scales_leaves_its_mlp_plain() -> None:
+def test_an_mlp_on_a_scaled_stream_is_plain() -> None:
     class DeepNorm(Around):
         def forward(self, x: Tensor) -> Tensor:
             return 1.5 * x + self.mlp(x)
@@ -131,7 +131,7 @@ def test_a_stream_that_a_number_scales_leaves_its_mlp_plain() -> None:
     assert only(DeepNorm(same, same), inputs()).extras == ()
 
 
-def test_an_mlp_of_one_token_is_no_mlp_of_all() -> None:
+def test_an_mlp_on_one_token_is_reported() -> None:
     class ClassToken(Around):
         def forward(self, x: Tensor) -> Tensor:
             return x + torch.cat([self.mlp(x[:, :1]), x[:, 1:]], 1)
@@ -141,7 +141,7 @@ def test_an_mlp_of_one_token_is_no_mlp_of_all() -> None:
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_of_numbers_that_are_not_finite_nothing_is_told(value: float) -> None:
+def test_non_finite_outputs_are_not_compared(value: float) -> None:
     model = Around(same, same)
     model.mlp.down.bias.data[0] = value
     assert only(model, inputs()).extras == ()
@@ -157,7 +157,7 @@ class Scaled(Around):
 
 
 @pytest.mark.parametrize("shape", [(5, 1), (1, 5, 1), (5, WIDTH)])
-def test_a_scale_that_differs_by_token_is_told(shape: tuple[int, ...]) -> None:
+def test_a_scale_that_differs_by_token_is_reported(shape: tuple[int, ...]) -> None:
     model = Scaled(shape)
     assert only(model, inputs()).extras == ("steps besides its weights (among relu, mul)",)
     assert not apply(model, mode="widen", example=inputs()).done
@@ -171,7 +171,7 @@ FOLDS: dict[str, tuple[Step, Step]] = {
 
 
 @pytest.mark.parametrize("form", FOLDS)
-def test_an_mlp_of_another_width_than_the_stream_is_told(form: str) -> None:
+def test_an_mlp_of_another_width_than_the_stream_is_reported(form: str) -> None:
     model, x = Around(*FOLDS[form]), inputs()[:, :4]
     width = 2 * WIDTH if form == "two tokens" else WIDTH // 2
     model.mlp.up, model.mlp.down = nn.Linear(width, 16), nn.Linear(16, width)
@@ -179,7 +179,7 @@ def test_an_mlp_of_another_width_than_the_stream_is_told(form: str) -> None:
     assert extra.startswith("steps besides its weights")
 
 
-def test_a_norm_of_each_head_at_the_end_is_told() -> None:
+def test_a_norm_per_head_at_the_end_is_reported() -> None:
     norm = nn.LayerNorm(WIDTH // 2)
     (extra,) = only(Around(same, lambda y: norm(y.unflatten(-1, (2, -1))).flatten(-2)), inputs()).extras
     assert extra.startswith("steps besides its weights")
@@ -194,14 +194,14 @@ def test_a_scale_of_features_is_plain(shape: tuple[int, ...]) -> None:
 
 
 class NormPlusOne(nn.LayerNorm):
-    """Stores its gain less 1, as Nemotron does."""
+    """Stores its gain minus 1, as Nemotron does."""
 
     def forward(self, x: Tensor) -> Tensor:
         return F.layer_norm(x, self.normalized_shape, self.weight + 1, self.bias, self.eps)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_a_gain_that_is_stored_less_one_is_found(dtype: torch.dtype) -> None:
+def test_a_gain_stored_minus_one_is_found(dtype: torch.dtype) -> None:
     norm = NormPlusOne(WIDTH)
     nn.init.normal_(norm.weight, generator=torch.Generator().manual_seed(2))
     found = only(Around(norm, same).to(dtype), inputs().to(dtype))
@@ -212,8 +212,8 @@ def test_a_gain_that_is_stored_less_one_is_found(dtype: torch.dtype) -> None:
     assert found.extras == ()
 
 
-class NormOfAnotherWord(nn.Module):
-    """An RMSNorm whose eps is called otherwise."""
+class NormWithOtherName(nn.Module):
+    """An RMSNorm whose eps has another attribute name."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -223,8 +223,8 @@ class NormOfAnotherWord(nn.Module):
         return self.weight * x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.small)
 
 
-def test_the_eps_of_a_norm_is_found_whatever_it_is_called() -> None:
-    found = only(Around(NormOfAnotherWord(), same), 0.01 * inputs())
+def test_the_eps_of_a_norm_is_found_under_any_name() -> None:
+    found = only(Around(NormWithOtherName(), same), 0.01 * inputs())
     assert found.norm is not None
     assert found.norm.eps == 1e-3
     assert found.extras == ()
@@ -254,7 +254,7 @@ def test_a_norm_over_channels_is_found() -> None:
     assert part.extras == ()
 
 
-def test_two_norms_in_a_row_are_told() -> None:
+def test_two_norms_in_a_row_are_reported() -> None:
     first, second = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
     for norm in (first, second):
         nn.init.normal_(norm.weight, generator=torch.Generator().manual_seed(2))
@@ -266,7 +266,7 @@ def test_two_norms_in_a_row_are_told() -> None:
 
 
 class Summary(nn.Module):
-    """Weighs tokens by one score each and adds their sum to all, as additive attention does."""
+    """Adds the weighted sum of all tokens, with one score per token, as in additive attention."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -281,4 +281,4 @@ class Summary(nn.Module):
 
 def test_a_norm_over_tokens_leaves_parts_unknown() -> None:
     parts = unskip.parts(Summary(), inputs())
-    assert len(parts) == 1  # and no error of torch on the way
+    assert len(parts) == 1  # and torch raises no error

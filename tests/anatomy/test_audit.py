@@ -1,4 +1,4 @@
-"""The audit as a table, as data, and as a guest that leaves no trace."""
+"""The audit as a table and as data; it leaves the model unchanged."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def vit(**options: object) -> nn.Module:
     )
 
 
-def test_is_a_sequence_that_prints_and_serialises() -> None:
+def test_an_audit_is_a_sequence_that_prints_and_serialises() -> None:
     audit = unskip.audit(vit())
     assert len(audit) == 4
     assert audit[1].path == "blocks.0"
@@ -41,7 +41,7 @@ def test_is_a_sequence_that_prints_and_serialises() -> None:
 
 
 class Counting(nn.Module):
-    """Has a buffer that training changes, dropout, and a BatchNorm."""
+    """Has dropout and a BatchNorm, whose buffers training changes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -91,7 +91,7 @@ def test_a_training_forward_that_cannot_run_is_noted() -> None:
     assert "labels are needed to train" in audit.notes[0]
 
 
-def test_works_without_values() -> None:
+def test_meta_tensors_work() -> None:
     with torch.device("meta"):
         model = vit()
     audit = unskip.audit(model)
@@ -99,25 +99,25 @@ def test_works_without_values() -> None:
     assert {site.ratio for site in audit} == {None}
 
 
-def test_a_rewired_model_shows_the_sites_it_had() -> None:
+def test_a_rewired_model_keeps_its_sites() -> None:
     model = vit()
     before = unskip.audit(model)
     unskip.rewire(model, Cut())
     assert list(unskip.audit(model)) == list(before)
 
 
-def test_sites_say_which_block_they_are_in() -> None:
+def test_sites_name_their_block() -> None:
     encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(h.DIM, 2, 16, batch_first=True), 2)
     assert [site.block for site in unskip.audit(encoder)] == ["layers.0"] * 2 + ["layers.1"] * 2
 
 
-def test_a_thing_that_is_no_module_is_refused() -> None:
+def test_a_non_module_is_refused() -> None:
     with pytest.raises(BadInput, match=r"expected a torch\.nn\.Module, got str"):
         unskip.audit("vit_tiny")  # type: ignore[arg-type]
 
 
-class Restless(nn.Module):
-    """Changes buffers in evaluation too, draws from Python's generator, and does something of its own in train()."""
+class SideEffects(nn.Module):
+    """Changes buffers also in evaluation, draws from Python's generator, and overrides train()."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -125,7 +125,7 @@ class Restless(nn.Module):
         self.register_buffer("calls", torch.zeros(()))
         self.register_buffer("cache", None)
 
-    def train(self, mode: bool = True) -> Restless:
+    def train(self, mode: bool = True) -> SideEffects:
         self.merged = not mode
         return super().train(mode)
 
@@ -136,8 +136,8 @@ class Restless(nn.Module):
         return x + self.f(x)
 
 
-def test_a_restless_model_is_left_as_it_was() -> None:
-    model = Restless().eval()
+def test_side_effects_of_the_forward_are_undone() -> None:
+    model = SideEffects().eval()
     state, keys, calls = random.getstate(), list(model.state_dict()), model.calls
     unskip.audit(model, X)
     assert model.calls is calls
@@ -148,7 +148,7 @@ def test_a_restless_model_is_left_as_it_was() -> None:
     assert random.getstate() == state
 
 
-def test_complex_models_are_understood() -> None:
+def test_complex_models_work() -> None:
     class Complex(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -173,7 +173,7 @@ def test_buffers_stay_in_their_memory() -> None:
     assert {name: buffer.data_ptr() for name, buffer in model.named_buffers()} == places
     model.table.mul_(2)  # type: ignore[operator]
     assert model.first.tolist() == [0.0, 2.0]
-    pending.backward()  # as if nothing had been written
+    pending.backward()  # fails if the buffers had been written in place
 
 
 def test_an_audit_keeps_neither_the_model_nor_its_activations() -> None:

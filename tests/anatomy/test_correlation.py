@@ -58,7 +58,7 @@ def test_relu_in_closed_form() -> None:
 
 
 def test_a_linear_map_keeps_angles() -> None:
-    found = correlation_map(part_of(centred(Mlp(nn.GELU(), bias=30.0))))  # far on the linear side
+    found = correlation_map(part_of(centred(Mlp(nn.GELU(), bias=30.0))))  # far in the linear range
     assert found is not None
     assert found.slope == pytest.approx(1, abs=1e-6)
 
@@ -83,7 +83,7 @@ def test_the_slope_is_that_of_sampled_tokens(activation: nn.Module, bias: float)
     assert found.at_zero == pytest.approx(float((a * c).sum(1).mean() / size), abs=0.02)
 
 
-def test_the_gain_and_bias_of_the_norm_count() -> None:
+def test_the_gain_and_bias_of_the_norm_are_included() -> None:
     one, other = Mlp(nn.GELU()), Mlp(nn.GELU())
     with torch.no_grad():
         one.norm.weight.fill_(2.0)

@@ -1,4 +1,4 @@
-"""Copies of the stream that are no residual of a block, and factors that a model has on its own stream and branch."""
+"""Copies of the stream that are not residuals of a block, and a model's own factors on stream and branch."""
 
 import pytest
 import torch
@@ -26,7 +26,7 @@ class Block(nn.Module):
 
 
 class Smear(nn.Module):
-    """Each token gets a gated share of the one before it, then blocks follow."""
+    """Adds to each token a gated copy of the previous one (token smearing); blocks follow."""
 
     def __init__(self, learned: bool) -> None:
         super().__init__()
@@ -47,7 +47,7 @@ class Smear(nn.Module):
 
 @pytest.mark.parametrize("learned", [False, True])
 @pytest.mark.parametrize("where", [None, "mlp"])
-def test_token_smear_is_no_residual_of_a_block(learned: bool, where: str | None) -> None:
+def test_token_smearing_is_not_a_residual_of_a_block(learned: bool, where: str | None) -> None:
     torch.manual_seed(0)
     model = Smear(learned)
     sites = unskip.audit(model, X)
@@ -62,7 +62,7 @@ def test_token_smear_is_no_residual_of_a_block(learned: bool, where: str | None)
     assert len(unskip.features(model, X)) == len(unskip.measure(model, X, jacobians="off").blocks) == 2
 
 
-def test_a_predicate_may_still_cut_a_smear() -> None:
+def test_a_predicate_can_cut_token_smearing() -> None:
     model = Smear(False)
     unskip.rewire(model, Cut(), X, where=lambda site: site.copies)
     gate = torch.sigmoid(model.gate(X[:, 1:, :4]))
@@ -73,7 +73,7 @@ def test_a_predicate_may_still_cut_a_smear() -> None:
 
 
 class TokenShift(nn.Module):
-    """Inside a branch, each token is moved towards the one before it by a share that depends on it (RWKV-6)."""
+    """Inside a branch, each token is interpolated with the previous one by an input-dependent factor (RWKV-6)."""
 
     def __init__(self, padded: bool) -> None:
         super().__init__()
@@ -92,7 +92,7 @@ class TokenShift(nn.Module):
 
 
 @pytest.mark.parametrize("padded", [True, False])
-def test_a_token_shift_inside_a_branch_is_no_residual(padded: bool) -> None:
+def test_a_token_shift_inside_a_branch_is_not_a_residual(padded: bool) -> None:
     torch.manual_seed(0)
     model = TokenShift(padded)
     assert [(site.kind, site.copies, site.long) for site in unskip.audit(model, X)] == [
@@ -105,7 +105,7 @@ def test_a_token_shift_inside_a_branch_is_no_residual(padded: bool) -> None:
 
 
 class Scaled(nn.Module):
-    """Factors on the stream and on the branch: a number, a quotient, a parameter, a buffer, one by channel."""
+    """Factors on the stream and on the branch: a number, a quotient, a parameter, a buffer, a vector per channel."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -122,7 +122,7 @@ class Scaled(nn.Module):
         return x * self.channels + d(x) / self.fixed
 
 
-def test_factors_of_the_model_are_shown_and_counted() -> None:
+def test_own_factors_are_shown_and_enter_the_effective_decay() -> None:
     model = Scaled()
     sites = unskip.audit(model, X)
     assert [site.stream_factor for site in sites] == pytest.approx([0.5, 0.25, 0.8, 1.0])
@@ -146,7 +146,7 @@ def test_a_plain_model_has_no_factors() -> None:
 
 
 class Factors(nn.Module):
-    """Residual lambdas and the input again (nanochat), ReZero, LayerScale, KEEL, a learned scale on the stream."""
+    """Residual lambdas and the re-added input (nanochat), ReZero, LayerScale, KEEL, a learned scale on the stream."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -178,7 +178,7 @@ class Written(Factors):
         return self.scale * x + e(x)
 
 
-def test_factors_of_known_designs_are_seen_and_multiplied() -> None:
+def test_factors_of_known_designs_are_found_and_multiplied() -> None:
     torch.manual_seed(0)
     model = Written()
     sites = [site for site in unskip.audit(model, X) if site.regular]
@@ -193,7 +193,7 @@ def test_factors_of_known_designs_are_seen_and_multiplied() -> None:
 
 
 class Nanochat(nn.Module):
-    """Normalised embeddings, smeared; residual lambdas and the input again before every block; a part taken off."""
+    """Token smearing of normalised embeddings; residual lambdas and the re-added input before every block; a slice."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -225,7 +225,7 @@ class NanochatWritten(Nanochat):
         return x - 0.5 * middle
 
 
-def test_a_smear_of_normalised_tokens_and_the_input_again_before_every_block() -> None:
+def test_token_smearing_and_the_input_re_added_before_every_block() -> None:
     torch.manual_seed(0)
     model = NanochatWritten()
     audit = unskip.audit(model, X)
@@ -241,7 +241,7 @@ def test_a_smear_of_normalised_tokens_and_the_input_again_before_every_block() -
 
 
 class ScaledSum(nn.Module):
-    """The sum is multiplied, and with it the stream and the branch."""
+    """A factor on the sum, so on the stream and the branch."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -254,7 +254,7 @@ class ScaledSum(nn.Module):
         return self.scale * (2 * x + 3 * second(x))
 
 
-def test_a_factor_on_the_sum_is_one_on_the_stream_and_on_the_branch() -> None:
+def test_a_factor_on_the_sum_is_a_factor_on_stream_and_branch() -> None:
     sites = unskip.audit(model := ScaledSum(), X)
     assert [site.stream_factor for site in sites] == pytest.approx([0.5, 1.6])
     assert [site.branch_factor for site in sites] == pytest.approx([0.5, 2.4])

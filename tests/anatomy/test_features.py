@@ -55,7 +55,7 @@ def test_indices_of_numpy_and_torch_are_indices(vit: nn.Module) -> None:
 
 
 @pytest.mark.parametrize("blocks", [None, 1.5, "last", "0,1", [0, 1.5]])
-def test_what_is_no_index_is_told_what_may_be_given(vit: nn.Module, blocks: object) -> None:
+def test_a_wrong_index_is_refused_with_the_accepted_forms(vit: nn.Module, blocks: object) -> None:
     with pytest.raises(BadInput, match="blocks"):
         unskip.features(vit, IMAGES, blocks=blocks)  # type: ignore[arg-type]
 

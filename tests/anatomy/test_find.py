@@ -1,4 +1,4 @@
-"""What is a residual addition and what is not, on models made to be mistaken."""
+"""Which additions are residuals, on models that are easy to misread."""
 
 from __future__ import annotations
 
@@ -56,32 +56,32 @@ def test_finds_exactly_the_residuals(build: type[nn.Module], example: object, ex
     [d.Recurrent, d.StraightThrough, d.LowRank, d.OverwrittenBranch, nn.Identity],
     ids=lambda b: b.__name__,
 )
-def test_finds_nothing_where_there_is_nothing(build: type[nn.Module]) -> None:
+def test_finds_nothing_in_models_without_residuals(build: type[nn.Module]) -> None:
     audit = unskip.audit(build(), X)
     assert len(audit) == 0
     assert not audit.long_skips
 
 
-def test_arithmetic_of_formulas_is_not_residual() -> None:
+def test_arithmetic_of_formulas_is_not_a_residual() -> None:
     audit = unskip.audit(d.Arithmetic(), (X, torch.randn(2, 5, h.DIM)))
     assert len(audit) == 0
     assert not audit.unknown
 
 
 @pytest.mark.parametrize("build", [h.Projected, h.Sliced], ids=lambda b: b.__name__)
-def test_projected_streams_are_sites_and_say_so(build: type[nn.Module]) -> None:
+def test_projected_streams_are_sites(build: type[nn.Module]) -> None:
     audit = unskip.audit(build(), X)
     assert [site.projected for site in audit] == [True]
 
 
-def test_long_skips_are_told_from_the_residuals_of_blocks() -> None:
+def test_long_skips_differ_from_the_residuals_of_blocks() -> None:
     audit = unskip.audit(h.UNet(), X)
     assert [site.path for site in audit if not site.long] == [f"blocks.{i}" for i in range(5)]
     assert [site.expression for site in audit.long_skips] == ["x + second", "x + first"]
 
 
 @pytest.mark.parametrize("build", [h.UNet, h.ProjectedLongSkip, h.Projected, h.Doubled], ids=lambda b: b.__name__)
-def test_audit_wiring_and_parts_count_alike(build: type[nn.Module]) -> None:
+def test_audit_wiring_and_parts_have_the_same_indices(build: type[nn.Module]) -> None:
     model = build()
     audit, parts = unskip.audit(model, X), unskip.parts(model, X)
     wiring = unskip.rewire(model, "keep", X)
@@ -103,11 +103,11 @@ def test_a_projected_long_skip_is_long() -> None:
     assert [(site.projected, site.long) for site in audit.long_skips] == [(True, True)]
 
 
-def test_a_second_residual_around_a_residual_block_shows() -> None:
+def test_a_second_residual_around_a_residual_block_is_reported() -> None:
     audit = unskip.audit(h.Doubled(), X)
     assert [site.path for site in audit] == ["block", ""]
     assert [site.doubled for site in audit.long_skips] == [True]
-    assert "carries the stream already" in str(audit)
+    assert "already contains the stream" in str(audit)
 
 
 def test_a_side_input_at_every_layer_is_not_a_stream() -> None:
@@ -121,7 +121,7 @@ def test_a_side_input_at_every_layer_is_not_a_stream() -> None:
     ("build", "reason"),
     [
         (d.Subtraction, "minus sign"),
-        (d.Highway, "weighed by the data"),
+        (d.Highway, "depends on the input"),
         (d.BroadcastBranch, "broadcasts over the stream"),
         (d.TrainingFused, "torch.lerp"),
         (d.Recurrent, "2 of its 3 runs"),
@@ -130,7 +130,7 @@ def test_a_side_input_at_every_layer_is_not_a_stream() -> None:
     ],
     ids=lambda v: getattr(v, "__name__", ""),
 )
-def test_what_cannot_be_decided_is_reported(build: type[nn.Module], reason: str) -> None:
+def test_unclassified_additions_are_reported(build: type[nn.Module], reason: str) -> None:
     audit = unskip.audit(build(), X)
     assert [reason in unknown.reason for unknown in audit.unknown] == [True]
     assert reason in str(audit)
@@ -144,7 +144,7 @@ def test_what_cannot_be_decided_is_reported(build: type[nn.Module], reason: str)
         (d.SometimesResidual, "1 of its 3 runs"),
     ],
 )
-def test_a_site_that_cannot_be_rewired_says_why(build: type[nn.Module], reason: str) -> None:
+def test_a_site_that_cannot_be_rewired_has_the_reason(build: type[nn.Module], reason: str) -> None:
     problems = [site.problem for site in unskip.audit(build(), X) if site.problem]
     assert len(problems) == 1
     assert reason in problems[0]
@@ -157,7 +157,7 @@ def test_the_batch_size_does_not_matter(batch: int) -> None:
     assert len(unskip.audit(h.PositionEachLayer(), x)) == 3
 
 
-def test_training_arms_are_places_of_the_same_site() -> None:
+def test_training_lines_are_places_of_the_same_site() -> None:
     first, second = unskip.audit(h.TrainingArm(), X)
     assert (len(first.places), len(second.places)) == (2, 1)
 
@@ -177,7 +177,7 @@ def test_ratio_is_branch_over_stream() -> None:
     assert site.ratio == pytest.approx(float(expected), rel=1e-5)
 
 
-def test_a_loop_over_one_branch_is_one_site_that_runs_often() -> None:
+def test_a_loop_over_one_branch_is_one_site_with_several_runs() -> None:
     (site,) = unskip.audit(h.SameBranchLoop(), X)
     assert site.runs == 3
 

@@ -1,4 +1,4 @@
-"""Operators that take functions: flex attention is one node of a branch; what others run inside cannot be seen."""
+"""Operators that take functions: flex attention is one node of a branch; others are refused."""
 
 import pytest
 import torch
@@ -35,7 +35,7 @@ def test_flex_attention_is_the_attention_of_a_site(compiled: bool) -> None:
     assert (site.kind, site.norm, site.problem) == ("attention", "pre", None)
     wiring = unskip.rewire(model, Scale(0.5, 2.0), x)
     assert wiring.verified
-    model.attend = flex_attention  # what is compiled needs a compiler of the machine
+    model.attend = flex_attention  # torch.compile needs a C++ compiler
     with torch.no_grad():
         branch = F.scaled_dot_product_attention(*model.heads(x)).transpose(1, 2).flatten(2)
         assert torch.allclose(model(x), 0.5 * x + 2 * model.out(branch), atol=1e-5)
@@ -50,6 +50,6 @@ class Branches(nn.Module):
         return torch.cond(x.sum() > 0, lambda x: x + self.f(x), lambda x: x - self.f(x), (x,))
 
 
-def test_what_cannot_be_looked_into_is_refused() -> None:
+def test_other_higher_order_operators_are_refused() -> None:
     with pytest.raises(ForwardError, match=r"cond"):
         unskip.audit(Branches(), torch.ones(2, WIDTH))

@@ -1,4 +1,4 @@
-"""What is inferred for models of transformers and diffusers: every tower of the model runs, and gets what it takes."""
+"""Inputs inferred for models of transformers and diffusers: every tower of the model runs."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def flux() -> nn.Module:
     return FluxTransformer2DModel(**sizes, **inputs, num_attention_heads=2, guidance_embeds=True)
 
 
-# The shapes that the libraries' processors give, and the modules that add.
+# The shapes that the libraries' processors return, and the modules that add.
 CASES: list[tuple[Any, dict[str, tuple[int, ...]], set[str]]] = [
     (llava, {"pixel_values": (2, 3, 16, 16), "input_ids": (2, 12)}, {"vision_tower", "language_model"}),
     (
@@ -145,7 +145,7 @@ CASES: list[tuple[Any, dict[str, tuple[int, ...]], set[str]]] = [
 
 
 @pytest.mark.parametrize(("build", "shapes", "towers"), CASES, ids=lambda value: getattr(value, "__name__", ""))
-def test_every_tower_gets_what_it_takes(build: Any, shapes: dict[str, tuple[int, ...]], towers: set[str]) -> None:
+def test_every_tower_gets_its_inputs(build: Any, shapes: dict[str, tuple[int, ...]], towers: set[str]) -> None:
     model = build().eval()
     example = example_for(model)
     assert {name: tuple(value.shape) for name, value in example.kwargs.items()} == shapes

@@ -1,4 +1,4 @@
-"""The kind of a branch where the names or the values around it mislead."""
+"""The kind of a branch with misleading names or operators."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def linear() -> nn.Linear:
 
 
 class TinyMoeAttention(nn.Module):
-    """The model is called a mixture of experts; its attention is none."""
+    """A model named after a mixture of experts, with ordinary attention."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -29,7 +29,7 @@ class TinyMoeAttention(nn.Module):
 
 
 class TinyMoeSparseMLP(nn.Module):
-    """Two experts; a product gathers what the router weighs."""
+    """Two experts; a product combines their outputs with the router's weights."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ class TinyMoeLayer(nn.Module):
 
 
 class Recurrence(nn.Module):
-    """Linear attention over chunks: what the state says, decayed, plus what the chunk says. The state starts at 0."""
+    """Linear attention over chunks: the decayed output of the state plus that of the chunk. The state starts at 0."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -65,7 +65,7 @@ class Recurrence(nn.Module):
 
 
 class LearnedQueries(nn.Module):
-    """A decoder whose queries are weights: its first attention is among constants."""
+    """A decoder whose queries are weights, so the inputs of its first attention are constants."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -85,7 +85,7 @@ class LearnedQueries(nn.Module):
 
 
 class Deformable(nn.Module):
-    """Values sampled where the input says, weighed by a softmax: attention without a product of activations."""
+    """Values sampled at computed positions and weighted by a softmax: attention without a product of activations."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -101,7 +101,7 @@ class Deformable(nn.Module):
 
 
 class Queries(nn.Module):
-    """A detection decoder: queries are chosen from the input, and so are the positions that decorate them."""
+    """A detection decoder: the queries and the positions added to them are selected from the input."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -125,7 +125,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("build", "kinds"), CASES, ids=lambda value: getattr(value, "__name__", ""))
-def test_the_operators_say_the_kind(build: type[nn.Module], kinds: list[str]) -> None:
+def test_the_operators_determine_the_kind(build: type[nn.Module], kinds: list[str]) -> None:
     audit = unskip.audit(build(), X)
     assert [site.kind for site in audit] == kinds
     assert not audit.unknown

@@ -1,4 +1,4 @@
-"""Parts are views: the slices that the source uses, in the model's own memory, and they compute its branches."""
+"""Parts are views on the parameters, equal to the slices that the source uses, and they compute its branches."""
 
 from collections.abc import Callable
 from typing import Any
@@ -43,7 +43,7 @@ def in_proj(w: Weights, path: str) -> Crops:
 
 
 def separate(w: Weights, path: str, names: str, out: str, count: int = 2, groups: int = 2) -> Crops:
-    """A Linear each; `names` are those of q, k and v."""
+    """One Linear each; `names` are those of q, k and v."""
     views: Crops = {"out": w[f"{out}.weight"], "out_bias": w.get(f"{out}.bias")}
     for name, of, number in zip("qkv", names.split(), (count, groups, groups), strict=True):
         views[name] = heads(w[f"{path}.{of}.weight"], number)
@@ -53,7 +53,7 @@ def separate(w: Weights, path: str, names: str, out: str, count: int = 2, groups
 
 
 def gpt2(w: Weights) -> Crops:
-    """Conv1D holds the transposed of a Linear."""
+    """Conv1D stores the transpose of a Linear's weight."""
     renamed = {"x.weight": w["h.0.attn.c_attn.weight"].t(), "x.bias": w["h.0.attn.c_attn.bias"]}
     out = {"y.weight": w["h.0.attn.c_proj.weight"].t(), "y.bias": w["h.0.attn.c_proj.bias"]}
     return fused(renamed | out, "x", "y")
@@ -95,7 +95,7 @@ def gated(w: Weights, path: str, gate: str, up: str, down: str) -> Crops:
 
 
 def beit(w: Weights) -> Crops:
-    """Biases of q and v alone, put together with zeros at each call."""
+    """Biases of q and v only, concatenated with zeros in each call."""
     views = fused(w, "blocks.0.attn.qkv", "blocks.0.attn.proj", bias=None)
     return views | {
         "q_bias": heads(w["blocks.0.attn.q_bias"], 2),
@@ -119,7 +119,7 @@ _DIT = "transformer_blocks.0"
 _ALBERT = "encoder.albert_layer_groups.0.albert_layers.0"
 
 
-# What the first two branches of each family are, an attention and then an MLP.
+# The first two branches of each family, an attention and then an MLP.
 LAYOUTS: dict[str, Callable[[Weights], list[Crops]]] = {
     "timm_vit": lambda w: [
         fused(w, "blocks.0.attn.qkv", "blocks.0.attn.proj"),
@@ -282,12 +282,12 @@ def branch_of(part: AttentionParts | MlpParts, x: Tensor) -> Tensor:
 
 
 def computable(part: AttentionParts | MlpParts) -> bool:
-    """Whether the parts say all there is: nothing else happens in the branch."""
+    """Whether the parts describe the whole branch."""
     known = part.norm is None or part.norm.kind != "other"
     return known and not part.gated and not set(part.extras) - {"mask"} and not getattr(part, "cross", False)
 
 
-# How many of a family's branches are nothing but their parts.
+# How many of a family's branches their parts describe entirely.
 COMPUTABLE = {
     "timm_vit": 4,
     "timm_vit_layerscale_droppath": 4,
@@ -351,8 +351,8 @@ def test_the_norm_of_a_parallel_part_is_the_one_it_reads() -> None:
     assert found[0].site is found.sites[0]
 
 
-def test_value_output_is_the_map_of_a_token_that_looks_at_itself() -> None:
-    """One token: attention is the identity, so the branch is the map, biases aside."""
+def test_value_output_is_the_map_of_a_token_that_attends_to_itself() -> None:
+    """One token: attention is the identity, so the branch is the map, up to biases."""
     for name in ("timm_vit", "hf_llama"):
         _, found = open_family(name)
         part = next(found.attentions())
@@ -363,7 +363,7 @@ def test_value_output_is_the_map_of_a_token_that_looks_at_itself() -> None:
         torch.testing.assert_close(attend(plain, x), x @ part.value_output().T)
 
 
-def test_parts_print_the_shapes_of_their_weights_and_not_the_values() -> None:
+def test_parts_print_the_shapes_of_their_weights() -> None:
     family = FAMILIES["timm_vit"]
     part = unskip.parts(family.build(), family.inputs(1))[0]
     assert "q=<" in repr(part)

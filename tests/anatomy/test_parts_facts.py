@@ -1,4 +1,4 @@
-"""What parts say of a branch: heads, activations, gates, scales; and why there are none."""
+"""Fields of parts (heads, activations, gates, scales), and the reasons for branches without parts."""
 
 import pytest
 import tests.zoo.more  # noqa: F401  (enters its families into the registry)
@@ -15,7 +15,7 @@ from unskip.anatomy import MlpParts
 # --- Facts ------------------------------------------------------------------------------------------------------------
 
 
-# Of the first attention: heads, key heads, head_dim, scale of the scores, what else happens.
+# Of the first attention: heads, key heads, head_dim, scale of the scores, extras.
 ATTENTIONS = {
     "timm_vit": (2, 2, 8, 8**-0.5, ()),
     "timm_eva02": (2, 2, 8, 8**-0.5, ("query-key positions",)),
@@ -40,7 +40,7 @@ def test_facts_of_an_attention(name: str) -> None:
     assert part.extras == extras
 
 
-# Of the first MLP: its activation, the norm (kind, place, eps), the norm at the branch's end, LayerScale, what else.
+# Of the first MLP: its activation, the norm (kind, place, eps), the norm at the branch's end, LayerScale, extras.
 MLPS = {
     "timm_vit": ("gelu", ("layernorm", "pre", 1e-6), None, False, ()),
     "timm_deit3": ("gelu", ("layernorm", "pre", 1e-6), None, True, ()),
@@ -52,7 +52,7 @@ MLPS = {
     "hf_gpt2": ("gelu_tanh", ("layernorm", "pre", 1e-5), None, False, ()),
     "hf_clip": ("quick_gelu", ("layernorm", "pre", 1e-5), None, False, ()),
     "hf_llama": ("silu", ("rmsnorm", "pre", 1e-6), None, False, ()),
-    # Named LayerNorm, but it subtracts no mean; and one that subtracts it and is written out.
+    # Named LayerNorm without subtracting the mean; and one that subtracts it, spelled out in operators.
     "hf_t5": ("relu", ("rmsnorm", "pre", 1e-6), None, False, ()),
     "hf_cohere": ("silu", ("layernorm", "pre", 1e-5), None, False, ()),
     # Multiplies by 1 + weight.
@@ -74,20 +74,20 @@ def test_facts_of_an_mlp(name: str) -> None:
     assert part.extras == extras
 
 
-def test_the_gate_of_a_conditioned_branch_is_told() -> None:
+def test_the_gate_of_a_conditioned_branch_is_reported() -> None:
     _, found = open_family("diffusers_dit")
     for part in (*found.attentions(), *found.mlps()):
         assert part.gated
         assert not part.closed
 
 
-def test_cross_attention_is_told() -> None:
+def test_cross_attention_is_reported() -> None:
     _, found = open_family("hf_t5")
     assert [part.cross for part in found.attentions()] == [False, False, False, True, False, True]
 
 
 @pytest.mark.parametrize("activation", ["relu", "gelu", "silu", "tanh", "sigmoid", "mish", "hardswish"])
-def test_an_activation_is_known_by_its_values(activation: str) -> None:
+def test_an_activation_is_recognised_by_its_values(activation: str) -> None:
     class Block(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -101,7 +101,7 @@ def test_an_activation_is_known_by_its_values(activation: str) -> None:
     assert part.activation == activation
 
 
-def test_an_activation_of_ones_own_has_no_name() -> None:
+def test_a_custom_activation_has_no_name() -> None:
     class Block(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -117,11 +117,11 @@ def test_an_activation_of_ones_own_has_no_name() -> None:
     assert part.function is None
 
 
-# --- What has no parts ------------------------------------------------------------------------------------------------
+# --- Branches without parts -------------------------------------------------------------------------------------------
 
 
 class Attention(nn.Module):
-    """Attention with a pluggable part, around which a residual is put."""
+    """A residual around attention in one of several forms."""
 
     def __init__(self, form: str) -> None:
         super().__init__()
@@ -166,7 +166,7 @@ class Deep(nn.Module):
         ("features", "features"),
         ("no output", "no output projection"),
         ("reversed", "another order"),
-        ("more weights", "more weights"),
+        ("more weights", "weights in a row"),
         ("linear", "softmax"),
         ("sum of products", "several products"),
     ],
@@ -179,7 +179,7 @@ def test_an_unknown_attention_is_none_with_the_reason(form: str, reason: str) ->
 
 
 def test_heads_shared_in_another_order_are_refused() -> None:
-    """Grouped keys that queries take in turns, not by neighbours: views would pair the wrong heads."""
+    """Query heads share key heads in turns, not consecutively: views would pair the wrong heads."""
 
     class Turns(nn.Module):
         def __init__(self) -> None:
@@ -193,7 +193,7 @@ def test_heads_shared_in_another_order_are_refused() -> None:
 
     found = unskip.parts(Turns(), torch.randn(2, 5, 8))
     assert found[0] is None
-    assert "order" in found.reasons[0]
+    assert "not consecutive" in found.reasons[0]
 
 
 @pytest.mark.parametrize(
@@ -202,7 +202,7 @@ def test_heads_shared_in_another_order_are_refused() -> None:
         ("timm_parallel_things", "2 attentions"),
         ("timm_diff_parallel", "2 attentions"),
         ("timm_resnet", "conv"),
-        ("hand_decoys", "more weights"),
+        ("hand_decoys", "weights in a row"),
         ("hand_nested", "products with a weight"),
     ],
 )
@@ -227,7 +227,7 @@ def test_a_computed_weight_is_none() -> None:
     assert "computed" in found.reasons[1]
 
 
-def test_a_computed_bias_is_told() -> None:
+def test_a_computed_bias_is_reported() -> None:
     class Block(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -244,7 +244,7 @@ def test_a_computed_bias_is_told() -> None:
     assert len(part.biases) == 2
 
 
-def test_the_table_says_what_there_is() -> None:
+def test_the_table_lists_parts_and_reasons() -> None:
     text = str(open_family("hf_llama")[1])
     assert "the weights of 4 of 4 sites" in text
     assert "4 heads of 4, 2 for keys and values" in text
@@ -254,7 +254,7 @@ def test_the_table_says_what_there_is() -> None:
 
 
 def test_talking_heads_are_none_with_the_reason() -> None:
-    """A weight that mixes heads between scores and values: then no head has queries, keys and values of its own."""
+    """A weight mixes heads between scores and values, so no head has its own queries, keys and values."""
     model = timm.create_model("cait_xxs24_224", depth=1, embed_dim=24, num_heads=4, img_size=32)
     parts = unskip.parts(model)
     assert parts[0] is None
@@ -262,7 +262,7 @@ def test_talking_heads_are_none_with_the_reason() -> None:
     assert all(part is not None for part in parts[1:])
 
 
-def test_a_learned_bias_of_scores_is_no_mask_where_it_starts_at_zero() -> None:
+def test_a_learned_bias_of_scores_is_not_a_mask_even_at_zero() -> None:
     model = timm.create_model("levit_128s", img_size=64)
     part = next(unskip.parts(model, torch.randn(1, 3, 64, 64)).attentions())
     assert "score bias" in part.extras

@@ -1,4 +1,4 @@
-"""Parts of models that are rewired, half, without values or given odd arguments."""
+"""Parts of rewired, half-precision and meta models, and of models with unusual arguments."""
 
 import contextlib
 import copy
@@ -33,7 +33,7 @@ def facts(model: nn.Module) -> list[Any]:
 
 @pytest.mark.parametrize("name", ["timm_vit_layerscale_droppath", "nn_encoder_post", "hf_llama", "timm_resnet"])
 @pytest.mark.parametrize("rewired", [False, True])
-def test_looking_changes_nothing(name: str, rewired: bool) -> None:
+def test_parts_leaves_the_model_unchanged(name: str, rewired: bool) -> None:
     family = FAMILIES[name]
     model = family.build().train()
     next(model.parameters()).requires_grad_(False)
@@ -70,7 +70,7 @@ def test_the_parts_of_a_rewired_model_are_those_of_the_plain_one() -> None:
     assert all(p.alpha == 1 for part in unskip.parts(model, family.inputs(2)) for p in flat(part))
 
 
-def test_learned_and_annealed_weights_are_read_as_they_are_now() -> None:
+def test_learned_and_annealed_weights_have_their_current_values() -> None:
     family = FAMILIES["timm_vit"]
     model = family.build()
     wiring = unskip.rewire(model, Learn(start=0.7), family.inputs(2))
@@ -85,7 +85,7 @@ def test_learned_and_annealed_weights_are_read_as_they_are_now() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", ["timm_vit", "hf_llama", "hf_bloom", "timm_beit"])
-def test_half_precision_weights_are_viewed_all_the_same(name: str, dtype: torch.dtype) -> None:
+def test_half_precision_weights_are_viewed(name: str, dtype: torch.dtype) -> None:
     family = FAMILIES[name]
     model = family.build().to(dtype)
     inputs = tree_map(lambda v: v.to(dtype) if v.is_floating_point() else v, family.inputs(2))
@@ -103,7 +103,7 @@ def test_half_precision_weights_are_viewed_all_the_same(name: str, dtype: torch.
                 assert a.softmax_scale == pytest.approx(b.softmax_scale, rel=1e-2)
 
 
-def test_a_model_without_values_has_parts() -> None:
+def test_a_meta_model_has_parts() -> None:
     with torch.device("meta"):
         model = copy.deepcopy(FAMILIES["timm_vit"].make())
     found = unskip.parts(model.eval(), torch.empty(1, 3, 16, 16, device="meta"))
@@ -114,8 +114,8 @@ def test_a_model_without_values_has_parts() -> None:
         assert part.norm.kind == "layernorm"
 
 
-def test_a_conditioned_model_is_cut_into_samples_with_its_conditions() -> None:
-    """Timesteps and labels have one axis: left as they were, one image would meet several of them."""
+def test_conditions_are_sliced_with_the_samples() -> None:
+    """Timesteps and labels have one axis: unsliced, one image would get several of them."""
     family = FAMILIES["diffusers_dit"]
     model = family.build()
     assert len(unskip.parts(model, family.inputs(3))) == len(family.sites) == len(unskip.audit(model, family.inputs(3)))

@@ -88,7 +88,7 @@ FUNCTIONS = [spelled_out, in_place, several_outputs, integers, cast, twice, cons
 
 
 @pytest.mark.parametrize("function", FUNCTIONS)
-def test_values_are_those_that_were_recorded_and_those_at_another_point(function: Any) -> None:
+def test_values_match_at_the_recorded_and_another_point(function: Any) -> None:
     model = Fun(function)
     x, other = torch.randn(4, 4), torch.randn(4, 4)
     again = whole(model, x)
@@ -133,7 +133,7 @@ def test_in_place_leaves_the_recorded_and_the_given_tensors_alone() -> None:
     assert all(torch.equal(graph.values[index], value) for index, value in before.items())
 
 
-def test_what_was_overwritten_is_kept_as_it_was() -> None:
+def test_overwritten_values_are_kept() -> None:
     model = Fun(in_place)
     x = torch.randn(4, 4)
     graph = traced(model, x)
@@ -141,14 +141,14 @@ def test_what_was_overwritten_is_kept_as_it_was() -> None:
     assert torch.equal(graph.values[product.index], x @ model.weight)
 
 
-def test_a_write_through_another_view_is_right_or_refused() -> None:
+def test_a_write_through_another_view_is_replayed_or_refused() -> None:
     model = Fun(in_place_of_view)
     x = torch.randn(4, 4)
     with pytest.raises(ReplayError, match="in place"):
         whole(model, x)
 
 
-def test_dtype_is_that_of_all_that_is_computed() -> None:
+def test_dtype_applies_to_all_tensors() -> None:
     seen: dict[int, Tensor] = {}
     x = torch.randn(4, 4)
     graph = traced(Fun(cast), x)
@@ -158,7 +158,7 @@ def test_dtype_is_that_of_all_that_is_computed() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision_is_carried_to_float64(dtype: torch.dtype) -> None:
+def test_half_precision_is_replayed_in_float64(dtype: torch.dtype) -> None:
     model = FAMILIES["timm_vit"].build()
     x = FAMILIES["timm_vit"].inputs(1)
     rounded = model.to(dtype)
@@ -169,7 +169,7 @@ def test_half_precision_is_carried_to_float64(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("name", ["timm_vit", "nn_encoder_pre", "hf_llama", "hf_t5", "timm_swin", "hf_bloom"])
-def test_every_branch_of_a_family_is_computed_again(name: str) -> None:
+def test_every_branch_of_a_family_is_replayed(name: str) -> None:
     family = FAMILIES[name]
     example = Example.of(tree_map(lambda v: v, family.inputs(1)))
     found = trace_model(family.build(), example)

@@ -1,4 +1,4 @@
-"""Source is trusted only when it compiles to the code that runs."""
+"""Source is accepted only if it compiles to the code that runs."""
 
 from __future__ import annotations
 
@@ -76,10 +76,10 @@ def test_edited_source_is_refused(tmp_path: Path) -> None:
         function_source(module.Hard.run.__code__)
 
 
-def test_source_that_cannot_be_had_is_refused() -> None:
+def test_missing_source_is_refused() -> None:
     space: dict[str, object] = {}
     exec(compile("def f(x):\n    return x + 1\n", "<nowhere>", "exec"), space)
-    with pytest.raises(SourceError, match="cannot be had"):
+    with pytest.raises(SourceError, match="is not available"):
         function_source(space["f"].__code__)  # type: ignore[attr-defined]
 
 

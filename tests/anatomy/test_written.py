@@ -1,4 +1,4 @@
-"""RMSNorms that are written out, in a function or by torch on a CPU, are norms as those of a module are."""
+"""RMSNorms spelled out in operators, in a function or by torch on a CPU, count as norms like those of modules."""
 
 from collections.abc import Callable
 
@@ -40,7 +40,7 @@ def inputs() -> Tensor:
 
 
 def wide(x: Tensor) -> Tensor:
-    """The size of a wider copy."""
+    """The root mean square of a float64 copy."""
     return x * torch.rsqrt(x.double().square().mean(-1, keepdim=True) + EPS).to(x.dtype)
 
 
@@ -58,7 +58,7 @@ FORMS: dict[str, Step] = {
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_a_norm_that_is_written_out_is_one(form: str) -> None:
+def test_a_norm_spelled_out_is_found(form: str) -> None:
     model, x = Block(FORMS[form]), inputs()
     assert [site.norm for site in unskip.audit(model, x)] == ["pre", "pre"]
     attention, mlp = unskip.parts(model, x)
@@ -73,7 +73,7 @@ def test_a_norm_that_is_written_out_is_one(form: str) -> None:
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_it_is_measured_as_that_of_a_module_is(form: str) -> None:
+def test_it_is_measured_like_that_of_a_module(form: str) -> None:
     written, module = Block(FORMS[form]), Block(nn.RMSNorm(WIDTH, eps=EPS, elementwise_affine=False))
     with unskip.rewired(written, "cut", inputs()), unskip.rewired(module, "cut", inputs()):
         got, wanted = (unskip.measure(model, inputs()) for model in (written, module))
@@ -83,7 +83,7 @@ def test_it_is_measured_as_that_of_a_module_is(form: str) -> None:
         assert one.branch.condition == pytest.approx(other.branch.condition, rel=1e-3)
 
 
-def test_one_on_queries_and_keys_is_told() -> None:
+def test_one_on_queries_and_keys_is_reported() -> None:
     first, _ = unskip.parts(Block(nn.LayerNorm(WIDTH), FORMS["torch"]), inputs())
     assert isinstance(first, AttentionParts)
     assert first.extras == ("query-key norm",)
@@ -104,5 +104,5 @@ DECOYS: dict[str, Step] = {
 
 
 @pytest.mark.parametrize("form", DECOYS)
-def test_what_only_looks_like_one_is_none(form: str) -> None:
+def test_similar_formulas_are_not_norms(form: str) -> None:
     assert [site.norm for site in unskip.audit(Block(DECOYS[form]), inputs())] == ["none", "none"]

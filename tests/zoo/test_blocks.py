@@ -186,7 +186,7 @@ def test_blocks_can_be_declared() -> None:
 
 @pytest.mark.parametrize(
     ("blocks", "says"),
-    [("layer.*", "layer"), (lambda site: False, "none of the 4 sites"), ("layers.0.0", "lies in layers.0.0")],
+    [("layer.*", "layer"), (lambda site: False, "false for all 4 sites"), ("layers.0.0", "layers.0.0 of")],
 )
 def test_declarations_that_fit_nothing_are_refused(blocks: object, says: str) -> None:
     with pytest.raises(BadInput, match=says):

@@ -113,8 +113,8 @@ class OverDepth(Stacked):
     ("cls", "reason"),
     [
         (HyperConnection, "several streams"),
-        (MixedByTheData, "weighed by the data"),
-        (Gated, "weighed by the data"),
+        (MixedByTheData, "depends on the input"),
+        (Gated, "depends on the input"),
         (Reversible, "several streams"),
         (Stacked, "stack"),
         (WeighedStack, "stack"),

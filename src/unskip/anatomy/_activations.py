@@ -1,4 +1,4 @@
-"""Activations by name. A function is recognised by its values, so it does not matter how a model spells it."""
+"""Activations by name. A function is recognised by its values, so the model's implementation does not matter."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 Activation = Callable[[Tensor], Tensor]
 
-ACTIVATIONS: dict[str, Activation] = {  # by name, as in `Block(activation="gelu")`
+ACTIVATIONS: dict[str, Activation] = {  # names as in `Block(activation="gelu")`
     "identity": lambda x: x,
     "relu": F.relu,
     "leaky_relu": F.leaky_relu,
@@ -41,30 +41,25 @@ ACTIVATIONS: dict[str, Activation] = {  # by name, as in `Block(activation="gelu
 }
 
 FAR = torch.logspace(-6, 6, 49).double()
-# Where activations are compared: spread over where they bend, and not symmetric, so that no two of them agree on all of
-# it; and from 1e-6 to 1e6 on both sides, so that a clamp at 50 is not taken for a ReLU.
+# Points at which activations are compared. A dense asymmetric part covers the nonlinear range, so no two activations
+# agree on all of it; magnitudes from 1e-6 to 1e6 of both signs tell a clamp at 50 from a ReLU.
 GRID = torch.cat([torch.linspace(-7.9, 8.3, 90).double(), -1.03 * FAR, FAR])
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Curve:
-    """A function of each entry alone: its values on GRID, and the operators that compute it."""
+    """An elementwise function: its values on GRID, and the operators that compute it."""
 
     values: Tensor  # float64
-    operators: tuple[tuple[str, tuple[object, ...]], ...]  # by base name, with their arguments but the first
+    operators: tuple[tuple[str, tuple[object, ...]], ...]  # (base name, arguments after the first)
 
     def __repr__(self) -> str:
         return f"Curve({', '.join(name for name, _ in self.operators) or 'nothing'})"
 
     @property
     def name(self) -> str | None:
-        """The name of the activation that takes these values, or None."""
-        return name_of(self.values)
-
-
-def name_of(values: Tensor) -> str | None:
-    """The name of the activation that takes these values on GRID, or None."""
-    for name, function in ACTIVATIONS.items():
-        if torch.allclose(values, function(GRID), rtol=1e-5, atol=1e-7):
-            return name
-    return None
+        """The name of the activation with these values, or None."""
+        for name, function in ACTIVATIONS.items():
+            if torch.allclose(self.values, function(GRID), rtol=1e-5, atol=1e-7):
+                return name
+        return None

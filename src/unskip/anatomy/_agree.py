@@ -1,9 +1,9 @@
-"""Whether a branch computes what the views on its weights say, on the numbers that were recorded.
+"""Checks on recorded values that an MLP branch computes the formula given by its weights.
 
     branch = scale * out_norm(W_down phi(W_up norm(x) + b_up) + b_down)
 
-Views name the weights, the activation and the norms. What else a model does on the way, as turning the sign, bending
-the input or moving tokens, has no weight to be seen by: so the whole branch is compared with the formula.
+The parts give weights, activation and norms. Steps without weights (a sign change, a nonlinearity on the input, a
+permutation of tokens) are not among the parts, so the output of the whole branch is compared with the formula.
 """
 
 from __future__ import annotations
@@ -22,15 +22,14 @@ from unskip.anatomy._walk import in_norm
 if TYPE_CHECKING:
     from unskip.anatomy._parts import MlpParts, NormParts
 
-UNSEEN = "steps besides its weights"
-_CLOSE = 1e-2  # relative: above the rounding of TF32, far below what another function differs by
-_CLOSE_HALF = 1e-1
+_TOLERANCE = 1e-2  # relative: above the rounding of TF32, far below the difference of another function
+_TOLERANCE_HALF = 1e-1
 _CASTS = frozenset({"_to_copy", "to"})
-_PLAIN = _ops.VIEW | frozenset("_unsafe_view reshape _to_copy to clone contiguous copy cat native_dropout".split())
+_NEUTRAL = _ops.VIEW | frozenset("_unsafe_view reshape _to_copy to clone contiguous copy cat native_dropout".split())
 
 
-def unseen(graph: Graph, run: SiteRun, part: MlpParts) -> str | None:
-    """What to say where the branch of an MLP is not the formula; None where it is, or where that cannot be told."""
+def mismatch(graph: Graph, run: SiteRun, part: MlpParts) -> str | None:
+    """The extra step to report if the branch of an MLP does not match the formula; None if it does or is unchecked."""
     if part.site.kind != "mlp" or len(run.findings) > 1 or part.gated or part.function is None or part.extras:
         return None
     stream, root, branch = (graph.values[i].detach() for i in (run.stream, run.root, run.findings[0].branch))
@@ -39,63 +38,63 @@ def unseen(graph: Graph, run: SiteRun, part: MlpParts) -> str | None:
     if not bool(branch.isfinite().all()):
         return None
     dtype = torch.promote_types(stream.dtype, torch.float32)
-    close = _CLOSE if torch.promote_types(stream.dtype, branch.dtype).itemsize >= 4 else _CLOSE_HALF
-    wanted = branch.to(dtype).movedim(part.site.axis, -1)
-    # The stream as it is added lies as the branch does; a number may have scaled it on its way.
+    tolerance = _TOLERANCE if torch.promote_types(stream.dtype, branch.dtype).itemsize >= 4 else _TOLERANCE_HALF
+    expected = branch.to(dtype).movedim(part.site.axis, -1)
+    # The stream at the addition has the branch's layout, unlike the root, but may have been scaled by a number.
     x = stream.to(dtype).movedim(part.site.axis, -1)
-    size, given = x.norm(), root.to(dtype).norm()
-    candidates = (x, x * (given / size)) if bool(size) else (x,)
-    for candidate in candidates if _fits(part, wanted.shape[-1]) else ():
-        got = _branch(part, candidate)
-        if got is None or bool((got - wanted).norm() <= close * wanted.norm()):
+    stream_norm, root_norm = x.norm(), root.to(dtype).norm()
+    candidates = (x, x * (root_norm / stream_norm)) if bool(stream_norm) else (x,)
+    for candidate in candidates if _fits(part, expected.shape[-1]) else ():
+        output = _branch(part, candidate)
+        if output is None or bool((output - expected).norm() <= tolerance * expected.norm()):
             return None
-    between = [node.op for node in run.steps if node.op not in _PLAIN and not in_norm(node) and not _weighs(node.op)]
-    return f"{UNSEEN} (among {', '.join(dict.fromkeys(between))})"
+    steps = [node.op for node in run.steps if node.op not in _NEUTRAL and not in_norm(node) and not _is_affine(node.op)]
+    return f"steps besides its weights (among {', '.join(dict.fromkeys(steps))})"
 
 
 def more_steps(graph: Graph, run: SiteRun, part: MlpParts) -> tuple[str, ...]:
-    """What a branch computes besides its weights, norms and activation. On the example it may have done nothing."""
+    """Operators of a branch besides its weights, norms and activation, also if they changed nothing on the example."""
     if part.curve is None or part.extras or part.site.kind != "mlp":
         return ()
-    kept = [node for node in run.steps if not in_norm(node) and not _by_one(node)]
-    found = Counter(node.op for node in kept if node.op not in _PLAIN and not _ops.is_matmul(node.op))
-    found -= Counter(name for name, _ in part.curve.operators)
-    fused = sum(node.op in ("addmm", "baddbmm", "linear") for node in run.steps)  # which add a bias themselves
-    found -= Counter({"add": max(0, len(part.biases) - fused)})
-    found -= Counter({"mul": (part.gate is not None) + (part.scale is not None) + (part.beta != 1)})
+    nodes = [node for node in run.steps if not in_norm(node) and not _multiplies_by_one(node)]
+    counts = Counter(node.op for node in nodes if node.op not in _NEUTRAL and not _ops.is_matmul(node.op))
+    counts -= Counter(name for name, _ in part.curve.operators)
+    fused = sum(node.op in ("addmm", "baddbmm", "linear") for node in run.steps)  # these add the bias themselves
+    counts -= Counter({"add": max(0, len(part.biases) - fused)})
+    counts -= Counter({"mul": (part.gate is not None) + (part.scale is not None) + (part.beta != 1)})
     # Norms may run in float32 whatever the model's dtype.
-    least = min(4, *(each.dtype.itemsize for each in (graph.values[run.stream], part.up, part.down)))
+    least = min(4, *(tensor.dtype.itemsize for tensor in (graph.values[run.stream], part.up, part.down)))
     values = [graph.values[node.index] for node in run.steps if node.op in _CASTS]
     casts = {str(value.dtype).removeprefix("torch.") for value in values if value.dtype.itemsize < least}
-    return (*sorted(found), *sorted(casts))
+    return (*sorted(counts), *sorted(casts))
 
 
-def _by_one(node: Node) -> bool:
-    """A product with the number 1, as of a factor that a config leaves out."""
+def _multiplies_by_one(node: Node) -> bool:
+    """Whether a node multiplies by the number 1, as a config's unused factor does."""
     factor = node.step.args[1] if node.op in _ops.SCALE and node.step is not None and len(node.step.args) > 1 else None
     return isinstance(factor, int | float) and factor == 1
 
 
 def same_stream(graph: Graph, run: SiteRun) -> bool:
-    """Whether the branch reads what is added to it, entry by entry up to rounding."""
+    """Whether the branch reads the tensor that it is added to, entry by entry up to rounding."""
     stream, root = (graph.values[index].detach() for index in (run.stream, run.root))
     if "meta" in (stream.device.type, root.device.type):
         return True
     if stream.numel() != root.numel():
         return False
-    near = 4 * max(torch.finfo(each.dtype).eps for each in (stream, root))
+    tolerance = 4 * max(torch.finfo(tensor.dtype).eps for tensor in (stream, root))
     added, read = stream.double().flatten(), root.double().flatten()
     if stream.shape != root.shape:  # tokens in another order, as in windows
         added, read = added.sort().values, read.sort().values
-    return bool(((added - read).abs() <= near * read.abs()).all())
+    return bool(((added - read).abs() <= tolerance * read.abs()).all())
 
 
-def _weighs(op: str) -> bool:
+def _is_affine(op: str) -> bool:
     return _ops.is_matmul(op) or op in _ops.ADD
 
 
 def _fits(part: MlpParts, width: int) -> bool:
-    """Whether all weights are of a token's features, and not of a head's, of several tokens' or of each token."""
+    """Whether all weights act on the full feature axis, not per head, over several tokens, or per token."""
     all_norms = [norm for norm in (part.norm, part.out_norm) if norm is not None]
     norms = [norm for norm in all_norms if norm.kind != "other" and norm.place != "post"]
     vectors = [part.scale, *(norm.gain for norm in norms), *(norm.bias for norm in norms)]
@@ -104,7 +103,7 @@ def _fits(part: MlpParts, width: int) -> bool:
 
 
 def _branch(part: MlpParts, x: Tensor) -> Tensor | None:
-    """The formula on the stream, features last; None where a norm is none that is known."""
+    """The formula applied to the stream, features last; None if the kind of a norm is unknown."""
     for norm in (part.norm, part.out_norm):
         if norm is not None and norm.kind == "other":
             return None

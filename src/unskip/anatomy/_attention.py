@@ -1,9 +1,9 @@
-"""The attention of a branch: which rows of which weights make the queries, keys and values of each head.
+"""The attention of a branch: which rows of which weights compute the queries, keys and values of each head.
 
     scores = q k^T,   p = softmax(scores),   context = p v,   branch = W_O context
 
-The graph shows the two products around the softmax. From their operands the weights are found going back, and the rows
-of each head by following columns (`_columns`), so fused, separate, interleaved and grouped layouts are one case.
+The graph contains the two products around the softmax. Their operands lead back to the weights, and `_columns` traces
+the rows of each head, so fused, separate, interleaved and grouped layouts need no separate cases.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Projection:
     of: Product
     weight: Tensor
     bias: Tensor | None
-    head_of: Tensor  # which head each matrix of the batched product belongs to
+    head_of: Tensor  # the head of each matrix of the batched product
 
     @property
     def heads(self) -> int:
@@ -36,7 +36,7 @@ class Projection:
 
 @dataclass(frozen=True, eq=False)
 class Attention:
-    """What was found of one attention."""
+    """One attention: its projections and its nodes in the graph."""
 
     softmax: int  # node of the attention probabilities
     q: Projection
@@ -45,13 +45,13 @@ class Attention:
     out: Product
     columns: slice  # of the output weight that read this attention
     context: int  # node of p v
-    cross: bool  # keys and values come from elsewhere than queries
+    cross: bool  # keys and values come from another source than queries
     scale: float  # of the scores, q k^T, before the softmax
-    extras: tuple[str, ...]  # what else happens on the way
+    extras: tuple[str, ...]  # steps besides the formula above
 
 
 def find_attention(graph: Graph, readers: list[list[int]], steps: list[Node]) -> Attention:
-    """The attention on a branch's path. Raises Unviewable with the reason where it is of another form."""
+    """The attention on a branch's path. Raises Unviewable with the reason if it has another form."""
     scores, softmax, context = _core(graph, steps)
     query, key = scores.parents[-2:]
     q, k = _projection(graph, readers, query, -1), _projection(graph, readers, key, -2)
@@ -70,9 +70,9 @@ def find_attention(graph: Graph, readers: list[list[int]], steps: list[Node]) ->
     extras += _extras(graph, context.index, out.source, "output")
     if any(part.of.hides_bias(part.bias) for part in (q, k, v)) or out.hides_bias():
         extras.append("computed bias")
-    inside = scores.step.kwargs.get("alpha", 1) if scores.step is not None else 1  # of baddbmm, as in Bloom
+    alpha = scores.step.kwargs.get("alpha", 1) if scores.step is not None else 1  # of baddbmm, as in Bloom
     scale = (
-        float(inside)
+        float(alpha)
         * _factor(graph, q.of.result, query)
         * _factor(graph, k.of.result, key)
         * _factor(graph, scores.index, softmax.index)
@@ -81,18 +81,18 @@ def find_attention(graph: Graph, readers: list[list[int]], steps: list[Node]) ->
 
 
 def _check_groups(q: Projection, k: Projection, v: Projection) -> None:
-    """Query heads share keys and values by neighbours: the first ones the first key head, and so on."""
+    """Raises Unviewable unless consecutive query heads share a key and value head."""
     for part in (k, v):
         if q.heads % part.heads or len(part.head_of) != len(q.head_of):
-            raise Unviewable(f"{q.heads} heads of queries and {part.heads} of keys or values")
+            raise Unviewable(f"{q.heads} query heads do not divide into groups over {part.heads} key or value heads")
         if not torch.equal(part.head_of, q.head_of // (q.heads // part.heads)):
-            raise Unviewable("query heads share their keys or values in another order than by neighbours")
+            raise Unviewable("the query heads that share a key or value head are not consecutive")
 
 
 def _core(graph: Graph, steps: list[Node]) -> tuple[Node, Node, Node]:
     """The product of queries and keys, the softmax, and the product with the values."""
     if any(_ops.is_attention(node.op) for node in steps):
-        raise Unviewable("a fused attention kernel that shows neither queries nor keys")
+        raise Unviewable("a fused attention kernel that exposes neither queries nor keys")
     products = [node for node in steps if is_product(graph.nodes, node)]
     cores = []
     for node in steps:
@@ -101,7 +101,7 @@ def _core(graph: Graph, steps: list[Node]) -> tuple[Node, Node, Node]:
             after = [p for p in products if node.index in p]
             if before and after:
                 if any(p.index not in before[-1] for p in before):
-                    raise Unviewable("attention whose scores are made of several products")
+                    raise Unviewable("attention whose scores come from several products")
                 cores.append((before[-1], node, after[0]))
     if not cores:
         raise Unviewable("attention without a softmax between two products")
@@ -114,7 +114,7 @@ def _core(graph: Graph, steps: list[Node]) -> tuple[Node, Node, Node]:
 
 
 def nearest_products(graph: Graph, target: int, stop: int | None = None) -> list[Node]:
-    """The products with a weight that a node is made of, those behind other such products or behind `stop` left out."""
+    """The last products with a weight before a node, on every path back to the input; paths through `stop` are cut."""
     products: list[Node] = []
     frontier, seen = [target], set()
     while frontier:
@@ -131,28 +131,28 @@ def nearest_products(graph: Graph, target: int, stop: int | None = None) -> list
 
 
 def _projection(graph: Graph, readers: list[list[int]], index: int, axis: int) -> Projection:
-    """The weights behind an operand of an attention's product; `axis` is that of its head_dim."""
-    behind = nearest_products(graph, index)
-    if len(behind) != 1:
-        raise Unviewable(f"queries, keys or values are made by {len(behind)} weights")
-    of = product(graph, readers, behind[0])
+    """The weights that compute an operand of an attention's product; `axis` is its head_dim axis."""
+    products = nearest_products(graph, index)
+    if len(products) != 1:
+        raise Unviewable(f"queries, keys or values are computed by {len(products)} weights")
+    of = product(graph, readers, products[0])
     names = spread(graph, of.result, of.axis, labels(len(of.matrix)))
     entries = follow(graph, {of.result: names}, index).get(index)
     if entries is None:
-        raise Unviewable("the rows that make a head cannot be followed")
+        raise Unviewable("the rows of a head cannot be traced")
     entries = entries.movedim(axis, -1)  # (..., tokens, head_dim)
     entries = entries.reshape(-1, *entries.shape[-2:])
     if entries.eq(NOTHING).any() or not entries.eq(entries[:, :1]).all():
         raise Unviewable("attention over features, or heads that differ by token")
-    heads, which = _distinct(entries[:, 0].long() - 1)
-    return Projection(of, rows(of.matrix, heads), of.bias_at(heads), which)
+    heads, head_of = _distinct(entries[:, 0].long() - 1)
+    return Projection(of, rows(of.matrix, heads), of.bias_at(heads), head_of)
 
 
 def _distinct(values: Tensor) -> tuple[Tensor, Tensor]:
-    """The distinct rows in order of appearance, and which of them each row is."""
+    """The distinct rows in order of appearance, and for each row its index among them."""
     order: dict[tuple[int, ...], int] = {}
-    which = [order.setdefault(tuple(row), len(order)) for row in values.tolist()]
-    return torch.tensor([*order]), torch.tensor(which)
+    indices = [order.setdefault(tuple(row), len(order)) for row in values.tolist()]
+    return torch.tensor([*order]), torch.tensor(indices)
 
 
 def _output(
@@ -162,17 +162,17 @@ def _output(
     if not after:
         raise Unviewable("no output projection")
     if any(after[0].index in node for node in after[1:]):
-        raise Unviewable("more weights follow the first one after the attention")
+        raise Unviewable("several weights in a row follow the attention")
     out = product(graph, readers, after[0])
     batches, _, width = (torch.Size(context.shape[:-2]).numel(), *context.shape[-2:])
     if batches != len(q.head_of):
-        raise Unviewable("queries and attended values are laid out differently")
+        raise Unviewable("queries and attended values have different layouts")
     names = q.head_of[:, None, None] * width + labels(width)  # (batch * heads, 1, head_dim)
     names = names.reshape(*context.shape[:-2], 1, width).expand(context.shape)
     entries = follow(graph, {context.index: names}, out.source).get(out.source)
     inner = q.heads * width
     if entries is None:
-        raise Unviewable("the heads cannot be followed to the output projection")
+        raise Unviewable("the heads cannot be traced to the output projection")
     columns = entries.movedim(out.axis, -1).reshape(-1, out.matrix.shape[1])
     start = int(columns[0].ne(NOTHING).long().argmax())
     expected = torch.zeros(out.matrix.shape[1], dtype=torch.float64)
@@ -183,7 +183,7 @@ def _output(
 
 
 def _from_stream(graph: Graph, steps: list[Node], of: Product) -> bool:
-    """Whether a product reads the branch's input with no other weight in between."""
+    """Whether a product reads the branch's input without another weight in between."""
     inside = {node.index for node in steps}
     return of.source in inside and not any(
         is_weighted(graph, graph.nodes[i]) for i in inside if i == of.source or i in graph.nodes[of.source]
@@ -191,7 +191,7 @@ def _from_stream(graph: Graph, steps: list[Node], of: Product) -> bool:
 
 
 def _factor(graph: Graph, source: int, target: int) -> float:
-    """The product of the numbers that a tensor is multiplied or divided by on its way."""
+    """The product of the numbers that multiply or divide a tensor between two nodes."""
     factor = 1.0
     for node in between(graph.nodes, source, target):
         if node.op not in _ops.SCALE or node.step is None:
@@ -205,13 +205,13 @@ def _factor(graph: Graph, source: int, target: int) -> float:
 
 
 def _is_norm(node: Node) -> bool:
-    """A normalisation proper, and not what a module such as AdaLayerNorm does besides."""
-    proper = _ops.is_norm(node.op) or node.norm is not None
-    return in_norm(node) and (proper or not any(node.owners[0].children()))
+    """Whether a node is part of a normalisation itself, not of another step of a module such as AdaLayerNorm."""
+    normalises = _ops.is_norm(node.op) or node.norm is not None
+    return in_norm(node) and (normalises or not any(node.owners[0].children()))
 
 
 def input_extras(graph: Graph, steps: list[Node], target: int) -> list[str]:
-    """What happens to a branch's input besides its norm: positions are added, or it is modulated by a condition."""
+    """Steps on a branch's input besides its norm: added positions, modulation by a condition."""
     extras = []
     for node in steps:
         on_path = node.index <= target and node.index in graph.nodes[target]
@@ -221,22 +221,22 @@ def input_extras(graph: Graph, steps: list[Node], target: int) -> list[str]:
 
 
 def _extras(graph: Graph, source: int, target: int, where: str) -> list[str]:
-    """What lies between two nodes besides moving and scaling."""
+    """Steps between two nodes besides moving and scaling."""
     extras = []
     for node in between(graph.nodes, source, target):
         if in_norm(node) or node.op in ("linalg_vector_norm", "norm"):
             extras.append(f"{where} norm")
-        elif node.op in _ops.ADD or (node.op == "cat" and where != "value"):  # a cache goes before values
+        elif node.op in _ops.ADD or (node.op == "cat" and where != "value"):  # a cache is prepended to values
             extras.append(f"{where} positions" if where == "query-key" else f"{where} sum")
         elif node.op == "mul" and len(node.parents) == 2 and not any(graph.nodes[p].fixed for p in node.parents):
             extras.append(f"{where} gate")
-        elif node.op in _ops.ACTIVATION - {"clamp_min"}:  # that guards a division
+        elif node.op in _ops.ACTIVATION - {"clamp_min"}:  # clamp_min guards a division
             extras.append(f"{where} {node.op}")
     return extras
 
 
 def _score_extras(graph: Graph, scores: Node, softmax: Node) -> list[str]:
-    """What happens to the scores besides one number: a mask, a bias such as relative positions, a cap, scales."""
+    """Steps on the scores besides one factor: a mask, a bias such as relative positions, a cap, several scales."""
     extras = ["score bias"] if len(scores.parents) > 2 and scores.step and scores.step.kwargs.get("beta", 1) else []
     for node in between(graph.nodes, scores.index, softmax.index)[:-1]:
         others = [p for p in node.parents if scores.index not in graph.nodes[p]]
@@ -252,10 +252,7 @@ def _score_extras(graph: Graph, scores: Node, softmax: Node) -> list[str]:
 
 
 def _masks(graph: Graph, index: int) -> bool:
-    """Whether a tensor added to scores only leaves some out: nothing, or as good as minus infinity.
-
-    A learned bias is none, also where it starts at zero.
-    """
+    """Whether a tensor added to scores is a mask: entries of 0 or below -1e4. A learned bias is not, even at zero."""
     node, value = graph.nodes[index], graph.values[index]
     leaves = [n.index for n in graph.nodes[: index + 1] if n.op == "weight" and n.index in node] if node.fixed else []
     learned = any(isinstance(graph.values[leaf], nn.Parameter) for leaf in leaves)

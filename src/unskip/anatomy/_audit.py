@@ -1,4 +1,4 @@
-"""The audit: a table of every residual in a model."""
+"""The audit: a table of the residual sites of a model."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ class Audit(Sequence[Site]):
 
     @property
     def long_skips(self) -> tuple[Site, ...]:
-        """Those of the sites that reach over others, as in a U-Net; they are kept unless asked for."""
+        """The sites that span other sites, as in a U-Net; rewiring keeps them by default."""
         return tuple(site for site in self.sites if site.long)
 
     @property
     def blocks(self) -> tuple[str, ...]:
-        """The paths of the repeated units that the sites belong to, as `features` and `measure` take them."""
+        """The paths of the blocks that contain the sites, as `features` and `measure` accept them."""
         return tuple(dict.fromkeys(site.block for site in self.sites if site.regular))
 
     @property
@@ -54,7 +54,7 @@ class Audit(Sequence[Site]):
         return self.sites[index]
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data for JSON."""
+        """JSON-serialisable data."""
         return {
             "model": self.model,
             "sites": [site.to_dict() for site in self.sites],
@@ -75,13 +75,12 @@ class Audit(Sequence[Site]):
         return f"<Audit of {self.model}: {len(self.sites)} sites, {len(self.unknown)} unknown>"
 
 
-_THEN = "the model is rewired: |f|/|x| is of the moment it was; unskip.measure takes it anew"
-# Columns of the table that an audit prints.
+_REWIRED = "the model is rewired: |f|/|x| is from before rewiring; unskip.measure gives current values"
 AUDIT_HEADER = ("site", "path", "kind", "norm", "runs", "|f|/|x|", "branch", "source", "note")
 
 
 def audit_rows(sites: Sequence[Site]) -> list[list[object]]:
-    """The cells of an audit's table."""
+    """The rows of an audit's table, with the columns of AUDIT_HEADER."""
     return [
         [s.index, s.path or "(model)", s.kind, s.norm, s.runs, s.ratio, _modules(s), s.source, _remark(s)]
         for s in sites
@@ -93,7 +92,7 @@ def _rows(sites: Sequence[Site]) -> str:
 
 
 def _modules(site: Site) -> str:
-    """The branch's modules, relative to the module that adds where they lie in it."""
+    """The branch's modules, with paths relative to the module that adds."""
     prefix = site.path + "." if site.path else ""
     short = [name.removeprefix(prefix) for name in site.branch]
     return ", ".join(short[:4]) + (", ..." if len(short) > 4 else "")
@@ -104,28 +103,28 @@ def _remark(site: Site) -> str:
     if site.cross:
         remarks.append("cross-attention")
     if site.long:
-        remarks.append("long skip, kept unless asked for")
+        remarks.append("long skip, kept by default")
     if site.copies:
-        remarks.append("a gated or shifted copy of the stream, kept unless asked for")
-    for what, factor in (("stream", site.stream_factor), ("branch", site.branch_factor)):
+        remarks.append("a gated or shifted copy of the stream, kept by default")
+    for name, factor in (("stream", site.stream_factor), ("branch", site.branch_factor)):
         if abs(factor - 1) > 1e-3:
-            remarks.append(f"the model's own factor on the {what}: {factor:.3g}")
+            remarks.append(f"the model's own factor on the {name}: {factor:.3g}")
     if site.doubled:
-        remarks.append("its branch carries the stream already")
+        remarks.append("its branch already contains the stream")
     if site.problem:
         remarks.append(f"cannot be rewired: {site.problem}")
     return "; ".join(remarks)
 
 
 def audit(model: nn.Module, example: object = None) -> Audit:
-    """Lists every residual addition of a model. The model runs once in each mode and is left as it was.
+    """Lists every residual addition of a model. The model runs once in eval and once in training mode, unchanged.
 
-    `example` is a tensor, a tuple of arguments or a mapping of keyword arguments; None infers one from the model. The
-    sites of a rewired model are those it had before, as they were then; it is found through torch.compile,
-    DistributedDataParallel, FSDP and peft.
+    `example` is a tensor, a tuple of arguments or a mapping of keyword arguments; None infers one from the model. A
+    rewired model, also inside torch.compile, DistributedDataParallel, FSDP or peft, returns the sites found when it was
+    rewired.
     """
     inside = unwrapped(model)
     state = rewired_state(inside)
     if state is None:
         return Audit(type(model).__name__, survey(model, example_for(model, example)))
-    return Audit(type(inside).__name__, replace(state.survey, notes=(*state.survey.notes, _THEN)))
+    return Audit(type(inside).__name__, replace(state.survey, notes=(*state.survey.notes, _REWIRED)))

@@ -1,9 +1,8 @@
-"""Follows columns through a recorded graph: which entry of an earlier tensor's last axis each entry of a later one is.
+"""Traces columns through a recorded graph: from which entry of an earlier tensor each entry of a later one comes.
 
-Every tensor gets a twin of labels. Operators that move data (views, splits, concatenations, rolls) are run on the
-labels; operators that work entry by entry, normalisations among them, pass the labels of their main operand on.
-Whatever mixes entries ends them. So the rows of a weight that feed one attention head are read off the head's labels,
-in the order in which the head sees them, without any values.
+Each tensor gets a tensor of labels. Operators that move data (views, splits, concatenations, rolls) run on the labels;
+elementwise operators and normalisations keep the labels of their main operand; operators that mix entries drop them.
+The labels of an attention head then give the rows of the weight that it uses, in order, without any values.
 """
 
 from __future__ import annotations
@@ -17,14 +16,14 @@ from torch.utils._pytree import tree_leaves, tree_map
 from unskip.anatomy import _ops
 from unskip.anatomy._graph import Graph, Node, Ref
 
-NOTHING = 0.0  # the label of what comes from elsewhere, padding included; labels count from 1
+NOTHING = 0.0  # the label of entries from other tensors or padding; labels count from 1
 
 _CASTS = frozenset("_to_copy to clone contiguous detach alias positive copy lift_fresh lift_fresh_copy".split())
 _MOVES = (_ops.IDENTITY | _ops.PART | {"cat", "stack", "repeat", "tile", "repeat_interleave", "hstack"}) - _CASTS
 
 
 def labels(size: int, first: int = 1) -> Tensor:
-    """One label an entry."""
+    """One label per entry."""
     return torch.arange(first, first + size, dtype=torch.float64)
 
 
@@ -37,34 +36,29 @@ def spread(graph: Graph, index: int, axis: int, names: Tensor) -> Tensor:
 
 
 def follow(graph: Graph, sources: dict[int, Tensor], target: int) -> dict[int, Tensor]:
-    """The labels of every node between the sources and the target that still has some."""
+    """The labels of all nodes between the sources and the target that have any."""
     labelled = dict(sources)
     end = graph.nodes[target]
-    start = min(sources)
-    wanted = 0
-    for source in sources:
-        wanted |= 1 << source
-    for node in graph.nodes[start + 1 : target + 1]:
-        if node.index in labelled or not node.ancestors & wanted or node.index not in end:
+    for node in graph.nodes[min(sources) + 1 : target + 1]:
+        if node.index in labelled or node.index not in end or not any(source in node for source in sources):
             continue
-        result = _pass(graph, node, labelled)
+        result = _labels_of(graph, node, labelled)
         if result is not None:
             labelled[node.index] = result
     return labelled
 
 
-def _pass(graph: Graph, node: Node, labelled: dict[int, Tensor]) -> Tensor | None:
-    step = node.step
-    if step is None:
+def _labels_of(graph: Graph, node: Node, labelled: dict[int, Tensor]) -> Tensor | None:
+    """The labels of a node's output, from those of its inputs."""
+    if node.step is None:
         return None
-    refs = step.refs
+    refs = node.step.refs
     known = [index for index in refs if index in labelled]
     if not known:
         return None
     if node.op in _CASTS:
-        cast = labelled.get(
-            refs[-1] if node.op == "copy" else refs[0]
-        )  # a copy writes its second argument over the first
+        # copy writes its second argument over the first
+        cast = labelled.get(refs[-1] if node.op == "copy" else refs[0])
         return None if cast is None else cast.expand(node.shape)
     if node.op in _MOVES:
         return _move(graph, node, labelled)
@@ -81,10 +75,10 @@ def _mixes(op: str) -> bool:
 
 
 def _broadcasts(shape: tuple[int, ...], target: tuple[int, ...]) -> bool:
-    """Whether a tensor is merely repeated along leading axes, its last axis kept."""
+    """Whether a tensor broadcasts to a shape with its last axis unchanged."""
     if not shape or len(shape) > len(target) or shape[-1] != target[-1] or torch.Size(shape).numel() <= 1:
         return False
-    return all(size in (1, whole) for size, whole in zip(reversed(shape), reversed(target), strict=False))
+    return all(size in (1, full) for size, full in zip(reversed(shape), reversed(target), strict=False))
 
 
 def _move(graph: Graph, node: Node, labelled: dict[int, Tensor]) -> Tensor | None:
@@ -105,7 +99,7 @@ def _move(graph: Graph, node: Node, labelled: dict[int, Tensor]) -> Tensor | Non
     if node.op in ("view", "_unsafe_view", "_reshape_alias"):
         return None if isinstance(args[1], torch.dtype) else torch.as_tensor(args[0].reshape(args[1]))
     if node.op == "as_strided":
-        return None  # speaks of memory, which labels do not have
+        return None  # depends on the memory layout, which labels do not share
     tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
     if any(tensor.device.type == "meta" for tensor in tensors):
         return None  # indices without values

@@ -1,13 +1,13 @@
-"""The correlation map of an MLP: how alike two tokens are behind it, as a function of how alike they were before.
+"""The correlation map of an MLP: the cosine similarity of two output tokens as a function of that of the inputs.
 
     y = W_down phi(W_up z + b) + c        z, z' standard normal with correlation rho
     C(rho) = E<y, y'> / E|y|^2            C(1) = 1
-    C(0)   = |E y|^2 / E|y|^2             what is added to every token alike
+    C(0)   = |E y|^2 / E|y|^2             share of the output that all tokens have in common
     C'(1)  = sum_i w_i^2 s_i^2 E[phi'(h_i)^2] / (sum_i w_i^2 Var phi(h_i) + |E y|^2)
 
-h_i = s_i x + b_i is the input of unit i, s_i the length of its row in W_up and w_i of its column in W_down; units count
-as independent. A linear map has C'(1) = 1 and C(0) = 0, and keeps all angles. Deep kernel shaping (arXiv 2110.01765)
-chooses activations by this map. Expectations are sums over a grid, in float64.
+h_i = s_i x + b_i is the input of unit i; s_i is the norm of its row in W_up, w_i of its column in W_down. Units are
+treated as independent. A linear map has C'(1) = 1 and C(0) = 0 and preserves all angles. Deep kernel shaping (arXiv
+2110.01765) chooses activations by this map. Expectations are sums over a grid, in float64.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from unskip.anatomy._parts import MlpParts
 
 
 class CorrelationMap(NamedTuple):
-    """Two numbers of a correlation map."""
+    """Two values of a correlation map."""
 
     slope: float  # C'(1)
     at_zero: float  # C(0)
 
 
 def mean_output(part: MlpParts) -> Tensor:
-    """W_down E[phi(W_up z + b)], float64: what an MLP without output bias adds to every token alike.
+    """W_down E[phi(W_up z + b)], float64: what an MLP without output bias adds to all tokens in common.
 
-    A gated MLP has no such mean at its start: its halves are independent, and one of them has mean zero.
+    At initialisation it is zero for a gated MLP: the two halves are independent and one has mean zero.
     """
     down = part.down.detach().double().cpu()
     if part.gate is not None or part.function is None:
@@ -41,7 +41,7 @@ def mean_output(part: MlpParts) -> Tensor:
 
 
 def correlation_map(part: MlpParts) -> CorrelationMap | None:
-    """The correlation map of an MLP behind its norm; None where it is gated or its activation is unknown."""
+    """The correlation map of an MLP with its input norm; None if it is gated or its activation is unknown."""
     if part.gate is not None or part.function is None:
         return None
     down, (sizes, biases), (points, weights) = part.down.detach().double().cpu(), _units(part), _grid()
@@ -52,21 +52,21 @@ def correlation_map(part: MlpParts) -> CorrelationMap | None:
     mean = down @ means
     if part.down_bias is not None:
         mean = mean + part.down_bias.detach().double().cpu()
-    common = mean.square().sum()
-    total = columns @ ((outputs - means[:, None]).square() @ weights) + common
+    shared = mean.square().sum()
+    total = columns @ ((outputs - means[:, None]).square() @ weights) + shared
     slope = columns @ (slopes.square() @ (between / between.sum())) / total
-    return CorrelationMap(float(slope), float(common / total))
+    return CorrelationMap(float(slope), float(shared / total))
 
 
 def _grid() -> tuple[Tensor, Tensor]:
-    """Points of a standard normal number and their weights, fine enough for kinks such as ReLU's."""
+    """Quadrature points and weights of a standard normal variable, fine enough for kinks such as ReLU's."""
     points = torch.linspace(-8, 8, 1025, dtype=torch.float64)
     weights = (-points.square() / 2).exp()
     return points, weights / weights.sum()
 
 
 def _units(part: MlpParts) -> tuple[Tensor, Tensor]:
-    """Standard deviation and mean of each unit's input, (hidden,) each, for a standard normal input of the norm."""
+    """Standard deviation and mean of each unit's input, (hidden,) each, for a standard normal norm output."""
     up, norm = part.up.detach().double().cpu(), part.norm
     biases = up.new_zeros(len(up)) if part.up_bias is None else part.up_bias.detach().double().cpu()
     if norm is not None and norm.place == "pre" and norm.gain is not None and norm.gain.shape == up.shape[1:]:

@@ -1,4 +1,4 @@
-"""What a residual is: the kind of its branch and where the normalisation stands."""
+"""Classifies residuals: the kind of the branch and the placement of the normalisation."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from unskip.anatomy._walk import between, in_norm, is_product
 Kind = Literal["attention", "mlp", "parallel", "conv", "ssm", "other"]  # what the branch of a site is
 NormPlace = Literal["pre", "post", "out", "sandwich", "inner", "none"]
 
-# By what they do: a model's name, such as TinyMoeAttention, says nothing of its modules.
+# Words that name a function: a model's prefix, as in TinyMoeAttention, does not describe each of its modules.
 _EXPERTS = re.compile(r"expert|router|sparse_?(moe|mlp)|moe_?(block|layer|mlp|ffn)?$", re.IGNORECASE)
 _ATTENTION = re.compile(r"attention|attn", re.IGNORECASE)
 _LINEAR_ATTENTION = re.compile(r"attention|attn|delta", re.IGNORECASE)
@@ -26,12 +26,12 @@ _FEED_FORWARD = re.compile(r"mlp|ffn|feed_?forward", re.IGNORECASE)
 
 
 def kind_of(graph: Graph, path: list[Node]) -> Kind:
-    """What the branch is made of, by its operators; names decide only where the operators leave two readings."""
+    """The kind of a branch, from its operators; module names decide only if the operators are ambiguous."""
     cores = [node for node in path if _is_attention_core(graph, path, node)]
     decays = [node for node in path if _decays_state(graph, node)]
-    # Linear attention may decay in the same way: there the names of the innermost modules decide.
-    named = [any(_LINEAR_ATTENTION.search(type(owner).__name__) for owner in n.owners[:1]) for n in decays]
-    if not all(named) and not any(_ops.is_softmax(n.op) or _ops.is_attention(n.op) for n in path):
+    # Linear attention may have the same decay; the names of the innermost modules tell the two apart.
+    by_attention = [any(_LINEAR_ATTENTION.search(type(owner).__name__) for owner in n.owners[:1]) for n in decays]
+    if not all(by_attention) and not any(_ops.is_softmax(n.op) or _ops.is_attention(n.op) for n in path):
         return "ssm"
     if cores:
         return "parallel" if _has_mlp_beside(graph, path, cores) else "attention"
@@ -39,7 +39,7 @@ def kind_of(graph: Graph, path: list[Node]) -> Kind:
         return "attention"
     if any(isinstance(owner, nn.RNNBase) for node in path for owner in node.owners[:1]):
         return "other"  # recurrent
-    if any(node.op == "_fft_c2r" for node in path):  # there and back: a convolution by its spectrum
+    if any(node.op == "_fft_c2r" for node in path):  # an inverse FFT: a convolution in the frequency domain
         return "conv"
     spatial = [node for node in path if _ops.is_convolution(node.op) and _is_spatial(graph, node)]
     if spatial and not all(any(_FEED_FORWARD.search(type(m).__name__) for m in node.owners) for node in spatial):
@@ -49,24 +49,24 @@ def kind_of(graph: Graph, path: list[Node]) -> Kind:
 
 
 def is_cross(graph: Graph, root: int, path: list[Node]) -> bool:
-    """Whether the values of all attention in a branch come from elsewhere than the stream."""
+    """Whether the values of all attention in a branch are not computed from the stream."""
     values = [_values(graph, node) for node in path if _is_attention_core(graph, path, node)]
     known = [index for index in values if index is not None]
     return bool(known) and not any(root in graph.nodes[index] for index in known)
 
 
 def _values(graph: Graph, core: Node) -> int | None:
-    """What an attention weighs: the third operand of a kernel, or what a softmax is multiplied with."""
+    """The values of an attention: the third operand of a kernel, or the tensor that a softmax multiplies."""
     if _ops.is_attention(core.op):
         return core.parents[2] if len(core.parents) > 2 else None
-    weighed = [p for p in core.parents[-2:] if _softmax_at(graph, p) is None]
-    return weighed[0] if len(weighed) == 1 and len(core.parents) > 1 else None
+    values = [p for p in core.parents[-2:] if _softmax_at(graph, p) is None]
+    return values[0] if len(values) == 1 and len(core.parents) > 1 else None
 
 
 def _is_attention_core(graph: Graph, path: list[Node], node: Node) -> bool:
-    """A fused attention kernel, or a product of activations that a softmax weighs (or, in linear attention, another
-    product); or values sampled at learned places and weighed by a softmax, as in deformable attention. Over one token
-    an einsum is written as a plain product.
+    """Whether a node applies attention weights to values: a fused kernel; a product of a softmax (in linear attention,
+    of another product) with activations; or values sampled at learned positions and weighted by a softmax, as in
+    deformable attention. For one token, einsum runs as an elementwise product.
     """
     if _ops.is_attention(node.op):
         return True
@@ -84,18 +84,18 @@ def _is_attention_core(graph: Graph, path: list[Node], node: Node) -> bool:
 
 
 def _is_in_attention(node: Node) -> bool:
-    """A product with a weight, by the name of its module: of keys and values that are learned, or of an activation."""
+    """Whether the module of a matrix product is an attention by its name; covers learned keys and values."""
     return _ops.is_matmul(node.op) and bool(_ATTENTION.search(type(node.owners[0]).__name__ if node.owners else ""))
 
 
 def _is_by_token(path: list[Node], node: Node) -> bool:
-    """A product for every token apart, as a router's weights with the outputs of its experts: no tokens are mixed."""
+    """Whether a product mixes no tokens, such as that of a router's weights with the outputs of its experts."""
     tokens = prod(path[-1].shape[:-1])
     return len(node.shape) == 3 and node.shape[0] == tokens and 1 in node.shape[1:]
 
 
 def _softmax_at(graph: Graph, index: int) -> int | None:
-    """The softmax that a tensor is, rearrangement, dropout and casts aside."""
+    """The softmax whose output a tensor is, up to rearrangement, dropout and casts; None if it is not one."""
     node = graph.nodes[index]
     while node.parents and not _ops.is_softmax(node.op):
         if node.op not in _ops.IDENTITY | _ops.PART | {"native_dropout"}:
@@ -105,13 +105,13 @@ def _softmax_at(graph: Graph, index: int) -> int | None:
 
 
 def _is_scored(graph: Graph, softmax: int) -> bool:
-    """Whether a softmax is taken of products of queries and keys, and not of what one weight says, as a router's is."""
+    """Whether a softmax is over products of queries and keys, not over the output of one weight as in a router."""
     return any(is_product(graph.nodes, node) for node in _back(graph, softmax, _ops.IDENTITY | _ops.PART | _SCORES))
 
 
 def _decays_state(graph: Graph, node: Node) -> bool:
-    """A scan kernel, or a decay by which a state is carried on: exp(dt A) with A = -exp(a weight), dt from the input or
-    not (S4, Mamba), or A = -softplus(a weight) (RG-LRU); or exp(state + A) (RWKV).
+    """Whether a node is a scan kernel or the decay of a state: exp(dt A) with A = -exp(a weight) (S4, Mamba) or
+    A = -softplus(a weight) (RG-LRU), dt fixed or from the input; or exp(state + A) (RWKV).
     """
     if _ops.is_scan(node.op):
         return True
@@ -120,7 +120,7 @@ def _decays_state(graph: Graph, node: Node) -> bool:
     if node.op != "exp":
         return False
     terms = _back(graph, node.index, _ops.IDENTITY | _ops.PART | _DECAYS)
-    return any(_exp_of_weight(graph, p) for each in terms if each.op in ("mul", "add") for p in each.parents)
+    return any(_exp_of_weight(graph, p) for term in terms if term.op in ("mul", "add") for p in term.parents)
 
 
 def _exp_of_weight(graph: Graph, index: int) -> bool:
@@ -141,7 +141,7 @@ _DECAYS = frozenset("exp mul add cumsum sub masked_fill where neg".split())
 
 
 def _back(graph: Graph, index: int, through: frozenset[str]) -> Iterator[Node]:
-    """A node and what it was computed from, back through some operators; the nodes that end the way included."""
+    """A node and its ancestors back through the given operators, including the first ones that are not among them."""
     frontier, seen = [index], {index}
     while frontier:
         node = graph.nodes[frontier.pop()]
@@ -153,20 +153,20 @@ def _back(graph: Graph, index: int, through: frozenset[str]) -> Iterator[Node]:
 
 
 def _in_experts(node: Node) -> bool:
-    """Whether a product gathers what experts made, by the names of the two innermost modules."""
+    """Whether a product combines the outputs of experts, by the names of the two innermost modules."""
     names = [type(owner).__name__ for owner in node.owners[:2]]
     return not _ATTENTION.search(names[0] if names else "") and any(_EXPERTS.search(name) for name in names)
 
 
 def _multiplies(graph: Graph, path: list[Node], node: Node) -> bool:
-    """A product of two tensors of the branch, also where these are made from learned queries and not from the input."""
+    """Whether a node is a product of two tensors of the branch; these may come from learned queries."""
     if is_product(graph.nodes, node):
         return True
     return _ops.is_matmul(node.op) and {graph.nodes[p] for p in node.parents[-2:]} <= set(path)
 
 
 def _is_spatial(graph: Graph, node: Node) -> bool:
-    """A convolution with a kernel larger than one position."""
+    """Whether a convolution's kernel is larger than one position."""
     return any(
         len(graph.nodes[p].shape) > 2 and max(graph.nodes[p].shape[2:]) > 1
         for p in node.parents
@@ -175,30 +175,28 @@ def _is_spatial(graph: Graph, node: Node) -> bool:
 
 
 def _has_mlp_beside(graph: Graph, path: list[Node], cores: list[Node]) -> bool:
-    """An activation that neither feeds nor follows the attention and joins it, by a concatenation or, with a weight in
-    between, by a sum.
+    """Whether an activation in parallel to the attention is concatenated with it or, after a weight, added to it.
 
-    One that joins it by a product is a gate on the attention, not an MLP.
+    An activation that multiplies the attention is a gate, not an MLP.
     """
     for node in path:
         if node.op not in _ops.ACTIVATION or in_norm(node):
             continue
-        beside = all(core.index not in node and node.index not in core for core in cores)
-        if not beside:
+        if any(core.index in node or node.index in core for core in cores):
             continue
         joined = next((n for n in path if node.index in n and any(core.index in n for core in cores)), None)
         if joined is None:
             continue
         if joined.op == "cat":
             return True
-        on_the_way = [n for n in path if node.index in n and n.index in joined and n is not joined]
-        if joined.op in {"add", "stack", "sum"} and any(_has_weight(graph, n) for n in on_the_way):
+        middle = [n for n in path if node.index in n and n.index in joined and n is not joined]
+        if joined.op in {"add", "stack", "sum"} and any(_has_weight(graph, n) for n in middle):
             return True
     return False
 
 
 def _has_weight(graph: Graph, node: Node) -> bool:
-    """A product with a weight: a state that starts at zero is none."""
+    """Whether a node is a product with a weight, not with a constant such as a zero initial state."""
     if not _ops.is_matmul(node.op):
         return False
     fixed = [graph.nodes[parent] for parent in node.parents if graph.nodes[parent].fixed]
@@ -213,10 +211,11 @@ def norm_of(
     module: nn.Module | None,
     roots: list[int],
 ) -> NormPlace:
-    """Where the normalisation stands relative to the addition.
+    """The placement of the normalisation relative to the addition.
 
-    A norm after the sum is post-norm inside the module that adds (None for one line that adds in every turn of a loop,
-    whose module may end in a final norm), or where its result is a stream: `roots` are those of all sites, sorted.
+    A norm of the sum is post-norm if it runs in `module`, the one that adds (None for an addition in a loop, whose
+    module may end in a final norm), or if its result is the stream of a later site. `roots` are those of all sites,
+    sorted.
     """
     on_path = {node.index for node in path}
     pre = _all_norms(graph, readers, finding.root, on_path)
@@ -229,14 +228,14 @@ def norm_of(
         return "post"
     if out:
         return "out"
-    if _streams_on(graph, readers, finding, roots):
+    if _is_normed_stream(graph, readers, finding, roots):
         return "post"
     return "inner" if any(in_norm(node) for node in path) else "none"
 
 
-def _streams_on(graph: Graph, readers: list[list[int]], finding: Finding, roots: list[int]) -> bool:
-    """Whether nothing but norms reads the sum, and a norm of it is the stream of a later site; or, for the last site,
-    all streams before it but the first are norms.
+def _is_normed_stream(graph: Graph, readers: list[list[int]], finding: Finding, roots: list[int]) -> bool:
+    """Whether only norms read the sum, and a norm of it is the stream of a later site; for the last site, whether the
+    earlier streams except the first are outputs of norms.
     """
     add = finding.add.index
     if not _all_norms(graph, readers, add, None, every=True):
@@ -255,9 +254,7 @@ def _only_norms(nodes: list[Node]) -> bool:
 def _all_norms(
     graph: Graph, readers: list[list[int]], index: int, allowed: set[int] | None, every: bool = False
 ) -> bool:
-    """Whether all that reads a tensor, within `allowed` where given, is a normalisation; with `every`, nothing else may
-    read it.
-    """
+    """Whether only normalisations read a tensor; readers outside `allowed` are ignored, with `every` they count too."""
     frontier, seen = [index], 0
     while frontier:
         for reader in readers[frontier.pop()]:
@@ -276,7 +273,7 @@ def _all_norms(
 
 
 def _ends_in_norm(graph: Graph, index: int) -> bool:
-    """Whether the branch ends in a normalisation, LayerScale, gates, dropout and rearrangement aside."""
+    """Whether the branch ends in a normalisation, up to LayerScale, gates, dropout and rearrangement."""
     while True:
         node = graph.nodes[index]
         if in_norm(node):

@@ -1,7 +1,7 @@
-"""The arguments of one forward call: given, or inferred from what the model says it takes.
+"""The arguments of one forward call: given, or inferred from the model.
 
-A model says so by its configuration (timm, transformers, diffusers), by an attribute (torchvision), or by being a layer
-of torch.nn. Anything else is asked for: a guess that happens to run would audit another computation than the user's.
+They are inferred from the configuration (timm, transformers, diffusers), an attribute (torchvision) or the class (a
+layer of torch.nn). Otherwise an example is required: a guess that happens to run could trace a different computation.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Example:
         return (*self.args, *self.kwargs.values())
 
     def copy(self) -> Example:
-        """The same arguments in tensors of their own: a forward may write into its input."""
+        """The same arguments with cloned tensors, because a forward may write into its input."""
 
         def clone(value: Any) -> Any:
             return value.clone() if isinstance(value, Tensor) else value
@@ -59,7 +59,7 @@ class Example:
         return Example(*tree_map(clone, (self.args, self.kwargs)))
 
     def rows(self, start: int, stop: int) -> Example:
-        """Some of its samples: tensors sliced along the first axis, those of one axis only where they are as long."""
+        """Some of its samples: tensors sliced along the first axis, 1-D tensors only if their length is the batch."""
         leaves = [leaf for leaf in tree_leaves(self.values) if isinstance(leaf, Tensor)]
         counts = {len(leaf) for leaf in leaves if leaf.ndim > 1}
 
@@ -76,23 +76,23 @@ class Example:
 
 
 def example_for(model: nn.Module, example: object = None) -> Example:
-    """The given example, or one inferred from the model. Raises BadInput where the model does not say what it takes."""
+    """The given example, or one inferred from the model. Raises BadInput if none can be inferred."""
     if example is not None:
         return Example.of(example)
     maker = Maker(model)
     example = maker.torch_nn() or maker.timm() or maker.diffusers() or maker.transformers() or maker.torchvision()
     if example is None:
         if rewired_state(model) is None:
-            refuse_wrapped(model)  # what does not say may be the wrapper
+            refuse_wrapped(model)  # names the wrapper, if that is the cause
         raise BadInput(
-            f"{type(model).__name__} does not say what it takes. Pass example= a tensor, a tuple of arguments or a "
+            f"{type(model).__name__}: its inputs cannot be inferred. Pass example= a tensor, a tuple of arguments or a "
             "mapping of keyword arguments."
         )
     return example
 
 
 class Maker:
-    """Makes small inputs of the model's dtype and device, the same ones every time."""
+    """Makes small inputs of the model's dtype and device, with a fixed seed."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
@@ -124,7 +124,7 @@ class Maker:
 
     def _layer(self, layer: nn.Module, both: bool) -> Example:
         width = layer.self_attn.embed_dim  # type: ignore[union-attr]
-        # With the same count of tokens and rows the layout (batch first or not) does not matter.
+        # With as many rows as tokens the layout (batch first or not) does not matter.
         return Example(tuple(self.normal(TOKENS, TOKENS, int(width)) for _ in range(1 + both)))  # type: ignore[arg-type]
 
     def timm(self) -> Example | None:
@@ -137,8 +137,8 @@ class Maker:
         spatial = getattr(embed, "img_size", None) or spatial
         first = config.get("first_conv") if isinstance(config, dict) else getattr(config, "first_conv", None)
         for name in [first] if isinstance(first, str) else first or []:
-            taken = getattr(dict(self.model.named_modules()).get(name), "in_channels", channels)
-            channels = taken if taken < 16 else channels  # more are not an image's, but what a stem made of them
+            in_channels = getattr(dict(self.model.named_modules()).get(name), "in_channels", channels)
+            channels = in_channels if in_channels < 16 else channels  # more are the output of a stem, not an image
         return Example((self.image(channels, list(spatial)),))
 
     def torchvision(self) -> Example | None:
@@ -150,24 +150,24 @@ class Maker:
         if "diffusers" not in {base.__module__.partition(".")[0] for base in type(self.model).__mro__}:
             return None
         config: Any = self.model.config
-        takes = inspect.signature(self.model.forward).parameters
+        parameters = inspect.signature(self.model.forward).parameters
         width = getattr(config, "cross_attention_dim", None) or getattr(config, "joint_attention_dim", None)
-        if "img_ids" in takes:  # Flux: packed patches, with positions of three axes
+        if "img_ids" in parameters:  # Flux: packed patches, with positions of three axes
             return self._flux(config)
         size = getattr(config, "sample_size", None)
         if size is None or not hasattr(config, "in_channels"):
             return None
         arguments: dict[str, Any] = {
-            "sample" if "sample" in takes else "hidden_states": self.image(config.in_channels, size),
+            "sample" if "sample" in parameters else "hidden_states": self.image(config.in_channels, size),
             "timestep": torch.ones(BATCH, dtype=torch.long, device=self.device),
         }
-        if "class_labels" in takes and getattr(config, "num_embeds_ada_norm", None):
+        if "class_labels" in parameters and getattr(config, "num_embeds_ada_norm", None):
             arguments["class_labels"] = self.ids(config.num_embeds_ada_norm, BATCH)
-        if "encoder_hidden_states" in takes and isinstance(width, int):
+        if "encoder_hidden_states" in parameters and isinstance(width, int):
             arguments["encoder_hidden_states"] = self.normal(BATCH, TOKENS, width)
-        if "pooled_projections" in takes and hasattr(config, "pooled_projection_dim"):
+        if "pooled_projections" in parameters and hasattr(config, "pooled_projection_dim"):
             arguments["pooled_projections"] = self.normal(BATCH, config.pooled_projection_dim)
-        return Example((), {key: value for key, value in arguments.items() if key in takes})
+        return Example((), {key: value for key, value in arguments.items() if key in parameters})
 
     def _flux(self, config: Any) -> Example:
         arguments = {

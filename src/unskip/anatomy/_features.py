@@ -1,4 +1,4 @@
-"""Features of any block: the output of the repeated units that hold a model's residual sites, in one forward pass."""
+"""Features of any block: the outputs of the repeated units that contain the residual sites, in one forward pass."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ def features(
     """The output of blocks, by block index in execution order: (images, dim), or (images, tokens, dim) with pool=None.
 
     A block is the repeated unit around residual sites; its output is what its module returns, in a post-norm block the
-    norm of its last sum. `blocks` are indices of these, negative ones from the end; or it declares other blocks: paths
-    of modules ("encoder.layers.*"), or a predicate that is true for the last site of each block.
+    norm of its last sum. `blocks` selects these by index (negative: from the end), or defines other blocks by paths of
+    modules ("encoder.layers.*") or a predicate that is true for the last site of each block.
 
-    `images` is a batch, or whatever else the model takes: a tuple of arguments or a mapping of keyword arguments. The
-    first axis counts images. "mean" is over all tokens or positions, "cls" takes the first token. The model runs once
-    as it is (its mode, its gradients: call it under torch.no_grad() to save memory).
+    `images` is a batch, a tuple of arguments or a mapping of keyword arguments; the first axis is that of the images.
+    "mean" averages all tokens or positions, "cls" takes the first token. The model runs once in its present mode and
+    with gradients; call this under torch.no_grad() to save memory.
     """
     if pool not in ("mean", "cls", None):
         raise BadInput(f"pool is {pool!r}; it can be 'mean', 'cls' or None")
@@ -36,7 +36,7 @@ def features(
 
 
 def pool_tokens(output: Tensor, axis: int, pool: str | None) -> Tensor:
-    """(images, dim), or (images, tokens, dim) without a pool."""
+    """(images, dim), or (images, tokens, dim) if `pool` is None."""
     if output.ndim == 2:
         return output
     tokens = output.movedim(axis, -1).flatten(1, -2)  # (images, tokens, dim)

@@ -7,8 +7,8 @@ other operand, the branch, was computed from by way of a matrix product, convolu
     projected   s = P x                f = f(x)        P one linear map at most: a ResNet downsample, a pool, a slice
     more        s = x + f(x)           g = g(x)        a further branch of the same site: x + attention + mlp
 
-What only looks like one is told apart: a position embedding has no ancestor in common, a bias or mask is added to
-attention logits, the sum of two branches has no stream, and a polynomial such as x + c x^3 has no transformation in it.
+Additions that only look like residuals are rejected: a position embedding shares no ancestor with the stream, a bias or
+mask is added to attention logits, the sum of two branches has no stream, and x + c x^3 contains no transform.
 """
 
 from __future__ import annotations
@@ -44,36 +44,36 @@ class Finding:
     add: Node
     stream: int
     branch: int
-    side: Literal["left", "right"]  # where the stream stands in the source
-    root: int  # the tensor that stream and branch both come from
-    path: list[Node]  # what was computed between the root and the branch
+    side: Literal["left", "right"]  # operand that is the stream
+    root: int  # the tensor that both stream and branch are computed from
+    path: list[Node]  # nodes from the root to the branch
     projected: bool = False
     role: Role = "mix"
-    first: Finding | None = None  # of a further branch: the finding it continues
-    spans: list[Finding] = field(default_factory=list)  # residuals inside the branch, copies left out
+    first: Finding | None = None  # for role "more": the first branch of the same site
+    spans: list[Finding] = field(default_factory=list)  # residuals inside the branch, without copies of the stream
     long: bool = False
-    overwritten: bool = False  # the model writes into the sum later
-    doubled: bool = False  # the branch ends on the stream it is added to: x + (x + f(x))
+    overwritten: bool = False  # the model writes into the sum in place later
+    doubled: bool = False  # the branch already contains the stream: x + (x + f(x))
     scaled: bool = False  # a weight of the model scales the stream
     copies: bool = False  # the branch is a gated or shifted copy of the stream itself
 
 
 @dataclass(eq=False)
 class Doubt:
-    """Something that may be a residual and cannot be told or touched."""
+    """An addition that may be a residual but cannot be classified or rewired."""
 
     node: Node
     reason: str
-    root: int | None = None  # the stream, of one that counts only outside of the branches of others
+    root: int | None = None  # the stream; the doubt is dropped if both lie inside the branch of a residual
 
 
 def find(graph: Graph) -> tuple[list[Finding], list[Doubt]]:
-    """Every execution of a residual addition, in order, and what could not be decided."""
+    """All executions of residual additions, in order, and the additions that could not be classified."""
     search = _Search(graph)
     for node in graph.nodes:
-        # What a recurrent layer adds to its state is its own affair.
+        # Additions inside a recurrent layer update its state and are not residuals.
         if node.calls and len(node.parents) > 1 and not isinstance(next(iter(node.owners), None), nn.RNNBase):
-            search.look(node)
+            search.visit(node)
     overwritten = written(graph)
     for finding in search.found:
         finding.overwritten = finding.add.index in overwritten
@@ -90,7 +90,7 @@ class _Search:
         self.doubts: list[Doubt] = []
         self.output_of: dict[int, Finding] = {}
 
-    def look(self, node: Node) -> None:
+    def visit(self, node: Node) -> None:
         left, right = node.parents[0], node.parents[1]
         if node.op in _ops.STACK:
             self._doubt(node, _doubts.stacked(self.nodes, self.consumers, node))
@@ -140,30 +140,33 @@ class _Search:
             self.doubts.append(Doubt(node, reason or _doubts.GATED, root))
 
     def _drop_decorations(self, finding: Finding, on_path: set[int]) -> None:
-        """x + f(x + p), where x is a part of a larger tensor that p was computed from: p only decorates the input of f,
-        as the position of a query does, and x + p is no residual. The stream goes on without it.
+        """Drops x + p in x + f(x + p), where x and p come from one larger tensor: p is only added to the input of f, as
+        a query position is, and not to the stream.
         """
         inside = [inner for inner in self.found if inner.projected and inner.add.index in on_path]
         for inner in inside:
             if (finding.root, False) in climb(self.nodes, inner.stream):
-                self.found = [each for each in self.found if each is not inner and each.first is not inner]
-                del self.output_of[inner.add.index]
+                self._remove(inner)
 
     def _drop_inner(self, outer: Finding) -> None:
-        """Inside a branch, x * w + f(x) with a weight w is part of the branch, as the D x of a state-space model; so is
-        a state that is carried along the sequence, S + k (v - k S), as in a delta rule.
+        """Drops residuals that are part of the outer branch: x * w + f(x) with a weight w, such as D x in a state-space
+        model, and recurrent states S + k (v - k S), as in a delta rule.
         """
         scaled = [f for f in outer.spans if f.scaled and not f.doubled]
         states = [f for f in outer.spans if f not in scaled and self._is_state(f)]
         for inner in [*scaled, *states]:
             outer.spans.remove(inner)
-            self.found = [f for f in self.found if f is not inner and f.first is not inner]
-            self.output_of = {index: f for index, f in self.output_of.items() if f in self.found}
+            self._remove(inner)
         for inner in scaled:
             self._doubt(inner.add, "a skip with a learned scale inside the branch of another")
 
+    def _remove(self, finding: Finding) -> None:
+        """Removes a finding and the further branches of its site."""
+        self.found = [f for f in self.found if f is not finding and f.first is not finding]
+        self.output_of = {index: f for index, f in self.output_of.items() if f in self.found}
+
     def _is_state(self, finding: Finding) -> bool:
-        """Whether the branch has no weight, and is linear in the stream: products with what does not depend on it."""
+        """Whether the branch has no weights and is linear in the stream."""
         transforms = [node for node in finding.path if _ops.is_transform(node.op)]
         return all(
             is_product(self.nodes, node) and sum(finding.root in self.nodes[p] for p in node.parents[-2:]) == 1
@@ -171,7 +174,7 @@ class _Search:
         )
 
     def _identity(self, node: Node, s: int, f: int, side: Literal["left", "right"]) -> Finding | None:
-        # A scale that the model learns on its stream leaves it the stream.
+        # A stream with a learned scale is still the stream.
         for root, narrowed in climb(self.nodes, s, scaled_by_weights=True):
             if root not in self.nodes[f]:
                 continue
@@ -181,20 +184,20 @@ class _Search:
             if narrowed:
                 return None
             if self.nodes[root].fixed and not self._ends_in_transform(f):
-                return None  # a weight added again, such as a position embedding at every layer
+                return None  # a weight added repeatedly, such as a position embedding at every layer
             scaled = root not in (i for i, _ in climb(self.nodes, s))
             return Finding(node, s, f, side, root, path, scaled=scaled, copies=self._is_copy(s, f))
         return None
 
     def _is_copy(self, s: int, f: int) -> bool:
-        """Whether a branch is the stream again, shifted and times gates: `x[:, 1:] + g * x[:, :-1]`, as smeared tokens
-        are, or `x + (shifted - x) * g`.
+        """Whether a branch is a gated or shifted copy of the stream: `x[:, 1:] + g * x[:, :-1]` (token smearing), or
+        `x + (shifted - x) * g`.
         """
         source, product = self._source(s), self._source(f)
         return product != source and self._gates(product, source)
 
     def _gates(self, index: int, source: int) -> bool:
-        """Whether a tensor is another one, differences of it, or these times gates."""
+        """Whether a tensor is the source, a difference of copies of it, or a gate times one of these."""
         last = self._source(index)
         node = self.nodes[last]
         if last == source or node.op not in ("mul", "sub") or len(node.parents) != 2:
@@ -203,7 +206,7 @@ class _Search:
         return any(copies) if node.op == "mul" else all(copies)
 
     def _source(self, index: int) -> int:
-        """What a tensor is a copy of, also one that was written into a part of a new tensor."""
+        """The tensor that this one copies, directly or by a write into a new tensor."""
         *_, (last, _) = climb(self.nodes, index)
         node = self.nodes[last]
         fresh = node.op == "overwrite" and self.nodes[node.parents[0]].fixed
@@ -238,12 +241,12 @@ class _Search:
         return Finding(node, s, f, side, root, path, projected=True)
 
     def _ends_in_transform(self, index: int) -> bool:
-        """Whether the last thing that happened is a product, not a sum or norm: a branch's output, not a stream."""
+        """Whether a tensor is the output of a transform (a branch), not of a sum or norm (a stream)."""
         *_, (last, _) = climb(self.nodes, index, scaled_by_weights=True)
         return _ops.is_transform(self.nodes[last].op)
 
     def _logits(self) -> set[int]:
-        """What is handed to a softmax whose result weighs values: attention logits, where a mask or bias is added."""
+        """Nodes that feed the softmax of an attention: additions there are masks and biases."""
         through = (
             _ops.IDENTITY | _ops.PART | _ops.SCALE | {"add", "sub", "tanh", "masked_fill", "where", "maximum", "amax"}
         )
@@ -264,26 +267,25 @@ class _Search:
         return found
 
     def _is_side_input(self, finding: Finding) -> bool:
-        """The root enters some residual inside the path by its branch alone: it was handed in beside that stream."""
+        """Whether an inner residual's stream does not come from the root: the root enters only through its branch."""
         return any(finding.root not in self.nodes[inner.root] and finding.root != inner.root for inner in finding.spans)
 
     def _is_long(self, finding: Finding) -> bool:
-        """Reaches over several residuals, or over one at another resolution, as in a U-Net.
+        """Whether the branch spans several residuals, or one at another resolution, as in a U-Net.
 
-        One residual inside the branch at the same resolution is a nested residual, not a long skip, unless the branch
-        is that residual's own stream: x + (x + f(x)).
+        One residual at the same resolution is a nested residual, not a long skip.
         """
         return len(finding.spans) > 1 or any(self._resolution_changes(finding, inner) for inner in finding.spans)
 
     def _resolution_changes(self, outer: Finding, inner: Finding) -> bool:
         here, there = outer.add.shape, inner.add.shape
-        if len(here) != len(there):  # heads split off, or windows: the same elements in another order
+        if len(here) != len(there):  # split into heads or windows: the same elements in another order
             return prod(here) != prod(there)
         axis = channel_axis(self.nodes, outer.path, here) % len(here)
         return any(a != b for i, (a, b) in enumerate(zip(here, there, strict=True)) if i not in (0, axis))
 
     def _carries(self, index: int, root: int) -> bool:
-        """Whether a tensor is the root with branches added to it."""
+        """Whether a tensor is the root plus branches."""
         for start, _ in climb(self.nodes, index, scaled_by_weights=True):
             if start == root:
                 return True

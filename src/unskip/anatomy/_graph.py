@@ -1,4 +1,4 @@
-"""One forward pass as a graph of plain records: tensors, what made them, and where they cross a module's boundary."""
+"""One forward pass as a graph: tensors, the operators that computed them, and the modules they enter and leave."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from torch import Tensor, nn
 
 @dataclass(eq=False)
 class Call:
-    """A Python frame as it stood when an operator ran: the function and the instruction it was at."""
+    """A Python frame at the time when an operator ran: the function and its current instruction."""
 
     frame: FrameType
     instruction: int
-    names: dict[str, object] = field(default_factory=dict)  # its variables that held a module or a whole number
+    names: dict[str, object] = field(default_factory=dict)  # its variables that held a module or an integer
 
     @property
     def code(self) -> CodeType:
@@ -29,7 +29,7 @@ class Call:
 
     @property
     def receiver(self) -> object:
-        """The first argument: `self` in a method, whatever it is called."""
+        """The first argument: in a method, the instance."""
         if not self.code.co_argcount:
             return None
         return self.frame.f_locals.get(self.code.co_varnames[0])
@@ -37,14 +37,14 @@ class Call:
 
 @dataclass(frozen=True)
 class Ref:
-    """A tensor among the arguments of a step: the node that holds it."""
+    """Stands for a tensor among the arguments of a step: the index of its node."""
 
     index: int
 
 
 @dataclass(frozen=True, eq=False)
 class Step:
-    """How a node was computed: an operator, its arguments with a Ref for each tensor, and which of its outputs."""
+    """How a node was computed: an operator, its arguments with a Ref for each tensor, and the index of its output."""
 
     func: Callable[..., Any]
     args: tuple[Any, ...]
@@ -60,30 +60,30 @@ class Node:
     index: int
     op: str  # base name of the operator; "input", "weight" or "constant" for leaves
     parents: tuple[int, ...] = ()
-    ancestors: int = 0  # bit set of node indices, itself included
-    fixed: bool = False  # made from weights and constants alone: does not depend on the input
+    ancestors: int = 0  # bit set of node indices, including its own
+    fixed: bool = False  # computed from weights and constants alone: does not depend on the input
     shape: tuple[int, ...] = ()
     floating: bool = True
     owners: tuple[nn.Module, ...] = ()  # modules being called, innermost first
     calls: tuple[Call, ...] = ()  # Python frames, innermost first; kept for possible residuals only
-    plain: bool = True  # an addition without a factor of its own
-    factor: float | None = None  # of a product with a number or a weight: that number, or the weight's mean
-    ratio: float | None = None  # of an addition: rms of the right operand over rms of the left
-    wrote: int | None = None  # the version of a tensor that an in-place operator wrote over
-    step: Step | None = None  # kept where the graph is to be computed again
-    norm: int | None = None  # the last node of the written-out norm that it is of
+    plain: bool = True  # an addition without the factor `alpha` of torch.add
+    factor: float | None = None  # for a product with a number or a weight: that number, or the weight's mean
+    ratio: float | None = None  # for an addition: rms of the right operand / rms of the left
+    wrote: int | None = None  # for an in-place operator: the tensor version that it overwrote
+    step: Step | None = None  # recorded only if the graph is to be replayed
+    norm: int | None = None  # the last node of the norm that it is part of, if operators spell out that norm
 
     def __contains__(self, index: int) -> bool:
         return bool(self.ancestors >> index & 1)
 
 
 class Crossing(NamedTuple):
-    """A tensor that goes into a module or comes out of it."""
+    """A tensor that is an input or output of a module."""
 
     module: nn.Module
     side: Literal["input", "output"]
-    place: int  # among the floating tensors of that side
-    call: int  # of that module, from 0 on
+    place: int  # index among the floating-point tensors of that side
+    call: int  # index of the module's call
 
 
 @dataclass(eq=False)
@@ -92,8 +92,8 @@ class Graph:
 
     nodes: list[Node] = field(default_factory=list)
     moving: int = 0  # bit set of the nodes that depend on the input
-    values: dict[int, Tensor] = field(default_factory=dict)  # by node, kept where the graph is to be computed again
-    crossings: dict[int, list[Crossing]] = field(default_factory=dict)  # by node, kept with the values
+    values: dict[int, Tensor] = field(default_factory=dict)  # by node; recorded only if the graph is to be replayed
+    crossings: dict[int, list[Crossing]] = field(default_factory=dict)  # by node; recorded with the values
 
     def add(self, op: str, parents: tuple[int, ...] = (), **facts: Any) -> Node:
         index = len(self.nodes)
@@ -107,6 +107,6 @@ class Graph:
         return node
 
     def forget_calls(self) -> None:
-        """Lets go of the Python frames, whose variables would keep the model and its activations alive."""
+        """Drops the Python frames, whose variables would keep the model and its activations alive."""
         for node in self.nodes:
             node.calls = ()

@@ -1,4 +1,4 @@
-"""Models that must not be traced or rewired as they are: compiled, wrapped, hooked, or part of a rewired one."""
+"""Refuses models that cannot be traced or rewired: compiled, wrapped, hooked, or part of a rewired one."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch import nn
 from unskip.anatomy._rewired import PATCH, WIRING
 from unskip.errors import WrappedError
 
-_WRAPPERS = {  # the tool, and where it keeps the model
+_WRAPPERS = {  # class name: the tool, and the attribute with the model
     "OptimizedModule": ("torch.compile", "._orig_mod"),
     "DistributedDataParallel": ("DistributedDataParallel", ".module"),
     "DataParallel": ("DataParallel", ".module"),
@@ -28,14 +28,14 @@ def unwrapped(model: nn.Module) -> nn.Module:
 
 
 def refuse_wrapped(model: nn.Module) -> None:
-    """Raises WrappedError where rewiring would be ignored, hidden or undone by something around the model."""
+    """Raises WrappedError if a wrapper, hook or compilation of the model would hide, ignore or undo rewiring."""
     for path, module in model.named_modules():
         where = f"{path or 'the model'} ({type(module).__name__})"
         for cls in type(module).__mro__:
             if cls.__name__ in _WRAPPERS:
                 tool, inside = _WRAPPERS[cls.__name__]
-                if any(WIRING in vars(each) for each in module.modules()):
-                    raise WrappedError(f"{where} is a rewired model in {tool}. Take the one inside: {inside}.")
+                if any(WIRING in vars(child) for child in module.modules()):
+                    raise WrappedError(f"{where} is a rewired model in {tool}. Pass the model inside: {inside}.")
                 raise WrappedError(f"{where} is wrapped by {tool}. Rewire the plain model first, then apply {tool}.")
             if cls.__name__ == "FSDPModule":
                 raise WrappedError(f"{where} is sharded by FSDP. Rewire the plain model first, then call fully_shard.")
@@ -45,8 +45,8 @@ def refuse_wrapped(model: nn.Module) -> None:
                 )
         if "forward" in vars(module) and getattr(vars(module)["forward"], "__self__", None) is not module:
             raise WrappedError(
-                f"{where} has a forward of its own on the instance (a hook of accelerate or another tool), which "
-                "would bypass rewiring. Remove it, rewire, then put it back."
+                f"{where} overrides forward on the instance (a hook of accelerate or another tool), which would "
+                "bypass rewiring. Remove the hook, rewire, then add it again."
             )
         if vars(module).get("_compiled_call_impl") is not None:
             raise WrappedError(f"{where} was compiled in place by module.compile(). Rewire first, then compile.")

@@ -1,6 +1,6 @@
-"""The arguments of a model of transformers: what its forward takes by name, in the sizes that its configuration says.
+"""Example arguments for a model of transformers: the names in its forward's signature, in the sizes of its config.
 
-input_ids       (batch, tokens)                     with as many image or audio tokens as the model makes of these
+input_ids       (batch, tokens)                     with one placeholder token for each image or audio feature
 pixel_values    (batch, channels, height, width)    or flattened patches with their grid, or frames of a video
 input_features  (batch, bins, frames)               of a spectrogram; (batch, frames, bins) for some
 input_values    (batch, samples)                    of a waveform
@@ -20,15 +20,15 @@ from torch.utils._pytree import tree_leaves
 from unskip._modes import quiet
 from unskip.anatomy._example import BATCH, TOKENS, Maker
 
-_IMAGE = 64  # of convolutional models, which take any size and name none
+_IMAGE = 64  # for convolutional models, whose configs name no size because they accept any
 _SECOND = 16_000  # samples
 _FRAMES = 128  # of a spectrogram
 _BINS = ("num_mel_bins", "input_feat_per_channel", "feature_projection_input_dim", "n_mels", "mel_bins", "input_dim")
-_MASKS = ("input_features_mask", "feature_attention_mask")  # of the frames of a spectrogram
+_MASKS = ("input_features_mask", "feature_attention_mask")  # masks over the frames of a spectrogram
 
 
 def transformers_inputs(maker: Maker) -> dict[str, Any] | None:
-    """The arguments by name, or None for a model that is not of transformers or does not say what it takes."""
+    """The arguments by name, or None if the model is not of transformers or they cannot be inferred."""
     model: Any = maker.model
     if not hasattr(getattr(model, "config", None), "model_type") or not hasattr(model, "main_input_name"):
         return None
@@ -44,7 +44,7 @@ class _Inputs:
     def arguments(self) -> dict[str, Any]:
         inputs = {**self._images(), **self._audio()}
         if "past_values" in self.takes or "inference_session" in self.takes:
-            return {}  # a time series, or a video with a state: too much is left to say
+            return {}  # a time series, or a video with a state: the config does not determine these
         ids = self._ids("input_ids", decoder=False)
         if ids is not None and not ("input_features" in self.takes and self._is_speech_to_text()):
             inputs["input_ids"] = ids = self._with_tokens(ids, inputs)
@@ -84,26 +84,24 @@ class _Inputs:
         return sorted(set(named))
 
     def _boxes(self, ids: Tensor) -> Tensor:
-        """Where each token stands on the page: whole numbers up to 1000, or fractions of its size."""
+        """The box of each token on the page: integers up to 1000, or fractions of the page size."""
         box = torch.tensor([10, 20, 30, 40], device=ids.device)
-        whole = hasattr(self.config, "max_2d_position_embeddings")
-        return (box if whole else (box / 1000).to(self.maker.dtype)).repeat(*ids.shape, 1)
+        integral = hasattr(self.config, "max_2d_position_embeddings")
+        return (box if integral else (box / 1000).to(self.maker.dtype)).repeat(*ids.shape, 1)
 
     def _with_tokens(self, ids: Tensor, inputs: dict[str, Any]) -> Tensor:
-        """Each row led by the tokens that stand for its image or sound, as many as the model makes features of them."""
+        """Prepends to each row one placeholder token for each image or audio feature that the model computes."""
         for kind, main in (("image", "pixel_values"), ("audio", "input_features"), ("audio", "input_values")):
             token = self._token(kind)
             method = getattr(self.model, f"get_{kind}_features", None)
             if main not in inputs or token is None or method is None:
                 continue
             rows = self._features(method, inputs)
-            if rows is None and "image_sizes" in inputs:  # some towers take images of one size, and no sizes
+            if rows is None and "image_sizes" in inputs:  # some towers accept one image size and no `image_sizes`
                 del inputs["image_sizes"]
                 rows = self._features(method, inputs)
-            if kind == "audio" and (
-                rows is None or ids.device.type == "meta"
-            ):  # the text alone is a forward of its own
-                for name in (main, *_MASKS):
+            if kind == "audio" and (rows is None or ids.device.type == "meta"):
+                for name in (main, *_MASKS):  # these models also run on text alone
                     inputs.pop(name, None)
             elif rows is not None:
                 ids = torch.cat([ids.new_full((BATCH, rows), token), ids], dim=1)
@@ -113,12 +111,12 @@ class _Inputs:
         return getattr(self.config, f"{kind}_token_id", getattr(self.config, f"{kind}_token_index", None))
 
     def _features(self, method: Any, inputs: dict[str, Any]) -> int | None:
-        """How many features the model makes of one image or sound, or None where it fails."""
+        """The number of features that the model computes per image or audio input, or None if that fails."""
         takes = inspect.signature(method).parameters
         open_ended = any(p.kind is p.VAR_KEYWORD for p in takes.values())
-        given = {k: v.clone() for k, v in inputs.items() if k in takes or (open_ended and k not in self.takes)}
+        arguments = {k: v.clone() for k, v in inputs.items() if k in takes or (open_ended and k not in self.takes)}
         with quiet(self.model, training=False), contextlib.suppress(Exception):
-            output = method(**given)
+            output = method(**arguments)
             parts = [getattr(output, name, None) for name in ("pooler_output", "last_hidden_state")]
             output = next((part for part in parts if part is not None), output)
             features = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.ndim > 1]
@@ -153,7 +151,7 @@ class _Inputs:
         return inputs
 
     def _patches(self, vision: Any, channels: int, name: str, grid: str) -> dict[str, Any]:
-        """Every image cut into flattened patches, and how many there are in time, height and width."""
+        """The flattened patches of all images, and their numbers in time, height and width."""
         patch = int(getattr(vision, "patch_size", 14))
         merge = int(getattr(vision, "spatial_merge_size", 0) or getattr(vision, "merge_size", 0) or 2)
         side, frames = 2 * merge, int(getattr(vision, "temporal_patch_size", 1))
@@ -163,7 +161,7 @@ class _Inputs:
         }
 
     def _padded_patches(self, vision: Any, channels: int) -> dict[str, Any]:
-        """As many flattened patches for every image, a mask that tells padding, and the grid of the others."""
+        """Flattened patches, padded to the same number for every image, with a padding mask and the grid."""
         side, patch = int(vision.num_patches**0.5), int(vision.patch_size)
         device = self.maker.device
         return {
@@ -195,16 +193,16 @@ class _Inputs:
         return {"input_values": self.maker.normal(*shape)}
 
     def _spectrogram(self, audio: Any, bins: int) -> tuple[Tensor, int]:
-        """A convolution over time wants the bins as its channels; other models take a vector of bins for each frame."""
+        """(batch, bins, frames) for a model that convolves over time, else (batch, frames, bins); the frames."""
         wide = [m for m in self.model.modules() if isinstance(m, nn.Conv1d) and m.in_channels == bins and m.groups == 1]
         if not hasattr(audio, "num_mel_bins") or not wide:
             return self.maker.normal(BATCH, _FRAMES, bins), _FRAMES
-        # The first convolutions halve the frames, and every position that is left has its embedding.
+        # The first convolutions halve the frames, and every position after them has its embedding.
         frames = 2 * int(getattr(audio, "max_source_positions", None) or _FRAMES // 2)
         return self.maker.normal(BATCH, bins, frames), frames
 
     def _is_speech_to_text(self) -> bool:
-        """Whether the ids are an alternative to the sound and not a prompt beside it."""
+        """Whether the ids replace the audio, rather than being a prompt with it."""
         return bool(getattr(self.config, "is_encoder_decoder", False))
 
     def _part(self, *names: str) -> Any:

@@ -1,7 +1,7 @@
-"""A model traced on one example: the graph of its plain forward with every tensor, and each site's place in it.
+"""A model traced on one example: the graph of its forward with every tensor, and the nodes of each site.
 
-A rewired model is recorded as the plain model it was, for its sites, and its weights are kept beside them; where values
-matter the additions are computed with those weights.
+A rewired model is traced with its wiring suspended, and the weights (alpha, beta) are kept with the sites. If values
+matter, the additions are computed with those weights.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from unskip.errors import BadInput, ForwardError
 
 
 def mean_weight(weight: Number) -> float:
-    """A weight as one number: the mean where it is learned by channel."""
+    """A weight as one number: the mean of a learned weight per channel."""
     return float(weight.detach().double().mean()) if isinstance(weight, Tensor) else float(weight)
 
 
@@ -35,9 +35,9 @@ def mean_weight(weight: Number) -> float:
 class SiteRun:
     """One run of one site in the graph."""
 
-    add: Node  # the sum, its last branch included
+    add: Node  # the sum, including the last branch
     findings: tuple[Finding, ...]  # the first branch, then those added to the same stream
-    steps: list[Node]  # what the branches are computed by, in order
+    steps: list[Node]  # the nodes of all branches, in order
 
     @property
     def stream(self) -> int:
@@ -65,44 +65,44 @@ class ModelTrace:
 
 
 def trace_model(model: nn.Module, example: Example, weighted: bool = False) -> ModelTrace:
-    """Runs the model on the example in evaluation mode. With `weighted`, a rewired model's sums are its own.
+    """Runs the model on the example in evaluation mode. With `weighted`, the additions apply the wiring's weights.
 
-    Attention runs as plain products and a softmax, so that its probabilities are in the graph.
+    Attention runs as separate products and a softmax, so that its probabilities are in the graph.
     """
     state = rewired_state(model)
-    held: dict[int, tuple[Number, Number]] = state.weights() if state is not None else {}
+    weights: dict[int, tuple[Number, Number]] = state.weights() if state is not None else {}
     with state.suspended() if state is not None else contextlib.nullcontext():
         refuse_wrapped(model)
         graph = _record(model, example)
         sites, findings = sites_in(graph, model)
         if state is not None:
-            sites = _same(model, state.survey.sites, sites)
-        weights = held or {site.index: (1.0, 1.0) for site in sites}
-        weigh = _weighed(sites, findings, weights)
-        if weighted and weigh:
-            graph = _record(model, example, weigh)
-            _refuse_moved(model, graph, findings)
+            sites = _check_sites(model, state.survey.sites, sites)
+        weights = weights or {site.index: (1.0, 1.0) for site in sites}
+        sums = _weighted_sums(sites, findings, weights)
+        if weighted and sums:
+            graph = _record(model, example, sums)
+            _check_additions(model, graph, findings)
     return ModelTrace(graph, consumers(graph), tuple(sites), tuple(tuple(map(_site_run, r)) for r in findings), weights)
 
 
 def trace_again(model: nn.Module, example: Example, like: ModelTrace) -> ModelTrace:
-    """The same for another example of the same shape, without finding the sites again."""
+    """Traces another example of the same shape, reusing the sites of an earlier trace."""
     state = rewired_state(model)
     with state.suspended() if state is not None else contextlib.nullcontext():
         findings = [[run.findings for run in runs] for runs in like.runs]
-        graph = _record(model, example, _weighed(like.sites, findings, like.weights))
+        graph = _record(model, example, _weighted_sums(like.sites, findings, like.weights))
     if [node.op for node in graph.nodes] != [node.op for node in like.graph.nodes]:
         raise BadInput(
-            f"{type(model).__name__}: which operators run depends on values or shapes of the example, and its samples "
-            "differ in it. Pass samples that run alike, such as texts of one length without padding, or one sample."
+            f"{type(model).__name__}: the operators that run depend on the sample. Pass samples that run the same "
+            "operators, such as texts of one length without padding, or one sample."
         )
     return ModelTrace(graph, like.readers, like.sites, like.runs, like.weights)
 
 
-def _weighed(
+def _weighted_sums(
     sites: Sequence[Site], findings: list[list[tuple[Finding, ...]]], weights: dict[int, tuple[Number, Number]]
 ) -> Weigh:
-    """The sums that are not plain, by their nodes."""
+    """By node, the weighted sum that replaces each addition whose weights are not both 1."""
     return {
         finding.add.index: _sum(finding, *weights[site.index])
         for site, runs in zip(sites, findings, strict=True)
@@ -111,10 +111,10 @@ def _weighed(
     }
 
 
-def _record(model: nn.Module, example: Example, weigh: Weigh | None = None) -> Graph:
+def _record(model: nn.Module, example: Example, sums: Weigh | None = None) -> Graph:
     try:
         with sdpa_kernel(SDPBackend.MATH):
-            return mark_norms(record(model, example, training=False, keep=True, weigh=weigh))
+            return mark_norms(record(model, example, training=False, keep=True, weigh=sums))
     except Exception as error:
         raise ForwardError(
             f"{type(model).__name__}: its forward failed on the example: {type(error).__name__}: {error}. Pass a "
@@ -122,14 +122,14 @@ def _record(model: nn.Module, example: Example, weigh: Weigh | None = None) -> G
         ) from error
 
 
-def _same(model: nn.Module, before: tuple[Site, ...], now: tuple[Site, ...]) -> tuple[Site, ...]:
-    """The sites of the wiring, where the example ran the same ones."""
-    if [(site.path, site.places[:1]) for site in before] != [(site.path, site.places[:1]) for site in now]:
+def _check_sites(model: nn.Module, rewired: tuple[Site, ...], traced: tuple[Site, ...]) -> tuple[Site, ...]:
+    """The sites of the wiring. Raises BadInput if the example runs other ones."""
+    if [(site.path, site.places[:1]) for site in rewired] != [(site.path, site.places[:1]) for site in traced]:
         raise BadInput(
-            f"{type(model).__name__}: {len(now)} sites run on this example, which are not the {len(before)} that were "
-            "rewired. Pass an example like the one given to rewire."
+            f"{type(model).__name__}: the {len(traced)} sites that run on this example are not the {len(rewired)} that "
+            "were rewired. Pass an example like the one given to rewire."
         )
-    return before
+    return rewired
 
 
 def _sum(finding: Finding, alpha: Number, beta: Number) -> Callable[[Tensor, Tensor], Tensor]:
@@ -146,16 +146,17 @@ def scaled(value: Tensor, weight: Number) -> Tensor:
     """A tensor times a weight."""
     if isinstance(weight, Tensor):
         return value * weight.detach().to(value.device, value.dtype)
-    # At 0 nothing of it is left, NaN included, as in a rewired model.
+    # As in a rewired model, weight 0 also removes NaN.
     return torch.zeros_like(value) if weight == 0 else value * weight
 
 
-def _refuse_moved(model: nn.Module, graph: Graph, findings: list[list[tuple[Finding, ...]]]) -> None:
+def _check_additions(model: nn.Module, graph: Graph, findings: list[list[tuple[Finding, ...]]]) -> None:
+    """Raises BadInput if the additions have other nodes in the weighted forward than in the plain one."""
     for finding in (f for runs in findings for run in runs for f in run):
         node = graph.nodes[finding.add.index] if finding.add.index < len(graph.nodes) else None
         if node is None or not node.calls or node.calls[0].code is not finding.add.calls[0].code:
             raise BadInput(
-                f"{type(model).__name__}: which operators run depends on values, so its rewired form cannot be "
+                f"{type(model).__name__}: the operators that run depend on values, so the rewired model cannot be "
                 "traced. Undo the wiring, or measure with fixed weights."
             )
 

@@ -1,25 +1,27 @@
-"""What the operators in a trace mean for finding residuals: which ones move data, transform it, mix tokens, or bend it.
+"""Classes of operators in a trace: those that move data, scale it, mix tokens, or apply a nonlinearity.
 
-Operators are known by their base name ("aten.add_.Tensor" is "add"), so that one entry covers overloads and in-place
-forms.
+Operators are identified by their base name ("aten.add_.Tensor" is "add"), which covers overloads and in-place forms.
 """
 
 from __future__ import annotations
 
 import re
+from typing import Any
 
-# Rearranges or casts its first argument (`copy` its second): the values stay the same tensor of values.
+from torch import Tensor
+
+# Rearranges or casts its first argument (`copy` its second) without changing values.
 IDENTITY = frozenset(
     "view _unsafe_view reshape _reshape_alias permute transpose t mT expand expand_as squeeze unsqueeze alias detach "
     "clone contiguous _to_copy to roll flip flatten unflatten movedim lift_fresh lift_fresh_copy pixel_shuffle "
     "pixel_unshuffle rot90 as_strided view_as_real view_as_complex _conj resolve_conj positive copy".split()
 )
-# Of those and the next, the ones that share memory with their argument: the same view twice is the same tensor.
+# Members of IDENTITY and PART that share memory with their argument: the same view taken twice is the same tensor.
 VIEW = frozenset(
     "view permute transpose t expand squeeze unsqueeze alias detach slice narrow select split "
     "split_with_sizes unbind chunk".split()
 )
-# Takes a part of its first argument; the identity only where the part is the whole.
+# Takes a part of its first argument.
 PART = frozenset(
     "slice narrow select split split_with_sizes unbind chunk index index_select gather constant_pad_nd "
     "take_along_dim unfold".split()
@@ -35,7 +37,7 @@ FRESH = frozenset(
 
 ADD = frozenset({"add"})
 STACK = frozenset({"stack", "cat"})
-# Holds a residual addition inside a larger operator: seen, and reported as unknown.
+# Larger operators that may contain a residual addition; reported as unknown.
 FUSED = frozenset("addcmul addcdiv lerp addmm addbmm baddbmm index_add scatter_add sub _foreach_add".split())
 
 _MATMUL = re.compile(
@@ -63,6 +65,18 @@ def base_name(op: object) -> str:
     return name[:-1] if name.endswith("_") and not name.endswith("__") else name
 
 
+def op_name(op: object, args: tuple[Any, ...]) -> str:
+    """The base name of an operator, with distinctions by its arguments: adding the integer 0, with which `sum` begins,
+    is "alias"; index_put may accumulate; a power is named by its exponent.
+    """
+    name = base_name(op)
+    if name == "pow" and len(args) > 1 and not isinstance(args[1], Tensor):
+        return POWERS.get(args[1], name)
+    if name == "index_put" and len(args) > 3 and args[3]:
+        return "index_add"
+    return "alias" if name in ADD and len(args) > 1 and isinstance(args[1], int) and args[1] == 0 else name
+
+
 def is_addition(op: object) -> bool:
     """Whether an operator adds two tensors."""
     return base_name(op) in ADD
@@ -78,17 +92,17 @@ def is_softmax(name: str) -> bool:
 
 
 def is_scan(name: str) -> bool:
-    """One kernel that carries a state along the sequence."""
+    """A kernel that carries a state along the sequence."""
     return "." in name and bool(_SCAN.search(name))
 
 
 def is_sampler(name: str) -> bool:
-    """Values at places that are themselves computed."""
+    """Values sampled at computed positions."""
     return name.startswith("grid_sampler")
 
 
 def is_matmul(name: str) -> bool:
-    """A matrix product or convolution, of two activations or with a weight."""
+    """A matrix product, convolution or recurrent kernel, of activations or with a weight."""
     return bool(_MATMUL.match(name))
 
 
@@ -101,8 +115,8 @@ def is_norm(name: str) -> bool:
 
 
 def is_transform(name: str) -> bool:
-    """Enough of an operation to make `stream + g(stream)` a residual around g, rather than arithmetic of one formula.
+    """Whether g with this operator makes `stream + g(stream)` a residual, not the arithmetic of a formula.
 
-    An operator of another library is opaque, so it counts.
+    Operators of other libraries are opaque and count as transforms.
     """
     return "." in name or is_matmul(name) or is_attention(name) or bool(_POOL.match(name))

@@ -1,8 +1,8 @@
 """Parts: typed views on the weights of every branch, whatever the model's layout.
 
 An attention's q, k and v are (heads, head_dim, in), its output (out, heads * head_dim); an MLP's up and gate are
-(hidden, in), its down (out, hidden), all as nn.Linear stores them. They share memory with the model's parameters, so
-writing into them (`parts[0].q.mul_(2)`) writes into the model, and nothing of them enters autograd.
+(hidden, in), its down (out, hidden), as nn.Linear stores them. They are detached and share memory with the model's
+parameters: writing into them (`parts[0].q.mul_(2)`) changes the model.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from unskip.anatomy._activations import ACTIVATIONS, Curve
 from unskip.anatomy._sites import Site
 
 
-class _Shown:
+class _ShapeRepr:
     """A repr with the shapes of tensors instead of their values."""
 
     def __repr__(self) -> str:
@@ -36,8 +36,8 @@ def _brief(value: object) -> str:
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class NormParts(_Shown):
-    """A normalisation: LayerNorm, RMSNorm or another, by the module that runs it."""
+class NormParts(_ShapeRepr):
+    """A normalisation; `path` is that of its module, "" without one."""
 
     path: str
     kind: Literal["layernorm", "rmsnorm", "other"]
@@ -45,22 +45,22 @@ class NormParts(_Shown):
     eps: float | None
     gain: Tensor | None
     bias: Tensor | None
-    offset: float = 0.0  # the gain that acts is offset + gain: Gemma stores it less 1
+    offset: float = 0.0  # the effective gain is offset + gain: Gemma stores gain - 1
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class _Branch(_Shown):
+class _Branch(_ShapeRepr):
     site: Site
     norm: NormParts | None  # before the branch, or else after it or after the sum
-    out_norm: NormParts | None  # at the branch's end, the sum not included
-    scale: Tensor | None  # LayerScale: the branch's output is multiplied by it, entry by entry
-    gated: bool  # the branch's output is multiplied by something that depends on the input (adaLN)
-    closed: bool  # a gate, or a scale that is computed from weights, is zero on the example: it starts shut
+    out_norm: NormParts | None  # at the end of the branch, before the sum
+    scale: Tensor | None  # LayerScale: a stored vector that multiplies the branch's output
+    gated: bool  # a factor that depends on the input multiplies the branch's output (adaLN)
+    closed: bool  # a gate, or a scale computed from weights, is zero on the example, as at a zero initialisation
     alpha: float
     beta: float
-    extras: tuple[str, ...]  # what else happens: "query-key norm", "mask", "input modulation", "output factor", ...
-    parameters: tuple[nn.Parameter, ...]  # that the views are views on
-    biases: tuple[nn.Parameter, ...]  # that the branch's biases are made of
+    extras: tuple[str, ...]  # other steps: "query-key norm", "mask", "input modulation", "output factor", ...
+    parameters: tuple[nn.Parameter, ...]  # the parameters behind the views
+    biases: tuple[nn.Parameter, ...]  # the parameters of the branch's biases
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -91,7 +91,7 @@ class AttentionParts(_Branch):
         return self.q.shape[1]
 
     def value_output(self) -> Tensor:
-        """The map of tokens under an attention that looks at itself only: W_V W_O as one (out, in) matrix, float64."""
+        """W_V W_O as one (out, in) matrix, float64: the map of a token that attends only to itself."""
         group = self.heads // len(self.v)
         out = self.out.detach().double().unflatten(1, (self.heads, -1))  # (out, heads, head_dim)
         value = self.v.detach().double().repeat_interleave(group, 0)  # (heads, head_dim, in)
@@ -100,7 +100,7 @@ class AttentionParts(_Branch):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class MlpParts(_Branch):
-    """The weights of an MLP. `activation` is a name, or None where it is none that is known."""
+    """The weights of an MLP. `activation` is a name in ACTIVATIONS, or None."""
 
     up: Tensor
     gate: Tensor | None
@@ -109,19 +109,19 @@ class MlpParts(_Branch):
     gate_bias: Tensor | None
     down_bias: Tensor | None
     activation: str | None
-    curve: Curve | None  # the activation as it was seen: values on a grid, and operators
-    steps: tuple[str, ...] = ()  # what else the branch computes, also where it changed nothing on the example
-    reads_stream: bool = True  # the branch reads what is added to it, entry by entry up to rounding
+    curve: Curve | None  # the traced activation: values on a grid, and operators
+    steps: tuple[str, ...] = ()  # other operators of the branch, also if they changed nothing on the example
+    reads_stream: bool = True  # the branch reads the tensor that it is added to, entry by entry up to rounding
 
     @property
     def function(self) -> Callable[[Tensor], Tensor] | None:
-        """The activation itself."""
+        """The activation as a function."""
         return None if self.activation is None else ACTIVATIONS[self.activation]
 
 
 @dataclass(frozen=True, eq=False)
 class ParallelParts:
-    """An attention and an MLP that are added at one site."""
+    """An attention and an MLP whose sum is added at one site."""
 
     attention: AttentionParts
     mlp: MlpParts
@@ -135,7 +135,7 @@ Part = AttentionParts | MlpParts | ParallelParts  # the weights of the branch of
 
 
 class Parts(Sequence[Part | None]):
-    """The parts of every site, in the order of the sites; None where the layout is unknown, with `reasons` why."""
+    """The parts of every site, in order; None if the layout is unknown, with the reason in `reasons`."""
 
     def __init__(self, model: str, sites: Sequence[Site], parts: Sequence[Part | None], reasons: dict[int, str]):
         self.model = model
@@ -154,7 +154,7 @@ class Parts(Sequence[Part | None]):
         return len(self._parts)
 
     def attentions(self) -> Iterator[AttentionParts]:
-        """Every attention, those of parallel sites included."""
+        """Every attention, including those of parallel sites."""
         for part in self._parts:
             if isinstance(part, ParallelParts):
                 yield part.attention
@@ -162,7 +162,7 @@ class Parts(Sequence[Part | None]):
                 yield part
 
     def mlps(self) -> Iterator[MlpParts]:
-        """Every MLP, those of parallel sites included."""
+        """Every MLP, including those of parallel sites."""
         for part in self._parts:
             if isinstance(part, ParallelParts):
                 yield part.mlp

@@ -1,4 +1,4 @@
-"""Finds the parts of every site in a trace: the products with a weight on its branch, its norm, its scale."""
+"""Finds the parts of every site in a trace: the weights of its branch, its norms and its scale."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from unskip.anatomy import _ops
-from unskip.anatomy._agree import more_steps, same_stream, unseen
+from unskip.anatomy._agree import mismatch, more_steps, same_stream
 from unskip.anatomy._attention import Attention, find_attention
 from unskip.anatomy._example import Example, example_for
 from unskip.anatomy._graph import Graph, Node, Ref
@@ -26,7 +26,7 @@ from unskip.errors import UnskipError
 
 @dataclass(frozen=True, eq=False)
 class PartsTrace:
-    """A model trace with the parts of every site, and where each attention stands in the graph."""
+    """A model trace with the parts of every site and the graph nodes of each attention."""
 
     trace: ModelTrace
     parts: Parts
@@ -126,8 +126,8 @@ class _Finder:
             activation=mlp.activation,
             curve=mlp.curve,
         )
-        more = unseen(self.graph, run, part)
-        part = part if more is None else replace(part, extras=(more,))
+        extra = mismatch(self.graph, run, part)
+        part = part if extra is None else replace(part, extras=(extra,))
         return replace(part, steps=more_steps(self.graph, run, part), reads_stream=same_stream(self.graph, run))
 
     def _common(
@@ -148,7 +148,7 @@ class _Finder:
         }
 
     def _scaling(self, run: SiteRun, output: int) -> _Scaling:
-        """What multiplies the branch after its last weight: a stored vector, or something made from the input."""
+        """The factors of the branch after its last weight: a stored vector, or a gate computed from the input."""
         scaling = _Scaling()
         for node in run.steps:
             if output not in node or in_norm(node) or node.index == output:
@@ -172,6 +172,7 @@ class _Finder:
         return scaling
 
     def _leaf(self, index: int) -> nn.Parameter | None:
+        """The parameter that a tensor is a rearranged copy of, if any."""
         node = self.graph.nodes[index]
         while node.op != "weight" and node.parents and node.op in _ops.IDENTITY:
             node = self.graph.nodes[node.parents[0]]
@@ -179,7 +180,7 @@ class _Finder:
         return value if isinstance(value, nn.Parameter) else None
 
     def _norm(self, site: Site, run: SiteRun, inputs: Sequence[int], output: int) -> NormParts | None:
-        """The norm that the part's first weights read, or else the one at its end or after the sum."""
+        """The norm before the part's first weights, or else the one at its end or after the sum."""
         if site.norm in ("pre", "sandwich"):
             before = [n for n in run.steps if in_norm(n) and any(n.index in self.graph.nodes[i] for i in inputs)]
             return self._norm_at("pre", before[:1])
@@ -199,11 +200,11 @@ class _Finder:
             return None
         gain, bias = getattr(norm.module, "weight", None), getattr(norm.module, "bias", None)
         step = nodes[0].step
-        if nodes[0].op == "native_layer_norm" and step is not None:  # also where no module runs it
-            given = [self._leaf(ref.index) if isinstance(ref, Ref) else None for ref in step.args[2:4]]
-            # Computed from what the module stores, as 1 + weight is: the offset says how.
-            computed = norm.offset != 0 and given[0] is None
-            gain, bias = gain if computed else given[0], given[1]
+        if nodes[0].op == "native_layer_norm" and step is not None:  # also without a module
+            stored = [self._leaf(ref.index) if isinstance(ref, Ref) else None for ref in step.args[2:4]]
+            # The operator may get 1 + weight; the module then has the weight, and `offset` is 1.
+            computed = norm.offset != 0 and stored[0] is None
+            gain, bias = gain if computed else stored[0], stored[1]
         return NormParts(
             self.names.get(id(norm.module), ""),
             norm.kind,

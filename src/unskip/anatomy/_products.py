@@ -1,7 +1,7 @@
-"""Products with a weight in a recorded graph: y = x W^T + b, as views on the parameters that hold W and b.
+"""Products with a weight in a recorded graph: y = x W^T + b, as views on the parameters that store W and b.
 
-A view is a tensor that shares memory with the parameter, in the layout of nn.Linear, (out, in): writing into it writes
-into the model, whether the parameter is stored so, transposed (GPT-2's Conv1D) or as a 1 x 1 convolution.
+A view shares memory with the parameter, in the layout of nn.Linear, (out, in): writing into it changes the model,
+whether the parameter has that layout, is transposed (GPT-2's Conv1D) or is a 1 x 1 convolution.
 """
 
 from __future__ import annotations
@@ -23,37 +23,37 @@ _COPIES = frozenset("_to_copy to clone contiguous detach alias".split())
 
 @dataclass(frozen=True, eq=False)
 class Product:
-    """One product with a weight: where it reads, where its result (bias included) stands, and its parameters."""
+    """One product with a weight: its nodes and its parameters."""
 
     source: int  # node of x
-    result: int  # node of y
+    result: int  # node of y, including the bias
     axis: int  # of the features in both
     matrix: Tensor  # (out, in), shares memory with the parameter
     weight: nn.Parameter
-    biases: tuple[nn.Parameter, ...]  # the parameters that the bias is made of, also where it is no view
-    pieces: tuple[tuple[int, Tensor], ...]  # views that the bias is put together from, each with where it begins
+    biases: tuple[nn.Parameter, ...]  # the parameters that the bias depends on, also if it is not a view on them
+    pieces: tuple[tuple[int, Tensor], ...]  # (first index, view): the bias is these views, concatenated
 
     @property
     def bias(self) -> Tensor | None:
-        """The whole bias, (out,), shares memory with its parameter."""
+        """The whole bias, (out,), sharing memory with its parameter."""
         return self.bias_at(torch.arange(len(self.matrix)))
 
     def bias_at(self, index: Tensor) -> Tensor | None:
-        """The entries of the bias named by an index of any shape, where one parameter holds them all."""
+        """The entries of the bias at an index of any shape; None unless one parameter has them all."""
         for start, view in self.pieces:
             if start <= int(index.min()) and int(index.max()) < start + len(view):
                 return rows(view, index - start)
         return None
 
     def hides_bias(self, *views: Tensor | None) -> bool:
-        """Whether parameters of the bias are in none of the views that were found of it."""
-        seen = {view.untyped_storage()._cdata for view in views if view is not None}
-        seen |= {view.untyped_storage()._cdata for _, view in self.pieces}
-        return any(parameter.untyped_storage()._cdata not in seen for parameter in self.biases)
+        """Whether a parameter of the bias has no view among `views` and `pieces`."""
+        viewed = {view.untyped_storage()._cdata for view in views if view is not None}
+        viewed |= {view.untyped_storage()._cdata for _, view in self.pieces}
+        return any(parameter.untyped_storage()._cdata not in viewed for parameter in self.biases)
 
 
 class Unviewable(Exception):
-    """A weight that is no view on one parameter, with the reason."""
+    """Weights that cannot be given as views on parameters, with the reason."""
 
 
 def is_weighted(graph: Graph, node: Node) -> bool:
@@ -72,7 +72,7 @@ def product(graph: Graph, readers: list[list[int]], node: Node) -> Product:
     added = node.parents[0] if node.op in ("addmm", "baddbmm") else None
     left, right = node.parents[-2:] if node.op != "linear" else node.parents[:2]
     if not graph.nodes[right].fixed:
-        raise Unviewable("the weight stands on the left of the product")
+        raise Unviewable("the weight is the left operand of the product")
     weight, view = _view(graph, right)
     view = view[0] if view.ndim == 3 and view.stride(0) == 0 else view
     if view.ndim != 2:
@@ -102,12 +102,12 @@ def _view(graph: Graph, index: int) -> tuple[nn.Parameter, Tensor]:
     node = graph.nodes[index]
     while node.op != "weight":
         if node.step is None or (node.op not in _ops.VIEW and node.op not in _COPIES and node.op != "_unsafe_view"):
-            raise Unviewable(f"the weight is computed (torch.{node.op}) and not stored")
+            raise Unviewable(f"the weight is computed (torch.{node.op}), not stored")
         chain.append(node)
         node = graph.nodes[node.parents[0]]
     parameter = graph.values[node.index]
     if not isinstance(parameter, nn.Parameter):
-        raise Unviewable("the weight is a buffer and not a parameter")
+        raise Unviewable("the weight is a buffer, not a parameter")
     view = parameter.detach()
     for link in reversed(chain):
         view = view if link.op in _COPIES else _apply(link, view)
@@ -115,7 +115,7 @@ def _view(graph: Graph, index: int) -> tuple[nn.Parameter, Tensor]:
 
 
 def _apply(node: Node, value: Tensor) -> Tensor:
-    """A node's operator on another tensor."""
+    """Applies a node's operator to another tensor."""
     assert node.step is not None
     args, kwargs = tree_map(lambda v: value if isinstance(v, Ref) else v, (node.step.args, node.step.kwargs))
     out: Any = node.step.func(*args, **kwargs)
@@ -123,7 +123,7 @@ def _apply(node: Node, value: Tensor) -> Tensor:
 
 
 def _later_bias(graph: Graph, readers: list[list[int]], node: Node, size: int) -> tuple[int, int | None]:
-    """A bias that is added after the product, as torch does for inputs in some layouts."""
+    """(result, bias) of a bias added by a separate operator, as torch does for inputs in some layouts."""
     index = node.index
     while True:
         following = [graph.nodes[i] for i in readers[index]]
@@ -142,7 +142,7 @@ def _later_bias(graph: Graph, readers: list[list[int]], node: Node, size: int) -
 def _bias(
     graph: Graph, index: int | None, size: int
 ) -> tuple[tuple[nn.Parameter, ...], tuple[tuple[int, Tensor], ...]]:
-    """The parameters of a bias, and the views that it is made of: one, or several put end to end as in BEiT."""
+    """The parameters of a bias, and the views that it consists of: one, or several concatenated as in BEiT."""
     if index is None:
         return (), ()
     node = graph.nodes[index]
@@ -160,9 +160,9 @@ def _bias(
 
 
 def rows(matrix: Tensor, index: Tensor) -> Tensor:
-    """The rows of a matrix (or entries of a vector) named by an index of any shape, as a view.
+    """The rows of a matrix (or entries of a vector) at an index of any shape, as a view.
 
-    A view takes evenly spaced steps along each axis: rows[h, j] = a + h * s + j * t.
+    The index must be evenly spaced along each axis, index[h, j] = a + h * s + j * t with s, t >= 0.
     """
     index = index.long()
     steps = []
@@ -171,7 +171,7 @@ def rows(matrix: Tensor, index: Tensor) -> Tensor:
         step = int((index.narrow(axis, 1, 1) - first).flatten()[0]) if size > 1 else 1
         arange = torch.arange(size).reshape([-1 if i == axis else 1 for i in range(index.ndim)])
         if step < 0 or not torch.equal(first + step * arange, index):
-            raise Unviewable("the rows of a head stand in no regular order")
+            raise Unviewable("the rows of a head are not evenly spaced")
         steps.append(step * matrix.stride(0))
     start = matrix.storage_offset() + int(index.flatten()[0]) * matrix.stride(0)
     return matrix.as_strided((*index.shape, *matrix.shape[1:]), (*steps, *matrix.stride()[1:]), start)

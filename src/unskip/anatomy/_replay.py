@@ -1,9 +1,9 @@
-"""Computes a part of a recorded graph again: the target tensor as a function of the source tensor.
+"""Replays a part of a recorded graph: the target tensor as a function of the source tensor.
 
-    y = g(x)        x the source node's tensor, everything else that went into the target as it was
+    y = g(x)        x is the source node's tensor; all other inputs of the target keep their recorded values
 
-The function is made of torch operators, so it can be differentiated and batched by torch.func. This is how a branch of
-any model becomes a function, however its Python is written.
+The function consists of torch operators, so torch.func can differentiate and batch it. It turns the branch of any model
+into a function, whatever its Python code.
 """
 
 from __future__ import annotations
@@ -21,27 +21,27 @@ from unskip.errors import UnskipError
 
 
 class ReplayError(UnskipError):
-    """A part of a graph that cannot be computed again."""
+    """A part of a graph that cannot be replayed."""
 
 
 def path(graph: Graph, source: int, target: int) -> list[Node]:
-    """The nodes that carry the source into the target, in order."""
+    """The nodes between the source and the target that depend on one and feed the other, in order."""
     if source not in graph.nodes[target]:
         raise ReplayError("the target does not depend on the source")
+    span = graph.nodes[source + 1 : target + 1]
     reached = {source}
-    for node in graph.nodes[source + 1 : target + 1]:
+    for node in span:
         if not reached.isdisjoint(_reads(node)):
             reached.add(node.index)
-    wanted = {target}
-    for node in reversed(graph.nodes[source + 1 : target + 1]):
-        if node.index in wanted:
-            wanted.update(_reads(node))
-    both = reached & wanted
-    return [node for node in graph.nodes[source + 1 : target + 1] if node.index in both]
+    needed = {target}
+    for node in reversed(span):
+        if node.index in needed:
+            needed.update(_reads(node))
+    return [node for node in span if node.index in reached & needed]
 
 
 def _reads(node: Node) -> tuple[int, ...]:
-    """What a node is made of, comparisons and indices included; what takes only a shape is a constant."""
+    """The nodes that determine a node's values, including masks and indices, but not tensors read only for a shape."""
     if node.step is None:
         return node.parents
     return () if node.op in _ops.FRESH else node.step.refs
@@ -54,14 +54,14 @@ def replay(
     dtype: torch.dtype | None = None,
     keep: dict[int, Tensor] | None = None,
 ) -> Callable[[Tensor], Tensor]:
-    """The target as a function of the source. With `dtype`, every floating tensor and cast inside is of that type.
+    """The target as a function of the source. `dtype` replaces every floating dtype, also in casts.
 
-    `keep` collects all tensors on the way, by their nodes.
+    `keep` collects all intermediate tensors by node.
     """
     nodes = path(graph, source, target)
     for node in nodes:
         if node.step is None or (node.wrote is not None and node.op.startswith("_foreach")):
-            raise ReplayError(f"{node.op} cannot be computed again: the model writes into a part of a tensor in place")
+            raise ReplayError(f"{node.op} cannot be replayed: the model writes into a part of a tensor in place")
     moving = {source, *(node.index for node in nodes)}
     used = {index for node in nodes for index in _refs(node)}
     fixed = {index: _cast(graph.values[index].detach(), dtype) for index in used - moving}
@@ -99,9 +99,9 @@ def _compute(node: Node, live: dict[int, Tensor], dtype: torch.dtype | None) -> 
 
     args, kwargs = tree_map(resolve, (step.args, step.kwargs))
     if dtype is not None and node.op in ("_softmax", "_log_softmax"):
-        args = (*args[:2], False)  # half_to_float: nothing is half any more
+        args = (*args[:2], False)  # half_to_float: no input is half with `dtype`
     if node.op in ("view", "_unsafe_view") and not isinstance(args[1], torch.dtype):
-        return torch.reshape(args[0], args[1])  # a batched tensor may be laid out otherwise
+        return torch.reshape(args[0], args[1])  # a batched tensor may have other strides
     if node.wrote is not None:
         args = (args[0].clone(), *args[1:])
     out = step.func(*args, **kwargs)

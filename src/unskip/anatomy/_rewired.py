@@ -1,6 +1,6 @@
-"""What a rewired model carries with it: its sites and their weights, so that it need not be traced again.
+"""The state of a rewired model: its sites and their weights, so that it need not be traced again.
 
-A rewiring is put on the model's root as an attribute. Here it is known only by what it offers to a reader of the model.
+The wiring is an attribute of the model's root. This room only uses the protocol below, because it cannot import wiring.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ class Rewired(Protocol):
 
     @property
     def survey(self) -> Survey:
-        """What was found in the model before it was rewired."""
+        """The survey of the model from before it was rewired."""
 
     def weights(self) -> dict[int, tuple[Number, Number]]:
-        """(alpha, beta) now, by site index."""
+        """The current (alpha, beta) by site index."""
 
     def suspended(self) -> AbstractContextManager[None]:
-        """The plain model while it lasts."""
+        """A context in which the model runs without the wiring."""
 
 
 def rewired_state(model: nn.Module) -> Rewired | None:
-    """The state that a rewired model carries, or None for a plain model."""
+    """The state of a rewired model, or None for a plain model."""
     if not isinstance(model, nn.Module):
         raise BadInput(f"expected a torch.nn.Module, got {type(model).__name__}")
     state: Rewired | None = vars(model).get(WIRING)

@@ -1,7 +1,7 @@
 """One traced sample: the stream before and after every site, and branches, sub-layers and the network as functions.
 
-The sample is traced once (`_model_trace`), with the weights of its wiring. A branch, a sub-layer or the whole
-stack of sites is then computed again from the trace as a function of one tensor, in float64 where asked.
+The sample is traced once (`_model_trace`), with the weights of its wiring. A branch, a sub-layer or the whole stack of
+sites is then replayed from the trace as a function of one tensor, in any floating dtype.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from unskip.anatomy._replay import replay
 from unskip.anatomy._sites import Site
 from unskip.anatomy._walk import climb, in_norm
 
-Function = Callable[[Tensor], Tensor]  # a part of the model, of its input
+Function = Callable[[Tensor], Tensor]  # a part of the model as a function of its input
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,7 +34,7 @@ class Sample:
         return self.trace.sites
 
     def value(self, node: int) -> Tensor:
-        """What a node of the trace gave."""
+        """The tensor of a node of the trace."""
         return self.trace.graph.values[node]
 
     def run(self, site: Site) -> SiteRun:
@@ -46,15 +46,15 @@ class Sample:
         return min(runs[0].root for site, runs in zip(self.sites, self.trace.runs, strict=True) if site.regular)
 
     def last(self) -> int:
-        """The node of the sum that the last site makes."""
+        """The node of the last site's sum."""
         return max(runs[-1].add.index for site, runs in zip(self.sites, self.trace.runs, strict=True) if site.regular)
 
     def stream(self, site: Site) -> Tensor:
-        """(tokens, dim), what the site adds its branch to."""
+        """(tokens, dim), the tensor that the site adds its branch to."""
         return tokens(self.value(self.run(site).stream), site)
 
     def sum(self, site: Site) -> Tensor:
-        """(tokens, dim), what the site makes."""
+        """(tokens, dim), the sum of the site."""
         return tokens(self.value(self.run(site).add.index), site)
 
     def ratio(self, site: Site) -> float:
@@ -67,24 +67,24 @@ class Sample:
         return float(torch.as_tensor(branch).square().mean().sqrt()) / below if below else float("inf")
 
     def branch(self, site: Site, dtype: torch.dtype) -> tuple[Function, Tensor, int]:
-        """The branch as a function of its normalised input, that input, and the number of directions lost on the way.
+        """The branch as a function of its normalised input, that input, and the number of input directions lost in it.
 
-        Several branches of one site are taken together.
+        Several branches of one site are summed.
         """
         run = self.run(site)
         source = self._normalised(run)
         functions = [replay(self.trace.graph, source, finding.branch, dtype) for finding in run.findings]
 
-        def together(x: Tensor) -> Tensor:
+        def total(x: Tensor) -> Tensor:
             return torch.stack([function(x) for function in functions]).sum(0)
 
-        function = functions[0] if len(functions) == 1 else together
+        function = functions[0] if len(functions) == 1 else total
         target = run.findings[0].branch if len(functions) == 1 else run.add.index
         lost = self._lost(source, target, (run.stream, run.findings[0].add.index))
         return function, self.value(source).to(dtype), lost
 
     def sublayer(self, site: Site, dtype: torch.dtype) -> tuple[Function, Tensor, int]:
-        """alpha x + beta f(x) as a function of x, x, and the number of directions lost on the way."""
+        """alpha x + beta f(x) as a function of x, x, and the number of directions lost in it."""
         run = self.run(site)
         function = replay(self.trace.graph, run.root, run.add.index, dtype)
         return function, self.value(run.root).to(dtype), self._lost(run.root, run.add.index)
@@ -96,36 +96,36 @@ class Sample:
         return function, self.value(source).to(dtype), self._lost(source, target)
 
     def origins(self) -> dict[int, Site]:
-        """For every site that is no long skip, by its index, the site at which its stream begins.
+        """For every regular site, by its index, the first site of its stream.
 
-        A model may have several streams, as encoder and decoder or two towers do. A site goes on with the stream of
-        the sum that it reads, or else of the last sum that its input was computed from.
+        A model may have several streams, such as encoder and decoder or two towers. A site continues the stream of the
+        sum that it reads, or else of the last sum that its input was computed from.
         """
         nodes = self.trace.graph.nodes
-        owner: dict[int, Site] = {}  # of the sums so far
+        owner: dict[int, Site] = {}  # by the node of a sum, the site
         result: dict[int, Site] = {}
         for site in self.sites:
             if not site.regular:
                 continue
             runs = self.trace.runs[site.index]
-            whole = [index for index, _ in climb(nodes, runs[0].root) if index in owner]
-            sums = whole[:1] or [index for index in sorted(owner, reverse=True) if index in nodes[runs[0].root]][:1]
+            copies = [index for index, _ in climb(nodes, runs[0].root) if index in owner]
+            sums = copies[:1] or [index for index in sorted(owner, reverse=True) if index in nodes[runs[0].root]][:1]
             result[site.index] = result[owner[sums[0]].index] if sums else site
             owner |= {run.add.index: site for run in runs}
         return result
 
     def _normalised(self, run: SiteRun) -> int:
-        """The node that all of the branch reads: the output of a norm of the stream, or the stream itself."""
+        """The output of a norm of the stream through which all of the branch reads it, or else the stream itself."""
         norms = [node for node in run.steps if in_norm(node)]
         norm = norm_at(self.trace.graph, self.trace.readers, norms[0]) if norms else None
         if norm is None or norm.source not in [run.root, *self._moved(run)]:
             return run.root
         result = self.trace.graph.nodes[norm.result]
-        around = [n for n in run.steps if n.index not in result and norm.result not in n]
-        return run.root if around else norm.result  # something passes the norm by: the branch reads the stream
+        bypass = [n for n in run.steps if n.index not in result and norm.result not in n]
+        return run.root if bypass else norm.result
 
     def _moved(self, run: SiteRun) -> set[int]:
-        """The nodes of the branch that are the stream itself, rearranged or cast."""
+        """The root and the nodes of the branch that are rearrangements or casts of it."""
         moved = {run.root}
         for node in run.steps:
             if node.op in _ops.IDENTITY and node.parents[0] in moved:
@@ -133,7 +133,7 @@ class Sample:
         return moved
 
     def _lost(self, source: int, target: int, *gone: Edge) -> int:
-        """The directions of the source that norms on the way forget, where nothing passes them by."""
+        """The number of source directions that norms remove before the target; `gone` edges carry nothing."""
         dead = list(gone)
         for site, runs in zip(self.sites, self.trace.runs, strict=True):
             alpha, beta = self.trace.weights[site.index]

@@ -1,8 +1,8 @@
-"""One forward pass as a graph: which operator made each tensor, from what, in which module and at which line.
+"""Records one forward pass as a graph: the operator, inputs, module and source line of each tensor.
 
-The graph is recorded below autograd by a dispatch mode, so it sees what really ran: control flow, keyword arguments,
-functions of other libraries. Nothing is hooked or changed; the model's tensors stay alive while the trace does, because
-tensors are known by identity.
+A dispatch mode records below autograd, so the graph contains the operators that ran, whatever the control flow, keyword
+arguments and libraries. The model is not changed. The recorder keeps all tensors alive, because it identifies them by
+id.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from unskip.anatomy._example import Example
 from unskip.anatomy._graph import Call, Crossing, Graph, Node, Ref, Step
 
 MODULE_CALL = nn.Module._call_impl.__code__  # the frame around every forward
-# Frames of the machinery between a Python expression and its dispatch.
-_MACHINERY = (
+# Source files of the frames between a Python expression and its dispatch.
+_DISPATCH_FILES = (
     "torch/_compile.py",
     "torch/_dynamo/",
     "torch/utils/_python_dispatch.py",
@@ -56,18 +56,18 @@ def _rms(tensor: Tensor) -> float | None:
     return norm / math.sqrt(tensor.numel())
 
 
-# Sums to compute otherwise, by the node they would be: left and right operand -> result.
+# Replacements for additions, by the index of their node: (left, right) -> result.
 Weigh = Mapping[int, Callable[[Tensor, Tensor], Tensor]]
 
 
 class Recorder(TorchDispatchMode):
     """Records every operator that runs while it is active into `graph`.
 
-    With `keep` the graph can be computed again: it holds every tensor and how it was made. `weigh` names additions that
-    are computed as weighted sums, as in a rewired model.
+    With `keep` the graph can be replayed: it stores every tensor and the step that computed it. `weigh` replaces
+    additions by weighted sums, as in a rewired model.
     """
 
-    supports_higher_order_operators = True  # such as flex attention: one opaque node each
+    supports_higher_order_operators = True  # such as flex attention, recorded as one opaque node
 
     def __init__(self, model: nn.Module, example: object, keep: bool = False, weigh: Weigh | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -75,10 +75,10 @@ class Recorder(TorchDispatchMode):
         self._keep = keep
         self._weigh = weigh or {}
         self._node: dict[int, int] = {}  # id of a tensor -> its node
-        self._alive: list[Tensor] = []  # so that no id is used twice
+        self._alive: list[Tensor] = []  # keeps ids unique
         self._written: dict[int, int] = {}  # storage -> node of the last in-place write to it
-        self._calls: Counter[int] = Counter()  # of each module, by its id
-        self._views: dict[object, int] = {}  # rearrangement of a node -> its node, so that taking it twice is one node
+        self._calls: Counter[int] = Counter()  # id of a module -> number of calls
+        self._views: dict[object, int] = {}  # view of a node -> its node, so that the same view taken twice is one node
         for tensor in [*model.parameters(), *model.buffers()]:
             self._leaf(tensor, "weight", fixed=True)
         for tensor in _tensors(example):
@@ -91,7 +91,7 @@ class Recorder(TorchDispatchMode):
         return self._node[id(tensor)]
 
     def cross(self, module: nn.Module, args: object, kwargs: object, output: object) -> None:
-        """A forward hook of the modules: notes which nodes went in and came out."""
+        """A forward hook for all modules: records the nodes of their inputs and outputs."""
         call = self._calls[id(module)]
         self._calls[id(module)] += 1
         for side, tree in (("input", (args, kwargs)), ("output", output)):
@@ -108,23 +108,16 @@ class Recorder(TorchDispatchMode):
             self.graph.values.setdefault(node.index, tensor)
 
     def _lookup(self, tensor: Tensor) -> int:
-        """The node that holds the tensor's present value, in-place writes through other views included."""
+        """The node of the tensor's current value, including in-place writes through other views."""
         index = self._leaf(tensor, "constant", fixed=True)
         storage = _storage(tensor) if self._written else None
         written = self._written.get(storage, -1) if storage is not None else -1
         if written <= index:
             return index
-        whole = self.graph.nodes[written].shape
-        same = torch.Size(whole).numel() == tensor.numel()  # a write through another view of the same elements
-        parents = (written, index) if same else (index, written)
+        same = torch.Size(self.graph.nodes[written].shape).numel() == tensor.numel()  # another view of all elements
+        op, parents = ("alias", (written, index)) if same else ("overwrite", (index, written))
         fixed = all(self.graph.nodes[p].fixed for p in parents)
-        node = self.graph.add(
-            "alias" if same else "overwrite",
-            parents,
-            fixed=fixed,
-            shape=tuple(tensor.shape),
-            floating=_floating(tensor),
-        )
+        node = self.graph.add(op, parents, fixed=fixed, shape=tuple(tensor.shape), floating=_floating(tensor))
         self._remember(tensor, node)
         return node.index
 
@@ -134,7 +127,7 @@ class Recorder(TorchDispatchMode):
         kwargs = kwargs or {}
         if isinstance(kwargs.get("out"), Tensor):
             return self._into(func, args, **kwargs)
-        name = _name(func, args)
+        name = _ops.op_name(func, args)
         parents = tuple(self._lookup(tensor) for tensor in _tensors((args, kwargs)))
         ratio = self._ratio(name, args)
         written = [
@@ -169,12 +162,12 @@ class Recorder(TorchDispatchMode):
         return out
 
     def _into(self, func: Any, args: tuple[Any, ...], out: Tensor, **kwargs: Any) -> Tensor:
-        """torch.add(x, y, out=z) as what it comes to: a sum, and a copy of it into z."""
+        """Records torch.add(x, y, out=z) as a sum and a copy of it into z."""
         with self:
-            made = func._overloadpacket(*args, **kwargs)
-            if made.shape != out.shape:
-                out.resize_(made.shape)
-            return out.copy_(made)
+            result = func._overloadpacket(*args, **kwargs)
+            if result.shape != out.shape:
+                out.resize_(result.shape)
+            return out.copy_(result)
 
     def _record(
         self, tensor: Tensor, name: str, parents: tuple[int, ...], facts: dict[str, Any], view: str | None
@@ -185,19 +178,19 @@ class Recorder(TorchDispatchMode):
             self._remember(tensor, nodes[self._views[key]])
             return
         floating = _floating(tensor)
-        parents = parents[1:] if name == "copy" else parents  # nothing is left of what it writes over
+        parents = parents[1:] if name == "copy" else parents  # copy overwrites its first argument entirely
         fixed = all(nodes[p].fixed for p in parents)
         if name in _ops.FRESH:
             parents, fixed = (), True
         elif not floating:
-            parents = ()  # nothing differentiable passes an integer: indices and masks are not streams
+            parents = ()  # integers, such as indices and masks, are not differentiable, so not streams
         node = self.graph.add(name, parents, fixed=fixed, shape=tuple(tensor.shape), floating=floating, **facts)
         self._remember(tensor, node)
         if key is not None:
             self._views[key] = node.index
 
     def _save(self, written: list[Tensor]) -> None:
-        """What an in-place operator is about to write over, in every view of it."""
+        """Clones recorded values that an in-place operator is about to overwrite, through whatever view."""
         storages = {_storage(tensor) for tensor in written}
         for index, value in self.graph.values.items() if storages else ():
             if _storage(value) in storages:
@@ -212,7 +205,7 @@ class Recorder(TorchDispatchMode):
         return Step(func, args, kwargs, 0, refs)
 
     def _factor(self, name: str, args: tuple[Any, ...], parents: tuple[int, ...]) -> float | None:
-        """What a product multiplies its moving operand by, where that does not depend on the input."""
+        """The factor of a product with one operand that depends on the input and one that does not, as a number."""
         fixed = [value for value in args[:2] if not isinstance(value, Tensor)]
         moving = [index for index in parents if not self.graph.nodes[index].fixed]
         if not fixed and len(moving) == 1:
@@ -251,26 +244,14 @@ class Recorder(TorchDispatchMode):
 
 
 def _arguments(func: Any) -> list[Any]:
-    """What an operator's schema says of its arguments. An attention that takes functions has none, and writes into
-    nothing; what others of its kind do inside cannot be seen.
+    """The arguments in an operator's schema. Higher-order operators have no schema; flex attention writes in place to
+    none of its arguments, the others cannot be traced.
     """
     if hasattr(func, "_schema"):
         return list(func._schema.arguments)
     if _ops.is_attention(func.name()):
         return []
-    raise NotImplementedError(f"torch's {func.name()} runs functions that cannot be looked into")
-
-
-def _name(func: Any, args: tuple[Any, ...]) -> str:
-    """The operator's base name. Adding the number 0, with which `sum` begins, is the identity; index_put may add; a
-    power is told by its exponent.
-    """
-    name = _ops.base_name(func)
-    if name == "pow" and len(args) > 1 and not isinstance(args[1], Tensor):
-        return _ops.POWERS.get(args[1], name)
-    if name == "index_put" and len(args) > 3 and args[3]:
-        return "index_add"
-    return "alias" if name in _ops.ADD and len(args) > 1 and isinstance(args[1], int) and args[1] == 0 else name
+    raise NotImplementedError(f"torch's {func.name()} runs functions that cannot be traced")
 
 
 def _view_key(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
@@ -286,24 +267,24 @@ def _floating(tensor: Tensor) -> bool:
 def calls(names: bool = False) -> Iterator[Call]:
     """The Python frames around the operator that is being dispatched, innermost first.
 
-    With `names`, those of the innermost module's call hold the modules and whole numbers among their variables.
+    With `names`, the frames of the innermost module's call get their variables that are modules or integers.
     """
     caller = sys._getframe(1)
-    machinery = (*_MACHINERY, caller.f_code.co_filename.replace("\\", "/"))
+    dispatch_files = (*_DISPATCH_FILES, caller.f_code.co_filename.replace("\\", "/"))
     frame: FrameType | None = caller
-    inside = True
+    in_dispatch = True
     while frame is not None:
         filename = frame.f_code.co_filename.replace("\\", "/")
-        inside = inside and any(part in filename for part in machinery)
+        in_dispatch = in_dispatch and any(part in filename for part in dispatch_files)
         names = names and frame.f_code is not MODULE_CALL
-        if not inside:
-            held = frame.f_locals.items() if names else ()
-            yield Call(frame, frame.f_lasti, {name: v for name, v in held if isinstance(v, nn.Module | int)})
+        if not in_dispatch:
+            variables = frame.f_locals.items() if names else ()
+            yield Call(frame, frame.f_lasti, {name: v for name, v in variables if isinstance(v, nn.Module | int)})
         frame = frame.f_back
 
 
 def record(model: nn.Module, example: Example, training: bool, keep: bool = False, weigh: Weigh | None = None) -> Graph:
-    """Runs the model on the example once and returns the graph of what happened."""
+    """Runs the model on the example once and returns the graph of its forward."""
     example = example.copy()
     recorder = Recorder(model, example.values, keep, weigh)
     with contextlib.ExitStack() as hooks, quiet(model, training), recorder:

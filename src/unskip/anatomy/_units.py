@@ -1,12 +1,12 @@
-"""Blocks by their module: the repeated unit that a residual site belongs to.
+"""The block of each residual site: the repeated unit of modules that it belongs to.
 
 A unit is an element of a list of modules of one class (`nn.ModuleList`, `nn.Sequential`, `nn.ModuleDict`):
 
-    blocks.3                adds itself, as a block of timm does
-    encoder.layer.3         holds the module that adds, as in BERT
-    transformer.layers.3    holds the branch alone: the loop around the list adds
+    blocks.3                the element adds, as in timm
+    encoder.layer.3         a submodule of the element adds, as in BERT
+    transformer.layers.3    the element contains the branch only; the loop over the list adds
 
-A list of unlike layers, attention and MLP, that is an element of another list is one unit, not two.
+A list of different layers (attention, MLP) that is itself an element of a list is one unit, not two.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ _LISTS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 
 
 def units(model: nn.Module, sites: Sequence[tuple[str, Sequence[str], str]]) -> list[str]:
-    """The path of the unit of each site, from the module that adds, the modules of its branch and its kind."""
+    """The path of the unit of each site, given as (path of the module that adds, paths of its branch, kind)."""
     inner = [_below(model, path, branch) for path, branch, _ in sites]
-    # A unit that runs a list of its own beside other branches stays whole.
+    # A unit with some branches outside of its inner list is not split.
     mixed = {path for (path, _, _), below in zip(sites, inner, strict=True) if below is None}
     paths = []
     for (path, _, _), below in zip(sites, inner, strict=True):
@@ -31,15 +31,15 @@ def units(model: nn.Module, sites: Sequence[tuple[str, Sequence[str], str]]) -> 
 
 
 def _below(model: nn.Module, path: str, branch: Sequence[str]) -> str | None:
-    """The element of a list below a module that holds the branch, where there is exactly one."""
+    """The element of a list inside a module that contains the branch, if there is exactly one."""
     inside = [name for name in branch if holds(path, name)]
     elements = {_element(model, name, path) or _element(model, name, path, alike=False) for name in inside} - {None}
     return elements.pop() if len(elements) == 1 else None
 
 
 def _element(model: nn.Module, path: str, above: str = "", alike: bool = True) -> str | None:
-    """The nearest element of a list around a module, itself included, below another; if alike, the list is of one
-    class.
+    """The innermost list element that is or contains a module, inside the module at `above`; with `alike`, the list's
+    elements must have one class.
     """
     parts = path.split(".") if path else []
     for end in range(len(parts), len(above.split(".")) if above else 0, -1):
@@ -51,7 +51,7 @@ def _element(model: nn.Module, path: str, above: str = "", alike: bool = True) -
 
 
 def _joined(model: nn.Module, paths: list[str], kinds: list[str]) -> list[str]:
-    """Units whose list is itself an element of a list, and holds one site of another kind each, joined to one."""
+    """Joins the units of a list that is itself an element of a list, if each has one site and their kinds differ."""
     by_list: dict[str, list[int]] = {}
     for index, unit in enumerate(paths):
         by_list.setdefault(unit.rpartition(".")[0], []).append(index)
@@ -65,11 +65,11 @@ def _joined(model: nn.Module, paths: list[str], kinds: list[str]) -> list[str]:
 
 
 def _repeats(kinds: list[str]) -> bool:
-    """Whether kinds are a shorter sequence several times over, or one kind alone."""
+    """Whether a sequence of kinds is a repetition of a shorter one, or a single kind."""
     size = len(kinds)
     return size == 1 or any(size % n == 0 and kinds == kinds[:n] * (size // n) for n in range(1, size // 2 + 1))
 
 
 def holds(outer: str, inner: str) -> bool:
-    """Whether a module, by its path, is another or lies in it."""
+    """Whether the module at the path `inner` is the one at `outer` or a submodule of it."""
     return not outer or inner == outer or inner.startswith(outer + ".")

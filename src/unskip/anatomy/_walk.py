@@ -1,4 +1,4 @@
-"""Ways through a recorded graph: who reads a node, what it is a copy of, and what lies between two nodes."""
+"""Traversals of a recorded graph: readers of a node, the tensors it is a copy of, the nodes between two nodes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def consumers(graph: Graph) -> list[list[int]]:
 
 
 def climb(nodes: list[Node], index: int, scaled_by_weights: bool = False) -> Iterator[tuple[int, bool]]:
-    """A tensor and the tensors it is a rearranged, cast or constantly scaled copy of; True once a part was taken."""
+    """A tensor and the tensors that it is a rearranged, cast or scaled copy of, each with whether a part was taken."""
     narrowed = False
     while True:
         yield index, narrowed
@@ -45,37 +45,42 @@ def climb(nodes: list[Node], index: int, scaled_by_weights: bool = False) -> Ite
 
 
 def written(graph: Graph) -> set[int]:
-    """The nodes whose memory the model writes into later."""
+    """The nodes whose memory the model later overwrites in place."""
     return {i for node in graph.nodes if node.wrote is not None for i, _ in climb(graph.nodes, node.wrote)}
 
 
 def own_factor(nodes: list[Node], index: int, root: int | None = None) -> float:
-    """What numbers and weights of the model multiply a tensor by, back to the root or to where it was computed."""
+    """The product of the model's own factors (numbers and weights) on a tensor since the root or its computation."""
     product = 1.0
-    for each, _ in climb(nodes, index, scaled_by_weights=True):
-        if each == root:
+    for source, _ in climb(nodes, index, scaled_by_weights=True):
+        if source == root:
             break
-        product *= 1.0 if nodes[each].factor is None else nodes[each].factor or 0.0
+        product *= _factor(nodes[source])
     return product
 
 
-def sum_factors(nodes: list[Node], readers: list[list[int]], roots: list[int], sums: list[int]) -> dict[int, float]:
-    """What the sums of sites are multiplied by before anything else reads them: the 0.7 of 0.7 * (x + f(x)).
+def _factor(node: Node) -> float:
+    return 1.0 if node.factor is None else node.factor
 
-    On the way to the stream of a later site, which is one of `roots`; after the last sum, in the module that adds.
+
+def sum_factors(nodes: list[Node], readers: list[list[int]], roots: list[int], sums: list[int]) -> dict[int, float]:
+    """The model's own factor on each sum of a site, such as 0.7 in 0.7 * (x + f(x)).
+
+    Counted are factors between the sum and the stream of a later site (one of `roots`), and after the last sum those in
+    the module that adds.
     """
-    found: dict[int, float] = {}
+    factors: dict[int, float] = {}
     for root in roots:
         product = 1.0
         for index, _ in climb(nodes, root, scaled_by_weights=True):
             if nodes[index].op in _ops.ADD:
-                found.setdefault(index, product)
-            product *= 1.0 if nodes[index].factor is None else nodes[index].factor or 0.0
+                factors.setdefault(index, product)
+            product *= _factor(nodes[index])
     for add in sums:
-        if add not in found:
+        if add not in factors:
             last = not any(add in nodes[root] for root in roots[bisect_right(roots, add) :])
-            found[add] = _last_factor(nodes, readers, add) if last else 1.0
-    return found
+            factors[add] = _last_factor(nodes, readers, add) if last else 1.0
+    return factors
 
 
 def _last_factor(nodes: list[Node], readers: list[list[int]], index: int) -> float:
@@ -90,7 +95,7 @@ def _last_factor(nodes: list[Node], readers: list[list[int]], index: int) -> flo
 
 
 def between(nodes: list[Node], root: int, end: int) -> list[Node]:
-    """The nodes on any way from the root to the end, the end included."""
+    """The nodes on any path from the root to the end, including the end."""
     last = nodes[end]
     return [node for node in nodes[root + 1 : end + 1] if root in node and node.index in last]
 
@@ -110,14 +115,14 @@ def weight_depth(nodes: list[Node], path: list[Node]) -> int:
 
 
 def bends(nodes: list[Node], node: Node) -> bool:
-    """Not an affine map of its input: an activation, attention, or a product of two activations."""
+    """Whether an operator is nonlinear: an activation function, attention, or a product of two activations."""
     if node.op in _ops.ACTIVATION or _ops.is_softmax(node.op) or _ops.is_attention(node.op):
         return not in_norm(node)
     return is_product(nodes, node)
 
 
 def is_other_part(root: int, shortcut: list[Node], path: list[Node]) -> bool:
-    """Whether the stream is one part of the root and the branch was computed from other parts of it alone."""
+    """Whether the stream is one part of the root and the branch was computed only from other parts."""
     if not shortcut or shortcut[0].op not in _ops.PART:
         return False
     readers = [node for node in path if root in node.parents]
@@ -125,7 +130,7 @@ def is_other_part(root: int, shortcut: list[Node], path: list[Node]) -> bool:
 
 
 def reach(nodes: list[Node], readers: list[list[int]], index: int) -> set[int]:
-    """The consumers of a tensor through rearrangements and dropout."""
+    """The readers of a tensor, also through rearrangements, products, masks and dropout."""
     reached: set[int] = set()
     frontier = [index]
     while frontier:
@@ -138,7 +143,7 @@ def reach(nodes: list[Node], readers: list[list[int]], index: int) -> set[int]:
 
 
 def channel_axis(nodes: list[Node], path: list[Node], shape: tuple[int, ...]) -> int:
-    """The axis that holds the features: 1 for a map made by a convolution, else the last."""
+    """The feature axis: 1 for a convolutional feature map, else the last."""
     weights = [node for node in path if _ops.is_matmul(node.op) and not is_product(nodes, node)]
     if len(shape) >= 3 and weights and _ops.is_convolution(weights[-1].op) and len(weights[-1].shape) == len(shape):
         return 1
@@ -146,18 +151,16 @@ def channel_axis(nodes: list[Node], path: list[Node], shape: tuple[int, ...]) ->
 
 
 def in_norm(node: Node) -> bool:
-    """Whether a normalisation ran the operator: by the operator, the name of the module that ran it, or its place in a
-    norm that is written out.
-    """
+    """Whether an operator is part of a normalisation: by its name, its module's name, or as part of a marked norm."""
     return _ops.is_norm(node.op) or node.norm is not None or norm_module(node) is not None
 
 
 def norm_module(node: Node) -> nn.Module | None:
-    """The module that ran the operator, where it is a normalisation by its name."""
+    """The module that ran the operator, if it is a normalisation by its class name."""
     return node.owners[0] if node.owners and _is_norm_name(type(node.owners[0]).__name__) else None
 
 
 @functools.cache
 def _is_norm_name(name: str) -> bool:
-    """PreNorm and PostNorm are what blocks are called."""
+    """PreNorm and PostNorm are names of blocks, not of norms."""
     return bool(re.search(r"(?<!pre)(?<!post)norm", name, re.IGNORECASE))

@@ -1,8 +1,8 @@
-"""RMSNorms that neither a module nor a kernel runs: written out in a function, or F.rms_norm, which a CPU takes apart.
+"""RMSNorms without a module or kernel: spelled out in a function, or F.rms_norm, which is decomposed on a CPU.
 
     x * rsqrt(mean(x^2) + eps)        or        x / sqrt(mean(x^2) + eps)
 
-Their nodes are marked with the node of the product, so that they are one run of one norm (`Node.norm`).
+Their nodes are marked with the index of the product, so that they count as one run of one norm (`Node.norm`).
 """
 
 from __future__ import annotations
@@ -18,34 +18,33 @@ _CASTS = frozenset({"_to_copy", "to"})
 
 
 def mark_norms(graph: Graph) -> Graph:
-    """Marks them in a graph, and returns it."""
+    """Marks these norms in a graph and returns it."""
     for node in graph.nodes:
         if node.op in _ops.SCALE and len(node.parents) == 2 and not node.fixed and norm_module(node) is None:
             for whole, size in (node.parents, node.parents[::-1])[: 2 if node.op == "mul" else 1]:
-                group = _group(graph, node, whole, size)
-                for index in group:
+                for index in _group(graph, node, whole, size):
                     graph.nodes[index].norm = node.index
     return graph
 
 
 def _group(graph: Graph, node: Node, whole: int, size: int) -> list[int]:
-    """The nodes of the norm that ends in a product of x with one number for each of its rows; none where it is none."""
+    """The nodes of the norm that ends in a product of x (`whole`) and one number per row (`size`), or an empty list."""
     if node.shape != graph.nodes[whole].shape or not node.shape or graph.nodes[size].shape != (*node.shape[:-1], 1):
         return []
     group, roots, divides = [node.index], 0, node.op == "div"
-    here = graph.nodes[size]
-    while here.op in _SMALL and here.parents and here.shape[-1:] == (1,):
-        roots += here.op in _ROOTS
-        divides ^= here.op in _INVERSE
-        group.append(here.index)
-        here = graph.nodes[here.parents[0]]
-    if here.op != "mean" or roots != 1 or not divides:
+    mean = graph.nodes[size]
+    while mean.op in _SMALL and mean.parents and mean.shape[-1:] == (1,):
+        roots += mean.op in _ROOTS
+        divides ^= mean.op in _INVERSE
+        group.append(mean.index)
+        mean = graph.nodes[mean.parents[0]]
+    if mean.op != "mean" or roots != 1 or not divides:
         return []
-    square = graph.nodes[here.parents[0]]
+    square = graph.nodes[mean.parents[0]]
     if square.shape != node.shape or not _is_square(square):
         return []
-    group += [here.index, square.index]
-    # The size may be taken of a wider copy of x.
+    group += [mean.index, square.index]
+    # The mean square may be computed from a float32 copy of x.
     read = square.parents[0]
     if read != whole and graph.nodes[read].op in _CASTS and graph.nodes[read].parents[0] == whole:
         group.append(read)
