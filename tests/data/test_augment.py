@@ -150,7 +150,7 @@ def test_shown_is_torchvisions_resized_crop(height: int, width: int, out: int, f
     boxes = torch.tensor([[top, left, tall, wide, flip]] * 2)
     expected = functional.resized_crop(image, top, left, tall, wide, [out, out], antialias=True)
     expected = functional.horizontal_flip(expected) if flip else expected
-    torch.testing.assert_close(_device.shown(image, boxes, (out, out)), expected, atol=2e-5, rtol=0)
+    torch.testing.assert_close(_device.crop_resize(image, boxes, (out, out)), expected, atol=2e-5, rtol=0)
 
 
 def test_pad_crop_copies_bytes() -> None:
@@ -160,7 +160,7 @@ def test_pad_crop_copies_bytes() -> None:
         for left in range(-4, 5):
             crop = padded[:, :, top + 4 : top + 13, left + 4 : left + 13]
             for flip in (0, 1):
-                got = _device.shown(image, torch.tensor([[top, left, 9, 9, flip]]), (9, 9), pad=4)
+                got = _device.crop_resize(image, torch.tensor([[top, left, 9, 9, flip]]), (9, 9), pad=4)
                 assert torch.equal(got, crop.flip(-1) if flip else crop)  # bitwise
 
 
@@ -169,20 +169,22 @@ def test_pad_crop_and_resize() -> None:
     image = torch.rand(1, 3, 9, 9)
     crop = torch.nn.functional.pad(image, (4, 4, 4, 4))[:, :, 1:10, 6:15]
     expected = functional.resize(crop, [14, 14], antialias=True)
-    got = _device.shown(image, torch.tensor([[-3, 2, 9, 9, 0]]), (14, 14), pad=4)
+    got = _device.crop_resize(image, torch.tensor([[-3, 2, 9, 9, 0]]), (14, 14), pad=4)
     torch.testing.assert_close(got, expected, atol=1e-5, rtol=0)
 
 
 def test_shown_is_not_made_coarser_by_autocast() -> None:
     image, boxes = torch.randint(0, 256, (2, 3, 16, 16), dtype=torch.uint8), torch.tensor([[1, 2, 11, 9, 1]] * 2)
-    plain = _device.shown(image, boxes, (16, 16))
+    plain = _device.crop_resize(image, boxes, (16, 16))
     with torch.autocast("cpu", torch.bfloat16):
-        assert torch.equal(_device.shown(image, boxes, (16, 16)), plain)
+        assert torch.equal(_device.crop_resize(image, boxes, (16, 16)), plain)
 
 
 def test_device_side_compiles_without_breaks() -> None:
     def made(images: torch.Tensor, boxes: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
-        values = _device.normalised(_device.shown(images, boxes, (8, 8), pad=2), torch.tensor(0.5), torch.tensor(0.2))
+        values = _device.normalised(
+            _device.crop_resize(images, boxes, (8, 8), pad=2), torch.tensor(0.5), torch.tensor(0.2)
+        )
         values = _device.erased(values, table[:, 6:])
         return _device.mixed(values, values.flip(0), table)
 
@@ -209,14 +211,14 @@ def test_config_goes_through_json() -> None:
 @pytest.mark.parametrize(
     ("wrong", "says"),
     [
-        ({"crop": "random"}, "crop is 'random'; .* pad"),
-        ({"pad": -1}, "pad is -1"),
-        ({"mixup": -0.1}, "mixup is -0.1"),
-        ({"scale": (0.5, 0.2)}, "scale is .0.5, 0.2."),
-        ({"scale": (0.5, 2.0)}, "scale is"),
-        ({"ratio": (0.0, 1.0)}, "ratio is"),
-        ({"erase": 1.5}, "erase is 1.5; .* probability"),
-        ({"center": 0.0}, "center is 0.0"),
+        ({"crop": "random"}, "crop must be one of pad, .* got 'random'"),
+        ({"pad": -1}, "pad must be .* got -1"),
+        ({"mixup": -0.1}, "mixup must be .* got -0.1"),
+        ({"scale": (0.5, 0.2)}, "scale must be .* got .0.5, 0.2."),
+        ({"scale": (0.5, 2.0)}, "scale must be"),
+        ({"ratio": (0.0, 1.0)}, "ratio must be"),
+        ({"erase": 1.5}, "erase must be .* got 1.5"),
+        ({"center": 0.0}, "center must be .* got 0.0"),
         ({"randaugment": "rand-m9"}, "write operations,magnitude as in '2,9'"),
         ({"randaugment": "2,31"}, "magnitude up to 30"),
     ],
@@ -231,5 +233,5 @@ def test_normalisation_by_channels() -> None:
     assert math.isclose(normalisation(Augment(), 3)[0][0], 0.485)
     with pytest.raises(BadInput, match=r"1 channels, .* mean of 3"):
         normalisation(Augment(mean=(0.1, 0.2, 0.3)), 1)
-    with pytest.raises(BadInput, match="every channel's is above 0"):
+    with pytest.raises(BadInput, match="every entry must be above 0"):
         normalisation(Augment(std=(0.0,)), 1)

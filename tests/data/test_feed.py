@@ -237,7 +237,7 @@ def test_disk_and_memory_crop_alike(tmp_path: Path) -> None:
     from unskip.data import _device
     from unskip.data._augment import geometry
     from unskip.data._decode import decoded
-    from unskip.data._loader import Shown
+    from unskip.data._loader import ViewDecoder
     from unskip.data._order import GEOMETRY, stream
 
     images = open_images(write_folder(tmp_path, {"a": 6}, (20, 14)), size=None)
@@ -245,9 +245,9 @@ def test_disk_and_memory_crop_alike(tmp_path: Path) -> None:
     for augment in (Augment("resized"), Augment("pad"), Augment("center", center=0.6)):
         for index in range(6):
             assert images.reader is not None
-            (got,) = Shown(augment, 10, seed=0)(decoded(images.reader, index), 2, index)
+            (got,) = ViewDecoder(augment, 10, seed=0)(decoded(images.reader, index), 2, index)
             boxes = torch.from_numpy(geometry(augment, stream(GEOMETRY, 0, 2, index), 1, 20, 14))
-            expected = _device.shown(held[index : index + 1], boxes, (10, 10), pad=4)[0]
+            expected = _device.crop_resize(held[index : index + 1], boxes, (10, 10), pad=4)[0]
             torch.testing.assert_close(torch.from_numpy(got.copy()).float(), expected, atol=2.0, rtol=0)
 
 
@@ -289,7 +289,7 @@ def test_disk_stops_where_too_much_is_broken(tmp_path: Path, workers: int) -> No
         list(Feed(images, 6, 8, workers=workers).iterate(0, 1))
     for file in tmp_path.rglob("*.png"):
         file.unlink()
-    with pytest.raises(BadInput, match=r"\.png: .*nor can 8"):
+    with pytest.raises(BadInput, match=r"\.png: .*8 images drawn"):
         list(Feed(images, 6, 8, workers=workers).iterate(0, 1))
 
 
@@ -316,7 +316,7 @@ def test_disk_a_transform_takes_the_place_of_the_crop(disk: ImageSet) -> None:
     ):
         with pytest.raises(BadInput, match=says):
             next(Feed(disk, 6, 8, transform=wrong, workers=workers).iterate(0, 1))
-    with pytest.raises(BadInput, match="held in memory"):
+    with pytest.raises(BadInput, match="these are in memory"):
         Feed(numbered(), 6, 8, transform=transform)
 
 

@@ -152,7 +152,7 @@ def test_rows_without_a_label_or_an_image_are_left_out_and_counted(tmp_path: Pat
     assert "row 2: label 7 out of range" in labelled
     assert "row 3: no label" in labelled
     assert decoded.startswith("left out 2 of 197: ")
-    assert "row 5: not an image" in decoded
+    assert "row 5: cannot be read as an image" in decoded
     labels[11] = None
     with pytest.raises(BadInput, match=r"x\.parquet, row 2: label 7 .* 4 of 200"):
         open_images(str(write_parquet(tmp_path / "x.parquet", data, labels, NAMES)))
@@ -161,7 +161,7 @@ def test_rows_without_a_label_or_an_image_are_left_out_and_counted(tmp_path: Pat
 def test_truncated_jpeg_is_broken(tmp_path: Path) -> None:
     data = encoded(picture(0, 64, 64), "JPEG")
     file = write_parquet(tmp_path / "x.parquet", [data, data[: len(data) // 2]], [0, 0], ["one"])
-    assert "row 1: not an image that can be read" in open_images(str(file)).report[0]
+    assert "row 1: cannot be read as an image" in open_images(str(file)).report[0]
 
 
 def test_mixed_sizes(tmp_path: Path) -> None:
@@ -176,7 +176,7 @@ def test_mixed_sizes(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("damage", "says"),
-    [(b"", "not a parquet file"), (b"PAR1 this is none PAR1", "not a parquet file")],
+    [(b"", "cannot be read as a parquet file"), (b"PAR1 this is none PAR1", "cannot be read as a parquet file")],
 )
 def test_damaged_files(tmp_path: Path, damage: bytes, says: str) -> None:
     (tmp_path / "x.parquet").write_bytes(damage)
@@ -190,16 +190,16 @@ HUB = '{"info": {"features": %s}}'
 @pytest.mark.parametrize(
     ("changes", "notes", "says"),
     [
-        ({}, "{nope", "damaged notes on its columns"),
-        ({}, "[1]", "damaged notes on its columns"),
-        ({}, HUB % "[1]", "damaged notes on its columns"),
-        ({}, HUB % '{"label": {"names": 5}}', "damaged notes on its columns"),
-        ({"label": ["a", "b"]}, None, "column 'label' holds string; labels are whole numbers"),
-        ({"label": [0.5, 1.0]}, None, "column 'label' holds double; labels are whole numbers"),
+        ({}, "{nope", "damaged metadata of the columns"),
+        ({}, "[1]", "damaged metadata of the columns"),
+        ({}, HUB % "[1]", "damaged metadata of the columns"),
+        ({}, HUB % '{"label": {"names": 5}}', "damaged metadata of the columns"),
+        ({"label": ["a", "b"]}, None, "column 'label' is string; labels are whole numbers"),
+        ({"label": [0.5, 1.0]}, None, "column 'label' is double; labels are whole numbers"),
         ({"label": pyarrow.array([0, 2**63], pyarrow.uint64())}, None, "whole numbers below 2"),
         ({"label": [0, 2**62]}, None, "a label of 4611686018427387904; at most 1,048,576 classes"),
-        ({"image": [1, 2]}, None, "column 'image' holds int64; images are bytes"),
-        ({"image": [{"path": "a"}, {"path": "b"}]}, None, "column 'image' holds struct.* images are bytes"),
+        ({"image": [1, 2]}, None, "column 'image' is int64; images are bytes"),
+        ({"image": [{"path": "a"}, {"path": "b"}]}, None, "column 'image' is struct.* images are bytes"),
     ],
 )
 def test_columns_that_hold_something_else(
@@ -258,7 +258,7 @@ def test_large_files_are_read_as_needed(tmp_path: Path, monkeypatch: pytest.Monk
         for (x, y), (u, v) in zip(Feed(held, 4, 12).evaluate(), Feed(images, 4, 12).evaluate(), strict=True):
             assert torch.equal(x, u)
             assert torch.equal(y, v)
-    with pytest.raises(BadInput, match="say which size"):
+    with pytest.raises(BadInput, match="pass the size"):
         streamed.load([0])
     monkeypatch.setattr(_parquet, "MOST_GROUP", 100)
     with pytest.raises(BadInput, match=r"0\.parquet: row group 0 .* smaller"):
@@ -277,7 +277,7 @@ def test_one_image_for_all_rows_is_held_once(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(_parquet, "MOST_GROUP", 10 * len(large))
     reader: Any = open_images(tmp_path / "a.parquet").reader
     assert reader.encoded(150) == large
-    assert reader.held.bytes < 2 * len(large)
+    assert reader.cache.bytes < 2 * len(large)
 
 
 def test_the_hub_is_read_in_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -300,7 +300,7 @@ def test_the_hub_is_read_in_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         open_images(f"hf:{tmp_path / 'nowhere'}")
     (tmp_path / "loose").mkdir()
     picture(0).save(tmp_path / "loose" / "0.png")
-    with pytest.raises(BadInput, match="of the kind imagefolder"):
+    with pytest.raises(BadInput, match="its files are imagefolder"):
         open_images(f"hf:{tmp_path / 'loose'}")
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(MissingPackage, match=r"pip install 'unskip\[hf\]'"):

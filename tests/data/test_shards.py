@@ -132,7 +132,7 @@ def test_row_groups_are_read_once_and_memory_is_bounded(
     def counted(self: Any, group: int) -> Any:
         read.append(group)
         nonlocal most
-        most = max(most, self.held.bytes)
+        most = max(most, self.cache.bytes)
         return real(self, group)
 
     monkeypatch.setattr(_parquet.ParquetReader, "_read", counted)
@@ -215,16 +215,16 @@ def damaged(at: int, by: bytes) -> Any:
 @pytest.mark.parametrize(
     ("damage", "says"),
     [
-        (damaged(1024, b"\1"), r"byte 1024: no header"),
-        (lambda data: data[:1700], r"byte 1536: a member of .* cut short"),
-        (lambda data: data[:1200], r"byte 1024: no header"),
+        (damaged(1024, b"\1"), r"byte 1024: not a tar header"),
+        (lambda data: data[:1700], r"byte 1536: a member of .* truncated"),
+        (lambda data: data[:1200], r"byte 1024: not a tar header"),
         (lambda data: data[:1536], r"byte 1536: a member"),
-        (damaged(0, b"\x1f\x8b\x08\0"), r"byte 0: no header"),
-        (damaged(124, b"77777777777\0"), "byte 0: no header"),  # the checksum no longer fits
+        (damaged(0, b"\x1f\x8b\x08\0"), r"byte 0: not a tar header"),
+        (damaged(124, b"77777777777\0"), "byte 0: not a tar header"),  # the checksum no longer fits
         (damaged(512, b"four"), r"byte 512: no label in b'four"),
         (damaged(512, b"9" * 4), "a label of 9999; at most 1,000 classes"),
-        (lambda data: data[:1024], "byte 1024: the shard ends without the zero blocks"),  # between two members
-        (lambda data: b"", "byte 0: the shard ends without"),
+        (lambda data: data[:1024], "byte 1024: no zero blocks at the end"),  # between two members
+        (lambda data: b"", "byte 0: no zero blocks"),
         (lambda data: bytes(1024), "no images in"),
     ],
 )
@@ -272,7 +272,7 @@ def test_a_shard_that_is_cut_short_later(tmp_path: Path, large: None) -> None:
     feed = Feed(images, 10, SIDE, workers=0)
     list(feed.iterate(0, 10))
     assert list(feed.broken) == [99]
-    assert "cut short" in feed.broken[99]
+    assert "truncated" in feed.broken[99]
 
 
 @pytest.mark.parametrize("writable", [True, False])
@@ -305,7 +305,7 @@ def test_shards_are_looked_through_side_by_side(tmp_path: Path, large: None) -> 
     many: ImageSet = open_images(source)  # SMALL is 0: by processes
     assert torch.equal(many.load(range(COUNT), SIDE), torch.stack([pixels(row) for row in range(COUNT)]))
     (tmp_path / "train-0008.tar").write_bytes(b"x" * 2000)
-    with pytest.raises(BadInput, match=r"^\S*train-0008\.tar, byte 0: no header"):
+    with pytest.raises(BadInput, match=r"^\S*train-0008\.tar, byte 0: not a tar header"):
         open_images(source)
 
 

@@ -82,15 +82,15 @@ def test_parquet_rows_are_documents(tmp_path: Path, opened: Any) -> None:
     assert len(opened(tmp_path / "set-train.parquet", "test").ends) == 3  # a tenth of 25, as none is named
     with pytest.raises(BadInput, match=r"no column 'content'; its columns are text, n"):
         opened(source, column="content")
-    with pytest.raises(BadInput, match=r"its column 'n' holds int64, and text is read; give column"):
+    with pytest.raises(BadInput, match=r"column 'n' is int64, not text; give column"):
         opened(source, column="n")
     pq.write_table(pa.table({"text": [b"caf\xe9"] * 2, "lines": [["a"]] * 2}), tmp_path / "raw-train.parquet")
     assert text_of(opened(tmp_path / "raw-{split}.parquet"))[0].startswith(b"caf")
-    with pytest.raises(BadInput, match="its column 'lines' holds list"):
+    with pytest.raises(BadInput, match="column 'lines' is list"):
         opened(tmp_path / "raw-{split}.parquet", column="lines")
     (tmp_path / "set-train.parquet").write_bytes(b"PAR1")
     for split in ("train", "test"):
-        with pytest.raises(BadInput, match=r"set-train.parquet: no parquet file, or a damaged one"):
+        with pytest.raises(BadInput, match=r"set-train.parquet: not a parquet file, or damaged"):
             opened(tmp_path / "set-train.parquet", split)
 
 
@@ -122,10 +122,10 @@ def test_what_is_no_text_is_named(tmp_path: Path, opened: Any) -> None:
         opened(tmp_path / "nowhere" / "*.txt")
     folder = files(tmp_path / "mixed", a=b"\x00\x01binary", b="latin é".encode("latin-1") * 40, c="", d="fine\n" * 40)
     found = opened(folder)
-    assert found.report == ("1 document (a.txt) left out: no text, they hold zero bytes",)
+    assert found.report == ("1 document (a.txt) left out: not text (zero bytes in it)",)
     assert len(found.ends) == 2  # an empty file is no document
     assert b"\xe9" in text_of(found)[0]  # bytes are kept as they are
-    with pytest.raises(BadInput, match="its train split holds no text; 1 document"):
+    with pytest.raises(BadInput, match="the train split contains no text; 1 document"):
         opened(files(tmp_path / "binary", a=b"\x00" * 100))
 
 
@@ -138,7 +138,7 @@ def test_changed_text_is_read_again_and_a_damaged_cache_is_named(tmp_path: Path,
     assert b"thrEe" in text_of(after)[0]
     cached = next((tmp_path / "cache").glob(f"{after.fingerprint}-*")) / "tokens.bin"
     cached.write_bytes(cached.read_bytes()[:-2])
-    with pytest.raises(LoadError, match=r"damaged .* delete it, and it is made again"):
+    with pytest.raises(LoadError, match=r"damaged .* delete it to rebuild it"):
         opened(folder)
 
 
@@ -175,7 +175,7 @@ def test_a_tokenizer_of_a_file_ends_every_document(tmp_path: Path, opened: Any, 
     assert train.tokens[-1] == found.end
     assert found.end not in train.tokens[:-1]
     ending = files(tmp_path / "ending", a=f"the {found.inner.id_to_token(found.end)} cat\n" * 9)
-    assert "with the token that ends documents in the text" in opened(ending, tokenizer=folder).report[0]
+    assert "with the end-of-text token in the text" in opened(ending, tokenizer=folder).report[0]
     found.save(tmp_path)
     again = open_tokenizer(tmp_path)
     assert (again.end, again.size) == (found.end, found.size)
@@ -183,7 +183,7 @@ def test_a_tokenizer_of_a_file_ends_every_document(tmp_path: Path, opened: Any, 
 
 def test_a_tokenizer_that_is_none_is_named(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text("{}")
-    with pytest.raises(BadInput, match="no tokenizer of Hugging Face"):
+    with pytest.raises(BadInput, match="not a Hugging Face tokenizer"):
         open_tokenizer(tmp_path)
     with pytest.raises(BadInput, match=r"there is no .*other\.json; give"):
         open_tokenizer(tmp_path / "other.json")
@@ -243,7 +243,7 @@ def test_an_evaluation_predicts_every_token_once(feed: Any) -> None:
 
 
 def test_a_text_that_is_too_short_is_refused(feed: Any) -> None:
-    with pytest.raises(BadInput, match=r"has \d+ tokens, and a context of 5000 needs one more; take"):
+    with pytest.raises(BadInput, match=r"has \d+ tokens, but context 5000 needs at least 5001; use"):
         feed(context=5000)
     with pytest.raises(BadInput, match=r"\d+ sequences do not fill one batch of 4000"):
         feed(batch=4000).iterate(0, 1)

@@ -1,4 +1,4 @@
-"""Images and text: data sets, their order, and batches made on the device; or one batch, for looking at a model."""
+"""Images and text: data sets, their order, and batches on the device; or a single batch, to inspect a model with."""
 
 from unskip.data._assemble import MixedSizes
 from unskip.data._augment import Augment

@@ -1,7 +1,7 @@
-"""From a reader and labels to a set: held in memory where it is small, read as needed where it is not.
+"""Builds an image set from a reader and labels: small sets are decoded into memory, large ones read from disk.
 
-Up to 1 + n / 100 of n images may be broken or without a label: they are left out, counted and named in the set's
-report. More than that is an error.
+Up to 1 + n / 100 of n images may be broken or unlabelled: they are left out, counted and named in the set's report.
+More is an error.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from unskip.data._order import Rows
 from unskip.errors import BadInput
 
 MEMORY_LIMIT = 8 * 2**30  # bytes of pixels; larger sets are read from disk
-MOST_CLASSES = 2**20  # a name is held for each
-SMALL = 2**30  # bytes of encoded images: smaller shards are decoded once, on opening
-_CHUNK = 1024  # images that are decoded at a time
-_NAMED = 3  # of what is left out, in a report
+MOST_CLASSES = 2**20  # each has a name in memory
+SMALL = 2**30  # bytes of encoded images; smaller shards are decoded once, on opening
+_CHUNK = 1024  # images decoded at a time
+_NAMED = 3  # examples in a line of the report
 
 
 class MixedSizes(BadInput):
-    """The images of a set differ in size, and no common one was asked for."""
+    """The images of a set differ in size, and no size was passed."""
 
 
 def allowed(images: int) -> int:
@@ -36,9 +36,9 @@ def allowed(images: int) -> int:
 
 
 def numbered(name: str, most: int) -> tuple[str, ...]:
-    """Names of classes that have only numbers, up to `most`."""
+    """Class names "0" to `most`, for labels without names."""
     if most >= MOST_CLASSES:
-        raise BadInput(f"{name}: a label of {most}; at most {MOST_CLASSES:,} classes are known by their numbers")
+        raise BadInput(f"{name}: a label of {most}; at most {MOST_CLASSES:,} classes can go without names")
     return tuple(map(str, range(most + 1)))
 
 
@@ -50,12 +50,12 @@ def assembled(
     reader: Reader,
     *,
     size: int | None,
-    hold: bool,
+    in_memory: bool,
     report: Sequence[str] = (),
 ) -> ImageSet:
-    """The set of a reader's images with a label, -1 standing for none.
+    """The labelled images of a reader as a set; a label of -1 means none.
 
-    With `hold` they are decoded into memory, at `size` or at their own common size, if the pixels fit there.
+    With `in_memory` they are decoded into memory, at `size` or at their common size, if the pixels fit.
     """
     if not len(reader):
         raise BadInput(f"{name}: no images in its {split} split")
@@ -63,15 +63,15 @@ def assembled(
     wrong = (labels < 0) | (labels >= len(classes))
     if wrong.any():
         messages = [
-            f"{reader.place(row)}: {'no label' if labels[row] == -1 else f'label {labels[row]} out of range'}, "
-            f"and labels go from 0 to {len(classes) - 1}"
-            for row in numpy.flatnonzero(wrong)[: max(_NAMED, 1)].tolist()
+            f"{reader.place(row)}: {'no label' if labels[row] == -1 else f'label {labels[row]} out of range'} "
+            f"(labels go from 0 to {len(classes) - 1})"
+            for row in numpy.flatnonzero(wrong)[:_NAMED].tolist()
         ]
         lines.append(_left_out(messages, int(wrong.sum()), len(labels)))
         reader, labels = reader.select(numpy.flatnonzero(~wrong)), labels[~wrong]
     images = None
-    if hold:
-        images, kept, broken = _held(reader, size)
+    if in_memory:
+        images, kept, broken = _decode_all(reader, size)
         if broken:
             lines.append(_left_out(broken, len(broken), len(reader)))
             labels = labels[kept]
@@ -81,14 +81,14 @@ def assembled(
     missing = [name for name, count in zip(classes, counts, strict=True) if not count]
     if missing:
         lines.append(f"{len(missing)} of {len(classes)} classes have no image: {', '.join(missing[:_NAMED])}")
-    found = torch.from_numpy(labels.astype(numpy.int64))
-    return ImageSet(name, split, classes, found, images, tuple(lines), reader if images is None else None)
+    targets = torch.from_numpy(labels.astype(numpy.int64))
+    return ImageSet(name, split, classes, targets, images, tuple(lines), reader if images is None else None)
 
 
-def _held(reader: Reader, size: int | None) -> tuple[Tensor | None, list[int], list[str]]:
-    """All images as bytes (n, channels, H, W), or None where they are too many; which are kept; what is broken.
+def _decode_all(reader: Reader, size: int | None) -> tuple[Tensor | None, list[int], list[str]]:
+    """Images as bytes (n, channels, H, W), or None if they exceed MEMORY_LIMIT; their indices; messages on broken ones.
 
-    One channel where all images are gray, else three.
+    One channel if all images are gray, else three.
     """
     kept, broken = list[int](), list[str]()
     out = None if size is None else (size, size)
@@ -97,12 +97,12 @@ def _held(reader: Reader, size: int | None) -> tuple[Tensor | None, list[int], l
         if isinstance(image, str):
             broken.append(image)
             continue
-        found = (image.shape[1], image.shape[2])
-        out = out or found
-        if found != out:
+        shape = (image.shape[1], image.shape[2])
+        out = out or shape
+        if shape != out:
             raise MixedSizes(
-                f"{reader.place(index)}: {found[1]}x{found[0]} pixels, and {out[1]}x{out[0]} before it; "
-                "say which size to hold all of them at"
+                f"{reader.place(index)}: {shape[1]}x{shape[0]} pixels, but earlier images have {out[1]}x{out[0]}; "
+                "give size=, or --size"
             )
         if not kept:
             if 3 * len(reader) * out[0] * out[1] > MEMORY_LIMIT:
@@ -113,12 +113,12 @@ def _held(reader: Reader, size: int | None) -> tuple[Tensor | None, list[int], l
         kept.append(index)
     if not kept:
         raise BadInput(f"{broken[0]}; none of the {len(reader)} images can be read")
-    whole = not gray and len(kept) == len(reader)
-    return images if whole else images[: len(kept), : 1 if gray else 3].clone(), kept, broken
+    full = not gray and len(kept) == len(reader)
+    return images if full else images[: len(kept), : 1 if gray else 3].clone(), kept, broken
 
 
 def _decoded(reader: Reader, size: int | None) -> Iterator[Tensor | str]:
-    """The images in order, decoded by threads, which Pillow lets run side by side; a message for a broken one."""
+    """The images in order, decoded by threads (Pillow releases the GIL); for a broken one, a message."""
     with ThreadPoolExecutor() as threads:
         for start in range(0, len(reader), _CHUNK):
             yield from threads.map(partial(_one, reader, size), range(start, min(start + _CHUNK, len(reader))))
@@ -133,8 +133,8 @@ def _one(reader: Reader, size: int | None, index: int) -> Tensor | str:
 
 
 def _left_out(messages: Sequence[str], count: int, total: int) -> str:
-    """A line that counts what is left out and names some of it."""
+    """The line of the report that counts and names what is left out. Raises if it is too much."""
     if count > allowed(total) or count == total:
-        raise BadInput(f"{messages[0]}; {count} of {total} images are like that, and {allowed(total)} may be")
+        raise BadInput(f"{messages[0]}; {count} of {total} images are unusable, and at most {allowed(total)} may be")
     more = f"; and {count - _NAMED} more" if count > _NAMED else ""
     return f"left out {count} of {total}: " + "; ".join(messages[:_NAMED]) + more

@@ -1,7 +1,7 @@
-"""One batch from a source, for looking at a model: a folder of images, an .npy file, a set of images, or noise.
+"""One batch to inspect a model with: from a folder of images, an .npy file, a data set, or noise.
 
-Which images are taken is a function of the source and n alone: evenly spread over the set or the sorted files, so that
-a folder of classes gives some of each.
+The images depend on the source and n alone: they are evenly spread over the set or the sorted files, so a folder of
+classes gives some of each.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from unskip.data._augment import IMAGENET_MEAN, IMAGENET_STD, Interpolation, central
 from unskip.data._decode import opened, pixels
-from unskip.data._device import shown
+from unskip.data._device import crop_resize
 from unskip.data._folder import SUFFIXES
 from unskip.data._sources import NAMES, open_images
 from unskip.errors import BadInput
@@ -33,19 +33,19 @@ def batch(
     interpolation: Interpolation = "bilinear",
     seed: int = 0,
 ) -> Tensor:
-    """n samples from a source: images (n, channels, height, width), normalised, or what an array of numbers holds.
+    """n samples from a source: normalised images (n, channels, height, width), or entries of an array.
 
-    A set that `open_images` knows by name, parquet files, tar shards and hf:NAME give images of their training split; a
-    folder is searched for images, or else for shards. An .npy file holds images, (N, height, width[, channels]) or
-    (N, channels, height, width), of bytes or of floats in [0, 1]; or token ids (N, tokens); arrays of other shapes are
-    taken as they are. Of an image the central part is taken, `crop` of the largest that has the aspect of `size`, and
-    resized by `interpolation`. "random:N" is N images of noise, whatever n.
+    A named set of `open_images`, parquet files, tar shards and hf:NAME give images of their training split; a folder is
+    searched for images, then for shards. An .npy file contains images, (N, height, width[, channels]) or (N, channels,
+    height, width), as bytes or floats in [0, 1]; or token ids (N, tokens); arrays of other shapes are returned
+    unchanged, as float32. Images are cropped at the center, to `crop` times the largest box with the aspect ratio of
+    `size`, and resized by `interpolation`. "random:N" is N images of noise, and ignores n.
     """
     if not isinstance(n, int) or n < 1:
-        raise BadInput(f"n is {n!r}; a batch holds at least one sample")
+        raise BadInput(f"n is {n!r}; a batch has at least one sample")
     sides = (size, size) if isinstance(size, int) else tuple(size) if isinstance(size, Sequence) else ()
     if len(sides) != 2 or not all(isinstance(side, int) and side > 0 for side in sides):
-        raise BadInput(f"size is {size!r}; it is one whole number of pixels, or (height, width), of at least one each")
+        raise BadInput(f"size is {size!r}; give one whole number of pixels, or (height, width), each 1 or more")
     text, path = str(source), Path(source)
     if text.startswith("random:"):
         return _noise(text, len(mean), *sides, seed)
@@ -65,8 +65,8 @@ def batch(
             f"{text}: {missing}a source is a folder of images, an .npy file, random:N, a set such as digits, "
             "'path/*.parquet', 'path/*.tar' or hf:NAME"
         )
-    made = torch.stack([_fitted(image.float(), sides, crop, interpolation) for image in images]) / 255
-    return (_as_channels(made, len(mean), source) - _by_channel(mean)) / _by_channel(std)
+    values = torch.stack([_fitted(image.float(), sides, crop, interpolation) for image in images]) / 255
+    return (_as_channels(values, len(mean), source) - _by_channel(mean)) / _by_channel(std)
 
 
 def _noise(text: str, channels: int, height: int, width: int, seed: int) -> Tensor:
@@ -78,7 +78,7 @@ def _noise(text: str, channels: int, height: int, width: int, seed: int) -> Tens
 
 
 def _set(source: str, n: int) -> Tensor | list[Tensor]:
-    """Images of a set as bytes (channels, height, width) each."""
+    """Images of a set as bytes, each (channels, height, width)."""
     images = open_images(source)
     rows = _spread(len(images), n)
     if images.reader is None:
@@ -93,21 +93,19 @@ def _image(file: Path, channels: int) -> Tensor:
 
 
 def _array(path: Path, n: int) -> Tensor:
-    """Images (n, 1 or 3, height, width) from 0 to 255, token ids (n, tokens), or other numbers as they are."""
+    """Images (n, 1 or 3, height, width) from 0 to 255, token ids (n, tokens), or other numbers unchanged."""
     try:
         values: Any = numpy.load(path, mmap_mode="r", allow_pickle=False)
     except (OSError, ValueError, EOFError) as error:
-        raise BadInput(f"{path}: not an array of numbers that can be read ({error})") from error
+        raise BadInput(f"{path}: cannot be read as an array of numbers ({error})") from error
     if not isinstance(values, numpy.ndarray):
-        raise BadInput(f"{path}: not an array of numbers that can be read (several arrays in one file)")
+        raise BadInput(f"{path}: contains several arrays; save one with numpy.save")
     if values.ndim == 0 or len(values) == 0 or values.dtype.kind not in "biuf":
-        raise BadInput(
-            f"{path}: holds {values.dtype} of shape {values.shape}; samples of numbers lie along the first axis"
-        )
+        raise BadInput(f"{path}: {values.dtype} of shape {values.shape}; use numbers with samples along the first axis")
     chosen = values[_spread(len(values), n)]
     data = torch.from_numpy(numpy.array(chosen, dtype=values.dtype.newbyteorder("=")))
     if not data.isfinite().all():
-        raise BadInput(f"{path}: holds numbers that are not finite; leave those samples out")
+        raise BadInput(f"{path}: some numbers are not finite; leave those samples out")
     if data.ndim == 2 and not data.is_floating_point():
         return data.long()
     if data.ndim == 3 or (data.ndim == 4 and (data.shape[-1] in (1, 3) or data.shape[1] in (1, 3))):
@@ -115,14 +113,14 @@ def _array(path: Path, n: int) -> Tensor:
         images = _channels_first(data if data.ndim == 4 else data[..., None]).float() / (255 if bytes_ else 1)
         if images.min() < 0 or images.max() > 1:
             raise BadInput(
-                f"{path}: images hold bytes, or floats from 0 to 1; these go from {images.min()} to {images.max()}"
+                f"{path}: images are bytes, or floats from 0 to 1; these go from {images.min()} to {images.max()}"
             )
         return 255 * images
     return data.float()
 
 
 def _channels_first(images: Tensor) -> Tensor:
-    """(n, height, width, 1 or 3) as (n, 1 or 3, height, width), where they are not so already."""
+    """(n, height, width, 1 or 3) to (n, 1 or 3, height, width), unless channels are first already."""
     return images.movedim(-1, 1) if images.shape[1] not in (1, 3) or images.shape[-1] in (1, 3) else images
 
 
@@ -132,14 +130,14 @@ def _fitted(image: Tensor, out: tuple[int, int], crop: float, interpolation: Int
     box = central(height, width, out, crop)
     if (height, width) == out and box == (0, 0, *out):
         return image
-    return shown(image[None], torch.tensor([[*box, 0]]), out, interpolation=interpolation)[0]
+    return crop_resize(image[None], torch.tensor([[*box, 0]]), out, interpolation=interpolation)[0]
 
 
-def _as_channels(images: Tensor, channels: int, place: object) -> Tensor:
+def _as_channels(images: Tensor, channels: int, source: object) -> Tensor:
     if images.shape[1] == 1 and channels == 3:
         images = images.expand(-1, 3, -1, -1)
     if images.shape[1] != channels:
-        raise BadInput(f"{place}: {images.shape[1]} channels, and a mean of {channels}")
+        raise BadInput(f"{source}: {images.shape[1]} channels, but a mean of {channels}")
     return images
 
 
@@ -148,6 +146,6 @@ def _by_channel(values: Sequence[float]) -> Tensor:
 
 
 def _spread(total: int, n: int) -> list[int]:
-    """At most n indices, evenly spread."""
+    """At most n indices, evenly spaced."""
     n = min(n, total)
     return [i * total // n for i in range(n)]

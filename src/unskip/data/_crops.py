@@ -1,14 +1,14 @@
 """Global and local crops of each image, with color jitter, blur and solarization.
 
-What DINO (arXiv 2104.14294) and SimCLR (arXiv 2002.05709) train on. A crop of a sample is a function of (seed, step,
+The views that DINO (arXiv 2104.14294) and SimCLR (arXiv 2002.05709) train on. A crop is a function of (seed, step,
 position, crop): all numbers are drawn for the global batch before any pixel is touched, so a resumed run and any number
-of processes see the same crops. Making crops from these numbers needs no host synchronisation and no copy, so that a
-training step can do it itself, also inside a CUDA graph. Images that are read from disk are cropped by the workers, out
-of the whole image in its own aspect and resolution, as published; their colours change on the device.
+of processes get the same crops. Computing crops from these numbers needs no host synchronisation and no copy, so a
+training step can do it itself, even inside a CUDA graph. Images on disk are cropped by the workers, from the whole
+image at its own aspect ratio and resolution, as published; their colours change on the device.
 
-    crop      a random area and aspect, resized, flipped half the time
-    colour    x <- clamp(C x + c),  C of brightness, saturation and a turn of the hue in YIQ, c of contrast; or gray
-    blur      a Gaussian of random width, as a product with a band matrix for rows and one for columns
+    crop      a random area and aspect ratio, resized, flipped half the time
+    colour    x <- clamp(C x + c),  C: brightness, saturation and a hue rotation in YIQ, c: contrast; or gray
+    blur      a Gaussian of random width, as a product with one band matrix for rows and one for columns
     solarize  x <- 1 - x where x > 1/2
 """
 
@@ -33,7 +33,7 @@ from unskip.errors import BadInput
 
 _YIQ = numpy.array([[0.299, 0.587, 0.114], [0.596, -0.274, -0.322], [0.211, -0.523, 0.312]])
 _RGB = numpy.linalg.inv(_YIQ)
-# What becomes of channels is gray + vivid (cos colour + sin turned): the rows of brightness, and of both colours.
+# RGB -> RGB is gray + saturation (cos(hue) chroma + sin(hue) chroma turned by a right angle), three matrices.
 _MIXING = numpy.stack(
     [
         numpy.outer(_RGB[:, 0], _YIQ[0]),
@@ -41,13 +41,13 @@ _MIXING = numpy.stack(
         numpy.outer(_RGB[:, 2], _YIQ[1]) - numpy.outer(_RGB[:, 1], _YIQ[2]),
     ]
 )
-_BOX, _COLOURS = 5, 7  # numbers that are drawn for a crop: those of its box, and those of its colours
-Drawn = tuple[Tensor, Tensor, Tensor, Tensor]  # images, numbers of the global and of the local crops, labels
+_BOX, _COLOURS = 5, 7  # random numbers of a crop: for its box and for its colours
+Drawn = tuple[Tensor, Tensor, Tensor, Tensor]  # images, random numbers of the global and of the local crops, labels
 
 
 @dataclass(frozen=True)
 class Crops:
-    """Which crops are made. `blur`: probabilities of the first global crop, other global ones, local ones."""
+    """The crops of each image. `blur`: probabilities for the first global crop, other global ones, local ones."""
 
     global_crops: int = 2
     local_crops: int = 8
@@ -62,7 +62,7 @@ class Crops:
     hue: float = 0.1
     gray: float = 0.2
     blur: tuple[float, float, float] = (1.0, 0.1, 0.5)
-    sigma: tuple[float, float] = (0.1, 2.0)  # of the blur, in pixels at 224; in proportion for other sizes
+    sigma: tuple[float, float] = (0.1, 2.0)  # of the blur, in pixels at size 224; scaled for other sizes
     solarize: float = 0.2  # of the second global crop
     interpolation: Interpolation = "bilinear"
 
@@ -73,15 +73,15 @@ class Crops:
         if self.global_crops < 1 or self.local_crops < 0 or self.size < 1 or (self.local_crops and self.local_size < 1):
             raise BadInput(
                 f"{self.global_crops} global crops of {self.size} pixels and {self.local_crops} local ones of "
-                f"{self.local_size}; take at least one global crop, and sizes of at least one pixel"
+                f"{self.local_size}; use at least one global crop, and sizes of at least one pixel"
             )
         for name in ("scale", "local_scale"):
             low, high = getattr(self, name)
             if not 0 < low <= high <= 1:
-                raise BadInput(f"{name} is {(low, high)}; it is two fractions of the area, the lower one first")
+                raise BadInput(f"{name} is {(low, high)}; give two fractions of the area, the lower one first")
 
     def of(self, local: bool) -> tuple[int, int, tuple[float, float]]:
-        """How many crops of a kind there are, their size, and their fraction of the area."""
+        """The number of local or global crops, their size, and their range of area."""
         if local:
             return self.local_crops, self.local_size, self.local_scale
         return self.global_crops, self.size, self.scale
@@ -100,8 +100,8 @@ class CropFeed:
         device: str | torch.device = "cpu",
         workers: int | None = None,
     ) -> None:
-        whole, size = Augment(crop="none", flip=False), None if images.images is not None else crops.size
-        self.base = Feed(images, batch, size, seed=seed, augment=whole, device=device, workers=workers)
+        uncropped, size = Augment(crop="none", flip=False), None if images.images is not None else crops.size
+        self.base = Feed(images, batch, size, seed=seed, augment=uncropped, device=device, workers=workers)
         self.crops, self.seed, self.device = crops, seed, self.base.device
         self._mixing = mixing_basis(self.device)
 
@@ -118,27 +118,26 @@ class CropFeed:
     def iterate(
         self, start_step: int, stop_step: int, rank: int = 0, world: int = 1, parts: int = 1
     ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """The batches of the steps from `start_step` up to but without `stop_step`: this process's part of each, in so
-        many `parts` one after the other."""
+        """This process's share of each batch of steps `start_step` to `stop_step` (exclusive), in `parts` pieces."""
         for images, wide, local, labels in self.drawn(start_step, stop_step, rank, world, parts):
             yield (*self.made(images, wide, local), labels)
 
     def drawn(self, start_step: int, stop_step: int, rank: int = 0, world: int = 1, parts: int = 1) -> Iterator[Drawn]:
-        """The same batches before their crops are made: images, the random numbers (n, crops, 12) of the global and of
-        the local crops, and labels. Of images on disk the crops are cut already, and lie side by side as bytes."""
-        count, where = self.crops.global_crops, (start_step, stop_step, rank, world, parts)
+        """The same batches before cropping: images, the random numbers (n, crops, 12) of the global and of the local
+        crops, and labels. For a set on disk the images are crops already, flattened and concatenated as bytes."""
+        count, options = self.crops.global_crops, (start_step, stop_step, rank, world, parts)
         base: Iterator[tuple[Tensor, Tensor]]
         if self.base.images.images is not None:
-            base = self.base.iterate(*where)
+            base = self.base.iterate(*options)
         else:
-            cut = self.base.loaded(CropDecoder(self.crops, self.seed), *where)
-            base = ((torch.cat([each.flatten(1) for each in tensors], 1), labels) for tensors, labels in cut)
-        for place, (images, labels) in enumerate(base, start_step * parts):
-            step, turn = divmod(place, parts)
-            part = share(self.base.batch, rank * parts + turn, world * parts)
+            loaded = self.base.loaded(CropDecoder(self.crops, self.seed), *options)
+            base = ((torch.cat([crops.flatten(1) for crops in views], 1), labels) for views, labels in loaded)
+        for index, (images, labels) in enumerate(base, start_step * parts):
+            step, piece = divmod(index, parts)
+            part = share(self.base.batch, rank * parts + piece, world * parts)
             height, width = images.shape[2:] if images.ndim == 4 else (1, 1)
             tables = [self._draw(step, kind, height, width) for kind in ("global", "local")]
-            # One copy to the device for all of them.
+            # One copy to the device for both tables.
             both = _device.put(numpy.concatenate(tables, 1)[part.start : part.stop].astype(numpy.float32), self.device)
             yield images, both[:, :count], both[:, count:], labels
 
@@ -148,31 +147,31 @@ class CropFeed:
         with torch.autocast(images.device.type, enabled=False):
             if images.ndim == 4:
                 pixels = (images * self.base.std + self.base.mean) * 255
-                return self._made(pixels, wide, crops.size), self._made(pixels, local, crops.local_size)
+                return self._cropped(pixels, wide, crops.size), self._cropped(pixels, local, crops.local_size)
             first = crops.global_crops * 3 * crops.size**2
             return (
                 self._coloured(images[:, :first].reshape(-1, 3, crops.size, crops.size), wide),
                 self._coloured(images[:, first:].reshape(-1, 3, crops.local_size, crops.local_size), local),
             )
 
-    def _made(self, pixels: Tensor, table: Tensor, size: int) -> Tensor:
+    def _cropped(self, pixels: Tensor, table: Tensor, size: int) -> Tensor:
         count, crops = table.shape[:2]
         if not crops:
             return pixels.new_empty(count, 0, pixels.shape[1], size, size)
-        each = pixels[:, None].expand(-1, crops, -1, -1, -1).flatten(0, 1)
-        boxes = table.flatten(0, 1)[:, :_BOX]
-        return self._coloured(_device.shown(each, boxes, (size, size), interpolation=self.crops.interpolation), table)
+        pixels = pixels[:, None].expand(-1, crops, -1, -1, -1).flatten(0, 1)
+        boxes, interpolation = table.flatten(0, 1)[:, :_BOX], self.crops.interpolation
+        return self._coloured(_device.crop_resize(pixels, boxes, (size, size), interpolation=interpolation), table)
 
     def _coloured(self, pixels: Tensor, table: Tensor) -> Tensor:
         """Bytes, or floats from 0 to 255, (n crops, channels, H, W), to normalised crops (n, crops, ...)."""
         if not table.shape[1]:
             return pixels.new_empty(len(table), 0, *pixels.shape[1:], dtype=torch.float32)
         changed = coloured(pixels.float() / 255, table.flatten(0, 1)[:, _BOX:], self._mixing)
-        made: Tensor = ((changed - self.base.mean) / self.base.std).unflatten(0, tuple(table.shape[:2]))
-        return made
+        normalised: Tensor = ((changed - self.base.mean) / self.base.std).unflatten(0, tuple(table.shape[:2]))
+        return normalised
 
     def _draw(self, step: int, kind: Literal["global", "local"], height: int, width: int) -> Table:
-        """(batch, crops of the kind, 12): top, left, height, width, flipped, and the numbers of colours."""
+        """(batch, crops of the kind, 12): top, left, height, width, flipped, and the numbers of `_colours`."""
         crops, count, wide = self.crops, self.base.batch, kind == "global"
         number, size, scale = crops.of(local=not wide)
         random = stream(VIEWS, self.seed, step, 0 if wide else 1)
@@ -185,8 +184,8 @@ class CropFeed:
     def _colours(
         self, random: numpy.random.Generator, count: int, blur: list[float], solarize: list[float], size: int
     ) -> Table:
-        """(count, crops, 7): factors of brightness, contrast, saturation, turn of the hue, gray, width of blur,
-        solarize. The last two have a probability for each crop."""
+        """(count, crops, 7): factors of brightness, contrast and saturation, hue rotation, gray, sigma of the blur,
+        solarize. The last two have a probability per crop."""
         crops, shape = self.crops, (count, len(blur))
         table = numpy.zeros((*shape, _COLOURS))
         changed = random.random(shape) < crops.jitter
@@ -204,7 +203,7 @@ class CropFeed:
 
 @dataclass(frozen=True)
 class CropDecoder:
-    """The crops of an image of Pillow's in its own aspect and resolution, (crops, 3, size, size) of either kind."""
+    """Crops a Pillow image at its own aspect ratio and resolution: (crops, 3, size, size), global then local."""
 
     crops: Crops
     seed: int
@@ -215,24 +214,19 @@ class CropDecoder:
         return 3 * (crops.global_crops * crops.size**2 + crops.local_crops * crops.local_size**2)
 
     def __call__(self, image: Any, step: int, position: int) -> tuple[Pixels, ...]:
-        crops = self.crops
-        kinds = (
-            (crops.global_crops, crops.size, crops.scale),
-            (crops.local_crops, crops.local_size, crops.local_scale),
-        )
-        found = []
-        for kind, (number, size, scale) in enumerate(kinds):
-            random = stream(VIEWS, self.seed, step, kind, position)
+        views = []
+        for local in (False, True):
+            number, size, scale = self.crops.of(local)
+            random = stream(VIEWS, self.seed, step, int(local), position)
             boxes = geometry(Augment(crop="resized", scale=scale), random, number, image.height, image.width)
-            made = [as_bytes(cropped(image, box, size, crops.interpolation)) for box in boxes]
-            if made:
-                found.append(numpy.stack(made))
-        return tuple(found)
+            if number:
+                views.append(numpy.stack([as_bytes(cropped(image, b, size, self.crops.interpolation)) for b in boxes]))
+        return tuple(views)
 
 
 @dataclass(frozen=True)
 class DrawnFeed:
-    """The batches of a CropFeed before their crops are made, for a training step that makes them itself."""
+    """The batches of a CropFeed before cropping, for a training step that crops on the device."""
 
     feed: CropFeed
 
@@ -254,9 +248,9 @@ class DrawnFeed:
 
 
 def coloured(images: Tensor, table: Tensor, mixing: Tensor | None = None) -> Tensor:
-    """Images from 0 to 1, (n, channels, H, W), with color jitter, blur and solarization by a table (n, 7).
+    """Color jitter, blur and solarization of images in [0, 1], (n, channels, H, W), by a table (n, 7).
 
-    `mixing` is that of `mixing_basis`, where it lies on the device already.
+    `mixing` is `mixing_basis` if it is on the device already.
     """
     bright, contrast, saturation, turn, gray, sigma, solar = table.unbind(1)
     if images.shape[1] == 3:
@@ -265,7 +259,7 @@ def coloured(images: Tensor, table: Tensor, mixing: Tensor | None = None) -> Ten
         parts = torch.stack([torch.ones_like(vivid), vivid * turn.cos(), vivid * turn.sin()], 1)
         matrix = bright[:, None, None] * torch.einsum("nk,kij->nij", parts, mixing)
         images = torch.einsum("nij,njhw->nihw", matrix, images)
-        middle = torch.einsum("j,njhw->n", mixing[0, 0], images) / images[0, 0].numel()  # of the brightness
+        middle = torch.einsum("j,njhw->n", mixing[0, 0], images) / images[0, 0].numel()  # mean luminance
     else:
         images = images * bright[:, None, None, None]
         middle = images.mean((1, 2, 3))
@@ -277,14 +271,14 @@ def coloured(images: Tensor, table: Tensor, mixing: Tensor | None = None) -> Ten
 
 
 def mixing_basis(device: torch.device) -> Tensor:
-    """(3, 3, 3): what is left of channels as gray, as colour, and as colour turned by a right angle, in YIQ."""
+    """(3, 3, 3): RGB to its gray part, its chroma, and its chroma turned by a right angle, in YIQ."""
     return torch.tensor(_MIXING, dtype=torch.float32, device=device)
 
 
 def _band(sigma: Tensor, size: int) -> Tensor:
-    """(n, size, size): a Gaussian of each width over the pixels, every row's sum 1; the identity for a width of 0."""
-    places = torch.arange(size, device=sigma.device, dtype=sigma.dtype)
-    far = (places[:, None] - places).square()[None] / (2 * sigma.clamp_min(1e-3).square())[:, None, None]
-    weights = torch.exp(-far)
+    """(n, size, size): a Gaussian blur of each sigma as a matrix with rows of sum 1; the identity for sigma 0."""
+    pixels = torch.arange(size, device=sigma.device, dtype=sigma.dtype)
+    exponents = (pixels[:, None] - pixels).square()[None] / (2 * sigma.clamp_min(1e-3).square())[:, None, None]
+    weights = torch.exp(-exponents)
     band: Tensor = weights / weights.sum(2, keepdim=True)
     return band

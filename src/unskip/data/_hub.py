@@ -1,7 +1,6 @@
-"""hf:NAME or hf:NAME:CONFIG: a set of the Hugging Face hub, its cache or a folder, in parquet files or tar shards.
+"""hf:NAME or hf:NAME:CONFIG: a set on the Hugging Face hub, its cache or a folder, as parquet files or tar shards.
 
-The library `datasets` says which files belong to which split and downloads what is missing. They are then read where
-they lie: no second copy is made.
+The library `datasets` assigns files to splits and downloads missing ones. They are read in place, without a copy.
 """
 
 from __future__ import annotations
@@ -20,18 +19,18 @@ _OPENERS: dict[str, Any] = {"parquet": open_parquet, "webdataset": open_tar}
 
 
 def hub_parts(text: str, size: int | None) -> Parts:
-    """The splits of a set of images of the hub."""
+    """The splits of an image set on the hub."""
     kind, splits = hub_files(text, (*_OPENERS,))
     if kind not in _OPENERS:
         raise BadInput(
-            f"{text}: its files are of the kind {kind}, and parquet files and tar shards are read; open a folder of "
-            "images without hf:, or convert the set with datasets.Dataset.to_parquet"
+            f"{text}: its files are {kind}, but only parquet files and tar shards can be read; open a folder of images "
+            "without hf:, or convert the set with datasets.Dataset.to_parquet"
         )
     return {split: partial(_OPENERS[kind], text, split, splits, size) for split in splits}
 
 
 def hub_files(text: str, kinds: tuple[str, ...] = ("parquet", "text")) -> tuple[str, dict[str, list[str]]]:
-    """The kind of the files of a set of the hub, and those of each split; other kinds than `kinds` are not fetched."""
+    """The format of a set on the hub, and its files by split; formats other than `kinds` are not downloaded."""
     datasets = need("datasets")
     name, _, config = text.removeprefix("hf:").partition(":")
     try:
@@ -44,6 +43,6 @@ def hub_files(text: str, kinds: tuple[str, ...] = ("parquet", "text")) -> tuple[
             for word in words
             if word in files and kind in kinds
         }
-    except Exception as error:  # it has many, and the network adds its own
+    except Exception as error:  # of the library or the network
         raise BadInput(f"{text}: datasets cannot load it ({type(error).__name__}: {error})") from error
     return kind, splits

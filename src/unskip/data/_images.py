@@ -1,4 +1,4 @@
-"""A labelled set of images: held in memory as bytes, or read from disk as they are asked for."""
+"""A labelled set of images: in memory as bytes, or read from disk on demand."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from unskip.data._augment import central
 from unskip.data._decode import fitted, pixels
-from unskip.data._device import shown
+from unskip.data._device import crop_resize
 from unskip.data._order import Groups, Rows
 from unskip.errors import BadInput
 
@@ -22,36 +22,36 @@ _CHUNK = 1024
 
 
 class Reader(Protocol):
-    """Where the images of a large set come from. It is sent to the workers, so it can be pickled."""
+    """Reads the encoded images of a set on disk. It is pickled for the workers."""
 
     def __len__(self) -> int: ...
     def encoded(self, index: int) -> bytes:
-        """One image as its file holds it."""
+        """The bytes of one image as stored."""
         ...
 
     def place(self, index: int) -> str:
-        """The file, or the file and where in it, for messages."""
+        """The file, or the file and the position in it, for messages."""
         ...
 
     def select(self, rows: Rows) -> Reader: ...
 
     def identity(self) -> Iterator[bytes]:
-        """What changes when the set does, from little reading: names, sizes, and bytes of some places."""
+        """Bytes to hash for a fingerprint, cheap to read: names, sizes, and a sample of the content."""
         ...
 
     @property
     def groups(self) -> Groups | None:
-        """The rows that are read together; None where each is read alone."""
+        """The rows that are read together; None if each is read alone."""
         return None
 
     def divided(self, processes: int) -> Reader:
-        """The reader of one of several processes that read a part of every batch each."""
+        """The reader for one of several processes, each of which reads a part of every batch."""
         return self
 
 
 @dataclass(frozen=True, eq=False)
 class ImageSet:
-    """Images with labels. `images` is (N, channels, H, W) of bytes, or None for a set that is read from disk."""
+    """Images with labels. `images` is (N, channels, H, W) in bytes, or None for a set on disk."""
 
     name: str
     split: str
@@ -67,11 +67,11 @@ class ImageSet:
         source = self.images if self.images is not None else self.reader
         assert source is not None
         if len(source) != len(self.labels):
-            raise BadInput(f"{self.name}: {len(source)} images and {len(self.labels)} labels")
+            raise BadInput(f"{self.name}: {len(source)} images and {len(self.labels)} labels; pass one label per image")
         if self.images is not None and (self.images.ndim != 4 or self.images.dtype != torch.uint8):
             raise BadInput(
                 f"{self.name}: images are {self.images.dtype} of shape {tuple(self.images.shape)}; "
-                "they are bytes (uint8) of shape (N, channels, height, width)"
+                "pass bytes (uint8) of shape (N, channels, height, width)"
             )
         wrong = (self.labels < 0) | (self.labels >= len(self.classes))
         if wrong.any():
@@ -90,20 +90,20 @@ class ImageSet:
 
     @property
     def channels(self) -> int:
-        """1 for gray images, 3 for those in colour; what is read from disk is in colour."""
+        """1 for gray images, 3 for colour; images on disk are always read in colour."""
         return 3 if self.images is None else self.images.shape[1]
 
     @property
     def size(self) -> tuple[int, int] | None:
-        """Height and width, where all images share them."""
+        """Height and width of all images; None for a set on disk."""
         return None if self.images is None else (self.images.shape[2], self.images.shape[3])
 
     def place(self, index: int) -> str:
-        """Where an image comes from, for messages."""
+        """The location of an image, for messages."""
         return self.reader.place(index) if self.reader else f"{self.name} ({self.split}), image {index}"
 
     def select(self, indices: Sequence[int] | Tensor, split: str | None = None) -> ImageSet:
-        """The set of some of the images, in this order."""
+        """The subset of these images, in this order."""
         rows = torch.as_tensor(indices, dtype=torch.int64)
         return replace(
             self,
@@ -114,11 +114,11 @@ class ImageSet:
         )
 
     def load(self, indices: Sequence[int] | Tensor, size: int | tuple[int, int] | None = None) -> Tensor:
-        """Some images as bytes (n, channels, height, width): the central part, resized. None keeps the set's size."""
+        """Images as bytes (n, channels, height, width), center-cropped and resized. None keeps the set's size."""
         rows = torch.as_tensor(indices, dtype=torch.int64).tolist()
         out = self.size if size is None else (size, size) if isinstance(size, int) else size
         if out is None:
-            raise BadInput(f"{self.name}: its images are of any size; say which size to load them at")
+            raise BadInput(f"{self.name}: images differ in size; pass the size to load them at")
         if self.images is not None:
             return resized(self.images[rows], out)
         assert self.reader is not None
@@ -126,46 +126,48 @@ class ImageSet:
 
 
 def subset(images: ImageSet, count: int) -> ImageSet:
-    """At most `count` images, as evenly over the classes as can be, drawn at random but the same each time."""
+    """At most `count` images, as evenly spread over the classes as possible, drawn with a fixed seed."""
     if len(images) <= count:
         return images
     order = torch.randperm(len(images), generator=torch.Generator().manual_seed(0))
     labels = images.labels[order]
     by_class = labels.argsort(stable=True)
     sizes = labels.bincount()
-    turn = torch.empty_like(labels)  # how many of its class come before
-    turn[by_class] = torch.arange(len(labels)) - (sizes.cumsum(0) - sizes)[labels[by_class]]
-    chosen = (turn * len(sizes) + labels).argsort()[:count]
+    rank = torch.empty_like(labels)  # the number of earlier images of the same class
+    rank[by_class] = torch.arange(len(labels)) - (sizes.cumsum(0) - sizes)[labels[by_class]]
+    chosen = (rank * len(sizes) + labels).argsort()[:count]
     return images.select(order[chosen].sort().values)
 
 
 def resized(images: Tensor, out: tuple[int, int]) -> Tensor:
-    """Bytes (n, channels, H, W) to bytes (n, channels, *out): the largest central part of that aspect, resized."""
+    """Bytes (n, channels, H, W) to bytes (n, channels, *out): the largest central crop of that shape, resized."""
     if tuple(images.shape[-2:]) == tuple(out):
         return images
     box = torch.tensor([*central(images.shape[-2], images.shape[-1], out), 0])
-    parts = [shown(chunk, box.expand(len(chunk), 5), out).round().byte() for chunk in images.split(_CHUNK)]
+    parts = [crop_resize(chunk, box.expand(len(chunk), 5), out).round().byte() for chunk in images.split(_CHUNK)]
     return torch.cat(parts)
 
 
 def fingerprint(images: ImageSet) -> str:
-    """What a set of images is: its labels and bytes; of a set on disk its names, sizes, and bytes of some places."""
+    """A hash of the labels and bytes of a set; for a set on disk, of file names, sizes and a sample of the bytes."""
     digest = hashlib.sha256(f"{len(images)} {images.classes}".encode())
     digest.update(images.labels.numpy().tobytes())
-    parts = [images.images.contiguous().numpy().data] if images.images is not None else None
-    assert parts is not None or images.reader is not None
-    for part in parts or images.reader.identity():  # type: ignore[union-attr]
-        digest.update(part)
+    if images.images is not None:
+        digest.update(images.images.contiguous().numpy().data)
+    else:
+        assert images.reader is not None
+        for part in images.reader.identity():
+            digest.update(part)
     return digest.hexdigest()[:16]
 
 
 def samples(files: Sequence[str], count: int = 64, length: int = 4096) -> Iterator[bytes]:
-    """Names and sizes of files, and bytes at places that are spread over them."""
+    """Names and sizes of files, and `length` bytes at about `count` evenly spaced positions in them."""
     sizes = [Path(file).stat().st_size for file in files]
     yield repr([(Path(file).name, size) for file, size in zip(files, sizes, strict=True)]).encode()
     ends = numpy.cumsum(sizes)
-    for place in range(0, int(ends[-1]), max(1, int(ends[-1]) // count)):
-        file = int(numpy.searchsorted(ends, place, side="right"))
+    for position in range(0, int(ends[-1]), max(1, int(ends[-1]) // count)):
+        file = int(numpy.searchsorted(ends, position, side="right"))
         with Path(files[file]).open("rb") as opened:
-            opened.seek(place - int(ends[file]) + sizes[file])
+            opened.seek(position - int(ends[file]) + sizes[file])
             yield opened.read(length)

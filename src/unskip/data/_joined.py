@@ -1,4 +1,4 @@
-"""Several sets as one: 'a+b' holds the images of a and then those of b, and the classes of both."""
+"""Concatenates sets: 'a+b' has the images of a, then those of b, and the classes of both."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from unskip.errors import BadInput
 
 
 def joined(parts: Sequence[ImageSet]) -> ImageSet:
-    """One set of several that are held in memory, at the largest of their sizes, gray ones in three channels."""
+    """Concatenates sets in memory, resized to the largest height and width, and in colour if one of them is."""
     name = "+".join(part.name for part in parts)
     for part in parts:
         if part.images is None:
-            raise BadInput(f"{name}: {part.name} is read from disk; only sets that are held in memory are joined")
+            raise BadInput(f"{name}: {part.name} is read from disk; only sets in memory can be joined")
     height, width = (max(part.images.shape[axis] for part in parts if part.images is not None) for axis in (2, 3))
     channels = max(part.channels for part in parts)
     images, labels, classes = [], [], list[str]()

@@ -1,13 +1,13 @@
-"""Latents of images by a user's autoencoder (AutoencoderKL of diffusers), encoded once and kept on disk.
+"""Latents of images by a user's autoencoder (AutoencoderKL of diffusers), encoded once and cached on disk.
 
     z = (mean + exp(logvar / 2) n - shift) * scale,   n normal, new in every step
 
-Mean and log variance of every image are kept, and of its mirror image too, as float16 under a key made of the images,
-the autoencoder's weights and the size. The same three give the same latents.
+The mean and log variance of every image and of its mirror image are cached as float16, under a key of the images, the
+autoencoder's weights and the size.
 
-They lie in files of PART images. Each process of a launcher makes the files of its own share, and then those that are
-still missing, in an order of its own: a process that is gone, or whose files lie on another node, holds nobody up. A
-file is written aside and renamed, so that a run that was killed goes on with the files that are missing.
+A file has PART images. Each process of a launcher writes the files of its own share, then those still missing, in a
+random order of its own, so no process waits for one that has died or that writes on another node. Files are written
+under a temporary name and renamed, so a killed run continues with the missing files.
 """
 
 from __future__ import annotations
@@ -31,31 +31,33 @@ from unskip.data._images import ImageSet, fingerprint
 from unskip.data._order import GEOMETRY, Order, Rows, check_world, evaluation_batches, share, stream
 from unskip.errors import BadInput, LoadError
 
-_BATCH = 64  # images that are encoded at a time
+PART = 2048  # images per file; with four channels of 32 x 32, 67 MB
+_BATCH = 64  # images encoded at a time
 
 
 @dataclass(frozen=True)
 class Autoencoder:
-    """A frozen autoencoder: bytes to the moments of latents, and latents to bytes."""
+    """A frozen autoencoder: maps bytes to the moments of latents, and latents to bytes."""
 
     module: nn.Module
     key: str
     channels: int  # of latents
-    factor: int  # how many times smaller a latent is than its image
+    factor: int  # side of an image / side of its latent
     scale: float
     shift: float
 
     @staticmethod
     def open(folder: str | Path, device: str | torch.device = "cpu") -> Autoencoder:
-        """From a folder that diffusers wrote."""
+        """Opens a folder written by AutoencoderKL.save_pretrained of diffusers."""
         diffusers = need("diffusers")
         if not (Path(folder) / "config.json").is_file():
-            raise BadInput(f"{folder}: no autoencoder there (it has no config.json); AutoencoderKL.save_pretrained")
+            raise BadInput(f"{folder}: no config.json; give a folder written by AutoencoderKL.save_pretrained")
         kind: Any = diffusers.AutoencoderKL
         try:
             module = kind.from_pretrained(str(folder), local_files_only=True, low_cpu_mem_usage=False)
         except (OSError, ValueError, RuntimeError) as error:
-            raise LoadError(f"{folder}: no AutoencoderKL of diffusers: {str(error).partition(chr(10))[0]}") from error
+            line = str(error).partition("\n")[0]
+            raise LoadError(f"{folder}: cannot be loaded as AutoencoderKL of diffusers ({line})") from error
         module = module.to(device).eval().requires_grad_(False)
         digest = hashlib.sha256()
         for name, value in sorted(module.state_dict().items()):
@@ -72,59 +74,55 @@ class Autoencoder:
 
     @torch.no_grad()
     def moments(self, images: Tensor) -> Tensor:
-        """Bytes (n, 3, size, size) to means and log variances (n, 2 channels, size / factor, size / factor)."""
+        """Bytes (n, 1 or 3, size, size) to means and log variances (n, 2 channels, size / factor, size / factor)."""
         module: Any = self.module
         values = images.to(next(module.parameters()).device).float() / 127.5 - 1
-        found = module.encode(values.expand(-1, 3, -1, -1)).latent_dist
-        return torch.cat([found.mean, found.logvar], 1)
+        normal = module.encode(values.expand(-1, 3, -1, -1)).latent_dist
+        return torch.cat([normal.mean, normal.logvar], 1)
 
     def latents(self, moments: Tensor, noise: Tensor | None = None) -> Tensor:
-        """Moments to latents: drawn where there is noise, otherwise their means."""
+        """Moments to latents: samples if there is noise, else the means."""
         mean, logvar = moments.chunk(2, 1)
-        drawn = mean if noise is None else mean + (logvar.clamp(-30, 20) / 2).exp() * noise
-        return (drawn - self.shift) * self.scale
+        latent = mean if noise is None else mean + (logvar.clamp(-30, 20) / 2).exp() * noise
+        return (latent - self.shift) * self.scale
 
     @torch.no_grad()
     def decode(self, latents: Tensor) -> Tensor:
-        """Latents to bytes. Raises BadInput where the autoencoder makes no numbers of them: they would be black."""
+        """Latents to bytes. Raises BadInput for non-finite images, which would become black ones."""
         module: Any = self.module
         values = module.decode(latents / self.scale + self.shift).sample
         bad = (~values.isfinite().flatten(1).all(1)).nonzero()
         if len(bad):
             raise BadInput(
-                f"{len(bad)} of {len(values)} images are not finite as the autoencoder decodes them; it is broken, or "
-                "the wrong one"
+                f"{len(bad)} of {len(values)} decoded images are not finite; the autoencoder is broken or the wrong one"
             )
         pixels: Tensor = ((values.float() + 1) * 127.5).round().clamp(0, 255).byte()
         return pixels
 
 
-PART = 2048  # images in a file; with four channels of 32 x 32, 67 MB
-
-
 @dataclass(frozen=True)
 class Latents:
-    """The moments of all images, in files; `rows` are the images that they are of."""
+    """The moments of all images, in files, and the row of the image that each entry comes from."""
 
-    parts: list[Any]  # (up to PART, 2, 2 channels, side, side) each, float16; the second is of the mirror image
-    rows: Rows  # another image where one could not be read
+    parts: list[Any]  # each (up to PART, 2, 2 channels, side, side), float16; the second is of the mirror image
+    rows: Rows  # (images,) differs from its index where an image could not be read and was replaced
 
     def take(self, places: Rows, mirrored: Rows) -> Any:
-        """(places, 2 channels, side, side), of mirror images where `mirrored` is 1."""
-        found = numpy.empty((len(places), *self.parts[0].shape[2:]), numpy.float16)
+        """The moments (places, 2 channels, side, side), of the mirror images where `mirrored` is 1."""
+        moments = numpy.empty((len(places), *self.parts[0].shape[2:]), numpy.float16)
         files = places // PART
         for file in numpy.unique(files):
-            here = files == file
-            found[here] = self.parts[file][places[here] % PART, mirrored[here]]
-        return found
+            inside = files == file
+            moments[inside] = self.parts[file][places[inside] % PART, mirrored[inside]]
+        return moments
 
 
 def encode(
     images: ImageSet, autoencoder: Autoencoder, size: int, cache: str | Path, rank: int = 0, world: int = 1
 ) -> Latents:
-    """The latents from the cache. Those that are missing are made: by process `rank` of `world` its share first."""
+    """Loads the latents from the cache, after encoding missing ones: process `rank` of `world` its share first."""
     if size % autoencoder.factor:
-        raise BadInput(f"images of {size}: the autoencoder takes multiples of {autoencoder.factor}")
+        raise BadInput(f"size is {size}; the autoencoder takes multiples of {autoencoder.factor}")
     folder = Path(cache).expanduser() / f"latents-{fingerprint(images)}-{autoencoder.key}-{size}"
     count = -(-len(images) // PART)
     files = [folder / f"{part:05d}.npy" for part in range(count)]
@@ -135,40 +133,39 @@ def encode(
         except OSError as error:
             raise BadInput(f"{folder}: latents cannot be written there ({error}); choose another cache") from error
         feed = Feed(images, _BATCH, size, device=next(autoencoder.module.parameters()).device)
-        mine = [*share(count, rank, world)]
-        others = numpy.random.default_rng(rank).permutation(count).tolist()
-        for part in dict.fromkeys([*mine, *others]):
+        everything = numpy.random.default_rng(rank).permutation(count).tolist()
+        for part in dict.fromkeys([*share(count, rank, world), *everything]):  # each once, its own first
             if not files[part].is_file():
                 _write(files[part], feed, autoencoder, range(part * PART, min((part + 1) * PART, len(images))))
     try:
         parts = [numpy.load(file, mmap_mode="r") for file in files]
         rows = [numpy.load(_rows_file(file)) for file in files]
     except (OSError, ValueError, EOFError) as error:
-        raise LoadError(f"{folder}: damaged ({error}); delete it, and it is made again") from error
+        raise LoadError(f"{folder}: damaged ({error}); delete it to rebuild it") from error
     return Latents(parts, numpy.concatenate(rows))
 
 
 def _write(file: Path, feed: Feed, autoencoder: Autoencoder, places: range) -> None:
-    """The latents of some images, beside the list of the images that they are of."""
+    """Encodes some images to a file, and writes their rows beside it."""
     batches = [numpy.array(places[start : start + _BATCH]) for start in range(0, len(places), _BATCH)]
-    found, seen = list[Any](), list[Rows]()
+    all_moments, all_rows = list[Any](), list[Rows]()
     for pixels, rows in feed.unchanged(batches):
-        both = [autoencoder.moments(shown).half() for shown in (pixels, pixels.flip(3))]
+        both = [autoencoder.moments(images).half() for images in (pixels, pixels.flip(3))]
         for moments in both:
             bad = (~moments.isfinite().flatten(1).all(1)).nonzero()
             if len(bad):
-                where = feed.images.place(int(rows[int(bad[0, 0])]))
-                raise BadInput(f"{where}: its latents are not finite; the autoencoder is broken, or the wrong one")
-        found.append(torch.stack(both, 1).cpu().numpy())
-        seen.append(rows.cpu().numpy())
-    for target, values in ((_rows_file(file), seen), (file, found)):
-        aside = target.with_suffix(f".{os.urandom(4).hex()}.tmp")
+                place = feed.images.place(int(rows[int(bad[0, 0])]))
+                raise BadInput(f"{place}: its latents are not finite; the autoencoder is broken, or the wrong one")
+        all_moments.append(torch.stack(both, 1).cpu().numpy())
+        all_rows.append(rows.cpu().numpy())
+    for target, values in ((_rows_file(file), all_rows), (file, all_moments)):  # a file of moments marks both as done
+        temporary = target.with_suffix(f".{os.urandom(4).hex()}.tmp")
         try:
-            with aside.open("wb") as opened:
+            with temporary.open("wb") as opened:
                 numpy.save(opened, numpy.concatenate(values))
-            aside.replace(target)
+            temporary.replace(target)
         finally:
-            aside.unlink(missing_ok=True)
+            temporary.unlink(missing_ok=True)
 
 
 def _rows_file(file: Path) -> Path:
@@ -176,7 +173,7 @@ def _rows_file(file: Path) -> Path:
 
 
 class LatentFeed:
-    """Batches of moments and labels, in the order in which `Feed` would give the images."""
+    """Batches of moments and labels, in the same order as the images of `Feed`."""
 
     def __init__(
         self,
@@ -197,7 +194,7 @@ class LatentFeed:
         self.moments = encode(images, autoencoder, size, cache, *process)
         rows = self.moments.rows
         replaced = numpy.flatnonzero(rows != numpy.arange(len(images))).tolist()
-        self.broken = {row: f"{images.place(row)}: could not be read when latents were made" for row in replaced}
+        self.broken = {row: f"{images.place(row)}: could not be read when it was encoded" for row in replaced}
         self._labels = images.labels.numpy()[rows]
 
     @property
@@ -208,29 +205,27 @@ class LatentFeed:
     def iterate(
         self, start_step: int, stop_step: int, rank: int = 0, world: int = 1, parts: int = 1
     ) -> Iterator[tuple[Tensor, Tensor]]:
-        """The batches of the steps from `start_step` up to but without `stop_step`: this process's part of each, in so
-        many `parts` one after the other."""
+        """This process's share of each batch of steps `start_step` to `stop_step` (exclusive), in `parts` pieces."""
         check_world(self.batch, rank * parts, world * parts)
-        for place in range(start_step * parts, stop_step * parts):
-            step, turn = divmod(place, parts)
+        for step in range(start_step, stop_step):
             rows = self.order.rows(step)
-            part = share(len(rows), rank * parts + turn, world * parts)
-            mirror = stream(GEOMETRY, self.seed, step).random(len(rows)) < (0.5 if self.flip else 0.0)
-            chosen = rows[part.start : part.stop]
-            values = self.moments.take(chosen, mirror[part.start : part.stop].astype(numpy.int64))
-            yield self._put(values, self._labels[chosen])
+            mirrored = stream(GEOMETRY, self.seed, step).random(len(rows)) < (0.5 if self.flip else 0.0)
+            for part in range(parts):
+                own = share(len(rows), rank * parts + part, world * parts)
+                chosen = rows[own.start : own.stop]
+                moments = self.moments.take(chosen, mirrored[own.start : own.stop].astype(numpy.int64))
+                yield self._put(moments, self._labels[chosen])
 
     def evaluate(self, rank: int = 0, world: int = 1) -> Iterator[tuple[Tensor, Tensor]]:
-        """Every image once, in order: the means of its latents, scaled; of several processes each has its share."""
+        """The mean latents of every image once, in order, scaled; each process gets a consecutive share."""
         for moments, labels in self.in_order(rank, world):
             yield self.autoencoder.latents(moments), labels
 
     def in_order(self, rank: int = 0, world: int = 1) -> Iterator[tuple[Tensor, Tensor]]:
-        """Every image once: its moments, and its label."""
-        for each in evaluation_batches(len(self.images), self.batch, rank, world):
-            places = numpy.array(each)
+        """The moments and label of every image once, in order."""
+        for batch in evaluation_batches(len(self.images), self.batch, rank, world):
+            places = numpy.array(batch)
             yield self._put(self.moments.take(places, numpy.zeros_like(places)), self._labels[places])
 
     def _put(self, moments: Any, labels: Any) -> tuple[Tensor, Tensor]:
-        values, names = (put(each, self.device) for each in (moments, labels))
-        return values.float(), names
+        return put(moments, self.device).float(), put(labels, self.device)

@@ -1,11 +1,11 @@
-"""Images from disk: a DataLoader whose workers decode, crop, resize, flip and, if asked, RandAugment.
+"""Images from disk: a DataLoader whose workers decode, crop, resize, flip and optionally RandAugment.
 
-A sample is asked for by (step, position, index). What happens to it is drawn from (seed, step, position), so neither
-the number of workers nor that of processes matters. Every batch is divided among all workers, in parts that are small
-enough for what lies ready to stay within AHEAD bytes. RandAugment is torchvision's (arXiv 1909.13719); it and a
-transform of the user's draw from torch's generator, which is seeded for every sample and put back after it.
+The key of a sample is (step, position, index). Its augmentation is drawn from (seed, step, position), so it does not
+depend on the number of workers or processes. Every batch is divided among all workers, in parts small enough to keep
+the prefetched samples within AHEAD bytes. RandAugment (arXiv 1909.13719, torchvision's) and transforms of the user draw
+from torch's generator, which is seeded for every sample and restored afterwards.
 
-An image that cannot be read is tried again and then replaced by another one, drawn from (seed, step, position).
+If an image cannot be read, it is tried again and then replaced by another one, drawn from (seed, step, position).
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ from unskip.data._order import GEOMETRY, PIXELS, REPLACED, share, stream
 from unskip.errors import BadInput
 
 Key = tuple[int, int, int]  # step, position in the global batch, index in the set
-Transform = Callable[[Any], Any]  # an image of Pillow's to one of its, or to bytes (3, size, size)
+Transform = Callable[[Any], Any]  # a Pillow image to a Pillow image, or to bytes (3, size, size)
 Pixels = NDArray[numpy.uint8]
-AHEAD = 2**29  # bytes of samples that lie ready, for one process
-_MOST_AHEAD, _TRIES, _OTHERS = 8, 2, 8  # parts ahead of each worker; tries to read an image; others that may replace it
+AHEAD = 2**29  # bytes of prefetched samples, per process
+_MOST_AHEAD, _TRIES, _OTHERS = 8, 2, 8  # prefetched parts per worker; attempts per image; attempts to replace it
 
 
 class Make(Protocol):
-    """What becomes of a decoded image in colour: one or several arrays of bytes, each of a fixed shape."""
+    """Maps a decoded RGB image to one or several arrays of bytes, each of a fixed shape."""
 
     @property
     def bytes(self) -> int:
-        """Of all arrays of a sample."""
+        """The size of all arrays of a sample."""
         ...
 
     def __call__(self, image: Any, step: int, position: int) -> tuple[Pixels, ...]: ...
@@ -48,7 +48,7 @@ class Make(Protocol):
 
 @dataclass(frozen=True)
 class Loaded:
-    """A batch: its tensors, the rows that they are of, and what could not be read, by row."""
+    """A batch: its tensors, their rows in the set, and messages on unreadable images, by row."""
 
     tensors: list[Tensor]
     rows: Tensor
@@ -66,57 +66,57 @@ def loader(
     processes: int,
     device: torch.device,
 ) -> Iterator[Loaded]:
-    """The batches of keys in order, of `batch` samples at most, on the device."""
-    # Parts of a batch: a multiple of the workers, so that each worker has the same part of every batch.
+    """Loads the batches of keys in order, each of at most `batch` samples, to the device."""
+    # The number of parts is a multiple of the workers, so that each worker gets the same part of every batch.
     parts = max(1, workers) * max(1, -(-2 * batch * make.bytes // AHEAD))
     ahead: Any = {}
     if workers:
         bytes_ahead = workers * max(1, -(-batch // parts) * make.bytes)
         ahead = {"prefetch_factor": max(1, min(_MOST_AHEAD, AHEAD // bytes_ahead))}
-    made: DataLoader[Any] = DataLoader(
+    loading: DataLoader[Any] = DataLoader(
         _Decoded(reader.divided(processes * max(1, workers)), make, seed),
         batch_size=None,
         sampler=(_part(keys, part, parts) for keys in batches for part in range(parts)),
         num_workers=workers,
         pin_memory=device.type == "cuda",
         collate_fn=same,
-        generator=torch.Generator(),  # its own, or it would draw from torch's
+        generator=torch.Generator(),  # by default it draws a seed from torch's global generator
         **ahead,
     )
-    each = iter(made)
-    for found in zip(*[each] * parts, strict=True):
-        if failed := next((part for part in found if isinstance(part, str)), None):
+    iterator = iter(loading)
+    for loaded in zip(*[iterator] * parts, strict=True):  # the parts of one batch
+        if failed := next((part for part in loaded if isinstance(part, str)), None):
             raise BadInput(failed)
-        tensors, rows, broken = zip(*found, strict=True)
-        placed = ([value.to(device, non_blocking=True) for value in part] for part in zip(*tensors, strict=True))
+        tensors, rows, broken = zip(*loaded, strict=True)
+        views = ([value.to(device, non_blocking=True) for value in view] for view in zip(*tensors, strict=True))
         yield Loaded(
-            [part[0] if len(part) == 1 else torch.cat(part) for part in placed],
+            [view[0] if len(view) == 1 else torch.cat(view) for view in views],
             torch.cat(rows),
             {row: message for part in broken for row, message in part},
         )
 
 
 def cores() -> int:
-    """The cores of this process, which those of one launcher share."""
-    found = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, found // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    """The cores of this process: an equal share of the machine's, among the processes of one launcher."""
+    total = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, total // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
 
 
 def _part(keys: list[Key], part: int, parts: int) -> list[Key]:
-    places = share(len(keys), part, parts)
-    return keys[places.start : places.stop]
+    positions = share(len(keys), part, parts)
+    return keys[positions.start : positions.stop]
 
 
-def same(found: Any) -> Any:
-    """Leaves what a dataset gives as it is; torch would make tensors of it."""
-    return found
+def same(sample: Any) -> Any:
+    """The identity, in place of torch's default collation to tensors."""
+    return sample
 
 
 @dataclass(frozen=True)
 class _Decoded(Dataset[Any]):
-    """Some samples by their keys: tensors, the rows they are of, and (row, message) for what could not be read.
+    """Samples by their keys: tensors, rows, and (row, message) for each unreadable image.
 
-    A message alone where nothing can be read: an exception from a worker comes wrapped in its traceback.
+    An error is returned as its message, because DataLoader wraps a worker's exception in its traceback.
     """
 
     reader: Reader
@@ -124,24 +124,25 @@ class _Decoded(Dataset[Any]):
     seed: int
 
     def __getitem__(self, keys: Sequence[Key]) -> tuple[list[Tensor], Tensor, list[tuple[int, str]]] | str:
-        rows, broken, made = list[int](), list[tuple[int, str]](), list[tuple[Pixels, ...]]()
+        rows, broken, samples = list[int](), list[tuple[int, str]](), list[tuple[Pixels, ...]]()
         for key in keys:
             image, row = self._read(key, broken)
             if image is None:
-                return f"{broken[0][1]}; nor can {_OTHERS} images be read that were drawn in its place"
+                return f"{broken[0][1]}; {_OTHERS} images drawn to replace it cannot be read either"
             try:
-                made.append(self.make(image, *key[:2]))
+                samples.append(self.make(image, *key[:2]))
             except BadInput as error:
                 return str(error)
             rows.append(row)
-        stacked = [torch.from_numpy(numpy.stack(each)) for each in zip(*made, strict=True)] if made else []
-        return stacked, torch.tensor(rows, dtype=torch.int64), broken
+        views = [torch.from_numpy(numpy.stack(view)) for view in zip(*samples, strict=True)]
+        return views, torch.tensor(rows, dtype=torch.int64), broken
 
     def _read(self, key: Key, broken: list[tuple[int, str]]) -> tuple[Any, int]:
-        """The image of a key, or of a row that is drawn in its place."""
-        others = None
+        """The image of a key, or of a row drawn to replace it; None if all fail."""
         row = key[2]
         for turn in range(_OTHERS + 1):
+            if turn:
+                row = int(stream(REPLACED, self.seed, *key).integers(len(self.reader), size=_OTHERS + 1)[turn - 1])
             for attempt in range(_TRIES):
                 try:
                     image = decoded(self.reader, row)
@@ -149,15 +150,12 @@ class _Decoded(Dataset[Any]):
                 except BadInput as error:
                     if attempt == _TRIES - 1:
                         broken.append((row, str(error)))
-            if others is None:
-                others = stream(REPLACED, self.seed, *key).integers(len(self.reader), size=_OTHERS + 1)
-            row = int(others[turn])
         return None, row
 
 
 @dataclass(frozen=True)
-class Shown:
-    """One view of an image: cropped, resized, flipped, RandAugmented; or what a transform of the user's makes of it."""
+class ViewDecoder:
+    """One view of an image: cropped, resized, flipped and RandAugmented, or transformed by the user's transform."""
 
     augment: Augment | None
     size: int
@@ -177,13 +175,13 @@ class Shown:
             box = geometry(augment, random, 1, image.height, image.width)[0]
             image = cropped(image, box, self.size, augment.interpolation if augment else "bilinear")
             if augment is not None and augment.randaugment:
-                change = need("torchvision.transforms.v2").RandAugment(*randaugment(augment.randaugment))
-                image = self._seeded(change, image, step, position)
+                transform = need("torchvision.transforms.v2").RandAugment(*randaugment(augment.randaugment))
+                image = self._seeded(transform, image, step, position)
         pixels = image.numpy() if isinstance(image, Tensor) else as_bytes(image)
         if pixels.shape != (3, self.size, self.size) or pixels.dtype != numpy.uint8:
             raise BadInput(
-                f"the transform makes {pixels.dtype} of shape {pixels.shape}; bytes (uint8) of shape "
-                f"(3, {self.size}, {self.size}) are fed"
+                f"the transform makes {pixels.dtype} of shape {pixels.shape}; it must make bytes (uint8) of shape "
+                f"(3, {self.size}, {self.size})"
             )
         return (pixels,)
 
@@ -194,16 +192,16 @@ class Shown:
 
 
 def cropped(image: Any, box: Sequence[float], size: int, interpolation: str) -> Any:
-    """A box of an image of Pillow's, resized to a square: top, left, height, width, and 1 where it is flipped."""
+    """A box (top, left, height, width, 1 if flipped) of a Pillow image, resized to a square."""
     v2 = need("torchvision.transforms.v2")
     top, left, tall, wide, flip = (int(number) for number in box)
     if (top, left, tall, wide) != (0, 0, image.height, image.width) or (tall, wide) != (size, size):
-        way = v2.InterpolationMode(interpolation)
-        image = v2.functional.resized_crop(image, top, left, tall, wide, [size, size], way, antialias=True)
+        mode = v2.InterpolationMode(interpolation)
+        image = v2.functional.resized_crop(image, top, left, tall, wide, [size, size], mode, antialias=True)
     return v2.functional.horizontal_flip(image) if flip else image
 
 
 def as_bytes(image: Any) -> Pixels:
-    """(3, height, width) of an image of Pillow's in colour; as it is of anything else, which has another shape."""
+    """An RGB Pillow image as (3, height, width); other shapes are returned unchanged, for the caller to check."""
     pixels = numpy.asarray(image)
     return pixels.transpose(2, 0, 1) if pixels.ndim == 3 else pixels

@@ -1,6 +1,6 @@
-"""Well-known sets that fit in memory: digits, which ship with the package; Fashion-MNIST, CIFAR and STL-10 from files.
+"""Named sets that fit in memory: digits, which ship with the package; Fashion-MNIST, CIFAR and STL-10 from files.
 
-Nothing is downloaded unless asked for with download=True.
+Files are only downloaded with download=True.
 """
 
 from __future__ import annotations
@@ -20,32 +20,32 @@ from unskip.data._images import ImageSet
 from unskip.data._splits import divided
 from unskip.errors import BadInput
 
-DEBIAN = Path("/usr/share/datasets/fashion-mnist")  # where Debian's package dataset-fashion-mnist puts its files
+DEBIAN = Path("/usr/share/datasets/fashion-mnist")  # of Debian's package dataset-fashion-mnist
 _FASHION = ("T-shirt/top", "Trouser", "Pullover", "Dress", "Coat", "Sandal", "Shirt", "Sneaker", "Bag", "Ankle boot")
 
 
 def digits(split: str, root: Path, download: bool) -> ImageSet:
     """1,797 handwritten digits, 8x8 and gray; a fixed fifth of each class is the test split."""
-    with numpy.load(Path(__file__).with_name("digits.npz")) as data:  # DIGITS.md says where it is from
+    with numpy.load(Path(__file__).with_name("digits.npz")) as data:  # its source: DIGITS.md
         images = torch.from_numpy((data["images"] * (255 / 16)).round().astype(numpy.uint8))[:, None]  # from 0..16
         labels = torch.from_numpy(data["labels"].astype(numpy.int64))
-    kept, test = divided(labels, 5)
+    train, test = divided(labels, 5)
     everything = ImageSet("digits", split, tuple("0123456789"), labels, images)
-    return everything.select(test if split == "test" else kept)
+    return everything.select(test if split == "test" else train)
 
 
 def fashion_mnist(split: str, root: Path, download: bool) -> ImageSet:
-    """70,000 gray images of clothes, 28x28 (arXiv 1708.07747), from IDX files, packed with gzip or not."""
+    """70,000 gray images of clothes, 28x28 (arXiv 1708.07747), from IDX files, gzipped or not."""
     if download:
         datasets = need("torchvision.datasets")
         _torchvision("fashion-mnist", root, lambda: datasets.FashionMNIST(str(root), download=True))
     stem = "t10k" if split == "test" else "train"
     folders = (root / "FashionMNIST" / "raw", root / "fashion-mnist", root, DEBIAN)
-    images, labels = (idx(_found(f"{stem}-{what}-ubyte", folders)) for what in ("images-idx3", "labels-idx1"))
+    images, labels = (idx(_find(f"{stem}-{kind}-ubyte", folders)) for kind in ("images-idx3", "labels-idx1"))
     return ImageSet("fashion-mnist", split, _FASHION, labels.long(), images[:, None])
 
 
-def _found(name: str, folders: tuple[Path, ...]) -> Path:
+def _find(name: str, folders: tuple[Path, ...]) -> Path:
     for folder in folders:
         for file in (folder / name, folder / f"{name}.gz"):
             if file.is_file():
@@ -67,17 +67,17 @@ def idx(file: Path) -> Tensor:
     except (OSError, EOFError, struct.error) as error:
         raise BadInput(f"{file}: cannot be read as an IDX file ({error}); get the file again") from error
     if zero != 0 or kind != 8 or len(data) != numpy.prod(shape):
-        raise BadInput(f"{file}: not an IDX file of bytes, or cut short; get the file again")
+        raise BadInput(f"{file}: not an IDX file of bytes, or truncated; get the file again")
     return torch.from_numpy(numpy.frombuffer(data, numpy.uint8).reshape(shape).copy())
 
 
 def cifar10(split: str, root: Path, download: bool) -> ImageSet:
-    """60,000 images of ten classes, 32x32."""
+    """60,000 images in ten classes, 32x32."""
     return _cifar("cifar10", need("torchvision.datasets").CIFAR10, split, root, download)
 
 
 def cifar100(split: str, root: Path, download: bool) -> ImageSet:
-    """60,000 images of a hundred classes, 32x32."""
+    """60,000 images in a hundred classes, 32x32."""
     return _cifar("cifar100", need("torchvision.datasets").CIFAR100, split, root, download)
 
 
@@ -103,7 +103,7 @@ def _torchvision(name: str, folder: Path, make: Callable[[], Any]) -> Any:
         return make()
     except (RuntimeError, OSError) as error:
         raise BadInput(
-            f"{name}: not found, or damaged, in {folder} ({error}); give the folder above it as root= or "
+            f"{name}: not found, or damaged, in {folder} ({error}); give its parent folder as root= or "
             "--data-root, or let torchvision download it with download=True or --download"
         ) from error
 

@@ -1,8 +1,8 @@
-"""Sets of labelled images by name: well-known ones, folders, shards (parquet, tar), the Hugging Face hub.
+"""Opens sets of labelled images: named sets, folders, shards (parquet, tar), sets on the Hugging Face hub.
 
-A set without a validation split has one made: a fixed tenth of each class of its training split, the same on every
-machine. `split="train"` is then the whole training split, or with hold_out=True what is left of it. A set whose only
-other split is called validation (ImageNet) is tested on that, and says so in its report.
+Without a validation split, a fixed tenth of each class of the training split is used as one, the same on every machine.
+`split="train"` still includes it, unless hold_out=True. Without a test split (ImageNet), the validation split is used
+for testing, and the report says so.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from unskip.data._folder import folder_parts, tiny_imagenet_parts
 from unskip.data._hub import hub_parts
 from unskip.data._images import ImageSet, resized
 from unskip.data._joined import joined
-from unskip.data._parquet import parquet_parts
+from unskip.data._parquet import open_parquet
 from unskip.data._small import KNOWN
-from unskip.data._splits import Parts, files_by_split, taken
-from unskip.data._tar import tar_parts
+from unskip.data._splits import Parts, files_by_split, open_split, pattern_parts
+from unskip.data._tar import open_tar
 from unskip.errors import BadInput
 
 Split = Literal["train", "val", "test"]
@@ -38,31 +38,31 @@ def open_images(
     hold_out: bool = False,
     download: bool = False,
 ) -> ImageSet:
-    """A set of labelled images.
+    """Opens one split of a set of labelled images.
 
     `source` is digits, fashion-mnist, cifar10, cifar100, stl10, tiny-imagenet, imagenet, a folder, parquet files
-    ("path/*.parquet", "name-{split}.parquet"), WebDataset shards ("path/{split}-*.tar") or hf:NAME; several are joined
-    by +. `root` is where the files of a named set lie (default ~/.cache/unskip). With a `size` the images are held in
-    memory as squares of that size, their central part resized; without it a folder, and shards of more than 1 GiB, are
-    read from disk as they are needed. `hold_out` takes the images of the "val" split out of "train".
+    ("path/*.parquet", "name-{split}.parquet"), WebDataset shards ("path/{split}-*.tar") or hf:NAME; + concatenates
+    several. `root` is the folder of the files of named sets (default ~/.cache/unskip). With a `size` the images are
+    decoded into memory, center-cropped and resized to squares; without it folders, and shards of more than 1 GiB, are
+    read from disk on demand. `hold_out` removes the images of the "val" split from "train".
     """
     if split not in get_args(Split):
         raise BadInput(f"split is {split!r}; it can be {', '.join(get_args(Split))}")
     if size is not None:
         whole("open_images", "size", size, low=1)
     if _is_joined(str(source)):
-        each = {"root": root, "size": size, "hold_out": hold_out, "download": download}
-        return joined([open_images(part.strip(), split, **each) for part in str(source).split("+")])  # type: ignore[arg-type]
+        open_part = partial(open_images, split=split, root=root, size=size, hold_out=hold_out, download=download)
+        return joined([open_part(part.strip()) for part in str(source).split("+")])
     folder = Path(root).expanduser() if root is not None else Path.home() / ".cache" / "unskip"
-    return taken(str(source), _parts(source, folder, size, download), split, hold_out)
+    return open_split(str(source), _parts(source, folder, size, download), split, hold_out)
 
 
 def absolute_source(source: str) -> str:
-    """The source with absolute paths; names stay as they are."""
+    """The source with absolute paths; names are unchanged."""
     path = Path(source).expanduser()
     if source in (*NAMES, STDLIB):
         return source
-    if source.startswith("hf:"):  # a folder, or else a name of the hub
+    if source.startswith("hf:"):  # a folder, or else a name on the hub
         name, colon, config = source.removeprefix("hf:").partition(":")
         folder = Path(name).expanduser()
         return f"hf:{folder.absolute()}{colon}{config}" if folder.is_dir() else source
@@ -73,7 +73,7 @@ def absolute_source(source: str) -> str:
 
 def _is_joined(source: str) -> bool:
     path = Path(source).expanduser()
-    return "+" in source and not path.exists() and not files_by_split(str(path))  # a path may have one in it
+    return "+" in source and not path.exists() and not files_by_split(str(path))  # a path may contain a +
 
 
 def _parts(source: str | Path, root: Path, size: int | None, download: bool) -> Parts:
@@ -87,14 +87,14 @@ def _parts(source: str | Path, root: Path, size: int | None, download: bool) -> 
     if name.startswith("hf:"):
         return hub_parts(name, size)
     if name.endswith(".parquet"):
-        return parquet_parts(str(path), size)
+        return pattern_parts(open_parquet, str(path), size)
     if name.endswith(".tar"):
-        return tar_parts(str(path), size)
+        return pattern_parts(open_tar, str(path), size)
     if path.is_dir():
-        for inside in (path, path / "data"):  # how the hub lays them out
-            for kind, parts in (("*.parquet", parquet_parts), ("*.tar", tar_parts)):
-                if any(inside.glob(kind)):
-                    return parts(str(inside / kind), size)
+        for folder in (path, path / "data"):  # sets of the hub have their files in data/
+            for pattern, opener in (("*.parquet", open_parquet), ("*.tar", open_tar)):
+                if any(folder.glob(pattern)):
+                    return pattern_parts(opener, str(folder / pattern), size)
         return folder_parts(path, size)
     raise BadInput(
         f"{name}: no such set, file or folder{nearest(name, NAMES)}; a source is {', '.join(NAMES)}, a folder of "
@@ -103,9 +103,9 @@ def _parts(source: str | Path, root: Path, size: int | None, download: bool) -> 
 
 
 def _known(name: str, split: str, root: Path, size: int | None, download: bool) -> ImageSet:
-    found = KNOWN[name](split, root, download)
-    assert found.images is not None
-    return found if size is None else replace(found, images=resized(found.images, (size, size)))
+    images = KNOWN[name](split, root, download)
+    assert images.images is not None
+    return images if size is None else replace(images, images=resized(images.images, (size, size)))
 
 
 def _imagenet(root: Path) -> Path:

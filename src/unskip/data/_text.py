@@ -1,10 +1,10 @@
-"""Text as tokens: one long row of them, memory-mapped from a cache, with the end of every document.
+"""Text as tokens: one array of ids, memory-mapped from a cache, with the end of every document.
 
-    CACHE/KEY/tokens.bin       the ids of all documents, each followed by the one that ends it
-    CACHE/KEY/documents.npy    (2, documents): the place after each one, and its bytes
-    CACHE/KEY/about.json       what was assumed and left out on reading
+    CACHE/KEY/tokens.bin       the ids of all documents, each followed by the end-of-text token
+    CACHE/KEY/documents.npy    (2, documents): the position after each document, and its size in bytes
+    CACHE/KEY/about.json       what was skipped or assumed on reading
 
-KEY is made of the content of the files, the split and the tokenizer: the same three give the same tokens.
+KEY is a hash of the content of the files, the split and the tokenizer.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import os
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -27,19 +28,19 @@ from unskip.data._tokenizer import Tokenizer, open_tokenizer
 from unskip.errors import BadInput, LoadError
 
 CACHE = "~/.cache/unskip/text"
-_AT_ONCE = 64  # documents that are tokenized together
-_LOOKED_AT = 8192  # bytes of a file; one with a zero among them is no text
+_AT_ONCE = 64  # documents tokenized together
+_LOOKED_AT = 8192  # bytes of a document; a zero among them marks it as binary
 
 
 @dataclass(frozen=True, eq=False)
 class TextSet:
-    """One split of a text. `tokens` holds all documents one after the other, each with the token that ends it."""
+    """One split of a text. `tokens` concatenates all documents, each with its end-of-text token."""
 
     name: str
     split: str
     tokens: NDArray[Any]  # (N,) memory-mapped
-    ends: Rows  # (documents,) the place after the last token of each
-    bytes: Rows  # (documents,) of the text
+    ends: Rows  # (documents,) the position after the last token of each
+    bytes: Rows  # (documents,) sizes of the text
     tokenizer: Tokenizer
     fingerprint: str
     report: tuple[str, ...] = ()  # what was skipped or assumed on opening
@@ -52,7 +53,7 @@ class TextSet:
         return f"TextSet({self.name}, {self.split}: {size})"
 
     def document(self, places: Rows) -> Rows:
-        """The document of each place among the tokens."""
+        """The document of each token position."""
         return numpy.searchsorted(self.ends, places, side="right")
 
 
@@ -67,85 +68,83 @@ def open_text(
 ) -> TextSet:
     """A text as tokens.
 
-    `source` is stdlib (the source files of Python's standard library), a folder of text files, with train/, val/ and
-    test/ in it or without, a glob or a path with {split}, parquet files with a `column` of text, as in
-    "name-{split}.parquet", or hf:NAME. Without a test split a tenth of the documents is one. `tokenizer` is "bytes", a
-    tokenizer.json, its folder, or a name of the Hugging Face hub. `hold_out` takes the documents of the "val" split out
-    of "train".
+    `source` is stdlib (the source files of Python's standard library), a folder of text files, with or without train/,
+    val/ and test/ in it, a glob or a path with {split}, parquet files with a `column` of text, as in
+    "name-{split}.parquet", or hf:NAME. Without a test split, a tenth of the documents is used as one. `tokenizer` is
+    "bytes", a tokenizer.json, its folder, or a name on the Hugging Face hub. `hold_out` removes the documents of the
+    "val" split from "train".
     """
     if split not in get_args(Literal["train", "val", "test"]):
         raise BadInput(f"split is {split!r}; it can be train, val, test")
-    words = open_tokenizer(tokenizer)
+    encoder = open_tokenizer(tokenizer)
     documents = open_documents(str(source), split, hold_out, column)
     fingerprint = documents.fingerprint()
-    folder = Path(cache).expanduser() / f"{fingerprint}-{words.key}"
+    folder = Path(cache).expanduser() / f"{fingerprint}-{encoder.key}"
     if not folder.is_dir():
-        _write(folder, documents, words)
-    tokens, ends, sizes, notes = _read(folder, words)
+        _write(folder, documents, encoder)
+    tokens, ends, sizes, notes = _read(folder, encoder)
     if not len(tokens):
-        raise BadInput(f"{source}: its {split} split holds no text; {'; '.join(notes) or 'give more files'}")
+        raise BadInput(f"{source}: the {split} split contains no text; {'; '.join(notes) or 'give more files'}")
     report = (*documents.report, *notes)
-    return TextSet(str(source), split, tokens, ends, sizes, words, fingerprint, report)
+    return TextSet(str(source), split, tokens, ends, sizes, encoder, fingerprint, report)
 
 
-def _write(folder: Path, documents: Documents, words: Tokenizer) -> None:
-    aside = folder.with_name(f"{folder.name}.{os.getpid()}.tmp")  # every process makes its own, and one of them stays
-    shutil.rmtree(aside, ignore_errors=True)
-    aside.mkdir(parents=True)
+def _write(folder: Path, documents: Documents, tokenizer: Tokenizer) -> None:
+    temporary = folder.with_name(f"{folder.name}.{os.getpid()}.tmp")  # one per process; the first to finish is kept
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir(parents=True)
     ends, sizes, total = list[int](), list[int](), 0
-    binary, foreign, ended = list[str](), list[str](), list[str]()
+    binary, not_utf8, with_end = list[str](), list[str](), list[str]()
     try:
-        with (aside / "tokens.bin").open("wb") as file:
+        with (temporary / "tokens.bin").open("wb") as file:
             for batch in _batches(_texts(documents, binary)):
-                for (name, text), ids in zip(batch, words.encode([text for _, text in batch]), strict=True):
-                    if words.key != "bytes" and not _is_utf8(text):
-                        foreign.append(name)
-                    if words.end in ids:
-                        ended.append(name)
-                    file.write(numpy.append(ids, words.end).astype(_dtype(words)).tobytes())
+                for (name, text), ids in zip(batch, tokenizer.encode([text for _, text in batch]), strict=True):
+                    if tokenizer.key != "bytes" and not _is_utf8(text):
+                        not_utf8.append(name)
+                    if tokenizer.end in ids:
+                        with_end.append(name)
+                    file.write(numpy.append(ids, tokenizer.end).astype(_dtype(tokenizer)).tobytes())
                     total += len(ids) + 1
                     ends.append(total)
                     sizes.append(len(text))
         notes = []
         if binary:
-            notes.append(f"{_named(binary)} left out: no text, they hold zero bytes")
-        if foreign:
-            notes.append(f"{_named(foreign)} no UTF-8: what cannot be read there became the replacement character")
-        if ended:
-            notes.append(f"{_named(ended)} with the token that ends documents in the text: it is read as that token")
-        numpy.save(aside / "documents.npy", numpy.array([ends, sizes], numpy.int64))
-        (aside / "about.json").write_text(json.dumps({"notes": notes}))
+            notes.append(f"{_named(binary)} left out: not text (zero bytes in it)")
+        if not_utf8:
+            notes.append(f"{_named(not_utf8)} not UTF-8: undecodable bytes became the replacement character")
+        if with_end:
+            notes.append(f"{_named(with_end)} with the end-of-text token in the text: it is read as that token")
+        numpy.save(temporary / "documents.npy", numpy.array([ends, sizes], numpy.int64))
+        (temporary / "about.json").write_text(json.dumps({"notes": notes}))
         if not folder.is_dir():
-            aside.replace(folder)
+            temporary.replace(folder)
     except OSError:
         if not folder.is_dir():  # else another process was faster
             raise
     finally:
-        shutil.rmtree(aside, ignore_errors=True)
+        shutil.rmtree(temporary, ignore_errors=True)
 
 
-def _read(folder: Path, words: Tokenizer) -> tuple[NDArray[Any], Rows, Rows, list[str]]:
+def _read(folder: Path, tokenizer: Tokenizer) -> tuple[NDArray[Any], Rows, Rows, list[str]]:
     try:
         ends, sizes = numpy.load(folder / "documents.npy")
         notes = json.loads((folder / "about.json").read_text())["notes"]
-        length = int(ends[-1]) if len(ends) else 0
+        length, dtype = int(ends[-1]) if len(ends) else 0, _dtype(tokenizer)
         file = folder / "tokens.bin"
-        if file.stat().st_size != length * _dtype(words).itemsize:
-            raise ValueError(f"{file.stat().st_size} bytes of tokens where {length} tokens should be")
-        tokens: Any = (
-            numpy.memmap(file, _dtype(words), "r", shape=(length,)) if length else numpy.zeros(0, _dtype(words))
-        )
+        if file.stat().st_size != length * dtype.itemsize:
+            raise ValueError(f"tokens.bin has {file.stat().st_size} bytes, but should have {length} tokens")
+        tokens: Any = numpy.memmap(file, dtype, "r", shape=(length,)) if length else numpy.zeros(0, dtype)
         return tokens, ends, sizes, notes
     except (OSError, ValueError, KeyError, EOFError) as error:
-        raise LoadError(f"{folder}: damaged ({error}); delete it, and it is made again") from error
+        raise LoadError(f"{folder}: damaged ({error}); delete it to rebuild it") from error
 
 
-def _dtype(words: Tokenizer) -> numpy.dtype[Any]:
-    return numpy.dtype("<u2" if words.size <= 2**16 else "<u4")
+def _dtype(tokenizer: Tokenizer) -> numpy.dtype[Any]:
+    return numpy.dtype("<u2" if tokenizer.size <= 2**16 else "<u4")
 
 
 def _texts(documents: Documents, binary: list[str]) -> Iterator[tuple[str, bytes]]:
-    """The documents that hold text; names of files that hold none are added to `binary`."""
+    """The documents that are text and not empty; names of binary ones are added to `binary`."""
     for name, text in documents:
         if b"\0" in text[:_LOOKED_AT]:
             binary.append(name)
@@ -154,13 +153,7 @@ def _texts(documents: Documents, binary: list[str]) -> Iterator[tuple[str, bytes
 
 
 def _batches(texts: Iterator[tuple[str, bytes]]) -> Iterator[list[tuple[str, bytes]]]:
-    batch: list[tuple[str, bytes]] = []
-    for each in texts:
-        batch.append(each)
-        if len(batch) == _AT_ONCE:
-            yield batch
-            batch = []
-    if batch:
+    while batch := [*islice(texts, _AT_ONCE)]:
         yield batch
 
 

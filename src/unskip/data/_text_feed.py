@@ -1,10 +1,10 @@
-"""Batches of packed sequences: windows of `context` tokens out of one long row, and for each token the one after it.
+"""Batches of packed sequences: windows of `context` tokens, and the next token of each.
 
     window i of epoch e begins at (shift_e + i context) mod N,   shift_e drawn from (seed, e)
 
-Documents follow one another inside a window, each after the token that ends the one before it. The order of the windows
-is that of images (`_order`): a function of (seed, step) alone. In an evaluation windows begin at 0, so every token but
-the first is predicted once, up to the last whole window; or some windows, evenly spread, are taken.
+A window may contain several documents, separated by end-of-text tokens. The windows are ordered like images (`_order`),
+by (seed, step). An evaluation uses windows from 0 on, so every token but the first is predicted once, up to the last
+whole window; or a limited number of evenly spaced windows.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Batch = tuple[Tensor, Tensor]
 class TextFeed:
     """Batches of `batch` sequences over all processes: ids (n, context) and the ids that follow them, int64.
 
-    `most` limits an evaluation to so many sequences.
+    `most` limits the number of sequences of an evaluation.
     """
 
     def __init__(
@@ -40,18 +40,18 @@ class TextFeed:
         most: int | None = None,
     ) -> None:
         if not isinstance(context, int) or context < 1:
-            raise BadInput(f"context is {context!r}; it is a whole number of tokens, 1 or more")
+            raise BadInput(f"context is {context!r}; it must be a whole number of tokens, 1 or more")
         windows = (len(text) - 1) // context
         if windows < 1:
             raise BadInput(
-                f"{text.name}: its {text.split} split has {len(text)} tokens, and a context of {context} needs one "
-                f"more; take a context of at most {max(1, len(text) - 1)}, or more text"
+                f"{text.name}: the {text.split} split has {len(text)} tokens, but context {context} needs at least "
+                f"{context + 1}; use a context of at most {max(1, len(text) - 1)}, or more text"
             )
         self.text, self.batch, self.context, self.seed = text, batch, context, seed
         self.device = torch.device(device)
         self.order = Order(windows, batch, seed, unit="sequences")
         count = windows if most is None else min(most, windows)
-        self.starts = numpy.arange(count) * windows // count * context  # of the windows of an evaluation
+        self.starts = numpy.arange(count) * windows // count * context  # of the evaluation windows
 
     def __len__(self) -> int:
         """Sequences of an evaluation."""
@@ -65,26 +65,25 @@ class TextFeed:
     def iterate(
         self, start_step: int, stop_step: int, rank: int = 0, world: int = 1, parts: int = 1
     ) -> Iterator[Batch]:
-        """The batches of the steps from `start_step` up to but without `stop_step`: this process's part of each, in so
-        many `parts` one after the other."""
+        """This process's share of each batch of steps `start_step` to `stop_step` (exclusive), in `parts` pieces."""
         check_world(self.batch, rank * parts, world * parts)
-        assert self.steps_per_epoch  # raises now, not at the first batch, where there is too little text
+        assert self.steps_per_epoch  # if there is too little text, raises now rather than at the first batch
         return self._training(start_step, stop_step, rank, world, parts)
 
     def evaluate(self, rank: int = 0, world: int = 1) -> Iterator[Batch]:
-        """Every window once, in order; of several processes each has a consecutive share."""
+        """Every window once, in order; each process gets a consecutive share."""
         for part in evaluation_batches(len(self), self.batch, rank, world):
             yield self._windows(self.starts[part.start : part.stop])
 
     def _training(self, start_step: int, stop_step: int, rank: int, world: int, parts: int) -> Iterator[Batch]:
-        for place in range(start_step * parts, stop_step * parts):
-            step, turn = divmod(place, parts)
+        for step in range(start_step, stop_step):
             rows = self.order.rows(step)
-            mine = share(len(rows), rank * parts + turn, world * parts)
             shift = stream(GEOMETRY, self.seed, step // self.steps_per_epoch).integers(len(self.text))
-            yield self._windows(shift + rows[mine.start : mine.stop] * self.context)
+            for part in range(parts):
+                own = share(len(rows), rank * parts + part, world * parts)
+                yield self._windows(shift + rows[own.start : own.stop] * self.context)
 
     def _windows(self, starts: Rows) -> Batch:
-        places = (starts[:, None] + numpy.arange(self.context + 1)) % len(self.text)
-        ids = put(self.text.tokens[places].astype(numpy.int64), self.device)
+        positions = (starts[:, None] + numpy.arange(self.context + 1)) % len(self.text)
+        ids = put(self.text.tokens[positions].astype(numpy.int64), self.device)
         return ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
