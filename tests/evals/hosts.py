@@ -1,4 +1,4 @@
-"""A watch over the host: work that is to be recorded as a CUDA graph must not ask it for anything."""
+"""A check that work can be captured as a CUDA graph: no synchronisation with the host."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-# A number read by the host, a shape that depends on values, and a tensor made from host data.
+# Numbers read by the host, shapes that depend on values, and tensors made from host data.
 _WAITS = ("_local_scalar_dense", "nonzero", "unique", "masked_select", "lift_fresh", "is_nonzero", "equal.default")
 
 
 class NoHost(TorchDispatchMode):
-    """Raises where an operation would make the host wait for the device, or copy from it. Counts the others.
+    """Raises AssertionError for an operation that would synchronise with the host or copy from it; counts the others.
 
-    Copies are seen where the work is done on the "meta" device, as if that were a GPU.
+    On the "meta" device it also detects copies.
     """
 
     def __init__(self) -> None:
@@ -29,14 +29,13 @@ class NoHost(TorchDispatchMode):
         name = str(operation)
         options = dict(kwargs or {})
         if any(word in name for word in _WAITS):
-            raise AssertionError(f"{name} asks the host")
-        given = [leaf for leaf in tree_leaves((args, options)) if isinstance(leaf, Tensor)]
-        places = {each.device.type for each in given}
+            raise AssertionError(f"{name} synchronises with the host")
+        devices = {leaf.device.type for leaf in tree_leaves((args, options)) if isinstance(leaf, Tensor)}
         if "_to_copy" in name and options.get("device") is not None:
-            places.add(options["device"].type)
-        if len(places) > 1:
-            raise AssertionError(f"{name} moves something between {' and '.join(sorted(places))}")
+            devices.add(options["device"].type)
+        if len(devices) > 1:
+            raise AssertionError(f"{name} copies between {' and '.join(sorted(devices))}")
         if options.get("generator") is not None:
-            raise AssertionError(f"{name} draws from a generator that no graph knows")
+            raise AssertionError(f"{name} draws from a generator that is not part of the graph")
         self.operations += 1
         return operation(*args, **options)

@@ -1,4 +1,4 @@
-"""Small images, and extractors of a few features of them."""
+"""Small images, and extractors with a few features."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 
 class Pixels(nn.Module):
-    """An extractor of a few features, and one that torchmetrics can use."""
+    """An extractor that torchmetrics can use too."""
 
     def __init__(self, size: int = 4) -> None:
         super().__init__()

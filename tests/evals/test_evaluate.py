@@ -1,4 +1,4 @@
-"""Protocols that stay as they are; features of all blocks in one pass; whole evaluations; rank."""
+"""Frozen protocols; features of all blocks in one pass; whole evaluations."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ FROZEN = {
 
 
 def test_a_protocol_never_changes() -> None:
-    """Another way to evaluate is a new name. Nothing here may be edited, only added to."""
+    """Changed settings need a new name: add hashes here, but never edit one."""
     result = {
         name: hashlib.sha256(json.dumps(each.to_dict(), sort_keys=True).encode()).hexdigest()[:16]
         for name, each in evals.PROTOCOLS.items()
@@ -57,7 +57,7 @@ def test_a_protocol_never_changes() -> None:
 # --- Features ---------------------------------------------------------------------------------------------------------
 
 
-def test_features_are_those_of_the_blocks_however_the_images_are_batched() -> None:
+def test_features_match_unskip_features_in_any_batching() -> None:
     model = vit()
     images = digits()
     whole = torch.cat([x for x, _ in Feed(images, 300, 8).evaluate()])
@@ -86,7 +86,7 @@ def test_each_image_goes_through_the_model_once() -> None:
     assert sum(size for size in seen if size > 1) == 300
 
 
-def test_the_evaluator_owns_the_mode() -> None:
+def test_extract_runs_in_evaluation_mode_and_restores_the_modes() -> None:
     model = vit(drop_path_rate=0.5, proj_drop_rate=0.5)
     model.train()
     model.blocks[1].eval()  # type: ignore[index,operator,union-attr]
@@ -98,7 +98,7 @@ def test_the_evaluator_owns_the_mode() -> None:
     assert not first["mean", "none"][2].requires_grad
 
 
-def test_blocks_can_be_chosen_and_a_rewired_model_is_taken_as_it_is() -> None:
+def test_extract_of_chosen_blocks_and_of_a_rewired_model() -> None:
     model = vit().eval()
     plain = evals.extract(model, Feed(digits(), 100, 8).evaluate(), -1)
     assert list(plain["mean", "none"]) == [2]
@@ -147,25 +147,25 @@ def test_all_protocols_over_depth() -> None:
     assert len(shown.splitlines()) == 5
     low, high = results[7].intervals["probe_lbfgs"]
     assert f"{accuracy:.4g} [{low:.3f}, {high:.3f}]" in shown
-    assert results[4].intervals == {}  # a rank is no fraction
+    assert results[4].intervals == {}  # a rank is not a fraction
 
 
 def test_changes_reach_every_kind_of_protocol_or_are_refused() -> None:
     model = vit().eval()
     names = ["knn-dino-v1", "rank-v1"]
     changes: dict[str, dict[str, Any]] = {"knn-dino-v1": {"k": [1, 5]}, "rank-v1": {"samples": 10}}
-    given: dict[str, Any] = {"size": 8, "blocks": [2]}
-    results = evals.evaluate(model, digits(), digits("test", 50), names, changes=changes, **given)
+    options: dict[str, Any] = {"size": 8, "blocks": [2]}
+    results = evals.evaluate(model, digits(), digits("test", 50), names, changes=changes, **options)
     assert list(results[0].values) == ["knn1", "knn5"]
     assert results[1].values["rank"] < 10
     assert [each.changes for each in results] == [*changes.values()]
     with pytest.raises(BadInput, match="probe-mae-v1"):
-        evals.evaluate(model, digits(), digits("test"), names, changes={"probe-mae-v1": {"epochs": 2}}, **given)
+        evals.evaluate(model, digits(), digits("test"), names, changes={"probe-mae-v1": {"epochs": 2}}, **options)
     with pytest.raises(BadInput, match=r"images.*samples, center"):
-        evals.evaluate(model, digits(), digits("test"), names, changes={"rank-v1": {"images": 2}}, **given)
+        evals.evaluate(model, digits(), digits("test"), names, changes={"rank-v1": {"images": 2}}, **options)
 
 
-def test_what_a_protocol_only_states_cannot_be_changed() -> None:
+def test_fixed_settings_cannot_be_changed() -> None:
     with pytest.raises(BadInput, match="probe-lbfgs-v1: standardise cannot be changed"):
         evals.PROTOCOLS["probe-lbfgs-v1"].settings_with({"standardise": False})
 
@@ -183,7 +183,7 @@ def test_what_a_protocol_only_states_cannot_be_changed() -> None:
         ("segment-ridge-v1", "penalty", -1.0, "a number"),
     ],
 )
-def test_settings_that_give_no_number_are_refused(protocol: str, setting: str, value: Any, form: str) -> None:
+def test_bad_settings_are_refused(protocol: str, setting: str, value: Any, form: str) -> None:
     with pytest.raises(BadInput, match=f"{protocol}: {setting} .*{form} above 0"):
         evals.PROTOCOLS[protocol].settings_with({setting: value})
 
@@ -194,13 +194,13 @@ def test_blocks_are_found_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
     calls = []
     search = _extract.find_blocks
-    monkeypatch.setattr(_extract, "find_blocks", lambda *given: calls.append(1) or search(*given))
+    monkeypatch.setattr(_extract, "find_blocks", lambda *arguments: calls.append(1) or search(*arguments))
     results = evals.evaluate(vit(), digits(), digits("test", 50), ["rank-v1"], size=8, batch=40)
     assert len(results) == 3
     assert calls == [1]
 
 
-def test_blocks_of_several_widths_are_evaluated_apart() -> None:
+def test_blocks_of_different_widths_are_evaluated_separately() -> None:
     class Pyramid(nn.Module):
         def __init__(self) -> None:
             super().__init__()

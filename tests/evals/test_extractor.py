@@ -1,4 +1,4 @@
-"""Extractors of every kind, and the statistics that are kept under their hash."""
+"""Extractors of every kind, and statistics cached by their hash."""
 
 from __future__ import annotations
 
@@ -22,9 +22,7 @@ def small_set(count: int, seed: int) -> ImageSet:
     return ImageSet("made", "test", ("a", "b"), torch.arange(count) % 2, images)
 
 
-def test_statistics_are_kept_under_the_hash_of_images_and_weights(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_statistics_are_cached_by_images_and_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     module, real, fake = Pixels(), small_set(60, 0), pictures(50, 1, 60)
     first = generation(fake, real, module, cache=tmp_path)
     calls: list[int] = []
@@ -36,7 +34,7 @@ def test_statistics_are_kept_under_the_hash_of_images_and_weights(
 
     monkeypatch.setattr(Pixels, "forward", counted)
     assert generation(fake, real, module, cache=tmp_path) == pytest.approx(first)
-    assert sum(calls) == 50  # the samples alone
+    assert sum(calls) == 50  # only the samples
     assert len(list(tmp_path.glob("*.safetensors"))) == 1
     statistics(small_set(60, 7), module, cache=tmp_path)  # other images
     with torch.no_grad():
@@ -60,11 +58,11 @@ class Corners(nn.Module):
         return images[:, :, 0, 0].float()
 
 
-def test_modules_without_weights_are_told_apart(tmp_path: Path) -> None:
+def test_modules_without_weights_have_different_keys(tmp_path: Path) -> None:
     real, fake = small_set(60, 0), pictures(50, 1, 60)
     for module in (Means(), Corners()):
         fresh = generation(fake, real, module)
-        for _ in range(2):  # made, and read
+        for _ in range(2):  # computed, then read from the cache
             assert generation(fake, real, module, cache=tmp_path) == pytest.approx(fresh)
     assert len(list(tmp_path.glob("*.safetensors"))) == 2
 
@@ -83,7 +81,7 @@ class Stream(nn.Module):
 
 
 @pytest.mark.parametrize("inside", [False, True])
-def test_the_same_weights_with_other_shortcuts_are_another_extractor(inside: bool, tmp_path: Path) -> None:
+def test_shortcuts_change_the_key(inside: bool, tmp_path: Path) -> None:
     real, fake = small_set(60, 0), pictures(50, 1, 60)
     torch.manual_seed(0)
     stream = Stream()
@@ -99,48 +97,48 @@ def test_the_same_weights_with_other_shortcuts_are_another_extractor(inside: boo
     assert generation(fake, real, module, cache=tmp_path) == pytest.approx(fresh)
 
 
-def test_a_set_a_tensor_and_batches_give_the_same() -> None:
+def test_a_set_a_tensor_and_batches_give_the_same_metrics() -> None:
     module, real, fake = Pixels(), small_set(60, 0), pictures(50, 1, 60)
     assert real.images is not None
     expected = generation(fake, real, module)
     assert generation(iter(fake.split(7)), real.images, module, batch=16) == pytest.approx(expected, rel=1e-6)
-    held = statistics(real, module)
-    assert generation(fake, held, module) == pytest.approx(expected, rel=1e-6)
+    reference = statistics(real, module)
+    assert generation(fake, reference, module) == pytest.approx(expected, rel=1e-6)
     with pytest.raises(BadInput, match="another extractor"):
-        generation(held, fake, Doubled())
+        generation(reference, fake, Doubled())
 
 
-def test_single_features_are_of_the_whole_set_even_where_it_is_sorted() -> None:
-    """Sets come class by class: the first images would be one class."""
+def test_single_features_are_a_random_subset_of_the_set() -> None:
+    """Sets are often sorted by class, so the first images would be one class."""
     dark, bright = pictures(200, 0) // 8, 255 - pictures(200, 1) // 8
     both, module = torch.cat([dark, bright]), Pixels()
     for images in (both, ImageSet("made", "test", ("a", "b"), torch.arange(400) // 200, both)):
-        held = statistics(images, module, manifold=100, batch=64)
-        assert held.features.shape == (100, 6)
+        result = statistics(images, module, manifold=100, batch=64)
+        assert result.features.shape == (100, 6)
         whole = module(both).detach()
-        places = [(whole - each).abs().sum(1).argmin().item() for each in held.features]
-        assert 30 < sum(place < 200 for place in places) < 70
-        assert sorted(set(places)) == places
-    assert precision_recall(module(dark).detach(), held.features)[1] == pytest.approx(0.5, abs=0.2)
+        indices = [(whole - each).abs().sum(1).argmin().item() for each in result.features]
+        assert 30 < sum(index < 200 for index in indices) < 70
+        assert sorted(set(indices)) == indices
+    assert precision_recall(module(dark).detach(), result.features)[1] == pytest.approx(0.5, abs=0.2)
     assert torch.equal(statistics(both, module, manifold=400).features, whole)
-    # How many come in batches is not known beforehand: the first.
+    # The number of images in batches is not known beforehand, so the first are taken.
     assert torch.equal(statistics(iter(both.split(64)), module, manifold=100).features, whole[:100])
 
 
 @pytest.fixture(scope="module")
 def classifier(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of two steps, and a folder of its model."""
+    """The folder of a run of two steps."""
     out = tmp_path_factory.mktemp("classifier") / "small"
     config = unskip.recipes.supervised(
         "digits", steps=2, device="cpu", model_args="depth=2,embed_dim=16,num_heads=2", log_every=1
     )
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UnskipWarning)  # two steps teach nothing, and it says so
+        warnings.simplefilter("ignore", UnskipWarning)  # two steps learn nothing, which gives a warning
         unskip.train(config, out, quiet=True)
     return out
 
 
-def test_a_run_folder_is_an_extractor_and_its_distance_no_fid(classifier: Path) -> None:
+def test_a_run_folder_is_an_extractor_and_its_distance_is_not_fid(classifier: Path) -> None:
     real = open_images("digits", split="test")
     chosen = extractor(classifier)
     metrics = generation(real, real, chosen, size=8)
@@ -154,12 +152,12 @@ def test_a_run_folder_is_an_extractor_and_its_distance_no_fid(classifier: Path) 
 
     batch = next(iter(Feed(real, 5, 8).evaluate()))[0]
     with torch.no_grad():
-        torch.testing.assert_close(logits, model.eval()(batch))  # the images as the run itself saw them
+        torch.testing.assert_close(logits, model.eval()(batch))  # the images are preprocessed as in the run
     named = extractor(next((classifier / "checkpoints").glob("step-*")), name="twin")
     assert (named.key, named.distance) == (chosen.key, "FD-twin")
 
 
-def test_a_run_with_ema_weights_is_an_extractor_with_them(tmp_path: Path) -> None:
+def test_the_extractor_of_a_run_uses_its_ema_weights(tmp_path: Path) -> None:
     from unskip.training._state import read_state
 
     config = unskip.recipes.supervised(
@@ -175,8 +173,8 @@ def test_a_run_with_ema_weights_is_an_extractor_with_them(tmp_path: Path) -> Non
     assert any(not torch.equal(value, plain[name]) for name, value in state.items())
 
 
-def test_extractors_that_are_not_there(tmp_path: Path, classifier: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(BadInput, match="no extractor there"):
+def test_missing_extractors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(BadInput, match="not an extractor"):
         extractor(tmp_path / "nothing")
     with pytest.raises(LoadError, match="extractor"):
         extractor(tmp_path)
@@ -193,7 +191,7 @@ def test_extractors_that_are_not_there(tmp_path: Path, classifier: Path, monkeyp
         extractor("inception")
 
 
-def test_only_the_inception_weights_make_an_fid() -> None:
+def test_only_the_distance_with_inception_weights_is_called_fid() -> None:
     module = Pixels()
     assert extractor(module).distance == "FD-Pixels"
     assert extractor(module, name="mine").distance == "FD-mine"
@@ -217,7 +215,7 @@ class Odd(nn.Module):
         (nn.Conv2d(3, 2, 3), r"Conv2d: .* \(20, 3, 4, 4\) \(RuntimeError"),
     ],
 )
-def test_a_module_that_is_no_extractor(module: nn.Module, text: str) -> None:
+def test_modules_that_are_not_extractors(module: nn.Module, text: str) -> None:
     real = pictures(20, 0)
     with pytest.raises(BadInput, match=text):
         generation(real, real, module)

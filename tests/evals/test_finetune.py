@@ -1,4 +1,4 @@
-"""Fine-tuning: what it learns, what it leaves alone, what it refuses."""
+"""Fine-tuning: results, an unchanged model, layer decay, drop path and bad input."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SHORT: dict[str, Any] = {
 SHORT |= {"drop_path": 0.0, "mixup": 0.0, "cutmix": 0.0, "erase": 0.0}
 
 
-def test_drop_path_is_off_where_a_skip_is_cut() -> None:
+def test_drop_path_is_off_if_a_skip_is_cut() -> None:
     model, changes = vit(), SHORT | {"epochs": 2}
     unskip.rewire(model, {"attention": "keep", "mlp": "cut"})
     without = evals.finetune(model, digits(), digits("test"), size=8, changes=changes)
@@ -37,7 +37,7 @@ def test_drop_path_is_off_where_a_skip_is_cut() -> None:
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_replayed_fine_tuning_reaches_the_same() -> None:
+def test_fine_tuning_with_a_cuda_graph_reaches_the_same() -> None:
     model = vit().cuda()
     result = [
         evals.finetune(model, digits(count=800), digits("test", 200), size=8, graph=graph, changes=SHORT)
@@ -48,19 +48,19 @@ def test_replayed_fine_tuning_reaches_the_same() -> None:
 
 
 @pytest.mark.full
-def test_fine_tuning_learns_and_leaves_the_model_alone() -> None:
+def test_fine_tuning_learns_and_does_not_change_the_model() -> None:
     model = vit()
     unskip.rewire(model, "decay:0.8")
     before = {name: value.clone() for name, value in model.state_dict().items()}
     state = torch.get_rng_state()
     result = [evals.finetune(model, digits(count=800), digits("test", 200), size=8, changes=SHORT) for _ in range(2)]
-    assert result[0] == result[1] > 0.3  # one in ten is chance
+    assert result[0] == result[1] > 0.3  # chance is 0.1
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert isinstance(model.norm, nn.LayerNorm)
     assert torch.equal(torch.get_rng_state(), state)
 
 
-def test_the_copy_keeps_the_wiring_and_pools_patches_alone() -> None:
+def test_the_copy_keeps_the_wiring_and_pools_only_patches() -> None:
     model = vit().eval()
     wiring = unskip.rewire(model, "decay:0.5")
     network = Classifier(model, 10, 0.02).eval()
@@ -92,7 +92,7 @@ def test_layer_decay_and_drop_path_reach_the_optimizer_and_the_blocks(monkeypatc
     assert lr["encoder.pos_embed"] == lr["encoder.patch_embed.proj.weight"] == pytest.approx(0.65**4)
 
 
-def test_fine_tuning_refuses_what_it_cannot_do() -> None:
+def test_bad_input_is_refused() -> None:
     with pytest.raises(BadInput, match="has no forward_features"):
         evals.finetune(nn.Linear(2, 2), digits(), digits("test"))
     convolutions = timm.create_model("resnet18", num_classes=0, in_chans=1)
@@ -109,7 +109,7 @@ def test_fine_tuning_refuses_what_it_cannot_do() -> None:
         evals.finetune(vit(), digits(), digits("test"), size=8, changes=SHORT | {"epochs": 1})
 
 
-def test_fine_tuning_is_a_result_of_the_whole_model() -> None:
+def test_fine_tuning_in_evaluate_is_a_result_of_the_whole_model() -> None:
     changes = {"finetune-mae-v1": SHORT | {"epochs": 2}}
     model, train, test = vit(), digits(), digits("test", 50)
     results = evals.evaluate(model, train, test, ["finetune-mae-v1"], size=8, seed=3, changes=changes)

@@ -1,4 +1,4 @@
-"""Generation metrics: closed forms for Gaussians, torchmetrics as a peer, statistics that stream."""
+"""Generation metrics: closed forms for Gaussians, comparison with torchmetrics, streamed statistics."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_frechet_of_gaussians_in_closed_form() -> None:
     a, b = torch.tensor([1.0, 4.0, 9.0]).double(), torch.tensor([4.0, 4.0, 0.25]).double()
     x, y = exact(50, mean, a.diag()), exact(60, other, b.diag(), 1)
     assert frechet(x, y) == pytest.approx(10 + 1 + 0 + 2.5**2, rel=1e-10)
-    # Any two: the textbook's formula.
+    # Any two: the textbook formula.
     draw = gaussian(2, 9, 5).reshape(2, 3, 3)
     c, d = (each @ each.T + 0.1 * torch.eye(3) for each in draw)
     distance = frechet(exact(50, mean, c), exact(60, other, d, 1))
@@ -55,7 +55,7 @@ def test_frechet_of_gaussians_in_closed_form() -> None:
 
 @settings(max_examples=30, deadline=None)
 @given(st.integers(1, 6), st.integers(0, 10_000), st.floats(0.1, 5), st.floats(-3, 3))
-def test_frechet_is_symmetric_zero_for_the_same_and_follows_scale_and_shift(
+def test_frechet_is_symmetric_zero_for_equal_sets_and_exact_for_scale_and_shift(
     dim: int, seed: int, scale: float, shift: float
 ) -> None:
     x, y = gaussian(30, dim, seed), gaussian(30, dim, seed + 1, 2.0, 1.0)
@@ -67,25 +67,24 @@ def test_frechet_is_symmetric_zero_for_the_same_and_follows_scale_and_shift(
     assert frechet(x, scale * x) == pytest.approx((1 - scale) ** 2 * (spread + mean), rel=1e-6, abs=1e-8)
 
 
-def test_a_singular_covariance_is_answered() -> None:
+def test_frechet_with_a_singular_covariance() -> None:
     x, y = gaussian(40, 3, 0), gaussian(40, 3, 1, 2.0)
-    flat = frechet(x, y)
-    # A feature that never varies, and one that repeats another, add their own distance and nothing else.
+    # A constant feature adds only the squared difference of its values.
     more = [torch.cat([each, torch.full((40, 1), value)], 1) for each, value in ((x, 1.0), (y, 3.0))]
-    assert frechet(*more) == pytest.approx(flat + 4, rel=1e-7)
+    assert frechet(*more) == pytest.approx(frechet(x, y) + 4, rel=1e-7)
     constant = torch.ones(10, 4)
     assert frechet(constant, 3 * constant) == pytest.approx(16)
 
 
-def test_few_samples_give_a_warning_that_explains() -> None:
+def test_too_few_samples_give_a_warning() -> None:
     few, many = gaussian(10, 20, 0), gaussian(400, 20, 1)
     with pytest.warns(UnskipWarning, match="10 samples of 20 features"):
         small = frechet(few, many)
-    assert small > frechet(gaussian(300, 20, 2), many)  # the bias it speaks of
+    assert small > frechet(gaussian(300, 20, 2), many)  # the bias in the warning
 
 
-def test_moments_stream() -> None:
-    x = gaussian(101, 5, 0, 3.0, 1000.0)  # far from zero, where a sum of squares would lose its digits
+def test_moments_by_batch_match_moments_of_the_whole() -> None:
+    x = gaussian(101, 5, 0, 3.0, 1000.0)  # with this mean a sum of squares would lose digits
     whole, parts = Moments(), Moments()
     whole.update(x)
     for part in x.split([1, 40, 0, 37, 23]):
@@ -97,7 +96,7 @@ def test_moments_stream() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:Metric `.*:UserWarning")
-def test_frechet_and_kid_are_those_of_torchmetrics() -> None:
+def test_frechet_and_kid_match_torchmetrics() -> None:
     peers: Any = pytest.importorskip("torchmetrics.image.fid", reason="torchmetrics is not installed")
     from torchmetrics.image.kid import poly_mmd
 
@@ -109,7 +108,7 @@ def test_frechet_and_kid_are_those_of_torchmetrics() -> None:
     metrics = generation(fake, real, module)
     assert metrics["FD-Pixels"] == pytest.approx(float(metric.compute()), rel=1e-4)
     a, b = module(fake).detach().double(), module(real).detach().double()
-    a, b = a[:200], b[:200]  # the peer takes sets of one size
+    a, b = a[:200], b[:200]  # torchmetrics needs sets of equal size
     assert kid(a, b) == pytest.approx(float(poly_mmd(a, b)), rel=1e-6)
 
 
@@ -127,19 +126,19 @@ def brute(samples: Tensor, reference: Tensor, k: int) -> float:
     return inside / len(samples)
 
 
-def test_precision_and_recall_are_their_definition() -> None:
+def test_precision_and_recall_match_their_definition() -> None:
     fake, real = gaussian(25, 2, 0, 0.6, 0.5).float(), gaussian(30, 2, 1).float()
     for k in (1, 3):
         precision_and_recall = precision_recall(fake, real, k)
         assert precision_and_recall == pytest.approx((brute(fake, real, k), brute(real, fake, k)))
-    assert 0 < precision_and_recall[1] < precision_and_recall[0]  # narrow samples: good, and not varied
+    assert 0 < precision_and_recall[1] < precision_and_recall[0]  # narrow samples: good, but not diverse
 
 
-def test_precision_and_recall_at_their_ends() -> None:
+def test_extreme_precision_and_recall() -> None:
     x = gaussian(50, 3, 0).float()
     assert precision_recall(x, x) == (1.0, 1.0)
     assert precision_recall(x, x + 100) == (0.0, 0.0)
-    # One mode of two: all samples are good, half of the reference is reached.
+    # One mode of two: all samples are good, but cover half of the reference.
     two = torch.cat([x, x + 100])
     assert precision_recall(x, two) == (1.0, 0.5)
     assert precision_recall(two, x) == (0.5, 1.0)
@@ -147,10 +146,10 @@ def test_precision_and_recall_at_their_ends() -> None:
 
 def test_score_in_closed_form() -> None:
     sure = 100.0 * torch.eye(5).repeat(4, 1)
-    assert score(sure) == pytest.approx(5)  # certain, and every class as often
+    assert score(sure) == pytest.approx(5)  # certain, with equal class frequencies
     assert score(sure[:1].repeat(7, 1)) == pytest.approx(1)  # one class
-    assert score(torch.zeros(7, 5)) == pytest.approx(1)  # no idea
-    assert score(100 * sure) == pytest.approx(5)  # so certain that other classes have a probability of exactly 0
+    assert score(torch.zeros(7, 5)) == pytest.approx(1)  # uniform predictions
+    assert score(100 * sure) == pytest.approx(5)  # the other probabilities are exactly 0
     assert score(100 * sure[:1].repeat(7, 1)) == pytest.approx(1)
     p = torch.tensor([[0.8, 0.2], [0.4, 0.6]]).double()
     middle = p.mean(0)
@@ -158,28 +157,28 @@ def test_score_in_closed_form() -> None:
     assert score(p.log()) == pytest.approx(expected)
 
 
-def test_samples_that_cannot_be_compared() -> None:
+def test_bad_input_is_refused() -> None:
     module, real = Pixels(), pictures(20, 0)
     with pytest.raises(BadInput, match="no image"):
         generation(real[:0], real, module)
-    with pytest.raises(BadInput, match="images are bytes"):
+    with pytest.raises(BadInput, match="images must be bytes"):
         generation(real.float(), real, module)
     with pytest.raises(BadInput, match="got 1"):
         frechet(gaussian(1, 2, 0), gaussian(5, 2, 0))
-    with pytest.raises(BadInput, match="2 and of 3"):
+    with pytest.raises(BadInput, match="2 and 3"):
         frechet(gaussian(5, 2, 0), gaussian(5, 3, 0))
     with pytest.raises(BadInput, match="features"):
         frechet(torch.full((5, 2), math.nan), gaussian(5, 2, 0))
     with pytest.raises(BadInput, match="k is 3"):
         precision_recall(gaussian(3, 2, 0), gaussian(5, 2, 0))
-    with pytest.raises(BadInput, match="one extractor"):
+    with pytest.raises(BadInput, match="the same extractor"):
         precision_recall(gaussian(9, 2, 0), gaussian(9, 3, 0))
-    with pytest.raises(BadInput, match="logits are floating"):
+    with pytest.raises(BadInput, match="logits must be"):
         score(torch.zeros(0, 3))
     with pytest.raises(BadInput, match="k is 0"):
         generation(real, real, module, k=0)
     for wrong in ({"batch": 0}, {"manifold": 0}):
-        with pytest.raises(BadInput, match="each is 1 or more"):
+        with pytest.raises(BadInput, match="each must be 1 or more"):
             generation(real, real, module, **wrong)
     with torch.no_grad():
         module.weight.fill_(math.nan)

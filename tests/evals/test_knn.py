@@ -1,4 +1,4 @@
-"""kNN: against scikit-learn and a loop written out, in chunks of any size, and what is refused."""
+"""kNN: comparison with scikit-learn, chunks of any size, and bad input."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def blobs(count: int, dim: int = 8, classes: int = 5, seed: int = 0) -> tuple[to
 
 
 @pytest.mark.parametrize("dim", [3, 16])
-def test_it_agrees_with_scikit_learn(dim: int) -> None:
+def test_knn_matches_scikit_learn(dim: int) -> None:
     x, labels = blobs(600, dim)
     y, truth = blobs(150, dim, seed=1)
     accuracies = evals.knn(x, labels, y, truth)
@@ -34,11 +34,11 @@ def test_it_agrees_with_scikit_learn(dim: int) -> None:
         peer = KNeighborsClassifier(k, metric="cosine", weights=lambda far: numpy.exp((1 - far) / 0.07))
         expected = peer.fit(x.numpy(), labels.numpy()).score(y.numpy(), truth.numpy())
         assert accuracy == pytest.approx(expected, abs=1e-9)
-        assert 0.3 < accuracy < 1  # neither trivial nor perfect, so that the comparison says something
+        assert 0.3 < accuracy < 1  # otherwise the comparison would be trivial
 
 
 @pytest.mark.parametrize("chunk_bytes", [1, 4 * 640 * 7, 2**40])
-def test_the_chunk_does_not_matter(chunk_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_chunk_size_does_not_matter(chunk_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
     x, labels = blobs(600)
     y, truth = blobs(50, seed=1)
     whole = evals.knn(x, labels, y, truth)
@@ -48,14 +48,14 @@ def test_the_chunk_does_not_matter(chunk_bytes: int, monkeypatch: pytest.MonkeyP
 
 @pytest.mark.parametrize("scale", [1e-30, 3.0, 1e30])
 def test_huge_and_tiny_features_have_the_same_neighbours(scale: float) -> None:
-    """The length of features does not matter, also where their squares leave the range of float32."""
+    """The norm of features does not matter, even if their squares are out of the range of float32."""
     x, labels = blobs(300)
     y, truth = blobs(60, seed=1)
     assert evals.knn(x * scale, labels, y * scale, truth) == evals.knn(x, labels, y, truth)
-    assert evals.knn(x, labels, torch.zeros(2, 8), truth[:2])[10] <= 1  # zeros are near to nothing, and no fault
+    assert evals.knn(x, labels, torch.zeros(2, 8), truth[:2])[10] <= 1  # zeros are allowed
 
 
-def test_autocast_does_not_decide_who_is_near() -> None:
+def test_autocast_does_not_change_results() -> None:
     x, labels = blobs(600)
     y, truth = blobs(400, seed=1)
     with torch.autocast("cpu", torch.bfloat16):
@@ -71,13 +71,13 @@ def test_changed_settings_are_used() -> None:
     accuracies = evals.knn(x, labels, y, truth, changes={"k": (1,)})
     peer = KNeighborsClassifier(1, metric="cosine").fit(x.numpy(), labels.numpy())
     assert accuracies == {1: pytest.approx(peer.score(y.numpy(), truth.numpy()))}
-    even = KNeighborsClassifier(200, metric="cosine").fit(x.numpy(), labels.numpy())  # so warm that votes are equal
-    warm = evals.knn(x, labels, y, truth, changes={"temperature": 1e4})
-    assert warm[200] == pytest.approx(even.score(y.numpy(), truth.numpy()), abs=0.011)  # up to ties
+    uniform = KNeighborsClassifier(200, metric="cosine").fit(x.numpy(), labels.numpy())
+    warm = evals.knn(x, labels, y, truth, changes={"temperature": 1e4})  # high enough for equal votes
+    assert warm[200] == pytest.approx(uniform.score(y.numpy(), truth.numpy()), abs=0.011)  # up to ties
 
 
 @given(st.integers(1, 9), st.integers(1, 60), st.integers(1, 7), st.integers(0, 10))
-def test_the_best_of_a_row_are_those_of_a_full_sort(rows: int, groups: int, k: int, seed: int) -> None:
+def test_best_matches_a_full_sort(rows: int, groups: int, k: int, seed: int) -> None:
     values = torch.randn(rows, groups * 64, generator=torch.Generator().manual_seed(seed))
     best_values, columns = best(values, k)
     expected = values.sort(1, descending=True)
@@ -97,7 +97,7 @@ def test_bad_features_and_labels_are_refused() -> None:
     broken[17, 3] = torch.nan
     with pytest.raises(BadInput, match=r"test .* nan at \(17, 3\)"):
         evals.knn(x, labels, broken, labels)
-    with pytest.raises(BadInput, match=r"train holds .* non-finite"):  # in float32
+    with pytest.raises(BadInput, match=r"train has .* non-finite"):  # in float32
         evals.knn(x.double() * 1e300, labels, x, labels)
     with pytest.raises(BadInput, match="class 4"):
         evals.knn(x[labels < 4], labels[labels < 4], x, labels)

@@ -1,4 +1,4 @@
-"""Features as colours, attention maps, sheets of pictures; sets with masks and boxes, also on the command line."""
+"""Features as colours, attention maps, pictures; sets with masks and boxes, also on the command line."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from unskip.errors import BadInput
 from unskip.training import RunFolder
 
 
-def test_colours_are_the_principal_components_of_scikit_learn() -> None:
+def test_colours_match_the_pca_of_scikit_learn() -> None:
     from sklearn.decomposition import PCA
 
     draw = torch.Generator().manual_seed(1)
@@ -34,16 +34,16 @@ def test_colours_are_the_principal_components_of_scikit_learn() -> None:
     peer = PCA(3).fit(rows.numpy())
     assert explained == pytest.approx(peer.explained_variance_ratio_, rel=1e-4)
     for component, colour in zip(peer.transform(rows.numpy()).T, colours.T, strict=True):
-        assert abs(numpy.corrcoef(component, colour)[0, 1]) > 0.98  # but for the clipped ends
-    # Neither a turn of the features nor their scale changes a colour.
-    turn, _ = torch.linalg.qr(torch.randn(12, 12, generator=draw))
-    assert torch.allclose(evals.pca_colours(3 * rows @ turn)[0], colours, atol=1e-3)
+        assert abs(numpy.corrcoef(component, colour)[0, 1]) > 0.98  # below 1 because the ends are clipped
+    # Rotation and scale of the features do not change the colours.
+    rotation, _ = torch.linalg.qr(torch.randn(12, 12, generator=draw))
+    assert torch.allclose(evals.pca_colours(3 * rows @ rotation)[0], colours, atol=1e-3)
 
 
-def test_few_directions() -> None:
+def test_colours_of_fewer_than_three_components() -> None:
     colours, explained = evals.pca_colours(torch.arange(9.0)[:, None])
     assert explained == (1.0, 0.0, 0.0)
-    # Rising or falling: a line is as skew to one end as to the other. Its ends are clipped.
+    # The sign is arbitrary, because a line has no third moment. Its ends are clipped.
     assert (colours[1:-1, 0].diff().sign().unique().numel(), *colours[0, 1:].tolist()) == (1, 0.5, 0.5)
     gray, none = evals.pca_colours(torch.ones(8, 4))
     assert none == (0.0, 0.0, 0.0)
@@ -64,12 +64,12 @@ def test_few_directions() -> None:
     ],
     ids=str,
 )
-def test_attention_maps_are_those_of_the_block(options: dict[str, Any]) -> None:
+def test_attention_maps_match_the_block(options: dict[str, Any]) -> None:
     torch.manual_seed(0)
     size: dict[str, Any] = {"img_size": 32, "patch_size": 8, "depth": 3, "embed_dim": 48, "num_heads": 3}
     model: Any = timm.create_model(**{"model_name": "vit_tiny_patch16_224", "num_classes": 0, **size, **options}).eval()
     with torch.no_grad():
-        for parameter in model.parameters():  # so that no norm or bias is at its start
+        for parameter in model.parameters():  # so that norms and biases have an effect
             parameter.add_(0.2 * torch.randn_like(parameter))
     unskip.rewire(model, "cut")
     attention = model.blocks[2].attn
@@ -86,7 +86,7 @@ def test_attention_maps_are_those_of_the_block(options: dict[str, Any]) -> None:
     assert torch.allclose(maps.flatten(2), expected, atol=1e-5)
 
 
-def test_a_sheet_is_written(tmp_path: Path) -> None:
+def test_pictures_are_written(tmp_path: Path) -> None:
     images = torch.randint(0, 255, (3, 3, 32, 32), dtype=torch.uint8)
     out = evals.pictures(vit(), images, tmp_path / "deep" / "sheet.png", blocks=[0, 2])
     with Image.open(out) as sheet:
@@ -97,15 +97,15 @@ def test_a_sheet_is_written(tmp_path: Path) -> None:
     values = preprocess_of(vit()).normalised(images)
     same = evals.pictures(vit(), values, tmp_path / "same.png", blocks=[0, 2])
     with Image.open(same) as sheet:
-        assert numpy.array_equal(numpy.array(sheet)[:, :128], pixels[:, :128])  # as bytes, or normalised
+        assert numpy.array_equal(numpy.array(sheet)[:, :128], pixels[:, :128])  # bytes and normalised floats
     conv = timm.create_model("resnet10t", num_classes=0).eval()
-    assert evals.pictures(conv, torch.randn(2, 3, 64, 64), tmp_path / "conv.png").is_file()  # no attention: left white
+    assert evals.pictures(conv, torch.randn(2, 3, 64, 64), tmp_path / "conv.png").is_file()  # without attention
     with pytest.raises(BadInput, match="1 to 12"):
         evals.pictures(vit(), images.repeat(5, 1, 1, 1), tmp_path / "x.png")
     with pytest.raises(BadInput, match=r"7. not among .* 3 blocks"):
         evals.pictures(vit(), images, tmp_path / "x.png", blocks=[7])
-    for name in ("x", "x.psd"):  # which can be read, and not written
-        with pytest.raises(BadInput, match=r"end it in .png"):
+    for name in ("x", "x.psd"):  # PIL can read .psd, but not write it
+        with pytest.raises(BadInput, match=r"ending in \.png"):
             evals.pictures(vit(), images, tmp_path / name)
     with pytest.raises(BadInput, match="images of 4 channels"):
         evals.pictures(vit(in_chans=4), torch.zeros(2, 4, 32, 32), tmp_path / "x.png")
@@ -152,7 +152,7 @@ def test_masks_and_boxes_are_read(tmp_path: Path) -> None:
     assert half.masks.unique().tolist() == [1, 2, 3]
 
 
-def test_masks_lie_over_images_that_were_made_squares(tmp_path: Path) -> None:
+def test_masks_match_images_that_are_resized_to_squares(tmp_path: Path) -> None:
     flat = numpy.zeros((20, 40), numpy.uint8)
     flat[5:10, 8:30] = 255
     picture = {"bytes": encoded(Image.fromarray(flat)), "path": None}
@@ -160,23 +160,22 @@ def test_masks_lie_over_images_that_were_made_squares(tmp_path: Path) -> None:
     parquet.write_table(pyarrow.table(rows), tmp_path / "x-test.parquet")
     dense = open_dense(tmp_path / "x-{split}.parquet", "test", size=16)
     assert dense.masks.shape == (2, 40, 40)
-    lies = dense.masks[0].nonzero()
-    assert (*lies.amin(0).tolist(), *(lies.amax(0) + 1).tolist()) == (10, 8, 20, 30)
+    inside = dense.masks[0].nonzero()
+    assert (*inside.amin(0).tolist(), *(inside.amax(0) + 1).tolist()) == (10, 8, 20, 30)
     assert (dense.boxes[0] * 40 / 16).tolist() == pytest.approx([8, 10, 30, 20])
-    as_it_is = open_dense(tmp_path / "x-{split}.parquet", "test")
-    assert as_it_is.masks.shape == (2, 20, 40)
+    assert open_dense(tmp_path / "x-{split}.parquet", "test").masks.shape == (2, 20, 40)
 
 
 @pytest.mark.parametrize(
     ("options", "values", "message"),
     [
-        ({"mask": b"nothing"}, None, "row 0: its mask"),
+        ({"mask": b"nothing"}, None, "row 0: the mask"),
         ({"mask": encoded(Image.new("L", (8, 8)))}, None, "mask of 8 x 8"),
         ({}, {1: 1, 2: 0}, r"\[3\], which `values`"),
-        ({"masks": False, "boxes": False}, None, "neither mask nor bbox"),
+        ({"masks": False, "boxes": False}, None, "no column mask or bbox"),
     ],
 )
-def test_dense_sets_that_are_wrong(tmp_path: Path, options: Any, values: Any, message: str) -> None:
+def test_bad_dense_sets(tmp_path: Path, options: Any, values: Any, message: str) -> None:
     write(tmp_path / "x-train.parquet", **options)
     with pytest.raises(BadInput, match=message):
         open_dense(tmp_path / "x-train.parquet", values=values)
@@ -184,14 +183,14 @@ def test_dense_sets_that_are_wrong(tmp_path: Path, options: Any, values: Any, me
         open_dense(tmp_path / "x-train.parquet", "test")
 
 
-def test_a_wrong_row_is_named_by_its_own_file(tmp_path: Path) -> None:
+def test_a_bad_row_is_named_with_its_file(tmp_path: Path) -> None:
     write(tmp_path / "x-train-0.parquet")
     second = write(tmp_path / "x-train-1.parquet")
     whole = parquet.read_table(second)
     for name, value, message in (
-        ("mask", {"bytes": b"nothing", "path": None}, "row 2: its mask is no image"),
-        ("bbox", None, r"row 2: its bbox is None"),
-        ("bbox", [1, 2, 3], r"row 2: its bbox is \[1, 2, 3\]"),
+        ("mask", {"bytes": b"nothing", "path": None}, "row 2: the mask cannot be read"),
+        ("bbox", None, r"row 2: bbox is None"),
+        ("bbox", [1, 2, 3], r"row 2: bbox is \[1, 2, 3\]"),
     ):
         rows = whole.to_pylist()
         rows[2][name] = value
@@ -237,8 +236,8 @@ def test_a_run_is_evaluated_by_dense_protocols(tmp_path: Path, capsys: pytest.Ca
     ],
     ids=str,
 )
-def test_what_masks_mean_where_nobody_says(numbers: list[int], meaning: Any) -> None:
-    """Of both splits together: one of them may lack a number."""
+def test_classes_inferred_from_masks(numbers: list[int], meaning: Any) -> None:
+    """Both splits are used, because one of them may lack a class."""
     masks = torch.tensor(numbers, dtype=torch.uint8)[:, None, None]
     whole = DenseSet.of(torch.zeros(len(numbers), 3, 1, 1, dtype=torch.uint8), masks)
     train, test = infer_classes(whole, DenseSet.of(whole.pixels[:1], masks[:1]))
@@ -250,7 +249,7 @@ def test_what_masks_mean_where_nobody_says(numbers: list[int], meaning: Any) -> 
 
 @needs_real
 def test_pets() -> None:
-    """Real masks and boxes agree with each other, and pixels alone say something of them."""
+    """Real masks and boxes agree, and an untrained model predicts masks above chance."""
     dense = open_dense(REAL / "pets-test.parquet", "test", size=64, values=TRIMAP)
     rows, columns = (dense.masks[0] == 1).nonzero(as_tuple=True)
     x0, y0, x1, y1 = (2 * dense.boxes[0]).tolist()

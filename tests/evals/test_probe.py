@@ -1,4 +1,4 @@
-"""Probes: the regression against scikit-learn, gradients against autograd, LARS by its formula, what they reach."""
+"""Probes: comparison with scikit-learn and autograd, the formula of LARS, accuracies and bad input."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from unskip.evals._logistic import regression
 PROBES = ["probe-mae-v1", "probe-decayed-v1", "probe-lbfgs-v1"]
 
 
-def test_the_regression_is_that_of_scikit_learn() -> None:
+def test_the_regression_matches_scikit_learn() -> None:
     x, labels = blobs(400, dim=6, classes=4)
     x = x * torch.tensor([1, 10, 0.1, 1, 1, 5.0]) + 3
     settings = PROTOCOLS["probe-lbfgs-v1"].settings
@@ -31,7 +31,7 @@ def test_the_regression_is_that_of_scikit_learn() -> None:
     assert numpy.allclose(mean[0].numpy(), scaler.mean_, atol=1e-6)
     assert numpy.allclose(std[0].numpy(), scaler.scale_, atol=1e-6)
     assert numpy.allclose(weight[0].numpy(), peer.coef_, atol=2e-4)
-    # The bias is free up to a constant over the classes.
+    # A constant added to all biases has no effect.
     assert numpy.allclose((bias[0] - bias[0].mean()).numpy(), peer.intercept_ - peer.intercept_.mean(), atol=2e-4)
     y, truth = blobs(200, dim=6, classes=4, seed=1)
     y = y * torch.tensor([1, 10, 0.1, 1, 1, 5.0]) + 3
@@ -41,8 +41,8 @@ def test_the_regression_is_that_of_scikit_learn() -> None:
 
 def test_a_changed_setting_reaches_the_probe() -> None:
     x, labels = blobs(60, dim=2, classes=4)
-    given = (x, labels, x, labels, "probe-lbfgs-v1")
-    assert evals.linear_probe(*given, changes={"iterations": 0}) < evals.linear_probe(*given)
+    arguments = (x, labels, x, labels, "probe-lbfgs-v1")
+    assert evals.linear_probe(*arguments, changes={"iterations": 0}) < evals.linear_probe(*arguments)
 
 
 def test_the_regression_in_chunks_is_the_same() -> None:
@@ -53,15 +53,15 @@ def test_the_regression_in_chunks_is_the_same() -> None:
 
 
 def correlated(count: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-    """Features as blocks have them: a few directions hold nearly everything, and some columns are the same."""
+    """Features like those of blocks: a few directions have most of the variance, and some columns are equal."""
     x, labels = blobs(count, dim=24, seed=seed)
     mix = torch.randn(24, 40, generator=torch.Generator().manual_seed(7)) * 0.5 ** torch.arange(24.0)[:, None]
     return torch.cat([x @ mix, (x @ mix)[:, :3]], 1), labels
 
 
 @pytest.mark.parametrize("kind", ["correlated", "separable"])
-def test_the_regression_ends_where_its_gradient_does(kind: str) -> None:
-    """By autograd, on features that are hard to fit: the gradient is below the protocol's tolerance."""
+def test_the_gradient_is_below_the_tolerance_after_the_regression(kind: str) -> None:
+    """By autograd, on features that are hard to fit."""
     x, labels = correlated(600)
     if kind == "separable":
         x = x + 20 * F.one_hot(labels, x.shape[1])
@@ -75,7 +75,7 @@ def test_the_regression_ends_where_its_gradient_does(kind: str) -> None:
 
 
 def test_the_regression_of_wide_features_with_two_threads() -> None:
-    """Some CPUs cannot invert a batch of matrices from 193 rows on with more than one thread."""
+    """torch.linalg.inv fails on some CPUs for batches of matrices with 193 rows or more and several threads."""
     draw = torch.Generator().manual_seed(0)
     x, labels = torch.randn(2, 300, 192, generator=draw), torch.arange(300) % 3
     settings = PROTOCOLS["probe-lbfgs-v1"].settings
@@ -90,7 +90,7 @@ def test_the_regression_of_wide_features_with_two_threads() -> None:
 
 
 def test_the_regression_takes_few_passes_over_correlated_features(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a GPU each pass is some twenty kernels, whose launch is what a short evaluation waits for."""
+    """On a GPU each pass launches about twenty kernels, which dominates the time of a short evaluation."""
     passes = []
     softmax = torch.Tensor.log_softmax
     monkeypatch.setattr(torch.Tensor, "log_softmax", lambda x, dim: passes.append(1) or softmax(x, dim))
@@ -100,18 +100,18 @@ def test_the_regression_takes_few_passes_over_correlated_features(monkeypatch: p
     assert 3 < len(passes) < 100
 
 
-def test_a_regression_that_rounding_stops_comes_to_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_regression_with_tolerance_zero_stops_at_rounding(monkeypatch: pytest.MonkeyPatch) -> None:
     x, labels = correlated(600)
     settings = {**PROTOCOLS["probe-lbfgs-v1"].settings, "tolerance": 0.0}
     exact = regression(x[None], labels, 5, settings, 2**20)
-    monkeypatch.setattr(_logistic, "EXACT", 0)  # as if it were too large for float64
+    monkeypatch.setattr(_logistic, "EXACT", 0)  # so that it runs in float32
     rounded = regression(x[None], labels, 5, settings, 2**20)
     z = (x.double() - exact.mean) / exact.std
     a, b = ((z @ each.weight[0].T + each.bias[0]).softmax(1) for each in (exact, rounded))
     assert torch.allclose(a, b, atol=1e-2)
 
 
-def test_the_gradient_is_that_of_the_cross_entropy() -> None:
+def test_the_gradient_matches_autograd() -> None:
     draw = torch.Generator().manual_seed(0)
     z = torch.randn(3, 7, 4, generator=draw, dtype=torch.float64)
     weight = torch.randn(3, 5, 4, generator=draw, dtype=torch.float64, requires_grad=True)
@@ -126,50 +126,50 @@ def test_the_gradient_is_that_of_the_cross_entropy() -> None:
     assert torch.allclose(by_bias, bias.grad)
 
 
-def test_lars_moves_a_matrix_in_proportion_to_its_length() -> None:
+def test_lars_updates_are_proportional_to_the_norm_of_a_matrix() -> None:
     weight, bias = torch.full((2, 3, 4), 2.0), torch.zeros(2, 3)
     weight[1] *= 10
     before = weight.clone()
-    slopes = torch.randn(2, 3, 4, generator=torch.Generator().manual_seed(0)), torch.ones(2, 3)
+    gradients = torch.randn(2, 3, 4, generator=torch.Generator().manual_seed(0)), torch.ones(2, 3)
     optimizer = _probe._Lars([weight, bias], {"momentum": 0.9, "trust": 0.001, "weight_decay": 0.0})
     rate = optimizer.rates(torch.tensor([0.5]))[0]
-    optimizer.step(slopes, rate)
-    moved = (weight - before).flatten(1).norm(dim=1)
-    assert torch.allclose(moved, 0.5 * 0.001 * before.flatten(1).norm(dim=1), rtol=1e-4)
+    optimizer.step(gradients, rate)
+    change = (weight - before).flatten(1).norm(dim=1)
+    assert torch.allclose(change, 0.5 * 0.001 * before.flatten(1).norm(dim=1), rtol=1e-4)
     assert torch.allclose(bias, torch.full((2, 3), -0.5))
-    optimizer.step(slopes, rate)  # the same gradient: momentum adds 0.9 of the last step
+    optimizer.step(gradients, rate)  # the same gradient: momentum adds 0.9 of the last step
     assert torch.allclose(bias, torch.full((2, 3), -0.5 - 0.5 * 1.9))
 
 
 @pytest.mark.parametrize("weight_decay", [0.0, 0.3])
-def test_adamw_is_that_of_torch(weight_decay: float) -> None:
+def test_adamw_matches_torch(weight_decay: float) -> None:
     draw = torch.Generator().manual_seed(0)
     weight = torch.randn(2, 3, 4, generator=draw, dtype=torch.float64)
-    theirs = weight.clone().requires_grad_(True)
+    expected = weight.clone().requires_grad_(True)
     rates = torch.tensor([0.5, 0.4, 0.1, 0.0, 0.2], dtype=torch.float64)
-    peer = torch.optim.AdamW([theirs], weight_decay=weight_decay)
+    peer = torch.optim.AdamW([expected], weight_decay=weight_decay)
     optimizer = _probe._AdamW([weight], {"weight_decay": weight_decay})
     for lr, rate in zip(rates.tolist(), optimizer.rates(rates), strict=True):
-        slope = torch.randn(2, 3, 4, generator=draw, dtype=torch.float64)
-        optimizer.step((slope,), rate)
-        peer.param_groups[0]["lr"], theirs.grad = lr, slope
+        gradient = torch.randn(2, 3, 4, generator=draw, dtype=torch.float64)
+        optimizer.step((gradient,), rate)
+        peer.param_groups[0]["lr"], expected.grad = lr, gradient
         peer.step()
-        assert torch.allclose(weight, theirs, atol=1e-12)
+        assert torch.allclose(weight, expected, atol=1e-12)
 
 
 @pytest.mark.parametrize("protocol", ["probe-mae-v1", "probe-decayed-v1"])
-def test_an_epoch_of_a_probe_asks_nothing_of_the_host(protocol: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is recorded as a CUDA graph: no number read, no copy between devices, and the state it is said to change."""
+def test_an_epoch_of_a_probe_can_be_captured_as_a_cuda_graph(protocol: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It reads no number on the host, copies nothing between devices, and declares the state that it changes."""
     x, labels = blobs(300)
     seen = []
 
     def watched(work: Callable[[], None], state: Sequence[torch.Tensor]) -> Callable[[], None]:
-        def go() -> None:
+        def run() -> None:
             with NoHost():
                 work()
             seen.append(len(state))
 
-        return go
+        return run
 
     monkeypatch.setattr(_probe, "replayed", watched)
     evals.linear_probe(x, labels, x, labels, protocol, changes={"epochs": 2, "warmup": 0})
@@ -178,39 +178,39 @@ def test_an_epoch_of_a_probe_asks_nothing_of_the_host(protocol: str, monkeypatch
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("protocol", ["probe-mae-v1", "probe-decayed-v1"])
-def test_a_replayed_probe_is_the_probe(protocol: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_probe_with_a_cuda_graph_gives_the_same(protocol: str, monkeypatch: pytest.MonkeyPatch) -> None:
     x, labels = (each.cuda() for each in blobs(2000))
     settings = {**PROTOCOLS[protocol].settings, "epochs": 20, "warmup": 2}
     result = _probe._descent(x[None], labels, 5, settings, 0)
     monkeypatch.setattr(_probe, "replayed", lambda work, state: work)
-    for mine, plain in zip(result, _probe._descent(x[None], labels, 5, settings, 0), strict=True):
-        torch.testing.assert_close(mine, plain, atol=1e-4, rtol=1e-3)
+    for replayed, plain in zip(result, _probe._descent(x[None], labels, 5, settings, 0), strict=True):
+        torch.testing.assert_close(replayed, plain, atol=1e-4, rtol=1e-3)
 
 
 @pytest.mark.parametrize("protocol", PROBES)
-def test_a_probe_reaches_what_can_be_reached(protocol: str) -> None:
+def test_a_probe_reaches_the_optimal_accuracy(protocol: str) -> None:
     x, labels = blobs(2000, dim=12)
     y, truth = blobs(500, dim=12, seed=1)
     centres = torch.stack([x[labels == c].mean(0) for c in range(5)])
-    nearest = (torch.cdist(y, centres).argmin(1) == truth).float().mean()  # optimal up to the estimate of the centres
+    nearest = (torch.cdist(y, centres).argmin(1) == truth).float().mean()  # optimal, up to errors of the centres
     assert evals.linear_probe(x, labels, y, truth, protocol) == pytest.approx(float(nearest), abs=0.03)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("protocol", PROBES)
-def test_sets_probed_together_are_probed_as_alone(protocol: str) -> None:
+def test_sets_probed_together_give_the_same_as_alone(protocol: str) -> None:
     x, labels = blobs(300)
     y, truth = blobs(100, seed=1)
-    other, its = x.roll(1, 1)[:, :8] * 3 + 1, y.roll(1, 1)[:, :8] * 3 + 1
-    train, test = (evals.Split(a, torch.stack(b)) for a, b in ((labels, [x, other]), (truth, [y, its])))
-    one = PROTOCOLS[protocol]
-    together = [value for each in one.function(train, test, **one.settings) for value in each.values()]
-    alone = [evals.linear_probe(*pair, protocol) for pair in ((x, labels, y, truth), (other, labels, its, truth))]
-    assert together == pytest.approx(alone, abs=0.011)  # a product of another shape may turn a sample
+    other_x, other_y = x.roll(1, 1)[:, :8] * 3 + 1, y.roll(1, 1)[:, :8] * 3 + 1
+    train, test = (evals.Split(a, torch.stack(b)) for a, b in ((labels, [x, other_x]), (truth, [y, other_y])))
+    probe = PROTOCOLS[protocol]
+    together = [value for each in probe.function(train, test, **probe.settings) for value in each.values()]
+    alone = [evals.linear_probe(a, labels, b, truth, protocol) for a, b in ((x, y), (other_x, other_y))]
+    assert together == pytest.approx(alone, abs=0.011)  # products of another shape round differently
 
 
 @pytest.mark.full
-def test_a_seed_decides_a_probe() -> None:
+def test_a_seed_determines_a_probe() -> None:
     x, labels = blobs(300)
     y, truth = blobs(1000, seed=1)
     result = [evals.linear_probe(x, labels, y, truth, "probe-mae-v1", seed=seed) for seed in (0, 0, 1)]

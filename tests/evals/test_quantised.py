@@ -1,4 +1,4 @@
-"""quantised-accuracy-v1: rounding as torch fakes it, ranges by brute force, and a classifier that is rounded."""
+"""quantised-accuracy-v1: rounding against torch, ranges by brute force, and a rounded classifier."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from unskip.evals._quantised import ranges, rounded
 
 
 @given(st.integers(0, 1000), st.integers(2, 8), st.floats(1e-3, 1e3))
-def test_rounding_is_that_of_torch(seed: int, bits: int, scale: float) -> None:
+def test_rounding_matches_torch(seed: int, bits: int, scale: float) -> None:
     x = scale * torch.randn(40, 5, generator=torch.Generator().manual_seed(seed))
     low, high = x.amin().clamp_max(0), x.amax().clamp_min(0)
     step = float((high - low) / (2**bits - 1))
@@ -35,7 +35,7 @@ def test_rounding_is_that_of_torch(seed: int, bits: int, scale: float) -> None:
 
 
 @pytest.mark.parametrize("channel", [False, True])
-def test_a_clipped_range_errs_least(channel: bool) -> None:
+def test_a_clipped_range_has_the_least_error(channel: bool) -> None:
     rows = torch.randn(5000, 3)
     rows[0] = torch.tensor([30.0, 1.0, 1.0])  # an outlier in the first channel
     low, high = rows.amin(0), rows.amax(0)
@@ -55,7 +55,7 @@ def test_a_clipped_range_errs_least(channel: bool) -> None:
 
 @pytest.fixture(scope="module")
 def model() -> nn.Module:
-    """A classifier of digits that has learned a little."""
+    """A classifier of digits after a short training."""
     torch.manual_seed(0)
     model = vit(num_classes=10)
     optimizer = torch.optim.AdamW(model.parameters(), 5e-3)
@@ -67,7 +67,7 @@ def model() -> nn.Module:
     return model.eval()
 
 
-def test_many_bits_change_nothing_and_few_bits_everything(model: nn.Module) -> None:
+def test_accuracy_and_sqnr_by_bits(model: nn.Module) -> None:
     before = {name: value.clone() for name, value in model.state_dict().items()}
     test = digits("test", 200)
     changes = {"quantised-accuracy-v1": {"bits": (16, 8, 2), "calibration": 300}}
@@ -83,7 +83,7 @@ def test_many_bits_change_nothing_and_few_bits_everything(model: nn.Module) -> N
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
 
 
-def test_a_rewired_model_is_rounded_as_it_is_wired(model: nn.Module) -> None:
+def test_a_rewired_model_keeps_its_wiring_when_rounded(model: nn.Module) -> None:
     model = copy.deepcopy(model)
     unskip.rewire(model, "decay:0.3", torch.zeros(1, 1, 8, 8))
     changes = {"quantised-accuracy-v1": {"bits": (16,), "calibration": 300}}
@@ -94,7 +94,7 @@ def test_a_rewired_model_is_rounded_as_it_is_wired(model: nn.Module) -> None:
     assert rounding.values["sqnr_16_channel_minmax"] > 35
 
 
-def test_what_cannot_be_rounded() -> None:
+def test_bad_input_is_refused() -> None:
     block = nn.Sequential(nn.Flatten(2), nn.TransformerEncoderLayer(64, 2, batch_first=True))
     with pytest.raises(BadInput, match="MultiheadAttention"):
         evals.evaluate(block, digits(), digits("test", 20), ["quantised-accuracy-v1"])

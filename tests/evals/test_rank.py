@@ -1,4 +1,4 @@
-"""Effective ranks: of features, and of the patches within an image, which self-supervised runs watch."""
+"""Effective rank of features, and of the patches within an image."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def patch_rank(patches: Tensor) -> float:
     return result
 
 
-def test_rank_is_that_of_the_first_samples() -> None:
+def test_rank_uses_the_first_samples() -> None:
     x = torch.randn(12_000, 4, generator=torch.Generator().manual_seed(0))
     x[10_000:] = 0
     ranks = evals.rank(x)
@@ -29,29 +29,31 @@ def test_rank_is_that_of_the_first_samples() -> None:
     assert 3.99 < ranks["rank"] <= 4
 
 
-def test_the_rank_of_patches_is_that_of_each_image_on_its_own() -> None:
-    """Images that differ, with patches that are alike but for rounding, have a high rank together and none within."""
+def test_patch_rank_is_computed_within_each_image() -> None:
+    """Different images whose patches are equal, up to rounding, have rank 0 within."""
     draw = torch.Generator().manual_seed(0)
-    apart = 1 + 1e-3 * torch.randn(8, 9, 12, generator=draw)
-    alike = apart[:, :1] * (1 + 3e-7 * torch.randn(apart.shape, generator=draw))
-    expected = [unskip.measures.effective_rank(each.double()) for each in apart]
-    assert patch_rank(alike) == 0
-    assert patch_rank(apart) == pytest.approx(sum(expected) / 8, rel=1e-6)
+    different = 1 + 1e-3 * torch.randn(8, 9, 12, generator=draw)
+    equal = different[:, :1] * (1 + 3e-7 * torch.randn(different.shape, generator=draw))
+    expected = [unskip.measures.effective_rank(each.double()) for each in different]
+    assert patch_rank(equal) == 0
+    assert patch_rank(different) == pytest.approx(sum(expected) / 8, rel=1e-6)
 
 
-@pytest.mark.parametrize(("far", "least", "most"), [(5e-5, 0, 0), (5e-4, 1, 1.3)])
-def test_one_direction_beside_rounding_is_no_high_rank(far: float, least: float, most: float) -> None:
-    """Rounding of 1e-6 in all directions would make a rank of 2.5 of patches that differ by 5e-5 in a single one."""
+@pytest.mark.parametrize(("distance", "least", "most"), [(5e-5, 0, 0), (5e-4, 1, 1.3)])
+def test_rounding_does_not_raise_the_rank_of_one_direction(distance: float, least: float, most: float) -> None:
+    """With rounding of 1e-6 in all directions, patches that differ by 5e-5 in only one would have rank 2.5."""
     draw = torch.Generator().manual_seed(0)
     images, patches, dim = 4, 64, 192
-    same, way = (torch.nn.functional.normalize(torch.randn(images, 1, dim, generator=draw), dim=2) for _ in range(2))
-    share = torch.randn(images, patches, 1, generator=draw)
+    mean, direction = (
+        torch.nn.functional.normalize(torch.randn(images, 1, dim, generator=draw), dim=2) for _ in range(2)
+    )
+    factor = torch.randn(images, patches, 1, generator=draw)
     rounding = 1e-6 * torch.randn(images, patches, dim, generator=draw) / dim**0.5
-    assert least <= patch_rank(same.double() + far * share * way + rounding) <= most
+    assert least <= patch_rank(mean.double() + distance * factor * direction + rounding) <= most
 
 
-def test_patches_are_exact_whatever_precision_is_asked_for() -> None:
-    """In bfloat16 rounding would be most of what differs between patches that are nearly alike."""
+def test_patches_are_exact_at_any_precision() -> None:
+    """In bfloat16 nearly equal patches would differ mostly by rounding."""
     model = vit(reg_tokens=2).eval()
     seen: list[Any] = []
     model.blocks[0].register_forward_hook(  # type: ignore[index,union-attr]

@@ -1,4 +1,4 @@
-"""Several processes evaluate together: each takes its share of the images, and all have the results of one."""
+"""Evaluation by several processes: each uses its share of the images, and all get the results of one process."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def results() -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("count", [2, 4])
-def test_several_processes_have_the_results_of_one(tmp_path: Path, count: int) -> None:
+def test_several_processes_get_the_results_of_one(tmp_path: Path, count: int) -> None:
     def run() -> None:
         dist.init_process_group("gloo")
         (tmp_path / f"{dist.get_rank()}.json").write_text(json.dumps(results()))

@@ -1,4 +1,4 @@
-"""Evaluators from outside: registered in one file, known to evaluate, the command line and the tables."""
+"""Custom evaluators: registered in one file, and used by evaluate, the command line and the tables."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def weights(model: nn.Module, train: evals.Split, test: evals.Split) -> dict[str
     return {"right": count / len(test), "weights": sum(each.numel() for each in model.parameters())}
 
 
-def test_an_evaluator_of_ones_own() -> None:
+def test_custom_evaluators() -> None:
     model, train, test = vit().eval(), digits(), digits("test", 50)
     names = ["spread-test-v1", "above-test-v1", "weights-test-v1", "knn-dino-v1"]
     results = evals.evaluate(
@@ -72,7 +72,7 @@ def test_an_evaluator_of_ones_own() -> None:
     assert flat["knn20"] == by["knn-dino-v1", 2].values["knn20"]
 
 
-def test_a_feed_is_evaluated_as_its_set_is() -> None:
+def test_a_feed_gives_the_results_of_its_set() -> None:
     model, train, test = vit().eval(), digits(), digits("test", 50)
     names = ["knn-dino-v1", "rank-v1"]
     sets = evals.evaluate(model, train, test, names, blocks=-1)
@@ -83,7 +83,7 @@ def test_a_feed_is_evaluated_as_its_set_is() -> None:
         assert other.preprocess is None  # the feed's own
 
 
-def test_logits_and_their_classes() -> None:
+def test_accuracy_of_logits() -> None:
     model = vit(num_classes=10).eval()
     test = digits("test", 60)
     (result,) = evals.evaluate(model, None, test, ["accuracy-v1"])
@@ -99,14 +99,14 @@ def test_logits_and_their_classes() -> None:
 
 
 @given(st.integers(1, 5000), st.floats(0, 1))
-def test_intervals_are_those_of_wilson(n: int, share: float) -> None:
+def test_wilson_intervals_match_scipy(n: int, share: float) -> None:
     hits = round(share * n)
     expected = stats.binomtest(hits, n).proportion_ci(0.95, "wilson")
     assert evals.wilson(hits / n, n) == pytest.approx((expected.low, expected.high), abs=1e-9)
     assert math.isnan(evals.wilson(0.5, 0)[0])
 
 
-def test_what_cannot_be_registered_or_used() -> None:
+def test_unknown_protocols_and_bad_results() -> None:
     with pytest.raises(BadInput, match="nearest: spread-test-v1"):
         evals.evaluate(vit(), digits(), digits("test"), ["spread-tst-v1"])
     with pytest.raises(BadInput, match="probe-mae-v1"):
@@ -139,15 +139,15 @@ MODEL = """
 import timm
 
 def small():
-    made = dict(img_size=8, patch_size=2, depth=2, embed_dim=16, num_heads=2, num_classes=0)
-    return timm.create_model("vit_tiny_patch16_224", **made)
+    size = dict(img_size=8, patch_size=2, depth=2, embed_dim=16, num_heads=2, num_classes=0)
+    return timm.create_model("vit_tiny_patch16_224", **size)
 """
 
 
 def test_a_plugin_evaluates_any_model_from_the_command_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A model that is no run, with timm's preprocessing, or the caller's; gray images have three channels for it."""
+    """A model that is not a run, with timm's or the caller's preprocessing; gray images get three channels."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "plugin.py").write_text(PLUGIN)
     (tmp_path / "model.py").write_text(MODEL)
@@ -184,15 +184,15 @@ def test_a_plugin_evaluates_any_model_from_the_command_line(
 @pytest.mark.parametrize(
     ("name", "options", "function", "message"),
     [
-        ("a,b", {}, lambda train, test: {}, "no name of a protocol"),
-        ("odd-test-v1", {"fractions": "own"}, lambda train, test: {}, "fractions is the text"),
+        ("a,b", {}, lambda train, test: {}, "not a valid protocol name"),
+        ("odd-test-v1", {"fractions": "own"}, lambda train, test: {}, "fractions is the string"),
         ("odd-test-v1", {"pool": "clss"}, lambda train, test: {}, "pool"),
         ("odd-test-v1", {"power": 2}, lambda train, test: {}, "power"),
         ("odd-test-v1", {"needs": "model"}, lambda train, test: {}, r"\(model, train, test\)"),
         ("spread-test-v1", {}, lambda train, test: {}, "already"),
     ],
 )
-def test_what_cannot_be_registered(name: str, options: dict[str, Any], function: Any, message: str) -> None:
+def test_register_refuses(name: str, options: dict[str, Any], function: Any, message: str) -> None:
     with pytest.raises(BadInput, match=message):
         evals.register(name, **({"needs": "features"} | options))(function)
     assert name == "spread-test-v1" or name not in evals.PROTOCOLS
@@ -203,7 +203,7 @@ def fraction(model: nn.Module, train: Any, test: evals.Split, samples: int, valu
     return {"a": value}
 
 
-def test_fractions_and_the_samples_they_are_of() -> None:
+def test_fractions_and_their_intervals() -> None:
     def evaluated(value: float) -> evals.Result:
         changes = {"fraction-test-v1": {"value": value}}
         return evals.evaluate(vit(), None, digits("test", 50), ["fraction-test-v1"], changes=changes)[0]
@@ -216,5 +216,5 @@ def test_fractions_and_the_samples_they_are_of() -> None:
     def misnamed(model: nn.Module, train: Any, test: evals.Split) -> dict[str, float]:
         return {"a": 0.5}
 
-    with pytest.raises(BadInput, match=r"misnamed-test-v1: fractions has 'b\*', and it returns a"):
+    with pytest.raises(BadInput, match=r"misnamed-test-v1: fractions has 'b\*', but it returns a"):
         evals.evaluate(vit(), None, digits("test", 20), ["misnamed-test-v1"])

@@ -20,7 +20,7 @@ NAME = "quantised-bits-per-byte-v1"
 
 
 class Fixed(nn.Module):
-    """The same distribution for every next token, or one that knows the token before: no context, or one token."""
+    """Fixed logits for every next token, or logits that depend on the last token."""
 
     def __init__(self, logits: Tensor) -> None:
         super().__init__()
@@ -32,7 +32,7 @@ class Fixed(nn.Module):
 
 @pytest.fixture
 def feed(tmp_path: Path) -> Any:
-    def made(texts: list[str], context: int = 8, most: int | None = None) -> TextFeed:
+    def make(texts: list[str], context: int = 8, most: int | None = None) -> TextFeed:
         folder = tmp_path / "text" / "test"
         for each in ("train", "test"):
             (tmp_path / "text" / each).mkdir(parents=True, exist_ok=True)
@@ -42,7 +42,7 @@ def feed(tmp_path: Path) -> Any:
         text = open_text(tmp_path / "text", "test", cache=tmp_path / "cache")
         return TextFeed(text, 16, context, most=most)
 
-    return made
+    return make
 
 
 def numbers(model: nn.Module, feed: Any) -> tuple[dict[str, float], dict[str, Any], int]:
@@ -53,63 +53,63 @@ def numbers(model: nn.Module, feed: Any) -> tuple[dict[str, float], dict[str, An
 
 
 def test_a_uniform_model_costs_log2_of_the_vocabulary(feed: Any) -> None:
-    values, _, n = numbers(Fixed(torch.zeros(257)), made := feed(["abcdefg" * 9, "hello\n" * 30]))
+    data = feed(["abcdefg" * 9, "hello\n" * 30])
+    values, _, n = numbers(Fixed(torch.zeros(257)), data)
     assert values["perplexity"] == pytest.approx(257)
-    tokens = sum(len(ids) * 8 for ids, _ in made.evaluate())
+    tokens = sum(len(ids) * 8 for ids, _ in data.evaluate())
     assert n * 8 == tokens
-    # The token that ends a document costs bits, and has no bytes.
-    bytes_of = made.text.bytes / numpy.diff(made.text.ends, prepend=0)
-    spread = bytes_of[made.text.document(numpy.arange(1, tokens + 1))].sum()
-    assert values["bits_per_byte"] == pytest.approx(tokens * math.log2(257) / spread)
-    assert values["next_token_accuracy"] == 0  # byte 0 is the first of equals
+    # The token that ends a document costs bits, but has no bytes.
+    bytes_per_token = data.text.bytes / numpy.diff(data.text.ends, prepend=0)
+    total = bytes_per_token[data.text.document(numpy.arange(1, tokens + 1))].sum()
+    assert values["bits_per_byte"] == pytest.approx(tokens * math.log2(257) / total)
+    assert values["next_token_accuracy"] == 0  # of equal logits argmax takes byte 0
 
 
-def test_a_model_that_knows_the_next_token_costs_nothing(feed: Any) -> None:
+def test_a_perfect_model_costs_nothing(feed: Any) -> None:
     after = torch.full((257, 257), -1e4)
     for a, b in zip(b"abcd", b"bcda", strict=True):
         after[a, b] = 0
-    values, intervals, _ = numbers(Fixed(after), feed(["abcd" * 100 + "abc"]))  # its end is in no whole window
+    values, intervals, _ = numbers(Fixed(after), feed(["abcd" * 100 + "abc"]))  # no full window contains its end
     assert values["bits_per_byte"] == pytest.approx(0, abs=1e-9)
     assert (values["perplexity"], values["next_token_accuracy"]) == (1, 1)
     assert intervals["next_token_accuracy"] == (1, 1)
 
 
-def test_losses_stand_where_they_belong(feed: Any) -> None:
-    """Tokens at each position and with each number of own tokens before, counted by hand."""
+def test_losses_by_position_and_context(feed: Any) -> None:
     texts = ["aaaaaaaaaaa", "bbbbbb", "cc", "dddddddddddddddddddd"]
     logits = torch.full((257,), -3.0)
     logits[ord("b")] = 2.0
-    made = feed(texts)
-    values, _, _ = numbers(Fixed(logits), made)
+    data = feed(texts)
+    values, _, _ = numbers(Fixed(logits), data)
     costs = -logits.log_softmax(0)
-    flat = made.text.tokens.astype(int)
-    place, context = dict[int, list[float]](), dict[int, list[float]]()
+    flat = data.text.tokens.astype(int)
+    position, context = dict[int, list[float]](), dict[int, list[float]]()
     for start in range(0, len(flat) - 8, 8):
         for i in range(8):
-            where = start + i + 1
-            document = numpy.searchsorted(made.text.ends, where, side="right")
-            begun = made.text.ends[document - 1] if document else 0
-            seen = min(where - begun, i + 1)
-            cost = float(costs[flat[where]])
-            place.setdefault(1 << ((i + 1).bit_length() - 1), []).append(cost)
+            index = start + i + 1
+            document = numpy.searchsorted(data.text.ends, index, side="right")
+            first = data.text.ends[document - 1] if document else 0
+            seen = min(index - first, i + 1)
+            cost = float(costs[flat[index]])
+            position.setdefault(1 << ((i + 1).bit_length() - 1), []).append(cost)
             context.setdefault(0 if seen == 0 else 1 << (int(seen).bit_length() - 1), []).append(cost)
-    for name, outcome in (("position", place), ("context", context)):
-        for low, cost in outcome.items():
+    for name, by_range in (("position", position), ("context", context)):
+        for low, cost in by_range.items():
             assert values[f"perplexity_{name}_{low}"] == pytest.approx(math.exp(numpy.mean(cost)))
     assert {name for name in values if "perplexity_context" in name} == {f"perplexity_context_{low}" for low in context}
 
 
-def test_intervals_are_those_of_resampled_documents(feed: Any) -> None:
+def test_intervals_match_a_bootstrap_over_documents(feed: Any) -> None:
     random = numpy.random.default_rng(0)
-    # Documents are alike within, and differ from each other: tokens are far from independent.
+    # Documents have different distributions, so tokens are far from independent.
     texts = ["".join(random.choice([*"ab"], 40, p=[share, 1 - share])) for share in random.random(60)]
     logits = torch.full((257,), -9.0)
     logits[[ord("a"), ord("b")]] = torch.tensor([1.0, -1.0])
-    made = feed(texts)
-    values, intervals, _ = numbers(Fixed(logits), made)
+    data = feed(texts)
+    values, intervals, _ = numbers(Fixed(logits), data)
     costs = -logits.double().log_softmax(0).numpy()
-    flat = made.text.tokens.astype(int)[1 : 1 + 8 * ((len(made.text) - 1) // 8)]
-    document = made.text.document(numpy.arange(1, len(flat) + 1))
+    flat = data.text.tokens.astype(int)[1 : 1 + 8 * ((len(data.text) - 1) // 8)]
+    document = data.text.document(numpy.arange(1, len(flat) + 1))
     sums, counts = numpy.bincount(document, costs[flat]), numpy.bincount(document)
     draws = random.integers(len(sums), size=(4000, len(sums)))
     spread = (sums[draws].sum(1) / counts[draws].sum(1)).std()
@@ -119,28 +119,28 @@ def test_intervals_are_those_of_resampled_documents(feed: Any) -> None:
     assert intervals["perplexity"] == pytest.approx((math.exp(low), math.exp(high)))
 
 
-def test_what_has_no_next_tokens_is_refused(feed: Any) -> None:
-    with pytest.raises(BadInput, match="its vocabulary is 90, and the text has token"):
+def test_bad_input_is_refused(feed: Any) -> None:
+    with pytest.raises(BadInput, match="its vocabulary is 90, but the text has token"):
         numbers(Fixed(torch.zeros(90)), feed(["abcdefg" * 9]))
-    with pytest.raises(BadInput, match=r"gives no logits \(sequences, tokens, vocabulary\)"):
+    with pytest.raises(BadInput, match=r"must return logits \(sequences, tokens, vocabulary\)"):
         numbers(nn.Sequential(nn.Embedding(257, 4), nn.Flatten()), feed(["abcdefg" * 9]))
     images = ImageSet("noise", "test", ("a",), torch.zeros(4).long(), torch.zeros(4, 3, 8, 8, dtype=torch.uint8))
-    with pytest.raises(BadInput, match="predictions are made of text"):
+    with pytest.raises(BadInput, match="predictions need text"):
         evaluate(nn.Sequential(nn.Flatten(), nn.Linear(192, 1)), None, images, ["next-token-v1"])
 
 
-def test_rounded_models_cost_more_with_fewer_bits(feed: Any) -> None:
+def test_rounding_to_fewer_bits_costs_more(feed: Any) -> None:
     torch.manual_seed(0)
-    made = feed(["abcdefgh" * 30, "aabbccdd" * 30])
+    data = feed(["abcdefgh" * 30, "aabbccdd" * 30])
     model = nn.Sequential(nn.Embedding(257, 32), nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 257))
     optimizer = torch.optim.Adam(model.parameters(), 1e-2)
-    for ids, following in made.iterate(0, 60):
+    for ids, following in data.iterate(0, 60):
         optimizer.zero_grad()
         nn.functional.cross_entropy(model(ids).flatten(0, 1), following.flatten()).backward()
         optimizer.step()
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    (result,) = evaluate(model, made, made, ["quantised-bits-per-byte-v1"], changes={NAME: {"bits": (16, 8, 3)}})
-    (plain,) = evaluate(model, None, made, ["bits-per-byte-v1"])
+    (result,) = evaluate(model, data, data, ["quantised-bits-per-byte-v1"], changes={NAME: {"bits": (16, 8, 3)}})
+    (plain,) = evaluate(model, None, data, ["bits-per-byte-v1"])
     bits = result.values
     assert bits["bits_per_byte"] == pytest.approx(plain.values["bits_per_byte"])
     assert bits["bits_per_byte_16_tensor_minmax"] == pytest.approx(bits["bits_per_byte"], rel=1e-3)

@@ -1,4 +1,4 @@
-"""TokenCut against a solution of its own by scipy, graphs without an answer, and refusals."""
+"""TokenCut against an implementation in scipy, graphs without a cut, and bad input."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from unskip.evals._tokencut import GAP, boxes_of, connected
 
 
 def oracle(features: Tensor, grid: tuple[int, int], tau: float = 0.2) -> tuple[Any, int, Any, float]:
-    """The published algorithm for one image, word by word, in numpy and scipy."""
+    """The published algorithm for one image, in numpy and scipy."""
     x = features.double().numpy()
     x = x / numpy.maximum(numpy.linalg.norm(x, axis=1, keepdims=True), 1e-12)
     affinity = numpy.where(x @ x.T > tau, 1.0, 1e-5)
@@ -36,7 +36,7 @@ def oracle(features: Tensor, grid: tuple[int, int], tau: float = 0.2) -> tuple[A
 
 
 def scene(grid: tuple[int, int], noise: float, count: int = 1, seed: int = 0, dim: int = 24) -> Tensor:
-    """Images of an object on a ground, with noise."""
+    """Features of an object on a background, with noise."""
     draw = torch.Generator().manual_seed(seed)
     rows, columns = grid
     y, x = torch.meshgrid(torch.arange(rows), torch.arange(columns), indexing="ij")
@@ -48,7 +48,7 @@ def scene(grid: tuple[int, int], noise: float, count: int = 1, seed: int = 0, di
 
 @pytest.mark.parametrize("grid", [(14, 14), (2, 20), (5, 5), (2, 2)])
 @pytest.mark.parametrize("noise", [0.3, 1.0, 2.0])
-def test_masks_are_those_of_scipy_wherever_they_are_sure(grid: tuple[int, int], noise: float) -> None:
+def test_sure_masks_match_scipy(grid: tuple[int, int], noise: float) -> None:
     features = scene(grid, noise, count=8)
     discovery = evals.tokencut(features, grid)
     for index, each in enumerate(features):
@@ -61,7 +61,7 @@ def test_masks_are_those_of_scipy_wherever_they_are_sure(grid: tuple[int, int], 
         rows, columns = numpy.nonzero(mask)
         box = [columns.min(), rows.min(), columns.max() + 1, rows.max() + 1]
         assert discovery.boxes[index].tolist() == box
-    assert int(discovery.sure.sum()) >= (4 if len(features[0]) > 20 else 1)  # so something was compared
+    assert int(discovery.sure.sum()) >= (4 if len(features[0]) > 20 else 1)  # otherwise nothing was compared
     assert discovery.masks.dtype == torch.bool
 
 
@@ -72,19 +72,19 @@ def test_masks_are_those_of_scipy_wherever_they_are_sure(grid: tuple[int, int], 
     st.integers(0, 10_000),
 )
 @settings(max_examples=60)
-def test_any_graph(grid: tuple[int, int], noise: float, tau: float, seed: int) -> None:
+def test_sure_masks_match_scipy_for_any_graph(grid: tuple[int, int], noise: float, tau: float, seed: int) -> None:
     features = scene(grid, noise, seed=seed, dim=8).double()
     discovery = evals.tokencut(features, grid, tau)
     if bool(discovery.sure[0]):
         mask, _, _, gap = oracle(features[0], grid, tau)
         assert gap > GAP / 2
         assert (discovery.masks[0].numpy() == mask).all()
-        # The mask holds its seed and is one piece.
+        # The mask contains its seed and is connected.
         assert bool(discovery.masks[0].flatten()[discovery.seeds[0]])
         assert ndimage.label(discovery.masks[0].numpy())[1] == 1
 
 
-def test_images_do_not_hear_of_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_images_are_independent(monkeypatch: pytest.MonkeyPatch) -> None:
     features = scene((8, 9), 1.0, count=5)
     together = evals.tokencut(features, (8, 9))
     monkeypatch.setattr("unskip.evals._tokencut._BYTES", {"cpu": 1})  # one image at a time
@@ -93,21 +93,21 @@ def test_images_do_not_hear_of_each_other(monkeypatch: pytest.MonkeyPatch) -> No
     assert torch.allclose(together.eigenvectors, alone.eigenvectors, atol=1e-8)
 
 
-def test_scale_does_not_matter_and_half_precision_is_taken() -> None:
+def test_scale_and_half_precision_do_not_change_masks() -> None:
     features = scene((8, 8), 0.5, count=3)
     discovery = evals.tokencut(features, (8, 8))
     assert torch.equal(discovery.masks, evals.tokencut(features * 7, (8, 8)).masks)
     assert torch.equal(discovery.masks, evals.tokencut(features.bfloat16(), (8, 8)).masks)
 
 
-def test_graphs_without_an_answer_say_so() -> None:
-    """Not finite; all patches alike; no two alike: empty masks, seed -1, not sure. The image between them is whole."""
+def test_graphs_without_a_cut_have_empty_masks() -> None:
+    """Non-finite features, all edges, no edges: empty masks, seed -1, not sure. The last image has a cut."""
     grid = (4, 5)
     features = scene(grid, 0.3, count=5, dim=32)
     features[0, 3, 2] = float("nan")
     features[1] = 1.0
-    features[2] = torch.eye(20, 32)  # an edge from each patch to itself alone
-    features[3] = 0.0  # and none at all
+    features[2] = torch.eye(20, 32)  # only self-loops
+    features[3] = 0.0  # not even self-loops
     discovery = evals.tokencut(features, grid)
     assert discovery.seeds[:4].tolist() == [-1] * 4
     assert not discovery.masks[:4].any()
@@ -118,8 +118,8 @@ def test_graphs_without_an_answer_say_so() -> None:
     assert (discovery.masks[4].numpy() == oracle(features[4], grid)[0]).all()
 
 
-def test_graphs_without_an_answer_are_not_solved(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A collapsed model has nothing else, and the slowest solver would see each of them."""
+def test_graphs_without_a_cut_are_not_solved(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A collapsed model has only such graphs, and all of them would reach the slowest solver."""
     solved: list[int] = []
 
     def count(edges: Tensor, floor: float) -> Any:
@@ -140,7 +140,7 @@ def test_graphs_without_an_answer_are_not_solved(monkeypatch: pytest.MonkeyPatch
     assert discovery.seeds.tolist() == [-1, -1, int(alone.seeds), -1, -1]
 
 
-def test_a_graph_in_two_pieces_is_cut_between_them() -> None:
+def test_a_graph_of_two_components_is_cut_between_them() -> None:
     grid = (6, 6)
     features = torch.zeros(1, 36, 2)
     left = (torch.arange(36) % 6) < 2
@@ -153,8 +153,8 @@ def test_a_graph_in_two_pieces_is_cut_between_them() -> None:
     assert bool(discovery.sure[0])
 
 
-def test_pieces_of_one_size_leave_it_unsure() -> None:
-    """Three pieces alike: the second and third eigenvalue are one, and any cut between them is as good."""
+def test_components_of_equal_size_are_unsure() -> None:
+    """With three equal components the second and third eigenvalue are equal, so the cut is not unique."""
     features = torch.zeros(1, 36, 3)
     features[0, torch.arange(36), torch.arange(36) // 12] = 1.0
     discovery = evals.tokencut(features, (6, 6))
@@ -168,13 +168,12 @@ def test_connected_parts_and_boxes(seed: int, rows: int, columns: int) -> None:
     draw = torch.Generator().manual_seed(seed)
     masks = torch.rand(3, rows, columns, generator=draw) < 0.6
     seeds = torch.randint(rows * columns, (3,), generator=draw)
-    connected_parts = connected(masks, seeds)
-    boxes = boxes_of(connected_parts)
-    for mask, seed_at, mine, box in zip(masks, seeds, connected_parts, boxes, strict=True):
+    components = connected(masks, seeds)
+    for mask, index, component, box in zip(masks, seeds, components, boxes_of(components), strict=True):
         labels, _ = ndimage.label(mask.numpy())
-        there = labels[numpy.unravel_index(int(seed_at), (rows, columns))]
-        assert (mine.numpy() == ((labels == there) & (there > 0))).all()
-        where = ndimage.find_objects(mine.numpy().astype(int))
+        label = labels[numpy.unravel_index(int(index), (rows, columns))]
+        assert (component.numpy() == ((labels == label) & (label > 0))).all()
+        where = ndimage.find_objects(component.numpy().astype(int))
         expected = [where[0][1].start, where[0][0].start, where[0][1].stop, where[0][0].stop] if where else [0] * 4
         assert box.tolist() == expected
 
@@ -190,16 +189,16 @@ def graphs(count: int, nodes: int, density: float, seed: int = 0) -> Tensor:
     return edges
 
 
-def ring(nodes: int) -> Tensor:
-    """A path of nodes: its gaps are small, and Lanczos' method takes long."""
-    places = torch.arange(nodes)
-    return ((places[:, None] - places).abs() <= 1)[None]
+def path(nodes: int) -> Tensor:
+    """A path of nodes, with small gaps, for which Lanczos' method converges slowly."""
+    indices = torch.arange(nodes)
+    return ((indices[:, None] - indices).abs() <= 1)[None]
 
 
 @pytest.mark.parametrize(
     "edges",
-    [graphs(4, 50, 0.05), graphs(4, 40, 0.5), graphs(2, 120, 0.01), ring(60), ring(150), graphs(3, 20, 0.2), ring(33)],
-    ids=["sparse", "dense", "in pieces", "path", "long path", "small", "short path"],
+    [graphs(4, 50, 0.05), graphs(4, 40, 0.5), graphs(2, 120, 0.01), path(60), path(150), graphs(3, 20, 0.2), path(33)],
+    ids=["sparse", "dense", "disconnected", "path", "long path", "small", "short path"],
 )
 def test_eigenvectors_solve_the_problem(edges: Tensor) -> None:
     y, gaps, root = _eigen.second_eigenvectors(edges, 1e-5)
@@ -214,16 +213,16 @@ def test_eigenvectors_solve_the_problem(edges: Tensor) -> None:
     )
     assert torch.allclose(gaps, values[:, 2] - values[:, 1], rtol=0.12, atol=2e-8)
     assert torch.allclose((y * degrees * y).sum(1), torch.ones(len(y), dtype=torch.float64))
-    left = degrees * y - torch.einsum("nij,nj->ni", affinity, y)
-    assert float((left - values[:, 1, None] * degrees * y).abs().max()) < 1e-8
+    image = degrees * y - torch.einsum("nij,nj->ni", affinity, y)
+    assert float((image - values[:, 1, None] * degrees * y).abs().max()) < 1e-8
 
 
-def test_what_does_not_converge_is_solved_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    expected, gaps, _ = _eigen.second_eigenvectors(ring(80), 1e-5)
+def test_graphs_that_do_not_converge_are_solved_by_eigh(monkeypatch: pytest.MonkeyPatch) -> None:
+    expected, gaps, _ = _eigen.second_eigenvectors(path(80), 1e-5)
     monkeypatch.setattr(_eigen, "_STEPS", 1)
-    whole, again, _ = _eigen.second_eigenvectors(ring(80), 1e-5)
-    assert torch.allclose(whole * torch.sign(whole[:, :1]), expected * torch.sign(expected[:, :1]), atol=1e-8)
-    assert torch.allclose(gaps, again, rtol=0.12)
+    dense, dense_gaps, _ = _eigen.second_eigenvectors(path(80), 1e-5)
+    assert torch.allclose(dense * torch.sign(dense[:, :1]), expected * torch.sign(expected[:, :1]), atol=1e-8)
+    assert torch.allclose(gaps, dense_gaps, rtol=0.12)
 
 
 @pytest.mark.parametrize(
@@ -236,6 +235,6 @@ def test_what_does_not_converge_is_solved_whole(monkeypatch: pytest.MonkeyPatch)
         (torch.zeros(2, 16, 4), (4, 4), 1.5, "tau is 1.5"),
     ],
 )
-def test_refusals(features: Any, grid: tuple[int, int], tau: float, message: str) -> None:
+def test_tokencut_refuses(features: Any, grid: tuple[int, int], tau: float, message: str) -> None:
     with pytest.raises(BadInput, match=message):
         evals.tokencut(features, grid, tau)

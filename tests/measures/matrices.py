@@ -1,4 +1,4 @@
-"""Matrices with known singular values, and functions whose Jacobian they are."""
+"""Matrices with known singular values, and functions with these Jacobians."""
 
 import math
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Stacks of linear branches, whose numbers have closed forms."""
+"""Stacks of linear branches, whose measurements have closed forms."""
 
 import json
 from typing import Any
@@ -28,5 +28,5 @@ def matrices(model: nn.Module) -> list[Tensor]:
 
 
 def strict(result: Measurement) -> dict[str, Any]:
-    """What a strict JSON reader gets."""
+    """The result of a strict JSON reader."""
     return json.loads(json.dumps(result.to_dict(), allow_nan=False))  # type: ignore[no-any-return]

@@ -1,4 +1,4 @@
-"""Attention: uniform, identity and permutation have closed forms."""
+"""Attention measures against closed forms for uniform attention, identity and permutation."""
 
 import math
 
@@ -17,7 +17,7 @@ from unskip.measures.attention import (
 
 
 def heads(*each: Tensor, samples: int = 3) -> Tensor:
-    """(samples, heads, queries, keys) with one matrix a head."""
+    """(samples, heads, queries, keys) with one matrix for each head."""
     return torch.stack(each).expand(samples, -1, -1, -1)
 
 
@@ -44,7 +44,7 @@ def test_condition_of_attention(known: Tensor) -> None:
 
 
 def test_float32_noise_is_not_a_condition_number() -> None:
-    """Equal rows are singular; what float32 makes of them must not read as a large number."""
+    """Equal rows are singular; after float32 rounding the condition number must still be inf."""
     row = torch.randn(40).softmax(-1)
     p = torch.nextafter(row.expand(1, 40, 40), torch.randn(1, 40, 40))
     sigma = torch.linalg.svdvals(p.double())
@@ -70,14 +70,14 @@ def test_value_output_condition() -> None:
     singular = value.clone()
     singular[0] = singular[1]
     assert value_output_condition(singular, out).item() == math.inf
-    with pytest.raises(BadInput, match=r"does not follow value"):
+    with pytest.raises(BadInput, match=r"does not match value"):
         value_output_condition(value[:4], out)
 
 
 def test_bad_input_is_named() -> None:
     with pytest.raises(BadInput, match=r"\(0, 1\) sums to 2"):
         attention_entropy(torch.tensor([[[0.5, 0.5], [1.0, 1.0]]]))
-    with pytest.raises(BadInput, match=r"its least is -1"):
+    with pytest.raises(BadInput, match=r"minimum -1"):
         attention_entropy(torch.tensor([[[0.5, 0.5], [2.0, -1.0]]]))
     with pytest.raises(BadInput, match=r"3 queries and 5 keys"):
         self_attention_mass(torch.rand(1, 3, 5).softmax(-1))

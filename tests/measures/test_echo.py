@@ -22,7 +22,7 @@ def test_cosine() -> None:
     a, b = torch.tensor([[1.0, 0.0], [1.0, 0.0]]), torch.tensor([[0.0, 2.0], [5.0, 5.0]])
     assert cosine(a, b) == pytest.approx((0 + math.sqrt(0.5)) / 2)
     assert math.isnan(cosine(a, b * 0))
-    with pytest.raises(BadInput, match=r"one shape"):
+    with pytest.raises(BadInput, match="same shape"):
         cosine(a, b[:1])
 
 
@@ -50,7 +50,7 @@ def test_against_scikit_learn(ridge: float, wide: int) -> None:
 
 
 def test_the_ridge_is_chosen() -> None:
-    """With more features than samples the choice must come near the best ridge, which the test sets may see."""
+    """With more features than samples, the chosen ridge must be close to the best one on the test samples."""
     x, y = noisy(wide=300, noise=3.0)
     mask = held_out(torch.arange(120), torch.Generator().manual_seed(0))
     ridges = tuple(10.0**power for power in np.arange(-8, 3, 0.5))
@@ -60,18 +60,18 @@ def test_the_ridge_is_chosen() -> None:
     assert chosen > scores[-1] + 0.01
 
 
-def test_what_is_there_is_found_and_what_is_not_is_not() -> None:
+def test_r2_of_a_linear_map_and_of_independent_features() -> None:
     x, y = noisy(noise=0.0)
     assert ridge_r2(x, y) == pytest.approx(1, abs=1e-6)
-    nothing = torch.randn(400, 5, dtype=torch.float64), torch.randn(400, 3, dtype=torch.float64)
-    assert abs(ridge_r2(*nothing)) < 0.05
+    independent = torch.randn(400, 5, dtype=torch.float64), torch.randn(400, 3, dtype=torch.float64)
+    assert abs(ridge_r2(*independent)) < 0.05
 
 
 def test_groups_are_held_out_whole() -> None:
-    """Tokens that carry their image's own code are easy to predict from a sibling, and not from another image."""
+    """Tokens with a code of their image are predictable from the same image, but not from other images."""
     codes = torch.randn(40, 30)
     groups = torch.arange(40).repeat_interleave(10)
-    x, y = torch.eye(40)[groups], codes[groups]  # x names the image: useless for an image never seen
+    x, y = torch.eye(40)[groups], codes[groups]  # x is the image's index, useless for an unseen image
     assert ridge_r2(x, y) > 0.99
     assert ridge_r2(x, y, groups=groups) < 0.05
 
@@ -94,7 +94,7 @@ def test_ridge_bad_input() -> None:
 
 
 def wave(rows: int, cols: int, down: int, across: int) -> Tensor:
-    """(1, rows * cols, 1): a cosine with so many periods down and across."""
+    """(1, rows * cols, 1): a cosine with `down` and `across` periods."""
     r, c = torch.arange(rows, dtype=torch.float64)[:, None], torch.arange(cols, dtype=torch.float64)[None]
     return torch.cos(2 * math.pi * (down * r / rows + across * c / cols)).reshape(1, -1, 1)
 
@@ -119,8 +119,8 @@ def test_the_radius_of_a_wave(rows: int, cols: int, down: int, across: int) -> N
 
 
 @given(st.integers(2, 9), st.integers(2, 9), st.integers(0, 5))
-def test_the_two_sides_add_up(rows: int, cols: int, seed: int) -> None:
-    """Parseval: what is not high is low, whichever way the energy is counted."""
+def test_high_and_low_frequencies_add_up(rows: int, cols: int, seed: int) -> None:
+    """By Parseval's theorem."""
     g = torch.Generator().manual_seed(seed)
     tokens = torch.randn(2, rows * cols, 3, generator=g, dtype=torch.float64)
     spectrum = torch.fft.fft2(tokens.unflatten(1, (rows, cols)), dim=(1, 2))

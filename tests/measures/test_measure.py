@@ -1,4 +1,4 @@
-"""The measurement of a model against closed forms and against the modules themselves, rewired or not."""
+"""`measure` against closed forms and against a model's own modules, rewired or not."""
 
 import copy
 import math
@@ -23,7 +23,7 @@ from unskip.measures import effective_rank
 
 @pytest.mark.parametrize("alpha", [1.0, 0.4, 0.0])
 def test_a_stack_of_linear_branches(alpha: float) -> None:
-    """All Jacobians are known matrices, the same for every token."""
+    """All Jacobians are known matrices, equal for all tokens."""
     model = stack()
     x = torch.randn(4, 5, 6, dtype=torch.float64)
     unskip.rewire(model, Scale(stream=alpha, branch=1.5), x)
@@ -51,12 +51,12 @@ def test_a_stack_of_linear_branches(alpha: float) -> None:
 
 
 def spread(matrix: Tensor, tokens: int) -> Tensor:
-    """The singular values of a map that acts on every token alike."""
+    """The singular values of a map that acts on every token in the same way."""
     return torch.linalg.svdvals(matrix).repeat_interleave(tokens)
 
 
 def test_gradient_norms_of_a_linear_stack() -> None:
-    """|J^T w| for signs w; for orthogonal maps it is the number of entries' root at every depth."""
+    """|J^T w| for signs w; for orthogonal maps it is the square root of the number of entries at every depth."""
     model = stack()
     with torch.no_grad():
         for w in model.parameters():
@@ -75,7 +75,7 @@ def test_gradient_norms_of_a_linear_stack() -> None:
     )
 
 
-def test_echo_is_whole_where_the_stream_is_an_invertible_map_of_the_first() -> None:
+def test_echo_is_one_for_invertible_maps_of_the_first_stream() -> None:
     model = stack(depth=2, dim=4)
     measurement = unskip.measure(model, torch.randn(6, 20, 4, dtype=torch.float64))
     assert [row.echo for row in measurement.blocks] == pytest.approx([1.0, 1.0], abs=1e-3)
@@ -97,7 +97,7 @@ def test_learned_weights_of_every_channel_are_used() -> None:
 # --- The modules themselves -------------------------------------------------------------------------------------------
 
 
-def test_branches_have_the_jacobians_of_their_modules() -> None:
+def test_jacobians_match_the_modules() -> None:
     family = FAMILIES["timm_vit"]
     model: Any = family.build().double()
     image = family.inputs(1).double()
@@ -125,7 +125,7 @@ def test_branches_have_the_jacobians_of_their_modules() -> None:
         torch.testing.assert_close(spectrum.values, torch.linalg.svdvals(jacobian), rtol=1e-6, atol=1e-8)
 
 
-def test_attention_is_that_which_the_model_itself_returns() -> None:
+def test_attention_matches_the_output_of_the_model() -> None:
     from transformers import BertConfig, BertModel
 
     sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
@@ -148,8 +148,8 @@ def test_attention_is_that_which_the_model_itself_returns() -> None:
     assert measurement.sites[1].entropy is None
 
 
-def test_value_output_is_measured_on_the_values_that_there_are() -> None:
-    """Grouped values: W_V W_O has rank 8 of 16, and its condition is that of the 8."""
+def test_value_output_with_grouped_values() -> None:
+    """W_V W_O has rank 8 of 16, and its condition number uses these 8 singular values."""
     family = FAMILIES["hf_llama"]
     model = family.build()
     measurement = unskip.measure(model, family.inputs(2), jacobians="off")
@@ -166,21 +166,21 @@ def test_value_output_is_measured_on_the_values_that_there_are() -> None:
 @pytest.mark.parametrize(
     ("name", "rule", "expected"),
     [
-        # tokens x (directions that a norm forgets): of the branches, the sub-layers, the network
+        # tokens x (directions that a norm removes), for branches, sub-layers and the network
         ("timm_vit", None, (0, 0, 0)),
         ("timm_vit", Cut(), (0, 10, 10)),
-        ("timm_vit", {"mlp": Cut()}, (0, None, 10)),  # the network goes through the MLPs' norms alone
+        ("timm_vit", {"mlp": Cut()}, (0, None, 10)),  # only the MLPs' norms are on every path of the network
         ("hf_llama", Cut(), (0, 6, 6)),
-        ("hf_t5", Cut(), (0, None, None)),  # an RMSNorm by another name; 6 tokens in the encoder, 5 in the decoder
-        ("hf_bert", None, (0, 0, 12)),  # post: the norm between sub-layers, cut or not
+        ("hf_t5", Cut(), (0, None, None)),  # an RMSNorm of another name; 6 tokens in the encoder, 5 in the decoder
+        ("hf_bert", None, (0, 0, 12)),  # post-norm: the norms between sub-layers, cut or not
         ("hf_bert", Cut(), (0, 0, 12)),
-        ("timm_respost", None, (10, 0, 0)),  # the norm ends the branch
+        ("timm_respost", None, (10, 0, 0)),  # the norm is at the end of the branch
         ("timm_respost", Cut(), (10, 10, 10)),
-        ("hf_gpt_neox", Cut(), (12, 12, 12)),  # two norms of one stream, and the branch reads both
+        ("hf_gpt_neox", Cut(), (12, 12, 12)),  # two norms of one stream, both inputs of the branch
         ("hf_gpt_neox", None, (12, 0, 0)),
     ],
 )
-def test_null_directions_are_those_that_norms_forget(name: str, rule: Any, expected: tuple[Any, ...]) -> None:
+def test_null_directions_are_those_that_norms_remove(name: str, rule: Any, expected: tuple[Any, ...]) -> None:
     family = FAMILIES[name]
     model = family.build()
     if rule is not None:
@@ -197,7 +197,7 @@ def test_null_directions_are_those_that_norms_forget(name: str, rule: Any, expec
         assert measurement.network.null == network
     spectra = [row.branch for row in measurement.sites] + [row.sublayer for row in measurement.sites]
     for spectrum in spectra:
-        if spectrum.null:  # the norms' eps is all that is left of them
+        if spectrum.null:  # they are not exactly 0, because of the norms' eps
             assert spectrum.null_max is not None
             assert spectrum.null_max < 1e-3 * spectrum.sigma_max
 
@@ -206,7 +206,7 @@ def test_null_directions_are_those_that_norms_forget(name: str, rule: Any, expec
 
 
 class ByHand(nn.Module):
-    """A ViT's blocks with the weights of a wiring written into them."""
+    """A ViT with explicit alphas in its blocks."""
 
     def __init__(self, model: Any, alphas: list[float]) -> None:
         super().__init__()
@@ -221,21 +221,22 @@ class ByHand(nn.Module):
         return x
 
 
-def test_a_rewired_model_is_measured_as_it_is_wired() -> None:
+def test_a_rewired_model_is_measured_with_its_weights() -> None:
     family = FAMILIES["timm_vit"]
     model = family.build().double()
     images = family.inputs(3).double()
     wiring = unskip.rewire(model, Decay(0.5), images)
-    got = unskip.measure(model, images)
-    assert [row.alpha for row in got.sites] == pytest.approx(wiring.alphas)
-    assert got.blocks[-1].carried == pytest.approx(wiring.effective_decay)
+    result = unskip.measure(model, images)
+    assert [row.alpha for row in result.sites] == pytest.approx(wiring.alphas)
+    assert result.blocks[-1].carried == pytest.approx(wiring.effective_decay)
     with torch.no_grad():
         stream = ByHand(family.build().double(), wiring.alphas)(images)
-    assert got.blocks[-1].norm == pytest.approx(float(stream.norm(dim=-1).mean()))
+    assert result.blocks[-1].norm == pytest.approx(float(stream.norm(dim=-1).mean()))
     jacobian = torch.autograd.functional.jacobian(
         lambda x: _blocks(model, wiring.alphas, x), _first_stream(model, images[:1])
     )
-    torch.testing.assert_close(got.network.values, torch.linalg.svdvals(jacobian.reshape(80, 80)), rtol=1e-6, atol=1e-8)
+    expected = torch.linalg.svdvals(jacobian.reshape(80, 80))
+    torch.testing.assert_close(result.network.values, expected, rtol=1e-6, atol=1e-8)
 
 
 def _first_stream(model: Any, image: Tensor) -> Tensor:
@@ -251,7 +252,7 @@ def _blocks(model: Any, alphas: list[float], x: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("name", ["timm_vit", "nn_encoder_post", "hf_llama"])
-def test_nothing_in_the_model_is_changed(name: str) -> None:
+def test_the_model_does_not_change(name: str) -> None:
     family = FAMILIES[name]
     model = family.build().train()
     unskip.rewire(model, Decay(0.6), family.inputs(2))
@@ -284,7 +285,7 @@ def test_inference_mode_does_not_matter() -> None:
 
 
 def test_a_frozen_first_stream_stays_frozen() -> None:
-    """Learned queries in float64 are the first stream themselves, not a copy."""
+    """In float64 the first stream is the parameter of learned queries itself, not a copy."""
 
     class Queries(nn.Module):
         def __init__(self) -> None:
@@ -293,8 +294,8 @@ def test_a_frozen_first_stream_stays_frozen() -> None:
             self.q, self.k, self.f = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
 
         def forward(self, x: Tensor) -> Tensor:
-            read = (self.q(self.queries) @ self.k(x).mT).softmax(-1) @ x
-            return self.queries + self.f(read)
+            attended = (self.q(self.queries) @ self.k(x).mT).softmax(-1) @ x
+            return self.queries + self.f(attended)
 
     model = Queries().double()
     unskip.measure(model, torch.randn(1, 5, 4, dtype=torch.float64))

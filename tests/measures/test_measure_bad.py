@@ -1,4 +1,4 @@
-"""What cannot be measured is refused, or leaves a gap that says why."""
+"""`measure` refuses bad input, and numbers that cannot be measured are None, with a note."""
 
 import math
 from typing import Any
@@ -53,8 +53,8 @@ def test_constant_features_have_rank_zero_and_no_similarity() -> None:
 
 
 @pytest.mark.parametrize("samples", [1, 4])
-def test_what_only_rounding_sets_apart_is_left_out(samples: int) -> None:
-    """Without skips tokens soon differ in their last digits alone. Those of several samples still differ."""
+def test_numbers_of_rounding_noise_are_left_out(samples: int) -> None:
+    """Without skips the tokens of a sample soon differ only in their last digits. Different samples still differ."""
     torch.manual_seed(0)
     model = timm.create_model("vit_tiny_patch16_224", depth=4, embed_dim=96, num_heads=3, img_size=64)
     x = torch.randn(samples, 3, 64, 64)
@@ -82,7 +82,7 @@ def test_bad_options_are_refused(options: dict[str, Any]) -> None:
         unskip.measure(stack(1), torch.randn(2, 8, 6, dtype=torch.float64), **options)
 
 
-def test_a_zeroed_branch_has_no_condition() -> None:
+def test_a_zero_branch_has_no_condition_number() -> None:
     model = stack(depth=1)
     nn.init.zeros_(model[0].f.weight)
     x = torch.randn(2, 3, 6, dtype=torch.float64)
@@ -100,7 +100,7 @@ def test_a_zeroed_branch_has_no_condition() -> None:
     assert str(measurement)
 
 
-def test_a_rank_deficient_branch_is_told() -> None:
+def test_a_rank_deficient_branch_has_an_infinite_condition_number() -> None:
     model = stack(depth=1)
     with torch.no_grad():
         model[0].f.weight[-1] = 0
@@ -125,7 +125,7 @@ def test_wrong_batches_are_refused() -> None:
 
 
 def test_samples_along_another_axis_are_refused() -> None:
-    """(tokens, batch, dim): taken for samples, tokens would attend to themselves alone."""
+    """With (tokens, batch, dim) tokens would be measured as samples, without attention between them."""
     layer = nn.TransformerEncoderLayer(8, 2, 16, norm_first=True)
     with pytest.raises(BadInput, match="batch_first"):
         unskip.measure(layer, torch.randn(5, 2, 8), jacobians="off")
@@ -133,7 +133,7 @@ def test_samples_along_another_axis_are_refused() -> None:
     assert unskip.measure(layer, torch.randn(5, 2, 8), jacobians="off").samples == 5
 
 
-def test_tokens_that_may_look_at_nothing_leave_a_gap() -> None:
+def test_attention_with_fully_masked_queries_is_not_measured() -> None:
     class Masked(nn.Module):
         def __init__(self) -> None:
             super().__init__()

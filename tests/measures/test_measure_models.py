@@ -1,4 +1,4 @@
-"""Models of every sort are measured: text, odd grids, towers, loops, half precision, large ones."""
+"""`measure` on many kinds of models: text, odd grids, two towers, shared layers, half precision, large Jacobians."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ from torch.nn import functional as F
 import unskip
 from unskip import Scale
 
-# --- Models of every sort ---------------------------------------------------------------------------------------------
+# --- Many kinds of models ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["hf_bert", "hf_gpt2", "diffusers_dit", "timm_swin", "timm_convnext", "hf_clip"])
@@ -33,7 +33,7 @@ def test_a_family_is_measured(name: str) -> None:
 
 
 def test_text_has_no_spatial_frequencies() -> None:
-    """Nine tokens would make a square, but they are words."""
+    """Nine tokens would fill a square grid, but they are words."""
     family = FAMILIES["hf_bert"]
     ids = torch.randint(4, 32, (2, 9))
     measurement = unskip.measure(family.build(), {"input_ids": ids}, jacobians="off")
@@ -41,22 +41,22 @@ def test_text_has_no_spatial_frequencies() -> None:
     assert any("spatial" in note for note in measurement.notes)
 
 
-def test_a_grid_that_is_no_square_can_be_given() -> None:
+def test_a_grid_that_is_not_square_can_be_passed() -> None:
     model = stack(depth=1)
     x = torch.randn(2, 7, 6, dtype=torch.float64)
     assert unskip.measure(model, x, jacobians="off").blocks[0].high_frequency is None
-    measurement = unskip.measure(model, x, jacobians="off", grid=(2, 3))  # and one token before them
+    measurement = unskip.measure(model, x, jacobians="off", grid=(2, 3))  # after one other token
     sums = x + F.linear(x, matrices(model)[0])
     shares = [unskip.measures.high_frequency_share(one[None, 1:], (2, 3)) for one in sums]
     assert measurement.blocks[0].high_frequency == pytest.approx(sum(shares) / 2)
 
 
 @pytest.mark.parametrize("size", [(32, 128), (128, 32), (64, 64)])
-def test_patches_lie_as_in_the_image(size: tuple[int, int]) -> None:
-    """Sixteen patches of an oblong image are no square."""
+def test_the_patch_grid_follows_the_image(size: tuple[int, int]) -> None:
+    """Sixteen patches of an oblong image do not form a square."""
     torch.manual_seed(0)
-    facts: dict[str, Any] = {"depth": 1, "embed_dim": 24, "num_heads": 3, "img_size": size}
-    model = timm.create_model("vit_tiny_patch16_224", **facts)
+    options: dict[str, Any] = {"depth": 1, "embed_dim": 24, "num_heads": 3, "img_size": size}
+    model = timm.create_model("vit_tiny_patch16_224", **options)
     images = torch.randn(2, 3, *size)
     result = unskip.measure(model, images, jacobians="off").blocks[0].high_frequency
     assert result is not None
@@ -68,7 +68,7 @@ def test_patches_lie_as_in_the_image(size: tuple[int, int]) -> None:
 
 
 def test_two_towers_are_not_compared_with_each_other() -> None:
-    """T5's decoder and CLIP's second tower have streams of their own."""
+    """T5's decoder and CLIP's second tower are separate streams."""
     for name, starts in (("hf_t5", 2), ("hf_clip", 2)):
         family = FAMILIES[name]
         model = family.build()
@@ -76,13 +76,13 @@ def test_two_towers_are_not_compared_with_each_other() -> None:
         unskip.rewire(model, Scale(0.5, 1.0), inputs)
         measurement = unskip.measure(model, inputs, jacobians="off")
         assert [row.carried for row in measurement.blocks[:2]] == [0.25, 0.0625]
-        own = 0.125 if name == "hf_t5" else 0.25
-        assert [row.carried for row in measurement.blocks[2:4]] == [own, own**2]
+        decay = 0.125 if name == "hf_t5" else 0.25
+        assert [row.carried for row in measurement.blocks[2:4]] == [decay, decay**2]
         assert any(note.startswith(f"{starts} streams") for note in measurement.notes)
         assert sum(row.cka_previous is None for row in measurement.blocks) == starts
 
 
-def test_a_site_that_runs_several_times_is_seen_at_its_last_run() -> None:
+def test_a_site_that_runs_several_times_is_measured_at_its_last_run() -> None:
     family = FAMILIES["hf_albert"]
     model = family.build()
     unskip.rewire(model, Scale(0.5, 1.0), family.inputs(2))
@@ -93,7 +93,7 @@ def test_a_site_that_runs_several_times_is_seen_at_its_last_run() -> None:
     streams: list[Tensor] = []
     outputs: list[Tensor] = []
     layer = model.get_submodule("encoder.albert_layer_groups.0.albert_layers.0")
-    norm = layer.get_submodule("full_layer_layer_norm")  # of the second sum
+    norm = layer.get_submodule("full_layer_layer_norm")  # after the second sum
     with (
         layer.register_forward_pre_hook(lambda _, args: streams.append(args[0])),
         norm.register_forward_hook(lambda _, args, output: outputs.append(output)),
@@ -120,7 +120,7 @@ def test_a_site_that_runs_several_times_is_seen_at_its_last_run() -> None:
         "hf_albert",
     ],
 )
-def test_blocks_are_measured_where_features_takes_them(name: str) -> None:
+def test_block_outputs_match_features(name: str) -> None:
     family = FAMILIES[name]
     model, inputs = family.build().eval(), family.inputs(2)
     measurement = unskip.measure(model, inputs, jacobians="off")
@@ -147,12 +147,12 @@ def test_samples_are_measured_with_their_own_conditions() -> None:
     model = family.build()
     together = unskip.measure(model, family.inputs(2), jacobians="off")
     whole = family.inputs(2)
-    apart = [
+    separate = [
         unskip.measure(model, {key: value[i : i + 1] for key, value in whole.items()}, jacobians="off")
         for i in range(2)
     ]
     for index, row in enumerate(together.sites):
-        assert row.ratio == pytest.approx(sum(one.sites[index].ratio for one in apart) / 2)
+        assert row.ratio == pytest.approx(sum(one.sites[index].ratio for one in separate) / 2)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -163,13 +163,13 @@ def test_half_precision_weights(dtype: torch.dtype) -> None:
     measurement = unskip.measure(model, images)
     wide = unskip.measure(model.double(), images.double())
     strict(measurement)
-    for got, expected in zip(measurement.sites, wide.sites, strict=True):
-        assert got.branch.precision == "float64"
-        assert got.branch.sigma_max == pytest.approx(expected.branch.sigma_max, rel=0.05)
-        assert got.ratio == pytest.approx(expected.ratio, rel=0.05)
+    for row, expected in zip(measurement.sites, wide.sites, strict=True):
+        assert row.branch.precision == "float64"
+        assert row.branch.sigma_max == pytest.approx(expected.branch.sigma_max, rel=0.05)
+        assert row.ratio == pytest.approx(expected.ratio, rel=0.05)
 
 
-def test_a_branch_that_writes_in_place_has_a_jacobian_or_a_note() -> None:
+def test_a_branch_that_writes_in_place_has_a_note_instead_of_a_jacobian() -> None:
     class Block(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -206,9 +206,9 @@ def test_a_large_jacobian_is_estimated_and_marked(monkeypatch: pytest.MonkeyPatc
     assert forced.sites[0].sublayer.exact
 
 
-def test_progress_is_told() -> None:
-    message: list[tuple[int, int, str]] = []
-    unskip.measure(stack(), torch.randn(2, 3, 6, dtype=torch.float64), progress=lambda *args: message.append(args))
-    assert message[0][2] == "tracing"
-    assert "Jacobian of the network" in message[-1][2]
-    assert all(done <= total for done, total, _ in message)
+def test_progress_is_reported() -> None:
+    calls: list[tuple[int, int, str]] = []
+    unskip.measure(stack(), torch.randn(2, 3, 6, dtype=torch.float64), progress=lambda *args: calls.append(args))
+    assert calls[0][2] == "tracing"
+    assert "Jacobian of the network" in calls[-1][2]
+    assert all(done <= total for done, total, _ in calls)

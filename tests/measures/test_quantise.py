@@ -40,7 +40,7 @@ def test_constant_is_nan() -> None:
 
 
 def test_outlier_channels() -> None:
-    signs = torch.randn(6, 7, 5).sign() * torch.tensor([1.0, 2.0, 3.0, 50.0, 0.0])  # RMS by channel, whatever the mean
+    signs = torch.randn(6, 7, 5).sign() * torch.tensor([1.0, 2.0, 3.0, 50.0, 0.0])  # the RMS of each channel
     assert outlier_channels(signs.double() * 1e200) == outlier_channels(signs.double() * 1e-200) == pytest.approx(25)
     assert math.isnan(outlier_channels(torch.zeros(4, 3)))
     assert outlier_channels(torch.tensor([[0.0, 0.0, 0.0, 1.0]])) == math.inf
@@ -50,14 +50,14 @@ def test_outlier_channels() -> None:
 
 @pytest.mark.parametrize("bits", [4, 6, 8])
 def test_uniform_noise(bits: int) -> None:
-    """A^2 / 3 against d^2 / 12 with 2^bits - 2 steps over 2 A: 20 log10(2^bits - 2), 6.02 dB a bit in the end."""
+    """A^2 / 3 over d^2 / 12 with 2^bits - 2 steps in 2 A: 20 log10(2^bits - 2), 6.02 dB per bit in the limit."""
     x = torch.rand(200_000, dtype=torch.float64) * 2 - 1
     x[0] = 1.0
     assert sqnr(x, bits) == pytest.approx(20 * math.log10(2**bits - 2), abs=0.05)
 
 
 def test_by_hand() -> None:
-    """2 bits: levels -1, 0, 1 times the largest. 1 -> 1, .4 -> 0, -.6 -> -1: the error is .16 + .16."""
+    """2 bits: levels -1, 0, 1 times the largest entry. 1 -> 1, .4 -> 0, -.6 -> -1: the error is .16 + .16."""
     x = torch.tensor([1.0, 0.4, -0.6], dtype=torch.float64)
     assert sqnr(x, 2) == pytest.approx(10 * math.log10(1.52 / 0.32))
 

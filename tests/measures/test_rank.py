@@ -1,4 +1,4 @@
-"""Effective rank: closed forms, and the mistakes that others have made."""
+"""Effective rank: closed forms, constant features, rounding and bad input."""
 
 import math
 
@@ -36,7 +36,7 @@ def test_known_spectrum(sigma: list[float], center: bool, samples: int) -> None:
 
 
 def test_centring_takes_one_sample() -> None:
-    """Not min(N, D): the simplex is as spread out as samples can be, and reaches N - 1."""
+    """The largest rank is N - 1, not min(N, D); a simplex reaches it."""
     x = torch.eye(6, dtype=torch.float64)
     assert effective_rank(x) == pytest.approx(5)
     assert effective_rank(x, center=False) == pytest.approx(6)
@@ -46,9 +46,7 @@ def test_rank_one() -> None:
     x = torch.outer(torch.linspace(-1, 2, 30, dtype=torch.float64), torch.linspace(1, 3, 12, dtype=torch.float64))
     assert effective_rank(x) == pytest.approx(1)
     assert rank_entropy(x, center=False) == pytest.approx(0, abs=1e-9)
-    assert effective_rank(x.float()) == pytest.approx(
-        1, abs=1e-4
-    )  # float32 rounds, and the rounding weighs next to nothing
+    assert effective_rank(x.float()) == pytest.approx(1, abs=1e-4)  # up to float32 rounding
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
@@ -65,7 +63,7 @@ def test_rounding_noise_of_constant_features_is_not_rank() -> None:
     noisy = torch.nextafter(base.expand(400, 16), torch.randn(400, 16) * 1e6)  # one unit up or down
     assert noisy.double().std(0).max() > 0
     assert effective_rank(noisy) == 0
-    assert effective_rank(noisy.double()) > 10  # in float64 the same numbers are a signal
+    assert effective_rank(noisy.double()) > 10  # in float64 the same numbers are not rounding
 
 
 def test_a_large_constant_channel_hides_nothing() -> None:

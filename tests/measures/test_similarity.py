@@ -1,4 +1,4 @@
-"""CKA: its invariances, and the estimate against its definition with whole kernels; and the cosine between tokens."""
+"""CKA against its definition with full kernels, and its invariances; the cosine between tokens."""
 
 import math
 
@@ -13,7 +13,7 @@ from unskip.measures.similarity import cka, token_cosine
 
 
 def hsic(k: Tensor, l: Tensor) -> float:  # noqa: E741
-    """By double centring without the diagonal (U-centring), another route than the formula in use."""
+    """By double centring without the diagonal (U-centring), unlike the formula of the package."""
     n = len(k)
 
     def centre(a: Tensor) -> Tensor:
@@ -38,17 +38,17 @@ def test_against_the_definition(samples: int, wide: int, other: int, seed: int) 
 def test_invariances() -> None:
     x = torch.randn(50, 8, dtype=torch.float64)
     y = x[:, :5] ** 2 + torch.randn(50, 5, dtype=torch.float64)
-    turn = torch.linalg.qr(torch.randn(8, 8, dtype=torch.float64)).Q
+    rotation = torch.linalg.qr(torch.randn(8, 8, dtype=torch.float64)).Q
     plain = cka(x, y)
     assert cka(x, x) == pytest.approx(1)
-    assert cka(x, -3 * x @ turn + 100) == pytest.approx(1)
-    assert cka(1e-9 * x @ turn + 4, y * 1e9) == pytest.approx(plain, rel=1e-6)
+    assert cka(x, -3 * x @ rotation + 100) == pytest.approx(1)
+    assert cka(1e-9 * x @ rotation + 4, y * 1e9) == pytest.approx(plain, rel=1e-6)
     assert cka(y, x) == pytest.approx(plain)
     stretch = torch.diag(torch.logspace(0, 2, 8, dtype=torch.float64))
     assert cka(x, x @ stretch) < 0.9  # a general linear map changes it
 
 
-def test_constant_features_are_marked() -> None:
+def test_cka_of_constant_features_is_nan() -> None:
     x = torch.randn(10, 3)
     assert math.isnan(cka(x, torch.ones(10, 2)))
     assert math.isnan(cka(torch.nextafter(torch.ones(10, 2), torch.randn(10, 2) * 9), x))
@@ -60,7 +60,7 @@ def test_bad_input_is_named() -> None:
         cka(x[:3], x[:3])
     with pytest.raises(BadInput, match=r"4 rows and 2"):
         cka(x, x[:2])
-    with pytest.raises(BadInput, match=r"y holds 12 non-finite"):
+    with pytest.raises(BadInput, match=r"y has 12 non-finite"):
         cka(x, x * math.nan)
 
 

@@ -1,4 +1,4 @@
-"""The singular values of a Jacobian, exactly: against matrices that are known, in words, and refused."""
+"""Exact singular values of Jacobians: known matrices, the printed form, and bad input."""
 
 import json
 import math
@@ -18,7 +18,7 @@ from unskip.measures.spectrum import jacobian_spectrum
 
 
 @given(st.integers(1, 9), st.integers(1, 9), st.integers(0, 20))
-def test_a_linear_map_has_its_own_singular_values(rows: int, columns: int, seed: int) -> None:
+def test_the_spectrum_of_a_linear_map(rows: int, columns: int, seed: int) -> None:
     a = gauss(rows, columns, seed)
     spectrum = jacobian_spectrum(*linear(a))
     values = torch.linalg.svdvals(a)
@@ -59,15 +59,15 @@ def test_the_callers_context_does_not_matter(context: Callable[[], object]) -> N
 
 def test_layer_norm_is_singular_by_construction() -> None:
     norm, x = nn.LayerNorm(8, eps=0.0).double(), torch.randn(3, 8, dtype=DOUBLE)
-    spectrum = jacobian_spectrum(norm, x, null=6)  # the mean and the size of each of three tokens
-    # Between them and the unit sphere it is 1 / std in all directions.
+    spectrum = jacobian_spectrum(norm, x, null=6)  # the mean and the scale of each of three tokens
+    # In all other directions of a token its factor is 1 / std.
     std = x.var(-1, correction=0).sqrt()
     assert spectrum.condition == pytest.approx(float(std.max() / std.min()))
     assert spectrum.null_max == pytest.approx(0, abs=1e-12)
     assert jacobian_spectrum(norm, x).condition == math.inf
 
 
-def test_what_was_taken_for_null_is_shown() -> None:
+def test_null_max_is_the_largest_value_counted_as_null() -> None:
     a = torch.diag(torch.tensor([4.0, 2.0, 1e-3], dtype=DOUBLE))
     spectrum = jacobian_spectrum(*linear(a), null=1)
     assert spectrum.null_max == pytest.approx(1e-3)
@@ -95,10 +95,10 @@ def test_a_zero_jacobian() -> None:
         assert str(spectrum)
 
 
-# --- Words and bad input ----------------------------------------------------------------------------------------------
+# --- Printed form and bad input ---------------------------------------------------------------------------------------
 
 
-def test_in_words() -> None:
+def test_str_and_to_dict() -> None:
     a = torch.diag(torch.tensor([4.0, 2.0, 1.0], dtype=DOUBLE))
     assert str(jacobian_spectrum(*linear(a))) == (
         "3 x 3 exact float64: sigma_max 4, sigma_min 1, condition 4 outside of 0 null directions, stable rank 1.312, "
@@ -120,9 +120,9 @@ def test_bad_input_is_named() -> None:
         jacobian_spectrum(torch.sin, x.half())
     with pytest.raises(BadInput, match=r"got list"):
         jacobian_spectrum(torch.sin, [1.0])  # type: ignore[arg-type]
-    with pytest.raises(BadInput, match=r"x holds 3 non-finite"):
+    with pytest.raises(BadInput, match=r"x has 3 non-finite"):
         jacobian_spectrum(torch.sin, x * math.nan)
-    with pytest.raises(BadInput, match=r"f\(x\) holds 3 non-finite"):
+    with pytest.raises(BadInput, match=r"f\(x\) has 3 non-finite"):
         jacobian_spectrum(lambda z: z / 0, x)
     with pytest.raises(BadInput, match="got tuple"):
         jacobian_spectrum(lambda z: (z, z), x)  # type: ignore[arg-type, return-value]
@@ -142,8 +142,8 @@ def test_bad_input_is_named() -> None:
 @pytest.mark.parametrize("exact", [True, False])
 def test_the_same_on_a_gpu(exact: bool) -> None:
     model, x = block(), torch.randn(5, 12, dtype=DOUBLE)
-    here = jacobian_spectrum(lambda z: model(z[None])[0], x, exact=exact)
+    cpu = jacobian_spectrum(lambda z: model(z[None])[0], x, exact=exact)
     model = model.cuda()
-    there = jacobian_spectrum(lambda z: model(z[None])[0], x.cuda(), exact=exact)
-    assert there.sigma_max == pytest.approx(here.sigma_max)
-    assert list(there.quantiles.values()) == pytest.approx(list(here.quantiles.values()), rel=1e-6)
+    gpu = jacobian_spectrum(lambda z: model(z[None])[0], x.cuda(), exact=exact)
+    assert gpu.sigma_max == pytest.approx(cpu.sigma_max)
+    assert list(gpu.quantiles.values()) == pytest.approx(list(cpu.quantiles.values()), rel=1e-6)

@@ -1,4 +1,4 @@
-"""The singular values of a Jacobian without its matrix: estimates with error bars, and products with it."""
+"""Matrix-free estimates of the singular values of Jacobians, with error bars, and products with Jacobians."""
 
 import json
 import math
@@ -19,8 +19,8 @@ from unskip.measures.spectrum import jacobian_spectrum
 # --- Matrix-free ------------------------------------------------------------------------------------------------------
 
 
-def spread_out(name: str, n: int) -> Tensor:
-    """Spectra as Jacobians have them."""
+def realistic(name: str, n: int) -> Tensor:
+    """Matrices with spectra like those of Jacobians."""
     eye = torch.eye(n, dtype=DOUBLE)
     if name == "gauss":
         return gauss(n, n, 1)
@@ -46,8 +46,8 @@ NAMES = ["gauss", "wide", "product", "identity and low rank", "residual layers",
     ],
 )
 def test_within_five_percent_of_exact(name: str) -> None:
-    # Where the spectrum is steep at its lower end, one singular value of 500 more or less is some percent there.
-    a = spread_out(name, 800 if name == "product" else 500)
+    # The spectrum of a product is steep at its lower end, where one of 500 singular values is a few percent.
+    a = realistic(name, 800 if name == "product" else 500)
     spectrum = free(a, probes=64, steps=128)
     exact = jacobian_spectrum(*linear(a), exact=True)
     assert not spectrum.exact
@@ -69,7 +69,7 @@ def test_within_five_percent_of_exact(name: str) -> None:
 @pytest.mark.full
 @pytest.mark.parametrize("name", NAMES)
 def test_within_five_percent_of_exact_with_the_defaults(name: str) -> None:
-    a = spread_out(name, 3000)
+    a = realistic(name, 3000)
     exact, result = jacobian_spectrum(*linear(a), exact=True), free(a)
     assert result.sigma_max == pytest.approx(exact.sigma_max, rel=1e-6)
     for share in SHARES:
@@ -77,31 +77,31 @@ def test_within_five_percent_of_exact_with_the_defaults(name: str) -> None:
         assert result.quantiles[share] == pytest.approx(exact.quantiles[share], rel=0.05)
 
 
-def test_a_value_found_twice_is_one() -> None:
-    """Rounding lets a multiple singular value into the space again, a hair away; it is still one step of F."""
-    a = spread_out("identity and low rank", 1200)
+def test_copies_of_a_multiple_singular_value_are_merged() -> None:
+    """Rounding adds slightly different copies of it to the Krylov space; it is still one step of F."""
+    a = realistic("identity and low rank", 1200)
     spectrum = free(a, probes=2, steps=128)
     assert [spectrum.quantiles[share] for share in SHARES] == pytest.approx([1, 1, 1])
     assert max(spectrum.errors.values()) < 1e-9
 
 
-def test_the_error_bars_cover() -> None:
-    """About 95% each; over 16 draws of 3 quantiles at least 90% must be inside, and the bars must not be too wide."""
+def test_the_coverage_of_error_bars() -> None:
+    """About 95%; of 16 draws of 3 quantiles at least 90% must be inside, and the bars must not be too wide."""
     inside, tight = 0, 0
     for seed in range(16):
         a = gauss(200, 200, seed)
         values = torch.linalg.svdvals(a)
         spectrum = free(a, probes=4, steps=60, generator=torch.Generator().manual_seed(seed))
         for share in SHARES:
-            off = abs(spectrum.quantiles[share] - float(torch.quantile(values, share)))
-            inside += off <= spectrum.errors[share]
-            tight += off > 0.2 * spectrum.errors[share]
+            error = abs(spectrum.quantiles[share] - float(torch.quantile(values, share)))
+            inside += error <= spectrum.errors[share]
+            tight += error > 0.2 * spectrum.errors[share]
     assert inside >= 43
     assert tight >= 16
 
 
-def test_an_unresolved_quantile_says_so() -> None:
-    """Twelve decades cannot be seen with 40 steps: the low quantiles come as bounds."""
+def test_unresolved_quantiles_are_marked_as_bounds() -> None:
+    """40 steps cannot resolve twelve decades, so the low quantiles are bounds."""
     sigma = torch.logspace(0, -12, 400, dtype=DOUBLE)
     spectrum = free(with_values(sigma), probes=8, steps=40)
     for share in (0.1, 0.5):
@@ -111,8 +111,8 @@ def test_an_unresolved_quantile_says_so() -> None:
     assert spectrum.to_dict()["errors"]["0.1"] is None
 
 
-def test_a_whole_krylov_space_is_exact() -> None:
-    """Few distinct values: the space closes after as many steps, and every number is sharp."""
+def test_an_invariant_krylov_space_is_exact() -> None:
+    """With three distinct values the space is invariant after three steps, and all numbers are exact."""
     sigma = torch.tensor([3.0] * 20 + [1.0] * 60 + [0.5] * 20, dtype=DOUBLE)
     spectrum = free(with_values(sigma), probes=40, steps=50)
     assert [round(spectrum.quantiles[share], 9) for share in SHARES] == [0.5, 1.0, 3.0]
@@ -124,17 +124,17 @@ def test_a_whole_krylov_space_is_exact() -> None:
 def test_null_directions_do_not_enter_the_bound() -> None:
     sigma = torch.cat([torch.linspace(1, 2, 80), torch.zeros(20)]).to(DOUBLE)
     a = with_values(sigma)
-    record = free(a, null=20, steps=100)
-    assert record.sigma_min_bound is not None
-    assert 1 - 1e-9 <= record.sigma_min_bound <= 1.5
-    assert 1.3 <= record.condition <= 2 + 1e-9
-    untold = free(a, steps=100)
-    assert untold.sigma_min_bound == pytest.approx(0, abs=1e-9)
-    assert untold.condition > 1e12
-    assert untold.quantiles[0.1] == pytest.approx(0, abs=1e-9)
+    with_null = free(a, null=20, steps=100)
+    assert with_null.sigma_min_bound is not None
+    assert 1 - 1e-9 <= with_null.sigma_min_bound <= 1.5
+    assert 1.3 <= with_null.condition <= 2 + 1e-9
+    without = free(a, steps=100)
+    assert without.sigma_min_bound == pytest.approx(0, abs=1e-9)
+    assert without.condition > 1e12
+    assert without.quantiles[0.1] == pytest.approx(0, abs=1e-9)
 
 
-def test_one_strong_direction_does_not_blur_the_stable_rank() -> None:
+def test_the_stable_rank_is_accurate_with_one_strong_direction() -> None:
     """A plain Hutchinson estimate would be off by sqrt(2 / 16) here."""
     a = gauss(300, 300, 0) * 0.01
     a[0, 0] += 50
@@ -144,7 +144,7 @@ def test_one_strong_direction_does_not_blur_the_stable_rank() -> None:
 
 @settings(max_examples=25)
 @given(st.integers(1, 6), st.integers(1, 6), st.integers(0, 9), st.integers(1, 4), st.integers(2, 9))
-def test_small_matrices_do_not_break_it(rows: int, columns: int, seed: int, probes: int, steps: int) -> None:
+def test_small_matrices(rows: int, columns: int, seed: int, probes: int, steps: int) -> None:
     a = gauss(rows, columns, seed)
     if seed % 3 == 0:
         a[:, 0] = 0
@@ -156,11 +156,11 @@ def test_small_matrices_do_not_break_it(rows: int, columns: int, seed: int, prob
     json.dumps(result.to_dict(), allow_nan=False)
 
 
-def test_the_bases_are_orthonormal_and_belong_together() -> None:
-    a = spread_out("identity and low rank", 200)
+def test_bidiagonalise_gives_orthonormal_bases() -> None:
+    a = realistic("identity and low rank", 200)
     (result,) = bidiagonalise(lambda v: v @ a.mT, lambda u: u @ a, gauss(1, 200, 9), 200, 80, 1e-13)
     k = len(result.bidiagonal)
-    assert k < 80  # it closes after the distinct values, of which there are some 25
+    assert k < 80  # the number of distinct values is about 25
     eye = torch.eye(k, dtype=DOUBLE)
     assert torch.allclose(result.right @ result.right.mT, eye, atol=1e-12)
     assert torch.allclose(result.left @ result.left.mT, eye, atol=1e-12)
@@ -172,7 +172,7 @@ def test_the_bases_are_orthonormal_and_belong_together() -> None:
 
 
 @pytest.mark.parametrize("f", [torch.sin, lambda x: x @ gauss(7, 4, 0), lambda x: x.softmax(-1).cumsum(-1)])
-def test_products_are_those_of_the_matrix(f: Callable[[Tensor], Tensor]) -> None:
+def test_products_match_the_matrix(f: Callable[[Tensor], Tensor]) -> None:
     x = torch.randn(3, 7, dtype=DOUBLE)
     jacobian = Jacobian(f, x)
     wanted = torch.autograd.functional.jacobian(f, x).reshape(jacobian.shape)
@@ -184,10 +184,10 @@ def test_products_are_those_of_the_matrix(f: Callable[[Tensor], Tensor]) -> None
 
 
 def test_without_batching() -> None:
-    """An operation that torch cannot batch is run one vector at a time."""
+    """Operations that torch cannot batch run one vector at a time."""
     x = torch.randn(6, dtype=DOUBLE)
 
-    class Stubborn(torch.autograd.Function):
+    class NotBatched(torch.autograd.Function):
         @staticmethod
         def forward(ctx: object, z: Tensor) -> Tensor:
             return z.clone()
@@ -196,15 +196,15 @@ def test_without_batching() -> None:
         def backward(ctx: object, grad: Tensor) -> Tensor:
             return grad * float(grad.sum().item() * 0 + 2)  # .item() has no batched form
 
-    jacobian = Jacobian(lambda z: Stubborn.apply(z), x)
+    jacobian = Jacobian(lambda z: NotBatched.apply(z), x)
     assert torch.equal(jacobian.matrix(3), 2 * torch.eye(6, dtype=DOUBLE))
     assert not jacobian.batched
 
 
-def test_a_backward_pass_that_hides_something() -> None:
-    """Its second derivative is wrong and raises nothing; the products must not believe it."""
+def test_a_backward_pass_with_a_wrong_derivative_is_refused() -> None:
+    """It raises no error, so the products have to check it."""
 
-    class Hidden(torch.autograd.Function):
+    class Detached(torch.autograd.Function):
         @staticmethod
         def forward(ctx: object, x: Tensor) -> Tensor:
             return x * 2
@@ -215,12 +215,12 @@ def test_a_backward_pass_that_hides_something() -> None:
 
     x = torch.ones(4, dtype=DOUBLE)
     with pytest.raises(BadInput, match="not differentiable"):
-        jacobian_spectrum(lambda z: Hidden.apply(z), x, exact=False)
-    assert jacobian_spectrum(lambda z: Hidden.apply(z), x).sigma_max == pytest.approx(2)
+        jacobian_spectrum(lambda z: Detached.apply(z), x, exact=False)
+    assert jacobian_spectrum(lambda z: Detached.apply(z), x).sigma_max == pytest.approx(2)
 
 
-def test_no_way_to_multiply() -> None:
-    class Neither(torch.autograd.Function):
+def test_a_backward_pass_without_a_derivative_is_refused() -> None:
+    class OnceDifferentiable(torch.autograd.Function):
         @staticmethod
         def forward(ctx: object, x: Tensor) -> Tensor:
             return x * 2
@@ -232,5 +232,5 @@ def test_no_way_to_multiply() -> None:
 
     x = torch.ones(4, dtype=DOUBLE)
     with pytest.raises(BadInput, match="second derivatives"):
-        jacobian_spectrum(lambda z: Neither.apply(z), x, exact=False)
-    assert jacobian_spectrum(lambda z: Neither.apply(z), x).sigma_max == pytest.approx(2)
+        jacobian_spectrum(lambda z: OnceDifferentiable.apply(z), x, exact=False)
+    assert jacobian_spectrum(lambda z: OnceDifferentiable.apply(z), x).sigma_max == pytest.approx(2)

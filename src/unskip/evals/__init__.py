@@ -1,11 +1,11 @@
-"""Evaluation: features of every block in one pass, and named, frozen protocols that turn them into numbers."""
+"""Evaluation: features of every block in one pass, scored by named, frozen protocols."""
 
 import unskip.evals._accuracy
 import unskip.evals._bits_per_byte
 import unskip.evals._loss
 import unskip.evals._next_token
 import unskip.evals._quantised
-import unskip.evals._quantised_text  # noqa: F401  # they register themselves
+import unskip.evals._quantised_text  # noqa: F401  # these modules register their evaluators
 from unskip.evals._diffusion import noised
 from unskip.evals._discover import discover
 from unskip.evals._evaluate import Result, by_depth, evaluate, flat

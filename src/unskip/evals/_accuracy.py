@@ -1,4 +1,4 @@
-"""Accuracy and cross entropy of a classifier on its own classes."""
+"""Accuracy and cross entropy of a classifier on the classes that it was trained for."""
 
 from __future__ import annotations
 
@@ -18,12 +18,11 @@ from unskip.evals._split import Split
     train=False,
 )
 def evaluate_accuracy(train: Split, test: Split) -> dict[str, float]:
-    """Of logits (n, classes) and labels."""
     logits, labels = test.logits, test.labels
     if logits is None or logits.ndim != 2 or int(labels.max()) >= logits.shape[1]:
         raise BadInput(
-            f"accuracy-v1: labels go up to {int(labels.max())}, and the logits are {kind_of(logits)}; take a "
-            "classifier of these classes, or a protocol of features, such as knn-dino-v1"
+            f"accuracy-v1: labels go up to {int(labels.max())}, but the logits are {kind_of(logits)}; use a "
+            "classifier of these classes, or a protocol for features, such as knn-dino-v1"
         )
-    right = (logits.argmax(-1) == labels).double().mean()
-    return {"accuracy": float(right), "loss": float(F.cross_entropy(logits.float(), labels))}
+    accuracy = (logits.argmax(-1) == labels).double().mean()
+    return {"accuracy": float(accuracy), "loss": float(F.cross_entropy(logits.float(), labels))}

@@ -2,8 +2,8 @@
 
     bits per byte = sum of losses in nats / (ln 2 * bytes of the text)      perplexity = exp(loss per token in nats)
 
-Bits per byte compare models of different tokenizers; perplexities do not. The token that ends a document has to be
-predicted, too, and has no bytes.
+Bits per byte are comparable between models with different tokenizers; perplexities are not. The token that ends a
+document is predicted too, and has no bytes.
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ _Number = tuple[float, float, float]
     train=False,
 )
 def evaluate_bits(train: Split, test: Split) -> dict[str, Any]:
-    """Over all tokens."""
     loss, bits = _numbers(test.predictions)
     return {"bits_per_byte": bits, "perplexity": _exp(loss), "loss": loss}
 
@@ -35,11 +34,14 @@ def evaluate_bits(train: Split, test: Split) -> dict[str, Any]:
 @register(
     "bits-per-byte-by-context-v1",
     needs="predictions",
-    about="Both by place in the sequence, and by how many tokens of its own document stand before a token.",
+    about="Bits per byte and perplexity by position in the sequence, and by the number of preceding tokens of the "
+    "same document.",
     train=False,
 )
 def evaluate_by_context(train: Split, test: Split) -> dict[str, Any]:
-    """In ranges that double: `position_8` is that of tokens with 8 to 15 before them, `context_8` of their document."""
+    """In ranges that double: `position_8` covers tokens with 8 to 15 tokens before them, `context_8` those with 8 to
+    15 before them in their document.
+    """
     predictions: Predictions = test.predictions
     before = numpy.broadcast_to(numpy.arange(predictions.feed.context) + 1, predictions.own_context.shape)
     result: dict[str, _Number] = {}
@@ -56,11 +58,11 @@ def evaluate_by_context(train: Split, test: Split) -> dict[str, Any]:
 def _numbers(predictions: Predictions, chosen: Any = None) -> tuple[_Number, _Number]:
     """The loss per token and the bits per byte, each with its interval."""
     nats: Numbers = predictions.nats.double().numpy()
-    low, middle, high = (each / math.log(2) for each in predictions.ratio(nats, predictions.bytes, chosen))
-    return predictions.ratio(nats, numpy.ones_like(nats), chosen), (low, middle, high)
+    bits, low, high = (each / math.log(2) for each in predictions.ratio(nats, predictions.bytes, chosen))
+    return predictions.ratio(nats, numpy.ones_like(nats), chosen), (bits, low, high)
 
 
 def _exp(loss: _Number) -> _Number:
-    """Perplexity; of a loss that no exponential holds it is infinite."""
+    """Perplexity; infinite if exp would overflow."""
     value, low, high = (math.exp(each) if each < 700 else math.inf for each in loss)
     return value, low, high

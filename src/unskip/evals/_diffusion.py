@@ -1,8 +1,8 @@
-"""Features of a diffusion model's blocks at a noise level: what `evaluate` and `extract` take as `inputs`.
+"""Inputs of a diffusion model at one noise level, for the `inputs` of `evaluate` and `extract`.
 
     x_t = a_t x + s_t e   ->   network(x_t, t, no label)   ->   the output of each block, pooled
 
-Every image has a noise of its own, made from its place in the set: the same for every block, protocol and model.
+The noise of an image depends only on its index in the set, so it is the same for every block, protocol and model.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from unskip.models import Flow, normal
 
 
 def noised(flow: Flow, time: float, seed: int = 0) -> Inputs:
-    """Makes noisy images at a time from noise, 0, to data, 1, of images or latents: the model's arguments (x_t, t).
+    """A function from images or latents to the model's arguments (x_t, t), at a time between 0 (noise) and 1 (data).
 
-    Training and test images have noise of their own.
+    Training and test images get different noise.
     """
     if not 0 <= time <= 1:
-        raise BadInput(f"a time of {time}; times go from noise, 0, to data, 1")
+        raise BadInput(f"time is {time}; it must be between 0 (noise) and 1 (data)")
 
-    def inputs(images: Tensor, places: Tensor, split: str) -> tuple[Tensor, Tensor]:
-        noise = normal(2 * seed + (split == "train"), places, 0, images.shape[1:])
+    def inputs(images: Tensor, indices: Tensor, split: str) -> tuple[Tensor, Tensor]:
+        noise = normal(2 * seed + (split == "train"), indices, 0, images.shape[1:])
         times = torch.full((len(images),), time, device=images.device)
         return flow.mixed(images, noise, times), times
 

@@ -1,6 +1,6 @@
-"""Features of every block of a model over a whole set of images, each image going through the model once.
+"""Features of every block of a model over a set of images, in one pass.
 
-The blocks are found once. The model is put into evaluation mode, and every module back into the mode it was in.
+The model runs in evaluation mode; afterwards every module is back in its previous mode.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from unskip.evals._registry import Pool, TokenNorm
 from unskip.training import Precision
 
 View = tuple[Pool | Literal["tokens"], TokenNorm]
-# From a batch of images, their places in the set and the name of the split to the arguments of the model.
+# Maps a batch of images, their indices in the set and the name of the split to the arguments of the model.
 Inputs = Callable[[Tensor, Tensor, str], tuple[Tensor, ...]]
 DTYPES = {"float32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 _POOLS, _NORMS = ("mean", "cls", "tokens"), ("none", "layer")
@@ -34,9 +34,9 @@ class Features:
 
     views: dict[View, dict[int, Tensor]]
     labels: Tensor
-    blocks: int  # how many the model has
-    all_blocks: tuple[Block, ...] = ()  # what they are
-    logits: Tensor | None = None  # (images, classes), where they were asked for
+    blocks: int  # the number of blocks of the model
+    all_blocks: tuple[Block, ...] = ()
+    logits: Tensor | None = None  # (images, classes), if requested
 
     def __getitem__(self, view: View) -> dict[int, Tensor]:
         return self.views[view]
@@ -59,18 +59,18 @@ def extract(
     start: int = 0,
     logits: bool = False,
 ) -> Features:
-    """Features of blocks over batches of (images, labels), such as `Feed.evaluate()` gives; they stay on the device.
+    """Features of blocks over batches of (images, labels), such as `Feed.evaluate()`; they stay on the device.
 
-    A view is a pool ("mean" over all tokens, "cls", the first, or "tokens", all of them) and a norm: "none", or "layer"
-    for tokens brought to mean 0 and variance 1 before they are pooled. `blocks` are as for `unskip.features`, "middle"
-    besides; `all_blocks` are those of an earlier call on the same model, which spares finding them again. `inputs`
-    makes the model's arguments of a batch of images, their places in the set, from `start` on, and the name of the
-    `split`; without it the images are the only one. With `logits` the model's output is kept too.
+    A view is a pool ("mean" over all tokens, "cls", the first token, or "tokens", all of them) and a norm: "none", or
+    "layer", which brings tokens to mean 0 and variance 1 before pooling. `blocks` are as for `unskip.features`, or
+    "middle"; `all_blocks` are the blocks found by an earlier call on the same model. `inputs` maps a batch of images,
+    their indices in the set, counted from `start`, and the name of the `split` to the model's arguments; by default
+    these are the images alone. With `logits` the model's output is kept too.
     """
     wanted_views = list(dict.fromkeys(views))
     for pool, norm in wanted_views:
         if pool not in _POOLS or norm not in _NORMS:
-            raise BadInput(f"a view is one of {_POOLS} and one of {_NORMS}, got {(pool, norm)!r}")
+            raise BadInput(f"a view must be one of {_POOLS} and one of {_NORMS}, got {(pool, norm)!r}")
     dtype_of(precision)
     kept: dict[View, dict[int, list[Tensor]]] = {view: {} for view in wanted_views}
     labels: list[Tensor] = []
@@ -78,38 +78,37 @@ def extract(
     every, wanted, position = tuple(all_blocks), list[int](), start
     with evaluating(model):
         for images, part in batches:
-            places = torch.arange(position, position + len(images), device=images.device)
-            given = (images,) if inputs is None else inputs(images, places, split)
+            indices = torch.arange(position, position + len(images), device=images.device)
+            arguments = (images,) if inputs is None else inputs(images, indices, split)
             position += len(images)
             if wanted_views and not every:
-                # Of one image: an audit of a whole batch takes as much longer.
-                every = find_blocks(model, Example.of(tuple(each[:1] for each in given)), blocks)
+                # One image is enough, and faster than a batch.
+                every = find_blocks(model, Example.of(tuple(each[:1] for each in arguments)), blocks)
             if wanted_views and not wanted:
                 wanted = chosen_blocks(blocks, len(every))
             with keep_outputs(model, every, wanted) as tensors, autocast(images.device, precision):
-                output = model(*given)
+                output = model(*arguments)
             if logits:
                 outputs.append(logits_of(model, output))
             for index in wanted:
-                tokens = pool_tokens(
-                    tensors[index], every[index].axis, None
-                ).float()  # (images, tokens, dim), or (images, dim)
+                # (images, tokens, dim), or (images, dim)
+                tokens = pool_tokens(tensors[index], every[index].axis, None).float()
                 for pool, norm in wanted_views:
                     kept[pool, norm].setdefault(index, []).append(_view(tokens, pool, norm))
             labels.append(part)
     if not labels:
-        raise BadInput("there is no batch to take features of")
+        raise BadInput("there is no batch to extract features from")
     whole = {view: {index: torch.cat(parts) for index, parts in by.items()} for view, by in kept.items()}
     return Features(whole, torch.cat(labels), len(every), every, torch.cat(outputs) if logits else None)
 
 
 def chosen_blocks(blocks: Blocks, count: int) -> list[int]:
-    """Indices from 0 on of blocks of a model that has so many."""
+    """The selected blocks of a model with `count` blocks, as indices from 0."""
     return [count // 2] if blocks == "middle" else block_indices(blocks, count)
 
 
 def image_channels(model: nn.Module) -> int | None:
-    """The channels of the images that a model takes, those of its first convolution; None where it has none."""
+    """The image channels of a model: the input channels of its first convolution; None if it has none."""
     return next((each.in_channels for each in model.modules() if isinstance(each, nn.Conv2d)), None)
 
 
@@ -122,20 +121,20 @@ def _view(tokens: Tensor, pool: str, norm: TokenNorm) -> Tensor:
 
 
 def logits_of(model: nn.Module, output: Any) -> Tensor:
-    output = getattr(output, "logits", output)  # as models of Hugging Face have them
+    output = getattr(output, "logits", output)  # Hugging Face models
     if not isinstance(output, Tensor) or output.ndim != 2:
         raise BadInput(
-            f"{type(model).__name__} gives no logits (images, classes) but {kind_of(output)}; take a classifier"
+            f"{type(model).__name__} must return logits (images, classes), got {kind_of(output)}; use a classifier"
         )
     return output.float()
 
 
 def autocast(device: torch.device, precision: str) -> contextlib.AbstractContextManager[object]:
-    """Autocast for one of the names of a precision."""
+    """Autocast for a precision by name."""
     dtype = dtype_of(precision)
     return torch.autocast(device.type, dtype) if dtype is not None else contextlib.nullcontext()
 
 
 def dtype_of(precision: str) -> torch.dtype | None:
-    """The type that a precision computes in; None for float32."""
+    """The autocast dtype of a precision; None for float32."""
     return DTYPES[choice("evaluate", "precision", precision, DTYPES)]

@@ -1,12 +1,12 @@
-"""Where the features of a generation metric come from, and what it is called by them.
+"""Feature extractors for generation metrics.
 
-    inception        the standard Inception weights, through torch-fidelity: then, and only then, it is FID
-    timm:NAME        a pretrained model of timm
-    RUN or FOLDER    a classifier trained here: a run folder, or one of unskip.save
-    a module         bytes in, features out; give it a name
+    inception        the standard Inception weights, through torch-fidelity
+    timm:NAME        a pretrained timm model
+    RUN or FOLDER    a classifier trained with unskip: a run folder, or a folder of unskip.save
+    a module         maps bytes to features; pass its name too
 
-Every other name is FD-<name>. The hash of the weights, and of the shortcuts of a rewired model, goes with every number
-and every cached statistic.
+The Fréchet distance is called FID with the standard Inception weights, and FD-<name> with any other extractor. Cached
+statistics are keyed by a hash of the weights and, for a rewired model, of its shortcuts.
 """
 
 from __future__ import annotations
@@ -30,37 +30,37 @@ from unskip.errors import BadInput, LoadError, UnskipError
 from unskip.evals._extract import image_channels
 from unskip.wiring import find_wiring
 
-INCEPTION = "pt_inception-2015-12-05-6726825d.pth"  # the weights that the name FID stands for
+INCEPTION = "pt_inception-2015-12-05-6726825d.pth"  # the standard FID weights
 
 
 @dataclass(frozen=True)
 class Extractor:
-    """Bytes (n, channels, height, width) to features (n, dim), and logits where it is a classifier."""
+    """Maps bytes (n, channels, height, width) to features (n, dim), and logits if it is a classifier."""
 
     name: str
     module: nn.Module
     extract: Callable[[Tensor], tuple[Tensor, Tensor | None]]
-    key: str  # hash of the weights and shortcuts, and of the class where a module was given
+    key: str  # hash of the weights and shortcuts, and for a module also of its class
 
     @property
     def distance(self) -> str:
-        """What the Fréchet distance over it is called."""
+        """The name of the Fréchet distance with this extractor."""
         return "FID" if self.name == "inception" else f"FD-{self.name}"
 
     @property
     def device(self) -> torch.device:
-        """Where its weights lie; one without any computes on the CPU."""
+        """The device of its weights; the CPU if it has none."""
         weight = next(chain(self.module.parameters(), self.module.buffers()), None)
         return torch.device("cpu") if weight is None else weight.device
 
     @torch.no_grad()
     def __call__(self, images: Tensor) -> tuple[Tensor, Tensor | None]:
         if images.dtype != torch.uint8 or images.ndim != 4:
-            raise BadInput(f"{self.name}: images are bytes (n, channels, height, width), got {kind_of(images)}")
+            raise BadInput(f"{self.name}: images must be bytes (n, channels, height, width), got {kind_of(images)}")
         with evaluating(self.module):
             features, logits = self._tried(images.to(self.device))
         if features.ndim != 2 or not bool(features.isfinite().all()):
-            raise BadInput(f"{self.name}: its features are {tuple(features.shape)}; they are finite (n, dim)")
+            raise BadInput(f"{self.name}: features must be finite (n, dim), got {tuple(features.shape)}")
         return features.float(), None if logits is None else logits.float()
 
     def _tried(self, images: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -68,21 +68,19 @@ class Extractor:
             return self.extract(images)
         except (UnskipError, torch.OutOfMemoryError):
             raise
-        except Exception as error:  # whatever a module raises for images it was not made for
+        except Exception as error:  # a module can raise anything for images of the wrong shape
             reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0][:200]}"
-            raise BadInput(f"{self.name}: it makes no features of bytes {tuple(images.shape)} ({reason})") from error
+            raise BadInput(f"{self.name}: failed on bytes of shape {tuple(images.shape)} ({reason})") from error
 
 
 def extractor(
     source: str | Path | nn.Module | Extractor, *, name: str | None = None, device: str | torch.device | None = None
 ) -> Extractor:
-    """The extractor that a name, a folder or a module stands for. Raises BadInput or LoadError where weights are
-    missing.
-    """
+    """The extractor for a name, a folder or a module. Raises BadInput or LoadError if it cannot be loaded."""
     if isinstance(source, Extractor):
         return source
     if isinstance(source, nn.Module):
-        # Modules of the same weights, or of none, may well compute different features.
+        # Modules with equal weights, or none, can still compute different features.
         key = weights_key(source, f"{type(source).__module__}.{type(source).__qualname__}")
         return Extractor(name or type(source).__name__, source, _plain(source), key)
     if str(source) == "inception":
@@ -93,7 +91,7 @@ def extractor(
 
 
 def weights_key(module: nn.Module, word: str = "") -> str:
-    """A hash of all weights, by name, of the shortcuts of what is rewired, and of a word."""
+    """A hash of all weights by name, of the shortcuts of rewired modules, and of a word."""
     digest = hashlib.sha256(word.encode())
     for key, value in sorted(module.state_dict().items()):
         digest.update(key.encode())
@@ -110,21 +108,22 @@ def _plain(module: nn.Module) -> Callable[[Tensor], tuple[Tensor, Tensor | None]
         features: Tensor = module(images)
         if not isinstance(features, Tensor) or features.ndim < 2:
             name = type(module).__name__
-            raise BadInput(f"{name}: an extractor's features are a tensor (n, dim), got {kind_of(features)}")
+            raise BadInput(f"{name}: an extractor must return features (n, dim), got {kind_of(features)}")
         return features.flatten(1), None
 
     return extract
 
 
 def _classifier(name: str, module: Any, device: Any) -> Extractor:
-    """Of a model of timm: features before the head, and what the head makes of them."""
+    """The features of a timm model before its head, and its logits."""
     module = module.to(device or "cpu").eval()
-    made = preprocess_of(module, image_channels(module) or 3)
+    preprocess = preprocess_of(module, image_channels(module) or 3)
+    size = preprocess.size
 
     def extract(images: Tensor) -> tuple[Tensor, Tensor | None]:
-        x = made.normalised(images)
-        if made.size is not None and tuple(x.shape[2:]) != (made.size, made.size):
-            x = F.interpolate(x, [made.size] * 2, mode="bicubic", antialias=True, align_corners=False)
+        x = preprocess.normalised(images)
+        if size is not None and tuple(x.shape[2:]) != (size, size):
+            x = F.interpolate(x, [size] * 2, mode="bicubic", antialias=True, align_corners=False)
         if not hasattr(module, "forward_features") or not hasattr(module, "forward_head"):
             logits: Tensor = module(x)
             return logits.flatten(1), None
@@ -139,10 +138,10 @@ def _timm(model: str, name: str | None, device: Any) -> Extractor:
     timm = need("timm")
     try:
         module: Any = timm.create_model(model, pretrained=True)
-    except Exception as error:  # whatever the hub raises without a network
+    except Exception as error:  # the hub raises many types without a network
         raise LoadError(
-            f"timm:{model}: its pretrained weights cannot be had ({str(error).partition(chr(10))[0][:200]}). Fetch "
-            "them where there is a network, or take a run folder as extractor: unskip train supervised"
+            f"timm:{model}: cannot load its pretrained weights ({str(error).partition(chr(10))[0][:200]}). Download "
+            "them with a network connection, or use a run folder as extractor: unskip train supervised"
         ) from error
     return _classifier(name or model, module, device)
 
@@ -152,19 +151,19 @@ def _folder(folder: Path, name: str | None, device: Any) -> Extractor:
     from unskip.wiring import load
 
     if not folder.is_dir():
-        raise BadInput(f"{folder}: no extractor there; it is inception, timm:NAME, a run folder or one of unskip.save")
-    place = folder
+        raise BadInput(f"{folder}: not an extractor; use inception, timm:NAME, a run folder or one of unskip.save")
+    weights = folder
     if (folder / "config.json").is_file() and (folder / "checkpoints").is_dir():
         run = RunFolder.open(folder)
         checkpoint = run.last_checkpoint()
         if checkpoint is None:
-            raise LoadError(f"{folder}: the run has no checkpoint yet, so no weights; unskip resume {folder}")
-        place = checkpoint[1]
+            raise LoadError(f"{folder}: the run has no checkpoint yet; run unskip resume {folder}")
+        weights = checkpoint[1]
     try:
-        module: Any = load(place)
+        module: Any = load(weights)
     except UnskipError as error:
-        raise LoadError(f"{folder}: no model that could be an extractor: {error}") from error
-    ema = ema_weights(place)  # those that a run is evaluated with
+        raise LoadError(f"{folder}: cannot load a model as extractor: {error}") from error
+    ema = ema_weights(weights)  # runs are evaluated with their EMA weights
     if ema is not None:
         module.load_state_dict(ema)
     return _classifier(name or folder.resolve().name, module, device)
@@ -178,12 +177,12 @@ def _inception(device: Any) -> Extractor:
         )
     except ImportError as error:
         raise BadInput(
-            "inception needs torch-fidelity: pip install torch-fidelity; or name another extractor"
+            "inception needs torch-fidelity: pip install torch-fidelity, or choose another extractor"
         ) from error
     if not file.is_file():
         raise LoadError(
-            f"{file}: the standard Inception weights are missing. Put {INCEPTION} there; over any other extractor the "
-            "distance is no FID"
+            f"{file}: the standard Inception weights are missing. Put {INCEPTION} there; with any other extractor the "
+            "distance is not FID"
         )
     module: Any = FeatureExtractorInceptionV3("inception", ["2048", "logits_unbiased"], str(file))
     module = module.to(device or "cpu").eval()

@@ -1,10 +1,10 @@
-"""Fine-tuning: a copy of the encoder and a linear head, trained together on labelled images.
+"""Fine-tuning: train a copy of the encoder and a linear head on labelled images.
 
     logits = W norm(mean over patch tokens of the last block) + b
 
-The encoder's own last norm gives way to one after the mean, and the learning rate falls from the head down by a factor
-a block, as MAE fine-tunes (arXiv 2111.06377). The copy keeps the wiring of the encoder: a decayed model is fine-tuned
-as it was pretrained.
+As in MAE (arXiv 2111.06377), a norm after the mean replaces the encoder's last norm, and the learning rate decays by a
+constant factor per block from the head to the input. The copy keeps the wiring of the encoder, so a decayed model is
+fine-tuned as it was pretrained.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ from unskip.wiring import find_wiring
 
 
 class Classifier(nn.Module):
-    """An encoder of timm with a head on the mean of its patch tokens."""
+    """A timm encoder with a linear head on the mean of its patch tokens."""
 
     def __init__(self, encoder: nn.Module, classes: int, start: float) -> None:
         super().__init__()
         if not callable(getattr(encoder, "forward_features", None)) or not hasattr(encoder, "num_features"):
             raise BadInput(
-                f"finetune: {type(encoder).__name__} has no forward_features; give a model of timm with patch tokens"
+                f"finetune: {type(encoder).__name__} has no forward_features; pass a timm model with patch tokens"
             )
         self.encoder = encoder
         if isinstance(getattr(encoder, "norm", None), nn.Module):
@@ -56,7 +56,8 @@ class Classifier(nn.Module):
         tokens = self.encoder.forward_features(images)  # type: ignore[operator]
         if tokens.ndim != 3:
             raise BadInput(
-                f"finetune: {type(self.encoder).__name__} gives features of shape {tuple(tokens.shape)}, not tokens"
+                f"finetune: {type(self.encoder).__name__} must return tokens (n, tokens, dim), got features of shape "
+                f"{tuple(tokens.shape)}"
             )
         out: Tensor = self.head(self.norm(tokens[:, self.prefix :].mean(1)))
         return out
@@ -76,16 +77,17 @@ def finetune(
     normalise: Normalise | None = None,
     changes: Mapping[str, Any] | None = None,
 ) -> float:
-    """The accuracy on `test` of a fine-tuned copy of the model, which itself stays as it is.
+    """The accuracy on `test` of a fine-tuned copy of the model; the model does not change.
 
-    `changes` sets some of the protocol's settings otherwise, such as {"epochs": 20}; record them with the number. With
-    `graph` the passes of a step are replayed as one CUDA graph, on a GPU, which removes launch overhead.
+    `changes` overrides settings of the protocol, such as {"epochs": 20}; record them with the number. With `graph` the
+    forward and backward pass are replayed as one CUDA graph on a GPU, which removes launch overhead.
     """
     settings = find(protocol, evaluate_finetune).settings_with(changes)
-    made = preprocess_of(model, train.channels, normalise)
-    made = made if size is None else replace(made, size=size)
+    preprocess = preprocess_of(model, train.channels, normalise)
+    if size is not None:
+        preprocess = replace(preprocess, size=size)
     device = next(model.parameters()).device
-    options = Options(made, device, seed=seed, precision=precision, workers=workers, graph=graph)
+    options = Options(preprocess, device, seed=seed, precision=precision, workers=workers, graph=graph)
     splits = (Split(each.labels, images=each, options=options) for each in (train, test))
     return evaluate_finetune(model, *splits, **settings)["finetune"]
 
@@ -114,81 +116,84 @@ def finetune(
     start=2e-5,
 )
 def evaluate_finetune(model: nn.Module, train: Split, test: Split, **settings: Any) -> dict[str, float]:
-    """Fine-tunes a copy of the model."""
+    """The accuracy of a fine-tuned copy of the model."""
     if train.images is None or train.options.preprocess is None:
-        raise BadInput("finetune: it augments images, so it takes image sets and no feeds")
+        raise BadInput("finetune: images are augmented, so pass image sets instead of feeds")
     check_classes("finetune", train.labels, test.labels)
     device, seed = train.options.device, train.options.seed
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), torch.enable_grad():
         torch.manual_seed(seed)
         network = Classifier(copy.deepcopy(model), len(train.images.classes), settings["start"]).to(device)
         network.requires_grad_(True)
-        _drop_paths(network.encoder, _rate(model, settings["drop_path"]))
+        _set_drop_path(network.encoder, _drop_path_rate(model, settings["drop_path"]))
         return {"finetune": _train(network, train.images, test.images, settings, train.options)}
 
 
 def _train(
     network: Classifier, train: ImageSet, test: ImageSet, settings: Mapping[str, Any], options: Options
 ) -> float:
-    device, made, seed, precision = options.device, options.preprocess, options.seed, options.precision
-    assert made is not None
-    augment = made.augment(**{name: settings[name] for name in ("crop", "flip", "mixup", "cutmix", "erase")})
+    device, preprocess, seed, precision = options.device, options.preprocess, options.seed, options.precision
+    assert preprocess is not None
+    augment = preprocess.augment(**{name: settings[name] for name in ("crop", "flip", "mixup", "cutmix", "erase")})
     batch = min(settings["batch"], len(train))
-    feed = Feed(train, batch, made.size, seed=seed, augment=augment, device=device, workers=options.workers)
+    feed = Feed(train, batch, preprocess.size, seed=seed, augment=augment, device=device, workers=options.workers)
     lr = settings["lr_256"] * batch / 256
     optimizer = build(
         network, "adamw", lr, settings["weight_decay"], layer_decay=settings["layer_decay"], betas=settings["betas"]
     )
     total, warmup = (round(settings[name] * feed.steps_per_epoch) for name in ("epochs", "warmup"))
     if total <= warmup:
-        raise BadInput(f"finetune: {total} steps, and the warm-up alone takes {warmup}; give it more epochs")
+        raise BadInput(f"finetune: {total} steps, but the warm-up alone takes {warmup}; set more epochs")
 
-    def passes(given: tuple[Tensor, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+    def forward_backward(batch: tuple[Tensor, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+        images, targets = batch
         with autocast(device, precision):
-            logits = network(given[0]).float()
-        loss = F.cross_entropy(logits, given[1], label_smoothing=settings["smoothing"])
+            logits = network(images).float()
+        loss = F.cross_entropy(logits, targets, label_smoothing=settings["smoothing"])
         loss.backward()
         return loss.detach(), {}
 
     network.train()
-    recorded = Graphed(passes, network) if options.graph and device.type == "cuda" else None
+    graphed = Graphed(forward_backward, network) if options.graph and device.type == "cuda" else None
     loss = torch.zeros(())
-    for step, given in enumerate(feed.iterate(0, total)):
+    for step, images_and_targets in enumerate(feed.iterate(0, total)):
         schedules.apply(optimizer, lr=schedules.warmup_cosine(step, total=total, warmup=warmup))
-        if recorded is None:
+        if graphed is None:
             optimizer.zero_grad(set_to_none=True)
-            loss, _ = passes(given)
-        else:  # it writes its gradients, and keeps their memory
-            loss, _ = recorded(given, None, seed)
+            loss, _ = forward_backward(images_and_targets)
+        else:  # overwrites the gradients in place
+            loss, _ = graphed(images_and_targets, None, seed)
         optimizer.step()
     if not bool(torch.isfinite(loss)):
         raise TrainingError(f"finetune: the loss is {float(loss)} after {total} steps; lower lr_256, or warm up longer")
-    right = torch.zeros((), dtype=torch.int64, device=device)
-    tests = Feed(test, batch, made.size, augment=made.augment(), device=device, workers=options.workers)
+    correct = torch.zeros((), dtype=torch.int64, device=device)
+    tests = Feed(test, batch, preprocess.size, augment=preprocess.augment(), device=device, workers=options.workers)
     with evaluating(network), torch.no_grad():
         for images, labels in tests.evaluate():
             with autocast(device, precision):
-                right += (network(images).argmax(1) == labels).sum()
-    return int(right) / len(test)
+                correct += (network(images).argmax(1) == labels).sum()
+    return int(correct) / len(test)
 
 
-def _rate(model: nn.Module, rate: float) -> float:
-    """Drop path takes a branch away and leaves the skip: where one is cut nothing is left, so there is none."""
+def _drop_path_rate(model: nn.Module, rate: float) -> float:
+    """The drop path rate; 0 for a model with cut skips, because dropping a branch would leave nothing."""
     wiring = find_wiring(model)
     if wiring is None or not rate or all(wiring.alphas):
         return rate
     warn(
-        f"finetune: drop path, {rate:g} by the protocol, is off: where a skip is cut, a dropped branch leaves nothing. "
-        "Compare the number with others of models without skips."
+        f"finetune: drop path, {rate:g} in the protocol, is turned off: with a cut skip, dropping a branch leaves "
+        "nothing. Compare the result only with other models without skips."
     )
     return 0.0
 
 
-def _drop_paths(encoder: nn.Module, rate: float) -> None:
-    """Drop path that grows with depth up to `rate`, where the blocks have a place for it."""
+def _set_drop_path(encoder: nn.Module, rate: float) -> None:
+    """Drop path that grows linearly with depth up to `rate`, in timm blocks."""
+    if not rate:
+        return
     DropPath = need("timm.layers").DropPath
     blocks: Any = getattr(encoder, "blocks", ())
     for index, block in enumerate(blocks):
         for name in ("drop_path1", "drop_path2"):
-            if isinstance(getattr(block, name, None), nn.Identity | DropPath) and rate:
+            if isinstance(getattr(block, name, None), nn.Identity | DropPath):
                 setattr(block, name, DropPath(rate * index / max(1, len(blocks) - 1)))

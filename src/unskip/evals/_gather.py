@@ -1,7 +1,7 @@
-"""What protocols need of the splits of a data set, gathered in one pass over the images of each.
+"""Gather the inputs of all protocols in one pass over the images of each split.
 
-Pooled features and logits of all protocols come from one forward of each image; patches, which are many times larger,
-from another where a protocol asks for them.
+One forward pass gives pooled features and logits for all protocols. Patches are many times larger and take another
+pass, if a protocol needs them.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from unskip.anatomy import Block, Blocks
 from unskip.data import DenseSet, Feed, ImageSet, TextFeed
 from unskip.errors import BadInput
 from unskip.evals._extract import Features, Inputs, View, chosen_blocks, extract
-from unskip.evals._patches import Patches, read_patches
+from unskip.evals._patches import Patches, chunks, read_patches
 from unskip.evals._predictions import predict
 from unskip.evals._registry import Pool, Protocol
 from unskip.evals._split import Batches, Options, Split
@@ -26,7 +26,7 @@ Data = ImageSet | DenseSet | Batches
 
 
 class Gathered:
-    """What the protocols need of each split, from one pass over its images."""
+    """The inputs of all protocols, by split."""
 
     def __init__(
         self,
@@ -58,7 +58,7 @@ class Gathered:
         return ("tokens", "none") if protocol.needs == "tokens" else (self.pool or protocol.pool, protocol.norm)
 
     def together(self, protocol: Protocol) -> list[list[Any]]:
-        """The blocks that an evaluator is called with at a time: all of one width where it is batched, else one."""
+        """The blocks for each call of an evaluator: all blocks of one width if it is batched, else one block."""
         if protocol.needs in ("logits", "predictions", "samples"):
             return [[None]]
         if protocol.needs == "patches":
@@ -72,8 +72,8 @@ class Gathered:
             by_width.setdefault(features[index].shape[-1], []).append(index)
         return list(by_width.values())
 
-    def given(self, protocol: Protocol, name: str, blocks: list[Any], settings: Mapping[str, Any]) -> Split:
-        """One split as an evaluator gets it."""
+    def inputs_of(self, protocol: Protocol, name: str, blocks: list[Any], settings: Mapping[str, Any]) -> Split:
+        """The split that an evaluator is called with."""
         if name not in self.sets or (name == "train" and not protocol.train):
             return Split(torch.empty(0, dtype=torch.int64))
         part = self.sets[name]
@@ -82,10 +82,11 @@ class Gathered:
         labels = part.labels[rows]
         if protocol.needs == "patches":
             read = self.patches[name, (protocol.what, protocol.exact)]
-            held: dict[str, Any] = {"patches": read.blocks[blocks[0]][rows], "grid": read.grid, "stride": read.stride}
-            for key in ("masks", "boxes"):
-                held[key] = None if getattr(part, key) is None else getattr(part, key)[rows]
-            return replace(part, labels=labels[: len(held["patches"])], size=read.size, **held)
+            tokens = read.blocks[blocks[0]][rows]
+            masks = None if part.masks is None else part.masks[rows]
+            boxes = None if part.boxes is None else part.boxes[rows]
+            part = replace(part, labels=labels[: len(tokens)], masks=masks, boxes=boxes)
+            return replace(part, patches=tokens, grid=read.grid, stride=read.stride, size=read.size)
         if protocol.needs == "samples":
             return part
         if protocol.needs == "predictions":
@@ -96,12 +97,10 @@ class Gathered:
             assert features.logits is not None
             return replace(part, labels=labels, logits=features.logits[rows])
         values = [features[self.view(protocol)][index][rows] for index in blocks]
-        held = {
-            "tokens" if protocol.needs == "tokens" else "features": torch.stack(values)
-            if protocol.batched
-            else values[0]
-        }
-        return replace(part, labels=labels, **held)
+        x = torch.stack(values) if protocol.batched else values[0]
+        if protocol.needs == "tokens":
+            return replace(part, labels=labels, tokens=x)
+        return replace(part, labels=labels, features=x)
 
     def split(self, name: str) -> Split:
         return self.sets.get(name) or Split(torch.empty(0, dtype=torch.int64))
@@ -110,7 +109,7 @@ class Gathered:
         return cast(Features, self.features[name])
 
     def _extracted(self, name: str, protocols: Sequence[Protocol]) -> Features | None:
-        """Features and logits, of the blocks that any protocol asks for."""
+        """Features and logits, for the blocks of all protocols."""
         mine = [each for each in protocols if each.needs in ("features", "tokens") and (each.train or name == "test")]
         logits = any(each.needs == "logits" and (each.train or name == "test") for each in protocols)
         if not mine and not logits:
@@ -137,12 +136,12 @@ class Gathered:
         return replace(features, views=views_of_all, labels=part.gathered(features.labels), logits=outputs)
 
     def _union(self, protocols: Sequence[Protocol]) -> Blocks:
-        """The blocks of any of some protocols."""
+        """All blocks that these protocols use."""
         choices = [self.blocks[each.name] for each in protocols]
         if len(choices) == 1 or all(each == choices[0] for each in choices):
             return cast(Blocks, choices[0]) if choices else "all"
         if not self.all_blocks:
-            return "all"  # how many there are is not known yet
+            return "all"  # the number of blocks is not known yet
         return sorted({index for each in choices for index in chosen_blocks(each, len(self.all_blocks))})
 
     def _read(self, name: str, key: tuple[Any, bool], protocols: Sequence[Protocol]) -> Patches | None:
@@ -160,44 +159,44 @@ class Gathered:
 
 
 def open_split(data: Data, options: Options) -> Split:
-    """A split of images or of a feed, before anything is gathered from it."""
+    """A split of images or of a feed, without features, patches or predictions."""
     if isinstance(data, DenseSet):
         images = data.images
-        held: dict[str, Any] = {"masks": data.masks, "boxes": data.boxes, "ignore": data.ignore}
-        return Split(images.labels, images=images, feed=_Whole(data, options), options=options, **held)
+        truth: dict[str, Any] = {"masks": data.masks, "boxes": data.boxes, "ignore": data.ignore}
+        return Split(images.labels, images=images, feed=_DenseFeed(data, options), options=options, **truth)
     if isinstance(data, ImageSet):
-        made = options.preprocess
-        assert made is not None
-        augment = made.augment()
-        feed = Feed(data, options.batch, made.size, augment=augment, device=options.device, workers=options.workers)
+        preprocess = options.preprocess
+        assert preprocess is not None
+        augment = preprocess.augment()
+        feed = Feed(
+            data, options.batch, preprocess.size, augment=augment, device=options.device, workers=options.workers
+        )
         return Split(data.labels, images=data, feed=feed, options=options)
     if isinstance(data, TextFeed):
         return Split(torch.zeros(len(data), dtype=torch.int64), feed=data, options=options)
     if not callable(getattr(data, "evaluate", None)):
-        raise BadInput(f"a split is an image set, one with masks and boxes, or a feed, got {type(data).__name__}")
+        raise BadInput(f"a split must be an ImageSet, a DenseSet or a feed, got {type(data).__name__}")
     source: Any = getattr(data, "images", None)
     labels = source.labels if source is not None else torch.cat([labels for _, labels in data.evaluate()])
     return Split(labels, images=source, feed=data, options=options)
 
 
 @dataclass(frozen=True)
-class _Whole:
-    """Images as they are, neither cropped nor resized: their masks and boxes lie over them."""
+class _DenseFeed:
+    """Images without crop or resize, so that masks and boxes still match."""
 
     data: DenseSet
     options: Options
 
     def evaluate(self) -> Iterator[tuple[Tensor, Tensor]]:
-        made, step = self.options.preprocess, self.options.batch
-        assert made is not None
-        for start in range(0, len(self.data), step):
-            part = slice(start, start + step)
-            pixels = self.data.pixels[part].to(self.options.device)
-            yield made.normalised(pixels), self.data.images.labels[part].to(self.options.device)
+        preprocess, device = self.options.preprocess, self.options.device
+        assert preprocess is not None
+        for part in chunks(len(self.data), self.options.batch):
+            yield preprocess.normalised(self.data.pixels[part].to(device)), self.data.images.labels[part].to(device)
 
 
 class Drawn:
-    """Batches of generated images, counted as they are drawn."""
+    """Batches of generated images, counted during iteration."""
 
     def __init__(self, batches: Iterable[Tensor]) -> None:
         self.batches, self.count = [batches] if isinstance(batches, Tensor) else batches, 0

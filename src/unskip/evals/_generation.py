@@ -1,9 +1,9 @@
-"""Samples compared with real images: Fréchet distance, precision, recall, KID, and a score, over one extractor.
+"""Compare generated with real images: Fréchet distance, precision, recall, KID and a score, for one extractor.
 
-Features are made batch by batch, and mean and covariance gathered in float64. Those of the reference are kept on disk,
-where a cache is named, under the hash of the images and of the extractor. Precision, recall and KID compare
-single features, of at most `manifold` images: a random but fixed choice, since sets often come class by class. Of
-images that come in batches, whose number is not known beforehand, they are the first.
+Features are computed batch by batch, and their mean and covariance accumulated in float64. With a cache, the reference
+statistics are stored on disk under the hashes of the images and the extractor. Precision, recall and KID use single
+features of at most `manifold` images: a fixed random subset, because sets are often sorted by class, or the first
+images of an iterator of batches, whose length is unknown.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ Pictures = Tensor | ImageSet | Iterable[Tensor]
 
 @dataclass(frozen=True)
 class Statistics:
-    """What is kept of a set: its moments, some of its features, and its score."""
+    """Statistics of an image set: moments, features of some images, and the score."""
 
     moments: Moments
     features: Tensor  # (n, dim), float32, at most `manifold`
     score: float | None
-    extractor: str  # the hash of its weights
+    extractor: str  # its hash, `Extractor.key`
 
 
 def statistics(
@@ -49,14 +49,13 @@ def statistics(
     manifold: int = 10_000,
     cache: str | Path | None = None,
 ) -> Statistics:
-    """Of bytes (n, channels, height, width), a set of images (at `size`), or batches of bytes.
+    """Statistics of bytes (n, channels, height, width), an image set (at `size`), or batches of bytes.
 
-    With a `cache`, a folder, what was found is kept there; images that come in batches are not known beforehand, so
-    they are not.
+    `cache` is a folder to store the result in. Batches are never cached, because they cannot be hashed beforehand.
     """
     chosen = find(extractor)
     if min(batch, manifold) < 1:
-        raise BadInput(f"generation: batches of {batch} and a manifold of {manifold} images; each is 1 or more")
+        raise BadInput(f"generation: batch is {batch} and manifold {manifold}; each must be 1 or more")
     file = None
     if cache is not None and isinstance(images, Tensor | ImageSet):
         key = f"{_fingerprint(images, size)}-{chosen.key}-{manifold}"
@@ -73,7 +72,7 @@ def statistics(
         if scores is not None:
             logits.append(scores.cpu())
     if not moments.count:
-        raise BadInput("generation: there is no image to compare; draw one sample or more")
+        raise BadInput("generation: there is no image to compare; pass at least one")
     result = Statistics(moments, torch.cat(kept), score(torch.cat(logits)) if logits else None, chosen.key)
     if file is not None:
         _write(file, result)
@@ -91,9 +90,9 @@ def generation(
     manifold: int = 10_000,
     cache: str | Path | None = None,
 ) -> dict[str, float]:
-    """{"FD-name": ..., "precision", "recall", "kid", and "score" where the extractor is a classifier}.
+    """{"FD-name": ..., "precision", "recall", "kid", and "score" if the extractor is a classifier}.
 
-    It is "FID" with the standard Inception weights alone. Images are bytes; a set is loaded at `size`.
+    The first name is "FID" only with the standard Inception weights. Images are bytes; a set is loaded at `size`.
     """
     chosen = find(extractor)
     options: dict[str, Any] = {"size": size, "batch": batch, "manifold": manifold}
@@ -101,7 +100,7 @@ def generation(
     real = reference if isinstance(reference, Statistics) else statistics(reference, chosen, cache=cache, **options)
     for name, each in (("samples", ours), ("reference", real)):
         if each.extractor != chosen.key:
-            raise BadInput(f"generation: the statistics of the {name} are of another extractor ({each.extractor})")
+            raise BadInput(f"generation: the {name} statistics are from another extractor ({each.extractor})")
     metrics = {chosen.distance: frechet(ours.moments, real.moments)}
     metrics["precision"], metrics["recall"] = precision_recall(ours.features, real.features, k)
     metrics["kid"] = kid(ours.features, real.features)
@@ -111,27 +110,27 @@ def generation(
 @register(
     "generation-v1",
     needs="samples",
-    about="Fréchet distance, precision, recall and KID of samples against the images of `train`, over one extractor.",
+    about="Fréchet distance, precision, recall and KID of samples against the images of `train`, for one extractor.",
     positive=("k", "manifold"),
     k=3,
     manifold=10_000,
 )
 def evaluate_generation(train: Split, test: Split, k: int, manifold: int) -> dict[str, float]:
-    """Of the generated images of `test`, and the real ones of `train`."""
+    """The metrics of the generated images of `test` against the real images of `train`."""
     if test.samples is None or train.images is None:
-        raise BadInput("generation-v1: it compares samples with an image set; give both, or call `unskip sample`")
+        raise BadInput("generation-v1: needs samples and an image set; pass both, or call `unskip sample`")
     options = test.options
     chosen = find(options.extractor, device=options.device)
     size = options.preprocess.size if options.preprocess is not None else None
-    held: dict[str, Any] = {"batch": options.batch, "manifold": manifold}
-    reference = statistics(train.images, chosen, size=size, cache=options.cache, **held)
-    metrics = generation(test.samples, reference, chosen, k=k, **held)
-    # In a row of evals.jsonl "precision" is that of the arithmetic, and must not push out that of the samples.
+    limits: dict[str, Any] = {"batch": options.batch, "manifold": manifold}
+    reference = statistics(train.images, chosen, size=size, cache=options.cache, **limits)
+    metrics = generation(test.samples, reference, chosen, k=k, **limits)
+    # In a row of evals.jsonl "precision" already means the floating-point precision.
     return {"sample_precision" if name == "precision" else name: value for name, value in metrics.items()}
 
 
 def _compared(images: Pictures, manifold: int) -> Tensor:
-    """The places of the images that are compared one by one, rising."""
+    """The sorted indices of the images whose single features are compared."""
     if not isinstance(images, Tensor | ImageSet) or len(images) <= manifold:
         return torch.arange(manifold)
     order = torch.randperm(len(images), generator=torch.Generator().manual_seed(0))
@@ -163,9 +162,9 @@ def _write(file: Path, kept: Statistics) -> None:
     tensors = {**kept.moments.state(), "features": kept.features.cpu()}
     if kept.score is not None:
         tensors["score"] = torch.tensor(kept.score, dtype=torch.float64)
-    aside = file.with_suffix(f".{os.getpid()}.tmp")  # several processes may write the same
-    save_file(tensors, aside)
-    aside.replace(file)
+    temporary = file.with_suffix(f".{os.getpid()}.tmp")  # several processes may write the same file
+    save_file(tensors, temporary)
+    temporary.replace(file)
 
 
 def _read(file: Path, extractor: Extractor) -> Statistics:
@@ -174,7 +173,7 @@ def _read(file: Path, extractor: Extractor) -> Statistics:
 
     try:
         tensors = load_file(file)
-        held = float(tensors["score"]) if "score" in tensors else None
-        return Statistics(Moments.from_state(tensors), tensors["features"].to(extractor.device), held, extractor.key)
+        kept = float(tensors["score"]) if "score" in tensors else None
+        return Statistics(Moments.from_state(tensors), tensors["features"].to(extractor.device), kept, extractor.key)
     except (SafetensorError, KeyError, OSError) as error:
-        raise LoadError(f"{file}: damaged ({error}); delete it, and it is made again") from error
+        raise LoadError(f"{file}: damaged ({error}); delete it to compute it again") from error

@@ -1,6 +1,6 @@
-"""Keys, queries and values of any attention, from what it reads and from views on its weights (`unskip.parts`).
+"""Keys, queries and values of any attention, computed from its input and views on its weights (`unskip.parts`).
 
-Heads are side by side, so the layout of the attention does not matter; a norm of queries and keys is not applied.
+This does not depend on the layout of the attention. A norm of queries and keys is not applied.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from unskip.errors import BadInput
 
 @dataclass(frozen=True, eq=False)
 class AttentionInput:
-    """How one attention is read: the modules whose input it takes, nearest to its weights first, and its weights."""
+    """The weights of one attention, and the modules whose input is the attention's input, innermost first."""
 
     modules: tuple[nn.Module, ...]
     attention: AttentionParts
 
     @contextmanager
     def kept(self) -> Iterator[dict[int, Tensor]]:
-        """While it is open, what the attention reads is kept by the place of the module that was called with it."""
+        """Within this context, the attention's input is kept by the index of the module that was called with it."""
         inputs: dict[int, Tensor] = {}
         handles = [
-            module.register_forward_pre_hook(_keep(inputs, place), with_kwargs=True)
-            for place, module in enumerate(self.modules)
+            module.register_forward_pre_hook(_keep(inputs, index), with_kwargs=True)
+            for index, module in enumerate(self.modules)
         ]
         try:
             yield inputs
@@ -39,14 +39,14 @@ class AttentionInput:
                 handle.remove()
 
     def read(self, inputs: dict[int, Tensor]) -> Tensor:
-        """(images, tokens, dim): what was kept nearest to the weights."""
+        """(images, tokens, dim): the input kept for the innermost module."""
         if not inputs:
-            raise BadInput(f"{self.attention.site.name}: what its keys are made of is not seen; take what='tokens'")
+            raise BadInput(f"{self.attention.site.name}: cannot observe its attention's input; use what='tokens'")
         return inputs[min(inputs)]
 
 
 def project(attention: AttentionParts, what: str, x: Tensor) -> Tensor:
-    """(images, tokens, heads, head_dim): queries, keys or values of what an attention reads (images, tokens, dim)."""
+    """Queries, keys or values (images, tokens, heads, head_dim) of an attention's input (images, tokens, dim)."""
     weight, bias = {
         "queries": (attention.q, attention.q_bias),
         "keys": (attention.k, attention.k_bias),
@@ -60,44 +60,45 @@ def project(attention: AttentionParts, what: str, x: Tensor) -> Tensor:
 def attention_inputs(
     model: nn.Module, example: Tensor, blocks: Sequence[Block], wanted: Sequence[int]
 ) -> dict[int, AttentionInput]:
-    """For each wanted block its attention. Raises BadInput where a block has none that can be viewed."""
+    """The attention of each wanted block. Raises BadInput if a block has no attention with viewable weights."""
     every = parts(model, example)
     inputs: dict[int, AttentionInput] = {}
     for index in wanted:
-        reason = "no attention in it"
-        for place in blocks[index].sites:
-            part = every[place]
+        reason = "no attention"
+        for site in blocks[index].sites:
+            part = every[site]
             attention = part.attention if isinstance(part, ParallelParts) else part
             if isinstance(attention, AttentionParts) and not attention.cross:
                 inputs[index] = AttentionInput(_owners(model, attention), attention)
-            elif place in every.reasons:
-                reason = every.reasons[place]
+            elif site in every.reasons:
+                reason = every.reasons[site]
         if index not in inputs:
-            raise BadInput(f"{blocks[index].path}: it has no keys ({reason}); take what='tokens'")
+            raise BadInput(f"{blocks[index].path}: cannot compute its keys ({reason}); use what='tokens'")
     return inputs
 
 
 def _owners(model: nn.Module, attention: AttentionParts) -> tuple[nn.Module, ...]:
-    """The module that holds the weights of the keys, whose input is what the attention reads, and the one around it.
+    """The module with the key weights, and for a linear layer its parent too.
 
-    Some take a layer's weight and never call the layer (timm's BEiT and EVA); what is around it is called.
+    timm's BEiT and EVA use the layer's weight without calling the layer; then only the parent is called.
     """
     storage = attention.k.untyped_storage().data_ptr()
     for name, module in model.named_modules():
         for parameter in module.parameters(recurse=False):
             if parameter.untyped_storage().data_ptr() == storage and parameter.ndim > 1:
-                around = model.get_submodule(name.rpartition(".")[0])
-                return (module, around) if isinstance(module, nn.Linear) else (module,)
-    raise BadInput(f"{attention.site.name}: the weights of its keys belong to no module of the model")
+                parent = model.get_submodule(name.rpartition(".")[0])
+                return (module, parent) if isinstance(module, nn.Linear) else (module,)
+    raise BadInput(f"{attention.site.name}: no module of the model has its key weights")
 
 
-def _keep(inputs: dict[int, Tensor], place: int) -> Any:
-    """A hook that keeps what an attention reads."""
+def _keep(inputs: dict[int, Tensor], index: int) -> Any:
+    """A hook that keeps the input of an attention."""
 
     def hook(module: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
         values = [value for value in (*arguments, *named.values()) if isinstance(value, Tensor)]
         if not values:
             return
-        inputs[place] = values[min(1, len(values) - 1)] if isinstance(module, nn.MultiheadAttention) else values[0]
+        # nn.MultiheadAttention is called with (query, key, value).
+        inputs[index] = values[min(1, len(values) - 1)] if isinstance(module, nn.MultiheadAttention) else values[0]
 
     return hook

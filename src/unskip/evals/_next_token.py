@@ -17,7 +17,6 @@ from unskip.evals._split import Split
     train=False,
 )
 def evaluate_next_token(train: Split, test: Split) -> dict[str, Any]:
-    """Over all tokens."""
-    right = test.predictions.right.double().numpy()
-    value, low, high = test.predictions.ratio(right, numpy.ones_like(right))
+    correct = test.predictions.right.double().numpy()
+    value, low, high = test.predictions.ratio(correct, numpy.ones_like(correct))
     return {"next_token_accuracy": (value, max(0.0, low), min(1.0, high))}

@@ -1,7 +1,7 @@
 """Patch features of any block of any backbone: its tokens, or the keys, queries or values of its attention.
 
-Tokens are the outputs of blocks. Class and register tokens come first and are left out. Sides that the patch does not
-divide are padded with the mean colour at the right and at the bottom.
+Tokens are the outputs of blocks, without class and register tokens, which come first. Images whose sides are not
+multiples of the patch size are padded with the mean colour at the right and bottom.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Patches:
 
     blocks: dict[int, Tensor]
     grid: tuple[int, int]
-    stride: tuple[float, float]  # pixels of the image a patch is high and wide
+    stride: tuple[float, float]  # height and width of a patch in pixels
     size: tuple[int, int]  # height and width of the images
 
 
@@ -49,13 +49,13 @@ def patches(
 ) -> Patches:
     """Patch features of a batch: normalised floats (n, channels, height, width), or bytes.
 
-    Bytes are normalised as the model's own preprocessing says, or as `normalise` does, (mean, std).
+    Bytes are normalised by the model's preprocessing, or by `normalise`, (mean, std).
     """
     return Reader(model, images, blocks, what, normalise=normalise)(images, precision)
 
 
 class Reader:
-    """Reads the patch features of batches of one size; blocks and attentions are looked for once."""
+    """Computes patch features of batches of one image size; blocks and attentions are found once."""
 
     def __init__(
         self,
@@ -74,15 +74,15 @@ class Reader:
             try:
                 self.all_blocks = tuple(all_blocks) or find_blocks(model, Example.of(shown), blocks)
             except UnskipError as error:
-                raise BadInput(f"{type(model).__name__}: no blocks to take patch features of ({error})") from error
+                raise BadInput(f"{type(model).__name__}: no blocks to take patch features from ({error})") from error
             self.wanted = chosen_blocks(blocks, len(self.all_blocks))
             if not self.wanted:
-                raise BadInput(f"blocks is {blocks!r}; name one at least, of 0 to {len(self.all_blocks) - 1}")
+                raise BadInput(f"blocks is {blocks!r}; name at least one block, 0 to {len(self.all_blocks) - 1}")
             self.attentions = {} if what == "tokens" else attention_inputs(model, shown, self.all_blocks, self.wanted)
 
     @torch.no_grad()
     def __call__(self, images: Tensor, precision: Precision = "float32", exact: bool = False) -> Patches:
-        """With `exact` the model computes in float32 without TF32, whatever the precision."""
+        """With `exact` the model computes in float32 without TF32, regardless of `precision`."""
         shown = self.fitted(images)
         with (
             contextlib.ExitStack() as stack,
@@ -98,25 +98,25 @@ class Reader:
             tokens, grids[index] = self._on_grid(outputs[index], self.all_blocks[index].axis, shown)
             tensors[index] = (tokens if self.what == "tokens" else self._projected(index, inputs, grids[index])).float()
         if len({*grids.values()}) > 1:
-            raise BadInput(f"blocks of several resolutions, {sorted({*grids.values()})}; take blocks of one of them")
+            raise BadInput(f"blocks have different resolutions, {sorted({*grids.values()})}; choose those of one")
         rows, columns = grids[self.wanted[0]]
         stride = (shown.shape[2] / rows, shown.shape[3] / columns)
         return Patches(tensors, (rows, columns), stride, (images.shape[2], images.shape[3]))
 
     def fitted(self, images: Tensor) -> Tensor:
-        """Bytes normalised, and sides padded to whole patches, on the device of the model."""
-        high, wide = _patch(self.model, images)
+        """Images on the device of the model, bytes normalised, sides padded to whole patches."""
+        height, width = _patch_size(self.model, images)
         images = images.to(next(self.model.parameters()).device)
         if images.dtype == torch.uint8:
             images = preprocess_of(self.model, images.shape[1], self.normalise).normalised(images)
-        down, right = -images.shape[2] % high, -images.shape[3] % wide
-        images = F.pad(images, (0, right, 0, down)) if down or right else images
+        bottom, right = -images.shape[2] % height, -images.shape[3] % width
+        images = F.pad(images, (0, right, 0, bottom)) if bottom or right else images
         embed: Any = getattr(self.model, "patch_embed", None)
         size = getattr(embed, "img_size", None)
         fixed = not getattr(self.model, "dynamic_img_size", False) and getattr(embed, "strict_img_size", True)
         if size is not None and fixed and tuple(size) != tuple(images.shape[2:]):
             raise BadInput(
-                f"{type(self.model).__name__} takes images of {size[0]} x {size[1]}, and these are {images.shape[2]} x "
+                f"{type(self.model).__name__} takes images of {size[0]} x {size[1]}, got {images.shape[2]} x "
                 f"{images.shape[3]}; resize them, or build the model with dynamic_img_size=True"
             )
         return images
@@ -126,8 +126,8 @@ class Reader:
         grid = patch_grid(self.model, output, axis, (shown.shape[2], shown.shape[3]))
         if grid is None:
             raise BadInput(
-                f"{type(self.model).__name__} has no patch tokens: a block gives {tuple(output.shape)} for images of "
-                f"{shown.shape[2]} x {shown.shape[3]}, which is no grid with a few tokens before it"
+                f"{type(self.model).__name__} has no patch tokens: a block returns {tuple(output.shape)} for images of "
+                f"{shown.shape[2]} x {shown.shape[3]}, which is not a grid, or a grid after a few other tokens"
             )
         prefix, rows, columns = grid
         maps = output.movedim(axis, -1)
@@ -136,13 +136,13 @@ class Reader:
     def _projected(self, index: int, inputs: dict[int, dict[int, Tensor]], grid: tuple[int, int]) -> Tensor:
         """The keys, queries or values of a block, one vector for each patch."""
         attention, count = self.attentions[index], grid[0] * grid[1]
-        read = attention.read(inputs[index])
-        if read.ndim != 3 or not 0 <= read.shape[1] - count <= 16:
+        x = attention.read(inputs[index])
+        if x.ndim != 3 or not 0 <= x.shape[1] - count <= 16:
             raise BadInput(
-                f"{attention.attention.site.name}: its attention reads {tuple(read.shape)}, parts of the image, and "
-                f"not {count} patches of each; take what='tokens'"
+                f"{attention.attention.site.name}: the input of its attention is {tuple(x.shape)}, parts of the image "
+                f"instead of the {count} patches of each image; use what='tokens'"
             )
-        return project(attention.attention, self.what, read)[:, -count:].flatten(2)
+        return project(attention.attention, self.what, x)[:, -count:].flatten(2)
 
 
 def read_patches(
@@ -157,7 +157,7 @@ def read_patches(
     normalise: Normalise | None = None,
     all_blocks: Sequence[Block] = (),
 ) -> tuple[Patches, tuple[Block, ...]]:
-    """Patch features over batches of images of one size, of the first `most` if given, and the blocks."""
+    """Patch features of batches of images of one size, limited to the first `most` images, and the blocks."""
     reader, read, count = None, None, 0
     parts: dict[int, list[Tensor]] = {}
     for images in batches:
@@ -170,21 +170,21 @@ def read_patches(
             parts.setdefault(index, []).append(tokens)
         count += len(images)
     if reader is None or read is None:
-        raise BadInput("there are no images to take patch features of")
+        raise BadInput("there are no images to take patch features from")
     whole = {index: torch.cat(each) for index, each in parts.items()}
     return Patches(whole, read.grid, read.stride, read.size), reader.all_blocks
 
 
-def _patch(model: nn.Module, images: Tensor) -> tuple[int, int]:
-    """The sides of a patch. Raises BadInput where images do not fit the model."""
+def _patch_size(model: nn.Module, images: Tensor) -> tuple[int, int]:
+    """Height and width of a patch. Raises BadInput if the images do not fit the model."""
     if not isinstance(images, Tensor) or images.ndim != 4 or not len(images):
-        raise BadInput(f"images are a tensor (n, channels, height, width), got {kind_of(images)}")
+        raise BadInput(f"images must be a non-empty tensor (n, channels, height, width), got {kind_of(images)}")
     name, sides = type(model).__name__, patch_sides(model)
     channels = image_channels(model)
-    if sides is None or channels is None:  # patches may be embedded in another way
+    if sides is None or channels is None:  # an unknown patch embedding
         return 1, 1
     if channels != images.shape[1]:
-        raise BadInput(f"{name} takes {channels} channels, and the images have {images.shape[1]}")
+        raise BadInput(f"{name} takes {channels} channels, but the images have {images.shape[1]}")
     if images.shape[2] < sides[0] or images.shape[3] < sides[1]:
         raise BadInput(
             f"images of {images.shape[2]} x {images.shape[3]} are smaller than a patch, {sides[0]} x {sides[1]}"
@@ -195,6 +195,6 @@ def _patch(model: nn.Module, images: Tensor) -> tuple[int, int]:
 def chunks(count: int, size: int) -> Iterator[slice]:
     """Slices of `size` over `count`."""
     if size < 1:
-        raise BadInput(f"batch is {size}; it is 1 or more")
+        raise BadInput(f"batch is {size}; it must be 1 or more")
     for start in range(0, count, size):
         yield slice(start, min(count, start + size))

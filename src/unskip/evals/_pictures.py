@@ -1,7 +1,7 @@
 """Pictures of patch features: principal components as colours, attention maps, and discovered objects.
 
-colours      the first three principal components of the patch tokens of a block, over all images, as red, green, blue
-attention    of the class token over the patches, or the mean over all queries where there is none, by head
+colours      the first three principal components of a block's patch tokens, over all images, as red, green and blue
+attention    from the class token to the patches, or the mean over all queries if there is no class token, by head
 discovery    TokenCut's mask and box over the image
 """
 
@@ -31,13 +31,13 @@ _CELL, _TITLE, _EDGE = 128, 14, 2
 
 
 def pca_colours(rows: Tensor) -> tuple[Tensor, tuple[float, ...]]:
-    """(rows, dim) to colours (rows, 3) from 0 to 1, and the share of the variance that each component explains.
+    """Maps (rows, dim) to colours (rows, 3) in [0, 1], and the fraction of variance that each component explains.
 
-    Each component is stretched from its 2nd to its 98th percentile, and points where its third moment is positive, so
-    that the same features always have the same colours. A direction without variance is gray.
+    Each component is scaled from its 2nd to its 98th percentile. Its sign makes the third moment positive, so that the
+    same features always have the same colours. A component without variance is gray.
     """
     if not bool(rows.isfinite().all()):
-        raise BadInput("colours of features: not all of them are finite")
+        raise BadInput("pca_colours: the features are not all finite")
     rows = rows.double() - rows.double().mean(0)
     _, values, directions = torch.linalg.svd(rows, full_matrices=False)
     parts = rows @ directions[:3].T
@@ -53,22 +53,22 @@ def pca_colours(rows: Tensor) -> tuple[Tensor, tuple[float, ...]]:
 
 @torch.no_grad()
 def attention_maps(model: nn.Module, images: Tensor, block: int = -1, *, normalise: Normalise | None = None) -> Tensor:
-    """(images, heads, rows, columns): how much of its attention the class token gives to each patch.
+    """(images, heads, rows, columns): the attention of the class token to each patch.
 
-    Where there is no token before the patches it is the mean over all of them. These are the probabilities that the
-    model computes: norms of queries and keys, turned positions and biases are in them.
+    Without a token before the patches it is the mean over all queries. These are the probabilities that the model
+    computes, including norms of queries and keys, rotary positions and biases.
     """
     reader = Reader(model, images, block, "keys", normalise=normalise)
     (attention,) = reader.attentions.values()
-    grid = reader(images[:1]).grid  # it refuses attention over parts of the image
+    grid = reader(images[:1]).grid  # raises BadInput for attention over parts of the image
     shown = Example.of(reader.fitted(images))
     traced = trace_parts(model, shown.rows(0, 1), weighted=True)
     maps = []
-    for index in range(len(images)):  # one by one: a recording holds every tensor on the way
-        laid = trace_again(model, shown.rows(index, index + 1), traced.trace) if index else traced.trace
-        p = PartsTrace(laid, traced.parts, traced.attentions).probabilities(attention.attention.site.index)
+    for index in range(len(images)):  # one by one, because a trace keeps every intermediate tensor
+        trace = trace_again(model, shown.rows(index, index + 1), traced.trace) if index else traced.trace
+        p = PartsTrace(trace, traced.parts, traced.attentions).probabilities(attention.attention.site.index)
         prefix = p.shape[-1] - grid[0] * grid[1]
-        rows = p[:, :, 0] if prefix else p.mean(2)  # of (1, heads, queries, keys)
+        rows = p[:, :, 0] if prefix else p.mean(2)  # p is (1, heads, queries, keys)
         maps.append(rows[..., prefix:].unflatten(2, grid).float())
     return torch.cat(maps)
 
@@ -81,46 +81,49 @@ def pictures(
     blocks: Sequence[int] | None = None,
     normalise: Normalise | None = None,
 ) -> Path:
-    """Writes one sheet, a PNG: for each image the colours of some blocks, its last attention, and what is discovered.
+    """Writes one image file with a row for each image: colours of some blocks, the last attention, and discovery.
 
-    `images` are normalised floats or bytes, a dozen at most; `normalise` is as in `patches`. What a model does not
-    have, such as attention, is left white and named in the title.
+    `images` are normalised floats or bytes, at most 12; `normalise` is as in `patches`. Without attention its column
+    stays white and is titled so.
     """
     Image, ImageDraw = need("PIL.Image"), need("PIL.ImageDraw")
     target = Path(out)
     if Image.registered_extensions().get(target.suffix.lower()) not in Image.SAVE:
-        raise BadInput(f"pictures: {out}: its name says no format that pictures are written in; end it in .png")
+        raise BadInput(f"pictures: {out}: unknown image format; use a name ending in .png")
     if not 1 <= len(images) <= 12:
-        raise BadInput(f"pictures: {len(images)} images; a sheet holds 1 to 12")
+        raise BadInput(f"pictures: got {len(images)} images; pass 1 to 12")
     count = len(Reader(model, images, normalise=normalise).all_blocks)
     if images.shape[1] not in (1, 3):
-        raise BadInput(f"pictures: images of {images.shape[1]} channels; those of 1 or 3 can be shown")
+        raise BadInput(f"pictures: images of {images.shape[1]} channels cannot be drawn; pass images of 1 or 3")
     chosen = block_indices(blocks, count) if blocks is not None else _spread(count)
-    made = preprocess_of(model, images.shape[1], normalise)
-    raw = images if images.dtype == torch.uint8 else made.pixels(images)
-    columns: list[tuple[str, list[Pixels]]] = [("image", list(raw.cpu().expand(-1, 3, -1, -1).movedim(1, -1).numpy()))]
+    preprocess = preprocess_of(model, images.shape[1], normalise)
+    raw = images if images.dtype == torch.uint8 else preprocess.pixels(images)
+    pixels: list[Pixels] = list(raw.cpu().expand(-1, 3, -1, -1).movedim(1, -1).numpy())
+    columns: list[tuple[str, list[Pixels]]] = [("image", pixels)]
     for index in chosen:
-        # Each on its own: not all blocks of a pyramid have the same grid.
+        # One reader for each block, because blocks of a hierarchical model have different grids.
         read = Reader(model, images, index, normalise=normalise)(images)
         colours, _ = pca_colours(read.blocks[index].flatten(0, 1))
         tiles = (colours.view(len(images), *read.grid, 3) * 255).byte().cpu().numpy()
         columns.append((f"block {index}", list(tiles)))
-    white = [numpy.full((1, 1, 3), 255, dtype=numpy.uint8)] * len(images)
+    what: What
     try:
         maps = attention_maps(model, images, normalise=normalise).mean(1)
         scaled = maps / maps.amax((1, 2), keepdim=True).clamp_min(1e-12)
         columns.append(("attention", [_gray(each) for each in scaled]))
+        what = "keys"
     except UnskipError:
-        columns.append(("no attention", white))
-    what: What = "keys" if columns[-1][0] == "attention" else "tokens"
+        white = numpy.full((1, 1, 3), 255, dtype=numpy.uint8)
+        columns.append(("no attention", [white] * len(images)))
+        what = "tokens"
     read = Reader(model, images, -1, what, normalise=normalise)(images)
     (tokens,) = read.blocks.values()
     objects = tokencut(tokens, read.grid)
     boxes = in_pixels(objects.boxes, read.stride, read.size).tolist()
-    overlays = [_overlay(*each, read.stride) for each in zip(columns[0][1], objects.masks, strict=True)]
+    overlays = [_overlay(image, mask, read.stride) for image, mask in zip(pixels, objects.masks, strict=True)]
     columns.append(("discovered", overlays))
-    wide, tall = len(columns) * (_CELL + _EDGE), len(images) * (_CELL + _EDGE) + _TITLE
-    sheet = Image.new("RGB", (wide, tall), "white")
+    width, height = len(columns) * (_CELL + _EDGE), len(images) * (_CELL + _EDGE) + _TITLE
+    sheet = Image.new("RGB", (width, height), "white")
     pen = ImageDraw.Draw(sheet)
     scale = (_CELL / images.shape[3], _CELL / images.shape[2])
     for column, (title, cells) in enumerate(columns):
@@ -139,7 +142,7 @@ def pictures(
 
 
 def _spread(count: int) -> list[int]:
-    """Four blocks over the depth, the last among them."""
+    """Four blocks spread over the depth, including the last."""
     return sorted({max(0, round(count * share / 4) - 1) for share in (1, 2, 3, 4)})
 
 
@@ -149,7 +152,7 @@ def _gray(values: Tensor) -> Pixels:
 
 
 def _overlay(image: Pixels, mask: Tensor, stride: tuple[float, float]) -> Pixels:
-    """The image, what is not in the mask darkened."""
+    """The image, darkened outside the mask."""
     height, width = image.shape[:2]
     rows = (numpy.arange(height) / stride[0]).astype(int).clip(max=mask.shape[0] - 1)
     columns = (numpy.arange(width) / stride[1]).astype(int).clip(max=mask.shape[1] - 1)

@@ -1,7 +1,7 @@
-"""What a language model predicts: for every token of a text the loss of the next one, and whether it was the likeliest.
+"""Predictions of a language model: the loss of every next token, and whether it was the likeliest.
 
-Every model that maps token ids (n, context) to logits (n, context, vocabulary), or to an output that has them, is
-evaluated on a feed of text (`unskip.data.TextFeed`), in one pass for all protocols that ask for predictions.
+The model maps token ids (n, context) to logits (n, context, vocabulary), or to an output with `logits`. One pass over
+a text feed (`unskip.data.TextFeed`) serves all protocols that need predictions.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from unskip.evals._extract import autocast
 from unskip.evals._registry import Z
 from unskip.evals._split import Split
 
-_LOGITS = 2**27  # numbers in float32 at a time
-_FEW = 30  # documents; of fewer the interval is over sequences
+_LOGITS = 2**27  # logits to convert to float32 at a time
+_FEW = 30  # with fewer documents the interval is over sequences
 Numbers = NDArray[numpy.float64]
 
 
@@ -40,17 +40,17 @@ class Predictions:
 
     @cached_property
     def places(self) -> NDArray[numpy.int64]:
-        """(sequences, context): the place of every predicted token in the text."""
+        """(sequences, context): the position of every predicted token in the text."""
         return self.feed.starts[:, None] + numpy.arange(self.feed.context) + 1
 
     @cached_property
     def document(self) -> NDArray[numpy.int64]:
-        """(sequences, context): the document of every predicted token."""
+        """(sequences, context): the document index of every predicted token."""
         return self.feed.text.document(self.places)
 
     @cached_property
     def bytes(self) -> Numbers:
-        """(sequences, context): the bytes of each token, those of its document divided by the document's tokens."""
+        """(sequences, context): the mean bytes per token of each token's document."""
         text = self.feed.text
         tokens = numpy.diff(text.ends, prepend=0)
         share: Numbers = (text.bytes / tokens)[self.document]
@@ -58,23 +58,24 @@ class Predictions:
 
     @cached_property
     def own_context(self) -> NDArray[numpy.int64]:
-        """(sequences, context): how many tokens of its own document a prediction is made from."""
+        """(sequences, context): the number of preceding tokens of the same document in the context."""
         text = self.feed.text
-        begun = (text.ends - numpy.diff(text.ends, prepend=0))[self.document]
-        own_context: NDArray[numpy.int64] = numpy.minimum(self.places - begun, numpy.arange(self.feed.context) + 1)
+        start = (text.ends - numpy.diff(text.ends, prepend=0))[self.document]
+        own_context: NDArray[numpy.int64] = numpy.minimum(self.places - start, numpy.arange(self.feed.context) + 1)
         return own_context
 
     def ratio(self, above: Numbers, below: Numbers, chosen: Any = None) -> tuple[float, float, float]:
         """sum(above) / sum(below) over all or the chosen tokens, with its 95% interval.
 
-        The interval is that of a ratio of sums over documents, or over sequences where there are few documents: tokens
-        of one document are not independent (Cochran 1977, section 2.11).
+        Tokens of one document are not independent, so the interval is that of a ratio of sums over documents (Cochran
+        1977, section 2.11), or over sequences if there are few documents.
         """
-        units = self.document if len(numpy.unique(self.document)) >= _FEW else None
-        rows = numpy.broadcast_to(numpy.arange(len(above))[:, None], above.shape) if units is None else units
+        units = self.document
+        if len(numpy.unique(units)) < _FEW:
+            units = numpy.broadcast_to(numpy.arange(len(above))[:, None], above.shape)
         if chosen is not None:
-            above, below, rows = above[chosen], below[chosen], rows[chosen]
-        _, index = numpy.unique(rows, return_inverse=True)
+            above, below, units = above[chosen], below[chosen], units[chosen]
+        _, index = numpy.unique(units, return_inverse=True)
         y, x = (numpy.bincount(index.ravel(), each.ravel()) for each in (above, below))
         total, count = x.sum(), len(x)
         if not total:
@@ -88,9 +89,9 @@ class Predictions:
 
 @torch.no_grad()
 def predict(model: nn.Module, part: Split) -> Predictions:
-    """The predictions of a model on a split of text, of all processes."""
+    """The predictions of a model on a split of text, gathered from all processes."""
     if not isinstance(part.feed, TextFeed):
-        raise BadInput("predictions are made of text; give an unskip.data.TextFeed, or evaluate a run of lm")
+        raise BadInput("predictions need text; pass an unskip.data.TextFeed, or evaluate a run of lm")
     nats, right = list[Tensor](), list[Tensor]()
     with evaluating(model):
         for ids, following in part.share():
@@ -98,23 +99,23 @@ def predict(model: nn.Module, part: Split) -> Predictions:
                 logits = token_logits(model, model(ids))
             if int(following.max()) >= logits.shape[-1]:
                 raise BadInput(
-                    f"{type(model).__name__}: its vocabulary is {logits.shape[-1]}, and the text has token "
-                    f"{int(following.max())}; take the tokenizer of the model"
+                    f"{type(model).__name__}: its vocabulary is {logits.shape[-1]}, but the text has token "
+                    f"{int(following.max())}; use the model's tokenizer"
                 )
             rows = max(1, _LOGITS // logits[0].numel())
-            for some, true in zip(logits.split(rows), following.split(rows), strict=True):
-                loss = F.cross_entropy(some.float().flatten(0, 1), true.flatten(), reduction="none")
+            for chunk, true in zip(logits.split(rows), following.split(rows), strict=True):
+                loss = F.cross_entropy(chunk.float().flatten(0, 1), true.flatten(), reduction="none")
                 nats.append(loss.view_as(true))
-                right.append(some.argmax(-1) == true)
+                right.append(chunk.argmax(-1) == true)
     return Predictions(part.gathered(torch.cat(nats)).cpu(), part.gathered(torch.cat(right)).cpu(), part.feed)
 
 
 def token_logits(model: nn.Module, output: Any) -> Tensor:
-    """The logits (n, tokens, vocabulary) of an output. Raises BadInput where it has none."""
+    """The logits (n, tokens, vocabulary) of an output. Raises BadInput if it has none."""
     logits = getattr(output, "logits", output)
     if not isinstance(logits, Tensor) or logits.ndim != 3:
         raise BadInput(
-            f"{type(model).__name__} gives no logits (sequences, tokens, vocabulary) but {kind_of(logits)}; take a "
+            f"{type(model).__name__} must return logits (sequences, tokens, vocabulary), got {kind_of(logits)}; use a "
             "language model with its head, such as GPT2LMHeadModel"
         )
     return logits

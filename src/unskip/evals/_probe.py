@@ -1,14 +1,14 @@
 """Linear probes: the accuracy of a linear layer on frozen features.
 
-    p = softmax(W z + b),   z the feature, standardised or batch-normalised where the protocol says so
+    p = softmax(W z + b),   z the feature, standardised or batch-normalised if the protocol says so
 
-Features of several blocks are probed at once: (blocks, samples, dim), a product for all of them. The gradient of the
-cross entropy is written out, (p - y)^T z / n, so a probe runs inside no_grad and keeps no graph; on a GPU a whole epoch
-is recorded once and replayed.
+All blocks are probed at once, with batched products over features (blocks, samples, dim). The gradient of the cross
+entropy is explicit, (p - y)^T z / n, so probes run under no_grad. On a GPU an epoch is one CUDA graph, captured once
+and replayed.
 
-    lars    LARS with momentum after a warm-up (arXiv 1708.03888), as MAE probes (arXiv 2111.06377)
-    adamw   AdamW (arXiv 1711.05101), half a cosine
-    lbfgs   L2-regularised logistic regression to convergence: sum of losses + |W|^2 / (2 C), as scikit-learn has it
+    lars    LARS with momentum and warm-up (arXiv 1708.03888), as in MAE's probe (arXiv 2111.06377)
+    adamw   AdamW (arXiv 1711.05101) with a cosine schedule
+    lbfgs   L2-regularised logistic regression to convergence: sum of losses + |W|^2 / (2 C), as in scikit-learn
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from unskip.evals._replay import replayed
 from unskip.evals._split import Split
 from unskip.optim import schedules
 
-_CHUNK = 2**28  # logits held at a time
+_CHUNK = 2**28  # logits at a time
 _EPS = 1e-6
-_NAMES = {"lars": "probe_mae", "adamw": "probe_decayed", "lbfgs": "probe_lbfgs"}  # of the accuracy, by solver
+_NAMES = {"lars": "probe_mae", "adamw": "probe_decayed", "lbfgs": "probe_lbfgs"}  # accuracy names by solver
 
 
 def linear_probe(
@@ -44,9 +44,9 @@ def linear_probe(
     seed: int = 0,
     changes: Mapping[str, Any] | None = None,
 ) -> float:
-    """The accuracy on `test` of a linear layer trained on `train`, both (samples, dim), where `train` lies.
+    """The accuracy on `test` of a linear layer trained on `train`, both (samples, dim), on the device of `train`.
 
-    `changes` sets some of the protocol's settings otherwise; record them with the number.
+    `changes` overrides settings of the protocol; record them with the number.
     """
     for each in (train, test):
         if not isinstance(each, Tensor) or each.ndim != 2:
@@ -59,7 +59,7 @@ def linear_probe(
     "probe-mae-v1",
     needs="features",
     about="Batch norm without affine, then a linear layer by LARS: MAE, arXiv 2111.06377. Features are cached, so "
-    "images are not augmented; a smaller set has as many steps an epoch as ImageNet, in smaller batches.",
+    "images are not augmented; smaller sets use smaller batches, to keep ImageNet's number of steps per epoch.",
     fractions=("probe_mae",),
     pool="cls",
     norm="layer",
@@ -82,7 +82,7 @@ def linear_probe(
     "probe-decayed-v1",
     needs="features",
     about="A linear layer by AdamW at 1e-2, cosine, 200 epochs, on the mean of all tokens without a norm, as in the "
-    "released code of arXiv 2404.10947; batch and weight decay are not known and are ours.",
+    "released code of arXiv 2404.10947; its batch size and weight decay are unknown, so these are our choice.",
     fractions=("probe_decayed",),
     batched=True,
     fixed=("solver",),
@@ -111,7 +111,7 @@ def linear_probe(
     tolerance=1e-6,
 )
 def evaluate_probe(train: Split, test: Split, **settings: Any) -> list[dict[str, float]]:
-    """Of features (blocks, n, dim): the probes of all blocks are trained at once."""
+    """The accuracy for features (blocks, n, dim); the probes of all blocks are trained at once."""
     name = _NAMES[settings["solver"]]
     accuracies = probe_all(train.features, train.labels, test.features, test.labels, settings, train.options.seed)
     return [{name: accuracy} for accuracy in accuracies]
@@ -132,12 +132,12 @@ def probe_all(
     # W (z - mean) / std + b as one linear layer of the raw feature
     weight = weight / std[:, None]
     bias = bias - (weight * mean[:, None]).sum(2)
-    right = torch.zeros(len(y), device=y.device)
+    correct = torch.zeros(len(y), device=y.device)
     rows = max(1, _CHUNK // (len(y) * classes))
     for part, wanted in zip(y.split(rows, 1), truth.split(rows), strict=True):
         logits = torch.baddbmm(bias[:, None].to(part), part, weight.to(part).mT)
-        right += (logits.argmax(2) == wanted).sum(1)
-    return [float(hits) / len(truth) for hits in right]
+        correct += (logits.argmax(2) == wanted).sum(1)
+    return [float(hits) / len(truth) for hits in correct]
 
 
 def _descent(
@@ -147,7 +147,7 @@ def _descent(
     sets, count, dim = x.shape
     batch = _batch(settings, count)
     if batch > count:
-        raise BadInput(f"linear_probe: batch norm takes {batch} training samples, and there is {count}; give it more")
+        raise BadInput(f"linear_probe: batch norm needs at least {batch} training samples, got {count}")
     order = torch.Generator().manual_seed(seed)
     start = torch.randn(classes, dim, generator=torch.Generator().manual_seed(seed)) * settings["start"]
     weight = start.to(x).expand(sets, -1, -1).clone()
@@ -158,25 +158,25 @@ def _descent(
     total, warmup = settings["epochs"] * per_epoch, settings["warmup"] * per_epoch
     factors = [schedules.warmup_cosine(step, total=total, warmup=warmup) for step in range(total)]
     rates = optimizer.rates(torch.tensor(factors, dtype=torch.float64) * settings["lr"]).to(x)  # (steps, ...)
-    # What an epoch reads lies in the same place each time: it is recorded once.
+    # A CUDA graph reads its inputs from fixed tensors, so every epoch copies into these.
     rows = torch.zeros(per_epoch, batch, dtype=torch.int64, device=x.device)
-    now = torch.zeros_like(rates[:per_epoch])
+    epoch_rates = torch.zeros_like(rates[:per_epoch])
 
     def epoch() -> None:
-        for chosen, rate in zip(rows, now, strict=True):
+        for chosen, rate in zip(rows, epoch_rates, strict=True):
             z = x.index_select(1, chosen)
             if settings["batch_norm"]:
-                spread, middle = torch.var_mean(z, 1, correction=0)
-                z = (z - middle[:, None]) / (spread[:, None] + _EPS).sqrt()
-                mean.lerp_(middle, 0.1)
-                variance.lerp_(spread * (batch / max(1, batch - 1)), 0.1)
+                batch_variance, batch_mean = torch.var_mean(z, 1, correction=0)
+                z = (z - batch_mean[:, None]) / (batch_variance[:, None] + _EPS).sqrt()
+                mean.lerp_(batch_mean, 0.1)
+                variance.lerp_(batch_variance * (batch / max(1, batch - 1)), 0.1)
             optimizer.step(_gradient(z, labels[chosen], weight, bias), rate)
 
-    go = replayed(epoch, [weight, bias, mean, variance, *optimizer.state])
+    run_epoch = replayed(epoch, [weight, bias, mean, variance, *optimizer.state])
     for first in range(0, total, per_epoch):
         rows.copy_(torch.randperm(count, generator=order)[: rows.numel()].view_as(rows))
-        now.copy_(rates[first : first + per_epoch])
-        go()
+        epoch_rates.copy_(rates[first : first + per_epoch])
+        run_epoch()
     std = (variance + _EPS).sqrt() if settings["batch_norm"] else variance
     return weight, bias, mean, std
 
@@ -188,38 +188,39 @@ def _batch(settings: Mapping[str, Any], count: int) -> int:
 
 
 def _gradient(z: Tensor, labels: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
-    """Of the mean cross entropy, for z (sets, n, dim)."""
+    """The gradient of the mean cross entropy, for z (sets, n, dim)."""
     error = torch.baddbmm(bias[:, None], z, weight.mT).softmax(2)
-    own = labels.expand(len(z), -1)[..., None]
-    error.scatter_add_(2, own, error.new_full(own.shape, -1.0))
+    index = labels.expand(len(z), -1)[..., None]
+    error.scatter_add_(2, index, error.new_full(index.shape, -1.0))
     error /= len(labels)
     return error.mT @ z, error.sum(1)
 
 
 class _Lars:
-    """LARS: the step of a matrix has a length in proportion to its own. One trust ratio for every set."""
+    """LARS: the update of a matrix is proportional to its norm. Every set has its own trust ratio."""
 
     def __init__(self, params: list[Tensor], settings: Mapping[str, Any]) -> None:
         self.params, self.settings = params, settings
         self.state = [torch.zeros_like(each) for each in params]
 
     def rates(self, lr: Tensor) -> Tensor:
-        """What every step needs: its learning rate."""
+        """The learning rate of every step."""
         return lr
 
     def step(self, gradients: tuple[Tensor, ...], rate: Tensor) -> None:
-        for each, change, speed in zip(self.params, gradients, self.state, strict=True):
-            if each.ndim == 3:
-                change = change + self.settings["weight_decay"] * each
-                own, its = each.flatten(1).norm(dim=1), change.flatten(1).norm(dim=1)
-                ratio = torch.where((own > 0) & (its > 0), self.settings["trust"] * own / its, torch.ones_like(own))
-                change = change * ratio[:, None, None]
-            speed.mul_(self.settings["momentum"]).add_(change)
-            each.sub_(rate * speed)
+        for param, update, velocity in zip(self.params, gradients, self.state, strict=True):
+            if param.ndim == 3:
+                update = update + self.settings["weight_decay"] * param
+                size, change = param.flatten(1).norm(dim=1), update.flatten(1).norm(dim=1)
+                trust = self.settings["trust"] * size / change
+                trust = torch.where((size > 0) & (change > 0), trust, torch.ones_like(size))
+                update = update * trust[:, None, None]
+            velocity.mul_(self.settings["momentum"]).add_(update)
+            param.sub_(rate * velocity)
 
 
 class _AdamW:
-    """AdamW with torch's betas (0.9, 0.999) and eps 1e-8; decay and corrections of the bias come with the rate."""
+    """AdamW with torch's betas (0.9, 0.999) and eps 1e-8; `rates` includes weight decay and bias corrections."""
 
     def __init__(self, params: list[Tensor], settings: Mapping[str, Any]) -> None:
         self.params, self.weight_decay = params, settings["weight_decay"]
@@ -227,16 +228,16 @@ class _AdamW:
         self.state = [moment for pair in self.moments for moment in pair]
 
     def rates(self, lr: Tensor) -> Tensor:
-        """(steps, 3): the rate over the first moment's correction, the root of the second's, and what decay leaves."""
-        at = torch.arange(1, len(lr) + 1, dtype=lr.dtype)
-        return torch.stack([lr / (1 - 0.9**at), (1 - 0.999**at).sqrt(), 1 - lr * self.weight_decay], 1)
+        """(steps, 3): bias-corrected learning rate, root of the second moment's correction, and weight decay factor."""
+        step = torch.arange(1, len(lr) + 1, dtype=lr.dtype)
+        return torch.stack([lr / (1 - 0.9**step), (1 - 0.999**step).sqrt(), 1 - lr * self.weight_decay], 1)
 
     def step(self, gradients: tuple[Tensor, ...], rate: Tensor) -> None:
-        length, root, kept = rate.unbind()
-        for each, slope, (first, second) in zip(self.params, gradients, self.moments, strict=True):
-            first.lerp_(slope, 0.1)
-            second.lerp_(slope * slope, 0.001)
-            each.mul_(kept).sub_(length * first / (second.sqrt() / root + 1e-8))
+        lr, root, decay = rate.unbind()
+        for param, gradient, (first, second) in zip(self.params, gradients, self.moments, strict=True):
+            first.lerp_(gradient, 0.1)
+            second.lerp_(gradient * gradient, 0.001)
+            param.mul_(decay).sub_(lr * first / (second.sqrt() / root + 1e-8))
 
 
 _OPTIMIZERS: dict[str, Any] = {"lars": _Lars, "adamw": _AdamW}

@@ -1,7 +1,6 @@
-"""Bits per byte of a language model whose weights and activations are rounded to few bits, without any training.
+"""Bits per byte of a language model after post-training quantisation of weights and activations to few bits.
 
-How, and what the ways mean, is that of `quantised-accuracy-v1`. A head that is tied to the embedding is one weight with
-it: both are rounded.
+The rounding is that of `quantised-accuracy-v1`. If the head is tied to the embedding, both are rounded.
 """
 
 from __future__ import annotations
@@ -19,8 +18,8 @@ from unskip.evals._split import Split
 @register(
     "quantised-bits-per-byte-v1",
     needs="model",
-    about="Bits per byte with weights and activations rounded after training, per tensor and per channel, by the whole "
-    "range and by the best part of it.",
+    about="Bits per byte with weights and activations rounded after training, per tensor and per channel, with the "
+    "whole range or the best part of it.",
     whole=True,
     positive=("bits", "calibration"),
     bits=(8, 4),
@@ -29,10 +28,10 @@ from unskip.evals._split import Split
 def evaluate_quantised_text(
     model: nn.Module, train: Split, test: Split, bits: tuple[int, ...], calibration: int
 ) -> dict[str, float]:
-    """Rounds a copy of the model in each way."""
+    """The bits per byte of a copy of the model, rounded in each way."""
     result = {}
-    for name, twin in rounded_copies(model, train, bits, calibration):
-        predictions = predict(twin, test)
+    for name, rounded_model in rounded_copies(model, train, bits, calibration):
+        predictions = predict(rounded_model, test)
         nats = predictions.nats.double().numpy()
         result[f"bits_per_byte{name}"] = predictions.ratio(nats, predictions.bytes)[0] / math.log(2)
     return result

@@ -1,7 +1,7 @@
-"""Effective rank: how many directions features use. See `unskip.measures.rank` for the formulas.
+"""Effective rank of features. See `unskip.measures.rank` for the formulas.
 
-Features collapse in two ways. Images become alike: the rank of their pooled features falls (rank-v1). Or the patches of
-each image become alike while images still differ, as attention without skips tends to do (arXiv 2103.03404): then the
+Features collapse in two ways. If images become similar, the rank of their pooled features falls (rank-v1). If the
+patches of each image become similar while images still differ, as in attention without skips (arXiv 2103.03404), the
 rank of the patches within an image falls (patchrank-v1).
 """
 
@@ -19,8 +19,8 @@ from unskip.evals._registry import register
 from unskip.evals._split import Split
 from unskip.measures import effective_rank, rank_entropy
 
-# Of their length: patches that differ by less are the same. A network in float32 rounds to 3e-7 up to 2e-6, and by
-# itself that has nearly full rank: beside 1e-6 of it, one direction of 1e-5 reads as a rank of 11, one of 1e-4 as 1.7.
+# Patches whose relative difference is smaller count as equal. Rounding in a float32 network is 3e-7 to 2e-6 and has
+# nearly full rank: with 1e-6 of it, a single direction of 1e-5 has a measured rank of 11, and one of 1e-4 of 1.7.
 _SAME = 1e-4
 
 
@@ -39,7 +39,7 @@ def rank(features: Tensor, protocol: str = "rank-v1", *, changes: Mapping[str, A
     center=True,
 )
 def evaluate_rank(train: Split, test: Split, **settings: Any) -> dict[str, float]:
-    """Of the features of one block."""
+    """The rank of the features of one block."""
     return _ranks(test.features, **settings)
 
 
@@ -52,17 +52,17 @@ def _ranks(features: Tensor, samples: int, center: bool) -> dict[str, float]:
     "patchrank-v1",
     needs="patches",
     about="Effective rank of the patches within an image, the mean over the first 16 images.",
-    exact=True,  # where patches are nearly alike, coarser rounding is most of what differs
+    exact=True,  # nearly equal patches differ mostly by rounding
     train=False,
     positive=("samples",),
     samples=16,
 )
 def evaluate_patch_rank(train: Split, test: Split, samples: int) -> dict[str, float]:
-    """Of the patches of one block. An image whose patches differ by no more than rounding counts 0."""
-    # On the host: of many small matrices a GPU finds the singular values one by one.
+    """The rank of the patches of one block. An image whose patches differ only by rounding counts 0."""
+    # On the CPU, because a GPU computes the singular values of many small matrices one by one.
     return {"patchrank": statistics.mean(_rank_within(each) for each in test.patches[:samples].float().cpu())}
 
 
 def _rank_within(patches: Tensor) -> float:
-    apart = (patches - patches.mean(0)).norm()
-    return effective_rank(patches) if apart > _SAME * patches.norm() else 0.0
+    spread = (patches - patches.mean(0)).norm()
+    return effective_rank(patches) if spread > _SAME * patches.norm() else 0.0

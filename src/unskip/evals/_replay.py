@@ -1,4 +1,4 @@
-"""Work that is done over and over, as one CUDA graph: a small probe would keep a GPU waiting for its host otherwise."""
+"""Repeated work as one CUDA graph, because kernel launches would dominate the time of a small probe."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from torch import Tensor
 
 
 def replayed(work: Callable[[], None], state: Sequence[Tensor]) -> Callable[[], None]:
-    """`work` recorded, where its state lies on a GPU; as it is otherwise.
+    """`work` captured as a CUDA graph if its state is on a GPU, otherwise unchanged.
 
-    It may look at tensors that stay where they are, and at nothing else that changes: no number from the host, no
-    random draw. `state` is what it changes; rehearsing leaves no trace there.
+    Between calls only the contents of fixed tensors may change: no numbers from the host, no random draws. `state` are
+    the tensors that `work` changes; they are restored after the warm-up.
     """
     if not state[0].is_cuda:
         return work
@@ -21,7 +21,7 @@ def replayed(work: Callable[[], None], state: Sequence[Tensor]) -> Callable[[], 
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
-            work()  # lazy initialisation must not be recorded
+            work()  # lazy initialisation must not be captured
         torch.cuda.current_stream().wait_stream(side)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):

@@ -1,4 +1,4 @@
-"""What an evaluator is given: one split of the data, as the model sees it."""
+"""The input of an evaluator: one split of the data, with the features it needs."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ _ABSENT: Any = None
 
 
 class Batches(Protocol):
-    """Every sample once, in order: batches of (inputs, labels), such as a Feed or a LatentFeed gives."""
+    """Batches of (inputs, labels) with every sample once, in order, such as a Feed or a LatentFeed."""
 
     def evaluate(self) -> Iterator[tuple[Tensor, Tensor]]: ...
 
 
 @dataclass(frozen=True)
 class Options:
-    """How an evaluation is carried out; none of it is part of a protocol."""
+    """Options of an evaluation that are not part of a protocol."""
 
     preprocess: Preprocess | None = None
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
@@ -39,9 +39,9 @@ class Options:
 
 @dataclass(frozen=True, eq=False)
 class Split:
-    """One split. What the protocol needs is there, of one block where it speaks of blocks; the rest is None.
+    """One split. Only the fields that the protocol needs are set, for one block if it evaluates blocks.
 
-    An evaluator is called with what it asked for, so the types leave the None out.
+    The other fields are None; the types leave this out, because an evaluator uses only what it declared.
     """
 
     labels: Tensor  # (n,)
@@ -52,36 +52,36 @@ class Split:
     stride: tuple[float, float] = _ABSENT  # height and width of a patch in pixels
     size: tuple[int, int] = _ABSENT  # height and width of the images
     logits: Tensor = _ABSENT  # (n, classes)
-    predictions: Any = _ABSENT  # of text: the `Predictions` of all next tokens
+    predictions: Any = _ABSENT  # for text, the `Predictions` of all next tokens
     samples: Iterable[Tensor] | None = None  # bytes (n, channels, height, width), in batches
     masks: Tensor = _ABSENT  # (n, height, width)
     boxes: Any = None  # (n, 4): x0, y0, x1, y1 in pixels; or a tensor (k, 4) for each image
-    ignore: int | None = None  # the value of a mask that stands for no class
+    ignore: int | None = None  # the mask value of unlabelled pixels
     images: Any = None  # the ImageSet
     feed: Batches = _ABSENT
     options: Options = field(default_factory=Options)
 
     def __len__(self) -> int:
-        drawn = getattr(self.samples, "count", None)  # samples are counted as they are drawn
+        drawn = getattr(self.samples, "count", None)  # `Drawn` counts samples during iteration
         return len(self.labels) if drawn is None else int(drawn)
 
     def batches(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Every sample once, in order: (inputs on the device, labels)."""
+        """Batches of (inputs on the device, labels), with every sample once, in order."""
         return self.feed.evaluate()
 
     def share(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """The samples of this process, in order from `start` on: all of them where it is the only one."""
+        """The samples of this process, in order from `start`; all samples if it is the only process."""
         rank, world = self._ranks()
         return self.feed.evaluate(rank, world) if world > 1 else self.feed.evaluate()  # type: ignore[call-arg]
 
     @property
     def start(self) -> int:
-        """The place of the first sample of `share` among all."""
+        """The index of the first sample of `share`."""
         rank, world = self._ranks()
         return rank * len(self.labels) // world
 
     def gathered(self, rows: Tensor) -> Tensor:
-        """The rows that every process has made of its share, in order."""
+        """The rows of all processes, in order."""
         if self._ranks()[1] == 1:
             return rows
         world = dist.get_world_size()
@@ -94,12 +94,9 @@ class Split:
         return torch.cat([part[: int(count)] for part, count in zip(parts, counts, strict=True)])
 
     def _ranks(self) -> tuple[int, int]:
-        """This process and how many there are; (0, 1) also for a feed that cannot be shared, or has too few samples."""
-        if (
-            not isinstance(self.feed, Feed | LatentFeed | TextFeed)
-            or not dist.is_available()
-            or not dist.is_initialized()
-        ):
+        """Rank and world size; (0, 1) also for a feed that cannot be shared, or has too few samples."""
+        shareable = isinstance(self.feed, Feed | LatentFeed | TextFeed)
+        if not shareable or not dist.is_available() or not dist.is_initialized():
             return 0, 1
         rank, world = dist.get_rank(), dist.get_world_size()
         return (rank, world) if len(self.labels) >= world else (0, 1)

@@ -1,6 +1,6 @@
-"""What the samples of a batch give, one after the other: the output of every block, branches, attention.
+"""Collect block outputs, branch ratios and attention from the samples of a batch, one sample at a time.
 
-Memory: the output of every block for all samples, (tokens, dim) each, and all activations of the sample at hand.
+Memory: the output of every block for all samples, (tokens, dim) each, and all activations of one sample.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Size = tuple[int, int]
 
 
 class Heads(NamedTuple):
-    """The attention of one sample at one site, by head; the last two where queries and keys are the same tokens."""
+    """The attention of one sample at one site, by head; the last two only for self-attention."""
 
     entropy: Tensor
     self_attention: Tensor | None
@@ -31,7 +31,7 @@ class Heads(NamedTuple):
 
 @dataclass(eq=False)
 class SiteSamples:
-    """One site over the samples."""
+    """The values of one site for all samples."""
 
     site: Site
     ratios: list[float] = field(default_factory=list)  # rms(beta f) / rms(alpha x)
@@ -40,13 +40,13 @@ class SiteSamples:
 
 @dataclass(eq=False)
 class BlockSamples:
-    """One block over the samples."""
+    """The values of one block for all samples."""
 
     block: Block
     last: Site  # the last of its sites
-    origin: int  # index of the site at which its stream begins
+    origin: int  # index of the site at which its stream starts
     outputs: list[Tensor] = field(default_factory=list)  # (tokens, dim) each
-    high: list[float] = field(default_factory=list)  # share of high spatial frequencies; NaN without a grid
+    high: list[float] = field(default_factory=list)  # high-frequency share; NaN without a grid
 
     @property
     def index(self) -> int:
@@ -58,7 +58,7 @@ class BlockSamples:
 
 
 class Samples:
-    """Collects a batch sample by sample; the sites, the blocks and the inputs of their streams."""
+    """The values of all sites and blocks, and the inputs of their streams, collected sample by sample."""
 
     def __init__(
         self, model: nn.Module, traced: PartsTrace, blocks: Sequence[Block], grid: Size | None, image: Size | None
@@ -67,7 +67,7 @@ class Samples:
         self.first = Sample(traced.trace)
         self.notes: list[str] = []
         self.rounding = Rounding()
-        self.inputs: dict[int, list[Tensor]] = {}  # x_0 by sample, by the index of the site where a stream begins
+        self.inputs: dict[int, list[Tensor]] = {}  # x_0 of each sample, by the index of the stream's first site
         self.sites = [SiteSamples(site) for site in traced.trace.sites if site.regular]
         self._origins = self.first.origins()
         lasts = [traced.trace.sites[block.last] for block in blocks]
@@ -88,14 +88,14 @@ class Samples:
         return len(next(iter(self.inputs.values()))[0])
 
     def in_stream(self, last: Site) -> list[Site]:
-        """The sites of the same stream, from its beginning up to `last`."""
+        """The sites of the same stream, from its start to `last`."""
         origin = self._origins[last.index]
         sites = [each.site for each in self.sites if each.site.index <= last.index]
         return [site for site in sites if self._origins[site.index] is origin]
 
     def add(self, sample: Sample) -> None:
-        """Takes the numbers of one sample. Raises BadInput where they are not finite."""
-        _refuse_not_finite(sample)
+        """Adds the values of one sample. Raises BadInput if they are not finite."""
+        _check_finite(sample)
         for origin in {site.index: site for site in self._origins.values()}.values():
             first = sample.trace.runs[origin.index][0].stream
             self.inputs.setdefault(origin.index, []).append(tokens(sample.value(first), origin)[0])
@@ -107,9 +107,9 @@ class Samples:
         for each in self.sites:
             each.ratios.append(sample.ratio(each.site))
             if each.site.index in self.traced.attentions:
-                self._attend(each, sample)
+                self._add_attention(each, sample)
 
-    def _attend(self, each: SiteSamples, sample: Sample) -> None:
+    def _add_attention(self, each: SiteSamples, sample: Sample) -> None:
         traced = PartsTrace(sample.trace, self.traced.parts, self.traced.attentions)
         p = traced.probabilities(each.site.index)
         square = p.shape[-1] == p.shape[-2]
@@ -121,7 +121,7 @@ class Samples:
                     attention_condition(p) if square else None,
                 )
             )
-        except BadInput as reason:  # a token that may look at nothing
+        except BadInput as reason:  # such as a token whose keys are all masked
             self.notes.append(f"{each.site.name}: attention not measured: {reason}")
 
     def _high_frequencies(self, site: Site, value: Tensor) -> float:
@@ -135,13 +135,13 @@ class Samples:
         return high_frequency_share(flat[:, prefix:], (height, width))
 
 
-def _refuse_not_finite(sample: Sample) -> None:
-    """Names the first site whose stream or branch is not finite."""
+def _check_finite(sample: Sample) -> None:
+    """Raises BadInput that names the first site whose stream or branch is not finite."""
     for site in sample.sites:
         run = sample.run(site)
         branches = [("branch", finding.branch) for finding in run.findings]
-        for what, node in [("stream", run.stream), *branches, ("sum", run.add.index)]:
+        for name, node in [("stream", run.stream), *branches, ("sum", run.add.index)]:
             if not sample.value(node).isfinite().all():
                 raise BadInput(
-                    f"{site.name}: its {what} is not finite on this batch, so nothing after it can be measured"
+                    f"{site.name}: its {name} is not finite on this batch, so nothing after it can be measured"
                 )

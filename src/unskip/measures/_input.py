@@ -1,4 +1,4 @@
-"""What the measures are given: floating tensors of the right shape and without NaN, carried to float64."""
+"""Checks of the inputs of measures: floating tensors of the right shape, finite, converted to float64."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from unskip.errors import BadInput
 
 
 def floats(who: str, name: str, x: object, axes: str, least: int, most: int | None = None) -> Tensor:
-    """x in float64, detached; `axes` says in words what shape is meant, `least` and `most` how many axes it has."""
+    """x in float64, detached; `axes` describes the expected shape, `least` and `most` bound the number of axes."""
     if not isinstance(x, Tensor) or not x.is_floating_point():
         raise BadInput(f"{who}: {name} must be a floating tensor {axes}, got {kind_of(x)}")
     if x.ndim < least or (most is not None and x.ndim > most) or x.numel() == 0:
@@ -23,22 +23,22 @@ def floats(who: str, name: str, x: object, axes: str, least: int, most: int | No
 
 
 def centred(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """x (samples, dim) less its mean over samples; a feature that varies by no more than its rounding becomes zero.
+    """x (samples, dim) minus its mean over samples; features that vary only by rounding become zero.
 
-    `dtype` is what the numbers were computed in. Two units in the last place of the feature's largest entry count as
-    rounding: without this, constant features would leave a noise of full rank.
+    `dtype` is the dtype that x was computed in. Two units in the last place of a feature's largest entry count as
+    rounding; otherwise constant features would leave noise of full rank.
     """
-    away = x - x.mean(0)
-    noise = 2 * torch.finfo(dtype).eps * x.abs().amax(0)
-    return torch.where(away.abs().amax(0) > noise, away, 0.0)
+    rounding = 2 * torch.finfo(dtype).eps * x.abs().amax(0)
+    x = x - x.mean(0)
+    return torch.where(x.abs().amax(0) > rounding, x, 0.0)
 
 
 def same_rows(who: str, x: Tensor, y: Tensor) -> None:
-    """Raise unless two matrices have a row for each of the same samples."""
+    """Raises BadInput unless both matrices have the same number of rows."""
     if len(x) != len(y):
         raise BadInput(f"{who}: both need one row for each sample, got {len(x)} rows and {len(y)}")
 
 
 def finite_or_none(value: float) -> float | None:
-    """None stands for NaN and infinity, which JSON does not have."""
+    """The value, or None for NaN and infinity, which JSON cannot represent."""
     return value if math.isfinite(value) else None

@@ -1,18 +1,18 @@
-"""Golub-Kahan bidiagonalisation of a matrix known by its products, and the singular value distribution read off it.
+"""Golub-Kahan bidiagonalisation of a matrix given by its products, and the distribution of its singular values.
 
 From a unit vector v_1, k steps give orthonormal V, U and an upper bidiagonal B with J V = U B. The singular values s_j
-of B are Ritz values of J, off by no more than r_j = |J^T u_j - s_j v_j|, and w_j = (first entry of B's right singular
-vector)^2 are their weights: the Gauss quadrature of the measure that v_1 sees,
+of B are Ritz values of J, with errors of at most r_j = |J^T u_j - s_j v_j|, and w_j = (first entry of B's right
+singular vector)^2 are their weights: the Gauss quadrature of the spectral measure of v_1,
 
     F(s) = sum over singular values sigma_i <= s of <v_1, right vector i>^2.
 
 For a random v_1 the mean of F is the distribution of J's singular values over the n directions of the input, and F(s)
-follows Beta(q n / 2, (1 - q) n / 2) exactly, where q is the true share: its spread is known, not estimated. Working
-with J rather than with J^T J keeps the small values, whose rounding error is eps sigma_max and not sqrt(eps) sigma_max.
+follows Beta(q n / 2, (1 - q) n / 2) exactly, with q the true fraction, so its spread need not be estimated. Working
+with J instead of J^T J keeps small values accurate: their error is eps sigma_max instead of sqrt(eps) sigma_max.
 
 Golub & Kahan 1965; Golub & Welsch 1969; Ubaru, Chen & Saad 2017, "Fast estimation of tr(f(A)) via stochastic Lanczos
-quadrature". At the nodes the bounds of Chebyshev, Markov and Stieltjes hold: F lies between the sums of the weights
-before and up to the node.
+quadrature". By the bounds of Chebyshev, Markov and Stieltjes, F at a node is between the sums of the weights before and
+up to the node.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ Array = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Krylov:
-    """What k steps from one start vector leave behind."""
+    """The result of k steps from one start vector."""
 
     bidiagonal: Tensor  # (k, k), float64 on the CPU
-    rest: float  # norm of what the next step would start from; 0 where the space is invariant
+    rest: float  # norm of the next, unnormalised vector; 0 if the space is invariant
     right: Tensor  # V (k, inputs)
     left: Tensor  # U (k, outputs)
 
 
 @dataclass(frozen=True)
 class Nodes:
-    """Ritz values of one start vector, smallest first."""
+    """Ritz values of one start vector, in ascending order, with their weights and residuals."""
 
     values: Array
     weights: Array
@@ -52,9 +52,9 @@ class Nodes:
 def bidiagonalise(
     times: Product, transposed: Product, starts: Tensor, outputs: int, steps: int, tiny: float
 ) -> list[Krylov]:
-    """One Krylov for each row of starts (probes, inputs), orthogonalised in full, in the memory of both bases.
+    """One Krylov for each row of starts (probes, inputs), with full orthogonalisation; stores both bases.
 
-    A probe ends where its next vector is shorter than `tiny` times the longest so far: the space is invariant.
+    A probe ends when its next vector is shorter than `tiny` times the longest so far: then the space is invariant.
     """
     probes, inputs = starts.shape
     size = {"dtype": torch.float64, "device": starts.device}
@@ -64,12 +64,12 @@ def bidiagonalise(
     ends, u = [steps] * probes, v
     for step in range(steps):
         right[:, step] = v
-        # The last vector is all that is in the way but for rounding; the whole basis is taken out for that.
-        ahead = times(v) if step == 0 else times(v) - betas[:, step - 1, None] * u
-        alphas[:, step], u, scale = _unit(_orthogonal(ahead, left[:, :step]), scale, tiny)
+        # In exact arithmetic the last vector would be enough; the whole basis is subtracted because of rounding.
+        following = times(v) if step == 0 else times(v) - betas[:, step - 1, None] * u
+        alphas[:, step], u, scale = _unit(_orthogonal(following, left[:, :step]), scale, tiny)
         left[:, step] = u
-        ahead = transposed(u) - alphas[:, step, None] * v
-        betas[:, step], v, scale = _unit(_orthogonal(ahead, right[:, : step + 1]), scale, tiny)
+        following = transposed(u) - alphas[:, step, None] * v
+        betas[:, step], v, scale = _unit(_orthogonal(following, right[:, : step + 1]), scale, tiny)
         for probe in ((alphas[:, step] == 0) | (betas[:, step] == 0)).nonzero()[:, 0].tolist():
             ends[probe] = min(ends[probe], step + 1)
         if max(ends) <= step + 1:
@@ -83,10 +83,10 @@ def bidiagonalise(
 
 
 def _orthogonal(x: Tensor, basis: Tensor) -> Tensor:
-    """x (probes, size) less what lies in the basis (probes, vectors, size)."""
+    """x (probes, size) orthogonal to the basis (probes, vectors, size)."""
     before = x.norm(dim=1)
-    for _ in range(2):  # twice is enough, and once where little was taken away
-        # One by one: torch's batched product of matrix and vector is several times slower.
+    for _ in range(2):  # twice is enough, and once if the norm changes little
+        # One by one, because torch's batched matrix-vector product is several times slower.
         x = torch.stack([each - old.mT @ (old @ each) for each, old in zip(x, basis, strict=True)])
         after = x.norm(dim=1)
         if bool((after > 0.7 * before).all()):
@@ -96,7 +96,7 @@ def _orthogonal(x: Tensor, basis: Tensor) -> Tensor:
 
 
 def _unit(x: Tensor, scale: Tensor, tiny: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Norm, direction and the largest norm so far; what is rounding beside that becomes zero and ends its probe."""
+    """Norm, direction and the largest norm so far; a norm below `tiny` times the largest becomes 0."""
     norm = x.norm(dim=1)
     scale = torch.maximum(scale, norm)
     norm = torch.where(norm > tiny * scale, norm, 0.0)
@@ -104,9 +104,9 @@ def _unit(x: Tensor, scale: Tensor, tiny: float) -> tuple[Tensor, Tensor, Tensor
 
 
 def nodes(krylov: Krylov, steps: int, close: float) -> Nodes:
-    """The Ritz values after the first `steps` steps; those nearer than `close` times the largest become one.
+    """The Ritz values after the first `steps` steps; those closer than `close` times the largest are merged.
 
-    A singular value of many directions is found again once rounding has mixed some more of them in.
+    Rounding can make a multiple singular value appear several times.
     """
     size = min(steps, len(krylov.bidiagonal))
     small = krylov.bidiagonal[:size, :size]
@@ -123,22 +123,25 @@ def nodes(krylov: Krylov, steps: int, close: float) -> Nodes:
 
 def quantile(starts: list[Nodes], share: float) -> float:
     """The s at which the mean distribution of several starts reaches `share`."""
-    return _inverse([_distribution(_weighty(each)) for each in starts], share)
+    return _inverse([_distribution(_significant(each)) for each in starts], share)
 
 
 def bound(starts: list[Nodes], share: float) -> float:
-    """An s at which the mean distribution has reached `share` for certain; infinite where no node bounds it."""
-    return _inverse([_least(each) for each in starts], share)
+    """An upper bound of the quantile; infinite if no node bounds it."""
+    return _inverse([_lower_bound(each) for each in starts], share)
 
 
 def resolved(starts: list[Nodes], share: float) -> bool:
-    """Whether the quantile lies above the first node; below it only zero and a bound are known."""
-    first = [0.0 if _alone(each)[0] else float(each.weights[0]) for each in map(_weighty, starts)]
+    """Whether the quantile is above the first node; below it only a bound is known."""
+    first = [0.0 if _isolated(each)[0] else float(each.weights[0]) for each in map(_significant, starts)]
     return share > float(np.mean(first))
 
 
 def above_null(ritz: Nodes, null: int, inputs: int) -> float:
-    """A Ritz value with more weight below it than `null` directions can have, so no less than some other sigma."""
+    """An upper bound of the smallest sigma outside of `null` directions.
+
+    This is the first Ritz value with more weight below it than the null directions can have.
+    """
     if null == 0:
         return float(ritz.values[0])
     share = min(1.0, null / inputs)
@@ -148,38 +151,38 @@ def above_null(ritz: Nodes, null: int, inputs: int) -> float:
 
 
 def spread(share: float, inputs: int, probes: int) -> float:
-    """Standard deviation of the mean of F over independent random starts, at the true `share`."""
+    """Standard deviation of the mean of F over independent random starts, at the true fraction `share`."""
     return math.sqrt(2 * share * (1 - share) / ((inputs + 2) * probes))
 
 
-def _weighty(ritz: Nodes) -> Nodes:
-    """Without the values that F does not notice; on its way to converge, one may pass close by a heavy one."""
+def _significant(ritz: Nodes) -> Nodes:
+    """Without values of negligible weight, which may be close to a heavy one before they converge."""
     keep = ritz.weights > 1e-8
     return Nodes(ritz.values[keep], ritz.weights[keep], ritz.residuals[keep])
 
 
-def _alone(ritz: Nodes) -> NDArray[np.bool_]:
-    """Which Ritz values stand for one singular value, or a narrow cluster: their residual is small beside the gaps."""
+def _isolated(ritz: Nodes) -> NDArray[np.bool_]:
+    """Which Ritz values are one singular value or a narrow cluster: their residual is small compared to the gaps."""
     s = ritz.values
-    gaps = np.diff(s, prepend=-s[0], append=np.inf)  # J has -s as well as s, so the smallest has a mirror below it
+    gaps = np.diff(s, prepend=-s[0], append=np.inf)  # the spectrum is symmetric, so below s[0] comes -s[0]
     below = np.where(gaps[:-1] > 0, gaps[:-1], np.inf)
     return ritz.residuals <= 0.1 * np.minimum(below, gaps[1:])
 
 
 def _distribution(ritz: Nodes) -> tuple[Array, Array]:
-    """F as a broken line: a step at a value that stands alone, elsewhere through the middle of its bounds at each node.
+    """F as a piecewise linear curve: a step at isolated values, else through the middle of its bounds at each node.
 
-    There F is smooth at the scale of the nodes, so that the middle is near it.
+    Away from isolated values F is smooth at the scale of the nodes, so the middle is close to it.
     """
     upper = np.cumsum(ritz.weights)
-    lower, alone = upper - ritz.weights, _alone(ritz)
+    lower, isolated = upper - ritz.weights, _isolated(ritz)
     middle = (lower + upper) / 2
-    before, after = np.where(alone, lower, middle), np.where(alone, upper, middle)
+    before, after = np.where(isolated, lower, middle), np.where(isolated, upper, middle)
     return _steps(ritz.values, before, after, last=1.0)
 
 
-def _least(ritz: Nodes) -> tuple[Array, Array]:
-    """What F is at least: the weights before a node, from that node to the next one."""
+def _lower_bound(ritz: Nodes) -> tuple[Array, Array]:
+    """A lower bound of F: the weights before a node, from that node to the next one."""
     lower = np.cumsum(ritz.weights) - ritz.weights
     return _steps(ritz.values, np.concatenate([[0.0], lower[:-1]]), lower, last=float(lower[-1]))
 

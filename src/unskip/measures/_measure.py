@@ -1,8 +1,8 @@
-"""`measure`: what a model does to a batch, site by site and block by block.
+"""`measure`: numbers about a model and a batch, by site and by block.
 
-Each sample is traced once, with the weights of the model's wiring; the numbers come from the plain functions of this
-package. Memory: all activations of one sample, the output of every block for all samples, what 4096 tokens take in
-float64, and what a Jacobian takes (`jacobian_spectrum`).
+Each sample is traced once, with the weights of the model's wiring; the numbers come from the public functions of this
+package. Memory: all activations of one sample, the output of every block for all samples, 4096 tokens in float64, and
+a Jacobian (`jacobian_spectrum`).
 """
 
 from __future__ import annotations
@@ -34,22 +34,21 @@ def measure(
     generator: torch.Generator | None = None,
     progress: Progress | None = None,
 ) -> Measurement:
-    """Rank, conditioning, attention, echo and quantisation of a model on a batch. Nothing in the model is changed.
+    """Rank, conditioning, attention, echo and quantisation of a model on a batch. The model does not change.
 
-    `batch` is a tensor, a tuple of arguments or a mapping, as for audit; samples lie along the first axis. Blocks are
-    measured at their outputs, as `features` gives them: in post-norm blocks after the last norm; `blocks` selects or
-    declares them as there. Jacobians are those of the first sample: "auto" builds them where they are small and
-    estimates them otherwise, in `steps` products each way; "exact" builds them all, "off" leaves them out. `grid` is
-    (rows, columns) of the patches, where they do not lie on a square. `progress` is called with (done, total, what).
-    The model runs in evaluation mode; a rewired one with its weights. What cannot be measured is left out, and the
-    notes say why.
+    `batch` is a tensor, a tuple of arguments or a mapping, as for `audit`, with samples along the first axis. Blocks
+    are measured at their outputs, as in `features`, and `blocks` selects or declares them in the same way. Jacobians
+    are those of the first sample: "auto" builds small ones and estimates large ones, with `steps` products with J and
+    J^T each; "exact" builds all, "off" none. `grid` is (rows, columns) of the patches, if it is not square. `progress`
+    is called with (done, total, what). The model runs in evaluation mode, with its current shortcut weights. Numbers
+    that cannot be measured are None, and the notes give the reason.
     """
     _check_arguments(jacobians, steps, grid, generator)
     generator = generator or torch.Generator().manual_seed(0)
     tick = progress or (lambda done, total, what: None)
     example = example_for(model, batch)
     count = _count(example)
-    _refuse_mixed(model, example, count)
+    _check_independent(model, example, count)
     total = count + (0 if jacobians == "off" else 1)
     tick(0, total, "tracing")
     traced = trace_parts(model, example.rows(0, 1) if count > 1 else example, weighted=True)
@@ -59,10 +58,10 @@ def measure(
     wanted = [all_blocks[index] for index in block_indices(blocks, len(all_blocks))]
     samples = Samples(model, traced, wanted, grid, _image(example))
     if len({len(value) for value in _tensors(example) if value.ndim > 1}) > 1:
-        samples.notes.append("arguments without a row for each sample: the batch runs whole, its first sample is seen")
+        samples.notes.append("arguments without a row for each sample: only the first sample of the batch is measured")
     for index in range(count):
-        again = Sample(trace_again(model, example.rows(index, index + 1), traced.trace)) if index else samples.first
-        samples.add(again)
+        sample = Sample(trace_again(model, example.rows(index, index + 1), traced.trace)) if index else samples.first
+        samples.add(sample)
         tick(index + 1, total, "samples")
     with quiet(model, training=False):
         spectra = Spectra(2 * len(traced.trace.sites) + 1, jacobians, steps, samples.notes, tick)
@@ -79,7 +78,7 @@ def _check_arguments(jacobians: object, steps: object, grid: object, generator: 
     if grid is not None and not (
         isinstance(grid, tuple) and len(grid) == 2 and all(isinstance(n, int) and n > 1 for n in grid)
     ):
-        raise BadInput(f"measure: grid is {grid!r}; it is (rows, columns) of the patches, two or more of each")
+        raise BadInput(f"measure: grid is {grid!r}; it must be (rows, columns) of the patches, at least 2 of each")
     if not isinstance(generator, torch.Generator | None):
         raise BadInput(f"measure: generator is {generator!r}; write torch.Generator().manual_seed({generator!r})")
 
@@ -90,34 +89,34 @@ def _tensors(tree: object) -> list[Tensor]:
 
 
 def _image(example: Example) -> tuple[int, int] | None:
-    """Height and width of the images, where there are some and all are of one size."""
+    """Height and width of the images, if there are any and all have the same size."""
     shapes = [value.shape for value in _tensors(example) if value.ndim == 4]
     sizes = {(s[1], s[2]) if s[-1] <= 4 < s[1] else (s[2], s[3]) for s in shapes}  # channels may come last
     return sizes.pop() if len(sizes) == 1 and 0 not in next(iter(sizes)) else None
 
 
 def _count(example: Example) -> int:
-    """How many samples the batch holds; 1 where its arguments have not all a row for each, and are taken as one."""
+    """The number of samples of the batch; 1 if its arguments do not all have one row for each sample."""
     counts = {len(value) for value in _tensors(example) if value.ndim > 1}
     if not counts or 0 in counts:
-        raise BadInput("the batch holds no tensor with samples along its first axis, or none at all")
+        raise BadInput("the batch has no tensor with samples along its first axis, or no samples")
     return counts.pop() if len(counts) == 1 else 1
 
 
-def _refuse_mixed(model: nn.Module, example: Example, count: int) -> None:
-    """Samples are measured one by one, which makes sense only where they do not see each other."""
+def _check_independent(model: nn.Module, example: Example, count: int) -> None:
+    """Raises BadInput if the samples of a batch affect each other, because they are measured one by one."""
     if count < 2:
         return
     try:
         with quiet(model, training=False):
-            pair, alone = (example.rows(start, count).copy().run(model) for start in (count - 2, count - 1))
+            pair, last = (example.rows(start, count).copy().run(model) for start in (count - 2, count - 1))
     except Exception:  # the trace that follows raises with the reason
         return
-    for two, one in zip(_tensors(pair), _tensors(alone), strict=False):
+    for two, one in zip(_tensors(pair), _tensors(last), strict=False):
         if two.dtype not in (torch.float32, torch.float64) or two.ndim < 2 or len(two) != 2:
             continue
         if two[1:].shape == one.shape and float((two[1:] - one).norm()) > 0.1 * float(one.norm()):
             raise BadInput(
-                f"{type(model).__name__}: its output for a sample changes with the sample before it. Samples must lie "
-                "along the first axis (batch_first=True) and not see each other; else pass one at a time."
+                f"{type(model).__name__}: its output for a sample changes with the previous sample. Samples must be "
+                "along the first axis (batch_first=True) and independent; otherwise pass one at a time."
             )

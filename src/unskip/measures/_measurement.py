@@ -1,4 +1,4 @@
-"""What `measure` returns: one row for each site, one for each block, and the network."""
+"""The result of `measure`: one row for each site, one for each block, and the spectrum of the network."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from unskip.measures.spectrum import Spectrum
 
 @dataclass(frozen=True)
 class SiteRow:
-    """One site. Heads are listed in order; None is what could not be measured."""
+    """The numbers of one site. Tuples have one number for each head; None means not measured."""
 
     index: int
     path: str
@@ -22,34 +22,34 @@ class SiteRow:
     beta: float
     ratio: float  # rms(beta f) / rms(alpha x), the mean over samples
     branch: Spectrum | None  # Jacobian of f with respect to its normalised input
-    sublayer: Spectrum | None  # of alpha x + beta f(x) with respect to x
+    sublayer: Spectrum | None  # Jacobian of alpha x + beta f(x) with respect to x
     entropy: tuple[float, ...] | None  # of attention, by head, in nats
-    self_attention: tuple[float, ...] | None  # share that a token pays to itself, by head
-    attention_condition: tuple[float, ...] | None  # of the matrix of attention, by head, the median over samples
+    self_attention: tuple[float, ...] | None  # attention of tokens to themselves, by head
+    attention_condition: tuple[float, ...] | None  # of the attention matrix, by head, the median over samples
     value_output: float | None  # condition number of W_V W_O
-    correlation_slope: float | None  # C'(1) of an MLP's correlation map: 1 where it keeps the angles of similar tokens
+    correlation_slope: float | None  # C'(1) of an MLP's correlation map: 1 keeps the angles between similar tokens
     gradient: float | None  # |d<w, x_L> / dx_l| for a random sign vector w
 
 
 @dataclass(frozen=True)
 class BlockRow:
-    """The output of one block, (samples, tokens, dim), as `features` gives it."""
+    """The numbers of one block's output, (samples, tokens, dim), as in `features`."""
 
     index: int
     path: str
     norm: float  # mean over tokens
-    token_rank: float | None  # effective rank, each token a row, centred
+    token_rank: float | None  # effective rank of all tokens, centred
     token_cosine: float | None  # mean cosine between different tokens of a sample; near 1: rank collapse
-    pooled_rank: float | None  # effective rank, each sample's mean token a row, centred
+    pooled_rank: float | None  # effective rank of the samples' mean tokens, centred
     carried: float  # the product of the alphas so far
     cosine: float | None  # with the first stream, mean over tokens
-    echo: float | None  # R^2 of the first stream predicted from this one by ridge regression, on held-out samples
-    high_frequency: float | None  # share of the energy of patch tokens above half of the Nyquist frequency
+    echo: float | None  # R^2 of the first stream predicted from this output by ridge regression, on held-out samples
+    high_frequency: float | None  # fraction of the energy of patch tokens above half of the Nyquist frequency
     cka_first: float | None  # unbiased linear CKA with the first stream
-    cka_previous: float | None  # and with the block before
+    cka_previous: float | None  # unbiased linear CKA with the previous block
     kurtosis: float | None  # excess kurtosis of all entries
-    outlier_channels: float | None  # largest RMS of a channel over the median one
-    sqnr8: float | None  # dB, one scale for the tensor
+    outlier_channels: float | None  # largest RMS of a channel over the median RMS
+    sqnr8: float | None  # in dB, at 8 bits with one scale for the tensor
     sqnr4: float | None
 
 
@@ -66,7 +66,7 @@ class Measurement:
     notes: tuple[str, ...]
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data for JSON; spectra without their values. What is not finite becomes None."""
+        """Plain data for JSON; spectra without their values, non-finite numbers as None."""
         return {
             "model": self.model,
             "samples": self.samples,
@@ -100,14 +100,14 @@ def _finite(value: Any) -> Any:
 
 
 def _table(columns: dict[str, Callable[[Any], object]], rows: Sequence[SiteRow | BlockRow]) -> str:
-    """The columns that have a value in some row."""
+    """A table of the columns that have a value in any row."""
     cells = {name: [value(row) for row in rows] for name, value in columns.items()}
     shown = {name: values for name, values in cells.items() if any(value is not None for value in values)}
     return table([*shown], [*zip(*shown.values(), strict=True)])
 
 
 def _condition(spectrum: Spectrum | None) -> object:
-    """A condition number; only from below where it was estimated."""
+    """A condition number; a lower bound if it was estimated."""
     if spectrum is None:
         return None
     return spectrum.condition if spectrum.exact else f">{spectrum.condition:.3g}"

@@ -32,24 +32,24 @@ ByHead = tuple[float, ...] | None
 
 
 class Spectra:
-    """The spectra of the first sample's Jacobians. What has none is noted."""
+    """The spectra of the first sample's Jacobians, with notes about those that cannot be computed."""
 
     def __init__(self, total: int, jacobians: Jacobians, steps: int, notes: list[str], progress: Progress) -> None:
         self.total, self.jacobians, self.steps, self.notes, self.progress = total, jacobians, steps, notes, progress
         self.done = 0
 
     def of(self, name: str, part: Callable[[torch.dtype], tuple[Function, Tensor, int]]) -> Spectrum | None:
-        """Of a part of the model: its function in a dtype, where it is taken, and how many directions norms lose."""
+        """The spectrum of a part: dtype -> (function, its input, number of directions that norms remove)."""
         if self.jacobians == "off":
             return None
         self.done += 1
         self.progress(self.done, self.total, f"Jacobian of {name}")
         try:
-            function, value, lost = part(torch.float64)
+            function, value, null = part(torch.float64)
             exact = self.jacobians == "exact" or value.numel() <= largest_built(value)
-            if not exact:  # float32 with the error bars of an estimate
-                function, value, lost = part(torch.float32)
-            return jacobian_spectrum(function, value, exact=exact, steps=self.steps, null=lost)
+            if not exact:  # float32 is precise enough for an estimate
+                function, value, null = part(torch.float32)
+            return jacobian_spectrum(function, value, exact=exact, steps=self.steps, null=null)
         except (ReplayError, BadInput) as reason:
             self.notes.append(f"no Jacobian of {name}: {reason}")
         except (NotImplementedError, RuntimeError) as error:
@@ -58,7 +58,7 @@ class Spectra:
 
 
 def site_rows(samples: Samples, spectra: Spectra, generator: torch.Generator) -> list[SiteRow]:
-    """One row for each site; what cannot be measured is left out, with a note in `samples.notes`."""
+    """One row for each site; numbers that cannot be measured are None, with a note in `samples.notes`."""
     try:
         gradients = gradient_norms(samples.first, generator)
     except (ReplayError, RuntimeError, NotImplementedError) as error:
@@ -69,8 +69,8 @@ def site_rows(samples: Samples, spectra: Spectra, generator: torch.Generator) ->
     if singular:
         names = ", ".join(f"site {row.index}" for row in singular[:3]) + (", ..." if len(singular) > 3 else "")
         samples.notes.append(
-            f"the attention of a head is numerically singular at {names} (equal rows, as in near-uniform attention): "
-            "its condition number is inf"
+            f"the attention matrix of a head is numerically singular at {names} (equal rows, as in near-uniform "
+            "attention): its condition number is inf"
         )
     return rows
 
@@ -97,11 +97,11 @@ def _row(each: SiteSamples, samples: Samples, spectra: Spectra, gradient: float 
 
 
 def _by_head(values: list[Tensor | None], median: bool = False) -> ByHead:
-    """The mean over samples, or their median: a condition number may be infinite."""
-    known = [value for value in values if value is not None]
-    if not known:
+    """The mean or median over samples; condition numbers need the median because they can be infinite."""
+    measured = [value for value in values if value is not None]
+    if not measured:
         return None
-    stacked = torch.stack(known)
+    stacked = torch.stack(measured)
     return tuple((stacked.median(0).values if median else stacked.mean(0)).tolist())
 
 
@@ -113,7 +113,7 @@ def _correlation_slope(samples: Samples, each: SiteSamples) -> float | None:
 
 
 def _value_output(samples: Samples, each: SiteSamples) -> float | None:
-    """The condition number of W_V W_O; queries that share their values also share what they write."""
+    """The condition number of W_V W_O; output weights of query heads with shared values are summed."""
     part = samples.traced.parts[each.site.index]
     attention = part.attention if isinstance(part, ParallelParts) else part
     if not isinstance(attention, AttentionParts):
@@ -123,16 +123,16 @@ def _value_output(samples: Samples, each: SiteSamples) -> float | None:
 
 
 def gradient_norms(sample: Sample, generator: torch.Generator) -> dict[int, float]:
-    """|d<w, x_L>/dx_l| at each site's stream, for a random sign vector w, by site index, where it is finite."""
+    """|d<w, x_L>/dx_l| at each site's stream, for a random sign vector w, by site index, if finite."""
     graph = sample.trace.graph
     start, end = sample.first(), sample.last()
     value = sample.value(start).detach().to(torch.float64, copy=True).requires_grad_()
-    on_the_way: dict[int, Tensor] = {start: value}
+    values: dict[int, Tensor] = {start: value}
     with torch.enable_grad():
-        out = replay(graph, start, end, torch.float64, keep=on_the_way)(value)
+        out = replay(graph, start, end, torch.float64, keep=values)(value)
         signs = torch.randint(0, 2, out.shape, generator=generator, device=generator.device).to(out) * 2 - 1
         streams = {site.index: sample.run(site).root for site in sample.sites}
-        wanted = [root for root in dict.fromkeys(streams.values()) if root in on_the_way]
-        gradients = torch.autograd.grad((out * signs).sum(), [on_the_way[root] for root in wanted], allow_unused=True)
+        wanted = [root for root in dict.fromkeys(streams.values()) if root in values]
+        gradients = torch.autograd.grad((out * signs).sum(), [values[root] for root in wanted], allow_unused=True)
     norms = {root: float(g.norm()) for root, g in zip(wanted, gradients, strict=True) if g is not None}
     return {index: norms[root] for index, root in streams.items() if math.isfinite(norms.get(root, math.nan))}

@@ -1,12 +1,11 @@
 """Attention by head: its entropy, the self-attention mass, and the condition number of its matrix.
 
     entropy = mean over queries of -sum_k p_k log p_k        (0: one key each; log(keys): uniform)
-    self-attention mass = mean over tokens of p_tt           (1: each token only looks at itself; 1 / keys: uniform)
+    self-attention mass = mean over tokens of p_tt           (1: tokens attend only to themselves; 1 / keys: uniform)
     condition = sigma_max / sigma_min of the matrix p        (near-uniform attention is close to rank one)
 
-for probabilities p (..., heads, queries, keys) after the softmax. Without a skip, what the sub-layer's derivative
-passes on depends on the conditions of p and of W_V W_O: "Cutting the Skip: Training Residual-Free Transformers", arXiv
-2510.00345.
+for probabilities p (..., heads, queries, keys) after the softmax. Without a skip, the conditioning of the sub-layer's
+Jacobian depends on p and W_V W_O: "Cutting the Skip: Training Residual-Free Transformers", arXiv 2510.00345.
 """
 
 from __future__ import annotations
@@ -21,24 +20,24 @@ from unskip.measures._input import floats
 
 
 def attention_entropy(p: Tensor) -> Tensor:
-    """The entropy in nats of each head, (heads,), a mean over queries and leading axes."""
+    """The entropy of each head in nats, (heads,), the mean over queries and leading axes."""
     wide = _probabilities("attention_entropy", p)
     return _by_head(torch.special.entr(wide).sum(-1).mean(-1)).mean(0)  # entr(0) = 0
 
 
 def self_attention_mass(p: Tensor) -> Tensor:
-    """The share of attention that each head's tokens give to themselves, (heads,), a mean over tokens and samples."""
+    """The attention of tokens to themselves in each head, (heads,), the mean over tokens and samples."""
     wide = _probabilities("self_attention_mass", p)
     if wide.shape[-1] != wide.shape[-2]:
         raise BadInput(
             f"self_attention_mass: queries and keys must be the same tokens, got {wide.shape[-2]} queries and "
-            f"{wide.shape[-1]} keys; cross-attention and a cached prefix have no diagonal"
+            f"{wide.shape[-1]} keys; cross-attention and cached keys have no diagonal"
         )
     return _by_head(wide.diagonal(dim1=-2, dim2=-1).mean(-1)).mean(0)
 
 
 def attention_condition(p: Tensor) -> Tensor:
-    """The condition number of each head's p, (heads,), the median over leading axes; inf where rounding hides it."""
+    """The condition number of each head's p, (heads,), the median over leading axes; inf if numerically singular."""
     _probabilities("attention_condition", p)
     return _by_head(condition(p)).median(0).values
 
@@ -46,8 +45,7 @@ def attention_condition(p: Tensor) -> Tensor:
 def condition(matrices: Tensor) -> Tensor:
     """sigma_max / sigma_min of matrices (..., rows, columns), over the min(rows, columns) singular values.
 
-    inf where sigma_min is within the rounding of the matrix' own dtype, eps |A|_F: the number would be noise. nan for a
-    zero matrix.
+    inf if sigma_min is within the rounding error of the matrix' dtype, eps |A|_F; nan for a zero matrix.
     """
     wide = floats("condition", "matrices", matrices, "(..., rows, columns)", 2)
     sigma = torch.linalg.svdvals(wide)
@@ -57,16 +55,16 @@ def condition(matrices: Tensor) -> Tensor:
 
 
 def value_output_condition(value: Tensor, out: Tensor) -> Tensor:
-    """The condition of x -> W_O W_V x, from the weights of nn.Linear: value (inner, dim) and out (dim, inner).
+    """The condition number of W_O W_V, from the weights of nn.Linear: value (inner, dim) and out (dim, inner).
 
-    All heads together are one (dim, dim) map, the one that tokens see. With fewer inner features than dim it is
-    singular by construction; then only the inner singular values, which can differ from zero, count.
+    All heads together are one (dim, dim) map. If inner < dim it is singular by construction, so only the largest
+    `inner` singular values count.
     """
     wide_value = floats("value_output_condition", "value", value, "(inner, dim)", 2, 2)
     wide_out = floats("value_output_condition", "out", out, "(dim, inner)", 2, 2)
     if wide_out.shape[1] != wide_value.shape[0]:
         raise BadInput(
-            f"value_output_condition: out {tuple(out.shape)} does not follow value {tuple(value.shape)}; pass (inner, "
+            f"value_output_condition: out {tuple(out.shape)} does not match value {tuple(value.shape)}; pass (inner, "
             "dim) and (dim, inner), with shared key-value heads repeated"
         )
     sigma = torch.linalg.svdvals(wide_out @ wide_value)
@@ -82,12 +80,12 @@ def _by_head(x: Tensor) -> Tensor:
 
 def _probabilities(who: str, p: Tensor) -> Tensor:
     wide = floats(who, "p", p, "(..., heads, queries, keys)", 3)
-    off = (wide.sum(-1) - 1).abs()
-    allowed = 1e-3 if p.dtype in (torch.float32, torch.float64) else 5e-2
-    if bool((off > allowed).any()) or bool((wide < 0).any()):
-        row = tuple(torch.nonzero((off > allowed) | (wide < 0).any(-1))[0].tolist())
+    tolerance = 1e-3 if p.dtype in (torch.float32, torch.float64) else 5e-2
+    wrong = ((wide.sum(-1) - 1).abs() > tolerance) | (wide < 0).any(-1)
+    if bool(wrong.any()):
+        row = tuple(wrong.nonzero()[0].tolist())
         raise BadInput(
-            f"{who}: p must be probabilities over its last axis; row {row} sums to {float(wide[row].sum()):.4g} and "
-            f"its least is {float(wide[row].min()):.3g}; pass attention after the softmax, without masked-out queries"
+            f"{who}: p must be probabilities over its last axis; row {row} sums to {float(wide[row].sum()):.4g}, with "
+            f"minimum {float(wide[row].min()):.3g}; pass attention after the softmax, without masked-out queries"
         )
     return wide

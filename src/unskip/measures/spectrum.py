@@ -1,16 +1,16 @@
-"""The singular values of a Jacobian: how a function stretches and squeezes small changes of its input.
+"""The singular values of a Jacobian: how a function scales small changes of its input.
 
     J = df/dx (outputs, inputs), flattened;  condition = sigma_max / sigma_min;  stable rank = |J|_F^2 / sigma_max^2
 
-Small Jacobians are built and decomposed. Large ones are only multiplied with, and what the products show comes with its
-error: sigma_max from below with a residual, the stable rank with a standard error, quantiles of the singular values
-with the spread of the probes and of the resolution, sigma_min as an upper bound and the condition as a lower one.
+Small Jacobians are built and decomposed. Large ones are estimated from products with vectors: sigma_max from below with
+a residual, the stable rank with a standard error, quantiles of the singular values with errors of the probes and of the
+resolution, sigma_min as an upper bound and the condition number as a lower bound.
 
-A normalisation has null directions by construction: LayerNorm forgets the mean and (up to its eps) the size of each
-token, RMSNorm the size: two directions a token and one go to zero, whatever the weights. The condition number is meant
-on the complement of such directions, whose number `null` gives. The case for conditioning: "Cutting the Skip: Training
-Residual-Free Transformers", arXiv 2510.00345. The norm of J outside of a known subspace, for the stable rank: Meyer,
-Musco, Musco & Woodruff 2021, "Hutch++".
+A normalisation has null directions by construction: LayerNorm removes the mean and (up to its eps) the scale of each
+token, RMSNorm only the scale, so two directions or one of each token vanish for any weights. The condition number
+leaves out these `null` directions. Why conditioning matters: "Cutting the Skip: Training Residual-Free Transformers",
+arXiv 2510.00345. The norm of J outside a known subspace, for the stable rank: Meyer, Musco, Musco & Woodruff 2021,
+"Hutch++".
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ from unskip.measures._jacobian import Function, Jacobian
 from unskip.measures._lanczos import Krylov, Nodes, above_null, bidiagonalise, bound, nodes, quantile, resolved, spread
 
 SHARES = (0.1, 0.5, 0.9)
-TOGETHER = 2**17  # numbers in the vectors that are multiplied at once, and in the probes together
+TOGETHER = 2**17  # numbers in the vectors of one batch of products, and in all probes by default
 
 
 @dataclass(frozen=True, eq=False)
 class Spectrum:
     """The singular values of one Jacobian, over the directions of its input.
 
-    `quantiles` counts all inputs: a Jacobian with fewer outputs than inputs, or with null directions, has zeros among
-    them. `errors` bounds each quantile at about 95%; infinite says that the quantile was not resolved and its value is
-    only an upper bound. `resolution` is what rounding leaves undecided: an
-    exact condition number whose sigma_min lies below it is infinite.
+    `quantiles` count all inputs, so they include zeros if there are fewer outputs than inputs, or null directions.
+    `errors` are 95% bounds, approximately; an infinite error means that the quantile is not resolved and its value is
+    only an upper bound. `resolution` is the rounding error of singular values: an exact condition number is infinite
+    if sigma_min is below it.
     """
 
     exact: bool
@@ -49,10 +49,10 @@ class Spectrum:
     sigma_max: float
     sigma_max_error: float
     sigma_min: float | None  # exact: the smallest outside of the null directions
-    sigma_min_bound: float | None  # matrix-free: no smaller than sigma_min
+    sigma_min_bound: float | None  # matrix-free: an upper bound of sigma_min
     null: int
-    null_max: float | None  # exact: the largest singular value that was counted as null
-    condition: float  # a lower bound where not exact
+    null_max: float | None  # exact: the largest singular value counted as null
+    condition: float  # a lower bound if not exact
     stable_rank: float
     stable_rank_error: float
     quantiles: dict[float, float]
@@ -60,7 +60,7 @@ class Spectrum:
     resolution: float
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data for JSON, without the values; what is not finite becomes None."""
+        """Plain data for JSON, without the values; non-finite numbers become None."""
         data = {name: value for name, value in vars(self).items() if name != "values"}
         for name in ("quantiles", "errors"):
             data[name] = {str(share): finite_or_none(value) for share, value in data[name].items()}
@@ -69,8 +69,8 @@ class Spectrum:
         }
 
     def __str__(self) -> str:
-        way = "exact" if self.exact else "matrix-free"
-        text = f"{self.shape[0]} x {self.shape[1]} {way} {self.precision}: sigma_max {self.sigma_max:.4g}"
+        method = "exact" if self.exact else "matrix-free"
+        text = f"{self.shape[0]} x {self.shape[1]} {method} {self.precision}: sigma_max {self.sigma_max:.4g}"
         if self.exact:
             text += f", sigma_min {self.sigma_min:.3g}, condition {self.condition:.3g}"
         else:
@@ -97,16 +97,16 @@ def jacobian_spectrum(
     generator: torch.Generator | None = None,
     null: int = 0,
 ) -> Spectrum:
-    """The spectrum of f's Jacobian at x, where f maps one tensor to one tensor. Pass float64 for exact work.
+    """The spectrum of the Jacobian of f at x; f maps one tensor to one tensor. Pass float64 for exact results.
 
-    `exact` builds the Jacobian; by default where inputs and outputs are at most 4096, or 16384 on a GPU. It takes 8
-    bytes for each of its entries, about three times. Otherwise `probes` random starts (by default enough for 131072
-    numbers, at most 32) go `steps` products each way, and `samples` more products give the stable rank. That takes 8
-    bytes for each of steps x (inputs + outputs) x probes, where no more probes run at once than have 131072 numbers,
-    and f's own memory for one graph and for that many vectors. Small quantiles of a spectrum over decades need more
-    steps; their error says when. Without a generator the probes are the same in each call.
+    `exact` builds the Jacobian, by default if inputs and outputs are at most 4096, or 16384 on a GPU. Its memory is
+    about three times 8 bytes for each entry. The matrix-free method runs `steps` products with J and with J^T from each
+    of `probes` random vectors (by default enough for 131072 numbers, at most 32), and `samples` more for the stable
+    rank. Its memory is 8 x steps x (inputs + outputs) x probes bytes, with batches of probes limited to 131072 numbers,
+    plus f's own memory for one graph and these vectors. Small quantiles of a spectrum over several decades need more
+    steps, as their error shows. Without a generator the probes are the same in each call.
 
-    `null` is the number of input directions that are null by construction; inputs less outputs are always counted.
+    `null` is the number of input directions that are null by construction; at least inputs - outputs always are.
     """
     steps = whole("jacobian_spectrum", "steps", steps, low=2)
     samples = whole("jacobian_spectrum", "samples", samples, low=2)
@@ -123,22 +123,22 @@ def jacobian_spectrum(
         probes = min(32, math.ceil(TOGETHER / inputs))
     else:
         probes = whole("jacobian_spectrum", "probes", probes, low=1)
-    # A seed of its own: weights drawn from a generator of the same seed must not turn up again as probes.
+    # An unusual seed, so that probes do not repeat weights that were drawn with a common one.
     seed = 20_240_410_947 if generator is None else _seed(generator)
     return _matrix_free(jacobian, null, probes, min(steps, inputs), samples, torch.Generator().manual_seed(seed))
 
 
 def largest_built(x: Tensor) -> int:
-    """How many inputs and outputs a Jacobian may have to be built unasked, on the device of x."""
+    """The largest number of inputs or outputs of a Jacobian that is built by default, on the device of x."""
     return 16384 if x.is_cuda else 4096
 
 
 def _exact(jacobian: Jacobian, null: int) -> Spectrum:
     outputs, inputs = jacobian.shape
     full = jacobian.matrix(max(1, TOGETHER * 8 // max(outputs, inputs)))
-    # On a GPU torch's own choice of method is the slower one at this size.
+    # torch's default driver on a GPU is slower at this size.
     values = torch.linalg.svdvals(full, driver="gesvd" if full.is_cuda else None).cpu()
-    every = torch.cat([values, values.new_zeros(max(0, inputs - outputs))])  # one for each direction of the input
+    every = torch.cat([values, values.new_zeros(max(0, inputs - outputs))])  # one for each input
     top = float(values[0])
     resolution = _resolution(jacobian, top)
     least = float(every[inputs - null - 1]) if null < inputs else math.nan
@@ -180,7 +180,7 @@ def _matrix_free(
     for start in range(0, probes, together):
         starts = draw(min(together, probes - start))
         krylovs = bidiagonalise(jacobian.times, jacobian.transposed_times, starts, outputs, steps, 8 * close)
-        first = krylovs[0] if first is None else first  # the other bases are not needed again
+        first = first or krylovs[0]  # the other bases are not needed later
         ritz += [nodes(krylov, steps, close) for krylov in krylovs]
         half += [nodes(krylov, max(1, steps // 2), close) for krylov in krylovs]
     assert first is not None
@@ -221,17 +221,18 @@ def _matrix_free(
 
 
 def _quantile(ritz: list[Nodes], half: list[Nodes], share: float, inputs: int) -> tuple[float, float]:
-    """Value and error: two standard deviations of the probes, and what the second half of the steps moved."""
-    away = 2 * spread(share, inputs, len(ritz))
+    """A quantile and its error: two standard deviations of the probes, plus the change in the second half of steps."""
+    deviation = 2 * spread(share, inputs, len(ritz))
+    upper = min(1.0, share + deviation)
     if not resolved(ritz, share):
-        return bound(ritz, min(1.0, share + away)), math.inf
+        return bound(ritz, upper), math.inf
     value = quantile(ritz, share)
-    low, high = quantile(ritz, max(0.0, share - away)), quantile(ritz, min(1.0, share + away))
+    low, high = quantile(ritz, max(0.0, share - deviation)), quantile(ritz, upper)
     return value, max(high - value, value - low) + abs(value - quantile(half, share))
 
 
 def _outside(jacobian: Jacobian, krylov: Krylov, noise: Tensor) -> Tensor:
-    """|J (I - V V^T) g|^2 for each g; J V = U B is known, so J is applied to g alone."""
+    """|J (I - V V^T) g|^2 for each g; J V = U B is known, so only J g is computed."""
     inside = noise @ krylov.right.mT @ krylov.bidiagonal.mT.to(noise.device) @ krylov.left
     return (jacobian.times(noise) - inside).square().sum(1).cpu()
 
