@@ -46,7 +46,7 @@ def test_what_rotary_positions_and_grouped_queries_leave_is_said() -> None:
         values = torch.linalg.svdvals(part.value_output().double())
         assert values[:32].tolist() == pytest.approx([9.0] * 32, rel=1e-4)
         assert float(values[32:].max()) < 1e-4
-    with pytest.raises(InitError, match="not calibrated: its queries and keys are not of one head"):
+    with pytest.raises(InitError, match="not calibrated: its heads share keys"):
         skipless_(model, ids, self_attention=0.8)
     with pytest.raises(InitError, match="it has no mlp_bias"):
         skipless_(model, ids, **PRESETS["shaped"])

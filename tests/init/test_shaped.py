@@ -86,7 +86,7 @@ def test_pairs_pass_tokens_on(layer: Any, slope: float) -> None:
 def test_pairs_are_refused_where_they_cannot_be_and_missed_where_they_are_not() -> None:
     with pytest.raises(InitError, match="activation tanh"):
         skipless_(vit(act_layer=nn.Tanh), images()[:2], pairs=True)
-    with pytest.raises(InitError, match="hold no pairs"):
+    with pytest.raises(InitError, match="cannot have pairs"):
         skipless_(vit(mlp_ratio=1.5), images()[:2], pairs=True)
     with pytest.raises(BadInput, match="no bias"):
         start_(vit(), "skipless:shaped,pairs", example=images()[:2])
@@ -168,9 +168,9 @@ def test_the_text_reaches_every_option() -> None:
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        ({"parts": ("mlp",), "carry": 3}, "carry is about value-output"),
-        ({"parts": ("mlp",), "self_attention": 0.5}, "self_attention is about query-key"),
-        ({"parts": ("query-key",), "mlp_bias": 1.0}, "mlp_bias is about mlp"),
+        ({"parts": ("mlp",), "carry": 3}, "carry applies to value-output"),
+        ({"parts": ("mlp",), "self_attention": 0.5}, "self_attention applies to query-key"),
+        ({"parts": ("query-key",), "mlp_bias": 1.0}, "mlp_bias applies to mlp"),
         ({"self_attention": 1.0}, "target"),
         ({"self_attention": (0.5, 0.5, 0.5)}, "3 targets for 2"),
         ({"mlp_gain": 0.0}, "mlp_gain"),

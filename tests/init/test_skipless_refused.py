@@ -32,7 +32,7 @@ class Computed(nn.Module):
         ("timm_parallel_things", {}, "2 attentions in one branch"),
         ("timm_resnet", {}, "conv"),
         ("hf_t5", {}, "another sequence"),
-        ("hf_llama", {"heads": "sliced"}, "dealt out"),
+        ("hf_llama", {"heads": "sliced"}, "their own keys"),
         ("timm_vit", {"where": lambda site: False}, "no site"),
     ],
 )

@@ -351,7 +351,7 @@ def test_a_mean_that_cannot_be_taken_out_is_not_called_centred(bias: bool, told:
     verify_skipless(model, x)
     with pytest.raises(InitError, match=told):
         verify_skipless(model, x, centre=True)
-    with pytest.raises(BadInput, match="centre is about mlp"):
+    with pytest.raises(BadInput, match="centre applies to mlp"):
         verify_skipless(model, x, centre=True, parts=("query-key",))
 
 

@@ -92,7 +92,7 @@ def test_notes_point_at_the_line_that_called(words: str) -> None:
         ("zero:centre", "default, zero, skipless"),
         ("skipless:vit-smal", "nearest: vit-small"),
         ("skipless:beta=much", "beta.*much"),
-        ("skipless:gamma=1", "'gamma=1' is none of"),
+        ("skipless:gamma=1", "'gamma=1' is not one of"),
         ("skipless:vit-base,vit-small", "one preset, .* vit-small"),
         (None, "text such as"),
     ],
@@ -165,7 +165,7 @@ def test_a_gated_mlp_has_nothing_to_take_out() -> None:
 
 
 def test_centre_is_refused_where_it_cannot_be() -> None:
-    with pytest.raises(BadInput, match="centre is about mlp"):
+    with pytest.raises(BadInput, match="centre applies to mlp"):
         skipless_(vit(), parts=("query-key",), centre=True)
     model = vit()
     for block in model.blocks:  # type: ignore[union-attr]

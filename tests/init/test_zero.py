@@ -320,7 +320,7 @@ def test_twice_is_once(name: str) -> None:
 def test_sites_whose_parts_are_unknown_are_checked_on_the_example_and_told() -> None:
     family = FAMILIES["timm_resnet"]
     found = verify_zero_branches(family.build(), family.inputs(2), check=False)
-    assert "the example alone" in found.notes[0]
+    assert "only on the example" in found.notes[0]
     assert all(set(row.values) == {"largest"} for row in found.rows)
     with pytest.raises(BadInput, match="where"):
         verify_zero_branches(family.build(), family.inputs(2), where="mpl")

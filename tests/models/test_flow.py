@@ -269,5 +269,5 @@ def test_samples_that_cannot_be_drawn() -> None:
 
 def test_a_tolerance_below_rounding_is_refused_and_not_searched_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("unskip.models._samplers._MOST", 30)
-    with pytest.raises(BadInput, match="take a larger one"):
+    with pytest.raises(BadInput, match="use a larger one"):
         draw(Gaussian(Flow()), torch.tensor([0]), SHAPE, NONE, sampling=Sampling("dopri5", tolerance=1e-12))

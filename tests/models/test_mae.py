@@ -243,10 +243,10 @@ def overlapping() -> nn.Module:
     ("options", "message"),
     [
         ({"mask": 0.0}, "nothing to predict"),
-        ({"mask": 1.0}, "nothing to see"),
-        ({"mask": 0.97}, "shows 0"),
-        ({"depth": 0}, "it needs one"),
-        ({"heads": 5}, "12 wide and 5 heads"),
+        ({"mask": 1.0}, "nothing to encode"),
+        ({"mask": 0.97}, "leaves 0"),
+        ({"depth": 0}, "it needs at least one"),
+        ({"heads": 5}, "width is 12 with 5 heads"),
         ({"width": 6, "heads": 3}, "multiple of 4"),
     ],
 )
@@ -263,9 +263,12 @@ def test_bad_settings_are_refused(options: dict[str, Any], message: str) -> None
         (lambda: timm.create_model("swin_tiny_patch4_window7_224", num_classes=0), "has no patch tokens"),
         (lambda: nn.Linear(2, 2), "Linear"),
         (lambda: vit(final_norm=True), "final_norm=False"),
-        (lambda: vit(patch_size=(3, 4)), "they are squares"),
-        (lambda: overlapping(), "looks beyond the patch"),
-        (lambda: timm.create_model("vit_tiny_r_s16_p8_224", img_size=64), r"\(HybridEmbed\) looks beyond the patch"),
+        (lambda: vit(patch_size=(3, 4)), "they must be square"),
+        (lambda: overlapping(), "is not limited to its patch"),
+        (
+            lambda: timm.create_model("vit_tiny_r_s16_p8_224", img_size=64),
+            r"\(HybridEmbed\) is not limited to its patch",
+        ),
         (lambda: vit(embed_dim=18), "multiple of 4, got 18"),
     ],
 )

@@ -78,7 +78,7 @@ def test_a_checkpoint_without_a_decoder_fills_the_encoder() -> None:
         (lambda s: s.update({"pos_embed": torch.zeros(1, 26, 16)}), r"pos_embed .*26, .*17,"),
         (lambda s: s.update({"decoder_pos_embed": torch.zeros(1, 26, 12)}), r"decoder.positions is \(25, 12\)"),
         (lambda s: s.update({"decoder_pos_embed": torch.zeros(12)}), r"decoder.positions is \(12,\)"),
-        (lambda s: s.clear(), "holds no tensors by name"),
+        (lambda s: s.clear(), "has no tensors by name"),
     ],
 )
 def test_a_checkpoint_of_another_shape_is_refused_and_nothing_is_loaded(change: Any, message: str) -> None:

@@ -193,7 +193,7 @@ def test_input_that_does_not_fit() -> None:
         SiT(**{**SMALL, "patch": 3}, depth=2)
     with pytest.raises(BadInput, match=r"multiple of 4 .* heads"):
         UViT(**{**SMALL, "width": 18}, depth=3)
-    with pytest.raises(BadInput, match="depth is odd"):
+    with pytest.raises(BadInput, match="depth must be odd"):
         UViT(**SMALL, depth=4)
 
 

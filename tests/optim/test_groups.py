@@ -143,7 +143,7 @@ def test_frozen_parameters_are_left_out_and_listed() -> None:
         param.requires_grad_(False)
     table = groups(model)
     assert "blocks.0.attn.qkv.weight" in table.frozen
-    assert "frozen, left out: blocks.0.norm1.weight" in str(table)
+    assert "frozen, excluded: blocks.0.norm1.weight" in str(table)
     optimizer = build(model, "soap", lr=1e-3)
     held = {id(param) for group in optimizer.param_groups for param in group["params"]}
     assert held == {id(param) for param in model.parameters() if param.requires_grad}

@@ -2,14 +2,15 @@
 
     mean over samples, tokens and heads of p_tt = target        p the attention of the model as it is wired
 
-The constants of "Cutting the Skip" (arXiv 2510.00345) are the same for all blocks, and how much a token attends to
-itself then falls with depth as tokens become alike. Here it is the same in all blocks, or what is asked for each.
+"Cutting the Skip" (arXiv 2510.00345) uses the same constants in all blocks; self-attention then falls with depth as
+tokens become similar. Here each block has its target.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -19,17 +20,17 @@ from unskip._checks import number, whole
 from unskip._modes import quiet
 from unskip.anatomy import AttentionParts, Example, Parts, Site, example_for, named, parts, trace_parts
 from unskip.errors import BadInput, InitError
-from unskip.init._check import transaction
+from unskip.init._check import select, transaction
 from unskip.init._draw import Draw
 from unskip.init._query_key import factors
 from unskip.wiring import Where, check_selector, picks
 
-_EVEN = 0.1  # noise of near-uniform heads
-_STEPS = 10  # of the bisection: b to a thousandth or so
+_NEAR_UNIFORM = 0.1  # noise of near-uniform heads
+_STEPS = 10  # of the bisection, which gives b to about 1e-3
 
 
 class Solved(NamedTuple):
-    """One attention: the weight of the identity, and the self-attention that it gives on the batch."""
+    """One attention: the weight of the identity, and the self-attention that it reaches on the batch."""
 
     site: Site
     identity: float
@@ -47,20 +48,18 @@ def calibrate_(
     where: Where = None,
     generator: torch.Generator | None = None,
 ) -> list[Solved]:
-    """Fills W_Q and W_K so that a token's attention to itself is `target` on the example, one number or one a block.
+    """Fills W_Q and W_K so that mean self-attention on the example is `target`, one number or one per block.
 
-    The last `even` heads of each block start near-uniform instead and do not count. The identity has a weight of at
-    most `most`, so where tokens are very alike the target may not be reached; the result says what was. Rewire first:
-    what a block sees depends on the skips before it. `where` chooses sites as in `rewire`.
+    The last `even` heads of each block start near-uniform instead and do not count. The identity's weight is at most
+    `most`, so the target may not be reached where tokens are very similar; the result has the value that was. Rewire
+    first: the input of a block depends on the skips before it. `where` selects sites as in `rewire`.
     """
     check_selector(where)
-    all_parts = parts(model, example)
-    pairs = [(site, part) for site, part in zip(all_parts.sites, all_parts, strict=True) if picks(where, site)]
-    chosen = Parts(all_parts.model, [site for site, _ in pairs], [part for _, part in pairs], {})
+    chosen = select(parts(model, example), partial(picks, where))
     with torch.no_grad(), transaction(model):
         heads = {part.site.index: part.heads - whole("calibrate_", "even", even, low=0) for part in chosen.attentions()}
-        whole_example = example_for(model, example)
-        return [*solve_(model, whole_example, chosen, target, qk_noise, heads, Draw(generator), most)]
+        draw = Draw(generator)
+        return [*solve_(model, example_for(model, example), chosen, target, qk_noise, heads, draw, most)]
 
 
 def solve_(
@@ -73,23 +72,23 @@ def solve_(
     draw: Draw,
     most: float = 4.0,
 ) -> Iterator[Solved]:
-    """Calibrates the first `heads` (by site index) of each chosen attention, in order."""
+    """Calibrates the first heads of each chosen attention, in order; `heads` has their number by site index."""
     number("calibrate_", "most", most, zero=False)
     for part, goal in zip(chosen.attentions(), targets(chosen, target), strict=True):
         count = heads[part.site.index]
         _refuse(part, count)
         tokens = _input(model, part, example)
-        seen = None
-        if "mask" in part.extras:  # such as a causal one: what it leaves has a weight above 0
-            seen = trace_parts(model, example, weighted=True).probabilities(part.site.index) > 0
+        visible = None
+        if "mask" in part.extras:  # for example causal: unmasked entries have a weight above 0
+            visible = trace_parts(model, example, weighted=True).probabilities(part.site.index) > 0
         matrices = draw.normal(part.heads, tokens.shape[-1], tokens.shape[-1], dtype=torch.float32)
         matrices /= math.sqrt(tokens.shape[-1])
-        _fill(part, _EVEN * matrices)
+        _fill(part, _NEAR_UNIFORM * matrices)
         low, high, middle, reached = 0.0, most, 0.0, math.nan
         for _ in range(_STEPS):
             middle = (low + high) / 2 if low > 1 else math.sqrt(max(low, 0.02) * high)
             _fill(part, noise * matrices[:count] + middle * torch.eye(tokens.shape[-1]))
-            reached = float(_self_attention(part, tokens, seen)[:count].mean())
+            reached = float(_self_attention(part, tokens, visible)[:count].mean())
             low, high = (middle, high) if reached < goal else (low, middle)
         yield Solved(part.site, middle, reached)
 
@@ -99,27 +98,29 @@ def targets(chosen: Parts, target: float | Sequence[float]) -> list[float]:
     count = len([*chosen.attentions()])
     goals = [*target] if isinstance(target, Sequence) else [target] * count
     if len(goals) != count or not count:
-        raise BadInput(f"self-attention has {len(goals)} targets for {count} attentions; give one number, or one each")
+        raise BadInput(
+            f"self-attention has {len(goals)} targets for {count} attentions; give one number, or one for each"
+        )
     return [number("calibrate_", "target", goal, zero=False, below=1) for goal in goals]
 
 
 def _refuse(part: AttentionParts, heads: int) -> None:
-    other = [each for each in part.extras if each.startswith(("query-key", "score", "input"))]
+    extras = [extra for extra in part.extras if extra.startswith(("query-key", "score", "input"))]
     why = None
     if part.cross or part.kv_heads != part.heads:
-        why = "its queries and keys are not of one head and one sequence"
-    elif other:
-        why = f"its weights alone do not decide about its attention ({', '.join(other)})"
+        why = "its heads share keys, or its keys come from another sequence"
+    elif extras:
+        why = f"its attention does not depend on its weights alone ({', '.join(extras)})"
     elif part.head_dim > part.q.shape[2]:
         why = "its heads are wider than the stream"
     if why is not None:
-        raise InitError(f"{named([part.site])}: not calibrated: {why}. Leave such sites out by where=.")
+        raise InitError(f"{named([part.site])}: not calibrated: {why}. Exclude such sites with where=.")
     if not 0 < heads <= part.heads:
-        raise BadInput(f"{named([part.site])}: {heads} of {part.heads} heads to calibrate; take one at least")
+        raise BadInput(f"{named([part.site])}: {heads} of {part.heads} heads to calibrate; use at least one")
 
 
 def _fill(part: AttentionParts, matrices: Tensor) -> None:
-    """The first heads: factors of the best approximation of rank d_head."""
+    """Fills the first heads with factors of the best approximation of rank d_head."""
     left, right = factors(matrices, part.head_dim)
     part.q[: len(matrices)].copy_(left.mT)
     part.k[: len(matrices)].copy_(right.mT)
@@ -128,28 +129,26 @@ def _fill(part: AttentionParts, matrices: Tensor) -> None:
             bias.zero_()
 
 
-def _self_attention(part: AttentionParts, tokens: Tensor, seen: Tensor | None) -> Tensor:
-    """(heads,): what tokens (samples, tokens, dim) pay to themselves among those that are seen, in the mean."""
+def _self_attention(part: AttentionParts, tokens: Tensor, visible: Tensor | None) -> Tensor:
+    """(heads,) mean self-attention of tokens (samples, tokens, dim), among visible tokens."""
     q, k = (torch.einsum("bnd,hed->bhne", tokens, weight.float()) for weight in (part.q, part.k))
     scores = part.softmax_scale * q @ k.mT
-    scores = scores if seen is None else scores.masked_fill(~seen.to(scores.device), -math.inf)
+    scores = scores if visible is None else scores.masked_fill(~visible.to(scores.device), -math.inf)
     return scores.softmax(-1).diagonal(dim1=-2, dim2=-1).mean((0, 2))
 
 
 def _input(model: nn.Module, part: AttentionParts, example: Example) -> Tensor:
-    """What the attention reads, (samples, tokens, dim): the output of the norm before it."""
+    """The input of the attention, (samples, tokens, dim): the output of the norm before it."""
     if part.norm is None or part.norm.place != "pre":
-        raise InitError(
-            f"{named([part.site])}: not calibrated: no norm stands before it. Leave such sites out by where=."
-        )
-    held: list[Tensor] = []
+        raise InitError(f"{named([part.site])}: not calibrated: no norm before it. Exclude such sites with where=.")
+    outputs: list[Tensor] = []
     norm = model.get_submodule(part.norm.path)
-    hook = norm.register_forward_hook(lambda module, inputs, output: held.append(output.detach()))
+    hook = norm.register_forward_hook(lambda module, inputs, output: outputs.append(output.detach()))
     try:
         with quiet(model, training=False):
             example.copy().run(model)
     finally:
         hook.remove()
-    if held[0].ndim != 3:
-        raise InitError(f"{named([part.site])}: not calibrated: its tokens are {tuple(held[0].shape)}, not a sequence")
-    return held[0].float()
+    if outputs[0].ndim != 3:
+        raise InitError(f"{named([part.site])}: not calibrated: its input is {tuple(outputs[0].shape)}, not a sequence")
+    return outputs[0].float()

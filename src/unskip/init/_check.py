@@ -1,4 +1,4 @@
-"""The check of an initialisation: a table with one row for each site, which raises where an expectation failed."""
+"""Checks of an initialisation: a table with one row per site, which can raise if an expectation failed."""
 
 from __future__ import annotations
 
@@ -25,18 +25,24 @@ class Row:
     failed: tuple[str, ...] = ()
 
 
+def select(parts: Parts, chooses: Callable[[Site], bool]) -> Parts:
+    """The parts of the chosen sites alone; None where unknown."""
+    pairs = [(site, part) for site, part in zip(parts.sites, parts, strict=True) if chooses(site)]
+    return Parts(parts.model, [site for site, _ in pairs], [part for _, part in pairs], {})
+
+
 def chosen_parts(all_parts: Parts, chooses: Callable[[Site], bool]) -> Parts:
-    """The parts of the chosen sites. Raises InitError where there is none, or where one is unknown."""
-    pairs = [(site, part) for site, part in zip(all_parts.sites, all_parts, strict=True) if chooses(site)]
-    if not pairs:
+    """The parts of the chosen sites. Raises InitError if there is none, or if one is unknown."""
+    chosen = select(all_parts, chooses)
+    if not chosen.sites:
         raise InitError(f"{all_parts.model}: no site to initialise")
-    unknown = [site for site, part in pairs if part is None]
+    unknown = [site for site, part in zip(chosen.sites, chosen, strict=True) if part is None]
     if unknown:
         raise InitError(
-            f"{named(unknown)}: {all_parts.reasons[unknown[0].index]}. Nothing was changed; leave such sites out by "
+            f"{named(unknown)}: {all_parts.reasons[unknown[0].index]}. Nothing was changed; exclude such sites with "
             "where=."
         )
-    return Parts(all_parts.model, [site for site, _ in pairs], [part for _, part in pairs], {})
+    return chosen
 
 
 class RowBuilder:
@@ -47,12 +53,12 @@ class RowBuilder:
         self.failed: list[str] = []
 
     def expect(self, holds: bool, otherwise: str) -> None:
-        """Notes an expectation that does not hold, in words."""
+        """Records the message of an expectation that does not hold."""
         if not holds:
             self.failed.append(otherwise)
 
     def worst(self, name: str, value: float) -> float:
-        """Keeps the largest of a column; one that is not a number stays."""
+        """Keeps the largest value of a column; a NaN stays. Returns `value`."""
         before = self.values.get(name)
         if before is None or not value <= before:
             self.values[name] = value if before is None or not math.isnan(before) else before
@@ -76,7 +82,7 @@ class Check:
         return tuple(row for row in self.rows if row.failed)
 
     def raise_if_failed(self) -> Check:
-        """The check itself, or InitError with the table."""
+        """Returns the check, or raises InitError with the table."""
         if self.failed:
             names = ", ".join(row.site.name for row in self.failed[:3])
             raise InitError(f"{self.title}: {len(self.failed)} of {len(self.rows)} sites fail ({names}).\n{self}")
@@ -107,7 +113,7 @@ class Check:
 
 
 def same(a: Tensor | None, b: Tensor | None) -> bool:
-    """Whether two views begin at one number of the model."""
+    """Whether two views start at the same element of one storage."""
     if a is None or b is None:
         return False
     return bool(a.untyped_storage()._cdata == b.untyped_storage()._cdata and a.storage_offset() == b.storage_offset())
@@ -115,7 +121,7 @@ def same(a: Tensor | None, b: Tensor | None) -> bool:
 
 @contextmanager
 def transaction(model: nn.Module) -> Iterator[None]:
-    """Puts the parameters back where what is inside raises."""
+    """Restores the parameters if the body raises."""
     before: dict[str, Tensor] = {name: p.detach().clone() for name, p in model.named_parameters()}
     try:
         yield

@@ -9,7 +9,7 @@ from unskip.errors import BadInput
 
 
 class Draw:
-    """Draws from one generator, or from torch's own."""
+    """Draws from a generator, or from torch's default one."""
 
     def __init__(self, generator: torch.Generator | None) -> None:
         if not isinstance(generator, torch.Generator | None):
@@ -21,16 +21,16 @@ class Draw:
         return torch.randn(shape, generator=self.generator, device=device, dtype=dtype).cpu()
 
     def orthonormal(self, rows: int, columns: int) -> Tensor:
-        """Orthonormal rows or columns, whichever are fewer; signs are those of the decomposition."""
-        q = self._decomposed(rows, columns)[0]
+        """Orthonormal rows or columns, whichever are fewer, with the signs that QR returns."""
+        q = self._qr(rows, columns)[0]
         return q.T if rows < columns else q
 
     def orthogonal(self, rows: int, columns: int) -> Tensor:
         """Uniform among the matrices with orthonormal rows or columns, whichever are fewer."""
-        q, r = self._decomposed(rows, columns)
+        q, r = self._qr(rows, columns)
         q = q * r.diagonal().sign()  # else the distribution would not be uniform
         return q.T if rows < columns else q
 
-    def _decomposed(self, rows: int, columns: int) -> tuple[Tensor, Tensor]:
+    def _qr(self, rows: int, columns: int) -> tuple[Tensor, Tensor]:
         q, r = torch.linalg.qr(self.normal(max(rows, columns), min(rows, columns)))
         return q, r

@@ -1,9 +1,9 @@
-"""Mirrored pairs of units: part of an MLP passes every token on, the other units compute.
+"""Mirrored pairs of units: they pass every token through an MLP, and the other units compute.
 
     W_up = [R; -R; S]    W_down = [gain / k Q, -gain / k Q, mix gain T]    phi(z) - phi(-z) = k z
 
 R, Q and T are orthogonal, and S with the gain of its shape. The pairs write gain Q R x exactly, for ReLU, GELU, SiLU
-and every activation whose odd part is linear: what `skipless_(carry=...)` is for heads. Not from a paper.
+and every activation with a linear odd part, as the heads of `skipless_(carry=...)` do. Not from a paper.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from unskip.init._draw import Draw
 
 
 def pair_(part: MlpParts, gain: float, mix: float, draw: Draw) -> None:
-    """Fills W_up and W_down of an MLP that `refuse_to_pair` has let pass; its biases are left alone."""
+    """Fills W_up and W_down of an MLP that `refuse_to_pair` accepts; the biases are not changed."""
     width = part.up.shape[1]
     for _, weight, size in split_pairs(part, gain, mix):
         if weight.numel():
@@ -27,7 +27,7 @@ def pair_(part: MlpParts, gain: float, mix: float, draw: Draw) -> None:
 
 
 def split_pairs(part: MlpParts, gain: float, mix: float) -> list[tuple[str, Tensor, float]]:
-    """Name, weight and size of what is drawn: the first half of the pairs, then the units that compute."""
+    """(name, weight, size) of the drawn weights: the first half of the pairs, then the other units."""
     width, rest = part.up.shape[1], 2 * part.up.shape[1]
     wide = max((len(part.up) - rest) / width, 1.0) ** 0.5
     return [
@@ -46,7 +46,7 @@ def mirrored(part: MlpParts) -> bool:
 
 
 def odd_slope(part: MlpParts) -> float | None:
-    """k in phi(z) - phi(-z) = k z; None where the odd part of the activation is not linear."""
+    """k in phi(z) - phi(-z) = k z; None if the odd part of the activation is not linear."""
     if part.function is None or part.gate is not None:
         return None
     z = torch.logspace(-3, 3, 61, dtype=torch.float64)
@@ -56,17 +56,17 @@ def odd_slope(part: MlpParts) -> float | None:
 
 
 def refuse_to_pair(chosen: Parts) -> None:
-    """Raises InitError where an MLP cannot hold pairs."""
+    """Raises InitError if an MLP cannot have pairs."""
     for part in chosen.mlps():
         (hidden, width), outputs = part.up.shape, len(part.down)
         if odd_slope(part) is None:
             kind = "is gated" if part.gate is not None else f"has the activation {part.activation or 'unknown'}"
             raise InitError(
-                f"{named([part.site])}: the MLP {kind}, and mirrored units pass a token on where phi(z) - phi(-z) is "
-                "linear, as for ReLU, GELU and SiLU. Nothing was changed; leave such sites out by where=."
+                f"{named([part.site])}: the MLP {kind}, but mirrored units need phi(z) - phi(-z) to be linear, "
+                "as for ReLU, GELU and SiLU. Nothing was changed; exclude such sites with where=."
             )
         if hidden < 2 * width or outputs != width:
             raise InitError(
-                f"{named([part.site])}: {hidden} units from {width} to {outputs} hold no pairs, which take twice the "
-                "width and as many outputs as inputs. Nothing was changed; leave such sites out by where=."
+                f"{named([part.site])}: an MLP of widths {width}, {hidden}, {outputs} cannot have pairs, which need "
+                "twice the width and as many outputs as inputs. Nothing was changed; exclude such sites with where=."
             )

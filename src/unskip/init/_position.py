@@ -1,13 +1,13 @@
-"""Position codes: embeddings of positions that are as long as the tokens they are added to.
+"""Position codes: position embeddings with the norm of the tokens that they are added to.
 
-    orthogonal    rows of a random orthogonal matrix: every two positions differ alike
+    orthogonal    rows of a random orthogonal matrix: all pairs of positions are equally far apart
     sincos        2-D sines and cosines of the column and the row of a patch, 0 for class and register tokens
 
-A usual start has position embeddings of standard deviation 0.02, a small part of a token. A model without skips passes
-on only what its blocks compute, and attention without positions cannot tell equal patches apart.
+Usual position embeddings have standard deviation 0.02, far below that of a token. A model without skips passes on only
+the outputs of its blocks, and attention without positions cannot distinguish equal patches.
 
-The parameter is found in a trace, not by its name: what does not depend on the input and is added, row by row, to the
-tokens before the first block.
+The parameter is found in a trace, not by its name: it does not depend on the input and is added to the tokens before
+the first block.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ def position_code_(
     scale: float = 1.0,
     generator: torch.Generator | None = None,
 ) -> float:
-    """Fills the position embeddings of a ViT with a code, `scale` times as long as its patch tokens on the example.
+    """Fills the position embeddings of a ViT with a code of `scale` times the norm of its patch tokens on the example.
 
-    Returns that length. With "orthogonal" class and register tokens have rows of their own, with "sincos" theirs are 0.
-    More positions than dimensions cannot all be orthogonal: then the columns are.
+    Returns that norm. Class and register tokens have rows of their own with "orthogonal" and zeros with "sincos". With
+    more positions than dimensions the columns are orthogonal instead of the rows.
     """
     choice("position_code_", "kind", kind, get_args(PositionCode))
     number("position_code_", "scale", scale, zero=False)
@@ -53,7 +53,7 @@ def position_code_(
         code = nn.functional.pad(sine_cosine(rows, columns, dim) * math.sqrt(2 / dim), (0, 0, prefix, 0))
     else:
         raise InitError(
-            f"{type(model).__name__}: {count - prefix} positions are no grid of patches; take kind='orthogonal'"
+            f"{type(model).__name__}: {count - prefix} positions do not form a patch grid; use kind='orthogonal'"
         )
     with torch.no_grad():
         parameter.copy_((length * code).to(parameter))
@@ -61,20 +61,19 @@ def position_code_(
 
 
 def sine_cosine(rows: int, columns: int, dim: int) -> Tensor:
-    """(rows * columns, dim): sines and cosines of the column, then of the row, at dim / 4 wave lengths from 2 pi to
-    2e4 pi."""
+    """(rows * columns, dim): sines and cosines of the column, then of the row; dim / 4 wavelengths, 2 pi to 2e4 pi."""
     if dim % 4:
-        raise BadInput(f"positions take a width that is a multiple of 4, got {dim}")
+        raise BadInput(f"sine-cosine positions need a width that is a multiple of 4, got {dim}")
     rates = 10_000.0 ** -(torch.arange(dim // 4, dtype=torch.float64) / (dim // 4))
-    places = torch.meshgrid(torch.arange(rows).double(), torch.arange(columns).double(), indexing="ij")
-    parts = [wave(axis.flatten()[:, None] * rates) for axis in places[::-1] for wave in (torch.sin, torch.cos)]
+    axes = torch.meshgrid(torch.arange(rows).double(), torch.arange(columns).double(), indexing="ij")
+    parts = [wave(axis.flatten()[:, None] * rates) for axis in axes[::-1] for wave in (torch.sin, torch.cos)]
     return torch.cat(parts, 1).float()
 
 
 def _embeddings(model: nn.Module, trace: ModelTrace) -> tuple[nn.Parameter, Tensor]:
-    """The position embeddings, and the tokens (samples, tokens, dim) that they are added to."""
+    """The position embeddings, and the tokens (samples, tokens, dim) to which they are added."""
     nodes, values = trace.graph.nodes, trace.graph.values
-    own = {parameter.untyped_storage().data_ptr(): parameter for parameter in model.parameters()}
+    by_storage = {parameter.untyped_storage().data_ptr(): parameter for parameter in model.parameters()}
     first = min((run.root for site, runs in zip(trace.sites, trace.runs, strict=True) for run in runs[:1]), default=0)
     for node in nodes[: first + 1]:
         if node.op != "add" or len(node.parents) != 2 or node.index not in nodes[first]:
@@ -84,21 +83,21 @@ def _embeddings(model: nn.Module, trace: ModelTrace) -> tuple[nn.Parameter, Tens
             if not nodes[fixed].fixed or nodes[moving].fixed or nodes[fixed].shape[-2:] != shape[-2:] or len(shape) < 3:
                 continue
             leaves = [leaf for leaf in nodes[: fixed + 1] if leaf.op == "weight" and leaf.index in nodes[fixed]]
-            parameters = [own.get(values[leaf.index].untyped_storage().data_ptr()) for leaf in leaves]
-            tables = [each for each in parameters if each is not None and each.ndim > 1 and each.shape[-1] == shape[-1]]
+            parameters = [by_storage.get(values[leaf.index].untyped_storage().data_ptr()) for leaf in leaves]
+            tables = [p for p in parameters if p is not None and p.ndim > 1 and p.shape[-1] == shape[-1]]
             if len(tables) == 1 and tables[0].numel() == math.prod(tables[0].shape[-2:]):
                 return tables[0], values[moving]
     raise InitError(
         f"{type(model).__name__}: no position embeddings are added to its tokens before the first block (it may have "
-        "rotary or relative positions, or none). Nothing was changed; leave the position code out."
+        "rotary or relative positions, or none). Nothing was changed; drop the position code."
     )
 
 
 def _grid(model: nn.Module, tokens: Tensor, example: Example, count: int) -> tuple[int, int, int]:
-    """Class and register tokens before the patches, rows and columns of the patches, for `count` embeddings."""
+    """(prefix, rows, columns): class and register tokens, and the patch grid, for `count` embeddings."""
     images = [value for value in example.values if isinstance(value, Tensor) and value.ndim == 4]
-    seen = patch_grid(model, tokens, -1, (images[0].shape[-2], images[0].shape[-1])) if images else None
-    prefix, rows, columns = seen or (0, 0, 0)
-    if prefix + rows * columns != count:  # embeddings of a square that the model fits to its images
+    grid = patch_grid(model, tokens, -1, (images[0].shape[-2], images[0].shape[-1])) if images else None
+    prefix, rows, columns = grid or (0, 0, 0)
+    if prefix + rows * columns != count:  # a square grid, which the model resizes to its images
         rows = columns = math.isqrt(count - prefix)
     return prefix, rows, columns

@@ -1,7 +1,7 @@
-"""Queries and keys: W_Q W_K^T ~ noise Z + identity I, Z_ij ~ N(0, 1/d), per head the best approximation of its rank.
+"""Queries and keys: W_Q W_K^T ~ noise Z + identity I, Z_ij ~ N(0, 1/d), the best approximation of each head's rank.
 
 From "Cutting the Skip: Training Residual-Free Transformers" (arXiv 2510.00345), where noise is alpha and identity beta.
-How it splits one matrix over heads is not stated there; by default every head has a Z of its own.
+The paper does not say how one matrix is split over heads; by default every head has its own Z.
 """
 
 from __future__ import annotations
@@ -25,19 +25,21 @@ def query_key_(part: AttentionParts, noise: float, identity: float, heads: Heads
     share = part.heads // groups
     if heads == "sliced":
         if share > 1 or part.heads * width > dim:
-            raise InitError(f"{part.site.name}: one matrix cannot be dealt out to grouped or wider heads")
+            raise InitError(
+                f"{part.site.name}: heads='sliced' needs heads with their own keys, in total no wider than the stream"
+            )
         left, right = factors(_target(draw, noise, identity, dim), dim)
         part.q.copy_(left.T[: part.heads * width].reshape(part.q.shape))
         part.k.copy_(right.T[: part.heads * width].reshape(part.k.shape))
     else:
         queries = part.q.unflatten(0, (groups, share))
-        one = _target(draw, noise, identity, dim).repeat(share, 1) if heads == "shared" else None
+        shared = _target(draw, noise, identity, dim).repeat(share, 1) if heads == "shared" else None
         for group in range(groups):
-            target = _target(draw, noise, identity, dim, share) if one is None else one
+            target = _target(draw, noise, identity, dim, share) if shared is None else shared
             left, right = factors(target, min(width, dim))  # (share * dim, rank), (dim, rank)
-            if width > dim:  # turned into all of the head's width: a row of zeros would get no gradient
-                turn = draw.orthogonal(width, dim).float()
-                left, right = left @ turn.T, right @ turn.T
+            if width > dim:  # rotated into the full width of the head, because rows of zeros would get no gradient
+                rotation = draw.orthogonal(width, dim).float()
+                left, right = left @ rotation.T, right @ rotation.T
             queries[group].copy_(left.reshape(share, dim, width).mT)
             part.k[group].copy_(right.T)
     for bias in (part.q_bias, part.k_bias):
@@ -46,13 +48,13 @@ def query_key_(part: AttentionParts, noise: float, identity: float, heads: Heads
 
 
 def factors(target: Tensor, rank: int) -> tuple[Tensor, Tensor]:
-    """Left and right factors of the best approximation of a rank, of equal weight. float32: no check needs more."""
+    """Left and right factors of the best approximation of a rank, of equal norm. float32 is enough for all checks."""
     u, s, v = torch.linalg.svd(target.float(), full_matrices=False)
     root = s[..., None, :rank].sqrt()
     return u[..., :rank] * root, v[..., :rank, :].mT * root
 
 
 def _target(draw: Draw, noise: float, identity: float, dim: int, count: int = 1) -> Tensor:
-    """noise Z + identity I, for queries that share their keys one under the other."""
+    """(count * dim, dim) blocks noise Z + identity I, one for each query head that shares the key."""
     blocks = [noise * draw.normal(dim, dim) / math.sqrt(dim) + identity * torch.eye(dim).double() for _ in range(count)]
     return torch.cat(blocks)

@@ -5,18 +5,18 @@
     mlp             W_up = max(sqrt(out / in), 1) R, b_up = mlp_bias, W_down = mlp_gain R
                     R with orthonormal rows or columns; with `pairs` in _pairs.py
 
-Without a skip the derivative of a block is the product of what its parts do. W_V W_O is a common factor of the
-attention's derivative, so its condition number enters everything, and an attention that starts near the identity keeps
-tokens apart. From "Cutting the Skip: Training Residual-Free Transformers" (arXiv 2510.00345), where qk_noise is alpha,
+Without a skip a block's derivative is the product of its parts' derivatives. W_V W_O is a factor of the attention's
+derivative, so its condition number affects all of it, and attention that starts near the identity keeps tokens
+distinct. From "Cutting the Skip: Training Residual-Free Transformers" (arXiv 2510.00345), where qk_noise is alpha,
 qk_identity beta and vo_gain c.
 
-Beyond the paper: keys and values that several queries share get the approximation of rank d_head that is best for all
-of them together; both halves of a gated MLP start orthogonal; where the heads hold fewer dimensions than the stream,
-W_V W_O is a partial isometry and a note says so; a head wider than the stream holds the matrix exactly, rotated into
-its width. An activation such as GELU has a positive mean, which every MLP adds to all tokens alike and no skip dilutes;
-with `centre` the output bias takes it out, -W_down E[phi(W_up z + b_up)] for a normalised z. `mlp_bias` moves units to
-where the activation is nearly linear: the correlation map of the MLP then has a slope near 1 at 1 (deep kernel shaping,
-arXiv 2110.01765, by biases instead of another activation).
+Beyond the paper: keys and values shared by several queries get the best joint approximation of rank d_head; both halves
+of a gated MLP start orthogonal; where the heads have fewer dimensions than the stream, W_V W_O is a partial isometry
+and a note says so; a head wider than the stream stores the matrix exactly, rotated into its width. An activation such
+as GELU has a positive mean, which every MLP adds to all tokens and no skip dilutes; `centre` removes it with the output
+bias, -W_down E[phi(W_up z + b_up)] for a normalised z. `mlp_bias` moves units to where the activation is nearly linear,
+so the MLP's correlation map has a slope near 1 at 1 (deep kernel shaping, arXiv 2110.01765, by biases instead of
+another activation).
 """
 
 from __future__ import annotations
@@ -64,8 +64,8 @@ class Constants(TypedDict, total=False):
     pairs: bool
 
 
-# Constants of the paper, by the model they were used for; and, not the paper's, MLPs that keep angles between tokens
-# (shaped), and MLPs that pass tokens on (paired).
+# The paper's constants by model; and, not from the paper, MLPs that keep angles between tokens (shaped) or pass tokens
+# on (paired).
 PRESETS: dict[str, Constants] = {
     "vit-base": {"qk_noise": 2.0, "qk_identity": 0.6, "vo_gain": 3.0},
     "vit-small": {"qk_noise": 1.8, "qk_identity": 1.0, "vo_gain": 3.0},
@@ -97,22 +97,22 @@ def skipless_(
     beta: float | None = None,
     c: float | None = None,
 ) -> Check:
-    """Initialises the branches of a model so that it trains without its skips. Returns what `verify_skipless` found.
+    """Initialises the branches of a model to train without skips. Returns the result of `verify_skipless`.
 
-    `example` is as for audit. `alpha`, `beta` and `c` are the paper's names of `qk_noise`, `qk_identity` and `vo_gain`,
-    and are accepted instead. `parts` leaves some of the three out, `where` chooses sites as in `rewire`. `heads` is how
-    one matrix becomes heads: "independent" (a Z for each), "shared" (one Z, all heads equal) or "sliced" (one Z, whose
-    singular directions are dealt out in order: the last heads see almost nothing). Biases of what is initialised become
-    0. LayerScale becomes 1 with "value-output" and "mlp"; drop path is switched off. The same generator gives the same
-    weights on every device. The model is not rewired, and where something cannot be initialised nothing is changed.
+    `example` is as for audit. `alpha`, `beta` and `c` are the paper's names for `qk_noise`, `qk_identity` and
+    `vo_gain`; either is accepted. `parts` selects among the three, `where` selects sites as in `rewire`. `heads` sets
+    how one matrix is split over heads: "independent" (a Z for each), "shared" (one Z, all heads equal) or "sliced" (one
+    Z, its singular directions assigned to heads in order, so the last heads get almost none of it). Biases of
+    initialised layers become 0. LayerScale becomes 1 with "value-output" and "mlp"; drop path is switched off. The same
+    generator gives the same weights on every device. The model is not rewired. If a site cannot be initialised, nothing
+    is changed.
 
-    Not the paper's, and off by default (`PRESETS["shaped"]` has the first three, `PRESETS["paired"]` the pairs):
-    `mlp_gain` and `mlp_bias` shape the MLPs; with `centre` the output bias of an MLP takes out the mean that its
-    activation leaves in every token; with `pairs` the first 2 * width units of an MLP are mirrored pairs that pass
-    tokens on, the first `carry` heads of each attention do so too, and the other units and heads write `mix` times as
-    much; `self_attention` is a target that the weight of the identity is solved for on the example, in the model as it
-    is wired (`calibrate_`; with `carry` the other heads start near-uniform); `position_code` is that of
-    `position_code_`.
+    Not from the paper, and off by default (`PRESETS["shaped"]` has the first three, `PRESETS["paired"]` the pairs):
+    `mlp_gain` and `mlp_bias` shape the MLPs; `centre` removes the mean of an MLP's activation with its output bias;
+    with `pairs` the first 2 * width units of an MLP are mirrored pairs that pass tokens on, with `carry` the first
+    `carry` heads of each attention do the same, and the other units and heads write `mix` times as much;
+    `self_attention` is a target: the identity's weight is solved for on the example, in the model as it is wired
+    (`calibrate_`; with `carry` the other heads start near-uniform); `position_code` is that of `position_code_`.
     """
     qk_noise = renamed("qk_noise", qk_noise, 2.0, "alpha", alpha)
     qk_identity = renamed("qk_identity", qk_identity, 0.6, "beta", beta)
@@ -125,8 +125,8 @@ def skipless_(
     draw = Draw(generator)
     refuse_parts(parts, centre, pairs, mlp_bias, carry, self_attention)
     check_selector(where)
-    whole_example = example_for(model, example)
-    chosen = _chosen(trace_parts(model, whole_example).parts, where, parts)
+    example = example_for(model, example)
+    chosen = _chosen(trace_parts(model, example).parts, where, parts)
     if centre:
         _refuse_to_centre(chosen)
     if mlp_bias:
@@ -137,9 +137,9 @@ def skipless_(
         refuse_to_carry(chosen, whole("skipless_", "carry", carry, low=1))
     if self_attention is not None:
         self_attention = targets(chosen, self_attention)
-    with torch.no_grad(), transaction(model), _stilled(model, chosen) as stilled:
+    with torch.no_grad(), transaction(model), _drop_path_off(model, chosen) as drop_path:
         if position_code is not None:
-            position_code_(model, whole_example, kind=position_code, generator=generator)
+            position_code_(model, example, kind=position_code, generator=generator)
         for attention in chosen.attentions():
             if "value-output" in parts:
                 value_output_(attention, vo_gain, draw)
@@ -155,17 +155,15 @@ def skipless_(
         if carry is not None:  # drawn after the rest, which is the same with and without
             for attention in chosen.attentions():
                 carry_(attention, carry, vo_gain, mix, draw)
-        short: list[Solved] = []
+        missed: list[Solved] = []
         if self_attention is not None:
             counts = {part.site.index: carry or part.heads for part in chosen.attentions()}
-            solved = [*solve_(model, whole_example, chosen, self_attention, qk_noise, counts, draw)]
-            short = [
-                each for each, goal in zip(solved, self_attention, strict=True) if each.self_attention < goal - 0.02
-            ]
-            self_attention = [min(goal, each.self_attention) for each, goal in zip(solved, self_attention, strict=True)]
+            solved = [*solve_(model, example, chosen, self_attention, qk_noise, counts, draw)]
+            missed = [s for s, goal in zip(solved, self_attention, strict=True) if s.self_attention < goal - 0.02]
+            self_attention = [min(goal, s.self_attention) for s, goal in zip(solved, self_attention, strict=True)]
         check = verify_skipless(
             model,
-            whole_example,
+            example,
             vo_gain=vo_gain,
             mlp_gain=mlp_gain,
             mlp_bias=mlp_bias,
@@ -177,22 +175,22 @@ def skipless_(
             parts=parts,
             where=where,
         )
-    notes = [*check.notes, *_notes(chosen, parts), *_short(short), *_uniform(check), *stilled]
+    notes = [*check.notes, *_notes(chosen, parts), *_missed(missed), *_uniform(check), *drop_path]
     for note in notes:
         warn(note)
     return Check(check.title, check.rows, tuple(notes))
 
 
-def _mlp_(part: MlpParts, size: float, bias: float, draw: Draw) -> None:
+def _mlp_(part: MlpParts, down_gain: float, up_bias: float, draw: Draw) -> None:
     for weight in (part.up, part.gate, part.down):
         if weight is not None:
             weight.copy_(gain(weight) * draw.orthogonal(*weight.shape))
-    part.down.mul_(size)
-    for each, value in ((part.up_bias, bias), (part.gate_bias, 0.0), (part.down_bias, 0.0)):
-        if each is not None:
-            each.fill_(value)
+    part.down.mul_(down_gain)
+    for bias, value in ((part.up_bias, up_bias), (part.gate_bias, 0.0), (part.down_bias, 0.0)):
+        if bias is not None:
+            bias.fill_(value)
     if part.scale is not None:
-        part.scale.fill_(1)  # it would undo the size that the last weight was given
+        part.scale.fill_(1)  # it would undo the scale of the last weight
 
 
 def _refuse_bias(chosen: Parts) -> None:
@@ -200,7 +198,7 @@ def _refuse_bias(chosen: Parts) -> None:
     if without:
         raise InitError(
             f"{named(without)}: the MLP is gated, or has no bias before its activation, so it has no mlp_bias. Nothing "
-            "was changed; leave such sites out by where=."
+            "was changed; exclude such sites with where=."
         )
 
 
@@ -208,8 +206,8 @@ def _refuse_to_centre(chosen: Parts) -> None:
     without = [part.site for part in chosen.mlps() if part.gate is None and part.down_bias is None]
     if without:
         raise InitError(
-            f"{named(without)}: the MLP has no output bias to take a mean out with. Nothing was changed; leave centre "
-            "out, or such sites by where=."
+            f"{named(without)}: the MLP has no output bias, which centre needs. Nothing was changed; drop centre, or "
+            "exclude such sites with where=."
         )
     unknown = [part.site for part in chosen.mlps() if part.gate is None and part.function is None]
     if unknown:
@@ -217,32 +215,32 @@ def _refuse_to_centre(chosen: Parts) -> None:
 
 
 def _chosen(all_parts: Parts, where: Where, parts: Sequence[Name]) -> Parts:
-    """The parts of the chosen sites. Raises where one of them cannot be initialised."""
+    """The parts of the chosen sites. Raises if one of them cannot be initialised."""
     kinds = {"mlp"} if set(parts) == {"mlp"} else {"attention"} if "mlp" not in parts else {"attention", "mlp", "conv"}
     kinds |= {"parallel", "other"}
     chosen = chosen_parts(all_parts, lambda site: site.kind in kinds and picks(where, site))
     crossed = [part.site for part in chosen.attentions() if part.cross and "query-key" in parts]
     if crossed:
         raise InitError(
-            f"{named(crossed)}: keys come from another sequence, where no attention is the identity. Nothing was "
-            "changed; leave such sites out by where=, or 'query-key' out of parts."
+            f"{named(crossed)}: keys come from another sequence, so cross-attention cannot start near the identity. "
+            "Nothing was changed; exclude such sites with where=, or drop 'query-key' from parts."
         )
     tied = [part.site for part in chosen.attentions() if same(part.q, part.k) and "query-key" in parts]
     if tied:
         raise InitError(
-            f"{named(tied)}: queries and keys are one weight, and then W_Q W_K^T is symmetric and holds no Z. Nothing "
-            "was changed; leave such sites out by where=, or 'query-key' out of parts."
+            f"{named(tied)}: queries and keys share one weight, so W_Q W_K^T is symmetric and cannot contain Z. "
+            "Nothing was changed; exclude such sites with where=, or drop 'query-key' from parts."
         )
     branches = [*chosen.attentions(), *chosen.mlps()]
     computed = [part.site for part in branches if "computed bias" in part.extras]
     if computed:
         raise InitError(
-            f"{named(computed)}: a bias that is computed and not stored cannot be set to 0. Nothing was changed; leave "
-            "such sites out by where=."
+            f"{named(computed)}: a bias that is computed and not stored cannot be set to 0. Nothing was changed; "
+            "exclude such sites with where=."
         )
     weights = [p for part in branches for p in part.parameters]
     if any(not p.is_floating_point() or p.device.type == "meta" for p in weights):
-        raise InitError(f"{all_parts.model}: its weights are on the meta device or not floating: nothing to fill")
+        raise InitError(f"{all_parts.model}: its weights are on the meta device or not floating point; load them first")
     return chosen
 
 
@@ -261,28 +259,29 @@ def _notes(chosen: Parts, parts: Sequence[Name]) -> list[str]:
         more = [p for p in chosen.attentions() if _between(p)]
         if more:
             notes.append(
-                f"{named([p.site for p in more])}: between values and stream stands more than W_V W_O "
-                f"({', '.join(_between(more[0]))}), so its condition is not that of what tokens see"
+                f"{named([p.site for p in more])}: the path from values to the stream has more than W_V W_O "
+                f"({', '.join(_between(more[0]))}), so the condition of W_V W_O is not that of the path"
             )
     sized = [p.site for p in chosen.attentions() if {"query-key norm", "score scale"} & {*p.extras}]
     if "query-key" in parts and sized:
         notes.append(
-            f"{named(sized)}: the model normalises or scales its queries and keys, so their weights do not decide how "
-            "near attention starts to the identity, and self-attention is not checked"
+            f"{named(sized)}: the model normalises or scales its queries and keys, so their weights alone do not set "
+            "how near attention starts to the identity, and self-attention is not checked"
         )
     turned = [p.site for p in chosen.attentions() if "query-key positions" in p.extras]
     if "query-key" in parts and turned:
         notes.append(
-            f"{named(turned)}: rotary positions turn queries against keys by their distance, so W_Q W_K^T is what was "
-            "set for a token and itself, and another matrix for two tokens; self-attention holds, and W_V W_O does"
+            f"{named(turned)}: rotary positions turn queries against keys by their distance, so W_Q W_K^T is the "
+            "chosen matrix only between a token and itself; self-attention and W_V W_O are as set"
         )
     factors = [p.site for p in branches if {"output factor", "computed scale"} & {*p.extras}]
     if factors:
-        notes.append(f"{named(factors)}: the branch is multiplied by a factor of the model's own, which stays")
+        notes.append(f"{named(factors)}: the model multiplies the branch by a factor of its own, which is not changed")
     gated = [p.site for p in branches if p.closed]
     if gated:
         notes.append(
-            f"{named(gated)}: the branch is multiplied by a gate that starts at zero (adaLN). Cut, nothing would pass."
+            f"{named(gated)}: the branch is multiplied by a gate that starts at zero (adaLN). Without its skip "
+            "nothing would pass."
         )
     return notes
 
@@ -291,19 +290,19 @@ def _between(part: AttentionParts) -> list[str]:
     return [extra for extra in part.extras if extra.startswith(("value ", "output ")) and extra != "output factor"]
 
 
-def _short(short: list[Solved]) -> list[str]:
+def _missed(missed: list[Solved]) -> list[str]:
     """A note on attentions that did not reach their target."""
-    if not short:
+    if not missed:
         return []
-    least = min(each.self_attention for each in short)
+    least = min(solved.self_attention for solved in missed)
     return [
-        f"{named([each.site for each in short])}: self-attention reaches {least:.2f}, below its target, with the "
-        f"identity at a weight of {short[0].identity:.3g}: tokens are too much alike there for more"
+        f"{named([solved.site for solved in missed])}: self-attention reaches {least:.2f}, below its target, with the "
+        f"identity at a weight of {missed[0].identity:.3g}: tokens are too similar there for more"
     ]
 
 
 def _uniform(check: Check) -> list[str]:
-    """A note where attention on the example is near uniform, as it is once tokens have become alike (rank collapse)."""
+    """A note where attention on the example is near-uniform, which rank collapse causes."""
     rows = [row for row in check.rows if row.values.get("on example") is not None]
     uniform = [row.site for row in rows if (row.values["on example"] or 0) < 1.5 * (row.values["uniform"] or 0)]
     if not uniform:
@@ -316,8 +315,8 @@ def _uniform(check: Check) -> list[str]:
 
 
 @contextmanager
-def _stilled(model: nn.Module, chosen: Parts) -> Iterator[list[str]]:
-    """Switches drop path off at the chosen sites, and on again where what is inside raises."""
+def _drop_path_off(model: nn.Module, chosen: Parts) -> Iterator[list[str]]:
+    """Switches drop path off at the chosen sites; restores it if the body raises."""
     before = []
     try:
         for site in chosen.sites:
@@ -325,7 +324,7 @@ def _stilled(model: nn.Module, chosen: Parts) -> Iterator[list[str]]:
                 before.append((module, rate, getattr(module, rate)))
                 setattr(module, rate, 0.0)
         count = len(before)
-        note = f"drop path was switched off in {count} modules: a dropped branch has no skip to live on"
+        note = f"drop path was switched off in {count} modules: without a skip a dropped branch outputs zeros"
         yield [note] if count else []
     except BaseException:
         for module, rate, value in before:

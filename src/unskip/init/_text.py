@@ -32,16 +32,16 @@ def start_(
     where: Where = None,
     preset: str = "vit-base",
 ) -> None:
-    """Initialises a model as the words say.
+    """Initialises a model from a text.
 
-    default leaves it as it is; zero is `zero_branches_`; skipless is `skipless_`, with the constants of `preset`. After
-    a colon skipless takes, separated by commas: another preset (vit-base, vit-small: the paper's; shaped; paired),
+    default changes nothing; zero is `zero_branches_`; skipless is `skipless_` with the constants of `preset`. After a
+    colon skipless accepts, separated by commas: another preset (the paper's vit-base and vit-small; shaped; paired),
     centre, pairs, and its options by name: qk_noise=, qk_identity=, vo_gain= (or the paper's alpha=, beta=, c=),
-    mlp_gain=, mlp_bias=, carry=, mix=, self_attention=. All three take position_code=orthogonal or sincos. `where`
-    chooses sites as in `rewire`.
+    mlp_gain=, mlp_bias=, carry=, mix=, self_attention=. All three accept position_code=orthogonal or sincos. `where`
+    selects sites as in `rewire`.
     """
     if not isinstance(words, str):
-        raise BadInput(f"init is {words!r}; it is a text such as skipless or skipless:vit-small,centre,qk_noise=1")
+        raise BadInput(f"init is {words!r}; it must be a text such as skipless or skipless:vit-small,centre,qk_noise=1")
     if preset not in PRESETS:
         raise BadInput(f"preset is {preset!r}; it can be {', '.join(PRESETS)}{nearest(preset, PRESETS)}")
     name, _, rest = words.partition(":")
@@ -50,7 +50,7 @@ def start_(
         raise BadInput(f"init is {words!r}; it can be {_FORMS}")
     presets = [word for word in details if word in PRESETS]
     if len(presets) > 1:
-        raise BadInput(f"init {words!r}: one preset, not {' and '.join(presets)}")
+        raise BadInput(f"init {words!r}: use one preset, not {' and '.join(presets)}")
     options = dict(_option(words, word) for word in details if word not in PRESETS)
     if name == "skipless":
         constants: dict[str, Any] = {**PRESETS[presets[0] if presets else preset], **options}
@@ -65,7 +65,7 @@ def start_(
 
 
 def has_pairs(words: str) -> bool:
-    """Whether an initialisation makes mirrored pairs of units."""
+    """Whether the text of an initialisation asks for mirrored pairs of units."""
     details = [word.strip() for word in words.partition(":")[2].split(",")]
     return any(word == "pairs" or PRESETS.get(word, {}).get("pairs", False) for word in details)
 
@@ -77,7 +77,7 @@ def _option(words: str, word: str) -> tuple[str, Any]:
         return word, True
     if not equals or key not in _OPTIONS:
         known = (*PRESETS, *_SWITCHES, *(f"{key}=" for key in _OPTIONS))
-        raise BadInput(f"init {words!r}: {word!r} is none of {', '.join(known)}{nearest(word, known)}")
+        raise BadInput(f"init {words!r}: {word!r} is not one of {', '.join(known)}{nearest(word, known)}")
     try:
         value = _OPTIONS[key](text)
     except ValueError:

@@ -1,13 +1,13 @@
-"""Values and output: W_V W_O = gain^2 R, R orthogonal over the whole width and not head by head.
+"""Values and output: W_V W_O = gain^2 R, with R orthogonal over the whole width, not per head.
 
-From "Cutting the Skip: Training Residual-Free Transformers" (arXiv 2510.00345), where gain is c. Where the heads hold
+From "Cutting the Skip: Training Residual-Free Transformers" (arXiv 2510.00345), where gain is c. If the heads have
 fewer dimensions than the stream, W_V W_O is a partial isometry.
 
-    carrying heads    the first ones alone are gain^2 R: with self-attention near 1 they pass every token on
+    carrying heads    the first heads alone are gain^2 R: with self-attention near 1 they pass every token on
     mixing heads      the others write `mix` times as much
 
-Carrying heads are not the paper's. Heads that pass tokens on cannot mix them at the same time; with heads * d_head
-above the width there is room for both.
+Carrying heads are not from the paper. A head cannot both pass tokens on and mix them; with heads * d_head above the
+width there is room for heads of both kinds.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ def value_output_(part: AttentionParts, gain: float, draw: Draw) -> None:
     else:
         out = draw.orthogonal(rows, inner)
     part.v.copy_((gain * value).reshape(part.v.shape))
-    share = part.heads // groups  # queries that read the same values also share what they write
+    share = part.heads // groups  # heads that share a value split its output evenly
     out = out.reshape(rows, groups, 1, width).expand(rows, groups, share, width) / share
     part.out.copy_((gain * out).reshape(part.out.shape))
     for bias in (part.v_bias, part.out_bias):
         if bias is not None:
             bias.zero_()
     if part.scale is not None:
-        part.scale.fill_(1)  # it would undo the size that the last weight was given
+        part.scale.fill_(1)  # it would undo the scale of the last weight
 
 
 def carry_(part: AttentionParts, carry: int, gain: float, mix: float, draw: Draw) -> None:
@@ -52,20 +52,20 @@ def carry_(part: AttentionParts, carry: int, gain: float, mix: float, draw: Draw
 
 
 def split(part: AttentionParts, carry: int, gain: float, mix: float) -> list[tuple[Tensor, Tensor, float]]:
-    """W_V, W_O and the size of W_O: of the carrying heads, then of the others where there are some."""
+    """W_V, W_O and the size of W_O: of the carrying heads, then of the others if there are any."""
     first = carry * part.v.shape[1]
     blocks = [(part.v[:carry], part.out[:, :first], gain)]
     return [*blocks, (part.v[carry:], part.out[:, first:], mix * gain)] if carry < part.heads else blocks
 
 
 def refuse_to_carry(chosen: Parts, carry: int) -> None:
-    """Raises InitError where so many heads cannot carry the stream."""
+    """Raises InitError if `carry` heads cannot carry the stream."""
     for part in chosen.attentions():
         heads, width, dim = part.v.shape
         if heads != part.heads or dim != len(part.out):
             raise InitError(f"{named([part.site])}: heads that share values, or change the width, cannot carry tokens")
         if not dim <= carry * width or carry > heads:
             raise InitError(
-                f"{named([part.site])}: carry is {carry}, and {heads} heads of {width} are there for a width of {dim}; "
-                f"take {-(-dim // width)} to {heads}, or wider heads. Nothing was changed."
+                f"{named([part.site])}: carry is {carry}, with {heads} heads of {width} for a width of {dim}; use "
+                f"{-(-dim // width)} to {heads}, or wider heads. Nothing was changed."
             )

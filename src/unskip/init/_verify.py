@@ -1,19 +1,20 @@
-"""What `skipless_` sets, checked on the weights; and beside it what the example sees of it.
+"""Checks the weights that `skipless_` set, and reports attention and correlation maps next to them.
 
     value-output    W_V W_O = c^2 R, half of the scale in each factor      q, k    W_Q W_Q^T = W_K W_K^T
     mlp             W^T W = gain^2 I for each weight                       also    biases, LayerScale, drop path
     with pairs      the same for half of the pairs and for the other units; the other half mirrored exactly
     with carry      W_V W_O = c^2 R for the carrying heads alone           on the example    self-attention = target
 
-Deviations are relative, and 1e-5 is allowed: float32 rounds far below that. Coarser weights are allowed 8 of their
-roundings, and queries and keys 1e-4, since their factors come from a decomposition in float32. What is set and not
-computed has to be exact: biases of 0, LayerScale of 1, drop path off.
+The relative tolerance is 1e-5, well above float32 rounding. Lower precisions get 8 roundings, and queries and keys
+1e-4, since their factors come from an SVD in float32. Values that are set rather than computed must be exact: biases of
+0, LayerScale of 1, drop path off.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Sequence
+from functools import partial
 from typing import Literal, get_args
 
 import torch
@@ -34,14 +35,14 @@ from unskip.anatomy import (
 )
 from unskip.errors import BadInput, InitError
 from unskip.init._calibrate import targets
-from unskip.init._check import Check, RowBuilder, same
+from unskip.init._check import Check, RowBuilder, same, select
 from unskip.init._pairs import mirrored, split_pairs
 from unskip.init._value_output import split
 from unskip.wiring import Where, check_selector, picks
 
 Name = Literal["value-output", "query-key", "mlp"]
-PARTS: tuple[Name, ...] = get_args(Name)  # that `verify_skipless` checks
-_TOKENS = 64  # that self-attention is computed among
+PARTS: tuple[Name, ...] = get_args(Name)
+_TOKENS = 64  # independent tokens that self-attention is checked on
 
 
 def verify_skipless(
@@ -61,16 +62,16 @@ def verify_skipless(
     check: bool = True,
     c: float | None = None,
 ) -> Check:
-    """Checks what `skipless_` set. Raises InitError where it does not hold, unless `check` is off.
+    """Checks what `skipless_` set. Raises InitError where a check fails, unless `check` is off.
 
-    The options are those that `skipless_` was given; `c` is `vo_gain` in the paper. By site: the condition number of
-    W_V W_O on its range, its rank, its scale (expected: vo_gain^2), and the distance of its factors from vo_gain times
-    an isometry, with `carry` of the carrying heads; self-attention among 64 independent tokens, the mean and the least
-    over heads (expected: twice that of uniform attention), and how far queries and keys are from equal weight; with
-    `self_attention`, that of the carrying heads on the example (expected: the target); how far an MLP's weights are
-    from orthogonal with the gain of their shape, as a fraction; how far biases are from 0 or `mlp_bias`, or with
-    `centre` from minus the activation's mean; how far LayerScale is from 1; the rate of drop path. Beside it, not
-    checked: self-attention on the example in the model as it is wired, what uniform attention would give, and of each
+    Pass the options of `skipless_`; `c` is `vo_gain` in the paper. Checked by site: the condition number of W_V W_O on
+    its range, its rank, its scale (expected: vo_gain^2), and the distance of its factors from vo_gain times an
+    isometry, with `carry` of the carrying heads; self-attention among 64 independent tokens, mean and minimum over
+    heads (expected: twice that of uniform attention), and the distance of queries and keys from equal norm; with
+    `self_attention`, that of the carrying heads on the example (expected: the target); the relative distance of an
+    MLP's weights from orthogonal with the gain of their shape; the distance of biases from 0 or `mlp_bias`, or with
+    `centre` from minus the activation's mean; the distance of LayerScale from 1; the rate of drop path. Reported, not
+    checked: self-attention on the example in the model as it is wired, its value for uniform attention, and for each
     MLP the slope C'(1) of the correlation map and C(0), the cosine of outputs for unrelated tokens. qk_noise and
     qk_identity are not checked: only the distribution of the weights shows them.
     """
@@ -80,12 +81,11 @@ def verify_skipless(
     check_selector(where)
     traced = trace_parts(model, example_for(model, example), weighted=True)
     rows, unknown = [], []
-    picked = [each for each in zip(traced.parts.sites, traced.parts, strict=True) if picks(where, each[0])]
-    chosen = Parts(traced.parts.model, [site for site, _ in picked], [part for _, part in picked], {})
+    chosen = select(traced.parts, partial(picks, where))
     goals = dict.fromkeys(range(len(traced.parts)))
     if self_attention is not None:
         goals |= dict(zip((p.site.index for p in chosen.attentions()), targets(chosen, self_attention), strict=True))
-    for site, part in picked:
+    for site, part in zip(chosen.sites, chosen, strict=True):
         if part is None:
             unknown.append(site)
             continue
@@ -100,7 +100,7 @@ def verify_skipless(
         for mlp in only.mlps():
             if "mlp" in parts:
                 _check_mlp(mlp, mlp_gain, mlp_bias, centre, mix if pairs else None, row)
-        if row.values:  # else nothing of the site was initialised
+        if row.values:  # else the site was not initialised
             rates = [float(getattr(module, rate)) for module, rate in drop_paths(model, site)]
             row.values["drop path"] = rate = max(rates, default=0.0)
             row.expect(rate == 0, f"drop path is {rate:.2g}, expected off")
@@ -108,17 +108,17 @@ def verify_skipless(
     if not rows:
         raise InitError(f"{type(model).__name__}: no site to check")
     notes = (f"{named(unknown)}: parts unknown, not checked",) if unknown else ()
-    found = Check(f"{type(model).__name__}: skipless initialisation, {len(rows)} sites", tuple(rows), notes)
-    return found.raise_if_failed() if check else found
+    result = Check(f"{type(model).__name__}: skipless initialisation, {len(rows)} sites", tuple(rows), notes)
+    return result.raise_if_failed() if check else result
 
 
 def refuse_number(name: str, value: float) -> None:
-    """Raises BadInput for what cannot be one of the constants."""
+    """Raises BadInput for a value that a constant cannot have."""
     number("skipless_", name, value, zero=name not in ("vo_gain", "mlp_gain", "mix"))
 
 
 def renamed(name: str, value: float, default: float, old: str, given: float | None) -> float:
-    """The value of a number that may be given by its name in the paper instead. Raises BadInput for both."""
+    """The value of a constant under its own name or the paper's. Raises BadInput if both are set."""
     if given is not None and value != default:
         raise BadInput(f"{old} is {name} of the paper: give one of them, not {old}={given!r} and {name}={value!r}")
     return value if given is None else given
@@ -127,7 +127,7 @@ def renamed(name: str, value: float, default: float, old: str, given: float | No
 def refuse_parts(
     parts: Sequence[Name], centre: bool, pairs: bool, mlp_bias: float, carry: int | None, self_attention: object
 ) -> None:
-    """Raises BadInput for what names no parts, or not the one that an option is about; and for a bias of pairs."""
+    """Raises BadInput for unknown parts, an option whose part is left out, and pairs with a bias."""
     names = parts if isinstance(parts, Collection) and not isinstance(parts, str) else ()
     if not names or any(name not in PARTS for name in names):
         raise BadInput(f"parts is {parts!r}; it is a sequence of some of {', '.join(PARTS)}")
@@ -139,13 +139,13 @@ def refuse_parts(
         ("self_attention", self_attention is not None, "query-key"),
     ):
         if given and part not in parts:
-            raise BadInput(f"{option} is about {part}, and parts is {tuple(parts)!r}")
+            raise BadInput(f"{option} applies to {part}, but parts is {tuple(parts)!r}")
     if pairs and mlp_bias:
-        raise BadInput(f"mirrored units have no bias: pairs, or mlp_bias={mlp_bias:g} (which the preset shaped has)")
+        raise BadInput(f"mirrored units have no bias: use pairs or mlp_bias={mlp_bias:g} (set by the preset shaped)")
 
 
 def gain(weight: Tensor) -> float:
-    """The size that an orthogonal weight of this shape starts with: it keeps the size of what it widens."""
+    """The gain of an orthogonal weight of this shape: a layer that widens keeps the mean square."""
     out, into = weight.shape
     return max(math.sqrt(out / into), 1.0)
 
@@ -162,7 +162,7 @@ def _check_value_output(
     centred: Sequence[Tensor | None],
     row: RowBuilder,
 ) -> None:
-    share = part.heads // len(part.v)  # what is written for queries of one value is split evenly
+    share = part.heads // len(part.v)  # heads that share a value split its output evenly
     groups = [(part.v, part.out, vo_gain / math.sqrt(share))] if carry is None else split(part, carry, vo_gain, mix)
     (v, out, _), *_ = groups
     rank = min(v.shape[0] * v.shape[1], v.shape[2], len(out))
@@ -179,20 +179,20 @@ def _check_value_output(
     )
     for v, out, written in groups:
         inner = v.shape[0] * v.shape[1]
-        for name, matrix, size, held in (
+        for name, matrix, size, rank in (
             ("W_V", v.flatten(0, 1), vo_gain, min(inner, v.shape[2])),
             ("W_O", out, written, min(inner, v.shape[2], len(out))),
         ):
-            error = row.worst("factor error", _from_isometry(matrix, size, held))
+            error = row.worst("factor error", _from_isometry(matrix, size, rank))
             row.expect(error <= tolerance, f"{name} is {error:.2g} from {size:.3g} times an isometry")
     _check_biases([("value", part.v_bias)], row)
-    if not any(same(part.out_bias, bias) for bias in centred):  # one bias for both ends belongs to the MLP
+    if not any(same(part.out_bias, bias) for bias in centred):  # a bias shared with the MLP is checked there
         _check_biases([("output", part.out_bias)], row)
     _check_scale(part, row)
 
 
 def _from_isometry(matrix: Tensor, size: float, rank: int) -> float:
-    """How far a matrix of a size is from orthonormal on its range."""
+    """How far matrix / size is from orthonormal on its range of the given rank."""
     unit = matrix.detach().double().cpu() / size
     gram = unit @ unit.T if unit.shape[0] <= unit.shape[1] else unit.T @ unit
     if len(gram) == rank:
@@ -204,7 +204,7 @@ def _from_isometry(matrix: Tensor, size: float, rank: int) -> float:
 def _check_query_key(
     traced: PartsTrace, part: AttentionParts, goal: float | None, carry: int | None, row: RowBuilder
 ) -> None:
-    if not {"query-key norm", "score scale"} & {*part.extras}:  # else the size of the logits is not the weights'
+    if not {"query-key norm", "score scale"} & {*part.extras}:  # else the weights do not set the size of the logits
         mass = _self_attention(part)
         row.values["self-attention"], row.values["least"] = float(mass.mean()), float(mass.min())
         row.expect(
@@ -228,7 +228,10 @@ def _check_query_key(
 
 
 def _from_equal_weight(part: AttentionParts) -> float:
-    """W_Q W_Q^T against W_K W_K^T, both the singular values of a head's W_Q W_K^T; queries of one key add up."""
+    """Relative distance of W_Q W_Q^T from W_K W_K^T, both the singular values of a head's W_Q W_K^T.
+
+    Queries that share a key add up.
+    """
     q, k = (weight.detach().double().cpu() for weight in (part.q, part.k))
     grams = (q @ q.mT).unflatten(0, (part.kv_heads, -1)).sum(1)  # (kv_heads, head_dim, head_dim)
     expected = k @ k.mT
@@ -237,7 +240,7 @@ def _from_equal_weight(part: AttentionParts) -> float:
 
 
 def _self_attention(part: AttentionParts) -> Tensor:
-    """The attention a token pays to itself among independent ones of unit variance, by head."""
+    """(heads,) mean attention of a token to itself among independent normalised tokens."""
     dim = part.q.shape[2]
     tokens = torch.randn(_TOKENS, dim, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     tokens = nn.functional.layer_norm(tokens, (dim,))
@@ -251,18 +254,19 @@ def _self_attention(part: AttentionParts) -> Tensor:
 def _check_mlp(
     part: MlpParts, mlp_gain: float, mlp_bias: float, centre: bool, mix: float | None, row: RowBuilder
 ) -> None:
-    """With `mix` that of an MLP with pairs."""
-    tolerance, whole = _tolerance(part.up), (("up", part.up), ("gate", part.gate), ("down", part.down))
-    sizes = {"up": 1.0, "gate": 1.0, "down": mlp_gain}
-    weights = [(name, weight, sizes[name] * gain(weight)) for name, weight in whole if weight is not None]
-    if mix is not None:
-        row.expect(mirrored(part), "the first units of the MLP are no mirrored pairs")
-        weights = [each for each in split_pairs(part, mlp_gain, mix) if each[1].numel()]
+    """Checks an MLP; `mix` is None without pairs."""
+    tolerance = _tolerance(part.up)
+    if mix is None:
+        stored = (("up", part.up, 1.0), ("gate", part.gate, 1.0), ("down", part.down, mlp_gain))
+        weights = [(name, weight, size * gain(weight)) for name, weight, size in stored if weight is not None]
+    else:
+        row.expect(mirrored(part), "the first units of the MLP are not mirrored pairs")
+        weights = [drawn for drawn in split_pairs(part, mlp_gain, mix) if drawn[1].numel()]
     for name, weight, expected in weights:
         rank = min(weight.shape)
         size = float(weight.detach().double().norm()) / math.sqrt(rank)
-        away = row.worst("mlp error", abs(size / expected - 1))
-        row.expect(away <= tolerance, f"the MLP's {name} has gain {size:.5g}, expected {expected:.5g}")
+        error = row.worst("mlp error", abs(size / expected - 1))
+        row.expect(error <= tolerance, f"the MLP's {name} has gain {size:.5g}, expected {expected:.5g}")
         error = row.worst("mlp error", _from_isometry(weight, size, rank) if size else math.inf)
         row.expect(error <= tolerance, f"the MLP's {name} is {error:.2g} from orthogonal")
     _check_biases([("up", part.up_bias)], row, mlp_bias)
@@ -272,20 +276,20 @@ def _check_mlp(
     else:
         _check_biases([("down", part.down_bias)], row)
     _check_scale(part, row)
-    if (found := correlation_map(part)) is not None:
-        row.values["C'(1)"], row.values["C(0)"] = found
+    if (slope_and_value := correlation_map(part)) is not None:
+        row.values["C'(1)"], row.values["C(0)"] = slope_and_value
 
 
 def _check_mean(part: MlpParts, row: RowBuilder) -> None:
-    """With `centre`: the output bias is minus the mean that the activation leaves."""
+    """With `centre`: the output bias is minus the mean of W_down phi."""
     mean = mean_output(part)
     size = float(mean.abs().max())
     if part.gate is None and part.function is None:
-        row.expect(False, "the mean of an unknown activation is not known, expected taken out")
+        row.expect(False, "the mean of an unknown activation is not known, expected it removed")
     elif part.gate is not None or size == 0:
         _check_biases([("down", part.down_bias)], row)
     elif part.down_bias is None:
-        row.expect(False, "the MLP has no output bias to take the mean out with, expected centred")
+        row.expect(False, "the MLP has no output bias to remove the mean with, expected centred")
     else:
         error = row.worst("bias", float((part.down_bias.detach().double().cpu() + mean).abs().max()) / size)
         row.expect(
@@ -296,12 +300,12 @@ def _check_mean(part: MlpParts, row: RowBuilder) -> None:
 def _check_biases(biases: Iterable[tuple[str, Tensor | None]], row: RowBuilder, expected: float = 0.0) -> None:
     for name, bias in biases:
         if bias is not None:
-            away = row.worst("bias", float((bias.detach() - expected).abs().max()))
-            off = f"{away:.2g}" if expected == 0 else f"{away:.2g} away"
-            row.expect(away == 0, f"the bias of {name} reaches {off}, expected {expected:g}")
+            error = row.worst("bias", float((bias.detach() - expected).abs().max()))
+            off = f"{error:.2g}" if expected == 0 else f"{error:.2g} away"
+            row.expect(error == 0, f"the bias of {name} reaches {off}, expected {expected:g}")
 
 
 def _check_scale(part: AttentionParts | MlpParts, row: RowBuilder) -> None:
     if part.scale is not None:
-        away = row.worst("layer scale error", float((part.scale.detach().double() - 1).abs().max()))
-        row.expect(away == 0, f"LayerScale is {away:.2g} away from 1")
+        error = row.worst("layer scale error", float((part.scale.detach().double() - 1).abs().max()))
+        row.expect(error == 0, f"LayerScale is {error:.2g} away from 1")

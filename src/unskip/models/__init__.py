@@ -1,4 +1,4 @@
-"""Models around blocks of timm: the masked autoencoder, DINO, SimCLR, SiT and U-ViT; interpolants and samplers."""
+"""Models built from timm blocks: MAE, DINO, SimCLR, SiT and U-ViT; interpolants and samplers."""
 
 from unskip.models._dino import DINO, Teaching, sinkhorn
 from unskip.models._flow import Flow, Interpolant, Target, Times

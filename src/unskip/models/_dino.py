@@ -1,22 +1,22 @@
-"""DINO: a student learns to predict, from each crop, the output of an EMA of itself (the teacher) on global crops.
+"""DINO: a student predicts, from each crop, the output of an EMA of itself (the teacher) on global crops.
 
     loss = mean over pairs of a global crop i and another crop j of  - <p_i, log q_j>
     p_i = softmax((t_i - c) / T_t),   q_j = softmax(s_j / T_s),    c <- m c + (1 - m) mean(t)
 
-Caron et al. 2021, "Emerging Properties in Self-Supervised Vision Transformers" (arXiv 2104.14294). Instead of the
-centre c, p can be balanced over the batch by Sinkhorn and Knopp's iteration, as in SwAV (arXiv 2006.09882). Both are
-over the batches of all processes. Without q being written out, the cross entropy of a pair is
+Caron et al. 2021, "Emerging Properties in Self-Supervised Vision Transformers" (arXiv 2104.14294). Instead of
+subtracting the centre c, p can be balanced over the batch by Sinkhorn-Knopp, as in SwAV (arXiv 2006.09882). Both use
+the batches of all processes. The cross entropy of a pair is
 
     log sum exp(s_j / T_s) - <p_i, s_j> / T_s
 
-and since it is linear in p_i and in s_j, the sum over all pairs is that of their sums, less i = j.
+whose second term is linear in p_i and s_j, so all pairs need only the sums over i and j, minus the terms i = j.
 
-How a run collapses can be seen in three numbers: the entropy of p (at log(out) every p is uniform), the entropy of the
-mean of p (at 0 every image is given the same entry), and the divergence of q from p (at 0 there is nothing to learn).
+Three numbers show collapse: the entropy of p (log(out) if every p is uniform), the entropy of the mean of p (0 if every
+image gets the same entry), and the divergence of q from p (0 if there is nothing to learn).
 
-Small models start near such a point: what all images have in common is most of their class token, so all have nearly
-one direction in the bottleneck, centred p is nearly uniform, and that is what the student learns. Batch norm of the
-bottleneck (`bottleneck_norm`) takes the common part away, in student and teacher.
+Small models start near collapse: most of the class token is common to all images, so all have nearly one direction in
+the bottleneck, and centred p is nearly uniform. Batch norm of the bottleneck (`bottleneck_norm`) removes the common
+part in student and teacher.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ Balance = Literal["centre", "sinkhorn"]
 
 
 class Teaching(NamedTuple):
-    """What a forward gives."""
+    """The output of a forward pass."""
 
     loss: Tensor
     entropy: Tensor  # of the teacher's p, a mean over samples
@@ -47,7 +47,7 @@ class Teaching(NamedTuple):
 
 
 class Head(nn.Module):
-    """An MLP to a bottleneck of length 1, and from there a linear layer whose rows have length 1."""
+    """An MLP to a unit-length bottleneck, then a linear layer with unit-length rows."""
 
     def __init__(
         self,
@@ -60,10 +60,10 @@ class Head(nn.Module):
         norm: bool = False,
         bottleneck_norm: bool = False,
     ) -> None:
-        """`norm` is batch norm within the MLP, `bottleneck_norm` that of its end, without affine."""
+        """`norm` is batch norm in the MLP, `bottleneck_norm` batch norm of its output, without affine."""
         super().__init__()
         if layers < 1:
-            raise BadInput(f"a head of {layers} layers; it has one at least")
+            raise BadInput(f"a head of {layers} layers; it needs at least one")
         sizes = [width, *[hidden] * (layers - 1), bottleneck]
         steps: list[nn.Module] = []
         for index, (a, b) in enumerate(pairwise(sizes)):
@@ -72,7 +72,7 @@ class Head(nn.Module):
                 steps += [BatchNorm(b), nn.GELU()] if norm else [nn.GELU()]
         self.mlp = nn.Sequential(*steps)
         self.norm = BatchNorm(bottleneck, affine=False) if bottleneck_norm else nn.Identity()
-        self.last = nn.Linear(bottleneck, out, bias=False)  # only the directions of its rows count
+        self.last = nn.Linear(bottleneck, out, bias=False)  # only the directions of its rows matter
         trunc_normal_(self)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -81,7 +81,7 @@ class Head(nn.Module):
 
 
 class Tower(nn.Module):
-    """A backbone that gives one vector an image, and a head."""
+    """A backbone with one vector per image, and a head."""
 
     def __init__(self, backbone: nn.Module, head: Head) -> None:
         super().__init__()
@@ -93,7 +93,7 @@ class Tower(nn.Module):
 
 
 class DINO(nn.Module):
-    """Student and teacher. Rewire both backbones alike; `update_teacher_` is the EMA step."""
+    """Student and teacher. Rewire both backbones equally; `update_teacher_` is the EMA step."""
 
     centre: Tensor
     temperature: Tensor
@@ -112,7 +112,7 @@ class DINO(nn.Module):
         centre_momentum: float = 0.9,
         balance: Balance = "centre",
     ) -> None:
-        """`backbone` takes images of any size that its patches divide and gives (images, width)."""
+        """`backbone` accepts images of any size that is a multiple of its patches, and returns (images, width)."""
         super().__init__()
         choice("DINO", "balance", balance, get_args(Balance))
         sizes: dict[str, int] = {"hidden": hidden, "bottleneck": bottleneck, "layers": layers}
@@ -120,7 +120,7 @@ class DINO(nn.Module):
         self.student = Tower(backbone, head)
         self.teacher = copy.deepcopy(self.student).requires_grad_(False)
         inner: Any
-        for inner in self.teacher.modules():  # drop path, dropout and patches left out are the student's
+        for inner in self.teacher.modules():  # the teacher has no drop path, dropout or patch dropout
             for name in ("drop_prob", "prob"):
                 if hasattr(inner, name):
                     setattr(inner, name, 0.0)
@@ -129,43 +129,43 @@ class DINO(nn.Module):
         self.out, self.student_temperature = out, student_temperature
         self.centre_momentum, self.balance = centre_momentum, balance
         self.register_buffer("centre", torch.zeros(out))
-        self.register_buffer("temperature", torch.tensor(0.04))  # the teacher's; a schedule moves it
+        self.register_buffer("temperature", torch.tensor(0.04))  # the teacher's, set by a schedule
 
     def forward(self, global_crops: Tensor, local_crops: Tensor) -> Teaching:
         """Crops (images, count, channels, height, width); in training the center is updated."""
         images, count = global_crops.shape[:2]
         with torch.no_grad():
-            taught = widened(self.teacher(global_crops.transpose(0, 1).flatten(0, 1)))  # crop by crop
-            p = self.targets(taught).unflatten(0, (count, images))
+            outputs = widened(self.teacher(global_crops.transpose(0, 1).flatten(0, 1)))  # crop by crop
+            p = self.targets(outputs).unflatten(0, (count, images))
         groups = [global_crops, local_crops] if local_crops.shape[1] else [global_crops]
         logits = torch.cat(
-            [widened(self.student(each.transpose(0, 1).flatten(0, 1))).unflatten(0, (-1, images)) for each in groups]
+            [widened(self.student(crops.transpose(0, 1).flatten(0, 1))).unflatten(0, (-1, images)) for crops in groups]
         )
         logits = logits / self.student_temperature  # (crops, images, out)
         normaliser = logits.logsumexp(2)
         pairs = count * (len(logits) - 1)
         if not pairs:
-            raise BadInput("one global crop and no local one: there is no pair to compare")
-        every = (count * normaliser.sum(0) - (p.sum(0) * logits.sum(0)).sum(1)).mean()
-        itself = (normaliser[:count] - (p * logits[:count]).sum(2)).sum(0).mean()
-        loss = (every - itself) / pairs
+            raise BadInput("one global crop and no local crop: there is no pair to compare")
+        all_pairs = (count * normaliser.sum(0) - (p.sum(0) * logits.sum(0)).sum(1)).mean()
+        same_crop = (normaliser[:count] - (p * logits[:count]).sum(2)).sum(0).mean()
+        loss = (all_pairs - same_crop) / pairs
         entropy = torch.special.entr(p).sum(2).mean()
         spread = torch.special.entr(over_processes(p.mean((0, 1)))).sum()
         if self.training and self.balance == "centre":
-            self.centre.lerp_(over_processes(taught.mean(0)), 1 - self.centre_momentum)
+            self.centre.lerp_(over_processes(outputs.mean(0)), 1 - self.centre_momentum)
         return Teaching(loss, entropy, spread, (loss - entropy).detach())
 
-    def targets(self, taught: Tensor) -> Tensor:
-        """p of the teacher's outputs (samples, out)."""
+    def targets(self, outputs: Tensor) -> Tensor:
+        """p for the teacher's outputs (samples, out)."""
         if self.balance == "sinkhorn":
-            return sinkhorn(taught / self.temperature)
-        return ((taught - self.centre) / self.temperature).softmax(1)
+            return sinkhorn(outputs / self.temperature)
+        return ((outputs - self.centre) / self.temperature).softmax(1)
 
     @torch.no_grad()
     def update_teacher_(self, momentum: float) -> None:
         """teacher <- m teacher + (1 - m) student."""
-        theirs, ours = (list[Tensor](tower.parameters()) for tower in (self.teacher, self.student))
-        torch._foreach_lerp_(theirs, ours, 1 - momentum)
+        teacher, student = (list[Tensor](tower.parameters()) for tower in (self.teacher, self.student))
+        torch._foreach_lerp_(teacher, student, 1 - momentum)
 
     def last_layer(self) -> Tensor:
         """The weight that is frozen at the start of training."""
@@ -173,10 +173,10 @@ class DINO(nn.Module):
 
     @torch.no_grad()
     def spread_(self, generator: torch.Generator | None = None, rounds: int = 20) -> None:
-        """Spreads the rows of the last layer evenly: W^T W = (out / bottleneck) I as nearly as `rounds` bring it.
+        """Spreads the rows of the last layer evenly: W^T W is near (out / bottleneck) I after `rounds`.
 
-        Then every direction of the bottleneck has outputs of one size: |W z| is the same for all z.
-        Rows of equal length and equal columns of W^T W are sought in turn.
+        Then |W z| is equal for all directions z of the bottleneck. Alternates between whitening W^T W and
+        normalising rows.
         """
         weight = self.last_layer()
         out, bottleneck = weight.shape
@@ -189,7 +189,7 @@ class DINO(nn.Module):
 
 
 def sinkhorn(logits: Tensor, rounds: int = 3) -> Tensor:
-    """exp(logits) (samples, out) with rows of sum 1, and columns as near to equal sums as `rounds` bring them."""
+    """exp(logits) (samples, out), scaled to rows of sum 1 and nearly equal column sums in `rounds` iterations."""
     highest = logits.max()
     if several_processes():
         torch.distributed.all_reduce(highest, torch.distributed.ReduceOp.MAX)
@@ -201,8 +201,8 @@ def sinkhorn(logits: Tensor, rounds: int = 3) -> Tensor:
 
 
 def width_of(backbone: nn.Module) -> int:
-    """The length of the vector that a backbone gives an image."""
+    """The size of the vector that a backbone returns per image."""
     width = getattr(backbone, "num_features", None)
     if not isinstance(width, int):
-        raise BadInput(f"{type(backbone).__name__} has no num_features; take a model of timm")
+        raise BadInput(f"{type(backbone).__name__} has no num_features; use a timm model")
     return width

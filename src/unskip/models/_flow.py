@@ -1,12 +1,12 @@
-"""Between noise and data: interpolants, what a network predicts of them, and the loss.
+"""Flow matching: interpolants between noise and data, prediction targets, and the loss.
 
     x_t = a_t x + s_t e,    v_t = a'_t x + s'_t e,    t from noise e at 0 to data x at 1
 
     linear   a = t,              s = 1 - t
-    gvp      a = sin(pi t / 2),  s = cos(pi t / 2): the variance stays where data has variance 1
+    gvp      a = sin(pi t / 2),  s = cos(pi t / 2), which preserves variance 1
 
-A network sees x_t and t and predicts the velocity v, the noise e, or the data x. Each gives the others: two equations
-in two unknowns. The score is -e / s. Ma et al., "SiT", arXiv 2401.08740; Lipman et al., arXiv 2210.02747.
+A network predicts the velocity v, the noise e or the data x from x_t and t. Each determines the others by the two
+equations above. The score is -e / s. Ma et al., "SiT", arXiv 2401.08740; Lipman et al., arXiv 2210.02747.
 
     velocity   E |network(x_t, t) - v_t|^2,   t uniform, or logit-normal: sigmoid(mean + std n) (arXiv 2403.03206)
 """
@@ -24,13 +24,13 @@ from unskip._checks import choice, number
 from unskip.errors import BadInput
 
 Interpolant = Literal["linear", "gvp"]  # between noise and data
-Target = Literal["velocity", "noise", "data"]  # that the model predicts
+Target = Literal["velocity", "noise", "data"]  # predicted by the model
 Times = Literal["uniform", "logit-normal"]  # how training times are drawn
-_MARGIN = 1e-3  # at the ends of time, where noise or data alone does not give the velocity
+_MARGIN = 1e-3  # distance to times at which noise or data alone does not determine the velocity
 
 
 class Path(NamedTuple):
-    """a, s and their derivatives at some times, in the shape of those."""
+    """a, s and their derivatives, in the shape of the times."""
 
     a: Tensor
     s: Tensor
@@ -39,7 +39,7 @@ class Path(NamedTuple):
 
 
 class Parts(NamedTuple):
-    """What a prediction at x_t implies."""
+    """Velocity, noise and data at x_t."""
 
     velocity: Tensor
     noise: Tensor
@@ -48,14 +48,14 @@ class Parts(NamedTuple):
 
 @dataclass(frozen=True)
 class Flow:
-    """An interpolant, what the network predicts, and how times and labels are drawn in training."""
+    """An interpolant, the prediction target, and the distribution of times and labels in training."""
 
     interpolant: Interpolant = "linear"
     target: Target = "velocity"
     times: Times = "uniform"
     time_mean: float = 0.0  # of logit-normal times, before the sigmoid
     time_std: float = 1.0
-    label_dropout: float = 0.1  # how often a label is left out, for classifier-free guidance
+    label_dropout: float = 0.1  # probability of dropping a label, for classifier-free guidance
 
     def __post_init__(self) -> None:
         for name, known in (("interpolant", Interpolant), ("target", Target), ("times", Times)):
@@ -63,16 +63,16 @@ class Flow:
         number("flow", "label_dropout", self.label_dropout, below=1)
         number("flow", "time_std", self.time_std, zero=False)
         if not math.isfinite(self.time_mean):
-            raise BadInput(f"time_mean is {self.time_mean}; it is a number, and 0 puts the middle of all times at 0.5")
+            raise BadInput(f"time_mean must be a finite number, such as 0 (median time 0.5), got {self.time_mean}")
 
     @property
     def ends(self) -> tuple[float, float]:
-        """The first and last time at which a prediction gives the velocity."""
+        """The first and last time at which a prediction determines the velocity."""
         first = _MARGIN if self.target == "noise" else 0.0
         return first, 1 - (_MARGIN if self.target == "data" else 0.0)
 
     def path(self, time: Tensor) -> Path:
-        """The interpolant at some times."""
+        """The interpolant at given times."""
         if self.interpolant == "linear":
             one = torch.ones_like(time)
             return Path(time, 1 - time, one, -one)
@@ -85,7 +85,7 @@ class Flow:
         return path.a * data + path.s * noise
 
     def wanted(self, data: Tensor, noise: Tensor, time: Tensor) -> Tensor:
-        """What the network should predict."""
+        """The training target of the network."""
         if self.target == "noise":
             return noise
         if self.target == "data":
@@ -94,7 +94,7 @@ class Flow:
         return path.da * data + path.ds * noise
 
     def parts(self, x: Tensor, prediction: Tensor, time: Tensor) -> Parts:
-        """Velocity, noise and data that a prediction at x_t means."""
+        """Velocity, noise and data from a prediction at x_t."""
         a, s, da, ds = self.path(_like(time, x))
         if self.target == "velocity":
             det = a * ds - s * da  # -1 for linear, -pi / 2 for gvp
@@ -106,7 +106,7 @@ class Flow:
         return Parts(da * prediction + ds * noise, noise, prediction)
 
     def drawn_times(self, count: int, device: torch.device, generator: torch.Generator | None = None) -> Tensor:
-        """(count,) float32, for training."""
+        """(count,) random times for training, float32."""
         if self.times == "uniform":
             time = torch.rand(count, device=device, generator=generator)
         else:
@@ -126,14 +126,14 @@ class Flow:
         noise: Tensor | None = None,
         generator: torch.Generator | None = None,
     ) -> Tensor:
-        """The mean squared error for each image, (batch,). What is not given is drawn."""
+        """The mean squared error of each image, (batch,). Draws `time` and `noise` if they are None."""
         if time is None:
             time = self.drawn_times(len(data), data.device, generator)
         if noise is None:
             noise = torch.randn(data.shape, device=data.device, generator=generator)
         if self.label_dropout:
-            left_out = torch.rand(len(labels), device=labels.device, generator=generator) < self.label_dropout
-            labels = labels.masked_fill(left_out, classes)
+            dropped = torch.rand(len(labels), device=labels.device, generator=generator) < self.label_dropout
+            labels = labels.masked_fill(dropped, classes)
         prediction = network(self.mixed(data, noise, time), time, labels)
         error: Tensor = (prediction.float() - self.wanted(data, noise, time)).square().flatten(1).mean(1)
         return error

@@ -1,10 +1,10 @@
-"""Normal noise as a function of (seed, sample, step), on any device: sample i is the same whatever its company.
+"""Normal noise as a function of (seed, sample, step), on any device: sample i does not depend on its batch.
 
-    bits(seed, sample, step, place)  by splitmix64's finaliser (Steele et al. 2014), once a number
-    two of them make two normal numbers: sqrt(-2 log u) cos(2 pi w), sqrt(-2 log u) sin(2 pi w) (Box & Muller 1958)
+    bits(seed, sample, step, place)  by splitmix64's finaliser (Steele et al. 2014), for each number
+    two uniform numbers give two normal ones: sqrt(-2 log u) cos(2 pi w), sqrt(-2 log u) sin(2 pi w) (Box & Muller 1958)
 
-There is no state and no order, so nothing has to be drawn before something else. Bits are the same on every device; the
-numbers are too, but for the last digit of its logarithm.
+There is no state, so numbers can be drawn in any order. Bits are equal on every device; the numbers are too, up to
+rounding of the logarithm.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ _GOLDEN, _FIRST, _SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133
 
 
 def normal(seed: int, samples: Tensor, step: int, shape: Sequence[int]) -> Tensor:
-    """(samples, *shape), float32: independent normal numbers for every seed, sample (int64), step and place."""
+    """(samples, *shape), float32: independent for every seed, sample (int64), step and element."""
     count = math.prod(shape)
     pairs = (count + 1) // 2
     key = _mixed(_start(seed, step), samples)  # (samples,)
-    places = torch.arange(2 * pairs, device=samples.device)
-    units = _unit(_mixed(key[:, None], places))  # (samples, 2 pairs)
+    elements = torch.arange(2 * pairs, device=samples.device)
+    units = _unit(_mixed(key[:, None], elements))  # (samples, 2 pairs)
     radius = (-2 * units[:, :pairs].log()).sqrt()
     angle = 2 * math.pi * units[:, pairs:]
     values = torch.cat([radius * angle.cos(), radius * angle.sin()], 1)[:, :count]
@@ -32,7 +32,7 @@ def normal(seed: int, samples: Tensor, step: int, shape: Sequence[int]) -> Tenso
 
 
 def _start(seed: int, step: int) -> int:
-    """`_mixed` of two numbers, by the host: nothing is copied to a device, which would have to wait."""
+    """`_mixed` of two numbers on the host, which avoids a copy to the device and a synchronisation."""
     x = (seed + (step + 1) * _GOLDEN) % 2**64
     x = (x ^ (x >> 30)) * _FIRST % 2**64
     x = (x ^ (x >> 27)) * _SECOND % 2**64
@@ -40,7 +40,7 @@ def _start(seed: int, step: int) -> int:
 
 
 def _mixed(key: Tensor | int, number: Tensor) -> Tensor:
-    """int64 that wraps around, as unsigned numbers would."""
+    """splitmix64 of int64 tensors, whose overflow wraps as for unsigned integers."""
     x = key + (number + 1) * _signed(_GOLDEN)
     x = (x ^ _shifted(x, 30)) * _signed(_FIRST)
     x = (x ^ _shifted(x, 27)) * _signed(_SECOND)
@@ -48,12 +48,12 @@ def _mixed(key: Tensor | int, number: Tensor) -> Tensor:
 
 
 def _unit(bits: Tensor) -> Tensor:
-    """Uniform in (0, 1), float64: the upper 53 bits, and half a step more."""
+    """Uniform in (0, 1), float64: the upper 53 bits plus half a step."""
     return (_shifted(bits, 11).double() + 0.5) * 2.0**-53
 
 
 def _shifted(x: Tensor, by: int) -> Tensor:
-    """To the right, with zeros from the left."""
+    """Logical shift to the right."""
     return (x >> by) & ((1 << (64 - by)) - 1)
 
 

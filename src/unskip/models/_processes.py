@@ -1,6 +1,6 @@
-"""Means and batch norm over the batch of all processes, so that N of them take the steps of one.
+"""Means and batch norm over the batch of all processes, so that N of them train as one.
 
-torch's SyncBatchNorm works on GPUs only. Every process has as many samples, which `unskip.data` sees to.
+torch's SyncBatchNorm works on GPUs only. Every process has equally many samples, which `unskip.data` ensures.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 
 class BatchNorm(nn.BatchNorm1d):
-    """`nn.BatchNorm1d` of (samples, dim); where there are several processes, of the samples of all."""
+    """`nn.BatchNorm1d` of (samples, dim), over the samples of all processes."""
 
     def forward(self, x: Tensor) -> Tensor:
         if not self.training or not several_processes():
@@ -37,12 +37,12 @@ class BatchNorm(nn.BatchNorm1d):
 
 
 def widened(x: Tensor) -> Tensor:
-    """In float32 at least: half precision is not enough for sums over many entries."""
+    """Casts to at least float32: half precision is not enough for sums over many entries."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def several_processes() -> bool:
-    """Whether there are others to talk to."""
+    """Whether torch.distributed runs with more than one process."""
     dist = torch.distributed
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
@@ -62,7 +62,7 @@ def _mean(value: Tensor) -> Tensor:
 
 
 class _Mean(torch.autograd.Function):
-    """The mean over all processes. Each takes part in the loss of all, so its gradient is the mean of theirs."""
+    """The mean over all processes. It enters the loss of every process, so its gradient is the mean of theirs."""
 
     @staticmethod
     def forward(context: Any, value: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Published checkpoints: files read without running what they hold, and their tensors held to a model name by name."""
+"""Published checkpoints: files read without running code from them, and their tensors checked against a model."""
 
 from __future__ import annotations
 
@@ -12,31 +12,31 @@ from torch import Tensor
 
 from unskip.errors import LoadError
 
-Weights = str | Path | Mapping[str, Any]  # a file, or what it holds
+Weights = str | Path | Mapping[str, Any]  # a file or its content
 
 
 def read(weights: Weights) -> Mapping[str, Any]:
-    """What a checkpoint holds. Raises LoadError for a file that holds more than tensors and settings."""
+    """The content of a checkpoint. Raises LoadError for a file with more than tensors and settings."""
     data: Any = weights
     if isinstance(weights, str | Path):
         try:
-            with torch.serialization.safe_globals([argparse.Namespace]):  # the settings beside the tensors
+            with torch.serialization.safe_globals([argparse.Namespace]):  # settings saved with the tensors
                 data = torch.load(weights, map_location="cpu", weights_only=True)
-        except Exception as error:  # bytes that are no pickle make its reader raise anything
+        except Exception as error:  # the reader may raise anything for invalid bytes
             reason = str(error).partition("\n")[0]
-            raise LoadError(f"{weights}: no checkpoint of plain tensors (weights_only=True): {reason}") from error
+            raise LoadError(f"{weights}: not a checkpoint of plain tensors (weights_only=True): {reason}") from error
     if not isinstance(data, Mapping) or not data:
-        raise LoadError("the checkpoint holds no tensors by name")
+        raise LoadError("the checkpoint has no tensors by name")
     return data
 
 
 def read_tensors(weights: Weights, *names: str) -> dict[str, Tensor]:
-    """The tensors of a checkpoint: those under the first of the names that it has, otherwise those at its top."""
+    """The tensors of a checkpoint: under the first of the names that it has, or at its top level."""
     data = read(weights)
     data = next((data[name] for name in names if isinstance(data.get(name), Mapping)), data)
     if not data or not all(isinstance(value, Tensor) for value in data.values()):
         places = " or ".join(map(repr, names))
-        raise LoadError(f"the checkpoint holds no tensors by name, neither at its top nor under {places}")
+        raise LoadError(f"the checkpoint has no tensors by name, neither at its top level nor under {places}")
     return dict(data)
 
 
@@ -47,7 +47,7 @@ def check_fit(
     allowed: Collection[str],
     advice: str,
 ) -> None:
-    """Raises LoadError where a needed name is missing, one is neither needed nor allowed, or a shape is another."""
+    """Raises LoadError if a needed name is missing, a name is neither needed nor allowed, or a shape differs."""
     known = {*needed, *allowed}
     problems = [f"{name} is missing" for name in sorted({*needed} - {*tensors})]
     problems += [f"{name} is not known" for name in sorted({*tensors} - known)]
@@ -58,5 +58,5 @@ def check_fit(
     ]
     if problems:
         raise LoadError(
-            f"the checkpoint does not fit the model: {'; '.join(problems[:3])} ({len(problems)} in all). {advice}"
+            f"the checkpoint does not fit the model: {'; '.join(problems[:3])} ({len(problems)} problems). {advice}"
         )

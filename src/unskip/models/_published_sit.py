@@ -1,11 +1,11 @@
-"""Checkpoints of SiT in the published layout, put into our model.
+"""Loads checkpoints of SiT in the layout of the published code.
 
-Names are the same. Where the published model has room for a variance too (learn_sigma), its last layer is twice as
-wide, and the half that predicts the velocity is taken:
+Names are equal. If the published model has an unused variance output (learn_sigma), its last layer is twice as wide,
+and the half that predicts the velocity is loaded:
 
     final_layer.linear  (patch * patch * 2 channels, width)  ->  the first `channels` of every pixel
 
-A training checkpoint holds weights under "ema" and "model"; the EMA weights are taken.
+A training checkpoint has weights under "ema" and "model"; the EMA weights are loaded.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ _HEAD = "final_layer.linear."
 
 
 def load_published_sit(model: SiT, weights: Weights) -> None:
-    """Fills a SiT from a published checkpoint: a .pt file or its state dict. Long skips stay as they are, at zero.
+    """Fills a SiT from a published checkpoint: a .pt file or its state dict. Long skips stay at zero.
 
-    Raises LoadError where names or shapes differ, and leaves the model as it was.
+    Raises LoadError if names or shapes differ, without changing the model.
     """
     state = read_tensors(weights, "ema", "model")
     wanted = model.state_dict()
@@ -27,7 +27,7 @@ def load_published_sit(model: SiT, weights: Weights) -> None:
         if name in state and len(state[name]) == 2 * len(wanted[name]):
             by_pixel = state[name].reshape(model.patch**2, 2, model.channels, *state[name].shape[1:])
             state[name] = by_pixel[:, 0].flatten(0, 1)
-    own = {name for name in wanted if ".skip." in name}
+    long_skips = {name for name in wanted if ".skip." in name}
     advice = "Build the SiT with its width, depth, patch, size of latents and number of classes."
-    check_fit(state, wanted, wanted.keys() - own, own, advice)
+    check_fit(state, wanted, wanted.keys() - long_skips, long_skips, advice)
     model.load_state_dict(state, strict=False)

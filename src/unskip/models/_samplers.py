@@ -1,13 +1,13 @@
-"""From noise to images: the flow's equation solved from t = 0 to 1.
+"""Samplers: solve the flow's equation from noise at t = 0 to data at t = 1.
 
-    dx = v dt                                        euler, heun (fixed steps), dopri5 (steps as its error allows)
-    dx = (v - e) dt + sqrt(2 s_t) dW                 euler-maruyama: the same marginals, since score = -e / s and the
-                                                     noise that is added is taken away by drift s_t * score = -e
+    dx = v dt                                        euler, heun (fixed steps), dopri5 (adaptive steps)
+    dx = (v - e) dt + sqrt(2 s_t) dW                 euler-maruyama: the same marginals: score = -e / s, and the drift
+                                                     s_t * score = -e compensates the added noise
     v <- v_none + cfg (v_class - v_none)             classifier-free guidance (Ho & Salimans, arXiv 2207.12598)
 
 The last step of euler-maruyama has length 0.04 and no noise, as in SiT (arXiv 2401.08740). dopri5 is an embedded pair
-of orders 5 and 4 (Dormand & Prince 1980). Every sample has a time and a step of its own, so its path does not depend on
-its company: rms(error / (tolerance (1 + |x|))) <= 1 in each accepted step, at tolerance 1e-5.
+of orders 5 and 4 (Dormand & Prince 1980). Every sample has its own time and step size, so it does not depend on its
+batch: rms(error / (tolerance (1 + |x|))) <= 1 in each accepted step, at tolerance 1e-5.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from unskip.models._conditioned import check_labels
 from unskip.models._flow import Flow, Parts
 from unskip.models._noise import normal
 
-Sampler = Literal["euler", "heun", "dopri5", "euler-maruyama"]  # that integrates the flow
+Sampler = Literal["euler", "heun", "dopri5", "euler-maruyama"]  # integrates the flow
 _LAST = 0.04  # the length of the last step of euler-maruyama
 _MOST = 10_000  # steps of dopri5, accepted or not
 
-# The tableau of Dormand and Prince: times, weights of the stages before, and the difference of both orders.
+# The tableau of Dormand and Prince: times, weights of earlier stages, and the difference of both orders.
 _C = (0.0, 1 / 5, 3 / 10, 4 / 5, 8 / 9, 1.0, 1.0)
 _A: tuple[tuple[float, ...], ...] = (
     (),
@@ -47,11 +47,11 @@ _E = (71 / 57600, 0.0, -71 / 16695, 71 / 1920, -17253 / 339200, 22 / 525, -1 / 4
 
 @dataclass(frozen=True)
 class Sampling:
-    """How samples are made: every field goes through JSON."""
+    """The settings of a sampler; every field is valid JSON."""
 
     sampler: Sampler = "heun"
     steps: int = 50  # of the fixed-step samplers
-    cfg: float = 1.0  # 1: the class alone; 0: no class
+    cfg: float = 1.0  # 1: conditional; 0: unconditional
     tolerance: float = 1e-5  # of dopri5, absolute and relative
     seed: int = 0
 
@@ -63,11 +63,11 @@ class Sampling:
 
 
 class Drawn(NamedTuple):
-    """Samples as the network makes them, and what each cost."""
+    """Samples, and the network evaluations of each."""
 
     values: Tensor  # (samples, *shape), float32
     labels: Tensor
-    evaluations: Tensor  # (samples,): of the network, two for each velocity with guidance
+    evaluations: Tensor  # (samples,), two per velocity with guidance
 
 
 def draw(
@@ -81,18 +81,18 @@ def draw(
     batch: int = 256,
     autocast: Callable[[], AbstractContextManager[object]] = nullcontext,
 ) -> Iterator[Drawn]:
-    """Samples with these labels, on their device; `batch` at a time, which changes no sample.
+    """Draws samples with these labels, on their device. `batch` does not change the samples.
 
-    The network is called as network(x, time, labels), in the mode it is in. `autocast` makes the context it runs in.
+    The network is called as network(x, time, labels), in its current mode. `autocast` creates the context of the calls.
     """
     if not len(labels) or batch < 1:
-        raise BadInput(f"{len(labels)} samples in batches of {batch}: ask for one or more of each")
+        raise BadInput(f"{len(labels)} samples in batches of {batch}: both must be at least 1")
     check_labels(labels, classes)
     flow, sampling = flow or Flow(), sampling or Sampling()
     for start in range(0, len(labels), batch):
         part = labels[start : start + batch]
         indices = torch.arange(start, start + len(part), device=labels.device)
-        # One context around all steps: autocast keeps the weights it has narrowed until its context ends.
+        # One context for all steps, because autocast caches cast weights until its context ends.
         with torch.no_grad(), autocast():
             field = _Field(network, part, classes, flow, sampling.cfg)
             x = normal(sampling.seed, indices, 0, shape)
@@ -116,14 +116,14 @@ class _Field:
         self.evaluations = torch.zeros(len(labels), dtype=torch.int64, device=labels.device)
 
     def parts(self, x: Tensor, time: Tensor, rows: Tensor | None = None) -> Parts:
-        """Of x (samples, ...) at times (samples,); `rows` are the indices of those samples, None for all."""
-        of, none = (each if rows is None else each[rows] for each in (self.labels, self.none))
+        """Predictions for x (samples, ...) at times (samples,); `rows` are the indices of the samples, None for all."""
+        labels, none = (x if rows is None else x[rows] for x in (self.labels, self.none))
         if self.guided:
-            both = self.network(torch.cat([x, x]), torch.cat([time, time]), torch.cat([of, none]))
-            own, plain = both.float().chunk(2)
-            prediction = plain + self.cfg * (own - plain)
+            both = self.network(torch.cat([x, x]), torch.cat([time, time]), torch.cat([labels, none]))
+            conditional, unconditional = both.float().chunk(2)
+            prediction = unconditional + self.cfg * (conditional - unconditional)
         else:
-            prediction = self.network(x, time, none if self.cfg == 0 else of).float()
+            prediction = self.network(x, time, none if self.cfg == 0 else labels).float()
         if rows is None:
             self.evaluations += 1 + self.guided
         else:
@@ -151,7 +151,7 @@ def _euler(field: _Field, x: Tensor, sampling: Sampling, indices: Tensor) -> Ten
 
 
 def _heun(field: _Field, x: Tensor, sampling: Sampling, indices: Tensor) -> Tensor:
-    """The mean of the velocities at both ends of a step, the far one by Euler's step."""
+    """Steps with the mean of the velocities at both ends, the end predicted by an Euler step."""
     grid = _grid(field.flow, sampling.steps)
     for now, then in pairwise(grid):
         step, here = then - now, field.velocity(x, _times(x, now))
@@ -178,8 +178,8 @@ def _dopri5(field: _Field, x: Tensor, sampling: Sampling, indices: Tensor) -> Te
     first, last = field.flow.ends
     time = torch.full((len(x),), first, dtype=torch.float64, device=x.device)
     step = torch.full_like(time, 0.01)
-    wide = (-1, *[1] * (x.ndim - 1))
-    slope = field.velocity(x, time.float())  # the last stage of a step is the first of the next
+    per_sample = (-1, *[1] * (x.ndim - 1))
+    slope = field.velocity(x, time.float())  # the last stage of a step is the first stage of the next
     x = x.clone()
     for _ in range(_MOST):
         rows = (time < last).nonzero()[:, 0]
@@ -189,26 +189,26 @@ def _dopri5(field: _Field, x: Tensor, sampling: Sampling, indices: Tensor) -> Te
         here = x[rows]
         stages = [slope[rows]]
         for c, weights in zip(_C[1:], _A[1:], strict=True):
-            moved: Tensor = sum((w * k for w, k in zip(weights, stages, strict=True) if w), torch.zeros_like(here))
-            there = here + size.float().view(wide) * moved
+            direction: Tensor = sum((w * k for w, k in zip(weights, stages, strict=True) if w), torch.zeros_like(here))
+            there = here + size.float().view(per_sample) * direction
             stages.append(field.velocity(there, (at + c * size).float(), rows))
-        wrong: Tensor = sum((e * k for e, k in zip(_E, stages, strict=True) if e), torch.zeros_like(here))
+        difference: Tensor = sum((e * k for e, k in zip(_E, stages, strict=True) if e), torch.zeros_like(here))
         scale = sampling.tolerance * (1 + torch.maximum(here.abs(), there.abs()))
-        error = (size.float().view(wide) * wrong / scale).flatten(1).double().square().mean(1).sqrt()
-        fine = error <= 1
-        lost = ~error.isfinite()
-        if bool(lost.any()):
-            x[rows[lost]] = torch.nan
+        error = (size.float().view(per_sample) * difference / scale).flatten(1).double().square().mean(1).sqrt()
+        accepted = error <= 1
+        diverged = ~error.isfinite()
+        if bool(diverged.any()):
+            x[rows[diverged]] = torch.nan
             return x
-        done = rows[fine]
-        x[done], slope[done] = there[fine], stages[-1][fine]
-        landed = at + size
-        time[done] = torch.where(landed >= last - 1e-12, last, landed)[fine]
-        # A fifth to fivefold, with a little to spare.
+        done = rows[accepted]
+        x[done], slope[done] = there[accepted], stages[-1][accepted]
+        after = at + size
+        time[done] = torch.where(after >= last - 1e-12, last, after)[accepted]
+        # The usual step size control, with a safety factor of 0.9.
         step[rows] = size * (0.9 * error.clamp_min(1e-10) ** -0.2).clamp(0.2, 5.0)
     raise BadInput(
-        f"dopri5 took {_MOST} steps and was not at its end: a tolerance of {sampling.tolerance} is below what the "
-        "network's precision allows; take a larger one, or heun"
+        f"dopri5 did not finish in {_MOST} steps: a tolerance of {sampling.tolerance} is too small for the "
+        "precision of the network; use a larger one, or heun"
     )
 
 

@@ -1,9 +1,9 @@
-"""SimCLR: two views of an image find each other among the views of all others.
+"""SimCLR: contrastive learning of two views of an image against the views of all other images.
 
     loss = - mean_i log( exp(<z_i, z_i'> / T) / sum over k != i of exp(<z_i, z_k> / T) ),   z of length 1
 
 Chen et al. 2020, "A Simple Framework for Contrastive Learning of Visual Representations" (arXiv 2002.05709); the loss
-is InfoNCE (arXiv 1807.03748) over the crops of all processes. At random it is log(2 n - 1).
+is InfoNCE (arXiv 1807.03748) over the crops of all processes. For random views it is log(2 n - 1).
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from unskip.models._processes import BatchNorm, several_processes, widened
 
 
 class Contrast(NamedTuple):
-    """What a forward gives."""
+    """The output of a forward pass."""
 
     loss: Tensor
     aligned: Tensor  # the mean cosine of the two views of an image
-    apart: Tensor  # and that of views of different images
+    apart: Tensor  # the mean cosine of views of different images
 
 
 class SimCLR(nn.Module):
-    """A backbone and a projection to the sphere."""
+    """A backbone and a projection to the unit sphere."""
 
     def __init__(
         self,
@@ -38,14 +38,13 @@ class SimCLR(nn.Module):
         temperature: float = 0.2,
         norm: bool = True,
     ) -> None:
-        """With `norm` the projection is batch-normalised, as SimCLR's is: it keeps views of different images apart from
-        the first step on."""
+        """`norm` adds batch norm to the projection, as in SimCLR, which separates images from the first step on."""
         super().__init__()
         width = width_of(backbone)
         self.backbone, self.temperature = backbone, temperature
         layers = [nn.Linear(width, hidden), BatchNorm(hidden), nn.GELU(), nn.Linear(hidden, out)]
         layers.append(BatchNorm(out, affine=False))
-        self.head = nn.Sequential(*(each for each in layers if norm or not isinstance(each, BatchNorm)))
+        self.head = nn.Sequential(*(layer for layer in layers if norm or not isinstance(layer, BatchNorm)))
 
     def forward(self, views: Tensor) -> Contrast:
         """Views (images, 2, channels, height, width)."""
@@ -56,34 +55,34 @@ class SimCLR(nn.Module):
 
 def contrast(one: Tensor, two: Tensor, temperature: float) -> Contrast:
     """InfoNCE of two views (images, dim), unit vectors, in both directions."""
-    every = [_everywhere(each) for each in (one, two)]
+    gathered = [_all_processes(view) for view in (one, two)]
     count, rank = len(one), torch.distributed.get_rank() if several_processes() else 0
     own = torch.arange(count, device=one.device) + rank * count
-    total = len(every[0])
-    z = torch.cat(every)
+    total = len(gathered[0])
+    z = torch.cat(gathered)
     losses, aligned, apart = [], [], []
-    for view, mine in enumerate((one, two)):
-        cosines = mine @ z.T
+    for view, local in enumerate((one, two)):
+        cosines = local @ z.T
         scores = cosines / temperature
         itself = torch.arange(2 * total, device=one.device) == (own + view * total)[:, None]
         scores = scores.masked_fill(itself, -torch.inf)
-        wanted = own + (1 - view) * total
-        losses.append(F.cross_entropy(scores, wanted))
-        near = cosines.detach().gather(1, wanted[:, None]).mean()
+        positive = own + (1 - view) * total
+        losses.append(F.cross_entropy(scores, positive))
+        near = cosines.detach().gather(1, positive[:, None]).mean()
         others = (cosines.detach().sum() - count * (1 + near)) / max(1, count * (2 * total - 2))
         aligned.append(near)
         apart.append(others)
     return Contrast(torch.stack(losses).mean(), torch.stack(aligned).mean(), torch.stack(apart).mean())
 
 
-def _everywhere(z: Tensor) -> Tensor:
-    """The rows of all processes, in their order; gradients go back to where a row came from."""
+def _all_processes(z: Tensor) -> Tensor:
+    """The rows of all processes, in their order, with gradients."""
     gathered: Tensor = _Gather.apply(z) if several_processes() else z
     return gathered
 
 
 class _Gather(torch.autograd.Function):
-    """all_gather along rows. Its gradient is the sum of those of all processes for this process's rows."""
+    """all_gather along rows. Its gradient is the sum over processes of the gradients of the local rows."""
 
     @staticmethod
     def forward(context: Any, z: Tensor) -> Tensor:

@@ -1,15 +1,15 @@
-"""SiT: a transformer that predicts the velocity of a noisy image, conditioned on time and class by its norms.
+"""SiT: a transformer that predicts the velocity of a noisy image, with time and class as conditions of its norms.
 
     x  <-  x + g * f((1 + s) norm(x) + b),      b, s, g linear in silu(time + class), zero at the start (adaLN-zero)
 
 Ma et al., "SiT", arXiv 2401.08740; the layout is that of DiT (Peebles & Xie, arXiv 2212.09748). With long skips, as
-"Residual Connections Harm Generative Representation Learning" (arXiv 2404.10947) adds them, a block of the second half
-first gets the output of its mirror image in the first,
+in "Residual Connections Harm Generative Representation Learning" (arXiv 2404.10947), a block of the second half first
+gets the output of its mirror block in the first,
 
     x  <-  x + W x_mirror,      W zero at the start
 
-so that what decayed shortcuts forget can still reach the end. Shortcuts are the business of `unskip.rewire`, not of the
-model. Names of parameters are those of the published code.
+so that the end still gets what decayed shortcuts lose. The shortcuts themselves are set by `unskip.rewire`, not here.
+Names of parameters are those of the published code.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ SIT_SIZES = {
 
 
 class SiTBlock(nn.Module):
-    """Attention and MLP, each moved, scaled and gated by the condition; a long skip before them where it has one."""
+    """Attention and MLP, each shifted, scaled and gated by the condition, after an optional long skip."""
 
     def __init__(self, width: int, heads: int, long_skip: bool) -> None:
         super().__init__()
@@ -60,13 +60,13 @@ class SiTBlock(nn.Module):
     def forward(self, x: Tensor, condition: Tensor, mirror: Tensor | None = None) -> Tensor:
         if self.skip is not None:
             x = x + self.skip(mirror)
-        move = self.adaLN_modulation(condition)[:, None].chunk(6, 2)  # each (batch, 1, width)
-        x = x + move[2] * self.attn(_modulated(self.norm1(x), move[0], move[1]))
-        return x + move[5] * self.mlp(_modulated(self.norm2(x), move[3], move[4]))  # type: ignore[no-any-return]
+        modulation = self.adaLN_modulation(condition)[:, None].chunk(6, 2)  # each (batch, 1, width)
+        x = x + modulation[2] * self.attn(_modulated(self.norm1(x), modulation[0], modulation[1]))
+        return x + modulation[5] * self.mlp(_modulated(self.norm2(x), modulation[3], modulation[4]))  # type: ignore[no-any-return]
 
 
 class Time(nn.Module):
-    """A time as a vector."""
+    """Time embedding."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -78,7 +78,7 @@ class Time(nn.Module):
 
 
 class Label(nn.Module):
-    """A class as a vector; the last row is that of no label."""
+    """Label embedding; the last row means no label."""
 
     def __init__(self, classes: int, width: int) -> None:
         super().__init__()
@@ -90,7 +90,7 @@ class Label(nn.Module):
 
 
 class Final(nn.Module):
-    """Tokens to pixels of their patches."""
+    """Output layer: tokens to the pixels of their patches."""
 
     def __init__(self, width: int, pixels: int) -> None:
         super().__init__()
@@ -107,7 +107,7 @@ class Final(nn.Module):
 class SiT(nn.Module):
     """`model(images, time, labels)`: images (batch, channels, size, size) at times (batch,) from noise, 0, to data, 1.
 
-    The label `classes` stands for none. Without a time and labels: those of data, and none.
+    The label `classes` means no label. The defaults are time 1 and no label.
     """
 
     pos_embed: Tensor
@@ -125,11 +125,11 @@ class SiT(nn.Module):
         long_skips: bool = False,
         narrow: bool = False,
     ) -> None:
-        """With `narrow` the stream has autocast's precision instead of float32: faster, and it rounds more."""
+        """With `narrow` the stream has autocast's precision instead of float32: faster and less exact."""
         super().__init__()
         check_sizes("SiT", size, patch, width, depth, heads, classes)
         self.size, self.patch, self.channels, self.classes, self.narrow = size, patch, channels, classes, narrow
-        self.default_cfg = {"input_size": (channels, size, size)}  # by which an audit knows what the model takes
+        self.default_cfg = {"input_size": (channels, size, size)}  # the input shape for an audit
         self.mirrors, self.grad_checkpointing = mirrored(depth) if long_skips else {}, False
         self.x_embedder = need("timm.layers").PatchEmbed(size, patch, channels, width)
         self.t_embedder = Time(width)
@@ -142,12 +142,12 @@ class SiT(nn.Module):
 
     @classmethod
     def named(cls, name: str, **others: Any) -> Self:
-        """S, B, L or XL, and the patch: SiT.named("B/2", size=32, channels=4)."""
+        """Builds a published size (S, B, L, XL) and patch size: SiT.named("B/2", size=32, channels=4)."""
         return cls(**{**sized("SiT", name, SIT_SIZES), **others})
 
     @torch.no_grad()
     def start_(self) -> None:
-        """The published initialisation: Xavier, embeddings with std 0.02; gates, long skips and the output at zero."""
+        """The published initialisation: Xavier, embeddings with std 0.02; gates, long skips and the output zero."""
         xavier_(self)
         embeddings: list[Any] = [self.y_embedder.embedding_table, self.t_embedder.mlp[0], self.t_embedder.mlp[2]]
         for layer in embeddings:

@@ -1,10 +1,10 @@
-"""U-ViT: time, class and patches are all tokens of one ViT, and its second half is handed what the first half saw.
+"""U-ViT: time, class and patches are tokens of one ViT, with long skips from its first half to its second.
 
     x  <-  W concat(x, x_mirror),   before every block of the second half
 
-Bao et al., "All are Worth Words", arXiv 2209.12152: there with discrete times and predicted noise; here with the times
-and targets of `Flow`. The stream passes through W at every such block, so each is a stream of its own: a decay counts
-the sites of the blocks, in order, and leaves W alone.
+Bao et al., "All are Worth Words", arXiv 2209.12152, with discrete times and predicted noise; here with the times and
+targets of `Flow`. W replaces the stream before each of these blocks: a decay counts the sites of the blocks, in order,
+and does not change W.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from unskip.errors import BadInput
 from unskip.models._conditioned import check_images, check_sizes, conditions, images_of, sized, waves
 from unskip.models._vit import checkpointed, narrowed, trunc_normal_
 
-UVIT_SIZES = {  # blocks: as many before as after the one in the middle
+UVIT_SIZES = {  # odd depths: equally many blocks before and after the middle one
     "S": {"width": 512, "depth": 13, "heads": 8},
     "M": {"width": 768, "depth": 17, "heads": 12},
     "L": {"width": 1024, "depth": 21, "heads": 16},
     "H": {"width": 1152, "depth": 29, "heads": 16},
 }
-_TIMES = 1000.0  # U-ViT's waves are made for times that count to a thousand
+_TIMES = 1000.0  # U-ViT's time embedding expects times up to 1000
 
 
 class UViTBlock(nn.Module):
-    """A block of a ViT; one of the second half takes its mirror's output in first."""
+    """A ViT block; in the second half it first merges the output of its mirror block."""
 
     def __init__(self, width: int, heads: int, long_skip: bool) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ class UViTBlock(nn.Module):
 class UViT(nn.Module):
     """`model(images, time, labels)`: images (batch, channels, size, size) at times (batch,) from noise, 0, to data, 1.
 
-    The label `classes` stands for none. Without a time and labels: those of data, and none.
+    The label `classes` means no label. The defaults are time 1 and no label.
     """
 
     def __init__(
@@ -65,13 +65,15 @@ class UViT(nn.Module):
         classes: int = 10,
         narrow: bool = False,
     ) -> None:
-        """With `narrow` the stream has autocast's precision instead of float32: faster, and it rounds more."""
+        """With `narrow` the stream has autocast's precision instead of float32: faster and less exact."""
         super().__init__()
         check_sizes("UViT", size, patch, width, depth, heads, classes)
         if depth % 2 == 0:
-            raise BadInput(f"UViT: the depth is odd, as many blocks before the middle one as after it; got {depth}")
+            raise BadInput(
+                f"UViT: the depth must be odd, with half of the blocks on each side of the middle; got {depth}"
+            )
         self.size, self.patch, self.channels, self.classes, self.narrow = size, patch, channels, classes, narrow
-        self.default_cfg = {"input_size": (channels, size, size)}  # by which an audit knows what the model takes
+        self.default_cfg = {"input_size": (channels, size, size)}  # the input shape for an audit
         half, self.grad_checkpointing = depth // 2, False
         self.patch_embed = need("timm.layers").PatchEmbed(size, patch, channels, width)
         self.label_emb = nn.Embedding(classes + 1, width)
@@ -86,7 +88,7 @@ class UViT(nn.Module):
 
     @classmethod
     def named(cls, name: str, **others: Any) -> Self:
-        """S, M, L or H, and the patch: UViT.named("S/4", size=32, channels=3)."""
+        """Builds a published size (S, M, L, H) and patch size: UViT.named("S/4", size=32, channels=3)."""
         return cls(**{**sized("UViT", name, UVIT_SIZES), **others})
 
     @torch.no_grad()
@@ -104,8 +106,8 @@ class UViT(nn.Module):
         time, labels = conditions(images, time, labels, self.classes)
         x = self.patch_embed(images)
         # (batch, 2 + patches, width): the time, the class, the patches
-        first = [waves(_TIMES * time, x.shape[2]).to(x.dtype)[:, None], self.label_emb(labels)[:, None].to(x.dtype)]
-        x = torch.cat([*first, x], 1) + self.pos_embed
+        prefix = [waves(_TIMES * time, x.shape[2]).to(x.dtype)[:, None], self.label_emb(labels)[:, None].to(x.dtype)]
+        x = torch.cat([*prefix, x], 1) + self.pos_embed
         x = narrowed(x) if self.narrow else x
         outputs = []
         for block in self.in_blocks:

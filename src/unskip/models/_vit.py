@@ -1,4 +1,4 @@
-"""What models around the blocks of a ViT share: the grid of patches, positions, long skips, a start, narrow streams."""
+"""Shared by models with ViT blocks: the patch grid, positions, long skips, initialisation, precision of streams."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from unskip.init import sine_cosine
 
 
 class Grid(NamedTuple):
-    """Patches of an image, and the tokens that come before them."""
+    """The patch grid of an image, and the number of tokens before it."""
 
     rows: int
     columns: int
@@ -28,47 +28,46 @@ class Grid(NamedTuple):
 
 
 def grid_of(encoder: nn.Module) -> Grid:
-    """The grid of a ViT whose patches are embedded one by one. Raises BadInput for any other model."""
+    """The grid of a ViT with non-overlapping patches. Raises BadInput for any other model."""
     name = type(encoder).__name__
     if not isinstance(encoder, need("timm.models.vision_transformer").VisionTransformer):
-        raise BadInput(f"{name} has no patch tokens that could be left out; the encoder is a VisionTransformer of timm")
+        raise BadInput(f"{name} has no patch tokens that can be dropped; use a VisionTransformer of timm")
     embed: Any = encoder.patch_embed
     proj = getattr(embed, "proj", None)
-    hybrid = hasattr(embed, "backbone")  # its projection reads feature maps
+    hybrid = hasattr(embed, "backbone")  # projects feature maps of a backbone
     if hybrid or not isinstance(proj, nn.Conv2d) or proj.kernel_size != proj.stride or any(map(int, proj.padding)):
-        raise BadInput(f"{name}: its patch embedding ({type(embed).__name__}) looks beyond the patch")
+        raise BadInput(f"{name}: its patch embedding ({type(embed).__name__}) is not limited to its patch")
     (tall, wide), (height, width) = proj.kernel_size, embed.img_size
     if tall != wide:
-        raise BadInput(f"{name}: patches are {tall} x {wide}; they are squares")
+        raise BadInput(f"{name}: patches are {tall} x {wide}; they must be square")
     if height % tall or width % tall:
         raise BadInput(f"{name}: patches of {tall} do not divide an image of {height} x {width}")
     return Grid(height // tall, width // tall, tall, proj.in_channels, int(encoder.num_prefix_tokens))
 
 
 def checkpointed(block: nn.Module, on: bool, *inputs: Tensor) -> Tensor:
-    """The output of a block; with `on` its activations are computed again in the backward pass instead of kept."""
+    """The output of a block; `on` recomputes its activations in the backward pass instead of storing them."""
     output: Tensor = checkpoint(block, *inputs, use_reentrant=False) if on else block(*inputs)
     return output
 
 
 def sources(encoder: int, decoder: int) -> tuple[int, ...]:
-    """The encoder blocks whose outputs go into decoder blocks 0, 1, 2, ...: deepest first, spread evenly.
+    """The encoder blocks whose outputs go into decoder blocks 0, 1, 2, ...: evenly spaced, deepest first.
 
-    Every second block, as in the paper (12 and 8 blocks: 11, 9, 7, 5, 3, 1), or fewer where the decoder is shallower:
-    as many skips as there are, and none that nothing reads.
+    Every second block, as in the paper (12 and 8 blocks: 11, 9, 7, 5, 3, 1), or fewer if the decoder is shallower.
     """
     count = max(1, min(decoder, encoder // 2))
     return tuple(encoder * (index + 1) // count - 1 for index in reversed(range(count)))
 
 
 def positions(grid: Grid, dim: int) -> Tensor:
-    """(patches, dim): the 2-D sines and cosines of `unskip.init`."""
+    """(patches, dim): 2-D sine-cosine positions."""
     return sine_cosine(grid.rows, grid.columns, dim)
 
 
 @torch.no_grad()
 def trunc_normal_(model: nn.Module) -> None:
-    """Every linear layer: truncated normal with std 0.02, biases zero."""
+    """Fills every linear layer: truncated normal with std 0.02, biases zero."""
     for module in model.modules():
         if isinstance(module, nn.Linear):
             nn.init.trunc_normal_(module.weight, std=0.02)
@@ -77,6 +76,6 @@ def trunc_normal_(model: nn.Module) -> None:
 
 
 def narrowed(x: Tensor) -> Tensor:
-    """In the precision of autocast, where that is on."""
+    """Casts to the precision of autocast if it is enabled."""
     kind = x.device.type
     return x.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else x

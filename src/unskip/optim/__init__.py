@@ -1,4 +1,4 @@
-"""Optimizers: SOAP and Muon in batched form, parameter groups by role, schedules."""
+"""Optimizers: batched SOAP and Muon, parameter groups by role, schedules."""
 
 from unskip.optim import schedules
 from unskip.optim._build import build, group_of, own_group

@@ -1,4 +1,4 @@
-"""What SOAP and Muon share: `splits`, groups that are checked as they are added, and steps that refuse in time."""
+"""The base class of SOAP and Muon: `splits`, checked parameter groups, and gradients checked before a step."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from unskip.errors import BadInput
 
 
 class BatchedOptimizer(torch.optim.Optimizer):
-    """An optimizer over stacks of equal shapes. A class of it checks its groups and moves their parameters.
+    """An optimizer over stacks of equal shapes. Subclasses check groups and update parameters.
 
-    `splits` maps parameters to the number of row blocks that are matrices of their own, 3 for a fused qkv.
+    `splits` maps parameters to the number of row blocks that are separate matrices, 3 for a fused qkv.
     """
 
-    own_field: str  # a setting of its groups that no other optimizer has
+    own_field: str  # a group setting that no other optimizer has
 
     def __init__(self, params: Iterable[Any], defaults: dict[str, Any], splits: Mapping[Tensor, int] | None) -> None:
         self._splits = dict(splits or {})
@@ -32,7 +32,7 @@ class BatchedOptimizer(torch.optim.Optimizer):
         raise NotImplementedError
 
     def _move(self) -> None:
-        """Takes a step with the gradients that are there."""
+        """Updates all parameters that have a gradient."""
         raise NotImplementedError
 
     @property
@@ -62,7 +62,7 @@ class BatchedOptimizer(torch.optim.Optimizer):
             raise
 
     def _check_whole(self, params: Iterable[Tensor]) -> None:
-        """Raises BadInput for what is not a whole real tensor: a sharded one holds only some rows of its matrix."""
+        """Raises BadInput for sharded parameters, which have only some rows of a matrix, and for complex or integer."""
         for param in params:
             if type(param.data).__name__ == "DTensor" or hasattr(param, "device_mesh"):
                 raise BadInput(
@@ -70,7 +70,7 @@ class BatchedOptimizer(torch.optim.Optimizer):
                     "matrix on any rank; use DistributedDataParallel, or 'adamw' for sharded models"
                 )
             if not param.is_floating_point():
-                raise BadInput(f"{self._name}: a parameter of dtype {param.dtype} cannot be optimized; leave it out")
+                raise BadInput(f"{self._name}: a parameter of dtype {param.dtype} cannot be optimized; exclude it")
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -78,7 +78,7 @@ class BatchedOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        for param in self._params():  # all of them before the first group moves
+        for param in self._params():  # before any parameter is updated
             if param.grad is not None and param.grad.layout != torch.strided:
                 raise BadInput(
                     f"{self._name}: the gradient of a {tuple(param.shape)} parameter is sparse; use sparse=False"
@@ -87,10 +87,10 @@ class BatchedOptimizer(torch.optim.Optimizer):
         return loss
 
     def _check_state(self, state: dict[str, Any]) -> None:
-        """Raises BadInput for a saved state that is not of this optimizer, or whose parameters have other sizes."""
+        """Raises BadInput for the saved state of another optimizer, or of parameters of other sizes."""
         if any(self.own_field not in group for group in state["param_groups"]):
             raise BadInput(
-                f"{self._name}: the state to load is that of another optimizer; load one that {self._name} saved"
+                f"{self._name}: the state to load is from another optimizer; load one that {self._name} saved"
             )
         keys = [key for group in state["param_groups"] for key in group["params"]]
         for key, param in zip(keys, self._params(), strict=False):  # torch compares the number of parameters
@@ -98,12 +98,12 @@ class BatchedOptimizer(torch.optim.Optimizer):
             moment = saved.get("exp_avg", saved.get("momentum_buffer"))
             if moment is not None and moment.numel() != param.numel():
                 raise BadInput(
-                    f"{self._name}: parameter {key} has the shape {tuple(param.shape)}, its state to load "
+                    f"{self._name}: parameter {key} has the shape {tuple(param.shape)}, its saved state "
                     f"{tuple(moment.shape)}; build the optimizer as the saved one was, with the same groups"
                 )
 
 
 def check_rate(who: str, lr: object) -> None:
-    """A number, 0 or more, or a tensor of one element, which is not read: that would wait for the device."""
+    """Checks for a number of at least 0, or a one-element tensor, not read because that would synchronise."""
     if not (isinstance(lr, Tensor) and lr.numel() == 1):
         number(who, "lr", lr)

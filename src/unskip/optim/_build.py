@@ -1,9 +1,9 @@
-"""One call from a model to its optimizer: parameters are assigned by role, each exactly once.
+"""Builds the optimizer of a model, with each parameter assigned by role exactly once.
 
 adamw  every parameter, fused on a GPU
-soap   every parameter; those with two axes or more in the eigenbasis, vectors as Adam
-muon   hidden matrices by Muon; embeddings, tokens, input, head and vectors by AdamW, in the same object
-other  any optimizer of timm, by its name there
+soap   every parameter; at least two axes: in the eigenbasis, vectors: as in Adam
+muon   hidden matrices by Muon; embeddings, tokens, input, head and vectors by AdamW, in one optimizer
+other  any optimizer of timm, by its timm name
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ def build(
 ) -> torch.optim.Optimizer:
     """An optimizer for a model; `unskip.optim.groups` shows the assignment. `options` go to the optimizer's class.
 
-    Biases, norms, embeddings and tokens do not decay; with decays="blocks" the weights and biases of the repeated
-    blocks do, and nothing else; tied weights count once; frozen parameters are left out. Build it
-    before the model is sharded; DistributedDataParallel and torch.compile may come before or after.
+    Biases, norms, embeddings and tokens do not decay; with decays="blocks" only the weights and biases of the repeated
+    blocks do. Tied weights count once; frozen parameters are excluded. Build it before the model is sharded;
+    DistributedDataParallel and torch.compile may come before or after.
     """
     check_rate("build", lr)
     number("build", "weight_decay", weight_decay)
@@ -59,19 +59,19 @@ def build(
 
 
 def own_group(optimizer: torch.optim.Optimizer, param: Tensor, name: str) -> None:
-    """Moves a parameter into a group of its own, which `group_of` finds by its name: for a schedule of its own."""
+    """Moves a parameter into a separate group, which `group_of` finds by name, for example for a separate schedule."""
     for group in optimizer.param_groups:
-        for index, each in enumerate(group["params"]):
-            if each is param:
+        for index, other in enumerate(group["params"]):
+            if other is param:
                 settings = {key: value for key, value in group.items() if key not in ("params", "param_names")}
                 moved: Group = {key: [group[key].pop(index)] for key in ("params", "param_names") if key in group}
                 optimizer.param_groups.append({**settings, **moved, "name": name})
                 return
-    raise BadInput(f"{name}: the optimizer does not hold this parameter")
+    raise BadInput(f"{name}: the optimizer does not have this parameter")
 
 
 def group_of(optimizer: torch.optim.Optimizer, name: str) -> Group:
-    """The group of this name. Ask for it anew after `load_state_dict`, which replaces the groups."""
+    """The group of this name. Call again after `load_state_dict`, which replaces the groups."""
     for group in optimizer.param_groups:
         if group.get("name") == name:
             return group
@@ -79,10 +79,10 @@ def group_of(optimizer: torch.optim.Optimizer, name: str) -> Group:
 
 
 def check_assignment(assigned: Groups, optimizer: torch.optim.Optimizer) -> None:
-    """Every trainable parameter is in exactly one group."""
-    held = [id(param) for group in optimizer.param_groups for param in group["params"]]
-    assert len(held) == len(set(held)), "a parameter is in two groups"
-    assert set(held) == {id(row.param) for row in assigned}, "the optimizer does not hold the parameters of the model"
+    """Asserts that every trainable parameter is in exactly one group."""
+    ids = [id(param) for group in optimizer.param_groups for param in group["params"]]
+    assert len(ids) == len(set(ids)), "a parameter is in two groups"
+    assert set(ids) == {id(row.param) for row in assigned}, "the optimizer does not have the parameters of the model"
 
 
 def _adamw(assigned: Groups, lr: float | Tensor, weight_decay: float, options: dict[str, Any]) -> torch.optim.Optimizer:
@@ -96,7 +96,7 @@ def _soap(assigned: Groups, lr: float | Tensor, weight_decay: float, options: di
 
 def _muon(assigned: Groups, lr: float | Tensor, weight_decay: float, options: dict[str, Any]) -> torch.optim.Optimizer:
     def use(row: Assigned) -> dict[str, Any]:
-        matrix = matrix_shape(row.param.shape, row.blocks) is not None  # not of one row or column
+        matrix = matrix_shape(row.param.shape, row.blocks) is not None  # more than one row and column
         return {"use": "muon" if row.role == "hidden" and matrix else "adamw"}
 
     chosen = _param_groups(assigned, lr, weight_decay, use)
@@ -106,22 +106,22 @@ def _muon(assigned: Groups, lr: float | Tensor, weight_decay: float, options: di
 
 def _from_timm(name: str, ours: tuple[str, ...]) -> Callable[..., torch.optim.Optimizer]:
     factory: Any = import_module("timm.optim")
-    known = [str(each) for each in factory.list_optimizers()]
+    known = [*map(str, factory.list_optimizers())]
     if name.lower() not in known:
         near = nearest(name, (*ours, *known))
-        raise BadInput(f"build: no optimizer is called {name!r}{near}; there are {', '.join(ours)} and those of timm")
+        raise BadInput(f"build: no optimizer is called {name!r}{near}; choose {', '.join(ours)} or one of timm")
 
     def make(
         assigned: Groups, lr: float | Tensor, weight_decay: float, options: dict[str, Any]
     ) -> torch.optim.Optimizer:
-        about = factory.get_optimizer_info(name)
-        for option in ("betas", "eps", "momentum"):  # which timm would drop without a word
-            if option in options and not getattr(about, f"has_{option}"):
-                raise BadInput(f"build: {name} of timm has no {option}; leave that out, or take another optimizer")
+        info = factory.get_optimizer_info(name)
+        for option in ("betas", "eps", "momentum"):  # timm would ignore them silently
+            if option in options and not getattr(info, f"has_{option}"):
+                raise BadInput(f"build: {name} of timm has no {option}; drop it, or use another optimizer")
         chosen = _param_groups(assigned, lr, weight_decay)
-        made = factory.create_optimizer_v2(chosen, name, lr=lr, weight_decay=weight_decay, **options)
-        assert isinstance(made, torch.optim.Optimizer)
-        return made
+        optimizer = factory.create_optimizer_v2(chosen, name, lr=lr, weight_decay=weight_decay, **options)
+        assert isinstance(optimizer, torch.optim.Optimizer)
+        return optimizer
 
     return make
 
@@ -132,16 +132,16 @@ def _param_groups(
     weight_decay: float,
     extra: Callable[[Assigned], dict[str, Any]] = lambda row: {},
 ) -> list[Group]:
-    """One group for each way of being trained, in the order of the model."""
+    """One group per combination of settings, in the order of the model."""
     chosen: dict[tuple[Any, ...], Group] = {}
     for row in assigned:
         more = extra(row)
-        how = {"lr": lr * row.lr, "weight_decay": weight_decay if row.decays else 0.0, **more}
-        key = (row.lr, how["weight_decay"], *more.items())  # not the rate itself: a tensor equals only itself
-        group = chosen.setdefault(key, {"params": [], "param_names": [], **how})
+        settings = {"lr": lr * row.lr, "weight_decay": weight_decay if row.decays else 0.0, **more}
+        key = (row.lr, settings["weight_decay"], *more.items())  # without lr, because a tensor is hashed by identity
+        group = chosen.setdefault(key, {"params": [], "param_names": [], **settings})
         group["params"].append(row.param)
         group["param_names"].append(row.name)
-    for group in chosen.values():  # torch takes names with the parameters
+    for group in chosen.values():  # torch expects (name, parameter) pairs
         group["params"] = list(zip(group.pop("param_names"), group["params"], strict=True))
     return list(chosen.values())
 

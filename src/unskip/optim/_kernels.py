@@ -1,7 +1,7 @@
-"""What SOAP does between its matrix products, one pass over memory each; on a GPU these are small Triton kernels.
+"""Elementwise steps of SOAP and Muon, one pass over memory each; on a GPU these are small Triton kernels.
 
-Every function here has a plain form in torch, which runs on the CPU and wherever Triton is missing, and which says what
-the kernel computes. Kernels save memory traffic (a moment update is one pass instead of seven) and launches.
+Every function also has a plain torch form, which runs on the CPU and without Triton, and which defines what the kernel
+computes. Kernels save memory traffic (a moment update is one pass instead of seven) and launches.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 
 BLOCK = 2048
-LONGEST = 16384  # a row that one program can hold
+LONGEST = 16384  # longest row of one program
 SHORTEST, MOST = 128, 65535
 
 
 @functools.cache
 def kernels() -> Any:
-    """The module of kernels, or None where Triton is not installed. Loaded late: `import unskip` stays light."""
+    """The module of kernels, or None without Triton. Imported on use, so that `import unskip` is fast."""
     try:
         return importlib.import_module("unskip.optim._triton")
     except ImportError:
@@ -28,23 +28,23 @@ def kernels() -> Any:
 
 
 class Factors(NamedTuple):
-    """What a step does to each row of a stack; a masked one keeps everything it has."""
+    """The factors of a step for each row of a stack; a masked row does not change."""
 
-    first: Tensor  # how much of the gradient enters the first moment
-    second: Tensor  # and its square the second
-    size: Tensor  # how far the parameter goes, weight decay included
-    keep: Tensor  # how much of it stays
-    scale: Tensor  # by how much the gradient was multiplied, see `half`
+    first: Tensor  # weight of the gradient in the first moment
+    second: Tensor  # weight of its square in the second
+    size: Tensor  # factor of the direction, weight decay included
+    keep: Tensor  # factor of the parameter
+    scale: Tensor  # factor that the gradient was multiplied with, see `half`
 
 
 def fast(x: Tensor) -> bool:
-    """Whether a stack is worked on by kernels: one with few rows, and those long enough for a program of their own."""
+    """Whether kernels process a stack: it has few rows, each long enough for a program."""
     few = len(x) <= MOST and x.numel() >= SHORTEST * len(x)
     return x.is_cuda and x.dtype == torch.float32 and few and kernels() is not None
 
 
 def clear(stack: Tensor, ok: Tensor) -> None:
-    """Sets the rows that do not count to zero, without reading the others: (rows, ...), (rows,)."""
+    """Sets masked rows to zero without reading the others: (rows, ...), (rows,)."""
     if fast(stack):
         size = stack[0].numel()
         kernels().unskip_clear[(-(-size // BLOCK), len(stack))](stack, ok, size, BLOCK)
@@ -63,8 +63,8 @@ def half(x: Tensor, scale: Tensor) -> Tensor:
 
 
 def adam(gradient: Tensor, first: Tensor, second: Tensor, factors: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
-    """One step of Adam on (rows, ...) with factors (5, rows): the moments move, the direction comes back in `dtype`."""
-    # A direction is bounded but after a refresh, which may leave a second moment near zero; float16 ends at 65504.
+    """One step of Adam on (rows, ...) with factors (5, rows): updates the moments, returns the direction in `dtype`."""
+    # After a refresh a second moment may be near zero and the direction unbounded; the maximum of float16 is 65504.
     most = min(torch.finfo(dtype).max, 1e30)
     if fast(gradient):
         direction = gradient if dtype == gradient.dtype else torch.empty_like(gradient, dtype=dtype)
@@ -83,7 +83,7 @@ def adam(gradient: Tensor, first: Tensor, second: Tensor, factors: Tensor, eps: 
 
 
 def momentum(gradient: Tensor, buffer: Tensor, share: float, nesterov: bool, dtype: torch.dtype) -> Tensor:
-    """buffer <- share * buffer + (1 - share) * gradient. Comes back in `dtype`, looking one step ahead if nesterov."""
+    """buffer <- share * buffer + (1 - share) * gradient. Returns it in `dtype`, one step ahead if nesterov."""
     if fast(gradient):
         result = torch.empty_like(gradient, dtype=dtype)
         size = gradient.numel()
@@ -94,7 +94,7 @@ def momentum(gradient: Tensor, buffer: Tensor, share: float, nesterov: bool, dty
 
 
 def move(params: list[Tensor], pointers: Tensor | None, change: Tensor, factors: Tensor, blocks: int) -> None:
-    """param <- keep * param + size * change for params that own `blocks` rows each, rounded once."""
+    """param <- keep * param + size * change for params of `blocks` rows each, with one rounding."""
     if pointers is not None:
         size = blocks * change[0].numel()
         kind = kernels().KINDS[params[0].dtype]
@@ -102,8 +102,8 @@ def move(params: list[Tensor], pointers: Tensor | None, change: Tensor, factors:
         kernels().unskip_move[grid](pointers, change, factors, len(change), blocks, size, kind, BLOCK)
         return
     sizes, keeps = (factors[i, ::blocks].unbind() for i in (2, 3))
-    for param, step, far, keep in zip(params, change.split(blocks), sizes, keeps, strict=True):
-        step = step.reshape(param.shape).to(factors.dtype) * far
+    for param, step, factor, keep in zip(params, change.split(blocks), sizes, keeps, strict=True):
+        step = step.reshape(param.shape).to(factors.dtype) * factor
         if param.dtype == step.dtype:
             torch.addcmul(step, param, keep, out=param)
         else:
@@ -111,7 +111,7 @@ def move(params: list[Tensor], pointers: Tensor | None, change: Tensor, factors:
 
 
 def pointers(params: list[Tensor], work: torch.dtype) -> Tensor | None:
-    """Where the parameters lie, for `move`; None where they cannot be reached that way."""
+    """The addresses of the parameters, for `move`; None if its kernel cannot be used."""
     addresses = [param.data_ptr() for param in params]
     kinds = (torch.float32, torch.bfloat16, torch.float16)
     plain = all(param.is_contiguous() for param in params) and all(address % 16 == 0 for address in addresses)
@@ -134,7 +134,7 @@ def halves(x: Tensor, scale: Tensor, ratio: float) -> tuple[Tensor, Tensor]:
 
 
 def inner(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-    """Row by row a . b and b . b of (batch, n, n): (batch, n) each."""
+    """Row-wise a . b and b . b of (batch, n, n): (batch, n) each."""
     if fast(b) and a.shape[-1] <= LONGEST:
         dots, squares = b.new_empty(b.shape[:-1]), b.new_empty(b.shape[:-1])
         size = b.shape[-1]
@@ -144,7 +144,7 @@ def inner(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def pick(moved: Tensor, basis: Tensor, shift: Tensor, order: Tensor) -> Tensor:
-    """The rows of moved + shift * basis in another order, of length 1, in float64: (batch, n, n), shift (batch,)."""
+    """The normalised rows of moved + shift * basis in a new order, in float64: (batch, n, n), shift (batch,)."""
     if fast(moved) and moved.shape[-1] <= LONGEST:
         result = torch.empty_like(moved, dtype=torch.float64)
         size = moved.shape[-1]

@@ -1,10 +1,10 @@
-"""Muon: momentum, orthogonalised by Newton-Schulz, for all matrices of one shape at once; AdamW for the rest.
+"""Muon: momentum orthogonalised by Newton-Schulz, batched over matrices of one shape; AdamW for the rest.
 
     B  =  mu B + (1 - mu) G,    O  =  NS(mu B + (1 - mu) G),    W  =  (1 - lr * decay) W - lr * adjust(m, n) * O
 
-NS is five steps of X <- a X + (b X X' + c (X X')^2) X in bfloat16, which brings all singular values near 1. Numbers and
-order are those of torch.optim.Muon; here the products of equal shapes are batched, and groups with use="adamw" take the
-parameters that are not hidden matrices, so that one optimizer holds a whole model.
+NS is five steps of X <- a X + (b X X' + c (X X')^2) X in bfloat16, which moves all singular values near 1. Constants
+and order of operations are those of torch.optim.Muon; here products of equal shapes are batched, and groups with
+use="adamw" take the parameters that are not hidden matrices, so that one optimizer trains a whole model.
 
 Jordan et al., "Muon: An optimizer for hidden layers in neural networks" (2024); the adjustment to AdamW's scale: Liu et
 al., "Muon is Scalable for LLM Training" (arXiv 2502.16982).
@@ -38,7 +38,7 @@ class Muon(BatchedOptimizer):
     """torch.optim.Muon with equal shapes batched; the module's docstring has the formula.
 
     Matrices of more than two axes are flattened to (first, rest). `splits` maps parameters to the number of row blocks
-    that are matrices of their own, 3 for a fused qkv. A group with use="adamw" is AdamW with `betas` and `adam_eps`.
+    that are separate matrices, 3 for a fused qkv. A group with use="adamw" is AdamW with `betas` and `adam_eps`.
     """
 
     own_field = "ns_steps"
@@ -102,7 +102,7 @@ class Muon(BatchedOptimizer):
                 continue
             stacks = self._stacks.get(index, [])
             if {id(p) for s in stacks for p in s.params} != {id(p) for p in present} or any(s.moved() for s in stacks):
-                stacks = self._stacks[index] = self._gathered(present, group)
+                stacks = self._stacks[index] = self._build_stacks(present, group)
             for stack in stacks:
                 with torch.autocast(stack.momentum.device.type, enabled=False):
                     stack.step(group)
@@ -116,14 +116,13 @@ class Muon(BatchedOptimizer):
         super().__setstate__(state)
         self._stacks, self._splits = {}, {}
 
-    def _gathered(self, params: list[Tensor], group: dict[str, Any]) -> list[_Stack]:
+    def _build_stacks(self, params: list[Tensor], group: dict[str, Any]) -> list[_Stack]:
         blocks = dict(zip(map(id, group["params"]), group["blocks"], strict=True))
-        kinds: dict[Any, list[Tensor]] = {}
+        by_kind: dict[Any, list[Tensor]] = {}
         for param in params:
-            kinds.setdefault(
-                (matrix_shape(param.shape, blocks[id(param)]), blocks[id(param)], param.dtype, param.device), []
-            ).append(param)
-        return [_Stack(same, key[1], key[0], self.state) for key, same in kinds.items()]
+            count = blocks[id(param)]
+            by_kind.setdefault((matrix_shape(param.shape, count), count, param.dtype, param.device), []).append(param)
+        return [_Stack(same, count, shape, self.state) for (shape, count, *_), same in by_kind.items()]
 
     def _adamw(self, params: list[Tensor], group: dict[str, Any]) -> None:
         fused = all(param.is_cuda for param in params)
@@ -155,7 +154,7 @@ class Muon(BatchedOptimizer):
 
 
 class _Stack:
-    """Matrices of one shape; their momentum is stacked, and the entries of the state are views of it."""
+    """Matrices of one shape, with stacked momentum; the entries of the state are views of it."""
 
     def __init__(self, params: list[Tensor], blocks: int, shape: tuple[int, int], state: Any) -> None:
         self.params, self.blocks, self.shape = params, blocks, shape
@@ -186,13 +185,13 @@ class _Stack:
 
 
 def newton_schulz(matrices: Tensor, coefficients: tuple[float, float, float], steps: int, eps: float) -> Tensor:
-    """Matrices (rows, m, n) with their singular values brought near 1, in bfloat16."""
+    """Matrices (rows, m, n) with singular values moved near 1, in bfloat16."""
     a, b, c = coefficients
     tall = matrices.shape[-2] > matrices.shape[-1]
     lengths: Tensor = matrices.to(torch.bfloat16).norm(dim=(-2, -1), keepdim=True)
     x = matrices.to(torch.bfloat16).div(lengths.clamp_min(eps))
     for _ in range(steps):
-        # The smaller Gram matrix, from whichever side. Adding a to its diagonal would spare a pass, and some accuracy.
+        # The smaller of both Gram matrices. Adding a to its diagonal would save a pass but lose accuracy.
         gram = torch.bmm(x.mT, x) if tall else torch.bmm(x, x.mT)
         update = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
         x = torch.baddbmm(x, x, update, beta=a) if tall else torch.baddbmm(x, update, x, beta=a)

@@ -1,4 +1,4 @@
-"""SOAP: Adam in the eigenbasis of Shampoo's statistics, for all matrices of one shape at once.
+"""SOAP: Adam in the eigenbasis of Shampoo's statistics, batched over matrices of one shape.
 
 For a gradient G (m, n) with statistics L, R and their bases U, V,
 
@@ -8,9 +8,9 @@ For a gradient G (m, n) with statistics L, R and their bases U, V,
     W  = (1 - lr * decay) (W - lr * c * U [M / (sqrt(S) + eps)] V')
     L  = beta2 L + (1 - beta2) G G',   R = beta2 R + (1 - beta2) G' G
 
-with c = sqrt(1 - beta2^t) / (1 - beta1^t). Every few steps one power iteration moves a basis after its statistics; the
-first moment is re-expressed in the new basis and the second permuted with it. The first step a parameter sees only
-builds its basis. Vectors, and sides longer than `max_dim`, have the identity for a basis: that is Adam.
+with c = sqrt(1 - beta2^t) / (1 - beta1^t). Every few steps one power iteration updates a basis; the first
+moment is rotated into the new basis and the second permuted with it. The first step of a parameter only builds its
+basis. Vectors, and sides longer than `max_dim`, have the identity as basis, which is Adam.
 
 Vyas et al., "SOAP: Improving and Stabilizing Shampoo using Adam" (arXiv 2409.11321).
 """
@@ -34,17 +34,17 @@ from unskip.optim._refresh_schedule import Chunk, Side, refresh_schedule
 from unskip.optim._stacks import SIDES, Matrices, gather, matrix_shape, refresh_chunks, working
 
 StateDtype = Literal["float32", "bfloat16"]
-LIMIT = 1e17  # the square of a larger gradient, summed over a row, would not be finite in float32
-COUNTERS = ("step", "skipped", "held")  # steps taken, gradients masked, refreshes put off
+LIMIT = 1e17  # squares of larger gradients, summed over a row, overflow in float32
+COUNTERS = ("step", "skipped", "held")  # steps, masked gradients, rejected refreshes
 
 
 class SOAP(BatchedOptimizer):
     """Adam in the eigenbasis of Shampoo's statistics, batched; the module's docstring has the formula.
 
     Each basis is refreshed once in `refresh_every` steps, all at once or spread over the interval (`stagger`).
-    `splits` maps parameters to the number of row blocks that are matrices of their own, 3 for a fused qkv. `precision`
-    is that of the products on a GPU; `state_dtype` "bfloat16" halves the statistics, bases and first moments. A
-    gradient that is not finite is masked on the device and counted (`skipped`).
+    `splits` maps parameters to the number of row blocks that are separate matrices, 3 for a fused qkv. `precision` is
+    that of matrix products on a GPU; `state_dtype` "bfloat16" halves the memory of statistics, bases and first moments.
+    Gradients that are not finite are masked on the device and counted (`skipped`).
     """
 
     own_field = "refresh_every"
@@ -92,7 +92,7 @@ class SOAP(BatchedOptimizer):
     def _move(self) -> None:
         for index, group in enumerate(self.param_groups):
             if index not in self._by_device or any(part.stale(group) for part in self._by_device[index]):
-                self._by_device[index] = self._gathered(group)
+                self._by_device[index] = self._build(group)
             present = [param for param in group["params"] if param.grad is not None and param.numel()]
             new = [param for param in present if not self.state.get(param)]
             active = [part for part in self._by_device[index] if any(param.grad is not None for param in part.params)]
@@ -107,17 +107,17 @@ class SOAP(BatchedOptimizer):
                 del self._by_device[index]  # stacked again in the next step
 
     def skipped(self) -> dict[str, int]:
-        """How many gradients of each parameter were not finite and left out; parameters without any are not listed."""
+        """The number of skipped gradients, which were not finite, of each parameter that has any."""
         return self._count("skipped")
 
     def held(self) -> dict[str, int]:
-        """How many refreshes of each parameter were put off because the new basis was not orthogonal."""
+        """The number of rejected refreshes, whose new basis was not orthogonal, of each parameter that has any."""
         return self._count("held")
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._check_state(state_dict)
         super().load_state_dict(state_dict)
-        # The base class casts every entry to its parameter's dtype; these have dtypes of their own.
+        # The base class casts every entry to the dtype of its parameter; this restores the saved dtypes.
         ids = [key for group in state_dict["param_groups"] for key in group["params"]]
         for key, param in zip(ids, self._params(), strict=True):
             for name, value in state_dict["state"].get(key, {}).items():
@@ -129,16 +129,16 @@ class SOAP(BatchedOptimizer):
         self._by_device, self._splits = {}, {}
 
     def _begin(self, param: Tensor, group: dict[str, Any]) -> None:
-        """The first gradient: moments of zero, statistics, and the basis they give."""
+        """Creates the state from the first gradient: zero moments, statistics, and their basis."""
         state = self.state[param]
         assert param.grad is not None
         work = working(param.dtype)
         store = torch.bfloat16 if group["state_dtype"] == "bfloat16" else work
-        finite = param.grad.abs().amax() < LIMIT  # not so for a NaN
+        finite = param.grad.abs().amax() < LIMIT  # False for a NaN
         for name in COUNTERS:
             state[name] = torch.zeros((), dtype=torch.float32 if name == "step" else torch.int32, device=param.device)
         state["skipped"] += ~finite
-        blocks = group["blocks"][_place(group["params"], param)]
+        blocks = group["blocks"][_index_of(group["params"], param)]
         shape, sides = _sides(param, blocks, group["max_dim"])
         whole_shape = (blocks, *shape) if shape is not None and sides else tuple(param.shape)
         state["exp_avg"] = torch.zeros(whole_shape, dtype=store, device=param.device)
@@ -148,11 +148,11 @@ class SOAP(BatchedOptimizer):
             half = gradient if side == "left" else gradient.mT
             statistics = torch.bmm(half, half.mT).mul_(1 - group["betas"][1])
             state[side] = statistics.to(store)
-            # float16 has the bits that a tf32 product would leave of a basis
+            # float16 has as many bits of mantissa as tf32
             halved = param.is_cuda and work == torch.float32 and group["precision"] == "tf32"
             state[f"{side}_basis"] = eigenbasis(statistics).to(torch.float16 if halved else store)
 
-    def _gathered(self, group: dict[str, Any]) -> list[_DeviceGroup]:
+    def _build(self, group: dict[str, Any]) -> list[_DeviceGroup]:
         pairs = [*zip(group["params"], group["blocks"], strict=True)]
         groups = []
         for device in dict.fromkeys(param.device for param, _ in pairs if self.state.get(param)):
@@ -187,23 +187,23 @@ class _DeviceGroup:
         self.interval = (group["refresh_every"], group["stagger"])
         self.schedule = self._scheduled(pairs, group["max_dim"])
         if self.device.type == "cuda":
-            # Kernels are compiled and libraries loaded now, not in the steps to come.
+            # Compiles kernels and loads libraries now rather than in a later step.
             with matmul_precision(group["precision"], self.device):
                 for chunks in self.schedule:
                     self._refresh(chunks, write=False)
 
     def _scheduled(self, pairs: list[tuple[Tensor, int]], max_dim: int) -> list[list[Chunk]]:
-        """The schedule of the whole group, less the rows that have no state here.
+        """The schedule of the whole group, without rows that have no state on this device.
 
-        So a basis is refreshed at the same steps however many processes share the parameters among them.
+        So the steps at which a basis is refreshed do not depend on how parameters are split over processes.
         """
-        here = {id(param) for param in self.params}
-        rows: dict[tuple[Any, ...], list[bool]] = {}  # of each stack of the whole group: which are here
+        local = {id(param) for param in self.params}
+        rows: dict[tuple[Any, ...], list[bool]] = {}  # by stack of the whole group: which rows are local
         for param, blocks in pairs:
             shape, sides = _sides(param, blocks, max_dim)
             if sides:
-                rows.setdefault((shape, blocks, param.dtype, *sides), []).extend([id(param) in here] * blocks)
-        place = {stack.key(): i for i, stack in enumerate(self.stacks) if isinstance(stack, Matrices)}
+                rows.setdefault((shape, blocks, param.dtype, *sides), []).extend([id(param) in local] * blocks)
+        index = {stack.key(): i for i, stack in enumerate(self.stacks) if isinstance(stack, Matrices)}
         sizes = {key: dict(zip(SIDES, key[0], strict=True)) for key in rows}
         keys = [*rows]
         whole = [Side(i, side, sizes[key][side], len(rows[key])) for i, key in enumerate(keys) for side in key[3:]]
@@ -214,7 +214,7 @@ class _DeviceGroup:
                 key = keys[side.stack]
                 first, last = sum(rows[key][:start]), sum(rows[key][:stop])
                 if first < last:
-                    steps[-1].append(Chunk(side._replace(stack=place[key], rows=sum(rows[key])), first, last))
+                    steps[-1].append(Chunk(side._replace(stack=index[key], rows=sum(rows[key])), first, last))
         return steps
 
     def step(self, group: dict[str, Any]) -> None:
@@ -222,9 +222,9 @@ class _DeviceGroup:
         ok, largest = self._finite(grads)
         factors = self._factors(ok, largest, group)
         for stack in self.stacks:
-            mine = [grads[place] for place in stack.places]
-            if any(grad is not None for grad in mine):
-                stack.update(mine, ok, factors, group["betas"][1], group["eps"])
+            members = [grads[i] for i in stack.places]
+            if any(grad is not None for grad in members):
+                stack.update(members, ok, factors, group["betas"][1], group["eps"])
         self._refresh(self.schedule[group["updates"] % group["refresh_every"]])
 
     def _refresh(self, chunks: Sequence[Chunk], write: bool = True) -> None:
@@ -232,7 +232,7 @@ class _DeviceGroup:
             refresh_chunks([(self._stack(chunk), chunk) for chunk in same], self.counters["held"], write)
 
     def stale(self, group: dict[str, Any]) -> bool:
-        """Whether the group has another refresh interval by now, or a parameter other memory."""
+        """Whether the refresh interval or the memory of a parameter has changed."""
         moved = any(stack.moved() for stack in self.stacks if isinstance(stack, Matrices))
         return moved or self.interval != (group["refresh_every"], group["stagger"])
 
@@ -242,18 +242,18 @@ class _DeviceGroup:
         return stack
 
     def _finite(self, grads: list[Tensor | None]) -> tuple[Tensor, Tensor]:
-        """Which parameters have a gradient that counts, and its largest entry. Others are counted, if they have one."""
+        """Which parameters have a finite gradient, and its largest entry. Counts gradients that are not finite."""
         absent = torch.full((), -1.0, device=self.device)
         norms = iter(torch._foreach_norm([grad for grad in grads if grad is not None], torch.inf))
         largest = torch.stack([absent if grad is None else next(norms).to(torch.float32) for grad in grads])
-        finite = largest < LIMIT  # not so for a NaN
+        finite = largest < LIMIT  # False for a NaN
         self.counters["skipped"] += ~finite
         return finite & (largest >= 0), largest
 
     def _factors(self, ok: Tensor, largest: Tensor, group: dict[str, Any]) -> Tensor:
         """(5, params), see `Factors`."""
         (beta1, beta2), lr = group["betas"], group["lr"]
-        counts = ok.double()  # float32 would lose 1 - beta^t
+        counts = ok.double()  # float32 is too coarse for 1 - beta^t
         steps = self.counters["step"].add_(ok).double()
         size = counts * (1 - beta2**steps).sqrt() / (1 - beta1**steps).clamp_min(torch.finfo(torch.float64).tiny)
         decay = lr * group["weight_decay"]
@@ -263,7 +263,7 @@ class _DeviceGroup:
                 second=(1 - beta2) * counts,
                 size=size * (-lr * (1 - decay)),
                 keep=1 - decay * counts,
-                # A power of two that brings the largest entry to 64 .. 128: the middle of float16's range.
+                # A power of two that scales the largest entry to 64 .. 128, the middle of float16's range.
                 scale=torch.where(
                     ok & (largest > 0), torch.exp2(7 - largest.double().log2().ceil().clamp_min(-99)), 1.0
                 ),
@@ -272,10 +272,10 @@ class _DeviceGroup:
 
 
 def _sides(param: Tensor, blocks: int, max_dim: int) -> tuple[tuple[int, int] | None, list[str]]:
-    """The matrices that a parameter is, and those of their sides that have a basis."""
+    """The matrix shape of a parameter, and the sides that have a basis."""
     shape = matrix_shape(param.shape, blocks)
     return shape, [] if shape is None else [side for side, n in zip(SIDES, shape, strict=True) if n <= max_dim]
 
 
-def _place(params: list[Tensor], param: Tensor) -> int:
+def _index_of(params: list[Tensor], param: Tensor) -> int:
     return next(i for i, other in enumerate(params) if other is param)

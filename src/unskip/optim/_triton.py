@@ -1,6 +1,6 @@
-"""The Triton kernels behind `_kernels`, which says what each computes. Imported on the first use on a GPU only."""
+"""The Triton kernels of `_kernels`, which defines what each computes. Imported on the first use on a GPU."""
 
-# Kernels are Triton's language in Python's clothes; their arguments have no Python types.
+# Arguments of Triton kernels have no Python types.
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,unused-ignore"
 
 from __future__ import annotations

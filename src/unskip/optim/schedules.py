@@ -1,11 +1,11 @@
 """Learning-rate and weight-decay schedules as plain functions of the step.
 
-Each returns a factor (or a value, for `cosine`) and keeps no state, so a run resumes by knowing its step:
+Each returns a factor (or a value, for `cosine`) without state, so a run resumes from its step number:
 
     lr(t) = lr * warmup_cosine(t, total=10_000, warmup=500)
 
-Steps count from 0: the first step of a warm-up over w steps has the factor 1 / w, and step w - 1 has 1. After the last
-step the factor stays where it is. `functools.partial` makes one of them the argument of torch's LambdaLR.
+Steps count from 0: in a warm-up over w steps, step 0 has the factor 1 / w and step w - 1 has 1. After the last step the
+factor is constant. Use `functools.partial` to pass a schedule to torch's LambdaLR.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ def warmup_cosine(step: int, *, total: int, warmup: int = 0, floor: float = 0.0)
 
 
 def cosine(step: int, *, total: int, start: float, end: float) -> float:
-    """Half a cosine from `start` at the first step to `end` at the last: DINO's weight decay, for instance."""
+    """Half a cosine from `start` at the first step to `end` at the last, for example for DINO's weight decay."""
     step = _within("cosine", step, total)
     progress = step / (total - 1) if total > 1 else 1.0
     return end + (start - end) * (1 + math.cos(math.pi * progress)) / 2
 
 
 def apply(optimizer: torch.optim.Optimizer, *, lr: float | None = None, weight_decay: float | None = None) -> None:
-    """Sets each group's rate to `lr` times the one it began with, and the decay of the groups that have any."""
+    """Sets each group's rate to `lr` times its initial rate, and the weight decay of groups that decay."""
     for group in optimizer.param_groups:
         if lr is not None:
             group.setdefault("initial_lr", group["lr"])
@@ -45,7 +45,7 @@ def apply(optimizer: torch.optim.Optimizer, *, lr: float | None = None, weight_d
 
 
 def _within(who: str, step: int, total: int) -> int:
-    """The step, or the last one after it: a warm-up that takes all of a run ends where it is, too."""
+    """The step, at most total - 1."""
     if total < 1 or step < 0:
         raise BadInput(f"{who}: total must be 1 step or more and steps count from 0, got step {step} of {total}")
     return min(step, total - 1)
